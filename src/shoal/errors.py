@@ -1,0 +1,131 @@
+"""Every exception shoal raises on purpose, named by the boundary that was crossed.
+
+    ShoalError                        exit 1   something went wrong that shoal understands
+    ├── UserError                     exit 2   what was asked for cannot be: fix the input and run again
+    │   ├── ConfigError                        a recipe, an override, a run folder
+    │   ├── ModelError                         a model folder or its files
+    │   ├── EnvironmentSetupError              an environment, its data, or a reward function that does not load
+    │   └── KeyFileError                       a key file that is missing, damaged or readable by others
+    ├── ResourceError                 exit 3   the machine says no: port taken, folder not writable, disk full
+    ├── ProtocolError                 exit 1   bytes from elsewhere that are not what they should be
+    │   ├── CodecError                         too large, truncated, malformed
+    │   └── SignatureError                     not signed, or not by whom it should be
+    ├── HubError                      exit 4   the hub could not, or would not
+    │   ├── HubUnreachable                     no answer within the deadline
+    │   └── HubRefused                         an answer, and it is no (status, code, sentence)
+    ├── BroadcastError                exit 1   weights did not arrive as promised
+    │   ├── VersionNotFound                    nobody has that version (any more)
+    │   ├── ManifestRefused                    unsigned, wrong key, rolled back
+    │   └── ChunkCorrupt                       bytes that do not match their hash
+    ├── CheckpointError               exit 1   a checkpoint that cannot be read or continued
+    ├── PolicyMismatch                exit 1   a digest that is not the one signed for
+    ├── ScoringFailure                exit 1   the scoring machinery failed: "no sample", never reward 0
+    ├── LedgerError                   exit 1   a broken chain
+    └── DeadlineExceeded              exit 1   a wait that ended
+
+A bad rollout is data (a verdict with a reason code), not an exception. Messages say what is wrong, where, and
+what to do; they are printed on one line, without a traceback.
+"""
+
+from __future__ import annotations
+
+
+class ShoalError(Exception):
+    """Base of all; `exit_code` is what a command ends with when this reaches the top."""
+
+    exit_code = 1
+
+
+class UserError(ShoalError):
+    """The input is wrong; the message says how to fix it."""
+
+    exit_code = 2
+
+
+class ConfigError(UserError):
+    """A recipe, an override or a run folder is wrong."""
+
+
+class ModelError(UserError):
+    """A model folder cannot be used."""
+
+
+class EnvironmentSetupError(UserError):
+    """An environment cannot be built."""
+
+
+class KeyFileError(UserError):
+    """A key file is missing, damaged or not private."""
+
+
+class ResourceError(ShoalError):
+    """The machine refused: a port, a folder, the disk."""
+
+    exit_code = 3
+
+
+class ProtocolError(ShoalError):
+    """Bytes that came from elsewhere are not what the protocol says."""
+
+
+class CodecError(ProtocolError):
+    """A body is too large, truncated or malformed."""
+
+
+class SignatureError(ProtocolError):
+    """A document or request is not signed by the key that it should be."""
+
+
+class HubError(ShoalError):
+    """The hub could not or would not do what was asked."""
+
+    exit_code = 4
+
+
+class HubUnreachable(HubError):
+    """No answer from the hub before the deadline."""
+
+
+class HubRefused(HubError):
+    """The hub answered no. `code` is stable and for programs, the message is for people."""
+
+    def __init__(self, status: int, code: str, message: str) -> None:
+        super().__init__(f"{message} [{code}, HTTP {status}]")
+        self.status = status
+        self.code = code
+
+
+class BroadcastError(ShoalError):
+    """Weights did not arrive as promised."""
+
+
+class VersionNotFound(BroadcastError):
+    """No source has the version that was asked for."""
+
+
+class ManifestRefused(BroadcastError):
+    """A manifest that is unsigned, signed by another key, or older than one already seen."""
+
+
+class ChunkCorrupt(BroadcastError):
+    """Bytes that do not match the hash in the signed manifest."""
+
+
+class CheckpointError(ShoalError):
+    """A checkpoint that cannot be read or continued."""
+
+
+class PolicyMismatch(ShoalError):
+    """Weights whose digest is not the one that was signed for: an error, never a warning."""
+
+
+class ScoringFailure(ShoalError):
+    """The scoring machinery failed. The group yields no sample; it is never scored 0 for this."""
+
+
+class LedgerError(ShoalError):
+    """The hash chain does not hold."""
+
+
+class DeadlineExceeded(ShoalError):
+    """A wait ended before what it waited for."""

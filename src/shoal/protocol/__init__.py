@@ -1,0 +1,100 @@
+"""What crosses a process: every message, the codec for bulk bodies, keys and signatures.
+
+    identity    SigningKey, load_or_create_key, node_id, fingerprint
+    signing     Document, SignedDocument, sign_document, open_document, sign_request, verify_request
+    policy      PolicyRef, PolicyManifest, BroadcastHead, PolicyAnnouncement, LedgerHead
+    lease       Lease, LeaseRequest, LeaseReply, LeaseRelease, SamplingParameters
+    submission  Submission, Rollout, Receipt (bulk, msgpack)
+    verdict     Verdict, Outcome, Severity, CheckResult, Audit
+    batch       Batch, TrainingBatch, StepReport
+    node        Registration, Heartbeat, NodeView, RunInfo, RoleCertificate
+    status      RunStatus, LedgerEntry, Problem
+    tensor      TensorView
+    codec       pack, unpack, Limits
+
+Control messages are JSON (pydantic, frozen, unknown fields refused); bulk is msgpack + zstd (msgspec, capped).
+Times are whole milliseconds since 1970 (`*_ms`).
+"""
+
+from shoal.protocol.batch import (
+    Batch,
+    BatchGroup,
+    BatchReply,
+    BatchRequest,
+    StepReport,
+    TrainingBatch,
+    TrainingGroup,
+    TrainingRollout,
+)
+from shoal.protocol.codec import Limits, pack, unpack
+from shoal.protocol.identity import SigningKey, fingerprint, load_key, load_or_create_key, node_id, verify
+from shoal.protocol.lease import Lease, LeaseRelease, LeaseReply, LeaseRequest, SamplingParameters
+from shoal.protocol.node import (
+    PROTOCOL_VERSION,
+    Heartbeat,
+    HeartbeatReply,
+    NodeState,
+    NodeView,
+    Registration,
+    Role,
+    RoleCertificate,
+    RunInfo,
+)
+from shoal.protocol.policy import (
+    BroadcastHead,
+    Chunk,
+    Entry,
+    LedgerHead,
+    PolicyAnnouncement,
+    PolicyManifest,
+    PolicyRef,
+    content_digest,
+)
+from shoal.protocol.signing import (
+    Document,
+    Message,
+    RequestSignature,
+    SignedDocument,
+    canonical_json,
+    first_problem,
+    open_document,
+    sign_document,
+    sign_request,
+    verify_request,
+)
+from shoal.protocol.status import LedgerEntry, LedgerPage, Problem, RecentVerdict, RunStatus, Wait
+from shoal.protocol.submission import (
+    SUBMISSION_FORMAT,
+    Receipt,
+    Rollout,
+    Submission,
+    pack_logprobs,
+    pack_tokens,
+    submission_digest,
+    unpack_tokens,
+)
+from shoal.protocol.tensor import TensorView
+from shoal.protocol.verdict import (
+    Audit,
+    AuditReply,
+    AuditRequest,
+    CheckResult,
+    Outcome,
+    RolloutReward,
+    Severity,
+    Verdict,
+)
+
+__all__ = [
+    "PROTOCOL_VERSION", "SUBMISSION_FORMAT", "Audit", "AuditReply", "AuditRequest", "Batch", "BatchGroup",
+    "BatchReply", "BatchRequest", "BroadcastHead", "CheckResult", "Chunk", "Document", "Entry", "Heartbeat",
+    "HeartbeatReply", "Lease", "LeaseRelease", "LeaseReply", "LeaseRequest", "LedgerEntry", "LedgerHead",
+    "LedgerPage", "Limits", "Message", "NodeState", "NodeView", "Outcome", "PolicyAnnouncement",
+    "PolicyManifest", "PolicyRef", "Problem", "Receipt", "RecentVerdict", "Registration", "RequestSignature",
+    "Role", "RoleCertificate", "Rollout", "RolloutReward", "RunInfo", "RunStatus", "SamplingParameters",
+    "Severity", "SignedDocument", "SigningKey", "StepReport", "Submission", "TensorView", "TrainingBatch",
+    "TrainingGroup", "TrainingRollout", "Verdict", "Wait", "canonical_json", "content_digest", "fingerprint",
+    "first_problem", "load_key", "load_or_create_key", "node_id", "open_document", "pack", "pack_logprobs",
+    "pack_tokens", "sign_document", "sign_request", "submission_digest", "unpack", "unpack_tokens", "verify",
+    "verify_request",
+]  # fmt: skip

@@ -1,0 +1,85 @@
+"""Batches: which groups a training step consists of, written down before the step starts; and its report."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from pydantic import Field
+
+from shoal.protocol.policy import PolicyRef
+from shoal.protocol.signing import Message
+from shoal.protocol.submission import unpack_tokens
+
+
+class BatchGroup(Message):
+    """One accepted group of a batch."""
+
+    unit: int
+    submission: str
+    node: str
+    policy: PolicyRef
+    rewards: tuple[float, ...]
+
+
+class Batch(Message):
+    """The groups of step `step`, in order of unit. Once written it never changes; a resumed trainer gets it again."""
+
+    step: int
+    groups: tuple[BatchGroup, ...]
+    dropped_groups: int = 0
+    written_at_ms: int
+
+
+class BatchRequest(Message):
+    wait_s: float = Field(default=0, ge=0, le=60)
+
+
+class BatchReply(Message):
+    batch: Batch | None = None
+    waiting: str = ""
+
+
+class TrainingRollout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A verified rollout with the validator's reward, ready to train on."""
+
+    tokens: bytes
+    logprobs: bytes
+    finish: Literal["eos", "length"]
+    reward: float
+
+    @property
+    def token_ids(self) -> npt.NDArray[np.int64]:
+        return unpack_tokens(self.tokens)
+
+    @property
+    def logprob_values(self) -> npt.NDArray[np.float32]:
+        return np.frombuffer(self.logprobs, dtype="<f4").astype(np.float32)
+
+
+class TrainingGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    unit: int
+    task: str
+    version: int
+    prompt: bytes
+    rollouts: Annotated[list[TrainingRollout], msgspec.Meta(min_length=1)]
+
+    @property
+    def prompt_ids(self) -> npt.NDArray[np.int64]:
+        return unpack_tokens(self.prompt)
+
+
+class TrainingBatch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The bulk form of a `Batch`, hub to trainer (msgpack + zstd)."""
+
+    step: int
+    groups: list[TrainingGroup]
+
+
+class StepReport(Message):
+    """What the trainer measured in a step: free-form numbers, e.g. reward_mean, held_out, loss, grad_norm."""
+
+    step: int = Field(ge=0)
+    metrics: dict[str, float] = Field(max_length=128)

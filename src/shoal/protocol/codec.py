@@ -1,0 +1,72 @@
+"""Bulk bodies: msgpack inside zstd, with every cap checked before anything is allocated for it.
+
+    bytes ─► compressed cap ─► zstd frame header: declared size cap ─► bounded inflate ─► typed, strict msgpack
+
+A frame without a declared size, with a size over the cap, or with trailing bytes is refused unread.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeVar
+
+import msgspec
+import zstandard
+
+from shoal.errors import CodecError
+
+T = TypeVar("T")
+
+MIB = 1024 * 1024
+MAX_WINDOW_BYTES = 8 * MIB
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Caps on one bulk body."""
+
+    compressed_bytes: int = 16 * MIB
+    inflated_bytes: int = 64 * MIB
+
+
+def pack(value: msgspec.Struct, level: int = 3) -> bytes:
+    return zstandard.ZstdCompressor(level=level, write_content_size=True).compress(msgspec.msgpack.encode(value))
+
+
+def unpack(data: bytes, kind: type[T], limits: Limits) -> T:
+    """Decode `data` as `kind`, or raise `CodecError` with what is wrong; never uses more than the limits."""
+    raw = _inflate(data, limits)
+    try:
+        return msgspec.msgpack.decode(raw, type=kind, strict=True)
+    except (msgspec.DecodeError, msgspec.ValidationError, RecursionError, UnicodeDecodeError) as error:
+        raise CodecError(f"the body is not a valid {kind.__name__}: {error}") from error
+
+
+def _inflate(data: bytes, limits: Limits) -> bytes:
+    if len(data) > limits.compressed_bytes:
+        raise CodecError(f"the body has {len(data)} bytes; at most {limits.compressed_bytes} are allowed")
+    try:
+        frame = zstandard.get_frame_parameters(data)
+    except zstandard.ZstdError as error:
+        raise CodecError(f"the body is not a zstd frame: {error}") from error
+    declared = frame.content_size
+    if declared == zstandard.CONTENTSIZE_UNKNOWN:
+        raise CodecError("the zstd frame does not declare its size")
+    if declared > limits.inflated_bytes:
+        raise CodecError(f"the body inflates to {declared} bytes; at most {limits.inflated_bytes} are allowed")
+    if frame.dict_id:
+        raise CodecError("the zstd frame needs a dictionary")
+    return _bounded_inflate(data, declared)
+
+
+def _bounded_inflate(data: bytes, declared: int) -> bytes:
+    inflater = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES).decompressobj()
+    try:
+        raw = inflater.decompress(data)
+    except zstandard.ZstdError as error:
+        raise CodecError(f"the zstd frame is damaged: {error}") from error
+    if len(raw) != declared or not inflater.eof:
+        raise CodecError("the zstd frame is truncated, or its size is not the one declared")
+    if inflater.unused_data:
+        raise CodecError("there are bytes after the zstd frame")
+    return raw

@@ -1,0 +1,125 @@
+"""Keys: who signs. A node is its Ed25519 key; its id is derived from the public half.
+
+    root ──signs──► role certificates (hub, trainer, validator)      one root per run, pinned in the join URL
+    node ──signs──► its own requests                                  no certificate: anyone may join
+
+A key file is PEM (PKCS 8), mode 0600, made on first use.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+from shoal.errors import KeyFileError, SignatureError
+
+PUBLIC_KEY_HEX = 64
+SIGNATURE_HEX = 128
+
+
+def node_id(public_key: str) -> str:
+    """The node's name on the wire: 32 hex digits of the hash of its public key (hex)."""
+    return hashlib.sha256(b"shoal/node/v1\n" + bytes.fromhex(public_key)).hexdigest()[:32]
+
+
+def fingerprint(public_key: str) -> str:
+    """The short form of a root key that a join URL pins: 40 hex digits."""
+    return hashlib.sha256(b"shoal/root/v1\n" + bytes.fromhex(public_key)).hexdigest()[:40]
+
+
+class SigningKey:
+    """A private key. `str()` and `repr()` never show it."""
+
+    def __init__(self, key: Ed25519PrivateKey) -> None:
+        self._key = key
+        self.public_key: str = key.public_key().public_bytes_raw().hex()
+
+    @classmethod
+    def generate(cls) -> SigningKey:
+        return cls(Ed25519PrivateKey.generate())
+
+    @classmethod
+    def from_seed(cls, seed: bytes) -> SigningKey:
+        """A key from 32 bytes, for tests that need the same key twice."""
+        return cls(Ed25519PrivateKey.from_private_bytes(seed))
+
+    @property
+    def node(self) -> str:
+        return node_id(self.public_key)
+
+    def sign(self, message: bytes) -> str:
+        return self._key.sign(message).hex()
+
+    def __repr__(self) -> str:
+        return f"SigningKey(node={self.node})"
+
+    def to_pem(self) -> bytes:
+        return self._key.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.NoEncryption(),
+        )
+
+    @classmethod
+    def from_pem(cls, data: bytes) -> SigningKey:
+        key = serialization.load_pem_private_key(data, password=None)
+        if not isinstance(key, Ed25519PrivateKey):
+            raise ValueError("not an Ed25519 key")
+        return cls(key)
+
+
+def verify(public_key: str, signature: str, message: bytes) -> None:
+    """Raise `SignatureError` unless `signature` over `message` was made by `public_key` (both hex)."""
+    if len(public_key) != PUBLIC_KEY_HEX or len(signature) != SIGNATURE_HEX:
+        raise SignatureError("a key or signature has the wrong length")
+    try:
+        key = Ed25519PublicKey.from_public_bytes(bytes.fromhex(public_key))
+        key.verify(bytes.fromhex(signature), message)
+    except (InvalidSignature, ValueError) as error:
+        raise SignatureError("the signature does not match the key") from error
+
+
+def load_key(path: Path) -> SigningKey:
+    """Read a key file; refuse one that others can read."""
+    try:
+        mode = path.stat().st_mode & 0o777
+        data = path.read_bytes()
+    except OSError as error:
+        raise KeyFileError(f"cannot read the key file {path}: {error.strerror}") from error
+    if mode & 0o077:
+        raise KeyFileError(f"the key file {path} is readable by others (mode {mode:o}); run: chmod 600 {path}")
+    try:
+        return SigningKey.from_pem(data)
+    except (ValueError, TypeError) as error:
+        raise KeyFileError(
+            f"{path} is not an Ed25519 key in PEM form; restore it from a backup, or move it away to get a new identity"
+        ) from error
+
+
+def load_or_create_key(path: Path) -> SigningKey:
+    """The key at `path`, made on first use. Two processes that race end with the same key."""
+    if path.exists():
+        return load_key(path)
+    key = SigningKey.generate()
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(key.to_pem())
+            file.flush()
+            os.fsync(file.fileno())
+        try:
+            os.link(temporary, path)  # fails if somebody else was first, unlike a rename
+        except FileExistsError:
+            return load_key(path)
+    except OSError as error:
+        raise KeyFileError(f"cannot write the key file {path}: {error.strerror}") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+    return key

@@ -1,0 +1,73 @@
+"""Leases: what a worker is asked to generate. It chooses nothing: prompt, seeds, policy and sampling are given."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from pydantic import Field
+
+from shoal.protocol.policy import HEX_256, PolicyRef
+from shoal.protocol.signing import Document, Message, SignedDocument
+
+MAX_GROUP = 1024
+MAX_PROMPT_TOKENS = 131_072
+MAX_NEW_TOKENS = 131_072
+MAX_LEASES_PER_REQUEST = 256
+
+
+class SamplingParameters(Message):
+    """How tokens are drawn. Temperature only: top-p and top-k would bias the ratio that training relies on."""
+
+    temperature: float = Field(gt=0, le=10)
+    max_new_tokens: int = Field(gt=0, le=MAX_NEW_TOKENS)
+    eos_token_id: int = Field(ge=0)
+
+
+class Lease(Document):
+    """One unit of work for one node: generate this group, under these seeds, by that policy, until the deadline.
+
+    A unit keeps its prompt and its seeds when it is issued again, whoever gets it.
+    """
+
+    kind: ClassVar[str] = "lease"
+    run: str
+    lease: str = Field(max_length=64)
+    node: str
+    unit: int = Field(ge=0)
+    attempt: int = Field(ge=0)
+    policy: PolicyRef
+    task: str = Field(max_length=256)
+    prompt_ids: tuple[int, ...] = Field(min_length=1, max_length=MAX_PROMPT_TOKENS)
+    seeds: tuple[str, ...] = Field(min_length=1, max_length=MAX_GROUP)
+    sampling: SamplingParameters
+    environment_digest: str = Field(pattern=HEX_256)
+    issued_at_ms: int
+    deadline_ms: int
+
+    @property
+    def seed_numbers(self) -> tuple[int, ...]:
+        """Seeds are 64-bit; they travel as 16 hex digits because JSON readers may round large integers."""
+        return tuple(int(seed, 16) for seed in self.seeds)
+
+
+class LeaseRequest(Message):
+    """Ask for up to `max_units` leases, waiting up to `wait_s` for one. The same `request` gets the same answer."""
+
+    request: str = Field(min_length=8, max_length=64)
+    max_units: int = Field(default=1, ge=1, le=MAX_LEASES_PER_REQUEST)
+    wait_s: float = Field(default=0, ge=0, le=60)
+
+
+class LeaseReply(Message):
+    """The leases granted, or none and the reason in words (`waiting`)."""
+
+    leases: tuple[SignedDocument, ...] = ()
+    waiting: str = ""
+    finished: bool = False
+
+
+class LeaseRelease(Message):
+    """A worker gives leases back (it is stopping, or cannot do them)."""
+
+    leases: tuple[str, ...] = Field(max_length=MAX_LEASES_PER_REQUEST)
+    reason: str = Field(default="", max_length=200)

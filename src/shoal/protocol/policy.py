@@ -1,0 +1,109 @@
+"""Policies: which weights. A policy is (incarnation, version, digest), signed.
+
+Version = number of completed training steps. The digest covers the content (entries and chunk hashes), not the
+version, so equal weights have equal digests. An incarnation begins whenever a resume cannot reproduce a published
+digest; versions of different incarnations never mix.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from blake3 import blake3
+from pydantic import Field
+
+from shoal.protocol.signing import Document, Message, canonical_json
+
+HEX_256 = "^[0-9a-f]{64}$"
+SAFE_NAME = r"^[A-Za-z0-9_][A-Za-z0-9_.\-]{0,254}$"
+
+
+class PolicyRef(Message):
+    """Names one set of weights.
+
+    >>> PolicyRef(incarnation=0, version=12, digest="ab" * 32).label
+    '0.12'
+    """
+
+    incarnation: int = Field(ge=0, le=2**31)
+    version: int = Field(ge=0, le=2**31)
+    digest: str = Field(pattern=HEX_256)
+
+    @property
+    def label(self) -> str:
+        return f"{self.incarnation}.{self.version}"
+
+
+class Entry(Message):
+    """One named span of the payload: a file (`config.json`) or a tensor (raw little-endian values).
+
+    Entries lie back to back in the order listed; names are plain (no slash), so that none can leave its folder.
+    """
+
+    name: str = Field(pattern=SAFE_NAME)
+    type: Literal["file", "tensor"]
+    offset: int = Field(ge=0)
+    size_bytes: int = Field(ge=0)
+    dtype: str | None = None
+    shape: tuple[int, ...] | None = None
+
+
+class Chunk(Message):
+    """A span of the payload by hash (BLAKE3). All chunks but the last have `chunk_size_bytes`."""
+
+    hash: str = Field(pattern=HEX_256)
+    size_bytes: int = Field(gt=0)
+
+
+class LedgerHead(Document):
+    """The newest entry of the ledger: whoever holds an old one can detect a rollback."""
+
+    kind: ClassVar[str] = "ledger-head"
+    run: str
+    index: int = Field(ge=-1)
+    hash: str = Field(pattern=HEX_256)
+
+
+class PolicyManifest(Document):
+    """What one version consists of. Signed by the trainer's key; any static HTTP server can hand it out."""
+
+    kind: ClassVar[str] = "policy-manifest"
+    run: str
+    policy: PolicyRef
+    parent_version: int | None = None
+    entries: tuple[Entry, ...]
+    chunk_size_bytes: int = Field(gt=0)
+    chunks: tuple[Chunk, ...]
+    size_bytes: int = Field(ge=0)
+    ledger_head: LedgerHead | None = None
+    created_at_ms: int
+
+
+class BroadcastHead(Document):
+    """The newest version that an origin offers, and the hash of its manifest's bytes. Monotone: never goes back."""
+
+    kind: ClassVar[str] = "broadcast-head"
+    run: str
+    policy: PolicyRef
+    manifest_hash: str = Field(pattern=HEX_256)
+    kept_versions: tuple[str, ...] = Field(max_length=1000)
+    created_at_ms: int
+
+
+class PolicyAnnouncement(Document):
+    """The trainer tells the hub: this version is out. Signed by the trainer's key."""
+
+    kind: ClassVar[str] = "policy-announcement"
+    run: str
+    policy: PolicyRef
+    created_at_ms: int
+
+
+def content_digest(entries: tuple[Entry, ...], chunk_size_bytes: int, chunks: tuple[Chunk, ...]) -> str:
+    """The digest of a policy: of its entries and of the hashes of its chunks, in order."""
+    content = {
+        "entries": [entry.model_dump(mode="json") for entry in entries],
+        "chunk_size_bytes": chunk_size_bytes,
+        "chunks": [chunk.hash for chunk in chunks],
+    }
+    return blake3(b"shoal/policy/v1\n" + canonical_json(content)).hexdigest()

@@ -1,0 +1,172 @@
+"""Signatures over documents and over requests.
+
+A signed document travels as JSON:
+
+    {"kind": "lease", "document": {...}, "signed_by": "<public key>", "signature": "<hex>"}
+
+The signature covers `shoal/<kind>/v1` and the canonical JSON of `document` *as it arrived*, so a reader whose
+message type has since grown a field still verifies an old document. The kind is inside the signature, so that no
+document can stand in for another.
+
+A signed request carries four headers. The signature covers the method, the run, the path with its query, the node,
+the time, the nonce and the hash of the body: nothing in a request can be changed, replayed or sent to another run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from shoal.errors import ProtocolError, SignatureError
+from shoal.protocol.identity import SigningKey, verify
+
+MAX_SKEW_MS = 120_000
+
+
+def canonical_json(value: Any) -> bytes:
+    """One byte string per value: sorted keys, no spaces, UTF-8, shortest floats, no NaN."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return text.encode()
+
+
+class Message(BaseModel):
+    """Base of every message that crosses a process: frozen, and unknown fields are refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Document(Message):
+    """A message that is signed; `kind` separates the domains of signatures."""
+
+    kind: ClassVar[str]
+
+
+class SignedDocument(Message):
+    """A document, the key that signed it, and the signature."""
+
+    kind: str = Field(max_length=64)
+    document: dict[str, Any]
+    signed_by: str = Field(pattern="^[0-9a-f]{64}$")
+    signature: str = Field(pattern="^[0-9a-f]{128}$")
+
+
+D = TypeVar("D", bound=Document)
+
+
+def _document_bytes(kind: str, document: Mapping[str, Any]) -> bytes:
+    try:
+        return f"shoal/{kind}/v1\n".encode() + canonical_json(document)
+    except (ValueError, UnicodeError) as error:
+        raise ProtocolError(f"a {kind} holds a value that JSON cannot carry: {error}") from error
+
+
+def sign_document(document: Document, key: SigningKey) -> SignedDocument:
+    body = document.model_dump(mode="json")
+    signature = key.sign(_document_bytes(document.kind, body))
+    return SignedDocument(kind=document.kind, document=body, signed_by=key.public_key, signature=signature)
+
+
+def open_document(signed: SignedDocument, kind: type[D], trusted: str | set[str]) -> D:
+    """The document inside, if one of the `trusted` public keys signed it and it is of this kind."""
+    keys = {trusted} if isinstance(trusted, str) else trusted
+    if signed.kind != kind.kind:
+        raise SignatureError(f"expected a signed {kind.kind}, got a {signed.kind[:40]}")
+    if signed.signed_by not in keys:
+        raise SignatureError(f"this {kind.kind} is signed by {signed.signed_by[:16]}…, which is not trusted for it")
+    verify(signed.signed_by, signed.signature, _document_bytes(signed.kind, signed.document))
+    try:
+        return kind.model_validate(signed.document)
+    except ValidationError as error:
+        raise ProtocolError(f"this {kind.kind} is signed but malformed: {first_problem(error)}") from error
+
+
+def first_problem(error: ValidationError) -> str:
+    """The first thing pydantic found, as `field: what is wrong`."""
+    problem = error.errors()[0]
+    where = ".".join(str(part) for part in problem["loc"]) or "body"
+    return f"{where}: {problem['msg']}"
+
+
+HEADER_NODE = "shoal-node"
+HEADER_TIME = "shoal-time"
+HEADER_NONCE = "shoal-nonce"
+HEADER_SIGNATURE = "shoal-signature"
+
+
+@dataclass(frozen=True)
+class RequestSignature:
+    """The signed part of a request's headers, parsed but not yet verified."""
+
+    node: str
+    at_ms: int
+    nonce: str
+    signature: str
+
+    def headers(self) -> dict[str, str]:
+        return {
+            HEADER_NODE: self.node,
+            HEADER_TIME: str(self.at_ms),
+            HEADER_NONCE: self.nonce,
+            HEADER_SIGNATURE: self.signature,
+        }
+
+    @classmethod
+    def from_headers(cls, headers: Mapping[str, str]) -> RequestSignature:
+        try:
+            parsed = cls(
+                node=headers[HEADER_NODE],
+                at_ms=int(headers[HEADER_TIME]),
+                nonce=headers[HEADER_NONCE],
+                signature=headers[HEADER_SIGNATURE],
+            )
+        except KeyError as error:
+            raise SignatureError(f"the request is not signed: header {error.args[0]} is missing") from error
+        except ValueError as error:
+            raise SignatureError(f"header {HEADER_TIME} is not a whole number of milliseconds") from error
+        if not (8 <= len(parsed.nonce) <= 64 and parsed.nonce.isascii() and len(parsed.node) == 32):
+            raise SignatureError("the request's node id or nonce has the wrong length")
+        return parsed
+
+
+def request_bytes(method: str, run: str, target: str, body: bytes, signature: RequestSignature) -> bytes:
+    """What a request's signature covers. `target` is the path with its query, as sent."""
+    body_hash = hashlib.sha256(body).hexdigest()
+    lines = [
+        "shoal/request/v1",
+        method.upper(),
+        run,
+        target,
+        signature.node,
+        str(signature.at_ms),
+        signature.nonce,
+    ]
+    return "\n".join([*lines, body_hash]).encode()
+
+
+def sign_request(key: SigningKey, run: str, method: str, target: str, body: bytes, at_ms: int) -> dict[str, str]:
+    """The headers of a signed request."""
+    unsigned = RequestSignature(node=key.node, at_ms=at_ms, nonce=secrets.token_hex(12), signature="")
+    signature = key.sign(request_bytes(method, run, target, body, unsigned))
+    return RequestSignature(unsigned.node, at_ms, unsigned.nonce, signature).headers()
+
+
+def verify_request(
+    public_key: str, run: str, method: str, target: str, body: bytes, signature: RequestSignature, now_ms: int
+) -> None:
+    """Raise `SignatureError` unless this very request was signed by `public_key` within the allowed skew.
+
+    The caller still has to refuse a nonce that it has seen from this node.
+    """
+    skew = signature.at_ms - now_ms
+    if abs(skew) > MAX_SKEW_MS:
+        raise SignatureError(
+            f"the request's clock is {abs(skew) / 1000:.0f} s {'ahead' if skew > 0 else 'behind'}; "
+            f"at most {MAX_SKEW_MS // 1000} s are allowed: set this machine's clock (for instance with NTP)"
+        )
+    verify(public_key, signature.signature, request_bytes(method, run, target, body, signature))

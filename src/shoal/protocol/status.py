@@ -1,0 +1,73 @@
+"""The run as a person sees it: ledger entries, who waits for whom, recent verdicts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field
+
+from shoal.protocol.batch import StepReport
+from shoal.protocol.node import NodeView
+from shoal.protocol.policy import HEX_256, LedgerHead, PolicyRef
+from shoal.protocol.signing import Message
+
+
+class LedgerEntry(Message):
+    """One row of the hash chain: `hash` covers index, previous hash, kind, body and time."""
+
+    index: int = Field(ge=0)
+    kind: str
+    body: dict[str, Any]
+    at_ms: int
+    previous: str = Field(pattern=HEX_256)
+    hash: str = Field(pattern=HEX_256)
+
+
+class LedgerPage(Message):
+    entries: tuple[LedgerEntry, ...]
+    head: LedgerHead
+
+
+class Wait(Message):
+    """`who` has been waiting for `what` since then."""
+
+    who: str
+    what: str
+    since_ms: int
+
+
+class RecentVerdict(Message):
+    unit: int
+    node: str
+    outcome: str
+    reason: str
+    message: str
+    decided_at_ms: int
+
+
+class RunStatus(Message):
+    """Everything `shoal status` and the dashboard show."""
+
+    run: str
+    name: str
+    now_ms: int
+    finished: bool
+    steps: int
+    step: int
+    policy: PolicyRef | None
+    max_staleness: int
+    units: dict[str, int]
+    submissions: dict[str, int]
+    nodes: tuple[NodeView, ...]
+    waits: tuple[Wait, ...]
+    verdicts: tuple[RecentVerdict, ...]
+    reports: tuple[StepReport, ...]
+    alarms: tuple[str, ...]
+    ledger: LedgerHead
+
+
+class Problem(Message):
+    """The body of every error answer: a stable code for programs, a sentence for people."""
+
+    code: str
+    message: str

@@ -1,0 +1,81 @@
+"""Verdicts: what a validator found. The reward is computed here and nowhere else."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import ClassVar
+
+from pydantic import Field
+
+from shoal.protocol.policy import HEX_256
+from shoal.protocol.signing import Document, Message, SignedDocument
+
+
+class Outcome(StrEnum):
+    ACCEPTED = "accepted"
+    REJECTED = "rejected"
+    INCONCLUSIVE = "inconclusive"  # the check could not be made: no credit, no training, no punishment
+
+
+class Severity(StrEnum):
+    """How sure a rejection is. A hard sanction needs one `CERTAIN` failure, or two `STATISTICAL` ones."""
+
+    CERTAIN = "certain"
+    STATISTICAL = "statistical"
+
+
+class CheckResult(Message):
+    """One check: whether it held, the numbers it saw, and a sentence for the contributor if it did not."""
+
+    check: str = Field(max_length=64)
+    passed: bool
+    evidence: dict[str, float | int | str] = Field(default={}, max_length=64)
+    message: str = Field(default="", max_length=500)
+
+
+class RolloutReward(Message):
+    """The validator's reward for one rollout, with its parts."""
+
+    value: float
+    parts: dict[str, float] = Field(default={}, max_length=64)
+
+
+class Verdict(Document):
+    """The result of an audit, signed by the validator. `reason` is a stable code such as `sampling.seed`."""
+
+    kind: ClassVar[str] = "verdict"
+    run: str
+    submission: str = Field(pattern=HEX_256)
+    unit: int
+    node: str
+    outcome: Outcome
+    reason: str = Field(default="", max_length=64)
+    severity: Severity | None = None
+    message: str = Field(default="", max_length=500)
+    checks: tuple[CheckResult, ...] = ()
+    rewards: tuple[RolloutReward, ...] = ()
+    generated_tokens: int = 0
+    decided_at_ms: int
+
+
+class AuditRequest(Message):
+    """A validator asks for submissions to check, waiting up to `wait_s` for one."""
+
+    max_audits: int = Field(default=8, ge=1, le=256)
+    wait_s: float = Field(default=0, ge=0, le=60)
+
+
+class Audit(Message):
+    """One submission to check: its bytes are at `GET /submissions/{submission}`."""
+
+    submission: str
+    size_bytes: int
+    lease: SignedDocument
+    received_at_ms: int
+    deadline_ms: int
+
+
+class AuditReply(Message):
+    audits: tuple[Audit, ...] = ()
+    waiting: str = ""
+    finished: bool = False
