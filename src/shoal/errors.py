@@ -18,6 +18,7 @@
     │   ├── ManifestRefused                    unsigned, wrong key, rolled back
     │   └── ChunkCorrupt                       bytes that do not match their hash
     ├── CheckpointError               exit 1   a checkpoint that cannot be read or continued
+    ├── TrainingDiverged              exit 1   a loss or gradient that is not a number: nothing was updated by it
     ├── PolicyMismatch                exit 1   a digest that is not the one signed for
     ├── ScoringFailure                exit 1   the scoring machinery failed: "no sample", never reward 0
     ├── LedgerError                   exit 1   a broken chain
@@ -113,6 +114,10 @@ class ChunkCorrupt(BroadcastError):
 
 class CheckpointError(ShoalError):
     """A checkpoint that cannot be read or continued."""
+
+
+class TrainingDiverged(ShoalError):
+    """A loss or gradient is not finite. The update was refused; the last checkpoint is good."""
 
 
 class PolicyMismatch(ShoalError):

@@ -8,6 +8,7 @@ A key file is PEM (PKCS 8), mode 0600, made on first use.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 from pathlib import Path
@@ -106,7 +107,7 @@ def load_or_create_key(path: Path) -> SigningKey:
     if path.exists():
         return load_key(path)
     key = SigningKey.generate()
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.{os.urandom(8).hex()}")  # a pid repeats: threads, containers
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -121,5 +122,6 @@ def load_or_create_key(path: Path) -> SigningKey:
     except OSError as error:
         raise KeyFileError(f"cannot write the key file {path}: {error.strerror}") from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # its folder may be what could not be made
+            temporary.unlink(missing_ok=True)
     return key

@@ -51,9 +51,9 @@ class Submission(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     run: ShortText
     node: ShortText
     lease: ShortText
-    unit: Annotated[int, msgspec.Meta(ge=0, lt=2**63)]
-    incarnation: Annotated[int, msgspec.Meta(ge=0, lt=2**63)]
-    version: Annotated[int, msgspec.Meta(ge=0, lt=2**63)]
+    unit: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+    incarnation: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+    version: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
     policy_digest: ShortText
     prompt: PackedPrompt
     rollouts: Annotated[list[Rollout], msgspec.Meta(min_length=1, max_length=MAX_GROUP)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 from pathlib import Path
@@ -14,6 +15,7 @@ _HINTS = {
     errno.EACCES: "permission denied: choose a folder that this user may write to",
     errno.EPERM: "permission denied: choose a folder that this user may write to",
     errno.EROFS: "the file system is read-only: choose another folder",
+    errno.EEXIST: "a part of the path is a file, not a folder",
     errno.ENOTDIR: "a part of the path is a file, not a folder",
 }
 
@@ -57,5 +59,6 @@ def write_atomically(path: Path, data: bytes, mode: int = 0o644) -> None:
         temporary.replace(path)
         sync_folder(path.parent)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # the first error is the one that tells
+            temporary.unlink(missing_ok=True)
         raise resource_error("write", path, error) from error

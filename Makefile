@@ -1,0 +1,62 @@
+# Everything runs in .venv, which the first target that is asked for makes; afterwards that costs nothing.
+#
+#   make demo TORCH_INDEX=URL     on Linux, pip fetches a CUDA build of torch (gigabytes). For a machine without a GPU give
+#                                 the address of PyTorch's CPU wheel index (pytorch.org, "Start Locally", names it): torch
+#                                 is then installed from there first. macOS wheels are CPU ones anyway.
+#   make test PYTHON=python3.12   another interpreter, 3.11 or newer
+
+PYTHON ?= python3
+TORCH_INDEX ?=
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+
+export OMP_NUM_THREADS ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test test-all lint format bench clean
+
+help: ## this list
+	@echo "make targets (each installs into $(VENV) on first use):"
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@echo "variables: PYTHON=$(PYTHON)  TORCH_INDEX=$(TORCH_INDEX) (address of a CPU-only torch index; see the top of Makefile)"
+
+install: $(STAMP) ## make .venv and install shoal with its development tools
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+		echo "shoal needs Python 3.11 or newer, and '$(PYTHON)' is not: run make PYTHON=/path/to/python3.11 ..." >&2; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV) (once; torch is large)"
+ifneq ($(TORCH_INDEX),)
+	@$(PIP) install --quiet --index-url $(TORCH_INDEX) --constraint constraints.txt torch
+endif
+	@$(PIP) install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+demo: $(STAMP) ## train a tiny model through hub, trainer, validator, relay and workers
+	$(BIN)/shoal run recipes/tiny.toml --dir runs/demo
+
+test: $(STAMP) ## the tests, without the slow ones
+	$(BIN)/pytest -m "not slow and not gpu"
+
+test-all: $(STAMP) ## all tests, slow ones included
+	$(BIN)/pytest
+
+lint: $(STAMP) ## ruff and strict mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP) ## put the sources into shape
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP) ## run every benchmark; results are printed
+	@ls benchmarks/*.py >/dev/null 2>&1 || echo "there are no benchmarks yet"
+	@for script in $(wildcard benchmarks/*.py); do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+
+clean: ## remove .venv, caches and runs/demo
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist runs/demo
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,22 @@
+"""`shoal export`: the newest checkpoint of a run as a Hugging Face folder; needs no running process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from shoal.cli.folder import RunFolder
+from shoal.errors import CheckpointError
+
+
+def export_run(directory: Path, out: Path) -> Path:
+    folder = RunFolder.open(directory)
+    checkpoints = folder.path / "trainer" / "checkpoints"
+    if not checkpoints.is_dir():  # said before torch is loaded, which takes a while
+        raise CheckpointError(f"there is no checkpoint in {checkpoints} yet; has the trainer started?")
+    from shoal.trainer.checkpoint import Progress
+    from shoal.trainer.export import ModelCard, export_checkpoint
+
+    recipe = folder.recipe
+    unknown = Progress(folder.run_id, 0, 0)  # which version it is, the checkpoint says
+    card = ModelCard(unknown, base_model=Path(recipe.model.path).name, environment=recipe.environment.name)
+    return export_checkpoint(folder.path / "trainer", out, card, recipe.trainer.publish_dtype)

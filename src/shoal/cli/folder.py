@@ -1,0 +1,285 @@
+"""A run on disk: its recipe, its keys with their certificates, its addresses. Made once, then opened by every role.
+
+    recipe.toml      resolved; a folder belongs to one recipe, and a run is resumed by opening it again
+    keys/            root.key signs a certificate for hub.key, trainer.key and every validator-N.key
+    endpoints.json   where hub, origin and relays listen; written before anything is started
+
+The root key is needed only here, to make certificates: move it off the machine once they exist.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from shoal.cli.recipe import Recipe, settings_of
+from shoal.client.trust import run_id
+from shoal.errors import ConfigError, ProtocolError, ResourceError
+from shoal.protocol import (
+    Role,
+    RoleCertificate,
+    SignedDocument,
+    SigningKey,
+    fingerprint,
+    first_problem,
+    load_key,
+    load_or_create_key,
+    open_document,
+    sign_document,
+)
+from shoal.runtime.clock import Clock, SystemClock
+from shoal.runtime.config import dump_config, load_config
+from shoal.runtime.files import ensure_folder, write_atomically
+
+# What may differ when a run is resumed: how it is served and by how many, and for how long; never what is trained.
+CHANGEABLE_SECTIONS = ("hub", "validator", "worker", "relay")
+CHANGEABLE_KEYS = ("run.steps",)
+EVERYWHERE = ("0.0.0.0", "::", "")
+
+
+class Endpoints(BaseModel):
+    """Where the run's servers listen. `bind` is the address that they listen on, the URLs are how they are reached."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    run: str
+    root_key: str
+    bind: str
+    hub: str
+    origin: str
+    relays: tuple[str, ...]
+
+    @property
+    def join(self) -> str:
+        """What a contributor needs: the hub's address and the fingerprint of the root key that it must answer for."""
+        return f"{self.hub}/#{fingerprint(self.root_key)}"
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Relays first: the origin is there for them, and for when they are gone."""
+        return (*self.relays, self.origin)
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """An existing run folder."""
+
+    path: Path
+    recipe: Recipe
+
+    @classmethod
+    def prepare(cls, path: Path, recipe: Recipe, clock: Clock = SystemClock()) -> RunFolder:
+        """Make the folder, or open one that this recipe made; afterwards every key and certificate is there."""
+        stored = path / "recipe.toml"
+        if stored.exists():
+            _refuse_other_recipe(path, load_config(stored, Recipe), recipe)
+        elif path.is_dir() and any(path.iterdir()):
+            raise ConfigError(f"the folder {path} is not empty and not a run's; choose another with --dir")
+        ensure_folder(path / "logs")
+        ensure_folder(path / "keys")
+        folder = cls(path, recipe)
+        folder._certify(clock)
+        write_atomically(stored, dump_config(recipe).encode())
+        return folder
+
+    @classmethod
+    def open(cls, path: Path) -> RunFolder:
+        stored = path / "recipe.toml"
+        if not stored.is_file():
+            raise ConfigError(f"{path} is not a run folder (it has no recipe.toml); make one with: shoal run RECIPE")
+        return cls(path, load_config(stored, Recipe))
+
+    # Keys
+
+    @property
+    def trusted_roles(self) -> dict[str, Role]:
+        """Names of the processes that the root key vouches for, with their roles."""
+        validators: dict[str, Role] = {
+            f"validator-{index}": "validator" for index in range(self.recipe.validator.count)
+        }
+        return {"hub": "hub", "trainer": "trainer", **validators}
+
+    @property
+    def root_key(self) -> str:
+        """The root's public key, from the hub's certificate: the private one need not be here any more."""
+        return self._signed("hub").signed_by
+
+    @property
+    def run_id(self) -> str:
+        return run_id(self.recipe.run.name, fingerprint(self.root_key))
+
+    def key(self, name: str) -> SigningKey:
+        return load_key(self.path / "keys" / f"{name}.key")
+
+    def certificate(self, name: str) -> SignedDocument:
+        """The certificate of a trusted process, checked against the root key, its own key and this run."""
+        signed, role = self._signed(name), self.trusted_roles[name]
+        try:
+            document = open_document(signed, RoleCertificate, self.root_key)
+        except ProtocolError as error:
+            raise ConfigError(f"{self._certificate_path(name)}: {error}; remove it to get a new one") from error
+        if (document.run, document.role, document.public_key) != (self.run_id, role, self.key(name).public_key):
+            raise ConfigError(f"{self._certificate_path(name)} is for another key, role or run; remove it")
+        return signed
+
+    @property
+    def certificates(self) -> tuple[SignedDocument, ...]:
+        return tuple(self.certificate(name) for name in self.trusted_roles)
+
+    def _certificate_path(self, name: str) -> Path:
+        return self.path / "keys" / f"{name}.json"
+
+    def _signed(self, name: str) -> SignedDocument:
+        path = self._certificate_path(name)
+        try:
+            return SignedDocument.model_validate_json(path.read_bytes())
+        except OSError as error:
+            raise ConfigError(f"cannot read the certificate {path}: {error.strerror}") from error
+        except ValidationError as error:
+            raise ConfigError(
+                f"{path} is not a certificate: {first_problem(error)}; remove it to get a new one"
+            ) from error
+
+    def _certify(self, clock: Clock) -> None:
+        """Make the keys and certificates that are missing. The root key is asked for only if one is."""
+        missing = [name for name in self.trusted_roles if not self._certificate_path(name).exists()]
+        if not missing:
+            return
+        root = self._root()
+        run = run_id(self.recipe.run.name, fingerprint(root.public_key))
+        for name in missing:
+            key = load_or_create_key(self.path / "keys" / f"{name}.key")
+            certificate = RoleCertificate(
+                run=run, role=self.trusted_roles[name], public_key=key.public_key, issued_at_ms=clock.now_ms()
+            )
+            signed = sign_document(certificate, root)
+            write_atomically(self._certificate_path(name), signed.model_dump_json(indent=2).encode() + b"\n")
+
+    def _root(self) -> SigningKey:
+        """The private root key. It is made for a new run only: a second one would split the run in two."""
+        path = self.path / "keys" / "root.key"
+        if not self._certificate_path("hub").exists():
+            return load_or_create_key(path)
+        if not path.exists():
+            raise ConfigError(f"a certificate is missing and so is the root key: put it back at {path}, then try again")
+        root = load_key(path)
+        if root.public_key != self.root_key:
+            raise ConfigError(
+                f"{path} is not the root key that this run's certificates are signed with; put that one back"
+            )
+        return root
+
+    # Addresses
+
+    @property
+    def endpoints(self) -> Endpoints:
+        path = self.path / "endpoints.json"
+        try:
+            return Endpoints.model_validate_json(path.read_bytes())
+        except FileNotFoundError as error:
+            raise ConfigError(f"{self.path} has no endpoints.json; prepare the run with: shoal run") from error
+        except (OSError, ValidationError) as error:
+            raise ConfigError(f"{path} is damaged; remove it and start the run again") from error
+
+    def assign_endpoints(self) -> Endpoints:
+        """Choose where everything listens, and write it down. Earlier ports are kept while they are free."""
+        hub, earlier = self.recipe.hub, self._earlier_ports()
+        ports = Ports(hub.host, earlier)
+        host = _reachable(hub.host)
+        endpoints = Endpoints(
+            run=self.run_id,
+            root_key=self.root_key,
+            bind=hub.host,
+            hub=f"http://{host}:{ports.fixed(hub.port) if hub.port else ports.free('hub')}",
+            origin=f"http://{host}:{ports.free('origin')}",
+            relays=tuple(f"http://{host}:{ports.free(f'relay-{i}')}" for i in range(self.recipe.relay.count)),
+        )
+        write_atomically(self.path / "endpoints.json", endpoints.model_dump_json(indent=2).encode() + b"\n")
+        return endpoints
+
+    def _earlier_ports(self) -> dict[str, int]:
+        try:
+            stored = json.loads((self.path / "endpoints.json").read_bytes())
+            relays = {f"relay-{index}": url for index, url in enumerate(stored["relays"])}
+            urls = {"hub": stored["hub"], "origin": stored["origin"], **relays}
+            return {name: port_of(url) for name, url in urls.items()}
+        except (OSError, ValueError, KeyError, TypeError):
+            return {}  # none, or damaged: they are chosen anew
+
+
+class Ports:
+    """Ports that are free now; no two calls return the same one."""
+
+    def __init__(self, host: str, earlier: dict[str, int]) -> None:
+        self._host = host
+        self._earlier = earlier
+        self._given: set[int] = set()
+
+    def fixed(self, port: int) -> int:
+        try:
+            return self._bind(port)
+        except OSError as error:
+            raise ResourceError(
+                f"cannot listen on port {port} of {self._host} ({error.strerror}): stop what uses it, or choose "
+                "another (--set hub.port=0 takes any that is free)"
+            ) from error
+
+    def free(self, name: str) -> int:
+        for port in (self._earlier.get(name, 0), 0, 0, 0):
+            try:
+                chosen = self._bind(port)
+            except OSError:
+                continue
+            if chosen not in self._given:
+                self._given.add(chosen)
+                return chosen
+        raise ResourceError(f"there is no free port on {self._host}; is that an address of this machine?")
+
+    def _bind(self, port: int) -> int:
+        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: a port just closed is free
+            probe.bind((self._host, port))
+            bound: int = probe.getsockname()[1]
+            return bound
+
+
+def port_of(url: str) -> int:
+    return int(url.rsplit(":", 1)[1].rstrip("/"))
+
+
+def _reachable(host: str) -> str:
+    """How others reach a server that listens on `host`: for "everywhere", this machine's own address."""
+    if host not in EVERYWHERE:
+        return f"[{host}]" if ":" in host else host
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # nothing is sent: this only asks which address would be used
+            address: str = probe.getsockname()[0]
+            return address
+        except OSError:
+            return "127.0.0.1"
+
+
+def _refuse_other_recipe(path: Path, stored: Recipe, given: Recipe) -> None:
+    """A folder belongs to one recipe: going on with another would mix two runs."""
+    before, now = dict(settings_of(stored)), dict(settings_of(given))
+    changed = [key for key in now if before.get(key) != now[key] and not _changeable(key)]
+    if changed:
+        raise ConfigError(f"the run in {path} was made with another recipe ({_changes(changed, before, now)}); "
+                          "choose another folder with --dir, or go on with: shoal run --dir "
+                          f"{path}")  # fmt: skip
+
+
+def _changeable(key: str) -> bool:
+    return key in CHANGEABLE_KEYS or key.split(".")[0] in CHANGEABLE_SECTIONS
+
+
+def _changes(keys: Sequence[str], before: dict[str, object], now: dict[str, object]) -> str:
+    shown = [f"{key} was {before.get(key)!r}, is {now[key]!r}" for key in keys[:3]]
+    return "; ".join([*shown, *([f"and {len(keys) - 3} more"] if len(keys) > 3 else [])])

@@ -1,0 +1,80 @@
+"""Taking part in a run that is elsewhere, knowing nothing but its URL: a worker, or a relay."""
+
+from __future__ import annotations
+
+import socket
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+from shoal.cli.roles import begin
+from shoal.client import ClientOptions, HubClient, TrustedRun, split_join_url
+from shoal.protocol import SigningKey
+from shoal.runtime.stop import StopToken
+
+
+@dataclass(frozen=True)
+class JoinRequest:
+    url: str
+    folder: Path | None
+    engine: str
+    name: str | None
+    wait_s: float
+
+
+@dataclass(frozen=True)
+class StandaloneRelay:
+    hub_url: str
+    upstreams: tuple[str, ...]
+    folder: Path | None
+    host: str
+    port: int
+    wait_s: float
+
+
+def run_joined_worker(request: JoinRequest, verbose: bool) -> None:
+    """Work for the run at the URL until it ends or this process is stopped."""
+    url, pinned = split_join_url(request.url)
+    stop = begin("worker", None, verbose)
+    run = meet(url, pinned, request.wait_s, stop).run
+    from shoal.worker import WorkerConfig, WorkerSettings, run_worker
+
+    config = WorkerConfig(
+        folder=request.folder or home(run) / "worker",
+        settings=WorkerSettings(),
+        engine=request.engine,
+        hub_url=url,
+        root_fingerprint=pinned,
+        name=(request.name or socket.gethostname())[:64],
+    )
+    run_worker(config, stop)
+
+
+def run_standalone_relay(request: StandaloneRelay, verbose: bool) -> None:
+    """Mirror the run's weights; without upstreams, from wherever the hub says that they are."""
+    url, pinned = split_join_url(request.hub_url)
+    stop = begin("relay", None, verbose)
+    trusted = meet(url, pinned, request.wait_s, stop)
+    from shoal.shardcast import RelayConfig, run_relay
+
+    config = RelayConfig(
+        folder=request.folder or home(trusted.run) / "relay",
+        upstreams=request.upstreams or trusted.info.sources,
+        run=trusted.run,
+        trusted_key=trusted.trainer_key,
+        host=request.host,
+        port=request.port,
+    )
+    run_relay(config, stop, lambda _url: None)
+
+
+def meet(url: str, pinned: str | None, wait_s: float, stop: StopToken) -> TrustedRun:
+    """Ask the hub what it runs, verified against the pinned root key. A wrong address is noticed within `wait_s`."""
+    options = ClientOptions(patience_s=wait_s, connect_timeout_s=max(1.0, min(10.0, wait_s)))
+    with closing(HubClient(url, SigningKey.generate(), stop, pinned, options=options)) as client:
+        return client.trusted_run()
+
+
+def home(run: str) -> Path:
+    """Where a contributor's files of one run are. The run's id was checked when its description was opened."""
+    return Path.home() / ".shoal" / Path(run).name

@@ -1,0 +1,244 @@
+"""`shoal`: the commands. Each is a few lines here; what it does is in the module that it imports when it runs.
+
+Errors: a `ShoalError` is one line on stderr and its exit code; anything else is a bug and is called one. Tracebacks
+are shown with --debug or SHOAL_DEBUG=1.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from shoal import __version__
+from shoal.errors import ShoalError, UserError
+from shoal.runtime.supervise import SUPERVISED
+
+app = typer.Typer(
+    name="shoal",
+    help="Reinforcement learning of language models on machines nobody has to trust.",
+    epilog="Start with: shoal run recipes/tiny.toml",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit code and lets no exception out."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    tracebacks = "--debug" in given or _verbose() or SUPERVISED in os.environ  # a supervised role's stderr is its log
+    try:
+        code = app(args=given, prog_name="shoal", standalone_mode=False)
+        return code if isinstance(code, int) else 0
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:  # noqa: BLE001 - the top: whatever it is becomes a line and an exit code
+        if tracebacks:
+            traceback.print_exc()
+        line, code = explain(error)
+        typer.echo(f"shoal: {line}", err=True)
+        return code
+
+
+def explain(error: Exception) -> tuple[str, int]:
+    """An error as one line and an exit code."""
+    if isinstance(error, ShoalError):
+        return " ".join(str(error).split()), error.exit_code
+    format_message = getattr(error, "format_message", None)  # a mistake on the command line, as typer reports it
+    if format_message is not None:
+        return f"{' '.join(format_message().split())} (see: shoal --help)", UserError.exit_code
+    text = " ".join(str(error).split())
+    return f"this is a bug: {type(error).__name__}: {text} (--debug shows where)", 1
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"shoal {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _options(
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks and more log.")] = False,
+    _wants_version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Reinforcement learning of language models on machines nobody has to trust."""
+    if debug:
+        os.environ["SHOAL_DEBUG"] = "1"
+
+
+def _verbose() -> bool:
+    return os.environ.get("SHOAL_DEBUG", "") not in ("", "0")
+
+
+class ProcessesChoice(StrEnum):
+    many = "many"
+    one = "one"
+
+
+RecipeArgument = Annotated[Path | None, typer.Argument(metavar="[RECIPE]", help="A recipe (TOML).")]
+RunDir = Annotated[Path, typer.Option("--dir", metavar="RUN", help="The run's folder.")]
+OptionalRunDir = Annotated[Path | None, typer.Option("--dir", metavar="RUN", help="The run's folder.")]
+Index = Annotated[int, typer.Option("--index", min=0, help="Which of several.")]
+Wait = Annotated[float, typer.Option("--wait", min=0, help="Seconds to try to reach the hub.")]
+
+
+@app.command()
+def run(
+    recipe: RecipeArgument = None,
+    directory: Annotated[
+        Path | None, typer.Option("--dir", metavar="RUN", help="The run's folder.  [default: runs/NAME]")
+    ] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change a setting; may be repeated.")
+    ] = None,
+    workers: Annotated[int | None, typer.Option("--workers", min=0, help="Workers to start here.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved recipe and do nothing.")] = False,
+    prepare: Annotated[
+        bool, typer.Option("--prepare", help="Make the folder, then start each role yourself: shoal hub --dir RUN, …")
+    ] = False,
+    processes: Annotated[
+        ProcessesChoice, typer.Option("--processes", help="one: all roles as threads, for a debugger.")
+    ] = ProcessesChoice.many,
+    patience_min: Annotated[float, typer.Option("--patience-min", help="End a run without progress for so long.")] = 10,
+) -> None:
+    """Start and supervise a whole run on this machine. An existing folder is resumed."""
+    from shoal.cli.start import RunRequest, start
+
+    request = RunRequest(recipe, directory, tuple(overrides or ()), workers)
+    raise typer.Exit(start(request, "dry-run" if dry_run else "prepare" if prepare else processes.value, patience_min))
+
+
+@app.command()
+def hub(directory: RunDir) -> None:
+    """Hand out work, take it in, write the ledger."""
+    _role("hub", directory)
+
+
+@app.command()
+def trainer(directory: RunDir) -> None:
+    """Train on accepted groups and publish policies."""
+    _role("trainer", directory)
+
+
+@app.command()
+def validator(directory: RunDir, index: Index = 0) -> None:
+    """Check submissions and compute their rewards."""
+    _role(f"validator-{index}", directory)
+
+
+@app.command()
+def relay(
+    directory: OptionalRunDir = None,
+    origin: Annotated[bool, typer.Option("--origin", help="Serve what the trainer of RUN publishes.")] = False,
+    index: Index = 0,
+    hub_url: Annotated[str | None, typer.Option("--run-info", metavar="URL", help="The hub of the run.")] = None,
+    upstreams: Annotated[
+        list[str] | None, typer.Option("--upstream", metavar="URL", help="Where to mirror from; may be repeated.")
+    ] = None,
+    folder: Annotated[Path | None, typer.Option("--folder", help="Where to keep the mirror.")] = None,
+    host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = "0.0.0.0",
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port to listen on.")] = 8472,
+    wait_s: Wait = 10,
+) -> None:
+    """Mirror a run's weights: of a folder (--dir), or of a run anywhere (--run-info)."""
+    if directory is not None:
+        return _role("origin" if origin else f"relay-{index}", directory)
+    from shoal.cli.join import StandaloneRelay, run_standalone_relay
+
+    if hub_url is None:
+        raise UserError("give --dir RUN for a run on this machine, or --run-info URL for one elsewhere")
+    return run_standalone_relay(
+        StandaloneRelay(hub_url, tuple(upstreams or ()), folder, host, port, wait_s), _verbose()
+    )
+
+
+def worker(
+    url: Annotated[str | None, typer.Argument(metavar="[URL]", help="The join URL: http://host:port/#…")] = None,
+    directory: OptionalRunDir = None,
+    index: Index = 0,
+    folder: Annotated[
+        Path | None, typer.Option("--folder", help="Keys, weights and unsent work.  [default: ~/.shoal/RUN]")
+    ] = None,
+    engine: Annotated[str, typer.Option("--engine", help="What to generate with.")] = "torch",
+    name: Annotated[
+        str | None, typer.Option("--name", help="How to be called.  [default: this machine's name]")
+    ] = None,
+    wait_s: Wait = 10,
+) -> None:
+    """Contribute this machine to a run: all you need is its join URL."""
+    if directory is not None:
+        return _role(f"worker-{index}", directory)
+    from shoal.cli.join import JoinRequest, run_joined_worker
+
+    if url is None:
+        raise UserError("give the run's join URL, for example: shoal join http://host:8470/#0123…")
+    return run_joined_worker(JoinRequest(url, folder, engine, name, wait_s), _verbose())
+
+
+app.command(name="worker")(worker)
+app.command(name="join", help="The same as `worker`.")(worker)
+
+
+@app.command()
+def status(
+    where: Annotated[str, typer.Argument(metavar="URL|RUN", help="A hub's address or a run's folder.")],
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    wait_s: Wait = 3,
+) -> None:
+    """Show how a run stands: steps, nodes, verdicts, who waits for whom."""
+    from shoal.cli.status import show_status
+
+    show_status(where, as_json, wait_s)
+
+
+@app.command()
+def export(
+    directory: Annotated[Path, typer.Argument(metavar="RUN", help="The run's folder.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.")],
+) -> None:
+    """Write the newest checkpoint as a Hugging Face folder."""
+    from shoal.cli.export import export_run
+
+    typer.echo(f"wrote {export_run(directory, out)}")
+
+
+@app.command()
+def doctor(
+    url: Annotated[str | None, typer.Argument(metavar="[URL]", help="Also check the road to this hub.")] = None,
+    folder: Annotated[Path, typer.Option("--folder", help="The folder that shoal will write to.")] = Path(),
+) -> None:
+    """Check this machine, and say what to do about each problem."""
+    from shoal.cli.doctor import examine
+
+    findings = examine(url, folder)
+    for finding in findings:
+        typer.echo(finding.line)
+    raise typer.Exit(0 if all(finding.ok for finding in findings) else 1)
+
+
+def _role(name: str, directory: Path) -> None:
+    """One role of a run folder, in this process."""
+    from shoal.cli.roles import begin
+
+    stop = begin(name, directory if (directory / "recipe.toml").is_file() else None, _verbose())
+    from shoal.cli.folder import RunFolder
+    from shoal.cli.roles import run_role
+
+    run_role(RunFolder.open(directory.absolute()), name, stop)
+
+
+def command_names() -> list[str]:
+    """The commands there are, for tests and documentation."""
+    group: Any = typer.main.get_command(app)
+    return sorted(group.commands)

@@ -1,0 +1,91 @@
+"""A recipe: every section of a run's configuration in one model. Each setting is declared next to what it configures.
+
+    [run] [hub]      shoal.hub          [environment]  shoal.environments     [trainer]  shoal.trainer
+    [validator]      shoal.validator    [worker]       shoal.worker           [relay]    shoal.shardcast
+    [model]          here
+
+`count` and `engine` of a section say how `shoal run` starts that role; the rest is the role's own business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from shoal.environments import EnvironmentSettings
+from shoal.hub.settings import HubSettings, RunSettings
+from shoal.runtime.config import load_config
+from shoal.shardcast import RelaySettings
+from shoal.trainer.settings import TrainerSettings
+from shoal.validator.settings import ValidatorSettings
+from shoal.worker.settings import WorkerSettings
+
+
+class ModelSettings(BaseModel):
+    """The [model] section: where training starts."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    path: str = Field(
+        default="tiny", description="a built-in name, or a Hugging Face folder (from the recipe's folder)"
+    )
+
+
+class ValidatorSection(ValidatorSettings):
+    count: int = Field(default=1, ge=1, le=64, description="validators that `shoal run` starts")
+    engine: str = Field(default="torch", description="what they check with")
+
+
+class WorkerSection(WorkerSettings):
+    count: int = Field(default=1, ge=0, le=256, description="workers that `shoal run` starts; more may join")
+    engine: str = Field(default="torch", description="what they generate with")
+
+
+class RelaySection(RelaySettings):
+    count: int = Field(default=1, ge=0, le=64, description="relays that `shoal run` starts beside the origin")
+
+
+class Recipe(BaseModel):
+    """The whole configuration of a run."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    run: RunSettings = Field(default_factory=RunSettings)
+    model: ModelSettings = Field(default_factory=ModelSettings)
+    environment: EnvironmentSettings = Field(default_factory=EnvironmentSettings)
+    trainer: TrainerSettings = Field(default_factory=TrainerSettings)
+    hub: HubSettings = Field(default_factory=HubSettings)
+    validator: ValidatorSection = Field(default_factory=ValidatorSection)
+    worker: WorkerSection = Field(default_factory=WorkerSection)
+    relay: RelaySection = Field(default_factory=RelaySection)
+
+
+def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
+    """The recipe at `path`; folders and files that it names are meant from where it lies, and made absolute."""
+    return _anchored(load_config(path, Recipe, overrides), path.expanduser().absolute().parent)
+
+
+def settings_of(model: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every setting as (`section.key`, value), sections within sections taken apart."""
+    for name in type(model).model_fields:
+        value = getattr(model, name)
+        if isinstance(value, BaseModel):
+            yield from settings_of(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _anchored(recipe: Recipe, base: Path) -> Recipe:
+    from shoal.models import BUILTIN
+
+    changes: dict[str, BaseModel] = {}
+    if recipe.model.path not in BUILTIN:
+        path = base / Path(recipe.model.path).expanduser()
+        changes["model"] = recipe.model.model_copy(update={"path": str(path)})
+    if recipe.environment.file is not None:
+        file = base / recipe.environment.file.expanduser()
+        changes["environment"] = recipe.environment.model_copy(update={"file": file})
+    return recipe.model_copy(update=changes)

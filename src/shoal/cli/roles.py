@@ -1,0 +1,178 @@
+"""The roles of a run folder: what each is made of, and running one in this process.
+
+`shoal hub --dir RUN` and its likes, the children of `shoal run` and the threads of `shoal run --processes one` all come
+through here, so that they cannot differ.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from shoal.cli.folder import RunFolder, port_of
+from shoal.errors import ConfigError
+from shoal.protocol import fingerprint
+from shoal.runtime import logs
+from shoal.runtime.stop import StopToken, stop_on_signals
+from shoal.runtime.supervise import SUPERVISED, follow_supervisor
+
+log = logging.getLogger(__name__)
+
+
+def role_names(folder: RunFolder) -> list[str]:
+    """Every process of the run, in the order in which they are started: servers first."""
+    recipe = folder.recipe
+    return [
+        "hub",
+        "origin",
+        *(f"relay-{index}" for index in range(recipe.relay.count)),
+        "trainer",
+        *(f"validator-{index}" for index in range(recipe.validator.count)),
+        *(f"worker-{index}" for index in range(recipe.worker.count)),
+    ]
+
+
+def run_role(folder: RunFolder, name: str, stop: StopToken) -> None:
+    """Be the process `name` (for example `hub` or `validator-0`) of the run until it ends or `stop` is set."""
+    role, _, index = name.partition("-")
+    if role not in _ROLES:
+        raise ConfigError(f"there is no role {role!r}; there are {', '.join(_ROLES)}")
+    _ROLES[role](folder, int(index or 0), stop)
+
+
+def command_of(path: Path, name: str) -> list[str]:
+    """The arguments after `shoal` that make a process this role."""
+    role, _, index = name.partition("-")
+    command = {"origin": ["relay", "--origin"]}.get(role, [role])
+    return [*command, "--dir", str(path), *(["--index", index] if index else [])]
+
+
+def begin(name: str, folder: Path | None, verbose: bool) -> StopToken:
+    """What every role does first: follow its supervisor, listen to signals, log (a supervisor keeps the file)."""
+    supervised = SUPERVISED in os.environ
+    stop = stop_on_signals()
+    follow_supervisor(stop)
+    file = None if supervised or folder is None else folder / "logs" / f"{name}.log"
+    logs.setup(name, file, verbose)
+    return stop
+
+
+def _hub(folder: RunFolder, _index: int, stop: StopToken) -> None:
+    from shoal.environments import build
+    from shoal.hub import HubConfig, run_hub
+    from shoal.models import TextTokenizer, model_folder, read_files
+
+    recipe, endpoints = folder.recipe, folder.endpoints
+    tokenizer = TextTokenizer(read_files(model_folder(recipe.model.path)))
+    config = HubConfig(
+        folder=folder.path / "hub",
+        run_id=folder.run_id,
+        run=recipe.run,
+        settings=recipe.hub.model_copy(update={"port": port_of(endpoints.hub)}),
+        environment=build(recipe.environment),
+        encode=tokenizer.encode,
+        eos_token_id=tokenizer.eos_token_id,
+        key=folder.key("hub"),
+        root_key=folder.root_key,
+        certificates=folder.certificates,
+        sources=endpoints.sources,
+    )
+    run_hub(config, stop, _ready("the hub"))
+
+
+def _origin(folder: RunFolder, _index: int, stop: StopToken) -> None:
+    from shoal.shardcast import run_origin
+
+    endpoints = folder.endpoints
+    run_origin(folder.path / "origin", endpoints.bind, port_of(endpoints.origin), stop, _ready("the origin"))
+
+
+def _relay(folder: RunFolder, index: int, stop: StopToken) -> None:
+    from shoal.shardcast import RelayConfig, run_relay
+
+    endpoints = folder.endpoints
+    if index >= len(endpoints.relays):
+        raise ConfigError(f"this run has {len(endpoints.relays)} relays; there is no --index {index}")
+    config = RelayConfig(
+        folder=folder.path / f"relay-{index}",
+        upstreams=(endpoints.origin,),
+        run=folder.run_id,
+        trusted_key=folder.key("trainer").public_key,
+        host=endpoints.bind,
+        port=port_of(endpoints.relays[index]),
+        settings=folder.recipe.relay,
+    )
+    run_relay(config, stop, _ready("the relay"))
+
+
+def _trainer(folder: RunFolder, _index: int, stop: StopToken) -> None:
+    from shoal.environments import build
+    from shoal.trainer.config import TrainerConfig
+    from shoal.trainer.loop import run_trainer
+
+    recipe = folder.recipe
+    config = TrainerConfig(
+        folder=folder.path / "trainer",
+        settings=recipe.trainer,
+        model=recipe.model.path,
+        environment=build(recipe.environment),
+        origin_folder=folder.path / "origin",
+        hub_url=folder.endpoints.hub,
+        root_fingerprint=fingerprint(folder.root_key),
+        key=folder.key("trainer"),
+        certificate=folder.certificate("trainer"),
+        seed=recipe.run.seed,
+    )
+    run_trainer(config, stop)
+
+
+def _validator(folder: RunFolder, index: int, stop: StopToken) -> None:
+    from shoal.environments import build
+    from shoal.validator import ValidatorConfig, run_validator
+
+    recipe, name = folder.recipe, f"validator-{index}"
+    if name not in folder.trusted_roles:
+        raise ConfigError(f"this run has {recipe.validator.count} validators; there is no --index {index}")
+    config = ValidatorConfig(
+        folder=folder.path / name,
+        settings=recipe.validator,
+        environment=build(recipe.environment),
+        engine=recipe.validator.engine,
+        hub_url=folder.endpoints.hub,
+        root_fingerprint=fingerprint(folder.root_key),
+        key=folder.key(name),
+        certificate=folder.certificate(name),
+        shuffle_rewards=recipe.environment.shuffle_rewards,
+    )
+    run_validator(config, stop)
+
+
+def _worker(folder: RunFolder, index: int, stop: StopToken) -> None:
+    from shoal.worker import WorkerConfig, run_worker
+
+    recipe, name = folder.recipe, f"worker-{index}"
+    config = WorkerConfig(
+        folder=folder.path / name,
+        settings=recipe.worker,
+        engine=recipe.worker.engine,
+        hub_url=folder.endpoints.hub,
+        root_fingerprint=fingerprint(folder.root_key),
+        name=name,
+    )
+    run_worker(config, stop)
+
+
+def _ready(what: str) -> Callable[[str], None]:
+    return lambda url: log.info("%s listens at %s", what, url)
+
+
+_ROLES: dict[str, Callable[[RunFolder, int, StopToken], None]] = {
+    "hub": _hub,
+    "origin": _origin,
+    "relay": _relay,
+    "trainer": _trainer,
+    "validator": _validator,
+    "worker": _worker,
+}

@@ -1,0 +1,122 @@
+"""What a process tells the hub about itself, every few seconds, in a thread of its own.
+
+    role ─ Activity ─► Heartbeat ─► hub ─► HeartbeatReply ─► on_reply()      in this thread
+                                     └─ refused (banned, unknown) ─► refusal   the role looks at it and ends
+
+A hub that does not answer is nothing for this thread: the role's own calls have the patience and the complaint.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from shoal.client.hub import HubClient
+from shoal.errors import DeadlineExceeded, HubRefused, HubUnreachable, ProtocolError
+from shoal.protocol import Heartbeat, HeartbeatReply
+from shoal.runtime.clock import Clock, SystemClock
+from shoal.runtime.stop import StopToken
+
+log = logging.getLogger(__name__)
+
+JOIN_S = 5.0
+TEXT_LIMIT = 200
+
+
+class Activity:
+    """What a role is doing or waiting for right now, and its running totals. Threads may share it.
+
+    `busy_s` is the time inside `busy`; everything else is `idle_s`.
+    """
+
+    def __init__(self, clock: Clock = SystemClock()) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._began = clock.monotonic_s()
+        self._busy_since: float | None = None
+        self._busy_s = 0.0
+        self._doing = ""
+        self._waiting_for = ""
+        self._counters: Counter[str] = Counter()
+
+    @contextmanager
+    def busy(self, doing: str) -> Iterator[None]:
+        """Useful work."""
+        with self._lock:
+            self._doing, self._busy_since = doing, self._clock.monotonic_s()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._busy_s += self._clock.monotonic_s() - (self._busy_since or 0.0)
+                self._doing, self._busy_since = "", None
+
+    @contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """A wait: the hub can then say who waits for whom."""
+        with self._lock:
+            self._waiting_for = what
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._waiting_for = ""
+
+    def count(self, name: str, amount: int = 1) -> None:
+        with self._lock:
+            self._counters[name] += amount
+
+    def heartbeat(self) -> Heartbeat:
+        with self._lock:
+            now = self._clock.monotonic_s()
+            busy_s = self._busy_s + (now - self._busy_since if self._busy_since is not None else 0.0)
+            idle_s = now - self._began - busy_s
+            counters = {**self._counters, "busy_s": round(busy_s, 3), "idle_s": round(idle_s, 3)}
+            return Heartbeat(
+                doing=self._doing[:TEXT_LIMIT], waiting_for=self._waiting_for[:TEXT_LIMIT], counters=counters
+            )
+
+
+class RegularHeartbeat:
+    """Use as a context manager; `refusal` is the hub's "no", if it ever said so."""
+
+    def __init__(
+        self,
+        client: HubClient,
+        every_s: float,
+        activity: Activity,
+        on_reply: Callable[[HeartbeatReply], None],
+    ) -> None:
+        self._client = client.patient(every_s)
+        self._every_s = every_s
+        self._activity = activity
+        self._on_reply = on_reply
+        self._end = StopToken()
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+        self.refusal: HubRefused | None = None
+
+    def __enter__(self) -> RegularHeartbeat:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self._end.set("the role ended")
+        self._thread.join(JOIN_S)
+
+    def once(self) -> None:
+        """One heartbeat now, in the caller's thread."""
+        try:
+            self._on_reply(self._client.heartbeat(self._activity.heartbeat()))
+        except HubRefused as refusal:
+            self.refusal = refusal
+        except (HubUnreachable, DeadlineExceeded, ProtocolError) as error:
+            log.debug("no heartbeat: %s", error)
+
+    def _run(self) -> None:
+        while True:
+            self.once()
+            if self.refusal is not None or self._end.wait(self._every_s):
+                return

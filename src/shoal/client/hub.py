@@ -1,0 +1,226 @@
+"""`HubClient`: one typed method per row of the hub's HTTP table (ARCHITECTURE.md).
+
+The first call that needs it fetches `GET /run` and verifies the chain from the root key; what the hub signs later
+(leases, receipts, ledger heads) is verified against the keys found there. A client may be shared by threads.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from typing import TypeVar
+from urllib.parse import quote
+
+import httpx
+from pydantic import ValidationError
+
+from shoal.client.transport import Call, ClientOptions, Transport
+from shoal.client.trust import TrustedRun, open_run_info
+from shoal.errors import CodecError, ProtocolError, SignatureError
+from shoal.protocol import (
+    AuditReply,
+    AuditRequest,
+    BatchReply,
+    BatchRequest,
+    Document,
+    Heartbeat,
+    HeartbeatReply,
+    Lease,
+    LeaseRelease,
+    LeaseReply,
+    LeaseRequest,
+    LedgerHead,
+    LedgerPage,
+    Limits,
+    Message,
+    NodeView,
+    Receipt,
+    Registration,
+    Role,
+    RunInfo,
+    RunStatus,
+    SignedDocument,
+    SigningKey,
+    StepReport,
+    TrainingBatch,
+    first_problem,
+    open_document,
+    submission_digest,
+    unpack,
+)
+from shoal.runtime.clock import Clock, SystemClock
+from shoal.runtime.stop import StopToken
+
+M = TypeVar("M", bound=Message)
+D = TypeVar("D", bound=Document)
+
+BULK = "application/msgpack+zstd"
+MAX_SUBMISSION_BYTES = 2**30
+TRAINING_BATCH_LIMITS = Limits(compressed_bytes=2**30, inflated_bytes=2**32)  # from the hub, which is trusted
+
+
+class HubClient:
+    """Talks to one hub as one key.
+
+    >>> client = HubClient("http://127.0.0.1:8470", key, stop)          # doctest: +SKIP
+    >>> client.register("my-laptop", "worker", None).state              # doctest: +SKIP
+    <NodeState.ACTIVE: 'active'>
+    """
+
+    def __init__(
+        self,
+        url: str,
+        key: SigningKey,
+        stop: StopToken,
+        root_fingerprint: str | None = None,
+        http: httpx.Client | None = None,
+        clock: Clock = SystemClock(),
+        options: ClientOptions = ClientOptions(),
+    ) -> None:
+        self.url = url.rstrip("/")
+        self.key = key
+        self._pinned = root_fingerprint
+        self._owns_http = http is None
+        self._http = httpx.Client(limits=httpx.Limits(max_connections=16)) if http is None else http
+        self._transport = Transport(self._http, self.url, key, stop, clock, options)
+        self._trusted: TrustedRun | None = None
+        self._lock = threading.Lock()
+
+    def close(self) -> None:
+        if self._owns_http:
+            self._http.close()
+
+    def patient(self, patience_s: float) -> HubClient:
+        """The same client with another patience; it shares connections and trust, and need not be closed."""
+        other = HubClient.__new__(HubClient)
+        other.__dict__.update(self.__dict__)
+        options = replace(self._transport.options, patience_s=patience_s)
+        other._transport = replace(self._transport, options=options)
+        other._owns_http = False
+        return other
+
+    # The run, for anyone
+
+    def trusted_run(self) -> TrustedRun:
+        """The run, verified from the root key down; fetched once."""
+        with self._lock:
+            if self._trusted is None:
+                signed = self._get("/run", SignedDocument)
+                self._trusted = open_run_info(signed, self._pinned)
+            return self._trusted
+
+    def run_info(self) -> RunInfo:
+        return self.trusted_run().info
+
+    def status(self) -> RunStatus:
+        return self._get("/status", RunStatus)
+
+    def ledger(self, after: int = -1, limit: int = 500) -> LedgerPage:
+        return self._get("/ledger", LedgerPage, (("after", str(after)), ("limit", str(limit))))
+
+    def ledger_head(self) -> LedgerHead:
+        return self._from_hub(self._get("/ledger/head", SignedDocument), LedgerHead)
+
+    # Any node
+
+    def register(self, name: str, role: Role, certificate: SignedDocument | None) -> NodeView:
+        message = Registration(public_key=self.key.public_key, name=name, role=role, certificate=certificate)
+        return self._post("/nodes", message, NodeView)
+
+    def heartbeat(self, heartbeat: Heartbeat) -> HeartbeatReply:
+        return self._post("/heartbeat", heartbeat, HeartbeatReply)
+
+    # Workers
+
+    def lease(self, request: LeaseRequest) -> LeaseReply:
+        """Leases, still sealed: `open_leases` verifies them. Ask again with the same request id after a crash."""
+        return self._post("/leases", request, LeaseReply, request.wait_s)
+
+    def open_leases(self, reply: LeaseReply) -> list[tuple[Lease, SignedDocument]]:
+        """The leases of a reply, each signed by the hub, for this run and for this node."""
+        return [(self._own_lease(signed), signed) for signed in reply.leases]
+
+    def release(self, release: LeaseRelease) -> None:
+        self._send("POST", "/leases/release", release)
+
+    def submit(self, lease_id: str, body: bytes) -> Receipt:
+        """Hand in a packed submission. The receipt is verified: it is for these bytes, this node, this lease."""
+        path = f"/submissions/{quote(lease_id, safe='')}"
+        answer = self._transport.send(self._signed(Call("PUT", path, body, content_type=BULK)))
+        receipt = self._from_hub(self._parsed(path, answer, SignedDocument), Receipt)
+        promised = (receipt.run, receipt.node, receipt.lease, receipt.submission)
+        if promised != (self.trusted_run().run, self.key.node, lease_id, submission_digest(body)):
+            raise SignatureError(f"the hub's receipt for lease {lease_id} is for something else: {promised}")
+        return receipt
+
+    # Validators
+
+    def audits(self, request: AuditRequest) -> AuditReply:
+        return self._post("/audits", request, AuditReply, request.wait_s)
+
+    def open_lease(self, signed: SignedDocument) -> Lease:
+        """The lease inside an audit: signed by the hub, for this run, for whatever node."""
+        lease = self._from_hub(signed, Lease)
+        if lease.run != self.trusted_run().run:
+            raise SignatureError(f"lease {lease.lease} is for run {lease.run!r}, not for {self.trusted_run().run!r}")
+        return lease
+
+    def submission(self, digest: str) -> bytes:
+        """The very bytes that a worker put, checked against their name."""
+        call = Call("GET", f"/submissions/{digest}", max_bytes=MAX_SUBMISSION_BYTES)
+        body = self._transport.send(self._signed(call))
+        if submission_digest(body) != digest:
+            raise CodecError(f"the hub's copy of submission {digest[:16]}… does not match its digest")
+        return body
+
+    def verdict(self, signed: SignedDocument) -> None:
+        self._send("POST", "/verdicts", signed)
+
+    # The trainer
+
+    def announce(self, signed: SignedDocument) -> None:
+        self._send("POST", "/policies", signed)
+
+    def batch(self, step: int, wait_s: float) -> BatchReply:
+        return self._post(f"/batches/{step}", BatchRequest(wait_s=wait_s), BatchReply, wait_s)
+
+    def rollouts(self, step: int) -> TrainingBatch:
+        cap = TRAINING_BATCH_LIMITS.compressed_bytes
+        body = self._transport.send(self._signed(Call("GET", f"/batches/{step}/rollouts", max_bytes=cap)))
+        return unpack(body, TrainingBatch, TRAINING_BATCH_LIMITS)
+
+    def report(self, report: StepReport) -> None:
+        self._send("POST", "/steps", report)
+
+    # Plumbing
+
+    def _own_lease(self, signed: SignedDocument) -> Lease:
+        lease = self.open_lease(signed)
+        if lease.node != self.key.node:
+            raise SignatureError(f"lease {lease.lease} is for node {lease.node}, not for this one ({self.key.node})")
+        return lease
+
+    def _from_hub(self, signed: SignedDocument, kind: type[D]) -> D:
+        return open_document(signed, kind, self.trusted_run().hub_keys)
+
+    def _signed(self, call: Call) -> Call:
+        return replace(call, run=self.trusted_run().run)
+
+    def _get(self, path: str, kind: type[M], params: tuple[tuple[str, str], ...] = ()) -> M:
+        return self._parsed(path, self._transport.send(Call("GET", path, params=params)), kind)
+
+    def _send(self, method: str, path: str, message: Message, wait_s: float = 0.0) -> bytes:
+        body = message.model_dump_json().encode()
+        return self._transport.send(self._signed(Call(method, path, body, wait_s=wait_s)))
+
+    def _post(self, path: str, message: Message, kind: type[M], wait_s: float = 0.0) -> M:
+        return self._parsed(path, self._send("POST", path, message, wait_s), kind)
+
+    def _parsed(self, path: str, answer: bytes, kind: type[M]) -> M:
+        try:
+            return kind.model_validate_json(answer)
+        except ValidationError as error:
+            raise ProtocolError(
+                f"the answer of {self.url}{path} is not a {kind.__name__}: {first_problem(error)}; "
+                "is this address a shoal hub of the same version?"
+            ) from error

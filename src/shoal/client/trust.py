@@ -1,0 +1,127 @@
+"""Who may speak for a run: everything is derived from its root key.
+
+    join URL ─pins─► root key ─certifies─► hub key ─signs─► RunInfo, leases, receipts, ledger heads
+                              ├──────────► trainer key ─signs─► policies
+                              └──────────► validator keys ─sign─► verdicts
+
+Without a pinned fingerprint the first answer is believed ("trust on first use"); whoever calls remembers
+`TrustedRun.root_fingerprint` and pins it from then on.
+"""
+
+from __future__ import annotations
+
+import string
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from shoal.errors import ConfigError, ProtocolError, SignatureError
+from shoal.protocol import (
+    PROTOCOL_VERSION,
+    Role,
+    RoleCertificate,
+    RunInfo,
+    SignedDocument,
+    fingerprint,
+    open_document,
+)
+
+FINGERPRINT_HEX = 40
+RUN_SUFFIX_HEX = 12
+
+
+@dataclass(frozen=True)
+class TrustedRun:
+    """A run whose description is signed by a hub that its root key certified."""
+
+    info: RunInfo
+    root_fingerprint: str
+    keys: dict[str, frozenset[str]]
+
+    @property
+    def run(self) -> str:
+        return self.info.run
+
+    @property
+    def hub_keys(self) -> set[str]:
+        return set(self.keys["hub"])
+
+    @property
+    def validator_keys(self) -> set[str]:
+        return set(self.keys["validator"])
+
+    @property
+    def trainer_key(self) -> str:
+        """The one key that signs policies; a run with none, or with several, cannot be followed."""
+        keys = self.keys["trainer"]
+        if len(keys) != 1:
+            raise ProtocolError(
+                f"run {self.run} has {len(keys)} trainer keys and must have exactly one; "
+                "its owner has to issue one trainer certificate"
+            )
+        return next(iter(keys))
+
+
+def run_id(name: str, root_fingerprint: str) -> str:
+    """A run's id holds the start of its root key's fingerprint, so that no other key can claim the id."""
+    return f"{name}-{root_fingerprint[:RUN_SUFFIX_HEX]}"
+
+
+def split_join_url(url: str) -> tuple[str, str | None]:
+    """The hub's address, and the root fingerprint if the URL pins one.
+
+    >>> split_join_url("http://host:8470/#" + "ab" * 20)
+    ('http://host:8470', 'abababababababababababababababababababab')
+    """
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.netloc:
+        raise ConfigError(f"{url!r} is not a hub address; it should look like http://host:8470/#fingerprint")
+    base = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}"
+    pinned = parts.fragment
+    if not pinned:
+        return base, None
+    if len(pinned) != FINGERPRINT_HEX or not set(pinned) <= set(string.hexdigits.lower()):
+        raise ConfigError(
+            f"the part after # in {url!r} is not a root fingerprint ({FINGERPRINT_HEX} hex digits); "
+            "copy the whole join URL again"
+        )
+    return base, pinned
+
+
+def open_run_info(signed: SignedDocument, pinned: str | None) -> TrustedRun:
+    """Follow the chain from the root key to the hub's signature, or raise `SignatureError` with what is broken."""
+    claimed_root = signed.document.get("root_key")
+    if not isinstance(claimed_root, str) or len(claimed_root) != 64 or not set(claimed_root) <= set(string.hexdigits):
+        raise SignatureError("the hub's description of the run names no root key")
+    root_fingerprint = fingerprint(claimed_root)
+    if pinned is not None and root_fingerprint != pinned:
+        raise SignatureError(
+            f"the hub belongs to the root key {root_fingerprint}, but {pinned} was expected: "
+            "this is another run or an impostor; ask the run's owner for the join URL"
+        )
+    info = open_document(signed, RunInfo, signed.signed_by)  # well-formed; that its signer is the hub comes next
+    _check_names(info, root_fingerprint)
+    keys = _certified_keys(info, claimed_root)
+    if signed.signed_by not in keys["hub"]:
+        raise SignatureError(f"the hub's key {signed.signed_by[:16]}… is not certified by the run's root key")
+    return TrustedRun(info=info, root_fingerprint=root_fingerprint, keys=keys)
+
+
+def _check_names(info: RunInfo, root_fingerprint: str) -> None:
+    if info.protocol_version != PROTOCOL_VERSION:
+        raise ProtocolError(
+            f"the hub speaks protocol {info.protocol_version}, this shoal speaks {PROTOCOL_VERSION}: "
+            "install the version of shoal that the run uses"
+        )
+    expected = run_id(info.name, root_fingerprint)
+    if info.run != expected:
+        raise SignatureError(f"the run calls itself {info.run!r}, but its name and root key give {expected!r}")
+
+
+def _certified_keys(info: RunInfo, root_key: str) -> dict[str, frozenset[str]]:
+    keys: dict[Role, set[str]] = {"hub": set(), "trainer": set(), "validator": set(), "worker": set()}
+    for signed in info.certificates:
+        certificate = open_document(signed, RoleCertificate, root_key)
+        if certificate.run != info.run:
+            raise SignatureError(f"a certificate is for run {certificate.run!r}, not for {info.run!r}")
+        keys[certificate.role].add(certificate.public_key)
+    return {role: frozenset(found) for role, found in keys.items()}

@@ -1,0 +1,30 @@
+"""Which engines there are. The torch engine is imported when it is first asked for: it takes seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from shoal.engines.protocol import Engine
+from shoal.errors import ConfigError
+
+
+def _torch(files: Mapping[str, bytes]) -> Engine:
+    from shoal.engines.torch import TorchEngine
+
+    return TorchEngine(files)
+
+
+def _scripted(files: Mapping[str, bytes]) -> Engine:
+    from shoal.engines.scripted import ScriptedEngine
+
+    return ScriptedEngine(files)
+
+
+ENGINES: dict[str, Callable[[Mapping[str, bytes]], Engine]] = {"torch": _torch, "scripted": _scripted}
+
+
+def build(name: str, files: Mapping[str, bytes]) -> Engine:
+    """The engine of that name for the model that the files describe; it has no policy yet."""
+    if name not in ENGINES:
+        raise ConfigError(f"there is no engine {name!r}; there are {', '.join(sorted(ENGINES))}")
+    return ENGINES[name](files)

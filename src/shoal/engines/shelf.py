@@ -1,0 +1,69 @@
+"""Engines by policy: fetched when first needed, a few kept loaded, the one least lately used given up first.
+
+    get(policy) ─┬─ loaded ───────────────────────────────────────────────► engine
+                 └─ fetch ─► is it the very policy asked for? ─► load into the one given up, or into a new one
+
+The number kept is the memory budget: each is a whole copy of the weights.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from shoal.engines.protocol import Engine
+from shoal.errors import PolicyMismatch
+from shoal.protocol import PolicyRef
+from shoal.shardcast import Payload
+
+Fetch = Callable[[PolicyRef, float], Payload]
+Build = Callable[[Mapping[str, bytes]], Engine]
+
+
+@dataclass(frozen=True)
+class LoadedPolicy:
+    """An engine with one policy in place, and the files that came with it (tokenizer, configuration)."""
+
+    ref: PolicyRef
+    engine: Engine
+    files: Mapping[str, bytes]
+
+
+class EngineShelf:
+    """At most `held` loaded policies. One caller at a time, as for the engines themselves.
+
+    >>> shelf = EngineShelf(downloader.fetch, lambda files: build("torch", files), held=2)   # doctest: +SKIP
+    >>> shelf.get(lease.policy, deadline_s=30).engine.generate(requests)                     # doctest: +SKIP
+    """
+
+    def __init__(self, fetch: Fetch, build: Build, held: int) -> None:
+        if held < 1:
+            raise ValueError(f"a shelf holds at least one policy, not {held}")
+        self._fetch = fetch
+        self._build = build
+        self._held = held
+        self._loaded: OrderedDict[PolicyRef, LoadedPolicy] = OrderedDict()
+
+    def get(self, ref: PolicyRef, deadline_s: float) -> LoadedPolicy:
+        """The engine of exactly this policy. Raises `BroadcastError` if it cannot be had before the deadline."""
+        if ref in self._loaded:
+            self._loaded.move_to_end(ref)
+            return self._loaded[ref]
+        payload = self._fetch(ref, deadline_s)
+        if payload.manifest.policy != ref:
+            raise PolicyMismatch(
+                f"policy {ref.label} was promised with digest {ref.digest[:16]}…, "
+                f"but {payload.manifest.policy.label} with {payload.manifest.policy.digest[:16]}… was published"
+            )
+        engine = self._engine_for(payload.files)
+        engine.load_policy(ref, {tensor.name: tensor for tensor in payload.tensors})
+        self._loaded[ref] = LoadedPolicy(ref, engine, payload.files)
+        return self._loaded[ref]
+
+    def _engine_for(self, files: Mapping[str, bytes]) -> Engine:
+        """An engine to load into: the oldest one when the shelf is full, if it is of the same model."""
+        if len(self._loaded) < self._held:
+            return self._build(files)
+        _, oldest = self._loaded.popitem(last=False)
+        return oldest.engine if oldest.files == files else self._build(files)

@@ -1,0 +1,170 @@
+"""A reward of your own: one Python file with tasks and a function that scores a completion.
+
+    tasks = [{"prompt": "Name a prime: ", "answer": ""}, ...]       # or a function that returns them
+
+    def score(prompt, completion, answer):                           # or score(task, completion)
+        return 1.0 if is_prime(completion) else 0.0
+
+A task is a `Task`, a mapping with `prompt` (and optionally `answer`, `id`, `split`), or a (prompt, answer) pair.
+Tasks that do not name their split are divided by the hash of their prompt. The file is the user's own and runs in
+this process; nothing that came over the network is ever loaded this way.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import inspect
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from numbers import Real
+from pathlib import Path
+from types import ModuleType
+from typing import Any, get_args
+
+from shoal.environments.protocol import Score, Split, Task
+from shoal.errors import EnvironmentSetupError, ScoringFailure
+
+TASK_KEYS = frozenset({"id", "prompt", "answer", "split"})
+
+
+class FunctionEnvironment:
+    """Tasks and scoring from a user's file; `digest` covers the file's bytes, so hub and validator must share it."""
+
+    def __init__(self, file: Path, held_out_size: int) -> None:
+        source = _read(file)
+        module = _load(file)
+        self.name = file.stem
+        self.digest = hashlib.sha256(b"shoal/function/%d\n" % held_out_size + source).hexdigest()
+        self._file = file
+        self._call = _scorer(module, file)
+        self._tasks = _divide(_collect(module, file), held_out_size, file)
+        self._by_id = {task.id: task for split in self._tasks.values() for task in split}
+
+    def tasks(self, split: Split) -> Sequence[Task]:
+        return self._tasks[split]
+
+    def task(self, task_id: str) -> Task:
+        try:
+            return self._by_id[task_id]
+        except KeyError:
+            raise EnvironmentSetupError(f"{self._file} has no task {task_id!r}") from None
+
+    def score(self, task: Task, completion: str) -> Score:
+        """The file's own verdict. Whatever it raises is a failure of the machinery: no sample, never reward 0."""
+        try:
+            result = self._call(task, completion)
+        except Exception as error:  # any exception of a user's function means the same thing here
+            raise ScoringFailure(f"score() in {self._file} raised {_said(error)} on task {task.id}") from error
+        if isinstance(result, Score):
+            value = result.value
+        elif isinstance(result, Real):
+            value = float(result)
+        else:
+            raise ScoringFailure(f"score() in {self._file} returned {result!r} on task {task.id}, not a number")
+        if not math.isfinite(value):
+            raise ScoringFailure(f"score() in {self._file} returned {value} on task {task.id}")
+        return result if isinstance(result, Score) else Score(value=value)
+
+
+def _read(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise EnvironmentSetupError(
+            f"cannot read the reward file {file}: {error.strerror or error}; check environment.file"
+        ) from None
+
+
+def _load(file: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"shoal_reward_{file.stem}", file)
+    if spec is None or spec.loader is None:
+        raise EnvironmentSetupError(f"the reward file {file} is no Python file (its name must end in .py)")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # a user's file may raise anything while it loads
+        raise EnvironmentSetupError(f"the reward file {file} does not load: {_said(error)}") from error
+    return module
+
+
+def _scorer(module: ModuleType, file: Path) -> Callable[[Task, str], Any]:
+    """The file's `score` with either signature, as a function of task and completion."""
+    score = getattr(module, "score", None)
+    if not callable(score):
+        raise EnvironmentSetupError(
+            f"the reward file {file} defines no function score(prompt, completion, answer) or score(task, completion)"
+        )
+    parameters = len(inspect.signature(score).parameters)
+    if parameters == 2:
+        return lambda task, completion: score(task, completion)
+    if parameters == 3:
+        return lambda task, completion: score(task.prompt, completion, task.answer)
+    raise EnvironmentSetupError(
+        f"score() in {file} takes {parameters} parameters; it must be score(prompt, completion, answer)"
+        " or score(task, completion)"
+    )
+
+
+def _collect(module: ModuleType, file: Path) -> list[tuple[Task, Split | None]]:
+    tasks = getattr(module, "tasks", None)
+    if tasks is None:
+        raise EnvironmentSetupError(f"the reward file {file} defines no tasks: add a list or a function of that name")
+    try:
+        items = list(tasks() if callable(tasks) else tasks)
+    except Exception as error:  # a user's function may raise anything
+        raise EnvironmentSetupError(f"tasks in {file} cannot be listed: {_said(error)}") from error
+    if not items:
+        raise EnvironmentSetupError(f"tasks in {file} is empty")
+    parsed = [_parse(item, index, file) for index, item in enumerate(items)]
+    _refuse_repeats((task.id for task, _ in parsed), file)
+    return parsed
+
+
+def _parse(item: object, index: int, file: Path) -> tuple[Task, Split | None]:
+    if isinstance(item, Task):
+        return item, None
+    default = f"{file.stem}/{index}"
+    if isinstance(item, Mapping):
+        unknown = sorted(str(key) for key in item if key not in TASK_KEYS)
+        split = item.get("split")
+        if "prompt" not in item or unknown or split not in (None, *get_args(Split)):
+            raise EnvironmentSetupError(
+                f"task {index} in {file} needs `prompt`, and may have `answer`, `id` and `split` (train or held_out);"
+                f" it has {sorted(map(str, item))}"
+            )
+        task_id, answer = str(item.get("id", default)), str(item.get("answer", ""))
+        return Task(id=task_id, prompt=str(item["prompt"]), answer=answer), split
+    if isinstance(item, tuple) and len(item) == 2:
+        return Task(id=default, prompt=str(item[0]), answer=str(item[1])), None
+    raise EnvironmentSetupError(f"task {index} in {file} is {type(item).__name__}; give a mapping or (prompt, answer)")
+
+
+def _refuse_repeats(ids: Iterable[str], file: Path) -> None:
+    seen: set[str] = set()
+    for task_id in ids:
+        if task_id in seen:
+            raise EnvironmentSetupError(f"two tasks in {file} have the id {task_id!r}")
+        seen.add(task_id)
+
+
+def _divide(tasks: list[tuple[Task, Split | None]], held_out_size: int, file: Path) -> dict[Split, tuple[Task, ...]]:
+    """Put tasks without a split aside by the hash of their prompt: at most `held_out_size` prompts, at most a fifth.
+
+    Tasks of one prompt stay together, so that no held-out prompt is ever trained on.
+    """
+    train = [task for task, split in tasks if split == "train"]
+    held_out = [task for task, split in tasks if split == "held_out"]
+    free = [task for task, split in tasks if split is None]
+    prompts = sorted({task.prompt for task in free}, key=lambda p: hashlib.sha256(p.encode()).digest())
+    wanted = max(0, min(held_out_size - len(held_out), len(prompts) // 5))
+    aside = set(prompts[:wanted])
+    train += [task for task in free if task.prompt not in aside]
+    held_out += [task for task in free if task.prompt in aside]
+    if not train:
+        raise EnvironmentSetupError(f"{file} leaves no task to train on")
+    return {"train": tuple(train), "held_out": tuple(held_out)}
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,101 @@
+"""The hub as an ASGI app: routes, error answers, and the upkeep that runs beside them.
+
+request ─► route ─► auth (event loop) ─► service (thread) ─► storage
+                                            │ commit
+                              long polls ◄──┴── changes ◄── upkeep, once a second
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
+
+from shoal import __version__
+from shoal.errors import ResourceError, ShoalError
+from shoal.hub import openapi, routes_public, routes_trusted, routes_worker
+from shoal.hub.service import Hub
+from shoal.hub.settings import HubConfig
+from shoal.hub.state.refusals import Refusal
+from shoal.protocol import Problem
+from shoal.runtime.clock import Clock, SystemClock
+
+TICK_S = 1.0
+
+log = logging.getLogger("shoal.hub")
+
+
+def create_app(config: HubConfig, clock: Clock = SystemClock()) -> FastAPI:
+    """The hub over `config.folder`: opened here, closed when the app's lifespan ends, or by `app.state.hub.close()`."""
+    app = FastAPI(title=f"shoal hub: {config.run.name}", version=__version__, lifespan=_lifespan)
+    app.state.hub = Hub(config, clock)
+    # Bodies of submissions are held in memory while they are checked: this bounds how many at a time.
+    app.state.uploads = asyncio.Semaphore(config.settings.concurrent_uploads)
+    app.include_router(routes_public.router)
+    app.include_router(routes_worker.router)
+    app.include_router(routes_trusted.router)
+    app.add_exception_handler(Refusal, _on_refusal)
+    app.add_exception_handler(RequestValidationError, _on_bad_parameter)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(ShoalError, _on_failure)
+    openapi.install(app)
+    return app
+
+
+@asynccontextmanager
+async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
+    hub: Hub = app.state.hub
+    upkeep = asyncio.create_task(_keep_up(hub))
+    try:
+        yield
+    finally:
+        hub.context.changes.close()
+        upkeep.cancel()
+        await asyncio.gather(upkeep, return_exceptions=True)
+        hub.close()
+
+
+async def _keep_up(hub: Hub) -> None:
+    """Tick until cancelled. A failed tick is logged and tried again: the run must not stop for a full disk."""
+    while True:
+        try:
+            await run_in_threadpool(hub.upkeep.tick)
+        except ShoalError as error:
+            log.error("upkeep failed: %s", error)
+        await asyncio.sleep(TICK_S)
+
+
+def _problem(status: int, code: str, message: str) -> JSONResponse:
+    return JSONResponse(Problem(code=code, message=message).model_dump(), status_code=status)
+
+
+async def _on_refusal(_request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, Refusal)
+    return _problem(error.status, error.code, error.sentence)
+
+
+async def _on_bad_parameter(_request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"])
+    return _problem(422, "request.parameter", f"{where}: {first['msg']}")
+
+
+async def _on_http_error(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
+    message = f"{error.detail}: {request.method} {request.url.path}; the calls are listed at /docs"
+    return _problem(error.status_code, f"http.{error.status_code}", message)
+
+
+async def _on_failure(request: Request, error: Exception) -> JSONResponse:
+    """The hub itself failed (disk full, say). Nothing was promised; the caller may try again later."""
+    log.error("%s %s failed: %s", request.method, request.url.path, error)
+    code = "hub.resource" if isinstance(error, ResourceError) else "hub.failed"
+    return _problem(503, code, f"the hub could not do this, try again later: {error}")

@@ -1,0 +1,109 @@
+"""Who is asking: signed requests, checked from cheap to dear.
+
+    headers ─► known node ─► role ─► clock within 120 s ─► body, capped while it streams ─► signature ─► nonce
+
+The identity comes from the verified header only. A body is not read for a stranger, nor beyond the route's cap. A
+nonce is taken after the signature held, so that nobody can use up another node's nonces, and is kept for as long as
+the same request would still be within the allowed skew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+
+from shoal.errors import SignatureError
+from shoal.hub.bodies import parse_json, read_body
+from shoal.hub.service import Context
+from shoal.hub.state.refusals import Refusal
+from shoal.hub.state.rows import NodeRow
+from shoal.protocol import Registration, RequestSignature, Role, node_id, verify_request
+from shoal.protocol.signing import MAX_SKEW_MS
+
+SMALL_BODY_BYTES = 64 * 1024
+NONCE_MARGIN_MS = 1_000
+
+
+@dataclass(frozen=True)
+class Caller:
+    """A verified request: who sent it, and its body."""
+
+    node: NodeRow
+    body: bytes
+
+
+async def authenticate(
+    context: Context, request: Request, roles: tuple[Role, ...] = (), max_bytes: int = SMALL_BODY_BYTES
+) -> Caller:
+    """The caller of a signed request, or a refusal: 401 unproven, 403 wrong role, 413 too big. No roles: any."""
+    signature = _parse(request.headers)
+    _check_clock(signature, context.clock.now_ms())
+    node = await run_in_threadpool(_find, context, signature.node)
+    if roles and node.role not in roles:
+        raise Refusal(403, "auth.role", f"this call is for a {' or a '.join(roles)}; this node is a {node.role}")
+    body = await read_body(request, max_bytes)
+    await run_in_threadpool(_prove, context, request, body, signature, node.public_key)
+    return Caller(node, body)
+
+
+async def authenticate_newcomer(context: Context, request: Request) -> Registration:
+    """A registration that is signed by the very key it brings."""
+    signature = _parse(request.headers)
+    _check_clock(signature, context.clock.now_ms())
+    body = await read_body(request, SMALL_BODY_BYTES)
+    registration = parse_json(body, Registration)
+    if signature.node != node_id(registration.public_key):
+        raise Refusal(401, "auth.signature", "the registration's key is not the one that the request is signed with")
+    await run_in_threadpool(_prove, context, request, body, signature, registration.public_key)
+    return registration
+
+
+def _parse(headers: Mapping[str, str]) -> RequestSignature:
+    try:
+        return RequestSignature.from_headers(headers)
+    except SignatureError as error:
+        raise Refusal(401, "auth.unsigned", str(error)) from error
+
+
+def _check_clock(signature: RequestSignature, now_ms: int) -> None:
+    """Before anything is read; the sentence is the one that `verify_request` has for it."""
+    skew_ms = signature.at_ms - now_ms
+    if abs(skew_ms) > MAX_SKEW_MS:
+        raise Refusal(
+            401,
+            "auth.skew",
+            f"the request's clock is {abs(skew_ms) / 1000:.0f} s {'ahead' if skew_ms > 0 else 'behind'}; at most "
+            f"{MAX_SKEW_MS // 1000} s are allowed: set this machine's clock (for instance with NTP)",
+        )
+
+
+def _find(context: Context, node: str) -> NodeRow:
+    with context.storage.read() as reader:
+        row = reader.node(node)
+    if row is None:
+        raise Refusal(401, "auth.unknown_node", f"node {node[:32]} is not registered: register it with POST /nodes")
+    return row
+
+
+def _prove(context: Context, request: Request, body: bytes, signature: RequestSignature, public_key: str) -> None:
+    now_ms = context.clock.now_ms()
+    try:
+        verify_request(public_key, context.config.run_id, request.method, _target(request), body, signature, now_ms)
+    except SignatureError as error:
+        raise Refusal(401, "auth.signature", f"{error}; was it signed for this run, path and body?") from error
+    expires_at_ms = signature.at_ms + MAX_SKEW_MS + NONCE_MARGIN_MS
+    with context.storage.write(durable=False) as transaction:
+        if not transaction.take_nonce(signature.node, signature.nonce, expires_at_ms):
+            raise Refusal(401, "auth.replay", "this very request was made before: sign it again with a new nonce")
+        transaction.touch_presence(signature.node, now_ms)
+
+
+def _target(request: Request) -> str:
+    """The path with its query, as the client sent it: what its signature covers."""
+    raw_path: bytes = request.scope.get("raw_path") or request.scope["path"].encode()
+    query: bytes = request.scope.get("query_string", b"")
+    path = raw_path.split(b"?")[0]
+    return (path + b"?" + query if query else path).decode("latin-1")

@@ -1,0 +1,133 @@
+"""The OpenAPI page: bodies of signed calls are read raw (the signature covers them), so they are described here.
+
+`describes` gives a route its tag, summary, body, example and refusals; `install` adds the messages' schemas and how
+requests are signed.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic.json_schema import models_json_schema
+
+from shoal.protocol import (
+    AuditRequest,
+    BatchRequest,
+    Heartbeat,
+    LeaseRelease,
+    LeaseRequest,
+    Message,
+    Problem,
+    Registration,
+    SignedDocument,
+    StepReport,
+)
+from shoal.protocol.signing import HEADER_NODE, HEADER_NONCE, HEADER_SIGNATURE, HEADER_TIME
+
+BULK = "application/msgpack+zstd"
+
+_BODIES: tuple[type[Message], ...] = (
+    Registration,
+    Heartbeat,
+    LeaseRequest,
+    LeaseRelease,
+    AuditRequest,
+    SignedDocument,
+    BatchRequest,
+    StepReport,
+)
+
+_REFUSALS = {
+    400: "the body did not arrive whole",
+    401: "`auth.unsigned`, `auth.unknown_node`, `auth.signature`, `auth.skew`, `auth.replay`: the caller is not proven",
+    403: "the caller may not do this: `auth.role`, `auth.certificate`, `lease.not_yours`, `node.banned`",
+    404: "there is no such thing in this run",
+    409: "it contradicts what was said before; the code says which",
+    410: "`lease.late`, `lease.void`, `lease.released`: the lease has ended",
+    413: "`body.too_big`",
+    422: "the body is malformed, or does not fit what it refers to",
+}
+
+TAGS = [
+    {"name": "run", "description": "What anyone may read, unsigned."},
+    {"name": "nodes", "description": "Taking part: registration and heartbeats."},
+    {"name": "worker", "description": "Leases and submissions."},
+    {"name": "validator", "description": "Audits and verdicts."},
+    {"name": "trainer", "description": "Policies, batches and reports."},
+]
+
+DESCRIPTION = f"""
+The hub of a shoal run. Reading is open to anyone; every other call is signed by the caller's Ed25519 key with four
+headers: `{HEADER_NODE}` (the node id, 32 hex digits), `{HEADER_TIME}` (milliseconds since 1970), `{HEADER_NONCE}` (8 to
+64 characters, never used before) and `{HEADER_SIGNATURE}`, the signature in hex over these lines joined by newlines:
+
+    shoal/request/v1
+    <method> <newline> <run id> <newline> <path with query> <newline> <node> <newline> <time> <newline> <nonce>
+    <SHA-256 of the body, hex>
+
+`shoal.client.HubClient` does this for you. Every refusal is a `Problem` with a stable `code` and a sentence.
+Bulk bodies (`{BULK}`) are msgpack in a zstd frame.
+"""
+
+Described: TypeAlias = dict[str, Any]
+
+
+def describes(
+    tag: str, refusals: tuple[int, ...] = (), body: type[Message] | None = None, example: dict[str, Any] | None = None
+) -> Described:
+    """Keyword arguments of a route: its tag, its documented refusals, its JSON body. Signed unless under `run`."""
+    extra: dict[str, Any] = {}
+    if tag != "run":
+        extra["security"] = [{"signature": []}]
+    if body is not None:
+        content: dict[str, Any] = {"schema": {"$ref": f"#/components/schemas/{body.__name__}"}}
+        if example is not None:
+            content["example"] = example
+        extra["requestBody"] = {"required": True, "content": {"application/json": content}}
+    responses: dict[int | str, dict[str, Any]] = {
+        status: {"model": Problem, "description": _REFUSALS[status]} for status in refusals
+    }
+    return {"tags": [tag], "responses": responses, "openapi_extra": extra}
+
+
+def bulk_body(description: str) -> dict[str, Any]:
+    """The `requestBody` of a call that takes a bulk body."""
+    content = {BULK: {"schema": {"type": "string", "format": "binary"}}}
+    return {"required": True, "description": description, "content": content}
+
+
+def bulk_answer(description: str) -> dict[str, Any]:
+    """The 200 of a call that answers with a bulk body."""
+    return {"description": description, "content": {BULK: {"schema": {"type": "string", "format": "binary"}}}}
+
+
+def install(app: FastAPI) -> None:
+    """Make `app.openapi()` complete."""
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            schema = get_openapi(
+                title=app.title, version=app.version, description=DESCRIPTION, routes=app.routes, tags=TAGS
+            )
+            app.openapi_schema = _complete(schema)
+        return app.openapi_schema
+
+    app.openapi = openapi  # type: ignore[method-assign]  # FastAPI's documented way to extend the document
+
+
+def _complete(schema: dict[str, Any]) -> dict[str, Any]:
+    components = schema.setdefault("components", {})
+    modes = [(model, "validation") for model in _BODIES]
+    _, definitions = models_json_schema(modes, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]
+    components["schemas"] = {**definitions.get("$defs", {}), **components.get("schemas", {})}
+    components["securitySchemes"] = {
+        "signature": {
+            "type": "apiKey",
+            "in": "header",
+            "name": HEADER_SIGNATURE,
+            "description": f"together with {HEADER_NODE}, {HEADER_TIME} and {HEADER_NONCE}; see the top of this page",
+        }
+    }
+    return schema

@@ -1,0 +1,77 @@
+"""Routes for anyone: the run, its status, the ledger, health, and a page to start from."""
+
+from __future__ import annotations
+
+from html import escape
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Request
+from starlette.concurrency import run_in_threadpool
+from starlette.responses import HTMLResponse
+
+from shoal.hub.gate import HubDependency
+from shoal.hub.openapi import describes
+from shoal.protocol import LedgerPage, RunStatus, SignedDocument, fingerprint
+
+router = APIRouter()
+
+
+@router.get("/run", summary="What a node needs to take part", **describes("run"))
+async def run_info(hub: HubDependency) -> SignedDocument:
+    """A signed `RunInfo`. Check its root key against the fingerprint in the join URL before believing any of it."""
+    return hub.reporting.run_info()
+
+
+@router.get("/status", summary="The run as a person sees it", **describes("run"))
+async def status(hub: HubDependency) -> RunStatus:
+    """Progress, nodes, who waits for whom, the last verdicts, step reports and alarms."""
+    return await run_in_threadpool(hub.reporting.status)
+
+
+@router.get("/health", summary="Whether the hub answers", **describes("run"))
+async def health() -> dict[str, bool]:
+    return {"ok": True}
+
+
+@router.get("/ledger", summary="A page of the ledger", **describes("run", (422,)))
+async def ledger(
+    hub: HubDependency,
+    after: Annotated[int, Query(ge=-1, description="index of the last entry you have; -1 for none")] = -1,
+    limit: Annotated[int, Query(ge=1, le=1000, description="entries at most")] = 500,
+) -> LedgerPage:
+    """Entries in order. `shoal.ledger.verify` checks the chain, `shoal.ledger.fold` recomputes every account."""
+    return await run_in_threadpool(hub.reporting.ledger_page, after, limit)
+
+
+@router.get("/ledger/head", summary="The newest entry of the ledger, signed", **describes("run"))
+async def ledger_head(hub: HubDependency) -> SignedDocument:
+    """A signed `LedgerHead`. Keep it: a ledger that later does not contain it was rolled back."""
+    return await run_in_threadpool(hub.reporting.ledger_head)
+
+
+@router.get("/", include_in_schema=False)
+async def home(request: Request, hub: HubDependency) -> HTMLResponse:
+    """A page without scripts or outside files: what this is, how to join, where to look."""
+    config = hub.context.config
+    join = f"shoal join {request.base_url}#{fingerprint(config.root_key)}"
+    page = _HOME.format(name=escape(config.run.name), run=escape(config.run_id), join=escape(join))
+    return HTMLResponse(page)
+
+
+_HOME = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>shoal: {name}</title>
+<style>
+body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 42rem; margin: 3rem auto; padding: 0 1rem }}
+pre {{ background: #eee; color: #111; padding: 1rem; overflow-x: auto }}
+</style></head><body>
+<h1>{name}</h1>
+<p>The hub of the shoal run <code>{run}</code>. To take part with this machine:</p>
+<pre>{join}</pre>
+<ul>
+<li><a href="status">status</a>: progress, nodes, who waits for whom</li>
+<li><a href="ledger">ledger</a> and its signed <a href="ledger/head">head</a></li>
+<li><a href="run">run</a>: what a node needs to take part</li>
+<li><a href="docs">docs</a>: every call, to read and to try (<a href="openapi.json">openapi.json</a>)</li>
+</ul>
+</body></html>
+"""

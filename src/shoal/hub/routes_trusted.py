@@ -1,0 +1,122 @@
+"""Routes for validators and the trainer: audits, verdicts, policies, batches, reports."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Path, Request, Response
+from starlette.concurrency import run_in_threadpool
+
+from shoal.hub.auth import authenticate
+from shoal.hub.bodies import parse_json
+from shoal.hub.changes import Topic
+from shoal.hub.gate import HubDependency, poll
+from shoal.hub.openapi import BULK, bulk_answer, describes
+from shoal.protocol import AuditReply, AuditRequest, BatchReply, BatchRequest, SignedDocument, StepReport
+
+router = APIRouter()
+
+MAX_DOCUMENT_BYTES = 4 * 1024 * 1024
+"""A verdict carries a reward with its parts for each of up to 1024 rollouts."""
+
+Step = Annotated[int, Path(ge=0, description="the step; step n produces version n + 1")]
+
+
+@router.post(
+    "/audits",
+    summary="Ask for submissions to check",
+    **describes("validator", (401, 403, 413, 422), AuditRequest, {"max_audits": 8, "wait_s": 20}),
+)
+async def audits(request: Request, hub: HubDependency) -> AuditReply:
+    """Each audit is this validator's until its deadline; then it is given out again. Waits up to `wait_s` for one."""
+    caller = await authenticate(hub.context, request, roles=("validator",))
+    ask = parse_json(caller.body, AuditRequest)
+    return await poll(
+        hub,
+        request,
+        Topic.AUDITS,
+        ask.wait_s,
+        lambda: hub.checking.audits(caller.node, ask),
+        lambda reply: bool(reply.audits) or reply.finished,
+    )
+
+
+_BODY = describes("validator", (401, 403, 404))
+_BODY["responses"][200] = bulk_answer("the `Submission`, the very bytes that were put")
+
+
+@router.get("/submissions/{submission}", summary="The bytes of a submission", response_class=Response, **_BODY)
+async def submission_body(submission: str, request: Request, hub: HubDependency) -> Response:
+    """For validators and the trainer. The name is the SHA-256 of the bytes."""
+    await authenticate(hub.context, request, roles=("validator", "trainer"))
+    body = await run_in_threadpool(hub.checking.submission_body, submission)
+    return Response(body, media_type=BULK)
+
+
+@router.post(
+    "/verdicts",
+    summary="Say what an audit found",
+    status_code=204,
+    **describes("validator", (401, 403, 404, 409, 413, 422), SignedDocument),
+)
+async def verdict(request: Request, hub: HubDependency) -> None:
+    """A `Verdict` signed by the calling validator. The first one stands; the same outcome again is harmless."""
+    caller = await authenticate(hub.context, request, roles=("validator",), max_bytes=MAX_DOCUMENT_BYTES)
+    await run_in_threadpool(hub.checking.verdict, caller.node, parse_json(caller.body, SignedDocument))
+
+
+@router.post(
+    "/policies",
+    summary="Announce a published policy",
+    status_code=204,
+    **describes("trainer", (401, 403, 409, 413, 422), SignedDocument),
+)
+async def announce(request: Request, hub: HubDependency) -> None:
+    """A `PolicyAnnouncement` signed by the trainer. The same again is harmless; 409 `policy.digest` if that
+    (incarnation, version) was announced with another digest. A new incarnation voids open leases."""
+    caller = await authenticate(hub.context, request, roles=("trainer",))
+    await run_in_threadpool(hub.training.announce, caller.node, parse_json(caller.body, SignedDocument))
+
+
+@router.post(
+    "/batches/{step}",
+    summary="Ask for the groups of a step",
+    **describes("trainer", (401, 403, 409, 413, 422), BatchRequest, {"wait_s": 20}),
+)
+async def batch(step: Step, request: Request, hub: HubDependency) -> BatchReply:
+    """The batch is written down before it is answered and never changes; asking again gets it again. While it is not
+    complete, `waiting` says what it waits for."""
+    caller = await authenticate(hub.context, request, roles=("trainer",))
+    ask = parse_json(caller.body, BatchRequest)
+    return await poll(
+        hub,
+        request,
+        Topic.BATCHES,
+        ask.wait_s,
+        lambda: hub.training.batch(caller.node, step),
+        lambda reply: reply.batch is not None,
+    )
+
+
+_ROLLOUTS = describes("trainer", (401, 403, 404))
+_ROLLOUTS["responses"][200] = bulk_answer("a `TrainingBatch`")
+
+
+@router.get("/batches/{step}/rollouts", summary="The rollouts of a batch", response_class=Response, **_ROLLOUTS)
+async def rollouts(step: Step, request: Request, hub: HubDependency) -> Response:
+    """The groups of a written batch with the validators' rewards, in order of unit."""
+    await authenticate(hub.context, request, roles=("trainer",))
+    body = await run_in_threadpool(hub.training.rollouts, step)
+    return Response(body, media_type=BULK)
+
+
+@router.post(
+    "/steps",
+    summary="Report what a step measured",
+    status_code=204,
+    **describes("trainer", (401, 403, 413, 422), StepReport, {"step": 3, "metrics": {"reward_mean": 0.42}}),
+)
+async def report(request: Request, hub: HubDependency) -> None:
+    """Shown by `/status`. A report for the same step replaces the earlier one."""
+    caller = await authenticate(hub.context, request, roles=("trainer",))
+    await run_in_threadpool(hub.training.report, parse_json(caller.body, StepReport))

@@ -1,0 +1,137 @@
+"""What all services share: configuration, storage, the run's secret, the clock, and one way to make a decision."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from shoal.errors import ConfigError, EnvironmentSetupError
+from shoal.hub.changes import Changes, Topic
+from shoal.hub.settings import HubConfig
+from shoal.hub.state import leases
+from shoal.hub.state.commands import Record
+from shoal.hub.state.rows import Moment, NodeRow
+from shoal.hub.storage import BlobFolder, Presence, SqliteStorage, Storage, Writer
+from shoal.hub.waits import Waits
+from shoal.protocol import Document, NodeView, sign_document
+from shoal.runtime.clock import Clock
+from shoal.runtime.files import ensure_folder, resource_error, write_atomically
+
+SECRET_BYTES = 32
+
+
+class Context:
+    """Opens the hub's folder and holds what the services work with."""
+
+    def __init__(self, config: HubConfig, clock: Clock, storage: Storage | None = None) -> None:
+        self.config = config
+        self.clock = clock
+        self.rules = config.rules
+        self.tasks = config.environment.tasks("train")
+        if len(self.tasks) == 0:
+            raise EnvironmentSetupError(f"environment {config.environment.name} has no tasks in its train split")
+        ensure_folder(config.folder)
+        self.secret = _load_or_create_secret(config.folder / "secret")
+        self.blobs = BlobFolder(config.folder / "blobs")
+        self.storage: Storage = storage or SqliteStorage(config.folder / "hub.db")
+        self.changes = Changes()
+        self.waits = Waits()
+        self._begin_run()
+
+    def close(self) -> None:
+        self.changes.close()
+        self.storage.close()
+
+    @contextmanager
+    def decision(self, sweep: bool = False) -> Iterator[tuple[Writer, Moment]]:
+        """One write transaction: read rows, decide, apply. `sweep` ends overdue leases first."""
+        swept = False
+        with self.storage.write() as transaction:
+            moment = self._moment(transaction)
+            overdue = transaction.overdue_holdings(moment.now_ms) if sweep else []
+            if overdue:
+                transaction.apply(leases.expire(moment, overdue))
+                moment = self._moment(transaction)
+                swept = True
+            yield transaction, moment
+        if swept:
+            self.changes.notify(Topic.LEASES, Topic.BATCHES)
+
+    def sign(self, document: Document) -> str:
+        return sign_document(document, self.config.key).model_dump_json()
+
+    def _moment(self, transaction: Writer) -> Moment:
+        return Moment(self.rules, transaction.progress(), self.clock.now_ms())
+
+    def _begin_run(self) -> None:
+        """Write down what the run is on the first start; refuse to continue it as something else."""
+        identity = self._identity()
+        with self.storage.write() as transaction:
+            known = transaction.setting("run")
+            if known is None:
+                transaction.put_setting("run", json.dumps(identity))
+                body = {key: identity[key] for key in ("run", "root_key", "environment_digest")}
+                transaction.apply([Record("run", body, self.clock.now_ms())])
+                return
+        for key, value in json.loads(known).items():
+            if identity.get(key) != value:
+                raise ConfigError(
+                    f"{self.config.folder} holds a run whose {key} is {value!r}, not {identity.get(key)!r}: "
+                    "continue it with the same settings, or use another folder"
+                )
+
+    def _identity(self) -> dict[str, Any]:
+        """What may not change while a run lasts. `steps` may: a run can be continued for longer."""
+        return {
+            "run": self.config.run_id,
+            "root_key": self.config.root_key,
+            "environment_digest": self.config.environment.digest,
+            "secret_hash": hashlib.sha256(b"shoal/secret/v1\n" + self.secret).hexdigest(),
+            "eos_token_id": self.config.eos_token_id,
+            **self.config.run.model_dump(mode="json", exclude={"steps", "name"}),
+        }
+
+
+def _load_or_create_secret(path: Path) -> bytes:
+    """The run's secret: without it nobody can tell the seeds of a unit in advance. Readable by its owner only."""
+    if not path.exists():
+        write_atomically(path, secrets.token_hex(SECRET_BYTES).encode(), mode=0o600)
+    try:
+        text = path.read_text()
+    except OSError as error:
+        raise resource_error("read the run's secret", path, error) from error
+    try:
+        secret = bytes.fromhex(text.strip())
+    except ValueError as error:
+        raise ConfigError(f"{path} is not a secret of {SECRET_BYTES} bytes in hex; restore it from a backup") from error
+    if len(secret) != SECRET_BYTES:
+        raise ConfigError(f"{path} is not a secret of {SECRET_BYTES} bytes in hex; restore it from a backup")
+    return secret
+
+
+def node_view(node: NodeRow, presence: Presence | None) -> NodeView:
+    """A node as others see it."""
+    return NodeView(
+        node=node.node,
+        name=node.name,
+        role=node.role,
+        state=node.state,
+        accepted=node.accepted,
+        rejected=node.rejected,
+        inconclusive=node.inconclusive,
+        strikes=node.strikes,
+        credit=node.credit,
+        reason=node.reason,
+        doing=presence.doing if presence else "",
+        last_seen_ms=presence.last_seen_ms if presence else node.registered_at_ms,
+    )
+
+
+def node_label(node: NodeRow) -> str:
+    """A node in words: `worker alice (1f2e3d4c)`."""
+    return f"{node.role} {node.name} ({node.node[:8]})" if node.name else f"{node.role} {node.node[:8]}"

@@ -1,0 +1,121 @@
+"""What anyone may read: the run, its status with who waits for whom, the ledger."""
+
+from __future__ import annotations
+
+from shoal import ledger
+from shoal.hub.service.context import Context, node_label, node_view
+from shoal.hub.state import pacing
+from shoal.hub.state.machines import SubmissionState
+from shoal.hub.state.rows import NodeRow, SubmissionRow
+from shoal.hub.storage import Presence, Reader
+from shoal.protocol import (
+    LedgerHead,
+    LedgerPage,
+    RecentVerdict,
+    RunInfo,
+    RunStatus,
+    SignedDocument,
+    Wait,
+    sign_document,
+)
+
+VERDICTS_SHOWN = 20
+REPORTS_SHOWN = 200
+ALARMS_SHOWN = 20
+WAITS_SHOWN = 20
+"""Of each kind: the longest waits are the ones that explain a stuck run."""
+
+
+class Reporting:
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._run_info = self._sign_run_info()
+
+    def run_info(self) -> SignedDocument:
+        return self._run_info
+
+    def ledger_head(self) -> SignedDocument:
+        with self._context.storage.read() as reader:
+            return sign_document(self._head(reader), self._context.config.key)
+
+    def ledger_page(self, after: int, limit: int) -> LedgerPage:
+        with self._context.storage.read() as reader:
+            return LedgerPage(entries=tuple(reader.ledger_after(after, limit)), head=self._head(reader))
+
+    def status(self) -> RunStatus:
+        config, now_ms = self._context.config, self._context.clock.now_ms()
+        with self._context.storage.read() as reader:
+            overdue = bool(reader.overdue_holdings(now_ms))
+        if overdue:
+            with self._context.decision(sweep=True):
+                pass  # the sweep is the whole decision
+        with self._context.storage.read() as reader:
+            progress, presences, nodes = reader.progress(), reader.presences(), reader.nodes()
+            return RunStatus(
+                run=config.run_id,
+                name=config.run.name,
+                now_ms=now_ms,
+                finished=pacing.is_finished(self._context.rules, progress),
+                steps=config.run.steps,
+                step=progress.policy.version if progress.policy else 0,
+                policy=progress.policy,
+                max_staleness=config.run.max_staleness,
+                units=reader.unit_counts(),
+                submissions=reader.submission_counts(),
+                nodes=tuple(node_view(node, presences.get(node.node)) for node in nodes),
+                waits=tuple(self._waits(reader, nodes, presences, now_ms)),
+                verdicts=tuple(_recent(row) for row in reader.decided_submissions(VERDICTS_SHOWN)),
+                reports=tuple(reader.reports(REPORTS_SHOWN)),
+                alarms=tuple(reader.alarms(ALARMS_SHOWN)),
+                ledger=self._head(reader),
+            )
+
+    def _waits(self, reader: Reader, nodes: list[NodeRow], presences: dict[str, Presence], now_ms: int) -> list[Wait]:
+        """Who polls for something, what nodes say they wait for, leases that are out, submissions not judged yet."""
+        names = {node.node: node_label(node) for node in nodes}
+        waits = self._context.waits.current(now_ms)
+        polling = {wait.who for wait in waits}
+        for presence in presences.values():
+            who = names.get(presence.node, presence.node)
+            if presence.waiting_for and who not in polling:
+                waits.append(Wait(who=who, what=presence.waiting_for, since_ms=presence.waiting_since_ms))
+        for held in reader.holdings()[:WAITS_SHOWN]:
+            left_s = max(0, held.lease.deadline_ms - now_ms) / 1000
+            what = f"{names[held.lease.node]} to hand in lease {held.lease.lease}, due in {left_s:.0f} s"
+            waits.append(Wait(who=f"unit {held.unit.unit}", what=what, since_ms=held.lease.issued_at_ms))
+        pending = [SubmissionState.RECEIVED, SubmissionState.AUDITING]
+        for row in reader.submissions_in(pending, WAITS_SHOWN):
+            checker = names.get(row.validator or "", "a validator to take it")
+            waits.append(Wait(who=f"submission of unit {row.unit}", what=checker, since_ms=row.received_at_ms))
+        return waits
+
+    def _head(self, reader: Reader) -> LedgerHead:
+        return ledger.head_of(self._context.config.run_id, reader.ledger_last())
+
+    def _sign_run_info(self) -> SignedDocument:
+        config = self._context.config
+        info = RunInfo(
+            run=config.run_id,
+            name=config.run.name,
+            root_key=config.root_key,
+            certificates=config.certificates,
+            sources=config.sources,
+            environment=config.environment.name,
+            environment_digest=config.environment.digest,
+            sampling=config.sampling,
+            group_size=config.run.group_size,
+            max_staleness=config.run.max_staleness,
+            steps=config.run.steps,
+        )
+        return sign_document(info, config.key)
+
+
+def _recent(row: SubmissionRow) -> RecentVerdict:
+    return RecentVerdict(
+        unit=row.unit,
+        node=row.node,
+        outcome=row.state.value,
+        reason=row.reason,
+        message=row.message,
+        decided_at_ms=row.decided_at_ms or 0,
+    )

@@ -1,0 +1,148 @@
+"""What workers call: leases, releases, submissions.
+
+PUT ─► caps ─► would it be taken at all? ─► decode ─► blob + fsync ─► row + commit ─► signed receipt
+                (a refusal costs no disk)               nothing before this point is promised
+"""
+
+from __future__ import annotations
+
+from shoal.errors import CodecError, ConfigError
+from shoal.hub.changes import Topic
+from shoal.hub.service.context import Context, node_label
+from shoal.hub.state import draws, leases, pacing, submissions
+from shoal.hub.state.refusals import Refusal
+from shoal.hub.state.rows import LeaseRow, Moment, NodeRow, SubmissionRow, UnitRow
+from shoal.hub.storage import Reader
+from shoal.protocol import (
+    SUBMISSION_FORMAT,
+    Lease,
+    LeaseRelease,
+    LeaseReply,
+    LeaseRequest,
+    Limits,
+    Receipt,
+    SignedDocument,
+    Submission,
+    submission_digest,
+    unpack,
+)
+
+
+class Work:
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        settings = context.config.settings
+        self._limits = Limits(settings.max_submission_bytes, settings.max_inflated_bytes)
+        self._draws = leases.Draws(task_of=self._task_of, document=self._lease_document)
+
+    def lease(self, node: NodeRow, request: LeaseRequest) -> LeaseReply:
+        """Leases for a worker, or none and why."""
+        context = self._context
+        with context.decision(sweep=True) as (transaction, moment):
+            fresh = transaction.node(node.node) or node
+            ask = leases.Ask(
+                node=fresh,
+                request=request.request,
+                max_units=request.max_units,
+                held=len(transaction.holdings(node.node)),
+                granted=tuple(transaction.requested_leases(node.node, request.request)),
+            )
+            granted = leases.grant(moment, transaction.open_units(request.max_units), ask, self._draws)
+            transaction.apply(granted.commands)
+        finished = pacing.is_finished(moment.rules, moment.progress)
+        if granted.leases or finished:
+            context.waits.done(node_label(node))
+        else:
+            context.waits.waiting(node_label(node), f"a unit: {granted.waiting}", moment.now_ms)
+        documents = tuple(SignedDocument.model_validate_json(lease.document) for lease in granted.leases)
+        return LeaseReply(leases=documents, waiting=granted.waiting, finished=finished)
+
+    def release(self, node: NodeRow, request: LeaseRelease) -> None:
+        with self._context.decision() as (transaction, _moment):
+            found = [transaction.holding(lease) for lease in dict.fromkeys(request.leases)]
+            transaction.apply(leases.release(node.node, [holding for holding in found if holding is not None]))
+        self._context.changes.notify(Topic.LEASES)
+
+    def submit(self, node: NodeRow, lease: str, body: bytes) -> tuple[int, SignedDocument]:
+        """(201 or 200, the signed receipt). On return the submission survives any crash."""
+        context = self._context
+        arrival = submissions.Arrival(node.node, lease, submission_digest(body), len(body))
+        with context.storage.read() as reader:
+            moment = Moment(context.rules, reader.progress(), context.clock.now_ms())
+            early = self._receive(reader, moment, arrival)
+        if early.status == submissions.SAME_AGAIN:
+            return early.status, SignedDocument.model_validate_json(early.row.receipt)
+        self._check_header(body, early.row)
+        context.blobs.put(body)
+        with context.decision() as (transaction, moment):
+            reception = self._receive(transaction, moment, arrival)
+            transaction.apply(reception.commands)
+        context.changes.notify(Topic.AUDITS)
+        return reception.status, SignedDocument.model_validate_json(reception.row.receipt)
+
+    def _receive(self, reader: Reader, moment: Moment, arrival: submissions.Arrival) -> submissions.Reception:
+        holding = submissions.check_owner(reader.holding(arrival.lease), arrival.node, arrival.lease)
+        existing = reader.submission_of_lease(arrival.lease)
+        return submissions.receive(moment, holding, existing, arrival, self._receipt)
+
+    def _check_header(self, body: bytes, row: SubmissionRow) -> None:
+        """Refuse what cannot be meant: bytes that are no submission, or one of another run, node, lease or unit."""
+        try:
+            submission = unpack(body, Submission, self._limits)
+        except CodecError as error:
+            raise Refusal(422, "submission.malformed", str(error)) from error
+        expected = {
+            "format": SUBMISSION_FORMAT,
+            "run": self._context.config.run_id,
+            "node": row.node,
+            "lease": row.lease,
+            "unit": row.unit,
+        }
+        for name, value in expected.items():
+            found = getattr(submission, name)
+            if found != value:
+                raise Refusal(
+                    422, "submission.mismatch", f"the submission's {name} is {found!r}; this lease has {value!r}"
+                )
+
+    def _receipt(self, row: SubmissionRow) -> str:
+        return self._context.sign(
+            Receipt(
+                run=self._context.config.run_id,
+                node=row.node,
+                lease=row.lease,
+                unit=row.unit,
+                submission=row.submission,
+                size_bytes=row.size_bytes,
+                received_at_ms=row.received_at_ms,
+            )
+        )
+
+    def _task_of(self, unit: int) -> str:
+        tasks = self._context.tasks
+        return tasks[draws.task_index(len(tasks), self._context.config.run.seed, unit)].id
+
+    def _lease_document(self, lease: LeaseRow, unit: UnitRow) -> str:
+        config = self._context.config
+        prompt_ids = tuple(config.encode(config.environment.task(unit.task).prompt))
+        if not prompt_ids:
+            raise ConfigError(
+                f"the prompt of task {unit.task} has no tokens: the tokenizer does not fit the environment"
+            )
+        return self._context.sign(
+            Lease(
+                run=config.run_id,
+                lease=lease.lease,
+                node=lease.node,
+                unit=unit.unit,
+                attempt=lease.attempt,
+                policy=lease.policy,
+                task=unit.task,
+                prompt_ids=prompt_ids,
+                seeds=draws.unit_seeds(self._context.secret, config.run_id, unit.unit, config.run.group_size),
+                sampling=config.sampling,
+                environment_digest=config.environment.digest,
+                issued_at_ms=lease.issued_at_ms,
+                deadline_ms=lease.deadline_ms,
+            )
+        )

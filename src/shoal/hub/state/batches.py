@@ -1,0 +1,99 @@
+"""Batches: which groups a step consists of.
+
+The lowest-numbered accepted groups within the staleness bound, in order of unit. With `max_staleness` 0 a batch is
+written down only when no lower-numbered unit can still come in, so it does not depend on who was fast. Once written
+it never changes; what is left over and too old for the following step is void (its credit stays).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from shoal.hub.state import pacing
+from shoal.hub.state.commands import AddBatch, Command, RaiseAlarm, Record, SaveUnit
+from shoal.hub.state.machines import UNDECIDED_UNITS, UnitState
+from shoal.hub.state.refusals import Refusal
+from shoal.hub.state.rows import Moment, Progress, Rules, SubmissionRow, UnitRow
+from shoal.hub.state.units import VOID_STALE
+from shoal.protocol import Batch, BatchGroup, canonical_json
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The batch and what writing it down changes, or None and what it waits for."""
+
+    batch: Batch | None = None
+    commands: tuple[Command, ...] = ()
+    waiting: str = ""
+
+
+def choose(moment: Moment, alive: Sequence[UnitRow], submissions: Mapping[str, SubmissionRow], step: int) -> Choice:
+    """The batch of `step`, if it is complete. `submissions` holds those of the accepted units."""
+    rules, progress = moment.rules, moment.progress
+    _require_next(rules, progress, step)
+    ready = sorted((unit for unit in alive if _is_usable(rules, step, unit)), key=lambda unit: unit.unit)
+    undecided = [unit for unit in alive if unit.state in UNDECIDED_UNITS]
+    chosen = ready[: rules.groups_per_step]
+    wanted = pacing.wanted_groups(rules, progress)
+    if len(ready) < wanted:
+        return Choice(waiting=_waiting(progress, len(ready), wanted, undecided))
+    if rules.max_staleness == 0 and any(not chosen or unit.unit < chosen[-1].unit for unit in undecided):
+        return Choice(waiting=f"step {step}: a lower-numbered unit can still come in")
+    groups = tuple(_group(unit, submissions) for unit in chosen)
+    batch = Batch(step=step, groups=groups, dropped_groups=progress.dropped, written_at_ms=moment.now_ms)
+    return Choice(batch=batch, commands=tuple(_write(rules, batch, chosen, alive)))
+
+
+def _require_next(rules: Rules, progress: Progress, step: int) -> None:
+    if step >= rules.steps:
+        raise Refusal(409, "batch.finished", f"the run has {rules.steps} steps: there is no step {step}")
+    if step != progress.next_step:
+        raise Refusal(409, "batch.order", f"step {step} comes after step {progress.next_step}, which has no batch yet")
+
+
+def _is_usable(rules: Rules, step: int, unit: UnitRow) -> bool:
+    accepted = unit.state == UnitState.ACCEPTED and unit.step is None
+    return accepted and unit.version is not None and not pacing.is_stale(rules, step, unit.version)
+
+
+def _waiting(progress: Progress, ready: int, wanted: int, undecided: Sequence[UnitRow]) -> str:
+    counts = {state: sum(unit.state == state for unit in undecided) for state in UnitState}
+    details = [f"{counts[state]} {state.value}" for state in UnitState if counts[state]]
+    rest = f" ({', '.join(details)})" if details else " (no unit is given out: no worker is asking)"
+    if progress.policy is None:
+        rest = " (no policy has been published yet)"
+    return f"step {progress.next_step}: {ready} of {wanted} groups{rest}"
+
+
+def _group(unit: UnitRow, submissions: Mapping[str, SubmissionRow]) -> BatchGroup:
+    submission = submissions[unit.submission or ""]
+    return BatchGroup(
+        unit=unit.unit,
+        submission=submission.submission,
+        node=submission.node,
+        policy=submission.policy,
+        rewards=submission.rewards,
+    )
+
+
+def _write(rules: Rules, batch: Batch, chosen: Sequence[UnitRow], alive: Sequence[UnitRow]) -> list[Command]:
+    # The unit stays accepted until the next version is out; what changes is the step it belongs to.
+    commands: list[Command] = [AddBatch(batch)]
+    commands += [SaveUnit(replace(unit, step=batch.step), unit.state) for unit in chosen]
+    taken = {unit.unit for unit in chosen}
+    for unit in alive:
+        too_old = unit.version is not None and pacing.is_stale(rules, batch.step + 1, unit.version)
+        if unit.state == UnitState.ACCEPTED and unit.step is None and unit.unit not in taken and too_old:
+            commands.append(SaveUnit(unit.to(UnitState.VOID, reason=VOID_STALE), unit.state))
+    if len(chosen) < rules.groups_per_step:
+        message = f"step {batch.step} was written down with {len(chosen)} of {rules.groups_per_step} groups"
+        commands.append(RaiseAlarm(batch.step, "batch.short", message, batch.written_at_ms))
+    body = {"step": batch.step, "units": [unit.unit for unit in chosen], "digest": batch_digest(batch)}
+    return [*commands, Record("batch", body, batch.written_at_ms)]
+
+
+def batch_digest(batch: Batch) -> str:
+    """Names what a step was trained on: the hash of its groups."""
+    return hashlib.sha256(canonical_json([group.model_dump(mode="json") for group in batch.groups])).hexdigest()

@@ -1,0 +1,81 @@
+"""What the decision core asks for. The service applies a list of commands in the transaction its rows came from.
+
+A `Save…` carries the whole new row and the state the old one had (`was`; None means that the row is new). Storage
+writes only over a row that still is in that state, so that even two hubs on one database cannot both make a move.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from shoal.hub.state.machines import LeaseState, SubmissionState, UnitState
+from shoal.hub.state.rows import LeaseRow, NodeRow, SubmissionRow, UnitRow
+from shoal.protocol import Batch, NodeState, PolicyRef
+
+
+@dataclass(frozen=True)
+class SaveUnit:
+    row: UnitRow
+    was: UnitState | None
+
+
+@dataclass(frozen=True)
+class SaveLease:
+    row: LeaseRow
+    was: LeaseState | None
+
+
+@dataclass(frozen=True)
+class SaveSubmission:
+    row: SubmissionRow
+    was: SubmissionState | None
+
+
+@dataclass(frozen=True)
+class SaveNode:
+    row: NodeRow
+    was: NodeState | None
+
+
+@dataclass(frozen=True)
+class AddPolicy:
+    policy: PolicyRef
+    announced_at_ms: int
+
+
+@dataclass(frozen=True)
+class AddBatch:
+    batch: Batch
+
+
+@dataclass(frozen=True)
+class AddVerdict:
+    """Keep the signed verdict as it came, for whoever wants to check it later."""
+
+    submission: str
+    document: str
+
+
+@dataclass(frozen=True)
+class RaiseAlarm:
+    """Something the run's owner should look at; at most one per step and code."""
+
+    step: int
+    code: str
+    message: str
+    at_ms: int
+
+
+@dataclass(frozen=True)
+class Record:
+    """Append to the ledger, in the same transaction as the change that it records."""
+
+    kind: str
+    body: dict[str, Any]
+    at_ms: int
+
+
+Command: TypeAlias = (
+    SaveUnit | SaveLease | SaveSubmission | SaveNode | AddPolicy | AddBatch | AddVerdict | RaiseAlarm | Record
+)

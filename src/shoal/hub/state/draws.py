@@ -1,0 +1,61 @@
+"""What a unit consists of follows from its number: its seeds (secret) and its task (public).
+
+Seeds are HMAC-SHA256 under the run's secret, so nobody can tell the seeds of a unit that it has not been given, and
+a unit that is issued again has the same ones. Tasks follow a keyed permutation of the train split, another one in
+each epoch, so that every task occurs exactly once per epoch. The permutation is computed for one position at a time
+(a Feistel network over the next power of four, walked until it lands inside): no list of a million tasks is shuffled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+
+from shoal.errors import EnvironmentSetupError
+
+SEED_HEX = 16
+FEISTEL_ROUNDS = 6
+
+
+def unit_seeds(secret: bytes, run: str, unit: int, count: int) -> tuple[str, ...]:
+    """One 64-bit seed per rollout, as 16 hex digits.
+
+    >>> unit_seeds(b"k", "demo", 7, 2) == unit_seeds(b"k", "demo", 7, 2)
+    True
+    """
+    return tuple(_seed(secret, run, unit, index) for index in range(count))
+
+
+def _seed(secret: bytes, run: str, unit: int, index: int) -> str:
+    message = f"shoal/seed/v1\n{run}\n{unit}\n{index}".encode()
+    return hmac.new(secret, message, hashlib.sha256).hexdigest()[:SEED_HEX]
+
+
+def task_index(task_count: int, seed: int, unit: int) -> int:
+    """Which task of the train split a unit is: position `unit mod n` of the permutation of epoch `unit div n`.
+
+    >>> sorted(task_index(3, seed=0, unit=unit) for unit in (3, 4, 5))
+    [0, 1, 2]
+    """
+    if task_count < 1:
+        raise EnvironmentSetupError("the environment has no tasks in its train split: nothing can be generated")
+    epoch, position = divmod(unit, task_count)
+    return permute(position, task_count, f"{seed}/{epoch}")
+
+
+def permute(position: int, size: int, key: str) -> int:
+    """Where `position` of `range(size)` goes under the permutation named `key`."""
+    half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
+    value = _feistel(position, half_bits, key)
+    while value >= size:  # leaves the range at most 3 times out of 4 on average: ends, because it is one cycle
+        value = _feistel(value, half_bits, key)
+    return value
+
+
+def _feistel(value: int, half_bits: int, key: str) -> int:
+    mask = (1 << half_bits) - 1
+    left, right = value >> half_bits, value & mask
+    for turn in range(FEISTEL_ROUNDS):
+        digest = hashlib.sha256(f"shoal/tasks/v1\n{key}\n{turn}\n{right}".encode()).digest()
+        left, right = right, left ^ (int.from_bytes(digest[:8], "big") & mask)
+    return (left << half_bits) | right

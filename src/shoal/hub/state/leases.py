@@ -1,0 +1,135 @@
+"""Leases: who gets which unit, and what happens when a lease ends without a submission.
+
+worker asks ─► open units, lowest number first ─► then new ones, while pacing leaves room ─► leases
+deadline passes, or the worker gives up ─► the unit is open again, task and seeds unchanged
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from shoal.hub.state import pacing
+from shoal.hub.state.commands import Command, SaveLease, SaveUnit
+from shoal.hub.state.machines import LeaseState, UnitState
+from shoal.hub.state.nodes import require_active
+from shoal.hub.state.refusals import Refusal
+from shoal.hub.state.rows import Holding, LeaseRow, Moment, NodeRow, UnitRow
+from shoal.hub.state.units import fail
+from shoal.protocol import PolicyRef
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A worker's request: `held` leases are active already, `granted` are those that this very request got before."""
+
+    node: NodeRow
+    request: str
+    max_units: int
+    held: int
+    granted: tuple[LeaseRow, ...] = ()
+
+
+@dataclass(frozen=True)
+class Grant:
+    """The leases, or none and the reason in words."""
+
+    leases: tuple[LeaseRow, ...] = ()
+    commands: tuple[Command, ...] = ()
+    waiting: str = ""
+
+
+@dataclass(frozen=True)
+class Draws:
+    """How a unit gets its task and a lease its signed form; both follow from their arguments."""
+
+    task_of: Callable[[int], str]
+    document: Callable[[LeaseRow, UnitRow], str]
+
+
+def grant(moment: Moment, open_units: Sequence[UnitRow], ask: Ask, draws: Draws) -> Grant:
+    """Leases for `ask`; the same request gets the same leases again."""
+    if ask.granted:
+        return Grant(leases=ask.granted)
+    require_active(ask.node)
+    rules, progress = moment.rules, moment.progress
+    policy = progress.policy
+    if policy is None or pacing.is_finished(rules, progress):
+        return Grant(waiting="the run is finished" if policy else "no policy has been published yet")
+    count = min(ask.max_units, rules.leases_per_node - ask.held)
+    if count <= 0:
+        return Grant(
+            waiting=f"this node holds {ask.held} leases, the most that one node may hold: submit or release some"
+        )
+    units = _pick_units(moment, open_units, draws, count)
+    if not units:
+        return Grant(waiting=why_no_unit(moment))
+    return _lease_units(moment, units, ask, policy, draws)
+
+
+def why_no_unit(moment: Moment) -> str:
+    """Why there is nothing to give out, in words."""
+    rules, progress = moment.rules, moment.progress
+    label = progress.policy.label if progress.policy else "?"
+    most = pacing.cap(rules, progress)
+    if most == 0:
+        return f"all groups for policy {label} are generated: waiting for the trainer to publish the next one"
+    return f"all {progress.alive} units of step {progress.next_step} (policy {label}) are given out or being checked"
+
+
+def _pick_units(moment: Moment, open_units: Sequence[UnitRow], draws: Draws, count: int) -> list[tuple[UnitRow, bool]]:
+    """Up to `count` units, each with whether it is new."""
+    progress = moment.progress
+    again = sorted(open_units, key=lambda unit: unit.unit)[:count]
+    fresh = min(count - len(again), pacing.room(moment.rules, progress))
+    numbers = range(progress.next_unit, progress.next_unit + fresh)
+    return [(unit, False) for unit in again] + [(UnitRow(number, draws.task_of(number)), True) for number in numbers]
+
+
+def _lease_units(moment: Moment, units: list[tuple[UnitRow, bool]], ask: Ask, policy: PolicyRef, draws: Draws) -> Grant:
+    leases: list[LeaseRow] = []
+    commands: list[Command] = []
+    for unit, is_new in units:
+        lease = LeaseRow(
+            lease=f"u{unit.unit}a{unit.attempt}",  # unique, because every lease of a unit has its own attempt
+            unit=unit.unit,
+            node=ask.node.node,
+            attempt=unit.attempt,
+            request=ask.request,
+            incarnation=policy.incarnation,
+            version=policy.version,
+            digest=policy.digest,
+            issued_at_ms=moment.now_ms,
+            deadline_ms=moment.now_ms + moment.rules.lease_ms,
+        )
+        lease = replace(lease, document=draws.document(lease, unit))
+        leases.append(lease)
+        after = unit.to(UnitState.LEASED, attempt=unit.attempt + 1)
+        commands += [SaveUnit(after, None if is_new else unit.state), SaveLease(lease, None)]
+    return Grant(leases=tuple(leases), commands=tuple(commands))
+
+
+def expire(moment: Moment, holdings: Sequence[Holding]) -> list[Command]:
+    """End the leases that are past their deadline; their units are open again, or void after too many failures."""
+    overdue = [held for held in holdings if _is_overdue(held.lease, moment.now_ms)]
+    commands: list[Command] = [SaveLease(held.lease.to(LeaseState.EXPIRED), held.lease.state) for held in overdue]
+    return commands + fail(moment, [held.unit for held in overdue])
+
+
+def _is_overdue(lease: LeaseRow, now_ms: int) -> bool:
+    return lease.state == LeaseState.ACTIVE and lease.deadline_ms <= now_ms
+
+
+def release(node: str, holdings: Sequence[Holding]) -> list[Command]:
+    """A worker gives leases back. Ended ones are ignored, so that asking twice is harmless.
+
+    A release is no failure of the unit: no number of stopping workers can void it.
+    """
+    commands: list[Command] = []
+    for held in holdings:
+        if held.lease.node != node:
+            raise Refusal(403, "lease.not_yours", f"lease {held.lease.lease} belongs to another node")
+        if held.lease.state == LeaseState.ACTIVE:
+            commands.append(SaveLease(held.lease.to(LeaseState.RELEASED), held.lease.state))
+            commands.append(SaveUnit(held.unit.reopened(), held.unit.state))
+    return commands

@@ -1,0 +1,100 @@
+"""The state machines of the hub: every state and every legal move, as tables.
+
+    unit        open ─► leased ─► submitted ─► accepted ─► trained
+                  ▲  ◄────┘  ◄───────┘  └────► dropped          (any of the alive ones ─► void)
+                  └──────────────────► submitted                 a late submission whose unit is still free
+
+    lease       active ─► submitted | expired | released | void        expired ─► submitted (late, unit still free)
+    submission  received ⇄ auditing ─► accepted | rejected | inconclusive
+    node        active ⇄ suspended ─► banned
+
+A row changes state only through `check_move`, so an illegal move is an exception, never a row in the database.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import TypeVar
+
+from shoal.errors import ShoalError
+from shoal.protocol import NodeState
+
+
+class UnitState(StrEnum):
+    OPEN = "open"
+    LEASED = "leased"
+    SUBMITTED = "submitted"
+    ACCEPTED = "accepted"
+    DROPPED = "dropped"  # all task rewards equal: nothing to learn from
+    TRAINED = "trained"
+    VOID = "void"
+
+
+class LeaseState(StrEnum):
+    ACTIVE = "active"
+    SUBMITTED = "submitted"
+    EXPIRED = "expired"
+    RELEASED = "released"
+    VOID = "void"
+
+
+class SubmissionState(StrEnum):
+    RECEIVED = "received"
+    AUDITING = "auditing"
+    ACCEPTED = "accepted"
+    REJECTED = "rejected"
+    INCONCLUSIVE = "inconclusive"
+
+
+UNDECIDED_UNITS = frozenset({UnitState.OPEN, UnitState.LEASED, UnitState.SUBMITTED})
+DECIDED_SUBMISSIONS = frozenset({SubmissionState.ACCEPTED, SubmissionState.REJECTED, SubmissionState.INCONCLUSIVE})
+
+UNIT_MOVES: Mapping[UnitState, frozenset[UnitState]] = {
+    UnitState.OPEN: frozenset({UnitState.LEASED, UnitState.SUBMITTED, UnitState.VOID}),
+    UnitState.LEASED: frozenset({UnitState.SUBMITTED, UnitState.OPEN, UnitState.VOID}),
+    UnitState.SUBMITTED: frozenset({UnitState.ACCEPTED, UnitState.DROPPED, UnitState.OPEN, UnitState.VOID}),
+    UnitState.ACCEPTED: frozenset({UnitState.TRAINED, UnitState.VOID}),
+    UnitState.DROPPED: frozenset(),
+    UnitState.TRAINED: frozenset(),
+    UnitState.VOID: frozenset(),
+}
+
+LEASE_MOVES: Mapping[LeaseState, frozenset[LeaseState]] = {
+    LeaseState.ACTIVE: frozenset(
+        {LeaseState.SUBMITTED, LeaseState.EXPIRED, LeaseState.RELEASED, LeaseState.VOID},
+    ),
+    LeaseState.EXPIRED: frozenset({LeaseState.SUBMITTED}),
+    LeaseState.SUBMITTED: frozenset(),
+    LeaseState.RELEASED: frozenset(),
+    LeaseState.VOID: frozenset(),
+}
+
+SUBMISSION_MOVES: Mapping[SubmissionState, frozenset[SubmissionState]] = {
+    SubmissionState.RECEIVED: frozenset({SubmissionState.AUDITING, *DECIDED_SUBMISSIONS}),
+    SubmissionState.AUDITING: frozenset({SubmissionState.RECEIVED, *DECIDED_SUBMISSIONS}),
+    SubmissionState.ACCEPTED: frozenset(),
+    SubmissionState.REJECTED: frozenset(),
+    SubmissionState.INCONCLUSIVE: frozenset(),
+}
+
+NODE_MOVES: Mapping[NodeState, frozenset[NodeState]] = {
+    NodeState.ACTIVE: frozenset({NodeState.SUSPENDED, NodeState.BANNED}),
+    NodeState.SUSPENDED: frozenset({NodeState.ACTIVE, NodeState.BANNED}),
+    NodeState.BANNED: frozenset(),
+}
+
+S = TypeVar("S", bound=StrEnum)
+
+
+class IllegalMove(ShoalError):
+    """A defect of the hub itself: it tried a move that its tables forbid. Nothing was written."""
+
+
+def check_move(moves: Mapping[S, frozenset[S]], source: S, target: S, who: str) -> None:
+    """Raise `IllegalMove` unless `source ─► target` is in the table.
+
+    >>> check_move(UNIT_MOVES, UnitState.OPEN, UnitState.LEASED, "unit 3")
+    """
+    if target not in moves[source]:
+        raise IllegalMove(f"{who} cannot go from {source.value} to {target.value}")

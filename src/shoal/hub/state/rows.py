@@ -1,0 +1,190 @@
+"""Rows as the decision core sees them: frozen, loaded in one transaction, changed only through `to`.
+
+`row.to(state, **changes)` is the only way to another state; it consults the tables in `machines`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from shoal.hub.state.machines import (
+    LEASE_MOVES,
+    NODE_MOVES,
+    SUBMISSION_MOVES,
+    UNDECIDED_UNITS,
+    UNIT_MOVES,
+    LeaseState,
+    SubmissionState,
+    UnitState,
+    check_move,
+)
+from shoal.protocol import NodeState, PolicyRef, Role
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The settings that decide: those of the run, and the hub's own."""
+
+    steps: int
+    groups_per_step: int
+    group_size: int
+    max_staleness: int
+    max_new_tokens: int
+    max_attempts: int
+    refill_cap: int
+    leases_per_node: int
+    lease_ms: int
+    audit_ms: int
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where the run stands, in one transaction.
+
+    `policy` is the newest one; `next_step` the first step without a batch; `dropped` and `failed` count the units
+    that were lost (equal rewards, too many attempts) since the batch before `next_step` was written.
+    """
+
+    policy: PolicyRef | None = None
+    next_step: int = 0
+    next_unit: int = 0
+    alive: int = 0
+    dropped: int = 0
+    failed: int = 0
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What every decision looks at: the rules, where the run stands, and the time."""
+
+    rules: Rules
+    progress: Progress
+    now_ms: int
+
+
+@dataclass(frozen=True)
+class UnitRow:
+    """One group of one task. `task` never changes. `failures` counts what voids it; `attempt` numbers its leases.
+
+    `incarnation`, `version`, `submission` belong to the submission that fills it; `step` is the batch it is in;
+    `lost_step` the step during which it was dropped or failed.
+    """
+
+    unit: int
+    task: str
+    state: UnitState = UnitState.OPEN
+    attempt: int = 0
+    failures: int = 0
+    incarnation: int | None = None
+    version: int | None = None
+    submission: str | None = None
+    step: int | None = None
+    lost_step: int | None = None
+    reason: str = ""
+
+    @property
+    def alive(self) -> bool:
+        return self.state in UNDECIDED_UNITS or (self.state == UnitState.ACCEPTED and self.step is None)
+
+    def to(self, state: UnitState, **changes: Any) -> UnitRow:
+        check_move(UNIT_MOVES, self.state, state, f"unit {self.unit}")
+        return replace(self, state=state, **changes)
+
+    def reopened(self) -> UnitRow:
+        """Free for another lease: same task, same seeds, nothing of the failed attempt is kept."""
+        return self.to(UnitState.OPEN, incarnation=None, version=None, submission=None)
+
+
+@dataclass(frozen=True)
+class LeaseRow:
+    """A unit given to a node. `document` is the signed lease as JSON: an audit carries it unchanged."""
+
+    lease: str
+    unit: int
+    node: str
+    attempt: int
+    request: str
+    incarnation: int
+    version: int
+    digest: str
+    issued_at_ms: int
+    deadline_ms: int
+    state: LeaseState = LeaseState.ACTIVE
+    document: str = ""
+
+    @property
+    def policy(self) -> PolicyRef:
+        return PolicyRef(incarnation=self.incarnation, version=self.version, digest=self.digest)
+
+    def to(self, state: LeaseState) -> LeaseRow:
+        check_move(LEASE_MOVES, self.state, state, f"lease {self.lease}")
+        return replace(self, state=state)
+
+
+@dataclass(frozen=True)
+class SubmissionRow:
+    """Bytes on the hub's disk, named by their hash; `receipt` is the signed promise as JSON."""
+
+    submission: str
+    lease: str
+    unit: int
+    node: str
+    incarnation: int
+    version: int
+    digest: str
+    size_bytes: int
+    received_at_ms: int
+    state: SubmissionState = SubmissionState.RECEIVED
+    receipt: str = ""
+    validator: str | None = None
+    claimed_until_ms: int | None = None
+    rewards: tuple[float, ...] = ()
+    generated_tokens: int = 0
+    reason: str = ""
+    message: str = ""
+    decided_at_ms: int | None = None
+
+    @property
+    def policy(self) -> PolicyRef:
+        return PolicyRef(incarnation=self.incarnation, version=self.version, digest=self.digest)
+
+    def to(self, state: SubmissionState, **changes: Any) -> SubmissionRow:
+        check_move(SUBMISSION_MOVES, self.state, state, f"submission {self.submission[:16]}")
+        return replace(self, state=state, **changes)
+
+
+@dataclass(frozen=True)
+class NodeRow:
+    """A registered key and its record. `certain` and `statistical` are its strikes by severity."""
+
+    node: str
+    public_key: str
+    role: Role
+    name: str
+    registered_at_ms: int
+    software: str = ""
+    state: NodeState = NodeState.ACTIVE
+    accepted: int = 0
+    rejected: int = 0
+    inconclusive: int = 0
+    certain: int = 0
+    statistical: int = 0
+    credit: int = 0
+    reason: str = ""
+
+    @property
+    def strikes(self) -> int:
+        return self.certain + self.statistical
+
+    def to(self, state: NodeState, **changes: Any) -> NodeRow:
+        check_move(NODE_MOVES, self.state, state, f"node {self.node}")
+        return replace(self, state=state, **changes)
+
+
+@dataclass(frozen=True)
+class Holding:
+    """A lease together with its unit."""
+
+    lease: LeaseRow
+    unit: UnitRow

@@ -1,0 +1,106 @@
+"""Submissions arriving: new (201), the same again (200), another body (409), late or void (410), not yours (403).
+
+A submission after its deadline is still taken while its unit is free: work that is done is not thrown away for being
+a second late. It is refused once the unit has gone to somebody else, is finished, or would be too stale to train on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from shoal.hub.state import pacing
+from shoal.hub.state.commands import Command, SaveLease, SaveSubmission, SaveUnit
+from shoal.hub.state.machines import LeaseState, UnitState
+from shoal.hub.state.refusals import Refusal
+from shoal.hub.state.rows import Holding, LeaseRow, Moment, SubmissionRow
+
+CREATED = 201
+SAME_AGAIN = 200
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """Bytes that a node wants to hand in for a lease. `size_bytes` is their length as sent."""
+
+    node: str
+    lease: str
+    submission: str
+    size_bytes: int
+
+
+@dataclass(frozen=True)
+class Reception:
+    status: int
+    row: SubmissionRow
+    commands: tuple[Command, ...] = ()
+
+
+def check_owner(holding: Holding | None, node: str, lease: str) -> Holding:
+    """The lease and its unit, if the lease exists and is this node's."""
+    if holding is None:
+        raise Refusal(404, "lease.unknown", f"there is no lease {lease[:64]} in this run")
+    if holding.lease.node != node:
+        raise Refusal(403, "lease.not_yours", f"lease {lease} belongs to another node")
+    return holding
+
+
+def receive(
+    moment: Moment,
+    holding: Holding,
+    existing: SubmissionRow | None,
+    arrival: Arrival,
+    receipt: Callable[[SubmissionRow], str],
+) -> Reception:
+    """Take the submission, or say why not. `existing` is what was handed in for this lease before."""
+    if existing is not None:
+        if existing.submission != arrival.submission:
+            raise Refusal(409, "submission.other_body", f"lease {arrival.lease} was already answered with another body")
+        return Reception(SAME_AGAIN, existing)
+    _require_takeable(moment, holding)
+    lease, unit = holding.lease, holding.unit
+    row = _row(lease, arrival, moment.now_ms)
+    row = replace(row, receipt=receipt(row))
+    after = unit.to(
+        UnitState.SUBMITTED, incarnation=lease.incarnation, version=lease.version, submission=row.submission
+    )
+    commands = (
+        SaveSubmission(row, None),
+        SaveLease(lease.to(LeaseState.SUBMITTED), lease.state),
+        SaveUnit(after, unit.state),
+    )
+    return Reception(CREATED, row, commands)
+
+
+def _row(lease: LeaseRow, arrival: Arrival, now_ms: int) -> SubmissionRow:
+    return SubmissionRow(
+        submission=arrival.submission,
+        lease=lease.lease,
+        unit=lease.unit,
+        node=lease.node,
+        incarnation=lease.incarnation,
+        version=lease.version,
+        digest=lease.digest,
+        size_bytes=arrival.size_bytes,
+        received_at_ms=now_ms,
+    )
+
+
+def _require_takeable(moment: Moment, holding: Holding) -> None:
+    lease, unit = holding.lease, holding.unit
+    if lease.state == LeaseState.ACTIVE:
+        return
+    if lease.state == LeaseState.VOID:
+        raise Refusal(410, "lease.void", f"lease {lease.lease} is void: its node was banned or its policy withdrawn")
+    if lease.state == LeaseState.RELEASED:
+        raise Refusal(410, "lease.released", f"lease {lease.lease} was given back")
+    if unit.state != UnitState.OPEN:
+        raise Refusal(
+            410, "lease.late", f"lease {lease.lease} ran out and unit {unit.unit} is {unit.state.value} meanwhile"
+        )
+    if pacing.is_stale(moment.rules, moment.progress.next_step, lease.version):
+        raise Refusal(
+            410,
+            "lease.late",
+            f"lease {lease.lease} ran out, and policy {lease.policy.label} is too old to train on now",
+        )

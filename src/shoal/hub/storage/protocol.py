@@ -1,0 +1,152 @@
+"""What the hub needs of a database: `sqlite.py` for runs, `memory.py` for tests and simulations, one contract for both.
+
+A decision is one write transaction: rows are read, the pure core decides, its commands are applied, all or nothing.
+Write transactions exclude each other from their first statement on, so what was read stays true until the commit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from shoal.errors import ShoalError
+from shoal.hub.state.commands import Command
+from shoal.hub.state.machines import SubmissionState
+from shoal.hub.state.rows import Holding, LeaseRow, NodeRow, Progress, SubmissionRow, UnitRow
+from shoal.protocol import Batch, LedgerEntry, PolicyRef, StepReport
+
+
+class StaleRow(ShoalError):
+    """A row is not as the decision saw it, or a constraint forbids the change. The transaction is undone."""
+
+
+@dataclass(frozen=True)
+class Presence:
+    """When a node was last heard of, and what it said."""
+
+    node: str
+    last_seen_ms: int = 0
+    doing: str = ""
+    waiting_for: str = ""
+    waiting_since_ms: int = 0
+    counters: dict[str, float] = field(default_factory=dict)
+
+
+class Reader(Protocol):
+    """One consistent view."""
+
+    def setting(self, key: str) -> str | None: ...
+
+    def progress(self) -> Progress: ...
+
+    def policy(self, incarnation: int, version: int) -> PolicyRef | None: ...
+
+    def node(self, node: str) -> NodeRow | None: ...
+
+    def nodes(self) -> list[NodeRow]: ...
+
+    def presence(self, node: str) -> Presence | None: ...
+
+    def presences(self) -> dict[str, Presence]: ...
+
+    def open_units(self, limit: int) -> list[UnitRow]:
+        """The lowest-numbered open units."""
+        ...
+
+    def alive_units(self) -> list[UnitRow]:
+        """Units that are undecided, or accepted and in no batch, by number."""
+        ...
+
+    def batched_units(self) -> list[UnitRow]:
+        """Units in a batch that are not marked trained yet."""
+        ...
+
+    def holding(self, lease: str) -> Holding | None: ...
+
+    def holdings(self, node: str | None = None) -> list[Holding]:
+        """Active leases with their units, oldest first; of one node, or of all."""
+        ...
+
+    def overdue_holdings(self, now_ms: int) -> list[Holding]:
+        """Active leases past their deadline, by unit."""
+        ...
+
+    def requested_leases(self, node: str, request: str) -> list[LeaseRow]:
+        """The leases that this request got, in order of unit."""
+        ...
+
+    def unit(self, unit: int) -> UnitRow | None: ...
+
+    def submission(self, submission: str) -> SubmissionRow | None: ...
+
+    def submission_of_lease(self, lease: str) -> SubmissionRow | None: ...
+
+    def submissions_in(self, states: Iterable[SubmissionState], limit: int) -> list[SubmissionRow]:
+        """Submissions in one of these states, lowest unit first."""
+        ...
+
+    def overdue_audits(self, now_ms: int) -> list[SubmissionRow]:
+        """Submissions whose validator has let its claim run out."""
+        ...
+
+    def decided_submissions(self, limit: int) -> list[SubmissionRow]:
+        """The newest decisions, newest first."""
+        ...
+
+    def submissions_named(self, names: Sequence[str]) -> dict[str, SubmissionRow]: ...
+
+    def batch(self, step: int) -> Batch | None: ...
+
+    def unit_counts(self) -> dict[str, int]:
+        """Units by state, and `void_<reason>` for the void ones."""
+        ...
+
+    def submission_counts(self) -> dict[str, int]: ...
+
+    def reports(self, limit: int) -> list[StepReport]:
+        """The newest step reports, oldest first."""
+        ...
+
+    def alarms(self, limit: int) -> list[str]:
+        """The newest alarms, newest first."""
+        ...
+
+    def ledger_last(self) -> LedgerEntry | None: ...
+
+    def ledger_after(self, index: int, limit: int) -> list[LedgerEntry]: ...
+
+
+class Writer(Reader, Protocol):
+    """A view that can be changed; nothing is visible to others before the transaction ends well."""
+
+    def apply(self, commands: Iterable[Command]) -> None:
+        """Do what the decision asked for, in order. A row that is not in the state it `was` in is an error."""
+        ...
+
+    def put_setting(self, key: str, value: str) -> None: ...
+
+    def put_presence(self, presence: Presence) -> None: ...
+
+    def touch_presence(self, node: str, now_ms: int) -> None:
+        """The node was heard of; what it said before stays."""
+        ...
+
+    def put_report(self, report: StepReport, at_ms: int) -> None: ...
+
+    def take_nonce(self, node: str, nonce: str, expires_at_ms: int) -> bool:
+        """Whether this is the first time that `node` uses `nonce`."""
+        ...
+
+    def forget_nonces(self, before_ms: int) -> None: ...
+
+
+class Storage(Protocol):
+    """A database. `durable=False` is for what may be lost with the machine (not with the process): no fsync."""
+
+    def read(self) -> AbstractContextManager[Reader]: ...
+
+    def write(self, durable: bool = True) -> AbstractContextManager[Writer]: ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,193 @@
+"""The tables, with the reason on each constraint. States are text, times whole milliseconds, documents JSON.
+
+nodes ◄── leases ──► units ◄── submissions ◄── verdicts
+policies    batches    ledger    nonces    presence    reports    alarms    meta
+"""
+
+from __future__ import annotations
+
+from sqlalchemy import (
+    BigInteger,
+    Column,
+    ForeignKey,
+    Index,
+    Integer,
+    MetaData,
+    String,
+    Table,
+    Text,
+    UniqueConstraint,
+)
+
+SCHEMA_VERSION = 1
+
+metadata = MetaData()
+
+meta = Table("meta", metadata, Column("key", String, primary_key=True), Column("value", Text, nullable=False))
+
+nodes = Table(
+    "nodes",
+    metadata,
+    Column("node", String, primary_key=True),
+    # A node id is derived from the key, so two rows with one key would be two accounts of one identity.
+    Column("public_key", String, nullable=False, unique=True),
+    Column("role", String, nullable=False),
+    Column("name", String, nullable=False),
+    Column("registered_at_ms", BigInteger, nullable=False),
+    Column("software", String, nullable=False),
+    Column("state", String, nullable=False),
+    Column("accepted", Integer, nullable=False),
+    Column("rejected", Integer, nullable=False),
+    Column("inconclusive", Integer, nullable=False),
+    Column("certain", Integer, nullable=False),
+    Column("statistical", Integer, nullable=False),
+    Column("credit", BigInteger, nullable=False),
+    Column("reason", Text, nullable=False),
+)
+
+units = Table(
+    "units",
+    metadata,
+    # One row per number: a unit's task and seeds follow from it, so two rows would train one group twice.
+    Column("unit", BigInteger, primary_key=True, autoincrement=False),
+    Column("task", String, nullable=False),
+    Column("state", String, nullable=False),
+    Column("attempt", Integer, nullable=False),
+    Column("failures", Integer, nullable=False),
+    Column("incarnation", Integer),
+    Column("version", Integer),
+    # A submission fills one unit; unique, so that no copy of a group can be trained under another number.
+    Column("submission", String, unique=True),
+    # A single column, not a list: a unit cannot be in two batches.
+    Column("step", Integer),
+    Column("lost_step", Integer),
+    Column("reason", String, nullable=False),
+    Index("units_by_state", "state", "step"),
+    Index("units_by_lost_step", "lost_step"),
+)
+
+leases = Table(
+    "leases",
+    metadata,
+    Column("lease", String, primary_key=True),
+    Column("unit", ForeignKey("units.unit"), nullable=False),
+    Column("node", ForeignKey("nodes.node"), nullable=False),
+    Column("attempt", Integer, nullable=False),
+    Column("request", String, nullable=False),
+    Column("incarnation", Integer, nullable=False),
+    Column("version", Integer, nullable=False),
+    Column("digest", String, nullable=False),
+    Column("issued_at_ms", BigInteger, nullable=False),
+    Column("deadline_ms", BigInteger, nullable=False),
+    Column("state", String, nullable=False),
+    Column("document", Text, nullable=False),
+    # One lease per attempt: two nodes that race for a unit cannot both get it.
+    UniqueConstraint("unit", "attempt", name="one_lease_per_attempt"),
+    # The same request gets the same leases: a retry cannot take a unit twice.
+    UniqueConstraint("node", "request", "unit", name="one_lease_per_request_and_unit"),
+    Index("leases_by_state", "state", "deadline_ms"),
+)
+
+submissions = Table(
+    "submissions",
+    metadata,
+    Column("submission", String, primary_key=True),
+    # One submission per lease: another body for it is a 409, whoever wins the race.
+    Column("lease", ForeignKey("leases.lease"), nullable=False, unique=True),
+    Column("unit", ForeignKey("units.unit"), nullable=False),
+    Column("node", ForeignKey("nodes.node"), nullable=False),
+    Column("incarnation", Integer, nullable=False),
+    Column("version", Integer, nullable=False),
+    Column("digest", String, nullable=False),
+    Column("size_bytes", BigInteger, nullable=False),
+    Column("received_at_ms", BigInteger, nullable=False),
+    Column("state", String, nullable=False),
+    Column("receipt", Text, nullable=False),
+    Column("validator", String),
+    Column("claimed_until_ms", BigInteger),
+    Column("rewards", Text, nullable=False),
+    Column("generated_tokens", BigInteger, nullable=False),
+    Column("reason", String, nullable=False),
+    Column("message", Text, nullable=False),
+    Column("decided_at_ms", BigInteger),
+    Index("submissions_by_state", "state", "unit"),
+    Index("submissions_by_decision", "decided_at_ms"),
+)
+
+verdicts = Table(
+    "verdicts",
+    metadata,
+    # One verdict per submission: the first stands, credit is given once.
+    Column("submission", ForeignKey("submissions.submission"), primary_key=True),
+    Column("document", Text, nullable=False),
+)
+
+policies = Table(
+    "policies",
+    metadata,
+    # One digest per (incarnation, version): weights that differ are another incarnation.
+    Column("incarnation", Integer, primary_key=True, autoincrement=False),
+    Column("version", Integer, primary_key=True, autoincrement=False),
+    Column("digest", String, nullable=False),
+    Column("announced_at_ms", BigInteger, nullable=False),
+)
+
+batches = Table(
+    "batches",
+    metadata,
+    # One batch per step: once written it never changes.
+    Column("step", Integer, primary_key=True, autoincrement=False),
+    Column("document", Text, nullable=False),
+)
+
+ledger = Table(
+    "ledger",
+    metadata,
+    # The chain has one row per index: two writers cannot both append to the same head.
+    Column("index", BigInteger, primary_key=True, autoincrement=False),
+    Column("kind", String, nullable=False),
+    Column("body", Text, nullable=False),
+    Column("at_ms", BigInteger, nullable=False),
+    Column("previous", String, nullable=False, unique=True),
+    Column("hash", String, nullable=False, unique=True),
+)
+
+nonces = Table(
+    "nonces",
+    metadata,
+    # A nonce is taken once per node: the same signed request cannot be replayed.
+    Column("node", String, primary_key=True),
+    Column("nonce", String, primary_key=True),
+    Column("expires_at_ms", BigInteger, nullable=False),
+    Index("nonces_by_expiry", "expires_at_ms"),
+)
+
+presence = Table(
+    "presence",
+    metadata,
+    Column("node", String, primary_key=True),
+    Column("last_seen_ms", BigInteger, nullable=False),
+    Column("doing", String, nullable=False),
+    Column("waiting_for", String, nullable=False),
+    Column("waiting_since_ms", BigInteger, nullable=False),
+    Column("counters", Text, nullable=False),
+)
+
+reports = Table(
+    "reports",
+    metadata,
+    # One report per step: a resumed trainer that repeats a step replaces what it said about it.
+    Column("step", Integer, primary_key=True, autoincrement=False),
+    Column("metrics", Text, nullable=False),
+    Column("at_ms", BigInteger, nullable=False),
+)
+
+alarms = Table(
+    "alarms",
+    metadata,
+    # One alarm per step and kind: a bad step is reported once, not once per group.
+    Column("step", Integer, primary_key=True, autoincrement=False),
+    Column("code", String, primary_key=True),
+    Column("message", Text, nullable=False),
+    Column("at_ms", BigInteger, nullable=False),
+)

@@ -1,0 +1,104 @@
+"""Accounts: who earned what, folded from the ledger and nothing else.
+
+The published formula: one credit per generated token of an accepted submission, as counted by the validator.
+Credit is a whole number, is given once per submission, and is never taken away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from shoal.errors import LedgerError
+from shoal.protocol import LedgerEntry
+
+CREDIT_PER_TOKEN = 1
+
+
+def credit_for(generated_tokens: int) -> int:
+    """The credit of one accepted submission."""
+    return CREDIT_PER_TOKEN * generated_tokens
+
+
+@dataclass
+class Account:
+    """What the ledger says about one node."""
+
+    credit: int = 0
+    accepted: int = 0
+    rejected: int = 0
+    banned: bool = False
+    reason: str = ""
+
+
+@dataclass
+class Accounts:
+    """Accounts by node; `add` one entry at a time, in order.
+
+    >>> accounts = fold([])
+    >>> accounts.total_credit
+    0
+    """
+
+    by_node: dict[str, Account] = field(default_factory=dict)
+    _judged: set[str] = field(default_factory=set)
+
+    @property
+    def total_credit(self) -> int:
+        return sum(account.credit for account in self.by_node.values())
+
+    def add(self, entry: LedgerEntry) -> None:
+        handler = _HANDLERS.get(entry.kind)
+        if handler is None:
+            return  # run, policy and batch rows move no credit
+        try:
+            handler(self, entry.body)
+        except (KeyError, TypeError, ValueError) as error:
+            raise LedgerError(f"ledger row {entry.index} ({entry.kind}) cannot be counted: {error}") from error
+
+    def _account(self, body: dict[str, Any]) -> Account:
+        return self.by_node.setdefault(str(body["node"]), Account())
+
+    def _node(self, body: dict[str, Any]) -> None:
+        self._account(body)
+
+    def _credit(self, body: dict[str, Any]) -> None:
+        self._judge_once(body)
+        tokens, credit = body["tokens"], body["credit"]
+        if not isinstance(tokens, int) or credit != credit_for(tokens) or tokens < 0:
+            raise ValueError(f"{tokens} tokens do not earn {credit} credit")
+        account = self._account(body)
+        account.credit += credit
+        account.accepted += 1
+
+    def _rejected(self, body: dict[str, Any]) -> None:
+        self._judge_once(body)
+        self._account(body).rejected += 1
+
+    def _sanction(self, body: dict[str, Any]) -> None:
+        account = self._account(body)
+        account.banned = body["state"] == "banned"
+        account.reason = str(body["reason"])
+
+    def _judge_once(self, body: dict[str, Any]) -> None:
+        submission = str(body["submission"])
+        if submission in self._judged:
+            raise ValueError(f"submission {submission[:16]}… was judged before")
+        self._judged.add(submission)
+
+
+_HANDLERS: dict[str, Callable[[Accounts, dict[str, Any]], None]] = {
+    "node": Accounts._node,
+    "credit": Accounts._credit,
+    "rejected": Accounts._rejected,
+    "sanction": Accounts._sanction,
+}
+
+
+def fold(entries: Iterable[LedgerEntry]) -> Accounts:
+    """The accounts after `entries`."""
+    accounts = Accounts()
+    for entry in entries:
+        accounts.add(entry)
+    return accounts

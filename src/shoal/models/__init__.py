@@ -1,0 +1,20 @@
+"""Models: folders, tokenizers, weights as they travel, and log-probabilities.
+
+    folder     model_folder, read_files, eos_token_id, BUILTIN: find and read a Hugging Face folder (no torch)
+    tokenizer  TextTokenizer: text to ids and back, from tokenizer.json alone (no torch)
+    tensors    TensorView, as_numpy, from_numpy: raw tensors (no torch)
+    state      policy_state, apply_state, to_torch, to_view: a model's weights, named, tied ones once
+    load       LoadedModel, load_model, model_from_files: a causal language model from a folder or from its files
+    logprobs   hidden_states, Head, token_logprobs: log-probabilities in float32, by chunks, differentiable
+    tiny       build_tiny, build_tokenizer: the built-in policy of the demo, small enough for one CPU core
+
+The package itself imports without torch; `state`, `load`, `logprobs` and `tiny` need it.
+"""
+
+from shoal.models.folder import BUILTIN, eos_token_id, model_folder, read_files
+from shoal.models.tensors import TensorView, as_numpy, from_numpy
+from shoal.models.tokenizer import TextTokenizer
+
+__all__ = [
+    "BUILTIN", "TensorView", "TextTokenizer", "as_numpy", "eos_token_id", "from_numpy", "model_folder", "read_files",
+]  # fmt: skip

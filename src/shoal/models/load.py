@@ -1,0 +1,99 @@
+"""Load a causal language model: from a folder with its weights, or from the files that describe it without them.
+
+Weights are read from safetensors only and no code of a model folder is ever run (both would be ways in).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils.logging import disable_progress_bar
+
+from shoal.errors import ModelError
+from shoal.models.folder import model_folder, read_config, read_files
+from shoal.models.logprobs import Head
+from shoal.models.tokenizer import TextTokenizer
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model ready for use. `files` are what has to travel beside its weights (configuration and tokenizer)."""
+
+    model: Any
+    tokenizer: TextTokenizer
+    files: Mapping[str, bytes]
+
+    @property
+    def config(self) -> Any:
+        return self.model.config
+
+    @property
+    def eos_token_id(self) -> int:
+        return self.tokenizer.eos_token_id
+
+
+def load_model(name: str | Path, dtype: str = "float32", device: str = "cpu") -> LoadedModel:
+    """A built-in model by name ("tiny"), or any causal language model from a Hugging Face folder."""
+    folder = model_folder(name)
+    files = read_files(folder)
+    tokenizer = TextTokenizer(files)
+    read_model_config(files)
+    disable_progress_bar()  # a loader that draws on the terminal garbles whoever else draws there
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=_dtype(dtype), local_files_only=True, trust_remote_code=False, use_safetensors=True,
+            attn_implementation="sdpa", output_loading_info=True,
+        )  # fmt: skip
+    except Exception as error:  # the loader raises many types, all of which mean: this folder does not load
+        raise ModelError(f"the model folder {folder} does not load: {_first_line(error)}") from error
+    missing = sorted(str(key) for key in report["missing_keys"])
+    mismatched = sorted(str(key) for key in report.get("mismatched_keys", ()))
+    if missing or mismatched:
+        raise ModelError(f"the weights in {folder} do not fit its config.json: {(missing + mismatched)[:3]}")
+    return LoadedModel(_ready(model, device), tokenizer, files)
+
+
+def model_from_files(files: Mapping[str, bytes], dtype: str = "float32", device: str = "cpu") -> Any:
+    """The model that the files describe, its weights still arbitrary: `apply_state` is expected to follow."""
+    config = read_model_config(files)
+    try:
+        model = AutoModelForCausalLM.from_config(config, dtype=_dtype(dtype), attn_implementation="sdpa")
+    except Exception as error:  # a configuration can be wrong in as many ways as there are architectures
+        raise ModelError(f"the model's config.json describes no usable model: {_first_line(error)}") from error
+    return _ready(model, device)
+
+
+def read_model_config(files: Mapping[str, bytes]) -> Any:
+    """The configuration object of config.json; an architecture that is no causal language model is refused."""
+    values = read_config(files)
+    kind = values.pop("model_type", None)
+    if not isinstance(kind, str) or kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise ModelError(f"the model's config.json names no known causal language model (model_type {kind!r})")
+    try:
+        return CONFIG_MAPPING[kind].from_dict(values)
+    except Exception as error:  # as above: anything may be wrong with the values
+        raise ModelError(f"the model's config.json is not a valid {kind} configuration: {error}") from error
+
+
+def _ready(model: Any, device: str) -> Any:
+    Head.of(model)
+    return model.to(device).eval()
+
+
+def _dtype(name: str) -> torch.dtype:
+    if name not in DTYPES:
+        raise ModelError(f"unknown number type {name!r}; there are {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"

@@ -1,0 +1,68 @@
+"""A model's weights, as they are published and as they are put in place.
+
+The state of a policy is its parameters and persistent buffers by name, in the model's own order. Weights that share
+storage (tied embeddings) appear once, under the first name, so that nothing travels twice and nothing can disagree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from shoal.errors import ModelError
+from shoal.models.tensors import TensorView
+
+TORCH_TYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+TYPE_NAMES = {dtype: name for name, dtype in TORCH_TYPES.items()}
+
+
+def policy_state(model: nn.Module) -> dict[str, Tensor]:
+    """Names and tensors of a model, detached but not copied; tied weights once."""
+    persistent = model.state_dict().keys()
+    named = [*model.named_parameters(), *model.named_buffers()]
+    return {name: tensor.detach() for name, tensor in named if name in persistent}
+
+
+def policy_views(model: nn.Module) -> dict[str, TensorView]:
+    """The same as raw tensors, each copied to the CPU: a snapshot that later training cannot change."""
+    return {name: to_view(name, tensor) for name, tensor in policy_state(model).items()}
+
+
+def apply_state(model: nn.Module, tensors: Mapping[str, TensorView] | Mapping[str, Tensor]) -> None:
+    """Overwrite all weights in place. Nothing is written unless every name, shape and type is exactly right."""
+    state = policy_state(model)
+    missing, unknown = sorted(state.keys() - tensors.keys()), sorted(tensors.keys() - state.keys())
+    if missing or unknown:
+        raise ModelError(f"these weights are for another model: missing {missing[:3]}, unknown {unknown[:3]}")
+    incoming = {name: value if isinstance(value, Tensor) else to_torch(value) for name, value in tensors.items()}
+    for name, target in state.items():
+        source = incoming[name]
+        if source.shape != target.shape or source.dtype != target.dtype:
+            raise ModelError(
+                f"weight {name} is {source.dtype}{list(source.shape)}, the model's is"
+                f" {target.dtype}{list(target.shape)}"
+            )
+    with torch.no_grad():
+        for name, target in state.items():
+            target.copy_(incoming[name])
+
+
+def to_torch(view: TensorView) -> Tensor:
+    """The values as a tensor of their own (a copy: the bytes may be read-only or go away)."""
+    if view.data.nbytes == 0:
+        return torch.empty(view.shape, dtype=TORCH_TYPES[view.dtype])
+    return torch.frombuffer(bytearray(view.data), dtype=TORCH_TYPES[view.dtype]).reshape(view.shape)
+
+
+def to_view(name: str, tensor: Tensor) -> TensorView:
+    """A tensor's values as raw little-endian bytes of their own."""
+    if tensor.dtype not in TYPE_NAMES:
+        raise ModelError(f"weight {name}: type {tensor.dtype} does not travel")
+    copied = tensor.detach().to("cpu", copy=True).contiguous().reshape(-1)
+    data = copied.view(torch.uint8).numpy().data
+    return TensorView(name, TYPE_NAMES[tensor.dtype], tuple(tensor.shape), data)

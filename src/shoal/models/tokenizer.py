@@ -1,0 +1,42 @@
+"""Text to token ids and back, from tokenizer.json alone: the hub and the validator need no more, and no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from tokenizers import Tokenizer
+
+from shoal.errors import ModelError
+from shoal.models.folder import eos_token_id
+
+
+class TextTokenizer:
+    """A tokenizer that adds nothing and hides nothing.
+
+    `decode` takes away one end-of-sequence token at the very end and no other special token: a completion that
+    scatters special tokens over a right answer is not that answer.
+    """
+
+    def __init__(self, files: Mapping[str, bytes]) -> None:
+        try:
+            self._tokenizer = Tokenizer.from_str(files["tokenizer.json"].decode())
+        except KeyError:
+            raise ModelError("the model has no tokenizer.json") from None
+        except Exception as error:  # the library raises plain Exception for a file that it cannot read
+            raise ModelError(f"the model's tokenizer.json cannot be read: {error}") from error
+        self.eos_token_id = eos_token_id(files)
+
+    @property
+    def vocabulary_size(self) -> int:
+        size: int = self._tokenizer.get_vocab_size()
+        return size
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def decode(self, token_ids: Iterable[int]) -> str:
+        ids = [int(token) for token in token_ids]
+        if ids and ids[-1] == self.eos_token_id:
+            ids.pop()
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=False)
+        return text

@@ -1,0 +1,12 @@
+"""How a process lives: time, files, stopping, retrying, logs, numbers, its recipe, and the processes it starts.
+
+clock      Clock, SystemClock, ManualClock
+stop       StopToken, stop_on_signals
+retry      Backoff, retry
+files      ensure_folder, write_atomically, sync_folder, resource_error
+lock       FolderLock: one process per folder
+config     load_config, parse_config, dump_config: TOML into a typed model and back
+logs       setup: one-line records on stderr and in a file
+metrics    MetricsWriter, read_metrics: JSON lines
+supervise  Supervisor, ProcessSpec, Ending, follow_supervisor
+"""

@@ -1,0 +1,206 @@
+"""A recipe: TOML in, a typed model out, and back. Whatever is wrong is one line that says where and what is allowed.
+
+    recipe.toml ─┐
+                 ├─► plain tables ─► strict validation ─► model ─► dump_config ─► TOML that loads to the same model
+    --set a.b=c ─┘
+
+Validation is strict (`steps = "20"` and `steps = true` are mistakes, not numbers); every model along the way is
+expected to forbid unknown keys, so that a misspelt one cannot be silently ignored.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, TypeVar, get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from shoal.errors import ConfigError
+
+M = TypeVar("M", bound=BaseModel)
+Tables = dict[str, Any]
+Keys = tuple[str, ...]
+
+MAX_RECIPE_BYTES = 1_000_000
+
+
+def load_config(path: Path, kind: type[M], overrides: Sequence[str] = ()) -> M:
+    """The model described by the TOML file at `path`, with `section.key=value` overrides applied in order."""
+    return parse_config(_read(path), kind, path.name, overrides)
+
+
+def parse_config(text: str, kind: type[M], source: str, overrides: Sequence[str] = ()) -> M:
+    """The model described by TOML `text`; `source` is what messages call it.
+
+    >>> class Run(BaseModel, extra="forbid"): steps: int = 1
+    >>> class Recipe(BaseModel, extra="forbid"): run: Run = Run()
+    >>> parse_config("[run]\\nsteps = 3", Recipe, "recipe.toml", ["run.steps=4"]).run.steps
+    4
+    """
+    try:
+        tables = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{source}: not valid TOML: {_lower_first(str(error))}") from error
+    overridden = {_apply(tables, override): override for override in overrides}
+    try:
+        return kind.model_validate_json(json.dumps(tables, default=str), strict=True)
+    except ValidationError as error:
+        raise ConfigError(_sentence(error.errors()[0], kind, source, overridden)) from error
+
+
+def dump_config(model: BaseModel) -> str:
+    """TOML that loads to an equal model. A value of None is left out, so None must be its key's default."""
+    tables = model.model_dump(mode="json", exclude_none=True)
+    return "\n".join(_table_lines((), tables)).strip() + "\n"
+
+
+def _read(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_RECIPE_BYTES + 1)
+        if len(data) > MAX_RECIPE_BYTES:
+            raise ConfigError(f"{path} is larger than {MAX_RECIPE_BYTES} bytes: that is no recipe")
+        return data.decode()
+    except FileNotFoundError as error:
+        raise ConfigError(f"there is no recipe at {path}") from error
+    except IsADirectoryError as error:
+        raise ConfigError(f"{path} is a folder; give the path of a recipe file") from error
+    except OSError as error:
+        raise ConfigError(f"cannot read the recipe {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path.name}: not valid TOML: byte {error.start} is not UTF-8") from error
+
+
+# ── overrides ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _apply(tables: Tables, override: str) -> Keys:
+    """Put one `section.key=value` into the tables; returns the keys it set."""
+    name, equals, text = override.partition("=")
+    keys = tuple(part.strip() for part in name.split("."))
+    if not equals or len(keys) < 2 or not all(keys):
+        raise ConfigError(f"--set {override}: expected section.key=value, for example --set run.steps=10")
+    table = tables
+    for key in keys[:-1]:
+        inner = table.setdefault(key, {})
+        if not isinstance(inner, dict):
+            raise ConfigError(f"--set {override}: {key} is a value, not a section")
+        table = inner
+    table[keys[-1]] = _toml_value(text.strip())
+    return keys
+
+
+def _toml_value(text: str) -> Any:
+    """`text` read as a TOML value; what is not one is the string itself, so that quotes may be left out."""
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    return parsed["value"] if len(parsed) == 1 else text  # more than one key: the text held a line break
+
+
+# ── what is wrong, in one line ───────────────────────────────────────────────────────────────────────────────────
+
+
+def _sentence(problem: ErrorDetails, kind: type[BaseModel], source: str, overridden: Mapping[Keys, str]) -> str:
+    keys = tuple(str(part) for part in problem["loc"])
+    where = next((f"--set {text}" for path, text in overridden.items() if keys[: len(path)] == path), source)
+    if problem["type"] == "extra_forbidden":
+        return f"{where}: {_unknown(keys, kind)}"
+    if problem["type"] == "missing":
+        return f"{where}: {_label(keys)} is missing"
+    message = problem["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
+    if not keys:
+        return f"{where}: {_lower_first(message)}"
+    return f"{where}: {_label(keys)} = {_show(problem['input'])}: {_lower_first(message)}"
+
+
+def _unknown(keys: Keys, kind: type[BaseModel]) -> str:
+    """A sentence about a key that does not exist, with the nearest one that does."""
+    model, key = kind, keys[-1]
+    for part in keys[:-1]:
+        inner = _inner_model(model, part)
+        if inner is None:
+            break
+        model = inner
+    known = list(model.model_fields)
+    near = get_close_matches(key, known, n=1, cutoff=0.6)
+    section = len(keys) == 1
+    subject = f"there is no section [{key}]" if section else f"[{'.'.join(keys[:-1])}] has no key {key!r}"
+    if near:
+        return f"{subject}; did you mean {f'[{near[0]}]' if section else repr(near[0])}?"
+    return f"{subject}; it may have: {', '.join(known)}" if known else subject
+
+
+def _inner_model(model: type[BaseModel], field: str) -> type[BaseModel] | None:
+    """The model that a field holds, also behind `X | None`."""
+    if field not in model.model_fields:
+        return None
+    annotation = model.model_fields[field].annotation
+    for candidate in (annotation, *get_args(annotation)):
+        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
+            return candidate
+    return None
+
+
+def _label(keys: Keys) -> str:
+    return f"[{keys[0]}] {'.'.join(keys[1:])}".strip()
+
+
+def _show(value: Any) -> str:
+    """The offending value as TOML, short, on one line."""
+    text = _inline(value)
+    return text if len(text) <= 80 else f"{text[:77]}…"
+
+
+def _lower_first(text: str) -> str:
+    return text[:1].lower() + text[1:]
+
+
+# ── writing TOML ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _table_lines(path: Keys, table: Mapping[str, Any]) -> Iterator[str]:
+    """The lines of one table: its plain keys first, because in TOML whatever follows a sub-table belongs to that."""
+    plain = {key: value for key, value in table.items() if not isinstance(value, dict)}
+    if path:
+        yield ""
+        yield f"[{'.'.join(_key(part) for part in path)}]"
+    for key, value in plain.items():
+        yield f"{_key(key)} = {_inline(value)}"
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from _table_lines((*path, key), value)
+
+
+def _inline(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, float):
+        return repr(value) if math.isfinite(value) else {math.inf: "inf", -math.inf: "-inf"}.get(value, "nan")
+    if isinstance(value, int):
+        return str(value)
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(_inline(item) for item in value)}]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_key(key)} = {_inline(item)}" for key, item in value.items()) + "}"
+    return _quoted(str(value))
+
+
+def _key(key: str) -> str:
+    bare = key and all(char.isascii() and (char.isalnum() or char in "-_") for char in key)
+    return key if bare else _quoted(key)
+
+
+_ESCAPES = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t", "\r": "\\r"}
+
+
+def _quoted(text: str) -> str:
+    """A TOML basic string: control characters escaped, everything else as it is."""
+    return '"' + "".join(_ESCAPES.get(c, f"\\u{ord(c):04x}" if ord(c) < 32 or ord(c) == 127 else c) for c in text) + '"'

@@ -1,0 +1,70 @@
+"""One process per folder: two trainers writing one checkpoint folder would ruin it.
+
+The lock is the operating system's (`flock`), so it goes away with the process that held it, however that ended.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+
+from shoal.errors import ResourceError
+from shoal.runtime.clock import Clock, SystemClock
+from shoal.runtime.files import ensure_folder, resource_error
+from shoal.runtime.stop import StopToken
+
+POLL_S = 0.1
+
+
+class FolderLock:
+    """Held from `acquire` to `release` (or the end of the process). The file names the holder's pid for people."""
+
+    def __init__(self, folder: Path, clock: Clock = SystemClock()) -> None:
+        self._path = folder / ".lock"
+        self._clock = clock
+        self._descriptor = -1
+
+    def acquire(self, stop: StopToken, wait_s: float = 0.0) -> FolderLock:
+        """Take the lock, waiting up to `wait_s` for a former holder that is just ending."""
+        ensure_folder(self._path.parent)
+        end = self._clock.monotonic_s() + wait_s
+        while not self._try():
+            if self._clock.monotonic_s() >= end or stop.wait(POLL_S):
+                raise ResourceError(
+                    f"the folder {self._path.parent} is in use by process {self._holder()}; "
+                    "stop that one first, or use another folder"
+                )
+        return self
+
+    def release(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def __enter__(self) -> FolderLock:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def _try(self) -> bool:
+        try:
+            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise resource_error("lock", self._path, error) from error
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            return False
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, f"{os.getpid()}\n".encode())
+        self._descriptor = descriptor
+        return True
+
+    def _holder(self) -> str:
+        try:
+            return self._path.read_text().strip() or "unknown"
+        except OSError:
+            return "unknown"

@@ -1,0 +1,58 @@
+"""Logs for people: one line per record, on stderr and in a file.
+
+    14:03:07.120 INFO  trainer    step 12: reward 0.71, held out 0.83
+
+A traceback goes to the file in full, indented; stderr shows only its last line unless `verbose`.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from pathlib import Path
+
+from shoal.runtime.files import resource_error
+
+QUIET_LIBRARIES = ("httpx", "httpcore", "uvicorn", "uvicorn.access", "asyncio", "transformers", "urllib3")
+
+
+class LineFormatter(logging.Formatter):
+    """`time level role message`, with line breaks in messages folded so that one record is one line."""
+
+    def __init__(self, role: str, tracebacks: bool) -> None:
+        super().__init__()
+        self._role = role
+        self._tracebacks = tracebacks
+
+    def format(self, record: logging.LogRecord) -> str:
+        moment = time.strftime("%H:%M:%S", time.localtime(record.created))
+        message = " ⏎ ".join(record.getMessage().splitlines())
+        line = f"{moment}.{int(record.msecs):03d} {record.levelname:<5.5} {self._role:<10} {message}"
+        error = record.exc_info[1] if record.exc_info else None
+        if error is None:
+            return line
+        if not self._tracebacks:
+            return f"{line}: {type(error).__name__}: {' '.join(str(error).split())}"
+        assert record.exc_info is not None
+        return "\n    ".join([line, *self.formatException(record.exc_info).splitlines()])
+
+
+def setup(role: str, file: Path | None, verbose: bool = False) -> None:
+    """Send this process's log to stderr and, if given, to `file` (appended). Calling it again replaces the first."""
+    handlers: list[logging.Handler] = [_handler(logging.StreamHandler(sys.stderr), role, tracebacks=verbose)]
+    if file is not None:
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            handlers.append(_handler(logging.FileHandler(file, encoding="utf-8"), role, tracebacks=True))
+        except OSError as error:
+            raise resource_error("write the log", file, error) from error
+    logging.basicConfig(level=logging.WARNING, handlers=handlers, force=True)
+    logging.getLogger("shoal").setLevel(logging.DEBUG if verbose else logging.INFO)
+    for name in QUIET_LIBRARIES:
+        logging.getLogger(name).setLevel(logging.INFO if verbose else logging.WARNING)
+
+
+def _handler(handler: logging.Handler, role: str, tracebacks: bool) -> logging.Handler:
+    handler.setFormatter(LineFormatter(role, tracebacks))
+    return handler

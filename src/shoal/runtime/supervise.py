@@ -1,0 +1,266 @@
+"""Processes that are started, watched, restarted and stopped together.
+
+    Supervisor ──start──► child (own session, stdin = a pipe that only the supervisor holds open)
+        ▲                   │
+        │   exit 0          │  `when_done`: "end" the run, "rest", or "restart" (a server never ends by itself)
+        ├───exit 2 or 3─────┤  the input or the machine is at fault: trying again cannot help, the run ends
+        │   anything else   │  restarted after a back-off; several short lives in a row are a crash loop
+        └───────────────────┘
+    the supervisor is gone, even by kill -9 ──► the pipe closes ──► `follow_supervisor` stops the child
+
+Nothing is ever killed by name: only pids that this supervisor started and has not yet reaped.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from shoal.runtime.clock import Clock, SystemClock
+from shoal.runtime.files import resource_error, write_atomically
+from shoal.runtime.retry import Backoff
+from shoal.runtime.stop import StopToken
+
+log = logging.getLogger(__name__)
+
+SUPERVISED = "SHOAL_SUPERVISED"
+HOPELESS_CODES = (2, 3)
+POLL_S = 0.1
+TAIL_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class ProcessSpec:
+    """One process to keep running.
+
+    An `essential` one that keeps dying ends the run; another is given up on, and the run goes on without it.
+    """
+
+    name: str
+    argv: tuple[str, ...]
+    log: Path
+    essential: bool = True
+    when_done: Literal["restart", "rest", "end"] = "restart"
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RestartPolicy:
+    """Back-off between lives; `max_short_lives` lives in a row, each below `healthy_s`, are a crash loop."""
+
+    backoff: Backoff = field(default_factory=lambda: Backoff(first_s=0.5, most_s=10.0))
+    max_short_lives: int = 5
+    healthy_s: float = 60.0
+    grace_s: float = 10.0
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How the run ended: exit code and, unless it succeeded, a sentence naming the process at fault."""
+
+    exit_code: int
+    message: str
+
+
+@dataclass
+class _Child:
+    spec: ProcessSpec
+    process: subprocess.Popen[bytes] | None = None
+    started_s: float = 0.0
+    short_lives: int = 0
+    restart_at_s: float | None = 0.0  # None: not to be started (again)
+
+
+class Supervisor:
+    """Keeps a set of processes alive until one of them ends the run, or `stop` is set."""
+
+    def __init__(
+        self,
+        specs: Sequence[ProcessSpec],
+        stop: StopToken,
+        processes_file: Path,
+        policy: RestartPolicy = RestartPolicy(),
+        clock: Clock = SystemClock(),
+    ) -> None:
+        self._children = [_Child(spec) for spec in specs]
+        self._stop = stop
+        self._processes_file = processes_file
+        self._policy = policy
+        self._clock = clock
+
+    def run(
+        self, on_tick: Callable[[], Ending | None] = lambda: None, on_end: Callable[[], None] = lambda: None
+    ) -> Ending:
+        """Start everything and watch it. `on_tick` is called ten times a second and may end the run; `on_end` is
+        called once it has ended, while the other processes still run.
+
+        However this returns or raises, no child is left.
+        """
+        try:
+            ending = None
+            while ending is None and not self._stop.is_set():
+                ending = self.poll() or on_tick()
+                self._stop.wait(POLL_S)
+            on_end()
+            return ending or Ending(130, f"stopped ({self._stop.reason})")
+        finally:
+            self.shut_down()
+
+    def poll(self) -> Ending | None:
+        """One look at every child: start those that are due, note those that died."""
+        for child in self._children:
+            if child.process is not None:
+                code = child.process.poll()
+                ending = None if code is None else self._ended(child, code)
+                if ending is not None:
+                    return ending
+            elif child.restart_at_s is not None and self._clock.monotonic_s() >= child.restart_at_s:
+                self._start(child)
+        return None
+
+    @property
+    def pids(self) -> dict[str, int]:
+        return {child.spec.name: child.process.pid for child in self._children if child.process is not None}
+
+    def shut_down(self) -> None:
+        """SIGTERM to every child, a grace period for all together, then SIGKILL to what is left and its children."""
+        alive = [child.process for child in self._children if child.process is not None]
+        for process in alive:
+            _signal(process, signal.SIGTERM)
+        end = self._clock.monotonic_s() + self._policy.grace_s
+        for process in alive:
+            try:
+                process.wait(max(0.0, end - self._clock.monotonic_s()))
+            except subprocess.TimeoutExpired:
+                log.warning("process %d ignored SIGTERM for %.0f s: killing it", process.pid, self._policy.grace_s)
+                _kill_group(process)
+                process.wait()
+            _close_stdin(process)
+        for child in self._children:
+            child.process, child.restart_at_s = None, None
+        self._record()
+
+    def _start(self, child: _Child) -> None:
+        spec = child.spec
+        try:
+            with spec.log.open("ab") as output:
+                child.process = subprocess.Popen(
+                    spec.argv,
+                    stdin=subprocess.PIPE,
+                    stdout=output,
+                    stderr=output,
+                    env={**os.environ, **spec.env, SUPERVISED: "1"},
+                    start_new_session=True,  # Ctrl-C in the terminal reaches the supervisor alone
+                )
+        except OSError as error:
+            raise resource_error(f"start {spec.name} or write its log", spec.log, error) from error
+        child.started_s = self._clock.monotonic_s()
+        child.restart_at_s = None
+        log.info("%s started (pid %d)", spec.name, child.process.pid)
+        self._record()
+
+    def _ended(self, child: _Child, code: int) -> Ending | None:
+        """Decide what the end of a child means: the end of the run, a restart, or nothing."""
+        assert child.process is not None
+        _close_stdin(child.process)
+        child.process = None
+        self._record()
+        spec = child.spec
+        if code == 0 and spec.when_done != "restart":
+            log.info("%s is done", spec.name)
+            return Ending(0, "") if spec.when_done == "end" else None
+        if code in HOPELESS_CODES:
+            return Ending(code, f"{spec.name}: {last_line(spec.log)}")
+        lived_s = self._clock.monotonic_s() - child.started_s
+        child.short_lives = child.short_lives + 1 if lived_s < self._policy.healthy_s else 0
+        if child.short_lives >= self._policy.max_short_lives:
+            return self._give_up(child, code)
+        pause_s = self._policy.backoff.wait_s(child.short_lives)
+        child.restart_at_s = self._clock.monotonic_s() + pause_s
+        log.warning("%s %s; starting it again in %.1f s (log: %s)", spec.name, describe_exit(code), pause_s, spec.log)
+        return None
+
+    def _give_up(self, child: _Child, code: int) -> Ending | None:
+        spec = child.spec
+        message = (
+            f"{spec.name} died {child.short_lives} times in a row, the last time it {describe_exit(code)}: "
+            f"{last_line(spec.log)} (log: {spec.log})"
+        )
+        if spec.essential:
+            return Ending(1, message)
+        log.error("giving up: %s", message)
+        return None
+
+    def _record(self) -> None:
+        write_atomically(self._processes_file, json.dumps(self.pids, indent=2).encode() + b"\n")
+
+
+def describe_exit(code: int) -> str:
+    """An exit status in words.
+
+    >>> describe_exit(-9), describe_exit(1)
+    ('was killed by SIGKILL', 'ended with exit code 1')
+    """
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was killed by signal {-code}"
+
+
+def last_line(path: Path) -> str:
+    """The last line of a log that says something, without the command's own prefix."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return "no log was written"
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1].removeprefix("shoal: ") if lines else "its log is empty"
+
+
+def follow_supervisor(stop: StopToken, grace_s: float = 10.0) -> None:
+    """In a child: stop when the supervisor is gone, by SIGKILL if stopping takes longer than the grace period.
+
+    Does nothing in a process that no supervisor started. Call it before slow imports: an end of the supervisor in
+    the meantime is noticed then.
+    """
+    if os.environ.pop(SUPERVISED, None) is None:
+        return
+
+    def watch() -> None:
+        while os.read(0, 1024):  # nobody writes: this returns only when the other end is closed
+            pass
+        stop.set("the supervisor is gone")
+        threading.Event().wait(grace_s)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="follow-supervisor", daemon=True).start()
+
+
+def _signal(process: subprocess.Popen[bytes], number: int) -> None:
+    if process.poll() is None:
+        process.send_signal(number)
+
+
+def _kill_group(process: subprocess.Popen[bytes]) -> None:
+    """Kill a child that was not reaped yet, and what it started: it leads its own group, so the id is still its."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        log.debug("process %d ended by itself", process.pid)
+
+
+def _close_stdin(process: subprocess.Popen[bytes]) -> None:
+    if process.stdin is not None:
+        process.stdin.close()

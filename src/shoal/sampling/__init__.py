@@ -1,0 +1,15 @@
+"""Seeded sampling: the lease gives the seed, so the worker has no choice of tokens, and anyone can check it.
+
+    stream    uniforms, uniforms_matrix, philox4x32: one uniform per (seed, position), integers only
+    inverse   sample, intervals: inverse-CDF sampling in numpy, the statement of what is meant
+    sampler   sample, intervals, Draw, Intervals: the same on torch tensors (imports torch; not re-exported here)
+    check     SeedTolerance, SeedCheck, check_seeded: does a sequence of tokens follow its seed?
+
+The token at position t is the one whose interval [CDF(k-1), CDF(k)) of softmax(logits / T), in vocabulary order,
+contains u[t]. The end-of-sequence token is a token like any other.
+"""
+
+from shoal.sampling.check import SeedCheck, SeedTolerance, check_seeded
+from shoal.sampling.stream import philox4x32, uniforms, uniforms_matrix
+
+__all__ = ["SeedCheck", "SeedTolerance", "check_seeded", "philox4x32", "uniforms", "uniforms_matrix"]

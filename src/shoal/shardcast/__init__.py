@@ -1,0 +1,45 @@
+"""Broadcast of large payloads over plain HTTP: signed, verified chunk by chunk, resumable. Works alone, without torch.
+
+    Origin, OriginSettings               publish a version into a folder, atomically
+    run_origin                           serve that folder
+    run_relay, RelayConfig, RelaySettings  mirror an origin or another relay, verifying, and serve it on
+    Downloader, DownloadSettings, Payload  fetch a version from several sources
+    SourceScores                         which source to ask next
+    digest_of                            the digest that publishing would sign
+
+Alone, in ten lines (the folder could as well be served by nginx, a bucket or `python -m http.server`):
+
+    key = load_or_create_key(Path("trainer.key"))                        # from shoal.protocol
+    origin = Origin(Path("www"), "my-files", key)
+    origin.publish(0, 1, {"data.bin": Path("data.bin").read_bytes()}, tensors=[], ledger_head=None)
+    stop = StopToken()                                                   # from shoal.runtime.stop
+    threading.Thread(target=run_origin, args=(Path("www"), "0.0.0.0", 8471, stop, print)).start()
+
+    # elsewhere: only the public key is needed, and no source has to be trusted
+    downloader = Downloader(["http://origin:8471"], "my-files", public_key, Path("cache"), StopToken())
+    payload = downloader.fetch(downloader.newest(deadline_s=30), deadline_s=600)
+    Path("data.bin").write_bytes(payload.files["data.bin"])
+"""
+
+from shoal.shardcast.config import RelayConfig, RelaySettings
+from shoal.shardcast.download import Downloader, DownloadSettings
+from shoal.shardcast.manifest import digest_of
+from shoal.shardcast.origin import Origin, OriginSettings
+from shoal.shardcast.payload import Payload
+from shoal.shardcast.relay import run_relay
+from shoal.shardcast.server import run_origin
+from shoal.shardcast.sources import SourceScores
+
+__all__ = [
+    "DownloadSettings",
+    "Downloader",
+    "Origin",
+    "OriginSettings",
+    "Payload",
+    "RelayConfig",
+    "RelaySettings",
+    "SourceScores",
+    "digest_of",
+    "run_origin",
+    "run_relay",
+]

@@ -1,0 +1,243 @@
+"""One keep-alive connection to a source: blocking sockets, large receives straight into the caller's buffer.
+
+Written by hand rather than over an HTTP library, for two reasons: a library spends several times the CPU per byte,
+and its time-outs are per receive, so that a source dripping one byte a second would hold a thread for days. Here
+every byte, header bytes included, is received under one deadline, and a stop is noticed within `SLICE_S`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import ssl
+import time
+from dataclasses import dataclass
+from typing import Protocol
+from urllib.parse import urlsplit
+
+from shoal.errors import BroadcastError, ConfigError
+from shoal.runtime.stop import StopToken
+
+SLICE_S = 0.2
+MAX_ANSWER_HEAD_BYTES = 16 * 1024
+MAX_DRAINED_BYTES = 64 * 1024
+RECEIVE_BYTES = 1024 * 1024
+
+
+class Deadline:
+    """A moment in monotonic time; the earlier of two is `tighter`."""
+
+    def __init__(self, seconds: float) -> None:
+        self._at_s = time.monotonic() + seconds
+
+    def remaining_s(self) -> float:
+        return self._at_s - time.monotonic()
+
+    def passed(self) -> bool:
+        return self.remaining_s() <= 0
+
+    def tighter(self, seconds: float) -> Deadline:
+        """The earlier of this deadline and `seconds` from now."""
+        return Deadline(min(seconds, self.remaining_s()))
+
+
+class Hasher(Protocol):
+    def update(self, data: memoryview, /) -> object: ...
+
+
+@dataclass(frozen=True)
+class Timeouts:
+    """How long a source may take to accept, and to send the next byte."""
+
+    connect_s: float = 3.0
+    stall_s: float = 15.0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The head of an answer; its body of `size_bytes` is still to be read."""
+
+    status: int
+    size_bytes: int
+    keep_alive: bool
+
+
+@dataclass(frozen=True)
+class Address:
+    """A source's URL, taken apart: `https://example.org/run` reads `/run/head.json`."""
+
+    secure: bool
+    host: str
+    port: int
+    prefix: str
+
+    @classmethod
+    def parse(cls, source: str) -> Address:
+        try:
+            parts = urlsplit(source)
+            port = parts.port or (443 if parts.scheme == "https" else 80)
+        except ValueError as error:
+            raise ConfigError(f"the source {source!r} is not a URL: {error}") from error
+        prefix = parts.path.rstrip("/")
+        plain = prefix.isascii() and prefix.isprintable() and " " not in prefix
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or not plain:
+            raise ConfigError(f"the source {source!r} is not a URL such as http://host:8471")
+        return cls(parts.scheme == "https", parts.hostname, port, prefix)
+
+
+class Connection:
+    """GET requests to one source, one at a time. Any trouble closes it; the next request opens it again."""
+
+    def __init__(self, source: str, stop: StopToken, timeouts: Timeouts = Timeouts()) -> None:
+        self.source = source
+        self._address = Address.parse(source)
+        self._stop = stop
+        self._timeouts = timeouts
+        self._socket: socket.socket | None = None
+        self._early = b""  # bytes of the body that came together with the head
+        self._answer: Answer | None = None
+
+    def get(self, target: str, deadline: Deadline) -> Answer:
+        """Send a request and read the answer's head. Then `read_into` or `drain` the whole body."""
+        reused = self._reusable()
+        try:
+            return self._ask(target, deadline)
+        except BroadcastError:
+            # An idle connection may have been closed by the other side: that says nothing about the source.
+            if not reused or deadline.passed() or self._stop.is_set():
+                raise
+        return self._ask(target, deadline)
+
+    def read_into(self, buffer: memoryview, deadline: Deadline, hasher: Hasher | None = None) -> None:
+        """Fill `buffer`, exactly the size of the answer's body, hashing what arrives as it arrives."""
+        assert self._answer is not None
+        assert buffer.nbytes == self._answer.size_bytes
+        filled = 0
+        while filled < buffer.nbytes:
+            received = self._receive(buffer[filled : filled + RECEIVE_BYTES], deadline)
+            if received == 0:
+                raise self._broken(f"closed the connection after {filled} of {buffer.nbytes} bytes")
+            if hasher is not None:
+                hasher.update(buffer[filled : filled + received])
+            filled += received
+        self._finish()
+
+    def read(self, max_bytes: int, deadline: Deadline) -> bytes:
+        """The body of a small answer."""
+        assert self._answer is not None
+        if self._answer.size_bytes > max_bytes:
+            raise self._broken(f"offers {self._answer.size_bytes} bytes where at most {max_bytes} are allowed")
+        body = bytearray(self._answer.size_bytes)
+        self.read_into(memoryview(body), deadline)
+        return bytes(body)
+
+    def drain(self, deadline: Deadline) -> None:
+        """Skip the body of an answer that is not wanted; a large one is cheaper to hang up on."""
+        if self._answer is not None and self._answer.size_bytes <= MAX_DRAINED_BYTES:
+            self.read(MAX_DRAINED_BYTES, deadline)
+        else:
+            self.close()
+
+    def close(self) -> None:
+        if self._socket is not None:
+            with contextlib.suppress(OSError):
+                self._socket.close()
+        self._socket, self._answer, self._early = None, None, b""
+
+    def _reusable(self) -> bool:
+        """Whether the last exchange ended cleanly; a body left unread, or bytes too many, spoil a connection."""
+        if self._answer is not None or self._early:
+            self.close()
+        return self._socket is not None
+
+    def _ask(self, target: str, deadline: Deadline) -> Answer:
+        if self._socket is None:
+            self._socket = self._connect(deadline)
+        address = self._address
+        host = f"[{address.host}]" if ":" in address.host else address.host
+        lines = [f"GET {address.prefix}{target} HTTP/1.1", f"Host: {host}:{address.port}", "Accept-Encoding: identity"]
+        try:
+            self._socket.settimeout(max(0.01, min(deadline.remaining_s(), self._timeouts.stall_s)))
+            self._socket.sendall("\r\n".join([*lines, "", ""]).encode("latin-1"))
+            self._socket.settimeout(SLICE_S)
+        except OSError as error:
+            raise self._broken(f"does not take the request: {error}") from error
+        self._answer = self._read_head(deadline)
+        return self._answer
+
+    def _connect(self, deadline: Deadline) -> socket.socket:
+        address = self._address
+        timeout_s = max(0.01, min(self._timeouts.connect_s, deadline.remaining_s()))
+        try:
+            plain = socket.create_connection((address.host, address.port), timeout=timeout_s)
+            plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        except OSError as error:
+            raise self._broken(f"cannot be reached: {error.strerror or error}") from error
+        if not address.secure:
+            return plain
+        try:
+            return ssl.create_default_context().wrap_socket(plain, server_hostname=address.host)
+        except OSError as error:
+            plain.close()
+            raise self._broken(f"cannot be reached: {error.strerror or error}") from error
+
+    def _read_head(self, deadline: Deadline) -> Answer:
+        piece = memoryview(bytearray(MAX_ANSWER_HEAD_BYTES))
+        head = b""
+        while b"\r\n\r\n" not in head:
+            if len(head) >= MAX_ANSWER_HEAD_BYTES:
+                raise self._broken("sends an endless answer head")
+            received = self._receive(piece[: MAX_ANSWER_HEAD_BYTES - len(head)], deadline)
+            if received == 0:
+                raise self._broken("closed the connection without an answer")
+            head += piece[:received]
+        text, self._early = head.split(b"\r\n\r\n", 1)
+        return self._parse_head(text.decode("latin-1"))
+
+    def _parse_head(self, text: str) -> Answer:
+        lines = text.split("\r\n")
+        version, _, rest = lines[0].partition(" ")
+        status = rest[:3]
+        if version not in ("HTTP/1.0", "HTTP/1.1") or not (status.isascii() and status.isdigit() and len(status) == 3):
+            raise self._broken("does not speak HTTP/1.1")
+        headers = {
+            name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines[1:])
+        }
+        size = headers.get("content-length", "")
+        if not (size.isascii() and size.isdigit() and len(size) <= 18) or "transfer-encoding" in headers:
+            raise self._broken("does not say how long its answer is; a source must send Content-Length")
+        connection = headers.get("connection", "keep-alive" if version == "HTTP/1.1" else "close").lower()
+        return Answer(int(status), int(size), connection == "keep-alive")
+
+    def _receive(self, buffer: memoryview, deadline: Deadline) -> int:
+        """At least one byte, or 0 at the end of the stream."""
+        if self._early:
+            taken = min(len(self._early), buffer.nbytes)
+            buffer[:taken] = self._early[:taken]
+            self._early = self._early[taken:]
+            return taken
+        stall = Deadline(self._timeouts.stall_s)
+        while True:
+            # Both are looked at even while bytes come, or a drip would never end.
+            if deadline.passed():
+                raise self._broken("is too slow: the deadline has passed")
+            if self._stop.is_set():
+                raise self._broken(f"was left: stopped ({self._stop.reason})")
+            try:
+                assert self._socket is not None
+                return self._socket.recv_into(buffer)
+            except TimeoutError as error:
+                if stall.passed():
+                    raise self._broken(f"has sent nothing for {self._timeouts.stall_s:.0f} s") from error
+            except OSError as error:
+                raise self._broken(f"broke the connection: {error.strerror or error}") from error
+
+    def _finish(self) -> None:
+        keep = self._answer is not None and self._answer.keep_alive
+        self._answer = None
+        if not keep:
+            self.close()
+
+    def _broken(self, problem: str) -> BroadcastError:
+        self.close()
+        return BroadcastError(f"{self.source} {problem}")

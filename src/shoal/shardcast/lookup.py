@@ -1,0 +1,144 @@
+"""Finding signed documents: heads and manifests, from whichever source has them, believed only when signed.
+
+A source that lacks a version may just be behind, so it is asked again; but once a signed head says that a version is
+no longer kept, waiting for it is pointless and the search ends at once. A relay cannot fake that: only the trainer
+signs heads.
+"""
+
+from __future__ import annotations
+
+from shoal.errors import BroadcastError, ManifestRefused, VersionNotFound
+from shoal.protocol import BroadcastHead, PolicyManifest, PolicyRef
+from shoal.runtime.stop import StopToken
+from shoal.shardcast.connection import Connection, Deadline, Timeouts
+from shoal.shardcast.manifest import (
+    MAX_HEAD_BYTES,
+    MAX_MANIFEST_BYTES,
+    check_not_rolled_back,
+    place_of,
+    read_head,
+    read_manifest,
+)
+from shoal.shardcast.sources import SourceScores
+from shoal.shardcast.tree import HEAD, manifest_key
+
+PAUSE_S = 0.05
+MANIFEST_S = 60.0
+HEAD_S = 5.0
+
+
+def get_document(connection: Connection, target: str, max_bytes: int, deadline: Deadline) -> bytes | None:
+    """The body at `target` (a key, perhaps with a query); None if the source does not have it (yet)."""
+    answer = connection.get("/" + target, deadline)
+    if answer.status == 200:
+        return connection.read(max_bytes, deadline)
+    connection.drain(deadline)
+    if answer.status not in (404, 503):
+        raise BroadcastError(f"{connection.source} answers {answer.status} to a request for {target}")
+    return None
+
+
+class Lookup:
+    """Searches all sources for documents of one run. Used by one thread at a time."""
+
+    def __init__(self, scores: SourceScores, run: str, trusted_key: str, stop: StopToken, timeouts: Timeouts) -> None:
+        self._scores = scores
+        self._run = run
+        self._trusted_key = trusted_key
+        self._stop = stop
+        self._timeouts = timeouts
+        self._connections: dict[str, Connection] = {}
+
+    def manifest(self, ref: PolicyRef, deadline: Deadline) -> tuple[PolicyManifest, bytes]:
+        """The manifest of exactly `ref`, and its bytes; asks until it is found, gone, or the deadline has passed."""
+        absent: set[str] = set()
+        answered = False
+        refusal: ManifestRefused | None = None
+        while not (deadline.passed() or self._stop.is_set()):
+            source = self._scores.choose()
+            if source is None:
+                if refusal is not None and not self._scores.usable():
+                    raise refusal
+                self._stop.wait(PAUSE_S)
+                continue
+            try:
+                found = self._ask_manifest(source, ref, deadline)
+            except ManifestRefused as error:
+                refusal = error
+                self._scores.drop(source, f"{source}: {error}")
+            except BroadcastError as error:
+                self._scores.failed(source, str(error))
+            else:
+                if found is not None:
+                    return found
+                answered = True
+                absent.add(source)
+                self._scores.not_ready(source, f"{source} does not have policy {ref.label}")
+            if self._scores.usable() <= absent:
+                self.check_not_gone(ref, deadline)
+                absent.clear()
+        raise self._failure(ref, refusal, answered)
+
+    def heads(self, deadline: Deadline) -> dict[str, BroadcastHead]:
+        """The valid heads that sources offer now. A source without one, or with a bad one, is left out and noted."""
+        heads: dict[str, BroadcastHead] = {}
+        for source in sorted(self._scores.usable()):
+            try:
+                data = get_document(self._to(source), HEAD, MAX_HEAD_BYTES, deadline.tighter(HEAD_S))
+                if data is not None:
+                    heads[source] = read_head(data, self._run, self._trusted_key)
+            except BroadcastError as error:
+                self._scores.note(source, f"{source}: {error}" if isinstance(error, ManifestRefused) else str(error))
+        return heads
+
+    def newest(self, known: BroadcastHead | None, deadline: Deadline) -> BroadcastHead:
+        """The newest valid head of all sources, never older than `known`."""
+        while True:
+            heads = list(self.heads(deadline).values())
+            if heads:
+                newest = max(heads, key=place_of)
+                check_not_rolled_back(newest, known)
+                return newest
+            if deadline.passed() or self._stop.wait(min(1.0, max(0.0, deadline.remaining_s()))):
+                raise VersionNotFound(f"no source offers a head that can be trusted: {self._scores.describe()}")
+
+    def check_not_gone(self, ref: PolicyRef, deadline: Deadline) -> None:
+        """Raise `VersionNotFound` if the trainer has signed that it does not offer `ref` any more."""
+        for source, head in self.heads(deadline).items():
+            if place_of(head) >= (ref.incarnation, ref.version) and ref.label not in head.kept_versions:
+                raise VersionNotFound(
+                    f"policy {ref.label} is no longer offered: {source} is at {head.policy.label} "
+                    f"and keeps {', '.join(head.kept_versions)}"
+                )
+
+    def close(self) -> None:
+        for connection in self._connections.values():
+            connection.close()
+        self._connections.clear()
+
+    def _ask_manifest(self, source: str, ref: PolicyRef, deadline: Deadline) -> tuple[PolicyManifest, bytes] | None:
+        key = manifest_key((ref.incarnation, ref.version))
+        data = get_document(self._to(source), key, MAX_MANIFEST_BYTES, deadline.tighter(MANIFEST_S))
+        if data is None:
+            return None
+        manifest = read_manifest(data, self._run, self._trusted_key)
+        if manifest.policy != ref:
+            raise ManifestRefused(
+                f"the manifest is for policy {manifest.policy.label} with digest {manifest.policy.digest[:16]}…, "
+                f"not {ref.label} with {ref.digest[:16]}…"
+            )
+        return manifest, data
+
+    def _failure(self, ref: PolicyRef, refusal: ManifestRefused | None, answered: bool) -> BroadcastError:
+        if self._stop.is_set():
+            return BroadcastError(f"stopped ({self._stop.reason}) while looking for policy {ref.label}")
+        if refusal is not None:
+            return refusal
+        if not answered:
+            return BroadcastError(f"no source could be asked for policy {ref.label}: {self._scores.describe()}")
+        return VersionNotFound(f"no source had policy {ref.label} before the deadline: {self._scores.describe()}")
+
+    def _to(self, source: str) -> Connection:
+        if source not in self._connections:
+            self._connections[source] = Connection(source, self._stop, self._timeouts)
+        return self._connections[source]

@@ -1,0 +1,141 @@
+"""Which source to ask next: the better it has served, the likelier it is asked; none is forgotten for ever.
+
+    weight = success × bandwidth     both exponential moving averages; a success rate heals a little with every update
+    rest     after a failure: not asked for a while, doubling with every failure in a row
+    drop     after a lie (bytes that do not match their hash, an unsigned manifest): not asked until `restore`
+
+A failure says nothing about bandwidth, so it changes only the success rate. Bandwidth that is not known yet counts as
+the best that is, so that a new source is tried soon.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass
+
+from shoal.runtime.retry import Backoff
+from shoal.shardcast.connection import Address
+
+SMOOTHING = 0.3
+HEALING = 0.01
+FLOOR = 0.02  # so that the worst source is still asked now and then
+REST = Backoff(first_s=0.1, most_s=2.0)
+
+
+@dataclass
+class _Score:
+    success: float = 1.0
+    bandwidth_bytes_s: float | None = None
+    failures: int = 0
+    resting_until_s: float = 0.0
+    dropped: bool = False
+    problem: str = ""
+
+
+class SourceScores:
+    """What is known of each source. Used from many threads.
+
+    >>> scores = SourceScores(["http://a:8471", "http://b:8471"])
+    >>> scores.drop("http://a:8471", "sent a corrupt chunk")
+    >>> scores.choose()
+    'http://b:8471'
+    """
+
+    def __init__(self, sources: Sequence[str], now_s: Callable[[], float] = time.monotonic) -> None:
+        self._now_s = now_s
+        self._lock = threading.Lock()
+        self._scores: dict[str, _Score] = {}
+        self.set_sources(sources)
+
+    def set_sources(self, sources: Sequence[str]) -> None:
+        """From now on these; what is known of those that stay is kept."""
+        for source in sources:
+            Address.parse(source)
+        with self._lock:
+            self._scores = {source: self._scores.get(source, _Score()) for source in sources}
+
+    def sources(self) -> list[str]:
+        with self._lock:
+            return list(self._scores)
+
+    def usable(self) -> set[str]:
+        """Those that are not dropped, resting or not."""
+        with self._lock:
+            return {source for source, score in self._scores.items() if not score.dropped}
+
+    def choose(self, without: Container[str] = ()) -> str | None:
+        """A source to ask now, by chance in proportion to its weight; None if all of them rest or are dropped."""
+        with self._lock:
+            now = self._now_s()
+            ready = {
+                source: score
+                for source, score in self._scores.items()
+                if not score.dropped and score.resting_until_s <= now and source not in without
+            }
+            if not ready:
+                return None
+            known = [score.bandwidth_bytes_s for score in self._scores.values() if score.bandwidth_bytes_s]
+            best = max(known, default=1.0)
+            weights = [max(score.success, FLOOR) * (score.bandwidth_bytes_s or best) for score in ready.values()]
+            return random.choices(list(ready), weights)[0]
+
+    def succeeded(self, source: str, size_bytes: int, seconds: float) -> None:
+        with self._lock:
+            score = self._scores.get(source)
+            if score is None:
+                return
+            rate = size_bytes / max(seconds, 1e-6)
+            old = score.bandwidth_bytes_s
+            score.bandwidth_bytes_s = rate if old is None else (1 - SMOOTHING) * old + SMOOTHING * rate
+            score.success = _smoothed(score.success, 1.0)
+            score.failures, score.resting_until_s = 0, 0.0
+
+    def failed(self, source: str, problem: str) -> None:
+        self._rest(source, problem, blame=True)
+
+    def not_ready(self, source: str, problem: str) -> None:
+        """It answered, but does not have it (yet): asked again after a rest, its success rate unharmed."""
+        self._rest(source, problem, blame=False)
+
+    def note(self, source: str, problem: str) -> None:
+        """Remember a problem for `describe`, without any consequence."""
+        with self._lock:
+            if source in self._scores:
+                self._scores[source].problem = problem
+
+    def drop(self, source: str, problem: str) -> None:
+        with self._lock:
+            if source in self._scores:
+                self._scores[source].dropped = True
+                self._scores[source].problem = problem
+
+    def restore(self) -> None:
+        """Forgive those that were dropped."""
+        with self._lock:
+            for score in self._scores.values():
+                score.dropped = False
+
+    def describe(self) -> str:
+        """The last problem of each source, for an error message."""
+        with self._lock:
+            lines = [score.problem for score in self._scores.values() if score.problem]
+            return "; ".join(lines) or ("no source has failed" if self._scores else "no source is known")
+
+    def _rest(self, source: str, problem: str, blame: bool) -> None:
+        with self._lock:
+            score = self._scores.get(source)
+            if score is None:
+                return
+            score.problem = problem
+            if blame:
+                score.success = _smoothed(score.success, 0.0)
+            if score.resting_until_s <= self._now_s():  # several connections failing at once are one failure
+                score.resting_until_s = self._now_s() + REST.wait_s(score.failures)
+                score.failures += 1
+
+
+def _smoothed(old: float, new: float) -> float:
+    return min(1.0, (1 - SMOOTHING) * old + SMOOTHING * new + HEALING)

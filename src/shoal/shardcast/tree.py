@@ -1,0 +1,123 @@
+"""The published tree: plain immutable files that any HTTP server can hand out, and the names that are allowed in it.
+
+    head.json                               signed; the only file that is ever replaced
+    manifests/<incarnation>.<version>.json  signed
+    chunks/<2 hex>/<blake3 hex>             by content
+
+A file appears under its name only when it is whole: it is written under a hidden name and renamed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from shoal.runtime.files import ensure_folder, resource_error, sync_folder, write_atomically
+from shoal.shardcast.manifest import Place
+
+HEAD = "head.json"
+NUMBER = "(0|[1-9][0-9]{0,9})"
+LABEL = re.compile(rf"{NUMBER}\.{NUMBER}", re.ASCII)
+MANIFEST = re.compile(rf"manifests/{NUMBER}\.{NUMBER}\.json", re.ASCII)
+CHUNK = re.compile(r"chunks/([0-9a-f]{2})/(\1[0-9a-f]{62})", re.ASCII)
+
+
+def is_key(key: str) -> bool:
+    """Whether `key` is one of the three shapes of names in a tree; nothing else is ever looked up on disk."""
+    return key == HEAD or bool(MANIFEST.fullmatch(key) or CHUNK.fullmatch(key))
+
+
+def manifest_key(place: Place) -> str:
+    return f"manifests/{place[0]}.{place[1]}.json"
+
+
+def chunk_key(chunk_hash: str) -> str:
+    return f"chunks/{chunk_hash[:2]}/{chunk_hash}"
+
+
+def parse_label(label: str) -> Place | None:
+    """`"0.12"` as (0, 12); None if it is not a label."""
+    match = LABEL.fullmatch(label)
+    return (int(match[1]), int(match[2])) if match else None
+
+
+class Tree:
+    """A folder that holds a published tree. Several threads may put files; one owner decides what is removed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def prepare(self) -> None:
+        for name in ("manifests", "chunks"):
+            ensure_folder(self.folder / name)
+
+    def path(self, key: str) -> Path:
+        if not is_key(key):
+            raise ValueError(f"{key!r} is not a name in a published tree")
+        return self.folder / key
+
+    def read(self, key: str) -> bytes | None:
+        try:
+            return self.path(key).read_bytes()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise resource_error("read", self.path(key), error) from error
+
+    def write(self, key: str, data: bytes) -> None:
+        """Put a head or manifest, durably."""
+        write_atomically(self.path(key), data)
+
+    def places(self) -> list[Place]:
+        """The versions whose manifests are here, oldest first."""
+        names = (path.name.removesuffix(".json") for path in (self.folder / "manifests").glob("*.json"))
+        return sorted(place for name in names if (place := parse_label(name)) is not None)
+
+    def has_chunk(self, chunk_hash: str, size_bytes: int) -> bool:
+        try:
+            return self.path(chunk_key(chunk_hash)).stat().st_size == size_bytes
+        except FileNotFoundError:
+            return False
+
+    def put_chunk(self, chunk_hash: str, data: memoryview, durable: bool) -> None:
+        """Write a chunk. `durable`: its bytes are on the disk on return, its name after `sync_chunks`."""
+        path = self.path(chunk_key(chunk_hash))
+        temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}")
+        try:
+            path.parent.mkdir(exist_ok=True)
+            with temporary.open("xb", buffering=0) as file:
+                written = 0
+                while written < data.nbytes:
+                    written += file.write(data[written:]) or 0
+                if durable:
+                    os.fdatasync(file.fileno())
+            temporary.replace(path)
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            raise resource_error("write", path, error) from error
+
+    def sync_chunks(self, chunk_hashes: Iterable[str]) -> None:
+        """Make the names of these chunks durable."""
+        for prefix in {chunk_hash[:2] for chunk_hash in chunk_hashes}:
+            sync_folder(self.folder / "chunks" / prefix)
+        sync_folder(self.folder / "chunks")
+
+    def remove_manifest(self, place: Place) -> None:
+        self.path(manifest_key(place)).unlink(missing_ok=True)
+
+    def remove_chunks_except(self, kept: set[str]) -> list[str]:
+        """Remove every chunk that is not in `kept`; the hashes that went."""
+        removed = []
+        for path in (self.folder / "chunks").glob("??/*"):
+            if path.name not in kept and not path.name.startswith("."):
+                path.unlink(missing_ok=True)
+                removed.append(path.name)
+        return removed
+
+    def sweep_temporaries(self) -> None:
+        """Remove what a crash left half-written. Only while nobody else writes."""
+        for pattern in ("chunks/??/.*", "manifests/.*", f".{HEAD}.*"):
+            for path in self.folder.glob(pattern):
+                path.unlink(missing_ok=True)

@@ -1,0 +1,164 @@
+"""Export: a Hugging Face folder that plain `transformers` loads, with a card that says where it came from.
+
+    hidden folder ─► weights, configuration, tokenizer, README.md, shoal.json, all synced ─► rename
+
+`shoal.json` marks an export. A folder without it is somebody's and is never overwritten.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from shoal.errors import CheckpointError, ConfigError, ResourceError
+from shoal.models.folder import read_config
+from shoal.models.load import DTYPES
+from shoal.protocol import LedgerHead
+from shoal.runtime.files import ensure_folder, resource_error, sync_folder, write_atomically
+from shoal.trainer.checkpoint import CheckpointStore, Progress
+from shoal.trainer.metrics import MetricsLog
+from shoal.trainer.publisher import cast
+
+MARK = "shoal.json"
+MODEL = "model.safetensors"
+
+
+@dataclass(frozen=True)
+class ModelCard:
+    """What a reader of the exported model wants to know. `metrics` is the last row that measured each number."""
+
+    progress: Progress
+    base_model: str = ""
+    environment: str = ""
+    digest: str | None = None
+    ledger_head: LedgerHead | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    def as_json(self) -> bytes:
+        head = self.ledger_head
+        values = {**asdict(self), "ledger_head": head.model_dump(mode="json") if head else None}
+        return json.dumps(values, indent=2).encode() + b"\n"
+
+
+def export_policy(
+    destination: Path,
+    tensors: Mapping[str, Tensor],
+    files: Mapping[str, bytes],
+    card: ModelCard,
+    dtype: str = "float32",
+) -> Path:
+    """Write the folder; an older export at the same place is replaced, anything else there is left alone."""
+    refuse_foreign(destination)
+    ensure_folder(destination.parent)
+    hidden = destination.parent / f".{destination.name}.exporting"
+    shutil.rmtree(hidden, ignore_errors=True)
+    try:
+        hidden.mkdir()
+        weights = {name: cast(tensor, DTYPES[dtype]).contiguous() for name, tensor in tensors.items()}
+        save_file(weights, hidden / MODEL, metadata={"format": "pt"})
+        with (hidden / MODEL).open("rb") as file:
+            os.fsync(file.fileno())
+        for name, data in {**files, "config.json": _config(files, dtype)}.items():
+            write_atomically(hidden / name, data)
+        write_atomically(hidden / "README.md", _readme(card, dtype).encode())
+        write_atomically(hidden / MARK, card.as_json())
+        _put_in_place(hidden, destination)
+    except SafetensorError as error:
+        raise ResourceError(f"cannot write the export {hidden}: {error}; is the disk full?") from error
+    except OSError as error:
+        raise resource_error("write the export", destination, error) from error
+    return destination
+
+
+def export_checkpoint(
+    trainer_folder: Path, destination: Path, card: ModelCard | None = None, dtype: str = "float32"
+) -> Path:
+    """Export the newest checkpoint of a trainer's folder, at any time: no hub, no model folder, no running trainer.
+
+    Of a given card, the progress and the metrics are filled in from the folder.
+    """
+    checkpoints = trainer_folder / "checkpoints"
+    stored = CheckpointStore(checkpoints, keep=1).newest()
+    if stored is None:
+        raise CheckpointError(
+            f"there is no checkpoint in {checkpoints} yet; wait for the trainer's first, then export again"
+        )
+    given = card or ModelCard(stored.progress)
+    metrics = latest_metrics(MetricsLog(trainer_folder / "metrics.jsonl"), stored.progress.version)
+    filled = ModelCard(
+        stored.progress, given.base_model, given.environment, given.digest, given.ledger_head, metrics
+    )  # fmt: skip
+    return export_policy(destination, stored.tensors(), stored.files, filled, dtype)
+
+
+def latest_metrics(metrics: MetricsLog, version: int) -> dict[str, float]:
+    """The newest value of every number measured up to a version."""
+    latest: dict[str, float] = {}
+    for row in metrics.rows():
+        if row["step"] <= version:
+            latest.update(row)
+    latest.pop("step", None)
+    return latest
+
+
+def refuse_foreign(destination: Path) -> None:
+    """Whatever is at the destination must be an export, an empty folder, or nothing."""
+    if not destination.exists() and not destination.is_symlink():
+        return
+    if destination.is_dir() and ((destination / MARK).is_file() or not any(destination.iterdir())):
+        return
+    raise ConfigError(f"{destination} exists and is not an export of shoal; choose another folder, or move it away")
+
+
+def _put_in_place(hidden: Path, destination: Path) -> None:
+    sync_folder(hidden)
+    replaced = destination.parent / f".{destination.name}.replaced"
+    shutil.rmtree(replaced, ignore_errors=True)
+    if destination.exists():
+        destination.rename(replaced)
+    hidden.rename(destination)
+    sync_folder(destination.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _config(files: Mapping[str, bytes], dtype: str) -> bytes:
+    """config.json with the type of the exported weights, so that a loader does not cast them."""
+    config = {key: value for key, value in read_config(files).items() if key != "torch_dtype"}
+    return json.dumps({**config, "dtype": dtype}, indent=2).encode() + b"\n"
+
+
+def _readme(card: ModelCard, dtype: str) -> str:
+    progress = card.progress
+    head = f"{card.ledger_head.index} / `{card.ledger_head.hash}`" if card.ledger_head else "not recorded"
+    facts = {
+        "run": f"`{progress.run}`",
+        "version": f"{progress.version} (incarnation {progress.incarnation})",
+        "trained from": card.base_model or "not recorded",
+        "environment": card.environment or "not recorded",
+        "weights": dtype,
+        "policy digest": f"`{card.digest}`" if card.digest else "not recorded",
+        "ledger head (index / hash)": head,
+    }
+    measured = {name: f"{value:.6g}" for name, value in sorted(card.metrics.items())}
+    return (
+        "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags: [reinforcement-learning, shoal]\n---\n\n"
+        f"# {progress.run}, version {progress.version}\n\n"
+        "Trained by reinforcement learning with shoal on rollouts that were each verified before training.\n\n"
+        f"{_table(('fact', 'value'), facts)}\n## Last measured\n\n{_table(('metric', 'value'), measured)}\n"
+        "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+        'model = AutoModelForCausalLM.from_pretrained("path/to/this/folder")\n'
+        'tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")\n```\n'
+    )
+
+
+def _table(header: tuple[str, str], rows: Mapping[str, str]) -> str:
+    lines = [f"| {header[0]} | {header[1]} |", "|---|---|", *(f"| {key} | {value} |" for key, value in rows.items())]
+    return "\n".join(lines) + "\n"

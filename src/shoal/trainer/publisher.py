@@ -1,0 +1,171 @@
+"""Publishing beside training: the copy of the weights is taken in front, everything slow happens in a thread.
+
+    main thread                                    publisher thread (one version at a time)
+    take_snapshot(model) ─► submit ──────────────► hub.ledger_head ─► origin.publish ─► hub.announce
+    … evaluates, waits for rollouts, trains …          hash, write, sign                 workers learn of it
+    check() at every wait ◄── failure, raised ◄────────┘
+    submit(next) waits for this one: never more than one version on its way
+
+A version that was published before a crash is published again by the resumed trainer. The same digest is harmless.
+Another digest means that the weights could not be reproduced (a GPU, another torch): a new incarnation begins.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from shoal.errors import DeadlineExceeded, HubRefused, PolicyMismatch
+from shoal.models.load import DTYPES
+from shoal.models.state import policy_state, to_view
+from shoal.protocol import (
+    LedgerHead,
+    PolicyAnnouncement,
+    PolicyManifest,
+    SignedDocument,
+    SigningKey,
+    TensorView,
+    sign_document,
+)
+from shoal.runtime.clock import Clock, SystemClock
+
+log = logging.getLogger(__name__)
+
+DIGEST_CONFLICT = "policy.digest"
+MAX_NEW_INCARNATIONS = 8
+
+
+class PolicyOrigin(Protocol):
+    """Where policies are published (`shardcast.Origin`)."""
+
+    def publish(
+        self,
+        incarnation: int,
+        version: int,
+        files: Mapping[str, bytes],
+        tensors: Sequence[TensorView],
+        ledger_head: LedgerHead | None,
+    ) -> PolicyManifest: ...
+
+
+class PolicyHub(Protocol):
+    """The part of the hub that publishing needs."""
+
+    def ledger_head(self) -> LedgerHead: ...
+
+    def announce(self, signed: SignedDocument) -> None: ...
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A version's weights as they travel, in memory of their own."""
+
+    version: int
+    files: Mapping[str, bytes]
+    tensors: Sequence[TensorView]
+
+
+def take_snapshot(model: Any, version: int, files: Mapping[str, bytes], dtype: str) -> Snapshot:
+    """Copy and cast the weights; training may go on at once."""
+    state = policy_state(model)
+    return Snapshot(version, files, [to_view(name, cast(tensor, DTYPES[dtype])) for name, tensor in state.items()])
+
+
+def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Floating-point values in `dtype`; counters and masks keep their type."""
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+@dataclass(frozen=True)
+class Publication:
+    """To whom, as whom, and from where: `incarnation` is the one to begin with.
+
+    Up to version `republished_until` a digest conflict is expected to be possible: that version, or one before it,
+    was out before this process started. Past it a conflict means a second trainer, and is an error.
+    """
+
+    origin: PolicyOrigin
+    hub: PolicyHub
+    key: SigningKey
+    run: str
+    incarnation: int
+    republished_until: int
+    deadline_s: float
+    clock: Clock = field(default_factory=SystemClock)
+
+
+class Publisher:
+    """Publishes one snapshot at a time in its own thread. Its failures are raised in the main one."""
+
+    def __init__(self, publication: Publication) -> None:
+        self._to = publication
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="publisher")
+        self._current: Future[PolicyManifest] | None = None
+        self.incarnation = publication.incarnation
+
+    def submit(self, snapshot: Snapshot) -> None:
+        """Start publishing, once the version before is out (or has failed: then its failure is raised)."""
+        self.wait()
+        self._current = self._pool.submit(self._publish, snapshot)
+
+    def check(self) -> None:
+        """Raise the failure of the version on its way, if it has failed by now. Never waits."""
+        if self._current is not None and self._current.done():
+            self._current.result()
+
+    def wait(self) -> PolicyManifest | None:
+        """The manifest of the newest version, once it is out."""
+        if self._current is None:
+            return None
+        try:
+            return self._current.result(self._to.deadline_s)
+        except FutureTimeoutError as error:
+            raise DeadlineExceeded(
+                f"publishing a policy took longer than {self._to.deadline_s:.0f} s; look at the origin and the hub"
+            ) from error
+
+    def close(self) -> None:
+        """End the thread, after what it is doing; what failed now is known to nobody, so it is logged."""
+        self._pool.shutdown(wait=True)
+        if self._current is not None and (failure := self._current.exception()) is not None:
+            log.info("the last publication did not complete: %s", failure)
+
+    def _publish(self, snapshot: Snapshot) -> PolicyManifest:
+        for _ in range(MAX_NEW_INCARNATIONS):
+            try:
+                return self._publish_once(snapshot)
+            except (PolicyMismatch, HubRefused) as conflict:
+                if not self._begins_incarnation(snapshot.version, conflict):
+                    raise
+                self.incarnation += 1
+                log.warning(
+                    "version %d could not be reproduced bit for bit; it goes out as incarnation %d: %s",
+                    snapshot.version, self.incarnation, conflict,
+                )  # fmt: skip
+        raise PolicyMismatch(
+            f"version {snapshot.version} conflicts with what is published under {MAX_NEW_INCARNATIONS} incarnations; "
+            "is another trainer publishing to the same origin or hub?"
+        )
+
+    def _begins_incarnation(self, version: int, conflict: Exception) -> bool:
+        refused = isinstance(conflict, HubRefused) and conflict.code != DIGEST_CONFLICT
+        return not refused and version <= self._to.republished_until
+
+    def _publish_once(self, snapshot: Snapshot) -> PolicyManifest:
+        head = self._to.hub.ledger_head()
+        manifest = self._to.origin.publish(
+            self.incarnation, snapshot.version, snapshot.files, snapshot.tensors, head
+        )  # fmt: skip
+        announcement = PolicyAnnouncement(
+            run=self._to.run, policy=manifest.policy, created_at_ms=self._to.clock.now_ms()
+        )
+        self._to.hub.announce(sign_document(announcement, self._to.key))
+        log.info("policy %s is out, digest %s…", manifest.policy.label, manifest.policy.digest[:16])
+        return manifest

@@ -1,0 +1,90 @@
+"""From the hub's groups to samples: advantages, filters, and a count of everything that is left out.
+
+TrainingGroup ─► equal rewards? ─► advantage per rollout ─► truncated and masked? ─► Sample
+                   └ counted: without signal                  └ counted: truncated
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from shoal.algorithms.advantages import Advantage
+from shoal.algorithms.filters import carries_signal, is_truncated
+from shoal.algorithms.staleness import allowed
+from shoal.errors import ProtocolError
+from shoal.protocol import TrainingGroup, TrainingRollout
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One completion to train on. `behaviour` is the log-probability of each of its tokens when it was drawn."""
+
+    prompt_ids: npt.NDArray[np.int64]
+    token_ids: npt.NDArray[np.int64]
+    behaviour: npt.NDArray[np.float32]
+    advantage: float
+
+    @property
+    def length(self) -> int:
+        return len(self.prompt_ids) + len(self.token_ids)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The groups that are trained on, each a list of samples, and what was left out."""
+
+    groups: list[list[Sample]]
+    without_signal: int
+    rollouts: int
+    truncated: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that carry loss: the step's global count, by which its loss is normalised."""
+        return sum(len(sample.token_ids) for group in self.groups for sample in group)
+
+
+def prepare(groups: Sequence[TrainingGroup], advantage: Advantage, mask_truncated: bool) -> Prepared:
+    """Samples with advantages, by group, in the order given."""
+    kept = [_samples(group, advantage, mask_truncated) for group in groups]
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    return Prepared(
+        groups=[samples for samples in kept if samples],
+        without_signal=sum(not samples for samples in kept),
+        rollouts=len(rollouts),
+        truncated=sum(is_truncated(rollout.finish) for rollout in rollouts),
+    )
+
+
+def check_staleness(groups: Sequence[TrainingGroup], step: int, bound: int) -> None:
+    """The hub keeps the bound; a batch that breaks it is refused whole, since training on it would not be the run."""
+    for group in groups:
+        if not allowed(step, group.version, bound):
+            raise ProtocolError(
+                f"the hub's batch for step {step} holds unit {group.unit} of version {group.version}, "
+                f"outside versions {max(0, step - bound)}…{step} that max_staleness = {bound} allows"
+            )
+
+
+def _samples(group: TrainingGroup, advantage: Advantage, mask_truncated: bool) -> list[Sample]:
+    rewards = [rollout.reward for rollout in group.rollouts]
+    if not carries_signal(rewards):
+        return []
+    advantages = advantage(torch.tensor(rewards, dtype=torch.float32)).tolist()
+    return [
+        _sample(group, rollout, value)
+        for rollout, value in zip(group.rollouts, advantages, strict=True)
+        if rollout.tokens and not (mask_truncated and is_truncated(rollout.finish))
+    ]
+
+
+def _sample(group: TrainingGroup, rollout: TrainingRollout, advantage: float) -> Sample:
+    token_ids, behaviour = rollout.token_ids, rollout.logprob_values
+    if len(token_ids) != len(behaviour):
+        raise ProtocolError(f"unit {group.unit}: a rollout has {len(token_ids)} tokens but {len(behaviour)} logprobs")
+    return Sample(group.prompt_ids, token_ids, behaviour, advantage)

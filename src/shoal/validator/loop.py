@@ -1,0 +1,170 @@
+"""The validator: claims audits, fetches what they need, judges them policy by policy, and signs the verdicts.
+
+    hub ── audits ──► validator ── bodies ◄── hub        policies ◄── sources (a few stay loaded)
+     ▲                    │
+     └── signed verdicts ◄┴─ one batched prefill per policy
+
+Back-pressure: it claims `max_audits` at a time and the next only when those are done; the hub keeps the rest. What it
+claims and does not judge (it was killed, a policy could not be fetched) falls back to the hub when the claim runs out.
+Nothing that goes wrong here ever rejects a submission.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+
+from shoal.client import Activity, ClientOptions, HubClient, RegularHeartbeat
+from shoal.engines import build
+from shoal.engines.shelf import EngineShelf, LoadedPolicy
+from shoal.errors import BroadcastError, DeadlineExceeded, EnvironmentSetupError, HubRefused, ProtocolError
+from shoal.protocol import Audit, AuditRequest, HeartbeatReply, Outcome, PolicyRef, Verdict, sign_document
+from shoal.runtime.clock import Clock, SystemClock
+from shoal.runtime.lock import FolderLock
+from shoal.runtime.stop import StopToken
+from shoal.shardcast import Downloader, DownloadSettings
+from shoal.validator.judge import Judge
+from shoal.validator.settings import ValidatorConfig, ValidatorSettings
+from shoal.validator.verdicts import MACHINERY_POLICY, Docket
+
+log = logging.getLogger(__name__)
+
+LOCK_WAIT_S = 5.0
+POLICY_TRIES = 3  # claims of one submission that may fail for want of its policy before it is given up
+
+
+def run_validator(config: ValidatorConfig, stop: StopToken) -> None:
+    """Audit for a run until it is finished or the process is told to stop."""
+    with FolderLock(config.folder).acquire(stop, LOCK_WAIT_S), _connected(config, stop) as client:
+        run = client.run_info()
+        if config.environment.digest != run.environment_digest:
+            raise EnvironmentSetupError(
+                f"this validator's environment {config.environment.name} ({config.environment.digest[:16]}…) is not "
+                f"the run's {run.environment} ({run.environment_digest[:16]}…): use the recipe of run {run.run}"
+            )
+        with closing(_downloader(config, client, stop)) as downloader:
+            shelf = EngineShelf(
+                downloader.fetch, lambda files: build(config.engine, files), config.settings.held_versions
+            )
+            judge = Judge(config.environment, config.settings.tolerances, config.shuffle_rewards)
+            Validator(client, shelf, judge, config.settings, stop).run()
+
+
+def _downloader(config: ValidatorConfig, client: HubClient, stop: StopToken) -> Downloader:
+    trusted = client.trusted_run()
+    settings = DownloadSettings(kept_payloads=config.settings.held_versions)
+    return Downloader(trusted.info.sources, trusted.run, trusted.trainer_key, config.folder / "cache", stop, settings)
+
+
+@contextmanager
+def _connected(config: ValidatorConfig, stop: StopToken) -> Iterator[HubClient]:
+    options = ClientOptions(patience_s=config.settings.hub_patience_s)
+    client = HubClient(config.hub_url, config.key, stop, config.root_fingerprint, config.http, options=options)
+    try:
+        client.register(config.folder.name, "validator", config.certificate)
+        yield client
+    finally:
+        client.close()
+
+
+class Validator:
+    """The loop itself; see the module's picture."""
+
+    def __init__(
+        self,
+        client: HubClient,
+        shelf: EngineShelf,
+        judge: Judge,
+        settings: ValidatorSettings,
+        stop: StopToken,
+        clock: Clock = SystemClock(),
+    ) -> None:
+        self._client = client
+        self._shelf = shelf
+        self._judge = judge
+        self._settings = settings
+        self._stop = stop
+        self._clock = clock
+        self._misses: Counter[str] = Counter()
+        self.activity = Activity(clock)
+        self._heartbeat = RegularHeartbeat(client, settings.heartbeat_s, self.activity, _ignore)
+
+    def run(self) -> None:
+        """Claim, judge, report; until finished or stopped."""
+        log.info("validator %s audits for run %s", self._client.key.node, self._client.run_info().run)
+        request = AuditRequest(max_audits=self._settings.max_audits, wait_s=self._settings.audit_wait_s)
+        with self._heartbeat:
+            try:
+                while not self._stop.is_set():
+                    if self._heartbeat.refusal is not None:
+                        raise self._heartbeat.refusal
+                    with self.activity.waiting("submissions to audit"):
+                        reply = self._client.audits(request)
+                    if reply.finished and not reply.audits:
+                        return
+                    self.audit(reply.audits)
+            except DeadlineExceeded:
+                if not self._stop.is_set():
+                    raise
+
+    def audit(self, audits: Sequence[Audit]) -> None:
+        """Judge a handful of audits, one policy after another, oldest first: batches need those first."""
+        dockets = [docket for audit in audits if (docket := self._docket(audit)) is not None]
+        policies = {docket.lease.policy for docket in dockets}
+        for policy in sorted(policies, key=lambda ref: (ref.incarnation, ref.version)):
+            if self._stop.is_set():
+                return
+            together = [docket for docket in dockets if docket.lease.policy == policy]
+            loaded = self._policy(policy, together)
+            if loaded is None:
+                continue
+            with self.activity.busy(f"auditing {len(together)} groups of policy {policy.label}"):
+                verdicts = self._judge.verdicts(together, loaded)
+            for verdict in verdicts:
+                self._report(verdict)
+
+    def _docket(self, audit: Audit) -> Docket | None:
+        """An audit with its lease opened and its bytes fetched; None if the hub's papers are not in order."""
+        try:
+            return Docket(audit, self._client.open_lease(audit.lease), self._client.submission(audit.submission))
+        except (HubRefused, ProtocolError) as error:
+            log.error("submission %s cannot be audited: %s", audit.submission[:16], error)
+            return None
+
+    def _policy(self, policy: PolicyRef, dockets: Sequence[Docket]) -> LoadedPolicy | None:
+        """The engine with this policy. Without it the claims run out; after a few times they are given up."""
+        try:
+            with self.activity.waiting(f"policy {policy.label}"):
+                return self._shelf.get(policy, self._settings.policy_wait_s)
+        except (BroadcastError, DeadlineExceeded) as error:
+            if self._stop.is_set():
+                return None
+            log.warning("policy %s could not be fetched, %d audits wait: %s", policy.label, len(dockets), error)
+            for docket in dockets:
+                self._misses[docket.audit.submission] += 1
+                if self._misses[docket.audit.submission] >= POLICY_TRIES:
+                    message = f"the validator could not fetch policy {policy.label}: {error}"
+                    now_ms = self._clock.now_ms()
+                    self._report(docket.inconclusive([], MACHINERY_POLICY, message, now_ms))
+            return None
+
+    def _report(self, verdict: Verdict) -> None:
+        try:
+            self._client.verdict(sign_document(verdict, self._client.key))
+        except HubRefused as refusal:
+            log.warning("the verdict on unit %d was not taken: %s", verdict.unit, refusal)
+            return
+        self._misses.pop(verdict.submission, None)
+        self.activity.count(verdict.outcome.value)
+        self.activity.count("tokens", verdict.generated_tokens)
+        if verdict.outcome is not Outcome.ACCEPTED:
+            log.info(
+                "unit %d of node %s %s, %s: %s",
+                verdict.unit, verdict.node, verdict.outcome.value, verdict.reason, verdict.message,
+            )  # fmt: skip
+
+
+def _ignore(_reply: HeartbeatReply) -> None:
+    """A validator has nothing to learn from the hub's view of it."""

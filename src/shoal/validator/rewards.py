@@ -1,0 +1,76 @@
+"""The reward, computed here and nowhere else: tokens to text by the policy's own tokenizer, text to score.
+
+A failure of the scoring machinery is `ScoringFailure`: the group then yields no sample, never a reward of 0.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from shoal.environments import Environment, Score, Task
+from shoal.errors import EnvironmentSetupError, ScoringFailure
+from shoal.models import TextTokenizer
+from shoal.protocol import Lease, Rollout, RolloutReward
+
+Decode = Callable[[Sequence[int]], str]
+
+MAX_PARTS = 64
+
+
+def decoder(files: Mapping[str, bytes], eos_token_id: int) -> Decode:
+    """How a policy's tokens become text. One end-of-sequence token at the end is no part of the completion.
+
+    A policy without a tokenizer (the scripted engine's) has tokens that are characters.
+    """
+    if "tokenizer.json" in files:
+        tokenizer = TextTokenizer(files)
+
+        def decode(token_ids: Sequence[int]) -> str:
+            return tokenizer.decode(_without_eos(token_ids, eos_token_id))
+
+        return decode
+    return lambda token_ids: "".join(chr(token) for token in _without_eos(token_ids, eos_token_id))
+
+
+def _without_eos(token_ids: Sequence[int], eos_token_id: int) -> Sequence[int]:
+    return token_ids[:-1] if token_ids and token_ids[-1] == eos_token_id else token_ids
+
+
+def score_group(
+    environment: Environment, lease: Lease, rollouts: Sequence[Rollout], decode: Decode
+) -> tuple[RolloutReward, ...]:
+    """The reward of every rollout, or `ScoringFailure`; a group is scored whole or not at all."""
+    try:
+        task = environment.task(lease.task)
+    except EnvironmentSetupError as error:
+        raise ScoringFailure(f"the environment does not know the lease's task: {error}") from error
+    return tuple(_reward(environment, task, decode(rollout.token_ids.tolist())) for rollout in rollouts)
+
+
+def _reward(environment: Environment, task: Task, completion: str) -> RolloutReward:
+    score: Score = environment.score(task, completion)
+    numbers = [score.value, *score.parts.values()]
+    if not all(math.isfinite(number) for number in numbers) or len(score.parts) > MAX_PARTS:
+        raise ScoringFailure(
+            f"environment {environment.name} gave the score {score.value!r} with {len(score.parts)} parts for task "
+            f"{task.id}; scores and at most {MAX_PARTS} parts must be finite numbers"
+        )
+    return RolloutReward(value=float(score.value), parts={key: float(part) for key, part in score.parts.items()})
+
+
+def shuffled(rewards: Sequence[RolloutReward], run: str, unit: int) -> tuple[RolloutReward, ...]:
+    """The control experiment: the same rewards on other rollouts of the group, the same way at every try.
+
+    A group keeps its mean and its spread, so everything is as before but the connection to what was generated. The
+    part `shuffled_from` says whose reward it is.
+    """
+    digest = hashlib.sha256(f"shoal/shuffle/v1\n{run}\n{unit}".encode()).digest()
+    order = np.random.Generator(np.random.PCG64(int.from_bytes(digest[:16], "big"))).permutation(len(rewards))
+    return tuple(
+        RolloutReward(value=rewards[i].value, parts={**rewards[i].parts, "shuffled_from": float(i)})
+        for i in order.tolist()
+    )

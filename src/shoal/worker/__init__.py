@@ -1,0 +1,15 @@
+"""The worker: anyone's machine, generating rollouts for a run. Outbound HTTP only.
+
+settings   WorkerSettings, WorkerConfig
+loop       run_worker, Worker: lease, generate, hand in
+outbox     Outbox, Parcel: finished work on disk until the hub has promised to keep it
+uploader   Uploader: sends the outbox beside generation
+folder     identity, pinned_root, remember_root: what a worker's folder remembers
+earnings   Earnings: credit and refusals, said to the node's owner
+"""
+
+from shoal.worker.loop import Worker, run_worker
+from shoal.worker.outbox import Outbox, Parcel
+from shoal.worker.settings import WorkerConfig, WorkerSettings
+
+__all__ = ["Outbox", "Parcel", "Worker", "WorkerConfig", "WorkerSettings", "run_worker"]

@@ -1,0 +1,76 @@
+"""What the hub thinks of this node, said to its owner: credit earned, groups refused and why.
+
+The heartbeat's answer carries the totals; when a refusal is among them, the reason is read from the run's status.
+Good news is gathered and told every so often, bad news at once.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from shoal.client import HubClient
+from shoal.errors import DeadlineExceeded, HubError, HubRefused, ProtocolError
+from shoal.protocol import HeartbeatReply, NodeState, NodeView
+from shoal.runtime.clock import Clock, SystemClock
+
+log = logging.getLogger(__name__)
+
+FORBIDDEN = 403
+TELL_EVERY_S = 15.0
+ASK_PATIENCE_S = 5.0
+
+
+class Earnings:
+    """Compares what the hub says with what it said before. Called by one thread at a time."""
+
+    def __init__(self, client: HubClient, clock: Clock = SystemClock()) -> None:
+        self._client = client.patient(ASK_PATIENCE_S)
+        self._clock = clock
+        self._first: NodeView | None = None
+        self._last: NodeView | None = None
+        self._told: NodeView | None = None
+        self._tell_at_s = 0.0
+        self.shut_out: HubRefused | None = None
+
+    def hear(self, reply: HeartbeatReply) -> None:
+        now, before = reply.node, self._last or reply.node
+        self._first, self._last = self._first or now, now
+        self._told = self._told or now
+        if now.rejected > before.rejected:
+            log.warning("%s rejected: %s", _groups(now.rejected - before.rejected), self._why(now))
+        if now.inconclusive > before.inconclusive:
+            log.info("%s could not be judged; that costs nothing", _groups(now.inconclusive - before.inconclusive))
+        if now.accepted > self._told.accepted and self._clock.monotonic_s() >= self._tell_at_s:
+            log.info("%s", _gain(self._told, now))
+            self._told, self._tell_at_s = now, self._clock.monotonic_s() + TELL_EVERY_S
+        if now.state is not NodeState.ACTIVE:
+            sentence = f"the hub has {now.state.value} this node: {now.reason or 'it gave no reason'}"
+            self.shut_out = HubRefused(FORBIDDEN, f"node.{now.state.value}", sentence)
+
+    def summary(self) -> str:
+        """What this start of the worker earned, for its last line."""
+        if self._first is None or self._last is None:
+            return "the hub was not heard from"
+        return _gain(self._first, self._last)
+
+    def _why(self, view: NodeView) -> str:
+        try:
+            verdicts = self._client.status().verdicts
+        except (HubError, ProtocolError, DeadlineExceeded) as error:
+            return f"the reason could not be asked for ({error})"
+        mine = [verdict for verdict in verdicts if verdict.node == view.node and verdict.reason]
+        if not mine:
+            return view.reason or "the hub no longer knows why"
+        newest = max(mine, key=lambda verdict: verdict.decided_at_ms)
+        return f"unit {newest.unit}, {newest.reason}: {newest.message}"
+
+
+def _groups(count: int) -> str:
+    return f"{count} group{'' if count == 1 else 's'}"
+
+
+def _gain(before: NodeView, now: NodeView) -> str:
+    return (
+        f"{_groups(now.accepted - before.accepted)} accepted, credit +{now.credit - before.credit}; "
+        f"in all {_groups(now.accepted)}, credit {now.credit}"
+    )

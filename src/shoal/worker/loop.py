@@ -1,0 +1,268 @@
+"""The worker: leases groups, generates them under the lease's policy and seeds, and hands them in.
+
+    hub ── leases ──► worker ── one engine call per policy ──► outbox (fsync) ──► uploader ── submissions ──► hub
+     ▲                  │ ▲                                       │
+     └─ heartbeat ──────┘ └── pauses while the outbox is full ◄───┘
+
+Back-pressure: the worker leases only when it is about to generate (it never hoards), and generates only while the
+outbox has room. Whatever it waits for, its heartbeat says so. A hub that is away is waited for (`hub_patience_s`);
+finished work survives anything on disk; leases in hand are given back on the way out.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
+
+from shoal.client import Activity, ClientOptions, HubClient, RegularHeartbeat
+from shoal.engines import Completion, GenerationRequest, build
+from shoal.engines.shelf import EngineShelf, LoadedPolicy
+from shoal.errors import BroadcastError, DeadlineExceeded, HubError
+from shoal.protocol import (
+    SUBMISSION_FORMAT,
+    Lease,
+    LeaseRelease,
+    LeaseRequest,
+    PolicyRef,
+    Rollout,
+    Submission,
+    pack_logprobs,
+    pack_tokens,
+)
+from shoal.runtime.clock import Clock, SystemClock
+from shoal.runtime.lock import FolderLock
+from shoal.runtime.stop import StopToken
+from shoal.shardcast import Downloader, DownloadSettings
+from shoal.worker.earnings import Earnings
+from shoal.worker.folder import identity, pinned_root, remember_root
+from shoal.worker.outbox import Outbox, Parcel
+from shoal.worker.settings import WorkerConfig, WorkerSettings
+from shoal.worker.uploader import Uploader
+
+log = logging.getLogger(__name__)
+
+LOCK_WAIT_S = 5.0
+RELEASE_PATIENCE_S = 5.0
+LOADED_POLICIES = 1  # leases name the newest policy: a second copy of the weights would hardly ever be used
+POLICY_PAUSE_S = 1.0  # after a policy could not be had, before asking for work again
+
+
+def run_worker(config: WorkerConfig, stop: StopToken) -> None:
+    """Work for a run until it is finished, the process is told to stop, or the hub shuts this node out.
+
+    Raises `HubRefused` with the hub's sentence if the node is banned, `HubUnreachable` after the patience.
+    """
+    with FolderLock(config.folder).acquire(stop, LOCK_WAIT_S), _connected(config, stop) as client:
+        run = client.run_info()
+        log.info("node %s works for run %s at %s", client.key.node, run.run, client.url)
+        outbox = Outbox(config.folder / "outbox", config.settings.refused_kept)
+        with closing(_downloader(config, client, stop)) as downloader:
+            shelf = EngineShelf(downloader.fetch, lambda files: build(config.engine, files), LOADED_POLICIES)
+            Worker(client, shelf, outbox, config.settings, stop).run()
+
+
+def _downloader(config: WorkerConfig, client: HubClient, stop: StopToken) -> Downloader:
+    trusted = client.trusted_run()
+    settings = DownloadSettings(kept_payloads=config.settings.keep_versions)
+    return Downloader(trusted.info.sources, trusted.run, trusted.trainer_key, config.folder / "cache", stop, settings)
+
+
+@contextmanager
+def _connected(config: WorkerConfig, stop: StopToken) -> Iterator[HubClient]:
+    """A registered client that insists on the run's root key, remembered from the first contact on."""
+    key = identity(config.folder)
+    pinned = pinned_root(config.folder, config.hub_url, config.root_fingerprint)
+    options = ClientOptions(patience_s=config.settings.hub_patience_s)
+    client = HubClient(config.hub_url, key, stop, pinned, config.http, options=options)
+    try:
+        remember_root(config.folder, config.hub_url, client.trusted_run().root_fingerprint)
+        client.register(config.name, "worker", None)
+        yield client
+    finally:
+        client.close()
+
+
+@dataclass(frozen=True)
+class Held:
+    """A lease in hand, and when it runs out by this machine's own clock (the hub's may be off by minutes)."""
+
+    lease: Lease
+    ends_at_s: float
+
+
+class Worker:
+    """The loop itself; see the module's picture."""
+
+    def __init__(
+        self,
+        client: HubClient,
+        shelf: EngineShelf,
+        outbox: Outbox,
+        settings: WorkerSettings,
+        stop: StopToken,
+        clock: Clock = SystemClock(),
+    ) -> None:
+        self._client = client
+        self._shelf = shelf
+        self._outbox = outbox
+        self._settings = settings
+        self._stop = stop
+        self._clock = clock
+        self._run = client.run_info().run
+        self._hand: dict[str, Held] = {}
+        self._finished = False
+        self._earnings = Earnings(client, clock)
+        self.activity = Activity(clock)
+        self._uploader = Uploader(client, outbox, self._on_sent, clock)
+        self._heartbeat = RegularHeartbeat(client, settings.heartbeat_s, self.activity, self._earnings.hear)
+
+    def run(self) -> None:
+        """Lease, generate, hand in; until finished, stopped or shut out."""
+        self._report_leftovers()
+        with ExitStack() as stack:
+            stack.enter_context(self._uploader)
+            stack.enter_context(self._heartbeat)
+            try:
+                while not self._stop.is_set() and not self._finished:
+                    self._raise_failure()
+                    if self._room_in_outbox():
+                        self._lease()
+                        self._work()
+            except DeadlineExceeded:
+                if not self._stop.is_set():
+                    raise
+            finally:
+                self._leave()
+            self._raise_failure()
+
+    def _report_leftovers(self) -> None:
+        waiting = len(self._outbox.waiting(self._run))
+        if waiting:
+            log.info("%d finished groups of an earlier start are sent first", waiting)
+
+    def _raise_failure(self) -> None:
+        """What the other threads found, raised here: this node is shut out, or the hub is gone."""
+        for failure in (self._earnings.shut_out, self._heartbeat.refusal, self._uploader.failure):
+            if failure is not None:
+                raise failure
+
+    def _room_in_outbox(self) -> bool:
+        limit = self._settings.outbox_limit
+        if self._outbox.wait_until_below(self._run, limit, 0):
+            return True
+        with self.activity.waiting(f"the hub to take {limit} finished groups"):
+            return self._outbox.wait_until_below(self._run, limit, self._settings.heartbeat_s)
+
+    def _lease(self) -> None:
+        request = LeaseRequest(
+            request=uuid.uuid4().hex, max_units=self._settings.units_per_lease, wait_s=self._settings.lease_wait_s
+        )
+        with self.activity.waiting("work from the hub"):
+            reply = self._client.lease(request)
+        arrived_s = self._clock.monotonic_s()
+        for lease, _ in self._client.open_leases(reply):
+            self._hand[lease.lease] = Held(lease, arrived_s + (lease.deadline_ms - lease.issued_at_ms) / 1000)
+        self._finished = reply.finished and not reply.leases
+        if not reply.leases and reply.waiting:
+            log.debug("no work: %s", reply.waiting)
+
+    def _work(self) -> None:
+        """Do what is in hand, the oldest policy first: its groups grow stale soonest."""
+        policies = {held.lease.policy for held in self._hand.values()}
+        for policy in sorted(policies, key=lambda ref: (ref.incarnation, ref.version)):
+            if self._stop.is_set():
+                return
+            loaded = self._policy(policy)
+            if loaded is not None:
+                self._generate(loaded)
+
+    def _of(self, policy: PolicyRef) -> list[Held]:
+        return [held for held in self._hand.values() if held.lease.policy == policy]
+
+    def _policy(self, policy: PolicyRef) -> LoadedPolicy | None:
+        """The engine with this policy; None, and the leases given back, if it cannot be had before they run out."""
+        patience_s = max(held.ends_at_s for held in self._of(policy)) - self._clock.monotonic_s()
+        try:
+            with self.activity.waiting(f"policy {policy.label}"):
+                return self._shelf.get(policy, max(patience_s, 0.0))
+        except (BroadcastError, DeadlineExceeded) as error:
+            if self._stop.is_set():
+                return None
+            log.warning("policy %s could not be fetched: %s", policy.label, error)
+            self._release([held.lease.lease for held in self._of(policy)], f"policy {policy.label} not available")
+            self._stop.wait(POLICY_PAUSE_S)
+            return None
+
+    def _generate(self, loaded: LoadedPolicy) -> None:
+        """All groups of one policy in one engine call; each is durable before the next thing happens."""
+        now_s = self._clock.monotonic_s()
+        late = [held.lease.lease for held in self._of(loaded.ref) if held.ends_at_s <= now_s]
+        self._release(late, "the lease ran out before it was begun")
+        leases = [held.lease for held in self._of(loaded.ref)]
+        if not leases:
+            return
+        requests = [GenerationRequest(lease.prompt_ids, lease.seed_numbers, lease.sampling) for lease in leases]
+        with self.activity.busy(f"generating {len(leases)} groups by policy {loaded.ref.label}"):
+            groups = loaded.engine.generate(requests)
+        for lease, completions in zip(leases, groups, strict=True):
+            self._outbox.put(submission_of(lease, completions, loaded.engine.name))
+            del self._hand[lease.lease]
+            self.activity.count("groups")
+            self.activity.count("tokens", sum(len(completion.token_ids) for completion in completions))
+
+    def _on_sent(self, parcel: Parcel, taken: bool) -> None:
+        self.activity.count("submitted" if taken else "refused")
+        log.debug("unit %d %s", parcel.unit, "submitted" if taken else "refused")
+
+    def _release(self, leases: list[str], reason: str) -> None:
+        """Give leases back at once, so that others need not wait for them to run out."""
+        for lease in leases:
+            self._hand.pop(lease, None)
+        if not leases:
+            return
+        try:
+            self._client.patient(RELEASE_PATIENCE_S).release(LeaseRelease(leases=tuple(leases), reason=reason[:200]))
+        except (HubError, DeadlineExceeded) as error:
+            log.warning("%d leases could not be given back, they will run out: %s", len(leases), error)
+
+    def _leave(self) -> None:
+        """On the way out: give back what was not done, send what was."""
+        self._release(list(self._hand), self._stop.reason or "the worker is ending")
+        with self.activity.waiting("the hub to take the last groups"):
+            if self._finished:  # nothing else to do: as long as it takes, unless told to stop
+                self._uploader.flush(self._settings.hub_patience_s, self._stop.is_set)
+            else:
+                self._uploader.flush(self._settings.stop_flush_s, lambda: False)
+        self._heartbeat.once()
+        log.info("this start: %s", self._earnings.summary())
+        kept = len(self._outbox.waiting(self._run))
+        if kept:
+            log.info("%d finished groups stay in the outbox; the next start sends them", kept)
+
+
+def submission_of(lease: Lease, completions: list[Completion], engine: str) -> Submission:
+    """A finished group as it is handed in."""
+    return Submission(
+        format=SUBMISSION_FORMAT,
+        run=lease.run,
+        node=lease.node,
+        lease=lease.lease,
+        unit=lease.unit,
+        incarnation=lease.policy.incarnation,
+        version=lease.policy.version,
+        policy_digest=lease.policy.digest,
+        prompt=pack_tokens(lease.prompt_ids),
+        rollouts=[rollout_of(completion) for completion in completions],
+        engine=engine,
+    )
+
+
+def rollout_of(completion: Completion) -> Rollout:
+    return Rollout(
+        tokens=pack_tokens(completion.token_ids),
+        logprobs=pack_logprobs(completion.logprobs),
+        finish=completion.finish,
+    )

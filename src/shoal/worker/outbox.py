@@ -1,0 +1,128 @@
+"""Finished work on its way to the hub, as files: what was generated is never lost, whatever dies.
+
+    generate ─► put (fsync) ─► waiting ─┬─ verified receipt ──► file removed
+                   │                    └─ final refusal ─────► outbox/refused/, with the hub's reason
+                   └─ kill -9 anywhere: the next start finds the file and sends it
+
+A file appears whole or not at all (written beside, fsynced, renamed, folder fsynced). Sending twice is harmless: the
+hub answers the same bytes with the same receipt.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from shoal.errors import CodecError
+from shoal.protocol import Limits, Submission, pack, submission_digest, unpack
+from shoal.runtime.clock import Clock, SystemClock
+from shoal.runtime.files import ensure_folder, resource_error, sync_folder, write_atomically
+
+SUFFIX = ".submission"
+REASON_SUFFIX = ".reason.json"
+OWN_LIMITS = Limits(compressed_bytes=2**30, inflated_bytes=2**32)  # files that this worker wrote itself
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """One finished submission in the outbox: where it lies, and for which lease of which run it is."""
+
+    path: Path
+    run: str
+    lease: str
+    unit: int
+
+    def read(self) -> bytes:
+        return self.path.read_bytes()
+
+
+class Outbox:
+    """The parcels in one folder, oldest first. For threads to share, not processes (the worker locks its folder)."""
+
+    def __init__(self, folder: Path, refused_kept: int, clock: Clock = SystemClock()) -> None:
+        self._folder = ensure_folder(folder)
+        self._refused = ensure_folder(folder / "refused")
+        self._refused_kept = refused_kept
+        self._clock = clock
+        self._changed = threading.Condition()
+        self._parcels: dict[Path, Parcel] = {}
+        self._recover()
+
+    def put(self, submission: Submission) -> Parcel:
+        """Make a finished submission durable; when this returns no crash loses it."""
+        body = pack(submission)
+        name = f"{self._clock.now_ms():013d}-{submission.unit}-{submission_digest(body)[:12]}{SUFFIX}"
+        parcel = Parcel(self._folder / name, submission.run, submission.lease, submission.unit)
+        write_atomically(parcel.path, body)
+        with self._changed:
+            self._parcels[parcel.path] = parcel
+            self._changed.notify_all()
+        return parcel
+
+    def waiting(self, run: str) -> Sequence[Parcel]:
+        """The parcels of a run that are still to be sent. Those of other runs stay for when they are joined again."""
+        with self._changed:
+            return self._of(run)
+
+    def wait_for_parcel(self, run: str, timeout_s: float) -> Parcel | None:
+        """The oldest parcel of a run, waiting for one to be put."""
+        with self._changed:
+            self._changed.wait_for(lambda: bool(self._of(run)), timeout_s)
+            parcels = self._of(run)
+            return parcels[0] if parcels else None
+
+    def wait_until_below(self, run: str, limit: int, timeout_s: float) -> bool:
+        """Whether fewer than `limit` parcels of a run wait, at the latest after the time-out."""
+        with self._changed:
+            return self._changed.wait_for(lambda: len(self._of(run)) < limit, timeout_s)
+
+    def delivered(self, parcel: Parcel) -> None:
+        """The hub has promised: the file may go."""
+        parcel.path.unlink(missing_ok=True)
+        self._forget(parcel)
+
+    def refuse(self, parcel: Parcel, code: str, message: str) -> None:
+        """The hub will never take it: keep it aside with the reason, and keep only the last few of those."""
+        self._set_aside(parcel.path, {"code": code, "message": message, "lease": parcel.lease, "unit": parcel.unit})
+        self._forget(parcel)
+
+    def _of(self, run: str) -> list[Parcel]:
+        return sorted((p for p in self._parcels.values() if p.run == run), key=lambda parcel: parcel.path.name)
+
+    def _forget(self, parcel: Parcel) -> None:
+        with self._changed:
+            self._parcels.pop(parcel.path, None)
+            self._changed.notify_all()
+
+    def _recover(self) -> None:
+        """Find what an earlier process left: whole parcels are kept, half-written files are not ours to send."""
+        try:
+            for path in sorted(self._folder.iterdir()):
+                if path.is_file() and path.name.startswith("."):
+                    path.unlink()  # a temporary of a process that died before its rename
+                elif path.name.endswith(SUFFIX):
+                    self._admit(path)
+        except OSError as error:
+            raise resource_error("read the outbox", self._folder, error) from error
+
+    def _admit(self, path: Path) -> None:
+        try:
+            submission = unpack(path.read_bytes(), Submission, OWN_LIMITS)
+        except CodecError as error:
+            self._set_aside(path, {"code": "outbox.unreadable", "message": str(error)})
+            return
+        self._parcels[path] = Parcel(path, submission.run, submission.lease, submission.unit)
+
+    def _set_aside(self, path: Path, reason: dict[str, object]) -> None:
+        target = self._refused / path.name
+        write_atomically(target.with_name(path.name + REASON_SUFFIX), json.dumps(reason, indent=2).encode())
+        path.replace(target)
+        sync_folder(self._refused)
+        sync_folder(self._folder)
+        kept = sorted(self._refused.glob(f"*{SUFFIX}"))
+        for old in kept[: max(0, len(kept) - self._refused_kept)]:
+            old.unlink(missing_ok=True)
+            old.with_name(old.name + REASON_SUFFIX).unlink(missing_ok=True)

@@ -1,0 +1,45 @@
+"""What a worker can be told: the [worker] section of a recipe, and who it is in which run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+from pydantic import BaseModel, ConfigDict, Field
+
+from shoal.protocol.lease import MAX_LEASES_PER_REQUEST
+
+
+class WorkerSettings(BaseModel):
+    """How a worker works. Nothing here changes what it generates: that is all in the lease."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    units_per_lease: int = Field(8, ge=1, le=MAX_LEASES_PER_REQUEST, description="groups generated in one engine call")
+    lease_wait_s: float = Field(
+        5.0, ge=0, le=60, description="one long poll for work; also the longest that an idle worker takes to stop"
+    )
+    heartbeat_s: float = Field(5.0, gt=0, description="time between two heartbeats")
+    keep_versions: int = Field(2, ge=1, description="policies kept in the cache on disk")
+    hub_patience_s: float = Field(600.0, gt=0, description="how long a hub that does not answer is waited for")
+    outbox_limit: int = Field(64, ge=1, description="finished groups that may wait for the hub; then work pauses")
+    refused_kept: int = Field(100, ge=0, description="refused groups kept in outbox/refused with the hub's reason")
+    stop_flush_s: float = Field(5.0, ge=0, description="how long a stopping worker still sends finished groups")
+
+
+@dataclass(frozen=True)
+class WorkerConfig:
+    """One worker: its folder (key, outbox, cache), its engine, and the hub it works for.
+
+    Without `root_fingerprint` the hub is believed at the first contact and remembered in the folder. `http` is given
+    only by tests and one-process runs.
+    """
+
+    folder: Path
+    settings: WorkerSettings
+    engine: str
+    hub_url: str
+    root_fingerprint: str | None
+    name: str
+    http: httpx.Client | None = None

@@ -1,0 +1,88 @@
+"""Sends finished work beside generation: a thread that empties the outbox, oldest first.
+
+worker ─ put ─► outbox ─► uploader ─ PUT /submissions ─► hub
+   ▲                         │  receipt: removed · final refusal: set aside · no answer: tried again
+   └───── `failure` ◄────────┘  the hub is gone for longer than the patience, or this node is shut out
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+from shoal.client import HubClient
+from shoal.errors import DeadlineExceeded, HubRefused, ShoalError
+from shoal.runtime.clock import Clock, SystemClock
+from shoal.runtime.stop import StopToken
+from shoal.worker.outbox import Outbox, Parcel
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.1
+JOIN_S = 10.0
+SHUT_OUT_CODES = "node."
+UNAUTHORISED = 401
+
+
+class Uploader:
+    """Use as a context manager. `failure` is what the worker should end with, if anything."""
+
+    def __init__(
+        self,
+        client: HubClient,
+        outbox: Outbox,
+        on_sent: Callable[[Parcel, bool], None],
+        clock: Clock = SystemClock(),
+    ) -> None:
+        self._client = client
+        self._outbox = outbox
+        self._run = client.run_info().run
+        self._on_sent = on_sent
+        self._clock = clock
+        self._end = StopToken()
+        self._thread = threading.Thread(target=self._empty, name="uploader", daemon=True)
+        self.failure: ShoalError | None = None
+
+    def __enter__(self) -> Uploader:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self._end.set("the worker ended")
+        self._thread.join(JOIN_S)
+
+    def flush(self, timeout_s: float, give_up: Callable[[], bool]) -> bool:
+        """Whether everything was sent, at the latest after the time-out, a failure, or when `give_up` says so."""
+        end_s = self._clock.monotonic_s() + timeout_s
+        while not self._outbox.wait_until_below(self._run, 1, POLL_S):
+            if self.failure is not None or give_up() or self._clock.monotonic_s() > end_s:
+                return False
+        return True
+
+    def _empty(self) -> None:
+        while not self._end.is_set() and self.failure is None:
+            parcel = self._outbox.wait_for_parcel(self._run, POLL_S)
+            if parcel is not None:
+                self._send(parcel)
+
+    def _send(self, parcel: Parcel) -> None:
+        try:
+            self._client.submit(parcel.lease, parcel.read())
+        except HubRefused as refusal:
+            self._refused(parcel, refusal)
+        except DeadlineExceeded:
+            self._end.wait(POLL_S)  # stopping: try once more until the flush is over
+        except (ShoalError, OSError) as error:
+            self.failure = error if isinstance(error, ShoalError) else ShoalError(f"cannot send {parcel.path}: {error}")
+        else:
+            self._outbox.delivered(parcel)
+            self._on_sent(parcel, True)
+
+    def _refused(self, parcel: Parcel, refusal: HubRefused) -> None:
+        if refusal.status == UNAUTHORISED or refusal.code.startswith(SHUT_OUT_CODES):
+            self.failure = refusal  # about this node, not about the parcel: it stays
+            return
+        self._outbox.refuse(parcel, refusal.code, str(refusal))
+        log.warning("unit %d was not taken: %s", parcel.unit, refusal)
+        self._on_sent(parcel, False)

@@ -1,0 +1,364 @@
+"""What every storage must do, run against each implementation."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from sqlalchemy import create_engine, text
+
+from shoal import ledger
+from shoal.errors import ConfigError, ResourceError
+from shoal.hub.state.commands import (
+    AddBatch,
+    AddPolicy,
+    AddVerdict,
+    Command,
+    RaiseAlarm,
+    Record,
+    SaveLease,
+    SaveNode,
+    SaveSubmission,
+    SaveUnit,
+)
+from shoal.hub.state.machines import LeaseState, SubmissionState, UnitState
+from shoal.hub.state.rows import LeaseRow, NodeRow, Progress, SubmissionRow, UnitRow
+from shoal.hub.storage import BlobFolder, MemoryStorage, Presence, SqliteStorage, StaleRow, Storage
+from shoal.protocol import Batch, NodeState, PolicyRef, StepReport
+
+POLICY = PolicyRef(incarnation=0, version=0, digest="d" * 64)
+
+
+def node(number: int = 1) -> NodeRow:
+    return NodeRow(f"{number:032x}", f"{number:064x}", "worker", f"n{number}", registered_at_ms=number)
+
+
+def lease(unit: int, attempt: int = 0, who: int = 1, deadline_ms: int = 100, request: str = "request-1") -> LeaseRow:
+    name, row = f"u{unit}a{attempt}", node(who)
+    return LeaseRow(
+        name, unit, row.node, attempt, request, 0, 0, POLICY.digest, issued_at_ms=unit, deadline_ms=deadline_ms
+    )
+
+
+def submission(unit: int, attempt: int = 0, name: str | None = None) -> SubmissionRow:
+    row = lease(unit, attempt)
+    return SubmissionRow(
+        name or f"{unit:064x}", row.lease, unit, row.node, 0, 0, POLICY.digest, size_bytes=5, received_at_ms=unit
+    )
+
+
+def leased(unit: int, **changes: object) -> list[Command]:
+    return [SaveUnit(UnitRow(unit, f"task-{unit}", UnitState.LEASED), None), SaveLease(lease(unit, **changes), None)]
+
+
+IMPLEMENTATIONS: dict[str, Callable[[Path], Storage]] = {
+    "sqlite": lambda folder: SqliteStorage(folder / "hub.db"),
+    "memory": lambda _folder: MemoryStorage(),
+}
+
+
+@pytest.fixture(params=IMPLEMENTATIONS)
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Storage]:
+    storage = IMPLEMENTATIONS[request.param](tmp_path)
+    with storage.write() as transaction:
+        transaction.apply([SaveNode(node(1), None), SaveNode(node(2), None)])
+    yield storage
+    storage.close()
+
+
+def apply(storage: Storage, *commands: Command) -> None:
+    with storage.write() as transaction:
+        transaction.apply(commands)
+
+
+def test_a_new_storage_is_at_the_beginning(storage: Storage) -> None:
+    with storage.read() as reader:
+        assert reader.progress() == Progress()
+        assert reader.ledger_last() is None
+        assert reader.batch(0) is None
+        assert reader.unit(0) is None
+        assert reader.holding("u0a0") is None
+        assert reader.submission("x") is None
+        assert reader.policy(0, 0) is None
+        assert reader.setting("absent") is None
+
+
+def test_rows_come_back_as_they_went_in(storage: Storage) -> None:
+    unit = UnitRow(3, "t", UnitState.LEASED, attempt=2, failures=1, reason="x")
+    row = replace(submission(3), rewards=(0.5, -1.0), generated_tokens=7, message="m", decided_at_ms=9)
+    apply(storage, SaveUnit(unit, None), SaveLease(lease(3), None), SaveSubmission(row, None))
+    with storage.read() as reader:
+        assert reader.unit(3) == unit
+        assert reader.submission(row.submission) == row
+        assert reader.submission_of_lease("u3a0") == row
+        assert reader.submissions_named([row.submission, "absent"]) == {row.submission: row}
+        holding = reader.holding("u3a0")
+        assert holding is not None
+        assert (holding.lease, holding.unit) == (lease(3), unit)
+        assert reader.node(node(1).node) == node(1)
+        assert reader.nodes() == [node(1), node(2)]
+
+
+def test_a_row_is_written_only_over_the_state_it_was_decided_on(storage: Storage) -> None:
+    apply(storage, *leased(0))
+    row = UnitRow(0, "task-0", UnitState.SUBMITTED)
+    with pytest.raises(StaleRow):
+        apply(storage, SaveUnit(row, UnitState.OPEN))
+    apply(storage, SaveUnit(row, UnitState.LEASED))
+    with pytest.raises(StaleRow):
+        apply(storage, SaveUnit(row, UnitState.LEASED))
+
+
+def test_a_failed_transaction_leaves_nothing(storage: Storage) -> None:
+    with pytest.raises(RuntimeError, match="boom"), storage.write() as transaction:
+        transaction.apply([*leased(0), Record("credit", {"node": "x"}, 1)])
+        transaction.put_setting("key", "value")
+        raise RuntimeError("boom")
+    with storage.read() as reader:
+        assert reader.progress().next_unit == 0
+        assert reader.ledger_last() is None
+        assert reader.setting("key") is None
+
+
+def in_batch(*units: int) -> Batch:
+    assert not units
+    return Batch(step=0, groups=(), written_at_ms=1)
+
+
+CONTRADICTIONS: dict[str, tuple[list[Command], Command]] = {
+    "the same unit twice": ([], SaveUnit(UnitRow(0, "t"), None)),
+    "one submission in two units": (
+        [SaveUnit(UnitRow(1, "t", UnitState.SUBMITTED, submission="s"), None)],
+        SaveUnit(UnitRow(2, "t", UnitState.SUBMITTED, submission="s"), None),
+    ),
+    "two leases of one attempt": ([], SaveLease(replace(lease(0, who=2), lease="other"), None)),
+    "one request, one unit, two leases": ([], SaveLease(lease(0, attempt=1), None)),
+    "a lease of no unit": ([], SaveLease(lease(7), None)),
+    "a second submission of a lease": (
+        [SaveSubmission(submission(0), None)],
+        SaveSubmission(submission(0, name="b"), None),
+    ),
+    "the same bytes for two leases": (
+        [SaveSubmission(submission(0), None), *leased(1)],
+        SaveSubmission(submission(1, name=submission(0).submission), None),
+    ),
+    "a submission of no lease": ([], SaveSubmission(submission(7), None)),
+    "two digests of one version": (
+        [AddPolicy(POLICY, 1)],
+        AddPolicy(POLICY.model_copy(update={"digest": "e" * 64}), 1),
+    ),
+    "two batches of a step": ([AddBatch(in_batch())], AddBatch(in_batch())),
+    "two verdicts on a submission": (
+        [SaveSubmission(submission(0), None), AddVerdict(submission(0).submission, "{}")],
+        AddVerdict(submission(0).submission, "{}"),
+    ),
+    "a node registered twice": ([], SaveNode(node(1), None)),
+}
+
+
+@pytest.mark.parametrize("name", CONTRADICTIONS)
+def test_constraints_hold(storage: Storage, name: str) -> None:
+    before, forbidden = CONTRADICTIONS[name]
+    apply(storage, *leased(0), *before)
+    with pytest.raises(StaleRow):
+        apply(storage, forbidden)
+
+
+def test_progress_counts_what_pacing_needs(storage: Storage) -> None:
+    rows = [
+        UnitRow(0, "t", UnitState.OPEN),
+        UnitRow(1, "t", UnitState.LEASED),
+        UnitRow(2, "t", UnitState.SUBMITTED),
+        UnitRow(3, "t", UnitState.ACCEPTED),
+        UnitRow(4, "t", UnitState.ACCEPTED, step=0),
+        UnitRow(5, "t", UnitState.DROPPED, lost_step=0),
+        UnitRow(6, "t", UnitState.DROPPED, lost_step=1),
+        UnitRow(7, "t", UnitState.VOID, lost_step=1, reason="attempts"),
+        UnitRow(8, "t", UnitState.VOID, reason="stale"),
+        UnitRow(9, "t", UnitState.TRAINED, step=0),
+    ]
+    newest = PolicyRef(incarnation=1, version=0, digest="f" * 64)
+    older = PolicyRef(incarnation=0, version=7, digest="e" * 64)
+    apply(
+        storage, *(SaveUnit(row, None) for row in rows), AddBatch(in_batch()), AddPolicy(newest, 1), AddPolicy(older, 2)
+    )
+    with storage.read() as reader:
+        progress = reader.progress()
+        assert progress == Progress(policy=newest, next_step=1, next_unit=10, alive=4, dropped=1, failed=1)
+        assert [row.unit for row in reader.alive_units()] == [0, 1, 2, 3]
+        assert [row.unit for row in reader.batched_units()] == [4]
+        counts = reader.unit_counts()
+        assert (counts["void"], counts["void_stale"], counts["void_attempts"], counts["accepted"]) == (2, 1, 1, 2)
+
+
+def test_queries_come_in_order_and_within_limits(storage: Storage) -> None:
+    units = [SaveUnit(UnitRow(number, "t"), None) for number in (5, 3, 4)]
+    apply(storage, *units, *leased(2, deadline_ms=50), *leased(1, deadline_ms=60), *leased(0, deadline_ms=90))
+    apply(storage, *(SaveSubmission(submission(number), None) for number in (2, 0, 1)))
+    with storage.read() as reader:
+        assert [row.unit for row in reader.open_units(2)] == [3, 4]
+        assert [held.lease.unit for held in reader.holdings()] == [0, 1, 2]
+        assert reader.holdings(node(2).node) == []
+        assert [held.lease.unit for held in reader.overdue_holdings(60)] == [1, 2]
+        assert [row.unit for row in reader.submissions_in([SubmissionState.RECEIVED], 2)] == [0, 1]
+        assert reader.submissions_in([SubmissionState.AUDITING], 2) == []
+        assert [row.unit for row in reader.requested_leases(node(1).node, "request-1")] == [0, 1, 2]
+        assert reader.requested_leases(node(2).node, "request-1") == []
+        assert reader.submission_counts()["received"] == 3
+
+
+def test_audits_and_decisions_by_time(storage: Storage) -> None:
+    apply(storage, *leased(0), *leased(1), *leased(2))
+    for unit, until_ms in ((0, 10), (1, 20)):
+        row = replace(submission(unit), state=SubmissionState.AUDITING, claimed_until_ms=until_ms)
+        apply(storage, SaveSubmission(row, None))
+    decided = replace(submission(2), state=SubmissionState.ACCEPTED, decided_at_ms=5)
+    apply(storage, SaveSubmission(decided, None))
+    with storage.read() as reader:
+        assert [row.unit for row in reader.overdue_audits(15)] == [0]
+        assert reader.decided_submissions(5) == [decided]
+
+
+def test_a_lease_that_ended_is_no_longer_held(storage: Storage) -> None:
+    apply(storage, *leased(0))
+    apply(storage, SaveLease(replace(lease(0), state=LeaseState.EXPIRED), LeaseState.ACTIVE))
+    with storage.read() as reader:
+        assert reader.holdings() == []
+        assert reader.overdue_holdings(10**9) == []
+
+
+def test_the_ledger_is_one_chain_in_pages(storage: Storage) -> None:
+    for number in range(5):
+        apply(storage, Record("policy", {"version": number, "name": "ü", "x": 0.1}, number))
+    with storage.read() as reader:
+        entries = reader.ledger_after(-1, 100)
+        ledger.verify(entries, ledger.head_of("run", reader.ledger_last()))
+        assert [entry.body["version"] for entry in entries] == [0, 1, 2, 3, 4]
+        assert [entry.index for entry in reader.ledger_after(1, 2)] == [2, 3]
+
+
+def test_a_nonce_is_taken_once_per_node_until_it_is_forgotten(storage: Storage) -> None:
+    with storage.write(durable=False) as transaction:
+        assert transaction.take_nonce("a", "n", 100)
+        assert not transaction.take_nonce("a", "n", 100)
+        assert transaction.take_nonce("b", "n", 50)
+    with storage.write() as transaction:
+        transaction.forget_nonces(100)
+        assert not transaction.take_nonce("a", "n", 100)
+        assert transaction.take_nonce("b", "n", 50)
+
+
+def test_presence_reports_and_alarms(storage: Storage) -> None:
+    said = Presence("a", 5, "doing", "waiting", 4, {"tokens": 1.5})
+    with storage.write() as transaction:
+        transaction.touch_presence("b", 1)
+        transaction.put_presence(said)
+        transaction.touch_presence("a", 9)
+        for step, value in ((1, 1.0), (0, 2.0), (1, 3.0)):
+            transaction.put_report(StepReport(step=step, metrics={"r": value}), 1)
+        transaction.apply(
+            [RaiseAlarm(0, "x", "first", 1), RaiseAlarm(1, "x", "second", 2), RaiseAlarm(0, "x", "third", 3)]
+        )
+    with storage.read() as reader:
+        assert reader.presences() == {"a": replace(said, last_seen_ms=9), "b": Presence("b", 1)}
+        assert reader.presence("a") == replace(said, last_seen_ms=9)
+        assert [(report.step, report.metrics["r"]) for report in reader.reports(5)] == [(0, 2.0), (1, 3.0)]
+        assert [report.step for report in reader.reports(1)] == [1]
+        assert reader.alarms(5) == ["third", "second"]
+
+
+def test_writers_exclude_each_other_from_their_first_read(storage: Storage) -> None:
+    """Read, decide, write from 4 threads: without exclusion some increments would be lost."""
+
+    def count_up() -> None:
+        for _ in range(10):
+            with storage.write(durable=False) as transaction:
+                seen = int(transaction.setting("count") or 0)
+                transaction.put_setting("count", str(seen + 1))
+
+    threads = [threading.Thread(target=count_up) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    with storage.read() as reader:
+        assert reader.setting("count") == "40"
+
+
+def test_a_reader_keeps_its_view_while_others_write(storage: Storage) -> None:
+    with storage.read() as reader:
+        assert reader.progress().next_unit == 0
+        apply(storage, *leased(0))
+        assert reader.progress().next_unit == 0
+    with storage.read() as reader:
+        assert reader.progress().next_unit == 1
+
+
+class TestSqlite:
+    def test_everything_is_there_after_reopening(self, tmp_path: Path) -> None:
+        first = SqliteStorage(tmp_path / "hub.db")
+        apply(first, SaveNode(replace(node(1), state=NodeState.BANNED), None), Record("run", {}, 1))
+        first.close()
+        second = SqliteStorage(tmp_path / "hub.db")
+        with second.read() as reader:
+            assert [row.state for row in reader.nodes()] == [NodeState.BANNED]
+            assert reader.ledger_last() is not None
+        second.close()
+
+    def test_a_newer_database_is_refused(self, tmp_path: Path) -> None:
+        storage = SqliteStorage(tmp_path / "hub.db")
+        with storage.write() as transaction:
+            transaction.put_setting("schema_version", "99")
+        storage.close()
+        with pytest.raises(ConfigError, match=r"newer shoal \(schema 99.*upgrade shoal"):
+            SqliteStorage(tmp_path / "hub.db")
+
+    def test_a_file_that_is_no_database_is_refused(self, tmp_path: Path) -> None:
+        (tmp_path / "hub.db").write_bytes(b"this is not a database, it only looks long enough" * 100)
+        with pytest.raises(ResourceError, match=r"hub\.db"):
+            SqliteStorage(tmp_path / "hub.db")
+
+    def test_a_foreign_database_is_refused(self, tmp_path: Path) -> None:
+        engine = create_engine(f"sqlite:///{tmp_path / 'hub.db'}")
+        with engine.begin() as connection:
+            connection.execute(text("CREATE TABLE meta (key TEXT, value TEXT)"))
+        engine.dispose()
+        with pytest.raises(ConfigError, match="not a hub's database"):
+            SqliteStorage(tmp_path / "hub.db")
+
+    @pytest.mark.parametrize(("durable", "synchronous"), [(True, 2), (False, 1)])
+    def test_commits_are_as_durable_as_promised(self, tmp_path: Path, durable: bool, synchronous: int) -> None:
+        storage = SqliteStorage(tmp_path / "hub.db")
+        with storage.write(durable=durable) as transaction:
+            pragma = transaction._connection.exec_driver_sql
+            assert pragma("PRAGMA journal_mode").scalar() == "wal"
+            assert pragma("PRAGMA synchronous").scalar() == synchronous
+            assert pragma("PRAGMA foreign_keys").scalar() == 1
+            assert int(pragma("PRAGMA busy_timeout").scalar() or 0) >= 1000
+        storage.close()
+
+
+class TestBlobs:
+    def test_bytes_are_found_by_their_hash_and_putting_them_again_is_harmless(self, tmp_path: Path) -> None:
+        blobs = BlobFolder(tmp_path / "blobs")
+        name = blobs.put(b"bytes")
+        assert blobs.put(b"bytes") == name
+        assert blobs.get(name) == b"bytes"
+        assert [path.name for path in (tmp_path / "blobs").iterdir()] == [name]
+
+    def test_damage_is_noticed(self, tmp_path: Path) -> None:
+        blobs = BlobFolder(tmp_path / "blobs")
+        name = blobs.put(b"bytes")
+        (tmp_path / "blobs" / name).write_bytes(b"other")
+        with pytest.raises(ResourceError, match="damaged"):
+            blobs.get(name)
+        with pytest.raises(ResourceError, match="cannot read"):
+            blobs.get("0" * 64)
+
+    def test_a_file_left_by_a_crash_is_no_obstacle(self, tmp_path: Path) -> None:
+        blobs = BlobFolder(tmp_path / "blobs")
+        (tmp_path / "blobs" / ".half-written.1.aa").write_bytes(b"by")
+        assert blobs.get(blobs.put(b"bytes")) == b"bytes"

@@ -1,0 +1,397 @@
+"""The loop without torch: the real hub, a real origin on loopback, scripted engines, every role in a thread.
+
+trainer (here: publishes numbered weights, takes batches) ─► origin (HTTP) ─► workers, validator
+    ▲                                                                             │
+    └──────────────────────── hub (ASGI, in process; can be taken down) ◄─────────┘
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from shoal.client import AsgiTransport, ClientOptions, HubClient
+from shoal.client.trust import run_id
+from shoal.engines import Completion, Engine, GenerationRequest
+from shoal.engines.registry import ENGINES
+from shoal.engines.scripted import ScriptedEngine
+from shoal.environments import Score, Task
+from shoal.errors import EnvironmentSetupError, HubRefused, SignatureError
+from shoal.hub import HubConfig, HubSettings, RunSettings, create_app
+from shoal.ledger import fold, verify
+from shoal.protocol import (
+    Batch,
+    LeaseRequest,
+    LedgerEntry,
+    NodeState,
+    NodeView,
+    PolicyAnnouncement,
+    PolicyRef,
+    Role,
+    RoleCertificate,
+    RunStatus,
+    SignedDocument,
+    SigningKey,
+    StepReport,
+    TensorView,
+    fingerprint,
+    sign_document,
+)
+from shoal.runtime.stop import StopToken
+from shoal.shardcast import Origin, run_origin
+from shoal.validator import ValidatorConfig, ValidatorSettings, run_validator
+from shoal.worker import Outbox, WorkerConfig, WorkerSettings, run_worker
+from shoal.worker.folder import identity
+from shoal.worker.loop import submission_of
+
+DEADLINE_S = 60
+EOS = 1
+URL = "http://hub"
+
+
+class ParityEnvironment:
+    """The reward is whether the completion has an odd length: both rewards are common, so groups teach something."""
+
+    name = "parity"
+    digest = "e" * 64
+
+    def tasks(self, split: str) -> list[Task]:
+        return [self.task(f"p/{index}") for index in range(50)]
+
+    def task(self, task_id: str) -> Task:
+        return Task(task_id, task_id, "")
+
+    def score(self, task: Task, completion: str) -> Score:
+        return Score(float(len(completion) % 2), {"task": float(len(completion) % 2)})
+
+
+def encode(prompt: str) -> list[int]:
+    return [ord(character) % 90 + 3 for character in prompt]
+
+
+class SeedIgnorer(ScriptedEngine):
+    """Draws with seeds of its own, until the group differs from the honest one: seed grinding, best-of-n."""
+
+    def generate(self, requests: Any, keep_hidden: bool = False) -> list[list[Completion]]:
+        return [self._other(request) for request in requests]
+
+    def _other(self, request: GenerationRequest) -> list[Completion]:
+        [honest] = super().generate([request])
+        for change in range(1, 1000):
+            [group] = super().generate([replace(request, seeds=tuple(seed ^ change for seed in request.seeds))])
+            if [c.token_ids.tolist() for c in group] != [c.token_ids.tolist() for c in honest]:
+                return group
+        raise AssertionError("every seed gives the same group")
+
+
+class Switch(httpx.BaseTransport):
+    """The wire to the hub: in-process, and cut while the hub is down."""
+
+    def __init__(self) -> None:
+        self.current: AsgiTransport | None = None
+        self.refused = threading.Event()
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        current = self.current
+        if current is None:
+            self.refused.set()
+            raise httpx.ConnectError("the hub is down", request=request)
+        return current.handle_request(request)
+
+
+@dataclass
+class Run:
+    """One run: keys, hub, origin, and threads for its roles. The scripted trainer is this object itself."""
+
+    folder: Path
+    settings: RunSettings
+    switch: Switch = field(default_factory=Switch)
+    stop: StopToken = field(default_factory=StopToken)
+    threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(max_workers=8))
+    roles: list[Future[None]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.root, self.hub_key, self.trainer_key, self.validator_key = (
+            SigningKey.from_seed(bytes([number]) * 32) for number in range(1, 5)
+        )
+        self.fingerprint = fingerprint(self.root.public_key)
+        self.id = run_id(self.settings.name, self.fingerprint)
+        self.certificates = {
+            "hub": self.certify("hub", self.hub_key),
+            "trainer": self.certify("trainer", self.trainer_key),
+            "validator": self.certify("validator", self.validator_key),
+        }
+        self.http = httpx.Client(transport=self.switch)
+        self.source = self._serve_origin()
+        self.origin = Origin(self.folder / "origin", self.id, self.trainer_key)
+        self.hub_up()
+        self.trainer = self.client(self.trainer_key)
+        self.trainer.register("trainer", "trainer", self.certificates["trainer"])
+
+    def certify(self, role: Role, holder: SigningKey) -> SignedDocument:
+        document = RoleCertificate(run=self.id, role=role, public_key=holder.public_key, issued_at_ms=1)
+        return sign_document(document, self.root)
+
+    def _serve_origin(self) -> str:
+        ready: Future[str] = Future()
+        folder = self.folder / "origin"
+        self.threads.submit(run_origin, folder, "127.0.0.1", 0, self.stop, ready.set_result)
+        return ready.result(DEADLINE_S)
+
+    def hub_up(self) -> None:
+        config = HubConfig(
+            folder=self.folder / "hub", run_id=self.id, run=self.settings,
+            settings=HubSettings(lease_s=20, audit_s=3), environment=ParityEnvironment(), encode=encode,
+            eos_token_id=EOS, key=self.hub_key, root_key=self.root.public_key,
+            certificates=tuple(self.certificates.values()), sources=(self.source,),
+        )  # fmt: skip
+        self.switch.current = AsgiTransport(create_app(config))
+
+    def hub_down(self) -> None:
+        current, self.switch.current = self.switch.current, None
+        if current is not None:
+            current.close()
+
+    def close(self) -> None:
+        self.stop.set("the test ends")
+        for role in self.roles:
+            role.exception(DEADLINE_S)
+        self.hub_down()
+        self.threads.shutdown()
+
+    def client(self, key: SigningKey) -> HubClient:
+        options = ClientOptions(patience_s=DEADLINE_S)
+        return HubClient(URL, key, self.stop, self.fingerprint, self.http, options=options)
+
+    # Roles
+
+    def worker(self, name: str, engine: str = "scripted") -> Future[None]:
+        settings = WorkerSettings(units_per_lease=3, lease_wait_s=0.5, heartbeat_s=0.2, hub_patience_s=DEADLINE_S)
+        config = WorkerConfig(self.folder / name, settings, engine, URL, self.fingerprint, name, self.http)
+        return self._start(run_worker, config)
+
+    def validator(self) -> Future[None]:
+        settings = ValidatorSettings(audit_wait_s=0.5, heartbeat_s=0.2, hub_patience_s=DEADLINE_S)
+        config = ValidatorConfig(
+            folder=self.folder / "validator-0", settings=settings, environment=ParityEnvironment(), engine="scripted",
+            hub_url=URL, root_fingerprint=self.fingerprint, key=self.validator_key,
+            certificate=self.certificates["validator"], http=self.http,
+        )  # fmt: skip
+        return self._start(run_validator, config)
+
+    def _start(self, role: Callable[[Any, StopToken], None], config: Any) -> Future[None]:
+        future = self.threads.submit(role, config, self.stop)
+        self.roles.append(future)
+        return future
+
+    # The scripted trainer
+
+    def publish(self, version: int) -> PolicyRef:
+        tensors = [TensorView("w", "F32", (4,), memoryview(np.full(4, version, dtype="<f4")).cast("B"))]
+        policy = self.origin.publish(0, version, {}, tensors, self.trainer.ledger_head()).policy
+        announcement = PolicyAnnouncement(run=self.id, policy=policy, created_at_ms=1)
+        self.trainer.announce(sign_document(announcement, self.trainer_key))
+        return policy
+
+    def train(self, step: int) -> Batch:
+        """Take the batch of a step as a trainer would, and publish what it "learned"."""
+        waits = 0
+        while (batch := self.trainer.batch(step, wait_s=1).batch) is None:
+            waits += 1
+            assert waits < DEADLINE_S, self.status()
+        rollouts = self.trainer.rollouts(step)
+        assert [group.unit for group in rollouts.groups] == [group.unit for group in batch.groups]
+        self.trainer.report(StepReport(step=step, metrics={"groups": len(batch.groups)}))
+        self.publish(step + 1)
+        return batch
+
+    # What can be seen from outside
+
+    def status(self) -> RunStatus:
+        return self.trainer.status()
+
+    def nodes(self) -> Mapping[str, NodeView]:
+        return {node.name: node for node in self.status().nodes}
+
+    def ledger(self) -> list[LedgerEntry]:
+        """The whole ledger, verified against a head that the hub signed."""
+        head, entries = self.trainer.ledger_head(), list[LedgerEntry]()
+        while page := self.trainer.ledger(after=len(entries) - 1, limit=50).entries:
+            entries += page
+        verify(entries, head)
+        return entries
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
+    runs: list[Run] = []
+
+    def make(**settings: Any) -> Run:
+        fields = {"name": "loop", "steps": 4, "groups_per_step": 4, "group_size": 4, "max_new_tokens": 6, **settings}
+        runs.append(Run(tmp_path, RunSettings(**fields)))
+        return runs[0]
+
+    yield make
+    for run in runs:
+        run.close()
+
+
+def eventually(what: Callable[[], bool], message: Callable[[], object]) -> None:
+    pause = threading.Event()
+    for _ in range(DEADLINE_S * 20):
+        if what():
+            return
+        pause.wait(0.05)
+    raise AssertionError(message())
+
+
+def check_accounts(run: Run) -> None:
+    """The ledger verifies, credits no submission twice, and gives the very accounts that the hub shows."""
+    entries = run.ledger()
+    credits = [entry.body["submission"] for entry in entries if entry.kind == "credit"]
+    assert len(credits) == len(set(credits)) > 0
+    accounts = fold(entries).by_node
+    for view in run.nodes().values():
+        if view.role == "worker":
+            assert (accounts[view.node].credit, accounts[view.node].accepted) == (view.credit, view.accepted)
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_several_steps_with_honest_workers(start: Callable[..., Run], staleness: int) -> None:
+    run = start(max_staleness=staleness)
+    run.publish(0)
+    roles = [run.worker("worker-0"), run.worker("worker-1"), run.validator()]
+    batches = [run.train(step) for step in range(4)]
+    for role in roles:
+        role.result(DEADLINE_S)  # the run is finished: everybody goes home
+    for step, batch in enumerate(batches):
+        assert len(batch.groups) == 4
+        assert all(0 <= step - group.policy.version <= staleness for group in batch.groups)
+        assert [group.unit for group in batch.groups] == sorted(group.unit for group in batch.groups)
+        assert all(set(group.rewards) == {0.0, 1.0} for group in batch.groups)
+    trained = [group.unit for batch in batches for group in batch.groups]
+    assert len(trained) == len(set(trained))
+    assert all(node.rejected == node.inconclusive == node.strikes == 0 for node in run.nodes().values())
+    assert run.status().finished
+    check_accounts(run)
+
+
+def test_a_cheating_worker_is_banned_for_the_right_reason_and_honest_ones_are_not(
+    start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(ENGINES, "seed-ignorer", _seed_ignorer)
+    run = start(steps=2)
+    run.publish(0)
+    validator, cheat = run.validator(), run.worker("cheat", engine="seed-ignorer")
+    with pytest.raises(HubRefused, match=r"banned.*sampling\.seed") as caught:
+        cheat.result(DEADLINE_S)
+    assert caught.value.code == "node.banned"
+    honest = run.worker("honest")
+    batches = [run.train(step) for step in range(2)]
+    for role in (honest, validator):
+        role.result(DEADLINE_S)
+    nodes = run.nodes()
+    assert nodes["cheat"].state is NodeState.BANNED
+    assert nodes["cheat"].reason.startswith("sampling.seed")
+    assert (nodes["cheat"].credit, nodes["cheat"].accepted) == (0, 0)
+    assert nodes["honest"].state is NodeState.ACTIVE
+    assert (nodes["honest"].rejected, nodes["honest"].strikes) == (0, 0)
+    assert {group.node for batch in batches for group in batch.groups} == {nodes["honest"].node}
+    check_accounts(run)
+
+
+def _seed_ignorer(files: Mapping[str, bytes]) -> Engine:
+    return SeedIgnorer(files)
+
+
+def test_a_hub_that_goes_down_and_comes_back_loses_nothing(start: Callable[..., Run]) -> None:
+    run = start(max_staleness=1)
+    run.publish(0)
+    roles = [run.worker("worker-0"), run.worker("worker-1"), run.validator()]
+    first = [run.train(step) for step in range(2)]
+    before = run.ledger()
+    run.hub_down()
+    assert run.switch.refused.wait(DEADLINE_S)  # somebody has met the closed door
+    run.hub_up()
+    assert run.ledger()[: len(before)] == before
+    assert [run.trainer.batch(step, 0).batch for step in range(2)] == first
+    rest = [run.train(step) for step in range(2, 4)]
+    for role in roles:
+        role.result(DEADLINE_S)
+    trained = [group.unit for batch in (*first, *rest) for group in batch.groups]
+    assert len(trained) == len(set(trained)) == 16
+    assert all(node.rejected == 0 for node in run.nodes().values())
+    check_accounts(run)
+
+
+def test_finished_work_of_a_killed_worker_is_delivered_by_its_next_start(start: Callable[..., Run]) -> None:
+    run = start(steps=1)
+    policy = run.publish(0)
+    unsent = _generate_and_die(run, policy)
+    roles = [run.worker("reborn"), run.validator()]
+    run.train(0)
+    for role in roles:
+        role.result(DEADLINE_S)
+    credited = {entry.body["unit"] for entry in run.ledger() if entry.kind == "credit"}
+    assert set(unsent) <= credited
+    assert list((run.folder / "reborn" / "outbox").glob("*.submission")) == []
+    assert list((run.folder / "reborn" / "outbox" / "refused").glob("*")) == []
+    check_accounts(run)
+
+
+def _generate_and_die(run: Run, policy: PolicyRef) -> list[int]:
+    """What a worker leaves behind that is killed between writing its outbox and sending it."""
+    client = run.client(identity(run.folder / "reborn"))
+    client.register("reborn", "worker", None)
+    leases = [lease for lease, _ in client.open_leases(client.lease(LeaseRequest(request="request-1", max_units=2)))]
+    engine = ScriptedEngine()
+    tensors = {"w": TensorView("w", "F32", (4,), memoryview(np.zeros(4, dtype="<f4")).cast("B"))}
+    engine.load_policy(policy, tensors)
+    outbox = Outbox(run.folder / "reborn" / "outbox", 10)
+    for lease in leases:
+        [group] = engine.generate([GenerationRequest(lease.prompt_ids, lease.seed_numbers, lease.sampling)])
+        outbox.put(submission_of(lease, group, engine.name))
+    assert len(leases) == 2
+    return [lease.unit for lease in leases]
+
+
+def test_a_stopped_worker_gives_its_leases_back_and_ends(start: Callable[..., Run]) -> None:
+    run = start(steps=1)
+    run.publish(0)
+    worker = run.worker("worker-0")
+    eventually(lambda: run.status().submissions.get("received", 0) > 0, run.status)
+    run.stop.set("SIGTERM")
+    worker.result(DEADLINE_S)
+    units = run.status().units
+    assert units.get("leased", 0) == 0, units
+
+
+def test_a_validator_of_another_environment_says_so(start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
+    run = start()
+    monkeypatch.setattr(ParityEnvironment, "digest", "f" * 64)
+    with pytest.raises(EnvironmentSetupError, match="is not the run's parity"):
+        run.validator().result(DEADLINE_S)
+
+
+def test_a_worker_holds_a_hub_to_the_root_key_it_first_saw(start: Callable[..., Run]) -> None:
+    run = start(steps=1)
+    settings = WorkerSettings(lease_wait_s=0.1, heartbeat_s=0.2, hub_patience_s=DEADLINE_S, stop_flush_s=0)
+    config = WorkerConfig(run.folder / "w", settings, "scripted", URL, None, "w", run.http)
+    once = StopToken()
+    first = run.threads.submit(run_worker, config, once)
+    eventually(lambda: "w" in run.nodes(), run.status)
+    once.set("SIGTERM")
+    first.result(DEADLINE_S)
+    known = run.folder / "w" / "known_hubs.json"
+    assert run.fingerprint in known.read_text()
+    known.write_text(known.read_text().replace(run.fingerprint, "0" * 40))
+    with pytest.raises(SignatureError, match="impostor"):
+        run_worker(config, StopToken())

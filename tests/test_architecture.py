@@ -1,0 +1,328 @@
+"""The architecture, held: import directions, the packages without torch, the purity of hub/state, sizes, no pickles.
+
+Every rule is a function from sources to a list of violations, so that each is also shown a source that breaks it.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SRC = Path(__file__).parent.parent / "src"
+
+LAYERS = [
+    {"cli"},
+    {"dashboard", "simulator"},
+    {"trainer", "worker", "validator", "hub"},
+    {"engines", "client"},
+    {"algorithms", "environments", "toploc", "sampling", "shardcast", "ledger", "models"},
+    {"runtime"},
+    {"protocol"},
+    {"errors"},
+]
+LEVEL = {package: level for level, packages in enumerate(LAYERS) for package in packages}
+TORCH_FREE = (
+    "cli",
+    "hub",
+    "dashboard",
+    "client",
+    "ledger",
+    "shardcast",
+    "environments",
+    "runtime",
+    "protocol",
+    "errors",
+)
+HEAVY = {"torch", "transformers"}
+PURE = ("shoal.hub.state", "shoal.ledger")
+PURE_SHOAL = ("shoal.errors", "shoal.protocol", "shoal.ledger", "shoal.hub.state")
+PURE_LIBRARY = {
+    "__future__", "abc", "bisect", "collections", "dataclasses", "enum", "functools", "hashlib", "heapq", "hmac",
+    "itertools", "json", "math", "operator", "pydantic", "types", "typing",
+}  # fmt: skip
+UNPICKLERS = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
+MAX_FUNCTION_LINES = 80
+MAX_FILE_LINES = 600
+
+Sources = dict[str, str]
+
+
+def project() -> Sources:
+    """Module name → source of everything in the package."""
+    modules = {}
+    for path in sorted(SRC.rglob("*.py")):
+        parts = path.relative_to(SRC).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        modules[name] = path.read_text()
+    return modules
+
+
+# ── what a module imports ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def statements(tree: ast.AST, *, at_import_time: bool) -> Iterator[ast.AST]:
+    """All nodes; or only those that run when the module is imported: no function bodies, nothing for type checkers."""
+    for child in ast.iter_child_nodes(tree):
+        if at_import_time and isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            continue
+        if at_import_time and isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            continue
+        yield child
+        yield from statements(child, at_import_time=at_import_time)
+
+
+def imports(module: str, source: str, known: Sources, *, at_import_time: bool = False) -> set[str]:
+    """The imported modules by absolute name; `from shoal.hub import state` is `shoal.hub.state` if there is one."""
+    found: set[str] = set()
+    package = module if _is_package(module, known) else module.rpartition(".")[0]
+    for node in statements(ast.parse(source), at_import_time=at_import_time):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                anchor = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*anchor, *([node.module] if node.module else [])])
+            found |= {f"{base}.{a.name}" if f"{base}.{a.name}" in known else base for a in node.names}
+    return found
+
+
+def _is_package(module: str, known: Sources) -> bool:
+    return any(other.startswith(f"{module}.") for other in known)
+
+
+def package_of(module: str) -> str:
+    """`shoal.hub.state.rows` → `hub`."""
+    return module.split(".")[1] if "." in module else ""
+
+
+def within(module: str, packages: tuple[str, ...]) -> bool:
+    return any(module == package or module.startswith(f"{package}.") for package in packages)
+
+
+# ── the rules ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def layer_violations(sources: Sources) -> list[str]:
+    """Imports point strictly down; packages of one layer do not know each other."""
+    bad = []
+    for module, source in sources.items():
+        package = package_of(module)
+        if package and package not in LEVEL:
+            bad.append(f"{module}: package {package!r} has no place in LAYERS")
+            continue
+        for target in imports(module, source, sources):
+            other = package_of(target) if target.startswith("shoal.") else ""
+            if not package or not other or other == package:
+                continue
+            if other not in LEVEL or LEVEL[other] <= LEVEL[package]:
+                bad.append(f"{module} imports {target}: not below it")
+    return bad
+
+
+def mutual_import_violations(sources: Sources) -> list[str]:
+    """No two packages import each other, subpackages such as hub.state and hub.storage included."""
+
+    def folder(module: str) -> str:
+        return module if _is_package(module, sources) else module.rpartition(".")[0]
+
+    edges = set()
+    for module, source in sources.items():
+        for target in imports(module, source, sources):
+            if target in sources and folder(target) != folder(module):
+                edges.add((folder(module), folder(target)))
+    nested = {(a, b) for a, b in edges if a.startswith(f"{b}.") or b.startswith(f"{a}.")}
+    return sorted(f"{a} and {b} import each other" for a, b in edges - nested if (b, a) in edges and a < b)
+
+
+def purity_violations(sources: Sources) -> list[str]:
+    """hub/state decides: no time, no randomness, no system, no database; only plain values in and out."""
+    bad = []
+    for module, source in sources.items():
+        if not within(module, PURE):
+            continue
+        for target in imports(module, source, sources):
+            allowed = within(target, PURE_SHOAL) if target.startswith("shoal") else target.split(".")[0] in PURE_LIBRARY
+            if not allowed:
+                bad.append(f"{module} imports {target}")
+    return bad
+
+
+def torch_violations(sources: Sources) -> list[str]:
+    """Nothing that a torch-free package imports, directly or not, imports torch."""
+    bad = []
+    roots = [m for m in sources if package_of(m) in TORCH_FREE or m.endswith(".settings") or m == "shoal"]
+    for root in roots:
+        seen, queue = set[str](), [root]
+        while queue:
+            module = queue.pop()
+            if module in seen:
+                continue
+            seen.add(module)
+            for target in imports(module, sources[module], sources, at_import_time=True):
+                if target.split(".")[0] in HEAVY or target == "safetensors.torch":
+                    bad.append(f"{root} reaches {target} through {module}")
+                parts = target.split(".")  # importing a.b.c also runs a and a.b
+                queue += [".".join(parts[:i]) for i in range(1, len(parts) + 1) if ".".join(parts[:i]) in sources]
+    return bad
+
+
+def unsafe_violations(sources: Sources) -> list[str]:
+    """Nothing is unpickled or evaluated, whoever it came from."""
+    bad = []
+    for module, source in sources.items():
+        for target in imports(module, source, sources):
+            if target.split(".")[0] in UNPICKLERS:
+                bad.append(f"{module} imports {target}")
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.Call):
+                called = ast.unparse(node.func)
+                safe = any(k.arg == "weights_only" and ast.unparse(k.value) == "True" for k in node.keywords)
+                loads = called == "torch.load" and not safe
+                pickles = any(k.arg == "allow_pickle" and ast.unparse(k.value) != "False" for k in node.keywords)
+                if called in ("eval", "exec", "compile", "__import__") or loads or pickles:
+                    bad.append(f"{module}:{node.lineno} calls {called}")
+    return bad
+
+
+def size_violations(sources: Sources) -> list[str]:
+    bad = []
+    for module, source in sources.items():
+        if len(source.splitlines()) > MAX_FILE_LINES:
+            bad.append(f"{module} has {len(source.splitlines())} lines")
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                lines = (node.end_lineno or node.lineno) - node.lineno + 1
+                if lines > MAX_FUNCTION_LINES:
+                    bad.append(f"{module}.{node.name} has {lines} lines")
+    return bad
+
+
+RULES = [
+    layer_violations,
+    mutual_import_violations,
+    purity_violations,
+    torch_violations,
+    unsafe_violations,
+    size_violations,
+]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_the_project_keeps_the_rule(rule: object) -> None:
+    assert rule(project()) == []  # type: ignore[operator]
+
+
+# ── every rule can be broken ─────────────────────────────────────────────────────────────────────────────────────
+
+BASE = {"shoal": "", "shoal.errors": "", "shoal.hub": "", "shoal.hub.state": "", "shoal.hub.storage": "",
+        "shoal.client": "", "shoal.worker": "", "shoal.worker.loop": "", "shoal.models": "",
+        "shoal.models.load": "import torch", "shoal.runtime": "", "shoal.runtime.x": ""}  # fmt: skip
+LONG = "def f():\n" + "    x = 1\n" * MAX_FUNCTION_LINES
+
+BROKEN = [
+    (layer_violations, "shoal.runtime.bad", "from shoal.hub import state"),
+    (layer_violations, "shoal.runtime.bad", "from ..hub import state"),
+    (layer_violations, "shoal.runtime.bad", "import shoal.client"),
+    (layer_violations, "shoal.worker.bad", "from shoal import hub"),
+    (layer_violations, "shoal.worker.bad", "def f():\n    import shoal.hub"),
+    (layer_violations, "shoal.unknown", ""),
+    (purity_violations, "shoal.hub.state.bad", "import time"),
+    (purity_violations, "shoal.hub.state.bad", "from os import path"),
+    (purity_violations, "shoal.hub.state.bad", "def f():\n    import random"),
+    (purity_violations, "shoal.hub.state.bad", "from sqlalchemy import select"),
+    (purity_violations, "shoal.hub.state.bad", "from shoal.hub.storage import x"),
+    (purity_violations, "shoal.hub.state.bad", "from shoal.runtime.x import y"),
+    (purity_violations, "shoal.hub.state.bad", "from ..storage import x"),
+    (torch_violations, "shoal.client.bad", "import torch.nn"),
+    (torch_violations, "shoal.client.bad", "from transformers import AutoModel"),
+    (torch_violations, "shoal.client.bad", "try:\n    from shoal.models.load import x\nexcept ImportError:\n    pass"),
+    (torch_violations, "shoal.hub.bad", "class A:\n    import torch"),
+    (torch_violations, "shoal.worker.settings", "from safetensors.torch import save"),
+    (unsafe_violations, "shoal.worker.bad", "import pickle"),
+    (unsafe_violations, "shoal.worker.bad", "def f():\n    from cloudpickle import loads"),
+    (unsafe_violations, "shoal.worker.bad", "eval('1')"),
+    (unsafe_violations, "shoal.worker.bad", "def f(x):\n    exec(x)"),
+    (unsafe_violations, "shoal.worker.bad", "import torch\ntorch.load('x')"),
+    (unsafe_violations, "shoal.worker.bad", "import torch\ntorch.load('x', weights_only=False)"),
+    (unsafe_violations, "shoal.worker.bad", "import numpy as np\nnp.load('x', allow_pickle=True)"),
+    (size_violations, "shoal.worker.bad", LONG),
+    (size_violations, "shoal.worker.bad", "x = 1\n" * (MAX_FILE_LINES + 1)),
+]
+FINE = [
+    ("shoal.worker.good", "from shoal.client import x\nfrom shoal.runtime.x import y\nimport shoal.errors"),
+    ("shoal.client.good", "def f():\n    import torch"),
+    ("shoal.client.good", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch"),
+    ("shoal.hub.state.good", "import hashlib\nfrom shoal.errors import x\nfrom collections.abc import Sequence"),
+    ("shoal.models.good", "import torch\nmodel.eval()\ntorch.load('x', weights_only=True)"),
+    ("shoal.worker.good", LONG.replace("    x = 1\n", "", 1)),
+]
+
+
+@pytest.mark.parametrize(("rule", "module", "source"), BROKEN)
+def test_a_broken_rule_is_noticed(rule: object, module: str, source: str) -> None:
+    assert rule(BASE) == []  # type: ignore[operator]
+    assert rule({**BASE, module: source}) != []  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(("module", "source"), FINE)
+def test_what_is_allowed_is_not_complained_about(module: str, source: str) -> None:
+    assert [violation for rule in RULES for violation in rule({**BASE, module: source})] == []
+
+
+def test_packages_that_import_each_other_are_noticed() -> None:
+    sources = {
+        **BASE,
+        "shoal.hub.state.a": "from shoal.hub.storage.b import y",
+        "shoal.hub.storage.b": "from shoal.hub.state.a import x",
+    }
+    assert mutual_import_violations(sources) == ["shoal.hub.state and shoal.hub.storage import each other"]
+
+
+# ── the same, for real ───────────────────────────────────────────────────────────────────────────────────────────
+
+WITHOUT_TORCH = """
+import importlib, pkgutil, sys
+
+class NoTorch:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("torch", "transformers"):
+            raise ImportError(f"{name} is absent in this test")
+
+sys.meta_path.insert(0, NoTorch())
+import shoal
+for package in sys.argv[1].split(","):
+    try:
+        module = importlib.import_module(f"shoal.{package}")
+    except ModuleNotFoundError as error:
+        if error.name != f"shoal.{package}":
+            raise
+        continue
+    for found in pkgutil.walk_packages(getattr(module, "__path__", []), f"shoal.{package}."):
+        if not found.name.endswith("__main__"):
+            importlib.import_module(found.name)
+from shoal.cli.main import main
+assert main(["--help"]) == 0
+assert "torch" not in sys.modules
+"""
+
+
+def test_the_torch_free_packages_import_and_help_works_where_torch_is_absent() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, ",".join(TORCH_FREE)], capture_output=True, text=True, timeout=120
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert "run" in ran.stdout
+
+
+def test_the_blocker_of_torch_blocks() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH + "\nimport torch", "errors"], capture_output=True, text=True, timeout=120
+    )
+    assert ran.returncode != 0
+    assert "torch is absent in this test" in ran.stderr

@@ -1,0 +1,239 @@
+"""The commands through the real CLI: help is fast and light, mistakes are one clear line with the right exit code."""
+
+from __future__ import annotations
+
+import resource
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+from clikit import NODE, TINY, one_line, report, run_shoal, status, wait
+
+from shoal.cli.folder import RunFolder
+from shoal.cli.main import command_names, explain, main
+from shoal.cli.recipe import Recipe, load_recipe
+from shoal.errors import HubRefused, ResourceError
+from shoal.runtime.config import parse_config
+
+Shoal = Callable[..., subprocess.CompletedProcess[str]]
+NOWHERE = "http://127.0.0.1:9"  # the discard port: nobody listens there
+
+
+@pytest.fixture
+def shoal(tmp_path: Path) -> Shoal:
+    """Runs `shoal …` in an empty folder."""
+    return partial(run_shoal, tmp_path)
+
+
+def test_help_is_fast_and_loads_nothing_heavy() -> None:
+    code = (
+        "import sys; from shoal.cli.main import main; assert main(['--help']) == 0;"
+        "heavy = {'torch', 'transformers', 'fastapi', 'sqlalchemy', 'numpy', 'httpx'} & set(sys.modules);"
+        "assert not heavy, heavy"
+    )
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert ran.returncode == 0, ran.stderr
+    spent_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime  # other processes may keep us waiting
+    assert spent_s < 1.0
+
+
+def test_the_commands_are_these() -> None:
+    expected = ["doctor", "export", "hub", "join", "relay", "run", "status", "trainer", "validator", "worker"]
+    assert command_names() == expected
+
+
+@pytest.mark.parametrize("command", command_names())
+def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "--help"]) == 0
+    assert "Usage: shoal" in capsys.readouterr().out
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == "shoal 0.1.0\n"
+
+
+# ── mistakes ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_an_unknown_key_in_the_recipe(shoal: Shoal, tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text("[trainer]\nlearning_rat = 1e-4\n")
+    message = one_line(shoal("run", "mine.toml"), 2)
+    assert message == "mine.toml: [trainer] has no key 'learning_rat'; did you mean 'learning_rate'?"
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.toml"]
+
+
+def test_a_missing_recipe(shoal: Shoal) -> None:
+    assert one_line(shoal("run", "none.toml"), 2) == "there is no recipe at none.toml"
+
+
+def test_a_bad_override(shoal: Shoal) -> None:
+    message = one_line(shoal("run", str(TINY), "--set", "trainer.minibatches=many", "--dry-run"), 2)
+    assert message.startswith("--set trainer.minibatches=many: [trainer] minibatches")
+
+
+def test_a_port_that_is_taken(shoal: Shoal, tmp_path: Path) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        message = one_line(shoal("run", str(TINY), "--dir", "r", "--set", f"hub.port={port}"), 3)
+    assert message.startswith(f"cannot listen on port {port} of 127.0.0.1")
+
+
+def test_a_folder_that_cannot_be_written(shoal: Shoal, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    message = one_line(shoal("run", str(TINY), "--dir", "file/run"), 3)
+    assert "a part of the path is a file, not a folder" in message
+
+
+def test_a_model_that_is_not_there(shoal: Shoal) -> None:
+    message = one_line(shoal("run", str(TINY), "--dir", "r", "--set", "model.path=/none/such"), 2)
+    assert message.startswith("there is no model folder /none/such")
+
+
+@pytest.mark.parametrize("command", [["join", NOWHERE], ["status", NOWHERE], ["relay", "--run-info", NOWHERE]])
+def test_a_hub_that_cannot_be_reached(shoal: Shoal, command: list[str]) -> None:
+    message = one_line(shoal(*command, "--wait", "0"), 4)
+    assert NOWHERE in message
+
+
+def in_process(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    code = main(arguments)
+    error = capsys.readouterr().err
+    assert "Traceback" not in error
+    return code, error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "text"),
+    [
+        (["run", "--nonsense"], 2, "No such option: --nonsense"),
+        (["run"], 2, "which recipe? for example: shoal run"),
+        (["run", str(TINY), "--set", "steps"], 2, "expected section.key=value"),
+        (["swim"], 2, "No such command 'swim'"),
+        (["status"], 2, "Missing argument"),
+        (["run", str(TINY), "--set", "worker.engine=steam", "--dir", "{tmp}/r"], 2, "there is no such engine"),
+        (["run", str(TINY), "--set", "environment.name=sorting", "--dir", "{tmp}/r"], 2, "there is no environment"),
+        (["run", str(TINY), "--dir", "{tmp}"], 2, "is not empty and not a run's"),
+        (["export", "{tmp}", "{tmp}/out"], 2, "is not a run folder"),
+        (["status", "{tmp}"], 2, "is not a run folder"),
+        (["join"], 2, "give the run's join URL"),
+        (["join", "example"], 2, "is not a hub address"),
+        (["join", "http://host:1/#abc"], 2, "is not a root fingerprint"),
+        (["relay"], 2, "give --dir RUN"),
+    ],
+)
+def test_other_mistakes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, text: str
+) -> None:
+    (tmp_path / "something").write_text("")
+    ended, error = in_process(capsys, *(argument.replace("{tmp}", str(tmp_path)) for argument in arguments))
+    assert ended == code
+    assert text in error
+    assert error.startswith("shoal: ")
+    assert error.count("\n") == 1
+
+
+def test_errors_become_one_line_and_their_exit_code() -> None:
+    assert explain(ResourceError("no\n  space")) == ("no space", 3)
+    assert explain(HubRefused(403, "node.banned", "you are banned")) == ("you are banned [node.banned, HTTP 403]", 4)
+    line, code = explain(KeyError("oops"))
+    assert code == 1
+    assert line.startswith("this is a bug: KeyError: 'oops'")
+
+
+def test_a_traceback_is_shown_only_when_asked_for(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SHOAL_DEBUG", raising=False)
+    monkeypatch.setenv("SHOAL_DEBUG", "1")
+    assert main(["run", "none.toml"]) == 2
+    error = capsys.readouterr().err
+    assert "Traceback" in error
+    assert error.splitlines()[-1] == "shoal: there is no recipe at none.toml"
+
+
+# ── what works ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_dry_run_prints_the_recipe_and_touches_nothing(shoal: Shoal, tmp_path: Path) -> None:
+    ran = shoal("run", str(TINY), "--dry-run", "--workers", "5", "--set", "run.steps=7")
+    assert ran.returncode == 0
+    shown = parse_config(ran.stdout, Recipe, "shown")
+    assert shown == load_recipe(TINY, ["run.steps=7", "worker.count=5"])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_preparing_makes_a_folder_and_starts_nothing(shoal: Shoal, tmp_path: Path) -> None:
+    ran = shoal("run", str(TINY), "--prepare")
+    assert ran.returncode == 0, ran.stderr
+    folder = RunFolder.open(tmp_path / "runs" / "tiny")
+    assert f"shoal join {folder.endpoints.join}" in ran.stdout
+    assert not (folder.path / "processes.json").exists()
+
+
+STATUS = status(
+    nodes=(NODE,), waits=(wait("trainer", "a batch", 12),), alarms=("the cap is reached",),
+    reports=(report(1, reward_mean=0.5, held_out=0.75),),
+)  # fmt: skip
+
+
+class FakeHub(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        body = STATUS.model_dump_json().encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_arguments: object) -> None:
+        pass
+
+
+@pytest.fixture
+def hub_url() -> Iterator[str]:
+    server = HTTPServer(("127.0.0.1", 0), FakeHub)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_status_is_shown_for_people_and_for_programs(hub_url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", hub_url]) == 0
+    shown = capsys.readouterr().out
+    for part in ("demo-1: step 2 of 9", "held out 0.750", "the cap is reached", "trainer waits for a batch", "worker"):
+        assert part in shown
+    assert main(["status", hub_url + "/#" + "ab" * 20, "--json"]) == 0
+    assert type(STATUS).model_validate_json(capsys.readouterr().out) == STATUS
+
+
+def test_the_doctor_finds_a_healthy_machine_healthy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["doctor", "--folder", str(tmp_path)])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in lines] == ["python", "torch", "cores", "memory", "disk", "folder"]
+    assert lines[0].startswith("ok")
+    assert lines[-1].startswith("ok")
+
+
+def test_the_doctor_says_what_to_do_about_each_problem(
+    hub_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    assert main(["doctor", hub_url, "--folder", str(tmp_path / "file" / "x")]) == 1
+    problems = [line for line in capsys.readouterr().out.splitlines() if line.startswith("problem")]
+    assert any("a part of the path is a file" in line for line in problems)
+    assert any("set this machine's clock" in line for line in problems)  # that hub lives in 1970
+    assert main(["doctor", NOWHERE, "--folder", str(tmp_path)]) == 1
+    assert "check the address and your network" in capsys.readouterr().out

@@ -1,0 +1,198 @@
+"""The run folder: keys once, certificates that hold, one recipe, addresses that stay."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from shoal.cli.folder import Endpoints, RunFolder, port_of
+from shoal.cli.recipe import Recipe
+from shoal.errors import ConfigError, KeyFileError, ResourceError
+from shoal.protocol import RoleCertificate, SigningKey, fingerprint, load_or_create_key, open_document, sign_document
+from shoal.runtime.config import dump_config, parse_config
+
+
+def recipe(*overrides: str) -> Recipe:
+    return parse_config("[hub]\nport = 0\n[validator]\ncount = 2", Recipe, "test", overrides)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    return RunFolder.prepare(tmp_path / "run", recipe())
+
+
+def files(path: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(path)): file.read_bytes() for file in sorted(path.rglob("*")) if file.is_file()}
+
+
+def test_preparing_makes_the_recipe_the_keys_and_certificates(folder: RunFolder) -> None:
+    names = ["hub", "trainer", "validator-0", "validator-1"]
+    assert sorted(files(folder.path)) == sorted(
+        ["recipe.toml", "keys/root.key", *(f"keys/{name}{end}" for name in names for end in (".key", ".json"))]
+    )
+    for name in (*names, "root"):
+        assert (folder.path / "keys" / f"{name}.key").stat().st_mode & 0o777 == 0o600
+    for name, signed in zip(names, folder.certificates, strict=True):
+        document = open_document(signed, RoleCertificate, folder.key("root").public_key)
+        assert document.role == name.split("-")[0]
+        assert document.public_key == folder.key(name).public_key
+        assert document.run == folder.run_id
+
+
+def test_the_run_is_named_after_its_root_key(folder: RunFolder) -> None:
+    assert folder.run_id == f"run-{fingerprint(folder.key('root').public_key)[:12]}"
+
+
+def test_preparing_again_changes_nothing(folder: RunFolder) -> None:
+    before = files(folder.path)
+    assert RunFolder.prepare(folder.path, recipe()) == folder
+    assert files(folder.path) == before
+    assert RunFolder.open(folder.path) == folder
+
+
+def test_the_root_key_may_be_moved_away_once_certificates_exist(folder: RunFolder) -> None:
+    run = folder.run_id
+    (folder.path / "keys" / "root.key").unlink()
+    again = RunFolder.prepare(folder.path, recipe())
+    assert again.run_id == run
+    assert not (folder.path / "keys" / "root.key").exists()
+
+
+def test_another_validator_gets_its_certificate_from_the_same_root(folder: RunFolder) -> None:
+    more = RunFolder.prepare(folder.path, recipe("validator.count=3"))
+    assert more.run_id == folder.run_id
+    assert len(more.certificates) == 5
+
+
+def test_a_missing_certificate_needs_the_same_root_key(folder: RunFolder) -> None:
+    root = folder.path / "keys" / "root.key"
+    root.unlink()
+    with pytest.raises(ConfigError, match="so is the root key: put it back"):
+        RunFolder.prepare(folder.path, recipe("validator.count=3"))
+    load_or_create_key(root)
+    with pytest.raises(ConfigError, match="is not the root key"):
+        RunFolder.prepare(folder.path, recipe("validator.count=3"))
+
+
+def test_a_folder_belongs_to_one_recipe(folder: RunFolder) -> None:
+    with pytest.raises(ConfigError, match=r"another recipe \(run.seed was 0, is 7; trainer.loss was 'two_sided_clip'"):
+        RunFolder.prepare(folder.path, recipe("run.seed=7", "trainer.loss=other"))
+    assert RunFolder.open(folder.path).recipe == folder.recipe
+
+
+def test_how_a_run_is_served_and_for_how_long_may_change(folder: RunFolder) -> None:
+    changed = recipe("run.steps=99", "worker.count=3", "relay.count=0", "hub.lease_s=5")
+    RunFolder.prepare(folder.path, changed)
+    assert RunFolder.open(folder.path).recipe == changed
+
+
+def test_a_folder_that_is_somebody_elses_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "photo.jpg").write_text("x")
+    with pytest.raises(ConfigError, match="is not empty and not a run's"):
+        RunFolder.prepare(tmp_path, recipe())
+    assert sorted(files(tmp_path)) == ["photo.jpg"]
+
+
+def test_what_is_no_run_folder_cannot_be_opened(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is not a run folder"):
+        RunFolder.open(tmp_path)
+
+
+def test_a_folder_below_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ResourceError, match="a part of the path is a file"):
+        RunFolder.prepare(tmp_path / "file" / "run", recipe())
+
+
+def test_a_certificate_that_was_tampered_with_is_refused(folder: RunFolder) -> None:
+    path = folder.path / "keys" / "trainer.json"
+    good = path.read_text()
+    path.write_text(good.replace('"trainer"', '"validator"'))
+    with pytest.raises(ConfigError, match=r"trainer\.json: .*remove it to get a new one"):
+        folder.certificate("trainer")
+    path.write_text(good[: len(good) // 2])
+    with pytest.raises(ConfigError, match=r"trainer\.json is not a certificate"):
+        folder.certificate("trainer")
+    path.unlink()
+    with pytest.raises(ConfigError, match="cannot read the certificate"):
+        folder.certificate("trainer")
+
+
+def test_a_certificate_for_another_run_or_key_is_refused(folder: RunFolder) -> None:
+    root = folder.key("root")
+    for run, key in (("other-run", folder.key("hub")), (folder.run_id, SigningKey.generate())):
+        document = RoleCertificate(run=run, role="trainer", public_key=key.public_key, issued_at_ms=1)
+        (folder.path / "keys" / "trainer.json").write_text(sign_document(document, root).model_dump_json())
+        with pytest.raises(ConfigError, match="is for another key, role or run"):
+            folder.certificate("trainer")
+
+
+def test_a_readable_key_is_refused(folder: RunFolder) -> None:
+    (folder.path / "keys" / "hub.key").chmod(0o644)
+    with pytest.raises(KeyFileError, match="chmod 600"):
+        folder.key("hub")
+
+
+def test_a_damaged_recipe_names_the_file(folder: RunFolder) -> None:
+    (folder.path / "recipe.toml").write_text(dump_config(recipe()) + "\n[oops")
+    with pytest.raises(ConfigError, match=r"recipe\.toml: not valid TOML"):
+        RunFolder.open(folder.path)
+
+
+# ── addresses ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_addresses_are_written_down_and_kept_for_the_next_start(folder: RunFolder) -> None:
+    with pytest.raises(ConfigError, match=r"no endpoints\.json"):
+        _ = folder.endpoints
+    first = folder.assign_endpoints()
+    assert folder.endpoints == first
+    ports = [port_of(url) for url in (first.hub, first.origin, *first.relays)]
+    assert len(set(ports)) == 3
+    assert first.join == f"{first.hub}/#{fingerprint(folder.root_key)}"
+    assert first.sources == (*first.relays, first.origin)
+    assert folder.assign_endpoints() == first
+
+
+def test_a_port_taken_in_the_meantime_is_replaced_by_another(folder: RunFolder) -> None:
+    first = folder.assign_endpoints()
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", port_of(first.origin)))
+        other.listen()
+        second = folder.assign_endpoints()
+    assert second.origin != first.origin
+    assert second.hub == first.hub
+
+
+def test_a_configured_port_that_is_taken_is_one_sentence(tmp_path: Path) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        folder = RunFolder.prepare(tmp_path / "run", recipe(f"hub.port={port}"))
+        with pytest.raises(ResourceError, match=rf"cannot listen on port {port} .*hub\.port=0"):
+            folder.assign_endpoints()
+    assert port_of(folder.assign_endpoints().hub) == port
+
+
+def test_listening_everywhere_gives_an_address_that_others_can_use(tmp_path: Path) -> None:
+    folder = RunFolder.prepare(tmp_path / "run", recipe("hub.host=0.0.0.0"))
+    endpoints = folder.assign_endpoints()
+    assert endpoints.bind == "0.0.0.0"
+    assert "0.0.0.0" not in endpoints.hub
+
+
+def test_an_address_that_is_not_this_machines_is_refused(tmp_path: Path) -> None:
+    folder = RunFolder.prepare(tmp_path / "run", recipe("hub.host=192.0.2.1"))
+    with pytest.raises(ResourceError, match=r"192\.0\.2\.1; is that an address of this machine"):
+        folder.assign_endpoints()
+
+
+def test_damaged_endpoints_are_named_and_chosen_anew(folder: RunFolder) -> None:
+    folder.assign_endpoints()
+    (folder.path / "endpoints.json").write_text('{"hub": 3')
+    with pytest.raises(ConfigError, match=r"endpoints\.json is damaged"):
+        _ = folder.endpoints
+    assert isinstance(folder.assign_endpoints(), Endpoints)

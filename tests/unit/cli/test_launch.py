@@ -1,0 +1,202 @@
+"""`shoal run` around stand-ins for the roles: what starts, what ends a run, and that nothing is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from shoal.cli import launch as launch_module
+from shoal.cli.folder import RunFolder
+from shoal.cli.launch import LaunchOptions, launch, process_spec
+from shoal.cli.recipe import Recipe
+from shoal.cli.roles import command_of, role_names, run_role
+from shoal.errors import ConfigError, ResourceError
+from shoal.runtime.config import parse_config
+from shoal.runtime.lock import FolderLock
+from shoal.runtime.stop import StopToken
+from shoal.runtime.supervise import SUPERVISED, ProcessSpec
+
+SERVE = "import signal, sys\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\nwhile True: signal.pause()"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    recipe = parse_config("[hub]\nport = 0\n[worker]\ncount = 2\n[validator]\ncount = 2", Recipe, "test")
+    return RunFolder.prepare(tmp_path / "run", recipe)
+
+
+def test_servers_start_first_and_each_role_has_its_name(folder: RunFolder) -> None:
+    assert role_names(folder) == [
+        "hub", "origin", "relay-0", "trainer", "validator-0", "validator-1", "worker-0", "worker-1",
+    ]  # fmt: skip
+
+
+def test_each_role_is_a_command_of_the_same_program() -> None:
+    run = Path("/r")
+    assert command_of(run, "origin") == ["relay", "--origin", "--dir", "/r"]
+    assert command_of(run, "validator-1") == ["validator", "--dir", "/r", "--index", "1"]
+    spec = process_spec(run, "worker-0")
+    assert spec.argv == (sys.executable, "-m", "shoal.cli", "worker", "--dir", "/r", "--index", "0")
+    assert spec.log == run / "logs" / "worker-0.log"
+
+
+def test_who_ends_the_run_and_who_is_missed() -> None:
+    kinds = {
+        name: process_spec(Path("/r"), name)
+        for name in ("hub", "origin", "relay-0", "trainer", "validator-0", "worker-0")
+    }
+    assert {name: spec.when_done for name, spec in kinds.items()} == {
+        "hub": "restart", "origin": "restart", "relay-0": "restart", "trainer": "end", "validator-0": "rest",
+        "worker-0": "rest",
+    }  # fmt: skip
+    assert [name for name, spec in kinds.items() if not spec.essential] == ["relay-0", "worker-0"]
+
+
+def stand_ins(monkeypatch: pytest.MonkeyPatch, folder: RunFolder, trainer: str) -> None:
+    def spec(path: Path, name: str) -> ProcessSpec:
+        real = process_spec(path, name)
+        code = trainer if name == "trainer" else SERVE
+        return ProcessSpec(name, (sys.executable, "-S", "-c", code), real.log, real.essential, real.when_done)
+
+    monkeypatch.setattr(launch_module, "process_spec", spec)
+
+
+def test_the_run_ends_well_with_its_trainer(monkeypatch: pytest.MonkeyPatch, folder: RunFolder) -> None:
+    stand_ins(monkeypatch, folder, "print('done')")
+    said: list[str] = []
+    ending = launch(folder, LaunchOptions(), StopToken(), said.append)
+    assert (ending.exit_code, ending.message) == (0, "")
+    assert said[0].startswith(f"run {folder.run_id} in {folder.path}, hub at http://127.0.0.1:")
+    assert folder.endpoints.join in said[1]
+    assert said[-1].endswith("trainer/export")
+    assert json.loads((folder.path / "processes.json").read_text()) == {}
+    assert "trainer is done" in (folder.path / "logs" / "run.log").read_text()
+
+
+def test_the_run_ends_with_the_sentence_of_the_role_that_cannot(
+    monkeypatch: pytest.MonkeyPatch, folder: RunFolder
+) -> None:
+    stand_ins(monkeypatch, folder, "import sys; print('shoal: the model is broken', file=sys.stderr); sys.exit(2)")
+    ending = launch(folder, LaunchOptions(), StopToken(), lambda _: None)
+    assert (ending.exit_code, ending.message) == (2, "trainer: the model is broken")
+
+
+def test_a_run_without_progress_ends_and_says_so(monkeypatch: pytest.MonkeyPatch, folder: RunFolder) -> None:
+    stand_ins(monkeypatch, folder, SERVE)
+    ending = launch(folder, LaunchOptions(patience_s=0.5), StopToken(), lambda _: None)
+    assert ending.exit_code == 1
+    assert "the hub does not answer" in ending.message
+
+
+def test_stopping_is_neither_success_nor_a_crash(monkeypatch: pytest.MonkeyPatch, folder: RunFolder) -> None:
+    stand_ins(monkeypatch, folder, SERVE)
+    stop = StopToken()
+    timer = threading.Timer(0.3, stop.set, ["SIGINT"])
+    timer.start()
+    ending = launch(folder, LaunchOptions(), stop, lambda _: None)
+    timer.join()
+    assert (ending.exit_code, ending.message) == (130, "stopped (SIGINT)")
+
+
+def test_two_runs_in_one_folder_are_refused(monkeypatch: pytest.MonkeyPatch, folder: RunFolder) -> None:
+    monkeypatch.setattr(launch_module, "LOCK_WAIT_S", 0.0)
+    with (
+        FolderLock(folder.path).acquire(StopToken()),
+        pytest.raises(ResourceError, match=f"in use by process {os.getpid()}"),
+    ):
+        launch(folder, LaunchOptions(), StopToken(), lambda _: None)
+
+
+# ── as threads ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def threads(monkeypatch: pytest.MonkeyPatch, fails: str = "") -> list[str]:
+    ended: list[str] = []
+
+    def role(_folder: RunFolder, name: str, stop: StopToken) -> None:
+        if name == fails:
+            raise ConfigError("the engine is out of steam")
+        if name != "trainer" or fails:
+            assert stop.wait(20)
+        ended.append(name)
+
+    monkeypatch.setattr(launch_module, "run_role", role)
+    return ended
+
+
+def test_one_process_runs_every_role_as_a_thread(monkeypatch: pytest.MonkeyPatch, folder: RunFolder) -> None:
+    ended = threads(monkeypatch)
+    ending = launch(folder, LaunchOptions("one"), StopToken(), lambda _: None)
+    assert (ending.exit_code, ending.message) == (0, "")
+    assert sorted(ended) == sorted(role_names(folder))
+
+
+def test_a_thread_that_fails_ends_the_run_with_its_sentence(monkeypatch: pytest.MonkeyPatch, folder: RunFolder) -> None:
+    ended = threads(monkeypatch, fails="worker-1")
+    ending = launch(folder, LaunchOptions("one"), StopToken(), lambda _: None)
+    assert (ending.exit_code, ending.message) == (2, "worker-1: the engine is out of steam")
+    assert len(ended) == len(role_names(folder)) - 1
+
+
+# ── roles ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("cook", "there is no role 'cook'"),
+        ("validator-7", "this run has 2 validators; there is no --index 7"),
+        ("relay-7", "this run has 1 relays; there is no --index 7"),
+    ],
+)
+def test_a_role_that_the_run_does_not_have(folder: RunFolder, name: str, message: str) -> None:
+    folder.assign_endpoints()
+    with pytest.raises(ConfigError, match=message):
+        run_role(folder, name, StopToken())
+
+
+def test_the_hub_and_the_origin_serve_and_stop(folder: RunFolder) -> None:
+    endpoints = folder.assign_endpoints()
+    for name, url in (("hub", f"{endpoints.hub}/health"), ("origin", endpoints.origin)):
+        stop = StopToken()
+        thread = threading.Thread(target=run_role, args=(folder, name, stop))
+        thread.start()
+        try:
+            end = time.monotonic() + 20
+            while True:
+                try:
+                    httpx.get(url, timeout=5)
+                    break
+                except httpx.ConnectError:
+                    assert time.monotonic() < end
+        finally:
+            stop.set("the test is over")
+            thread.join(20)
+        assert not thread.is_alive()
+
+
+BEGIN = """
+import logging, sys
+from pathlib import Path
+from shoal.cli.roles import begin
+begin("hub", Path(sys.argv[1]), False)
+logging.getLogger("shoal").info("hello")
+"""
+
+
+@pytest.mark.parametrize("supervised", [False, True])
+def test_a_role_writes_its_log_unless_a_supervisor_keeps_it(tmp_path: Path, supervised: bool) -> None:
+    environment = {**os.environ, **({SUPERVISED: "1"} if supervised else {})}
+    command = [sys.executable, "-c", BEGIN, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as process:
+        assert process.stderr is not None
+        assert b"hello" in process.stderr.readline()
+    assert (tmp_path / "logs" / "hub.log").exists() is not supervised

@@ -1,0 +1,85 @@
+"""The configuration surface is pinned: a new setting is a decision, taken here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shoal.cli.recipe import Recipe, load_recipe, settings_of
+from shoal.errors import ConfigError
+from shoal.runtime.config import dump_config, parse_config
+
+ROOT = Path(__file__).parents[3]
+
+SETTINGS = """
+run.name run.seed run.steps run.groups_per_step run.group_size run.max_staleness run.temperature run.max_new_tokens
+model.path
+environment.name environment.file environment.options environment.train_size environment.held_out_size
+environment.shuffle_rewards
+trainer.learning_rate trainer.betas trainer.weight_decay trainer.warmup_steps trainer.grad_clip trainer.minibatches
+trainer.advantage trainer.loss trainer.clip_epsilon trainer.clip_delta trainer.mask_truncated
+trainer.micro_batch_tokens trainer.device trainer.threads trainer.publish_dtype trainer.checkpoint_every
+trainer.keep_checkpoints trainer.evaluate_every trainer.evaluate_tasks trainer.batch_deadline_s
+hub.host hub.port hub.lease_s hub.audit_s hub.max_attempts hub.refill_cap hub.leases_per_node hub.max_submission_bytes
+hub.max_inflated_bytes hub.concurrent_uploads
+validator.max_audits validator.audit_wait_s validator.held_versions validator.policy_wait_s validator.heartbeat_s
+validator.hub_patience_s validator.count validator.engine
+validator.tolerances.seed_distance validator.tolerances.seed_floor validator.tolerances.seed_outside_rate
+validator.tolerances.seed_significance validator.tolerances.certain_distance validator.tolerances.certain_tokens
+validator.tolerances.logprob_mean validator.tolerances.logprob_max
+worker.units_per_lease worker.lease_wait_s worker.heartbeat_s worker.keep_versions worker.hub_patience_s
+worker.outbox_limit worker.refused_kept worker.stop_flush_s worker.count worker.engine
+relay.kept_versions relay.connections relay.max_clients relay.long_poll_s relay.poll_s relay.count
+"""
+
+
+def test_the_settings_are_these_and_no_others() -> None:
+    assert sorted(name for name, _ in settings_of(Recipe())) == sorted(SETTINGS.split())
+
+
+def test_there_are_at_most_a_hundred() -> None:
+    assert len(SETTINGS.split()) <= 100
+
+
+def test_defaults_survive_the_file() -> None:
+    assert parse_config(dump_config(Recipe()), Recipe, "dump") == Recipe()
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*.toml")), ids=lambda path: path.stem)
+def test_every_recipe_in_the_repository_loads_and_its_parts_exist(path: Path) -> None:
+    from shoal.environments import build
+    from shoal.models import model_folder
+
+    recipe = load_recipe(path)
+    assert recipe.run.name == path.stem
+    build(recipe.environment)
+    if recipe.model.path == "tiny":
+        model_folder(recipe.model.path)
+
+
+def test_paths_are_meant_from_where_the_recipe_lies(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text("[model]\npath = 'models/small'\n[environment]\nfile = 'reward.py'\n")
+    recipe = load_recipe(path)
+    assert recipe.model.path == str(tmp_path / "models" / "small")
+    assert recipe.environment.file == tmp_path / "reward.py"
+    assert load_recipe(path, ["model.path=/elsewhere"]).model.path == "/elsewhere"
+    assert load_recipe(path, ["model.path=tiny"]).model.path == "tiny"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[trainer]\nlearning_rat = 1.0", r"\[trainer\] has no key 'learning_rat'; did you mean 'learning_rate'\?"),
+        ("[worker]\ncounts = 2", r"\[worker\] has no key 'counts'; did you mean 'count'\?"),
+        ("[trainer]\nclip_delta = 1.1", r"clip_delta \(1.1\) must be above 1 \+ clip_epsilon"),
+        ("[run]\nname = 'a/b'", r"\[run\] name = \"a/b\": string should match pattern"),
+        ("[validator.tolerances]\nseed_flor = 1.0", r"\[validator.tolerances\] has no key 'seed_flor'; did you mean"),
+    ],
+)
+def test_mistakes_are_told_with_the_remedy(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "r.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        load_recipe(path)

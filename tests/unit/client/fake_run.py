@@ -1,0 +1,134 @@
+"""A run's keys and signed papers, and a hub that answers from a script: what the client's tests talk to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from shoal.client import ClientOptions, HubClient
+from shoal.client.trust import run_id
+from shoal.protocol import (
+    Document,
+    Lease,
+    Message,
+    PolicyRef,
+    Problem,
+    RequestSignature,
+    RoleCertificate,
+    RunInfo,
+    SamplingParameters,
+    SignedDocument,
+    SigningKey,
+    fingerprint,
+    sign_document,
+    verify_request,
+)
+from shoal.runtime.clock import ManualClock
+from shoal.runtime.retry import Backoff
+from shoal.runtime.stop import StopToken
+
+SAMPLING = SamplingParameters(temperature=1.0, max_new_tokens=8, eos_token_id=0)
+
+
+def key(number: int) -> SigningKey:
+    return SigningKey.from_seed(bytes([number]) * 32)
+
+
+ROOT, HUB, TRAINER, VALIDATOR, NODE, STRANGER = (key(n) for n in range(1, 7))
+RUN = run_id("demo", fingerprint(ROOT.public_key))
+
+
+def certificate(role: Any, holder: SigningKey, run: str = RUN, root: SigningKey = ROOT) -> SignedDocument:
+    return sign_document(RoleCertificate(run=run, role=role, public_key=holder.public_key, issued_at_ms=1), root)
+
+
+CERTIFICATES = (certificate("hub", HUB), certificate("trainer", TRAINER), certificate("validator", VALIDATOR))
+
+
+def run_info(**changes: Any) -> RunInfo:
+    fields: dict[str, Any] = {
+        "run": RUN, "name": "demo", "root_key": ROOT.public_key, "certificates": CERTIFICATES,
+        "sources": ("http://origin",), "environment": "sort", "environment_digest": "e" * 64, "sampling": SAMPLING,
+        "group_size": 2, "max_staleness": 1, "steps": 3,
+    }  # fmt: skip
+    return RunInfo(**{**fields, **changes})
+
+
+def lease(**changes: Any) -> Lease:
+    fields: dict[str, Any] = {
+        "run": RUN, "lease": "lease-1", "node": NODE.node, "unit": 7, "attempt": 0,
+        "policy": PolicyRef(incarnation=0, version=1, digest="a" * 64), "task": "t", "prompt_ids": (1, 2),
+        "seeds": ("0" * 16, "f" * 16), "sampling": SAMPLING, "environment_digest": "e" * 64,
+        "issued_at_ms": 1, "deadline_ms": 2,
+    }  # fmt: skip
+    return Lease(**{**fields, **changes})
+
+
+def signed(document: Document, by: SigningKey = HUB) -> SignedDocument:
+    return sign_document(document, by)
+
+
+def answer(message: Message, status: int = 200) -> httpx.Response:
+    return httpx.Response(status, content=message.model_dump_json().encode())
+
+
+def refusal(status: int, code: str, message: str, **headers: str) -> httpx.Response:
+    body = Problem(code=code, message=message).model_dump_json().encode()
+    return httpx.Response(status, content=body, headers={k.replace("_", "-"): v for k, v in headers.items()})
+
+
+class TickingStop(StopToken):
+    """Waiting moves the manual clock instead of passing time, and is written down."""
+
+    def __init__(self, clock: ManualClock) -> None:
+        super().__init__()
+        self.clock = clock
+        self.waits: list[float] = []
+
+    def wait(self, seconds: float) -> bool:
+        self.waits.append(seconds)
+        self.clock.advance(seconds)
+        return self.is_set()
+
+
+Step = Callable[[httpx.Request], httpx.Response]
+
+
+@dataclass
+class ScriptedHub:
+    """Answers `GET /run` with the run's description, and everything else with the next step of the script."""
+
+    info: SignedDocument = field(default_factory=lambda: signed(run_info()))
+    script: list[Step | httpx.Response] = field(default_factory=list)
+    requests: list[httpx.Request] = field(default_factory=list)
+    clock: ManualClock = field(default_factory=ManualClock)
+
+    def __post_init__(self) -> None:
+        self.stop = TickingStop(self.clock)
+
+    def handle(self, request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/run":
+            return answer(self.info)
+        self.requests.append(request)
+        step = self.script.pop(0)
+        return step if isinstance(step, httpx.Response) else step(request)
+
+    def client(self, pinned: str | None = None, patience_s: float = 60.0) -> HubClient:
+        options = ClientOptions(patience_s=patience_s, backoff=Backoff(0.1, 5.0))
+        http = httpx.Client(transport=httpx.MockTransport(self.handle))
+        return HubClient("http://hub:1/", NODE, self.stop, pinned, http, self.clock, options)
+
+    def verify(self, request: httpx.Request, run: str = RUN) -> RequestSignature:
+        """Check a recorded request's signature as the hub would, and hand back what it says."""
+        signature = RequestSignature.from_headers(request.headers)
+        target = request.url.raw_path.decode()
+        at_ms = self.clock.now_ms()
+        verify_request(NODE.public_key, run, request.method, target, request.content, signature, at_ms)
+        return signature
+
+
+def no_answer(request: httpx.Request) -> httpx.Response:
+    raise httpx.ConnectError("connection refused", request=request)

@@ -1,0 +1,198 @@
+"""The client against a scripted hub: signatures, retries, refusals, and answers that must not be believed."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+from fake_run import (
+    HUB,
+    NODE,
+    ROOT,
+    RUN,
+    STRANGER,
+    ScriptedHub,
+    answer,
+    lease,
+    no_answer,
+    refusal,
+    run_info,
+    signed,
+)
+
+from shoal.client.transport import MIB
+from shoal.errors import (
+    CodecError,
+    DeadlineExceeded,
+    HubRefused,
+    HubUnreachable,
+    ProtocolError,
+    SignatureError,
+)
+from shoal.protocol import (
+    Heartbeat,
+    HeartbeatReply,
+    LeaseReply,
+    LeaseRequest,
+    LedgerHead,
+    NodeState,
+    NodeView,
+    Receipt,
+    TrainingBatch,
+    fingerprint,
+    pack,
+    submission_digest,
+)
+
+VIEW = NodeView(node=NODE.node, name="n", role="worker", state=NodeState.ACTIVE)
+BODY = b"a packed submission"
+
+
+def receipt(**changes: object) -> Receipt:
+    fields = {
+        "run": RUN, "node": NODE.node, "lease": "lease-1", "unit": 7, "submission": submission_digest(BODY),
+        "size_bytes": len(BODY), "received_at_ms": 1,
+    }  # fmt: skip
+    return Receipt(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def test_requests_are_signed_for_the_run_over_path_query_and_body() -> None:
+    hub = ScriptedHub(script=[answer(VIEW)])
+    assert hub.client(fingerprint(ROOT.public_key)).register("n", "worker", None) == VIEW
+    assert hub.verify(hub.requests[0]).node == NODE.node
+    with pytest.raises(SignatureError):
+        hub.verify(hub.requests[0], run="other-run")
+
+
+def test_public_calls_need_no_identity() -> None:
+    head = LedgerHead(run=RUN, index=3, hash="b" * 64)
+    hub = ScriptedHub(script=[answer(signed(head))])
+    assert hub.client().ledger_head() == head
+    assert "shoal-signature" not in hub.requests[0].headers
+
+
+def test_a_retry_is_signed_anew_and_sends_the_same_body() -> None:
+    hub = ScriptedHub(script=[no_answer, httpx.Response(502), refusal(503, "hub.busy", "wait"), answer(LeaseReply())])
+    hub.client().lease(LeaseRequest(request="request-1", max_units=4))
+    signatures = [hub.verify(request) for request in hub.requests]
+    assert len({signature.nonce for signature in signatures}) == 4
+    assert [signature.at_ms for signature in signatures] == sorted({signature.at_ms for signature in signatures})
+    assert len({request.content for request in hub.requests}) == 1
+
+
+def test_too_many_requests_waits_as_long_as_the_hub_says() -> None:
+    hub = ScriptedHub(script=[refusal(429, "rate", "slow down", retry_after="7"), answer(VIEW)])
+    hub.client().register("n", "worker", None)
+    assert hub.stop.waits == [7.0]
+
+
+@pytest.mark.parametrize("text", ["soon", "", "-1", "9" * 40])
+def test_a_strange_retry_after_is_bounded(text: str) -> None:
+    hub = ScriptedHub(script=[refusal(429, "rate", "slow down", retry_after=text), answer(VIEW)])
+    hub.client(patience_s=100).register("n", "worker", None)
+    assert hub.stop.waits[0] <= 60
+
+
+def test_past_its_patience_it_says_where_how_long_and_what_to_do() -> None:
+    hub = ScriptedHub(script=[no_answer] * 1000)
+    with pytest.raises(HubUnreachable, match=r"http://hub:1 .*POST /nodes.* for \d+ s: .*refused; check the address"):
+        hub.client(patience_s=30).register("n", "worker", None)
+    assert 20 < sum(hub.stop.waits) <= 30
+
+
+def test_a_stop_ends_the_retries() -> None:
+    hub = ScriptedHub(script=[no_answer] * 3)
+    hub.stop.set("SIGTERM")
+    with pytest.raises(DeadlineExceeded, match="SIGTERM"):
+        hub.client().register("n", "worker", None)
+    assert len(hub.requests) == 1
+
+
+def test_a_refusal_carries_the_hubs_code_and_sentence_and_is_not_retried() -> None:
+    hub = ScriptedHub(script=[refusal(401, "signature.skew", "the request's clock is 300 s ahead: set the clock")])
+    with pytest.raises(HubRefused, match="300 s ahead") as caught:
+        hub.client().register("n", "worker", None)
+    assert (caught.value.status, caught.value.code) == (401, "signature.skew")
+    assert len(hub.requests) == 1
+
+
+def test_a_page_that_is_no_problem_document_still_gives_a_sentence() -> None:
+    hub = ScriptedHub(script=[httpx.Response(404, text="<h1>Not\nFound</h1>")])
+    with pytest.raises(HubRefused, match="<h1>Not Found</h1>"):
+        hub.client().status()
+
+
+def test_an_answer_of_another_kind_is_a_protocol_error() -> None:
+    hub = ScriptedHub(script=[httpx.Response(200, json={"hello": "world"})])
+    with pytest.raises(ProtocolError, match="is not a NodeView"):
+        hub.client().register("n", "worker", None)
+
+
+def test_an_endless_answer_is_not_read() -> None:
+    hub = ScriptedHub(script=[httpx.Response(200, content=b"x" * (64 * MIB + 1))])
+    with pytest.raises(CodecError, match="longer than"):
+        hub.client().status()
+
+
+def test_the_run_is_fetched_once_and_verified() -> None:
+    hub = ScriptedHub(script=[answer(HeartbeatReply(node=VIEW)), answer(HeartbeatReply(node=VIEW))])
+    client = hub.client(fingerprint(ROOT.public_key))
+    client.heartbeat(Heartbeat())
+    hub.info = signed(run_info(), STRANGER)
+    client.heartbeat(Heartbeat())
+    with pytest.raises(SignatureError):
+        hub.client().run_info()
+
+
+def test_leases_must_be_signed_by_the_hub_for_this_run_and_this_node() -> None:
+    client = ScriptedHub().client()
+    good = signed(lease())
+    assert client.open_leases(LeaseReply(leases=(good,))) == [(lease(), good)]
+    for bad in (signed(lease(), STRANGER), signed(lease(node=STRANGER.node)), signed(lease(run="x"))):
+        with pytest.raises(SignatureError):
+            client.open_leases(LeaseReply(leases=(bad,)))
+    assert client.open_lease(signed(lease(node=STRANGER.node))).node == STRANGER.node
+
+
+def test_a_receipt_is_believed_only_for_what_was_sent() -> None:
+    hub = ScriptedHub(script=[answer(signed(receipt()), 201)])
+    assert hub.client().submit("lease-1", BODY) == receipt()
+    assert hub.requests[0].url.path == "/submissions/lease-1"
+
+
+@pytest.mark.parametrize(
+    ("changes", "by"),
+    [({"submission": "c" * 64}, HUB), ({"lease": "lease-2"}, HUB), ({"node": STRANGER.node}, HUB), ({}, STRANGER)],
+)
+def test_a_receipt_for_something_else_is_refused(changes: dict[str, object], by: object) -> None:
+    hub = ScriptedHub(script=[answer(signed(receipt(**changes), by), 201)])  # type: ignore[arg-type]
+    with pytest.raises(SignatureError):
+        hub.client().submit("lease-1", BODY)
+
+
+def test_a_lease_id_cannot_change_the_path() -> None:
+    hub = ScriptedHub(script=[answer(signed(receipt(lease="../x?y")), 201)])
+    hub.client().submit("../x?y", BODY)
+    assert hub.requests[0].url.raw_path == b"/submissions/..%2Fx%3Fy"
+
+
+def test_a_submission_is_checked_against_its_name() -> None:
+    hub = ScriptedHub(script=[httpx.Response(200, content=BODY), httpx.Response(200, content=b"other")])
+    client = hub.client()
+    assert client.submission(submission_digest(BODY)) == BODY
+    with pytest.raises(CodecError, match="does not match"):
+        client.submission(submission_digest(BODY))
+
+
+def test_rollouts_are_unpacked() -> None:
+    batch = TrainingBatch(step=2, groups=[])
+    hub = ScriptedHub(script=[httpx.Response(200, content=pack(batch))])
+    assert hub.client().rollouts(2) == batch
+
+
+def test_a_patient_twin_shares_the_run_but_not_the_patience() -> None:
+    hub = ScriptedHub(script=[no_answer] * 100)
+    client = hub.client(patience_s=50)
+    client.run_info()
+    with pytest.raises(HubUnreachable):
+        client.patient(1.0).heartbeat(Heartbeat())
+    assert sum(hub.stop.waits) <= 1.0

@@ -1,0 +1,156 @@
+"""The torch engine against plain transformers, and what only it promises."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from shoal.engines import GenerationRequest, PrefillRequest
+from shoal.engines.torch import TorchEngine
+from shoal.errors import ModelError
+from shoal.models.load import load_model
+from shoal.models.state import policy_views
+from shoal.models.tiny import build_tiny
+from shoal.protocol import PolicyRef, SamplingParameters
+from shoal.sampling import inverse
+from shoal.sampling.stream import uniforms
+
+SAMPLING = SamplingParameters(temperature=0.8, max_new_tokens=12, eos_token_id=1)
+PROMPTS = [tuple(range(10, 10 + length)) for length in (1, 7, 3, 20, 7)]
+REF = PolicyRef(incarnation=0, version=0, digest="ab" * 32)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build_tiny(5)
+
+
+def requests(seeds_each: int = 6) -> list[GenerationRequest]:
+    return [
+        GenerationRequest(prompt, tuple(range(100 * i, 100 * i + seeds_each)), SAMPLING)
+        for i, prompt in enumerate(PROMPTS)
+    ]
+
+
+@torch.no_grad()
+def plain_completion(model, prompt, seed) -> tuple[list[int], list[float]]:
+    """No batch, no cache, no padding: the whole sequence through transformers for every token."""
+    sequence, logprobs = list(prompt), []
+    for u in uniforms(seed, 0, SAMPLING.max_new_tokens):
+        logits = model(torch.tensor([sequence])).logits[0, -1:].numpy()
+        token, logprob = inverse.sample(logits, np.array([u]), SAMPLING.temperature)
+        sequence.append(int(token[0]))
+        logprobs.append(float(logprob[0]))
+        if sequence[-1] == 1:
+            break
+    return sequence[len(prompt) :], logprobs
+
+
+def test_batched_cached_padded_decoding_equals_plain_transformers(model):
+    for request, completions in zip(requests(), TorchEngine.wrap(model).generate(requests()), strict=True):
+        for seed, completion in zip(request.seeds, completions, strict=True):
+            tokens, logprobs = plain_completion(model, request.prompt_ids, seed)
+            assert completion.token_ids.tolist() == tokens
+            np.testing.assert_allclose(completion.logprobs, logprobs, atol=1e-4)
+
+
+def test_greedy_equals_transformers_generate():
+    model = load_model("tiny").model
+    prompts = [tuple(range(5, 5 + length)) for length in (4, 8, 6)]
+    for prompt, found in zip(prompts, TorchEngine.wrap(model).greedy(prompts, 10, 1), strict=True):
+        expected = model.generate(torch.tensor([prompt]), max_new_tokens=10, do_sample=False)[0, len(prompt) :]
+        assert found.tolist() == expected.tolist()
+
+
+def test_small_batches_give_the_same_as_large_ones(model):
+    large = TorchEngine.wrap(model).generate(requests())
+    small = TorchEngine.wrap(model, max_rows=7, max_prefill_tokens=30)
+    for one, two in zip(large, small.generate(requests()), strict=True):
+        assert [c.token_ids.tolist() for c in one] == [c.token_ids.tolist() for c in two]
+    assert [g.tolist() for g in small.greedy(PROMPTS, 9, 1)] == [
+        g.tolist() for g in TorchEngine.wrap(model).greedy(PROMPTS, 9, 1)
+    ]
+    asked = [PrefillRequest(prompt, large[i][0].token_ids, 0.8) for i, prompt in enumerate(PROMPTS)]
+    for one, two in zip(TorchEngine.wrap(model).prefill(asked), small.prefill(asked), strict=True):
+        np.testing.assert_allclose(one.logprobs, two.logprobs, atol=1e-4)
+
+
+def test_finished_rows_leave_the_batch():
+    """The rows that go through the model shrink as completions end (a policy whose completions differ in length)."""
+    loaded = load_model("tiny")
+    model, encode = loaded.model, loaded.tokenizer.encode
+    engine = TorchEngine.wrap(model)
+    asked = [GenerationRequest(encode(p), tuple(range(16)), SAMPLING) for p in ("31=", "4321=", "654321=", "87654321=")]
+    rows = []
+    hook = model.base_model.register_forward_pre_hook(
+        lambda module, args, kwargs: rows.append(kwargs["input_ids"].shape), with_kwargs=True
+    )
+    try:
+        completions = [c for group in engine.generate(asked) for c in group]
+    finally:
+        hook.remove()
+    assert rows[0] == (4, 9)  # each prompt once, not once per sample
+    assert rows[1][0] == 64
+    assert rows[-1][0] < 64
+    computed = sum(shape[0] for shape in rows[1:])
+    needed = sum(len(completion.token_ids) - 1 for completion in completions)
+    assert needed <= computed < 1.3 * needed
+
+
+def test_a_tied_model_is_loaded_and_decoded():
+    tied = build_tiny(0, tie_word_embeddings=True)
+    loaded = load_model("tiny")
+    config = tied.config.to_json_string(use_diff=False).encode()
+    engine = TorchEngine({**loaded.files, "config.json": config})
+    engine.load_policy(REF, policy_views(tied))
+    expected = TorchEngine.wrap(tied).generate(requests(2))
+    for one, two in zip(engine.generate(requests(2)), expected, strict=True):
+        assert [c.token_ids.tolist() for c in one] == [c.token_ids.tolist() for c in two]
+
+
+def test_weights_that_do_not_fit_leave_no_policy_behind():
+    loaded = load_model("tiny")
+    engine = TorchEngine(loaded.files)
+    views = policy_views(loaded.model)
+    engine.load_policy(REF, views)
+    del views["lm_head.weight"]
+    with pytest.raises(ModelError, match="another model"):
+        engine.load_policy(REF, views)
+    assert engine.policy is None
+
+
+def test_a_wrapped_model_is_used_as_it_is_and_keeps_its_mode(model):
+    model.train()
+    engine = TorchEngine.wrap(model)
+    before = engine.greedy(PROMPTS[:1], 5, 1)[0].tolist()
+    assert model.training
+    bias = torch.zeros_like(model.lm_head.weight)
+    bias[before[0]] = -10.0 * model.lm_head.weight.detach()[before[0]].sign()
+    with torch.no_grad():
+        model.lm_head.weight.add_(bias)
+    after = engine.greedy(PROMPTS[:1], 5, 1)[0].tolist()
+    with torch.no_grad():
+        model.lm_head.weight.sub_(bias)
+    assert before != after
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    assert model.eval() is model
+
+
+def test_long_completions_read_their_stream_block_by_block(model, monkeypatch):
+    whole = TorchEngine.wrap(model).generate(requests(3))
+    monkeypatch.setattr("shoal.engines.torch.UNIFORM_BLOCK", 5)
+    blocks = TorchEngine.wrap(model).generate(requests(3))
+    assert max(len(completion.token_ids) for completion in whole[0]) > 10
+    for one, two in zip(whole, blocks, strict=True):
+        assert [c.token_ids.tolist() for c in one] == [c.token_ids.tolist() for c in two]
+
+
+def test_large_vocabularies_go_through_in_tiles(model, monkeypatch):
+    whole = TorchEngine.wrap(model).generate(requests(3))
+    monkeypatch.setattr("shoal.engines.torch.TILE_ELEMENTS", 96 * 4)
+    tiled = TorchEngine.wrap(model).generate(requests(3))
+    for one, two in zip(whole, tiled, strict=True):
+        assert [c.token_ids.tolist() for c in one] == [c.token_ids.tolist() for c in two]
+    asked = [PrefillRequest(PROMPTS[0], whole[0][0].token_ids, 0.8)]
+    np.testing.assert_allclose(TorchEngine.wrap(model).prefill(asked)[0].logprobs, whole[0][0].logprobs, atol=1e-4)

@@ -1,0 +1,249 @@
+"""A hub in this process for tests: a fake environment, keys, and actors that sign what they send."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+from fastapi import FastAPI
+
+from shoal.client.asgi import AsgiTransport
+from shoal.environments import Score, Split, Task
+from shoal.hub import HubConfig, HubSettings, RunSettings, create_app
+from shoal.protocol import (
+    SUBMISSION_FORMAT,
+    Audit,
+    AuditReply,
+    Batch,
+    Lease,
+    LeaseReply,
+    Message,
+    Outcome,
+    PolicyAnnouncement,
+    PolicyRef,
+    Registration,
+    Role,
+    RoleCertificate,
+    Rollout,
+    RolloutReward,
+    RunStatus,
+    SignedDocument,
+    SigningKey,
+    Submission,
+    Verdict,
+    fingerprint,
+    open_document,
+    pack,
+    pack_logprobs,
+    pack_tokens,
+    sign_document,
+    sign_request,
+)
+from shoal.runtime.clock import Clock, ManualClock
+
+TOKENS_PER_ROLLOUT = 3
+
+
+class FakeEnvironment:
+    """Ten tasks whose prompts are their names."""
+
+    name = "fake"
+    digest = "e0" * 32
+
+    def __init__(self, count: int = 10) -> None:
+        self._tasks = [Task(id=f"task-{index}", prompt=f"{index}=", answer=str(index)) for index in range(count)]
+
+    def tasks(self, split: Split) -> Sequence[Task]:
+        return self._tasks if split == "train" else []
+
+    def task(self, task_id: str) -> Task:
+        return next(task for task in self._tasks if task.id == task_id)
+
+    def score(self, task: Task, completion: str) -> Score:
+        return Score(float(completion == task.answer))
+
+
+ROOT = SigningKey.from_seed(b"r" * 32)
+HUB = SigningKey.from_seed(b"h" * 32)
+TRAINER = SigningKey.from_seed(b"t" * 32)
+VALIDATOR = SigningKey.from_seed(b"v" * 32)
+RUN_ID = f"test-{fingerprint(ROOT.public_key)[:12]}"
+
+
+def worker_key(number: int) -> SigningKey:
+    return SigningKey.from_seed(bytes([number]) * 32)
+
+
+def certificate(key: SigningKey, role: Role, run: str = RUN_ID, signer: SigningKey = ROOT) -> SignedDocument:
+    document = RoleCertificate(run=run, role=role, public_key=key.public_key, issued_at_ms=0)
+    return sign_document(document, signer)
+
+
+def make_config(folder: Path, run: dict[str, Any] | None = None, settings: dict[str, Any] | None = None) -> HubConfig:
+    """A small run: 2 groups of 2 rollouts a step."""
+    sizes = {"name": "test", "steps": 3, "groups_per_step": 2, "group_size": 2, "max_staleness": 0}
+    return HubConfig(
+        folder=folder,
+        run_id=RUN_ID,
+        run=RunSettings(**{**sizes, **(run or {})}),
+        settings=HubSettings(**{"port": 0, **(settings or {})}),
+        environment=FakeEnvironment(),
+        encode=lambda text: list(text.encode()),
+        eos_token_id=0,
+        key=HUB,
+        root_key=ROOT.public_key,
+        certificates=(certificate(HUB, "hub"), certificate(TRAINER, "trainer"), certificate(VALIDATOR, "validator")),
+        sources=("http://127.0.0.1:1",),
+    )
+
+
+@dataclass
+class Actor:
+    """One key that talks to the hub; `call` signs like a client does, and can be told to sign wrongly."""
+
+    key: SigningKey
+    http: httpx.Client
+    clock: Clock
+    run: str = RUN_ID
+
+    def call(self, method: str, path: str, body: bytes | Message | dict[str, Any] | None = None) -> httpx.Response:
+        content = as_bytes(body)
+        headers = sign_request(self.key, self.run, method, path, content, self.clock.now_ms())
+        return self.http.request(method, path, content=content, headers=headers)
+
+    def register(self, role: Role = "worker", name: str = "") -> httpx.Response:
+        signed = None if role == "worker" else certificate(self.key, role)
+        body = Registration(public_key=self.key.public_key, name=name, role=role, certificate=signed)
+        return self.call("POST", "/nodes", body)
+
+    def lease(self, request: str, max_units: int = 1, wait_s: float = 0) -> list[Lease]:
+        body = {"request": request, "max_units": max_units, "wait_s": wait_s}
+        reply = LeaseReply.model_validate_json(ok(self.call("POST", "/leases", body)).content)
+        return [open_document(signed, Lease, HUB.public_key) for signed in reply.leases]
+
+    def submit(self, lease: Lease, body: bytes | None = None) -> httpx.Response:
+        return self.call("PUT", f"/submissions/{lease.lease}", submission_body(lease) if body is None else body)
+
+
+_requests = itertools.count()
+
+
+def fresh_request() -> str:
+    return f"request-{next(_requests):06d}"
+
+
+def as_bytes(body: bytes | Message | dict[str, Any] | None) -> bytes:
+    if isinstance(body, bytes):
+        return body
+    if isinstance(body, Message):
+        return body.model_dump_json().encode()
+    return b"" if body is None else httpx.Request("POST", "http://x", json=body).content
+
+
+def ok(response: httpx.Response) -> httpx.Response:
+    assert response.status_code < 300, response.text
+    return response
+
+
+def code_of(response: httpx.Response) -> tuple[int, str]:
+    return response.status_code, response.json()["code"]
+
+
+def submission_body(lease: Lease, /, **changes: Any) -> bytes:
+    tokens = pack_tokens(range(TOKENS_PER_ROLLOUT))
+    rollout = Rollout(tokens=tokens, logprobs=pack_logprobs([-0.5] * TOKENS_PER_ROLLOUT), finish="eos")
+    fields: dict[str, Any] = {
+        "format": SUBMISSION_FORMAT,
+        "run": lease.run,
+        "node": lease.node,
+        "lease": lease.lease,
+        "unit": lease.unit,
+        "incarnation": lease.policy.incarnation,
+        "version": lease.policy.version,
+        "policy_digest": lease.policy.digest,
+        "prompt": pack_tokens(lease.prompt_ids),
+        "rollouts": [rollout] * len(lease.seeds),
+    }
+    return pack(Submission(**{**fields, **changes}))
+
+
+def policy(version: int, incarnation: int = 0, digest: str | None = None) -> PolicyRef:
+    return PolicyRef(incarnation=incarnation, version=version, digest=digest or f"{incarnation:02x}{version:02x}" * 16)
+
+
+@dataclass
+class Bench:
+    """An app with a trainer, a validator and two workers registered."""
+
+    folder: Path
+    run: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    clock: ManualClock = field(default_factory=ManualClock)
+
+    def __post_init__(self) -> None:
+        self.app: FastAPI = create_app(make_config(self.folder, self.run, self.settings), self.clock)
+        self.http = httpx.Client(transport=AsgiTransport(self.app), base_url="http://hub", timeout=20)
+        self.trainer, self.validator = self.actor(TRAINER), self.actor(VALIDATOR)
+        self.alice, self.bob = self.actor(worker_key(1)), self.actor(worker_key(2))
+        ok(self.trainer.register("trainer"))
+        ok(self.validator.register("validator"))
+        ok(self.alice.register(name="alice"))
+        ok(self.bob.register(name="bob"))
+
+    def actor(self, key: SigningKey) -> Actor:
+        return Actor(key, self.http, self.clock)
+
+    def close(self) -> None:
+        self.http.close()
+
+    def restarted(self) -> Bench:
+        """The same folder under a new app object."""
+        self.close()
+        return Bench(self.folder, self.run, self.settings, self.clock)
+
+    def announce(self, version: int, incarnation: int = 0, digest: str | None = None) -> httpx.Response:
+        ref = policy(version, incarnation, digest)
+        document = PolicyAnnouncement(run=RUN_ID, policy=ref, created_at_ms=self.clock.now_ms())
+        return self.trainer.call("POST", "/policies", sign_document(document, TRAINER))
+
+    def audits(self, max_audits: int = 8) -> tuple[Audit, ...]:
+        response = ok(self.validator.call("POST", "/audits", {"max_audits": max_audits}))
+        return AuditReply.model_validate_json(response.content).audits
+
+    def judge(self, audit: Audit, rewards: Sequence[float] = (0.0, 1.0), **changes: Any) -> httpx.Response:
+        return self.validator.call("POST", "/verdicts", self.verdict(audit, rewards, **changes))
+
+    def verdict(self, audit: Audit, rewards: Sequence[float] = (0.0, 1.0), **changes: Any) -> SignedDocument:
+        lease = open_document(audit.lease, Lease, HUB.public_key)
+        fields: dict[str, Any] = {
+            "run": RUN_ID,
+            "submission": audit.submission,
+            "unit": lease.unit,
+            "node": lease.node,
+            "outcome": Outcome.ACCEPTED,
+            "rewards": tuple(RolloutReward(value=value) for value in rewards),
+            "generated_tokens": TOKENS_PER_ROLLOUT * len(rewards),
+            "decided_at_ms": self.clock.now_ms(),
+        }
+        return sign_document(Verdict(**{**fields, **changes}), VALIDATOR)
+
+    def batch(self, step: int, wait_s: float = 0) -> Batch | None:
+        response = ok(self.trainer.call("POST", f"/batches/{step}", {"wait_s": wait_s}))
+        document = response.json()["batch"]
+        return None if document is None else Batch.model_validate(document)
+
+    def status(self) -> RunStatus:
+        return RunStatus.model_validate_json(ok(self.http.get("/status")).content)
+
+    def accept_groups(self, count: int) -> list[Lease]:
+        """`count` units leased, submitted and accepted with rewards that differ."""
+        leases = self.alice.lease(fresh_request(), count)
+        for lease in leases:
+            ok(self.alice.submit(lease))
+        for audit in self.audits(64):
+            ok(self.judge(audit))
+        return leases

@@ -1,0 +1,372 @@
+"""Each row of the HTTP table: its codes, its idempotency, and who is turned away with which sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hubkit import (
+    RUN_ID,
+    TRAINER,
+    VALIDATOR,
+    Actor,
+    Bench,
+    as_bytes,
+    certificate,
+    code_of,
+    fresh_request,
+    ok,
+    policy,
+    submission_body,
+    worker_key,
+)
+
+from shoal.protocol import (
+    Outcome,
+    PolicyAnnouncement,
+    Registration,
+    Severity,
+    SigningKey,
+    sign_document,
+    sign_request,
+    submission_digest,
+)
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    bench = Bench(tmp_path / "hub", settings={"max_submission_bytes": 4096})
+    yield bench
+    bench.close()
+
+
+@pytest.fixture
+def started(bench: Bench) -> Bench:
+    ok(bench.announce(0))
+    return bench
+
+
+class TestIdentity:
+    def test_an_unsigned_request(self, bench: Bench) -> None:
+        assert code_of(bench.http.post("/heartbeat", json={})) == (401, "auth.unsigned")
+
+    def test_a_stranger(self, bench: Bench) -> None:
+        assert code_of(bench.actor(worker_key(9)).call("POST", "/heartbeat", {})) == (401, "auth.unknown_node")
+
+    def test_a_node_id_that_is_not_the_signers(self, bench: Bench) -> None:
+        headers = sign_request(worker_key(9), RUN_ID, "POST", "/heartbeat", b"{}", bench.clock.now_ms())
+        headers["shoal-node"] = bench.alice.key.node
+        assert code_of(bench.http.post("/heartbeat", content=b"{}", headers=headers)) == (401, "auth.signature")
+
+    def test_a_signature_for_another_run(self, bench: Bench) -> None:
+        elsewhere = Actor(bench.alice.key, bench.http, bench.clock, run="other-run")
+        assert code_of(elsewhere.call("POST", "/heartbeat", {})) == (401, "auth.signature")
+
+    @pytest.mark.parametrize("part", ["path", "query", "body", "method"])
+    def test_nothing_signed_can_be_changed(self, bench: Bench, part: str) -> None:
+        headers = sign_request(bench.alice.key, RUN_ID, "POST", "/heartbeat", b"{}", bench.clock.now_ms())
+        path = {"path": "/leases", "query": "/heartbeat?x=1"}.get(part, "/heartbeat")
+        method = "PUT" if part == "method" else "POST"
+        if part == "method":
+            path = "/submissions/u0a0"
+        body = b'{"doing":"x"}' if part == "body" else b"{}"
+        response = bench.http.request(method, path, content=body, headers=headers)
+        assert code_of(response) == (401, "auth.signature")
+
+    def test_a_replayed_request(self, bench: Bench) -> None:
+        headers = sign_request(bench.alice.key, RUN_ID, "POST", "/heartbeat", b"{}", bench.clock.now_ms())
+        ok(bench.http.post("/heartbeat", content=b"{}", headers=headers))
+        assert code_of(bench.http.post("/heartbeat", content=b"{}", headers=headers)) == (401, "auth.replay")
+
+    def test_a_replay_is_refused_for_as_long_as_its_clock_would_pass(self, bench: Bench) -> None:
+        sent_ms = bench.clock.now_ms() + 119_000
+        headers = sign_request(bench.alice.key, RUN_ID, "POST", "/heartbeat", b"{}", sent_ms)
+        ok(bench.http.post("/heartbeat", content=b"{}", headers=headers))
+        bench.clock.advance(230)
+        bench.app.state.hub.upkeep.tick()
+        assert code_of(bench.http.post("/heartbeat", content=b"{}", headers=headers)) == (401, "auth.replay")
+        bench.clock.advance(60)
+        assert code_of(bench.http.post("/heartbeat", content=b"{}", headers=headers)) == (401, "auth.skew")
+
+    @pytest.mark.parametrize("offset_ms", [-121_000, 121_000])
+    def test_a_clock_that_is_off(self, bench: Bench, offset_ms: int) -> None:
+        at_ms = bench.clock.now_ms() + offset_ms
+        headers = sign_request(bench.alice.key, RUN_ID, "POST", "/heartbeat", b"{}", at_ms)
+        response = bench.http.post("/heartbeat", content=b"{}", headers=headers)
+        assert code_of(response) == (401, "auth.skew")
+        assert "NTP" in response.json()["message"]
+
+    def test_a_role_keeps_to_its_calls(self, started: Bench) -> None:
+        for path in ("/audits", "/verdicts", "/policies", "/batches/0", "/steps"):
+            assert code_of(started.alice.call("POST", path, {})) == (403, "auth.role"), path
+        assert code_of(started.trainer.call("POST", "/leases", {})) == (403, "auth.role")
+        assert code_of(started.validator.call("POST", "/batches/0", {})) == (403, "auth.role")
+        assert code_of(started.alice.call("GET", "/batches/0/rollouts")) == (403, "auth.role")
+        assert code_of(started.alice.call("GET", f"/submissions/{'a' * 64}")) == (403, "auth.role")
+
+
+class TestBodies:
+    def test_a_body_over_the_cap_is_refused_by_its_declared_length(self, bench: Bench) -> None:
+        assert code_of(bench.alice.call("POST", "/heartbeat", b"x" * 70_000)) == (413, "body.too_big")
+
+    def test_a_body_without_a_length_is_cut_off_while_it_streams(self, bench: Bench) -> None:
+        taken = []
+
+        def parts() -> Iterator[bytes]:
+            for _ in range(1000):
+                taken.append(1)
+                yield b"x" * 10_000
+
+        headers = sign_request(bench.alice.key, RUN_ID, "POST", "/heartbeat", b"", bench.clock.now_ms())
+        response = bench.http.post("/heartbeat", content=parts(), headers=headers)
+        assert code_of(response) == (413, "body.too_big")
+
+    def test_a_malformed_body_names_the_field(self, bench: Bench) -> None:
+        response = bench.alice.call("POST", "/leases", {"request": "long-enough", "max_units": 0})
+        assert code_of(response) == (422, "body.malformed")
+        assert "max_units" in response.json()["message"]
+        assert code_of(bench.alice.call("POST", "/heartbeat", b"not json")) == (422, "body.malformed")
+
+    def test_unknown_paths_and_bad_parameters_are_problems_too(self, bench: Bench) -> None:
+        assert code_of(bench.http.get("/nowhere")) == (404, "http.404")
+        assert code_of(bench.http.get("/leases")) == (405, "http.405")
+        assert code_of(bench.http.get("/ledger?limit=0")) == (422, "request.parameter")
+        assert code_of(bench.trainer.call("POST", "/batches/x", {})) == (422, "request.parameter")
+
+
+class TestNodes:
+    def test_the_same_registration_again_is_harmless(self, bench: Bench) -> None:
+        before = bench.status().ledger.index
+        again = ok(bench.alice.register(name="alice")).json()
+        assert (again["node"], again["name"]) == (bench.alice.key.node, "alice")
+        assert bench.status().ledger.index == before
+
+    def test_a_registration_is_signed_with_the_key_it_brings(self, bench: Bench) -> None:
+        body = Registration(public_key=worker_key(7).public_key)
+        assert code_of(bench.actor(worker_key(8)).call("POST", "/nodes", body)) == (401, "auth.signature")
+
+    @pytest.mark.parametrize("fault", ["none", "other key", "other role", "other run", "not the root"])
+    def test_a_trusted_role_needs_its_certificate(self, bench: Bench, fault: str) -> None:
+        key = worker_key(7)
+        signed = {
+            "none": None,
+            "other key": certificate(VALIDATOR, "validator"),
+            "other role": certificate(key, "trainer"),
+            "other run": certificate(key, "validator", run="other"),
+            "not the root": certificate(key, "validator", signer=key),
+        }[fault]
+        body = Registration(public_key=key.public_key, role="validator", certificate=signed)
+        assert code_of(bench.actor(key).call("POST", "/nodes", body)) == (403, "auth.certificate")
+
+    def test_a_key_cannot_change_its_role(self, bench: Bench) -> None:
+        assert code_of(bench.alice.register("trainer")) == (409, "node.role")
+
+    def test_another_protocol_version(self, bench: Bench) -> None:
+        body = Registration(public_key=worker_key(7).public_key, protocol_version=99)
+        assert code_of(bench.actor(worker_key(7)).call("POST", "/nodes", body)) == (409, "protocol.version")
+
+    def test_a_heartbeat_shows_in_the_status(self, bench: Bench) -> None:
+        body = {"doing": "generating", "waiting_for": "policy 0.3 from relay", "counters": {"tokens": 5}}
+        reply = ok(bench.alice.call("POST", "/heartbeat", body)).json()
+        assert reply["node"]["doing"] == "generating"
+        since_ms = bench.clock.now_ms()
+        bench.clock.advance(5)
+        ok(bench.alice.call("POST", "/heartbeat", body))
+        waits = {wait.who: wait for wait in bench.status().waits}
+        wait = waits[f"worker alice ({bench.alice.key.node[:8]})"]
+        assert (wait.what, wait.since_ms) == ("policy 0.3 from relay", since_ms)
+
+
+class TestLeases:
+    def test_without_a_policy_there_is_no_work(self, bench: Bench) -> None:
+        reply = ok(bench.alice.call("POST", "/leases", {"request": fresh_request()})).json()
+        assert reply == {"leases": [], "waiting": "no policy has been published yet", "finished": False}
+
+    def test_the_same_request_gets_the_same_leases(self, started: Bench) -> None:
+        first, again = started.alice.lease("same-request", 1), started.alice.lease("same-request", 1)
+        assert first == again
+        assert [lease.unit for lease in started.bob.lease("same-request", 1)] == [1], "a request id is its node's own"
+
+    def test_a_released_unit_goes_to_the_next_with_the_same_task_and_seeds(self, started: Bench) -> None:
+        (first,) = started.alice.lease(fresh_request())
+        body = {"leases": [first.lease, "u99a0"], "reason": "stopping"}
+        assert started.bob.call("POST", "/leases/release", body).status_code == 403
+        for _ in range(2):
+            assert started.alice.call("POST", "/leases/release", body).status_code == 204
+        (second,) = started.bob.lease(fresh_request())
+        assert (second.unit, second.task, second.seeds) == (first.unit, first.task, first.seeds)
+        assert second.attempt == first.attempt + 1
+        assert code_of(started.alice.submit(first)) == (410, "lease.released")
+
+    def test_seeds_differ_between_units_and_rollouts(self, started: Bench) -> None:
+        one, two = started.alice.lease(fresh_request(), 2)
+        assert len({*one.seeds, *two.seeds}) == 4
+        assert all(len(seed) == 16 for seed in one.seeds)
+
+
+class TestSubmissions:
+    def test_new_then_the_same_then_another_body(self, started: Bench) -> None:
+        (lease,) = started.alice.lease(fresh_request())
+        first, again = started.alice.submit(lease), started.alice.submit(lease)
+        assert (first.status_code, again.status_code) == (201, 200)
+        assert first.content == again.content, "the same receipt"
+        other = submission_body(lease, engine="other")
+        assert code_of(started.alice.submit(lease, other)) == (409, "submission.other_body")
+
+    def test_somebody_elses_lease(self, started: Bench) -> None:
+        (lease,) = started.alice.lease(fresh_request())
+        assert code_of(started.bob.submit(lease)) == (403, "lease.not_yours")
+
+    def test_an_unknown_lease(self, started: Bench) -> None:
+        assert code_of(started.bob.call("PUT", "/submissions/u77a0", b"x")) == (404, "lease.unknown")
+
+    def test_too_big(self, started: Bench) -> None:
+        (lease,) = started.alice.lease(fresh_request())
+        assert code_of(started.alice.submit(lease, b"x" * 4097)) == (413, "body.too_big")
+
+    def test_malformed_bytes_are_named_and_leave_no_file(self, started: Bench) -> None:
+        (lease,) = started.alice.lease(fresh_request())
+        for body in (b"", b"not zstd", submission_body(lease)[:-3]):
+            assert code_of(started.alice.submit(lease, body)) == (422, "submission.malformed")
+        assert list((started.folder / "blobs").iterdir()) == []
+        assert started.alice.submit(lease).status_code == 201, "the lease is still good"
+
+    @pytest.mark.parametrize(
+        "changes", [{"run": "other"}, {"node": "0" * 32}, {"lease": "u1a0"}, {"unit": 7}, {"format": 9}]
+    )
+    def test_a_submission_that_names_something_else(self, started: Bench, changes: dict[str, object]) -> None:
+        (lease,) = started.alice.lease(fresh_request())
+        response = started.alice.submit(lease, submission_body(lease, **changes))
+        assert code_of(response) == (422, "submission.mismatch")
+        assert next(iter(changes)) in response.json()["message"]
+
+    def test_late_is_fine_while_the_unit_is_free(self, started: Bench) -> None:
+        (lease,) = started.alice.lease(fresh_request())
+        started.clock.advance(61)
+        assert started.status().units["open"] == 1, "the status notices the expiry"
+        assert started.alice.submit(lease).status_code == 201
+
+    def test_late_is_gone_once_somebody_else_has_the_unit(self, started: Bench) -> None:
+        (lease,) = started.alice.lease(fresh_request())
+        started.clock.advance(61)
+        (second,) = started.bob.lease(fresh_request())
+        assert second.unit == lease.unit
+        assert code_of(started.alice.submit(lease)) == (410, "lease.late")
+        assert started.bob.submit(second).status_code == 201
+
+
+class TestAuditsAndVerdicts:
+    def test_an_audit_is_given_out_again_when_its_validator_died(self, started: Bench) -> None:
+        (lease,) = started.alice.lease(fresh_request())
+        ok(started.alice.submit(lease))
+        (audit,) = started.audits()
+        assert audit.submission == submission_digest(submission_body(lease))
+        assert started.audits() == ()
+        started.clock.advance(61)
+        assert [again.submission for again in started.audits()] == [audit.submission]
+
+    def test_the_same_verdict_again_is_harmless_and_credits_once(self, started: Bench) -> None:
+        started.alice.submit(started.alice.lease(fresh_request())[0])
+        (audit,) = started.audits()
+        for _ in range(3):
+            assert started.judge(audit).status_code == 204
+        assert code_of(started.judge(audit, outcome=Outcome.REJECTED)) == (409, "verdict.decided")
+        view = next(view for view in started.status().nodes if view.name == "alice")
+        assert (view.accepted, view.credit) == (1, 6)
+
+    @pytest.mark.parametrize(
+        ("changes", "code"),
+        [
+            ({"unit": 9}, (422, "verdict.mismatch")),
+            ({"node": "0" * 32}, (422, "verdict.mismatch")),
+            ({"rewards": ()}, (422, "verdict.rewards")),
+            ({"generated_tokens": 10**9}, (422, "verdict.tokens")),
+            ({"generated_tokens": -1}, (422, "verdict.tokens")),
+            ({"run": "other"}, (422, "verdict.run")),
+            ({"submission": "a" * 64}, (404, "submission.unknown")),
+        ],
+    )
+    def test_a_verdict_that_does_not_fit(
+        self, started: Bench, changes: dict[str, object], code: tuple[int, str]
+    ) -> None:
+        started.alice.submit(started.alice.lease(fresh_request())[0])
+        (audit,) = started.audits()
+        assert code_of(started.judge(audit, **changes)) == code
+        assert started.status().submissions["auditing"] == 1
+
+    def test_a_verdict_is_signed_by_the_validator_that_sends_it(self, started: Bench) -> None:
+        started.alice.submit(started.alice.lease(fresh_request())[0])
+        (audit,) = started.audits()
+        forged = started.verdict(audit).model_copy(update={"signed_by": TRAINER.public_key})
+        assert code_of(started.validator.call("POST", "/verdicts", forged)) == (422, "verdict.signature")
+
+    def test_a_cheat_is_banned_and_its_units_go_to_others(self, started: Bench) -> None:
+        first, second = started.alice.lease(fresh_request(), 2)
+        ok(started.alice.submit(first))
+        (audit,) = started.audits()
+        changes = {"outcome": Outcome.REJECTED, "reason": "sampling.seed", "severity": Severity.CERTAIN}
+        ok(started.judge(audit, message="token 3 is not the one that the seed draws", **changes))
+        response = started.alice.call("POST", "/leases", {"request": fresh_request()})
+        assert code_of(response) == (403, "node.banned")
+        assert "sampling.seed" in response.json()["message"]
+        assert code_of(started.alice.submit(second)) == (410, "lease.void")
+        assert [lease.unit for lease in started.bob.lease(fresh_request(), 2)] == [first.unit, second.unit]
+        (recent,) = started.status().verdicts
+        assert (recent.outcome, recent.reason) == ("rejected", "sampling.seed")
+        assert "token 3" in recent.message
+        assert ok(started.alice.call("POST", "/heartbeat", {})).json()["node"]["state"] == "banned"
+
+
+class TestTrainer:
+    def test_the_same_announcement_again_is_harmless_another_digest_is_not(self, started: Bench) -> None:
+        assert started.announce(0).status_code == 204
+        assert code_of(started.announce(0, digest="ab" * 32)) == (409, "policy.digest")
+
+    def test_a_version_whose_step_has_no_batch_cannot_exist(self, started: Bench) -> None:
+        assert code_of(started.announce(1)) == (409, "policy.order")
+
+    def test_an_announcement_is_signed_by_the_trainer_for_this_run(self, started: Bench) -> None:
+        document = PolicyAnnouncement(run=RUN_ID, policy=policy(0), created_at_ms=0)
+        forged = sign_document(document, SigningKey.from_seed(b"x" * 32))
+        assert code_of(started.trainer.call("POST", "/policies", forged)) == (422, "policy.signature")
+        other = sign_document(document.model_copy(update={"run": "other"}), TRAINER)
+        assert code_of(started.trainer.call("POST", "/policies", other)) == (422, "policy.run")
+
+    def test_a_batch_says_what_it_waits_for_and_then_never_changes(self, started: Bench) -> None:
+        started.accept_groups(1)
+        reply = ok(started.trainer.call("POST", "/batches/0", {})).json()
+        assert reply["batch"] is None
+        assert reply["waiting"].startswith("step 0: 1 of 2 groups")
+        assert any("a batch: step 0: 1 of 2 groups" in wait.what for wait in started.status().waits)
+        assert code_of(started.trainer.call("GET", "/batches/0/rollouts")) == (404, "batch.unknown")
+        started.accept_groups(1)
+        first, again = started.batch(0), started.batch(0)
+        assert first is not None
+        assert first == again
+        assert not any("a batch" in wait.what for wait in started.status().waits)
+
+    def test_steps_come_in_order_and_end(self, started: Bench) -> None:
+        assert code_of(started.trainer.call("POST", "/batches/1", {})) == (409, "batch.order")
+        assert code_of(started.trainer.call("POST", "/batches/3", {})) == (409, "batch.finished")
+
+    def test_reports_are_shown_in_order_and_replaced(self, started: Bench) -> None:
+        for step, value in ((0, 0.1), (1, 0.2), (0, 0.3)):
+            assert started.trainer.call("POST", "/steps", {"step": step, "metrics": {"r": value}}).status_code == 204
+        assert [(report.step, report.metrics["r"]) for report in started.status().reports] == [(0, 0.3), (1, 0.2)]
+
+    def test_a_new_incarnation_voids_leases_but_not_receipts(self, started: Bench) -> None:
+        first, second = started.alice.lease(fresh_request(), 2)
+        ok(started.alice.submit(first))
+        ok(started.announce(0, incarnation=1))
+        assert code_of(started.alice.submit(second)) == (410, "lease.void")
+        (audit,) = started.audits()
+        ok(started.judge(audit))
+        view = next(view for view in started.status().nodes if view.name == "alice")
+        assert view.credit == 6, "a receipt is a promise: the work is credited although its group is void"
+        assert started.status().units["void_incarnation"] == 2
+        assert [lease.policy.incarnation for lease in started.bob.lease(fresh_request(), 2)] == [1, 1]
+
+
+def test_bytes_of_a_dict_are_json() -> None:
+    assert as_bytes({"a": 1}) == b'{"a":1}'

@@ -1,0 +1,85 @@
+"""The whole loop over HTTP: policy, lease, submission, audit, verdict, batch, next policy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hubkit import HUB, RUN_ID, TOKENS_PER_ROLLOUT, Bench, ok
+
+from shoal import ledger
+from shoal.protocol import LedgerPage, Limits, Receipt, RunInfo, SignedDocument, TrainingBatch, open_document, unpack
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    bench = Bench(tmp_path / "hub")
+    yield bench
+    bench.close()
+
+
+def test_three_steps_from_policy_to_finish(bench: Bench) -> None:
+    for step in range(3):
+        ok(bench.announce(step))
+        leases = bench.accept_groups(2)
+        assert [lease.policy.version for lease in leases] == [step, step]
+        batch = bench.batch(step)
+        assert batch is not None
+        assert [group.unit for group in batch.groups] == [2 * step, 2 * step + 1]
+        assert bench.alice.lease("nothing-left-now") == []
+    ok(bench.announce(3))
+    status = bench.status()
+    assert status.finished
+    assert status.units["trained"] == 6
+    reply = ok(bench.alice.call("POST", "/leases", {"request": "after-the-end", "wait_s": 20})).json()
+    assert reply["finished"] is True, "a finished run answers a long poll at once"
+    assert ok(bench.validator.call("POST", "/audits", {"wait_s": 20})).json()["finished"] is True
+    assert ok(bench.alice.call("POST", "/heartbeat", {})).json()["finished"] is True
+
+
+def test_the_trainer_gets_the_rollouts_with_the_validators_rewards(bench: Bench) -> None:
+    ok(bench.announce(0))
+    leases = bench.accept_groups(2)
+    assert bench.batch(0) is not None
+    body = ok(bench.trainer.call("GET", "/batches/0/rollouts")).content
+    batch = unpack(body, TrainingBatch, Limits())
+    assert [group.unit for group in batch.groups] == [0, 1]
+    for group, lease in zip(batch.groups, leases, strict=True):
+        assert group.task == lease.task
+        assert tuple(group.prompt_ids) == lease.prompt_ids
+        assert [rollout.reward for rollout in group.rollouts] == [0.0, 1.0]
+        np.testing.assert_array_equal(group.rollouts[0].token_ids, range(TOKENS_PER_ROLLOUT))
+
+
+def test_the_ledger_records_the_run_and_accounts_for_every_credit(bench: Bench) -> None:
+    ok(bench.announce(0))
+    bench.accept_groups(2)
+    bench.batch(0)
+    page = LedgerPage.model_validate_json(ok(bench.http.get("/ledger?limit=1000")).content)
+    ledger.verify(page.entries, page.head)
+    kinds = [entry.kind for entry in page.entries]
+    assert kinds == ["run", "node", "node", "node", "node", "policy", "credit", "credit", "batch"]
+    accounts = ledger.fold(page.entries)
+    assert accounts.by_node[bench.alice.key.node].credit == 2 * 2 * TOKENS_PER_ROLLOUT
+    views = {view.node: view for view in bench.status().nodes}
+    assert views[bench.alice.key.node].credit == accounts.by_node[bench.alice.key.node].credit
+
+
+def test_a_receipt_is_signed_by_the_hub_and_names_what_it_is_for(bench: Bench) -> None:
+    ok(bench.announce(0))
+    (lease,) = bench.alice.lease("one-unit-please")
+    response = bench.alice.submit(lease)
+    assert response.status_code == 201
+    receipt = open_document(SignedDocument.model_validate_json(response.content), Receipt, HUB.public_key)
+    assert (receipt.run, receipt.node, receipt.lease, receipt.unit) == (RUN_ID, lease.node, lease.lease, lease.unit)
+    body = ok(bench.validator.call("GET", f"/submissions/{receipt.submission}")).content
+    assert len(body) == receipt.size_bytes
+
+
+def test_run_info_is_signed_and_complete(bench: Bench) -> None:
+    signed = SignedDocument.model_validate_json(ok(bench.http.get("/run")).content)
+    info = open_document(signed, RunInfo, HUB.public_key)
+    assert (info.run, info.environment, info.group_size) == (RUN_ID, "fake", 2)
+    assert len(info.certificates) == 3

@@ -1,0 +1,153 @@
+"""Keys: private files, made once, the same for everyone who races for them, never shown."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ed25519, x25519
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.errors import KeyFileError, SignatureError
+from shoal.protocol import SigningKey, fingerprint, load_key, load_or_create_key, node_id, verify
+
+SEED = bytes(range(32))
+
+
+def test_a_key_is_made_on_first_use_private_and_kept(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "node.key"
+    first = load_or_create_key(path)
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert load_or_create_key(path).public_key == first.public_key
+    assert load_key(path).sign(b"x") == first.sign(b"x")
+    assert [entry.name for entry in path.parent.iterdir()] == ["node.key"]
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o660, 0o644, 0o610])
+def test_a_key_that_others_can_reach_is_refused_with_the_remedy(tmp_path: Path, mode: int) -> None:
+    path = tmp_path / "node.key"
+    load_or_create_key(path)
+    path.chmod(mode)
+    for load in (load_key, load_or_create_key):
+        with pytest.raises(KeyFileError, match=rf"mode {mode:o}.*chmod 600 .*node\.key") as caught:
+            load(path)
+        assert caught.value.exit_code == 2
+
+
+def _other_pem() -> bytes:
+    return x25519.X25519PrivateKey.generate().private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+
+
+def _locked_pem() -> bytes:
+    return ed25519.Ed25519PrivateKey.generate().private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.BestAvailableEncryption(b"x")
+    )
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\x00", b"hello", SigningKey.from_seed(SEED).to_pem()[:-40],
+                                     _other_pem(), _locked_pem()])  # fmt: skip
+def test_a_damaged_or_foreign_file_is_refused_and_left_alone(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "node.key"
+    path.write_bytes(content)
+    path.chmod(0o600)
+    with pytest.raises(KeyFileError, match="is not an Ed25519 key in PEM form"):
+        load_or_create_key(path)
+    assert path.read_bytes() == content
+
+
+def test_a_missing_file_and_an_impossible_folder(tmp_path: Path) -> None:
+    with pytest.raises(KeyFileError, match="cannot read the key file"):
+        load_key(tmp_path / "none.key")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(KeyFileError, match="cannot write the key file"):
+        load_or_create_key(tmp_path / "file" / "node.key")
+
+
+def test_threads_that_race_end_with_the_same_key(tmp_path: Path) -> None:
+    for turn in range(20):
+        path, keys = tmp_path / f"{turn}.key", []
+        gate = threading.Barrier(4)
+
+        def create(path: Path = path, keys: list[str] = keys, gate: threading.Barrier = gate) -> None:
+            gate.wait(10)
+            keys.append(load_or_create_key(path).public_key)
+
+        threads = [threading.Thread(target=create) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert keys == [load_key(path).public_key] * 4
+
+
+RACER = """
+import sys
+from pathlib import Path
+from shoal.protocol.identity import load_or_create_key
+print("ready", flush=True)
+sys.stdin.readline()
+print(load_or_create_key(Path(sys.argv[1])).public_key, flush=True)
+"""
+
+
+def test_processes_that_race_end_with_the_same_key(tmp_path: Path) -> None:
+    path = tmp_path / "node.key"
+    command = [sys.executable, "-c", RACER, str(path)]
+    racers = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    for racer in racers:
+        assert racer.stdout is not None
+        assert racer.stdout.readline() == "ready\n"
+    keys = {racer.communicate("go\n", timeout=30)[0].strip() for racer in racers}
+    assert keys == {load_key(path).public_key}
+    assert [entry.name for entry in tmp_path.iterdir()] == ["node.key"]
+
+
+def test_what_a_crash_left_behind_does_no_harm(tmp_path: Path) -> None:
+    path = tmp_path / "node.key"
+    for leftover in (".node.key.1", ".node.key.2"):
+        (tmp_path / leftover).write_text("half a key")
+    assert load_or_create_key(path).public_key == load_key(path).public_key
+
+
+def test_a_key_never_shows_itself() -> None:
+    key = SigningKey.from_seed(SEED)
+    assert str(key) == repr(key) == f"SigningKey(node={key.node})"
+    assert SEED.hex() not in repr(vars(key))
+
+
+def test_names_are_derived_from_the_public_key_and_stay_as_they_are() -> None:
+    key = SigningKey.from_seed(SEED)
+    assert key.public_key == "03a107bff3ce10be1d70dd18e74bc09967e4d6309ba50d5f1ddc8664125531b8"
+    assert key.node == node_id(key.public_key)
+    assert (len(key.node), len(fingerprint(key.public_key))) == (32, 40)
+    assert not fingerprint(key.public_key).startswith(key.node)
+    assert SigningKey.from_pem(key.to_pem()).public_key == key.public_key
+
+
+@given(st.binary(max_size=64), st.integers(0, 511))
+def test_a_signature_holds_for_its_message_and_breaks_with_any_bit(message: bytes, bit: int) -> None:
+    key = SigningKey.from_seed(SEED)
+    signature = key.sign(message)
+    verify(key.public_key, signature, message)
+    flipped = bytearray.fromhex(signature)
+    flipped[bit // 8] ^= 1 << bit % 8
+    with pytest.raises(SignatureError):
+        verify(key.public_key, flipped.hex(), message)
+    with pytest.raises(SignatureError):
+        verify(key.public_key, signature, message + b"\0")
+    with pytest.raises(SignatureError):
+        verify(SigningKey.generate().public_key, signature, message)
+
+
+@given(st.text(max_size=64), st.text(max_size=128))
+def test_nonsense_as_key_or_signature_is_a_signature_error(key: str, signature: str) -> None:
+    for public_key, sign in ((key, signature), (key.ljust(64, "0")[:64], signature.ljust(128, "g")[:128])):
+        with pytest.raises(SignatureError):
+            verify(public_key, sign, b"message")

@@ -1,0 +1,225 @@
+"""Recipes: what loads, what is refused and in which words, and that a dumped model loads to itself."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from pathlib import Path
+from typing import Literal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from shoal.errors import ConfigError
+from shoal.runtime.config import dump_config, load_config, parse_config
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Trainer(Section):
+    learning_rate: float = Field(default=1e-4, gt=0)
+    minibatches: int = Field(default=4, ge=1)
+    loss: Literal["clip", "cispo"] = "clip"
+    compile: bool = False
+    betas: tuple[float, float] = (0.9, 0.95)
+    resume: Path | None = None
+
+    @model_validator(mode="after")
+    def _no_compiled_cispo(self) -> Trainer:
+        if self.compile and self.loss == "cispo":
+            raise ValueError("cispo cannot be compiled; set compile = false")
+        return self
+
+
+class Environment(Section):
+    name: str = "sort"
+    options: dict[str, int | float | bool | str] = Field(default_factory=dict)
+    words: list[str] = Field(default_factory=list)
+
+
+class Recipe(Section):
+    trainer: Trainer = Trainer()
+    environment: Environment = Environment()
+
+
+def refused(text: str, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(text, Recipe, "recipe.toml", overrides)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert caught.value.exit_code == 2
+    return message
+
+
+def test_an_empty_recipe_is_the_defaults() -> None:
+    assert parse_config("", Recipe, "recipe.toml") == Recipe()
+
+
+def test_values_and_overrides_are_read_with_their_types() -> None:
+    text = "[trainer]\nlearning_rate = 3e-4\nbetas = [0.5, 1]\nresume = 'a/b'\n[environment.options]\ndigits = 8"
+    recipe = parse_config(
+        text, Recipe, "recipe.toml", ["trainer.minibatches=2", "trainer.minibatches=3", "environment.options.easy=true"]
+    )
+    assert recipe.trainer == Trainer(learning_rate=3e-4, betas=(0.5, 1.0), resume=Path("a/b"), minibatches=3)
+    assert recipe.environment.options == {"digits": 8, "easy": True}
+
+
+def test_an_override_that_is_not_toml_is_a_string() -> None:
+    recipe = parse_config("", Recipe, "r", ["environment.name=my task", "environment.words=['a', 'b']"])
+    assert recipe.environment == Environment(name="my task", words=["a", "b"])
+    assert parse_config("", Recipe, "r", ["environment.name=a=b"]).environment.name == "a=b"
+    assert parse_config("", Recipe, "r", ["environment.name=1\nwords=2"]).environment.name == "1\nwords=2"
+
+
+def test_a_misspelt_key_is_refused_with_the_right_one() -> None:
+    expected = "recipe.toml: [trainer] has no key 'learning_rat'; did you mean 'learning_rate'?"
+    assert refused("[trainer]\nlearning_rat = 1") == expected
+
+
+def test_a_key_like_no_other_is_refused_with_all_there_are() -> None:
+    message = refused("[environment]\nzzz = 1")
+    assert message == "recipe.toml: [environment] has no key 'zzz'; it may have: name, options, words"
+
+
+def test_a_misspelt_section_is_refused_with_the_right_one() -> None:
+    assert refused("[trainr]\nx = 1") == "recipe.toml: there is no section [trainr]; did you mean [trainer]?"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("[trainer]\nlearning_rate = -1", "[trainer] learning_rate = -1: input should be greater than 0"),
+        ("[trainer]\nminibatches = '4'", '[trainer] minibatches = "4": input should be a valid integer'),
+        ("[trainer]\nminibatches = true", "[trainer] minibatches = true: input should be a valid integer"),
+        ("[trainer]\nminibatches = 1.5", "[trainer] minibatches = 1.5: input should be a valid integer"),
+        ("[trainer]\nloss = 'klip'", "[trainer] loss = \"klip\": input should be 'clip' or 'cispo'"),
+        ("[trainer]\nbetas = [1]", "[trainer] betas.1 is missing"),
+        ("trainer = 3", "[trainer] = 3: input should be"),
+        ("[environment]\nname = 1979-05-27", "[environment] name = "),
+    ],
+)
+def test_a_wrong_value_is_named_with_what_is_allowed(text: str, expected: str) -> None:
+    if "1979" in text:  # a date is carried as text, and text is what this key wants
+        assert parse_config(text, Recipe, "recipe.toml").environment.name == "1979-05-27"
+        return
+    assert refused(text).startswith(f"recipe.toml: {expected}")
+
+
+def test_a_rule_across_keys_speaks_in_its_own_words() -> None:
+    message = refused("[trainer]\ncompile = true\nloss = 'cispo'")
+    assert message.endswith("cispo cannot be compiled; set compile = false")
+    assert "[trainer]" in message
+
+
+def test_a_wrong_override_is_blamed_on_the_override_not_the_file() -> None:
+    message = refused("[trainer]\nminibatches = 4", "trainer.minibatches=many")
+    assert message.startswith('--set trainer.minibatches=many: [trainer] minibatches = "many": input should be')
+    message = refused("", "trainer.minibatch=2")
+    assert message == "--set trainer.minibatch=2: [trainer] has no key 'minibatch'; did you mean 'minibatches'?"
+
+
+@pytest.mark.parametrize("override", ["", "steps", "steps=3", "run.=3", ".steps=3", "run..steps=1", "run.steps"])
+def test_a_malformed_override_is_refused(override: str) -> None:
+    assert "expected section.key=value" in refused("", override)
+
+
+def test_an_override_below_a_value_is_refused() -> None:
+    message = refused("[trainer]\nminibatches = 4", "trainer.minibatches.x=1")
+    assert message == "--set trainer.minibatches.x=1: minibatches is a value, not a section"
+
+
+def test_a_syntax_error_names_the_line() -> None:
+    message = refused("[trainer]\nlearning_rate = = 3")
+    assert message.startswith("recipe.toml: not valid TOML: ")
+    assert "line 2" in message
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"there is no recipe at .*none\.toml"):
+        load_config(tmp_path / "none.toml", Recipe)
+    with pytest.raises(ConfigError, match="is a folder"):
+        load_config(tmp_path, Recipe)
+    binary = tmp_path / "binary.toml"
+    binary.write_bytes(b"name = '\xff'")
+    with pytest.raises(ConfigError, match=r"binary.toml: not valid TOML: byte 8"):
+        load_config(binary, Recipe)
+    huge = tmp_path / "huge.toml"
+    huge.write_bytes(b"#" * 1_000_001)
+    with pytest.raises(ConfigError, match="that is no recipe"):
+        load_config(huge, Recipe)
+
+
+def test_a_file_is_called_by_its_name(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text("[trainer]\nminibatches = 7")
+    assert load_config(path, Recipe, ["trainer.loss=cispo"]).trainer == Trainer(minibatches=7, loss="cispo")
+    path.write_text("[trainer]\nminibatches = 0")
+    with pytest.raises(ConfigError, match=r"^mine\.toml: \[trainer\] minibatches = 0: "):
+        load_config(path, Recipe)
+
+
+def test_a_dump_is_toml_a_person_would_write() -> None:
+    recipe = Recipe(environment=Environment(options={"digits": 8, "a b": "c"}, words=["x\ny"]))
+    assert dump_config(recipe) == (
+        '[trainer]\nlearning_rate = 0.0001\nminibatches = 4\nloss = "clip"\ncompile = false\nbetas = [0.9, 0.95]\n'
+        '\n[environment]\nname = "sort"\nwords = ["x\\ny"]\n\n[environment.options]\ndigits = 8\n"a b" = "c"\n'
+    )
+
+
+class Anything(Section):
+    """Every type a setting may have."""
+
+    text: str = ""
+    number: float = 0.0
+    whole: int = 0
+    flag: bool = False
+    maybe: int | None = None
+    numbers: tuple[float, ...] = ()
+    names: list[str] = Field(default_factory=list)
+    rows: list[dict[str, int]] = Field(default_factory=list)
+    table: dict[str, str | bool] = Field(default_factory=dict)
+
+
+class Nested(Section):
+    top: int = 1
+    one: Anything = Anything()
+    two: Anything = Anything()
+
+
+texts = st.text(st.characters(blacklist_categories=("Cs",)), max_size=20)
+anything = st.builds(
+    Anything,
+    text=texts,
+    number=st.floats(allow_nan=False),
+    whole=st.integers(-(2**63), 2**63 - 1),
+    flag=st.booleans(),
+    maybe=st.none() | st.integers(-5, 5),
+    numbers=st.lists(st.floats(allow_nan=False), max_size=3).map(tuple),
+    names=st.lists(texts, max_size=3),
+    rows=st.lists(st.dictionaries(texts, st.integers(-9, 9), max_size=2), max_size=2),
+    table=st.dictionaries(texts, texts | st.booleans(), max_size=3),
+)
+
+
+@given(st.builds(Nested, top=st.integers(0, 9), one=anything, two=anything))
+def test_what_is_dumped_loads_to_the_same_model(model: Nested) -> None:
+    assert parse_config(dump_config(model), Nested, "dump") == model
+
+
+def test_numbers_that_are_none_survive() -> None:
+    text = dump_config(Nested(one=Anything(number=math.nan), two=Anything(number=-math.inf)))
+    loaded = parse_config(text, Nested, "dump")
+    assert math.isnan(loaded.one.number)
+    assert loaded.two.number == -math.inf
+
+
+@given(st.text(max_size=60))
+def test_no_text_raises_anything_but_a_config_error(text: str) -> None:
+    with contextlib.suppress(ConfigError):
+        parse_config(text, Recipe, "r")
+    with contextlib.suppress(ConfigError):
+        parse_config("", Recipe, "r", [text])

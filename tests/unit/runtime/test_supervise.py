@@ -1,0 +1,259 @@
+"""The supervisor over real processes: tiny `python -c` children, signals, and a supervisor killed with -9."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from shoal.errors import ResourceError
+from shoal.runtime.retry import Backoff
+from shoal.runtime.stop import StopToken
+from shoal.runtime.supervise import (
+    Ending,
+    ProcessSpec,
+    RestartPolicy,
+    Supervisor,
+    describe_exit,
+    follow_supervisor,
+    last_line,
+)
+
+DEADLINE_S = 20.0
+QUICK = RestartPolicy(Backoff(0.01, 0.02), max_short_lives=3, healthy_s=60.0, grace_s=5.0)
+SLEEP = "import time\nprint('up', flush=True)\nwhile True: time.sleep(0.05)"
+
+
+def eventually(condition: Callable[[], bool], what: str) -> None:
+    end = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < end, f"never saw: {what}"
+        time.sleep(0.01)
+
+
+def alive(pid: int) -> bool:
+    """True while the process runs; a zombie that nobody has reaped yet has ended."""
+    state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True, check=False).stdout
+    return state.strip() != "" and not state.strip().startswith("Z")
+
+
+class Bench:
+    """A supervisor under test whose children are killed whatever happens."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.stop = StopToken()
+        self.supervisor: Supervisor | None = None
+
+    def spec(self, name: str, code: str, **options: object) -> ProcessSpec:
+        argv = (sys.executable, "-S", "-c", code)
+        return ProcessSpec(name, argv, self.folder / f"{name}.log", **options)  # type: ignore[arg-type]
+
+    def make(self, *specs: ProcessSpec, policy: RestartPolicy = QUICK) -> Supervisor:
+        self.supervisor = Supervisor(specs, self.stop, self.folder / "processes.json", policy)
+        return self.supervisor
+
+    def log(self, name: str) -> str:
+        path = self.folder / f"{name}.log"
+        return path.read_text() if path.exists() else ""
+
+    def recorded(self) -> dict[str, int]:
+        pids: dict[str, int] = json.loads((self.folder / "processes.json").read_text())
+        return pids
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    bench = Bench(tmp_path)
+    yield bench
+    if bench.supervisor is not None:
+        bench.supervisor.shut_down()
+
+
+def poll_until(supervisor: Supervisor, condition: Callable[[], bool], what: str) -> None:
+    def step() -> bool:
+        assert supervisor.poll() is None
+        return condition()
+
+    eventually(step, what)
+
+
+def test_a_killed_process_is_started_again(bench: Bench) -> None:
+    supervisor = bench.make(bench.spec("worker", SLEEP))
+    poll_until(supervisor, lambda: "up" in bench.log("worker"), "the first life")
+    first = supervisor.pids["worker"]
+    assert bench.recorded() == {"worker": first}
+    os.kill(first, signal.SIGKILL)
+    poll_until(supervisor, lambda: supervisor.pids.get("worker", first) != first, "a second life")
+    assert bench.recorded() == {"worker": supervisor.pids["worker"]}
+    poll_until(supervisor, lambda: bench.log("worker").count("up") == 2, "output of the second life, same log")
+
+
+def test_a_crash_loop_of_an_essential_process_ends_the_run_with_a_sentence(bench: Bench) -> None:
+    code = "import sys; print('the disk is on fire', file=sys.stderr); sys.exit(7)"
+    ending = bench.make(bench.spec("hub", code), bench.spec("other", SLEEP)).run()
+    assert ending.exit_code == 1
+    assert "hub died 3 times in a row" in ending.message
+    assert "exit code 7" in ending.message
+    assert "the disk is on fire" in ending.message
+    assert bench.log("hub").count("fire") == 3
+
+
+def test_a_crash_loop_of_another_process_is_given_up_and_the_run_goes_on(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = bench.spec("worker", "import sys; print('no luck'); sys.exit(1)", essential=False)
+    supervisor = bench.make(worker, bench.spec("trainer", SLEEP, when_done="end"))
+    poll_until(supervisor, lambda: "giving up: worker" in caplog.text, "giving up")
+    for _ in range(50):
+        assert supervisor.poll() is None
+    assert list(supervisor.pids) == ["trainer"]
+    assert bench.log("worker").count("no luck") == 3
+
+
+def test_a_long_life_clears_the_count_of_short_ones(bench: Bench) -> None:
+    policy = RestartPolicy(Backoff(0.001, 0.001), max_short_lives=3, healthy_s=0.0)
+    deaths = bench.folder / "deaths"
+    code = f"import sys; open({str(deaths)!r}, 'a').write('x'); sys.exit(1)"
+    supervisor = bench.make(bench.spec("hub", code), policy=policy)
+    poll_until(supervisor, lambda: deaths.exists() and len(deaths.read_text()) >= 5, "more deaths than the limit")
+
+
+@pytest.mark.parametrize("code", [2, 3])
+def test_a_mistake_of_the_user_is_not_retried(bench: Bench, code: int) -> None:
+    child = f"import sys; print('shoal: port 80 is taken', file=sys.stderr); sys.exit({code})"
+    ending = bench.make(bench.spec("hub", child)).run()
+    assert ending == Ending(code, "hub: port 80 is taken")
+    assert bench.log("hub").count("port 80") == 1
+
+
+def test_the_run_ends_with_the_trainer_and_takes_the_others_along(bench: Bench) -> None:
+    gate = bench.folder / "gate"
+    trainer = f"import os, time\nwhile not os.path.exists({str(gate)!r}): time.sleep(0.01)"
+    supervisor = bench.make(bench.spec("hub", SLEEP), bench.spec("trainer", trainer, when_done="end"))
+    poll_until(supervisor, lambda: "up" in bench.log("hub"), "the hub")
+    hub = supervisor.pids["hub"]
+    gate.touch()
+    assert supervisor.run() == Ending(0, "")
+    assert not alive(hub)
+    assert bench.recorded() == {}
+
+
+def test_one_that_may_rest_is_not_restarted_and_a_server_is(bench: Bench) -> None:
+    resting = bench.spec("worker", "print('once')", when_done="rest")
+    lives = bench.folder / "lives"
+    serving = bench.spec("hub", f"open({str(lives)!r}, 'a').write('x')")
+    supervisor = bench.make(resting, serving, policy=RestartPolicy(Backoff(0.01, 0.01), healthy_s=0.0))
+    poll_until(supervisor, lambda: lives.exists() and len(lives.read_text()) >= 2, "the server's second life")
+    poll_until(supervisor, lambda: "worker" not in supervisor.pids, "the worker to rest")
+    assert bench.log("worker").count("once") == 1
+
+
+def test_stopping_ends_every_child_cleanly(bench: Bench) -> None:
+    polite = (
+        "import signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: (print('bye', flush=True), sys.exit(0)))\n"
+        "print('up', flush=True)\nwhile True: time.sleep(0.05)"
+    )
+    supervisor = bench.make(bench.spec("a", polite), bench.spec("b", polite))
+    poll_until(supervisor, lambda: "up" in bench.log("a") and "up" in bench.log("b"), "both up")
+    bench.stop.set("SIGTERM")
+    ending = supervisor.run()
+    assert ending == Ending(130, "stopped (SIGTERM)")
+    assert "bye" in bench.log("a")
+    assert "bye" in bench.log("b")
+
+
+def test_a_child_that_ignores_sigterm_is_killed_with_its_own_children(bench: Bench) -> None:
+    stubborn = (
+        "import os, signal, time\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "child = os.fork()\n"
+        "if child: print('grandchild', child, flush=True)\n"
+        "while True: time.sleep(0.05)"
+    )
+    supervisor = bench.make(bench.spec("stubborn", stubborn), policy=RestartPolicy(grace_s=0.2))
+    poll_until(supervisor, lambda: "grandchild" in bench.log("stubborn"), "the grandchild")
+    grandchild = int(bench.log("stubborn").split()[-1])
+    pid = supervisor.pids["stubborn"]
+    supervisor.shut_down()
+    assert not alive(pid)
+    eventually(lambda: not alive(grandchild), "the end of the grandchild")
+
+
+def test_the_tick_can_end_the_run(bench: Bench) -> None:
+    supervisor = bench.make(bench.spec("hub", SLEEP))
+    assert supervisor.run(lambda: Ending(1, "no progress")) == Ending(1, "no progress")
+    assert supervisor.pids == {}
+
+
+def test_a_command_that_does_not_exist_is_one_sentence(bench: Bench) -> None:
+    missing = ProcessSpec("hub", ("/nowhere/at/all",), bench.folder / "hub.log")
+    with pytest.raises(ResourceError, match="cannot start hub"):
+        bench.make(missing).run()
+
+
+ORPHANAGE = """
+import sys
+from pathlib import Path
+from shoal.runtime.stop import StopToken
+from shoal.runtime.supervise import ProcessSpec, Supervisor
+folder = Path(sys.argv[1])
+child = (
+    "import os\\n"
+    "from shoal.runtime.stop import StopToken\\n"
+    "from shoal.runtime.supervise import follow_supervisor\\n"
+    "stop = StopToken()\\n"
+    "follow_supervisor(stop)\\n"
+    "print('pid', os.getpid(), flush=True)\\n"
+    "stop.wait(60)\\n"
+    "print('stopped:', stop.reason, flush=True)"
+)
+spec = ProcessSpec("child", (sys.executable, "-c", child), folder / "child.log")
+Supervisor([spec], StopToken(), folder / "processes.json").run()
+"""
+
+
+def test_children_end_when_their_supervisor_is_killed(tmp_path: Path) -> None:
+    supervisor = subprocess.Popen([sys.executable, "-c", ORPHANAGE, str(tmp_path)])
+    log = tmp_path / "child.log"
+    try:
+        eventually(lambda: log.exists() and "pid" in log.read_text(), "the child")
+        child = json.loads((tmp_path / "processes.json").read_text())["child"]
+        assert alive(child)
+        supervisor.kill()
+        supervisor.wait(DEADLINE_S)
+        eventually(lambda: not alive(child), "the end of the orphan")
+        assert "stopped: the supervisor is gone" in log.read_text()
+    finally:
+        supervisor.kill()
+        supervisor.wait(DEADLINE_S)
+
+
+def test_following_nobody_is_harmless(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SHOAL_SUPERVISED", raising=False)
+    stop = StopToken()
+    follow_supervisor(stop)
+    assert not stop.is_set()
+
+
+def test_exits_in_words() -> None:
+    assert describe_exit(3) == "ended with exit code 3"
+    assert describe_exit(-signal.SIGSEGV) == "was killed by SIGSEGV"
+    assert describe_exit(-250) == "was killed by signal 250"
+
+
+def test_the_last_line_of_a_log(tmp_path: Path) -> None:
+    path = tmp_path / "x.log"
+    assert last_line(path) == "no log was written"
+    path.write_text("\n\n")
+    assert last_line(path) == "its log is empty"
+    path.write_text("x" * 10_000 + "\nshoal: the port is taken\n\n")
+    assert last_line(path) == "the port is taken"

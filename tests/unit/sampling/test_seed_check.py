@@ -1,0 +1,115 @@
+"""The seed check: honest sequences pass, each way of cheating is named."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.sampling import SeedTolerance, check_seeded
+from shoal.sampling.check import binomial_tail, distances
+from shoal.sampling.inverse import intervals, sample
+from shoal.sampling.stream import uniforms
+
+
+def drawn(seed: int, tokens: int = 64, vocabulary: int = 50):
+    """Logits of some model, the uniforms of a seed, and the tokens that follow from both."""
+    logits = np.random.default_rng(seed).normal(0, 2, (tokens, vocabulary)).astype(np.float32)
+    u = uniforms(seed, 0, tokens)
+    return logits, u, sample(logits, u, 1.0)[0]
+
+
+def checked(logits, u, tokens, tolerance=None):
+    return check_seeded(u, *intervals(logits, tokens, 1.0), tolerance)
+
+
+@given(st.integers(0, 10_000))
+def test_an_honest_sequence_passes_without_any_tolerance_used(seed):
+    result = checked(*drawn(seed))
+    assert result.passed
+    assert (result.n_tokens, result.n_outside, result.max_distance, result.position) == (64, 0, 0.0, None)
+
+
+@given(st.integers(0, 10_000))
+def test_rounding_noise_on_the_validators_side_passes(seed):
+    logits, u, tokens = drawn(seed)
+    noise = np.random.default_rng(seed + 1).normal(0, 1e-6, logits.shape).astype(np.float32)
+    assert checked(logits + noise, u, tokens).passed
+
+
+@given(st.integers(0, 10_000))
+def test_another_seed_is_beyond(seed):
+    logits, _, tokens = drawn(seed)
+    result = checked(logits, uniforms(seed + 1, 0, 64), tokens)
+    assert result.reason == "beyond"
+    assert result.n_outside > 10
+
+
+def test_one_edited_token_is_found_where_it_is():
+    logits, u, tokens = drawn(5)
+    tokens[17] = (tokens[17] + 25) % 50
+    result = checked(logits, u, tokens)
+    assert (result.reason, result.position, result.n_outside) == ("beyond", 17, 1)
+
+
+def test_an_improbable_token_next_to_u_is_implausible():
+    # u is 5e-5 past the end of a token of probability 1e-9: near, but no rounding error puts a token there.
+    u, low, high = np.array([0.5]), np.array([0.49995 - 1e-9]), np.array([0.49995])
+    result = check_seeded(u, low, high, np.log(np.array([1e-9])))
+    assert result.reason == "implausible"
+    assert result.min_probability_outside == pytest.approx(1e-9)
+    assert check_seeded(u, np.array([0.3]), high, np.log(np.array([0.2]))).passed
+
+
+def test_too_many_tokens_that_use_the_tolerance_are_steering():
+    u, low, high, logprob = np.full(64, 0.5), np.full(64, 0.2), np.full(64, 0.9), np.full(64, math.log(0.3))
+    high[:4] = 0.49999
+    result = check_seeded(u, low, high, logprob)
+    assert (result.reason, result.n_outside) == ("steered", 4)
+    assert result.p_value < 1e-6
+    high[1:4] = 0.9
+    assert check_seeded(u, low, high, logprob).passed
+
+
+def test_the_upper_end_of_an_interval_is_outside_it():
+    result = check_seeded(np.array([0.5]), np.array([0.2]), np.array([0.5]), np.array([-1.0]))
+    assert (result.n_outside, result.max_distance) == (1, 0.0)
+
+
+def test_a_tolerance_of_its_own():
+    arguments = np.array([0.5]), np.array([0.51]), np.array([0.9]), np.array([-1.0])
+    assert check_seeded(*arguments).reason == "beyond"
+    assert check_seeded(*arguments, SeedTolerance(distance=0.02)).passed
+
+
+@pytest.mark.parametrize("broken", [np.nan, np.inf])
+def test_what_is_no_number_never_passes(broken):
+    result = check_seeded(np.array([0.5]), np.array([broken]), np.array([broken]), np.array([-1.0]))
+    assert result.reason == "beyond"
+    nan_probability = check_seeded(np.array([0.5]), np.array([0.2]), np.array([0.5]), np.array([np.nan]))
+    assert nan_probability.reason == "implausible"
+
+
+def test_vectors_of_different_lengths_are_refused():
+    with pytest.raises(ValueError, match="one length"):
+        check_seeded(np.zeros(2), np.zeros(2), np.ones(3), np.zeros(2))
+
+
+def test_an_empty_sequence_has_nothing_against_it():
+    empty = np.zeros(0)
+    assert check_seeded(empty, empty, empty, empty).passed
+
+
+def test_distances_by_hand():
+    u, low, high = np.array([0.1, 0.5, 0.95]), np.array([0.2, 0.2, 0.2]), np.array([0.9, 0.9, 0.9])
+    np.testing.assert_allclose(distances(u, low, high), [0.1, 0.0, 0.05], atol=1e-15)
+
+
+def test_binomial_tail_by_hand():
+    assert binomial_tail(8, 10, 0.5) == pytest.approx(56 / 1024)
+    assert binomial_tail(0, 10, 0.5) == 1.0
+    assert binomial_tail(1, 3, 0.1) == pytest.approx(1 - 0.9**3)
+    assert binomial_tail(3, 100_000, 1e-4) == pytest.approx(1 - math.exp(-10) * (1 + 10 + 50), rel=1e-3)

@@ -1,0 +1,395 @@
+"""The client against honest, dead, lagging and lying sources: it ends with the right bytes or the right error."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from castkit import (
+    CHUNK,
+    OTHER_KEY,
+    Handler,
+    Running,
+    ScriptedSource,
+    assert_content,
+    chunk_paths,
+    content,
+    eventually,
+    from_folder,
+    instead,
+    make_downloader,
+    make_origin,
+    manifest_path,
+    publish,
+    reply,
+    tensor,
+)
+
+from shoal.errors import BroadcastError, ChunkCorrupt, ManifestRefused, ResourceError, VersionNotFound
+from shoal.protocol import PolicyRef
+from shoal.runtime.stop import StopToken
+from shoal.shardcast.payload import PayloadFile
+from shoal.shardcast.tree import HEAD
+
+Scripted = Callable[[Handler], ScriptedSource]
+Start = Callable[[Path], Running]
+
+DEAD = "http://127.0.0.1:9"  # the discard port: nobody listens there
+
+
+def chunk_requests(source: ScriptedSource) -> list[str]:
+    return [target for target in source.seen if target.startswith("/chunks/")]
+
+
+def test_a_version_arrives_whole_and_its_tensors_are_views(tmp_path: Path, start_origin: Start) -> None:
+    manifest = publish(make_origin(tmp_path / "origin"), 1)
+    downloader = make_downloader([start_origin(tmp_path / "origin").url], tmp_path / "cache")
+    payload = downloader.fetch(downloader.newest(10), 10)
+    assert payload.manifest == manifest
+    assert_content(payload, *content(1))
+    assert all(view.data.readonly for view in payload.tensors)
+    assert len({id(view.data.obj) for view in payload.tensors}) == 1
+
+
+def test_fetching_again_asks_nobody(tmp_path: Path, scripted: Scripted) -> None:
+    manifest = publish(make_origin(tmp_path / "origin"), 1)
+    source = scripted(from_folder(tmp_path / "origin"))
+    downloader = make_downloader([source.url], tmp_path / "cache")
+    first = downloader.fetch(manifest.policy, 10)
+    asked = len(source.seen)
+    assert_content(downloader.fetch(manifest.policy, 10), first.files, first.tensors)
+    assert len(source.seen) == asked
+    source.close()
+    assert_content(make_downloader([source.url], tmp_path / "cache").fetch(manifest.policy, 10), *content(1))
+
+
+def test_chunks_that_did_not_change_are_not_fetched_again(tmp_path: Path, scripted: Scripted) -> None:
+    origin = make_origin(tmp_path / "origin")
+    files, (first, second, third) = content()
+    old = origin.publish(0, 1, files, [first, second, third], None)
+    new = origin.publish(0, 2, files, [first, second, tensor(third.name, 31, seed=9)], None)
+    source = scripted(from_folder(tmp_path / "origin"))
+    downloader = make_downloader([source.url], tmp_path / "cache")
+    downloader.fetch(old.policy, 10)
+    before = len(chunk_requests(source))
+    downloader.fetch(new.policy, 10)
+    changed = {chunk.hash for chunk in new.chunks} - {chunk.hash for chunk in old.chunks}
+    assert len(chunk_requests(source)) - before == len(changed) == 1
+
+
+def test_equal_chunks_of_one_version_are_fetched_once(tmp_path: Path, scripted: Scripted) -> None:
+    manifest = make_origin(tmp_path / "origin").publish(0, 1, {"zeros": bytes(5 * CHUNK)}, [], None)
+    source = scripted(from_folder(tmp_path / "origin"))
+    payload = make_downloader([source.url], tmp_path / "cache").fetch(manifest.policy, 10)
+    assert payload.files == {"zeros": bytes(5 * CHUNK)}
+    assert len(chunk_requests(source)) == 1
+
+
+def test_an_empty_payload_arrives(tmp_path: Path, start_origin: Start) -> None:
+    manifest = make_origin(tmp_path / "origin").publish(0, 0, {"empty": b""}, [tensor("none", 0)], None)
+    payload = make_downloader([start_origin(tmp_path / "origin").url], tmp_path / "cache").fetch(manifest.policy, 10)
+    assert payload.files == {"empty": b""}
+    assert payload.tensors[0].data.nbytes == 0
+
+
+def test_dead_sources_in_the_list_do_not_matter(tmp_path: Path, start_origin: Start) -> None:
+    manifest = publish(make_origin(tmp_path / "origin"), 1)
+    sources = [DEAD, start_origin(tmp_path / "origin").url, "http://does-not-exist.invalid:1"]
+    assert_content(make_downloader(sources, tmp_path / "cache").fetch(manifest.policy, 20), *content(1))
+
+
+def test_only_dead_sources_is_an_error_that_names_them(tmp_path: Path) -> None:
+    ref = PolicyRef(incarnation=0, version=1, digest="a" * 64)
+    with pytest.raises(
+        BroadcastError,
+        match=r"no source could be asked for policy 0\.1: .*127\.0\.0\.1:9 cannot be reached: Connection refused",
+    ):
+        make_downloader([DEAD], tmp_path / "cache").fetch(ref, 0.5)
+
+
+def test_a_version_that_nobody_has_is_not_found_at_the_deadline(tmp_path: Path, start_origin: Start) -> None:
+    manifest = publish(make_origin(tmp_path / "origin"), 1)
+    future = manifest.policy.model_copy(update={"version": 7})
+    downloader = make_downloader([start_origin(tmp_path / "origin").url], tmp_path / "cache")
+    with pytest.raises(VersionNotFound, match=r"no source had policy 0\.7 before the deadline"):
+        downloader.fetch(future, 0.5)
+
+
+def test_sources_may_appear_while_a_fetch_waits(tmp_path: Path, start_origin: Start) -> None:
+    manifest = publish(make_origin(tmp_path / "origin"), 1)
+    downloader = make_downloader([], tmp_path / "cache")
+    url = start_origin(tmp_path / "origin").url
+    later = threading.Timer(0.2, downloader.set_sources, ([url],))
+    later.start()
+    assert_content(downloader.fetch(manifest.policy, 20), *content(1))
+
+
+def test_a_version_not_published_yet_is_waited_for(tmp_path: Path, start_origin: Start) -> None:
+    origin = make_origin(tmp_path / "origin")
+    publish(origin, 1)
+    files, tensors = content(2)
+    ref = PolicyRef(incarnation=0, version=2, digest=origin.digest_of(files, tensors))
+    downloader = make_downloader([start_origin(tmp_path / "origin").url], tmp_path / "cache")
+    threading.Timer(0.3, publish, (origin, 2)).start()
+    assert_content(downloader.fetch(ref, 20), files, tensors)
+
+
+def test_a_version_that_retention_removed_is_reported_at_once(tmp_path: Path, start_origin: Start) -> None:
+    origin = make_origin(tmp_path / "origin", kept=2)
+    gone, *_ = [publish(origin, version) for version in range(4)]
+    downloader = make_downloader([start_origin(tmp_path / "origin").url], tmp_path / "cache")
+    started = time.monotonic()
+    with pytest.raises(VersionNotFound, match=r"policy 0\.0 is no longer offered.* is at 0\.3 and keeps 0\.2, 0\.3"):
+        downloader.fetch(gone.policy, 60)
+    assert time.monotonic() - started < 5
+
+
+def test_a_version_removed_in_the_middle_is_reported_at_once(tmp_path: Path, scripted: Scripted) -> None:
+    origin = make_origin(tmp_path / "origin", kept=1)
+    manifest = publish(origin, 1)
+    gone = manifest.chunks[-1].hash
+
+    def remove(target: str, to: socket.socket) -> None:
+        publish(origin, 2)
+        reply(to, 404, b"")
+
+    source = scripted(instead(from_folder(tmp_path / "origin"), {gone: remove}))
+    started = time.monotonic()
+    with pytest.raises(VersionNotFound, match="no longer offered"):
+        make_downloader([source.url], tmp_path / "cache").fetch(manifest.policy, 60)
+    assert time.monotonic() - started < 5
+
+
+def test_a_tampered_manifest_is_refused_and_an_honest_source_is_used_instead(
+    tmp_path: Path, scripted: Scripted
+) -> None:
+    folder = tmp_path / "origin"
+    manifest = publish(make_origin(folder), 1)
+    signed = json.loads(manifest_path(folder, manifest).read_bytes())
+    signed["document"]["chunks"][0]["hash"] = "0" * 64
+    honest = from_folder(folder)
+    liar = scripted(instead(honest, {"manifests": lambda target, to: reply(to, 200, json.dumps(signed).encode())}))
+    with pytest.raises(ManifestRefused, match="signature does not match"):
+        make_downloader([liar.url], tmp_path / "a").fetch(manifest.policy, 10)
+    both = make_downloader([liar.url, scripted(honest).url], tmp_path / "b")
+    assert_content(both.fetch(manifest.policy, 10), *content(1))
+
+
+def test_a_manifest_of_another_key_is_refused(tmp_path: Path, start_origin: Start) -> None:
+    manifest = publish(make_origin(tmp_path / "origin", key=OTHER_KEY), 1)
+    with pytest.raises(ManifestRefused, match="not trusted"):
+        make_downloader([start_origin(tmp_path / "origin").url], tmp_path / "a").fetch(manifest.policy, 10)
+
+
+def test_another_versions_manifest_under_this_name_is_refused(tmp_path: Path, scripted: Scripted) -> None:
+    folder = tmp_path / "origin"
+    origin = make_origin(folder)
+    old, new = publish(origin, 1), publish(origin, 2)
+    mislabelled = manifest_path(folder, old).read_bytes()
+    source = scripted(instead(from_folder(folder), {"/0.2.json": lambda target, to: reply(to, 200, mislabelled)}))
+    with pytest.raises(ManifestRefused, match=r"for policy 0\.1 .* not 0\.2"):
+        make_downloader([source.url], tmp_path / "cache").fetch(new.policy, 10)
+
+
+def test_other_weights_than_the_lease_names_are_refused(tmp_path: Path, start_origin: Start) -> None:
+    manifest = publish(make_origin(tmp_path / "origin"), 1)
+    wrong = manifest.policy.model_copy(update={"digest": "0" * 64})
+    with pytest.raises(ManifestRefused, match="digest"):
+        make_downloader([start_origin(tmp_path / "origin").url], tmp_path / "cache").fetch(wrong, 10)
+
+
+def _flip(target: str, folder: Path) -> bytes:
+    data = bytearray((folder / target.lstrip("/")).read_bytes())
+    data[len(data) // 2] ^= 1
+    return bytes(data)
+
+
+def _corrupt(folder: Path) -> Handler:
+    return lambda target, to: reply(to, 200, _flip(target, folder))
+
+
+def _mislabelled(folder: Path) -> Handler:
+    return lambda target, to: reply(to, 200, b"x")
+
+
+def _huge(folder: Path) -> Handler:
+    def send(target: str, to: socket.socket) -> None:
+        reply(to, 200, b"", size=1 << 50)
+        while True:
+            to.sendall(bytes(1 << 16))
+
+    return send
+
+
+def _endless(folder: Path) -> Handler:
+    def send(target: str, to: socket.socket) -> None:
+        to.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
+        while True:
+            to.sendall(bytes(1 << 16))
+
+    return send
+
+
+def _truncated(folder: Path) -> Handler:
+    def send(target: str, to: socket.socket) -> None:
+        data = (folder / target.lstrip("/")).read_bytes()
+        reply(to, 200, data[:-1], size=len(data))
+        to.shutdown(socket.SHUT_RDWR)
+
+    return send
+
+
+def _dripping(folder: Path) -> Handler:
+    def send(target: str, to: socket.socket) -> None:
+        data = (folder / target.lstrip("/")).read_bytes()
+        reply(to, 200, b"", size=len(data))
+        for byte in data:
+            to.sendall(bytes([byte]))
+            time.sleep(0.05)  # the drip itself
+
+    return send
+
+
+LIES = {
+    "corrupt": (_corrupt, ChunkCorrupt, "sent bytes that are not chunk"),
+    "mislabelled": (_mislabelled, ChunkCorrupt, "offers 1 bytes as chunk"),
+    "huge": (_huge, ChunkCorrupt, "offers 1125899906842624 bytes"),
+    "endless": (_endless, BroadcastError, "Content-Length"),
+    "truncated": (_truncated, BroadcastError, "closed the connection after"),
+    "dripping": (_dripping, BroadcastError, "too slow"),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_bad_chunks_alone_end_in_a_named_error_within_the_deadline(
+    tmp_path: Path, scripted: Scripted, lie: str
+) -> None:
+    folder = tmp_path / "origin"
+    handler, error, sentence = LIES[lie]
+    manifest = publish(make_origin(folder), 1)
+    liar = scripted(instead(from_folder(folder), {"/chunks/": handler(folder)}))
+    downloader = make_downloader([liar.url], tmp_path / "cache", min_rate_bytes_s=CHUNK / 0.1, stall_s=0.2)
+    started = time.monotonic()
+    with pytest.raises(error, match=sentence):
+        downloader.fetch(manifest.policy, 1.5)
+    assert time.monotonic() - started < 5
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_bad_chunks_cost_a_retry_where_another_source_is_honest(tmp_path: Path, scripted: Scripted, lie: str) -> None:
+    folder = tmp_path / "origin"
+    manifest = publish(make_origin(folder), 1)
+    liar = scripted(instead(from_folder(folder), {"/chunks/": LIES[lie][0](folder)}))
+    honest = scripted(from_folder(folder))
+    downloader = make_downloader([liar.url, honest.url], tmp_path / "cache", min_rate_bytes_s=CHUNK / 0.1, stall_s=0.2)
+    assert_content(downloader.fetch(manifest.policy, 20), *content(1))
+
+
+def test_a_corrupting_source_is_asked_for_no_further_chunk(tmp_path: Path, scripted: Scripted) -> None:
+    folder = tmp_path / "origin"
+    manifest = publish(make_origin(folder), 1)
+    liar = scripted(instead(from_folder(folder), {"/chunks/": _corrupt(folder)}))
+    honest = scripted(from_folder(folder))
+    downloader = make_downloader([liar.url, honest.url], tmp_path / "cache", connections=1)
+    downloader.fetch(manifest.policy, 20)
+    assert len(chunk_requests(liar)) <= 1
+    assert len(chunk_requests(honest)) == len(manifest.chunks)
+
+
+def test_a_fetch_that_failed_is_continued_where_it_stopped(tmp_path: Path, scripted: Scripted) -> None:
+    folder = tmp_path / "origin"
+    manifest = publish(make_origin(folder), 1)
+    last = manifest.chunks[-1].hash
+    partial = scripted(instead(from_folder(folder), {last: lambda target, to: reply(to, 503, b"")}))
+    with pytest.raises(BroadcastError, match=r"policy 0\.1 did not arrive before the deadline: 1 chunks are missing"):
+        make_downloader([partial.url], tmp_path / "cache").fetch(manifest.policy, 1)
+    whole = scripted(from_folder(folder))
+    assert_content(make_downloader([whole.url], tmp_path / "cache").fetch(manifest.policy, 10), *content(1))
+    assert chunk_requests(whole) == [f"/chunks/{last[:2]}/{last}"]
+
+
+def test_a_cached_payload_that_rotted_is_mended_not_believed(tmp_path: Path, scripted: Scripted) -> None:
+    folder = tmp_path / "origin"
+    manifest = publish(make_origin(folder), 1)
+    source = scripted(from_folder(folder))
+    make_downloader([source.url], tmp_path / "cache").fetch(manifest.policy, 10)
+    cached = tmp_path / "cache" / f"{manifest.policy.digest}.bin"
+    data = bytearray(cached.read_bytes())
+    data[CHUNK + 5] ^= 1
+    cached.write_bytes(data)
+    before = len(chunk_requests(source))
+    again = make_downloader([source.url], tmp_path / "cache")  # a new process
+    assert_content(again.fetch(manifest.policy, 10), *content(1))
+    rotten = manifest.chunks[1].hash
+    assert chunk_requests(source)[before:] == [f"/chunks/{rotten[:2]}/{rotten}"]
+
+
+def test_old_payloads_are_removed_but_stay_valid_for_their_holders(tmp_path: Path, start_origin: Start) -> None:
+    origin = make_origin(tmp_path / "origin")
+    manifests = [publish(origin, version) for version in range(5)]
+    downloader = make_downloader([start_origin(tmp_path / "origin").url], tmp_path / "cache")
+    payloads = [downloader.fetch(manifest.policy, 10) for manifest in manifests]
+    assert len(list((tmp_path / "cache").glob("*.bin"))) == 3
+    assert len(list((tmp_path / "cache").iterdir())) == 6
+    assert_content(payloads[0], *content(0))
+
+
+def test_a_stop_ends_a_fetch_at_once(tmp_path: Path, scripted: Scripted) -> None:
+    folder = tmp_path / "origin"
+    manifest = publish(make_origin(folder), 1)
+    stop = StopToken()
+    hanging = scripted(instead(from_folder(folder), {"/chunks/": lambda target, to: stop.set("test")}))
+    started = time.monotonic()
+    with pytest.raises(BroadcastError, match=r"stopped \(test\) while fetching policy 0\.1"):
+        make_downloader([hanging.url], tmp_path / "cache", stop).fetch(manifest.policy, 60)
+    assert time.monotonic() - started < 4
+
+
+def test_a_rolled_back_head_is_refused(tmp_path: Path, scripted: Scripted) -> None:
+    folder = tmp_path / "origin"
+    origin = make_origin(folder)
+    publish(origin, 1)
+    old_head = (folder / HEAD).read_bytes()
+    new = publish(origin, 2)
+    downloader = make_downloader([scripted(from_folder(folder)).url], tmp_path / "cache")
+    assert downloader.newest(10) == new.policy
+    (folder / HEAD).write_bytes(old_head)
+    with pytest.raises(ManifestRefused, match=r"goes back to policy 0\.1 although 0\.2 is known"):
+        downloader.newest(10)
+
+
+def test_the_newest_head_of_all_sources_counts(tmp_path: Path, scripted: Scripted) -> None:
+    ahead, behind, forged = (tmp_path / name for name in ("ahead", "behind", "forged"))
+    publish(make_origin(behind), 1)
+    new = publish(make_origin(ahead), 2)
+    publish(make_origin(forged, key=OTHER_KEY), 9)
+    sources = [scripted(from_folder(folder)).url for folder in (behind, ahead, forged)]
+    assert make_downloader([*sources, DEAD], tmp_path / "cache").newest(10) == new.policy
+
+
+def test_a_full_disk_is_a_resource_error_and_does_not_hang(
+    tmp_path: Path, start_origin: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: PayloadFile, chunk: object, data: memoryview) -> None:
+        raise ResourceError("cannot write: the disk is full: free some space")
+
+    manifest = publish(make_origin(tmp_path / "origin"), 1)
+    monkeypatch.setattr(PayloadFile, "keep", full)
+    with pytest.raises(ResourceError, match="disk is full"):
+        make_downloader([start_origin(tmp_path / "origin").url], tmp_path / "cache").fetch(manifest.policy, 60)
+
+
+def test_many_chunks_from_two_sources_come_from_both(tmp_path: Path, scripted: Scripted) -> None:
+    folder = tmp_path / "origin"
+    files, tensors = content(1, sizes=(40_000,))
+    manifest = make_origin(folder).publish(0, 1, files, tensors, None)
+    sources = [scripted(from_folder(folder)) for _ in range(2)]
+    downloader = make_downloader([source.url for source in sources], tmp_path / "cache")
+    assert_content(downloader.fetch(manifest.policy, 20), files, tensors)
+    assert all(chunk_requests(source) for source in sources)
+    eventually(lambda: sum(len(chunk_requests(source)) for source in sources) == len(chunk_paths(folder, manifest)))

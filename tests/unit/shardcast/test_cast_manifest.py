@@ -1,0 +1,209 @@
+"""Layout, digest and signatures of manifests and heads."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from castkit import CHUNK, KEY, OTHER_KEY, RUN, content
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.errors import BroadcastError, ManifestRefused
+from shoal.protocol import BroadcastHead, PolicyManifest, PolicyRef, TensorView, content_digest
+from shoal.shardcast.manifest import (
+    MAX_HEAD_BYTES,
+    check_not_rolled_back,
+    chunk_of,
+    cut,
+    digest_of,
+    encode,
+    lay_out,
+    read_head,
+    read_manifest,
+)
+from shoal.shardcast.payload import _open_payload
+
+names = st.from_regex(r"\A[A-Za-z0-9_][A-Za-z0-9_.\-]{0,20}\Z")
+shapes = st.lists(st.integers(0, 7), max_size=3).map(tuple)
+
+
+def build(
+    files: dict[str, bytes], tensors: list[TensorView], chunk_size: int = CHUNK, **changes: Any
+) -> PolicyManifest:
+    entries, spans = lay_out(files, tensors)
+    chunks = tuple(chunk_of(data) for data in cut(spans, chunk_size))
+    fields: dict[str, Any] = {
+        "run": RUN,
+        "policy": PolicyRef(incarnation=0, version=3, digest=content_digest(entries, chunk_size, chunks)),
+        "entries": entries,
+        "chunk_size_bytes": chunk_size,
+        "chunks": chunks,
+        "size_bytes": sum(chunk.size_bytes for chunk in chunks),
+        "created_at_ms": 0,
+    }
+    return PolicyManifest(**(fields | changes))
+
+
+def redigested(manifest: PolicyManifest, **changes: Any) -> PolicyManifest:
+    """The manifest with other fields and the digest that belongs to them, as a careless trainer would sign it."""
+    changed = manifest.model_copy(update=changes)
+    digest = content_digest(changed.entries, changed.chunk_size_bytes, changed.chunks)
+    return changed.model_copy(update={"policy": changed.policy.model_copy(update={"digest": digest})})
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> TensorView:
+    shape = draw(shapes)
+    data = draw(st.binary(min_size=4 * int(np.prod(shape)), max_size=4 * int(np.prod(shape))))
+    return TensorView(draw(names), "F32", shape, memoryview(data))
+
+
+@given(
+    files=st.dictionaries(names, st.binary(max_size=100), max_size=4),
+    parts=st.lists(tensors(), max_size=5, unique_by=lambda tensor: tensor.name),
+    chunk_size=st.integers(1, 300),
+)
+def test_any_content_survives_layout_cutting_signing_and_opening(
+    files: dict[str, bytes], parts: list[TensorView], chunk_size: int
+) -> None:
+    manifest = build(files, parts, chunk_size)
+    assert read_manifest(encode(manifest, KEY), RUN, KEY.public_key) == manifest
+    assert manifest.policy.digest == digest_of(files, parts, chunk_size)
+    whole = b"".join(bytes(data) for data in cut(lay_out(files, parts)[1], chunk_size))
+    payload = _open_payload(manifest, memoryview(whole))
+    assert payload.files == files
+    assert [(t.name, t.shape, bytes(t.data)) for t in payload.tensors] == [
+        (t.name, t.shape, bytes(t.data)) for t in parts
+    ]
+
+
+def test_the_digest_depends_on_every_byte_name_and_shape() -> None:
+    def digest(name: str = "w", shape: tuple[int, ...] = (2, 3), value: float = 1.0, config: bytes = b"{}") -> str:
+        data = np.full(6, value, dtype="<f4")
+        return digest_of({"config.json": config}, [TensorView(name, "F32", shape, memoryview(data.tobytes()))])
+
+    digests = [digest(), digest(name="v"), digest(shape=(3, 2)), digest(value=2.0), digest(config=b"[]")]
+    assert len(set(digests)) == len(digests)
+    assert digest() == digests[0]
+
+
+def test_multidimensional_and_scalar_views_are_taken_as_bytes() -> None:
+    matrix, scalar = np.arange(6, dtype="<f4").reshape(2, 3), np.array(7, dtype="<i8")
+    views = [TensorView("m", "F32", (2, 3), memoryview(matrix)), TensorView("s", "I64", (), memoryview(scalar))]
+    assert b"".join(cut(lay_out({}, views)[1], 5)) == matrix.tobytes() + scalar.tobytes()
+
+
+def test_a_view_that_is_not_contiguous_is_refused() -> None:
+    every_other = memoryview(np.arange(8, dtype="<f4")[::2])
+    with pytest.raises(BroadcastError, match="w is not contiguous"):
+        lay_out({}, [TensorView("w", "F32", (4,), every_other)])
+
+
+@pytest.mark.parametrize("name", ["../evil", "a/b", ".hidden", "", "a\x00b", "x" * 300])
+def test_a_name_that_could_leave_its_folder_cannot_be_published(name: str) -> None:
+    with pytest.raises(BroadcastError, match="name"):
+        lay_out({name: b""}, [])
+
+
+def test_two_tensors_of_one_name_cannot_be_published() -> None:
+    _, (first, *_) = content()
+    with pytest.raises(BroadcastError, match=r"two tensor entries are called layer\.0\.weight"):
+        lay_out({}, [first, first])
+
+
+def test_a_manifest_signed_by_another_key_is_refused() -> None:
+    with pytest.raises(ManifestRefused, match="not trusted"):
+        read_manifest(encode(build(*content()), OTHER_KEY), RUN, KEY.public_key)
+
+
+def test_a_manifest_of_another_run_is_refused() -> None:
+    with pytest.raises(ManifestRefused, match="belongs to run"):
+        read_manifest(encode(build(*content()), KEY), "another-run", KEY.public_key)
+
+
+def test_a_tampered_manifest_is_refused() -> None:
+    data = json.loads(encode(build(*content()), KEY))
+    data["document"]["chunks"][0]["hash"] = "0" * 64
+    with pytest.raises(ManifestRefused, match="signature does not match"):
+        read_manifest(json.dumps(data).encode(), RUN, KEY.public_key)
+
+
+def test_a_head_cannot_stand_in_for_a_manifest() -> None:
+    head = BroadcastHead(
+        run=RUN, policy=build(*content()).policy, manifest_hash="0" * 64, kept_versions=(), created_at_ms=0
+    )
+    with pytest.raises(ManifestRefused, match="expected a signed policy-manifest"):
+        read_manifest(encode(head, KEY), RUN, KEY.public_key)
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b"[]", b"\xff\xfe", b'{"kind": "policy-manifest"}', b"[" * 100_000])
+def test_bytes_that_are_no_document_are_refused(data: bytes) -> None:
+    with pytest.raises(ManifestRefused):
+        read_manifest(data, RUN, KEY.public_key)
+
+
+def test_a_head_over_the_cap_is_refused_unread() -> None:
+    with pytest.raises(ManifestRefused, match="at most"):
+        read_head(b" " * (MAX_HEAD_BYTES + 1), RUN, KEY.public_key)
+
+
+def _moved(manifest: PolicyManifest, index: int, **changes: Any) -> tuple[Any, ...]:
+    entries = list(manifest.entries)
+    entries[index] = entries[index].model_copy(update=changes)
+    return tuple(entries)
+
+
+def _is_refused(manifest: PolicyManifest) -> bool:
+    try:
+        read_manifest(encode(manifest, KEY), RUN, KEY.public_key)
+    except ManifestRefused:
+        return True
+    return False
+
+
+def test_a_signed_manifest_with_an_impossible_layout_is_refused() -> None:
+    good = build(*content())
+    tensor_last = len(content()[1]) - 1
+    bad = {
+        "wrong digest": good.model_copy(update={"policy": good.policy.model_copy(update={"digest": "0" * 64})}),
+        "gap": redigested(good, entries=_moved(good, 1, offset=good.entries[1].offset + 1)),
+        "overlap": redigested(good, entries=_moved(good, 1, offset=0)),
+        "name with slash": redigested(good, entries=_moved(good, 0, name="a/b")),
+        "shape too large": redigested(good, entries=_moved(good, tensor_last, shape=(10**6,))),
+        "negative shape": redigested(good, entries=_moved(good, tensor_last, shape=(-1, -31))),
+        "unknown type": redigested(good, entries=_moved(good, tensor_last, dtype="F7")),
+        "file with shape": redigested(good, entries=_moved(good, -1, shape=(80,))),
+        "same name twice": redigested(good, entries=_moved(good, 1, name=good.entries[0].name)),
+        "chunk missing": redigested(good, chunks=good.chunks[:-1]),
+        "chunk resized": redigested(
+            good, chunks=(good.chunks[0].model_copy(update={"size_bytes": 1}), *good.chunks[1:])
+        ),
+        "more bytes than entries": redigested(good, size_bytes=good.size_bytes - 1),
+        "giant chunks": redigested(good, chunk_size_bytes=1 << 40),
+        "giant payload": redigested(good, size_bytes=1 << 60),
+    }
+    read_manifest(encode(good, KEY), RUN, KEY.public_key)
+    accepted = [case for case, manifest in bad.items() if not _is_refused(manifest)]
+    assert accepted == []
+
+
+def _head(incarnation: int, version: int, digest: str = "a" * 64) -> BroadcastHead:
+    policy = PolicyRef(incarnation=incarnation, version=version, digest=digest)
+    return BroadcastHead(run=RUN, policy=policy, manifest_hash="0" * 64, kept_versions=(), created_at_ms=0)
+
+
+def test_a_head_may_stay_or_advance_but_not_go_back_or_change_its_mind() -> None:
+    known = _head(1, 5)
+    check_not_rolled_back(known, None)
+    for fine in (known, _head(1, 6), _head(2, 0)):
+        check_not_rolled_back(fine, known)
+    for bad, sentence in (
+        (_head(1, 4), "goes back"),
+        (_head(0, 9), "goes back"),
+        (_head(1, 5, "b" * 64), "other weights"),
+    ):
+        with pytest.raises(ManifestRefused, match=sentence):
+            check_not_rolled_back(bad, known)

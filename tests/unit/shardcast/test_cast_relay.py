@@ -1,0 +1,368 @@
+"""Relays: mirror, verify, hold, resume, never go back."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from castkit import (
+    CHUNK,
+    KEY,
+    OTHER_KEY,
+    RUN,
+    Handler,
+    Running,
+    ScriptedSource,
+    assert_content,
+    chunk_paths,
+    content,
+    eventually,
+    from_folder,
+    instead,
+    make_downloader,
+    make_origin,
+    manifest_path,
+    publish,
+    reply,
+)
+
+from shoal.errors import ConfigError, ResourceError
+from shoal.protocol import Chunk
+from shoal.runtime.stop import StopToken
+from shoal.shardcast import RelayConfig, run_relay
+from shoal.shardcast.connection import Connection, Deadline
+from shoal.shardcast.mirror import Mirror
+from shoal.shardcast.tree import HEAD
+
+Scripted = Callable[[Handler], ScriptedSource]
+StartOrigin = Callable[[Path], Running]
+StartRelay = Callable[..., Running]
+
+
+def fetch(url: str, target: str) -> tuple[int, bytes]:
+    connection = Connection(url, StopToken())
+    answer = connection.get(target, Deadline(15))
+    body = connection.read(1 << 20, Deadline(15))
+    connection.close()
+    return answer.status, body
+
+
+def health(relay: Running) -> dict[str, object]:
+    return dict(json.loads(fetch(relay.url, "/health")[1]))
+
+
+def is_complete(relay: Running, label: str) -> bool:
+    state = health(relay)
+    return state["head"] == label and state["missing_chunks"] == 0
+
+
+def test_origin_to_relay_to_relay_to_client(tmp_path: Path, start_origin: StartOrigin, start_relay: StartRelay) -> None:
+    origin = make_origin(tmp_path / "origin")
+    manifest = publish(origin, 1)
+    first = start_relay(tmp_path / "first", start_origin(tmp_path / "origin").url)
+    second = start_relay(tmp_path / "second", first.url)
+    downloader = make_downloader([second.url], tmp_path / "cache")
+    assert_content(downloader.fetch(manifest.policy, 20), *content(1))
+    assert_content(downloader.fetch(publish(origin, 2).policy, 20), *content(2))
+    eventually(lambda: is_complete(first, "0.2"))
+    state = health(first)
+    assert state["versions"] == ["0.1", "0.2"]
+    assert state["role"] == "relay"
+    fetched = {chunk.hash: chunk.size_bytes for v in (1, 2) for chunk in publish(origin, v).chunks}
+    assert state["bytes_in"] == sum(fetched.values())
+    assert int(str(state["bytes_out"])) >= sum(fetched.values())
+
+
+def test_the_mirrored_tree_is_the_same_files(
+    tmp_path: Path, start_origin: StartOrigin, start_relay: StartRelay
+) -> None:
+    origin = make_origin(tmp_path / "origin")
+    for version in range(3):
+        publish(origin, version)
+    relay = start_relay(tmp_path / "relay", start_origin(tmp_path / "origin").url)
+    eventually(lambda: is_complete(relay, "0.2") and len(health(relay)["versions"]) == 3)  # type: ignore[arg-type]
+
+    def tree(folder: Path) -> dict[str, bytes]:
+        return {
+            str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file() and p.name != ".lock"
+        }
+
+    assert tree(tmp_path / "relay") == tree(tmp_path / "origin")
+
+
+def test_a_relay_started_first_waits_for_its_upstream(
+    tmp_path: Path, start_origin: StartOrigin, start_relay: StartRelay, scripted: Scripted
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as reserved:
+        port = reserved.getsockname()[1]
+    relay = start_relay(tmp_path / "relay", f"http://127.0.0.1:{port}")
+    assert fetch(relay.url, "/head.json")[0] == 404
+    manifest = publish(make_origin(tmp_path / "origin"), 1)
+    start_relay(tmp_path / "upstream", start_origin(tmp_path / "origin").url, port=port)
+    assert_content(make_downloader([relay.url], tmp_path / "cache").fetch(manifest.policy, 20), *content(1))
+
+
+def test_a_relay_keeps_the_last_versions_whole_and_removes_the_rest(
+    tmp_path: Path, start_origin: StartOrigin, start_relay: StartRelay
+) -> None:
+    origin = make_origin(tmp_path / "origin")
+    relay = start_relay(tmp_path / "relay", start_origin(tmp_path / "origin").url, kept_versions=2)
+    manifests = []
+    for version in range(5):
+        manifests.append(publish(origin, version, seed=version // 2))
+        eventually(lambda label=manifests[-1].policy.label: is_complete(relay, label))  # type: ignore[misc]
+    assert not any(manifest_path(tmp_path / "relay", old).exists() for old in manifests[:3])
+    for kept in manifests[3:]:
+        assert all(path.stat().st_size for path in chunk_paths(tmp_path / "relay", kept))
+    here = {path.name for path in (tmp_path / "relay" / "chunks").glob("??/*")}
+    assert here == {chunk.hash for kept in manifests[3:] for chunk in kept.chunks}
+
+
+def test_a_request_for_a_chunk_on_its_way_is_held_and_an_unknown_one_is_not(
+    tmp_path: Path, start_relay: StartRelay, scripted: Scripted
+) -> None:
+    folder = tmp_path / "origin"
+    manifest = publish(make_origin(folder), 1)
+    late = manifest.chunks[0].hash
+    asked, release = threading.Event(), threading.Event()
+    honest = from_folder(folder)
+
+    def hold(target: str, to: socket.socket) -> None:
+        asked.set()
+        release.wait(10)
+        honest(target, to)
+
+    relay = start_relay(tmp_path / "relay", scripted(instead(honest, {late: hold})).url)
+    assert asked.wait(10)
+    answers: list[tuple[int, bytes]] = []
+    client = threading.Thread(target=lambda: answers.append(fetch(relay.url, f"/chunks/{late[:2]}/{late}")))
+    client.start()
+    assert fetch(relay.url, "/chunks/00/" + "0" * 64)[0] == 404
+    assert answers == []
+    release.set()
+    client.join(10)
+    assert answers == [(200, chunk_paths(folder, manifest)[0].read_bytes())]
+
+
+def test_nothing_corrupt_is_served_and_an_honest_upstream_mends_it(
+    tmp_path: Path, start_relay: StartRelay, scripted: Scripted
+) -> None:
+    folder = tmp_path / "origin"
+    manifest = publish(make_origin(folder), 1)
+    liar = scripted(instead(from_folder(folder), {"/chunks/": lambda target, to: reply(to, 200, b"x" * CHUNK)}))
+    relay = start_relay(tmp_path / "relay", liar.url, scripted(from_folder(folder)).url)
+    eventually(lambda: is_complete(relay, "0.1"))
+    for path in chunk_paths(folder, manifest):
+        assert fetch(relay.url, f"/{path.relative_to(folder)}") == (200, path.read_bytes())
+
+
+@pytest.mark.parametrize("attack", ["wrong key", "tampered", "manifest of another head", "rolled back", "endless"])
+def test_a_bad_head_is_refused_and_the_good_one_kept(
+    tmp_path: Path, start_relay: StartRelay, scripted: Scripted, attack: str
+) -> None:
+    folder, forged = tmp_path / "origin", tmp_path / "forged"
+    origin = make_origin(folder)
+    publish(origin, 1)
+    old = (folder / HEAD).read_bytes()
+    publish(origin, 2)
+    good = (folder / HEAD).read_bytes()
+    publish(make_origin(forged, key=OTHER_KEY), 3)
+    published = json.loads(good)
+    published["document"]["policy"]["version"] = 3
+    heads = {
+        "wrong key": (forged / HEAD).read_bytes(),
+        "tampered": json.dumps(published).encode(),
+        "rolled back": old,
+        "endless": b" " * (1 << 20),
+    }
+    evil = threading.Event()
+    honest = from_folder(folder)
+
+    def head(target: str, to: socket.socket) -> None:
+        reply(to, 200, heads[attack] if evil.is_set() and attack in heads else (folder / HEAD).read_bytes())
+
+    def manifest(target: str, to: socket.socket) -> None:
+        other = manifest_path(folder, publish(origin, 2)).read_bytes()
+        reply(to, 200, other) if evil.is_set() else honest(target, to)
+
+    upstream = scripted(instead(honest, {"head.json": head, "manifests": manifest}))
+    relay = start_relay(tmp_path / "relay", upstream.url, long_poll_s=0)
+    eventually(lambda: is_complete(relay, "0.2"))
+    evil.set()
+    if attack == "manifest of another head":
+        publish(origin, 3)
+    asked = len(upstream.seen)
+    eventually(lambda: len(upstream.seen) > asked + 3)
+    assert fetch(relay.url, "/head.json") == (200, good)
+    assert (tmp_path / "relay" / HEAD).read_bytes() == good
+
+
+def test_a_head_never_goes_back_even_after_a_restart(
+    tmp_path: Path, start_relay: StartRelay, scripted: Scripted
+) -> None:
+    folder = tmp_path / "origin"
+    origin = make_origin(folder)
+    publish(origin, 1)
+    old = (folder / HEAD).read_bytes()
+    publish(origin, 2)
+    first = start_relay(tmp_path / "relay", scripted(from_folder(folder)).url)
+    eventually(lambda: is_complete(first, "0.2"))
+    first.end()
+    (folder / HEAD).write_bytes(old)
+    upstream = scripted(from_folder(folder))
+    second = start_relay(tmp_path / "relay", upstream.url, long_poll_s=0)
+    eventually(lambda: len(upstream.seen) > 3)
+    assert health(second)["head"] == "0.2"
+
+
+def test_an_upstream_that_lags_does_not_hold_up_one_that_does_not(
+    tmp_path: Path, start_relay: StartRelay, scripted: Scripted
+) -> None:
+    ahead, behind = tmp_path / "ahead", tmp_path / "behind"
+    publish(make_origin(behind), 1)
+    origin = make_origin(ahead)
+    publish(origin, 1)
+    new = publish(origin, 2)
+    relay = start_relay(tmp_path / "relay", scripted(from_folder(behind)).url, scripted(from_folder(ahead)).url)
+    assert_content(make_downloader([relay.url], tmp_path / "cache").fetch(new.policy, 20), *content(2))
+
+
+RELAY_PROGRAM = """
+import sys
+from pathlib import Path
+from shoal.runtime.stop import StopToken
+from shoal.shardcast import RelayConfig, run_relay
+folder, upstream, run, key = sys.argv[1:]
+config = RelayConfig(Path(folder), (upstream,), run, key, port=0)
+run_relay(config, StopToken(), lambda url: print(url, flush=True))
+"""
+
+
+@pytest.fixture
+def relay_process() -> Iterator[Callable[[Path, str], tuple[subprocess.Popen[str], str]]]:
+    processes: list[subprocess.Popen[str]] = []
+
+    def start(folder: Path, upstream: str) -> tuple[subprocess.Popen[str], str]:
+        command = [sys.executable, "-c", RELAY_PROGRAM, str(folder), upstream, RUN, KEY.public_key]
+        processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+        stdout = processes[-1].stdout
+        assert stdout is not None
+        return processes[-1], stdout.readline().strip()
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def test_a_relay_killed_in_the_middle_resumes_without_fetching_twice(
+    tmp_path: Path, scripted: Scripted, relay_process: Callable[[Path, str], tuple[subprocess.Popen[str], str]]
+) -> None:
+    folder, mirrored = tmp_path / "origin", tmp_path / "relay"
+    files, tensors = content(1, sizes=(5000,))
+    manifest = make_origin(folder).publish(0, 1, files, tensors, None)
+    last = manifest.chunks[-1].hash
+    slow = scripted(instead(from_folder(folder), {last: lambda target, to: slow.closed.wait(30)}))  # type: ignore[dict-item]
+    process, _ = relay_process(mirrored, slow.url)
+    eventually(lambda: sum(path.exists() for path in chunk_paths(mirrored, manifest)) == len(manifest.chunks) - 1, 30)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait(10)
+    rotten = chunk_paths(mirrored, manifest)[0]  # and the disk was not kind either
+    rotten.write_bytes(b"x" * CHUNK)
+
+    upstream = scripted(from_folder(folder))
+    _, url = relay_process(mirrored, upstream.url)
+    assert_content(make_downloader([url], tmp_path / "cache").fetch(manifest.policy, 30), files, tensors)
+    asked = {target for target in upstream.seen if target.startswith("/chunks/")}
+    assert asked == {f"/chunks/{last[:2]}/{last}", f"/chunks/{rotten.name[:2]}/{rotten.name}"}
+
+
+def test_a_relay_serves_what_it_has_while_its_upstream_is_gone(
+    tmp_path: Path, start_relay: StartRelay, scripted: Scripted
+) -> None:
+    folder = tmp_path / "origin"
+    manifest = publish(make_origin(folder), 1)
+    upstream = scripted(from_folder(folder))
+    first = start_relay(tmp_path / "relay", upstream.url)
+    eventually(lambda: is_complete(first, "0.1"))
+    first.end()
+    upstream.close()
+    second = start_relay(tmp_path / "relay", upstream.url)
+    assert_content(make_downloader([second.url], tmp_path / "cache").fetch(manifest.policy, 20), *content(1))
+
+
+def test_damaged_documents_on_disk_are_fetched_again(
+    tmp_path: Path, start_relay: StartRelay, scripted: Scripted
+) -> None:
+    folder = tmp_path / "origin"
+    manifest = publish(make_origin(folder), 1)
+    upstream = scripted(from_folder(folder))
+    first = start_relay(tmp_path / "relay", upstream.url)
+    eventually(lambda: is_complete(first, "0.1"))
+    first.end()
+    manifest_path(tmp_path / "relay", manifest).write_bytes(b"torn")
+    (tmp_path / "relay" / "chunks" / ".abc").write_bytes(b"")
+    second = start_relay(tmp_path / "relay", upstream.url)
+    eventually(lambda: is_complete(second, "0.1"))
+
+
+def test_stopping_is_quick(tmp_path: Path, start_origin: StartOrigin, start_relay: StartRelay) -> None:
+    relay = start_relay(tmp_path / "relay", start_origin(tmp_path / "origin").url)
+    assert fetch(relay.url, "/health")[0] == 200
+    assert relay.end() < 4
+
+
+def test_a_full_disk_ends_the_relay_with_the_reason(
+    tmp_path: Path, start_origin: StartOrigin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: Mirror, chunk: Chunk, data: memoryview) -> None:
+        raise ResourceError("cannot write: the disk is full: free some space")
+
+    publish(make_origin(tmp_path / "origin"), 1)
+    monkeypatch.setattr(Mirror, "keep", full)
+    config = RelayConfig(tmp_path / "relay", (start_origin(tmp_path / "origin").url,), RUN, KEY.public_key, port=0)
+    with pytest.raises(ResourceError, match="disk is full"):
+        run_relay(config, StopToken(), lambda url: None)
+
+
+def test_two_relays_cannot_share_a_folder(tmp_path: Path, start_relay: StartRelay) -> None:
+    relay = start_relay(tmp_path / "relay", "http://127.0.0.1:9")
+    assert relay.url
+    stop = StopToken()
+    stop.set("do not wait for the other to end")
+    config = RelayConfig(tmp_path / "relay", ("http://127.0.0.1:9",), RUN, KEY.public_key, port=0)
+    with pytest.raises(ResourceError, match="in use by process"):
+        run_relay(config, stop, lambda url: None)
+
+
+def test_setup_mistakes_are_one_clear_line(tmp_path: Path, start_origin: StartOrigin) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    port = int(start_origin(tmp_path / "origin").url.rsplit(":", 1)[1])
+    up = ("http://127.0.0.1:9",)
+    cases = [
+        (RelayConfig(tmp_path / "r", (), RUN, KEY.public_key), ConfigError, "at least one upstream"),
+        (RelayConfig(tmp_path / "r", ("nonsense",), RUN, KEY.public_key), ConfigError, "not a URL"),
+        (RelayConfig(tmp_path / "file" / "r", up, RUN, KEY.public_key), ResourceError, "file"),
+        (RelayConfig(tmp_path / "r", up, RUN, KEY.public_key, port=port), ResourceError, "is taken"),
+    ]
+    for config, error, sentence in cases:
+        with pytest.raises(error, match=sentence):
+            run_relay(config, StopToken(), lambda url: None)
+
+
+def test_shardcast_starts_without_torch() -> None:
+    program = (
+        "import sys; sys.modules['torch'] = None; import shoal.shardcast; assert 'transformers' not in sys.modules"
+    )
+    started = time.monotonic()
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    assert time.monotonic() - started < 30

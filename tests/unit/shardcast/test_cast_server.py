@@ -1,0 +1,264 @@
+"""The server: only names of a tree, held head requests, and no client that can cost more than its connection."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+from castkit import Running, chunk_paths, eventually, make_origin, publish
+
+from shoal.errors import ResourceError
+from shoal.runtime.stop import StopToken
+from shoal.shardcast import run_origin
+from shoal.shardcast.catalogue import Arrivals, FolderCatalogue
+from shoal.shardcast.server import Request, ServerLimits, TreeServer, serve
+
+Start = Callable[[Path], Running]
+
+
+def ask(url: str, request: bytes, timeout_s: float = 5) -> bytes:
+    """Send raw bytes and read until the server closes."""
+    host, port = url.removeprefix("http://").split(":")
+    answer = b""
+    with socket.create_connection((host, int(port)), timeout=timeout_s) as connection:
+        connection.sendall(request)
+        while piece := connection.recv(65536):
+            answer += piece
+    return answer
+
+
+def get(url: str, target: str, method: str = "GET") -> tuple[int, dict[str, str], bytes]:
+    answer = ask(url, f"{method} {target} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
+    head, body = answer.split(b"\r\n\r\n", 1)
+    lines = head.decode().split("\r\n")
+    headers = dict(line.lower().split(": ", 1) for line in lines[1:])
+    return int(lines[0].split(" ")[1]), headers, body
+
+
+@contextmanager
+def limited(folder: Path, limits: ServerLimits) -> Iterator[str]:
+    """A server with its own limits."""
+    server = TreeServer(FolderCatalogue(folder), Arrivals(), limits)
+    running = Running(lambda stop, ready: asyncio.run(serve(server, "127.0.0.1", 0, stop.is_set, ready)))
+    yield running.url
+    running.end()
+
+
+def test_head_manifests_and_chunks_are_served_with_the_right_caching(tmp_path: Path, start_origin: Start) -> None:
+    manifest = publish(make_origin(tmp_path), 1)
+    url = start_origin(tmp_path).url
+    status, headers, body = get(url, "/head.json")
+    assert (status, headers["cache-control"]) == (200, "no-cache")
+    assert body == (tmp_path / "head.json").read_bytes()
+    for path in [tmp_path / "manifests" / "0.1.json", *chunk_paths(tmp_path, manifest)]:
+        status, headers, body = get(url, f"/{path.relative_to(tmp_path)}")
+        assert (status, body) == (200, path.read_bytes())
+        assert "immutable" in headers["cache-control"]
+
+
+def test_head_requests_get_sizes_without_bodies(tmp_path: Path, start_origin: Start) -> None:
+    manifest = publish(make_origin(tmp_path), 1)
+    path = chunk_paths(tmp_path, manifest)[0]
+    status, headers, body = get(start_origin(tmp_path).url, f"/{path.relative_to(tmp_path)}", "HEAD")
+    assert (status, int(headers["content-length"]), body) == (200, path.stat().st_size, b"")
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "/../secret",
+        "/manifests/../../secret",
+        "/chunks/aa/../../../secret",
+        "/%2e%2e/secret",
+        "/manifests/%2e%2e/%2e%2e/secret",
+        "//etc/passwd",
+        "/chunks/ab/" + "cd" * 32,
+        "/chunks/AB/" + "AB" * 32,
+        "/manifests/00.1.json",
+        "/manifests/0.1.json/",
+        "/manifests/0.-1.json",
+        "/manifests/",
+        "/.lock",
+        "/head.json\x00",
+        "/",
+    ],
+)
+def test_any_other_name_is_not_found(tmp_path: Path, start_origin: Start, target: str) -> None:
+    folder = tmp_path / "origin"
+    (tmp_path / "secret").write_bytes(b"secret")
+    publish(make_origin(folder), 1)
+    assert get(start_origin(folder).url, target)[0] == 404
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        b"nonsense\r\n\r\n",
+        b"GET http://elsewhere/ HTTP/1.1\r\n\r\n",
+        b"GET / HTTP/2\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nContent-Length: 5\r\n\r\n12345",
+        b"GET /health HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n",
+    ],
+)
+def test_what_is_not_a_plain_request_is_refused_and_hung_up_on(
+    tmp_path: Path, start_origin: Start, request_bytes: bytes
+) -> None:
+    assert ask(start_origin(tmp_path).url, request_bytes).startswith(b"HTTP/1.1 400 ")
+
+
+def test_other_methods_are_refused(tmp_path: Path, start_origin: Start) -> None:
+    assert get(start_origin(tmp_path).url, "/head.json", "DELETE")[0] == 405
+
+
+def test_a_head_of_endless_length_is_cut_off(tmp_path: Path, start_origin: Start) -> None:
+    host, port = start_origin(tmp_path).url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=5) as endless:
+        endless.sendall(b"GET /" + b"a" * 100_000)
+        assert _read_rest(endless) == 0
+
+
+def test_one_connection_serves_many_requests(tmp_path: Path, start_origin: Start) -> None:
+    publish(make_origin(tmp_path), 1)
+    keep = b"GET /health HTTP/1.1\r\n\r\n"
+    answer = ask(start_origin(tmp_path).url, keep * 3 + b"GET /health HTTP/1.1\r\nConnection: close\r\n\r\n")
+    assert answer.count(b"HTTP/1.1 200 OK") == 4
+
+
+def test_health_counts_bytes_and_names_versions(tmp_path: Path, start_origin: Start) -> None:
+    publish(make_origin(tmp_path), 1)
+    url = start_origin(tmp_path).url
+    size = len(get(url, "/head.json")[2])
+    health = json.loads(get(url, "/health")[2])
+    assert health == {"ok": True, "role": "origin", "versions": ["0.1"], "bytes_out": size, "connections": 1}
+
+
+def test_the_head_is_held_until_a_newer_one_is_published(tmp_path: Path, start_origin: Start) -> None:
+    origin = make_origin(tmp_path)
+    publish(origin, 1)
+    url = start_origin(tmp_path).url
+    answers: list[bytes] = []
+    asking = threading.Thread(target=lambda: answers.append(get(url, "/head.json?after=0.1&wait_s=20")[2]))
+    asking.start()
+    eventually(lambda: json.loads(get(url, "/health")[2])["connections"] == 2)
+    assert answers == []
+    publish(origin, 2)
+    asking.join(5)
+    assert json.loads(answers[0])["document"]["policy"]["version"] == 2
+
+
+def test_a_held_head_is_answered_with_the_old_one_when_the_wait_is_over(tmp_path: Path, start_origin: Start) -> None:
+    origin = make_origin(tmp_path)
+    url = start_origin(tmp_path).url
+    assert get(url, "/head.json?wait_s=0.1")[0] == 404
+    publish(origin, 1)
+    started = time.monotonic()
+    status, _, body = get(url, "/head.json?after=0.1&wait_s=0.2")
+    assert (status, body) == (200, (tmp_path / "head.json").read_bytes())
+    assert 0.2 <= time.monotonic() - started < 3
+    for nonsense in ("after=x&wait_s=nan", "after=0.0&wait_s=20", "wait_s=-3", "wait_s=1e999", ""):
+        assert get(url, f"/head.json?{nonsense}")[0] == 200
+
+
+def _hung_up(dripping: socket.socket) -> bool:
+    """Send one more byte; true if the other side is gone."""
+    try:
+        dripping.sendall(b"G")
+        return dripping.recv(1) == b""
+    except TimeoutError:
+        return False
+    except ConnectionError:
+        return True
+
+
+def _read_rest(connection: socket.socket) -> int:
+    received = 0
+    with suppress(ConnectionError):
+        while piece := connection.recv(1 << 20):
+            received += len(piece)
+    return received
+
+
+def test_a_silent_or_dripping_client_is_cut_off(tmp_path: Path) -> None:
+    with limited(tmp_path, ServerLimits(idle_s=0.3)) as url:
+        host, port = url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=5) as dripping:
+            dripping.settimeout(0.05)
+            started = time.monotonic()
+            eventually(lambda: _hung_up(dripping))
+            assert time.monotonic() - started >= 0.25
+
+
+def test_a_client_that_does_not_read_is_cut_off_and_others_are_served(tmp_path: Path) -> None:
+    manifest = make_origin(tmp_path).publish(0, 1, {"big": bytes(1)}, [], None)
+    path = chunk_paths(tmp_path, manifest)[0]
+    path.write_bytes(bytes(32 << 20))  # larger than any socket buffer
+    limits = ServerLimits(idle_s=0.3, min_rate_bytes_s=1e9)
+    with limited(tmp_path, limits) as url:
+        host, port = url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=5) as lazy:
+            lazy.sendall(f"GET /{path.relative_to(tmp_path)} HTTP/1.1\r\n\r\n".encode())
+            assert get(url, "/head.json")[0] == 200
+            eventually(lambda: json.loads(get(url, "/health")[2])["connections"] == 1)
+            assert _read_rest(lazy) < path.stat().st_size
+
+
+def test_connections_beyond_the_cap_are_told_to_come_back(tmp_path: Path) -> None:
+    publish(make_origin(tmp_path), 1)
+    with limited(tmp_path, ServerLimits(max_connections=2)) as url:
+        host, port = url.removeprefix("http://").split(":")
+        idle = [socket.create_connection((host, int(port)), timeout=5) for _ in range(2)]
+
+        def refused() -> bool:
+            status, headers, _ = get(url, "/head.json")
+            return status == 503 and headers["retry-after"] == "2"
+
+        eventually(refused)
+        for one in idle:
+            one.close()
+        eventually(lambda: get(url, "/head.json")[0] == 200)
+
+
+def test_a_taken_port_is_a_resource_error(tmp_path: Path, start_origin: Start) -> None:
+    port = int(start_origin(tmp_path).url.rsplit(":", 1)[1])
+    with pytest.raises(ResourceError, match=f"port {port} on 127.0.0.1 is taken"):
+        run_origin(tmp_path, "127.0.0.1", port, StopToken(), lambda url: None)
+
+
+def test_a_folder_that_cannot_be_written_is_a_resource_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(ResourceError, match="a part of the path is a file"):
+        run_origin(tmp_path / "file" / "origin", "127.0.0.1", 0, StopToken(), lambda url: None)
+
+
+def test_an_address_of_another_machine_is_a_resource_error(tmp_path: Path) -> None:
+    with pytest.raises(ResourceError, match="not an address of this machine"):
+        run_origin(tmp_path, "192.0.2.1", 0, StopToken(), lambda url: None)
+
+
+def test_stopping_is_quick_even_with_requests_held(tmp_path: Path, start_origin: Start) -> None:
+    running = start_origin(tmp_path)
+    host, port = running.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=5) as held:
+        held.sendall(b"GET /head.json?wait_s=60 HTTP/1.1\r\n\r\n")
+        assert running.end() < 3
+
+
+@pytest.mark.parametrize(
+    ("head", "keep_alive"),
+    [
+        (b"GET / HTTP/1.1\r\n\r\n", True),
+        (b"GET / HTTP/1.0\r\n\r\n", False),
+        (b"GET / HTTP/1.1\r\nConnection: Close\r\n\r\n", False),
+    ],
+)
+def test_keep_alive_is_as_http_says(head: bytes, keep_alive: bool) -> None:
+    request = Request.parse(head)
+    assert request is not None
+    assert request.keep_alive is keep_alive

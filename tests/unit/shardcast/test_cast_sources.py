@@ -1,0 +1,235 @@
+"""Choosing sources, and the connection to one."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+from blake3 import blake3
+from castkit import Handler, ScriptedSource, reply
+
+from shoal.errors import BroadcastError, ConfigError
+from shoal.runtime.stop import StopToken
+from shoal.shardcast.connection import Address, Connection, Deadline, Timeouts
+from shoal.shardcast.sources import SourceScores
+
+A, B = "http://a:1", "http://b:2"
+Scripted = Callable[[Handler], ScriptedSource]
+
+
+def test_the_faster_source_is_asked_more_often_but_not_always() -> None:
+    scores = SourceScores([A, B])
+    for _ in range(10):
+        scores.succeeded(A, 9_000_000, 1.0)
+        scores.succeeded(B, 1_000_000, 1.0)
+    chosen = Counter(scores.choose() for _ in range(2000))
+    assert 1600 < chosen[A] < 1990
+    assert chosen[B] > 0
+
+
+def test_a_source_that_is_not_known_yet_is_tried_like_the_best() -> None:
+    scores = SourceScores([A, B])
+    scores.succeeded(A, 9_000_000, 1.0)
+    chosen = Counter(scores.choose() for _ in range(1000))
+    assert 350 < chosen[B] < 650
+
+
+def test_a_failing_source_rests_longer_each_time_and_comes_back() -> None:
+    now = [0.0]
+    scores = SourceScores([A], now_s=lambda: now[0])
+    rests = []
+    for _ in range(6):
+        scores.failed(A, "is broken")
+        started = now[0]
+        while scores.choose() is None:
+            now[0] += 0.01
+        rests.append(now[0] - started)
+    assert rests[0] < 0.12
+    assert rests[-1] > 0.9
+    assert scores.describe() == "is broken"
+
+
+def test_failures_of_many_connections_at_once_count_as_one_rest() -> None:
+    now = [0.0]
+    scores = SourceScores([A], now_s=lambda: now[0])
+    for _ in range(20):
+        scores.failed(A, "is broken")
+    now[0] = 0.11
+    assert scores.choose() == A
+
+
+def test_failure_lowers_the_weight_and_success_heals_it() -> None:
+    now = [0.0]
+    scores = SourceScores([A, B], now_s=lambda: now[0])
+    for _ in range(8):
+        scores.succeeded(A, 1000, 1.0)
+        scores.succeeded(B, 1000, 1.0)
+    for _ in range(5):
+        now[0] += 10
+        scores.failed(B, "x")
+    now[0] += 10
+    weak = Counter(scores.choose() for _ in range(1000))[B]
+    for _ in range(20):
+        scores.succeeded(B, 1000, 1.0)
+    assert weak < 250
+    assert 350 < Counter(scores.choose() for _ in range(1000))[B] < 650
+
+
+def test_a_dropped_source_is_not_asked_until_restored_and_others_may_be_excluded() -> None:
+    scores = SourceScores([A, B])
+    scores.drop(A, "lied")
+    assert {scores.choose() for _ in range(50)} == {B}
+    assert scores.usable() == {B}
+    assert scores.choose(without={B}) is None
+    scores.restore()
+    assert scores.choose(without={B}) == A
+
+
+def test_what_is_known_of_a_source_survives_a_new_list() -> None:
+    scores = SourceScores([A])
+    scores.drop(A, "lied")
+    scores.set_sources([A, B])
+    assert scores.usable() == {B}
+    scores.set_sources([])
+    assert scores.choose() is None
+    scores.failed(A, "a late answer about a source that is gone does no harm")
+    assert scores.describe() == "no source is known"
+
+
+@pytest.mark.parametrize(
+    "source", ["", "host:80", "ftp://host", "http://", "http://host:port", "http://h/a b", "http://h?q"]
+)
+def test_what_is_not_a_url_is_refused(source: str) -> None:
+    with pytest.raises(ConfigError, match="source"):
+        SourceScores([source])
+
+
+def test_addresses() -> None:
+    assert Address.parse("https://example.org/run/") == Address(True, "example.org", 443, "/run")
+    assert Address.parse("http://[::1]:9") == Address(False, "::1", 9, "")
+
+
+def connect(source: ScriptedSource, stop: StopToken | None = None, stall_s: float = 5) -> Connection:
+    return Connection(source.url, stop or StopToken(), Timeouts(connect_s=2, stall_s=stall_s))
+
+
+def test_a_body_is_received_in_place_and_hashed(scripted: Scripted) -> None:
+    body = bytes(range(256)) * 20_000
+    connection = connect(scripted(lambda target, to: reply(to, 200, body)))
+    hasher, buffer = blake3(), bytearray(len(body))
+    for _ in range(2):  # the second over the same connection
+        answer = connection.get("/x", Deadline(5))
+        assert (answer.status, answer.size_bytes) == (200, len(body))
+        connection.read_into(memoryview(buffer), Deadline(5), hasher)
+        assert buffer == body
+    assert hasher.digest() == blake3(body + body).digest()
+
+
+def test_a_connection_closed_while_idle_is_opened_again(scripted: Scripted) -> None:
+    def once(target: str, to: socket.socket) -> None:
+        reply(to, 200, b"ok")
+        to.shutdown(socket.SHUT_RDWR)
+
+    source = scripted(once)
+    connection = connect(source)
+    for _ in range(3):
+        connection.get("/x", Deadline(5))
+        assert connection.read(10, Deadline(5)) == b"ok"
+    assert set(source.seen) == {"/x"}
+
+
+def test_bytes_beyond_the_announced_size_do_not_leak_into_the_next_answer(scripted: Scripted) -> None:
+    evil = b"HTTP/1.1 200 X\r\nContent-Length: 4\r\n\r\nevil"
+    connection = connect(scripted(lambda target, to: reply(to, 200, target.encode() + evil, size=len(target))))
+    for target in ("/first", "/second"):
+        connection.get(target, Deadline(5))
+        assert connection.read(100, Deadline(5)) == target.encode()
+
+
+@pytest.mark.parametrize(
+    ("answer", "sentence"),
+    [
+        (b"SSH-2.0-x\r\n\r\n", "does not speak HTTP"),
+        (b"HTTP/1.1 200 OK\r\n\r\n", "Content-Length"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: -1\r\n\r\n", "Content-Length"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: " + b"9" * 40 + b"\r\n\r\n", "Content-Length"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n", "Content-Length"),
+        (b"HTTP/1.1 200 OK\r\nX: " + b"y" * 40_000, "endless answer head"),
+    ],
+)
+def test_answers_that_are_not_plain_http_are_refused(scripted: Scripted, answer: bytes, sentence: str) -> None:
+    source = scripted(lambda target, to: to.sendall(answer))
+    with pytest.raises(BroadcastError, match=sentence):
+        connect(source).get("/x", Deadline(5))
+
+
+def test_a_body_over_the_limit_is_not_read(scripted: Scripted) -> None:
+    connection = connect(scripted(lambda target, to: reply(to, 200, b"", size=1 << 40)))
+    connection.get("/x", Deadline(5))
+    with pytest.raises(BroadcastError, match="at most 100"):
+        connection.read(100, Deadline(5))
+
+
+def _drip(to: socket.socket, head: bytes, over: Callable[[], bool]) -> None:
+    to.sendall(head)
+    while not over():
+        to.sendall(b"x")
+        time.sleep(0.02)  # the drip itself, not a wait for anything
+
+
+@pytest.mark.parametrize("head", [b"HTTP/1.1 200 OK\r\nX: ", b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n"])
+def test_a_drip_ends_at_the_deadline_in_head_and_body(scripted: Scripted, head: bytes) -> None:
+    source = scripted(lambda target, to: _drip(to, head, source.closed.is_set))
+    connection = connect(source)
+    started = time.monotonic()
+    with pytest.raises(BroadcastError, match="too slow"):
+        read_all(connection, Deadline(0.3))
+    assert 0.25 < time.monotonic() - started < 3
+
+
+def read_all(connection: Connection, deadline: Deadline) -> bytes:
+    connection.get("/x", deadline)
+    return connection.read(1 << 20, deadline)
+
+
+def test_silence_ends_after_the_stall_time(scripted: Scripted) -> None:
+    source = scripted(lambda target, to: source.closed.wait(10))
+    with pytest.raises(BroadcastError, match="has sent nothing"):
+        connect(source, stall_s=0.3).get("/x", Deadline(60))
+
+
+def test_a_stop_ends_a_wait_at_once(scripted: Scripted) -> None:
+    stop = StopToken()
+    source = scripted(lambda target, to: stop.set("test"))
+    started = time.monotonic()
+    with pytest.raises(BroadcastError, match=r"stopped \(test\)"):
+        connect(source, stop).get("/x", Deadline(60))
+    assert time.monotonic() - started < 3
+
+
+def test_a_truncated_body_is_a_broken_source(scripted: Scripted) -> None:
+    def truncate(target: str, to: socket.socket) -> None:
+        reply(to, 200, b"abc", size=10)
+        to.shutdown(socket.SHUT_RDWR)
+
+    connection = connect(scripted(truncate))
+    connection.get("/x", Deadline(5))
+    with pytest.raises(BroadcastError, match="after 3 of 10 bytes"):
+        connection.read(10, Deadline(5))
+
+
+def test_an_unwanted_body_is_skipped(scripted: Scripted) -> None:
+    connection = connect(scripted(lambda target, to: reply(to, 404, b"no such thing")))
+    for _ in range(2):
+        assert connection.get("/x", Deadline(5)).status == 404
+        connection.drain(Deadline(5))
+
+
+def test_nobody_listening_is_one_sentence() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+    with pytest.raises(BroadcastError, match=f"{url} cannot be reached: Connection refused"):
+        Connection(url, StopToken()).get("/x", Deadline(5))

@@ -1,0 +1,214 @@
+"""Checkpoints: exact, atomic, bounded, and never believed when damaged."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from trainer_stubs import RUN, learner, make_group, same, tiny_files, tiny_model, weights
+from transformers import AutoModelForCausalLM
+
+from shoal.errors import CheckpointError, ModelError, ResourceError
+from shoal.protocol import TrainingGroup
+from shoal.runtime.files import write_atomically
+from shoal.trainer import checkpoint
+from shoal.trainer.checkpoint import CheckpointStore, Progress, restore
+from shoal.trainer.learner import Learner
+from shoal.trainer.step import StepWork, train_step
+
+
+@pytest.fixture(scope="module")
+def groups() -> list[TrainingGroup]:
+    behaviour = tiny_model()
+    return [make_group(unit, 0, behaviour) for unit in range(3)]
+
+
+def train(made: Learner, groups: list[TrainingGroup], steps: range) -> None:
+    for step in steps:
+        train_step(made, StepWork(step, groups, temperature=1.0, max_staleness=99))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_restored_learner_goes_on_bit_for_bit(tmp_path: Path, groups: list[TrainingGroup], tied: bool) -> None:
+    whole = learner(tie_word_embeddings=tied)
+    train(whole, groups, range(2))
+    store = CheckpointStore(tmp_path, keep=2)
+    store.save(whole, Progress(RUN, 2), tiny_files(whole.model))
+    train(whole, groups, range(2, 4))
+
+    resumed = learner(seed=9, tie_word_embeddings=tied)  # other weights: everything must come from the checkpoint
+    stored = store.newest()
+    assert stored is not None
+    assert stored.progress == Progress(RUN, 2, 0)
+    restore(resumed, stored)
+    train(resumed, groups, range(2, 4))
+    assert same(weights(whole), weights(resumed))
+
+
+def test_without_the_moments_it_would_not_be_exact(tmp_path: Path, groups: list[TrainingGroup]) -> None:
+    """The test above can fail: weights alone do not continue a run."""
+    whole, partial = learner(), learner()
+    train(whole, groups, range(2))
+    CheckpointStore(tmp_path, 1).save(whole, Progress(RUN, 2), {})
+    stored = CheckpointStore(tmp_path, 1).newest()
+    assert stored is not None
+    restore(partial, stored)
+    partial.optimizer.state.clear()
+    train(whole, groups, range(2, 3))
+    train(partial, groups, range(2, 3))
+    assert not same(weights(whole), weights(partial))
+
+
+def test_generators_are_restored(tmp_path: Path) -> None:
+    made = learner()
+    torch.manual_seed(3)
+    CheckpointStore(tmp_path, 1).save(made, Progress(RUN, 0), {})
+    first = torch.rand(4)
+    stored = CheckpointStore(tmp_path, 1).newest()
+    assert stored is not None
+    restore(made, stored)
+    assert torch.equal(torch.rand(4), first)
+
+
+def test_a_checkpoint_is_a_hugging_face_folder_without_pickle(tmp_path: Path, groups: list[TrainingGroup]) -> None:
+    made = learner()
+    train(made, groups, range(1))
+    folder = CheckpointStore(tmp_path, 1).save(made, Progress(RUN, 1), tiny_files(made.model))
+    loaded = AutoModelForCausalLM.from_pretrained(folder)
+    ids = torch.tensor([[5, 9, 30]])
+    assert torch.equal(loaded(ids).logits, made.model(ids).logits)
+    assert {path.suffix for path in folder.iterdir()} == {".json", ".safetensors"}
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-7])
+
+
+FILES = ["checkpoint.json", "model.safetensors", "training.safetensors", "tokenizer.json"]
+
+
+@pytest.fixture(scope="module")
+def two_saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made, folder = learner(), tmp_path_factory.mktemp("two")
+    for version in (1, 2):
+        CheckpointStore(folder, 2).save(made, Progress(RUN, version), tiny_files(made.model))
+    return folder
+
+
+def copy_of(folder: Path, to: Path) -> Path:
+    for path in folder.rglob("*"):
+        if path.is_file():
+            target = to / path.relative_to(folder)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(path.read_bytes())
+    return to
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("damage", [flip, truncate, Path.unlink])
+def test_a_damaged_checkpoint_is_noticed_and_the_one_before_is_used(
+    two_saved: Path, tmp_path: Path, name: str, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = copy_of(two_saved, tmp_path / "checkpoints")
+    damage(folder / "2.0" / name)
+    with caplog.at_level(logging.WARNING):
+        stored = CheckpointStore(folder, 2).newest()
+    assert stored is not None
+    assert stored.progress.version == 1
+    assert "2.0 is damaged" in caplog.text
+    assert name in caplog.text
+    assert "falling back" in caplog.text
+
+
+def test_when_all_are_damaged_it_says_what_to_do(two_saved: Path, tmp_path: Path) -> None:
+    folder = copy_of(two_saved, tmp_path / "checkpoints")
+    for version in ("1.0", "2.0"):
+        flip(folder / version / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"none of the 2 checkpoints .* restore one from a backup"):
+        CheckpointStore(folder, 2).newest()
+
+
+def test_a_renamed_or_newer_checkpoint_is_refused(two_saved: Path, tmp_path: Path) -> None:
+    folder = copy_of(two_saved, tmp_path / "checkpoints")
+    (folder / "2.0").rename(folder / "7.0")
+    stored = CheckpointStore(folder, 2).newest()
+    assert stored is not None
+    assert stored.progress.version == 1
+    content = json.loads((folder / "1.0" / "checkpoint.json").read_text())
+    content = {key: value for key, value in content.items() if key != "hash"} | {"format": 99}
+    content["hash"] = checkpoint._content_hash(content)
+    (folder / "1.0" / "checkpoint.json").write_text(json.dumps(content))
+    with pytest.raises(CheckpointError):
+        CheckpointStore(folder, 2).newest()
+
+
+def test_no_checkpoint_is_none(tmp_path: Path) -> None:
+    assert CheckpointStore(tmp_path / "nowhere", 1).newest() is None
+
+
+def test_old_ones_are_removed_and_the_order_is_by_number(tmp_path: Path) -> None:
+    made, store = learner(), CheckpointStore(tmp_path, keep=2)
+    for version, incarnation in [(8, 0), (9, 0), (10, 0), (10, 1)]:
+        store.save(made, Progress(RUN, version, incarnation), {})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["10.0", "10.1"]
+    stored = store.newest()
+    assert stored is not None
+    assert stored.progress == Progress(RUN, 10, 1)
+
+
+def test_saving_again_replaces_a_damaged_one(tmp_path: Path) -> None:
+    made, store = learner(), CheckpointStore(tmp_path, keep=2)
+    flip(store.save(made, Progress(RUN, 3), {}) / "model.safetensors")
+    store.save(made, Progress(RUN, 3), {})
+    stored = store.newest()
+    assert stored is not None
+    assert stored.progress.version == 3
+    assert [path.name for path in tmp_path.iterdir()] == ["3.0"]
+
+
+def test_a_crash_while_saving_leaves_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, store = learner(), CheckpointStore(tmp_path, keep=1)
+    store.save(made, Progress(RUN, 1), {})
+
+    def full(path: Path, data: bytes) -> None:
+        if path.name == "checkpoint.json":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write_atomically(path, data)
+
+    monkeypatch.setattr(checkpoint, "write_atomically", full)
+    with pytest.raises(ResourceError, match="the disk is full"):
+        store.save(made, Progress(RUN, 2), {})
+    monkeypatch.undo()
+    stored = store.newest()
+    assert stored is not None
+    assert stored.progress.version == 1
+    store.save(made, Progress(RUN, 2), {})  # what was left half-written is swept away
+    assert [path.name for path in tmp_path.iterdir()] == ["2.0"]
+
+
+def test_an_unwritable_folder_is_one_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(ResourceError, match="a part of the path is a file"):
+        CheckpointStore(tmp_path / "file" / "checkpoints", 1).save(learner(), Progress(RUN, 0), {})
+
+
+def test_a_checkpoint_of_another_model_is_refused_and_nothing_is_changed(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, 1)
+    store.save(learner(num_hidden_layers=1), Progress(RUN, 0), {})
+    stored, made = store.newest(), learner()
+    assert stored is not None
+    before = weights(made)
+    with pytest.raises(ModelError, match="another model"):
+        restore(made, stored)
+    assert same(before, weights(made))

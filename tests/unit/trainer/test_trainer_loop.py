@@ -1,0 +1,321 @@
+"""The trainer's story against a hub in memory: complete, killed anywhere, resumed, refused, stopped."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from trainer_stubs import KEY, RUN, SETTINGS, FakeHub, learner, same, training_run, weights
+from transformers import AutoModelForCausalLM
+
+from shoal.errors import CheckpointError, ConfigError, DeadlineExceeded, ProtocolError, ResourceError, TrainingDiverged
+from shoal.protocol import BatchReply, TrainingBatch
+from shoal.runtime.clock import ManualClock
+from shoal.runtime.stop import StopToken
+from shoal.shardcast.origin import Origin
+from shoal.trainer import loop
+from shoal.trainer.checkpoint import CheckpointStore, Progress
+from shoal.trainer.settings import TrainerSettings
+from shoal.trainer.step import StepWork, train_step
+
+STEPS = 4
+SPARSE = SETTINGS.model_copy(update={"checkpoint_every": 3})
+
+
+class Killed(BaseException):
+    """Stands for kill -9: nothing in the trainer may catch it."""
+
+
+def rows_of(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "trainer" / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(autouse=True)
+def short_polls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "POLL_S", 0.05)  # how soon a failed publication is noticed
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, torch.Tensor], FakeHub, Path]:
+    """A run that nothing happened to: its last weights, its hub, its folder."""
+    folder, hub = tmp_path_factory.mktemp("whole"), FakeHub(STEPS)
+    run, made = training_run(folder, hub)
+    run.run()
+    return weights(made), hub, folder
+
+
+def test_a_run_publishes_every_version_and_reports_every_step(whole) -> None:
+    _, hub, folder = whole
+    assert sorted(hub.policies) == [(0, version) for version in range(STEPS + 1)]
+    assert len(set(hub.policies.values())) == STEPS + 1  # every step changed the policy
+    rows = rows_of(folder)
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
+    assert {step: {"step": step, **metrics} for step, metrics in hub.reports.items()} == {r["step"]: r for r in rows}
+    assert [row["step"] for row in rows if "held_out" in row] == [0, 2, 4]  # every two steps, and the last version
+
+
+def test_a_row_holds_what_was_promised(whole) -> None:
+    row = rows_of(whole[2])[0]
+    promised = {
+        "reward_mean", "reward_std", "loss", "grad_norm", "clip_fraction", "ratio_mean", "ratio_max", "mismatch",
+        "entropy", "staleness_mean", "staleness_max", "tokens", "tokens_per_s", "dropped_groups",
+        "truncated_fraction", "train_s", "wait_s", "idle_fraction",
+    }  # fmt: skip
+    assert promised <= row.keys()
+    assert row["dropped_groups"] == 2  # the hub's count, and none of the trainer's own
+    assert 0 <= row["idle_fraction"] <= 1
+
+
+def test_the_run_equals_a_plain_loop_over_its_batches(whole) -> None:
+    """What `staleness 0 equals synchronous` rests on: hub, publisher and files add nothing to the numbers."""
+    made, hub = learner(), FakeHub(STEPS)
+    for step in range(STEPS):
+        train_step(made, StepWork(step, hub.rollouts(step).groups, temperature=1.0, max_staleness=0))
+    assert same(whole[0], weights(made))
+
+
+def test_the_end_is_an_export_that_transformers_loads(whole) -> None:
+    last, hub, folder = whole
+    loaded = AutoModelForCausalLM.from_pretrained(folder / "trainer" / "export")
+    assert same({name: value.detach() for name, value in loaded.named_parameters()}, last)
+    card = (folder / "trainer" / "export" / "README.md").read_text()
+    assert hub.policies[0, STEPS] in card
+    assert RUN in card
+    assert "held_out" in card
+
+
+def kill_and_resume(folder: Path, where: str, number: int, settings: TrainerSettings) -> tuple[dict, FakeHub]:
+    hub = FakeHub(STEPS)
+
+    def kill(reached: int) -> None:
+        if reached == number:
+            raise Killed
+
+    hub.before[where] = kill
+    run, _ = training_run(folder, hub, settings)
+    with pytest.raises(Killed):
+        run.run()
+    hub.before.clear()
+    resumed, made = training_run(folder, hub, settings)
+    resumed.run()
+    return weights(made), hub
+
+
+@pytest.mark.parametrize("settings", [SETTINGS, SPARSE], ids=["every-step", "every-third"])
+@pytest.mark.parametrize(
+    ("where", "number"),
+    [("announce", 0), ("announced", 0), ("batch", 2), ("rollouts", 1), ("report", 0), ("report", 2), ("announce", 2),
+     ("announced", 2), ("announce", 4), ("report", 4)],
+)  # fmt: skip
+def test_killed_anywhere_and_resumed_gives_the_same_weights_bit_for_bit(
+    tmp_path: Path, whole, where: str, number: int, settings: TrainerSettings
+) -> None:
+    last, hub = kill_and_resume(tmp_path, where, number, settings)
+    assert same(last, whole[0])
+    assert hub.policies == whole[1].policies  # every digest reproduced: still incarnation 0
+    assert [row["step"] for row in rows_of(tmp_path)] == [0, 1, 2, 3, 4]  # none missing, none twice
+    assert sorted(hub.reports) == [0, 1, 2, 3, 4]
+
+
+def test_batches_since_the_last_checkpoint_are_replayed(tmp_path: Path) -> None:
+    """With a checkpoint every three steps, a trainer killed in step 2 begins again at version 0."""
+    hub, asked = FakeHub(STEPS), []
+
+    def kill(step: int) -> None:
+        if step == 2:
+            raise Killed
+
+    hub.before["rollouts"] = kill
+    with pytest.raises(Killed):
+        training_run(tmp_path, hub, SPARSE)[0].run()
+    hub.before["rollouts"] = asked.append
+    training_run(tmp_path, hub, SPARSE)[0].run()
+    assert asked == [0, 1, 2, 3]
+
+
+def test_a_lost_trainer_folder_is_replayed_from_the_hubs_batches(tmp_path: Path, whole) -> None:
+    hub = FakeHub(STEPS)
+    hub.before["report"] = lambda step: (_ for _ in ()).throw(Killed) if step == 2 else None
+    with pytest.raises(Killed):
+        training_run(tmp_path, hub)[0].run()
+    hub.before.clear()
+    shutil.rmtree(tmp_path / "trainer")
+    run, made = training_run(tmp_path, hub)
+    run.run()
+    assert same(weights(made), whole[0])
+    assert hub.policies == whole[1].policies
+
+
+def test_a_damaged_newest_checkpoint_costs_a_replay_and_nothing_else(tmp_path: Path, whole, caplog) -> None:
+    hub = FakeHub(STEPS)
+    hub.before["batch"] = lambda step: (_ for _ in ()).throw(Killed) if step == 3 else None
+    with pytest.raises(Killed):
+        training_run(tmp_path, hub)[0].run()
+    hub.before.clear()
+    newest = tmp_path / "trainer" / "checkpoints" / "3.0" / "model.safetensors"
+    newest.write_bytes(newest.read_bytes()[:-1])
+    run, made = training_run(tmp_path, hub)
+    with caplog.at_level(logging.WARNING):
+        run.run()
+    assert "3.0 is damaged" in caplog.text
+    assert same(weights(made), whole[0])
+    assert hub.policies == whole[1].policies
+
+
+@pytest.mark.parametrize("origin_lost", [False, True])
+def test_a_digest_that_cannot_be_reproduced_begins_a_new_incarnation(
+    tmp_path: Path, origin_lost: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    hub = FakeHub(STEPS)
+    hub.before["batch"] = lambda step: (_ for _ in ()).throw(Killed) if step == 2 else None
+    with pytest.raises(Killed):
+        training_run(tmp_path, hub)[0].run()
+    hub.before.clear()
+    _move_weights(tmp_path)  # as if a GPU had rounded otherwise
+    if origin_lost:
+        shutil.rmtree(tmp_path / "origin")
+    with caplog.at_level(logging.WARNING):
+        training_run(tmp_path, hub)[0].run()
+    assert sorted(hub.policies) == [(0, 0), (0, 1), (0, 2), (1, 2), (1, 3), (1, 4)]
+    assert "incarnation 1" in caplog.text
+    stored = CheckpointStore(tmp_path / "trainer" / "checkpoints", 2).newest()
+    assert stored is not None
+    assert stored.progress == Progress(RUN, STEPS, 1)
+    # and once more: the new incarnation is continued, not left
+    training_run(tmp_path, hub)[0].run()
+    assert max(hub.policies) == (1, 4)
+
+
+def _move_weights(folder: Path) -> None:
+    store = CheckpointStore(folder / "trainer" / "checkpoints", 2)
+    made = learner()
+    with torch.no_grad():
+        made.model.lm_head.weight.add_(1e-3)
+    store.save(made, Progress(RUN, 2), {})
+
+
+def test_a_version_that_only_the_origin_has_seen_is_reconciled_too(tmp_path: Path) -> None:
+    """Killed between publish and announce of version 2, and its weights do not come out the same again."""
+    hub = FakeHub(STEPS)
+    hub.before["announce"] = lambda version: (_ for _ in ()).throw(Killed) if version == 2 else None
+    with pytest.raises(Killed):
+        training_run(tmp_path, hub)[0].run()
+    hub.before.clear()
+    _move_weights(tmp_path)
+    training_run(tmp_path, hub)[0].run()
+    assert sorted(hub.policies) == [(0, 0), (0, 1), (1, 2), (1, 3), (1, 4)]
+
+
+def test_a_finished_run_started_again_changes_nothing(tmp_path: Path) -> None:
+    hub = FakeHub(2)
+    training_run(tmp_path, hub)[0].run()
+    before = dict(hub.policies)
+    run, _ = training_run(tmp_path, hub)
+    run.run()
+    assert hub.policies == before
+    assert [row["step"] for row in rows_of(tmp_path)] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("staleness", [1, 2])
+def test_with_staleness_the_trainer_does_not_wait_for_its_own_announcement(tmp_path: Path, staleness: int) -> None:
+    hub = FakeHub(STEPS, max_staleness=staleness)
+    training_run(tmp_path, hub)[0].run()
+    rows = rows_of(tmp_path)
+    assert max(row.get("staleness_max", 0) for row in rows) == staleness
+    assert sorted(hub.policies) == [(0, version) for version in range(STEPS + 1)]
+
+
+def test_no_batch_before_the_deadline_names_what_the_hub_waits_for(tmp_path: Path) -> None:
+    hub, clock = FakeHub(STEPS), ManualClock()
+
+    def nothing(step: int, wait_s: float) -> BatchReply:
+        clock.advance(wait_s)
+        return BatchReply(waiting="0 of 16 groups (no unit is given out: no worker is asking)")
+
+    hub.batch = nothing  # type: ignore[method-assign]
+    run, _ = training_run(tmp_path, hub, clock=clock)
+    with pytest.raises(DeadlineExceeded, match=r"no batch for step 0 within 20 s.*no worker is asking"):
+        run.run()
+
+
+def test_a_publication_that_fails_surfaces_while_waiting_for_rollouts(tmp_path: Path) -> None:
+    hub = FakeHub(STEPS)
+
+    def full(_version: int) -> None:
+        raise ResourceError("cannot write: the disk is full")
+
+    hub.before["announce"] = full
+    with pytest.raises(ResourceError, match="disk is full"):
+        training_run(tmp_path, hub)[0].run()
+
+
+@pytest.mark.parametrize("where", ["batch", "rollouts"])
+def test_a_stopped_trainer_ends_quietly_and_is_resumable(tmp_path: Path, whole, where: str) -> None:
+    hub, stop = FakeHub(STEPS), StopToken()
+    hub.before[where] = lambda step: stop.set("SIGTERM") if step == 2 else None
+    run, _ = training_run(tmp_path, hub, stop=stop)
+    run.run()  # returns: stopping is no error
+    assert run.version == 2
+    hub.before.clear()
+    resumed, made = training_run(tmp_path, hub)
+    resumed.run()
+    assert same(weights(made), whole[0])
+
+
+def test_divergence_never_ends_as_success(tmp_path: Path) -> None:
+    hub = FakeHub(STEPS)
+    made = learner()
+    with torch.no_grad():
+        made.model.lm_head.weight[5, 0] = float("nan")
+    run, _ = training_run(tmp_path, hub, learner=made)
+    with pytest.raises(TrainingDiverged, match="step 0 diverged"):
+        run.run()
+    assert not (tmp_path / "trainer" / "export").exists()
+    assert list(hub.policies) == [(0, 0)]
+
+
+def test_checkpoints_of_another_run_are_refused(tmp_path: Path) -> None:
+    CheckpointStore(tmp_path / "trainer" / "checkpoints", 2).save(learner(), Progress("other-run", 0), {})
+    with pytest.raises(CheckpointError, match=r"belong to run other-run, the hub's run is test-"):
+        training_run(tmp_path, FakeHub(STEPS))[0].run()
+
+
+def test_a_hub_that_has_forgotten_versions_is_noticed(tmp_path: Path) -> None:
+    CheckpointStore(tmp_path / "trainer" / "checkpoints", 2).save(learner(), Progress(RUN, 3), {})
+    with pytest.raises(CheckpointError, match=r"version 3, but the hub has seen version -1 at most; restore"):
+        training_run(tmp_path, FakeHub(STEPS))[0].run()
+
+
+def test_rollouts_that_are_not_the_batch_are_refused(tmp_path: Path) -> None:
+    hub = FakeHub(STEPS)
+    groups = hub.rollouts(1).groups
+    hub.rollouts = lambda step: TrainingBatch(step=step, groups=groups)  # type: ignore[method-assign]
+    with pytest.raises(ProtocolError, match=r"wrote down units \[0, 1, 2\] for step 0"):
+        training_run(tmp_path, hub)[0].run()
+
+
+def test_an_export_folder_of_somebody_else_is_noticed_before_the_first_step(tmp_path: Path) -> None:
+    (tmp_path / "trainer" / "export").mkdir(parents=True)
+    (tmp_path / "trainer" / "export" / "thesis.txt").write_text("years of work")
+    hub = FakeHub(STEPS)
+    with pytest.raises(ConfigError, match="not an export of shoal"):
+        training_run(tmp_path, hub)[0].run()
+    assert hub.policies == {}
+
+
+def test_the_policy_is_published_in_the_type_asked_for(tmp_path: Path) -> None:
+    hub = FakeHub(1)
+    training_run(tmp_path, hub, SETTINGS.model_copy(update={"publish_dtype": "bfloat16"}))[0].run()
+    head = Origin(tmp_path / "origin", RUN, KEY).head()
+    assert head is not None
+    assert head.policy.version == 1
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "trainer" / "export")
+    assert loaded.dtype == torch.bfloat16
+    stored = CheckpointStore(tmp_path / "trainer" / "checkpoints", 2).newest()
+    assert stored is not None
+    assert stored.tensors()["lm_head.weight"].dtype == torch.float32  # the master copy keeps its precision
+    assert torch.equal(loaded.lm_head.weight, stored.tensors()["lm_head.weight"].to(torch.bfloat16))

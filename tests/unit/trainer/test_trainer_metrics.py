@@ -1,0 +1,52 @@
+"""metrics.jsonl: every step once, whatever happened."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from shoal.errors import ResourceError
+from shoal.trainer.metrics import MetricsLog
+
+
+def test_rows_are_plain_json_lines(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    assert log.rows() == []
+    log.append(0, {"loss": 0.5})
+    log.append(1, {"loss": 0.25, "held_out": 1.0})
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert (
+        [json.loads(line) for line in lines]
+        == log.rows()
+        == [
+            {"step": 0, "loss": 0.5},
+            {"step": 1, "loss": 0.25, "held_out": 1.0},
+        ]
+    )
+
+
+def test_a_rewind_forgets_later_steps_and_a_torn_line(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    log.rewind(0)  # nothing there: nothing to forget
+    for step in range(4):
+        log.append(step, {"loss": float(step)})
+    with log.path.open("a") as file:
+        file.write('{"step": 4, "lo')
+    log.rewind(2)
+    log.append(2, {"loss": 9.0})
+    assert [(row["step"], row["loss"]) for row in log.rows()] == [(0, 0.0), (1, 1.0), (2, 9.0)]
+
+
+def test_what_is_no_number_is_never_written(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        log.append(0, {"loss": float("nan")})
+    assert log.rows() == []
+
+
+def test_an_unwritable_place_is_one_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ResourceError, match="a part of the path is a file"):
+        MetricsLog(tmp_path / "file" / "metrics.jsonl").append(0, {})

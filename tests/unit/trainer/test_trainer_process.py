@@ -1,0 +1,132 @@
+"""`run_trainer`: the real parts put together (model folder, origin, evaluator, lock, heartbeat), only the hub faked."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from trainer_stubs import KEY, RUN, SETTINGS, FakeHub, tiny_files, tiny_model
+from transformers import AutoModelForCausalLM
+
+from shoal.environments import EnvironmentSettings, build
+from shoal.errors import DeadlineExceeded, ModelError, ResourceError
+from shoal.models.state import policy_state
+from shoal.protocol import Heartbeat, HeartbeatReply, NodeState, NodeView, RoleCertificate, sign_document
+from shoal.runtime.lock import FolderLock
+from shoal.runtime.stop import StopToken
+from shoal.shardcast.origin import Origin
+from shoal.trainer import loop
+from shoal.trainer.config import TrainerConfig
+from shoal.trainer.loop import run_trainer
+
+
+class FakeClient(FakeHub):
+    """A hub that is reached like a `HubClient`."""
+
+    def __init__(self) -> None:
+        super().__init__(steps=2)
+        self.registered: list[tuple[str, Any]] = []
+        self.beats: list[Heartbeat] = []
+        self.closed = False
+
+    def __call__(self, *_arguments: Any, **_options: Any) -> FakeClient:
+        return self
+
+    def register(self, name: str, role: Any, certificate: Any) -> NodeView:
+        self.registered.append((role, certificate))
+        self._hook("register", 0)
+        return super().register(name, role, certificate)
+
+    def patient(self, _patience_s: float) -> FakeClient:
+        return self
+
+    def heartbeat(self, heartbeat: Heartbeat) -> HeartbeatReply:
+        self.beats.append(heartbeat)
+        return HeartbeatReply(node=NodeView(node=KEY.node, name="", role="trainer", state=NodeState.ACTIVE))
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture
+def client(monkeypatch: pytest.MonkeyPatch) -> FakeClient:
+    made = FakeClient()
+    monkeypatch.setattr(loop, "HubClient", made)
+    monkeypatch.setattr(loop, "POLL_S", 0.05)
+    return made
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> TrainerConfig:
+    model, folder = tiny_model(), tmp_path / "model"
+    folder.mkdir()
+    for name, data in tiny_files(model).items():
+        (folder / name).write_bytes(data)
+    save_file(policy_state(model), folder / "model.safetensors", metadata={"format": "pt"})
+    certificate = RoleCertificate(run=RUN, role="trainer", public_key=KEY.public_key, issued_at_ms=0)
+    return TrainerConfig(
+        folder=tmp_path / "run" / "trainer",
+        settings=SETTINGS.model_copy(update={"evaluate_tasks": 4}),
+        model=str(folder),
+        environment=build(EnvironmentSettings(name="sort")),
+        origin_folder=tmp_path / "run" / "origin",
+        hub_url="http://127.0.0.1:1",
+        root_fingerprint=None,
+        key=KEY,
+        certificate=sign_document(certificate, KEY),
+    )
+
+
+def test_a_whole_run(config: TrainerConfig, client: FakeClient) -> None:
+    run_trainer(config, StopToken())
+    assert client.registered == [("trainer", config.certificate)]
+    assert client.beats
+    assert client.closed
+    rows = [json.loads(line) for line in (config.folder / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert 0 <= rows[-1]["held_out"] <= 1
+    head = Origin(config.origin_folder, RUN, KEY).head()
+    assert head is not None
+    assert head.policy == client.policy
+    exported = AutoModelForCausalLM.from_pretrained(config.folder / "export")
+    assert not torch.equal(exported.lm_head.weight, tiny_model().lm_head.weight)
+
+
+def test_two_trainers_do_not_share_a_folder(
+    config: TrainerConfig, client: FakeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "LOCK_WAIT_S", 0.0)
+    with FolderLock(config.folder).acquire(StopToken()), pytest.raises(ResourceError, match="in use by process"):
+        run_trainer(config, StopToken())
+    assert client.registered == []
+
+
+def test_stopping_while_the_hub_is_away_is_no_error(config: TrainerConfig, client: FakeClient) -> None:
+    stop = StopToken()
+
+    def away(_number: int) -> None:
+        stop.set("SIGTERM")
+        raise DeadlineExceeded("stopped (SIGTERM) while calling the hub")
+
+    client.before["register"] = away
+    run_trainer(config, stop)
+    assert client.closed
+
+
+def test_a_hub_that_stays_away_is_an_error(config: TrainerConfig, client: FakeClient) -> None:
+    def away(_number: int) -> None:
+        raise DeadlineExceeded("no answer")
+
+    client.before["register"] = away
+    with pytest.raises(DeadlineExceeded):
+        run_trainer(config, StopToken())
+
+
+def test_a_missing_model_is_one_clear_error(config: TrainerConfig, client: FakeClient, tmp_path: Path) -> None:
+    values = {**config.__dict__, "model": str(tmp_path / "nowhere")}
+    with pytest.raises(ModelError, match="there is no model folder"):
+        run_trainer(TrainerConfig(**values), StopToken())

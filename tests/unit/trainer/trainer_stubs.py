@@ -1,0 +1,207 @@
+"""What a trainer talks to, in memory: a tiny model, groups of rollouts, a hub that fails on request."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from shoal.errors import HubRefused
+from shoal.models.logprobs import Head, hidden_states, token_logprobs
+from shoal.models.tiny import build_tiny, build_tokenizer, tokenizer_config
+from shoal.protocol import (
+    Batch,
+    BatchGroup,
+    BatchReply,
+    LedgerHead,
+    NodeState,
+    NodeView,
+    PolicyAnnouncement,
+    PolicyRef,
+    RunInfo,
+    RunStatus,
+    SamplingParameters,
+    SignedDocument,
+    SigningKey,
+    StepReport,
+    TrainingBatch,
+    TrainingGroup,
+    TrainingRollout,
+    open_document,
+    pack_logprobs,
+    pack_tokens,
+)
+from shoal.runtime.stop import StopToken
+from shoal.shardcast.origin import Origin
+from shoal.trainer.learner import Learner, new_learner
+from shoal.trainer.loop import TrainingParts, TrainingRun
+from shoal.trainer.settings import TrainerSettings
+
+torch.set_num_threads(1)  # tiny models: a second thread on a busy machine only costs
+
+RUN = "test-0123456789ab"
+KEY = SigningKey.from_seed(b"t" * 32)
+EOS = 1
+SAMPLING = SamplingParameters(temperature=1.0, max_new_tokens=6, eos_token_id=EOS)
+SETTINGS = TrainerSettings(learning_rate=1e-3, minibatches=2, evaluate_every=2, batch_deadline_s=20, device="cpu")
+
+
+def tiny_model(seed: int = 0, **changes: Any) -> Any:
+    small = {"hidden_size": 32, "num_hidden_layers": 2, "head_dim": 16, "intermediate_size": 48}
+    return build_tiny(seed, **{**small, **changes})
+
+
+def tiny_files(model: Any) -> dict[str, bytes]:
+    return {
+        "config.json": model.config.to_json_string(use_diff=False).encode(),
+        "generation_config.json": b'{"eos_token_id": 1, "pad_token_id": 0}\n',
+        "tokenizer.json": build_tokenizer().to_str().encode(),
+        "tokenizer_config.json": tokenizer_config().encode(),
+    }
+
+
+def learner(settings: TrainerSettings = SETTINGS, seed: int = 0, **changes: Any) -> Learner:
+    return new_learner(tiny_model(seed, **changes), settings)
+
+
+def weights(of: Learner) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in of.model.named_parameters()}
+
+
+def same(left: Mapping[str, torch.Tensor], right: Mapping[str, torch.Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def logprobs_of(model: Any, prompt: np.ndarray, tokens: np.ndarray, temperature: float = 1.0) -> np.ndarray:
+    ids = torch.from_numpy(np.concatenate([prompt, tokens]))[None]
+    with torch.no_grad():
+        hidden = hidden_states(model, ids)[0, len(prompt) - 1 : -1]
+        return token_logprobs(hidden, Head.of(model), torch.from_numpy(tokens), temperature).logprobs.numpy()
+
+
+def make_group(
+    unit: int, version: int, model: Any, rewards: list[float] | None = None, finishes: list[str] | None = None
+) -> TrainingGroup:
+    """A group of random completions of random lengths, with the log-probabilities that `model` gives them."""
+    random = np.random.default_rng(unit)
+    prompt = random.integers(3, 90, size=random.integers(2, 6))
+    given = rewards if rewards is not None else [float(value) for value in random.permutation([0.0, 1.0, 0.5, 0.0])]
+    rollouts = []
+    for index, reward in enumerate(given):
+        tokens = random.integers(3, 90, size=random.integers(1, 7))
+        finish = finishes[index] if finishes else "eos"
+        logprobs = pack_logprobs(logprobs_of(model, prompt, tokens))
+        rollouts.append(TrainingRollout(pack_tokens(tokens), logprobs, finish, reward))  # type: ignore[arg-type]
+    return TrainingGroup(unit, f"task/{unit}", version, pack_tokens(prompt), rollouts)
+
+
+@cache
+def written_down(steps: int, max_staleness: int) -> list[list[TrainingGroup]]:
+    """Three groups per step, as old as the bound allows."""
+    behaviour = tiny_model()
+    return [
+        [make_group(step * 3 + unit, max(0, step - max_staleness), behaviour) for unit in range(3)]
+        for step in range(steps)
+    ]
+
+
+class FakeHub:
+    """Implements `TrainerHub`. Batches are fixed in advance, as a hub's are once written down.
+
+    `before[name]` is called, with the step or version, before a call is served: a test raises or stops there.
+    """
+
+    def __init__(self, steps: int = 4, max_staleness: int = 0) -> None:
+        self.steps, self.max_staleness = steps, max_staleness
+        self.policies: dict[tuple[int, int], str] = {}
+        self.reports: dict[int, dict[str, float]] = {}
+        self.before: dict[str, Callable[[int], None]] = {}
+        self.waiting = "3 more groups"
+        self._arrived = threading.Condition()
+        self._groups = written_down(steps, max_staleness)
+
+    def _hook(self, name: str, number: int) -> None:
+        if name in self.before:
+            self.before[name](number)
+
+    @property
+    def policy(self) -> PolicyRef | None:
+        if not self.policies:
+            return None
+        incarnation, version = max(self.policies)
+        return PolicyRef(incarnation=incarnation, version=version, digest=self.policies[incarnation, version])
+
+    def run_info(self) -> RunInfo:
+        return RunInfo(
+            run=RUN, name="test", root_key="", certificates=(), sources=(), environment="stub", environment_digest="",
+            sampling=SAMPLING, group_size=4, max_staleness=self.max_staleness, steps=self.steps,
+        )  # fmt: skip
+
+    def status(self) -> RunStatus:
+        return RunStatus(
+            run=RUN, name="test", now_ms=0, finished=False, steps=self.steps, step=0, policy=self.policy,
+            max_staleness=self.max_staleness, units={}, submissions={}, nodes=(), waits=(), verdicts=(), reports=(),
+            alarms=(), ledger=self.ledger_head(),
+        )  # fmt: skip
+
+    def register(self, name: str, role: Any, certificate: SignedDocument | None) -> NodeView:
+        return NodeView(node=KEY.node, name=name, role=role, state=NodeState.ACTIVE)
+
+    def ledger_head(self) -> LedgerHead:
+        return LedgerHead(run=RUN, index=len(self.policies), hash="ab" * 32)
+
+    def announce(self, signed: SignedDocument) -> None:
+        ref = open_document(signed, PolicyAnnouncement, KEY.public_key).policy
+        self._hook("announce", ref.version)
+        with self._arrived:
+            if self.policies.setdefault((ref.incarnation, ref.version), ref.digest) != ref.digest:
+                raise HubRefused(409, "policy.digest", f"policy {ref.label} has another digest")
+            self._arrived.notify_all()
+        self._hook("announced", ref.version)
+
+    def batch(self, step: int, wait_s: float) -> BatchReply:
+        """Written down once a version is out that is allowed in it."""
+        self._hook("batch", step)
+        with self._arrived:
+            ready = self._arrived.wait_for(lambda: self._newest() >= step - self.max_staleness, timeout=wait_s)
+        if not ready:
+            return BatchReply(waiting=self.waiting)
+        groups = tuple(
+            BatchGroup(
+                unit=group.unit,
+                submission="",
+                node="",
+                rewards=tuple(rollout.reward for rollout in group.rollouts),
+                policy=PolicyRef(incarnation=0, version=group.version, digest="00" * 32),
+            )
+            for group in self._groups[step]
+        )
+        return BatchReply(batch=Batch(step=step, groups=groups, dropped_groups=2, written_at_ms=0))
+
+    def _newest(self) -> int:
+        return max((version for _, version in self.policies), default=-1)
+
+    def rollouts(self, step: int) -> TrainingBatch:
+        self._hook("rollouts", step)
+        return TrainingBatch(step=step, groups=self._groups[step])
+
+    def report(self, report: StepReport) -> None:
+        self._hook("report", report.step)
+        self.reports[report.step] = report.metrics
+
+
+def training_run(
+    folder: Path, hub: FakeHub, settings: TrainerSettings = SETTINGS, stop: StopToken | None = None, **parts: Any
+) -> tuple[TrainingRun, Learner]:
+    """A trainer as a new process would make it: fresh model, real origin, the folder and the hub that there are."""
+    made = learner(settings)
+    given: dict[str, Any] = {
+        "folder": folder / "trainer", "hub": hub, "origin": Origin(folder / "origin", RUN, KEY), "learner": made,
+        "files": tiny_files(made.model), "key": KEY, "evaluate": lambda: 0.25, "base_model": "tiny",
+    }  # fmt: skip
+    return TrainingRun(TrainingParts(**{**given, **parts}), stop or StopToken()), made

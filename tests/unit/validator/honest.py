@@ -1,0 +1,108 @@
+"""An honest worker on the scripted engine, and the pieces to build a cheating one from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from shoal.engines import Completion, GenerationRequest
+from shoal.engines.scripted import ScriptedEngine
+from shoal.engines.shelf import LoadedPolicy
+from shoal.environments import Score, Task
+from shoal.errors import EnvironmentSetupError, ScoringFailure
+from shoal.protocol import (
+    Audit,
+    Lease,
+    PolicyRef,
+    SamplingParameters,
+    SigningKey,
+    Submission,
+    TensorView,
+    pack,
+    sign_document,
+    submission_digest,
+)
+from shoal.validator.verdicts import Docket
+from shoal.worker.loop import submission_of
+
+HUB = SigningKey.from_seed(b"h" * 32)
+NODE = SigningKey.from_seed(b"n" * 32).node
+RUN = "demo-000000000000"
+EOS = 1
+POLICY = PolicyRef(incarnation=0, version=3, digest="d" * 64)
+SAMPLING = SamplingParameters(temperature=1.0, max_new_tokens=12, eos_token_id=EOS)
+
+
+def weights(value: float) -> list[TensorView]:
+    data = np.full(4, value, dtype="<f4")
+    return [TensorView("w", "F32", (4,), memoryview(data).cast("B"))]
+
+
+def engine(value: float = 3.0, ref: PolicyRef = POLICY) -> ScriptedEngine:
+    made = ScriptedEngine()
+    made.load_policy(ref, {tensor.name: tensor for tensor in weights(value)})
+    return made
+
+
+def loaded(value: float = 3.0) -> LoadedPolicy:
+    return LoadedPolicy(POLICY, engine(value), {})
+
+
+def lease(unit: int = 5, seeds: int = 12, **changes: Any) -> Lease:
+    fields: dict[str, Any] = {
+        "run": RUN, "lease": f"lease-{unit}", "node": NODE, "unit": unit, "attempt": 0, "policy": POLICY,
+        "task": f"t/{unit}", "prompt_ids": (10 + unit, 20, 30), "sampling": SAMPLING,
+        "seeds": tuple(f"{1000 * unit + i:016x}" for i in range(seeds)), "environment_digest": "e" * 64,
+        "issued_at_ms": 0, "deadline_ms": 60_000,
+    }  # fmt: skip
+    return Lease(**{**fields, **changes})
+
+
+def completions(of: Lease, by: ScriptedEngine | None = None, seeds: Sequence[int] | None = None) -> list[Completion]:
+    wanted = tuple(seeds) if seeds is not None else of.seed_numbers
+    return (by or engine()).generate([GenerationRequest(of.prompt_ids, wanted, of.sampling)])[0]
+
+
+@cache
+def _honest(of: Lease) -> Submission:
+    return submission_of(of, completions(of), "scripted")
+
+
+def submission(of: Lease, group: list[Completion] | None = None) -> Submission:
+    return _honest(of) if group is None else submission_of(of, group, "scripted")
+
+
+def docket(of: Lease, what: Submission | bytes | None = None) -> Docket:
+    body = what if isinstance(what, bytes) else pack(what if what is not None else submission(of))
+    audit = Audit(
+        submission=submission_digest(body),
+        size_bytes=len(body),
+        lease=sign_document(of, HUB),
+        received_at_ms=1,
+        deadline_ms=2,
+    )
+    return Docket(audit, of, body)
+
+
+class LengthEnvironment:
+    """The reward is the length of the text; a task that ends in /broken breaks the machinery."""
+
+    name = "length"
+    digest = "e" * 64
+
+    def tasks(self, split: str) -> list[Task]:
+        return []
+
+    def task(self, task_id: str) -> Task:
+        if not task_id.startswith("t/"):
+            raise EnvironmentSetupError(f"no task {task_id}")
+        return Task(task_id, "prompt", "answer")
+
+    def score(self, task: Task, completion: str) -> Score:
+        if task.id.endswith("/broken"):
+            raise ScoringFailure("the grader's sandbox did not start")
+        value = float("nan") if task.id.endswith("/nan") else float(len(completion))
+        return Score(value, {"task": value})

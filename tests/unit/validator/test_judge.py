@@ -1,0 +1,122 @@
+"""Batching, broken machinery, rewards, and the shuffled control."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from honest import LengthEnvironment, docket, engine, lease, loaded, submission
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from shoal.engines.scripted import ScriptedEngine
+from shoal.engines.shelf import LoadedPolicy
+from shoal.errors import ScoringFailure
+from shoal.protocol import Outcome, RolloutReward
+from shoal.runtime.clock import ManualClock
+from shoal.validator import Judge, Tolerances
+from shoal.validator.rewards import decoder, score_group, shuffled
+
+
+def judge(**changes: object) -> Judge:
+    return Judge(LengthEnvironment(), Tolerances(), **changes, clock=ManualClock())  # type: ignore[arg-type]
+
+
+class CountingEngine(ScriptedEngine):
+    """Notes the size of every prefill; fails on prompts that start with `poison`."""
+
+    def __init__(self, poison: int | None = None) -> None:
+        super().__init__()
+        self.poison = poison
+        self.batches: list[int] = []
+
+    def prefill(self, requests, keep_hidden=False):  # type: ignore[no-untyped-def]
+        self.batches.append(len(requests))
+        if any(request.prompt_ids[0] == self.poison for request in requests):
+            raise RuntimeError("out of memory")
+        return super().prefill(requests, keep_hidden)
+
+
+def counting(poison: int | None = None) -> tuple[CountingEngine, LoadedPolicy]:
+    made = CountingEngine(poison)
+    made.policy, made._digest = engine().policy, engine()._digest
+    return made, LoadedPolicy(loaded().ref, made, {})
+
+
+def test_one_prefill_serves_all_audits_of_a_policy() -> None:
+    made, policy = counting()
+    dockets = [docket(lease(unit)) for unit in range(5)]
+    verdicts = judge().verdicts(dockets, policy)
+    assert made.batches == [60]
+    assert verdicts == [verdict for alone in dockets for verdict in judge().verdicts([alone], loaded())]
+
+
+def test_a_rejected_neighbour_costs_no_prefill() -> None:
+    made, policy = counting()
+    judge().verdicts([docket(lease(1), b"garbage"), docket(lease(2))], policy)
+    assert made.batches == [12]
+
+
+def test_nothing_to_prefill_calls_no_engine() -> None:
+    made, policy = counting()
+    judge().verdicts([docket(lease(1), b"garbage")], policy)
+    assert made.batches == []
+
+
+def test_a_failing_engine_is_inconclusive_for_the_one_it_fails_on_and_rejects_nobody() -> None:
+    made, policy = counting(poison=lease(2).prompt_ids[0])
+    first, second, third = judge().verdicts([docket(lease(unit)) for unit in (1, 2, 3)], policy)
+    assert (first.outcome, third.outcome) == (Outcome.ACCEPTED, Outcome.ACCEPTED)
+    assert (second.outcome, second.reason, second.severity) == (Outcome.INCONCLUSIVE, "machinery.prefill", None)
+    assert "out of memory" in second.message
+    assert made.batches == [36, 12, 12, 12]
+
+
+@pytest.mark.parametrize("task", ["t/broken", "t/nan", "unknown"])
+def test_a_scoring_failure_is_no_sample_and_never_zero(task: str) -> None:
+    [verdict] = judge().verdicts([docket(lease(1, task=task))], loaded())
+    assert (verdict.outcome, verdict.reason, verdict.rewards) == (Outcome.INCONCLUSIVE, "reward.machinery", ())
+    assert verdict.message
+    assert all(check.passed for check in verdict.checks)
+
+
+def test_shuffled_rewards_keep_the_group_and_lose_the_connection() -> None:
+    [plain] = judge().verdicts([docket(lease(1, seeds=16))], loaded())
+    [control] = judge(shuffle_rewards=True).verdicts([docket(lease(1, seeds=16))], loaded())
+    [again] = judge(shuffle_rewards=True).verdicts([docket(lease(1, seeds=16))], loaded())
+    assert control == again
+    assert sorted(r.value for r in control.rewards) == sorted(r.value for r in plain.rewards)
+    sources = [int(r.parts["shuffled_from"]) for r in control.rewards]
+    assert sorted(sources) == list(range(16)) != sources
+    assert [r.value for r in control.rewards] == [plain.rewards[i].value for i in sources]
+    assert control.rewards[0].parts["task"] == control.rewards[0].value
+
+
+def test_units_are_shuffled_differently_and_evenly() -> None:
+    rewards = [RolloutReward(value=float(i)) for i in range(8)]
+    first_places = [shuffled(rewards, "run", unit)[0].value for unit in range(4000)]
+    counts = np.bincount(np.array(first_places, dtype=int), minlength=8)
+    assert counts.min() > 400
+    assert counts.max() < 600
+    assert shuffled(rewards, "run", 1) != shuffled(rewards, "other", 1)
+
+
+def test_text_without_a_tokenizer_is_characters_up_to_the_end_token() -> None:
+    decode = decoder({}, eos_token_id=1)
+    assert decode([72, 105, 1]) == "Hi"
+    assert decode([72, 105]) == "Hi"
+    assert decode([]) == ""
+
+
+def test_text_with_a_tokenizer_is_the_tokenizers() -> None:
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "</s>": 1, "b": 2}, unk_token="a"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    files = {"tokenizer.json": tokenizer.to_str().encode(), "config.json": json.dumps({"eos_token_id": 1}).encode()}
+    assert decoder(files, 1)([2, 0, 1]).replace(" ", "") == "ba"
+
+
+def test_scoring_a_group_is_whole_or_nothing() -> None:
+    rollouts = submission(lease(3)).rollouts
+    assert len(score_group(LengthEnvironment(), lease(3), rollouts, decoder({}, 1))) == len(rollouts)
+    with pytest.raises(ScoringFailure):
+        score_group(LengthEnvironment(), lease(3, task="t/broken"), rollouts, decoder({}, 1))

@@ -1,0 +1,220 @@
+"""The validator's loop against a hub that is a few lists: what goes wrong around an audit never rejects it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from honest import HUB, POLICY, RUN, LengthEnvironment, docket, engine, lease
+
+from shoal.engines.shelf import EngineShelf, LoadedPolicy
+from shoal.errors import (
+    CodecError,
+    DeadlineExceeded,
+    HubRefused,
+    HubUnreachable,
+    PolicyMismatch,
+    VersionNotFound,
+)
+from shoal.protocol import (
+    Audit,
+    AuditReply,
+    AuditRequest,
+    Heartbeat,
+    HeartbeatReply,
+    Lease,
+    NodeState,
+    NodeView,
+    Outcome,
+    PolicyRef,
+    SignedDocument,
+    SigningKey,
+    Verdict,
+    open_document,
+    sign_document,
+)
+from shoal.runtime.stop import StopToken
+from shoal.validator import Judge, Tolerances, Validator, ValidatorSettings
+
+KEY = SigningKey.from_seed(b"v" * 32)
+
+
+class _Info:
+    run = RUN
+
+
+class ListHub:
+    """Stands where the client stands: hands out audits from a list, takes verdicts into another."""
+
+    def __init__(self, *replies: AuditReply | Exception) -> None:
+        self.key = KEY
+        self.replies = list(replies)
+        self.bodies: dict[str, bytes] = {}
+        self.verdicts: list[Verdict] = []
+        self.requests: list[AuditRequest] = []
+        self.refuse_verdicts = False
+
+    def run_info(self) -> _Info:
+        return _Info()
+
+    def patient(self, patience_s: float) -> ListHub:
+        return self
+
+    def heartbeat(self, heartbeat: Heartbeat) -> HeartbeatReply:
+        view = NodeView(node=KEY.node, name="v", role="validator", state=NodeState.ACTIVE)
+        return HeartbeatReply(node=view)
+
+    def audits(self, request: AuditRequest) -> AuditReply:
+        self.requests.append(request)
+        reply = self.replies.pop(0)
+        if isinstance(reply, Exception):
+            raise reply
+        return reply
+
+    def open_lease(self, signed: SignedDocument) -> Lease:
+        return open_document(signed, Lease, HUB.public_key)
+
+    def submission(self, digest: str) -> bytes:
+        if digest not in self.bodies:
+            raise HubRefused(404, "submission.unknown", "no such submission")
+        return self.bodies[digest]
+
+    def verdict(self, signed: SignedDocument) -> None:
+        if self.refuse_verdicts:
+            raise HubRefused(409, "verdict.decided", "decided already")
+        self.verdicts.append(open_document(signed, Verdict, KEY.public_key))
+
+    def audit(self, of: Lease, body: bytes | None = None) -> Audit:
+        case = docket(of, body)
+        self.bodies[case.audit.submission] = case.body
+        return case.audit
+
+
+class ListShelf(EngineShelf):
+    """Engines made on the spot; those of versions in `missing` cannot be fetched."""
+
+    def __init__(self, *missing: int) -> None:
+        self.missing = set(missing)
+        self.asked: list[int] = []
+
+    def get(self, ref: PolicyRef, deadline_s: float) -> LoadedPolicy:
+        self.asked.append(ref.version)
+        if ref.version in self.missing:
+            raise VersionNotFound(f"nobody has {ref.label}")
+        return LoadedPolicy(ref, engine(ref=ref), {})
+
+
+def validator(hub: ListHub, shelf: EngineShelf | None = None, stop: StopToken | None = None) -> Validator:
+    judge = Judge(LengthEnvironment(), Tolerances())
+    client: Any = hub
+    return Validator(client, shelf or ListShelf(), judge, ValidatorSettings(max_audits=7), stop or StopToken())
+
+
+def old(version: int) -> PolicyRef:
+    return POLICY.model_copy(update={"version": version})
+
+
+def test_it_audits_until_the_run_is_finished_and_signs_what_it_finds() -> None:
+    hub = ListHub()
+    hub.replies = [
+        AuditReply(audits=(hub.audit(lease(1)), hub.audit(lease(2), b"garbage"))),
+        AuditReply(waiting="nothing to audit"),
+        AuditReply(finished=True, audits=(hub.audit(lease(3)),)),
+        AuditReply(finished=True),
+    ]
+    role = validator(hub)
+    role.run()
+    assert [(v.unit, v.outcome, v.reason) for v in hub.verdicts] == [
+        (1, Outcome.ACCEPTED, ""),
+        (2, Outcome.REJECTED, "envelope.malformed"),
+        (3, Outcome.ACCEPTED, ""),
+    ]
+    assert hub.requests[0].max_audits == 7
+    counters = role.activity.heartbeat().counters
+    assert (counters["accepted"], counters["rejected"]) == (2, 1)
+    assert counters["tokens"] == sum(v.generated_tokens for v in hub.verdicts)
+
+
+def test_audits_are_grouped_by_policy_oldest_first() -> None:
+    hub, shelf = ListHub(), ListShelf()
+    leases = [lease(1), lease(2, policy=old(2)), lease(3), lease(4, policy=old(2))]
+    validator(hub, shelf).audit([hub.audit(of) for of in leases])
+    assert shelf.asked == [2, 3]
+    assert [v.unit for v in hub.verdicts] == [2, 4, 1, 3]
+    assert {v.outcome for v in hub.verdicts} == {Outcome.ACCEPTED}
+
+
+def test_a_policy_that_cannot_be_fetched_leaves_its_audits_and_at_last_gives_them_up_without_blame() -> None:
+    hub, shelf = ListHub(), ListShelf(2)
+    role = validator(hub, shelf)
+    missing, there = hub.audit(lease(1, policy=old(2))), hub.audit(lease(2))
+    role.audit([missing, there])
+    role.audit([missing])
+    assert [v.unit for v in hub.verdicts] == [2]
+    role.audit([missing])
+    assert (hub.verdicts[-1].outcome, hub.verdicts[-1].reason) == (Outcome.INCONCLUSIVE, "machinery.policy")
+    assert hub.verdicts[-1].severity is None
+
+
+def test_a_policy_that_comes_back_is_audited_as_if_nothing_had_been() -> None:
+    hub, shelf = ListHub(), ListShelf(2)
+    role = validator(hub, shelf)
+    audit = hub.audit(lease(1, policy=old(2)))
+    role.audit([audit])
+    shelf.missing.clear()
+    role.audit([audit])
+    assert [v.outcome for v in hub.verdicts] == [Outcome.ACCEPTED]
+
+
+def test_papers_out_of_order_are_skipped_and_block_nobody() -> None:
+    hub = ListHub()
+    forged = hub.audit(lease(1)).model_copy(update={"lease": sign_document(lease(1), KEY)})
+    lost = hub.audit(lease(2))
+    del hub.bodies[lost.submission]
+    validator(hub).audit([forged, lost, hub.audit(lease(3))])
+    assert [v.unit for v in hub.verdicts] == [3]
+
+
+def test_a_verdict_that_is_not_taken_is_no_reason_to_end() -> None:
+    hub = ListHub()
+    hub.refuse_verdicts = True
+    role = validator(hub)
+    role.audit([hub.audit(lease(1)), hub.audit(lease(2))])
+    assert "accepted" not in role.activity.heartbeat().counters
+
+
+def test_it_ends_at_a_stop_and_fails_when_the_hub_is_gone() -> None:
+    stop = StopToken()
+    stop.set("SIGTERM")
+    validator(ListHub(), stop=stop).run()
+
+    class Stopping(ListHub):
+        def audits(self, request: AuditRequest) -> AuditReply:
+            stop_later.set("SIGTERM")
+            raise DeadlineExceeded("stopped")
+
+    stop_later = StopToken()
+    validator(Stopping(), stop=stop_later).run()
+    with pytest.raises(HubUnreachable):
+        validator(ListHub(HubUnreachable("gone"))).run()
+
+
+def test_weights_that_are_not_the_promised_ones_end_it() -> None:
+    class Wrong(ListShelf):
+        def get(self, ref: PolicyRef, deadline_s: float) -> LoadedPolicy:
+            raise PolicyMismatch("another digest")
+
+    hub = ListHub()
+    with pytest.raises(PolicyMismatch):
+        validator(hub, Wrong()).audit([hub.audit(lease(1))])
+    assert hub.verdicts == []
+
+
+def test_a_body_that_is_not_its_name_is_the_hubs_trouble() -> None:
+    class Lying(ListHub):
+        def submission(self, digest: str) -> bytes:
+            raise CodecError("does not match its digest")
+
+    hub = Lying()
+    validator(hub).audit([hub.audit(lease(1))])
+    assert hub.verdicts == []

@@ -1,0 +1,98 @@
+"""What a node's owner is told: bad news at once and with the reason, good news gathered."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from shoal.errors import HubUnreachable
+from shoal.protocol import HeartbeatReply, NodeState, NodeView, RecentVerdict
+from shoal.runtime.clock import ManualClock
+from shoal.worker.earnings import TELL_EVERY_S, Earnings
+
+VIEW = NodeView(node="n" * 32, name="n", role="worker", state=NodeState.ACTIVE, accepted=10, credit=1000)
+
+
+class StatusHub:
+    """Stands where the client stands, and answers `status` only."""
+
+    def __init__(self, *verdicts: RecentVerdict) -> None:
+        self.verdicts = verdicts
+        self.away = False
+
+    def patient(self, patience_s: float) -> StatusHub:
+        return self
+
+    def status(self) -> StatusHub:
+        if self.away:
+            raise HubUnreachable("gone")
+        return self
+
+
+def verdict(unit: int, node: str = "n" * 32, at_ms: int = 1) -> RecentVerdict:
+    return RecentVerdict(
+        unit=unit,
+        node=node,
+        outcome="rejected",
+        reason="prompt.mismatch",
+        message="another prompt",
+        decided_at_ms=at_ms,
+    )
+
+
+def heard(hub: StatusHub, clock: ManualClock, *changes: dict[str, Any]) -> Earnings:
+    client: Any = hub
+    earnings = Earnings(client, clock)
+    for change in ({}, *changes):
+        earnings.hear(HeartbeatReply(node=VIEW.model_copy(update=change)))
+        clock.advance(1)
+    return earnings
+
+
+def test_good_news_is_gathered(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    clock = ManualClock()
+    earnings = heard(StatusHub(), clock, *({"accepted": 10 + i, "credit": 1000 + 10 * i} for i in range(1, 5)))
+    assert [record.message for record in caplog.records] == [
+        "1 group accepted, credit +10; in all 11 groups, credit 1010"
+    ]
+    clock.advance(TELL_EVERY_S)
+    earnings.hear(HeartbeatReply(node=VIEW.model_copy(update={"accepted": 15, "credit": 1050})))
+    assert caplog.records[-1].message == "4 groups accepted, credit +40; in all 15 groups, credit 1050"
+    assert earnings.summary() == "5 groups accepted, credit +50; in all 15 groups, credit 1050"
+
+
+def test_a_rejection_is_told_at_once_with_its_own_reason(caplog: pytest.LogCaptureFixture) -> None:
+    hub = StatusHub(verdict(3, at_ms=1), verdict(5, at_ms=9), verdict(7, node="m" * 32, at_ms=20))
+    heard(hub, ManualClock(), {"rejected": 2})
+    assert caplog.records[-1].message == "2 groups rejected: unit 5, prompt.mismatch: another prompt"
+
+
+def test_a_reason_that_is_not_there_is_said_to_be_so(caplog: pytest.LogCaptureFixture) -> None:
+    hub = StatusHub()
+    heard(hub, ManualClock(), {"rejected": 1, "reason": "sampling.seed: x"})
+    assert "sampling.seed: x" in caplog.text
+    hub.away = True
+    heard(hub, ManualClock(), {"rejected": 1})
+    assert "could not be asked for (gone)" in caplog.text
+
+
+def test_what_could_not_be_judged_is_no_blame(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    earnings = heard(StatusHub(), ManualClock(), {"inconclusive": 1})
+    assert "1 group could not be judged; that costs nothing" in caplog.text
+    assert earnings.shut_out is None
+
+
+@pytest.mark.parametrize("state", [NodeState.BANNED, NodeState.SUSPENDED])
+def test_being_shut_out_carries_the_reason(state: NodeState) -> None:
+    earnings = heard(StatusHub(), ManualClock(), {"state": state, "reason": "sampling.seed: tokens"})
+    assert earnings.shut_out is not None
+    assert earnings.shut_out.code == f"node.{state.value}"
+    assert f"{state.value} this node: sampling.seed: tokens" in str(earnings.shut_out)
+
+
+def test_without_a_word_from_the_hub_there_is_nothing_to_sum_up() -> None:
+    client: Any = StatusHub()
+    assert Earnings(client).summary() == "the hub was not heard from"

@@ -1,0 +1,179 @@
+"""The outbox: finished work survives any crash, and is never sent half."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal.errors import ResourceError
+from shoal.protocol import SUBMISSION_FORMAT, Limits, Rollout, Submission, pack, unpack
+from shoal.runtime.clock import ManualClock
+from shoal.worker import Outbox
+
+
+def submission(unit: int = 0, run: str = "run-1") -> Submission:
+    return Submission(
+        format=SUBMISSION_FORMAT, run=run, node="n" * 32, lease=f"lease-{unit}", unit=unit, incarnation=0, version=0,
+        policy_digest="a" * 64, prompt=b"\1\0\0\0", rollouts=[Rollout(b"\2\0\0\0", b"\0\0\0\0", "eos")],
+    )  # fmt: skip
+
+
+def units(outbox: Outbox, run: str = "run-1") -> list[int]:
+    return [parcel.unit for parcel in outbox.waiting(run)]
+
+
+def test_what_is_put_is_found_by_the_next_process_with_the_same_bytes(tmp_path: Path) -> None:
+    body = Outbox(tmp_path, 3).put(submission(4)).read()
+    [parcel] = Outbox(tmp_path, 3).waiting("run-1")
+    assert (parcel.unit, parcel.lease, parcel.read()) == (4, "lease-4", body)
+    assert unpack(body, Submission, Limits()) == submission(4)
+
+
+def test_oldest_first_and_delivered_ones_are_gone(tmp_path: Path) -> None:
+    clock = ManualClock()
+    outbox = Outbox(tmp_path, 3, clock)
+    for unit in (9, 2, 5):
+        outbox.put(submission(unit))
+        clock.advance(1)
+    assert units(outbox) == [9, 2, 5]
+    outbox.delivered(outbox.waiting("run-1")[0])
+    assert units(outbox) == units(Outbox(tmp_path, 3)) == [2, 5]
+
+
+def test_parcels_of_another_run_wait_for_that_run(tmp_path: Path) -> None:
+    outbox = Outbox(tmp_path, 3)
+    outbox.put(submission(1, run="run-2"))
+    assert units(outbox) == []
+    assert outbox.wait_for_parcel("run-1", 0) is None
+    assert units(Outbox(tmp_path, 3), run="run-2") == [1]
+
+
+def test_a_refused_parcel_is_kept_aside_with_the_reason(tmp_path: Path) -> None:
+    outbox = Outbox(tmp_path, 2)
+    parcel = outbox.put(submission(7))
+    outbox.refuse(parcel, "lease.late", "too late")
+    assert units(outbox) == units(Outbox(tmp_path, 2)) == []
+    [reason] = (tmp_path / "refused").glob("*.reason.json")
+    assert json.loads(reason.read_text()) == {
+        "code": "lease.late",
+        "message": "too late",
+        "lease": "lease-7",
+        "unit": 7,
+    }
+
+
+def test_only_the_last_refused_parcels_are_kept(tmp_path: Path) -> None:
+    clock = ManualClock()
+    outbox = Outbox(tmp_path, 2, clock)
+    for unit in range(5):
+        outbox.refuse(outbox.put(submission(unit)), "x", "y")
+        clock.advance(1)
+    kept = sorted((tmp_path / "refused").glob("*.submission"))
+    assert [unpack(path.read_bytes(), Submission, Limits()).unit for path in kept] == [3, 4]
+    assert len(list((tmp_path / "refused").glob("*.reason.json"))) == 2
+
+
+def test_a_damaged_file_is_set_aside_and_blocks_nothing(tmp_path: Path) -> None:
+    good = Outbox(tmp_path, 3).put(submission(1))
+    good.path.with_name("0-0-bad.submission").write_bytes(good.read()[:-3])
+    outbox = Outbox(tmp_path, 3)
+    assert units(outbox) == [1]
+    [reason] = (tmp_path / "refused").glob("*.reason.json")
+    assert json.loads(reason.read_text())["code"] == "outbox.unreadable"
+
+
+def test_waiting_wakes_when_something_is_put_and_when_something_goes(tmp_path: Path) -> None:
+    outbox = Outbox(tmp_path, 3)
+    found: list[object] = []
+    waiter = threading.Thread(target=lambda: found.append(outbox.wait_for_parcel("run-1", 20)))
+    waiter.start()
+    parcel = outbox.put(submission(3))
+    waiter.join(20)
+    assert found == [parcel]
+    assert not outbox.wait_until_below("run-1", 1, 0)
+    waiter = threading.Thread(target=lambda: found.append(outbox.wait_until_below("run-1", 1, 20)))
+    waiter.start()
+    outbox.delivered(parcel)
+    waiter.join(20)
+    assert found[1] is True
+
+
+def test_a_folder_that_cannot_be_written_is_one_clear_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ResourceError, match="a part of the path is a file"):
+        Outbox(tmp_path / "file" / "outbox", 3)
+
+
+class _Crash(BaseException):
+    """The power goes out."""
+
+
+@settings(max_examples=60, deadline=None)
+@given(crash_at=st.integers(min_value=0, max_value=12), count=st.integers(min_value=1, max_value=3))
+def test_a_crash_at_any_system_call_loses_nothing_that_was_put(
+    tmp_path_factory: pytest.TempPathFactory, crash_at: int, count: int
+) -> None:
+    """Whatever call the process dies in, every `put` that returned is found whole, and nothing half is."""
+    folder = tmp_path_factory.mktemp("outbox")
+    outbox = Outbox(folder, 3)
+    calls = 0
+    promised: list[int] = []
+
+    def dying(real):  # type: ignore[no-untyped-def]
+        def call(*args, **kwargs):  # type: ignore[no-untyped-def]
+            nonlocal calls
+            calls += 1
+            if calls > crash_at:
+                raise _Crash
+            return real(*args, **kwargs)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("open", "fsync", "replace"):
+            patch.setattr(os, name, dying(getattr(os, name)))
+        try:
+            for unit in range(count):
+                outbox.put(submission(unit))
+                promised.append(unit)
+        except _Crash:
+            pass
+    found = Outbox(folder, 3)
+    assert set(promised) <= set(units(found))
+    assert set(units(found)) <= set(range(count))
+    for parcel in found.waiting("run-1"):
+        assert parcel.read() == pack(submission(parcel.unit))
+
+
+CHILD = """
+import sys
+sys.path.insert(0, sys.argv[2])
+from pathlib import Path
+from test_outbox import submission
+from shoal.worker.outbox import Outbox
+outbox = Outbox(Path(sys.argv[1]), 3)
+for unit in range(100000):
+    outbox.put(submission(unit))
+    print(unit, flush=True)
+"""
+
+
+def test_kill_minus_nine_keeps_every_promise(tmp_path: Path) -> None:
+    arguments = [sys.executable, "-c", CHILD, str(tmp_path), str(Path(__file__).parent)]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        promised = [int(child.stdout.readline()) for _ in range(20)]
+        child.send_signal(signal.SIGKILL)
+        promised += [int(line) for line in child.stdout.read().split("\n")[:-1]]
+    found = units(Outbox(tmp_path, 3))
+    assert set(promised) <= set(found)
+    assert len(found) <= len(promised) + 1

@@ -1,0 +1,318 @@
+"""The worker's loop against a hub that is a few lists, on the scripted engine."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shoal.engines import GenerationRequest
+from shoal.engines.scripted import ScriptedEngine
+from shoal.engines.shelf import EngineShelf, LoadedPolicy
+from shoal.errors import DeadlineExceeded, HubRefused, HubUnreachable, PolicyMismatch, VersionNotFound
+from shoal.protocol import (
+    Heartbeat,
+    HeartbeatReply,
+    Lease,
+    LeaseRelease,
+    LeaseReply,
+    LeaseRequest,
+    Limits,
+    NodeState,
+    NodeView,
+    PolicyRef,
+    SamplingParameters,
+    SigningKey,
+    Submission,
+    TensorView,
+    sign_document,
+    unpack,
+)
+from shoal.runtime.stop import StopToken
+from shoal.worker import Outbox, Worker, WorkerSettings
+
+HUB = SigningKey.from_seed(b"h" * 32)
+KEY = SigningKey.from_seed(b"n" * 32)
+RUN = "demo-000000000000"
+SAMPLING = SamplingParameters(temperature=1.0, max_new_tokens=6, eos_token_id=1)
+FAST = WorkerSettings(
+    units_per_lease=4, lease_wait_s=0, heartbeat_s=0.05, hub_patience_s=20, outbox_limit=2, stop_flush_s=10
+)
+
+
+def policy(version: int = 0) -> PolicyRef:
+    return PolicyRef(incarnation=0, version=version, digest="d" * 64)
+
+
+def lease(unit: int, version: int = 0, lasts_ms: int = 60_000) -> Lease:
+    return Lease(
+        run=RUN, lease=f"lease-{unit}", node=KEY.node, unit=unit, attempt=0, policy=policy(version), task="t",
+        prompt_ids=(10 + unit, 11), seeds=(f"{unit:016x}", f"{unit + 99:016x}"), sampling=SAMPLING,
+        environment_digest="e" * 64, issued_at_ms=0, deadline_ms=lasts_ms,
+    )  # fmt: skip
+
+
+class _Info:
+    run = RUN
+
+
+Reply = list[Lease] | Exception | Callable[[], list[Lease]]
+
+
+class ListHub:
+    """Stands where the client stands: leases come from a list (then the run is finished), submissions go to another."""
+
+    def __init__(self, *replies: Reply) -> None:
+        self.key = KEY
+        self.replies = list(replies)
+        self.requests: list[LeaseRequest] = []
+        self.released: list[LeaseRelease] = []
+        self.submitted: list[Submission] = []
+        self.refusals: dict[int, Exception] = {}
+        self.view = NodeView(node=KEY.node, name="n", role="worker", state=NodeState.ACTIVE)
+        self.beats: list[Heartbeat] = []
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def run_info(self) -> _Info:
+        return _Info()
+
+    def patient(self, patience_s: float) -> ListHub:
+        return self
+
+    def heartbeat(self, heartbeat: Heartbeat) -> HeartbeatReply:
+        self.beats.append(heartbeat)
+        return HeartbeatReply(node=self.view)
+
+    def lease(self, request: LeaseRequest) -> LeaseReply:
+        self.requests.append(request)
+        self.granted: list[Lease] = []
+        if not self.replies:
+            return LeaseReply(finished=True)
+        reply = self.replies.pop(0)
+        if isinstance(reply, Exception):
+            raise reply
+        self.granted = reply() if callable(reply) else reply
+        return LeaseReply(leases=tuple(sign_document(granted, HUB) for granted in self.granted))
+
+    def open_leases(self, reply: LeaseReply) -> list[tuple[Lease, Any]]:
+        return list(zip(self.granted, reply.leases, strict=True))
+
+    def release(self, release: LeaseRelease) -> None:
+        self.released.append(release)
+
+    def submit(self, lease_id: str, body: bytes) -> None:
+        assert self.gate.wait(20)
+        submission = unpack(body, Submission, Limits())
+        assert submission.lease == lease_id
+        if submission.unit in self.refusals:
+            raise self.refusals[submission.unit]
+        self.submitted.append(submission)
+
+
+class CountingEngine(ScriptedEngine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[list[int]] = []
+        data = memoryview(np.ones(1, dtype="<f4")).cast("B")
+        self.load_policy(policy(), {"w": TensorView("w", "F32", (1,), data)})
+
+    def generate(self, requests, keep_hidden=False):  # type: ignore[no-untyped-def]
+        self.calls.append([request.prompt_ids[0] - 10 for request in requests])
+        return super().generate(requests, keep_hidden)
+
+
+class ListShelf(EngineShelf):
+    def __init__(self, **missing: Exception) -> None:
+        self.engine = CountingEngine()
+        self.missing = missing
+        self.patience: list[float] = []
+
+    def get(self, ref: PolicyRef, deadline_s: float) -> LoadedPolicy:
+        self.patience.append(deadline_s)
+        if f"v{ref.version}" in self.missing:
+            raise self.missing[f"v{ref.version}"]
+        return LoadedPolicy(ref, self.engine, {})
+
+
+class Bench:
+    """A worker with everything around it."""
+
+    def __init__(self, folder: Path, *replies: Reply, settings: WorkerSettings = FAST, **missing: Exception) -> None:
+        self.hub = ListHub(*replies)
+        self.shelf = ListShelf(**missing)
+        self.outbox = Outbox(folder / "outbox", 10)
+        self.stop = StopToken()
+        client: Any = self.hub
+        self.worker = Worker(client, self.shelf, self.outbox, settings, self.stop)
+
+    @property
+    def units(self) -> list[int]:
+        return sorted(submission.unit for submission in self.hub.submitted)
+
+    @property
+    def waiting(self) -> list[int]:
+        return [parcel.unit for parcel in self.outbox.waiting(RUN)]
+
+
+def test_it_generates_what_was_leased_in_one_call_and_hands_it_in(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, [lease(1), lease(2), lease(3)], [], [lease(4)])
+    bench.worker.run()
+    assert bench.units == [1, 2, 3, 4]
+    assert bench.shelf.engine.calls == [[1, 2, 3], [4]]
+    assert bench.waiting == []
+    assert bench.hub.requests[0].max_units == 4
+    assert len({request.request for request in bench.hub.requests}) == len(bench.hub.requests)
+    counters = bench.worker.activity.heartbeat().counters
+    tokens = sum(len(r.token_ids) for s in bench.hub.submitted for r in s.rollouts)
+    assert (counters["groups"], counters["submitted"], counters["tokens"]) == (4, 4, tokens)
+
+
+def test_a_submission_is_the_leases_group_under_its_seeds(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, [lease(7)])
+    bench.worker.run()
+    [submission] = bench.hub.submitted
+    [group] = CountingEngine().generate([GenerationRequest((17, 11), lease(7).seed_numbers, SAMPLING)])
+    assert [rollout.token_ids.tolist() for rollout in submission.rollouts] == [c.token_ids.tolist() for c in group]
+    assert [rollout.finish for rollout in submission.rollouts] == [c.finish for c in group]
+    assert submission.prompt_ids.tolist() == [17, 11]
+    assert (submission.run, submission.node, submission.policy_digest) == (RUN, KEY.node, policy().digest)
+    assert (submission.version, submission.engine) == (0, "scripted")
+
+
+def test_leases_of_two_policies_are_done_oldest_first(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, [lease(1, version=5), lease(2, version=4), lease(3, version=5)])
+    bench.worker.run()
+    assert bench.shelf.engine.calls == [[2], [1, 3]]
+
+
+def test_a_policy_that_cannot_be_had_gives_its_leases_back_and_work_goes_on(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, [lease(1, version=1), lease(2)], [lease(3)], v1=VersionNotFound("nobody has it"))
+    bench.worker.run()
+    assert bench.units == [2, 3]
+    [release] = bench.hub.released
+    assert release.leases == ("lease-1",)
+    assert "policy 0.1" in release.reason
+    assert bench.shelf.patience[1] == pytest.approx(60, abs=5)
+
+
+def test_other_weights_than_promised_end_it_and_give_everything_back(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, [lease(1), lease(2)], v0=PolicyMismatch("another digest"))
+    with pytest.raises(PolicyMismatch):
+        bench.worker.run()
+    assert bench.hub.released[0].leases == ("lease-1", "lease-2")
+
+
+def test_a_lease_that_has_run_out_is_not_begun(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, [lease(1, lasts_ms=0), lease(2)])
+    bench.worker.run()
+    assert bench.units == [2]
+    assert [release.leases for release in bench.hub.released] == [("lease-1",)]
+
+
+def test_a_stop_gives_back_what_was_not_begun_and_sends_what_was_done(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, [lease(1), lease(2)])
+
+    def stop_after_leasing() -> list[Lease]:
+        bench.stop.set("SIGTERM")
+        return [lease(3), lease(4)]
+
+    bench.hub.replies.append(stop_after_leasing)
+    bench.worker.run()
+    assert bench.units == [1, 2]
+    assert bench.hub.released == [LeaseRelease(leases=("lease-3", "lease-4"), reason="SIGTERM")]
+
+
+def test_a_stop_while_the_hub_is_away_keeps_the_outbox_for_the_next_start(tmp_path: Path) -> None:
+    settings = FAST.model_copy(update={"stop_flush_s": 0.0})
+    bench = Bench(tmp_path, [lease(1)], settings=settings)
+    bench.hub.refusals[1] = DeadlineExceeded("stopped")
+    bench.hub.replies.append(lambda: bench.stop.set("SIGTERM") or [])
+    bench.worker.run()
+    assert bench.units == []
+    again = Bench(tmp_path)
+    again.worker.run()
+    assert again.units == [1]
+    assert again.waiting == []
+
+
+def test_a_ban_ends_it_with_the_hubs_sentence(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, [lease(1)], HubRefused(403, "node.banned", "this node is banned: sampling.seed"))
+    with pytest.raises(HubRefused, match=r"this node is banned: sampling\.seed"):
+        bench.worker.run()
+
+
+def test_a_ban_heard_of_by_the_heartbeat_ends_it_too(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, *([[]] * 100_000))
+    bench.hub.view = bench.hub.view.model_copy(update={"state": NodeState.BANNED, "reason": "sampling.seed: tokens"})
+    with pytest.raises(HubRefused, match=r"banned this node: sampling\.seed: tokens"):
+        bench.worker.run()
+
+
+def test_a_ban_met_while_sending_keeps_the_parcel_and_ends_it(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, [lease(1)], *([[]] * 100_000))
+    bench.hub.refusals[1] = HubRefused(403, "node.banned", "this node is banned: x")
+    with pytest.raises(HubRefused, match="banned"):
+        bench.worker.run()
+    assert bench.waiting == [1]
+
+
+@pytest.mark.parametrize("status", [403, 404, 409, 410, 413, 422])
+def test_a_refused_group_is_set_aside_and_work_goes_on(tmp_path: Path, status: int) -> None:
+    bench = Bench(tmp_path, [lease(1), lease(2)], [lease(3)])
+    bench.hub.refusals[1] = HubRefused(status, "lease.late", "too late")
+    bench.worker.run()
+    assert bench.units == [2, 3]
+    assert bench.waiting == []
+    assert len(list((tmp_path / "outbox" / "refused").glob("*.submission"))) == 1
+    assert bench.worker.activity.heartbeat().counters["refused"] == 1
+
+
+def test_a_hub_that_is_gone_ends_it_and_keeps_the_work(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, [lease(1)], *([[]] * 100_000))
+    bench.hub.refusals[1] = HubUnreachable("gone")
+    with pytest.raises(HubUnreachable):
+        bench.worker.run()
+    assert bench.waiting == [1]
+
+
+def test_a_full_outbox_pauses_work(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, [lease(1), lease(2), lease(3)], [lease(4)])
+    bench.hub.gate.clear()
+    thread = threading.Thread(target=bench.worker.run)
+    thread.start()
+    try:
+        assert _eventually(lambda: any("hub to take" in beat.waiting_for for beat in bench.hub.beats))
+        assert len(bench.hub.requests) == 1
+    finally:
+        bench.hub.gate.set()
+        thread.join(30)
+    assert bench.units == [1, 2, 3, 4]
+
+
+def test_generation_goes_on_while_an_upload_hangs(tmp_path: Path) -> None:
+    settings = FAST.model_copy(update={"outbox_limit": 50})
+    bench = Bench(tmp_path, [lease(1)], [lease(2)], [lease(3)], settings=settings)
+    bench.hub.gate.clear()
+    thread = threading.Thread(target=bench.worker.run)
+    thread.start()
+    try:
+        assert _eventually(lambda: bench.shelf.engine.calls == [[1], [2], [3]])
+        assert bench.units == []
+    finally:
+        bench.hub.gate.set()
+        thread.join(30)
+    assert bench.units == [1, 2, 3]
+
+
+def _eventually(holds: Callable[[], bool]) -> bool:
+    pause = threading.Event()
+    for _ in range(1000):
+        if holds():
+            return True
+        pause.wait(0.02)
+    return False
