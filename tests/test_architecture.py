@@ -156,6 +156,7 @@ def purity_violations(sources: Sources) -> list[str]:
 def torch_violations(sources: Sources) -> list[str]:
     """Nothing that a torch-free package imports, directly or not, imports torch."""
     bad = []
+    graph = {module: imports(module, source, sources, at_import_time=True) for module, source in sources.items()}
     roots = [m for m in sources if package_of(m) in TORCH_FREE or m.endswith(".settings") or m == "shoal"]
     for root in roots:
         seen, queue = set[str](), [root]
@@ -164,7 +165,7 @@ def torch_violations(sources: Sources) -> list[str]:
             if module in seen:
                 continue
             seen.add(module)
-            for target in imports(module, sources[module], sources, at_import_time=True):
+            for target in graph[module]:
                 if target.split(".")[0] in HEAVY or target == "safetensors.torch":
                     bad.append(f"{root} reaches {target} through {module}")
                 parts = target.split(".")  # importing a.b.c also runs a and a.b

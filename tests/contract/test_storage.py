@@ -113,19 +113,21 @@ def test_a_row_is_written_only_over_the_state_it_was_decided_on(storage: Storage
 
 
 def test_a_failed_transaction_leaves_nothing(storage: Storage) -> None:
-    with pytest.raises(RuntimeError, match="boom"), storage.write() as transaction:
-        transaction.apply([*leased(0), Record("credit", {"node": "x"}, 1)])
-        transaction.put_setting("key", "value")
-        raise RuntimeError("boom")
+    def fail_at_the_end() -> None:
+        with storage.write() as transaction:
+            transaction.apply([*leased(0), Record("credit", {"node": "x"}, 1)])
+            transaction.put_setting("key", "value")
+            raise RuntimeError("boom")
+
+    with pytest.raises(RuntimeError, match="boom"):
+        fail_at_the_end()
     with storage.read() as reader:
         assert reader.progress().next_unit == 0
         assert reader.ledger_last() is None
         assert reader.setting("key") is None
 
 
-def in_batch(*units: int) -> Batch:
-    assert not units
-    return Batch(step=0, groups=(), written_at_ms=1)
+BATCH = Batch(step=0, groups=(), written_at_ms=1)
 
 
 CONTRADICTIONS: dict[str, tuple[list[Command], Command]] = {
@@ -150,7 +152,7 @@ CONTRADICTIONS: dict[str, tuple[list[Command], Command]] = {
         [AddPolicy(POLICY, 1)],
         AddPolicy(POLICY.model_copy(update={"digest": "e" * 64}), 1),
     ),
-    "two batches of a step": ([AddBatch(in_batch())], AddBatch(in_batch())),
+    "two batches of a step": ([AddBatch(BATCH)], AddBatch(BATCH)),
     "two verdicts on a submission": (
         [SaveSubmission(submission(0), None), AddVerdict(submission(0).submission, "{}")],
         AddVerdict(submission(0).submission, "{}"),
@@ -182,9 +184,7 @@ def test_progress_counts_what_pacing_needs(storage: Storage) -> None:
     ]
     newest = PolicyRef(incarnation=1, version=0, digest="f" * 64)
     older = PolicyRef(incarnation=0, version=7, digest="e" * 64)
-    apply(
-        storage, *(SaveUnit(row, None) for row in rows), AddBatch(in_batch()), AddPolicy(newest, 1), AddPolicy(older, 2)
-    )
+    apply(storage, *(SaveUnit(row, None) for row in rows), AddBatch(BATCH), AddPolicy(newest, 1), AddPolicy(older, 2))
     with storage.read() as reader:
         progress = reader.progress()
         assert progress == Progress(policy=newest, next_step=1, next_unit=10, alive=4, dropped=1, failed=1)

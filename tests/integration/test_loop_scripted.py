@@ -25,7 +25,7 @@ from shoal.engines.registry import ENGINES
 from shoal.engines.scripted import ScriptedEngine
 from shoal.environments import Score, Task
 from shoal.errors import EnvironmentSetupError, HubRefused, SignatureError
-from shoal.hub import HubConfig, HubSettings, RunSettings, create_app
+from shoal.hub import HubConfig, HubSettings, RunSettings, create_app, run_hub
 from shoal.ledger import fold, verify
 from shoal.protocol import (
     Batch,
@@ -146,14 +146,16 @@ class Run:
         self.threads.submit(run_origin, folder, "127.0.0.1", 0, self.stop, ready.set_result)
         return ready.result(DEADLINE_S)
 
-    def hub_up(self) -> None:
-        config = HubConfig(
+    def hub_config(self) -> HubConfig:
+        return HubConfig(
             folder=self.folder / "hub", run_id=self.id, run=self.settings,
-            settings=HubSettings(lease_s=20, audit_s=3), environment=ParityEnvironment(), encode=encode,
+            settings=HubSettings(port=0, lease_s=20, audit_s=3), environment=ParityEnvironment(), encode=encode,
             eos_token_id=EOS, key=self.hub_key, root_key=self.root.public_key,
             certificates=tuple(self.certificates.values()), sources=(self.source,),
         )  # fmt: skip
-        self.switch.current = AsgiTransport(create_app(config))
+
+    def hub_up(self) -> None:
+        self.switch.current = AsgiTransport(create_app(self.hub_config()))
 
     def hub_down(self) -> None:
         current, self.switch.current = self.switch.current, None
@@ -395,3 +397,25 @@ def test_a_worker_holds_a_hub_to_the_root_key_it_first_saw(start: Callable[..., 
     known.write_text(known.read_text().replace(run.fingerprint, "0" * 40))
     with pytest.raises(SignatureError, match="impostor"):
         run_worker(config, StopToken())
+
+
+def test_the_same_client_over_a_real_socket(start: Callable[..., Run]) -> None:
+    run = start(steps=1)
+    policy = run.publish(0)
+    run.hub_down()
+    ready: Future[str] = Future()
+    end = StopToken()
+    server = run.threads.submit(run_hub, run.hub_config(), end, ready.set_result)
+    client = HubClient(ready.result(DEADLINE_S), SigningKey.generate(), run.stop, run.fingerprint)
+    try:
+        client.register("over tcp", "worker", None)
+        reply = client.lease(LeaseRequest(request="request-1", max_units=2, wait_s=5))
+        assert [lease.policy for lease, _ in client.open_leases(reply)] == [policy, policy]
+        assert client.lease(LeaseRequest(request="request-1", max_units=2)).leases == reply.leases
+        with pytest.raises(HubRefused, match="is not a zstd frame"):
+            client.submit(client.open_leases(reply)[0][0].lease, b"garbage")
+        verify(client.ledger().entries, client.ledger_head())
+    finally:
+        client.close()
+        end.set("the test ends")
+        server.result(DEADLINE_S)

@@ -49,6 +49,7 @@ def launch(folder: RunFolder, options: LaunchOptions, stop: StopToken, say: Call
     started_s = clock.monotonic_s()
     with FolderLock(folder.path).acquire(stop, LOCK_WAIT_S):
         logs.setup("run", folder.path / "logs" / "run.log", options.verbose)
+        await_predecessors(folder, stop)
         endpoints = folder.assign_endpoints()
         _greet(folder, endpoints, say)
         reporter = Reporter(endpoints.hub, say, Watchdog(options.patience_s))
@@ -59,6 +60,13 @@ def launch(folder: RunFolder, options: LaunchOptions, stop: StopToken, say: Call
     if ending.exit_code == 0:
         say(f"the trained model is in {folder.path / 'trainer' / 'export'}")
     return ending
+
+
+def await_predecessors(folder: RunFolder, stop: StopToken) -> None:
+    """Wait for processes of an earlier start that are still ending (its supervisor was killed): they hold locks."""
+    for name in role_names(folder):
+        if (folder.path / name / ".lock").exists():
+            FolderLock(folder.path / name).acquire(stop, LOCK_WAIT_S).release()
 
 
 def check_ingredients(folder: RunFolder) -> None:

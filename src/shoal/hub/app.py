@@ -45,6 +45,7 @@ def create_app(config: HubConfig, clock: Clock = SystemClock()) -> FastAPI:
     app.add_exception_handler(RequestValidationError, _on_bad_parameter)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(ShoalError, _on_failure)
+    app.add_exception_handler(Exception, _on_defect)
     openapi.install(app)
     return app
 
@@ -69,6 +70,8 @@ async def _keep_up(hub: Hub) -> None:
             await run_in_threadpool(hub.upkeep.tick)
         except ShoalError as error:
             log.error("upkeep failed: %s", error)
+        except Exception:  # a defect must be seen, and must not end the upkeep of a running run
+            log.exception("upkeep failed")
         await asyncio.sleep(TICK_S)
 
 
@@ -92,6 +95,11 @@ async def _on_http_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     message = f"{error.detail}: {request.method} {request.url.path}; the calls are listed at /docs"
     return _problem(error.status_code, f"http.{error.status_code}", message)
+
+
+async def _on_defect(_request: Request, _error: Exception) -> JSONResponse:
+    """The server logs the traceback; the caller gets a `Problem` like everybody else."""
+    return _problem(500, "hub.defect", "the hub failed in a way it does not understand; its log says more")
 
 
 async def _on_failure(request: Request, error: Exception) -> JSONResponse:

@@ -86,7 +86,18 @@ def read_model_config(files: Mapping[str, bytes]) -> Any:
 
 def _ready(model: Any, device: str) -> Any:
     Head.of(model)
+    _own_memory(model)
     return model.to(device).eval()
+
+
+def _own_memory(model: Any) -> None:
+    """Move weights from a mapped file into memory of the allocator's alignment.
+
+    On a CPU the rounding of a matrix product depends on where its operands lie. In a mapped file that follows from the
+    length of its header, so the same weights would give other last digits after a resume than before.
+    """
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -78,6 +78,8 @@ def verify(public_key: str, signature: str, message: bytes) -> None:
     """Raise `SignatureError` unless `signature` over `message` was made by `public_key` (both hex)."""
     if len(public_key) != PUBLIC_KEY_HEX or len(signature) != SIGNATURE_HEX:
         raise SignatureError("a key or signature has the wrong length")
+    if public_key != public_key.lower() or signature != signature.lower():
+        raise SignatureError("a key or signature is not in lower case: each has one spelling only")
     try:
         key = Ed25519PublicKey.from_public_bytes(bytes.fromhex(public_key))
         key.verify(bytes.fromhex(signature), message)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from shoal.runtime.files import resource_error
 
+LEVELS = {"WARNING": "WARN", "CRITICAL": "FATAL"}
 QUIET_LIBRARIES = ("httpx", "httpcore", "uvicorn", "uvicorn.access", "asyncio", "transformers", "urllib3")
 
 
@@ -28,7 +29,8 @@ class LineFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         moment = time.strftime("%H:%M:%S", time.localtime(record.created))
         message = " ⏎ ".join(record.getMessage().splitlines())
-        line = f"{moment}.{int(record.msecs):03d} {record.levelname:<5.5} {self._role:<10} {message}"
+        level = LEVELS.get(record.levelname, record.levelname)
+        line = f"{moment}.{int(record.msecs):03d} {level:<5} {self._role:<10} {message}"
         error = record.exc_info[1] if record.exc_info else None
         if error is None:
             return line

@@ -5,7 +5,7 @@ loop       run_validator, Validator: claim audits, judge, report
 judge      Judge: verdicts on the submissions of one policy, with one batched prefill
 checks     BEFORE_PREFILL, AFTER_PREFILL: every check, cheapest first, and the table of reason codes
 case       Case, Finding: what a check sees and says
-rewards    score_group, shuffled, decoder: the reward, computed here and nowhere else
+rewards    score_group, shuffled, Decoders: the reward, computed here and nowhere else
 verdicts   Docket: findings to verdicts
 """
 

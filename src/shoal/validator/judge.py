@@ -24,7 +24,7 @@ from shoal.protocol import Verdict
 from shoal.runtime.clock import Clock, SystemClock
 from shoal.validator.case import Case, Finding, open_case
 from shoal.validator.checks import AFTER_PREFILL, BEFORE_PREFILL, run_checks
-from shoal.validator.rewards import Decode, decoder, score_group, shuffled
+from shoal.validator.rewards import Decode, Decoders, score_group, shuffled
 from shoal.validator.settings import Tolerances
 from shoal.validator.verdicts import MACHINERY_PREFILL, MACHINERY_REWARD, Docket
 
@@ -50,6 +50,7 @@ class Judge:
     tolerances: Tolerances
     shuffle_rewards: bool = False
     clock: Clock = field(default_factory=SystemClock)
+    decoders: Decoders = field(default_factory=Decoders, repr=False)
 
     def verdicts(self, dockets: Sequence[Docket], loaded: LoadedPolicy) -> list[Verdict]:
         """One verdict per docket, in order. All leases must name the loaded policy."""
@@ -76,7 +77,7 @@ class Judge:
         findings = entry.findings + run_checks(AFTER_PREFILL, case)
         if not findings[-1].passed:
             return docket.rejected(findings, now_ms)
-        return self._scored(docket, case, findings, decoder(loaded.files, case.lease.sampling.eos_token_id))
+        return self._scored(docket, case, findings, self.decoders.of(loaded.files))
 
     def _scored(self, docket: Docket, case: Case, findings: list[Finding], decode: Decode) -> Verdict:
         try:

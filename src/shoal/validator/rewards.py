@@ -21,23 +21,31 @@ Decode = Callable[[Sequence[int]], str]
 MAX_PARTS = 64
 
 
-def decoder(files: Mapping[str, bytes], eos_token_id: int) -> Decode:
-    """How a policy's tokens become text. One end-of-sequence token at the end is no part of the completion.
+class Decoders:
+    """How a policy's tokens become text, by its own tokenizer; the last tokenizer is kept, for versions share it.
 
     A policy without a tokenizer (the scripted engine's) has tokens that are characters.
     """
-    if "tokenizer.json" in files:
-        tokenizer = TextTokenizer(files)
 
-        def decode(token_ids: Sequence[int]) -> str:
-            return tokenizer.decode(_without_eos(token_ids, eos_token_id))
+    def __init__(self) -> None:
+        self._files: Mapping[str, bytes] = {}
+        self._decode: Decode = _characters
 
-        return decode
-    return lambda token_ids: "".join(chr(token) for token in _without_eos(token_ids, eos_token_id))
+    def of(self, files: Mapping[str, bytes]) -> Decode:
+        if files != self._files:
+            self._decode = TextTokenizer(files).decode if "tokenizer.json" in files else _characters
+            self._files = dict(files)
+        return self._decode
 
 
-def _without_eos(token_ids: Sequence[int], eos_token_id: int) -> Sequence[int]:
-    return token_ids[:-1] if token_ids and token_ids[-1] == eos_token_id else token_ids
+def _characters(token_ids: Sequence[int]) -> str:
+    return "".join(chr(token) for token in token_ids)
+
+
+def completion_ids(rollout: Rollout, eos_token_id: int) -> list[int]:
+    """The tokens to be scored: one end-of-sequence token at the end is no part of the completion."""
+    ids: list[int] = rollout.token_ids.tolist()
+    return ids[:-1] if ids and ids[-1] == eos_token_id else ids
 
 
 def score_group(
@@ -48,7 +56,8 @@ def score_group(
         task = environment.task(lease.task)
     except EnvironmentSetupError as error:
         raise ScoringFailure(f"the environment does not know the lease's task: {error}") from error
-    return tuple(_reward(environment, task, decode(rollout.token_ids.tolist())) for rollout in rollouts)
+    eos = lease.sampling.eos_token_id
+    return tuple(_reward(environment, task, decode(completion_ids(rollout, eos))) for rollout in rollouts)
 
 
 def _reward(environment: Environment, task: Task, completion: str) -> RolloutReward:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from shoal.client import Activity, ClientOptions, HubClient, RegularHeartbeat
 from shoal.engines import Completion, GenerationRequest, build
 from shoal.engines.shelf import EngineShelf, LoadedPolicy
-from shoal.errors import BroadcastError, DeadlineExceeded, HubError
+from shoal.errors import BroadcastError, DeadlineExceeded, HubError, ProtocolError, ResourceError
 from shoal.protocol import (
     SUBMISSION_FORMAT,
     Lease,
@@ -206,7 +206,7 @@ class Worker:
             return
         requests = [GenerationRequest(lease.prompt_ids, lease.seed_numbers, lease.sampling) for lease in leases]
         with self.activity.busy(f"generating {len(leases)} groups by policy {loaded.ref.label}"):
-            groups = loaded.engine.generate(requests)
+            groups = generate(loaded, requests)
         for lease, completions in zip(leases, groups, strict=True):
             self._outbox.put(submission_of(lease, completions, loaded.engine.name))
             del self._hand[lease.lease]
@@ -241,6 +241,19 @@ class Worker:
         kept = len(self._outbox.waiting(self._run))
         if kept:
             log.info("%d finished groups stay in the outbox; the next start sends them", kept)
+
+
+def generate(loaded: LoadedPolicy, requests: list[GenerationRequest]) -> list[list[Completion]]:
+    """The engine's answer, or its failure in one sentence (a full device is a `RuntimeError` of torch)."""
+    try:
+        return loaded.engine.generate(requests)
+    except (RuntimeError, MemoryError) as error:
+        raise ResourceError(
+            f"the engine {loaded.engine.name} failed while generating {len(requests)} groups: {error}; "
+            "if memory ran out, set worker.units_per_lease lower"
+        ) from error
+    except ValueError as error:
+        raise ProtocolError(f"the leased prompts do not fit policy {loaded.ref.label}: {error}") from error
 
 
 def submission_of(lease: Lease, completions: list[Completion], engine: str) -> Submission:

@@ -115,6 +115,15 @@ def test_two_runs_in_one_folder_are_refused(monkeypatch: pytest.MonkeyPatch, fol
         launch(folder, LaunchOptions(), StopToken(), lambda _: None)
 
 
+def test_a_start_waits_for_what_an_earlier_one_left_running(monkeypatch: pytest.MonkeyPatch, folder: RunFolder) -> None:
+    stand_ins(monkeypatch, folder, "print('done')")
+    with FolderLock(folder.path / "worker-1").acquire(StopToken()):
+        monkeypatch.setattr(launch_module, "LOCK_WAIT_S", 0.0)
+        with pytest.raises(ResourceError, match="worker-1 is in use"):
+            launch(folder, LaunchOptions(), StopToken(), lambda _: None)
+    assert launch(folder, LaunchOptions(), StopToken(), lambda _: None).exit_code == 0
+
+
 # ── as threads ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 

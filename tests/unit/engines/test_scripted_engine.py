@@ -39,7 +39,7 @@ def test_vocabulary_and_end_come_from_the_config():
     engine = ScriptedEngine({"config.json": b'{"vocab_size": 11, "eos_token_id": 3}'})
     engine.load_policy(None, {})
     assert engine.vocabulary_size == 11
-    [completions] = engine.generate([GenerationRequest((5,), tuple(range(200)), SAMPLING)])
+    [completions] = engine.generate([GenerationRequest((5,), tuple(range(60)), SAMPLING)])
     tokens = np.concatenate([completion.token_ids for completion in completions])
     assert tokens.max() == 10
     assert np.bincount(tokens, minlength=11).argmax() == 3

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.environments import Environment, EnvironmentSettings, Split, build
@@ -26,6 +26,7 @@ def test_it_is_an_environment(name):
 
 
 @given(INDICES)
+@settings(deadline=None)
 def test_sort_wants_the_digits_in_order(index):
     task = environment().tasks("train")[index]
     digits = task.prompt.removesuffix("=")
@@ -34,6 +35,7 @@ def test_sort_wants_the_digits_in_order(index):
 
 
 @given(INDICES)
+@settings(deadline=None)
 def test_addition_wants_the_sum(index):
     task = environment("addition").tasks("train")[index]
     left, right = task.prompt.removesuffix("=").split("+")
@@ -65,6 +67,7 @@ def test_splits_of_different_options_are_disjoint_too():
 
 
 @given(INDICES, st.sampled_from(["train", "held_out"]))
+@settings(deadline=None)
 def test_an_id_names_its_task(index, split: Split):
     built = environment()
     tasks = built.tasks(split)

@@ -12,7 +12,6 @@ from hubkit import (
     VALIDATOR,
     Actor,
     Bench,
-    as_bytes,
     certificate,
     code_of,
     fresh_request,
@@ -41,6 +40,14 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
     bench.close()
 
 
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    """One hub for all tests that change nothing another one looks at."""
+    bench = Bench(tmp_path_factory.mktemp("calm"))
+    yield bench
+    bench.close()
+
+
 @pytest.fixture
 def started(bench: Bench) -> Bench:
     ok(bench.announce(0))
@@ -48,69 +55,69 @@ def started(bench: Bench) -> Bench:
 
 
 class TestIdentity:
-    def test_an_unsigned_request(self, bench: Bench) -> None:
-        assert code_of(bench.http.post("/heartbeat", json={})) == (401, "auth.unsigned")
+    def test_an_unsigned_request(self, calm: Bench) -> None:
+        assert code_of(calm.http.post("/heartbeat", json={})) == (401, "auth.unsigned")
 
-    def test_a_stranger(self, bench: Bench) -> None:
-        assert code_of(bench.actor(worker_key(9)).call("POST", "/heartbeat", {})) == (401, "auth.unknown_node")
+    def test_a_stranger(self, calm: Bench) -> None:
+        assert code_of(calm.actor(worker_key(9)).call("POST", "/heartbeat", {})) == (401, "auth.unknown_node")
 
-    def test_a_node_id_that_is_not_the_signers(self, bench: Bench) -> None:
-        headers = sign_request(worker_key(9), RUN_ID, "POST", "/heartbeat", b"{}", bench.clock.now_ms())
-        headers["shoal-node"] = bench.alice.key.node
-        assert code_of(bench.http.post("/heartbeat", content=b"{}", headers=headers)) == (401, "auth.signature")
+    def test_a_node_id_that_is_not_the_signers(self, calm: Bench) -> None:
+        headers = sign_request(worker_key(9), RUN_ID, "POST", "/heartbeat", b"{}", calm.clock.now_ms())
+        headers["shoal-node"] = calm.alice.key.node
+        assert code_of(calm.http.post("/heartbeat", content=b"{}", headers=headers)) == (401, "auth.signature")
 
-    def test_a_signature_for_another_run(self, bench: Bench) -> None:
-        elsewhere = Actor(bench.alice.key, bench.http, bench.clock, run="other-run")
+    def test_a_signature_for_another_run(self, calm: Bench) -> None:
+        elsewhere = Actor(calm.alice.key, calm.http, calm.clock, run="other-run")
         assert code_of(elsewhere.call("POST", "/heartbeat", {})) == (401, "auth.signature")
 
     @pytest.mark.parametrize("part", ["path", "query", "body", "method"])
-    def test_nothing_signed_can_be_changed(self, bench: Bench, part: str) -> None:
-        headers = sign_request(bench.alice.key, RUN_ID, "POST", "/heartbeat", b"{}", bench.clock.now_ms())
+    def test_nothing_signed_can_be_changed(self, calm: Bench, part: str) -> None:
+        headers = sign_request(calm.alice.key, RUN_ID, "POST", "/heartbeat", b"{}", calm.clock.now_ms())
         path = {"path": "/leases", "query": "/heartbeat?x=1"}.get(part, "/heartbeat")
         method = "PUT" if part == "method" else "POST"
         if part == "method":
             path = "/submissions/u0a0"
         body = b'{"doing":"x"}' if part == "body" else b"{}"
-        response = bench.http.request(method, path, content=body, headers=headers)
+        response = calm.http.request(method, path, content=body, headers=headers)
         assert code_of(response) == (401, "auth.signature")
 
-    def test_a_replayed_request(self, bench: Bench) -> None:
-        headers = sign_request(bench.alice.key, RUN_ID, "POST", "/heartbeat", b"{}", bench.clock.now_ms())
-        ok(bench.http.post("/heartbeat", content=b"{}", headers=headers))
-        assert code_of(bench.http.post("/heartbeat", content=b"{}", headers=headers)) == (401, "auth.replay")
+    def test_a_replayed_request(self, calm: Bench) -> None:
+        headers = sign_request(calm.alice.key, RUN_ID, "POST", "/heartbeat", b"{}", calm.clock.now_ms())
+        ok(calm.http.post("/heartbeat", content=b"{}", headers=headers))
+        assert code_of(calm.http.post("/heartbeat", content=b"{}", headers=headers)) == (401, "auth.replay")
 
-    def test_a_replay_is_refused_for_as_long_as_its_clock_would_pass(self, bench: Bench) -> None:
-        sent_ms = bench.clock.now_ms() + 119_000
-        headers = sign_request(bench.alice.key, RUN_ID, "POST", "/heartbeat", b"{}", sent_ms)
-        ok(bench.http.post("/heartbeat", content=b"{}", headers=headers))
-        bench.clock.advance(230)
-        bench.app.state.hub.upkeep.tick()
-        assert code_of(bench.http.post("/heartbeat", content=b"{}", headers=headers)) == (401, "auth.replay")
-        bench.clock.advance(60)
-        assert code_of(bench.http.post("/heartbeat", content=b"{}", headers=headers)) == (401, "auth.skew")
+    def test_a_replay_is_refused_for_as_long_as_its_clock_would_pass(self, calm: Bench) -> None:
+        sent_ms = calm.clock.now_ms() + 119_000
+        headers = sign_request(calm.alice.key, RUN_ID, "POST", "/heartbeat", b"{}", sent_ms)
+        ok(calm.http.post("/heartbeat", content=b"{}", headers=headers))
+        calm.clock.advance(230)
+        calm.app.state.hub.upkeep.tick()
+        assert code_of(calm.http.post("/heartbeat", content=b"{}", headers=headers)) == (401, "auth.replay")
+        calm.clock.advance(60)
+        assert code_of(calm.http.post("/heartbeat", content=b"{}", headers=headers)) == (401, "auth.skew")
 
     @pytest.mark.parametrize("offset_ms", [-121_000, 121_000])
-    def test_a_clock_that_is_off(self, bench: Bench, offset_ms: int) -> None:
-        at_ms = bench.clock.now_ms() + offset_ms
-        headers = sign_request(bench.alice.key, RUN_ID, "POST", "/heartbeat", b"{}", at_ms)
-        response = bench.http.post("/heartbeat", content=b"{}", headers=headers)
+    def test_a_clock_that_is_off(self, calm: Bench, offset_ms: int) -> None:
+        at_ms = calm.clock.now_ms() + offset_ms
+        headers = sign_request(calm.alice.key, RUN_ID, "POST", "/heartbeat", b"{}", at_ms)
+        response = calm.http.post("/heartbeat", content=b"{}", headers=headers)
         assert code_of(response) == (401, "auth.skew")
         assert "NTP" in response.json()["message"]
 
-    def test_a_role_keeps_to_its_calls(self, started: Bench) -> None:
+    def test_a_role_keeps_to_its_calls(self, calm: Bench) -> None:
         for path in ("/audits", "/verdicts", "/policies", "/batches/0", "/steps"):
-            assert code_of(started.alice.call("POST", path, {})) == (403, "auth.role"), path
-        assert code_of(started.trainer.call("POST", "/leases", {})) == (403, "auth.role")
-        assert code_of(started.validator.call("POST", "/batches/0", {})) == (403, "auth.role")
-        assert code_of(started.alice.call("GET", "/batches/0/rollouts")) == (403, "auth.role")
-        assert code_of(started.alice.call("GET", f"/submissions/{'a' * 64}")) == (403, "auth.role")
+            assert code_of(calm.alice.call("POST", path, {})) == (403, "auth.role"), path
+        assert code_of(calm.trainer.call("POST", "/leases", {})) == (403, "auth.role")
+        assert code_of(calm.validator.call("POST", "/batches/0", {})) == (403, "auth.role")
+        assert code_of(calm.alice.call("GET", "/batches/0/rollouts")) == (403, "auth.role")
+        assert code_of(calm.alice.call("GET", f"/submissions/{'a' * 64}")) == (403, "auth.role")
 
 
 class TestBodies:
-    def test_a_body_over_the_cap_is_refused_by_its_declared_length(self, bench: Bench) -> None:
-        assert code_of(bench.alice.call("POST", "/heartbeat", b"x" * 70_000)) == (413, "body.too_big")
+    def test_a_body_over_the_cap_is_refused_by_its_declared_length(self, calm: Bench) -> None:
+        assert code_of(calm.alice.call("POST", "/heartbeat", b"x" * 70_000)) == (413, "body.too_big")
 
-    def test_a_body_without_a_length_is_cut_off_while_it_streams(self, bench: Bench) -> None:
+    def test_a_body_without_a_length_is_cut_off_while_it_streams(self, calm: Bench) -> None:
         taken = []
 
         def parts() -> Iterator[bytes]:
@@ -118,36 +125,36 @@ class TestBodies:
                 taken.append(1)
                 yield b"x" * 10_000
 
-        headers = sign_request(bench.alice.key, RUN_ID, "POST", "/heartbeat", b"", bench.clock.now_ms())
-        response = bench.http.post("/heartbeat", content=parts(), headers=headers)
+        headers = sign_request(calm.alice.key, RUN_ID, "POST", "/heartbeat", b"", calm.clock.now_ms())
+        response = calm.http.post("/heartbeat", content=parts(), headers=headers)
         assert code_of(response) == (413, "body.too_big")
 
-    def test_a_malformed_body_names_the_field(self, bench: Bench) -> None:
-        response = bench.alice.call("POST", "/leases", {"request": "long-enough", "max_units": 0})
+    def test_a_malformed_body_names_the_field(self, calm: Bench) -> None:
+        response = calm.alice.call("POST", "/leases", {"request": "long-enough", "max_units": 0})
         assert code_of(response) == (422, "body.malformed")
         assert "max_units" in response.json()["message"]
-        assert code_of(bench.alice.call("POST", "/heartbeat", b"not json")) == (422, "body.malformed")
+        assert code_of(calm.alice.call("POST", "/heartbeat", b"not json")) == (422, "body.malformed")
 
-    def test_unknown_paths_and_bad_parameters_are_problems_too(self, bench: Bench) -> None:
-        assert code_of(bench.http.get("/nowhere")) == (404, "http.404")
-        assert code_of(bench.http.get("/leases")) == (405, "http.405")
-        assert code_of(bench.http.get("/ledger?limit=0")) == (422, "request.parameter")
-        assert code_of(bench.trainer.call("POST", "/batches/x", {})) == (422, "request.parameter")
+    def test_unknown_paths_and_bad_parameters_are_problems_too(self, calm: Bench) -> None:
+        assert code_of(calm.http.get("/nowhere")) == (404, "http.404")
+        assert code_of(calm.http.get("/leases")) == (405, "http.405")
+        assert code_of(calm.http.get("/ledger?limit=0")) == (422, "request.parameter")
+        assert code_of(calm.trainer.call("POST", "/batches/x", {})) == (422, "request.parameter")
 
 
 class TestNodes:
-    def test_the_same_registration_again_is_harmless(self, bench: Bench) -> None:
-        before = bench.status().ledger.index
-        again = ok(bench.alice.register(name="alice")).json()
-        assert (again["node"], again["name"]) == (bench.alice.key.node, "alice")
-        assert bench.status().ledger.index == before
+    def test_the_same_registration_again_is_harmless(self, calm: Bench) -> None:
+        before = calm.status().ledger.index
+        again = ok(calm.alice.register(name="alice")).json()
+        assert (again["node"], again["name"]) == (calm.alice.key.node, "alice")
+        assert calm.status().ledger.index == before
 
-    def test_a_registration_is_signed_with_the_key_it_brings(self, bench: Bench) -> None:
+    def test_a_registration_is_signed_with_the_key_it_brings(self, calm: Bench) -> None:
         body = Registration(public_key=worker_key(7).public_key)
-        assert code_of(bench.actor(worker_key(8)).call("POST", "/nodes", body)) == (401, "auth.signature")
+        assert code_of(calm.actor(worker_key(8)).call("POST", "/nodes", body)) == (401, "auth.signature")
 
     @pytest.mark.parametrize("fault", ["none", "other key", "other role", "other run", "not the root"])
-    def test_a_trusted_role_needs_its_certificate(self, bench: Bench, fault: str) -> None:
+    def test_a_trusted_role_needs_its_certificate(self, calm: Bench, fault: str) -> None:
         key = worker_key(7)
         signed = {
             "none": None,
@@ -157,24 +164,24 @@ class TestNodes:
             "not the root": certificate(key, "validator", signer=key),
         }[fault]
         body = Registration(public_key=key.public_key, role="validator", certificate=signed)
-        assert code_of(bench.actor(key).call("POST", "/nodes", body)) == (403, "auth.certificate")
+        assert code_of(calm.actor(key).call("POST", "/nodes", body)) == (403, "auth.certificate")
 
-    def test_a_key_cannot_change_its_role(self, bench: Bench) -> None:
-        assert code_of(bench.alice.register("trainer")) == (409, "node.role")
+    def test_a_key_cannot_change_its_role(self, calm: Bench) -> None:
+        assert code_of(calm.alice.register("trainer")) == (409, "node.role")
 
-    def test_another_protocol_version(self, bench: Bench) -> None:
+    def test_another_protocol_version(self, calm: Bench) -> None:
         body = Registration(public_key=worker_key(7).public_key, protocol_version=99)
-        assert code_of(bench.actor(worker_key(7)).call("POST", "/nodes", body)) == (409, "protocol.version")
+        assert code_of(calm.actor(worker_key(7)).call("POST", "/nodes", body)) == (409, "protocol.version")
 
-    def test_a_heartbeat_shows_in_the_status(self, bench: Bench) -> None:
+    def test_a_heartbeat_shows_in_the_status(self, calm: Bench) -> None:
         body = {"doing": "generating", "waiting_for": "policy 0.3 from relay", "counters": {"tokens": 5}}
-        reply = ok(bench.alice.call("POST", "/heartbeat", body)).json()
+        reply = ok(calm.alice.call("POST", "/heartbeat", body)).json()
         assert reply["node"]["doing"] == "generating"
-        since_ms = bench.clock.now_ms()
-        bench.clock.advance(5)
-        ok(bench.alice.call("POST", "/heartbeat", body))
-        waits = {wait.who: wait for wait in bench.status().waits}
-        wait = waits[f"worker alice ({bench.alice.key.node[:8]})"]
+        since_ms = calm.clock.now_ms()
+        calm.clock.advance(5)
+        ok(calm.alice.call("POST", "/heartbeat", body))
+        waits = {wait.who: wait for wait in calm.status().waits}
+        wait = waits[f"worker alice ({calm.alice.key.node[:8]})"]
         assert (wait.what, wait.since_ms) == ("policy 0.3 from relay", since_ms)
 
 
@@ -240,6 +247,13 @@ class TestSubmissions:
         response = started.alice.submit(lease, submission_body(lease, **changes))
         assert code_of(response) == (422, "submission.mismatch")
         assert next(iter(changes)) in response.json()["message"]
+
+    def test_groups_are_whole(self, started: Bench) -> None:
+        (lease,) = started.alice.lease(fresh_request())
+        short = lease.model_copy(update={"seeds": lease.seeds[:1]})
+        response = started.alice.submit(lease, submission_body(short))
+        assert code_of(response) == (422, "submission.group")
+        assert response.json()["message"] == "the submission has 1 rollouts; groups have 2"
 
     def test_late_is_fine_while_the_unit_is_free(self, started: Bench) -> None:
         (lease,) = started.alice.lease(fresh_request())
@@ -366,7 +380,3 @@ class TestTrainer:
         assert view.credit == 6, "a receipt is a promise: the work is credited although its group is void"
         assert started.status().units["void_incarnation"] == 2
         assert [lease.policy.incarnation for lease in started.bob.lease(fresh_request(), 2)] == [1, 1]
-
-
-def test_bytes_of_a_dict_are_json() -> None:
-    assert as_bytes({"a": 1}) == b'{"a":1}'

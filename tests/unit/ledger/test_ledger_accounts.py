@@ -44,9 +44,9 @@ def test_accounts_of_a_small_run() -> None:
 
 
 def test_a_submission_is_judged_once() -> None:
-    with pytest.raises(LedgerError, match="row 1.*judged before"):
+    with pytest.raises(LedgerError, match=r"row 1.*judged before"):
         fold(entries_of(credit("a", "s1", 5), credit("a", "s1", 5)))
-    with pytest.raises(LedgerError, match="row 1.*judged before"):
+    with pytest.raises(LedgerError, match=r"row 1.*judged before"):
         fold(entries_of(credit("a", "s1", 5), ("rejected", {"node": "a", "submission": "s1"})))
 
 

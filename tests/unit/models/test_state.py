@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.errors import ModelError
@@ -77,6 +77,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(change, said):
 
 
 @given(st.sampled_from(sorted(TORCH_TYPES)), st.lists(st.integers(0, 4), max_size=3))
+@settings(deadline=None)
 def test_every_type_and_shape_survives(dtype, shape):
     tensor = (torch.rand(shape) * 3).to(TORCH_TYPES[dtype])
     view = to_view("w", tensor)

@@ -151,3 +151,12 @@ def test_nonsense_as_key_or_signature_is_a_signature_error(key: str, signature: 
     for public_key, sign in ((key, signature), (key.ljust(64, "0")[:64], signature.ljust(128, "g")[:128])):
         with pytest.raises(SignatureError):
             verify(public_key, sign, b"message")
+
+
+def test_a_key_and_a_signature_have_one_spelling() -> None:
+    key = SigningKey.from_seed(SEED)
+    signature = key.sign(b"x")
+    verify(key.public_key, signature, b"x")
+    for public_key, sign in ((key.public_key.upper(), signature), (key.public_key, signature.upper())):
+        with pytest.raises(SignatureError, match="one spelling"):
+            verify(public_key, sign, b"x")

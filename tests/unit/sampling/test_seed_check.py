@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.sampling import SeedTolerance, check_seeded
@@ -27,6 +27,7 @@ def checked(logits, u, tokens, tolerance=None):
 
 
 @given(st.integers(0, 10_000))
+@settings(deadline=None)
 def test_an_honest_sequence_passes_without_any_tolerance_used(seed):
     result = checked(*drawn(seed))
     assert result.passed
@@ -34,6 +35,7 @@ def test_an_honest_sequence_passes_without_any_tolerance_used(seed):
 
 
 @given(st.integers(0, 10_000))
+@settings(deadline=None)
 def test_rounding_noise_on_the_validators_side_passes(seed):
     logits, u, tokens = drawn(seed)
     noise = np.random.default_rng(seed + 1).normal(0, 1e-6, logits.shape).astype(np.float32)
@@ -41,6 +43,7 @@ def test_rounding_noise_on_the_validators_side_passes(seed):
 
 
 @given(st.integers(0, 10_000))
+@settings(deadline=None)
 def test_another_seed_is_beyond(seed):
     logits, _, tokens = drawn(seed)
     result = checked(logits, uniforms(seed + 1, 0, 64), tokens)

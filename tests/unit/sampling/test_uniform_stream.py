@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.sampling import philox4x32, uniforms, uniforms_matrix
@@ -46,6 +46,7 @@ def test_philox_gives_the_published_answers(counter, key, expected):
 
 
 @given(SEEDS, st.integers(min_value=0, max_value=2**40))
+@settings(deadline=None)
 def test_a_uniform_is_what_plain_integers_give(seed, position):
     assert uniforms(seed, position, 1)[0] == plain_uniform(seed, position)
 
@@ -59,11 +60,13 @@ def test_vectors_for_other_implementations():
 
 
 @given(SEEDS, st.integers(0, 1000), st.integers(0, 50))
+@settings(deadline=None)
 def test_a_position_does_not_depend_on_where_reading_starts(seed, start, count):
     np.testing.assert_array_equal(uniforms(seed, start, count), uniforms(seed, 0, start + count)[start:])
 
 
 @given(st.lists(SEEDS, min_size=1, max_size=5), st.integers(0, 100))
+@settings(deadline=None)
 def test_a_row_of_the_matrix_is_the_stream_of_its_seed(seeds, start):
     matrix = uniforms_matrix(seeds, start, 7)
     for row, seed in zip(matrix, seeds, strict=True):

@@ -130,6 +130,31 @@ def test_every_kept_version_is_whole_after_any_history(
     assert all_chunks(folder) == {chunk.hash for manifest in manifests[-kept:] for chunk in manifest.chunks}
 
 
+@pytest.mark.parametrize("step", ["remove_manifest", "remove_chunks_except"])
+def test_a_crash_while_old_versions_are_removed_breaks_nothing_that_the_head_offers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    origin = make_origin(tmp_path, kept=1)
+    publish(origin, 1)
+    real = getattr(Tree, step)
+
+    def crash_after(self: Tree, argument: object) -> None:
+        real(self, argument)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Tree, step, crash_after)
+        with pytest.raises(KeyboardInterrupt):
+            publish(origin, 2)
+    head = origin.head()
+    assert head is not None
+    assert head.kept_versions == ("0.2",)
+    offered = read_manifest((tmp_path / "manifests" / "0.2.json").read_bytes(), RUN, KEY.public_key)
+    assert all(path.exists() for path in chunk_paths(tmp_path, offered))
+    third = publish(origin, 3)
+    assert all_chunks(tmp_path) == {chunk.hash for chunk in third.chunks}
+
+
 def test_a_damaged_manifest_stops_the_removal_of_chunks_not_the_publication(tmp_path: Path) -> None:
     origin = make_origin(tmp_path, kept=2)
     first = publish(origin, 1)

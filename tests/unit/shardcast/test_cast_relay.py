@@ -165,7 +165,10 @@ def test_nothing_corrupt_is_served_and_an_honest_upstream_mends_it(
         assert fetch(relay.url, f"/{path.relative_to(folder)}") == (200, path.read_bytes())
 
 
-@pytest.mark.parametrize("attack", ["wrong key", "tampered", "manifest of another head", "rolled back", "endless"])
+ATTACKS = ["wrong key", "tampered", "manifest of another head", "manifest rewritten", "rolled back", "endless"]
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
 def test_a_bad_head_is_refused_and_the_good_one_kept(
     tmp_path: Path, start_relay: StartRelay, scripted: Scripted, attack: str
 ) -> None:
@@ -192,13 +195,15 @@ def test_a_bad_head_is_refused_and_the_good_one_kept(
 
     def manifest(target: str, to: socket.socket) -> None:
         other = manifest_path(folder, publish(origin, 2)).read_bytes()
-        reply(to, 200, other) if evil.is_set() else honest(target, to)
+        if attack == "manifest rewritten" and evil.is_set():  # still signed, but not the bytes that the head names
+            other = json.dumps(json.loads((folder / target.lstrip("/")).read_bytes()), indent=1).encode()
+        reply(to, 200, other) if evil.is_set() and attack.startswith("manifest") else honest(target, to)
 
     upstream = scripted(instead(honest, {"head.json": head, "manifests": manifest}))
     relay = start_relay(tmp_path / "relay", upstream.url, long_poll_s=0)
     eventually(lambda: is_complete(relay, "0.2"))
     evil.set()
-    if attack == "manifest of another head":
+    if attack.startswith("manifest"):
         publish(origin, 3)
     asked = len(upstream.seen)
     eventually(lambda: len(upstream.seen) > asked + 3)

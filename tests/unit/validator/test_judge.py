@@ -12,10 +12,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from shoal.engines.scripted import ScriptedEngine
 from shoal.engines.shelf import LoadedPolicy
 from shoal.errors import ScoringFailure
-from shoal.protocol import Outcome, RolloutReward
+from shoal.protocol import Outcome, Rollout, RolloutReward, pack_tokens
 from shoal.runtime.clock import ManualClock
 from shoal.validator import Judge, Tolerances
-from shoal.validator.rewards import decoder, score_group, shuffled
+from shoal.validator.rewards import Decoders, completion_ids, score_group, shuffled
 
 
 def judge(**changes: object) -> Judge:
@@ -101,22 +101,30 @@ def test_units_are_shuffled_differently_and_evenly() -> None:
     assert shuffled(rewards, "run", 1) != shuffled(rewards, "other", 1)
 
 
-def test_text_without_a_tokenizer_is_characters_up_to_the_end_token() -> None:
-    decode = decoder({}, eos_token_id=1)
-    assert decode([72, 105, 1]) == "Hi"
-    assert decode([72, 105]) == "Hi"
-    assert decode([]) == ""
+def test_text_without_a_tokenizer_is_characters() -> None:
+    assert Decoders().of({})([72, 105]) == "Hi"
+    assert Decoders().of({})([]) == ""
 
 
-def test_text_with_a_tokenizer_is_the_tokenizers() -> None:
+def test_one_end_token_is_no_part_of_the_completion() -> None:
+    assert completion_ids(Rollout(pack_tokens([7, 1]), b"", "eos"), eos_token_id=1) == [7]
+    assert completion_ids(Rollout(pack_tokens([7, 8]), b"", "length"), eos_token_id=1) == [7, 8]
+    assert completion_ids(Rollout(pack_tokens([1]), b"", "eos"), eos_token_id=1) == []
+
+
+def test_text_with_a_tokenizer_is_the_tokenizers_and_it_is_read_once() -> None:
     tokenizer = Tokenizer(models.WordLevel({"a": 0, "</s>": 1, "b": 2}, unk_token="a"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     files = {"tokenizer.json": tokenizer.to_str().encode(), "config.json": json.dumps({"eos_token_id": 1}).encode()}
-    assert decoder(files, 1)([2, 0, 1]).replace(" ", "") == "ba"
+    decoders = Decoders()
+    decode = decoders.of(files)
+    assert decode([2, 0]).replace(" ", "") == "ba"
+    assert decoders.of(dict(files)) is decode
+    assert decoders.of({})([72]) == "H"
 
 
 def test_scoring_a_group_is_whole_or_nothing() -> None:
     rollouts = submission(lease(3)).rollouts
-    assert len(score_group(LengthEnvironment(), lease(3), rollouts, decoder({}, 1))) == len(rollouts)
+    assert len(score_group(LengthEnvironment(), lease(3), rollouts, Decoders().of({}))) == len(rollouts)
     with pytest.raises(ScoringFailure):
-        score_group(LengthEnvironment(), lease(3, task="t/broken"), rollouts, decoder({}, 1))
+        score_group(LengthEnvironment(), lease(3, task="t/broken"), rollouts, Decoders().of({}))

@@ -13,7 +13,15 @@ import pytest
 from shoal.engines import GenerationRequest
 from shoal.engines.scripted import ScriptedEngine
 from shoal.engines.shelf import EngineShelf, LoadedPolicy
-from shoal.errors import DeadlineExceeded, HubRefused, HubUnreachable, PolicyMismatch, VersionNotFound
+from shoal.errors import (
+    DeadlineExceeded,
+    HubRefused,
+    HubUnreachable,
+    PolicyMismatch,
+    ProtocolError,
+    ResourceError,
+    VersionNotFound,
+)
 from shoal.protocol import (
     Heartbeat,
     HeartbeatReply,
@@ -118,10 +126,13 @@ class CountingEngine(ScriptedEngine):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[list[int]] = []
+        self.failure: Exception | None = None
         data = memoryview(np.ones(1, dtype="<f4")).cast("B")
         self.load_policy(policy(), {"w": TensorView("w", "F32", (1,), data)})
 
     def generate(self, requests, keep_hidden=False):  # type: ignore[no-untyped-def]
+        if self.failure is not None:
+            raise self.failure
         self.calls.append([request.prompt_ids[0] - 10 for request in requests])
         return super().generate(requests, keep_hidden)
 
@@ -203,6 +214,23 @@ def test_a_policy_that_cannot_be_had_gives_its_leases_back_and_work_goes_on(tmp_
 def test_other_weights_than_promised_end_it_and_give_everything_back(tmp_path: Path) -> None:
     bench = Bench(tmp_path, [lease(1), lease(2)], v0=PolicyMismatch("another digest"))
     with pytest.raises(PolicyMismatch):
+        bench.worker.run()
+    assert bench.hub.released[0].leases == ("lease-1", "lease-2")
+
+
+@pytest.mark.parametrize(
+    ("failure", "expected", "hint"),
+    [
+        (RuntimeError("CUDA out of memory"), ResourceError, "units_per_lease lower"),
+        (ValueError("token 500 is outside"), ProtocolError, "do not fit policy"),
+    ],
+)
+def test_an_engine_that_fails_gives_everything_back_and_says_what_to_do(
+    tmp_path: Path, failure: Exception, expected: type[Exception], hint: str
+) -> None:
+    bench = Bench(tmp_path, [lease(1), lease(2)])
+    bench.shelf.engine.failure = failure
+    with pytest.raises(expected, match=hint):
         bench.worker.run()
     assert bench.hub.released[0].leases == ("lease-1", "lease-2")
 

@@ -11,7 +11,7 @@ from shoal.hub.state.machines import SubmissionState
 from shoal.hub.state.refusals import Refusal
 from shoal.hub.state.rows import NodeRow, SubmissionRow
 from shoal.hub.storage import Reader, Writer
-from shoal.protocol import Audit, AuditReply, AuditRequest, SignedDocument, Verdict, open_document
+from shoal.protocol import Audit, AuditReply, AuditRequest, Outcome, SignedDocument, Verdict, open_document
 
 
 class Checking:
@@ -48,7 +48,7 @@ class Checking:
             raise Refusal(422, "verdict.run", f"the verdict is for run {verdict.run[:80]}")
         ruling = Ruling(verdict, node.node, signed.model_dump_json())
         with context.decision() as (transaction, moment):
-            case = self._case(transaction, verdict.submission)
+            case = self._case(transaction, verdict)
             transaction.apply(judge(moment, case, ruling))
         context.changes.notify(Topic.LEASES, Topic.BATCHES)
 
@@ -58,14 +58,16 @@ class Checking:
                 raise _unknown(submission)
         return self._context.blobs.get(submission)
 
-    def _case(self, transaction: Writer, name: str) -> Case:
-        submission = transaction.submission(name)
+    def _case(self, transaction: Writer, verdict: Verdict) -> Case:
+        submission = transaction.submission(verdict.submission)
         if submission is None:
-            raise _unknown(name)
+            raise _unknown(verdict.submission)
         unit, node = transaction.unit(submission.unit), transaction.node(submission.node)
         assert unit is not None, "a foreign key ties a submission to its unit"
         assert node is not None, "a foreign key ties a submission to its node"
-        return Case(submission, unit, node, tuple(transaction.holdings(submission.node)))
+        # Only a ban touches the node's other leases.
+        holdings = transaction.holdings(submission.node) if verdict.outcome == Outcome.REJECTED else []
+        return Case(submission, unit, node, tuple(holdings))
 
     def _audit(self, reader: Reader, row: SubmissionRow) -> Audit:
         holding = reader.holding(row.lease)

@@ -98,6 +98,12 @@ class Work:
             "lease": row.lease,
             "unit": row.unit,
         }
+        if len(submission.rollouts) != self._context.rules.group_size:
+            raise Refusal(
+                422,
+                "submission.group",
+                f"the submission has {len(submission.rollouts)} rollouts; groups have {self._context.rules.group_size}",
+            )
         for name, value in expected.items():
             found = getattr(submission, name)
             if found != value:

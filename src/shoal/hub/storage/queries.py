@@ -19,6 +19,10 @@ _ALIVE = or_(
     and_(tables.units.c.state == UnitState.ACCEPTED.value, tables.units.c.step.is_(None)),
 )
 
+_HOLDINGS = select(tables.leases, tables.units).join(tables.units, tables.leases.c.unit == tables.units.c.unit)
+NAMES_PER_QUERY = 500
+"""Databases limit how many parameters a statement may have."""
+
 
 class SqlReader:
     """Implements `protocol.Reader`."""
@@ -90,27 +94,21 @@ class SqlReader:
         return None if row is None else _unit(row)
 
     def holding(self, lease: str) -> Holding | None:
-        row = self._first(select(tables.leases).where(tables.leases.c.lease == lease))
-        return None if row is None else self._with_unit(_lease(row))
+        row = self._first(_HOLDINGS.where(tables.leases.c.lease == lease))
+        return None if row is None else _holding(row)
 
     def holdings(self, node: str | None = None) -> list[Holding]:
         table = tables.leases
-        query = select(table).where(table.c.state == LeaseState.ACTIVE.value)
+        query = _HOLDINGS.where(table.c.state == LeaseState.ACTIVE.value)
         if node is not None:
             query = query.where(table.c.node == node)
-        rows = self._connection.execute(query.order_by(table.c.issued_at_ms, table.c.unit)).all()
-        return [self._with_unit(_lease(row)) for row in rows]
+        rows = self._connection.execute(query.order_by(table.c.issued_at_ms, table.c.unit))
+        return [_holding(row) for row in rows]
 
     def overdue_holdings(self, now_ms: int) -> list[Holding]:
         table = tables.leases
-        query = select(table).where(table.c.state == LeaseState.ACTIVE.value, table.c.deadline_ms <= now_ms)
-        rows = self._connection.execute(query.order_by(table.c.unit)).all()
-        return [self._with_unit(_lease(row)) for row in rows]
-
-    def _with_unit(self, lease: LeaseRow) -> Holding:
-        unit = self.unit(lease.unit)
-        assert unit is not None, "a foreign key ties a lease to its unit"
-        return Holding(lease, unit)
+        query = _HOLDINGS.where(table.c.state == LeaseState.ACTIVE.value, table.c.deadline_ms <= now_ms)
+        return [_holding(row) for row in self._connection.execute(query.order_by(table.c.unit))]
 
     def requested_leases(self, node: str, request: str) -> list[LeaseRow]:
         table = tables.leases
@@ -142,8 +140,13 @@ class SqlReader:
         return [_submission(row) for row in self._connection.execute(newest)]
 
     def submissions_named(self, names: Sequence[str]) -> dict[str, SubmissionRow]:
-        found = (self.submission(name) for name in names)
-        return {row.submission: row for row in found if row is not None}
+        table, found = tables.submissions, []
+        for start in range(0, len(names), NAMES_PER_QUERY):
+            part = names[start : start + NAMES_PER_QUERY]
+            found += [
+                _submission(row) for row in self._connection.execute(select(table).where(table.c.submission.in_(part)))
+            ]
+        return {row.submission: row for row in found}
 
     def batch(self, step: int) -> Batch | None:
         document = self._scalar(select(tables.batches.c.document).where(tables.batches.c.step == step))
@@ -218,6 +221,10 @@ def _unit(row: Row[Any]) -> UnitRow:
 def _lease(row: Row[Any]) -> LeaseRow:
     values = columns_of(tables.leases, row)
     return LeaseRow(**{**values, "state": LeaseState(values["state"])})
+
+
+def _holding(row: Row[Any]) -> Holding:
+    return Holding(_lease(row), _unit(row))
 
 
 def _submission(row: Row[Any]) -> SubmissionRow:

@@ -18,7 +18,7 @@ from typing import Any
 from sqlalchemy import Connection, Engine, create_engine, event, inspect
 from sqlalchemy.exc import DatabaseError
 
-from shoal.errors import ConfigError, ResourceError
+from shoal.errors import ConfigError, ResourceError, ShoalError
 from shoal.hub.storage import tables
 from shoal.hub.storage.queries import SqlReader
 from shoal.hub.storage.writes import SqlWriter
@@ -41,15 +41,13 @@ class SqliteStorage:
         self._relaxed = _engine(path, synchronous="NORMAL")
         try:
             self._prepare()
-        except DatabaseError as error:
+        except ShoalError:
             self.close()
-            raise ResourceError(
-                f"cannot use the database {path}: {error.orig}; check the disk, or move the file away to start anew"
-            ) from error
+            raise
 
     @contextmanager
     def read(self) -> Iterator[SqlReader]:
-        with _transaction(self._durable, "BEGIN") as connection:
+        with self._failures(), _transaction(self._durable, "BEGIN") as connection:
             yield SqlReader(connection)
 
     @contextmanager
@@ -60,7 +58,7 @@ class SqliteStorage:
                 f"the database {self._path} was busy for {BUSY_TIMEOUT_MS // 1000} s; is the disk stuck?"
             )
         try:
-            with _transaction(engine, "BEGIN IMMEDIATE") as connection:
+            with self._failures(), _transaction(engine, "BEGIN IMMEDIATE") as connection:
                 yield SqlWriter(connection)
         finally:
             self._write_lock.release()
@@ -69,13 +67,24 @@ class SqliteStorage:
         self._durable.dispose()
         self._relaxed.dispose()
 
+    @contextmanager
+    def _failures(self) -> Iterator[None]:
+        """What the database says about its disk, as one sentence. The transaction is undone by then."""
+        try:
+            yield
+        except DatabaseError as error:
+            raise ResourceError(
+                f"cannot use the database {self._path}: {error.orig}; check the disk (full? damaged?), "
+                "or move the file away to start anew"
+            ) from error
+
     def _prepare(self) -> None:
         with self.write() as transaction:
             connection = transaction._connection
             if inspect(connection).has_table(tables.meta.name):
                 self._check_version(transaction.setting("schema_version"))
                 return
-            tables.metadata.create_all(connection)
+            tables.metadata.create_all(connection, checkfirst=False)
             transaction.put_setting("schema_version", str(tables.SCHEMA_VERSION))
 
     def _check_version(self, found: str | None) -> None:

@@ -1,0 +1,119 @@
+"""Staleness 0 is ordinary synchronous reinforcement learning, number for number.
+
+The same run twice: once through hub, worker, validator, relay and trainer (real HTTP, all roles as threads), once as
+the plain loop below, which knows no lease, no hub and no process. Every version's weights must be the same, bit for
+bit: the digests are compared.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shoal.cli.folder import RunFolder
+from shoal.cli.launch import LaunchOptions, launch
+from shoal.cli.recipe import Recipe
+from shoal.engines import GenerationRequest
+from shoal.engines.torch import TorchEngine
+from shoal.environments import build
+from shoal.hub.state.draws import task_index, unit_seeds
+from shoal.models.load import LoadedModel, load_model
+from shoal.models.state import policy_views
+from shoal.protocol import SamplingParameters, TrainingGroup, TrainingRollout, pack_logprobs, pack_tokens
+from shoal.runtime.stop import StopToken
+from shoal.shardcast.manifest import CHUNK_SIZE_BYTES, digest_of
+from shoal.trainer.learner import new_learner
+from shoal.trainer.step import StepWork, train_step
+
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    recipe = Recipe.model_validate(
+        {
+            "run": {"steps": STEPS, "groups_per_step": 4, "group_size": 8, "max_staleness": 0, "max_new_tokens": 10},
+            "trainer": {"learning_rate": 1e-4, "minibatches": 2, "evaluate_every": 0},
+            "worker": {"count": 2, "units_per_lease": 1},  # two that race: a batch must not depend on who is first
+            "hub": {"port": 0},
+        }
+    )
+    folder = RunFolder.prepare(tmp_path_factory.mktemp("run") / "sync", recipe)
+    ending = launch(folder, LaunchOptions("one", patience_s=120), StopToken(), lambda line: None)
+    assert ending.exit_code == 0, ending.message
+    return folder
+
+
+def published_digests(folder: RunFolder) -> list[str]:
+    """The digest of every version, from the ledger-recorded manifests that the origin signed."""
+    manifests = sorted(
+        (folder.path / "origin" / "manifests").glob("*.json"), key=lambda path: int(path.stem.split(".")[1])
+    )
+    return [json.loads(path.read_bytes())["document"]["policy"]["digest"] for path in manifests]
+
+
+def synchronous_digests(folder: RunFolder) -> list[str]:
+    """Generate with the newest weights, score, train; again and again. Equal rewards: take the next task."""
+    recipe = folder.recipe
+    loaded = load_model(recipe.model.path)
+    learner = new_learner(loaded.model, recipe.trainer)
+    engine = TorchEngine.wrap(loaded.model)
+    secret = bytes.fromhex((folder.path / "hub" / "secret").read_text())
+    digests = [digest(loaded)]
+    unit = 0
+    for step in range(STEPS):
+        groups: list[TrainingGroup] = []
+        while len(groups) < recipe.run.groups_per_step:
+            group = generate_and_score(engine, folder, secret, unit, step)
+            unit += 1
+            if len({rollout.reward for rollout in group.rollouts}) > 1:
+                groups.append(group)
+        train_step(learner, StepWork(step, groups, recipe.run.temperature, 0, recipe.run.seed))
+        digests.append(digest(loaded))
+    return digests
+
+
+def digest(loaded: LoadedModel) -> str:
+    return digest_of(loaded.files, list(policy_views(loaded.model).values()), CHUNK_SIZE_BYTES)
+
+
+def generate_and_score(engine: TorchEngine, folder: RunFolder, secret: bytes, unit: int, version: int) -> TrainingGroup:
+    settings = folder.recipe.run
+    environment = build(folder.recipe.environment)
+    tokenizer = load_model(folder.recipe.model.path).tokenizer
+    tasks = environment.tasks("train")
+    task = tasks[task_index(len(tasks), settings.seed, unit)]
+    prompt = tokenizer.encode(task.prompt)
+    seeds = tuple(int(seed, 16) for seed in unit_seeds(secret, folder.run_id, unit, settings.group_size))
+    sampling = SamplingParameters(
+        temperature=settings.temperature, max_new_tokens=settings.max_new_tokens, eos_token_id=tokenizer.eos_token_id
+    )
+    [completions] = engine.generate([GenerationRequest(prompt, seeds, sampling)])
+    rollouts = [
+        TrainingRollout(
+            tokens=pack_tokens(completion.token_ids),
+            logprobs=pack_logprobs(completion.logprobs),
+            finish=completion.finish,
+            reward=environment.score(task, tokenizer.decode(completion.token_ids.tolist())).value,
+        )
+        for completion in completions
+    ]
+    return TrainingGroup(
+        unit=unit, task=task.id, version=version, prompt=pack_tokens(np.array(prompt)), rollouts=rollouts
+    )
+
+
+def test_every_version_equals_the_plain_loop(run: RunFolder) -> None:
+    digests = synchronous_digests(run)
+    assert len(set(digests)) == STEPS + 1, "the loop did not train: the comparison would be vacuous"
+    assert published_digests(run) == digests
+
+
+def test_no_group_was_stale_and_none_was_wasted(run: RunFolder) -> None:
+    rows = [json.loads(line) for line in (run.path / "trainer" / "metrics.jsonl").read_text().splitlines()]
+    trained = [row for row in rows if "staleness_max" in row]
+    assert len(trained) == STEPS
+    assert all(row["staleness_max"] == 0 for row in trained)

@@ -1,0 +1,154 @@
+"""The real services over a storage in memory, driven without HTTP: what the state-machine tests play on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hubkit import (
+    RUN_ID,
+    TRAINER,
+    VALIDATOR,
+    certificate,
+    fresh_request,
+    make_config,
+    policy,
+    submission_body,
+    worker_key,
+)
+
+from shoal.hub.service import Hub
+from shoal.hub.state.refusals import Refusal
+from shoal.hub.state.rows import NodeRow
+from shoal.hub.storage import MemoryStorage
+from shoal.protocol import (
+    Audit,
+    AuditRequest,
+    Batch,
+    Lease,
+    LeaseRelease,
+    LeaseRequest,
+    Outcome,
+    PolicyAnnouncement,
+    Registration,
+    RolloutReward,
+    Severity,
+    SignedDocument,
+    SigningKey,
+    Verdict,
+    sign_document,
+    submission_digest,
+)
+from shoal.runtime.clock import ManualClock
+
+
+class MemoryBlobs:
+    """Submissions in a dictionary."""
+
+    def __init__(self) -> None:
+        self.bodies: dict[str, bytes] = {}
+
+    def put(self, body: bytes) -> str:
+        name = submission_digest(body)
+        self.bodies[name] = body
+        return name
+
+    def get(self, name: str) -> bytes:
+        return self.bodies[name]
+
+
+class Play:
+    """A run on stage: every call of every role, with refusals as values."""
+
+    def __init__(self, folder: Path, run: dict[str, Any], settings: dict[str, Any]) -> None:
+        self.clock = ManualClock()
+        self.storage = MemoryStorage()
+        self.hub = Hub(make_config(folder, run, settings), self.clock, self.storage)
+        self.hub.context.blobs = MemoryBlobs()  # type: ignore[assignment]
+        self.rules = self.hub.context.rules
+        self.trainer = self._trusted(TRAINER, "trainer")
+        self.validator = self._trusted(VALIDATOR, "validator")
+        self.workers: list[NodeRow] = []
+        self.leases: list[Lease] = []
+        self.audits: list[Audit] = []
+
+    def _trusted(self, key: SigningKey, role: Any) -> NodeRow:
+        body = Registration(public_key=key.public_key, role=role, certificate=certificate(key, role))
+        return self._node(self.hub.membership.register(body).node)
+
+    def _node(self, node: str) -> NodeRow:
+        with self.storage.read() as reader:
+            row = reader.node(node)
+        assert row is not None
+        return row
+
+    def join(self) -> NodeRow:
+        key = worker_key(len(self.workers) + 1)
+        view = self.hub.membership.register(Registration(public_key=key.public_key))
+        self.workers.append(self._node(view.node))
+        return self.workers[-1]
+
+    def lease(self, worker: NodeRow, count: int, request: str | None = None) -> list[Lease]:
+        reply = attempt(
+            lambda: self.hub.work.lease(worker, LeaseRequest(request=request or fresh_request(), max_units=count))
+        )
+        if isinstance(reply, Refusal):
+            assert reply.code == "node.banned"
+            return []
+        found = [Lease.model_validate(signed.document) for signed in reply.leases]
+        self.leases += [lease for lease in found if lease not in self.leases]
+        return found
+
+    def submit(self, lease: Lease, engine: str = "") -> SignedDocument | Refusal:
+        worker = next(row for row in self.workers if row.node == lease.node)
+        body = submission_body(lease, engine=engine)
+        result = attempt(lambda: self.hub.work.submit(worker, lease.lease, body))
+        return result if isinstance(result, Refusal) else result[1]
+
+    def release(self, lease: Lease) -> None:
+        worker = next(row for row in self.workers if row.node == lease.node)
+        self.hub.work.release(worker, LeaseRelease(leases=(lease.lease,)))
+
+    def claim(self, count: int = 4) -> list[Audit]:
+        found = list(self.hub.checking.audits(self.validator, AuditRequest(max_audits=count)).audits)
+        self.audits += [audit for audit in found if audit.submission not in {known.submission for known in self.audits}]
+        return found
+
+    def judge(
+        self, audit: Audit, outcome: Outcome, rewards: tuple[float, ...], severity: Severity | None = None
+    ) -> Refusal | None:
+        lease = Lease.model_validate(audit.lease.document)
+        verdict = Verdict(
+            run=RUN_ID,
+            submission=audit.submission,
+            unit=lease.unit,
+            node=lease.node,
+            outcome=outcome,
+            severity=severity,
+            reason="test",
+            rewards=tuple(RolloutReward(value=value) for value in rewards),
+            generated_tokens=lease.unit % 5 + 1,
+            decided_at_ms=self.clock.now_ms(),
+        )
+        signed = sign_document(verdict, VALIDATOR)
+        result = attempt(lambda: self.hub.checking.verdict(self.validator, signed))
+        return result if isinstance(result, Refusal) else None
+
+    def announce(self, version: int, incarnation: int = 0) -> Refusal | None:
+        document = PolicyAnnouncement(run=RUN_ID, policy=policy(version, incarnation), created_at_ms=0)
+        signed = sign_document(document, TRAINER)
+        result = attempt(lambda: self.hub.training.announce(self.trainer, signed))
+        return result if isinstance(result, Refusal) else None
+
+    def batch(self, step: int) -> Batch | Refusal | None:
+        reply = attempt(lambda: self.hub.training.batch(self.trainer, step))
+        return reply if isinstance(reply, Refusal) else reply.batch
+
+
+def attempt(call: Callable[[], Any]) -> Any:
+    """What the call returns, or its refusal. Anything else that it raises is a defect."""
+    try:
+        return call()
+    except Refusal as refusal:
+        return refusal

@@ -1,0 +1,110 @@
+"""Hand-made rows for tests of the decision core."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from shoal.hub.state.commands import Command, SaveLease, SaveNode, SaveSubmission, SaveUnit
+from shoal.hub.state.machines import LeaseState, SubmissionState, UnitState
+from shoal.hub.state.rows import Holding, LeaseRow, Moment, NodeRow, Progress, Rules, SubmissionRow, UnitRow
+from shoal.protocol import Outcome, PolicyRef, RolloutReward, Verdict
+
+NOW_MS = 1_000_000
+
+
+def rules(**changes: Any) -> Rules:
+    fields = {
+        "steps": 10,
+        "groups_per_step": 4,
+        "group_size": 2,
+        "max_staleness": 0,
+        "max_new_tokens": 16,
+        "max_attempts": 3,
+        "refill_cap": 2,
+        "leases_per_node": 8,
+        "lease_ms": 60_000,
+        "audit_ms": 30_000,
+    }
+    return Rules(**{**fields, **changes})
+
+
+def policy(version: int = 0, incarnation: int = 0, digest: str = "d" * 64) -> PolicyRef:
+    return PolicyRef(incarnation=incarnation, version=version, digest=digest)
+
+
+def moment(now_ms: int = NOW_MS, progress: Progress | None = None, **changes: Any) -> Moment:
+    return Moment(rules(**changes), progress or Progress(policy=policy()), now_ms)
+
+
+def node(number: int = 1, **changes: Any) -> NodeRow:
+    fields = {"role": "worker", "name": f"n{number}", "registered_at_ms": 0}
+    return NodeRow(f"{number:032x}", f"{number:064x}", **{**fields, **changes})
+
+
+def unit(number: int = 0, state: UnitState = UnitState.OPEN, **changes: Any) -> UnitRow:
+    return UnitRow(number, f"task-{number}", state, **changes)
+
+
+def lease(number: int = 0, who: int = 1, **changes: Any) -> LeaseRow:
+    fields = {
+        "attempt": 0,
+        "request": "request-1",
+        "incarnation": 0,
+        "version": 0,
+        "digest": "d" * 64,
+        "issued_at_ms": NOW_MS,
+        "deadline_ms": NOW_MS + 60_000,
+    }
+    return LeaseRow(f"u{number}a0", number, node(who).node, **{**fields, **changes})
+
+
+def held(number: int = 0, who: int = 1, state: UnitState = UnitState.LEASED, **changes: Any) -> Holding:
+    return Holding(lease(number, who, **changes), unit(number, state, attempt=1))
+
+
+def submission(number: int = 0, who: int = 1, **changes: Any) -> SubmissionRow:
+    row = lease(number, who)
+    fields = {
+        "incarnation": 0,
+        "version": 0,
+        "digest": row.digest,
+        "size_bytes": 9,
+        "received_at_ms": NOW_MS,
+        "state": SubmissionState.AUDITING,
+    }
+    return SubmissionRow(f"{number:064x}", row.lease, number, row.node, **{**fields, **changes})
+
+
+def verdict(row: SubmissionRow, rewards: Iterable[float] = (0, 1), **changes: Any) -> Verdict:
+    fields: dict[str, Any] = {
+        "run": "demo",
+        "submission": row.submission,
+        "unit": row.unit,
+        "node": row.node,
+        "outcome": Outcome.ACCEPTED,
+        "rewards": tuple(RolloutReward(value=value) for value in rewards),
+        "generated_tokens": 7,
+        "decided_at_ms": NOW_MS,
+    }
+    return Verdict(**{**fields, **changes})
+
+
+def units_in(commands: Iterable[Command]) -> dict[int, UnitRow]:
+    return {command.row.unit: command.row for command in commands if isinstance(command, SaveUnit)}
+
+
+def leases_in(commands: Iterable[Command]) -> dict[str, LeaseState]:
+    return {command.row.lease: command.row.state for command in commands if isinstance(command, SaveLease)}
+
+
+def submissions_in(commands: Iterable[Command]) -> list[SubmissionRow]:
+    return [command.row for command in commands if isinstance(command, SaveSubmission)]
+
+
+def nodes_in(commands: Iterable[Command]) -> list[NodeRow]:
+    return [command.row for command in commands if isinstance(command, SaveNode)]
+
+
+def of_type(commands: Iterable[Command], kind: type) -> list[Any]:
+    return [command for command in commands if isinstance(command, kind)]

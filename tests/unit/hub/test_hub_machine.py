@@ -1,0 +1,233 @@
+"""The whole hub under random interleavings: what must hold after every single call."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import hypothesis.strategies as st
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from machinekit import Play
+
+from shoal import ledger
+from shoal.hub.state import pacing
+from shoal.hub.state.machines import UnitState
+from shoal.hub.state.refusals import Refusal
+from shoal.protocol import Audit, Batch, Lease, NodeState, Outcome, Receipt, Severity
+
+INDEX = st.integers(0, 10**6)
+
+
+class HubMachine(RuleBasedStateMachine):
+    """Workers, a validator and a trainer that do anything at any time, honest or not."""
+
+    @initialize(staleness=st.integers(0, 2), refill_cap=st.integers(0, 2))
+    def begin(self, staleness: int, refill_cap: int) -> None:
+        self.folder = tempfile.TemporaryDirectory()
+        run = {"steps": 4, "max_staleness": staleness}
+        self.play = Play(
+            Path(self.folder.name), run, {"max_attempts": 3, "refill_cap": refill_cap, "leases_per_node": 3}
+        )
+        self.play.join()
+        self.drawn: dict[int, tuple[str, tuple[str, ...]]] = {}
+        self.receipts: dict[str, Receipt] = {}
+        self.accepted_tokens: dict[str, int] = {}
+        self.batches: dict[int, Batch] = {}
+        self.incarnation = 0
+        self.play.announce(0)
+
+    def teardown(self) -> None:
+        if hasattr(self, "folder"):
+            self.folder.cleanup()
+
+    @rule()
+    @precondition(lambda self: len(self.play.workers) < 4)
+    def join(self) -> None:
+        self.play.join()
+
+    @rule(who=INDEX, count=st.integers(1, 4))
+    def lease(self, who: int, count: int) -> None:
+        worker = self.play.workers[who % len(self.play.workers)]
+        banned = self.node_state(worker.node) == NodeState.BANNED
+        found = self.play.lease(worker, count)
+        assert not (banned and found), "a banned node gets no work"
+        for lease in found:
+            self.check_draw(lease)
+
+    @rule(who=INDEX, count=st.integers(1, 4), useful=st.lists(st.booleans(), min_size=4, max_size=4))
+    def work_well(self, who: int, count: int, useful: list[bool]) -> None:
+        """Lease, submit and judge without a hitch, so that runs get far."""
+        self.lease(who, count)
+        for index in range(max(0, len(self.play.leases) - count), len(self.play.leases)):
+            self.submit(index, "")
+        for audit, is_useful in zip(self.play.claim(4), useful, strict=False):
+            self.rule_on(audit, Outcome.ACCEPTED, is_useful, None)
+
+    @rule()
+    def train(self) -> None:
+        """What a trainer does all day."""
+        before = len(self.batches)
+        self.ask_for_a_batch(0)
+        if len(self.batches) > before:
+            self.announce_the_next_version()
+
+    @rule(which=INDEX)
+    @precondition(lambda self: self.play.leases)
+    def repeat_a_lease_request(self, which: int) -> None:
+        lease = self.play.leases[which % len(self.play.leases)]
+        with self.play.storage.read() as reader:
+            holding = reader.holding(lease.lease)
+        assert holding is not None
+        worker = next(row for row in self.play.workers if row.node == lease.node)
+        assert lease in self.play.lease(worker, 4, request=holding.lease.request)
+
+    @rule(which=INDEX, engine=st.sampled_from(["", "", "", "other"]))
+    @precondition(lambda self: self.play.leases)
+    def submit(self, which: int, engine: str) -> None:
+        lease = self.play.leases[which % len(self.play.leases)]
+        result = self.play.submit(lease, engine)
+        if isinstance(result, Refusal):
+            assert result.status in (409, 410)
+            return
+        receipt = Receipt.model_validate(result.document)
+        assert self.receipts.setdefault(receipt.submission, receipt) == receipt
+
+    @rule(who=INDEX, count=st.integers(1, 4), useful=st.lists(st.booleans(), min_size=4, max_size=4))
+    def work_well_again(self, who: int, count: int, useful: list[bool]) -> None:
+        self.work_well(who, count, useful)
+        self.train()
+
+    @rule(which=INDEX)
+    @precondition(lambda self: self.play.leases)
+    def release(self, which: int) -> None:
+        self.play.release(self.play.leases[which % len(self.play.leases)])
+
+    @rule(seconds=st.sampled_from([1, 1, 1, 30, 61]))
+    def let_time_pass(self, seconds: int) -> None:
+        self.play.clock.advance(seconds)
+        self.play.hub.upkeep.tick()
+
+    @rule(count=st.integers(1, 4))
+    def claim(self, count: int) -> None:
+        self.play.claim(count)
+
+    @rule(
+        which=INDEX,
+        outcome=st.sampled_from([*[Outcome.ACCEPTED] * 5, Outcome.REJECTED, Outcome.INCONCLUSIVE]),
+        useful=st.sampled_from([True, True, True, False]),
+        severity=st.sampled_from([None, Severity.STATISTICAL, Severity.CERTAIN]),
+    )
+    @precondition(lambda self: self.play.audits)
+    def judge(self, which: int, outcome: Outcome, useful: bool, severity: Severity | None) -> None:
+        self.rule_on(self.play.audits[which % len(self.play.audits)], outcome, useful, severity)
+
+    def rule_on(self, audit: Audit, outcome: Outcome, useful: bool, severity: Severity | None) -> None:
+        rewards = (0.0, 1.0) if useful else (0.0, 0.0)
+        refusal = self.play.judge(audit, outcome, rewards, severity if outcome == Outcome.REJECTED else None)
+        if refusal is not None:
+            assert refusal.code == "verdict.decided"
+        elif outcome == Outcome.ACCEPTED:
+            self.accepted_tokens[audit.submission] = Lease.model_validate(audit.lease.document).unit % 5 + 1
+
+    @rule(who=INDEX, severity=st.sampled_from(list(Severity)))
+    def catch_a_cheat(self, who: int, severity: Severity) -> None:
+        """A node that holds other leases too is rejected: those must go to others."""
+        self.lease(who, 3)
+        worker = self.play.workers[who % len(self.play.workers)]
+        own = [index for index, lease in enumerate(self.play.leases) if lease.node == worker.node]
+        if own:
+            self.submit(own[-1], "")
+        for audit in self.play.claim(4):
+            self.rule_on(audit, Outcome.REJECTED, True, severity)
+
+    @rule(ahead=st.sampled_from([0, 0, 0, 1, -1]))
+    def ask_for_a_batch(self, ahead: int) -> None:
+        step = len(self.batches) + ahead
+        if step < 0:
+            return
+        result = self.play.batch(step)
+        if isinstance(result, Refusal):
+            assert result.code in ("batch.order", "batch.finished")
+        elif result is not None:
+            assert self.batches.setdefault(step, result) == result, "a batch never changes"
+
+    @rule()
+    def announce_the_next_version(self) -> None:
+        self.play.announce(len(self.batches), self.incarnation)
+
+    @rule(back=st.integers(0, 2))
+    @precondition(lambda self: self.incarnation < 2)
+    def resume_as_a_new_incarnation(self, back: int) -> None:
+        self.incarnation += 1
+        assert self.play.announce(max(0, len(self.batches) - back), self.incarnation) is None
+
+    def node_state(self, node: str) -> NodeState:
+        with self.play.storage.read() as reader:
+            row = reader.node(node)
+        assert row is not None
+        return row.state
+
+    def check_draw(self, lease: Lease) -> None:
+        draw = (lease.task, lease.seeds)
+        assert self.drawn.setdefault(lease.unit, draw) == draw, "a unit keeps its task and its seeds"
+
+    @invariant()
+    def units_alive_stay_within_the_cap(self) -> None:
+        with self.play.storage.read() as reader:
+            progress = reader.progress()
+        assert progress.alive <= pacing.cap(self.play.rules, progress)
+
+    @invariant()
+    def batches_hold_accepted_groups_once_and_within_staleness(self) -> None:
+        seen: set[int] = set()
+        with self.play.storage.read() as reader:
+            for step, batch in self.batches.items():
+                for group in batch.groups:
+                    assert group.unit not in seen, "trained twice"
+                    seen.add(group.unit)
+                    assert 0 <= step - group.policy.version <= self.play.rules.max_staleness
+                    assert group.submission in self.accepted_tokens
+                    row = reader.unit(group.unit)
+                    assert row is not None
+                    assert row.step == step
+                    assert row.state in (UnitState.ACCEPTED, UnitState.TRAINED)
+                assert len({group.policy.incarnation for group in batch.groups}) <= 1, "incarnations never mix"
+
+    @invariant()
+    def credit_is_the_sum_of_accepted_tokens_exactly_once(self) -> None:
+        with self.play.storage.read() as reader:
+            entries, nodes = reader.ledger_after(-1, 10**6), reader.nodes()
+            ledger.verify(entries, ledger.head_of("run", reader.ledger_last()))
+        accounts = ledger.fold(entries)
+        assert accounts.total_credit == sum(self.accepted_tokens.values())
+        for node in nodes:
+            assert accounts.by_node[node.node].credit == node.credit
+            assert accounts.by_node[node.node].banned == (node.state == NodeState.BANNED)
+
+    @invariant()
+    def receipts_are_kept(self) -> None:
+        with self.play.storage.read() as reader:
+            for name in self.receipts:
+                assert reader.submission(name) is not None
+                assert self.play.hub.context.blobs.get(name)
+
+    @invariant()
+    def leases_and_units_agree(self) -> None:
+        with self.play.storage.read() as reader:
+            holdings = reader.holdings()
+            leased = {row.unit for row in reader.alive_units() if row.state == UnitState.LEASED}
+        assert {held.unit.unit for held in holdings} == leased
+        assert len(holdings) == len(leased), "one active lease per unit"
+
+    @invariant()
+    def the_status_can_always_be_told(self) -> None:
+        status = self.play.hub.reporting.status()
+        assert status.finished == (status.policy is not None and status.policy.version >= 4)
+        assert sum(count for state, count in status.units.items() if not state.startswith("void_")) == len(self.drawn)
+
+
+HubMachine.TestCase.settings = settings(
+    max_examples=20, stateful_step_count=50, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+TestHubMachine = HubMachine.TestCase

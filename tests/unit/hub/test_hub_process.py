@@ -1,0 +1,321 @@
+"""The hub as a process: start, stop, restart, `kill -9`, and everything that can be wrong with a port or a folder."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from hubkit import (
+    HUB,
+    ROOT,
+    TRAINER,
+    Actor,
+    Bench,
+    code_of,
+    fresh_request,
+    make_config,
+    ok,
+    policy,
+    submission_body,
+    worker_key,
+)
+
+from shoal.errors import ConfigError, EnvironmentSetupError, ResourceError
+from shoal.hub import HubConfig, create_app, run_hub
+from shoal.protocol import (
+    LeaseRequest,
+    PolicyAnnouncement,
+    Receipt,
+    SignedDocument,
+    fingerprint,
+    open_document,
+    sign_document,
+    sign_request,
+    submission_digest,
+)
+from shoal.runtime.clock import SystemClock
+from shoal.runtime.stop import StopToken
+
+
+class Running:
+    """`run_hub` in a thread."""
+
+    def __init__(self, config: HubConfig) -> None:
+        self.stop = StopToken()
+        self.url = ""
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=run_hub, args=(config, self.stop, self._on_ready))
+        self._thread.start()
+        assert self._ready.wait(20), "the hub did not get ready"
+
+    def _on_ready(self, url: str) -> None:
+        self.url = url
+        self._ready.set()
+
+    def end(self) -> float:
+        """Seconds it took to stop."""
+        before = time.monotonic()
+        self.stop.set("test")
+        self._thread.join(15)
+        assert not self._thread.is_alive(), "the hub did not stop"
+        return time.monotonic() - before
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> Iterator[Running]:
+    running = Running(make_config(tmp_path / "hub"))
+    yield running
+    running.end()
+
+
+def test_it_serves_on_a_free_port_and_refuses_a_taken_one(running: Running, tmp_path: Path) -> None:
+    assert httpx.get(f"{running.url}/health").json() == {"ok": True}
+    port = int(running.url.rsplit(":", 1)[1])
+    config = make_config(tmp_path / "other", settings={"port": port})
+    with pytest.raises(ResourceError, match=rf"port {port} on 127\.0\.0\.1 is taken: .*choose another port"):
+        run_hub(config, StopToken(), lambda _url: None)
+
+
+def test_stopping_answers_what_is_in_flight_and_is_quick(tmp_path: Path) -> None:
+    running = Running(make_config(tmp_path / "hub"))
+    with httpx.Client(base_url=running.url, timeout=30) as http:
+        worker = Actor(worker_key(1), http, SystemClock())
+        ok(worker.register())
+        answers: list[httpx.Response] = []
+        body = LeaseRequest(request=fresh_request(), wait_s=30)
+        poll = threading.Thread(target=lambda: answers.append(worker.call("POST", "/leases", body)))
+        poll.start()
+        deadline = time.monotonic() + 10
+        while not httpx.get(f"{running.url}/status").json()["waits"]:
+            assert time.monotonic() < deadline
+        assert running.end() < 6
+        poll.join(10)
+    assert [answer.status_code for answer in answers] == [200]
+
+
+def test_an_address_that_is_not_ours(tmp_path: Path) -> None:
+    config = make_config(tmp_path / "hub", settings={"host": "192.0.2.1"})
+    with pytest.raises(ResourceError, match=r"cannot listen on port 0 on 192\.0\.2\.1"):
+        run_hub(config, StopToken(), lambda _url: None)
+
+
+def test_the_port_is_checked_before_the_folder_is_touched(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        config = make_config(tmp_path / "hub", settings={"port": taken.getsockname()[1]})
+        with pytest.raises(ResourceError):
+            run_hub(config, StopToken(), lambda _url: None)
+    assert not (tmp_path / "hub").exists()
+
+
+class TestFolder:
+    def test_a_folder_that_cannot_be_written(self, tmp_path: Path) -> None:
+        (tmp_path / "file").write_text("in the way")
+        with pytest.raises(ResourceError, match="cannot write to the folder"):
+            create_app(make_config(tmp_path / "file" / "hub"))
+
+    def test_the_secret_is_private_and_kept(self, tmp_path: Path) -> None:
+        create_app(make_config(tmp_path)).state.hub.close()
+        secret = tmp_path / "secret"
+        assert secret.stat().st_mode & 0o777 == 0o600
+        before = secret.read_bytes()
+        create_app(make_config(tmp_path)).state.hub.close()
+        assert secret.read_bytes() == before
+
+    @pytest.mark.parametrize("content", ["nonsense", "aabb"])
+    def test_a_damaged_secret(self, tmp_path: Path, content: str) -> None:
+        (tmp_path / "secret").write_text(content)
+        with pytest.raises(ConfigError, match="restore it from a backup"):
+            create_app(make_config(tmp_path))
+
+    def test_a_lost_secret_would_change_the_seeds_and_is_refused(self, tmp_path: Path) -> None:
+        create_app(make_config(tmp_path)).state.hub.close()
+        (tmp_path / "secret").unlink()
+        with pytest.raises(ConfigError, match="secret_hash"):
+            create_app(make_config(tmp_path))
+
+    def test_another_run_in_the_same_folder_is_refused_but_more_steps_are_fine(self, tmp_path: Path) -> None:
+        create_app(make_config(tmp_path)).state.hub.close()
+        with pytest.raises(ConfigError, match="group_size is 2, not 4"):
+            create_app(make_config(tmp_path, run={"group_size": 4}))
+        create_app(make_config(tmp_path, run={"steps": 99})).state.hub.close()
+
+    def test_an_environment_without_tasks(self, tmp_path: Path) -> None:
+        config = make_config(tmp_path)
+        config.environment.tasks("train").clear()  # type: ignore[attr-defined]
+        with pytest.raises(EnvironmentSetupError, match="no tasks"):
+            create_app(config)
+
+
+class TestRestart:
+    def test_everything_is_there_again(self, tmp_path: Path) -> None:
+        bench = Bench(tmp_path / "hub")
+        ok(bench.announce(0))
+        one, two = bench.alice.lease("the-request-id", 2)
+        receipt = ok(bench.alice.submit(one)).content
+        ok(bench.trainer.call("POST", "/steps", {"step": 0, "metrics": {"reward": 1}}))
+        before = bench.status()
+
+        bench = bench.restarted()
+        after = bench.status()
+        assert after.model_copy(update={"waits": before.waits}) == before
+        assert bench.alice.lease("the-request-id", 2) == [one, two]
+        again = bench.alice.submit(one)
+        assert (again.status_code, again.content) == (200, receipt)
+        ok(bench.alice.submit(two))
+        for audit in bench.audits():
+            ok(bench.judge(audit))
+        batch = bench.batch(0)
+
+        bench = bench.restarted()
+        assert bench.batch(0) == batch
+        bench.close()
+
+    def test_a_nonce_is_remembered(self, tmp_path: Path) -> None:
+        bench = Bench(tmp_path / "hub")
+        headers = sign_request(bench.alice.key, bench.alice.run, "POST", "/heartbeat", b"{}", bench.clock.now_ms())
+        ok(bench.http.post("/heartbeat", content=b"{}", headers=headers))
+        bench = bench.restarted()
+        assert code_of(bench.http.post("/heartbeat", content=b"{}", headers=headers)) == (401, "auth.replay")
+        bench.close()
+
+
+CHILD = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from hubkit import make_config
+from shoal.hub import run_hub
+from shoal.runtime.stop import stop_on_signals
+config = make_config(Path(sys.argv[2]), run={"groups_per_step": 32})
+run_hub(config, stop_on_signals(), lambda url: print(url, flush=True))
+"""
+
+
+class Child:
+    """A hub in its own process."""
+
+    def __init__(self, folder: Path) -> None:
+        here = str(Path(__file__).parent)
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", CHILD, here, str(folder)], stdout=subprocess.PIPE, text=True
+        )
+        assert self.process.stdout is not None
+        self.url = self.process.stdout.readline().strip()
+        assert self.url, "the hub did not start"
+
+    def end(self, number: int) -> int:
+        self.process.send_signal(number)
+        code = self.process.wait(15)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        return code
+
+
+def test_receipts_survive_kill_nine_and_sigterm_ends_cleanly(tmp_path: Path) -> None:
+    """Workers submit from threads while the hub is killed: every receipt that arrived is honoured afterwards."""
+    child = Child(tmp_path / "hub")
+    receipts: list[Receipt] = []
+    with httpx.Client(base_url=child.url, timeout=10) as http:
+        trainer, worker = Actor(TRAINER, http, SystemClock()), Actor(worker_key(1), http, SystemClock())
+        ok(trainer.register("trainer"))
+        ok(worker.register())
+        _announce(trainer)
+        leases = worker.lease(fresh_request(), 32)
+
+        def submit_all() -> None:
+            for lease in leases:
+                try:
+                    response = ok(worker.submit(lease))
+                except httpx.HTTPError:
+                    return
+                receipts.append(
+                    open_document(SignedDocument.model_validate_json(response.content), Receipt, HUB.public_key)
+                )
+
+        thread = threading.Thread(target=submit_all)
+        thread.start()
+        _until(lambda: len(receipts) >= 5)
+        assert child.end(signal.SIGKILL) == -signal.SIGKILL
+        thread.join(20)
+    assert 5 <= len(receipts) <= 32
+    child = Child(tmp_path / "hub")
+    with httpx.Client(base_url=child.url, timeout=10) as http:
+        worker = Actor(worker_key(1), http, SystemClock())
+        for receipt in receipts:
+            lease = next(lease for lease in leases if lease.lease == receipt.lease)
+            assert worker.submit(lease).status_code == 200, "the same body again, not a new one"
+            assert (tmp_path / "hub" / "blobs" / receipt.submission).exists()
+            assert receipt.submission == submission_digest(submission_body(lease))
+        counts = http.get("/status").json()["submissions"]
+        assert len(receipts) <= counts["received"] <= len(receipts) + 1, "at most the one that was in flight"
+    assert child.end(signal.SIGTERM) == 0
+    rows = sqlite3.connect(tmp_path / "hub" / "hub.db").execute("PRAGMA integrity_check").fetchone()
+    assert rows == ("ok",)
+
+
+def _announce(trainer: Actor) -> None:
+    document = PolicyAnnouncement(run=trainer.run, policy=policy(0), created_at_ms=0)
+    ok(trainer.call("POST", "/policies", sign_document(document, trainer.key)))
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+class TestPages:
+    @pytest.fixture
+    def http(self, tmp_path: Path) -> Iterator[httpx.Client]:
+        bench = Bench(tmp_path / "hub")
+        yield bench.http
+        bench.close()
+
+    def test_openapi_is_complete(self, http: httpx.Client) -> None:
+        document = http.get("/openapi.json").json()
+        calls = {f"{method.upper()} {path}" for path, methods in document["paths"].items() for method in methods}
+        assert calls == {
+            "GET /run", "GET /status", "GET /health", "GET /ledger", "GET /ledger/head", "POST /nodes",
+            "POST /heartbeat", "POST /leases", "POST /leases/release", "PUT /submissions/{lease}", "POST /audits",
+            "GET /submissions/{submission}", "POST /verdicts", "POST /policies", "POST /batches/{step}",
+            "GET /batches/{step}/rollouts", "POST /steps",
+        }  # fmt: skip
+        known = document["components"]["schemas"]
+        references = {
+            line.split("/")[-1].rstrip('",') for line in json.dumps(document, indent=0).split("\n") if "$ref" in line
+        }
+        assert references <= set(known), references - set(known)
+        for path, methods in document["paths"].items():
+            for method, call in methods.items():
+                assert call["summary"], path
+                assert call["tags"], path
+                if method in ("post", "put"):
+                    assert "requestBody" in call, path
+                    assert {"401", "413", "422"} <= set(call["responses"]), path
+                    assert call["security"] == [{"signature": []}], path
+        lease = document["paths"]["/leases"]["post"]
+        assert lease["requestBody"]["content"]["application/json"]["example"]["max_units"] == 4
+        assert lease["responses"]["403"]["content"]["application/json"]["schema"]["$ref"].endswith("/Problem")
+
+    def test_the_pages_for_people(self, http: httpx.Client) -> None:
+        home = http.get("/")
+        assert home.headers["content-type"].startswith("text/html")
+        assert f"shoal join http://hub/#{fingerprint(ROOT.public_key)}" in home.text
+        assert "http://" not in home.text.replace("http://hub/", ""), "no file from elsewhere"
+        assert "openapi.json" in http.get("/docs").text
+
+
+def test_the_hub_starts_without_torch() -> None:
+    code = "import sys; sys.modules['torch'] = None; import shoal.hub.server, shoal.ledger"  # None: importing it fails
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,0 +1,131 @@
+"""Calls at the same moment, over real storage: the constraints and the write lock let only one of them win."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from hubkit import Bench, code_of, fresh_request, ok, submission_body
+from sqlalchemy.exc import OperationalError
+
+from shoal.errors import ResourceError
+from shoal.protocol import Outcome
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    bench = Bench(tmp_path / "hub", run={"groups_per_step": 12})
+    ok(bench.announce(0))
+    yield bench
+    bench.close()
+
+
+def at_once(*calls: Callable[[], Any]) -> list[Any]:
+    """The results of calls that start together."""
+    barrier = threading.Barrier(len(calls))
+    results: list[Any] = [None] * len(calls)
+
+    def run(index: int) -> None:
+        barrier.wait(10)
+        results[index] = calls[index]()
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    return results
+
+
+def test_no_unit_goes_to_two_nodes(bench: Bench) -> None:
+    calls = [lambda who=who: who.lease(fresh_request(), 2) for who in (bench.alice, bench.bob) for _ in range(4)]
+    granted = [lease.unit for leases in at_once(*calls) for lease in leases]
+    assert sorted(granted) == list(range(12)), "every unit once, and no more than the cap"
+
+
+def test_one_request_sent_twice_at_once_gets_one_set_of_leases(bench: Bench) -> None:
+    request = fresh_request()
+    first, second = at_once(*[lambda: bench.alice.lease(request, 3)] * 2)
+    assert [lease.lease for lease in first] == [lease.lease for lease in second] == ["u0a0", "u1a0", "u2a0"]
+
+
+def test_two_bodies_for_one_lease(bench: Bench) -> None:
+    (lease,) = bench.alice.lease(fresh_request())
+    bodies = [submission_body(lease, engine=name) for name in ("a", "b", "a")]
+    answers = at_once(*[lambda body=body: bench.alice.submit(lease, body) for body in bodies])
+    statuses = [answer.status_code for answer in answers]
+    assert statuses.count(201) == 1
+    winner = bodies[statuses.index(201)]
+    for body, status in zip(bodies, statuses, strict=True):
+        assert status in ((201, 200) if body == winner else (409,))
+
+
+def test_one_verdict_sent_many_times_pays_once(bench: Bench) -> None:
+    ok(bench.alice.submit(bench.alice.lease(fresh_request())[0]))
+    (audit,) = bench.audits()
+    answers = at_once(*[lambda: bench.judge(audit)] * 4, lambda: bench.judge(audit, outcome=Outcome.INCONCLUSIVE))
+    assert sum(answer.status_code == 204 for answer in answers) in (4, 1)
+    view = next(view for view in bench.status().nodes if view.name == "alice")
+    assert view.credit in (0, 6)
+    assert view.accepted + view.inconclusive == 1
+
+
+def test_a_registration_sent_many_times_at_once_is_one_node(bench: Bench) -> None:
+    before = len(bench.status().nodes)
+    answers: list[httpx.Response] = at_once(*[lambda: bench.alice.register(name="alice")] * 4)
+    assert {answer.status_code for answer in answers} == {200}
+    assert len(bench.status().nodes) == before
+
+
+class TestFailures:
+    """The hub's own troubles reach the caller as a `Problem`, and promise nothing."""
+
+    def test_a_full_disk(self, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+        (lease,) = bench.alice.lease(fresh_request())
+
+        def full(_body: bytes) -> str:
+            raise ResourceError("cannot write blobs/x: the disk is full: free some space")
+
+        monkeypatch.setattr(bench.app.state.hub.context.blobs, "put", full)
+        answer = bench.alice.submit(lease)
+        assert code_of(answer) == (503, "hub.resource")
+        assert "disk is full" in answer.json()["message"]
+        monkeypatch.undo()
+        assert bench.alice.submit(lease).status_code == 201, "nothing was promised or taken before"
+
+    def test_a_database_that_fails(self, bench: Bench) -> None:
+        storage = bench.app.state.hub.context.storage
+
+        def broken() -> None:
+            with storage.write():
+                raise OperationalError("COMMIT", {}, Exception("disk I/O error"))
+
+        with pytest.raises(ResourceError, match=r"hub\.db: disk I/O error; check the disk"):
+            broken()
+        assert bench.status().units["open"] == 0, "the lock was given back"
+
+    def test_a_defect(self, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+        def defect() -> None:
+            raise ZeroDivisionError("oops")
+
+        monkeypatch.setattr(bench.app.state.hub.reporting, "status", defect)
+        answer = bench.http.get("/status")
+        assert code_of(answer) == (500, "hub.defect")
+        assert "oops" not in answer.text, "what went wrong is for the log"
+
+    def test_upkeep_goes_on_after_a_failure(self, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The first tick after the patch fails, a later one still runs."""
+        upkeep, calls, went_on = bench.app.state.hub.upkeep, [], threading.Event()
+
+        def tick() -> None:
+            calls.append(1)
+            if len(calls) == 1:
+                raise RuntimeError("once")
+            went_on.set()
+
+        monkeypatch.setattr(upkeep, "tick", tick)
+        assert went_on.wait(10)

@@ -1,0 +1,193 @@
+"""Audits, verdicts, strikes and bans."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from statekit import (
+    NOW_MS,
+    held,
+    leases_in,
+    moment,
+    node,
+    nodes_in,
+    of_type,
+    policy,
+    submission,
+    submissions_in,
+    unit,
+    units_in,
+    verdict,
+)
+
+from shoal.hub.state import audits
+from shoal.hub.state.audits import Case, Ruling
+from shoal.hub.state.commands import AddVerdict, Command, RaiseAlarm, Record
+from shoal.hub.state.machines import LeaseState, SubmissionState, UnitState
+from shoal.hub.state.refusals import Refusal
+from shoal.hub.state.rows import Progress
+from shoal.protocol import NodeState, Outcome, RolloutReward, Severity
+
+VALIDATOR = "f" * 32
+
+
+def case(**changes: Any) -> Case:
+    row = submission(0)
+    filled = unit(0, UnitState.SUBMITTED, attempt=1, incarnation=0, version=0, submission=row.submission)
+    fields: dict[str, Any] = {"submission": row, "unit": filled, "node": node(1)}
+    return Case(**{**fields, **changes})
+
+
+def judge(subject: Case, now: Any = None, rewards: tuple[float, ...] = (0, 1), **changes: Any) -> list[Command]:
+    ruling = Ruling(verdict(subject.submission, rewards, **changes), VALIDATOR, "signed")
+    return audits.judge(now or moment(), subject, ruling)
+
+
+class TestClaims:
+    def test_the_lowest_units_first_and_only_received_ones(self) -> None:
+        rows = [
+            submission(3, state=SubmissionState.RECEIVED),
+            submission(1, state=SubmissionState.RECEIVED),
+            submission(0, state=SubmissionState.AUDITING),
+            submission(2, state=SubmissionState.RECEIVED),
+        ]
+        claims = audits.claim(moment(), rows, VALIDATOR, 2)
+        assert [claim.row.unit for claim in claims] == [1, 2]
+        assert {(claim.row.validator, claim.row.claimed_until_ms) for claim in claims} == {(VALIDATOR, NOW_MS + 30_000)}
+
+    def test_claims_that_ran_out_are_free_again(self) -> None:
+        late, early = submission(0, claimed_until_ms=NOW_MS), submission(1, claimed_until_ms=NOW_MS + 1)
+        (row,) = submissions_in(audits.expire([late, early], NOW_MS))
+        assert (row.unit, row.state, row.validator) == (0, SubmissionState.RECEIVED, None)
+
+
+class TestAccepted:
+    def test_credit_ledger_and_unit_in_one_go(self) -> None:
+        commands = judge(case())
+        assert units_in(commands)[0].state == UnitState.ACCEPTED
+        (row,) = submissions_in(commands)
+        assert (row.state, row.rewards, row.generated_tokens) == (SubmissionState.ACCEPTED, (0, 1), 7)
+        (paid,) = nodes_in(commands)
+        assert (paid.accepted, paid.credit) == (1, 7)
+        (record,) = of_type(commands, Record)
+        assert (record.kind, record.body["credit"], record.body["node"]) == ("credit", 7, node(1).node)
+        assert of_type(commands, AddVerdict) == [AddVerdict(row.submission, "signed")]
+
+    def test_equal_rewards_drop_the_group_but_pay_for_the_work(self) -> None:
+        commands = judge(case(), rewards=(0.5, 0.5))
+        dropped = units_in(commands)[0]
+        assert (dropped.state, dropped.lost_step) == (UnitState.DROPPED, 0)
+        assert nodes_in(commands)[0].credit == 7
+        assert of_type(commands, RaiseAlarm) == []
+
+    def test_the_drop_that_exceeds_the_refills_raises_the_alarm(self) -> None:
+        now = moment(progress=Progress(policy=policy(), dropped=8))
+        (alarm,) = of_type(judge(case(), now, rewards=(1, 1)), RaiseAlarm)
+        assert alarm.code == "refill.exhausted"
+        assert "step 0 lost 9 groups (9 with equal rewards, 0 given up), more than the 8" in alarm.message
+
+    def test_the_tasks_part_decides_what_is_equal(self) -> None:
+        def reward(value: float, **parts: float) -> RolloutReward:
+            return RolloutReward(value=value, parts=parts)
+
+        assert audits.has_equal_rewards([reward(0.9, task=1, length=-0.1), reward(1, task=1)])
+        assert not audits.has_equal_rewards([reward(1, task=1), reward(1, task=0, bonus=1)])
+        assert audits.has_equal_rewards([reward(0.5), reward(0.5)])
+        assert not audits.has_equal_rewards([reward(0.5)]), "a group of one has nothing to compare with"
+
+    def test_a_group_that_became_too_stale_is_void_and_paid(self) -> None:
+        commands = judge(case(), moment(progress=Progress(policy=policy(1), next_step=1)))
+        after = units_in(commands)[0]
+        assert (after.state, after.reason, after.lost_step) == (UnitState.VOID, "stale", None)
+        assert nodes_in(commands)[0].credit == 7
+
+    def test_a_unit_that_is_void_meanwhile_stays_so_and_the_work_is_paid(self) -> None:
+        commands = judge(case(unit=unit(0, UnitState.VOID)))
+        assert units_in(commands) == {}
+        assert nodes_in(commands)[0].credit == 7
+
+    def test_a_verdict_after_its_claim_ran_out_counts(self) -> None:
+        late = case(submission=submission(0, state=SubmissionState.RECEIVED))
+        assert submissions_in(judge(late))[0].state == SubmissionState.ACCEPTED
+
+
+class TestDuplicates:
+    @pytest.mark.parametrize("outcome", list(Outcome))
+    def test_the_same_outcome_again_changes_nothing(self, outcome: Outcome) -> None:
+        decided = case(submission=submission(0, state=SubmissionState(outcome.value)))
+        assert judge(decided, outcome=outcome) == []
+
+    def test_another_outcome_is_refused(self) -> None:
+        decided = case(submission=submission(0, state=SubmissionState.ACCEPTED))
+        with pytest.raises(Refusal) as refusal:
+            judge(decided, outcome=Outcome.REJECTED)
+        assert (refusal.value.status, refusal.value.code) == (409, "verdict.decided")
+
+
+class TestInconclusive:
+    def test_nobody_is_paid_or_punished_and_the_unit_is_open_again(self) -> None:
+        commands = judge(case(), outcome=Outcome.INCONCLUSIVE)
+        (row,) = nodes_in(commands)
+        assert (row.inconclusive, row.strikes, row.credit) == (1, 0, 0)
+        after = units_in(commands)[0]
+        assert (after.state, after.submission, after.version, after.failures) == (UnitState.OPEN, None, None, 1)
+        assert of_type(commands, Record) == []
+
+    def test_a_unit_that_nobody_can_check_is_given_up(self) -> None:
+        tired = case(unit=replace(case().unit, failures=2))
+        assert units_in(judge(tired, outcome=Outcome.INCONCLUSIVE))[0].state == UnitState.VOID
+
+
+class TestRejected:
+    def test_one_certain_failure_bans(self) -> None:
+        holding = held(4)
+        commands = judge(
+            case(holdings=(holding,)),
+            outcome=Outcome.REJECTED,
+            severity=Severity.CERTAIN,
+            reason="sampling.seed",
+            message="token 3",
+        )
+        (row,) = nodes_in(commands)
+        assert (row.state, row.rejected, row.certain, row.credit) == (NodeState.BANNED, 1, 1, 0)
+        assert row.reason == "sampling.seed: token 3"
+        assert [record.kind for record in of_type(commands, Record)] == ["rejected", "sanction"]
+        assert leases_in(commands) == {"u4a0": LeaseState.VOID}
+        after = units_in(commands)
+        assert (after[4].state, after[4].failures) == (UnitState.OPEN, 0)
+        assert (after[0].state, after[0].failures) == (UnitState.OPEN, 1)
+
+    def test_two_statistical_failures_ban(self) -> None:
+        first = nodes_in(judge(case(), outcome=Outcome.REJECTED, severity=Severity.STATISTICAL))[0]
+        assert (first.state, first.strikes) == (NodeState.ACTIVE, 1)
+        second = nodes_in(judge(case(node=first), outcome=Outcome.REJECTED, severity=Severity.STATISTICAL))[0]
+        assert (second.state, second.strikes) == (NodeState.BANNED, 2)
+
+    def test_without_a_severity_it_costs_the_credit_only(self) -> None:
+        row = node(1)
+        for _ in range(5):
+            (row,) = nodes_in(judge(case(node=row), outcome=Outcome.REJECTED))
+        assert (row.state, row.rejected, row.strikes) == (NodeState.ACTIVE, 5, 0)
+
+    def test_a_banned_node_is_sanctioned_once(self) -> None:
+        banned = node(1, state=NodeState.BANNED, certain=1)
+        commands = judge(case(node=banned), outcome=Outcome.REJECTED, severity=Severity.CERTAIN)
+        assert [record.kind for record in of_type(commands, Record)] == ["rejected"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [
+        ({"unit": 1}, "verdict.mismatch"),
+        ({"node": "0" * 31 + "2"}, "verdict.mismatch"),
+        ({"rewards": (1.0,)}, "verdict.rewards"),
+        ({"generated_tokens": 33}, "verdict.tokens"),
+        ({"generated_tokens": -1}, "verdict.tokens"),
+    ],
+)
+def test_a_verdict_that_does_not_fit_changes_nothing(changes: dict[str, Any], code: str) -> None:
+    with pytest.raises(Refusal) as refusal:
+        judge(case(), **changes)
+    assert (refusal.value.status, refusal.value.code) == (422, code)

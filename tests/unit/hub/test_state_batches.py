@@ -1,0 +1,180 @@
+"""Batches and policies: what a step consists of, and what a new version or incarnation changes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from statekit import NOW_MS, lease, leases_in, moment, of_type, policy, submission, unit, units_in
+
+from shoal.hub.state import batches, policies
+from shoal.hub.state.batches import Choice
+from shoal.hub.state.commands import AddBatch, AddPolicy, RaiseAlarm, Record
+from shoal.hub.state.machines import LeaseState, SubmissionState, UnitState
+from shoal.hub.state.policies import Standing
+from shoal.hub.state.refusals import Refusal
+from shoal.hub.state.rows import Progress, UnitRow
+
+
+def accepted(number: int, version: int = 0, **changes: Any) -> UnitRow:
+    return unit(number, UnitState.ACCEPTED, version=version, incarnation=0, submission=f"{number:064x}", **changes)
+
+
+def choose(alive: list[UnitRow], step: int = 0, version: int = 0, **changes: Any) -> Choice:
+    counts = {key: changes.pop(key) for key in ("dropped", "failed") if key in changes}
+    progress = Progress(policy=policy(version), next_step=changes.pop("next_step", step), alive=len(alive), **counts)
+    rows = {
+        f"{row.unit:064x}": submission(
+            row.unit, version=row.version, state=SubmissionState.ACCEPTED, rewards=(0.0, 1.0)
+        )
+        for row in alive
+        if row.state == UnitState.ACCEPTED
+    }
+    return batches.choose(moment(progress=progress, **changes), alive, rows, step)
+
+
+class TestSynchronous:
+    def test_a_full_step_is_written_down_in_order_of_unit(self) -> None:
+        choice = choose([accepted(number) for number in (5, 2, 3, 7)])
+        assert choice.batch is not None
+        assert [group.unit for group in choice.batch.groups] == [2, 3, 5, 7]
+        assert choice.batch.groups[0].rewards == (0.0, 1.0)
+        assert choice.batch.written_at_ms == NOW_MS
+        assert of_type(choice.commands, AddBatch) == [AddBatch(choice.batch)]
+        after = units_in(choice.commands)
+        assert {row.step for row in after.values()} == {0}
+        assert {row.state for row in after.values()} == {UnitState.ACCEPTED}, "trained once the next version is out"
+        (record,) = of_type(choice.commands, Record)
+        assert (record.kind, record.body["units"]) == ("batch", [2, 3, 5, 7])
+        assert record.body["digest"] == batches.batch_digest(choice.batch)
+
+    def test_it_waits_for_a_lower_number_that_can_still_come_in(self) -> None:
+        rows = [unit(0, UnitState.SUBMITTED), *(accepted(number) for number in (1, 2, 3, 4))]
+        choice = choose(rows)
+        assert choice.batch is None
+        assert "lower-numbered" in choice.waiting
+
+    def test_a_higher_number_does_not_matter(self) -> None:
+        rows = [*(accepted(number) for number in (1, 2, 3, 4)), unit(9, UnitState.LEASED)]
+        assert choose(rows).batch is not None
+
+    def test_what_it_waits_for_in_words(self) -> None:
+        rows = [accepted(0), unit(1, UnitState.LEASED), unit(2, UnitState.LEASED), unit(3, UnitState.SUBMITTED)]
+        assert choose(rows).waiting == "step 0: 1 of 4 groups (2 leased, 1 submitted)"
+        assert choose([]).waiting == "step 0: 0 of 4 groups (no unit is given out: no worker is asking)"
+
+
+class TestAsynchronous:
+    def test_it_is_written_as_soon_as_enough_are_there(self) -> None:
+        rows = [unit(0, UnitState.LEASED), *(accepted(number) for number in (1, 2, 3, 4, 5))]
+        choice = choose(rows, max_staleness=1)
+        assert choice.batch is not None
+        assert [group.unit for group in choice.batch.groups] == [1, 2, 3, 4]
+
+    def test_only_groups_within_the_bound(self) -> None:
+        rows = [accepted(0, version=1), *(accepted(number, version=2) for number in (1, 2, 3, 4))]
+        choice = choose(rows, step=3, version=3, max_staleness=1)
+        assert choice.batch is not None
+        assert [group.unit for group in choice.batch.groups] == [1, 2, 3, 4]
+        assert {group.policy.version for group in choice.batch.groups} == {2}
+
+    def test_what_is_left_over_and_too_old_for_the_next_step_is_void(self) -> None:
+        rows = [
+            *(accepted(number, version=2) for number in range(6)),
+            accepted(6, version=3),
+            unit(7, UnitState.LEASED),
+        ]
+        choice = choose(rows, step=3, version=3, max_staleness=1)
+        voided = {
+            number: row.reason for number, row in units_in(choice.commands).items() if row.state == UnitState.VOID
+        }
+        assert voided == {4: "stale", 5: "stale"}
+
+    def test_a_batch_may_be_asked_for_before_its_version_is_announced(self) -> None:
+        rows = [accepted(number, version=2) for number in range(4)]
+        assert choose(rows, step=3, version=2, max_staleness=1).batch is not None
+
+
+class TestRefills:
+    def test_past_the_cap_a_step_takes_what_there_is(self) -> None:
+        choice = choose([accepted(0), accepted(1), accepted(2)], dropped=9)
+        assert choice.batch is not None
+        assert (len(choice.batch.groups), choice.batch.dropped_groups) == (3, 9)
+        (alarm,) = of_type(choice.commands, RaiseAlarm)
+        assert alarm.message == "step 0 was written down with 3 of 4 groups"
+
+    def test_even_nothing(self) -> None:
+        choice = choose([], dropped=10, failed=2)
+        assert choice.batch is not None
+        assert choice.batch.groups == ()
+
+    def test_an_empty_step_still_waits_for_what_can_come_in(self) -> None:
+        assert choose([unit(3, UnitState.SUBMITTED)], dropped=12).batch is None
+
+
+def test_steps_in_order_and_not_past_the_end() -> None:
+    for step, next_step, code in ((1, 0, "batch.order"), (10, 10, "batch.finished")):
+        with pytest.raises(Refusal) as refusal:
+            choose([], step=step, next_step=next_step)
+        assert (refusal.value.status, refusal.value.code) == (409, code)
+
+
+def announce(new: Any, known: Any = None, standing: Standing | None = None, **changes: Any) -> list[Any]:
+    progress = Progress(**{"policy": policy(3), "next_step": 4, **changes})
+    return policies.announce(moment(progress=progress), known, standing or Standing(), new)
+
+
+class TestPolicies:
+    def test_a_new_version_is_recorded_and_marks_its_batch_trained(self) -> None:
+        rows = [accepted(0, step=2), accepted(1, step=3), accepted(2, step=4)]
+        commands = announce(policy(4), standing=Standing(batched=rows, alive=[accepted(3)], leases=[lease(5)]))
+        assert of_type(commands, AddPolicy) == [AddPolicy(policy(4), NOW_MS)]
+        assert of_type(commands, Record)[0].body == {"incarnation": 0, "version": 4, "digest": "d" * 64}
+        assert {number: row.state for number, row in units_in(commands).items()} == {
+            0: UnitState.TRAINED,
+            1: UnitState.TRAINED,
+        }
+        assert leases_in(commands) == {}, "leases under the old version go on"
+
+    def test_the_same_again_changes_nothing_and_another_digest_is_refused(self) -> None:
+        assert announce(policy(3), known=policy(3)) == []
+        with pytest.raises(Refusal) as refusal:
+            announce(policy(3, digest="e" * 64), known=policy(3))
+        assert (refusal.value.status, refusal.value.code) == (409, "policy.digest")
+
+    @pytest.mark.parametrize(
+        ("new", "code"),
+        [
+            (policy(2), "policy.order"),
+            (policy(5), "policy.order"),
+            (policy(5, incarnation=1), "policy.order"),
+        ],
+    )
+    def test_versions_follow_batches(self, new: Any, code: str) -> None:
+        with pytest.raises(Refusal) as refusal:
+            announce(new)
+        assert refusal.value.code == code
+
+    def test_an_old_incarnation_is_over(self) -> None:
+        with pytest.raises(Refusal) as refusal:
+            announce(policy(4), policy=policy(3, incarnation=1))
+        assert refusal.value.code == "policy.incarnation"
+
+    def test_a_new_incarnation_voids_what_is_in_no_batch(self) -> None:
+        alive = [unit(0), unit(1, UnitState.LEASED), unit(2, UnitState.SUBMITTED), accepted(3)]
+        ended = replace(lease(8), state=LeaseState.EXPIRED)
+        standing = Standing(alive=alive, leases=[lease(1), ended], batched=[accepted(9, step=2), accepted(10, step=3)])
+        commands = announce(policy(3, incarnation=1), standing=standing)
+        after = units_in(commands)
+        assert {number: (after[number].state, after[number].reason) for number in range(4)} == dict.fromkeys(
+            range(4), (UnitState.VOID, "incarnation")
+        )
+        assert leases_in(commands) == {"u1a0": LeaseState.VOID}
+        assert after[9].state == UnitState.TRAINED
+        assert 10 not in after, "a batch that is written down stays"
+
+    def test_the_first_policy_of_a_run(self) -> None:
+        assert of_type(announce(policy(0), policy=None, next_step=0), AddPolicy)
+        with pytest.raises(Refusal):
+            announce(policy(1), policy=None, next_step=0)

@@ -1,0 +1,189 @@
+"""Leases and submissions: who gets what, what ends it, and which answer a submission gets."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from statekit import (
+    NOW_MS,
+    held,
+    lease,
+    leases_in,
+    moment,
+    node,
+    of_type,
+    policy,
+    submission,
+    submissions_in,
+    unit,
+    units_in,
+)
+
+from shoal.hub.state import leases, submissions
+from shoal.hub.state.commands import RaiseAlarm
+from shoal.hub.state.leases import Ask, Draws
+from shoal.hub.state.machines import LeaseState, UnitState
+from shoal.hub.state.refusals import Refusal
+from shoal.hub.state.rows import Holding, Moment, Progress, SubmissionRow
+from shoal.hub.state.submissions import Arrival
+from shoal.protocol import NodeState
+
+DRAWS = Draws(task_of=lambda number: f"drawn-{number}", document=lambda row, _unit: f"signed {row.lease}")
+
+
+def ask(max_units: int = 1, held_leases: int = 0, **changes: object) -> Ask:
+    return Ask(node=node(1, **changes), request="request-1", max_units=max_units, held=held_leases)
+
+
+class TestGrant:
+    def test_open_units_come_first_lowest_first_then_new_ones(self) -> None:
+        now = moment(progress=Progress(policy=policy(), next_unit=6, alive=2))
+        grant = leases.grant(now, [unit(5, attempt=2), unit(3)], ask(4), DRAWS)
+        assert [row.lease for row in grant.leases] == ["u3a0", "u5a2", "u6a0", "u7a0"]
+        after = units_in(grant.commands)
+        assert {row.state for row in after.values()} == {UnitState.LEASED}
+        assert (after[5].attempt, after[5].task) == (3, "task-5")
+        assert after[6].task == "drawn-6"
+        assert grant.leases[0].document == "signed u3a0"
+        assert grant.leases[0].deadline_ms == NOW_MS + 60_000
+
+    def test_no_more_new_units_than_pacing_leaves_room_for(self) -> None:
+        now = moment(progress=Progress(policy=policy(), next_unit=3, alive=3))
+        assert [row.unit for row in leases.grant(now, [], ask(4), DRAWS).leases] == [3]
+        full = moment(progress=Progress(policy=policy(), next_unit=4, alive=4))
+        grant = leases.grant(full, [], ask(4), DRAWS)
+        assert (grant.leases, grant.commands) == ((), ())
+        assert grant.waiting == "all 4 units of step 0 (policy 0.0) are given out or being checked"
+
+    def test_the_newest_policy_is_used(self) -> None:
+        now = moment(progress=Progress(policy=policy(3, incarnation=1), next_step=3))
+        assert leases.grant(now, [], ask(), DRAWS).leases[0].policy == policy(3, incarnation=1)
+
+    def test_a_node_holds_only_so_many(self) -> None:
+        now = moment(leases_per_node=2)
+        assert len(leases.grant(now, [], ask(4, held_leases=1), DRAWS).leases) == 1
+        assert "holds 2 leases" in leases.grant(now, [], ask(4, held_leases=2), DRAWS).waiting
+
+    def test_the_same_request_gets_the_same_again_whatever_happened_since(self) -> None:
+        before = (lease(3), lease(5))
+        again = leases.grant(moment(), [unit(1)], replace(ask(4), granted=before), DRAWS)
+        assert (again.leases, again.commands) == (before, ())
+
+    @pytest.mark.parametrize("state", [NodeState.BANNED, NodeState.SUSPENDED])
+    def test_only_active_nodes_get_work(self, state: NodeState) -> None:
+        with pytest.raises(Refusal, match="because") as refusal:
+            leases.grant(moment(), [unit(0)], ask(state=state, reason="because"), DRAWS)
+        assert (refusal.value.status, refusal.value.code) == (403, f"node.{state.value}")
+
+    def test_why_there_is_nothing(self) -> None:
+        waits = {
+            "no policy has been published yet": Progress(),
+            "the run is finished": Progress(policy=policy(10), next_step=10),
+            "all groups for policy 0.2 are generated: waiting for the trainer to publish the next one": Progress(
+                policy=policy(2), next_step=3
+            ),
+        }
+        for expected, progress in waits.items():
+            assert leases.grant(moment(progress=progress), [], ask(), DRAWS).waiting == expected
+
+
+class TestExpiry:
+    def test_overdue_leases_end_and_their_units_are_open_again(self) -> None:
+        late, early = held(0, deadline_ms=NOW_MS), held(1, deadline_ms=NOW_MS + 1)
+        commands = leases.expire(moment(), [late, early])
+        assert leases_in(commands) == {"u0a0": LeaseState.EXPIRED}
+        (after,) = units_in(commands).values()
+        assert (after.state, after.failures, after.task, after.attempt) == (UnitState.OPEN, 1, "task-0", 1)
+
+    def test_too_many_failures_void_a_unit_and_raise_an_alarm(self) -> None:
+        late = held(0, deadline_ms=0)
+        late = Holding(late.lease, replace(late.unit, failures=2))
+        now = moment(progress=Progress(policy=policy(), next_step=0))
+        commands = leases.expire(now, [late])
+        (after,) = units_in(commands).values()
+        assert (after.state, after.reason, after.lost_step) == (UnitState.VOID, "attempts", 0)
+        (alarm,) = of_type(commands, RaiseAlarm)
+        assert "unit 0: given up after 3 failed attempts" in alarm.message
+
+    def test_past_the_refill_cap_there_is_a_second_alarm(self) -> None:
+        late = held(0, deadline_ms=0)
+        late = Holding(late.lease, replace(late.unit, failures=2))
+        now = moment(progress=Progress(policy=policy(), dropped=8))
+        codes = [alarm.code for alarm in of_type(leases.expire(now, [late]), RaiseAlarm)]
+        assert codes == ["unit.attempts", "refill.exhausted"]
+
+
+class TestRelease:
+    def test_a_release_is_no_failure_of_the_unit(self) -> None:
+        commands = leases.release(node(1).node, [held(0)])
+        assert leases_in(commands) == {"u0a0": LeaseState.RELEASED}
+        assert units_in(commands)[0] == unit(0, attempt=1)
+
+    def test_ended_leases_are_ignored_and_foreign_ones_refused(self) -> None:
+        done = held(0, state=UnitState.SUBMITTED)
+        done = Holding(replace(done.lease, state=LeaseState.SUBMITTED), done.unit)
+        assert leases.release(node(1).node, [done]) == []
+        with pytest.raises(Refusal, match="another node"):
+            leases.release(node(2).node, [held(0)])
+
+
+ARRIVAL = Arrival(node=node(1).node, lease="u0a0", submission="a" * 64, size_bytes=12)
+
+
+def receive(
+    holding: Holding, existing: SubmissionRow | None = None, now: Moment | None = None
+) -> submissions.Reception:
+    return submissions.receive(now or moment(), holding, existing, ARRIVAL, lambda row: f"receipt {row.lease}")
+
+
+class TestReceive:
+    def test_new(self) -> None:
+        reception = receive(held(0))
+        assert reception.status == 201
+        (row,) = submissions_in(reception.commands)
+        assert (row.submission, row.receipt, row.size_bytes) == ("a" * 64, "receipt u0a0", 12)
+        after = units_in(reception.commands)[0]
+        assert (after.state, after.submission, after.version) == (UnitState.SUBMITTED, "a" * 64, 0)
+        assert leases_in(reception.commands) == {"u0a0": LeaseState.SUBMITTED}
+
+    def test_the_same_again_and_another_body(self) -> None:
+        existing = replace(submission(0), submission="a" * 64)
+        reception = receive(held(0), existing)
+        assert (reception.status, reception.row, reception.commands) == (200, existing, ())
+        with pytest.raises(Refusal) as refusal:
+            receive(held(0), submission(0))
+        assert refusal.value.status == 409
+
+    def test_past_the_deadline_but_not_noticed_yet(self) -> None:
+        assert receive(held(0, deadline_ms=0)).status == 201
+
+    def test_late_while_the_unit_is_free(self) -> None:
+        expired = Holding(replace(held(0).lease, state=LeaseState.EXPIRED), unit(0, attempt=1, failures=1))
+        reception = receive(expired)
+        assert units_in(reception.commands)[0].state == UnitState.SUBMITTED
+
+    @pytest.mark.parametrize("state", [state for state in UnitState if state != UnitState.OPEN])
+    def test_late_when_the_unit_has_moved_on(self, state: UnitState) -> None:
+        expired = Holding(replace(held(0).lease, state=LeaseState.EXPIRED), unit(0, state))
+        with pytest.raises(Refusal, match=state.value) as refusal:
+            receive(expired)
+        assert (refusal.value.status, refusal.value.code) == (410, "lease.late")
+
+    def test_late_and_too_stale(self) -> None:
+        expired = Holding(replace(held(0).lease, state=LeaseState.EXPIRED), unit(0))
+        with pytest.raises(Refusal, match="too old to train on"):
+            receive(expired, now=moment(progress=Progress(policy=policy(1), next_step=1)))
+
+    @pytest.mark.parametrize("state", [LeaseState.VOID, LeaseState.RELEASED])
+    def test_ended_leases(self, state: LeaseState) -> None:
+        with pytest.raises(Refusal) as refusal:
+            receive(Holding(replace(held(0).lease, state=state), unit(0)))
+        assert (refusal.value.status, refusal.value.code) == (410, f"lease.{state.value}")
+
+    def test_whose_lease_it_is(self) -> None:
+        with pytest.raises(Refusal) as unknown:
+            submissions.check_owner(None, node(1).node, "u9a9")
+        with pytest.raises(Refusal) as foreign:
+            submissions.check_owner(held(0, who=2), node(1).node, "u0a0")
+        assert (unknown.value.status, foreign.value.status) == (404, 403)
