@@ -13,7 +13,8 @@ from shoal.protocol import Message, first_problem
 
 M = TypeVar("M", bound=Message)
 
-BODY_DEADLINE_S = 60.0
+BODY_DEADLINE_S = 300.0
+"""Long enough for the largest submission over a slow line (16 MiB at 60 kB/s)."""
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
@@ -25,7 +26,7 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
         async with asyncio.timeout(BODY_DEADLINE_S):
             return await _collect(request, max_bytes)
     except TimeoutError as error:
-        raise Refusal(408, "body.slow", f"the body did not arrive within {BODY_DEADLINE_S:.0f} s") from error
+        raise Refusal(503, "body.slow", f"the body did not arrive within {BODY_DEADLINE_S:.0f} s: try again") from error
     except ClientDisconnect as error:
         raise Refusal(400, "body.incomplete", "the connection was closed before the body was complete") from error
 

@@ -48,6 +48,7 @@ _REFUSALS = {
     410: "`lease.late`, `lease.void`, `lease.released`: the lease has ended",
     413: "`body.too_big`",
     422: "the body is malformed, or does not fit what it refers to",
+    503: "`hub.resource`, `hub.failed`, `body.slow`: the hub could not do it now; nothing was promised, try again",
 }
 
 TAGS = [
@@ -87,7 +88,7 @@ def describes(
             content["example"] = example
         extra["requestBody"] = {"required": True, "content": {"application/json": content}}
     responses: dict[int | str, dict[str, Any]] = {
-        status: {"model": Problem, "description": _REFUSALS[status]} for status in refusals
+        status: {"model": Problem, "description": _REFUSALS[status]} for status in (*refusals, 503)
     }
     return {"tags": [tag], "responses": responses, "openapi_extra": extra}
 

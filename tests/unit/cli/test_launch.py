@@ -8,10 +8,13 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 import pytest
+from clikit import one_line, run_shoal
 
 from shoal.cli import launch as launch_module
 from shoal.cli.folder import RunFolder
@@ -172,24 +175,51 @@ def test_a_role_that_the_run_does_not_have(folder: RunFolder, name: str, message
         run_role(folder, name, StopToken())
 
 
-def test_the_hub_and_the_origin_serve_and_stop(folder: RunFolder) -> None:
+@contextmanager
+def serving(folder: RunFolder, name: str, url: str) -> Iterator[None]:
+    """A role in a thread, from its first answer until it is told to stop."""
+    stop = StopToken()
+    thread = threading.Thread(target=run_role, args=(folder, name, stop))
+    thread.start()
+    try:
+        end = time.monotonic() + 20
+        while not answers(url):
+            assert time.monotonic() < end, f"{name} does not answer"
+        yield
+    finally:
+        stop.set("the test is over")
+        thread.join(20)
+    assert not thread.is_alive()
+
+
+def answers(url: str) -> bool:
+    try:
+        httpx.get(url, timeout=5)
+    except httpx.ConnectError:
+        return False
+    return True
+
+
+def test_a_stranger_needs_only_the_join_url_to_mirror_a_run(folder: RunFolder, tmp_path: Path) -> None:
     endpoints = folder.assign_endpoints()
-    for name, url in (("hub", f"{endpoints.hub}/health"), ("origin", endpoints.origin)):
-        stop = StopToken()
-        thread = threading.Thread(target=run_role, args=(folder, name, stop))
-        thread.start()
-        try:
-            end = time.monotonic() + 20
-            while True:
-                try:
-                    httpx.get(url, timeout=5)
-                    break
-                except httpx.ConnectError:
-                    assert time.monotonic() < end
-        finally:
-            stop.set("the test is over")
-            thread.join(20)
-        assert not thread.is_alive()
+    with serving(folder, "hub", f"{endpoints.hub}/health"), serving(folder, "origin", endpoints.origin):
+        command = [sys.executable, "-m", "shoal.cli", "relay", "--run-info", endpoints.join, "--host", "127.0.0.1"]
+        options = ["--port", "0", "--folder", str(tmp_path / "mirror")]
+        with subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True) as relay:
+            assert relay.stderr is not None
+            line = next(line for line in relay.stderr if "serving at" in line)
+            assert answers(line.split()[-1])
+            relay.terminate()
+            assert relay.wait(20) == 0
+            relay.stderr.read()
+
+
+def test_a_join_url_that_pins_another_root_is_refused(folder: RunFolder, tmp_path: Path) -> None:
+    endpoints = folder.assign_endpoints()
+    with serving(folder, "hub", f"{endpoints.hub}/health"):
+        ran = run_shoal(tmp_path, "join", f"{endpoints.hub}/#{'ab' * 20}", "--folder", str(tmp_path / "w"))
+    assert "this is another run or an impostor" in one_line(ran, 1)
+    assert not (tmp_path / "w").exists()
 
 
 BEGIN = """

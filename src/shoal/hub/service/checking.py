@@ -33,7 +33,9 @@ class Checking:
             return AuditReply(audits=found)
         finished = pacing.is_finished(moment.rules, moment.progress) and not pending
         waiting = "the run is finished" if finished else "submissions: none is waiting to be checked"
-        if not finished:
+        if finished:
+            context.waits.done(node_label(node))
+        else:
             context.waits.waiting(node_label(node), waiting, moment.now_ms)
         return AuditReply(waiting=waiting, finished=finished)
 

@@ -15,6 +15,12 @@ VOID_STALE = "stale"
 VOID_INCARNATION = "incarnation"
 
 
+def no_units() -> dict[str, int]:
+    """Counts of units by state, all zero; `void_<reason>` says how many of the void ones were wasted, and why."""
+    reasons = (VOID_ATTEMPTS, VOID_STALE, VOID_INCARNATION)
+    return {**{state.value: 0 for state in UnitState}, **{f"void_{reason}": 0 for reason in reasons}}
+
+
 def after_failure(moment: Moment, unit: UnitRow) -> UnitRow:
     """Open again with the same task and seeds, or void after `max_attempts` failures."""
     failures = unit.failures + 1

@@ -26,6 +26,7 @@ from shoal.hub.state.commands import (
 )
 from shoal.hub.state.machines import LeaseState, SubmissionState, UnitState
 from shoal.hub.state.rows import Holding, LeaseRow, NodeRow, Progress, SubmissionRow, UnitRow
+from shoal.hub.state.units import no_units
 from shoal.hub.storage.protocol import Presence, StaleRow
 from shoal.protocol import Batch, LedgerEntry, PolicyRef, StepReport
 
@@ -168,11 +169,11 @@ class MemoryReader:
         return self._tables.batches.get(step)
 
     def unit_counts(self) -> dict[str, int]:
-        counts = {state.value: 0 for state in UnitState}
+        counts = no_units()
         for unit in self._tables.units.values():
             counts[unit.state.value] += 1
             if unit.state == UnitState.VOID:
-                counts[f"void_{unit.reason}"] = counts.get(f"void_{unit.reason}", 0) + 1
+                counts[f"void_{unit.reason}"] += 1
         return counts
 
     def submission_counts(self) -> dict[str, int]:

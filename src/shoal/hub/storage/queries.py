@@ -10,6 +10,7 @@ from sqlalchemy import Connection, Row, Select, Table, and_, func, or_, select
 
 from shoal.hub.state.machines import UNDECIDED_UNITS, LeaseState, SubmissionState, UnitState
 from shoal.hub.state.rows import Holding, LeaseRow, NodeRow, Progress, SubmissionRow, UnitRow
+from shoal.hub.state.units import no_units
 from shoal.hub.storage import tables
 from shoal.hub.storage.protocol import Presence
 from shoal.protocol import Batch, LedgerEntry, NodeState, PolicyRef, StepReport
@@ -155,7 +156,7 @@ class SqlReader:
     def unit_counts(self) -> dict[str, int]:
         table = tables.units
         query = select(table.c.state, table.c.reason, func.count()).group_by(table.c.state, table.c.reason)
-        counts = {state.value: 0 for state in UnitState}
+        counts = no_units()
         for state, reason, count in self._connection.execute(query):
             counts[state] += count
             if state == UnitState.VOID.value:
