@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from shoal.protocol import RunStatus, StepReport
 from shoal.runtime.clock import Clock, SystemClock
-from shoal.runtime.metrics import read_metrics
+from shoal.runtime.metrics import MetricsLog
 from shoal.runtime.supervise import Ending
 
 TIMEOUT_S = 5.0
@@ -165,7 +165,7 @@ class Reporter:
 
 def summary(metrics_file: Path, status: RunStatus | None, elapsed_s: float) -> list[str]:
     """What the run came to, from the trainer's own numbers (the hub may have died, they are on disk)."""
-    rows = read_metrics(metrics_file)
+    rows = MetricsLog(metrics_file).rows()
     lines = [f"{_steps_done(rows, status)} in {elapsed_s:.0f} s"]
     for name, label in (("held_out", "held-out score"), ("reward_mean", "reward")):
         values = [float(row[name]) for row in rows if isinstance(row.get(name), int | float)]

@@ -7,6 +7,6 @@ files      ensure_folder, write_atomically, sync_folder, resource_error
 lock       FolderLock: one process per folder
 config     load_config, parse_config, dump_config: TOML into a typed model and back
 logs       setup: one-line records on stderr and in a file
-metrics    MetricsWriter, read_metrics: JSON lines
+metrics    MetricsLog: one JSON line per step
 supervise  Supervisor, ProcessSpec, Ending, follow_supervisor
 """

@@ -1,77 +1,57 @@
-"""Numbers over time as JSON lines: one object per line, whole or not there.
+"""metrics.jsonl: one JSON line per step. Row *n* tells of version *n* (`held_out`) and of the step trained from it.
 
-    {"step": 3, "at_ms": 1700000000000, "reward_mean": 0.61, "loss": 0.02}
-
-JSON has no NaN or infinity; they are written as null, so that any reader can open the file.
+A row is on the disk before the checkpoint that follows it. A resume at version *c* drops the rows from *c* on (their
+steps are trained again), so that no step is missing and none is counted twice.
 """
 
 from __future__ import annotations
 
 import json
-import math
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from shoal.runtime.files import resource_error
+from shoal.runtime.files import resource_error, write_atomically
+
+log = logging.getLogger(__name__)
 
 
-class MetricsWriter:
-    """Appends to one file. There is one writer per file; each line reaches the system in a single write.
-
-    A line torn by a crash is cut off when the file is opened again, so that the next one is not glued to it.
-    """
+class MetricsLog:
+    """Appends rows; reads back what is whole."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self.path = path
+
+    def append(self, step: int, metrics: Mapping[str, float]) -> None:
+        line = json.dumps({"step": step, **metrics}, allow_nan=False) + "\n"
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            _cut_torn_line(path)
-            self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            with self.path.open("ab") as file:
+                file.write(line.encode())
+                file.flush()
+                os.fsync(file.fileno())
         except OSError as error:
-            raise resource_error("write metrics to", path, error) from error
+            raise resource_error("write", self.path, error) from error
 
-    def write(self, values: Mapping[str, Any]) -> None:
-        finite = {key: _finite(value) for key, value in values.items()}
-        line = json.dumps(finite, allow_nan=False).encode() + b"\n"
-        try:
-            while line:
-                line = line[os.write(self._descriptor, line) :]
-        except OSError as error:
-            raise resource_error("write metrics to", self._path, error) from error
+    def rows(self) -> list[dict[str, float]]:
+        """All whole rows; a line torn by a crash is left out."""
+        if not self.path.exists():
+            return []
+        rows = [_parse(line) for line in self.path.read_text(errors="replace").splitlines()]
+        return [row for row in rows if row is not None]
 
-    def close(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
-
-    def __enter__(self) -> MetricsWriter:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def rewind(self, step: int) -> None:
+        """Forget what was measured in step `step` and later, and any torn line."""
+        if not self.path.exists():
+            return
+        kept = [json.dumps(row) + "\n" for row in self.rows() if row["step"] < step]
+        write_atomically(self.path, "".join(kept).encode())
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Every whole line of the file, in order; none if there is no file. A torn last line is left out."""
+def _parse(line: str) -> dict[str, float] | None:
     try:
-        data = path.read_bytes()
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise resource_error("read", path, error) from error
-    whole = data[: data.rfind(b"\n") + 1]
-    return [json.loads(line) for line in whole.splitlines() if line.strip()]
-
-
-def _cut_torn_line(path: Path) -> None:
-    if not path.exists():
-        return
-    with path.open("rb+") as file:
-        data = file.read()
-        file.truncate(data.rfind(b"\n") + 1)
-
-
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        row = json.loads(line)
+    except ValueError:
+        log.warning("metrics: a torn line is left out: %.60r", line)
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None

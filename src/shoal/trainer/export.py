@@ -23,8 +23,8 @@ from shoal.models.folder import read_config
 from shoal.models.load import DTYPES
 from shoal.protocol import LedgerHead
 from shoal.runtime.files import ensure_folder, resource_error, sync_folder, write_atomically
+from shoal.runtime.metrics import MetricsLog
 from shoal.trainer.checkpoint import CheckpointStore, Progress
-from shoal.trainer.metrics import MetricsLog
 from shoal.trainer.publisher import cast
 
 MARK = "shoal.json"

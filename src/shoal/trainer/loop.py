@@ -46,6 +46,7 @@ from shoal.protocol import (
 from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.files import ensure_folder
 from shoal.runtime.lock import FolderLock
+from shoal.runtime.metrics import MetricsLog
 from shoal.runtime.stop import StopToken
 from shoal.shardcast.origin import Origin, OriginSettings
 from shoal.trainer.checkpoint import CheckpointStore, Progress, restore
@@ -53,7 +54,6 @@ from shoal.trainer.config import TrainerConfig
 from shoal.trainer.evaluate import Evaluator, GreedyEvaluator
 from shoal.trainer.export import ModelCard, export_policy, latest_metrics, refuse_foreign
 from shoal.trainer.learner import Learner, choose_device, make_deterministic, new_learner
-from shoal.trainer.metrics import MetricsLog
 from shoal.trainer.publisher import PolicyHub, PolicyOrigin, Publication, Publisher, Snapshot, take_snapshot
 from shoal.trainer.settings import TrainerSettings
 from shoal.trainer.step import StepWork, Stopped, train_step

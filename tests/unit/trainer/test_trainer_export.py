@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from shoal.errors import CheckpointError, ConfigError
 from shoal.models.state import policy_state
 from shoal.protocol import LedgerHead
+from shoal.runtime.metrics import MetricsLog
 from shoal.trainer.checkpoint import CheckpointStore, Progress
 from shoal.trainer.export import ModelCard, export_checkpoint, export_policy, latest_metrics
 from shoal.trainer.learner import Learner
-from shoal.trainer.metrics import MetricsLog
 
 CARD = ModelCard(
     Progress(RUN, 12, 1), base_model="tiny", environment="sort", digest="cd" * 32,

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import math
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from shoal.errors import ResourceError
 from shoal.runtime import logs
-from shoal.runtime.metrics import MetricsWriter, read_metrics
 
 
 @pytest.fixture(autouse=True)
@@ -67,36 +62,3 @@ def test_a_log_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ResourceError, match="cannot write the log"):
         logs.setup("hub", tmp_path / "file" / "hub.log")
-
-
-def test_metrics_are_appended_and_read_back(tmp_path: Path) -> None:
-    path = tmp_path / "deep" / "metrics.jsonl"
-    assert read_metrics(path) == []
-    with MetricsWriter(path) as writer:
-        writer.write({"step": 0, "loss": 0.5})
-    with MetricsWriter(path) as writer:
-        writer.write({"step": 1, "loss": math.nan})
-        assert read_metrics(path) == [{"step": 0, "loss": 0.5}, {"step": 1, "loss": None}]
-
-
-@given(cut=st.integers(0, 200))
-def test_any_torn_tail_is_ignored_and_then_cut(tmp_path_factory: pytest.TempPathFactory, cut: int) -> None:
-    path = tmp_path_factory.mktemp("metrics") / "m.jsonl"
-    rows = [{"step": step, "text": "é" * step} for step in range(8)]
-    with MetricsWriter(path) as writer:
-        for row in rows:
-            writer.write(row)
-    whole = path.read_bytes()[:cut]
-    path.write_bytes(whole)
-    kept = rows[: whole.count(b"\n")]
-    assert read_metrics(path) == kept
-    with MetricsWriter(path) as writer:
-        writer.write({"step": 99})
-    assert read_metrics(path) == [*kept, {"step": 99}]
-    assert all(json.loads(line) for line in path.read_bytes().splitlines())
-
-
-def test_metrics_below_a_file_are_refused_in_one_sentence(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ResourceError, match="a part of the path is a file"):
-        MetricsWriter(tmp_path / "file" / "m.jsonl")

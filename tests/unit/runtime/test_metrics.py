@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shoal.errors import ResourceError
-from shoal.trainer.metrics import MetricsLog
+from shoal.runtime.metrics import MetricsLog
 
 
 def test_rows_are_plain_json_lines(tmp_path: Path) -> None:
