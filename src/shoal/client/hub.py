@@ -7,6 +7,7 @@ The first call that needs it fetches `GET /run` and verifies the chain from the 
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeVar
 from urllib.parse import quote
@@ -42,7 +43,10 @@ from shoal.protocol import (
     SignedDocument,
     SigningKey,
     StepReport,
+    SubmissionBodies,
     TrainingBatch,
+    VerdictReply,
+    VerdictReport,
     first_problem,
     open_document,
     submission_digest,
@@ -55,7 +59,7 @@ M = TypeVar("M", bound=Message)
 D = TypeVar("D", bound=Document)
 
 BULK = "application/msgpack+zstd"
-MAX_SUBMISSION_BYTES = 2**30
+SUBMISSION_BODIES_LIMITS = Limits(compressed_bytes=2**27, inflated_bytes=2**27)
 TRAINING_BATCH_LIMITS = Limits(compressed_bytes=2**30, inflated_bytes=2**32)  # from the hub, which is trusted
 
 
@@ -165,16 +169,18 @@ class HubClient:
             raise SignatureError(f"lease {lease.lease} is for run {lease.run!r}, not for {self.trusted_run().run!r}")
         return lease
 
-    def submission(self, digest: str) -> bytes:
-        """The very bytes that a worker put, checked against their name."""
-        call = Call("GET", f"/submissions/{digest}", max_bytes=MAX_SUBMISSION_BYTES)
-        body = self._transport.send(self._signed(call))
-        if submission_digest(body) != digest:
-            raise CodecError(f"the hub's copy of submission {digest[:16]}… does not match its digest")
-        return body
+    def submissions(self, digests: Sequence[str]) -> list[bytes]:
+        """The very bytes that workers put, checked against their names."""
+        limits = SUBMISSION_BODIES_LIMITS
+        names = tuple(("name", digest) for digest in digests)
+        call = Call("GET", "/submissions", params=names, max_bytes=limits.compressed_bytes)
+        bodies = unpack(self._transport.send(self._signed(call)), SubmissionBodies, limits).bodies
+        if [submission_digest(body) for body in bodies] != list(digests):
+            raise CodecError("the hub's copies of submissions do not match their digests")
+        return bodies
 
-    def verdict(self, signed: SignedDocument) -> None:
-        self._send("POST", "/verdicts", signed)
+    def verdicts(self, signed: Sequence[SignedDocument]) -> VerdictReply:
+        return self._post("/verdicts", VerdictReport(verdicts=tuple(signed)), VerdictReply)
 
     # The trainer
 

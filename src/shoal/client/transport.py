@@ -94,7 +94,7 @@ class Transport:
         request = self.http.build_request(
             call.method,
             self.url + call.path,
-            params=dict(call.params) or None,
+            params=list(call.params) or None,
             content=call.body,
             headers={"content-type": call.content_type} if call.body else None,
             timeout=httpx.Timeout(self.options.answer_timeout_s + call.wait_s, connect=self.options.connect_timeout_s),

@@ -18,6 +18,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 MAX_WAIT_S = 30.0
+GATHER_S = 0.05  # after a change, others are usually close behind: one look serves them all
 
 
 class Topic(StrEnum):
@@ -100,5 +101,6 @@ async def long_poll(
         if is_ready or left_s <= 0 or changes.closed:
             return answer
         await changes.wait(topic, seen, left_s)
+        await asyncio.sleep(min(GATHER_S, left_s))
         if await is_gone():  # nobody reads the answer any more: do not give work away to it
             return answer

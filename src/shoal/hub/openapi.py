@@ -23,6 +23,7 @@ from shoal.protocol import (
     Registration,
     SignedDocument,
     StepReport,
+    VerdictReport,
 )
 from shoal.protocol.signing import HEADER_NODE, HEADER_NONCE, HEADER_SIGNATURE, HEADER_TIME
 
@@ -37,6 +38,7 @@ _BODIES: tuple[type[Message], ...] = (
     SignedDocument,
     BatchRequest,
     StepReport,
+    VerdictReport,
 )
 
 _REFUSALS = {

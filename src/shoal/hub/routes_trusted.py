@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Path, Request, Response
+from fastapi import APIRouter, Path, Query, Request, Response
 from starlette.concurrency import run_in_threadpool
 
 from shoal.hub.auth import authenticate
@@ -12,12 +12,24 @@ from shoal.hub.bodies import parse_json
 from shoal.hub.changes import Topic
 from shoal.hub.gate import HubDependency, poll
 from shoal.hub.openapi import BULK, bulk_answer, describes
-from shoal.protocol import AuditReply, AuditRequest, BatchReply, BatchRequest, SignedDocument, StepReport
+from shoal.protocol import (
+    AuditReply,
+    AuditRequest,
+    BatchReply,
+    BatchRequest,
+    SignedDocument,
+    StepReport,
+    VerdictReply,
+    VerdictReport,
+)
+from shoal.protocol.verdict import MAX_BODIES_PER_REQUEST
 
 router = APIRouter()
 
-MAX_DOCUMENT_BYTES = 4 * 1024 * 1024
+MAX_REPORT_BYTES = 16 * 1024 * 1024
 """A verdict carries a reward with its parts for each of up to 1024 rollouts."""
+
+Names = Annotated[list[str], Query(min_length=1, max_length=MAX_BODIES_PER_REQUEST, description="names of submissions")]
 
 Step = Annotated[int, Path(ge=0, description="the step; step n produces version n + 1")]
 
@@ -41,28 +53,27 @@ async def audits(request: Request, hub: HubDependency) -> AuditReply:
     )
 
 
-_BODY = describes("validator", (401, 403, 404))
-_BODY["responses"][200] = bulk_answer("the `Submission`, the very bytes that were put")
+_BODIES = describes("validator", (401, 403, 404, 413, 422))
+_BODIES["responses"][200] = bulk_answer("`SubmissionBodies`: for each name the very bytes that were put")
 
 
-@router.get("/submissions/{submission}", summary="The bytes of a submission", response_class=Response, **_BODY)
-async def submission_body(submission: str, request: Request, hub: HubDependency) -> Response:
-    """For validators and the trainer. The name is the SHA-256 of the bytes."""
+@router.get("/submissions", summary="The bytes of submissions", response_class=Response, **_BODIES)
+async def bodies(name: Names, request: Request, hub: HubDependency) -> Response:
+    """For validators and the trainer. A name is the SHA-256 of the bytes."""
     await authenticate(hub.context, request, roles=("validator", "trainer"))
-    body = await run_in_threadpool(hub.checking.submission_body, submission)
-    return Response(body, media_type=BULK)
+    return Response(await run_in_threadpool(hub.checking.bodies, name), media_type=BULK)
 
 
 @router.post(
     "/verdicts",
-    summary="Say what an audit found",
-    status_code=204,
-    **describes("validator", (401, 403, 404, 409, 413, 422), SignedDocument),
+    summary="Say what audits found",
+    **describes("validator", (401, 403, 413, 422), VerdictReport),
 )
-async def verdict(request: Request, hub: HubDependency) -> None:
-    """A `Verdict` signed by the calling validator. The first one stands; the same outcome again is harmless."""
-    caller = await authenticate(hub.context, request, roles=("validator",), max_bytes=MAX_DOCUMENT_BYTES)
-    await run_in_threadpool(hub.checking.verdict, caller.node, parse_json(caller.body, SignedDocument))
+async def verdicts(request: Request, hub: HubDependency) -> VerdictReply:
+    """`Verdict`s signed by the calling validator. The first on a submission stands; the same outcome again is
+    harmless. Those that were not taken are named in the answer."""
+    caller = await authenticate(hub.context, request, roles=("validator",), max_bytes=MAX_REPORT_BYTES)
+    return await run_in_threadpool(hub.checking.verdicts, caller.node, parse_json(caller.body, VerdictReport))
 
 
 @router.post(

@@ -5,7 +5,7 @@
     policy      PolicyRef, PolicyManifest, BroadcastHead, PolicyAnnouncement, LedgerHead
     lease       Lease, LeaseRequest, LeaseReply, LeaseRelease, SamplingParameters
     submission  Submission, Rollout, Receipt (bulk, msgpack)
-    verdict     Verdict, Outcome, Severity, CheckResult, Audit
+    verdict     Verdict, VerdictReport, Outcome, Severity, CheckResult, Audit
     batch       Batch, TrainingBatch, StepReport
     node        Registration, Heartbeat, NodeView, RunInfo, RoleCertificate
     status      RunStatus, LedgerEntry, Problem
@@ -80,9 +80,13 @@ from shoal.protocol.verdict import (
     AuditRequest,
     CheckResult,
     Outcome,
+    RefusedVerdict,
     RolloutReward,
     Severity,
+    SubmissionBodies,
     Verdict,
+    VerdictReply,
+    VerdictReport,
 )
 
 __all__ = [
@@ -90,11 +94,11 @@ __all__ = [
     "BatchReply", "BatchRequest", "BroadcastHead", "CheckResult", "Chunk", "Document", "Entry", "Heartbeat",
     "HeartbeatReply", "Lease", "LeaseRelease", "LeaseReply", "LeaseRequest", "LedgerEntry", "LedgerHead",
     "LedgerPage", "Limits", "Message", "NodeState", "NodeView", "Outcome", "PolicyAnnouncement",
-    "PolicyManifest", "PolicyRef", "Problem", "Receipt", "RecentVerdict", "Registration", "RequestSignature",
-    "Role", "RoleCertificate", "Rollout", "RolloutReward", "RunInfo", "RunStatus", "SamplingParameters",
-    "Severity", "SignedDocument", "SigningKey", "StepReport", "Submission", "TensorView", "TrainingBatch",
-    "TrainingGroup", "TrainingRollout", "Verdict", "Wait", "canonical_json", "content_digest", "fingerprint",
-    "first_problem", "load_key", "load_or_create_key", "node_id", "open_document", "pack", "pack_logprobs",
-    "pack_tokens", "sign_document", "sign_request", "submission_digest", "unpack", "unpack_tokens", "verify",
-    "verify_request",
+    "PolicyManifest", "PolicyRef", "Problem", "Receipt", "RecentVerdict", "RefusedVerdict", "Registration",
+    "RequestSignature", "Role", "RoleCertificate", "Rollout", "RolloutReward", "RunInfo", "RunStatus",
+    "SamplingParameters", "Severity", "SignedDocument", "SigningKey", "StepReport", "Submission",
+    "SubmissionBodies", "TensorView", "TrainingBatch", "TrainingGroup", "TrainingRollout", "Verdict",
+    "VerdictReply", "VerdictReport", "Wait", "canonical_json", "content_digest", "fingerprint", "first_problem",
+    "load_key", "load_or_create_key", "node_id", "open_document", "pack", "pack_logprobs", "pack_tokens",
+    "sign_document", "sign_request", "submission_digest", "unpack", "unpack_tokens", "verify", "verify_request",
 ]  # fmt: skip

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
+import msgspec
 from pydantic import Field
 
 from shoal.protocol.policy import HEX_256
@@ -58,6 +59,35 @@ class Verdict(Document):
     decided_at_ms: int
 
 
+MAX_VERDICTS_PER_REPORT = 64
+MAX_BODIES_PER_REQUEST = 64
+
+
+class VerdictReport(Message):
+    """Signed `Verdict`s, taken one by one in one transaction: a refused one does not hold up the others."""
+
+    verdicts: tuple[SignedDocument, ...] = Field(min_length=1, max_length=MAX_VERDICTS_PER_REPORT)
+
+
+class RefusedVerdict(Message):
+    """A verdict that was not taken: the status and code that it would have got alone, and a sentence."""
+
+    submission: str
+    status: int
+    code: str
+    message: str
+
+
+class VerdictReply(Message):
+    refused: tuple[RefusedVerdict, ...] = ()
+
+
+class SubmissionBodies(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The bytes of several submissions in the order asked for (bulk)."""
+
+    bodies: Annotated[list[bytes], msgspec.Meta(max_length=MAX_BODIES_PER_REQUEST)]
+
+
 class AuditRequest(Message):
     """A validator asks for submissions to check, waiting up to `wait_s` for one."""
 
@@ -66,7 +96,7 @@ class AuditRequest(Message):
 
 
 class Audit(Message):
-    """One submission to check: its bytes are at `GET /submissions/{submission}`."""
+    """One submission to check: its bytes are at `GET /submissions?name=…`."""
 
     submission: str
     size_bytes: int

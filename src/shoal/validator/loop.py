@@ -20,7 +20,17 @@ from shoal.client import Activity, ClientOptions, HubClient, RegularHeartbeat
 from shoal.engines import build
 from shoal.engines.shelf import EngineShelf, LoadedPolicy
 from shoal.errors import BroadcastError, DeadlineExceeded, EnvironmentSetupError, HubRefused, ProtocolError
-from shoal.protocol import Audit, AuditRequest, HeartbeatReply, Outcome, PolicyRef, Verdict, sign_document
+from shoal.protocol import (
+    Audit,
+    AuditRequest,
+    HeartbeatReply,
+    Outcome,
+    PolicyRef,
+    RefusedVerdict,
+    Verdict,
+    sign_document,
+)
+from shoal.protocol.verdict import MAX_BODIES_PER_REQUEST, MAX_VERDICTS_PER_REPORT
 from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.lock import FolderLock
 from shoal.runtime.stop import StopToken
@@ -32,6 +42,7 @@ from shoal.validator.verdicts import MACHINERY_POLICY, Docket
 log = logging.getLogger(__name__)
 
 LOCK_WAIT_S = 5.0
+PORTION_BYTES = 32 * 1024 * 1024  # well below what the hub hands out in one answer
 POLICY_TRIES = 3  # claims of one submission that may fail for want of its policy before it is given up
 
 
@@ -111,7 +122,7 @@ class Validator:
 
     def audit(self, audits: Sequence[Audit]) -> None:
         """Judge a handful of audits, one policy after another, oldest first: batches need those first."""
-        dockets = [docket for audit in audits if (docket := self._docket(audit)) is not None]
+        dockets = self._dockets(audits)
         policies = {docket.lease.policy for docket in dockets}
         for policy in sorted(policies, key=lambda ref: (ref.incarnation, ref.version)):
             if self._stop.is_set():
@@ -122,16 +133,22 @@ class Validator:
                 continue
             with self.activity.busy(f"auditing {len(together)} groups of policy {policy.label}"):
                 verdicts = self._judge.verdicts(together, loaded)
-            for verdict in verdicts:
-                self._report(verdict)
+            self._report(verdicts)
 
-    def _docket(self, audit: Audit) -> Docket | None:
-        """An audit with its lease opened and its bytes fetched; None if the hub's papers are not in order."""
+    def _dockets(self, audits: Sequence[Audit]) -> list[Docket]:
+        """Audits with their leases opened and their bytes fetched; without those whose papers are not in order."""
+        return [docket for together in _portions(audits) for docket in self._fetched(together)]
+
+    def _fetched(self, audits: Sequence[Audit]) -> list[Docket]:
         try:
-            return Docket(audit, self._client.open_lease(audit.lease), self._client.submission(audit.submission))
+            bodies = self._client.submissions([audit.submission for audit in audits])
+            pairs = zip(audits, bodies, strict=True)
+            return [Docket(audit, self._client.open_lease(audit.lease), body) for audit, body in pairs]
         except (HubRefused, ProtocolError) as error:
-            log.error("submission %s cannot be audited: %s", audit.submission[:16], error)
-            return None
+            if len(audits) > 1:  # one by one, so that one that cannot be had does not hold up the others
+                return [docket for audit in audits for docket in self._fetched([audit])]
+            log.error("submission %s cannot be audited: %s", audits[0].submission[:16], error)
+            return []
 
     def _policy(self, policy: PolicyRef, dockets: Sequence[Docket]) -> LoadedPolicy | None:
         """The engine with this policy. Without it the claims run out; after a few times they are given up."""
@@ -142,21 +159,25 @@ class Validator:
             if self._stop.is_set():
                 return None
             log.warning("policy %s could not be fetched, %d audits wait: %s", policy.label, len(dockets), error)
-            for docket in dockets:
-                self._misses[docket.audit.submission] += 1
-                if self._misses[docket.audit.submission] >= POLICY_TRIES:
-                    message = f"the validator could not fetch policy {policy.label}: {error}"
-                    now_ms = self._clock.now_ms()
-                    self._report(docket.inconclusive([], MACHINERY_POLICY, message, now_ms))
+            self._misses.update(docket.audit.submission for docket in dockets)
+            lost = [docket for docket in dockets if self._misses[docket.audit.submission] >= POLICY_TRIES]
+            message = f"the validator could not fetch policy {policy.label}: {error}"
+            self._report([each.inconclusive([], MACHINERY_POLICY, message, self._clock.now_ms()) for each in lost])
             return None
 
-    def _report(self, verdict: Verdict) -> None:
-        try:
-            self._client.verdict(sign_document(verdict, self._client.key))
-        except HubRefused as refusal:
-            log.warning("the verdict on unit %d was not taken: %s", verdict.unit, refusal)
-            return
+    def _report(self, verdicts: Sequence[Verdict]) -> None:
+        for start in range(0, len(verdicts), MAX_VERDICTS_PER_REPORT):
+            part = verdicts[start : start + MAX_VERDICTS_PER_REPORT]
+            reply = self._client.verdicts([sign_document(verdict, self._client.key) for verdict in part])
+            refused = {refusal.submission: refusal for refusal in reply.refused}
+            for verdict in part:
+                self._note(verdict, refused.get(verdict.submission))
+
+    def _note(self, verdict: Verdict, refusal: RefusedVerdict | None) -> None:
         self._misses.pop(verdict.submission, None)
+        if refusal is not None:
+            log.warning("the verdict on unit %d was not taken: %s [%s]", verdict.unit, refusal.message, refusal.code)
+            return
         self.activity.count(verdict.outcome.value)
         self.activity.count("tokens", verdict.generated_tokens)
         if verdict.outcome is not Outcome.ACCEPTED:
@@ -164,6 +185,19 @@ class Validator:
                 "unit %d of node %s %s, %s: %s",
                 verdict.unit, verdict.node, verdict.outcome.value, verdict.reason, verdict.message,
             )  # fmt: skip
+
+
+def _portions(audits: Sequence[Audit]) -> Iterator[Sequence[Audit]]:
+    """Audits whose bodies are fetched together: few enough, and small enough in sum."""
+    portion: list[Audit] = []
+    for audit in audits:
+        size_bytes = sum(each.size_bytes for each in (*portion, audit))
+        if portion and (len(portion) == MAX_BODIES_PER_REQUEST or size_bytes > PORTION_BYTES):
+            yield portion
+            portion = []
+        portion.append(audit)
+    if portion:
+        yield portion
 
 
 def _ignore(_reply: HeartbeatReply) -> None:

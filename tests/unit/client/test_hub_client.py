@@ -37,6 +37,7 @@ from shoal.protocol import (
     NodeState,
     NodeView,
     Receipt,
+    SubmissionBodies,
     TrainingBatch,
     fingerprint,
     pack,
@@ -176,11 +177,14 @@ def test_a_lease_id_cannot_change_the_path() -> None:
 
 
 def test_a_submission_is_checked_against_its_name() -> None:
-    hub = ScriptedHub(script=[httpx.Response(200, content=BODY), httpx.Response(200, content=b"other")])
+    answers = [pack(SubmissionBodies([BODY, b"2"])), pack(SubmissionBodies([b"2", BODY])), pack(SubmissionBodies([]))]
+    hub = ScriptedHub(script=[httpx.Response(200, content=content) for content in answers])
     client = hub.client()
-    assert client.submission(submission_digest(BODY)) == BODY
-    with pytest.raises(CodecError, match="does not match"):
-        client.submission(submission_digest(BODY))
+    names = [submission_digest(BODY), submission_digest(b"2")]
+    assert client.submissions(names) == [BODY, b"2"]
+    for _ in range(2):
+        with pytest.raises(CodecError, match="do not match"):
+            client.submissions(names)
 
 
 def test_rollouts_are_unpacked() -> None:

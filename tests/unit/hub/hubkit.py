@@ -35,6 +35,7 @@ from shoal.protocol import (
     SigningKey,
     Submission,
     Verdict,
+    VerdictReport,
     fingerprint,
     open_document,
     pack,
@@ -215,7 +216,15 @@ class Bench:
         return AuditReply.model_validate_json(response.content).audits
 
     def judge(self, audit: Audit, rewards: Sequence[float] = (0.0, 1.0), **changes: Any) -> httpx.Response:
-        return self.validator.call("POST", "/verdicts", self.verdict(audit, rewards, **changes))
+        return self.report(self.verdict(audit, rewards, **changes))
+
+    def report(self, *verdicts: SignedDocument) -> httpx.Response:
+        """The hub's answer; if it did not take the only verdict, the answer that this one alone amounts to."""
+        response = self.validator.call("POST", "/verdicts", VerdictReport(verdicts=verdicts))
+        refused = response.json().get("refused", ())
+        if len(verdicts) == len(refused) == 1:
+            return httpx.Response(refused[0]["status"], json=refused[0], request=response.request)
+        return response
 
     def verdict(self, audit: Audit, rewards: Sequence[float] = (0.0, 1.0), **changes: Any) -> SignedDocument:
         lease = open_document(audit.lease, Lease, HUB.public_key)

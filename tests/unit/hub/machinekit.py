@@ -37,6 +37,7 @@ from shoal.protocol import (
     SignedDocument,
     SigningKey,
     Verdict,
+    VerdictReport,
     sign_document,
     submission_digest,
 )
@@ -132,8 +133,10 @@ class Play:
             decided_at_ms=self.clock.now_ms(),
         )
         signed = sign_document(verdict, VALIDATOR)
-        result = attempt(lambda: self.hub.checking.verdict(self.validator, signed))
-        return result if isinstance(result, Refusal) else None
+        reply = self.hub.checking.verdicts(self.validator, VerdictReport(verdicts=(signed,)))
+        for refused in reply.refused:
+            return Refusal(refused.status, refused.code, refused.message)
+        return None
 
     def announce(self, version: int, incarnation: int = 0) -> Refusal | None:
         document = PolicyAnnouncement(run=RUN_ID, policy=policy(version, incarnation), created_at_ms=0)

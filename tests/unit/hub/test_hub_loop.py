@@ -10,7 +10,17 @@ import pytest
 from hubkit import HUB, RUN_ID, TOKENS_PER_ROLLOUT, Bench, ok
 
 from shoal import ledger
-from shoal.protocol import LedgerPage, Limits, Receipt, RunInfo, SignedDocument, TrainingBatch, open_document, unpack
+from shoal.protocol import (
+    LedgerPage,
+    Limits,
+    Receipt,
+    RunInfo,
+    SignedDocument,
+    SubmissionBodies,
+    TrainingBatch,
+    open_document,
+    unpack,
+)
 
 
 @pytest.fixture
@@ -74,7 +84,8 @@ def test_a_receipt_is_signed_by_the_hub_and_names_what_it_is_for(bench: Bench) -
     assert response.status_code == 201
     receipt = open_document(SignedDocument.model_validate_json(response.content), Receipt, HUB.public_key)
     assert (receipt.run, receipt.node, receipt.lease, receipt.unit) == (RUN_ID, lease.node, lease.lease, lease.unit)
-    body = ok(bench.validator.call("GET", f"/submissions/{receipt.submission}")).content
+    answer = ok(bench.validator.call("GET", f"/submissions?name={receipt.submission}")).content
+    (body,) = unpack(answer, SubmissionBodies, Limits()).bodies
     assert len(body) == receipt.size_bytes
 
 

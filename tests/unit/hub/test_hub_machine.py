@@ -228,6 +228,6 @@ class HubMachine(RuleBasedStateMachine):
 
 
 HubMachine.TestCase.settings = settings(
-    max_examples=20, stateful_step_count=50, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=25, stateful_step_count=50, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 TestHubMachine = HubMachine.TestCase

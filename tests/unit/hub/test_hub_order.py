@@ -76,7 +76,7 @@ class Schedule:
         self.play.hub.upkeep.tick()
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(
     seeds=st.tuples(st.integers(0, 10**6), st.integers(0, 10**6)),
     world=st.integers(0, 10),

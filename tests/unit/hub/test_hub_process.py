@@ -288,7 +288,7 @@ class TestPages:
         assert calls == {
             "GET /run", "GET /status", "GET /health", "GET /ledger", "GET /ledger/head", "POST /nodes",
             "POST /heartbeat", "POST /leases", "POST /leases/release", "PUT /submissions/{lease}", "POST /audits",
-            "GET /submissions/{submission}", "POST /verdicts", "POST /policies", "POST /batches/{step}",
+            "GET /submissions", "POST /verdicts", "POST /policies", "POST /batches/{step}",
             "GET /batches/{step}/rollouts", "POST /steps",
         }  # fmt: skip
         known = document["components"]["schemas"]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 from collections.abc import Mapping
 from enum import StrEnum
 from itertools import product
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from statekit import lease, node, policy, rules, submission, unit
 
@@ -77,16 +79,15 @@ class TestDraws:
         assert unit_seeds(b"secret", "run", 1, 23)[2] != unit_seeds(b"secret", "run", 12, 3)[2]
 
     def test_a_seed_is_what_was_published(self) -> None:
-        import hashlib
-        import hmac
-
         expected = hmac.new(b"secret", b"shoal/seed/v1\nrun\n7\n1", hashlib.sha256).hexdigest()[:16]
         assert unit_seeds(b"secret", "run", 7, 2)[1] == expected
 
+    @settings(max_examples=30, deadline=None)
     @given(size=st.integers(1, 300), key=st.text(max_size=8))
     def test_a_permutation_hits_everything_once(self, size: int, key: str) -> None:
         assert sorted(permute(position, size, key) for position in range(size)) == list(range(size))
 
+    @settings(max_examples=30, deadline=None)
     @given(count=st.integers(2, 60), seed=st.integers(0, 5), epoch=st.integers(0, 4))
     def test_every_task_occurs_once_per_epoch(self, count: int, seed: int, epoch: int) -> None:
         units = range(epoch * count, (epoch + 1) * count)

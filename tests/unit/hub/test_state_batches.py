@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 from statekit import NOW_MS, lease, leases_in, moment, of_type, policy, submission, unit, units_in
 
 from shoal.hub.state import batches, policies
-from shoal.hub.state.batches import Choice
-from shoal.hub.state.commands import AddBatch, AddPolicy, RaiseAlarm, Record
+from shoal.hub.state.commands import AddBatch, AddPolicy, Command, RaiseAlarm, Record
 from shoal.hub.state.machines import LeaseState, SubmissionState, UnitState
 from shoal.hub.state.policies import Standing
 from shoal.hub.state.refusals import Refusal
 from shoal.hub.state.rows import Progress, UnitRow
+from shoal.protocol import Batch
 
 
 def accepted(number: int, version: int = 0, **changes: Any) -> UnitRow:
     return unit(number, UnitState.ACCEPTED, version=version, incarnation=0, submission=f"{number:064x}", **changes)
 
 
-def choose(alive: list[UnitRow], step: int = 0, version: int = 0, **changes: Any) -> Choice:
+@dataclass(frozen=True)
+class Chosen:
+    batch: Batch | None = None
+    commands: Sequence[Command] = ()
+    waiting: str = ""
+
+
+def choose(alive: list[UnitRow], step: int = 0, version: int = 0, **changes: Any) -> Chosen:
     counts = {key: changes.pop(key) for key in ("dropped", "failed") if key in changes}
     progress = Progress(policy=policy(version), next_step=changes.pop("next_step", step), alive=len(alive), **counts)
     rows = {
@@ -31,7 +39,11 @@ def choose(alive: list[UnitRow], step: int = 0, version: int = 0, **changes: Any
         for row in alive
         if row.state == UnitState.ACCEPTED
     }
-    return batches.choose(moment(progress=progress, **changes), alive, rows, step)
+    now = moment(progress=progress, **changes)
+    choice = batches.choose(now, alive, step)
+    if choice.units is None:
+        return Chosen(waiting=choice.waiting)
+    return Chosen(*batches.write_down(now, alive, choice.units, rows))
 
 
 class TestSynchronous:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -27,9 +28,11 @@ from shoal.protocol import (
     NodeView,
     Outcome,
     PolicyRef,
+    RefusedVerdict,
     SignedDocument,
     SigningKey,
     Verdict,
+    VerdictReply,
     open_document,
     sign_document,
 )
@@ -50,7 +53,7 @@ class ListHub:
         self.key = KEY
         self.replies = list(replies)
         self.bodies: dict[str, bytes] = {}
-        self.verdicts: list[Verdict] = []
+        self.taken: list[Verdict] = []
         self.requests: list[AuditRequest] = []
         self.refuse_verdicts = False
 
@@ -74,15 +77,24 @@ class ListHub:
     def open_lease(self, signed: SignedDocument) -> Lease:
         return open_document(signed, Lease, HUB.public_key)
 
-    def submission(self, digest: str) -> bytes:
-        if digest not in self.bodies:
+    def submissions(self, digests: Sequence[str]) -> list[bytes]:
+        if any(digest not in self.bodies for digest in digests):
             raise HubRefused(404, "submission.unknown", "no such submission")
-        return self.bodies[digest]
+        return [self.bodies[digest] for digest in digests]
 
-    def verdict(self, signed: SignedDocument) -> None:
-        if self.refuse_verdicts:
-            raise HubRefused(409, "verdict.decided", "decided already")
-        self.verdicts.append(open_document(signed, Verdict, KEY.public_key))
+    def verdicts(self, signed: Sequence[SignedDocument]) -> VerdictReply:
+        verdicts = [open_document(each, Verdict, KEY.public_key) for each in signed]
+        if not self.refuse_verdicts:
+            self.taken += verdicts
+            return VerdictReply()
+        return VerdictReply(
+            refused=tuple(
+                RefusedVerdict(
+                    submission=each.submission, status=409, code="verdict.decided", message="decided already"
+                )
+                for each in verdicts
+            )
+        )
 
     def audit(self, of: Lease, body: bytes | None = None) -> Audit:
         case = docket(of, body)
@@ -124,7 +136,7 @@ def test_it_audits_until_the_run_is_finished_and_signs_what_it_finds() -> None:
     ]
     role = validator(hub)
     role.run()
-    assert [(v.unit, v.outcome, v.reason) for v in hub.verdicts] == [
+    assert [(v.unit, v.outcome, v.reason) for v in hub.taken] == [
         (1, Outcome.ACCEPTED, ""),
         (2, Outcome.REJECTED, "envelope.malformed"),
         (3, Outcome.ACCEPTED, ""),
@@ -132,7 +144,7 @@ def test_it_audits_until_the_run_is_finished_and_signs_what_it_finds() -> None:
     assert hub.requests[0].max_audits == 7
     counters = role.activity.heartbeat().counters
     assert (counters["accepted"], counters["rejected"]) == (2, 1)
-    assert counters["tokens"] == sum(v.generated_tokens for v in hub.verdicts)
+    assert counters["tokens"] == sum(v.generated_tokens for v in hub.taken)
 
 
 def test_audits_are_grouped_by_policy_oldest_first() -> None:
@@ -140,8 +152,8 @@ def test_audits_are_grouped_by_policy_oldest_first() -> None:
     leases = [lease(1), lease(2, policy=old(2)), lease(3), lease(4, policy=old(2))]
     validator(hub, shelf).audit([hub.audit(of) for of in leases])
     assert shelf.asked == [2, 3]
-    assert [v.unit for v in hub.verdicts] == [2, 4, 1, 3]
-    assert {v.outcome for v in hub.verdicts} == {Outcome.ACCEPTED}
+    assert [v.unit for v in hub.taken] == [2, 4, 1, 3]
+    assert {v.outcome for v in hub.taken} == {Outcome.ACCEPTED}
 
 
 def test_a_policy_that_cannot_be_fetched_leaves_its_audits_and_at_last_gives_them_up_without_blame() -> None:
@@ -150,10 +162,10 @@ def test_a_policy_that_cannot_be_fetched_leaves_its_audits_and_at_last_gives_the
     missing, there = hub.audit(lease(1, policy=old(2))), hub.audit(lease(2))
     role.audit([missing, there])
     role.audit([missing])
-    assert [v.unit for v in hub.verdicts] == [2]
+    assert [v.unit for v in hub.taken] == [2]
     role.audit([missing])
-    assert (hub.verdicts[-1].outcome, hub.verdicts[-1].reason) == (Outcome.INCONCLUSIVE, "machinery.policy")
-    assert hub.verdicts[-1].severity is None
+    assert (hub.taken[-1].outcome, hub.taken[-1].reason) == (Outcome.INCONCLUSIVE, "machinery.policy")
+    assert hub.taken[-1].severity is None
 
 
 def test_a_policy_that_comes_back_is_audited_as_if_nothing_had_been() -> None:
@@ -163,7 +175,7 @@ def test_a_policy_that_comes_back_is_audited_as_if_nothing_had_been() -> None:
     role.audit([audit])
     shelf.missing.clear()
     role.audit([audit])
-    assert [v.outcome for v in hub.verdicts] == [Outcome.ACCEPTED]
+    assert [v.outcome for v in hub.taken] == [Outcome.ACCEPTED]
 
 
 def test_papers_out_of_order_are_skipped_and_block_nobody() -> None:
@@ -172,7 +184,7 @@ def test_papers_out_of_order_are_skipped_and_block_nobody() -> None:
     lost = hub.audit(lease(2))
     del hub.bodies[lost.submission]
     validator(hub).audit([forged, lost, hub.audit(lease(3))])
-    assert [v.unit for v in hub.verdicts] == [3]
+    assert [v.unit for v in hub.taken] == [3]
 
 
 def test_a_verdict_that_is_not_taken_is_no_reason_to_end() -> None:
@@ -207,14 +219,14 @@ def test_weights_that_are_not_the_promised_ones_end_it() -> None:
     hub = ListHub()
     with pytest.raises(PolicyMismatch):
         validator(hub, Wrong()).audit([hub.audit(lease(1))])
-    assert hub.verdicts == []
+    assert hub.taken == []
 
 
 def test_a_body_that_is_not_its_name_is_the_hubs_trouble() -> None:
     class Lying(ListHub):
-        def submission(self, digest: str) -> bytes:
+        def submissions(self, digests: Sequence[str]) -> list[bytes]:
             raise CodecError("does not match its digest")
 
     hub = Lying()
     validator(hub).audit([hub.audit(lease(1))])
-    assert hub.verdicts == []
+    assert hub.taken == []

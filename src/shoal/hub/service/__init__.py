@@ -3,7 +3,7 @@
     context     Context: configuration, storage, secret, clock; `decision()`
     membership  Membership: register, heartbeat
     work        Work: lease, release, submit                     (workers)
-    checking    Checking: audits, verdict, submission_body       (validators)
+    checking    Checking: audits, verdicts, bodies               (validators)
     training    Training: announce, batch, rollouts, report      (trainer)
     reporting   Reporting: run_info, status, ledger              (anyone)
     upkeep      Upkeep: tick

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from shoal.errors import ProtocolError
 from shoal.hub.changes import Topic
 from shoal.hub.service.context import Context, node_label
@@ -11,7 +13,22 @@ from shoal.hub.state.machines import SubmissionState
 from shoal.hub.state.refusals import Refusal
 from shoal.hub.state.rows import NodeRow, SubmissionRow
 from shoal.hub.storage import Reader, Writer
-from shoal.protocol import Audit, AuditReply, AuditRequest, Outcome, SignedDocument, Verdict, open_document
+from shoal.protocol import (
+    Audit,
+    AuditReply,
+    AuditRequest,
+    Outcome,
+    RefusedVerdict,
+    SignedDocument,
+    SubmissionBodies,
+    Verdict,
+    VerdictReply,
+    VerdictReport,
+    open_document,
+    pack,
+)
+
+MAX_BODIES_BYTES = 64 * 1024 * 1024
 
 
 class Checking:
@@ -39,26 +56,41 @@ class Checking:
             context.waits.waiting(node_label(node), waiting, moment.now_ms)
         return AuditReply(waiting=waiting, finished=finished)
 
-    def verdict(self, node: NodeRow, signed: SignedDocument) -> None:
-        """Apply a verdict that this very validator signed."""
-        context = self._context
+    def verdicts(self, node: NodeRow, report: VerdictReport) -> VerdictReply:
+        """Apply the verdicts that this very validator signed, in one transaction; those that do not fit are named."""
+        rulings = [self._open(node, signed) for signed in report.verdicts]
+        refused: list[RefusedVerdict] = []
+        with self._context.decision() as (transaction, _moment):
+            for signed, ruling in zip(report.verdicts, rulings, strict=True):
+                try:
+                    if isinstance(ruling, Refusal):
+                        raise ruling
+                    case = self._case(transaction, ruling.verdict)
+                    transaction.apply(judge(self._context.moment(transaction), case, ruling))
+                except Refusal as refusal:
+                    refused.append(_refused(signed, refusal))
+        self._context.changes.notify(Topic.LEASES, Topic.BATCHES)
+        return VerdictReply(refused=tuple(refused))
+
+    def bodies(self, names: Sequence[str]) -> bytes:
+        """The bytes of several submissions, packed."""
+        with self._context.storage.read() as reader:
+            known = reader.submissions_named(names)
+        for name in names:
+            if name not in known:
+                raise _unknown(name)
+        if sum(row.size_bytes for row in known.values()) > MAX_BODIES_BYTES:
+            raise Refusal(413, "submission.too_many", f"together they exceed {MAX_BODIES_BYTES} bytes: ask for fewer")
+        return pack(SubmissionBodies([self._context.blobs.get(name) for name in names]), level=1)
+
+    def _open(self, node: NodeRow, signed: SignedDocument) -> Ruling | Refusal:
         try:
             verdict = open_document(signed, Verdict, node.public_key)
         except ProtocolError as error:
-            raise Refusal(422, "verdict.signature", str(error)) from error
-        if verdict.run != context.config.run_id:
-            raise Refusal(422, "verdict.run", f"the verdict is for run {verdict.run[:80]}")
-        ruling = Ruling(verdict, node.node, signed.model_dump_json())
-        with context.decision() as (transaction, moment):
-            case = self._case(transaction, verdict)
-            transaction.apply(judge(moment, case, ruling))
-        context.changes.notify(Topic.LEASES, Topic.BATCHES)
-
-    def submission_body(self, submission: str) -> bytes:
-        with self._context.storage.read() as reader:
-            if reader.submission(submission) is None:
-                raise _unknown(submission)
-        return self._context.blobs.get(submission)
+            return Refusal(422, "verdict.signature", str(error))
+        if verdict.run != self._context.config.run_id:
+            return Refusal(422, "verdict.run", f"the verdict is for run {verdict.run[:80]}")
+        return Ruling(verdict, node.node, signed.model_dump_json())
 
     def _case(self, transaction: Writer, verdict: Verdict) -> Case:
         submission = transaction.submission(verdict.submission)
@@ -81,6 +113,11 @@ class Checking:
             received_at_ms=row.received_at_ms,
             deadline_ms=row.claimed_until_ms or 0,
         )
+
+
+def _refused(signed: SignedDocument, refusal: Refusal) -> RefusedVerdict:
+    submission = str(signed.document.get("submission", ""))[:64]
+    return RefusedVerdict(submission=submission, status=refusal.status, code=refusal.code, message=refusal.sentence)
 
 
 def _unknown(submission: str) -> Refusal:

@@ -52,11 +52,11 @@ class Context:
         """One write transaction: read rows, decide, apply. `sweep` ends overdue leases first."""
         swept = False
         with self.storage.write() as transaction:
-            moment = self._moment(transaction)
+            moment = self.moment(transaction)
             overdue = transaction.overdue_holdings(moment.now_ms) if sweep else []
             if overdue:
                 transaction.apply(leases.expire(moment, overdue))
-                moment = self._moment(transaction)
+                moment = self.moment(transaction)
                 swept = True
             yield transaction, moment
         if swept:
@@ -65,7 +65,7 @@ class Context:
     def sign(self, document: Document) -> str:
         return sign_document(document, self.config.key).model_dump_json()
 
-    def _moment(self, transaction: Writer) -> Moment:
+    def moment(self, transaction: Writer) -> Moment:
         return Moment(self.rules, transaction.progress(), self.clock.now_ms())
 
     def _begin_run(self) -> None:

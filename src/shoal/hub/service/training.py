@@ -7,7 +7,8 @@ from shoal.hub.changes import Topic
 from shoal.hub.service.context import Context, node_label
 from shoal.hub.state import batches, policies
 from shoal.hub.state.refusals import Refusal
-from shoal.hub.state.rows import NodeRow
+from shoal.hub.state.rows import Moment, NodeRow
+from shoal.hub.storage import Writer
 from shoal.protocol import (
     Batch,
     BatchGroup,
@@ -54,21 +55,26 @@ class Training:
         """The batch of a step: the one written down, or a new one written down now, or what it waits for."""
         context = self._context
         with context.decision(sweep=True) as (transaction, moment):
-            written = transaction.batch(step)
-            if written is None:
-                alive = transaction.alive_units()
-                names = [unit.submission for unit in alive if unit.submission is not None]
-                choice = batches.choose(moment, alive, transaction.submissions_named(names), step)
-                transaction.apply(choice.commands)
-            else:
-                choice = batches.Choice(batch=written)
-        if choice.batch is None:
-            context.waits.waiting(node_label(node), f"a batch: {choice.waiting}", moment.now_ms)
-            return BatchReply(waiting=choice.waiting)
+            batch = transaction.batch(step)
+            waiting = "" if batch is not None else self._write_down(transaction, moment, step)
+            batch = batch or transaction.batch(step)
+        if batch is None:
+            context.waits.waiting(node_label(node), f"a batch: {waiting}", moment.now_ms)
+            return BatchReply(waiting=waiting)
         context.waits.done(node_label(node))
-        if written is None:
-            context.changes.notify(Topic.LEASES)
-        return BatchReply(batch=choice.batch)
+        context.changes.notify(Topic.LEASES)
+        return BatchReply(batch=batch)
+
+    def _write_down(self, transaction: Writer, moment: Moment, step: int) -> str:
+        """Write the batch down if it is complete; otherwise what it waits for."""
+        alive = transaction.alive_units()
+        choice = batches.choose(moment, alive, step)
+        if choice.units is None:
+            return choice.waiting
+        names = [unit.submission for unit in choice.units if unit.submission is not None]
+        _batch, commands = batches.write_down(moment, alive, choice.units, transaction.submissions_named(names))
+        transaction.apply(commands)
+        return ""
 
     def rollouts(self, step: int) -> bytes:
         """The groups of a written batch with the validators' rewards, packed."""

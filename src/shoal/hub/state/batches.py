@@ -22,15 +22,14 @@ from shoal.protocol import Batch, BatchGroup, canonical_json
 
 @dataclass(frozen=True)
 class Choice:
-    """The batch and what writing it down changes, or None and what it waits for."""
+    """The units of the batch in order, or None and what it waits for."""
 
-    batch: Batch | None = None
-    commands: tuple[Command, ...] = ()
+    units: tuple[UnitRow, ...] | None = None
     waiting: str = ""
 
 
-def choose(moment: Moment, alive: Sequence[UnitRow], submissions: Mapping[str, SubmissionRow], step: int) -> Choice:
-    """The batch of `step`, if it is complete. `submissions` holds those of the accepted units."""
+def choose(moment: Moment, alive: Sequence[UnitRow], step: int) -> Choice:
+    """Which units the batch of `step` consists of, if it is complete."""
     rules, progress = moment.rules, moment.progress
     _require_next(rules, progress, step)
     ready = sorted((unit for unit in alive if _is_usable(rules, step, unit)), key=lambda unit: unit.unit)
@@ -41,9 +40,17 @@ def choose(moment: Moment, alive: Sequence[UnitRow], submissions: Mapping[str, S
         return Choice(waiting=_waiting(progress, len(ready), wanted, undecided))
     if rules.max_staleness == 0 and any(not chosen or unit.unit < chosen[-1].unit for unit in undecided):
         return Choice(waiting=f"step {step}: a lower-numbered unit can still come in")
+    return Choice(units=tuple(chosen))
+
+
+def write_down(
+    moment: Moment, alive: Sequence[UnitRow], chosen: Sequence[UnitRow], submissions: Mapping[str, SubmissionRow]
+) -> tuple[Batch, list[Command]]:
+    """The batch of the next step and what writing it down changes. `submissions` are those of the chosen units."""
+    progress = moment.progress
     groups = tuple(_group(unit, submissions) for unit in chosen)
-    batch = Batch(step=step, groups=groups, dropped_groups=progress.dropped, written_at_ms=moment.now_ms)
-    return Choice(batch=batch, commands=tuple(_write(rules, batch, chosen, alive)))
+    batch = Batch(step=progress.next_step, groups=groups, dropped_groups=progress.dropped, written_at_ms=moment.now_ms)
+    return batch, _write(moment.rules, batch, chosen, alive)
 
 
 def _require_next(rules: Rules, progress: Progress, step: int) -> None:

@@ -196,8 +196,9 @@ class SqlReader:
         return self._connection.execute(query).scalar_one_or_none()
 
 
-def columns_of(table: Table, row: Row[Any]) -> dict[str, Any]:
-    return {column.name: row._mapping[column] for column in table.columns}
+def columns_of(table: Table, row: Row[Any], start: int = 0) -> dict[str, Any]:
+    """A table's columns by name, where the row has them from position `start` on (looking them up is slow)."""
+    return dict(zip(table.columns.keys(), row[start : start + len(table.columns)], strict=True))
 
 
 def _policy(row: Row[Any] | None) -> PolicyRef | None:
@@ -214,8 +215,8 @@ def _node(row: Row[Any]) -> NodeRow:
     return NodeRow(**{**values, "state": NodeState(values["state"])})
 
 
-def _unit(row: Row[Any]) -> UnitRow:
-    values = columns_of(tables.units, row)
+def _unit(row: Row[Any], start: int = 0) -> UnitRow:
+    values = columns_of(tables.units, row, start)
     return UnitRow(**{**values, "state": UnitState(values["state"])})
 
 
@@ -225,7 +226,7 @@ def _lease(row: Row[Any]) -> LeaseRow:
 
 
 def _holding(row: Row[Any]) -> Holding:
-    return Holding(_lease(row), _unit(row))
+    return Holding(_lease(row), _unit(row, len(tables.leases.columns)))
 
 
 def _submission(row: Row[Any]) -> SubmissionRow:
