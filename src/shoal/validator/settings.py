@@ -52,7 +52,7 @@ class ValidatorSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     max_audits: int = Field(
-        16, ge=1, le=256, description="submissions claimed at once; those of one policy share one batched prefill"
+        32, ge=1, le=256, description="submissions claimed at once; those of one policy share one batched prefill"
     )
     audit_wait_s: float = Field(
         5.0, ge=0, le=60, description="one long poll for audits; also the longest that an idle validator takes to stop"

@@ -49,6 +49,7 @@ class Outbox:
         self._clock = clock
         self._changed = threading.Condition()
         self._parcels: dict[Path, Parcel] = {}
+        self._taken: set[Path] = set()
         self._recover()
 
     def put(self, submission: Submission) -> Parcel:
@@ -67,12 +68,24 @@ class Outbox:
         with self._changed:
             return self._of(run)
 
-    def wait_for_parcel(self, run: str, timeout_s: float) -> Parcel | None:
-        """The oldest parcel of a run, waiting for one to be put."""
+    def take(self, run: str, timeout_s: float) -> Parcel | None:
+        """The oldest parcel of a run that nobody has taken, waiting for one to be put.
+
+        Whoever takes it ends with `delivered`, `refuse` or `put_back`; a crash puts everything back.
+        """
         with self._changed:
-            self._changed.wait_for(lambda: bool(self._of(run)), timeout_s)
-            parcels = self._of(run)
-            return parcels[0] if parcels else None
+            self._changed.wait_for(lambda: bool(self._free(run)), timeout_s)
+            free = self._free(run)
+            if not free:
+                return None
+            self._taken.add(free[0].path)
+            return free[0]
+
+    def put_back(self, parcel: Parcel) -> None:
+        """It could not be sent now: the next one to ask gets it."""
+        with self._changed:
+            self._taken.discard(parcel.path)
+            self._changed.notify_all()
 
     def wait_until_below(self, run: str, limit: int, timeout_s: float) -> bool:
         """Whether fewer than `limit` parcels of a run wait, at the latest after the time-out."""
@@ -92,9 +105,13 @@ class Outbox:
     def _of(self, run: str) -> list[Parcel]:
         return sorted((p for p in self._parcels.values() if p.run == run), key=lambda parcel: parcel.path.name)
 
+    def _free(self, run: str) -> list[Parcel]:
+        return [parcel for parcel in self._of(run) if parcel.path not in self._taken]
+
     def _forget(self, parcel: Parcel) -> None:
         with self._changed:
             self._parcels.pop(parcel.path, None)
+            self._taken.discard(parcel.path)
             self._changed.notify_all()
 
     def _recover(self) -> None:

@@ -1,4 +1,6 @@
-"""Sends finished work beside generation: a thread that empties the outbox, oldest first.
+"""Sends finished work beside generation: a few threads that empty the outbox, oldest first.
+
+Several, because most of a submission's time is the hub's disk and the way there, which they share.
 
 worker ─ put ─► outbox ─► uploader ─ PUT /submissions ─► hub
    ▲                         │  receipt: removed · final refusal: set aside · no answer: tried again
@@ -21,6 +23,7 @@ log = logging.getLogger(__name__)
 
 POLL_S = 0.1
 JOIN_S = 10.0
+UPLOADS = 4
 SHUT_OUT_CODES = "node."
 UNAUTHORISED = 401
 
@@ -41,16 +44,21 @@ class Uploader:
         self._on_sent = on_sent
         self._clock = clock
         self._end = StopToken()
-        self._thread = threading.Thread(target=self._empty, name="uploader", daemon=True)
+        self._threads = [
+            threading.Thread(target=self._empty, name=f"uploader-{number}", daemon=True) for number in range(UPLOADS)
+        ]
         self.failure: ShoalError | None = None
 
     def __enter__(self) -> Uploader:
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
         return self
 
     def __exit__(self, *_exception: object) -> None:
         self._end.set("the worker ended")
-        self._thread.join(JOIN_S)
+        end_s = self._clock.monotonic_s() + JOIN_S
+        for thread in self._threads:
+            thread.join(max(0.0, end_s - self._clock.monotonic_s()))
 
     def flush(self, timeout_s: float, give_up: Callable[[], bool]) -> bool:
         """Whether everything was sent, at the latest after the time-out, a failure, or when `give_up` says so."""
@@ -62,7 +70,7 @@ class Uploader:
 
     def _empty(self) -> None:
         while not self._end.is_set() and self.failure is None:
-            parcel = self._outbox.wait_for_parcel(self._run, POLL_S)
+            parcel = self._outbox.take(self._run, POLL_S)
             if parcel is not None:
                 self._send(parcel)
 
@@ -72,8 +80,10 @@ class Uploader:
         except HubRefused as refusal:
             self._refused(parcel, refusal)
         except DeadlineExceeded:
+            self._outbox.put_back(parcel)
             self._end.wait(POLL_S)  # stopping: try once more until the flush is over
         except (ShoalError, OSError) as error:
+            self._outbox.put_back(parcel)
             self.failure = error if isinstance(error, ShoalError) else ShoalError(f"cannot send {parcel.path}: {error}")
         else:
             self._outbox.delivered(parcel)
@@ -81,6 +91,7 @@ class Uploader:
 
     def _refused(self, parcel: Parcel, refusal: HubRefused) -> None:
         if refusal.status == UNAUTHORISED or refusal.code.startswith(SHUT_OUT_CODES):
+            self._outbox.put_back(parcel)
             self.failure = refusal  # about this node, not about the parcel: it stays
             return
         self._outbox.refuse(parcel, refusal.code, str(refusal))

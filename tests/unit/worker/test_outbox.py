@@ -53,7 +53,7 @@ def test_parcels_of_another_run_wait_for_that_run(tmp_path: Path) -> None:
     outbox = Outbox(tmp_path, 3)
     outbox.put(submission(1, run="run-2"))
     assert units(outbox) == []
-    assert outbox.wait_for_parcel("run-1", 0) is None
+    assert outbox.take("run-1", 0) is None
     assert units(Outbox(tmp_path, 3), run="run-2") == [1]
 
 
@@ -94,7 +94,7 @@ def test_a_damaged_file_is_set_aside_and_blocks_nothing(tmp_path: Path) -> None:
 def test_waiting_wakes_when_something_is_put_and_when_something_goes(tmp_path: Path) -> None:
     outbox = Outbox(tmp_path, 3)
     found: list[object] = []
-    waiter = threading.Thread(target=lambda: found.append(outbox.wait_for_parcel("run-1", 20)))
+    waiter = threading.Thread(target=lambda: found.append(outbox.take("run-1", 20)))
     waiter.start()
     parcel = outbox.put(submission(3))
     waiter.join(20)
@@ -177,3 +177,16 @@ def test_kill_minus_nine_keeps_every_promise(tmp_path: Path) -> None:
     found = units(Outbox(tmp_path, 3))
     assert set(promised) <= set(found)
     assert len(found) <= len(promised) + 1
+
+
+def test_what_one_sender_has_taken_no_other_gets_until_it_is_put_back(tmp_path: Path) -> None:
+    outbox = Outbox(tmp_path, refused_kept=3)
+    first, second = outbox.put(submission(1)), outbox.put(submission(2))
+    assert outbox.take("run-1", 0) == first
+    assert outbox.take("run-1", 0) == second
+    assert outbox.take("run-1", 0) is None
+    outbox.put_back(first)
+    assert outbox.take("run-1", 0) == first
+    outbox.delivered(first)
+    assert outbox.waiting("run-1") == [second], "taken, but not delivered: it still waits"
+    assert Outbox(tmp_path, refused_kept=3).take("run-1", 0) == second, "a crash puts everything back"
