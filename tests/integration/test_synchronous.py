@@ -37,7 +37,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
             "run": {"steps": STEPS, "groups_per_step": 4, "group_size": 8, "max_staleness": 0, "max_new_tokens": 10},
             "trainer": {"learning_rate": 1e-4, "minibatches": 2, "evaluate_every": 0},
             "worker": {"count": 2, "units_per_lease": 1},  # two that race: a batch must not depend on who is first
-            "hub": {"port": 0},
+            "hub": {"port": 0, "refill_cap": 50},  # no step may end short: the loop below never does
         }
     )
     folder = RunFolder.prepare(tmp_path_factory.mktemp("run") / "sync", recipe)

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from shoal.shardcast import RelaySettings
 from shoal.trainer.settings import TrainerSettings
 from shoal.validator.settings import ValidatorSettings
 from shoal.worker.settings import WorkerSettings
+
+PATH_KEYS = ("model.path", "environment.file")
 
 
 class ModelSettings(BaseModel):
@@ -64,7 +67,8 @@ class Recipe(BaseModel):
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
-    """The recipe at `path`; folders and files that it names are meant from where it lies, and made absolute."""
+    """The recipe at `path`. Paths in it are meant from where it lies, those in overrides from here."""
+    overrides = [_from_here(override) for override in overrides]
     return _anchored(load_config(path, Recipe, overrides), path.expanduser().absolute().parent)
 
 
@@ -76,6 +80,17 @@ def settings_of(model: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any]]
             yield from settings_of(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
+
+
+def _from_here(override: str) -> str:
+    """`environment.file=my.py` with the path made absolute; any other override as it is."""
+    from shoal.models import BUILTIN
+
+    key, _, value = override.partition("=")
+    text = value.strip().strip("\"'")
+    if key.strip() not in PATH_KEYS or not text or text in BUILTIN:
+        return override
+    return f"{key}={json.dumps(str(Path.cwd() / Path(text).expanduser()))}"
 
 
 def _anchored(recipe: Recipe, base: Path) -> Recipe:

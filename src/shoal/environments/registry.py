@@ -26,12 +26,14 @@ class EnvironmentSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    name: str = "sort"
-    file: Path | None = None
-    options: dict[str, int | float | bool | str] = Field(default_factory=dict)
-    train_size: int = Field(default=100_000, ge=1)
-    held_out_size: int = Field(default=256, ge=1)
-    shuffle_rewards: bool = False
+    name: str = Field(default="sort", description="a built-in environment")
+    file: Path | None = Field(default=None, description="a Python file with tasks and score(), instead of a name")
+    options: dict[str, int | float | bool | str] = Field(
+        default_factory=dict, description="of the built-in environment; an unknown one is refused with the known ones"
+    )
+    train_size: int = Field(default=100_000, ge=1, description="tasks that a generating environment trains on")
+    held_out_size: int = Field(default=256, ge=1, description="tasks that are never trained on, for evaluation")
+    shuffle_rewards: bool = Field(default=False, description="the control: rewards permuted within each group")
 
 
 @dataclass(frozen=True)

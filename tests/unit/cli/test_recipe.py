@@ -83,3 +83,14 @@ def test_mistakes_are_told_with_the_remedy(tmp_path: Path, text: str, message: s
     path.write_text(text)
     with pytest.raises(ConfigError, match=message):
         load_recipe(path)
+
+
+def test_a_path_in_an_override_is_meant_from_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "recipes").mkdir()
+    recipe = tmp_path / "recipes" / "r.toml"
+    recipe.write_text('[environment]\nfile = "beside.py"\n')
+    monkeypatch.chdir(tmp_path)
+    assert load_recipe(recipe).environment.file == tmp_path / "recipes" / "beside.py"
+    for value in ("here.py", '"here.py"', "./here.py"):
+        assert load_recipe(recipe, [f"environment.file={value}"]).environment.file == tmp_path / "here.py"
+    assert load_recipe(recipe, ["model.path=tiny"]).model.path == "tiny"

@@ -1,0 +1,143 @@
+"""Write docs/reference from the code: the settings of a recipe, the commands, the hub's HTTP calls.
+
+.venv/bin/python scripts/make_reference.py            # write
+.venv/bin/python scripts/make_reference.py --check    # exit 1 if what is there is out of date
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import typer.main
+from fastapi import FastAPI
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from shoal.cli.main import app as cli
+from shoal.cli.recipe import Recipe
+from shoal.hub import openapi, routes_public, routes_trusted, routes_worker
+
+REFERENCE = Path(__file__).parents[1] / "docs" / "reference"
+NOTE = "<!-- written by scripts/make_reference.py; change the code, not this page -->\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--check", action="store_true", help="only say whether the pages are up to date")
+    check = parser.parse_args().check
+    pages = {"recipe.md": recipe_page(), "commands.md": commands_page(), "http.md": http_page()}
+    stale = [name for name, text in pages.items() if not is_current(REFERENCE / name, text)]
+    if check:
+        for name in stale:
+            sys.stderr.write(f"docs/reference/{name} is out of date: run scripts/make_reference.py\n")
+        return 1 if stale else 0
+    REFERENCE.mkdir(parents=True, exist_ok=True)
+    for name in stale:
+        (REFERENCE / name).write_text(pages[name])
+        sys.stdout.write(f"wrote docs/reference/{name}\n")
+    return 0
+
+
+def is_current(path: Path, text: str) -> bool:
+    return path.exists() and path.read_text() == text
+
+
+# ── recipe.md ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def recipe_page() -> str:
+    parts = [
+        "# Recipe\n",
+        NOTE,
+        "A recipe is a TOML file. Every key has a default; an unknown key is refused with the nearest right name. "
+        "`shoal run recipe.toml --dry-run` prints the whole of it, `--set section.key=value` changes one key.\n",
+    ]
+    for name, field in Recipe.model_fields.items():
+        section = field.annotation
+        assert isinstance(section, type), name
+        assert issubclass(section, BaseModel), name
+        parts.append(f"## [{name}]\n\n{summary(section)}\n\n| key | default | meaning |\n|---|---|---|")
+        parts += [f"| `{key}` | {default_of(info)} | {info.description or ''} |" for key, info in settings(section)]
+        parts.append("")
+    return "\n".join(parts)
+
+
+def summary(section: type[BaseModel]) -> str:
+    for kind in section.__mro__:
+        if issubclass(kind, BaseModel) and kind.__doc__ and kind is not BaseModel:
+            return " ".join(kind.__doc__.split())
+    return ""
+
+
+def settings(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    for key, info in section.model_fields.items():
+        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
+            yield from settings(info.annotation, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", info
+
+
+def default_of(info: FieldInfo) -> str:
+    value = info.get_default(call_default_factory=True, validated_data={})
+    return "none" if value is None else f"`{value!r}`".replace("'", '"')
+
+
+# ── commands.md ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def commands_page() -> str:
+    group: Any = typer.main.get_command(cli)
+    parts = ["# Commands\n", NOTE]
+    for name, command in group.commands.items():
+        text = " ".join((command.help or "").split())
+        parts.append(f"## shoal {name}\n\n{text}\n\n| argument | meaning |\n|---|---|")
+        parts += [f"| `{label(parameter)}` | {meaning(parameter)} |" for parameter in command.params]
+        parts.append("")
+    return "\n".join(parts)
+
+
+def label(parameter: Any) -> str:
+    if parameter.param_type_name == "argument":
+        return str(parameter.metavar or parameter.name.upper()).replace("|", "\\|")
+    return ", ".join(parameter.opts)
+
+
+def meaning(parameter: Any) -> str:
+    return " ".join((getattr(parameter, "help", None) or "").split()).replace("|", "\\|")
+
+
+# ── http.md ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def http_page() -> str:
+    api = FastAPI(title="shoal hub")
+    for module in (routes_public, routes_worker, routes_trusted):
+        api.include_router(module.router)
+    openapi.install(api)
+    document = api.openapi()
+    parts = ["# The hub's HTTP calls\n", NOTE, document["info"]["description"].strip() + "\n"]
+    for tag in openapi.TAGS:
+        parts.append(f"## {tag['name']}\n\n{tag['description']}\n\n| call | what it does | answers |\n|---|---|---|")
+        parts += [row(path, method, call) for path, method, call in calls(document, tag["name"])]
+        parts.append("")
+    return "\n".join(parts)
+
+
+def calls(document: dict[str, Any], tag: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    for path, methods in document["paths"].items():
+        for method, call in methods.items():
+            if tag in call.get("tags", ()):
+                yield path, method, call
+
+
+def row(path: str, method: str, call: dict[str, Any]) -> str:
+    text = " ".join(call.get("description", "").split())
+    return f"| `{method.upper()} {path}` | **{call['summary']}.** {text} | {', '.join(sorted(call['responses']))} |"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
