@@ -89,10 +89,15 @@ class SubmissionBodies(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class AuditRequest(Message):
-    """A validator asks for submissions to check, waiting up to `wait_s` for one."""
+    """A validator asks for submissions to check, waiting up to `wait_s` for one.
+
+    What it claimed before and neither judged nor names in `left` is given out again at once: the answer with it was
+    lost, or the validator was killed. `left` are those that it means to try later, when their claim has run out.
+    """
 
     max_audits: int = Field(default=8, ge=1, le=256)
     wait_s: float = Field(default=0, ge=0, le=60)
+    left: tuple[str, ...] = Field(default=(), max_length=4096)
 
 
 class Audit(Message):

@@ -6,6 +6,10 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+# The words of algorithms/registry.py, which imports torch and is therefore not asked; a test holds them equal.
+AdvantageName = Literal["group_mean", "group_mean_std"]
+LossName = Literal["two_sided_clip", "ppo_clip"]
+
 
 class TrainerSettings(BaseModel):
     """How the policy is trained, kept and published. What the run itself fixes (steps, group size, staleness,
@@ -20,8 +24,8 @@ class TrainerSettings(BaseModel):
     grad_clip: float = Field(default=0.1, gt=0, description="largest norm of an update's gradient")
     minibatches: int = Field(default=4, ge=1, description="optimizer steps per training step")
 
-    advantage: str = Field(default="group_mean", description="word from algorithms/registry.py")
-    loss: str = Field(default="two_sided_clip", description="word from algorithms/registry.py")
+    advantage: AdvantageName = Field(default="group_mean", description="how rewards become advantages")
+    loss: LossName = Field(default="two_sided_clip", description="how advantages become a loss")
     clip_epsilon: float = Field(default=0.2, gt=0, lt=1, description="ε: how far a ratio may move from 1")
     clip_delta: float = Field(default=4.0, gt=1, description="δ: ceiling of a ratio with negative advantage")
     mask_truncated: bool = Field(default=False, description="do not train on completions cut off by their length limit")

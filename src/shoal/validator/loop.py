@@ -43,6 +43,7 @@ log = logging.getLogger(__name__)
 
 LOCK_WAIT_S = 5.0
 PORTION_BYTES = 32 * 1024 * 1024  # well below what the hub hands out in one answer
+MAX_LEFT = 1024
 POLICY_TRIES = 3  # claims of one submission that may fail for want of its policy before it is given up
 
 
@@ -105,20 +106,24 @@ class Validator:
     def run(self) -> None:
         """Claim, judge, report; until finished or stopped."""
         log.info("validator %s audits for run %s", self._client.key.node, self._client.run_info().run)
-        request = AuditRequest(max_audits=self._settings.max_audits, wait_s=self._settings.audit_wait_s)
         with self._heartbeat:
             try:
                 while not self._stop.is_set():
                     if self._heartbeat.refusal is not None:
                         raise self._heartbeat.refusal
                     with self.activity.waiting("submissions to audit"):
-                        reply = self._client.audits(request)
+                        reply = self._client.audits(self._request())
                     if reply.finished and not reply.audits:
                         return
                     self.audit(reply.audits)
             except DeadlineExceeded:
                 if not self._stop.is_set():
                     raise
+
+    def _request(self) -> AuditRequest:
+        settings = self._settings
+        left = tuple(self._misses)[-MAX_LEFT:]
+        return AuditRequest(max_audits=settings.max_audits, wait_s=settings.audit_wait_s, left=left)
 
     def audit(self, audits: Sequence[Audit]) -> None:
         """Judge a handful of audits, one policy after another, oldest first: batches need those first."""

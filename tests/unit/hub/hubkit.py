@@ -211,8 +211,9 @@ class Bench:
         document = PolicyAnnouncement(run=RUN_ID, policy=ref, created_at_ms=self.clock.now_ms())
         return self.trainer.call("POST", "/policies", sign_document(document, TRAINER))
 
-    def audits(self, max_audits: int = 8) -> tuple[Audit, ...]:
-        response = ok(self.validator.call("POST", "/audits", {"max_audits": max_audits}))
+    def audits(self, max_audits: int = 8, left: Sequence[Audit] = ()) -> tuple[Audit, ...]:
+        names = [audit.submission for audit in left]
+        response = ok(self.validator.call("POST", "/audits", {"max_audits": max_audits, "left": names}))
         return AuditReply.model_validate_json(response.content).audits
 
     def judge(self, audit: Audit, rewards: Sequence[float] = (0.0, 1.0), **changes: Any) -> httpx.Response:

@@ -276,9 +276,17 @@ class TestAuditsAndVerdicts:
         ok(started.alice.submit(lease))
         (audit,) = started.audits()
         assert audit.submission == submission_digest(submission_body(lease))
-        assert started.audits() == ()
+        assert started.audits(left=[audit]) == ()
         started.clock.advance(61)
-        assert [again.submission for again in started.audits()] == [audit.submission]
+        assert [again.submission for again in started.audits(left=[audit])] == [audit.submission]
+
+    def test_a_validator_that_lost_its_audits_gets_them_again_at_once(self, started: Bench) -> None:
+        for lease in started.alice.lease(fresh_request(), 2):
+            ok(started.alice.submit(lease))
+        first, second = started.audits()
+        ok(started.judge(first))
+        assert [again.submission for again in started.audits()] == [second.submission]
+        assert started.audits(left=[second]) == ()
 
     def test_the_same_verdict_again_is_harmless_and_credits_once(self, started: Bench) -> None:
         started.alice.submit(started.alice.lease(fresh_request())[0])

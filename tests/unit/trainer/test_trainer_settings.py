@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import get_args
 
 import pytest
 from pydantic import ValidationError
 
-from shoal.algorithms.registry import advantage_named, loss_named
-from shoal.trainer.settings import TrainerSettings
+from shoal.algorithms.registry import ADVANTAGES, LOSSES
+from shoal.trainer.settings import AdvantageName, LossName, TrainerSettings
 
 
-def test_the_default_words_exist() -> None:
-    settings = TrainerSettings()
-    assert advantage_named(settings.advantage)
-    assert loss_named(settings.loss)
+def test_the_words_are_those_of_the_registry() -> None:
+    assert set(get_args(AdvantageName)) == set(ADVANTAGES)
+    assert set(get_args(LossName)) == set(LOSSES)
 
 
 def test_every_setting_is_described() -> None:

@@ -8,7 +8,7 @@ from shoal.errors import ProtocolError
 from shoal.hub.changes import Topic
 from shoal.hub.service.context import Context, node_label
 from shoal.hub.state import pacing
-from shoal.hub.state.audits import Case, Ruling, claim, expire, judge
+from shoal.hub.state.audits import Case, Ruling, abandon, claim, expire, judge
 from shoal.hub.state.machines import SubmissionState
 from shoal.hub.state.refusals import Refusal
 from shoal.hub.state.rows import NodeRow, SubmissionRow
@@ -40,6 +40,7 @@ class Checking:
         context = self._context
         with context.decision() as (transaction, moment):
             transaction.apply(expire(transaction.overdue_audits(moment.now_ms), moment.now_ms))
+            transaction.apply(abandon(transaction.claimed_by(node.node), node.node, frozenset(request.left)))
             free = transaction.submissions_in([SubmissionState.RECEIVED], request.max_audits)
             claims = claim(moment, free, node.node, request.max_audits)
             transaction.apply(claims)

@@ -9,7 +9,7 @@ The first verdict on a submission stands. The same outcome again, also from anot
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 
 from shoal.hub.state import nodes, pacing
@@ -24,11 +24,24 @@ from shoal.protocol import Outcome, RolloutReward, Verdict
 
 def expire(submissions: Sequence[SubmissionRow], now_ms: int) -> list[Command]:
     """Put back what a validator claimed and did not judge in time."""
+    return [_put_back(row) for row in submissions if _is_claimed(row) and (row.claimed_until_ms or 0) <= now_ms]
+
+
+def abandon(submissions: Sequence[SubmissionRow], validator: str, left: Container[str]) -> list[Command]:
+    """Put back what a validator that asks for more claimed before: it has lost it, but for those `left` for later."""
     return [
-        SaveSubmission(row.to(SubmissionState.RECEIVED, validator=None, claimed_until_ms=None), row.state)
+        _put_back(row)
         for row in submissions
-        if row.state == SubmissionState.AUDITING and (row.claimed_until_ms or 0) <= now_ms
+        if _is_claimed(row) and row.validator == validator and row.submission not in left
     ]
+
+
+def _is_claimed(row: SubmissionRow) -> bool:
+    return row.state == SubmissionState.AUDITING
+
+
+def _put_back(row: SubmissionRow) -> SaveSubmission:
+    return SaveSubmission(row.to(SubmissionState.RECEIVED, validator=None, claimed_until_ms=None), row.state)
 
 
 def claim(moment: Moment, waiting: Sequence[SubmissionRow], validator: str, count: int) -> list[SaveSubmission]:

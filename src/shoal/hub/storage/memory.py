@@ -158,6 +158,10 @@ class MemoryReader:
         claimed = self.submissions_in([SubmissionState.AUDITING], len(self._tables.submissions))
         return [row for row in claimed if row.claimed_until_ms is not None and row.claimed_until_ms <= now_ms]
 
+    def claimed_by(self, validator: str) -> list[SubmissionRow]:
+        claimed = self.submissions_in([SubmissionState.AUDITING], len(self._tables.submissions))
+        return [row for row in claimed if row.validator == validator]
+
     def decided_submissions(self, limit: int) -> list[SubmissionRow]:
         rows = [row for row in self._tables.submissions.values() if row.decided_at_ms is not None]
         return sorted(rows, key=lambda row: (row.decided_at_ms or 0, row.unit), reverse=True)[:limit]

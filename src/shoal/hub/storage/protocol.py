@@ -83,6 +83,10 @@ class Reader(Protocol):
 
     def submission_of_lease(self, lease: str) -> SubmissionRow | None: ...
 
+    def claimed_by(self, validator: str) -> list[SubmissionRow]:
+        """What a validator has claimed and not judged yet, by unit."""
+        ...
+
     def submissions_in(self, states: Iterable[SubmissionState], limit: int) -> list[SubmissionRow]:
         """Submissions in one of these states, lowest unit first."""
         ...

@@ -134,6 +134,11 @@ class SqlReader:
         query = select(table).where(table.c.state == SubmissionState.AUDITING.value, table.c.claimed_until_ms <= now_ms)
         return [_submission(row) for row in self._connection.execute(query.order_by(table.c.unit))]
 
+    def claimed_by(self, validator: str) -> list[SubmissionRow]:
+        table = tables.submissions
+        query = select(table).where(table.c.state == SubmissionState.AUDITING.value, table.c.validator == validator)
+        return [_submission(row) for row in self._connection.execute(query.order_by(table.c.unit))]
+
     def decided_submissions(self, limit: int) -> list[SubmissionRow]:
         table = tables.submissions
         query = select(table).where(table.c.decided_at_ms.is_not(None))
