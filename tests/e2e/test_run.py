@@ -113,3 +113,14 @@ def test_the_ledger_verifies_and_pays_for_accepted_work_only(run: Path) -> None:
     tokens = rows(run, "SELECT node, SUM(generated_tokens) FROM submissions WHERE state = 'accepted' GROUP BY node")
     assert {node: accounts.by_node[node].credit for node, _ in tokens} == dict(tokens)
     assert len(tokens) == 2, "both workers took part"
+
+
+def test_the_exported_model_is_the_last_version_and_loads_with_plain_transformers(run: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    command = [sys.executable, "-m", "shoal.cli", "export", str(run), str(tmp_path / "model")]
+    subprocess.run(command, check=True, timeout=120)
+    assert json.loads((tmp_path / "model" / "shoal.json").read_text())["digest"] == announced_digests(run)[-1]
+    ours = AutoModelForCausalLM.from_pretrained(tmp_path / "model").state_dict()
+    theirs = AutoModelForCausalLM.from_pretrained(run / "trainer" / "export").state_dict()
+    assert all(ours[name].equal(theirs[name]) for name in ours)

@@ -6,6 +6,9 @@ from pathlib import Path
 
 from shoal.cli.folder import RunFolder
 from shoal.errors import CheckpointError
+from shoal.protocol import PolicyManifest
+from shoal.shardcast.manifest import read_manifest
+from shoal.shardcast.tree import Tree, manifest_key
 
 
 def export_run(directory: Path, out: Path) -> Path:
@@ -19,4 +22,9 @@ def export_run(directory: Path, out: Path) -> Path:
     recipe = folder.recipe
     unknown = Progress(folder.run_id, 0, 0)  # which version it is, the checkpoint says
     card = ModelCard(unknown, base_model=Path(recipe.model.path).name, environment=recipe.environment.name)
-    return export_checkpoint(folder.path / "trainer", out, card, recipe.trainer.publish_dtype)
+
+    def manifest_of(progress: Progress) -> PolicyManifest | None:
+        data = Tree(folder.path / "origin").read(manifest_key((progress.incarnation, progress.version)))
+        return None if data is None else read_manifest(data, folder.run_id, folder.key("trainer").public_key)
+
+    return export_checkpoint(folder.path / "trainer", out, card, recipe.trainer.publish_dtype, manifest_of)

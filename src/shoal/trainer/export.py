@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from torch import Tensor
 from shoal.errors import CheckpointError, ConfigError, ResourceError
 from shoal.models.folder import read_config
 from shoal.models.load import DTYPES
-from shoal.protocol import LedgerHead
+from shoal.protocol import LedgerHead, PolicyManifest
 from shoal.runtime.files import ensure_folder, resource_error, sync_folder, write_atomically
 from shoal.runtime.metrics import MetricsLog
 from shoal.trainer.checkpoint import CheckpointStore, Progress
@@ -79,11 +79,16 @@ def export_policy(
 
 
 def export_checkpoint(
-    trainer_folder: Path, destination: Path, card: ModelCard | None = None, dtype: str = "float32"
+    trainer_folder: Path,
+    destination: Path,
+    card: ModelCard | None = None,
+    dtype: str = "float32",
+    manifest_of: Callable[[Progress], PolicyManifest | None] = lambda _progress: None,
 ) -> Path:
     """Export the newest checkpoint of a trainer's folder, at any time: no hub, no model folder, no running trainer.
 
-    Of a given card, the progress and the metrics are filled in from the folder.
+    Of a given card, the progress and the metrics are filled in from the folder, digest and ledger head from the
+    manifest under which that version was published.
     """
     checkpoints = trainer_folder / "checkpoints"
     stored = CheckpointStore(checkpoints, keep=1).newest()
@@ -93,9 +98,9 @@ def export_checkpoint(
         )
     given = card or ModelCard(stored.progress)
     metrics = latest_metrics(MetricsLog(trainer_folder / "metrics.jsonl"), stored.progress.version)
-    filled = ModelCard(
-        stored.progress, given.base_model, given.environment, given.digest, given.ledger_head, metrics
-    )  # fmt: skip
+    manifest = manifest_of(stored.progress)
+    digest, head = (manifest.policy.digest, manifest.ledger_head) if manifest else (given.digest, given.ledger_head)
+    filled = ModelCard(stored.progress, given.base_model, given.environment, digest, head, metrics)
     return export_policy(destination, stored.tensors(), stored.files, filled, dtype)
 
 
