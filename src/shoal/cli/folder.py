@@ -35,11 +35,15 @@ from shoal.protocol import (
 from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.config import dump_config, load_config
 from shoal.runtime.files import ensure_folder, write_atomically
+from shoal.runtime.lock import FolderLock
+from shoal.runtime.stop import StopToken
 
 # What may differ when a run is resumed: how it is served and by how many, and for how long; never what is trained.
 CHANGEABLE_SECTIONS = ("hub", "validator", "worker", "relay")
 CHANGEABLE_KEYS = ("run.steps",)
 EVERYWHERE = ("0.0.0.0", "::", "")
+
+LOCK_WAIT_S = 15.0  # for a run in this folder that is just ending
 
 
 class Endpoints(BaseModel):
@@ -76,15 +80,16 @@ class RunFolder:
     def prepare(cls, path: Path, recipe: Recipe, clock: Clock = SystemClock()) -> RunFolder:
         """Make the folder, or open one that this recipe made; afterwards every key and certificate is there."""
         stored = path / "recipe.toml"
-        if stored.exists():
-            _refuse_other_recipe(path, load_config(stored, Recipe), recipe)
-        elif path.is_dir() and any(path.iterdir()):
+        if not stored.exists() and path.is_dir() and any(entry.name != ".lock" for entry in path.iterdir()):
             raise ConfigError(f"the folder {path} is not empty and not a run's; choose another with --dir")
-        ensure_folder(path / "logs")
-        ensure_folder(path / "keys")
-        folder = cls(path, recipe)
-        folder._certify(clock)
-        write_atomically(stored, dump_config(recipe).encode())
+        with FolderLock(path).acquire(StopToken(), LOCK_WAIT_S):  # a run that is going on must not lose its recipe
+            if stored.exists() and (path / "hub").exists():  # nothing has happened yet in a folder without a hub's
+                _refuse_other_recipe(path, load_config(stored, Recipe), recipe)
+            ensure_folder(path / "logs")
+            ensure_folder(path / "keys")
+            folder = cls(path, recipe)
+            folder._certify(clock)
+            write_atomically(stored, dump_config(recipe).encode())
         return folder
 
     @classmethod
@@ -163,12 +168,13 @@ class RunFolder:
     def _root(self) -> SigningKey:
         """The private root key. It is made for a new run only: a second one would split the run in two."""
         path = self.path / "keys" / "root.key"
-        if not self._certificate_path("hub").exists():
+        is_new = not (self.path / "hub" / "hub.db").exists() and not any(path.parent.glob("*.json"))
+        if is_new:
             return load_or_create_key(path)
         if not path.exists():
             raise ConfigError(f"a certificate is missing and so is the root key: put it back at {path}, then try again")
         root = load_key(path)
-        if root.public_key != self.root_key:
+        if self._certificate_path("hub").exists() and root.public_key != self.root_key:
             raise ConfigError(
                 f"{path} is not the root key that this run's certificates are signed with; put that one back"
             )

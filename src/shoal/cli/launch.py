@@ -44,7 +44,6 @@ class LaunchOptions:
 
 def launch(folder: RunFolder, options: LaunchOptions, stop: StopToken, say: Callable[[str], None]) -> Ending:
     """Run everything to its end; returns how it ended. No process and no thread of it is left then."""
-    check_ingredients(folder)
     clock = SystemClock()
     started_s = clock.monotonic_s()
     with FolderLock(folder.path).acquire(stop, LOCK_WAIT_S):
@@ -57,6 +56,8 @@ def launch(folder: RunFolder, options: LaunchOptions, stop: StopToken, say: Call
         ending = run(folder, stop, reporter)
     for line in summary(folder.path / "trainer" / "metrics.jsonl", reporter.status, clock.monotonic_s() - started_s):
         say(line)
+    if ending.exit_code == 130:
+        say(f"to go on: shoal run --dir {folder.path}")
     if ending.exit_code == 0:
         say(f"the trained model is in {folder.path / 'trainer' / 'export'}")
     return ending
@@ -67,22 +68,6 @@ def await_predecessors(folder: RunFolder, stop: StopToken) -> None:
     for name in role_names(folder):
         if (folder.path / name / ".lock").exists():
             FolderLock(folder.path / name).acquire(stop, LOCK_WAIT_S).release()
-
-
-def check_ingredients(folder: RunFolder) -> None:
-    """Find out now, not in six log files, that the model, the environment or an engine cannot be had."""
-    from shoal.engines import ENGINES
-    from shoal.environments import build
-    from shoal.errors import ConfigError
-    from shoal.models import TextTokenizer, model_folder, read_files
-
-    recipe = folder.recipe
-    TextTokenizer(read_files(model_folder(recipe.model.path)))
-    build(recipe.environment)
-    for section, engine in (("worker", recipe.worker.engine), ("validator", recipe.validator.engine)):
-        if engine not in ENGINES:
-            known = ", ".join(sorted(ENGINES))
-            raise ConfigError(f"[{section}] engine = {engine!r}: there is no such engine; there are {known}")
 
 
 def _greet(folder: RunFolder, endpoints: Endpoints, say: Callable[[str], None]) -> None:
@@ -96,9 +81,7 @@ def _greet(folder: RunFolder, endpoints: Endpoints, say: Callable[[str], None]) 
 def _as_processes(folder: RunFolder, stop: StopToken, reporter: Reporter) -> Ending:
     specs = [process_spec(folder.path, name) for name in role_names(folder)]
     supervisor = Supervisor(specs, stop, folder.path / "processes.json")
-    ending = supervisor.run(reporter.tick, on_end=reporter.last_look)
-    log.info("ended: %s", ending.message or "the trainer is done")
-    return ending
+    return supervisor.run(reporter.tick, on_end=reporter.last_look)
 
 
 def process_spec(path: Path, name: str) -> ProcessSpec:

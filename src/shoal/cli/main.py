@@ -44,7 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if tracebacks:
             traceback.print_exc()
         line, code = explain(error)
-        typer.echo(f"shoal: {line}", err=True)
+        if line:
+            typer.echo(f"shoal: {line}", err=True)
         return code
 
 
@@ -54,7 +55,8 @@ def explain(error: Exception) -> tuple[str, int]:
         return " ".join(str(error).split()), error.exit_code
     format_message = getattr(error, "format_message", None)  # a mistake on the command line, as typer reports it
     if format_message is not None:
-        return f"{' '.join(format_message().split())} (see: shoal --help)", UserError.exit_code
+        text = " ".join(format_message().split())  # empty if the help itself was the answer
+        return f"{text} (see: shoal --help)" if text else "", UserError.exit_code
     text = " ".join(str(error).split())
     return f"this is a bug: {type(error).__name__}: {text} (--debug shows where)", 1
 

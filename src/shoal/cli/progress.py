@@ -22,6 +22,7 @@ from shoal.runtime.metrics import MetricsLog
 from shoal.runtime.supervise import Ending
 
 TIMEOUT_S = 5.0
+SILENCE_S = 10.0
 
 
 def fetch_status(url: str, http: httpx.Client) -> RunStatus | None:
@@ -46,8 +47,12 @@ def waits_line(status: RunStatus, least_s: float = 0.0, most: int = 4) -> str:
     """Who waits for what, longest first: `trainer waits for 3 more groups (12 s)`."""
     waits = [(wait, (status.now_ms - wait.since_ms) / 1000) for wait in status.waits]
     long = sorted((pair for pair in waits if pair[1] >= least_s), key=lambda pair: -pair[1])
-    shown = [f"{wait.who} waits for {wait.what} ({since_s:.0f} s)" for wait, since_s in long[:most]]
+    shown = [f"{wait.who} {_verb(wait.who)} for {wait.what} ({since_s:.0f} s)" for wait, since_s in long[:most]]
     return "; ".join([*shown, *([f"and {len(long) - most} more"] if len(long) > most else [])])
+
+
+def _verb(who: str) -> str:
+    return "wait" if who.startswith(("units ", "submissions ")) else "waits"
 
 
 def tokens_credited(status: RunStatus) -> int:
@@ -56,10 +61,11 @@ def tokens_credited(status: RunStatus) -> int:
 
 @dataclass
 class Progress:
-    """Turns one status after another into lines. The same line is not said twice."""
+    """Turns one status after another into lines. The same line is said again only to break a long silence."""
 
     started_s: float
     _last: str = ""
+    _said_s: float = -SILENCE_S
     _tokens: tuple[float, int] | None = None
 
     def line(self, status: RunStatus, now_s: float) -> str | None:
@@ -72,12 +78,14 @@ class Progress:
         parts = [f"step {status.step}/{status.steps}"]
         parts += [f"{name} {value:.2f}" for name, value in numbers.items() if value is not None]
         accepted, rejected = status.submissions.get("accepted", 0), status.submissions.get("rejected", 0)
-        text = "  ".join([*parts, f"groups {accepted} accepted, {rejected} rejected"])
+        unsure = status.submissions.get("inconclusive", 0)
+        groups = f"groups {accepted} accepted, {rejected} rejected" + (f", {unsure} inconclusive" if unsure else "")
+        text = "  ".join([*parts, groups])
         rate = self._rate(tokens_credited(status), now_s)
-        if text == self._last:
+        if text == self._last and now_s - self._said_s < SILENCE_S:
             return None
-        self._last = text
-        waits = waits_line(status, least_s=10, most=2)  # shorter ones are the ordinary course of things
+        self._last, self._said_s = text, now_s
+        waits = waits_line(status, least_s=10, most=1)  # shorter ones are the ordinary course of things
         minutes, seconds = divmod(int(now_s - self.started_s), 60)
         return f"{minutes:3d}:{seconds:02d}  {text}  {rate:,.0f} tokens/s" + (f"  ({waits})" if waits else "")
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import typer
 
 from shoal.cli.folder import RunFolder
-from shoal.cli.launch import LaunchOptions, check_ingredients, launch
+from shoal.cli.ingredients import check_ingredients
+from shoal.cli.launch import LaunchOptions, launch
 from shoal.cli.recipe import Recipe, load_recipe
 from shoal.errors import ConfigError
 from shoal.runtime.config import dump_config
@@ -26,13 +27,13 @@ class RunRequest:
 def start(request: RunRequest, mode: str, patience_min: float) -> int:
     """Do what was asked; returns the exit code. `mode` is dry-run, prepare, many or one (processes)."""
     recipe = resolve(request)
+    check_ingredients(recipe)
     if mode == "dry-run":
         typer.echo(dump_config(recipe), nl=False)
         return 0
     directory = request.directory or Path("runs") / recipe.run.name
     folder = RunFolder.prepare(directory.absolute(), recipe)
     if mode == "prepare":
-        check_ingredients(folder)
         typer.echo(
             f"{directory} is ready; start: shoal hub --dir {directory}, shoal relay --origin --dir {directory}, …"
         )
@@ -50,6 +51,8 @@ def resolve(request: RunRequest) -> Recipe:
     source = request.recipe
     if source is None:
         source = request.directory / "recipe.toml" if request.directory is not None else None
+        if request.directory is not None and not request.directory.is_dir():
+            raise ConfigError(f"there is no run folder {request.directory}; to make one: shoal run RECIPE --dir FOLDER")
         if source is None or not source.is_file():
             raise ConfigError("which recipe? for example: shoal run recipes/tiny.toml (or --dir RUN to resume a run)")
     workers = () if request.workers is None else (f"worker.count={request.workers}",)

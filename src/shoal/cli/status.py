@@ -7,11 +7,14 @@ from pathlib import Path
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from shoal.cli.progress import in_order, latest, waits_line
 from shoal.client import ClientOptions, HubClient, split_join_url
+from shoal.errors import HubUnreachable
 from shoal.protocol import RunStatus, SigningKey
+from shoal.runtime.metrics import MetricsLog
 from shoal.runtime.stop import StopToken
 
 MAX_ROWS = 40
@@ -21,7 +24,12 @@ def show_status(where: str, as_json: bool, wait_s: float) -> None:
     """Ask the hub at a URL, or the hub of a run's folder, and show its answer."""
     options = ClientOptions(patience_s=wait_s, connect_timeout_s=max(1.0, wait_s))
     with closing(HubClient(hub_url(where), SigningKey.generate(), StopToken(), options=options)) as client:
-        status = client.status()
+        try:
+            status = client.status()
+        except HubUnreachable as error:
+            if "://" in where:
+                raise
+            raise HubUnreachable(f"{_when_stopped(Path(where))} ({error})") from error
     if as_json:
         typer.echo(status.model_dump_json(indent=2))
         return
@@ -38,18 +46,31 @@ def hub_url(where: str) -> str:
     return RunFolder.open(Path(where)).endpoints.hub
 
 
+def _when_stopped(path: Path) -> str:
+    """What a folder can say of a run whose hub does not answer."""
+    from shoal.cli.folder import RunFolder
+
+    steps = RunFolder.open(path).recipe.run.steps
+    done = max((int(row["step"]) for row in MetricsLog(path / "trainer" / "metrics.jsonl").rows()), default=0)
+    scores = [row["held_out"] for row in MetricsLog(path / "trainer" / "metrics.jsonl").rows() if "held_out" in row]
+    score = f", held-out score {scores[0]:.3f} → {scores[-1]:.3f}" if scores else ""
+    if done >= steps:
+        return f"the run in {path} is finished: {steps} steps{score}; its model is in {path / 'trainer' / 'export'}"
+    return f"the run in {path} is not running: {done} of {steps} steps{score}; go on with: shoal run --dir {path}"
+
+
 def render(status: RunStatus) -> list[str | Table]:
     """What there is to see, most important first."""
     parts: list[str | Table] = [_headline(status)]
-    parts += [f"[bold red]alarm[/] {alarm}" for alarm in status.alarms]
+    parts += [f"[bold red]alarm[/] {escape(alarm)}" for alarm in status.alarms]
     waits = waits_line(status, most=8)
     if waits:
-        parts.append(f"[yellow]waiting[/] {waits}")
+        parts.append(f"[yellow]waiting[/] {escape(waits)}")
     parts.append(_counts(status))
     if status.nodes:
         parts.append(_nodes(status))
     refused = [verdict for verdict in status.verdicts if verdict.outcome != "accepted"]
-    parts += [f"unit {v.unit} of {v.node[:8]}: {v.outcome}, {v.reason} {v.message}" for v in refused[-5:]]
+    parts += [escape(f"unit {v.unit} of {v.node[:8]}: {v.outcome}, {v.reason} {v.message}") for v in refused[-5:]]
     return parts
 
 
@@ -60,7 +81,7 @@ def _headline(status: RunStatus) -> str:
     numbers = [("reward", "reward_mean"), ("held out", "held_out"), ("staleness", "staleness_mean")]
     measured = [(label, latest(reports, name)) for label, name in numbers]
     shown = "".join(f", {label} {value:.3f}" for label, value in measured if value is not None)
-    return f"[bold]{status.run}[/]: {state}, policy {policy}{shown}"
+    return f"[bold]{escape(status.run)}[/]: {state}, policy {policy}{shown}"
 
 
 def _counts(status: RunStatus) -> str:
@@ -74,7 +95,7 @@ def _nodes(status: RunStatus) -> Table:
     for node in status.nodes[:MAX_ROWS]:
         seen_s = max(0, status.now_ms - node.last_seen_ms) / 1000
         table.add_row(
-            node.node[:8], node.name, node.role, node.state.value, f"{node.accepted}/{node.rejected}",
-            str(node.credit), f"{seen_s:.0f} s", node.doing or node.reason,
+            node.node[:8], escape(node.name), node.role, node.state.value, f"{node.accepted}/{node.rejected}",
+            str(node.credit), f"{seen_s:.0f} s", escape(node.doing or node.reason),
         )  # fmt: skip
     return table

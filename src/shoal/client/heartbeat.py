@@ -40,6 +40,7 @@ class Activity:
         self._busy_s = 0.0
         self._doing = ""
         self._waiting_for = ""
+        self._waiting_since = 0.0
         self._counters: Counter[str] = Counter()
 
     @contextmanager
@@ -58,7 +59,7 @@ class Activity:
     def waiting(self, what: str) -> Iterator[None]:
         """A wait: the hub can then say who waits for whom."""
         with self._lock:
-            self._waiting_for = what
+            self._waiting_for, self._waiting_since = what, self._clock.monotonic_s()
         try:
             yield
         finally:
@@ -76,7 +77,10 @@ class Activity:
             idle_s = now - self._began - busy_s
             counters = {**self._counters, "busy_s": round(busy_s, 3), "idle_s": round(idle_s, 3)}
             return Heartbeat(
-                doing=self._doing[:TEXT_LIMIT], waiting_for=self._waiting_for[:TEXT_LIMIT], counters=counters
+                doing=self._doing[:TEXT_LIMIT],
+                waiting_for=self._waiting_for[:TEXT_LIMIT],
+                waiting_s=round(max(0.0, now - self._waiting_since), 3) if self._waiting_for else 0.0,
+                counters=counters,
             )
 
 

@@ -54,7 +54,7 @@ class FunctionEnvironment:
         """The file's own verdict. Whatever it raises is a failure of the machinery: no sample, never reward 0."""
         try:
             result = self._call(task, completion)
-        except Exception as error:  # any exception of a user's function means the same thing here
+        except (Exception, SystemExit) as error:  # any exception of a user's function means the same thing here
             raise ScoringFailure(f"score() in {self._file} raised {_said(error)} on task {task.id}") from error
         if isinstance(result, Score):
             value = result.value
@@ -83,7 +83,7 @@ def _load(file: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # a user's file may raise anything while it loads
+    except (Exception, SystemExit) as error:  # a user's file may raise anything while it loads
         raise EnvironmentSetupError(f"the reward file {file} does not load: {_said(error)}") from error
     return module
 
@@ -112,7 +112,7 @@ def _collect(module: ModuleType, file: Path) -> list[tuple[Task, Split | None]]:
         raise EnvironmentSetupError(f"the reward file {file} defines no tasks: add a list or a function of that name")
     try:
         items = list(tasks() if callable(tasks) else tasks)
-    except Exception as error:  # a user's function may raise anything
+    except (Exception, SystemExit) as error:  # a user's function may raise anything
         raise EnvironmentSetupError(f"tasks in {file} cannot be listed: {_said(error)}") from error
     if not items:
         raise EnvironmentSetupError(f"tasks in {file} is empty")
@@ -166,5 +166,5 @@ def _divide(tasks: list[tuple[Task, Split | None]], held_out_size: int, file: Pa
     return {"train": tuple(train), "held_out": tuple(held_out)}
 
 
-def _said(error: Exception) -> str:
+def _said(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"

@@ -1,10 +1,10 @@
 """Who is asking: signed requests, checked from cheap to dear.
 
-    headers ─► known node ─► role ─► clock within 120 s ─► body, capped while it streams ─► signature ─► nonce
+    headers ─► clock within 120 s ─► known node ─► role ─► signature ─► nonce ─► body, capped while it streams ─► hash
 
-The identity comes from the verified header only. A body is not read for a stranger, nor beyond the route's cap. A
-nonce is taken after the signature held, so that nobody can use up another node's nonces, and is kept for as long as
-the same request would still be within the allowed skew.
+The identity comes from the verified header only. A body is read only for who has proven to have signed for it, and
+never beyond the route's cap. A nonce is taken after the signature held, so that nobody can use up another node's
+nonces, and is kept for as long as the same request would still be within the allowed skew.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shoal.hub.bodies import parse_json, read_body
 from shoal.hub.service import Context
 from shoal.hub.state.refusals import Refusal
 from shoal.hub.state.rows import NodeRow
-from shoal.protocol import Registration, RequestSignature, Role, node_id, verify_request
+from shoal.protocol import Registration, RequestSignature, Role, node_id, verify_body, verify_request
 from shoal.protocol.signing import MAX_SKEW_MS
 
 SMALL_BODY_BYTES = 64 * 1024
@@ -44,8 +44,9 @@ async def authenticate(
     node = await run_in_threadpool(_find, context, signature.node)
     if roles and node.role not in roles:
         raise Refusal(403, "auth.role", f"this call is for a {' or a '.join(roles)}; this node is a {node.role}")
+    await run_in_threadpool(_prove, context, request, signature, node.public_key)
     body = await read_body(request, max_bytes)
-    await run_in_threadpool(_prove, context, request, body, signature, node.public_key)
+    _check_body(signature, body)
     return Caller(node, body)
 
 
@@ -57,7 +58,8 @@ async def authenticate_newcomer(context: Context, request: Request) -> Registrat
     registration = parse_json(body, Registration)
     if signature.node != node_id(registration.public_key):
         raise Refusal(401, "auth.signature", "the registration's key is not the one that the request is signed with")
-    await run_in_threadpool(_prove, context, request, body, signature, registration.public_key)
+    _check_body(signature, body)
+    await run_in_threadpool(_prove, context, request, signature, registration.public_key, is_known=False)
     return registration
 
 
@@ -88,17 +90,28 @@ def _find(context: Context, node: str) -> NodeRow:
     return row
 
 
-def _prove(context: Context, request: Request, body: bytes, signature: RequestSignature, public_key: str) -> None:
+def _check_body(signature: RequestSignature, body: bytes) -> None:
+    try:
+        verify_body(signature, body)
+    except SignatureError as error:
+        raise Refusal(401, "auth.signature", str(error)) from error
+
+
+def _prove(
+    context: Context, request: Request, signature: RequestSignature, public_key: str, is_known: bool = True
+) -> None:
+    """Signature and nonce. Only of a known node is it noted that it was here: strangers leave nothing but a nonce."""
     now_ms = context.clock.now_ms()
     try:
-        verify_request(public_key, context.config.run_id, request.method, _target(request), body, signature, now_ms)
+        verify_request(public_key, context.config.run_id, request.method, _target(request), signature, now_ms)
     except SignatureError as error:
         raise Refusal(401, "auth.signature", f"{error}; was it signed for this run, path and body?") from error
     expires_at_ms = signature.at_ms + MAX_SKEW_MS + NONCE_MARGIN_MS
     with context.storage.write(durable=False) as transaction:
         if not transaction.take_nonce(signature.node, signature.nonce, expires_at_ms):
             raise Refusal(401, "auth.replay", "this very request was made before: sign it again with a new nonce")
-        transaction.touch_presence(signature.node, now_ms)
+        if is_known:
+            transaction.touch_presence(signature.node, now_ms)
 
 
 def _target(request: Request) -> str:

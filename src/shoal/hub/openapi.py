@@ -25,7 +25,7 @@ from shoal.protocol import (
     StepReport,
     VerdictReport,
 )
-from shoal.protocol.signing import HEADER_NODE, HEADER_NONCE, HEADER_SIGNATURE, HEADER_TIME
+from shoal.protocol.signing import HEADER_BODY, HEADER_NODE, HEADER_NONCE, HEADER_SIGNATURE, HEADER_TIME
 
 BULK = "application/msgpack+zstd"
 
@@ -62,9 +62,10 @@ TAGS = [
 ]
 
 DESCRIPTION = f"""
-The hub of a shoal run. Reading is open to anyone; every other call is signed by the caller's Ed25519 key with four
+The hub of a shoal run. Reading is open to anyone; every other call is signed by the caller's Ed25519 key with five
 headers: `{HEADER_NODE}` (the node id, 32 hex digits), `{HEADER_TIME}` (milliseconds since 1970), `{HEADER_NONCE}` (8 to
-64 characters, never used before) and `{HEADER_SIGNATURE}`, the signature in hex over these lines joined by newlines:
+64 characters, never used before), `{HEADER_BODY}` (SHA-256 of the body, hex) and `{HEADER_SIGNATURE}`, the signature in
+hex over these lines joined by newlines:
 
     shoal/request/v1
     <method> <newline> <run id> <newline> <path with query> <newline> <node> <newline> <time> <newline> <nonce>
@@ -130,7 +131,7 @@ def _complete(schema: dict[str, Any]) -> dict[str, Any]:
             "type": "apiKey",
             "in": "header",
             "name": HEADER_SIGNATURE,
-            "description": f"together with {HEADER_NODE}, {HEADER_TIME} and {HEADER_NONCE}; see the top of this page",
+            "description": f"with {HEADER_NODE}, {HEADER_TIME}, {HEADER_NONCE} and {HEADER_BODY}; see the top",
         }
     }
     return schema

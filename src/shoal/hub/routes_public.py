@@ -36,7 +36,7 @@ async def health() -> dict[str, bool]:
 @router.get("/ledger", summary="A page of the ledger", **describes("run", (422,)))
 async def ledger(
     hub: HubDependency,
-    after: Annotated[int, Query(ge=-1, description="index of the last entry you have; -1 for none")] = -1,
+    after: Annotated[int, Query(ge=-1, le=2**62, description="index of the last entry you have; -1 for none")] = -1,
     limit: Annotated[int, Query(ge=1, le=1000, description="entries at most")] = 500,
 ) -> LedgerPage:
     """Entries in order. `shoal.ledger.verify` checks the chain, `shoal.ledger.fold` recomputes every account."""

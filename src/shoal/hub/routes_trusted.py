@@ -31,7 +31,7 @@ MAX_REPORT_BYTES = 16 * 1024 * 1024
 
 Names = Annotated[list[str], Query(min_length=1, max_length=MAX_BODIES_PER_REQUEST, description="names of submissions")]
 
-Step = Annotated[int, Path(ge=0, description="the step; step n produces version n + 1")]
+Step = Annotated[int, Path(ge=0, le=2**31, description="the step; step n produces version n + 1")]
 
 
 @router.post(

@@ -10,10 +10,12 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from shoal.environments import Environment
 from shoal.hub.state.rows import Rules
-from shoal.protocol import SamplingParameters, SignedDocument, SigningKey
+from shoal.protocol import Limits, SamplingParameters, SignedDocument, SigningKey
 from shoal.protocol.lease import MAX_GROUP, MAX_NEW_TOKENS
 
 MIB = 1024 * 1024
+SUBMISSION_BASE_BYTES = MIB  # the prompt and what frames the rollouts
+BYTES_PER_TOKEN = 32  # a token id, its log-probability, and room for proofs
 
 
 class RunSettings(BaseModel):
@@ -23,7 +25,7 @@ class RunSettings(BaseModel):
 
     name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.\-]{0,63}$", description="name of the run")
     seed: int = Field(0, ge=0, lt=2**63, description="decides the order of the tasks")
-    steps: int = Field(20, ge=1, description="training steps; the run is finished when that version is out")
+    steps: int = Field(20, ge=1, le=10**9, description="training steps; the run is finished when that version is out")
     groups_per_step: int = Field(16, ge=1, le=65_536, description="groups in one training step")
     group_size: int = Field(16, ge=1, le=MAX_GROUP, description="rollouts of one task in a group")
     max_staleness: int = Field(1, ge=0, le=64, description="how many versions old a group may be; 0 is synchronous")
@@ -45,7 +47,7 @@ class HubSettings(BaseModel):
     leases_per_node: int = Field(64, ge=1, description="leases that one node may hold at a time")
     max_submission_bytes: int = Field(16 * MIB, ge=1024, description="largest submission, as sent")
     max_inflated_bytes: int = Field(64 * MIB, ge=1024, description="largest submission, decompressed")
-    concurrent_uploads: int = Field(16, ge=1, description="submissions received at the same time; others wait")
+    concurrent_uploads: int = Field(16, ge=1, description="submissions stored at the same time; others wait")
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,13 @@ class HubConfig:
             lease_ms=round(settings.lease_s * 1000),
             audit_ms=round(settings.audit_s * 1000),
         )
+
+    @property
+    def submission_limits(self) -> Limits:
+        """Caps on a submission: what a group of this run can need, and never more than the settings allow."""
+        needed = SUBMISSION_BASE_BYTES + BYTES_PER_TOKEN * self.run.group_size * self.run.max_new_tokens
+        settings = self.settings
+        return Limits(min(settings.max_submission_bytes, needed), min(settings.max_inflated_bytes, needed))
 
     @property
     def sampling(self) -> SamplingParameters:

@@ -31,6 +31,12 @@ class TextTokenizer:
         size: int = self._tokenizer.get_vocab_size()
         return size
 
+    @property
+    def unknown_token_id(self) -> int | None:
+        """What a character that the tokenizer does not know becomes; None if there is no such thing."""
+        name = getattr(self._tokenizer.model, "unk_token", None)
+        return None if name is None else self._tokenizer.token_to_id(name)
+
     def encode(self, text: str) -> tuple[int, ...]:
         return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
 

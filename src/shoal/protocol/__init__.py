@@ -60,6 +60,7 @@ from shoal.protocol.signing import (
     open_document,
     sign_document,
     sign_request,
+    verify_body,
     verify_request,
 )
 from shoal.protocol.status import LedgerEntry, LedgerPage, Problem, RecentVerdict, RunStatus, Wait
@@ -100,5 +101,6 @@ __all__ = [
     "SubmissionBodies", "TensorView", "TrainingBatch", "TrainingGroup", "TrainingRollout", "Verdict",
     "VerdictReply", "VerdictReport", "Wait", "canonical_json", "content_digest", "fingerprint", "first_problem",
     "load_key", "load_or_create_key", "node_id", "open_document", "pack", "pack_logprobs", "pack_tokens",
-    "sign_document", "sign_request", "submission_digest", "unpack", "unpack_tokens", "verify", "verify_request",
+    "sign_document", "sign_request", "submission_digest", "unpack", "unpack_tokens", "verify",
+    "verify_body", "verify_request",
 ]  # fmt: skip

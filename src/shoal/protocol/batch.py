@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from pydantic import Field
+from pydantic import Field, FiniteFloat
 
 from shoal.protocol.policy import PolicyRef
 from shoal.protocol.signing import Message
@@ -81,5 +81,5 @@ class TrainingBatch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class StepReport(Message):
     """What the trainer measured in a step: free-form numbers, e.g. reward_mean, held_out, loss, grad_norm."""
 
-    step: int = Field(ge=0)
-    metrics: dict[str, float] = Field(max_length=128)
+    step: int = Field(ge=0, le=2**31)
+    metrics: dict[str, FiniteFloat] = Field(max_length=128)

@@ -18,7 +18,6 @@ from shoal.errors import CodecError
 T = TypeVar("T")
 
 MIB = 1024 * 1024
-MAX_WINDOW_BYTES = 8 * MIB
 
 
 @dataclass(frozen=True)
@@ -60,13 +59,11 @@ def _inflate(data: bytes, limits: Limits) -> bytes:
 
 
 def _bounded_inflate(data: bytes, declared: int) -> bytes:
-    inflater = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES).decompressobj()
+    # One call into one buffer of the declared size: the streaming interface lets a frame inflate past what it declares.
     try:
-        raw = inflater.decompress(data)
+        raw = zstandard.ZstdDecompressor().decompress(data, max_output_size=max(1, declared), allow_extra_data=False)
     except zstandard.ZstdError as error:
-        raise CodecError(f"the zstd frame is damaged: {error}") from error
-    if len(raw) != declared or not inflater.eof:
+        raise CodecError(f"the zstd frame is damaged, or there are bytes after the zstd frame: {error}") from error
+    if len(raw) != declared:
         raise CodecError("the zstd frame is truncated, or its size is not the one declared")
-    if inflater.unused_data:
-        raise CodecError("there are bytes after the zstd frame")
     return raw

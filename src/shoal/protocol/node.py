@@ -5,13 +5,14 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, FiniteFloat
 
 from shoal.protocol.lease import SamplingParameters
 from shoal.protocol.policy import PolicyRef
 from shoal.protocol.signing import Document, Message, SignedDocument
 
 PROTOCOL_VERSION = 1
+PRINTABLE = r"^[^\x00-\x1f\x7f-\x9f]*$"  # what others say is shown in terminals: no control characters
 
 Role = Literal["hub", "trainer", "validator", "worker"]
 
@@ -54,7 +55,7 @@ class Registration(Message):
     """A node introduces itself. Trusted roles add the certificate that the root key signed for them."""
 
     public_key: str = Field(pattern="^[0-9a-f]{64}$")
-    name: str = Field(default="", max_length=64)
+    name: str = Field(default="", max_length=64, pattern=PRINTABLE)
     role: Role = "worker"
     certificate: SignedDocument | None = None
     protocol_version: int = PROTOCOL_VERSION
@@ -79,11 +80,15 @@ class NodeView(Message):
 
 
 class Heartbeat(Message):
-    """I am alive, this is what I am doing, and this is how fast (`counters`: e.g. tokens, busy_s, idle_s)."""
+    """I am alive, this is what I am doing, and this is how fast (`counters`: e.g. tokens, busy_s, idle_s).
 
-    doing: str = Field(default="", max_length=200)
-    waiting_for: str = Field(default="", max_length=200)
-    counters: dict[str, float] = Field(default={}, max_length=32)
+    `waiting_s` is how long the wait has lasted: a node that often waits for the same thing does not wait all the time.
+    """
+
+    doing: str = Field(default="", max_length=200, pattern=PRINTABLE)
+    waiting_for: str = Field(default="", max_length=200, pattern=PRINTABLE)
+    waiting_s: float = Field(default=0.0, ge=0, le=10**9)
+    counters: dict[str, FiniteFloat] = Field(default={}, max_length=32)
 
 
 class HeartbeatReply(Message):

@@ -8,8 +8,9 @@ The signature covers `shoal/<kind>/v1` and the canonical JSON of `document` *as 
 message type has since grown a field still verifies an old document. The kind is inside the signature, so that no
 document can stand in for another.
 
-A signed request carries four headers. The signature covers the method, the run, the path with its query, the node,
+A signed request carries five headers. The signature covers the method, the run, the path with its query, the node,
 the time, the nonce and the hash of the body: nothing in a request can be changed, replayed or sent to another run.
+The hash of the body is one of the headers, so that a server can tell who is asking before it reads a byte of it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import hashlib
 import json
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -27,6 +28,7 @@ from shoal.errors import ProtocolError, SignatureError
 from shoal.protocol.identity import SigningKey, verify
 
 MAX_SKEW_MS = 120_000
+MAX_TIME_DIGITS = 15
 
 
 def canonical_json(value: Any) -> bytes:
@@ -97,6 +99,7 @@ HEADER_NODE = "shoal-node"
 HEADER_TIME = "shoal-time"
 HEADER_NONCE = "shoal-nonce"
 HEADER_SIGNATURE = "shoal-signature"
+HEADER_BODY = "shoal-body"
 
 
 @dataclass(frozen=True)
@@ -106,6 +109,7 @@ class RequestSignature:
     node: str
     at_ms: int
     nonce: str
+    body_hash: str
     signature: str
 
     def headers(self) -> dict[str, str]:
@@ -113,6 +117,7 @@ class RequestSignature:
             HEADER_NODE: self.node,
             HEADER_TIME: str(self.at_ms),
             HEADER_NONCE: self.nonce,
+            HEADER_BODY: self.body_hash,
             HEADER_SIGNATURE: self.signature,
         }
 
@@ -121,8 +126,9 @@ class RequestSignature:
         try:
             parsed = cls(
                 node=headers[HEADER_NODE],
-                at_ms=int(headers[HEADER_TIME]),
+                at_ms=_milliseconds(headers[HEADER_TIME]),
                 nonce=headers[HEADER_NONCE],
+                body_hash=headers[HEADER_BODY],
                 signature=headers[HEADER_SIGNATURE],
             )
         except KeyError as error:
@@ -134,34 +140,35 @@ class RequestSignature:
         return parsed
 
 
-def request_bytes(method: str, run: str, target: str, body: bytes, signature: RequestSignature) -> bytes:
+def _milliseconds(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) <= MAX_TIME_DIGITS):
+        raise ValueError(text)
+    return int(text)
+
+
+def body_hash(body: bytes) -> str:
+    return hashlib.sha256(body).hexdigest()
+
+
+def request_bytes(method: str, run: str, target: str, signature: RequestSignature) -> bytes:
     """What a request's signature covers. `target` is the path with its query, as sent."""
-    body_hash = hashlib.sha256(body).hexdigest()
-    lines = [
-        "shoal/request/v1",
-        method.upper(),
-        run,
-        target,
-        signature.node,
-        str(signature.at_ms),
-        signature.nonce,
-    ]
-    return "\n".join([*lines, body_hash]).encode()
+    who = (signature.node, str(signature.at_ms), signature.nonce)
+    return "\n".join(["shoal/request/v1", method.upper(), run, target, *who, signature.body_hash]).encode()
 
 
 def sign_request(key: SigningKey, run: str, method: str, target: str, body: bytes, at_ms: int) -> dict[str, str]:
     """The headers of a signed request."""
-    unsigned = RequestSignature(node=key.node, at_ms=at_ms, nonce=secrets.token_hex(12), signature="")
-    signature = key.sign(request_bytes(method, run, target, body, unsigned))
-    return RequestSignature(unsigned.node, at_ms, unsigned.nonce, signature).headers()
+    unsigned = RequestSignature(key.node, at_ms, secrets.token_hex(12), body_hash(body), signature="")
+    signature = key.sign(request_bytes(method, run, target, unsigned))
+    return replace(unsigned, signature=signature).headers()
 
 
 def verify_request(
-    public_key: str, run: str, method: str, target: str, body: bytes, signature: RequestSignature, now_ms: int
+    public_key: str, run: str, method: str, target: str, signature: RequestSignature, now_ms: int
 ) -> None:
     """Raise `SignatureError` unless this very request was signed by `public_key` within the allowed skew.
 
-    The caller still has to refuse a nonce that it has seen from this node.
+    The caller still has to refuse a nonce that it has seen from this node, and another body (`verify_body`).
     """
     skew = signature.at_ms - now_ms
     if abs(skew) > MAX_SKEW_MS:
@@ -169,4 +176,10 @@ def verify_request(
             f"the request's clock is {abs(skew) / 1000:.0f} s {'ahead' if skew > 0 else 'behind'}; "
             f"at most {MAX_SKEW_MS // 1000} s are allowed: set this machine's clock (for instance with NTP)"
         )
-    verify(public_key, signature.signature, request_bytes(method, run, target, body, signature))
+    verify(public_key, signature.signature, request_bytes(method, run, target, signature))
+
+
+def verify_body(signature: RequestSignature, body: bytes) -> None:
+    """Raise `SignatureError` unless this is the body that was signed for."""
+    if body_hash(body) != signature.body_hash:
+        raise SignatureError("the body is not the one that the request was signed for")

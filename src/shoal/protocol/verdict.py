@@ -11,6 +11,8 @@ from pydantic import Field
 from shoal.protocol.policy import HEX_256
 from shoal.protocol.signing import Document, Message, SignedDocument
 
+MAX_REWARD = 1e6
+
 
 class Outcome(StrEnum):
     ACCEPTED = "accepted"
@@ -34,11 +36,15 @@ class CheckResult(Message):
     message: str = Field(default="", max_length=500)
 
 
+# Bounded so that no reward, however it came about, turns into an infinite advantage in float32.
+Reward = Annotated[float, Field(ge=-MAX_REWARD, le=MAX_REWARD, allow_inf_nan=False)]
+
+
 class RolloutReward(Message):
     """The validator's reward for one rollout, with its parts."""
 
-    value: float
-    parts: dict[str, float] = Field(default={}, max_length=64)
+    value: Reward
+    parts: dict[str, Reward] = Field(default={}, max_length=64)
 
 
 class Verdict(Document):

@@ -109,6 +109,8 @@ class Supervisor:
             while ending is None and not self._stop.is_set():
                 ending = self.poll() or on_tick()
                 self._stop.wait(POLL_S)
+            if ending is None:
+                log.info("stopping (%s)", self._stop.reason)
             on_end()
             return ending or Ending(130, f"stopped ({self._stop.reason})")
         finally:
@@ -132,15 +134,15 @@ class Supervisor:
 
     def shut_down(self) -> None:
         """SIGTERM to every child, a grace period for all together, then SIGKILL to what is left and its children."""
-        alive = [child.process for child in self._children if child.process is not None]
-        for process in alive:
+        alive = [(child.spec.name, child.process) for child in self._children if child.process is not None]
+        for _, process in alive:
             _signal(process, signal.SIGTERM)
         end = self._clock.monotonic_s() + self._policy.grace_s
-        for process in alive:
+        for name, process in alive:
             try:
                 process.wait(max(0.0, end - self._clock.monotonic_s()))
             except subprocess.TimeoutExpired:
-                log.warning("process %d ignored SIGTERM for %.0f s: killing it", process.pid, self._policy.grace_s)
+                log.warning("%s did not stop within %.0f s: killing it", name, self._policy.grace_s)
                 _kill_group(process)
                 process.wait()
             _close_stdin(process)
@@ -185,7 +187,8 @@ class Supervisor:
             return self._give_up(child, code)
         pause_s = self._policy.backoff.wait_s(child.short_lives)
         child.restart_at_s = self._clock.monotonic_s() + pause_s
-        log.warning("%s %s; starting it again in %.1f s (log: %s)", spec.name, describe_exit(code), pause_s, spec.log)
+        reason = f": {last_line(spec.log)}" if code > 0 else ""
+        log.warning("%s %s%s; starting it again in %.1f s", spec.name, describe_exit(code), reason, pause_s)
         return None
 
     def _give_up(self, child: _Child, code: int) -> Ending | None:

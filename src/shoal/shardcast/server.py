@@ -72,7 +72,11 @@ class Request:
             return None
         path, _, query = parts[1].partition("?")
         connection = headers.get("connection", "keep-alive" if parts[2] == "HTTP/1.1" else "close").lower()
-        return cls(parts[0], path, parse_qs(query, max_num_fields=8), connection == "keep-alive")
+        try:
+            fields = parse_qs(query, max_num_fields=8)
+        except ValueError:
+            return None
+        return cls(parts[0], path, fields, connection == "keep-alive")
 
 
 class TreeServer:

@@ -280,7 +280,8 @@ class TrainingRun:
 
     def _evaluate(self) -> dict[str, float]:
         with self.activity.busy(f"evaluating version {self.version}"):
-            return {"held_out": self._parts.evaluate()}
+            score = self._parts.evaluate()
+            return {} if score is None else {"held_out": score}
 
     def _record(self, step: int, metrics: Mapping[str, float]) -> None:
         """To the file first: it is what a resume relies on; the hub keeps the newest report of a step."""

@@ -34,7 +34,9 @@ class TrainerSettings(BaseModel):
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto", description="where to train; auto: a GPU if there is one"
     )
-    threads: int = Field(default=1, ge=1, description="CPU threads; a resume is exact only with the same number")
+    threads: int = Field(
+        default=1, ge=1, le=256, description="CPU threads; a resume is exact only with the same number"
+    )
     publish_dtype: Literal["float32", "bfloat16"] = Field(
         default="float32", description="number type that is published"
     )

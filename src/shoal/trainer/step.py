@@ -158,11 +158,11 @@ def _given(samples: Sequence[Sample], device: torch.device) -> tuple[Tensor, Ten
 
 def _batch_metrics(work: StepWork, prepared: Prepared) -> Mapping[str, float]:
     values = [rollout.reward for group in work.groups for rollout in group.rollouts]
-    rewards = np.array([value for value in values if math.isfinite(value)] or [0.0])
+    rewards = np.array([value for value in values if math.isfinite(value)])
+    measured = {"reward_mean": float(rewards.mean()), "reward_std": float(rewards.std())} if len(rewards) else {}
     ages = np.array([staleness(work.step, group.version) for group in work.groups] or [0])
     return {
-        "reward_mean": float(rewards.mean()),
-        "reward_std": float(rewards.std()),
+        **measured,
         "staleness_mean": float(ages.mean()),
         "staleness_max": float(ages.max()),
         "groups": float(len(prepared.groups)),

@@ -6,7 +6,6 @@ A failure of the scoring machinery is `ScoringFailure`: the group then yields no
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -15,6 +14,7 @@ from shoal.environments import Environment, Score, Task
 from shoal.errors import EnvironmentSetupError, ScoringFailure
 from shoal.models import TextTokenizer
 from shoal.protocol import Lease, Rollout, RolloutReward
+from shoal.protocol.verdict import MAX_REWARD
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -63,10 +63,10 @@ def score_group(
 def _reward(environment: Environment, task: Task, completion: str) -> RolloutReward:
     score: Score = environment.score(task, completion)
     numbers = [score.value, *score.parts.values()]
-    if not all(math.isfinite(number) for number in numbers) or len(score.parts) > MAX_PARTS:
+    if not all(abs(number) <= MAX_REWARD for number in numbers) or len(score.parts) > MAX_PARTS:
         raise ScoringFailure(
             f"environment {environment.name} gave the score {score.value!r} with {len(score.parts)} parts for task "
-            f"{task.id}; scores and at most {MAX_PARTS} parts must be finite numbers"
+            f"{task.id}; scores and at most {MAX_PARTS} parts must be numbers within ±{MAX_REWARD:g}"
         )
     return RolloutReward(value=float(score.value), parts={key: float(part) for key, part in score.parts.items()})
 

@@ -38,8 +38,8 @@ class Tolerances(BaseModel):
     )
     certain_distance: float = Field(0.05, gt=0, description="what counts as far outside")
     certain_tokens: int = Field(4, ge=1, description="tokens far outside that make a sampling failure certain")
-    logprob_mean: float = Field(1e-3, gt=0, description="largest mean difference of log-probabilities")
-    logprob_max: float = Field(2e-2, gt=0, description="largest single difference of log-probabilities")
+    logprob_mean: float = Field(1e-4, gt=0, description="largest mean difference of log-probabilities")
+    logprob_max: float = Field(2e-3, gt=0, description="largest single difference of log-probabilities")
 
     @property
     def seed(self) -> SeedTolerance:

@@ -12,6 +12,8 @@ from shoal.cli.recipe import Recipe
 from shoal.errors import ConfigError, KeyFileError, ResourceError
 from shoal.protocol import RoleCertificate, SigningKey, fingerprint, load_or_create_key, open_document, sign_document
 from shoal.runtime.config import dump_config, parse_config
+from shoal.runtime.lock import FolderLock
+from shoal.runtime.stop import StopToken
 
 
 def recipe(*overrides: str) -> Recipe:
@@ -30,7 +32,7 @@ def files(path: Path) -> dict[str, bytes]:
 def test_preparing_makes_the_recipe_the_keys_and_certificates(folder: RunFolder) -> None:
     names = ["hub", "trainer", "validator-0", "validator-1"]
     assert sorted(files(folder.path)) == sorted(
-        ["recipe.toml", "keys/root.key", *(f"keys/{name}{end}" for name in names for end in (".key", ".json"))]
+        [".lock", "recipe.toml", "keys/root.key", *(f"keys/{name}{end}" for name in names for end in (".key", ".json"))]
     )
     for name in (*names, "root"):
         assert (folder.path / "keys" / f"{name}.key").stat().st_mode & 0o777 == 0o600
@@ -77,9 +79,30 @@ def test_a_missing_certificate_needs_the_same_root_key(folder: RunFolder) -> Non
 
 
 def test_a_folder_belongs_to_one_recipe(folder: RunFolder) -> None:
+    (folder.path / "hub").mkdir()
     with pytest.raises(ConfigError, match=r"another recipe \(run.seed was 0, is 7; trainer.loss was 'two_sided_clip'"):
-        RunFolder.prepare(folder.path, recipe("run.seed=7", "trainer.loss=other"))
+        RunFolder.prepare(folder.path, recipe("run.seed=7", "trainer.loss=ppo_clip"))
     assert RunFolder.open(folder.path).recipe == folder.recipe
+
+
+def test_a_folder_in_which_nothing_has_happened_takes_a_corrected_recipe(folder: RunFolder) -> None:
+    RunFolder.prepare(folder.path, recipe("run.seed=7"))
+    assert RunFolder.open(folder.path).recipe.run.seed == 7
+
+
+def test_a_run_that_is_going_on_keeps_its_recipe(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.cli.folder.LOCK_WAIT_S", 0.0)
+    before = files(folder.path)
+    with FolderLock(folder.path).acquire(StopToken()), pytest.raises(ResourceError, match="in use by process"):
+        RunFolder.prepare(folder.path, recipe("worker.count=3"))
+    assert files(folder.path)["recipe.toml"] == before["recipe.toml"]
+
+
+def test_no_second_root_key_is_made_for_a_run(folder: RunFolder) -> None:
+    (folder.path / "keys" / "hub.json").unlink()
+    (folder.path / "keys" / "root.key").unlink()
+    with pytest.raises(ConfigError, match="so is the root key: put it back"):
+        RunFolder.prepare(folder.path, folder.recipe)
 
 
 def test_how_a_run_is_served_and_for_how_long_may_change(folder: RunFolder) -> None:

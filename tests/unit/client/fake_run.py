@@ -24,6 +24,7 @@ from shoal.protocol import (
     SigningKey,
     fingerprint,
     sign_document,
+    verify_body,
     verify_request,
 )
 from shoal.runtime.clock import ManualClock
@@ -126,7 +127,8 @@ class ScriptedHub:
         signature = RequestSignature.from_headers(request.headers)
         target = request.url.raw_path.decode()
         at_ms = self.clock.now_ms()
-        verify_request(NODE.public_key, run, request.method, target, request.content, signature, at_ms)
+        verify_request(NODE.public_key, run, request.method, target, signature, at_ms)
+        verify_body(signature, request.content)
         return signature
 
 

@@ -27,6 +27,7 @@ from shoal.protocol import (
     Registration,
     Severity,
     SigningKey,
+    canonical_json,
     sign_document,
     sign_request,
     submission_digest,
@@ -179,7 +180,7 @@ class TestNodes:
         assert reply["node"]["doing"] == "generating"
         since_ms = calm.clock.now_ms()
         calm.clock.advance(5)
-        ok(calm.alice.call("POST", "/heartbeat", body))
+        ok(calm.alice.call("POST", "/heartbeat", {**body, "waiting_s": 5.0}))
         waits = {wait.who: wait for wait in calm.status().waits}
         wait = waits[f"worker alice ({calm.alice.key.node[:8]})"]
         assert (wait.what, wait.since_ms) == ("policy 0.3 from relay", since_ms)
@@ -333,6 +334,34 @@ class TestAuditsAndVerdicts:
         counts = started.status().submissions
         assert (counts["auditing"], counts["accepted"]) == (1, 1)
 
+    def test_a_banned_node_cannot_hand_in_an_old_lease(self, started: Bench) -> None:
+        (late,) = started.alice.lease(fresh_request())
+        started.clock.advance(61)
+        (lease,) = started.alice.lease(fresh_request())
+        assert lease.unit == late.unit
+        started.alice.call("POST", "/leases/release", {"leases": [lease.lease]})
+        (other,) = started.alice.lease(fresh_request())
+        ok(started.alice.submit(other))
+        (audit,) = started.audits()
+        ok(started.judge(audit, outcome=Outcome.REJECTED, reason="sampling.seed", severity=Severity.CERTAIN))
+        assert code_of(started.alice.submit(late)) == (403, "node.banned")
+
+    @pytest.mark.parametrize("value", ["NaN", "Infinity", 1e39])
+    def test_a_reward_that_is_no_usable_number_is_refused(self, started: Bench, value: object) -> None:
+        started.alice.submit(started.alice.lease(fresh_request())[0])
+        (audit,) = started.audits()
+        signed = started.verdict(audit)
+        document = {**signed.document, "rewards": [{"value": value, "parts": {}}] * 2}
+        signature = VALIDATOR.sign(b"shoal/verdict/v1\n" + canonical_json(document))
+        forged = signed.model_copy(update={"document": document, "signature": signature})
+        assert code_of(started.report(forged)) == (422, "verdict.signature")
+
+    def test_numbers_that_no_database_holds_are_refused(self, started: Bench) -> None:
+        assert started.http.get(f"/ledger?after={2**63}").status_code == 422
+        assert started.trainer.call("POST", f"/batches/{10**30}", {}).status_code == 422
+        report = {"step": 0, "metrics": {"loss": "nan"}}
+        assert started.trainer.call("POST", "/steps", report).status_code == 422
+
     def test_a_cheat_is_banned_and_its_units_go_to_others(self, started: Bench) -> None:
         first, second = started.alice.lease(fresh_request(), 2)
         ok(started.alice.submit(first))
@@ -342,7 +371,7 @@ class TestAuditsAndVerdicts:
         response = started.alice.call("POST", "/leases", {"request": fresh_request()})
         assert code_of(response) == (403, "node.banned")
         assert "sampling.seed" in response.json()["message"]
-        assert code_of(started.alice.submit(second)) == (410, "lease.void")
+        assert code_of(started.alice.submit(second)) == (403, "node.banned")
         assert [lease.unit for lease in started.bob.lease(fresh_request(), 2)] == [first.unit, second.unit]
         (recent,) = started.status().verdicts
         assert (recent.outcome, recent.reason) == ("rejected", "sampling.seed")

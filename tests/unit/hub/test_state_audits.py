@@ -137,7 +137,13 @@ class TestInconclusive:
 
     def test_a_unit_that_nobody_can_check_is_given_up(self) -> None:
         tired = case(unit=replace(case().unit, failures=2))
-        assert units_in(judge(tired, outcome=Outcome.INCONCLUSIVE))[0].state == UnitState.VOID
+        now = moment(progress=Progress(policy=policy(), dropped=8))
+        commands = judge(tired, now, outcome=Outcome.INCONCLUSIVE)
+        after = units_in(commands)[0]
+        assert (after.state, after.reason, after.lost_step) == (UnitState.VOID, "attempts", 0)
+        alarms = of_type(commands, RaiseAlarm)
+        assert [alarm.code for alarm in alarms] == ["unit.attempts", "refill.exhausted"]
+        assert "unit 0: given up after 3 failed attempts" in alarms[0].message
 
 
 class TestRejected:
@@ -157,7 +163,7 @@ class TestRejected:
         assert leases_in(commands) == {"u4a0": LeaseState.VOID}
         after = units_in(commands)
         assert (after[4].state, after[4].failures) == (UnitState.OPEN, 0)
-        assert (after[0].state, after[0].failures) == (UnitState.OPEN, 1)
+        assert (after[0].state, after[0].failures) == (UnitState.OPEN, 0), "the node failed, not the unit"
 
     def test_two_statistical_failures_ban(self) -> None:
         first = nodes_in(judge(case(), outcome=Outcome.REJECTED, severity=Severity.STATISTICAL))[0]

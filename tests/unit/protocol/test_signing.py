@@ -28,6 +28,7 @@ from shoal.protocol import (
     open_document,
     sign_document,
     sign_request,
+    verify_body,
     verify_request,
 )
 from shoal.protocol.signing import MAX_SKEW_MS
@@ -177,7 +178,8 @@ def headers(at_ms: int = NOW_MS) -> dict[str, str]:
 def check(sent: dict[str, str], public_key: str = KEY.public_key, now_ms: int = NOW_MS, **changes: Any) -> None:
     parts = {**REQUEST, **changes}
     signature = RequestSignature.from_headers(sent)
-    verify_request(public_key, parts["run"], parts["method"], parts["target"], parts["body"], signature, now_ms)
+    verify_request(public_key, parts["run"], parts["method"], parts["target"], signature, now_ms)
+    verify_body(signature, parts["body"])
 
 
 def test_a_signed_request_verifies_and_every_one_is_new() -> None:

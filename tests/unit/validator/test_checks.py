@@ -235,7 +235,7 @@ def test_the_evidence_has_numbers_and_names_the_place() -> None:
 def test_rounding_within_the_tolerance_is_honest() -> None:
     honest = submission(lease())
     noisy = [
-        msgspec.structs.replace(r, logprobs=pack_logprobs(np.minimum(r.logprob_values + 5e-4, 0)))
+        msgspec.structs.replace(r, logprobs=pack_logprobs(np.minimum(r.logprob_values + 5e-5, 0)))
         for r in honest.rollouts
     ]
     assert judged(lease(), msgspec.structs.replace(honest, rollouts=noisy)).outcome is Outcome.ACCEPTED

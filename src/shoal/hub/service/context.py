@@ -36,7 +36,7 @@ class Context:
         if len(self.tasks) == 0:
             raise EnvironmentSetupError(f"environment {config.environment.name} has no tasks in its train split")
         ensure_folder(config.folder)
-        self.secret = _load_or_create_secret(config.folder / "secret")
+        self.secret = _load_or_create_secret(config.folder / "secret", is_new=not (config.folder / "hub.db").exists())
         self.blobs = BlobFolder(config.folder / "blobs")
         self.storage: Storage = storage or SqliteStorage(config.folder / "hub.db")
         self.changes = Changes()
@@ -79,6 +79,11 @@ class Context:
                 transaction.apply([Record("run", body, self.clock.now_ms())])
                 return
         for key, value in json.loads(known).items():
+            if key == "environment_digest" and identity[key] != value:
+                raise ConfigError(
+                    f"the environment {self.config.environment.name} (tasks, options or reward file) has changed since "
+                    f"the run in {self.config.folder.parent} began: put it back, or start a new run with another --dir"
+                )
             if identity.get(key) != value:
                 raise ConfigError(
                     f"{self.config.folder} holds a run whose {key} is {value!r}, not {identity.get(key)!r}: "
@@ -97,8 +102,12 @@ class Context:
         }
 
 
-def _load_or_create_secret(path: Path) -> bytes:
+def _load_or_create_secret(path: Path, is_new: bool) -> bytes:
     """The run's secret: without it nobody can tell the seeds of a unit in advance. Readable by its owner only."""
+    if not path.exists() and not is_new:
+        raise ConfigError(
+            f"the run's secret {path} is missing: restore it from a backup; without it no unit is the same"
+        )
     if not path.exists():
         write_atomically(path, secrets.token_hex(SECRET_BYTES).encode(), mode=0o600)
     try:
@@ -133,5 +142,6 @@ def node_view(node: NodeRow, presence: Presence | None) -> NodeView:
 
 
 def node_label(node: NodeRow) -> str:
-    """A node in words: `worker alice (1f2e3d4c)`."""
-    return f"{node.role} {node.name} ({node.node[:8]})" if node.name else f"{node.role} {node.node[:8]}"
+    """A node in words: `worker alice (1f2e3d4c)`, `worker-0 (1f2e3d4c)`, `trainer`."""
+    name = node.name if node.name.startswith(node.role) else f"{node.role} {node.name}".strip()
+    return f"{name} ({node.node[:8]})" if node.role == "worker" else name

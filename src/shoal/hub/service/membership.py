@@ -37,14 +37,12 @@ class Membership:
     def heartbeat(self, node: NodeRow, heartbeat: Heartbeat) -> HeartbeatReply:
         now_ms = self._context.clock.now_ms()
         with self._context.storage.write(durable=False) as transaction:
-            before = transaction.presence(node.node)
-            same_wait = before is not None and before.waiting_for == heartbeat.waiting_for
             presence = Presence(
                 node=node.node,
                 last_seen_ms=now_ms,
                 doing=heartbeat.doing,
                 waiting_for=heartbeat.waiting_for,
-                waiting_since_ms=before.waiting_since_ms if before and same_wait else now_ms,
+                waiting_since_ms=now_ms - round(heartbeat.waiting_s * 1000),
                 counters=heartbeat.counters,
             )
             transaction.put_presence(presence)

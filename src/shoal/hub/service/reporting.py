@@ -22,8 +22,9 @@ from shoal.protocol import (
 VERDICTS_SHOWN = 20
 REPORTS_SHOWN = 200
 ALARMS_SHOWN = 20
-WAITS_SHOWN = 20
-"""Of each kind: the longest waits are the ones that explain a stuck run."""
+MAX_PENDING = 1000
+SILENT_AFTER_MS = 60_000
+"""A node that has not been heard of for so long is gone, not waiting."""
 
 
 class Reporting:
@@ -72,22 +73,25 @@ class Reporting:
 
     def _waits(self, reader: Reader, nodes: list[NodeRow], presences: dict[str, Presence], now_ms: int) -> list[Wait]:
         """Who polls for something, what nodes say they wait for, leases that are out, submissions not judged yet."""
+        if pacing.is_finished(self._context.rules, reader.progress()):
+            return []
         names = {node.node: node_label(node) for node in nodes}
         waits = self._context.waits.current(now_ms)
         polling = {wait.who for wait in waits}
         for presence in presences.values():
             who = names.get(presence.node, presence.node)
-            if presence.waiting_for and who not in polling:
+            is_here = now_ms - presence.last_seen_ms <= SILENT_AFTER_MS
+            if presence.waiting_for and is_here and who not in polling:
                 waits.append(Wait(who=who, what=presence.waiting_for, since_ms=presence.waiting_since_ms))
-        for held in reader.holdings()[:WAITS_SHOWN]:
-            left_s = max(0, held.lease.deadline_ms - now_ms) / 1000
-            what = f"{names[held.lease.node]} to hand in lease {held.lease.lease}, due in {left_s:.0f} s"
-            waits.append(Wait(who=f"unit {held.unit.unit}", what=what, since_ms=held.lease.issued_at_ms))
-        pending = [SubmissionState.RECEIVED, SubmissionState.AUDITING]
-        for row in reader.submissions_in(pending, WAITS_SHOWN):
-            checker = names.get(row.validator or "", "a validator to take it")
-            waits.append(Wait(who=f"submission of unit {row.unit}", what=checker, since_ms=row.received_at_ms))
-        return waits
+        held = [
+            (holding.unit.unit, names[holding.lease.node], holding.lease.issued_at_ms) for holding in reader.holdings()
+        ]
+        pending = reader.submissions_in([SubmissionState.RECEIVED, SubmissionState.AUDITING], MAX_PENDING)
+        checked = [
+            (row.unit, names.get(row.validator or "", "a validator to take them"), row.received_at_ms)
+            for row in pending
+        ]
+        return [*waits, *_folded("unit", held), *_folded("submission of unit", checked)]
 
     def _head(self, reader: Reader) -> LedgerHead:
         return ledger.head_of(self._context.config.run_id, reader.ledger_last())
@@ -108,6 +112,19 @@ class Reporting:
             steps=config.run.steps,
         )
         return sign_document(info, config.key)
+
+
+def _folded(what: str, waiting: list[tuple[int, str, int]]) -> list[Wait]:
+    """Units by whom they wait for, one line each: `units 3–18 (16) wait for worker-0`, since the longest of them."""
+    by_whom: dict[str, list[tuple[int, int]]] = {}
+    for unit, whom, since_ms in waiting:
+        by_whom.setdefault(whom, []).append((unit, since_ms))
+    waits = []
+    for whom, pairs in by_whom.items():
+        units = [unit for unit, _ in pairs]
+        several = f"{what}s {min(units)}–{max(units)} ({len(units)})" if len(units) > 1 else f"{what} {units[0]}"  # noqa: RUF001
+        waits.append(Wait(who=several, what=whom, since_ms=min(since_ms for _, since_ms in pairs)))
+    return waits
 
 
 def _recent(row: SubmissionRow) -> RecentVerdict:

@@ -13,7 +13,6 @@ from shoal.protocol import (
     Batch,
     BatchGroup,
     BatchReply,
-    Limits,
     PolicyAnnouncement,
     SignedDocument,
     StepReport,
@@ -92,9 +91,8 @@ class Training:
         return TrainingBatch(step=batch.step, groups=[self._training_group(group) for group in batch.groups])
 
     def _training_group(self, group: BatchGroup) -> TrainingGroup:
-        settings = self._context.config.settings
-        limits = Limits(settings.max_submission_bytes, settings.max_inflated_bytes)
-        submission = unpack(self._context.blobs.get(group.submission), Submission, limits)
+        body = self._context.blobs.get(group.submission)
+        submission = unpack(body, Submission, self._context.config.submission_limits)
         with self._context.storage.read() as reader:
             unit = reader.unit(group.unit)
         assert unit is not None, "a batch holds units of this run only"

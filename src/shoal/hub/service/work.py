@@ -10,6 +10,7 @@ from shoal.errors import CodecError, ConfigError
 from shoal.hub.changes import Topic
 from shoal.hub.service.context import Context, node_label
 from shoal.hub.state import draws, leases, pacing, submissions
+from shoal.hub.state.nodes import require_active
 from shoal.hub.state.refusals import Refusal
 from shoal.hub.state.rows import LeaseRow, Moment, NodeRow, SubmissionRow, UnitRow
 from shoal.hub.storage import Reader
@@ -19,7 +20,6 @@ from shoal.protocol import (
     LeaseRelease,
     LeaseReply,
     LeaseRequest,
-    Limits,
     Receipt,
     SignedDocument,
     Submission,
@@ -31,8 +31,7 @@ from shoal.protocol import (
 class Work:
     def __init__(self, context: Context) -> None:
         self._context = context
-        settings = context.config.settings
-        self._limits = Limits(settings.max_submission_bytes, settings.max_inflated_bytes)
+        self._limits = context.config.submission_limits
         self._draws = leases.Draws(task_of=self._task_of, document=self._lease_document)
 
     def lease(self, node: NodeRow, request: LeaseRequest) -> LeaseReply:
@@ -60,8 +59,10 @@ class Work:
     def release(self, node: NodeRow, request: LeaseRelease) -> None:
         with self._context.decision() as (transaction, _moment):
             found = [transaction.holding(lease) for lease in dict.fromkeys(request.leases)]
-            transaction.apply(leases.release(node.node, [holding for holding in found if holding is not None]))
-        self._context.changes.notify(Topic.LEASES)
+            commands = leases.release(node.node, [holding for holding in found if holding is not None])
+            transaction.apply(commands)
+        if commands:
+            self._context.changes.notify(Topic.LEASES)
 
     def submit(self, node: NodeRow, lease: str, body: bytes) -> tuple[int, SignedDocument]:
         """(201 or 200, the signed receipt). On return the submission survives any crash."""
@@ -69,20 +70,24 @@ class Work:
         arrival = submissions.Arrival(node.node, lease, submission_digest(body), len(body))
         with context.storage.read() as reader:
             moment = Moment(context.rules, reader.progress(), context.clock.now_ms())
-            early = self._receive(reader, moment, arrival)
+            early = self._receive(reader, moment, node, arrival)
         if early.status == submissions.SAME_AGAIN:
             return early.status, SignedDocument.model_validate_json(early.row.receipt)
         self._check_header(body, early.row)
         context.blobs.put(body)
         with context.decision() as (transaction, moment):
-            reception = self._receive(transaction, moment, arrival)
+            reception = self._receive(transaction, moment, node, arrival)
             transaction.apply(reception.commands)
         context.changes.notify(Topic.AUDITS)
         return reception.status, SignedDocument.model_validate_json(reception.row.receipt)
 
-    def _receive(self, reader: Reader, moment: Moment, arrival: submissions.Arrival) -> submissions.Reception:
+    def _receive(
+        self, reader: Reader, moment: Moment, node: NodeRow, arrival: submissions.Arrival
+    ) -> submissions.Reception:
         holding = submissions.check_owner(reader.holding(arrival.lease), arrival.node, arrival.lease)
         existing = reader.submission_of_lease(arrival.lease)
+        if existing is None:
+            require_active(reader.node(arrival.node) or node)
         return submissions.receive(moment, holding, existing, arrival, self._receipt)
 
     def _check_header(self, body: bytes, row: SubmissionRow) -> None:

@@ -102,7 +102,7 @@ def judge(moment: Moment, case: Case, ruling: Ruling) -> list[Command]:
     if verdict.outcome == Outcome.REJECTED:
         return commands + _reject(moment, case, ruling)
     counted = replace(case.node, inconclusive=case.node.inconclusive + 1)
-    return [*commands, SaveNode(counted, case.node.state), *_retry_unit(moment, case)]
+    return [*commands, SaveNode(counted, case.node.state), *(fail(moment, [case.unit]) if _is_current(case) else [])]
 
 
 def _require_fitting(rules: Rules, case: Case, verdict: Verdict) -> None:
@@ -156,12 +156,8 @@ def _reject(moment: Moment, case: Case, ruling: Ruling) -> list[Command]:
     return [
         Record("rejected", body, moment.now_ms),
         *nodes.reject(case.node, verdict, case.holdings, moment.now_ms),
-        *_retry_unit(moment, case),
+        *([SaveUnit(case.unit.reopened(), case.unit.state)] if _is_current(case) else []),  # the node failed, not it
     ]
-
-
-def _retry_unit(moment: Moment, case: Case) -> list[Command]:
-    return fail(moment, [case.unit]) if _is_current(case) else []
 
 
 def _is_current(case: Case) -> bool:

@@ -15,8 +15,9 @@ from shoal.hub.state.machines import LeaseState, UnitState
 from shoal.hub.state.nodes import require_active
 from shoal.hub.state.refusals import Refusal
 from shoal.hub.state.rows import Holding, LeaseRow, Moment, NodeRow, UnitRow
-from shoal.hub.state.units import fail
 from shoal.protocol import PolicyRef
+
+NEWCOMER_SHARE = 4
 
 
 @dataclass(frozen=True)
@@ -56,10 +57,12 @@ def grant(moment: Moment, open_units: Sequence[UnitRow], ask: Ask, draws: Draws)
     policy = progress.policy
     if policy is None or pacing.is_finished(rules, progress):
         return Grant(waiting="the run is finished" if policy else "no policy has been published yet")
-    count = min(ask.max_units, rules.leases_per_node - ask.held)
+    # Who has shown nothing yet gets little: fresh keys are free, and each could sit on its leases until they run out.
+    most = rules.leases_per_node if ask.node.accepted else max(1, rules.leases_per_node // NEWCOMER_SHARE)
+    count = min(ask.max_units, most - ask.held)
     if count <= 0:
         return Grant(
-            waiting=f"this node holds {ask.held} leases, the most that one node may hold: submit or release some"
+            waiting=f"this node holds {ask.held} leases, the most that it may hold now: submit or release some"
         )
     units = _pick_units(moment, open_units, draws, count)
     if not units:
@@ -110,10 +113,13 @@ def _lease_units(moment: Moment, units: list[tuple[UnitRow, bool]], ask: Ask, po
 
 
 def expire(moment: Moment, holdings: Sequence[Holding]) -> list[Command]:
-    """End the leases that are past their deadline; their units are open again, or void after too many failures."""
+    """End the leases that are past their deadline; their units are open again.
+
+    That is no failure of the unit: whoever hoards leases, or hands in rubbish, must not be able to void work.
+    """
     overdue = [held for held in holdings if _is_overdue(held.lease, moment.now_ms)]
     commands: list[Command] = [SaveLease(held.lease.to(LeaseState.EXPIRED), held.lease.state) for held in overdue]
-    return commands + fail(moment, [held.unit for held in overdue])
+    return commands + [SaveUnit(held.unit.reopened(), held.unit.state) for held in overdue]
 
 
 def _is_overdue(lease: LeaseRow, now_ms: int) -> bool:

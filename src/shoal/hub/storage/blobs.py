@@ -20,6 +20,8 @@ class BlobFolder:
 
     def __init__(self, folder: Path) -> None:
         self._folder = ensure_folder(folder)
+        for left_over in self._folder.glob(".*"):  # of a process that died between writing and renaming
+            left_over.unlink(missing_ok=True)
 
     def put(self, body: bytes) -> str:
         """Store `body` and return its name. On return it survives a crash of the machine."""

@@ -75,7 +75,7 @@ class SqliteStorage:
         except DatabaseError as error:
             raise ResourceError(
                 f"cannot use the database {self._path}: {error.orig}; check the disk (full? damaged?), "
-                "or move the file away to start anew"
+                "restore it from a backup, or start another run in another folder"
             ) from error
 
     def _prepare(self) -> None:
