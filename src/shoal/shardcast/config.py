@@ -9,15 +9,17 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class RelaySettings(BaseModel):
-    """`long_poll_s`: how long an upstream may hold the question for a newer head; `poll_s`: the pace if it does not."""
+    """How a relay mirrors and serves."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    kept_versions: int = Field(default=3, ge=1, le=1000)
-    connections: int = Field(default=4, ge=1, le=64)
-    max_clients: int = Field(default=512, ge=1)
-    long_poll_s: float = Field(default=20.0, ge=0, le=60)
-    poll_s: float = Field(default=1.0, gt=0)
+    kept_versions: int = Field(default=3, ge=1, le=1000, description="newest versions kept on disk")
+    connections: int = Field(default=4, ge=1, le=64, description="chunks fetched at the same time")
+    max_clients: int = Field(default=512, ge=1, description="clients served at the same time")
+    long_poll_s: float = Field(
+        default=20.0, ge=0, le=60, description="how long an upstream may hold the question for a newer version"
+    )
+    poll_s: float = Field(default=1.0, gt=0, description="the pace of asking an upstream that does not hold it")
 
 
 @dataclass(frozen=True)

@@ -64,6 +64,7 @@ def export_policy(
         hidden.mkdir()
         weights = {name: cast(tensor, DTYPES[dtype]).contiguous() for name, tensor in tensors.items()}
         save_file(weights, hidden / MODEL, metadata={"format": "pt"})
+        (hidden / MODEL).chmod(0o644)  # the library makes it private; a model is there to be read
         with (hidden / MODEL).open("rb") as file:
             os.fsync(file.fileno())
         for name, data in {**files, "config.json": _config(files, dtype)}.items():
