@@ -92,7 +92,7 @@ RecipeArgument = Annotated[Path | None, typer.Argument(metavar="[RECIPE]", help=
 RunDir = Annotated[Path, typer.Option("--dir", metavar="RUN", help="The run's folder.")]
 OptionalRunDir = Annotated[Path | None, typer.Option("--dir", metavar="RUN", help="The run's folder.")]
 Index = Annotated[int, typer.Option("--index", min=0, help="Which of several.")]
-Wait = Annotated[float, typer.Option("--wait", min=0, help="Seconds to try to reach the hub.")]
+Wait = Annotated[float, typer.Option("--wait", min=0, max=86_400, help="Seconds to try to reach the hub.")]
 
 
 @app.command()
@@ -112,7 +112,9 @@ def run(
     processes: Annotated[
         ProcessesChoice, typer.Option("--processes", help="one: all roles as threads, for a debugger.")
     ] = ProcessesChoice.many,
-    patience_min: Annotated[float, typer.Option("--patience-min", help="End a run without progress for so long.")] = 10,
+    patience_min: Annotated[
+        float, typer.Option("--patience-min", min=0.1, max=100_000, help="End a run without progress for so long.")
+    ] = 10,
 ) -> None:
     """Start and supervise a whole run on this machine. An existing folder is resumed."""
     from shoal.cli.start import RunRequest, start

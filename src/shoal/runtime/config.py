@@ -62,11 +62,13 @@ def dump_config(model: BaseModel) -> str:
 
 def _read(path: Path) -> str:
     try:
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise ConfigError(f"{path} is not a regular file; give the path of a recipe file")  # a pipe would wait
         with path.open("rb") as file:
             data = file.read(MAX_RECIPE_BYTES + 1)
         if len(data) > MAX_RECIPE_BYTES:
             raise ConfigError(f"{path} is larger than {MAX_RECIPE_BYTES} bytes: that is no recipe")
-        return data.decode()
+        return data.decode("utf-8-sig")  # some editors put a byte order mark in front
     except FileNotFoundError as error:
         raise ConfigError(f"there is no recipe at {path}") from error
     except IsADirectoryError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 from pathlib import Path
 from typing import Literal
 
@@ -223,3 +224,11 @@ def test_no_text_raises_anything_but_a_config_error(text: str) -> None:
         parse_config(text, Recipe, "r")
     with contextlib.suppress(ConfigError):
         parse_config("", Recipe, "r", [text])
+
+
+def test_a_pipe_is_not_waited_for_and_a_byte_order_mark_is_no_error(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.toml")
+    with pytest.raises(ConfigError, match="is not a regular file"):
+        load_config(tmp_path / "pipe.toml", Recipe)
+    (tmp_path / "marked.toml").write_bytes(b"\xef\xbb\xbf[trainer]\nminibatches = 3\n")
+    assert load_config(tmp_path / "marked.toml", Recipe).trainer.minibatches == 3
