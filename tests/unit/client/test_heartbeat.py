@@ -63,7 +63,9 @@ def test_activity_tells_busy_from_idle_time() -> None:
     activity.count("tokens", 7)
     activity.count("tokens")
     assert (inside.doing, inside.counters) == ("generating 3 groups", {"busy_s": 5, "idle_s": 2})
-    assert (waiting.doing, waiting.waiting_for) == ("", "the hub")
+    assert (waiting.doing, waiting.waiting_for, waiting.waiting_s) == ("", "the hub", 1.0)
+    with activity.waiting("the hub"):
+        assert activity.heartbeat().waiting_s == 0, "another wait for the same thing begins anew"
     assert activity.heartbeat().counters == {"busy_s": 5, "idle_s": 3, "tokens": 8}
     assert activity.heartbeat().waiting_for == ""
 

@@ -185,6 +185,14 @@ class TestNodes:
         wait = waits[f"worker alice ({calm.alice.key.node[:8]})"]
         assert (wait.what, wait.since_ms) == ("policy 0.3 from relay", since_ms)
 
+    def test_units_and_submissions_that_wait_are_told_in_one_line_each(self, started: Bench) -> None:
+        first, *rest = started.alice.lease(fresh_request(), 2)
+        ok(started.alice.submit(first))
+        waits = {(wait.who, wait.what) for wait in started.status().waits}
+        alice = f"worker alice ({started.alice.key.node[:8]})"
+        assert (f"unit {rest[0].unit}", alice) in waits
+        assert (f"submission of unit {first.unit}", "a validator to take them") in waits
+
 
 class TestLeases:
     def test_without_a_policy_there_is_no_work(self, bench: Bench) -> None:

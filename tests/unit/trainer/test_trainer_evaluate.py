@@ -9,6 +9,7 @@ import torch
 from trainer_stubs import EOS, SAMPLING, tiny_files, tiny_model
 
 from shoal.environments import Score, Split, Task
+from shoal.errors import ScoringFailure
 from shoal.models.tokenizer import TextTokenizer
 from shoal.trainer.evaluate import GreedyEvaluator
 
@@ -68,3 +69,16 @@ def test_it_sees_the_model_as_it_is_now_and_leaves_it_trainable() -> None:
     assert environment.scored != first
     model(torch.tensor([[3, 4]])).logits.sum().backward()
     assert model.lm_head.weight.grad is not None
+
+
+def test_a_task_that_cannot_be_scored_is_left_out_and_never_counts_as_0() -> None:
+    class Failing(Recorder):
+        def score(self, task: Task, completion: str) -> Score:
+            if task.id in ("t/0", "t/1"):
+                raise ScoringFailure("the scorer is away")
+            return super().score(task, completion)
+
+    model = tiny_model()
+    tokenizer = TextTokenizer(tiny_files(model))
+    assert GreedyEvaluator(model, tokenizer, Failing(), SAMPLING, tasks=4)() == 2.5  # tasks 2 and 3
+    assert GreedyEvaluator(model, tokenizer, Failing(), SAMPLING, tasks=2)() is None

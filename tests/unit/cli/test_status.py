@@ -1,0 +1,46 @@
+"""`shoal status`: what others say is shown as they said it, and a stopped run still says where it stands."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from shoal.cli.folder import RunFolder
+from shoal.cli.recipe import Recipe
+from shoal.cli.status import render, show_status
+from shoal.errors import HubUnreachable
+from shoal.protocol import LedgerHead, NodeState, NodeView, RunStatus, Wait
+
+
+def status(**changes: object) -> RunStatus:
+    head = LedgerHead(run="r", index=-1, hash="0" * 64)
+    fields: dict[str, object] = {
+        "run": "r", "name": "r", "now_ms": 1000, "finished": False, "steps": 2, "step": 1, "policy": None,
+        "max_staleness": 0, "units": {}, "submissions": {}, "nodes": (), "waits": (), "verdicts": (), "reports": (),
+        "alarms": (), "ledger": head,
+    }  # fmt: skip
+    return RunStatus.model_validate({**fields, **changes})
+
+
+def test_markup_in_what_others_say_is_text() -> None:
+    node = NodeView(node="n" * 32, name="[/bold]", role="worker", state=NodeState.ACTIVE, doing="[red]x")
+    shown = io.StringIO()
+    console = Console(file=shown, width=200)
+    for part in render(status(nodes=(node,), waits=(Wait(who="[/zz]", what="[bold]y", since_ms=0),), alarms=("[/a]",))):
+        console.print(part)
+    for text in ("[/bold]", "[red]x", "[/zz]", "[bold]y", "[/a]"):
+        assert text in shown.getvalue()
+
+
+def test_a_stopped_run_says_where_it_stands_and_how_to_go_on(tmp_path: Path) -> None:
+    folder = RunFolder.prepare(tmp_path / "run", Recipe.model_validate({"run": {"steps": 9}, "hub": {"port": 0}}))
+    folder.assign_endpoints()
+    (folder.path / "trainer").mkdir()
+    rows = [{"step": 0, "held_out": 0.25}, {"step": 4, "held_out": 0.5}]
+    (folder.path / "trainer" / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(HubUnreachable, match=r"not running: 4 of 9 steps, held-out score 0.250 → 0.500; go on with"):
+        show_status(str(folder.path), as_json=False, wait_s=0)
