@@ -17,12 +17,14 @@
     │   ├── VersionNotFound                    nobody has that version (any more)
     │   ├── ManifestRefused                    unsigned, wrong key, rolled back
     │   └── ChunkCorrupt                       bytes that do not match their hash
-    ├── CheckpointError               exit 1   a checkpoint that cannot be read or continued
-    ├── TrainingDiverged              exit 1   a loss or gradient that is not a number: nothing was updated by it
+    ├── CheckpointError               exit 5   a checkpoint that cannot be read or continued
+    ├── TrainingDiverged              exit 5   a loss or gradient that is not a number: nothing was updated by it
     ├── PolicyMismatch                exit 1   a digest that is not the one signed for
     ├── ScoringFailure                exit 1   the scoring machinery failed: "no sample", never reward 0
     ├── LedgerError                   exit 1   a broken chain
     └── DeadlineExceeded              exit 1   a wait that ended
+
+Exit codes 2, 3 and 5 mean that starting again cannot help: a supervisor ends the run with the message.
 
 A bad rollout is data (a verdict with a reason code), not an exception. Messages say what is wrong, where, and
 what to do; they are printed on one line, without a traceback.
@@ -115,9 +117,13 @@ class ChunkCorrupt(BroadcastError):
 class CheckpointError(ShoalError):
     """A checkpoint that cannot be read or continued."""
 
+    exit_code = 5
+
 
 class TrainingDiverged(ShoalError):
     """A loss or gradient is not finite. The update was refused; the last checkpoint is good."""
+
+    exit_code = 5
 
 
 class PolicyMismatch(ShoalError):

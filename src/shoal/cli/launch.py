@@ -4,7 +4,7 @@ recipe ─► run folder ─► endpoints ─► hub, origin, relays, trainer, v
                                        │ as processes: restarted when they die     (--processes many)
                                        │ as threads: for a debugger                 (--processes one)
                                        ▼
-                trainer exits 0 ─► success; exit 2 or 3, a crash loop or no progress ─► the run ends, and says why
+                trainer exits 0 ─► success; exit 2, 3 or 5, a crash loop or no progress ─► the run ends, and says why
 """
 
 from __future__ import annotations

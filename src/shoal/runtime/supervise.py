@@ -3,7 +3,7 @@
     Supervisor ──start──► child (own session, stdin = a pipe that only the supervisor holds open)
         ▲                   │
         │   exit 0          │  `when_done`: "end" the run, "rest", or "restart" (a server never ends by itself)
-        ├───exit 2 or 3─────┤  the input or the machine is at fault: trying again cannot help, the run ends
+        ├───exit 2, 3 or 5──┤  the input or the machine is at fault: trying again cannot help, the run ends
         │   anything else   │  restarted after a back-off; several short lives in a row are a crash loop
         └───────────────────┘
     the supervisor is gone, even by kill -9 ──► the pipe closes ──► `follow_supervisor` stops the child
@@ -32,7 +32,7 @@ from shoal.runtime.stop import StopToken
 log = logging.getLogger(__name__)
 
 SUPERVISED = "SHOAL_SUPERVISED"
-HOPELESS_CODES = (2, 3)
+HOPELESS_CODES = (2, 3, 5)  # see errors.py: the same would happen again
 POLL_S = 0.1
 TAIL_BYTES = 4096
 
