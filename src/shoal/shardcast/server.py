@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 MAX_REQUEST_BYTES = 16 * 1024
 MAX_WAIT_S = 60.0
 STOP_POLL_S = 0.1
+GONE_CHECK_S = 0.5
 PART_S = 1.0
 REASONS = {200: "OK", 400: "Bad Request", 404: "Not Found", 405: "Method Not Allowed", 503: "Service Unavailable"}
 
@@ -158,11 +159,11 @@ class TreeServer:
             if request is None:
                 await self._say(writer, 400, "only plain HTTP/1.1 requests without a body are understood")
                 return
-            await self._answer(request, writer)
+            await self._answer(request, reader, writer)
             if not request.keep_alive:
                 return
 
-    async def _answer(self, request: Request, writer: asyncio.StreamWriter) -> None:
+    async def _answer(self, request: Request, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         key = request.path[1:]
         if request.method not in ("GET", "HEAD"):
             await self._say(writer, 405, "only GET and HEAD are allowed", request)
@@ -171,9 +172,9 @@ class TreeServer:
         elif not is_key(key):
             await self._say(writer, 404, "there is no such name in a published tree", request)
         elif key == HEAD:
-            await self._send_head(request, writer)
+            await self._send_head(request, reader, writer)
         else:
-            path = await self._found(key)
+            path = await self._found(key, reader)
             if path is not None and await self._send_file(path, request, writer):
                 return
             if path is None and self._catalogue.expects(key):
@@ -181,7 +182,7 @@ class TreeServer:
             else:
                 await self._say(writer, 404, "this version or chunk is not here", request)
 
-    async def _found(self, key: str) -> Path | None:
+    async def _found(self, key: str, reader: asyncio.StreamReader) -> Path | None:
         """The file, waiting up to `hold_s` if it is on its way."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._limits.hold_s):
@@ -190,10 +191,10 @@ class TreeServer:
                         path = self._catalogue.find(key)
                         if path is not None or not self._catalogue.expects(key):
                             return path
-                        await arrived
+                        await _unless_gone(arrived, reader)
         return self._catalogue.find(key)
 
-    async def _send_head(self, request: Request, writer: asyncio.StreamWriter) -> None:
+    async def _send_head(self, request: Request, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         after = parse_label(request.query.get("after", [""])[0])
         wait_s = _seconds(request.query.get("wait_s", ["0"])[0])
         with contextlib.suppress(TimeoutError):
@@ -201,7 +202,7 @@ class TreeServer:
                 while not self._newer_than(after):
                     with self._arrivals.waiter(HEAD) as arrived:
                         if not self._newer_than(after):
-                            await arrived
+                            await _unless_gone(arrived, reader)
         path = self._catalogue.find(HEAD)
         if path is None or not await self._send_file(path, request, writer):
             await self._say(writer, 404, "nothing has been published yet", request)
@@ -267,6 +268,14 @@ async def serve(
             await asyncio.sleep(STOP_POLL_S)
     finally:
         await server.close()
+
+
+async def _unless_gone(arrived: asyncio.Future[None], reader: asyncio.StreamReader) -> None:
+    """Wait for what a held request waits for; a client that hung up meanwhile gives its place to others."""
+    while not arrived.done():
+        await asyncio.wait([arrived], timeout=GONE_CHECK_S)
+        if reader.at_eof():
+            raise ConnectionResetError("the client hung up")
 
 
 async def _part(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -124,6 +124,30 @@ def test_a_head_of_endless_length_is_cut_off(tmp_path: Path, start_origin: Start
         assert _read_rest(endless) == 0
 
 
+def test_a_held_request_whose_client_hung_up_frees_its_place(tmp_path: Path, start_origin: Start) -> None:
+    publish(make_origin(tmp_path), 1)
+    url = start_origin(tmp_path).url
+    host, port = url.removeprefix("http://").split(":")
+
+    def connections() -> int:
+        return int(json.loads(get(url, "/health")[2])["connections"])
+
+    held = [socket.create_connection((host, int(port)), timeout=5) for _ in range(5)]
+    for connection in held:
+        connection.sendall(b"GET /head.json?after=9.9&wait_s=60 HTTP/1.1\r\n\r\n")
+    eventually(lambda: connections() == 6)
+    for connection in held:
+        connection.close()
+    eventually(lambda: connections() == 1)
+
+
+def test_more_query_fields_than_anybody_needs_are_refused(tmp_path: Path, start_origin: Start) -> None:
+    query = "&".join(f"a{number}=1" for number in range(20))
+    assert ask(start_origin(tmp_path).url, f"GET /head.json?{query} HTTP/1.1\r\n\r\n".encode()).startswith(
+        b"HTTP/1.1 400 "
+    )
+
+
 def test_one_connection_serves_many_requests(tmp_path: Path, start_origin: Start) -> None:
     publish(make_origin(tmp_path), 1)
     keep = b"GET /health HTTP/1.1\r\n\r\n"
