@@ -123,6 +123,13 @@ class Published:
             assert time.monotonic() < end, f"the head did not become {version}"
             threading.Event().wait(0.02)
 
+    def until_gone(self, version: int) -> None:
+        """A relay serves the new head first and removes old versions after that."""
+        end = time.monotonic() + WITHIN_S
+        while self.get(f"/manifests/0.{version}.json")[0] != 404:
+            assert time.monotonic() < end, f"version {version} was not removed"
+            threading.Event().wait(0.02)
+
 
 @pytest.fixture(params=SOURCES)
 def published(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Published]:
@@ -175,6 +182,7 @@ def test_a_version_no_longer_kept_is_known_to_be_gone(published: Published) -> N
     for version in (2, 3):
         published.publish(version)
     published.until_head_is(3)
+    published.until_gone(1)
     with pytest.raises(VersionNotFound, match="no longer offered"):
         published.downloader().fetch(gone.policy, WITHIN_S)
 
