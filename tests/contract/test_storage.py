@@ -343,6 +343,8 @@ class TestSqlite:
 
 class TestBlobs:
     def test_bytes_are_found_by_their_hash_and_putting_them_again_is_harmless(self, tmp_path: Path) -> None:
+        (tmp_path / "blobs").mkdir()
+        (tmp_path / "blobs" / ".left-over").write_bytes(b"of a process that was killed")
         blobs = BlobFolder(tmp_path / "blobs")
         name = blobs.put(b"bytes")
         assert blobs.put(b"bytes") == name

@@ -42,7 +42,7 @@ class HubSettings(BaseModel):
     port: int = Field(8470, ge=0, le=65_535, description="port to listen on; 0 takes any free one")
     lease_s: float = Field(60, gt=0, description="time a worker has for one lease")
     audit_s: float = Field(60, gt=0, description="time a validator has for one audit")
-    max_attempts: int = Field(4, ge=1, description="failed attempts after which a unit is given up")
+    max_attempts: int = Field(4, ge=1, description="inconclusive audits after which a unit is given up")
     refill_cap: int = Field(4, ge=0, description="lost groups refilled per step, in multiples of groups_per_step")
     leases_per_node: int = Field(64, ge=1, description="leases that one node may hold at a time")
     max_submission_bytes: int = Field(16 * MIB, ge=1024, description="largest submission, as sent")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 import msgspec
 import numpy as np
@@ -11,7 +11,7 @@ from pydantic import Field, FiniteFloat
 
 from shoal.protocol.policy import PolicyRef
 from shoal.protocol.signing import Message
-from shoal.protocol.submission import unpack_tokens
+from shoal.protocol.submission import Completed, unpack_tokens
 
 
 class BatchGroup(Message):
@@ -42,21 +42,10 @@ class BatchReply(Message):
     waiting: str = ""
 
 
-class TrainingRollout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class TrainingRollout(Completed, frozen=True, forbid_unknown_fields=True):
     """A verified rollout with the validator's reward, ready to train on."""
 
-    tokens: bytes
-    logprobs: bytes
-    finish: Literal["eos", "length"]
     reward: float
-
-    @property
-    def token_ids(self) -> npt.NDArray[np.int64]:
-        return unpack_tokens(self.tokens)
-
-    @property
-    def logprob_values(self) -> npt.NDArray[np.float32]:
-        return np.frombuffer(self.logprobs, dtype="<f4").astype(np.float32)
 
 
 class TrainingGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -27,13 +27,12 @@ PackedPrompt = Annotated[bytes, msgspec.Meta(max_length=4 * MAX_PROMPT_TOKENS)]
 Proofs = Annotated[bytes, msgspec.Meta(max_length=64 * 1024 * 1024)]
 
 
-class Rollout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One completion: `tokens` (uint32 LE), the log-probability of each (float32 LE), and its proofs."""
+class Completed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One completion as it travels: `tokens` (uint32 LE), the log-probability of each (float32 LE), how it ended."""
 
     tokens: PackedTokens
     logprobs: PackedTokens
     finish: Finish
-    proofs: Proofs = b""
 
     @property
     def token_ids(self) -> npt.NDArray[np.int64]:
@@ -42,6 +41,12 @@ class Rollout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def logprob_values(self) -> npt.NDArray[np.float32]:
         return np.frombuffer(self.logprobs, dtype="<f4").astype(np.float32)
+
+
+class Rollout(Completed, frozen=True, forbid_unknown_fields=True):
+    """A completion with its proofs, as a worker hands it in."""
+
+    proofs: Proofs = b""
 
 
 class Submission(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -2,7 +2,7 @@
 
 clock      Clock, SystemClock, ManualClock
 stop       StopToken, stop_on_signals
-retry      Backoff, retry
+retry      Backoff
 files      ensure_folder, write_atomically, sync_folder, resource_error
 lock       FolderLock: one process per folder
 config     load_config, parse_config, dump_config: TOML into a typed model and back

@@ -174,6 +174,17 @@ class TestNodes:
         body = Registration(public_key=worker_key(7).public_key, protocol_version=99)
         assert code_of(calm.actor(worker_key(7)).call("POST", "/nodes", body)) == (409, "protocol.version")
 
+    def test_a_stranger_that_is_refused_leaves_no_trace(self, calm: Bench) -> None:
+        stranger = calm.actor(worker_key(9))
+        body = Registration(public_key=stranger.key.public_key, role="validator")
+        assert code_of(stranger.call("POST", "/nodes", body)) == (403, "auth.certificate")
+        with calm.app.state.hub.context.storage.read() as reader:
+            assert stranger.key.node not in reader.presences()
+
+    @pytest.mark.parametrize("field", ["doing", "waiting_for"])
+    def test_control_characters_reach_nobodys_terminal(self, calm: Bench, field: str) -> None:
+        assert code_of(calm.alice.call("POST", "/heartbeat", {field: "\x1b[2J"})) == (422, "body.malformed")
+
     def test_a_heartbeat_shows_in_the_status(self, calm: Bench) -> None:
         body = {"doing": "generating", "waiting_for": "policy 0.3 from relay", "counters": {"tokens": 5}}
         reply = ok(calm.alice.call("POST", "/heartbeat", body)).json()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import socket
@@ -273,6 +274,28 @@ def _until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.002)
+
+
+def test_idle_sockets_of_strangers_take_no_upload_slot(tmp_path: Path) -> None:
+    """More forged uploads than there are slots, none of which sends its body: each is refused unread, others go on."""
+    child = Child(tmp_path / "hub")
+    host, port = child.url.removeprefix("http://").split(":")
+    with httpx.Client(base_url=child.url, timeout=10) as http:
+        trainer, worker = Actor(TRAINER, http, SystemClock()), Actor(worker_key(1), http, SystemClock())
+        ok(trainer.register("trainer"))
+        ok(worker.register())
+        _announce(trainer)
+        (lease,) = worker.lease(fresh_request())
+        headers = sign_request(worker_key(2), worker.run, "PUT", "/submissions/u0a0", b"", SystemClock().now_ms())
+        forged = {**headers, "shoal-node": worker.key.node, "host": "x", "content-length": "1000"}
+        head = "".join(f"{name}: {value}\r\n" for name, value in forged.items())
+        with contextlib.ExitStack() as stack:
+            for _ in range(40):
+                idle = stack.enter_context(socket.create_connection((host, int(port)), timeout=10))
+                idle.sendall(f"PUT /submissions/u0a0 HTTP/1.1\r\n{head}\r\n".encode())
+                assert idle.recv(64).startswith(b"HTTP/1.1 401 "), "refused before any of its body is there"
+            assert worker.submit(lease).status_code == 201
+    assert child.end(signal.SIGTERM) == 0
 
 
 class TestPages:

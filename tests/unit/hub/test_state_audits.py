@@ -143,7 +143,7 @@ class TestInconclusive:
         assert (after.state, after.reason, after.lost_step) == (UnitState.VOID, "attempts", 0)
         alarms = of_type(commands, RaiseAlarm)
         assert [alarm.code for alarm in alarms] == ["unit.attempts", "refill.exhausted"]
-        assert "unit 0: given up after 3 failed attempts" in alarms[0].message
+        assert "unit 0: given up after 3 inconclusive audits" in alarms[0].message
 
 
 class TestRejected:

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from shoal.errors import DeadlineExceeded, ResourceError
+from shoal.errors import ResourceError
 from shoal.runtime.clock import ManualClock, SystemClock
 from shoal.runtime.files import ensure_folder, write_atomically
-from shoal.runtime.retry import Backoff, retry
+from shoal.runtime.retry import Backoff
 from shoal.runtime.stop import StopToken
 
 NO_PAUSE = Backoff(first_s=0.0, most_s=0.0)
@@ -81,54 +81,6 @@ def test_a_folder_below_a_file_is_refused_in_one_sentence(tmp_path: Path) -> Non
     with pytest.raises(ResourceError, match="a part of the path is a file") as caught:
         ensure_folder(tmp_path / "file" / "b")
     assert caught.value.exit_code == 3
-
-
-class Flaky:
-    """Fails a number of times, then answers."""
-
-    def __init__(self, failures: int, error: type[Exception] = ConnectionError) -> None:
-        self.calls = 0
-        self._failures = failures
-        self._error = error
-
-    def __call__(self) -> str:
-        self.calls += 1
-        if self.calls <= self._failures:
-            raise self._error(f"failure {self.calls}")
-        return "answer"
-
-
-def test_retry_goes_on_until_the_answer_and_tells_of_failures() -> None:
-    flaky, seen = Flaky(3), []
-    answer = retry(
-        flaky, on=(ConnectionError,), deadline_s=9, stop=StopToken(), backoff=NO_PAUSE,
-        on_failure=lambda error, pause: seen.append((str(error), pause)),
-    )  # fmt: skip
-    assert answer == "answer"
-    assert seen == [("failure 1", 0.0), ("failure 2", 0.0), ("failure 3", 0.0)]
-
-
-def test_retry_does_not_swallow_other_errors() -> None:
-    flaky = Flaky(3, ValueError)
-    with pytest.raises(ValueError, match="failure 1"):
-        retry(flaky, on=(ConnectionError,), deadline_s=9, stop=StopToken(), backoff=NO_PAUSE)
-    assert flaky.calls == 1
-
-
-def test_retry_raises_the_last_error_past_the_deadline() -> None:
-    clock, flaky = ManualClock(), Flaky(10**6)
-    with pytest.raises(ConnectionError, match="failure 5"):
-        retry(
-            lambda: (clock.advance(1), flaky())[1], on=(ConnectionError,), deadline_s=4.5, stop=StopToken(),
-            backoff=NO_PAUSE, clock=clock,
-        )  # fmt: skip
-
-
-def test_retry_ends_at_once_when_stopped() -> None:
-    stop = StopToken()
-    stop.set("SIGTERM")
-    with pytest.raises(DeadlineExceeded, match=r"stopped .SIGTERM. while retrying: failure 1"):
-        retry(Flaky(9), on=(ConnectionError,), deadline_s=9, stop=stop, backoff=NO_PAUSE)
 
 
 def test_back_off_doubles_up_to_its_most_and_spreads() -> None:

@@ -126,7 +126,7 @@ def test_a_long_life_clears_the_count_of_short_ones(bench: Bench) -> None:
     poll_until(supervisor, lambda: deaths.exists() and len(deaths.read_text()) >= 5, "more deaths than the limit")
 
 
-@pytest.mark.parametrize("code", [2, 3])
+@pytest.mark.parametrize("code", [2, 3, 5])
 def test_a_mistake_of_the_user_is_not_retried(bench: Bench, code: int) -> None:
     child = f"import sys; print('shoal: port 80 is taken', file=sys.stderr); sys.exit({code})"
     ending = bench.make(bench.spec("hub", child)).run()

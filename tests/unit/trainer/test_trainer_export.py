@@ -66,6 +66,7 @@ def test_an_older_export_is_replaced_whole(tmp_path: Path) -> None:
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
     assert torch.equal(loaded.lm_head.weight, newer.model.lm_head.weight)
     assert [path.name for path in tmp_path.iterdir()] == ["export"]
+    assert (tmp_path / "export" / "model.safetensors").stat().st_mode & 0o777 == 0o644, "a model is there to be read"
 
 
 def test_an_empty_folder_may_be_used(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@
     units        what happens to a unit after a failed attempt
     leases       grant, expire, release
     submissions  receive: new, the same again, another body, late, not yours
-    audits       claim, expire, judge
+    audits       claim, expire, abandon, judge
     nodes        register, strikes and bans
     policies     announce, incarnations
     batches      choose the groups of a step

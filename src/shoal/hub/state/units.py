@@ -1,4 +1,8 @@
-"""What becomes of a unit whose attempt failed, and what the run's owner is told about it."""
+"""What becomes of a unit that could not be checked, and what the run's owner is told about it.
+
+Only our own machinery counts against a unit. A worker that fails (late, rejected, banned) costs itself: no number of
+throwaway keys can void work.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +46,7 @@ def fail(moment: Moment, units: Sequence[UnitRow]) -> list[Command]:
             given_up.append(unit.unit)
     if given_up:
         numbers = ", ".join(str(number) for number in given_up[:5])
-        message = f"unit {numbers}: given up after {rules.max_attempts} failed attempts; look at the last verdicts"
+        message = f"unit {numbers}: given up after {rules.max_attempts} inconclusive audits; look at the last verdicts"
         commands.append(RaiseAlarm(progress.next_step, "unit.attempts", message, moment.now_ms))
         lost = replace(progress, failed=progress.failed + len(given_up))
         commands += refill_alarm(replace(moment, progress=lost))
