@@ -4,9 +4,11 @@
 #                                 the address of PyTorch's CPU wheel index (pytorch.org, "Start Locally", names it): torch
 #                                 is then installed from there first. macOS wheels are CPU ones anyway.
 #   make test PYTHON=python3.12   another interpreter, 3.11 or newer
+#   make demo ARGS="--seed 1"     options for the demo (shoal demo --help)
 
 PYTHON ?= python3
 TORCH_INDEX ?=
+ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -35,8 +37,8 @@ endif
 	@$(PIP) install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
-demo: $(STAMP) ## train a tiny model through hub, trainer, validator, relay and workers
-	$(BIN)/shoal run recipes/tiny.toml --dir runs/demo
+demo: $(STAMP) ## watch a tiny model learn on real processes, and a cheating worker be caught
+	$(BIN)/shoal demo $(ARGS)
 
 test: $(STAMP) ## the tests, without the slow ones
 	$(BIN)/pytest -m "not slow and not gpu"

@@ -6,13 +6,15 @@
     │   ├── ModelError                         a model folder or its files
     │   ├── EnvironmentSetupError              an environment, its data, or a reward function that does not load
     │   └── KeyFileError                       a key file that is missing, damaged or readable by others
-    ├── ResourceError                 exit 3   the machine says no: port taken, folder not writable, disk full
+    ├── ResourceError                 exit 3   the machine says no: port taken, folder not writable
+    │   └── DiskError                          the disk takes nothing (more): full, read-only, broken
     ├── ProtocolError                 exit 1   bytes from elsewhere that are not what they should be
     │   ├── CodecError                         too large, truncated, malformed
     │   └── SignatureError                     not signed, or not by whom it should be
     ├── HubError                      exit 4   the hub could not, or would not
     │   ├── HubUnreachable                     no answer within the deadline
     │   └── HubRefused                         an answer, and it is no (status, code, sentence)
+    │       └── ShutOut               exit 6   the hub has banned or suspended this node
     ├── BroadcastError                exit 1   weights did not arrive as promised
     │   ├── VersionNotFound                    nobody has that version (any more)
     │   ├── ManifestRefused                    unsigned, wrong key, rolled back
@@ -24,7 +26,8 @@
     ├── LedgerError                   exit 1   a broken chain
     └── DeadlineExceeded              exit 1   a wait that ended
 
-Exit codes 2, 3 and 5 mean that starting again cannot help: a supervisor ends the run with the message.
+Exit codes 2, 3 and 5 mean that starting again cannot help: a supervisor ends the run with the message. Code 6 means
+that it cannot help this node: a supervisor leaves it stopped, and the run goes on without it.
 
 A bad rollout is data (a verdict with a reason code), not an exception. Messages say what is wrong, where, and
 what to do; they are printed on one line, without a traceback.
@@ -67,6 +70,10 @@ class ResourceError(ShoalError):
     exit_code = 3
 
 
+class DiskError(ResourceError):
+    """The disk is full, read-only or broken: nothing can be promised any more."""
+
+
 class ProtocolError(ShoalError):
     """Bytes that came from elsewhere are not what the protocol says."""
 
@@ -96,6 +103,12 @@ class HubRefused(HubError):
         super().__init__(f"{message} [{code}, HTTP {status}]")
         self.status = status
         self.code = code
+
+
+class ShutOut(HubRefused):
+    """The hub has banned or suspended this node: it gets no work and may hand none in."""
+
+    exit_code = 6
 
 
 class BroadcastError(ShoalError):

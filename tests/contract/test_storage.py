@@ -194,6 +194,20 @@ def test_progress_counts_what_pacing_needs(storage: Storage) -> None:
         assert (counts["void"], counts["void_stale"], counts["void_attempts"], counts["accepted"]) == (2, 1, 1, 2)
 
 
+def test_dropped_groups_are_found_by_the_step_that_lost_them(storage: Storage) -> None:
+    """A batch's `sampled_reward` rests on it: rewards as they were stored, of that step, of dropped units only."""
+    states = {3: UnitState.DROPPED, 1: UnitState.DROPPED, 2: UnitState.VOID, 4: UnitState.ACCEPTED}
+    for number, state in states.items():
+        lost_step = None if state == UnitState.ACCEPTED else 5
+        row = UnitRow(number, "t", state, submission=submission(number).submission, lost_step=lost_step)
+        stored = replace(submission(number), rewards=(0.1 * number,) * 2)
+        apply(storage, SaveUnit(row, None), SaveLease(lease(number), None), SaveSubmission(stored, None))
+    with storage.read() as reader:
+        found = reader.dropped_submissions(5)
+        assert [(row.unit, row.rewards) for row in found] == [(1, (0.1, 0.1)), (3, (0.1 * 3, 0.1 * 3))]
+        assert reader.dropped_submissions(4) == []
+
+
 def test_queries_come_in_order_and_within_limits(storage: Storage) -> None:
     units = [SaveUnit(UnitRow(number, "t"), None) for number in (5, 3, 4)]
     apply(storage, *units, *leased(2, deadline_ms=50), *leased(1, deadline_ms=60), *leased(0, deadline_ms=90))
@@ -228,6 +242,23 @@ def test_a_lease_that_ended_is_no_longer_held(storage: Storage) -> None:
     with storage.read() as reader:
         assert reader.holdings() == []
         assert reader.overdue_holdings(10**9) == []
+
+
+def test_leases_of_nodes_that_are_gone(storage: Storage) -> None:
+    apply(storage, *leased(2), *leased(1), *leased(0))  # issued at 2, 1 and 0
+
+    def silent(since_ms: int) -> list[int]:
+        with storage.read() as reader:
+            return [held.lease.unit for held in reader.silent_holdings(since_ms)]
+
+    assert silent(2) == [0, 1], "nobody is gone for longer than it has had its lease"
+    assert silent(3) == [0, 1, 2], "not heard of at all"
+    with storage.write() as transaction:
+        transaction.touch_presence(node(1).node, 10)
+    assert silent(10) == []
+    assert silent(11) == [0, 1, 2]
+    apply(storage, SaveLease(replace(lease(1), state=LeaseState.SUBMITTED), LeaseState.ACTIVE))
+    assert silent(11) == [0, 2]
 
 
 def test_the_ledger_is_one_chain_in_pages(storage: Storage) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import sqlite3
-from contextlib import closing
 from pathlib import Path
+
+from runkit import rows
 
 from shoal.cli.folder import RunFolder
 from shoal.models.load import load_model
@@ -14,12 +14,6 @@ from shoal.protocol import Batch, Limits, Submission, TrainingGroup, TrainingRol
 from shoal.shardcast.manifest import CHUNK_SIZE_BYTES, digest_of
 from shoal.trainer.learner import make_deterministic, new_learner
 from shoal.trainer.step import StepWork, train_step
-
-
-def rows(folder: Path, query: str) -> list[tuple[str, ...]]:
-    """What the hub's database says, read while the hub may be running."""
-    with closing(sqlite3.connect(f"file:{folder / 'hub' / 'hub.db'}?mode=ro", uri=True, timeout=10)) as database:
-        return database.execute(query).fetchall()
 
 
 def announced_digests(folder: Path) -> list[str]:

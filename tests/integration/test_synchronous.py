@@ -15,6 +15,7 @@ import pytest
 from shoal.cli.folder import RunFolder
 from shoal.cli.launch import LaunchOptions, launch
 from shoal.cli.recipe import Recipe
+from shoal.cli.view import PlainDisplay
 from shoal.engines import GenerationRequest
 from shoal.engines.torch import TorchEngine
 from shoal.environments import build
@@ -41,7 +42,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
         }
     )
     folder = RunFolder.prepare(tmp_path_factory.mktemp("run") / "sync", recipe)
-    ending = launch(folder, LaunchOptions("one", patience_s=120), StopToken(), lambda line: None)
+    ending = launch(folder, LaunchOptions("one", patience_s=120), StopToken(), PlainDisplay(lambda line: None)).ending
     assert ending.exit_code == 0, ending.message
     return folder
 

@@ -6,7 +6,8 @@
     start     start: what `shoal run` was asked for
     roles     run_role: a role of a run folder, in this process
     launch    launch: all roles of a run on this machine, as processes or as threads
-    progress  Progress, Watchdog, summary: what the person at the terminal sees
+    view      Display, choose_display: what the person at the terminal sees, live (frame) or as lines
+    reporter  Reporter: asks the hub, keeps the History (progress), has it shown, listens to the Watchdog (watchdog)
     join      run_joined_worker, run_standalone_relay: taking part in a run that is elsewhere
     status    show_status      export    export_run      doctor    examine
 

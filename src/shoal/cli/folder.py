@@ -43,6 +43,7 @@ CHANGEABLE_SECTIONS = ("hub", "validator", "worker", "relay")
 CHANGEABLE_KEYS = ("run.steps",)
 EVERYWHERE = ("0.0.0.0", "::", "")
 
+BEFOREHAND = (".lock", "demo.json")  # may lie in a folder before a run is made in it
 LOCK_WAIT_S = 15.0  # for a run in this folder that is just ending
 
 
@@ -80,7 +81,7 @@ class RunFolder:
     def prepare(cls, path: Path, recipe: Recipe, clock: Clock = SystemClock()) -> RunFolder:
         """Make the folder, or open one that this recipe made; afterwards every key and certificate is there."""
         stored = path / "recipe.toml"
-        if not stored.exists() and path.is_dir() and any(entry.name != ".lock" for entry in path.iterdir()):
+        if not stored.exists() and path.is_dir() and any(entry.name not in BEFOREHAND for entry in path.iterdir()):
             raise ConfigError(f"the folder {path} is not empty and not a run's; choose another with --dir")
         with FolderLock(path).acquire(StopToken(), LOCK_WAIT_S):  # a run that is going on must not lose its recipe
             if stored.exists() and (path / "hub").exists():  # nothing has happened yet in a folder without a hub's

@@ -14,6 +14,7 @@ from shoal.environments import Environment, Task, build
 from shoal.errors import ConfigError, EnvironmentSetupError, ModelError, ScoringFailure
 from shoal.models import TextTokenizer, model_folder, read_files
 from shoal.models.folder import read_config
+from shoal.models.weights import check_weights
 
 PROMPTS_TRIED = 1000
 
@@ -27,7 +28,8 @@ def check_ingredients(recipe: Recipe) -> None:
     folder = model_folder(recipe.model.path)
     files = read_files(folder)
     tokenizer = TextTokenizer(files)
-    _require_weights(folder)
+    check_weights(folder)
+    _check_vocabulary(folder, tokenizer, read_config(files).get("vocab_size"))
     environment = build(recipe.environment)
     positions = read_config(files).get("max_position_embeddings")
     room = positions - recipe.run.max_new_tokens if isinstance(positions, int) else None
@@ -36,9 +38,19 @@ def check_ingredients(recipe: Recipe) -> None:
     _try_score(environment)
 
 
-def _require_weights(folder: Path) -> None:
-    if not any(folder.glob("*.safetensors")):
-        raise ModelError(f"the model folder {folder} has no *.safetensors file: save the model with save_pretrained")
+def _check_vocabulary(folder: Path, tokenizer: TextTokenizer, embedded: object) -> None:
+    """A token without an embedding would end a process in the middle of a step, with an index error."""
+    known = tokenizer.vocabulary_size
+    if isinstance(embedded, int) and known > embedded:
+        raise ModelError(
+            f"the tokenizer in {folder} knows {known} tokens, but the model has embeddings for {embedded}: use the "
+            "tokenizer that belongs to the model, or enlarge the model (resize_token_embeddings) and save it again"
+        )
+    if isinstance(embedded, int) and tokenizer.eos_token_id >= embedded:
+        raise ModelError(
+            f"the end-of-sequence token of the model in {folder} is {tokenizer.eos_token_id}, beyond the {embedded} "
+            "tokens that it has embeddings for: correct eos_token_id in generation_config.json or config.json"
+        )
 
 
 def _some_tasks(environment: Environment) -> Iterator[Task]:

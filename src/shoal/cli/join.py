@@ -20,6 +20,7 @@ class JoinRequest:
     engine: str
     name: str | None
     wait_s: float
+    cheat: str | None = None
 
 
 @dataclass(frozen=True)
@@ -33,21 +34,28 @@ class StandaloneRelay:
 
 
 def run_joined_worker(request: JoinRequest, verbose: bool) -> None:
-    """Work for the run at the URL until it ends or this process is stopped."""
-    url, pinned = split_join_url(request.url)
-    stop = begin("worker", None, verbose)
-    run = meet(url, pinned, request.wait_s, stop).run
-    from shoal.worker import WorkerConfig, WorkerSettings, run_worker
+    """Work for the run at the URL until it ends or this process is stopped.
 
-    config = WorkerConfig(
-        folder=request.folder or home(run) / "worker",
-        settings=WorkerSettings(),
-        engine=request.engine,
-        hub_url=url,
-        root_fingerprint=pinned,
-        name=(request.name or socket.gethostname())[:64],
-    )
-    run_worker(config, stop)
+    First what is wrong here, then whether there is a hub; torch is loaded (seconds) when there is work to do.
+    """
+    from shoal.worker.loop import ending_quietly, run_worker
+    from shoal.worker.settings import WorkerConfig, WorkerSettings, check_choices
+
+    url, pinned = split_join_url(request.url)
+    check_choices(request.engine, request.cheat)
+    stop = begin("worker", None, verbose)
+    with ending_quietly(stop):
+        run = meet(url, pinned, request.wait_s, stop).run
+        config = WorkerConfig(
+            folder=request.folder or home(run) / "worker",
+            settings=WorkerSettings(),
+            engine=request.engine,
+            hub_url=url,
+            root_fingerprint=pinned,
+            name=(request.name or socket.gethostname())[:64],
+            cheat=request.cheat,
+        )
+        run_worker(config, stop)
 
 
 def run_standalone_relay(request: StandaloneRelay, verbose: bool) -> None:
@@ -70,7 +78,7 @@ def run_standalone_relay(request: StandaloneRelay, verbose: bool) -> None:
 
 def meet(url: str, pinned: str | None, wait_s: float, stop: StopToken) -> TrustedRun:
     """Ask the hub what it runs, verified against the pinned root key. A wrong address is noticed within `wait_s`."""
-    options = ClientOptions(patience_s=wait_s, connect_timeout_s=max(1.0, min(10.0, wait_s)))
+    options = ClientOptions.of_a_person(wait_s)
     with closing(HubClient(url, SigningKey.generate(), stop, pinned, options=options)) as client:
         return client.trusted_run()
 

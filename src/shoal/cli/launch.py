@@ -1,4 +1,4 @@
-"""`shoal run`: all roles of a run on this machine, supervised, until the trainer is done.
+"""All roles of a run on this machine, supervised, until the trainer is done: what `shoal run` and `shoal demo` do.
 
 recipe ─► run folder ─► endpoints ─► hub, origin, relays, trainer, validators, workers
                                        │ as processes: restarted when they die     (--processes many)
@@ -13,20 +13,24 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
 from shoal.cli.folder import Endpoints, RunFolder
-from shoal.cli.progress import Reporter, Watchdog, summary
+from shoal.cli.progress import History
+from shoal.cli.reporter import Reporter, StatusPoller
 from shoal.cli.roles import command_of, role_names, run_role
-from shoal.errors import ShoalError
+from shoal.cli.view import Display
+from shoal.cli.watchdog import Watchdog
+from shoal.errors import ConfigError, ShoalError
+from shoal.protocol import RunStatus
 from shoal.runtime import logs
 from shoal.runtime.clock import SystemClock
 from shoal.runtime.lock import FolderLock
 from shoal.runtime.stop import StopToken
-from shoal.runtime.supervise import Ending, ProcessSpec, Supervisor
+from shoal.runtime.supervise import Ending, ProcessSpec, ProcessView, Supervisor
 
 log = logging.getLogger(__name__)
 
@@ -42,55 +46,86 @@ class LaunchOptions:
     verbose: bool = False
 
 
-def launch(folder: RunFolder, options: LaunchOptions, stop: StopToken, say: Callable[[str], None]) -> Ending:
-    """Run everything to its end; returns how it ended. No process and no thread of it is left then."""
-    clock = SystemClock()
-    started_s = clock.monotonic_s()
+@dataclass(frozen=True)
+class Launched:
+    """How a run ended, what the hub said last, and what was seen on the way."""
+
+    ending: Ending
+    status: RunStatus | None
+    elapsed_s: float
+    history: History = field(default_factory=History)
+
+
+def launch(
+    folder: RunFolder,
+    options: LaunchOptions,
+    stop: StopToken,
+    display: Display,
+    extra: Sequence[ProcessSpec] = (),
+    notes: Mapping[str, str] | None = None,
+) -> Launched:
+    """Run everything to its end, shown by `display` (which the caller enters and leaves).
+
+    `extra` are further processes, supervised like the recipe's own; `notes` are remarks on workers by name. No process
+    and no thread is left when this returns or raises.
+    """
+    if extra and options.processes == "one":
+        raise ConfigError("processes that the recipe does not name cannot run as threads: use --processes many")
     with FolderLock(folder.path).acquire(stop, LOCK_WAIT_S):
-        logs.setup("run", folder.path / "logs" / "run.log", options.verbose)
-        await_predecessors(folder, stop)
+        logs.setup("run", folder.path / "logs" / "run.log", options.verbose, stderr=_logs_to_stderr(options, display))
+        await_predecessors(folder, stop, [spec.name for spec in extra])
         endpoints = folder.assign_endpoints()
-        _greet(folder, endpoints, say)
-        reporter = Reporter(endpoints.hub, say, Watchdog(options.patience_s))
-        run = _as_processes if options.processes == "many" else _as_threads
-        ending = run(folder, stop, reporter)
-    for line in summary(folder.path / "trainer" / "metrics.jsonl", reporter.status, clock.monotonic_s() - started_s):
-        say(line)
-    if ending.exit_code == 130:
-        say(f"to go on: shoal run --dir {folder.path}")
-    if ending.exit_code == 0:
-        say(f"the trained model is in {folder.path / 'trainer' / 'export'}")
-    return ending
+        _greet(folder, endpoints, display)
+        with StatusPoller(endpoints.hub) as source:
+            reporter = Reporter(source, display, Watchdog(options.patience_s), notes or {})
+            if options.processes == "many":
+                ending = _as_processes(folder, stop, reporter, extra)
+            else:
+                ending = _as_threads(folder, stop, reporter)
+    return Launched(ending, reporter.status, reporter.elapsed_s, reporter.history)
 
 
-def await_predecessors(folder: RunFolder, stop: StopToken) -> None:
+def _logs_to_stderr(options: LaunchOptions, display: Display) -> bool:
+    """A live display has the terminal for itself; lines say what the log says of processes, unless there are none."""
+    return not display.live and (options.verbose or options.processes == "one")
+
+
+def await_predecessors(folder: RunFolder, stop: StopToken, extra: Sequence[str] = ()) -> None:
     """Wait for processes of an earlier start that are still ending (its supervisor was killed): they hold locks."""
-    for name in role_names(folder):
+    for name in [*role_names(folder), *extra]:
         if (folder.path / name / ".lock").exists():
             FolderLock(folder.path / name).acquire(stop, LOCK_WAIT_S).release()
 
 
-def _greet(folder: RunFolder, endpoints: Endpoints, say: Callable[[str], None]) -> None:
-    say(f"run {endpoints.run} in {folder.path}, hub at {endpoints.hub}, logs in {folder.path / 'logs'}")
-    say(f"to contribute from elsewhere: shoal join {endpoints.join}")
+def _greet(folder: RunFolder, endpoints: Endpoints, display: Display) -> None:
+    display.say(f"run {endpoints.run} in {folder.path}, hub at {endpoints.hub}, logs in {folder.path / 'logs'}")
+    display.say(f"to contribute from elsewhere: shoal join {endpoints.join}")
 
 
 # ── as processes ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _as_processes(folder: RunFolder, stop: StopToken, reporter: Reporter) -> Ending:
-    specs = [process_spec(folder.path, name) for name in role_names(folder)]
+def _as_processes(folder: RunFolder, stop: StopToken, reporter: Reporter, extra: Sequence[ProcessSpec]) -> Ending:
+    specs = [*(process_spec(folder.path, name) for name in role_names(folder)), *extra]
     supervisor = Supervisor(specs, stop, folder.path / "processes.json")
-    return supervisor.run(reporter.tick, on_end=reporter.last_look)
+    reporter.processes = supervisor.processes
+    return supervisor.run(reporter.tick, on_end=lambda: _last_look(reporter, stop))
 
 
-def process_spec(path: Path, name: str) -> ProcessSpec:
+def _last_look(reporter: Reporter, stop: StopToken) -> None:
+    """While everything still runs; whoever has pressed Ctrl-C is told that it was heard."""
+    if stop.is_set():
+        reporter.display.say(f"stopping ({stop.reason}); a second time, what does not end at once is killed")
+    reporter.last_look()
+
+
+def process_spec(path: Path, name: str, cheat: str | None = None) -> ProcessSpec:
     """How a role is supervised: the trainer's end is the run's; the run goes on without a worker or a relay."""
     role = name.partition("-")[0]
     when_done: dict[str, Literal["restart", "rest", "end"]] = {"trainer": "end", "validator": "rest", "worker": "rest"}
     return ProcessSpec(
         name=name,
-        argv=(sys.executable, "-m", "shoal.cli", *command_of(path, name)),
+        argv=(sys.executable, "-m", "shoal.cli", *command_of(path, name, cheat)),
         log=path / "logs" / f"{name}.log",
         essential=role not in ("worker", "relay"),
         when_done=when_done.get(role, "restart"),
@@ -108,6 +143,7 @@ class RoleThread(threading.Thread):
         super().__init__(name=name, daemon=True)
         self._folder = folder
         self._stop_token = stop
+        self._started_s = SystemClock().monotonic_s()
         self.error: BaseException | None = None
 
     def run(self) -> None:
@@ -117,9 +153,17 @@ class RoleThread(threading.Thread):
             log.exception("%s failed", self.name)
             self.error = error
 
+    def view(self) -> ProcessView:
+        state: Literal["running", "resting"] = "running" if self.is_alive() else "resting"
+        since_s = SystemClock().monotonic_s() - self._started_s
+        return ProcessView(self.name, state, None, 0, "" if self.is_alive() else "is done", since_s)
+
 
 def _as_threads(folder: RunFolder, stop: StopToken, reporter: Reporter) -> Ending:
+    from transformers import AutoModelForCausalLM  # noqa: F401 - lazily loaded there, by one thread at a time only
+
     threads = [RoleThread(folder, name, stop) for name in role_names(folder)]
+    reporter.processes = lambda: [thread.view() for thread in threads]
     for thread in threads:
         thread.start()
     ending = None
@@ -127,14 +171,20 @@ def _as_threads(folder: RunFolder, stop: StopToken, reporter: Reporter) -> Endin
         while ending is None:
             ending = _thread_ending(threads, stop) or reporter.tick()
             stop.wait(POLL_S)
-        reporter.last_look()
+        _last_look(reporter, stop)
     finally:
         stop.set("the run ended")
-        end_s = SystemClock().monotonic_s() + THREAD_GRACE_S
-        for thread in threads:
-            thread.join(max(0.0, end_s - SystemClock().monotonic_s()))
+        _join(threads, stop)
     late = [thread.name for thread in threads if thread.is_alive()]
-    return replace(ending, message=f"{ending.message} (still running: {', '.join(late)})") if late else ending
+    return replace(ending, message=f"{ending.message} (still running: {', '.join(late)})".strip()) if late else ending
+
+
+def _join(threads: Sequence[RoleThread], stop: StopToken) -> None:
+    """Wait for all of them, but no longer than the grace period, and not if somebody is in a hurry."""
+    end_s = SystemClock().monotonic_s() + THREAD_GRACE_S
+    while any(thread.is_alive() for thread in threads) and SystemClock().monotonic_s() < end_s:
+        if stop.hurry.wait(POLL_S):
+            return
 
 
 def _thread_ending(threads: list[RoleThread], stop: StopToken) -> Ending | None:

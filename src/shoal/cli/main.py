@@ -6,6 +6,7 @@ are shown with --debug or SHOAL_DEBUG=1.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import traceback
@@ -17,13 +18,13 @@ from typing import Annotated, Any
 import typer
 
 from shoal import __version__
-from shoal.errors import ShoalError, UserError
+from shoal.errors import ShoalError, ShutOut, UserError
 from shoal.runtime.supervise import SUPERVISED
 
 app = typer.Typer(
     name="shoal",
     help="Reinforcement learning of language models on machines nobody has to trust.",
-    epilog="Start with: shoal run recipes/tiny.toml",
+    epilog="Start with: shoal demo",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -34,19 +35,31 @@ app = typer.Typer(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code and lets no exception out."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    tracebacks = "--debug" in given or _verbose() or SUPERVISED in os.environ  # a supervised role's stderr is its log
+    debug, supervised = "--debug" in given or _verbose(), SUPERVISED in os.environ
     try:
         code = app(args=given, prog_name="shoal", standalone_mode=False)
         return code if isinstance(code, int) else 0
     except KeyboardInterrupt:
         return 130
     except Exception as error:  # noqa: BLE001 - the top: whatever it is becomes a line and an exit code
-        if tracebacks:
-            traceback.print_exc()
         line, code = explain(error)
-        if line:
-            typer.echo(f"shoal: {line}", err=True)
+        with contextlib.suppress(OSError):  # the disk that its log is on may be what is full
+            if debug or (supervised and not isinstance(error, ShutOut)):  # a supervised role's stderr is its log
+                traceback.print_exc()
+            if line:
+                typer.echo(f"shoal: {line}", err=True)
         return code
+    finally:
+        _let_go_of_streams()
+
+
+def _let_go_of_streams() -> None:
+    """What can no longer be written is let go of: the interpreter would try it again and end with a code of its own."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def explain(error: Exception) -> tuple[str, int]:
@@ -92,10 +105,37 @@ RecipeArgument = Annotated[Path | None, typer.Argument(metavar="[RECIPE]", help=
 RunDir = Annotated[Path, typer.Option("--dir", metavar="RUN", help="The run's folder.")]
 OptionalRunDir = Annotated[Path | None, typer.Option("--dir", metavar="RUN", help="The run's folder.")]
 Index = Annotated[int, typer.Option("--index", min=0, help="Which of several.")]
+PatienceMin = Annotated[
+    float, typer.Option("--patience-min", min=0.1, max=100_000, help="End a run without progress for so long.")
+]
 Wait = Annotated[float, typer.Option("--wait", min=0, max=86_400, help="Seconds to try to reach the hub.")]
 
 
 @app.command()
+def demo(
+    directory: Annotated[Path, typer.Option("--dir", metavar="FOLDER", help="Where to run.")] = Path("runs/demo"),
+    keep: Annotated[
+        bool, typer.Option("--keep", help="Move an earlier demo in FOLDER aside instead of replacing it.")
+    ] = False,
+    seed: Annotated[int, typer.Option("--seed", min=0, max=2**31, help="Other tasks, other dice.")] = 0,
+    staleness: Annotated[int, typer.Option("--staleness", min=0, max=16, help="0: synchronous.")] = 2,
+    steps: Annotated[int, typer.Option("--steps", min=1, max=100_000, help="Training steps.")] = 20,
+    cheat: Annotated[str, typer.Option("--cheat", help="What the third worker does.")] = "best-of",
+    patience_min: PatienceMin = 3,
+) -> None:
+    """Watch a model learn on eight processes, one of which cheats and is caught; minutes, no GPU."""
+    from rich.console import Console
+
+    from shoal.cli.demo.run import DemoRequest, run_demo
+
+    request = DemoRequest(directory, keep, seed, staleness, steps, cheat, patience_min)
+    raise typer.Exit(run_demo(request, Console()))
+
+
+@app.command(
+    epilog="A reward of your own is one Python file: shoal run recipes/tiny.toml --set environment.file=my_reward.py "
+    "(examples/custom_reward.py shows one). What is trained, in one readable file: examples/one_file_rl.py."
+)
 def run(
     recipe: RecipeArgument = None,
     directory: Annotated[
@@ -112,9 +152,7 @@ def run(
     processes: Annotated[
         ProcessesChoice, typer.Option("--processes", help="one: all roles as threads, for a debugger.")
     ] = ProcessesChoice.many,
-    patience_min: Annotated[
-        float, typer.Option("--patience-min", min=0.1, max=100_000, help="End a run without progress for so long.")
-    ] = 10,
+    patience_min: PatienceMin = 10,
 ) -> None:
     """Start and supervise a whole run on this machine. An existing folder is resumed."""
     from shoal.cli.start import RunRequest, start
@@ -179,15 +217,22 @@ def worker(
         str | None, typer.Option("--name", help="How to be called.  [default: this machine's name]")
     ] = None,
     wait_s: Wait = 10,
+    cheat: Annotated[
+        str | None, typer.Option("--cheat", metavar="NAME", help="Cheat in this way, to attack a run of your own.")
+    ] = None,
 ) -> None:
     """Contribute this machine to a run: all you need is its join URL."""
+    if cheat is not None:
+        from shoal.worker.cheats import find_cheat
+
+        find_cheat(cheat)
     if directory is not None:
-        return _role(f"worker-{index}", directory)
+        return _role(f"worker-{index}", directory, cheat)
     from shoal.cli.join import JoinRequest, run_joined_worker
 
     if url is None:
         raise UserError("give the run's join URL, for example: shoal join http://host:8470/#0123…")
-    return run_joined_worker(JoinRequest(url, folder, engine, name, wait_s), _verbose())
+    return run_joined_worker(JoinRequest(url, folder, engine, name, wait_s, cheat), _verbose())
 
 
 app.command(name="worker")(worker)
@@ -231,7 +276,7 @@ def doctor(
     raise typer.Exit(0 if all(finding.ok for finding in findings) else 1)
 
 
-def _role(name: str, directory: Path) -> None:
+def _role(name: str, directory: Path, cheat: str | None = None) -> None:
     """One role of a run folder, in this process."""
     from shoal.cli.roles import begin
 
@@ -239,7 +284,7 @@ def _role(name: str, directory: Path) -> None:
     from shoal.cli.folder import RunFolder
     from shoal.cli.roles import run_role
 
-    run_role(RunFolder.open(directory.absolute()), name, stop)
+    run_role(RunFolder.open(directory.absolute()), name, stop, cheat)
 
 
 def command_names() -> list[str]:

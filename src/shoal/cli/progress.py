@@ -1,37 +1,119 @@
-"""What the person at the terminal sees of a run: a line when something happened, an alarm when nothing does.
+"""How a run has gone so far, gathered from one status after another: `History`; and words for what a status says.
 
-    hub /status ──every few seconds──► Progress ─► "step 7/40  reward 0.62  held out 0.71  …"
-                                          │
-                                          └─► Watchdog: nothing new for too long ─► the run ends, naming who waits
+    hub /status ──every second──► History ─► reward and held-out score by step, tokens per second, time left,
+                                              every rejection, who was shut out and when
 
-The hub being away is no error here: it may be on its way back up. The watchdog decides when it has been too long.
+A status shows the newest reports and verdicts only; a history keeps what mattered. Nothing waits or is drawn here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import httpx
-from pydantic import ValidationError
-
-from shoal.protocol import RunStatus, StepReport
-from shoal.runtime.clock import Clock, SystemClock
+from shoal.protocol import NodeState, NodeView, RecentVerdict, RunStatus, StepReport
 from shoal.runtime.metrics import MetricsLog
-from shoal.runtime.supervise import Ending
+from shoal.runtime.supervise import ProcessView
 
-TIMEOUT_S = 5.0
-SILENCE_S = 10.0
+RATE_WINDOW_S = 20.0  # credit comes in lumps, a batch of verdicts at a time
+PACE_STEPS = 8
+BLOCKS = "▁▂▃▄▅▆▇█"
+NOTHING_TRAINED = "nothing was trained on"
 
 
-def fetch_status(url: str, http: httpx.Client) -> RunStatus | None:
-    """The run's status; None while the hub does not answer."""
-    try:
-        answer = http.get(f"{url}/status", timeout=TIMEOUT_S)
-        return RunStatus.model_validate_json(answer.content) if answer.status_code == httpx.codes.OK else None
-    except (httpx.HTTPError, ValidationError):
-        return None
+@dataclass
+class History:
+    """What statuses have shown, one after another; `elapsed_s` is the time since the run was started here."""
+
+    rewards: dict[int, float] = field(default_factory=dict)
+    held_out: dict[int, float] = field(default_factory=dict)
+    rejections: list[RecentVerdict] = field(default_factory=list)
+    sanctioned: dict[str, tuple[float, str]] = field(default_factory=dict)
+    answered_s: float = 0.0
+    _rejected: set[tuple[int, str, int]] = field(default_factory=set)
+    _tokens: deque[tuple[float, int]] = field(default_factory=deque)
+    _paces: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=PACE_STEPS + 1))
+    _steps: int = 0
+
+    def add(self, status: RunStatus, elapsed_s: float) -> None:
+        """Take in what the hub answered at `elapsed_s`."""
+        self.answered_s = elapsed_s
+        for report in status.reports:
+            self._measure(report)
+        for verdict in sorted(status.verdicts, key=lambda verdict: verdict.decided_at_ms):
+            self._judge(verdict)
+        for node in status.nodes:
+            if node.state != NodeState.ACTIVE:
+                self.sanctioned.setdefault(node.node, (elapsed_s, node.reason))
+        self._keep_pace(status, elapsed_s)
+
+    def tokens_per_s(self) -> float:
+        """Verified tokens per second over the last seconds."""
+        if len(self._tokens) < 2:
+            return 0.0
+        (began_s, before), (ended_s, after) = self._tokens[0], self._tokens[-1]
+        return max(0.0, (after - before) / (ended_s - began_s)) if ended_s > began_s else 0.0
+
+    def left_s(self, elapsed_s: float) -> float | None:
+        """How long the steps that are left will take at the pace of the last ones; None before two were seen."""
+        if len(self._paces) < 2:
+            return None
+        (began_s, first), (ended_s, last) = self._paces[0], self._paces[-1]
+        pace_s = (ended_s - began_s) / (last - first)
+        within_s = min(pace_s, max(0.0, elapsed_s - ended_s))
+        return max(0.0, (self._steps - last) * pace_s - within_s)
+
+    def _measure(self, report: StepReport) -> None:
+        reward = reward_of(report.metrics)
+        if reward is not None:
+            self.rewards[report.step] = reward
+        if "held_out" in report.metrics:
+            self.held_out[report.step] = report.metrics["held_out"]
+
+    def _judge(self, verdict: RecentVerdict) -> None:
+        known = (verdict.unit, verdict.node, verdict.decided_at_ms)
+        if verdict.outcome == "rejected" and known not in self._rejected:
+            self._rejected.add(known)
+            self.rejections.append(verdict)
+
+    def _keep_pace(self, status: RunStatus, elapsed_s: float) -> None:
+        self._steps = status.steps
+        self._tokens.append((elapsed_s, tokens_credited(status)))
+        while elapsed_s - self._tokens[0][0] > RATE_WINDOW_S:
+            self._tokens.popleft()
+        if self._paces and status.step < self._paces[-1][1]:  # another incarnation: it starts from an earlier version
+            self._paces.clear()
+        if status.policy is not None and (not self._paces or status.step > self._paces[-1][1]):
+            self._paces.append((elapsed_s, status.step))
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A run at a moment, as displays show it: the hub's last answer, the processes here, and what went before.
+
+    `notes` are remarks on workers by name, for those who know more about them than the hub does.
+    """
+
+    status: RunStatus | None
+    processes: Sequence[ProcessView]
+    history: History
+    elapsed_s: float
+    notes: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def silent_s(self) -> float:
+        """For how long the hub has not answered."""
+        return self.elapsed_s - self.history.answered_s
+
+
+# ── words ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def reward_of(metrics: Mapping[str, float]) -> float | None:
+    """The mean reward of everything that was sampled, or else of the groups trained on (those that disagree)."""
+    return metrics.get("sampled_reward", metrics.get("reward_mean"))
 
 
 def latest(reports: Sequence[StepReport], name: str) -> float | None:
@@ -43,11 +125,67 @@ def in_order(status: RunStatus) -> list[StepReport]:
     return sorted(status.reports, key=lambda report: report.step)
 
 
+def tokens_credited(status: RunStatus) -> int:
+    return sum(node.credit for node in status.nodes)
+
+
+def duration(seconds: float) -> str:
+    """How long, in the unit that people would use.
+
+    >>> duration(63), duration(150), duration(9000)
+    ('63 s', '2.5 min', '2.5 h')
+    """
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    amount, unit = (seconds / 60, "min") if seconds < 7200 else (seconds / 3600, "h")
+    return f"{amount:.1f}".removesuffix(".0") + f" {unit}"
+
+
+def stopwatch(seconds: float) -> str:
+    """Minutes and seconds: `1:05`."""
+    minutes, rest = divmod(int(seconds), 60)
+    return f"{minutes}:{rest:02d}"
+
+
+def sparkline(values: Sequence[float], width: int = 40) -> str:
+    """The last values as blocks between the lowest and the highest of them.
+
+    >>> sparkline([0.0, 0.5, 1.0])
+    '▁▅█'
+    """
+    shown = values[-width:] if width > 0 else []
+    low, high = min(shown, default=0.0), max(shown, default=0.0)
+    scale = (len(BLOCKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(BLOCKS[int((value - low) * scale + 0.5)] for value in shown)
+
+
+def printable(text: str) -> str:
+    """What others wrote, fit for a terminal: nothing in it moves the cursor or turns the line around."""
+    return "".join(letter if letter.isprintable() else "�" for letter in " ".join(text.split()))
+
+
+def labels(nodes: Iterable[NodeView]) -> dict[str, str]:
+    """Node id → name; names that two nodes share get a piece of the id."""
+    given = [(node.node, printable(node.name) or node.role) for node in nodes]
+    names = [name for _, name in given]
+    return {node: name if names.count(name) == 1 else f"{name} ({node[:8]})" for node, name in given}
+
+
+def verdict_line(verdict: RecentVerdict, names: Mapping[str, str]) -> str:
+    """`worker-2, unit 17: rejected, sampling.seed: token 3 of sample 0 was not drawn with its seed`."""
+    who = names.get(verdict.node, verdict.node[:8])
+    why = ": ".join(printable(part) for part in (verdict.reason, verdict.message) if part)
+    return f"{who}, unit {verdict.unit}: {verdict.outcome}" + (f", {why}" if why else "")
+
+
 def waits_line(status: RunStatus, least_s: float = 0.0, most: int = 4) -> str:
     """Who waits for what, longest first: `trainer waits for 3 more groups (12 s)`."""
     waits = [(wait, (status.now_ms - wait.since_ms) / 1000) for wait in status.waits]
     long = sorted((pair for pair in waits if pair[1] >= least_s), key=lambda pair: -pair[1])
-    shown = [f"{wait.who} {_verb(wait.who)} for {wait.what} ({since_s:.0f} s)" for wait, since_s in long[:most]]
+    shown = [
+        printable(f"{wait.who} {_verb(wait.who)} for {wait.what} ({duration(since_s)})")
+        for wait, since_s in long[:most]
+    ]
     return "; ".join([*shown, *([f"and {len(long) - most} more"] if len(long) > most else [])])
 
 
@@ -55,136 +193,38 @@ def _verb(who: str) -> str:
     return "wait" if who.startswith(("units ", "submissions ")) else "waits"
 
 
-def tokens_credited(status: RunStatus) -> int:
-    return sum(node.credit for node in status.nodes)
-
-
-@dataclass
-class Progress:
-    """Turns one status after another into lines. The same line is said again only to break a long silence."""
-
-    started_s: float
-    _last: str = ""
-    _said_s: float = -SILENCE_S
-    _tokens: tuple[float, int] | None = None
-
-    def line(self, status: RunStatus, now_s: float) -> str | None:
-        reports = in_order(status)
-        numbers = {
-            "reward": latest(reports, "reward_mean"),
-            "held out": latest(reports, "held_out"),
-            "staleness": latest(reports, "staleness_mean"),
-        }
-        parts = [f"step {status.step}/{status.steps}"]
-        parts += [f"{name} {value:.2f}" for name, value in numbers.items() if value is not None]
-        accepted, rejected = status.submissions.get("accepted", 0), status.submissions.get("rejected", 0)
-        unsure = status.submissions.get("inconclusive", 0)
-        groups = f"groups {accepted} accepted, {rejected} rejected" + (f", {unsure} inconclusive" if unsure else "")
-        text = "  ".join([*parts, groups])
-        rate = self._rate(tokens_credited(status), now_s)
-        if text == self._last and now_s - self._said_s < SILENCE_S:
-            return None
-        self._last, self._said_s = text, now_s
-        waits = waits_line(status, least_s=10, most=1)  # shorter ones are the ordinary course of things
-        minutes, seconds = divmod(int(now_s - self.started_s), 60)
-        return f"{minutes:3d}:{seconds:02d}  {text}  {rate:,.0f} tokens/s" + (f"  ({waits})" if waits else "")
-
-    def _rate(self, tokens: int, now_s: float) -> float:
-        """Verified tokens per second since the status before."""
-        before, self._tokens = self._tokens, (now_s, tokens)
-        if before is None or now_s <= before[0]:
-            return 0.0
-        return max(0.0, (tokens - before[1]) / (now_s - before[0]))
-
-
-@dataclass
-class Watchdog:
-    """Ends a run in which nothing happens: no step, no verdict, no submission, not even a ledger entry."""
-
-    patience_s: float
-    _seen: tuple[object, ...] = ()
-    _since_s: float | None = None
-
-    def look(self, status: RunStatus | None, now_s: float) -> Ending | None:
-        mark = self._mark(status)
-        if self._since_s is None or (mark is not None and mark != self._seen):
-            self._since_s, self._seen = now_s, mark or self._seen
-            return None
-        silent_s = now_s - self._since_s
-        if silent_s < self.patience_s:
-            return None
-        return Ending(1, f"no progress for {silent_s / 60:.0f} min: {self._blame(status)}")
-
-    def _mark(self, status: RunStatus | None) -> tuple[object, ...] | None:
-        if status is None:
-            return None
-        counts = tuple(sorted(status.submissions.items()))
-        return (status.step, status.policy and status.policy.label, counts, status.ledger.index, len(status.reports))
-
-    def _blame(self, status: RunStatus | None) -> str:
-        if status is None:
-            return "the hub does not answer (see logs/hub.log)"
-        alarms = f"; alarms: {'; '.join(status.alarms)}" if status.alarms else ""
-        return (waits_line(status) or "and nobody says that they wait for anything") + alarms
-
-
-@dataclass
-class Reporter:
-    """Called ten times a second by whoever runs the roles; asks the hub every `every_s` and says what changed."""
-
-    url: str
-    say: Callable[[str], None]
-    watchdog: Watchdog
-    every_s: float = 3.0
-    clock: Clock = field(default_factory=SystemClock)
-    http: httpx.Client = field(default_factory=httpx.Client)
-    status: RunStatus | None = None
-
-    def __post_init__(self) -> None:
-        self._progress = Progress(self.clock.monotonic_s())
-        self._next_s = 0.0
-        self._alarms: set[str] = set()
-
-    def tick(self) -> Ending | None:
-        now_s = self.clock.monotonic_s()
-        if now_s < self._next_s:
-            return None
-        self._next_s = now_s + self.every_s
-        status = fetch_status(self.url, self.http)
-        if status is not None:
-            self.status = status
-            self._tell(status, now_s)
-        return self.watchdog.look(status, now_s)
-
-    def last_look(self) -> None:
-        """Before the hub is stopped: what it has to say at the end."""
-        self._next_s = 0.0
-        self.tick()
-
-    def _tell(self, status: RunStatus, now_s: float) -> None:
-        line = self._progress.line(status, now_s)
-        if line is not None:
-            self.say(line)
-        for alarm in status.alarms:
-            if alarm not in self._alarms:
-                self._alarms.add(alarm)
-                self.say(f"alarm: {alarm}")
+# ── what it came to ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def summary(metrics_file: Path, status: RunStatus | None, elapsed_s: float) -> list[str]:
     """What the run came to, from the trainer's own numbers (the hub may have died, they are on disk)."""
     rows = MetricsLog(metrics_file).rows()
     lines = [f"{_steps_done(rows, status)} in {elapsed_s:.0f} s"]
-    for name, label in (("held_out", "held-out score"), ("reward_mean", "reward")):
-        values = [float(row[name]) for row in rows if isinstance(row.get(name), int | float)]
-        if values:
-            lines.append(f"{label} {values[0]:.3f} → {values[-1]:.3f}")
+    measured: dict[str, list[float | None]] = {
+        "held-out score": [row.get("held_out") for row in rows],
+        "reward": [reward_of(row) for row in rows],
+    }
+    for label, values in measured.items():
+        known = [value for value in values if value is not None]
+        if known:
+            lines.append(f"{label} {known[0]:.3f} → {known[-1]:.3f}")
     if status is not None:
         counts = ", ".join(f"{count} {state}" for state, count in sorted(status.submissions.items()) if count)
         lines.append(f"submissions: {counts or 'none'}; {tokens_credited(status):,} verified tokens")
-    return lines
+    return [*lines, *_no_signal(rows)]
 
 
 def _steps_done(rows: Sequence[Mapping[str, object]], status: RunStatus | None) -> str:
     done = status.step if status is not None else len(rows)
     return f"{done} of {status.steps} steps" if status is not None else f"{done} steps"
+
+
+def _no_signal(rows: Sequence[Mapping[str, float]]) -> list[str]:
+    """A run that goes through all its steps and learns nothing must not look like one that learnt."""
+    trained = [row for row in rows if "groups" in row]
+    if not trained or any(row["groups"] for row in trained):
+        return []
+    dropped = sum(int(row.get("dropped_groups", 0)) for row in trained)
+    why = f"all {dropped} groups had equal rewards" if dropped else "no group was accepted"
+    hint = "; the tasks are too easy or too hard, or the reward is constant" if dropped else ""
+    return [f"{NOTHING_TRAINED}: {why}{hint}"]

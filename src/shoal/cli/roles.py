@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from shoal.cli.folder import RunFolder, port_of
@@ -37,19 +38,26 @@ def role_names(folder: RunFolder) -> list[str]:
     ]
 
 
-def run_role(folder: RunFolder, name: str, stop: StopToken) -> None:
-    """Be the process `name` (for example `hub` or `validator-0`) of the run until it ends or `stop` is set."""
+def run_role(folder: RunFolder, name: str, stop: StopToken, cheat: str | None = None) -> None:
+    """Be the process `name` (for example `hub` or `validator-0`) of the run until it ends or `stop` is set.
+
+    A worker may have any number, also one that the recipe does not start, and may be made to `cheat`.
+    """
     role, _, index = name.partition("-")
     if role not in _ROLES:
         raise ConfigError(f"there is no role {role!r}; there are {', '.join(_ROLES)}")
-    _ROLES[role](folder, int(index or 0), stop)
+    if cheat is not None and role != "worker":
+        raise ConfigError(f"only a worker can be told to cheat, not the {role}")
+    be = _ROLES[role] if cheat is None else partial(_worker, cheat=cheat)
+    be(folder, int(index or 0), stop)
 
 
-def command_of(path: Path, name: str) -> list[str]:
+def command_of(path: Path, name: str, cheat: str | None = None) -> list[str]:
     """The arguments after `shoal` that make a process this role."""
     role, _, index = name.partition("-")
     command = {"origin": ["relay", "--origin"]}.get(role, [role])
-    return [*command, "--dir", str(path), *(["--index", index] if index else [])]
+    options = [*(["--index", index] if index else []), *(["--cheat", cheat] if cheat is not None else [])]
+    return [*command, "--dir", str(path), *options]
 
 
 def begin(name: str, folder: Path | None, verbose: bool) -> StopToken:
@@ -153,7 +161,7 @@ def _validator(folder: RunFolder, index: int, stop: StopToken) -> None:
     run_validator(config, stop)
 
 
-def _worker(folder: RunFolder, index: int, stop: StopToken) -> None:
+def _worker(folder: RunFolder, index: int, stop: StopToken, cheat: str | None = None) -> None:
     from shoal.worker import WorkerConfig, run_worker
 
     recipe, name = folder.recipe, f"worker-{index}"
@@ -164,6 +172,7 @@ def _worker(folder: RunFolder, index: int, stop: StopToken) -> None:
         hub_url=folder.endpoints.hub,
         root_fingerprint=fingerprint(folder.root_key),
         name=name,
+        cheat=cheat,
     )
     run_worker(config, stop)
 

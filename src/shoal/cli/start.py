@@ -1,4 +1,4 @@
-"""What `shoal run` was asked for, turned into a run folder and started."""
+"""What `shoal run` was asked for, turned into a run folder, started, shown, and summed up at the end."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import typer
+from rich.console import Console
 
 from shoal.cli.folder import RunFolder
 from shoal.cli.ingredients import check_ingredients
-from shoal.cli.launch import LaunchOptions, launch
+from shoal.cli.launch import Launched, LaunchOptions, launch
+from shoal.cli.progress import NOTHING_TRAINED, summary
 from shoal.cli.recipe import Recipe, load_recipe
+from shoal.cli.view import PlainDisplay, choose_display
 from shoal.errors import ConfigError
 from shoal.runtime.config import dump_config
 from shoal.runtime.stop import stop_on_signals
@@ -40,10 +43,27 @@ def start(request: RunRequest, mode: str, patience_min: float) -> int:
         typer.echo(f"to contribute: shoal join {folder.assign_endpoints().join}")
         return 0
     options = LaunchOptions("one" if mode == "one" else "many", patience_min * 60)
-    ending = launch(folder, options, stop_on_signals(), lambda line: typer.echo(line))
-    if ending.message:
-        typer.echo(f"shoal: {ending.message}", err=True)
-    return ending.exit_code
+    display = choose_display(Console()) if mode == "many" else PlainDisplay(typer.echo)  # a debugger needs the terminal
+    with display:
+        launched = launch(folder, options, stop_on_signals(supervising=True), display)
+    if display.live:
+        typer.echo()
+    for line in conclusion(folder.path, launched):
+        typer.echo(line)
+    if launched.ending.message:
+        typer.echo(f"shoal: {launched.ending.message}", err=True)
+    return launched.ending.exit_code
+
+
+def conclusion(path: Path, launched: Launched) -> list[str]:
+    """What a run came to, and what to do next."""
+    lines = summary(path / "trainer" / "metrics.jsonl", launched.status, launched.elapsed_s)
+    if launched.ending.exit_code == 130:
+        lines.append(f"to go on: shoal run --dir {path}")
+    if launched.ending.exit_code == 0:
+        untrained = any(line.startswith(NOTHING_TRAINED) for line in lines)
+        lines.append(f"the {'unchanged' if untrained else 'trained'} model is in {path / 'trainer' / 'export'}")
+    return lines
 
 
 def resolve(request: RunRequest) -> Recipe:

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from shoal.cli.progress import in_order, latest, waits_line
+from shoal.cli.progress import in_order, labels, latest, reward_of, verdict_line, waits_line
 from shoal.client import ClientOptions, HubClient, split_join_url
 from shoal.errors import HubUnreachable
 from shoal.protocol import RunStatus, SigningKey
@@ -18,11 +18,12 @@ from shoal.runtime.metrics import MetricsLog
 from shoal.runtime.stop import StopToken
 
 MAX_ROWS = 40
+MAX_REFUSED = 5
 
 
 def show_status(where: str, as_json: bool, wait_s: float) -> None:
     """Ask the hub at a URL, or the hub of a run's folder, and show its answer."""
-    options = ClientOptions(patience_s=wait_s, connect_timeout_s=max(1.0, wait_s))
+    options = ClientOptions.of_a_person(wait_s)
     with closing(HubClient(hub_url(where), SigningKey.generate(), StopToken(), options=options)) as client:
         try:
             status = client.status()
@@ -70,7 +71,9 @@ def render(status: RunStatus) -> list[str | Table]:
     if status.nodes:
         parts.append(_nodes(status))
     refused = [verdict for verdict in status.verdicts if verdict.outcome != "accepted"]
-    parts += [escape(f"unit {v.unit} of {v.node[:8]}: {v.outcome}, {v.reason} {v.message}") for v in refused[-5:]]
+    refused.sort(key=lambda verdict: verdict.decided_at_ms)
+    names = labels(status.nodes)
+    parts += [escape(verdict_line(verdict, names)) for verdict in refused[-MAX_REFUSED:]]
     return parts
 
 
@@ -78,8 +81,12 @@ def _headline(status: RunStatus) -> str:
     reports = in_order(status)
     policy = status.policy.label if status.policy is not None else "none yet"
     state = "finished" if status.finished else f"step {status.step} of {status.steps}"
-    numbers = [("reward", "reward_mean"), ("held out", "held_out"), ("staleness", "staleness_mean")]
-    measured = [(label, latest(reports, name)) for label, name in numbers]
+    rewards = [reward for report in reports if (reward := reward_of(report.metrics)) is not None]
+    measured = [
+        ("reward", rewards[-1] if rewards else None),
+        ("held out", latest(reports, "held_out")),
+        ("staleness", latest(reports, "staleness_mean")),
+    ]
     shown = "".join(f", {label} {value:.3f}" for label, value in measured if value is not None)
     return f"[bold]{escape(status.run)}[/]: {state}, policy {policy}{shown}"
 

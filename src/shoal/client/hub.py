@@ -15,7 +15,7 @@ from urllib.parse import quote
 import httpx
 from pydantic import ValidationError
 
-from shoal.client.transport import Call, ClientOptions, Transport
+from shoal.client.transport import Call, ClientOptions, HubTime, Transport
 from shoal.client.trust import TrustedRun, open_run_info
 from shoal.errors import CodecError, ProtocolError, SignatureError
 from shoal.protocol import (
@@ -86,7 +86,7 @@ class HubClient:
         self._pinned = root_fingerprint
         self._owns_http = http is None
         self._http = httpx.Client(limits=httpx.Limits(max_connections=16)) if http is None else http
-        self._transport = Transport(self._http, self.url, key, stop, clock, options)
+        self._transport = Transport(self._http, self.url, key, stop, clock, HubTime(clock), options)
         self._trusted: TrustedRun | None = None
         self._lock = threading.Lock()
 

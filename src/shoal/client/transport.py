@@ -1,24 +1,29 @@
 """One HTTP call to the hub: signed, retried under a deadline, and its failure said in one sentence.
 
     call ─► sign (fresh time and nonce) ─► send ─┬─ 2xx ─────────────────────► answer
-              ▲                                  ├─ 4xx but 429 ─────────────► HubRefused, at once
-              │                                  └─ no answer, 5xx, 429 ─┐
-              └──── back-off, or the hub's Retry-After ◄─────────────────┘   past the patience: HubUnreachable
+              ▲                                  ├─ 4xx ─────────────────────► HubRefused, at once
+              │                                  ├─ 401 with the hub's time ─┐   dated by the hub's clock from then on
+              │                                  └─ no answer, 5xx, 429 ─────┤
+              └──── back-off, or the hub's Retry-After ◄─────────────────────┘   past the patience: HubUnreachable
 
-Every call is idempotent on the hub's side, so sending it again after a lost answer is always right.
+Every call is idempotent on the hub's side, so sending it again after a lost answer is always right. For the same reason
+the hub may be believed when it says what time it is: whoever lies about it can make a call arrive late, which whoever
+is on the way can do anyhow.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass, field
 from http import HTTPStatus
 
 import httpx
 from pydantic import ValidationError
 
-from shoal.errors import CodecError, DeadlineExceeded, HubRefused, HubUnreachable
+from shoal.errors import CodecError, DeadlineExceeded, HubRefused, HubUnreachable, ShutOut
 from shoal.protocol import Problem, SigningKey, sign_request
+from shoal.protocol.signing import HEADER_TIME, MAX_TIME_DIGITS
 from shoal.runtime.clock import Clock
 from shoal.runtime.retry import Backoff
 from shoal.runtime.stop import StopToken
@@ -27,17 +32,36 @@ log = logging.getLogger(__name__)
 
 MIB = 1024 * 1024
 MAX_RETRY_AFTER_S = 60.0
+CLOCKS_AGREE_MS = 1_000
 MAX_ERROR_TEXT = 200
+SHUT_OUT_CODES = ("node.banned", "node.suspended")
 
 
 @dataclass(frozen=True)
 class ClientOptions:
-    """How long a call keeps trying (`patience_s`), how long one attempt may take, and the pauses in between."""
+    """How long a call keeps trying (`patience_s`), how long one attempt may take, and the pauses in between.
+
+    A hub that does not answer for `tell_after_s` is mentioned in the log, once per call.
+
+    >>> ClientOptions.of_a_person(10.0).patience_s
+    10.0
+    """
 
     patience_s: float = 60.0
     connect_timeout_s: float = 10.0
-    answer_timeout_s: float = 30.0
+    answer_timeout_s: float = 20.0
+    tell_after_s: float = 3.0
     backoff: Backoff = field(default_factory=Backoff)
+
+    @classmethod
+    def of_a_person(cls, wait_s: float) -> ClientOptions:
+        """Somebody waits at the terminal: no longer than `wait_s`, and what is wrong is said once, at the end."""
+        return cls(
+            patience_s=wait_s,
+            connect_timeout_s=max(1.0, min(10.0, wait_s)),
+            answer_timeout_s=max(5.0, wait_s),
+            tell_after_s=math.inf,
+        )
 
 
 @dataclass(frozen=True)
@@ -62,30 +86,58 @@ class _Again(Exception):
         self.after_s = after_s
 
 
+class HubTime:
+    """What requests are dated by: this machine's clock, corrected once the hub has said that theirs differ too much."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._ahead_ms = 0  # of the hub's clock; one number, so that threads may share it without a lock
+
+    def now_ms(self) -> int:
+        return self._clock.now_ms() + self._ahead_ms
+
+    def learn(self, hub_ms: int) -> None:
+        """Go by the hub's clock, which shows `hub_ms`."""
+        ahead_ms = hub_ms - self._clock.now_ms()
+        if abs(ahead_ms - self._ahead_ms) < CLOCKS_AGREE_MS:
+            return  # another thread was told the same
+        self._ahead_ms = ahead_ms
+        log.warning(
+            "the hub's clock is %.0f s %s this machine's: requests are dated by the hub's from now on",
+            abs(ahead_ms) / 1000, "ahead of" if ahead_ms > 0 else "behind",
+        )  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Transport:
-    """Sends calls as one key. Holds no state of its own, so threads may share it."""
+    """Sends calls as one key; threads may share it."""
 
     http: httpx.Client
     url: str
     key: SigningKey
     stop: StopToken
     clock: Clock
+    hub_time: HubTime
     options: ClientOptions
 
     def send(self, call: Call) -> bytes:
         """The body of the hub's answer, or `HubRefused`, `HubUnreachable`; `DeadlineExceeded` if told to stop."""
         began = self.clock.monotonic_s()
-        attempt = 0
+        attempt, told = 0, False
         while True:
             try:
-                return self._attempt(call)
+                content = self._attempt(call)
+                if told:
+                    log.info("the hub at %s answers again, after %.0f s", self.url, self.clock.monotonic_s() - began)
+                return content
             except _Again as failure:
                 pause = self.options.backoff.wait_s(attempt) if failure.after_s is None else failure.after_s
                 tried_s = self.clock.monotonic_s() - began
                 if tried_s + pause > self.options.patience_s:
                     raise self._unreachable(call, tried_s, failure) from failure
-                self._note(call, attempt, failure, pause)
+                if not told and tried_s >= self.options.tell_after_s:
+                    log.warning("the hub at %s does not answer %s (%s); trying again", self.url, call.path, failure)
+                    told = True
                 if self.stop.wait(pause):
                     raise DeadlineExceeded(f"stopped ({self.stop.reason}) while calling the hub: {failure}") from None
                 attempt += 1
@@ -101,7 +153,7 @@ class Transport:
         )
         if call.run is not None:
             target = request.url.raw_path.decode("ascii")
-            at_ms = self.clock.now_ms()
+            at_ms = self.hub_time.now_ms()
             request.headers.update(sign_request(self.key, call.run, call.method, target, call.body, at_ms))
         try:
             response = self.http.send(request, stream=True)
@@ -111,18 +163,24 @@ class Transport:
                 response.close()
         except (httpx.TransportError, httpx.DecodingError) as error:
             raise _Again(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__) from error
+        hub_ms = _hub_ms(response)
+        if hub_ms is not None and abs(hub_ms - int(request.headers[HEADER_TIME])) >= CLOCKS_AGREE_MS:
+            self.hub_time.learn(hub_ms)
+            raise _Again("the clocks of the hub and of this machine differ")
         return _sorted_out(response, content)
-
-    def _note(self, call: Call, attempt: int, failure: _Again, pause: float) -> None:
-        level = logging.WARNING if attempt == 3 else logging.DEBUG  # once per outage, and not for a hiccup
-        log.log(level, "the hub at %s does not answer %s (%s); trying again", self.url, call.path, failure)
-        log.debug("next attempt in %.1f s", pause)
 
     def _unreachable(self, call: Call, tried_s: float, failure: _Again) -> HubUnreachable:
         return HubUnreachable(
             f"no usable answer from the hub at {self.url} ({call.method} {call.path}) for {tried_s:.0f} s: {failure}; "
             "check the address, that the hub is running, and this machine's network"
         )
+
+
+def _hub_ms(response: httpx.Response) -> int | None:
+    """What time it is at the hub, if it has refused a signed request for its date."""
+    text = response.headers.get(HEADER_TIME, "")
+    signed = response.status_code == HTTPStatus.UNAUTHORIZED and HEADER_TIME in response.request.headers
+    return int(text) if signed and text.isascii() and text.isdigit() and len(text) <= MAX_TIME_DIGITS else None
 
 
 def _capped(response: httpx.Response, max_bytes: int) -> bytes:
@@ -143,7 +201,8 @@ def _sorted_out(response: httpx.Response, content: bytes) -> bytes:
     busy = response.status_code == HTTPStatus.TOO_MANY_REQUESTS
     if busy or response.is_server_error:
         raise _Again(f"{message} [{code}, HTTP {response.status_code}]", _retry_after_s(response) if busy else None)
-    raise HubRefused(response.status_code, code, message)
+    refusal = ShutOut if code in SHUT_OUT_CODES else HubRefused
+    raise refusal(response.status_code, code, message)
 
 
 def _problem(response: httpx.Response, content: bytes) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""Which engines there are. The torch engine is imported when it is first asked for: it takes seconds."""
+"""Which engines there are. The torch engine is imported when it is first asked for, or warmed up: it takes seconds."""
 
 from __future__ import annotations
 
@@ -6,6 +6,12 @@ from collections.abc import Callable, Mapping
 
 from shoal.engines.protocol import Engine
 from shoal.errors import ConfigError
+
+
+def _import_torch() -> None:
+    import transformers.modeling_utils  # noqa: F401  what every model of theirs is built on
+
+    import shoal.engines.torch  # noqa: F401
 
 
 def _torch(files: Mapping[str, bytes]) -> Engine:
@@ -21,6 +27,12 @@ def _scripted(files: Mapping[str, bytes]) -> Engine:
 
 
 ENGINES: dict[str, Callable[[Mapping[str, bytes]], Engine]] = {"torch": _torch, "scripted": _scripted}
+SLOW_IMPORTS: dict[str, Callable[[], None]] = {"torch": _import_torch}
+
+
+def warm_up(name: str) -> None:
+    """Import what the engine needs before there is work for it: a lease held meanwhile would keep others waiting."""
+    SLOW_IMPORTS.get(name, lambda: None)()
 
 
 def build(name: str, files: Mapping[str, bytes]) -> Engine:

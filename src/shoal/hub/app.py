@@ -19,12 +19,14 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
 from shoal import __version__
-from shoal.errors import ResourceError, ShoalError
+from shoal.errors import DiskError, ResourceError, ShoalError
 from shoal.hub import openapi, routes_public, routes_trusted, routes_worker
+from shoal.hub.auth import SKEW
 from shoal.hub.service import Hub
 from shoal.hub.settings import HubConfig
 from shoal.hub.state.refusals import Refusal
 from shoal.protocol import Problem
+from shoal.protocol.signing import HEADER_TIME
 from shoal.runtime.clock import Clock, SystemClock
 
 TICK_S = 1.0
@@ -34,7 +36,9 @@ log = logging.getLogger("shoal.hub")
 
 def create_app(config: HubConfig, clock: Clock = SystemClock()) -> FastAPI:
     """The hub over `config.folder`: opened here, closed when the app's lifespan ends, or by `app.state.hub.close()`."""
-    app = FastAPI(title=f"shoal hub: {config.run.name}", version=__version__, lifespan=_lifespan)
+    # The framework's own pages load scripts from elsewhere: `/docs` is ours (`docs_page`).
+    title = f"shoal hub: {config.run.name}"
+    app = FastAPI(title=title, version=__version__, lifespan=_lifespan, docs_url=None, redoc_url=None)
     app.state.hub = Hub(config, clock)
     # Bodies of submissions are held in memory while they are checked: this bounds how many at a time.
     app.state.uploads = asyncio.Semaphore(config.settings.concurrent_uploads)
@@ -64,24 +68,34 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
 
 
 async def _keep_up(hub: Hub) -> None:
-    """Tick until cancelled. A failed tick is logged and tried again: the run must not stop for a full disk."""
+    """Tick until cancelled. A failed tick is logged and tried again, unless the disk is at an end."""
     while True:
         try:
             await run_in_threadpool(hub.upkeep.tick)
         except ShoalError as error:
-            log.error("upkeep failed: %s", error)
+            _note_failure(hub, "upkeep", error)
         except Exception:  # a defect must be seen, and must not end the upkeep of a running run
             log.exception("upkeep failed")
         await asyncio.sleep(TICK_S)
+
+
+def _note_failure(hub: Hub, what: str, error: Exception) -> None:
+    log.error("%s failed: %s", what, error)
+    if isinstance(error, DiskError):
+        hub.context.fail(error)
 
 
 def _problem(status: int, code: str, message: str) -> JSONResponse:
     return JSONResponse(Problem(code=code, message=message).model_dump(), status_code=status)
 
 
-async def _on_refusal(_request: Request, error: Exception) -> JSONResponse:
+async def _on_refusal(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, Refusal)
-    return _problem(error.status, error.code, error.sentence)
+    answer = _problem(error.status, error.code, error.sentence)
+    if error.code == SKEW:  # the caller dates its next request by the hub's clock
+        hub: Hub = request.app.state.hub
+        answer.headers[HEADER_TIME] = str(hub.context.clock.now_ms())
+    return answer
 
 
 async def _on_bad_parameter(_request: Request, error: Exception) -> JSONResponse:
@@ -104,6 +118,6 @@ async def _on_defect(_request: Request, _error: Exception) -> JSONResponse:
 
 async def _on_failure(request: Request, error: Exception) -> JSONResponse:
     """The hub itself failed (disk full, say). Nothing was promised; the caller may try again later."""
-    log.error("%s %s failed: %s", request.method, request.url.path, error)
+    _note_failure(request.app.state.hub, f"{request.method} {request.url.path}", error)
     code = "hub.resource" if isinstance(error, ResourceError) else "hub.failed"
     return _problem(503, code, f"the hub could not do this, try again later: {error}")

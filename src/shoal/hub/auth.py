@@ -25,6 +25,8 @@ from shoal.protocol.signing import MAX_SKEW_MS
 
 SMALL_BODY_BYTES = 64 * 1024
 NONCE_MARGIN_MS = 1_000
+SKEW = "auth.skew"
+"""The answer carries the hub's time in `shoal-time`, for whoever wants to ask again by the hub's clock."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ def _check_clock(signature: RequestSignature, now_ms: int) -> None:
     if abs(skew_ms) > MAX_SKEW_MS:
         raise Refusal(
             401,
-            "auth.skew",
+            SKEW,
             f"the request's clock is {abs(skew_ms) / 1000:.0f} s {'ahead' if skew_ms > 0 else 'behind'}; at most "
             f"{MAX_SKEW_MS // 1000} s are allowed: set this machine's clock (for instance with NTP)",
         )

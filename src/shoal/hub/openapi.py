@@ -71,7 +71,9 @@ hex over these lines joined by newlines:
     <method> <newline> <run id> <newline> <path with query> <newline> <node> <newline> <time> <newline> <nonce>
     <SHA-256 of the body, hex>
 
-`shoal.client.HubClient` does this for you. Every refusal is a `Problem` with a stable `code` and a sentence.
+A time more than two minutes off the hub's is refused with `auth.skew`, and the answer's `{HEADER_TIME}` says what time
+it is there. `shoal.client.HubClient` does all this for you. Every refusal is a `Problem` with a stable `code` and a
+sentence.
 Bulk bodies (`{BULK}`) are msgpack in a zstd frame.
 """
 

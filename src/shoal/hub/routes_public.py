@@ -9,6 +9,7 @@ from fastapi import APIRouter, Query, Request
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import HTMLResponse
 
+from shoal.hub.docs_page import docs_page
 from shoal.hub.gate import HubDependency
 from shoal.hub.openapi import describes
 from shoal.protocol import LedgerPage, RunStatus, SignedDocument, fingerprint
@@ -58,6 +59,11 @@ async def home(request: Request, hub: HubDependency) -> HTMLResponse:
     return HTMLResponse(page)
 
 
+@router.get("/docs", include_in_schema=False)
+async def docs(request: Request) -> HTMLResponse:
+    return HTMLResponse(docs_page(request.app.openapi()))
+
+
 _HOME = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>shoal: {name}</title>
 <style>
@@ -71,7 +77,7 @@ pre {{ background: #eee; color: #111; padding: 1rem; overflow-x: auto }}
 <li><a href="status">status</a>: progress, nodes, who waits for whom</li>
 <li><a href="ledger">ledger</a> and its signed <a href="ledger/head">head</a></li>
 <li><a href="run">run</a>: what a node needs to take part</li>
-<li><a href="docs">docs</a>: every call, to read and to try (<a href="openapi.json">openapi.json</a>)</li>
+<li><a href="docs">docs</a>: every call (<a href="openapi.json">openapi.json</a>)</li>
 </ul>
 </body></html>
 """

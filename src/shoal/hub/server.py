@@ -1,4 +1,9 @@
-"""The hub as a process: binds its port itself, serves until told to stop, answers what is in flight."""
+"""The hub as a process: binds its port itself, serves until told to stop, answers what is in flight.
+
+stop is set ─────────┐
+the disk takes no    ├─► long polls end ─► requests in flight are answered ─► the process ends
+more: `fail` ────────┘                     (with 503 and no promise)          in the second case with the reason
+"""
 
 from __future__ import annotations
 
@@ -14,19 +19,22 @@ from shoal.errors import ResourceError
 from shoal.hub.app import create_app
 from shoal.hub.service import Hub
 from shoal.hub.settings import HubConfig, HubSettings
+from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.stop import StopToken
 
 GRACE_S = 4
 STOP_CHECK_S = 0.2
+TAKEN_S = 2.0
 BACKLOG = 512
 
 
 def run_hub(config: HubConfig, stop: StopToken, on_ready: Callable[[str], None]) -> None:
     """Serve until `stop` is set. `on_ready` gets the URL once connections are answered.
 
-    Long polls end at once when stopping; other requests have a few seconds to be answered.
+    Long polls end at once when stopping; other requests have a few seconds to be answered. Raises `DiskError` if what
+    is received can no longer be kept.
     """
-    listener = bind(config.settings)
+    listener = bind(config.settings, stop)
     with contextlib.closing(listener):
         app = create_app(config)
         server = _Server(
@@ -49,10 +57,27 @@ def run_hub(config: HubConfig, stop: StopToken, on_ready: Callable[[str], None])
             server.finished.set()
             watcher.join()
             app.state.hub.close()
+    if app.state.hub.context.failure is not None:
+        raise app.state.hub.context.failure
 
 
-def bind(settings: HubSettings) -> socket.socket:
-    """A listening socket, or one sentence about why not."""
+def bind(settings: HubSettings, stop: StopToken, clock: Clock = SystemClock()) -> socket.socket:
+    """A listening socket, or one sentence about why not.
+
+    A taken port is tried for again for a moment: a client that knocks at a hub that is being restarted may hold the
+    port for an instant, as the other end of its own connection.
+    """
+    end_s = clock.monotonic_s() + TAKEN_S
+    while True:
+        try:
+            return _listen(settings)
+        except OSError as error:
+            taken = error.errno == errno.EADDRINUSE
+            if not taken or clock.monotonic_s() >= end_s or stop.wait(STOP_CHECK_S):
+                raise _listen_error(settings, error) from error
+
+
+def _listen(settings: HubSettings) -> socket.socket:
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     # asyncio turns Nagle's algorithm off only where the protocol is named; with it on, every answer waits 40 ms.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
@@ -60,17 +85,21 @@ def bind(settings: HubSettings) -> socket.socket:
     try:
         listener.bind((settings.host, settings.port))
         listener.listen(BACKLOG)
-    except OSError as error:
+    except OSError:
         listener.close()
-        where = f"port {settings.port} on {settings.host}"
-        if error.errno == errno.EADDRINUSE:
-            raise ResourceError(
-                f"{where} is taken: stop the program that uses it, or choose another port (hub.port; 0 takes any)"
-            ) from error
-        if error.errno == errno.EACCES:
-            raise ResourceError(f"{where} needs more rights: choose a port above 1023 (hub.port)") from error
-        raise ResourceError(f"cannot listen on {where}: {error.strerror or error}; check hub.host") from error
+        raise
     return listener
+
+
+def _listen_error(settings: HubSettings, error: OSError) -> ResourceError:
+    where = f"port {settings.port} on {settings.host}"
+    if error.errno == errno.EADDRINUSE:
+        return ResourceError(
+            f"{where} is taken: stop the program that uses it, or choose another port (hub.port; 0 takes any)"
+        )
+    if error.errno == errno.EACCES:
+        return ResourceError(f"{where} needs more rights: choose a port above 1023 (hub.port)")
+    return ResourceError(f"cannot listen on {where}: {error.strerror or error}; check hub.host")
 
 
 def url_of(listener: socket.socket, host: str) -> str:
@@ -99,7 +128,7 @@ class _Server(uvicorn.Server):
 
 def _stop_when_told(server: _Server, hub: Hub, stop: StopToken) -> None:
     while not server.finished.is_set():
-        if stop.wait(STOP_CHECK_S):
+        if stop.wait(STOP_CHECK_S) or hub.context.failure is not None:
             hub.context.changes.close()
             server.should_exit = True
             return

@@ -2,6 +2,7 @@
 
     folder     model_folder, read_files, eos_token_id, BUILTIN: find and read a Hugging Face folder (no torch)
     tokenizer  TextTokenizer: text to ids and back, from tokenizer.json alone (no torch)
+    weights    check_weights: whether *.safetensors files are whole, from their headers (no torch)
     tensors    TensorView, as_numpy, from_numpy: raw tensors (no torch)
     state      policy_state, apply_state, to_torch, to_view: a model's weights, named, tied ones once
     load       LoadedModel, load_model, model_from_files: a causal language model from a folder or from its files

@@ -25,11 +25,16 @@ class BatchGroup(Message):
 
 
 class Batch(Message):
-    """The groups of step `step`, in order of unit. Once written it never changes; a resumed trainer gets it again."""
+    """The groups of step `step`, in order of unit. Once written it never changes; a resumed trainer gets it again.
+
+    `groups` are those whose rewards differ; `dropped_groups` were lost to equal ones since the batch before it.
+    `sampled_reward` is the mean over the rollouts of both: what the policies really earn. None if there are none.
+    """
 
     step: int
     groups: tuple[BatchGroup, ...]
     dropped_groups: int = 0
+    sampled_reward: FiniteFloat | None = None
     written_at_ms: int
 
 

@@ -13,6 +13,7 @@ MAX_GROUP = 1024
 MAX_PROMPT_TOKENS = 131_072
 MAX_NEW_TOKENS = 131_072
 MAX_LEASES_PER_REQUEST = 256
+MAX_HELD = 4096
 
 
 class SamplingParameters(Message):
@@ -51,11 +52,16 @@ class Lease(Document):
 
 
 class LeaseRequest(Message):
-    """Ask for up to `max_units` leases, waiting up to `wait_s` for one. The same `request` gets the same answer."""
+    """Ask for up to `max_units` leases, waiting up to `wait_s` for one. The same `request` gets the same answer.
+
+    `held` are the leases that the worker still knows. Its other ones end at once, and nobody waits for them to run out:
+    it was killed, or could not give them back. Without `held` (None) nothing ends.
+    """
 
     request: str = Field(min_length=8, max_length=64)
     max_units: int = Field(default=1, ge=1, le=MAX_LEASES_PER_REQUEST)
     wait_s: float = Field(default=0, ge=0, le=60)
+    held: tuple[str, ...] | None = Field(default=None, max_length=MAX_HELD)
 
 
 class LeaseReply(Message):

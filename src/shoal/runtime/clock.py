@@ -1,4 +1,8 @@
-"""Time as an argument: the system's clock in production, a manual one in tests and in the simulator."""
+"""Time as an argument: the system's clock in production, a manual one in tests and in the simulator.
+
+Wall time jumps: NTP sets it, a laptop sleeps, a virtual machine is restored. Whoever writes deadlines down in wall time
+reads it from a `SteadyClock`.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +27,39 @@ class SystemClock:
         return time.monotonic()
 
 
+class SteadyClock:
+    """Wall time without jumps: it goes on from where it is, at most a tenth faster or slower until it agrees again.
+
+    So it never goes back, and a time span measured with it is right within a tenth, whatever happens to the wall clock.
+    `not_before_ms` is the newest time that an earlier process wrote down: time does not go back over a restart either.
+
+    >>> wall = ManualClock(start_ms=1000); steady = SteadyClock(wall)
+    >>> wall.jump(-3600); wall.advance(10); steady.now_ms()
+    10000
+    """
+
+    FOLLOWS = 0.1
+
+    def __init__(self, clock: Clock, not_before_ms: int = 0) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._ms = float(max(clock.now_ms(), not_before_ms))
+        self._read_s = clock.monotonic_s()
+
+    def now_ms(self) -> int:
+        with self._lock:
+            read_s = self._clock.monotonic_s()
+            passed_ms = (read_s - self._read_s) * 1000
+            behind_ms = self._clock.now_ms() - (self._ms + passed_ms)
+            most_ms = passed_ms * self.FOLLOWS
+            self._ms += passed_ms + min(max(behind_ms, -most_ms), most_ms)
+            self._read_s = read_s
+            return round(self._ms)
+
+    def monotonic_s(self) -> float:
+        return self._clock.monotonic_s()
+
+
 class ManualClock:
     """A clock that moves only when told to.
 
@@ -33,15 +70,22 @@ class ManualClock:
 
     def __init__(self, start_ms: int = 1_700_000_000_000) -> None:
         self._ms = start_ms
+        self._jumped_ms = 0
         self._lock = threading.Lock()
 
     def now_ms(self) -> int:
         with self._lock:
-            return self._ms
+            return self._ms + self._jumped_ms
 
     def monotonic_s(self) -> float:
-        return self.now_ms() / 1000
+        with self._lock:
+            return self._ms / 1000
 
     def advance(self, seconds: float) -> None:
         with self._lock:
             self._ms += round(seconds * 1000)
+
+    def jump(self, seconds: float) -> None:
+        """Set the wall clock, as NTP does; what is measured by the monotonic one goes on."""
+        with self._lock:
+            self._jumped_ms += round(seconds * 1000)

@@ -1,13 +1,19 @@
-"""Files that survive a crash: written whole or not at all, and on the disk when the call returns."""
+"""Files that survive a crash: written whole or not at all, and on the disk when the call returns.
+
+Whatever reports a failed write in whatever words (the operating system, a library in Rust, SQLite), a person reads the
+same sentence about it: `resource_error`.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import os
+import re
+import shutil
 from pathlib import Path
 
-from shoal.errors import ResourceError
+from shoal.errors import DiskError, ResourceError
 
 _HINTS = {
     errno.ENOSPC: "the disk is full: free some space",
@@ -15,15 +21,40 @@ _HINTS = {
     errno.EACCES: "permission denied: choose a folder that this user may write to",
     errno.EPERM: "permission denied: choose a folder that this user may write to",
     errno.EROFS: "the file system is read-only: choose another folder",
+    errno.EIO: "the disk fails (input/output error): save what is on it",
     errno.EEXIST: "a part of the path is a file, not a folder",
     errno.ENOTDIR: "a part of the path is a file, not a folder",
 }
 
 
-def resource_error(action: str, path: Path, error: OSError) -> ResourceError:
+_DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO})
+_RUST_ERROR = re.compile(r"\(os error (\d+)\)")
+FULL_BYTES = 16 * 1024
+"""With less than this a disk is as good as full: a log line or a page of a database may not fit any more."""
+
+
+def resource_error(action: str, path: Path, error: Exception) -> ResourceError:
     """What the operating system said, as one sentence with what to do about it."""
-    hint = _HINTS.get(error.errno or 0, error.strerror or str(error))
-    return ResourceError(f"cannot {action} {path}: {hint}")
+    number = _number(error)
+    said = getattr(error, "strerror", None) or str(error)
+    kind = DiskError if number in _DISK else ResourceError
+    return kind(f"cannot {action} {path}: {_HINTS.get(number, said)}")
+
+
+def _number(error: Exception) -> int:
+    """The number of the operating system's error, also out of the words of a library that has lost it."""
+    if isinstance(error, OSError):
+        return error.errno or 0
+    match = _RUST_ERROR.search(str(error))
+    return int(match[1]) if match else 0
+
+
+def is_full(path: Path) -> bool:
+    """Whether the disk that holds `path` has no room left."""
+    try:
+        return shutil.disk_usage(path).free < FULL_BYTES
+    except OSError:
+        return False
 
 
 def ensure_folder(path: Path) -> Path:

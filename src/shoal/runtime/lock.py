@@ -58,10 +58,24 @@ class FolderLock:
         except BlockingIOError:
             os.close(descriptor)
             return False
-        os.ftruncate(descriptor, 0)
-        os.write(descriptor, f"{os.getpid()}\n".encode())
+        if not self._is_current(descriptor):
+            os.close(descriptor)
+            return False
+        try:
+            os.ftruncate(descriptor, 0)
+            os.write(descriptor, f"{os.getpid()}\n".encode())
+        except OSError as error:
+            os.close(descriptor)
+            raise resource_error("lock", self._path, error) from error
         self._descriptor = descriptor
         return True
+
+    def _is_current(self, descriptor: int) -> bool:
+        """Whether the file locked is the one that lies there now, not one that was removed with its folder since."""
+        try:
+            return os.path.samestat(os.fstat(descriptor), self._path.stat())
+        except FileNotFoundError:
+            return False
 
     def _holder(self) -> str:
         try:

@@ -40,19 +40,29 @@ class LineFormatter(logging.Formatter):
         return "\n    ".join([line, *self.formatException(record.exc_info).splitlines()])
 
 
-def setup(role: str, file: Path | None, verbose: bool = False) -> None:
+def setup(role: str, file: Path | None, verbose: bool = False, stderr: bool = True) -> None:
     """Send this process's log to stderr and, if given, to `file` (appended). Calling it again replaces the first."""
-    handlers: list[logging.Handler] = [_handler(logging.StreamHandler(sys.stderr), role, tracebacks=verbose)]
+    handlers: list[logging.Handler] = []
+    if stderr:
+        handlers.append(_handler(logging.StreamHandler(sys.stderr), role, tracebacks=verbose))
     if file is not None:
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
-            handlers.append(_handler(logging.FileHandler(file, encoding="utf-8"), role, tracebacks=True))
+            handlers.append(_handler(_LogFile(file, encoding="utf-8"), role, tracebacks=True))
         except OSError as error:
             raise resource_error("write the log", file, error) from error
     logging.basicConfig(level=logging.WARNING, handlers=handlers, force=True)
     logging.getLogger("shoal").setLevel(logging.DEBUG if verbose else logging.INFO)
     for name in QUIET_LIBRARIES:
         logging.getLogger(name).setLevel(logging.INFO if verbose else logging.WARNING)
+
+
+class _LogFile(logging.FileHandler):
+    """A log that cannot be written (its disk is full, say) is no reason to show tracebacks on the terminal."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - the library's name
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
 
 
 def _handler(handler: logging.Handler, role: str, tracebacks: bool) -> logging.Handler:

@@ -1,7 +1,8 @@
 """metrics.jsonl: one JSON line per step. Row *n* tells of version *n* (`held_out`) and of the step trained from it.
 
 A row is on the disk before the checkpoint that follows it. A resume at version *c* drops the rows from *c* on (their
-steps are trained again), so that no step is missing and none is counted twice.
+steps are trained again), so that no step is missing and none is counted twice. What row *c* said of version *c* itself
+stays (`keep`) until the row is written again: the checkpoint is that version, and nobody may measure it a second time.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from shoal.runtime.files import resource_error, write_atomically
@@ -22,16 +23,23 @@ class MetricsLog:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._begun: dict[str, float] = {}  # the row that a rewind left in part; always the last one
 
-    def append(self, step: int, metrics: Mapping[str, float]) -> None:
-        line = json.dumps({"step": step, **metrics}, allow_nan=False) + "\n"
+    def append(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Write the row of a step; returns it, with what a rewind kept of it."""
+        if self._begun.get("step") == step:
+            row = {**self._begun, **metrics}
+            self._rewrite([*(old for old in self.rows() if old["step"] < step), row])
+            return row
+        row = {"step": step, **metrics}
         try:
             with self.path.open("ab") as file:
-                file.write(line.encode())
+                file.write(_line(row))
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
             raise resource_error("write", self.path, error) from error
+        return row
 
     def rows(self) -> list[dict[str, float]]:
         """All whole rows; a line torn by a crash is left out."""
@@ -40,12 +48,21 @@ class MetricsLog:
         rows = [_parse(line) for line in self.path.read_text(errors="replace").splitlines()]
         return [row for row in rows if row is not None]
 
-    def rewind(self, step: int) -> None:
-        """Forget what was measured in step `step` and later, and any torn line."""
+    def rewind(self, step: int, keep: Sequence[str] = ()) -> None:
+        """Forget what was measured in step `step` and later, but for the numbers of row `step` in `keep`."""
         if not self.path.exists():
             return
-        kept = [json.dumps(row) + "\n" for row in self.rows() if row["step"] < step]
-        write_atomically(self.path, "".join(kept).encode())
+        rows = self.rows()
+        kept = {name: row[name] for row in rows if row["step"] == step for name in keep if name in row}
+        self._begun = {"step": step, **kept} if kept else {}
+        self._rewrite([*(row for row in rows if row["step"] < step), *([self._begun] if kept else [])])
+
+    def _rewrite(self, rows: Iterable[Mapping[str, float]]) -> None:
+        write_atomically(self.path, b"".join(_line(row) for row in rows))
+
+
+def _line(row: Mapping[str, float]) -> bytes:
+    return json.dumps(row, allow_nan=False).encode() + b"\n"
 
 
 def _parse(line: str) -> dict[str, float] | None:

@@ -1,38 +1,80 @@
-"""Stopping: one token per process, set by SIGTERM or SIGINT, looked at by every loop and every wait."""
+"""Stopping: one token per process, set by SIGTERM or SIGINT, looked at by every loop and every wait.
+
+first signal ──► token.set: end in good order
+second ────────► a role: the process ends at once
+                 a supervisor: token.hurry, so that it lives to kill what does not end, and to leave no child
+"""
 
 from __future__ import annotations
 
+import queue
 import signal
-import threading
 from types import FrameType
 
 
-class StopToken:
-    """Set once, never cleared. Waiting on it is how a loop pauses: it ends at once when the process should stop."""
+class Flag:
+    """Set once, never cleared, from a signal handler too.
+
+    `threading.Event.set` is not for handlers: one that interrupts its own thread inside `wait` waits for ever for a
+    lock that this thread holds. A `SimpleQueue` takes an item whatever was interrupted; a waiter puts it back.
+    """
 
     def __init__(self) -> None:
-        self._event = threading.Event()
+        self._is_set = False
+        self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    def set(self) -> None:
+        self._is_set = True
+        self._wake.put(None)
+
+    def is_set(self) -> bool:
+        return self._is_set
+
+    def wait(self, seconds: float) -> bool:
+        """True once it is set; after `seconds` at the latest."""
+        if not self._is_set:
+            try:
+                self._wake.get(timeout=max(0.0, seconds))
+                self._wake.put(None)
+            except queue.Empty:
+                pass
+        return self._is_set
+
+
+class StopToken:
+    """Set once, never cleared. Waiting on it is how a loop pauses: it ends at once when the process should stop.
+
+    `hurry` is set when somebody does not want to wait for an end in good order.
+    """
+
+    def __init__(self) -> None:
+        self._flag = Flag()
+        self.hurry = Flag()
         self.reason = ""
 
     def set(self, reason: str) -> None:
-        if not self._event.is_set():
+        if not self._flag.is_set():
             self.reason = reason
-            self._event.set()
+            self._flag.set()
 
     def is_set(self) -> bool:
-        return self._event.is_set()
+        return self._flag.is_set()
 
     def wait(self, seconds: float) -> bool:
         """Pause for at most `seconds`; true if the process should stop."""
-        return self._event.wait(seconds)
+        return self._flag.wait(seconds)
 
 
-def stop_on_signals() -> StopToken:
-    """A token set by SIGTERM and SIGINT; a second signal of either kind ends the process at once."""
+def stop_on_signals(supervising: bool = False) -> StopToken:
+    """A token set by SIGTERM and SIGINT; a second signal of either kind ends the process at once, or, for one that
+    supervises others, makes it hurry."""
     token = StopToken()
 
     def handle(number: int, _frame: FrameType | None) -> None:
-        signal.signal(number, signal.SIG_DFL)
+        if token.is_set():
+            token.hurry.set()
+        if not supervising:
+            signal.signal(number, signal.SIG_DFL)
         token.set(signal.Signals(number).name)
 
     signal.signal(signal.SIGTERM, handle)

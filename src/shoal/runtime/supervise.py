@@ -4,11 +4,13 @@
         ▲                   │
         │   exit 0          │  `when_done`: "end" the run, "rest", or "restart" (a server never ends by itself)
         ├───exit 2, 3 or 5──┤  the input or the machine is at fault: trying again cannot help, the run ends
+        ├───exit 6──────────┤  the hub wants nothing of it: it rests; an essential one ends the run
         │   anything else   │  restarted after a back-off; several short lives in a row are a crash loop
         └───────────────────┘
     the supervisor is gone, even by kill -9 ──► the pipe closes ──► `follow_supervisor` stops the child
 
-Nothing is ever killed by name: only pids that this supervisor started and has not yet reaped.
+`shut_down` waits for every child, at most a grace period, or until `stop.hurry` is set by a second signal; what is left
+then is killed. Nothing is ever killed by name: only pids that this supervisor started and has not yet reaped.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from pathlib import Path
 from typing import Literal
 
 from shoal.runtime.clock import Clock, SystemClock
-from shoal.runtime.files import resource_error, write_atomically
+from shoal.runtime.files import is_full, resource_error, write_atomically
 from shoal.runtime.retry import Backoff
 from shoal.runtime.stop import StopToken
 
@@ -33,6 +35,7 @@ log = logging.getLogger(__name__)
 
 SUPERVISED = "SHOAL_SUPERVISED"
 HOPELESS_CODES = (2, 3, 5)  # see errors.py: the same would happen again
+SHUT_OUT_CODE = 6  # see errors.py: banned or suspended, which the run can do without
 POLL_S = 0.1
 TAIL_BYTES = 4096
 
@@ -70,13 +73,49 @@ class Ending:
     message: str
 
 
+ProcessState = Literal["running", "restarting", "resting", "given up"]
+
+
+@dataclass(frozen=True)
+class ProcessView:
+    """A process as people see it: for `since_s` seconds it has been in this state.
+
+    `why` is how its last life ended, in words that go on from its name: `was killed by SIGKILL`; empty in its first.
+    """
+
+    name: str
+    state: ProcessState
+    pid: int | None
+    restarts: int
+    why: str
+    since_s: float
+
+
 @dataclass
 class _Child:
     spec: ProcessSpec
     process: subprocess.Popen[bytes] | None = None
     started_s: float = 0.0
+    lives: int = 0
     short_lives: int = 0
     restart_at_s: float | None = 0.0  # None: not to be started (again)
+    given_up: bool = False
+    why: str = ""
+    changed_s: float = 0.0
+
+    @property
+    def state(self) -> ProcessState:
+        if self.process is not None:
+            return "running"
+        if self.restart_at_s is not None:
+            return "restarting"
+        return "given up" if self.given_up else "resting"
+
+    def view(self, now_s: float) -> ProcessView:
+        pid = self.process.pid if self.process is not None else None
+        return ProcessView(
+            self.spec.name, self.state, pid, max(0, self.lives - 1), self.why, max(0.0, now_s - self.changed_s)
+        )
 
 
 class Supervisor:
@@ -90,7 +129,7 @@ class Supervisor:
         policy: RestartPolicy = RestartPolicy(),
         clock: Clock = SystemClock(),
     ) -> None:
-        self._children = [_Child(spec) for spec in specs]
+        self._children = [_Child(spec, changed_s=clock.monotonic_s()) for spec in specs]
         self._stop = stop
         self._processes_file = processes_file
         self._policy = policy
@@ -132,19 +171,26 @@ class Supervisor:
     def pids(self) -> dict[str, int]:
         return {child.spec.name: child.process.pid for child in self._children if child.process is not None}
 
+    def processes(self) -> list[ProcessView]:
+        """Every process, in the order of the specs, as of the last `poll`."""
+        now_s = self._clock.monotonic_s()
+        return [child.view(now_s) for child in self._children]
+
     def shut_down(self) -> None:
         """SIGTERM to every child, a grace period for all together, then SIGKILL to what is left and its children."""
         alive = [(child.spec.name, child.process) for child in self._children if child.process is not None]
         for _, process in alive:
             _signal(process, signal.SIGTERM)
-        end = self._clock.monotonic_s() + self._policy.grace_s
+        began_s = self._clock.monotonic_s()
+        while any(process.poll() is None for _, process in alive):
+            waited_s = self._clock.monotonic_s() - began_s
+            if waited_s >= self._policy.grace_s or self._stop.hurry.wait(POLL_S):
+                break
         for name, process in alive:
-            try:
-                process.wait(max(0.0, end - self._clock.monotonic_s()))
-            except subprocess.TimeoutExpired:
-                log.warning("%s did not stop within %.0f s: killing it", name, self._policy.grace_s)
+            if process.poll() is None:
+                log.warning("%s did not stop within %.1f s: killing it", name, self._clock.monotonic_s() - began_s)
                 _kill_group(process)
-                process.wait()
+            process.wait()
             _close_stdin(process)
         for child in self._children:
             child.process, child.restart_at_s = None, None
@@ -164,7 +210,8 @@ class Supervisor:
                 )
         except OSError as error:
             raise resource_error(f"start {spec.name} or write its log", spec.log, error) from error
-        child.started_s = self._clock.monotonic_s()
+        child.started_s = child.changed_s = self._clock.monotonic_s()
+        child.lives += 1
         child.restart_at_s = None
         log.info("%s started (pid %d)", spec.name, child.process.pid)
         self._record()
@@ -176,23 +223,35 @@ class Supervisor:
         child.process = None
         self._record()
         spec = child.spec
+        child.changed_s = self._clock.monotonic_s()
         if code == 0 and spec.when_done != "restart":
+            child.why = "is done"
             log.info("%s is done", spec.name)
             return Ending(0, "") if spec.when_done == "end" else None
-        if code in HOPELESS_CODES:
-            return Ending(code, f"{spec.name}: {last_line(spec.log)}")
+        said = last_line(spec.log)
+        child.why = describe_exit(code) + (f": {said}" if code > 0 else "")
+        if code in HOPELESS_CODES or (code == SHUT_OUT_CODE and spec.essential):
+            return Ending(code, f"{spec.name}: {said}")
+        if code == SHUT_OUT_CODE:
+            child.why = f"was shut out by the hub: {said}"
+            log.warning("%s %s; the run goes on without it", spec.name, child.why)
+            return None
+        return self._try_again(child, code)
+
+    def _try_again(self, child: _Child, code: int) -> Ending | None:
+        """Start it again after a pause, unless it has died too often."""
         lived_s = self._clock.monotonic_s() - child.started_s
         child.short_lives = child.short_lives + 1 if lived_s < self._policy.healthy_s else 0
         if child.short_lives >= self._policy.max_short_lives:
             return self._give_up(child, code)
         pause_s = self._policy.backoff.wait_s(child.short_lives)
         child.restart_at_s = self._clock.monotonic_s() + pause_s
-        reason = f": {last_line(spec.log)}" if code > 0 else ""
-        log.warning("%s %s%s; starting it again in %.1f s", spec.name, describe_exit(code), reason, pause_s)
+        log.warning("%s %s; starting it again in %.1f s", child.spec.name, child.why, pause_s)
         return None
 
     def _give_up(self, child: _Child, code: int) -> Ending | None:
         spec = child.spec
+        child.given_up = True
         message = (
             f"{spec.name} died {child.short_lives} times in a row, the last time it {describe_exit(code)}: "
             f"{last_line(spec.log)} (log: {spec.log})"
@@ -229,7 +288,10 @@ def last_line(path: Path) -> str:
     except OSError:
         return "no log was written"
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1].removeprefix("shoal: ") if lines else "its log is empty"
+    line = lines[-1] if lines else "its log is empty"
+    if is_full(path.parent) and not line.startswith("shoal: "):  # what it wanted to say is not there
+        return f"its log ends with {line!r}: the disk of {path.parent} is full: free some space"
+    return line.removeprefix("shoal: ")
 
 
 def follow_supervisor(stop: StopToken, grace_s: float = 10.0) -> None:

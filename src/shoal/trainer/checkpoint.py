@@ -31,7 +31,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from shoal.errors import CheckpointError, ResourceError
+from shoal.errors import CheckpointError
 from shoal.models.state import apply_state, policy_state
 from shoal.protocol import canonical_json
 from shoal.runtime.files import ensure_folder, resource_error, sync_folder, write_atomically
@@ -93,9 +93,7 @@ class CheckpointStore:
             _save_tensors(hidden / TRAINING, _training_state(learner))
             write_atomically(hidden / MANIFEST, _manifest(hidden, progress))
             return self._put_in_place(hidden, progress)
-        except SafetensorError as error:
-            raise ResourceError(f"cannot write the checkpoint {hidden}: {error}; is the disk full?") from error
-        except OSError as error:
+        except (SafetensorError, OSError) as error:
             raise resource_error("write the checkpoint", hidden, error) from error
 
     def newest(self) -> StoredCheckpoint | None:

@@ -18,16 +18,16 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from shoal.errors import CheckpointError, ConfigError, ResourceError
+from shoal.errors import CheckpointError
 from shoal.models.folder import read_config
 from shoal.models.load import DTYPES
 from shoal.protocol import LedgerHead, PolicyManifest
 from shoal.runtime.files import ensure_folder, resource_error, sync_folder, write_atomically
 from shoal.runtime.metrics import MetricsLog
 from shoal.trainer.checkpoint import CheckpointStore, Progress
+from shoal.trainer.destination import MARK, refuse_foreign
 from shoal.trainer.publisher import cast
 
-MARK = "shoal.json"
 MODEL = "model.safetensors"
 
 
@@ -72,9 +72,7 @@ def export_policy(
         write_atomically(hidden / "README.md", _readme(card, dtype).encode())
         write_atomically(hidden / MARK, card.as_json())
         _put_in_place(hidden, destination)
-    except SafetensorError as error:
-        raise ResourceError(f"cannot write the export {hidden}: {error}; is the disk full?") from error
-    except OSError as error:
+    except (SafetensorError, OSError) as error:
         raise resource_error("write the export", destination, error) from error
     return destination
 
@@ -106,22 +104,12 @@ def export_checkpoint(
 
 
 def latest_metrics(metrics: MetricsLog, version: int) -> dict[str, float]:
-    """The newest value of every number measured up to a version."""
+    """The newest value of every number measured up to a version; when it was measured is no such number."""
     latest: dict[str, float] = {}
     for row in metrics.rows():
         if row["step"] <= version:
             latest.update(row)
-    latest.pop("step", None)
-    return latest
-
-
-def refuse_foreign(destination: Path) -> None:
-    """Whatever is at the destination must be an export, an empty folder, or nothing."""
-    if not destination.exists() and not destination.is_symlink():
-        return
-    if destination.is_dir() and ((destination / MARK).is_file() or not any(destination.iterdir())):
-        return
-    raise ConfigError(f"{destination} exists and is not an export of shoal; choose another folder, or move it away")
+    return {name: value for name, value in latest.items() if name not in ("step", "at_ms")}
 
 
 def _put_in_place(hidden: Path, destination: Path) -> None:

@@ -9,7 +9,8 @@
 
 Who waits for whom: the trainer waits for the batch of its step (up to `batch_deadline_s`, naming what the hub waits
 for), and before it saves a step for the version before it to be out. So the hub is never more than one version behind
-the newest checkpoint. Workers never wait for the trainer as long as the staleness bound has room.
+the newest checkpoint. Workers never wait for the trainer as long as the staleness bound has room. What a step is
+trained on is put down for people first (`archive`).
 
 Crash anywhere: the newest checkpoint is loaded, the batches written down since then are trained on again, and what
 comes out is compared with what was published (`publisher`).
@@ -28,6 +29,7 @@ from shoal.client import Activity, ClientOptions, HubClient, RegularHeartbeat
 from shoal.errors import CheckpointError, DeadlineExceeded, ProtocolError
 from shoal.models.load import LoadedModel, load_model
 from shoal.models.state import to_torch
+from shoal.models.tokenizer import TextTokenizer
 from shoal.protocol import (
     Batch,
     BatchReply,
@@ -49,10 +51,12 @@ from shoal.runtime.lock import FolderLock
 from shoal.runtime.metrics import MetricsLog
 from shoal.runtime.stop import StopToken
 from shoal.shardcast.origin import Origin, OriginSettings
+from shoal.trainer.archive import RolloutArchive
 from shoal.trainer.checkpoint import CheckpointStore, Progress, restore
 from shoal.trainer.config import TrainerConfig
+from shoal.trainer.destination import refuse_foreign
 from shoal.trainer.evaluate import Evaluator, GreedyEvaluator
-from shoal.trainer.export import ModelCard, export_policy, latest_metrics, refuse_foreign
+from shoal.trainer.export import ModelCard, export_policy, latest_metrics
 from shoal.trainer.learner import Learner, choose_device, make_deterministic, new_learner
 from shoal.trainer.publisher import PolicyHub, PolicyOrigin, Publication, Publisher, Snapshot, take_snapshot
 from shoal.trainer.settings import TrainerSettings
@@ -153,6 +157,7 @@ class TrainingRun:
         self._info = parts.hub.run_info()
         self._store = CheckpointStore(parts.folder / "checkpoints", self._settings.keep_checkpoints)
         self._metrics = MetricsLog(parts.folder / "metrics.jsonl")
+        self._archive = RolloutArchive(parts.folder / "rollouts", TextTokenizer(parts.files).decode)
         self._row_at_s = parts.clock.monotonic_s()
         self.activity = Activity(parts.clock)
         self.version = 0
@@ -164,6 +169,7 @@ class TrainingRun:
     def run(self) -> None:
         """The story: resume, catch up with what the hub has seen, go on to the last step, export."""
         refuse_foreign(self._parts.folder / "export")
+        self._archive.open()
         published = self._parts.hub.status().policy
         publisher = self._publisher(self._resume(published), published)
         try:
@@ -192,7 +198,7 @@ class TrainingRun:
             self.version = stored.progress.version
             incarnation = max(incarnation, stored.progress.incarnation)
             log.info("resuming at version %d from %s", self.version, stored.folder)
-        self._metrics.rewind(self.version)
+        self._metrics.rewind(self.version, keep=("held_out",))
         return incarnation
 
     def _refuse_foreign_checkpoint(self, progress: Progress, published: PolicyRef | None) -> None:
@@ -229,6 +235,7 @@ class TrainingRun:
         step = self.version
         held_out = self._evaluate() if self._due(self._settings.evaluate_every, step) else {}
         batch, rollouts, wait_s = self._next_batch(publisher)
+        self._archive.write(batch, rollouts)
         metrics = self._train(batch, rollouts)
         publisher.wait()  # so that the hub is never more than one version behind a checkpoint
         self._record(step, {**held_out, **metrics, **self._times(wait_s)})
@@ -270,6 +277,8 @@ class TrainingRun:
             metrics = train_step(self._parts.learner, work, self._stop.is_set)
         train_s = clock.monotonic_s() - began_s
         metrics["dropped_groups"] += batch.dropped_groups
+        if batch.sampled_reward is not None:
+            metrics["sampled_reward"] = batch.sampled_reward
         return {**metrics, "train_s": train_s, "tokens_per_s": metrics["tokens"] / train_s if train_s else 0.0}
 
     def _times(self, wait_s: float) -> dict[str, float]:
@@ -285,9 +294,10 @@ class TrainingRun:
 
     def _record(self, step: int, metrics: Mapping[str, float]) -> None:
         """To the file first: it is what a resume relies on; the hub keeps the newest report of a step."""
-        self._metrics.append(step, metrics)
-        self._parts.hub.report(StepReport(step=step, metrics=dict(metrics)))
-        shown = ("reward_mean", "held_out", "loss", "grad_norm", "idle_fraction")
+        row = self._metrics.append(step, {**metrics, "at_ms": float(self._parts.clock.now_ms())})
+        measured = {name: value for name, value in row.items() if name != "step"}
+        self._parts.hub.report(StepReport(step=step, metrics=measured))
+        shown = ("sampled_reward", "reward_mean", "held_out", "loss", "grad_norm", "idle_fraction")
         log.info("step %d: %s", step, ", ".join(f"{name} {metrics[name]:.4g}" for name in shown if name in metrics))
 
     def _finish(self, manifest: PolicyManifest | None) -> None:

@@ -186,7 +186,7 @@ def sampling(case: Case) -> Finding:
     return failed(
         "sampling.seed",
         f"{answer.n_outside} of {answer.n_tokens} tokens are not those that the lease's seeds give under policy "
-        f"{case.lease.policy.label} ({answer.reason}; the worst is token {token} of rollout {rollout}): "
+        f"{case.lease.policy.label} (the worst is token {token} of rollout {rollout}): "
         "another policy, other seeds, or edited tokens",
         Severity.CERTAIN if far >= limits.certain_tokens else Severity.STATISTICAL,
         **evidence,

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 
 from shoal.client import Activity, ClientOptions, HubClient, RegularHeartbeat
-from shoal.engines import build
+from shoal.engines import build, warm_up
 from shoal.engines.shelf import EngineShelf, LoadedPolicy
 from shoal.errors import BroadcastError, DeadlineExceeded, EnvironmentSetupError, HubRefused, ProtocolError
 from shoal.protocol import (
@@ -56,6 +56,7 @@ def run_validator(config: ValidatorConfig, stop: StopToken) -> None:
                 f"this validator's environment {config.environment.name} ({config.environment.digest[:16]}…) is not "
                 f"the run's {run.environment} ({run.environment_digest[:16]}…): use the recipe of run {run.run}"
             )
+        warm_up(config.engine)
         with closing(_downloader(config, client, stop)) as downloader:
             shelf = EngineShelf(
                 downloader.fetch, lambda files: build(config.engine, files), config.settings.held_versions

@@ -6,6 +6,7 @@ outbox     Outbox, Parcel: finished work on disk until the hub has promised to k
 uploader   Uploader: sends the outbox beside generation
 folder     identity, pinned_root, remember_root: what a worker's folder remembers
 earnings   Earnings: credit and refusals, said to the node's owner
+cheats     CHEATS, Cheat, find_cheat: dishonest workers, for attacking your own run
 """
 
 from shoal.worker.loop import Worker, run_worker

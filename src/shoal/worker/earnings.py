@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 
 from shoal.client import HubClient
-from shoal.errors import DeadlineExceeded, HubError, HubRefused, ProtocolError
+from shoal.errors import DeadlineExceeded, HubError, ProtocolError, ShutOut
 from shoal.protocol import HeartbeatReply, NodeState, NodeView
 from shoal.runtime.clock import Clock, SystemClock
 
@@ -30,7 +30,7 @@ class Earnings:
         self._last: NodeView | None = None
         self._told: NodeView | None = None
         self._tell_at_s = 0.0
-        self.shut_out: HubRefused | None = None
+        self.shut_out: ShutOut | None = None
 
     def hear(self, reply: HeartbeatReply) -> None:
         now, before = reply.node, self._last or reply.node
@@ -43,9 +43,7 @@ class Earnings:
         if now.accepted > self._told.accepted and self._clock.monotonic_s() >= self._tell_at_s:
             log.info("%s", _gain(self._told, now))
             self._told, self._tell_at_s = now, self._clock.monotonic_s() + TELL_EVERY_S
-        if now.state is not NodeState.ACTIVE:
-            sentence = f"the hub has {now.state.value} this node: {now.reason or 'it gave no reason'}"
-            self.shut_out = HubRefused(FORBIDDEN, f"node.{now.state.value}", sentence)
+        self.shut_out = shut_out(now)
 
     def summary(self) -> str:
         """What this start of the worker earned, for its last line."""
@@ -63,6 +61,14 @@ class Earnings:
             return view.reason or "the hub no longer knows why"
         newest = max(mine, key=lambda verdict: verdict.decided_at_ms)
         return f"unit {newest.unit}, {newest.reason}: {newest.message}"
+
+
+def shut_out(view: NodeView) -> ShutOut | None:
+    """What a node that the hub sees like this has to end with, if anything."""
+    if view.state is NodeState.ACTIVE:
+        return None
+    sentence = f"the hub has {view.state.value} this node: {view.reason or 'it gave no reason'}"
+    return ShutOut(FORBIDDEN, f"node.{view.state.value}", sentence)
 
 
 def _groups(count: int) -> str:

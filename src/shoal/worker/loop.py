@@ -14,12 +14,12 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 
 from shoal.client import Activity, ClientOptions, HubClient, RegularHeartbeat
-from shoal.engines import Completion, GenerationRequest, build
-from shoal.engines.shelf import EngineShelf, LoadedPolicy
+from shoal.engines import Completion, GenerationRequest, build, warm_up
+from shoal.engines.shelf import EngineShelf, Fetch, LoadedPolicy
 from shoal.errors import BroadcastError, DeadlineExceeded, HubError, ProtocolError, ResourceError
 from shoal.protocol import (
     SUBMISSION_FORMAT,
@@ -32,14 +32,16 @@ from shoal.protocol import (
     pack_logprobs,
     pack_tokens,
 )
+from shoal.protocol.lease import MAX_HELD
 from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.lock import FolderLock
 from shoal.runtime.stop import StopToken
 from shoal.shardcast import Downloader, DownloadSettings
-from shoal.worker.earnings import Earnings
+from shoal.worker.cheats import Loot, find_cheat
+from shoal.worker.earnings import Earnings, shut_out
 from shoal.worker.folder import identity, pinned_root, remember_root
 from shoal.worker.outbox import Outbox, Parcel
-from shoal.worker.settings import WorkerConfig, WorkerSettings
+from shoal.worker.settings import WorkerConfig, WorkerSettings, check_choices
 from shoal.worker.uploader import Uploader
 
 log = logging.getLogger(__name__)
@@ -53,15 +55,42 @@ POLICY_PAUSE_S = 1.0  # after a policy could not be had, before asking for work 
 def run_worker(config: WorkerConfig, stop: StopToken) -> None:
     """Work for a run until it is finished, the process is told to stop, or the hub shuts this node out.
 
-    Raises `HubRefused` with the hub's sentence if the node is banned, `HubUnreachable` after the patience.
+    Raises `ShutOut` with the hub's sentence if the node is banned or suspended, `HubUnreachable` after the patience.
     """
-    with FolderLock(config.folder).acquire(stop, LOCK_WAIT_S), _connected(config, stop) as client:
+    check_choices(config.engine, config.cheat)
+    if config.cheat is not None:
+        log.warning("this worker cheats (%s): it %s", config.cheat, find_cheat(config.cheat).what)
+    with ending_quietly(stop), FolderLock(config.folder).acquire(stop, LOCK_WAIT_S), _connected(config, stop) as client:
         run = client.run_info()
         log.info("node %s works for run %s at %s", client.key.node, run.run, client.url)
+        warm_up(config.engine)
         outbox = Outbox(config.folder / "outbox", config.settings.refused_kept)
         with closing(_downloader(config, client, stop)) as downloader:
-            shelf = EngineShelf(downloader.fetch, lambda files: build(config.engine, files), LOADED_POLICIES)
+            shelf = _shelf(config, downloader.fetch, run.environment)
             Worker(client, shelf, outbox, config.settings, stop).run()
+
+
+@contextmanager
+def ending_quietly(stop: StopToken) -> Iterator[None]:
+    """A wait that ends because the process is told to stop is no failure."""
+    try:
+        yield
+    except DeadlineExceeded:
+        if not stop.is_set():
+            raise
+        log.info("stopped (%s)", stop.reason)
+
+
+def _shelf(config: WorkerConfig, fetch: Fetch, environment: str) -> EngineShelf:
+    """Where engines come from: the honest road, or the one that a cheat makes of it."""
+    if config.cheat is None:
+        return EngineShelf(fetch, lambda files: build(config.engine, files), LOADED_POLICIES)
+    cheat = find_cheat(config.cheat)
+    return EngineShelf(
+        cheat.fetch(fetch),
+        lambda files: cheat.engine(build(config.engine, files), Loot(files, environment)),
+        LOADED_POLICIES,
+    )
 
 
 def _downloader(config: WorkerConfig, client: HubClient, stop: StopToken) -> Downloader:
@@ -79,7 +108,9 @@ def _connected(config: WorkerConfig, stop: StopToken) -> Iterator[HubClient]:
     client = HubClient(config.hub_url, key, stop, pinned, config.http, options=options)
     try:
         remember_root(config.folder, config.hub_url, client.trusted_run().root_fingerprint)
-        client.register(config.name, "worker", None)
+        refusal = shut_out(client.register(config.name, "worker", None))
+        if refusal is not None:
+            raise refusal
         yield client
     finally:
         client.close()
@@ -122,21 +153,23 @@ class Worker:
     def run(self) -> None:
         """Lease, generate, hand in; until finished, stopped or shut out."""
         self._report_leftovers()
-        with ExitStack() as stack:
-            stack.enter_context(self._uploader)
-            stack.enter_context(self._heartbeat)
-            try:
-                while not self._stop.is_set() and not self._finished:
-                    self._raise_failure()
-                    if self._room_in_outbox():
-                        self._lease()
-                        self._work()
-            except DeadlineExceeded:
-                if not self._stop.is_set():
-                    raise
-            finally:
-                self._leave()
+        try:
+            with self._uploader, self._heartbeat:
+                try:
+                    with ending_quietly(self._stop):
+                        self._until_done()
+                finally:
+                    self._leave()
+        finally:
+            self._sum_up()
+        self._raise_failure()
+
+    def _until_done(self) -> None:
+        while not self._stop.is_set() and not self._finished:
             self._raise_failure()
+            if self._room_in_outbox():
+                self._lease()
+                self._work()
 
     def _report_leftovers(self) -> None:
         waiting = len(self._outbox.waiting(self._run))
@@ -158,7 +191,10 @@ class Worker:
 
     def _lease(self) -> None:
         request = LeaseRequest(
-            request=uuid.uuid4().hex, max_units=self._settings.units_per_lease, wait_s=self._settings.lease_wait_s
+            request=uuid.uuid4().hex,
+            max_units=self._settings.units_per_lease,
+            wait_s=self._settings.lease_wait_s,
+            held=self._known_leases(),
         )
         with self.activity.waiting("work from the hub"):
             reply = self._client.lease(request)
@@ -168,6 +204,12 @@ class Worker:
         self._finished = reply.finished and not reply.leases
         if not reply.leases and reply.waiting:
             log.debug("no work: %s", reply.waiting)
+
+    def _known_leases(self) -> tuple[str, ...] | None:
+        """The leases in hand or answered in the outbox. Others were lost with an earlier start: the hub ends them."""
+        answered = (parcel.lease for parcel in self._outbox.waiting(self._run))
+        known = tuple(dict.fromkeys((*self._hand, *answered)))
+        return known if len(known) <= MAX_HELD else None
 
     def _work(self) -> None:
         """Do what is in hand, the oldest policy first: its groups grow stale soonest."""
@@ -223,6 +265,7 @@ class Worker:
             self._hand.pop(lease, None)
         if not leases:
             return
+        log.info("%d leases are given back: %s", len(leases), reason)
         try:
             self._client.patient(RELEASE_PATIENCE_S).release(LeaseRelease(leases=tuple(leases), reason=reason[:200]))
         except (HubError, DeadlineExceeded) as error:
@@ -236,10 +279,13 @@ class Worker:
                 self._uploader.flush(self._settings.hub_patience_s, self._stop.is_set)
             else:
                 self._uploader.flush(self._settings.stop_flush_s, lambda: False)
+
+    def _sum_up(self) -> None:
+        """The last words, once the other threads have said theirs."""
         self._heartbeat.once()
-        log.info("this start: %s", self._earnings.summary())
+        log.info("%s: %s", "the run is finished" if self._finished else "this start", self._earnings.summary())
         kept = len(self._outbox.waiting(self._run))
-        if kept:
+        if kept and self._earnings.shut_out is None:
             log.info("%d finished groups stay in the outbox; the next start sends them", kept)
 
 

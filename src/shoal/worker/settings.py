@@ -8,7 +8,10 @@ from pathlib import Path
 import httpx
 from pydantic import BaseModel, ConfigDict, Field
 
+from shoal.engines import ENGINES
+from shoal.errors import ConfigError
 from shoal.protocol.lease import MAX_LEASES_PER_REQUEST
+from shoal.worker.cheats import find_cheat
 
 
 class WorkerSettings(BaseModel):
@@ -20,7 +23,9 @@ class WorkerSettings(BaseModel):
     lease_wait_s: float = Field(
         5.0, ge=0, le=60, description="one long poll for work; also the longest that an idle worker takes to stop"
     )
-    heartbeat_s: float = Field(5.0, gt=0, description="time between two heartbeats")
+    heartbeat_s: float = Field(
+        5.0, gt=0, le=10, description="time between two heartbeats; a hub that hears nothing for 20 s ends the leases"
+    )
     keep_versions: int = Field(2, ge=1, description="policies kept in the cache on disk")
     hub_patience_s: float = Field(600.0, gt=0, description="how long a hub that does not answer is waited for")
     outbox_limit: int = Field(64, ge=1, description="finished groups that may wait for the hub; then work pauses")
@@ -33,7 +38,7 @@ class WorkerConfig:
     """One worker: its folder (key, outbox, cache), its engine, and the hub it works for.
 
     Without `root_fingerprint` the hub is believed at the first contact and remembered in the folder. `http` is given
-    only by tests and one-process runs.
+    only by tests and one-process runs. `cheat` makes it a dishonest one (`worker.cheats`), to attack one's own run.
     """
 
     folder: Path
@@ -43,3 +48,12 @@ class WorkerConfig:
     root_fingerprint: str | None
     name: str
     http: httpx.Client | None = None
+    cheat: str | None = None
+
+
+def check_choices(engine: str, cheat: str | None) -> None:
+    """Raise `ConfigError` for a name that is not there. Before anything else happens: nobody registers in vain."""
+    if engine not in ENGINES:
+        raise ConfigError(f"there is no engine {engine!r}; there are {', '.join(sorted(ENGINES))}")
+    if cheat is not None:
+        find_cheat(cheat)

@@ -14,8 +14,9 @@ import threading
 from collections.abc import Callable
 
 from shoal.client import HubClient
-from shoal.errors import DeadlineExceeded, HubRefused, ShoalError
+from shoal.errors import DeadlineExceeded, HubRefused, ShoalError, ShutOut
 from shoal.runtime.clock import Clock, SystemClock
+from shoal.runtime.files import resource_error
 from shoal.runtime.stop import StopToken
 from shoal.worker.outbox import Outbox, Parcel
 
@@ -24,7 +25,6 @@ log = logging.getLogger(__name__)
 POLL_S = 0.1
 JOIN_S = 10.0
 UPLOADS = 4
-SHUT_OUT_CODES = "node."
 UNAUTHORISED = 401
 
 
@@ -76,21 +76,25 @@ class Uploader:
 
     def _send(self, parcel: Parcel) -> None:
         try:
-            self._client.submit(parcel.lease, parcel.read())
-        except HubRefused as refusal:
-            self._refused(parcel, refusal)
+            self._hand_in(parcel)
         except DeadlineExceeded:
             self._outbox.put_back(parcel)
             self._end.wait(POLL_S)  # stopping: try once more until the flush is over
-        except (ShoalError, OSError) as error:
+        except (ShoalError, OSError) as error:  # also: the disk has no room for what the hub said
             self._outbox.put_back(parcel)
-            self.failure = error if isinstance(error, ShoalError) else ShoalError(f"cannot send {parcel.path}: {error}")
-        else:
-            self._outbox.delivered(parcel)
-            self._on_sent(parcel, True)
+            self.failure = error if isinstance(error, ShoalError) else resource_error("send", parcel.path, error)
+
+    def _hand_in(self, parcel: Parcel) -> None:
+        try:
+            receipt = self._client.submit(parcel.lease, parcel.read())
+        except HubRefused as refusal:
+            return self._refused(parcel, refusal)
+        log.debug("unit %d: receipt for %s", parcel.unit, receipt.submission)
+        self._outbox.delivered(parcel)
+        return self._on_sent(parcel, True)
 
     def _refused(self, parcel: Parcel, refusal: HubRefused) -> None:
-        if refusal.status == UNAUTHORISED or refusal.code.startswith(SHUT_OUT_CODES):
+        if refusal.status == UNAUTHORISED or isinstance(refusal, ShutOut):
             self._outbox.put_back(parcel)
             self.failure = refusal  # about this node, not about the parcel: it stays
             return

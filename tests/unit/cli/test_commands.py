@@ -46,7 +46,7 @@ def test_help_is_fast_and_loads_nothing_heavy() -> None:
 
 
 def test_the_commands_are_these() -> None:
-    expected = ["doctor", "export", "hub", "join", "relay", "run", "status", "trainer", "validator", "worker"]
+    expected = ["demo", "doctor", "export", "hub", "join", "relay", "run", "status", "trainer", "validator", "worker"]
     assert command_names() == expected
 
 
@@ -104,6 +104,16 @@ def test_a_model_that_is_not_there(shoal: Shoal) -> None:
 def test_a_hub_that_cannot_be_reached(shoal: Shoal, command: list[str]) -> None:
     message = one_line(shoal(*command, "--wait", "0"), 4)
     assert NOWHERE in message
+
+
+def test_a_hub_that_stays_away_is_complained_about_once(tmp_path: Path) -> None:
+    """Longer than a process that works in the background would keep silent about it."""
+    commands = [[sys.executable, "-m", "shoal.cli", word, NOWHERE, "--wait", "3.6"] for word in ("status", "join")]
+    running = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=tmp_path) for command in commands]
+    for process in running:
+        _, error = process.communicate(timeout=60)
+        assert process.returncode == 4
+        assert error.count("\n") == 1, error
 
 
 def in_process(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:

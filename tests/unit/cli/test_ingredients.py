@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import struct
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from shoal.cli.ingredients import check_ingredients
 from shoal.cli.recipe import Recipe
-from shoal.errors import UserError
+from shoal.errors import ModelError, UserError
 from shoal.models import model_folder
 
 SCORE = "\ndef score(prompt, completion, answer):\n    return 1.0\n"
@@ -51,3 +54,70 @@ def test_a_model_folder_without_weights(tmp_path: Path) -> None:
     shutil.copytree(model_folder("tiny"), tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
     with pytest.raises(UserError, match=r"has no \*\.safetensors file"):
         check_ingredients(Recipe.model_validate({"model": {"path": str(tmp_path / "model")}}))
+
+
+def with_model(folder: Path) -> Recipe:
+    return Recipe.model_validate({"model": {"path": str(folder)}})
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A copy of the tiny model, to be damaged."""
+    return Path(shutil.copytree(model_folder("tiny"), tmp_path / "model"))
+
+
+def packed(header: object, data: bytes = b"") -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + data
+
+
+DAMAGE: dict[str, tuple[Callable[[bytes], bytes], str]] = {
+    "empty": (lambda _whole: b"", "its 0 bytes hold no whole header"),
+    "cut in the length": (lambda whole: whole[:5], "its 5 bytes hold no whole header"),
+    "cut in the header": (lambda whole: whole[:40], "its 40 bytes hold no whole header"),
+    "cut in the weights": (lambda whole: whole[:-1], r"it should hold \d+ bytes of weights and holds \d+"),
+    "too long": (lambda whole: whole + b"0", r"it should hold \d+ bytes of weights and holds \d+"),
+    "a pointer of git-lfs": (lambda _whole: b"version https://git-lfs.github.com/spec/v1\n", "no whole header"),
+    "no JSON": (lambda _whole: packed(b"{nonsense"), "its header cannot be read"),
+    "no table": (lambda _whole: packed([1, 2]), "its header cannot be read"),
+    "a tensor without a place": (lambda _whole: packed({"a": {"dtype": "F32"}}), "its header cannot be read"),
+    "a tensor backwards": (lambda _whole: packed({"a": {"data_offsets": [4, 0]}}), "ends before it begins"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_weights(model: Path, damage: str) -> None:
+    change, sentence = DAMAGE[damage]
+    file = model / "model.safetensors"
+    file.write_bytes(change(file.read_bytes()))
+    with pytest.raises(ModelError, match=sentence) as refusal:
+        check_ingredients(with_model(model))
+    assert str(file) in str(refusal.value)
+    assert "download it again" in str(refusal.value)
+
+
+def test_one_file_of_several_that_is_missing(model: Path) -> None:
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model.safetensors"}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ModelError, match=r"names model-00001-of-00002\.safetensors, which is not there"):
+        check_ingredients(with_model(model))
+    (model / "model.safetensors.index.json").write_text("[]")
+    with pytest.raises(ModelError, match="is no list of weight files"):
+        check_ingredients(with_model(model))
+
+
+def test_a_tokenizer_that_knows_more_tokens_than_the_model(model: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "vocab_size": 5}))
+    with pytest.raises(
+        ModelError, match=r"knows \d+ tokens, but the model has embeddings for 5: use the tokenizer that"
+    ):
+        check_ingredients(with_model(model))
+
+
+def test_an_end_of_sequence_token_that_the_model_cannot_say(model: Path) -> None:
+    for name in ("config.json", "generation_config.json"):
+        content = json.loads((model / name).read_text())
+        (model / name).write_text(json.dumps({**content, "eos_token_id": 10**6}))
+    with pytest.raises(ModelError, match="is 1000000, beyond the"):
+        check_ingredients(with_model(model))

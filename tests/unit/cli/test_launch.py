@@ -10,22 +10,25 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
 import pytest
 from clikit import one_line, run_shoal
+from scenekit import Memory
 
 from shoal.cli import launch as launch_module
 from shoal.cli.folder import RunFolder
-from shoal.cli.launch import LaunchOptions, launch, process_spec
+from shoal.cli.launch import Launched, LaunchOptions, launch, process_spec
 from shoal.cli.recipe import Recipe
 from shoal.cli.roles import command_of, role_names, run_role
+from shoal.cli.start import conclusion
 from shoal.errors import ConfigError, ResourceError
 from shoal.runtime.config import parse_config
 from shoal.runtime.lock import FolderLock
 from shoal.runtime.stop import StopToken
-from shoal.runtime.supervise import SUPERVISED, ProcessSpec
+from shoal.runtime.supervise import SUPERVISED, Ending, ProcessSpec
 
 SERVE = "import signal, sys\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\nwhile True: signal.pause()"
 
@@ -63,7 +66,7 @@ def test_who_ends_the_run_and_who_is_missed() -> None:
     assert [name for name, spec in kinds.items() if not spec.essential] == ["relay-0", "worker-0"]
 
 
-def stand_ins(monkeypatch: pytest.MonkeyPatch, folder: RunFolder, trainer: str) -> None:
+def stand_ins(monkeypatch: pytest.MonkeyPatch, trainer: str) -> None:
     def spec(path: Path, name: str) -> ProcessSpec:
         real = process_spec(path, name)
         code = trainer if name == "trainer" else SERVE
@@ -72,41 +75,98 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch, folder: RunFolder, trainer: str) 
     monkeypatch.setattr(launch_module, "process_spec", spec)
 
 
+def start(folder: RunFolder, options: LaunchOptions = LaunchOptions(), stop: StopToken | None = None) -> Launched:
+    return launch(folder, options, stop or StopToken(), Memory())
+
+
+def test_a_cheater_is_a_worker_with_one_more_option() -> None:
+    honest, cheater = (process_spec(Path("/r"), "worker-2", cheat) for cheat in (None, "best-of"))
+    assert cheater.argv == (*honest.argv, "--cheat", "best-of")
+    assert replace(cheater, argv=honest.argv) == honest
+
+
 def test_the_run_ends_well_with_its_trainer(monkeypatch: pytest.MonkeyPatch, folder: RunFolder) -> None:
-    stand_ins(monkeypatch, folder, "print('done')")
-    said: list[str] = []
-    ending = launch(folder, LaunchOptions(), StopToken(), said.append)
-    assert (ending.exit_code, ending.message) == (0, "")
-    assert said[0].startswith(f"run {folder.run_id} in {folder.path}, hub at http://127.0.0.1:")
-    assert folder.endpoints.join in said[1]
-    assert said[-1].endswith("trainer/export")
+    stand_ins(monkeypatch, "print('done')")
+    display = Memory()
+    launched = launch(folder, LaunchOptions(), StopToken(), display)
+    assert launched.ending == Ending(0, "")
+    assert launched.status is None
+    assert 0 < launched.elapsed_s < 60
+    assert display.said[0].startswith(f"run {folder.run_id} in {folder.path}, hub at http://127.0.0.1:")
+    assert folder.endpoints.join in display.said[1]
+    assert [process.name for process in display.scenes[-1].processes] == role_names(folder)
     assert json.loads((folder.path / "processes.json").read_text()) == {}
+    assert "trainer is done" in (folder.path / "logs" / "run.log").read_text()
+
+
+def test_further_processes_are_supervised_like_the_rest(monkeypatch: pytest.MonkeyPatch, folder: RunFolder) -> None:
+    log = folder.path / "logs" / "worker-2.log"
+    gate = f"import os, time\nwhile not os.path.exists({str(log)!r}) or 'up' not in open({str(log)!r}).read(): pass"
+    stand_ins(monkeypatch, gate)
+    extra = ProcessSpec(
+        "worker-2", (sys.executable, "-S", "-c", f"print('up', flush=True)\n{SERVE}"), log, False, "rest"
+    )
+    display = Memory()
+    launched = launch(folder, LaunchOptions(), StopToken(), display, (extra,), {"worker-2": "cheats"})
+    assert launched.ending == Ending(0, "")
+    assert [process.name for process in display.scenes[-1].processes] == [*role_names(folder), "worker-2"]
+    assert display.scenes[-1].notes == {"worker-2": "cheats"}
+    with pytest.raises(ConfigError, match="cannot run as threads"):
+        launch(folder, LaunchOptions("one"), StopToken(), display, (extra,))
+
+
+@pytest.mark.parametrize(
+    ("live", "verbose", "heard"), [(False, False, False), (False, True, True), (True, True, False)]
+)
+def test_the_log_leaves_the_terminal_to_the_display(
+    monkeypatch: pytest.MonkeyPatch, folder: RunFolder, capfd: pytest.CaptureFixture[str], live: bool, verbose: bool,
+    heard: bool,
+) -> None:  # fmt: skip
+    stand_ins(monkeypatch, "print('done')")
+    display = Memory()
+    display.live = live
+    launch(folder, LaunchOptions(verbose=verbose), StopToken(), display)
+    assert ("trainer is done" in capfd.readouterr().err) is heard
     assert "trainer is done" in (folder.path / "logs" / "run.log").read_text()
 
 
 def test_the_run_ends_with_the_sentence_of_the_role_that_cannot(
     monkeypatch: pytest.MonkeyPatch, folder: RunFolder
 ) -> None:
-    stand_ins(monkeypatch, folder, "import sys; print('shoal: the model is broken', file=sys.stderr); sys.exit(2)")
-    ending = launch(folder, LaunchOptions(), StopToken(), lambda _: None)
-    assert (ending.exit_code, ending.message) == (2, "trainer: the model is broken")
+    stand_ins(monkeypatch, "import sys; print('shoal: the model is broken', file=sys.stderr); sys.exit(2)")
+    assert start(folder).ending == Ending(2, "trainer: the model is broken")
 
 
 def test_a_run_without_progress_ends_and_says_so(monkeypatch: pytest.MonkeyPatch, folder: RunFolder) -> None:
-    stand_ins(monkeypatch, folder, SERVE)
-    ending = launch(folder, LaunchOptions(patience_s=0.5), StopToken(), lambda _: None)
+    stand_ins(monkeypatch, SERVE)
+    ending = start(folder, LaunchOptions(patience_s=0.5)).ending
     assert ending.exit_code == 1
     assert "the hub does not answer" in ending.message
 
 
 def test_stopping_is_neither_success_nor_a_crash(monkeypatch: pytest.MonkeyPatch, folder: RunFolder) -> None:
-    stand_ins(monkeypatch, folder, SERVE)
-    stop = StopToken()
+    stand_ins(monkeypatch, SERVE)
+    stop, display = StopToken(), Memory()
     timer = threading.Timer(0.3, stop.set, ["SIGINT"])
     timer.start()
-    ending = launch(folder, LaunchOptions(), stop, lambda _: None)
+    launched = launch(folder, LaunchOptions(), stop, display)
     timer.join()
-    assert (ending.exit_code, ending.message) == (130, "stopped (SIGINT)")
+    assert launched.ending == Ending(130, "stopped (SIGINT)")
+    assert display.said[-1].startswith("stopping (SIGINT)")
+
+
+def test_how_a_run_ended_decides_what_to_do_next(folder: RunFolder) -> None:
+    last = {
+        code: conclusion(folder.path, Launched(Ending(code, ""), None, 1.0))[-1] for code in (0, 1, 130)
+    }  # fmt: skip
+    assert last[0] == f"the trained model is in {folder.path}/trainer/export"
+    assert last[1] == "0 steps in 1 s"
+    (folder.path / "trainer").mkdir()
+    (folder.path / "trainer" / "metrics.jsonl").write_text('{"step": 0, "groups": 0, "dropped_groups": 4}\n')
+    *_, why, where = conclusion(folder.path, Launched(Ending(0, ""), None, 1.0))
+    assert why.startswith("nothing was trained on: all 4 groups had equal rewards")
+    assert where == f"the unchanged model is in {folder.path}/trainer/export"
+    assert last[130] == f"to go on: shoal run --dir {folder.path}"
 
 
 def test_two_runs_in_one_folder_are_refused(monkeypatch: pytest.MonkeyPatch, folder: RunFolder) -> None:
@@ -115,16 +175,16 @@ def test_two_runs_in_one_folder_are_refused(monkeypatch: pytest.MonkeyPatch, fol
         FolderLock(folder.path).acquire(StopToken()),
         pytest.raises(ResourceError, match=f"in use by process {os.getpid()}"),
     ):
-        launch(folder, LaunchOptions(), StopToken(), lambda _: None)
+        start(folder)
 
 
 def test_a_start_waits_for_what_an_earlier_one_left_running(monkeypatch: pytest.MonkeyPatch, folder: RunFolder) -> None:
-    stand_ins(monkeypatch, folder, "print('done')")
+    stand_ins(monkeypatch, "print('done')")
     with FolderLock(folder.path / "worker-1").acquire(StopToken()):
         monkeypatch.setattr(launch_module, "LOCK_WAIT_S", 0.0)
         with pytest.raises(ResourceError, match="worker-1 is in use"):
-            launch(folder, LaunchOptions(), StopToken(), lambda _: None)
-    assert launch(folder, LaunchOptions(), StopToken(), lambda _: None).exit_code == 0
+            start(folder)
+    assert start(folder).ending.exit_code == 0
 
 
 # ── as threads ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -146,16 +206,30 @@ def threads(monkeypatch: pytest.MonkeyPatch, fails: str = "") -> list[str]:
 
 def test_one_process_runs_every_role_as_a_thread(monkeypatch: pytest.MonkeyPatch, folder: RunFolder) -> None:
     ended = threads(monkeypatch)
-    ending = launch(folder, LaunchOptions("one"), StopToken(), lambda _: None)
-    assert (ending.exit_code, ending.message) == (0, "")
+    assert start(folder, LaunchOptions("one")).ending == Ending(0, "")
     assert sorted(ended) == sorted(role_names(folder))
 
 
 def test_a_thread_that_fails_ends_the_run_with_its_sentence(monkeypatch: pytest.MonkeyPatch, folder: RunFolder) -> None:
     ended = threads(monkeypatch, fails="worker-1")
-    ending = launch(folder, LaunchOptions("one"), StopToken(), lambda _: None)
-    assert (ending.exit_code, ending.message) == (2, "worker-1: the engine is out of steam")
+    assert start(folder, LaunchOptions("one")).ending == Ending(2, "worker-1: the engine is out of steam")
     assert len(ended) == len(role_names(folder)) - 1
+
+
+def test_threads_that_do_not_end_are_named_and_nobody_in_a_hurry_waits_for_them(
+    monkeypatch: pytest.MonkeyPatch, folder: RunFolder
+) -> None:
+    gate = threading.Event()
+    monkeypatch.setattr(launch_module, "run_role", lambda _folder, name, _stop: name == "trainer" or gate.wait(60))
+    stop = StopToken()
+    stop.hurry.set()
+    began_s = time.monotonic()
+    try:
+        ending = start(folder, LaunchOptions("one"), stop).ending
+    finally:
+        gate.set()
+    assert time.monotonic() - began_s < launch_module.THREAD_GRACE_S
+    assert ending.message.startswith("(still running: hub, origin, ")
 
 
 # ── roles ────────────────────────────────────────────────────────────────────────────────────────────────────────

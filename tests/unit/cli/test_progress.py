@@ -1,47 +1,184 @@
-"""Progress lines, the watchdog and the summary, from made-up statuses under a manual clock."""
+"""The history of a run, the words for what a status says, and the summary, from made-up statuses."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
-import httpx
 import pytest
 from clikit import NODE, report, status, wait
+from scenekit import at_step, verdict, worker
 
-from shoal.cli.progress import Progress, Reporter, Watchdog, fetch_status, latest, summary, waits_line
-from shoal.protocol import LedgerHead
-from shoal.runtime.clock import ManualClock
+from shoal.cli.progress import (
+    History,
+    duration,
+    labels,
+    latest,
+    printable,
+    sparkline,
+    stopwatch,
+    summary,
+    verdict_line,
+    waits_line,
+)
+from shoal.protocol import NodeState, NodeView
+
+# ── history ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_line_says_where_the_run_stands() -> None:
-    reports = (report(1, reward_mean=0.5, staleness_mean=0.25), report(0, reward_mean=0.1, held_out=0.4))
-    progress = Progress(started_s=0.0)
-    first = progress.line(status(reports=reports), 65.0)
-    assert first == (
-        "  1:05  step 2/9  reward 0.50  held out 0.40  staleness 0.25  groups 5 accepted, 1 rejected  0 tokens/s"
+def test_rewards_and_scores_are_kept_by_step_even_when_the_hub_shows_them_no_more() -> None:
+    history = History()
+    history.add(status(reports=(report(0, reward_mean=0.1, held_out=0.3), report(1, reward_mean=0.2))), 1.0)
+    history.add(status(reports=(report(1, reward_mean=0.25), report(2, reward_mean=0.4, held_out=0.5))), 2.0)
+    assert history.rewards == {0: 0.1, 1: 0.25, 2: 0.4}
+    assert history.held_out == {0: 0.3, 2: 0.5}
+
+
+def test_the_reward_is_of_everything_sampled_where_the_trainer_says_so() -> None:
+    history = History()
+    history.add(status(reports=(report(0, reward_mean=0.5, sampled_reward=0.2), report(1, reward_mean=0.6))), 1.0)
+    assert history.rewards == {0: 0.2, 1: 0.6}
+
+
+def test_every_rejection_is_kept_once_and_newest_last() -> None:
+    history, cheater = History(), worker(2)
+    first, second = (verdict(unit, cheater, "rejected") for unit in (17, 18))
+    history.add(status(verdicts=(verdict(19, worker(0)), first)), 1.0)
+    history.add(status(verdicts=(second, first)), 2.0)
+    history.add(status(verdicts=tuple(verdict(unit, worker(0)) for unit in range(20, 40))), 3.0)
+    assert history.rejections == [first, second]
+
+
+def test_a_unit_rejected_twice_of_one_node_counts_twice() -> None:
+    history, cheater = History(), worker(2)
+    history.add(status(verdicts=tuple(verdict(17, cheater, "rejected", at_ms) for at_ms in (5, 9))), 1.0)
+    assert [kept.decided_at_ms for kept in history.rejections] == [5, 9]
+
+
+def test_the_first_moment_at_which_a_node_was_shut_out_is_kept() -> None:
+    history, honest = History(), worker(0)
+    banned = worker(2, state=NodeState.BANNED, reason="sampling.seed")
+    history.add(status(nodes=(honest, worker(2))), 10.0)
+    history.add(status(nodes=(honest, banned)), 20.0)
+    history.add(status(nodes=(honest, banned)), 30.0)
+    assert history.sanctioned == {banned.node: (20.0, "sampling.seed")}
+
+
+def credited(tokens: int) -> tuple[NodeView, ...]:
+    return (NODE.model_copy(update={"credit": tokens}),)
+
+
+def test_the_rate_is_over_the_last_seconds_and_does_not_jump_with_a_lump() -> None:
+    history = History()
+    assert history.tokens_per_s() == 0.0
+    for second in range(100):  # 100 tokens a second, credited in lumps of a thousand
+        history.add(status(nodes=credited(second // 10 * 1000)), float(second))
+        if second >= 30:
+            assert 90 <= history.tokens_per_s() <= 150
+    for second in range(100, 130):
+        history.add(status(nodes=credited(9000)), float(second))
+    assert history.tokens_per_s() == 0.0
+
+
+def test_credit_that_is_taken_back_is_no_negative_rate() -> None:
+    history = History()
+    history.add(status(nodes=credited(1000)), 0.0)
+    history.add(status(nodes=credited(0)), 1.0)
+    assert history.tokens_per_s() == 0.0
+
+
+def test_the_time_left_follows_the_pace_of_the_steps_and_runs_down_between_them() -> None:
+    history = History()
+    history.add(status(step=0), 5.0)  # no policy yet: what came before it says nothing about steps
+    history.add(at_step(0), 10.0)
+    assert history.left_s(11.0) is None
+    history.add(at_step(1), 14.0)
+    history.add(at_step(2), 18.0)
+    assert history.left_s(18.0) == pytest.approx(7 * 4.0)
+    assert history.left_s(20.0) == pytest.approx(7 * 4.0 - 2.0)
+    assert history.left_s(60.0) == pytest.approx(6 * 4.0)  # this step takes longer; the others may not
+    history.add(at_step(9), 90.0)
+    assert history.left_s(95.0) == 0.0
+
+
+def test_the_pace_is_that_of_the_last_steps() -> None:
+    history = History()
+    for step in range(6):
+        history.add(at_step(step, steps=100), 100.0 * step)
+    for step in range(6, 20):
+        history.add(at_step(step, steps=100), 500.0 + 2.0 * step)
+    assert history.left_s(538.0) == pytest.approx(81 * 2.0)
+
+
+def test_a_run_that_was_set_back_forgets_its_pace() -> None:
+    history = History()
+    history.add(at_step(5), 0.0)
+    history.add(at_step(6), 4.0)
+    history.add(at_step(3), 8.0)
+    assert history.left_s(9.0) is None
+    history.add(at_step(4), 10.0)
+    assert history.left_s(10.0) == pytest.approx(5 * 2.0)
+
+
+# ── words ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(0.4, "0 s"), (63, "63 s"), (119, "119 s"), (120, "2 min"), (150, "2.5 min"), (7199, "120 min"), (7200, "2 h")],
+)
+def test_durations_in_the_unit_that_people_would_use(seconds: float, words: str) -> None:
+    assert duration(seconds) == words
+
+
+def test_a_stopwatch() -> None:
+    assert [stopwatch(seconds) for seconds in (0, 65.9, 3600)] == ["0:00", "1:05", "60:00"]
+
+
+def test_a_sparkline_spans_what_it_shows() -> None:
+    assert sparkline([0.0, 0.5, 1.0]) == "▁▅█"
+    assert sparkline([5.0, 5.0]) == "▁▁"
+    assert sparkline([]) == ""
+    assert sparkline([9.0, *([0.0] * 3), 1.0], width=4) == "▁▁▁█"
+    assert sparkline([1.0], width=0) == ""
+
+
+def test_nothing_that_others_wrote_controls_the_terminal() -> None:
+    assert printable("a\x1b[2Jb\r\nc\u202ed") == "a�[2Jb c�d"
+    assert printable("Fischschwärme → 魚") == "Fischschwärme → 魚"
+
+
+def test_nodes_of_one_name_are_told_apart() -> None:
+    alone, one, other = worker(0), worker(1), worker(2)
+    twin = NodeView(node="cd" * 16, name="worker-1", role="worker", state=NodeState.ACTIVE)
+    nameless = NodeView(node="ef" * 16, name="", role="worker", state=NodeState.ACTIVE)
+    assert labels([alone, one, twin, other, nameless]) == {
+        alone.node: "worker-0", one.node: "worker-1 (00000000)", twin.node: "worker-1 (cdcdcdcd)",
+        other.node: "worker-2", nameless.node: "worker",
+    }  # fmt: skip
+
+
+def test_a_verdict_in_words() -> None:
+    cheater = worker(2)
+    rejected = verdict(17, cheater, "rejected")
+    assert verdict_line(rejected, {cheater.node: "worker-2"}) == (
+        "worker-2, unit 17: rejected, sampling.seed: token 3 has another seed"
     )
-
-
-def test_a_line_is_not_repeated_and_the_rate_is_since_the_last_look() -> None:
-    progress = Progress(started_s=0.0)
-    progress.line(status(), 10.0)
-    assert progress.line(status(), 11.0) is None
-    more = status(step=3, nodes=(NODE.model_copy(update={"credit": 1100}),))
-    assert "500 tokens/s" in str(progress.line(more, 13.0))
-
-
-def test_long_waits_are_part_of_the_line_and_short_ones_are_not() -> None:
-    waits = (wait("trainer", "a batch", 30), wait("worker", "work", 1))
-    line = str(Progress(0.0).line(status(waits=waits), 1.0))
-    assert line.endswith("(trainer waits for a batch (30 s))")
+    assert verdict_line(verdict(3, cheater), {}) == "00000000, unit 3: accepted"
 
 
 def test_waits_are_told_longest_first_and_not_without_end() -> None:
     waits = tuple(wait(f"w{i}", "x", i) for i in range(6))
     assert waits_line(status(waits=waits), most=2) == "w5 waits for x (5 s); w4 waits for x (4 s); and 4 more"
+    assert waits_line(status(waits=waits), least_s=5) == "w5 waits for x (5 s)"
     assert waits_line(status()) == ""
+
+
+def test_several_units_wait_and_one_waits() -> None:
+    waits = (wait("units 3-18 (16)", "worker-0", 2), wait("unit 19", "worker-1", 1))
+    assert (
+        waits_line(status(waits=waits)) == "units 3-18 (16) wait for worker-0 (2 s); unit 19 waits for worker-1 (1 s)"
+    )
 
 
 def test_the_newest_value_counts_and_missing_ones_are_none() -> None:
@@ -50,84 +187,44 @@ def test_the_newest_value_counts_and_missing_ones_are_none() -> None:
     assert latest(reports, "loss") is None
 
 
-def test_the_watchdog_ends_a_run_that_stands_still_and_names_who_waits() -> None:
-    dog = Watchdog(patience_s=60)
-    stuck = status(waits=(wait("trainer", "3 more groups", 55),), alarms=("the cap is reached",))
-    assert dog.look(stuck, 0.0) is None
-    assert dog.look(stuck, 59.0) is None
-    ending = dog.look(stuck, 60.0)
-    assert ending is not None
-    assert ending.exit_code == 1
-    assert ending.message == (
-        "no progress for 1 min: trainer waits for 3 more groups (55 s); alarms: the cap is reached"
-    )
+# ── what it came to ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize(
-    "change",
-    [{"step": 3}, {"submissions": {"accepted": 6, "rejected": 1}}, {"reports": (report(0),)},
-     {"ledger": LedgerHead(run="demo-1", index=5, hash="ab" * 32)}],
-)  # fmt: skip
-def test_anything_new_calms_the_watchdog(change: dict[str, Any]) -> None:
-    dog = Watchdog(patience_s=60)
-    assert dog.look(status(), 0.0) is None
-    assert dog.look(status(**change), 59.0) is None
-    assert dog.look(status(**change), 118.0) is None
-    assert dog.look(status(**change), 119.0) is not None
-
-
-def test_a_hub_that_comes_and_goes_is_no_progress() -> None:
-    dog = Watchdog(patience_s=60)
-    for now_s in range(0, 60, 10):
-        assert dog.look(None if now_s % 20 else status(), float(now_s)) is None
-    ending = dog.look(None, 61.0)
-    assert ending is not None
-    assert "the hub does not answer" in ending.message
-
-
-def transport(answers: list[httpx.Response | Exception]) -> httpx.Client:
-    def answer(_request: httpx.Request) -> httpx.Response:
-        given = answers.pop(0)
-        if isinstance(given, Exception):
-            raise given
-        return given
-
-    return httpx.Client(transport=httpx.MockTransport(answer))
-
-
-def test_whatever_is_not_a_status_is_none() -> None:
-    answers = [httpx.ConnectError("no"), httpx.Response(500), httpx.Response(200, text="<html>"),
-               httpx.Response(200, text=status().model_dump_json())]  # fmt: skip
-    http = transport(list(answers))
-    assert [fetch_status("http://hub", http) for _ in answers] == [None, None, None, status()]
-
-
-def test_the_reporter_asks_now_and_then_and_says_each_alarm_once() -> None:
-    alarmed = status(alarms=("the disk is nearly full",)).model_dump_json()
-    http = transport([httpx.Response(200, text=alarmed) for _ in range(3)])
-    clock, said = ManualClock(), list[str]()
-    reporter = Reporter("http://hub", said.append, Watchdog(1000), every_s=3, clock=clock, http=http)
-    for _ in range(60):  # ten looks a second for six seconds
-        assert reporter.tick() is None
-        clock.advance(0.1)
-    assert said[1:] == ["alarm: the disk is nearly full"]
-    reporter.last_look()
-    assert reporter.status is not None
+def written(path: Path, *rows: dict[str, float]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
 
 
 def test_the_summary_is_read_from_the_trainers_own_numbers(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    rows = [
-        {"step": 0, "held_out": 0.25, "reward_mean": 0.5},
-        {"step": 1, "reward_mean": 0.75},
+    path = written(
+        tmp_path / "metrics.jsonl",
+        {"step": 0, "held_out": 0.25, "reward_mean": 0.5, "sampled_reward": 0.125, "groups": 4},
+        {"step": 1, "reward_mean": 0.75, "groups": 4},
         {"step": 2, "held_out": 0.5},
-    ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"torn')
+    )
+    path.write_text(path.read_text() + '{"torn')
     lines = summary(path, status(), 12.3)
     assert lines == [
         "2 of 9 steps in 12 s",
         "held-out score 0.250 → 0.500",
-        "reward 0.500 → 0.750",
+        "reward 0.125 → 0.750",
         "submissions: 5 accepted, 1 rejected; 100 verified tokens",
     ]
     assert summary(tmp_path / "none", None, 1.0) == ["0 steps in 1 s"]
+
+
+def test_a_run_that_trained_on_nothing_says_so(tmp_path: Path) -> None:
+    rows = [{"step": step, "groups": 0, "dropped_groups": 12} for step in range(3)]
+    lines = summary(written(tmp_path / "metrics.jsonl", *rows), None, 1.0)
+    assert lines[-1].startswith("nothing was trained on: all 36 groups had equal rewards; ")
+
+
+def test_a_run_without_any_group_says_so(tmp_path: Path) -> None:
+    rows = [{"step": 0, "groups": 0, "dropped_groups": 0}]
+    lines = summary(written(tmp_path / "metrics.jsonl", *rows), None, 1.0)
+    assert lines[-1] == "nothing was trained on: no group was accepted"
+
+
+def test_one_group_is_not_nothing(tmp_path: Path) -> None:
+    rows = [{"step": 0, "groups": 0, "dropped_groups": 12}, {"step": 1, "groups": 1, "dropped_groups": 11}]
+    assert "nothing" not in " ".join(summary(written(tmp_path / "metrics.jsonl", *rows), None, 1.0))

@@ -13,7 +13,7 @@ from shoal.cli.folder import RunFolder
 from shoal.cli.recipe import Recipe
 from shoal.cli.status import render, show_status
 from shoal.errors import HubUnreachable
-from shoal.protocol import LedgerHead, NodeState, NodeView, RunStatus, Wait
+from shoal.protocol import LedgerHead, NodeState, NodeView, RecentVerdict, RunStatus, StepReport, Wait
 
 
 def status(**changes: object) -> RunStatus:
@@ -34,6 +34,18 @@ def test_markup_in_what_others_say_is_text() -> None:
         console.print(part)
     for text in ("[/bold]", "[red]x", "[/zz]", "[bold]y", "[/a]"):
         assert text in shown.getvalue()
+
+
+def test_the_newest_refusals_are_shown_with_the_name_of_the_node() -> None:
+    node = NodeView(node="n" * 32, name="alice", role="worker", state=NodeState.ACTIVE)
+    values = {"node": node.node, "outcome": "rejected", "reason": "sampling.seed", "message": "no"}
+    verdicts = tuple(RecentVerdict(unit=unit, decided_at_ms=unit, **values) for unit in range(9, 0, -1))
+    reports = (StepReport(step=3, metrics={"reward_mean": 0.5, "sampled_reward": 0.25}),)
+    shown = [
+        part for part in render(status(nodes=(node,), verdicts=verdicts, reports=reports)) if isinstance(part, str)
+    ]
+    assert shown[-5:] == [f"alice, unit {unit}: rejected, sampling.seed: no" for unit in range(5, 10)]
+    assert ", reward 0.250" in shown[0]
 
 
 def test_a_stopped_run_says_where_it_stands_and_how_to_go_on(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from shoal.errors import (
     HubRefused,
     HubUnreachable,
     ProtocolError,
+    ShutOut,
     SignatureError,
 )
 from shoal.protocol import (
@@ -113,7 +114,15 @@ def test_a_refusal_carries_the_hubs_code_and_sentence_and_is_not_retried() -> No
     with pytest.raises(HubRefused, match="300 s ahead") as caught:
         hub.client().register("n", "worker", None)
     assert (caught.value.status, caught.value.code) == (401, "signature.skew")
+    assert not isinstance(caught.value, ShutOut)
     assert len(hub.requests) == 1
+
+
+@pytest.mark.parametrize("code", ["node.banned", "node.suspended"])
+def test_a_refusal_of_this_node_is_known_as_one(code: str) -> None:
+    hub = ScriptedHub(script=[refusal(403, code, "this node is out: sampling.seed")])
+    with pytest.raises(ShutOut, match=r"this node is out: sampling\.seed"):
+        hub.client().register("n", "worker", None)
 
 
 def test_a_page_that_is_no_problem_document_still_gives_a_sentence() -> None:
@@ -200,3 +209,57 @@ def test_a_patient_twin_shares_the_run_but_not_the_patience() -> None:
     with pytest.raises(HubUnreachable):
         client.patient(1.0).heartbeat(Heartbeat())
     assert sum(hub.stop.waits) <= 1.0
+
+
+def test_told_that_its_clock_is_wrong_it_asks_again_by_the_hubs_and_keeps_to_that() -> None:
+    hub_ms = ScriptedHub().clock.now_ms() - 3_600_000
+    skew = refusal(401, "auth.skew", "the request's clock is 3600 s ahead", shoal_time=str(hub_ms))
+    hub = ScriptedHub(script=[skew, answer(VIEW), answer(HeartbeatReply(node=VIEW))])
+    client = hub.client()
+    client.register("n", "worker", None)
+    client.patient(5.0).heartbeat(Heartbeat())
+    times = [int(request.headers["shoal-time"]) for request in hub.requests]
+    assert abs(times[0] - hub_ms) == 3_600_000
+    assert all(abs(at_ms - hub_ms) < 1000 for at_ms in times[1:])
+
+
+def test_two_requests_refused_for_the_same_clock_are_both_asked_again() -> None:
+    """As two threads do: the second refusal is no news, but its request was dated before the first."""
+    hub_ms = ScriptedHub().clock.now_ms() + 3_600_000
+    skew = refusal(401, "auth.skew", "the request's clock is 3600 s behind", shoal_time=str(hub_ms))
+
+    def refused_meanwhile(_request: httpx.Request) -> httpx.Response:
+        assert client.register("n", "worker", None) == VIEW
+        return skew
+
+    hub = ScriptedHub(script=[refused_meanwhile, skew, answer(VIEW), answer(HeartbeatReply(node=VIEW))])
+    client = hub.client()
+    assert client.heartbeat(Heartbeat()).node == VIEW
+
+
+@pytest.mark.parametrize("said", ["", "-5", "soon", "9" * 16, None])
+def test_a_hub_that_has_nothing_new_to_say_about_the_time_has_refused(said: str | None) -> None:
+    right = str(ScriptedHub().clock.now_ms())
+    skew = refusal(401, "auth.skew", "the clock is off", shoal_time=right if said is None else said)
+    hub = ScriptedHub(script=[skew] * 3)
+    with pytest.raises(HubRefused, match="the clock is off"):
+        hub.client().register("n", "worker", None)
+    assert len(hub.requests) == 1
+
+
+def test_a_silence_is_mentioned_once_and_so_is_its_end(caplog: pytest.LogCaptureFixture) -> None:
+    hub = ScriptedHub(script=[*[no_answer] * 12, answer(VIEW)])
+    with caplog.at_level("INFO", "shoal.client"):
+        hub.client().register("n", "worker", None)
+    said = [record.getMessage() for record in caplog.records]
+    assert [line.split("(")[0] for line in said[:1]] == ["the hub at http://hub:1 does not answer /nodes "]
+    assert len(said) == 2
+    assert "answers again, after" in said[1]
+
+
+def test_a_hiccup_is_not_mentioned(caplog: pytest.LogCaptureFixture) -> None:
+    hub = ScriptedHub(script=[*[no_answer] * 4, answer(VIEW)])
+    with caplog.at_level("INFO", "shoal.client"):
+        hub.client().register("n", "worker", None)
+    assert sum(hub.stop.waits) < 3
+    assert not caplog.records

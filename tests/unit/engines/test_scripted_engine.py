@@ -46,5 +46,18 @@ def test_vocabulary_and_end_come_from_the_config():
 
 
 def test_it_needs_no_torch():
-    code = "import sys, shoal.engines, shoal.engines.scripted; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    code = "import sys; from shoal import engines; engines.warm_up('scripted'); engines.build('scripted', {})"
+    assert (
+        subprocess.run([sys.executable, "-c", f"{code}; sys.exit('torch' in sys.modules)"], check=False).returncode == 0
+    )
+
+
+def test_warming_up_the_torch_engine_imports_what_building_one_takes():
+    code = "import sys; from shoal import engines; engines.warm_up('torch')"
+    wanted = "{'shoal.engines.torch', 'transformers.modeling_utils'}"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", f"{code}; sys.exit(not {wanted} <= set(sys.modules))"], check=False
+        ).returncode
+        == 0
+    )

@@ -226,6 +226,21 @@ class TestLeases:
         assert second.attempt == first.attempt + 1
         assert code_of(started.alice.submit(first)) == (410, "lease.released")
 
+    def test_a_worker_that_was_killed_gets_its_units_again_at_once(self, started: Bench) -> None:
+        answered, lost = started.alice.lease(fresh_request(), 2)
+        body = {"request": fresh_request(), "max_units": 2, "held": [answered.lease]}
+        for _ in range(2):  # its answer may be lost: asked again, it stands
+            (lease,) = ok(started.alice.call("POST", "/leases", body)).json()["leases"]
+            assert lease["document"]["unit"] == lost.unit
+            assert lease["document"]["attempt"] == lost.attempt + 1
+        assert started.alice.submit(answered).status_code == 201
+
+    def test_a_worker_ends_no_lease_but_its_own(self, started: Bench) -> None:
+        (lease,) = started.bob.lease(fresh_request())
+        body = {"request": fresh_request(), "max_units": 2, "held": []}
+        granted = ok(started.alice.call("POST", "/leases", body)).json()["leases"]
+        assert [each["document"]["unit"] for each in granted] == [lease.unit + 1]
+
     def test_seeds_differ_between_units_and_rollouts(self, started: Bench) -> None:
         one, two = started.alice.lease(fresh_request(), 2)
         assert len({*one.seeds, *two.seeds}) == 4
@@ -396,6 +411,8 @@ class TestAuditsAndVerdicts:
         assert (recent.outcome, recent.reason) == ("rejected", "sampling.seed")
         assert "token 3" in recent.message
         assert ok(started.alice.call("POST", "/heartbeat", {})).json()["node"]["state"] == "banned"
+        ok(started.alice.call("POST", "/heartbeat", {"waiting_for": "work from the hub", "waiting_s": 9.0}))
+        assert not any("alice" in wait.who for wait in started.status().waits), "nobody waits for who is shut out"
 
 
 class TestTrainer:

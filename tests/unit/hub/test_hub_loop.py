@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hubkit import HUB, RUN_ID, TOKENS_PER_ROLLOUT, Bench, ok
+from hubkit import HUB, RUN_ID, TOKENS_PER_ROLLOUT, Bench, fresh_request, ok
 
 from shoal import ledger
 from shoal.protocol import (
@@ -61,6 +61,30 @@ def test_the_trainer_gets_the_rollouts_with_the_validators_rewards(bench: Bench)
         assert tuple(group.prompt_ids) == lease.prompt_ids
         assert [rollout.reward for rollout in group.rollouts] == [0.0, 1.0]
         np.testing.assert_array_equal(group.rollouts[0].token_ids, range(TOKENS_PER_ROLLOUT))
+
+
+def test_a_batch_says_what_was_earned_by_everything_sampled_for_it(tmp_path: Path) -> None:
+    """One group of ones is dropped, two groups of halves are kept; a hub restarted in between counts the same."""
+    bench = Bench(tmp_path / "hub")
+    ok(bench.announce(0))
+    for lease in bench.alice.lease(fresh_request(), 2):
+        ok(bench.alice.submit(lease))
+    dropped, kept = bench.audits()
+    ok(bench.judge(dropped, (1.0, 1.0)))
+    ok(bench.judge(kept, (0.0, 1.0)))
+    bench = bench.restarted()
+    bench.accept_groups(1)  # the refill
+    batch = bench.batch(0)
+    assert batch is not None
+    assert (len(batch.groups), batch.dropped_groups, batch.sampled_reward) == (2, 1, (1 + 1 + 0 + 1 + 0 + 1) / 6)
+    ok(bench.announce(1))
+    bench.accept_groups(2)
+    following = bench.batch(1)
+    assert following is not None
+    assert following.sampled_reward == 0.5, "what step 0 dropped is no part of step 1"
+    bench = bench.restarted()
+    assert bench.batch(0) == batch, "once written down it never changes"
+    bench.close()
 
 
 def test_the_ledger_records_the_run_and_accounts_for_every_credit(bench: Bench) -> None:

@@ -84,6 +84,15 @@ def test_a_worker_gets_what_another_let_run_out(bench: Bench) -> None:
     assert [lease.unit for lease in poll.result()] == [0, 1], "the upkeep noticed, nobody had to ask"
 
 
+def test_a_worker_gets_what_another_lost(bench: Bench) -> None:
+    ok(bench.announce(0))
+    bench.alice.lease(fresh_request(), 2)
+    poll = Background(lambda: bench.bob.lease(fresh_request(), wait_s=20))
+    until(waiting(bench, "a unit: all 2 units of step 0"))
+    ok(bench.alice.call("POST", "/leases", {"request": fresh_request(), "max_units": 1, "held": []}))
+    assert [lease.unit for lease in poll.result()] == [1]
+
+
 def test_a_poll_ends_at_its_deadline_with_a_reason(bench: Bench) -> None:
     before = time.monotonic()
     reply = ok(bench.alice.call("POST", "/leases", {"request": fresh_request(), "wait_s": 0.2})).json()

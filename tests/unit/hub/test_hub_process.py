@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import html
 import json
+import re
 import signal
 import socket
 import sqlite3
@@ -336,7 +338,20 @@ class TestPages:
         assert home.headers["content-type"].startswith("text/html")
         assert f"shoal join http://hub/#{fingerprint(ROOT.public_key)}" in home.text
         assert "http://" not in home.text.replace("http://hub/", ""), "no file from elsewhere"
-        assert "openapi.json" in http.get("/docs").text
+        docs = http.get("/docs")
+        assert docs.headers["content-type"].startswith("text/html")
+        for page in (home.text, docs.text):
+            assert "<script" not in page
+            assert 'src="' not in page
+            assert not re.search(r'href="(https?:)?//', page), "no file from elsewhere"
+        document = http.get("/openapi.json").json()
+        for path, methods in document["paths"].items():
+            for method, call in methods.items():
+                assert f"<h3>{method.upper()} {path}</h3>" in docs.text
+                assert html.escape(call["summary"]) in docs.text
+        assert "<code>LeaseRequest</code>, for example <code>{&quot;request&quot;" in docs.text
+        assert "<code>Receipt</code>" in docs.text
+        assert http.get("/redoc").status_code == 404
 
 
 def test_the_hub_starts_without_torch() -> None:

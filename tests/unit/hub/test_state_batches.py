@@ -31,6 +31,7 @@ class Chosen:
 
 def choose(alive: list[UnitRow], step: int = 0, version: int = 0, **changes: Any) -> Chosen:
     counts = {key: changes.pop(key) for key in ("dropped", "failed") if key in changes}
+    lost = changes.pop("lost", ())
     progress = Progress(policy=policy(version), next_step=changes.pop("next_step", step), alive=len(alive), **counts)
     rows = {
         f"{row.unit:064x}": submission(
@@ -43,7 +44,7 @@ def choose(alive: list[UnitRow], step: int = 0, version: int = 0, **changes: Any
     choice = batches.choose(now, alive, step)
     if choice.units is None:
         return Chosen(waiting=choice.waiting)
-    return Chosen(*batches.write_down(now, alive, choice.units, rows))
+    return Chosen(*batches.write_down(now, alive, choice.units, batches.Sampled(rows, lost)))
 
 
 class TestSynchronous:
@@ -123,6 +124,39 @@ class TestRefills:
 
     def test_an_empty_step_still_waits_for_what_can_come_in(self) -> None:
         assert choose([unit(3, UnitState.SUBMITTED)], dropped=12).batch is None
+
+
+class TestSampledReward:
+    """The mean over all rollouts that were accepted for a step, those that nothing is learnt from included."""
+
+    def test_by_hand(self) -> None:
+        lost = [submission(8, rewards=(1.0, 1.0)), submission(9, rewards=(0.5, 0.5, 0.5, 0.5))]
+        choice = choose([accepted(number) for number in range(4)], lost=lost, dropped=2)
+        assert choice.batch is not None
+        assert choice.batch.sampled_reward == (4 * (0 + 1) + 2 * 1 + 4 * 0.5) / (4 * 2 + 2 + 4)
+        assert choice.batch.sampled_reward != 0.5, "the mean of the chosen groups alone"
+
+    def test_it_does_not_depend_on_the_order(self) -> None:
+        groups = [(0.1, 0.2), (0.3,), (1e9, -1e9), (0.7, 0.6)]
+        assert batches.mean_reward(groups) == batches.mean_reward(reversed(groups))
+
+    def test_an_empty_step_without_a_single_group_has_none(self) -> None:
+        choice = choose([], failed=12)
+        assert choice.batch is not None
+        assert choice.batch.sampled_reward is None
+
+    def test_an_empty_step_tells_of_what_was_dropped(self) -> None:
+        choice = choose([], dropped=12, lost=[submission(number, rewards=(0.25, 0.25)) for number in range(12)])
+        assert choice.batch is not None
+        assert (choice.batch.groups, choice.batch.sampled_reward) == ((), 0.25)
+
+    def test_the_digest_of_a_batch_is_about_its_groups_alone(self) -> None:
+        rows = [accepted(number) for number in range(4)]
+        without, with_lost = choose(rows).batch, choose(rows, lost=[submission(8, rewards=(1.0, 1.0))]).batch
+        assert without is not None
+        assert with_lost is not None
+        assert without.sampled_reward != with_lost.sampled_reward
+        assert batches.batch_digest(without) == batches.batch_digest(with_lost)
 
 
 def test_steps_in_order_and_not_past_the_end() -> None:

@@ -102,6 +102,16 @@ class TestExpiry:
         assert (after.state, after.failures, after.task, after.attempt) == (UnitState.OPEN, 0, "task-0", 1)
 
 
+class TestAbandon:
+    def test_what_its_node_no_longer_knows_ends_and_is_open_again(self) -> None:
+        commands = leases.abandon([held(0), held(1)], "request-2", {"u1a0"})
+        assert leases_in(commands) == {"u0a0": LeaseState.EXPIRED}, "late work is still taken; a release refuses it"
+        assert units_in(commands) == {0: unit(0, attempt=1)}
+
+    def test_what_this_very_request_was_granted_stands(self) -> None:
+        assert leases.abandon([held(0, request="request-2")], "request-2", ()) == []
+
+
 class TestRelease:
     def test_a_release_is_no_failure_of_the_unit(self) -> None:
         commands = leases.release(node(1).node, [held(0)])

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 import shoal.protocol as protocol
 from shoal.protocol import (
+    Batch,
     Chunk,
     Document,
     Entry,
@@ -69,6 +70,21 @@ def test_values_out_of_bounds_are_refused(kind: type[Message], values: dict[str,
 def test_no_entry_can_leave_its_folder(name: str) -> None:
     with pytest.raises(ValidationError):
         Entry(name=name, type="file", offset=0, size_bytes=1)
+
+
+def test_a_batch_written_down_before_it_had_a_sampled_reward_still_opens() -> None:
+    old = Batch.model_validate_json('{"step": 3, "groups": [], "dropped_groups": 2, "written_at_ms": 7}')
+    assert old.sampled_reward is None
+    new = old.model_copy(update={"sampled_reward": 0.625})
+    assert Batch.model_validate_json(new.model_dump_json()) == new
+    with pytest.raises(ValidationError):
+        Batch(step=3, groups=(), sampled_reward=float("nan"), written_at_ms=7)
+
+
+def test_a_lease_request_that_does_not_say_what_it_holds_still_opens() -> None:
+    assert LeaseRequest.model_validate_json('{"request": "request-1"}').held is None
+    new = LeaseRequest(request="request-1", held=("u3a0",))
+    assert LeaseRequest.model_validate_json(new.model_dump_json()) == new
 
 
 def test_seeds_are_whole_64_bit_numbers() -> None:

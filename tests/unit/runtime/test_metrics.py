@@ -39,6 +39,25 @@ def test_a_rewind_forgets_later_steps_and_a_torn_line(tmp_path: Path) -> None:
     assert [(row["step"], row["loss"]) for row in log.rows()] == [(0, 0.0), (1, 1.0), (2, 9.0)]
 
 
+def test_a_rewind_keeps_what_a_row_says_of_its_version_until_the_row_is_written_again(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    log.append(0, {"loss": 0.5})
+    log.append(1, {"held_out": 0.9, "loss": 0.4})
+    log.append(2, {"held_out": 0.8})
+    log.rewind(1, keep=("held_out",))
+    assert log.rows() == [{"step": 0, "loss": 0.5}, {"step": 1, "held_out": 0.9}]
+    again = MetricsLog(log.path)  # another crash before the row is written
+    again.rewind(1, keep=("held_out",))
+    assert again.append(1, {"loss": 0.3}) == {"step": 1, "held_out": 0.9, "loss": 0.3}
+    assert again.append(2, {"loss": 0.2}) == {"step": 2, "loss": 0.2}
+    assert [row["step"] for row in again.rows()] == [0, 1, 2]
+    again.rewind(1, keep=("held_out",))
+    again.append(1, {"held_out": 0.7})  # what is measured anew counts
+    assert again.rows()[1:] == [{"step": 1, "held_out": 0.7}]
+    again.rewind(0, keep=("held_out",))
+    assert again.rows() == []
+
+
 def test_what_is_no_number_is_never_written(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path / "metrics.jsonl")
     with pytest.raises(ValueError, match="not JSON compliant"):

@@ -19,6 +19,7 @@ from shoal.runtime.stop import StopToken
 from shoal.runtime.supervise import (
     Ending,
     ProcessSpec,
+    ProcessView,
     RestartPolicy,
     Supervisor,
     describe_exit,
@@ -85,6 +86,14 @@ def poll_until(supervisor: Supervisor, condition: Callable[[], bool], what: str)
     eventually(step, what)
 
 
+def view(supervisor: Supervisor, name: str) -> ProcessView:
+    return next(process for process in supervisor.processes() if process.name == name)
+
+
+def states(supervisor: Supervisor) -> list[str]:
+    return [process.state for process in supervisor.processes()]
+
+
 def test_a_killed_process_is_started_again(bench: Bench) -> None:
     supervisor = bench.make(bench.spec("worker", SLEEP))
     poll_until(supervisor, lambda: "up" in bench.log("worker"), "the first life")
@@ -132,6 +141,57 @@ def test_a_mistake_of_the_user_is_not_retried(bench: Bench, code: int) -> None:
     ending = bench.make(bench.spec("hub", child)).run()
     assert ending == Ending(code, "hub: port 80 is taken")
     assert bench.log("hub").count("port 80") == 1
+
+
+SHUT_OUT = "import sys; print('shoal: this node is banned: sampling.seed', file=sys.stderr); sys.exit(6)"
+
+
+def test_one_that_the_hub_has_shut_out_rests_and_the_run_goes_on(bench: Bench) -> None:
+    cheater = bench.spec("worker", SHUT_OUT, essential=False, when_done="rest")
+    supervisor = bench.make(cheater, bench.spec("trainer", SLEEP, when_done="end"))
+    poll_until(supervisor, lambda: view(supervisor, "worker").state == "resting", "the worker to rest")
+    for _ in range(50):
+        assert supervisor.poll() is None
+    assert bench.log("worker").count("banned") == 1
+    seen = view(supervisor, "worker")
+    assert (seen.pid, seen.restarts) == (None, 0)
+    assert seen.why == "was shut out by the hub: this node is banned: sampling.seed"
+
+
+def test_an_essential_one_that_the_hub_has_shut_out_ends_the_run(bench: Bench) -> None:
+    ending = bench.make(bench.spec("validator", SHUT_OUT)).run()
+    assert ending == Ending(6, "validator: this node is banned: sampling.seed")
+    assert bench.log("validator").count("banned") == 1
+
+
+def test_processes_as_people_see_them(bench: Bench) -> None:
+    policy = RestartPolicy(Backoff(30.0, 30.0), max_short_lives=3)
+    dies = bench.spec("relay", "import sys; print('no luck'); sys.exit(1)", essential=False)
+    rests = bench.spec("worker", "print('once')", when_done="rest")
+    supervisor = bench.make(bench.spec("hub", SLEEP), dies, rests, policy=policy)
+    poll_until(supervisor, lambda: states(supervisor) == ["running", "restarting", "resting"], "their states")
+    hub, relay, worker = supervisor.processes()
+    assert (hub.name, hub.pid, hub.restarts, hub.why) == ("hub", supervisor.pids["hub"], 0, "")
+    assert (relay.pid, relay.restarts, relay.why) == (None, 0, "ended with exit code 1: no luck")
+    assert (worker.pid, worker.why) == (None, "is done")
+    assert all(0 <= process.since_s < DEADLINE_S for process in (hub, relay, worker))
+
+
+def test_a_second_life_remembers_how_the_first_ended(bench: Bench) -> None:
+    supervisor = bench.make(bench.spec("hub", SLEEP))
+    poll_until(supervisor, lambda: "up" in bench.log("hub"), "the first life")
+    first = supervisor.pids["hub"]
+    os.kill(first, signal.SIGKILL)
+    poll_until(supervisor, lambda: view(supervisor, "hub").restarts == 1, "the second life")
+    again = view(supervisor, "hub")
+    assert (again.state, again.why) == ("running", "was killed by SIGKILL")
+    assert again.pid not in (None, first)
+
+
+def test_one_that_is_given_up_says_so(bench: Bench) -> None:
+    supervisor = bench.make(bench.spec("relay", "import sys; sys.exit(1)", essential=False))
+    poll_until(supervisor, lambda: states(supervisor) == ["given up"], "giving up")
+    assert view(supervisor, "relay").restarts == 2
 
 
 def test_the_run_ends_with_the_trainer_and_takes_the_others_along(bench: Bench) -> None:
@@ -186,6 +246,72 @@ def test_a_child_that_ignores_sigterm_is_killed_with_its_own_children(bench: Ben
     supervisor.shut_down()
     assert not alive(pid)
     eventually(lambda: not alive(grandchild), "the end of the grandchild")
+
+
+def test_a_child_that_is_halted_is_killed(bench: Bench) -> None:
+    supervisor = bench.make(bench.spec("hub", SLEEP), policy=RestartPolicy(grace_s=0.2))
+    poll_until(supervisor, lambda: "up" in bench.log("hub"), "the hub")
+    pid = supervisor.pids["hub"]
+    os.kill(pid, signal.SIGSTOP)
+    supervisor.shut_down()
+    assert not alive(pid)
+
+
+def test_whoever_is_in_a_hurry_does_not_wait_for_the_grace_period(bench: Bench) -> None:
+    deaf = "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + SLEEP
+    supervisor = bench.make(bench.spec("deaf", deaf), policy=RestartPolicy(grace_s=600.0))
+    poll_until(supervisor, lambda: "up" in bench.log("deaf"), "the child")
+    pid = supervisor.pids["deaf"]
+    bench.stop.hurry.set()
+    began_s = time.monotonic()
+    supervisor.shut_down()
+    assert time.monotonic() - began_s < DEADLINE_S
+    assert not alive(pid)
+
+
+IMPATIENCE = """
+import sys
+from pathlib import Path
+from shoal.runtime.stop import stop_on_signals
+from shoal.runtime.supervise import ProcessSpec, RestartPolicy, Supervisor
+folder = Path(sys.argv[1])
+deaf = (
+    "import signal, time\\n"
+    "signal.signal(signal.SIGTERM, signal.SIG_IGN)\\n"
+    "print('up', flush=True)\\n"
+    "while True: time.sleep(0.05)"
+)
+stop = stop_on_signals(supervising=True)
+spec = ProcessSpec("deaf", (sys.executable, "-S", "-c", deaf), folder / "deaf.log")
+policy = RestartPolicy(grace_s=600.0)
+supervisor = Supervisor([spec], stop, folder / "processes.json", policy)
+ending = supervisor.run(on_end=lambda: print("ending", flush=True))
+print(ending.message, flush=True)
+sys.exit(ending.exit_code)
+"""
+
+
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_leaves_no_child_and_no_traceback(tmp_path: Path, second: signal.Signals) -> None:
+    command = [sys.executable, "-c", IMPATIENCE, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout is not None
+        log = tmp_path / "deaf.log"
+        try:
+            eventually(lambda: log.exists() and "up" in log.read_text(), "the child")
+            child = json.loads((tmp_path / "processes.json").read_text())["deaf"]
+            process.send_signal(signal.SIGINT)
+            assert process.stdout.readline() == "ending\n"
+            assert alive(child), "it is given time to end"
+            process.send_signal(second)
+            process.send_signal(second)
+            assert process.wait(DEADLINE_S) == 130
+            said = process.stdout.read()
+            assert said.endswith("stopped (SIGINT)\n")
+            assert "Traceback" not in said
+            assert not alive(child)
+        finally:
+            process.kill()
 
 
 def test_the_tick_can_end_the_run(bench: Bench) -> None:

@@ -198,7 +198,7 @@ def test_half_written_files_of_a_crash_are_swept_away(tmp_path: Path) -> None:
 
 
 def test_publishing_holds_one_chunk_in_memory_not_the_payload(tmp_path: Path) -> None:
-    size = 8 << 20
+    size = 64 << 20
     data = memoryview(bytes(size))
     views = [TensorView(f"w{index}", "U8", (size // 8 - 3,), data[: size // 8 - 3]) for index in range(8)]
     origin = Origin(tmp_path, RUN, KEY, settings=OriginSettings(chunk_size_bytes=256 * 1024))
@@ -208,7 +208,7 @@ def test_publishing_holds_one_chunk_in_memory_not_the_payload(tmp_path: Path) ->
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert peak < 2 << 20
+    assert peak < 8 << 20, "one chunk is 256 KiB; what other threads of this process allocate meanwhile counts too"
 
 
 def test_an_empty_payload_can_be_published(tmp_path: Path) -> None:

@@ -63,9 +63,11 @@ def test_a_row_holds_what_was_promised(whole) -> None:
     promised = {
         "reward_mean", "reward_std", "loss", "grad_norm", "clip_fraction", "ratio_mean", "ratio_max", "mismatch",
         "entropy", "staleness_mean", "staleness_max", "tokens", "tokens_per_s", "dropped_groups",
-        "truncated_fraction", "train_s", "wait_s", "idle_fraction",
+        "truncated_fraction", "train_s", "wait_s", "idle_fraction", "step_s", "at_ms", "sampled_reward",
     }  # fmt: skip
     assert promised <= row.keys()
+    assert row["sampled_reward"] == 0.625  # as the batch has it, not the mean of what is trained on
+    assert row["reward_mean"] != row["sampled_reward"]
     assert row["dropped_groups"] == 2  # the hub's count, and none of the trainer's own
     assert 0 <= row["idle_fraction"] <= 1
 
@@ -218,6 +220,47 @@ def test_a_finished_run_started_again_changes_nothing(tmp_path: Path) -> None:
     run.run()
     assert hub.policies == before
     assert [row["step"] for row in rows_of(tmp_path)] == [0, 1, 2]
+
+
+def test_a_batch_that_does_not_know_its_sampled_reward_has_none_reported(tmp_path: Path) -> None:
+    hub = FakeHub(1)
+    hub.sampled_reward = None
+    training_run(tmp_path, hub)[0].run()
+    assert "sampled_reward" not in rows_of(tmp_path)[0]
+    assert "reward_mean" in rows_of(tmp_path)[0]
+
+
+def test_every_row_says_when_it_was_written(tmp_path: Path) -> None:
+    clock = ManualClock(start_ms=5_000)
+    hub = FakeHub(2)
+    hub.before["rollouts"] = lambda _step: clock.advance(1.5)
+    training_run(tmp_path, hub, clock=clock)[0].run()
+    rows = rows_of(tmp_path)
+    assert [(row["step"], row["at_ms"], row.get("step_s")) for row in rows] == [
+        (0, 6_500.0, 1.5), (1, 8_000.0, 1.5), (2, 8_000.0, None)
+    ]  # fmt: skip
+    assert "at_ms" not in (tmp_path / "trainer" / "export" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("killed_first", [False, True])
+def test_a_run_that_is_extended_keeps_the_score_of_its_former_end(tmp_path: Path, killed_first: bool) -> None:
+    """Version 3 is measured because the run ends there; a run that goes on past it would not measure it."""
+    scores = iter([0.1, 0.2, 0.3, 0.4])  # versions 0, 2, 3, then 4: none is measured twice
+    first = FakeHub(3)
+    training_run(tmp_path, first, evaluate=lambda: next(scores))[0].run()
+    longer = FakeHub(4)
+    longer.policies = dict(first.policies)
+    if killed_first:
+        longer.before["rollouts"] = lambda _step: (_ for _ in ()).throw(Killed)
+        with pytest.raises(Killed):
+            training_run(tmp_path, longer, evaluate=lambda: next(scores))[0].run()
+        assert rows_of(tmp_path)[-1] == {"step": 3, "held_out": 0.3}
+        longer.before.clear()
+    training_run(tmp_path, longer, evaluate=lambda: next(scores))[0].run()
+    rows = rows_of(tmp_path)
+    assert [(row["step"], row.get("held_out")) for row in rows] == [(0, 0.1), (1, None), (2, 0.2), (3, 0.3), (4, 0.4)]
+    assert "loss" in rows[3]
+    assert longer.reports[3]["held_out"] == 0.3
 
 
 @pytest.mark.parametrize("staleness", [1, 2])

@@ -122,6 +122,7 @@ class FakeHub:
         self.reports: dict[int, dict[str, float]] = {}
         self.before: dict[str, Callable[[int], None]] = {}
         self.waiting = "3 more groups"
+        self.sampled_reward: float | None = 0.625
         self._arrived = threading.Condition()
         self._groups = written_down(steps, max_staleness)
 
@@ -175,13 +176,14 @@ class FakeHub:
             BatchGroup(
                 unit=group.unit,
                 submission="",
-                node="",
+                node=f"{group.unit:032x}",
                 rewards=tuple(rollout.reward for rollout in group.rollouts),
                 policy=PolicyRef(incarnation=0, version=group.version, digest="00" * 32),
             )
             for group in self._groups[step]
         )
-        return BatchReply(batch=Batch(step=step, groups=groups, dropped_groups=2, written_at_ms=0))
+        batch = Batch(step=step, groups=groups, dropped_groups=2, sampled_reward=self.sampled_reward, written_at_ms=0)
+        return BatchReply(batch=batch)
 
     def _newest(self) -> int:
         return max((version for _, version in self.policies), default=-1)

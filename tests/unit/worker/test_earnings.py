@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from shoal.errors import HubUnreachable
+from shoal.errors import HubUnreachable, ShutOut
 from shoal.protocol import HeartbeatReply, NodeState, NodeView, RecentVerdict
 from shoal.runtime.clock import ManualClock
 from shoal.worker.earnings import TELL_EVERY_S, Earnings
@@ -88,7 +88,7 @@ def test_what_could_not_be_judged_is_no_blame(caplog: pytest.LogCaptureFixture) 
 @pytest.mark.parametrize("state", [NodeState.BANNED, NodeState.SUSPENDED])
 def test_being_shut_out_carries_the_reason(state: NodeState) -> None:
     earnings = heard(StatusHub(), ManualClock(), {"state": state, "reason": "sampling.seed: tokens"})
-    assert earnings.shut_out is not None
+    assert isinstance(earnings.shut_out, ShutOut)
     assert earnings.shut_out.code == f"node.{state.value}"
     assert f"{state.value} this node: sampling.seed: tokens" in str(earnings.shut_out)
 

@@ -20,6 +20,7 @@ from shoal.errors import (
     PolicyMismatch,
     ProtocolError,
     ResourceError,
+    ShutOut,
     VersionNotFound,
 )
 from shoal.protocol import (
@@ -33,15 +34,19 @@ from shoal.protocol import (
     NodeState,
     NodeView,
     PolicyRef,
+    Receipt,
     SamplingParameters,
     SigningKey,
     Submission,
     TensorView,
+    pack,
     sign_document,
+    submission_digest,
     unpack,
 )
 from shoal.runtime.stop import StopToken
 from shoal.worker import Outbox, Worker, WorkerSettings
+from shoal.worker.loop import submission_of
 
 HUB = SigningKey.from_seed(b"h" * 32)
 KEY = SigningKey.from_seed(b"n" * 32)
@@ -113,13 +118,17 @@ class ListHub:
     def release(self, release: LeaseRelease) -> None:
         self.released.append(release)
 
-    def submit(self, lease_id: str, body: bytes) -> None:
+    def submit(self, lease_id: str, body: bytes) -> Receipt:
         assert self.gate.wait(20)
         submission = unpack(body, Submission, Limits())
         assert submission.lease == lease_id
         if submission.unit in self.refusals:
             raise self.refusals[submission.unit]
         self.submitted.append(submission)
+        return Receipt(
+            run=RUN, node=KEY.node, lease=lease_id, unit=submission.unit, submission=submission_digest(body),
+            size_bytes=len(body), received_at_ms=0,
+        )  # fmt: skip
 
 
 class CountingEngine(ScriptedEngine):
@@ -181,6 +190,15 @@ def test_it_generates_what_was_leased_in_one_call_and_hands_it_in(tmp_path: Path
     counters = bench.worker.activity.heartbeat().counters
     tokens = sum(len(r.token_ids) for s in bench.hub.submitted for r in s.rollouts)
     assert (counters["groups"], counters["submitted"], counters["tokens"]) == (4, 4, tokens)
+
+
+def test_a_request_names_the_leases_that_are_answered_but_not_sent(tmp_path: Path) -> None:
+    """The others of an earlier start are lost, and the hub learns it."""
+    bench = Bench(tmp_path, [lease(1)], lambda: bench.hub.gate.set() or [])
+    bench.hub.gate.clear()
+    bench.worker.run()
+    first, second = bench.hub.requests[:2]
+    assert (first.held, second.held) == ((), ("lease-1",))
 
 
 def test_a_submission_is_the_leases_group_under_its_seeds(tmp_path: Path) -> None:
@@ -269,24 +287,74 @@ def test_a_stop_while_the_hub_is_away_keeps_the_outbox_for_the_next_start(tmp_pa
 
 
 def test_a_ban_ends_it_with_the_hubs_sentence(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, [lease(1)], HubRefused(403, "node.banned", "this node is banned: sampling.seed"))
-    with pytest.raises(HubRefused, match=r"this node is banned: sampling\.seed"):
+    bench = Bench(tmp_path, [lease(1)], ShutOut(403, "node.banned", "this node is banned: sampling.seed"))
+    with pytest.raises(ShutOut, match=r"this node is banned: sampling\.seed"):
         bench.worker.run()
 
 
 def test_a_ban_heard_of_by_the_heartbeat_ends_it_too(tmp_path: Path) -> None:
     bench = Bench(tmp_path, *([[]] * 100_000))
     bench.hub.view = bench.hub.view.model_copy(update={"state": NodeState.BANNED, "reason": "sampling.seed: tokens"})
-    with pytest.raises(HubRefused, match=r"banned this node: sampling\.seed: tokens"):
+    with pytest.raises(ShutOut, match=r"banned this node: sampling\.seed: tokens"):
         bench.worker.run()
 
 
 def test_a_ban_met_while_sending_keeps_the_parcel_and_ends_it(tmp_path: Path) -> None:
     bench = Bench(tmp_path, [lease(1)], *([[]] * 100_000))
-    bench.hub.refusals[1] = HubRefused(403, "node.banned", "this node is banned: x")
-    with pytest.raises(HubRefused, match="banned"):
+    bench.hub.refusals[1] = ShutOut(403, "node.banned", "this node is banned: x")
+    with pytest.raises(ShutOut, match="banned"):
         bench.worker.run()
     assert bench.waiting == [1]
+
+
+@pytest.mark.parametrize("road", ["lease", "heartbeat", "upload"])
+def test_being_shut_out_leaves_the_outbox_to_other_runs(tmp_path: Path, road: str) -> None:
+    refusal = ShutOut(403, "node.suspended", "this node is suspended: x")
+    bench = Bench(tmp_path, [lease(1)], *([refusal] if road == "lease" else [[]] * 100_000))
+    other = lease(5).model_copy(update={"run": "other-000000000000"})
+    [group] = CountingEngine().generate([GenerationRequest(other.prompt_ids, other.seed_numbers, SAMPLING)])
+    elsewhere = submission_of(other, group, "scripted")
+    kept = bench.outbox.put(elsewhere)
+    if road != "lease":
+        bench.hub.refusals[1] = refusal
+    if road == "heartbeat":
+        bench.hub.view = bench.hub.view.model_copy(update={"state": NodeState.SUSPENDED})
+    with pytest.raises(ShutOut) as caught:
+        bench.worker.run()
+    assert caught.value.exit_code == 6
+    assert bench.outbox.waiting("other-000000000000") == [kept]
+    assert kept.read() == pack(elsewhere)
+    assert list((tmp_path / "outbox" / "refused").iterdir()) == []
+
+
+def test_a_finished_run_is_said_to_be_finished_with_what_it_earned(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    bench = Bench(tmp_path, [lease(1)])
+    bench.worker.run()
+    nothing = "0 groups accepted, credit +0; in all 0 groups, credit 0"
+    assert caplog.records[-1].message == f"the run is finished: {nothing}"
+    stopped = Bench(tmp_path)
+    stopped.stop.set("SIGTERM")
+    stopped.worker.run()
+    assert caplog.records[-1].message == f"this start: {nothing}"
+
+
+def test_a_receipt_is_noted_for_whoever_debugs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("DEBUG")
+    bench = Bench(tmp_path, [lease(7)])
+    bench.hub.gate.clear()
+    thread = threading.Thread(target=bench.worker.run)
+    thread.start()
+    try:
+        assert _eventually(lambda: bench.waiting == [7])
+        body = bench.outbox.waiting(RUN)[0].read()
+        assert "receipt for" not in caplog.text
+    finally:
+        bench.hub.gate.set()
+        thread.join(30)
+    assert f"unit 7: receipt for {submission_digest(body)}" in [record.message for record in caplog.records]
 
 
 @pytest.mark.parametrize("status", [403, 404, 409, 410, 413, 422])

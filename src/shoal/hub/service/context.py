@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from shoal.errors import ConfigError, EnvironmentSetupError
+from shoal.errors import ConfigError, DiskError, EnvironmentSetupError
 from shoal.hub.changes import Changes, Topic
 from shoal.hub.settings import HubConfig
 from shoal.hub.state import leases
@@ -19,10 +20,13 @@ from shoal.hub.state.rows import Moment, NodeRow
 from shoal.hub.storage import BlobFolder, Presence, SqliteStorage, Storage, Writer
 from shoal.hub.waits import Waits
 from shoal.protocol import Document, NodeView, sign_document
-from shoal.runtime.clock import Clock
+from shoal.runtime.clock import Clock, SteadyClock
 from shoal.runtime.files import ensure_folder, resource_error, write_atomically
 
 SECRET_BYTES = 32
+NOTABLE_MS = 1_000
+
+log = logging.getLogger("shoal.hub")
 
 
 class Context:
@@ -30,7 +34,6 @@ class Context:
 
     def __init__(self, config: HubConfig, clock: Clock, storage: Storage | None = None) -> None:
         self.config = config
-        self.clock = clock
         self.rules = config.rules
         self.tasks = config.environment.tasks("train")
         if len(self.tasks) == 0:
@@ -39,13 +42,32 @@ class Context:
         self.secret = _load_or_create_secret(config.folder / "secret", is_new=not (config.folder / "hub.db").exists())
         self.blobs = BlobFolder(config.folder / "blobs")
         self.storage: Storage = storage or SqliteStorage(config.folder / "hub.db")
+        self.clock = self._steady(clock)
         self.changes = Changes()
         self.waits = Waits()
+        self.failure: DiskError | None = None
         self._begin_run()
 
     def close(self) -> None:
         self.changes.close()
         self.storage.close()
+
+    def fail(self, error: DiskError) -> None:
+        """The hub cannot keep its promises any more: the process ends with the first such error (`server`)."""
+        self.failure = self.failure or error
+
+    def _steady(self, clock: Clock) -> SteadyClock:
+        """The hub's time. Leases, claims and nonces are dated with it: it never goes back, not even over a restart."""
+        with self.storage.read() as reader:
+            last = reader.ledger_last()
+            written_ms = max([last.at_ms if last else 0, *(row.last_seen_ms for row in reader.presences().values())])
+        ahead_ms = written_ms - clock.now_ms()
+        if ahead_ms > NOTABLE_MS:
+            log.warning(
+                "this machine's clock is %.0f s behind what the hub wrote down last: the hub's own goes on from there",
+                ahead_ms / 1000,
+            )
+        return SteadyClock(clock, written_ms)
 
     @contextmanager
     def decision(self, sweep: bool = False) -> Iterator[tuple[Writer, Moment]]:

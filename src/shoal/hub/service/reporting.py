@@ -11,6 +11,7 @@ from shoal.hub.storage import Presence, Reader
 from shoal.protocol import (
     LedgerHead,
     LedgerPage,
+    NodeState,
     RecentVerdict,
     RunInfo,
     RunStatus,
@@ -20,6 +21,8 @@ from shoal.protocol import (
 )
 
 VERDICTS_SHOWN = 20
+VERDICTS_SEARCHED = 500
+REFUSALS_SHOWN = 100
 REPORTS_SHOWN = 200
 ALARMS_SHOWN = 20
 MAX_PENDING = 1000
@@ -65,7 +68,7 @@ class Reporting:
                 submissions=reader.submission_counts(),
                 nodes=tuple(node_view(node, presences.get(node.node)) for node in nodes),
                 waits=tuple(self._waits(reader, nodes, presences, now_ms)),
-                verdicts=tuple(_recent(row) for row in reader.decided_submissions(VERDICTS_SHOWN)),
+                verdicts=tuple(_recent(row) for row in telling(reader.decided_submissions(VERDICTS_SEARCHED))),
                 reports=tuple(reader.reports(REPORTS_SHOWN)),
                 alarms=tuple(reader.alarms(ALARMS_SHOWN)),
                 ledger=self._head(reader),
@@ -76,11 +79,12 @@ class Reporting:
         if pacing.is_finished(self._context.rules, reader.progress()):
             return []
         names = {node.node: node_label(node) for node in nodes}
-        waits = self._context.waits.current(now_ms)
+        shut_out = {node_label(node) for node in nodes if node.state is not NodeState.ACTIVE}
+        waits = [wait for wait in self._context.waits.current(now_ms) if wait.who not in shut_out]
         polling = {wait.who for wait in waits}
         for presence in presences.values():
             who = names.get(presence.node, presence.node)
-            is_here = now_ms - presence.last_seen_ms <= SILENT_AFTER_MS
+            is_here = now_ms - presence.last_seen_ms <= SILENT_AFTER_MS and who not in shut_out
             if presence.waiting_for and is_here and who not in polling:
                 waits.append(Wait(who=who, what=presence.waiting_for, since_ms=presence.waiting_since_ms))
         held = [
@@ -125,6 +129,12 @@ def _folded(what: str, waiting: list[tuple[int, str, int]]) -> list[Wait]:
         several = f"{what}s {min(units)}–{max(units)} ({len(units)})" if len(units) > 1 else f"{what} {units[0]}"  # noqa: RUF001
         waits.append(Wait(who=several, what=whom, since_ms=min(since_ms for _, since_ms in pairs)))
     return waits
+
+
+def telling(rows: list[SubmissionRow]) -> list[SubmissionRow]:
+    """The newest decisions, and behind them those refused lately: acceptances come in hundreds and hide them."""
+    refused = [row for row in rows[VERDICTS_SHOWN:] if row.state != SubmissionState.ACCEPTED]
+    return [*rows[:VERDICTS_SHOWN], *refused[:REFUSALS_SHOWN]]
 
 
 def _recent(row: SubmissionRow) -> RecentVerdict:

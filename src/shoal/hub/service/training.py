@@ -71,7 +71,8 @@ class Training:
         if choice.units is None:
             return choice.waiting
         names = [unit.submission for unit in choice.units if unit.submission is not None]
-        _batch, commands = batches.write_down(moment, alive, choice.units, transaction.submissions_named(names))
+        sampled = batches.Sampled(transaction.submissions_named(names), transaction.dropped_submissions(step))
+        _batch, commands = batches.write_down(moment, alive, choice.units, sampled)
         transaction.apply(commands)
         return ""
 

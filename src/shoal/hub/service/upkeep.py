@@ -1,12 +1,21 @@
-"""What happens without being asked: leases and audits that ran out, nonces that are no longer needed."""
+"""What happens without being asked: leases and audits that ran out, workers that are gone, nonces no longer needed.
+
+A lease lasts `lease_s`, but only while its worker is heard of: one that was switched off or cut off stops sending
+heartbeats, and nobody has to wait for its leases to run out. If it was merely slow, its work is taken while the unit is
+free, like any other work that comes late.
+"""
 
 from __future__ import annotations
 
 from shoal.hub.changes import Topic
 from shoal.hub.service.context import Context
-from shoal.hub.state import audits
+from shoal.hub.state import audits, leases
 
 NONCES_EVERY_MS = 60_000
+GONE_AFTER_MS = 20_000
+"""Four heartbeats of a worker with its ordinary settings; the longest that they allow is half of this."""
+ASLEEP_MS = 5_000
+"""Ticks come once a second. After a longer pause it was the hub that was away (stopped, suspended), not the workers."""
 
 
 class Upkeep:
@@ -15,9 +24,22 @@ class Upkeep:
     def __init__(self, context: Context) -> None:
         self._context = context
         self._nonces_at_ms = 0
+        self._ticked_ms = self._listens_since_ms = context.clock.now_ms()
 
     def tick(self) -> None:
-        context, now_ms = self._context, self._context.clock.now_ms()
+        now_ms = self._context.clock.now_ms()
+        if now_ms - self._ticked_ms > ASLEEP_MS:
+            self._listens_since_ms = now_ms
+        self._ticked_ms = now_ms
+        self._end_overdue(now_ms)
+        self._end_silent(now_ms - GONE_AFTER_MS)
+        if now_ms - self._nonces_at_ms >= NONCES_EVERY_MS:
+            self._nonces_at_ms = now_ms
+            with self._context.storage.write(durable=False) as transaction:
+                transaction.forget_nonces(now_ms)
+
+    def _end_overdue(self, now_ms: int) -> None:
+        context = self._context
         with context.storage.read() as reader:
             late_leases, late_audits = reader.overdue_holdings(now_ms), reader.overdue_audits(now_ms)
         if late_leases or late_audits:
@@ -25,7 +47,15 @@ class Upkeep:
                 transaction.apply(audits.expire(transaction.overdue_audits(moment.now_ms), moment.now_ms))
         if late_audits:
             context.changes.notify(Topic.AUDITS)
-        if now_ms - self._nonces_at_ms >= NONCES_EVERY_MS:
-            self._nonces_at_ms = now_ms
-            with context.storage.write(durable=False) as transaction:
-                transaction.forget_nonces(now_ms)
+
+    def _end_silent(self, since_ms: int) -> None:
+        """End the leases of workers that have not been heard of since then, if the hub has listened all the while."""
+        context = self._context
+        if since_ms < self._listens_since_ms:
+            return
+        with context.storage.read() as reader:
+            silent = reader.silent_holdings(since_ms)
+        if silent:
+            with context.decision() as (transaction, _moment):
+                transaction.apply(leases.end(transaction.silent_holdings(since_ms)))
+            context.changes.notify(Topic.LEASES, Topic.BATCHES)

@@ -13,7 +13,7 @@ from shoal.hub.state import draws, leases, pacing, submissions
 from shoal.hub.state.nodes import require_active
 from shoal.hub.state.refusals import Refusal
 from shoal.hub.state.rows import LeaseRow, Moment, NodeRow, SubmissionRow, UnitRow
-from shoal.hub.storage import Reader
+from shoal.hub.storage import Reader, Writer
 from shoal.protocol import (
     SUBMISSION_FORMAT,
     Lease,
@@ -39,6 +39,7 @@ class Work:
         context = self._context
         with context.decision(sweep=True) as (transaction, moment):
             fresh = transaction.node(node.node) or node
+            lost = self._abandon(transaction, node, request)
             ask = leases.Ask(
                 node=fresh,
                 request=request.request,
@@ -48,6 +49,8 @@ class Work:
             )
             granted = leases.grant(moment, transaction.open_units(request.max_units), ask, self._draws)
             transaction.apply(granted.commands)
+        if lost:
+            context.changes.notify(Topic.LEASES)  # others may have got nothing for want of these units
         finished = pacing.is_finished(moment.rules, moment.progress)
         if granted.leases or finished:
             context.waits.done(node_label(node))
@@ -55,6 +58,15 @@ class Work:
             context.waits.waiting(node_label(node), f"a unit: {granted.waiting}", moment.now_ms)
         documents = tuple(SignedDocument.model_validate_json(lease.document) for lease in granted.leases)
         return LeaseReply(leases=documents, waiting=granted.waiting, finished=finished)
+
+    def _abandon(self, transaction: Writer, node: NodeRow, request: LeaseRequest) -> bool:
+        """End what the worker has lost; true if there was any."""
+        if request.held is None:
+            return False
+        holdings = transaction.holdings(node.node)
+        commands = leases.abandon(holdings, request.request, frozenset(request.held))
+        transaction.apply(commands)
+        return bool(commands)
 
     def release(self, node: NodeRow, request: LeaseRelease) -> None:
         with self._context.decision() as (transaction, _moment):

@@ -8,7 +8,8 @@ it never changes; what is left over and too old for the following step is void (
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from shoal.hub.state import pacing
@@ -43,14 +44,37 @@ def choose(moment: Moment, alive: Sequence[UnitRow], step: int) -> Choice:
     return Choice(units=tuple(chosen))
 
 
+@dataclass(frozen=True)
+class Sampled:
+    """What was accepted for a step: the submissions of its chosen units by name, and those dropped meanwhile."""
+
+    chosen: Mapping[str, SubmissionRow]
+    dropped: Sequence[SubmissionRow] = ()
+
+
 def write_down(
-    moment: Moment, alive: Sequence[UnitRow], chosen: Sequence[UnitRow], submissions: Mapping[str, SubmissionRow]
+    moment: Moment, alive: Sequence[UnitRow], chosen: Sequence[UnitRow], sampled: Sampled
 ) -> tuple[Batch, list[Command]]:
-    """The batch of the next step and what writing it down changes. `submissions` are those of the chosen units."""
-    progress = moment.progress
-    groups = tuple(_group(unit, submissions) for unit in chosen)
-    batch = Batch(step=progress.next_step, groups=groups, dropped_groups=progress.dropped, written_at_ms=moment.now_ms)
+    """The batch of the next step and what writing it down changes."""
+    groups = tuple(_group(unit, sampled.chosen) for unit in chosen)
+    batch = Batch(
+        step=moment.progress.next_step,
+        groups=groups,
+        dropped_groups=moment.progress.dropped,
+        sampled_reward=mean_reward([*(group.rewards for group in groups), *(row.rewards for row in sampled.dropped)]),
+        written_at_ms=moment.now_ms,
+    )
     return batch, _write(moment.rules, batch, chosen, alive)
+
+
+def mean_reward(groups: Iterable[Sequence[float]]) -> float | None:
+    """The mean over all rollouts of these groups, the same in whatever order they come; None if there are none.
+
+    >>> mean_reward([(0.0, 1.0), (1.0, 1.0)])
+    0.75
+    """
+    rewards = [reward for group in groups for reward in group]
+    return math.fsum(rewards) / len(rewards) if rewards else None
 
 
 def _require_next(rules: Rules, progress: Progress, step: int) -> None:

@@ -1,12 +1,12 @@
 """Leases: who gets which unit, and what happens when a lease ends without a submission.
 
 worker asks ─► open units, lowest number first ─► then new ones, while pacing leaves room ─► leases
-deadline passes, or the worker gives up ─► the unit is open again, task and seeds unchanged
+deadline passes, the worker gives up or is gone ─► the unit is open again, task and seeds unchanged
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
 
 from shoal.hub.state import pacing
@@ -117,9 +117,21 @@ def expire(moment: Moment, holdings: Sequence[Holding]) -> list[Command]:
 
     That is no failure of the unit: whoever hoards leases, or hands in rubbish, must not be able to void work.
     """
-    overdue = [held for held in holdings if _is_overdue(held.lease, moment.now_ms)]
-    commands: list[Command] = [SaveLease(held.lease.to(LeaseState.EXPIRED), held.lease.state) for held in overdue]
-    return commands + [SaveUnit(held.unit.reopened(), held.unit.state) for held in overdue]
+    return end([held for held in holdings if _is_overdue(held.lease, moment.now_ms)])
+
+
+def abandon(holdings: Sequence[Holding], request: str, held: Container[str]) -> list[Command]:
+    """End the leases that their node no longer knows, as if they had run out; those of this very `request` stand.
+
+    Ended, not given back: should the work turn up after all, it is taken while its unit is free.
+    """
+    return end([each for each in holdings if each.lease.request != request and each.lease.lease not in held])
+
+
+def end(holdings: Sequence[Holding]) -> list[Command]:
+    """End active leases: their time is over, or their node has lost them or is gone. Their units are open again."""
+    commands: list[Command] = [SaveLease(held.lease.to(LeaseState.EXPIRED), held.lease.state) for held in holdings]
+    return commands + [SaveUnit(held.unit.reopened(), held.unit.state) for held in holdings]
 
 
 def _is_overdue(lease: LeaseRow, now_ms: int) -> bool:

@@ -139,6 +139,11 @@ class MemoryReader:
         late = [held for held in self.holdings() if held.lease.deadline_ms <= now_ms]
         return sorted(late, key=lambda held: held.unit.unit)
 
+    def silent_holdings(self, since_ms: int) -> list[Holding]:
+        heard = {node for node, presence in self.presences().items() if presence.last_seen_ms >= since_ms}
+        old = [held for held in self.holdings() if held.lease.issued_at_ms < since_ms]
+        return sorted((held for held in old if held.lease.node not in heard), key=lambda held: held.unit.unit)
+
     def requested_leases(self, node: str, request: str) -> list[LeaseRow]:
         rows = [row for row in self._tables.leases.values() if (row.node, row.request) == (node, request)]
         return sorted(rows, key=lambda row: row.unit)
@@ -168,6 +173,10 @@ class MemoryReader:
 
     def submissions_named(self, names: Sequence[str]) -> dict[str, SubmissionRow]:
         return {name: self._tables.submissions[name] for name in names if name in self._tables.submissions}
+
+    def dropped_submissions(self, step: int) -> list[SubmissionRow]:
+        lost = [unit for unit in self._units() if unit.lost_step == step and unit.state == UnitState.DROPPED]
+        return list(self.submissions_named([unit.submission for unit in lost if unit.submission]).values())
 
     def batch(self, step: int) -> Batch | None:
         return self._tables.batches.get(step)

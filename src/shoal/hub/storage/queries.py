@@ -111,6 +111,13 @@ class SqlReader:
         query = _HOLDINGS.where(table.c.state == LeaseState.ACTIVE.value, table.c.deadline_ms <= now_ms)
         return [_holding(row) for row in self._connection.execute(query.order_by(table.c.unit))]
 
+    def silent_holdings(self, since_ms: int) -> list[Holding]:
+        table, presence = tables.leases, tables.presence
+        heard = select(presence.c.node).where(presence.c.last_seen_ms >= since_ms)
+        old = _HOLDINGS.where(table.c.state == LeaseState.ACTIVE.value, table.c.issued_at_ms < since_ms)
+        query = old.where(table.c.node.not_in(heard)).order_by(table.c.unit)
+        return [_holding(row) for row in self._connection.execute(query)]
+
     def requested_leases(self, node: str, request: str) -> list[LeaseRow]:
         table = tables.leases
         query = select(table).where(table.c.node == node, table.c.request == request).order_by(table.c.unit)
@@ -153,6 +160,12 @@ class SqlReader:
                 _submission(row) for row in self._connection.execute(select(table).where(table.c.submission.in_(part)))
             ]
         return {row.submission: row for row in found}
+
+    def dropped_submissions(self, step: int) -> list[SubmissionRow]:
+        units, table = tables.units, tables.submissions
+        query = select(table).join(units, units.c.submission == table.c.submission)
+        dropped = query.where(units.c.lost_step == step, units.c.state == UnitState.DROPPED.value)
+        return [_submission(row) for row in self._connection.execute(dropped.order_by(units.c.unit))]
 
     def batch(self, step: int) -> Batch | None:
         document = self._scalar(select(tables.batches.c.document).where(tables.batches.c.step == step))

@@ -9,6 +9,8 @@ process (nonces, presence), go through a second set of connections with `synchro
 
 from __future__ import annotations
 
+import errno
+import sqlite3
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,15 +20,16 @@ from typing import Any
 from sqlalchemy import Connection, Engine, create_engine, event, inspect
 from sqlalchemy.exc import DatabaseError
 
-from shoal.errors import ConfigError, ResourceError, ShoalError
+from shoal.errors import ConfigError, DiskError, ResourceError, ShoalError
 from shoal.hub.storage import tables
 from shoal.hub.storage.queries import SqlReader
 from shoal.hub.storage.writes import SqlWriter
-from shoal.runtime.files import ensure_folder
+from shoal.runtime.files import ensure_folder, is_full, resource_error
 
 BUSY_TIMEOUT_MS = 10_000
 CONNECTIONS = 48
 """More than the threads that serve requests, so that nobody waits for a connection."""
+_LOST = frozenset({sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB})
 
 
 class SqliteStorage:
@@ -73,10 +76,18 @@ class SqliteStorage:
         try:
             yield
         except DatabaseError as error:
-            raise ResourceError(
-                f"cannot use the database {self._path}: {error.orig}; check the disk (full? damaged?), "
-                "restore it from a backup, or start another run in another folder"
-            ) from error
+            raise self._explained(error.orig) from error
+
+    def _explained(self, error: BaseException | None) -> ResourceError:
+        """A full disk has several faces here: not every call of SQLite says so itself."""
+        code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+        if code == sqlite3.SQLITE_FULL or (code == sqlite3.SQLITE_IOERR and is_full(self._path.parent)):
+            return resource_error("write to the database", self._path, OSError(errno.ENOSPC, "disk full"))
+        kind = DiskError if code in _LOST else ResourceError
+        return kind(
+            f"cannot use the database {self._path}: {error}; check the disk (damaged?), "
+            "restore it from a backup, or start another run in another folder"
+        )
 
     def _prepare(self) -> None:
         with self.write() as transaction:

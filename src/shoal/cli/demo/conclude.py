@@ -1,0 +1,118 @@
+"""The end of the demo: records are written, every claim is checked, and what is so is said.
+
+Each claim is decided and shown in turn; what cannot be decided does not hold. The exit code is 0 only if all hold.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+
+from shoal.cli.demo import claims
+from shoal.cli.demo.claims import Cast, Claim
+from shoal.cli.demo.plot import draw_plot
+from shoal.cli.demo.records import exported_head, read_ledger, rollouts_archived, write_ledger
+from shoal.cli.demo.recount import recount
+from shoal.cli.folder import RunFolder
+from shoal.errors import LedgerError, ShoalError
+from shoal.ledger import Account, fold
+from shoal.protocol import LedgerEntry
+from shoal.runtime.files import write_atomically
+from shoal.runtime.metrics import MetricsLog
+from shoal.runtime.stop import StopToken
+
+RECOUNT_S = 180.0
+STOPPED = 130
+
+
+def conclude(folder: RunFolder, cast: Cast, elapsed_s: float, stop: StopToken, console: Console) -> int:
+    """Write the records, check every claim, say what is so; returns the exit code."""
+    console.print("checking what came out: the ledger, the rollouts, the exported model …")
+    found = []
+    for claim in check(folder, cast, stop):
+        found.append(claim)
+        sign = "[green]✓[/]" if claim.holds else "[bold red]✗[/]"
+        console.print(f"{sign} [bold]{claim.name:<11}[/] {escape(claim.sentence)}", highlight=False)
+    if stop.is_set():
+        console.print("stopped before everything was checked")
+        return STOPPED
+    results = {"elapsed_s": round(elapsed_s, 1), "claims": [asdict(claim) for claim in found]}
+    write_atomically(folder.path / "summary.json", json.dumps(results, indent=2, ensure_ascii=False).encode() + b"\n")
+    _draw(folder, cast, console)
+    _say_where(folder.path, console)
+    return 0 if all(claim.holds for claim in found) else 1
+
+
+def check(folder: RunFolder, cast: Cast, stop: StopToken) -> Iterator[Claim]:
+    """Every claim in turn."""
+    rows = MetricsLog(folder.path / "trainer" / "metrics.jsonl").rows()
+    scores = [row["held_out"] for row in rows if "held_out" in row]
+    yield claims.learned(scores)
+    entries = _ledger(folder)
+    yield claims.cheater_caught(entries, cast)
+    yield claims.honest_unpunished(entries, cast)
+    yield _decided("the records", lambda: _records(folder, entries))
+    if not stop.is_set():
+        yield _decided("the model", lambda: _model(folder, scores[-1] if scores else None, stop))
+
+
+def _decided(name: str, decide: Callable[[], Claim]) -> Claim:
+    """The claim, or that it cannot be upheld, and why."""
+    try:
+        return decide()
+    except ShoalError as error:
+        return Claim(name, False, str(error))
+
+
+def _ledger(folder: RunFolder) -> list[LedgerEntry]:
+    try:
+        return read_ledger(folder.path / "hub" / "hub.db")
+    except LedgerError:
+        return []  # every claim that needs it will say that it does not hold
+
+
+def _records(folder: RunFolder, entries: list[LedgerEntry]) -> Claim:
+    head = exported_head(folder.path / "trainer" / "export")
+    write_ledger(entries, folder.path / "ledger.jsonl", head)
+    files, rows = rollouts_archived(folder.path / "trainer" / "rollouts")
+    whole = files == folder.recipe.run.steps
+    sentence = (
+        f"{len(entries):,} ledger entries, every hash fits, up to the head signed into the model; "
+        f"{rows:,} rollouts trained on, in {files} Parquet files"
+    )
+    return Claim("the records", whole, sentence if whole else f"{sentence} ({folder.recipe.run.steps} expected)")
+
+
+def _model(folder: RunFolder, claimed: float | None, stop: StopToken) -> Claim:
+    counted = recount(folder.path / "trainer" / "export", folder.recipe, RECOUNT_S, stop)
+    return claims.model_scores_as_claimed(claimed, counted)
+
+
+def _draw(folder: RunFolder, cast: Cast, console: Console) -> None:
+    """The picture proves nothing, so that failing to draw it is said and no more."""
+    metrics, run, entries = folder.path / "trainer" / "metrics.jsonl", folder.recipe.run, _ledger(folder)
+    banned = fold(entries).by_node.get(cast.cheater, Account()).banned
+    marks = [(claims.seconds_until_sanction(entries, cast.cheater), "cheater banned")] if banned else []
+    title = f"shoal demo: sorting digits, seed {run.seed}, staleness ≤ {run.max_staleness}"
+    try:
+        draw_plot(metrics, folder.path / "plot.png", title, marks, entries[0].at_ms if entries else None)
+    except ShoalError as error:
+        console.print(f"the plot could not be drawn: {error}", markup=False)
+
+
+def _say_where(path: Path, console: Console) -> None:
+    lines = (
+        f"{path}",
+        "  plot.png  summary.json  ledger.jsonl       what you just saw, as files",
+        "  trainer/export/                            the model, for transformers",
+        "  trainer/rollouts/  trainer/metrics.jsonl   what it was trained on (Parquet), and how it went",
+        "next: your own reward: shoal run recipes/tiny.toml --set environment.file=examples/custom_reward.py",
+        "      the algorithm in one file: python examples/one_file_rl.py; all settings: shoal run --help",
+    )
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,66 @@
+"""The demo's folder. Each demo starts anew; what an earlier one left is replaced, or moved aside with --keep.
+
+Only a folder that says it is a demo's (`demo.json`, written before anything else) is ever removed, and only while
+nobody runs in it.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+from shoal.errors import ConfigError
+from shoal.runtime.files import ensure_folder, resource_error, write_atomically
+from shoal.runtime.lock import FolderLock
+from shoal.runtime.stop import StopToken
+
+MARK = "demo.json"
+LOCK_WAIT_S = 15.0  # for a demo that is just ending
+
+
+def make_room(path: Path, keep: bool, facts: dict[str, object]) -> Path | None:
+    """An empty, marked folder at `path`; returns where an earlier demo was moved to, if one was kept."""
+    if path.is_symlink() or (path.exists() and not path.is_dir()):
+        raise ConfigError(f"{path} is not a folder; choose another with --dir")
+    moved = _clear(path, keep) if path.exists() and _has_content(path) else None
+    ensure_folder(path)
+    write_atomically(path / MARK, json.dumps(facts, indent=2).encode() + b"\n")
+    return moved
+
+
+def _has_content(path: Path) -> bool:
+    try:
+        return any(path.iterdir())
+    except OSError as error:
+        raise resource_error("look into the folder", path, error) from error
+
+
+def _clear(path: Path, keep: bool) -> Path | None:
+    if not (path / MARK).is_file():
+        raise ConfigError(f"the folder {path} is not empty and not an earlier demo's; choose another with --dir")
+    aside = free_name(path) if keep else None
+    with FolderLock(path).acquire(StopToken(), LOCK_WAIT_S):
+        _await_processes(path)
+        try:
+            if aside is not None:
+                path.rename(aside)
+            else:
+                shutil.rmtree(path)
+        except OSError as error:
+            raise resource_error("replace the earlier demo in", path, error) from error
+    return aside
+
+
+def _await_processes(path: Path) -> None:
+    """A supervisor that was killed leaves processes that need a moment to end; each holds the lock of its folder."""
+    for lock in path.glob("*/.lock"):
+        FolderLock(lock.parent).acquire(StopToken(), LOCK_WAIT_S).release()
+
+
+def free_name(path: Path) -> Path:
+    """`runs/demo` → `runs/demo-1`, or the first number that is not taken."""
+    number = 1
+    while (candidate := path.with_name(f"{path.name}-{number}")).exists():
+        number += 1
+    return candidate

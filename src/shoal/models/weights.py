@@ -1,0 +1,71 @@
+"""Whether a folder's *.safetensors files are whole, told from their headers alone: no torch, no reading of weights.
+
+    8 bytes: length of the header ─ the header, JSON: name → dtype, shape, data_offsets ─ the data, to the last byte
+
+A download that broke off, or a pointer that git-lfs left in a file's place, is found here, before anything is started.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from shoal.errors import ModelError
+
+LENGTH_BYTES = 8
+MAX_HEADER_BYTES = 100_000_000
+REMEDY = "download it again, or save the model again with save_pretrained"
+
+
+def check_weights(folder: Path) -> None:
+    """Raise `ModelError` unless the folder has weights, and every file of them is whole."""
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ModelError(f"the model folder {folder} has no *.safetensors file: save the model with save_pretrained")
+    for index in sorted(folder.glob("*.safetensors.index.json")):
+        _check_index(index)
+    for file in files:
+        try:
+            _check_file(file)
+        except OSError as error:
+            raise ModelError(f"cannot read the weights {file}: {error.strerror}") from error
+
+
+def _check_index(index: Path) -> None:
+    """A model in several files has a list of them."""
+    try:
+        names = set(json.loads(index.read_bytes())["weight_map"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{index} is no list of weight files: {error}; {REMEDY}") from error
+    missing = sorted(name for name in names if not (index.parent / name).is_file())
+    if missing:
+        raise ModelError(f"{index} names {missing[0]}, which is not there; {REMEDY}")
+
+
+def _check_file(file: Path) -> None:
+    size_bytes = file.stat().st_size
+    with file.open("rb") as opened:
+        header_bytes = int.from_bytes(opened.read(LENGTH_BYTES), "little")
+        if size_bytes < LENGTH_BYTES or header_bytes > min(MAX_HEADER_BYTES, size_bytes - LENGTH_BYTES):
+            raise _damaged(file, f"its {size_bytes} bytes hold no whole header")
+        end = _end_of_data(file, opened.read(header_bytes))
+    data_bytes = size_bytes - LENGTH_BYTES - header_bytes
+    if end != data_bytes:
+        raise _damaged(file, f"it should hold {end} bytes of weights and holds {data_bytes}")
+
+
+def _end_of_data(file: Path, header: bytes) -> int:
+    """Where the last tensor ends; every one of them begins where it may and ends after it begins."""
+    try:
+        entries: dict[str, Any] = json.loads(header)
+        spans = [entry["data_offsets"] for name, entry in entries.items() if name != "__metadata__"]
+        if not all(0 <= begin <= end for begin, end in spans):
+            raise ValueError("a tensor ends before it begins")
+        return max((int(end) for _, end in spans), default=0)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _damaged(file, f"its header cannot be read ({error})") from error
+
+
+def _damaged(file: Path, how: str) -> ModelError:
+    return ModelError(f"the weights {file} are damaged or cut short: {how}; {REMEDY}")

@@ -1,0 +1,137 @@
+"""`shoal demo`, shortened: stopped once with Ctrl-C, then run in the same folder to its end. One story for all."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from runkit import Run, end, ledger, metrics, processes_of
+
+from shoal.cli.folder import RunFolder
+from shoal.ledger import fold, verify
+from shoal.protocol import LedgerEntry, load_key
+
+STEPS = 10
+TIMEOUT_S = 240.0
+COLUMNS = {
+    "step", "unit", "sample", "task", "node", "version", "staleness", "prompt", "completion", "prompt_ids", "token_ids",
+    "logprobs", "finish", "reward",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Demo:
+    folder: Path
+    code: int
+    said: str
+
+    def node(self, worker: str) -> str:
+        return load_key(self.folder / worker / "node.key").node
+
+
+def start(folder: Path, *arguments: str) -> Run:
+    command = [sys.executable, "-m", "shoal.cli", "demo", "--dir", str(folder), *arguments]
+    output = folder.with_name("output")
+    with output.open("wb") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+    return Run(folder, process, output)
+
+
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Demo:
+    """A demo that got Ctrl-C once all of its processes ran."""
+    folder = tmp_path_factory.mktemp("demo") / "demo"
+    run = start(folder)
+    try:
+        run.wait_until("all processes", lambda: len(run.pids()) == 8)
+        os.kill(run.process.pid, signal.SIGINT)
+        code = run.wait(60)
+    finally:
+        end(run.process, folder)
+    return Demo(folder, code, run.said())
+
+
+@pytest.fixture(scope="module")
+def demo(interrupted: Demo) -> Demo:
+    """The demo in the same folder again, to its end."""
+    run = start(interrupted.folder, "--steps", str(STEPS), "--seed", "1")
+    try:
+        code = run.wait(TIMEOUT_S)
+        left = processes_of(interrupted.folder)
+    finally:
+        end(run.process, interrupted.folder)
+    assert not left, f"processes were left: {left}"
+    return Demo(interrupted.folder, code, run.said(20_000))
+
+
+def test_ctrl_c_stops_everything_and_says_how_to_go_on(interrupted: Demo) -> None:
+    assert interrupted.code == 130
+    assert "shoal demo" in interrupted.said
+    assert "Traceback" not in interrupted.said
+    assert not processes_of(interrupted.folder)
+
+
+def test_it_succeeds_and_says_why(demo: Demo) -> None:
+    assert demo.code == 0, demo.said
+    assert demo.said.count("✓") == 5
+    summary = json.loads((demo.folder / "summary.json").read_text())
+    assert [claim["holds"] for claim in summary["claims"]] == [True] * 5
+
+
+def test_it_ran_anew_with_the_seed_that_was_asked_for(demo: Demo) -> None:
+    assert RunFolder.open(demo.folder).recipe.run.seed == 1
+    assert [row["step"] for row in metrics(demo.folder)] == list(range(STEPS + 1))
+
+
+def test_the_cheater_was_caught_from_its_bytes_and_nobody_else_was_punished(demo: Demo) -> None:
+    accounts = fold(ledger(demo.folder)).by_node
+    cheater = accounts[demo.node("worker-2")]
+    assert cheater.banned
+    assert cheater.reason.startswith("sampling.seed: ")
+    for name in ("worker-0", "worker-1"):
+        honest = accounts[demo.node(name)]
+        assert not honest.banned
+        assert honest.rejected == 0
+        assert honest.accepted > 0
+
+
+def test_the_ledger_is_left_as_a_file_that_verifies(demo: Demo) -> None:
+    lines = (demo.folder / "ledger.jsonl").read_text().splitlines()
+    entries = [LedgerEntry.model_validate_json(line) for line in lines]
+    verify(entries)
+    assert entries == ledger(demo.folder)
+
+
+def test_the_rollouts_are_left_as_parquet_and_none_is_the_cheaters(demo: Demo) -> None:
+    from pyarrow.parquet import ParquetDataset
+
+    files = sorted((demo.folder / "trainer" / "rollouts").iterdir())
+    assert [file.name for file in files] == [f"step-{step:05d}.parquet" for step in range(STEPS)]
+    table = ParquetDataset(files).read()
+    assert set(table.column_names) == COLUMNS
+    assert len(table) == STEPS * 64 * 16
+    assert set(table["node"].to_pylist()) == {demo.node("worker-0"), demo.node("worker-1")}
+    right = [row for row in table.select(["prompt", "completion", "reward"]).slice(0, 200).to_pylist() if row["reward"]]
+    assert right
+    assert all("".join(sorted(row["prompt"].rstrip("="))) == row["completion"] for row in right)
+
+
+def test_the_plot_is_a_picture(demo: Demo) -> None:
+    data = (demo.folder / "plot.png").read_bytes()
+    assert data.startswith(b"\x89PNG\r\n")
+    width, height = (int.from_bytes(data[at : at + 4], "big") for at in (16, 20))
+    assert width >= 600
+    assert height >= 400
+
+
+def test_the_plain_output_tells_the_story(demo: Demo) -> None:
+    assert f"step {STEPS}/{STEPS}" in demo.said
+    assert "held out" in demo.said
+    assert "worker-2 was banned" in demo.said
+    assert "\x1b[" not in demo.said, "no colours or cursor movements in a file"

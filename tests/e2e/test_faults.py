@@ -1,0 +1,386 @@
+"""`shoal run` for real on a machine that misbehaves: each fault has one clear outcome.
+
+    disk full          exit 3, "the disk is full"; nothing lost: with room again the run goes on to its end
+    port stolen        exit 3, naming the port
+    no such folder     exit 3 before anything is started: read-only, a file, no permission
+    clock jumps        nothing happens: an hour forth, an hour back, and a hub that restarts in between
+    somebody stopped   a worker, the hub, the validator (SIGSTOP): the run goes on, and nobody is punished
+    nothing goes on    the watchdog ends the run and names who is stuck
+
+The engine is the scripted one, so that only the trainer loads torch. Killed processes are in `test_kills`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+
+import pytest
+from runkit import Run, glimpse, ledger, metrics, processes_of, rows, start_run
+
+from shoal.cli.folder import RunFolder, port_of
+from shoal.ledger import verify
+from smalldisk import in_own_namespace, small_disk
+
+REWARD = """
+tasks = [(f"{number:04d}=", "") for number in range(500)]
+
+
+def score(prompt: str, completion: str, answer: str) -> float:
+    return float(len(completion) % 2)  # differs within nearly every group of a policy that babbles
+"""
+SMALL = (
+    "run.groups_per_step=4",
+    "run.group_size=4",
+    "run.max_new_tokens=8",
+    "worker.engine=scripted",
+    "worker.units_per_lease=4",
+    "validator.engine=scripted",
+    "trainer.evaluate_every=0",
+)
+LATE = re.compile(
+    r"was not taken: lease u\d+a\d+ ran out and unit \d+ is \w+ meanwhile"
+    r"|leases are given back: the lease ran out before it was begun"
+)
+FAKETIME = next(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"), None)
+
+
+@pytest.fixture
+def overrides(tmp_path: Path) -> list[str]:
+    """A run that takes seconds."""
+    (tmp_path / "reward.py").write_text(REWARD)
+    return [*SMALL, f"environment.file={tmp_path / 'reward.py'}"]
+
+
+def batch_written(folder: Path, step: int) -> Callable[[], bool]:
+    return lambda: bool(glimpse(folder, f"SELECT 1 FROM batches WHERE step >= {step}"))
+
+
+def newest_batch(folder: Path) -> int:
+    (step,) = rows(folder, "SELECT MAX(step) FROM batches")[0]
+    return int(step)
+
+
+def require_progress(run: Run) -> None:
+    """Two more steps, in far less time than the hour for which something might be stuck."""
+    run.wait_until("more steps", batch_written(run.path, newest_batch(run.path) + 2), timeout_s=120)
+
+
+def restarted(folder: Path) -> set[str]:
+    """The processes that had to be started more than once."""
+    started = Counter(re.findall(r"(\S+) started \(pid", (folder / "logs" / "run.log").read_text()))
+    return {name for name, times in started.items() if times > 1}
+
+
+def complaint(run: Run) -> str:
+    """The last line that the run printed: why it ended."""
+    return run.said().splitlines()[-1]
+
+
+def require_sound(folder: Path, steps: int) -> None:
+    """Every step was trained once, the ledger verifies, its times never go back, and nobody was punished."""
+    assert [row["step"] for row in metrics(folder)] == list(range(steps))
+    entries = ledger(folder)
+    verify(entries)
+    times = [entry.at_ms for entry in entries]
+    assert times == sorted(times)
+    units = [unit for entry in entries if entry.kind == "batch" for unit in entry.body["units"]]
+    assert len(units) == len(set(units))
+    assert {entry.kind for entry in entries} <= {"run", "node", "policy", "batch", "credit"}, "rejected or sanctioned"
+
+
+# ── the disk ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_disk_that_is_full_ends_the_run_and_with_room_again_it_goes_on(
+    tmp_path: Path, request: pytest.FixtureRequest, overrides: list[str]
+) -> None:
+    if in_own_namespace(request):
+        return
+    folder = tmp_path / "run"
+    with small_disk(folder, "32m") as disk:
+        with start_run(folder, [*overrides, "run.steps=200"]) as run:
+            run.wait_until("the first batch", batch_written(folder, 0))
+            require_contributor_to_fail_alone(run, tmp_path / "contributor")
+            disk.fill()
+            assert run.wait(90) == 3, run.said()
+            assert re.fullmatch(rf"shoal: .*cannot .* {folder}/.*: the disk is full: free some space", complaint(run))
+            assert processes_of(folder) == {}
+        disk.remount("size=64m")
+        steps = newest_batch(folder) + 3
+        with start_run(folder, [f"run.steps={steps}"], recipe=None) as run:
+            assert run.wait() == 0, run.said()
+        require_sound(folder, steps)
+
+
+def require_contributor_to_fail_alone(run: Run, folder: Path) -> None:
+    """Somebody joins with a disk that has no room for the weights."""
+    url = RunFolder.open(run.path).endpoints.join
+    command = [sys.executable, "-m", "shoal.cli", "join", url, "--folder", str(folder), "--engine", "scripted"]
+    with small_disk(folder, "256k"):
+        joined = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert joined.returncode == 3, joined.stderr
+    (line,) = [line for line in joined.stderr.splitlines() if line.startswith("shoal: ")]
+    assert re.fullmatch(rf"shoal: cannot write {folder}/cache/.*: the disk is full: free some space", line)
+    require_progress(run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["hub", "hub/blobs", "origin", "relay-0", "trainer", "validator-0", "worker-0"])
+def test_whoever_meets_the_full_disk_first(
+    tmp_path: Path, request: pytest.FixtureRequest, overrides: list[str], part: str
+) -> None:
+    if in_own_namespace(request):
+        return
+    folder = tmp_path / "run"
+    with start_run(folder, [*overrides, "run.steps=5"], ["--prepare"]) as prepared:
+        assert prepared.wait(60) == 0
+    with small_disk(folder / part, "32m") as disk:
+        with start_run(folder, recipe=None) as run:
+            run.wait_until("a batch", batch_written(folder, 1))
+            disk.fill()
+            assert run.wait(90) == 3, run.said()
+            assert re.search(rf"cannot .* {folder}/{part}.*: the disk is full: free some space", complaint(run))
+            assert processes_of(folder) == {}
+        disk.free()
+        with start_run(folder, recipe=None) as run:
+            assert run.wait() == 0, run.said()
+        require_sound(folder, 5)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_without_its_logs(tmp_path: Path, request: pytest.FixtureRequest, overrides: list[str]) -> None:
+    if in_own_namespace(request):
+        return
+    folder = tmp_path / "run"
+    with start_run(folder, [*overrides, "run.steps=3"], ["--prepare"]) as prepared:
+        assert prepared.wait(60) == 0
+    with small_disk(folder / "logs", "1m") as disk, start_run(folder, recipe=None) as run:
+        run.wait_until("the run's log", (folder / "logs" / "run.log").exists)
+        disk.fill()
+        assert run.wait() == 0, run.said()
+        assert "Traceback" not in run.said()
+        require_sound(folder, 3)
+
+
+# ── folders that cannot be written ───────────────────────────────────────────────────────────────────────────────
+
+
+def refusal(folder: Path, overrides: list[str], code: int = 3) -> str:
+    """What `shoal run` says before it starts anything."""
+    with start_run(folder, overrides) as run:
+        assert run.wait(60) == code, run.said()
+        assert processes_of(folder) == {}
+        return complaint(run)
+
+
+def test_a_read_only_file_system(tmp_path: Path, request: pytest.FixtureRequest, overrides: list[str]) -> None:
+    if in_own_namespace(request):
+        return
+    with small_disk(tmp_path / "run") as disk:
+        with start_run(disk.path, overrides, ["--prepare"]) as prepared:
+            assert prepared.wait(60) == 0
+        disk.remount("ro")
+        assert refusal(disk.path, overrides).endswith("the file system is read-only: choose another folder")
+    with small_disk(tmp_path / "other") as disk:
+        disk.remount("ro")
+        assert refusal(disk.path, overrides).endswith("the file system is read-only: choose another folder")
+
+
+def test_a_file_where_the_folder_should_be(tmp_path: Path, overrides: list[str]) -> None:
+    (tmp_path / "file").write_text("mine")
+    line = refusal(tmp_path / "file", overrides)
+    assert line.endswith(f"{tmp_path / 'file'}: a part of the path is a file, not a folder")
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_folder_without_permission(tmp_path: Path, overrides: list[str]) -> None:
+    if os.geteuid() == 0:
+        pytest.skip("root may write everywhere")
+    (tmp_path / "closed").mkdir(mode=0o500)
+    assert "permission denied: choose a folder that this user may write to" in refusal(tmp_path / "closed", overrides)
+
+
+# ── ports ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_port_that_is_taken(tmp_path: Path, overrides: list[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        line = refusal(tmp_path / "run", [*overrides, f"hub.port={port}"])
+    assert line.startswith(f"shoal: cannot listen on port {port} of 127.0.0.1")
+    assert not (tmp_path / "run" / "processes.json").exists()
+
+
+def require_end_when_the_port_is_stolen(run: Run, role: str) -> None:
+    """Somebody else takes the port of a process while that is being restarted."""
+    endpoints = RunFolder.open(run.path).endpoints
+    port = port_of(endpoints.hub if role == "hub" else endpoints.relays[0])
+    run.kill(role)
+    with closing(thief_of(port)):
+        assert run.wait(90) == 3, run.said()
+    assert complaint(run).startswith(f"shoal: {role}: port {port} on 127.0.0.1 is taken: stop the program that uses it")
+    assert processes_of(run.path) == {}
+
+
+def thief_of(port: int) -> socket.socket:
+    """A socket that listens there as soon as the killed process has let go."""
+    end_s = time.monotonic() + 10
+    while True:
+        try:
+            return socket.create_server(("127.0.0.1", port))
+        except OSError:
+            assert time.monotonic() < end_s
+
+
+# ── the clock ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class WallClock:
+    """What all processes of a run believe the time to be, while their monotonic clocks go on undisturbed."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self.show("+0")
+        self.env = {
+            "LD_PRELOAD": str(FAKETIME),
+            "FAKETIME_TIMESTAMP_FILE": str(file),
+            "FAKETIME_DONT_FAKE_MONOTONIC": "1",
+            "FAKETIME_CACHE_DURATION": "1",
+            "FAKETIME_FORCE_MONOTONIC_FIX": "1",  # left to itself it makes waits for Python's lock spin
+        }
+
+    def show(self, offset: str) -> None:
+        new = self._file.with_suffix(".new")
+        new.write_text(f"{offset}\n")
+        new.replace(self._file)
+
+
+@pytest.mark.skipif(FAKETIME is None, reason="libfaketime is not installed (Debian: apt-get install libfaketime)")
+def test_a_clock_that_jumps_an_hour_forth_and_back_is_nobodys_fault(tmp_path: Path, overrides: list[str]) -> None:
+    folder, clock = tmp_path / "run", WallClock(tmp_path / "time")
+    worker = folder / "logs" / "worker-0.log"
+    with start_run(folder, [*overrides, "run.steps=200"], env=clock.env) as run:
+        run.wait_until("the first batch", batch_written(folder, 0))
+        clock.show("+1h")
+        run.wait_until("the jump to be noticed", lambda: "s behind this machine's" in worker.read_text())
+        require_progress(run)
+        clock.show("-1h")
+        run.wait_until("the jump to be noticed", lambda: "s ahead of this machine's" in worker.read_text())
+        require_progress(run)
+        run.wait_until_back("hub", run.kill("hub"))
+        require_progress(run)
+        hub = (folder / "logs" / "hub.log").read_text()
+        assert re.search(r"this machine's clock is 3\d\d\d s behind what the hub wrote down last", hub)
+        assert len(set(re.findall(r"listens at (\S+)", hub))) == 1, "the port was free again at once"
+        assert restarted(folder) == {"hub"}
+        require_end_when_the_port_is_stolen(run, "hub")
+    require_sound(folder, len(metrics(folder)))
+
+
+# ── somebody who does not answer ─────────────────────────────────────────────────────────────────────────────────
+
+
+@contextmanager
+def stopped(run: Run, name: str) -> Iterator[None]:
+    """A process that stands still for as long as the block lasts."""
+    pid = run.pids()[name]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        with suppress(ProcessLookupError):  # the run may have ended, and it with it
+            os.kill(pid, signal.SIGCONT)
+
+
+def held_by(folder: Path, worker: str) -> list[int]:
+    """Units that a worker has leases for."""
+    query = (
+        "SELECT leases.unit FROM leases JOIN nodes ON nodes.node = leases.node "
+        f"WHERE leases.state = 'active' AND nodes.name = '{worker}'"
+    )
+    return [unit for (unit,) in glimpse(folder, query)]
+
+
+def stop_with_leases(run: Run, worker: str) -> list[int]:
+    """Stop a worker while it holds leases; those."""
+    found: list[int] = []
+
+    def caught() -> bool:
+        if held_by(run.path, worker):
+            os.kill(run.pids()[worker], signal.SIGSTOP)
+            found.extend(held_by(run.path, worker))
+            if not found:
+                os.kill(run.pids()[worker], signal.SIGCONT)
+        return bool(found)
+
+    run.wait_until(f"{worker} to hold leases", caught)
+    return found
+
+
+def test_who_stops_answering_for_a_while_holds_nobody_up_and_is_not_punished(
+    tmp_path: Path, overrides: list[str]
+) -> None:
+    """At staleness 0 every unit is needed: those of a stopped worker have to be done by the other one."""
+    folder = tmp_path / "run"
+    settings = [*overrides, "run.steps=200", "run.max_staleness=0", "worker.count=2", "hub.lease_s=3"]
+    with start_run(folder, settings) as run:
+        units = stop_with_leases(run, "worker-0")
+        last = max(units)
+        done = f"SELECT 1 FROM units WHERE unit = {last} AND state NOT IN ('open', 'leased', 'submitted')"
+        run.wait_until("the other worker to do its units", lambda: bool(glimpse(folder, done)))
+        os.kill(run.pids()["worker-0"], signal.SIGCONT)
+        log = folder / "logs" / "worker-0.log"
+        run.wait_until("it to be told", lambda: bool(LATE.search(log.read_text())))
+        before = accepted(folder, "worker-0")
+        run.wait_until("it to go on", lambda: accepted(folder, "worker-0") > before)
+        for name in ("hub", "validator-0"):
+            with stopped(run, name):
+                time.sleep(2)  # as long as a process is away, not until something happens
+            require_progress(run)
+        assert restarted(folder) == set()
+        require_end_when_the_port_is_stolen(run, "relay-0")
+    require_sound(folder, len(metrics(folder)))
+
+
+def accepted(folder: Path, worker: str) -> int:
+    (count,) = rows(folder, f"SELECT accepted FROM nodes WHERE name = '{worker}'")[0]
+    return int(count)
+
+
+@pytest.mark.slow
+def test_a_hub_that_is_silent_for_long_is_waited_for_and_spoken_of(tmp_path: Path, overrides: list[str]) -> None:
+    folder = tmp_path / "run"
+    with start_run(folder, [*overrides, "run.steps=2000"]) as run:
+        run.wait_until("the first batch", batch_written(folder, 0))
+        logs = [folder / "logs" / f"{name}.log" for name in ("worker-0", "validator-0", "trainer")]
+        with stopped(run, "hub"):
+            for log in logs:
+                run.wait_until(f"{log.name} to say so", lambda log=log: "does not answer" in log.read_text())
+        require_progress(run)
+        assert restarted(folder) == set()
+        for log in logs:
+            assert "answers again, after" in log.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["validator-0", "hub"])
+def test_when_nothing_goes_on_the_run_ends_and_names_who_is_stuck(
+    tmp_path: Path, overrides: list[str], name: str
+) -> None:
+    folder = tmp_path / "run"
+    with start_run(folder, [*overrides, "run.steps=2000"], ["--patience-min", "0.5"]) as run:
+        run.wait_until("the first batch", batch_written(folder, 0))
+        with stopped(run, name):
+            assert run.wait(120) == 1, run.said()
+        assert re.match(rf"shoal: no progress for \d+ s: {name} \(pid \d+\) was halted", complaint(run))
+        assert processes_of(folder) == {}

@@ -1,0 +1,277 @@
+"""`shoal run` for real, each of its processes killed by SIGKILL at its worst moment, and the run comes out right.
+
+One run serves all tests here (starting the processes costs more than they do). A moment is seen, not guessed: the
+process is stopped, the moment is looked at once more, and only then is it killed (`runkit.kill_when`).
+
+    worker      finished groups lie in its outbox            trainer   a step's batch is written, the step is not saved
+    validator   it holds audits that it has not judged       trainer   a version is at the origin, the hub knows it not
+    relay       the origin has a version that it lacks       hub       a submission is on disk, its row is not
+    origin      while a relay lacks its newest version       hub       a batch was written, its step is not saved
+    the supervisor: its children end by themselves, and `shoal run --dir` goes on
+
+A slower second run kills anyone at any time; the same must hold.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from replay import announced_digests, batches, replayed_digests
+from runkit import (
+    Run,
+    checkpoints,
+    glimpse,
+    ledger,
+    metrics,
+    parcels,
+    processes_of,
+    receipts,
+    rows,
+    start_run,
+    wait_for,
+)
+
+from shoal.cli.folder import RunFolder
+from shoal.ledger import fold, verify
+from shoal.protocol import submission_digest
+
+STALENESS = 2
+WORKERS = 2
+GROUPS = 32
+OVERRIDES = (
+    f"run.max_staleness={STALENESS}",
+    f"run.groups_per_step={GROUPS}",
+    f"worker.count={WORKERS}",
+    "trainer.evaluate_every=5",
+)
+LOG_RECEIPTS = {"SHOAL_DEBUG": "1"}
+FINAL = {"accepted", "rejected", "inconclusive"}
+ROLES = {"hub", "origin", "relay-0", "trainer", "validator-0", "worker-0"}
+RANDOM_KILLS = 28
+MOST_PER_ROLE = 4  # one more short life in a row would be a crash loop, and would rightly end the run
+
+pytestmark = pytest.mark.timeout(600)  # setting up the run counts as part of the first test, on a busy machine too
+
+
+@dataclass
+class Outcome:
+    """A finished run, and who was killed in it how often."""
+
+    path: Path
+    steps: int
+    killed: Counter[str] = field(default_factory=Counter)
+
+
+# ── moments ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def holds_audits(path: Path) -> bool:
+    return bool(glimpse(path, "SELECT 1 FROM submissions WHERE state = 'auditing' LIMIT 1"))
+
+
+def is_within_step(path: Path) -> bool:
+    """Whether a batch is written down whose step the trainer has not saved."""
+    step = newest(path, "step", "batches")
+    return step >= 0 and step + 1 not in checkpoints(path)
+
+
+def is_publishing(path: Path) -> bool:
+    """Whether the origin has a version that the hub has not heard of."""
+    known = newest(path, "version", "policies")
+    return 0 <= known < newest_manifest(path, "origin")
+
+
+def is_between_blob_and_row(path: Path) -> bool:
+    """Whether the hub has the bytes of a submission on disk and has not promised it yet."""
+    names = {blob.name for blob in (path / "hub" / "blobs").iterdir() if not blob.name.startswith(".")}
+    return bool(names - {name for (name,) in glimpse(path, "SELECT submission FROM submissions")})
+
+
+def lacks_version(path: Path, relay: str) -> bool:
+    """Whether the origin has a version that this relay has not got all of."""
+    version = newest_manifest(path, "origin")
+    if newest_manifest(path, relay) < version:
+        return version > 0
+    manifest = json.loads((path / relay / "manifests" / f"0.{version}.json").read_text())
+    hashes = [chunk["hash"] for chunk in manifest["document"]["chunks"]]
+    return not all((path / relay / "chunks" / name[:2] / name).exists() for name in hashes)
+
+
+def newest_manifest(path: Path, source: str) -> int:
+    """The newest version that a source has the manifest of; -1 for none."""
+    names = [manifest.name for manifest in (path / source / "manifests").glob("[0-9]*.json")]
+    return max((int(name.split(".")[1]) for name in names), default=-1)
+
+
+def newest(path: Path, column: str, table: str) -> int:
+    (value,) = (glimpse(path, f"SELECT MAX({column}) FROM {table}") or [(None,)])[0]
+    return -1 if value is None else value
+
+
+# ── runs ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def awkward_run(path: Path) -> Outcome:
+    """Every role killed at its worst moment, then the supervisor; the resumed run goes to the end."""
+    outcome = Outcome(path, steps=10)
+    with start_run(path, [f"run.steps={outcome.steps}", *OVERRIDES], env=LOG_RECEIPTS) as run:
+        kill_everyone(run, outcome.killed)
+        kill_supervisor(run)
+    with start_run(path, env=LOG_RECEIPTS, recipe=None) as run:
+        finish(run)
+    return outcome
+
+
+def kill_everyone(run: Run, killed: Counter[str]) -> None:
+    path = run.path
+
+    def kill(name: str, moment: str, condition: Callable[[], bool]) -> None:
+        run.kill_when(name, moment, condition)
+        killed[name] += 1
+
+    run.wait_until("the first batch", lambda: is_within_step(path))
+    kill("trainer", "a step that is not saved", lambda: is_within_step(path))
+    kill("worker-0", "finished groups in its outbox", lambda: bool(parcels(path, "worker-0")))
+    kill("validator-0", "audits not judged", lambda: holds_audits(path))
+    kill("relay-0", "a version that it lacks", lambda: lacks_version(path, "relay-0"))
+    kill("origin", "a version that the relay lacks", lambda: lacks_version(path, "relay-0"))
+    kill("hub", "bytes without a row", lambda: is_between_blob_and_row(path))
+    run.wait_until("that step to be saved", lambda: not is_within_step(path))
+    kill("hub", "a batch whose step is not saved", lambda: is_within_step(path))
+    kill("trainer", "a version that the hub does not know", lambda: is_publishing(path))
+
+
+def kill_supervisor(run: Run) -> None:
+    """Its children notice and end by themselves, without a signal of ours."""
+    run.process.kill()
+    run.process.wait()
+    wait_for("the children of a supervisor that is gone to end", lambda: not processes_of(run.path))
+
+
+def random_run(path: Path) -> Outcome:
+    """Anyone killed at any time, the same ones for the same seed as far as clocks allow."""
+    outcome = Outcome(path, steps=30)
+    with start_run(path, [f"run.steps={outcome.steps}", *OVERRIDES], env=LOG_RECEIPTS) as run:
+        run.wait_until("the first batch", lambda: is_within_step(path))
+        kill_at_random(run, outcome.killed, random.Random(20))
+        finish(run)
+    return outcome
+
+
+def kill_at_random(run: Run, killed: Counter[str], dice: random.Random) -> None:
+    for _ in range(RANDOM_KILLS):
+        with suppress(subprocess.TimeoutExpired):
+            run.wait(dice.uniform(1, 9))
+            return
+        names = sorted(name for name in run.pids() if killed[name] < MOST_PER_ROLE)
+        name = dice.choice(names)
+        with suppress(KeyError, ProcessLookupError):  # it ended just now
+            os.kill(run.pids()[name], signal.SIGKILL)
+            killed[name] += 1
+
+
+def finish(run: Run) -> None:
+    assert run.wait(600) == 0, run.said()
+    assert processes_of(run.path) == {}, "a run that is over leaves no process"
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(awkward_run, id="awkward"),
+        pytest.param(random_run, id="random", marks=[pytest.mark.slow, pytest.mark.timeout(900)]),
+    ],
+)
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    outcome: Outcome = request.param(tmp_path_factory.mktemp("e2e") / "tiny")
+    return outcome
+
+
+# ── what must hold ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_every_role_was_killed(run: Outcome) -> None:
+    assert set(run.killed) >= ROLES, run.killed
+
+
+def test_nothing_with_a_receipt_is_lost(run: Outcome) -> None:
+    promised = receipts(run.path)
+    assert len(set(promised)) > run.steps * GROUPS
+    states = dict(rows(run.path, "SELECT submission, state FROM submissions"))
+    assert {states.get(digest) for digest in promised} <= FINAL
+    blobs = run.path / "hub" / "blobs"
+    assert all(submission_digest((blobs / digest).read_bytes()) == digest for digest in promised)
+
+
+def test_what_was_accepted_is_paid_once_and_nothing_else_is(run: Outcome) -> None:
+    paid = Counter(
+        (entry.body["submission"], entry.body["node"], entry.body["credit"])
+        for entry in ledger(run.path)
+        if entry.kind == "credit"
+    )
+    columns = "SELECT submission, node, generated_tokens FROM submissions WHERE state = 'accepted'"
+    assert paid == Counter(rows(run.path, columns))
+
+
+def test_the_ledger_verifies_and_gives_the_accounts_that_the_hub_shows(run: Outcome) -> None:
+    entries = ledger(run.path)
+    verify(entries)
+    accounts = fold(entries)
+    nodes = rows(run.path, "SELECT node, credit, accepted FROM nodes WHERE role = 'worker'")
+    assert len(nodes) == WORKERS
+    for node, credit, accepted in nodes:
+        assert (accounts.by_node[node].credit, accounts.by_node[node].accepted) == (credit, accepted)
+        assert credit > 0, "both workers took part"
+
+
+def test_no_honest_worker_is_punished(run: Outcome) -> None:
+    judged = rows(run.path, "SELECT state, reason, message FROM submissions WHERE state != 'accepted'")
+    assert [row for row in judged if row[0] == "rejected"] == []
+    nodes = rows(run.path, "SELECT state, rejected, certain, statistical FROM nodes WHERE role = 'worker'")
+    assert set(nodes) == {("active", 0, 0, 0)}
+
+
+def test_no_group_is_trained_twice_or_too_late(run: Outcome) -> None:
+    written = batches(run.path)
+    units = [group.unit for batch in written for group in batch.groups]
+    assert len(units) == len(set(units)) == run.steps * GROUPS
+    ages = [batch.step - group.policy.version for batch in written for group in batch.groups]
+    assert 0 < max(ages) <= STALENESS
+
+
+def test_every_step_is_recorded_once(run: Outcome) -> None:
+    assert [row["step"] for row in metrics(run.path)] == list(range(run.steps + 1))
+    assert [batch.step for batch in batches(run.path)] == list(range(run.steps))
+
+
+def test_the_killed_trainer_has_the_weights_of_one_never_killed(run: Outcome) -> None:
+    announced = announced_digests(run.path)
+    assert len(announced) == run.steps + 1
+    assert announced == replayed_digests(RunFolder.open(run.path))
+
+
+def test_the_held_out_score_rises(run: Outcome) -> None:
+    scores = [row["held_out"] for row in metrics(run.path) if "held_out" in row]
+    assert scores[-1] > scores[0] + 0.1, scores
+
+
+def test_the_exported_model_is_the_last_version_and_loads_with_plain_transformers(run: Outcome, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    command = [sys.executable, "-m", "shoal.cli", "export", str(run.path), str(tmp_path / "model")]
+    subprocess.run(command, check=True, timeout=120)
+    assert json.loads((tmp_path / "model" / "shoal.json").read_text())["digest"] == announced_digests(run.path)[-1]
+    ours = AutoModelForCausalLM.from_pretrained(tmp_path / "model").state_dict()
+    theirs = AutoModelForCausalLM.from_pretrained(run.path / "trainer" / "export").state_dict()
+    assert all(ours[name].equal(theirs[name]) for name in ours)

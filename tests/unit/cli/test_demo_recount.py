@@ -1,0 +1,166 @@
+"""The exported model scored again with plain transformers: it must come to what the trainer's own evaluation says."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.cli.demo import recount as module
+from shoal.cli.demo.recount import Question, recount, score, until
+from shoal.cli.recipe import Recipe
+from shoal.environments import EnvironmentSettings, build
+from shoal.errors import DeadlineExceeded, EnvironmentSetupError, ModelError, ScoringFailure, ShoalError
+from shoal.models.load import load_model
+from shoal.protocol import SamplingParameters
+from shoal.runtime.stop import StopToken
+from shoal.trainer.checkpoint import Progress
+from shoal.trainer.evaluate import GreedyEvaluator
+from shoal.trainer.export import ModelCard, export_policy
+
+TASKS, NEW_TOKENS = 96, 10
+# Three to eight digits: prompts of six lengths, so that padding matters; the built-in policy sorts some of them.
+SORT = EnvironmentSettings(name="sort", options={"min_digits": 3, "max_digits": 8})
+
+
+@pytest.fixture(scope="module")
+def export(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built-in policy, exported as the trainer does it."""
+    loaded = load_model("tiny")
+    folder = tmp_path_factory.mktemp("run") / "export"
+    return export_policy(folder, loaded.model.state_dict(), loaded.files, ModelCard(Progress("run", 0)))
+
+
+def question(export: Path, environment: EnvironmentSettings = SORT, **changes: Any) -> Question:
+    values = {"export": export, "environment": environment, "tasks": TASKS, "max_new_tokens": NEW_TOKENS, "threads": 1}
+    return Question(**{**values, **changes})
+
+
+def recipe(environment: EnvironmentSettings = SORT, tasks: int = TASKS) -> Recipe:
+    return Recipe.model_validate(
+        {"run": {"max_new_tokens": NEW_TOKENS}, "environment": environment, "trainer": {"evaluate_tasks": tasks}}
+    )
+
+
+def trainers_score(environment: EnvironmentSettings, tasks: int = TASKS) -> float:
+    loaded = load_model("tiny")
+    sampling = SamplingParameters(temperature=1, max_new_tokens=NEW_TOKENS, eos_token_id=loaded.eos_token_id)
+    value = GreedyEvaluator(loaded.model, loaded.tokenizer, build(environment), sampling, tasks)()
+    assert value is not None
+    return value
+
+
+def reward_file(folder: Path, body: str) -> EnvironmentSettings:
+    path = folder / "reward.py"
+    path.write_text(body)
+    return EnvironmentSettings(file=path)
+
+
+@pytest.mark.parametrize("tasks", [1, 63, 65, 1000])
+def test_it_comes_to_what_the_trainer_says(export: Path, tasks: int) -> None:
+    counted = score(question(export, tasks=tasks), StopToken())
+    assert counted.tasks == min(tasks, 256), "there are no more held-out tasks than the environment has"
+    assert counted.score == trainers_score(SORT, tasks)
+    assert tasks < 60 or 0.2 < counted.score < 0.95, "a score at either end would prove little"
+
+
+def test_the_folders_own_sampling_settings_do_not_count(export: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "export"
+    shutil.copytree(export, copy)
+    (copy / "generation_config.json").write_text(
+        '{"eos_token_id": [1, 5], "do_sample": true, "temperature": 5.0, "max_new_tokens": 1, "min_new_tokens": 9}'
+    )
+    assert score(question(copy), StopToken()) == score(question(export), StopToken())
+
+
+def test_a_reward_of_ones_own_that_prints_and_sometimes_fails(export: Path, tmp_path: Path) -> None:
+    """In a process of its own. What is printed is no answer; a task that it fails on is no sample, as in training."""
+    environment = reward_file(
+        tmp_path,
+        "splits = ['held_out'] * 4 + ['train'] * 5\n"
+        "tasks = [{'prompt': f'{n}1=', 'answer': str(n), 'split': split} for n, split in enumerate(splits)]\n"
+        "import atexit, sys\n"
+        "'pytest' in sys.modules or atexit.register(print, 'after the answer')\n"
+        "def score(prompt, completion, answer):\n"
+        "    print('scoring', completion)\n"
+        "    if answer == '0':\n"
+        "        raise RuntimeError('no zero')\n"
+        "    return float(completion[:1] == min(answer, '1'))\n",
+    )
+    counted = recount(export, recipe(environment), 120, StopToken())
+    assert counted.tasks == 3
+    assert counted.score == trainers_score(environment)
+
+
+def test_nothing_that_could_be_scored(export: Path, tmp_path: Path) -> None:
+    body = "tasks = [('a', 'b')] * 1\ndef score(prompt, completion, answer):\n    return 0.0\n"
+    with pytest.raises(ScoringFailure, match="no held-out task could be scored: environment reward has none"):
+        score(question(export, reward_file(tmp_path, body)), StopToken())
+
+
+class TestFoldersThatDoNotLoad:
+    def test_none_at_all(self, tmp_path: Path) -> None:
+        with pytest.raises(ModelError, match=r"there is no export .*nowhere; a run exports its model when"):
+            score(question(tmp_path / "nowhere"), StopToken())
+
+    @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
+    def test_a_damaged_file(self, export: Path, tmp_path: Path, name: str) -> None:
+        copy = tmp_path / "export"
+        shutil.copytree(export, copy)
+        (copy / name).write_bytes(b"{damaged")
+        with pytest.raises(ModelError, match=r"the export .*export does not load with transformers: \w+: "):
+            score(question(copy), StopToken())
+
+    def test_the_error_crosses_the_process_as_what_it_is(self, tmp_path: Path) -> None:
+        with pytest.raises(EnvironmentSetupError, match=r"cannot read the reward file .*absent\.py"):
+            recount(tmp_path, recipe(EnvironmentSettings(file=tmp_path / "absent.py")), 120, StopToken())
+
+
+class TestItsEnd:
+    @pytest.fixture
+    def started(self, monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
+        """Every process that was started, to see that none is left."""
+        processes: list[subprocess.Popen[bytes]] = []
+        original = subprocess.Popen
+
+        def popen(*arguments: Any, **options: Any) -> subprocess.Popen[bytes]:
+            processes.append(original(*arguments, **options))
+            return processes[-1]
+
+        monkeypatch.setattr(module.subprocess, "Popen", popen)
+        return processes
+
+    def test_a_deadline(self, tmp_path: Path, started: list[subprocess.Popen[bytes]]) -> None:
+        endless = reward_file(tmp_path, "import threading\nthreading.Event().wait(600)\n")
+        with pytest.raises(DeadlineExceeded, match=r"96 held-out tasks of .* were not scored within 1 s"):
+            recount(tmp_path, recipe(endless), 1, StopToken())
+        assert [process.returncode for process in started] == [-9]
+
+    def test_a_stop(self, tmp_path: Path, started: list[subprocess.Popen[bytes]]) -> None:
+        stop = StopToken()
+        stop.set("SIGINT")
+        with pytest.raises(DeadlineExceeded, match=r"stopped \(SIGINT\) before .* was scored"):
+            recount(tmp_path, recipe(), 600, stop)
+        assert [process.returncode for process in started] == [-9]
+
+    def test_a_crash(self, tmp_path: Path, started: list[subprocess.Popen[bytes]]) -> None:
+        crashing = reward_file(tmp_path, "import os, sys\nprint('the reason', file=sys.stderr)\nos._exit(7)\n")
+        with pytest.raises(ShoalError, match=r"ended with exit code 7 without an answer: the reason"):
+            recount(tmp_path, recipe(crashing), 120, StopToken())
+        assert [process.returncode for process in started] == [7]
+
+
+def test_a_completion_ends_at_its_first_end_token() -> None:
+    assert until([5, 6, 1, 0, 1], end=1) == [5, 6]
+    assert until([1], end=1) == []
+    assert until([5, 6], end=1) == [5, 6]
+
+
+def test_the_model_side_is_plain_transformers() -> None:
+    """Nothing of shoal's own models, engines or sampling may help here: the point is that nobody needs it."""
+    source = Path(module.__file__).read_text()
+    for package in ("models", "engines", "sampling", "trainer"):
+        assert f"shoal.{package}" not in source

@@ -1,0 +1,56 @@
+"""`shoal export` refuses what it can before torch is loaded: in these tests there is no torch to load."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shoal.cli.folder import RunFolder
+from shoal.cli.recipe import Recipe
+
+WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; from shoal.cli.main import main; sys.exit(main(sys.argv[1:]))"
+
+
+def export(run: Path, out: Path) -> tuple[int, str]:
+    command = [sys.executable, "-c", WITHOUT_TORCH, "export", str(run), str(out)]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return ran.returncode, ran.stderr
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    folder = RunFolder.prepare(tmp_path / "run", Recipe.model_validate({"hub": {"port": 0}}))
+    (folder.path / "trainer" / "checkpoints" / "0.0").mkdir(parents=True)
+    return folder.path
+
+
+def test_a_folder_that_is_no_runs(tmp_path: Path) -> None:
+    code, said = export(tmp_path, tmp_path / "out")
+    assert code == 2
+    assert said == f"shoal: {tmp_path} is not a run folder (it has no recipe.toml); make one with: shoal run RECIPE\n"
+
+
+def test_a_run_that_has_no_checkpoint_yet(run: Path, tmp_path: Path) -> None:
+    (run / "trainer" / "checkpoints" / "0.0").rmdir()
+    code, said = export(run, tmp_path / "out")
+    assert code == 5
+    assert "there is no checkpoint in" in said
+
+
+def test_a_target_that_is_somebody_elses(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.txt").write_text("years of work")
+    code, said = export(run, tmp_path / "out")
+    assert code == 2
+    assert "exists and is not an export of shoal; choose another folder" in said
+    assert [file.name for file in (tmp_path / "out").iterdir()] == ["thesis.txt"]
+
+
+def test_a_target_below_a_file(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    code, said = export(run, tmp_path / "file" / "out")
+    assert code == 3
+    assert "a part of the path is a file, not a folder" in said

@@ -1,0 +1,231 @@
+"""`shoal join` as a contributor meets it: what is wrong is said first and in one line, what was earned is said last.
+
+The hub is a real one in a thread of this process, with the scripted engine: nothing here needs torch, and some of it
+checks that torch was not loaded.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+from clikit import one_line, run_shoal
+
+from shoal.cli.folder import RunFolder
+from shoal.cli.main import main
+from shoal.cli.recipe import Recipe
+from shoal.cli.roles import command_of, run_role
+from shoal.client import HubClient
+from shoal.errors import ConfigError, ShutOut
+from shoal.protocol import PolicyAnnouncement, TensorView, sign_document
+from shoal.runtime.stop import StopToken
+from shoal.shardcast import Origin
+from shoal.worker.cheats import CHEATS
+
+DEADLINE_S = 60
+NOWHERE = "http://127.0.0.1:9"  # the discard port: nobody listens there
+RECIPE = {
+    "run": {"steps": 1, "groups_per_step": 1, "group_size": 2, "max_new_tokens": 6},
+    "hub": {"port": 0, "refill_cap": 0},  # nobody here sorts anything: the step goes on without its group
+    "relay": {"count": 0},
+    "validator": {"engine": "scripted", "audit_wait_s": 0.2},
+    "worker": {"engine": "scripted", "lease_wait_s": 0.2},
+}
+WITHOUT_TORCH = """
+import sys
+from shoal.cli.main import main
+code = main(sys.argv[1:])
+assert "torch" not in sys.modules, "torch was loaded"
+sys.exit(code)
+"""
+
+
+class Served:
+    """A run whose hub, origin and validator are threads here, and whose trainer is this object."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = RunFolder.prepare(folder, Recipe.model_validate(RECIPE))
+        self.endpoints = self.folder.assign_endpoints()
+        self.stop = StopToken()
+        self.threads = ThreadPoolExecutor()
+        self.roles: list[Future[None]] = [self._start(name) for name in ("hub", "origin", "validator-0")]
+        self.key = self.folder.key("trainer")
+        self.client = HubClient(self.endpoints.hub, self.key, self.stop)
+        self.client.register("trainer", "trainer", self.folder.certificate("trainer"))
+        self.origin = Origin(self.folder.path / "origin", self.endpoints.run, self.key)
+
+    def _start(self, name: str) -> Future[None]:
+        return self.threads.submit(run_role, self.folder, name, self.stop)
+
+    def publish(self, version: int) -> None:
+        tensors = [TensorView("w", "F32", (1,), memoryview(np.full(1, version, dtype="<f4")).cast("B"))]
+        policy = self.origin.publish(0, version, {}, tensors, self.client.ledger_head()).policy
+        announcement = PolicyAnnouncement(run=self.endpoints.run, policy=policy, created_at_ms=1)
+        self.client.announce(sign_document(announcement, self.key))
+
+    def train(self) -> None:
+        """The only step: wait for its batch, publish what comes after it."""
+        waits = 0
+        while self.client.batch(0, wait_s=1).batch is None:
+            waits += 1
+            assert waits < DEADLINE_S, self.client.status()
+        self.publish(1)
+
+    def workers(self) -> list[str]:
+        return [node.name for node in self.client.status().nodes if node.role == "worker"]
+
+    def close(self) -> None:
+        self.stop.set("the test ends")
+        for role in self.roles:
+            role.result(DEADLINE_S)
+        self.threads.shutdown()
+        self.client.close()
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[Served]:
+    run = Served(tmp_path / "run")
+    yield run
+    run.close()
+
+
+def start_join(tmp_path: Path, *arguments: str) -> subprocess.Popen[str]:
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("SHOAL_")}
+    command = [sys.executable, "-c", WITHOUT_TORCH, "join", *arguments, "--folder", str(tmp_path / "node")]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=environment)
+
+
+def finished(process: subprocess.Popen[str]) -> tuple[int, str]:
+    try:
+        _, error = process.communicate(timeout=DEADLINE_S)
+    finally:
+        process.kill()
+    assert "Traceback" not in error
+    return process.returncode, error
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--engine", "there is no engine 'foo'; there are scripted, torch"),
+        ("--cheat", f"there is no cheat 'foo'; there are {', '.join(sorted(CHEATS))}"),
+    ],
+)
+def test_a_name_that_is_not_there_is_refused_before_anybody_is_asked(
+    served: Served, tmp_path: Path, option: str, message: str
+) -> None:
+    code, error = finished(start_join(tmp_path, served.endpoints.join, option, "foo"))
+    assert (code, error) == (2, f"shoal: {message}\n")
+    assert served.workers() == []
+    assert not (tmp_path / "node").exists()
+
+
+def test_what_is_wrong_here_is_said_before_the_hub_is_looked_for(tmp_path: Path) -> None:
+    code, error = finished(start_join(tmp_path, NOWHERE, "--engine", "foo"))
+    assert (code, error.partition(";")[0]) == (2, "shoal: there is no engine 'foo'")
+
+
+def test_a_dead_hub_is_one_line(tmp_path: Path) -> None:
+    code, error = finished(start_join(tmp_path, NOWHERE, "--wait", "1"))
+    assert code == 4
+    assert error.startswith(f"shoal: no usable answer from the hub at {NOWHERE}")
+    assert error.count("\n") == 1
+
+
+def test_a_joined_worker_works_and_says_at_the_end_what_it_earned(served: Served, tmp_path: Path) -> None:
+    served.publish(0)
+    process = start_join(tmp_path, served.endpoints.join, "--engine", "scripted", "--name", "guest")
+    try:
+        served.train()
+    finally:
+        code, error = finished(process)
+    assert code == 0
+    [guest] = [node for node in served.client.status().nodes if node.name == "guest"]
+    assert guest.accepted > 0
+    earned = f"{guest.accepted} group{'' if guest.accepted == 1 else 's'} accepted, credit +{guest.credit}"
+    assert f"the run is finished: {earned}; in all" in error.splitlines()[-1]
+    assert "cheats" not in error
+
+
+def test_a_cheating_worker_says_so_first_and_stops_when_told_to(served: Served, tmp_path: Path) -> None:
+    process = start_join(tmp_path, served.endpoints.join, "--engine", "scripted", "--cheat", "copy")
+    try:
+        eventually(lambda: served.workers() != [])
+    finally:
+        process.send_signal(signal.SIGINT)
+        code, error = finished(process)
+    assert code == 0
+    assert f"this worker cheats (copy): it {CHEATS['copy'].what}" in error
+    assert "this start: 0 groups accepted" in error.splitlines()[-1]
+
+
+def test_a_worker_that_waits_for_its_hub_stops_when_told_to(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(DEADLINE_S)
+        process = start_join(tmp_path, f"http://127.0.0.1:{server.getsockname()[1]}", "--wait", str(DEADLINE_S))
+        try:
+            server.accept()[0].close()  # it is asking, and will ask again
+        finally:
+            process.terminate()
+            code, error = finished(process)
+    assert code == 0
+    assert error.splitlines()[-1].endswith("stopped (SIGTERM)")
+
+
+def test_the_command_of_a_cheating_worker(tmp_path: Path) -> None:
+    assert command_of(tmp_path, "worker-2", "copy") == [
+        "worker", "--dir", str(tmp_path), "--index", "2", "--cheat", "copy",
+    ]  # fmt: skip
+    assert "--cheat" not in command_of(tmp_path, "worker-2")
+
+
+def test_only_workers_can_be_told_to_cheat(tmp_path: Path) -> None:
+    folder = RunFolder.prepare(tmp_path / "run", Recipe.model_validate(RECIPE))
+    with pytest.raises(ConfigError, match="only a worker can be told to cheat, not the validator"):
+        run_role(folder, "validator-0", StopToken(), "copy")
+
+
+def test_a_worker_beyond_those_of_the_recipe_can_cheat(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+    served.publish(0)
+    stop = StopToken()
+    with ThreadPoolExecutor() as threads:
+        worker = threads.submit(run_role, served.folder, "worker-7", stop, "copy")
+        try:
+            eventually(lambda: "worker-7" in served.workers())
+        finally:
+            stop.set("the test ends")
+        with suppress(ShutOut):  # it may be caught before the test is through
+            worker.result(DEADLINE_S)
+    assert "this worker cheats (copy)" in caplog.text
+
+
+def test_an_unknown_cheat_of_a_folders_worker_is_refused_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["worker", "--dir", str(tmp_path), "--cheat", "foo"]) == 2
+    assert capsys.readouterr().err.startswith("shoal: there is no cheat 'foo'")
+
+
+def test_a_fingerprint_that_is_not_the_hubs_is_refused(served: Served, tmp_path: Path) -> None:
+    message = one_line(run_shoal(tmp_path, "join", f"{served.endpoints.hub}/#{'0' * 40}", "--folder", "node"), 1)
+    assert "another run or an impostor" in message
+    assert not (tmp_path / "node").exists()
+
+
+def eventually(holds: Callable[[], bool]) -> None:
+    pause = threading.Event()
+    for _ in range(DEADLINE_S * 20):
+        if holds():
+            return
+        pause.wait(0.05)
+    raise AssertionError("it did not happen")

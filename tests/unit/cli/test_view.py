@@ -1,0 +1,393 @@
+"""What a person sees: lines, frames of every size, and the live display in a real terminal."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from clikit import report, status, wait
+from ptykit import Terminal
+from rich.console import Console
+from scenekit import at_step, process, scene, verdict, worker
+
+from shoal.cli.frame import Frame
+from shoal.cli.progress import History, Scene
+from shoal.cli.view import LiveDisplay, PlainDisplay, choose_display
+from shoal.protocol import NodeState, NodeView
+
+BANNED = worker(2, state=NodeState.BANNED, reason="sampling.seed: token 3 has another seed", rejected=7)
+REPORTS = (report(0, reward_mean=0.1, held_out=0.4), report(1, reward_mean=0.5, staleness_mean=0.25))
+
+# ── lines ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def lines(*scenes: Scene) -> list[list[str]]:
+    """What a plain display says to one scene after another."""
+    said: list[str] = []
+    display = PlainDisplay(said.append)
+    heard = []
+    for moment in scenes:
+        display.show(moment)
+        heard.append(list(said))
+        said.clear()
+    return heard
+
+
+def test_a_line_says_where_the_run_stands() -> None:
+    assert lines(scene(status(reports=REPORTS))) == [
+        ["  1:05  step 2/9  reward 0.50  held out 0.40  staleness 0.25  groups 5 accepted, 1 rejected  0 tokens/s"]
+    ]
+
+
+def test_a_line_is_said_again_only_to_break_a_long_silence() -> None:
+    moments = [scene(status(), elapsed_s=elapsed_s) for elapsed_s in (10.0, 13.0, 19.0, 20.0, 23.0)]
+    assert [len(heard) for heard in lines(*moments)] == [1, 0, 0, 1, 0]
+    changed = lines(moments[0], scene(status(step=3), elapsed_s=13.0))
+    assert [len(heard) for heard in changed] == [1, 1]
+
+
+def test_what_the_hub_said_last_is_not_said_again_while_it_is_silent() -> None:
+    history = History()
+    history.add(status(waits=(wait("trainer", "a batch", 30),)), 5.0)
+    moments = [Scene(status(), (), history, elapsed_s) for elapsed_s in (5.0, 14.0, 16.0, 22.0, 26.0)]
+    first, *silent = lines(*moments)
+    assert len(first) == 1
+    assert silent == [
+        [], ["  0:16  the hub does not answer, for 11 s now"], [], ["  0:26  the hub does not answer, for 21 s now"]
+    ]  # fmt: skip
+
+
+def test_rate_and_time_left_are_part_of_the_line() -> None:
+    history = History()
+    for step in range(3):
+        history.add(at_step(step, nodes=(worker(0, credit=1000 * step),)), 4.0 * step)
+    ((line,),) = lines(Scene(at_step(2), (), history, 9.0))
+    assert line.endswith("250 tokens/s  0:27 left")
+    ((line,),) = lines(Scene(at_step(2, finished=True), (), history, 9.0))
+    assert line.endswith("250 tokens/s")
+
+
+def test_long_waits_are_part_of_the_line_and_short_ones_are_not() -> None:
+    waits = (wait("trainer", "a batch", 30), wait("worker", "work", 1))
+    ((line,),) = lines(scene(status(waits=waits)))
+    assert line.endswith("(trainer waits for a batch (30 s))")
+
+
+def test_rejections_bans_and_alarms_are_said_once() -> None:
+    nodes = (worker(0), BANNED)
+    rejected = verdict(17, BANNED, "rejected")
+    seen = status(nodes=nodes, verdicts=(rejected,), alarms=("the disk is full", "the disk is nearly full"))
+    first, second = lines(scene(seen), scene(seen, elapsed_s=66.0))
+    assert first[1:] == [
+        "worker-2, unit 17: rejected, sampling.seed: token 3 has another seed",
+        "worker-2 was banned: sampling.seed: token 3 has another seed",
+        "alarm: the disk is nearly full",
+        "alarm: the disk is full",
+    ]
+    assert second == []
+
+
+def test_many_rejections_at_once_do_not_flood() -> None:
+    refused = tuple(verdict(unit, BANNED, "rejected") for unit in range(12))
+    (said,) = lines(scene(status(nodes=(worker(2),), verdicts=refused)))
+    assert [line for line in said if "unit" in line][-1].startswith("worker-2, unit 4: rejected")
+    assert said[-1] == "and 7 more rejections"
+
+
+def test_a_process_that_died_and_came_back_is_told_twice() -> None:
+    dead = process("trainer", state="restarting", why="was killed by SIGKILL", since_s=1.0, pid=None)
+    back = process("trainer", restarts=1, why="was killed by SIGKILL", since_s=1.0, pid=77)
+    heard = lines(*(scene(None, view) for view in (process("trainer"), dead, dead, back, back)))
+    assert heard == [
+        [], ["trainer was killed by SIGKILL 1 s ago and is being restarted (1st time)"], [],
+        ["trainer is back (pid 77)"], [],
+    ]  # fmt: skip
+
+
+def test_a_process_that_died_and_came_back_between_two_looks_is_told_once() -> None:
+    back = process("trainer", restarts=1, why="was killed by SIGKILL", since_s=1.0, pid=77)
+    heard = lines(scene(None, process("trainer")), scene(None, back), scene(None, back))
+    assert heard == [[], ["trainer was killed by SIGKILL; it was started again (pid 77)"], []]
+
+
+def test_a_process_that_keeps_dying_between_looks_is_told_in_one_line() -> None:
+    again = process("trainer", restarts=2, why="was killed by SIGKILL", since_s=1.0, pid=None)
+    (said,) = lines(scene(None, again))
+    assert said == ["trainer was restarted 2 times, 1 s ago after it was killed by SIGKILL"]
+
+
+def test_a_process_that_is_in_trouble_again_is_told_again() -> None:
+    quiet = process("hub", since_s=300.0)
+    answered = History()
+    answered.add(status(), 100.0)
+    silent, well = (Scene(None, [quiet], answered, elapsed_s) for elapsed_s in (120.0, 101.0))
+    assert [len(heard) for heard in lines(silent, silent, well, silent)] == [1, 0, 0, 1]
+
+
+def test_control_characters_stay_out_of_lines() -> None:
+    said: list[str] = []
+    evil = worker(2, name="\x1b[2J", state=NodeState.BANNED, reason="\x07\nx")
+    display = PlainDisplay(said.append)
+    display.show(scene(status(nodes=(evil,), verdicts=(verdict(1, evil, "rejected", message="\r\x1b"),))))
+    display.say("hello\x1b[31m")
+    assert len(said) == 4
+    assert all(line.isprintable() for line in said)
+
+
+# ── frames ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def drawn(moment: Scene, width: int = 80, height: int = 24, colours: bool = False) -> str:
+    system: Any = "standard" if colours else None
+    console = Console(file=io.StringIO(), force_terminal=True, width=width, height=height, color_system=system)
+    console.print(Frame(moment))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def busy(workers: int = 3) -> Scene:
+    """A run in which everything happens at once."""
+    nodes = [worker(index, accepted=200 - index, credit=1000 - index) for index in range(workers)]
+    nodes[2:3] = [BANNED]
+    trusted = NodeView(node="ee" * 16, name="trainer", role="trainer", state=NodeState.ACTIVE, doing="training step 7")
+    accepted = [verdict(300 + index, nodes[0], at_ms=500 + index) for index in range(20)]
+    refused = [verdict(17 + index, BANNED, "rejected") for index in range(4)]
+    seen = at_step(
+        7, steps=30, nodes=(*nodes, trusted.model_copy(update={"last_seen_ms": 99_000})),
+        verdicts=(*accepted, *refused), waits=(wait("trainer", "a batch", 14),),
+        alarms=("3 groups were all there was",),
+        reports=tuple(report(step, reward_mean=step / 60, held_out=0.31 + step / 100) for step in range(50)),
+    )  # fmt: skip
+    dead = process("validator-0", state="restarting", why="was killed by SIGKILL", since_s=2.0, restarts=2, pid=None)
+    return scene(seen, process("hub", pid=None), process("trainer", pid=None), dead, worker_2="cheats: keeps the best")
+
+
+def test_a_frame_shows_everything_on_an_ordinary_terminal() -> None:
+    frame = drawn(busy())
+    for words in (
+        "shoal demo-1", "1:05", "step 7/30", "reward      0.82", "0.31 → 0.80  +49 points", "staleness", "tokens/s",
+        "5 accepted, 1 rejected", "worker-0", "worker-1", "banned sampling.seed: token 3 has another",
+        "worker-2 cheats: keeps the best", "hub · trainer: training step 7 · validator-0: restarting",
+        "validator-0 was killed by SIGKILL 2 s ago and is being restarted", "(3rd time)", "3 groups were all there was",
+        "trainer waits for a batch (14 s)", "worker-2, unit 20: rejected, sampling.seed: token 3 has another seed",
+    ):  # fmt: skip
+        assert words in frame, words
+
+
+@pytest.mark.parametrize("width", [10, 40, 80, 200])
+@pytest.mark.parametrize("height", [1, 2, 8, 15, 24, 60])
+@pytest.mark.parametrize("workers", [3, 50])
+def test_a_frame_fits_whatever_the_terminal(width: int, height: int, workers: int) -> None:
+    rows = drawn(busy(workers), width, height).removesuffix("\n").split("\n")
+    assert len(rows) <= max(1, height - 1)
+    assert all(len(row) <= width for row in rows)
+
+
+def test_the_last_rejections_stay_however_many_acceptances_follow() -> None:
+    rows = [row for row in drawn(busy()).split("\n") if ", unit " in row]
+    assert [row.split("unit ")[1].split(":")[0] for row in rows[:3]] == ["18", "19", "20"]
+    assert all("accepted" in row for row in rows[3:])
+
+
+def test_of_many_workers_those_in_trouble_are_shown_and_the_others_counted() -> None:
+    frame = drawn(busy(50))
+    table = frame.split("doing")[1].split("\n")
+    assert table[1].startswith("worker-2 ")
+    assert table[2].startswith("worker-0 ")
+    shown = sum(row.startswith("worker-") for row in table) - 1  # one is the note
+    assert f"and {50 - shown} more" in frame
+
+
+def test_of_many_alarms_the_newest_are_shown() -> None:
+    frame = drawn(scene(status(alarms=tuple(f"alarm {number}" for number in range(9, 0, -1)))))
+    assert [f"alarm {number}" in frame for number in (9, 8, 7)] == [True, True, False]
+
+
+def test_a_sparkline_shows_the_last_forty_steps() -> None:
+    (row,) = (row for row in drawn(busy(), width=200).split("\n") if row.startswith("reward"))
+    assert len(row.split()[-1]) == 40
+
+
+def test_those_shut_out_are_red_and_so_are_rejections() -> None:
+    red = [row for row in drawn(busy(), colours=True).split("\n") if "\x1b[31m" in row]
+    assert [("banned" in row) or ("rejected" in row) for row in red] == [True] * 5
+    assert "worker-2" in red[1]
+    assert "\x1b[31msampling.seed: token 3" in red[1]
+
+
+def test_the_state_of_a_worker_is_that_of_its_process_until_it_is_shut_out() -> None:
+    seen = status(nodes=(worker(0), worker(1), BANNED))
+    dead = {"state": "restarting", "why": "was killed by SIGKILL", "pid": None}
+    frame = drawn(scene(seen, process("worker-0", **dead), process("worker-2", **dead), process("worker-3", pid=None)))
+    rows = {row.split()[0]: row for row in frame.split("\n") if row.startswith("worker-")}
+    assert "restarting was killed by SIGKILL" in rows["worker-0"]
+    assert "active" in rows["worker-1"]
+    assert "banned" in rows["worker-2"]
+    assert "starting" in rows["worker-3"]
+
+
+def test_why_a_worker_was_shut_out_is_said_in_its_row_alone() -> None:
+    resting = {"state": "resting", "why": "was shut out by the hub: banned", "pid": None}
+    assert "trouble" not in drawn(scene(status(nodes=(BANNED,)), process("worker-2", **resting)))
+    assert "trouble" in drawn(scene(status(nodes=(worker(2),)), process("worker-2", **resting)))
+
+
+def test_a_finished_worker_and_trainer_are_done_and_not_in_trouble() -> None:
+    done = {"state": "resting", "why": "is done", "pid": None}
+    seen = at_step(9, nodes=(worker(0),), finished=True)
+    frame = drawn(scene(seen, process("worker-0", **done), process("trainer", **done)))
+    assert "1:05, finished" in frame
+    assert "trainer: done" in frame
+    assert "trouble" not in frame
+
+
+def test_before_the_hub_answers_there_is_a_frame_too() -> None:
+    frame = drawn(scene(None, process("hub", pid=None, since_s=2.0), process("worker-0", pid=None), elapsed_s=2.0))
+    assert "the hub does not answer yet" in frame
+    assert "worker-0" in frame
+    assert "trouble" not in frame
+
+
+def test_before_the_first_policy_the_frame_says_what_it_waits_for() -> None:
+    frame = drawn(scene(status(step=0)))
+    assert "the trainer is loading the first policy" in frame
+    assert "the trainer is loading" not in drawn(busy())
+
+
+def test_a_worker_that_does_nothing_says_what_it_waits_for() -> None:
+    idle = worker(0, doing="")
+    stranger = worker(1, name="alice", doing="")
+    waits = (
+        wait(f"worker-0 ({idle.node[:8]})", "a unit: all are leased", 1),
+        wait(f"worker alice ({stranger.node[:8]})", "policy 0.7", 1),
+        wait("worker-0 (ffffffff)", "something else", 1),
+    )
+    frame = drawn(scene(at_step(1, nodes=(idle, stranger), waits=waits)))
+    rows = {row.split()[0]: row for row in frame.split("\n") if row}
+    assert rows["worker-0"].rstrip().endswith("waits for a unit: all are leased")
+    assert "waits for policy 0.7" in rows["alice"]
+
+
+def test_what_others_wrote_is_neither_markup_nor_control_code() -> None:
+    evil = worker(0, name="[/bold]", doing="[red]x\x1b[2J")
+    waits = (wait("[/zz]", "[bold]y", 30),)
+    seen = status(
+        nodes=(evil,), waits=waits, alarms=("[/a]\x07",), verdicts=(verdict(1, evil, "rejected", message="[b"),)
+    )
+    frame = drawn(scene(seen))
+    for words in ("[/bold]", "[red]x�[2J", "[/zz] waits for [bold]y", "[/a]�", "sampling.seed: [b"):
+        assert words in frame, words
+    assert "\x1b" not in frame
+
+
+# ── in a terminal ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("terminal", "changes", "live"),
+    [(True, {}, True), (True, {"TERM": "dumb"}, False), (False, {}, False), (False, {"FORCE_COLOR": "1"}, False),
+     (True, {"encoding": "ascii"}, False)],
+)  # fmt: skip
+def test_the_display_is_live_only_on_a_terminal_that_can(
+    monkeypatch: pytest.MonkeyPatch, terminal: bool, changes: dict[str, str], live: bool
+) -> None:
+    raw = io.BytesIO()
+    file = io.TextIOWrapper(raw, encoding=changes.pop("encoding", "utf-8"))
+    monkeypatch.setattr(file, "isatty", lambda: terminal, raising=False)
+    for name, value in {"TERM": "xterm-256color", **changes}.items():
+        monkeypatch.setenv(name, value)
+    display = choose_display(Console(file=file))
+    assert isinstance(display, LiveDisplay if live else PlainDisplay)
+    assert display.live is live
+    if not live:
+        display.say("a line " + "longer than eighty columns, " * 5)
+        file.flush()
+        assert raw.getvalue().count(b"\n") == 1
+
+
+LIVE = """
+import sys
+from rich.console import Console
+from shoal.cli.view import choose_display
+from shoal.runtime.stop import stop_on_signals
+from test_view import busy
+stop = stop_on_signals(supervising=True)
+with choose_display(Console()) as display:
+    display.say("a line above that is much longer than the terminal is wide, so that it takes two rows of it")
+    frames = 0
+    while not stop.wait(0.01):
+        display.show(busy())
+        frames += 1
+        if frames == 30:
+            display.say("another line")
+            {then}
+print("the end", stop.reason)
+sys.exit(130)
+"""
+
+
+@pytest.fixture
+def terminals() -> Iterator[list[Terminal]]:
+    opened: list[Terminal] = []
+    yield opened
+    for terminal in opened:
+        terminal.close()
+
+
+def test_ctrl_c_leaves_the_last_frame_and_gives_the_cursor_back(terminals: list[Terminal]) -> None:
+    terminals.append(terminal := Terminal(LIVE.format(then="pass")))
+    terminal.read_until("another line")
+    assert terminal.screen.cursor_hidden
+    terminal.type(b"\x03")
+    assert terminal.end() == 130
+    assert not terminal.screen.cursor_hidden
+    shown = terminal.screen.text
+    assert shown.count("step 7/30") == 1, shown
+    assert shown.count("another line") == 1
+    assert shown.index("another line") < shown.index("step 7/30") < shown.index("the end SIGINT")
+    assert "Traceback" not in shown
+
+
+def test_keys_do_not_show_in_the_frame_and_the_terminal_is_as_before(terminals: list[Terminal]) -> None:
+    terminals.append(terminal := Terminal(LIVE.format(then="pass")))
+    terminal.read_until("shoal demo-1")
+    before = terminal.before
+    assert terminal.settings() != before
+    terminal.type(b"\n\n\nquit\n")
+    terminal.read_until("another line")
+    terminal.type(b"\x03")
+    assert terminal.end() == 130
+    shown = terminal.screen.text
+    assert "quit" not in shown
+    assert shown.count("shoal demo-1") == 1, shown
+    assert terminal.settings() == before
+
+
+def test_an_exception_gives_the_cursor_back_too(terminals: list[Terminal]) -> None:
+    terminals.append(terminal := Terminal(LIVE.format(then="raise ValueError('oh no')")))
+    assert terminal.end() == 1
+    shown = terminal.screen.text
+    assert not terminal.screen.cursor_hidden
+    assert shown.count("step 7/30") == 1, shown
+    assert shown.index("step 7/30") < shown.index("ValueError: oh no")
+
+
+def test_a_frame_higher_than_the_terminal_does_not_scroll(terminals: list[Terminal]) -> None:
+    terminals.append(terminal := Terminal(LIVE.format(then="pass"), rows=12))
+    terminal.read_until("another line")
+    terminal.type(b"\x03")
+    assert terminal.end() == 130
+    shown = terminal.screen.text
+    assert shown.count("step 7/30") == 1, shown
+    assert len(terminal.screen.scrolled) < 12
+
+
+def test_a_dumb_terminal_gets_lines(terminals: list[Terminal]) -> None:
+    terminals.append(terminal := Terminal(LIVE.format(then="pass"), TERM="dumb"))
+    terminal.read_until("another line")
+    assert not terminal.screen.cursor_hidden
+    terminal.type(b"\x03")
+    assert terminal.end() == 130
+    assert "step 7/30  reward 0.82" in terminal.screen.text

@@ -1,0 +1,177 @@
+"""Who is to blame when nothing happens: every sentence, from made-up statuses and processes, and one real SIGSTOP."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+from clikit import report, status, wait
+from scenekit import at_step, process, worker
+
+from shoal.cli.watchdog import Watchdog, blame, is_stopped, troubles
+from shoal.protocol import LedgerHead, NodeView, RunStatus
+from shoal.runtime.supervise import ProcessView
+
+HUB = process("hub", pid=None)
+
+
+@pytest.fixture(autouse=True)
+def nobody_is_halted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.cli.watchdog.is_stopped", lambda pid: pid == 666)
+
+
+def sentence(of: ProcessView, seen: RunStatus | None = None, silent_s: float = 0.0) -> str:
+    return troubles(seen, [HUB, of], silent_s).get(of.name, "")
+
+
+# ── the end of a run without progress ────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_watchdog_ends_a_run_that_stands_still_and_names_who_waits() -> None:
+    dog = Watchdog(patience_s=60)
+    stuck = status(waits=(wait("trainer", "3 more groups", 55),), alarms=("the cap is reached",))
+    assert dog.look(stuck, 0.0) is None
+    assert dog.look(stuck, 59.0) is None
+    ending = dog.look(stuck, 60.0)
+    assert ending is not None
+    assert ending.exit_code == 1
+    assert ending.message == (
+        "no progress for 60 s: trainer waits for 3 more groups (55 s); alarms: the cap is reached"
+    )
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"step": 3}, {"submissions": {"accepted": 6, "rejected": 1}}, {"reports": (report(0),)},
+     {"ledger": LedgerHead(run="demo-1", index=5, hash="ab" * 32)}, {"policy": at_step(2).policy}],
+)  # fmt: skip
+def test_anything_new_calms_the_watchdog(change: dict[str, Any]) -> None:
+    dog = Watchdog(patience_s=60)
+    assert dog.look(status(), 0.0) is None
+    assert dog.look(status(**change), 59.0) is None
+    assert dog.look(status(**change), 118.0) is None
+    assert dog.look(status(**change), 119.0) is not None
+
+
+def test_before_the_first_policy_patience_counts_too() -> None:
+    dog = Watchdog(patience_s=60)
+    assert dog.look(None, 0.0) is None
+    assert dog.look(status(step=0), 30.0) is None
+    assert dog.look(status(step=0), 89.0) is None
+    assert dog.look(status(step=0), 90.0) is not None
+
+
+def test_a_hub_that_never_answers_is_no_progress() -> None:
+    dog = Watchdog(patience_s=60)
+    assert dog.look(None, 0.0) is None
+    ending = dog.look(None, 61.0, silent_s=61.0)
+    assert ending is not None
+    assert ending.message == "no progress for 61 s: the hub does not answer (see logs/hub.log)"
+
+
+def test_what_a_silent_hub_said_last_is_not_held_against_anybody() -> None:
+    waits = (wait("trainer", "a batch", 55),)
+    hub = process("hub", pid=12)
+    assert blame(status(waits=waits), [hub], silent_s=63.0) == (
+        "hub (pid 12) has not answered for 63 s: is it stuck? (see logs/hub.log)"
+    )
+
+
+def test_symptom_and_cause_are_both_named() -> None:
+    waits = (wait("trainer", "a batch", 55),)
+    dead = process("validator-0", state="restarting", restarts=2, why="was killed by SIGKILL", since_s=12.0)
+    assert blame(status(waits=waits), [HUB, dead], silent_s=0.0) == (
+        "trainer waits for a batch (55 s); validator-0 was killed by SIGKILL 12 s ago and is being restarted (3rd time)"
+    )
+    assert blame(status(), [HUB], silent_s=0.0) == "and nobody says that they wait for anything"
+
+
+# ── what is wrong with a process ─────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"state": "restarting", "why": "was killed by SIGKILL", "since_s": 12.4},
+         "w was killed by SIGKILL 12 s ago and is being restarted (1st time)"),
+        ({"state": "restarting", "why": "ended with exit code 1: no luck", "since_s": 3, "restarts": 11},
+         "w ended with exit code 1, 3 s ago and is being restarted (12th time): no luck"),
+        ({"state": "given up", "why": "ended with exit code 1: no luck"},
+         "w was given up after it ended with exit code 1: no luck"),
+        ({"state": "resting", "why": "was shut out by the hub: this node is banned"},
+         "w was shut out by the hub and is not started again: this node is banned"),
+        ({"state": "resting", "why": "is done"}, ""),
+        ({"state": "running", "restarts": 2, "why": "was killed by SIGKILL", "since_s": 5},
+         "w was restarted 2 times, 5 s ago after it was killed by SIGKILL"),
+        ({"state": "running", "restarts": 2, "why": "was killed by SIGKILL", "since_s": 300}, ""),
+        ({"state": "running", "restarts": 1, "why": "was killed by SIGKILL", "since_s": 5}, ""),
+        ({"state": "running", "pid": 666},
+         "w (pid 666) was halted by a signal and does nothing; to let it go on: kill -CONT 666"),
+        ({}, ""),
+    ],
+)  # fmt: skip
+def test_what_the_supervisor_knows(changes: dict[str, Any], words: str) -> None:
+    assert sentence(process("w", **changes)) == words
+
+
+def test_what_a_log_says_cannot_control_the_terminal() -> None:
+    assert "\x1b" not in sentence(process("w", state="given up", why="ended with exit code 1: \x1b[2J"))
+
+
+def node(name: str, seen_s_ago: float, role: Any = "validator") -> NodeView:
+    changes = {"name": name, "role": role, "last_seen_ms": int(100_000 - seen_s_ago * 1000)}
+    return worker(0).model_copy(update=changes)
+
+
+def test_a_process_of_which_the_hub_has_not_heard_for_long() -> None:
+    quiet = process("validator-0")
+    words = "validator-0 (pid 4711) has said nothing for 63 s: is it stuck?"
+    assert sentence(quiet, status(nodes=(node("validator-0", 63),))) == words
+    assert sentence(quiet, status(nodes=(node("validator-0", 63), node("validator-0", 5)))) == ""
+    assert sentence(quiet, status(nodes=(node("validator-0", 63),), finished=True)) == ""
+    assert sentence(quiet, status(nodes=(node("validator-0", 5, "worker"), node("validator-0", 63)))) == words
+
+
+def test_a_process_that_has_just_started_is_given_time() -> None:
+    seen = status(nodes=(node("validator-0", 63),))
+    assert sentence(process("validator-0", since_s=89.0), seen) == ""
+    assert sentence(process("validator-0", since_s=91.0), seen) != ""
+    new_hub = process("hub", since_s=5.0)
+    assert troubles(seen, [new_hub, process("validator-0")], 0.0) == {}
+
+
+def test_a_process_that_never_reached_the_hub() -> None:
+    words = "trainer (pid 4711) has not reached the hub in the 91 s since it started"
+    assert sentence(process("trainer", since_s=91.0), status(nodes=())) == words
+    assert sentence(process("trainer", since_s=89.0), status(nodes=())) == ""
+    assert sentence(process("origin", since_s=91.0), status(nodes=())) == ""
+
+
+@pytest.mark.parametrize(
+    ("since_s", "silent_s", "said"),
+    [(300, 9, None), (300, 11, "11 s"), (29, 29, None), (31, 31, "31 s"), (20, 90, None), (40, 90, "40 s")],
+)
+def test_a_hub_that_does_not_answer(since_s: float, silent_s: float, said: str | None) -> None:
+    """One that has answered in this life is silent sooner than one that has just been started."""
+    found = troubles(status(), [process("hub", since_s=since_s)], silent_s).get("hub")
+    expected = said and f"hub (pid 4711) has not answered for {said}: is it stuck? (see logs/hub.log)"
+    assert found == expected
+
+
+def test_a_halted_process_is_recognised() -> None:
+    child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"])
+    try:
+        assert not is_stopped(child.pid)
+        os.kill(child.pid, signal.SIGSTOP)
+        end_s = time.monotonic() + 20
+        while not is_stopped(child.pid):
+            assert time.monotonic() < end_s
+    finally:
+        child.kill()
+        child.wait(20)
+    assert not is_stopped(child.pid)

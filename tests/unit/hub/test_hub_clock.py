@@ -1,0 +1,113 @@
+"""The hub on a machine whose wall clock jumps by an hour, in both directions, while it runs and while it is away."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from hubkit import ROOT, Actor, Bench, code_of, fresh_request, make_config, ok, worker_key
+
+from shoal.client import HubClient
+from shoal.client.asgi import AsgiTransport
+from shoal.hub import create_app
+from shoal.ledger import verify
+from shoal.protocol import LeaseRequest, LedgerPage, RunStatus, fingerprint
+from shoal.runtime.clock import ManualClock
+from shoal.runtime.stop import StopToken
+
+HOUR_S = 3600.0
+LEASE_S = 60.0
+LATE_S = LEASE_S * 1.1 + 1  # by a clock that follows the wall clock a tenth slower
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    bench = Bench(tmp_path / "hub")
+    ok(bench.announce(0))
+    yield bench
+    bench.close()
+
+
+def on_time(bench: Bench, actor: Actor) -> Actor:
+    """An actor who has heard what time it is at the hub."""
+    hub_ms = bench.status().now_ms
+    return Actor(actor.key, bench.http, ManualClock(hub_ms))
+
+
+@pytest.mark.parametrize("jump_s", [HOUR_S, -HOUR_S])
+def test_leases_run_out_when_their_time_is_over_and_not_before(bench: Bench, jump_s: float) -> None:
+    (lease,) = bench.alice.lease(fresh_request())
+    bench.clock.jump(jump_s)
+    bench.clock.advance(LEASE_S / 2)
+    assert bench.status().units["leased"] == 1
+    bench.clock.advance(LATE_S - LEASE_S / 2)
+    assert bench.status().units["open"] == 1
+    (again,) = on_time(bench, bench.bob).lease(fresh_request())
+    assert again.unit == lease.unit
+
+
+@pytest.mark.parametrize("jump_s", [HOUR_S, -HOUR_S])
+def test_claims_of_audits_too(bench: Bench, jump_s: float) -> None:
+    (lease,) = bench.alice.lease(fresh_request())
+    ok(bench.alice.submit(lease))
+    (audit,) = bench.audits()
+    bench.clock.jump(jump_s)
+    bench.clock.advance(LEASE_S / 2)
+    bench.app.state.hub.upkeep.tick()
+    assert bench.status().submissions["auditing"] == 1
+    bench.clock.advance(LATE_S - LEASE_S / 2)
+    bench.app.state.hub.upkeep.tick()
+    assert bench.status().submissions["received"] == 1
+    assert audit.deadline_ms - audit.received_at_ms == round(LEASE_S * 1000)
+
+
+@pytest.mark.parametrize("jump_s", [HOUR_S, -HOUR_S])
+def test_a_hub_that_restarts_after_a_jump_keeps_no_lease_for_an_hour(bench: Bench, jump_s: float) -> None:
+    bench.alice.lease(fresh_request())
+    bench.close()
+    bench.clock.jump(jump_s)
+    app = create_app(make_config(bench.folder), bench.clock)
+    with httpx.Client(transport=AsgiTransport(app), base_url="http://hub", timeout=20) as http:
+        bench.clock.advance(LATE_S)
+        status = RunStatus.model_validate_json(http.get("/status").content)
+        assert status.units["open"] == 1
+        carol = Actor(worker_key(3), http, ManualClock(status.now_ms))
+        ok(carol.register())
+        page = LedgerPage.model_validate_json(http.get("/ledger").content)
+    verify(page.entries)
+    times = [entry.at_ms for entry in page.entries]
+    assert times == sorted(times)
+
+
+def test_a_request_cannot_be_replayed_by_setting_the_clock_forth_and_back(bench: Bench) -> None:
+    recorded: list[httpx.Request] = []
+    bench.http.event_hooks["request"].append(recorded.append)
+    bench.alice.lease(fresh_request())
+    bench.clock.jump(HOUR_S)
+    bench.clock.advance(90)
+    bench.app.state.hub.upkeep.tick()
+    bench.clock.jump(-HOUR_S)
+    assert code_of(bench.http.send(recorded[0])) == (401, "auth.replay")
+
+
+@pytest.mark.parametrize("jump_s", [HOUR_S, -HOUR_S])
+def test_a_machine_whose_clock_is_wrong_is_told_the_time_and_takes_part(bench: Bench, jump_s: float) -> None:
+    clock = ManualClock(bench.clock.now_ms())
+    clock.jump(jump_s)
+    client = HubClient(
+        "http://hub", worker_key(9), StopToken(), fingerprint(ROOT.public_key), http=bench.http, clock=clock
+    )
+    client.register("wrong clock", "worker", None)
+    assert len(client.lease(LeaseRequest(request=fresh_request())).leases) == 1
+    clock.jump(-2 * jump_s)  # and wrong again, the other way
+    assert len(client.lease(LeaseRequest(request=fresh_request())).leases) == 1
+
+
+def test_only_a_refusal_for_the_clock_says_what_time_it_is(bench: Bench) -> None:
+    assert "shoal-time" not in bench.http.post("/heartbeat").headers
+    early = Actor(bench.alice.key, bench.http, ManualClock(bench.clock.now_ms() - 121_000))
+    answer = early.call("POST", "/heartbeat", {})
+    assert code_of(answer) == (401, "auth.skew")
+    assert answer.headers["shoal-time"] == str(bench.clock.now_ms())

@@ -1,0 +1,111 @@
+"""A full disk, met by the small things that every role leans on: one sentence, the right exit code, nothing lost."""
+
+from __future__ import annotations
+
+import errno
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from shoal.errors import DiskError, ResourceError
+from shoal.runtime.files import is_full, resource_error, write_atomically
+from shoal.runtime.lock import FolderLock
+from shoal.runtime.metrics import MetricsLog
+from shoal.runtime.stop import StopToken
+from shoal.runtime.supervise import last_line
+from smalldisk import SmallDisk, in_own_namespace, small_disk
+
+DEV_FULL = Path("/dev/full")
+SENTENCE = "the disk is full: free some space"
+LOGGING = """
+import logging
+from pathlib import Path
+from shoal.runtime import logs
+logs.setup("hub", Path("/dev/full"))
+logging.getLogger("shoal.hub").warning("a sentence")
+"""
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "hint"),
+    [
+        (OSError(errno.ENOSPC, "No space left"), DiskError, SENTENCE),
+        (RuntimeError("I/O error: No space left on device (os error 28)"), DiskError, SENTENCE),
+        (OSError(errno.EROFS, "Read-only"), DiskError, "the file system is read-only: choose another folder"),
+        (OSError(errno.EIO, "I/O"), DiskError, "the disk fails"),
+        (OSError(errno.EACCES, "no"), ResourceError, "permission denied: choose a folder that this user may write to"),
+        (OSError(errno.EMFILE, "Too many open files"), ResourceError, "Too many open files"),
+        (RuntimeError("the header is too long"), ResourceError, "the header is too long"),
+    ],
+)
+def test_whoever_says_it_the_sentence_is_the_same(error: Exception, kind: type[ResourceError], hint: str) -> None:
+    said = resource_error("write", Path("/data/x"), error)
+    assert type(said) is kind
+    assert str(said).startswith(f"cannot write /data/x: {hint}")
+    assert said.exit_code == 3
+
+
+def new_lock(folder: Path) -> None:
+    FolderLock(folder).acquire(StopToken())
+
+
+def another_row(folder: Path) -> None:
+    MetricsLog(folder / "metrics.jsonl").append(1, {"loss": 1.0})
+
+
+def another_file(folder: Path) -> None:
+    write_atomically(folder / "metrics.jsonl", b"new" * 5000)
+
+
+@pytest.mark.parametrize("write", [new_lock, another_row, another_file])
+def test_what_was_there_stays(tmp_path: Path, request: pytest.FixtureRequest, write: Callable[[Path], None]) -> None:
+    if in_own_namespace(request):
+        return
+    with small_disk(tmp_path / "disk", "64k") as disk:
+        metrics = MetricsLog(disk.path / "metrics.jsonl")
+        metrics.append(0, {"loss": 2.0})
+        disk.fill()
+        fill_last_page(disk, metrics.path)
+        with pytest.raises(DiskError, match=SENTENCE):
+            write(disk.path)
+        disk.free()
+        assert metrics.rows() == [{"step": 0, "loss": 2.0}]
+        write(disk.path)
+
+
+def fill_last_page(disk: SmallDisk, path: Path) -> None:
+    """A file's last page has room although the disk has none: take that too, with blank lines."""
+    with path.open("ab", buffering=0) as file:
+        file.write(b"\n" * (-path.stat().st_size % 4096))
+    assert is_full(disk.path)
+
+
+@pytest.mark.skipif(not DEV_FULL.exists(), reason="this system has no /dev/full")
+class TestNowhereToSayIt:
+    def test_a_log_that_cannot_be_written_shows_nothing_but_its_line(self) -> None:
+        ran = subprocess.run([sys.executable, "-c", LOGGING], capture_output=True, text=True, timeout=60, check=True)
+        assert ran.stderr.count("\n") == 1
+        assert ran.stderr.endswith("WARN  hub        a sentence\n")
+
+    @pytest.mark.parametrize("supervised", [{}, {"SHOAL_SUPERVISED": "1"}])
+    def test_a_command_ends_with_the_right_code_although_nobody_hears_why(
+        self, tmp_path: Path, supervised: dict[str, str]
+    ) -> None:
+        command = [sys.executable, "-m", "shoal.cli", "hub", "--dir", str(tmp_path / "none")]
+        with DEV_FULL.open("wb") as full:
+            ran = subprocess.run(command, stdin=subprocess.PIPE, stdout=full, stderr=full, env=supervised, timeout=60)
+        assert ran.returncode == 2
+
+
+def test_a_log_that_could_not_say_why_does_not_stand_for_it(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    if in_own_namespace(request):
+        return
+    with small_disk(tmp_path / "logs", "64k") as disk:
+        (disk.path / "hub.log").write_text("12:00:00.000 INFO  hub        all is well\n")
+        disk.fill()
+        assert f"the disk of {disk.path} is full" in last_line(disk.path / "hub.log")
+        disk.free()
+        assert last_line(disk.path / "hub.log").endswith("all is well")

@@ -1,0 +1,198 @@
+"""The rollouts of every step as Parquet: what is in a file, that it is there, and that a replay gives it again."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from trainer_stubs import SETTINGS, FakeHub, tiny_files, tiny_model, training_run
+
+from shoal.errors import ResourceError, TrainingDiverged
+from shoal.models.tokenizer import TextTokenizer
+from shoal.protocol import (
+    Batch,
+    BatchGroup,
+    PolicyRef,
+    TrainingBatch,
+    TrainingGroup,
+    TrainingRollout,
+    pack_logprobs,
+    pack_tokens,
+)
+from shoal.trainer import loop
+from shoal.trainer.archive import SCHEMA, RolloutArchive
+
+TOKENIZER = TextTokenizer(tiny_files(tiny_model()))
+EOS = TOKENIZER.eos_token_id
+
+
+class Killed(BaseException):
+    """Stands for kill -9."""
+
+
+def group(unit: int, version: int, prompt: str, *completions: tuple[str, str, float]) -> TrainingGroup:
+    rollouts = []
+    for text, finish, reward in completions:
+        ids = [*TOKENIZER.encode(text), *([EOS] if finish == "eos" else [])]
+        logprobs = pack_logprobs([-0.5 * (index + 1) for index in range(len(ids))])
+        rollouts.append(TrainingRollout(pack_tokens(ids), logprobs, finish, reward))  # type: ignore[arg-type]
+    return TrainingGroup(unit, f"sort/{unit}", version, pack_tokens(TOKENIZER.encode(prompt)), rollouts)
+
+
+def written_down(step: int, *groups: TrainingGroup) -> tuple[Batch, TrainingBatch]:
+    written = tuple(
+        BatchGroup(
+            unit=group.unit,
+            submission="",
+            node=f"node-{group.unit}",
+            policy=PolicyRef(incarnation=0, version=group.version, digest="00" * 32),
+            rewards=tuple(rollout.reward for rollout in group.rollouts),
+        )
+        for group in groups
+    )
+    return Batch(step=step, groups=written, written_at_ms=0), TrainingBatch(step=step, groups=list(groups))
+
+
+STEP_7 = written_down(
+    7,
+    group(40, 6, "31=", ("13", "eos", 1.0), ("", "eos", 0.0)),
+    group(41, 7, "2 0=", ("0 2 ", "length", 0.25)),
+)
+
+
+@pytest.fixture
+def archive(tmp_path: Path) -> RolloutArchive:
+    archive = RolloutArchive(tmp_path / "rollouts", TOKENIZER.decode)
+    archive.open()
+    return archive
+
+
+def test_a_row_is_a_rollout_with_its_texts_tokens_and_reward(archive: RolloutArchive) -> None:
+    path = archive.write(*STEP_7)
+    assert path.name == "step-00007.parquet"
+    table = pq.read_table(path)
+    assert table.schema.equals(SCHEMA)
+    rows = table.to_pylist()
+    assert rows[0] == {
+        "step": 7, "unit": 40, "sample": 0, "task": "sort/40", "node": "node-40", "version": 6, "staleness": 1,
+        "prompt": "31=", "completion": "13", "prompt_ids": list(TOKENIZER.encode("31=")),
+        "token_ids": [*TOKENIZER.encode("13"), EOS], "logprobs": [-0.5, -1.0, -1.5], "finish": "eos", "reward": 1.0,
+    }  # fmt: skip
+    seen = [(row["unit"], row["sample"], row["node"], row["staleness"], row["completion"]) for row in rows[1:]]
+    assert seen == [(40, 1, "node-40", 1, ""), (41, 0, "node-41", 0, "0 2 ")]
+    assert (rows[1]["token_ids"], rows[2]["logprobs"]) == ([EOS], [-0.5, -1.0, -1.5, -2.0])
+    assert (rows[2]["prompt"], rows[2]["finish"], rows[2]["reward"]) == ("2 0=", "length", 0.25)
+
+
+def test_the_columns_are_those_that_are_promised_and_compressed(archive: RolloutArchive) -> None:
+    file = pq.ParquetFile(archive.write(*STEP_7))
+    assert file.schema_arrow.names == [
+        "step", "unit", "sample", "task", "node", "version", "staleness", "prompt", "completion", "prompt_ids",
+        "token_ids", "logprobs", "finish", "reward",
+    ]  # fmt: skip
+    chunks = file.metadata.row_group(0)
+    assert {chunks.column(index).compression for index in range(chunks.num_columns)} == {"ZSTD"}
+
+
+def test_a_step_without_a_group_is_a_file_without_rows_of_the_same_schema(archive: RolloutArchive) -> None:
+    empty = archive.write(*written_down(8))
+    archive.write(*STEP_7)
+    assert pq.read_table(empty).num_rows == 0
+    whole = pq.read_table(archive.folder)  # all steps together, as a reader of a run does it
+    assert (whole.num_rows, whole.schema.names) == (3, SCHEMA.names)
+
+
+def test_the_same_batch_gives_the_same_bytes_and_replaces_what_was_there(archive: RolloutArchive) -> None:
+    before = archive.write(*STEP_7).read_bytes()
+    archive.path(7).write_bytes(b"half of a fi")
+    assert archive.write(*STEP_7).read_bytes() == before
+    assert [path.name for path in archive.folder.iterdir()] == ["step-00007.parquet"]
+
+
+def test_what_a_killed_trainer_left_half_written_is_removed(archive: RolloutArchive) -> None:
+    path = archive.write(*STEP_7)
+    (archive.folder / ".step-00008.parquet.123.ab").write_bytes(b"PAR1")
+    archive.open()
+    assert list(archive.folder.iterdir()) == [path]
+
+
+def test_a_full_disk_is_one_clear_error_and_leaves_nothing(
+    archive: RolloutArchive, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(ResourceError, match=r"cannot write .*step-00007\.parquet: the disk is full: free some space"):
+        archive.write(*STEP_7)
+    assert list(archive.folder.iterdir()) == []
+
+
+def test_a_folder_that_is_none_is_one_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "rollouts").write_text("")
+    with pytest.raises(ResourceError, match="a part of the path is a file"):
+        RolloutArchive(tmp_path / "rollouts", TOKENIZER.decode).open()
+
+
+# ── in a run ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in (folder / "trainer" / "rollouts").iterdir()}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whole")
+    training_run(folder, FakeHub(3))[0].run()
+    return folder
+
+
+def test_every_step_of_a_run_has_its_file(whole: Path) -> None:
+    hub = FakeHub(3)
+    assert sorted(files_of(whole)) == [f"step-{step:05d}.parquet" for step in range(3)]
+    for step in range(3):
+        groups = hub.rollouts(step).groups
+        rows = pq.read_table(whole / "trainer" / "rollouts" / f"step-{step:05d}.parquet").to_pylist()
+        assert [(row["unit"], row["reward"]) for row in rows] == [
+            (group.unit, rollout.reward) for group in groups for rollout in group.rollouts
+        ]
+        assert {row["node"] for row in rows} == {f"{group.unit:032x}" for group in groups}
+
+
+@pytest.mark.parametrize(("where", "number"), [("report", 1), ("batch", 2), ("announce", 2)])
+def test_killed_and_replayed_the_files_are_the_same_to_the_byte(
+    tmp_path: Path, whole: Path, where: str, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checkpoints are far apart, so that the resumed trainer goes through written-down batches again."""
+    monkeypatch.setattr(loop, "POLL_S", 0.05)
+    settings, hub = SETTINGS.model_copy(update={"checkpoint_every": 3}), FakeHub(3)
+
+    def kill(reached: int) -> None:
+        if reached == number:
+            raise Killed
+
+    hub.before[where] = kill
+    with pytest.raises(Killed):
+        training_run(tmp_path, hub, settings)[0].run()
+    assert "step-00000.parquet" in files_of(tmp_path)
+    (tmp_path / "trainer" / "rollouts" / "step-00000.parquet").write_bytes(b"torn")  # the replay must write it again
+    hub.before.clear()
+    training_run(tmp_path, hub, settings)[0].run()
+    assert files_of(tmp_path) == files_of(whole)
+
+
+def test_the_batch_of_a_step_that_diverges_can_be_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def diverges(*_arguments: Any) -> dict[str, float]:
+        raise TrainingDiverged("step 0 diverged")
+
+    monkeypatch.setattr(loop, "train_step", diverges)
+    with pytest.raises(TrainingDiverged):
+        training_run(tmp_path, FakeHub(1))[0].run()
+    table: pa.Table = pq.read_table(tmp_path / "trainer" / "rollouts" / "step-00000.parquet")
+    assert table.num_rows == 12
