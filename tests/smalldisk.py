@@ -44,8 +44,9 @@ class SmallDisk:
         (self.path / ".filler").unlink()
 
     def remount(self, option: str) -> None:
-        """For instance `size=64m` or `ro`."""
-        subprocess.run(["mount", "-o", f"remount,{option}", str(self.path)], check=True)
+        """For instance `size=64m` or `ro`. The options it has are not repeated: a namespace may not set its owner."""
+        command = ["mount", "--options-source=disable", "-o", f"remount,{option}", str(self.path)]
+        subprocess.run(command, check=True)
 
 
 @contextmanager

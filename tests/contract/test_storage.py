@@ -236,6 +236,18 @@ def test_audits_and_decisions_by_time(storage: Storage) -> None:
         assert reader.decided_submissions(5) == [decided]
 
 
+def test_refusals_among_the_newest_decisions(storage: Storage) -> None:
+    rejected, accepted, unsure = SubmissionState.REJECTED, SubmissionState.ACCEPTED, SubmissionState.INCONCLUSIVE
+    states = (rejected, accepted, unsure, rejected)
+    for unit, state in enumerate(states):
+        row = replace(submission(unit), state=state, decided_at_ms=unit)
+        apply(storage, *leased(unit), SaveSubmission(row, None))
+    with storage.read() as reader:
+        assert [row.unit for row in reader.refused_submissions(10)] == [3, 2, 0]
+        assert [row.unit for row in reader.refused_submissions(3)] == [3, 2]
+        assert [row.state for row in reader.refused_submissions(2)] == [states[3], states[2]]
+
+
 def test_a_lease_that_ended_is_no_longer_held(storage: Storage) -> None:
     apply(storage, *leased(0))
     apply(storage, SaveLease(replace(lease(0), state=LeaseState.EXPIRED), LeaseState.ACTIVE))

@@ -66,8 +66,9 @@ def batch_written(folder: Path, step: int) -> Callable[[], bool]:
 
 
 def newest_batch(folder: Path) -> int:
+    """The step of the newest batch; -1 before the first."""
     (step,) = rows(folder, "SELECT MAX(step) FROM batches")[0]
-    return int(step)
+    return -1 if step is None else int(step)
 
 
 def require_progress(run: Run) -> None:
@@ -115,6 +116,9 @@ def test_a_disk_that_is_full_ends_the_run_and_with_room_again_it_goes_on(
             assert run.wait(90) == 3, run.said()
             assert re.fullmatch(rf"shoal: .*cannot .* {folder}/.*: the disk is full: free some space", complaint(run))
             assert processes_of(folder) == {}
+        with start_run(folder, recipe=None) as run:
+            assert run.wait(60) == 3, "there still is no room"
+            assert complaint(run).endswith("the disk is full: free some space")
         disk.remount("size=64m")
         steps = newest_batch(folder) + 3
         with start_run(folder, [f"run.steps={steps}"], recipe=None) as run:
@@ -318,6 +322,7 @@ def stop_with_leases(run: Run, worker: str) -> list[int]:
     def caught() -> bool:
         if held_by(run.path, worker):
             os.kill(run.pids()[worker], signal.SIGSTOP)
+            time.sleep(0.5)  # what it has sent by now is still taken in: only what is left is held by a stopped worker
             found.extend(held_by(run.path, worker))
             if not found:
                 os.kill(run.pids()[worker], signal.SIGCONT)

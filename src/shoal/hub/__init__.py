@@ -6,7 +6,7 @@
     state/     every decision, pure
     storage/   rows and blobs
     service/   what each call does
-    routes_*   the HTTP interface; auth, bodies, openapi, gate, changes and waits serve it
+    routes_*   the HTTP interface; auth, bodies, openapi, docs_page, gate, changes and waits serve it
 
 `create_app` and `run_hub` are loaded when they are used: whoever only reads the settings (the command line) does not
 wait for a web framework.

@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
-from shoal.hub.service.reporting import REFUSALS_SHOWN, VERDICTS_SHOWN, telling
-from shoal.hub.state.machines import SubmissionState
-from shoal.hub.state.rows import SubmissionRow
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hubkit import Bench, fresh_request, ok
+
+from shoal.hub.service import reporting
+from shoal.protocol import Outcome, Severity
 
 
-def decided(unit: int, state: SubmissionState = SubmissionState.ACCEPTED) -> SubmissionRow:
-    return SubmissionRow(f"{unit:064x}", "lease", unit, "node", 0, 0, "digest", 1, 0, state, decided_at_ms=unit)
+@pytest.fixture
+def started(tmp_path: Path) -> Iterator[Bench]:
+    bench = Bench(tmp_path)
+    ok(bench.announce(0))
+    yield bench
+    bench.close()
 
 
-def test_a_refusal_is_shown_behind_the_newest_decisions() -> None:
-    rows = [decided(unit) for unit in range(200, 0, -1)]
-    rows[100] = decided(100, SubmissionState.REJECTED)
-    rows[150] = decided(50, SubmissionState.INCONCLUSIVE)
-    shown = telling(rows)
-    assert shown == [*rows[:VERDICTS_SHOWN], rows[100], rows[150]]
-
-
-def test_no_number_of_refusals_makes_a_status_long() -> None:
-    rows = [decided(unit, SubmissionState.REJECTED) for unit in range(1000, 0, -1)]
-    assert len(telling(rows)) == VERDICTS_SHOWN + REFUSALS_SHOWN
-
-
-def test_few_decisions_are_all_shown() -> None:
-    rows = [decided(2), decided(1, SubmissionState.REJECTED)]
-    assert telling(rows) == rows
+def test_a_refusal_is_shown_behind_the_newest_decisions_and_only_once(
+    started: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reporting, "VERDICTS_SHOWN", 1)
+    bad, good = started.alice.lease(fresh_request(), 1), started.bob.lease(fresh_request(), 1)
+    ok(started.alice.submit(bad[0]))
+    (audit,) = started.audits()
+    refusal = {"outcome": Outcome.REJECTED, "reason": "sampling.seed", "severity": Severity.STATISTICAL}
+    ok(started.judge(audit, **refusal))
+    assert [verdict.unit for verdict in started.status().verdicts] == [bad[0].unit]
+    started.clock.advance(1)
+    ok(started.bob.submit(good[0]))
+    (audit,) = started.audits()
+    ok(started.judge(audit))
+    shown = [(verdict.unit, verdict.outcome) for verdict in started.status().verdicts]
+    assert shown == [(good[0].unit, "accepted"), (bad[0].unit, "rejected")]

@@ -68,7 +68,7 @@ class Reporting:
                 submissions=reader.submission_counts(),
                 nodes=tuple(node_view(node, presences.get(node.node)) for node in nodes),
                 waits=tuple(self._waits(reader, nodes, presences, now_ms)),
-                verdicts=tuple(_recent(row) for row in telling(reader.decided_submissions(VERDICTS_SEARCHED))),
+                verdicts=tuple(_recent(row) for row in _telling(reader)),
                 reports=tuple(reader.reports(REPORTS_SHOWN)),
                 alarms=tuple(reader.alarms(ALARMS_SHOWN)),
                 ledger=self._head(reader),
@@ -131,10 +131,12 @@ def _folded(what: str, waiting: list[tuple[int, str, int]]) -> list[Wait]:
     return waits
 
 
-def telling(rows: list[SubmissionRow]) -> list[SubmissionRow]:
+def _telling(reader: Reader) -> list[SubmissionRow]:
     """The newest decisions, and behind them those refused lately: acceptances come in hundreds and hide them."""
-    refused = [row for row in rows[VERDICTS_SHOWN:] if row.state != SubmissionState.ACCEPTED]
-    return [*rows[:VERDICTS_SHOWN], *refused[:REFUSALS_SHOWN]]
+    newest = reader.decided_submissions(VERDICTS_SHOWN)
+    shown = {row.submission for row in newest}
+    refused = [row for row in reader.refused_submissions(VERDICTS_SEARCHED) if row.submission not in shown]
+    return [*newest, *refused[:REFUSALS_SHOWN]]
 
 
 def _recent(row: SubmissionRow) -> RecentVerdict:

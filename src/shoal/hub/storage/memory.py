@@ -171,6 +171,9 @@ class MemoryReader:
         rows = [row for row in self._tables.submissions.values() if row.decided_at_ms is not None]
         return sorted(rows, key=lambda row: (row.decided_at_ms or 0, row.unit), reverse=True)[:limit]
 
+    def refused_submissions(self, among: int) -> list[SubmissionRow]:
+        return [row for row in self.decided_submissions(among) if row.state != SubmissionState.ACCEPTED]
+
     def submissions_named(self, names: Sequence[str]) -> dict[str, SubmissionRow]:
         return {name: self._tables.submissions[name] for name in names if name in self._tables.submissions}
 

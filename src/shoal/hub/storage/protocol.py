@@ -103,6 +103,10 @@ class Reader(Protocol):
         """The newest decisions, newest first."""
         ...
 
+    def refused_submissions(self, among: int) -> list[SubmissionRow]:
+        """Those of the newest `among` decisions that are no acceptances, newest first."""
+        ...
+
     def submissions_named(self, names: Sequence[str]) -> dict[str, SubmissionRow]: ...
 
     def dropped_submissions(self, step: int) -> list[SubmissionRow]:

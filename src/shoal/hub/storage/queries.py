@@ -152,6 +152,13 @@ class SqlReader:
         newest = query.order_by(table.c.decided_at_ms.desc(), table.c.unit.desc()).limit(limit)
         return [_submission(row) for row in self._connection.execute(newest)]
 
+    def refused_submissions(self, among: int) -> list[SubmissionRow]:
+        table = tables.submissions
+        query = select(table).where(table.c.decided_at_ms.is_not(None))
+        newest = query.order_by(table.c.decided_at_ms.desc(), table.c.unit.desc()).limit(among).subquery()
+        refused = select(newest).where(newest.c.state != SubmissionState.ACCEPTED.value)
+        return [_submission(row) for row in self._connection.execute(refused)]
+
     def submissions_named(self, names: Sequence[str]) -> dict[str, SubmissionRow]:
         table, found = tables.submissions, []
         for start in range(0, len(names), NAMES_PER_QUERY):
