@@ -287,6 +287,10 @@ def _changeable(key: str) -> bool:
     return key in CHANGEABLE_KEYS or key.split(".")[0] in CHANGEABLE_SECTIONS
 
 
+def _shown(value: object) -> str:
+    return repr(str(value) if isinstance(value, Path) else value)
+
+
 def _changes(keys: Sequence[str], before: dict[str, object], now: dict[str, object]) -> str:
-    shown = [f"{key} was {before.get(key)!r}, is {now[key]!r}" for key in keys[:3]]
+    shown = [f"{key} was {_shown(before.get(key))}, is {_shown(now[key])}" for key in keys[:3]]
     return "; ".join([*shown, *([f"and {len(keys) - 3} more"] if len(keys) > 3 else [])])

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Literal
 
 from shoal.cli.folder import Endpoints, RunFolder
+from shoal.cli.program import shoal_command
 from shoal.cli.progress import History
 from shoal.cli.reporter import Reporter, StatusPoller
 from shoal.cli.roles import command_of, role_names, run_role
@@ -99,7 +100,7 @@ def await_predecessors(folder: RunFolder, stop: StopToken, extra: Sequence[str] 
 
 def _greet(folder: RunFolder, endpoints: Endpoints, display: Display) -> None:
     display.say(f"run {endpoints.run} in {folder.path}, hub at {endpoints.hub}, logs in {folder.path / 'logs'}")
-    display.say(f"to contribute from elsewhere: shoal join {endpoints.join}")
+    display.say(f"to contribute: {shoal_command()} join {endpoints.join}")
 
 
 # ── as processes ─────────────────────────────────────────────────────────────────────────────────────────────────

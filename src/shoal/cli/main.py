@@ -120,7 +120,9 @@ def demo(
     seed: Annotated[int, typer.Option("--seed", min=0, max=2**31, help="Other tasks, other dice.")] = 0,
     staleness: Annotated[int, typer.Option("--staleness", min=0, max=16, help="0: synchronous.")] = 2,
     steps: Annotated[int, typer.Option("--steps", min=1, max=100_000, help="Training steps.")] = 20,
-    cheat: Annotated[str, typer.Option("--cheat", help="What the third worker does.")] = "best-of",
+    cheat: Annotated[
+        str, typer.Option("--cheat", help="What the third worker does: best-of, copy or stale.")
+    ] = "best-of",
     patience_min: PatienceMin = 3,
 ) -> None:
     """Watch a model learn on eight processes, one of which cheats and is caught; minutes, no GPU."""

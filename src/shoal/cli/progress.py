@@ -35,6 +35,7 @@ class History:
     _rejected: set[tuple[int, str, int]] = field(default_factory=set)
     _tokens: deque[tuple[float, int]] = field(default_factory=deque)
     _paces: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=PACE_STEPS + 1))
+    _first_step: int | None = None
     _steps: int = 0
 
     def add(self, status: RunStatus, elapsed_s: float) -> None:
@@ -57,7 +58,10 @@ class History:
         return max(0.0, (after - before) / (ended_s - began_s)) if ended_s > began_s else 0.0
 
     def left_s(self, elapsed_s: float) -> float | None:
-        """How long the steps that are left will take at the pace of the last ones; None before two were seen."""
+        """How long the steps that are left will take at the pace of the last ones; None before two were seen.
+
+        What came before the first step was done does not count: processes were starting.
+        """
         if len(self._paces) < 2:
             return None
         (began_s, first), (ended_s, last) = self._paces[0], self._paces[-1]
@@ -83,9 +87,13 @@ class History:
         self._tokens.append((elapsed_s, tokens_credited(status)))
         while elapsed_s - self._tokens[0][0] > RATE_WINDOW_S:
             self._tokens.popleft()
-        if self._paces and status.step < self._paces[-1][1]:  # another incarnation: it starts from an earlier version
+        if status.policy is None:
+            return
+        if self._first_step is None or status.step < self._first_step:  # less: another incarnation, from earlier on
+            self._first_step = status.step
+        if self._paces and status.step < self._paces[-1][1]:
             self._paces.clear()
-        if status.policy is not None and (not self._paces or status.step > self._paces[-1][1]):
+        if status.step > (self._paces[-1][1] if self._paces else self._first_step):
             self._paces.append((elapsed_s, status.step))
 
 

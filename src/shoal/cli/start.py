@@ -11,6 +11,7 @@ from rich.console import Console
 from shoal.cli.folder import RunFolder
 from shoal.cli.ingredients import check_ingredients
 from shoal.cli.launch import Launched, LaunchOptions, launch
+from shoal.cli.program import shoal_command
 from shoal.cli.progress import NOTHING_TRAINED, summary
 from shoal.cli.recipe import Recipe, load_recipe
 from shoal.cli.view import PlainDisplay, choose_display
@@ -38,9 +39,10 @@ def start(request: RunRequest, mode: str, patience_min: float) -> int:
     folder = RunFolder.prepare(directory.absolute(), recipe)
     if mode == "prepare":
         typer.echo(
-            f"{directory} is ready; start: shoal hub --dir {directory}, shoal relay --origin --dir {directory}, …"
+            f"{directory} is ready; start: {shoal_command()} hub --dir {directory}, "
+            f"{shoal_command()} relay --origin --dir {directory}, …"
         )
-        typer.echo(f"to contribute: shoal join {folder.assign_endpoints().join}")
+        typer.echo(f"to contribute: {shoal_command()} join {folder.assign_endpoints().join}")
         return 0
     options = LaunchOptions("one" if mode == "one" else "many", patience_min * 60)
     display = choose_display(Console()) if mode == "many" else PlainDisplay(typer.echo)  # a debugger needs the terminal
@@ -59,7 +61,7 @@ def conclusion(path: Path, launched: Launched) -> list[str]:
     """What a run came to, and what to do next."""
     lines = summary(path / "trainer" / "metrics.jsonl", launched.status, launched.elapsed_s)
     if launched.ending.exit_code == 130:
-        lines.append(f"to go on: shoal run --dir {path}")
+        lines.append(f"to go on: {shoal_command()} run --dir {path}")
     if launched.ending.exit_code == 0:
         untrained = any(line.startswith(NOTHING_TRAINED) for line in lines)
         lines.append(f"the {'unchanged' if untrained else 'trained'} model is in {path / 'trainer' / 'export'}")

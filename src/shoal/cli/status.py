@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from shoal.cli.program import shoal_command
 from shoal.cli.progress import in_order, labels, latest, reward_of, verdict_line, waits_line
 from shoal.client import ClientOptions, HubClient, split_join_url
 from shoal.errors import HubUnreachable
@@ -30,7 +31,11 @@ def show_status(where: str, as_json: bool, wait_s: float) -> None:
         except HubUnreachable as error:
             if "://" in where:
                 raise
-            raise HubUnreachable(f"{_when_stopped(Path(where))} ({error})") from error
+            finished, sentence = _when_stopped(Path(where))
+            if not finished or as_json:
+                raise HubUnreachable(f"{sentence} ({error})") from error
+            typer.echo(sentence)
+            return
     if as_json:
         typer.echo(status.model_dump_json(indent=2))
         return
@@ -47,17 +52,19 @@ def hub_url(where: str) -> str:
     return RunFolder.open(Path(where)).endpoints.hub
 
 
-def _when_stopped(path: Path) -> str:
-    """What a folder can say of a run whose hub does not answer."""
+def _when_stopped(path: Path) -> tuple[bool, str]:
+    """What a folder can say of a run whose hub does not answer: whether it is finished, and how it stands."""
     from shoal.cli.folder import RunFolder
 
-    steps = RunFolder.open(path).recipe.run.steps
-    done = max((int(row["step"]) for row in MetricsLog(path / "trainer" / "metrics.jsonl").rows()), default=0)
-    scores = [row["held_out"] for row in MetricsLog(path / "trainer" / "metrics.jsonl").rows() if "held_out" in row]
+    steps, rows = RunFolder.open(path).recipe.run.steps, MetricsLog(path / "trainer" / "metrics.jsonl").rows()
+    done = max((int(row["step"]) for row in rows), default=0)
+    scores = [row["held_out"] for row in rows if "held_out" in row]
     score = f", held-out score {scores[0]:.3f} → {scores[-1]:.3f}" if scores else ""
     if done >= steps:
-        return f"the run in {path} is finished: {steps} steps{score}; its model is in {path / 'trainer' / 'export'}"
-    return f"the run in {path} is not running: {done} of {steps} steps{score}; go on with: shoal run --dir {path}"
+        export = path / "trainer" / "export"
+        return True, f"the run in {path} is finished: {steps} steps{score}; its model is in {export}"
+    again = f"{shoal_command()} run --dir {path}"
+    return False, f"the run in {path} is not running: {done} of {steps} steps{score}; go on with: {again}"
 
 
 def render(status: RunStatus) -> list[str | Table]:
@@ -98,7 +105,8 @@ def _counts(status: RunStatus) -> str:
 
 
 def _nodes(status: RunStatus) -> Table:
-    table = Table("node", "name", "role", "state", "ok/bad", "credit", "seen", "doing", box=None)
+    table = Table("node", "name", "role", "state", "ok/bad", "credit", "seen", box=None)
+    table.add_column("doing", no_wrap=True, overflow="ellipsis")
     for node in status.nodes[:MAX_ROWS]:
         seen_s = max(0, status.now_ms - node.last_seen_ms) / 1000
         table.add_row(

@@ -204,6 +204,8 @@ def progress_line(scene: Scene, status: RunStatus) -> str:
         "held out": history.held_out[max(history.held_out)] if history.held_out else None,
         "staleness": latest(in_order(status), "staleness_mean"),
     }
+    if status.policy is None and status.step == 0:
+        return "starting: the trainer is loading the first policy"
     parts = [f"step {status.step}/{status.steps}"]
     parts += [f"{name} {value:.2f}" for name, value in numbers.items() if value is not None]
     return "  ".join([*parts, groups_line(status)])
@@ -212,4 +214,4 @@ def progress_line(scene: Scene, status: RunStatus) -> str:
 def groups_line(status: RunStatus) -> str:
     accepted, rejected = status.submissions.get("accepted", 0), status.submissions.get("rejected", 0)
     unsure = status.submissions.get("inconclusive", 0)
-    return f"groups {accepted} accepted, {rejected} rejected" + (f", {unsure} inconclusive" if unsure else "")
+    return f"groups {accepted:,} accepted, {rejected:,} rejected" + (f", {unsure:,} inconclusive" if unsure else "")

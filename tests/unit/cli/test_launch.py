@@ -21,6 +21,7 @@ from scenekit import Memory
 from shoal.cli import launch as launch_module
 from shoal.cli.folder import RunFolder
 from shoal.cli.launch import Launched, LaunchOptions, launch, process_spec
+from shoal.cli.program import shoal_command
 from shoal.cli.recipe import Recipe
 from shoal.cli.roles import command_of, role_names, run_role
 from shoal.cli.start import conclusion
@@ -166,7 +167,7 @@ def test_how_a_run_ended_decides_what_to_do_next(folder: RunFolder) -> None:
     *_, why, where = conclusion(folder.path, Launched(Ending(0, ""), None, 1.0))
     assert why.startswith("nothing was trained on: all 4 groups had equal rewards")
     assert where == f"the unchanged model is in {folder.path}/trainer/export"
-    assert last[130] == f"to go on: shoal run --dir {folder.path}"
+    assert last[130] == f"to go on: {shoal_command()} run --dir {folder.path}"
 
 
 def test_two_runs_in_one_folder_are_refused(monkeypatch: pytest.MonkeyPatch, folder: RunFolder) -> None:

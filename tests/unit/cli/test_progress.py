@@ -90,9 +90,10 @@ def test_credit_that_is_taken_back_is_no_negative_rate() -> None:
 def test_the_time_left_follows_the_pace_of_the_steps_and_runs_down_between_them() -> None:
     history = History()
     history.add(status(step=0), 5.0)  # no policy yet: what came before it says nothing about steps
-    history.add(at_step(0), 10.0)
+    history.add(at_step(0), 7.0)  # nor does the first step, in which the other processes were starting
     assert history.left_s(11.0) is None
     history.add(at_step(1), 14.0)
+    assert history.left_s(14.0) is None
     history.add(at_step(2), 18.0)
     assert history.left_s(18.0) == pytest.approx(7 * 4.0)
     assert history.left_s(20.0) == pytest.approx(7 * 4.0 - 2.0)
@@ -117,7 +118,9 @@ def test_a_run_that_was_set_back_forgets_its_pace() -> None:
     history.add(at_step(3), 8.0)
     assert history.left_s(9.0) is None
     history.add(at_step(4), 10.0)
-    assert history.left_s(10.0) == pytest.approx(5 * 2.0)
+    assert history.left_s(10.0) is None
+    history.add(at_step(5), 12.0)
+    assert history.left_s(12.0) == pytest.approx(4 * 2.0)
 
 
 # ── words ────────────────────────────────────────────────────────────────────────────────────────────────────────

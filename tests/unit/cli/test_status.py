@@ -56,3 +56,14 @@ def test_a_stopped_run_says_where_it_stands_and_how_to_go_on(tmp_path: Path) -> 
     (folder.path / "trainer" / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(HubUnreachable, match=r"not running: 4 of 9 steps, held-out score 0.250 → 0.500; go on with"):
         show_status(str(folder.path), as_json=False, wait_s=0)
+
+
+def test_a_finished_run_is_no_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = RunFolder.prepare(tmp_path / "run", Recipe.model_validate({"run": {"steps": 2}, "hub": {"port": 0}}))
+    folder.assign_endpoints()
+    (folder.path / "trainer").mkdir()
+    (folder.path / "trainer" / "metrics.jsonl").write_text('{"step": 2, "held_out": 0.5}\n')
+    show_status(str(folder.path), as_json=False, wait_s=0)
+    said = capsys.readouterr().out
+    assert said.startswith(f"the run in {folder.path} is finished: 2 steps")
+    assert "no usable answer" not in said

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
+from rich.table import Table
 
 from shoal.cli.demo import claims
 from shoal.cli.demo.claims import Cast, Claim
@@ -19,6 +20,7 @@ from shoal.cli.demo.plot import draw_plot
 from shoal.cli.demo.records import exported_head, read_ledger, rollouts_archived, write_ledger
 from shoal.cli.demo.recount import recount
 from shoal.cli.folder import RunFolder
+from shoal.cli.program import python_command, shoal_command
 from shoal.errors import LedgerError, ShoalError
 from shoal.ledger import Account, fold
 from shoal.protocol import LedgerEntry
@@ -36,8 +38,7 @@ def conclude(folder: RunFolder, cast: Cast, elapsed_s: float, stop: StopToken, c
     found = []
     for claim in check(folder, cast, stop):
         found.append(claim)
-        sign = "[green]✓[/]" if claim.holds else "[bold red]✗[/]"
-        console.print(f"{sign} [bold]{claim.name:<11}[/] {escape(claim.sentence)}", highlight=False)
+        _say(claim, console)
     if stop.is_set():
         console.print("stopped before everything was checked")
         return STOPPED
@@ -105,14 +106,27 @@ def _draw(folder: RunFolder, cast: Cast, console: Console) -> None:
         console.print(f"the plot could not be drawn: {error}", markup=False)
 
 
+def _say(claim: Claim, console: Console) -> None:
+    """In a terminal, wrapped beside its name; elsewhere one line, for whoever searches it."""
+    sign = "[green]✓[/]" if claim.holds else "[bold red]✗[/]"
+    if not console.is_terminal:
+        console.print(f"{sign} {claim.name:<11} {escape(claim.sentence)}", highlight=False, soft_wrap=True)
+        return
+    line = Table.grid(padding=(0, 1))
+    line.add_row(sign, f"[bold]{claim.name:<11}[/]", escape(claim.sentence))
+    console.print(line)
+
+
 def _say_where(path: Path, console: Console) -> None:
+    shoal, python = shoal_command(), python_command()
     lines = (
         f"{path}",
         "  plot.png  summary.json  ledger.jsonl       what you just saw, as files",
         "  trainer/export/                            the model, for transformers",
         "  trainer/rollouts/  trainer/metrics.jsonl   what it was trained on (Parquet), and how it went",
-        "next: your own reward: shoal run recipes/tiny.toml --set environment.file=examples/custom_reward.py",
-        "      the algorithm in one file: python examples/one_file_rl.py; all settings: shoal run --help",
+        "next: your own reward is one Python function:",
+        f"  {shoal} run recipes/tiny.toml --dir runs/mine --set environment.file=examples/custom_reward.py",
+        f"the algorithm in one file: {python} examples/one_file_rl.py",
     )
     for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -20,6 +20,7 @@ from shoal.cli.demo.place import make_room
 from shoal.cli.folder import RunFolder
 from shoal.cli.ingredients import check_ingredients
 from shoal.cli.launch import Launched, LaunchOptions, launch, process_spec
+from shoal.cli.program import shoal_command
 from shoal.cli.recipe import Recipe
 from shoal.cli.roles import role_names
 from shoal.cli.view import choose_display
@@ -91,7 +92,11 @@ def _say_why(launched: Launched, folder: RunFolder, console: Console) -> int:
     ending = launched.ending
     if ending.exit_code == 130:
         console.print(
-            f"stopped. To start again: shoal demo; to go on without the cheater: shoal run --dir {folder.path}"
+            f"stopped. To start again: {shoal_command()} demo --dir {folder.path}; "
+            f"to go on without the cheater: {shoal_command()} run --dir {folder.path}",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
         )
     else:
         Console(stderr=True).print(f"shoal: {ending.message} (logs: {folder.path / 'logs'})", markup=False)
