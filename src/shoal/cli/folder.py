@@ -85,7 +85,7 @@ class RunFolder:
             raise ConfigError(f"the folder {path} is not empty and not a run's; choose another with --dir")
         with FolderLock(path).acquire(StopToken(), LOCK_WAIT_S):  # a run that is going on must not lose its recipe
             if stored.exists() and (path / "hub").exists():  # nothing has happened yet in a folder without a hub's
-                _refuse_other_recipe(path, load_config(stored, Recipe), recipe)
+                _refuse_other_recipe(path, _stored_recipe(stored), recipe)
             ensure_folder(path / "logs")
             ensure_folder(path / "keys")
             folder = cls(path, recipe)
@@ -98,7 +98,7 @@ class RunFolder:
         stored = path / "recipe.toml"
         if not stored.is_file():
             raise ConfigError(f"{path} is not a run folder (it has no recipe.toml); make one with: shoal run RECIPE")
-        return cls(path, load_config(stored, Recipe))
+        return cls(path, _stored_recipe(stored))
 
     # Keys
 
@@ -254,6 +254,14 @@ class Ports:
             probe.bind((self._host, port))
             bound: int = probe.getsockname()[1]
             return bound
+
+
+def _stored_recipe(path: Path) -> Recipe:
+    """The recipe that a run was made with. One without a [run] was not written by us: defaults would be another run."""
+    recipe = load_config(path, Recipe)
+    if "[run]" not in path.read_text():
+        raise ConfigError(f"{path} is damaged: it has no [run] section; put back the recipe that the run was made with")
+    return recipe
 
 
 def port_of(url: str) -> int:

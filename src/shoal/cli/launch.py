@@ -74,6 +74,8 @@ def launch(
         raise ConfigError("processes that the recipe does not name cannot run as threads: use --processes many")
     with FolderLock(folder.path).acquire(stop, LOCK_WAIT_S):
         logs.setup("run", folder.path / "logs" / "run.log", options.verbose, stderr=_logs_to_stderr(options, display))
+        if RunFolder.open(folder.path).recipe != folder.recipe:
+            raise ConfigError(f"another start has just made another run in {folder.path}; choose another folder")
         await_predecessors(folder, stop, [spec.name for spec in extra])
         endpoints = folder.assign_endpoints()
         _greet(folder, endpoints, display)

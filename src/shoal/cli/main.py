@@ -7,6 +7,7 @@ are shown with --debug or SHOAL_DEBUG=1.
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import sys
 import traceback
@@ -19,7 +20,7 @@ import typer
 
 from shoal import __version__
 from shoal.errors import ShoalError, ShutOut, UserError
-from shoal.runtime.supervise import SUPERVISED
+from shoal.runtime.supervise import SUPERVISED, TOLD_TO_STOP_CODE
 
 app = typer.Typer(
     name="shoal",
@@ -35,6 +36,7 @@ app = typer.Typer(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code and lets no exception out."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    _say_what_can_be_said()
     debug, supervised = "--debug" in given or _verbose(), SUPERVISED in os.environ
     try:
         code = app(args=given, prog_name="shoal", standalone_mode=False)
@@ -60,6 +62,13 @@ def _let_go_of_streams() -> None:
             stream.flush()
         except OSError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def _say_what_can_be_said() -> None:
+    """A terminal or file that is not UTF-8 gets question marks, not the end of a run that went well."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
 
 
 def explain(error: Exception) -> tuple[str, int]:
@@ -282,11 +291,14 @@ def _role(name: str, directory: Path, cheat: str | None = None) -> None:
     """One role of a run folder, in this process."""
     from shoal.cli.roles import begin
 
+    supervised = SUPERVISED in os.environ
     stop = begin(name, directory if (directory / "recipe.toml").is_file() else None, _verbose())
     from shoal.cli.folder import RunFolder
     from shoal.cli.roles import run_role
 
     run_role(RunFolder.open(directory.absolute()), name, stop, cheat)
+    if supervised and stop.is_set():  # so that the supervisor does not take it for done
+        raise typer.Exit(TOLD_TO_STOP_CODE)
 
 
 def command_names() -> list[str]:

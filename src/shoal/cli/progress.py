@@ -219,7 +219,7 @@ def summary(metrics_file: Path, status: RunStatus | None, elapsed_s: float) -> l
     if status is not None:
         counts = ", ".join(f"{count} {state}" for state, count in sorted(status.submissions.items()) if count)
         lines.append(f"submissions: {counts or 'none'}; {tokens_credited(status):,} verified tokens")
-    return [*lines, *_no_signal(rows)]
+    return [*lines, *_no_signal(rows, status.submissions.get("inconclusive", 0) if status is not None else 0)]
 
 
 def _steps_done(rows: Sequence[Mapping[str, object]], status: RunStatus | None) -> str:
@@ -227,12 +227,14 @@ def _steps_done(rows: Sequence[Mapping[str, object]], status: RunStatus | None) 
     return f"{done} of {status.steps} steps" if status is not None else f"{done} steps"
 
 
-def _no_signal(rows: Sequence[Mapping[str, float]]) -> list[str]:
+def _no_signal(rows: Sequence[Mapping[str, float]], unsure: int) -> list[str]:
     """A run that goes through all its steps and learns nothing must not look like one that learnt."""
     trained = [row for row in rows if "groups" in row]
     if not trained or any(row["groups"] for row in trained):
         return []
     dropped = sum(int(row.get("dropped_groups", 0)) for row in trained)
+    if unsure > dropped:
+        return [f"{NOTHING_TRAINED}: {unsure} submissions could not be judged; logs/validator-0.log says why"]
     why = f"all {dropped} groups had equal rewards" if dropped else "no group was accepted"
     hint = "; the tasks are too easy or too hard, or the reward is constant" if dropped else ""
     return [f"{NOTHING_TRAINED}: {why}{hint}"]

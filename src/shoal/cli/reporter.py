@@ -26,6 +26,7 @@ from shoal.runtime.supervise import Ending, ProcessView
 
 POLL_S = 1.0
 TIMEOUT_S = 5.0
+SUSPENDED_S = 5.0  # ticks come ten times a second
 LAST_TIMEOUT_S = 2.0
 
 
@@ -100,7 +101,7 @@ class Reporter:
 
     def __post_init__(self) -> None:
         self._started_s = self.clock.monotonic_s()
-        self._next_s = self._started_s
+        self._next_s = self._ticked_s = self._started_s
 
     @property
     def elapsed_s(self) -> float:
@@ -109,6 +110,10 @@ class Reporter:
     def tick(self) -> Ending | None:
         self._take_in(self.source.take())
         processes, now_s = self.processes(), self.clock.monotonic_s()
+        if now_s - self._ticked_s > SUSPENDED_S:  # it was this process that stood still: nobody else is to blame
+            self.watchdog.begin_again(now_s)
+            self.history.answered_s = self.elapsed_s
+        self._ticked_s = now_s
         if now_s >= self._next_s:
             self._next_s = now_s + self.display.every_s
             self._show(processes)

@@ -50,11 +50,12 @@ def start(request: RunRequest, mode: str, patience_min: float) -> int:
         launched = launch(folder, options, stop_on_signals(supervising=True), display)
     if display.live:
         typer.echo()
-    for line in conclusion(folder.path, launched):
+    lines = conclusion(folder.path, launched)
+    for line in lines:
         typer.echo(line)
     if launched.ending.message:
         typer.echo(f"shoal: {launched.ending.message}", err=True)
-    return launched.ending.exit_code
+    return launched.ending.exit_code or int(any(line.startswith(NOTHING_TRAINED) for line in lines))
 
 
 def conclusion(path: Path, launched: Launched) -> list[str]:
@@ -77,5 +78,6 @@ def resolve(request: RunRequest) -> Recipe:
             raise ConfigError(f"there is no run folder {request.directory}; to make one: shoal run RECIPE --dir FOLDER")
         if source is None or not source.is_file():
             raise ConfigError("which recipe? for example: shoal run recipes/tiny.toml (or --dir RUN to resume a run)")
+        RunFolder.open(source.parent)  # says what is wrong with a recipe that was damaged
     workers = () if request.workers is None else (f"worker.count={request.workers}",)
     return load_recipe(source, (*request.overrides, *workers))

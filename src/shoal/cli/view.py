@@ -128,6 +128,7 @@ class PlainDisplay:
         self._rejections = 0
         self._sanctioned: set[str] = set()
         self._troubled: set[str] = set()
+        self._given_up: set[str] = set()
         self._restarts: dict[str, int] = {}
 
     def __enter__(self) -> Self:
@@ -156,7 +157,13 @@ class PlainDisplay:
     def _processes(self, scene: Scene) -> Iterator[str]:
         """Who is in trouble and was not before, and who is back."""
         found = troubles(scene.status, scene.processes, scene.silent_s)
-        new = {name: sentence for name, sentence in found.items() if name not in self._troubled}
+        states = {process.name: process.state for process in scene.processes}
+        new = {
+            name: sentence
+            for name, sentence in found.items()
+            if name not in self._troubled or (states.get(name) == "given up" and name not in self._given_up)
+        }
+        self._given_up = {name for name, state in states.items() if state == "given up"}
         yield from new.values()
         for process in scene.processes:
             if process.state == "running" and process.restarts > self._restarts.get(process.name, 0):

@@ -45,6 +45,10 @@ class Watchdog:
             return None
         return Ending(1, f"no progress for {duration(still_s)}: {blame(status, processes, silent_s)}")
 
+    def begin_again(self, now_s: float) -> None:
+        """Patience counts from now."""
+        self._since_s = now_s
+
 
 def _mark(status: RunStatus | None) -> tuple[object, ...]:
     """What changes when anything is done in the run."""

@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 SUPERVISED = "SHOAL_SUPERVISED"
 HOPELESS_CODES = (2, 3, 5)  # see errors.py: the same would happen again
 SHUT_OUT_CODE = 6  # see errors.py: banned or suspended, which the run can do without
+TOLD_TO_STOP_CODE = 130  # of a supervised process that a signal has ended: it is not done, whoever sent it
 POLL_S = 0.1
 TAIL_BYTES = 4096
 
@@ -268,9 +269,11 @@ class Supervisor:
 def describe_exit(code: int) -> str:
     """An exit status in words.
 
-    >>> describe_exit(-9), describe_exit(1)
-    ('was killed by SIGKILL', 'ended with exit code 1')
+    >>> describe_exit(-9), describe_exit(1), describe_exit(TOLD_TO_STOP_CODE)
+    ('was killed by SIGKILL', 'ended with exit code 1', 'was told to stop by somebody')
     """
+    if code == TOLD_TO_STOP_CODE:
+        return "was told to stop by somebody"
     if code >= 0:
         return f"ended with exit code {code}"
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import socket
 import subprocess
@@ -20,6 +21,7 @@ from shoal.cli.main import command_names, explain, main
 from shoal.cli.recipe import Recipe, load_recipe
 from shoal.errors import HubRefused, ResourceError
 from shoal.runtime.config import parse_config
+from shoal.runtime.supervise import SUPERVISED, TOLD_TO_STOP_CODE
 
 Shoal = Callable[..., subprocess.CompletedProcess[str]]
 NOWHERE = "http://127.0.0.1:9"  # the discard port: nobody listens there
@@ -247,3 +249,24 @@ def test_the_doctor_says_what_to_do_about_each_problem(
     assert any("set this machine's clock" in line for line in problems)  # that hub lives in 1970
     assert main(["doctor", NOWHERE, "--folder", str(tmp_path)]) == 1
     assert "check the address and your network" in capsys.readouterr().out
+
+
+def test_output_that_is_not_utf_8_ends_nothing() -> None:
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0", "LC_ALL": "C"}
+    script = "from shoal.cli.main import main; main(['--version']); print('a \u2192 b \u2026')"
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, env=environment, timeout=60, check=True)
+    assert b"a ? b ?" in ran.stdout
+
+
+def test_a_supervised_role_that_a_signal_ends_does_not_look_done(tmp_path: Path) -> None:
+    folder = RunFolder.prepare(tmp_path / "run", load_recipe(TINY))
+    folder.assign_endpoints()
+    command = [sys.executable, "-m", "shoal.cli", "hub", "--dir", str(folder.path)]
+    for environment, expected in (({SUPERVISED: "1"}, TOLD_TO_STOP_CODE), ({}, 0)):
+        with subprocess.Popen(
+            command, env={**os.environ, **environment}, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ) as process:
+            assert process.stderr is not None
+            assert any("listens at" in line for line in iter(process.stderr.readline, ""))
+            process.terminate()
+            assert process.wait(30) == expected

@@ -45,7 +45,7 @@ CAUGHT = (credit("aa", 1), credit("bb", 2), rejected("cc", 3), banned("cc", "sam
 
 def test_learning_is_twenty_points_or_more() -> None:
     assert learned([0.3, 0.4, 0.5]).holds
-    assert "+20 points" in learned([0.3, 0.5]).sentence
+    assert "+20.0 points" in learned([0.3, 0.5]).sentence
     short = learned([0.3, 0.49])
     assert not short.holds
     assert "at least +20 were expected" in short.sentence

@@ -72,3 +72,11 @@ def test_a_demo_that_is_running_or_still_ending_is_not_replaced(
         make_room(path, False, FACTS)
     assert (path / "hub" / "hub.db").exists()
     make_room(path, False, FACTS)
+
+
+def test_the_folder_that_one_is_in_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = earlier_demo(tmp_path / "demo")
+    monkeypatch.chdir(path / "hub")
+    with pytest.raises(ConfigError, match="from within"):
+        make_room(path, False, FACTS)
+    assert (path / "hub" / "hub.db").exists()

@@ -219,3 +219,11 @@ def test_damaged_endpoints_are_named_and_chosen_anew(folder: RunFolder) -> None:
     with pytest.raises(ConfigError, match=r"endpoints\.json is damaged"):
         _ = folder.endpoints
     assert isinstance(folder.assign_endpoints(), Endpoints)
+
+
+def test_an_emptied_recipe_is_refused_and_left_alone(folder: RunFolder) -> None:
+    """With defaults in its place the folder would become another run."""
+    (folder.path / "recipe.toml").write_text("")
+    with pytest.raises(ConfigError, match=r"recipe\.toml is damaged: it has no \[run\] section"):
+        RunFolder.open(folder.path)
+    assert (folder.path / "recipe.toml").read_text() == ""

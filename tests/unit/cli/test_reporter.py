@@ -154,9 +154,27 @@ def test_the_watchdog_is_told_everything() -> None:
     reporter = Reporter(source, Memory(), Watchdog(60), clock=clock)
     reporter.processes = lambda: [process("hub"), process("relay-0", state="given up", why="ended with exit code 1")]
     source.next = status(waits=(wait("trainer", "a batch", 5),))
-    assert reporter.tick() is None
-    clock.advance(61)
+    for _ in range(61):
+        assert reporter.tick() is None
+        clock.advance(1)
     ending = reporter.tick()
     assert ending is not None
     assert "relay-0 was given up" in ending.message
     assert "hub (pid 4711) has not answered for 61 s" in ending.message
+
+
+def test_who_was_suspended_blames_nobody() -> None:
+    """Ctrl-Z and fg, or a laptop that slept: the others may have gone on all the while."""
+    clock, source = ManualClock(), Answers()
+    reporter = Reporter(source, Memory(), Watchdog(60), clock=clock)
+    source.next = status()
+    assert reporter.tick() is None
+    clock.advance(3600)
+    assert reporter.tick() is None
+    assert reporter.elapsed_s - reporter.history.answered_s == 0
+    endings = []
+    for _ in range(61):
+        clock.advance(1)
+        endings.append(reporter.tick())
+    assert endings[-1] is not None, "patience begins again, it does not end"
+    assert endings[:58] == [None] * 58

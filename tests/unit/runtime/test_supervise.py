@@ -17,6 +17,7 @@ from shoal.errors import ResourceError
 from shoal.runtime.retry import Backoff
 from shoal.runtime.stop import StopToken
 from shoal.runtime.supervise import (
+    TOLD_TO_STOP_CODE,
     Ending,
     ProcessSpec,
     ProcessView,
@@ -204,6 +205,14 @@ def test_the_run_ends_with_the_trainer_and_takes_the_others_along(bench: Bench) 
     assert supervisor.run() == Ending(0, "")
     assert not alive(hub)
     assert bench.recorded() == {}
+
+
+@pytest.mark.parametrize("when_done", ["end", "rest"])
+def test_one_that_somebody_told_to_stop_is_not_done_and_comes_back(bench: Bench, when_done: str) -> None:
+    code = f"import sys\nsys.exit({TOLD_TO_STOP_CODE})"
+    supervisor = bench.make(bench.spec("trainer", code, when_done=when_done))
+    poll_until(supervisor, lambda: view(supervisor, "trainer").restarts == 1, "a second life")
+    assert "was told to stop by somebody" in view(supervisor, "trainer").why
 
 
 def test_one_that_may_rest_is_not_restarted_and_a_server_is(bench: Bench) -> None:

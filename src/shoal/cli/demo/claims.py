@@ -45,7 +45,7 @@ def learned(scores: Sequence[float], least_rise: float = LEAST_RISE) -> Claim:
     if len(scores) < 2:
         return Claim("it learned", False, f"the held-out score was measured {len(scores)} times; two are needed")
     rise = scores[-1] - scores[0]
-    sentence = f"held-out score {scores[0]:.3f} → {scores[-1]:.3f} ({100 * rise:+.0f} points)"
+    sentence = f"held-out score {scores[0]:.3f} → {scores[-1]:.3f} ({100 * rise:+.1f} points)"
     if rise < least_rise:
         sentence += f"; at least {100 * least_rise:+.0f} were expected"
     return Claim("it learned", rise >= least_rise, sentence)

@@ -6,6 +6,7 @@ Each claim is decided and shown in turn; what cannot be decided does not hold. T
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -17,16 +18,18 @@ from rich.table import Table
 from shoal.cli.demo import claims
 from shoal.cli.demo.claims import Cast, Claim
 from shoal.cli.demo.plot import draw_plot
-from shoal.cli.demo.records import exported_head, read_ledger, rollouts_archived, write_ledger
+from shoal.cli.demo.records import read_ledger, rollouts_archived, signed_manifest, write_ledger
 from shoal.cli.demo.recount import recount
 from shoal.cli.folder import RunFolder
 from shoal.cli.program import python_command, shoal_command
-from shoal.errors import LedgerError, ShoalError
+from shoal.errors import ShoalError
 from shoal.ledger import Account, fold
 from shoal.protocol import LedgerEntry
 from shoal.runtime.files import write_atomically
 from shoal.runtime.metrics import MetricsLog
 from shoal.runtime.stop import StopToken
+
+log = logging.getLogger(__name__)
 
 RECOUNT_S = 180.0
 STOPPED = 130
@@ -51,15 +54,23 @@ def conclude(folder: RunFolder, cast: Cast, elapsed_s: float, stop: StopToken, c
 
 def check(folder: RunFolder, cast: Cast, stop: StopToken) -> Iterator[Claim]:
     """Every claim in turn."""
-    rows = MetricsLog(folder.path / "trainer" / "metrics.jsonl").rows()
-    scores = [row["held_out"] for row in rows if "held_out" in row]
-    yield claims.learned(scores)
+    scores = held_out_scores(folder.path / "trainer" / "metrics.jsonl")
     entries = _ledger(folder)
-    yield claims.cheater_caught(entries, cast)
-    yield claims.honest_unpunished(entries, cast)
+    yield claims.learned(scores)
+    yield _decided("the cheater", lambda: claims.cheater_caught(entries, cast))
+    yield _decided("the honest", lambda: claims.honest_unpunished(entries, cast))
     yield _decided("the records", lambda: _records(folder, entries))
     if not stop.is_set():
         yield _decided("the model", lambda: _model(folder, scores[-1] if scores else None, stop))
+
+
+def held_out_scores(metrics: Path) -> list[float]:
+    """Every score that was measured; none if the file cannot be read."""
+    try:
+        rows = MetricsLog(metrics).rows()
+    except OSError:
+        return []
+    return [float(row["held_out"]) for row in rows if isinstance(row.get("held_out"), int | float)]
 
 
 def _decided(name: str, decide: Callable[[], Claim]) -> Claim:
@@ -71,22 +82,26 @@ def _decided(name: str, decide: Callable[[], Claim]) -> Claim:
 
 
 def _ledger(folder: RunFolder) -> list[LedgerEntry]:
+    """The ledger as it is; empty if it cannot be read, and then no claim that needs it holds."""
     try:
         return read_ledger(folder.path / "hub" / "hub.db")
-    except LedgerError:
-        return []  # every claim that needs it will say that it does not hold
+    except ShoalError as error:
+        log.warning("the ledger cannot be read: %s", error)
+        return []
 
 
 def _records(folder: RunFolder, entries: list[LedgerEntry]) -> Claim:
-    head = exported_head(folder.path / "trainer" / "export")
-    write_ledger(entries, folder.path / "ledger.jsonl", head)
-    files, rows = rollouts_archived(folder.path / "trainer" / "rollouts")
-    whole = files == folder.recipe.run.steps
-    sentence = (
-        f"{len(entries):,} ledger entries, every hash fits, up to the head signed into the model; "
-        f"{rows:,} rollouts trained on, in {files} Parquet files"
+    manifest = signed_manifest(folder)
+    if manifest.ledger_head is None:
+        return Claim("the records", False, "the last version was signed without the ledger's head")
+    write_ledger(entries, folder.path / "ledger.jsonl", manifest.ledger_head)
+    rows, steps = rollouts_archived(folder, entries), folder.recipe.run.steps
+    return Claim(
+        "the records",
+        True,
+        f"{len(entries):,} ledger entries, every hash fits, through the head that was signed with the model; "
+        f"{rows:,} rollouts trained on, in {steps} Parquet files, are those of the ledger",
     )
-    return Claim("the records", whole, sentence if whole else f"{sentence} ({folder.recipe.run.steps} expected)")
 
 
 def _model(folder: RunFolder, claimed: float | None, stop: StopToken) -> Claim:
@@ -97,10 +112,10 @@ def _model(folder: RunFolder, claimed: float | None, stop: StopToken) -> Claim:
 def _draw(folder: RunFolder, cast: Cast, console: Console) -> None:
     """The picture proves nothing, so that failing to draw it is said and no more."""
     metrics, run, entries = folder.path / "trainer" / "metrics.jsonl", folder.recipe.run, _ledger(folder)
-    banned = fold(entries).by_node.get(cast.cheater, Account()).banned
-    marks = [(claims.seconds_until_sanction(entries, cast.cheater), "cheater banned")] if banned else []
     title = f"shoal demo: sorting digits, seed {run.seed}, staleness ≤ {run.max_staleness}"
     try:
+        banned = fold(entries).by_node.get(cast.cheater, Account()).banned
+        marks = [(claims.seconds_until_sanction(entries, cast.cheater), "cheater banned")] if banned else []
         draw_plot(metrics, folder.path / "plot.png", title, marks, entries[0].at_ms if entries else None)
     except ShoalError as error:
         console.print(f"the plot could not be drawn: {error}", markup=False)

@@ -23,6 +23,10 @@ def make_room(path: Path, keep: bool, facts: dict[str, object]) -> Path | None:
     """An empty, marked folder at `path`; returns where an earlier demo was moved to, if one was kept."""
     if path.is_symlink() or (path.exists() and not path.is_dir()):
         raise ConfigError(f"{path} is not a folder; choose another with --dir")
+    if Path.cwd().is_relative_to(path.resolve()):
+        raise ConfigError(
+            f"this is run from within {path}, which would be replaced: go to another folder, or use --dir"
+        )
     moved = _clear(path, keep) if path.exists() and _has_content(path) else None
     ensure_folder(path)
     write_atomically(path / MARK, json.dumps(facts, indent=2).encode() + b"\n")

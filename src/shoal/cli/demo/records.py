@@ -1,18 +1,21 @@
-"""What a run leaves for others to read: its ledger as `ledger.jsonl`, verified; its rollouts, counted."""
+"""What a run leaves for others to read: its ledger as `ledger.jsonl`, its rollouts; verified against each other."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
-from pydantic import ValidationError
-
-from shoal.errors import LedgerError, ShoalError
+from shoal.cli.folder import RunFolder
+from shoal.errors import LedgerError
 from shoal.hub.storage import SqliteStorage
 from shoal.ledger import verify
-from shoal.protocol import LedgerEntry, LedgerHead
+from shoal.protocol import LedgerEntry, LedgerHead, PolicyManifest
 from shoal.runtime.files import write_atomically
+from shoal.shardcast.manifest import read_manifest
+from shoal.shardcast.tree import Tree, manifest_key
 
 PAGE = 1000
 
@@ -33,22 +36,47 @@ def write_ledger(entries: list[LedgerEntry], out: Path, head: LedgerHead | None)
     write_atomically(out, "".join(f"{entry.model_dump_json()}\n" for entry in entries).encode())
 
 
-def exported_head(export: Path) -> LedgerHead | None:
-    """The ledger's head as the exported model's card has it."""
+def signed_manifest(folder: RunFolder) -> PolicyManifest:
+    """The last version's manifest as the origin has it: signed by the trainer, with the ledger's head at that time."""
+    progress = _card(folder)["progress"]
+    data = Tree(folder.path / "origin").read(manifest_key((progress["incarnation"], folder.recipe.run.steps)))
+    if data is None:
+        raise LedgerError(f"the origin in {folder.path / 'origin'} does not have the last version")
+    manifest = read_manifest(data, folder.run_id, folder.key("trainer").public_key)
+    if manifest.policy.digest != _card(folder)["digest"]:
+        raise LedgerError(f"the model in {folder.path / 'trainer' / 'export'} is not the version that was signed")
+    return manifest
+
+
+def _card(folder: RunFolder) -> dict[str, Any]:
+    path = folder.path / "trainer" / "export" / "shoal.json"
     try:
-        head = json.loads((export / "shoal.json").read_bytes())["ledger_head"]
-        return None if head is None else LedgerHead.model_validate(head)
-    except (OSError, ValueError, KeyError, ValidationError) as error:
-        raise LedgerError(f"{export / 'shoal.json'} does not name the ledger's head: {error}") from error
+        card = json.loads(path.read_bytes())
+        return {"progress": dict(card["progress"]), "digest": str(card["digest"])}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise LedgerError(f"{path} cannot be read: {error}") from error
 
 
-def rollouts_archived(folder: Path) -> tuple[int, int]:
-    """How many files of rollouts there are, one per step, and how many rollouts are in them."""
+def rollouts_archived(folder: RunFolder, entries: Sequence[LedgerEntry]) -> int:
+    """How many rollouts were trained on: every step's file holds the units that the ledger says, each a whole group."""
+    batches = [(entry.body["step"], entry.body["units"]) for entry in entries if entry.kind == "batch"]
+    if [step for step, _ in batches] != list(range(folder.recipe.run.steps)):
+        raise LedgerError(f"the ledger has {len(batches)} batches, not one for each of {folder.recipe.run.steps} steps")
+    rows = 0
+    for step, units in batches:
+        path = folder.path / "trainer" / "rollouts" / f"step-{step:05d}.parquet"
+        archived = _units_in(path)
+        if archived != sorted(unit for unit in units for _ in range(folder.recipe.run.group_size)):
+            raise LedgerError(f"{path} does not hold the {len(units)} groups that the ledger names for step {step}")
+        rows += len(archived)
+    return rows
+
+
+def _units_in(path: Path) -> list[int]:
     from pyarrow import ArrowException
-    from pyarrow.parquet import read_metadata
+    from pyarrow.parquet import read_table
 
-    paths = sorted(folder.glob("step-*.parquet"))
     try:
-        return len(paths), sum(read_metadata(path).num_rows for path in paths)
+        return sorted(read_table(path, columns=["unit"])["unit"].to_pylist())
     except (OSError, ArrowException) as error:
-        raise ShoalError(f"the rollouts in {folder} cannot be read: {error}") from error
+        raise LedgerError(f"the rollouts in {path} cannot be read: {error}") from error

@@ -45,7 +45,6 @@ class DemoRequest:
 
 def run_demo(request: DemoRequest, console: Console) -> int:
     """Run the demo; returns the exit code: 0 only if every claim holds."""
-    stop = stop_on_signals(supervising=True)
     recipe, cheat = demo_recipe(request), find_cheat(request.cheat)
     check_ingredients(recipe)
     path = request.directory.absolute()
@@ -53,6 +52,7 @@ def run_demo(request: DemoRequest, console: Console) -> int:
     if moved is not None:
         console.print(f"the earlier demo is kept in {moved}", markup=False)
     folder = RunFolder.prepare(path, recipe)
+    stop = stop_on_signals(supervising=True)  # until here, Ctrl-C simply ends this process
     launched = _launch(folder, cheat, request, stop, console)
     if launched.ending.exit_code != 0:
         return _say_why(launched, folder, console)
