@@ -253,9 +253,9 @@ def test_the_doctor_says_what_to_do_about_each_problem(
 
 def test_output_that_is_not_utf_8_ends_nothing() -> None:
     environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0", "LC_ALL": "C"}
-    script = "from shoal.cli.main import main; main(['--version']); print('a \u2192 b \u2026')"
+    script = "from shoal.cli.main import main; main(['--version']); print(chr(0x2192), 'b', chr(0x2026))"
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, env=environment, timeout=60, check=True)
-    assert b"a ? b ?" in ran.stdout
+    assert b"? b ?" in ran.stdout
 
 
 def test_a_supervised_role_that_a_signal_ends_does_not_look_done(tmp_path: Path) -> None:

@@ -154,13 +154,13 @@ def test_the_watchdog_is_told_everything() -> None:
     reporter = Reporter(source, Memory(), Watchdog(60), clock=clock)
     reporter.processes = lambda: [process("hub"), process("relay-0", state="given up", why="ended with exit code 1")]
     source.next = status(waits=(wait("trainer", "a batch", 5),))
-    for _ in range(61):
+    for _ in range(60):
         assert reporter.tick() is None
         clock.advance(1)
     ending = reporter.tick()
     assert ending is not None
     assert "relay-0 was given up" in ending.message
-    assert "hub (pid 4711) has not answered for 61 s" in ending.message
+    assert "hub (pid 4711) has not answered for 60 s" in ending.message
 
 
 def test_who_was_suspended_blames_nobody() -> None:

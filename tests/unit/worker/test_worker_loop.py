@@ -342,7 +342,7 @@ def test_a_finished_run_is_said_to_be_finished_with_what_it_earned(
 
 
 def test_a_receipt_is_noted_for_whoever_debugs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("DEBUG")
+    caplog.set_level("DEBUG", logger="shoal")
     bench = Bench(tmp_path, [lease(7)])
     bench.hub.gate.clear()
     thread = threading.Thread(target=bench.worker.run)
