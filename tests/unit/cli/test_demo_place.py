@@ -80,3 +80,6 @@ def test_the_folder_that_one_is_in_is_not_replaced(tmp_path: Path, monkeypatch: 
     with pytest.raises(ConfigError, match="from within"):
         make_room(path, False, FACTS)
     assert (path / "hub" / "hub.db").exists()
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    make_room(tmp_path / "empty", False, FACTS)  # nothing is replaced there

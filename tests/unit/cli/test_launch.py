@@ -170,6 +170,13 @@ def test_how_a_run_ended_decides_what_to_do_next(folder: RunFolder) -> None:
     assert last[130] == f"to go on: {shoal_command()} run --dir {folder.path}"
 
 
+def test_a_folder_that_another_start_has_made_its_own_meanwhile_is_refused(folder: RunFolder) -> None:
+    other = folder.recipe.model_copy(update={"run": folder.recipe.run.model_copy(update={"seed": 7})})
+    with pytest.raises(ConfigError, match="another start has just made another run"):
+        launch(RunFolder(folder.path, other), LaunchOptions(), StopToken(), Memory())
+    assert not (folder.path / "endpoints.json").exists()
+
+
 def test_two_runs_in_one_folder_are_refused(monkeypatch: pytest.MonkeyPatch, folder: RunFolder) -> None:
     monkeypatch.setattr(launch_module, "LOCK_WAIT_S", 0.0)
     with (

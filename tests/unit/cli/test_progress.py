@@ -228,6 +228,13 @@ def test_a_run_without_any_group_says_so(tmp_path: Path) -> None:
     assert lines[-1] == "nothing was trained on: no group was accepted"
 
 
+def test_a_run_whose_groups_could_not_be_judged_says_where_to_look(tmp_path: Path) -> None:
+    rows = [{"step": 0, "groups": 0, "dropped_groups": 2}]
+    seen = status(submissions={"accepted": 2, "inconclusive": 248})
+    lines = summary(written(tmp_path / "metrics.jsonl", *rows), seen, 1.0)
+    assert lines[-1].startswith("nothing was trained on: 248 submissions could not be judged; logs/validator-0.log")
+
+
 def test_one_group_is_not_nothing(tmp_path: Path) -> None:
     rows = [{"step": 0, "groups": 0, "dropped_groups": 12}, {"step": 1, "groups": 1, "dropped_groups": 11}]
     assert "nothing" not in " ".join(summary(written(tmp_path / "metrics.jsonl", *rows), None, 1.0))

@@ -391,3 +391,14 @@ def test_a_dumb_terminal_gets_lines(terminals: list[Terminal]) -> None:
     terminal.type(b"\x03")
     assert terminal.end() == 130
     assert "step 7/30  reward 0.82" in terminal.screen.text
+
+
+def test_one_that_is_given_up_after_its_restarts_is_told_of_again() -> None:
+    states = ("restarting", "restarting", "given up", "given up")
+    moments = [
+        scene(status(), process("worker-0", state=state, why="ended with exit code 1", pid=None), elapsed_s=9.0 + at)
+        for at, state in enumerate(states)
+    ]
+    told = [[line for line in heard if "worker-0" in line] for heard in lines(*moments)]
+    assert [len(heard) for heard in told] == [1, 0, 1, 0]
+    assert "given up" in told[2][0]

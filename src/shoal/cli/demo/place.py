@@ -23,10 +23,6 @@ def make_room(path: Path, keep: bool, facts: dict[str, object]) -> Path | None:
     """An empty, marked folder at `path`; returns where an earlier demo was moved to, if one was kept."""
     if path.is_symlink() or (path.exists() and not path.is_dir()):
         raise ConfigError(f"{path} is not a folder; choose another with --dir")
-    if Path.cwd().is_relative_to(path.resolve()):
-        raise ConfigError(
-            f"this is run from within {path}, which would be replaced: go to another folder, or use --dir"
-        )
     moved = _clear(path, keep) if path.exists() and _has_content(path) else None
     ensure_folder(path)
     write_atomically(path / MARK, json.dumps(facts, indent=2).encode() + b"\n")
@@ -43,6 +39,8 @@ def _has_content(path: Path) -> bool:
 def _clear(path: Path, keep: bool) -> Path | None:
     if not (path / MARK).is_file():
         raise ConfigError(f"the folder {path} is not empty and not an earlier demo's; choose another with --dir")
+    if Path.cwd().is_relative_to(path.resolve()):
+        raise ConfigError(f"this is called from within {path}, which it replaces: go to another folder, or use --dir")
     aside = free_name(path) if keep else None
     with FolderLock(path).acquire(StopToken(), LOCK_WAIT_S):
         _await_processes(path)

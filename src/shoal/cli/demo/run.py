@@ -8,10 +8,12 @@ make room ─► run folder ─► launch: hub, origin, relay, trainer, validato
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
+import typer
 from rich.console import Console
 
 from shoal.cli.demo.claims import Cast
@@ -50,12 +52,12 @@ def run_demo(request: DemoRequest, console: Console) -> int:
     path = request.directory.absolute()
     moved = make_room(path, request.keep, {"seed": request.seed, "staleness": request.staleness, "cheat": cheat.name})
     if moved is not None:
-        console.print(f"the earlier demo is kept in {moved}", markup=False)
+        typer.echo(f"the earlier demo is kept in {moved}")
     folder = RunFolder.prepare(path, recipe)
     stop = stop_on_signals(supervising=True)  # until here, Ctrl-C simply ends this process
     launched = _launch(folder, cheat, request, stop, console)
     if launched.ending.exit_code != 0:
-        return _say_why(launched, folder, console)
+        return _say_why(launched, folder)
     return conclude(folder, cast_of(folder, cheat), launched.elapsed_s, stop, console)
 
 
@@ -88,16 +90,12 @@ def cast_of(folder: RunFolder, cheat: Cheat) -> Cast:
     return Cast(honest=honest, cheater=ids.get(cheater, ""), cheater_name=cheater, cheat=cheat)
 
 
-def _say_why(launched: Launched, folder: RunFolder, console: Console) -> int:
+def _say_why(launched: Launched, folder: RunFolder) -> int:
     ending = launched.ending
     if ending.exit_code == 130:
-        console.print(
-            f"stopped. To start again: {shoal_command()} demo --dir {folder.path}; "
-            f"to go on without the cheater: {shoal_command()} run --dir {folder.path}",
-            markup=False,
-            highlight=False,
-            soft_wrap=True,
-        )
+        place = shlex.quote(str(folder.path))
+        typer.echo(f"stopped. To start again: {shoal_command()} demo --dir {place}")
+        typer.echo(f"to go on without the cheater: {shoal_command()} run --dir {place}")
     else:
-        Console(stderr=True).print(f"shoal: {ending.message} (logs: {folder.path / 'logs'})", markup=False)
+        typer.echo(f"shoal: {ending.message} (logs: {folder.path / 'logs'})", err=True)
     return ending.exit_code
