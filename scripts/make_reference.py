@@ -92,12 +92,21 @@ def default_of(info: FieldInfo) -> str:
 def commands_page() -> str:
     group: Any = typer.main.get_command(cli)
     parts = ["# Commands\n", NOTE]
-    for name, command in group.commands.items():
+    for name, command in leaves(group):
         text = " ".join((command.help or "").split())
         parts.append(f"## shoal {name}\n\n{text}\n\n| argument | meaning |\n|---|---|")
         parts += [f"| `{label(parameter)}` | {meaning(parameter)} |" for parameter in command.params]
         parts.append("")
     return "\n".join(parts)
+
+
+def leaves(group: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every command by its full name; those of `shoal cast` are `cast publish`, …"""
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from leaves(command, f"{prefix}{name} ")
+        else:
+            yield f"{prefix}{name}", command
 
 
 def label(parameter: Any) -> str:

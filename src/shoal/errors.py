@@ -18,7 +18,8 @@
     ├── BroadcastError                exit 1   weights did not arrive as promised
     │   ├── VersionNotFound                    nobody has that version (any more)
     │   ├── ManifestRefused                    unsigned, wrong key, rolled back
-    │   └── ChunkCorrupt                       bytes that do not match their hash
+    │   ├── ChunkCorrupt                       bytes that do not match their hash
+    │   └── DeltaRefused                       a difference that is malformed, or gives other weights
     ├── CheckpointError               exit 5   a checkpoint that cannot be read or continued
     ├── TrainingDiverged              exit 5   a loss or gradient that is not a number: nothing was updated by it
     ├── PolicyMismatch                exit 1   a digest that is not the one signed for
@@ -125,6 +126,10 @@ class ManifestRefused(BroadcastError):
 
 class ChunkCorrupt(BroadcastError):
     """Bytes that do not match the hash in the signed manifest."""
+
+
+class DeltaRefused(BroadcastError):
+    """A difference between versions is malformed, or does not give the weights that were signed."""
 
 
 class CheckpointError(ShoalError):

@@ -21,6 +21,7 @@ from shoal.errors import VersionNotFound
 from shoal.protocol import PolicyManifest, SigningKey, TensorView
 from shoal.runtime.stop import StopToken
 from shoal.shardcast import (
+    Content,
     Downloader,
     Origin,
     OriginSettings,
@@ -99,7 +100,7 @@ class Published:
         self.origin = Origin(folder, RUN, KEY, settings=OriginSettings(chunk_size_bytes=4096, kept_versions=KEPT))
 
     def publish(self, version: int) -> PolicyManifest:
-        return self.origin.publish(0, version, {"config.json": b"{}"}, [self.tensor(version)], None)
+        return self.origin.publish(version, Content.of({"config.json": b"{}"}, [self.tensor(version)]))
 
     def tensor(self, version: int) -> TensorView:
         return TensorView("w", "F32", (5000,), memoryview(np.random.default_rng(version).bytes(20_000)))

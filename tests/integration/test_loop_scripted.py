@@ -198,7 +198,7 @@ class Run:
 
     def publish(self, version: int) -> PolicyRef:
         tensors = [TensorView("w", "F32", (4,), memoryview(np.full(4, version, dtype="<f4")).cast("B"))]
-        policy = self.origin.publish(0, version, {}, tensors, self.trainer.ledger_head()).policy
+        policy = self.origin.publish(version, tensors, ledger_head=self.trainer.ledger_head()).policy
         announcement = PolicyAnnouncement(run=self.id, policy=policy, created_at_ms=1)
         self.trainer.announce(sign_document(announcement, self.trainer_key))
         return policy

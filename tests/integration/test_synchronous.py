@@ -24,7 +24,7 @@ from shoal.models.load import LoadedModel, load_model
 from shoal.models.state import policy_views
 from shoal.protocol import SamplingParameters, TrainingGroup, TrainingRollout, pack_logprobs, pack_tokens
 from shoal.runtime.stop import StopToken
-from shoal.shardcast.manifest import CHUNK_SIZE_BYTES, digest_of
+from shoal.shardcast import digest_of
 from shoal.trainer.learner import new_learner
 from shoal.trainer.step import StepWork, train_step
 
@@ -77,7 +77,7 @@ def synchronous_digests(folder: RunFolder) -> list[str]:
 
 
 def digest(loaded: LoadedModel) -> str:
-    return digest_of(loaded.files, list(policy_views(loaded.model).values()), CHUNK_SIZE_BYTES)
+    return digest_of(loaded.files, list(policy_views(loaded.model).values()))
 
 
 def generate_and_score(engine: TorchEngine, folder: RunFolder, secret: bytes, unit: int, version: int) -> TrainingGroup:

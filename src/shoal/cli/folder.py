@@ -66,8 +66,13 @@ class Endpoints(BaseModel):
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """Relays first: the origin is there for them, and for when they are gone."""
-        return (*self.relays, self.origin)
+        """Where weights are fetched from: the relays, or the origin itself if there are none."""
+        return self.relays or (self.origin,)
+
+    @property
+    def last_resort(self) -> tuple[str, ...]:
+        """The origin is there for the relays, and for when they are gone."""
+        return (self.origin,) if self.relays else ()
 
 
 @dataclass(frozen=True)

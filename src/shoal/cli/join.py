@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from shoal.cli.roles import begin
@@ -31,6 +32,8 @@ class StandaloneRelay:
     host: str
     port: int
     wait_s: float
+    peers: tuple[str, ...] = ()
+    settings: Mapping[str, float | None] = field(default_factory=dict)  # of `RelaySettings`; the others as usual
 
 
 def run_joined_worker(request: JoinRequest, verbose: bool) -> None:
@@ -63,15 +66,17 @@ def run_standalone_relay(request: StandaloneRelay, verbose: bool) -> None:
     url, pinned = split_join_url(request.hub_url)
     stop = begin("relay", None, verbose)
     trusted = meet(url, pinned, request.wait_s, stop)
-    from shoal.shardcast import RelayConfig, run_relay
+    from shoal.shardcast import RelayConfig, RelaySettings, run_relay
 
     config = RelayConfig(
         folder=request.folder or home(trusted.run) / "relay",
-        upstreams=request.upstreams or trusted.info.sources,
+        upstreams=request.upstreams or (*trusted.info.sources, *trusted.info.last_resort),
         run=trusted.run,
         trusted_key=trusted.trainer_key,
         host=request.host,
         port=request.port,
+        settings=RelaySettings.model_validate(request.settings),
+        peers=request.peers,
     )
     run_relay(config, stop, lambda _url: None)
 

@@ -19,6 +19,7 @@ from typing import Annotated, Any
 import typer
 
 from shoal import __version__
+from shoal.cli.cast import cast
 from shoal.errors import ShoalError, ShutOut, UserError
 from shoal.runtime.supervise import SUPERVISED, TOLD_TO_STOP_CODE
 
@@ -199,9 +200,23 @@ def relay(
     upstreams: Annotated[
         list[str] | None, typer.Option("--upstream", metavar="URL", help="Where to mirror from; may be repeated.")
     ] = None,
+    peers: Annotated[
+        list[str] | None,
+        typer.Option("--peer", metavar="URL", help="A relay beside this one, to trade chunks with; may be repeated."),
+    ] = None,
     folder: Annotated[Path | None, typer.Option("--folder", help="Where to keep the mirror.")] = None,
     host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = "0.0.0.0",
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port to listen on.")] = 8472,
+    keep: Annotated[int, typer.Option("--keep", min=1, max=1000, help="Newest versions to keep.")] = 3,
+    disk_budget_gb: Annotated[
+        float | None, typer.Option("--disk-budget-gb", min=1e-6, help="Disk for chunks; the oldest versions go first.")
+    ] = None,
+    connections_per_client: Annotated[
+        int | None, typer.Option("--connections-per-client", min=1, help="Connections that one address may have.")
+    ] = 256,
+    rate_per_client_mbit: Annotated[
+        float | None, typer.Option("--rate-per-client-mbit", min=0.001, help="Mbit/s that one address is sent.")
+    ] = None,
     wait_s: Wait = 10,
 ) -> None:
     """Mirror a run's weights: of a folder (--dir), or of a run anywhere (--run-info)."""
@@ -211,9 +226,16 @@ def relay(
 
     if hub_url is None:
         raise UserError("give --dir RUN for a run on this machine, or --run-info URL for one elsewhere")
-    return run_standalone_relay(
-        StandaloneRelay(hub_url, tuple(upstreams or ()), folder, host, port, wait_s), _verbose()
+    settings = {
+        "kept_versions": keep,
+        "disk_budget_gb": disk_budget_gb,
+        "connections_per_client": connections_per_client,
+        "rate_per_client_mbit": rate_per_client_mbit,
+    }
+    request = StandaloneRelay(
+        hub_url, tuple(upstreams or ()), folder, host, port, wait_s, peers=tuple(peers or ()), settings=settings
     )
+    return run_standalone_relay(request, _verbose())
 
 
 def worker(
@@ -248,6 +270,7 @@ def worker(
 
 app.command(name="worker")(worker)
 app.command(name="join", help="The same as `worker`.")(worker)
+app.add_typer(cast)
 
 
 @app.command()

@@ -89,6 +89,7 @@ def _hub(folder: RunFolder, _index: int, stop: StopToken) -> None:
         root_key=folder.root_key,
         certificates=folder.certificates,
         sources=endpoints.sources,
+        last_resort=endpoints.last_resort,
     )
     with FolderLock(config.folder).acquire(stop, LOCK_WAIT_S):  # two hubs would give the same unit to two workers
         run_hub(config, stop, _ready("the hub"))
@@ -115,6 +116,7 @@ def _relay(folder: RunFolder, index: int, stop: StopToken) -> None:
         host=endpoints.bind,
         port=port_of(endpoints.relays[index]),
         settings=folder.recipe.relay,
+        peers=endpoints.relays,
     )
     run_relay(config, stop, _ready("the relay"))
 

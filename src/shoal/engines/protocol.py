@@ -5,7 +5,7 @@ T: tokens of a completion, H: hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shoal.protocol import PolicyRef, SamplingParameters, TensorView
+from shoal.shardcast import ChangedValues
 
 Finish = Literal["eos", "length"]
 
@@ -107,4 +108,13 @@ class Engine(Protocol):
         self, prompts: Sequence[tuple[int, ...]], max_new_tokens: int, eos_token_id: int
     ) -> list[npt.NDArray[np.int32]]:
         """The most probable token at every step, up to and including the end-of-sequence token: for evaluation."""
+        ...
+
+
+@runtime_checkable
+class UpdatableEngine(Engine, Protocol):
+    """An engine whose weights can be changed where they lie, instead of being loaded again."""
+
+    def update_policy(self, ref: PolicyRef, changes: Iterable[ChangedValues]) -> None:
+        """Turn the policy in place into `ref` by writing the values that differ, and no others."""
         ...

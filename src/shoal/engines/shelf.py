@@ -1,7 +1,9 @@
 """Engines by policy: fetched when first needed, a few kept loaded, the one least lately used given up first.
 
     get(policy) ─┬─ loaded ───────────────────────────────────────────────► engine
-                 └─ fetch ─► is it the very policy asked for? ─► load into the one given up, or into a new one
+                 └─ fetch ─► is it the very policy asked for? ─┬─► load into the one given up, or into a new one
+                                                               └─► only what changed, where the one given up is
+                                                                   the policy that the new one was made from
 
 The number kept is the memory budget: each is a whole copy of the weights.
 """
@@ -12,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from shoal.engines.protocol import Engine
+from shoal.engines.protocol import Engine, UpdatableEngine
 from shoal.errors import PolicyMismatch
 from shoal.protocol import PolicyRef
 from shoal.shardcast import Payload
@@ -56,9 +58,10 @@ class EngineShelf:
                 f"policy {ref.label} was promised with digest {ref.digest[:16]}…, "
                 f"but {payload.manifest.policy.label} with {payload.manifest.policy.digest[:16]}… was published"
             )
-        engine = self._engine_for(payload.files)
-        engine.load_policy(ref, {tensor.name: tensor for tensor in payload.tensors})
-        self._loaded[ref] = LoadedPolicy(ref, engine, payload.files)
+        files = dict(payload.files)
+        engine = self._engine_for(files)
+        _put_in_place(engine, payload)
+        self._loaded[ref] = LoadedPolicy(ref, engine, files)
         return self._loaded[ref]
 
     def _engine_for(self, files: Mapping[str, bytes]) -> Engine:
@@ -67,3 +70,13 @@ class EngineShelf:
             return self._build(files)
         _, oldest = self._loaded.popitem(last=False)
         return oldest.engine if oldest.files == files else self._build(files)
+
+
+def _put_in_place(engine: Engine, payload: Payload) -> None:
+    """Into the engine, with as little copying as possible."""
+    ref = payload.manifest.policy
+    changes = payload.changes_from(engine.policy)
+    if changes is not None and isinstance(engine, UpdatableEngine):
+        engine.update_policy(ref, changes)
+    else:
+        engine.load_policy(ref, {tensor.name: tensor for tensor in payload.tensors})

@@ -12,7 +12,7 @@ B: prompts of a batch, R: rows (one per seed), L: padded length, T: tokens, H: h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -27,10 +27,11 @@ from shoal.engines.protocol import Completion, GenerationRequest, Prefill, Prefi
 from shoal.errors import PolicyMismatch
 from shoal.models.load import model_from_files
 from shoal.models.logprobs import Head
-from shoal.models.state import apply_state
+from shoal.models.state import apply_state, change_state
 from shoal.protocol import PolicyRef, SamplingParameters, TensorView
 from shoal.sampling.sampler import intervals, sample
 from shoal.sampling.stream import uniforms_matrix
+from shoal.shardcast import ChangedValues
 
 COMPACT_BELOW = 0.8
 TILE_ELEMENTS = 2**23
@@ -79,6 +80,12 @@ class TorchEngine:
         apply_state(self._model, tensors)
         self._loaded, self.policy = True, ref
 
+    def update_policy(self, ref: PolicyRef, changes: Iterable[ChangedValues]) -> None:
+        self._refuse_unloaded()
+        self._loaded, self.policy = False, None
+        change_state(self._model, changes)
+        self._loaded, self.policy = True, ref
+
     def generate(self, requests: Sequence[GenerationRequest], keep_hidden: bool = False) -> list[list[Completion]]:
         results: list[list[Completion]] = [[] for _ in requests]
         with self._inference():
@@ -116,8 +123,7 @@ class TorchEngine:
     @contextmanager
     def _inference(self) -> Iterator[None]:
         """No gradients, evaluation mode; a wrapped model gets its own mode back."""
-        if not self._loaded:
-            raise PolicyMismatch("no policy is loaded")
+        self._refuse_unloaded()
         training = self._model.training
         self._model.eval()
         try:
@@ -252,6 +258,10 @@ class TorchEngine:
             temperature_N1 = temperatures_N[part, None].double().to(hidden_NH.device)
             tiles.append(intervals(head.logits(hidden_NH[part]), tokens_N[part], temperature_N1))
         return [torch.cat(column) for column in zip(*tiles, strict=True)]
+
+    def _refuse_unloaded(self) -> None:
+        if not self._loaded:
+            raise PolicyMismatch("no policy is loaded")
 
     def _refuse_unknown(self, token_ids: Sequence[int]) -> None:
         if min(token_ids) < 0 or max(token_ids) >= self.vocabulary_size:

@@ -68,6 +68,7 @@ class HubConfig:
     root_key: str
     certificates: tuple[SignedDocument, ...] = ()
     sources: tuple[str, ...] = ()
+    last_resort: tuple[str, ...] = ()
 
     @property
     def rules(self) -> Rules:

@@ -6,8 +6,11 @@ storage (tied embeddings) appear once, under the first name, so that nothing tra
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
@@ -18,6 +21,8 @@ TORCH_TYPES: dict[str, torch.dtype] = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
+BIT_TYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+SIGNED = {1: np.uint8, 2: np.int16, 4: np.int32}
 TYPE_NAMES = {dtype: name for name, dtype in TORCH_TYPES.items()}
 
 
@@ -34,7 +39,10 @@ def policy_views(model: nn.Module) -> dict[str, TensorView]:
 
 
 def apply_state(model: nn.Module, tensors: Mapping[str, TensorView] | Mapping[str, Tensor]) -> None:
-    """Overwrite all weights in place. Nothing is written unless every name, shape and type is exactly right."""
+    """Overwrite all weights in place. Nothing is written unless every name, shape and type is right.
+
+    A type is right if it is the model's own, or a narrower one whose every value the model's own can hold.
+    """
     state = policy_state(model)
     missing, unknown = sorted(state.keys() - tensors.keys()), sorted(tensors.keys() - state.keys())
     if missing or unknown:
@@ -42,7 +50,7 @@ def apply_state(model: nn.Module, tensors: Mapping[str, TensorView] | Mapping[st
     incoming = {name: value if isinstance(value, Tensor) else to_torch(value) for name, value in tensors.items()}
     for name, target in state.items():
         source = incoming[name]
-        if source.shape != target.shape or source.dtype != target.dtype:
+        if source.shape != target.shape or not _holds(target.dtype, source.dtype):
             raise ModelError(
                 f"weight {name} is {source.dtype}{list(source.shape)}, the model's is"
                 f" {target.dtype}{list(target.shape)}"
@@ -50,6 +58,49 @@ def apply_state(model: nn.Module, tensors: Mapping[str, TensorView] | Mapping[st
     with torch.no_grad():
         for name, target in state.items():
             target.copy_(incoming[name])
+
+
+def _holds(target: torch.dtype, source: torch.dtype) -> bool:
+    """Whether every value of `source` is one of `target` too: policies travel in bf16 and are computed in fp32."""
+    return target == source or (target == torch.float32 and source in (torch.bfloat16, torch.float16))
+
+
+class Changed(Protocol):
+    """Values of one tensor that differ: positions in units of `width` bytes, and the bits to put there."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def dtype(self) -> str: ...
+
+    @property
+    def width(self) -> int: ...
+
+    @property
+    def where(self) -> npt.NDArray[np.int64]: ...
+
+    @property
+    def values(self) -> npt.NDArray[Any]: ...
+
+
+def change_state(model: nn.Module, changes: Iterable[Changed]) -> None:
+    """Overwrite the values that differ, where they lie: nothing else is read, copied or moved to a device."""
+    state = policy_state(model)
+    with torch.no_grad():
+        for change in changes:
+            if change.name not in state:
+                raise ModelError(f"these changes are for another model: it has no weight {change.name}")
+            target = state[change.name].view(-1)
+            values = torch.from_numpy(change.values.view(SIGNED[change.width]))
+            where = torch.from_numpy(change.where).to(target.device)
+            source = TORCH_TYPES[change.dtype]
+            if source == target.dtype:
+                target.view(BIT_TYPES[change.width])[where] = values.to(target.device)
+            elif _holds(target.dtype, source):
+                target[where] = values.view(source).to(target.device, target.dtype)
+            else:
+                raise ModelError(f"the changes of weight {change.name} are {source}, the model's is {target.dtype}")
 
 
 def to_torch(view: TensorView) -> Tensor:

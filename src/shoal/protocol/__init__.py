@@ -43,6 +43,7 @@ from shoal.protocol.node import (
 from shoal.protocol.policy import (
     BroadcastHead,
     Chunk,
+    Delta,
     Entry,
     LedgerHead,
     PolicyAnnouncement,
@@ -92,7 +93,7 @@ from shoal.protocol.verdict import (
 
 __all__ = [
     "PROTOCOL_VERSION", "SUBMISSION_FORMAT", "Audit", "AuditReply", "AuditRequest", "Batch", "BatchGroup",
-    "BatchReply", "BatchRequest", "BroadcastHead", "CheckResult", "Chunk", "Document", "Entry", "Heartbeat",
+    "BatchReply", "BatchRequest", "BroadcastHead", "CheckResult", "Chunk", "Delta", "Document", "Entry", "Heartbeat",
     "HeartbeatReply", "Lease", "LeaseRelease", "LeaseReply", "LeaseRequest", "LedgerEntry", "LedgerHead",
     "LedgerPage", "Limits", "Message", "NodeState", "NodeView", "Outcome", "PolicyAnnouncement",
     "PolicyManifest", "PolicyRef", "Problem", "Receipt", "RecentVerdict", "RefusedVerdict", "Registration",

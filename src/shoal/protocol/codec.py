@@ -41,7 +41,12 @@ def unpack(data: bytes, kind: type[T], limits: Limits) -> T:
         raise CodecError(f"the body is not a valid {kind.__name__}: {error}") from error
 
 
-def _inflate(data: bytes, limits: Limits) -> bytes:
+def inflate_exactly(data: bytes, size_bytes: int) -> bytes:
+    """The content of one zstd frame that declares and has exactly `size_bytes`; `CodecError` if it is another."""
+    return _inflate(data, Limits(compressed_bytes=len(data), inflated_bytes=size_bytes), exactly=True)
+
+
+def _inflate(data: bytes, limits: Limits, exactly: bool = False) -> bytes:
     if len(data) > limits.compressed_bytes:
         raise CodecError(f"the body has {len(data)} bytes; at most {limits.compressed_bytes} are allowed")
     try:
@@ -53,6 +58,8 @@ def _inflate(data: bytes, limits: Limits) -> bytes:
         raise CodecError("the zstd frame does not declare its size")
     if declared > limits.inflated_bytes:
         raise CodecError(f"the body inflates to {declared} bytes; at most {limits.inflated_bytes} are allowed")
+    if exactly and declared != limits.inflated_bytes:
+        raise CodecError(f"the zstd frame declares {declared} bytes, not {limits.inflated_bytes}")
     if frame.dict_id:
         raise CodecError("the zstd frame needs a dictionary")
     return _bounded_inflate(data, declared)

@@ -34,7 +34,10 @@ class RoleCertificate(Document):
 
 
 class RunInfo(Document):
-    """What a node needs to take part; signed by the hub. The join URL pins the root key's fingerprint."""
+    """What a node needs to take part; signed by the hub. The join URL pins the root key's fingerprint.
+
+    Weights come from `sources` (relays); from `last_resort` (the origin) only what none of those can give.
+    """
 
     kind: ClassVar[str] = "run-info"
     protocol_version: int = PROTOCOL_VERSION
@@ -43,6 +46,7 @@ class RunInfo(Document):
     root_key: str
     certificates: tuple[SignedDocument, ...]
     sources: tuple[str, ...]
+    last_resort: tuple[str, ...] = ()
     environment: str
     environment_digest: str
     sampling: SamplingParameters

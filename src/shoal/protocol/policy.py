@@ -10,12 +10,13 @@ from __future__ import annotations
 from typing import ClassVar, Literal
 
 from blake3 import blake3
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from shoal.protocol.signing import Document, Message, canonical_json
 
 HEX_256 = "^[0-9a-f]{64}$"
-SAFE_NAME = r"^[A-Za-z0-9_][A-Za-z0-9_.\-]{0,254}$"
+MAX_NAME_BYTES = 1024
+MAX_PART_BYTES = 255
 
 
 class PolicyRef(Message):
@@ -37,15 +38,42 @@ class PolicyRef(Message):
 class Entry(Message):
     """One named span of the payload: a file (`config.json`) or a tensor (raw little-endian values).
 
-    Entries lie back to back in the order listed; names are plain (no slash), so that none can leave its folder.
+    Entries lie back to back in the order listed. A file may lie in folders (`onnx/model.bin`); no name can leave the
+    folder it is unpacked into.
     """
 
-    name: str = Field(pattern=SAFE_NAME)
+    name: str = Field(min_length=1)
     type: Literal["file", "tensor"]
     offset: int = Field(ge=0)
     size_bytes: int = Field(ge=0)
     dtype: str | None = None
     shape: tuple[int, ...] | None = None
+
+    @field_validator("name")
+    @classmethod
+    def _stays_in_its_folder(cls, name: str) -> str:
+        problem = name_problem(name)
+        if problem:
+            raise ValueError(problem)
+        return name
+
+
+def name_problem(name: str) -> str:
+    """What is wrong with a name, or nothing. Parts between slashes; none empty, hidden by dots alone, or unprintable.
+
+    >>> name_problem("onnx/model.bin"), name_problem("../key")
+    ('', 'it has a part ".."')
+    """
+    if len(name.encode(errors="replace")) > MAX_NAME_BYTES:
+        return f"it is longer than {MAX_NAME_BYTES} bytes"
+    if not name.isprintable() or "\\" in name:
+        return "it has a character that cannot be printed, or a backslash"
+    for part in name.split("/"):
+        if part in ("", ".", ".."):
+            return f'it has a part "{part}"'
+        if len(part.encode()) > MAX_PART_BYTES:
+            return f"it has a part longer than {MAX_PART_BYTES} bytes"
+    return ""
 
 
 class Chunk(Message):
@@ -53,6 +81,17 @@ class Chunk(Message):
 
     hash: str = Field(pattern=HEX_256)
     size_bytes: int = Field(gt=0)
+
+
+class Delta(Message):
+    """A lossless difference to an earlier version, offered as chunks of its own; see `shoal.shardcast.delta`.
+
+    Trusted no further than its chunks' hashes: what it makes of the base must have the digest of the policy.
+    """
+
+    base: PolicyRef
+    size_bytes: int = Field(gt=0)
+    chunks: tuple[Chunk, ...]
 
 
 class LedgerHead(Document):
@@ -65,7 +104,11 @@ class LedgerHead(Document):
 
 
 class PolicyManifest(Document):
-    """What one version consists of. Signed by the trainer's key; any static HTTP server can hand it out."""
+    """What one version consists of. Signed by the trainer's key; any static HTTP server can hand it out.
+
+    `chunks` are those of the whole payload, and prove it. They are offered for download only by an `anchor`; a version
+    that is none is reached from another one by its `deltas`.
+    """
 
     kind: ClassVar[str] = "policy-manifest"
     run: str
@@ -75,6 +118,8 @@ class PolicyManifest(Document):
     chunk_size_bytes: int = Field(gt=0)
     chunks: tuple[Chunk, ...]
     size_bytes: int = Field(ge=0)
+    anchor: bool = True
+    deltas: tuple[Delta, ...] = Field(default=(), max_length=16)
     ledger_head: LedgerHead | None = None
     created_at_ms: int
 

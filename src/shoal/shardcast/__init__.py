@@ -1,9 +1,10 @@
 """Broadcast of large payloads over plain HTTP: signed, verified chunk by chunk, resumable. Works alone, without torch.
 
-    Origin, OriginSettings               publish a version into a folder, atomically
+    Origin, OriginSettings, Content      publish a version into a folder, atomically: tensors, a file, a folder
     run_origin                           serve that folder
     run_relay, RelayConfig, RelaySettings  mirror an origin or another relay, verifying, and serve it on
-    Downloader, DownloadSettings, Payload  fetch a version from several sources
+    Downloader, DownloadSettings, Payload, Progress   fetch a version from several sources
+    Prefetch                             fetch every new version in the background
     SourceScores                         which source to ask next
     digest_of                            the digest that publishing would sign
 
@@ -11,7 +12,7 @@ Alone, in ten lines (the folder could as well be served by nginx, a bucket or `p
 
     key = load_or_create_key(Path("trainer.key"))                        # from shoal.protocol
     origin = Origin(Path("www"), "my-files", key)
-    origin.publish(0, 1, {"data.bin": Path("data.bin").read_bytes()}, tensors=[], ledger_head=None)
+    origin.publish(1, Path("data.bin"))
     stop = StopToken()                                                   # from shoal.runtime.stop
     threading.Thread(target=run_origin, args=(Path("www"), "0.0.0.0", 8471, stop, print)).start()
 
@@ -22,20 +23,26 @@ Alone, in ten lines (the folder could as well be served by nginx, a bucket or `p
 """
 
 from shoal.shardcast.config import RelayConfig, RelaySettings
+from shoal.shardcast.content import Content, digest_of
 from shoal.shardcast.download import Downloader, DownloadSettings
-from shoal.shardcast.manifest import digest_of
 from shoal.shardcast.origin import Origin, OriginSettings
-from shoal.shardcast.payload import Payload
+from shoal.shardcast.payload import ChangedValues, Payload
+from shoal.shardcast.prefetch import Prefetch
 from shoal.shardcast.relay import run_relay
 from shoal.shardcast.server import run_origin
 from shoal.shardcast.sources import SourceScores
+from shoal.shardcast.transfer import Progress
 
 __all__ = [
+    "ChangedValues",
+    "Content",
     "DownloadSettings",
     "Downloader",
     "Origin",
     "OriginSettings",
     "Payload",
+    "Prefetch",
+    "Progress",
     "RelayConfig",
     "RelaySettings",
     "SourceScores",

@@ -1,7 +1,7 @@
 """What a server may hand out, and how a request waits for what is on its way.
 
-A catalogue answers two questions about a name: is it there, and will it come? The origin's folder only knows the first;
-a relay knows both, because a signed manifest told it what to expect.
+A catalogue answers three questions: is a name there, will it come, and which chunks of a version are there? The
+origin's folder only knows the first; a relay knows all, because a signed manifest told it what to expect.
 """
 
 from __future__ import annotations
@@ -9,24 +9,53 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from shoal.shardcast.manifest import Place
+from shoal.shardcast.metrics import Metric
 from shoal.shardcast.tree import Tree
 
 
-class Catalogue(Protocol):
-    """What a server may hand out."""
+@dataclass(frozen=True)
+class Blob:
+    """Bytes on disk: a whole file, or a span of one."""
 
-    def find(self, key: str) -> Path | None:
-        """The file, if it may be served now."""
+    path: Path
+    offset: int
+    size_bytes: int
+
+    @classmethod
+    def whole(cls, path: Path) -> Blob | None:
+        """The file at `path`, if there is one."""
+        try:
+            return cls(path, 0, path.stat().st_size)
+        except FileNotFoundError:
+            return None
+
+
+class Catalogue(Protocol):
+    """What a server may hand out. Asked on the event loop, so no answer may wait for a disk that others write to."""
+
+    def find(self, key: str) -> Blob | None:
+        """The bytes of this name, if they may be served now."""
 
     def expects(self, key: str) -> bool:
-        """Whether a file that is not there now is on its way."""
+        """Whether a name that is not there now is on its way."""
+
+    def have(self, place: Place) -> bytes | None:
+        """The two maps of a version (see `Inventory`); None if it is not known here."""
+
+    def have_count(self, place: Place) -> int | None:
+        """How many bits are set in the first of them."""
 
     def health(self) -> dict[str, Any]:
-        """Numbers for /health."""
+        """Numbers for /health; `ok` is false if a person has to look after it."""
+
+    def metrics(self) -> Sequence[Metric]:
+        """Numbers for /metrics."""
 
 
 class FolderCatalogue:
@@ -35,19 +64,31 @@ class FolderCatalogue:
     def __init__(self, folder: Path) -> None:
         self._tree = Tree(folder)
 
-    def find(self, key: str) -> Path | None:
-        path = self._tree.path(key)
-        return path if path.is_file() else None
+    def find(self, key: str) -> Blob | None:
+        return Blob.whole(self._tree.path(key))
 
     def expects(self, key: str) -> bool:  # noqa: ARG002
         return False
 
+    def have(self, place: Place) -> bytes | None:  # noqa: ARG002
+        return None
+
+    def have_count(self, place: Place) -> int | None:  # noqa: ARG002
+        return None
+
     def health(self) -> dict[str, Any]:
         return {"role": "origin", "versions": [f"{place[0]}.{place[1]}" for place in self._tree.places()]}
 
+    def metrics(self) -> Sequence[Metric]:
+        return [Metric("versions", "gauge", "Versions held.", len(self._tree.places()))]
+
 
 class Arrivals:
-    """Lets requests wait for a name, and any thread say that it is there."""
+    """Lets requests wait for a name, and any thread say that it is there.
+
+    Nobody is woken for a name that nobody waits for. A waiter registers first and looks then; whoever brings something
+    puts it there first and notifies then: so one of the two always sees the other.
+    """
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -60,6 +101,8 @@ class Arrivals:
 
     def notify(self, key: str) -> None:
         """From any thread. Before `attach` nobody can be waiting, so nothing is lost."""
+        if key not in self._waiting:
+            return
         with self._lock:
             if self._loop is not None:
                 self._loop.call_soon_threadsafe(self._wake, key)

@@ -2,7 +2,8 @@
 
 Written by hand rather than over an HTTP library, for two reasons: a library spends several times the CPU per byte,
 and its time-outs are per receive, so that a source dripping one byte a second would hold a thread for days. Here
-every byte, header bytes included, is received under one deadline, and a stop is noticed within `SLICE_S`.
+every byte, header bytes included, is received under one deadline, and a stop is noticed within `SLICE_S`. Whoever
+does not want to wait even that long hangs up, from any thread.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import contextlib
 import socket
 import ssl
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 from urllib.parse import urlsplit
@@ -22,6 +24,9 @@ SLICE_S = 0.2
 MAX_ANSWER_HEAD_BYTES = 16 * 1024
 MAX_DRAINED_BYTES = 64 * 1024
 RECEIVE_BYTES = 1024 * 1024
+HASHED_BYTES = 256 * 1024
+
+Check = Callable[[int], str | None]
 
 
 class Deadline:
@@ -96,15 +101,23 @@ class Connection:
         self._socket: socket.socket | None = None
         self._early = b""  # bytes of the body that came together with the head
         self._answer: Answer | None = None
+        self._check: Check | None = None
+        self._filled = 0  # bytes of the body that have been received
+        self.hung_up = False
 
-    def get(self, target: str, deadline: Deadline) -> Answer:
-        """Send a request and read the answer's head. Then `read_into` or `drain` the whole body."""
+    def get(self, target: str, deadline: Deadline, check: Check | None = None) -> Answer:
+        """Send a request and read the answer's head. Then `read_into` or `drain` the whole body.
+
+        `check` is called at every receive, until the body has been read, with the bytes that have come of it; what it
+        returns, if anything, is why the source should be left.
+        """
+        self._check, self._filled, self.hung_up = check, 0, False
         reused = self._reusable()
         try:
             return self._ask(target, deadline)
         except BroadcastError:
             # An idle connection may have been closed by the other side: that says nothing about the source.
-            if not reused or deadline.passed() or self._stop.is_set():
+            if not reused or deadline.passed() or self._stop.is_set() or self.hung_up:
                 raise
         return self._ask(target, deadline)
 
@@ -112,14 +125,17 @@ class Connection:
         """Fill `buffer`, exactly the size of the answer's body, hashing what arrives as it arrives."""
         assert self._answer is not None
         assert buffer.nbytes == self._answer.size_bytes
-        filled = 0
-        while filled < buffer.nbytes:
+        hashed = 0
+        while self._filled < buffer.nbytes:
+            filled = self._filled
             received = self._receive(buffer[filled : filled + RECEIVE_BYTES], deadline)
             if received == 0:
                 raise self._broken(f"closed the connection after {filled} of {buffer.nbytes} bytes")
-            if hasher is not None:
-                hasher.update(buffer[filled : filled + received])
-            filled += received
+            self._filled = filled + received
+            # In pieces large enough for the hash to be fast, and small enough to be in the processor's cache still.
+            if hasher is not None and (self._filled - hashed >= HASHED_BYTES or self._filled == buffer.nbytes):
+                hasher.update(buffer[hashed : self._filled])
+                hashed = self._filled
         self._finish()
 
     def read(self, max_bytes: int, deadline: Deadline) -> bytes:
@@ -137,6 +153,15 @@ class Connection:
             self.read(MAX_DRAINED_BYTES, deadline)
         else:
             self.close()
+
+    def hang_up(self) -> None:
+        """From any thread: whoever waits for a byte of the exchange under way is told at once that it has ended."""
+        self.hung_up = True
+        waiting = self._socket
+        if waiting is not None:
+            with contextlib.suppress(OSError):
+                # Not the method of a TLS socket, which would take its state away under the thread that reads.
+                socket.socket.shutdown(waiting, socket.SHUT_RDWR)
 
     def close(self) -> None:
         if self._socket is not None:
@@ -223,6 +248,9 @@ class Connection:
                 raise self._broken("is too slow: the deadline has passed")
             if self._stop.is_set():
                 raise self._broken(f"was left: stopped ({self._stop.reason})")
+            reason = self._check(self._filled) if self._check is not None else None
+            if reason is not None:
+                raise self._broken(reason)
             try:
                 assert self._socket is not None
                 return self._socket.recv_into(buffer)

@@ -1,34 +1,42 @@
-"""The client: fetch one version from several sources, in parallel, verified, resumable.
+"""The client: fetch one version from several sources, by the cheapest road, in parallel, verified, resumable.
 
-    fetch(ref) ─► already whole here? ─► manifest (signed, exactly ref) ─► pool of chunks ─► mapped payload
-                                              │ gone: VersionNotFound          │ every source lies: ChunkCorrupt
-                                              └────────── the deadline covers all of it ──────────┘
+    fetch(ref) ─► whole here already? ─► manifest (signed, exactly ref) ─► road ─► transfer ─► mapped payload
+                                              │ gone: VersionNotFound       ▲           │ all lie: ChunkCorrupt
+                                              │                             └─ closed ◄─┘ a delta gives other bytes
+                                              └────────────── the deadline covers all of it ──────────────┘
 
-What has arrived stays in the folder whatever happens, so that the next attempt continues from there.
+What has arrived stays in the folder whatever happens, so that the next attempt continues from there. The newest head
+ever seen stays there too: not even after a restart does a source get away with an older one.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from shoal.errors import BroadcastError, ChunkCorrupt
+from shoal.errors import BroadcastError, DeltaRefused, ManifestRefused, VersionNotFound
 from shoal.protocol import BroadcastHead, PolicyManifest, PolicyRef
+from shoal.runtime.files import write_atomically
 from shoal.runtime.stop import StopToken
+from shoal.shardcast.cache import PayloadCache
 from shoal.shardcast.connection import Deadline
-from shoal.shardcast.lookup import Lookup
-from shoal.shardcast.payload import Payload, PayloadCache
-from shoal.shardcast.pool import ChunkPool, PoolSettings
+from shoal.shardcast.lookup import Lookup, SignedHead
+from shoal.shardcast.manifest import place_of, read_head
+from shoal.shardcast.payload import Payload
+from shoal.shardcast.pool import PoolSettings
+from shoal.shardcast.road import Road, plan
+from shoal.shardcast.share import PayloadCatalogue
 from shoal.shardcast.sources import SourceScores
+from shoal.shardcast.transfer import OnProgress, RoadClosed, Transfer, TransferParts
+from shoal.shardcast.tree import HEAD
 
 log = logging.getLogger(__name__)
 
-TICK_S = 0.1
-GONE_CHECK_S = 1.0
+BETWEEN_S = 5.0  # for the manifest of a version in between: without it there is another road
 
 
 @dataclass(frozen=True)
@@ -40,7 +48,9 @@ class DownloadSettings:
 
 
 class Downloader:
-    """Fetches versions of one run into a folder of its own.
+    """Fetches versions of one run into a folder of its own. Several threads may fetch; one at a time does.
+
+    What has arrived is offered to others through `share`, where it is given: whoever shares shows its address.
 
     >>> downloader = Downloader(["http://relay:8471"], run, trusted_key, Path("cache"), StopToken())
     >>> payload = downloader.fetch(ref, deadline_s=600)
@@ -50,41 +60,66 @@ class Downloader:
     def __init__(
         self,
         sources: Sequence[str],
-        run: str,
+        run: str | None,
         trusted_key: str,
         folder: Path,
         stop: StopToken,
         settings: DownloadSettings = DownloadSettings(),
+        peers: Sequence[str] = (),
+        last_resort: Sequence[str] = (),
+        share: PayloadCatalogue | None = None,
     ) -> None:
-        self._scores = SourceScores(sources)
-        self._cache = PayloadCache(folder, run, trusted_key)
+        self._scores = SourceScores(sources, peers, last_resort)
+        self._cache = PayloadCache(folder, run, trusted_key, share)
+        self._share = share
+        self._trusted_key = trusted_key
         self._lookup = Lookup(self._scores, run, trusted_key, stop, settings.pool.timeouts)
         self._stop = stop
         self._settings = settings
-        self._head: BroadcastHead | None = None
         self._lock = threading.Lock()
+        self._waiting = 0  # fetches that somebody waits for, while another holds the lock
+        self._head_path = folder / HEAD
+        self._head: BroadcastHead | None = self._remembered_head()
 
-    def set_sources(self, sources: Sequence[str]) -> None:
+    @property
+    def run(self) -> str | None:
+        """The run that is fetched from; known after the first head if it was not given."""
+        return self._lookup.run
+
+    def set_sources(self, sources: Sequence[str], peers: Sequence[str] = (), last_resort: Sequence[str] = ()) -> None:
         """From now on ask these, also in a fetch that is under way."""
-        self._scores.set_sources(sources)
+        self._scores.set_sources(sources, peers, last_resort)
 
     def newest(self, deadline_s: float) -> PolicyRef:
         """The newest version that any source offers; `ManifestRefused` if that is older than one seen before."""
-        with self._lock:
-            self._head = self._lookup.newest(self._head, Deadline(deadline_s))
-            return self._head.policy
+        deadline = Deadline(deadline_s)
+        with self._turn(deadline, "the newest version"):
+            return self._see(self._lookup.newest(self._head, deadline))
 
-    def fetch(self, ref: PolicyRef, deadline_s: float) -> Payload:
-        """The payload of `ref`, verified. Raises a `BroadcastError` of the kind that tells what went wrong."""
-        with self._lock:
-            deadline = Deadline(deadline_s)
+    def follower(self) -> Follower:
+        """What to ask, in a thread of its own, for versions newer than the newest known."""
+        lookup = Lookup(self._scores, self.run, self._trusted_key, self._stop, self._settings.pool.timeouts)
+        return Follower(lookup, self._head)
+
+    def fetch(
+        self, ref: PolicyRef, deadline_s: float, on_progress: OnProgress | None = None, background: bool = False
+    ) -> Payload:
+        """The payload of `ref`, verified. Raises a `BroadcastError` of the kind that tells what went wrong.
+
+        A fetch in the background gives way to one that somebody waits for; what it has fetched is not lost.
+        """
+        deadline = Deadline(deadline_s)
+        with self._turn(deadline, f"policy {ref.label}", background):
             self._scores.restore()
             manifest = self._cache.manifest(ref)
             if manifest is None:
                 manifest, data = self._lookup.manifest(ref, deadline)
+                self._cache.run = manifest.run
                 self._cache.remember(manifest, data)
-            if not self._cache.is_verified(ref):
-                self._fill(manifest, deadline)
+            else:
+                self._cache.offer(manifest)
+            if not self._cache.is_verified(ref) and not self._cache.adopt(manifest):
+                self._obtain(manifest, deadline, on_progress, background)
             payload = self._cache.load(manifest)
             self._cache.retain(self._settings.kept_payloads)
             return payload
@@ -92,46 +127,93 @@ class Downloader:
     def close(self) -> None:
         self._lookup.close()
 
-    def _fill(self, manifest: PolicyManifest, deadline: Deadline) -> None:
-        started_s = time.monotonic()
-        file = self._cache.fill(manifest)
-        pool = ChunkPool(self._scores, file, self._settings.pool)
-        pool.want(manifest.chunks)
-        pool.start()
+    @contextmanager
+    def _turn(self, deadline: Deadline, wanted: str, background: bool = False) -> Iterator[None]:
+        self._waiting += not background
         try:
-            self._await_chunks(pool, manifest.policy, deadline)
+            if not self._lock.acquire(timeout=max(0.0, deadline.remaining_s())):
+                raise BroadcastError(f"{wanted} could not be asked for before the deadline: another fetch is under way")
         finally:
-            pool.close(self._stop.reason or "done")
-            file.close()
-        self._cache.finish(file)
-        _report(manifest, pool, time.monotonic() - started_s)
+            self._waiting -= not background
+        try:
+            yield
+        finally:
+            self._lock.release()
 
-    def _await_chunks(self, pool: ChunkPool, ref: PolicyRef, deadline: Deadline) -> None:
-        next_check = Deadline(0)
-        while not pool.wait(TICK_S):
-            if self._stop.is_set():
-                raise BroadcastError(f"stopped ({self._stop.reason}) while fetching policy {ref.label}")
-            usable = self._scores.usable()
-            if not usable and self._scores.sources():
-                raise self._all_lied(ref)
-            if usable and usable <= pool.absent and next_check.passed():
-                self._lookup.check_not_gone(ref, deadline)
-                next_check = Deadline(GONE_CHECK_S)
-            if deadline.passed():
-                raise BroadcastError(
-                    f"policy {ref.label} did not arrive before the deadline: {pool.pending()} chunks are missing; "
-                    f"{self._scores.describe()}"
-                )
-        if pool.error is not None:
-            raise pool.error
+    def _see(self, found: SignedHead) -> PolicyRef:
+        self._cache.run = found.head.run
+        if self._head is None or place_of(found.head) > place_of(self._head):
+            write_atomically(self._head_path, found.data)
+        self._head = found.head
+        return found.head.policy
 
-    def _all_lied(self, ref: PolicyRef) -> BroadcastError:
-        return ChunkCorrupt(f"policy {ref.label} cannot be fetched: every source is dropped: {self._scores.describe()}")
+    def _remembered_head(self) -> BroadcastHead | None:
+        try:
+            head = read_head(self._head_path.read_bytes(), self._lookup.run, self._trusted_key)
+        except (FileNotFoundError, ManifestRefused):
+            return None
+        self._lookup.run = self._cache.run = head.run
+        return head
+
+    def _obtain(
+        self, manifest: PolicyManifest, deadline: Deadline, on_progress: OnProgress | None, background: bool
+    ) -> None:
+        """Take the cheapest road; when it turns out to be closed, the next."""
+        closed: set[str] = set()
+        refusal: DeltaRefused | None = None
+        give_way = (lambda: self._waiting > 0) if background else (lambda: False)
+        parts = TransferParts(self._cache, self._scores, self._lookup, self._stop, self._settings.pool, self._share)
+        transfer = Transfer(parts, manifest, deadline, on_progress, give_way)
+        while True:
+            try:
+                road = self._plan(manifest, closed, deadline)
+            except VersionNotFound as error:
+                raise refusal or error from None
+            try:
+                transfer.take(road)
+            except (RoadClosed, DeltaRefused) as error:
+                log.warning("%s; another road is taken", error)
+                refusal = error if isinstance(error, DeltaRefused) else refusal
+                self._close(road, closed)
+            else:
+                return
+
+    def _plan(self, manifest: PolicyManifest, closed: set[str], deadline: Deadline) -> Road:
+        held = {
+            digest for digest, other in self._cache.held().items() if other.entries == manifest.entries
+        }  # fmt: skip
+        return plan(manifest, held, lambda ref: self._between(ref, deadline), closed)
+
+    def _between(self, ref: PolicyRef, deadline: Deadline) -> PolicyManifest | None:
+        found = self._cache.manifest(ref)
+        if found is None:
+            answer = self._lookup.manifest_now(ref, deadline.tighter(BETWEEN_S))
+            found = None if answer is None else answer[0]
+        return found
+
+    def _close(self, road: Road, closed: set[str]) -> None:
+        """Do not take this road again: what it began with is at fault if it is damaged, else its steps are."""
+        if road.whole is None and not self._cache.is_whole(road.begin):
+            log.warning("the payload of policy %s on this disk is damaged; it is removed", road.begin.label)
+            self._cache.discard(road.begin)
+        else:
+            closed.update(step.name for step in road.steps)
 
 
-def _report(manifest: PolicyManifest, pool: ChunkPool, seconds: float) -> None:
-    fetched = sum(pool.fetched_bytes.values())
-    parts = ", ".join(f"{source}: {size / 1e6:.1f} MB" for source, size in pool.fetched_bytes.most_common())
-    size, here = manifest.size_bytes / 1e6, (manifest.size_bytes - fetched) / 1e6
-    sentence = "policy %s: %.1f MB in %.1f s, %.1f MB of it were here already; from %s"
-    log.info(sentence, manifest.policy.label, size, seconds, here, parts or "nobody")
+class Follower:
+    """Asks for newer heads. Used by one thread."""
+
+    def __init__(self, lookup: Lookup, known: BroadcastHead | None) -> None:
+        self._lookup = lookup
+        self._known = known
+
+    def newer(self, wait_s: float) -> PolicyRef | None:
+        """A version newer than all before; None if there is none within about `wait_s` (or at once: ask at a pace)."""
+        found = self._lookup.newer_than(self._known, wait_s)
+        if found is None:
+            return None
+        self._known = found.head
+        return found.head.policy
+
+    def close(self) -> None:
+        self._lookup.close()

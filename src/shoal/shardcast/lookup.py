@@ -7,6 +7,8 @@ signs heads.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from shoal.errors import BroadcastError, ManifestRefused, VersionNotFound
 from shoal.protocol import BroadcastHead, PolicyManifest, PolicyRef
 from shoal.runtime.stop import StopToken
@@ -23,6 +25,7 @@ from shoal.shardcast.sources import SourceScores
 from shoal.shardcast.tree import HEAD, manifest_key
 
 PAUSE_S = 0.05
+ABSENT = (403, 404, 429, 503)  # a public bucket says 403 of what it does not hold
 MANIFEST_S = 60.0
 HEAD_S = 5.0
 
@@ -33,21 +36,32 @@ def get_document(connection: Connection, target: str, max_bytes: int, deadline: 
     if answer.status == 200:
         return connection.read(max_bytes, deadline)
     connection.drain(deadline)
-    if answer.status not in (404, 503):
+    if answer.status not in ABSENT:
         raise BroadcastError(f"{connection.source} answers {answer.status} to a request for {target}")
     return None
+
+
+@dataclass(frozen=True)
+class SignedHead:
+    """A head that was believed, and the bytes that it was read from."""
+
+    head: BroadcastHead
+    data: bytes
 
 
 class Lookup:
     """Searches all sources for documents of one run. Used by one thread at a time."""
 
-    def __init__(self, scores: SourceScores, run: str, trusted_key: str, stop: StopToken, timeouts: Timeouts) -> None:
+    def __init__(
+        self, scores: SourceScores, run: str | None, trusted_key: str, stop: StopToken, timeouts: Timeouts
+    ) -> None:
         self._scores = scores
-        self._run = run
+        self.run = run  # None: the run that the first head names
         self._trusted_key = trusted_key
         self._stop = stop
         self._timeouts = timeouts
         self._connections: dict[str, Connection] = {}
+        self._refusal: ManifestRefused | None = None  # of the last head that was refused
 
     def manifest(self, ref: PolicyRef, deadline: Deadline) -> tuple[PolicyManifest, bytes]:
         """The manifest of exactly `ref`, and its bytes; asks until it is found, gone, or the deadline has passed."""
@@ -79,32 +93,67 @@ class Lookup:
                 absent.clear()
         raise self._failure(ref, refusal, answered)
 
-    def heads(self, deadline: Deadline) -> dict[str, BroadcastHead]:
+    def manifest_now(self, ref: PolicyRef, deadline: Deadline) -> tuple[PolicyManifest, bytes] | None:
+        """The same, every source asked at most once: None if none of them has it now."""
+        for source in sorted(self._scores.usable()):
+            try:
+                found = self._ask_manifest(source, ref, deadline)
+            except BroadcastError as error:
+                self._scores.note(source, str(error))
+                continue
+            if found is not None:
+                return found
+        return None
+
+    def heads(self, deadline: Deadline) -> dict[str, SignedHead]:
         """The valid heads that sources offer now. A source without one, or with a bad one, is left out and noted."""
-        heads: dict[str, BroadcastHead] = {}
+        heads: dict[str, SignedHead] = {}
         for source in sorted(self._scores.usable()):
             try:
                 data = get_document(self._to(source), HEAD, MAX_HEAD_BYTES, deadline.tighter(HEAD_S))
                 if data is not None:
-                    heads[source] = read_head(data, self._run, self._trusted_key)
+                    heads[source] = self._read_head(data)
+            except ManifestRefused as error:
+                self._refusal = ManifestRefused(f"{source}: {error}")
+                self._scores.note(source, str(self._refusal))
             except BroadcastError as error:
-                self._scores.note(source, f"{source}: {error}" if isinstance(error, ManifestRefused) else str(error))
+                self._scores.note(source, str(error))
         return heads
 
-    def newest(self, known: BroadcastHead | None, deadline: Deadline) -> BroadcastHead:
-        """The newest valid head of all sources, never older than `known`."""
+    def newest(self, known: BroadcastHead | None, deadline: Deadline) -> SignedHead:
+        """The newest valid head of all sources, never older than `known`; why one was refused if there is none."""
+        self._refusal = None
         while True:
             heads = list(self.heads(deadline).values())
             if heads:
-                newest = max(heads, key=place_of)
-                check_not_rolled_back(newest, known)
+                newest = max(heads, key=lambda found: place_of(found.head))
+                check_not_rolled_back(newest.head, known)
                 return newest
             if deadline.passed() or self._stop.wait(min(1.0, max(0.0, deadline.remaining_s()))):
+                if self._refusal is not None:
+                    raise self._refusal
                 raise VersionNotFound(f"no source offers a head that can be trusted: {self._scores.describe()}")
+
+    def newer_than(self, known: BroadcastHead | None, wait_s: float) -> SignedHead | None:
+        """A head newer than `known`, from the source that seems best; it may hold the question up to `wait_s`."""
+        source = self._scores.choose()
+        if source is None:
+            return None
+        after = "" if known is None else f"&after={known.policy.label}"
+        try:
+            target = f"{HEAD}?wait_s={wait_s:g}{after}"
+            data = get_document(self._to(source), target, MAX_HEAD_BYTES, Deadline(wait_s + HEAD_S))
+            found = None if data is None else self._read_head(data)
+        except BroadcastError as error:
+            self._scores.note(source, str(error))
+            return None
+        if found is None or (known is not None and place_of(found.head) <= place_of(known)):
+            return None
+        return found
 
     def check_not_gone(self, ref: PolicyRef, deadline: Deadline) -> None:
         """Raise `VersionNotFound` if the trainer has signed that it does not offer `ref` any more."""
-        for source, head in self.heads(deadline).items():
+        for source, head in ((source, found.head) for source, found in self.heads(deadline).items()):
             if place_of(head) >= (ref.incarnation, ref.version) and ref.label not in head.kept_versions:
                 raise VersionNotFound(
                     f"policy {ref.label} is no longer offered: {source} is at {head.policy.label} "
@@ -121,13 +170,18 @@ class Lookup:
         data = get_document(self._to(source), key, MAX_MANIFEST_BYTES, deadline.tighter(MANIFEST_S))
         if data is None:
             return None
-        manifest = read_manifest(data, self._run, self._trusted_key)
+        manifest = read_manifest(data, self.run, self._trusted_key)
         if manifest.policy != ref:
             raise ManifestRefused(
                 f"the manifest is for policy {manifest.policy.label} with digest {manifest.policy.digest[:16]}…, "
                 f"not {ref.label} with {ref.digest[:16]}…"
             )
         return manifest, data
+
+    def _read_head(self, data: bytes) -> SignedHead:
+        head = read_head(data, self.run, self._trusted_key)
+        self.run = head.run
+        return SignedHead(head, data)
 
     def _failure(self, ref: PolicyRef, refusal: ManifestRefused | None, answered: bool) -> BroadcastError:
         if self._stop.is_set():

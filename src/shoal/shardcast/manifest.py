@@ -1,22 +1,16 @@
-"""What a version consists of: how files and tensors become one payload, its chunks, and a signed manifest.
+"""What a version consists of, signed: the rules that a manifest and a head must keep before anything in them is used.
 
-    tensors (in order given) ┐                    ┌ entry  entry  entry …   names, types, back to back
-    files   (by name)        ┴─► one payload ─────┤
-                                                  └ chunk │ chunk │ last    equal sizes, BLAKE3 each
-
-Tensors lie first, so that a longer `config.json` moves no weights into other chunks and tensors of one type stay
-aligned. Nothing in a manifest is used before its signature, its caps and its layout have been checked.
+Nothing in a manifest is used before its signature, its caps and its layout have been checked.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 
 from blake3 import blake3
 from pydantic import ValidationError
 
-from shoal.errors import BroadcastError, ManifestRefused, ProtocolError
+from shoal.errors import ManifestRefused, ProtocolError
 from shoal.protocol import (
     BroadcastHead,
     Chunk,
@@ -25,7 +19,6 @@ from shoal.protocol import (
     PolicyManifest,
     SignedDocument,
     SigningKey,
-    TensorView,
     content_digest,
     first_problem,
     open_document,
@@ -35,6 +28,8 @@ from shoal.protocol.tensor import ITEM_BYTES
 
 MIB = 1024 * 1024
 CHUNK_SIZE_BYTES = 4 * MIB
+MIN_CHUNK_BYTES = 256 * 1024
+CHUNKS_WANTED = 128
 MAX_CHUNK_BYTES = 64 * MIB  # a receiver holds one chunk per connection in memory
 MAX_CHUNKS = 1 << 18  # 1 TiB at the usual chunk size
 MAX_ENTRIES = 100_000
@@ -46,78 +41,22 @@ MAX_HEAD_BYTES = 64 * 1024
 Place = tuple[int, int]  # (incarnation, version): compared in this order
 
 
-def lay_out(files: Mapping[str, bytes], tensors: Sequence[TensorView]) -> tuple[tuple[Entry, ...], list[memoryview]]:
-    """The entries of a payload and, for each, its bytes (borrowed)."""
-    entries: list[Entry] = []
-    spans: list[memoryview] = []
-    offset = 0
-    try:
-        for tensor in tensors:
-            spans.append(_flat(tensor.name, tensor.data))
-            entries.append(_tensor_entry(tensor, offset))
-            offset += spans[-1].nbytes
-        for name in sorted(files):
-            spans.append(memoryview(files[name]))
-            entries.append(Entry(name=name, type="file", offset=offset, size_bytes=len(files[name])))
-            offset += len(files[name])
-    except ValidationError as error:
-        raise BroadcastError(f"a file or tensor cannot be published: {first_problem(error)}") from error
-    problem = _entries_problem(tuple(entries), offset)
-    if problem:
-        raise BroadcastError(f"these files and tensors cannot be published: {problem}")
-    return tuple(entries), spans
+def offered(manifest: PolicyManifest) -> tuple[Chunk, ...]:
+    """The chunks that a version offers for download: those of its deltas, then, if it is an anchor, the payload's."""
+    deltas = tuple(chunk for delta in manifest.deltas for chunk in delta.chunks)
+    return (*deltas, *manifest.chunks) if manifest.anchor else deltas
 
 
-def _tensor_entry(tensor: TensorView, offset: int) -> Entry:
-    return Entry(
-        name=tensor.name,
-        type="tensor",
-        offset=offset,
-        size_bytes=tensor.data.nbytes,
-        dtype=tensor.dtype,
-        shape=tensor.shape,
-    )
+def chunk_size_for(size_bytes: int) -> int:
+    """Chunks that suit a payload: about a hundred of them, so that several sources can share the work.
 
-
-def _flat(name: str, data: memoryview) -> memoryview:
-    if data.nbytes == 0:
-        return memoryview(b"")  # a view with a zero in its shape cannot be cast
-    if not data.c_contiguous:
-        raise BroadcastError(f"tensor {name} is not contiguous in memory; make it contiguous before publishing")
-    return data.cast("B")
-
-
-def cut(spans: Sequence[memoryview], chunk_size_bytes: int) -> Iterator[memoryview]:
-    """The payload chunk by chunk, holding at most one chunk. A view yielded is valid until the next is asked for."""
-    buffer = memoryview(bytearray(chunk_size_bytes))
-    filled = 0
-    for span in spans:
-        at = 0
-        while at < span.nbytes:
-            if filled == 0 and span.nbytes - at >= chunk_size_bytes:
-                yield span[at : at + chunk_size_bytes]  # a chunk inside one tensor is hashed where it lies
-                at += chunk_size_bytes
-                continue
-            size = min(chunk_size_bytes - filled, span.nbytes - at)
-            buffer[filled : filled + size] = span[at : at + size]
-            filled, at = filled + size, at + size
-            if filled == chunk_size_bytes:
-                yield buffer
-                filled = 0
-    if filled:
-        yield buffer[:filled]
-
-
-def chunk_of(data: memoryview) -> Chunk:
-    return Chunk(hash=blake3(data).hexdigest(), size_bytes=data.nbytes)
-
-
-def digest_of(
-    files: Mapping[str, bytes], tensors: Sequence[TensorView], chunk_size_bytes: int = CHUNK_SIZE_BYTES
-) -> str:
-    """The digest that publishing these would sign, without writing anything."""
-    entries, spans = lay_out(files, tensors)
-    return content_digest(entries, chunk_size_bytes, tuple(chunk_of(data) for data in cut(spans, chunk_size_bytes)))
+    >>> chunk_size_for(600_000), chunk_size_for(512 * MIB)
+    (262144, 4194304)
+    """
+    size = MIN_CHUNK_BYTES
+    while size < CHUNK_SIZE_BYTES and size * CHUNKS_WANTED < size_bytes:
+        size *= 2
+    return size
 
 
 def encode(document: Document, key: SigningKey) -> bytes:
@@ -130,29 +69,32 @@ def manifest_hash(data: bytes) -> str:
     return blake3(data).hexdigest()
 
 
-def read_manifest(data: bytes, run: str, trusted_key: str) -> PolicyManifest:
-    """The manifest in `data`, or `ManifestRefused`: signed by the trusted key, for this run, and sound in itself."""
+def read_manifest(data: bytes, run: str | None, trusted_key: str) -> PolicyManifest:
+    """The manifest in `data`, or `ManifestRefused`: signed by the trusted key, for this run, and sound in itself.
+
+    Without a `run`, any that the key has signed for will do.
+    """
     signed = _signed(data, MAX_MANIFEST_BYTES, "manifest")
     try:
         manifest = open_document(signed, PolicyManifest, trusted_key)
     except ProtocolError as error:
         raise ManifestRefused(f"a manifest is refused: {error}") from error
     problem = _layout_problem(manifest)
-    if manifest.run != run:
+    if run is not None and manifest.run != run:
         problem = f"it belongs to run {manifest.run[:80]}, not to {run}"
     if problem:
         raise ManifestRefused(f"the manifest of policy {manifest.policy.label} is refused: {problem}")
     return manifest
 
 
-def read_head(data: bytes, run: str, trusted_key: str) -> BroadcastHead:
+def read_head(data: bytes, run: str | None, trusted_key: str) -> BroadcastHead:
     """The head in `data`, or `ManifestRefused`."""
     signed = _signed(data, MAX_HEAD_BYTES, "head")
     try:
         head = open_document(signed, BroadcastHead, trusted_key)
     except ProtocolError as error:
         raise ManifestRefused(f"a head is refused: {error}") from error
-    if head.run != run:
+    if run is not None and head.run != run:
         raise ManifestRefused(f"a head is refused: it belongs to run {head.run[:80]}, not to {run}")
     return head
 
@@ -183,7 +125,11 @@ def _signed(data: bytes, max_bytes: int, what: str) -> SignedDocument:
 
 
 def _layout_problem(manifest: PolicyManifest) -> str:
-    problem = _chunks_problem(manifest) or _entries_problem(manifest.entries, manifest.size_bytes)
+    problem = (
+        _chunks_problem(manifest.chunks, manifest.chunk_size_bytes, manifest.size_bytes)
+        or entries_problem(manifest.entries, manifest.size_bytes)
+        or _deltas_problem(manifest)
+    )
     if problem:
         return problem
     digest = content_digest(manifest.entries, manifest.chunk_size_bytes, manifest.chunks)
@@ -192,21 +138,35 @@ def _layout_problem(manifest: PolicyManifest) -> str:
     return ""
 
 
-def _chunks_problem(manifest: PolicyManifest) -> str:
-    chunk_size, size = manifest.chunk_size_bytes, manifest.size_bytes
+def _chunks_problem(chunks: tuple[Chunk, ...], chunk_size: int, size: int) -> str:
     if chunk_size > MAX_CHUNK_BYTES:
         return f"chunks of {chunk_size} bytes; at most {MAX_CHUNK_BYTES} are allowed"
-    if size > MAX_PAYLOAD_BYTES or len(manifest.chunks) > MAX_CHUNKS:
-        return f"{size} bytes in {len(manifest.chunks)} chunks are more than is allowed"
-    if len(manifest.chunks) != -(-size // chunk_size):
-        return f"{len(manifest.chunks)} chunks of {chunk_size} bytes do not make {size} bytes"
-    for index, chunk in enumerate(manifest.chunks):
+    if size > MAX_PAYLOAD_BYTES or len(chunks) > MAX_CHUNKS:
+        return f"{size} bytes in {len(chunks)} chunks are more than is allowed"
+    if len(chunks) != -(-size // chunk_size):
+        return f"{len(chunks)} chunks of {chunk_size} bytes do not make {size} bytes"
+    for index, chunk in enumerate(chunks):
         if chunk.size_bytes != min(chunk_size, size - index * chunk_size):
             return f"chunk {index} has the wrong size, {chunk.size_bytes} bytes"
     return ""
 
 
-def _entries_problem(entries: tuple[Entry, ...], size_bytes: int) -> str:
+def _deltas_problem(manifest: PolicyManifest) -> str:
+    if not manifest.anchor and not manifest.deltas:
+        return "it is neither an anchor nor reached by a delta"
+    for delta in manifest.deltas:
+        if (delta.base.incarnation, delta.base.version) >= place_of(manifest):
+            return f"a delta starts from policy {delta.base.label}, which does not come before it"
+        if delta.size_bytes > manifest.size_bytes:
+            return f"the delta from policy {delta.base.label} is larger than the whole"
+        problem = _chunks_problem(delta.chunks, manifest.chunk_size_bytes, delta.size_bytes)
+        if problem:
+            return f"the delta from policy {delta.base.label}: {problem}"
+    return ""
+
+
+def entries_problem(entries: tuple[Entry, ...], size_bytes: int) -> str:
+    """What is wrong with the layout of a payload, or nothing."""
     if len(entries) > MAX_ENTRIES:
         return f"{len(entries)} entries; at most {MAX_ENTRIES} are allowed"
     offset = 0
@@ -221,6 +181,10 @@ def _entries_problem(entries: tuple[Entry, ...], size_bytes: int) -> str:
             return f"two {entry.type} entries are called {entry.name}"
         seen.add((entry.type, entry.name))
         offset += entry.size_bytes
+    for kind, name in seen:
+        parents = name.split("/")[:-1]
+        if kind == "file" and any(("file", "/".join(parents[: n + 1])) in seen for n in range(len(parents))):
+            return f"entry {name} lies in a folder that is also a file"
     return "" if offset == size_bytes else f"entries of {offset} bytes do not fill {size_bytes} bytes"
 
 

@@ -4,74 +4,139 @@
                                                         requests for chunks on their way are held, not refused
 
 Invariants: the head never goes back; a manifest is served only with a valid signature; a chunk is served only if this
-process has seen its hash match; no chunk of a kept manifest is removed.
+process has seen its hash match; only what a version offers is fetched; no chunk of a mirrored version is removed.
+
+Which versions those are is decided anew whenever a head or manifest arrives (`budget`): the newest few, back to an
+anchor, as far as the disk budget reaches.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from pathlib import Path
+import time
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from blake3 import blake3
 
 from shoal.errors import ManifestRefused
 from shoal.protocol import BroadcastHead, Chunk, PolicyManifest
-from shoal.shardcast.catalogue import Arrivals
+from shoal.shardcast.budget import Selection, select_versions, size_of
+from shoal.shardcast.catalogue import Arrivals, Blob
 from shoal.shardcast.config import RelayConfig
+from shoal.shardcast.inventory import Inventory
 from shoal.shardcast.manifest import (
     Place,
     check_not_rolled_back,
     manifest_hash,
+    offered,
     place_of,
     read_head,
     read_manifest,
 )
+from shoal.shardcast.metrics import Metric
 from shoal.shardcast.pool import ChunkPool, PoolSettings
 from shoal.shardcast.sources import SourceScores
-from shoal.shardcast.tree import CHUNK, HEAD, Tree, chunk_key, manifest_key, parse_label
+from shoal.shardcast.tree import CHUNK, HEAD, Tree, chunk_key, have_key, manifest_key, parse_label
 
 log = logging.getLogger(__name__)
+
+
+class CountingScores(SourceScores):
+    """Counts what was refused, for /metrics."""
+
+    refused = 0
+
+    def drop(self, source: str, problem: str) -> None:
+        self.refused += 1
+        super().drop(source, problem)
 
 
 class Mirror:
     """A relay's catalogue and the keeper of its pool. Any thread may call it."""
 
-    def __init__(self, config: RelayConfig, tree: Tree, arrivals: Arrivals, scores: SourceScores) -> None:
+    def __init__(self, config: RelayConfig, tree: Tree, arrivals: Arrivals, scores: CountingScores) -> None:
         self._tree = tree
         self._run, self._trusted_key = config.run, config.trusted_key
-        self._kept_versions = config.settings.kept_versions
+        self._settings = config.settings
         self._arrivals = arrivals
+        self._scores = scores
         self._lock = threading.RLock()
-        self._manifests: dict[Place, PolicyManifest] = {}
         self._promised: set[str] = set()  # keys of manifests that are being fetched
-        self._expected: set[str] = set()  # hashes of all chunks of all manifests here
-        self._complete: set[str] = set()  # those of them that this process has verified
+        # Replaced as a whole, never changed, so that the event loop can look at them at any time:
+        self._manifests: dict[Place, PolicyManifest] = {}
+        self._sizes: dict[str, int] = {}  # of every chunk of every mirrored version, by hash
+        self._inventories: dict[Place, Inventory] = {}
+        self._selection = Selection()
+        # Changed in place, looked at one element at a time:
+        self._complete: set[str] = set()  # chunks that this process has verified
+        self._began: dict[Place, tuple[float, Counter[str]]] = {}
         self.head: BroadcastHead | None = None
+        self.verified = 0
         self.pool = ChunkPool(scores, self, PoolSettings(connections=config.settings.connections))
 
     # What the server asks. Without the lock: it is held while files are written, and the event loop must not wait for
-    # a disk. Each look is at one set, which is enough; a file that is removed just then is answered with 404.
+    # a disk. Each look is at one object, which is enough; a file that is removed just then is answered with 404.
 
-    def find(self, key: str) -> Path | None:
-        return self._tree.path(key) if self._is_here(key) else None
+    def find(self, key: str) -> Blob | None:
+        match = CHUNK.fullmatch(key)
+        if match is not None:
+            size = self._sizes.get(match[2])
+            return Blob(self._tree.path(key), 0, size) if size is not None and match[2] in self._complete else None
+        if key == HEAD:
+            return Blob.whole(self._tree.path(key)) if self.head is not None else None
+        place = parse_label(key.removeprefix("manifests/").removesuffix(".json"))
+        return Blob.whole(self._tree.path(key)) if place in self._manifests else None
 
     def expects(self, key: str) -> bool:
         match = CHUNK.fullmatch(key)
         if match is None:
             return key in self._promised
-        return match[2] in self._expected and match[2] not in self._complete
+        return match[2] in self._sizes and match[2] not in self._complete
+
+    def have(self, place: Place) -> bytes | None:
+        inventory = self._inventories.get(place)
+        return None if inventory is None else inventory.body(self.pool.announced())
+
+    def have_count(self, place: Place) -> int | None:
+        inventory = self._inventories.get(place)
+        return None if inventory is None else inventory.count
 
     def health(self) -> dict[str, Any]:
-        with self._lock:
-            return {
-                "role": "relay",
-                "head": None if self.head is None else self.head.policy.label,
-                "versions": [manifest.policy.label for _, manifest in sorted(self._manifests.items())],
-                "missing_chunks": len(self._expected - self._complete),
-                "bytes_in": sum(self.pool.fetched_bytes.values()),
-            }
+        head, problem = self.head, self._budget_problem(self._selection)
+        return {
+            "ok": not problem,
+            **({"problem": problem} if problem else {}),
+            "role": "relay",
+            "head": None if head is None else head.policy.label,
+            "versions": [f"{place[0]}.{place[1]}" for place in self._mirrored()],
+            "missing_chunks": self._missing_chunks(),
+            "disk_bytes": self._disk_bytes(),
+            "bytes_in": sum(self.pool.fetched_bytes.values()),
+        }
+
+    def metrics(self) -> Sequence[Metric]:
+        standings = self._scores.ready()
+        measured = {source: one for source, one in standings.items() if one.bandwidth_bytes_s}
+        bandwidth = {source: one.bandwidth_bytes_s or 0.0 for source, one in measured.items()}
+        success = {source: one.weight / bandwidth[source] for source, one in measured.items()}
+        ready = {source: float(source in standings) for source in self._scores.sources()}
+        received, wasted = dict(self.pool.fetched_bytes), dict(self.pool.wasted_bytes)
+        return [
+            Metric("received_bytes_total", "counter", "Bytes of verified chunks, by who sent them.", by=received),
+            Metric("chunks_verified_total", "counter", "Chunks fetched whose hash matched.", self.verified),
+            Metric("wasted_bytes_total", "counter", "Bytes not kept: late, slow or corrupt.", by=wasted),
+            Metric("chunks_refused_total", "counter", "Chunks whose hash did not match.", self._scores.refused),
+            Metric("versions", "gauge", "Versions mirrored.", len(self._mirrored())),
+            Metric("missing_chunks", "gauge", "Chunks of them that are not here yet.", self._missing_chunks()),
+            Metric("disk_bytes", "gauge", "Bytes of chunks on disk.", self._disk_bytes()),
+            Metric("within_budget", "gauge", "1 if the newest version fits.", float(self._selection.fits)),
+            Metric("source_ready", "gauge", "1 if a source may be asked: neither resting nor dropped.", by=ready),
+            Metric("source_success", "gauge", "Share of successes of late.", by=success),
+            Metric("source_bytes_per_second", "gauge", "Bandwidth of one connection of late.", by=bandwidth),
+        ]
 
     # What the pool asks
 
@@ -91,8 +156,9 @@ class Mirror:
     def keep(self, chunk: Chunk, data: memoryview) -> None:
         self._tree.put_chunk(chunk.hash, data, durable=False)  # a restart hashes it again
         with self._lock:  # a retirement may have removed it just now, although it has become wanted again
-            if chunk.hash in self._expected and not self._tree.has_chunk(chunk.hash, chunk.size_bytes):
+            if chunk.hash in self._sizes and not self._tree.has_chunk(chunk.hash, chunk.size_bytes):
                 self._tree.put_chunk(chunk.hash, data, durable=False)
+            self.verified += 1
             self._arrived(chunk)
 
     # What the followers say
@@ -102,7 +168,7 @@ class Mirror:
         self._tree.sweep_temporaries()
         for place in self._tree.places():
             try:
-                self._add(self._read_own_manifest(place))
+                self._manifests[place] = self._read_own_manifest(place)
             except ManifestRefused as error:
                 log.warning("%s; it is fetched again", error)
                 self._tree.remove_manifest(place)
@@ -113,7 +179,8 @@ class Mirror:
                 self.head = head if place_of(head) in self._manifests else None
             except ManifestRefused as error:
                 log.warning("%s; it is fetched again", error)
-        self._want_all()
+        with self._lock:
+            self._settle()
 
     def adopt_head(self, head: BroadcastHead, head_data: bytes, manifest_data: bytes) -> bool:
         """Take a newer head with its manifest; false if another upstream was faster with this or a newer one."""
@@ -129,9 +196,8 @@ class Mirror:
             self._tree.write(manifest_key(place_of(head)), manifest_data)
             self._tree.write(HEAD, head_data)  # after its manifest, so that whoever sees the head finds the manifest
             self.head = head
-            self._add(manifest)
-            self._retire()
-            self._want_all()
+            self._manifests = self._manifests | {place_of(head): manifest}
+            self._settle()
         self._arrivals.notify(manifest_key(place_of(head)))
         self._arrivals.notify(HEAD)
         return True
@@ -145,14 +211,20 @@ class Mirror:
             if place not in self.missing_places():
                 return
             self._tree.write(manifest_key(place), data)
-            self._add(manifest)
-            self._want_all()
+            self._manifests = self._manifests | {place: manifest}
+            self._settle()
         self._arrivals.notify(manifest_key(place))
 
-    def missing_places(self) -> list[Place]:
-        """The older versions that should be here besides the head, newest first."""
+    def watch_again(self) -> None:
+        """Ask the sources what they have of the versions that are wanted; to be called when there are new ones."""
         with self._lock:
-            return [place for place in self._offered() if place not in self._manifests]
+            for place in self._incomplete():
+                self.pool.watch(self._manifests[place])
+
+    def missing_places(self) -> list[Place]:
+        """The older versions whose manifests should be here besides the head's, newest first."""
+        with self._lock:
+            return sorted(self._selection.wanted - self._manifests.keys(), reverse=True)
 
     def promise(self, place: Place, promised: bool) -> None:
         """Hold requests for this manifest while it is being fetched; when that ends, let go those still waiting."""
@@ -161,20 +233,17 @@ class Mirror:
         if not promised:
             self._arrivals.notify(manifest_key(place))
 
-    def _is_here(self, key: str) -> bool:
-        if key == HEAD:
-            return self.head is not None
-        match = CHUNK.fullmatch(key)
-        if match is not None:
-            return match[2] in self._complete
-        place = parse_label(key.removeprefix("manifests/").removesuffix(".json"))
-        return place in self._manifests
-
     def _arrived(self, chunk: Chunk) -> None:
         with self._lock:
-            if chunk.hash in self._expected:
-                self._complete.add(chunk.hash)
+            if chunk.hash not in self._sizes:
+                return
+            self._complete.add(chunk.hash)
+            told = [place for place, one in self._inventories.items() if one.add(chunk.hash)]
+            for place in told:
+                self._say_if_whole(place)
         self._arrivals.notify(chunk_key(chunk.hash))
+        for place in told:
+            self._arrivals.notify(have_key(place))
 
     def _read_own_manifest(self, place: Place) -> PolicyManifest:
         manifest = read_manifest(self._tree.read(manifest_key(place)) or b"", self._run, self._trusted_key)
@@ -182,35 +251,86 @@ class Mirror:
             raise ManifestRefused(f"the manifest of policy {manifest.policy.label} lies under another name")
         return manifest
 
-    def _add(self, manifest: PolicyManifest) -> None:
-        self._manifests[place_of(manifest)] = manifest
-        self._expected.update(chunk.hash for chunk in manifest.chunks)
+    # Deciding what to mirror; all of it under the lock
+
+    def _settle(self) -> None:
+        """Choose the versions from what is known now, remove the others, want what is missing."""
+        before, self._selection = self._selection, self._select()
+        problem = self._budget_problem(self._selection)
+        if problem != self._budget_problem(before):
+            log.warning("%s", problem or "the newest version fits into the disk budget again")
+        gone = self._manifests.keys() - self._selection.wanted
+        self._manifests = {place: one for place, one in self._manifests.items() if place not in gone}
+        chunks = (chunk for place in self._mirrored() for chunk in offered(self._manifests[place]))
+        self._sizes = {chunk.hash: chunk.size_bytes for chunk in chunks}
+        self._complete = {chunk_hash for chunk_hash in self._complete if chunk_hash in self._sizes}
+        self._take_stock(before)
+        self.pool.forget_except(set(self._sizes))
+        for place in gone:
+            self._tree.remove_manifest(place)
+        self._tree.remove_chunks_except(set(self._sizes))
+        self._want_all()
+        for place in gone:
+            self._arrivals.notify(have_key(place))
+
+    def _select(self) -> Selection:
+        """Of what the head offers, and of what is whole here although it is offered no more."""
+        labels = self.head.kept_versions if self.head is not None else ()
+        places = {place for place in map(parse_label, labels) if place is not None}
+        whole = {place for place, inventory in self._inventories.items() if inventory.complete}
+        known = self._manifests if self.head is None else places | whole
+        candidates = {place: self._manifests.get(place) for place in known}
+        return select_versions(candidates, self._settings.kept_versions, self._settings.budget_bytes)
+
+    def _take_stock(self, before: Selection) -> None:
+        """The map of each version; one whose chunks may have been removed meanwhile is made anew."""
+        unchanged = before.mirrored & self._selection.mirrored & self._inventories.keys()
+        self._inventories = {
+            place: self._inventories[place] if place in unchanged else Inventory(offered(manifest), self._complete)
+            for place, manifest in self._manifests.items()
+        }
+        now = time.monotonic(), Counter(self.pool.fetched_bytes)
+        self._began = {place: self._began.get(place, now) for place in self._mirrored()}
 
     def _want_all(self) -> None:
         """Want what is not complete, newest version first."""
         wanted: dict[str, Chunk] = {}
-        for _, manifest in sorted(self._manifests.items(), reverse=True):
-            wanted.update({chunk.hash: chunk for chunk in manifest.chunks if chunk.hash not in self._complete})
+        for place in self._incomplete():
+            chunks = offered(self._manifests[place])
+            wanted.update({one.hash: one for one in chunks if one.hash not in self._complete})
         self.pool.want(wanted.values())
+        self.watch_again()
 
-    def _offered(self) -> list[Place]:
-        """The versions that the head offers and that this relay mirrors, newest first."""
-        labels = self.head.kept_versions if self.head is not None else ()
-        places = (parse_label(label) for label in labels)
-        return sorted((place for place in places if place is not None), reverse=True)[: self._kept_versions]
+    def _incomplete(self) -> list[Place]:
+        return [place for place in reversed(self._mirrored()) if not self._inventories[place].complete]
 
-    def _retire(self) -> None:
-        """Remove versions beyond the newest few, and those that can no longer be completed."""
-        newest = sorted(self._manifests, reverse=True)[: self._kept_versions]
-        offered = set(self._offered())
-        kept = {place for place in newest if place in offered or self._is_complete(self._manifests[place])}
-        for place in set(self._manifests) - kept:
-            self._tree.remove_manifest(place)
-            del self._manifests[place]
-        self._expected = {chunk.hash for manifest in self._manifests.values() for chunk in manifest.chunks}
-        self.pool.forget_except(self._expected)
-        self._complete = self._complete & self._expected
-        self._tree.remove_chunks_except(self._expected)
+    def _mirrored(self) -> list[Place]:
+        """Versions whose chunks are here or coming, oldest first."""
+        return sorted(self._selection.mirrored & self._manifests.keys())
 
-    def _is_complete(self, manifest: PolicyManifest) -> bool:
-        return all(chunk.hash in self._complete for chunk in manifest.chunks)
+    def _missing_chunks(self) -> int:
+        return sum(chunk_hash not in self._complete for chunk_hash in self._sizes)
+
+    def _disk_bytes(self) -> int:
+        return sum(size for chunk_hash, size in self._sizes.items() if chunk_hash in self._complete)
+
+    def _budget_problem(self, selection: Selection) -> str:
+        if selection.fits:
+            return ""
+        return (
+            f"the newest version does not fit: it needs {selection.road_bytes / 1e9:.6g} GB of disk, and "
+            f"disk_budget_gb is {self._settings.disk_budget_gb:g}; raise it, or this relay can offer only a part"
+        )
+
+    def _say_if_whole(self, place: Place) -> None:
+        if not self._inventories[place].complete or place not in self._began:
+            return
+        began_s, fetched = self._began[place]
+        shares = (self.pool.fetched_bytes - fetched).most_common()
+        log.info(
+            "policy %d.%d is whole: %.1f MB, %.1f s after its manifest; from %s",
+            *place,
+            size_of([self._manifests[place]]) / 1e6,
+            time.monotonic() - began_s,
+            ", ".join(f"{source}: {size / 1e6:.1f} MB" for source, size in shares) or "this disk",
+        )

@@ -1,16 +1,18 @@
 """The origin: where the trainer publishes. Every publication is whole or not there.
 
-    tensors, files ─► cut ─► hash ─► chunk on disk ─► … all chunks, names synced ─► manifest ─► head ─► remove old
-                      one chunk in memory                                                       ▲
-                                              a crash before this leaves the version before served
+    content ─► deltas to earlier versions ─► payload, chunk by chunk ─► names synced ─► manifest ─► head ─► remove old
+               a few MiB in memory           hashed; written if anchor                              ▲
+                                                      a crash before this leaves the version before served
 
-Serving is somebody else's: `run_origin` in another process or thread, nginx, a bucket. They share only the folder.
+A version is an anchor (its whole payload is offered) if it is the first, if a delta would not pay, or if the last
+anchor lies far enough back; all others are offered as deltas alone. Serving is somebody else's: `run_origin` in another
+process or thread, nginx, a bucket. They share only the folder.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from shoal.errors import ManifestRefused, PolicyMismatch
 from shoal.protocol import (
     BroadcastHead,
     Chunk,
+    Delta,
     Entry,
     LedgerHead,
     PolicyManifest,
@@ -31,25 +34,30 @@ from shoal.protocol import (
 from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.lock import FolderLock
 from shoal.runtime.stop import StopToken
+from shoal.shardcast.bases import BaseFile, Bases
+from shoal.shardcast.content import Content, chunk_of
+from shoal.shardcast.delta import BLOCK_BYTES, MAGIC, blocks_of, comparable, encode_block
 from shoal.shardcast.manifest import (
-    CHUNK_SIZE_BYTES,
     MAX_CHUNK_BYTES,
     Place,
-    chunk_of,
-    cut,
-    digest_of,
+    chunk_size_for,
     encode,
-    lay_out,
     manifest_hash,
+    offered,
     place_of,
     read_head,
     read_manifest,
 )
+from shoal.shardcast.retention import kept_places
 from shoal.shardcast.tree import HEAD, Tree, manifest_key
 
 log = logging.getLogger(__name__)
 
 LOCK_WAIT_S = 10.0
+DELTA_PAYS = 0.6  # of the whole payload's bytes; a larger one saves too little to be worth its detour
+GIVE_UP_AFTER_BYTES = 16 * BLOCK_BYTES  # of the payload: then a delta that does not pay is known to
+
+OnProgress = Callable[[int, int], None]  # bytes done, bytes in all
 
 
 class OriginSettings(BaseModel):
@@ -57,15 +65,24 @@ class OriginSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    chunk_size_bytes: int = Field(default=CHUNK_SIZE_BYTES, gt=0, le=MAX_CHUNK_BYTES)
-    kept_versions: int = Field(default=5, ge=1, le=1000)
+    chunk_size_bytes: int | None = Field(default=None, gt=0, le=MAX_CHUNK_BYTES)
+    kept_versions: int = Field(default=5, ge=1, le=500)
+    anchor_every: int = Field(default=16, ge=1, le=400)
+    delta_strides: tuple[int, ...] = (1, 2, 4, 8)
+    delta_from_bytes: int = Field(default=1024 * 1024, ge=0)
 
 
 @dataclass(frozen=True)
 class _Content:
+    """What is known of a payload once it has been read."""
+
     entries: tuple[Entry, ...]
+    chunk_size_bytes: int
     chunks: tuple[Chunk, ...]
-    digest: str
+
+    @property
+    def digest(self) -> str:
+        return content_digest(self.entries, self.chunk_size_bytes, self.chunks)
 
     @property
     def size_bytes(self) -> int:
@@ -76,9 +93,10 @@ class Origin:
     """Publishes versions into a folder, signed with the trainer's key.
 
     >>> origin = Origin(Path("origin"), "run-0123", SigningKey.generate())
-    >>> manifest = origin.publish(0, 1, {"config.json": b"{}"}, tensors, ledger_head=None)
-    >>> manifest.policy.label
+    >>> origin.publish(1, Path("model.safetensors")).policy.label        # a file, or a folder
     '0.1'
+    >>> origin.publish(2, Content.of({"config.json": b"{}"}, tensors), ledger_head=head).policy.label
+    '0.2'
     """
 
     def __init__(
@@ -95,10 +113,7 @@ class Origin:
         self._clock = clock
         self._settings = settings
         self._tree.prepare()
-
-    def digest_of(self, files: Mapping[str, bytes], tensors: Sequence[TensorView]) -> str:
-        """The digest that `publish` would sign for these."""
-        return digest_of(files, tensors, self._settings.chunk_size_bytes)
+        self._bases = Bases(folder, run, key.public_key, settings.delta_strides)
 
     def head(self) -> BroadcastHead | None:
         """The newest version published, if there is one."""
@@ -107,55 +122,156 @@ class Origin:
 
     def publish(
         self,
-        incarnation: int,
         version: int,
-        files: Mapping[str, bytes],
-        tensors: Sequence[TensorView],
-        ledger_head: LedgerHead | None,
+        content: Content | Path | Sequence[TensorView],
+        *,
+        incarnation: int = 0,
+        ledger_head: LedgerHead | None = None,
+        on_progress: OnProgress | None = None,
     ) -> PolicyManifest:
         """Publish a version. The same version with the same content again is harmless; with another it is an error.
 
         A version behind the head that is not kept any more (a trainer resumed from an old checkpoint) is signed and
         returned but not written: the head never goes back, and retention would remove it at once.
         """
+        content = _as_content(content)
         place = (incarnation, version)
         with FolderLock(self._tree.folder).acquire(StopToken(), LOCK_WAIT_S):
             head = self.head()
             published = self._published(place)
             superseded = head is not None and place < place_of(head)
-            write = published is None and not superseded
-            content = self._cut(files, tensors, write)
-            if published is None:
-                published = self._manifest(place, content, head, ledger_head)
-                if superseded:
-                    log.info("policy %d.%d is behind the head and not kept: signed, not served", *place)
-                    return published
-                self._tree.write(manifest_key(place), encode(published, self._key))
-            elif published.policy.digest != content.digest:
-                raise PolicyMismatch(
-                    f"policy {published.policy.label} is already published with digest "
-                    f"{published.policy.digest[:16]}…, not {content.digest[:16]}…; "
-                    "continue under a new incarnation"
-                )
+            if published is not None or superseded:
+                manifest = self._again(place, content, published, head, ledger_head)
+            else:
+                manifest = self._first_time(place, content, head, ledger_head, on_progress)
             if not superseded and (head is None or place_of(head) != place):
-                self._advance(published)
-            return published
+                self._advance(manifest)
+            return manifest
 
-    def _cut(self, files: Mapping[str, bytes], tensors: Sequence[TensorView], write: bool) -> _Content:
-        entries, spans = lay_out(files, tensors)
+    def _again(
+        self,
+        place: Place,
+        content: Content,
+        published: PolicyManifest | None,
+        head: BroadcastHead | None,
+        ledger_head: LedgerHead | None,
+    ) -> PolicyManifest:
+        """A version that was published before, or is too old to be: nothing is written."""
+        size = published.chunk_size_bytes if published is not None else self._chunk_size(content)
+        read = _Content(content.entries, size, tuple(chunk_of(data) for data in content.cut(size)))
+        if published is None:
+            log.info("policy %d.%d is behind the head and not kept: signed, not served", *place)
+            return self._manifest(place, read, True, (), head, ledger_head)
+        if published.policy.digest != read.digest:
+            raise PolicyMismatch(
+                f"policy {published.policy.label} is already published with digest "
+                f"{published.policy.digest[:16]}…, not {read.digest[:16]}…; "
+                "continue under a new incarnation"
+            )
+        return published
+
+    def _first_time(
+        self,
+        place: Place,
+        content: Content,
+        head: BroadcastHead | None,
+        ledger_head: LedgerHead | None,
+        on_progress: OnProgress | None,
+    ) -> PolicyManifest:
+        chunk_size = self._chunk_size(content)
+        deltas = self._deltas(place, content, chunk_size)
+        anchor = self._must_be_anchor(place, deltas)
+        writer = self._bases.writer() if self._wants_deltas(content) else None
         chunks: list[Chunk] = []
-        for data in cut(spans, self._settings.chunk_size_bytes):
+        done = 0
+        for data in content.cut(chunk_size):
             chunk = chunk_of(data)
-            if write and not self._tree.has_chunk(chunk.hash, chunk.size_bytes):
+            if anchor and not self._tree.has_chunk(chunk.hash, chunk.size_bytes):
                 self._tree.put_chunk(chunk.hash, data, durable=True)
+            if writer is not None:
+                writer.write(data)
             chunks.append(chunk)
-        if write:
-            self._tree.sync_chunks(chunk.hash for chunk in chunks)
-        digest = content_digest(entries, self._settings.chunk_size_bytes, tuple(chunks))
-        return _Content(entries, tuple(chunks), digest)
+            done += chunk.size_bytes
+            if on_progress is not None:
+                on_progress(done, content.size_bytes)
+        read = _Content(content.entries, chunk_size, tuple(chunks))
+        manifest = self._manifest(place, read, anchor, deltas, head, ledger_head)
+        self._tree.sync_chunks(chunk.hash for chunk in offered(manifest))
+        signed = encode(manifest, self._key)
+        self._tree.write(manifest_key(place), signed)
+        if writer is not None:
+            writer.close()
+            self._bases.remember(writer, manifest, signed)
+        return manifest
+
+    def _chunk_size(self, content: Content) -> int:
+        return self._settings.chunk_size_bytes or chunk_size_for(content.size_bytes)
+
+    def _wants_deltas(self, content: Content) -> bool:
+        """A small payload (an adapter) travels whole: one chunk more or less costs nobody anything."""
+        return bool(content.entries) and content.size_bytes > self._settings.delta_from_bytes
+
+    def _must_be_anchor(self, place: Place, deltas: Sequence[Delta]) -> bool:
+        """Whether the whole payload has to be offered: so that every version kept can be reached from an anchor."""
+        known = self._known()
+        last = max((other for other, manifest in known.items() if manifest.anchor), default=None)
+        if last is None or last[0] != place[0] or place[1] - last[1] >= self._settings.anchor_every:
+            return True
+        bases = [(delta.base.incarnation, delta.base.version) for delta in deltas]
+        return not any(last <= base and base in known for base in bases)
+
+    def _deltas(self, place: Place, content: Content, chunk_size: int) -> tuple[Delta, ...]:
+        """The deltas that pay, written as chunks; none if not even the one to the version before does."""
+        deltas: list[Delta] = []
+        if not self._wants_deltas(content):
+            return ()
+        for base in self._bases.candidates(place):
+            with self._bases.open(base) as file:
+                if file is None or not comparable(file.manifest.entries, content.entries):
+                    continue
+                delta = self._delta(file, content, chunk_size)
+            if delta is not None:
+                deltas.append(delta)
+            elif not deltas:
+                break  # a longer stride pays even less
+        return tuple(deltas)
+
+    def _delta(self, base: BaseFile, content: Content, chunk_size: int) -> Delta | None:
+        """The difference to `base`, its chunks written; None as soon as it is known not to pay."""
+        old = memoryview(bytearray(BLOCK_BYTES))
+        new = memoryview(bytearray(BLOCK_BYTES))
+        chunks: list[Chunk] = []
+        size = len(MAGIC)
+        pending = bytearray(MAGIC)
+        for block in blocks_of(content.entries):
+            part = old[: block.size_bytes]
+            if not base.read_into(block.offset, part):
+                return None
+            pending += encode_block(part, content.part(block.offset, block.size_bytes, new), block.width)
+            while len(pending) >= chunk_size:
+                chunks.append(self._put(memoryview(bytes(pending[:chunk_size]))))
+                del pending[:chunk_size]
+            size = len(pending) + sum(chunk.size_bytes for chunk in chunks)
+            if size > DELTA_PAYS * max(block.end, min(GIVE_UP_AFTER_BYTES, content.size_bytes)):
+                return None
+        if pending:
+            chunks.append(self._put(memoryview(bytes(pending))))
+        return Delta(base=base.manifest.policy, size_bytes=size, chunks=tuple(chunks))
+
+    def _put(self, data: memoryview) -> Chunk:
+        chunk = chunk_of(data)
+        if not self._tree.has_chunk(chunk.hash, chunk.size_bytes):
+            self._tree.put_chunk(chunk.hash, data, durable=True)
+        return chunk
 
     def _manifest(
-        self, place: Place, content: _Content, head: BroadcastHead | None, ledger_head: LedgerHead | None
+        self,
+        place: Place,
+        content: _Content,
+        anchor: bool,
+        deltas: tuple[Delta, ...],
+        head: BroadcastHead | None,
+        ledger_head: LedgerHead | None,
     ) -> PolicyManifest:
         same_incarnation = head is not None and head.policy.incarnation == place[0]
         return PolicyManifest(
@@ -163,9 +279,11 @@ class Origin:
             policy=PolicyRef(incarnation=place[0], version=place[1], digest=content.digest),
             parent_version=head.policy.version if head is not None and same_incarnation else None,
             entries=content.entries,
-            chunk_size_bytes=self._settings.chunk_size_bytes,
+            chunk_size_bytes=content.chunk_size_bytes,
             chunks=content.chunks,
             size_bytes=content.size_bytes,
+            anchor=anchor,
+            deltas=deltas,
             ledger_head=ledger_head,
             created_at_ms=self._clock.now_ms(),
         )
@@ -178,29 +296,50 @@ class Origin:
         """Make `manifest` the head, then remove what is no longer kept. Clients see the new head before that."""
         data = self._tree.read(manifest_key(place_of(manifest)))
         assert data is not None
-        kept = [place for place in self._tree.places() if place <= place_of(manifest)][-self._settings.kept_versions :]
+        known = self._known()
+        anchors = {
+            place: place not in known or known[place].anchor
+            for place in self._tree.places()
+            if place <= place_of(manifest)
+        }
+        kept = kept_places(anchors, self._settings.kept_versions)
         head = BroadcastHead(
             run=self._run,
             policy=manifest.policy,
             manifest_hash=manifest_hash(data),
-            kept_versions=tuple(f"{incarnation}.{version}" for incarnation, version in kept),
+            kept_versions=tuple(f"{incarnation}.{version}" for incarnation, version in sorted(kept)),
             created_at_ms=self._clock.now_ms(),
         )
         self._tree.write(HEAD, encode(head, self._key))
-        self._collect(set(kept))
+        self._collect(known, kept)
 
-    def _collect(self, kept: set[Place]) -> None:
-        """Remove the manifests that are not kept, then the chunks of none: no manifest here ever lacks a chunk."""
-        hashes: set[str] = set()
+    def _known(self) -> dict[Place, PolicyManifest]:
+        """The manifests here; one that cannot be read is left out (and its chunks are not removed this time)."""
+        known: dict[Place, PolicyManifest] = {}
         for place in self._tree.places():
-            if place not in kept and place < max(kept):
-                self._tree.remove_manifest(place)
-                continue
             try:
                 manifest = self._published(place)
             except ManifestRefused as error:
-                log.warning("old chunks are not removed this time: %s", error)
-                return
-            hashes.update(chunk.hash for chunk in (manifest.chunks if manifest else ()))
-        self._tree.remove_chunks_except(hashes)
+                log.warning("%s", error)
+                continue
+            if manifest is not None:
+                known[place] = manifest
+        return known
+
+    def _collect(self, known: dict[Place, PolicyManifest], kept: set[Place]) -> None:
+        """Remove the manifests that are not kept, then the chunks of none: no manifest here ever lacks a chunk."""
+        for place in self._tree.places():
+            if place not in kept and place < max(kept):
+                self._tree.remove_manifest(place)
+                known.pop(place, None)
+        if set(self._tree.places()) - known.keys():
+            log.warning("old chunks are not removed this time: a manifest here cannot be read")
+            return
+        self._tree.remove_chunks_except({chunk.hash for manifest in known.values() for chunk in offered(manifest)})
         self._tree.sweep_temporaries()
+
+
+def _as_content(content: Content | Path | Sequence[TensorView]) -> Content:
+    if isinstance(content, Content):
+        return content
+    return Content.at(content) if isinstance(content, Path) else Content.of({}, content)

@@ -1,16 +1,20 @@
 """A relay: follows its upstreams' head, mirrors what it offers, serves it on. Needs a disk and nothing else.
 
     upstream ─(long poll)─► follower ─┐                      ┌─► TreeServer ─► clients, further relays
-    upstream ─(long poll)─► follower ─┴─► Mirror ─► pool ────┘
-                                          chunks from whichever upstream serves best
+    upstream ─(long poll)─► follower ─┼─► Mirror ─► pool ────┤
+    peer     ─(long poll)─► follower ─┘                      └─► … and its peers
+                                          chunks from whichever source serves best
 
 A relay is not trusted and trusts nobody: it passes on only what the trainer signed and what matches its hash. An
-upstream that is not up yet is waited for, with growing pauses.
+upstream that is not up yet is waited for, with growing pauses. Peers are relays of the same level: they trade chunks,
+so that upstream sends each about once, and tell each other of new heads. A peer is first asked who it is, so that all
+relays can be given the same list: a relay that meets itself leaves that address out.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import threading
 import time
@@ -23,17 +27,18 @@ from shoal.runtime.retry import Backoff
 from shoal.runtime.stop import StopToken
 from shoal.shardcast.catalogue import Arrivals
 from shoal.shardcast.config import RelayConfig
-from shoal.shardcast.connection import Connection, Deadline, Timeouts
+from shoal.shardcast.connection import Address, Connection, Deadline, Timeouts
 from shoal.shardcast.lookup import MANIFEST_S, get_document
 from shoal.shardcast.manifest import (
     MAX_HEAD_BYTES,
     MAX_MANIFEST_BYTES,
+    Place,
     check_not_rolled_back,
     place_of,
     read_head,
 )
-from shoal.shardcast.mirror import Mirror
-from shoal.shardcast.server import ServerLimits, TreeServer, serve
+from shoal.shardcast.mirror import CountingScores, Mirror
+from shoal.shardcast.server import TreeServer, serve
 from shoal.shardcast.sources import SourceScores
 from shoal.shardcast.tree import HEAD, Tree, manifest_key
 
@@ -42,6 +47,7 @@ log = logging.getLogger(__name__)
 LOCK_WAIT_S = 5.0
 FORGIVE_S = 60.0  # an upstream dropped for a lie is tried again after this: its disk may have been mended
 AGAIN = Backoff(first_s=0.1, most_s=5.0)
+MAX_HEALTH_BYTES = 1024 * 1024
 
 
 def run_relay(config: RelayConfig, stop: StopToken, on_ready: Callable[[str], None]) -> None:
@@ -59,18 +65,22 @@ class Relay:
     def __init__(self, config: RelayConfig) -> None:
         self._config = config
         self._arrivals = Arrivals()
-        self._scores = SourceScores(config.upstreams)
+        self._scores = CountingScores(config.upstreams)
         self._tree = Tree(config.folder)
         self._mirror = Mirror(config, self._tree, self._arrivals, self._scores)
-        limits = ServerLimits(max_connections=config.settings.max_clients)
-        self._server = TreeServer(self._mirror, self._arrivals, limits)
+        self._server = TreeServer(self._mirror, self._arrivals, config.settings.limits)
         self._closing = StopToken()
         self._error: Exception | None = None
+        self._met: set[str] = set()
+        self._lock = threading.Lock()
+        for peer in config.peers:
+            Address.parse(peer)
 
     def run(self, stop: StopToken, on_ready: Callable[[str], None]) -> None:
         self._tree.prepare()
         self._mirror.load()
-        followers = [threading.Thread(target=self._follow, args=(u,), daemon=True) for u in self._config.upstreams]
+        followed = [*self._config.upstreams, *(peer for peer in self._config.peers if self._is_another(peer))]
+        followers = [threading.Thread(target=self._follow, args=(source,), daemon=True) for source in followed]
 
         def ready(url: str) -> None:  # only once the port is ours
             self._mirror.pool.start()
@@ -90,14 +100,62 @@ class Relay:
         if error is not None:
             raise error
 
+    def _is_another(self, peer: str) -> bool:
+        return peer not in self._config.upstreams
+
     def _ended(self, stop: StopToken) -> bool:
         return stop.is_set() or self._error is not None or self._mirror.pool.error is not None
 
-    def _follow(self, upstream: str) -> None:
+    def _follow(self, source: str) -> None:
         try:
-            Follower(upstream, self._config, self._mirror, self._scores, self._closing).run()
+            if self._is_another(source) and not self._meet(source):
+                return
+            Follower(source, self._config, self._mirror, self._scores, self._closing).run()
         except Exception as error:  # noqa: BLE001  a full disk, or a bug: `run` raises it
             self._error = error
+
+    def _meet(self, peer: str) -> bool:
+        """Wait until a peer says who it is, and trade with it from then on; false if it is this relay itself."""
+        instance = instance_of(peer, self._closing)
+        if self._closing.is_set():
+            return False
+        if instance == self._server.instance:
+            log.info("%s is this relay itself: left out of its peers", peer)
+            return False
+        if instance is None:
+            log.warning("%s is no relay: its heads are followed; to fetch chunks from it, name it as upstream", peer)
+            return True
+        with self._lock:
+            self._met.add(peer)
+            self._scores.set_sources(self._config.upstreams, peers=sorted(self._met))
+        self._mirror.watch_again()
+        log.info("trading chunks with %s", peer)
+        return True
+
+
+def instance_of(source: str, stop: StopToken) -> str | None:
+    """Who serves at this address, asked until it answers; None if it does not say (any server of files)."""
+    connection = Connection(source, stop, Timeouts())
+    attempt = 0
+    while not stop.is_set():
+        try:
+            data = get_document(connection, "health", MAX_HEALTH_BYTES, Deadline(MANIFEST_S))
+            connection.close()
+            return None if data is None else _instance_in(data)
+        except BroadcastError as error:
+            log.debug("%s", error)
+            stop.wait(AGAIN.wait_s(attempt))
+            attempt += 1
+    return None
+
+
+def _instance_in(health: bytes) -> str | None:
+    try:
+        said = json.loads(health)
+    except ValueError:
+        return None
+    instance = said.get("instance") if isinstance(said, dict) else None
+    return instance if isinstance(instance, str) else None
 
 
 class Follower:
@@ -162,18 +220,28 @@ class Follower:
         return news
 
     def _take_older(self) -> bool:
-        """Fetch the manifests of older versions that are still offered; one that is not there is asked for later."""
+        """Fetch the manifests of older versions that are still offered; one that is not there is asked for later.
+
+        One that turns out to be no anchor makes the mirror want the one before it.
+        """
+        asked: set[Place] = set()
         news = False
-        for place in self._mirror.missing_places():
-            self._mirror.promise(place, True)
-            try:
-                data = self._get_manifest(manifest_key(place))
-                if data is not None:
-                    self._mirror.adopt_manifest(place, data)
-                    news = True
-            finally:
-                self._mirror.promise(place, False)
+        while places := [place for place in self._mirror.missing_places() if place not in asked]:
+            asked.update(places)
+            for place in places:
+                news = self._take_one_older(place) or news
         return news
+
+    def _take_one_older(self, place: Place) -> bool:
+        self._mirror.promise(place, True)
+        try:
+            data = self._get_manifest(manifest_key(place))
+            if data is None:
+                return False
+            self._mirror.adopt_manifest(place, data)
+            return True
+        finally:
+            self._mirror.promise(place, False)
 
     def _get_manifest(self, key: str) -> bytes | None:
         return get_document(self._connection, key, MAX_MANIFEST_BYTES, Deadline(MANIFEST_S))

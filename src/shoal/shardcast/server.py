@@ -1,14 +1,16 @@
 """Serving a published tree: asyncio and `sendfile`, nothing but GET and HEAD of the names a tree can hold.
 
-    connection ─► cap ─► request head (bounded, timed) ─► name ─► catalogue ─┬─ there:  sendfile
-                    │                                                    ├─ on its way: held until it arrives, or 503
-                    └─ full: 503, Retry-After                            └─ unknown: 404
+    connection ─► caps ─► request head (bounded, timed) ─► name ─► catalogue ─┬─ there:  sendfile
+                   │                                                     ├─ on its way: held until it arrives, or 503
+                   └─ full: 503, or 429 if it is the client's own cap    └─ unknown: 404
 
-    GET /head.json?after=0.12&wait_s=20    held until the head is newer than 0.12, at most wait_s seconds
-    GET /health                            counters as JSON
+    GET /head.json?after=0.12&wait_s=20       held until the head is newer than 0.12, at most wait_s seconds
+    GET /have/0.12?count=5&wait_s=20          which chunks are here (`Inventory`); held until they are more than 5
+    GET /health, /metrics                     counters, as JSON and for Prometheus
 
 Back-pressure: a client that reads slowly holds only its own connection, and no longer than `min_rate_bytes_s` allows;
-a client that sends nothing is cut off after `idle_s`.
+a client that sends nothing is cut off after `idle_s`; one that reads faster than its share waits for its bucket
+(`limits`). A held request costs a future: what arrives wakes it, and so does a client that hangs up.
 """
 
 from __future__ import annotations
@@ -16,89 +18,103 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import io
 import json
 import logging
 import os
+import secrets
 import socket
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import parse_qs
 
 from shoal.errors import ResourceError
 from shoal.runtime.files import resource_error
 from shoal.runtime.stop import StopToken
-from shoal.shardcast.catalogue import Arrivals, Catalogue, FolderCatalogue
+from shoal.shardcast.catalogue import Arrivals, Blob, Catalogue, FolderCatalogue
+from shoal.shardcast.limits import Guest, Guests, ServerLimits
 from shoal.shardcast.manifest import MAX_HEAD_BYTES, Place
-from shoal.shardcast.tree import HEAD, Tree, is_key, parse_label
+from shoal.shardcast.metrics import CONTENT_TYPE, Metric, render
+from shoal.shardcast.request import Request, answer_head, byte_range
+from shoal.shardcast.tree import HEAD, Tree, have_key, is_key, parse_have_key, parse_label
 
 log = logging.getLogger(__name__)
 
 MAX_REQUEST_BYTES = 16 * 1024
 MAX_WAIT_S = 60.0
+MAX_HAVE_WAIT_S = 20.0
+HAVE_PAUSE_S = 0.02  # what arrives together is told together
 STOP_POLL_S = 0.1
-GONE_CHECK_S = 0.5
 PART_S = 1.0
-REASONS = {200: "OK", 400: "Bad Request", 404: "Not Found", 405: "Method Not Allowed", 503: "Service Unavailable"}
+BACKLOG = 1024
+RETRY_AFTER_S = 2
+NO_STORE = {"Cache-Control": "no-store"}
+
+
+class _Protocol(asyncio.StreamReaderProtocol):
+    """A stream that also tells when the other side has hung up, so that nobody has to look."""
+
+    def __init__(self, accept: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]) -> None:
+        loop = asyncio.get_running_loop()
+        self.gone: asyncio.Future[None] = loop.create_future()
+        super().__init__(asyncio.StreamReader(limit=MAX_REQUEST_BYTES, loop=loop), accept, loop)
+
+    def eof_received(self) -> bool | None:
+        self._set_gone()
+        return super().eof_received()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._set_gone()
+        super().connection_lost(exc)
+
+    def _set_gone(self) -> None:
+        if not self.gone.done():
+            self.gone.set_result(None)
 
 
 @dataclass(frozen=True)
-class ServerLimits:
-    """What one client can cost. `watch_head_s`: how often a head written by another process is looked at."""
+class _Client:
+    """One connection that was let in."""
 
-    max_connections: int = 512
-    idle_s: float = 30.0
-    hold_s: float = 8.0  # below the time a client waits for a first byte, so that it hears "busy", not silence
-    min_rate_bytes_s: float = 32 * 1024
-    watch_head_s: float = 0.05
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    guest: Guest
+    gone: asyncio.Future[None]
 
-
-@dataclass(frozen=True)
-class Request:
-    method: str
-    path: str
-    query: dict[str, list[str]]
-    keep_alive: bool
-
-    @classmethod
-    def parse(cls, head: bytes) -> Request | None:
-        """None if it is not a request that this server understands: HTTP/1, no body."""
-        lines = head.decode("latin-1").split("\r\n")
-        parts = lines[0].split(" ")
-        headers = {
-            name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines[1:])
-        }
-        has_body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
-        if len(parts) != 3 or parts[2] not in ("HTTP/1.0", "HTTP/1.1") or not parts[1].startswith("/") or has_body:
-            return None
-        path, _, query = parts[1].partition("?")
-        connection = headers.get("connection", "keep-alive" if parts[2] == "HTTP/1.1" else "close").lower()
-        try:
-            fields = parse_qs(query, max_num_fields=8)
-        except ValueError:
-            return None
-        return cls(parts[0], path, fields, connection == "keep-alive")
+    async def wait_for(self, arrived: asyncio.Future[None]) -> None:
+        """Wait for what a held request waits for; a client that hangs up meanwhile gives its place to others."""
+        await asyncio.wait([arrived, self.gone], return_when=asyncio.FIRST_COMPLETED)
+        if self.gone.done():
+            raise ConnectionResetError("the client hung up")
 
 
 class TreeServer:
-    """One listening socket over one catalogue. `await start()`, then it serves until `await close()`."""
+    """One listening socket over one catalogue. `await start()`, then it serves until `await close()`.
+
+    `instance` is in /health, so that a relay which finds its own address in a list of others can tell.
+    """
 
     def __init__(self, catalogue: Catalogue, arrivals: Arrivals, limits: ServerLimits = ServerLimits()) -> None:
         self._catalogue = catalogue
         self._arrivals = arrivals
         self._limits = limits
+        self._guests = Guests(limits.connections_per_client, limits.rate_bytes_s)
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
+        self.instance = secrets.token_hex(8)
         self.sent_bytes = 0
         self.connections = 0
+        self.answers: Counter[int] = Counter()  # by status
 
     async def start(self, host: str, port: int) -> str:
         """Listen; the URL under which the tree is reached on this machine."""
+        loop = asyncio.get_running_loop()
         try:
-            self._server = await asyncio.start_server(self._accept, host, port, limit=MAX_REQUEST_BYTES)
+            self._server = await loop.create_server(lambda: _Protocol(self._accept), host, port, backlog=BACKLOG)
         except OSError as error:
             raise _listen_error(host, port, error) from error
-        self._arrivals.attach(asyncio.get_running_loop())
+        self._arrivals.attach(loop)
         self._tasks.add(asyncio.create_task(self._watch_head()))
         return _url(host, self._server.sockets[0])
 
@@ -115,11 +131,11 @@ class TreeServer:
         seen: tuple[int, int] | None = None
         while True:
             await asyncio.sleep(self._limits.watch_head_s)
-            path = self._catalogue.find(HEAD) if self._arrivals.waited_for(HEAD) else None
-            if path is None:
+            blob = self._catalogue.find(HEAD) if self._arrivals.waited_for(HEAD) else None
+            if blob is None:
                 continue
             with contextlib.suppress(OSError):
-                status = path.stat()
+                status = blob.path.stat()
                 if (status.st_ino, status.st_mtime_ns) != seen:
                     seen = (status.st_ino, status.st_mtime_ns)
                     self._arrivals.notify(HEAD)
@@ -129,11 +145,7 @@ class TreeServer:
         assert task is not None
         self._tasks.add(task)
         try:
-            if self.connections < self._limits.max_connections:
-                await self._admit(reader, writer)
-            elif len(self._tasks) < 2 * self._limits.max_connections + 1:  # beyond that, not even words
-                await self._say(writer, 503, "this server has as many connections as it allows", retry_after_s=2)
-                await _part(reader, writer)
+            await self._receive(reader, writer)
         except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError) as error:
             log.debug("a connection ended: %r", error)
         except asyncio.CancelledError:
@@ -142,98 +154,201 @@ class TreeServer:
             self._tasks.discard(task)
             writer.transport.abort()
 
-    async def _admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _receive(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Let a connection in, or say why not; beyond twice the cap not even that."""
+        if self.connections >= self._limits.max_connections:
+            return await self._refuse(reader, writer, 503, "this server has as many connections as it allows")
+        address = (writer.get_extra_info("peername") or ("",))[0]
+        guest = self._guests.enter(address, asyncio.get_running_loop().time())
+        if guest is None:
+            return await self._refuse(reader, writer, 429, "your address has as many connections as it may have")
+        protocol = writer.transport.get_protocol()
+        assert isinstance(protocol, _Protocol)
+        client = _Client(reader, writer, guest, protocol.gone)
         self.connections += 1
         try:
-            await self._converse(reader, writer)
+            await self._converse(client)
             await _part(reader, writer)
         finally:
             self.connections -= 1
+            self._guests.leave(guest)
 
-    async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _refuse(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, status: int, sentence: str
+    ) -> None:
+        if len(self._tasks) < 2 * self._limits.max_connections + 1:
+            await self._say(writer, status, sentence, retry_after_s=RETRY_AFTER_S)
+            await _part(reader, writer)
+
+    async def _converse(self, client: _Client) -> None:
         """Requests of one connection, one after the other. The time-out covers silence and dripping alike."""
         while True:
             async with asyncio.timeout(self._limits.idle_s):
-                head = await reader.readuntil(b"\r\n\r\n")
+                head = await client.reader.readuntil(b"\r\n\r\n")
             request = Request.parse(head)
             if request is None:
-                await self._say(writer, 400, "only plain HTTP/1.1 requests without a body are understood")
+                await self._say(client.writer, 400, "only plain HTTP/1.1 requests without a body are understood")
                 return
-            await self._answer(request, reader, writer)
+            await self._answer(request, client)
             if not request.keep_alive:
                 return
 
-    async def _answer(self, request: Request, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _answer(self, request: Request, client: _Client) -> None:
         key = request.path[1:]
+        place = parse_have_key(key)
         if request.method not in ("GET", "HEAD"):
-            await self._say(writer, 405, "only GET and HEAD are allowed", request)
+            await self._say(client.writer, 405, "only GET and HEAD are allowed", request)
         elif key == "health":
-            await self._say_health(request, writer)
+            await self._say_health(request, client)
+        elif key == "metrics":
+            body = render([*self._metrics(), *self._catalogue.metrics()]).encode()
+            await self._send(client.writer, body, {"Content-Type": CONTENT_TYPE, **NO_STORE}, request)
+        elif place is not None:
+            await self._send_have(place, request, client)
         elif not is_key(key):
-            await self._say(writer, 404, "there is no such name in a published tree", request)
+            await self._say(client.writer, 404, "there is no such name in a published tree", request)
         elif key == HEAD:
-            await self._send_head(request, reader, writer)
+            await self._send_head(request, client)
         else:
-            path = await self._found(key, reader)
-            if path is not None and await self._send_file(path, request, writer):
-                return
-            if path is None and self._catalogue.expects(key):
-                await self._say(writer, 503, "it is on its way but not here yet", request, retry_after_s=1)
-            else:
-                await self._say(writer, 404, "this version or chunk is not here", request)
+            await self._send_key(key, request, client)
 
-    async def _found(self, key: str, reader: asyncio.StreamReader) -> Path | None:
-        """The file, waiting up to `hold_s` if it is on its way."""
+    async def _send_key(self, key: str, request: Request, client: _Client) -> None:
+        """A manifest or a chunk: neither ever changes."""
+        blob = await self._found(key, client)
+        if blob is not None and await self._send_blob(blob, key, request, client):
+            return
+        if blob is None and self._catalogue.expects(key):
+            sentence = "it is on its way but not here yet"
+            await self._say(client.writer, 503, sentence, request, retry_after_s=1)
+        else:
+            await self._say(client.writer, 404, "this version or chunk is not here", request)
+
+    async def _found(self, key: str, client: _Client) -> Blob | None:
+        """The bytes, waiting up to `hold_s` if they are on their way."""
+        blob = self._catalogue.find(key)
+        if blob is not None or not self._catalogue.expects(key):
+            return blob
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._limits.hold_s):
                 while True:
                     with self._arrivals.waiter(key) as arrived:
-                        path = self._catalogue.find(key)
-                        if path is not None or not self._catalogue.expects(key):
-                            return path
-                        await _unless_gone(arrived, reader)
+                        blob = self._catalogue.find(key)
+                        if blob is not None or not self._catalogue.expects(key):
+                            return blob
+                        await client.wait_for(arrived)
         return self._catalogue.find(key)
 
-    async def _send_head(self, request: Request, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        after = parse_label(request.query.get("after", [""])[0])
-        wait_s = _seconds(request.query.get("wait_s", ["0"])[0])
+    async def _send_head(self, request: Request, client: _Client) -> None:
+        after = parse_label(request.field("after", ""))
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(wait_s):
+            async with asyncio.timeout(request.seconds("wait_s", MAX_WAIT_S)):
                 while not self._newer_than(after):
                     with self._arrivals.waiter(HEAD) as arrived:
                         if not self._newer_than(after):
-                            await _unless_gone(arrived, reader)
-        path = self._catalogue.find(HEAD)
-        if path is None or not await self._send_file(path, request, writer):
-            await self._say(writer, 404, "nothing has been published yet", request)
+                            await client.wait_for(arrived)
+        data = self._read_head()
+        if data is None:
+            await self._say(client.writer, 404, "nothing has been published yet", request)
+            return
+        headers = {"Content-Type": "application/json", "Cache-Control": "no-cache"}
+        await self._send(client.writer, data, headers, request)
+        self.sent_bytes += len(data) if request.method == "GET" else 0
 
     def _newer_than(self, after: Place | None) -> bool:
-        path = self._catalogue.find(HEAD)
-        place = None if path is None else _place_in(path)
+        place = _place_in(self._read_head())
         return place is not None and (after is None or place > after)
 
-    async def _send_file(self, path: Path, request: Request, writer: asyncio.StreamWriter) -> bool:
-        """False if the file is gone (retention); nothing has been sent then."""
+    def _read_head(self) -> bytes | None:
+        """The head as it is now. Read as one, because another process may replace it between two looks."""
+        blob = self._catalogue.find(HEAD)
         try:
-            file = path.open("rb")
+            return None if blob is None else blob.path.read_bytes()
+        except FileNotFoundError:
+            return None
+
+    async def _send_have(self, place: Place, request: Request, client: _Client) -> None:
+        more_than = _whole_number(request.field("count", "-1"), -1)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(request.seconds("wait_s", MAX_HAVE_WAIT_S)):
+                while True:
+                    with self._arrivals.waiter(have_key(place)) as arrived:
+                        count = self._catalogue.have_count(place)
+                        if count is None or count > more_than:
+                            break
+                        await client.wait_for(arrived)
+                    await asyncio.sleep(HAVE_PAUSE_S)
+        maps = self._catalogue.have(place)
+        if maps is None:
+            await self._say(client.writer, 404, "there is no map of this version here", request)
+            return
+        await self._send(client.writer, maps, {"Content-Type": "application/octet-stream", **NO_STORE}, request)
+
+    async def _send_blob(self, blob: Blob, key: str, request: Request, client: _Client) -> bool:
+        """False if the bytes are gone (retention); nothing has been sent then."""
+        try:
+            file = blob.path.open("rb", buffering=0)
         except FileNotFoundError:
             return False
         with file:
-            size = os.fstat(file.fileno()).st_size
-            cache = "no-cache" if path.name == HEAD else "public, max-age=31536000, immutable"
-            kind = "application/json" if path.suffix == ".json" else "application/octet-stream"
-            writer.write(_head(200, size, request, {"Content-Type": kind, "Cache-Control": cache}))
-            async with asyncio.timeout(self._limits.idle_s + size / self._limits.min_rate_bytes_s):
-                await writer.drain()
-                if request.method == "GET" and size:
-                    await asyncio.get_running_loop().sendfile(writer.transport, file, 0, size)
-                    self.sent_bytes += size
+            if os.fstat(file.fileno()).st_size < blob.offset + blob.size_bytes:
+                return False
+            wanted = byte_range(request.range, blob.size_bytes)
+            if wanted is not None and not wanted:
+                await self._say(client.writer, 416, f"there are {blob.size_bytes} bytes of it", request)
+                return True
+            span = range(blob.size_bytes) if wanted is None else wanted
+            headers = {
+                "Content-Type": "application/json" if key.endswith(".json") else "application/octet-stream",
+                "Cache-Control": "public, max-age=31536000, immutable",
+                "Accept-Ranges": "bytes",
+            }
+            if wanted is not None:
+                headers["Content-Range"] = f"bytes {span.start}-{span.stop - 1}/{blob.size_bytes}"
+            status = 200 if wanted is None else 206
+            self.answers[status] += 1
+            client.writer.write(answer_head(status, len(span), request, headers))
+            size = len(span) if request.method == "GET" else 0
+            await self._pour(client, file, blob.offset + span.start, size)
         return True
 
-    async def _say_health(self, request: Request, writer: asyncio.StreamWriter) -> None:
-        counters = {"ok": True, "bytes_out": self.sent_bytes, "connections": self.connections}
+    async def _pour(self, client: _Client, file: io.FileIO, offset: int, size_bytes: int) -> None:
+        """Send a span of a file, in slices if the client's rate is limited; waiting for its bucket costs it no time."""
+        loop, transport, sent = asyncio.get_running_loop(), client.writer.transport, 0
+        async with asyncio.timeout(self._limits.idle_s + size_bytes / self._limits.min_rate_bytes_s) as deadline:
+            await client.writer.drain()
+            while sent < size_bytes:
+                part = client.guest.slice_of(size_bytes - sent)
+                wait_s = client.guest.take(part, loop.time())
+                if wait_s:
+                    left_s = (deadline.when() or 0.0) - loop.time()
+                    deadline.reschedule(None)
+                    await asyncio.sleep(wait_s)
+                    deadline.reschedule(loop.time() + left_s)
+                if transport.is_closing():
+                    raise ConnectionResetError("the client hung up")
+                moved = await loop.sendfile(transport, file, offset + sent, part)
+                if moved == 0:
+                    raise ConnectionAbortedError("a file became shorter while it was sent")
+                sent += moved
+                self.sent_bytes += moved
+
+    def _metrics(self) -> Sequence[Metric]:
+        by_status = {str(status): count for status, count in sorted(self.answers.items())}
+        return [
+            Metric("sent_bytes_total", "counter", "Bytes of heads, manifests and chunks sent.", self.sent_bytes),
+            Metric("connections", "gauge", "Connections open now.", self.connections),
+            Metric("requests_total", "counter", "Answers by HTTP status.", by=by_status, label="status"),
+        ]
+
+    async def _say_health(self, request: Request, client: _Client) -> None:
+        counters = {
+            "ok": True,
+            "instance": self.instance,
+            "bytes_out": self.sent_bytes,
+            "connections": self.connections,
+        }
         body = json.dumps(counters | self._catalogue.health()).encode()
-        await self._send(writer, _head(200, len(body), request, {"Content-Type": "application/json"}), body, request)
+        await self._send(client.writer, body, {"Content-Type": "application/json", **NO_STORE}, request)
 
     async def _say(
         self,
@@ -244,14 +359,24 @@ class TreeServer:
         retry_after_s: int = 0,
     ) -> None:
         """A short answer in words; without a request (it was not understood) the connection ends after it."""
-        body = f"{sentence}\n".encode()
-        headers = {"Content-Type": "text/plain; charset=utf-8"}
+        headers = {"Content-Type": "text/plain; charset=utf-8", **NO_STORE}
         if retry_after_s:
             headers["Retry-After"] = str(retry_after_s)
-        await self._send(writer, _head(status, len(body), request, headers), body, request)
+        await self._send(writer, f"{sentence}\n".encode(), headers, request, status)
 
-    async def _send(self, writer: asyncio.StreamWriter, head: bytes, body: bytes, request: Request | None) -> None:
-        writer.write(head if request is not None and request.method == "HEAD" else head + body)
+    async def _send(
+        self,
+        writer: asyncio.StreamWriter,
+        body: bytes,
+        headers: dict[str, str],
+        request: Request | None,
+        status: int = 200,
+    ) -> None:
+        self.answers[status] += 1
+        head = answer_head(status, len(body), request, headers)
+        if request is not None and request.method == "HEAD":
+            body = b""
+        writer.write(head + body)
         async with asyncio.timeout(self._limits.idle_s):
             await writer.drain()
 
@@ -270,14 +395,6 @@ async def serve(
         await server.close()
 
 
-async def _unless_gone(arrived: asyncio.Future[None], reader: asyncio.StreamReader) -> None:
-    """Wait for what a held request waits for; a client that hung up meanwhile gives its place to others."""
-    while not arrived.done():
-        await asyncio.wait([arrived], timeout=GONE_CHECK_S)
-        if reader.at_eof():
-            raise ConnectionResetError("the client hung up")
-
-
 async def _part(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     """End a connection so that the last answer arrives: closing while bytes lie unread would reset it away."""
     writer.write_eof()
@@ -292,28 +409,17 @@ def run_origin(folder: Path, host: str, port: int, stop: StopToken, on_ready: Ca
     asyncio.run(serve(TreeServer(FolderCatalogue(folder), Arrivals()), host, port, stop.is_set, on_ready))
 
 
-def _head(status: int, size: int, request: Request | None, headers: dict[str, str]) -> bytes:
-    connection = "keep-alive" if request is not None and request.keep_alive else "close"
-    lines = [f"HTTP/1.1 {status} {REASONS[status]}", f"Content-Length: {size}", f"Connection: {connection}"]
-    lines += [f"{name}: {value}" for name, value in headers.items()]
-    return "\r\n".join([*lines, "", ""]).encode()
-
-
-def _place_in(path: Path) -> Place | None:
-    """Which version a head file names. The file is our own or was verified before it was written."""
+def _place_in(head: bytes | None) -> Place | None:
+    """Which version a head names. The file is our own or was verified before it was written."""
     try:
-        policy = json.loads(path.read_bytes()[:MAX_HEAD_BYTES])["document"]["policy"]
+        policy = json.loads((head or b"")[:MAX_HEAD_BYTES])["document"]["policy"]
         return int(policy["incarnation"]), int(policy["version"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError):
         return None
 
 
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        return 0.0
-    return min(max(seconds, 0.0), MAX_WAIT_S) if seconds == seconds else 0.0
+def _whole_number(text: str, otherwise: int) -> int:
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else otherwise
 
 
 def _url(host: str, listening: socket.socket) -> str:

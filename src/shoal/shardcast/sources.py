@@ -4,6 +4,10 @@
     rest     after a failure: not asked for a while, doubling with every failure in a row
     drop     after a lie (bytes that do not match their hash, an unsigned manifest): not asked until `restore`
 
+    upstream      has what we want, or will have it: relays for a client, the origin or relays for a relay
+    peer          of our own level: fetches other chunks than we do and trades them
+    last resort   the origin, for a client: asked when nobody else can help
+
 A failure says nothing about bandwidth, so it changes only the success rate. Bandwidth that is not known yet counts as
 the best that is, so that a new source is tried soon.
 """
@@ -15,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 from shoal.runtime.retry import Backoff
 from shoal.shardcast.connection import Address
@@ -25,8 +30,27 @@ FLOOR = 0.02  # so that the worst source is still asked now and then
 REST = Backoff(first_s=0.1, most_s=2.0)
 
 
+class Kind(Enum):
+    """What a source is to us."""
+
+    UPSTREAM = "upstream"
+    PEER = "peer"
+    LAST_RESORT = "last resort"
+
+
+@dataclass(frozen=True)
+class Standing:
+    """A source that may be asked now. `bandwidth_bytes_s` is that of one connection, as far as it is known."""
+
+    kind: Kind
+    weight: float
+    bandwidth_bytes_s: float | None
+    failures: int = 0  # in a row, up to now
+
+
 @dataclass
 class _Score:
+    kind: Kind = Kind.UPSTREAM
     success: float = 1.0
     bandwidth_bytes_s: float | None = None
     failures: int = 0
@@ -38,58 +62,82 @@ class _Score:
 class SourceScores:
     """What is known of each source. Used from many threads.
 
-    >>> scores = SourceScores(["http://a:8471", "http://b:8471"])
+    >>> scores = SourceScores(["http://a:8471", "http://b:8471"], last_resort=["http://origin:8471"])
     >>> scores.drop("http://a:8471", "sent a corrupt chunk")
     >>> scores.choose()
     'http://b:8471'
     """
 
-    def __init__(self, sources: Sequence[str], now_s: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        sources: Sequence[str],
+        peers: Sequence[str] = (),
+        last_resort: Sequence[str] = (),
+        now_s: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._now_s = now_s
         self._lock = threading.Lock()
         self._scores: dict[str, _Score] = {}
-        self.set_sources(sources)
+        self.set_sources(sources, peers, last_resort)
 
-    def set_sources(self, sources: Sequence[str]) -> None:
-        """From now on these; what is known of those that stay is kept."""
-        for source in sources:
-            Address.parse(source)
+    def set_sources(self, sources: Sequence[str], peers: Sequence[str] = (), last_resort: Sequence[str] = ()) -> None:
+        """From now on these; what is known of those that stay is kept. Who is named twice is what comes first here."""
+        kinds: dict[str, Kind] = {}
+        for kind, named in ((Kind.UPSTREAM, sources), (Kind.PEER, peers), (Kind.LAST_RESORT, last_resort)):
+            for source in named:
+                Address.parse(source)
+                kinds.setdefault(source, kind)
         with self._lock:
-            self._scores = {source: self._scores.get(source, _Score()) for source in sources}
+            self._scores = {source: self._scores.get(source, _Score()) for source in kinds}
+            for source, kind in kinds.items():
+                self._scores[source].kind = kind
 
     def sources(self) -> list[str]:
         with self._lock:
             return list(self._scores)
+
+    def kinds(self) -> dict[str, Kind]:
+        with self._lock:
+            return {source: score.kind for source, score in self._scores.items()}
 
     def usable(self) -> set[str]:
         """Those that are not dropped, resting or not."""
         with self._lock:
             return {source for source, score in self._scores.items() if not score.dropped}
 
-    def choose(self, without: Container[str] = ()) -> str | None:
-        """A source to ask now, by chance in proportion to its weight; None if all of them rest or are dropped."""
+    def ready(self) -> dict[str, Standing]:
+        """Those that may be asked now: neither dropped nor resting."""
         with self._lock:
             now = self._now_s()
-            ready = {
-                source: score
-                for source, score in self._scores.items()
-                if not score.dropped and score.resting_until_s <= now and source not in without
-            }
-            if not ready:
-                return None
             known = [score.bandwidth_bytes_s for score in self._scores.values() if score.bandwidth_bytes_s]
             best = max(known, default=1.0)
-            weights = [max(score.success, FLOOR) * (score.bandwidth_bytes_s or best) for score in ready.values()]
-            return random.choices(list(ready), weights)[0]
+            return {
+                source: Standing(
+                    score.kind,
+                    max(score.success, FLOOR) * (score.bandwidth_bytes_s or best),
+                    score.bandwidth_bytes_s,
+                    score.failures,
+                )
+                for source, score in self._scores.items()
+                if not score.dropped and score.resting_until_s <= now
+            }
+
+    def choose(self, without: Container[str] = ()) -> str | None:
+        """A source to ask now, by chance in proportion to its weight; None if all of them rest or are dropped.
+
+        A last resort is chosen only where there is no other.
+        """
+        ready = {source: standing for source, standing in self.ready().items() if source not in without}
+        ordinary = {source: standing for source, standing in ready.items() if standing.kind is not Kind.LAST_RESORT}
+        chosen = ordinary or ready
+        return random.choices(list(chosen), [standing.weight for standing in chosen.values()])[0] if chosen else None
 
     def succeeded(self, source: str, size_bytes: int, seconds: float) -> None:
         with self._lock:
             score = self._scores.get(source)
             if score is None:
                 return
-            rate = size_bytes / max(seconds, 1e-6)
-            old = score.bandwidth_bytes_s
-            score.bandwidth_bytes_s = rate if old is None else (1 - SMOOTHING) * old + SMOOTHING * rate
+            _book_rate(score, size_bytes, seconds)
             score.success = _smoothed(score.success, 1.0)
             score.failures, score.resting_until_s = 0, 0.0
 
@@ -98,6 +146,13 @@ class SourceScores:
 
     def not_ready(self, source: str, problem: str) -> None:
         """It answered, but does not have it (yet): asked again after a rest, its success rate unharmed."""
+        self._rest(source, problem, blame=False)
+
+    def slow(self, source: str, size_bytes: int, seconds: float, problem: str) -> None:
+        """It was left in the middle of a chunk, of which `size_bytes` had come: that much is known of its bandwidth."""
+        with self._lock:
+            if source in self._scores:
+                _book_rate(self._scores[source], size_bytes, seconds)
         self._rest(source, problem, blame=False)
 
     def note(self, source: str, problem: str) -> None:
@@ -135,6 +190,12 @@ class SourceScores:
             if score.resting_until_s <= self._now_s():  # several connections failing at once are one failure
                 score.resting_until_s = self._now_s() + REST.wait_s(score.failures)
                 score.failures += 1
+
+
+def _book_rate(score: _Score, size_bytes: int, seconds: float) -> None:
+    rate = max(1.0, size_bytes / max(seconds, 1e-6))  # never 0, which would read as "not known"
+    old = score.bandwidth_bytes_s
+    score.bandwidth_bytes_s = rate if old is None else (1 - SMOOTHING) * old + SMOOTHING * rate
 
 
 def _smoothed(old: float, new: float) -> float:

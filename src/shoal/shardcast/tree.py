@@ -21,6 +21,7 @@ HEAD = "head.json"
 NUMBER = "(0|[1-9][0-9]{0,9})"
 LABEL = re.compile(rf"{NUMBER}\.{NUMBER}", re.ASCII)
 MANIFEST = re.compile(rf"manifests/{NUMBER}\.{NUMBER}\.json", re.ASCII)
+HAVE = re.compile(rf"have/({NUMBER}\.{NUMBER})", re.ASCII)
 CHUNK = re.compile(r"chunks/([0-9a-f]{2})/(\1[0-9a-f]{62})", re.ASCII)
 
 
@@ -41,6 +42,16 @@ def parse_label(label: str) -> Place | None:
     """`"0.12"` as (0, 12); None if it is not a label."""
     match = LABEL.fullmatch(label)
     return (int(match[1]), int(match[2])) if match else None
+
+
+def have_key(place: Place) -> str:
+    """The name under which a server tells which chunks of a version it has; no file, so not a key of a tree."""
+    return f"have/{place[0]}.{place[1]}"
+
+
+def parse_have_key(key: str) -> Place | None:
+    match = HAVE.fullmatch(key)
+    return parse_label(match[1]) if match else None
 
 
 class Tree:

@@ -131,7 +131,10 @@ def run_trainer(config: TrainerConfig, stop: StopToken) -> None:
 
 
 def _parts(config: TrainerConfig, hub: HubClient, info: RunInfo, loaded: LoadedModel) -> TrainingParts:
-    kept = OriginSettings(kept_versions=max(OriginSettings().kept_versions, info.max_staleness + 2))
+    kept = OriginSettings(
+        kept_versions=max(OriginSettings().kept_versions, info.max_staleness + 2),
+        anchor_every=config.settings.anchor_every,
+    )
     evaluate = GreedyEvaluator(
         loaded.model, loaded.tokenizer, config.environment, info.sampling, config.settings.evaluate_tasks
     )

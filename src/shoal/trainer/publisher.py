@@ -35,6 +35,7 @@ from shoal.protocol import (
     sign_document,
 )
 from shoal.runtime.clock import Clock, SystemClock
+from shoal.shardcast import Content
 
 log = logging.getLogger(__name__)
 
@@ -46,12 +47,7 @@ class PolicyOrigin(Protocol):
     """Where policies are published (`shardcast.Origin`)."""
 
     def publish(
-        self,
-        incarnation: int,
-        version: int,
-        files: Mapping[str, bytes],
-        tensors: Sequence[TensorView],
-        ledger_head: LedgerHead | None,
+        self, version: int, content: Content, *, incarnation: int = 0, ledger_head: LedgerHead | None = None
     ) -> PolicyManifest: ...
 
 
@@ -160,8 +156,9 @@ class Publisher:
 
     def _publish_once(self, snapshot: Snapshot) -> PolicyManifest:
         head = self._to.hub.ledger_head()
+        content = Content.of(snapshot.files, snapshot.tensors)
         manifest = self._to.origin.publish(
-            self.incarnation, snapshot.version, snapshot.files, snapshot.tensors, head
+            snapshot.version, content, incarnation=self.incarnation, ledger_head=head
         )  # fmt: skip
         announcement = PolicyAnnouncement(
             run=self._to.run, policy=manifest.policy, created_at_ms=self._to.clock.now_ms()

@@ -40,6 +40,9 @@ class TrainerSettings(BaseModel):
     publish_dtype: Literal["float32", "bfloat16"] = Field(
         default="float32", description="number type that is published"
     )
+    anchor_every: int = Field(
+        default=16, ge=1, le=400, description="versions between two that are offered whole; the others are deltas"
+    )
 
     checkpoint_every: int = Field(default=1, ge=1, description="steps between checkpoints; those between are replayed")
     keep_checkpoints: int = Field(

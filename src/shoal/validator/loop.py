@@ -34,7 +34,7 @@ from shoal.protocol.verdict import MAX_BODIES_PER_REQUEST, MAX_VERDICTS_PER_REPO
 from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.lock import FolderLock
 from shoal.runtime.stop import StopToken
-from shoal.shardcast import Downloader, DownloadSettings
+from shoal.shardcast import Downloader, DownloadSettings, Prefetch
 from shoal.validator.judge import Judge
 from shoal.validator.settings import ValidatorConfig, ValidatorSettings
 from shoal.validator.verdicts import MACHINERY_POLICY, Docket
@@ -57,7 +57,7 @@ def run_validator(config: ValidatorConfig, stop: StopToken) -> None:
                 f"the run's {run.environment} ({run.environment_digest[:16]}…): use the recipe of run {run.run}"
             )
         warm_up(config.engine)
-        with closing(_downloader(config, client, stop)) as downloader:
+        with closing(_downloader(config, client, stop)) as downloader, Prefetch(downloader, stop):
             shelf = EngineShelf(
                 downloader.fetch, lambda files: build(config.engine, files), config.settings.held_versions
             )
@@ -68,7 +68,15 @@ def run_validator(config: ValidatorConfig, stop: StopToken) -> None:
 def _downloader(config: ValidatorConfig, client: HubClient, stop: StopToken) -> Downloader:
     trusted = client.trusted_run()
     settings = DownloadSettings(kept_payloads=config.settings.held_versions)
-    return Downloader(trusted.info.sources, trusted.run, trusted.trainer_key, config.folder / "cache", stop, settings)
+    return Downloader(
+        trusted.info.sources,
+        trusted.run,
+        trusted.trainer_key,
+        config.folder / "cache",
+        stop,
+        settings,
+        last_resort=trusted.info.last_resort,
+    )
 
 
 @contextmanager

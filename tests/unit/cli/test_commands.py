@@ -48,8 +48,8 @@ def test_help_is_fast_and_loads_nothing_heavy() -> None:
 
 
 def test_the_commands_are_these() -> None:
-    expected = ["demo", "doctor", "export", "hub", "join", "relay", "run", "status", "trainer", "validator", "worker"]
-    assert command_names() == expected
+    expected = "cast demo doctor export hub join relay run status trainer validator worker"
+    assert command_names() == expected.split()
 
 
 @pytest.mark.parametrize("command", command_names())

@@ -175,7 +175,7 @@ def test_addresses_are_written_down_and_kept_for_the_next_start(folder: RunFolde
     ports = [port_of(url) for url in (first.hub, first.origin, *first.relays)]
     assert len(set(ports)) == 3
     assert first.join == f"{first.hub}/#{fingerprint(folder.root_key)}"
-    assert first.sources == (*first.relays, first.origin)
+    assert (first.sources, first.last_resort) == (first.relays, (first.origin,))
     assert folder.assign_endpoints() == first
 
 

@@ -69,7 +69,7 @@ class Served:
 
     def publish(self, version: int) -> None:
         tensors = [TensorView("w", "F32", (1,), memoryview(np.full(1, version, dtype="<f4")).cast("B"))]
-        policy = self.origin.publish(0, version, {}, tensors, self.client.ledger_head()).policy
+        policy = self.origin.publish(version, tensors, ledger_head=self.client.ledger_head()).policy
         announcement = PolicyAnnouncement(run=self.endpoints.run, policy=policy, created_at_ms=1)
         self.client.announce(sign_document(announcement, self.key))
 

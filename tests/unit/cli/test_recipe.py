@@ -19,8 +19,8 @@ environment.name environment.file environment.options environment.train_size env
 environment.shuffle_rewards
 trainer.learning_rate trainer.betas trainer.weight_decay trainer.warmup_steps trainer.grad_clip trainer.minibatches
 trainer.advantage trainer.loss trainer.clip_epsilon trainer.clip_delta trainer.mask_truncated
-trainer.micro_batch_tokens trainer.device trainer.threads trainer.publish_dtype trainer.checkpoint_every
-trainer.keep_checkpoints trainer.evaluate_every trainer.evaluate_tasks trainer.batch_deadline_s
+trainer.micro_batch_tokens trainer.device trainer.threads trainer.publish_dtype trainer.anchor_every
+trainer.checkpoint_every trainer.keep_checkpoints trainer.evaluate_every trainer.evaluate_tasks trainer.batch_deadline_s
 hub.host hub.port hub.lease_s hub.audit_s hub.max_attempts hub.refill_cap hub.leases_per_node hub.max_submission_bytes
 hub.max_inflated_bytes hub.concurrent_uploads
 validator.max_audits validator.audit_wait_s validator.held_versions validator.policy_wait_s validator.heartbeat_s
@@ -31,6 +31,7 @@ validator.tolerances.logprob_mean validator.tolerances.logprob_max
 worker.units_per_lease worker.lease_wait_s worker.heartbeat_s worker.keep_versions worker.hub_patience_s
 worker.outbox_limit worker.refused_kept worker.stop_flush_s worker.count worker.engine
 relay.kept_versions relay.connections relay.max_clients relay.long_poll_s relay.poll_s relay.count
+relay.disk_budget_gb relay.connections_per_client relay.rate_per_client_mbit
 """
 
 

@@ -61,8 +61,8 @@ def test_views_are_a_snapshot():
             r"model.norm.weight is torch.float32\[63\], the model's is torch.float32\[64\]",
         ),
         (
-            lambda views: views.update({"model.norm.weight": from_numpy("x", np.zeros(64, np.float16))}),
-            r"model.norm.weight is torch.float16\[64\]",
+            lambda views: views.update({"model.norm.weight": from_numpy("x", np.zeros(64, np.float64))}),
+            r"model.norm.weight is torch.float64\[64\]",
         ),
     ],
 )

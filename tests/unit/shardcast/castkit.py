@@ -14,7 +14,7 @@ import numpy as np
 
 from shoal.protocol import PolicyManifest, SigningKey, TensorView
 from shoal.runtime.stop import StopToken
-from shoal.shardcast import Downloader, DownloadSettings, Origin, OriginSettings, Payload
+from shoal.shardcast import Content, Downloader, DownloadSettings, Origin, OriginSettings, Payload
 from shoal.shardcast.connection import Timeouts
 from shoal.shardcast.pool import PoolSettings
 from shoal.shardcast.tree import chunk_key, manifest_key
@@ -43,7 +43,7 @@ def make_origin(folder: Path, kept: int = 5, key: SigningKey = KEY) -> Origin:
 
 def publish(origin: Origin, version: int, seed: int | None = None, incarnation: int = 0) -> PolicyManifest:
     files, tensors = content(version if seed is None else seed)
-    return origin.publish(incarnation, version, files, tensors, None)
+    return origin.publish(version, Content.of(files, tensors), incarnation=incarnation)
 
 
 def make_downloader(sources: Sequence[str], folder: Path, stop: StopToken | None = None, **pool: float) -> Downloader:

@@ -33,7 +33,8 @@ from castkit import (
 from shoal.errors import BroadcastError, ChunkCorrupt, ManifestRefused, ResourceError, VersionNotFound
 from shoal.protocol import PolicyRef
 from shoal.runtime.stop import StopToken
-from shoal.shardcast.payload import PayloadFile
+from shoal.shardcast import Content, digest_of
+from shoal.shardcast.cache import PayloadFile
 from shoal.shardcast.tree import HEAD
 
 Scripted = Callable[[Handler], ScriptedSource]
@@ -71,8 +72,8 @@ def test_fetching_again_asks_nobody(tmp_path: Path, scripted: Scripted) -> None:
 def test_chunks_that_did_not_change_are_not_fetched_again(tmp_path: Path, scripted: Scripted) -> None:
     origin = make_origin(tmp_path / "origin")
     files, (first, second, third) = content()
-    old = origin.publish(0, 1, files, [first, second, third], None)
-    new = origin.publish(0, 2, files, [first, second, tensor(third.name, 31, seed=9)], None)
+    old = origin.publish(1, Content.of(files, [first, second, third]))
+    new = origin.publish(2, Content.of(files, [first, second, tensor(third.name, 31, seed=9)]))
     source = scripted(from_folder(tmp_path / "origin"))
     downloader = make_downloader([source.url], tmp_path / "cache")
     downloader.fetch(old.policy, 10)
@@ -83,7 +84,7 @@ def test_chunks_that_did_not_change_are_not_fetched_again(tmp_path: Path, script
 
 
 def test_equal_chunks_of_one_version_are_fetched_once(tmp_path: Path, scripted: Scripted) -> None:
-    manifest = make_origin(tmp_path / "origin").publish(0, 1, {"zeros": bytes(5 * CHUNK)}, [], None)
+    manifest = make_origin(tmp_path / "origin").publish(1, Content.of({"zeros": bytes(5 * CHUNK)}, []))
     source = scripted(from_folder(tmp_path / "origin"))
     payload = make_downloader([source.url], tmp_path / "cache").fetch(manifest.policy, 10)
     assert payload.files == {"zeros": bytes(5 * CHUNK)}
@@ -91,7 +92,7 @@ def test_equal_chunks_of_one_version_are_fetched_once(tmp_path: Path, scripted: 
 
 
 def test_an_empty_payload_arrives(tmp_path: Path, start_origin: Start) -> None:
-    manifest = make_origin(tmp_path / "origin").publish(0, 0, {"empty": b""}, [tensor("none", 0)], None)
+    manifest = make_origin(tmp_path / "origin").publish(0, Content.of({"empty": b""}, [tensor("none", 0)]))
     payload = make_downloader([start_origin(tmp_path / "origin").url], tmp_path / "cache").fetch(manifest.policy, 10)
     assert payload.files == {"empty": b""}
     assert payload.tensors[0].data.nbytes == 0
@@ -133,7 +134,7 @@ def test_a_version_not_published_yet_is_waited_for(tmp_path: Path, start_origin:
     origin = make_origin(tmp_path / "origin")
     publish(origin, 1)
     files, tensors = content(2)
-    ref = PolicyRef(incarnation=0, version=2, digest=origin.digest_of(files, tensors))
+    ref = PolicyRef(incarnation=0, version=2, digest=digest_of(files, tensors, CHUNK))
     downloader = make_downloader([start_origin(tmp_path / "origin").url], tmp_path / "cache")
     threading.Timer(0.3, publish, (origin, 2)).start()
     assert_content(downloader.fetch(ref, 20), files, tensors)
@@ -387,7 +388,7 @@ def test_a_full_disk_is_a_resource_error_and_does_not_hang(
 def test_many_chunks_from_two_sources_come_from_both(tmp_path: Path, scripted: Scripted) -> None:
     folder = tmp_path / "origin"
     files, tensors = content(1, sizes=(40_000,))
-    manifest = make_origin(folder).publish(0, 1, files, tensors, None)
+    manifest = make_origin(folder).publish(1, Content.of(files, tensors))
     sources = [scripted(from_folder(folder)) for _ in range(2)]
     downloader = make_downloader([source.url for source in sources], tmp_path / "cache")
     assert_content(downloader.fetch(manifest.policy, 20), files, tensors)

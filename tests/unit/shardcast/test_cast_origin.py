@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from shoal.errors import ManifestRefused, PolicyMismatch, ResourceError
 from shoal.protocol import LedgerHead, TensorView
 from shoal.runtime.clock import ManualClock
-from shoal.shardcast import Origin, OriginSettings
+from shoal.shardcast import Content, Origin, OriginSettings, digest_of
 from shoal.shardcast.manifest import manifest_hash, read_manifest
 from shoal.shardcast.tree import HEAD, Tree
 
@@ -26,12 +26,12 @@ def test_what_is_published_is_a_tree_of_plain_files(tmp_path: Path) -> None:
     origin = Origin(tmp_path, RUN, KEY, ManualClock(5000), OriginSettings(chunk_size_bytes=CHUNK))
     ledger = LedgerHead(run=RUN, index=7, hash="c" * 64)
     files, tensors = content()
-    manifest = origin.publish(0, 3, files, tensors, ledger)
+    manifest = origin.publish(3, Content.of(files, tensors), ledger_head=ledger)
     data = (tmp_path / "manifests" / "0.3.json").read_bytes()
     assert read_manifest(data, RUN, KEY.public_key) == manifest
     assert manifest.ledger_head == ledger
     assert manifest.created_at_ms == 5000
-    assert manifest.policy.digest == origin.digest_of(files, tensors)
+    assert manifest.policy.digest == digest_of(files, tensors, CHUNK)
     whole = b"".join(path.read_bytes() for path in chunk_paths(tmp_path, manifest))
     assert whole.startswith(bytes(tensors[0].data))
     assert len(whole) == manifest.size_bytes
@@ -204,7 +204,7 @@ def test_publishing_holds_one_chunk_in_memory_not_the_payload(tmp_path: Path) ->
     origin = Origin(tmp_path, RUN, KEY, settings=OriginSettings(chunk_size_bytes=256 * 1024))
     tracemalloc.start()
     try:
-        origin.publish(0, 0, {}, views, None)
+        origin.publish(0, Content.of({}, views))
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -212,7 +212,7 @@ def test_publishing_holds_one_chunk_in_memory_not_the_payload(tmp_path: Path) ->
 
 
 def test_an_empty_payload_can_be_published(tmp_path: Path) -> None:
-    manifest = make_origin(tmp_path).publish(0, 0, {}, [tensor("empty", 0)], None)
+    manifest = make_origin(tmp_path).publish(0, Content.of({}, [tensor("empty", 0)]))
     assert (manifest.chunks, manifest.size_bytes) == ((), 0)
 
 

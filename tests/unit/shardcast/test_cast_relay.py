@@ -38,7 +38,7 @@ from castkit import (
 from shoal.errors import ConfigError, ResourceError
 from shoal.protocol import Chunk
 from shoal.runtime.stop import StopToken
-from shoal.shardcast import RelayConfig, run_relay
+from shoal.shardcast import Content, RelayConfig, run_relay
 from shoal.shardcast.connection import Connection, Deadline
 from shoal.shardcast.mirror import Mirror
 from shoal.shardcast.tree import HEAD
@@ -274,7 +274,7 @@ def test_a_relay_killed_in_the_middle_resumes_without_fetching_twice(
 ) -> None:
     folder, mirrored = tmp_path / "origin", tmp_path / "relay"
     files, tensors = content(1, sizes=(5000,))
-    manifest = make_origin(folder).publish(0, 1, files, tensors, None)
+    manifest = make_origin(folder).publish(1, Content.of(files, tensors))
     last = manifest.chunks[-1].hash
     slow = scripted(instead(from_folder(folder), {last: lambda target, to: slow.closed.wait(30)}))  # type: ignore[dict-item]
     process, _ = relay_process(mirrored, slow.url)

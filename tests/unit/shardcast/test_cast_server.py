@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from castkit import Running, chunk_paths, eventually, make_origin, publish
 
 from shoal.errors import ResourceError
 from shoal.runtime.stop import StopToken
-from shoal.shardcast import run_origin
-from shoal.shardcast.catalogue import Arrivals, FolderCatalogue
-from shoal.shardcast.server import Request, ServerLimits, TreeServer, serve
+from shoal.shardcast import Content, run_origin
+from shoal.shardcast.catalogue import Arrivals, Blob, Catalogue, FolderCatalogue
+from shoal.shardcast.limits import ServerLimits
+from shoal.shardcast.manifest import Place
+from shoal.shardcast.metrics import Metric
+from shoal.shardcast.server import TreeServer, serve
+from shoal.shardcast.tree import chunk_key, have_key
 
 Start = Callable[[Path], Running]
 
@@ -34,8 +40,8 @@ def ask(url: str, request: bytes, timeout_s: float = 5) -> bytes:
     return answer
 
 
-def get(url: str, target: str, method: str = "GET") -> tuple[int, dict[str, str], bytes]:
-    answer = ask(url, f"{method} {target} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
+def get(url: str, target: str, method: str = "GET", extra: str = "") -> tuple[int, dict[str, str], bytes]:
+    answer = ask(url, f"{method} {target} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n{extra}\r\n".encode(), 15)
     head, body = answer.split(b"\r\n\r\n", 1)
     lines = head.decode().split("\r\n")
     headers = dict(line.lower().split(": ", 1) for line in lines[1:])
@@ -43,12 +49,60 @@ def get(url: str, target: str, method: str = "GET") -> tuple[int, dict[str, str]
 
 
 @contextmanager
-def limited(folder: Path, limits: ServerLimits) -> Iterator[str]:
-    """A server with its own limits."""
-    server = TreeServer(FolderCatalogue(folder), Arrivals(), limits)
-    running = Running(lambda stop, ready: asyncio.run(serve(server, "127.0.0.1", 0, stop.is_set, ready)))
+def serving(server: TreeServer, host: str = "127.0.0.1") -> Iterator[str]:
+    running = Running(lambda stop, ready: asyncio.run(serve(server, host, 0, stop.is_set, ready)))
     yield running.url
     running.end()
+
+
+def limited(folder: Path, limits: ServerLimits) -> AbstractContextManager[str]:
+    """A server with its own limits."""
+    return serving(TreeServer(FolderCatalogue(folder), Arrivals(), limits))
+
+
+class Shelf:
+    """A catalogue of one version of one chunk, which lies in the middle of a file and is there when the test says."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "payload.part"
+        self.path.write_bytes(b"before" + b"chunk" + b"after")
+        self.arrivals = Arrivals()
+        self.known: dict[Place, int] = {(0, 1): 0}
+        self.looks = 0
+
+    def find(self, key: str) -> Blob | None:
+        return Blob(self.path, 6, 5) if key == SHELVED else None
+
+    def expects(self, key: str) -> bool:
+        return key == SHELVED
+
+    def have(self, place: Place) -> bytes | None:
+        return bytes([self.known[place], 255]) if place in self.known else None
+
+    def have_count(self, place: Place) -> int | None:
+        self.looks += 1
+        return self.known.get(place)
+
+    def health(self) -> dict[str, Any]:
+        return {"ok": False, "problem": "too little disk"}
+
+    def metrics(self) -> Sequence[Metric]:
+        return [Metric("versions", "gauge", "Versions held.", len(self.known))]
+
+    def set_count(self, place: Place, count: int | None) -> None:
+        if count is None:
+            del self.known[place]
+        else:
+            self.known[place] = count
+        self.arrivals.notify(have_key(place))
+
+
+SHELVED = chunk_key("ab" * 32)
+
+
+def shelved(shelf: Shelf, limits: ServerLimits = ServerLimits()) -> AbstractContextManager[str]:
+    catalogue: Catalogue = shelf
+    return serving(TreeServer(catalogue, shelf.arrivals, limits))
 
 
 def test_head_manifests_and_chunks_are_served_with_the_right_caching(tmp_path: Path, start_origin: Start) -> None:
@@ -160,6 +214,7 @@ def test_health_counts_bytes_and_names_versions(tmp_path: Path, start_origin: St
     url = start_origin(tmp_path).url
     size = len(get(url, "/head.json")[2])
     health = json.loads(get(url, "/health")[2])
+    assert len(health.pop("instance")) == 16
     assert health == {"ok": True, "role": "origin", "versions": ["0.1"], "bytes_out": size, "connections": 1}
 
 
@@ -220,7 +275,7 @@ def test_a_silent_or_dripping_client_is_cut_off(tmp_path: Path) -> None:
 
 
 def test_a_client_that_does_not_read_is_cut_off_and_others_are_served(tmp_path: Path) -> None:
-    manifest = make_origin(tmp_path).publish(0, 1, {"big": bytes(1)}, [], None)
+    manifest = make_origin(tmp_path).publish(1, Content.of({"big": bytes(1)}))
     path = chunk_paths(tmp_path, manifest)[0]
     path.write_bytes(bytes(32 << 20))  # larger than any socket buffer
     limits = ServerLimits(idle_s=0.3, min_rate_bytes_s=1e9)
@@ -274,15 +329,156 @@ def test_stopping_is_quick_even_with_requests_held(tmp_path: Path, start_origin:
         assert running.end() < 3
 
 
-@pytest.mark.parametrize(
-    ("head", "keep_alive"),
-    [
-        (b"GET / HTTP/1.1\r\n\r\n", True),
-        (b"GET / HTTP/1.0\r\n\r\n", False),
-        (b"GET / HTTP/1.1\r\nConnection: Close\r\n\r\n", False),
-    ],
-)
-def test_keep_alive_is_as_http_says(head: bytes, keep_alive: bool) -> None:
-    request = Request.parse(head)
-    assert request is not None
-    assert request.keep_alive is keep_alive
+def test_a_span_of_a_file_is_served_as_a_chunk(tmp_path: Path) -> None:
+    with shelved(Shelf(tmp_path)) as url:
+        assert get(url, f"/{SHELVED}")[::2] == (200, b"chunk")
+
+
+def test_a_file_shorter_than_it_should_be_is_not_found(tmp_path: Path) -> None:
+    shelf = Shelf(tmp_path)
+    shelf.path.write_bytes(b"before" + b"chun")
+    with shelved(shelf) as url:
+        assert get(url, f"/{SHELVED}")[0] == 404
+
+
+def test_ranges_of_a_chunk_can_be_asked_for(tmp_path: Path) -> None:
+    with shelved(Shelf(tmp_path)) as url:
+        status, headers, body = get(url, f"/{SHELVED}", extra="Range: bytes=1-2\r\n")
+        assert (status, headers["content-range"], body) == (206, "bytes 1-2/5", b"hu")
+        status, headers, body = get(url, f"/{SHELVED}", "HEAD", "Range: bytes=-2\r\n")
+        assert (status, headers["content-length"], body) == (206, "2", b"")
+        assert get(url, f"/{SHELVED}", extra="Range: bytes=5-\r\n")[0] == 416
+        assert get(url, f"/{SHELVED}", extra="Range: bytes=0-1,3-4\r\n")[::2] == (200, b"chunk")
+
+
+def test_a_map_is_held_until_more_chunks_are_there(tmp_path: Path) -> None:
+    shelf = Shelf(tmp_path)
+    with shelved(shelf) as url:
+        assert get(url, "/have/0.1")[::2] == (200, b"\x00\xff")
+        assert get(url, "/have/0.1?count=0&wait_s=0.05")[::2] == (200, b"\x00\xff")
+        answers: list[tuple[int, bytes]] = []
+        asking = threading.Thread(target=lambda: answers.append(get(url, "/have/0.1?count=1&wait_s=20")[::2]))  # type: ignore[arg-type]
+        asking.start()
+        eventually(lambda: shelf.arrivals.waited_for("have/0.1"))
+        looks = shelf.looks
+        shelf.set_count((0, 1), 1)  # more than none, but not more than one
+        eventually(lambda: shelf.looks > looks and shelf.arrivals.waited_for("have/0.1"))
+        assert answers == []
+        shelf.set_count((0, 1), 2)
+        asking.join(5)
+        assert answers == [(200, b"\x02\xff")]
+        headers = get(url, "/have/0.1")[1]
+        assert headers["cache-control"] == "no-store"
+
+
+def test_a_map_of_an_unknown_version_is_not_found_and_one_that_goes_lets_go_who_waits(tmp_path: Path) -> None:
+    shelf = Shelf(tmp_path)
+    with shelved(shelf) as url:
+        for target in ("/have/0.2?wait_s=20", "/have/", "/have/x", "/have/0.1/", "/have/00.1"):
+            assert get(url, target)[0] == 404
+        answers: list[int] = []
+        asking = threading.Thread(target=lambda: answers.append(get(url, "/have/0.1?count=9&wait_s=20")[0]))
+        asking.start()
+        eventually(lambda: shelf.arrivals.waited_for("have/0.1"))
+        shelf.set_count((0, 1), None)
+        asking.join(5)
+        assert answers == [404]
+
+
+def test_an_origin_sends_no_maps(tmp_path: Path, start_origin: Start) -> None:
+    publish(make_origin(tmp_path), 1)
+    assert get(start_origin(tmp_path).url, "/have/0.1")[0] == 404
+
+
+def test_what_a_catalogue_says_of_its_health_counts(tmp_path: Path) -> None:
+    with shelved(Shelf(tmp_path)) as url:
+        health = json.loads(get(url, "/health")[2])
+        assert (health["ok"], health["problem"]) == (False, "too little disk")
+
+
+def test_metrics_count_bytes_connections_and_answers(tmp_path: Path) -> None:
+    with shelved(Shelf(tmp_path)) as url:
+        get(url, f"/{SHELVED}")
+        get(url, "/nothing")
+        get(url, "/nothing")
+        status, headers, body = get(url, "/metrics")
+    lines = body.decode().splitlines()
+    assert (status, headers["content-type"]) == (200, "text/plain; version=0.0.4; charset=utf-8")
+    assert "shoal_cast_sent_bytes_total 5" in lines
+    assert "shoal_cast_connections 1" in lines
+    assert 'shoal_cast_requests_total{status="200"} 1' in lines
+    assert 'shoal_cast_requests_total{status="404"} 2' in lines
+    assert "shoal_cast_versions 1" in lines
+
+
+def test_one_client_has_so_many_connections_and_no_more(tmp_path: Path) -> None:
+    publish(make_origin(tmp_path), 1)
+    with limited(tmp_path, ServerLimits(connections_per_client=2)) as url:
+        host, port = url.removeprefix("http://").split(":")
+        idle = [socket.create_connection((host, int(port)), timeout=5) for _ in range(2)]
+
+        def refused() -> bool:
+            status, headers, _ = get(url, "/head.json")
+            return status == 429 and headers["retry-after"] == "2"
+
+        eventually(refused)
+        with socket.create_connection((host, int(port)), timeout=5, source_address=("127.0.0.2", 0)) as other:
+            other.sendall(b"GET /head.json HTTP/1.1\r\n\r\n")
+            assert other.recv(15) == b"HTTP/1.1 200 OK"
+        for one in idle:
+            one.close()
+        eventually(lambda: get(url, "/head.json")[0] == 200)
+
+
+def test_ipv6_clients_are_let_in_and_counted_by_network(tmp_path: Path) -> None:
+    if not socket.has_ipv6 or not _can_listen_on_ipv6():
+        pytest.skip("this machine has no IPv6 loopback")
+    publish(make_origin(tmp_path), 1)
+    server = TreeServer(FolderCatalogue(tmp_path), Arrivals(), ServerLimits(connections_per_client=1))
+    with serving(server, "::1") as url:
+        port = int(url.rsplit(":", 1)[1])
+        with socket.create_connection(("::1", port), timeout=5) as first:
+            first.sendall(b"GET /head.json HTTP/1.1\r\n\r\n")
+            assert first.recv(15) == b"HTTP/1.1 200 OK"
+            with socket.create_connection(("::1", port), timeout=5) as second:
+                assert second.recv(12) == b"HTTP/1.1 429"
+
+
+def _can_listen_on_ipv6() -> bool:
+    try:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6):
+            return True
+    except OSError:
+        return False
+
+
+def test_a_client_is_sent_no_more_than_its_rate_over_all_its_connections(tmp_path: Path) -> None:
+    shelf = Shelf(tmp_path)
+    size = 30_000
+    shelf.path.write_bytes(bytes(6) + os.urandom(size))
+    shelf.find = lambda key: Blob(shelf.path, 6, size) if key == SHELVED else None  # type: ignore[method-assign]
+    limits = ServerLimits(rate_bytes_s=20_000, idle_s=1.5, min_rate_bytes_s=1e9)  # to wait for a bucket is not to idle
+    with shelved(shelf, limits) as url:
+        started = time.monotonic()
+        bodies: list[bytes] = []
+        clients = [threading.Thread(target=lambda: bodies.append(get(url, f"/{SHELVED}")[2])) for _ in range(3)]
+        for client in clients:
+            client.start()
+        for client in clients:
+            client.join(20)
+        elapsed_s = time.monotonic() - started
+    assert bodies == [shelf.path.read_bytes()[6:]] * 3
+    assert elapsed_s > 3.4  # a bound that no slowness of the machine can break: 90 kB, of which 20 may go at once
+
+
+def test_a_limited_client_that_hangs_up_costs_nothing_more(tmp_path: Path) -> None:
+    shelf = Shelf(tmp_path)
+    size = 10_000_000
+    shelf.path.write_bytes(bytes(6 + size))
+    shelf.find = lambda key: Blob(shelf.path, 6, size) if key == SHELVED else None  # type: ignore[method-assign]
+    with shelved(shelf, ServerLimits(rate_bytes_s=100_000)) as url:
+        host, port = url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=5) as leaving:
+            leaving.sendall(f"GET /{SHELVED} HTTP/1.1\r\n\r\n".encode())
+            assert leaving.recv(15) == b"HTTP/1.1 200 OK"
+        eventually(lambda: json.loads(get(url, "/health")[2])["connections"] == 1)

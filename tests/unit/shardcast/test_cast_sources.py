@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -14,9 +15,9 @@ from castkit import Handler, ScriptedSource, reply
 from shoal.errors import BroadcastError, ConfigError
 from shoal.runtime.stop import StopToken
 from shoal.shardcast.connection import Address, Connection, Deadline, Timeouts
-from shoal.shardcast.sources import SourceScores
+from shoal.shardcast.sources import Kind, SourceScores, Standing
 
-A, B = "http://a:1", "http://b:2"
+A, B, C = "http://a:1", "http://b:2", "http://c:3"
 Scripted = Callable[[Handler], ScriptedSource]
 
 
@@ -97,6 +98,49 @@ def test_what_is_known_of_a_source_survives_a_new_list() -> None:
     assert scores.choose() is None
     scores.failed(A, "a late answer about a source that is gone does no harm")
     assert scores.describe() == "no source is known"
+
+
+def test_each_source_is_one_kind_and_the_nearest_counts() -> None:
+    scores = SourceScores([A], peers=[B, A], last_resort=[C, B])
+    assert scores.kinds() == {A: Kind.UPSTREAM, B: Kind.PEER, C: Kind.LAST_RESORT}
+    scores.drop(B, "lied")
+    scores.set_sources([B], last_resort=[A])
+    assert scores.kinds() == {B: Kind.UPSTREAM, A: Kind.LAST_RESORT}
+    assert scores.usable() == {A}
+
+
+def test_a_last_resort_is_chosen_only_where_there_is_no_other() -> None:
+    now = [0.0]
+    scores = SourceScores([A], last_resort=[C], now_s=lambda: now[0])
+    assert {scores.choose() for _ in range(50)} == {A}
+    scores.failed(A, "is broken")
+    assert {scores.choose() for _ in range(50)} == {C}
+    now[0] += 10
+    assert {scores.choose() for _ in range(50)} == {A}
+    assert scores.choose(without={A}) == C
+
+
+def test_those_ready_come_with_what_is_known_of_them() -> None:
+    scores = SourceScores([A, B], peers=[C])
+    scores.succeeded(A, 1000, 2.0)
+    scores.failed(B, "is broken")
+    ready = scores.ready()
+    assert ready == {A: Standing(Kind.UPSTREAM, 500.0, 500.0), C: Standing(Kind.PEER, 500.0, None)}
+    scores.succeeded(B, 1000, 1.0)
+    assert scores.ready()[B].failures == 0
+
+
+def test_a_slow_source_rests_and_its_bandwidth_is_known_but_it_has_not_failed() -> None:
+    now = [0.0]
+    scores = SourceScores([A, B], now_s=lambda: now[0])
+    scores.succeeded(A, 1000, 1.0)
+    scores.slow(A, 0, 5.0, "is slow")
+    assert set(scores.ready()) == {B}
+    assert scores.describe() == "is slow"
+    now[0] += 10
+    standing = scores.ready()[A]
+    assert 600 < (standing.bandwidth_bytes_s or 0) < 800
+    assert standing.weight == standing.bandwidth_bytes_s  # its success rate is unharmed
 
 
 @pytest.mark.parametrize(
@@ -191,7 +235,11 @@ def test_a_drip_ends_at_the_deadline_in_head_and_body(scripted: Scripted, head: 
 
 
 def read_all(connection: Connection, deadline: Deadline) -> bytes:
-    connection.get("/x", deadline)
+    return read_all_of(connection, "/x", deadline)
+
+
+def read_all_of(connection: Connection, target: str, deadline: Deadline) -> bytes:
+    connection.get(target, deadline)
     return connection.read(1 << 20, deadline)
 
 
@@ -208,6 +256,69 @@ def test_a_stop_ends_a_wait_at_once(scripted: Scripted) -> None:
     with pytest.raises(BroadcastError, match=r"stopped \(test\)"):
         connect(source, stop).get("/x", Deadline(60))
     assert time.monotonic() - started < 3
+
+
+def test_hanging_up_ends_a_wait_at_once_from_another_thread(scripted: Scripted) -> None:
+    """In the head of the answer and in its body; and the connection can be used again."""
+    asked = threading.Event()
+
+    def stall(target: str, to: socket.socket) -> None:
+        if target == "/body":
+            to.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\nabc")
+        if target == "/fine":
+            reply(to, 200, b"fine")
+        asked.set()
+
+    connection = connect(scripted(stall), stall_s=60)
+    for target in ("/head", "/body"):
+        asked.clear()
+        thread = threading.Thread(target=lambda: asked.wait(10) and connection.hang_up())
+        thread.start()
+        with pytest.raises(BroadcastError, match=r"closed the connection|broke the connection"):
+            read_all_of(connection, target, Deadline(60))
+        thread.join(10)
+        assert connection.hung_up
+    assert read_all_of(connection, "/fine", Deadline(5)) == b"fine"
+    assert not connection.hung_up
+
+
+def test_a_request_that_was_hung_up_on_is_not_repeated(scripted: Scripted) -> None:
+    """Though one over an idle connection that the other side has closed is."""
+    asked = threading.Event()
+
+    def answer_once(target: str, to: socket.socket) -> None:
+        if target == "/first":
+            reply(to, 200, b"ok")
+        else:
+            asked.set()
+
+    source = scripted(answer_once)
+    connection = connect(source, stall_s=60)
+    read_all_of(connection, "/first", Deadline(5))
+    thread = threading.Thread(target=lambda: asked.wait(10) and connection.hang_up())
+    thread.start()
+    with pytest.raises(BroadcastError):
+        connection.get("/second", Deadline(60))
+    thread.join(10)
+    assert source.seen == ["/first", "/second"]
+
+
+def test_a_check_sees_the_bytes_and_may_leave(scripted: Scripted) -> None:
+    body = bytes(3_000_000)
+    connection = connect(scripted(lambda target, to: reply(to, 200, body)))
+    seen: list[int] = []
+
+    def check(received: int) -> str | None:
+        seen.append(received)
+        return "was left by the test" if received > 1_000_000 else None
+
+    connection.get("/x", Deadline(5), check)
+    with pytest.raises(BroadcastError, match="was left by the test"):
+        connection.read(len(body), Deadline(5))
+    assert seen == sorted(seen)
+    assert 1_000_000 < seen[-1] < len(body)
+    connection.get("/x", Deadline(5))  # the next request has no check
+    assert connection.read(len(body), Deadline(5)) == body
 
 
 def test_a_truncated_body_is_a_broken_source(scripted: Scripted) -> None:

@@ -108,6 +108,7 @@ class Reporting:
             root_key=config.root_key,
             certificates=config.certificates,
             sources=config.sources,
+            last_resort=config.last_resort,
             environment=config.environment.name,
             environment_digest=config.environment.digest,
             sampling=config.sampling,

@@ -1,0 +1,117 @@
+"""`shoal cast`: broadcast any file or folder. What each command does is in `shoal.cli.casting`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+cast = typer.Typer(
+    name="cast",
+    help="Broadcast files and folders to many machines: signed, verified, resumable. No run or hub is needed.",
+    epilog="Start with: shoal cast publish FILE",
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Host = Annotated[str, typer.Option("--host", help="Address to listen on.")]
+Peers = Annotated[
+    list[str] | None,
+    typer.Option("--peer", metavar="URL", help="Trade chunks with this one of the same level; may be repeated."),
+]
+
+
+@cast.command()
+def publish(
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="A file, or a folder with all that is in it.")],
+    directory: Annotated[Path, typer.Option("--dir", metavar="FOLDER", help="Where the tree is written.")] = Path(
+        "www"
+    ),
+    version: Annotated[
+        int | None, typer.Option("--version", min=0, max=2**31, help="Its number.  [default: the next]")
+    ] = None,
+    key: Annotated[
+        Path | None, typer.Option("--key", metavar="FILE", help="What signs it.  [default: FOLDER.key, made if new]")
+    ] = None,
+    name: Annotated[str | None, typer.Option("--name", help="Of the broadcast.  [default: that of PATH]")] = None,
+    keep: Annotated[int, typer.Option("--keep", min=1, max=500, help="Newest versions kept.")] = 3,
+    serve: Annotated[bool, typer.Option("--serve/--no-serve", help="Serve the tree until stopped.")] = True,
+    host: Host = "0.0.0.0",
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port to listen on.")] = 8471,
+) -> None:
+    """Publish a file or folder as the next version, and serve it."""
+    from shoal.cli.casting.publish import PublishRequest, run_publish
+
+    run_publish(PublishRequest(path, directory, version, key, name, keep, serve, host, port), _verbose())
+
+
+@cast.command()
+def relay(
+    upstreams: Annotated[
+        list[str], typer.Option("--upstream", metavar="URL#KEY", help="Where to mirror from; may be repeated.")
+    ],
+    peers: Peers = None,
+    directory: Annotated[Path, typer.Option("--dir", metavar="FOLDER", help="Where the mirror is kept.")] = Path(
+        "mirror"
+    ),
+    host: Host = "0.0.0.0",
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port to listen on.")] = 8472,
+    keep: Annotated[int, typer.Option("--keep", min=1, max=500, help="Newest versions kept.")] = 3,
+    disk_budget_gb: Annotated[
+        float | None, typer.Option("--disk-budget-gb", min=0.001, help="Keep fewer versions rather than use more.")
+    ] = None,
+    connections_per_client: Annotated[
+        int | None, typer.Option("--connections-per-client", min=1, help="At the same time, by address.")
+    ] = None,
+    rate_per_client_mbit: Annotated[
+        float | None, typer.Option("--rate-per-client-mbit", min=0.1, help="Megabits per second, by address.")
+    ] = None,
+) -> None:
+    """Mirror a broadcast, verify every chunk, and serve it on."""
+    from shoal.cli.casting.relay import RelayRequest, run_cast_relay
+
+    settings = {
+        "kept_versions": keep,
+        "disk_budget_gb": disk_budget_gb,
+        "connections_per_client": connections_per_client,
+        "rate_per_client_mbit": rate_per_client_mbit,
+    }
+    given = {name: value for name, value in settings.items() if value is not None}
+    run_cast_relay(RelayRequest(tuple(upstreams), tuple(peers or ()), directory, host, port, given), _verbose())
+
+
+@cast.command()
+def fetch(
+    sources: Annotated[
+        list[str], typer.Argument(metavar="URL#KEY [URL…]", help="Publisher or relays, with the publisher's key.")
+    ],
+    output: Annotated[str, typer.Option("--output", "-o", metavar="PATH", help="The file or folder to write.")],
+    version: Annotated[str, typer.Option("--version", metavar="N", help="Which one.")] = "newest",
+    peers: Peers = None,
+    share: Annotated[
+        int | None,
+        typer.Option(
+            "--share",
+            metavar="PORT",
+            min=0,
+            max=65535,
+            help="Let others take from here what was fetched; stays until stopped.",
+        ),
+    ] = None,
+    follow: Annotated[bool, typer.Option("--follow", help="Keep fetching new versions.")] = False,
+    wait_s: Annotated[float, typer.Option("--wait", min=0, max=86_400, help="Seconds to try to reach a source.")] = 10,
+    patience_s: Annotated[
+        float, typer.Option("--patience", min=1, max=86_400, help="Give up when nothing arrives for so many seconds.")
+    ] = 60,
+) -> None:
+    """Bring a version here. Ctrl-C and the same command again continues; a second time costs nothing."""
+    from shoal.cli.casting.fetch import FetchRequest, run_fetch
+
+    request = FetchRequest(tuple(sources), tuple(peers or ()), output, version, share, follow, wait_s, patience_s)
+    raise typer.Exit(run_fetch(request, _verbose()))
+
+
+def _verbose() -> bool:
+    return os.environ.get("SHOAL_DEBUG", "") not in ("", "0")

@@ -1,0 +1,321 @@
+"""`shoal cast fetch`: bring a version here, and put it where it was asked for.
+
+    sources ─► .model.bin.cast/<digest>.part ─► .bin ─► model.bin   a link: the disk holds the bytes once
+               trust.json   whom to believe
+
+The hidden folder beside the output is what makes a fetch resumable, a second one free, and the next version a small
+difference. Removing it costs nothing but that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from shoal.cli.casting.meter import megabytes, metered, shares
+from shoal.cli.casting.serving import begin, plain_console, public_url
+from shoal.cli.casting.sharing import HOST, Sharing
+from shoal.cli.casting.trust import Sources, Trust, meet
+from shoal.errors import BroadcastError, ManifestRefused, UserError, VersionNotFound
+from shoal.protocol import PolicyManifest, PolicyRef
+from shoal.runtime.files import ensure_folder, resource_error
+from shoal.runtime.lock import FolderLock
+from shoal.runtime.stop import StopToken
+from shoal.shardcast import Downloader, DownloadSettings, Payload, Progress
+from shoal.shardcast.connection import Connection, Deadline, Timeouts
+from shoal.shardcast.lookup import MANIFEST_S, Lookup, get_document
+from shoal.shardcast.manifest import MAX_MANIFEST_BYTES, read_manifest
+from shoal.shardcast.payload import copy_or_link
+from shoal.shardcast.sources import SourceScores
+from shoal.shardcast.tree import manifest_key, parse_label
+
+log = logging.getLogger(__name__)
+
+STOPPED_CODE = 130
+NEWEST = "newest"
+FOLLOW_S = 1.0
+DEADLINE_S = 30 * 86_400.0  # in all; what ends a fetch that gets nowhere is `patience_s`
+TICK_S = 0.2
+
+
+@dataclass(frozen=True)
+class FetchRequest:
+    sources: tuple[str, ...]
+    peers: tuple[str, ...]
+    output: str
+    version: str
+    share: int | None
+    follow: bool
+    wait_s: float
+    patience_s: float
+
+    @property
+    def path(self) -> Path:
+        return Path(self.output).absolute()
+
+    @property
+    def cache(self) -> Path:
+        return self.path.with_name(f".{self.path.name}.cast")
+
+
+def run_fetch(request: FetchRequest, verbose: bool) -> int:
+    """Fetch, say what came from whom; the exit code."""
+    sources, peers = Sources.parse(request.sources), Sources.parse(request.peers).urls
+    version = _wanted(request)
+    _check_output(request.path)
+    stop = begin("fetch", verbose)
+    if not verbose:
+        logging.getLogger("shoal").setLevel(logging.WARNING)
+    ensure_folder(request.cache)
+    try:
+        with FolderLock(request.cache).acquire(stop):
+            trust, first_use = meet(sources, request.cache / "trust.json", stop, request.wait_s)
+            if first_use:
+                Console(stderr=True, soft_wrap=True).print(_first_use(trust, request.cache), highlight=False)
+            with contextlib.ExitStack() as stack:
+                sharing = None if request.share is None else stack.enter_context(Sharing(request.share))
+                fetch = Fetch(request, sources, peers, trust, stop, sharing)
+                return fetch.follow() if request.follow else fetch.once(version)
+    except BroadcastError:
+        if not stop.is_set():
+            raise
+        log.warning("stopped; the same command continues from here")
+        return STOPPED_CODE
+
+
+class Fetch:
+    """One output and where it comes from."""
+
+    def __init__(
+        self,
+        request: FetchRequest,
+        sources: Sources,
+        peers: tuple[str, ...],
+        trust: Trust,
+        stop: StopToken,
+        sharing: Sharing | None = None,
+    ) -> None:
+        self._request = request
+        self._sources = sources
+        self._peers = peers
+        self._trust = trust
+        self._stop = stop
+        self._sharing = sharing
+        self._held: PolicyRef | None = None
+        self._out, self._console = plain_console(), Console(stderr=True)
+
+    def once(self, version: int | None) -> int:
+        """One version; whoever shares it stays until stopped."""
+        with self._attempt() as (downloader, patience):
+            ref = downloader.newest(self._request.wait_s) if version is None else self._find(version)
+            self._bring(ref, downloader, patience)
+        while self._sharing is not None and not self._stop.wait(FOLLOW_S):
+            pass
+        return 0
+
+    def follow(self) -> int:
+        """Every new version, until stopped. Sources that are away, or lie, are waited out."""
+        said = ""
+        while not self._stop.is_set():
+            try:
+                with self._attempt() as (downloader, patience):
+                    while not self._stop.wait(FOLLOW_S if self._held is not None else 0):
+                        self._bring_newer(downloader, patience)
+                        said = ""
+            except BroadcastError as error:
+                if str(error) != said and not self._stop.is_set():
+                    log.warning("%s; trying again", error)
+                said = str(error)
+                self._stop.wait(FOLLOW_S)
+        return 0
+
+    @contextlib.contextmanager
+    def _attempt(self) -> Iterator[tuple[Downloader, Patience]]:
+        """A downloader, which somebody watches for standing still."""
+        request, trust = self._request, self._trust
+        share = None if self._sharing is None else self._sharing.catalogue
+        with closing(Patience(self._stop, request.patience_s)) as patience:
+            downloader = Downloader(
+                self._sources.urls,
+                trust.run,
+                trust.key,
+                request.cache,
+                patience.token,
+                DownloadSettings(kept_payloads=1),
+                peers=self._peers,
+                share=share,
+            )
+            with closing(downloader):
+                yield downloader, patience
+
+    def _bring_newer(self, downloader: Downloader, patience: Patience) -> None:
+        newest = downloader.newest(self._request.wait_s)
+        if newest != self._held:
+            self._bring(newest, downloader, patience)
+            self._held = newest
+
+    def _bring(self, ref: PolicyRef, downloader: Downloader, patience: Patience) -> None:
+        last: Progress | None = None
+        started_s = time.monotonic()
+        with metered(f"fetching version {ref.version}", self._console) as report, patience.running():
+
+            def on_progress(progress: Progress) -> None:
+                nonlocal last
+                last = progress
+                patience.note(progress.done_bytes, progress.total_bytes)
+                report(progress.done_bytes, progress.total_bytes)
+
+            payload = downloader.fetch(ref, DEADLINE_S, on_progress)
+        seconds = time.monotonic() - started_s
+        target = deliver(payload, self._request.output)
+        self._out.print(_summary(target, payload.manifest, last, seconds))
+        if self._sharing is not None:
+            self._out.print(f"sharing it until stopped:  --peer {public_url(self._sharing.url, HOST)}")
+        self._out.file.flush()
+
+    def _find(self, version: int) -> PolicyRef:
+        """Which content a version number stands for, by the publisher's signature."""
+        scores = SourceScores(self._sources.urls)
+        lookup = Lookup(scores, self._trust.run, self._trust.key, self._stop, Timeouts())
+        with closing(lookup):
+            heads = lookup.heads(Deadline(self._request.wait_s))
+        kept = {parse_label(label) for found in heads.values() for label in found.head.kept_versions}
+        places = [place for place in kept if place is not None and place[1] == version]
+        if not places:
+            offered = ", ".join(str(place[1]) for place in sorted(place for place in kept if place is not None))
+            raise VersionNotFound(f"version {version} is not offered; there is {offered or 'nothing'}")
+        for url in heads:
+            manifest = self._manifest(url, max(places))
+            if manifest is not None:
+                return manifest.policy
+        raise VersionNotFound(f"version {version} is announced, but no source has its manifest (yet)")
+
+    def _manifest(self, url: str, place: tuple[int, int]) -> PolicyManifest | None:
+        connection = Connection(url, self._stop)
+        try:
+            data = get_document(connection, manifest_key(place), MAX_MANIFEST_BYTES, Deadline(MANIFEST_S))
+            return None if data is None else read_manifest(data, self._trust.run, self._trust.key)
+        except ManifestRefused as error:
+            log.warning("%s: %s", url, error)
+            return None
+        except BroadcastError as error:
+            log.warning("%s", error)
+            return None
+        finally:
+            connection.close()
+
+
+class Patience:
+    """Ends a fetch that gets nowhere: its token is set when the user's is, or when nothing has arrived for too long."""
+
+    def __init__(self, stop: StopToken, patience_s: float) -> None:
+        self.token = StopToken()
+        self._stop = stop
+        self._patience_s = patience_s
+        self._bytes = -1
+        self._since_s: float | None = None  # since when nothing has arrived, if something should
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="patience", daemon=True)
+        self._thread.start()
+
+    def note(self, done_bytes: int, total_bytes: int) -> None:
+        """So much is here. When all is, what is left is work of our own, which takes as long as it takes."""
+        if done_bytes >= total_bytes:
+            self._since_s = None
+        elif done_bytes != self._bytes or self._since_s is None:
+            self._since_s = time.monotonic()
+        self._bytes = done_bytes
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """While this lasts, something must arrive now and then."""
+        self._bytes, self._since_s = -1, time.monotonic()
+        try:
+            yield
+        finally:
+            self._since_s = None
+
+    def close(self) -> None:
+        self._closed.set()
+        self._thread.join(10)
+
+    def _watch(self) -> None:
+        while not self._closed.wait(TICK_S):
+            since_s = self._since_s
+            if self._stop.is_set():
+                self.token.set(self._stop.reason)
+            elif since_s is not None and time.monotonic() - since_s > self._patience_s:
+                self.token.set(f"nothing has arrived for {self._patience_s:.0f} s")
+
+
+def deliver(payload: Payload, output: str) -> Path:
+    """Put what was fetched where it was asked for: a single file as a link, several as a folder."""
+    path, manifest = Path(output).absolute(), payload.manifest
+    if len(manifest.entries) != 1 or manifest.entries[0].type != "file":
+        if path.exists() and not path.is_dir():
+            raise UserError(f"a folder has been fetched, but {path} is a file; give a folder with -o")
+        payload.export(path)
+        return path
+    if path.is_dir() or output.endswith("/"):
+        ensure_folder(path)
+        path = path / Path(manifest.entries[0].name).name
+        if path.is_dir():
+            raise UserError(f"a file has been fetched, but {path} is a folder; give another -o")
+    assert payload.path is not None
+    _link(payload.path, path)
+    return path
+
+
+def _link(whole: Path, target: Path) -> None:
+    """Make `target` a second name of `whole`: at once, and without a second copy where the disk allows it."""
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if target.exists() and target.samefile(whole):
+            return
+    except OSError as error:
+        raise resource_error("write", target, error) from error
+    copy_or_link(whole, target)
+
+
+def _summary(target: Path, manifest: PolicyManifest, last: Progress | None, seconds: float) -> str:
+    """Bytes, seconds, rate, and from whom."""
+    fetched = sum(last.by_source.values()) if last is not None else 0
+    what = f"{target.name} version {manifest.policy.version}: {megabytes(manifest.size_bytes)}"
+    if not fetched:
+        return f"{what}, all of it here already; verified in {seconds:.1f} s"
+    assert last is not None
+    how = f"{what} in {seconds:.1f} s, {manifest.size_bytes / 1e6 / max(seconds, 1e-3):.1f} MB/s"
+    part = "" if fetched == manifest.size_bytes else f", of which {megabytes(fetched)} had to be fetched"
+    return f"{how}{part}; from {shares(last.by_source)}"
+
+
+def _first_use(trust: Trust, cache: Path) -> str:
+    return (
+        f"no key was given: believing {trust.key} (broadcast {trust.run}) from now on, remembered in {cache}; "
+        "to be sure, compare it with what `shoal cast publish` printed"
+    )
+
+
+def _wanted(request: FetchRequest) -> int | None:
+    if request.version == NEWEST:
+        return None
+    if request.follow:
+        raise UserError("--follow fetches the newest version, whatever it is: leave --version out")
+    if not (request.version.isascii() and request.version.isdigit() and len(request.version) <= 10):
+        raise UserError(f"--version is a number or {NEWEST!r}, not {request.version!r}")
+    return int(request.version)
+
+
+def _check_output(path: Path) -> None:
+    if not path.name:
+        raise UserError(f"{path} cannot be the output; give a file or folder with -o")
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise UserError(f"{path} is neither a file nor a folder; give another -o")

@@ -1,0 +1,196 @@
+"""`shoal cast publish`: write the next version into a folder, then serve the folder.
+
+    model.bin ─► www/          head.json manifests/ chunks/    what is served, by this command or any HTTP server
+                 www.key       signs it; made on first use, beside the folder and never in it
+
+Publishing again into the same folder makes the next version. A server that already runs there picks it up by itself, so
+the second command then has nothing left to serve.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import ValidationError
+from rich.console import Console
+
+from shoal.cli.casting.meter import megabytes, metered
+from shoal.cli.casting.serving import begin, local_url, plain_console, say_commands
+from shoal.errors import BroadcastError, PolicyMismatch, ProtocolError, ResourceError, UserError
+from shoal.protocol import BroadcastHead, PolicyManifest, SignedDocument, SigningKey, load_or_create_key, open_document
+from shoal.protocol.policy import name_problem
+from shoal.runtime.files import ensure_folder
+from shoal.runtime.stop import StopToken
+from shoal.shardcast import Content, Origin, OriginSettings, run_origin
+from shoal.shardcast.connection import Connection, Deadline
+from shoal.shardcast.lookup import get_document
+from shoal.shardcast.manifest import MAX_HEAD_BYTES
+from shoal.shardcast.tree import HEAD
+
+FIRST_VERSION = 1
+PROBE_S = 2.0
+
+
+@dataclass(frozen=True)
+class PublishRequest:
+    path: Path
+    directory: Path
+    version: int | None
+    key: Path | None
+    name: str | None
+    keep: int
+    serve: bool
+    host: str
+    port: int
+
+    @property
+    def key_path(self) -> Path:
+        return self.key or self.directory.absolute().with_name(f"{self.directory.absolute().name}.key")
+
+
+def run_publish(request: PublishRequest, verbose: bool) -> None:
+    """Publish, say what was published and how to get it, and serve it until stopped."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: what is half written counts for nothing
+    console, out = Console(stderr=True), plain_console()
+    content = _content(request)
+    ensure_folder(request.directory.absolute().parent)
+    key = load_or_create_key(request.key_path)
+    manifest = _publish(request, content, key, console, out)
+    if not request.serve:
+        _say_where(request, manifest, key, out)
+        return
+    stop = begin("cast", verbose)
+    try:
+        run_origin(request.directory, request.host, request.port, stop, lambda url: _say(request, url, key, out))
+    except ResourceError:
+        if not _serves_this(request, manifest, key):
+            raise
+        out.print("a server that already runs there has picked it up; this command is done")
+        _say(request, local_url(request.host, request.port), key, out)
+
+
+def _content(request: PublishRequest) -> Content:
+    """What is to be published, refused in one sentence if it cannot be."""
+    path, directory = request.path.absolute(), request.directory.absolute()
+    if not path.exists():
+        raise UserError(f"there is no file or folder {request.path} to publish")
+    if not (path.is_file() or path.is_dir()):
+        raise UserError(f"{request.path} is neither a file nor a folder")
+    if _is_within(request.key_path, directory):
+        raise UserError(f"the key {request.key_path} would lie in {request.directory}, which is served to everybody")
+    for what, where in (("the key", request.key_path), ("the published tree", directory)):
+        if _is_within(where, path):
+            raise UserError(f"{what} {where} lies in {request.path}, which is to be published; choose another --dir")
+    try:
+        content = Content.at(path)
+    except BroadcastError as error:
+        raise UserError(f"{error}; rename it and publish again") from error
+    if content.size_bytes == 0:
+        raise UserError(f"{request.path} is empty: there is nothing to publish")
+    return content
+
+
+def _is_within(path: Path, folder: Path) -> bool:
+    return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))
+
+
+def _publish(
+    request: PublishRequest, content: Content, key: SigningKey, console: Console, out: Console
+) -> PolicyManifest:
+    head = _head(request.directory, key)
+    name = _name(request, head)
+    version = _version(request, head)
+    origin = Origin(request.directory, name, key, settings=OriginSettings(kept_versions=request.keep))
+    started_s = time.monotonic()
+    try:
+        with metered(f"publishing {request.path.name}", console) as report:
+            manifest = origin.publish(version, content, on_progress=report)
+    except PolicyMismatch as error:
+        raise UserError(
+            f"version {version} is already published with other content; leave --version out to publish the next one"
+        ) from error
+    seconds = time.monotonic() - started_s
+    out.print(
+        f"published {name} version {version}: {megabytes(manifest.size_bytes)} in {seconds:.1f} s, "
+        f"digest {manifest.policy.digest}{_how(manifest)}"
+    )
+    return manifest
+
+
+def _how(manifest: PolicyManifest) -> str:
+    """How little a client that holds the version before has to fetch."""
+    if not manifest.deltas:
+        return ""
+    delta = manifest.deltas[0]
+    return f"; as a difference to version {delta.base.version}: {megabytes(delta.size_bytes)}"
+
+
+def _head(directory: Path, key: SigningKey) -> BroadcastHead | None:
+    """What the folder offers now. A folder that another key signs is not ours to publish into."""
+    try:
+        data = (directory / HEAD).read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise UserError(f"{directory} cannot be published into: {error.strerror}") from error
+    try:
+        return open_document(SignedDocument.model_validate_json(data), BroadcastHead, key.public_key)
+    except (ValidationError, ProtocolError) as error:
+        raise UserError(
+            f"what {directory} offers is not signed by this key: give the right one with --key, or another --dir"
+        ) from error
+
+
+def _name(request: PublishRequest, head: BroadcastHead | None) -> str:
+    if head is not None and request.name not in (None, head.run):
+        raise UserError(f"{request.directory} is the broadcast {head.run!r}; give another --dir for {request.name!r}")
+    name = head.run if head is not None else request.name or request.path.absolute().name
+    problem = name_problem(name) or ("it has a slash" if "/" in name else "")
+    if problem:
+        raise UserError(f"a broadcast cannot be called {name!r}: {problem}; give another --name")
+    return name
+
+
+def _version(request: PublishRequest, head: BroadcastHead | None) -> int:
+    newest = head.policy.version if head is not None else None
+    if request.version is None:
+        return FIRST_VERSION if newest is None else newest + 1
+    if newest is not None and request.version < newest:
+        raise UserError(
+            f"version {request.version} lies before version {newest}, which is published: versions only grow"
+        )
+    return request.version
+
+
+def _say(request: PublishRequest, url: str, key: SigningKey, out: Console) -> None:
+    say_commands(out, url, request.host, key.public_key, request.path.absolute().name)
+
+
+def _say_where(request: PublishRequest, manifest: PolicyManifest, key: SigningKey, out: Console) -> None:
+    if _serves_this(request, manifest, key):
+        _say(request, local_url(request.host, request.port), key, out)
+        return
+    out.print(
+        f"nothing serves {request.directory} at port {request.port}: let any HTTP server do it, and then: "
+        f"shoal cast fetch URL/#{key.public_key} -o {shlex.quote(request.path.absolute().name)}"
+    )
+
+
+def _serves_this(request: PublishRequest, manifest: PolicyManifest, key: SigningKey) -> bool:
+    """Whether somebody on this machine already serves the version just published under this port."""
+    if request.port == 0:
+        return False
+    connection = Connection(local_url(request.host, request.port), StopToken())
+    try:
+        data = get_document(connection, HEAD, MAX_HEAD_BYTES, Deadline(PROBE_S))
+        signed = SignedDocument.model_validate_json(data or b"")
+        return open_document(signed, BroadcastHead, key.public_key).policy == manifest.policy
+    except (BroadcastError, ValidationError, ProtocolError):  # whatever answers there, or does not, is not ours
+        return False
+    finally:
+        connection.close()

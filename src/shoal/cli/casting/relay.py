@@ -1,0 +1,76 @@
+"""`shoal cast relay`: mirror a broadcast and serve it on. Needs a disk and an upstream, nothing else.
+
+What it believes is remembered beside its folder (`mirror.trust.json`), so that it starts again without its upstream.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shoal.cli.casting.serving import begin, plain_console, say_commands
+from shoal.cli.casting.trust import Sources, Trust, agree, meet, short
+from shoal.runtime.files import ensure_folder
+from shoal.runtime.stop import StopToken
+from shoal.shardcast import RelayConfig, RelaySettings, run_relay
+
+log = logging.getLogger(__name__)
+
+WAIT_S = 10 * 365 * 86_400.0  # a relay that is started before its upstream waits for it
+
+
+@dataclass(frozen=True)
+class RelayRequest:
+    upstreams: tuple[str, ...]
+    peers: tuple[str, ...]
+    directory: Path
+    host: str
+    port: int
+    settings: dict[str, Any]
+
+    @property
+    def trust_path(self) -> Path:
+        folder = self.directory.absolute()
+        return folder.with_name(f"{folder.name}.trust.json")
+
+
+def run_cast_relay(request: RelayRequest, verbose: bool) -> None:
+    sources = Sources.parse(request.upstreams)
+    peers = Sources.parse(request.peers)
+    settings = RelaySettings.model_validate(request.settings)
+    ensure_folder(request.directory)
+    stop = begin("relay", verbose)
+    trust = _trust(sources, request.trust_path, stop)
+    if trust is None:
+        return
+    config = RelayConfig(
+        folder=request.directory,
+        upstreams=sources.urls,
+        run=trust.run,
+        trusted_key=trust.key,
+        host=request.host,
+        port=request.port,
+        settings=settings,
+        peers=peers.urls,
+    )
+    out = plain_console()
+    run_relay(config, stop, lambda url: say_commands(out, url, request.host, trust.key, trust.run))
+
+
+def _trust(sources: Sources, path: Path, stop: StopToken) -> Trust | None:
+    """Whom to mirror; None if stopped while nobody was there yet."""
+    _, remembered = agree(sources, path)
+    if remembered is not None:
+        return remembered
+    log.info("looking for the broadcast at %s", ", ".join(sources.urls))
+    try:
+        trust, first_use = meet(sources, path, stop, WAIT_S)
+    except Exception:
+        if stop.is_set():
+            return None
+        raise
+    if first_use:
+        log.warning("no key was given: from now on key %s is believed (remembered in %s)", short(trust.key), path)
+    return trust

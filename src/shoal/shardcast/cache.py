@@ -1,0 +1,423 @@
+"""The payload on a client's disk: one file per set of weights, filled chunk by chunk, mapped when it is whole.
+
+    <digest>.json            the signed manifest
+    <digest>.part            being filled, sparse; a restart looks through it by hash and fetches only what is missing
+    <digest>.bin             whole; mapped read-only, so that tensors are views of it and cost no memory of their own
+    <base>-<digest>.delta    a delta between two of them (…delta.part while it is being fetched)
+
+Chunks are written straight to their place, so the disk holds a version once, not twice. A chunk that another payload
+here already has is copied instead of fetched. No byte is believed because of its file's name: what this process has
+not hashed itself, it hashes before use.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from blake3 import blake3
+
+from shoal.errors import DeltaRefused, ManifestRefused
+from shoal.protocol import Chunk, PolicyManifest, PolicyRef
+from shoal.runtime.files import ensure_folder, resource_error, write_atomically
+from shoal.shardcast.delta import (
+    BLOCK_BYTES,
+    UNSIGNED,
+    Block,
+    DeltaReader,
+    Integers,
+    apply_block,
+    blocks_of,
+    comparable,
+)
+from shoal.shardcast.manifest import read_manifest
+from shoal.shardcast.payload import BlockChanges, Payload, open_payload
+from shoal.shardcast.road import Step
+from shoal.shardcast.share import PayloadCatalogue
+
+REMEMBERED_SHARE = 0.25  # of a payload's size: what may be remembered of how it differs from the one before
+
+OnArrival = Callable[[Chunk, Path, int], None]  # a verified chunk, the file it lies in, and where
+
+
+class PayloadFile:
+    """A payload or a delta being filled; a `Keeper` for the pool."""
+
+    def __init__(
+        self,
+        path: Path,
+        chunks: Sequence[Chunk],
+        chunk_size_bytes: int,
+        donors: Mapping[str, _Donor] | None = None,
+        on_arrival: OnArrival | None = None,
+    ) -> None:
+        self.path = path
+        self._on_arrival = on_arrival
+        self._donors = donors or {}
+        self._offsets: dict[str, list[int]] = defaultdict(list)
+        for index, chunk in enumerate(chunks):
+            self._offsets[chunk.hash].append(index * chunk_size_bytes)
+        self._resumed = path.exists()
+        try:
+            self._file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), "r+b", buffering=0)
+            os.ftruncate(self._file.fileno(), sum(chunk.size_bytes for chunk in chunks))
+        except OSError as error:
+            raise resource_error("write", path, error) from error
+
+    def wants(self, chunk: Chunk) -> bool:
+        return chunk.hash in self._offsets
+
+    def has(self, chunk: Chunk, scratch: memoryview) -> bool:
+        offsets = self._offsets[chunk.hash]
+        if self._resumed and _holds(self._file.fileno(), offsets[0], chunk, scratch):
+            self._write(chunk, scratch, offsets[1:])
+            return True
+        donor = self._donors.get(chunk.hash)
+        if donor is None or not _donated(donor, chunk, scratch):
+            return False
+        self._write(chunk, scratch, offsets)
+        return True
+
+    def keep(self, chunk: Chunk, data: memoryview) -> None:
+        self._write(chunk, data, self._offsets[chunk.hash])
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _write(self, chunk: Chunk, data: memoryview, offsets: list[int]) -> None:
+        """Put a verified chunk in all its places; it is here then, and may be shared."""
+        try:
+            for offset in offsets:
+                written = 0
+                while written < data.nbytes:
+                    written += os.pwrite(self._file.fileno(), data[written:], offset + written)
+        except OSError as error:
+            raise resource_error("write", self.path, error) from error
+        if self._on_arrival is not None:
+            self._on_arrival(chunk, self.path, self._offsets[chunk.hash][0])
+
+
+class PayloadFiles:
+    """Several files filled by one pool; a chunk goes to every one that wants it."""
+
+    def __init__(self, files: Sequence[PayloadFile]) -> None:
+        self._files = files
+
+    def has(self, chunk: Chunk, scratch: memoryview) -> bool:
+        return all(file.has(chunk, scratch) for file in self._files if file.wants(chunk))
+
+    def keep(self, chunk: Chunk, data: memoryview) -> None:
+        for file in self._files:
+            if file.wants(chunk):
+                file.keep(chunk, data)
+
+    def close(self) -> None:
+        for file in self._files:
+            file.close()
+
+
+class PayloadCache:
+    """The payloads in one folder, which belongs to one process. What is verified is also told to `share`, if given."""
+
+    def __init__(self, folder: Path, run: str | None, trusted_key: str, share: PayloadCatalogue | None = None) -> None:
+        self._folder = ensure_folder(folder)
+        self.run = run
+        self._trusted_key = trusted_key
+        self._share = share
+        self._verified: dict[str, PolicyManifest] = {}  # payloads that this process has hashed from end to end
+        self._made: dict[str, _Made] = {}  # how those that came by deltas did so
+
+    def manifest(self, ref: PolicyRef) -> PolicyManifest | None:
+        """The manifest of `ref`, if it is here."""
+        manifest = self._read_manifest(ref.digest)
+        return manifest if manifest is not None and manifest.policy == ref else None
+
+    def is_verified(self, ref: PolicyRef) -> bool:
+        return ref.digest in self._verified and self._path(ref.digest, "bin").exists()
+
+    def held(self) -> dict[str, PolicyManifest]:
+        """The payloads here that a delta could start from, by digest. Those not verified yet may turn out damaged."""
+        found = {path.stem: self._read_manifest(path.stem) for path in self._folder.glob("*.bin")}
+        return {digest: manifest for digest, manifest in found.items() if manifest is not None}
+
+    def remember(self, manifest: PolicyManifest, data: bytes) -> None:
+        digest = manifest.policy.digest
+        write_atomically(self._path(digest, "json"), data)
+        self.offer(manifest)
+        if digest in self._verified:  # the same weights under another version
+            self._verified[digest] = manifest
+
+    def offer(self, manifest: PolicyManifest) -> None:
+        """From now on others may take what is here of it, if anything is shared at all."""
+        if self._share is not None:
+            self._share.offer(manifest, self._path(manifest.policy.digest, "json"))
+
+    def adopt(self, manifest: PolicyManifest) -> bool:
+        """Take over a whole payload that an earlier process left; false if it is not here, or is damaged.
+
+        What is whole of a damaged one is used again when it is filled.
+        """
+        if not self.is_whole(manifest.policy):
+            self._reopen(*(self._path(manifest.policy.digest, suffix) for suffix in ("bin", "part")))
+            return False
+        self._verified[manifest.policy.digest] = manifest
+        self._share_all(manifest)
+        return True
+
+    def fill(self, manifest: PolicyManifest) -> PayloadFile:
+        """The payload's file, to be filled. A whole one left by an earlier process is filled again: by looking."""
+        whole, part = (self._path(manifest.policy.digest, suffix) for suffix in ("bin", "part"))
+        self._reopen(whole, part)
+        donors = self._find_donors(manifest)
+        return PayloadFile(part, manifest.chunks, manifest.chunk_size_bytes, donors, self._on_arrival())
+
+    def fill_delta(self, step: Step) -> PayloadFile:
+        """The file of a delta, to be filled."""
+        whole, part = self._delta_path(step), self._delta_path(step, ".part")
+        self._reopen(whole, part)
+        return PayloadFile(part, step.delta.chunks, step.manifest.chunk_size_bytes, on_arrival=self._on_arrival())
+
+    def finish(self, manifest: PolicyManifest) -> None:
+        """The file is whole: every chunk of it has been verified."""
+        digest = manifest.policy.digest
+        self._rename(self._path(digest, "part"), self._path(digest, "bin"))
+        self._verified[digest] = manifest
+        self._made.pop(digest, None)
+
+    def finish_delta(self, step: Step) -> None:
+        self._rename(self._delta_path(step, ".part"), self._delta_path(step))
+
+    def travel(self, begin: PolicyRef, steps: Sequence[Step]) -> None:
+        """Make the payload of the last step's version out of that of `begin`, in one pass over it.
+
+        Every chunk made is hashed; `DeltaRefused` if one is not what was signed. Memory is one block.
+        """
+        target = steps[-1].manifest
+        if not all(comparable(step.manifest.entries, target.entries) for step in steps):
+            raise DeltaRefused(f"a delta to policy {target.policy.label} starts from a payload of another shape")
+        part = self._path(target.policy.digest, "part")
+        self._remove(part)
+        made = _Made(begin, int(REMEMBERED_SHARE * target.size_bytes))
+        try:
+            with contextlib.ExitStack() as stack:
+                base = stack.enter_context(self._path(begin.digest, "bin").open("rb", buffering=0))
+                deltas = [stack.enter_context(self._delta_path(step).open("rb")) for step in steps]
+                output = stack.enter_context(part.open("wb", buffering=0))
+                readers = [DeltaReader(delta) for delta in deltas]
+                _apply(target, base.fileno(), readers, _Verifying(output.fileno(), target), made)
+        except OSError as error:
+            raise resource_error("write", part, error) from error
+        except DeltaRefused:
+            self._remove(part)
+            raise
+        self.finish(target)
+        self._share_all(target)
+        self._made = {target.policy.digest: made}  # an engine is never further back than one version
+
+    def is_whole(self, ref: PolicyRef) -> bool:
+        """Whether the payload of `ref` lies here and every chunk of it has the hash that was signed."""
+        manifest = self.held().get(ref.digest)
+        if manifest is None:
+            return False
+        scratch = memoryview(bytearray(manifest.chunk_size_bytes))
+        with self._path(ref.digest, "bin").open("rb", buffering=0) as file:
+            return all(
+                _holds(file.fileno(), index * manifest.chunk_size_bytes, chunk, scratch[: chunk.size_bytes])
+                for index, chunk in enumerate(manifest.chunks)
+            )
+
+    def discard(self, ref: PolicyRef) -> None:
+        """Remove a payload that has turned out to be damaged."""
+        self._verified.pop(ref.digest, None)
+        self._remove(self._path(ref.digest, "bin"))
+
+    def load(self, manifest: PolicyManifest) -> Payload:
+        """Map a verified payload."""
+        path = self._path(manifest.policy.digest, "bin")
+        try:
+            os.utime(path)  # the order in which `retain` removes
+            with path.open("rb") as file:
+                whole = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if manifest.size_bytes else b""
+        except OSError as error:
+            raise resource_error("read", path, error) from error
+        made = self._made.get(manifest.policy.digest)
+        if made is None or made.forgotten:
+            return open_payload(manifest, memoryview(whole), path)
+        return open_payload(manifest, memoryview(whole), path, made.begin, made.changed)
+
+    def retain(self, count: int) -> None:
+        """Keep the `count` payloads used last and remove the rest, abandoned parts included.
+
+        A mapping of a removed payload stays valid for as long as somebody holds it.
+        """
+        whole = sorted(self._folder.glob("*.bin"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
+        kept = {path.stem for path in whole[:count]}
+        for path in self._folder.glob("*.*"):
+            name = path.name.partition(".")[0]  # a digest, or two: those of a delta's ends
+            if len(name) >= 64 and name.rpartition("-")[2] not in kept:
+                self._remove(path)
+        self._verified = {digest: manifest for digest, manifest in self._verified.items() if digest in kept}
+
+    def _rename(self, source: Path, target: Path) -> None:
+        try:
+            source.replace(target)
+        except OSError as error:
+            raise resource_error("rename", source, error) from error
+        if self._share is not None:
+            self._share.moved(source, target)
+
+    def _reopen(self, whole: Path, part: Path) -> None:
+        """What an earlier process left as whole is only believed after another look."""
+        if whole.exists():
+            if self._share is not None:
+                self._share.withdraw(whole)
+            whole.replace(part)
+
+    def _remove(self, path: Path) -> None:
+        if self._share is not None:
+            self._share.withdraw(path)
+        path.unlink(missing_ok=True)
+
+    def _on_arrival(self) -> OnArrival | None:
+        return None if self._share is None else self._share.arrived
+
+    def _share_all(self, manifest: PolicyManifest) -> None:
+        """A payload made out of deltas is as good as one that was fetched."""
+        if self._share is not None and manifest.anchor:
+            for index, chunk in enumerate(manifest.chunks):
+                path = self._path(manifest.policy.digest, "bin")
+                self._share.arrived(chunk, path, index * manifest.chunk_size_bytes)
+
+    def _path(self, digest: str, suffix: str) -> Path:
+        return self._folder / f"{digest}.{suffix}"
+
+    def _delta_path(self, step: Step, suffix: str = "") -> Path:
+        return self._folder / f"{step.name}.delta{suffix}"
+
+    def _read_manifest(self, digest: str) -> PolicyManifest | None:
+        if digest in self._verified:
+            return self._verified[digest]
+        if self.run is None:
+            return None
+        try:
+            return read_manifest(self._path(digest, "json").read_bytes(), self.run, self._trusted_key)
+        except (FileNotFoundError, ManifestRefused):
+            return None  # it is fetched again
+
+    def _find_donors(self, manifest: PolicyManifest) -> dict[str, _Donor]:
+        """Where chunks of `manifest` may already lie on this disk."""
+        wanted = {chunk.hash for chunk in manifest.chunks}
+        donors: dict[str, _Donor] = {}
+        for digest, other in self.held().items():
+            for index, chunk in enumerate(other.chunks):
+                if chunk.hash in wanted:
+                    donors[chunk.hash] = _Donor(self._path(digest, "bin"), index * other.chunk_size_bytes)
+        return donors
+
+
+@dataclass
+class _Made:
+    """How a payload was made out of another: what changed, unless that is too much to remember."""
+
+    begin: PolicyRef
+    room_bytes: int
+    changed: list[BlockChanges] = field(default_factory=list)
+    forgotten: bool = False
+
+    def note(self, block: Block, where: Sequence[Integers], data: memoryview) -> None:
+        for positions in where:
+            self.room_bytes -= positions.size * (4 + block.width)
+            if self.room_bytes < 0:
+                self.forgotten = True
+                self.changed.clear()
+            if positions.size and not self.forgotten:
+                values = np.frombuffer(data, UNSIGNED[block.width])[positions]
+                self.changed.append(BlockChanges(block, positions.astype(np.int32), values))
+
+
+def _apply(target: PolicyManifest, base: int, readers: Sequence[DeltaReader], output: _Verifying, made: _Made) -> None:
+    """Every block of the base through all deltas, in one pass."""
+    scratch = memoryview(bytearray(BLOCK_BYTES))
+    for block in blocks_of(target.entries):
+        part = scratch[: block.size_bytes]
+        if not _read_fully(base, block.offset, part):
+            raise DeltaRefused("the payload that a delta starts from is shorter than its manifest says")
+        where = [apply_block(part, reader.next(block), block.width) for reader in readers]
+        output.write(part)
+        made.note(block, where, part)
+    for reader in readers:
+        reader.finish()
+    output.finish()
+
+
+@dataclass(frozen=True)
+class _Donor:
+    """A chunk that another payload on this disk may hold."""
+
+    path: Path
+    offset: int
+
+
+class _Verifying:
+    """Writes a payload in order and hashes it chunk by chunk on the way."""
+
+    def __init__(self, descriptor: int, manifest: PolicyManifest) -> None:
+        self._descriptor = descriptor
+        self._manifest = manifest
+        self._hasher = blake3()
+        self._index = 0
+        self._filled = 0
+
+    def write(self, data: memoryview) -> None:
+        while data.nbytes:
+            chunk = self._manifest.chunks[self._index]
+            piece = data[: chunk.size_bytes - self._filled]
+            self._hasher.update(piece)
+            self._filled += piece.nbytes
+            if self._filled == chunk.size_bytes:
+                self._close_chunk(chunk)
+            data = data[piece.nbytes :]
+            while piece.nbytes:
+                piece = piece[os.write(self._descriptor, piece) :]
+
+    def finish(self) -> None:
+        if self._index != len(self._manifest.chunks):
+            raise DeltaRefused(f"the deltas to policy {self._manifest.policy.label} give too few bytes")
+
+    def _close_chunk(self, chunk: Chunk) -> None:
+        if self._hasher.hexdigest() != chunk.hash:
+            raise DeltaRefused(
+                f"the deltas to policy {self._manifest.policy.label} give other bytes than were signed, "
+                f"in chunk {self._index}"
+            )
+        self._hasher = blake3()
+        self._index, self._filled = self._index + 1, 0
+
+
+def _read_fully(descriptor: int, offset: int, buffer: memoryview) -> bool:
+    filled = 0
+    while filled < buffer.nbytes:
+        count = os.preadv(descriptor, [buffer[filled:]], offset + filled)
+        if count == 0:
+            return False
+        filled += count
+    return True
+
+
+def _holds(descriptor: int, offset: int, chunk: Chunk, scratch: memoryview) -> bool:
+    """Whether the chunk lies at `offset`; then `scratch` holds it."""
+    return _read_fully(descriptor, offset, scratch) and blake3(scratch).hexdigest() == chunk.hash
+
+
+def _donated(donor: _Donor, chunk: Chunk, scratch: memoryview) -> bool:
+    try:
+        with donor.path.open("rb", buffering=0) as file:
+            return _holds(file.fileno(), donor.offset, chunk, scratch)
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,214 @@
+"""What is published: tensors and files as one payload, read where they lie and never held whole.
+
+    tensors (in order given) ┐                    ┌ entry  entry  entry …   names, types, back to back
+    files   (by name)        ┴─► one payload ─────┤
+                                                  └ chunk │ chunk │ last    equal sizes
+
+Tensors lie first, so that a longer `config.json` moves no weights into other chunks and tensors of one type stay
+aligned. Files may be bytes in memory or lie on a disk; a folder is all the files in it, by their paths.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from blake3 import blake3
+from pydantic import ValidationError
+
+from shoal.errors import BroadcastError, ConfigError
+from shoal.protocol import Chunk, Entry, TensorView, content_digest, first_problem
+from shoal.runtime.files import resource_error
+from shoal.shardcast.manifest import chunk_size_for, entries_problem
+
+
+class Span(Protocol):
+    """The bytes of one entry."""
+
+    @property
+    def size_bytes(self) -> int: ...
+
+    def view(self, offset: int, size: int) -> memoryview | None:
+        """These bytes where they lie, if they lie in memory."""
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` from `offset` on."""
+
+
+@dataclass(frozen=True)
+class MemorySpan:
+    data: memoryview
+
+    @property
+    def size_bytes(self) -> int:
+        return self.data.nbytes
+
+    def view(self, offset: int, size: int) -> memoryview | None:
+        return self.data[offset : offset + size]
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        buffer[:] = self.data[offset : offset + buffer.nbytes]
+
+
+@dataclass(frozen=True)
+class FileSpan:
+    """A file on a disk; it must not change while it is being published."""
+
+    path: Path
+    size_bytes: int
+
+    def view(self, offset: int, size: int) -> memoryview | None:  # noqa: ARG002
+        return None
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        try:
+            with self.path.open("rb", buffering=0) as file:
+                whole = os.fstat(file.fileno()).st_size == self.size_bytes
+                filled = 0
+                while whole and filled < buffer.nbytes:
+                    count = os.preadv(file.fileno(), [buffer[filled:]], offset + filled)
+                    filled, whole = filled + count, count > 0
+        except OSError as error:
+            raise resource_error("read", self.path, error) from error
+        if not whole:
+            raise BroadcastError(f"{self.path} was changed while it was being published; publish it again")
+
+
+class Content:
+    """A payload to be published: `Content.of(files, tensors)`, or `Content.at(path)` for a file or a folder.
+
+    >>> content = Content.of({"config.json": b"{}"})
+    >>> content.size_bytes, [bytes(part) for part in content.cut(1)]
+    (2, [b'{', b'}'])
+    """
+
+    def __init__(self, entries: tuple[Entry, ...], spans: Sequence[Span]) -> None:
+        self.entries = entries
+        self._spans = list(spans)
+        self._offsets = [entry.offset for entry in entries]
+
+    @classmethod
+    def of(cls, files: Mapping[str, bytes], tensors: Sequence[TensorView] = ()) -> Content:
+        """Tensors and small files in memory, borrowed."""
+        parts: list[tuple[str, TensorView | None, Span]] = [
+            (tensor.name, tensor, MemorySpan(_flat(tensor.name, tensor.data))) for tensor in tensors
+        ]
+        parts += [(name, None, MemorySpan(memoryview(files[name]))) for name in sorted(files)]
+        return cls._laid_out(parts)
+
+    @classmethod
+    def at(cls, path: Path) -> Content:
+        """A file, under its own name, or all files in a folder, under their paths in it."""
+        found = {path.name: path} if path.is_file() else _files_in(path)
+        return cls._laid_out([(name, None, _file_span(file)) for name, file in sorted(found.items())])
+
+    @classmethod
+    def _laid_out(cls, parts: Sequence[tuple[str, TensorView | None, Span]]) -> Content:
+        entries: list[Entry] = []
+        offset = 0
+        try:
+            for name, tensor, span in parts:
+                entries.append(_entry(name, tensor, offset, span.size_bytes))
+                offset += span.size_bytes
+        except ValidationError as error:
+            raise BroadcastError(f"{name!r} cannot be published: {first_problem(error)}") from error
+        problem = entries_problem(tuple(entries), offset)
+        if problem:
+            raise BroadcastError(f"these files and tensors cannot be published: {problem}")
+        return cls(tuple(entries), [span for _, _, span in parts])
+
+    @property
+    def size_bytes(self) -> int:
+        return self.entries[-1].offset + self.entries[-1].size_bytes if self.entries else 0
+
+    def part(self, offset: int, size: int, scratch: memoryview) -> memoryview:
+        """A part of the payload: where it lies if it lies in one piece of memory, else copied into `scratch`."""
+        index = bisect_right(self._offsets, offset) - 1
+        inside = offset - self._offsets[index]
+        if inside + size <= self._spans[index].size_bytes:
+            view = self._spans[index].view(inside, size)
+            if view is not None:
+                return view
+        filled = 0
+        while filled < size:
+            span = self._spans[index]
+            count = min(size - filled, span.size_bytes - inside)
+            if count > 0:
+                span.read_into(inside, scratch[filled : filled + count])
+            filled, inside, index = filled + count, 0, index + 1
+        return scratch[:size]
+
+    def cut(self, chunk_size_bytes: int) -> Iterator[memoryview]:
+        """The payload chunk by chunk, holding at most one chunk. A view is valid until the next is asked for."""
+        scratch = memoryview(bytearray(min(chunk_size_bytes, max(1, self.size_bytes))))
+        for offset in range(0, self.size_bytes, chunk_size_bytes):
+            yield self.part(offset, min(chunk_size_bytes, self.size_bytes - offset), scratch)
+
+
+def chunk_of(data: memoryview) -> Chunk:
+    return Chunk(hash=blake3(data).hexdigest(), size_bytes=data.nbytes)
+
+
+def digest_of(files: Mapping[str, bytes], tensors: Sequence[TensorView], chunk_size_bytes: int | None = None) -> str:
+    """The digest that publishing these would sign, without writing anything."""
+    content = Content.of(files, tensors)
+    size = chunk_size_bytes or chunk_size_for(content.size_bytes)
+    return content_digest(content.entries, size, tuple(chunk_of(data) for data in content.cut(size)))
+
+
+def _entry(name: str, tensor: TensorView | None, offset: int, size_bytes: int) -> Entry:
+    if tensor is None:
+        return Entry(name=name, type="file", offset=offset, size_bytes=size_bytes)
+    return Entry(name=name, type="tensor", offset=offset, size_bytes=size_bytes, dtype=tensor.dtype, shape=tensor.shape)
+
+
+def _flat(name: str, data: memoryview) -> memoryview:
+    if data.nbytes == 0:
+        return memoryview(b"")  # a view with a zero in its shape cannot be cast
+    if not data.c_contiguous:
+        raise BroadcastError(f"tensor {name} is not contiguous in memory; make it contiguous before publishing")
+    return data.cast("B")
+
+
+def _file_span(path: Path) -> FileSpan:
+    try:
+        status = path.stat()
+        with path.open("rb"):
+            pass
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    return FileSpan(path, status.st_size)
+
+
+def _files_in(folder: Path) -> dict[str, Path]:
+    """All files below `folder`; one that is neither file nor folder, or a link to nowhere, is refused by name."""
+    if not folder.is_dir():
+        raise ConfigError(f"there is no file or folder {folder} to publish")
+
+    def fail(error: OSError) -> None:
+        raise ConfigError(f"cannot read {error.filename}: {error.strerror}") from error
+
+    found: dict[str, Path] = {}
+    for where, folders, names in os.walk(folder, onerror=fail):
+        links = [name for name in folders if (Path(where) / name).is_symlink()]
+        for name in [*names, *links]:
+            path = Path(where) / name
+            if not path.is_file():
+                raise ConfigError(f"{path} is {_kind(path)}: only files and folders can be published; remove it first")
+            found[path.relative_to(folder).as_posix()] = path
+    if not found:
+        raise ConfigError(f"the folder {folder} holds no files to publish")
+    return found
+
+
+def _kind(path: Path) -> str:
+    if path.is_symlink():
+        return "a link to a folder" if path.is_dir() else "a link to nothing that can be read"
+    mode = path.lstat().st_mode
+    kinds = {"a socket": stat.S_ISSOCK, "a pipe": stat.S_ISFIFO}
+    return next((name for name, matches in kinds.items() if matches(mode)), "a device")

@@ -1,0 +1,271 @@
+"""Lossless deltas: what changed between two versions of a payload, in about one hundredth of the bytes.
+
+    payload ─► spans (neighbouring entries of one width) ─► blocks of 2 MiB ─► one delta block each, in order
+
+    old ─┐  where    positions that differ, as gaps ────────────┐ planes: all lowest bytes,
+         ├─ by how   steps in units of the last place, zigzag ──┴ all second lowest, … ─► zstd each ─► a delta block
+    new ─┘
+
+Floating-point bits are read as sign and magnitude and put on one line, on which neighbouring numbers differ by 1: a
+small update is a small step there, across zero and across exponents alike. Nothing is rounded: applying a delta gives
+the new bits, whatever they mean. So the same coding serves bf16, fp16, fp32 and plain bytes.
+
+A delta is trusted no further than its length: every count in it is checked before anything is allocated or written,
+and what it makes is believed only when its digest is the one that was signed.
+
+    >>> old, new = bytearray(b"abcdefgh"), b"abcdefgi"
+    >>> apply_block(memoryview(old), encode_block(memoryview(old), memoryview(new), width=2), width=2).tolist()
+    [3]
+    >>> bytes(old) == new
+    True
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+import zstandard
+
+from shoal.errors import CodecError, DeltaRefused
+from shoal.protocol import Entry
+from shoal.protocol.codec import inflate_exactly
+from shoal.protocol.tensor import ITEM_BYTES
+
+Bits = npt.NDArray[Any]
+Integers = npt.NDArray[np.int64]
+
+MAGIC = b"SHOALD1\n"
+BLOCK_BYTES = 2 * 1024 * 1024
+HEADER = struct.Struct("<IBB2x")  # changes, planes of gaps, planes of steps; then the packed size of every plane
+SIZE = struct.Struct("<I")
+NOTHING = HEADER.pack(0, 0, 0)
+MAX_GAP_PLANES = 3  # a block has at most 2 ** 21 values
+LEVEL = 1
+WORD_BYTES = 8
+FRAME_SLACK_BYTES = 1024  # what a zstd frame may cost beyond its content
+UNSIGNED: dict[int, npt.DTypeLike] = {1: np.uint8, 2: np.uint16, 4: np.uint32}
+SIGNED: dict[int, npt.DTypeLike] = {1: np.int8, 2: np.int16, 4: np.int32}
+
+
+@dataclass(frozen=True)
+class Block:
+    """A part of the payload that is compared at once: its place, and the width of one value in bytes."""
+
+    offset: int
+    size_bytes: int
+    width: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.size_bytes
+
+
+def blocks_of(entries: Sequence[Entry]) -> Iterator[Block]:
+    """How a payload is cut for a delta. Both sides compute it from the same signed entries."""
+    for offset, size, width in _spans(entries):
+        for at in range(offset, offset + size, BLOCK_BYTES):
+            yield Block(at, min(BLOCK_BYTES, offset + size - at), width)
+
+
+def comparable(old: Sequence[Entry], new: Sequence[Entry]) -> bool:
+    """Whether a delta between payloads of these entries is possible: the same names, types and sizes."""
+    return tuple(old) == tuple(new)
+
+
+def encode_block(old: memoryview, new: memoryview, width: int) -> bytes:
+    """The delta of one block; both views have the same size."""
+    old_bits, new_bits = _bits(old, width), _bits(new, width)
+    where = _changed(old_bits, new_bits)
+    if where.size == 0:
+        return NOTHING
+    gaps = _planes(np.diff(where, prepend=-1) - 1)
+    steps = _planes(_zigzag(_line(new_bits[where]) - _line(old_bits[where])))
+    compress = zstandard.ZstdCompressor(level=LEVEL).compress
+    packed = [compress(plane) for plane in (*gaps, *steps)]
+    header = HEADER.pack(where.size, len(gaps), len(steps)) + b"".join(SIZE.pack(len(plane)) for plane in packed)
+    return header + b"".join(packed)
+
+
+@dataclass(frozen=True)
+class Changes:
+    """A delta block, decoded: at `where` (ascending) the value moves by `steps` along the line."""
+
+    where: Integers
+    steps: Integers
+
+
+def decode_block(data: bytes | memoryview, values: int, width: int) -> Changes:
+    """Read a delta block for `values` values, or raise `DeltaRefused`."""
+    header = _Header.read(data, values, width)
+    if header.end != len(data):
+        raise DeltaRefused("a delta block has another length than it says")
+    if header.changes == 0:
+        return Changes(np.empty(0, np.int64), np.empty(0, np.int64))
+    planes, at = [], header.size
+    for size in header.plane_sizes:
+        try:
+            planes.append(np.frombuffer(inflate_exactly(bytes(data[at : at + size]), header.changes), np.uint8))
+        except CodecError as error:
+            raise DeltaRefused(f"a delta block is damaged: {error}") from error
+        at += size
+    where = np.cumsum(_from_planes(planes[: header.gap_planes]) + 1) - 1
+    if int(where[-1]) >= values:
+        raise DeltaRefused(f"a delta block changes value {int(where[-1])} of {values}")
+    return Changes(where, _unzigzag(_from_planes(planes[header.gap_planes :])))
+
+
+def apply_block(target: memoryview, data: bytes | memoryview, width: int) -> Integers:
+    """Turn the old values in `target` into the new ones, in place; the positions that changed."""
+    bits = _bits(target, width)
+    changes = decode_block(data, bits.size, width)
+    if changes.where.size:
+        moved = _line(bits[changes.where]) + changes.steps
+        limits = np.iinfo(SIGNED[width])
+        if int(moved.min()) < limits.min or int(moved.max()) > limits.max:
+            raise DeltaRefused("a delta block moves a value off the end of the line")
+        bits[changes.where] = _unline(moved, width)
+    return changes.where
+
+
+class DeltaReader:
+    """Reads the blocks of a delta one after the other, holding one at a time.
+
+    >>> with path.open("rb") as file:                                    # doctest: +SKIP
+    ...     reader = DeltaReader(file)
+    ...     for block in blocks_of(manifest.entries):
+    ...         apply_block(payload[block.offset : block.end], reader.next(block), block.width)
+    ...     reader.finish()
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        if file.read(len(MAGIC)) != MAGIC:
+            raise DeltaRefused("a delta does not begin as a delta does")
+
+    def next(self, block: Block) -> bytes:
+        """The delta block for `block`; its counts are checked before its bytes are read."""
+        head = self._exactly(HEADER.size)
+        head += self._exactly(_Header.table_size(head))
+        header = _Header.read(head, block.size_bytes // block.width, block.width)
+        return head + self._exactly(header.end - header.size)
+
+    def finish(self) -> None:
+        if self._file.read(1):
+            raise DeltaRefused("a delta goes on after its last block")
+
+    def _exactly(self, size: int) -> bytes:
+        data = self._file.read(size)
+        if len(data) != size:
+            raise DeltaRefused("a delta ends in the middle of a block")
+        return data
+
+
+def _spans(entries: Sequence[Entry]) -> Iterator[tuple[int, int, int]]:
+    """Neighbouring entries of one width as (offset, size, width)."""
+    begin = end = width = 0
+    for entry in entries:
+        own = _width(entry)
+        if own != width and end > begin:
+            yield begin, end - begin, width
+            begin = end
+        width, end = own, entry.offset + entry.size_bytes
+    if end > begin:
+        yield begin, end - begin, width
+
+
+def _width(entry: Entry) -> int:
+    """Files are compared as 16-bit values where their size allows: most large ones hold bf16 weights."""
+    if entry.type == "tensor" and entry.dtype is not None:
+        return min(4, ITEM_BYTES[entry.dtype])
+    return 2 if entry.size_bytes % 2 == 0 else 1
+
+
+@dataclass(frozen=True)
+class _Header:
+    """What a delta block says of itself, every number within what a block of its size can need."""
+
+    changes: int
+    gap_planes: int
+    plane_sizes: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return HEADER.size + SIZE.size * len(self.plane_sizes)
+
+    @property
+    def end(self) -> int:
+        return self.size + sum(self.plane_sizes)
+
+    @staticmethod
+    def table_size(data: bytes | memoryview) -> int:
+        """How many bytes of plane sizes follow the fixed part of a header."""
+        planes: int = sum(HEADER.unpack_from(data)[1:])
+        return SIZE.size * planes
+
+    @classmethod
+    def read(cls, data: bytes | memoryview, values: int, width: int) -> _Header:
+        if len(data) < HEADER.size or len(data) < HEADER.size + cls.table_size(data):
+            raise DeltaRefused("a delta block is shorter than its header")
+        changes, gap_planes, step_planes = HEADER.unpack_from(data)
+        counts = range(gap_planes + step_planes)
+        sizes = tuple(SIZE.unpack_from(data, HEADER.size + SIZE.size * index)[0] for index in counts)
+        fits = changes <= values and gap_planes <= MAX_GAP_PLANES and step_planes <= width + 1
+        present = (gap_planes > 0) == (step_planes > 0) == (changes > 0)
+        if not (fits and present) or any(size > changes + FRAME_SLACK_BYTES for size in sizes):
+            raise DeltaRefused("a delta block says more of itself than a block can hold")
+        return cls(changes, gap_planes, sizes)
+
+
+def _bits(data: memoryview, width: int) -> Bits:
+    return np.frombuffer(data, UNSIGNED[width])
+
+
+def _changed(old: Bits, new: Bits) -> Integers:
+    """The positions that differ, ascending. Eight bytes are compared at a time, for most of them are equal."""
+    lanes = WORD_BYTES // old.itemsize
+    whole = old.size - old.size % lanes
+    words = np.flatnonzero(old[:whole].view(np.uint64) != new[:whole].view(np.uint64))
+    rows, lane = np.nonzero(old[:whole].reshape(-1, lanes)[words] != new[:whole].reshape(-1, lanes)[words])
+    where = words[rows] * lanes + lane
+    rest = np.flatnonzero(old[whole:] != new[whole:]) + whole
+    return np.concatenate([where, rest]) if rest.size else where
+
+
+def _line(bits: Bits) -> Integers:
+    """Sign and magnitude as one line: …, -2, -1 (that is -0.0), 0, 1, 2, …"""
+    signed = bits.view(SIGNED[bits.itemsize]).astype(np.int64)
+    return np.where(signed < 0, np.iinfo(SIGNED[bits.itemsize]).min - signed - 1, signed)
+
+
+def _unline(line: Integers, width: int) -> Bits:
+    signed = np.where(line < 0, np.iinfo(SIGNED[width]).min - line - 1, line)
+    return signed.astype(SIGNED[width]).view(UNSIGNED[width])
+
+
+def _zigzag(steps: Integers) -> Integers:
+    """+1, -1, +2, -2, … as 1, 0, 3, 2, …; a step is never 0."""
+    return ((steps << 1) ^ (steps >> 63)) - 1
+
+
+def _unzigzag(codes: Integers) -> Integers:
+    whole = codes + 1
+    return (whole >> 1) ^ -(whole & 1)
+
+
+def _planes(values: Integers) -> list[bytes]:
+    """The lowest bytes of all values, then the second lowest, …, as far as the largest needs."""
+    count = max(1, (int(values.max()).bit_length() + 7) // 8)
+    parts = values.astype("<i8").view(np.uint8).reshape(-1, 8)
+    return [parts[:, index].tobytes() for index in range(count)]
+
+
+def _from_planes(planes: Sequence[npt.NDArray[np.uint8]]) -> Integers:
+    values: Integers = planes[0].astype(np.int64)
+    for index, plane in enumerate(planes[1:], 1):
+        values |= plane.astype(np.int64) << (8 * index)
+    return values

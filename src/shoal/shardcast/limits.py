@@ -1,0 +1,128 @@
+"""What one client may cost: connections and bytes per second, counted by address.
+
+    connection ─► Guests.enter ─┬─ one more of this address ─► Guest: a bucket that fills at `rate_bytes_s`
+                                └─ too many: None, and the server answers 429
+
+An address of IPv4 is one client. Of IPv6 it is the /64 network, because whoever has one address there has all of them.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass, field
+
+BURST_S = 1.0  # what a client that was quiet may be sent at once
+SLICES_PER_S = 8
+MIN_SLICE_BYTES = 16 * 1024
+REMEMBERED = 4096
+
+
+@dataclass(frozen=True)
+class ServerLimits:
+    """What a server bears; None is no limit.
+
+    `watch_head_s`: how often a head that another process writes is looked at.
+    """
+
+    max_connections: int = 512
+    connections_per_client: int | None = None
+    rate_bytes_s: float | None = None  # to one client, over all its connections
+    idle_s: float = 30.0
+    hold_s: float = 8.0  # below the time a client waits for a first byte, so that it hears "busy", not silence
+    min_rate_bytes_s: float = 32 * 1024
+    watch_head_s: float = 0.05
+
+
+@dataclass
+class Guest:
+    """One client: how many connections it has, and how many bytes it may be sent now (below 0: it has to wait)."""
+
+    rate_bytes_s: float | None
+    connections: int = 0
+    _level_bytes: float = field(init=False)
+    _filled_at_s: float = field(init=False, default=float("-inf"))
+
+    def __post_init__(self) -> None:
+        self._level_bytes = self._full_bytes
+
+    @property
+    def _full_bytes(self) -> float:
+        return 0.0 if self.rate_bytes_s is None else self.rate_bytes_s * BURST_S
+
+    def slice_of(self, size_bytes: int) -> int:
+        """How much of `size_bytes` to send before the bucket is asked again."""
+        if self.rate_bytes_s is None:
+            return size_bytes
+        return min(size_bytes, max(MIN_SLICE_BYTES, int(self.rate_bytes_s / SLICES_PER_S)))
+
+    def take(self, size_bytes: int, now_s: float) -> float:
+        """Take so many bytes out of the bucket; for how long to wait before they are sent."""
+        if self.rate_bytes_s is None:
+            return 0.0
+        self._fill(now_s)
+        self._level_bytes -= size_bytes
+        return max(0.0, -self._level_bytes / self.rate_bytes_s)
+
+    def is_done(self, now_s: float) -> bool:
+        """Whether nothing needs to be remembered of it: gone, and with a full bucket again."""
+        self._fill(now_s)
+        return self.connections == 0 and self._level_bytes >= self._full_bytes
+
+    def _fill(self, now_s: float) -> None:
+        if self.rate_bytes_s is not None:
+            gained = (now_s - self._filled_at_s) * self.rate_bytes_s
+            self._level_bytes = min(self._full_bytes, self._level_bytes + gained)
+            self._filled_at_s = now_s
+
+
+class Guests:
+    """The clients that are here, or were just now: a bucket is not full again because its owner reconnects.
+
+    >>> guests = Guests(connections_per_client=1, rate_bytes_s=None)
+    >>> guests.enter("192.0.2.7", now_s=0.0) is None, guests.enter("192.0.2.7", now_s=0.0) is None
+    (False, True)
+    """
+
+    def __init__(self, connections_per_client: int | None, rate_bytes_s: float | None) -> None:
+        self._most = connections_per_client
+        self._rate_bytes_s = rate_bytes_s
+        self._guests: dict[str, Guest] = {}
+
+    def enter(self, address: str, now_s: float) -> Guest | None:
+        """One more connection of this address; None if it has as many as it may."""
+        client = client_of(address)
+        guest = self._guests.get(client)
+        if guest is None:
+            self._tidy(now_s)
+            guest = self._guests.setdefault(client, Guest(self._rate_bytes_s))
+        if self._most is not None and guest.connections >= self._most:
+            return None
+        guest.connections += 1
+        return guest
+
+    def leave(self, guest: Guest) -> None:
+        guest.connections -= 1
+
+    def __len__(self) -> int:
+        return len(self._guests)
+
+    def _tidy(self, now_s: float) -> None:
+        if len(self._guests) >= REMEMBERED:
+            self._guests = {client: guest for client, guest in self._guests.items() if not guest.is_done(now_s)}
+
+
+def client_of(address: str) -> str:
+    """Whom an address belongs to, as far as limits go.
+
+    >>> client_of("::ffff:192.0.2.7"), client_of("2001:db8::1:2:3:4%eth0")
+    ('192.0.2.7', '2001:db8::/64')
+    """
+    try:
+        parsed = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return address
+    if isinstance(parsed, ipaddress.IPv4Address):
+        return str(parsed)
+    if parsed.ipv4_mapped is not None:
+        return str(parsed.ipv4_mapped)
+    return str(ipaddress.ip_network((parsed, 64), strict=False))

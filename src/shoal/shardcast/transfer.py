@@ -1,0 +1,174 @@
+"""One fetch on its way: the files of a road filled by a pool, then the deltas applied, with progress and a last line.
+
+road ─► files: a payload, deltas ─► pool, until nothing is pending ─► files renamed ─► deltas applied ─► target
+                                      every TICK_S: stop? deadline? every source a liar? a version gone? progress
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from shoal.errors import BroadcastError, ChunkCorrupt, VersionNotFound
+from shoal.protocol import PolicyManifest, PolicyRef
+from shoal.runtime.stop import StopToken
+from shoal.shardcast.cache import PayloadCache, PayloadFile, PayloadFiles
+from shoal.shardcast.connection import Deadline
+from shoal.shardcast.lookup import Lookup
+from shoal.shardcast.pool import ChunkPool, PoolSettings
+from shoal.shardcast.road import Road
+from shoal.shardcast.share import PayloadCatalogue
+from shoal.shardcast.sources import SourceScores
+
+log = logging.getLogger(__name__)
+
+TICK_S = 0.1
+GONE_CHECK_S = 1.0
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a fetch has come: of the bytes that its road needs, those that are here."""
+
+    label: str
+    done_bytes: int
+    total_bytes: int
+    seconds: float
+    by_source: Mapping[str, int]
+    road: str
+
+
+OnProgress = Callable[[Progress], None]
+
+
+class RoadClosed(Exception):
+    """A version in between is gone; another road may lead to the target."""
+
+
+class Superseded(BroadcastError):
+    """A fetch in the background has given way to one that somebody waits for."""
+
+
+@dataclass(frozen=True)
+class TransferParts:
+    """What a downloader lends to its transfers."""
+
+    cache: PayloadCache
+    scores: SourceScores
+    lookup: Lookup
+    stop: StopToken
+    pool: PoolSettings
+    share: PayloadCatalogue | None = None
+
+
+class Transfer:
+    """Takes roads to one target until one of them leads there."""
+
+    def __init__(
+        self,
+        parts: TransferParts,
+        target: PolicyManifest,
+        deadline: Deadline,
+        on_progress: OnProgress | None,
+        give_way: Callable[[], bool],
+    ) -> None:
+        self._parts = parts
+        self._ref = target.policy
+        self._target = target
+        self._deadline = deadline
+        self._on_progress = on_progress
+        self._give_way = give_way
+        self._started_s = time.monotonic()
+
+    def take(self, road: Road) -> None:
+        """Fetch what the road needs and travel it. Raises `RoadClosed` or `DeltaRefused` if another may be better."""
+        cache = self._parts.cache
+        files: list[PayloadFile] = []
+        if road.whole is not None:
+            files.append(cache.fill(road.whole))
+        files += [cache.fill_delta(step) for step in road.steps]
+        pool = self._fill(road, PayloadFiles(files))
+        if road.whole is not None:
+            cache.finish(road.whole)
+        for step in road.steps:
+            cache.finish_delta(step)
+        if road.steps:
+            cache.travel(road.begin, road.steps)
+        self._report(road, pool)
+
+    def _fill(self, road: Road, files: PayloadFiles) -> ChunkPool:
+        pool = ChunkPool(self._parts.scores, files, self._parts.pool)
+        for manifest in road.manifests():
+            pool.watch(manifest)
+        if road.whole is not None:
+            pool.want(road.whole.chunks)
+        for step in reversed(road.steps):
+            pool.want(step.delta.chunks)
+        if self._parts.share is not None:
+            self._parts.share.announced = pool.announced
+        pool.start()
+        try:
+            self._await(road, pool)
+        finally:
+            pool.close(self._parts.stop.reason or "done")
+            if self._parts.share is not None:
+                self._parts.share.announced = tuple
+            files.close()
+        return pool
+
+    def _await(self, road: Road, pool: ChunkPool) -> None:
+        next_check = Deadline(0)
+        while not pool.wait(TICK_S):
+            self._tell(road, pool)
+            self._raise_if_pointless(pool)
+            usable = self._parts.scores.usable()
+            if usable and usable <= pool.absent and next_check.passed():
+                self._check_not_gone(road)
+                next_check = Deadline(GONE_CHECK_S)
+        if pool.error is not None:
+            raise pool.error
+        self._tell(road, pool)
+
+    def _raise_if_pointless(self, pool: ChunkPool) -> None:
+        stop, scores = self._parts.stop, self._parts.scores
+        if stop.is_set():
+            raise BroadcastError(f"stopped ({stop.reason}) while fetching policy {self._ref.label}")
+        if self._give_way():
+            raise Superseded(f"the fetch of policy {self._ref.label} gives way to another; what has come stays")
+        if not scores.usable() and scores.sources():
+            raise ChunkCorrupt(
+                f"policy {self._ref.label} cannot be fetched: every source is dropped: {scores.describe()}"
+            )
+        if self._deadline.passed():
+            raise BroadcastError(
+                f"policy {self._ref.label} did not arrive before the deadline: {pool.pending()} chunks are missing; "
+                f"{scores.describe()}"
+            )
+
+    def _check_not_gone(self, road: Road) -> None:
+        """Nobody has a chunk: is a version of this road no longer offered?"""
+        self._parts.lookup.check_not_gone(self._ref, self._deadline)
+        between: list[PolicyRef] = [manifest.policy for manifest in road.manifests() if manifest.policy != self._ref]
+        for ref in between:
+            try:
+                self._parts.lookup.check_not_gone(ref, self._deadline)
+            except VersionNotFound as error:
+                raise RoadClosed(str(error)) from error
+
+    def _tell(self, road: Road, pool: ChunkPool) -> None:
+        if self._on_progress is None:
+            return
+        done, total = pool.progress()
+        seconds = time.monotonic() - self._started_s
+        self._on_progress(Progress(self._ref.label, done, total, seconds, dict(pool.fetched_bytes), road.describe()))
+
+    def _report(self, road: Road, pool: ChunkPool) -> None:
+        fetched = sum(pool.fetched_bytes.values())
+        parts = ", ".join(f"{source}: {size / 1e6:.1f} MB" for source, size in pool.fetched_bytes.most_common())
+        log.info(
+            "policy %s: %.1f MB (of %.1f MB) in %.1f s by %s; from %s",
+            self._ref.label, fetched / 1e6, self._target.size_bytes / 1e6, time.monotonic() - self._started_s,
+            road.describe(), parts or "nobody",
+        )  # fmt: skip

@@ -1,0 +1,469 @@
+"""`shoal cast` as people use it: processes, printed commands copied, kills, a full disk, the guide word for word."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from shoal.runtime.stop import StopToken
+from shoal.shardcast.connection import Connection, Deadline
+from smalldisk import in_own_namespace, small_disk
+
+GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "broadcast-files.md"
+DEADLINE_S = 60.0
+SIZE = 6_000_000
+FETCH = re.compile(r"fetch it:  shoal (cast fetch \S+ -o .+)")
+RELAY = re.compile(r"relay it:  shoal (cast relay --upstream \S+)")
+
+
+class Process:
+    """A `shoal …` that runs beside the test; its output goes to a file."""
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        self.output = folder / f".output-{random.randrange(10**9)}"
+        with self.output.open("wb") as file:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "shoal.cli", *arguments], stdout=file, stderr=file, cwd=folder, env=environment()
+            )
+
+    def said(self) -> str:
+        return self.output.read_text(errors="replace")
+
+    def until(self, words: str | re.Pattern[str]) -> re.Match[str]:
+        """Wait until it has said something."""
+        end_s = time.monotonic() + DEADLINE_S
+        while (found := re.search(words, self.said())) is None:
+            assert self.process.poll() is None, f"it ended: {self.said()}"
+            assert time.monotonic() < end_s, f"it never said {words!r}: {self.said()}"
+            time.sleep(0.02)  # polling with a deadline: the other side is another process
+        return found
+
+    def end(self, number: int = signal.SIGTERM) -> int:
+        self.process.send_signal(number)
+        return self.process.wait(DEADLINE_S)
+
+    def __enter__(self) -> Process:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait(DEADLINE_S)
+
+
+def environment() -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("SHOAL_")}
+    return {**kept, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+
+
+def shoal(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "shoal.cli", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=DEADLINE_S, env=environment())
+
+
+def fetch(folder: Path, *arguments: str) -> str:
+    """A fetch that goes well; its last line."""
+    ran = shoal(folder, "cast", "fetch", *arguments)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    return ran.stdout.splitlines()[-1]
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    end_s = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < end_s, f"{what} did not happen in time"
+        time.sleep(0.02)  # polling with a deadline: the other side is another process
+
+
+def random_file(path: Path, seed: int = 0, size: int = SIZE) -> bytes:
+    data = random.Random(seed).randbytes(size)
+    path.write_bytes(data)
+    return data
+
+
+def changed(data: bytes, seed: int) -> bytes:
+    """The same, but for a few hundred bytes."""
+    dice, new = random.Random(seed), bytearray(data)
+    for _ in range(300):
+        new[dice.randrange(len(new))] ^= 1
+    return bytes(new)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def publisher(folder: Path, path: str, *more: str, port: int = 0) -> Process:
+    return Process(folder, "cast", "publish", path, "--host", "127.0.0.1", "--port", str(port), *more)
+
+
+def url_of(process: Process, pattern: re.Pattern[str] = FETCH) -> str:
+    return shlex.split(process.until(pattern)[1])[2]
+
+
+def megabytes_fetched(line: str) -> float:
+    """What had to be fetched, according to the last line."""
+    part = re.search(r"of which ([\d.,]+) (MB|bytes) had to be fetched", line)
+    whole = re.search(r": ([\d.,]+) (MB|bytes)", line)
+    if "all of it here already" in line:
+        return 0.0
+    found = part or whole
+    assert found is not None, line
+    return float(found[1].replace(",", "")) / (1 if found[2] == "MB" else 1e6)
+
+
+def disk_bytes(*folders: Path) -> int:
+    """What the files in these folders take, each counted once however many names it has."""
+    files = {(s := path.stat()).st_ino: s.st_size for top in folders for path in top.rglob("*") if path.is_file()}
+    return sum(files.values())
+
+
+def test_the_printed_commands_work_when_copied(tmp_path: Path) -> None:
+    data = random_file(tmp_path / "my model.bin")
+    there = tmp_path / "there"
+    there.mkdir()
+    with publisher(tmp_path, "my model.bin") as origin:
+        copied = shlex.split(origin.until(FETCH)[1])
+        ran = shoal(there, *copied)
+        assert ran.returncode == 0, ran.stderr
+        assert (there / "my model.bin").read_bytes() == data
+        relay_command = shlex.split(origin.until(RELAY)[1])
+        with Process(there, *relay_command, "--host", "127.0.0.1", "--port", "0") as relay:
+            copied = shlex.split(relay.until(FETCH)[1])
+            assert shoal(tmp_path, *copied[:-1], "from-relay.bin").returncode == 0
+            assert relay.end() == 0
+        assert (tmp_path / "from-relay.bin").read_bytes() == data
+        assert origin.end() == 0
+    said = origin.said()
+    assert re.search(r"published my model\.bin version 1: 6\.00 MB in [\d.]+ s, digest [0-9a-f]{64}", said), said
+
+
+def test_a_second_fetch_is_free_and_the_next_version_a_difference(tmp_path: Path) -> None:
+    data = random_file(tmp_path / "a.bin")
+    out = tmp_path / "out"
+    out.mkdir()
+    with publisher(tmp_path, "a.bin") as origin:
+        url = url_of(origin)
+        line = fetch(out, url, "-o", "a.bin")
+        assert re.fullmatch(
+            r"a\.bin version 1: 6\.00 MB in [\d.]+ s, [\d.]+ MB/s; from http://127\.0\.0\.1:\d+ 100 %", line
+        ), line
+        assert disk_bytes(out) < 1.1 * SIZE
+        assert megabytes_fetched(fetch(out, url, "-o", "a.bin")) == 0.0
+        new = changed(data, 1)
+        (tmp_path / "a.bin").write_bytes(new)
+        ran = shoal(tmp_path, "cast", "publish", "a.bin", "--no-serve")
+        assert ran.returncode == 0, ran.stderr
+        assert "version 2" in ran.stdout
+        line = fetch(out, url, "-o", "a.bin")  # the running server has picked it up
+        assert (out / "a.bin").read_bytes() == new
+        assert megabytes_fetched(line) < 0.1, line
+        assert disk_bytes(out) < 1.1 * SIZE
+        assert fetch(tmp_path, url, "-o", "old.bin", "--version", "1").startswith("old.bin version 1")
+        assert (tmp_path / "old.bin").read_bytes() == data
+
+
+def test_publishing_again_where_a_server_runs_ends_with_its_address(tmp_path: Path) -> None:
+    port = free_port()
+    random_file(tmp_path / "a.bin", 1, 100_000)
+    with publisher(tmp_path, "a.bin", port=port) as origin:
+        url = url_of(origin)
+        data = random_file(tmp_path / "a.bin", 2, 100_000)
+        again = shoal(tmp_path, "cast", "publish", "a.bin", "--host", "127.0.0.1", "--port", str(port))
+        assert again.returncode == 0, again.stderr
+        assert "has picked it up" in again.stdout
+        assert url in again.stdout
+        fetch(tmp_path, url, "-o", "b.bin")
+        assert (tmp_path / "b.bin").read_bytes() == data
+
+
+def test_the_same_content_again_is_a_version_like_any_other(tmp_path: Path) -> None:
+    data = random_file(tmp_path / "a.bin")
+    assert shoal(tmp_path, "cast", "publish", "a.bin", "--no-serve").returncode == 0
+    with publisher(tmp_path, "a.bin") as origin:
+        assert fetch(tmp_path, url_of(origin), "-o", "out.bin").startswith("out.bin version 2")
+    assert (tmp_path / "out.bin").read_bytes() == data
+
+
+def test_a_folder_arrives_with_all_that_is_in_it(tmp_path: Path) -> None:
+    files = {"weights.bin": 900_000, "sub/notes.txt": 12, "sub/deeper/empty": 0, "ä ö.txt": 5}
+    for seed, (name, size) in enumerate(files.items()):
+        (tmp_path / "model" / name).parent.mkdir(parents=True, exist_ok=True)
+        random_file(tmp_path / "model" / name, seed, size)
+    with publisher(tmp_path, "model") as origin:
+        url = url_of(origin)
+        fetch(tmp_path, url, "-o", "copy")
+        assert megabytes_fetched(fetch(tmp_path, url, "-o", "copy")) == 0.0
+    for name in files:
+        assert (tmp_path / "copy" / name).read_bytes() == (tmp_path / "model" / name).read_bytes()
+    assert sum(path.is_file() for path in (tmp_path / "copy").rglob("*")) == len(files)
+
+
+def test_a_relay_mirrors_without_its_upstream_and_waits_for_one_that_is_late(tmp_path: Path) -> None:
+    data = random_file(tmp_path / "a.bin", 1, 900_000)
+    port = free_port()
+    assert shoal(tmp_path, "cast", "publish", "a.bin", "--no-serve").returncode == 0
+    key = shoal(tmp_path, "cast", "publish", "a.bin", "--version", "1", "--no-serve").stdout
+    found = re.search(r"/#([0-9a-f]{64})", key)
+    assert found is not None, key
+    upstream = f"http://127.0.0.1:{port}/#{found[1]}"
+    relay_arguments = ("cast", "relay", "--upstream", upstream, "--host", "127.0.0.1", "--port", "0")
+    with Process(tmp_path, *relay_arguments) as relay:
+        relay.until("looking for the broadcast")
+        with publisher(tmp_path, "a.bin", "--version", "1", port=port) as origin:
+            url = url_of(relay)
+            fetch(tmp_path, url, "-o", "first.bin")
+            assert origin.end() == 0
+        assert relay.end() == 0
+    with Process(tmp_path, *relay_arguments) as relay:  # its upstream is gone
+        fetch(tmp_path, url_of(relay), "-o", "second.bin")
+    assert (tmp_path / "first.bin").read_bytes() == (tmp_path / "second.bin").read_bytes() == data
+
+
+@contextmanager
+def slow_copy(url: str) -> Iterator[tuple[str, Callable[[], int]]]:
+    """A server in between that lets through a few chunks and then holds on to the rest."""
+    passed: list[str] = []
+    over = threading.Event()
+
+    class Between(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            if "/chunks/" in self.path:
+                if len(passed) >= 3:
+                    over.wait(DEADLINE_S)
+                    return
+                passed.append(self.path)
+            connection = Connection(url, StopToken())
+            answer = connection.get(self.path, Deadline(DEADLINE_S))
+            body = connection.read(1 << 26, Deadline(DEADLINE_S))
+            connection.close()
+            self.send_response(answer.status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Between)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}", lambda: len(passed)
+    finally:
+        over.set()
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_fetch_that_is_stopped_goes_on_where_it_was(tmp_path: Path, number: signal.Signals) -> None:
+    data = random_file(tmp_path / "a.bin", 3, 24_000_000)
+    with ExitStack() as stack:
+        origin = stack.enter_context(publisher(tmp_path, "a.bin"))
+        url, _, key = url_of(origin).partition("/#")
+        slow, passed = stack.enter_context(slow_copy(url))
+        with Process(tmp_path, "cast", "fetch", f"{slow}/#{key}", "-o", "out.bin") as stopped:
+            until(lambda: passed() >= 3, "three chunks")
+            cache = tmp_path / ".out.bin.cast"
+            until(lambda: any(part.stat().st_blocks for part in cache.glob("*.part")), "a chunk on the disk")
+            assert stopped.end(number) == (130 if number != signal.SIGKILL else -signal.SIGKILL), stopped.said()
+            assert "Traceback" not in stopped.said()
+        assert not (tmp_path / "out.bin").exists()
+        line = fetch(tmp_path, f"{url}/#{key}", "-o", "out.bin")
+        assert (tmp_path / "out.bin").read_bytes() == data
+        assert megabytes_fetched(line) < 24.0, line
+
+
+def test_a_fetch_that_gets_nowhere_gives_up_and_says_so(tmp_path: Path) -> None:
+    random_file(tmp_path / "a.bin", 3, 24_000_000)
+    with ExitStack() as stack:
+        origin = stack.enter_context(publisher(tmp_path, "a.bin"))
+        url, _, key = url_of(origin).partition("/#")
+        slow, _ = stack.enter_context(slow_copy(url))
+        ran = shoal(tmp_path, "cast", "fetch", f"{slow}/#{key}", "-o", "out.bin", "--patience", "2")
+    assert ran.returncode == 1
+    assert "nothing has arrived for 2 s" in ran.stderr.splitlines()[-1]
+
+
+def test_following_brings_every_new_version(tmp_path: Path) -> None:
+    data = random_file(tmp_path / "a.bin")
+    with ExitStack() as stack:
+        origin = stack.enter_context(publisher(tmp_path, "a.bin"))
+        command = ("cast", "fetch", url_of(origin), "-o", "out.bin", "--follow", "--wait", "1")
+        follower = stack.enter_context(Process(tmp_path, *command))
+        follower.until(r"out\.bin version 1: ")
+        for version in (2, 3):
+            data = changed(data, version)
+            (tmp_path / "a.bin").write_bytes(data)
+            assert shoal(tmp_path, "cast", "publish", "a.bin", "--no-serve").returncode == 0
+            line = follower.until(rf"out\.bin version {version}: .*\n")[0]
+            assert megabytes_fetched(line) < 0.1, line
+            assert (tmp_path / "out.bin").read_bytes() == data
+        assert origin.end() == 0
+        follower.until("trying again")
+        assert follower.end() == 0
+        assert "Traceback" not in follower.said()
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["just fetched", "fetched before"])
+def test_what_was_fetched_can_be_shared_with_peers(tmp_path: Path, again: bool) -> None:
+    """The publisher hands out its documents only: every chunk must come from the peer."""
+    data = random_file(tmp_path / "a.bin", 5, 12_000_000)
+    with ExitStack() as stack:
+        origin = stack.enter_context(publisher(tmp_path, "a.bin"))
+        url = url_of(origin)
+        if again:
+            fetch(tmp_path, url, "-o", "first.bin")
+        first = stack.enter_context(Process(tmp_path, "cast", "fetch", url, "-o", "first.bin", "--share", "0"))
+        peer = "http://127.0.0.1:" + first.until(r"--peer http://\S+:(\d+)\n")[1]
+        shutil.rmtree(tmp_path / "www" / "chunks")
+        line = fetch(tmp_path, url, "-o", "second.bin", "--peer", peer)
+        assert line.endswith(f"from {peer} 100 %"), line
+        assert first.end() == 0
+    assert (tmp_path / "second.bin").read_bytes() == data
+
+
+def test_a_port_to_share_at_that_is_taken(tmp_path: Path) -> None:
+    random_file(tmp_path / "a.bin", 5, 1000)
+    with publisher(tmp_path, "a.bin") as origin, socket.create_server(("0.0.0.0", 0)) as other:
+        port = str(other.getsockname()[1])
+        ran = shoal(tmp_path, "cast", "fetch", url_of(origin), "-o", "out.bin", "--share", port)
+    assert ran.returncode == 3
+    assert f"port {port} on 0.0.0.0 is taken" in ran.stderr.splitlines()[-1]
+
+
+def test_trust_on_first_use_is_said_once_and_held(tmp_path: Path) -> None:
+    random_file(tmp_path / "a.bin", 1, 50_000)
+    port = free_port()
+    with publisher(tmp_path, "a.bin", port=port) as origin:
+        bare, _, key = url_of(origin).partition("/#")
+        ran = shoal(tmp_path, "cast", "fetch", bare, "-o", "out.bin")
+        assert ran.returncode == 0, ran.stderr
+        assert ran.stderr.count("\n") == 1
+        assert f"believing {key}" in ran.stderr
+        assert shoal(tmp_path, "cast", "fetch", bare, "-o", "out.bin").stderr == ""
+        assert origin.end() == 0
+    before = (tmp_path / "out.bin").read_bytes()
+    random_file(tmp_path / "a.bin", 2, 50_000)
+    with publisher(tmp_path, "a.bin", "--dir", "evil", port=port) as origin:  # another key at the same address
+        url_of(origin)
+        ran = shoal(tmp_path, "cast", "fetch", bare, "-o", "out.bin")
+    assert ran.returncode == 1
+    assert "was believed here before" in ran.stderr
+    assert (tmp_path / "out.bin").read_bytes() == before
+
+
+def test_an_old_tree_is_refused_also_by_a_fetch_that_starts_anew(tmp_path: Path) -> None:
+    random_file(tmp_path / "a.bin", 1, 50_000)
+    assert shoal(tmp_path, "cast", "publish", "a.bin", "--no-serve").returncode == 0
+    shutil.copytree(tmp_path / "www", tmp_path / "past")
+    shutil.copy(tmp_path / "www.key", tmp_path / "past.key")
+    data = random_file(tmp_path / "a.bin", 2, 50_000)
+    with publisher(tmp_path, "a.bin") as origin:
+        fetch(tmp_path, url_of(origin), "-o", "out.bin")
+    random_file(tmp_path / "b.bin", 1, 50_000)
+    (tmp_path / "b.bin").rename(tmp_path / "a.bin")
+    with publisher(tmp_path, "a.bin", "--dir", "past", "--version", "1") as origin:
+        ran = shoal(tmp_path, "cast", "fetch", url_of(origin), "-o", "out.bin")
+    assert ran.returncode == 1
+    assert "goes back to policy 0.1 although 0.2 is known" in ran.stderr
+    assert (tmp_path / "out.bin").read_bytes() == data
+
+
+def test_what_was_changed_here_is_mended_by_fetching_again(tmp_path: Path) -> None:
+    """Also of a version that is offered as a difference only: its own chunks cannot be had any more."""
+    data = random_file(tmp_path / "a.bin")
+    with publisher(tmp_path, "a.bin") as origin:
+        url = url_of(origin)
+        for version in (1, 2):
+            if version == 2:
+                data = changed(data, 2)
+                (tmp_path / "a.bin").write_bytes(data)
+                assert shoal(tmp_path, "cast", "publish", "a.bin", "--no-serve").returncode == 0
+            fetch(tmp_path, url, "-o", "out.bin")
+            with (tmp_path / "out.bin").open("r+b") as file:
+                file.write(b"scribbled over")
+            fetch(tmp_path, url, "-o", "out.bin", "--patience", "20")
+            assert (tmp_path / "out.bin").read_bytes() == data
+
+
+def test_a_port_that_is_taken_by_somebody_else(tmp_path: Path) -> None:
+    random_file(tmp_path / "a.bin", 1, 1000)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        ran = shoal(tmp_path, "cast", "publish", "a.bin", "--host", "127.0.0.1", "--port", port)
+    assert ran.returncode == 3
+    assert f"port {port} on 127.0.0.1 is taken" in ran.stderr.splitlines()[-1]
+
+
+def test_a_disk_that_is_full_is_one_sentence_and_continues_later(
+    request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    if in_own_namespace(request):
+        return
+    data = random_file(tmp_path / "a.bin")
+    with publisher(tmp_path, "a.bin") as origin, small_disk(tmp_path / "disk", "16m") as disk:
+        url = url_of(origin)
+        disk.fill()
+        ran = shoal(disk.path, "cast", "fetch", url, "-o", "out.bin")
+        assert ran.returncode == 3, ran.stderr
+        assert "the disk is full" in ran.stderr.splitlines()[-1]
+        ran = shoal(disk.path, "cast", "publish", str(tmp_path / "a.bin"), "--no-serve")
+        assert ran.returncode in (2, 3), ran.stderr
+        assert "Traceback" not in ran.stderr
+        disk.free()
+        fetch(disk.path, url, "-o", "out.bin")
+        assert (disk.path / "out.bin").read_bytes() == data
+
+
+# ── the guide ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def commands_in(guide: str) -> list[str]:
+    blocks = re.findall(r"```sh\n(.*?)```", guide, re.DOTALL)
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    return [line.partition("  #")[0].strip() for line in lines if line.strip() and not line.startswith("#")]
+
+
+def test_the_guide_does_what_it_says(tmp_path: Path) -> None:
+    """Its commands in order, as written; those that end in & run beside the others. URL and KEY are filled in."""
+    ports = {port: str(free_port()) for port in ("8471", "8472", "8473")}
+    known: dict[str, str] = {}
+    with ExitStack() as stack:
+        for line in commands_in(GUIDE.read_text()):
+            text = line
+            for written, port in ports.items():
+                text = text.replace(written, port)
+            text = text.replace("KEY", known.get("key", "KEY")).replace("your.address", "127.0.0.1")
+            if text.endswith("&"):
+                process = stack.enter_context(Process(tmp_path, *shlex.split(text.removesuffix("&"))[1:]))
+                known["key"] = process.until(FETCH)[1].partition("/#")[2].split()[0]
+                continue
+            shell = {**environment(), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+            ran = subprocess.run(
+                text, shell=True, cwd=tmp_path, env=shell, capture_output=True, text=True, timeout=DEADLINE_S
+            )
+            assert ran.returncode == 0, f"{text}\n{ran.stdout}{ran.stderr}"
+    assert (tmp_path / "copy.bin").read_bytes() == (tmp_path / "model.bin").read_bytes()

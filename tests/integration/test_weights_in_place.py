@@ -1,0 +1,210 @@
+"""New weights in a running engine: over real sockets, only what changed, while generation on the old ones goes on."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shoal.engines import GenerationRequest
+from shoal.engines.shelf import EngineShelf
+from shoal.engines.torch import TorchEngine
+from shoal.models.load import LoadedModel, load_model
+from shoal.models.state import policy_views
+from shoal.protocol import PolicyManifest, SamplingParameters, SigningKey
+from shoal.runtime.stop import StopToken
+from shoal.shardcast import ChangedValues, Content, Downloader, Origin, OriginSettings, Prefetch, digest_of, run_origin
+
+KEY = SigningKey.from_seed(b"\x05" * 32)
+RUN = "in-place"
+WITHIN_S = 30.0
+
+
+class Spied(TorchEngine):
+    """An engine that remembers how its weights came."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.came: list[str] = []
+        self.touched = 0
+
+    def load_policy(self, ref: Any, tensors: Any) -> None:
+        self.came.append("load")
+        super().load_policy(ref, tensors)
+
+    def update_policy(self, ref: Any, changes: Iterable[ChangedValues]) -> None:
+        self.came.append("update")
+        super().update_policy(ref, self._counted(changes))
+
+    def _counted(self, changes: Iterable[ChangedValues]) -> Iterator[ChangedValues]:
+        for change in changes:
+            self.touched += change.where.size
+            yield change
+
+    @property
+    def model(self) -> Any:
+        return self._model
+
+
+@dataclass
+class Run:
+    """A trainer's weights, published over HTTP, and a client's folder."""
+
+    loaded: LoadedModel
+    origin: Origin
+    downloader: Downloader
+    stop: StopToken
+
+    def step(self, version: int, rate: float = 2e-6) -> PolicyManifest:
+        """As training does: every weight moves by about `rate`; in bf16 few of them become another number."""
+        generator = torch.Generator().manual_seed(version)
+        with torch.no_grad():
+            for weight in self.loaded.model.parameters():
+                moved = weight.float() + rate * torch.randn(weight.shape, generator=generator)
+                weight.copy_(moved)
+        return self.origin.publish(
+            version, Content.of(self.loaded.files, list(policy_views(self.loaded.model).values()))
+        )
+
+    def request(self) -> GenerationRequest:
+        sampling = SamplingParameters(temperature=1.0, max_new_tokens=10, eos_token_id=1)
+        return GenerationRequest(self.loaded.tokenizer.encode("314159="), (1, 2, 3), sampling)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    stop = StopToken()
+    listening: list[str] = []
+    ready = threading.Event()
+
+    def on_ready(url: str) -> None:
+        listening.append(url)
+        ready.set()
+
+    thread = threading.Thread(target=run_origin, args=(tmp_path / "origin", "127.0.0.1", 0, stop, on_ready))
+    thread.start()
+    assert ready.wait(WITHIN_S)
+    origin = Origin(tmp_path / "origin", RUN, KEY, settings=OriginSettings(delta_from_bytes=0))
+    downloader = Downloader(listening, RUN, KEY.public_key, tmp_path / "cache", stop)
+    yield Run(load_model("tiny", dtype="bfloat16"), origin, downloader, stop)
+    stop.set("the test is over")
+    downloader.close()
+    thread.join(WITHIN_S)
+
+
+def spied(files: Any) -> Spied:
+    return Spied(files, dtype="bfloat16")
+
+
+def digest(engine: Spied, manifest: PolicyManifest, files: Any) -> str:
+    return digest_of(files, list(policy_views(engine.model).values()), manifest.chunk_size_bytes)
+
+
+def test_the_next_policy_is_written_over_the_one_in_place(run: Run) -> None:
+    shelf = EngineShelf(run.downloader.fetch, spied, held=1)
+    first = run.step(1)
+    engine = shelf.get(first.policy, WITHIN_S).engine
+    assert isinstance(engine, Spied)
+    before = engine.generate([run.request()])
+    for version in range(2, 6):
+        manifest = run.step(version)
+        loaded = shelf.get(manifest.policy, WITHIN_S)
+        assert loaded.engine is engine
+        assert engine.policy == manifest.policy
+        assert digest(engine, manifest, run.loaded.files) == manifest.policy.digest
+    assert engine.came == ["load", "update", "update", "update", "update"]
+    values = sum(weight.numel() for weight in engine.model.parameters())
+    assert 0 < engine.touched < values
+    assert len(engine.generate([run.request()])[0]) == len(before[0])
+
+
+def test_weights_that_travel_in_bf16_are_computed_in_fp32(run: Run) -> None:
+    """Widened exactly, whether they come as a whole or as changes."""
+    shelf = EngineShelf(run.downloader.fetch, lambda files: Spied(files, dtype="float32"), held=1)
+    for version in range(1, 4):
+        manifest = run.step(version)
+        engine = shelf.get(manifest.policy, WITHIN_S).engine
+    assert isinstance(engine, Spied)
+    assert engine.came == ["load", "update", "update"]
+    for ours, theirs in zip(engine.model.parameters(), run.loaded.model.parameters(), strict=True):
+        assert ours.dtype == torch.float32
+        assert torch.equal(ours, theirs.float())
+
+
+def test_several_steps_behind_the_engine_ends_with_exactly_the_new_weights(run: Run) -> None:
+    shelf = EngineShelf(run.downloader.fetch, spied, held=1)
+    engine = shelf.get(run.step(1).policy, WITHIN_S).engine
+    assert isinstance(engine, Spied)
+    for version in range(2, 8):
+        manifest = run.step(version)
+    shelf.get(manifest.policy, WITHIN_S)
+    assert engine.came == ["load", "update"]
+    assert digest(engine, manifest, run.loaded.files) == manifest.policy.digest
+
+
+def test_a_change_that_is_too_large_to_remember_costs_a_full_load(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.shardcast.cache.REMEMBERED_SHARE", 0.0001)
+    shelf = EngineShelf(run.downloader.fetch, spied, held=1)
+    engine = shelf.get(run.step(1).policy, WITHIN_S).engine
+    assert isinstance(engine, Spied)
+    manifest = run.step(2)
+    shelf.get(manifest.policy, WITHIN_S)
+    assert engine.came == ["load", "load"]
+    assert digest(engine, manifest, run.loaded.files) == manifest.policy.digest
+
+
+def test_two_engines_that_are_held_are_loaded_as_a_whole(run: Run) -> None:
+    """A validator keeps older policies too; none of them is spoilt by a newer one."""
+    shelf = EngineShelf(run.downloader.fetch, spied, held=2)
+    manifests = [run.step(version) for version in (1, 2)]
+    engines = [shelf.get(manifest.policy, WITHIN_S).engine for manifest in manifests]
+    for engine, manifest in zip(engines, manifests, strict=True):
+        assert isinstance(engine, Spied)
+        assert digest(engine, manifest, run.loaded.files) == manifest.policy.digest
+
+
+def test_a_new_version_is_fetched_while_the_old_one_generates(run: Run, tmp_path: Path) -> None:
+    shelf = EngineShelf(run.downloader.fetch, spied, held=1)
+    first = run.step(1)
+    engine = shelf.get(first.policy, WITHIN_S).engine
+    with Prefetch(run.downloader, run.stop):
+        second = run.step(2)
+        whole = tmp_path / "cache" / f"{second.policy.digest}.bin"
+        begun = time.monotonic()
+        while not whole.exists():
+            engine.generate([run.request()])
+            assert engine.policy == first.policy
+            assert time.monotonic() - begun < WITHIN_S
+    shelf.get(second.policy, WITHIN_S)
+    assert engine.policy == second.policy
+    run.stop.set("the test is over")
+
+
+def test_fetching_ahead_gives_way_to_whoever_waits(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A version that never completes in the background must not keep another one from a lease."""
+    first, second = run.step(1), run.step(2)
+    missing = [tmp_path / "origin" / "chunks" / c.hash[:2] / c.hash for d in second.deltas for c in d.chunks]
+    for path in missing:
+        path.rename(tmp_path / path.name)
+    failed: list[Exception] = []
+
+    def background() -> None:
+        try:
+            run.downloader.fetch(second.policy, WITHIN_S, background=True)
+        except Exception as error:  # noqa: BLE001
+            failed.append(error)
+
+    thread = threading.Thread(target=background)
+    thread.start()
+    begun = time.monotonic()
+    while not list((tmp_path / "cache").glob("*.part")):
+        assert time.monotonic() - begun < WITHIN_S
+    assert run.downloader.fetch(first.policy, WITHIN_S).manifest == first
+    thread.join(WITHIN_S)
+    assert [type(error).__name__ for error in failed] == ["Superseded"]

@@ -1,0 +1,437 @@
+"""`shoal cast`: whom it believes, where it puts things, what it says; and mistakes, each in one clear sentence."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from shoal.cli.casting.fetch import Patience, deliver
+from shoal.cli.casting.meter import LINE_EVERY_S, megabytes, metered, shares
+from shoal.cli.casting.serving import local_url, public_url, say_commands
+from shoal.cli.casting.trust import Sources, Trust, meet
+from shoal.cli.main import main
+from shoal.errors import BroadcastError, ManifestRefused, UserError
+from shoal.protocol import SigningKey
+from shoal.runtime.stop import StopToken
+from shoal.shardcast import Content, Downloader, Origin, Payload
+
+KEY, OTHER = SigningKey.from_seed(b"\x21" * 32), SigningKey.from_seed(b"\x22" * 32)
+NOWHERE = "http://127.0.0.1:9"
+Serve = Callable[[Path], str]
+
+
+@pytest.fixture(autouse=True)
+def signals_as_before() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture
+def serve() -> Iterator[Serve]:
+    """Static servers of folders."""
+
+    class Quiet(SimpleHTTPRequestHandler):
+        def log_message(self, *_: object) -> None:
+            pass
+
+    servers: list[ThreadingHTTPServer] = []
+
+    def start(folder: Path) -> str:
+        servers.append(ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(folder))))
+        threading.Thread(target=servers[-1].serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+        return f"http://127.0.0.1:{servers[-1].server_address[1]}"
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+def published(folder: Path, run: str = "files", key: SigningKey = KEY, files: dict[str, bytes] | None = None) -> Path:
+    origin = Origin(folder, run, key)
+    head = origin.head()
+    origin.publish(0 if head is None else head.policy.version + 1, Content.of(files or {"a.bin": b"content"}))
+    return folder
+
+
+# ── whom it believes ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_key_may_stand_behind_any_of_the_urls() -> None:
+    key = "AB" * 32
+    assert Sources.parse([f"http://a:1/#{key}", "http://b:1/"]) == Sources(("http://a:1", "http://b:1"), key.lower())
+    assert Sources.parse(["http://a:1", f"http://b:1#{key}"]).key == key.lower()
+    assert Sources.parse(["http://a:1/", "http://a:1"]) == Sources(("http://a:1",), None)
+
+
+@pytest.mark.parametrize(
+    ("urls", "sentence"),
+    [
+        (["example.org:8471"], "is not a URL such as"),
+        (["ftp://host/"], "is not a URL such as"),
+        (["http://"], "is not a URL such as"),
+        (["http://host:port/"], "is not a URL"),
+        (["http://host:1/#abc"], "does not end in a key"),
+        (["http://host:1/#"], "does not end in a key"),
+        (["http://host:1/#" + "xy" * 32], "does not end in a key"),
+        (["http://a:1/#" + "ab" * 32, "http://b:1/#" + "cd" * 32], "different keys"),
+    ],
+)
+def test_urls_that_cannot_be(urls: list[str], sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        Sources.parse(urls)
+
+
+def meet_at(path: Path, *urls: str) -> tuple[Trust, bool]:
+    return meet(Sources.parse(urls), path / "trust.json", StopToken(), 0.2)
+
+
+def test_a_pinned_key_is_believed_and_remembered(tmp_path: Path, serve: Serve) -> None:
+    url = serve(published(tmp_path / "www"))
+    assert meet_at(tmp_path, f"{url}/#{KEY.public_key}") == (Trust(key=KEY.public_key, run="files"), False)
+    assert Trust.load(tmp_path / "trust.json") == Trust(key=KEY.public_key, run="files")
+
+
+def test_the_first_key_is_believed_if_none_is_given_and_no_other_later(tmp_path: Path, serve: Serve) -> None:
+    url, other = serve(published(tmp_path / "www")), serve(published(tmp_path / "evil", key=OTHER))
+    assert meet_at(tmp_path, url) == (Trust(key=KEY.public_key, run="files"), True)
+    assert meet_at(tmp_path, url) == (Trust(key=KEY.public_key, run="files"), False)
+    with pytest.raises(ManifestRefused, match=r"was believed here before.*remove .*trust\.json"):
+        meet_at(tmp_path, other)
+    assert meet_at(tmp_path, other, url)[0].key == KEY.public_key
+    with pytest.raises(UserError, match="came from key"):
+        meet_at(tmp_path, f"{other}/#{OTHER.public_key}")
+
+
+def test_sources_that_differ_are_not_believed_without_a_key(tmp_path: Path, serve: Serve) -> None:
+    url, other = serve(published(tmp_path / "www")), serve(published(tmp_path / "evil", key=OTHER))
+    with pytest.raises(ManifestRefused, match="different keys"):
+        meet_at(tmp_path, url, other)
+    assert not (tmp_path / "trust.json").exists()
+    assert meet_at(tmp_path, f"{url}/#{KEY.public_key}", other)[0].run == "files"
+
+
+def test_a_wrong_key_and_another_broadcast_of_the_right_one_are_refused(tmp_path: Path, serve: Serve) -> None:
+    url, sibling = serve(published(tmp_path / "www")), serve(published(tmp_path / "sibling", run="others"))
+    with pytest.raises(ManifestRefused, match="not trusted"):
+        meet_at(tmp_path, f"{url}/#{OTHER.public_key}")
+    meet_at(tmp_path, f"{url}/#{KEY.public_key}")
+    with pytest.raises(ManifestRefused, match=r"another broadcast \(others\)"):
+        meet_at(tmp_path, f"{sibling}/#{KEY.public_key}")
+
+
+def test_nobody_there_is_said_with_the_reason(tmp_path: Path, serve: Serve) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(BroadcastError, match=r"127\.0\.0\.1:9 cannot be reached.*has nothing published"):
+        meet_at(tmp_path, NOWHERE, serve(tmp_path / "empty"))
+
+
+def test_a_head_that_is_none_is_refused(tmp_path: Path, serve: Serve) -> None:
+    (tmp_path / "www").mkdir()
+    (tmp_path / "www" / "head.json").write_text("{}")
+    with pytest.raises(ManifestRefused, match="not a signed document"):
+        meet_at(tmp_path, serve(tmp_path / "www"))
+
+
+def test_a_memory_that_cannot_be_read_is_not_forgotten(tmp_path: Path) -> None:
+    (tmp_path / "trust.json").write_text("{")
+    with pytest.raises(UserError, match="remembers whom to believe"):
+        meet_at(tmp_path, NOWHERE)
+
+
+# ── where it puts things ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def fetched(tmp_path: Path, serve: Serve, files: dict[str, bytes]) -> Payload:
+    url = serve(published(tmp_path / "www", files=files))
+    downloader = Downloader([url], "files", KEY.public_key, tmp_path / "cache", StopToken())
+    return downloader.fetch(downloader.newest(10), 10)
+
+
+def test_a_single_file_shares_its_bytes_with_the_cache(tmp_path: Path, serve: Serve) -> None:
+    payload = fetched(tmp_path, serve, {"a.bin": b"content"})
+    target = tmp_path / "deep" / "out.bin"
+    assert deliver(payload, str(target)) == target
+    assert deliver(payload, str(target)) == target
+    assert target.read_bytes() == b"content"
+    assert payload.path is not None
+    assert target.samefile(payload.path)
+    assert list(target.parent.iterdir()) == [target]
+
+
+def test_a_single_file_goes_into_a_folder_under_its_own_name(tmp_path: Path, serve: Serve) -> None:
+    payload = fetched(tmp_path, serve, {"a.bin": b"content"})
+    (tmp_path / "there").mkdir()
+    assert deliver(payload, str(tmp_path / "there")) == tmp_path / "there" / "a.bin"
+    assert deliver(payload, f"{tmp_path}/new/") == tmp_path / "new" / "a.bin"
+    assert (tmp_path / "new" / "a.bin").read_bytes() == b"content"
+    (tmp_path / "odd" / "a.bin").mkdir(parents=True)
+    with pytest.raises(UserError, match="is a folder"):
+        deliver(payload, str(tmp_path / "odd"))
+
+
+def test_a_file_that_was_there_is_replaced_at_once(tmp_path: Path, serve: Serve) -> None:
+    payload = fetched(tmp_path, serve, {"a.bin": b"content"})
+    (tmp_path / "precious").write_bytes(b"elsewhere")
+    (tmp_path / "out").symlink_to(tmp_path / "precious")
+    deliver(payload, str(tmp_path / "out"))
+    assert (tmp_path / "out").read_bytes() == b"content"
+    assert (tmp_path / "precious").read_bytes() == b"elsewhere"
+
+
+def test_several_files_become_a_folder(tmp_path: Path, serve: Serve) -> None:
+    files = {"a.bin": b"1", "sub/b.bin": b"2", "sub/empty": b""}
+    payload = fetched(tmp_path, serve, files)
+    deliver(payload, str(tmp_path / "out"))
+    found = {p.relative_to(tmp_path / "out").as_posix(): p.read_bytes() for p in (tmp_path / "out").rglob("*.*")}
+    assert found | {"sub/empty": (tmp_path / "out/sub/empty").read_bytes()} == files
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(UserError, match="is a file; give a folder"):
+        deliver(payload, str(tmp_path / "file"))
+
+
+# ── what it says ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Times:
+    """A clock that a test moves."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_a_log_gets_a_line_every_few_seconds() -> None:
+    file, now = io.StringIO(), Times()
+    with metered("fetching [x]", Console(file=file, width=200), now) as report:
+        for second in range(12):
+            now.now_s = float(second)
+            report(second * 1_000_000, 20_000_000)
+    lines = file.getvalue().splitlines()
+    assert lines[0] == "fetching [x]: 25 %, 5.00 MB of 20.00 MB, 1.0 MB/s"
+    assert len(lines) == int(11 / LINE_EVERY_S)
+
+
+def test_a_terminal_gets_a_bar_that_goes_away() -> None:
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=True, width=120)
+    with metered("fetching", console) as report:
+        report(5_000_000, 20_000_000)
+    assert "fetching" in file.getvalue()
+    assert "25 %" in file.getvalue()
+
+
+def test_who_sent_how_much() -> None:
+    assert shares({"http://b": 25, "http://a": 75, "http://c": 0}) == "http://a 75 %, http://b 25 %"
+    assert megabytes(300) == "300 bytes"
+    assert megabytes(1_234_567_890) == "1,234.57 MB"
+
+
+def test_the_commands_name_an_address_that_others_can_reach() -> None:
+    file = io.StringIO()
+    say_commands(Console(file=file, soft_wrap=True), "http://127.0.0.1:7", "192.0.2.5", "ab" * 32, "my file")
+    assert f"shoal cast fetch http://192.0.2.5:7/#{'ab' * 32} -o 'my file'\n" in file.getvalue()
+    assert public_url("http://127.0.0.1:7", "0.0.0.0").endswith(":7")
+    assert public_url("http://[::1]:7", "fe80::1") == "http://[fe80::1]:7"
+    assert local_url("0.0.0.0", 7) == "http://127.0.0.1:7"
+
+
+def test_patience_ends_when_nothing_arrives_and_only_then() -> None:
+    patience = Patience(StopToken(), 0.3)
+    with patience.running():
+        patience.note(10, 10)  # all is here: what follows is our own work
+        assert not patience.token.wait(1.0)
+        patience.note(3, 10)
+        assert patience.token.wait(10)
+    assert patience.token.reason == "nothing has arrived for 0 s"
+    patience.close()
+
+
+def test_patience_passes_a_stop_on() -> None:
+    stop = StopToken()
+    patience = Patience(stop, 1000)
+    stop.set("SIGINT")
+    assert patience.token.wait(10)
+    assert patience.token.reason == "SIGINT"
+    patience.close()
+
+
+# ── mistakes ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    code = main(["cast", *arguments])
+    said = capsys.readouterr()
+    assert "Traceback" not in said.err
+    assert said.err.startswith("shoal: "), said.err
+    assert said.err.count("\n") == 1, said.err
+    return code, said.err
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def odd_things(here: Path) -> None:
+    (here / "file").write_bytes(b"content")
+    (here / "empty").write_bytes(b"")
+    (here / "hollow" / "sub").mkdir(parents=True)
+    (here / "zeros").mkdir()
+    (here / "zeros" / "a").write_bytes(b"")
+    for name in ("linked", "piped", "socketed", "odd", "mine"):
+        (here / name).mkdir()
+        (here / name / "fine").write_bytes(b"x")
+    (here / "linked" / "nowhere").symlink_to("missing")
+    os.mkfifo(here / "piped" / "pipe")
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(here / "socketed" / "socket"))
+    (here / "odd" / "a\nb").write_bytes(b"x")
+    os.mkfifo(here / "pipe")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "sentence"),
+    [
+        (["missing"], 2, "there is no file or folder missing to publish"),
+        (["empty"], 2, "empty is empty: there is nothing to publish"),
+        (["zeros"], 2, "zeros is empty: there is nothing to publish"),
+        (["hollow"], 2, "holds no files to publish"),
+        (["pipe"], 2, "pipe is neither a file nor a folder"),
+        (["linked"], 2, "is a link to nothing that can be read"),
+        (["piped"], 2, "is a pipe"),
+        (["socketed"], 2, "is a socket"),
+        (["odd"], 2, "cannot be printed"),
+        (["file", "--key", "www/key"], 2, "would lie in www, which is served to everybody"),
+        (["."], 2, "lies in ., which is to be published; choose another --dir"),
+        (["mine", "--dir", "mine/www", "--key", "key"], 2, "lies in mine, which is to be published"),
+        (["file", "--name", "a/b"], 2, "a broadcast cannot be called 'a/b': it has a slash"),
+        (["file", "--dir", "empty/www"], 3, "a part of the path is a file, not a folder"),
+        (["file", "--version", "-1"], 2, "should be greater than"),
+        ([], 2, "Missing argument"),
+    ],
+)
+def test_what_cannot_be_published(
+    here: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, sentence: str
+) -> None:
+    odd_things(here)
+    ended, said = complaint(capsys, "publish", *arguments, "--no-serve")
+    assert sentence in said
+    assert ended == code
+    assert not (here / "www").exists()
+
+
+def test_a_folder_of_another_key_or_name_is_not_published_into(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "file").write_bytes(b"content")
+    published(here / "www", key=OTHER)
+    assert complaint(capsys, "publish", "file", "--no-serve")[0] == 2
+    code, said = complaint(capsys, "publish", "file", "--no-serve")
+    assert (code, "is not signed by this key" in said) == (2, True)
+    assert main(["cast", "publish", "file", "--dir", "mine", "--name", "mine", "--no-serve"]) == 0
+    capsys.readouterr()
+    code, said = complaint(capsys, "publish", "file", "--dir", "mine", "--name", "yours", "--no-serve")
+    assert (code, "is the broadcast 'mine'" in said) == (2, True)
+
+
+def test_versions_only_grow_and_one_is_one_content(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "file").write_bytes(b"content")
+    for version in ("4", "4"):
+        assert main(["cast", "publish", "file", "--version", version, "--no-serve"]) == 0
+    assert capsys.readouterr().out.count("published file version 4: 7 bytes") == 2
+    (here / "file").write_bytes(b"other")
+    for version, sentence in (("3", "versions only grow"), ("4", "is already published with other content")):
+        code, said = complaint(capsys, "publish", "file", "--version", version, "--no-serve")
+        assert (code, sentence in said) == (2, True), said
+    assert main(["cast", "publish", "file", "--no-serve"]) == 0
+    assert "published file version 5: 5 bytes" in capsys.readouterr().out
+
+
+def test_the_key_is_private_beside_the_tree_and_made_once(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "file").write_bytes(b"content")
+    for _ in range(2):
+        assert main(["cast", "publish", "file", "--dir", "deep/www", "--no-serve"]) == 0
+    said = capsys.readouterr().out
+    assert (here / "deep" / "www.key").stat().st_mode & 0o777 == 0o600
+    assert len({line.partition("#")[2] for line in said.splitlines() if "#" in line}) == 1
+    names = {path.name for path in (here / "deep" / "www").rglob("*")}
+    assert not any("key" in name for name in names)
+    (here / "deep" / "www.key").chmod(0o644)
+    assert "is readable by others" in complaint(capsys, "publish", "file", "--dir", "deep/www", "--no-serve")[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "sentence"),
+    [
+        (["host:8471", "-o", "out"], 2, "is not a URL such as http://host:8471"),
+        (["http://host:1/#12", "-o", "out"], 2, "does not end in a key"),
+        ([NOWHERE], 2, "Missing option"),
+        ([NOWHERE, "-o", "out", "--version", "last"], 2, "--version is a number or 'newest', not 'last'"),
+        ([NOWHERE, "-o", "out", "--version", "2", "--follow"], 2, "leave --version out"),
+        ([NOWHERE, "-o", "pipe"], 2, "neither a file nor a folder"),
+        ([NOWHERE, "-o", "/"], 2, "cannot be the output"),
+        ([NOWHERE, "-o", "file/out"], 3, "a part of the path is a file, not a folder"),
+        ([NOWHERE, "-o", "out", "--wait", "0"], 1, "127.0.0.1:9 cannot be reached"),
+    ],
+)
+def test_what_cannot_be_fetched(
+    here: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, sentence: str
+) -> None:
+    (here / "file").write_bytes(b"")
+    os.mkfifo(here / "pipe")
+    ended, said = complaint(capsys, "fetch", *arguments)
+    assert sentence in said
+    assert ended == code
+    assert not (here / "out").exists()
+
+
+def test_a_version_that_is_not_offered(here: Path, serve: Serve, capsys: pytest.CaptureFixture[str]) -> None:
+    url = serve(published(here / "www"))
+    code, said = complaint(capsys, "fetch", f"{url}/#{KEY.public_key}", "-o", "out", "--version", "7")
+    assert (code, "version 7 is not offered; there is 0" in said) == (1, True), said
+
+
+def test_a_wrong_key_ends_at_once(here: Path, serve: Serve, capsys: pytest.CaptureFixture[str]) -> None:
+    url = serve(published(here / "www"))
+    code, said = complaint(capsys, "fetch", f"{url}/#{OTHER.public_key}", "-o", "out")
+    assert (code, "not trusted" in said) == (1, True), said
+    assert not (here / "out").exists()
+
+
+def test_fetching_any_version_by_number(here: Path, serve: Serve, capsys: pytest.CaptureFixture[str]) -> None:
+    for content in (b"zero", b"one", b"two"):
+        published(here / "www", files={"a": content})
+    url = f"{serve(here / 'www')}/#{KEY.public_key}"
+    for version, content in (("1", b"one"), ("newest", b"two"), ("0", b"zero")):
+        assert main(["cast", "fetch", url, "-o", "out", "--version", version]) == 0, capsys.readouterr().err
+        assert (here / "out").read_bytes() == content
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ([], "Missing option"),
+        (["--upstream", "host"], "is not a URL such as"),
+        (["--upstream", NOWHERE, "--peer", "host"], "is not a URL such as"),
+        (["--upstream", NOWHERE, "--keep", "0"], "should be greater than"),
+    ],
+)
+def test_what_cannot_be_relayed(
+    here: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], sentence: str
+) -> None:
+    code, said = complaint(capsys, "relay", *arguments)
+    assert (code, sentence in said) == (2, True), said

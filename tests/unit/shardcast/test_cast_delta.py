@@ -1,0 +1,218 @@
+"""Deltas: any old and new bytes come out right; any damage is refused, before memory is spent on it."""
+
+from __future__ import annotations
+
+import io
+import struct
+import tracemalloc
+
+import numpy as np
+import pytest
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal.errors import DeltaRefused
+from shoal.protocol import Entry
+from shoal.shardcast.delta import (
+    BLOCK_BYTES,
+    HEADER,
+    MAGIC,
+    NOTHING,
+    SIZE,
+    DeltaReader,
+    apply_block,
+    blocks_of,
+    decode_block,
+    encode_block,
+)
+
+WIDTHS = st.sampled_from([1, 2, 4])
+
+
+@st.composite
+def pairs(draw: st.DrawFn) -> tuple[bytes, bytes, int]:
+    """Old and new of one size: from equal to wholly different."""
+    width = draw(WIDTHS)
+    old = draw(st.binary(max_size=400).map(lambda data: data[: len(data) // width * width]))
+    new = bytearray(old)
+    if new and draw(st.booleans()):
+        return old, draw(st.binary(min_size=len(old), max_size=len(old))), width
+    for at in draw(st.lists(st.integers(0, max(0, len(old) - 1)), max_size=12)) if new else ():
+        new[at] = draw(st.integers(0, 255))
+    return old, bytes(new), width
+
+
+def applied(old: bytes, block: bytes, width: int) -> bytes:
+    target = bytearray(old)
+    apply_block(memoryview(target), block, width)
+    return bytes(target)
+
+
+@given(pairs())
+def test_applying_a_delta_gives_the_new_bytes(pair: tuple[bytes, bytes, int]) -> None:
+    old, new, width = pair
+    assert applied(old, encode_block(memoryview(old), memoryview(new), width), width) == new
+
+
+@pytest.mark.parametrize("width", [1, 2, 4])
+@pytest.mark.parametrize("share", [0.001, 0.3, 1.0])
+def test_a_block_of_full_size_comes_out_right(width: int, share: float) -> None:
+    rng = np.random.default_rng(3)
+    old = rng.integers(0, 256, BLOCK_BYTES, np.uint8)
+    new = np.where(rng.random(BLOCK_BYTES) < share, rng.integers(0, 256, BLOCK_BYTES), old).astype(np.uint8)
+    block = encode_block(memoryview(old), memoryview(new), width)
+    assert applied(old.tobytes(), block, width) == new.tobytes()
+
+
+def test_special_values_of_floating_point_survive() -> None:
+    """Zeros of both signs, infinities, quiet and signalling NaNs, the smallest and the largest numbers."""
+    special = np.array([0x0000, 0x8000, 0x7F80, 0xFF80, 0x7FC0, 0x7F81, 0xFFFF, 0x0001, 0x8001, 0x7F7F], np.uint16)
+    old, new = np.repeat(special, len(special)), np.tile(special, len(special))
+    block = encode_block(memoryview(old).cast("B"), memoryview(new).cast("B"), 2)
+    assert applied(old.tobytes(), block, 2) == new.tobytes()
+
+
+def test_a_step_of_one_unit_is_small_also_across_zero_and_exponents() -> None:
+    """What makes deltas cheap: neighbours on the line of numbers differ by one, whatever their bits look like."""
+    old = np.array([0x0000, 0x8000, 0x3F7F, 0xBF80], np.uint16)
+    new = np.array([0x8000, 0x0000, 0x3F80, 0xBF7F], np.uint16)
+    changes = decode_block(encode_block(memoryview(old).cast("B"), memoryview(new).cast("B"), 2), 4, 2)
+    assert changes.steps.tolist() == [-1, 1, 1, 1]
+
+
+def test_equal_blocks_cost_a_header() -> None:
+    data = memoryview(bytes(BLOCK_BYTES))
+    assert encode_block(data, data, 4) == NOTHING
+
+
+def small_update(count: int = 1 << 19) -> tuple[bytes, bytes]:
+    rng = np.random.default_rng(0)
+    old = rng.integers(0x3C00, 0x3D00, count).astype(np.uint16)
+    moved = rng.random(count) < 0.01
+    return old.tobytes(), (old + moved).astype(np.uint16).tobytes()
+
+
+def test_a_training_step_costs_less_than_xor_and_zstd() -> None:
+    old, new = small_update()
+    block = encode_block(memoryview(old), memoryview(new), 2)
+    xor = (np.frombuffer(old, np.uint16) ^ np.frombuffer(new, np.uint16)).tobytes()
+    assert len(block) < 0.6 * len(zstandard.ZstdCompressor(level=1).compress(xor))
+
+
+def entry(name: str, offset: int, size: int, dtype: str | None = None) -> Entry:
+    if dtype is None:
+        return Entry(name=name, type="file", offset=offset, size_bytes=size)
+    items = {"BF16": 2, "F32": 4, "U8": 1, "I64": 8}[dtype]
+    return Entry(name=name, type="tensor", offset=offset, size_bytes=size, dtype=dtype, shape=(size // items,))
+
+
+def test_blocks_cover_the_payload_and_never_mix_widths() -> None:
+    entries = [
+        entry("a", 0, 6, "BF16"), entry("b", 6, 10, "BF16"), entry("c", 16, 12, "F32"), entry("d", 28, 16, "I64"),
+        entry("e", 44, 3, "U8"), entry("f.json", 47, 5), entry("g.json", 52, 0), entry("h.bin", 52, 4),
+    ]  # fmt: skip
+    found = [(block.offset, block.size_bytes, block.width) for block in blocks_of(entries)]
+    assert found == [(0, 16, 2), (16, 28, 4), (44, 8, 1), (52, 4, 2)]
+
+
+def test_a_large_span_is_cut_into_blocks() -> None:
+    sizes = [block.size_bytes for block in blocks_of([entry("w", 0, 2 * BLOCK_BYTES + 8, "F32")])]
+    assert sizes == [BLOCK_BYTES, BLOCK_BYTES, 8]
+
+
+# What a delta from somebody evil can look like. Its chunks' hashes were signed, so it was the origin that is evil.
+
+
+def block_of(changes: int, planes: list[bytes], gap_planes: int = 1) -> bytes:
+    sizes = b"".join(SIZE.pack(len(plane)) for plane in planes)
+    return HEADER.pack(changes, gap_planes, len(planes) - gap_planes) + sizes + b"".join(planes)
+
+
+def frame(data: bytes) -> bytes:
+    return zstandard.ZstdCompressor(level=1).compress(data)
+
+
+def test_a_decompression_bomb_is_refused_before_it_inflates() -> None:
+    bomb = frame(bytes(1 << 28))
+    assert len(bomb) < 64 * 1024
+    undeclared = zstandard.ZstdCompressor(level=1, write_content_size=False).compress(bytes(1 << 28))
+    tracemalloc.start()
+    for evil in (bomb, undeclared):
+        with pytest.raises(DeltaRefused):
+            decode_block(block_of(65_000, [evil, frame(bytes(65_000))]), 1 << 20, 2)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1 << 24
+
+
+@pytest.mark.parametrize(
+    ("block", "words"),
+    [
+        (b"", "shorter than its header"),
+        (HEADER.pack(1, 1, 1), "shorter than its header"),
+        (block_of(5, [frame(bytes(5)), frame(bytes(5))]), "says more"),  # of four values
+        (block_of(1, [frame(b"\x04"), frame(b"\x00")]), "changes value 4 of 4"),
+        (block_of(2, [frame(b"\x00\x03"), frame(bytes(2))]), "changes value 4 of 4"),
+        (block_of(1, [frame(b"\x00"), frame(b"\xff"), frame(b"\xff"), frame(b"\xff")]), "off the end of the line"),
+        (block_of(1, [frame(b"\x00")] * 5), "says more"),  # four planes of steps: a 16-bit value never needs them
+        (block_of(1, [frame(b"\x00")] * 5, gap_planes=4), "says more"),
+        (block_of(0, [frame(b""), frame(b"")]), "says more"),
+        (block_of(1, [frame(b"\x00"), frame(b"\x00")]) + b"!", "another length"),
+        (block_of(1, [frame(b"\x00"), frame(b"\x00")])[:-1], "another length"),
+        (block_of(1, [b"garbage", frame(b"\x00")]), "damaged"),
+        (block_of(1, [frame(b"\x00\x00"), frame(b"\x00")]), "damaged"),
+        (block_of(1, [frame(b"\x00") + b"?", frame(b"\x00")]), "damaged"),
+    ],
+)
+def test_a_malformed_block_is_refused_by_name(block: bytes, words: str) -> None:
+    target = bytearray(8)
+    with pytest.raises(DeltaRefused, match=words):
+        apply_block(memoryview(target), block, 2)
+    assert target == bytes(8)
+
+
+@settings(max_examples=300)
+@given(st.data())
+def test_a_damaged_block_is_refused_or_gives_other_bytes_but_never_fails_otherwise(data: st.DataObject) -> None:
+    old, new = small_update(500)
+    block = bytearray(encode_block(memoryview(old), memoryview(new), 2))
+    for _ in range(data.draw(st.integers(1, 3))):
+        block[data.draw(st.integers(0, len(block) - 1))] = data.draw(st.integers(0, 255))
+    cut = data.draw(st.integers(0, len(block)))
+    try:
+        applied(old, bytes(block[:cut]), 2)
+    except DeltaRefused:
+        return
+
+
+def stream(*blocks: bytes) -> io.BytesIO:
+    return io.BytesIO(MAGIC + b"".join(blocks))
+
+
+def read_all(file: io.BytesIO, size: int = 8) -> None:
+    reader = DeltaReader(file)
+    for block in blocks_of([entry("w", 0, size, "BF16")]):
+        reader.next(block)
+    reader.finish()
+
+
+def test_a_whole_delta_is_read_to_its_end() -> None:
+    read_all(stream(NOTHING))
+    read_all(stream(block_of(1, [frame(b"\x00"), frame(b"\x00")])))
+
+
+@pytest.mark.parametrize(
+    ("file", "words"),
+    [
+        (io.BytesIO(b"PK\x03\x04"), "does not begin"),
+        (stream(), "ends in the middle"),
+        (stream(NOTHING[:-1]), "ends in the middle"),
+        (stream(NOTHING, b"x"), "goes on after"),
+        (stream(HEADER.pack(1, 1, 1), struct.pack("<2I", 10, 10)), "ends in the middle"),
+        (stream(HEADER.pack(1, 1, 1), struct.pack("<2I", 1 << 31, 10)), "says more"),
+    ],
+)
+def test_a_delta_of_the_wrong_length_is_refused(file: io.BytesIO, words: str) -> None:
+    with pytest.raises(DeltaRefused, match=words):
+        read_all(file)

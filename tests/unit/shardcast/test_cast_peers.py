@@ -1,0 +1,411 @@
+"""Relays beside each other and within a budget: trading, telling each other of heads, knowing themselves, disk."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+from castkit import (
+    CHUNK,
+    KEY,
+    RUN,
+    Handler,
+    Running,
+    ScriptedSource,
+    assert_content,
+    chunk_paths,
+    content,
+    eventually,
+    from_folder,
+    instead,
+    make_downloader,
+    make_origin,
+    manifest_path,
+    publish,
+    reply,
+)
+
+from shoal.errors import ConfigError
+from shoal.protocol import PolicyManifest, TensorView
+from shoal.runtime.stop import StopToken
+from shoal.shardcast import Content, Origin, OriginSettings, RelayConfig, RelaySettings, run_relay
+from shoal.shardcast.catalogue import Arrivals
+from shoal.shardcast.connection import Connection, Deadline
+from shoal.shardcast.manifest import offered, read_head
+from shoal.shardcast.mirror import CountingScores, Mirror
+from shoal.shardcast.tree import HEAD, Tree, chunk_key
+
+Scripted = Callable[[Handler], ScriptedSource]
+StartOrigin = Callable[[Path], Running]
+StartPeer = Callable[..., Running]
+
+NOWHERE = "http://127.0.0.1:9"  # the discard port: nobody listens there
+
+
+def fetch(url: str, target: str) -> tuple[int, bytes]:
+    connection = Connection(url, StopToken())
+    answer = connection.get(target, Deadline(25))
+    body = connection.read(1 << 20, Deadline(25))
+    connection.close()
+    return answer.status, body
+
+
+def health(relay: Running) -> dict[str, object]:
+    return dict(json.loads(fetch(relay.url, "/health")[1]))
+
+
+def is_complete(relay: Running, label: str) -> bool:
+    state = health(relay)
+    return state["head"] == label and state["missing_chunks"] == 0
+
+
+def free_ports(count: int) -> list[int]:
+    listening = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [int(one.getsockname()[1]) for one in listening]
+    for one in listening:
+        one.close()
+    return ports
+
+
+@pytest.fixture
+def start_peer(started: list[Running]) -> StartPeer:
+    def start(
+        folder: Path, upstreams: list[str], peers: list[str] | None = None, port: int = 0, **settings: float
+    ) -> Running:
+        chosen = RelaySettings.model_validate({"poll_s": 0.05, **settings})
+        config = RelayConfig(
+            folder, tuple(upstreams), RUN, KEY.public_key, "127.0.0.1", port, chosen, tuple(peers or ())
+        )
+        started.append(Running(partial(run_relay, config)))
+        return started[-1]
+
+    return start
+
+
+class Chain:
+    """An origin whose versions differ a little, so that most are offered as deltas alone."""
+
+    def __init__(self, folder: Path, kept: int = 3, anchor_every: int = 4) -> None:
+        settings = OriginSettings(
+            chunk_size_bytes=CHUNK, kept_versions=kept, anchor_every=anchor_every, delta_from_bytes=0
+        )
+        self.origin = Origin(folder, RUN, KEY, settings=settings)
+        self._weights = np.random.default_rng(5).integers(0, 2**15, 8000, dtype=np.uint16)
+
+    def publish(self, version: int) -> PolicyManifest:
+        self._weights[version * 10] ^= 1
+        view = TensorView("w", "BF16", self._weights.shape, memoryview(self._weights.tobytes()))
+        return self.origin.publish(version, Content.of({}, [view]))
+
+
+def test_a_relay_whose_upstream_is_dead_learns_from_its_peer(
+    tmp_path: Path, start_origin: StartOrigin, start_peer: StartPeer
+) -> None:
+    origin = make_origin(tmp_path / "origin")
+    publish(origin, 1)
+    first = start_peer(tmp_path / "first", [start_origin(tmp_path / "origin").url])
+    second = start_peer(tmp_path / "second", [NOWHERE], [first.url])
+    eventually(lambda: is_complete(second, "0.1"))
+    manifest = publish(origin, 2)
+    assert_content(make_downloader([second.url], tmp_path / "cache").fetch(manifest.policy, 20), *content(2))
+
+
+def test_a_peer_that_starts_later_is_waited_for(
+    tmp_path: Path, start_origin: StartOrigin, start_peer: StartPeer
+) -> None:
+    publish(make_origin(tmp_path / "origin"), 1)
+    (port,) = free_ports(1)
+    second = start_peer(tmp_path / "second", [NOWHERE], [f"http://127.0.0.1:{port}"])
+    assert health(second)["head"] is None
+    start_peer(tmp_path / "first", [start_origin(tmp_path / "origin").url], port=port)
+    eventually(lambda: is_complete(second, "0.1"), 20)
+
+
+def test_relays_given_the_same_list_leave_themselves_out(
+    tmp_path: Path, start_origin: StartOrigin, start_peer: StartPeer, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    publish(make_origin(tmp_path / "origin"), 1)
+    upstream = start_origin(tmp_path / "origin").url
+    ports = free_ports(3)
+    urls = [f"http://127.0.0.1:{port}" for port in ports]
+    relays = [start_peer(tmp_path / str(port), [upstream], urls, port=port) for port in ports]
+    for relay in relays:
+        eventually(lambda one=relay: is_complete(one, "0.1"))  # type: ignore[misc]
+
+    def sources(relay: Running) -> set[str]:
+        lines = fetch(relay.url, "/metrics")[1].decode().splitlines()
+        return {line.split('"')[1] for line in lines if line.startswith("shoal_cast_source_ready{")}
+
+    for relay, url in zip(relays, urls, strict=True):
+        eventually(lambda one=relay, own=url: sources(one) == {upstream, *urls} - {own})  # type: ignore[misc]
+        assert f"{url} is this relay itself: left out of its peers" in caplog.text
+
+
+def test_a_peer_that_is_no_relay_tells_of_heads_and_is_said_to_be_none(
+    tmp_path: Path, start_peer: StartPeer, scripted: Scripted, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "origin"
+    publish(make_origin(folder), 1)
+    for name, answer in {"404": (404, b""), "list": (200, b"[]"), "page": (200, b"<html>")}.items():
+        strange = instead(from_folder(folder), {"/health": partial(answer_with, *answer)})
+        peer = scripted(strange)
+        relay = start_peer(tmp_path / name, [NOWHERE], [peer.url])
+        eventually(lambda one=relay: health(one)["head"] == "0.1")  # type: ignore[misc]
+        assert f"{peer.url} is no relay" in caplog.text
+
+
+def answer_with(status: int, body: bytes, target: str, to: socket.socket) -> None:
+    reply(to, status, body)
+
+
+def test_two_peers_take_each_chunk_from_upstream_about_once(
+    tmp_path: Path, start_peer: StartPeer, scripted: Scripted
+) -> None:
+    folder = tmp_path / "origin"
+    origin = make_origin(folder)
+    publish(origin, 1)
+    honest = from_folder(folder)
+
+    def slowly(target: str, to: socket.socket) -> None:
+        data = (folder / target.lstrip("/")).read_bytes()
+        reply(to, 200, data[:1], size=len(data))
+        threading.Event().wait(0.1)  # as long as a chunk takes on a line
+        to.sendall(data[1:])
+
+    upstream = scripted(instead(honest, {"/chunks/": slowly}))
+    ports = free_ports(2)
+    urls = [f"http://127.0.0.1:{port}" for port in ports]
+    relays = [start_peer(tmp_path / str(port), [upstream.url], urls, port=port, connections=2) for port in ports]
+    for relay, other in zip(relays, reversed(urls), strict=True):
+        eventually(lambda one=relay, url=other: url in fetch(one.url, "/metrics")[1].decode())  # type: ignore[misc]
+        eventually(lambda one=relay: is_complete(one, "0.1"))  # type: ignore[misc]
+    before = len(upstream.seen)
+    manifest = origin.publish(2, Content.of(*content(2, sizes=(25_000,))))
+    for relay in relays:
+        eventually(lambda one=relay: is_complete(one, "0.2"), 30)  # type: ignore[misc]
+    asked = sum(target.startswith("/chunks/") for target in upstream.seen[before:])
+    assert asked <= 1.5 * len({chunk.hash for chunk in manifest.chunks})
+
+
+def test_the_map_of_a_relay_follows_what_arrives(tmp_path: Path, start_peer: StartPeer, scripted: Scripted) -> None:
+    folder = tmp_path / "origin"
+    manifest = publish(make_origin(folder), 1)
+    late = manifest.chunks[2].hash
+    release = threading.Event()
+    honest = from_folder(folder)
+
+    def hold(target: str, to: socket.socket) -> None:
+        release.wait(20)
+        honest(target, to)
+
+    relay = start_peer(tmp_path / "relay", [scripted(instead(honest, {late: hold})).url])
+    count = len(manifest.chunks)
+    assert count == 5
+    eventually(lambda: fetch(relay.url, "/have/0.1") == (200, bytes([0b11011, 0b00100])))
+    answers: list[tuple[int, bytes]] = []
+    asking = threading.Thread(target=lambda: answers.append(fetch(relay.url, "/have/0.1?count=4&wait_s=20")))
+    asking.start()
+    release.set()
+    asking.join(10)
+    assert answers == [(200, bytes([0b11111, 0]))]
+    assert fetch(relay.url, "/have/0.2?wait_s=20")[0] == 404
+
+
+def test_arrivals_are_told_to_those_who_wait_for_a_chunk_and_for_a_map_of_a_version_that_goes(tmp_path: Path) -> None:
+    told: list[str] = []
+
+    class Listening(Arrivals):
+        def notify(self, key: str) -> None:
+            told.append(key)
+            super().notify(key)
+
+    folder = tmp_path / "origin"
+    origin = make_origin(folder)
+    settings = RelaySettings(kept_versions=1)
+    config = RelayConfig(tmp_path / "relay", (NOWHERE,), RUN, KEY.public_key, settings=settings)
+    tree = Tree(config.folder)
+    tree.prepare()
+    mirror = Mirror(config, tree, Listening(), CountingScores(config.upstreams))
+    for version in (1, 2):
+        manifest = publish(origin, version)
+        data = (folder / HEAD).read_bytes()
+        head = read_head(data, RUN, KEY.public_key)
+        assert mirror.adopt_head(head, data, manifest_path(folder, manifest).read_bytes())
+        if version == 1:
+            mirror.keep(manifest.chunks[0], memoryview(chunk_paths(folder, manifest)[0].read_bytes()))
+            assert {chunk_key(manifest.chunks[0].hash), "have/0.1"} <= set(told)
+            told.clear()
+    assert "have/0.1" in told
+    assert mirror.have((0, 1)) is None
+
+
+def test_only_what_a_version_offers_is_mirrored_and_every_version_kept_can_be_reached(
+    tmp_path: Path, start_origin: StartOrigin, start_peer: StartPeer
+) -> None:
+    chain = Chain(tmp_path / "origin", kept=6)
+    manifests = [chain.publish(version) for version in range(6)]  # anchors: 0 and 4
+    assert [one.anchor for one in manifests] == [True, False, False, False, True, False]
+    relay = start_peer(tmp_path / "relay", [start_origin(tmp_path / "origin").url], kept_versions=1)
+    eventually(lambda: is_complete(relay, "0.5"))
+    assert health(relay)["versions"] == ["0.4", "0.5"]
+    deeper = start_peer(tmp_path / "deeper", [start_origin(tmp_path / "origin").url], kept_versions=3)
+    eventually(lambda: is_complete(deeper, "0.5") and len(health(deeper)["versions"]) == 6)  # type: ignore[arg-type]
+    here = {path.name for path in (tmp_path / "deeper" / "chunks").glob("??/*")}
+    assert here == {chunk.hash for one in manifests for chunk in offered(one)}
+    hidden = next(chunk for chunk in manifests[3].chunks if chunk.hash not in here)
+    assert fetch(deeper.url, f"/{chunk_key(hidden.hash)}")[0] == 404  # proves the payload, is not offered
+    assert_payload(deeper, tmp_path / "cache", manifests[3], chain)
+
+
+def assert_payload(relay: Running, cache: Path, manifest: PolicyManifest, chain: Chain) -> None:
+    payload = make_downloader([relay.url], cache).fetch(manifest.policy, 20)
+    assert payload.manifest.policy == manifest.policy
+    assert len(payload.tensors[0].data.tobytes()) == manifest.size_bytes
+
+
+def test_what_was_never_in_a_signed_manifest_is_refused_although_it_lies_on_the_disk(
+    tmp_path: Path, start_origin: StartOrigin, start_peer: StartPeer
+) -> None:
+    publish(make_origin(tmp_path / "origin"), 1)
+    relay = start_peer(tmp_path / "relay", [start_origin(tmp_path / "origin").url])
+    eventually(lambda: is_complete(relay, "0.1"))
+    foreign = chunk_key("ab" * 32)
+    for key in (foreign, "manifests/0.7.json"):
+        path = tmp_path / "relay" / key
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"{}")
+        assert fetch(relay.url, f"/{key}")[0] == 404
+    (tmp_path / "relay" / "secret").write_bytes(b"{}")
+    assert fetch(relay.url, "/secret")[0] == 404
+
+
+def budget_of(*manifests: PolicyManifest) -> float:
+    """In GB, what these offer together."""
+    return sum({chunk.hash: chunk.size_bytes for one in manifests for chunk in offered(one)}.values()) / 1e9
+
+
+def test_a_budget_lets_the_oldest_go_first(tmp_path: Path, start_origin: StartOrigin, start_peer: StartPeer) -> None:
+    origin = make_origin(tmp_path / "origin")
+    manifests = [publish(origin, version) for version in range(3)]
+    budget = budget_of(*manifests[1:])
+    relay = start_peer(
+        tmp_path / "relay", [start_origin(tmp_path / "origin").url], kept_versions=3, disk_budget_gb=budget
+    )
+    eventually(lambda: is_complete(relay, "0.2") and health(relay)["versions"] == ["0.1", "0.2"])
+    state = health(relay)
+    assert state["ok"] is True
+    assert state["disk_bytes"] == round(budget * 1e9)
+    publish(origin, 3)
+    eventually(lambda: is_complete(relay, "0.3") and health(relay)["versions"] == ["0.2", "0.3"])
+    here = sum(path.stat().st_size for path in (tmp_path / "relay" / "chunks").glob("??/*"))
+    assert here <= budget * 1e9
+
+
+def test_a_version_that_does_not_fit_is_told_with_numbers_and_what_is_there_is_served(
+    tmp_path: Path, start_origin: StartOrigin, start_peer: StartPeer, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "origin"
+    origin = make_origin(folder)
+    small = publish(origin, 1)
+    relay = start_peer(tmp_path / "relay", [start_origin(folder).url], disk_budget_gb=budget_of(small))
+    eventually(lambda: is_complete(relay, "0.1"))
+    files, tensors = content(2, sizes=(5000,))
+    large = origin.publish(2, Content.of(files, tensors))
+    eventually(lambda: health(relay)["ok"] is False)
+    state = health(relay)
+    needed = f"{sum(chunk.size_bytes for chunk in large.chunks) / 1e9:.6g} GB"
+    assert needed in str(state["problem"])
+    assert f"disk_budget_gb is {budget_of(small):g}" in str(state["problem"])
+    assert str(state["problem"]) in caplog.text
+    assert state["versions"] == ["0.1"]
+    for path in chunk_paths(folder, small):
+        assert fetch(relay.url, f"/{path.relative_to(folder)}") == (200, path.read_bytes())
+    assert fetch(relay.url, f"/{chunk_key(large.chunks[0].hash)}")[0] == 404
+    assert fetch(relay.url, "/have/0.2") == (200, bytes(2 * -(-len(large.chunks) // 8)))
+    assert "shoal_cast_within_budget 0" in fetch(relay.url, "/metrics")[1].decode()
+    publish(origin, 3)  # small again
+    eventually(lambda: health(relay)["ok"] is True and is_complete(relay, "0.3"))
+
+
+def numbers(relay: Running) -> dict[str, float]:
+    """What /metrics says, by name and label."""
+    lines = fetch(relay.url, "/metrics")[1].decode().splitlines()
+    return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
+
+
+def of_source(name: str, source: ScriptedSource) -> str:
+    return f'shoal_cast_{name}{{source="{source.url}"}}'
+
+
+def test_metrics_tell_of_upstreams_chunks_and_disk(tmp_path: Path, start_peer: StartPeer, scripted: Scripted) -> None:
+    folder = tmp_path / "origin"
+    manifest = publish(make_origin(folder), 1)
+    upstream = scripted(from_folder(folder))
+    relay = start_peer(tmp_path / "relay", [upstream.url])
+    eventually(lambda: is_complete(relay, "0.1"))
+    found = numbers(relay)
+    size = sum(chunk.size_bytes for chunk in manifest.chunks)
+    assert found["shoal_cast_chunks_verified_total"] == len(manifest.chunks)
+    assert found["shoal_cast_chunks_refused_total"] == 0
+    assert found[of_source("received_bytes_total", upstream)] == size
+    assert found["shoal_cast_disk_bytes"] == size
+    assert found["shoal_cast_versions"] == 1
+    assert found["shoal_cast_missing_chunks"] == 0
+    assert found["shoal_cast_within_budget"] == 1
+    assert found[of_source("source_ready", upstream)] == 1
+    assert found[of_source("source_success", upstream)] == pytest.approx(1)
+    assert found[of_source("source_bytes_per_second", upstream)] > 0
+
+
+def test_metrics_tell_of_an_upstream_that_lies(tmp_path: Path, start_peer: StartPeer, scripted: Scripted) -> None:
+    folder = tmp_path / "origin"
+    manifest = publish(make_origin(folder), 1)
+    liar = scripted(instead(from_folder(folder), {"/chunks/": partial(answer_with, 200, b"x" * CHUNK)}))
+    relay = start_peer(tmp_path / "relay", [liar.url])
+    eventually(lambda: numbers(relay)["shoal_cast_chunks_refused_total"] >= 1)
+    eventually(lambda: numbers(relay)[of_source("source_ready", liar)] == 0)
+    found = numbers(relay)
+    assert found["shoal_cast_chunks_verified_total"] == 0
+    assert found["shoal_cast_missing_chunks"] == len(manifest.chunks)
+    assert found["shoal_cast_disk_bytes"] == 0
+
+
+def test_a_relay_says_a_line_for_every_version_that_is_whole(
+    tmp_path: Path, start_origin: StartOrigin, start_peer: StartPeer, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    origin = make_origin(tmp_path / "origin")
+    upstream = start_origin(tmp_path / "origin").url
+    relay = start_peer(tmp_path / "relay", [upstream])
+    for version in (1, 2):
+        publish(origin, version)
+        eventually(lambda label=f"0.{version}": is_complete(relay, label))  # type: ignore[misc]
+    lines = [record.getMessage() for record in caplog.records if "is whole" in record.getMessage()]
+    assert [line.split(" is whole")[0] for line in lines] == ["policy 0.1", "policy 0.2"]
+    assert all(upstream in line for line in lines)
+
+
+def test_a_peer_that_is_no_url_is_one_clear_line(tmp_path: Path) -> None:
+    config = RelayConfig(tmp_path / "r", (NOWHERE,), RUN, KEY.public_key, port=0, peers=("nonsense",))
+    with pytest.raises(ConfigError, match="not a URL"):
+        run_relay(config, StopToken(), lambda url: None)
+
+
+def test_limits_of_the_recipe_hold_for_clients(
+    tmp_path: Path, start_origin: StartOrigin, start_peer: StartPeer
+) -> None:
+    relay = start_peer(tmp_path / "relay", [start_origin(tmp_path / "origin").url], connections_per_client=2)
+    host, port = relay.url.removeprefix("http://").split(":")
+    with _idle(host, int(port)), _idle(host, int(port)):
+        eventually(lambda: fetch(relay.url, "/health")[0] == 429)
+
+
+def _idle(host: str, port: int) -> socket.socket:
+    return socket.create_connection((host, port), timeout=5)

@@ -1,0 +1,425 @@
+"""The pool over real sockets: maps, trading, slow and lying sources. Only what matches its hash is ever kept."""
+
+from __future__ import annotations
+
+import random
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+from blake3 import blake3
+from castkit import Handler, ScriptedSource, eventually, reply
+from castsim import bits, manifest_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal.protocol import Chunk
+from shoal.shardcast.connection import Timeouts
+from shoal.shardcast.pool import ChunkPool, PoolSettings
+from shoal.shardcast.sources import SourceScores
+
+SIZE = 1000
+WITHIN_S = 30.0
+DEAD = "http://127.0.0.1:9"
+Scripted = Callable[[Handler], ScriptedSource]
+
+
+def data_of(count: int) -> dict[str, bytes]:
+    blobs = (random.Random(index).randbytes(SIZE) for index in range(count))
+    return {blake3(blob).hexdigest(): blob for blob in blobs}
+
+
+DATA = data_of(24)
+CHUNKS = [Chunk(hash=key, size_bytes=SIZE) for key in DATA]
+MANIFEST = manifest_of(CHUNKS)
+
+
+class Shelf:
+    """A keeper in memory. What is put there must match, and must not be there already."""
+
+    def __init__(self) -> None:
+        self.chunks: dict[str, bytes] = {}
+        self.changed = threading.Condition()
+        self.closed = False
+
+    def has(self, chunk: Chunk, scratch: memoryview) -> bool:
+        assert not self.closed
+        return chunk.hash in self.chunks
+
+    def keep(self, chunk: Chunk, data: memoryview) -> None:
+        assert not self.closed
+        assert blake3(data).hexdigest() == chunk.hash
+        with self.changed:
+            assert chunk.hash not in self.chunks
+            self.chunks[chunk.hash] = bytes(data)
+            self.changed.notify_all()
+
+
+def serving(shelf: Shelf, soon: Callable[[str], bool] = lambda key: False) -> Handler:
+    """A relay's answers: chunks that are there, 404 for others, and a map that is held until it has grown."""
+
+    def handle(target: str, to: socket.socket) -> None:
+        url = urlsplit(target)
+        if not url.path.startswith("/have/"):
+            blob = shelf.chunks.get(url.path.rpartition("/")[2])
+            reply(to, 404, b"") if blob is None else reply(to, 200, blob)
+            return
+        query = parse_qs(url.query)
+        with shelf.changed:
+            shelf.changed.wait_for(lambda: len(shelf.chunks) > int(query["count"][0]), float(query["wait_s"][0]))
+            have = bits([key in shelf.chunks for key in DATA])
+        reply(to, 200, have + bits([soon(key) for key in DATA]))
+
+    return handle
+
+
+def static(blobs: dict[str, bytes]) -> Handler:
+    def handle(target: str, to: socket.socket) -> None:
+        blob = blobs.get(target.rpartition("/")[2])
+        reply(to, 404, b"") if blob is None else reply(to, 200, blob)
+
+    return handle
+
+
+def full(blobs: dict[str, bytes] = DATA) -> Shelf:
+    shelf = Shelf()
+    shelf.chunks = dict(blobs)
+    return shelf
+
+
+@contextmanager
+def pool_of(scores: SourceScores, shelf: Shelf, connections: int = 4, **settings: float) -> Iterator[ChunkPool]:
+    timeouts = Timeouts(connect_s=2, stall_s=settings.pop("stall_s", 20))
+    pool = ChunkPool(scores, shelf, PoolSettings(connections, timeouts=timeouts, **settings))
+    try:
+        yield pool
+    finally:
+        pool.close("test is over")
+        shelf.closed = True
+
+
+def fetch_all(scores: SourceScores, **settings: int) -> ChunkPool:
+    """Everything, or an error that says what was in the way."""
+    shelf = Shelf()
+    with pool_of(scores, shelf, **settings) as pool:
+        pool.want(CHUNKS)
+        pool.watch(MANIFEST)
+        pool.start()
+        assert pool.wait(WITHIN_S), scores.describe()
+        assert pool.error is None
+    assert shelf.chunks == DATA
+    assert sum(pool.fetched_bytes.values()) == len(DATA) * SIZE
+    return pool
+
+
+def chunks_asked(source: ScriptedSource) -> Counter[str]:
+    return Counter(target.rpartition("/")[2] for target in source.seen if target.startswith("/chunks/"))
+
+
+def test_two_relays_that_have_half_each_are_asked_for_what_they_have(scripted: Scripted) -> None:
+    keys = list(DATA)
+    halves = [{key: DATA[key] for key in keys[half::2]} for half in range(2)]
+    sources = [scripted(serving(full(half))) for half in halves]
+    pool = fetch_all(SourceScores([source.url for source in sources]))
+    assert pool.fetched_bytes == {source.url: 12 * SIZE for source in sources}
+    # without maps each would be asked for nearly all; a few were, before the map was there
+    assert all(sum(chunks_asked(source).values()) <= 16 for source in sources)
+    assert pool.progress() == (24 * SIZE, 24 * SIZE)
+
+
+def test_no_connection_is_held_by_a_chunk_that_a_relay_does_not_have_yet(scripted: Scripted) -> None:
+    """The relay holds such a request for ever; all but the one that came before its map go to what is there."""
+    shelf = full(dict(list(DATA.items())[:20]))
+    honest = serving(shelf)
+
+    def hold(target: str, to: socket.socket) -> None:
+        key = target.rpartition("/")[2]
+        if target.startswith("/chunks/"):
+            with shelf.changed:
+                shelf.changed.wait_for(lambda: key in shelf.chunks, WITHIN_S)
+        honest(target, to)
+
+    kept = Shelf()
+    with pool_of(SourceScores([scripted(hold).url]), kept, 3) as pool:
+        pool.want(CHUNKS)
+        pool.watch(MANIFEST)
+        pool.start()
+        eventually(lambda: len(kept.chunks) == 20)
+        with shelf.changed:
+            shelf.chunks.update(DATA)
+            shelf.changed.notify_all()
+        assert pool.wait(WITHIN_S)
+
+
+def test_static_servers_serve_without_maps(scripted: Scripted) -> None:
+    source = scripted(static(DATA))
+    pool = fetch_all(SourceScores([source.url]))
+    assert chunks_asked(source) == dict.fromkeys(DATA, 1)
+    assert pool.wasted_bytes.total() == 0
+
+
+def test_two_relays_that_trade_need_about_one_copy_from_upstream(scripted: Scripted) -> None:
+    uplink = threading.Lock()
+    honest = static(DATA)
+
+    def throttled(target: str, to: socket.socket) -> None:
+        if target.startswith("/chunks/"):
+            with uplink:
+                time.sleep(0.02)  # the link's own time; nobody waits for it to have passed
+        honest(target, to)
+
+    origin = scripted(throttled)
+    shelves, pools = [Shelf(), Shelf()], []
+    relays = [scripted(serving(shelf, lambda key, at=at: pools[at].soon(key))) for at, shelf in enumerate(shelves)]
+    with (
+        pool_of(SourceScores([origin.url], peers=[relays[1].url]), shelves[0]) as first,
+        pool_of(SourceScores([origin.url], peers=[relays[0].url]), shelves[1]) as second,
+    ):
+        pools += [first, second]
+        for pool in pools:
+            pool.want(CHUNKS)
+            pool.watch(MANIFEST)
+            pool.start()
+        assert all(pool.wait(WITHIN_S) for pool in pools)
+        assert all(shelf.chunks == DATA for shelf in shelves)
+        copies = sum(chunks_asked(origin).values()) / len(DATA)
+        assert 1.0 <= copies <= 1.3, "the relays fetched the same chunks"
+        assert all(pool.fetched_bytes[relay.url] for pool, relay in zip(pools, reversed(relays), strict=True))
+
+
+def test_what_is_fetched_from_upstream_is_announced_until_it_is_here(scripted: Scripted) -> None:
+    asked, go = threading.Event(), threading.Event()
+    honest = static(DATA)
+
+    def wait(target: str, to: socket.socket) -> None:
+        if target.startswith("/chunks/"):
+            asked.set()
+            go.wait(WITHIN_S)
+        honest(target, to)
+
+    with pool_of(SourceScores([scripted(wait).url]), Shelf(), 2) as pool:
+        pool.want(CHUNKS[:1])
+        assert not pool.soon(CHUNKS[0].hash)
+        pool.start()
+        assert asked.wait(WITHIN_S)
+        assert pool.soon(CHUNKS[0].hash)
+        assert pool.announced() == {CHUNKS[0].hash}
+        go.set()
+        assert pool.wait(WITHIN_S)
+        assert not pool.soon(CHUNKS[0].hash)
+        assert pool.announced() == set()
+
+
+def test_the_next_chunk_is_announced_before_the_last_has_arrived(scripted: Scripted) -> None:
+    """Else a peer that hears of the arrival could choose the very chunk that we choose a moment later."""
+    announced: list[set[str]] = []
+
+    class Listening(Shelf):
+        def keep(self, chunk: Chunk, data: memoryview) -> None:
+            announced.append(pool.announced() - {chunk.hash})
+            super().keep(chunk, data)
+
+    with pool_of(SourceScores([scripted(static(DATA)).url]), Listening(), 1) as pool:
+        pool.want(CHUNKS)
+        pool.start()
+        assert pool.wait(WITHIN_S)
+    assert [len(others) for others in announced] == [1] * 23 + [0]
+
+
+def _drip(target: str, to: socket.socket) -> None:
+    if target.startswith("/have/"):
+        reply(to, 200, bits([True] * 24) + bits([False] * 24))
+        return
+    reply(to, 200, b"", size=SIZE)
+    with suppress(OSError):
+        for _ in range(SIZE):
+            to.sendall(b"x")
+            time.sleep(0.1)  # the drip itself
+
+
+def test_a_source_far_slower_than_the_other_is_left_in_the_middle_of_a_chunk(scripted: Scripted) -> None:
+    slow, quick = scripted(_drip), scripted(serving(full()))
+    scores = SourceScores([slow.url, quick.url])
+    pool = fetch_all(scores, connections=2)
+    assert pool.fetched_bytes[quick.url] == 24 * SIZE
+    # one thread was there, and was either let go by the other or left by itself
+    assert 0 < pool.wasted_bytes[slow.url] < SIZE
+
+
+def test_it_is_booked_as_slow_where_nobody_has_time_to_hedge(scripted: Scripted) -> None:
+    slow = scripted(_drip)
+    quick = scripted(serving(full()))
+    scores = SourceScores([slow.url, quick.url])
+    for _ in range(5):
+        scores.succeeded(quick.url, SIZE, 0.01)
+    scores.succeeded(slow.url, SIZE, 1e-6)  # it looked splendid once
+    fetch_all(scores, connections=1)
+    assert f"{slow.url} is far slower than the others" in scores.describe()
+
+
+def test_the_last_chunk_is_fetched_twice_and_the_slower_is_hung_up_on(scripted: Scripted) -> None:
+    hung_up = threading.Event()
+
+    def stall(target: str, to: socket.socket) -> None:
+        if target.startswith("/have/"):
+            reply(to, 404, b"")
+        elif to.recv(1) == b"":
+            hung_up.set()
+
+    stalled, other = scripted(stall), scripted(serving(full()))
+    pool = fetch_all(SourceScores([stalled.url, other.url]))
+    assert pool.fetched_bytes == {other.url: 24 * SIZE}
+    assert hung_up.wait(WITHIN_S)
+
+
+@pytest.mark.parametrize("status", [404, 503])
+def test_a_relay_that_claims_what_it_does_not_deliver_is_booked_as_failing(scripted: Scripted, status: int) -> None:
+    honest = serving(full())
+
+    def claim(target: str, to: socket.socket) -> None:
+        honest(target, to) if target.startswith("/have/") else reply(to, status, b"")
+
+    liar, other = scripted(claim), scripted(serving(full()))
+    scores = SourceScores([liar.url, other.url])
+    fetch_all(scores)
+    assert liar.url in scores.describe()
+    assert len(chunks_asked(liar)) < 20
+
+
+def test_a_liar_about_its_map_is_dropped_by_name(scripted: Scripted) -> None:
+    """Alone it is asked again and again, until its claims have been found empty three times."""
+    honest = serving(full())
+    liar = scripted(lambda target, to: honest(target, to) if target.startswith("/have/") else reply(to, 404, b""))
+    scores = SourceScores([liar.url])
+    with pool_of(scores, Shelf()) as pool:
+        pool.want(CHUNKS)
+        pool.watch(MANIFEST)
+        pool.start()
+        eventually(lambda: not scores.usable(), WITHIN_S)
+    assert scores.describe() == f"{liar.url} claims chunks that it does not deliver, 3 times by now; it is dropped"
+
+
+def test_the_last_resort_is_not_asked_while_a_relay_serves(scripted: Scripted) -> None:
+    relay, origin = scripted(serving(full())), scripted(static(DATA))
+    fetch_all(SourceScores([relay.url], last_resort=[origin.url]))
+    assert not origin.seen
+
+
+@pytest.mark.parametrize("trouble", ["dead", "corrupt"])
+def test_the_last_resort_is_asked_when_no_relay_is_left(scripted: Scripted, trouble: str) -> None:
+    origin = scripted(static(DATA))
+    corrupt = scripted(lambda target, to: reply(to, 200, bytes(SIZE)))
+    relay = DEAD if trouble == "dead" else corrupt.url
+    pool = fetch_all(SourceScores([relay], last_resort=[origin.url]))
+    assert pool.fetched_bytes == {origin.url: 24 * SIZE}
+
+
+def test_a_source_that_appears_later_is_asked_for_its_map_and_its_chunks(scripted: Scripted) -> None:
+    scores, shelf = SourceScores([]), Shelf()
+    source = scripted(serving(full()))
+    with pool_of(scores, shelf) as pool:
+        pool.want(CHUNKS)
+        pool.watch(MANIFEST)
+        pool.start()
+        assert not pool.wait(0.05)
+        scores.set_sources([source.url])
+        assert pool.wait(WITHIN_S)
+    assert any(target.startswith("/have/0.1?") for target in source.seen)
+
+
+def test_a_closed_pool_calls_its_keeper_no_more_and_its_threads_end(scripted: Scripted) -> None:
+    asked = threading.Event()
+    holding = scripted(lambda target, to: (asked.set(), holding.closed.wait(WITHIN_S)))  # type: ignore[arg-type, return-value]
+    before = set(threading.enumerate())
+    with pool_of(SourceScores([holding.url]), Shelf()) as pool:
+        pool.want(CHUNKS)
+        pool.watch(MANIFEST)
+        pool.start()
+        assert asked.wait(WITHIN_S)
+        ours = [one for one in set(threading.enumerate()) - before if one.name.startswith(("chunks-", "have-map"))]
+        assert len(ours) == 5
+    for thread in ours:
+        thread.join(WITHIN_S)
+        assert not thread.is_alive()
+
+
+def test_what_is_no_longer_wanted_is_left_on_its_way(scripted: Scripted) -> None:
+    left, asked = threading.Event(), threading.Event()
+
+    def stall(target: str, to: socket.socket) -> None:
+        asked.set()
+        if to.recv(1) == b"":
+            left.set()
+
+    with pool_of(SourceScores([scripted(stall).url]), Shelf(), 1) as pool:
+        pool.want(CHUNKS[:1])
+        pool.start()
+        assert asked.wait(WITHIN_S)
+        pool.forget_except(set())
+        assert left.wait(WITHIN_S)
+        assert pool.wait(WITHIN_S)
+        assert pool.progress() == (0, 0)
+
+
+def _server(trouble: str, part: dict[str, bytes]) -> Handler:
+    honest = serving(full(part))
+    false = serving(full(DATA))
+
+    def corrupt(target: str, to: socket.socket) -> None:
+        honest(target, to) if target.startswith("/have/") else reply(to, 200, bytes(SIZE))
+
+    def claims(target: str, to: socket.socket) -> None:
+        (false if target.startswith("/have/") else honest)(target, to)
+
+    def truncated(target: str, to: socket.socket) -> None:
+        if target.startswith("/have/"):
+            honest(target, to)
+        else:
+            reply(to, 200, b"abc", size=SIZE)
+            to.shutdown(socket.SHUT_RDWR)
+
+    def noise(target: str, to: socket.socket) -> None:
+        reply(to, 200, b"\xff" * 6) if target.startswith("/have/") else to.sendall(b"noise\r\n\r\n")
+
+    return {
+        "lacking": honest,
+        "corrupt": corrupt,
+        "claims": claims,
+        "truncated": truncated,
+        "noise": noise,
+        "mapless": static(part),
+        "drip": _drip,
+        "busy": lambda target, to: reply(to, 503, b""),
+    }[trouble]
+
+
+TROUBLES = ["lacking", "corrupt", "claims", "truncated", "noise", "mapless", "drip", "busy"]
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    others=st.lists(
+        st.tuples(st.sampled_from(TROUBLES), st.sampled_from([0, 1, 2]), st.integers(0, 2**24 - 1)), max_size=4
+    ),
+    halves=st.booleans(),
+)
+def test_whatever_others_send_every_chunk_arrives_and_matches(others: list[tuple[str, int, int]], halves: bool) -> None:
+    """`Shelf.keep` refuses what does not match and what comes twice; the honest sources together have everything."""
+    keys = list(DATA)
+    honest = [keys[0::2], keys[1::2]] if halves else [keys]
+    sources = [ScriptedSource(serving(full({key: DATA[key] for key in part}))) for part in honest]
+    named: list[list[str]] = [[source.url for source in sources], [], []]
+    for trouble, kind, mask in others:
+        part = {key: blob for at, (key, blob) in enumerate(DATA.items()) if mask >> at & 1}
+        sources.append(ScriptedSource(_server(trouble, part)))
+        named[kind].append(sources[-1].url)
+    try:
+        fetch_all(SourceScores(*named))
+    finally:
+        for source in sources:
+            source.close()

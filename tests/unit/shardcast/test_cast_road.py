@@ -1,0 +1,144 @@
+"""Roads: always the cheapest of those that are open."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.errors import VersionNotFound
+from shoal.protocol import Chunk, Delta, PolicyManifest, PolicyRef
+from shoal.shardcast.retention import kept_places
+from shoal.shardcast.road import Road, Step, plan
+
+FULL = 1000
+
+
+def ref(version: int) -> PolicyRef:
+    return PolicyRef(incarnation=0, version=version, digest=f"{version:064x}")
+
+
+def manifest(version: int, anchor: bool = False, **sizes: int) -> PolicyManifest:
+    """`_3=20` is a delta of 20 bytes from version 3."""
+    deltas = tuple(
+        Delta(base=ref(int(base[1:])), size_bytes=size, chunks=(Chunk(hash="0" * 64, size_bytes=size),))
+        for base, size in sizes.items()
+    )
+    return PolicyManifest(
+        run="run", policy=ref(version), entries=(), chunk_size_bytes=FULL, chunks=(), size_bytes=FULL,
+        anchor=anchor, deltas=deltas, created_at_ms=0,
+    )  # fmt: skip
+
+
+class Web:
+    """Versions and their manifests; counts what is asked for."""
+
+    def __init__(self, *manifests: PolicyManifest) -> None:
+        self._known = {found.policy.version: found for found in manifests}
+        self.asked: list[int] = []
+
+    def manifest_of(self, wanted: PolicyRef) -> PolicyManifest | None:
+        self.asked.append(wanted.version)
+        return self._known.get(wanted.version)
+
+    def road(self, target: int, held: Collection[int] = (), closed: Collection[str] = ()) -> Road:
+        return plan(self._known[target], {ref(version).digest for version in held}, self.manifest_of, closed)
+
+
+def versions(road: Road) -> list[int]:
+    return [road.begin.version, *(step.manifest.policy.version for step in road.steps)]
+
+
+WEB = (
+    manifest(8, anchor=True),
+    manifest(9, _8=10),
+    manifest(10, _9=10, _8=15),
+    manifest(11, _10=10),
+    manifest(12, anchor=True, _11=10, _10=15, _8=30),
+)
+
+
+def test_one_delta_from_the_version_before() -> None:
+    web = Web(*WEB)
+    assert versions(web.road(12, held=[11])) == [11, 12]
+    assert web.asked == []  # nothing in between had to be looked at
+
+
+def test_a_longer_stride_is_taken_where_it_is_cheaper() -> None:
+    assert Web(*WEB).road(12, held=[8]).size_bytes == 30
+    assert versions(Web(*WEB).road(10, held=[8])) == [8, 10]
+
+
+def test_a_chain_of_deltas_from_far_behind() -> None:
+    assert versions(Web(*WEB).road(11, held=[9])) == [9, 10, 11]
+
+
+def test_with_nothing_here_an_anchor_is_fetched_whole_and_nothing_is_asked_for() -> None:
+    web = Web(*WEB)
+    road = web.road(12)
+    assert (versions(road), road.whole, web.asked) == ([12], WEB[-1], [])
+
+
+def test_with_nothing_here_and_no_anchor_the_nearest_anchor_and_deltas() -> None:
+    road = Web(*WEB).road(11)
+    assert (versions(road), road.size_bytes) == ([8, 10, 11], FULL + 25)
+
+
+def test_deltas_dearer_than_the_whole_are_not_taken() -> None:
+    web = Web(manifest(1), manifest(2, _1=600), manifest(3, anchor=True, _2=600))
+    assert versions(web.road(3, held=[1])) == [3]
+
+
+def test_a_closed_step_is_avoided_and_a_closed_anchor_too() -> None:
+    step = Step(WEB[-1], WEB[-1].deltas[0])
+    assert versions(Web(*WEB).road(12, held=[11], closed=[step.name])) == [12]
+    assert versions(Web(*WEB).road(12, closed=[ref(12).digest])) in ([8, 12], [8, 10, 12])
+
+
+def test_a_version_in_between_that_nobody_has_is_no_road() -> None:
+    web = Web(manifest(1, anchor=True), manifest(3, anchor=True, _2=10))
+    assert versions(web.road(3, held=[1])) == [3]
+    with pytest.raises(VersionNotFound, match="no road"):
+        Web(manifest(3, _2=10)).road(3, held=[1])
+
+
+@st.composite
+def webs(draw: st.DrawFn) -> tuple[list[PolicyManifest], set[int]]:
+    count = draw(st.integers(1, 7))
+    found = []
+    for version in range(count):
+        bases = draw(st.sets(st.integers(0, version - 1), max_size=3)) if version else set()
+        sizes = {f"_{base}": draw(st.integers(1, 700)) for base in sorted(bases)}
+        found.append(manifest(version, anchor=draw(st.booleans()) or not sizes, **sizes))
+    return found, draw(st.sets(st.integers(0, count - 1), max_size=2)) - {count - 1}
+
+
+def cheapest(found: list[PolicyManifest], held: set[int], version: int) -> int:
+    """By trying everything."""
+    if version in held:
+        return 0
+    here = found[version]
+    roads = [cheapest(found, held, delta.base.version) + delta.size_bytes for delta in here.deltas]
+    return min([*roads, *([FULL] if here.anchor else [])])
+
+
+@given(webs())
+def test_the_road_is_the_cheapest_there_is(web: tuple[list[PolicyManifest], set[int]]) -> None:
+    found, held = web
+    road = Web(*found).road(len(found) - 1, held)
+    assert road.size_bytes == cheapest(found, held, len(found) - 1)
+    assert road.steps == () or road.steps[0].delta.base == road.begin
+    assert all(step.delta.base == before.manifest.policy for before, step in pairwise(road.steps))
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=30), st.integers(1, 10))
+def test_every_version_kept_is_reached_from_an_anchor_that_is_kept(flags: list[bool], count: int) -> None:
+    anchors = {(0, version): flag or version == 0 for version, flag in enumerate(flags)}
+    kept = kept_places(anchors, count)
+    places = sorted(anchors)
+    assert set(places[-count:]) <= kept
+    assert sorted(kept) == places[-len(kept) :]
+    assert anchors[min(kept)]

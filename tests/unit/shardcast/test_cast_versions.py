@@ -1,0 +1,417 @@
+"""A run's versions as deltas: every one that is kept can be had from any earlier one, or from nothing, bit for bit."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from castkit import KEY, RUN, Running, assert_content, eventually, make_downloader
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal.errors import BroadcastError, ConfigError, DeltaRefused, VersionNotFound
+from shoal.protocol import PolicyManifest, TensorView
+from shoal.shardcast import Content, Downloader, Origin, OriginSettings, Payload, Progress, run_origin
+from shoal.shardcast import origin as origin_module
+from shoal.shardcast.delta import encode_block
+from shoal.shardcast.manifest import offered, place_of
+from shoal.shardcast.tree import chunk_key
+
+Serve = Callable[[Path], Running]
+FILES = {"config.json": b"{}"}
+VALUES = 5000
+
+
+@pytest.fixture
+def serve() -> Iterator[Serve]:
+    running: list[Running] = []
+
+    def start(folder: Path) -> Running:
+        running.append(Running(lambda stop, ready: run_origin(folder, "127.0.0.1", 0, stop, ready)))
+        return running[-1]
+
+    yield start
+    for one in running:
+        one.end()
+
+
+class Run:
+    """Weights that change a little with every step, published."""
+
+    def __init__(self, folder: Path, **settings: object) -> None:
+        self.folder = folder
+        chosen = OriginSettings.model_validate({"chunk_size_bytes": 1000, "delta_from_bytes": 0} | settings)
+        self.origin = Origin(folder, RUN, KEY, settings=chosen)
+        self._rng = np.random.default_rng(0)
+        self._weights = self._rng.integers(0x3C00, 0x3D00, VALUES).astype(np.uint16)
+        self.published: dict[int, tuple[PolicyManifest, list[TensorView]]] = {}
+
+    def step(self, version: int, share: float = 0.01) -> PolicyManifest:
+        self._weights = self._weights + (self._rng.random(VALUES) < share).astype(np.uint16)
+        tensors = self.tensors()
+        manifest = self.origin.publish(version, Content.of(FILES, tensors))
+        self.published[version] = (manifest, tensors)
+        return manifest
+
+    def steps(self, count: int) -> list[PolicyManifest]:
+        return [self.step(version) for version in range(1, count + 1)]
+
+    def tensors(self) -> list[TensorView]:
+        """Two tensors of bf16 and one of fp32 that never changes."""
+        data = self._weights.tobytes()
+        cut = 2 * 1200
+        return [
+            TensorView("first", "BF16", (40, 30), memoryview(data[:cut])),
+            TensorView("second", "BF16", (VALUES - 1200,), memoryview(data[cut:])),
+            TensorView("scale", "F32", (10,), memoryview(np.arange(10, dtype=np.float32).tobytes())),
+        ]
+
+    def check(self, payload: Payload) -> None:
+        manifest, tensors = self.published[payload.manifest.policy.version]
+        assert payload.manifest.policy == manifest.policy
+        assert_content(payload, FILES, tensors)
+
+    def label(self, base: int) -> str:
+        return f"0.{base}"
+
+
+def bases(manifest: PolicyManifest) -> list[int]:
+    return [delta.base.version for delta in manifest.deltas]
+
+
+def fetched(downloader: Downloader, manifest: PolicyManifest) -> tuple[Payload, Progress]:
+    """The payload, and the last thing told about its fetch."""
+    told: list[Progress] = []
+    payload = downloader.fetch(manifest.policy, 20, told.append)
+    return payload, told[-1]
+
+
+def test_strides_and_anchors_follow_the_settings(tmp_path: Path) -> None:
+    manifests = Run(tmp_path, anchor_every=6, kept_versions=3).steps(13)
+    assert [manifest.policy.version for manifest in manifests if manifest.anchor] == [1, 7, 13]
+    assert [bases(manifest) for manifest in manifests[:8]] == [[], [1], [2], [3, 2], [4], [5, 4], [6], [7, 6, 4]]
+
+
+def test_the_next_version_costs_a_delta(tmp_path: Path, serve: Serve) -> None:
+    run = Run(tmp_path / "origin")
+    first, second = run.steps(2)
+    downloader = make_downloader([serve(run.folder).url], tmp_path / "client")
+    run.check(fetched(downloader, first)[0])
+    payload, last = fetched(downloader, second)
+    run.check(payload)
+    assert last.done_bytes == last.total_bytes == second.deltas[0].size_bytes < second.size_bytes / 20
+    assert "policy 0.1, which is here and 1 delta" in last.road
+
+
+def test_every_version_kept_is_reached_from_nothing_and_from_every_other(tmp_path: Path, serve: Serve) -> None:
+    run = Run(tmp_path / "origin", anchor_every=6, kept_versions=4)
+    url = serve(run.folder).url
+    behind = make_downloader([url], tmp_path / "behind")
+    fetched(behind, run.step(1))
+    for version in range(2, 16):
+        run.step(version)
+    head = run.origin.head()
+    assert head is not None
+    assert head.kept_versions == tuple(f"0.{version}" for version in range(7, 16))
+    for label in head.kept_versions:
+        manifest, _ = run.published[int(label.partition(".")[2])]
+        run.check(make_downloader([url], tmp_path / label).fetch(manifest.policy, 20))
+    run.check(behind.fetch(run.published[15][0].policy, 20))
+
+
+def test_nothing_is_offered_that_is_not_there_and_nothing_stays_that_is_not_offered(tmp_path: Path) -> None:
+    run = Run(tmp_path, anchor_every=4, kept_versions=2)
+    manifests = run.steps(11)
+    head = run.origin.head()
+    assert head is not None
+    kept = [m for m in manifests if m.policy.label in head.kept_versions]
+    wanted = {chunk_key(chunk.hash) for manifest in kept for chunk in offered(manifest)}
+    there = {path.relative_to(tmp_path).as_posix() for path in (tmp_path / "chunks").glob("??/*")}
+    assert there == wanted
+    remembered = {path.stem for path in (tmp_path / ".bases").glob("*.bin")}
+    assert remembered == {"0.11", "0.10", "0.8"}
+
+
+def test_a_delta_that_does_not_pay_is_not_offered(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.step(1)
+    assert run.step(2, share=0.9).anchor is False  # one bit each: that pays
+    rng = np.random.default_rng(1)
+    noise = TensorView("first", "BF16", (VALUES,), memoryview(rng.bytes(2 * VALUES)))
+    run.origin.publish(3, Content.of({}, [noise]))
+    other = run.origin.publish(
+        4, Content.of({}, [TensorView("first", "BF16", (VALUES,), memoryview(rng.bytes(2 * VALUES)))])
+    )
+    assert other.anchor
+    assert other.deltas == ()
+
+
+def test_a_small_payload_travels_whole(tmp_path: Path) -> None:
+    """An adapter: below `delta_from_bytes` there is neither a delta nor a copy kept to make one from."""
+    run = Run(tmp_path, delta_from_bytes=1 << 20)
+    assert all(manifest.anchor and not manifest.deltas for manifest in run.steps(3))
+    assert not (tmp_path / ".bases").exists()
+
+
+def test_other_names_or_shapes_need_an_anchor(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.step(1)
+    renamed = run.origin.publish(2, Content.of({"other.json": b"{}"}, run.tensors()))
+    assert renamed.anchor
+    assert renamed.deltas == ()
+
+
+def test_a_new_incarnation_begins_with_an_anchor(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.steps(2)
+    assert run.origin.publish(2, Content.of(FILES, run.tensors()), incarnation=1).anchor
+
+
+def test_a_base_damaged_on_the_origins_disk_is_not_used(tmp_path: Path, serve: Serve) -> None:
+    """After a crash: the new process hashes what the old one left."""
+    run = Run(tmp_path / "origin")
+    run.steps(2)
+    flip(run.folder / ".bases" / "0.2.bin")
+    run.origin = Origin(run.folder, RUN, KEY, settings=run.origin._settings)
+    third = run.step(3)
+    assert 2 not in bases(third)
+    run.check(make_downloader([serve(run.folder).url], tmp_path / "client").fetch(third.policy, 20))
+
+
+def test_without_a_base_in_reach_a_version_is_an_anchor(tmp_path: Path, serve: Serve) -> None:
+    """A crash after an anchor and before its payload was remembered: an older base alone would strand newcomers."""
+    run = Run(tmp_path / "origin", anchor_every=3, kept_versions=1)
+    run.steps(4)
+    for suffix in ("bin", "json"):
+        (run.folder / ".bases" / f"0.4.{suffix}").unlink()
+    fifth = run.step(5)
+    assert fifth.anchor
+    run.check(make_downloader([serve(run.folder).url], tmp_path / "client").fetch(fifth.policy, 20))
+
+
+def flip(path: Path, at: int = 700) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_payload_damaged_on_the_clients_disk_costs_another_road(tmp_path: Path, serve: Serve) -> None:
+    run = Run(tmp_path / "origin")
+    first, second = run.steps(2)
+    url = serve(run.folder).url
+    make_downloader([url], tmp_path / "client").fetch(first.policy, 20)
+    flip(tmp_path / "client" / f"{first.policy.digest}.bin")
+    payload, last = fetched(make_downloader([url], tmp_path / "client"), second)
+    run.check(payload)
+    assert "all of policy 0.1 and 1 delta" in last.road
+
+
+def test_a_wrong_delta_costs_another_road(tmp_path: Path, serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(tmp_path / "origin", anchor_every=1)
+    first = run.step(1)
+    monkeypatch.setattr(origin_module, "encode_block", wrong_block)
+    second = run.step(2)
+    downloader = make_downloader([serve(run.folder).url], tmp_path / "client")
+    downloader.fetch(first.policy, 20)
+    payload, last = fetched(downloader, second)
+    run.check(payload)
+    assert last.road == "all of policy 0.2"
+
+
+def test_a_wrong_delta_without_another_road_is_an_error(
+    tmp_path: Path, serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(tmp_path / "origin")
+    run.step(1)
+    monkeypatch.setattr(origin_module, "encode_block", wrong_block)
+    second = run.step(2)
+    downloader = make_downloader([serve(run.folder).url], tmp_path / "client")
+    with pytest.raises((DeltaRefused, VersionNotFound), match=r"no road|other bytes"):
+        downloader.fetch(second.policy, 20)
+    assert not list((tmp_path / "client").glob(f"{second.policy.digest}.bin"))
+
+
+def wrong_block(old: memoryview, new: memoryview, width: int) -> bytes:
+    changed = bytearray(new)
+    changed[-1] ^= 1
+    return encode_block(old, memoryview(changed), width)
+
+
+def test_a_fetch_of_deltas_goes_on_where_it_was_interrupted(tmp_path: Path, serve: Serve) -> None:
+    run = Run(tmp_path / "origin", chunk_size_bytes=64)
+    first, second = run.steps(2)
+    url = serve(run.folder).url
+    make_downloader([url], tmp_path / "client").fetch(first.policy, 20)
+    missing = run.folder / chunk_key(second.deltas[0].chunks[0].hash)
+    hidden = missing.rename(tmp_path / "hidden")
+    with pytest.raises(BroadcastError, match="1 chunks are missing"):
+        make_downloader([url], tmp_path / "client").fetch(second.policy, 1)
+    hidden.rename(missing)
+    payload, last = fetched(make_downloader([url], tmp_path / "client"), second)
+    run.check(payload)
+    assert sum(last.by_source.values()) == second.deltas[0].chunks[0].size_bytes
+
+
+def test_what_changed_is_told_tensor_by_tensor(tmp_path: Path, serve: Serve) -> None:
+    """Applied to the tensors of the version before, it gives the new ones: an engine needs no second copy."""
+    run = Run(tmp_path / "origin")
+    first, *_, fourth = run.steps(4)
+    downloader = make_downloader([serve(run.folder).url], tmp_path / "client")
+    before = downloader.fetch(first.policy, 20)
+    bits = {t.name: np.frombuffer(bytearray(t.data), np.uint16) for t in before.tensors}
+    payload = downloader.fetch(fourth.policy, 20)
+    changes = payload.changes_from(first.policy)
+    assert changes is not None
+    for change in changes:
+        assert change.width == 2
+        assert change.where.size < VALUES / 10
+        bits[change.name][change.where] = change.values
+    assert {name: data.tobytes() for name, data in bits.items()} == {t.name: bytes(t.data) for t in payload.tensors}
+    assert payload.changes_from(fourth.policy) is None
+    assert before.changes_from(first.policy) is None
+
+
+def test_a_follower_hears_of_new_versions(tmp_path: Path, serve: Serve) -> None:
+    run = Run(tmp_path / "origin")
+    run.step(1)
+    downloader = make_downloader([serve(run.folder).url], tmp_path / "client")
+    follower = downloader.follower()
+    heard = follower.newer(5)
+    assert heard is not None
+    assert heard.version == 1
+    assert follower.newer(0) is None
+    run.step(2)
+    eventually(lambda: (found := follower.newer(1)) is not None and found.version == 2)
+    follower.close()
+
+
+def test_the_newest_head_is_remembered_over_a_restart(tmp_path: Path, serve: Serve) -> None:
+    run = Run(tmp_path / "origin")
+    run.steps(1)
+    old = (run.folder / "head.json").read_bytes()
+    run.step(2)
+    url = serve(run.folder).url
+    assert make_downloader([url], tmp_path / "client").newest(5).version == 2
+    (run.folder / "head.json").write_bytes(old)
+    with pytest.raises(BroadcastError, match=r"goes back to policy 0\.1"):
+        make_downloader([url], tmp_path / "client").newest(5)
+
+
+@settings(max_examples=15, deadline=None)
+@given(data=st.data())
+def test_whatever_is_published_and_lost_between_a_client_ends_with_the_right_bytes(
+    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Any settings, any gaps in the numbers, any versions skipped by a client: bit for bit, or not offered."""
+    folder = tmp_path_factory.mktemp("versions")
+    run = Run(
+        folder / "origin",
+        anchor_every=data.draw(st.integers(1, 6)),
+        kept_versions=data.draw(st.integers(1, 4)),
+        delta_strides=data.draw(st.sampled_from([(), (1,), (1, 2, 4, 8), (1, 3), (2,)])),
+    )
+    running = Running(lambda stop, ready: run_origin(run.folder, "127.0.0.1", 0, stop, ready))
+    downloader = make_downloader([running.url], folder / "client")
+    version = 0
+    try:
+        for _ in range(data.draw(st.integers(1, 8))):
+            version += data.draw(st.integers(1, 3))
+            manifest = run.step(version, share=data.draw(st.sampled_from([0.0, 0.01, 0.7])))
+            if data.draw(st.booleans()):
+                run.check(downloader.fetch(manifest.policy, 20))
+        run.check(downloader.fetch(manifest.policy, 20))
+        run.check(make_downloader([running.url], folder / "newcomer").fetch(manifest.policy, 20))
+    finally:
+        running.end()
+
+
+# Files and folders
+
+
+def publish_path(tmp_path: Path, path: Path) -> PolicyManifest:
+    return Origin(tmp_path / "www", RUN, KEY).publish(1, path)
+
+
+def test_a_file_arrives_as_it_was(tmp_path: Path, serve: Serve) -> None:
+    data = np.random.default_rng(0).bytes(700_001)
+    (tmp_path / "model.bin").write_bytes(data)
+    manifest = publish_path(tmp_path, tmp_path / "model.bin")
+    assert len(manifest.chunks) == 3
+    payload = make_downloader([serve(tmp_path / "www").url], tmp_path / "client").fetch(manifest.policy, 20)
+    assert payload.export(tmp_path / "out") == [tmp_path / "out" / "model.bin"]
+    assert (tmp_path / "out" / "model.bin").read_bytes() == data
+
+
+def test_a_folder_arrives_as_it_was(tmp_path: Path, serve: Serve) -> None:
+    files = {"a.txt": b"a", "sub/b.txt": b"b" * 5000, "sub/deep/.hidden": b"", "with space é.bin": b"\x00\x01"}
+    for name, data in files.items():
+        path = tmp_path / "folder" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+    manifest = publish_path(tmp_path, tmp_path / "folder")
+    payload = make_downloader([serve(tmp_path / "www").url], tmp_path / "client").fetch(manifest.policy, 20)
+    payload.export(tmp_path / "out")
+    found = {
+        p.relative_to(tmp_path / "out").as_posix(): p.read_bytes() for p in (tmp_path / "out").rglob("*") if p.is_file()
+    }
+    assert found == files
+
+
+def test_a_link_in_the_target_leads_nowhere(tmp_path: Path, serve: Serve) -> None:
+    (tmp_path / "folder" / "sub").mkdir(parents=True)
+    (tmp_path / "folder" / "sub" / "x").write_bytes(b"evil")
+    manifest = publish_path(tmp_path, tmp_path / "folder")
+    payload = make_downloader([serve(tmp_path / "www").url], tmp_path / "client").fetch(manifest.policy, 20)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "sub").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(BroadcastError, match="is a link"):
+        payload.export(tmp_path / "out")
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
+def test_what_cannot_be_published_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no file or folder"):
+        publish_path(tmp_path, tmp_path / "missing")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    with pytest.raises(ConfigError, match="holds no files"):
+        publish_path(tmp_path, folder)
+    os.mkfifo(folder / "pipe")
+    with pytest.raises(ConfigError, match="pipe is a pipe"):
+        publish_path(tmp_path, folder)
+    (folder / "pipe").unlink()
+    (folder / "nowhere").symlink_to(tmp_path / "missing")
+    with pytest.raises(ConfigError, match="nowhere is a link to nothing"):
+        publish_path(tmp_path, folder)
+    (folder / "nowhere").unlink()
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(folder / "socket"))
+        with pytest.raises(ConfigError, match="socket is a socket"):
+            publish_path(tmp_path, folder)
+
+
+def test_a_file_that_changes_while_it_is_published_is_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(1_000_000))
+    content = Content.at(path)
+    path.write_bytes(bytes(10))
+    with pytest.raises(BroadcastError, match="was changed while"):
+        Origin(tmp_path / "www", RUN, KEY).publish(1, content)
+    assert Origin(tmp_path / "www", RUN, KEY).head() is None
+
+
+def test_progress_of_publishing_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(bytes(600_000))
+    told: list[tuple[int, int]] = []
+    Origin(tmp_path / "www", RUN, KEY).publish(1, tmp_path / "file", on_progress=lambda *done: told.append(done))
+    assert told == [(262_144, 600_000), (524_288, 600_000), (600_000, 600_000)]
+
+
+def test_the_place_of_a_version_is_its_training_step(tmp_path: Path) -> None:
+    manifest = Run(tmp_path).step(7)
+    assert place_of(manifest) == (0, 7)
