@@ -57,6 +57,9 @@ BLOCK, LEVELS, NEAR_ZERO = 32, 15, 0.01  # of the file's quantisation, Q4_1
 
 def main() -> None:
     options = parse_options()
+    if (options.folder / "index.json").exists():
+        print(f"there are snapshots in {options.folder} already; remove it to make others")
+        return
     torch.set_num_threads(options.threads)
     loaded = load_model(fetch_model(options.folder))
     scatter(loaded.model)
@@ -85,11 +88,11 @@ class Training:
             learner = dataclasses.replace(self._learner, settings=settings)
             folder = self._options.folder / f"{rate:g}"
             folder.mkdir(exist_ok=True)
-            self._write_index(rates)
             write_snapshot(self._loaded.model, folder / "0.npy")
             for step in range(self._options.steps):
                 self._step(learner, self._options.warm_up + step)
                 write_snapshot(self._loaded.model, folder / f"{step + 1}.npy")
+        self._write_index(rates)  # last: it says that all are there
 
     def _step(self, learner: Learner, step: int) -> None:
         started_s = time.monotonic()

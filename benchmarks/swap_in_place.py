@@ -72,7 +72,7 @@ def _measure(
             _step(model, share)
             published, manifest = _timed(lambda version=version: _publish(origin, model, version))
             fetched, payload = _timed(lambda manifest=manifest: downloader.fetch(manifest.policy, DEADLINE_S))
-            changes = payload.changes_from(payload.made_from)
+            changes = payload.changes_from(payload.made.begin)
             assert changes is not None, "the version did not come as a delta"
             updated, _ = _timed(lambda changes=changes: change_state(running, changes))
             _check(running, manifest)

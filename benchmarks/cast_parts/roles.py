@@ -85,7 +85,7 @@ def client(options: Options, stop: StopToken) -> None:
         while (ref := downloader.newest(DEADLINE_S)).version == 0:
             time.sleep(POLL_S)
         payload = downloader.fetch(ref, DEADLINE_S)
-        exported = payload.export(Path(options["folder"]))
+        exported = payload.export(Path(options["folder"]), link=True)
         say(done=time.monotonic(), file=str(exported[0]))
         _told_to_go()
     stop.set("the benchmark is over")

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 from pydantic import Field, FiniteFloat
 
 from shoal.protocol.policy import PolicyRef
 from shoal.protocol.signing import Message
 from shoal.protocol.submission import Completed, unpack_tokens
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 
 class BatchGroup(Message):

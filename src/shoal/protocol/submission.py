@@ -7,16 +7,18 @@ million Python integers is ever built while decoding.
 from __future__ import annotations
 
 import hashlib
-from typing import Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 from pydantic import Field
 
 from shoal.protocol.lease import MAX_GROUP, MAX_NEW_TOKENS, MAX_PROMPT_TOKENS
 from shoal.protocol.policy import HEX_256
 from shoal.protocol.signing import Document
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 SUBMISSION_FORMAT = 1
 
@@ -40,6 +42,8 @@ class Completed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def logprob_values(self) -> npt.NDArray[np.float32]:
+        import numpy as np
+
         return np.frombuffer(self.logprobs, dtype="<f4").astype(np.float32)
 
 
@@ -70,14 +74,20 @@ class Submission(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def pack_tokens(token_ids: npt.ArrayLike) -> bytes:
+    import numpy as np  # here, for whoever only moves messages and weights does without it
+
     return np.asarray(token_ids).astype("<u4").tobytes()
 
 
 def unpack_tokens(data: bytes) -> npt.NDArray[np.int64]:
+    import numpy as np
+
     return np.frombuffer(data, dtype="<u4").astype(np.int64)
 
 
 def pack_logprobs(values: npt.ArrayLike) -> bytes:
+    import numpy as np
+
     return np.asarray(values).astype("<f4").tobytes()
 
 

@@ -19,19 +19,41 @@ Alone, in ten lines (the folder could as well be served by nginx, a bucket or `p
     # elsewhere: only the public key is needed, and no source has to be trusted
     downloader = Downloader(["http://origin:8471"], "my-files", public_key, Path("cache"), StopToken())
     payload = downloader.fetch(downloader.newest(deadline_s=30), deadline_s=600)
-    Path("data.bin").write_bytes(payload.files["data.bin"])
+    payload.export(Path("."))
 """
 
-from shoal.shardcast.config import RelayConfig, RelaySettings
-from shoal.shardcast.content import Content, digest_of
-from shoal.shardcast.download import Downloader, DownloadSettings
-from shoal.shardcast.origin import Origin, OriginSettings
-from shoal.shardcast.payload import ChangedValues, Payload
-from shoal.shardcast.prefetch import Prefetch
-from shoal.shardcast.relay import run_relay
-from shoal.shardcast.server import run_origin
-from shoal.shardcast.sources import SourceScores
-from shoal.shardcast.transfer import Progress
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shoal.shardcast.config import RelayConfig, RelaySettings
+    from shoal.shardcast.content import Content, digest_of
+    from shoal.shardcast.download import Downloader, DownloadSettings
+    from shoal.shardcast.origin import Origin, OriginSettings
+    from shoal.shardcast.payload import ChangedValues, Payload
+    from shoal.shardcast.prefetch import Prefetch
+    from shoal.shardcast.relay import run_relay
+    from shoal.shardcast.server import run_origin
+    from shoal.shardcast.sources import SourceScores
+    from shoal.shardcast.transfer import Progress
+
+_HOME = {
+    "ChangedValues": "payload",
+    "Content": "content",
+    "digest_of": "content",
+    "Downloader": "download",
+    "DownloadSettings": "download",
+    "Origin": "origin",
+    "OriginSettings": "origin",
+    "Payload": "payload",
+    "Prefetch": "prefetch",
+    "Progress": "transfer",
+    "RelayConfig": "config",
+    "RelaySettings": "config",
+    "run_origin": "server",
+    "run_relay": "relay",
+    "SourceScores": "sources",
+}
 
 __all__ = [
     "ChangedValues",
@@ -50,3 +72,12 @@ __all__ = [
     "run_origin",
     "run_relay",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Each name is imported when it is first used: a relay needs neither numpy nor what publishes and fetches."""
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value

@@ -1,7 +1,7 @@
 """What an origin remembers of versions it has published, so that later ones can be told as differences to them.
 
-    <tree>/.bases/0.12.bin    the payload, as one file
-    <tree>/.bases/0.12.json   its signed manifest
+    <tree>/.bases/0.12.json   a version's signed manifest
+    <tree>/.bases/0.12.bin    its payload, as one file, unless it is an anchor: then its chunks are here anyway
 
 Only a few are kept (see `OriginSettings.delta_strides`). They are no part of what is served. A file that this process
 did not write itself is hashed from end to end before a delta is made from it: a torn one would give every client the
@@ -11,7 +11,7 @@ wrong weights.
 from __future__ import annotations
 
 import contextlib
-import os
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -20,31 +20,24 @@ from shoal.protocol import PolicyManifest
 from shoal.runtime.files import ensure_folder, resource_error, write_atomically
 from shoal.shardcast.content import chunk_of
 from shoal.shardcast.manifest import Place, place_of, read_manifest
-from shoal.shardcast.tree import parse_label
+from shoal.shardcast.payload import read_fully
+from shoal.shardcast.tree import Tree, chunk_key, parse_label
 
 FOLDER = ".bases"
 
 
-class BaseFile:
+class Base(ABC):
     """A payload on the disk, read a part at a time."""
 
-    def __init__(self, path: Path, manifest: PolicyManifest) -> None:
+    def __init__(self, manifest: PolicyManifest) -> None:
         self.manifest = manifest
-        self._path = path
-        try:
-            self._file = path.open("rb", buffering=0)
-        except OSError as error:
-            raise resource_error("read", path, error) from error
 
+    @abstractmethod
     def read_into(self, offset: int, buffer: memoryview) -> bool:
-        """Fill `buffer`; false if the file is too short."""
-        filled = 0
-        while filled < buffer.nbytes:
-            count = os.preadv(self._file.fileno(), [buffer[filled:]], offset + filled)
-            if count == 0:
-                return False
-            filled += count
-        return True
+        """Fill `buffer`; false if the payload is not all there."""
+
+    @abstractmethod
+    def close(self) -> None: ...
 
     def is_whole(self) -> bool:
         """Whether every chunk has the hash that was signed."""
@@ -56,15 +49,53 @@ class BaseFile:
                 return False
         return True
 
+
+class CopiedBase(Base):
+    """The copy of a payload that was offered as deltas alone."""
+
+    def __init__(self, path: Path, manifest: PolicyManifest) -> None:
+        super().__init__(manifest)
+        self._file = path.open("rb", buffering=0)
+
+    def read_into(self, offset: int, buffer: memoryview) -> bool:
+        return read_fully(self._file.fileno(), offset, buffer)
+
     def close(self) -> None:
         self._file.close()
+
+
+class AnchorBase(Base):
+    """The chunks of an anchor, for as long as they are offered: no second copy is needed."""
+
+    def __init__(self, tree: Tree, manifest: PolicyManifest) -> None:
+        super().__init__(manifest)
+        self._tree = tree
+
+    def read_into(self, offset: int, buffer: memoryview) -> bool:
+        size = self.manifest.chunk_size_bytes
+        while buffer.nbytes:
+            inside = offset % size
+            count = min(size - inside, buffer.nbytes)
+            try:
+                path = self._tree.path(chunk_key(self.manifest.chunks[offset // size].hash))
+                with path.open("rb", buffering=0) as file:
+                    if not read_fully(file.fileno(), inside, buffer[:count]):
+                        return False
+            except FileNotFoundError:
+                return False
+            offset, buffer = offset + count, buffer[count:]
+        return True
+
+    def close(self) -> None:
+        return
 
 
 class Bases:
     """The payloads that an origin can tell differences to."""
 
-    def __init__(self, tree: Path, run: str, key: str, strides: Sequence[int]) -> None:
-        self._folder = tree / FOLDER
+    def __init__(self, tree: Tree, run: str, key: str, strides: Sequence[int]) -> None:
+        self._tree = tree
+        self._folder = tree.folder / FOLDER
         self._run, self._key = run, key
         self._strides = sorted(set(strides))
         self._written: set[Place] = set()  # by this process, so known to be whole
@@ -85,12 +116,12 @@ class Bases:
         return wanted
 
     @contextlib.contextmanager
-    def open(self, place: Place) -> Iterator[BaseFile | None]:
+    def open(self, place: Place) -> Iterator[Base | None]:
         """The payload of `place`; None if it is not here or not what was signed (it is forgotten then)."""
         path = self._path(place, "bin")
         try:
             manifest = read_manifest(self._path(place, "json").read_bytes(), self._run, self._key)
-            file = BaseFile(path, manifest)
+            file = AnchorBase(self._tree, manifest) if manifest.anchor else CopiedBase(path, manifest)
         except (OSError, ManifestRefused):
             self._forget(place)
             yield None
@@ -105,17 +136,21 @@ class Bases:
         finally:
             file.close()
 
-    def writer(self) -> BaseWriter | None:
-        """Where the next payload is remembered; None if no deltas are wanted."""
-        if not self._strides:
+    def writer(self, anchor: bool) -> BaseWriter | None:
+        """Where the next payload is remembered; None if that needs no copy."""
+        if anchor or not self._strides:
             return None
         ensure_folder(self._folder)
         return BaseWriter(self._folder / ".new")
 
-    def remember(self, writer: BaseWriter, manifest: PolicyManifest, data: bytes) -> None:
+    def remember(self, writer: BaseWriter | None, manifest: PolicyManifest, data: bytes) -> None:
         """The payload just written is `manifest`'s, whose bytes are `data`; forget those no longer needed."""
+        if not self._strides:
+            return
         place = place_of(manifest)
-        writer.path.replace(self._path(place, "bin"))
+        ensure_folder(self._folder)
+        if writer is not None:
+            writer.path.replace(self._path(place, "bin"))
         write_atomically(self._path(place, "json"), data)
         self._written.add(place)
         needed = {(place[0], place[1] - place[1] % stride) for stride in self._strides} | {place}
@@ -124,7 +159,7 @@ class Bases:
                 self._forget(other)
 
     def _known(self) -> set[Place]:
-        names = {path.stem for path in self._folder.glob("*.bin")} & {p.stem for p in self._folder.glob("*.json")}
+        names = (path.stem for path in self._folder.glob("*.json"))
         return {place for name in names if (place := parse_label(name)) is not None}
 
     def _forget(self, place: Place) -> None:

@@ -12,36 +12,27 @@ not hashed itself, it hashes before use.
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import numpy as np
 from blake3 import blake3
 
 from shoal.errors import DeltaRefused, ManifestRefused
 from shoal.protocol import Chunk, PolicyManifest, PolicyRef
 from shoal.runtime.files import ensure_folder, resource_error, write_atomically
-from shoal.shardcast.delta import (
-    BLOCK_BYTES,
-    UNSIGNED,
-    Block,
-    DeltaReader,
-    Integers,
-    apply_block,
-    blocks_of,
-    comparable,
-)
 from shoal.shardcast.manifest import read_manifest
-from shoal.shardcast.payload import BlockChanges, Payload, open_payload
+from shoal.shardcast.payload import Payload, open_payload, read_fully
 from shoal.shardcast.road import Step
 from shoal.shardcast.share import PayloadCatalogue
 
-REMEMBERED_SHARE = 0.25  # of a payload's size: what may be remembered of how it differs from the one before
+if TYPE_CHECKING:
+    from shoal.shardcast.making import Made
 
 OnArrival = Callable[[Chunk, Path, int], None]  # a verified chunk, the file it lies in, and where
 
@@ -64,6 +55,7 @@ class PayloadFile:
         for index, chunk in enumerate(chunks):
             self._offsets[chunk.hash].append(index * chunk_size_bytes)
         self._resumed = path.exists()
+        self._writing = threading.Lock()  # threads that write to one file at once spin on it in the kernel
         try:
             self._file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), "r+b", buffering=0)
             os.ftruncate(self._file.fileno(), sum(chunk.size_bytes for chunk in chunks))
@@ -93,10 +85,11 @@ class PayloadFile:
     def _write(self, chunk: Chunk, data: memoryview, offsets: list[int]) -> None:
         """Put a verified chunk in all its places; it is here then, and may be shared."""
         try:
-            for offset in offsets:
-                written = 0
-                while written < data.nbytes:
-                    written += os.pwrite(self._file.fileno(), data[written:], offset + written)
+            with self._writing:
+                for offset in offsets:
+                    written = 0
+                    while written < data.nbytes:
+                        written += os.pwrite(self._file.fileno(), data[written:], offset + written)
         except OSError as error:
             raise resource_error("write", self.path, error) from error
         if self._on_arrival is not None:
@@ -131,7 +124,7 @@ class PayloadCache:
         self._trusted_key = trusted_key
         self._share = share
         self._verified: dict[str, PolicyManifest] = {}  # payloads that this process has hashed from end to end
-        self._made: dict[str, _Made] = {}  # how those that came by deltas did so
+        self._made: dict[str, Made] = {}  # how those that came by deltas did so
 
     def manifest(self, ref: PolicyRef) -> PolicyManifest | None:
         """The manifest of `ref`, if it is here."""
@@ -198,19 +191,16 @@ class PayloadCache:
 
         Every chunk made is hashed; `DeltaRefused` if one is not what was signed. Memory is one block.
         """
+        from shoal.shardcast.making import make_payload  # needs numpy; a client that never sees a delta does not
+
         target = steps[-1].manifest
-        if not all(comparable(step.manifest.entries, target.entries) for step in steps):
+        if not all(step.manifest.entries == target.entries for step in steps):
             raise DeltaRefused(f"a delta to policy {target.policy.label} starts from a payload of another shape")
         part = self._path(target.policy.digest, "part")
         self._remove(part)
-        made = _Made(begin, int(REMEMBERED_SHARE * target.size_bytes))
+        deltas = [self._delta_path(step) for step in steps]
         try:
-            with contextlib.ExitStack() as stack:
-                base = stack.enter_context(self._path(begin.digest, "bin").open("rb", buffering=0))
-                deltas = [stack.enter_context(self._delta_path(step).open("rb")) for step in steps]
-                output = stack.enter_context(part.open("wb", buffering=0))
-                readers = [DeltaReader(delta) for delta in deltas]
-                _apply(target, base.fileno(), readers, _Verifying(output.fileno(), target), made)
+            made = make_payload(target, self._path(begin.digest, "bin"), deltas, part, begin)
         except OSError as error:
             raise resource_error("write", part, error) from error
         except DeltaRefused:
@@ -247,9 +237,7 @@ class PayloadCache:
         except OSError as error:
             raise resource_error("read", path, error) from error
         made = self._made.get(manifest.policy.digest)
-        if made is None or made.forgotten:
-            return open_payload(manifest, memoryview(whole), path)
-        return open_payload(manifest, memoryview(whole), path, made.begin, made.changed)
+        return open_payload(manifest, memoryview(whole), path, made)
 
     def retain(self, count: int) -> None:
         """Keep the `count` payloads used last and remove the rest, abandoned parts included.
@@ -321,41 +309,6 @@ class PayloadCache:
         return donors
 
 
-@dataclass
-class _Made:
-    """How a payload was made out of another: what changed, unless that is too much to remember."""
-
-    begin: PolicyRef
-    room_bytes: int
-    changed: list[BlockChanges] = field(default_factory=list)
-    forgotten: bool = False
-
-    def note(self, block: Block, where: Sequence[Integers], data: memoryview) -> None:
-        for positions in where:
-            self.room_bytes -= positions.size * (4 + block.width)
-            if self.room_bytes < 0:
-                self.forgotten = True
-                self.changed.clear()
-            if positions.size and not self.forgotten:
-                values = np.frombuffer(data, UNSIGNED[block.width])[positions]
-                self.changed.append(BlockChanges(block, positions.astype(np.int32), values))
-
-
-def _apply(target: PolicyManifest, base: int, readers: Sequence[DeltaReader], output: _Verifying, made: _Made) -> None:
-    """Every block of the base through all deltas, in one pass."""
-    scratch = memoryview(bytearray(BLOCK_BYTES))
-    for block in blocks_of(target.entries):
-        part = scratch[: block.size_bytes]
-        if not _read_fully(base, block.offset, part):
-            raise DeltaRefused("the payload that a delta starts from is shorter than its manifest says")
-        where = [apply_block(part, reader.next(block), block.width) for reader in readers]
-        output.write(part)
-        made.note(block, where, part)
-    for reader in readers:
-        reader.finish()
-    output.finish()
-
-
 @dataclass(frozen=True)
 class _Donor:
     """A chunk that another payload on this disk may hold."""
@@ -364,55 +317,9 @@ class _Donor:
     offset: int
 
 
-class _Verifying:
-    """Writes a payload in order and hashes it chunk by chunk on the way."""
-
-    def __init__(self, descriptor: int, manifest: PolicyManifest) -> None:
-        self._descriptor = descriptor
-        self._manifest = manifest
-        self._hasher = blake3()
-        self._index = 0
-        self._filled = 0
-
-    def write(self, data: memoryview) -> None:
-        while data.nbytes:
-            chunk = self._manifest.chunks[self._index]
-            piece = data[: chunk.size_bytes - self._filled]
-            self._hasher.update(piece)
-            self._filled += piece.nbytes
-            if self._filled == chunk.size_bytes:
-                self._close_chunk(chunk)
-            data = data[piece.nbytes :]
-            while piece.nbytes:
-                piece = piece[os.write(self._descriptor, piece) :]
-
-    def finish(self) -> None:
-        if self._index != len(self._manifest.chunks):
-            raise DeltaRefused(f"the deltas to policy {self._manifest.policy.label} give too few bytes")
-
-    def _close_chunk(self, chunk: Chunk) -> None:
-        if self._hasher.hexdigest() != chunk.hash:
-            raise DeltaRefused(
-                f"the deltas to policy {self._manifest.policy.label} give other bytes than were signed, "
-                f"in chunk {self._index}"
-            )
-        self._hasher = blake3()
-        self._index, self._filled = self._index + 1, 0
-
-
-def _read_fully(descriptor: int, offset: int, buffer: memoryview) -> bool:
-    filled = 0
-    while filled < buffer.nbytes:
-        count = os.preadv(descriptor, [buffer[filled:]], offset + filled)
-        if count == 0:
-            return False
-        filled += count
-    return True
-
-
 def _holds(descriptor: int, offset: int, chunk: Chunk, scratch: memoryview) -> bool:
     """Whether the chunk lies at `offset`; then `scratch` holds it."""
-    return _read_fully(descriptor, offset, scratch) and blake3(scratch).hexdigest() == chunk.hash
+    return read_fully(descriptor, offset, scratch) and blake3(scratch).hexdigest() == chunk.hash
 
 
 def _donated(donor: _Donor, chunk: Chunk, scratch: memoryview) -> bool:

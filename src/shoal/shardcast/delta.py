@@ -1,6 +1,6 @@
 """Lossless deltas: what changed between two versions of a payload, in about one hundredth of the bytes.
 
-    payload ─► spans (neighbouring entries of one width) ─► blocks of 2 MiB ─► one delta block each, in order
+    payload ─► spans (neighbouring entries of one width) ─► blocks of 4 MiB ─► one delta block each, in order
 
     old ─┐  where    positions that differ, as gaps ────────────┐ planes: all lowest bytes,
          ├─ by how   steps in units of the last place, zigzag ──┴ all second lowest, … ─► zstd each ─► a delta block
@@ -40,11 +40,11 @@ Bits = npt.NDArray[Any]
 Integers = npt.NDArray[np.int64]
 
 MAGIC = b"SHOALD1\n"
-BLOCK_BYTES = 2 * 1024 * 1024
+BLOCK_BYTES = 4 * 1024 * 1024
 HEADER = struct.Struct("<IBB2x")  # changes, planes of gaps, planes of steps; then the packed size of every plane
 SIZE = struct.Struct("<I")
 NOTHING = HEADER.pack(0, 0, 0)
-MAX_GAP_PLANES = 3  # a block has at most 2 ** 21 values
+MAX_GAP_PLANES = 3  # a block has at most 2 ** 22 values
 LEVEL = 1
 WORD_BYTES = 8
 FRAME_SLACK_BYTES = 1024  # what a zstd frame may cost beyond its content
@@ -72,11 +72,6 @@ def blocks_of(entries: Sequence[Entry]) -> Iterator[Block]:
             yield Block(at, min(BLOCK_BYTES, offset + size - at), width)
 
 
-def comparable(old: Sequence[Entry], new: Sequence[Entry]) -> bool:
-    """Whether a delta between payloads of these entries is possible: the same names, types and sizes."""
-    return tuple(old) == tuple(new)
-
-
 def encode_block(old: memoryview, new: memoryview, width: int) -> bytes:
     """The delta of one block; both views have the same size."""
     old_bits, new_bits = _bits(old, width), _bits(new, width)
@@ -84,7 +79,7 @@ def encode_block(old: memoryview, new: memoryview, width: int) -> bytes:
     if where.size == 0:
         return NOTHING
     gaps = _planes(np.diff(where, prepend=-1) - 1)
-    steps = _planes(_zigzag(_line(new_bits[where]) - _line(old_bits[where])))
+    steps = _planes(_zigzag((_line(new_bits[where]) - _line(old_bits[where])).astype(np.int64)))
     compress = zstandard.ZstdCompressor(level=LEVEL).compress
     packed = [compress(plane) for plane in (*gaps, *steps)]
     header = HEADER.pack(where.size, len(gaps), len(steps)) + b"".join(SIZE.pack(len(plane)) for plane in packed)
@@ -236,9 +231,10 @@ def _changed(old: Bits, new: Bits) -> Integers:
     return np.concatenate([where, rest]) if rest.size else where
 
 
-def _line(bits: Bits) -> Integers:
+def _line(bits: Bits) -> Bits:
     """Sign and magnitude as one line: …, -2, -1 (that is -0.0), 0, 1, 2, …"""
-    signed = bits.view(SIGNED[bits.itemsize]).astype(np.int64)
+    wide = np.int64 if bits.itemsize == 4 else np.int32  # one size up is enough, and half the memory
+    signed: npt.NDArray[Any] = bits.view(SIGNED[bits.itemsize]).astype(wide)
     return np.where(signed < 0, np.iinfo(SIGNED[bits.itemsize]).min - signed - 1, signed)
 
 

@@ -34,9 +34,8 @@ from shoal.protocol import (
 from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.lock import FolderLock
 from shoal.runtime.stop import StopToken
-from shoal.shardcast.bases import BaseFile, Bases
+from shoal.shardcast.bases import Base, Bases
 from shoal.shardcast.content import Content, chunk_of
-from shoal.shardcast.delta import BLOCK_BYTES, MAGIC, blocks_of, comparable, encode_block
 from shoal.shardcast.manifest import (
     MAX_CHUNK_BYTES,
     Place,
@@ -55,7 +54,6 @@ log = logging.getLogger(__name__)
 
 LOCK_WAIT_S = 10.0
 DELTA_PAYS = 0.6  # of the whole payload's bytes; a larger one saves too little to be worth its detour
-GIVE_UP_AFTER_BYTES = 16 * BLOCK_BYTES  # of the payload: then a delta that does not pay is known to
 
 OnProgress = Callable[[int, int], None]  # bytes done, bytes in all
 
@@ -113,7 +111,7 @@ class Origin:
         self._clock = clock
         self._settings = settings
         self._tree.prepare()
-        self._bases = Bases(folder, run, key.public_key, settings.delta_strides)
+        self._bases = Bases(self._tree, run, key.public_key, settings.delta_strides)
 
     def head(self) -> BroadcastHead | None:
         """The newest version published, if there is one."""
@@ -181,7 +179,8 @@ class Origin:
         chunk_size = self._chunk_size(content)
         deltas = self._deltas(place, content, chunk_size)
         anchor = self._must_be_anchor(place, deltas)
-        writer = self._bases.writer() if self._wants_deltas(content) else None
+        remembered = self._wants_deltas(content)
+        writer = self._bases.writer(anchor) if remembered else None
         chunks: list[Chunk] = []
         done = 0
         for data in content.cut(chunk_size):
@@ -201,6 +200,7 @@ class Origin:
         self._tree.write(manifest_key(place), signed)
         if writer is not None:
             writer.close()
+        if remembered:
             self._bases.remember(writer, manifest, signed)
         return manifest
 
@@ -227,7 +227,7 @@ class Origin:
             return ()
         for base in self._bases.candidates(place):
             with self._bases.open(base) as file:
-                if file is None or not comparable(file.manifest.entries, content.entries):
+                if file is None or file.manifest.entries != content.entries:
                     continue
                 delta = self._delta(file, content, chunk_size)
             if delta is not None:
@@ -236,26 +236,17 @@ class Origin:
                 break  # a longer stride pays even less
         return tuple(deltas)
 
-    def _delta(self, base: BaseFile, content: Content, chunk_size: int) -> Delta | None:
+    def _delta(self, base: Base, content: Content, chunk_size: int) -> Delta | None:
         """The difference to `base`, its chunks written; None as soon as it is known not to pay."""
-        old = memoryview(bytearray(BLOCK_BYTES))
-        new = memoryview(bytearray(BLOCK_BYTES))
+        from shoal.shardcast.differing import DoesNotPay, difference  # needs numpy; a first version does not
+
         chunks: list[Chunk] = []
-        size = len(MAGIC)
-        pending = bytearray(MAGIC)
-        for block in blocks_of(content.entries):
-            part = old[: block.size_bytes]
-            if not base.read_into(block.offset, part):
-                return None
-            pending += encode_block(part, content.part(block.offset, block.size_bytes, new), block.width)
-            while len(pending) >= chunk_size:
-                chunks.append(self._put(memoryview(bytes(pending[:chunk_size]))))
-                del pending[:chunk_size]
-            size = len(pending) + sum(chunk.size_bytes for chunk in chunks)
-            if size > DELTA_PAYS * max(block.end, min(GIVE_UP_AFTER_BYTES, content.size_bytes)):
-                return None
-        if pending:
-            chunks.append(self._put(memoryview(bytes(pending))))
+        try:
+            for part in difference(base, content, chunk_size, DELTA_PAYS):
+                chunks.append(self._put(part))
+        except DoesNotPay:
+            return None
+        size = sum(chunk.size_bytes for chunk in chunks)
         return Delta(base=base.manifest.policy, size_bytes=size, chunks=tuple(chunks))
 
     def _put(self, data: memoryview) -> Chunk:

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import mmap
+import contextlib
+import errno
 import os
 import shutil
-from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING
 
 from shoal.errors import BroadcastError
 from shoal.protocol import Entry, PolicyManifest, PolicyRef, TensorView
 from shoal.runtime.files import ensure_folder, resource_error
-from shoal.shardcast.delta import Bits, Block, Integers
+
+if TYPE_CHECKING:
+    from shoal.shardcast.delta import Bits, Integers
+    from shoal.shardcast.making import Made
 
 COPY_BYTES = 8 * 1024 * 1024
 
@@ -53,15 +54,6 @@ class ChangedValues:
     values: Bits
 
 
-@dataclass(frozen=True, eq=False)
-class BlockChanges:
-    """What changed in one block of a payload, remembered when it was made: positions, and the bits there now."""
-
-    block: Block
-    where: npt.NDArray[np.int32]
-    values: Bits
-
-
 @dataclass(frozen=True)
 class Payload:
     """A version that has arrived and been verified. `tensors` are views of one read-only mapping: copy to change.
@@ -73,8 +65,7 @@ class Payload:
     files: Mapping[str, bytes]
     tensors: list[TensorView]
     path: Path | None = None
-    made_from: PolicyRef | None = None
-    changed: Sequence[BlockChanges] = field(default=(), repr=False)
+    made: Made | None = field(default=None, repr=False)
 
     def changes_from(self, ref: PolicyRef | None) -> Iterator[ChangedValues] | None:
         """What turns the tensors of `ref` into these; None if this payload was not made from `ref` by deltas.
@@ -82,59 +73,74 @@ class Payload:
         The values are those of this payload, whose digest has been verified. A position may come twice. Tensors alone:
         files must be compared by their bytes.
         """
-        if ref is None or self.made_from is None or self.made_from.digest != ref.digest:
+        if ref is None or self.made is None or self.made.forgotten or self.made.begin.digest != ref.digest:
             return None
-        return self._changes()
+        return self.made.changes()
 
-    def export(self, target: Path) -> list[Path]:
-        """Write the files into the folder `target`; no name leaves it, not even through a link that lies in it."""
+    def export(self, target: Path, link: bool = False) -> list[Path]:
+        """Write the files into the folder `target`; no name leaves it, not even through a link that lies in it.
+
+        With `link`, a file that is the whole payload is not copied but given a second name: do not change it then.
+        """
         ensure_folder(target)
         written = []
         for entry in self.manifest.entries:
             if entry.type == "file":
-                written.append(_place_for(target, entry.name))
-                write_file(written[-1], self._span(entry))
+                path = _place_for(target, entry.name)
+                if link and self.path is not None and entry.size_bytes == self.manifest.size_bytes > 0:
+                    copy_or_link(self.path, path)
+                else:
+                    self._copy(entry, path)
+                written.append(path)
         return written
 
-    def _span(self, entry: Entry) -> memoryview:
-        if self.path is None or entry.size_bytes == 0:
-            return memoryview(self.files[entry.name])
-        with self.path.open("rb") as file:
-            whole = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        return memoryview(whole)[entry.offset : entry.offset + entry.size_bytes]
-
-    def _changes(self) -> Iterator[ChangedValues]:
-        tensors = [entry for entry in self.manifest.entries if entry.type == "tensor"]
-        for part in self.changed:
-            for entry in _in_block(tensors, part.block):
-                origin, width = entry.offset - part.block.offset, part.block.width
-                inside = (part.where >= origin // width) & (part.where < (origin + entry.size_bytes) // width)
-                where = part.where[inside].astype(np.int64) - origin // width
-                if where.size:
-                    yield ChangedValues(entry.name, entry.dtype or "", width, where, part.values[inside])
+    def _copy(self, entry: Entry, target: Path) -> None:
+        """Without looking at the bytes: what is looked at through a mapping counts as this process's memory."""
+        with _appearing(target) as temporary, temporary.open("xb", buffering=0) as output:
+            if self.path is None:
+                output.write(self.files[entry.name])
+                return
+            with self.path.open("rb", buffering=0) as source:
+                copy_span(source.fileno(), entry.offset, entry.size_bytes, output.fileno())
 
 
-def write_file(path: Path, data: memoryview) -> None:
-    """Write a file whole, under a hidden name until then."""
-    temporary = path.with_name(f".shoal-{os.urandom(4).hex()}")
+def copy_span(source: int, offset: int, size: int, target: int) -> None:
+    """Copy a part of one file to the end of another, inside the kernel where it can."""
+    copied, inside = 0, True
+    while copied < size:
+        count = min(COPY_BYTES, size - copied)
+        try:
+            done = os.copy_file_range(source, target, count, offset + copied) if inside else 0
+        except OSError as error:
+            if error.errno not in (errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL):
+                raise
+            done = 0
+        if done == 0:
+            inside = False
+            done = os.write(target, os.pread(source, count, offset + copied))
+        if done == 0:
+            raise OSError(errno.EIO, "the file is shorter than it was")
+        copied += done
+
+
+@contextlib.contextmanager
+def _appearing(target: Path) -> Iterator[Path]:
+    """A hidden name beside `target`, which becomes `target` at the end of the block, or goes."""
+    temporary = target.with_name(f".shoal-{os.urandom(4).hex()}")
     try:
-        with temporary.open("xb", buffering=0) as file:
-            for at in range(0, data.nbytes, COPY_BYTES):
-                piece = data[at : at + COPY_BYTES]
-                while piece.nbytes:
-                    piece = piece[file.write(piece) or 0 :]
-        temporary.replace(path)
+        yield temporary
+        temporary.replace(target)
     except OSError as error:
+        raise resource_error("write", target, error) from error
+    finally:
         temporary.unlink(missing_ok=True)
-        raise resource_error("write", path, error) from error
 
 
 def open_payload(
     manifest: PolicyManifest,
     whole: memoryview,
     path: Path | None = None,
-    made_from: PolicyRef | None = None,
-    changed: Sequence[BlockChanges] = (),
+    made: Made | None = None,
 ) -> Payload:
     files: dict[str, memoryview] = {}
     tensors: list[TensorView] = []
@@ -144,13 +150,7 @@ def open_payload(
             files[entry.name] = span
         elif entry.dtype is not None and entry.shape is not None:
             tensors.append(TensorView(entry.name, entry.dtype, entry.shape, span))
-    return Payload(manifest, LazyFiles(files), tensors, path, made_from, changed)
-
-
-def _in_block(tensors: Sequence[Entry], block: Block) -> list[Entry]:
-    first = bisect_right(tensors, block.offset, key=lambda entry: entry.offset + entry.size_bytes)
-    last = bisect_left(tensors, block.end, key=lambda entry: entry.offset)
-    return list(tensors[first:last])
+    return Payload(manifest, LazyFiles(files), tensors, path, made)
 
 
 def _place_for(target: Path, name: str) -> Path:
@@ -166,13 +166,19 @@ def _place_for(target: Path, name: str) -> Path:
 
 def copy_or_link(source: Path, target: Path) -> None:
     """Give `source` a second name, or copy it where that is impossible (another disk)."""
-    temporary = target.with_name(f".shoal-{os.urandom(4).hex()}")
-    try:
+    with _appearing(target) as temporary:
         try:
             os.link(source, temporary)
         except OSError:
             shutil.copyfile(source, temporary)
-        temporary.replace(target)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise resource_error("write", target, error) from error
+
+
+def read_fully(descriptor: int, offset: int, buffer: memoryview) -> bool:
+    """Fill `buffer` from a file; false if it ends before."""
+    filled = 0
+    while filled < buffer.nbytes:
+        count = os.preadv(descriptor, [buffer[filled:]], offset + filled)
+        if count == 0:
+            return False
+        filled += count
+    return True

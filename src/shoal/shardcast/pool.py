@@ -39,7 +39,8 @@ IDLE_S = 0.1
 LONG_IDLE_S = 10.0
 LEAVE_CHECK_S = 0.1
 CLOSE_S = 5.0
-LATER = (404, 429, 503)
+ABSENT = (403, 404)  # a public bucket says 403 of what it does not hold
+LATER = (*ABSENT, 429, 503)
 
 
 class Keeper(Protocol):
@@ -362,7 +363,7 @@ class ChunkPool:
             connection.drain(deadline)
             if answer.status not in LATER:
                 raise BroadcastError(f"{source} answers {answer.status} to a request for a chunk")
-            self._lacks(flight, answer.status)
+            self._lacks(flight, 404 if answer.status in ABSENT else answer.status)
             return False
         if answer.size_bytes != chunk.size_bytes:
             connection.close()

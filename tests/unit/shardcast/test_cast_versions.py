@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 from shoal.errors import BroadcastError, ConfigError, DeltaRefused, VersionNotFound
 from shoal.protocol import PolicyManifest, TensorView
-from shoal.shardcast import Content, Downloader, Origin, OriginSettings, Payload, Progress, run_origin
-from shoal.shardcast import origin as origin_module
+from shoal.shardcast import Content, Downloader, Origin, OriginSettings, Payload, Progress, differing, run_origin
 from shoal.shardcast.delta import encode_block
 from shoal.shardcast.manifest import offered, place_of
 from shoal.shardcast.tree import chunk_key
@@ -132,7 +131,7 @@ def test_nothing_is_offered_that_is_not_there_and_nothing_stays_that_is_not_offe
     wanted = {chunk_key(chunk.hash) for manifest in kept for chunk in offered(manifest)}
     there = {path.relative_to(tmp_path).as_posix() for path in (tmp_path / "chunks").glob("??/*")}
     assert there == wanted
-    remembered = {path.stem for path in (tmp_path / ".bases").glob("*.bin")}
+    remembered = {path.stem for path in (tmp_path / ".bases").glob("*.json")}
     assert remembered == {"0.11", "0.10", "0.8"}
 
 
@@ -186,8 +185,7 @@ def test_without_a_base_in_reach_a_version_is_an_anchor(tmp_path: Path, serve: S
     """A crash after an anchor and before its payload was remembered: an older base alone would strand newcomers."""
     run = Run(tmp_path / "origin", anchor_every=3, kept_versions=1)
     run.steps(4)
-    for suffix in ("bin", "json"):
-        (run.folder / ".bases" / f"0.4.{suffix}").unlink()
+    (run.folder / ".bases" / "0.4.json").unlink()
     fifth = run.step(5)
     assert fifth.anchor
     run.check(make_downloader([serve(run.folder).url], tmp_path / "client").fetch(fifth.policy, 20))
@@ -213,7 +211,7 @@ def test_a_payload_damaged_on_the_clients_disk_costs_another_road(tmp_path: Path
 def test_a_wrong_delta_costs_another_road(tmp_path: Path, serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(tmp_path / "origin", anchor_every=1)
     first = run.step(1)
-    monkeypatch.setattr(origin_module, "encode_block", wrong_block)
+    monkeypatch.setattr(differing, "encode_block", wrong_block)
     second = run.step(2)
     downloader = make_downloader([serve(run.folder).url], tmp_path / "client")
     downloader.fetch(first.policy, 20)
@@ -227,7 +225,7 @@ def test_a_wrong_delta_without_another_road_is_an_error(
 ) -> None:
     run = Run(tmp_path / "origin")
     run.step(1)
-    monkeypatch.setattr(origin_module, "encode_block", wrong_block)
+    monkeypatch.setattr(differing, "encode_block", wrong_block)
     second = run.step(2)
     downloader = make_downloader([serve(run.folder).url], tmp_path / "client")
     with pytest.raises((DeltaRefused, VersionNotFound), match=r"no road|other bytes"):
