@@ -57,7 +57,7 @@ format: $(STAMP) ## put the sources into shape
 
 bench: $(STAMP) ## run every benchmark; results are printed
 	@ls benchmarks/*.py >/dev/null 2>&1 || echo "there are no benchmarks yet"
-	@for script in $(wildcard benchmarks/*.py); do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+	@for script in $(filter-out benchmarks/delta_training.py,$(wildcard benchmarks/*.py)); do echo "== $$script"; $(BIN)/python $$script || exit 1; done
 
 clean: ## remove .venv, caches and runs/demo
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist runs/demo

@@ -153,6 +153,7 @@ def _start(kind: Kind, role: str, node: Node, work: Path, children: dict[str, Ch
         "sources": node.sources, "peers": node.peers, "last_resort": node.last_resort, "shares": node.shares, **more,
     }  # fmt: skip
     command, environment = kind.command(role, options)
+    environment = {**(environment or os.environ), "PYTHONDONTWRITEBYTECODE": ""}  # nobody compiles at every start
     child = Child(node.name, [*node.prefix, *command], work / f"{node.name}.log", environment)
     children[node.name] = child
     child.ready(READY_S)

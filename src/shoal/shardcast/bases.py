@@ -11,6 +11,8 @@ wrong weights.
 from __future__ import annotations
 
 import contextlib
+import os
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -172,20 +174,22 @@ class Bases:
 
 
 class BaseWriter:
-    """Writes a payload as one file, in order. It counts for nothing until it is remembered."""
+    """Writes a payload as one file, from several threads. It counts for nothing until it is remembered."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._writing = threading.Lock()
         try:
             self._file = path.open("wb", buffering=0)
         except OSError as error:
             raise resource_error("write", path, error) from error
 
-    def write(self, data: memoryview) -> None:
+    def write_at(self, offset: int, data: memoryview) -> None:
         try:
-            written = 0
-            while written < data.nbytes:
-                written += self._file.write(data[written:]) or 0
+            with self._writing:
+                written = 0
+                while written < data.nbytes:
+                    written += os.pwrite(self._file.fileno(), data[written:], offset + written)
         except OSError as error:
             raise resource_error("write", self.path, error) from error
 

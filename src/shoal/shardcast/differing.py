@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
 from shoal.shardcast.bases import Base
 from shoal.shardcast.content import Content
-from shoal.shardcast.delta import BLOCK_BYTES, MAGIC, blocks_of, encode_block
+from shoal.shardcast.delta import BLOCK_BYTES, MAGIC, Block, blocks_of, encode_block
+from shoal.shardcast.inorder import in_order
 
 JUDGED_AFTER_BYTES = 32 * 1024 * 1024  # of the payload: before, a few blocks that changed much say little
 
@@ -16,17 +18,22 @@ class DoesNotPay(Exception):
 
 
 def difference(base: Base, content: Content, chunk_size_bytes: int, pays: float) -> Iterator[memoryview]:
-    """The delta from `base` to `content`, cut into chunks; two blocks and a chunk are held in memory.
+    """The delta from `base` to `content`, cut into chunks; a few blocks are held in memory.
 
     Raises `DoesNotPay` when it needs more than the share `pays` of the bytes that it has told so far.
     """
-    old, new = (memoryview(bytearray(BLOCK_BYTES)) for _ in range(2))
-    pending, size = bytearray(MAGIC), len(MAGIC)
-    for block in blocks_of(content.entries):
-        part = old[: block.size_bytes]
-        if not base.read_into(block.offset, part):
+    scratch = threading.local()
+
+    def tell(block: Block) -> bytes:
+        if not hasattr(scratch, "old"):
+            scratch.old, scratch.new = (memoryview(bytearray(BLOCK_BYTES)) for _ in range(2))
+        old = scratch.old[: block.size_bytes]
+        if not base.read_into(block.offset, old):
             raise DoesNotPay
-        told = encode_block(part, content.part(block.offset, block.size_bytes, new), block.width)
+        return encode_block(old, content.part(block.offset, block.size_bytes, scratch.new), block.width)
+
+    pending, size = bytearray(MAGIC), len(MAGIC)
+    for block, told in zip(blocks_of(content.entries), in_order(tell, blocks_of(content.entries)), strict=True):
         pending, size = pending + told, size + len(told)
         if size > pays * max(block.end, min(JUDGED_AFTER_BYTES, content.size_bytes)):
             raise DoesNotPay

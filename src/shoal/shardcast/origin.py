@@ -12,6 +12,7 @@ process or thread, nginx, a bucket. They share only the folder.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,7 @@ from shoal.runtime.lock import FolderLock
 from shoal.runtime.stop import StopToken
 from shoal.shardcast.bases import Base, Bases
 from shoal.shardcast.content import Content, chunk_of
+from shoal.shardcast.inorder import in_order
 from shoal.shardcast.manifest import (
     MAX_CHUNK_BYTES,
     Place,
@@ -181,14 +183,20 @@ class Origin:
         anchor = self._must_be_anchor(place, deltas)
         remembered = self._wants_deltas(content)
         writer = self._bases.writer(anchor) if remembered else None
+        scratch = threading.local()
+
+        def take(offset: int) -> Chunk:
+            """One chunk: read, hashed, and written where it has to be."""
+            if not hasattr(scratch, "buffer"):
+                scratch.buffer = memoryview(bytearray(chunk_size))
+            data = content.part(offset, min(chunk_size, content.size_bytes - offset), scratch.buffer)
+            if writer is not None:
+                writer.write_at(offset, data)
+            return self._put(data) if anchor else chunk_of(data)
+
         chunks: list[Chunk] = []
         done = 0
-        for data in content.cut(chunk_size):
-            chunk = chunk_of(data)
-            if anchor and not self._tree.has_chunk(chunk.hash, chunk.size_bytes):
-                self._tree.put_chunk(chunk.hash, data, durable=True)
-            if writer is not None:
-                writer.write(data)
+        for chunk in in_order(take, range(0, content.size_bytes, chunk_size)):
             chunks.append(chunk)
             done += chunk.size_bytes
             if on_progress is not None:
