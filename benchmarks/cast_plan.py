@@ -5,8 +5,8 @@
 No measurement of its own: the constants below come from the other benchmarks, and each can be given as an option. A
 step's weights take, on the slowest road:
 
-    encode ─► origin's uplink ─► relays' uplinks, level by level ─► workers' links ─► apply, verify
-              └── these overlap: a chunk is forwarded while the next one arrives ─┘
+    publish ─► origin's uplink ─► relays' uplinks, level by level ─► workers' links ─► apply, verify
+               └── these overlap: a chunk is forwarded while the next one arrives ─┘
 
 so transfers count once, at the link that has most to carry (that of a relay with workers behind it: a copy for each of
 them and one for its peers), times what the links benchmark found above the ideal, plus a little for every level.
@@ -30,10 +30,9 @@ def main() -> None:
         rows.append(_row(options, f"{words}, workers share", 2, size, touched, shares=True))
     print(
         f"{options.parameters:.3g} parameters in bfloat16 ({model_bytes / 1e9:.0f} GB), {options.workers} workers,"
-        f" {options.relay_mbit:.0f} Mbit/s relays and origin, {options.per_relay} workers per relay,"
-        f" {options.cores} cores:\n"
+        f" {options.relay_mbit:.0f} Mbit/s relays and origin, {options.per_relay} workers per relay:\n"
     )
-    print(table(["", "levels", "relays", "encode", "transfer", "apply and verify", "together"], rows))
+    print(table(["", "levels", "relays", "publish", "transfer", "apply and verify", "together"], rows))
 
 
 def _row(
@@ -45,10 +44,9 @@ def _row(
     trading = 1.0  # and what it sends to the other relays of its level; an upper relay or the origin sends less
     transfer_s = (below + trading) * size / rate * options.overhead + depth * options.level_s
     model_mb = 2 * options.parameters / 1e6
-    encode_s = model_mb / options.encode_mb_s / options.cores if touched else 0.0
-    verify_s = model_mb / options.hash_mb_s / options.cores
-    apply_s = model_mb / options.apply_mb_s / options.cores if touched else 0.0
-    spent = [encode_s, transfer_s, apply_s + verify_s]
+    publish_s = model_mb / options.publish_mb_s
+    apply_s = model_mb / options.apply_mb_s if touched else 0.0  # a whole payload is verified as it arrives
+    spent = [publish_s, transfer_s, apply_s]
     return [words, depth, sum(counts), *(f"{seconds:,.0f} s" for seconds in spent), f"**{sum(spent):,.0f} s**"]
 
 
@@ -65,13 +63,11 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=1000)
     parser.add_argument("--relay-mbit", type=float, default=1000.0)
     parser.add_argument("--per-relay", type=int, default=10, help="workers behind a relay, and relays behind a relay")
-    parser.add_argument(
-        "--cores", type=int, default=8, help="for encoding, applying and hashing: blocks are independent"
-    )
     parser.add_argument("--delta-share", type=float, default=0.0010, help="delta_codec.py, one step at 1e-6")
-    parser.add_argument("--encode-mb-s", type=float, default=3000, help="delta_codec.py")
-    parser.add_argument("--apply-mb-s", type=float, default=9000, help="delta_codec.py")
-    parser.add_argument("--hash-mb-s", type=float, default=3600, help="BLAKE3, one core")
+    parser.add_argument(
+        "--publish-mb-s", type=float, default=750, help="swap_in_place.py, 16 cores: compare, hash, write"
+    )
+    parser.add_argument("--apply-mb-s", type=float, default=1000, help="swap_in_place.py: read, apply, hash, write")
     parser.add_argument("--trade-copies", type=float, default=1.2, help="copies that leave the origin, cast_links.py")
     parser.add_argument("--overhead", type=float, default=1.2, help="transfer above the ideal, cast_links.py")
     parser.add_argument("--level-s", type=float, default=0.3, help="what one more level costs, cast_fanout.py")
