@@ -10,6 +10,7 @@ The number kept is the memory budget: each is a whole copy of the weights.
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from shoal.engines.protocol import Engine, UpdatableEngine
 from shoal.errors import PolicyMismatch
 from shoal.protocol import PolicyRef
 from shoal.shardcast import Payload
+
+log = logging.getLogger(__name__)
 
 Fetch = Callable[[PolicyRef, float], Payload]
 Build = Callable[[Mapping[str, bytes]], Engine]
@@ -78,5 +81,6 @@ def _put_in_place(engine: Engine, payload: Payload) -> None:
     changes = payload.changes_from(engine.policy)
     if changes is not None and isinstance(engine, UpdatableEngine):
         engine.update_policy(ref, changes)
+        log.info("policy %s: only what changed was written into the engine", ref.label)
     else:
         engine.load_policy(ref, {tensor.name: tensor for tensor in payload.tensors})

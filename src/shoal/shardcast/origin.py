@@ -69,7 +69,7 @@ class OriginSettings(BaseModel):
     kept_versions: int = Field(default=5, ge=1, le=500)
     anchor_every: int = Field(default=16, ge=1, le=400)
     delta_strides: tuple[int, ...] = (1, 2, 4, 8)
-    delta_from_bytes: int = Field(default=1024 * 1024, ge=0)
+    delta_from_bytes: int = Field(default=128 * 1024, ge=0)
 
 
 @dataclass(frozen=True)
