@@ -121,7 +121,7 @@ def url_of(process: Process, pattern: re.Pattern[str] = FETCH) -> str:
 
 def megabytes_fetched(line: str) -> float:
     """What had to be fetched, according to the last line."""
-    part = re.search(r"of which ([\d.,]+) (MB|bytes) had to be fetched", line)
+    part = re.search(r", ([\d.,]+) (MB|bytes) of it fetched", line)
     whole = re.search(r": ([\d.,]+) (MB|bytes)", line)
     if "all of it here already" in line:
         return 0.0
@@ -195,12 +195,52 @@ def test_publishing_again_where_a_server_runs_ends_with_its_address(tmp_path: Pa
         assert (tmp_path / "b.bin").read_bytes() == data
 
 
-def test_the_same_content_again_is_a_version_like_any_other(tmp_path: Path) -> None:
+def test_serving_the_same_content_again_makes_no_new_version(tmp_path: Path) -> None:
     data = random_file(tmp_path / "a.bin")
     assert shoal(tmp_path, "cast", "publish", "a.bin", "--no-serve").returncode == 0
     with publisher(tmp_path, "a.bin") as origin:
-        assert fetch(tmp_path, url_of(origin), "-o", "out.bin").startswith("out.bin version 2")
+        assert fetch(tmp_path, url_of(origin), "-o", "out.bin").startswith("out.bin version 1")
     assert (tmp_path / "out.bin").read_bytes() == data
+
+
+def test_another_file_is_not_taken_for_the_next_version(tmp_path: Path) -> None:
+    random_file(tmp_path / "a.bin")
+    random_file(tmp_path / "b.bin", 1, 1000)
+    assert shoal(tmp_path, "cast", "publish", "a.bin", "--no-serve").returncode == 0
+    ran = shoal(tmp_path, "cast", "publish", "b.bin", "--no-serve")
+    assert ran.returncode == 2
+    assert "www is the broadcast 'a.bin'" in ran.stderr.splitlines()[-1]
+    ran = shoal(tmp_path, "cast", "publish", "b.bin", "--no-serve", "--name", "a.bin")
+    assert ran.stdout.startswith("published a.bin version 2"), ran.stderr
+
+
+def test_a_file_that_was_not_fetched_is_not_replaced(tmp_path: Path) -> None:
+    data = random_file(tmp_path / "a.bin", 1, 1000)
+    (tmp_path / "mine.txt").write_text("precious")
+    with publisher(tmp_path, "a.bin") as origin:
+        for _ in range(2):  # not even the second time
+            ran = shoal(tmp_path, "cast", "fetch", url_of(origin), "-o", "mine.txt")
+            assert ran.returncode == 2
+            assert "was not fetched from here" in ran.stderr.splitlines()[-1]
+        assert (tmp_path / "mine.txt").read_text() == "precious"
+        fetch(tmp_path, url_of(origin), "-o", "mine.txt", "--force")
+    assert (tmp_path / "mine.txt").read_bytes() == data
+
+
+def test_what_the_publisher_removed_goes_and_what_others_put_there_stays(tmp_path: Path) -> None:
+    for name in ("keep", "gone", "edited"):
+        (tmp_path / "model").mkdir(exist_ok=True)
+        random_file(tmp_path / "model" / name, 1, 500)
+    with publisher(tmp_path, "model", "--port", "0") as origin:
+        url = url_of(origin)
+        fetch(tmp_path, url, "-o", "copy")
+        (tmp_path / "copy" / "mine").write_text("mine")
+        (tmp_path / "copy" / "edited").write_text("edited")
+        for name in ("gone", "edited"):
+            (tmp_path / "model" / name).unlink()
+        assert shoal(tmp_path, "cast", "publish", "model", "--no-serve").returncode == 0
+        fetch(tmp_path, url, "-o", "copy")
+    assert sorted(path.name for path in (tmp_path / "copy").iterdir()) == ["edited", "keep", "mine"]
 
 
 def test_a_folder_arrives_with_all_that_is_in_it(tmp_path: Path) -> None:
@@ -338,6 +378,7 @@ def test_what_was_fetched_can_be_shared_with_peers(tmp_path: Path, again: bool) 
             fetch(tmp_path, url, "-o", "first.bin")
         first = stack.enter_context(Process(tmp_path, "cast", "fetch", url, "-o", "first.bin", "--share", "0"))
         peer = "http://127.0.0.1:" + first.until(r"--peer http://\S+:(\d+)\n")[1]
+        first.until(r"first\.bin version 1")
         shutil.rmtree(tmp_path / "www" / "chunks")
         line = fetch(tmp_path, url, "-o", "second.bin", "--peer", peer)
         assert line.endswith(f"from {peer} 100 %"), line
@@ -415,7 +456,8 @@ def test_a_port_that_is_taken_by_somebody_else(tmp_path: Path) -> None:
         port = str(other.getsockname()[1])
         ran = shoal(tmp_path, "cast", "publish", "a.bin", "--host", "127.0.0.1", "--port", port)
     assert ran.returncode == 3
-    assert f"port {port} on 127.0.0.1 is taken" in ran.stderr.splitlines()[-1]
+    assert f"port {port} on 127.0.0.1 is taken: nothing was published" in ran.stderr.splitlines()[-1]
+    assert not (tmp_path / "www" / "head.json").exists()
 
 
 def test_a_disk_that_is_full_is_one_sentence_and_continues_later(

@@ -105,11 +105,15 @@ def fetch(
     patience_s: Annotated[
         float, typer.Option("--patience", min=1, max=86_400, help="Give up when nothing arrives for so many seconds.")
     ] = 60,
+    host: Annotated[str, typer.Option("--host", help="Address that --share listens on.")] = "0.0.0.0",
+    force: Annotated[bool, typer.Option("--force", help="Replace files that were not fetched from here.")] = False,
 ) -> None:
     """Bring a version here. Ctrl-C and the same command again continues; a second time costs nothing."""
     from shoal.cli.casting.fetch import FetchRequest, run_fetch
 
-    request = FetchRequest(tuple(sources), tuple(peers or ()), output, version, share, follow, wait_s, patience_s)
+    request = FetchRequest(
+        tuple(sources), tuple(peers or ()), output, version, share, follow, wait_s, patience_s, host, force
+    )
     raise typer.Exit(run_fetch(request, _verbose()))
 
 

@@ -8,24 +8,33 @@
     SourceScores                         which source to ask next
     digest_of                            the digest that publishing would sign
 
-Alone, in ten lines (the folder could as well be served by nginx, a bucket or `python -m http.server`):
+Alone (the folder could as well be served by nginx, a bucket or `python -m http.server`, whose log then shows requests
+for `/have/…`, which it does not know: clients ask, and do without):
 
-    key = load_or_create_key(Path("trainer.key"))                        # from shoal.protocol
-    origin = Origin(Path("www"), "my-files", key)
-    origin.publish(1, Path("data.bin"))
-    stop = StopToken()                                                   # from shoal.runtime.stop
-    threading.Thread(target=run_origin, args=(Path("www"), "0.0.0.0", 8471, stop, print)).start()
+    from pathlib import Path
+    from threading import Thread
+    from shoal.protocol import load_or_create_key
+    from shoal.runtime.stop import StopToken
+    from shoal.shardcast import Downloader, Origin, run_origin
+
+    key, stop = load_or_create_key(Path("publisher.key")), StopToken()
+    origin = Origin("www", "my-files", key)
+    origin.publish(1, "data.bin")                       # or a folder, or {"weight": array, …}
+    server = Thread(target=run_origin, args=(Path("www"), "127.0.0.1", 8471, stop, print))
+    server.start()
 
     # elsewhere: only the public key is needed, and no source has to be trusted
-    downloader = Downloader(["http://origin:8471"], "my-files", public_key, Path("cache"), StopToken())
+    downloader = Downloader(["http://127.0.0.1:8471"], "my-files", key.public_key, "cache", StopToken())
     payload = downloader.fetch(downloader.newest(deadline_s=30), deadline_s=600)
-    payload.export(Path("."))
+    payload.export(Path("here"))                        # files; arrays: np.frombuffer(payload.tensors[0].data, …)
+    stop.set("done")
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from shoal.protocol.tensor import TensorView
     from shoal.shardcast.config import RelayConfig, RelaySettings
     from shoal.shardcast.content import Content, digest_of
     from shoal.shardcast.download import Downloader, DownloadSettings
@@ -53,6 +62,7 @@ _HOME = {
     "run_origin": "server",
     "run_relay": "relay",
     "SourceScores": "sources",
+    "TensorView": "content",
 }
 
 __all__ = [
@@ -68,6 +78,7 @@ __all__ = [
     "RelayConfig",
     "RelaySettings",
     "SourceScores",
+    "TensorView",
     "digest_of",
     "run_origin",
     "run_relay",

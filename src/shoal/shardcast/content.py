@@ -16,7 +16,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from blake3 import blake3
 from pydantic import ValidationError
@@ -25,6 +25,12 @@ from shoal.errors import BroadcastError, ConfigError
 from shoal.protocol import Chunk, Entry, TensorView, content_digest, first_problem
 from shoal.runtime.files import resource_error
 from shoal.shardcast.manifest import chunk_size_for, entries_problem
+
+SMALL_BYTES = 64 * 1024
+TYPES = {
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
+    "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
+}  # fmt: skip
 
 
 class Span(Protocol):
@@ -102,10 +108,25 @@ class Content:
         return cls._laid_out(parts)
 
     @classmethod
+    def of_arrays(cls, arrays: Mapping[str, Any]) -> Content:
+        """numpy's arrays, by name: `Content.of_arrays({"w": np.zeros(3)})`."""
+        tensors = []
+        for name, array in arrays.items():
+            dtype = TYPES.get(str(getattr(array, "dtype", "")))
+            if dtype is None:
+                raise ConfigError(f"{name!r} is no array of a type that travels: {', '.join(sorted(TYPES))}")
+            data = memoryview(array.tobytes())  # little-endian, contiguous, and the array may change meanwhile
+            tensors.append(TensorView(name, dtype, tuple(array.shape), data))
+        return cls.of({}, tensors)
+
+    @classmethod
     def at(cls, path: Path) -> Content:
         """A file, under its own name, or all files in a folder, under their paths in it."""
         found = {path.name: path} if path.is_file() else _files_in(path)
-        return cls._laid_out([(name, None, _file_span(file)) for name, file in sorted(found.items())])
+        spans = {name: _file_span(file) for name, file in found.items()}
+        # Small files last: one that comes or goes then moves no large one into other chunks.
+        order = sorted(spans, key=lambda name: (spans[name].size_bytes < SMALL_BYTES, name))
+        return cls._laid_out([(name, None, spans[name]) for name in order])
 
     @classmethod
     def _laid_out(cls, parts: Sequence[tuple[str, TensorView | None, Span]]) -> Content:

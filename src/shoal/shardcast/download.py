@@ -62,13 +62,14 @@ class Downloader:
         sources: Sequence[str],
         run: str | None,
         trusted_key: str,
-        folder: Path,
+        folder: Path | str,
         stop: StopToken,
         settings: DownloadSettings = DownloadSettings(),
         peers: Sequence[str] = (),
         last_resort: Sequence[str] = (),
         share: PayloadCatalogue | None = None,
     ) -> None:
+        folder = Path(folder)
         self._scores = SourceScores(sources, peers, last_resort)
         self._cache = PayloadCache(folder, run, trusted_key, share)
         self._share = share

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -95,19 +96,21 @@ class Origin:
     >>> origin = Origin(Path("origin"), "run-0123", SigningKey.generate())
     >>> origin.publish(1, Path("model.safetensors")).policy.label        # a file, or a folder
     '0.1'
-    >>> origin.publish(2, Content.of({"config.json": b"{}"}, tensors), ledger_head=head).policy.label
+    >>> origin.publish(2, {"weight": np.zeros((4, 4), np.float32)}).policy.label
     '0.2'
+    >>> origin.publish(3, Content.of({"config.json": b"{}"}, tensors), ledger_head=head).policy.label
+    '0.3'
     """
 
     def __init__(
         self,
-        folder: Path,
+        folder: Path | str,
         run: str,
         key: SigningKey,
         clock: Clock = SystemClock(),
         settings: OriginSettings = OriginSettings(),
     ) -> None:
-        self._tree = Tree(folder)
+        self._tree = Tree(Path(folder))
         self._run = run
         self._key = key
         self._clock = clock
@@ -123,7 +126,7 @@ class Origin:
     def publish(
         self,
         version: int,
-        content: Content | Path | Sequence[TensorView],
+        content: Content | Path | str | Mapping[str, Any] | Sequence[TensorView],
         *,
         incarnation: int = 0,
         ledger_head: LedgerHead | None = None,
@@ -338,7 +341,13 @@ class Origin:
         self._tree.sweep_temporaries()
 
 
-def _as_content(content: Content | Path | Sequence[TensorView]) -> Content:
+def _as_content(content: Content | Path | str | Mapping[str, Any] | Sequence[TensorView]) -> Content:
     if isinstance(content, Content):
         return content
-    return Content.at(content) if isinstance(content, Path) else Content.of({}, content)
+    if isinstance(content, Path | str):
+        return Content.at(Path(content))
+    if isinstance(content, Mapping):
+        return Content.of_arrays(content)
+    if all(isinstance(tensor, TensorView) for tensor in content):
+        return Content.of({}, content)
+    raise TypeError("what can be published: a path, arrays by name, tensors (TensorView), or a Content")

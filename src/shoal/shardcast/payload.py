@@ -54,7 +54,7 @@ class ChangedValues:
     values: Bits
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Payload:
     """A version that has arrived and been verified. `tensors` are views of one read-only mapping: copy to change.
 
@@ -66,6 +66,10 @@ class Payload:
     tensors: list[TensorView]
     path: Path | None = None
     made: Made | None = field(default=None, repr=False)
+
+    def __repr__(self) -> str:
+        what = f"{len(self.files)} files, {len(self.tensors)} tensors, {self.manifest.size_bytes} bytes"
+        return f"Payload(policy {self.manifest.policy.label}: {what})"
 
     def changes_from(self, ref: PolicyRef | None) -> Iterator[ChangedValues] | None:
         """What turns the tensors of `ref` into these; None if this payload was not made from `ref` by deltas.
@@ -80,7 +84,8 @@ class Payload:
     def export(self, target: Path, link: bool = False) -> list[Path]:
         """Write the files into the folder `target`; no name leaves it, not even through a link that lies in it.
 
-        With `link`, a file that is the whole payload is not copied but given a second name: do not change it then.
+        Tensors are no files: they are in `tensors`. With `link`, a file that is the whole payload is not copied but
+        given a second name: do not change it then.
         """
         ensure_folder(target)
         written = []

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from shoal.cli.casting.fetch import Patience, deliver
+from shoal.cli.casting.delivery import Delivery
+from shoal.cli.casting.fetch import Patience
 from shoal.cli.casting.meter import LINE_EVERY_S, megabytes, metered, shares
 from shoal.cli.casting.serving import local_url, public_url, say_commands
 from shoal.cli.casting.trust import Sources, Trust, meet
@@ -160,6 +161,11 @@ def fetched(tmp_path: Path, serve: Serve, files: dict[str, bytes]) -> Payload:
     return downloader.fetch(downloader.newest(10), 10)
 
 
+def deliver(payload: Payload, output: str, force: bool = False) -> Path:
+    assert payload.path is not None
+    return Delivery(output, payload.path.parent, force).deliver(payload)
+
+
 def test_a_single_file_shares_its_bytes_with_the_cache(tmp_path: Path, serve: Serve) -> None:
     payload = fetched(tmp_path, serve, {"a.bin": b"content"})
     target = tmp_path / "deep" / "out.bin"
@@ -186,7 +192,9 @@ def test_a_file_that_was_there_is_replaced_at_once(tmp_path: Path, serve: Serve)
     payload = fetched(tmp_path, serve, {"a.bin": b"content"})
     (tmp_path / "precious").write_bytes(b"elsewhere")
     (tmp_path / "out").symlink_to(tmp_path / "precious")
-    deliver(payload, str(tmp_path / "out"))
+    with pytest.raises(UserError, match="not fetched from here"):
+        deliver(payload, str(tmp_path / "out"))
+    deliver(payload, str(tmp_path / "out"), force=True)
     assert (tmp_path / "out").read_bytes() == b"content"
     assert (tmp_path / "precious").read_bytes() == b"elsewhere"
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from shoal.errors import BroadcastError, ConfigError, DeltaRefused, VersionNotFound
 from shoal.protocol import PolicyManifest, TensorView
+from shoal.runtime.stop import StopToken
 from shoal.shardcast import Content, Downloader, Origin, OriginSettings, Payload, Progress, differing, run_origin
 from shoal.shardcast.delta import encode_block
 from shoal.shardcast.manifest import offered, place_of
@@ -413,3 +414,32 @@ def test_progress_of_publishing_is_told(tmp_path: Path) -> None:
 def test_the_place_of_a_version_is_its_training_step(tmp_path: Path) -> None:
     manifest = Run(tmp_path).step(7)
     assert place_of(manifest) == (0, 7)
+
+
+def test_arrays_paths_and_tensors_can_be_published_and_nothing_else(tmp_path: Path, serve: Serve) -> None:
+    origin = Origin(str(tmp_path / "www"), RUN, KEY)
+    arrays = {"w": np.arange(6, dtype=np.float32).reshape(2, 3), "flags": np.array([True, False]), "one": np.int64(7)}
+    origin.publish(1, arrays)
+    downloader = Downloader([serve(tmp_path / "www").url], RUN, KEY.public_key, str(tmp_path / "client"), StopToken())
+    payload = downloader.fetch(downloader.newest(10), 10)
+    assert [(t.name, t.dtype, t.shape) for t in payload.tensors] == [
+        ("w", "F32", (2, 3)), ("flags", "BOOL", (2,)), ("one", "I64", ()),
+    ]  # fmt: skip
+    assert bytes(payload.tensors[0].data) == arrays["w"].tobytes()
+    assert repr(payload) == "Payload(policy 0.1: 0 files, 3 tensors, 34 bytes)"
+    (tmp_path / "file").write_bytes(b"x")
+    assert origin.publish(2, str(tmp_path / "file")).entries[0].name == "file"
+    with pytest.raises(TypeError, match="a path, arrays by name"):
+        origin.publish(3, ["file"])  # type: ignore[list-item]
+    with pytest.raises(ConfigError, match="'w' is no array"):
+        origin.publish(3, {"w": "file"})
+
+
+def test_a_small_file_that_comes_or_goes_moves_no_large_one(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "large").write_bytes(np.random.default_rng(0).bytes(600_000))
+    before = publish_path(tmp_path, folder)
+    (folder / "a first small one").write_bytes(b"!")
+    after = Origin(tmp_path / "www", RUN, KEY).publish(2, folder)
+    assert after.chunks[:2] == before.chunks[:2]

@@ -20,20 +20,20 @@ from pathlib import Path
 
 from rich.console import Console
 
+from shoal.cli.casting.delivery import Delivery
 from shoal.cli.casting.meter import megabytes, metered, shares
 from shoal.cli.casting.serving import begin, plain_console, public_url
-from shoal.cli.casting.sharing import HOST, Sharing
+from shoal.cli.casting.sharing import Sharing
 from shoal.cli.casting.trust import Sources, Trust, meet
 from shoal.errors import BroadcastError, ManifestRefused, UserError, VersionNotFound
 from shoal.protocol import PolicyManifest, PolicyRef
-from shoal.runtime.files import ensure_folder, resource_error
+from shoal.runtime.files import ensure_folder
 from shoal.runtime.lock import FolderLock
 from shoal.runtime.stop import StopToken
-from shoal.shardcast import Downloader, DownloadSettings, Payload, Progress
+from shoal.shardcast import Downloader, DownloadSettings, Progress
 from shoal.shardcast.connection import Connection, Deadline, Timeouts
 from shoal.shardcast.lookup import MANIFEST_S, Lookup, get_document
 from shoal.shardcast.manifest import MAX_MANIFEST_BYTES, read_manifest
-from shoal.shardcast.payload import copy_or_link
 from shoal.shardcast.sources import SourceScores
 from shoal.shardcast.tree import manifest_key, parse_label
 
@@ -56,6 +56,8 @@ class FetchRequest:
     follow: bool
     wait_s: float
     patience_s: float
+    host: str = "0.0.0.0"
+    force: bool = False
 
     @property
     def path(self) -> Path:
@@ -77,18 +79,30 @@ def run_fetch(request: FetchRequest, verbose: bool) -> int:
     ensure_folder(request.cache)
     try:
         with FolderLock(request.cache).acquire(stop):
+            delivery = Delivery(request.output, request.cache, request.force)
+            delivery.check()
             trust, first_use = meet(sources, request.cache / "trust.json", stop, request.wait_s)
             if first_use:
                 Console(stderr=True, soft_wrap=True).print(_first_use(trust, request.cache), highlight=False)
             with contextlib.ExitStack() as stack:
-                sharing = None if request.share is None else stack.enter_context(Sharing(request.share))
-                fetch = Fetch(request, sources, peers, trust, stop, sharing)
+                sharing = _share(request, stack)
+                fetch = Fetch(request, sources, peers, trust, stop, delivery, sharing)
                 return fetch.follow() if request.follow else fetch.once(version)
     except BroadcastError:
         if not stop.is_set():
             raise
         log.warning("stopped; the same command continues from here")
         return STOPPED_CODE
+
+
+def _share(request: FetchRequest, stack: contextlib.ExitStack) -> Sharing | None:
+    if request.share is None:
+        return None
+    sharing = stack.enter_context(Sharing(request.host, request.share))
+    out = plain_console()
+    out.print(f"others may take from here what has arrived:  --peer {public_url(sharing.url, request.host)}")
+    out.file.flush()
+    return sharing
 
 
 class Fetch:
@@ -101,6 +115,7 @@ class Fetch:
         peers: tuple[str, ...],
         trust: Trust,
         stop: StopToken,
+        delivery: Delivery,
         sharing: Sharing | None = None,
     ) -> None:
         self._request = request
@@ -108,6 +123,7 @@ class Fetch:
         self._peers = peers
         self._trust = trust
         self._stop = stop
+        self._delivery = delivery
         self._sharing = sharing
         self._held: PolicyRef | None = None
         self._out, self._console = plain_console(), Console(stderr=True)
@@ -175,10 +191,8 @@ class Fetch:
 
             payload = downloader.fetch(ref, DEADLINE_S, on_progress)
         seconds = time.monotonic() - started_s
-        target = deliver(payload, self._request.output)
+        target = self._delivery.deliver(payload)
         self._out.print(_summary(target, payload.manifest, last, seconds))
-        if self._sharing is not None:
-            self._out.print(f"sharing it until stopped:  --peer {public_url(self._sharing.url, HOST)}")
         self._out.file.flush()
 
     def _find(self, version: int) -> PolicyRef:
@@ -256,35 +270,6 @@ class Patience:
                 self.token.set(f"nothing has arrived for {self._patience_s:.0f} s")
 
 
-def deliver(payload: Payload, output: str) -> Path:
-    """Put what was fetched where it was asked for: a single file as a link, several as a folder."""
-    path, manifest = Path(output).absolute(), payload.manifest
-    if len(manifest.entries) != 1 or manifest.entries[0].type != "file":
-        if path.exists() and not path.is_dir():
-            raise UserError(f"a folder has been fetched, but {path} is a file; give a folder with -o")
-        payload.export(path)
-        return path
-    if path.is_dir() or output.endswith("/"):
-        ensure_folder(path)
-        path = path / Path(manifest.entries[0].name).name
-        if path.is_dir():
-            raise UserError(f"a file has been fetched, but {path} is a folder; give another -o")
-    assert payload.path is not None
-    _link(payload.path, path)
-    return path
-
-
-def _link(whole: Path, target: Path) -> None:
-    """Make `target` a second name of `whole`: at once, and without a second copy where the disk allows it."""
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if target.exists() and target.samefile(whole):
-            return
-    except OSError as error:
-        raise resource_error("write", target, error) from error
-    copy_or_link(whole, target)
-
-
 def _summary(target: Path, manifest: PolicyManifest, last: Progress | None, seconds: float) -> str:
     """Bytes, seconds, rate, and from whom."""
     fetched = sum(last.by_source.values()) if last is not None else 0
@@ -292,9 +277,9 @@ def _summary(target: Path, manifest: PolicyManifest, last: Progress | None, seco
     if not fetched:
         return f"{what}, all of it here already; verified in {seconds:.1f} s"
     assert last is not None
-    how = f"{what} in {seconds:.1f} s, {manifest.size_bytes / 1e6 / max(seconds, 1e-3):.1f} MB/s"
-    part = "" if fetched == manifest.size_bytes else f", of which {megabytes(fetched)} had to be fetched"
-    return f"{how}{part}; from {shares(last.by_source)}"
+    parts = f", {megabytes(fetched)} of it fetched" if megabytes(fetched) != megabytes(manifest.size_bytes) else ""
+    rate = "" if "delta" in last.road else f", {fetched / 1e6 / max(last.seconds, 1e-3):.1f} MB/s"
+    return f"{what} in {seconds:.1f} s{parts}{rate}; from {shares(last.by_source)}"
 
 
 def _first_use(trust: Trust, cache: Path) -> str:

@@ -9,9 +9,11 @@ the second command then has nothing left to serve.
 
 from __future__ import annotations
 
+import errno
 import os
 import shlex
 import signal
+import socket
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,16 +23,25 @@ from rich.console import Console
 
 from shoal.cli.casting.meter import megabytes, metered
 from shoal.cli.casting.serving import begin, local_url, plain_console, say_commands
-from shoal.errors import BroadcastError, PolicyMismatch, ProtocolError, ResourceError, UserError
-from shoal.protocol import BroadcastHead, PolicyManifest, SignedDocument, SigningKey, load_or_create_key, open_document
+from shoal.errors import BroadcastError, ManifestRefused, PolicyMismatch, ProtocolError, ResourceError, UserError
+from shoal.protocol import (
+    BroadcastHead,
+    PolicyManifest,
+    PolicyRef,
+    SignedDocument,
+    SigningKey,
+    load_or_create_key,
+    open_document,
+)
 from shoal.protocol.policy import name_problem
 from shoal.runtime.files import ensure_folder
 from shoal.runtime.stop import StopToken
 from shoal.shardcast import Content, Origin, OriginSettings, run_origin
 from shoal.shardcast.connection import Connection, Deadline
+from shoal.shardcast.content import chunk_of
 from shoal.shardcast.lookup import get_document
-from shoal.shardcast.manifest import MAX_HEAD_BYTES
-from shoal.shardcast.tree import HEAD
+from shoal.shardcast.manifest import MAX_HEAD_BYTES, read_manifest
+from shoal.shardcast.tree import HEAD, manifest_key
 
 FIRST_VERSION = 1
 PROBE_S = 2.0
@@ -59,8 +70,20 @@ def run_publish(request: PublishRequest, verbose: bool) -> None:
     console, out = Console(stderr=True), plain_console()
     content = _content(request)
     ensure_folder(request.directory.absolute().parent)
+    had_key = request.key_path.exists()
     key = load_or_create_key(request.key_path)
-    manifest = _publish(request, content, key, console, out)
+    head = _head(request.directory, key)
+    if request.serve and _port_is_taken(request) and not _serves(request, key, head):
+        raise ResourceError(
+            f"port {request.port} on {request.host} is taken: nothing was published; choose another with --port"
+        )
+    if had_key and head is None and request.version is None:
+        console.print(
+            f"note: {request.key_path} has been used before, but {request.directory} is empty. Whoever fetched from it "
+            "takes only versions above the last one: if that is so, stop and give --version.",
+            soft_wrap=True,
+        )
+    manifest = _publish(request, content, key, head, console, out)
     if not request.serve:
         _say_where(request, manifest, key, out)
         return
@@ -100,10 +123,18 @@ def _is_within(path: Path, folder: Path) -> bool:
 
 
 def _publish(
-    request: PublishRequest, content: Content, key: SigningKey, console: Console, out: Console
+    request: PublishRequest,
+    content: Content,
+    key: SigningKey,
+    head: BroadcastHead | None,
+    console: Console,
+    out: Console,
 ) -> PolicyManifest:
-    head = _head(request.directory, key)
     name = _name(request, head)
+    unchanged = _unchanged(request, content, key, head)
+    if unchanged is not None:
+        out.print(f"{name} version {unchanged.policy.version} is published already, and nothing has changed since")
+        return unchanged
     version = _version(request, head)
     origin = Origin(request.directory, name, key, settings=OriginSettings(kept_versions=request.keep))
     started_s = time.monotonic()
@@ -120,6 +151,23 @@ def _publish(
         f"digest {manifest.policy.digest}{_how(manifest)}"
     )
     return manifest
+
+
+def _unchanged(
+    request: PublishRequest, content: Content, key: SigningKey, head: BroadcastHead | None
+) -> PolicyManifest | None:
+    """The newest version, if this is it once more: starting the server again makes no new one."""
+    if head is None or request.version is not None:
+        return None
+    try:
+        place = (head.policy.incarnation, head.policy.version)
+        manifest = read_manifest((request.directory / manifest_key(place)).read_bytes(), head.run, key.public_key)
+    except (OSError, ManifestRefused):
+        return None
+    if manifest.entries != content.entries:
+        return None
+    chunks = tuple(chunk_of(data) for data in content.cut(manifest.chunk_size_bytes))
+    return manifest if chunks == manifest.chunks else None
 
 
 def _how(manifest: PolicyManifest) -> str:
@@ -149,7 +197,13 @@ def _head(directory: Path, key: SigningKey) -> BroadcastHead | None:
 def _name(request: PublishRequest, head: BroadcastHead | None) -> str:
     if head is not None and request.name not in (None, head.run):
         raise UserError(f"{request.directory} is the broadcast {head.run!r}; give another --dir for {request.name!r}")
-    name = head.run if head is not None else request.name or request.path.absolute().name
+    own = request.path.absolute().name
+    if head is not None and request.name is None and own != head.run:
+        raise UserError(
+            f"{request.directory} is the broadcast {head.run!r}: give another --dir for {own!r}, or, if it is the next "
+            f"version of that, --name {shlex.quote(head.run)}"
+        )
+    name = head.run if head is not None else request.name or own
     problem = name_problem(name) or ("it has a slash" if "/" in name else "")
     if problem:
         raise UserError(f"a broadcast cannot be called {name!r}: {problem}; give another --name")
@@ -176,21 +230,39 @@ def _say_where(request: PublishRequest, manifest: PolicyManifest, key: SigningKe
         _say(request, local_url(request.host, request.port), key, out)
         return
     out.print(
-        f"nothing serves {request.directory} at port {request.port}: let any HTTP server do it, and then: "
+        f"a server that runs for {request.directory} has it now; if there is none, any HTTP server will do. Then: "
         f"shoal cast fetch URL/#{key.public_key} -o {shlex.quote(request.path.absolute().name)}"
     )
 
 
+def _port_is_taken(request: PublishRequest) -> bool:
+    try:
+        socket.create_server((request.host, request.port)).close()
+    except OSError as error:
+        return error.errno == errno.EADDRINUSE
+    return False
+
+
+def _serves(request: PublishRequest, key: SigningKey, head: BroadcastHead | None) -> bool:
+    """Whether what has the port serves this very folder."""
+    return head is not None and _served(request, key) == head.policy
+
+
 def _serves_this(request: PublishRequest, manifest: PolicyManifest, key: SigningKey) -> bool:
     """Whether somebody on this machine already serves the version just published under this port."""
+    return _served(request, key) == manifest.policy
+
+
+def _served(request: PublishRequest, key: SigningKey) -> PolicyRef | None:
+    """The newest version that is served under this port of this machine, if it is signed by this key."""
     if request.port == 0:
-        return False
+        return None
     connection = Connection(local_url(request.host, request.port), StopToken())
     try:
         data = get_document(connection, HEAD, MAX_HEAD_BYTES, Deadline(PROBE_S))
         signed = SignedDocument.model_validate_json(data or b"")
-        return open_document(signed, BroadcastHead, key.public_key).policy == manifest.policy
+        return open_document(signed, BroadcastHead, key.public_key).policy
     except (BroadcastError, ValidationError, ProtocolError):  # whatever answers there, or does not, is not ours
-        return False
+        return None
     finally:
         connection.close()

@@ -11,14 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from shoal.cli.casting.serving import begin, plain_console, say_commands
-from shoal.cli.casting.trust import Sources, Trust, agree, meet, short
+from shoal.cli.casting.trust import Sources, Trust, agree, meet
+from shoal.errors import BroadcastError, ManifestRefused
 from shoal.runtime.files import ensure_folder
 from shoal.runtime.stop import StopToken
 from shoal.shardcast import RelayConfig, RelaySettings, run_relay
 
 log = logging.getLogger(__name__)
 
-WAIT_S = 10 * 365 * 86_400.0  # a relay that is started before its upstream waits for it
+ATTEMPT_S = 5.0  # a relay that is started before its upstream waits for it, and says so
 
 
 @dataclass(frozen=True)
@@ -65,12 +66,19 @@ def _trust(sources: Sources, path: Path, stop: StopToken) -> Trust | None:
     if remembered is not None:
         return remembered
     log.info("looking for the broadcast at %s", ", ".join(sources.urls))
-    try:
-        trust, first_use = meet(sources, path, stop, WAIT_S)
-    except Exception:
-        if stop.is_set():
-            return None
-        raise
+    said = ""
+    while True:
+        try:
+            trust, first_use = meet(sources, path, stop, ATTEMPT_S)
+            break
+        except BroadcastError as error:
+            if stop.is_set():
+                return None
+            if isinstance(error, ManifestRefused):
+                raise
+            if str(error) != said:
+                log.warning("%s; still trying", error)
+            said = str(error)
     if first_use:
-        log.warning("no key was given: from now on key %s is believed (remembered in %s)", short(trust.key), path)
+        log.warning("no key was given: from now on key %s is believed (remembered in %s)", trust.key, path)
     return trust

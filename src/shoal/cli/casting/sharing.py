@@ -11,15 +11,14 @@ from concurrent.futures import Future
 from shoal.runtime.stop import StopToken
 from shoal.shardcast.share import PayloadCatalogue, run_share
 
-HOST = "0.0.0.0"
 READY_S = 10.0
 
 
 class Sharing:
     """A server of what has been fetched, for as long as the block lasts; the downloader tells the catalogue."""
 
-    def __init__(self, port: int) -> None:
-        self._port = port
+    def __init__(self, host: str, port: int) -> None:
+        self._host, self._port = host, port
         self._stop = StopToken()
         self.catalogue = PayloadCatalogue()
         self._url: Future[str] = Future()
@@ -40,7 +39,7 @@ class Sharing:
 
     def _serve(self) -> None:
         try:
-            run_share(self.catalogue, HOST, self._port, self._stop, self._url.set_result)
+            run_share(self.catalogue, self._host, self._port, self._stop, self._url.set_result)
         except Exception as error:  # noqa: BLE001 - raised by whoever waits for the address
             if not self._url.done():
                 self._url.set_exception(error)
