@@ -11,7 +11,7 @@ from shoal.cli.folder import RunFolder
 from shoal.models.load import load_model
 from shoal.models.state import policy_views
 from shoal.protocol import Batch, Limits, Submission, TrainingGroup, TrainingRollout, unpack
-from shoal.shardcast.manifest import CHUNK_SIZE_BYTES, digest_of
+from shoal.shardcast import digest_of
 from shoal.trainer.learner import make_deterministic, new_learner
 from shoal.trainer.step import StepWork, train_step
 
@@ -32,7 +32,7 @@ def replayed_digests(folder: RunFolder) -> list[str]:
     learner = new_learner(loaded.model, folder.recipe.trainer)
 
     def digest() -> str:
-        return digest_of(loaded.files, list(policy_views(loaded.model).values()), CHUNK_SIZE_BYTES)
+        return digest_of(loaded.files, list(policy_views(loaded.model).values()))
 
     digests = [digest()]
     for batch in batches(folder.path):

@@ -91,7 +91,8 @@ def change_state(model: nn.Module, changes: Iterable[Changed]) -> None:
         for change in changes:
             if change.name not in state:
                 raise ModelError(f"these changes are for another model: it has no weight {change.name}")
-            target = state[change.name].view(-1)
+            whole = state[change.name]
+            target = whole.contiguous().view(-1)  # the same memory, unless somebody has transposed it
             values = torch.from_numpy(change.values.view(SIGNED[change.width]))
             where = torch.from_numpy(change.where).to(target.device)
             source = TORCH_TYPES[change.dtype]
@@ -101,6 +102,8 @@ def change_state(model: nn.Module, changes: Iterable[Changed]) -> None:
                 target[where] = values.view(source).to(target.device, target.dtype)
             else:
                 raise ModelError(f"the changes of weight {change.name} are {source}, the model's is {target.dtype}")
+            if not whole.is_contiguous():
+                whole.copy_(target.view(whole.shape))
 
 
 def to_torch(view: TensorView) -> Tensor:

@@ -59,7 +59,7 @@ def is_full(path: Path) -> bool:
 
 def ensure_folder(path: Path) -> Path:
     """The folder, made if need be and proven writable."""
-    probe = path / f".write-test-{os.getpid()}"
+    probe = path / f".write-test-{os.urandom(8).hex()}"
     try:
         path.mkdir(parents=True, exist_ok=True)
         probe.write_bytes(b"")

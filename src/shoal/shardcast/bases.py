@@ -155,10 +155,17 @@ class Bases:
             writer.path.replace(self._path(place, "bin"))
         write_atomically(self._path(place, "json"), data)
         self._written.add(place)
+        self.sweep()
         needed = {(place[0], place[1] - place[1] % stride) for stride in self._strides} | {place}
         for other in self._known():
             if other not in needed:
                 self._forget(other)
+
+    def sweep(self) -> None:
+        """Remove what a crash or a failure has left: a payload without its manifest, or half of one."""
+        for path in [*self._folder.glob("*.bin"), *self._folder.glob(".new")]:
+            if not path.with_suffix(".json").exists() or path.name == ".new":
+                path.unlink(missing_ok=True)
 
     def _known(self) -> set[Place]:
         names = (path.stem for path in self._folder.glob("*.json"))

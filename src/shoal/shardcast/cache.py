@@ -121,6 +121,7 @@ class PayloadCache:
     def __init__(self, folder: Path, run: str | None, trusted_key: str, share: PayloadCatalogue | None = None) -> None:
         self._folder = ensure_folder(folder)
         self.run = run
+        self.remember_changes = True  # for an engine that holds the version before
         self._trusted_key = trusted_key
         self._share = share
         self._verified: dict[str, PolicyManifest] = {}  # payloads that this process has hashed from end to end
@@ -200,7 +201,7 @@ class PayloadCache:
         self._remove(part)
         deltas = [self._delta_path(step) for step in steps]
         try:
-            made = make_payload(target, self._path(begin.digest, "bin"), deltas, part, begin)
+            made = make_payload(target, self._path(begin.digest, "bin"), deltas, part, begin, self.remember_changes)
         except OSError as error:
             raise resource_error("write", part, error) from error
         except DeltaRefused:

@@ -67,9 +67,22 @@ class FileSpan:
 
     path: Path
     size_bytes: int
+    changed_ns: int
 
     def view(self, offset: int, size: int) -> memoryview | None:  # noqa: ARG002
         return None
+
+    def check(self) -> None:
+        """Raise `BroadcastError` if the file is not what it was when it was first looked at."""
+        try:
+            status = self.path.stat()
+        except OSError as error:
+            raise resource_error("read", self.path, error) from error
+        if (status.st_size, status.st_mtime_ns) != (self.size_bytes, self.changed_ns):
+            raise self._changed()
+
+    def _changed(self) -> BroadcastError:
+        return BroadcastError(f"{self.path} was changed while it was being published; publish it again")
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         try:
@@ -82,7 +95,7 @@ class FileSpan:
         except OSError as error:
             raise resource_error("read", self.path, error) from error
         if not whole:
-            raise BroadcastError(f"{self.path} was changed while it was being published; publish it again")
+            raise self._changed()
 
 
 class Content:
@@ -164,6 +177,12 @@ class Content:
             filled, inside, index = filled + count, 0, index + 1
         return scratch[:size]
 
+    def check_unchanged(self) -> None:
+        """Raise `BroadcastError` if a file has changed since; what was read of it may then be half old, half new."""
+        for span in self._spans:
+            if isinstance(span, FileSpan):
+                span.check()
+
     def cut(self, chunk_size_bytes: int) -> Iterator[memoryview]:
         """The payload chunk by chunk, holding at most one chunk. A view is valid until the next is asked for."""
         scratch = memoryview(bytearray(min(chunk_size_bytes, max(1, self.size_bytes))))
@@ -203,7 +222,7 @@ def _file_span(path: Path) -> FileSpan:
             pass
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    return FileSpan(path, status.st_size)
+    return FileSpan(path, status.st_size, status.st_mtime_ns)
 
 
 def _files_in(folder: Path) -> dict[str, Path]:

@@ -41,9 +41,14 @@ BETWEEN_S = 5.0  # for the manifest of a version in between: without it there is
 
 @dataclass(frozen=True)
 class DownloadSettings:
-    """`kept_payloads`: how many versions stay on disk; the validator needs max_staleness + 1 of them."""
+    """`kept_payloads`: how many versions stay on disk; the validator needs max_staleness + 1 of them.
+
+    `remember_changes`: keep in memory what changed, for an engine that holds the version before
+    (`Payload.changes_from`).
+    """
 
     kept_payloads: int = 3
+    remember_changes: bool = True
     pool: PoolSettings = field(default_factory=PoolSettings)
 
 
@@ -72,6 +77,7 @@ class Downloader:
         folder = Path(folder)
         self._scores = SourceScores(sources, peers, last_resort)
         self._cache = PayloadCache(folder, run, trusted_key, share)
+        self._cache.remember_changes = settings.remember_changes
         self._share = share
         self._trusted_key = trusted_key
         self._lookup = Lookup(self._scores, run, trusted_key, stop, settings.pool.timeouts)

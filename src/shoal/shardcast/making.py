@@ -31,12 +31,16 @@ from shoal.shardcast.delta import (
 )
 from shoal.shardcast.payload import ChangedValues, read_fully
 
-REMEMBERED_SHARE = 0.25  # of a payload's size: what may be remembered of how it differs from the one before
+# What may be remembered of how a payload differs from the one before: a share of its size, and no more than this.
+REMEMBERED_SHARE, REMEMBERED_BYTES = 0.25, 1 << 30
 
 
-def make_payload(target: PolicyManifest, base: Path, deltas: Sequence[Path], output: Path, begin: PolicyRef) -> Made:
+def make_payload(
+    target: PolicyManifest, base: Path, deltas: Sequence[Path], output: Path, begin: PolicyRef, remember: bool = True
+) -> Made:
     """Write the payload of `target` into `output`; `DeltaRefused` if that would not be what was signed."""
-    made = Made(begin, target, int(REMEMBERED_SHARE * target.size_bytes))
+    room = min(int(REMEMBERED_SHARE * target.size_bytes), REMEMBERED_BYTES) if remember else -1
+    made = Made(begin, target, room, forgotten=not remember)
     scratch = memoryview(bytearray(BLOCK_BYTES))
     with contextlib.ExitStack() as stack:
         source = stack.enter_context(base.open("rb", buffering=0))

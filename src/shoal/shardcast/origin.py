@@ -68,7 +68,7 @@ class OriginSettings(BaseModel):
 
     chunk_size_bytes: int | None = Field(default=None, gt=0, le=MAX_CHUNK_BYTES)
     kept_versions: int = Field(default=5, ge=1, le=500)
-    anchor_every: int = Field(default=16, ge=1, le=400)
+    anchor_every: int = Field(default=16, ge=1, le=60)
     delta_strides: tuple[int, ...] = (1, 2, 4, 8)
     delta_from_bytes: int = Field(default=128 * 1024, ge=0)
 
@@ -143,10 +143,16 @@ class Origin:
             head = self.head()
             published = self._published(place)
             superseded = head is not None and place < place_of(head)
+            if head is None or place > place_of(head):
+                published = None  # written before a crash and never announced: nobody knows it
             if published is not None or superseded:
                 manifest = self._again(place, content, published, head, ledger_head)
             else:
-                manifest = self._first_time(place, content, head, ledger_head, on_progress)
+                try:
+                    manifest = self._first_time(place, content, head, ledger_head, on_progress)
+                except Exception:
+                    self._clean_up()  # what it has written is of no use, and the disk may be full of it
+                    raise
             if not superseded and (head is None or place_of(head) != place):
                 self._advance(manifest)
             return manifest
@@ -205,9 +211,11 @@ class Origin:
             if on_progress is not None:
                 on_progress(done, content.size_bytes)
         read = _Content(content.entries, chunk_size, tuple(chunks))
+        content.check_unchanged()
         manifest = self._manifest(place, read, anchor, deltas, head, ledger_head)
-        self._tree.sync_chunks(chunk.hash for chunk in offered(manifest))
         signed = encode(manifest, self._key)
+        read_manifest(signed, self._run, self._key.public_key)  # what nobody could read is not announced
+        self._tree.sync_chunks(chunk.hash for chunk in offered(manifest))
         self._tree.write(manifest_key(place), signed)
         if writer is not None:
             writer.close()
@@ -327,6 +335,14 @@ class Origin:
             if manifest is not None:
                 known[place] = manifest
         return known
+
+    def _clean_up(self) -> None:
+        """Remove the chunks of no manifest, and what is half written."""
+        known = self._known()
+        if set(self._tree.places()) == known.keys():
+            self._tree.remove_chunks_except({chunk.hash for other in known.values() for chunk in offered(other)})
+        self._tree.sweep_temporaries()
+        self._bases.sweep()
 
     def _collect(self, known: dict[Place, PolicyManifest], kept: set[Place]) -> None:
         """Remove the manifests that are not kept, then the chunks of none: no manifest here ever lacks a chunk."""

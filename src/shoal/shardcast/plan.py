@@ -38,6 +38,9 @@ LACKING_S = 2.0  # and for what nobody announces
 WORTH = 0.25  # a peer with less than this share of upstream's bandwidth is not waited for
 SLOW, SLOW_S = 4.0, 0.5  # a source that takes 4 times as long as another would is left
 HEDGE, HEDGE_S = 1.5, 0.05
+# Eight chunks at a time over a slow link all arrive late; so a source begins with few, and gets as many as its link
+# bears at this rate each.
+FIRST_FLIGHTS, FEWEST_FLIGHTS, FLIGHT_BYTES_S = 3, 2, 128 * 1024
 UNMEASURED_S = 1.0
 UNKEPT = 3  # claims that turn out empty before a source is dropped
 BUSY = 10  # answers "busy" in a row before a source is dropped, where there is another
@@ -97,6 +100,7 @@ class Plan:
         self._unlooked: dict[str, Wanted] = {}
         self._looks = 0
         self._flying: set[Flight] = set()
+        self._most_flights: dict[str, int] = {}  # what a source's link bears, by what it has delivered so far
         self._disputed: dict[tuple[str, str], float] = {}  # (source, chunk) claimed and not delivered, since when
         self._unkept: Counter[str] = Counter()
         self._busy: Counter[str] = Counter()
@@ -130,6 +134,14 @@ class Plan:
 
     def pending(self) -> int:
         return len(self._wanted)
+
+    def flying_bytes(self) -> int:
+        """What has been received of chunks that are not whole yet."""
+        received: dict[str, int] = {}
+        for flight in self._flying:
+            best = max(received.get(flight.chunk.hash, 0), flight.received_bytes)
+            received[flight.chunk.hash] = min(best, flight.chunk.size_bytes - 1)
+        return sum(received.values())
 
     def soon(self, chunk_hash: str) -> bool:
         """Whether the chunk is being fetched, and not from a peer. Without the lock: one look at one entry."""
@@ -183,6 +195,11 @@ class Plan:
         if flight.kind is not Kind.LAST_RESORT:
             self._progress_s = now_s
         self._busy.pop(flight.source, None)
+        rate = self.flights_at(flight.source) * flight.chunk.size_bytes / max(now_s - flight.started_s, 1e-3)
+        self._most_flights[flight.source] = max(FEWEST_FLIGHTS, int(rate / FLIGHT_BYTES_S))
+
+    def flights_at(self, source: str) -> int:
+        return sum(flight.source == source for flight in self._flying)
 
     def lacks(self, flight: Flight, status: int, now_s: float) -> bool:
         """The source answered 404, or 503 or 429 ("later"), for a chunk. True if its map should be asked for anew."""
@@ -306,6 +323,8 @@ class Plan:
         ordinary = {source: standing for source, standing in ready.items() if standing.kind is not Kind.LAST_RESORT}
         covering = _covering(ordinary)
         for source in self._drawn(ordinary):
+            if self.flights_at(source) >= self._most_flights.get(source, FIRST_FLIGHTS):
+                continue
             found = self._candidates(source, ordinary[source], covering, now_s)
             if found:
                 return self._launch(self._rarest(found, ordinary), source, ordinary[source].kind, now_s)

@@ -144,9 +144,9 @@ class ChunkPool:
             return self._plan.pending()
 
     def progress(self) -> tuple[int, int]:
-        """Bytes that are here, and bytes that were wanted in all."""
+        """Bytes that are here or on their way here, and bytes that were wanted in all."""
         with self._lock:
-            return self._plan.kept_bytes, self._plan.wanted_bytes
+            return self._plan.kept_bytes + self._plan.flying_bytes(), self._plan.wanted_bytes
 
     def soon(self, chunk_hash: str) -> bool:
         """Whether this chunk is being fetched from an upstream source now. Never waits."""
@@ -356,7 +356,9 @@ class ChunkPool:
     def _download(self, connection: Connection, flight: Flight, buffer: memoryview, watcher: _Watcher) -> bool:
         """Receive and check the chunk; false if the source does not have it (yet)."""
         chunk, source = flight.chunk, flight.source
-        deadline = Deadline(self._settings.timeouts.stall_s + chunk.size_bytes / self._settings.min_rate_bytes_s)
+        with self._lock:  # those that fly beside this one share its link
+            share = self._settings.min_rate_bytes_s / max(1, self._plan.flights_at(source))
+        deadline = Deadline(self._settings.timeouts.stall_s + chunk.size_bytes / share)
         asked_s = time.monotonic()
         answer = connection.get("/" + chunk_key(chunk.hash), deadline, watcher.check)
         if answer.status != 200:

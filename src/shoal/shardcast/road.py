@@ -86,8 +86,10 @@ def plan(
         if ref in visited or manifest is None:
             continue
         visited.add(ref)
-        if ref.digest == target.policy.digest:
-            steps = ()  # the same weights under an earlier number: nothing lies between
+        for index, step in enumerate(steps):
+            if step.manifest.policy.digest == ref.digest:  # the same weights under two numbers: nothing lies between
+                steps = steps[index + 1 :]
+                break
         if manifest.anchor and ref.digest not in closed:
             heapq.heappush(frontier, (cost - ahead + manifest.size_bytes, next(order), ref, steps, manifest))
         for step in (Step(manifest, delta) for delta in manifest.deltas):

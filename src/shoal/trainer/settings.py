@@ -41,7 +41,7 @@ class TrainerSettings(BaseModel):
         default="float32", description="number type that is published"
     )
     anchor_every: int = Field(
-        default=16, ge=1, le=400, description="versions between two that are offered whole; the others are deltas"
+        default=16, ge=1, le=60, description="versions between two that are offered whole; the others are deltas"
     )
 
     checkpoint_every: int = Field(default=1, ge=1, description="steps between checkpoints; those between are replayed")

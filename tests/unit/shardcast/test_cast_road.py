@@ -142,3 +142,21 @@ def test_every_version_kept_is_reached_from_an_anchor_that_is_kept(flags: list[b
     assert set(places[-count:]) <= kept
     assert sorted(kept) == places[-len(kept) :]
     assert anchors[min(kept)]
+
+
+def test_weights_that_come_back_are_not_walked_through_twice() -> None:
+    """A B A B C: the road to C begins with the first B, and no delta is taken twice."""
+    letters = {1: "a", 2: "b", 3: "a", 4: "b", 5: "c"}
+
+    def named(version: int) -> PolicyRef:
+        return PolicyRef(incarnation=0, version=version, digest=letters[version] * 64)
+
+    def at(version: int) -> PolicyManifest:
+        base = None if version == 1 else named(version - 1)
+        chunk = Chunk(hash="0" * 64, size_bytes=10)
+        deltas = () if base is None else (Delta(base=base, size_bytes=10, chunks=(chunk,)),)
+        return manifest(version, anchor=version == 1).model_copy(update={"policy": named(version), "deltas": deltas})
+
+    road = plan(at(5), set(), lambda ref: at(ref.version))
+    assert len({step.name for step in road.steps}) == len(road.steps)
+    assert [step.manifest.policy.digest[0] for step in road.steps] == ["b", "c"]

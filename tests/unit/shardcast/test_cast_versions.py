@@ -13,7 +13,7 @@ from castkit import KEY, RUN, Running, assert_content, eventually, make_download
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.errors import BroadcastError, ConfigError, DeltaRefused, VersionNotFound
+from shoal.errors import BroadcastError, ConfigError, DeltaRefused, ManifestRefused, VersionNotFound
 from shoal.protocol import PolicyManifest, TensorView
 from shoal.runtime.stop import StopToken
 from shoal.shardcast import Content, Downloader, Origin, OriginSettings, Payload, Progress, differing, run_origin
@@ -443,3 +443,80 @@ def test_a_small_file_that_comes_or_goes_moves_no_large_one(tmp_path: Path) -> N
     (folder / "a first small one").write_bytes(b"!")
     after = Origin(tmp_path / "www", RUN, KEY).publish(2, folder)
     assert after.chunks[:2] == before.chunks[:2]
+
+
+def test_weights_that_come_back_can_be_fetched_from_nothing(tmp_path: Path, serve: Serve) -> None:
+    rng = np.random.default_rng(0)
+    first = rng.integers(0x3C00, 0x3D00, VALUES).astype(np.uint16)
+    second, third = first + (rng.random(VALUES) < 0.01), first + (rng.random(VALUES) < 0.02)
+    origin = Origin(tmp_path / "www", RUN, KEY, settings=OriginSettings(delta_from_bytes=0, delta_strides=(1,)))
+    for version, bits in enumerate((first, second, first, second, third), 1):
+        manifest = origin.publish(version, {"w": bits.astype(np.int16)})
+    payload = make_downloader([serve(tmp_path / "www").url], tmp_path / "client").fetch(manifest.policy, 20)
+    assert bytes(payload.tensors[0].data) == third.astype(np.int16).tobytes()
+
+
+def test_a_file_overwritten_while_it_is_published_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the same size: it would be half old and half new, and every later delta would build on that."""
+    path = tmp_path / "file"
+    path.write_bytes(bytes(600_000))
+    origin = Origin(tmp_path / "www", RUN, KEY)
+    origin.publish(1, path)
+    honest = Content.part
+
+    def part(self: Content, offset: int, size: int, scratch: memoryview) -> memoryview:
+        path.write_bytes(b"!" * 600_000)
+        return honest(self, offset, size, scratch)
+
+    monkeypatch.setattr(Content, "part", part)
+    content = Content.at(path)
+    with pytest.raises(BroadcastError, match="was changed while"):
+        origin.publish(2, content)
+    head = origin.head()
+    assert head is not None
+    assert head.policy.version == 1
+
+
+def test_a_version_that_was_never_announced_is_no_version(
+    tmp_path: Path, serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(tmp_path / "origin")
+    run.step(1)
+
+    def crash(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Origin, "_advance", crash)
+    with pytest.raises(KeyboardInterrupt):
+        run.step(2)
+    monkeypatch.undo()
+    second = run.step(2)  # other weights under the same number
+    run.check(make_downloader([serve(run.folder).url], tmp_path / "client").fetch(second.policy, 20))
+
+
+def test_a_publication_that_fails_leaves_nothing_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(tmp_path)
+    run.step(1)
+    before = sorted(path for path in tmp_path.rglob("*") if path.is_file())
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("shoal.shardcast.origin.Tree.sync_chunks", full)
+    with pytest.raises(OSError, match="No space"):
+        run.step(2)
+    monkeypatch.undo()
+    assert sorted(path for path in tmp_path.rglob("*") if path.is_file()) == before
+    run.step(2)
+
+
+def test_what_nobody_could_read_is_not_announced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(tmp_path)
+    run.step(1)
+    monkeypatch.setattr("shoal.shardcast.manifest.MAX_MANIFEST_BYTES", 500)
+    with pytest.raises(ManifestRefused, match="at most 500"):
+        run.origin.publish(2, Content.of({f"file-{number}": b"x" for number in range(30)}))
+    monkeypatch.undo()
+    head = run.origin.head()
+    assert head is not None
+    assert head.policy.version == 1

@@ -8,6 +8,7 @@ since, and no longer part of the version, goes.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from pathlib import Path
@@ -50,8 +51,8 @@ class Delivery:
             raise UserError(f"a folder has been fetched, but {self._path} is a file; give a folder with -o")
         targets = [self._path / entry.name for entry in manifest.entries if entry.type == "file"]
         self._refuse_strangers(targets)
+        self._remove_old({str(target) for target in targets})  # first: a file may have become a folder
         payload.export(self._path)
-        self._remove_old({str(target) for target in targets})
         self._remember(targets)
         return self._path
 
@@ -78,6 +79,13 @@ class Delivery:
             path = Path(name)
             if name not in kept and path.is_relative_to(self._path) and _stamp(path) == stamp:
                 path.unlink(missing_ok=True)
+                self._remove_empty(path.parent)
+
+    def _remove_empty(self, folder: Path) -> None:
+        with contextlib.suppress(OSError):  # not empty, or gone already
+            while folder != self._path and folder.is_relative_to(self._path):
+                folder.rmdir()
+                folder = folder.parent
 
     def _delivered(self) -> dict[str, Stamp]:
         try:

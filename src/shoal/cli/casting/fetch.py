@@ -10,6 +10,7 @@ difference. Removing it costs nothing but that.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import threading
 import time
@@ -44,6 +45,7 @@ NEWEST = "newest"
 FOLLOW_S = 1.0
 DEADLINE_S = 30 * 86_400.0  # in all; what ends a fetch that gets nowhere is `patience_s`
 TICK_S = 0.2
+LONG_NAME_BYTES = 240  # a name may have 255
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,10 @@ class FetchRequest:
 
     @property
     def cache(self) -> Path:
-        return self.path.with_name(f".{self.path.name}.cast")
+        name = self.path.name
+        if len(name.encode()) > LONG_NAME_BYTES:
+            name = hashlib.sha256(name.encode()).hexdigest()
+        return self.path.with_name(f".{name}.cast")
 
 
 def run_fetch(request: FetchRequest, verbose: bool) -> int:
@@ -131,8 +136,15 @@ class Fetch:
     def once(self, version: int | None) -> int:
         """One version; whoever shares it stays until stopped."""
         with self._attempt() as (downloader, patience):
-            ref = downloader.newest(self._request.wait_s) if version is None else self._find(version)
-            self._bring(ref, downloader, patience)
+            while True:
+                ref = downloader.newest(self._request.wait_s) if version is None else self._find(version)
+                try:
+                    self._bring(ref, downloader, patience)
+                    break
+                except VersionNotFound:
+                    if version is not None or downloader.newest(self._request.wait_s) == ref:
+                        raise
+                    log.warning("version %d is no longer offered; the newest is fetched instead", ref.version)
         while self._sharing is not None and not self._stop.wait(FOLLOW_S):
             pass
         return 0
@@ -165,7 +177,7 @@ class Fetch:
                 trust.key,
                 request.cache,
                 patience.token,
-                DownloadSettings(kept_payloads=1),
+                DownloadSettings(kept_payloads=1, remember_changes=False),
                 peers=self._peers,
                 share=share,
             )

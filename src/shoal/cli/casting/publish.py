@@ -142,6 +142,8 @@ def _publish(
         with metered(f"publishing {request.path.name}", console) as report:
             manifest = origin.publish(version, content, on_progress=report)
     except PolicyMismatch as error:
+        if request.version is None:  # somebody else has just published it: this one is the next
+            return _publish(request, content, key, _head(request.directory, key), console, out)
         raise UserError(
             f"version {version} is already published with other content; leave --version out to publish the next one"
         ) from error
