@@ -41,10 +41,10 @@ demo: $(STAMP) ## watch a tiny model learn on real processes, and a cheating wor
 	$(BIN)/shoal demo $(ARGS)
 
 test: $(STAMP) ## the tests, without the slow ones
-	$(BIN)/pytest -m "not slow and not gpu"
+	$(BIN)/pytest -n 2 --dist loadfile -m "not slow and not gpu"
 
 test-all: $(STAMP) ## all tests, slow ones included
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2 --dist loadfile
 
 lint: $(STAMP) ## ruff and strict mypy
 	$(BIN)/ruff check .
