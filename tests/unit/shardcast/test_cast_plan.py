@@ -73,9 +73,9 @@ def test_what_was_asked_for_a_moment_ago_is_not_held_by_every_connection() -> No
     assert len(source.sending) == FIRST_FLIGHTS < node.connections
 
 
-@pytest.mark.parametrize(("rate", "most"), [(SIZE / 2, FIRST_FLIGHTS), (20 * SIZE, 8)])
+@pytest.mark.parametrize(("rate", "slow"), [(SIZE / 2, True), (20 * SIZE, False)])
 def test_a_link_carries_as_many_chunks_at_a_time_as_it_bears(
-    rate: float, most: int, monkeypatch: pytest.MonkeyPatch
+    rate: float, slow: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Eight at once over a slow link would all be late, be given up together, and begin again for ever."""
     monkeypatch.setattr("shoal.shardcast.plan.FLIGHT_BYTES_S", SIZE)  # what one flight should get
@@ -87,7 +87,7 @@ def test_a_link_carries_as_many_chunks_at_a_time_as_it_bears(
     while len(node.kept) < 12:
         world.step()
         seen = max(seen, len(source.sending))
-    assert seen == most
+    assert seen <= FIRST_FLIGHTS if slow else seen > 2 * FIRST_FLIGHTS
 
 
 @pytest.mark.parametrize(("count", "most"), [(2, 1.05), (3, 1.12), (4, 1.2)])
