@@ -51,6 +51,9 @@ class Catalogue(Protocol):
     def have_count(self, place: Place) -> int | None:
         """How many bits are set in the first of them."""
 
+    def lost(self, key: str) -> None:
+        """A file that was found is not there, or too short: whoever can get it again does. Not in the event loop."""
+
     def health(self) -> dict[str, Any]:
         """Numbers for /health; `ok` is false if a person has to look after it."""
 
@@ -75,6 +78,9 @@ class FolderCatalogue:
 
     def have_count(self, place: Place) -> int | None:  # noqa: ARG002
         return None
+
+    def lost(self, key: str) -> None:  # noqa: ARG002
+        return  # retention, or somebody who tidies up: nothing here can mend it
 
     def health(self) -> dict[str, Any]:
         return {"role": "origin", "versions": [f"{place[0]}.{place[1]}" for place in self._tree.places()]}

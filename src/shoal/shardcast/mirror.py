@@ -233,6 +233,20 @@ class Mirror:
         if not promised:
             self._arrivals.notify(manifest_key(place))
 
+    def lost(self, key: str) -> None:
+        """A chunk that was here has vanished from the disk: it is fetched again, and no longer promised."""
+        match = CHUNK.fullmatch(key)
+        with self._lock:
+            size = None if match is None else self._sizes.get(match[2])
+            if match is None or size is None or self._tree.has_chunk(match[2], size):
+                return  # a version that was retired just now, or a chunk that is back already
+            log.warning("chunk %s… has gone from this disk; it is fetched again", match[2][:16])
+            self._complete.discard(match[2])
+            self._inventories = {
+                place: Inventory(offered(manifest), self._complete) for place, manifest in self._manifests.items()
+            }
+            self._want_all()
+
     def _arrived(self, chunk: Chunk) -> None:
         with self._lock:
             if chunk.hash not in self._sizes:

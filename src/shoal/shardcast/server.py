@@ -215,8 +215,10 @@ class TreeServer:
     async def _send_key(self, key: str, request: Request, client: _Client) -> None:
         """A manifest or a chunk: neither ever changes."""
         blob = await self._found(key, client)
-        if blob is not None and await self._send_blob(blob, key, request, client):
-            return
+        if blob is not None:
+            if await self._send_blob(blob, key, request, client):
+                return
+            await asyncio.to_thread(self._catalogue.lost, key)
         if blob is None and self._catalogue.expects(key):
             sentence = "it is on its way but not here yet"
             await self._say(client.writer, 503, sentence, request, retry_after_s=1)

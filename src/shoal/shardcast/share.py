@@ -115,6 +115,9 @@ class PayloadCatalogue:
         inventory = self._inventories.get(place)
         return None if inventory is None else inventory.count
 
+    def lost(self, key: str) -> None:  # noqa: ARG002
+        return  # the client notices by itself, and says so
+
     def health(self) -> dict[str, Any]:
         versions = [f"{place[0]}.{place[1]}" for place in sorted(self._inventories)]
         return {"role": "client", "versions": versions, "chunks": len(self._blobs)}

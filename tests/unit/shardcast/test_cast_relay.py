@@ -99,6 +99,19 @@ def test_the_mirrored_tree_is_the_same_files(
     assert tree(tmp_path / "relay") == tree(tmp_path / "origin")
 
 
+@pytest.mark.parametrize("damage", ["removed", "cut short"])
+def test_a_chunk_that_vanishes_from_a_relays_disk_is_fetched_again(
+    tmp_path: Path, start_origin: StartOrigin, start_relay: StartRelay, damage: str
+) -> None:
+    manifest = publish(make_origin(tmp_path / "origin"), 1)
+    relay = start_relay(tmp_path / "relay", start_origin(tmp_path / "origin").url)
+    eventually(lambda: is_complete(relay, "0.1"))
+    path = chunk_paths(tmp_path / "relay", manifest)[0]
+    path.unlink() if damage == "removed" else path.write_bytes(b"short")
+    assert_content(make_downloader([relay.url], tmp_path / "cache").fetch(manifest.policy, 20), *content(1))
+    eventually(lambda: is_complete(relay, "0.1"))
+
+
 def test_a_relay_started_first_waits_for_its_upstream(
     tmp_path: Path, start_origin: StartOrigin, start_relay: StartRelay, scripted: Scripted
 ) -> None:

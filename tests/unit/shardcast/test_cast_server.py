@@ -69,6 +69,7 @@ class Shelf:
         self.arrivals = Arrivals()
         self.known: dict[Place, int] = {(0, 1): 0}
         self.looks = 0
+        self.missed: list[str] = []
 
     def find(self, key: str) -> Blob | None:
         return Blob(self.path, 6, 5) if key == SHELVED else None
@@ -82,6 +83,9 @@ class Shelf:
     def have_count(self, place: Place) -> int | None:
         self.looks += 1
         return self.known.get(place)
+
+    def lost(self, key: str) -> None:
+        self.missed.append(key)
 
     def health(self) -> dict[str, Any]:
         return {"ok": False, "problem": "too little disk"}
@@ -339,6 +343,7 @@ def test_a_file_shorter_than_it_should_be_is_not_found(tmp_path: Path) -> None:
     shelf.path.write_bytes(b"before" + b"chun")
     with shelved(shelf) as url:
         assert get(url, f"/{SHELVED}")[0] == 404
+    assert shelf.missed == [SHELVED]
 
 
 def test_ranges_of_a_chunk_can_be_asked_for(tmp_path: Path) -> None:
