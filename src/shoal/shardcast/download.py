@@ -176,6 +176,7 @@ class Downloader:
                 road = self._plan(manifest, closed, deadline)
             except VersionNotFound as error:
                 raise refusal or error from None
+            self._lookup.close()  # idle meanwhile: a source that counts its clients' connections would count them
             try:
                 transfer.take(road)
             except (RoadClosed, DeltaRefused) as error:

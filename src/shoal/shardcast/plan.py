@@ -100,6 +100,7 @@ class Plan:
         self._unlooked: dict[str, Wanted] = {}
         self._looks = 0
         self._flying: set[Flight] = set()
+        self._admitted: dict[str, int] = {}  # how many a source that limits its clients was seen to let in
         self._most_flights: dict[str, int] = {}  # what a source's link bears, by what it has delivered so far
         self._disputed: dict[tuple[str, str], float] = {}  # (source, chunk) claimed and not delivered, since when
         self._unkept: Counter[str] = Counter()
@@ -196,7 +197,12 @@ class Plan:
             self._progress_s = now_s
         self._busy.pop(flight.source, None)
         rate = self.flights_at(flight.source) * flight.chunk.size_bytes / max(now_s - flight.started_s, 1e-3)
-        self._most_flights[flight.source] = max(FEWEST_FLIGHTS, int(rate / FLIGHT_BYTES_S))
+        most = max(FEWEST_FLIGHTS, int(rate / FLIGHT_BYTES_S))
+        self._most_flights[flight.source] = min(most, self._admitted.get(flight.source, most))
+
+    def crowded(self, source: str) -> None:
+        """The source says that this client has too many connections (429): from now on one less than there were."""
+        self._admitted[source] = self._most_flights[source] = max(1, self.flights_at(source) - 1)
 
     def flights_at(self, source: str) -> int:
         return sum(flight.source == source for flight in self._flying)

@@ -18,7 +18,7 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -81,6 +81,12 @@ class _Desk:
             self._buffer = bytearray(size_bytes)
         return memoryview(self._buffer)[:size_bytes]
 
+    def leave(self, sources: Container[str]) -> None:
+        """Close the connections to these: an idle one would keep a busy one out."""
+        for source, connection in self._connections.items():
+            if source in sources:
+                connection.close()
+
     def close(self) -> None:
         for connection in self._connections.values():
             connection.close()
@@ -109,6 +115,7 @@ class ChunkPool:
         self._looking_at_clock = False  # one of them, if there are any, while something is wanted
         self._at_keeper = 0
         self.error: Exception | None = None
+        self._crowded: set[str] = set()  # sources that have said 429
         self.fetched_bytes: Counter[str] = Counter()  # of chunks that were kept
         self.wasted_bytes: Counter[str] = Counter()  # of all others: too slow, too late, corrupt
 
@@ -206,15 +213,15 @@ class ChunkPool:
     def _work(self) -> None:
         desk = _Desk(self._closing, self._settings.timeouts)
         try:
-            flight = self._take()
+            flight = self._take(desk)
             while flight is not None:
-                flight = self._carry_out(flight, desk) or self._take()
+                flight = self._carry_out(flight, desk) or self._take(desk)
         except Exception as error:  # noqa: BLE001  a full disk, or a bug: whoever waits for the pool raises it
             self._fail(error)
         finally:
             desk.close()
 
-    def _take(self) -> Flight | None:
+    def _take(self, desk: _Desk) -> Flight | None:
         """The next thing to do, once there is one; None when the pool closes."""
         while not self._closing.is_set():
             with self._lock:
@@ -223,6 +230,7 @@ class ChunkPool:
                     if not self._looking_at_clock:
                         self._work_there.notify()  # one of those without work looks at it from now on
                     return flight
+                desk.leave(self._crowded)
                 on_duty = self._plan.pending() > 0 and not self._looking_at_clock
                 self._idle(on_duty)
             if on_duty:
@@ -384,6 +392,10 @@ class ChunkPool:
 
     def _lacks(self, flight: Flight, status: int) -> None:
         with self._lock:
+            if status == 429:
+                self._plan.crowded(flight.source)
+                self._crowded.add(flight.source)
+                self._work_there.notify_all()  # those without work leave it
             doubtful = self._plan.lacks(flight, status, time.monotonic())
             if doubtful:
                 self._question_there.notify_all()

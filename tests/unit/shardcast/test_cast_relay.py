@@ -99,6 +99,21 @@ def test_the_mirrored_tree_is_the_same_files(
     assert tree(tmp_path / "relay") == tree(tmp_path / "origin")
 
 
+@pytest.mark.parametrize("allowed", [2, 3])
+def test_a_client_that_may_have_few_connections_does_with_few(
+    tmp_path: Path, start_origin: StartOrigin, start_relay: StartRelay, allowed: int
+) -> None:
+    """Idle ones are closed, or they would keep the busy one out until the relay tires of them, after half a minute."""
+    files = {"file": bytes(range(256)) * 400}
+    manifest = make_origin(tmp_path / "origin").publish(1, Content.of(files))
+    relay = start_relay(
+        tmp_path / "relay", start_origin(tmp_path / "origin").url, connections_per_client=allowed + 1
+    )  # one for what this test asks
+    eventually(lambda: is_complete(relay, "0.1"))
+    downloader = make_downloader([relay.url], tmp_path / "cache")
+    assert downloader.fetch(manifest.policy, 15).files == files
+
+
 @pytest.mark.parametrize("damage", ["removed", "cut short"])
 def test_a_chunk_that_vanishes_from_a_relays_disk_is_fetched_again(
     tmp_path: Path, start_origin: StartOrigin, start_relay: StartRelay, damage: str
