@@ -219,23 +219,33 @@ def relay(
     ] = None,
     wait_s: Wait = 10,
 ) -> None:
-    """Mirror a run's weights: of a folder (--dir), or of a run anywhere (--run-info)."""
+    """Mirror weights: of a run's folder (--dir), a run anywhere (--run-info), or any source (--upstream URL#KEY)."""
     if directory is not None:
         return _role("origin" if origin else f"relay-{index}", directory)
-    from shoal.cli.join import StandaloneRelay, run_standalone_relay
-
-    if hub_url is None:
-        raise UserError("give --dir RUN for a run on this machine, or --run-info URL for one elsewhere")
+    if hub_url is None and not upstreams:
+        raise UserError(
+            "give --dir RUN for a run on this machine, --run-info URL for one elsewhere, "
+            "or --upstream URL#KEY for any source"
+        )
     settings = {
         "kept_versions": keep,
         "disk_budget_gb": disk_budget_gb,
         "connections_per_client": connections_per_client,
         "rate_per_client_mbit": rate_per_client_mbit,
     }
-    request = StandaloneRelay(
+    if hub_url is None:
+        from shoal.cli.casting.relay import RelayRequest, run_cast_relay
+
+        request = RelayRequest(
+            tuple(upstreams or ()), tuple(peers or ()), folder or Path("mirror"), host, port, settings
+        )
+        return run_cast_relay(request, _verbose())
+    from shoal.cli.join import StandaloneRelay, run_standalone_relay
+
+    standalone = StandaloneRelay(
         hub_url, tuple(upstreams or ()), folder, host, port, wait_s, peers=tuple(peers or ()), settings=settings
     )
-    return run_standalone_relay(request, _verbose())
+    return run_standalone_relay(standalone, _verbose())
 
 
 def worker(
