@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 
 from shoal.client import Activity, ClientOptions, HubClient, RegularHeartbeat
+from shoal.client.weights import downloader_of
 from shoal.engines import build, warm_up
 from shoal.engines.shelf import EngineShelf, LoadedPolicy
 from shoal.errors import BroadcastError, DeadlineExceeded, EnvironmentSetupError, HubRefused, ProtocolError
@@ -34,7 +35,7 @@ from shoal.protocol.verdict import MAX_BODIES_PER_REQUEST, MAX_VERDICTS_PER_REPO
 from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.lock import FolderLock
 from shoal.runtime.stop import StopToken
-from shoal.shardcast import Downloader, DownloadSettings, Prefetch
+from shoal.shardcast import Prefetch
 from shoal.validator.judge import Judge
 from shoal.validator.settings import ValidatorConfig, ValidatorSettings
 from shoal.validator.verdicts import MACHINERY_POLICY, Docket
@@ -57,26 +58,13 @@ def run_validator(config: ValidatorConfig, stop: StopToken) -> None:
                 f"the run's {run.environment} ({run.environment_digest[:16]}…): use the recipe of run {run.run}"
             )
         warm_up(config.engine)
-        with closing(_downloader(config, client, stop)) as downloader, Prefetch(downloader, stop):
+        weights = downloader_of(client.trusted_run(), config.folder / "cache", stop, config.settings.held_versions)
+        with closing(weights) as downloader, Prefetch(downloader, stop):
             shelf = EngineShelf(
                 downloader.fetch, lambda files: build(config.engine, files), config.settings.held_versions
             )
             judge = Judge(config.environment, config.settings.tolerances, config.shuffle_rewards)
             Validator(client, shelf, judge, config.settings, stop).run()
-
-
-def _downloader(config: ValidatorConfig, client: HubClient, stop: StopToken) -> Downloader:
-    trusted = client.trusted_run()
-    settings = DownloadSettings(kept_payloads=config.settings.held_versions)
-    return Downloader(
-        trusted.info.sources,
-        trusted.run,
-        trusted.trainer_key,
-        config.folder / "cache",
-        stop,
-        settings,
-        last_resort=trusted.info.last_resort,
-    )
 
 
 @contextmanager

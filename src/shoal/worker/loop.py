@@ -18,6 +18,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 
 from shoal.client import Activity, ClientOptions, HubClient, RegularHeartbeat
+from shoal.client.weights import downloader_of
 from shoal.engines import Completion, GenerationRequest, build, warm_up
 from shoal.engines.shelf import EngineShelf, Fetch, LoadedPolicy
 from shoal.errors import BroadcastError, DeadlineExceeded, HubError, ProtocolError, ResourceError
@@ -36,7 +37,7 @@ from shoal.protocol.lease import MAX_HELD
 from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.lock import FolderLock
 from shoal.runtime.stop import StopToken
-from shoal.shardcast import Downloader, DownloadSettings, Prefetch
+from shoal.shardcast import Prefetch
 from shoal.worker.cheats import Loot, find_cheat
 from shoal.worker.earnings import Earnings, shut_out
 from shoal.worker.folder import identity, pinned_root, remember_root
@@ -65,7 +66,8 @@ def run_worker(config: WorkerConfig, stop: StopToken) -> None:
         log.info("node %s works for run %s at %s", client.key.node, run.run, client.url)
         warm_up(config.engine)
         outbox = Outbox(config.folder / "outbox", config.settings.refused_kept)
-        with closing(_downloader(config, client, stop)) as downloader, Prefetch(downloader, stop):
+        weights = downloader_of(client.trusted_run(), config.folder / "cache", stop, config.settings.keep_versions)
+        with closing(weights) as downloader, Prefetch(downloader, stop):
             shelf = _shelf(config, downloader.fetch, run.environment)
             Worker(client, shelf, outbox, config.settings, stop).run()
 
@@ -90,20 +92,6 @@ def _shelf(config: WorkerConfig, fetch: Fetch, environment: str) -> EngineShelf:
         cheat.fetch(fetch),
         lambda files: cheat.engine(build(config.engine, files), Loot(files, environment)),
         LOADED_POLICIES,
-    )
-
-
-def _downloader(config: WorkerConfig, client: HubClient, stop: StopToken) -> Downloader:
-    trusted = client.trusted_run()
-    settings = DownloadSettings(kept_payloads=config.settings.keep_versions)
-    return Downloader(
-        trusted.info.sources,
-        trusted.run,
-        trusted.trainer_key,
-        config.folder / "cache",
-        stop,
-        settings,
-        last_resort=trusted.info.last_resort,
     )
 
 
