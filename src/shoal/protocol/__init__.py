@@ -3,9 +3,9 @@
     identity    SigningKey, load_or_create_key, node_id, fingerprint
     signing     Document, SignedDocument, sign_document, open_document, sign_request, verify_request
     policy      PolicyRef, PolicyManifest, BroadcastHead, PolicyAnnouncement, LedgerHead
-    lease       Lease, LeaseRequest, LeaseReply, LeaseRelease, SamplingParameters
+    lease       Lease, LeaseRequest, LeaseReply, LeaseRelease, SamplingParameters, ProofParameters
     submission  Submission, Rollout, Receipt (bulk, msgpack)
-    verdict     Verdict, VerdictReport, Outcome, Severity, CheckResult, Audit
+    verdict     Verdict, VerdictReport, Outcome, Severity, CheckResult, Tally, Audit
     batch       Batch, TrainingBatch, StepReport
     node        Registration, Heartbeat, NodeView, RunInfo, RoleCertificate
     status      RunStatus, LedgerEntry, Problem
@@ -28,7 +28,15 @@ from shoal.protocol.batch import (
 )
 from shoal.protocol.codec import Limits, pack, unpack
 from shoal.protocol.identity import SigningKey, fingerprint, load_key, load_or_create_key, node_id, verify
-from shoal.protocol.lease import Lease, LeaseRelease, LeaseReply, LeaseRequest, SamplingParameters
+from shoal.protocol.lease import (
+    DEFAULT_PROFILE,
+    Lease,
+    LeaseRelease,
+    LeaseReply,
+    LeaseRequest,
+    ProofParameters,
+    SamplingParameters,
+)
 from shoal.protocol.node import (
     PROTOCOL_VERSION,
     Heartbeat,
@@ -81,27 +89,28 @@ from shoal.protocol.verdict import (
     AuditReply,
     AuditRequest,
     CheckResult,
+    Depth,
     Outcome,
     RefusedVerdict,
     RolloutReward,
     Severity,
     SubmissionBodies,
+    Tally,
     Verdict,
     VerdictReply,
     VerdictReport,
 )
 
 __all__ = [
-    "PROTOCOL_VERSION", "SUBMISSION_FORMAT", "Audit", "AuditReply", "AuditRequest", "Batch", "BatchGroup",
-    "BatchReply", "BatchRequest", "BroadcastHead", "CheckResult", "Chunk", "Delta", "Document", "Entry", "Heartbeat",
-    "HeartbeatReply", "Lease", "LeaseRelease", "LeaseReply", "LeaseRequest", "LedgerEntry", "LedgerHead",
-    "LedgerPage", "Limits", "Message", "NodeState", "NodeView", "Outcome", "PolicyAnnouncement",
-    "PolicyManifest", "PolicyRef", "Problem", "Receipt", "RecentVerdict", "RefusedVerdict", "Registration",
-    "RequestSignature", "Role", "RoleCertificate", "Rollout", "RolloutReward", "RunInfo", "RunStatus",
-    "SamplingParameters", "Severity", "SignedDocument", "SigningKey", "StepReport", "Submission",
-    "SubmissionBodies", "TensorView", "TrainingBatch", "TrainingGroup", "TrainingRollout", "Verdict",
-    "VerdictReply", "VerdictReport", "Wait", "canonical_json", "content_digest", "fingerprint", "first_problem",
-    "load_key", "load_or_create_key", "node_id", "open_document", "pack", "pack_logprobs", "pack_tokens",
-    "sign_document", "sign_request", "submission_digest", "unpack", "unpack_tokens", "verify",
-    "verify_body", "verify_request",
+    "DEFAULT_PROFILE", "PROTOCOL_VERSION", "SUBMISSION_FORMAT", "Audit", "AuditReply", "AuditRequest", "Batch",
+    "BatchGroup", "BatchReply", "BatchRequest", "BroadcastHead", "CheckResult", "Chunk", "Delta", "Depth", "Document",
+    "Entry", "Heartbeat", "HeartbeatReply", "Lease", "LeaseRelease", "LeaseReply", "LeaseRequest", "LedgerEntry",
+    "LedgerHead", "LedgerPage", "Limits", "Message", "NodeState", "NodeView", "Outcome", "PolicyAnnouncement",
+    "PolicyManifest", "PolicyRef", "Problem", "ProofParameters", "Receipt", "RecentVerdict", "RefusedVerdict",
+    "Registration", "RequestSignature", "Role", "RoleCertificate", "Rollout", "RolloutReward", "RunInfo", "RunStatus",
+    "SamplingParameters", "Severity", "SignedDocument", "SigningKey", "StepReport", "Submission", "SubmissionBodies",
+    "Tally", "TensorView", "TrainingBatch", "TrainingGroup", "TrainingRollout", "Verdict", "VerdictReply",
+    "VerdictReport", "Wait", "canonical_json", "content_digest", "fingerprint", "first_problem", "load_key",
+    "load_or_create_key", "node_id", "open_document", "pack", "pack_logprobs", "pack_tokens", "sign_document",
+    "sign_request", "submission_digest", "unpack", "unpack_tokens", "verify", "verify_body", "verify_request",
 ]  # fmt: skip

@@ -9,6 +9,9 @@ from pydantic import Field
 from shoal.protocol.policy import HEX_256, PolicyRef
 from shoal.protocol.signing import Document, Message, SignedDocument
 
+PROFILE = r"^[a-z0-9_.\-]{1,32}/[a-z0-9_.\-]{1,32}/[a-z0-9_.\-]{1,32}$"
+DEFAULT_PROFILE = "torch/cpu/float32"  # engine, device, number format: what rounding may explain depends on them
+
 MAX_GROUP = 1024
 MAX_PROMPT_TOKENS = 131_072
 MAX_NEW_TOKENS = 131_072
@@ -22,6 +25,13 @@ class SamplingParameters(Message):
     temperature: float = Field(gt=0, le=10)
     max_new_tokens: int = Field(gt=0, le=MAX_NEW_TOKENS)
     eos_token_id: int = Field(ge=0)
+
+
+class ProofParameters(Message):
+    """How activations are committed to: one TOPLOC proof for every `rows` tokens, of their `topk` largest values."""
+
+    topk: int = Field(default=128, ge=8, le=1024)
+    rows: int = Field(default=32, ge=1, le=1024)
 
 
 class Lease(Document):
@@ -41,6 +51,8 @@ class Lease(Document):
     prompt_ids: tuple[int, ...] = Field(min_length=1, max_length=MAX_PROMPT_TOKENS)
     seeds: tuple[str, ...] = Field(min_length=1, max_length=MAX_GROUP)
     sampling: SamplingParameters
+    proof: ProofParameters = ProofParameters()
+    profile: str = Field(default=DEFAULT_PROFILE, pattern=PROFILE)
     environment_digest: str = Field(pattern=HEX_256)
     issued_at_ms: int
     deadline_ms: int
@@ -55,13 +67,15 @@ class LeaseRequest(Message):
     """Ask for up to `max_units` leases, waiting up to `wait_s` for one. The same `request` gets the same answer.
 
     `held` are the leases that the worker still knows. Its other ones end at once, and nobody waits for them to run out:
-    it was killed, or could not give them back. Without `held` (None) nothing ends.
+    it was killed, or could not give them back. Without `held` (None) nothing ends. `profile` is what it generates with
+    (engine/device/number format); the run has measured how far an honest one may be off, or gives it no work.
     """
 
     request: str = Field(min_length=8, max_length=64)
     max_units: int = Field(default=1, ge=1, le=MAX_LEASES_PER_REQUEST)
     wait_s: float = Field(default=0, ge=0, le=60)
     held: tuple[str, ...] | None = Field(default=None, max_length=MAX_HELD)
+    profile: str = Field(default=DEFAULT_PROFILE, pattern=PROFILE)
 
 
 class LeaseReply(Message):

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, FiniteFloat
 
-from shoal.protocol.lease import SamplingParameters
+from shoal.protocol.lease import DEFAULT_PROFILE, ProofParameters, SamplingParameters
 from shoal.protocol.policy import PolicyRef
 from shoal.protocol.signing import Document, Message, SignedDocument
 
@@ -50,6 +50,8 @@ class RunInfo(Document):
     environment: str
     environment_digest: str
     sampling: SamplingParameters
+    proof: ProofParameters = ProofParameters()
+    profiles: tuple[str, ...] = (DEFAULT_PROFILE,)
     group_size: int
     max_staleness: int
     steps: int
@@ -78,6 +80,8 @@ class NodeView(Message):
     inconclusive: int = 0
     strikes: int = 0
     credit: int = 0
+    pending: int = 0
+    on_probation: bool = False
     reason: str = ""
     doing: str = ""
     last_seen_ms: int = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
 from pydantic import Field
@@ -47,6 +47,35 @@ class RolloutReward(Message):
     parts: dict[str, Reward] = Field(default={}, max_length=64)
 
 
+class Tally(Message):
+    """What audits saw of honest rounding, in sums: of one submission, or of all that a node handed in of late.
+
+    `outside` tokens of `tokens` had their uniform outside the interval, by `distance` in sum; the proofs compared
+    `proof_values` values, of which `exponent_mismatches` had another exponent, the rest `mantissa_error` in sum.
+    """
+
+    tokens: int = Field(default=0, ge=0)
+    outside: int = Field(default=0, ge=0)
+    distance: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    proof_values: int = Field(default=0, ge=0)
+    exponent_mismatches: int = Field(default=0, ge=0)
+    mantissa_error: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+
+    def plus(self, other: Tally) -> Tally:
+        return Tally(
+            tokens=self.tokens + other.tokens,
+            outside=self.outside + other.outside,
+            distance=self.distance + other.distance,
+            proof_values=self.proof_values + other.proof_values,
+            exponent_mismatches=self.exponent_mismatches + other.exponent_mismatches,
+            mantissa_error=self.mantissa_error + other.mantissa_error,
+        )
+
+
+Depth = Literal["full", "light"]
+"""A light audit makes every check that needs no prefill, and computes the reward; for nodes with a long record."""
+
+
 class Verdict(Document):
     """The result of an audit, signed by the validator. `reason` is a stable code such as `sampling.seed`."""
 
@@ -62,6 +91,8 @@ class Verdict(Document):
     checks: tuple[CheckResult, ...] = ()
     rewards: tuple[RolloutReward, ...] = ()
     generated_tokens: int = 0
+    depth: Depth = "full"
+    tally: Tally = Tally()
     decided_at_ms: int
 
 
@@ -107,13 +138,15 @@ class AuditRequest(Message):
 
 
 class Audit(Message):
-    """One submission to check: its bytes are at `GET /submissions?name=…`."""
+    """One submission to check: its bytes are at `GET /submissions?name=…`; `record` is its node's of late."""
 
     submission: str
     size_bytes: int
     lease: SignedDocument
     received_at_ms: int
     deadline_ms: int
+    depth: Depth = "full"
+    record: Tally = Tally()
 
 
 class AuditReply(Message):
