@@ -7,6 +7,7 @@
     state      policy_state, apply_state, to_torch, to_view: a model's weights, named, tied ones once
     load       LoadedModel, load_model, model_from_files: a causal language model from a folder or from its files
     logprobs   hidden_states, Head, token_logprobs: log-probabilities in float32, by chunks, differentiable
+    quantize   quantized, INT8, INT4: weights rounded to few bits, to attack and to calibrate with (no torch)
     tiny       build_tiny, build_tokenizer: the built-in policy of the demo, small enough for one CPU core
 
 The package itself imports without torch; `state`, `load`, `logprobs` and `tiny` need it.

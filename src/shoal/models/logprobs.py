@@ -39,8 +39,16 @@ class Head(NamedTuple):
         return cls(layer.weight, getattr(layer, "bias", None))
 
     def logits(self, hidden_NH: Tensor) -> Tensor:
+        """In float32. Products of 16-bit numbers are exact there, so a GPU need not make a float32 copy of the head."""
         bias = None if self.bias is None else self.bias.float()
+        if bias is None and self._multiplies_exactly(hidden_NH):
+            return torch.mm(hidden_NH, self.weight.T, out_dtype=torch.float32)
         return functional.linear(hidden_NH.float(), self.weight.float(), bias)
+
+    def _multiplies_exactly(self, hidden_NH: Tensor) -> bool:
+        """Whether a 16-bit product with a float32 result is there: on a GPU, and without a backward pass."""
+        same = hidden_NH.dtype == self.weight.dtype and hidden_NH.dtype in (torch.bfloat16, torch.float16)
+        return same and hidden_NH.is_cuda and not torch.is_grad_enabled()
 
 
 class TokenLogprobs(NamedTuple):
