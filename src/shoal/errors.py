@@ -10,7 +10,8 @@
     │   └── DiskError                          the disk takes nothing (more): full, read-only, broken
     ├── ProtocolError                 exit 1   bytes from elsewhere that are not what they should be
     │   ├── CodecError                         too large, truncated, malformed
-    │   └── SignatureError                     not signed, or not by whom it should be
+    │   ├── SignatureError                     not signed, or not by whom it should be
+    │   └── ProofError                         a proof of computation that is malformed, or cannot be made
     ├── HubError                      exit 4   the hub could not, or would not
     │   ├── HubUnreachable                     no answer within the deadline
     │   └── HubRefused                         an answer, and it is no (status, code, sentence)
@@ -22,6 +23,7 @@
     │   └── DeltaRefused                       a difference that is malformed, or gives other weights
     ├── CheckpointError               exit 5   a checkpoint that cannot be read or continued
     ├── TrainingDiverged              exit 5   a loss or gradient that is not a number: nothing was updated by it
+    ├── CanaryMissed                  exit 5   a validator accepted a known cheat: it must not judge
     ├── PolicyMismatch                exit 1   a digest that is not the one signed for
     ├── ScoringFailure                exit 1   the scoring machinery failed: "no sample", never reward 0
     ├── LedgerError                   exit 1   a broken chain
@@ -87,6 +89,10 @@ class SignatureError(ProtocolError):
     """A document or request is not signed by the key that it should be."""
 
 
+class ProofError(ProtocolError, ValueError):
+    """A proof is malformed, there are too few or too many, or a chunk is too small for one. (Also a ValueError.)"""
+
+
 class HubError(ShoalError):
     """The hub could not or would not do what was asked."""
 
@@ -140,6 +146,12 @@ class CheckpointError(ShoalError):
 
 class TrainingDiverged(ShoalError):
     """A loss or gradient is not finite. The update was refused; the last checkpoint is good."""
+
+    exit_code = 5
+
+
+class CanaryMissed(ShoalError):
+    """A validator let a cheat pass that it was given on purpose. Nothing that it found beside it is reported."""
 
     exit_code = 5
 

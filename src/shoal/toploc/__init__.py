@@ -1,0 +1,58 @@
+"""TOPLOC: small proofs that a model was run, which anyone who can run it can check.
+
+    points    PointBatch, top_points, chunk_rows, chunk_topk: the largest values of chunks of activations
+    proofs    commit, split_proofs: one polynomial through the points of each chunk, byte for byte as `toploc` writes it
+    compare   Comparisons, compare: proofs against the verifier's own points, in numbers
+    check     ProofTolerance, ProofCheck, check_proofs: malformed, forged, mismatch, drift, or fine
+    package   the functions of the published package: build_proofs_bytes, verify_proofs_bytes, …
+
+    backend ─► kernels (numba) or plain (numpy): the arithmetic on the CPU       device: the selection on a GPU
+
+Activations are the last hidden states after the final norm, one row for each token. Prover and verifier:
+
+>>> import numpy as np
+>>> hidden_states = np.random.default_rng(0).standard_normal((70, 64), dtype=np.float32)
+>>> proofs = commit(top_points(hidden_states, lengths=[70], topk=128, rows=32))
+>>> mine = top_points(hidden_states * np.float32(1 + 1e-6), lengths=[70], topk=128, rows=32)
+>>> check_proofs(compare(mine, proofs)).passed, check_proofs(compare(mine, [proofs[1], proofs[0], proofs[2]])).reason
+(True, 'mismatch')
+
+torch and numba are imported when they are first needed, not before.
+"""
+
+from shoal.toploc.check import ProofCheck, ProofTolerance, check_proofs
+from shoal.toploc.compare import Comparisons, compare
+from shoal.toploc.package import (
+    ProofPoly,
+    VerificationResult,
+    build_proofs,
+    build_proofs_base64,
+    build_proofs_bytes,
+    verify_proofs,
+    verify_proofs_base64,
+    verify_proofs_bytes,
+)
+from shoal.toploc.points import PointBatch, chunk_rows, chunk_topk, top_points
+from shoal.toploc.proofs import commit, split_proofs
+
+__all__ = [
+    "Comparisons",
+    "PointBatch",
+    "ProofCheck",
+    "ProofPoly",
+    "ProofTolerance",
+    "VerificationResult",
+    "build_proofs",
+    "build_proofs_base64",
+    "build_proofs_bytes",
+    "check_proofs",
+    "chunk_rows",
+    "chunk_topk",
+    "commit",
+    "compare",
+    "split_proofs",
+    "top_points",
+    "verify_proofs",
+    "verify_proofs_base64",
+    "verify_proofs_bytes",
+]

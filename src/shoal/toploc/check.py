@@ -1,0 +1,186 @@
+"""Were these proofs made by running the model? Measurements in, one answer with its evidence out.
+
+    malformed   bytes that no honest prover writes
+    forged      a proof that says the same everywhere: made without computing anything
+    mismatch    some chunk differs more than rounding explains: other weights, other tokens, another chunk's proof
+    drift       each chunk passes, all together differ more than rounding explains: weights of lower precision
+
+The numbers are a profile's (model, engine, device, dtype). The defaults are for float32 on both sides, where only
+values next to a bfloat16 rounding boundary differ, by one, and seldom.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from shoal.toploc.compare import Comparisons
+from shoal.toploc.field import PRIME
+
+Reason = Literal["malformed", "forged", "mismatch", "drift"]
+CHANCE = 256 / PRIME  # a field element drawn at random has a given exponent: 128 mantissas, two signs
+LARGEST_ERROR = 127
+
+
+@dataclass(frozen=True)
+class ProofTolerance:
+    """What rounding may explain.
+
+    One chunk: `exponents` and `signs` are the shares of its k points that may differ, though `boundary` points always
+    may (values tied at the k-th place, where prover and verifier can choose differently); `mantissa_mean` and
+    `mantissa_median` bound the errors of the others, in units of the last of bfloat16's 7 bits. `outside`: how
+    unlikely the hits outside the points must be for a polynomial of noise before the proof is called forged.
+
+    All chunks together, n values: the share of exponents that differ is at most `drift_exponents`, the mean mantissa
+    error at most `drift_mantissa` (standard deviation of one error: `drift_spread`), each plus `sigmas` standard
+    errors, which shrink with n. Errors within a chunk are not independent: measure `drift_spread` with a margin.
+    """
+
+    exponents: float = 0.05
+    signs: float = 0.02
+    boundary: int = 2
+    mantissa_mean: float = 0.5
+    mantissa_median: float = 0.0
+    outside: float = 1e-9
+    drift_exponents: float = 0.01
+    drift_mantissa: float = 0.02
+    drift_spread: float = 0.2
+    sigmas: float = 5.0
+
+
+@dataclass(frozen=True)
+class ProofCheck:
+    """The answer and its evidence. `values`: points compared. `chunk`: the worst one, None if there are none.
+
+    `mantissa_mean` is over all values whose exponents agree, `mantissa_median` is the largest of the chunks' medians;
+    2^64 where none agree. `outside_hits` is the largest of the chunks'.
+    """
+
+    reason: Reason | None
+    detail: str
+    chunks: int
+    values: int
+    exponent_mismatches: int
+    mantissa_mean: float
+    mantissa_median: float
+    sign_mismatches: int
+    outside_hits: int
+    chunk: int | None
+
+    @property
+    def passed(self) -> bool:
+        return self.reason is None
+
+
+def check_proofs(comparisons: Comparisons, tolerance: ProofTolerance | None = None) -> ProofCheck:
+    """Judge the proofs of one submission. (The sums see the more, the more chunks are given at once.)"""
+    limits = tolerance or ProofTolerance()
+    reason, detail, chunk = _verdict(comparisons, limits)
+    matches = int(comparisons.matches.sum())
+    return ProofCheck(
+        reason=reason,
+        detail=detail,
+        chunks=len(comparisons),
+        values=int(comparisons.k.sum()),
+        exponent_mismatches=int(comparisons.exp_mismatches.sum()),
+        mantissa_mean=int(comparisons.mant_err_sum.sum()) / matches if matches else 2.0**64,
+        mantissa_median=float(comparisons.mant_err_median.max(initial=0.0)),
+        sign_mismatches=int(comparisons.sign_mismatches.sum()),
+        outside_hits=int(comparisons.outside_hits.max(initial=0)),
+        chunk=chunk,
+    )
+
+
+def _verdict(comparisons: Comparisons, limits: ProofTolerance) -> tuple[Reason | None, str, int | None]:
+    """The gravest complaint, in a sentence, and the chunk that shows it best."""
+    for chunk, sentence in enumerate(comparisons.malformed):
+        if sentence is not None:
+            return "malformed", f"the proof of chunk {chunk} is malformed: {sentence}", chunk
+    if len(comparisons) == 0:
+        return None, "no chunks", None
+    forged = comparisons.constant | _hits_outside(comparisons, limits)
+    if forged.any():
+        chunk = int(np.argmax(forged))
+        return "forged", f"the proof of chunk {chunk} says the same outside its points: nothing was computed", chunk
+    worst = int(np.argmax(_severity(comparisons, limits)))
+    if float(_severity(comparisons, limits)[worst]) > 1:
+        return (
+            "mismatch",
+            f"the proof of chunk {worst} is not of these activations: {_describe(comparisons, worst)}",
+            worst,
+        )
+    drift = _drift(comparisons, limits)
+    return ("drift", drift, worst) if drift else (None, "as computed here", worst)
+
+
+def _hits_outside(comparisons: Comparisons, limits: ProofTolerance) -> npt.NDArray[np.bool_]:
+    """More hits than noise has, and than points that only the prover chose: no more of these than exponents differ."""
+    noise = [outside_limit(count, limits.outside) for count in comparisons.outside_count.tolist()]
+    forged: npt.NDArray[np.bool_] = comparisons.outside_hits > np.array(noise, np.int64) + comparisons.exp_mismatches
+    return forged
+
+
+@cache
+def outside_limit(count: int, significance: float) -> int:
+    """The hits that noise has more of, in `count` trials, with less than this probability.
+
+    >>> outside_limit(256, 1e-9)
+    11
+    """
+    beyond, hits = 1.0, -1
+    while hits < count and beyond >= significance:
+        hits += 1
+        term = math.comb(count, hits) * CHANCE**hits * (1 - CHANCE) ** (count - hits)
+        beyond -= term
+        if term < significance / 4 and hits > count * CHANCE:
+            break
+    return max(hits, 0)
+
+
+def _severity(comparisons: Comparisons, limits: ProofTolerance) -> npt.NDArray[np.float64]:
+    """Of each chunk, the largest of its measures as a multiple of what is allowed: above 1 is too much.
+
+    A point that only the verifier chose, at a tie, gives noise, which in one of 256 cases has the right exponent, and
+    any mantissa: one such error is forgiven.
+    """
+    exponents = comparisons.exp_mismatches / np.maximum(limits.boundary, limits.exponents * comparisons.k)
+    signs = comparisons.sign_mismatches / np.maximum(limits.boundary, limits.signs * comparisons.k)
+    forgiven = np.maximum(comparisons.mant_err_sum - LARGEST_ERROR, 0)
+    mean = _ratio(forgiven / np.maximum(comparisons.matches, 1), limits.mantissa_mean)
+    median = _ratio(comparisons.mant_err_median, limits.mantissa_median)
+    worst: npt.NDArray[np.float64] = np.max([exponents, signs, mean, median], axis=0)
+    return np.where(comparisons.matches > 0, worst, np.inf)
+
+
+def _ratio(values: npt.NDArray[np.float64], limit: float) -> npt.NDArray[np.float64]:
+    """values / limit, where 0 is within every limit and a limit of 0 allows nothing else."""
+    return np.where(values == 0, 0.0, values / limit if limit > 0 else np.inf)
+
+
+def _drift(comparisons: Comparisons, limits: ProofTolerance) -> str | None:
+    """What is wrong with the sums, if anything. Forgiven: twice the errors that noise is expected to give, and one."""
+    values, matches = int(comparisons.k.sum()), int(comparisons.matches.sum())
+    share = int(comparisons.exp_mismatches.sum()) / values
+    rate = limits.drift_exponents
+    share_limit = rate + limits.sigmas * math.sqrt(rate * (1 - rate) / values)
+    if share > share_limit:
+        return f"{share:.2%} of {values} exponents differ, more than {share_limit:.2%}"
+    noise = LARGEST_ERROR * (1 + 2 * CHANCE * int(comparisons.exp_mismatches.sum()))
+    mean = max(0.0, int(comparisons.mant_err_sum.sum()) - noise) / matches
+    mean_limit = limits.drift_mantissa + limits.sigmas * limits.drift_spread / math.sqrt(matches)
+    if mean > mean_limit:
+        return f"the mean mantissa error over {matches} values is {mean:.3f}, more than {mean_limit:.3f}"
+    return None
+
+
+def _describe(comparisons: Comparisons, chunk: int) -> str:
+    return (
+        f"{comparisons.exp_mismatches[chunk]} of {comparisons.k[chunk]} exponents differ,"
+        f" {comparisons.sign_mismatches[chunk]} signs, the mantissas by {comparisons.mant_err_mean[chunk]:.3g}"
+        f" on average (median {comparisons.mant_err_median[chunk]:.3g})"
+    )

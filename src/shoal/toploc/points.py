@@ -1,0 +1,153 @@
+"""Chunks of activations and their largest values: what is committed to.
+
+    activations [N, H], sequences end to end
+        │ lengths, rows         chunks never cross sequences; the last chunk of one may have fewer rows
+        ▼
+    chunks, flattened           index = row in chunk · H + channel
+        │ chunk_topk            the k largest magnitudes; of equal ones the lowest index, on every device
+        ▼
+    PointBatch                  (index, bfloat16 bits) of every chunk, by ascending index
+
+On CUDA the selection runs there, and only points leave the device.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from shoal.errors import ProofError
+from shoal.toploc import backend
+from shoal.toploc.field import Bits, Ints
+
+if TYPE_CHECKING:
+    import torch
+
+Activations: TypeAlias = "npt.NDArray[Any] | torch.Tensor"
+
+MIN_POINTS = 8  # fewer say too little about a chunk
+
+
+@dataclass(frozen=True, eq=False)
+class PointBatch:
+    """The largest values of many chunks: `counts[c]` points for chunk c, which has `sizes[c]` values, end to end.
+
+    >>> points = PointBatch(np.array([3, 9, 1]), np.array([7, 8, 9], np.uint16), np.array([2, 1]), np.array([64, 64]))
+    >>> len(points), points[1:2].indices.tolist()
+    (2, [1])
+    """
+
+    indices: Ints
+    bits: Bits
+    counts: Ints
+    sizes: Ints
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
+    def __getitem__(self, chunks: slice) -> PointBatch:
+        begin, end, step = chunks.indices(len(self))
+        if step != 1:
+            raise ValueError("chunks are sliced without a step")
+        first, last = (int(self.counts[:chunk].sum()) for chunk in (begin, max(begin, end)))
+        return PointBatch(
+            self.indices[first:last], self.bits[first:last], self.counts[begin:end], self.sizes[begin:end]
+        )
+
+    @staticmethod
+    def concat(batches: Sequence[PointBatch]) -> PointBatch:
+        """Chunks of several batches, in order."""
+        if not batches:
+            return PointBatch(np.empty(0, np.int64), np.empty(0, np.uint16), *(np.empty(0, np.int64) for _ in range(2)))
+        return PointBatch(
+            np.concatenate([batch.indices for batch in batches]),
+            np.concatenate([batch.bits for batch in batches]),
+            np.concatenate([batch.counts for batch in batches]),
+            np.concatenate([batch.sizes for batch in batches]),
+        )
+
+
+def chunk_rows(length: int, rows: int) -> list[int]:
+    """How many rows each chunk of a sequence has.
+
+    >>> chunk_rows(70, 32)
+    [32, 32, 6]
+    """
+    if length < 0 or rows < 1:
+        raise ValueError(f"a sequence has 0 or more rows, a chunk 1 or more, not {length} and {rows}")
+    full, rest = divmod(length, rows)
+    return [rows] * full + [rest] * (rest > 0)
+
+
+def chunk_topk(r: int, hidden: int, topk: int, rows: int) -> int:
+    """How many points a chunk of `r` rows is committed to by.
+
+    In proportion to its rows, at least 8, at most a quarter of its values (so that "outside the largest" means
+    something), at least 1. A full chunk has exactly `topk`, unless the quarter forbids it.
+
+    >>> [chunk_topk(r, 4096, 128, 32) for r in (32, 16, 3, 1)]
+    [128, 64, 12, 8]
+    """
+    share = max(MIN_POINTS, math.ceil(topk * r / rows))
+    return max(1, min(topk, share, r * hidden // 4))
+
+
+def top_points(activations: Activations, lengths: Sequence[int], topk: int, rows: int) -> PointBatch:
+    """The points of sequences that lie end to end in `activations` [sum(lengths), H].
+
+    numpy (float32, float16, or uint16 holding bfloat16 bits) or torch (float32, float16, bfloat16). Wider types are
+    rounded to bfloat16, to nearest even, before anything is compared.
+    """
+    if activations.ndim != 2:
+        raise ValueError(f"activations are [rows, channels], not of {activations.ndim} dimensions")
+    total, hidden = activations.shape
+    if sum(lengths) != total:
+        raise ValueError(f"the sequences have {sum(lengths)} rows together, the activations {total}")
+    heights = [r for length in lengths for r in chunk_rows(length, rows)]
+    counts = np.array([chunk_topk(r, hidden, topk, rows) for r in heights], dtype=np.int64)
+    sizes = np.array(heights, dtype=np.int64) * hidden
+    return points_of_chunks(activations.reshape(-1), sizes, counts)
+
+
+def points_of_chunks(flat: Activations, sizes: Ints, counts: Ints) -> PointBatch:
+    """The `counts[c]` largest values of chunks of `sizes[c]` values that lie end to end in `flat`."""
+    short = np.flatnonzero(counts > sizes)
+    if len(short):
+        c = int(short[0])
+        raise ProofError(
+            f"chunk {c} has {sizes[c]} values, too few for {counts[c]} points: choose a smaller topk or larger chunks"
+        )
+    if _is_torch(flat) and flat.device.type != "cpu":  # type: ignore[union-attr]
+        from shoal.toploc import device
+
+        indices, bits = device.select(flat, sizes, counts)  # type: ignore[arg-type]
+    else:
+        indices, bits = backend.select(host_array(flat), np.cumsum(sizes) - sizes, sizes, counts)
+    return PointBatch(indices, bits, counts, sizes)
+
+
+def host_array(flat: Activations) -> npt.NDArray[Any]:
+    """float32, or bfloat16 bits as uint16, in C order; shares memory with a contiguous torch tensor on the CPU."""
+    if _is_torch(flat):
+        import torch
+
+        tensor: torch.Tensor = flat.detach().contiguous()  # type: ignore[union-attr]
+        flat = tensor.view(torch.uint16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
+    array: npt.NDArray[Any] = np.require(flat, requirements=["C", "A"])
+    if array.dtype == np.float16:
+        return array.astype(np.float32)
+    if array.dtype not in (np.float32, np.uint16):
+        raise TypeError(f"activations are bfloat16, float16 or float32 (or bfloat16 bits as uint16), not {array.dtype}")
+    return array
+
+
+def _is_torch(value: object) -> bool:
+    """Whether it is a tensor, without importing torch to ask."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)

@@ -1,0 +1,22 @@
+"""The tests of proofs run with both kinds of arithmetic, where they ask for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from shoal.toploc import backend
+
+
+@pytest.fixture(params=["compiled", "plain"], scope="module")
+def arithmetic(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Everything compiled, however small, or nothing."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "plain":
+            patch.setattr(backend, "has_numba", lambda: False)
+        patch.setattr(backend, "LARGE_VALUES", 0)
+        patch.setattr(backend, "LARGE_POINTS", 0)
+        if request.param == "compiled" and not backend.has_numba():
+            pytest.skip("numba is not installed")
+        yield request.param

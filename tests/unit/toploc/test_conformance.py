@@ -1,0 +1,192 @@
+"""The published format, byte for byte: the conformance vectors, through every form of input."""
+
+from __future__ import annotations
+
+import base64
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from vectors import activations, by_name, vectors
+
+from shoal.errors import ProofError
+from shoal.toploc import (
+    PointBatch,
+    ProofPoly,
+    VerificationResult,
+    build_proofs,
+    build_proofs_base64,
+    build_proofs_bytes,
+    commit,
+    verify_proofs,
+    verify_proofs_base64,
+    verify_proofs_bytes,
+)
+from shoal.toploc.package import _points
+
+NAMES = {section: [vector.get("name") for vector in vectors()[section]] for section in vectors() if section != "meta"}
+pytestmark = pytest.mark.usefixtures("arithmetic")
+NULL = ["fewer_than_topk", "fp32_build"]  # vectors that record a failure of the published package
+ABSENT = ["modulus_not_65497"]  # its activations are not in the file
+
+
+def as_torch(value: Any) -> Any:
+    if isinstance(value, list):
+        return [as_torch(each) for each in value]
+    tensor = torch.from_numpy(value.copy())
+    return tensor.view(torch.bfloat16) if value.dtype == np.uint16 else tensor
+
+
+def arguments(vector: dict[str, Any]) -> tuple[int, int, bool]:
+    return vector["decode_batching_size"], vector["topk"], vector["skip_prefill"]
+
+
+@pytest.mark.parametrize("name", NAMES["points"])
+def test_points_become_the_published_bytes(name: str) -> None:
+    vector = by_name("points", name)
+    proof = ProofPoly.from_points(vector["x"], vector["y"])
+    assert (proof.modulus, proof.to_base64()) == (vector["modulus"], vector["proof_b64"])
+    assert len(proof.to_bytes()) == vector["bytes"]
+    backwards = ProofPoly.from_points(vector["x"][::-1], vector["y"][::-1])
+    assert backwards == proof
+
+
+@pytest.mark.parametrize("number", range(len(vectors()["evaluations"])))
+def test_a_proof_evaluates_as_published(number: int) -> None:
+    vector = vectors()["evaluations"][number]
+    proof = ProofPoly.from_base64(vector["proof_b64"])
+    assert [proof(x) for x in vector["x"]] == vector["y_mod_modulus"]
+    assert len(proof) == len(proof.coeffs)
+
+
+@pytest.mark.parametrize("form", ["numpy", "torch"])
+@pytest.mark.parametrize("name", [name for name in NAMES["activations"] if name not in NULL])
+def test_activations_become_the_published_proofs(name: str, form: str) -> None:
+    """Byte for byte, or, where values tie at the k-th place, the same magnitudes with the lowest indices chosen."""
+    vector = by_name("activations", name)
+    given = activations(vector) if form == "numpy" else as_torch(activations(vector))
+    proofs = build_proofs_base64(given, *arguments(vector))
+    points = _points(given, *arguments(vector), raw_float16=True)
+    assert len(proofs) == len(vector["proofs_b64"]) == len(points)
+    for chunk, tie in enumerate(vector["boundary_tie"]):
+        if not tie:
+            assert proofs[chunk] == vector["proofs_b64"][chunk]
+            assert points[chunk : chunk + 1].indices.tolist() == vector["topk_sorted"][chunk]
+        elif vector["topk_sorted"]:
+            assert_same_magnitudes(points[chunk : chunk + 1], vector, chunk)
+
+
+def assert_same_magnitudes(points: PointBatch, vector: dict[str, Any], chunk: int) -> None:
+    """The published choice among ties is another one, but it has the same magnitudes; ours has the lowest indices."""
+    published = ProofPoly.from_base64(vector["proofs_b64"][chunk])
+    theirs = sorted(published(x) & 0x7FFF for x in vector["topk_sorted"][chunk])
+    ours = (points.bits & np.uint16(0x7FFF)).tolist()
+    assert sorted(ours) == theirs
+    boundary = min(ours)
+    above = {x for x, y in zip(points.indices.tolist(), ours, strict=True) if y > boundary}
+    assert above == {x for x in vector["topk_sorted"][chunk] if published(x) & 0x7FFF > boundary}
+    at_boundary = sorted(set(points.indices.tolist()) - above)
+    assert at_boundary <= sorted(set(vector["topk_sorted"][chunk]) - above)
+
+
+def test_the_chosen_ties_are_the_lowest_indices() -> None:
+    vector = by_name("activations", "all_zero")
+    assert _points(activations(vector), 4, 16, True, raw_float16=True).indices.tolist() == list(range(16))
+
+
+def test_float32_is_rounded_where_the_package_gives_null_proofs() -> None:
+    vector = by_name("activations", "fp32_build")
+    given = activations(vector)
+    proofs = build_proofs_bytes(given, *arguments(vector))
+    assert len(proofs) == 2
+    assert proofs == build_proofs_bytes(torch.from_numpy(given.copy()).bfloat16(), *arguments(vector))
+    assert verify_proofs_bytes(given, proofs, *arguments(vector)) == [VerificationResult(0, 0.0, 0.0)] * 2
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES["verifications"] if name not in ABSENT])
+def test_verifications_give_the_published_numbers(name: str) -> None:
+    vector = by_name("verifications", name)
+    given = activations(vector)
+    found = verify_proofs_base64(given, vector["proofs_b64"], *arguments(vector))
+    numbers = [(result.exp_mismatches, result.mant_err_mean, result.mant_err_median) for result in found]
+    if "tensor" in vector and not (vector["boundary_tie"] and any(vector["boundary_tie"])):
+        assert numbers == [tuple(result) for result in vector["tensor"]]
+    else:  # the package's median of a list is the middle of two; a tie at the k-th place moves single points
+        for ours, theirs in zip(numbers, vector.get("tensor", vector["list"]), strict=True):
+            slack = 4 if any(vector["boundary_tie"]) else 0
+            assert abs(ours[0] - theirs[0]) <= slack
+            assert ours[1] == pytest.approx(theirs[1], abs=slack / 4)
+            assert ours[2] == pytest.approx(math.ceil(theirs[2]), abs=slack / 4)
+    objects = [ProofPoly.from_base64(proof) for proof in vector["proofs_b64"]]
+    assert verify_proofs(as_torch(given), objects, *arguments(vector)) == found
+
+
+def test_a_modulus_below_the_prime_is_used() -> None:
+    """What the vector with the absent activations is about: indices are reduced by the proof's own modulus."""
+    bits = np.zeros((32, 4096), np.uint16)
+    chosen = [10, 65507, 20, 65516, 30, 65525]  # the published collision chain: modulus 65494
+    bits.reshape(-1)[chosen] = np.arange(16256, 16262)
+    (proof,) = build_proofs(bits, 32, 6, skip_prefill=True)
+    assert proof.modulus == 65494
+    assert verify_proofs(bits, [proof], 32, 6, skip_prefill=True) == [VerificationResult(0, 0.0, 0.0)]
+
+
+@pytest.mark.parametrize("name", [vector["name"] for vector in vectors()["errors"] if "proof_b64" in vector])
+def test_malformed_proofs_are_rejected(name: str) -> None:
+    vector = by_name("errors", name)
+    text = vector["proof_b64"]
+    size = 128 if name == "null_proof_tensor_path" else 16
+    given = activations(by_name("activations", "planted_5120"))[:32]
+    with pytest.raises(ProofError):
+        verify_proofs_base64(given, [text], 32, size, skip_prefill=True)
+    if name != "bad_base64":
+        with pytest.raises(ProofError):
+            verify_proofs_bytes(given, [base64.b64decode(text)], 32, size, skip_prefill=True)
+
+
+@pytest.mark.parametrize("name", ["more_proofs_than_chunks", "fewer_proofs_than_chunks"])
+def test_as_many_proofs_as_chunks(name: str) -> None:
+    assert name in NAMES["errors"]
+    given = activations(by_name("activations", "planted_5120"))
+    proofs = build_proofs_bytes(given, 32, 128, skip_prefill=True)
+    wrong = [*proofs, proofs[0]] if name.startswith("more") else proofs[:1]
+    with pytest.raises(ProofError, match=f"{len(wrong)} proofs for 2 chunks"):
+        verify_proofs_bytes(given, wrong, 32, 128, skip_prefill=True)
+    with pytest.raises(ProofError, match="0 proofs for 2 chunks"):
+        verify_proofs_bytes(given, [], 32, 128, skip_prefill=True)
+
+
+def test_a_chunk_smaller_than_topk_is_rejected_by_builder_and_verifier() -> None:
+    assert "topk_larger_than_chunk_verify" in NAMES["errors"]
+    vector = by_name("activations", "fewer_than_topk")
+    with pytest.raises(ProofError, match="chunk 0 has 20 values, too few for 128 points"):
+        build_proofs_bytes(activations(vector), *arguments(vector))
+    with pytest.raises(ProofError, match="too few"):
+        verify_proofs_bytes(activations(vector), [bytes(258)], *arguments(vector))
+
+
+def test_float16_builds_as_published_and_is_not_verified() -> None:
+    assert by_name("errors", "fp16_verify_tensor")["want"] == "TypeError"
+    vector = by_name("activations", "fp16_build")
+    for given in (activations(vector), as_torch(activations(vector))):
+        proofs = build_proofs_bytes(given, *arguments(vector))
+        with pytest.raises(TypeError, match="bfloat16"):
+            verify_proofs_bytes(given, proofs, *arguments(vector))
+
+
+def test_tensors_that_are_not_contiguous_work() -> None:
+    assert by_name("errors", "non_contiguous_verify_tensor")["want"] == "works"
+    tensor = as_torch(activations(by_name("activations", "planted_5120")))
+    strided = torch.stack([tensor, tensor], dim=2)[:, :, 0]
+    assert not strided.is_contiguous()
+    proofs = build_proofs_bytes(strided, 32, 128, skip_prefill=True)
+    assert proofs == build_proofs_bytes(tensor, 32, 128, skip_prefill=True)
+    assert verify_proofs_bytes(strided, proofs, 32, 128, skip_prefill=True) == [VerificationResult(0, 0.0, 0.0)] * 2
+
+
+def test_the_own_layer_writes_the_same_bytes() -> None:
+    vector = by_name("activations", "planted_5120")
+    points = _points(activations(vector), *arguments(vector), raw_float16=False)
+    assert [base64.b64encode(proof).decode() for proof in commit(points)] == vector["proofs_b64"]

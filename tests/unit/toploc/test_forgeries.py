@@ -1,0 +1,270 @@
+"""Proofs made without running the model, and proofs of something else: none passes, each for its reason."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from vectors import normal
+
+from shoal.errors import ProofError
+from shoal.toploc import (
+    PointBatch,
+    ProofCheck,
+    ProofPoly,
+    ProofTolerance,
+    chunk_topk,
+    commit,
+    compare,
+    plain,
+    split_proofs,
+    top_points,
+)
+from shoal.toploc import check_proofs as check
+from shoal.toploc.check import outside_limit
+from shoal.toploc.field import PRIME
+
+TOPK, ROWS = 128, 32
+LENIENT = ProofTolerance(exponents=60 / 128, mantissa_mean=40, mantissa_median=40, signs=1.0,
+                         drift_exponents=0.5, drift_mantissa=40)  # fmt: skip
+HIDDEN = [64, 576, 4096]
+
+
+def points_of(seed: int, chunks: int = 1, hidden: int = 4096) -> PointBatch:
+    return top_points(normal(seed, chunks * ROWS, hidden), [chunks * ROWS], TOPK, ROWS)
+
+
+def proof_of(coefficients: npt.ArrayLike, modulus: int = PRIME) -> bytes:
+    padded = np.zeros(TOPK, np.int64)
+    padded[: np.size(coefficients)] = coefficients
+    return ProofPoly(padded.tolist(), modulus).to_bytes()
+
+
+def judged(points: PointBatch, *proofs: bytes, tolerance: ProofTolerance | None = None) -> ProofCheck:
+    return check(compare(points, proofs), tolerance)
+
+
+def modal_value(points: PointBatch) -> int:
+    """The best single guess: the median of the values with the most frequent exponent, sign dropped."""
+    magnitudes = (points.bits & np.uint16(0x7FFF)).astype(np.int64)
+    exponent = np.bincount(magnitudes >> 7).argmax()
+    return int(np.median(magnitudes[magnitudes >> 7 == exponent]))
+
+
+@pytest.mark.parametrize("hidden", HIDDEN)
+@pytest.mark.parametrize("tolerance", [None, LENIENT])
+def test_the_honest_proof_passes(hidden: int, tolerance: ProofTolerance | None) -> None:
+    points = points_of(1, 4, hidden)
+    result = judged(points, *commit(points), tolerance=tolerance)
+    assert result.passed
+    assert (result.exponent_mismatches, result.mantissa_mean, result.sign_mismatches) == (0, 0.0, 0)
+    assert result.values == 4 * TOPK
+
+
+@pytest.mark.parametrize("hidden", HIDDEN)
+def test_a_constant_is_forged_even_under_lenient_limits(hidden: int) -> None:
+    points = points_of(2, 1, hidden)
+    naive = compare(points, [proof_of(modal_value(points))])
+    assert naive.exp_mismatches[0] <= 60  # what the published check would let through
+    assert naive.outside_hits[0] == naive.outside_count[0] == 256
+    for tolerance in (None, LENIENT):
+        assert check(naive, tolerance).reason == "forged"
+
+
+def test_the_count_outside_alone_sees_it() -> None:
+    """Not only the rule against constants: a polynomial that is constant but at a few points is seen too."""
+    points = points_of(2)
+    compared = compare(points, [proof_of(modal_value(points))])
+    nearly = replace(compared, constant=np.array([False]))
+    assert check(nearly, LENIENT).reason == "forged"
+
+
+@pytest.mark.parametrize("slope", [1, 2, PRIME - 1])
+def test_a_slow_line_on_a_small_chunk_is_forged(slope: int) -> None:
+    """On few indices a line of small slope stays within one exponent."""
+    points = top_points(normal(3, 1, 64), [1], TOPK, ROWS)
+    k = int(points.counts[0])
+    start = (modal_value(points) & ~0x7F) + (0 if slope < 3 else 127)
+    line = ProofPoly([start, slope, *[0] * (k - 2)], PRIME).to_bytes()
+    tolerance = replace(LENIENT, mantissa_mean=127, mantissa_median=127, drift_mantissa=127)
+    assert judged(points, line, tolerance=tolerance).reason == "forged"
+    assert not judged(points, line).passed
+
+
+@pytest.mark.parametrize("degree", range(1, 9))
+@pytest.mark.parametrize("hidden", HIDDEN)
+def test_polynomials_of_low_degree_fail(degree: int, hidden: int) -> None:
+    points = points_of(4, 1, hidden)
+    draw = np.random.default_rng(degree)
+    for leading in (1, 2, 64, 128, int(draw.integers(PRIME))):
+        coefficients = np.zeros(degree + 1, np.int64)
+        coefficients[0], coefficients[degree] = modal_value(points), leading
+        assert judged(points, proof_of(coefficients), tolerance=LENIENT).reason in ("mismatch", "forged")
+
+
+@pytest.mark.parametrize("power", [2, 3, 4, 6, 8, 12, 24])
+def test_powers_that_take_few_values_fail(power: int) -> None:
+    """x^24 has only 2729 values besides 0, since 24 divides p - 1."""
+    points = points_of(5)
+    coefficients = np.zeros(TOPK, np.int64)
+    coefficients[0], coefficients[power] = modal_value(points), 1
+    assert judged(points, proof_of(coefficients), tolerance=LENIENT).reason == "mismatch"
+
+
+def test_random_coefficients_fail() -> None:
+    points = points_of(6, 8)
+    draw = np.random.default_rng(6)
+    for _ in range(50):
+        proofs = [proof_of(draw.integers(0, PRIME, TOPK)) for _ in range(8)]
+        assert judged(points, *proofs, tolerance=LENIENT).reason == "mismatch"
+
+
+@pytest.mark.parametrize("hidden", HIDDEN)
+def test_proofs_of_other_chunks_fail(hidden: int) -> None:
+    points = points_of(7, 3, hidden)
+    proofs = commit(points)
+    assert judged(points, proofs[0], proofs[2], proofs[1]).reason == "mismatch"
+    assert judged(points, proofs[0], proofs[0], proofs[0], tolerance=LENIENT).reason == "mismatch"
+    assert judged(points, *commit(points_of(8, 3, hidden))).reason == "mismatch"
+
+
+def fitted(indices: npt.ArrayLike, bits: npt.ArrayLike, size: int) -> bytes:
+    x, y = np.array(indices, np.int64), np.array(bits, np.uint16)
+    return commit(PointBatch(x, y, np.array([len(x)]), np.array([size])))[0]
+
+
+def test_a_fit_to_guessed_indices_fails() -> None:
+    points = points_of(9)
+    size = int(points.sizes[0])
+    guess = np.random.default_rng(9).choice(size, TOPK, replace=False)
+    assert judged(points, fitted(guess, np.full(TOPK, modal_value(points) ^ 1), size)).reason == "forged"  # constant
+    varied = modal_value(points) + np.arange(TOPK) % 8
+    assert judged(points, fitted(guess, varied, size), tolerance=LENIENT).reason == "mismatch"
+
+
+def test_channels_that_are_always_large_do_not_help() -> None:
+    """Real models have such channels: who knows them knows all indices, and nearly all exponents, but no mantissa."""
+    activations = normal(10, ROWS, 4096)
+    outliers = [17, 300, 2048, 4000]
+    activations[:, outliers] = 11.5 + activations[:, outliers]
+    points = top_points(activations, [ROWS], TOPK, ROWS)
+    guess = np.array([row * 4096 + channel for row in range(ROWS) for channel in outliers])
+    assert np.array_equal(np.sort(guess), points.indices)
+    usual = int(plain.bfloat16_bits(np.array([11.5], np.float32))[0])
+    values = usual + np.arange(TOPK) % 2
+    forgery = fitted(guess, values, ROWS * 4096)
+    assert compare(points, [forgery]).exp_mismatches[0] < 6
+    assert judged(points, forgery).reason == "mismatch"
+    paper = replace(LENIENT, exponents=38 / 128, mantissa_mean=10, mantissa_median=8)
+    assert judged(points, forgery, tolerance=paper).reason == "mismatch"
+
+
+def test_right_indices_and_exponents_with_wrong_mantissas_fail() -> None:
+    points = points_of(11)
+    mantissas = np.random.default_rng(11).integers(0, 128, TOPK).astype(np.uint16)
+    forgery = fitted(points.indices, points.bits & np.uint16(0xFF80) | mantissas, int(points.sizes[0]))
+    assert judged(points, forgery).reason == "mismatch"
+
+
+def test_signs_are_compared() -> None:
+    points = points_of(12)
+    negated = PointBatch(points.indices, points.bits ^ np.uint16(0x8000), points.counts, points.sizes)
+    compared = compare(points, commit(negated))
+    assert compared.exp_mismatches[0] == compared.mant_err_sum[0] == 0
+    assert compared.sign_mismatches[0] == TOPK
+    assert check(compared).reason == "mismatch"
+
+
+BROKEN = {
+    "empty": b"",
+    "one byte": b"\xff",
+    "modulus only": b"\xff\xd9",
+    "null": bytes(258),
+    "odd": proof_of([1, 2]) + b"\0",
+    "short": proof_of([1, 2])[:-2],
+    "long": proof_of([1, 2]) + b"\0\0",
+    "modulus 1": proof_of(range(1, 129), modulus=1),
+    "modulus below half": proof_of(range(1, 129), modulus=2**15),
+    "modulus too low for chance": proof_of(range(1, 129), modulus=65432),
+    "modulus above the prime": proof_of(range(1, 129), modulus=65498),
+    "coefficient above the prime": proof_of([1, 65497]),
+    "all ones": b"\xff" * 258,
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_what_no_honest_prover_writes_is_malformed(name: str) -> None:
+    points = points_of(13, 2)
+    honest = commit(points)
+    result = judged(points, honest[0], BROKEN[name], tolerance=LENIENT)
+    assert (result.reason, result.chunk) == ("malformed", 1)
+    assert "chunk 1" in result.detail
+
+
+def test_the_bound_on_moduli_bends_to_points_that_need_it() -> None:
+    """Two rows 16 apart with 104 large neighbours each collide under every modulus from 65497 down to 65433."""
+    activations = np.zeros((ROWS, 4096), np.float32)
+    activations[0, :104] = activations[16, :104] = 1 + np.arange(104) / 128
+    points = top_points(activations, [ROWS], 208, ROWS)
+    (proof,) = commit(points)
+    assert ProofPoly.from_bytes(proof).modulus < 65433
+    assert judged(points, proof).passed
+    other = top_points(normal(14, ROWS, 4096), [ROWS], 208, ROWS)
+    assert judged(other, proof).reason == "malformed"
+
+
+def test_not_bytes_is_malformed_and_the_number_of_proofs_must_fit() -> None:
+    points = points_of(15, 2)
+    honest = commit(points)
+    assert judged(points, honest[0], "text").reason == "malformed"  # type: ignore[arg-type]
+    for proofs in ([], honest[:1], [*honest, honest[0]]):
+        with pytest.raises(ProofError, match="for 2 chunks"):
+            compare(points, proofs)
+
+
+def test_one_forgery_among_many_honest_proofs_is_found() -> None:
+    points = points_of(16, 64, 64)
+    proofs = commit(points)
+    proofs[40] = proof_of(modal_value(points[40:41]))
+    result = judged(points, *proofs)
+    assert (result.reason, result.chunk) == ("forged", 40)
+    proofs[40] = proofs[41]
+    result = judged(points, *proofs)
+    assert (result.reason, result.chunk) == ("mismatch", 40)
+
+
+def test_activations_that_are_all_equal_honestly_give_a_constant() -> None:
+    for value in (0.0, 1.0, np.nan):
+        points = top_points(np.full((ROWS, 64), value, np.float32), [ROWS], TOPK, ROWS)
+        (proof,) = commit(points)
+        assert not any(proof[4:])
+        assert judged(points, proof).passed
+        assert judged(points_of(17, 1, 64), proof).reason == "forged"
+
+
+def test_the_limit_outside_follows_the_number_of_places() -> None:
+    assert [outside_limit(count, 1e-9) for count in (0, 1, 3, 48, 256)] == [0, 1, 3, 6, 11]
+    assert outside_limit(256, 1e-3) < outside_limit(256, 1e-12)
+
+
+def test_honest_proofs_rarely_hit_outside() -> None:
+    points = points_of(18, 64)
+    compared = compare(points, commit(points))
+    assert compared.outside_count.tolist() == [256] * 64
+    assert compared.outside_hits.mean() == pytest.approx(1.0, abs=0.5)
+    assert compared.outside_hits.max() <= 7
+
+
+def test_proofs_are_split_by_their_known_sizes() -> None:
+    lengths = [chunk_topk(r, 64, TOPK, ROWS) for r in (32, 32, 6)]
+    points = top_points(normal(19, 70, 64), [70], TOPK, ROWS)
+    proofs = commit(points)
+    assert [len(proof) for proof in proofs] == [2 + 2 * k for k in lengths]
+    data = b"".join(proofs)
+    assert split_proofs(data, 70, 64, TOPK, ROWS) == proofs
+    assert split_proofs(b"", 0, 64, TOPK, ROWS) == []
+    for wrong, length in ((data[:-1], 70), (data + b"\0\0", 70), (data, 69), (data, 32), (b"", 70)):
+        with pytest.raises(ProofError, match=f"{len(wrong)} bytes of proofs, but {length} tokens"):
+            split_proofs(wrong, length, 64, TOPK, ROWS)
