@@ -1,4 +1,4 @@
-"""Write docs/reference from the code: the settings of a recipe, the commands, the hub's HTTP calls.
+"""Write docs/reference from the code: a recipe's settings, the commands, the hub's HTTP calls, reasons of verdicts.
 
 .venv/bin/python scripts/make_reference.py            # write
 .venv/bin/python scripts/make_reference.py --check    # exit 1 if what is there is out of date
@@ -20,6 +20,7 @@ from pydantic.fields import FieldInfo
 from shoal.cli.main import app as cli
 from shoal.cli.recipe import Recipe
 from shoal.hub import openapi, routes_public, routes_trusted, routes_worker
+from shoal.validator import checks, verdicts
 
 REFERENCE = Path(__file__).parents[1] / "docs" / "reference"
 NOTE = "<!-- written by scripts/make_reference.py; change the code, not this page -->\n"
@@ -29,7 +30,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--check", action="store_true", help="only say whether the pages are up to date")
     check = parser.parse_args().check
-    pages = {"recipe.md": recipe_page(), "commands.md": commands_page(), "http.md": http_page()}
+    pages = {
+        "recipe.md": recipe_page(),
+        "commands.md": commands_page(),
+        "http.md": http_page(),
+        "reasons.md": reasons_page(),
+    }
     stale = [name for name, text in pages.items() if not is_current(REFERENCE / name, text)]
     if check:
         for name in stale:
@@ -146,6 +152,32 @@ def calls(document: dict[str, Any], tag: str) -> Iterator[tuple[str, str, dict[s
 def row(path: str, method: str, call: dict[str, Any]) -> str:
     text = " ".join(call.get("description", "").split())
     return f"| `{method.upper()} {path}` | **{call['summary']}.** {text} | {', '.join(sorted(call['responses']))} |"
+
+
+# ── reasons.md ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def reasons_page() -> str:
+    """The table in the docstring of `shoal.validator.checks`, which is where checks are written."""
+    table = [line for line in (checks.__doc__ or "").splitlines() if line.startswith("|")]
+    after = (checks.__doc__ or "").split(table[-1])[1].strip().split("\n\n")[0]
+    return "\n".join(
+        [
+            "# Reasons\n",
+            NOTE,
+            "Why a validator rejects a submission, in the order in which it looks. A verdict carries the reason, the "
+            "numbers behind it and a sentence. `certain`: one is enough for a ban; `statistical`: two are; `none`: the "
+            "submission earns nothing, that is all. [How a rollout is checked](../concepts/checking.md).\n",
+            *table,
+            "",
+            " ".join(after.split()) + "\n",
+            "## Inconclusive\n",
+            "The validator could not tell. No credit, no training, no punishment; the unit is given out again.\n",
+            "| reason | what it means |\n|---|---|",
+            *(f"| {reason} | {meaning} |" for reason, meaning in verdicts.MACHINERY.items()),
+            "",
+        ]
+    )
 
 
 if __name__ == "__main__":

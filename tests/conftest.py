@@ -24,3 +24,11 @@ def logging_as_before() -> Iterator[None]:
         handler.close()
     root.setLevel(levels[0])
     ours.setLevel(levels[1])
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Show the tables that tests have left with `record_property("table", text)`, also those of other processes."""
+    reports = [report for outcome in ("passed", "failed") for report in terminalreporter.stats.get(outcome, ())]
+    for name, text in (pair for report in reports for pair in report.user_properties):
+        if name == "table":
+            terminalreporter.write_line(f"\n{text}")

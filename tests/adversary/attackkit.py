@@ -1,69 +1,246 @@
-"""A whole run in this process, to be attacked: real hub, origin, trainer and validator, each a thread; real sockets.
+"""A whole run in this process, to be attacked: real hub, origin, trainer, validator and honest worker, each a thread.
 
-Everything goes through `run_role`, as the processes of `shoal run` do; what is seen of it is what the hub tells anyone,
-and the batches, which it tells the trainer.
+    honest worker ──────── works all the time ─────────────────────────────►
+    cheaters ───────────── a few at a time, each until the hub shuts it out, or has refused what it sends
+
+Everything goes through `run_role` and real sockets, as the processes of `shoal run` do. What is seen of it is what the
+hub tells anyone, the batches, which it tells the trainer, and the verdicts, on their way from validator to hub.
 """
 
 from __future__ import annotations
 
+import json
+import threading
+import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 import shoal.trainer.loop  # noqa: F401 - torch and transformers cannot be imported first by several threads at once
 from shoal.cli.folder import RunFolder
 from shoal.cli.recipe import Recipe
 from shoal.cli.roles import run_role
 from shoal.client import ClientOptions, HubClient
-from shoal.engines import Completion, Engine, GenerationRequest
+from shoal.engines import Completion, Engine, GenerationRequest, PrefillRequest
+from shoal.engines.shelf import LoadedPolicy
 from shoal.ledger import verify
-from shoal.protocol import BatchGroup, LedgerEntry, NodeView, SigningKey, fingerprint
+from shoal.protocol import (
+    BatchGroup,
+    LedgerEntry,
+    NodeView,
+    Outcome,
+    ProofParameters,
+    SigningKey,
+    Submission,
+    Verdict,
+    fingerprint,
+    unpack,
+)
 from shoal.runtime.stop import StopToken
+from shoal.sampling import uniforms
+from shoal.validator.case import BODY_LIMITS
+from shoal.validator.judge import Judge
+from shoal.validator.verdicts import Docket
 from shoal.worker.cheats import Disguise
 
 DEADLINE_S = 200
-STEPS = 3
+ATTACK_S = 60.0
+POLL_S = 0.05
+NEAR = 1e-4
+AT_ONCE = 6
+HONEST = "worker-0"
 NEEDED = ("hub", "origin", "trainer", "validator-0")
-RECIPE = {
-    "run": {"steps": STEPS, "groups_per_step": 4, "group_size": 16, "max_staleness": 1, "max_new_tokens": 10},
-    "trainer": {"learning_rate": 1e-4, "grad_clip": 1.0, "weight_decay": 0, "minibatches": 4, "evaluate_every": 0},
-    "hub": {"port": 0},
+RECIPE: dict[str, dict[str, Any]] = {
+    "run": {"steps": 10_000, "groups_per_step": 8, "group_size": 8, "max_staleness": 2, "max_new_tokens": 10},
+    "trainer": {"learning_rate": 1e-4, "grad_clip": 1.0, "weight_decay": 0, "minibatches": 2, "evaluate_every": 0},
+    "hub": {"port": 0, "newcomer_share": 0.5},
     "relay": {"count": 0},
-    "worker": {"count": 1, "units_per_lease": 4, "lease_wait_s": 0.5, "heartbeat_s": 0.5},
-    "validator": {"audit_wait_s": 0.5},
+    "worker": {"count": 1, "units_per_lease": 2, "lease_wait_s": 1.0, "heartbeat_s": 1.5},
+    "validator": {"audit_wait_s": 1.0},
 }
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One verdict of the run's validator, and what a test finds out beside it.
+
+    `is_honest`: token by token what the seeds give. `is_near`: that, or another token where the dice fell so near an
+    edge (1e-4) that rounding could have decided it.
+    """
+
+    node: str
+    version: int
+    verdict: Verdict
+    tokens: int
+    is_honest: bool
+    is_near: bool
+
+    @property
+    def outcome(self) -> Outcome:
+        return self.verdict.outcome
+
+
+class Watch:
+    """Listens in on the validator: `judged` has every verdict it gave, in order."""
+
+    def __init__(self) -> None:
+        self.judged: list[Judged] = []
+        self.bodies: list[Submission] = []
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """While this lasts, every `Judge` is listened to."""
+        honest, judges = Judge.verdicts, list[Judge]()
+
+        def verdicts(judge: Judge, dockets: Sequence[Docket], loaded: LoadedPolicy) -> list[Verdict]:
+            given = honest(judge, dockets, loaded)
+            judges.append(judge)
+            if judge is judges[0]:  # others judge canaries, which nobody handed in
+                for docket, verdict in zip(dockets, given, strict=True):
+                    self._note(docket, verdict, loaded)
+            return given
+
+        Judge.verdicts = verdicts  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            Judge.verdicts = honest  # type: ignore[method-assign]
+
+    def _note(self, docket: Docket, verdict: Verdict, loaded: LoadedPolicy) -> None:
+        body = unpack(docket.body, Submission, BODY_LIMITS)
+        tokens = sum(len(rollout.tokens) // 4 for rollout in body.rollouts)
+        accepted = verdict.outcome is Outcome.ACCEPTED
+        is_honest = accepted and self._is_what_the_seeds_give(docket, body, loaded)
+        is_near = accepted and (is_honest or is_near_what_the_seeds_give(docket, body, loaded))
+        judged = Judged(docket.lease.node, docket.lease.policy.version, verdict, tokens, is_honest, is_near)
+        with self._lock:
+            self.judged.append(judged)
+            self.bodies.append(body)
+
+    def _is_what_the_seeds_give(self, docket: Docket, body: Submission, loaded: LoadedPolicy) -> bool:
+        """The honest worker, who is the first to be judged, is looked at now and then: it would take half the time."""
+        now_and_then = len(self.judged) % 16 == 0
+        if self.judged and docket.lease.node == self.judged[0].node and not now_and_then:
+            return True
+        return is_what_the_seeds_give(docket, body, loaded)
+
+    def of(self, node: str) -> list[Judged]:
+        with self._lock:
+            return [each for each in self.judged if each.node == node]
+
+    def bodies_of(self, node: str) -> list[Submission]:
+        with self._lock:
+            return [body for body in self.bodies if body.node == node]
+
+
+def is_what_the_seeds_give(docket: Docket, body: Submission, loaded: LoadedPolicy) -> bool:
+    """Whether the right policy, asked again, gives token by token what was handed in."""
+    lease = docket.lease
+    [group] = loaded.engine.generate([GenerationRequest(lease.prompt_ids, lease.seed_numbers, lease.sampling)])
+    return [rollout.token_ids.tolist() for rollout in body.rollouts] == [each.token_ids.tolist() for each in group]
+
+
+def is_near_what_the_seeds_give(docket: Docket, body: Submission, loaded: LoadedPolicy) -> bool:
+    """Whether every uniform is within 1e-4 of the interval of its token under the right policy."""
+    lease = docket.lease
+    asked = [
+        PrefillRequest(lease.prompt_ids, rollout.token_ids.astype(np.int32), lease.sampling.temperature)
+        for rollout in body.rollouts
+    ]
+    for seed, seen in zip(lease.seed_numbers, loaded.engine.prefill(asked), strict=True):
+        u_T = uniforms(seed, 0, len(seen.logprobs))
+        if (np.maximum(seen.cdf_low - u_T, u_T - seen.cdf_high) > NEAR).any():
+            return False
+    return True
+
+
+@dataclass
+class Attack:
+    """One cheater: its name in the run, and how it ended."""
+
+    cheat: str
+    name: str
+    ending: BaseException | None = None
+    refusals: list[str] = field(default_factory=list)
 
 
 class Attacked:
     """The run under attack."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = RunFolder.prepare(folder, Recipe.model_validate(RECIPE))
+    def __init__(self, folder: Path, **changes: dict[str, Any]) -> None:
+        recipe = {section: {**RECIPE.get(section, {}), **changes.get(section, {})} for section in {*RECIPE, *changes}}
+        self.folder = RunFolder.prepare(folder, Recipe.model_validate(recipe))
         self.url = self.folder.assign_endpoints().hub
         self.stop = StopToken()
-        self.threads = ThreadPoolExecutor(max_workers=8)
-        self.roles: list[Future[None]] = []
-        for name in NEEDED:
-            self.start(name)
+        self.watch = Watch()
+        self.attacks: list[Attack] = []
+        self.threads = ThreadPoolExecutor(max_workers=16)
+        self.needed = {name: self.start(name) for name in NEEDED}
 
-    def start(self, name: str, cheat: str | None = None) -> Future[None]:
-        self.roles.append(self.threads.submit(run_role, self.folder, name, self.stop, cheat))
-        return self.roles[-1]
+    @classmethod
+    @contextmanager
+    def running(cls, folder: Path, **changes: dict[str, Any]) -> Iterator[Attacked]:
+        """A run with an honest worker that has had something accepted."""
+        run = cls(folder, **changes)
+        with run.watch.listening():
+            try:
+                run.needed[HONEST] = run.start(HONEST)
+                run.wait_until("honest work", lambda: any(each.is_honest for each in run.watch.judged))
+                yield run
+            finally:
+                run.close()
 
-    def ending(self, role: Future[None]) -> BaseException | None:
-        """What a role ends with; at once an error if one that everybody needs has failed meanwhile."""
-        needed = self.roles[: len(NEEDED)]
-        wait([role, *(each for each in needed if not each.done())], DEADLINE_S, FIRST_COMPLETED)
-        for name, each in zip(NEEDED, needed, strict=True):
-            assert not each.done() or each.exception() is None, f"{name}: {each.exception()}"
-        return role.exception(DEADLINE_S)
+    def start(self, name: str, cheat: str | None = None, stop: StopToken | None = None) -> Future[None]:
+        return self.threads.submit(run_role, self.folder, name, stop or self.stop, cheat)
+
+    def attack(self, cheats: Sequence[str]) -> None:
+        """Let cheaters come, a few at a time, and each go on until it is shut out or refused."""
+        first = len(self.attacks) + 1
+        new = [Attack(cheat, f"worker-{first + index}") for index, cheat in enumerate(cheats)]
+        self.attacks += new
+        with ThreadPoolExecutor(max_workers=AT_ONCE) as crowd:
+            list(crowd.map(self._attack, new))
+
+    def _attack(self, attack: Attack) -> None:
+        stop, end_s = StopToken(), time.monotonic() + ATTACK_S
+        role = self.start(attack.name, attack.cheat, stop)
+        while not role.done() and time.monotonic() < end_s and len(attack.refusals) < 2:
+            self._raise_failure()
+            attack.refusals = self._refusals(attack.name)
+            time.sleep(POLL_S)  # polling with a deadline
+        stop.set("enough was seen of it")
+        attack.ending = role.exception(DEADLINE_S)
+
+    def _refusals(self, name: str) -> list[str]:
+        """What the hub said to the parcels that it did not take."""
+        files = sorted((self.folder.path / name / "outbox" / "refused").glob("*.reason.json"))
+        return [file.read_text() for file in files]
+
+    def wait_until(self, what: str, condition: Any) -> None:
+        end_s = time.monotonic() + DEADLINE_S
+        while not condition():
+            self._raise_failure()
+            assert time.monotonic() < end_s, f"waited {DEADLINE_S} s for {what}"
+            time.sleep(POLL_S)  # polling with a deadline
+
+    def _raise_failure(self) -> None:
+        """At once, if a role that everybody needs has ended: nothing would come of waiting."""
+        for name, role in self.needed.items():
+            assert not role.done(), f"{name} ended: {role.exception()!r}"
 
     def close(self) -> None:
         self.stop.set("the test ends")
-        for role in self.roles:
+        for role in self.needed.values():
             role.exception(DEADLINE_S)
         self.threads.shutdown()
+
+    # ── what anyone can see ──────────────────────────────────────────────────────────────────────────────────────
 
     def client(self, key: SigningKey) -> HubClient:
         pinned = fingerprint(self.folder.root_key)
@@ -76,17 +253,20 @@ class Attacked:
     def ledger(self) -> list[LedgerEntry]:
         """The whole ledger, verified."""
         with _closing(self.client(SigningKey.generate())) as anyone:
-            head, entries = anyone.ledger_head(), list[LedgerEntry]()
+            entries = list[LedgerEntry]()
             while page := anyone.ledger(after=len(entries) - 1).entries:
                 entries += page
-        verify(entries, head)
+            verify(entries, None)
         return entries
 
     def trained(self) -> list[BatchGroup]:
-        """Every group of every batch."""
+        """Every group of every batch so far."""
+        groups: list[BatchGroup] = []
         with _closing(self.client(self.folder.key("trainer"))) as trainer:
-            batches = [trainer.batch(step, 0).batch for step in range(STEPS)]
-        return [group for batch in batches if batch is not None for group in batch.groups]
+            for step in range(trainer.status().step):
+                batch = trainer.batch(step, 0).batch
+                groups += batch.groups if batch is not None else ()
+        return groups
 
 
 @contextmanager
@@ -97,6 +277,71 @@ def _closing(client: HubClient) -> Iterator[HubClient]:
         client.close()
 
 
+# ── what came of it ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class Result:
+    """One row of the table. `caught_at` counts the cheater's own groups, from 1; None if it was never caught."""
+
+    cheat: str
+    node: str
+    caught_at: int | None
+    tokens: int
+    reason: str
+    severity: str
+    banned: bool
+    accepted: int
+    near: int
+    wrong: int
+
+    @classmethod
+    def of(cls, run: Attacked, attack: Attack, node: NodeView) -> Result:
+        judged = run.watch.of(node.node)
+        at = next((i for i, each in enumerate(judged) if each.outcome is Outcome.REJECTED), None)
+        accepted = [each for each in judged if each.outcome is Outcome.ACCEPTED]
+        caught = judged[at].verdict if at is not None else None
+        refused = attack.refusals[0] if attack.refusals and at is None else ""
+        return cls(
+            cheat=attack.cheat,
+            node=node.node,
+            caught_at=at + 1 if at is not None else (1 if refused else None),
+            tokens=sum(each.tokens for each in judged[: len(judged) if at is None else at + 1]),
+            reason=caught.reason if caught is not None else _code(refused),
+            severity=str(caught.severity or "") if caught is not None else ("refused" if refused else ""),
+            banned=node.state == "banned",
+            accepted=len(accepted),
+            near=sum(each.is_near and not each.is_honest for each in accepted),
+            wrong=sum(not each.is_near for each in accepted),
+        )
+
+
+def _code(refusal: str) -> str:
+    return str(json.loads(refusal).get("code", "")) if refusal else ""
+
+
+def results(run: Attacked) -> dict[str, Result]:
+    nodes = run.nodes()
+    return {attack.cheat: Result.of(run, attack, nodes[attack.name]) for attack in run.attacks}
+
+
+def table(run: Attacked) -> str:
+    """The table in Markdown, and a line on the honest worker."""
+    lines = [
+        "| attack | caught at unit | tokens until then | reason | severity | accepted before |",
+        "|---|--:|--:|---|---|--:|",
+    ]
+    for result in results(run).values():
+        caught = "never" if result.caught_at is None else result.caught_at
+        lines.append(
+            f"| {result.cheat} | {caught} | {result.tokens} | {result.reason} | {result.severity} | {result.accepted} |"
+        )
+    honest = run.nodes()[HONEST]
+    lines += ["", f"honest worker beside them: {honest.accepted} accepted, {honest.rejected} rejected, "
+              f"{honest.inconclusive} inconclusive, {honest.strikes} strikes"]  # fmt: skip
+    return "\n".join(lines)
+
+
 class Counting(Disguise):
     """Counts the completions that the engine behind a cheat is asked for."""
 
@@ -104,6 +349,8 @@ class Counting(Disguise):
         super().__init__(engine)
         self.completions = 0
 
-    def generate(self, requests: Sequence[GenerationRequest], keep_hidden: bool = False) -> list[list[Completion]]:
+    def generate(
+        self, requests: Sequence[GenerationRequest], proof: ProofParameters | None = None
+    ) -> list[list[Completion]]:
         self.completions += sum(len(request.seeds) for request in requests)
-        return super().generate(requests, keep_hidden)
+        return super().generate(requests, proof)

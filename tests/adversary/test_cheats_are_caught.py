@@ -1,107 +1,151 @@
-"""Every cheat against a real run: the bytes that it hands in are all that the validator sees of it, and they betray it.
+"""Every cheat against a real run: the bytes that it hands in are all that hub and validator see of it.
 
-One run serves all tests: the cheaters come one after the other, each alone until the hub has shut it out (so that its
-work is surely asked for), and then one honest worker, who finishes the run.
+One run serves all tests. An honest worker works all the time; the cheaters come a few at a time, each until the hub has
+shut it out, or has refused what it sends. `make test` prints the table of what came of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
-from attackkit import Attacked
+from attackkit import HONEST, Attack, Attacked, Result, results, table
 
 from shoal.errors import ShutOut
 from shoal.ledger import fold
-from shoal.protocol import LedgerEntry, NodeState, NodeView
+from shoal.protocol import LedgerEntry, NodeState
 from shoal.worker.cheats import CHEATS
+from shoal.worker.cheats.copies import Steal
+from shoal.worker.cheats.sleeper import HONEST_UNITS
 
-HONEST = "worker-0"
-CHEATERS = {"best-of": "worker-1", "copy": "worker-2", "stale": "worker-3"}
-NEVER_RIGHT = ("best-of", "copy")  # the others are right until the policy changes
+ELSEWHERE = {"steer", "loose"}  # caught by sums over many tokens: test_trials
+HERE = [name for name in CHEATS if name not in ELSEWHERE]
+AT_THE_DOOR = {"claim-node", "few"}  # refused by the hub: never judged, so nobody is banned
+HONEST_AT_FIRST = {"stale", "sleeper", "replay", "swap-prompt"}  # right until the policy, or the unit, is another
+
+# How many of its own groups a cheater may hand in until the first is rejected. A group in which the policy is sure of
+# every token comes out the same by any dice, and such a group is honest work: hence more than 1.
+WITHIN = dict.fromkeys(HERE, 4) | {
+    "int8": 8,
+    "int4-decodes": 16,  # most of its groups are, token by token, what the right weights give
+    "copy": 6,
+    "greedy": 6,
+    "swapped-proofs": 6,
+    "sleeper": HONEST_UNITS + 6,
+    "stale": 60,
+}
 
 
 @pytest.fixture(scope="module")
-def endings() -> dict[str, BaseException | None]:
-    """What each cheater's process would have ended with."""
-    return {}
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory, endings: dict[str, BaseException | None]) -> Iterator[Attacked]:
-    attacked = Attacked(tmp_path_factory.mktemp("adversary") / "run")
-    try:
-        for cheat, name in CHEATERS.items():
-            endings[cheat] = attacked.ending(attacked.start(name, cheat))
-        assert attacked.ending(attacked.start(HONEST)) is None
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attacked]:
+    with Attacked.running(tmp_path_factory.mktemp("adversary") / "run") as attacked:
+        honest = attacked.nodes()[HONEST].node
+        Steal.library[:] = attacked.watch.bodies_of(honest)
+        attacked.attack(sorted(HERE, key=WITHIN.__getitem__, reverse=True))  # those that take longest first
+        Steal.library.clear()
         yield attacked
-    finally:
-        attacked.close()
 
 
-def test_every_cheat_is_tried_here() -> None:
-    assert set(CHEATERS) == set(CHEATS)
+@pytest.fixture(scope="module")
+def found(run: Attacked) -> dict[str, Result]:
+    return results(run)
 
 
-@pytest.mark.parametrize("cheat", CHEATERS)
-def test_the_cheater_is_banned_for_one_of_its_reasons(
-    run: Attacked, endings: dict[str, BaseException | None], cheat: str
-) -> None:
-    node = run.nodes()[CHEATERS[cheat]]
-    assert node.state is NodeState.BANNED
+@pytest.fixture(scope="module")
+def ledger(run: Attacked) -> list[LedgerEntry]:
+    return run.ledger()
+
+
+def attack_of(run: Attacked, cheat: str) -> Attack:
+    return next(attack for attack in run.attacks if attack.cheat == cheat)
+
+
+@pytest.mark.parametrize("cheat", HERE)
+def test_it_is_caught_within_its_bound_for_one_of_its_reasons(found: dict[str, Result], cheat: str) -> None:
+    result = found[cheat]
+    assert result.reason in CHEATS[cheat].reasons
+    assert result.caught_at is not None
+    assert result.caught_at <= WITHIN[cheat]
+
+
+@pytest.mark.parametrize("cheat", sorted(set(HERE) - AT_THE_DOOR))
+def test_its_node_is_banned_and_told_why(run: Attacked, found: dict[str, Result], cheat: str) -> None:
+    node, ending = run.nodes()[attack_of(run, cheat).name], attack_of(run, cheat).ending
+    assert found[cheat].banned
     assert node.reason.partition(":")[0] in CHEATS[cheat].reasons
-    assert isinstance(endings[cheat], ShutOut)
-    assert node.reason in str(endings[cheat])
+    assert isinstance(ending, ShutOut)
+    assert node.reason in str(ending)
 
 
-@pytest.mark.parametrize("cheat", CHEATERS)
-def test_it_is_banned_by_the_first_certain_or_the_second_statistical_failure(run: Attacked, cheat: str) -> None:
-    node = run.nodes()[CHEATERS[cheat]]
+@pytest.mark.parametrize("cheat", sorted(AT_THE_DOOR))
+def test_what_is_refused_at_the_door_is_never_judged(run: Attacked, found: dict[str, Result], cheat: str) -> None:
+    assert found[cheat].severity == "refused"
+    assert run.watch.of(found[cheat].node) == []
+    assert run.nodes()[attack_of(run, cheat).name].credit == 0
+
+
+@pytest.mark.parametrize("cheat", sorted(set(HERE) - AT_THE_DOOR))
+def test_it_is_banned_by_the_first_certain_or_the_second_statistical_failure(
+    ledger: list[LedgerEntry], found: dict[str, Result], cheat: str
+) -> None:
     seen: list[str] = []
-    for entry in run.ledger():
-        if entry.body.get("node") == node.node and entry.kind in ("rejected", "sanction"):
+    for entry in ledger:
+        if entry.body.get("node") == found[cheat].node and entry.kind in ("rejected", "sanction"):
             seen.append(str(entry.body["severity"]) if entry.kind == "rejected" else "ban")
     before = seen[: seen.index("ban")]
     assert before[-1:] == ["certain"] or before.count("statistical") == 2
     assert "certain" not in before[:-1]
 
 
-@pytest.mark.parametrize("cheat", CHEATERS)
-def test_what_was_rejected_earned_nothing(run: Attacked, cheat: str) -> None:
-    entries, node = run.ledger(), run.nodes()[CHEATERS[cheat]]
-    rejected, paid = _submissions(entries, "rejected", node), _submissions(entries, "credit", node)
-    assert rejected
-    assert not rejected & paid
-    assert (len(rejected), len(paid)) == (node.rejected, node.accepted)
-    assert fold(entries).by_node[node.node].credit == node.credit
+@pytest.mark.parametrize("cheat", HERE)
+def test_what_was_rejected_earned_nothing(
+    run: Attacked, ledger: list[LedgerEntry], found: dict[str, Result], cheat: str
+) -> None:
+    def submissions(kind: str) -> set[str]:
+        return {str(e.body["submission"]) for e in ledger if e.kind == kind and e.body["node"] == found[cheat].node}
+
+    node = run.nodes()[attack_of(run, cheat).name]
+    assert not submissions("rejected") & submissions("credit")
+    assert (len(submissions("rejected")), len(submissions("credit"))) == (node.rejected, node.accepted)
+    if cheat not in AT_THE_DOOR:
+        assert fold(ledger).by_node[node.node].credit == node.credit
 
 
-def _submissions(entries: list[LedgerEntry], kind: str, node: NodeView) -> set[str]:
-    return {str(e.body["submission"]) for e in entries if e.kind == kind and e.body["node"] == node.node}
+@pytest.mark.parametrize("cheat", HERE)
+def test_what_was_accepted_is_what_the_seeds_give(found: dict[str, Result], cheat: str) -> None:
+    """Nobody can tell such a group from honest work, for it is the same, but for a token where rounding decides."""
+    assert found[cheat].wrong == 0
+    assert found[cheat].near <= 1
+    if cheat not in HONEST_AT_FIRST:
+        assert found[cheat].accepted <= WITHIN[cheat] + 2  # those that were under way when it was caught
 
 
-@pytest.mark.parametrize("cheat", NEVER_RIGHT)
-def test_nothing_of_it_is_trained_on(run: Attacked, cheat: str) -> None:
-    assert CHEATERS[cheat] in run.nodes()
-    assert run.nodes()[CHEATERS[cheat]].node not in {group.node for group in run.trained()}
-
-
-def test_a_stale_worker_is_right_until_the_policy_changes_and_then_at_once_wrong(run: Attacked) -> None:
-    node = run.nodes()[CHEATERS["stale"]]
-    assert node.accepted > 0
-    assert {group.policy.version for group in run.trained() if group.node == node.node} == {0}
+def test_nothing_is_trained_on_but_what_the_seeds_give(run: Attacked, found: dict[str, Result]) -> None:
+    right = {each.verdict.submission for each in run.watch.judged if each.is_near}
+    trained = run.trained()
+    assert {group.submission for group in trained} <= right
+    cheaters = {result.node for result in found.values() if result.accepted == 0}
+    assert len(cheaters) > 20
+    assert not cheaters & {group.node for group in trained}
 
 
 def test_a_banned_node_that_comes_again_is_shut_out_at_the_door(run: Attacked) -> None:
     """Honest this time, but with the same key."""
-    outcome = run.ending(run.start(CHEATERS["copy"]))
+    outcome = run.start(attack_of(run, "best-of").name).exception(60)
     assert isinstance(outcome, ShutOut)
     assert str(outcome).startswith("the hub has banned this node: sampling.seed")
 
 
-def test_the_honest_worker_is_unpunished_and_finishes_the_run(run: Attacked) -> None:
+def test_the_honest_worker_beside_them_is_unpunished(run: Attacked) -> None:
     node = run.nodes()[HONEST]
     assert node.state is NodeState.ACTIVE
-    assert (node.rejected, node.inconclusive, node.strikes) == (0, 0, 0)
-    assert node.credit > 0
+    assert (node.rejected, node.strikes) == (0, 0)
+    assert node.inconclusive <= 0.01 * node.accepted
+    assert node.accepted >= 20
     assert node.node in {group.node for group in run.trained()}
+
+
+def test_the_table(run: Attacked, record_property: Callable[[str, object], None]) -> None:
+    text = table(run)
+    assert all(f"| {name} |" in text for name in HERE)
+    record_property("table", text)

@@ -18,7 +18,8 @@ from shoal.environments import EnvironmentSettings, Task, build
 from shoal.models.load import LoadedModel, load_model
 from shoal.protocol import PolicyManifest, PolicyRef, SamplingParameters
 from shoal.shardcast import Payload
-from shoal.worker.cheats import CHEATS, TRIES, Loot
+from shoal.worker.cheats import Loot, find_cheat
+from shoal.worker.cheats.dice import TRIES
 
 GROUPS, GROUP_SIZE = 24, 16
 ENVIRONMENT = build(EnvironmentSettings(name="sort"))
@@ -44,7 +45,7 @@ def requests(policy: LoadedModel) -> list[GenerationRequest]:
 
 
 def cheating(name: str, engine: Engine, policy: LoadedModel, environment: str = "sort") -> Engine:
-    return CHEATS[name].engine(engine, Loot(policy.files, environment))
+    return find_cheat(name).engine(engine, Loot(policy.files, environment, TorchEngine))
 
 
 def mean_reward(policy: LoadedModel, groups: Sequence[Sequence[Completion]]) -> float:
@@ -82,6 +83,23 @@ def test_best_of_without_the_answers_chooses_what_the_policy_finds_likely(
     assert likelihood(chosen) > likelihood(honest)
 
 
+def test_answer_earns_nearly_the_whole_reward(policy: LoadedModel, counting: Counting) -> None:
+    assert mean_reward(policy, cheating("answer", counting, policy).generate(requests(policy))) == 1.0
+
+
+def test_run_on_is_paid_for_more_tokens(policy: LoadedModel, counting: Counting) -> None:
+    def tokens(groups: Sequence[Sequence[Completion]]) -> int:
+        return sum(len(each.token_ids) for group in groups for each in group)
+
+    honest = TorchEngine.wrap(policy.model).generate(requests(policy))
+    assert tokens(cheating("run-on", counting, policy).generate(requests(policy))) == GROUPS * GROUP_SIZE * 10
+    assert tokens(honest) < 0.8 * GROUPS * GROUP_SIZE * 10
+
+
+def test_the_small_model_has_few_of_the_weights(policy: LoadedModel, counting: Counting) -> None:
+    assert cheating("small-model", counting, policy).size_bytes < 0.5 * counting.size_bytes
+
+
 def test_copy_does_a_sixteenth_of_the_work(policy: LoadedModel, counting: Counting) -> None:
     groups = cheating("copy", counting, policy).generate(requests(policy))
     assert [len(group) for group in groups] == [GROUP_SIZE] * GROUPS
@@ -98,7 +116,7 @@ def test_stale_downloads_once_and_generates_by_what_it_has(policy: LoadedModel) 
 
     first = PolicyRef(incarnation=0, version=0, digest="a" * 64)
     later = PolicyRef(incarnation=0, version=7, digest="b" * 64)
-    pretend = CHEATS["stale"].fetch(fetch)
+    pretend = find_cheat("stale").fetch(fetch)
     assert pretend(first, 1.0).manifest.policy == first
     payload = pretend(later, 1.0)
     assert payload.manifest.policy == later

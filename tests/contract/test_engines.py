@@ -4,22 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import chain, combinations
 
 import numpy as np
 import pytest
 import torch
 
-from shoal.engines import ENGINES, Engine, GenerationRequest, PrefillRequest, build
+from shoal.engines import ENGINES, Completion, Engine, GenerationRequest, Prefill, PrefillRequest, build, kind_of
 from shoal.errors import ConfigError, PolicyMismatch
 from shoal.models import TensorView
 from shoal.models.load import LoadedModel, load_model
 from shoal.models.state import policy_views
-from shoal.protocol import PolicyRef, SamplingParameters
+from shoal.protocol import PolicyRef, ProofParameters, SamplingParameters
 from shoal.sampling import check_seeded, uniforms
+from shoal.toploc import check_proofs, chunk_rows, compare, split_proofs
 
 SAMPLING = SamplingParameters(temperature=1.0, max_new_tokens=10, eos_token_id=1)
 REF = PolicyRef(incarnation=0, version=3, digest="ab" * 32)
 OTHER = PolicyRef(incarnation=0, version=4, digest="cd" * 32)
+PROOF = ProofParameters()
 PROMPTS = ("31=", "9071348=", "314159=", "5=")
 
 
@@ -64,10 +67,13 @@ def prefill_request(request, completion) -> PrefillRequest:
     return PrefillRequest(request.prompt_ids, completion.token_ids, request.sampling.temperature)
 
 
-def test_it_is_an_engine_and_says_which(engine):
+def test_it_is_an_engine_and_says_which(engine, weights):
     assert isinstance(engine, Engine)
     assert ENGINES.keys() >= {engine.name}
-    assert engine.vocabulary_size == 96
+    assert engine.kind == kind_of(engine.name, "auto" if engine.name == "scripted" else "cpu")
+    assert engine.kind == f"{engine.name}/cpu/float32"
+    assert (engine.vocabulary_size, engine.hidden_size) == (96, 64)
+    assert engine.size_bytes == sum(view.data.nbytes for view in weights.values())
 
 
 def test_nothing_works_before_a_policy_is_loaded(empty, tiny):
@@ -105,7 +111,7 @@ def test_types_and_lengths_of_a_completion(engine, tiny):
         assert completion.logprobs.dtype == np.float32
         assert len(completion.logprobs) == len(completion.token_ids) <= SAMPLING.max_new_tokens
         assert np.all(completion.logprobs <= 0.0)
-        assert completion.hidden is None
+        assert completion.proofs == b""
 
 
 def test_a_completion_ends_at_its_first_end_token_or_at_the_limit(engine, tiny):
@@ -131,25 +137,74 @@ def test_every_token_is_the_one_its_uniform_points_at(engine, tiny):
         assert np.all(u < prefill.cdf_high + 1e-5)
 
 
+def drawn_and_prefilled(engine, requests, proof) -> list[tuple[Completion, Prefill]]:
+    groups = engine.generate(requests, proof)
+    pairs = [(request, each) for request, group in zip(requests, groups, strict=True) for each in group]
+    prefills = engine.prefill([prefill_request(*pair) for pair in pairs], proof)
+    return [(completion, prefill) for (_, completion), prefill in zip(pairs, prefills, strict=True)]
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_prefill_agrees_with_generation(engine, tiny, temperature):
     requests = [group(tiny, prompt, temperature=temperature) for prompt in PROMPTS]
-    generated = engine.generate(requests, keep_hidden=True)
-    pairs = [
-        (request, completion)
-        for request, completions in zip(requests, generated, strict=True)
-        for completion in completions
-    ]
-    prefills = engine.prefill([prefill_request(*pair) for pair in pairs], keep_hidden=True)
-    for (_, completion), prefill in zip(pairs, prefills, strict=True):
+    for completion, prefill in drawn_and_prefilled(engine, requests, None):
         np.testing.assert_allclose(prefill.logprobs, completion.logprobs, atol=1e-4)
         np.testing.assert_allclose(
             np.log(prefill.cdf_high - prefill.cdf_low), completion.logprobs, atol=1e-3, rtol=1e-3
         )
-        assert prefill.hidden is not None
-        assert prefill.hidden.shape == (len(completion.token_ids), prefill.hidden.shape[1])
-        assert prefill.hidden.dtype == completion.hidden.dtype == np.float32
-        np.testing.assert_allclose(prefill.hidden, completion.hidden, atol=1e-3)
+
+
+@pytest.mark.parametrize("proof", [ProofParameters(topk=16, rows=4), ProofParameters(topk=32, rows=1), PROOF], ids=str)
+def test_the_proofs_of_a_completion_are_of_the_states_that_a_prefill_sees(engine, tiny, proof):
+    """Chunks of `rows` tokens, the last of fewer, in order, aligned: the state that a token was drawn from."""
+    requests = [group(tiny, prompt) for prompt in PROMPTS]
+    pairs = drawn_and_prefilled(engine, requests, proof)
+    sizes = set()
+    for completion, prefill in pairs:
+        length = len(completion.token_ids)
+        chunks = split_proofs(completion.proofs, length, engine.hidden_size, proof.topk, proof.rows)
+        compared = compare(prefill.points, chunks)
+        assert check_proofs(compared).passed, check_proofs(compared)
+        assert compared.exp_mismatches.sum() <= 0.02 * compared.k.sum()
+        assert [size // engine.hidden_size for size in prefill.points.sizes] == chunk_rows(length, proof.rows)
+        sizes.add(length % proof.rows)
+    assert len(sizes) > 1 or proof.rows == 1  # tails of several lengths were seen
+
+
+def test_the_proofs_of_one_completion_are_not_those_of_another(engine, tiny):
+    """Two of one length, different from the first token on."""
+    proof = ProofParameters(topk=32, rows=4)
+    pairs = drawn_and_prefilled(engine, [group(tiny, prompt, range(40)) for prompt in PROMPTS], proof)
+    (one, seen), (two, _) = next(
+        (first, second)
+        for first, second in combinations(pairs, 2)
+        if len(first[0].token_ids) == len(second[0].token_ids) >= 4 and first[0].token_ids[0] != second[0].token_ids[0]
+    )
+    compared = [
+        check_proofs(compare(seen.points, split_proofs(each.proofs, len(each.token_ids), 64, 32, 4)))
+        for each in (one, two)
+    ]
+    assert (compared[0].reason, compared[1].passed) == (None, False)
+
+
+def test_proofs_change_nothing_else(engine, tiny):
+    requests = [group(tiny, prompt) for prompt in PROMPTS]
+    plain, proved = engine.generate(requests), engine.generate(requests, ProofParameters(topk=16, rows=4))
+    for one, two in zip(chain(*plain), chain(*proved), strict=True):
+        np.testing.assert_array_equal(one.token_ids, two.token_ids)
+        np.testing.assert_array_equal(one.logprobs, two.logprobs)
+
+
+def test_entropy_and_varentropy_are_what_the_log_probabilities_of_draws_show(engine, tiny):
+    """Mean and variance of -log p over the distribution of the first token, against many draws from it."""
+    request = group(tiny, "90713482=", seeds=range(4000), max_new_tokens=1, temperature=1.3)
+    [completions] = engine.generate([request])
+    surprise = -np.array([float(completion.logprobs[0]) for completion in completions])
+    [prefill] = engine.prefill([prefill_request(request, completions[0])])
+    deviation = surprise.std() / len(surprise) ** 0.5
+    assert prefill.entropy.dtype == prefill.varentropy.dtype == np.float32
+    assert abs(float(prefill.entropy[0]) - surprise.mean()) < 5 * deviation + 1e-4
+    assert float(prefill.varentropy[0]) == pytest.approx(surprise.var(), rel=0.2, abs=1e-4)
 
 
 def test_prefill_results_are_in_order_whatever_the_lengths(engine, tiny):
@@ -160,7 +215,7 @@ def test_prefill_results_are_in_order_whatever_the_lengths(engine, tiny):
     together = engine.prefill(requests)
     for request, prefill in zip(requests, together, strict=True):
         [alone] = engine.prefill([request])
-        assert prefill.hidden is None
+        assert prefill.points is None
         np.testing.assert_allclose(prefill.logprobs, alone.logprobs, atol=1e-4)
         np.testing.assert_allclose(prefill.cdf_low, alone.cdf_low, atol=1e-5)
         assert (prefill.logprobs.dtype, prefill.cdf_low.dtype, prefill.cdf_high.dtype) == ("f4", "f8", "f8")
@@ -238,6 +293,25 @@ def test_a_request_without_tokens_is_refused():
         PrefillRequest((5,), np.zeros(0, np.int32), 1.0)
 
 
-def test_an_unknown_engine_is_refused(tiny):
-    with pytest.raises(ConfigError, match="no engine 'warp'; there are scripted, torch"):
-        build("warp", tiny.files)
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        (("warp", "cpu", "float32"), "no engine 'warp'; there are scripted, torch"),
+        (("torch", "tpu", "float32"), "no device 'tpu'; there are auto, cpu, cuda"),
+        (("torch", "cpu", "int3"), "the engine torch does not compute in 'int3'; it knows float32, bfloat16"),
+        (("scripted", "cpu", "bfloat16"), "the engine scripted does not compute in 'bfloat16'; it knows float32"),
+        (("scripted", "cuda", "float32"), 'no device but "cpu"'),
+    ],
+)
+def test_a_choice_that_is_not_there_is_refused(tiny, choice, message):
+    with pytest.raises(ConfigError, match=message):
+        build(choice[0], tiny.files, *choice[1:])
+    with pytest.raises(ConfigError, match=message):
+        kind_of(*choice)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_said_so_and_auto_does_without(tiny):
+    with pytest.raises(ConfigError, match="torch finds no GPU here"):
+        build("torch", tiny.files, "cuda")
+    assert build("torch", tiny.files, "auto").kind == kind_of("torch", "auto") == "torch/cpu/float32"

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sqlalchemy import create_engine, text
@@ -27,7 +28,7 @@ from shoal.hub.state.commands import (
 from shoal.hub.state.machines import LeaseState, SubmissionState, UnitState
 from shoal.hub.state.rows import LeaseRow, NodeRow, Progress, SubmissionRow, UnitRow
 from shoal.hub.storage import BlobFolder, MemoryStorage, Presence, SqliteStorage, StaleRow, Storage
-from shoal.protocol import Batch, NodeState, PolicyRef, StepReport
+from shoal.protocol import Batch, NodeState, PolicyRef, StepReport, Tally
 
 POLICY = PolicyRef(incarnation=0, version=0, digest="d" * 64)
 
@@ -100,6 +101,14 @@ def test_rows_come_back_as_they_went_in(storage: Storage) -> None:
         assert (holding.lease, holding.unit) == (lease(3), unit)
         assert reader.node(node(1).node) == node(1)
         assert reader.nodes() == [node(1), node(2)]
+
+
+def test_a_nodes_record_comes_back_as_it_went_in(storage: Storage) -> None:
+    tally = Tally(tokens=9, outside=2, distance=0.1, proof_values=256, exponent_mismatches=1, mantissa_error=0.3)
+    row = replace(node(1), pending=5, streak=12, passed=40, record=tally)
+    apply(storage, SaveNode(row, NodeState.ACTIVE))
+    with storage.read() as reader:
+        assert reader.node(row.node) == row
 
 
 def test_a_row_is_written_only_over_the_state_it_was_decided_on(storage: Storage) -> None:
@@ -256,6 +265,88 @@ def test_a_lease_that_ended_is_no_longer_held(storage: Storage) -> None:
         assert reader.overdue_holdings(10**9) == []
 
 
+def proven(number: int, **changes: Any) -> SaveNode:
+    return SaveNode(replace(node(number), passed=8, **changes), NodeState.ACTIVE)
+
+
+def test_what_newcomers_have_in_hand(storage: Storage) -> None:
+    def in_hand() -> int:
+        with storage.read() as reader:
+            return reader.newcomers_in_hand()
+
+    apply(storage, *leased(0), *leased(1), *leased(2), *leased(3, who=2))
+    assert in_hand() == 4
+    for unit, state in ((0, SubmissionState.RECEIVED), (1, SubmissionState.ACCEPTED)):
+        ended = replace(lease(unit), state=LeaseState.SUBMITTED)
+        handed_in = replace(submission(unit), state=state)
+        apply(storage, SaveLease(ended, LeaseState.ACTIVE), SaveSubmission(handed_in, None))
+    assert in_hand() == 3, "handed in is in hand until it is judged"
+    apply(storage, proven(1))
+    assert in_hand() == 1
+
+
+def test_whether_an_established_worker_is_here(storage: Storage) -> None:
+    def here(since_ms: int = 5) -> bool:
+        with storage.read() as reader:
+            return reader.is_established_here(since_ms)
+
+    with storage.write() as transaction:
+        for number in (1, 2):
+            transaction.touch_presence(node(number).node, 5)
+        transaction.apply([SaveNode(replace(node(3), role="validator", passed=99), None)])
+        transaction.touch_presence(node(3).node, 5)
+    assert not here(), "newcomers and trusted roles do not count"
+    apply(storage, proven(1))
+    assert here()
+    assert not here(since_ms=6)
+    apply(storage, proven(1, state=NodeState.BANNED))
+    assert not here()
+
+
+def test_audits_that_wait_by_whom_they_are_of(storage: Storage) -> None:
+    apply(storage, proven(1), *leased(2), *leased(0, who=2), *leased(1), *leased(3), *leased(4, who=2))
+    for unit, who in ((2, 1), (0, 2), (1, 1), (4, 2)):
+        apply(storage, SaveSubmission(replace(submission(unit), node=node(who).node), None))
+    claimed = replace(submission(3), state=SubmissionState.AUDITING)
+    apply(storage, SaveSubmission(claimed, None))
+    with storage.read() as reader:
+        assert [row.unit for row in reader.waiting_audits(on_probation=False, limit=9)] == [1, 2]
+        assert [row.unit for row in reader.waiting_audits(on_probation=True, limit=9)] == [0, 4]
+        assert [row.unit for row in reader.waiting_audits(on_probation=True, limit=1)] == [0]
+
+
+def test_what_a_node_has_at_stake(storage: Storage) -> None:
+    """Of node 1: a light audit waiting and one under way, and of accepted groups those that are in no batch."""
+    accepted, light = SubmissionState.ACCEPTED, "light"
+    rows = [
+        replace(submission(0), depth=light),
+        replace(submission(1), depth=light, state=SubmissionState.AUDITING),
+        submission(2),
+        replace(submission(3), depth=light, state=accepted, matures_at_ms=20),
+        replace(submission(4), state=accepted, matures_at_ms=10),
+        replace(submission(5), state=accepted),
+        replace(submission(6), node=node(2).node, depth=light, state=accepted, matures_at_ms=15),
+    ]
+    states = [UnitState.SUBMITTED] * 3 + [UnitState.ACCEPTED] * 4
+    units = [UnitRow(n, "t", state, submission=rows[n].submission) for n, state in enumerate(states)]
+    units[5] = replace(units[5], step=0)
+    apply(storage, *(SaveUnit(row, None) for row in units))
+    apply(storage, *(SaveLease(lease(n, who=2 if n == 6 else 1), None) for n in range(7)))
+    apply(storage, *(SaveSubmission(row, None) for row in rows))
+    who = node(1).node
+    with storage.read() as reader:
+        assert reader.light_audits(who) == rows[:2]
+        assert [(filled.unit, filled.submission) for filled in reader.untrained(who)] == [
+            (units[3], rows[3]),
+            (units[4], rows[4]),
+        ]
+        assert reader.pending_credit(who) == [rows[3], rows[4]]
+        assert reader.due_credit(20, 9) == [rows[4], rows[6], rows[3]]
+        assert reader.due_credit(15, 9) == [rows[4], rows[6]]
+        assert reader.due_credit(20, 1) == [rows[4]]
+        assert reader.due_credit(9, 9) == []
+
+
 def test_leases_of_nodes_that_are_gone(storage: Storage) -> None:
     apply(storage, *leased(2), *leased(1), *leased(0))  # issued at 2, 1 and 0
 
@@ -357,6 +448,14 @@ class TestSqlite:
             transaction.put_setting("schema_version", "99")
         storage.close()
         with pytest.raises(ConfigError, match=r"newer shoal \(schema 99.*upgrade shoal"):
+            SqliteStorage(tmp_path / "hub.db")
+
+    def test_an_older_database_is_refused(self, tmp_path: Path) -> None:
+        storage = SqliteStorage(tmp_path / "hub.db")
+        with storage.write() as transaction:
+            transaction.put_setting("schema_version", "1")
+        storage.close()
+        with pytest.raises(ConfigError, match=r"older shoal \(schema 1.*start another one in another folder"):
             SqliteStorage(tmp_path / "hub.db")
 
     def test_a_file_that_is_no_database_is_refused(self, tmp_path: Path) -> None:

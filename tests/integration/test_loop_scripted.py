@@ -20,11 +20,11 @@ import pytest
 
 from shoal.client import AsgiTransport, ClientOptions, HubClient
 from shoal.client.trust import run_id
-from shoal.engines import Completion, Engine, GenerationRequest
+from shoal.engines import Completion, GenerationRequest
 from shoal.engines.registry import ENGINES
 from shoal.engines.scripted import ScriptedEngine
 from shoal.environments import Score, Task
-from shoal.errors import EnvironmentSetupError, HubRefused, SignatureError
+from shoal.errors import ConfigError, EnvironmentSetupError, HubRefused, SignatureError
 from shoal.hub import HubConfig, HubSettings, RunSettings, create_app, run_hub
 from shoal.ledger import fold, verify
 from shoal.protocol import (
@@ -35,6 +35,7 @@ from shoal.protocol import (
     NodeView,
     PolicyAnnouncement,
     PolicyRef,
+    ProofParameters,
     Role,
     RoleCertificate,
     RunStatus,
@@ -47,7 +48,7 @@ from shoal.protocol import (
 )
 from shoal.runtime.stop import StopToken
 from shoal.shardcast import Origin, run_origin
-from shoal.validator import ValidatorConfig, ValidatorSettings, run_validator
+from shoal.validator import ValidatorConfig, ValidatorSettings, profile_keys, run_validator
 from shoal.worker import Outbox, WorkerConfig, WorkerSettings, run_worker
 from shoal.worker.folder import identity
 from shoal.worker.loop import submission_of
@@ -55,6 +56,7 @@ from shoal.worker.loop import submission_of
 DEADLINE_S = 60
 EOS = 1
 URL = "http://hub"
+KIND = "scripted/cpu/float32"
 
 
 class ParityEnvironment:
@@ -80,13 +82,13 @@ def encode(prompt: str) -> list[int]:
 class SeedIgnorer(ScriptedEngine):
     """Draws with seeds of its own, until the group differs from the honest one: seed grinding, best-of-n."""
 
-    def generate(self, requests: Any, keep_hidden: bool = False) -> list[list[Completion]]:
-        return [self._other(request) for request in requests]
+    def generate(self, requests: Any, proof: ProofParameters | None = None) -> list[list[Completion]]:
+        return [self._other(request, proof) for request in requests]
 
-    def _other(self, request: GenerationRequest) -> list[Completion]:
+    def _other(self, request: GenerationRequest, proof: ProofParameters | None) -> list[Completion]:
         [honest] = super().generate([request])
         for change in range(1, 1000):
-            [group] = super().generate([replace(request, seeds=tuple(seed ^ change for seed in request.seeds))])
+            [group] = super().generate([replace(request, seeds=tuple(seed ^ change for seed in request.seeds))], proof)
             if [c.token_ids.tolist() for c in group] != [c.token_ids.tolist() for c in honest]:
                 return group
         raise AssertionError("every seed gives the same group")
@@ -117,6 +119,7 @@ class Run:
     stop: StopToken = field(default_factory=StopToken)
     threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(max_workers=8))
     roles: list[Future[None]] = field(default_factory=list)
+    profiles: tuple[str, ...] = profile_keys(ValidatorSettings())
 
     def __post_init__(self) -> None:
         self.root, self.hub_key, self.trainer_key, self.validator_key = (
@@ -151,7 +154,7 @@ class Run:
             folder=self.folder / "hub", run_id=self.id, run=self.settings,
             settings=HubSettings(port=0, lease_s=20, audit_s=3), environment=ParityEnvironment(), encode=encode,
             eos_token_id=EOS, key=self.hub_key, root_key=self.root.public_key,
-            certificates=tuple(self.certificates.values()), sources=(self.source,),
+            certificates=tuple(self.certificates.values()), sources=(self.source,), profiles=self.profiles,
         )  # fmt: skip
 
     def hub_up(self) -> None:
@@ -289,7 +292,8 @@ def test_several_steps_with_honest_workers(start: Callable[..., Run], staleness:
 def test_a_cheating_worker_is_banned_for_the_right_reason_and_honest_ones_are_not(
     start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(ENGINES, "seed-ignorer", _seed_ignorer)
+    honest = ENGINES["scripted"]
+    monkeypatch.setitem(ENGINES, "seed-ignorer", replace(honest, make=lambda files, *_: SeedIgnorer(files)))
     run = start(steps=2)
     run.publish(0)
     validator, cheat = run.validator(), run.worker("cheat", engine="seed-ignorer")
@@ -308,10 +312,6 @@ def test_a_cheating_worker_is_banned_for_the_right_reason_and_honest_ones_are_no
     assert (nodes["honest"].rejected, nodes["honest"].strikes) == (0, 0)
     assert {group.node for batch in batches for group in batch.groups} == {nodes["honest"].node}
     check_accounts(run)
-
-
-def _seed_ignorer(files: Mapping[str, bytes]) -> Engine:
-    return SeedIgnorer(files)
 
 
 def test_a_hub_that_goes_down_and_comes_back_loses_nothing(start: Callable[..., Run]) -> None:
@@ -353,13 +353,17 @@ def _generate_and_die(run: Run, policy: PolicyRef) -> list[int]:
     """What a worker leaves behind that is killed between writing its outbox and sending it."""
     client = run.client(identity(run.folder / "reborn"))
     client.register("reborn", "worker", None)
-    leases = [lease for lease, _ in client.open_leases(client.lease(LeaseRequest(request="request-1", max_units=2)))]
+    leases = [
+        lease
+        for lease, _ in client.open_leases(client.lease(LeaseRequest(request="request-1", max_units=2, profile=KIND)))
+    ]
     engine = ScriptedEngine()
     tensors = {"w": TensorView("w", "F32", (4,), memoryview(np.zeros(4, dtype="<f4")).cast("B"))}
     engine.load_policy(policy, tensors)
     outbox = Outbox(run.folder / "reborn" / "outbox", 10)
     for lease in leases:
-        [group] = engine.generate([GenerationRequest(lease.prompt_ids, lease.seed_numbers, lease.sampling)])
+        request = GenerationRequest(lease.prompt_ids, lease.seed_numbers, lease.sampling)
+        [group] = engine.generate([request], lease.proof)
         outbox.put(submission_of(lease, group, engine.name))
     assert len(leases) == 2
     return [lease.unit for lease in leases]
@@ -381,6 +385,20 @@ def test_a_validator_of_another_environment_says_so(start: Callable[..., Run], m
     monkeypatch.setattr(ParityEnvironment, "digest", "f" * 64)
     with pytest.raises(EnvironmentSetupError, match="is not the run's parity"):
         run.validator().result(DEADLINE_S)
+
+
+def test_a_worker_that_the_run_has_no_profile_for_says_so_before_it_downloads_anything(
+    start: Callable[..., Run],
+) -> None:
+    run = start()
+    settings = WorkerSettings(hub_patience_s=DEADLINE_S)
+    config = WorkerConfig(run.folder / "w", settings, "torch", URL, run.fingerprint, "w", run.http)
+    run.hub_down()
+    run.profiles = (KIND,)
+    run.hub_up()
+    with pytest.raises(ConfigError, match=r"takes no work of torch/cpu/float32, only of scripted/cpu/float32"):
+        run_worker(config, StopToken())
+    assert not (run.folder / "w" / "cache").exists()
 
 
 def test_a_worker_holds_a_hub_to_the_root_key_it_first_saw(start: Callable[..., Run]) -> None:

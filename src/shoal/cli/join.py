@@ -19,6 +19,8 @@ class JoinRequest:
     url: str
     folder: Path | None
     engine: str
+    device: str
+    dtype: str
     name: str | None
     wait_s: float
     cheat: str | None = None
@@ -41,17 +43,20 @@ def run_joined_worker(request: JoinRequest, verbose: bool) -> None:
 
     First what is wrong here, then whether there is a hub; torch is loaded (seconds) when there is work to do.
     """
+    from shoal.engines import check_engine
     from shoal.worker.loop import ending_quietly, run_worker
     from shoal.worker.settings import WorkerConfig, WorkerSettings, check_choices
 
     url, pinned = split_join_url(request.url)
-    check_choices(request.engine, request.cheat)
+    check_engine(request.engine, request.device, request.dtype)
+    settings = WorkerSettings.model_validate({"device": request.device, "dtype": request.dtype})
+    check_choices(request.engine, request.cheat, settings)
     stop = begin("worker", None, verbose)
     with ending_quietly(stop):
         run = meet(url, pinned, request.wait_s, stop).run
         config = WorkerConfig(
             folder=request.folder or home(run) / "worker",
-            settings=WorkerSettings(),
+            settings=settings,
             engine=request.engine,
             hub_url=url,
             root_fingerprint=pinned,

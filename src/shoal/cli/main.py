@@ -111,6 +111,8 @@ class ProcessesChoice(StrEnum):
     one = "one"
 
 
+Device = Annotated[str, typer.Option("--device", help="Where a worker computes: cpu, cuda or auto.")]
+Dtype = Annotated[str, typer.Option("--dtype", help="What it computes in: float32 or bfloat16.")]
 RecipeArgument = Annotated[Path | None, typer.Argument(metavar="[RECIPE]", help="A recipe (TOML).")]
 RunDir = Annotated[Path, typer.Option("--dir", metavar="RUN", help="The run's folder.")]
 OptionalRunDir = Annotated[Path | None, typer.Option("--dir", metavar="RUN", help="The run's folder.")]
@@ -256,6 +258,8 @@ def worker(
         Path | None, typer.Option("--folder", help="Keys, weights and unsent work.  [default: ~/.shoal/RUN]")
     ] = None,
     engine: Annotated[str, typer.Option("--engine", help="What to generate with.")] = "torch",
+    device: Device = "auto",
+    dtype: Dtype = "float32",
     name: Annotated[
         str | None, typer.Option("--name", help="How to be called.  [default: this machine's name]")
     ] = None,
@@ -275,7 +279,7 @@ def worker(
 
     if url is None:
         raise UserError("give the run's join URL, for example: shoal join http://host:8470/#0123…")
-    return run_joined_worker(JoinRequest(url, folder, engine, name, wait_s, cheat), _verbose())
+    return run_joined_worker(JoinRequest(url, folder, engine, device, dtype, name, wait_s, cheat), _verbose())
 
 
 app.command(name="worker")(worker)
@@ -310,14 +314,53 @@ def export(
 def doctor(
     url: Annotated[str | None, typer.Argument(metavar="[URL]", help="Also check the road to this hub.")] = None,
     folder: Annotated[Path, typer.Option("--folder", help="The folder that shoal will write to.")] = Path(),
+    selftest: Annotated[
+        bool, typer.Option("--selftest", help="Run the validator's checks on this machine's own work.")
+    ] = False,
+    calibrate: Annotated[
+        bool, typer.Option("--calibrate", help="Measure honest work of this machine, and write a profile.")
+    ] = False,
+    model: Annotated[str, typer.Option("--model", help="Model folder to try, if there is no URL.")] = "tiny",
+    device: Device = "auto",
+    dtype: Dtype = "float32",
+    against: Annotated[
+        list[str] | None,
+        typer.Option("--against", help="What a validator computes with, e.g. cuda/bfloat16 [cpu/float32]; repeatable."),
+    ] = None,
+    profile: Annotated[
+        list[Path] | None, typer.Option("--profile", help="A profile file to be judged by; repeatable.")
+    ] = None,
+    sequences: Annotated[int, typer.Option("--sequences", min=32, help="Completions to measure.")] = 256,
+    tokens: Annotated[int, typer.Option("--tokens", min=1, help="Longest completion to measure.")] = 128,
+    temperature: Annotated[float, typer.Option("--temperature", min=0.01, help="Sampling temperature.")] = 1.0,
+    out: Annotated[Path | None, typer.Option("--out", help="Where the measured profile goes.")] = None,
 ) -> None:
     """Check this machine, and say what to do about each problem."""
     from shoal.cli.doctor import examine
 
+    if selftest and calibrate:
+        raise UserError("--selftest and --calibrate are two things: ask for one of them")
     findings = examine(url, folder)
     for finding in findings:
         typer.echo(finding.line)
-    raise typer.Exit(0 if all(finding.ok for finding in findings) else 1)
+    ok = all(finding.ok for finding in findings)
+    if not (selftest or calibrate):
+        raise typer.Exit(0 if ok else 1)
+    from shoal.cli.trials import CalibrationOptions, TrialOptions, calibration_report, run_calibration, run_selftest
+    from shoal.runtime.stop import stop_on_signals
+
+    options = TrialOptions(url, model, device, dtype, tuple(against or ()), tuple(profile or ()))
+    if selftest:
+        for finding in run_selftest(options, stop_on_signals()):
+            typer.echo(finding.line)
+            ok = ok and finding.ok
+    else:
+        how = CalibrationOptions(sequences, tokens, temperature, out)
+        calibration, written = run_calibration(options, how, lambda line: typer.echo(line, err=True))
+        for line in calibration_report(calibration, written):
+            typer.echo(line)
+        ok = ok and not any(calibration.failures.values())
+    raise typer.Exit(0 if ok else 1)
 
 
 def _role(name: str, directory: Path, cheat: str | None = None) -> None:

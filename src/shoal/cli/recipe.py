@@ -21,10 +21,11 @@ from shoal.hub.settings import HubSettings, RunSettings
 from shoal.runtime.config import load_config
 from shoal.shardcast import RelaySettings
 from shoal.trainer.settings import TrainerSettings
+from shoal.validator.profiles import ON_REQUEST
 from shoal.validator.settings import ValidatorSettings
 from shoal.worker.settings import WorkerSettings
 
-PATH_KEYS = ("model.path", "environment.file")
+PATH_KEYS = ("model.path", "environment.file", "validator.profiles")
 
 
 class ModelSettings(BaseModel):
@@ -83,14 +84,19 @@ def settings_of(model: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any]]
 
 
 def _from_here(override: str) -> str:
-    """`environment.file=my.py` with the path made absolute; any other override as it is."""
+    """`environment.file=my.py` with the path made absolute, also in a list; any other override as it is."""
     from shoal.models import BUILTIN
 
     key, _, value = override.partition("=")
-    text = value.strip().strip("\"'")
-    if key.strip() not in PATH_KEYS or not text or text in BUILTIN:
+    if key.strip() not in PATH_KEYS:
         return override
-    return f"{key}={json.dumps(str(Path.cwd() / Path(text).expanduser()))}"
+    listed = value.strip().startswith("[")
+    texts = [text for part in value.strip().strip("[]").split(",") if (text := part.strip().strip("\"'"))]
+    names = (*BUILTIN, *ON_REQUEST)
+    paths = [text if text in names else str(Path.cwd() / Path(text).expanduser()) for text in texts]
+    if listed:
+        return f"{key}={json.dumps(paths)}"
+    return f"{key}={json.dumps(paths[0])}" if len(paths) == 1 else override
 
 
 def _anchored(recipe: Recipe, base: Path) -> Recipe:
@@ -103,4 +109,12 @@ def _anchored(recipe: Recipe, base: Path) -> Recipe:
     if recipe.environment.file is not None:
         file = base / recipe.environment.file.expanduser()
         changes["environment"] = recipe.environment.model_copy(update={"file": file})
+    if recipe.validator.profiles:
+        profiles = tuple(_profile_path(base, path) for path in recipe.validator.profiles)
+        changes["validator"] = recipe.validator.model_copy(update={"profiles": profiles})
     return recipe.model_copy(update=changes)
+
+
+def _profile_path(base: Path, path: Path) -> Path:
+    """A file is meant from where the recipe lies; the key of a built-in profile is no path."""
+    return path if path.as_posix() in ON_REQUEST else base / path.expanduser()

@@ -74,6 +74,7 @@ def _hub(folder: RunFolder, _index: int, stop: StopToken) -> None:
     from shoal.environments import build
     from shoal.hub import HubConfig, run_hub
     from shoal.models import TextTokenizer, model_folder, read_files
+    from shoal.validator import profile_keys
 
     recipe, endpoints = folder.recipe, folder.endpoints
     tokenizer = TextTokenizer(read_files(model_folder(recipe.model.path)))
@@ -90,6 +91,7 @@ def _hub(folder: RunFolder, _index: int, stop: StopToken) -> None:
         certificates=folder.certificates,
         sources=endpoints.sources,
         last_resort=endpoints.last_resort,
+        profiles=profile_keys(recipe.validator),
     )
     with FolderLock(config.folder).acquire(stop, LOCK_WAIT_S):  # two hubs would give the same unit to two workers
         run_hub(config, stop, _ready("the hub"))

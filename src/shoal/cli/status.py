@@ -14,7 +14,7 @@ from shoal.cli.program import shoal_command
 from shoal.cli.progress import in_order, labels, latest, reward_of, verdict_line, waits_line
 from shoal.client import ClientOptions, HubClient, split_join_url
 from shoal.errors import HubUnreachable
-from shoal.protocol import RunStatus, SigningKey
+from shoal.protocol import NodeState, NodeView, RunStatus, SigningKey
 from shoal.runtime.metrics import MetricsLog
 from shoal.runtime.stop import StopToken
 
@@ -110,7 +110,13 @@ def _nodes(status: RunStatus) -> Table:
     for node in status.nodes[:MAX_ROWS]:
         seen_s = max(0, status.now_ms - node.last_seen_ms) / 1000
         table.add_row(
-            node.node[:8], escape(node.name), node.role, node.state.value, f"{node.accepted}/{node.rejected}",
-            str(node.credit), f"{seen_s:.0f} s", escape(node.doing or node.reason),
+            node.node[:8], escape(node.name), node.role, _standing(node), f"{node.accepted}/{node.rejected}",
+            f"{node.credit} + {node.pending} pending" if node.pending else str(node.credit), f"{seen_s:.0f} s",
+            escape(node.doing or node.reason),
         )  # fmt: skip
     return table
+
+
+def _standing(node: NodeView) -> str:
+    """A newcomer is active, but not yet much trusted: it gets less work."""
+    return "probation" if node.on_probation and node.state is NodeState.ACTIVE else node.state.value

@@ -2,14 +2,19 @@
 
     protocol  Engine, GenerationRequest, Completion, PrefillRequest, Prefill
     torch     TorchEngine: batched decoding with a key-value cache, any Hugging Face causal language model
+    decoding  Decoding, HiddenRows: what has been decoded so far, and its proofs in the making
     scripted  ScriptedEngine: a toy model without torch, for tests of everything around an engine
-    registry  ENGINES, build: an engine by name from a model's files; warm_up: its slow imports, beforehand
+    registry  ENGINES, build, kind_of: an engine by name from a model's files; warm_up: its slow imports, beforehand
+    shelf     EngineShelf, LoadedPolicy: engines by policy, a few kept loaded within a memory budget
 
 An engine is made from the files that describe a model (`config.json`, …) and gets its weights by `load_policy`.
 Importing this package does not import torch.
 """
 
 from shoal.engines.protocol import Completion, Engine, GenerationRequest, Prefill, PrefillRequest
-from shoal.engines.registry import ENGINES, build, warm_up
+from shoal.engines.registry import ENGINES, build, check_engine, kind_of, warm_up
 
-__all__ = ["ENGINES", "Completion", "Engine", "GenerationRequest", "Prefill", "PrefillRequest", "build", "warm_up"]
+__all__ = [
+    "ENGINES", "Completion", "Engine", "GenerationRequest", "Prefill", "PrefillRequest", "build", "check_engine",
+    "kind_of", "warm_up",
+]  # fmt: skip

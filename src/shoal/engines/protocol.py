@@ -1,6 +1,8 @@
 """What an engine is: it holds one policy, draws completions from it and recomputes what others drew.
 
-T: tokens of a completion, H: hidden size.
+Both sides of a proof come from here: the one who draws commits to the last hidden states (`Completion.proofs`), the one
+who recomputes has the points to compare with (`Prefill.points`). The hidden state of a token is the one that it was
+drawn from: at the position before it, after the final norm, cast to bf16.
 """
 
 from __future__ import annotations
@@ -12,8 +14,9 @@ from typing import Literal, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from shoal.protocol import PolicyRef, SamplingParameters, TensorView
+from shoal.protocol import PolicyRef, ProofParameters, SamplingParameters, TensorView
 from shoal.shardcast import ChangedValues
+from shoal.toploc import PointBatch
 
 Finish = Literal["eos", "length"]
 
@@ -40,14 +43,17 @@ class GenerationRequest:
 class Completion:
     """What one seed gave. `token_ids` (int32) ends with the end-of-sequence token exactly if `finish` is "eos".
 
-    `logprobs` (float32) are those of softmax(logits / T). `hidden` (float32 [T, H], if asked for) is, per token, the
-    last hidden state that it was drawn from: the state at the position before it, after the final norm.
+    `logprobs` (float32) are those of softmax(logits / T). `proofs`, if asked for, are its TOPLOC proofs back to back:
+    one for every `rows` tokens, the last may be of fewer.
     """
 
     token_ids: npt.NDArray[np.int32]
     logprobs: npt.NDArray[np.float32]
     finish: Finish
-    hidden: npt.NDArray[np.float32] | None = None
+    proofs: bytes = b""
+
+
+Groups = list[list[Completion]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,12 +71,18 @@ class PrefillRequest:
 
 @dataclass(frozen=True, eq=False)
 class Prefill:
-    """What this engine's policy says of given tokens, aligned with them (`hidden` as in `Completion`)."""
+    """What this engine's policy says of given tokens, aligned with them.
+
+    `entropy` and `varentropy` are mean and variance of -log p over the distribution that each token was drawn from.
+    `points`, if asked for, are what proofs of these tokens are compared with, chunk by chunk.
+    """
 
     logprobs: npt.NDArray[np.float32]
     cdf_low: npt.NDArray[np.float64]
     cdf_high: npt.NDArray[np.float64]
-    hidden: npt.NDArray[np.float32] | None = None
+    entropy: npt.NDArray[np.float32]
+    varentropy: npt.NDArray[np.float32]
+    points: PointBatch | None = None
 
 
 @runtime_checkable
@@ -85,6 +97,11 @@ class Engine(Protocol):
     def name(self) -> str: ...
 
     @property
+    def kind(self) -> str:
+        """What its rounding depends on, `engine/device/number format`: the key of a profile."""
+        ...
+
+    @property
     def policy(self) -> PolicyRef | None:
         """The policy whose weights are in place; None until the first `load_policy`, or after one that failed."""
         ...
@@ -92,16 +109,24 @@ class Engine(Protocol):
     @property
     def vocabulary_size(self) -> int: ...
 
+    @property
+    def hidden_size(self) -> int: ...
+
+    @property
+    def size_bytes(self) -> int:
+        """What its weights take of the device's memory."""
+        ...
+
     def load_policy(self, ref: PolicyRef | None, tensors: Mapping[str, TensorView]) -> None:
         """Put weights in place; names, shapes and types must be exactly the model's (`ModelError`)."""
         ...
 
-    def generate(self, requests: Sequence[GenerationRequest], keep_hidden: bool = False) -> list[list[Completion]]:
-        """One list per request, one completion per seed, both in order."""
+    def generate(self, requests: Sequence[GenerationRequest], proof: ProofParameters | None = None) -> Groups:
+        """One list per request, one completion per seed, both in order; with proofs if `proof` says of what size."""
         ...
 
-    def prefill(self, requests: Sequence[PrefillRequest], keep_hidden: bool = False) -> list[Prefill]:
-        """One result per request, in order."""
+    def prefill(self, requests: Sequence[PrefillRequest], proof: ProofParameters | None = None) -> list[Prefill]:
+        """One result per request, in order; with points if `proof` says of what size."""
         ...
 
     def greedy(

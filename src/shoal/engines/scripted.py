@@ -17,9 +17,10 @@ import numpy.typing as npt
 from shoal.engines.protocol import Completion, GenerationRequest, Prefill, PrefillRequest
 from shoal.errors import PolicyMismatch
 from shoal.models.folder import read_config
-from shoal.protocol import PolicyRef, TensorView
-from shoal.sampling.inverse import intervals, sample
+from shoal.protocol import PolicyRef, ProofParameters, TensorView
+from shoal.sampling.inverse import cumulative, intervals, sample
 from shoal.sampling.stream import uniforms
+from shoal.toploc import PointBatch, commit, top_points
 
 DEFAULT_VOCABULARY = 96
 DEFAULT_EOS = 1
@@ -34,12 +35,15 @@ class ScriptedEngine:
     """Implements `Engine`; see the module's docstring for its model."""
 
     name = "scripted"
+    kind = "scripted/cpu/float32"
+    hidden_size = HIDDEN_SIZE
 
     def __init__(self, files: Mapping[str, bytes] | None = None) -> None:
         config = read_config(files) if files and "config.json" in files else {}
         self.vocabulary_size = int(config.get("vocab_size") or DEFAULT_VOCABULARY)
         self._eos_token_id = int(config.get("eos_token_id") or DEFAULT_EOS)
         self.policy: PolicyRef | None = None
+        self.size_bytes = 0
         self._digest: bytes | None = None
 
     def load_policy(self, ref: PolicyRef | None, tensors: Mapping[str, TensorView]) -> None:
@@ -49,22 +53,24 @@ class ScriptedEngine:
             digest.update(f"{name}/{view.dtype}/{view.shape}\n".encode())
             digest.update(view.data)
         self._digest = digest.digest()
-        self.policy = ref
+        self.policy, self.size_bytes = ref, sum(view.data.nbytes for view in tensors.values())
 
-    def generate(self, requests: Sequence[GenerationRequest], keep_hidden: bool = False) -> list[list[Completion]]:
+    def generate(
+        self, requests: Sequence[GenerationRequest], proof: ProofParameters | None = None
+    ) -> list[list[Completion]]:
         for request in requests:
             self._refuse_unknown(request.prompt_ids)
-        return [[self._complete(request, seed, keep_hidden) for seed in request.seeds] for request in requests]
+        return [[self._complete(request, seed, proof) for seed in request.seeds] for request in requests]
 
-    def prefill(self, requests: Sequence[PrefillRequest], keep_hidden: bool = False) -> list[Prefill]:
-        return [self._prefill(request, keep_hidden) for request in requests]
+    def prefill(self, requests: Sequence[PrefillRequest], proof: ProofParameters | None = None) -> list[Prefill]:
+        return [self._prefill(request, proof) for request in requests]
 
     def greedy(
         self, prompts: Sequence[tuple[int, ...]], max_new_tokens: int, eos_token_id: int
     ) -> list[npt.NDArray[np.int32]]:
         return [self._greedy(prompt, max_new_tokens, eos_token_id) for prompt in prompts]
 
-    def _complete(self, request: GenerationRequest, seed: int, keep_hidden: bool) -> Completion:
+    def _complete(self, request: GenerationRequest, seed: int, proof: ProofParameters | None) -> Completion:
         sampling = request.sampling
         stream_T = uniforms(seed, 0, sampling.max_new_tokens)
         sequence, logprobs, states = list(request.prompt_ids), [], []
@@ -81,10 +87,10 @@ class ScriptedEngine:
             token_ids=drawn,
             logprobs=np.array(logprobs, dtype=np.float32),
             finish="eos" if drawn[-1] == sampling.eos_token_id else "length",
-            hidden=np.stack(states) if keep_hidden else None,
+            proofs=b"".join(commit(_points(states, proof))) if proof is not None else b"",
         )
 
-    def _prefill(self, request: PrefillRequest, keep_hidden: bool) -> Prefill:
+    def _prefill(self, request: PrefillRequest, proof: ProofParameters | None) -> Prefill:
         sequence = [*request.prompt_ids, *(int(token) for token in request.token_ids)]
         self._refuse_unknown(sequence)
         start = len(request.prompt_ids)
@@ -92,8 +98,9 @@ class ScriptedEngine:
         logits_TV = np.stack([logits for logits, _ in steps])
         tokens_T = request.token_ids.astype(np.int64)
         low_T, high_T, logprobs_T = intervals(logits_TV, tokens_T, request.temperature)
-        hidden = np.stack([state for _, state in steps]) if keep_hidden else None
-        return Prefill(logprobs_T, low_T, high_T, hidden)
+        entropy_T, varentropy_T = _surprise(logits_TV, request.temperature)
+        points = _points([state for _, state in steps], proof) if proof is not None else None
+        return Prefill(logprobs_T, low_T, high_T, entropy_T, varentropy_T, points)
 
     def _greedy(self, prompt: tuple[int, ...], max_new_tokens: int, eos: int) -> npt.NDArray[np.int32]:
         self._refuse_unknown(prompt)
@@ -121,3 +128,18 @@ class ScriptedEngine:
         for token in token_ids:
             if not 0 <= token < self.vocabulary_size:
                 raise ValueError(f"token {token} is outside the vocabulary of {self.vocabulary_size}")
+
+
+def _points(states: Sequence[npt.NDArray[np.float32]], proof: ProofParameters) -> PointBatch:
+    return top_points(np.stack(states), [len(states)], proof.topk, proof.rows)
+
+
+def _surprise(
+    logits_TV: npt.NDArray[np.float32], temperature: float
+) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+    """Mean and variance of -log p over each distribution."""
+    probabilities_TV, _ = cumulative(logits_TV, temperature)
+    surprise_TV = -np.log(np.maximum(probabilities_TV, np.finfo(np.float64).tiny))
+    mean_T = (probabilities_TV * surprise_TV).sum(axis=1)
+    variance_T = (probabilities_TV * (surprise_TV - mean_T[:, None]) ** 2).sum(axis=1)
+    return mean_T.astype(np.float32), variance_T.astype(np.float32)

@@ -5,7 +5,8 @@
                                                                └─► only what changed, where the one given up is
                                                                    the policy that the new one was made from
 
-The number kept is the memory budget: each is a whole copy of the weights.
+Each is a whole copy of the weights, so there are two budgets: how many, and how many bytes in all. What is asked for is
+always loaded; a policy larger than the byte budget is then alone.
 """
 
 from __future__ import annotations
@@ -36,18 +37,19 @@ class LoadedPolicy:
 
 
 class EngineShelf:
-    """At most `held` loaded policies. One caller at a time, as for the engines themselves.
+    """At most `held` loaded policies, of `memory_bytes` together (0: as many as it takes). One caller at a time.
 
     >>> shelf = EngineShelf(downloader.fetch, lambda files: build("torch", files), held=2)   # doctest: +SKIP
     >>> shelf.get(lease.policy, deadline_s=30).engine.generate(requests)                     # doctest: +SKIP
     """
 
-    def __init__(self, fetch: Fetch, build: Build, held: int) -> None:
+    def __init__(self, fetch: Fetch, build: Build, held: int, memory_bytes: int = 0) -> None:
         if held < 1:
             raise ValueError(f"a shelf holds at least one policy, not {held}")
         self._fetch = fetch
         self._build = build
         self._held = held
+        self._memory_bytes = memory_bytes
         self._loaded: OrderedDict[PolicyRef, LoadedPolicy] = OrderedDict()
 
     def get(self, ref: PolicyRef, deadline_s: float) -> LoadedPolicy:
@@ -62,17 +64,33 @@ class EngineShelf:
                 f"but {payload.manifest.policy.label} with {payload.manifest.policy.digest[:16]}… was published"
             )
         files = dict(payload.files)
-        engine = self._engine_for(files)
+        engine = self._engine_for(files, payload.manifest.size_bytes)
         _put_in_place(engine, payload)
         self._loaded[ref] = LoadedPolicy(ref, engine, files)
+        self._make_room(0)
         return self._loaded[ref]
 
-    def _engine_for(self, files: Mapping[str, bytes]) -> Engine:
-        """An engine to load into: the oldest one when the shelf is full, if it is of the same model."""
-        if len(self._loaded) < self._held:
-            return self._build(files)
-        _, oldest = self._loaded.popitem(last=False)
-        return oldest.engine if oldest.files == files else self._build(files)
+    def _engine_for(self, files: Mapping[str, bytes], payload_bytes: int) -> Engine:
+        """An engine to load into: one that has to go anyway, if it is of the same model.
+
+        What a policy will take is known from another of the same model; for the first, the payload is a guess.
+        """
+        alike = [loaded.engine.size_bytes for loaded in self._loaded.values() if loaded.files == files]
+        spare = self._make_room(max(alike, default=payload_bytes), places=1)
+        return spare.engine if spare is not None and spare.files == files else self._build(files)
+
+    def _make_room(self, size_bytes: int, places: int = 0) -> LoadedPolicy | None:
+        """Give up the least lately used until that many more fit (the last one stays); returns the last given up."""
+        spare = None
+        while len(self._loaded) > 1 - places and self._is_over(size_bytes, places):
+            _, spare = self._loaded.popitem(last=False)
+        return spare
+
+    def _is_over(self, size_bytes: int, places: int) -> bool:
+        if len(self._loaded) + places > self._held:
+            return True
+        used = sum(loaded.engine.size_bytes for loaded in self._loaded.values())
+        return 0 < self._memory_bytes < used + size_bytes
 
 
 def _put_in_place(engine: Engine, payload: Payload) -> None:

@@ -4,17 +4,18 @@
     batch:  prompts, left-padded ──one forward──► cache and last state of every prompt
             cache and state repeated once per seed        (a group's prompt is computed once)
             loop: head in float32 → inverse CDF at u[t] → finished rows leave the batch → one forward per token
+                  the hidden states of every `rows` steps are folded into points (`decoding`)
 
-Prefill needs no cache: sequences are right-padded, and a causal model never looks at what follows.
+Prefill needs no cache: sequences are right-padded, and a causal model never looks at what follows. Only where groups
+share long prompts is each prompt computed once, and the completions after its cache.
 
 B: prompts of a batch, R: rows (one per seed), L: padded length, T: tokens, H: hidden size, V: vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any, Self
 
 import numpy as np
@@ -23,24 +24,24 @@ import torch
 from torch import Tensor
 
 from shoal.engines.cache import growing_cache
+from shoal.engines.decoding import Choose, Decoding, RowState, Uniforms, choose_tiled
 from shoal.engines.protocol import Completion, GenerationRequest, Prefill, PrefillRequest
 from shoal.errors import PolicyMismatch
 from shoal.models.load import model_from_files
 from shoal.models.logprobs import Head
 from shoal.models.state import apply_state, change_state
-from shoal.protocol import PolicyRef, SamplingParameters, TensorView
-from shoal.sampling.sampler import intervals, sample
-from shoal.sampling.stream import uniforms_matrix
+from shoal.protocol import PolicyRef, ProofParameters, SamplingParameters, TensorView
+from shoal.sampling.sampler import sample, token_statistics
 from shoal.shardcast import ChangedValues
+from shoal.toploc import PointBatch, top_points
 
 COMPACT_BELOW = 0.8
 TILE_ELEMENTS = 2**23
+TILE_ELEMENTS_GPU = 2**28  # a GPU wants few, large tiles: a gigabyte of float32 each
 UNIFORM_BLOCK = 256
+SHARED_WORTH = 0.2  # the share of a batch that is prompts once more, from which on they are computed only once
 PREFILL_TOKENS = 65_536
 PREFILL_TOKENS_CPU = 4_096  # larger batches fall out of the processor's caches: a third slower
-
-# Chooses the next token of each row: (logits_RV, step, row indices) -> (tokens_R, logprobs_R).
-Choose = Callable[[Tensor, int, Tensor], tuple[Tensor, Tensor]]
 
 
 class TorchEngine:
@@ -73,7 +74,9 @@ class TorchEngine:
         self._max_prefill_tokens = max_prefill_tokens or default
         self._loaded = self._shared = False
         self.policy: PolicyRef | None = None
-        self.vocabulary_size: int = model.get_output_embeddings().weight.shape[0]
+        self.vocabulary_size, self.hidden_size = model.get_output_embeddings().weight.shape
+        self.kind = f"{self.name}/{model.device.type}/{str(model.dtype).removeprefix('torch.')}"
+        self.size_bytes = sum(parameter.nbytes for parameter in model.parameters())
 
     def load_policy(self, ref: PolicyRef | None, tensors: Mapping[str, TensorView]) -> None:
         self._loaded, self.policy = False, None
@@ -86,22 +89,24 @@ class TorchEngine:
         change_state(self._model, changes)
         self._loaded, self.policy = True, ref
 
-    def generate(self, requests: Sequence[GenerationRequest], keep_hidden: bool = False) -> list[list[Completion]]:
+    def generate(
+        self, requests: Sequence[GenerationRequest], proof: ProofParameters | None = None
+    ) -> list[list[Completion]]:
         results: list[list[Completion]] = [[] for _ in requests]
         with self._inference():
             for sampling, indices in self._batches(requests):
                 batch = [requests[index] for index in indices]
-                rows = self._sample_batch(batch, sampling, keep_hidden)
+                rows = self._sample_batch(batch, sampling, proof)
                 for index, request in zip(indices, batch, strict=True):
                     results[index] = [next(rows) for _ in request.seeds]
         return results
 
-    def prefill(self, requests: Sequence[PrefillRequest], keep_hidden: bool = False) -> list[Prefill]:
+    def prefill(self, requests: Sequence[PrefillRequest], proof: ProofParameters | None = None) -> list[Prefill]:
         results: dict[int, Prefill] = {}
         with self._inference():
             for indices in self._prefill_batches(requests):
                 batch = [requests[index] for index in indices]
-                results.update(zip(indices, self._prefill_batch(batch, keep_hidden), strict=True))
+                results.update(zip(indices, self._prefill_batch(batch, proof), strict=True))
         return [results[index] for index in range(len(requests))]
 
     def greedy(
@@ -115,7 +120,7 @@ class TorchEngine:
         with self._inference():
             for start in range(0, len(order), self._max_rows):
                 indices = order[start : start + self._max_rows]
-                decoding = _Decoding(len(indices), max_new_tokens, eos_token_id, keep_hidden=False)
+                decoding = Decoding(len(indices), max_new_tokens, eos_token_id)
                 self._decode([prompts[index] for index in indices], [1] * len(indices), decoding, choose)
                 results.update(zip(indices, decoding.tokens(), strict=True))
         return [results[index] for index in range(len(prompts))]
@@ -150,29 +155,30 @@ class TorchEngine:
             yield requests[batch[0]].sampling, batch
 
     def _sample_batch(
-        self, batch: Sequence[GenerationRequest], sampling: SamplingParameters, keep_hidden: bool
+        self, batch: Sequence[GenerationRequest], sampling: SamplingParameters, proof: ProofParameters | None
     ) -> Iterator[Completion]:
         seeds = [seed for request in batch for seed in request.seeds]
         if not seeds:
             return iter(())
-        stream = _Uniforms(seeds, min(UNIFORM_BLOCK, sampling.max_new_tokens), self._model.device)
+        stream = Uniforms(seeds, min(UNIFORM_BLOCK, sampling.max_new_tokens), self._model.device)
 
         def choose(logits_RV: Tensor, step: int, rows_R: Tensor) -> tuple[Tensor, Tensor]:
             return sample(logits_RV, stream.at(step)[rows_R], sampling.temperature)
 
-        decoding = _Decoding(len(seeds), sampling.max_new_tokens, sampling.eos_token_id, keep_hidden)
+        decoding = Decoding(len(seeds), sampling.max_new_tokens, sampling.eos_token_id, proof)
         counts = [len(request.seeds) for request in batch]
         self._decode([request.prompt_ids for request in batch], counts, decoding, choose)
         return decoding.completions()
 
     def _decode(
-        self, prompts: Sequence[tuple[int, ...]], counts: Sequence[int], decoding: _Decoding, choose: Choose
+        self, prompts: Sequence[tuple[int, ...]], counts: Sequence[int], decoding: Decoding, choose: Choose
     ) -> None:
         """Prefill the prompts once, repeat each `counts` times, and decode until every row has finished."""
-        state = self._prompt_state(prompts, torch.tensor(counts))
+        sources = torch.repeat_interleave(torch.arange(len(prompts)), torch.tensor(counts))
+        state = self._prompt_state(prompts, sources)
         head = Head.of(self._model)
         while True:
-            tokens_R, logprobs_R = _choose_tiled(head, state, decoding.step, choose)
+            tokens_R, logprobs_R = choose_tiled(head, state, decoding.step, choose, self._tile_elements())
             keep_R = decoding.record(state, tokens_R, logprobs_R)
             if keep_R is None:
                 return
@@ -181,24 +187,24 @@ class TorchEngine:
                 tokens_R = tokens_R[keep_R]
             state.advance(self._model, tokens_R)
 
-    def _prompt_state(self, prompts: Sequence[tuple[int, ...]], counts: Tensor) -> _RowState:
+    def _prompt_state(self, prompts: Sequence[tuple[int, ...]], source_R: Tensor) -> RowState:
+        """Each prompt computed once; row r begins after prompt `source_R[r]`."""
         longest = max(map(len, prompts))
         ids_BL = torch.zeros(len(prompts), longest, dtype=torch.long)
         mask_BL = torch.zeros(len(prompts), longest, dtype=torch.bool)
         for row, prompt in enumerate(prompts):
-            self._refuse_unknown(prompt)
+            self._refuse_unknown(min(prompt), max(prompt))
             ids_BL[row, longest - len(prompt) :] = torch.tensor(prompt)
             mask_BL[row, longest - len(prompt) :] = True
         device = self._model.device
-        ids_BL, mask_BL, counts = ids_BL.to(device), mask_BL.to(device), counts.to(device)
+        ids_BL, mask_BL, source_R = ids_BL.to(device), mask_BL.to(device), source_R.to(device)
         positions_BL = (mask_BL.long().cumsum(dim=1) - 1).clamp(min=0)
         cache = growing_cache(self._model.config)
         output = self._model.base_model(
             input_ids=ids_BL, attention_mask=mask_BL, position_ids=positions_BL, past_key_values=cache, use_cache=True
         )
-        source_R = torch.repeat_interleave(torch.arange(len(prompts), device=device), counts)
         cache.batch_select_indices(source_R)
-        return _RowState(
+        return RowState(
             rows=torch.arange(len(source_R), device=device),
             hidden=output.last_hidden_state[:, -1][source_R],
             position=positions_BL[source_R, -1],
@@ -221,160 +227,112 @@ class TorchEngine:
         if batch:
             yield batch
 
-    def _prefill_batch(self, batch: Sequence[PrefillRequest], keep_hidden: bool) -> list[Prefill]:
+    def _prefill_batch(self, batch: Sequence[PrefillRequest], proof: ProofParameters | None) -> list[Prefill]:
         lengths = [len(request.token_ids) for request in batch]
-        hidden_NH = self._hidden_of(batch)
-        flat = np.concatenate([request.token_ids for request in batch]).astype(np.int64)
-        temperatures = [request.temperature for request in batch for _ in request.token_ids]
-        tokens_N = torch.from_numpy(flat).to(hidden_NH.device)
-        low_N, high_N, logprobs_N = self._intervals(hidden_NH, tokens_N, torch.tensor(temperatures))
-        ends = np.cumsum(lengths)[:-1]
-        columns = [np.split(_numpy(values), ends) for values in (logprobs_N, low_N, high_N)]
-        states = np.split(_numpy(hidden_NH.float()), ends) if keep_hidden else [None] * len(batch)
-        return [Prefill(*parts) for parts in zip(*columns, states, strict=True)]
+        hidden_NH = self._hidden_of(batch, lengths)
+        tokens = np.concatenate([request.token_ids for request in batch]).astype(np.int64)
+        temperatures = np.repeat([request.temperature for request in batch], lengths)
+        columns = self._statistics(hidden_NH, torch.from_numpy(tokens), torch.from_numpy(temperatures))
+        low, high, logprobs, entropy, varentropy = (values.cpu().numpy() for values in columns)
+        points = _points(hidden_NH, lengths, proof)
+        return [
+            Prefill(logprobs[cut], low[cut], high[cut], entropy[cut], varentropy[cut], found)
+            for cut, found in zip(_cuts(np.cumsum(lengths)), points, strict=True)
+        ]
 
-    def _hidden_of(self, batch: Sequence[PrefillRequest]) -> Tensor:
+    def _hidden_of(self, batch: Sequence[PrefillRequest], lengths: Sequence[int]) -> Tensor:
         """The hidden state that each given token was drawn from, all requests' one after the other [N, H]."""
-        inputs = [[*request.prompt_ids, *map(int, request.token_ids)] for request in batch]
-        longest = max(map(len, inputs)) - 1
-        ids_BL = torch.zeros(len(batch), longest, dtype=torch.long)
-        wanted_BL = torch.zeros(len(batch), longest, dtype=torch.bool)
-        for row, (request, ids) in enumerate(zip(batch, inputs, strict=True)):
-            self._refuse_unknown(ids)
-            ids_BL[row, : len(ids) - 1] = torch.tensor(ids[:-1])
-            wanted_BL[row, len(request.prompt_ids) - 1 : len(ids) - 1] = True
+        prompts = list(dict.fromkeys(request.prompt_ids for request in batch))
+        shared = sum(len(request.prompt_ids) for request in batch) - sum(map(len, prompts))
+        if shared > SHARED_WORTH * (shared + sum(map(len, prompts)) + sum(lengths)):
+            return self._hidden_after(prompts, batch, lengths)
+        starts_B1 = np.array([len(request.prompt_ids) for request in batch])[:, None]
+        pieces = [piece for request in batch for piece in (request.prompt_ids, request.token_ids)]
+        ids_BL, ends_B1 = self._laid_out(pieces, starts_B1[:, 0] + np.array(lengths))
+        column_1L = np.arange(ids_BL.shape[1])[None, :]
+        wanted_BL = ((column_1L >= starts_B1 - 1) & (column_1L < ends_B1 - 1))[:, :-1]
         device = self._model.device
-        states = self._model.base_model(input_ids=ids_BL.to(device), use_cache=False).last_hidden_state
-        selected: Tensor = states[wanted_BL.to(device)]
+        inputs_BL = torch.from_numpy(ids_BL[:, :-1].copy()).to(device)
+        states = self._model.base_model(input_ids=inputs_BL, use_cache=False).last_hidden_state
+        selected: Tensor = states[torch.from_numpy(wanted_BL).to(device)]
         return selected
 
-    def _intervals(self, hidden_NH: Tensor, tokens_N: Tensor, temperatures_N: Tensor) -> list[Tensor]:
-        """Interval ends and log-probabilities of tokens, the [tokens, vocabulary] table in tiles."""
+    def _hidden_after(
+        self, prompts: Sequence[tuple[int, ...]], batch: Sequence[PrefillRequest], lengths: Sequence[int]
+    ) -> Tensor:
+        """The same where a group shares its prompt: that is computed once, and what follows it with its cache."""
+        place = {prompt: index for index, prompt in enumerate(prompts)}
+        sources = [place[request.prompt_ids] for request in batch]
+        state = self._prompt_state(prompts, torch.tensor(sources))
+        ids_BT, ends_B1 = self._laid_out([request.token_ids for request in batch], np.array(lengths))
+        device, n_more = self._model.device, ids_BT.shape[1] - 1
+        states_BTH = state.hidden[:, None]
+        if n_more:
+            output = self._model.base_model(
+                input_ids=torch.from_numpy(ids_BT[:, :-1].copy()).to(device),
+                attention_mask=torch.cat([state.mask, state.mask.new_ones(len(batch), n_more)], dim=1),
+                position_ids=state.position[:, None] + 1 + torch.arange(n_more, device=device)[None, :],
+                past_key_values=state.cache,
+                use_cache=True,
+            )
+            states_BTH = torch.cat([states_BTH, output.last_hidden_state], dim=1)
+        wanted_BT = np.arange(n_more + 1)[None, :] < ends_B1
+        selected: Tensor = states_BTH[torch.from_numpy(wanted_BT).to(device)]
+        return selected
+
+    def _laid_out(
+        self, pieces: Sequence[Any], ends: npt.NDArray[np.int64]
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Token ids, piece after piece, in right-padded rows that end at `ends`; these once more, as a column."""
+        ids_BL = np.zeros((len(ends), int(ends.max())), dtype=np.int64)
+        ids_BL[np.arange(ids_BL.shape[1])[None, :] < ends[:, None]] = np.concatenate(pieces)
+        self._refuse_unknown(int(ids_BL.min()), int(ids_BL.max()))
+        return ids_BL, ends[:, None]
+
+    def _statistics(self, hidden_NH: Tensor, tokens_N: Tensor, temperatures_N: Tensor) -> list[Tensor]:
+        """What `token_statistics` says of all tokens, the [tokens, vocabulary] table in tiles."""
         head = Head.of(self._model)
-        rows = max(1, TILE_ELEMENTS // self.vocabulary_size)
-        tiles = []
-        for start in range(0, len(tokens_N), rows):
-            part = slice(start, start + rows)
-            temperature_N1 = temperatures_N[part, None].double().to(hidden_NH.device)
-            tiles.append(intervals(head.logits(hidden_NH[part]), tokens_N[part], temperature_N1))
+        tokens_N, temperatures_N = tokens_N.to(hidden_NH.device), temperatures_N.double().to(hidden_NH.device)
+        rows = max(1, self._tile_elements() // self.vocabulary_size)
+        tiles = [
+            token_statistics(head.logits(hidden), tokens, temperatures[:, None])
+            for hidden, tokens, temperatures in zip(
+                *(torch.split(column, rows) for column in (hidden_NH, tokens_N, temperatures_N)), strict=True
+            )
+        ]
         return [torch.cat(column) for column in zip(*tiles, strict=True)]
+
+    def _tile_elements(self) -> int:
+        return TILE_ELEMENTS if self._model.device.type == "cpu" else TILE_ELEMENTS_GPU
 
     def _refuse_unloaded(self) -> None:
         if not self._loaded:
             raise PolicyMismatch("no policy is loaded")
 
-    def _refuse_unknown(self, token_ids: Sequence[int]) -> None:
-        if min(token_ids) < 0 or max(token_ids) >= self.vocabulary_size:
+    def _refuse_unknown(self, smallest: int, largest: int) -> None:
+        if smallest < 0 or largest >= self.vocabulary_size:
             raise ValueError(f"a token is outside the vocabulary of {self.vocabulary_size}")
-
-
-@dataclass
-class _RowState:
-    """The rows still in the batch: their indices, last hidden states, positions, masks and cache."""
-
-    rows: Tensor
-    hidden: Tensor
-    position: Tensor
-    mask: Tensor
-    cache: Any
-
-    def select(self, kept: Tensor) -> None:
-        self.rows, self.hidden = self.rows[kept], self.hidden[kept]
-        self.position, self.mask = self.position[kept], self.mask[kept]
-        self.cache.batch_select_indices(kept)
-
-    def advance(self, model: Any, tokens_R: Tensor) -> None:
-        """Feed each row its own token; afterwards `hidden` is what the next token is drawn from."""
-        self.position = self.position + 1
-        self.mask = torch.cat([self.mask, self.mask.new_ones(len(tokens_R), 1)], dim=1)
-        output = model.base_model(
-            input_ids=tokens_R[:, None],
-            attention_mask=self.mask,
-            position_ids=self.position[:, None],
-            past_key_values=self.cache,
-            use_cache=True,
-        )
-        self.hidden = output.last_hidden_state[:, -1]
-
-
-class _Uniforms:
-    """The streams of all rows, a block of positions at a time (a long limit would need gigabytes at once)."""
-
-    def __init__(self, seeds: Sequence[int], block: int, device: torch.device) -> None:
-        self._seeds, self._block, self._device = seeds, block, device
-        self._start = -1
-        self._values_RT = torch.empty(0)
-
-    def at(self, step: int) -> Tensor:
-        start = step - step % self._block
-        if start != self._start:
-            self._start = start
-            self._values_RT = torch.from_numpy(uniforms_matrix(self._seeds, start, self._block)).to(self._device)
-        return self._values_RT[:, step - start]
-
-
-@dataclass
-class _Decoding:
-    """What has been decoded so far, step by step; rows are those of the whole batch, finished or not."""
-
-    n_rows: int
-    max_new_tokens: int
-    eos_token_id: int
-    keep_hidden: bool
-    step: int = 0
-    _alive: Tensor | None = None
-    _steps: list[tuple[Tensor, ...]] = field(default_factory=list)
-
-    def record(self, state: _RowState, tokens_R: Tensor, logprobs_R: Tensor) -> Tensor | None:
-        """Take one token per live row; returns which rows of the batch go on, or None when none does.
-
-        Finished rows may linger in the batch (dropping them costs a copy of the cache); they write nothing.
-        """
-        if self._alive is None:
-            self._alive = torch.ones(self.n_rows, dtype=torch.bool, device=tokens_R.device)
-        live_R = self._alive[state.rows]
-        columns = (state.rows, tokens_R, logprobs_R, *((state.hidden.float(),) if self.keep_hidden else ()))
-        self._steps.append(tuple(column[live_R] for column in columns))
-        self.step += 1
-        keep_R = live_R & (tokens_R != self.eos_token_id)
-        self._alive[state.rows] = keep_R
-        if self.step == self.max_new_tokens or not bool(keep_R.any()):
-            return None
-        return keep_R
-
-    def columns(self) -> list[list[npt.NDArray[Any]]]:
-        """Tokens, log-probabilities and, if kept, hidden states: for each, one array per row."""
-        rows_N, *values = [_numpy(torch.cat(column)) for column in zip(*self._steps, strict=True)]
-        order_N = np.argsort(rows_N, kind="stable")
-        ends = np.cumsum(np.bincount(rows_N, minlength=self.n_rows))[:-1]
-        return [np.split(column[order_N], ends) for column in values]
-
-    def tokens(self) -> list[npt.NDArray[np.int32]]:
-        return [tokens.astype(np.int32) for tokens in self.columns()[0]]
-
-    def completions(self) -> Iterator[Completion]:
-        for tokens, logprobs, *hidden in zip(*self.columns(), strict=True):
-            yield Completion(
-                token_ids=tokens.astype(np.int32),
-                logprobs=logprobs,
-                finish="eos" if tokens[-1] == self.eos_token_id else "length",
-                hidden=hidden[0] if hidden else None,
-            )
-
-
-def _choose_tiled(head: Head, state: _RowState, step: int, choose: Choose) -> tuple[Tensor, Tensor]:
-    """Logits and choice for all rows, the [rows, vocabulary] table in tiles."""
-    size = max(1, TILE_ELEMENTS // head.weight.shape[0])
-    pairs = zip(torch.split(state.hidden, size), torch.split(state.rows, size), strict=True)
-    chosen = [choose(head.logits(hidden), step, rows) for hidden, rows in pairs]
-    tokens, logprobs = zip(*chosen, strict=True)
-    return torch.cat(tokens), torch.cat(logprobs)
 
 
 def _key(sampling: SamplingParameters) -> tuple[float, int, int]:
     return sampling.temperature, sampling.max_new_tokens, sampling.eos_token_id
 
 
-def _numpy(values: Tensor) -> npt.NDArray[Any]:
-    array: npt.NDArray[Any] = values.cpu().numpy()
-    return array
+def _points(hidden_NH: Tensor, lengths: Sequence[int], proof: ProofParameters | None) -> Sequence[PointBatch | None]:
+    """The points of every sequence, from states that lie one sequence after the other."""
+    if proof is None:
+        return [None] * len(lengths)
+    points = top_points(hidden_NH.to(torch.bfloat16), lengths, proof.topk, proof.rows)
+    chunk_ends = np.cumsum([-(-length // proof.rows) for length in lengths])
+    point_ends = np.cumsum(points.counts)[chunk_ends - 1]
+    cuts = zip(_cuts(point_ends), _cuts(chunk_ends), strict=True)
+    return [
+        PointBatch(points.indices[at], points.bits[at], points.counts[chunks], points.sizes[chunks])
+        for at, chunks in cuts
+    ]
+
+
+def _cuts(ends: npt.NDArray[np.int64]) -> list[slice]:
+    """Where pieces that lie end to end are."""
+    bounds = [0, *ends.tolist()]
+    return list(map(slice, bounds, bounds[1:]))

@@ -44,7 +44,8 @@ _BODIES: tuple[type[Message], ...] = (
 _REFUSALS = {
     400: "the body did not arrive whole",
     401: "`auth.unsigned`, `auth.unknown_node`, `auth.signature`, `auth.skew`, `auth.replay`: the caller is not proven",
-    403: "the caller may not do this: `auth.role`, `auth.certificate`, `lease.not_yours`, `node.banned`",
+    403: "the caller may not do this: `auth.role`, `auth.certificate`, `lease.not_yours`, `node.banned`, "
+    "`node.suspended`, `profile.unknown`",
     404: "there is no such thing in this run",
     409: "it contradicts what was said before; the code says which",
     410: "`lease.late`, `lease.void`, `lease.released`: the lease has ended",

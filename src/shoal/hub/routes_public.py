@@ -7,14 +7,19 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query, Request
 from starlette.concurrency import run_in_threadpool
-from starlette.responses import HTMLResponse
+from starlette.responses import HTMLResponse, JSONResponse
 
 from shoal.hub.docs_page import docs_page
 from shoal.hub.gate import HubDependency
 from shoal.hub.openapi import describes
+from shoal.hub.service.readiness import Readiness
 from shoal.protocol import LedgerPage, RunStatus, SignedDocument, fingerprint
 
 router = APIRouter()
+
+_READY = describes("run")
+_READY["responses"][200] = {"model": Readiness, "description": "ready"}
+_READY["responses"][503] = {"model": Readiness, "description": "not ready; `problems` says why"}
 
 
 @router.get("/run", summary="What a node needs to take part", **describes("run"))
@@ -32,6 +37,14 @@ async def status(hub: HubDependency) -> RunStatus:
 @router.get("/health", summary="Whether the hub answers", **describes("run"))
 async def health() -> dict[str, bool]:
     return {"ok": True}
+
+
+@router.get("/ready", summary="Whether the run can go on by itself", **_READY)
+async def ready(hub: HubDependency) -> JSONResponse:
+    """For load balancers and watchdogs: 200 while trainer and validators are here, audits catch the known-bad
+    submissions that are mixed in, and the disk takes what comes; else 503 with what is wrong, a sentence each."""
+    found = await run_in_threadpool(hub.readiness.check)
+    return JSONResponse(found.model_dump(mode="json"), status_code=200 if found.ready else 503)
 
 
 @router.get("/ledger", summary="A page of the ledger", **describes("run", (422,)))
@@ -76,6 +89,7 @@ pre {{ background: #eee; color: #111; padding: 1rem; overflow-x: auto }}
 <ul>
 <li><a href="status">status</a>: progress, nodes, who waits for whom</li>
 <li><a href="ledger">ledger</a> and its signed <a href="ledger/head">head</a></li>
+<li><a href="ready">ready</a>: whether the run can go on by itself</li>
 <li><a href="run">run</a>: what a node needs to take part</li>
 <li><a href="docs">docs</a>: every call (<a href="openapi.json">openapi.json</a>)</li>
 </ul>

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from shoal.environments import Environment
 from shoal.hub.state.rows import Rules
-from shoal.protocol import Limits, SamplingParameters, SignedDocument, SigningKey
+from shoal.protocol import DEFAULT_PROFILE, Limits, ProofParameters, SamplingParameters, SignedDocument, SigningKey
 from shoal.protocol.lease import MAX_GROUP, MAX_NEW_TOKENS
 
 MIB = 1024 * 1024
-SUBMISSION_BASE_BYTES = MIB  # the prompt and what frames the rollouts
-BYTES_PER_TOKEN = 32  # a token id, its log-probability, and room for proofs
+SUBMISSION_BASE_BYTES = MIB  # the longest prompt, and what frames it; zstd may add a little to what it cannot shrink
+ROLLOUT_BYTES = 256  # what frames one rollout
+TOKEN_BYTES = 8  # a token id and its log-probability
+PROFILES = (DEFAULT_PROFILE, "scripted/cpu/float32")
+
+
+def proof_bytes(topk: int) -> int:
+    """The most that one proof has: a modulus and a coefficient per point, two bytes each."""
+    return 2 + 2 * topk
 
 
 class RunSettings(BaseModel):
@@ -31,6 +39,20 @@ class RunSettings(BaseModel):
     max_staleness: int = Field(1, ge=0, le=64, description="how many versions old a group may be; 0 is synchronous")
     temperature: float = Field(1.0, gt=0, le=10, description="sampling temperature")
     max_new_tokens: int = Field(16, ge=1, le=MAX_NEW_TOKENS, description="longest completion, in tokens")
+    proof_topk: int = Field(128, ge=8, le=1024, description="activations that each proof commits to")
+    proof_rows: int = Field(32, ge=1, le=1024, description="tokens that each proof covers")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _whole_distributions(cls, values: Any) -> Any:
+        """Other engines cut distributions; whoever asks for that here is told why not."""
+        for key in ("top_p", "top_k", "min_p"):
+            if isinstance(values, Mapping) and key in values:
+                raise ValueError(
+                    f"{key} is not supported: truncated sampling biases the importance ratio that training relies on; "
+                    "use run.temperature"
+                )
+        return values
 
 
 class HubSettings(BaseModel):
@@ -42,6 +64,15 @@ class HubSettings(BaseModel):
     port: int = Field(8470, ge=0, le=65_535, description="port to listen on; 0 takes any free one")
     lease_s: float = Field(60, gt=0, description="time a worker has for one lease")
     audit_s: float = Field(60, gt=0, description="time a validator has for one audit")
+    audit: Literal["all", "reputation"] = Field(
+        "all", description="what is checked fully before it is trained on; reputation: long-proven nodes by sample"
+    )
+    credit_window_s: float = Field(
+        600, ge=0, description="time in which audits by reputation can still take credit back"
+    )
+    newcomer_share: float = Field(
+        0.25, ge=0, le=1, description="most of the units and audits that nodes on probation get together"
+    )
     max_attempts: int = Field(4, ge=1, description="inconclusive audits after which a unit is given up")
     refill_cap: int = Field(4, ge=0, description="lost groups refilled per step, in multiples of groups_per_step")
     leases_per_node: int = Field(64, ge=1, description="leases that one node may hold at a time")
@@ -54,7 +85,8 @@ class HubSettings(BaseModel):
 class HubConfig:
     """What a hub is made of: its folder, its run, and how prompts become token ids.
 
-    `certificates` are the role certificates that `GET /run` hands out; `sources` where the weights are.
+    `certificates` are the role certificates that `GET /run` hands out; `sources` where the weights are. Work goes to
+    nodes that generate with one of `profiles` (engine/device/number format): for others no check has a tolerance.
     """
 
     folder: Path
@@ -69,6 +101,7 @@ class HubConfig:
     certificates: tuple[SignedDocument, ...] = ()
     sources: tuple[str, ...] = ()
     last_resort: tuple[str, ...] = ()
+    profiles: tuple[str, ...] = PROFILES
 
     @property
     def rules(self) -> Rules:
@@ -84,13 +117,22 @@ class HubConfig:
             leases_per_node=settings.leases_per_node,
             lease_ms=round(settings.lease_s * 1000),
             audit_ms=round(settings.audit_s * 1000),
+            audit=settings.audit,
+            credit_window_ms=round(settings.credit_window_s * 1000),
+            newcomer_share=settings.newcomer_share,
         )
+
+    @property
+    def proof(self) -> ProofParameters:
+        return ProofParameters(topk=self.run.proof_topk, rows=self.run.proof_rows)
 
     @property
     def submission_limits(self) -> Limits:
         """Caps on a submission: what a group of this run can need, and never more than the settings allow."""
-        needed = SUBMISSION_BASE_BYTES + BYTES_PER_TOKEN * self.run.group_size * self.run.max_new_tokens
-        settings = self.settings
+        run, settings = self.run, self.settings
+        proofs = -(-run.max_new_tokens // run.proof_rows) * proof_bytes(run.proof_topk)
+        rollout = ROLLOUT_BYTES + TOKEN_BYTES * run.max_new_tokens + proofs
+        needed = SUBMISSION_BASE_BYTES + run.group_size * rollout
         return Limits(min(settings.max_submission_bytes, needed), min(settings.max_inflated_bytes, needed))
 
     @property

@@ -2,6 +2,10 @@
 
 The published formula: one credit per generated token of an accepted submission, as counted by the validator.
 Credit is a whole number, is given once per submission, and is never taken away.
+
+    accepted ─┬─────────────► credit
+              └─► pending ─┬► credit     in a run that audits by reputation: after a window,
+                           └► void       unless an audit of the same node failed in it
 """
 
 from __future__ import annotations
@@ -26,6 +30,8 @@ class Account:
     """What the ledger says about one node."""
 
     credit: int = 0
+    pending: int = 0
+    void: int = 0
     accepted: int = 0
     rejected: int = 0
     banned: bool = False
@@ -43,15 +49,21 @@ class Accounts:
 
     by_node: dict[str, Account] = field(default_factory=dict)
     _judged: set[str] = field(default_factory=set)
+    _pending: dict[str, tuple[str, int]] = field(default_factory=dict)
 
     @property
     def total_credit(self) -> int:
         return sum(account.credit for account in self.by_node.values())
 
+    @property
+    def total_earned(self) -> int:
+        """All that was ever accepted: credit, pending credit and void credit."""
+        return sum(account.credit + account.pending + account.void for account in self.by_node.values())
+
     def add(self, entry: LedgerEntry) -> None:
         handler = _HANDLERS.get(entry.kind)
         if handler is None:
-            return  # run, policy and batch rows move no credit
+            return  # run, policy, batch and pulled rows move no credit
         try:
             handler(self, entry.body)
         except (KeyError, TypeError, ValueError) as error:
@@ -64,13 +76,35 @@ class Accounts:
         self._account(body)
 
     def _credit(self, body: dict[str, Any]) -> None:
-        self._judge_once(body)
-        tokens, credit = body["tokens"], body["credit"]
-        if not isinstance(tokens, int) or credit != credit_for(tokens) or tokens < 0:
-            raise ValueError(f"{tokens} tokens do not earn {credit} credit")
+        amount = _amount(body)
         account = self._account(body)
-        account.credit += credit
+        if str(body["submission"]) in self._pending:
+            self._settle(body, amount)
+        else:
+            self._judge_once(body)
+            account.accepted += 1
+        account.credit += amount
+
+    def _hold(self, body: dict[str, Any]) -> None:
+        amount = _amount(body)
+        self._judge_once(body)
+        self._pending[str(body["submission"])] = (str(body["node"]), amount)
+        account = self._account(body)
         account.accepted += 1
+        account.pending += amount
+
+    def _void(self, body: dict[str, Any]) -> None:
+        amount = _amount(body)
+        self._settle(body, amount)
+        self._account(body).void += amount
+
+    def _settle(self, body: dict[str, Any], amount: int) -> None:
+        """Take from what is pending what this row is about; it must be that node's, and as much."""
+        submission = str(body["submission"])
+        held = self._pending.pop(submission, None)
+        if held != (str(body["node"]), amount):
+            raise ValueError(f"{amount} credit for submission {submission[:16]}… is not what is pending for it")
+        self._account(body).pending -= amount
 
     def _rejected(self, body: dict[str, Any]) -> None:
         self._judge_once(body)
@@ -88,9 +122,18 @@ class Accounts:
         self._judged.add(submission)
 
 
+def _amount(body: dict[str, Any]) -> int:
+    tokens, credit = body["tokens"], body["credit"]
+    if not isinstance(tokens, int) or credit != credit_for(tokens) or tokens < 0:
+        raise ValueError(f"{tokens} tokens do not earn {credit} credit")
+    return int(credit)
+
+
 _HANDLERS: dict[str, Callable[[Accounts, dict[str, Any]], None]] = {
     "node": Accounts._node,
     "credit": Accounts._credit,
+    "pending": Accounts._hold,
+    "void": Accounts._void,
     "rejected": Accounts._rejected,
     "sanction": Accounts._sanction,
 }

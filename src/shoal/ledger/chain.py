@@ -17,7 +17,7 @@ from shoal.protocol import LedgerEntry, LedgerHead, canonical_json
 GENESIS = "0" * 64
 """What stands in for the hash before entry 0."""
 
-KINDS = ("run", "node", "policy", "batch", "credit", "rejected", "sanction")
+KINDS = ("run", "node", "policy", "batch", "pending", "credit", "void", "rejected", "pulled", "sanction")
 
 
 def append(previous: LedgerEntry | None, kind: str, body: dict[str, Any], at_ms: int) -> LedgerEntry:

@@ -2,6 +2,8 @@
 
 Used to attack, and to measure what a threshold profile catches; nothing here saves memory. As is usual, only the
 matrices of linear layers are rounded; embeddings, the output layer, norms and biases stay as they are.
+
+(Weights that were dequantised from some format lie on its grid: rounding them to that format again changes nothing.)
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ class Quantization:
 
 
 INT8 = Quantization(bits=8)
-INT4 = Quantization(bits=4, group=32, offset=True)
+INT4 = Quantization(bits=4, group=64)
 
 
 def quantized(tensors: Mapping[str, TensorView], how: Quantization) -> dict[str, TensorView]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from tokenizers import Tokenizer
 
@@ -46,3 +46,8 @@ class TextTokenizer:
             ids.pop()
         text: str = self._tokenizer.decode(ids, skip_special_tokens=False)
         return text
+
+    def decode_many(self, completions: Sequence[list[int]]) -> list[str]:
+        """The texts of many completions at once, which must not have an end-of-sequence token at their end."""
+        texts: list[str] = self._tokenizer.decode_batch(list(completions), skip_special_tokens=False)
+        return texts

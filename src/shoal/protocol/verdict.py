@@ -50,13 +50,17 @@ class RolloutReward(Message):
 class Tally(Message):
     """What audits saw of honest rounding, in sums: of one submission, or of all that a node handed in of late.
 
-    `outside` tokens of `tokens` had their uniform outside the interval, by `distance` in sum; the proofs compared
-    `proof_values` values, of which `exponent_mismatches` had another exponent, the rest `mantissa_error` in sum.
+    `outside` tokens of `tokens`, drawn from distributions of `entropy` nats in sum, had their uniform outside the
+    interval, by `distance` in sum; `accidents` more were quite wrong, as happens in coarse arithmetic now and then, and
+    count nowhere else. The proofs compared `proof_values` values, of which `exponent_mismatches` had another exponent,
+    the rest `mantissa_error` in sum.
     """
 
     tokens: int = Field(default=0, ge=0)
+    entropy: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     outside: int = Field(default=0, ge=0)
     distance: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    accidents: int = Field(default=0, ge=0)
     proof_values: int = Field(default=0, ge=0)
     exponent_mismatches: int = Field(default=0, ge=0)
     mantissa_error: float = Field(default=0.0, ge=0, allow_inf_nan=False)
@@ -64,8 +68,10 @@ class Tally(Message):
     def plus(self, other: Tally) -> Tally:
         return Tally(
             tokens=self.tokens + other.tokens,
+            entropy=self.entropy + other.entropy,
             outside=self.outside + other.outside,
             distance=self.distance + other.distance,
+            accidents=self.accidents + other.accidents,
             proof_values=self.proof_values + other.proof_values,
             exponent_mismatches=self.exponent_mismatches + other.exponent_mismatches,
             mantissa_error=self.mantissa_error + other.mantissa_error,

@@ -51,9 +51,14 @@ def uniforms_matrix(seeds: Sequence[int], start: int, count: int) -> npt.NDArray
         raise ValueError(f"positions start at 0, not {start}, and a count is not negative: {count}")
     seed_S1 = np.asarray(seeds, dtype=np.uint64)[:, None]
     position_1T = np.arange(start, start + count, dtype=np.uint64)[None, :]
-    zero = np.zeros((1, 1), dtype=np.uint64)
-    counter = (position_1T & LOW_32, position_1T >> SHIFT_32, zero, zero)
-    w0, w1, *_ = philox4x32(counter, (seed_S1 & LOW_32, seed_S1 >> SHIFT_32))
+    return uniforms_at(seed_S1, position_1T)
+
+
+def uniforms_at(seeds: Words, positions: Words) -> npt.NDArray[np.float64]:
+    """The uniform of each (seed, position), both uint64, of shapes that broadcast: for rows of unequal lengths."""
+    zero = np.zeros((1,) * seeds.ndim, dtype=np.uint64)
+    counter = (positions & LOW_32, positions >> SHIFT_32, zero, zero)
+    w0, w1, *_ = philox4x32(counter, (seeds & LOW_32, seeds >> SHIFT_32))
     high_27 = (w0 >> np.uint64(5)).astype(np.float64)
     low_26 = (w1 >> np.uint64(6)).astype(np.float64)
     values: npt.NDArray[np.float64] = high_27 * 2.0**-27 + low_26 * 2.0**-53

@@ -107,8 +107,9 @@ def _verdict(comparisons: Comparisons, limits: ProofTolerance) -> tuple[Reason |
     if forged.any():
         chunk = int(np.argmax(forged))
         return "forged", f"the proof of chunk {chunk} says the same outside its points: nothing was computed", chunk
-    worst = int(np.argmax(_severity(comparisons, limits)))
-    if float(_severity(comparisons, limits)[worst]) > 1:
+    severity = _severity(comparisons, limits)
+    worst = int(np.argmax(severity))
+    if float(severity[worst]) > 1:
         return (
             "mismatch",
             f"the proof of chunk {worst} is not of these activations: {_describe(comparisons, worst)}",

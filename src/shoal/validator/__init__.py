@@ -1,16 +1,24 @@
 """The validator: checks every submission before it may be trained on, and computes its reward. Trusted.
 
-settings   ValidatorSettings, Tolerances, ValidatorConfig
+settings   ValidatorSettings, ValidatorConfig, profile_keys
+profiles   Profile, load_profiles, to_toml: what honest rounding may explain, by what a worker generates with
 loop       run_validator, Validator: claim audits, judge, report
 judge      Judge: verdicts on the submissions of one policy, with one batched prefill
+replay     replay_all: that prefill, and all that is measured by it
 checks     BEFORE_PREFILL, AFTER_PREFILL: every check, cheapest first, and the table of reason codes
-case       Case, Finding: what a check sees and says
+case       Case, Replay, Finding: what a check sees and says
+seen       Seen, Mark: what was accepted of late, so that copies show
+canary     Canary: a known cheat now and then, which must be caught
 rewards    score_group, shuffled, Decoders: the reward, computed here and nowhere else
 verdicts   Docket: findings to verdicts
 """
 
 from shoal.validator.judge import Judge
 from shoal.validator.loop import Validator, run_validator
-from shoal.validator.settings import Tolerances, ValidatorConfig, ValidatorSettings
+from shoal.validator.profiles import Profile, load_profiles
+from shoal.validator.settings import ValidatorConfig, ValidatorSettings, profile_keys
 
-__all__ = ["Judge", "Tolerances", "Validator", "ValidatorConfig", "ValidatorSettings", "run_validator"]
+__all__ = [
+    "Judge", "Profile", "Validator", "ValidatorConfig", "ValidatorSettings", "load_profiles", "profile_keys",
+    "run_validator",
+]  # fmt: skip

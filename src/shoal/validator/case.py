@@ -1,16 +1,37 @@
-"""A case: everything that the checks of one submission may look at, and what a check finds."""
+"""A case: everything that the checks of one submission may look at, and what a check finds.
+
+Arrays are of all rollouts laid end to end: one value per token, or one per proof (a proof is of a chunk of tokens).
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
 
-from shoal.engines import Prefill
 from shoal.errors import CodecError
-from shoal.protocol import CheckResult, Lease, Limits, Rollout, Severity, Submission, unpack
-from shoal.validator.settings import Tolerances
+from shoal.protocol import (
+    CheckResult,
+    Lease,
+    Limits,
+    Rollout,
+    Severity,
+    Submission,
+    Tally,
+    pack_tokens,
+    unpack,
+)
+from shoal.sampling import SeedCheck, check_seeded
+from shoal.sampling.check import distances, poisson_tail
+from shoal.toploc import Comparisons, chunk_rows, chunk_topk, split_proofs
+from shoal.toploc.proofs import proof_size
+from shoal.validator.profiles import Profile
+from shoal.validator.seen import Mark, Seen, digest
 
 MESSAGE_LIMIT = 500
 GIB = 2**30
@@ -18,21 +39,46 @@ GIB = 2**30
 # never be the tighter ones: a body that the hub took is not malformed for being large.
 BODY_LIMITS = Limits(compressed_bytes=GIB, inflated_bytes=4 * GIB)
 
+IMPROBABLE_NATS = -35.0  # two rollouts of this log-probability do not come out alike: 10⁻¹⁵
+PROOF_BYTES_TOLD_APART = 2 + 2 * 16  # of 16 values on: fewer may agree by chance
+
+NO_RECORD = Tally()
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
 
 @dataclass(frozen=True, eq=False)
+class Replay:
+    """What this validator's own prefill says of a submission's tokens and proofs, and the dice of its lease."""
+
+    logprobs: Floats
+    low: Floats
+    high: Floats
+    entropy: Floats
+    varentropy: Floats
+    uniforms: Floats
+    comparisons: Comparisons
+
+
+@dataclass(eq=False)
 class Case:
     """One submission under audit. The lease is the hub's signed word; the submission is only a claim.
 
-    `submission` is None, and `problem` says why, if the body could not be decoded. `prefills` has one entry per
-    rollout once the checks before the prefill have passed; with `hidden` in them, activation checks can join.
+    `submission` is None, and `problem` says why, if the body could not be decoded. What is derived from the tokens may
+    be asked for once `shape` has passed, `replayed` after the prefill. `record` has the sums of what its node handed
+    in before; `seen` is what others did.
     """
 
     lease: Lease
     submission: Submission | None
     problem: str
     vocabulary_size: int
-    tolerances: Tolerances
-    prefills: tuple[Prefill, ...] = ()
+    hidden_size: int
+    profile: Profile
+    seen: Seen = field(default_factory=Seen)
+    record: Tally = NO_RECORD
+    replay: Replay | None = None
 
     @property
     def claim(self) -> Submission:
@@ -44,28 +90,150 @@ class Case:
     def rollouts(self) -> list[Rollout]:
         return self.claim.rollouts
 
-    def tokens(self) -> npt.NDArray[np.int64]:
-        """The tokens of all rollouts, laid end to end."""
-        return np.concatenate([rollout.token_ids for rollout in self.rollouts])
+    @property
+    def replayed(self) -> Replay:
+        assert self.replay is not None, "only after the prefill"
+        return self.replay
+
+    @cached_property
+    def seeds(self) -> tuple[int, ...]:
+        return self.lease.seed_numbers
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        return [len(rollout.tokens) // 4 for rollout in self.rollouts]
+
+    @cached_property
+    def starts(self) -> Ints:
+        """Where each rollout begins."""
+        return np.cumsum([0, *self.lengths[:-1]])
+
+    @cached_property
+    def tokens(self) -> Ints:
+        return np.frombuffer(b"".join(rollout.tokens for rollout in self.rollouts), dtype="<u4").astype(np.int64)
+
+    @cached_property
+    def claimed(self) -> Floats:
+        """The log-probabilities that were handed in."""
+        return np.frombuffer(b"".join(rollout.logprobs for rollout in self.rollouts), dtype="<f4").astype(np.float64)
+
+    @cached_property
+    def proofs(self) -> list[bytes]:
+        """Every proof; a `ProofError` if the bytes of a rollout do not divide into as many as it must have."""
+        proof, chunks = self.lease.proof, list[bytes]()
+        for rollout, length in zip(self.rollouts, self.lengths, strict=True):
+            ends = _proof_ends(length, self.hidden_size, proof.topk, proof.rows)
+            if len(rollout.proofs) != ends[-1]:
+                split_proofs(rollout.proofs, length, self.hidden_size, proof.topk, proof.rows)  # says what is wrong
+            chunks += [rollout.proofs[start:end] for start, end in zip((0, *ends), ends, strict=False)]
+        return chunks
+
+    @cached_property
+    def points(self) -> Ints:
+        """How many values each proof commits to."""
+        return np.array([len(chunk) // 2 - 1 for chunk in self.proofs], dtype=np.int64)
+
+    @cached_property
+    def marks(self) -> list[Mark]:
+        """What is remembered of this submission, to know copies of it by: see `seen`."""
+        likelihood = np.add.reduceat(self.claimed, self.starts)
+        improbable = np.flatnonzero(likelihood < IMPROBABLE_NATS).tolist()
+        rollouts = [
+            Mark("rollout", digest("rollout", self.rollouts[i].tokens), self.seeds[i].to_bytes(8, "big"), (i, 0))
+            for i in improbable
+        ]
+        return [*rollouts, *self._proof_marks()]
+
+    def _proof_marks(self) -> Iterator[Mark]:
+        """One per proof of enough values, with the tokens that went into its rows (each row comes of the one before).
+
+        What came before those tokens is left out: a model may have forgotten it. So is the policy: a training step may
+        change no bit of the largest activations.
+        """
+        rows, last = self.lease.proof.rows, pack_tokens(self.lease.prompt_ids[-1:])
+        chunks = iter(self.proofs)
+        for index, rollout in enumerate(self.rollouts):
+            inputs = last + rollout.tokens[:-4]
+            for start in range(0, len(inputs), 4 * rows):
+                proof = next(chunks)
+                if len(proof) >= PROOF_BYTES_TOLD_APART and any(proof[4:]):  # not of values that are all the same
+                    whose = digest("inputs", inputs[start : start + 4 * rows])
+                    yield Mark("proof", digest("proof", proof), whose, (index, start // 4))
+
+    @cached_property
+    def accidents(self) -> npt.NDArray[np.bool_]:
+        """Tokens that coarse arithmetic got quite wrong by itself: as many as the profile knows of, or none at all.
+
+        They are left out of everything else; that there are any makes the audit inconclusive.
+        """
+        replay, profile, nothing = self.replayed, self.profile, np.zeros(len(self.tokens), dtype=np.bool_)
+        if profile.accidents == 0:
+            return nothing
+        far = distances(replay.uniforms, replay.low, replay.high) > profile.sampling.distance
+        strange = far | ~(np.abs(self.claimed - replay.logprobs) <= profile.logprobs.largest)
+        count, before = int(strange.sum()), self.record
+        here = poisson_tail(count, profile.accidents * len(strange))
+        of_late = poisson_tail(count + before.accidents, profile.accidents * (len(strange) + before.tokens))
+        return nothing if min(here, of_late) < profile.sampling.significance else strange
+
+    @cached_property
+    def kept(self) -> Ints:
+        """The positions of all other tokens."""
+        return np.flatnonzero(~self.accidents)
+
+    @cached_property
+    def seed_check(self) -> SeedCheck:
+        replay, lengths = self.replayed, self.lengths
+        columns = [replay.uniforms, replay.low, replay.high, replay.logprobs, replay.entropy]
+        if self.accidents.any():
+            columns = [column[self.kept] for column in columns]
+            lengths = [n for n in np.add.reduceat(~self.accidents, self.starts, dtype=np.int64).tolist() if n]
+        uniforms, low, high, logprobs, entropy = columns
+        limits, record = self.profile.sampling, self.record
+        return check_seeded(uniforms, low, high, logprobs, limits, entropy_T=entropy, lengths=lengths, record=record)
+
+    @cached_property
+    def tally(self) -> Tally:
+        """What this submission adds to its node's record."""
+        compared = self.replayed.comparisons
+        return self.seed_check.tally.model_copy(
+            update={
+                "accidents": int(self.accidents.sum()),
+                "proof_values": int(compared.k.sum()),
+                "exponent_mismatches": int(compared.exp_mismatches.sum()),
+                "mantissa_error": float(compared.mant_err_sum.sum()),
+            }
+        )
 
     def place(self, position: int) -> tuple[int, int]:
-        """Which (rollout, token) a position of `tokens()` is."""
-        for index, rollout in enumerate(self.rollouts):
-            length = len(rollout.tokens) // 4
-            if position < length:
-                return index, position
-            position -= length
-        raise IndexError(position)
+        """Which (rollout, token) a position of `tokens` is."""
+        rollout = int(np.searchsorted(self.starts, position, side="right")) - 1
+        return rollout, position - int(self.starts[rollout])
+
+    def chunk_place(self, chunk: int) -> tuple[int, int]:
+        """Which (rollout, first token) a proof of `proofs` is of."""
+        rows = self.lease.proof.rows
+        for rollout, length in enumerate(self.lengths):
+            count = -(-length // rows)
+            if chunk < count:
+                return rollout, chunk * rows
+            chunk -= count
+        raise IndexError(chunk)
 
 
-def open_case(lease: Lease, body: bytes, vocabulary_size: int, tolerances: Tolerances) -> Case:
-    """Decode a body under the codec's caps; one that cannot be decoded makes a case too, for the envelope check."""
-    submission, problem = None, ""
+@lru_cache(maxsize=4096)
+def _proof_ends(length: int, hidden_size: int, topk: int, rows: int) -> tuple[int, ...]:
+    """Where each proof of a rollout of so many tokens ends (asked again and again, for few lengths)."""
+    sizes = (proof_size(chunk_topk(r, hidden_size, topk, rows)) for r in chunk_rows(length, rows))
+    return tuple(accumulate(sizes))
+
+
+def read_body(body: bytes) -> tuple[Submission | None, str]:
+    """The submission of a body, decoded under the codec's caps, or why it is none: for the envelope check."""
     try:
-        submission = unpack(body, Submission, BODY_LIMITS)
+        return unpack(body, Submission, BODY_LIMITS), ""
     except CodecError as error:
-        problem = str(error)
-    return Case(lease, submission, problem, vocabulary_size, tolerances)
+        return None, str(error)
 
 
 Evidence = float | int | str
@@ -73,11 +241,15 @@ Evidence = float | int | str
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check found. A failure carries a stable reason code and how sure it is."""
+    """What one check found. A failure carries a stable reason code and how sure it is (None: it costs credit only).
+
+    One that is `unsure` has not passed, and rejects nothing: the audit is inconclusive.
+    """
 
     result: CheckResult
     reason: str = ""
     severity: Severity | None = None
+    unsure: bool = False
 
     @property
     def passed(self) -> bool:
@@ -88,16 +260,21 @@ def passed(check: str, **evidence: Evidence) -> Finding:
     return Finding(CheckResult(check=check, passed=True, evidence=_finite(evidence)))
 
 
-def failed(reason: str, message: str, severity: Severity = Severity.CERTAIN, **evidence: Evidence) -> Finding:
+def failed(reason: str, message: str, severity: Severity | None = Severity.CERTAIN, **evidence: Evidence) -> Finding:
     """A failed check; the part of `reason` before its first dot is the check's name."""
     check = reason.partition(".")[0]
     result = CheckResult(check=check, passed=False, evidence=_finite(evidence), message=message[:MESSAGE_LIMIT])
     return Finding(result, reason, severity)
 
 
+def unsure(reason: str, message: str, **evidence: Evidence) -> Finding:
+    """A check that cannot tell: no credit, no training, no punishment."""
+    return replace(failed(reason, message, None, **evidence), unsure=True)
+
+
 def _finite(evidence: dict[str, Evidence]) -> dict[str, Evidence]:
     """JSON has no infinity and no NaN, and a verdict is signed JSON: such numbers become words."""
     return {
-        key: str(value) if isinstance(value, float) and not np.isfinite(value) else value
+        key: str(value) if isinstance(value, float) and not math.isfinite(value) else value
         for key, value in evidence.items()
     }

@@ -1,26 +1,40 @@
-"""Every check of a submission, each one function, cheapest first. The first that fails decides.
+"""Every check of a submission, each one function, cheapest first.
+
+Before the prefill the first that fails decides. After it everything is paid for, so all are made, and of those that
+fail the surest decides: wrong weights show in the proofs, and beyond doubt in the dice.
 
     before the prefill (bytes and integers; a failure is certain)      after it (numbers of the right policy)
-    envelope → lease → policy → prompt → shape → termination    ───►   sampling → logprobs           ───► reward
+    envelope → lease → policy → prompt → shape → termination    ───►   proofs → sampling → logprobs
+             → duplicate                                                → likelihood → record   ───► objection → reward
 
-| reason               | what it means                                                          | severity    |
-|----------------------|------------------------------------------------------------------------|-------------|
-| envelope.malformed   | not a submission, or over the codec's caps                             | certain     |
-| envelope.format      | another format number                                                  | certain     |
-| lease.mismatch       | another run, node, lease or unit than the signed lease                 | certain     |
-| policy.mismatch      | claims another policy than the lease's                                 | certain     |
-| prompt.mismatch      | other prompt tokens than the lease's                                   | certain     |
-| shape.rollouts       | not one rollout per seed                                               | certain     |
-| shape.tokens         | no tokens, too many, or not as many as log-probabilities               | certain     |
-| shape.vocabulary     | a token that the policy does not have                                  | certain     |
-| shape.logprobs       | a log-probability that is no number, or above 0                        | certain     |
-| termination.early    | ended without the end-of-sequence token before the length limit        | certain     |
-| termination.past_eos | went on after the end-of-sequence token                                | certain     |
-| termination.finish   | says it ended otherwise than it did                                    | certain     |
-| sampling.seed        | tokens that the lease's seeds do not give under its policy             | see below   |
-| logprobs.mismatch    | log-probabilities that are not those of the policy                     | statistical |
+| reason                | what it means                                                          | severity    |
+|-----------------------|------------------------------------------------------------------------|-------------|
+| envelope.malformed    | not a submission, or over the codec's caps                             | certain     |
+| envelope.format       | another format number                                                  | certain     |
+| lease.mismatch        | another run, node, lease or unit than the signed lease                 | certain     |
+| policy.mismatch       | claims another policy than the lease's                                 | certain     |
+| prompt.mismatch       | other prompt tokens than the lease's                                   | certain     |
+| shape.rollouts        | not one rollout per seed                                               | certain     |
+| shape.tokens          | no tokens, too many, or not as many as log-probabilities               | certain     |
+| shape.vocabulary      | a token that the policy does not have                                  | certain     |
+| shape.logprobs        | a log-probability that is no number, or above 0                        | certain     |
+| proofs.malformed      | proof bytes of the wrong number, or that no computation gives          | certain     |
+| termination.early     | ended without the end-of-sequence token before the length limit        | certain     |
+| termination.past_eos  | went on after the end-of-sequence token                                | certain     |
+| termination.finish    | says it ended otherwise than it did                                    | certain     |
+| duplicate.rollout     | improbable tokens that another seed gave before                        | certain     |
+| duplicate.proof       | a proof that was made of other tokens before                           | certain     |
+| proofs.forged         | a proof that would fit almost anything                                 | certain     |
+| proofs.mismatch       | activations that are not the policy's                                  | statistical |
+| proofs.drift          | activations that are a little off all along, here or of late           | statistical |
+| sampling.seed         | tokens that the lease's seeds do not give under its policy             | see below   |
+| sampling.drift        | more rounding than honest work shows, in all that was handed in lately | statistical |
+| logprobs.mismatch     | log-probabilities that are not those of the policy                     | statistical |
+| likelihood.unlikely   | tokens likelier, or unlikelier, in sum than dice make them             | statistical |
+| environment.objection | the environment will not have it; costs credit only                    | none        |
 
-`sampling.seed` is certain if several tokens lie far outside their intervals (`Tolerances`), else statistical.
+`sampling.seed` is certain if several tokens lie far outside their intervals (`profiles`), else statistical. A light
+audit makes the checks before the prefill and computes the reward.
 
 To add a check: write one function `Case -> Finding`, and put it into one of the two lists at the end of this file.
 """
@@ -30,12 +44,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
-from shoal.protocol import SUBMISSION_FORMAT, Rollout, Severity, pack_tokens
-from shoal.sampling import check_seeded, uniforms_matrix
+from shoal.errors import ProofError
+from shoal.protocol import SUBMISSION_FORMAT, Severity, Tally, pack_tokens
 from shoal.sampling.check import distances
-from shoal.validator.case import Case, Finding, failed, passed
+from shoal.toploc import Comparisons, check_proofs
+from shoal.toploc.proofs import decode
+from shoal.validator.case import Case, Finding, failed, passed, unsure
+from shoal.validator.verdicts import MACHINERY_ACCIDENT
 
 Check = Callable[[Case], Finding]
 
@@ -91,48 +107,77 @@ def prompt(case: Case) -> Finding:
 
 
 def shape(case: Case) -> Finding:
-    """One rollout per seed, as many log-probabilities as tokens, all within bounds."""
+    """One rollout per seed, as many log-probabilities as tokens, all within bounds; proofs of the right size."""
     count, wanted = len(case.rollouts), len(case.lease.seeds)
     if count != wanted:
         return failed("shape.rollouts", f"{count} rollouts for {wanted} seeds", rollouts=count, seeds=wanted)
-    for index, rollout in enumerate(case.rollouts):
-        finding = _rollout_shape(case, index, rollout)
+    for look in (_lengths, _vocabulary, _claims, _proof_bytes):
+        finding = look(case)
         if finding is not None:
             return finding
-    return passed("shape", rollouts=count, tokens=sum(len(rollout.tokens) // 4 for rollout in case.rollouts))
+    return passed("shape", rollouts=count, tokens=len(case.tokens), proofs=len(case.proofs))
 
 
-def _rollout_shape(case: Case, index: int, rollout: Rollout) -> Finding | None:
+def _lengths(case: Case) -> Finding | None:
     limit = case.lease.sampling.max_new_tokens
-    n_bytes, count = len(rollout.tokens), len(rollout.tokens) // 4
-    if n_bytes % 4 or len(rollout.logprobs) != n_bytes or not 0 < count <= limit:
-        return failed(
-            "shape.tokens",
-            f"rollout {index} has {count} tokens and {len(rollout.logprobs) // 4} log-probabilities; "
-            f"it must have as many of one as of the other, from 1 to {limit}",
-            rollout=index,
-            tokens=count,
-            logprobs=len(rollout.logprobs) // 4,
-        )
-    largest = int(rollout.token_ids.max())
-    if largest >= case.vocabulary_size:
-        return failed(
-            "shape.vocabulary",
-            f"rollout {index} has token {largest}; the policy knows {case.vocabulary_size} tokens",
-            rollout=index,
-            token=largest,
-        )
-    values = rollout.logprob_values
-    bad = ~np.isfinite(values) | (values > LOGPROB_ABOVE_ZERO)
-    if bad.any():
-        at = int(np.argmax(bad))
-        return failed(
-            "shape.logprobs",
-            f"rollout {index} has the log-probability {values[at]} at token {at}; it must be a number of at most 0",
-            rollout=index,
-            token=at,
-            value=float(values[at]),
-        )
+    for index, rollout in enumerate(case.rollouts):
+        n_bytes, count = len(rollout.tokens), len(rollout.tokens) // 4
+        if n_bytes % 4 or len(rollout.logprobs) != n_bytes or not 0 < count <= limit:
+            return failed(
+                "shape.tokens",
+                f"rollout {index} has {count} tokens and {len(rollout.logprobs) // 4} log-probabilities; "
+                f"it must have as many of one as of the other, from 1 to {limit}",
+                rollout=index,
+                tokens=count,
+                logprobs=len(rollout.logprobs) // 4,
+            )
+    return None
+
+
+def _vocabulary(case: Case) -> Finding | None:
+    at = int(np.argmax(case.tokens))
+    largest, (rollout, _) = int(case.tokens[at]), case.place(at)
+    if largest < case.vocabulary_size:
+        return None
+    return failed(
+        "shape.vocabulary",
+        f"rollout {rollout} has token {largest}; the policy knows {case.vocabulary_size} tokens",
+        rollout=rollout,
+        token=largest,
+    )
+
+
+def _claims(case: Case) -> Finding | None:
+    """Written so that what is no number fails too."""
+    bad_T = ~((case.claimed <= LOGPROB_ABOVE_ZERO) & (case.claimed > -np.inf))
+    if not bad_T.any():
+        return None
+    rollout, token = case.place(int(np.argmax(bad_T)))
+    value = float(case.claimed[np.argmax(bad_T)])
+    return failed(
+        "shape.logprobs",
+        f"rollout {rollout} has the log-probability {value} at token {token}; it must be a number of at most 0",
+        rollout=rollout,
+        token=token,
+        value=value,
+    )
+
+
+def _proof_bytes(case: Case) -> Finding | None:
+    """As many proofs as the tokens ask for, each of the size that its rows give, each a polynomial as it must be."""
+    try:
+        chunks = case.proofs
+    except ProofError as error:
+        return failed("proofs.malformed", f"the proofs cannot be read: {error}")
+    for index, problem in enumerate(decode(chunks, case.points).malformed):
+        if problem is not None:
+            rollout, token = case.chunk_place(index)
+            return failed(
+                "proofs.malformed",
+                f"the proof of rollout {rollout} from token {token} on is none that a computation gives: {problem}",
+                rollout=rollout,
+                token=token,
+            )
     return None
 
 
@@ -142,82 +187,125 @@ def termination(case: Case) -> Finding:
     Whether the end-of-sequence token was drawn by the lease's dice is for `sampling` to see, as for any token.
     """
     sampling = case.lease.sampling
-    for index, rollout in enumerate(case.rollouts):
-        ends = np.flatnonzero(rollout.token_ids == sampling.eos_token_id)
-        last = len(rollout.token_ids) - 1
-        if ends.size and ends[0] < last:
+    is_end_T = case.tokens == sampling.eos_token_id
+    ends = np.add.reduceat(is_end_T, case.starts, dtype=np.int64).tolist()
+    last_is_end = is_end_T[case.starts + np.array(case.lengths) - 1].tolist()
+    rows = zip(case.rollouts, case.lengths, ends, last_is_end, strict=True)
+    for index, (rollout, length, n_ends, is_end) in enumerate(rows):
+        if n_ends > is_end:
+            first = int(np.argmax(rollout.token_ids == sampling.eos_token_id))
             return failed(
                 "termination.past_eos",
-                f"rollout {index} goes on for {last - int(ends[0])} tokens after its end-of-sequence token",
+                f"rollout {index} goes on for {length - 1 - first} tokens after its end-of-sequence token",
                 rollout=index,
-                token=int(ends[0]),
+                token=first,
             )
-        if not ends.size and last + 1 < sampling.max_new_tokens:
+        if not is_end and length < sampling.max_new_tokens:
             return failed(
                 "termination.early",
-                f"rollout {index} stops after {last + 1} tokens without an end-of-sequence token; "
+                f"rollout {index} stops after {length} tokens without an end-of-sequence token; "
                 f"the limit is {sampling.max_new_tokens}",
                 rollout=index,
-                tokens=last + 1,
+                tokens=length,
             )
-        if rollout.finish != ("eos" if ends.size else "length"):
+        if rollout.finish != ("eos" if is_end else "length"):
             return failed(
                 "termination.finish", f"rollout {index} says it ended by {rollout.finish}; it did not", rollout=index
             )
-    return passed("termination", eos=sum(rollout.finish == "eos" for rollout in case.rollouts))
+    return passed("termination", eos=sum(last_is_end))
 
 
-def sampling(case: Case) -> Finding:
-    """Every token is the one that the lease's seed draws from the policy: no choice was left to the worker."""
-    limits = case.tolerances
-    uniforms_T = _uniforms(case)
-    low_T = np.concatenate([prefill.cdf_low for prefill in case.prefills])
-    high_T = np.concatenate([prefill.cdf_high for prefill in case.prefills])
-    logprobs_T = np.concatenate([prefill.logprobs for prefill in case.prefills])
-    answer = check_seeded(uniforms_T, low_T, high_T, logprobs_T, limits.seed)
-    far = int((distances(uniforms_T, low_T, high_T) > limits.certain_distance).sum())
-    evidence = {
-        "tokens": answer.n_tokens, "outside": answer.n_outside, "far_outside": far,
-        "max_distance": answer.max_distance, "p_value": answer.p_value,
-    }  # fmt: skip
-    if answer.passed:
-        return passed("sampling", **evidence)
-    rollout, token = case.place(answer.position or 0)
+def duplicate(case: Case) -> Finding:
+    """Nothing that dice or activations cannot repeat was handed in before, by this node or another (see `seen`)."""
+    copied = case.seen.copied(case.marks)
+    if copied is None:
+        return passed("duplicate", marks=len(case.marks))
+    rollout, token = copied.place
+    if copied.kind == "rollout":
+        return failed(
+            "duplicate.rollout",
+            f"rollout {rollout} is one that another seed has given before; its log-probability says that dice do not "
+            "repeat it, so it was copied",
+            rollout=rollout,
+        )
     return failed(
-        "sampling.seed",
-        f"{answer.n_outside} of {answer.n_tokens} tokens are not those that the lease's seeds give under policy "
-        f"{case.lease.policy.label} (the worst is token {token} of rollout {rollout}): "
-        "another policy, other seeds, or edited tokens",
-        Severity.CERTAIN if far >= limits.certain_tokens else Severity.STATISTICAL,
-        **evidence,
-        kind=answer.reason or "",
+        "duplicate.proof",
+        f"the proof of rollout {rollout} from token {token} on was handed in before, for other tokens: it was copied",
         rollout=rollout,
         token=token,
     )
 
 
-def _uniforms(case: Case) -> npt.NDArray[np.float64]:
-    lengths = [len(rollout.token_ids) for rollout in case.rollouts]
-    rows = uniforms_matrix(case.lease.seed_numbers, 0, max(lengths))
-    return np.concatenate([row[:length] for row, length in zip(rows, lengths, strict=True)])
+def proofs(case: Case) -> Finding:
+    """The activations that the worker committed to are those of the policy, within the profile's limits."""
+    answer = check_proofs(case.replayed.comparisons, case.profile.proofs)
+    evidence = {
+        "proofs": answer.chunks, "values": answer.values, "exponent_mismatches": answer.exponent_mismatches,
+        "mantissa_mean": answer.mantissa_mean, "mantissa_median": answer.mantissa_median,
+        "sign_mismatches": answer.sign_mismatches, "outside_hits": answer.outside_hits,
+    }  # fmt: skip
+    if answer.reason is None:
+        return passed("proofs", **evidence)
+    rollout, token = case.chunk_place(answer.chunk or 0)
+    return failed(
+        f"proofs.{answer.reason}",
+        f"{PROOF_FAILURES[answer.reason]} policy {case.lease.policy.label}; worst at rollout {rollout} from token "
+        f"{token} on: {answer.detail}",
+        Severity.CERTAIN if answer.reason in ("malformed", "forged") else Severity.STATISTICAL,
+        **evidence,
+        rollout=rollout,
+        token=token,
+    )
+
+
+PROOF_FAILURES = {
+    "malformed": "the proofs are none that a computation gives under",
+    "forged": "the proofs were made without computing anything under",
+    "mismatch": "the proofs are of other activations than those of",
+    "drift": "the activations are a little off all along (other weights, or another number format?) from those of",
+}
+
+
+def sampling(case: Case) -> Finding:
+    """Every token is the one that the lease's seed draws from the policy: no choice was left to the worker."""
+    answer, limits, replay = case.seed_check, case.profile.certain, case.replayed
+    evidence = {
+        "tokens": answer.n_tokens, "outside": answer.n_outside, "max_distance": answer.max_distance,
+        "sum_distance": answer.sum_distance, "p_value": answer.p_value,
+    }  # fmt: skip
+    if answer.reason is None or answer.reason == "drift":
+        return passed("sampling", **evidence)
+    far = int((distances(replay.uniforms, replay.low, replay.high) > limits.distance).sum())
+    rollout, token = case.place(int(case.kept[answer.position or 0]))
+    return failed(
+        "sampling.seed",
+        f"{answer.n_outside} of {answer.n_tokens} tokens are not those that the lease's seeds give under policy "
+        f"{case.lease.policy.label} (the worst is token {token} of rollout {rollout}): "
+        "another policy, other seeds, or edited tokens",
+        Severity.CERTAIN if far >= limits.tokens else Severity.STATISTICAL,
+        **evidence,
+        far_outside=far,
+        kind=answer.reason,
+        rollout=rollout,
+        token=token,
+    )
 
 
 def logprobs(case: Case) -> Finding:
     """The reported log-probabilities are the policy's: training divides by them."""
-    reported_T = np.concatenate([rollout.logprob_values for rollout in case.rollouts]).astype(np.float64)
-    ours_T = np.concatenate([prefill.logprobs for prefill in case.prefills]).astype(np.float64)
-    error_T = np.abs(reported_T - ours_T)
+    error_T = np.abs(case.claimed - case.replayed.logprobs)
     error_T[~np.isfinite(error_T)] = np.inf
+    error_T[case.accidents] = 0.0
     mean, largest = float(error_T.mean()), float(error_T.max())
-    limits = case.tolerances
-    if mean <= limits.logprob_mean and largest <= limits.logprob_max:
+    limits = case.profile.logprobs
+    if mean <= limits.mean and largest <= limits.largest:
         return passed("logprobs", mean_error=mean, max_error=largest)
     rollout, token = case.place(int(np.argmax(error_T)))
     return failed(
         "logprobs.mismatch",
         f"the log-probabilities differ from those of policy {case.lease.policy.label} by {mean:.2g} on average and "
-        f"{largest:.2g} at most (token {token} of rollout {rollout}); {limits.logprob_mean:g} and "
-        f"{limits.logprob_max:g} are allowed",
+        f"{largest:.2g} at most (token {token} of rollout {rollout}); {limits.mean:g} and {limits.largest:g} are "
+        "allowed",
         Severity.STATISTICAL,
         mean_error=mean,
         max_error=largest,
@@ -226,8 +314,88 @@ def logprobs(case: Case) -> Finding:
     )
 
 
-BEFORE_PREFILL: Sequence[Check] = (envelope, lease, policy, prompt, shape, termination)
-AFTER_PREFILL: Sequence[Check] = (sampling, logprobs)
+def likelihood(case: Case) -> Finding:
+    """The tokens are, in sum, as likely as drawn tokens are: neither picked for their likelihood nor against it.
+
+    The log-probability of an honest token has the mean -entropy and the variance varentropy, whatever came before it.
+    """
+    replay, limits = case.replayed, case.profile.likelihood
+    excess, variance = float((replay.logprobs + replay.entropy).sum()), float(replay.varentropy.sum())
+    deviations = excess / variance**0.5 if variance > 0 else 0.0
+    evidence = {"deviations": deviations, "excess": excess, "variance": variance}
+    told = len(case.tokens) >= limits.tokens and variance >= limits.variance
+    if not told or abs(deviations) <= limits.deviations:
+        return passed("likelihood", **evidence)
+    return failed(
+        "likelihood.unlikely",
+        f"the tokens are {'likelier' if excess > 0 else 'unlikelier'} than drawn ones by {abs(deviations):.1f} "
+        f"standard deviations ({limits.deviations:g} are allowed): another temperature, or picked completions",
+        Severity.STATISTICAL,
+        **evidence,
+    )
+
+
+def record(case: Case) -> Finding:
+    """With all that the node handed in of late: cheating a little all the time shows where one submission does not."""
+    answer, before = case.seed_check, case.record
+    if answer.reason == "drift":
+        sums = before.plus(answer.tally)
+        return failed(
+            "sampling.drift",
+            f"of the last {sums.tokens} tokens of this node {sums.outside} are not quite those that its seeds give: "
+            "more than rounding explains (other weights or number formats than its profile's, or steering)",
+            Severity.STATISTICAL,
+            p_value=answer.record_p_value,
+            tokens=sums.tokens,
+            outside=sums.outside,
+            distance=sums.distance,
+        )
+    if before.proof_values:
+        sums = before.plus(case.tally)
+        of_late = check_proofs(_one_chunk(sums), case.profile.proofs)
+        if of_late.reason is not None:
+            return failed(
+                "proofs.drift",
+                "the activations that this node handed in of late are a little off all along (other weights or number "
+                f"formats than its profile's?): {of_late.detail}",
+                Severity.STATISTICAL,
+                values=sums.proof_values,
+                exponent_mismatches=sums.exponent_mismatches,
+                mantissa_error=sums.mantissa_error,
+            )
+    return passed("record", tokens=before.tokens, values=before.proof_values, p_value=answer.record_p_value)
+
+
+def _one_chunk(sums: Tally) -> Comparisons:
+    """Sums as if they were those of one large chunk: what remains to be judged of it is drift."""
+    zero = np.zeros(1, dtype=np.int64)
+    return Comparisons(
+        k=np.array([sums.proof_values]), exp_mismatches=np.array([sums.exponent_mismatches]),
+        mant_err_sum=np.array([sums.mantissa_error]), mant_err_median=np.zeros(1), sign_mismatches=zero,
+        outside_hits=zero, outside_count=zero, constant=zero.astype(np.bool_), malformed=[None],
+    )  # fmt: skip
+
+
+BEFORE_PREFILL: Sequence[Check] = (envelope, lease, policy, prompt, shape, termination, duplicate)
+
+
+def accident(case: Case) -> Finding:
+    """No token is quite wrong. In coarse arithmetic some are, by themselves: too few to allow, too many to punish."""
+    count = int(case.accidents.sum())
+    if count == 0:
+        return passed("accident")
+    rollout, token = case.place(int(np.argmax(case.accidents)))
+    return unsure(
+        MACHINERY_ACCIDENT,
+        f"{count} of {len(case.tokens)} tokens are far off (the first is token {token} of rollout {rollout}), as "
+        f"happens now and then in {case.lease.profile}: it may be nobody's fault, so it costs nothing but this unit",
+        accidents=count,
+        rollout=rollout,
+        token=token,
+    )
+
+
+AFTER_PREFILL: Sequence[Check] = (proofs, sampling, logprobs, likelihood, record, accident)
 
 
 def run_checks(checks: Sequence[Check], case: Case) -> list[Finding]:
@@ -238,3 +406,15 @@ def run_checks(checks: Sequence[Check], case: Case) -> list[Finding]:
         if not findings[-1].passed:
             break
     return findings
+
+
+def run_all(checks: Sequence[Check], case: Case) -> list[Finding]:
+    """All findings; if there are failures, the one that decides comes last: the surest, an unsure one only alone."""
+    findings = [check(case) for check in checks]
+    failures = [finding for finding in findings if not finding.passed and not finding.unsure]
+    failures = failures or [finding for finding in findings if not finding.passed]
+    if not failures:
+        return findings
+    certain = [finding for finding in failures if finding.severity is Severity.CERTAIN]
+    decides = (certain or failures)[0]
+    return [*(finding for finding in findings if finding is not decides), decides]

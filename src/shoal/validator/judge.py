@@ -1,36 +1,41 @@
 """Judging the audits of one policy together: cheap checks, one batched prefill, the rest, and the reward.
 
-    dockets ─► before the prefill ─┬─ failed ──────────────────────────────────────────► rejected
-                                   └─ all rollouts that are left, one prefill ─► after ─┬► rejected
-                                                     │ the engine fails                 └► reward ─► accepted
-                                                     └► each alone, to find the one it was; that one is inconclusive
+    dockets ─► before the prefill ─┬─ failed ─────────────────────────────────────────► rejected
+                                   ├─ light: as it is claimed ──────────────────────┐
+                                   └─ full: replay (one prefill for all) ─► after ─┬┴─► objection, reward ─► accepted
+                                              │ the engine fails on it             └──► rejected
+                                              └► inconclusive
 
-Pure but for the engine and the environment: nothing here talks to the hub.
+Pure but for the engine, the environment, and the memory of what was accepted (`Seen`): nothing here talks to the hub.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-import numpy as np
-
-from shoal.engines import Engine, Prefill, PrefillRequest
+from shoal.engines import Engine
 from shoal.engines.shelf import LoadedPolicy
 from shoal.environments import Environment
-from shoal.errors import ScoringFailure, ShoalError
-from shoal.protocol import Verdict
+from shoal.errors import ScoringFailure
+from shoal.protocol import Tally, Verdict
 from shoal.runtime.clock import Clock, SystemClock
-from shoal.validator.case import Case, Finding, open_case
-from shoal.validator.checks import AFTER_PREFILL, BEFORE_PREFILL, run_checks
+from shoal.validator.case import Case, Finding, Replay, read_body
+from shoal.validator.checks import AFTER_PREFILL, BEFORE_PREFILL, duplicate, run_all, run_checks
+from shoal.validator.profiles import Profiles
+from shoal.validator.replay import replay_all
 from shoal.validator.rewards import Decode, Decoders, score_group, shuffled
-from shoal.validator.settings import Tolerances
-from shoal.validator.verdicts import MACHINERY_PREFILL, MACHINERY_REWARD, Docket
+from shoal.validator.seen import Seen
+from shoal.validator.verdicts import (
+    MACHINERY_ENVIRONMENT,
+    MACHINERY_PREFILL,
+    MACHINERY_PROFILE,
+    MACHINERY_REWARD,
+    Docket,
+)
 
 log = logging.getLogger(__name__)
-
-ENGINE_ERRORS = (ShoalError, RuntimeError, ValueError, MemoryError)  # torch reports a full device as RuntimeError
 
 
 @dataclass
@@ -44,82 +49,81 @@ class _Open:
 
 @dataclass(frozen=True)
 class Judge:
-    """Turns dockets into verdicts; the same dockets give the same verdicts, however they are batched."""
+    """Turns dockets into verdicts. But for copies, which show only beside what they were copied from, the same docket
+    gives the same verdict, however it is batched.
+    """
 
     environment: Environment
-    tolerances: Tolerances
+    profiles: Profiles
     shuffle_rewards: bool = False
     clock: Clock = field(default_factory=SystemClock)
     decoders: Decoders = field(default_factory=Decoders, repr=False)
+    seen: Seen = field(default_factory=Seen, repr=False)
 
     def verdicts(self, dockets: Sequence[Docket], loaded: LoadedPolicy) -> list[Verdict]:
         """One verdict per docket, in order. All leases must name the loaded policy."""
-        decided: dict[str, Verdict] = {}
-        open_: list[_Open] = []
-        for docket in dockets:
-            case = open_case(docket.lease, docket.body, loaded.engine.vocabulary_size, self.tolerances)
-            findings = run_checks(BEFORE_PREFILL, case)
-            if findings[-1].passed:
-                open_.append(_Open(docket, case, findings))
-            else:
-                decided[docket.audit.submission] = docket.rejected(findings, self.clock.now_ms())
-        for entry, prefills in zip(open_, prefill_all(loaded.engine, [entry.case for entry in open_]), strict=True):
-            decided[entry.docket.audit.submission] = self._after_prefill(entry, prefills, loaded)
-        return [decided[docket.audit.submission] for docket in dockets]
+        opened = [self._open(docket, loaded.engine) for docket in dockets]
+        full = [entry for entry in opened if isinstance(entry, _Open) and entry.docket.audit.depth == "full"]
+        replays = dict(zip(map(id, full), replay_all(loaded.engine, [entry.case for entry in full]), strict=True))
+        return [
+            entry if isinstance(entry, Verdict) else self._judged(entry, replays.get(id(entry)), loaded)
+            for entry in opened
+        ]
 
-    def _after_prefill(self, entry: _Open, prefills: Prefills, loaded: LoadedPolicy) -> Verdict:
-        docket, now_ms = entry.docket, self.clock.now_ms()
-        if isinstance(prefills, Exception):
-            return docket.inconclusive(
-                entry.findings, MACHINERY_PREFILL, f"the validator's engine failed: {prefills}", now_ms
-            )
-        case = replace(entry.case, prefills=prefills)
-        findings = entry.findings + run_checks(AFTER_PREFILL, case)
+    def _open(self, docket: Docket, engine: Engine) -> _Open | Verdict:
+        """Everything before the prefill; a verdict if that decides already."""
+        lease = docket.lease
+        if lease.environment_digest != self.environment.digest:
+            message = f"the validator's environment {self.environment.name} is not the one that the lease was made for"
+            return docket.inconclusive((), MACHINERY_ENVIRONMENT, message, self.clock.now_ms())
+        if lease.profile not in self.profiles:
+            message = f"the validator has no profile for {lease.profile}, so it cannot tell rounding from cheating"
+            return docket.inconclusive((), MACHINERY_PROFILE, message, self.clock.now_ms())
+        profile = self.profiles[lease.profile]
+        if engine.kind.rpartition("/")[2] not in profile.validators:
+            message = f"the validator computes as {engine.kind}, and the profile of {lease.profile} is not for that"
+            return docket.inconclusive((), MACHINERY_PROFILE, message, self.clock.now_ms())
+        submission, problem = read_body(docket.body)
+        case = Case(
+            lease, submission, problem, engine.vocabulary_size, engine.hidden_size, profile, self.seen,
+            docket.audit.record,
+        )  # fmt: skip
+        findings = run_checks(BEFORE_PREFILL, case)
         if not findings[-1].passed:
-            return docket.rejected(findings, now_ms)
-        return self._scored(docket, case, findings, self.decoders.of(loaded.files))
+            return docket.rejected(findings, self.clock.now_ms())
+        return _Open(docket, case, findings)
 
-    def _scored(self, docket: Docket, case: Case, findings: list[Finding], decode: Decode) -> Verdict:
+    def _judged(self, entry: _Open, replay: Replay | Exception | None, loaded: LoadedPolicy) -> Verdict:
+        docket, case, findings = entry.docket, entry.case, entry.findings
+        if isinstance(replay, Exception):
+            message = f"the validator's engine failed: {replay}"
+            return docket.inconclusive(findings, MACHINERY_PREFILL, message, self.clock.now_ms())
+        tally = Tally()
+        if replay is not None:
+            case.replay = replay
+            findings += run_all(AFTER_PREFILL, case)
+            tally = case.tally
+        if findings[-1].passed:
+            again = duplicate(case)  # of a neighbour in the batch, accepted since the first look
+            findings += [] if again.passed else [again]
+        last = findings[-1]
+        if last.unsure:
+            return docket.inconclusive(findings, last.reason, last.result.message, self.clock.now_ms(), tally)
+        if not last.passed:
+            return docket.rejected(findings, self.clock.now_ms(), tally)
+        return self._scored(entry, tally, self.decoders.of(loaded.files))
+
+    def _scored(self, entry: _Open, tally: Tally, decode: Decode) -> Verdict:
+        docket, case, findings = entry.docket, entry.case, entry.findings
         try:
-            rewards = score_group(self.environment, case.lease, case.rollouts, decode)
+            scored = score_group(self.environment, case.lease, case.rollouts, decode)
         except ScoringFailure as failure:
             log.warning("unit %d could not be scored: %s", case.lease.unit, failure)
             return docket.inconclusive(findings, MACHINERY_REWARD, str(failure), self.clock.now_ms())
+        if scored.objection is not None:
+            return docket.rejected([*findings, scored.objection], self.clock.now_ms(), tally)
+        self.seen.remember(case.marks)
+        rewards = scored.rewards
         if self.shuffle_rewards:
             rewards = shuffled(rewards, case.lease.run, case.lease.unit)
-        return docket.accepted(findings, rewards, len(case.tokens()), self.clock.now_ms())
-
-
-Prefills = tuple[Prefill, ...] | Exception
-
-
-def prefill_all(engine: Engine, cases: Sequence[Case]) -> list[Prefills]:
-    """The prefills of every case from one engine call; if that call fails, from one call each."""
-    try:
-        return _prefill_together(engine, cases)
-    except ENGINE_ERRORS as error:
-        log.warning("a prefill of %d submissions failed (%s); trying each alone", len(cases), error)
-        return [_prefill_alone(engine, case) for case in cases]
-
-
-def _prefill_together(engine: Engine, cases: Sequence[Case]) -> list[Prefills]:
-    if not cases:
-        return []
-    results = iter(engine.prefill([request for case in cases for request in _requests(case)]))
-    return [tuple(next(results) for _ in case.rollouts) for case in cases]
-
-
-def _prefill_alone(engine: Engine, case: Case) -> Prefills:
-    try:
-        return _prefill_together(engine, [case])[0]
-    except ENGINE_ERRORS as error:
-        log.warning("the prefill of unit %d failed: %s", case.lease.unit, error)
-        return error
-
-
-def _requests(case: Case) -> list[PrefillRequest]:
-    lease = case.lease
-    return [
-        PrefillRequest(lease.prompt_ids, rollout.token_ids.astype(np.int32), lease.sampling.temperature)
-        for rollout in case.rollouts
-    ]
+        return docket.accepted(findings, rewards, len(case.tokens), self.clock.now_ms(), tally)

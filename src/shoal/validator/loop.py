@@ -6,7 +6,7 @@
 
 Back-pressure: it claims `max_audits` at a time and the next only when those are done; the hub keeps the rest. What it
 claims and does not judge (it was killed, a policy could not be fetched) falls back to the hub when the claim runs out.
-Nothing that goes wrong here ever rejects a submission.
+Nothing that goes wrong here ever rejects a submission. Now and then a known cheat is judged beside the rest (`canary`).
 """
 
 from __future__ import annotations
@@ -18,9 +18,16 @@ from contextlib import closing, contextmanager
 
 from shoal.client import Activity, ClientOptions, HubClient, RegularHeartbeat
 from shoal.client.weights import downloader_of
-from shoal.engines import build, warm_up
+from shoal.engines import build, kind_of, warm_up
 from shoal.engines.shelf import EngineShelf, LoadedPolicy
-from shoal.errors import BroadcastError, DeadlineExceeded, EnvironmentSetupError, HubRefused, ProtocolError
+from shoal.errors import (
+    BroadcastError,
+    CanaryMissed,
+    DeadlineExceeded,
+    EnvironmentSetupError,
+    HubRefused,
+    ProtocolError,
+)
 from shoal.protocol import (
     Audit,
     AuditRequest,
@@ -36,7 +43,9 @@ from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.lock import FolderLock
 from shoal.runtime.stop import StopToken
 from shoal.shardcast import Prefetch
+from shoal.validator.canary import Canary
 from shoal.validator.judge import Judge
+from shoal.validator.profiles import load_profiles
 from shoal.validator.settings import ValidatorConfig, ValidatorSettings
 from shoal.validator.verdicts import MACHINERY_POLICY, Docket
 
@@ -57,14 +66,19 @@ def run_validator(config: ValidatorConfig, stop: StopToken) -> None:
                 f"this validator's environment {config.environment.name} ({config.environment.digest[:16]}…) is not "
                 f"the run's {run.environment} ({run.environment_digest[:16]}…): use the recipe of run {run.run}"
             )
+        settings = config.settings
         warm_up(config.engine)
-        weights = downloader_of(client.trusted_run(), config.folder / "cache", stop, config.settings.held_versions)
+        kind_of(config.engine, settings.device, settings.dtype)  # says what is wrong before anything is fetched
+        weights = downloader_of(client.trusted_run(), config.folder / "cache", stop, settings.held_versions)
         with closing(weights) as downloader, Prefetch(downloader, stop):
             shelf = EngineShelf(
-                downloader.fetch, lambda files: build(config.engine, files), config.settings.held_versions
+                downloader.fetch,
+                lambda files: build(config.engine, files, settings.device, settings.dtype),
+                settings.held_versions,
+                round(settings.memory_gb * 10**9),
             )
-            judge = Judge(config.environment, config.settings.tolerances, config.shuffle_rewards)
-            Validator(client, shelf, judge, config.settings, stop).run()
+            judge = Judge(config.environment, load_profiles(settings.profiles), config.shuffle_rewards)
+            Validator(client, shelf, judge, settings, stop).run()
 
 
 @contextmanager
@@ -97,6 +111,7 @@ class Validator:
         self._stop = stop
         self._clock = clock
         self._misses: Counter[str] = Counter()
+        self._canary = Canary(judge, settings.canary_every)
         self.activity = Activity(clock)
         self._heartbeat = RegularHeartbeat(client, settings.heartbeat_s, self.activity, _ignore)
 
@@ -135,7 +150,20 @@ class Validator:
                 continue
             with self.activity.busy(f"auditing {len(together)} groups of policy {policy.label}"):
                 verdicts = self._judge.verdicts(together, loaded)
+                self._release_canary(together, verdicts, loaded)
             self._report(verdicts)
+
+    def _release_canary(self, dockets: Sequence[Docket], verdicts: Sequence[Verdict], loaded: LoadedPolicy) -> None:
+        """Before anything is reported: does this validator still catch what it must?"""
+        try:
+            caught = self._canary.check(dockets, verdicts, loaded)
+        except CanaryMissed:
+            self.activity.count("canaries_missed")
+            self._heartbeat.once()  # so that the hub knows why nothing is judged any more
+            raise
+        if caught is not None:
+            log.debug("a canary was caught: %s", caught)
+            self.activity.count("canaries_caught")
 
     def _dockets(self, audits: Sequence[Audit]) -> list[Docket]:
         """Audits with their leases opened and their bytes fetched; without those whose papers are not in order."""

@@ -7,22 +7,24 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from shoal.environments import Environment, Score, Task
+from shoal.environments import Environment, ObjectingEnvironment, Score, Task
 from shoal.errors import EnvironmentSetupError, ScoringFailure
 from shoal.models import TextTokenizer
 from shoal.protocol import Lease, Rollout, RolloutReward
 from shoal.protocol.verdict import MAX_REWARD
+from shoal.validator.case import Finding, failed
 
-Decode = Callable[[Sequence[int]], str]
+Decode = Callable[[Sequence[list[int]]], list[str]]
 
 MAX_PARTS = 64
 
 
 class Decoders:
-    """How a policy's tokens become text, by its own tokenizer; the last tokenizer is kept, for versions share it.
+    """How a policy's tokens become texts, by its own tokenizer; the last tokenizer is kept, for versions share it.
 
     A policy without a tokenizer (the scripted engine's) has tokens that are characters.
     """
@@ -33,13 +35,13 @@ class Decoders:
 
     def of(self, files: Mapping[str, bytes]) -> Decode:
         if files != self._files:
-            self._decode = TextTokenizer(files).decode if "tokenizer.json" in files else _characters
+            self._decode = TextTokenizer(files).decode_many if "tokenizer.json" in files else _characters
             self._files = dict(files)
         return self._decode
 
 
-def _characters(token_ids: Sequence[int]) -> str:
-    return "".join(chr(token) for token in token_ids)
+def _characters(completions: Sequence[list[int]]) -> list[str]:
+    return ["".join(chr(token) for token in token_ids) for token_ids in completions]
 
 
 def completion_ids(rollout: Rollout, eos_token_id: int) -> list[int]:
@@ -48,16 +50,40 @@ def completion_ids(rollout: Rollout, eos_token_id: int) -> list[int]:
     return ids[:-1] if ids and ids[-1] == eos_token_id else ids
 
 
-def score_group(
-    environment: Environment, lease: Lease, rollouts: Sequence[Rollout], decode: Decode
-) -> tuple[RolloutReward, ...]:
-    """The reward of every rollout, or `ScoringFailure`; a group is scored whole or not at all."""
+@dataclass(frozen=True)
+class Scored:
+    """What the environment says of a group: its rewards, or what it objects to."""
+
+    rewards: tuple[RolloutReward, ...] = ()
+    objection: Finding | None = None
+
+
+def score_group(environment: Environment, lease: Lease, rollouts: Sequence[Rollout], decode: Decode) -> Scored:
+    """The reward of every rollout, or `ScoringFailure`; a group is scored whole or not at all.
+
+    Equal completions are scored once: an environment is deterministic, and easy tasks have few answers.
+    """
     try:
         task = environment.task(lease.task)
     except EnvironmentSetupError as error:
         raise ScoringFailure(f"the environment does not know the lease's task: {error}") from error
     eos = lease.sampling.eos_token_id
-    return tuple(_reward(environment, task, decode(completion_ids(rollout, eos))) for rollout in rollouts)
+    distinct = list({rollout.tokens: rollout for rollout in rollouts}.values())
+    decoded = decode([completion_ids(rollout, eos) for rollout in distinct])
+    texts = {rollout.tokens: text for rollout, text in zip(distinct, decoded, strict=True)}
+    if isinstance(environment, ObjectingEnvironment):
+        for index, rollout in enumerate(rollouts):
+            objection = environment.objection(task, texts[rollout.tokens])
+            if objection:
+                return Scored(objection=_objected(index, objection))
+    rewards = {tokens: _reward(environment, task, text) for tokens, text in texts.items()}
+    return Scored(tuple(rewards[rollout.tokens] for rollout in rollouts))
+
+
+def _objected(rollout: int, objection: str) -> Finding:
+    return failed(
+        "environment.objection", f"rollout {rollout}: the environment objects: {objection}", None, rollout=rollout
+    )
 
 
 def _reward(environment: Environment, task: Task, completion: str) -> RolloutReward:

@@ -6,12 +6,27 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shoal.protocol import Audit, CheckResult, Lease, Outcome, RolloutReward, Verdict
+from shoal.protocol import Audit, CheckResult, Lease, Outcome, RolloutReward, Tally, Verdict
 from shoal.validator.case import MESSAGE_LIMIT, Finding
 
 MACHINERY_POLICY = "machinery.policy"
+MACHINERY_PROFILE = "machinery.profile"
+MACHINERY_ENVIRONMENT = "machinery.environment"
 MACHINERY_PREFILL = "machinery.prefill"
 MACHINERY_REWARD = "reward.machinery"
+MACHINERY_ACCIDENT = "sampling.accident"
+
+MACHINERY = {
+    MACHINERY_POLICY: "the validator could not fetch the lease's policy",
+    MACHINERY_PROFILE: "the validator has no profile for what the worker generates with",
+    MACHINERY_ENVIRONMENT: "the validator has another environment than the lease was made for",
+    MACHINERY_PREFILL: "the validator's engine failed",
+    MACHINERY_REWARD: "the reward could not be computed",
+    MACHINERY_ACCIDENT: "a few tokens are far off, as happens by itself in the worker's number format (its profile)",
+}
+
+NOTHING_COUNTED = Tally()
+REWARD_PASSED = CheckResult(check="reward", passed=True)
 
 
 @dataclass(frozen=True)
@@ -23,15 +38,24 @@ class Docket:
     body: bytes
 
     def accepted(
-        self, findings: Sequence[Finding], rewards: tuple[RolloutReward, ...], generated_tokens: int, now_ms: int
+        self,
+        findings: Sequence[Finding],
+        rewards: tuple[RolloutReward, ...],
+        generated_tokens: int,
+        now_ms: int,
+        tally: Tally = NOTHING_COUNTED,
     ) -> Verdict:
         """Everything held: the rewards count, and so do the tokens."""
-        checks = (*_results(findings), CheckResult(check="reward", passed=True))
         return self._verdict(
-            now_ms, outcome=Outcome.ACCEPTED, checks=checks, rewards=rewards, generated_tokens=generated_tokens
+            now_ms,
+            outcome=Outcome.ACCEPTED,
+            checks=(*_results(findings), REWARD_PASSED),
+            rewards=rewards,
+            generated_tokens=generated_tokens,
+            tally=tally,
         )
 
-    def rejected(self, findings: Sequence[Finding], now_ms: int) -> Verdict:
+    def rejected(self, findings: Sequence[Finding], now_ms: int, tally: Tally = NOTHING_COUNTED) -> Verdict:
         """The last finding failed: its reason, severity and sentence are the verdict's."""
         failure = findings[-1]
         return self._verdict(
@@ -41,9 +65,17 @@ class Docket:
             severity=failure.severity,
             message=failure.result.message,
             checks=_results(findings),
+            tally=tally,
         )
 
-    def inconclusive(self, findings: Sequence[Finding], reason: str, message: str, now_ms: int) -> Verdict:
+    def inconclusive(
+        self,
+        findings: Sequence[Finding],
+        reason: str,
+        message: str,
+        now_ms: int,
+        tally: Tally = NOTHING_COUNTED,
+    ) -> Verdict:
         """The validator could not tell: no credit, no training, no punishment."""
         return self._verdict(
             now_ms,
@@ -51,6 +83,7 @@ class Docket:
             reason=reason,
             message=message[:MESSAGE_LIMIT],
             checks=_results(findings),
+            tally=tally,
         )
 
     def _verdict(self, now_ms: int, **fields: Any) -> Verdict:
@@ -59,6 +92,7 @@ class Docket:
             submission=self.audit.submission,
             unit=self.lease.unit,
             node=self.lease.node,
+            depth=self.audit.depth,
             decided_at_ms=now_ms,
             **fields,
         )

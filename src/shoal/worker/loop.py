@@ -13,32 +13,42 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 
 from shoal.client import Activity, ClientOptions, HubClient, RegularHeartbeat
 from shoal.client.weights import downloader_of
-from shoal.engines import Completion, GenerationRequest, build, warm_up
+from shoal.engines import Completion, Engine, GenerationRequest, build, kind_of, warm_up
 from shoal.engines.shelf import EngineShelf, Fetch, LoadedPolicy
-from shoal.errors import BroadcastError, DeadlineExceeded, HubError, ProtocolError, ResourceError
+from shoal.errors import (
+    BroadcastError,
+    ConfigError,
+    DeadlineExceeded,
+    HubError,
+    HubRefused,
+    ProtocolError,
+    ResourceError,
+)
 from shoal.protocol import (
     SUBMISSION_FORMAT,
     Lease,
     LeaseRelease,
+    LeaseReply,
     LeaseRequest,
     PolicyRef,
     Rollout,
+    RunInfo,
     Submission,
     pack_logprobs,
     pack_tokens,
 )
-from shoal.protocol.lease import MAX_HELD
+from shoal.protocol.lease import DEFAULT_PROFILE, MAX_HELD
 from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.lock import FolderLock
 from shoal.runtime.stop import StopToken
 from shoal.shardcast import Prefetch
-from shoal.worker.cheats import Loot, find_cheat
+from shoal.worker.cheats import Cheat, Loot, find_cheat
 from shoal.worker.earnings import Earnings, shut_out
 from shoal.worker.folder import identity, pinned_root, remember_root
 from shoal.worker.outbox import Outbox, Parcel
@@ -50,26 +60,40 @@ log = logging.getLogger(__name__)
 LOCK_WAIT_S = 5.0
 RELEASE_PATIENCE_S = 5.0
 LOADED_POLICIES = 1  # leases name the newest policy: a second copy of the weights would hardly ever be used
+PROFILE_UNKNOWN = "profile.unknown"  # the hub's code for a kind of worker that the run has not measured
 POLICY_PAUSE_S = 1.0  # after a policy could not be had, before asking for work again
 
 
 def run_worker(config: WorkerConfig, stop: StopToken) -> None:
     """Work for a run until it is finished, the process is told to stop, or the hub shuts this node out.
 
-    Raises `ShutOut` with the hub's sentence if the node is banned or suspended, `HubUnreachable` after the patience.
+    Raises `ShutOut` with the hub's sentence if the node is banned or suspended, `HubUnreachable` after the patience,
+    `ConfigError` if the run has no use for what this worker generates with.
     """
-    check_choices(config.engine, config.cheat)
+    check_choices(config.engine, config.cheat, config.settings)
+    conduct = Cheat() if config.cheat is None else find_cheat(config.cheat)  # with no hook changed: honest
     if config.cheat is not None:
-        log.warning("this worker cheats (%s): it %s", config.cheat, find_cheat(config.cheat).what)
+        log.warning("this worker cheats (%s): it %s", config.cheat, conduct.what)
     with ending_quietly(stop), FolderLock(config.folder).acquire(stop, LOCK_WAIT_S), _connected(config, stop) as client:
         run = client.run_info()
         log.info("node %s works for run %s at %s", client.key.node, run.run, client.url)
         warm_up(config.engine)
+        profile = conduct.profile(kind_of(config.engine, config.settings.device, config.settings.dtype), run.profiles)
+        _refuse_unknown(profile, run)
         outbox = Outbox(config.folder / "outbox", config.settings.refused_kept)
         weights = downloader_of(client.trusted_run(), config.folder / "cache", stop, config.settings.keep_versions)
         with closing(weights) as downloader, Prefetch(downloader, stop):
-            shelf = _shelf(config, downloader.fetch, run.environment)
-            Worker(client, shelf, outbox, config.settings, stop).run()
+            shelf = _shelf(config, conduct, downloader.fetch, run.environment)
+            Worker(client, shelf, outbox, config.settings, stop, profile, conduct=conduct).run()
+
+
+def _refuse_unknown(profile: str, run: RunInfo) -> None:
+    """Before anything is downloaded: the hub would give this worker nothing to do."""
+    if profile not in run.profiles:
+        raise ConfigError(
+            f"run {run.run} takes no work of {profile}, only of {', '.join(run.profiles)}: choose another device or "
+            "number format (worker.device, worker.dtype), or ask its owner to add a profile for yours"
+        )
 
 
 @contextmanager
@@ -83,15 +107,14 @@ def ending_quietly(stop: StopToken) -> Iterator[None]:
         log.info("stopped (%s)", stop.reason)
 
 
-def _shelf(config: WorkerConfig, fetch: Fetch, environment: str) -> EngineShelf:
+def _shelf(config: WorkerConfig, conduct: Cheat, fetch: Fetch, environment: str) -> EngineShelf:
     """Where engines come from: the honest road, or the one that a cheat makes of it."""
-    if config.cheat is None:
-        return EngineShelf(fetch, lambda files: build(config.engine, files), LOADED_POLICIES)
-    cheat = find_cheat(config.cheat)
+
+    def make(files: Mapping[str, bytes]) -> Engine:
+        return build(config.engine, files, config.settings.device, config.settings.dtype)
+
     return EngineShelf(
-        cheat.fetch(fetch),
-        lambda files: cheat.engine(build(config.engine, files), Loot(files, environment)),
-        LOADED_POLICIES,
+        conduct.fetch(fetch), lambda files: conduct.engine(make(files), Loot(files, environment, make)), LOADED_POLICIES
     )
 
 
@@ -130,14 +153,18 @@ class Worker:
         outbox: Outbox,
         settings: WorkerSettings,
         stop: StopToken,
+        profile: str = DEFAULT_PROFILE,
         clock: Clock = SystemClock(),
+        conduct: Cheat = Cheat(),
     ) -> None:
         self._client = client
         self._shelf = shelf
         self._outbox = outbox
         self._settings = settings
         self._stop = stop
+        self._profile = profile
         self._clock = clock
+        self._conduct = conduct
         self._run = client.run_info().run
         self._hand: dict[str, Held] = {}
         self._finished = False
@@ -191,15 +218,24 @@ class Worker:
             max_units=self._settings.units_per_lease,
             wait_s=self._settings.lease_wait_s,
             held=self._known_leases(),
+            profile=self._profile,
         )
         with self.activity.waiting("work from the hub"):
-            reply = self._client.lease(request)
+            reply = self._ask(request)
         arrived_s = self._clock.monotonic_s()
         for lease, _ in self._client.open_leases(reply):
             self._hand[lease.lease] = Held(lease, arrived_s + (lease.deadline_ms - lease.issued_at_ms) / 1000)
         self._finished = reply.finished and not reply.leases
         if not reply.leases and reply.waiting:
             log.debug("no work: %s", reply.waiting)
+
+    def _ask(self, request: LeaseRequest) -> LeaseReply:
+        try:
+            return self._client.lease(request)
+        except HubRefused as refusal:
+            if refusal.code == PROFILE_UNKNOWN:  # not about this node: about what it was told to generate with
+                raise ConfigError(str(refusal)) from refusal
+            raise
 
     def _known_leases(self) -> tuple[str, ...] | None:
         """The leases in hand or answered in the outbox. Others were lost with an earlier start: the hub ends them."""
@@ -242,11 +278,11 @@ class Worker:
         leases = [held.lease for held in self._of(loaded.ref)]
         if not leases:
             return
-        requests = [GenerationRequest(lease.prompt_ids, lease.seed_numbers, lease.sampling) for lease in leases]
         with self.activity.busy(f"generating {len(leases)} groups by policy {loaded.ref.label}"):
-            groups = generate(loaded, requests)
+            groups = generate(loaded, leases)
         for lease, completions in zip(leases, groups, strict=True):
-            self._outbox.put(submission_of(lease, completions, loaded.engine.name))
+            submission = submission_of(lease, completions, loaded.engine.name)
+            self._outbox.put(self._conduct.submission(submission, lease))
             del self._hand[lease.lease]
             self.activity.count("groups")
             self.activity.count("tokens", sum(len(completion.token_ids) for completion in completions))
@@ -285,13 +321,22 @@ class Worker:
             log.info("%d finished groups stay in the outbox; the next start sends them", kept)
 
 
-def generate(loaded: LoadedPolicy, requests: list[GenerationRequest]) -> list[list[Completion]]:
-    """The engine's answer, or its failure in one sentence (a full device is a `RuntimeError` of torch)."""
+def generate(loaded: LoadedPolicy, leases: Sequence[Lease]) -> list[list[Completion]]:
+    """The groups of leases of one policy, with proofs as the leases want them (a run wants all alike).
+
+    An engine's failure becomes one sentence (a full device is a `RuntimeError` of torch).
+    """
+    groups: dict[str, list[Completion]] = {}
     try:
-        return loaded.engine.generate(requests)
+        for proof in dict.fromkeys(lease.proof for lease in leases):
+            alike = [lease for lease in leases if lease.proof == proof]
+            requests = [GenerationRequest(lease.prompt_ids, lease.seed_numbers, lease.sampling) for lease in alike]
+            drawn = loaded.engine.generate(requests, proof)
+            groups.update(zip((lease.lease for lease in alike), drawn, strict=True))
+        return [groups[lease.lease] for lease in leases]
     except (RuntimeError, MemoryError) as error:
         raise ResourceError(
-            f"the engine {loaded.engine.name} failed while generating {len(requests)} groups: {error}; "
+            f"the engine {loaded.engine.name} failed while generating {len(leases)} groups: {error}; "
             "if memory ran out, set worker.units_per_lease lower"
         ) from error
     except ValueError as error:
@@ -320,4 +365,5 @@ def rollout_of(completion: Completion) -> Rollout:
         tokens=pack_tokens(completion.token_ids),
         logprobs=pack_logprobs(completion.logprobs),
         finish=completion.finish,
+        proofs=completion.proofs,
     )

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import httpx
 from pydantic import BaseModel, ConfigDict, Field
 
-from shoal.engines import ENGINES
-from shoal.errors import ConfigError
+from shoal.engines import check_engine
 from shoal.protocol.lease import MAX_LEASES_PER_REQUEST
 from shoal.worker.cheats import find_cheat
 
 
 class WorkerSettings(BaseModel):
-    """How a worker works. Nothing here changes what it generates: that is all in the lease."""
+    """How a worker works. What it generates is all in the lease; `device` and `dtype` change no more than rounding."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -31,6 +31,8 @@ class WorkerSettings(BaseModel):
     outbox_limit: int = Field(64, ge=1, description="finished groups that may wait for the hub; then work pauses")
     refused_kept: int = Field(100, ge=0, description="refused groups kept in outbox/refused with the hub's reason")
     stop_flush_s: float = Field(5.0, ge=0, description="how long a stopping worker still sends finished groups")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where to generate; auto: a GPU if there is one")
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="what to compute in; the run has to know it")
 
 
 @dataclass(frozen=True)
@@ -51,9 +53,9 @@ class WorkerConfig:
     cheat: str | None = None
 
 
-def check_choices(engine: str, cheat: str | None) -> None:
+def check_choices(engine: str, cheat: str | None, settings: WorkerSettings | None = None) -> None:
     """Raise `ConfigError` for a name that is not there. Before anything else happens: nobody registers in vain."""
-    if engine not in ENGINES:
-        raise ConfigError(f"there is no engine {engine!r}; there are {', '.join(sorted(ENGINES))}")
+    chosen = settings or WorkerSettings()
+    check_engine(engine, chosen.device, chosen.dtype)
     if cheat is not None:
         find_cheat(cheat)

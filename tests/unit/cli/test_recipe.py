@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[3]
 
 SETTINGS = """
 run.name run.seed run.steps run.groups_per_step run.group_size run.max_staleness run.temperature run.max_new_tokens
+run.proof_topk run.proof_rows
 model.path
 environment.name environment.file environment.options environment.train_size environment.held_out_size
 environment.shuffle_rewards
@@ -22,14 +23,13 @@ trainer.advantage trainer.loss trainer.clip_epsilon trainer.clip_delta trainer.m
 trainer.micro_batch_tokens trainer.device trainer.threads trainer.publish_dtype trainer.anchor_every
 trainer.checkpoint_every trainer.keep_checkpoints trainer.evaluate_every trainer.evaluate_tasks trainer.batch_deadline_s
 hub.host hub.port hub.lease_s hub.audit_s hub.max_attempts hub.refill_cap hub.leases_per_node hub.max_submission_bytes
-hub.max_inflated_bytes hub.concurrent_uploads
+hub.max_inflated_bytes hub.concurrent_uploads hub.audit hub.credit_window_s hub.newcomer_share
 validator.max_audits validator.audit_wait_s validator.held_versions validator.policy_wait_s validator.heartbeat_s
 validator.hub_patience_s validator.count validator.engine
-validator.tolerances.seed_distance validator.tolerances.seed_floor validator.tolerances.seed_outside_rate
-validator.tolerances.seed_significance validator.tolerances.certain_distance validator.tolerances.certain_tokens
-validator.tolerances.logprob_mean validator.tolerances.logprob_max
+validator.profiles validator.device validator.dtype validator.memory_gb validator.canary_every
 worker.units_per_lease worker.lease_wait_s worker.heartbeat_s worker.keep_versions worker.hub_patience_s
 worker.outbox_limit worker.refused_kept worker.stop_flush_s worker.count worker.engine
+worker.device worker.dtype
 relay.kept_versions relay.connections relay.max_clients relay.long_poll_s relay.poll_s relay.count
 relay.disk_budget_gb relay.connections_per_client relay.rate_per_client_mbit
 """
@@ -69,6 +69,22 @@ def test_paths_are_meant_from_where_the_recipe_lies(tmp_path: Path) -> None:
     assert load_recipe(path, ["model.path=tiny"]).model.path == "tiny"
 
 
+def test_profiles_are_meant_from_where_the_recipe_lies_or_from_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "recipes").mkdir()
+    path = tmp_path / "recipes" / "mine.toml"
+    path.write_text("[validator]\nprofiles = ['a.toml', '/elsewhere/b.toml']\n")
+    monkeypatch.chdir(tmp_path)
+    assert load_recipe(path).validator.profiles == (tmp_path / "recipes" / "a.toml", Path("/elsewhere/b.toml"))
+    given = load_recipe(path, ["validator.profiles=['c.toml', \"d.toml\"]"])
+    assert given.validator.profiles == (tmp_path / "c.toml", tmp_path / "d.toml")
+    assert load_recipe(path, ["validator.profiles=[]"]).validator.profiles == ()
+    built_in = load_recipe(path, ["validator.profiles=['torch/cuda/bfloat16']"]).validator.profiles
+    assert built_in == (Path("torch/cuda/bfloat16"),)
+    assert parse_config(dump_config(given), Recipe, "dump") == given
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -76,7 +92,9 @@ def test_paths_are_meant_from_where_the_recipe_lies(tmp_path: Path) -> None:
         ("[worker]\ncounts = 2", r"\[worker\] has no key 'counts'; did you mean 'count'\?"),
         ("[trainer]\nclip_delta = 1.1", r"clip_delta \(1.1\) must be above 1 \+ clip_epsilon"),
         ("[run]\nname = 'a/b'", r"\[run\] name = \"a/b\": string should match pattern"),
-        ("[validator.tolerances]\nseed_flor = 1.0", r"\[validator.tolerances\] has no key 'seed_flor'; did you mean"),
+        ("[run]\ntop_p = 0.9", r"top_p is not supported: truncated sampling biases the importance ratio"),
+        ("[validator]\ndevize = 'cpu'", r"\[validator\] has no key 'devize'; did you mean 'device'\?"),
+        ("[worker]\ndtype = 'int8'", r"\[worker\] dtype = \"int8\": input should be 'float32' or 'bfloat16'"),
     ],
 )
 def test_mistakes_are_told_with_the_remedy(tmp_path: Path, text: str, message: str) -> None:

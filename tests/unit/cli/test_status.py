@@ -36,6 +36,22 @@ def test_markup_in_what_others_say_is_text() -> None:
         assert text in shown.getvalue()
 
 
+def test_newcomers_and_pending_credit_are_named() -> None:
+    new = NodeView(
+        node="n" * 32, name="a", role="worker", state=NodeState.ACTIVE, on_probation=True, credit=5, pending=7
+    )
+    gone = NodeView(node="m" * 32, name="b", role="worker", state=NodeState.BANNED, on_probation=True)
+    shown = io.StringIO()
+    for part in render(status(nodes=(new, gone))):
+        Console(file=shown, width=200).print(part)
+    [first] = [line for line in shown.getvalue().splitlines() if "nnnnnnnn" in line]
+    [second] = [line for line in shown.getvalue().splitlines() if "mmmmmmmm" in line]
+    assert "probation" in first
+    assert "5 + 7 pending" in first
+    assert "banned" in second
+    assert "pending" not in second
+
+
 def test_the_newest_refusals_are_shown_with_the_name_of_the_node() -> None:
     node = NodeView(node="n" * 32, name="alice", role="worker", state=NodeState.ACTIVE)
     values = {"node": node.node, "outcome": "rejected", "reason": "sampling.seed", "message": "no"}

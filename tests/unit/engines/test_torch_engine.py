@@ -12,9 +12,10 @@ from shoal.errors import ModelError
 from shoal.models.load import load_model
 from shoal.models.state import policy_views
 from shoal.models.tiny import build_tiny
-from shoal.protocol import PolicyRef, SamplingParameters
+from shoal.protocol import PolicyRef, ProofParameters, SamplingParameters
 from shoal.sampling import inverse
 from shoal.sampling.stream import uniforms
+from shoal.toploc import check_proofs, commit, compare
 
 SAMPLING = SamplingParameters(temperature=0.8, max_new_tokens=12, eos_token_id=1)
 PROMPTS = [tuple(range(10, 10 + length)) for length in (1, 7, 3, 20, 7)]
@@ -154,3 +155,25 @@ def test_large_vocabularies_go_through_in_tiles(model, monkeypatch):
         assert [c.token_ids.tolist() for c in one] == [c.token_ids.tolist() for c in two]
     asked = [PrefillRequest(PROMPTS[0], whole[0][0].token_ids, 0.8)]
     np.testing.assert_allclose(TorchEngine.wrap(model).prefill(asked)[0].logprobs, whole[0][0].logprobs, atol=1e-4)
+
+
+def test_a_prompt_that_a_group_shares_is_computed_once_and_changes_nothing(model):
+    engine = TorchEngine.wrap(model)
+    tokens = [np.arange(5, 5 + length, dtype=np.int32) for length in (1, 9, 4, 9, 1, 6)]
+    asked = [PrefillRequest(PROMPTS[3], ids, 0.8) for ids in tokens] + [PrefillRequest(PROMPTS[1], tokens[1], 0.8)]
+    shapes = []
+    hook = model.base_model.register_forward_pre_hook(
+        lambda module, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
+    try:
+        together = engine.prefill(asked, ProofParameters())
+    finally:
+        hook.remove()
+    assert shapes == [(2, 20), (7, 8)]
+    for request, found in zip(asked, together, strict=True):
+        [alone] = engine.prefill([request], ProofParameters())
+        np.testing.assert_allclose(found.logprobs, alone.logprobs, atol=1e-4)
+        np.testing.assert_allclose(found.cdf_low, alone.cdf_low, atol=1e-5)
+        assert check_proofs(compare(found.points, commit(alone.points))).passed
+    only_first = [PrefillRequest(PROMPTS[3], ids, 0.8) for ids in (tokens[0], tokens[4])]
+    assert len(engine.prefill(only_first)) == 2  # nothing comes after the prompt but the token that is asked about

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from hubkit import (
 )
 
 from shoal.hub.service import Hub
+from shoal.hub.state.commands import SaveNode
 from shoal.hub.state.refusals import Refusal
 from shoal.hub.state.rows import NodeRow
 from shoal.hub.storage import MemoryStorage
@@ -65,14 +67,20 @@ class Play:
     def __init__(self, folder: Path, run: dict[str, Any], settings: dict[str, Any]) -> None:
         self.clock = ManualClock()
         self.storage = MemoryStorage()
-        self.hub = Hub(make_config(folder, run, settings), self.clock, self.storage)
-        self.hub.context.blobs = MemoryBlobs()  # type: ignore[assignment]
+        self.config = make_config(folder, run, settings)
+        self.blobs = MemoryBlobs()
+        self.restart()
         self.rules = self.hub.context.rules
         self.trainer = self._trusted(TRAINER, "trainer")
         self.validator = self._trusted(VALIDATOR, "validator")
         self.workers: list[NodeRow] = []
         self.leases: list[Lease] = []
         self.audits: list[Audit] = []
+
+    def restart(self) -> None:
+        """Another hub over the same storage."""
+        self.hub = Hub(self.config, self.clock, self.storage)
+        self.hub.context.blobs = self.blobs  # type: ignore[assignment]
 
     def _trusted(self, key: SigningKey, role: Any) -> NodeRow:
         body = Registration(public_key=key.public_key, role=role, certificate=certificate(key, role))
@@ -84,13 +92,18 @@ class Play:
         assert row is not None
         return row
 
-    def join(self) -> NodeRow:
+    def join(self, streak: int = 0) -> NodeRow:
+        """A new worker; with a `streak`, one that has passed so many full audits before the play begins."""
         key = worker_key(len(self.workers) + 1)
-        view = self.hub.membership.register(Registration(public_key=key.public_key))
-        self.workers.append(self._node(view.node))
+        row = self._node(self.hub.membership.register(Registration(public_key=key.public_key)).node)
+        with self.storage.write() as transaction:
+            transaction.apply([SaveNode(replace(row, streak=streak, passed=streak), row.state)])
+        self.workers.append(self._node(row.node))
         return self.workers[-1]
 
     def lease(self, worker: NodeRow, count: int, request: str | None = None) -> list[Lease]:
+        with self.storage.write() as transaction:
+            transaction.touch_presence(worker.node, self.hub.context.clock.now_ms())  # as `auth` does
         reply = attempt(
             lambda: self.hub.work.lease(worker, LeaseRequest(request=request or fresh_request(), max_units=count))
         )
@@ -113,7 +126,8 @@ class Play:
 
     def claim(self, count: int = 4) -> list[Audit]:
         found = list(self.hub.checking.audits(self.validator, AuditRequest(max_audits=count)).audits)
-        self.audits += [audit for audit in found if audit.submission not in {known.submission for known in self.audits}]
+        again = {audit.submission for audit in found}
+        self.audits = [audit for audit in self.audits if audit.submission not in again] + found
         return found
 
     def judge(
@@ -130,6 +144,7 @@ class Play:
             reason="test",
             rewards=tuple(RolloutReward(value=value) for value in rewards),
             generated_tokens=lease.unit % 5 + 1,
+            depth=audit.depth,
             decided_at_ms=self.clock.now_ms(),
         )
         signed = sign_document(verdict, VALIDATOR)

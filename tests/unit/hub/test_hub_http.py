@@ -205,6 +205,25 @@ class TestNodes:
         assert (f"submission of unit {first.unit}", "a validator to take them") in waits
 
 
+class TestProfiles:
+    def test_a_lease_says_what_it_is_for_and_how_to_prove_it(self, started: Bench) -> None:
+        body = {"request": fresh_request(), "profile": "scripted/cpu/float32"}
+        (signed,) = ok(started.alice.call("POST", "/leases", body)).json()["leases"]
+        assert signed["document"]["profile"] == "scripted/cpu/float32"
+        assert signed["document"]["proof"] == {"topk": 128, "rows": 32}
+        info = ok(started.http.get("/run")).json()["document"]
+        assert info["proof"] == {"topk": 128, "rows": 32}
+        assert info["profiles"] == ["torch/cpu/float32", "scripted/cpu/float32"]
+
+    def test_one_that_nobody_measured_gets_no_work(self, started: Bench) -> None:
+        body = {"request": fresh_request(), "profile": "torch/cuda/float16"}
+        response = started.alice.call("POST", "/leases", body)
+        assert code_of(response) == (403, "profile.unknown")
+        message = response.json()["message"]
+        for part in ("torch/cuda/float16", "torch/cpu/float32, scripted/cpu/float32", "worker.dtype", "--calibrate"):
+            assert part in message
+
+
 class TestLeases:
     def test_without_a_policy_there_is_no_work(self, bench: Bench) -> None:
         reply = ok(bench.alice.call("POST", "/leases", {"request": fresh_request()})).json()

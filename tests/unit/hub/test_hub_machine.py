@@ -11,25 +11,31 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from machinekit import Play
 
 from shoal import ledger
-from shoal.hub.state import pacing
-from shoal.hub.state.machines import UnitState
+from shoal.hub.state import newcomers, pacing
+from shoal.hub.state.machines import UNDECIDED_SUBMISSIONS, SubmissionState, UnitState
 from shoal.hub.state.refusals import Refusal
+from shoal.hub.state.rows import Moment, NodeRow
 from shoal.protocol import Audit, Batch, Lease, NodeState, Outcome, Receipt, Severity
 
 INDEX = st.integers(0, 10**6)
+PROVEN = 100  # audited fully one time in ten
 
 
 class HubMachine(RuleBasedStateMachine):
     """Workers, a validator and a trainer that do anything at any time, honest or not."""
 
-    @initialize(staleness=st.integers(0, 2), refill_cap=st.integers(0, 2))
-    def begin(self, staleness: int, refill_cap: int) -> None:
+    @initialize(
+        staleness=st.integers(0, 2),
+        refill_cap=st.integers(0, 2),
+        audit=st.sampled_from(["all", "reputation"]),
+        share=st.sampled_from([0.0, 0.25, 1.0]),
+    )
+    def begin(self, staleness: int, refill_cap: int, audit: str, share: float) -> None:
         self.folder = tempfile.TemporaryDirectory()
         run = {"steps": 4, "max_staleness": staleness}
-        self.play = Play(
-            Path(self.folder.name), run, {"max_attempts": 3, "refill_cap": refill_cap, "leases_per_node": 3}
-        )
-        self.play.join()
+        settings = {"max_attempts": 3, "refill_cap": refill_cap, "leases_per_node": 3, "credit_window_s": 45}
+        self.play = Play(Path(self.folder.name), run, {**settings, "audit": audit, "newcomer_share": share})
+        self.play.join(streak=PROVEN)
         self.drawn: dict[int, tuple[str, tuple[str, ...]]] = {}
         self.receipts: dict[str, Receipt] = {}
         self.accepted_tokens: dict[str, int] = {}
@@ -41,17 +47,30 @@ class HubMachine(RuleBasedStateMachine):
         if hasattr(self, "folder"):
             self.folder.cleanup()
 
-    @rule()
+    @rule(streak=st.sampled_from([0, PROVEN]))
     @precondition(lambda self: len(self.play.workers) < 4)
-    def join(self) -> None:
-        self.play.join()
+    def join(self, streak: int) -> None:
+        self.play.join(streak)
+
+    @rule()
+    def restart(self) -> None:
+        self.play.restart()
 
     @rule(who=INDEX, count=st.integers(1, 4))
     def lease(self, who: int, count: int) -> None:
         worker = self.play.workers[who % len(self.play.workers)]
-        banned = self.node_state(worker.node) == NodeState.BANNED
+        before = self.node(worker.node)
+        with self.play.storage.read() as reader:
+            progress, in_hand = reader.progress(), reader.newcomers_in_hand()
+            since_ms = self.play.hub.context.clock.now_ms() - newcomers.HERE_MS
+            bounded = (
+                reader.is_established_here(since_ms) and before.on_probation and self.play.rules.newcomer_share < 1
+            )
         found = self.play.lease(worker, count)
-        assert not (banned and found), "a banned node gets no work"
+        assert not (before.state == NodeState.BANNED and found), "a banned node gets no work"
+        if bounded:
+            most = newcomers.most_in_hand(Moment(self.play.rules, progress, 0))
+            assert len(found) <= max(0, most - in_hand), "newcomers keep to their share"
         for lease in found:
             self.check_draw(lease)
 
@@ -124,14 +143,31 @@ class HubMachine(RuleBasedStateMachine):
 
     def rule_on(self, audit: Audit, outcome: Outcome, useful: bool, severity: Severity | None) -> None:
         rewards = (0.0, 1.0) if useful else (0.0, 0.0)
+        with self.play.storage.read() as reader:
+            row = reader.submission(audit.submission)
+        assert row is not None
         refusal = self.play.judge(audit, outcome, rewards, severity if outcome == Outcome.REJECTED else None)
         if refusal is not None:
-            assert refusal.code == "verdict.decided"
+            assert refusal.code == "verdict.decided" or (refusal.code, audit.depth) == ("verdict.depth", "light")
         elif outcome == Outcome.ACCEPTED:
             self.accepted_tokens[audit.submission] = Lease.model_validate(audit.lease.document).unit % 5 + 1
+        if refusal is None and outcome == Outcome.REJECTED and row.state in UNDECIDED_SUBMISSIONS:
+            self.check_that_nothing_is_left(Lease.model_validate(audit.lease.document).node)
+
+    def check_that_nothing_is_left(self, node: str) -> None:
+        """After a failed audit nothing of its node is trained on, or paid, that was not looked at closely."""
+        row = self.node(node)
+        with self.play.storage.read() as reader:
+            untrained = reader.untrained(node)
+            assert reader.light_audits(node) == []
+            assert reader.pending_credit(node) == []
+        assert (row.pending, row.streak) == (0, 0)
+        assert all(filled.submission.depth == "full" for filled in untrained)
+        if self.play.rules.audit == "reputation" and row.state == NodeState.BANNED:
+            assert untrained == []
 
     @rule(who=INDEX, severity=st.sampled_from(list(Severity)))
-    def catch_a_cheat(self, who: int, severity: Severity) -> None:
+    def catch_a_cheat(self, who: int, severity: Severity | None) -> None:
         """A node that holds other leases too is rejected: those must go to others."""
         self.lease(who, 3)
         worker = self.play.workers[who % len(self.play.workers)]
@@ -140,6 +176,12 @@ class HubMachine(RuleBasedStateMachine):
             self.submit(own[-1], "")
         for audit in self.play.claim(4):
             self.rule_on(audit, Outcome.REJECTED, True, severity)
+
+    @rule(who=INDEX, severity=st.sampled_from([None, *Severity]))
+    def wake_a_sleeper(self, who: int, severity: Severity | None) -> None:
+        """A node whose groups were just accepted is rejected before they are trained on."""
+        self.work_well(who, 2, [True] * 4)
+        self.catch_a_cheat(who, severity)
 
     @rule(ahead=st.sampled_from([0, 0, 0, 1, -1]))
     def ask_for_a_batch(self, ahead: int) -> None:
@@ -162,11 +204,11 @@ class HubMachine(RuleBasedStateMachine):
         self.incarnation += 1
         assert self.play.announce(max(0, len(self.batches) - back), self.incarnation) is None
 
-    def node_state(self, node: str) -> NodeState:
+    def node(self, node: str) -> NodeRow:
         with self.play.storage.read() as reader:
             row = reader.node(node)
         assert row is not None
-        return row.state
+        return row
 
     def check_draw(self, lease: Lease) -> None:
         draw = (lease.task, lease.seeds)
@@ -188,6 +230,9 @@ class HubMachine(RuleBasedStateMachine):
                     seen.add(group.unit)
                     assert 0 <= step - group.policy.version <= self.play.rules.max_staleness
                     assert group.submission in self.accepted_tokens
+                    filled = reader.submission(group.submission)
+                    assert filled is not None
+                    assert filled.state == SubmissionState.ACCEPTED, "what is in a batch is not pulled, nor the reverse"
                     row = reader.unit(group.unit)
                     assert row is not None
                     assert row.step == step
@@ -200,9 +245,12 @@ class HubMachine(RuleBasedStateMachine):
             entries, nodes = reader.ledger_after(-1, 10**6), reader.nodes()
             ledger.verify(entries, ledger.head_of("run", reader.ledger_last()))
         accounts = ledger.fold(entries)
-        assert accounts.total_credit == sum(self.accepted_tokens.values())
+        assert accounts.total_earned == sum(self.accepted_tokens.values())
+        if self.play.rules.audit == "all":
+            assert accounts.total_credit == accounts.total_earned
         for node in nodes:
-            assert accounts.by_node[node.node].credit == node.credit
+            account = accounts.by_node[node.node]
+            assert (account.credit, account.pending) == (node.credit, node.pending)
             assert accounts.by_node[node.node].banned == (node.state == NodeState.BANNED)
 
     @invariant()

@@ -311,7 +311,7 @@ class TestPages:
         document = http.get("/openapi.json").json()
         calls = {f"{method.upper()} {path}" for path, methods in document["paths"].items() for method in methods}
         assert calls == {
-            "GET /run", "GET /status", "GET /health", "GET /ledger", "GET /ledger/head", "POST /nodes",
+            "GET /run", "GET /status", "GET /health", "GET /ready", "GET /ledger", "GET /ledger/head", "POST /nodes",
             "POST /heartbeat", "POST /leases", "POST /leases/release", "PUT /submissions/{lease}", "POST /audits",
             "GET /submissions", "POST /verdicts", "POST /policies", "POST /batches/{step}",
             "GET /batches/{step}/rollouts", "POST /steps",

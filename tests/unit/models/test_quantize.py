@@ -21,7 +21,7 @@ def test_a_row_takes_no_more_values_than_the_bits_allow(matrix: np.ndarray, how:
 
 
 def test_groups_with_an_offset_have_sixteen_levels_each(matrix: np.ndarray) -> None:
-    rounded = INT4.round(matrix).reshape(-1, 32)
+    rounded = Quantization(bits=4, group=32, offset=True).round(matrix).reshape(-1, 32)
     assert max(len(np.unique(group)) for group in rounded) <= 16
     assert 0 < np.abs(rounded - matrix.reshape(-1, 32)).max() < 0.25
 

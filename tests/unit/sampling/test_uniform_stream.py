@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.sampling import philox4x32, uniforms, uniforms_matrix
+from shoal.sampling.stream import uniforms_at
 
 SEEDS = st.integers(min_value=0, max_value=2**64 - 1)
 ALL_ONES = 0xFFFFFFFF
@@ -94,3 +95,9 @@ def test_neighbouring_seeds_are_unrelated():
 def test_what_is_no_seed_or_position_is_refused(seed, start, count):
     with pytest.raises(ValueError, match=r"seed|position"):
         uniforms(seed, start, count)
+
+
+def test_single_positions_are_those_of_the_matrix():
+    seeds, positions = np.array([3, 3, 2**64 - 1], dtype=np.uint64), np.array([0, 5, 2**33], dtype=np.uint64)
+    expected = [uniforms(int(seed), int(at), 1)[0] for seed, at in zip(seeds, positions, strict=True)]
+    assert uniforms_at(seeds, positions).tolist() == expected

@@ -232,6 +232,8 @@ def test_import_needs_neither_torch_nor_numba() -> None:
 
 def test_numba_is_used_for_large_work_only(monkeypatch: pytest.MonkeyPatch) -> None:
     assert backend._arithmetic(is_large=True) is kernels
+    assert backend._arithmetic(is_large=False) is kernels  # it is there already, so it may as well
+    monkeypatch.delitem(sys.modules, backend.KERNELS)
     assert backend._arithmetic(is_large=False) is plain
     monkeypatch.setattr(backend, "has_numba", lambda: False)
     assert backend._arithmetic(is_large=True) is plain

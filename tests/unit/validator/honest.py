@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
+import msgspec
 import numpy as np
 
-from shoal.engines import Completion, GenerationRequest
+from shoal.engines import Completion, GenerationRequest, PrefillRequest
 from shoal.engines.scripted import ScriptedEngine
 from shoal.engines.shelf import LoadedPolicy
 from shoal.environments import Score, Task
@@ -25,6 +26,7 @@ from shoal.protocol import (
     sign_document,
     submission_digest,
 )
+from shoal.toploc import commit
 from shoal.validator.verdicts import Docket
 from shoal.worker.loop import submission_of
 
@@ -56,14 +58,14 @@ def lease(unit: int = 5, seeds: int = 12, **changes: Any) -> Lease:
         "run": RUN, "lease": f"lease-{unit}", "node": NODE, "unit": unit, "attempt": 0, "policy": POLICY,
         "task": f"t/{unit}", "prompt_ids": (10 + unit, 20, 30), "sampling": SAMPLING,
         "seeds": tuple(f"{1000 * unit + i:016x}" for i in range(seeds)), "environment_digest": "e" * 64,
-        "issued_at_ms": 0, "deadline_ms": 60_000,
+        "issued_at_ms": 0, "deadline_ms": 60_000, "profile": "scripted/cpu/float32",
     }  # fmt: skip
     return Lease(**{**fields, **changes})
 
 
 def completions(of: Lease, by: ScriptedEngine | None = None, seeds: Sequence[int] | None = None) -> list[Completion]:
     wanted = tuple(seeds) if seeds is not None else of.seed_numbers
-    return (by or engine()).generate([GenerationRequest(of.prompt_ids, wanted, of.sampling)])[0]
+    return (by or engine()).generate([GenerationRequest(of.prompt_ids, wanted, of.sampling)], of.proof)[0]
 
 
 @cache
@@ -75,7 +77,18 @@ def submission(of: Lease, group: list[Completion] | None = None) -> Submission:
     return _honest(of) if group is None else submission_of(of, group, "scripted")
 
 
-def docket(of: Lease, what: Submission | bytes | None = None) -> Docket:
+def proved(of: Lease, what: Submission, value: float = 3.0) -> Submission:
+    """The submission with proofs as a prefill of its tokens gives them: what anyone can make who has the weights."""
+    rollouts = []
+    for rollout in what.rollouts:
+        request = PrefillRequest(of.prompt_ids, rollout.token_ids.astype(np.int32), of.sampling.temperature)
+        [prefill] = engine(value).prefill([request], of.proof)
+        assert prefill.points is not None
+        rollouts.append(msgspec.structs.replace(rollout, proofs=b"".join(commit(prefill.points))))
+    return msgspec.structs.replace(what, rollouts=rollouts)
+
+
+def docket(of: Lease, what: Submission | bytes | None = None, **audit_fields: Any) -> Docket:
     body = what if isinstance(what, bytes) else pack(what if what is not None else submission(of))
     audit = Audit(
         submission=submission_digest(body),
@@ -83,6 +96,7 @@ def docket(of: Lease, what: Submission | bytes | None = None) -> Docket:
         lease=sign_document(of, HUB),
         received_at_ms=1,
         deadline_ms=2,
+        **audit_fields,
     )
     return Docket(audit, of, body)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import msgspec
 import numpy as np
 import pytest
-from honest import EOS, SAMPLING, LengthEnvironment, completions, docket, engine, lease, loaded, submission
+from honest import EOS, SAMPLING, LengthEnvironment, completions, docket, engine, lease, loaded, proved, submission
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -27,14 +27,15 @@ from shoal.protocol import (
     pack_tokens,
     unpack,
 )
-from shoal.validator import Judge, Tolerances
+from shoal.validator import Judge, load_profiles
 from shoal.validator.checks import AFTER_PREFILL, BEFORE_PREFILL
+from shoal.validator.profiles import LogprobLimits
 
 Cheat = Callable[[Lease], Submission]
 
 
 def judged(of: Lease, what: Submission | bytes) -> Verdict:
-    [verdict] = Judge(LengthEnvironment(), Tolerances()).verdicts([docket(of, what)], loaded())
+    [verdict] = Judge(LengthEnvironment(), load_profiles()).verdicts([docket(of, what)], loaded())
     return verdict
 
 
@@ -61,13 +62,13 @@ def edited_token(of: Lease) -> Submission:
     index = long_rollout(of)
     tokens = submission(of).rollouts[index].token_ids
     tokens[EDITED] = next(token for token in (50, 60) if abs(token - tokens[EDITED]) > 5)
-    return with_rollout(of, index, tokens=pack_tokens(tokens))
+    return proved(of, with_rollout(of, index, tokens=pack_tokens(tokens)))
 
 
 def truncated(of: Lease) -> Submission:
     index = long_rollout(of)
     rollout = submission(of).rollouts[index]
-    return with_rollout(of, index, tokens=rollout.tokens[:-8], logprobs=rollout.logprobs[:-8])
+    return proved(of, with_rollout(of, index, tokens=rollout.tokens[:-8], logprobs=rollout.logprobs[:-8]))
 
 
 def forged_end(of: Lease) -> Submission:
@@ -76,7 +77,7 @@ def forged_end(of: Lease) -> Submission:
     rollout = submission(of).rollouts[index]
     tokens = np.append(rollout.token_ids[:3], EOS)
     values = np.append(rollout.logprob_values[:3], -4.0)
-    return with_rollout(of, index, tokens=pack_tokens(tokens), logprobs=pack_logprobs(values), finish="eos")
+    return proved(of, with_rollout(of, index, tokens=pack_tokens(tokens), logprobs=pack_logprobs(values), finish="eos"))
 
 
 def padded(of: Lease) -> Submission:
@@ -108,17 +109,15 @@ def one_replaced(of: Lease) -> Submission:
 
 
 def small_decodes_right_prefills(of: Lease) -> Submission:
-    """Another model draws the tokens; the right one only reports their log-probabilities."""
+    """Another model draws the tokens; the right one only reports their log-probabilities and proves them."""
     group = completions(of, engine(99.0))
     requests = [PrefillRequest(of.prompt_ids, completion.token_ids, 1.0) for completion in group]
     prefills = engine().prefill(requests)
-    return submission(
-        of,
-        [
-            Completion(completion.token_ids, prefill.logprobs, completion.finish)
-            for completion, prefill in zip(group, prefills, strict=True)
-        ],
-    )
+    reported = [
+        Completion(completion.token_ids, prefill.logprobs, completion.finish)
+        for completion, prefill in zip(group, prefills, strict=True)
+    ]
+    return proved(of, submission(of, reported))
 
 
 CHEATS: dict[str, tuple[Cheat, str, Severity]] = {
@@ -186,7 +185,7 @@ def test_every_cheat_fails_for_the_right_reason(name: str) -> None:
     assert verdict.rewards == ()
     assert verdict.generated_tokens == 0
     *before, last = verdict.checks
-    assert all(check.passed for check in before)
+    assert all(check.passed for check in before[: len(BEFORE_PREFILL)])
     assert not last.passed
     assert last.check == reason.partition(".")[0]
     canonical_json(verdict.model_dump(mode="json"))  # it can be signed: no NaN in the evidence
@@ -196,7 +195,7 @@ def test_every_cheat_fails_for_the_right_reason(name: str) -> None:
 def test_no_cheat_hides_behind_an_honest_neighbour_in_the_batch(name: str) -> None:
     cheat, reason, _ = CHEATS[name]
     dockets = [docket(lease(1)), docket(lease(), cheat(lease())), docket(lease(2))]
-    first, second, third = Judge(LengthEnvironment(), Tolerances()).verdicts(dockets, loaded())
+    first, second, third = Judge(LengthEnvironment(), load_profiles()).verdicts(dockets, loaded())
     assert (first.outcome, second.reason, third.outcome) == (Outcome.ACCEPTED, reason, Outcome.ACCEPTED)
 
 
@@ -241,8 +240,10 @@ def test_rounding_within_the_tolerance_is_honest() -> None:
     assert judged(lease(), msgspec.structs.replace(honest, rollouts=noisy)).outcome is Outcome.ACCEPTED
 
 
-def test_the_tolerances_are_the_settings() -> None:
-    strict = Judge(LengthEnvironment(), Tolerances(logprob_mean=1e-9, logprob_max=1e-9))
+def test_the_limits_are_the_profiles() -> None:
+    narrow = LogprobLimits(mean=1e-9, largest=1e-9)
+    profile = load_profiles()["scripted/cpu/float32"].model_copy(update={"logprobs": narrow})
+    strict = Judge(LengthEnvironment(), {profile.key: profile})
     nudged = logprob_set(float(submission(lease()).rollouts[1].logprob_values[0]) - 1e-5)(lease())
     assert strict.verdicts([docket(lease(), nudged)], loaded())[0].reason == "logprobs.mismatch"
     assert judged(lease(), nudged).outcome is Outcome.ACCEPTED
@@ -277,7 +278,13 @@ def _close(decoded: Submission) -> bool:
 @settings(max_examples=100, deadline=None)
 @given(
     rollouts=st.lists(
-        st.builds(Rollout, st.binary(max_size=34), st.binary(max_size=34), st.sampled_from(["eos", "length"])),
+        st.builds(
+            Rollout,
+            st.binary(max_size=34),
+            st.binary(max_size=34),
+            st.sampled_from(["eos", "length"]),
+            st.binary(max_size=40),
+        ),
         min_size=1,
         max_size=3,
     )
@@ -285,4 +292,4 @@ def _close(decoded: Submission) -> bool:
 def test_no_well_formed_nonsense_crashes_the_validator(rollouts: list[Rollout]) -> None:
     verdict = judged(lease(seeds=2), changed(lease(seeds=2), rollouts=rollouts))
     assert verdict.outcome is Outcome.REJECTED
-    assert verdict.reason.partition(".")[0] in {"shape", "termination", "sampling", "logprobs"}
+    assert verdict.reason.partition(".")[0] in {"shape", "proofs", "termination", "sampling", "logprobs"}

@@ -14,12 +14,12 @@ from shoal.engines.shelf import LoadedPolicy
 from shoal.errors import ScoringFailure
 from shoal.protocol import Outcome, Rollout, RolloutReward, pack_tokens
 from shoal.runtime.clock import ManualClock
-from shoal.validator import Judge, Tolerances
+from shoal.validator import Judge, load_profiles
 from shoal.validator.rewards import Decoders, completion_ids, score_group, shuffled
 
 
 def judge(**changes: object) -> Judge:
-    return Judge(LengthEnvironment(), Tolerances(), **changes, clock=ManualClock())  # type: ignore[arg-type]
+    return Judge(LengthEnvironment(), load_profiles(), **changes, clock=ManualClock())  # type: ignore[arg-type]
 
 
 class CountingEngine(ScriptedEngine):
@@ -30,11 +30,11 @@ class CountingEngine(ScriptedEngine):
         self.poison = poison
         self.batches: list[int] = []
 
-    def prefill(self, requests, keep_hidden=False):  # type: ignore[no-untyped-def]
+    def prefill(self, requests, proof=None):  # type: ignore[no-untyped-def]
         self.batches.append(len(requests))
         if any(request.prompt_ids[0] == self.poison for request in requests):
             raise RuntimeError("out of memory")
-        return super().prefill(requests, keep_hidden)
+        return super().prefill(requests, proof)
 
 
 def counting(poison: int | None = None) -> tuple[CountingEngine, LoadedPolicy]:
@@ -102,8 +102,7 @@ def test_units_are_shuffled_differently_and_evenly() -> None:
 
 
 def test_text_without_a_tokenizer_is_characters() -> None:
-    assert Decoders().of({})([72, 105]) == "Hi"
-    assert Decoders().of({})([]) == ""
+    assert Decoders().of({})([[72, 105], []]) == ["Hi", ""]
 
 
 def test_one_end_token_is_no_part_of_the_completion() -> None:
@@ -118,13 +117,14 @@ def test_text_with_a_tokenizer_is_the_tokenizers_and_it_is_read_once() -> None:
     files = {"tokenizer.json": tokenizer.to_str().encode(), "config.json": json.dumps({"eos_token_id": 1}).encode()}
     decoders = Decoders()
     decode = decoders.of(files)
-    assert decode([2, 0]).replace(" ", "") == "ba"
+    assert [text.replace(" ", "") for text in decode([[2, 0], [0], []])] == ["ba", "a", ""]
     assert decoders.of(dict(files)) is decode
-    assert decoders.of({})([72]) == "H"
+    assert decoders.of({})([[72]]) == ["H"]
 
 
 def test_scoring_a_group_is_whole_or_nothing() -> None:
     rollouts = submission(lease(3)).rollouts
-    assert len(score_group(LengthEnvironment(), lease(3), rollouts, Decoders().of({}))) == len(rollouts)
+    scored = score_group(LengthEnvironment(), lease(3), rollouts, Decoders().of({}))
+    assert len(scored.rewards) == len(rollouts)
     with pytest.raises(ScoringFailure):
         score_group(LengthEnvironment(), lease(3, task="t/broken"), rollouts, Decoders().of({}))

@@ -10,6 +10,7 @@ from honest import HUB, POLICY, RUN, LengthEnvironment, docket, engine, lease
 
 from shoal.engines.shelf import EngineShelf, LoadedPolicy
 from shoal.errors import (
+    CanaryMissed,
     CodecError,
     DeadlineExceeded,
     HubRefused,
@@ -37,7 +38,8 @@ from shoal.protocol import (
     sign_document,
 )
 from shoal.runtime.stop import StopToken
-from shoal.validator import Judge, Tolerances, Validator, ValidatorSettings
+from shoal.validator import Judge, Validator, ValidatorSettings, load_profiles
+from shoal.validator.verdicts import Docket
 
 KEY = SigningKey.from_seed(b"v" * 32)
 
@@ -117,7 +119,7 @@ class ListShelf(EngineShelf):
 
 
 def validator(hub: ListHub, shelf: EngineShelf | None = None, stop: StopToken | None = None) -> Validator:
-    judge = Judge(LengthEnvironment(), Tolerances())
+    judge = Judge(LengthEnvironment(), load_profiles())
     client: Any = hub
     return Validator(client, shelf or ListShelf(), judge, ValidatorSettings(max_audits=7), stop or StopToken())
 
@@ -230,3 +232,38 @@ def test_a_body_that_is_not_its_name_is_the_hubs_trouble() -> None:
     hub = Lying()
     validator(hub).audit([hub.audit(lease(1))])
     assert hub.taken == []
+
+
+def test_canaries_are_counted_where_the_hub_sees_it() -> None:
+    hub = ListHub()
+    role = validator(hub)
+    role.audit([hub.audit(lease(1)), hub.audit(lease(2))])
+    counters = role.activity.heartbeat().counters
+    assert counters["canaries_caught"] == 1
+    assert "canaries_missed" not in counters
+    assert [v.unit for v in hub.taken] == [1, 2]
+
+
+def test_a_missed_canary_ends_it_and_nothing_of_that_round_is_reported() -> None:
+    class Telling(ListHub):
+        def heartbeat(self, heartbeat: Heartbeat) -> HeartbeatReply:
+            told.append(heartbeat.counters)
+            return super().heartbeat(heartbeat)
+
+    class Blind(Judge):
+        """Accepts whatever was made of an accepted one."""
+
+        def verdicts(self, dockets: Sequence[Docket], loaded: LoadedPolicy) -> list[Verdict]:
+            honest = [docket(each.lease) for each in dockets]
+            return super().verdicts(honest, loaded)
+
+    told: list[dict[str, float]] = []
+    hub = Telling()
+    client: Any = hub
+    judge = Blind(LengthEnvironment(), load_profiles())
+    role = Validator(client, ListShelf(), judge, ValidatorSettings(), StopToken())
+    with pytest.raises(CanaryMissed, match="a known cheat, unit 1 with"):
+        role.audit([hub.audit(lease(1)), hub.audit(lease(2))])
+    assert hub.taken == []
+    assert told[-1]["canaries_missed"] == 1
+    assert CanaryMissed.exit_code == 5  # a supervisor does not start it again

@@ -3,71 +3,172 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import httpx
+import msgspec
 import numpy as np
 import pytest
 
 from shoal.engines import Completion, Engine, GenerationRequest, PrefillRequest
 from shoal.engines.scripted import ScriptedEngine
 from shoal.errors import ConfigError
-from shoal.protocol import PolicyRef, SamplingParameters, TensorView
+from shoal.hub.service import work as hub_work
+from shoal.models.tensors import from_numpy
+from shoal.protocol import Lease, PolicyRef, ProofParameters, SamplingParameters, Submission
 from shoal.runtime.stop import StopToken
+from shoal.sampling import SeedTolerance, uniforms
 from shoal.validator import checks
 from shoal.worker import WorkerConfig, WorkerSettings, run_worker
-from shoal.worker.cheats import CHEATS, TRIES, Loot, Worth, find_cheat, own_seeds
+from shoal.worker.cheats import CHEATS, Cheat, Loot, find_cheat
+from shoal.worker.cheats.copies import Steal
+from shoal.worker.cheats.dice import TRIES, own_seeds
+from shoal.worker.cheats.proofs import FIELD, chunks_of
+from shoal.worker.cheats.sleeper import HONEST_UNITS, Sleeper
+from shoal.worker.cheats.steering import Steer
+from shoal.worker.cheats.weights import shallow_files
+from shoal.worker.cheats.worth import Worth
+from shoal.worker.loop import submission_of
 
 SAMPLING = SamplingParameters(temperature=1.0, max_new_tokens=6, eos_token_id=1)
 REQUESTS = [GenerationRequest((10, 11), (1, 2, 3), SAMPLING), GenerationRequest((12,), (4, 5), SAMPLING)]
 REF = PolicyRef(incarnation=0, version=3, digest="d" * 64)
-TENSORS = {"w": TensorView("w", "F32", (1,), memoryview(np.ones(1, dtype="<f4")).cast("B"))}
-NOTHING = Loot({}, "my-own")
+PROOF = ProofParameters(topk=16, rows=4)
+TENSORS = {
+    "w": from_numpy("w", np.linspace(-1, 1, 64, dtype="<f4").reshape(8, 8)),
+    "model.layers.0.w": from_numpy("model.layers.0.w", np.ones(4, dtype="<f4")),
+    "model.layers.7.w": from_numpy("model.layers.7.w", np.ones(4, dtype="<f4")),
+}
+ON_PAPER = {"logprobs", "nan", "vocabulary", "claim-prompt", "claim-policy", "claim-node", "few", "replay", "steal"}
+FORGED = {name for name in CHEATS if name.endswith("-proofs") or name == "modulus-one"}
+PATIENT = {"stale", "sleeper", "replay", "swap-prompt", "steal"}  # their first group is honest
 
 
 class Asked(ScriptedEngine):
     """Remembers the seeds it was asked for."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, files: Mapping[str, bytes] | None = None) -> None:
+        super().__init__(files)
         self.seeds: list[tuple[int, ...]] = []
 
-    def generate(self, requests: Sequence[GenerationRequest], keep_hidden: bool = False) -> list[list[Completion]]:
+    def generate(
+        self, requests: Sequence[GenerationRequest], proof: ProofParameters | None = None
+    ) -> list[list[Completion]]:
         self.seeds += [request.seeds for request in requests]
-        return super().generate(requests, keep_hidden)
+        return super().generate(requests, proof)
 
 
-def loaded(name: str) -> tuple[Asked, Engine]:
+NOTHING = Loot({}, "my-own", Asked)
+
+
+def loaded(name: str, loot: Loot = NOTHING) -> tuple[Asked, Engine]:
     asked = Asked()
-    engine = CHEATS[name].engine(asked, NOTHING)
+    engine = find_cheat(name).engine(asked, loot)
     engine.load_policy(REF, TENSORS)
+    if asked.policy is None:  # small-model never touches the engine that it was given
+        asked.load_policy(REF, TENSORS)
     return asked, engine
+
+
+def honest_engine() -> Engine:
+    engine = Asked()
+    engine.load_policy(REF, TENSORS)
+    return engine
 
 
 def tokens(groups: Sequence[Sequence[Completion]]) -> list[list[list[int]]]:
     return [[completion.token_ids.tolist() for completion in group] for group in groups]
 
 
+def lease_of(request: GenerationRequest, unit: int = 0) -> Lease:
+    return Lease(
+        run="r", lease=f"u{unit}a0", node="n" * 32, unit=unit, attempt=0, policy=REF, task="t", proof=PROOF,
+        prompt_ids=request.prompt_ids, seeds=tuple(f"{seed:016x}" for seed in request.seeds), sampling=SAMPLING,
+        environment_digest="e" * 64, issued_at_ms=0, deadline_ms=1,
+    )  # fmt: skip
+
+
+def handed_in(cheat: Cheat, request: GenerationRequest = REQUESTS[0], unit: int = 0) -> tuple[Submission, Submission]:
+    """What an honest worker would hand in, and what the cheat makes of the same."""
+    [group] = honest_engine().generate([request], PROOF)
+    honest = submission_of(lease_of(request, unit), group, "scripted")
+    return honest, cheat.submission(honest, lease_of(request, unit))
+
+
+# ── all of them ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
 @pytest.mark.parametrize("name", CHEATS)
 def test_from_outside_it_is_the_engine_it_hides(name: str) -> None:
     asked, engine = loaded(name)
     assert isinstance(engine, Engine)
-    assert (engine.name, engine.policy, engine.vocabulary_size) == ("scripted", REF, asked.vocabulary_size)
-    assert [len(group) for group in engine.generate(REQUESTS)] == [3, 2]
-    request = PrefillRequest((10, 11), np.array([7, 8], dtype=np.int32), 1.0)
-    assert engine.prefill([request])[0].logprobs.tolist() == asked.prefill([request])[0].logprobs.tolist()
-    assert engine.greedy([(10,)], 4, 1)[0].tolist() == asked.greedy([(10,)], 4, 1)[0].tolist()
+    assert (engine.name, engine.kind, engine.policy) == ("scripted", "scripted/cpu/float32", REF)
+    assert (engine.vocabulary_size, engine.hidden_size) == (asked.vocabulary_size, asked.hidden_size)
+    assert [len(group) for group in engine.generate(REQUESTS, PROOF)] == [3, 2]
+    assert all(completion.proofs for group in engine.generate(REQUESTS, PROOF) for completion in group)
 
 
 @pytest.mark.parametrize("name", CHEATS)
-def test_its_words_and_reasons_are_for_people_and_for_the_table_of_checks(name: str) -> None:
+def test_its_words_and_reasons_are_for_people_and_for_the_tables_of_codes(name: str) -> None:
     cheat = CHEATS[name]
-    table = set(re.findall(r"^\| ([a-z_.]+) +\|", checks.__doc__ or "", re.MULTILINE))
+    known = set(re.findall(r"^\| ([a-z_.]+) +\|", checks.__doc__ or "", re.MULTILINE))
+    at_the_door = set(re.findall(r'"(submission\.[a-z_]+)"', Path(hub_work.__file__).read_text()))
     assert cheat.name == name
-    assert cheat.reasons <= table
+    assert cheat.reasons <= known | at_the_door
     assert cheat.reasons
     assert len(cheat.what.split()) > 5
+
+
+@pytest.mark.parametrize(
+    "name", sorted(CHEATS.keys() - ON_PAPER - FORGED - PATIENT - {"answer", "steer", "small-model"})
+)
+def test_the_tokens_of_an_engine_that_cheats_are_not_the_honest_ones(name: str) -> None:
+    _, engine = loaded(name)
+    assert tokens(engine.generate(REQUESTS, PROOF)) != tokens(honest_engine().generate(REQUESTS, PROOF))
+
+
+@pytest.mark.parametrize("name", sorted(FORGED | ON_PAPER - PATIENT))
+def test_papers_that_lie_differ_from_honest_ones(name: str) -> None:
+    honest, cheated = handed_in(find_cheat(name))
+    assert cheated != honest
+
+
+def test_the_guide_lists_them_all_in_their_own_words() -> None:
+    guide = (Path(__file__).parents[3] / "docs" / "guides" / "attack-your-run.md").read_text()
+    listed = dict(re.findall(r"^\| `([a-z0-9-]+)` \| ([^|]+?) \|", guide, re.MULTILINE))
+    assert listed == {name: cheat.what for name, cheat in CHEATS.items()}
+
+
+def test_a_cheat_with_no_hook_changed_is_honest() -> None:
+    honest, same = handed_in(Cheat())
+    engine = Asked()
+    assert same == honest
+    assert Cheat().engine(engine, NOTHING) is engine
+
+
+def test_every_worker_gets_a_cheat_of_its_own() -> None:
+    assert find_cheat("replay") is not find_cheat("replay")
+
+
+def test_an_unknown_cheat_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match="there is no cheat 'bribe'; there are answer, best-of, "):
+        find_cheat("bribe")
+
+
+@pytest.mark.parametrize(("engine", "cheat"), [("steam", None), ("scripted", "bribe")])
+def test_a_name_that_is_not_there_makes_nothing_anywhere(tmp_path: Path, engine: str, cheat: str | None) -> None:
+    asked: list[httpx.Request] = []
+    http = httpx.Client(transport=httpx.MockTransport(lambda request: asked.append(request) or httpx.Response(500)))
+    folder = tmp_path / "node"
+    config = WorkerConfig(folder, WorkerSettings(hub_patience_s=1), engine, "http://hub", None, "n", http, cheat)
+    with pytest.raises(ConfigError, match="there is no"):
+        run_worker(config, StopToken())
+    assert asked == []
+    assert not folder.exists()
+
+
+# ── dice ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_best_of_rolls_other_dice_and_takes_the_likeliest_without_a_reward() -> None:
@@ -88,8 +189,107 @@ def test_its_own_dice_are_all_different_and_always_the_same() -> None:
 
 def test_without_a_tokenizer_or_with_an_unknown_environment_only_likelihood_is_left() -> None:
     completion = Completion(np.array([5], dtype=np.int32), np.array([-0.5], dtype=np.float32), "length")
-    for loot in (Loot({}, "sort"), NOTHING):
+    for loot in (Loot({}, "sort", Asked), NOTHING):
         assert Worth(loot).of((10,))(completion) == -0.5
+
+
+def test_grind_hands_in_only_what_seeds_of_the_lease_give() -> None:
+    asked, engine = loaded("grind")
+    honest, ground = tokens(asked.generate(REQUESTS)), tokens(engine.generate(REQUESTS))
+    assert all(each in honest[0] for each in ground[0])
+    assert len({tuple(each) for each in ground[0]}) == 1
+
+
+def test_greedy_takes_the_likeliest() -> None:
+    asked, engine = loaded("greedy")
+    [likeliest] = asked.greedy([(12,)], 6, 1)
+    assert tokens(engine.generate(REQUESTS))[1] == [likeliest.tolist()] * 2
+
+
+def test_loose_claims_the_loosest_profile_that_the_run_takes() -> None:
+    loose = find_cheat("loose")
+    assert loose.profile("torch/cpu/float32", ["torch/cpu/bfloat16", "torch/cpu/float32"]) == "torch/cpu/bfloat16"
+    assert loose.profile("torch/cpu/float32", ["torch/cpu/float32"]) == "torch/cpu/float32"
+    assert find_cheat("copy").profile("torch/cpu/float32", ["torch/cpu/bfloat16"]) == "torch/cpu/float32"
+
+
+# ── completions rewritten ────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    "name", ["edit", "early-end", "cut-short", "pad", "run-on", "cold", "greedy", "int4-decodes", "small-decodes"]
+)
+def test_the_right_policy_vouches_for_tokens_that_were_never_drawn(name: str) -> None:
+    asked, engine = loaded(name)
+    for request, group in zip(REQUESTS, engine.generate(REQUESTS, PROOF), strict=True):
+        for each in group:
+            [wanted] = asked.prefill([PrefillRequest(request.prompt_ids, each.token_ids, 1.0)], PROOF)
+            assert each.logprobs == pytest.approx(wanted.logprobs)
+            assert len(each.proofs) > 2
+
+
+def completions(name: str) -> list[Completion]:
+    return [each for group in loaded(name)[1].generate(REQUESTS) for each in group]
+
+
+def test_how_each_rewritten_completion_ends() -> None:
+    assert all(each.finish == "length" and 1 not in each.token_ids for each in completions("cut-short"))
+    assert all(each.finish == "eos" and each.token_ids[-1] == 1 for each in completions("early-end"))
+    assert all(len(each.token_ids) == 6 and 1 not in each.token_ids for each in completions("run-on"))
+    padded = completions("pad")
+    assert all(len(each.token_ids) == 6 for each in padded)
+    assert any(1 in each.token_ids[:-1] for each in padded)
+
+
+def test_edit_changes_one_token_of_each() -> None:
+    asked, engine = loaded("edit")
+    for before, after in zip(asked.generate(REQUESTS)[0], engine.generate(REQUESTS)[0], strict=True):
+        assert (before.token_ids != after.token_ids).sum() == (before.token_ids[len(before.token_ids) // 2] != 1)
+
+
+def test_swap_prompt_answers_its_first_prompt() -> None:
+    asked, engine = loaded("swap-prompt")
+    assert tokens(engine.generate([REQUESTS[0]])) == tokens(asked.generate([REQUESTS[0]]))
+    same = GenerationRequest(REQUESTS[0].prompt_ids, REQUESTS[1].seeds, SAMPLING)
+    assert tokens(engine.generate([REQUESTS[1]])) == tokens(asked.generate([same]))
+
+
+@pytest.mark.parametrize("reach", [0.05, 0.2])
+def test_steer_changes_tokens_and_none_lies_farther_out_than_its_reach(reach: float) -> None:
+    asked = Asked()
+    engine = Steer(SeedTolerance(distance=reach, floor=1e-3)).engine(asked, NOTHING)
+    engine.load_policy(REF, TENSORS)
+    requests = [GenerationRequest((10, number), (1, 2), SAMPLING) for number in range(2)]
+    assert tokens(engine.generate(requests)) != tokens(asked.generate(requests))
+    for request, group in zip(requests, engine.generate(requests), strict=True):
+        for seed, each in zip(request.seeds, group, strict=True):
+            [seen] = asked.prefill([PrefillRequest(request.prompt_ids, each.token_ids, 1.0)])
+            u_T = uniforms(seed, 0, len(each.token_ids))
+            assert (seen.cdf_low - u_T < reach).all()
+            assert (u_T - seen.cdf_high < reach).all()
+            outside_T = (u_T < seen.cdf_low) | (u_T >= seen.cdf_high)
+            assert (np.exp(seen.logprobs[outside_T]) > 1e-3).all()
+
+
+# ── weights ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_small_model_has_a_third_of_the_layers() -> None:
+    files = {"config.json": b'{"num_hidden_layers": 9, "layer_types": [1, 2, 3, 4, 5, 6, 7, 8, 9], "x": 1}'}
+    config = msgspec.json.decode(shallow_files(files)["config.json"])
+    assert config == {"num_hidden_layers": 3, "layer_types": [1, 2, 3], "x": 1}
+
+
+@pytest.mark.parametrize("name", ["small-model", "small-decodes"])
+def test_it_gets_only_the_tensors_of_its_layers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[set[str]] = []
+    monkeypatch.setattr(Asked, "load_policy", lambda _self, _ref, tensors: given.append(set(tensors)))
+    files = {"config.json": b'{"num_hidden_layers": 9}'}
+    find_cheat(name).engine(Asked(), Loot(files, "my-own", Asked)).load_policy(REF, TENSORS)
+    assert {"w", "model.layers.0.w"} in given
+
+
+# ── copies ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_copy_hands_in_the_first_of_a_group_for_all() -> None:
@@ -100,18 +300,73 @@ def test_copy_hands_in_the_first_of_a_group_for_all() -> None:
     assert groups == [[honest[0][0]] * 3, [honest[1][0]] * 2]
 
 
-def test_an_unknown_cheat_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="there is no cheat 'bribe'; there are best-of, copy, stale"):
-        find_cheat("bribe")
+def test_replay_hands_in_its_first_group_for_ever() -> None:
+    cheat = find_cheat("replay")
+    first, _ = handed_in(cheat)
+    honest, cheated = handed_in(cheat, GenerationRequest((12,), (7, 8, 9), SAMPLING), unit=1)
+    assert cheated.rollouts == first.rollouts != honest.rollouts
+    assert (cheated.unit, cheated.lease) == (1, "u1a0")
 
 
-@pytest.mark.parametrize(("engine", "cheat"), [("steam", None), ("scripted", "bribe")])
-def test_a_name_that_is_not_there_makes_nothing_anywhere(tmp_path: Path, engine: str, cheat: str | None) -> None:
-    asked: list[httpx.Request] = []
-    http = httpx.Client(transport=httpx.MockTransport(lambda request: asked.append(request) or httpx.Response(500)))
-    folder = tmp_path / "node"
-    config = WorkerConfig(folder, WorkerSettings(hub_patience_s=1), engine, "http://hub", None, "n", http, cheat)
-    with pytest.raises(ConfigError, match="there is no"):
-        run_worker(config, StopToken())
-    assert asked == []
-    assert not folder.exists()
+def test_steal_takes_what_it_finds_the_same_prompt_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    other, _ = handed_in(Cheat(), GenerationRequest((12,), (7, 8, 9), SAMPLING))
+    same, _ = handed_in(Cheat(), GenerationRequest((10, 11), (7, 8, 9), SAMPLING))
+    honest, cheated = handed_in(find_cheat("steal"))
+    assert cheated == honest
+    monkeypatch.setattr(Steal, "library", [same, other])
+    assert handed_in(find_cheat("steal"))[1].rollouts == same.rollouts
+    monkeypatch.setattr(Steal, "library", [other])
+    assert handed_in(find_cheat("steal"))[1].rollouts == other.rollouts
+
+
+# ── proofs ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def forged(name: str) -> list[tuple[bytes, bytes]]:
+    """Honest and forged proofs, chunk by chunk."""
+    honest, cheated = handed_in(find_cheat(name))
+    full = 2 + 2 * PROOF.topk
+    return [
+        pair
+        for before, after in zip(honest.rollouts, cheated.rollouts, strict=True)
+        for pair in zip(chunks_of(before.proofs, full), chunks_of(after.proofs, full), strict=True)
+    ]
+
+
+@pytest.mark.parametrize("name", ["null-proofs", "constant-proofs", "modulus-one", "random-proofs"])
+def test_forgeries_without_computation_have_the_size_of_honest_proofs(name: str) -> None:
+    for before, after in forged(name):
+        assert len(after) == len(before)
+        assert after != before
+
+
+def test_a_random_proof_is_well_formed() -> None:
+    for _, after in forged("random-proofs"):
+        numbers = np.frombuffer(after, dtype=">u2")
+        assert numbers[0] == FIELD
+        assert (numbers[1:] < FIELD).all()
+
+
+def test_replayed_proofs_are_the_first_ones_of_their_size() -> None:
+    cheat = find_cheat("replayed-proofs")
+    first, _ = handed_in(cheat, GenerationRequest((12,), (7,), SAMPLING))
+    honest, cheated = handed_in(cheat, GenerationRequest((12,), (7, 8, 9), SAMPLING))
+    assert cheated.rollouts[0] == first.rollouts[0] == honest.rollouts[0]
+    assert cheated.rollouts[1:] != honest.rollouts[1:]
+
+
+# ── the sleeper ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_sleeper_is_honest_for_so_many_groups_and_not_for_one_more() -> None:
+    asked = Asked()
+    engine = Sleeper(3).engine(asked, NOTHING)
+    engine.load_policy(REF, TENSORS)
+    for requests in (REQUESTS, REQUESTS):
+        engine.generate(requests)
+    honest = [request.seeds for request in REQUESTS]
+    assert asked.seeds == [*honest, honest[0], own_seeds(honest[1])]
+
+
+def test_the_sleepers_words_name_its_patience() -> None:
+    assert str(HONEST_UNITS) in CHEATS["sleeper"].what

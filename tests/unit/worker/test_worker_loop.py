@@ -14,6 +14,7 @@ from shoal.engines import GenerationRequest
 from shoal.engines.scripted import ScriptedEngine
 from shoal.engines.shelf import EngineShelf, LoadedPolicy
 from shoal.errors import (
+    ConfigError,
     DeadlineExceeded,
     HubRefused,
     HubUnreachable,
@@ -34,6 +35,7 @@ from shoal.protocol import (
     NodeState,
     NodeView,
     PolicyRef,
+    ProofParameters,
     Receipt,
     SamplingParameters,
     SigningKey,
@@ -45,6 +47,7 @@ from shoal.protocol import (
     unpack,
 )
 from shoal.runtime.stop import StopToken
+from shoal.toploc import split_proofs
 from shoal.worker import Outbox, Worker, WorkerSettings
 from shoal.worker.loop import submission_of
 
@@ -52,6 +55,7 @@ HUB = SigningKey.from_seed(b"h" * 32)
 KEY = SigningKey.from_seed(b"n" * 32)
 RUN = "demo-000000000000"
 SAMPLING = SamplingParameters(temperature=1.0, max_new_tokens=6, eos_token_id=1)
+PROOFS = (ProofParameters(topk=8, rows=2), ProofParameters())
 FAST = WorkerSettings(
     units_per_lease=4, lease_wait_s=0, heartbeat_s=0.05, hub_patience_s=20, outbox_limit=2, stop_flush_s=10
 )
@@ -65,6 +69,7 @@ def lease(unit: int, version: int = 0, lasts_ms: int = 60_000) -> Lease:
     return Lease(
         run=RUN, lease=f"lease-{unit}", node=KEY.node, unit=unit, attempt=0, policy=policy(version), task="t",
         prompt_ids=(10 + unit, 11), seeds=(f"{unit:016x}", f"{unit + 99:016x}"), sampling=SAMPLING,
+        proof=PROOFS[unit % 2],
         environment_digest="e" * 64, issued_at_ms=0, deadline_ms=lasts_ms,
     )  # fmt: skip
 
@@ -139,11 +144,11 @@ class CountingEngine(ScriptedEngine):
         data = memoryview(np.ones(1, dtype="<f4")).cast("B")
         self.load_policy(policy(), {"w": TensorView("w", "F32", (1,), data)})
 
-    def generate(self, requests, keep_hidden=False):  # type: ignore[no-untyped-def]
+    def generate(self, requests, proof=None):  # type: ignore[no-untyped-def]
         if self.failure is not None:
             raise self.failure
         self.calls.append([request.prompt_ids[0] - 10 for request in requests])
-        return super().generate(requests, keep_hidden)
+        return super().generate(requests, proof)
 
 
 class ListShelf(EngineShelf):
@@ -162,13 +167,20 @@ class ListShelf(EngineShelf):
 class Bench:
     """A worker with everything around it."""
 
-    def __init__(self, folder: Path, *replies: Reply, settings: WorkerSettings = FAST, **missing: Exception) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *replies: Reply,
+        settings: WorkerSettings = FAST,
+        profile: str = "torch/cpu/float32",
+        **missing: Exception,
+    ) -> None:
         self.hub = ListHub(*replies)
         self.shelf = ListShelf(**missing)
         self.outbox = Outbox(folder / "outbox", 10)
         self.stop = StopToken()
         client: Any = self.hub
-        self.worker = Worker(client, self.shelf, self.outbox, settings, self.stop)
+        self.worker = Worker(client, self.shelf, self.outbox, settings, self.stop, profile)
 
     @property
     def units(self) -> list[int]:
@@ -180,10 +192,10 @@ class Bench:
 
 
 def test_it_generates_what_was_leased_in_one_call_and_hands_it_in(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, [lease(1), lease(2), lease(3)], [], [lease(4)])
+    bench = Bench(tmp_path, [lease(1), lease(3), lease(5)], [], [lease(4)])
     bench.worker.run()
-    assert bench.units == [1, 2, 3, 4]
-    assert bench.shelf.engine.calls == [[1, 2, 3], [4]]
+    assert bench.units == [1, 3, 4, 5]
+    assert bench.shelf.engine.calls == [[1, 3, 5], [4]]
     assert bench.waiting == []
     assert bench.hub.requests[0].max_units == 4
     assert len({request.request for request in bench.hub.requests}) == len(bench.hub.requests)
@@ -205,12 +217,39 @@ def test_a_submission_is_the_leases_group_under_its_seeds(tmp_path: Path) -> Non
     bench = Bench(tmp_path, [lease(7)])
     bench.worker.run()
     [submission] = bench.hub.submitted
-    [group] = CountingEngine().generate([GenerationRequest((17, 11), lease(7).seed_numbers, SAMPLING)])
+    [group] = CountingEngine().generate([GenerationRequest((17, 11), lease(7).seed_numbers, SAMPLING)], lease(7).proof)
     assert [rollout.token_ids.tolist() for rollout in submission.rollouts] == [c.token_ids.tolist() for c in group]
     assert [rollout.finish for rollout in submission.rollouts] == [c.finish for c in group]
+    assert [rollout.proofs for rollout in submission.rollouts] == [c.proofs for c in group]
+    assert all(rollout.proofs for rollout in submission.rollouts)
     assert submission.prompt_ids.tolist() == [17, 11]
     assert (submission.run, submission.node, submission.policy_digest) == (RUN, KEY.node, policy().digest)
     assert (submission.version, submission.engine) == (0, "scripted")
+
+
+def test_every_lease_gets_proofs_of_the_size_that_it_asks_for(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, [lease(1), lease(2), lease(3)])
+    bench.worker.run()
+    assert bench.shelf.engine.calls == [[1, 3], [2]]  # one call per size
+    for submission in bench.hub.submitted:
+        proof = lease(submission.unit).proof
+        for rollout in submission.rollouts:
+            assert split_proofs(rollout.proofs, len(rollout.token_ids), 64, proof.topk, proof.rows)
+
+
+def test_it_asks_for_work_as_what_it_generates_with(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, profile="scripted/cpu/float32")
+    bench.worker.run()
+    assert [request.profile for request in bench.hub.requests] == ["scripted/cpu/float32"]
+
+
+def test_a_run_that_does_not_know_its_kind_ends_it_with_the_hubs_sentence(tmp_path: Path) -> None:
+    refusal = HubRefused(403, "profile.unknown", "this run has no profile for warp/tpu/int3")
+    bench = Bench(tmp_path, [lease(1)], refusal)
+    with pytest.raises(ConfigError, match="this run has no profile for warp/tpu/int3") as caught:
+        bench.worker.run()
+    assert caught.value.exit_code == 2
+    assert bench.units == [1]  # what was done before is handed in
 
 
 def test_leases_of_two_policies_are_done_oldest_first(tmp_path: Path) -> None:

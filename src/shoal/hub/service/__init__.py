@@ -6,6 +6,7 @@
     checking    Checking: audits, verdicts, bodies               (validators)
     training    Training: announce, batch, rollouts, report      (trainer)
     reporting   Reporting: run_info, status, ledger              (anyone)
+    readiness   Ready: check                                     (anyone)
     upkeep      Upkeep: tick
 
 Services are synchronous and know nothing of HTTP: a refusal is an exception (`state.refusals.Refusal`).
@@ -16,6 +17,7 @@ from __future__ import annotations
 from shoal.hub.service.checking import Checking
 from shoal.hub.service.context import Context
 from shoal.hub.service.membership import Membership
+from shoal.hub.service.readiness import Ready
 from shoal.hub.service.reporting import Reporting
 from shoal.hub.service.training import Training
 from shoal.hub.service.upkeep import Upkeep
@@ -35,10 +37,11 @@ class Hub:
         self.checking = Checking(self.context)
         self.training = Training(self.context)
         self.reporting = Reporting(self.context)
+        self.readiness = Ready(self.context)
         self.upkeep = Upkeep(self.context)
 
     def close(self) -> None:
         self.context.close()
 
 
-__all__ = ["Checking", "Context", "Hub", "Membership", "Reporting", "Training", "Upkeep", "Work"]
+__all__ = ["Checking", "Context", "Hub", "Membership", "Ready", "Reporting", "Training", "Upkeep", "Work"]

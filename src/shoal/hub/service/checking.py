@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from shoal.errors import ProtocolError
 from shoal.hub.changes import Topic
 from shoal.hub.service.context import Context, node_label
-from shoal.hub.state import pacing
+from shoal.hub.state import newcomers, pacing
 from shoal.hub.state.audits import Case, Ruling, abandon, claim, expire, judge
 from shoal.hub.state.machines import SubmissionState
+from shoal.hub.state.pulls import Stake
 from shoal.hub.state.refusals import Refusal
-from shoal.hub.state.rows import NodeRow, SubmissionRow
+from shoal.hub.state.rows import Moment, NodeRow, SubmissionRow
 from shoal.hub.storage import Reader, Writer
 from shoal.protocol import (
     Audit,
@@ -34,6 +35,7 @@ MAX_BODIES_BYTES = 64 * 1024 * 1024
 class Checking:
     def __init__(self, context: Context) -> None:
         self._context = context
+        self._owed = 0.0  # audits saved up for newcomers
 
     def audits(self, node: NodeRow, request: AuditRequest) -> AuditReply:
         """Submissions to check, claimed for this validator until their deadline."""
@@ -41,7 +43,7 @@ class Checking:
         with context.decision() as (transaction, moment):
             transaction.apply(expire(transaction.overdue_audits(moment.now_ms), moment.now_ms))
             transaction.apply(abandon(transaction.claimed_by(node.node), node.node, frozenset(request.left)))
-            free = transaction.submissions_in([SubmissionState.RECEIVED], request.max_audits)
+            free = self._next(transaction, moment, request.max_audits)
             claims = claim(moment, free, node.node, request.max_audits)
             transaction.apply(claims)
             found = tuple(self._audit(transaction, claimed.row) for claimed in claims)
@@ -57,6 +59,16 @@ class Checking:
             context.waits.waiting(node_label(node), waiting, moment.now_ms)
         return AuditReply(waiting=waiting, finished=finished)
 
+    def _next(self, transaction: Writer, moment: Moment, count: int) -> list[SubmissionRow]:
+        """What is audited next: the lowest units; while established nodes are here, newcomers' by their share."""
+        share = moment.rules.newcomer_share
+        if share >= 1 or not transaction.is_established_here(moment.now_ms - newcomers.HERE_MS):
+            return transaction.submissions_in([SubmissionState.RECEIVED], count)
+        established = transaction.waiting_audits(on_probation=False, limit=count)
+        waiting = transaction.waiting_audits(on_probation=True, limit=count)
+        chosen, self._owed = newcomers.choose(newcomers.Queue(established, waiting, self._owed), count, share)
+        return chosen
+
     def verdicts(self, node: NodeRow, report: VerdictReport) -> VerdictReply:
         """Apply the verdicts that this very validator signed, in one transaction; those that do not fit are named."""
         rulings = [self._open(node, signed) for signed in report.verdicts]
@@ -70,7 +82,9 @@ class Checking:
                     transaction.apply(judge(self._context.moment(transaction), case, ruling))
                 except Refusal as refusal:
                     refused.append(_refused(signed, refusal))
-        self._context.changes.notify(Topic.LEASES, Topic.BATCHES)
+        failed = any(isinstance(each, Ruling) and each.verdict.outcome == Outcome.REJECTED for each in rulings)
+        again = (Topic.AUDITS,) if failed else ()  # what waited for a light audit may wait for a full one now
+        self._context.changes.notify(Topic.LEASES, Topic.BATCHES, *again)
         return VerdictReply(refused=tuple(refused))
 
     def bodies(self, names: Sequence[str]) -> bytes:
@@ -100,19 +114,27 @@ class Checking:
         unit, node = transaction.unit(submission.unit), transaction.node(submission.node)
         assert unit is not None, "a foreign key ties a submission to its unit"
         assert node is not None, "a foreign key ties a submission to its node"
-        # Only a ban touches the node's other leases.
-        holdings = transaction.holdings(submission.node) if verdict.outcome == Outcome.REJECTED else []
-        return Case(submission, unit, node, tuple(holdings))
+        if verdict.outcome != Outcome.REJECTED:
+            return Case(submission, unit, node)
+        stake = Stake(
+            untrained=tuple(transaction.untrained(node.node)),
+            light=tuple(transaction.light_audits(node.node)),
+            pending=tuple(transaction.pending_credit(node.node)),
+        )
+        return Case(submission, unit, node, tuple(transaction.holdings(node.node)), stake)
 
     def _audit(self, reader: Reader, row: SubmissionRow) -> Audit:
-        holding = reader.holding(row.lease)
+        holding, node = reader.holding(row.lease), reader.node(row.node)
         assert holding is not None, "a foreign key ties a submission to its lease"
+        assert node is not None, "a foreign key ties a submission to its node"
         return Audit(
             submission=row.submission,
             size_bytes=row.size_bytes,
             lease=SignedDocument.model_validate_json(holding.lease.document),
             received_at_ms=row.received_at_ms,
             deadline_ms=row.claimed_until_ms or 0,
+            depth=row.depth,
+            record=node.record,
         )
 
 

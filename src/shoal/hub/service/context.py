@@ -157,6 +157,8 @@ def node_view(node: NodeRow, presence: Presence | None) -> NodeView:
         inconclusive=node.inconclusive,
         strikes=node.strikes,
         credit=node.credit,
+        pending=node.pending,
+        on_probation=node.on_probation,
         reason=node.reason,
         doing=presence.doing if presence else "",
         last_seen_ms=presence.last_seen_ms if presence else node.registered_at_ms,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from shoal.errors import ProtocolError
 from shoal.hub.service.context import Context, node_view
+from shoal.hub.service.readiness import MISSED, canary_problem
 from shoal.hub.state import nodes, pacing
+from shoal.hub.state.commands import RaiseAlarm
 from shoal.hub.state.refusals import Refusal
 from shoal.hub.state.rows import NodeRow
 from shoal.hub.storage import Presence
@@ -45,9 +47,11 @@ class Membership:
                 waiting_since_ms=now_ms - round(heartbeat.waiting_s * 1000),
                 counters=heartbeat.counters,
             )
+            said = transaction.presence(node.node)
             transaction.put_presence(presence)
             progress = transaction.progress()
             fresh = transaction.node(node.node) or node
+            transaction.apply(canary_alarm(fresh, said, presence, progress.next_step))
         return HeartbeatReply(
             node=node_view(fresh, presence),
             policy=progress.policy,
@@ -79,3 +83,11 @@ class Membership:
         expected = (config.run_id, registration.role, registration.public_key)
         if (certificate.run, certificate.role, certificate.public_key) != expected:
             raise Refusal(403, "auth.certificate", "the certificate is for another run, role or key")
+
+
+def canary_alarm(node: NodeRow, before: Presence | None, now: Presence, step: int) -> list[RaiseAlarm]:
+    """An alarm for each known-bad submission that a validator says it let pass; its further heartbeats add none."""
+    known = before.counters.get(MISSED, 0) if before is not None else 0
+    if node.role != "validator" or now.counters.get(MISSED, 0) <= known:
+        return []
+    return [RaiseAlarm(step, f"canary.missed.{node.node[:8]}", canary_problem(node, now), now.last_seen_ms)]

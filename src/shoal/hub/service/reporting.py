@@ -112,6 +112,8 @@ class Reporting:
             environment=config.environment.name,
             environment_digest=config.environment.digest,
             sampling=config.sampling,
+            proof=config.proof,
+            profiles=config.profiles,
             group_size=config.run.group_size,
             max_staleness=config.run.max_staleness,
             steps=config.run.steps,

@@ -1,4 +1,5 @@
-"""What happens without being asked: leases and audits that ran out, workers that are gone, nonces no longer needed.
+"""What happens without being asked: leases and audits that ran out, workers that are gone, credit that is due, nonces
+no longer needed.
 
 A lease lasts `lease_s`, but only while its worker is heard of: one that was switched off or cut off stops sending
 heartbeats, and nobody has to wait for its leases to run out. If it was merely slow, its work is taken while the unit is
@@ -9,9 +10,11 @@ from __future__ import annotations
 
 from shoal.hub.changes import Topic
 from shoal.hub.service.context import Context
-from shoal.hub.state import audits, leases
+from shoal.hub.state import audits, credits, leases
 
 NONCES_EVERY_MS = 60_000
+MATURED_PER_TICK = 500
+"""After a long pause of the hub much is due; others get their turn in between."""
 GONE_AFTER_MS = 20_000
 """Four heartbeats of a worker with its ordinary settings; the longest that they allow is half of this."""
 ASLEEP_MS = 5_000
@@ -33,6 +36,7 @@ class Upkeep:
         self._ticked_ms = now_ms
         self._end_overdue(now_ms)
         self._end_silent(now_ms - GONE_AFTER_MS)
+        self._mature(now_ms)
         if now_ms - self._nonces_at_ms >= NONCES_EVERY_MS:
             self._nonces_at_ms = now_ms
             with self._context.storage.write(durable=False) as transaction:
@@ -59,3 +63,14 @@ class Upkeep:
             with context.decision() as (transaction, _moment):
                 transaction.apply(leases.end(transaction.silent_holdings(since_ms)))
             context.changes.notify(Topic.LEASES, Topic.BATCHES)
+
+    def _mature(self, now_ms: int) -> None:
+        """Give out pending credit that is due. Also when the run is finished, or the policy of audits was changed."""
+        context = self._context
+        with context.storage.read() as reader:
+            is_due = bool(reader.due_credit(now_ms, 1))
+        if is_due:
+            with context.decision() as (transaction, moment):
+                due = transaction.due_credit(moment.now_ms, MATURED_PER_TICK)
+                found = [transaction.node(name) for name in dict.fromkeys(row.node for row in due)]
+                transaction.apply(credits.mature(due, {row.node: row for row in found if row}, moment.now_ms))

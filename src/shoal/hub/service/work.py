@@ -1,15 +1,19 @@
 """What workers call: leases, releases, submissions.
 
 PUT ─► caps ─► would it be taken at all? ─► decode ─► blob + fsync ─► row + commit ─► signed receipt
-                (a refusal costs no disk)               nothing before this point is promised
+                (a refusal costs no disk)                             │ nothing before this point is promised
+                                                                      └ the row says how deeply it will be audited
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
+
 from shoal.errors import CodecError, ConfigError
 from shoal.hub.changes import Topic
 from shoal.hub.service.context import Context, node_label
-from shoal.hub.state import draws, leases, pacing, submissions
+from shoal.hub.state import draws, leases, newcomers, pacing, reputation, submissions
 from shoal.hub.state.nodes import require_active
 from shoal.hub.state.refusals import Refusal
 from shoal.hub.state.rows import LeaseRow, Moment, NodeRow, SubmissionRow, UnitRow
@@ -20,6 +24,7 @@ from shoal.protocol import (
     LeaseRelease,
     LeaseReply,
     LeaseRequest,
+    NodeState,
     Receipt,
     SignedDocument,
     Submission,
@@ -32,22 +37,26 @@ class Work:
     def __init__(self, context: Context) -> None:
         self._context = context
         self._limits = context.config.submission_limits
-        self._draws = leases.Draws(task_of=self._task_of, document=self._lease_document)
+        self._asked_ms: int | None = None  # when an established node asked last; a new hub waits for the next to ask
 
     def lease(self, node: NodeRow, request: LeaseRequest) -> LeaseReply:
         """Leases for a worker, or none and why."""
         context = self._context
+        self._require_profile(request.profile)
+        drawn = leases.Draws(self._task_of, partial(self._lease_document, profile=request.profile))
         with context.decision(sweep=True) as (transaction, moment):
             fresh = transaction.node(node.node) or node
             lost = self._abandon(transaction, node, request)
+            held = len(transaction.holdings(node.node))
             ask = leases.Ask(
                 node=fresh,
                 request=request.request,
                 max_units=request.max_units,
-                held=len(transaction.holdings(node.node)),
+                held=held,
                 granted=tuple(transaction.requested_leases(node.node, request.request)),
+                crowd=self._crowd(transaction, moment, fresh, held),
             )
-            granted = leases.grant(moment, transaction.open_units(request.max_units), ask, self._draws)
+            granted = leases.grant(moment, transaction.open_units(request.max_units), ask, drawn)
             transaction.apply(granted.commands)
         if lost:
             context.changes.notify(Topic.LEASES)  # others may have got nothing for want of these units
@@ -58,6 +67,30 @@ class Work:
             context.waits.waiting(node_label(node), f"a unit: {granted.waiting}", moment.now_ms)
         documents = tuple(SignedDocument.model_validate_json(lease.document) for lease in granted.leases)
         return LeaseReply(leases=documents, waiting=granted.waiting, finished=finished)
+
+    def _require_profile(self, profile: str) -> None:
+        known = self._context.config.profiles
+        if profile not in known:
+            raise Refusal(
+                403,
+                "profile.unknown",
+                f"nobody has measured how far honest work by {profile} may be off, so it could not be checked; this "
+                f"run knows {', '.join(known)}: set worker.device and worker.dtype to one of these, or measure yours "
+                "with `shoal doctor --calibrate` and ask the run's owner to add it",
+            )
+
+    def _crowd(self, transaction: Writer, moment: Moment, node: NodeRow, held: int) -> newcomers.Crowd:
+        """How things stand between newcomers and established nodes. One that is at its limit is not asking."""
+        since_ms = moment.now_ms - newcomers.HERE_MS
+        if not node.on_probation:
+            if held < moment.rules.leases_per_node and node.state is NodeState.ACTIVE:
+                self._asked_ms = moment.now_ms
+            return newcomers.Crowd()
+        return newcomers.Crowd(
+            in_hand=transaction.newcomers_in_hand(),
+            established=transaction.is_established_here(since_ms),
+            asking=self._asked_ms is not None and self._asked_ms >= since_ms,
+        )
 
     def _abandon(self, transaction: Writer, node: NodeRow, request: LeaseRequest) -> bool:
         """End what the worker has lost; true if there was any."""
@@ -99,7 +132,10 @@ class Work:
         holding = submissions.check_owner(reader.holding(arrival.lease), arrival.node, arrival.lease)
         existing = reader.submission_of_lease(arrival.lease)
         if existing is None:
-            require_active(reader.node(arrival.node) or node)
+            fresh = reader.node(arrival.node) or node
+            require_active(fresh)
+            fraction = draws.audit_fraction(self._context.secret, arrival.submission)
+            arrival = replace(arrival, depth=reputation.depth_for(moment.rules, fresh, fraction))
         return submissions.receive(moment, holding, existing, arrival, self._receipt)
 
     def _check_header(self, body: bytes, row: SubmissionRow) -> None:
@@ -145,7 +181,7 @@ class Work:
         tasks = self._context.tasks
         return tasks[draws.task_index(len(tasks), self._context.config.run.seed, unit)].id
 
-    def _lease_document(self, lease: LeaseRow, unit: UnitRow) -> str:
+    def _lease_document(self, lease: LeaseRow, unit: UnitRow, profile: str) -> str:
         config = self._context.config
         prompt_ids = tuple(config.encode(config.environment.task(unit.task).prompt))
         if not prompt_ids:
@@ -164,6 +200,8 @@ class Work:
                 prompt_ids=prompt_ids,
                 seeds=draws.unit_seeds(self._context.secret, config.run_id, unit.unit, config.run.group_size),
                 sampling=config.sampling,
+                proof=config.proof,
+                profile=profile,
                 environment_digest=config.environment.digest,
                 issued_at_ms=lease.issued_at_ms,
                 deadline_ms=lease.deadline_ms,

@@ -7,8 +7,12 @@
     pacing       how many units may be alive
     units        what happens to a unit after a failed attempt
     leases       grant, expire, release
+    newcomers    what nodes on probation may take together, of units and of audits
     submissions  receive: new, the same again, another body, late, not yours
     audits       claim, expire, abandon, judge
+    reputation   how deeply a node is audited, and what audits do to its record
+    credits      credit: at once, or pending, then matured or void
+    pulls        what a failed audit does to the rest of its node's work
     nodes        register, strikes and bans
     policies     announce, incarnations
     batches      choose the groups of a step

@@ -1,24 +1,24 @@
 """Audits: who checks what, until when, and what a verdict changes.
 
     received ─ claim ─► auditing ─ verdict ─► accepted ─► credit; unit accepted, dropped (equal rewards) or void (stale)
-       ▲                   │                  rejected ─► strike, perhaps a ban; unit open again
+       ▲                   │                  rejected ─► strike, perhaps a ban; unit open again; see `pulls`
        └── claim ran out ──┘                  inconclusive ─► nothing for anybody; unit open again
 
-The first verdict on a submission stands. The same outcome again, also from another validator, is harmless.
+The first verdict on a submission stands. The same outcome again, also from another validator, is harmless. What is to
+be audited fully cannot be accepted after a light audit; it can be rejected, for a failed check is a failed check.
 """
 
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-from shoal.hub.state import nodes, pacing
+from shoal.hub.state import credits, nodes, pacing, pulls, reputation
 from shoal.hub.state.commands import AddVerdict, Command, Record, SaveNode, SaveSubmission, SaveUnit
-from shoal.hub.state.machines import DECIDED_SUBMISSIONS, SubmissionState, UnitState
+from shoal.hub.state.machines import UNDECIDED_SUBMISSIONS, SubmissionState, UnitState
 from shoal.hub.state.refusals import Refusal
 from shoal.hub.state.rows import Holding, Moment, NodeRow, Rules, SubmissionRow, UnitRow
 from shoal.hub.state.units import VOID_STALE, fail, refill_alarm
-from shoal.ledger import credit_for
 from shoal.protocol import Outcome, RolloutReward, Verdict
 
 
@@ -56,12 +56,14 @@ def claim(moment: Moment, waiting: Sequence[SubmissionRow], validator: str, coun
 
 @dataclass(frozen=True)
 class Case:
-    """All that a verdict may touch: the submission, its unit, its node, and the leases that the node holds."""
+    """All that a verdict may touch: the submission, its unit, its node, the leases that the node holds, and what else
+    it has at stake."""
 
     submission: SubmissionRow
     unit: UnitRow
     node: NodeRow
     holdings: tuple[Holding, ...] = ()
+    stake: pulls.Stake = field(default_factory=pulls.Stake)
 
 
 @dataclass(frozen=True)
@@ -77,32 +79,42 @@ def judge(moment: Moment, case: Case, ruling: Ruling) -> list[Command]:
     """Apply a verdict."""
     verdict, submission = ruling.verdict, case.submission
     _require_fitting(moment.rules, case, verdict)
-    if submission.state in DECIDED_SUBMISSIONS:
-        if submission.state.value == verdict.outcome.value:
-            return []
-        raise Refusal(
-            409, "verdict.decided", f"submission {submission.submission[:16]}… is {submission.state.value} already"
-        )
+    if submission.state not in UNDECIDED_SUBMISSIONS:
+        return _judge_again(submission, verdict)
+    accepted = verdict.outcome == Outcome.ACCEPTED
     decided = submission.to(
         SubmissionState(verdict.outcome.value),
         validator=ruling.validator,
         claimed_until_ms=None,
         rewards=tuple(reward.value for reward in verdict.rewards),
-        generated_tokens=verdict.generated_tokens if verdict.outcome == Outcome.ACCEPTED else 0,
+        generated_tokens=verdict.generated_tokens if accepted else 0,
         reason=verdict.reason,
         message=verdict.message,
         decided_at_ms=moment.now_ms,
+        depth=verdict.depth,
+        matures_at_ms=credits.matures_at_ms(moment) if accepted else None,
     )
     commands: list[Command] = [
         SaveSubmission(decided, submission.state),
         AddVerdict(submission.submission, ruling.document),
     ]
-    if verdict.outcome == Outcome.ACCEPTED:
-        return commands + _accept(moment, case, ruling)
+    if accepted:
+        return commands + _accept(moment, case, decided, verdict)
     if verdict.outcome == Outcome.REJECTED:
         return commands + _reject(moment, case, ruling)
-    counted = replace(case.node, inconclusive=case.node.inconclusive + 1)
+    record = reputation.of_late(case.node.record.plus(verdict.tally))  # so that accidents are not for the asking
+    counted = replace(case.node, inconclusive=case.node.inconclusive + 1, record=record)
     return [*commands, SaveNode(counted, case.node.state), *(fail(moment, [case.unit]) if _is_current(case) else [])]
+
+
+def _judge_again(submission: SubmissionRow, verdict: Verdict) -> list[Command]:
+    """The first verdict stands; what was pulled since had been accepted."""
+    stands = "accepted" if submission.state == SubmissionState.PULLED else submission.state.value
+    if stands == verdict.outcome.value:
+        return []
+    raise Refusal(
+        409, "verdict.decided", f"submission {submission.submission[:16]}… is {submission.state.value} already"
+    )
 
 
 def _require_fitting(rules: Rules, case: Case, verdict: Verdict) -> None:
@@ -116,21 +128,23 @@ def _require_fitting(rules: Rules, case: Case, verdict: Verdict) -> None:
         )
     if not 0 <= verdict.generated_tokens <= rules.group_size * rules.max_new_tokens:
         raise Refusal(422, "verdict.tokens", f"{verdict.generated_tokens} generated tokens are impossible for this run")
+    tally = verdict.tally
+    too_many = tally.tokens > rules.group_size * rules.max_new_tokens
+    if too_many or tally.outside > tally.tokens or tally.exponent_mismatches > tally.proof_values:
+        raise Refusal(
+            422,
+            "verdict.tally",
+            f"the tally is impossible: {tally.outside} of {tally.tokens} tokens outside, "
+            f"{tally.exponent_mismatches} of {tally.proof_values} exponents off",
+        )
+    if verdict.depth == "light" and case.submission.depth == "full":
+        raise Refusal(422, "verdict.depth", "this submission is to be audited fully; the verdict is of a light audit")
 
 
-def _accept(moment: Moment, case: Case, ruling: Ruling) -> list[Command]:
-    verdict, node, progress = ruling.verdict, case.node, moment.progress
-    credit = credit_for(verdict.generated_tokens)
-    paid = replace(node, accepted=node.accepted + 1, credit=node.credit + credit)
-    body = {
-        "node": node.node,
-        "unit": case.submission.unit,
-        "submission": case.submission.submission,
-        "tokens": verdict.generated_tokens,
-        "credit": credit,
-        "validator": ruling.validator,
-    }
-    commands: list[Command] = [SaveNode(paid, node.state), Record("credit", body, moment.now_ms)]
+def _accept(moment: Moment, case: Case, decided: SubmissionRow, verdict: Verdict) -> list[Command]:
+    progress = moment.progress
+    node, record = credits.earn(reputation.passed(case.node, verdict), decided, moment.now_ms)
+    commands: list[Command] = [SaveNode(node, case.node.state), record]
     unit = case.unit
     if not _is_current(case):
         return commands  # the unit is void meanwhile; the work was done, so its credit stays
@@ -144,7 +158,7 @@ def _accept(moment: Moment, case: Case, ruling: Ruling) -> list[Command]:
 
 
 def _reject(moment: Moment, case: Case, ruling: Ruling) -> list[Command]:
-    verdict = ruling.verdict
+    verdict, stake, now_ms = ruling.verdict, case.stake, moment.now_ms
     body = {
         "node": case.node.node,
         "unit": case.submission.unit,
@@ -153,9 +167,14 @@ def _reject(moment: Moment, case: Case, ruling: Ruling) -> list[Command]:
         "severity": verdict.severity.value if verdict.severity else "",
         "validator": ruling.validator,
     }
+    node, voided = credits.void(case.node, stake.pending, verdict.reason, now_ms)
+    disbelieved = moment.rules.audit == "reputation" and nodes.is_over(reputation.failed(node, verdict.severity))
     return [
-        Record("rejected", body, moment.now_ms),
-        *nodes.reject(case.node, verdict, case.holdings, moment.now_ms),
+        Record("rejected", body, now_ms),
+        *voided,
+        *nodes.reject(node, verdict, case.holdings, now_ms),
+        *pulls.pull(stake, verdict, disbelieved, now_ms),
+        *pulls.deepen(stake.light, but=case.submission.submission),
         *([SaveUnit(case.unit.reopened(), case.unit.state)] if _is_current(case) else []),  # the node failed, not it
     ]
 

@@ -1,4 +1,4 @@
-"""What a unit consists of follows from its number: its seeds (secret) and its task (public).
+"""What a unit consists of follows from its number: its seeds (secret) and its task (public). Audits are drawn here too.
 
 Seeds are HMAC-SHA256 under the run's secret, so nobody can tell the seeds of a unit that it has not been given, and
 a unit that is issued again has the same ones. Tasks follow a keyed permutation of the train split, another one in
@@ -14,6 +14,7 @@ import hmac
 from shoal.errors import EnvironmentSetupError
 
 SEED_HEX = 16
+FRACTION_BYTES = 8
 FEISTEL_ROUNDS = 6
 
 
@@ -29,6 +30,15 @@ def unit_seeds(secret: bytes, run: str, unit: int, count: int) -> tuple[str, ...
 def _seed(secret: bytes, run: str, unit: int, index: int) -> str:
     message = f"shoal/seed/v1\n{run}\n{unit}\n{index}".encode()
     return hmac.new(secret, message, hashlib.sha256).hexdigest()[:SEED_HEX]
+
+
+def audit_fraction(secret: bytes, submission: str) -> float:
+    """A number in [0, 1) that a submission's bytes fix and nobody without the secret can tell.
+
+    Whoever hands in bytes cannot know whether they will be audited fully, and cannot try others: the first stand.
+    """
+    digest = hmac.new(secret, b"shoal/audit/v1" + submission.encode(), hashlib.sha256).digest()
+    return (int.from_bytes(digest[:FRACTION_BYTES], "big") >> 11) / 2**53  # as many bits as a float holds exactly
 
 
 def task_index(task_count: int, seed: int, unit: int) -> int:

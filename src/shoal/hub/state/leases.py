@@ -1,23 +1,24 @@
 """Leases: who gets which unit, and what happens when a lease ends without a submission.
 
 worker asks ─► open units, lowest number first ─► then new ones, while pacing leaves room ─► leases
+               (a newcomer: within newcomers' share, and new units only while established nodes are asking)
 deadline passes, the worker gives up or is gone ─► the unit is open again, task and seeds unchanged
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-from shoal.hub.state import pacing
+from shoal.hub.state import newcomers, pacing
 from shoal.hub.state.commands import Command, SaveLease, SaveUnit
 from shoal.hub.state.machines import LeaseState, UnitState
 from shoal.hub.state.nodes import require_active
 from shoal.hub.state.refusals import Refusal
-from shoal.hub.state.rows import Holding, LeaseRow, Moment, NodeRow, UnitRow
+from shoal.hub.state.rows import PROBATION_AUDITS, Holding, LeaseRow, Moment, NodeRow, UnitRow
 from shoal.protocol import PolicyRef
 
-NEWCOMER_SHARE = 4
+NEWCOMER_PART = 4
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Ask:
     max_units: int
     held: int
     granted: tuple[LeaseRow, ...] = ()
+    crowd: newcomers.Crowd = field(default_factory=newcomers.Crowd)
 
 
 @dataclass(frozen=True)
@@ -58,16 +60,28 @@ def grant(moment: Moment, open_units: Sequence[UnitRow], ask: Ask, draws: Draws)
     if policy is None or pacing.is_finished(rules, progress):
         return Grant(waiting="the run is finished" if policy else "no policy has been published yet")
     # Who has shown nothing yet gets little: fresh keys are free, and each could sit on its leases until they run out.
-    most = rules.leases_per_node if ask.node.accepted else max(1, rules.leases_per_node // NEWCOMER_SHARE)
+    most = rules.leases_per_node if ask.node.accepted else max(1, rules.leases_per_node // NEWCOMER_PART)
     count = min(ask.max_units, most - ask.held)
     if count <= 0:
         return Grant(
             waiting=f"this node holds {ask.held} leases, the most that it may hold now: submit or release some"
         )
-    units = _pick_units(moment, open_units, draws, count)
+    room = newcomers.room_for(moment, ask.node, ask.crowd)
+    if room is not None and room < 1:
+        return Grant(waiting=_crowded(moment, ask))
+    again = open_units if newcomers.may_try_again(moment, ask.node, ask.crowd) else ()
+    units = _pick_units(moment, again, draws, count if room is None else min(count, room))
     if not units:
         return Grant(waiting=why_no_unit(moment))
     return _lease_units(moment, units, ask, policy, draws)
+
+
+def _crowded(moment: Moment, ask: Ask) -> str:
+    most = newcomers.most_in_hand(moment)
+    return (
+        f"nodes on probation have {ask.crowd.in_hand} units in hand, and may have {most} together while established "
+        f"ones are here: a place comes free with every group that is judged; probation ends after {PROBATION_AUDITS}"
+    )
 
 
 def why_no_unit(moment: Moment) -> str:

@@ -2,10 +2,11 @@
 
     unit        open ─► leased ─► submitted ─► accepted ─► trained
                   ▲  ◄────┘  ◄───────┘  └────► dropped          (any of the alive ones ─► void)
+                  │  ◄───────────────────────┘ pulled: its node failed an audit before the group was in a batch
                   └──────────────────► submitted                 a late submission whose unit is still free
 
     lease       active ─► submitted | expired | released | void        expired ─► submitted (late, unit still free)
-    submission  received ⇄ auditing ─► accepted | rejected | inconclusive
+    submission  received ⇄ auditing ─► accepted | rejected | inconclusive        accepted ─► pulled
     node        active ⇄ suspended ─► banned
 
 A row changes state only through `check_move`, so an illegal move is an exception, never a row in the database.
@@ -45,16 +46,18 @@ class SubmissionState(StrEnum):
     ACCEPTED = "accepted"
     REJECTED = "rejected"
     INCONCLUSIVE = "inconclusive"
+    PULLED = "pulled"  # was accepted; then its node failed an audit, and it is not trained on
 
 
 UNDECIDED_UNITS = frozenset({UnitState.OPEN, UnitState.LEASED, UnitState.SUBMITTED})
-DECIDED_SUBMISSIONS = frozenset({SubmissionState.ACCEPTED, SubmissionState.REJECTED, SubmissionState.INCONCLUSIVE})
+OUTCOMES = frozenset({SubmissionState.ACCEPTED, SubmissionState.REJECTED, SubmissionState.INCONCLUSIVE})
+UNDECIDED_SUBMISSIONS = frozenset({SubmissionState.RECEIVED, SubmissionState.AUDITING})
 
 UNIT_MOVES: Mapping[UnitState, frozenset[UnitState]] = {
     UnitState.OPEN: frozenset({UnitState.LEASED, UnitState.SUBMITTED, UnitState.VOID}),
     UnitState.LEASED: frozenset({UnitState.SUBMITTED, UnitState.OPEN, UnitState.VOID}),
     UnitState.SUBMITTED: frozenset({UnitState.ACCEPTED, UnitState.DROPPED, UnitState.OPEN, UnitState.VOID}),
-    UnitState.ACCEPTED: frozenset({UnitState.TRAINED, UnitState.VOID}),
+    UnitState.ACCEPTED: frozenset({UnitState.TRAINED, UnitState.OPEN, UnitState.VOID}),
     UnitState.DROPPED: frozenset(),
     UnitState.TRAINED: frozenset(),
     UnitState.VOID: frozenset(),
@@ -71,11 +74,12 @@ LEASE_MOVES: Mapping[LeaseState, frozenset[LeaseState]] = {
 }
 
 SUBMISSION_MOVES: Mapping[SubmissionState, frozenset[SubmissionState]] = {
-    SubmissionState.RECEIVED: frozenset({SubmissionState.AUDITING, *DECIDED_SUBMISSIONS}),
-    SubmissionState.AUDITING: frozenset({SubmissionState.RECEIVED, *DECIDED_SUBMISSIONS}),
-    SubmissionState.ACCEPTED: frozenset(),
+    SubmissionState.RECEIVED: frozenset({SubmissionState.AUDITING, *OUTCOMES}),
+    SubmissionState.AUDITING: frozenset({SubmissionState.RECEIVED, *OUTCOMES}),
+    SubmissionState.ACCEPTED: frozenset({SubmissionState.PULLED}),
     SubmissionState.REJECTED: frozenset(),
     SubmissionState.INCONCLUSIVE: frozenset(),
+    SubmissionState.PULLED: frozenset(),
 }
 
 NODE_MOVES: Mapping[NodeState, frozenset[NodeState]] = {

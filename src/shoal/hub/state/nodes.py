@@ -1,8 +1,9 @@
 """Nodes: registration, strikes and what they cost.
 
-A hard sanction needs one `certain` failure or two `statistical` ones; a rejection without a severity costs its credit
-only. A banned node gets no leases; those it holds are void and their units open again. What it had handed in before is
-still judged, each submission by its own verdict.
+A hard sanction needs one `certain` failure or two `statistical` ones; a rejection without a severity costs credit only.
+A statistical strike is forgiven after many full audits passed in a row (`reputation`). A banned node gets no leases;
+those it holds are void and their units open again. What it had handed in before is still judged, each submission by its
+own verdict.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from shoal.hub.state import reputation
 from shoal.hub.state.commands import Command, Record, SaveLease, SaveNode, SaveUnit
 from shoal.hub.state.machines import LeaseState
 from shoal.hub.state.refusals import Refusal
 from shoal.hub.state.rows import Holding, NodeRow
-from shoal.protocol import NodeState, Registration, Severity, Verdict, node_id
+from shoal.protocol import NodeState, Registration, Verdict, node_id
 
 CERTAIN_TO_BAN = 1
 STATISTICAL_TO_BAN = 2
@@ -51,16 +53,15 @@ def require_active(node: NodeRow) -> None:
         raise Refusal(403, "node.suspended", f"this node is suspended: {node.reason}")
 
 
+def is_over(node: NodeRow) -> bool:
+    """Whether the node has too many strikes to stay."""
+    return node.certain >= CERTAIN_TO_BAN or node.statistical >= STATISTICAL_TO_BAN
+
+
 def reject(node: NodeRow, verdict: Verdict, holdings: Sequence[Holding], now_ms: int) -> list[Command]:
     """Count a rejected submission; ban the node if that was one too many."""
-    struck = replace(
-        node,
-        rejected=node.rejected + 1,
-        certain=node.certain + (verdict.severity == Severity.CERTAIN),
-        statistical=node.statistical + (verdict.severity == Severity.STATISTICAL),
-    )
-    over = struck.certain >= CERTAIN_TO_BAN or struck.statistical >= STATISTICAL_TO_BAN
-    if not over or node.state == NodeState.BANNED:
+    struck = reputation.failed(node, verdict.severity)
+    if not is_over(struck) or node.state == NodeState.BANNED:
         return [SaveNode(struck, node.state)]
     reason = f"{verdict.reason}: {verdict.message}" if verdict.message else verdict.reason
     return ban(struck, reason, holdings, now_ms)

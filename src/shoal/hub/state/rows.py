@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 from shoal.hub.state.machines import (
     LEASE_MOVES,
@@ -19,7 +19,12 @@ from shoal.hub.state.machines import (
     UnitState,
     check_move,
 )
-from shoal.protocol import NodeState, PolicyRef, Role
+from shoal.protocol import Depth, NodeState, PolicyRef, Role, Tally
+
+AuditPolicy = Literal["all", "reputation"]
+
+PROBATION_AUDITS = 8
+"""Full audits that a node must have passed before it counts as established, and again after a strike."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,9 @@ class Rules:
     leases_per_node: int
     lease_ms: int
     audit_ms: int
+    audit: AuditPolicy = "all"
+    credit_window_ms: int = 600_000
+    newcomer_share: float = 0.25
 
 
 @dataclass(frozen=True)
@@ -124,7 +132,11 @@ class LeaseRow:
 
 @dataclass(frozen=True)
 class SubmissionRow:
-    """Bytes on the hub's disk, named by their hash; `receipt` is the signed promise as JSON."""
+    """Bytes on the hub's disk, named by their hash; `receipt` is the signed promise as JSON.
+
+    `depth` is how it is to be audited and, once it is decided, how it was. While its credit is pending, `matures_at_ms`
+    says until when.
+    """
 
     submission: str
     lease: str
@@ -144,6 +156,8 @@ class SubmissionRow:
     reason: str = ""
     message: str = ""
     decided_at_ms: int | None = None
+    depth: Depth = "full"
+    matures_at_ms: int | None = None
 
     @property
     def policy(self) -> PolicyRef:
@@ -156,7 +170,11 @@ class SubmissionRow:
 
 @dataclass(frozen=True)
 class NodeRow:
-    """A registered key and its record. `certain` and `statistical` are its strikes by severity."""
+    """A registered key and its record. `certain` and `statistical` are its strikes by severity.
+
+    `streak` counts full audits passed since the last rejection, `passed` those since the last strike. `record` sums
+    what passed audits saw of it of late. `pending` is credit that a failed audit would still take.
+    """
 
     node: str
     public_key: str
@@ -172,6 +190,14 @@ class NodeRow:
     statistical: int = 0
     credit: int = 0
     reason: str = ""
+    pending: int = 0
+    streak: int = 0
+    passed: int = 0
+    record: Tally = field(default_factory=Tally)
+
+    @property
+    def on_probation(self) -> bool:
+        return self.role == "worker" and self.passed < PROBATION_AUDITS
 
     @property
     def strikes(self) -> int:
@@ -180,6 +206,14 @@ class NodeRow:
     def to(self, state: NodeState, **changes: Any) -> NodeRow:
         check_move(NODE_MOVES, self.state, state, f"node {self.node}")
         return replace(self, state=state, **changes)
+
+
+@dataclass(frozen=True)
+class Filled:
+    """A unit together with the submission that fills it."""
+
+    unit: UnitRow
+    submission: SubmissionRow
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from shoal.hub.state.commands import Command, SaveLease, SaveSubmission, SaveUni
 from shoal.hub.state.machines import LeaseState, UnitState
 from shoal.hub.state.refusals import Refusal
 from shoal.hub.state.rows import Holding, LeaseRow, Moment, SubmissionRow
+from shoal.protocol import Depth
 
 CREATED = 201
 SAME_AGAIN = 200
@@ -21,12 +22,14 @@ SAME_AGAIN = 200
 
 @dataclass(frozen=True)
 class Arrival:
-    """Bytes that a node wants to hand in for a lease. `size_bytes` is their length as sent."""
+    """Bytes that a node wants to hand in for a lease. `size_bytes` is their length as sent, `depth` how they would be
+    audited: drawn from what is committed here, written with it, and so never drawn again."""
 
     node: str
     lease: str
     submission: str
     size_bytes: int
+    depth: Depth = "full"
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,7 @@ def _row(lease: LeaseRow, arrival: Arrival, now_ms: int) -> SubmissionRow:
         digest=lease.digest,
         size_bytes=arrival.size_bytes,
         received_at_ms=now_ms,
+        depth=arrival.depth,
     )
 
 

@@ -24,11 +24,11 @@ from shoal.hub.state.commands import (
     SaveSubmission,
     SaveUnit,
 )
-from shoal.hub.state.machines import LeaseState, SubmissionState, UnitState
-from shoal.hub.state.rows import Holding, LeaseRow, NodeRow, Progress, SubmissionRow, UnitRow
+from shoal.hub.state.machines import UNDECIDED_SUBMISSIONS, LeaseState, SubmissionState, UnitState
+from shoal.hub.state.rows import Filled, Holding, LeaseRow, NodeRow, Progress, SubmissionRow, UnitRow
 from shoal.hub.state.units import no_units
 from shoal.hub.storage.protocol import Presence, StaleRow
-from shoal.protocol import Batch, LedgerEntry, PolicyRef, StepReport
+from shoal.protocol import Batch, LedgerEntry, NodeState, PolicyRef, StepReport
 
 
 @dataclass
@@ -144,6 +144,18 @@ class MemoryReader:
         old = [held for held in self.holdings() if held.lease.issued_at_ms < since_ms]
         return sorted((held for held in old if held.lease.node not in heard), key=lambda held: held.unit.unit)
 
+    def newcomers_in_hand(self) -> int:
+        fresh = {row.node for row in self._tables.nodes.values() if row.on_probation}
+        leased = sum(held.lease.node in fresh for held in self.holdings())
+        return leased + sum(
+            row.node in fresh and row.state in UNDECIDED_SUBMISSIONS for row in self._tables.submissions.values()
+        )
+
+    def is_established_here(self, since_ms: int) -> bool:
+        heard = {node for node, presence in self.presences().items() if presence.last_seen_ms >= since_ms}
+        workers = [row for row in self._tables.nodes.values() if row.role == "worker" and not row.on_probation]
+        return any(row.node in heard and row.state == NodeState.ACTIVE for row in workers)
+
     def requested_leases(self, node: str, request: str) -> list[LeaseRow]:
         rows = [row for row in self._tables.leases.values() if (row.node, row.request) == (node, request)]
         return sorted(rows, key=lambda row: row.unit)
@@ -158,6 +170,28 @@ class MemoryReader:
         wanted = set(states)
         rows = [row for row in self._tables.submissions.values() if row.state in wanted]
         return sorted(rows, key=lambda row: row.unit)[:limit]
+
+    def waiting_audits(self, on_probation: bool, limit: int) -> list[SubmissionRow]:
+        waiting = self.submissions_in([SubmissionState.RECEIVED], len(self._tables.submissions))
+        return [row for row in waiting if self._tables.nodes[row.node].on_probation == on_probation][:limit]
+
+    def light_audits(self, node: str) -> list[SubmissionRow]:
+        unjudged = self.submissions_in(UNDECIDED_SUBMISSIONS, len(self._tables.submissions))
+        return [row for row in unjudged if (row.node, row.depth) == (node, "light")]
+
+    def untrained(self, node: str) -> list[Filled]:
+        free = [unit for unit in self._units() if unit.state == UnitState.ACCEPTED and unit.step is None]
+        filled = [Filled(unit, self._tables.submissions[unit.submission]) for unit in free if unit.submission]
+        return [each for each in filled if each.submission.node == node]
+
+    def pending_credit(self, node: str) -> list[SubmissionRow]:
+        rows = [row for row in self._tables.submissions.values() if row.matures_at_ms is not None]
+        return sorted((row for row in rows if row.node == node), key=lambda row: row.unit)
+
+    def due_credit(self, now_ms: int, limit: int) -> list[SubmissionRow]:
+        rows = [row for row in self._tables.submissions.values() if row.matures_at_ms is not None]
+        due = [row for row in rows if (row.matures_at_ms or 0) <= now_ms]
+        return sorted(due, key=lambda row: (row.matures_at_ms or 0, row.unit))[:limit]
 
     def overdue_audits(self, now_ms: int) -> list[SubmissionRow]:
         claimed = self.submissions_in([SubmissionState.AUDITING], len(self._tables.submissions))

@@ -14,7 +14,7 @@ from typing import Protocol
 from shoal.errors import ShoalError
 from shoal.hub.state.commands import Command
 from shoal.hub.state.machines import SubmissionState
-from shoal.hub.state.rows import Holding, LeaseRow, NodeRow, Progress, SubmissionRow, UnitRow
+from shoal.hub.state.rows import Filled, Holding, LeaseRow, NodeRow, Progress, SubmissionRow, UnitRow
 from shoal.protocol import Batch, LedgerEntry, PolicyRef, StepReport
 
 
@@ -77,6 +77,14 @@ class Reader(Protocol):
         """Active leases that were issued before `since_ms` to nodes not heard of since then, by unit."""
         ...
 
+    def newcomers_in_hand(self) -> int:
+        """Units in the hands of nodes on probation: leased, or handed in and not judged yet."""
+        ...
+
+    def is_established_here(self, since_ms: int) -> bool:
+        """Whether an active worker that is past probation was heard of since then."""
+        ...
+
     def requested_leases(self, node: str, request: str) -> list[LeaseRow]:
         """The leases that this request got, in order of unit."""
         ...
@@ -93,6 +101,26 @@ class Reader(Protocol):
 
     def submissions_in(self, states: Iterable[SubmissionState], limit: int) -> list[SubmissionRow]:
         """Submissions in one of these states, lowest unit first."""
+        ...
+
+    def waiting_audits(self, on_probation: bool, limit: int) -> list[SubmissionRow]:
+        """Received submissions of nodes that are, or are not, on probation, lowest unit first."""
+        ...
+
+    def light_audits(self, node: str) -> list[SubmissionRow]:
+        """What a node handed in that waits for a light audit or is in one, by unit."""
+        ...
+
+    def untrained(self, node: str) -> list[Filled]:
+        """A node's accepted groups that are in no batch, by unit."""
+        ...
+
+    def pending_credit(self, node: str) -> list[SubmissionRow]:
+        """What a node has pending credit for, by unit."""
+        ...
+
+    def due_credit(self, now_ms: int, limit: int) -> list[SubmissionRow]:
+        """Submissions whose pending credit is due, longest due first."""
         ...
 
     def overdue_audits(self, now_ms: int) -> list[SubmissionRow]:

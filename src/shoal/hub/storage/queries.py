@@ -8,18 +8,31 @@ from typing import Any
 
 from sqlalchemy import Connection, Row, Select, Table, and_, func, or_, select
 
-from shoal.hub.state.machines import UNDECIDED_UNITS, LeaseState, SubmissionState, UnitState
-from shoal.hub.state.rows import Holding, LeaseRow, NodeRow, Progress, SubmissionRow, UnitRow
+from shoal.hub.state.machines import UNDECIDED_SUBMISSIONS, UNDECIDED_UNITS, LeaseState, SubmissionState, UnitState
+from shoal.hub.state.rows import (
+    PROBATION_AUDITS,
+    Filled,
+    Holding,
+    LeaseRow,
+    NodeRow,
+    Progress,
+    SubmissionRow,
+    UnitRow,
+)
 from shoal.hub.state.units import no_units
 from shoal.hub.storage import tables
 from shoal.hub.storage.protocol import Presence
-from shoal.protocol import Batch, LedgerEntry, NodeState, PolicyRef, StepReport
+from shoal.protocol import Batch, LedgerEntry, NodeState, PolicyRef, StepReport, Tally
 
 _ALIVE = or_(
     tables.units.c.state.in_([state.value for state in UNDECIDED_UNITS]),
     and_(tables.units.c.state == UnitState.ACCEPTED.value, tables.units.c.step.is_(None)),
 )
 
+_UNJUDGED = tables.submissions.c.state.in_([state.value for state in UNDECIDED_SUBMISSIONS])
+_FILLED = select(tables.units, tables.submissions).join(
+    tables.submissions, tables.units.c.submission == tables.submissions.c.submission
+)
 _HOLDINGS = select(tables.leases, tables.units).join(tables.units, tables.leases.c.unit == tables.units.c.unit)
 NAMES_PER_QUERY = 500
 """Databases limit how many parameters a statement may have."""
@@ -118,6 +131,28 @@ class SqlReader:
         query = old.where(table.c.node.not_in(heard)).order_by(table.c.unit)
         return [_holding(row) for row in self._connection.execute(query)]
 
+    def newcomers_in_hand(self) -> int:
+        nodes = tables.nodes  # joined: what is in hand is little, fresh keys may be many
+        in_hand = ((tables.leases, tables.leases.c.state == LeaseState.ACTIVE.value), (tables.submissions, _UNJUDGED))
+        counts = [
+            select(func.count())
+            .select_from(table.join(nodes, nodes.c.node == table.c.node))
+            .where(state, nodes.c.passed < PROBATION_AUDITS)
+            for table, state in in_hand
+        ]
+        return sum(int(self._scalar(count)) for count in counts)
+
+    def is_established_here(self, since_ms: int) -> bool:
+        nodes, presence = tables.nodes, tables.presence
+        query = select(nodes.c.node).join(presence, presence.c.node == nodes.c.node)
+        here = query.where(
+            nodes.c.passed >= PROBATION_AUDITS,
+            nodes.c.role == "worker",
+            nodes.c.state == NodeState.ACTIVE.value,
+            presence.c.last_seen_ms >= since_ms,
+        )
+        return self._first(here) is not None
+
     def requested_leases(self, node: str, request: str) -> list[LeaseRow]:
         table = tables.leases
         query = select(table).where(table.c.node == node, table.c.request == request).order_by(table.c.unit)
@@ -134,6 +169,35 @@ class SqlReader:
     def submissions_in(self, states: Iterable[SubmissionState], limit: int) -> list[SubmissionRow]:
         table = tables.submissions
         query = select(table).where(table.c.state.in_([state.value for state in states])).order_by(table.c.unit)
+        return [_submission(row) for row in self._connection.execute(query.limit(limit))]
+
+    def waiting_audits(self, on_probation: bool, limit: int) -> list[SubmissionRow]:
+        table, nodes = tables.submissions, tables.nodes
+        side = nodes.c.passed < PROBATION_AUDITS if on_probation else nodes.c.passed >= PROBATION_AUDITS
+        query = select(table).join(nodes, nodes.c.node == table.c.node)
+        waiting = query.where(table.c.state == SubmissionState.RECEIVED.value, side).order_by(table.c.unit)
+        return [_submission(row) for row in self._connection.execute(waiting.limit(limit))]
+
+    def light_audits(self, node: str) -> list[SubmissionRow]:
+        table = tables.submissions
+        query = select(table).where(table.c.node == node, _UNJUDGED, table.c.depth == "light")
+        return [_submission(row) for row in self._connection.execute(query.order_by(table.c.unit))]
+
+    def untrained(self, node: str) -> list[Filled]:
+        units, table = tables.units, tables.submissions
+        query = _FILLED.where(table.c.node == node, table.c.state == SubmissionState.ACCEPTED.value)
+        free = query.where(units.c.state == UnitState.ACCEPTED.value, units.c.step.is_(None)).order_by(units.c.unit)
+        rows = self._connection.execute(free)
+        return [Filled(_unit(row), _submission(row, len(units.columns))) for row in rows]
+
+    def pending_credit(self, node: str) -> list[SubmissionRow]:
+        table = tables.submissions
+        query = select(table).where(table.c.node == node, table.c.matures_at_ms.is_not(None))
+        return [_submission(row) for row in self._connection.execute(query.order_by(table.c.unit))]
+
+    def due_credit(self, now_ms: int, limit: int) -> list[SubmissionRow]:
+        table = tables.submissions
+        query = select(table).where(table.c.matures_at_ms <= now_ms).order_by(table.c.matures_at_ms, table.c.unit)
         return [_submission(row) for row in self._connection.execute(query.limit(limit))]
 
     def overdue_audits(self, now_ms: int) -> list[SubmissionRow]:
@@ -237,7 +301,8 @@ def _presence(row: Row[Any]) -> Presence:
 
 def _node(row: Row[Any]) -> NodeRow:
     values = columns_of(tables.nodes, row)
-    return NodeRow(**{**values, "state": NodeState(values["state"])})
+    record = Tally.model_validate_json(values["record"])
+    return NodeRow(**{**values, "state": NodeState(values["state"]), "record": record})
 
 
 def _unit(row: Row[Any], start: int = 0) -> UnitRow:
@@ -254,8 +319,8 @@ def _holding(row: Row[Any]) -> Holding:
     return Holding(_lease(row), _unit(row, len(tables.leases.columns)))
 
 
-def _submission(row: Row[Any]) -> SubmissionRow:
-    values = columns_of(tables.submissions, row)
+def _submission(row: Row[Any], start: int = 0) -> SubmissionRow:
+    values = columns_of(tables.submissions, row, start)
     rewards = tuple(json.loads(values["rewards"]))
     return SubmissionRow(**{**values, "state": SubmissionState(values["state"]), "rewards": rewards})
 

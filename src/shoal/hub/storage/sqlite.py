@@ -106,6 +106,11 @@ class SqliteStorage:
                 f"{self._path} was written by a newer shoal (schema {found}, this one knows {tables.SCHEMA_VERSION}): "
                 "upgrade shoal, or use another folder"
             )
+        if int(found) < tables.SCHEMA_VERSION:
+            raise ConfigError(
+                f"{self._path} was written by an older shoal (schema {found}, this one needs {tables.SCHEMA_VERSION}): "
+                "finish that run with the version that began it, or start another one in another folder"
+            )
 
 
 def _engine(path: Path, synchronous: str) -> Engine:

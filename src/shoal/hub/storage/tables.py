@@ -19,7 +19,7 @@ from sqlalchemy import (
     UniqueConstraint,
 )
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 metadata = MetaData()
 
@@ -43,6 +43,12 @@ nodes = Table(
     Column("statistical", Integer, nullable=False),
     Column("credit", BigInteger, nullable=False),
     Column("reason", Text, nullable=False),
+    Column("pending", BigInteger, nullable=False),
+    Column("streak", Integer, nullable=False),
+    Column("passed", Integer, nullable=False),
+    Column("record", Text, nullable=False),
+    # Established nodes are few where fresh keys are many: whether one is here is asked with every lease.
+    Index("nodes_by_passed", "passed"),
 )
 
 units = Table(
@@ -110,7 +116,13 @@ submissions = Table(
     Column("reason", String, nullable=False),
     Column("message", Text, nullable=False),
     Column("decided_at_ms", BigInteger),
+    # Drawn once, when the row is made: nobody can have it drawn again.
+    Column("depth", String, nullable=False),
+    # A single column, not a list of what is due: credit matures once or is void, never both.
+    Column("matures_at_ms", BigInteger),
     Index("submissions_by_state", "state", "unit"),
+    Index("submissions_by_maturity", "matures_at_ms"),
+    Index("submissions_by_node", "node", "state"),
     Index("submissions_by_decision", "decided_at_ms"),
 )
 

@@ -78,7 +78,8 @@ class SqlWriter(SqlReader):
         self._save(tables.submissions, "submission", values, command.was)
 
     def _save_node(self, command: SaveNode) -> None:
-        self._save(tables.nodes, "node", asdict(command.row), command.was)
+        values = {**asdict(command.row), "record": command.row.record.model_dump_json()}
+        self._save(tables.nodes, "node", values, command.was)
 
     def _add_policy(self, command: AddPolicy) -> None:
         values = {**command.policy.model_dump(), "announced_at_ms": command.announced_at_ms}

@@ -1,0 +1,159 @@
+"""`shoal doctor --selftest` and `--calibrate`: the validator's checks on this machine's own work. Needs torch."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from shoal.cli.doctor import Finding
+from shoal.client import ClientOptions, HubClient, split_join_url
+from shoal.client.weights import downloader_of
+from shoal.engines import kind_of
+from shoal.errors import ConfigError, HubUnreachable
+from shoal.models import TensorView
+from shoal.protocol import ProofParameters, SigningKey
+from shoal.runtime.files import write_atomically
+from shoal.runtime.stop import StopToken
+from shoal.validator.calibrate import Calibration, Plan, calibrate
+from shoal.validator.profiles import load_profiles, to_toml
+from shoal.validator.selftest import SelfTest
+from shoal.validator.specimens import Machine
+
+POLICY_PATIENCE_S = 600.0
+
+
+@dataclass(frozen=True)
+class TrialOptions:
+    """What is tried: a policy (of a run, or of a model folder), this machine as a worker, and who judges it."""
+
+    url: str | None
+    model: str
+    device: str
+    dtype: str
+    against: tuple[str, ...]
+    profiles: tuple[Path, ...] = ()
+
+    @property
+    def worker(self) -> Machine:
+        return _machine(self.device, self.dtype)
+
+    @property
+    def validators(self) -> tuple[Machine, ...]:
+        parsed = (Machine.parse(text) for text in self.against or ("cpu/float32",))
+        return tuple(_machine(each.device, each.dtype) for each in parsed)
+
+
+def _machine(device: str, dtype: str) -> Machine:
+    """The machine itself, where "auto" was asked for."""
+    _, device, dtype = kind_of("torch", device, dtype).split("/")
+    return Machine(device, dtype)
+
+
+def run_selftest(options: TrialOptions, stop: StopToken) -> Iterator[Finding]:
+    """Honest work must pass, every canary must be caught."""
+    if len(options.validators) > 1:
+        raise ConfigError("a self-test is judged by one validator: give --against once")
+    worker, profiles = options.worker, load_profiles(options.profiles)
+    proof, known = ProofParameters(), None
+    if options.url is not None:
+        files, tensors, proof, known = _policy_of_run(options.url, stop)
+    else:
+        files, tensors = _policy_of_folder(options.model, options.dtype)
+    if known is not None:
+        kind = kind_of("torch", options.device, options.dtype)
+        text = kind if kind in known else f"the run has no profile for {kind}, only for {', '.join(known)}"
+        yield Finding("run", kind in known, text)
+    test = SelfTest(files, tensors, worker, options.validators[0], profiles, proof)
+    for trial in test.run():
+        yield Finding("selftest", trial.ok, f"{trial.name}: {trial.text}")
+
+
+def _policy_of_folder(model: str, dtype: str) -> tuple[Mapping[str, bytes], Mapping[str, TensorView]]:
+    from shoal.models.load import load_model
+    from shoal.models.state import policy_views
+
+    loaded = load_model(model, dtype)
+    return loaded.files, policy_views(loaded.model)
+
+
+def _policy_of_run(
+    url: str, stop: StopToken
+) -> tuple[Mapping[str, bytes], Mapping[str, TensorView], ProofParameters, tuple[str, ...]]:
+    """The newest policy of a run, fetched as a worker would fetch it."""
+    base, pinned = split_join_url(url)
+    with closing(HubClient(base, SigningKey.generate(), stop, pinned, options=ClientOptions.of_a_person(10.0))) as hub:
+        trusted, status = hub.trusted_run(), hub.status()
+    if status.policy is None:
+        raise HubUnreachable(f"the run at {base} has not published a policy yet: try again when it has")
+    with tempfile.TemporaryDirectory(prefix="shoal-selftest-") as folder:
+        with closing(downloader_of(trusted, Path(folder), stop, 1)) as downloader:
+            payload = downloader.fetch(status.policy, POLICY_PATIENCE_S)
+            tensors = {view.name: _copied(view) for view in payload.tensors}
+        return dict(payload.files), tensors, trusted.info.proof, trusted.info.profiles
+
+
+def _copied(view: TensorView) -> TensorView:
+    """The payload's bytes are borrowed from a file that is about to go."""
+    return TensorView(view.name, view.dtype, view.shape, memoryview(bytes(view.data)))
+
+
+@dataclass(frozen=True)
+class CalibrationOptions:
+    """How much is measured, and where the profile goes."""
+
+    sequences: int
+    tokens: int
+    temperature: float
+    out: Path | None
+
+
+def run_calibration(
+    options: TrialOptions, how: CalibrationOptions, tell: Callable[[str], None]
+) -> tuple[Calibration, Path]:
+    """Measure, and write the profile. Nothing is overwritten."""
+    if options.url is not None:
+        raise ConfigError("a profile is measured on a model folder (--model), not on a run: leave the URL away")
+    out = how.out or Path(kind_of("torch", options.device, options.dtype).replace("/", "-") + ".toml")
+    if out.exists():
+        raise ConfigError(f"{out} exists already: remove it, or give another file with --out")
+    plan = Plan(
+        model=options.model,
+        worker=options.worker,
+        validators=options.validators,
+        sequences=how.sequences,
+        tokens=how.tokens,
+        temperature=how.temperature,
+    )
+    calibration = calibrate(plan, tell, datetime.now(UTC).date().isoformat())
+    write_atomically(out, to_toml(calibration.profile).encode())
+    return calibration, out
+
+
+def calibration_report(calibration: Calibration, out: Path) -> Iterator[str]:
+    """What was measured, for people."""
+    profile = calibration.profile
+    for name, bands in calibration.bands.items():
+        yield f"honest {profile.key}, seen by {name}: {bands.tokens} tokens, {bands.chunks} proofs"
+        yield (
+            f"  dice      {bands.outside_rate:.2%} of tokens outside, by {bands.distance_max:.2g} at most"
+            f" (limit {profile.sampling.distance:g})"
+        )
+        yield (
+            f"  proofs    {bands.exponent_rate:.2%} other exponents, mantissa {bands.mantissa_mean:.2f} off on average"
+            f" (limit {profile.proofs.drift_mantissa:g})"
+        )
+        yield (f"  log-probabilities  off by {bands.logprob_max:.2g} at most (limit {profile.logprobs.largest:g})")
+        failures = calibration.failures[name]
+        yield f"  held out  {len(failures)} of {calibration.held_out} honest groups fail" + (
+            f": {', '.join(sorted(set(failures)))}" if failures else ""
+        )
+    yield "what this profile catches, by the number of tokens looked at:"
+    for cheat in dict.fromkeys((catch.cheat, catch.validator) for catch in calibration.catches):
+        mine = [catch for catch in calibration.catches if (catch.cheat, catch.validator) == cheat]
+        shares = "  ".join(f"{catch.tokens}: {catch.by_either:.0%}" for catch in mine)
+        yield f"  {cheat[0]:<18} seen by {cheat[1]:<14}  {shares}"
+    yield f"written to {out}; the run's owner adds it with validator.profiles = [{str(out)!r}]"

@@ -1,0 +1,97 @@
+"""Whether the run can go on by itself: every role is here, audits can be relied on, and the disk takes what comes.
+
+A validator gives itself submissions that are known to be bad (canaries) among the real ones, and counts in its
+heartbeats how many it caught and missed. One that missed any, or that never meets one, says nothing about real work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shoal.errors import ResourceError
+from shoal.hub.service.context import Context, node_label
+from shoal.hub.state import pacing
+from shoal.hub.state.rows import NodeRow
+from shoal.hub.storage import Presence, Reader
+from shoal.protocol import Message, NodeState
+
+HERE_MS = 60_000
+CANARY_WITHIN = 256
+PROBE_EVERY_MS = 5_000
+CAUGHT, MISSED = "canaries_caught", "canaries_missed"
+AUDITED = ("accepted", "rejected", "inconclusive")
+
+
+class Readiness(Message):
+    """The answer of `GET /ready`: what is wrong, a sentence each; ready if nothing is."""
+
+    ready: bool
+    problems: tuple[str, ...] = ()
+
+
+class Ready:
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._probed_ms: int | None = None
+        self._probe = ""
+
+    def check(self) -> Readiness:
+        context = self._context
+        now_ms = context.clock.now_ms()
+        with context.storage.read() as reader:
+            problems = self._of_roles(reader, now_ms)
+        disk = self._of_disk(now_ms)
+        found = (*problems, disk) if disk else tuple(problems)
+        return Readiness(ready=not found, problems=found)
+
+    def _of_roles(self, reader: Reader, now_ms: int) -> list[str]:
+        presences = reader.presences()
+        here = [
+            (node, presences[node.node])
+            for node in reader.nodes()
+            if node.node in presences and now_ms - presences[node.node].last_seen_ms <= HERE_MS
+        ]
+        missing = [] if pacing.is_finished(self._context.rules, reader.progress()) else missing_roles(here)
+        checks = [canary_problem(node, presence) for node, presence in here if node.role == "validator"]
+        return [*missing, *(problem for problem in checks if problem)]
+
+    def _of_disk(self, now_ms: int) -> str:
+        """Whether something can be written. Asked by anyone, so it is tried once in a while only."""
+        if self._context.failure is not None:
+            return str(self._context.failure)
+        if self._probed_ms is None or now_ms - self._probed_ms >= PROBE_EVERY_MS:
+            self._probed_ms, self._probe = now_ms, self._write()
+        return self._probe
+
+    def _write(self) -> str:
+        try:
+            with self._context.storage.write(durable=False) as transaction:
+                transaction.put_setting("probed_at_ms", str(self._context.clock.now_ms()))
+        except ResourceError as error:
+            return str(error)
+        return ""
+
+
+def missing_roles(here: Sequence[tuple[NodeRow, Presence]]) -> list[str]:
+    """A sentence for each role that a run cannot do without and that nobody fills."""
+    filled = {node.role for node, _ in here if node.state is NodeState.ACTIVE}
+    return [
+        f"no {role} was heard of for {HERE_MS // 1000} s: start one with `shoal {role}`"
+        for role in ("trainer", "validator")
+        if role not in filled
+    ]
+
+
+def canary_problem(node: NodeRow, presence: Presence) -> str:
+    """What a validator's counters say about its audits, if it is bad."""
+    counters, who = presence.counters, node_label(node)
+    missed, caught = counters.get(MISSED, 0), counters.get(CAUGHT, 0)
+    if missed > 0:
+        return (
+            f"{who} let {missed:.0f} known-bad submissions pass: stop it, look at its profiles (is a tolerance too "
+            "wide?), and do not rely on what it accepted since it was started"
+        )
+    audited = sum(counters.get(name, 0) for name in AUDITED)
+    if audited >= CANARY_WITHIN and caught <= 0:
+        return f"{who} made {audited:.0f} audits and met no known-bad submission among them: its audits are untested"
+    return ""

@@ -1,0 +1,68 @@
+"""Credit: earned at once, or pending for a window in which a failed audit of the same node takes it away.
+
+    accepted ─┬─ every group is audited ──────► credit
+              └─ audits by reputation ─► pending ─┬─ the window passes (upkeep) ─► credit
+                                                  └─ an audit of the node fails ─► void
+
+Which of them a submission is at is on its row (`matures_at_ms`), in the transaction that appends to the ledger: it
+moves on once, over restarts too. The sum is exact: credit + pending + void = all that was ever accepted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from shoal.hub.state.commands import Command, Record, SaveNode, SaveSubmission
+from shoal.hub.state.rows import Moment, NodeRow, SubmissionRow
+from shoal.ledger import credit_for
+
+
+def matures_at_ms(moment: Moment) -> int | None:
+    """Until when the credit of a submission that is accepted now is pending; None if it is given at once."""
+    return None if moment.rules.audit == "all" else moment.now_ms + moment.rules.credit_window_ms
+
+
+def earn(node: NodeRow, accepted: SubmissionRow, now_ms: int) -> tuple[NodeRow, Record]:
+    """What an accepted submission brings its node."""
+    amount, body = credit_for(accepted.generated_tokens), _body(accepted)
+    if accepted.matures_at_ms is None:
+        return replace(node, credit=node.credit + amount), Record("credit", body, now_ms)
+    body["matures_at_ms"] = accepted.matures_at_ms
+    return replace(node, pending=node.pending + amount), Record("pending", body, now_ms)
+
+
+def mature(due: Sequence[SubmissionRow], nodes: Mapping[str, NodeRow], now_ms: int) -> list[Command]:
+    """Turn pending credit whose window has passed into credit. `nodes` are those of the `due` submissions."""
+    after = dict(nodes)
+    commands: list[Command] = []
+    for row in due:
+        node, amount = after[row.node], credit_for(row.generated_tokens)
+        after[row.node] = replace(node, pending=node.pending - amount, credit=node.credit + amount)
+        commands += [_settled(row), Record("credit", _body(row), now_ms)]
+    return commands + [SaveNode(after[name], node.state) for name, node in nodes.items() if after[name] != node]
+
+
+def void(node: NodeRow, pending: Sequence[SubmissionRow], reason: str, now_ms: int) -> tuple[NodeRow, list[Command]]:
+    """The node without its pending credit, and what that writes down (the node itself is left to the caller)."""
+    commands: list[Command] = []
+    for row in pending:
+        commands += [_settled(row), Record("void", {**_body(row), "reason": reason}, now_ms)]
+    lost = sum(credit_for(row.generated_tokens) for row in pending)
+    return replace(node, pending=node.pending - lost), commands
+
+
+def _settled(row: SubmissionRow) -> SaveSubmission:
+    return SaveSubmission(replace(row, matures_at_ms=None), row.state)
+
+
+def _body(row: SubmissionRow) -> dict[str, Any]:
+    return {
+        "node": row.node,
+        "unit": row.unit,
+        "submission": row.submission,
+        "tokens": row.generated_tokens,
+        "credit": credit_for(row.generated_tokens),
+        "validator": row.validator,
+    }

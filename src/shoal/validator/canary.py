@@ -1,0 +1,202 @@
+"""Canaries: now and then a known cheat is judged beside honest work, and must be caught.
+
+    accepted docket ─► a twin that differs in one thing and is surely bad ─► the same judge ─┬─ rejected: caught
+                                                                                            ├─ inconclusive: later
+                                                                                            └─ accepted: CanaryMissed
+
+A profile that is far too wide, an engine that computes nonsense, a check that was broken: each lets cheats pass without
+a word, and whatever goes wrong after that looks like training. A validator that misses its canary reports nothing of
+that round and ends; its claims fall back to the hub.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import msgspec
+import numpy as np
+
+from shoal.engines import Engine
+from shoal.engines.shelf import LoadedPolicy
+from shoal.errors import CanaryMissed
+from shoal.protocol import (
+    Outcome,
+    Rollout,
+    Submission,
+    Verdict,
+    pack,
+    pack_logprobs,
+    pack_tokens,
+    submission_digest,
+    unpack,
+)
+from shoal.toploc import chunk_rows
+from shoal.validator.case import BODY_LIMITS, IMPROBABLE_NATS, Case
+from shoal.validator.judge import Judge
+from shoal.validator.profiles import Profile
+from shoal.validator.seen import Seen
+from shoal.validator.verdicts import Docket
+
+SURELY = 4  # times what the profile allows
+LONG_ENOUGH = 4  # tokens: of fewer, the proofs of two rollouts may be of nearly the same states
+ONE = b"\x3f\x80"  # the bits of 1.0
+
+
+@dataclass(frozen=True)
+class Original:
+    """An accepted submission, opened, and what it was judged by."""
+
+    docket: Docket
+    submission: Submission
+    profile: Profile
+    vocabulary_size: int
+    hidden_size: int
+
+
+# A twin of the original that is surely bad; None where this way of cheating would not surely show.
+Spoil = Callable[[Original], Docket | None]
+
+
+@dataclass
+class Canary:
+    """Counts full audits, and after every so many (and at the first) has a twin of an accepted one judged."""
+
+    judge: Judge
+    every: int
+    _due_in: int = 0
+    _turn: int = 0
+
+    def check(self, dockets: Sequence[Docket], verdicts: Sequence[Verdict], loaded: LoadedPolicy) -> str | None:
+        """Which canary was caught, None if it was the turn of none; `CanaryMissed` if one passed."""
+        self._due_in -= sum(verdict.depth == "full" for verdict in verdicts)
+        if self._due_in > 0:
+            return None
+        for docket, verdict in zip(dockets, verdicts, strict=True):
+            if verdict.outcome is Outcome.ACCEPTED and verdict.depth == "full":
+                return self._release(docket, loaded)
+        return None
+
+    def _release(self, docket: Docket, loaded: LoadedPolicy) -> str | None:
+        name, twin = self._twin(docket, loaded.engine)
+        [verdict] = replace(self.judge, seen=Seen()).verdicts([twin], loaded)
+        if verdict.outcome is Outcome.INCONCLUSIVE:
+            return None
+        if verdict.outcome is Outcome.ACCEPTED:
+            passed = ", ".join(check.check for check in verdict.checks)
+            raise CanaryMissed(
+                f"a known cheat, unit {docket.lease.unit} with {name}, passed every check ({passed}) as "
+                f"{docket.lease.profile} under policy {docket.lease.policy.label}: this validator must not judge; look "
+                f"at its profiles (validator.profiles) and its engine, {loaded.engine.kind}"
+            )
+        self._due_in = self.every
+        return name
+
+    def _twin(self, docket: Docket, engine: Engine) -> tuple[str, Docket]:
+        """The next way of cheating that surely shows with this submission."""
+        original = original_of(docket, self.judge, engine)
+        names = list(SPOILERS)
+        for turn in range(self._turn, self._turn + len(names)):
+            name = names[turn % len(names)]
+            twin = SPOILERS[name](original)
+            if twin is not None:
+                self._turn = turn + 1
+                return name, twin
+        raise AssertionError("one of them always shows")
+
+
+def original_of(docket: Docket, judge: Judge, engine: Engine) -> Original:
+    """A docket that was accepted, opened."""
+    submission, profile = unpack(docket.body, Submission, BODY_LIMITS), judge.profiles[docket.lease.profile]
+    return Original(docket, submission, profile, engine.vocabulary_size, engine.hidden_size)
+
+
+def _handed_in(docket: Docket, submission: Submission) -> Docket:
+    """The docket with another submission in it."""
+    body = pack(submission)
+    named = docket.audit.model_copy(update={"submission": submission_digest(body), "size_bytes": len(body)})
+    return replace(docket, audit=named, body=body)
+
+
+def _with_rollouts(original: Original, rollouts: list[Rollout]) -> Docket:
+    return _handed_in(original.docket, msgspec.structs.replace(original.submission, rollouts=rollouts))
+
+
+def edited_tokens(original: Original) -> Docket | None:
+    """The first token of every rollout that goes on after it is another one."""
+    eos, size, edited = original.docket.lease.sampling.eos_token_id, original.vocabulary_size, 0
+    rollouts = list(original.submission.rollouts)
+    for index, rollout in enumerate(rollouts):
+        tokens = rollout.token_ids
+        if len(tokens) >= LONG_ENOUGH:
+            shifts = (size // 2, size // 2 + 1)
+            tokens[0] = next(other for shift in shifts if (other := (tokens[0] + shift) % size) != eos)
+            rollouts[index] = msgspec.structs.replace(rollout, tokens=pack_tokens(tokens))
+            edited += 1
+    return _with_rollouts(original, rollouts) if edited > 1 else None
+
+
+def other_seeds(original: Original) -> Docket | None:
+    """The lease asked for other dice, which would not have given these tokens."""
+    lease = original.docket.lease
+    claimed = np.concatenate([rollout.logprob_values for rollout in original.submission.rollouts]).astype(np.float64)
+    room = 2 * original.profile.sampling.distance  # a token passes if its uniform is near enough
+    if np.log(np.minimum(np.exp(claimed) + room, 1.0)).sum() > IMPROBABLE_NATS:
+        return None
+    seeds = tuple(hashlib.sha256(f"canary/{seed}".encode()).hexdigest()[:16] for seed in lease.seeds)
+    twin = lease.model_copy(update={"seeds": seeds})
+    return replace(_handed_in(original.docket, original.submission), lease=twin)
+
+
+def other_temperature(original: Original) -> Docket | None:
+    """The log-probabilities are those of a temperature of a half, about."""
+    rollouts = original.submission.rollouts
+    mean = float(np.abs(np.concatenate([rollout.logprob_values for rollout in rollouts])).mean())
+    if mean < SURELY * original.profile.logprobs.mean:
+        return None
+    halved = [
+        msgspec.structs.replace(rollout, logprobs=pack_logprobs(2.0 * rollout.logprob_values)) for rollout in rollouts
+    ]
+    return _with_rollouts(original, halved)
+
+
+def others_proofs(original: Original) -> Docket | None:
+    """Two rollouts of one length that differ from their first token on have each other's proofs."""
+    rollouts = list(original.submission.rollouts)
+    firsts: dict[int, int] = {}
+    for second, rollout in enumerate(rollouts):
+        first = firsts.setdefault(len(rollout.tokens), second)
+        if len(rollout.tokens) >= 4 * LONG_ENOUGH and rollouts[first].tokens[:4] != rollout.tokens[:4]:
+            one, two = rollouts[first], rollout
+            rollouts[first] = msgspec.structs.replace(one, proofs=two.proofs)
+            rollouts[second] = msgspec.structs.replace(two, proofs=one.proofs)
+            return _with_rollouts(original, rollouts)
+    return None
+
+
+def constant_proofs(original: Original) -> Docket:
+    """Every proof is a polynomial that says 1.0 everywhere: made without computing anything, and of the right size."""
+    docket, size = original.docket, original.hidden_size
+    case = Case(docket.lease, original.submission, "", original.vocabulary_size, size, original.profile)
+    forged = iter([_constant(chunk) for chunk in case.proofs])
+    rows = docket.lease.proof.rows
+    rollouts = [
+        msgspec.structs.replace(rollout, proofs=b"".join(next(forged) for _ in chunk_rows(length, rows)))
+        for rollout, length in zip(case.rollouts, case.lengths, strict=True)
+    ]
+    return _with_rollouts(original, rollouts)
+
+
+def _constant(proof: bytes) -> bytes:
+    """A proof of the same size and modulus whose polynomial is 1.0 everywhere."""
+    return proof[:2] + ONE + bytes(len(proof) - 2 - len(ONE))
+
+
+SPOILERS: dict[str, Spoil] = {
+    "edited tokens": edited_tokens,
+    "other seeds": other_seeds,
+    "log-probabilities of another temperature": other_temperature,
+    "another rollout's proofs": others_proofs,
+    "proofs that are constants": constant_proofs,
+}

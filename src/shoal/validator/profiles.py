@@ -1,0 +1,172 @@
+"""Profiles: what honest rounding may explain, by what a worker generates with (`engine/device/number format`).
+
+    built in ─┐
+              ├─► load_profiles ─► hub: work is leased to these alone      validator: its checks measure by them
+    *.toml ───┘
+
+A profile is a file that the run's owner adds to `validator.profiles`; `to_toml` writes one, and its `[measured]` table
+says what its numbers come from. A file of a kind that is built in takes its place. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from shoal.errors import ConfigError
+from shoal.protocol.lease import PROFILE
+from shoal.runtime.config import dump_config, parse_config
+from shoal.sampling import SeedTolerance
+from shoal.toploc import ProofTolerance
+
+MAX_PROFILE_BYTES = 1_000_000
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class CertainLimits(_Table):
+    """When a sampling failure is certain, and not merely likely: no rounding does that even once."""
+
+    distance: float = Field(0.05, gt=0, description="what counts as far outside")
+    tokens: int = Field(4, ge=1, description="tokens far outside that make a sampling failure certain")
+
+
+class LogprobLimits(_Table):
+    """How far reported log-probabilities may be from the validator's."""
+
+    mean: float = Field(1e-4, gt=0, description="largest mean difference")
+    largest: float = Field(2e-3, gt=0, description="largest single difference")
+
+
+class LikelihoodLimits(_Table):
+    """How far the sum of log-probabilities may be from what the policy expects, in standard deviations.
+
+    Of too few tokens, or of tokens that left the dice no choice, the sum has no bell-shaped distribution: no check.
+    """
+
+    deviations: float = Field(8.0, gt=0, description="largest distance from the expected sum")
+    tokens: int = Field(64, ge=1, description="fewest tokens that the check needs")
+    variance: float = Field(16.0, gt=0, description="smallest variance of the sum that the check needs, in nats²")
+
+
+class Measured(_Table):
+    """Where the numbers come from: honest work of that model, and the bands that it stayed in."""
+
+    model: str
+    tokens: int = Field(ge=0)
+    date: str
+    validators: tuple[str, ...] = Field(default=(), description="what the validators computed with: device/format")
+    bands: dict[str, float] = {}
+
+
+def _known_keys(kind: type[Any]) -> BeforeValidator:
+    """Refuse keys that a dataclass does not have (left alone, they would be ignored without a word)."""
+    names = [field.name for field in dataclasses.fields(kind)]
+
+    def check(value: Any) -> Any:
+        for key in value if isinstance(value, Mapping) else ():
+            if key not in names:
+                close = get_close_matches(str(key), names, n=1)
+                hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(names)}"
+                raise ValueError(f"there is no key {key!r}; {hint}")
+        return value
+
+    return BeforeValidator(check)
+
+
+class Profile(_Table):
+    """The limits for one kind of worker; the defaults are for float32 on both sides."""
+
+    key: str = Field(pattern=PROFILE, description="engine/device/number format of the worker")
+    sampling: Annotated[SeedTolerance, _known_keys(SeedTolerance)] = SeedTolerance()
+    certain: CertainLimits = CertainLimits()
+    proofs: Annotated[ProofTolerance, _known_keys(ProofTolerance)] = ProofTolerance()
+    logprobs: LogprobLimits = LogprobLimits()
+    likelihood: LikelihoodLimits = LikelihoodLimits()
+    accidents: float = Field(
+        0.0, ge=0, lt=1, description="share of honest tokens that are quite wrong; such audits are inconclusive"
+    )
+    validators: tuple[str, ...] = Field(
+        ("float32",), description="what a validator may compute in; one of coarser rounding could not tell"
+    )
+    measured: Measured | None = None
+
+
+Profiles = Mapping[str, Profile]
+
+
+def _builtin(key: str, **limits: Any) -> Profile:
+    return Profile(key=key, **limits)
+
+
+BUILT_IN: Profiles = {
+    key: Profile(key=key) for key in ("torch/cpu/float32", "torch/cuda/float32", "scripted/cpu/float32")
+}
+
+# SmolLM2-135M on an H200, 4,096 sequences of up to 128 tokens, seen in float32; checked against CPU and
+# bfloat16 validators, and against workers on a CPU (docs/log.md has the bands).
+_BFLOAT16: dict[str, Any] = {
+    "sampling": SeedTolerance(distance=0.15, floor=1e-13, outside_rate=0.105, outside_distance=0.0064),
+    "certain": CertainLimits(distance=0.3, tokens=4),
+    "proofs": ProofTolerance(
+        exponents=0.2, signs=0.03, boundary=3, mantissa_mean=6.5, mantissa_median=6.0, drift_exponents=0.02,
+        drift_mantissa=1.55, drift_spread=4.0,
+    ),
+    "logprobs": LogprobLimits(mean=0.08, largest=1.5),
+    "accidents": 4e-5,
+    "validators": ("float32", "bfloat16"),
+    "measured": Measured(
+        model="SmolLM2-135M", tokens=438_331, date="2026-11-15",
+        validators=("cuda/float32", "cuda/bfloat16", "cpu/float32"),
+        bands={
+            "outside_rate": 0.264, "outside_distance": 0.0043, "exponent_rate": 0.0149, "mantissa_mean": 1.154,
+            "logprob_group_mean_max": 0.0473, "accidents": 1.4e-5,
+        },
+    ),
+}  # fmt: skip
+
+# Bands in bfloat16 depend on the model, and wide limits are what a cheater would ask for: a run takes these only if its
+# owner names them in `validator.profiles`.
+ON_REQUEST: Profiles = {key: Profile(key=key, **_BFLOAT16) for key in ("torch/cpu/bfloat16", "torch/cuda/bfloat16")}
+
+
+def load_profiles(paths: Iterable[Path] = ()) -> Profiles:
+    """The built-in profiles and those of the files, by key; what is wrong with a file is a `ConfigError`.
+
+    Instead of a file there may be the key of one that is there on request.
+
+    >>> sorted(load_profiles())[0]
+    'scripted/cpu/float32'
+    """
+    added: dict[str, Profile] = {}
+    for path in paths:
+        profile = ON_REQUEST.get(path.as_posix()) or read_profile(path)
+        if profile.key in added:
+            raise ConfigError(f"two files of validator.profiles are for {profile.key}, one of them is {path}: keep one")
+        added[profile.key] = profile
+    return {**BUILT_IN, **added}
+
+
+def read_profile(path: Path) -> Profile:
+    """The profile in one TOML file."""
+    try:
+        data = path.read_bytes()[: MAX_PROFILE_BYTES + 1]
+        if len(data) > MAX_PROFILE_BYTES:
+            raise ConfigError(f"{path} is larger than {MAX_PROFILE_BYTES} bytes: that is no profile")
+        return parse_config(data.decode(), Profile, path.name)
+    except OSError as error:
+        raise ConfigError(f"cannot read the profile {path}: {error.strerror}; see validator.profiles") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"the profile {path} is no text: byte {error.start} is not UTF-8") from error
+
+
+def to_toml(profile: Profile) -> str:
+    """What `read_profile` reads as the same profile."""
+    return dump_config(profile)

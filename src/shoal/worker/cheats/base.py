@@ -1,0 +1,143 @@
+"""What a cheat is: the honest worker with one part replaced. Hub and validator know nothing of this package.
+
+profile ─► lease ─► fetch ──► shelf ──► engine ──► group ──► submission ──► outbox
+  │                   │                   │                      │
+loose               stale         best-of, int8, edit     forged proofs, copies      the loop itself is unchanged
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from shoal.engines import Completion, Engine, GenerationRequest, Prefill, PrefillRequest
+from shoal.engines.shelf import Fetch
+from shoal.protocol import Lease, PolicyRef, ProofParameters, Submission, TensorView
+from shoal.toploc import commit
+
+Groups = list[list[Completion]]
+
+# What may give away tokens that the lease's dice and policy do not give, whatever else is honest about them.
+OTHER_TOKENS = frozenset({"sampling.seed", "sampling.drift", "likelihood.unlikely"})
+# What may give away weights that are not the lease's, their log-probabilities and proofs included.
+OTHER_WEIGHTS = OTHER_TOKENS | {"proofs.mismatch", "proofs.drift", "logprobs.mismatch"}
+
+
+@dataclass(frozen=True)
+class Loot:
+    """What anyone who takes part has: the files of the policy, the environment's name, and engines to build."""
+
+    files: Mapping[str, bytes]
+    environment: str
+    build: Callable[[Mapping[str, bytes]], Engine]
+
+
+class Cheat:
+    """One way to cheat: `what` it does, for people, and the `reasons` for which it may be rejected, or refused.
+
+    One object serves one worker, so it may remember things. Each hook is honest until it is overridden.
+    """
+
+    name: ClassVar[str]
+    what: ClassVar[str]
+    reasons: ClassVar[frozenset[str]]
+
+    def profile(self, profile: str, _known: Sequence[str], /) -> str:
+        """What it says that it generates with; `_known` are those that the run takes work of."""
+        return profile
+
+    def fetch(self, fetch: Fetch, /) -> Fetch:
+        """How policies are had."""
+        return fetch
+
+    def engine(self, engine: Engine, _loot: Loot, /) -> Engine:
+        """What generates; `engine` has no policy yet."""
+        return engine
+
+    def submission(self, submission: Submission, _lease: Lease, /) -> Submission:
+        """What is handed in for a finished group."""
+        return submission
+
+
+class Disguise:
+    """An engine to hang a cheat on: everything is the real one's until it is overridden."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    @property
+    def name(self) -> str:
+        return self._engine.name
+
+    @property
+    def kind(self) -> str:
+        return self._engine.kind
+
+    @property
+    def policy(self) -> PolicyRef | None:
+        return self._engine.policy
+
+    @property
+    def vocabulary_size(self) -> int:
+        return self._engine.vocabulary_size
+
+    @property
+    def hidden_size(self) -> int:
+        return self._engine.hidden_size
+
+    @property
+    def size_bytes(self) -> int:
+        return self._engine.size_bytes
+
+    def load_policy(self, ref: PolicyRef | None, tensors: Mapping[str, TensorView]) -> None:
+        self._engine.load_policy(ref, tensors)
+
+    def generate(self, requests: Sequence[GenerationRequest], proof: ProofParameters | None = None) -> Groups:
+        return self._engine.generate(requests, proof)
+
+    def prefill(self, requests: Sequence[PrefillRequest], proof: ProofParameters | None = None) -> list[Prefill]:
+        return self._engine.prefill(requests, proof)
+
+    def greedy(
+        self, prompts: Sequence[tuple[int, ...]], max_new_tokens: int, eos_token_id: int
+    ) -> list[npt.NDArray[np.int32]]:
+        return self._engine.greedy(prompts, max_new_tokens, eos_token_id)
+
+
+class Rewriter(Disguise):
+    """Generates honestly, rewrites the completions, and lets the right policy vouch for what came of it.
+
+    Log-probabilities and proofs are then honest ones of tokens that were never drawn: only the dice can tell.
+    """
+
+    def generate(self, requests: Sequence[GenerationRequest], proof: ProofParameters | None = None) -> Groups:
+        drawn = self._engine.generate(requests, None)
+        groups = [self.rewrite(request, group) for request, group in zip(requests, drawn, strict=True)]
+        return vouched(self._engine, requests, groups, proof)
+
+    def rewrite(self, request: GenerationRequest, group: list[Completion], /) -> list[Completion]:
+        raise NotImplementedError
+
+
+def vouched(
+    engine: Engine, requests: Sequence[GenerationRequest], groups: Sequence[list[Completion]],
+    proof: ProofParameters | None,
+) -> Groups:  # fmt: skip
+    """The same tokens with the log-probabilities and the proofs that `engine` gives for them in one prefill."""
+    asked = [
+        PrefillRequest(request.prompt_ids, each.token_ids, request.sampling.temperature)
+        for request, group in zip(requests, groups, strict=True)
+        for each in group
+    ]
+    answers = iter(engine.prefill(asked, proof))
+    return [[_told(each, answers) for each in group] for group in groups]
+
+
+def _told(completion: Completion, answers: Iterator[Prefill]) -> Completion:
+    answer = next(answers)
+    proofs = b"".join(commit(answer.points)) if answer.points is not None else b""
+    return replace(completion, logprobs=answer.logprobs, proofs=proofs)

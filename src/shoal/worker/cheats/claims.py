@@ -1,0 +1,92 @@
+"""Cheats that lie on paper: what they generate is honest, what they say of it is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+from msgspec.structs import replace
+
+from shoal.protocol import Lease, Rollout, Submission, pack_logprobs, pack_tokens
+from shoal.worker.cheats.base import Cheat
+
+NUDGE = 0.05
+FAR_TOKEN = 2**31
+
+Change = Callable[[Rollout], Rollout]
+
+
+class Logprobs(Cheat):
+    name = "logprobs"
+    what = f"reports log-probabilities that are {NUDGE} too low, so that training trusts its tokens more"
+    reasons = frozenset({"logprobs.mismatch"})
+
+    def submission(self, submission: Submission, _lease: Lease, /) -> Submission:
+        return each_rollout(submission, lambda rollout: with_logprobs(rollout, rollout.logprob_values - NUDGE))
+
+
+class NotANumber(Cheat):
+    name = "nan"
+    what = "reports log-probabilities that are no numbers, to spoil the weights for everybody"
+    reasons = frozenset({"shape.logprobs"})
+
+    def submission(self, submission: Submission, _lease: Lease, /) -> Submission:
+        return each_rollout(submission, lambda rollout: with_logprobs(rollout, rollout.logprob_values * np.nan))
+
+
+class Vocabulary(Cheat):
+    name = "vocabulary"
+    what = "hands in tokens that the policy does not have"
+    reasons = frozenset({"shape.vocabulary"})
+
+    def submission(self, submission: Submission, _lease: Lease, /) -> Submission:
+        return each_rollout(submission, _far)
+
+
+def _far(rollout: Rollout) -> Rollout:
+    return replace(rollout, tokens=pack_tokens(np.full_like(rollout.token_ids, FAR_TOKEN)))
+
+
+class ClaimPrompt(Cheat):
+    name = "claim-prompt"
+    what = "hands in another prompt than its lease gave"
+    reasons = frozenset({"prompt.mismatch"})
+
+    def submission(self, submission: Submission, lease: Lease, /) -> Submission:
+        return replace(submission, prompt=pack_tokens(lease.prompt_ids[::-1] + lease.prompt_ids[:1]))
+
+
+class ClaimPolicy(Cheat):
+    name = "claim-policy"
+    what = "says openly that another version of the policy generated it"
+    reasons = frozenset({"submission.mismatch", "policy.mismatch"})
+
+    def submission(self, submission: Submission, _lease: Lease, /) -> Submission:
+        return replace(submission, version=submission.version + 1, policy_digest="f" * 64)
+
+
+class ClaimNode(Cheat):
+    name = "claim-node"
+    what = "hands in its work in the name of another node"
+    reasons = frozenset({"submission.mismatch", "lease.mismatch"})
+
+    def submission(self, submission: Submission, _lease: Lease, /) -> Submission:
+        return replace(submission, node="0" * len(submission.node))
+
+
+class FewRollouts(Cheat):
+    name = "few"
+    what = "hands in half of every group"
+    reasons = frozenset({"submission.group", "shape.rollouts"})
+
+    def submission(self, submission: Submission, _lease: Lease, /) -> Submission:
+        return replace(submission, rollouts=submission.rollouts[: max(1, len(submission.rollouts) // 2)])
+
+
+def each_rollout(submission: Submission, change: Change) -> Submission:
+    return replace(submission, rollouts=[change(rollout) for rollout in submission.rollouts])
+
+
+def with_logprobs(rollout: Rollout, values: npt.NDArray[np.float32]) -> Rollout:
+    return replace(rollout, logprobs=pack_logprobs(values))

@@ -1,0 +1,32 @@
+"""Which cheats there are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from shoal.errors import ConfigError
+from shoal.worker.cheats import claims, copies, dice, proofs, sleeper, steering, tokens, weights
+from shoal.worker.cheats.base import Cheat
+
+CHEATS: Mapping[str, type[Cheat]] = {
+    cheat.name: cheat
+    for cheat in (
+        dice.BestOf, dice.OwnDice, dice.Grind, dice.Greedy, dice.Cold, dice.Loose,
+        weights.Stale, weights.SmallModel, weights.Int8, weights.Int4, weights.SmallDecodes, weights.Int4Decodes,
+        tokens.Edit, tokens.Answer, tokens.EarlyEnd, tokens.CutShort, tokens.Pad, tokens.RunOn, tokens.SwapPrompt,
+        steering.Steer,
+        copies.Copy, copies.Replay, copies.Steal,
+        claims.Logprobs, claims.NotANumber, claims.Vocabulary, claims.ClaimPrompt, claims.ClaimPolicy,
+        claims.ClaimNode, claims.FewRollouts,
+        proofs.NoProofs, proofs.NullProofs, proofs.ConstantProofs, proofs.ModulusOne, proofs.RandomProofs,
+        proofs.SwappedProofs, proofs.ReplayedProofs, proofs.HalfProofs, proofs.LongProofs,
+        sleeper.Sleeper,
+    )
+}  # fmt: skip
+
+
+def find_cheat(name: str) -> Cheat:
+    """A cheat for one worker."""
+    if name not in CHEATS:
+        raise ConfigError(f"there is no cheat {name!r}; there are {', '.join(sorted(CHEATS))}")
+    return CHEATS[name]()

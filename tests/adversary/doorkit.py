@@ -1,0 +1,198 @@
+"""A real hub behind real sockets, and keys that talk to it by hand: whoever attacks it need not use our client."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import zstandard
+
+from shoal.cli.folder import RunFolder
+from shoal.cli.recipe import Recipe
+from shoal.cli.roles import run_role
+from shoal.protocol import (
+    SUBMISSION_FORMAT,
+    Audit,
+    AuditReply,
+    Lease,
+    LeaseReply,
+    Message,
+    Outcome,
+    PolicyAnnouncement,
+    PolicyRef,
+    Registration,
+    Role,
+    RolloutReward,
+    SigningKey,
+    Verdict,
+    VerdictReport,
+    open_document,
+    pack_logprobs,
+    pack_tokens,
+    sign_document,
+    sign_request,
+)
+from shoal.runtime.stop import StopToken
+
+START_S = 60.0
+GROUP, TOKENS = 2, 3
+RECIPE: dict[str, dict[str, Any]] = {
+    "run": {"steps": 3, "groups_per_step": 16, "group_size": GROUP, "max_staleness": 1, "max_new_tokens": 8},
+    "hub": {"port": 0, "leases_per_node": 16},
+    "relay": {"count": 0},
+}
+POLICY = PolicyRef(incarnation=0, version=0, digest="d" * 64)
+
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True)
+class Hub:
+    """The hub, and whose keys it believes."""
+
+    folder: RunFolder
+    http: httpx.Client
+
+    @property
+    def run(self) -> str:
+        return self.folder.run_id
+
+    def caller(self, key: SigningKey | None = None) -> Caller:
+        return Caller(self, key or SigningKey.generate())
+
+    def worker(self, name: str = "") -> Caller:
+        """Somebody with a fresh key who has registered with it."""
+        caller = self.caller()
+        ok(caller.register(name=name))
+        return caller
+
+    def trusted(self, name: str, role: Role) -> Caller:
+        caller = self.caller(self.folder.key(name))
+        ok(caller.register(role, certificate=self.folder.certificate(name)))
+        return caller
+
+
+@dataclass(frozen=True)
+class Caller:
+    """One key; `call` signs as it should be done, `signed` gives the headers to do something else with."""
+
+    hub: Hub
+    key: SigningKey
+
+    def signed(self, method: str, path: str, body: bytes, run: str | None = None) -> dict[str, str]:
+        return dict(sign_request(self.key, run or self.hub.run, method, path, body, time.time_ns() // 1_000_000))
+
+    def call(self, method: str, path: str, body: bytes | Message | dict[str, Any] = b"") -> httpx.Response:
+        content = as_bytes(body)
+        return self.hub.http.request(method, path, content=content, headers=self.signed(method, path, content))
+
+    def register(self, role: Role = "worker", name: str = "", **changes: Any) -> httpx.Response:
+        return self.call(
+            "POST", "/nodes", Registration(public_key=self.key.public_key, role=role, name=name, **changes)
+        )
+
+    def ask(self, max_units: int = 1, **changes: Any) -> LeaseReply:
+        body = {"request": f"request-{next(_numbers):06d}", "max_units": max_units, **changes}
+        return LeaseReply.model_validate_json(ok(self.call("POST", "/leases", body)).content)
+
+    def lease(self, max_units: int = 1) -> list[Lease]:
+        key = self.hub.folder.key("hub").public_key
+        return [open_document(signed, Lease, key) for signed in self.ask(max_units).leases]
+
+    def submit(self, lease: Lease, body: bytes | None = None) -> httpx.Response:
+        return self.call("PUT", f"/submissions/{lease.lease}", body or packed(submission(lease)))
+
+    def audits(self) -> tuple[Audit, ...]:
+        return AuditReply.model_validate_json(ok(self.call("POST", "/audits", {"max_audits": 64})).content).audits
+
+    def judge(self, audit: Audit, **changes: Any) -> None:
+        """As a validator: accept, with rewards that differ, unless told otherwise."""
+        lease = open_document(audit.lease, Lease, self.hub.folder.key("hub").public_key)
+        fields: dict[str, Any] = {
+            "run": self.hub.run, "submission": audit.submission, "unit": lease.unit, "node": lease.node,
+            "outcome": Outcome.ACCEPTED, "rewards": tuple(RolloutReward(value=float(i)) for i in range(GROUP)),
+            "generated_tokens": GROUP * TOKENS, "depth": audit.depth, "decided_at_ms": 0,
+        }  # fmt: skip
+        signed = sign_document(Verdict(**{**fields, **changes}), self.key)
+        reply = ok(self.call("POST", "/verdicts", VerdictReport(verdicts=(signed,)))).json()
+        assert not reply.get("refused"), reply
+
+
+def submission(lease: Lease, **changes: Any) -> dict[str, Any]:
+    """What one may hand in for a lease, before it is packed: a dictionary, for it may also be what no one may."""
+    rollout = {
+        "tokens": pack_tokens(range(TOKENS)), "logprobs": pack_logprobs([-0.5] * TOKENS), "finish": "eos",
+    }  # fmt: skip
+    return {
+        "format": SUBMISSION_FORMAT, "run": lease.run, "node": lease.node, "lease": lease.lease, "unit": lease.unit,
+        "incarnation": 0, "version": lease.policy.version, "policy_digest": lease.policy.digest,
+        "prompt": pack_tokens(lease.prompt_ids), "rollouts": [rollout] * len(lease.seeds), **changes,
+    }  # fmt: skip
+
+
+def packed(value: Any) -> bytes:
+    return zstandard.ZstdCompressor().compress(msgspec.msgpack.encode(value))
+
+
+def as_bytes(body: bytes | Message | dict[str, Any]) -> bytes:
+    if isinstance(body, bytes):
+        return body
+    return body.model_dump_json().encode() if isinstance(body, Message) else msgspec.json.encode(body)
+
+
+def ok(response: httpx.Response) -> httpx.Response:
+    assert response.status_code < 300, response.text
+    return response
+
+
+def refusal(response: httpx.Response) -> tuple[int, str]:
+    return response.status_code, response.json()["code"]
+
+
+@contextmanager
+def running_hub(folder: Path, **changes: dict[str, Any]) -> Iterator[Hub]:
+    """A hub with policy 0 announced."""
+    recipe = {section: {**RECIPE.get(section, {}), **changes.get(section, {})} for section in {*RECIPE, *changes}}
+    run = RunFolder.prepare(folder, Recipe.model_validate(recipe))
+    url, stop = run.assign_endpoints().hub, StopToken()
+    with ThreadPoolExecutor(max_workers=1) as thread, httpx.Client(base_url=url, timeout=30) as http:
+        role = thread.submit(run_role, run, "hub", stop)
+        try:
+            _wait_for(role, http)
+            hub = Hub(run, http)
+            trainer = hub.trusted("trainer", "trainer")
+            document = PolicyAnnouncement(run=run.run_id, policy=POLICY, created_at_ms=0)
+            ok(trainer.call("POST", "/policies", sign_document(document, trainer.key)))
+            yield hub
+        finally:
+            stop.set("the test ends")
+
+
+def _wait_for(role: Future[None], http: httpx.Client) -> None:
+    end_s = time.monotonic() + START_S
+    while not role.done() and time.monotonic() < end_s:
+        try:
+            http.get("/status")
+            return
+        except httpx.TransportError:
+            time.sleep(0.02)  # polling with a deadline
+    raise AssertionError(f"the hub did not start: {role}")
+
+
+def establish(hub: Hub, workers: Sequence[Caller], units: int = 8) -> None:
+    """Have so many groups of each accepted: they are off probation then."""
+    validator = hub.trusted("validator-0", "validator")
+    for worker in workers:
+        for _ in range(units):
+            [lease] = worker.lease()
+            ok(worker.submit(lease))
+            for audit in validator.audits():
+                validator.judge(audit)

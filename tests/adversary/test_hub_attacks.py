@@ -1,0 +1,217 @@
+"""Attacks on the hub itself, by whoever can reach its address: each is refused with a code, and changes nothing.
+
+The finer points of each have their own tests (tests/unit/hub, tests/unit/ledger); here every one is tried once, by
+hand, against a hub behind real sockets.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import httpx
+import pytest
+import zstandard
+from doorkit import Caller, Hub, establish, ok, packed, refusal, running_hub, submission
+
+from shoal.errors import LedgerError
+from shoal.ledger import verify
+from shoal.protocol import LedgerHead, LedgerPage, RunStatus, Severity, SignedDocument, open_document
+
+MIB = 2**20
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
+    with running_hub(tmp_path_factory.mktemp("door") / "run") as hub:
+        yield hub
+
+
+@pytest.fixture
+def worker(hub: Hub) -> Caller:
+    return hub.worker()
+
+
+def status(hub: Hub) -> RunStatus:
+    return RunStatus.model_validate_json(ok(hub.http.get("/status")).content)
+
+
+# ── who asks ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_replayed_request(hub: Hub, worker: Caller) -> None:
+    headers = worker.signed("POST", "/heartbeat", b"{}")
+    ok(hub.http.post("/heartbeat", content=b"{}", headers=headers))
+    assert refusal(hub.http.post("/heartbeat", content=b"{}", headers=headers)) == (401, "auth.replay")
+
+
+def test_a_forged_identity(hub: Hub, worker: Caller) -> None:
+    """Signed with one's own key in the name of another; and a key of one's own that says it is the trainer."""
+    thief = hub.worker()
+    headers = thief.signed("POST", "/heartbeat", b"{}") | {"shoal-node": worker.key.node}
+    assert refusal(hub.http.post("/heartbeat", content=b"{}", headers=headers)) == (401, "auth.signature")
+    impostor = hub.caller()
+    answer = impostor.register("trainer", certificate=hub.folder.certificate("trainer"))
+    assert refusal(answer)[0] == 403
+
+
+def test_work_in_the_name_of_another(hub: Hub, worker: Caller) -> None:
+    [lease] = hub.worker().lease()
+    assert refusal(worker.submit(lease)) == (403, "lease.not_yours")
+
+
+def test_a_request_for_another_run(hub: Hub, worker: Caller) -> None:
+    headers = worker.signed("POST", "/heartbeat", b"{}", run="other-000000000000")
+    assert refusal(hub.http.post("/heartbeat", content=b"{}", headers=headers)) == (401, "auth.signature")
+
+
+def test_a_stranger_and_a_role_that_is_not_ones_own(hub: Hub, worker: Caller) -> None:
+    assert refusal(hub.caller().call("POST", "/heartbeat", b"{}")) == (401, "auth.unknown_node")
+    assert refusal(worker.call("POST", "/audits", {})) == (403, "auth.role")
+    assert refusal(worker.call("POST", "/verdicts", {})) == (403, "auth.role")
+    assert refusal(worker.call("POST", "/batches/0", {})) == (403, "auth.role")
+
+
+# ── what is handed in ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_an_oversized_body(worker: Caller) -> None:
+    [lease] = worker.lease()
+    assert refusal(worker.submit(lease, bytes(32 * MIB))) == (413, "body.too_big")
+
+
+def test_a_truncated_body(worker: Caller) -> None:
+    [lease] = worker.lease()
+    whole = packed(submission(lease))
+    assert refusal(worker.submit(lease, whole[: len(whole) // 2])) == (422, "submission.malformed")
+
+
+def test_a_bomb(worker: Caller) -> None:
+    """A megabyte that would be a gigabyte."""
+    [lease] = worker.lease()
+    compressor = zstandard.ZstdCompressor(level=1).compressobj()
+    bomb = b"".join(compressor.compress(bytes(MIB)) for _ in range(1024)) + compressor.flush()
+    assert len(bomb) < MIB
+    assert refusal(worker.submit(lease, bomb)) == (422, "submission.malformed")
+
+
+def test_a_forged_reward(worker: Caller) -> None:
+    """There is no place for one: a submission that brings a reward along is none."""
+    [lease] = worker.lease()
+    honest = submission(lease)
+    rewarded = {**honest, "rewards": [1.0] * len(lease.seeds)}
+    scored = {**honest, "rollouts": [{**rollout, "reward": 1.0} for rollout in honest["rollouts"]]}
+    assert refusal(worker.submit(lease, packed(rewarded))) == (422, "submission.malformed")
+    assert refusal(worker.submit(lease, packed(scored))) == (422, "submission.malformed")
+
+
+def test_another_answer_after_the_first(worker: Caller) -> None:
+    [lease] = worker.lease()
+    ok(worker.submit(lease))
+    other = submission(lease, engine="another")
+    assert refusal(worker.submit(lease, packed(other))) == (409, "submission.other_body")
+
+
+# ── what is asked for ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_seed_grinding(hub: Hub) -> None:
+    """Who gives a unit back gets no other dice for it, and neither does anyone else."""
+    grinder, next_one = hub.worker(), hub.worker()
+    [lease] = grinder.lease()
+    for caller in (grinder, next_one):
+        ok(grinder.call("POST", "/leases/release", {"leases": [lease.lease]}))
+        again = {each.unit: each for each in caller.lease(16)}
+        assert again[lease.unit].seeds == lease.seeds
+        assert again[lease.unit].prompt_ids == lease.prompt_ids
+        ok(caller.call("POST", "/leases/release", {"leases": [each.lease for each in again.values()]}))
+
+
+def test_a_profile_that_nobody_has_measured(worker: Caller) -> None:
+    """Who could choose what it is measured by would choose a measure that nothing fails."""
+    for profile in ("torch/cpu/int2", "anything/at/all"):
+        asked = {"request": "request-loose", "profile": profile}
+        assert refusal(worker.call("POST", "/leases", asked)) == (403, "profile.unknown")
+
+
+def test_hoarding_leases(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """One that only takes gets a quarter of the usual number, and loses it when the time is over."""
+    with running_hub(tmp_path_factory.mktemp("hoard") / "run", hub={"lease_s": 0.5}) as hub:
+        hoarder, other = hub.worker(), hub.worker()
+        held = [lease for _ in range(8) for lease in hoarder.lease(16)]
+        assert len(held) == 4
+        assert "submit or release some" in hoarder.ask().waiting
+        units: set[int] = set()
+        end_s = time.monotonic() + 20
+        while not units >= {lease.unit for lease in held} and time.monotonic() < end_s:
+            units |= {lease.unit for lease in other.lease(1)}
+        assert units >= {lease.unit for lease in held}
+
+
+def test_sybil_keys_after_a_ban(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The banned key stays out. New ones are free, but all together they get a share, and the others the rest."""
+    with running_hub(tmp_path_factory.mktemp("sybil") / "run") as hub:
+        cheat, honest = hub.worker(), hub.worker()
+        establish(hub, [honest])
+        validator = hub.caller(hub.folder.key("validator-0"))
+        [lease] = cheat.lease()
+        ok(cheat.submit(lease))
+        [audit] = validator.audits()
+        validator.judge(
+            audit, outcome="rejected", rewards=(), generated_tokens=0, reason="x.y", severity=Severity.CERTAIN
+        )
+        assert refusal(cheat.call("POST", "/leases", {"request": "request-again"})) == (403, "node.banned")
+        sybils = [hub.worker() for _ in range(20)]
+        taken = [lease for sybil in sybils for lease in sybil.lease(16)]
+        assert len(taken) <= 8  # a quarter of the 32 units that two steps may have alive
+        assert len(honest.lease(16)) == 16
+        assert all(node.on_probation for node in status(hub).nodes if node.accepted == 0 and node.role == "worker")
+
+
+def test_a_flood_of_requests(hub: Hub) -> None:
+    """Strangers ask as fast as they can; whoever works is answered all the same."""
+    worker, over = hub.worker(), threading.Event()
+    flooded: list[int] = []
+
+    def flood() -> None:
+        stranger = hub.caller()
+        with httpx.Client(base_url=hub.http.base_url, timeout=30) as http:
+            while not over.is_set():
+                headers = stranger.signed("POST", "/leases", b"{}")
+                flooded.append(http.post("/leases", content=b"{}", headers=headers).status_code)
+
+    threads = [threading.Thread(target=flood, daemon=True) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    try:
+        waits_s = []
+        for _ in range(10):
+            started_s = time.monotonic()
+            ok(worker.call("POST", "/heartbeat", b"{}"))
+            waits_s.append(time.monotonic() - started_s)
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join(30)
+    assert set(flooded) == {401}
+    assert max(waits_s) < 5
+
+
+# ── what was written down ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_ledger_that_is_rolled_back_or_changed(hub: Hub) -> None:
+    """Whoever has seen a head can tell that rows behind it are gone, or are others."""
+    for _ in range(3):
+        hub.worker()
+    signed = SignedDocument.model_validate_json(ok(hub.http.get("/ledger/head")).content)
+    head = open_document(signed, LedgerHead, hub.folder.key("hub").public_key)
+    entries = list(LedgerPage.model_validate_json(ok(hub.http.get("/ledger")).content).entries)
+    entries = entries[: head.index + 1]
+    verify(entries, head)
+    with pytest.raises(LedgerError):
+        verify(entries[:-1], head)
+    changed = entries[1].model_copy(update={"body": {**entries[1].body, "name": "another"}})
+    with pytest.raises(LedgerError):
+        verify([entries[0], changed, *entries[2:]], head)

@@ -1,0 +1,110 @@
+"""Every attack that an untrusted worker, a stranger or a relay can make, and where it fails: the list, held by a test.
+
+`cheat NAME` is a worker that cheats (`shoal worker --cheat NAME`), tried in a real run by test_cheats_are_caught or,
+where that needs more tokens, test_trials; the others are tests of this folder.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from shoal.worker.cheats import CHEATS
+
+HERE = Path(__file__).parent
+
+ATTACKS: dict[str, tuple[str, ...]] = {
+    "forged reward": ("test_hub_attacks::test_a_forged_reward",),
+    "edited completion": ("cheat edit", "cheat answer"),
+    "edited log-probabilities": ("cheat logprobs",),
+    "another (smaller) model": ("cheat small-model",),
+    "a quantised model": ("cheat int8", "cheat int4"),
+    "stale weights": ("cheat stale",),
+    "small model decodes and right model only prefills": ("cheat small-decodes", "cheat int4-decodes"),
+    "prompt swapped": ("cheat swap-prompt", "cheat claim-prompt"),
+    "seed ignored": ("cheat own-dice", "cheat greedy", "cheat cold"),
+    "best-of-n cherry-picking": ("cheat best-of",),
+    "seed grinding": ("cheat grind", "test_hub_attacks::test_seed_grinding"),
+    "early termination": ("cheat cut-short", "cheat early-end"),
+    "padding to length": ("cheat pad", "cheat run-on"),
+    "copied rollouts (own or others')": ("cheat copy", "cheat replay", "cheat steal"),
+    "replayed request": ("test_hub_attacks::test_a_replayed_request",),
+    "forged identity": (
+        "cheat claim-node",
+        "test_hub_attacks::test_a_forged_identity",
+        "test_hub_attacks::test_work_in_the_name_of_another",
+        "test_hub_attacks::test_a_stranger_and_a_role_that_is_not_ones_own",
+    ),
+    "request for another run": ("test_hub_attacks::test_a_request_for_another_run",),
+    "oversize body": ("test_hub_attacks::test_an_oversized_body",),
+    "truncated body": ("test_hub_attacks::test_a_truncated_body", "cheat few"),
+    "bomb": ("test_hub_attacks::test_a_bomb",),
+    "NaN": ("cheat nan",),
+    "out-of-vocabulary tokens": ("cheat vocabulary",),
+    "flood of requests": ("test_hub_attacks::test_a_flood_of_requests",),
+    "lease hoarding": ("test_hub_attacks::test_hoarding_leases",),
+    "sybil keys after a ban": (
+        "test_hub_attacks::test_sybil_keys_after_a_ban",
+        "test_cheats_are_caught::test_a_banned_node_that_comes_again_is_shut_out_at_the_door",
+    ),
+    "sleeper (honest for long, then cheats)": (
+        "cheat sleeper",
+        "test_sleepers::test_it_is_caught_by_the_first_full_audit_and_banned",
+        "test_sleepers::test_every_group_that_is_in_no_batch_is_pulled",
+        "test_sleepers::test_its_pending_credit_is_void",
+    ),
+    "lying relay (corrupt, truncated, stale, endless chunk)": (
+        "test_cast_chunks::test_a_client_gets_the_right_bytes_beside_a_liar",
+        "test_cast_chunks::test_a_relay_never_passes_a_lie_on",
+        "test_cast_documents::test_a_client_that_has_seen_the_new_refuses_the_old",
+    ),
+    "tampered manifest": ("test_cast_documents::test_a_forged_manifest_is_refused_and_somebody_honest_is_asked",),
+    "rolled-back ledger": ("test_hub_attacks::test_a_ledger_that_is_rolled_back_or_changed",),
+    # and beyond the usual list
+    "proofs made without computing anything": (
+        "cheat constant-proofs",
+        "cheat modulus-one",
+        "cheat null-proofs",
+        "cheat random-proofs",
+        "cheat no-proofs",
+    ),
+    "proofs of something else": ("cheat swapped-proofs", "cheat replayed-proofs"),
+    "proofs of another size": ("cheat half-proofs", "cheat long-proofs"),
+    "steering inside the tolerance": (
+        "cheat steer",
+        "test_trials::test_steering_inside_the_tolerance_is_caught_by_its_sums",
+    ),
+    "claiming the profile that forgives most": (
+        "cheat loose",
+        "test_trials::test_who_claims_the_profile_that_forgives_most_is_caught_by_its_sums",
+        "test_hub_attacks::test_a_profile_that_nobody_has_measured",
+    ),
+    "claiming another version of the policy": ("cheat claim-policy",),
+    "another answer after the first": ("test_hub_attacks::test_another_answer_after_the_first",),
+}
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_where_it_is_tried_exists(attack: str) -> None:
+    assert ATTACKS[attack]
+    for where in ATTACKS[attack]:
+        if where.startswith("cheat "):
+            assert where.removeprefix("cheat ") in CHEATS
+        else:
+            file, _, name = where.partition("::")
+            assert re.search(rf"^def {name}\(", (HERE / f"{file}.py").read_text(), re.MULTILINE), where
+
+
+def test_every_cheat_is_in_the_list() -> None:
+    listed = {where.removeprefix("cheat ") for places in ATTACKS.values() for where in places if "::" not in where}
+    assert listed == set(CHEATS)
+
+
+def test_every_attack_on_the_hub_is_in_the_list() -> None:
+    tests = set(re.findall(r"^def (test_\w+)", (HERE / "test_hub_attacks.py").read_text(), re.MULTILINE))
+    listed = {
+        where.partition("::")[2] for places in ATTACKS.values() for where in places if "test_hub_attacks" in where
+    }
+    assert listed == tests

@@ -1,0 +1,201 @@
+"""Cheats on trial without a run: the real engine, the validator's own judge, and the node's record as the hub keeps it.
+
+For what a run would take too long to show: many groups, many tokens, rates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from shoal.engines import Engine, GenerationRequest
+from shoal.engines.shelf import LoadedPolicy
+from shoal.engines.torch import TorchEngine
+from shoal.environments import EnvironmentSettings, Task, build
+from shoal.hub.state.draws import task_index, unit_seeds
+from shoal.hub.state.nodes import CERTAIN_TO_BAN, STATISTICAL_TO_BAN
+from shoal.hub.state.reputation import of_late
+from shoal.models.load import LoadedModel, load_model
+from shoal.models.state import policy_views
+from shoal.protocol import (
+    DEFAULT_PROFILE,
+    Audit,
+    Lease,
+    Outcome,
+    PolicyRef,
+    ProofParameters,
+    SamplingParameters,
+    Severity,
+    SigningKey,
+    Submission,
+    Tally,
+    Verdict,
+    pack,
+    sign_document,
+    submission_digest,
+)
+from shoal.validator.judge import Judge
+from shoal.validator.profiles import BUILT_IN, ON_REQUEST
+from shoal.validator.verdicts import Docket
+from shoal.worker.cheats import Cheat, Loot
+from shoal.worker.loop import submission_of
+
+RUN, SECRET, SEED = "trial-000000000000", b"trial", 0
+KEY = SigningKey.from_seed(b"k" * 32)
+AT_ONCE = 4
+PROFILES = {**BUILT_IN, **ON_REQUEST}
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A group that was handed in, and what the validator says of it."""
+
+    lease: Lease
+    submission: Submission
+    verdict: Verdict
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(rollout.tokens) // 4 for rollout in self.submission.rollouts)
+
+
+@dataclass
+class Trial:
+    """What one node handed in, in order. The record is what the hub would have given out with each audit."""
+
+    judged: list[Judged] = field(default_factory=list)
+    record: Tally = field(default_factory=Tally)
+
+    def add(self, judged: Judged) -> None:
+        self.judged.append(judged)
+        if judged.verdict.outcome is Outcome.ACCEPTED:
+            self.record = of_late(self.record.plus(judged.verdict.tally))
+
+    @property
+    def rejected(self) -> list[Judged]:
+        return [each for each in self.judged if each.verdict.outcome is Outcome.REJECTED]
+
+    def until_caught(self) -> tuple[int, int] | None:
+        """Groups and tokens up to and including the first that was rejected."""
+        return self._until(lambda seen: len(seen) > 0)
+
+    def until_banned(self) -> tuple[int, int] | None:
+        def is_over(seen: Sequence[Severity | None]) -> bool:
+            return (
+                seen.count(Severity.CERTAIN) >= CERTAIN_TO_BAN or seen.count(Severity.STATISTICAL) >= STATISTICAL_TO_BAN
+            )
+
+        return self._until(is_over)
+
+    def _until(self, is_over: Callable[[Sequence[Severity | None]], bool]) -> tuple[int, int] | None:
+        tokens, seen = 0, list[Severity | None]()
+        for number, each in enumerate(self.judged, 1):
+            tokens += each.tokens
+            if each.verdict.outcome is Outcome.REJECTED:
+                seen.append(each.verdict.severity)
+                if is_over(seen):
+                    return number, tokens
+        return None
+
+
+class Court:
+    """A model, its tasks and a judge; units have the tasks and seeds that a hub would give them."""
+
+    def __init__(
+        self,
+        model: str = "tiny",
+        environment: str = "sort",
+        group_size: int = 16,
+        max_new_tokens: int = 10,
+        profile: str = DEFAULT_PROFILE,
+        temperature: float = 1.0,
+    ) -> None:
+        self.loaded: LoadedModel = load_model(model)
+        self.environment_name = environment
+        self.environment = build(EnvironmentSettings(name=environment))
+        self.judge = Judge(self.environment, PROFILES)
+        self.profile = profile
+        self.group_size = group_size
+        self.sampling = SamplingParameters(
+            temperature=temperature, max_new_tokens=max_new_tokens, eos_token_id=self.loaded.eos_token_id
+        )
+
+    @property
+    def files(self) -> Mapping[str, bytes]:
+        return self.loaded.files
+
+    def engine(self) -> TorchEngine:
+        """Shares the model's weights, whoever trains them."""
+        return TorchEngine.wrap(self.loaded.model)
+
+    def task(self, unit: int) -> Task:
+        tasks = self.environment.tasks("train")
+        return tasks[task_index(len(tasks), SEED, unit)]
+
+    def lease(self, unit: int, version: int = 0) -> Lease:
+        task = self.task(unit)
+        return Lease(
+            run=RUN, lease=f"u{unit}", node=KEY.node, unit=unit, attempt=0,
+            policy=PolicyRef(incarnation=0, version=version, digest="0" * 64), task=task.id,
+            prompt_ids=self.loaded.tokenizer.encode(task.prompt), profile=self.profile, proof=ProofParameters(),
+            seeds=tuple(unit_seeds(SECRET, RUN, unit, self.group_size)), sampling=self.sampling,
+            environment_digest=self.environment.digest, issued_at_ms=0, deadline_ms=60_000,
+        )  # fmt: skip
+
+    def rewards(self, unit: int, submission: Submission) -> list[float]:
+        """What the environment gives for each rollout."""
+        eos, task = self.sampling.eos_token_id, self.task(unit)
+        ids = [[token for token in rollout.token_ids.tolist() if token != eos] for rollout in submission.rollouts]
+        known = [[token for token in each if token < self.loaded.tokenizer.vocabulary_size] for each in ids]
+        return [self.environment.score(task, self.loaded.tokenizer.decode(each)).value for each in known]
+
+    def reward_of(self, judged: Judged) -> float:
+        """The mean reward of a group, had nobody looked."""
+        rewards = self.rewards(judged.lease.unit, judged.submission)
+        return sum(rewards) / len(rewards)
+
+    def as_of(self, submission: Submission, lease: Lease) -> Submission:
+        """The same group, handed in for another lease."""
+        return msgspec.structs.replace(
+            submission, lease=lease.lease, unit=lease.unit, version=lease.policy.version,
+            policy_digest=lease.policy.digest,
+        )  # fmt: skip
+
+    def cheating(self, cheat: Cheat) -> Engine:
+        """An engine of its own with the policy in place, as a worker's shelf would make it."""
+        engine = cheat.engine(self.build(self.files), Loot(self.files, self.environment_name, self.build))
+        engine.load_policy(self.lease(0).policy, policy_views(self.loaded.model))
+        return engine
+
+    def build(self, files: Mapping[str, bytes]) -> Engine:
+        return TorchEngine(files)
+
+    def groups(self, cheat: Cheat, leases: Sequence[Lease]) -> Iterator[tuple[Lease, Submission]]:
+        """What a worker with this cheat would hand in; a few leases at a time, as it would."""
+        engine = self.cheating(cheat)
+        for start in range(0, len(leases), AT_ONCE):
+            part = leases[start : start + AT_ONCE]
+            asked = [GenerationRequest(each.prompt_ids, each.seed_numbers, each.sampling) for each in part]
+            for lease, group in zip(part, engine.generate(asked, part[0].proof), strict=True):
+                yield lease, cheat.submission(submission_of(lease, group, "torch"), lease)
+
+    def tried(self, cheat: Cheat, units: Sequence[int], stop_when_banned: bool = False) -> Trial:
+        """Everything that a cheat hands in for these units, judged one after the other."""
+        trial, truth = Trial(), LoadedPolicy(self.lease(0).policy, self.engine(), self.files)
+        for lease, submission in self.groups(cheat, [self.lease(unit) for unit in units]):
+            [verdict] = self.judge.verdicts([docket(lease, submission, trial.record)], truth)
+            trial.add(Judged(lease, submission, verdict))
+            if stop_when_banned and trial.until_banned() is not None:
+                break
+        return trial
+
+
+def docket(lease: Lease, submission: Submission, record: Tally | None = None) -> Docket:
+    body = pack(submission)
+    audit = Audit(
+        submission=submission_digest(body), lease=sign_document(lease, KEY), size_bytes=len(body), received_at_ms=0,
+        deadline_ms=60_000, record=record or Tally(),
+    )  # fmt: skip
+    return Docket(audit, lease, body)

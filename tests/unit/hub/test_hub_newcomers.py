@@ -1,0 +1,103 @@
+"""Newcomers' share through the services: who is here, who asks, what goes back to whom, whose audits come first."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from machinekit import Play
+
+from shoal.protocol import LeaseRequest, Outcome, Severity
+
+PROVEN = 8
+
+
+@pytest.fixture
+def play(tmp_path: Path) -> Play:
+    """8 units may be alive, 2 of them in newcomers' hands. Alice is established, bob and carol are new."""
+    play = Play(tmp_path, {"groups_per_step": 8}, {"leases_per_node": 16})
+    play.join(streak=PROVEN)
+    play.join()
+    play.join()
+    play.announce(0)
+    return play
+
+
+def units(play: Play, who: int, count: int) -> list[int]:
+    return [lease.unit for lease in play.lease(play.workers[who], count)]
+
+
+def waiting(play: Play, who: int) -> str:
+    return play.hub.work.lease(play.workers[who], LeaseRequest(request="request-waiting")).waiting
+
+
+def submit(play: Play, *numbers: int) -> None:
+    for lease in play.leases:
+        if lease.unit in numbers:
+            play.submit(lease)
+
+
+def test_at_the_start_newcomers_take_all(play: Play) -> None:
+    assert units(play, 1, 4) == [0, 1, 2, 3]
+    assert units(play, 2, 4) == [4, 5, 6, 7]
+
+
+def test_with_an_established_node_here_they_share_a_quarter_leased_or_waiting_to_be_judged(play: Play) -> None:
+    assert units(play, 0, 1) == [0]
+    assert units(play, 1, 4) == [1, 2]
+    assert units(play, 2, 4) == []
+    submit(play, 1, 2)
+    assert "nodes on probation have 2 units in hand" in waiting(play, 2)
+    (audit, _) = play.claim()
+    play.judge(audit, Outcome.ACCEPTED, (0.0, 1.0))
+    assert units(play, 2, 4) == [3]
+
+
+def test_when_the_established_node_is_gone_they_take_all_again(play: Play) -> None:
+    assert units(play, 0, 1) == [0]
+    assert units(play, 1, 4) == [1, 2]
+    play.clock.advance(31)
+    assert units(play, 2, 4) == [3, 4, 5, 6]
+
+
+def test_a_banned_node_is_not_established(play: Play) -> None:
+    units(play, 0, 1)
+    submit(play, 0)
+    (audit,) = play.claim()
+    play.judge(audit, Outcome.REJECTED, (), Severity.CERTAIN)
+    assert units(play, 1, 4) == [0, 1, 2, 3]
+
+
+def test_a_unit_that_was_tried_goes_to_the_established_node_while_it_asks(play: Play) -> None:
+    units(play, 0, 1)
+    assert units(play, 1, 1) == [1]
+    play.release(play.leases[-1])
+    assert units(play, 2, 1) == [2], "not the one that bob had"
+    assert units(play, 0, 1) == [1]
+
+
+def test_an_established_node_at_its_limit_is_not_asking(play: Play) -> None:
+    with_all = {"leases_per_node": 1}
+    small = Play(play.config.folder / "small", {"groups_per_step": 8}, with_all)
+    small.join(streak=PROVEN)
+    small.join()
+    small.announce(0)
+    assert units(small, 0, 1) == [0]
+    assert units(small, 1, 1) == [1]
+    small.release(small.leases[-1])
+    small.restart()  # forgets that alice asked
+    assert units(small, 0, 1) == []
+    assert units(small, 1, 1) == [1], "alice holds all that she may, so somebody else must have it"
+
+
+def test_audits_are_shared_and_nothing_is_left_undone(play: Play) -> None:
+    assert units(play, 1, 4) == [0, 1, 2, 3]
+    assert units(play, 0, 4) == [4, 5, 6, 7]
+    submit(play, *range(8))
+    judged = []
+    for _ in range(4):
+        audits = play.claim(4)
+        judged.append([audit.lease.document["unit"] for audit in audits])
+        for audit in audits:
+            play.judge(audit, Outcome.ACCEPTED, (0.0, 1.0))
+    assert judged == [[0, 4, 5, 6], [1, 2, 3, 7], [], []]

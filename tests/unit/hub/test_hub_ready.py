@@ -1,0 +1,98 @@
+"""`GET /ready`: every role is here, audits catch what is known to be bad, the disk takes what comes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hubkit import Bench, ok
+
+from shoal.errors import ResourceError
+from shoal.hub.storage import SqliteStorage
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    bench = Bench(tmp_path / "hub", {"steps": 1})
+    ok(bench.announce(0))
+    beat(bench)
+    yield bench
+    bench.close()
+
+
+def beat(bench: Bench, **counters: float) -> None:
+    ok(bench.trainer.call("POST", "/heartbeat", {}))
+    ok(bench.validator.call("POST", "/heartbeat", {"counters": counters}))
+
+
+def problems(bench: Bench) -> list[str]:
+    response = bench.http.get("/ready")
+    body = response.json()
+    assert response.status_code == (200 if body["ready"] else 503)
+    assert body["ready"] == (body["problems"] == [])
+    found: list[str] = body["problems"]
+    return found
+
+
+def test_a_run_with_everybody_in_place_is_ready(bench: Bench) -> None:
+    assert problems(bench) == []
+
+
+def test_roles_that_are_gone_are_named(bench: Bench) -> None:
+    bench.clock.advance(61)
+    assert [problem.split(":")[0] for problem in problems(bench)] == [
+        "no trainer was heard of for 60 s",
+        "no validator was heard of for 60 s",
+    ]
+    ok(bench.trainer.call("POST", "/heartbeat", {}))
+    assert [problem.split()[1] for problem in problems(bench)] == ["validator"]
+
+
+def test_a_finished_run_needs_nobody(bench: Bench) -> None:
+    bench.accept_groups(2)
+    assert bench.batch(0) is not None
+    ok(bench.announce(1))
+    bench.clock.advance(1000)
+    assert problems(bench) == []
+
+
+def test_a_missed_canary_is_told_for_as_long_as_it_counts_and_alarms_once(bench: Bench) -> None:
+    beat(bench, canaries_caught=3, canaries_missed=1)
+    (problem,) = problems(bench)
+    assert problem.startswith("validator let 1 known-bad submissions pass: stop it")
+    first = bench.status().alarms
+    assert len(first) == 1
+    bench.clock.advance(5)
+    beat(bench, canaries_caught=4, canaries_missed=1)
+    assert bench.status().alarms == first
+    beat(bench, canaries_caught=4, canaries_missed=2)
+    assert "let 2 known-bad" in bench.status().alarms[0]
+    beat(bench)  # started again
+    assert problems(bench) == []
+    assert len(bench.status().alarms) == 1
+
+
+def test_a_worker_cannot_raise_that_alarm(bench: Bench) -> None:
+    ok(bench.alice.call("POST", "/heartbeat", {"counters": {"canaries_missed": 1}}))
+    assert bench.status().alarms == ()
+    assert problems(bench) == []
+
+
+@pytest.mark.parametrize(("audited", "caught", "expected"), [(255, 0, 0), (256, 0, 1), (256, 1, 0)])
+def test_a_validator_that_meets_no_canary_is_untested(bench: Bench, audited: int, caught: int, expected: int) -> None:
+    beat(bench, accepted=audited - 2, rejected=1, inconclusive=1, canaries_caught=caught)
+    found = problems(bench)
+    assert len(found) == expected
+    assert all("256 audits" in problem for problem in found)
+
+
+def test_a_disk_that_takes_nothing(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_self: SqliteStorage, durable: bool = True) -> None:
+        raise ResourceError("cannot write to the database")
+
+    assert problems(bench) == []
+    monkeypatch.setattr(SqliteStorage, "write", refuse)
+    assert problems(bench) == [], "tried once in a while only"
+    bench.clock.advance(5)
+    assert problems(bench) == ["cannot write to the database"]

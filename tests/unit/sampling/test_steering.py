@@ -1,0 +1,88 @@
+"""The attacker who stays within the tolerance: what it can change, and how soon it is caught."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from shoal.protocol import Tally
+from shoal.sampling import SeedTolerance, check_seeded
+from shoal.sampling.inverse import intervals, sample
+from shoal.sampling.steering import Steering
+
+FLOAT32 = SeedTolerance()
+COARSE = SeedTolerance(distance=0.15, floor=1e-12, outside_rate=0.04, outside_distance=0.008)  # as bfloat16
+VOCABULARY = 400
+
+
+def distributions(tokens: int, seed: int) -> np.ndarray:
+    """Logits of ordinary entropy (about 2.5), with a long tail."""
+    return np.random.default_rng(seed).normal(0, 3.0, (tokens, VOCABULARY)).astype(np.float32)
+
+
+def steered(tokens: int, limits: SeedTolerance, chance: float, seed: int = 0):
+    rng = np.random.default_rng(seed)
+    logits, u = distributions(tokens, seed), rng.random(tokens)
+    said = Steering(rng.random(VOCABULARY), limits.distance, limits.floor, chance).choose(logits, u, 1.0, rng)
+    changed = int((said != sample(logits, u, 1.0)[0]).sum())
+    return (u, *intervals(logits, said, 1.0)), changed
+
+
+def test_it_never_goes_beyond_and_never_says_what_is_implausible():
+    for limits in (FLOAT32, COARSE):
+        arguments, _ = steered(400, limits, 1.0)
+        assert check_seeded(*arguments, limits).reason in (None, "steered")
+
+
+def test_a_higher_floor_leaves_only_probable_tokens_to_it():
+    limits = SeedTolerance(distance=0.15, floor=1e-2)
+    arguments, changed = steered(400, limits, 1.0)
+    assert changed > 100
+    assert check_seeded(*arguments, limits).min_probability_outside >= limits.floor
+
+
+def test_without_reach_it_is_honest():
+    arguments, changed = steered(400, SeedTolerance(distance=0.0), 1.0)
+    assert changed == 0
+    assert check_seeded(*arguments).n_outside == 0
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_at_float32_almost_nothing_can_be_changed_and_it_shows_at_once(seed):
+    arguments, changed = steered(2048, FLOAT32, 1.0, seed)
+    assert changed < 2048 * 0.02
+    result = check_seeded(*arguments)
+    assert result.reason == "steered"
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_at_a_coarse_tolerance_it_changes_much_and_is_caught_within_16_tokens(seed):
+    arguments, changed = steered(16, COARSE, 1.0, seed)
+    assert changed > 10
+    assert check_seeded(*arguments, COARSE).reason == "steered"
+
+
+def recorded(chance: float, submissions: int):
+    """The node's record over submissions of 64 tokens; how many pass alone, and when the record gave it away."""
+    record, alone, changed = Tally(), 0, 0
+    for n in range(1, submissions + 1):
+        arguments, count = steered(64, COARSE, chance, seed=n)
+        alone, changed = alone + check_seeded(*arguments, COARSE).passed, changed + count
+        result = check_seeded(*arguments, COARSE, record=record)
+        record = record.plus(result.tally)
+        if result.record_p_value < COARSE.significance:
+            return n, alone, changed / record.tokens
+    return None, alone, changed / record.tokens
+
+
+def test_a_patient_one_passes_nearly_each_time_and_is_caught_by_the_record():
+    caught_at, alone, _ = recorded(0.03, 60)
+    assert caught_at is not None
+    assert alone >= 0.75 * caught_at
+
+
+def test_what_is_left_below_detection_is_less_than_rounding_itself_changes():
+    """One that steers so rarely that a long record stays silent; it needs to have no rounding noise of its own."""
+    caught_at, _, changed = recorded(0.005, 160)
+    assert caught_at is None
+    assert changed < COARSE.outside_rate / 4

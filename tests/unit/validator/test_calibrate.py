@@ -1,0 +1,167 @@
+"""A profile is measured on honest work: it passes honest work, and catches what it says it catches."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from shoal.errors import ConfigError
+from shoal.models.load import load_model
+from shoal.models.state import policy_views
+from shoal.sampling import SeedTolerance
+from shoal.toploc import ProofTolerance
+from shoal.validator import bands as bands_module
+from shoal.validator.bands import Bands, limits_from
+from shoal.validator.calibrate import Calibration, Catch, Plan, blocks_of, calibrate
+from shoal.validator.profiles import BUILT_IN, load_profiles, read_profile, to_toml
+from shoal.validator.selftest import SelfTest, Trial
+from shoal.validator.specimens import Machine
+
+CPU = Machine("cpu", "float32")
+LOOSE = {"sampling": SeedTolerance(distance=1.0, floor=0.0, outside_rate=0.999, outside_distance=1.0)}
+
+
+@pytest.fixture(scope="module")
+def measured() -> tuple[Calibration, list[str]]:
+    told: list[str] = []
+    return calibrate(Plan("tiny", CPU, (CPU,), sequences=512, tokens=12), told.append, "2026-11-15"), told
+
+
+def test_half_of_the_honest_groups_set_limits_that_the_other_half_keeps(
+    measured: tuple[Calibration, list[str]],
+) -> None:
+    calibration, _ = measured
+    assert calibration.held_out == 32
+    assert calibration.failures == {"cpu/float32": []}
+    assert 0 < calibration.bands["cpu/float32"].tokens < 32 * 8 * 12
+
+
+def test_the_profile_says_what_it_was_measured_on_and_survives_its_file(
+    measured: tuple[Calibration, list[str]], tmp_path: Path
+) -> None:
+    profile = measured[0].profile
+    assert profile.key == "torch/cpu/float32"
+    assert profile.measured is not None
+    assert (profile.measured.model, profile.measured.validators) == ("tiny", ("cpu/float32",))
+    (tmp_path / "p.toml").write_text(to_toml(profile))
+    assert read_profile(tmp_path / "p.toml") == profile
+    assert load_profiles([tmp_path / "p.toml"])[profile.key] == profile
+
+
+def test_it_catches_cheaper_weights_by_proofs_and_other_dice_by_sampling(
+    measured: tuple[Calibration, list[str]],
+) -> None:
+    def share(cheat: str, tokens: int) -> Catch:
+        [found] = [each for each in measured[0].catches if (each.cheat, each.tokens) == (cheat, tokens)]
+        return found
+
+    assert share("int4 weights", 64).by_proofs == 1.0
+    assert share("int8 weights", 1024).by_either == 1.0
+    assert share("other dice", 256).by_sampling == 1.0
+    assert share("other dice", 256).by_proofs == 0.0  # the weights are right
+    assert share("temperature 0.9 T", 512).by_sampling == 1.0
+
+
+def test_it_tells_how_far_it_is(measured: tuple[Calibration, list[str]]) -> None:
+    assert any("honest: 0 of 512" in line for line in measured[1])
+    assert any("seen by cpu/float32" in line for line in measured[1])
+
+
+def test_limits_follow_what_was_seen_and_are_never_tighter_than_those_of_float32(
+    measured: tuple[Calibration, list[str]],
+) -> None:
+    quiet = measured[0].bands["cpu/float32"]
+    wide = dataclasses.replace(
+        quiet, tokens=100_000, values=400_000, distance_max=0.06,
+        seed_limits=SeedTolerance(distance=0.1234, outside_rate=0.0512, outside_distance=0.005),
+        outside_probability_min=1e-9, logprob_max=0.5, logprob_group_mean_max=0.02, exponent_rate=0.02,
+        exponent_chunk_max=0.08, mantissa_mean=1.25, mantissa_spread=4.0, mantissa_chunk_mean_max=2.5,
+        mantissa_chunk_median_max=2.0,
+    )  # fmt: skip
+    narrow, broad = limits_from(quiet, "torch/cpu/float32"), limits_from(wide, "torch/cuda/bfloat16")
+    assert narrow.proofs == ProofTolerance()
+    assert narrow.sampling.distance == SeedTolerance().distance
+    assert broad.sampling.distance == pytest.approx(0.124)
+    assert broad.sampling.floor <= 1e-12
+    assert broad.sampling.outside_rate == pytest.approx(0.0512)
+    assert 1.25 * 1.25 < broad.proofs.drift_mantissa < 1.7  # int8 weights show 2.1
+    assert broad.logprobs.largest == 1.0
+    assert broad.certain.distance > broad.sampling.distance
+
+
+def test_bands_of_two_validators_are_joined_to_the_wider(measured: tuple[Calibration, list[str]]) -> None:
+    one = measured[0].bands["cpu/float32"]
+    other = dataclasses.replace(one, distance_max=0.5, outside_probability_min=1e-5, tokens=one.tokens - 1)
+    other = dataclasses.replace(other, seed_limits=SeedTolerance(distance=0.3))
+    both = one.joined(other)
+    assert both.seed_limits.distance == 0.3
+    assert (both.distance_max, both.outside_probability_min, both.tokens) == (0.5, 1e-5, one.tokens - 1)
+    assert other.joined(one) == both
+
+
+@pytest.mark.parametrize(("value", "rounded"), [(0.0, 0.0), (1.0, 1.0), (0.012341, 0.0124), (99.91, 100.0)])
+def test_limits_are_rounded_up_to_three_digits(value: float, rounded: float) -> None:
+    assert bands_module._number(value) == pytest.approx(rounded)
+
+
+def test_bands_survive_work_with_nothing_outside(measured: tuple[Calibration, list[str]]) -> None:
+    assert isinstance(measured[0].bands["cpu/float32"], Bands)
+    assert list(blocks_of([], 32)) == []
+
+
+def test_too_few_sequences_are_refused() -> None:
+    with pytest.raises(ConfigError, match="at least 32 sequences"):
+        Plan("tiny", CPU, (CPU,), sequences=8)
+
+
+@pytest.mark.parametrize("text", ["cuda", "/float32", "cpu/"])
+def test_a_machine_has_a_device_and_a_format(text: str) -> None:
+    with pytest.raises(ConfigError, match="device/format"):
+        Machine.parse(text)
+
+
+# ── the self-test ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def self_test(profiles: dict[str, object] | None = None) -> dict[str, Trial]:
+    loaded = load_model("tiny")
+    test = SelfTest(loaded.files, policy_views(loaded.model), CPU, CPU, profiles or BUILT_IN)  # type: ignore[arg-type]
+    return {trial.name: trial for trial in test.run()}
+
+
+def test_a_sound_machine_passes_its_self_test() -> None:
+    trials = self_test()
+    assert all(trial.ok for trial in trials.values())
+    assert "8 of 8 groups accepted" in trials["honest work"].text
+    assert "caught: proofs.forged" in trials["proofs that are constants"].text
+
+
+def test_a_machine_without_a_profile_is_told_so_at_once() -> None:
+    trials = self_test({"torch/cuda/float32": BUILT_IN["torch/cuda/float32"]})
+    assert list(trials) == ["profile"]
+    assert "no profile for torch/cpu/float32" in trials["profile"].text
+
+
+def test_a_profile_that_lets_everything_pass_fails_the_self_test() -> None:
+    key = "torch/cpu/float32"
+    wide = BUILT_IN[key].model_copy(
+        update={
+            **LOOSE,
+            "likelihood": BUILT_IN[key].likelihood.model_copy(update={"deviations": 1e9}),
+            "logprobs": BUILT_IN[key].logprobs.model_copy(update={"mean": 100.0, "largest": 1000.0}),
+            "proofs": ProofTolerance(
+                exponents=1.0,
+                signs=1.0,
+                mantissa_mean=1e30,
+                mantissa_median=1e30,
+                drift_exponents=1.0,
+                drift_mantissa=1e30,
+            ),
+        }
+    )
+    trials = self_test({key: wide})
+    assert trials["honest work"].ok
+    assert not trials["edited tokens"].ok
+    assert "NOT caught" in trials["edited tokens"].text

@@ -1,0 +1,133 @@
+"""Canaries: each kind is surely bad and caught; one that passes ends everything before anything is reported."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from honest import LengthEnvironment, docket, lease, loaded
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal.errors import CanaryMissed
+from shoal.protocol import Outcome, SamplingParameters, Submission, unpack
+from shoal.sampling import SeedTolerance
+from shoal.toploc import ProofTolerance
+from shoal.validator import Judge, load_profiles
+from shoal.validator.canary import SPOILERS, Canary, Original
+from shoal.validator.case import BODY_LIMITS
+from shoal.validator.profiles import BUILT_IN, CertainLimits, LogprobLimits
+from shoal.validator.seen import Seen
+
+LONG = SamplingParameters(temperature=1.0, max_new_tokens=16, eos_token_id=500)
+REASONS = {
+    "edited tokens": {"sampling.seed", "proofs.mismatch"},
+    "other seeds": {"sampling.seed"},
+    "log-probabilities of another temperature": {"logprobs.mismatch"},
+    "another rollout's proofs": {"proofs.mismatch"},
+    "proofs that are constants": {"proofs.forged"},
+}
+
+
+def judge(**changes: object) -> Judge:
+    return Judge(LengthEnvironment(), load_profiles(), **changes)  # type: ignore[arg-type]
+
+
+def original(of, profile=BUILT_IN["scripted/cpu/float32"]) -> Original:  # type: ignore[no-untyped-def]
+    accused = docket(of)
+    return Original(accused, unpack(accused.body, Submission, BODY_LIMITS), profile, 96, 64)
+
+
+@pytest.mark.parametrize("name", SPOILERS)
+def test_every_kind_is_caught_for_its_own_reason(name: str) -> None:
+    twin = SPOILERS[name](original(lease(sampling=LONG)))
+    assert twin is not None
+    [verdict] = judge().verdicts([twin], loaded())
+    assert verdict.outcome is Outcome.REJECTED
+    assert verdict.reason in REASONS[name]
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 10_000), st.integers(1, 6), st.sampled_from([0.01, 0.3, 1.0, 3.0]), st.integers(1, 12))
+def test_whatever_is_made_of_honest_work_is_caught(unit: int, seeds: int, temperature: float, tokens: int) -> None:
+    """A kind that would not surely show with this submission makes no twin of it."""
+    sampling = SamplingParameters(temperature=temperature, max_new_tokens=tokens, eos_token_id=1)
+    accused = original(lease(unit % 80, seeds=seeds, sampling=sampling))
+    twins = {name: twin for name, spoil in SPOILERS.items() if (twin := spoil(accused)) is not None}
+    assert "proofs that are constants" in twins
+    for name, twin in twins.items():
+        [verdict] = judge().verdicts([twin], loaded())
+        assert verdict.outcome is Outcome.REJECTED, (name, verdict)
+
+
+def test_the_first_at_once_then_after_every_so_many_and_all_kinds_in_turn() -> None:
+    by = judge()
+    canary = Canary(by, every=3)
+    caught = []
+    for unit in range(15):
+        dockets = [docket(lease(unit, sampling=LONG))]
+        caught.append(canary.check(dockets, by.verdicts(dockets, loaded()), loaded()))
+    assert [index for index, name in enumerate(caught) if name] == [0, 3, 6, 9, 12]
+    assert [name for name in caught if name] == list(SPOILERS)
+
+
+def test_it_waits_for_something_accepted_in_full() -> None:
+    by = judge()
+    canary = Canary(by, every=5)
+    for of, what, depth in ((lease(1), b"garbage", "full"), (lease(2), None, "light")):
+        dockets = [docket(of, what, depth=depth)]
+        assert canary.check(dockets, by.verdicts(dockets, loaded()), loaded()) is None
+    dockets = [docket(lease(3), b"garbage"), docket(lease(4))]
+    assert canary.check(dockets, by.verdicts(dockets, loaded()), loaded()) is not None
+
+
+def test_the_twin_leaves_no_trace_in_the_judges_memory() -> None:
+    by = judge()
+    canary = Canary(by, every=1)
+    dockets = [docket(lease(sampling=LONG))]
+    verdicts = by.verdicts(dockets, loaded())
+    before = dict(by.seen._whose)
+    canary.check(dockets, verdicts, loaded())
+    assert by.seen._whose == before
+    assert by.verdicts(dockets, loaded())[0].outcome is Outcome.ACCEPTED
+
+
+def blind(**limits: object) -> Judge:
+    """A judge whose profile allows anything in one respect or more."""
+    profile = BUILT_IN["scripted/cpu/float32"].model_copy(update=limits)
+    return replace(judge(), profiles={profile.key: profile}, seen=Seen())
+
+
+def test_a_profile_that_is_far_too_wide_is_noticed() -> None:
+    by = blind(
+        sampling=SeedTolerance(distance=2.0, floor=0.0, outside_rate=0.999, outside_distance=1.0, significance=1e-300),
+        certain=CertainLimits(distance=2.0),
+        proofs=ProofTolerance(
+            exponents=1e9, signs=1e9, mantissa_mean=1e30, mantissa_median=1e30, outside=0.0, drift_exponents=0.999,
+            drift_mantissa=1e9, sigmas=1e9,
+        ),
+        logprobs=LogprobLimits(mean=1e9, largest=1e9),
+    )  # fmt: skip
+    canary = Canary(by, every=1)
+    dockets = [docket(lease(sampling=LONG))]
+    verdicts = by.verdicts(dockets, loaded())
+    assert verdicts[0].outcome is Outcome.ACCEPTED
+    with pytest.raises(
+        CanaryMissed, match=r"unit 5 with edited tokens, passed every check \(envelope, lease, .*reward"
+    ):
+        canary.check(dockets, verdicts, loaded())
+
+
+def test_an_engine_that_fails_on_the_twin_is_no_miss() -> None:
+    by = judge()
+    canary = Canary(by, every=1)
+    dockets = [docket(lease(sampling=LONG))]
+    verdicts = by.verdicts(dockets, loaded())
+
+    class Failing(type(loaded().engine)):  # type: ignore[misc]
+        def prefill(self, requests, proof=None):  # type: ignore[no-untyped-def]
+            raise RuntimeError("out of memory")
+
+    broken = replace(loaded(), engine=Failing())
+    assert canary.check(dockets, verdicts, broken) is None
+    assert canary.check(dockets, verdicts, loaded()) is not None  # made up for at the next occasion
