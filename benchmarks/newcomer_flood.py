@@ -1,0 +1,352 @@
+"""What does a flood of fresh keys cost honest workers?
+
+    python benchmarks/newcomer_flood.py [--seconds 180] [--staleness 1] [--floods 0,100,1000]
+
+The real hub services over a real SQLite file, under a manual clock. Eight established workers take 4 s for a group; one
+validator audits 4 groups a second; a trainer takes 1 s for a step of 16 groups. Beside them a number of fresh keys that
+
+    sit       lease all they are given, are heard of like anybody, and hand nothing in until their leases run out
+    rubbish   hand in rubbish at once; every audit of it bans the key, and a fresher one takes its place
+
+Everybody who has nothing to do asks in every tick (half a second), in random order: with 1,000 keys and 8 workers a
+worker is rarely the first to ask. Asks that can get nothing are not made: that only makes this script quicker.
+`share 1.0` is the alternative: no bound on newcomers, as it was before there was one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from shoal.environments import Score, Split, Task
+from shoal.hub import HubConfig, HubSettings, RunSettings
+from shoal.hub.service import Hub
+from shoal.hub.state.commands import SaveNode
+from shoal.hub.state.rows import PROBATION_AUDITS, NodeRow
+from shoal.protocol import (
+    SUBMISSION_FORMAT,
+    Audit,
+    AuditRequest,
+    Heartbeat,
+    Lease,
+    LeaseRequest,
+    Outcome,
+    PolicyAnnouncement,
+    PolicyRef,
+    Registration,
+    Role,
+    RoleCertificate,
+    Rollout,
+    RolloutReward,
+    Severity,
+    SignedDocument,
+    SigningKey,
+    Submission,
+    Verdict,
+    VerdictReport,
+    pack,
+    pack_logprobs,
+    pack_tokens,
+    sign_document,
+)
+from shoal.runtime.clock import ManualClock
+
+TICK_S = 0.5
+WARM_UP_S = 30
+HONEST, GROUP_S = 8, 4.0
+AUDITS_PER_S, CLAIM = 4, 8
+TRAIN_S = 1.0
+HEARTBEAT_S = 5.0
+GROUPS_PER_STEP, GROUP_SIZE, TOKENS = 16, 2, 4
+
+Flood = Literal["sit", "rubbish"]
+
+
+class Numbers:
+    """Tasks without content: nobody generates anything here."""
+
+    name = "numbers"
+    digest = "ab" * 32
+
+    def __init__(self) -> None:
+        self._tasks = {str(number): Task(id=str(number), prompt=f"{number}=", answer="") for number in range(1000)}
+
+    def tasks(self, split: Split) -> Sequence[Task]:
+        return list(self._tasks.values()) if split == "train" else []
+
+    def task(self, task_id: str) -> Task:
+        return self._tasks[task_id]
+
+    def score(self, task: Task, completion: str) -> Score:
+        raise NotImplementedError
+
+
+@dataclass
+class Worker:
+    """A key; `busy_until_s` is when it has generated what it leased."""
+
+    node: NodeRow
+    leases: list[Lease]
+    busy_until_s: float = 0.0
+    honest: bool = False
+
+
+@dataclass(frozen=True)
+class Scenario:
+    flood: Flood
+    keys: int
+    share: float
+    staleness: int
+
+
+@dataclass(frozen=True)
+class Result:
+    """Per simulated second: honest groups accepted, steps trained; and how long the hub takes for a lease."""
+
+    groups_per_s: float
+    steps_per_s: float
+    lease_ms: float
+
+
+class World:
+    def __init__(self, folder: Path, scenario: Scenario) -> None:
+        self.scenario = scenario
+        self.random = random.Random(1)
+        self.clock = ManualClock()
+        self.started_s = self.clock.monotonic_s()
+        self.keys = {role: SigningKey.from_seed(role.encode().ljust(32)) for role in ("root", "trainer", "validator")}
+        self.run_id = "flood"
+        self.hub = Hub(self._config(folder), self.clock)
+        self.trainer = self._trusted("trainer")
+        self.validator = self._trusted("validator")
+        self.made = 0
+        self.honest = [self._worker(honest=True) for _ in range(HONEST)]
+        self.flood = [self._worker() for _ in range(scenario.keys)]
+        self.version = self.accepted = 0
+        self.claimed: list[Audit] = []
+        self.audited_at_s = self.trained_at_s = 0.0
+        self.training = False
+        self.beat_at_s = 0.0
+        self.lease_times_s: list[float] = []
+        self._announce()
+
+    def _config(self, folder: Path) -> HubConfig:
+        return HubConfig(
+            folder=folder,
+            run_id=self.run_id,
+            run=RunSettings(
+                steps=10**6,
+                groups_per_step=GROUPS_PER_STEP,
+                group_size=GROUP_SIZE,
+                max_staleness=self.scenario.staleness,
+            ),
+            settings=HubSettings(newcomer_share=self.scenario.share),
+            environment=Numbers(),
+            encode=lambda text: list(text.encode()),
+            eos_token_id=0,
+            key=SigningKey.from_seed(b"hub".ljust(32)),
+            root_key=self.keys["root"].public_key,
+        )
+
+    def _trusted(self, role: Role) -> NodeRow:
+        key = self.keys[role]
+        document = RoleCertificate(run=self.run_id, role=role, public_key=key.public_key, issued_at_ms=0)
+        certificate = sign_document(document, self.keys["root"])
+        return self._register(Registration(public_key=key.public_key, role=role, certificate=certificate))
+
+    def _register(self, registration: Registration) -> NodeRow:
+        node = self.hub.membership.register(registration).node
+        with self.hub.context.storage.read() as reader:
+            row = reader.node(node)
+        assert row is not None
+        return row
+
+    def _worker(self, honest: bool = False) -> Worker:
+        self.made += 1
+        key = SigningKey.from_seed(self.made.to_bytes(32, "big"))
+        row = self._register(Registration(public_key=key.public_key))
+        if honest:
+            proven = replace(row, passed=PROBATION_AUDITS, streak=PROBATION_AUDITS, accepted=PROBATION_AUDITS)
+            with self.hub.context.storage.write() as transaction:
+                transaction.apply([SaveNode(proven, row.state)])
+        return Worker(row, [], honest=honest)
+
+    @property
+    def now_s(self) -> float:
+        return self.clock.monotonic_s() - self.started_s
+
+    def run(self, seconds: float) -> Result:
+        while self.now_s < WARM_UP_S:
+            self.tick()
+        groups, steps = self.accepted, self.version
+        while self.now_s < WARM_UP_S + seconds:
+            self.tick()
+        lease_ms = statistics.median(self.lease_times_s) * 1000
+        return Result((self.accepted - groups) / seconds, (self.version - steps) / seconds, lease_ms)
+
+    def tick(self) -> None:
+        self.clock.advance(TICK_S)
+        self.hub.upkeep.tick()
+        self._beat()
+        self._hand_in()
+        self._audit()
+        self._train()
+        self._ask()
+
+    def _beat(self) -> None:
+        """Heartbeats of whoever the hub must think alive."""
+        if self.now_s < self.beat_at_s:
+            return
+        self.beat_at_s = self.now_s + HEARTBEAT_S
+        for worker in [*self.honest, *(key for key in self.flood if key.leases)]:
+            self.hub.membership.heartbeat(worker.node, Heartbeat())
+
+    def _hand_in(self) -> None:
+        for worker in self.honest:
+            if worker.leases and self.now_s >= worker.busy_until_s:
+                self._submit(worker)
+        for key in self.flood:
+            if not key.leases:
+                continue
+            if self.scenario.flood == "rubbish":
+                self._submit(key)
+            else:
+                now_ms = self.clock.now_ms()
+                key.leases = [lease for lease in key.leases if lease.deadline_ms > now_ms]
+
+    def _submit(self, worker: Worker) -> None:
+        for lease in worker.leases:
+            self.hub.work.submit(worker.node, lease.lease, body_of(lease))
+        worker.leases = []
+
+    def _audit(self) -> None:
+        """One validator at a fixed rate, with the ordinary claims."""
+        if self.now_s < self.audited_at_s:
+            return
+        if self.claimed:
+            self.hub.checking.verdicts(self.validator, VerdictReport(verdicts=tuple(map(self._verdict, self.claimed))))
+        judged = {str(audit.lease.document["node"]) for audit in self.claimed}
+        self.flood = [self._worker() if key.node.node in judged else key for key in self.flood]  # banned: a fresher key
+        reply = self.hub.checking.audits(self.validator, AuditRequest(max_audits=CLAIM))
+        self.claimed = list(reply.audits)
+        self.audited_at_s = self.now_s + len(self.claimed) / AUDITS_PER_S
+
+    def _verdict(self, audit: Audit) -> SignedDocument:
+        lease = Lease.model_validate(audit.lease.document)
+        honest = lease.node in {worker.node.node for worker in self.honest}
+        self.accepted += honest
+        verdict = Verdict(
+            run=self.run_id,
+            submission=audit.submission,
+            unit=lease.unit,
+            node=lease.node,
+            outcome=Outcome.ACCEPTED if honest else Outcome.REJECTED,
+            severity=None if honest else Severity.CERTAIN,
+            reason="" if honest else "proofs.malformed",
+            rewards=tuple(RolloutReward(value=float(index)) for index in range(GROUP_SIZE)) if honest else (),
+            generated_tokens=GROUP_SIZE * TOKENS if honest else 0,
+            decided_at_ms=self.clock.now_ms(),
+        )
+        return sign_document(verdict, self.keys["validator"])
+
+    def _train(self) -> None:
+        if not self.training:
+            self.training = self.hub.training.batch(self.trainer, self.version).batch is not None
+            self.trained_at_s = self.now_s + TRAIN_S
+        elif self.now_s >= self.trained_at_s:
+            self.version += 1
+            self.training = False
+            self._announce()
+
+    def _announce(self) -> None:
+        ref = PolicyRef(incarnation=0, version=self.version, digest=f"{self.version:064x}")
+        document = PolicyAnnouncement(run=self.run_id, policy=ref, created_at_ms=self.clock.now_ms())
+        self.hub.training.announce(self.trainer, sign_document(document, self.keys["trainer"]))
+
+    def _ask(self) -> None:
+        """Who has nothing to do asks, in random order. Once one of a kind gets nothing, the others would not either."""
+        idle = [worker for worker in [*self.honest, *self.flood] if not worker.leases]
+        self.random.shuffle(idle)
+        in_vain: set[bool] = set()
+        for worker in idle:
+            if worker.honest in in_vain:
+                continue
+            self._lease(worker)
+            if not worker.leases:
+                in_vain.add(worker.honest)
+
+    def _lease(self, worker: Worker) -> None:
+        self.made += 1
+        ask = LeaseRequest(request=f"request-{self.made}", max_units=1 if worker.honest else 64)
+        with self.hub.context.storage.write(durable=False) as transaction:
+            transaction.touch_presence(worker.node.node, self.hub.context.clock.now_ms())  # as with any signed call
+        before_s = time.perf_counter()
+        reply = self.hub.work.lease(worker.node, ask)
+        self.lease_times_s.append(time.perf_counter() - before_s)
+        worker.leases = [Lease.model_validate(signed.document) for signed in reply.leases]
+        worker.busy_until_s = self.now_s + GROUP_S
+
+
+def body_of(lease: Lease) -> bytes:
+    rollout = Rollout(pack_tokens(range(TOKENS)), pack_logprobs([-0.5] * TOKENS), "eos")
+    submission = Submission(
+        format=SUBMISSION_FORMAT,
+        run=lease.run,
+        node=lease.node,
+        lease=lease.lease,
+        unit=lease.unit,
+        incarnation=lease.policy.incarnation,
+        version=lease.policy.version,
+        policy_digest=lease.policy.digest,
+        prompt=pack_tokens(lease.prompt_ids),
+        rollouts=[rollout] * len(lease.seeds),
+    )
+    return pack(submission)
+
+
+def measure(scenario: Scenario, seconds: float) -> Result:
+    with tempfile.TemporaryDirectory() as folder:
+        world = World(Path(folder) / "hub", scenario)
+        try:
+            return world.run(seconds)
+        finally:
+            world.hub.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--seconds", type=float, default=180, help="simulated, after a warm-up of 30")
+    parser.add_argument("--staleness", type=int, default=1)
+    parser.add_argument("--floods", default="100,1000", help="numbers of fresh keys, beside none")
+    options = parser.parse_args()
+    print(
+        "| fresh keys | they | share | honest groups/s | steps/min | a lease takes |\n|---|---|---|---|---|---|",
+        flush=True,
+    )
+    floods = [int(text) for text in options.floods.split(",")]
+    calm = [Scenario("sit", 0, 0.25, options.staleness)]
+    loud = [
+        Scenario(flood, keys, share, options.staleness)
+        for flood in ("sit", "rubbish")
+        for keys in floods
+        for share in (0.25, 1.0)
+    ]
+    for scenario in [*calm, *loud]:
+        found = measure(scenario, options.seconds)
+        what = scenario.flood if scenario.keys else "none"
+        print(
+            f"| {scenario.keys} | {what} | {scenario.share} | {found.groups_per_s:.2f} | "
+            f"{found.steps_per_s * 60:.1f} | {found.lease_ms:.1f} ms |",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
