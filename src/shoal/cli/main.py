@@ -133,7 +133,7 @@ def demo(
     staleness: Annotated[int, typer.Option("--staleness", min=0, max=16, help="0: synchronous.")] = 2,
     steps: Annotated[int, typer.Option("--steps", min=1, max=100_000, help="Training steps.")] = 20,
     cheat: Annotated[
-        str, typer.Option("--cheat", help="What the third worker does: best-of, copy or stale.")
+        str, typer.Option("--cheat", help="What the third worker does; docs/guides/attack-your-run.md lists them.")
     ] = "best-of",
     patience_min: PatienceMin = 3,
 ) -> None:
