@@ -134,7 +134,7 @@ def in_order(status: RunStatus) -> list[StepReport]:
 
 
 def tokens_credited(status: RunStatus) -> int:
-    return sum(node.credit for node in status.nodes)
+    return sum(node.credit + node.pending for node in status.nodes)
 
 
 def duration(seconds: float) -> str:

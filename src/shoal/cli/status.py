@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from contextlib import closing
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from shoal.runtime.stop import StopToken
 
 MAX_ROWS = 40
 MAX_REFUSED = 5
+MAX_DOING = 60
 
 
 def show_status(where: str, as_json: bool, wait_s: float) -> None:
@@ -105,14 +107,16 @@ def _counts(status: RunStatus) -> str:
 
 
 def _nodes(status: RunStatus) -> Table:
-    table = Table("node", "name", "role", "state", "ok/bad", "credit", "seen", box=None)
+    table = Table(box=None)
+    for name in ("node", "name", "role", "state", "ok/bad", "credit", "seen"):
+        table.add_column(name, no_wrap=True)
     table.add_column("doing", no_wrap=True, overflow="ellipsis")
     for node in status.nodes[:MAX_ROWS]:
         seen_s = max(0, status.now_ms - node.last_seen_ms) / 1000
         table.add_row(
             node.node[:8], escape(node.name), node.role, _standing(node), f"{node.accepted}/{node.rejected}",
             f"{node.credit} + {node.pending} pending" if node.pending else str(node.credit), f"{seen_s:.0f} s",
-            escape(node.doing or node.reason),
+            escape(textwrap.shorten(node.doing or node.reason, MAX_DOING, placeholder=" …")),
         )  # fmt: skip
     return table
 

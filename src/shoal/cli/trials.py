@@ -24,6 +24,7 @@ from shoal.validator.selftest import SelfTest
 from shoal.validator.specimens import Machine
 
 POLICY_PATIENCE_S = 600.0
+ENOUGH_TOKENS = 50_000
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,8 @@ def run_selftest(options: TrialOptions, stop: StopToken) -> Iterator[Finding]:
         kind = kind_of("torch", options.device, options.dtype)
         text = kind if kind in known else f"the run has no profile for {kind}, only for {', '.join(known)}"
         yield Finding("run", kind in known, text)
+        if kind not in known:
+            return
     test = SelfTest(files, tensors, worker, options.validators[0], profiles, proof)
     for trial in test.run():
         yield Finding("selftest", trial.ok, f"{trial.name}: {trial.text}")
@@ -151,6 +154,8 @@ def calibration_report(calibration: Calibration, out: Path) -> Iterator[str]:
         yield f"  held out  {len(failures)} of {calibration.held_out} honest groups fail" + (
             f": {', '.join(sorted(set(failures)))}" if failures else ""
         )
+    if min(bands.tokens for bands in calibration.bands.values()) < ENOUGH_TOKENS:
+        yield f"few tokens for a profile that strangers are judged by: give more --sequences ({ENOUGH_TOKENS:,} tokens)"
     yield "what this profile catches, by the number of tokens looked at:"
     for cheat in dict.fromkeys((catch.cheat, catch.validator) for catch in calibration.catches):
         mine = [catch for catch in calibration.catches if (catch.cheat, catch.validator) == cheat]

@@ -26,6 +26,12 @@ SIGNED = {1: np.uint8, 2: np.int16, 4: np.int32}
 TYPE_NAMES = {dtype: name for name, dtype in TORCH_TYPES.items()}
 
 
+NARROWER = (
+    ": weights are never rounded on the way, so what computes in bfloat16 needs a run that publishes in bfloat16 "
+    "(trainer.publish_dtype)"
+)
+
+
 def policy_state(model: nn.Module) -> dict[str, Tensor]:
     """Names and tensors of a model, detached but not copied; tied weights once."""
     persistent = model.state_dict().keys()
@@ -53,7 +59,7 @@ def apply_state(model: nn.Module, tensors: Mapping[str, TensorView] | Mapping[st
         if source.shape != target.shape or not _holds(target.dtype, source.dtype):
             raise ModelError(
                 f"weight {name} is {source.dtype}{list(source.shape)}, the model's is"
-                f" {target.dtype}{list(target.shape)}"
+                f" {target.dtype}{list(target.shape)}" + (NARROWER if source.shape == target.shape else "")
             )
     with torch.no_grad():
         for name, target in state.items():

@@ -61,6 +61,11 @@ class SeedTolerance:
     outside_distance: float = 1e-6
     significance: float = 1e-6
 
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not (0 < value < math.inf or (name in ("distance", "floor") and value == 0)):
+                raise ValueError(f"{name} must be a number above 0, not {value}")
+
 
 @dataclass(frozen=True)
 class SeedCheck:

@@ -6,10 +6,11 @@ result is kept on disk). Nothing is imported before it is needed.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import sys
+import warnings
 from functools import cache
-from types import ModuleType
 from typing import Any
 
 import numpy.typing as npt
@@ -22,6 +23,9 @@ LARGE_POINTS = 2**11  # 16 chunks of 128
 KERNELS = "shoal.toploc.kernels"  # once imported, for large work, it is the faster one for small work too
 
 
+_is_broken = False
+
+
 @cache
 def has_numba() -> bool:
     return importlib.util.find_spec("numba") is not None
@@ -29,13 +33,13 @@ def has_numba() -> bool:
 
 def select(flat: npt.NDArray[Any], starts: Ints, sizes: Ints, counts: Ints) -> tuple[Ints, Bits]:
     """See `plain.select`."""
-    selected: tuple[Ints, Bits] = _arithmetic(len(flat) >= LARGE_VALUES).select(flat, starts, sizes, counts)
+    selected: tuple[Ints, Bits] = _run("select", len(flat) >= LARGE_VALUES, flat, starts, sizes, counts)
     return selected
 
 
 def interpolate(indices: Ints, bits: Bits, counts: Ints) -> tuple[Ints, Bits]:
     """See `plain.interpolate`."""
-    interpolated: tuple[Ints, Bits] = _arithmetic(len(bits) >= LARGE_POINTS).interpolate(indices, bits, counts)
+    interpolated: tuple[Ints, Bits] = _run("interpolate", len(bits) >= LARGE_POINTS, indices, bits, counts)
     return interpolated
 
 
@@ -43,14 +47,24 @@ def measure(
     indices: Ints, bits: Bits, counts: Ints, sizes: Ints, moduli: Ints, coefficients: Bits, outside: int
 ) -> Ints:
     """See `plain.measure`."""
-    arithmetic = _arithmetic(len(bits) >= LARGE_POINTS)
-    measured: Ints = arithmetic.measure(indices, bits, counts, sizes, moduli, coefficients, outside)
+    arguments = (indices, bits, counts, sizes, moduli, coefficients, outside)
+    measured: Ints = _run("measure", len(bits) >= LARGE_POINTS, *arguments)
     return measured
 
 
-def _arithmetic(is_large: bool) -> ModuleType:
-    if not (is_large or KERNELS in sys.modules) or not has_numba():
-        return plain
-    from shoal.toploc import kernels
+def _run(name: str, is_large: bool, *arguments: Any) -> Any:
+    """The function of that name, of the arithmetic that fits.
 
-    return kernels
+    Compiled code may fail for reasons that are none of ours (an installation that is broken, a folder that cannot be
+    written, a damaged cache): then numpy does the work, here and from now on.
+    """
+    global _is_broken
+    if _is_broken or not (is_large or KERNELS in sys.modules) or not has_numba():
+        return getattr(plain, name)(*arguments)
+    try:
+        return getattr(importlib.import_module(KERNELS), name)(*arguments)
+    except Exception as error:  # noqa: BLE001 - whatever it is; if the arguments are wrong, numpy will say so
+        result = getattr(plain, name)(*arguments)
+        _is_broken = True
+        warnings.warn(f"numba does not work here ({error}); proofs are computed with numpy, slower", stacklevel=3)
+        return result

@@ -25,6 +25,7 @@ from shoal.toploc.field import PRIME
 Reason = Literal["malformed", "forged", "mismatch", "drift"]
 CHANCE = 256 / PRIME  # a field element drawn at random has a given exponent: 128 mantissas, two signs
 LARGEST_ERROR = 127
+SEVERAL = 4  # chunks
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,9 @@ class ProofTolerance:
 
     All chunks together, n values: the share of exponents that differ is at most `drift_exponents`, the mean mantissa
     error at most `drift_mantissa` (standard deviation of one error: `drift_spread`), each plus `sigmas` standard
-    errors, which shrink with n. Errors within a chunk are not independent: measure `drift_spread` with a margin.
+    errors, which shrink with n. Errors of one submission are not independent (they share a prompt): `drift_spread` and
+    `drift_dispersion` (the variance of the number of other exponents, as a multiple of a coin's) are measured over
+    submissions.
     """
 
     exponents: float = 0.05
@@ -50,7 +53,13 @@ class ProofTolerance:
     drift_exponents: float = 0.01
     drift_mantissa: float = 0.02
     drift_spread: float = 0.2
+    drift_dispersion: float = 1.0
     sigmas: float = 5.0
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not 0 <= value < math.inf:
+                raise ValueError(f"{name} must be a number of at least 0, not {value}")
 
 
 @dataclass(frozen=True)
@@ -149,8 +158,8 @@ def _severity(comparisons: Comparisons, limits: ProofTolerance) -> npt.NDArray[n
     A point that only the verifier chose, at a tie, gives noise, which in one of 256 cases has the right exponent, and
     any mantissa: one such error is forgiven.
     """
-    exponents = comparisons.exp_mismatches / np.maximum(limits.boundary, limits.exponents * comparisons.k)
-    signs = comparisons.sign_mismatches / np.maximum(limits.boundary, limits.signs * comparisons.k)
+    exponents = _ratio(comparisons.exp_mismatches, np.maximum(limits.boundary, limits.exponents * comparisons.k))
+    signs = _ratio(comparisons.sign_mismatches, np.maximum(limits.boundary, limits.signs * comparisons.k))
     forgiven = np.maximum(comparisons.mant_err_sum - LARGEST_ERROR, 0)
     mean = _ratio(forgiven / np.maximum(comparisons.matches, 1), limits.mantissa_mean)
     median = _ratio(comparisons.mant_err_median, limits.mantissa_median)
@@ -158,22 +167,36 @@ def _severity(comparisons: Comparisons, limits: ProofTolerance) -> npt.NDArray[n
     return np.where(comparisons.matches > 0, worst, np.inf)
 
 
-def _ratio(values: npt.NDArray[np.float64], limit: float) -> npt.NDArray[np.float64]:
+def _ratio(
+    values: npt.NDArray[np.int64] | npt.NDArray[np.float64], limit: float | npt.NDArray[np.float64]
+) -> npt.NDArray[np.float64]:
     """values / limit, where 0 is within every limit and a limit of 0 allows nothing else."""
-    return np.where(values == 0, 0.0, values / limit if limit > 0 else np.inf)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where(values == 0, 0.0, values / np.asarray(limit, dtype=np.float64))
 
 
 def _drift(comparisons: Comparisons, limits: ProofTolerance) -> str | None:
-    """What is wrong with the sums, if anything. Forgiven: twice the errors that noise is expected to give, and one."""
+    """What is wrong with the sums, if anything.
+
+    Forgiven are twice the errors that noise is expected to give, and one more: of several chunks the worst is left out
+    of the mantissas' sum, of few it counts for one error less.
+    """
     values, matches = int(comparisons.k.sum()), int(comparisons.matches.sum())
     share = int(comparisons.exp_mismatches.sum()) / values
     rate = limits.drift_exponents
-    share_limit = rate + limits.sigmas * math.sqrt(rate * (1 - rate) / values)
+    share_limit = rate + limits.sigmas * math.sqrt(limits.drift_dispersion * rate * (1 - rate) / values)
     if share > share_limit:
         return f"{share:.2%} of {values} exponents differ, more than {share_limit:.2%}"
-    noise = LARGEST_ERROR * (1 + 2 * CHANCE * int(comparisons.exp_mismatches.sum()))
-    mean = max(0.0, int(comparisons.mant_err_sum.sum()) - noise) / matches
-    mean_limit = limits.drift_mantissa + limits.sigmas * limits.drift_spread / math.sqrt(matches)
+    errors = int(comparisons.mant_err_sum.sum())
+    if len(comparisons) >= SEVERAL:
+        worst = int(np.argmax(comparisons.mant_err_sum))
+        errors -= int(comparisons.mant_err_sum[worst])
+        matches -= int(comparisons.matches[worst])
+    else:
+        errors -= LARGEST_ERROR
+    noise = 2 * CHANCE * LARGEST_ERROR * int(comparisons.exp_mismatches.sum())
+    mean = max(0.0, errors - noise) / max(1, matches)
+    mean_limit = limits.drift_mantissa + limits.sigmas * limits.drift_spread / math.sqrt(max(1, matches))
     if mean > mean_limit:
         return f"the mean mantissa error over {matches} values is {mean:.3f}, more than {mean_limit:.3f}"
     return None

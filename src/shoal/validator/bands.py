@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from shoal.sampling import SeedTolerance
 from shoal.sampling.check import distances, measured_tolerance
-from shoal.toploc import ProofTolerance
+from shoal.toploc import Comparisons, ProofTolerance
 from shoal.validator.case import Case
 from shoal.validator.profiles import CertainLimits, LogprobLimits, Profile
 
@@ -27,6 +27,7 @@ EXTREME = 2.0
 MARGIN = 1.25
 STANDARD_ERRORS = 3.0
 ODD_ERRORS = 4.0
+MOST_ACCIDENTS = 1e-4  # more would be an excuse
 SMALLER_IS_WIDER = ("tokens", "chunks", "values", "entropy_mean", "outside_probability_min")
 
 
@@ -36,7 +37,9 @@ class Bands:
 
     `outside_rate` of the tokens were outside their interval, by `outside_distance` on average and `distance_max` at
     most, the least probable of them with `outside_probability_min`. `*_chunk_max` are of single proofs; `group` bands
-    are of whole submissions. `mantissa_spread` is the standard deviation of a proof's mean error, as of one value.
+    are of whole submissions. `mantissa_spread` is the standard deviation of a mean error, as of one value (the mean of
+    a proof or of a submission, whichever is larger); `exponent_dispersion` is the variance of the number of other
+    exponents of a submission, as a multiple of a coin's.
     """
 
     tokens: int
@@ -55,6 +58,7 @@ class Bands:
     sign_chunk_max: float
     mantissa_mean: float
     mantissa_spread: float
+    exponent_dispersion: float
     mantissa_chunk_mean_max: float
     mantissa_chunk_median_max: float
     outside_hits_max: int
@@ -80,6 +84,7 @@ class Bands:
         mismatches_C = np.concatenate([each.exp_mismatches for each in compared])
         error_sum_C = np.concatenate([each.mant_err_sum for each in compared])
         means_C = error_sum_C / np.maximum(k_C - mismatches_C, 1)
+        groups, rate = [_Group.of(each) for each in compared], float(mismatches_C.sum() / k_C.sum())
         mean = float(error_sum_C.sum() / max(1, (k_C - mismatches_C).sum()))
         return cls(
             tokens=len(uniforms_T),
@@ -93,11 +98,15 @@ class Bands:
             outside_probability_min=float(np.exp(logprobs_T[outside_T]).min()) if outside_T.any() else 1.0,
             logprob_group_mean_max=max(float(error.mean()) for error in errors),
             logprob_max=max(float(error.max()) for error in errors),
-            exponent_rate=float(mismatches_C.sum() / k_C.sum()),
+            exponent_rate=rate,
             exponent_chunk_max=float((mismatches_C / k_C).max()),
             sign_chunk_max=float((np.concatenate([each.sign_mismatches for each in compared]) / k_C).max()),
             mantissa_mean=mean,
-            mantissa_spread=float(np.sqrt(((means_C - mean) ** 2 * k_C).mean())),
+            mantissa_spread=max(
+                float(np.sqrt(((means_C - mean) ** 2 * k_C).mean())),
+                math.sqrt(_mean([(g.mean - mean) ** 2 * g.values for g in groups])),
+            ),
+            exponent_dispersion=_mean([g.exponents_off(rate) for g in groups]) if rate else 0.0,
             mantissa_chunk_mean_max=float(means_C.max()),
             mantissa_chunk_median_max=float(np.concatenate([each.mant_err_median for each in compared]).max()),
             accidents=float(strange_T.mean()),
@@ -110,7 +119,7 @@ class Bands:
         if self.seed_limits.outside_distance <= SeedTolerance.outside_distance:
             return 0.0
         count = self.accidents * self.tokens
-        return (count + STANDARD_ERRORS * math.sqrt(max(1.0, count))) / self.tokens
+        return min(MOST_ACCIDENTS, (count + STANDARD_ERRORS * math.sqrt(max(1.0, count))) / self.tokens)
 
     def joined(self, other: Bands) -> Bands:
         """The wider of two bands, number by number: a profile must hold for every validator."""
@@ -127,6 +136,28 @@ class Bands:
     def numbers(self) -> dict[str, float]:
         """For the profile's `[measured]` table; four digits are enough."""
         return {name: float(f"{value:.4g}") for name, value in self._plain().items() if name != "tokens"}
+
+
+@dataclass(frozen=True)
+class _Group:
+    """The proofs of one submission, summed."""
+
+    values: int
+    mismatches: int
+    mean: float
+
+    @classmethod
+    def of(cls, compared: Comparisons) -> _Group:
+        values, mismatches = int(compared.k.sum()), int(compared.exp_mismatches.sum())
+        return cls(values, mismatches, float(compared.mant_err_sum.sum()) / max(1, values - mismatches))
+
+    def exponents_off(self, rate: float) -> float:
+        """How far the number of other exponents is off, squared, as a multiple of a coin's variance."""
+        return (self.mismatches - rate * self.values) ** 2 / (self.values * rate * (1 - rate))
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
 
 
 def accidents_of(
@@ -187,6 +218,7 @@ def _proofs(bands: Bands) -> ProofTolerance:
         drift_exponents=_number(max(usual.drift_exponents, MARGIN * exponents)),
         drift_mantissa=_number(max(usual.drift_mantissa, MARGIN * mantissa)),
         drift_spread=_number(max(usual.drift_spread, MARGIN * bands.mantissa_spread)),
+        drift_dispersion=_number(max(usual.drift_dispersion, MARGIN * bands.exponent_dispersion)),
         sigmas=usual.sigmas,
     )
 

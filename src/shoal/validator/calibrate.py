@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -104,14 +103,13 @@ def calibrate(plan: Plan, tell: Progress, date: str) -> Calibration:
         seen[str(machine)] = replayed(engine, honest)
         for name, cases in {**cheats, "other dice": other_dice(honest)}.items():
             caught[name, str(machine)] = replayed(engine, cases)
-    half = len(honest) // 2
-    bands = {name: Bands.of(cases[:half]) for name, cases in seen.items()}
+    bands = {name: Bands.of(cases[::2]) for name, cases in seen.items()}
     profile = _profile(plan, subject.worker.kind, bands, date)
-    failures = {name: failed_checks(cases[half:], profile) for name, cases in seen.items()}
+    failures = {name: failed_checks(cases[1::2], profile) for name, cases in seen.items()}
     catches = tuple(
         catch for (name, machine), cases in caught.items() for catch in catches_of(name, machine, cases, profile)
     )
-    return Calibration(profile, bands, len(honest) - half, failures, catches)
+    return Calibration(profile, bands, len(honest[1::2]), failures, catches)
 
 
 def _profile(plan: Plan, key: str, bands: Mapping[str, Bands], date: str) -> Profile:
@@ -183,8 +181,7 @@ class Subject:
         plan = self._plan
         sampling = SamplingParameters(temperature=plan.temperature, max_new_tokens=plan.tokens, eos_token_id=self._eos)
         terms = Terms(label, plan.group_size, sampling, plan.proof, self.worker.kind)
-        prompts = itertools.cycle(self._prompts)
-        leases = [terms.lease(number, next(prompts)) for number in range(sequences // plan.group_size)]
+        leases = [terms.lease(number, self._prompt(number)) for number in range(sequences // plan.group_size)]
         drawn = sampling.model_copy(update={"temperature": temperature})
         cases: list[Case] = []
         for start in range(0, len(leases), BATCH_GROUPS):
@@ -194,6 +191,11 @@ class Subject:
             groups = self.worker.generate(requests, plan.proof)
             cases += [self._case(lease, group) for lease, group in zip(part, groups, strict=True)]
         return cases
+
+    def _prompt(self, number: int) -> tuple[int, ...]:
+        """Even groups and odd ones have no prompt in common: the ones set the limits, the others must keep them."""
+        side = self._prompts[number % 2 :: 2]
+        return side[number // 2 % len(side)]
 
     def _case(self, lease: Lease, group: Sequence[Completion]) -> Case:
         worker = self.worker

@@ -41,6 +41,7 @@ BODY_LIMITS = Limits(compressed_bytes=GIB, inflated_bytes=4 * GIB)
 
 IMPROBABLE_NATS = -35.0  # two rollouts of this log-probability do not come out alike: 10⁻¹⁵
 PROOF_BYTES_TOLD_APART = 2 + 2 * 16  # of 16 values on: fewer may agree by chance
+FIRST_ROWS = 2
 
 NO_RECORD = Tally()
 
@@ -59,6 +60,12 @@ class Replay:
     varentropy: Floats
     uniforms: Floats
     comparisons: Comparisons
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the policy gives distributions at all. (A token that cannot be has a log-probability of -inf.)"""
+        sums = self.low.sum() + self.high.sum() + self.entropy.sum() + self.varentropy.sum()
+        return bool(np.isfinite(sums)) and not bool(np.isnan(self.logprobs).any())
 
 
 @dataclass(eq=False)
@@ -145,10 +152,11 @@ class Case:
         return [*rollouts, *self._proof_marks()]
 
     def _proof_marks(self) -> Iterator[Mark]:
-        """One per proof of enough values, with the tokens that went into its rows (each row comes of the one before).
+        """One per proof of enough values, with the first tokens that went into its rows (each comes of the one before).
 
         What came before those tokens is left out: a model may have forgotten it. So is the policy: a training step may
-        change no bit of the largest activations.
+        change no bit of the largest activations. And so are the later tokens: those of two rollouts that part late may
+        all have their largest activations in the rows that they share.
         """
         rows, last = self.lease.proof.rows, pack_tokens(self.lease.prompt_ids[-1:])
         chunks = iter(self.proofs)
@@ -157,7 +165,7 @@ class Case:
             for start in range(0, len(inputs), 4 * rows):
                 proof = next(chunks)
                 if len(proof) >= PROOF_BYTES_TOLD_APART and any(proof[4:]):  # not of values that are all the same
-                    whose = digest("inputs", inputs[start : start + 4 * rows])
+                    whose = digest("inputs", inputs[start : start + 4 * FIRST_ROWS])
                     yield Mark("proof", digest("proof", proof), whose, (index, start // 4))
 
     @cached_property

@@ -23,7 +23,7 @@ fail the surest decides: wrong weights show in the proofs, and beyond doubt in t
 | termination.past_eos  | went on after the end-of-sequence token                                | certain     |
 | termination.finish    | says it ended otherwise than it did                                    | certain     |
 | duplicate.rollout     | improbable tokens that another seed gave before                        | certain     |
-| duplicate.proof       | a proof that was made of other tokens before                           | certain     |
+| duplicate.proof       | a proof that was made of other tokens before                           | statistical |
 | proofs.forged         | a proof that would fit almost anything                                 | certain     |
 | proofs.mismatch       | activations that are not the policy's                                  | statistical |
 | proofs.drift          | activations that are a little off all along, here or of late           | statistical |
@@ -231,6 +231,7 @@ def duplicate(case: Case) -> Finding:
     return failed(
         "duplicate.proof",
         f"the proof of rollout {rollout} from token {token} on was handed in before, for other tokens: it was copied",
+        Severity.STATISTICAL,
         rollout=rollout,
         token=token,
     )

@@ -99,6 +99,9 @@ class Judge:
             message = f"the validator's engine failed: {replay}"
             return docket.inconclusive(findings, MACHINERY_PREFILL, message, self.clock.now_ms())
         tally = Tally()
+        if replay is not None and not replay.is_finite:
+            message = "the validator's own computation gave what is no number: the policy, or this machine, is broken"
+            return docket.inconclusive(findings, MACHINERY_PREFILL, message, self.clock.now_ms())
         if replay is not None:
             case.replay = replay
             findings += run_all(AFTER_PREFILL, case)
@@ -122,7 +125,8 @@ class Judge:
             return docket.inconclusive(findings, MACHINERY_REWARD, str(failure), self.clock.now_ms())
         if scored.objection is not None:
             return docket.rejected([*findings, scored.objection], self.clock.now_ms(), tally)
-        self.seen.remember(case.marks)
+        if case.replay is not None:  # what a light audit accepts may be anybody's: it must not speak against others
+            self.seen.remember(case.marks)
         rewards = scored.rewards
         if self.shuffle_rewards:
             rewards = shuffled(rewards, case.lease.run, case.lease.unit)

@@ -34,15 +34,15 @@ class _Table(BaseModel):
 class CertainLimits(_Table):
     """When a sampling failure is certain, and not merely likely: no rounding does that even once."""
 
-    distance: float = Field(0.05, gt=0, description="what counts as far outside")
+    distance: float = Field(0.05, gt=0, allow_inf_nan=False, description="what counts as far outside")
     tokens: int = Field(4, ge=1, description="tokens far outside that make a sampling failure certain")
 
 
 class LogprobLimits(_Table):
     """How far reported log-probabilities may be from the validator's."""
 
-    mean: float = Field(1e-4, gt=0, description="largest mean difference")
-    largest: float = Field(2e-3, gt=0, description="largest single difference")
+    mean: float = Field(1e-4, gt=0, allow_inf_nan=False, description="largest mean difference")
+    largest: float = Field(2e-3, gt=0, allow_inf_nan=False, description="largest single difference")
 
 
 class LikelihoodLimits(_Table):
@@ -51,9 +51,11 @@ class LikelihoodLimits(_Table):
     Of too few tokens, or of tokens that left the dice no choice, the sum has no bell-shaped distribution: no check.
     """
 
-    deviations: float = Field(8.0, gt=0, description="largest distance from the expected sum")
+    deviations: float = Field(8.0, gt=0, allow_inf_nan=False, description="largest distance from the expected sum")
     tokens: int = Field(64, ge=1, description="fewest tokens that the check needs")
-    variance: float = Field(16.0, gt=0, description="smallest variance of the sum that the check needs, in nats²")
+    variance: float = Field(
+        16.0, gt=0, allow_inf_nan=False, description="smallest variance of the sum that the check needs, in nats²"
+    )
 
 
 class Measured(_Table):
@@ -94,7 +96,9 @@ class Profile(_Table):
         0.0, ge=0, lt=1, description="share of honest tokens that are quite wrong; such audits are inconclusive"
     )
     validators: tuple[str, ...] = Field(
-        ("float32",), description="what a validator may compute in; one of coarser rounding could not tell"
+        ("float32",),
+        min_length=1,
+        description="what a validator may compute in; one of coarser rounding could not tell",
     )
     measured: Measured | None = None
 
@@ -117,7 +121,7 @@ _BFLOAT16: dict[str, Any] = {
     "certain": CertainLimits(distance=0.3, tokens=4),
     "proofs": ProofTolerance(
         exponents=0.2, signs=0.03, boundary=3, mantissa_mean=6.5, mantissa_median=6.0, drift_exponents=0.02,
-        drift_mantissa=1.55, drift_spread=4.0,
+        drift_mantissa=1.55, drift_spread=4.0, drift_dispersion=2.0,
     ),
     "logprobs": LogprobLimits(mean=0.08, largest=1.5),
     "accidents": 4e-5,

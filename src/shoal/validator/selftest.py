@@ -16,7 +16,7 @@ from shoal.models import TensorView, TextTokenizer
 from shoal.protocol import Outcome, ProofParameters, SamplingParameters, SigningKey, Verdict
 from shoal.validator.canary import SPOILERS, original_of
 from shoal.validator.judge import Judge
-from shoal.validator.profiles import Profiles
+from shoal.validator.profiles import ON_REQUEST, Profiles
 from shoal.validator.seen import Seen
 from shoal.validator.specimens import POLICY, Machine, Terms, docket_of
 from shoal.validator.verdicts import Docket
@@ -51,7 +51,8 @@ class SelfTest:
         worker = self._engine(self.worker)
         if worker.kind not in self.profiles:
             known = ", ".join(sorted(self.profiles))
-            yield Trial("profile", False, f"there is no profile for {worker.kind}, only for {known}")
+            more = f"; --profile {worker.kind} takes the built-in one" if worker.kind in ON_REQUEST else ""
+            yield Trial("profile", False, f"there is no profile for {worker.kind}, only for {known}{more}")
             return
         yield Trial("profile", True, worker.kind)
         judge = Judge(build_environment(EnvironmentSettings(name="sort")), self.profiles)
@@ -100,4 +101,4 @@ def _caught(name: str, accepted: list[Docket], judge: Judge, loaded: LoadedPolic
             [verdict] = replace(judge, seen=Seen()).verdicts([twin], loaded)
             caught = verdict.outcome is Outcome.REJECTED
             return Trial(name, caught, f"caught: {verdict.reason}" if caught else "NOT caught")
-    return Trial(name, True, "not tried: it would not surely show with this policy's completions")
+    return Trial(name, True, "skipped: it would not surely show with this policy's completions")

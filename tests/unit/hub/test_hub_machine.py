@@ -151,7 +151,8 @@ class HubMachine(RuleBasedStateMachine):
             assert refusal.code == "verdict.decided" or (refusal.code, audit.depth) == ("verdict.depth", "light")
         elif outcome == Outcome.ACCEPTED:
             self.accepted_tokens[audit.submission] = Lease.model_validate(audit.lease.document).unit % 5 + 1
-        if refusal is None and outcome == Outcome.REJECTED and row.state in UNDECIDED_SUBMISSIONS:
+        is_hard = outcome == Outcome.REJECTED and severity is not None
+        if refusal is None and is_hard and row.state in UNDECIDED_SUBMISSIONS:
             self.check_that_nothing_is_left(Lease.model_validate(audit.lease.document).node)
 
     def check_that_nothing_is_left(self, node: str) -> None:

@@ -68,12 +68,21 @@ def test_a_banned_node_is_not_established(play: Play) -> None:
     assert units(play, 1, 4) == [0, 1, 2, 3]
 
 
-def test_a_unit_that_was_tried_goes_to_the_established_node_while_it_asks(play: Play) -> None:
+def test_a_unit_that_was_tried_goes_to_the_established_node_while_it_asks_and_delivers(play: Play) -> None:
+    units(play, 0, 1)
+    submit(play, 0)
+    assert units(play, 0, 1) == [1]
+    assert units(play, 1, 1) == [2]
+    play.release(play.leases[-1])
+    assert units(play, 2, 1) == [3], "not the one that bob had"
+    assert units(play, 0, 1) == [2]
+
+
+def test_an_established_node_that_only_asks_keeps_nothing_from_others(play: Play) -> None:
     units(play, 0, 1)
     assert units(play, 1, 1) == [1]
     play.release(play.leases[-1])
-    assert units(play, 2, 1) == [2], "not the one that bob had"
-    assert units(play, 0, 1) == [1]
+    assert units(play, 2, 1) == [1], "the first node has delivered nothing"
 
 
 def test_an_established_node_at_its_limit_is_not_asking(play: Play) -> None:

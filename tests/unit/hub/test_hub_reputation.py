@@ -134,7 +134,7 @@ class TestPulls:
         return {state: count for state, count in counts.items() if count}
 
     def test_what_was_audited_lightly_is_pulled_and_generated_again(self, bench: Bench) -> None:
-        audits = self.fail(bench, None)
+        audits = self.fail(bench, Severity.STATISTICAL)
         assert self.states(bench) == {"pulled": 2, "accepted": 1, "rejected": 1, "received": 2}
         pulled = row_of(bench, audits[0])
         assert (pulled.state, pulled.reason) == (SubmissionState.PULLED, "node.failed")
@@ -148,7 +148,7 @@ class TestPulls:
         assert (again.unit, again.task, again.seeds) == (before.unit, before.task, before.seeds)
 
     def test_what_waits_for_a_light_audit_waits_for_a_full_one(self, bench: Bench) -> None:
-        *_, under_way = self.fail(bench, None)
+        *_, under_way = self.fail(bench, Severity.STATISTICAL)
         assert code_of(bench.judge(under_way, depth="light")) == (422, "verdict.depth")
         assert [audit.depth for audit in bench.audits()] == ["full", "full"]
 
@@ -158,6 +158,12 @@ class TestPulls:
         assert node_of(bench, bench.alice).state == NodeState.BANNED
         kinds = [entry.kind for entry in entries_of(bench)][-6:]
         assert kinds == ["rejected", "void", "void", "void", "sanction", "pulled"]
+
+    def test_a_soft_rejection_costs_nothing_else(self, bench: Bench) -> None:
+        self.fail(bench, None)
+        assert self.states(bench) == {"accepted": 3, "rejected": 1, "received": 1, "auditing": 1}
+        assert node_of(bench, bench.alice).streak > 0
+        assert not [entry for entry in entries_of(bench) if entry.kind in ("void", "pulled", "sanction")]
 
     def test_one_strike_does_not(self, bench: Bench) -> None:
         self.fail(bench, Severity.STATISTICAL)
@@ -176,7 +182,7 @@ class TestPulls:
         assert bench.batch(0) == batch
 
     def test_the_same_verdict_again_on_what_was_pulled_is_harmless(self, bench: Bench) -> None:
-        first, *_ = self.fail(bench, None)
+        first, *_ = self.fail(bench, Severity.STATISTICAL)
         assert bench.judge(first, depth="light").status_code == 200
         assert code_of(bench.judge(first, **CAUGHT)) == (409, "verdict.decided")
 
@@ -226,7 +232,7 @@ class TestPendingCredit:
         accept(bench, bench.audits())
         hand_in(bench, bench.alice)
         (caught,) = bench.audits()
-        ok(bench.judge(caught, depth="light", **CAUGHT))
+        ok(bench.judge(caught, depth="light", severity=Severity.STATISTICAL, **CAUGHT))
         assert self.view(bench, bench.alice) == (6, 0), "what has matured is not taken away"
         assert self.view(bench, bench.bob) == (0, 6)
         self.pass_time(bench, 101)

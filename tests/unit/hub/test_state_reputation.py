@@ -73,7 +73,7 @@ class TestRecord:
 
     def test_rejections_end_the_streak_and_strikes_bring_probation(self) -> None:
         soft = reputation.failed(proven(50), None)
-        assert (soft.streak, soft.passed, soft.on_probation, soft.strikes) == (0, 50, False, 0)
+        assert (soft.streak, soft.passed, soft.on_probation, soft.strikes) == (50, 50, False, 0)
         hard = reputation.failed(proven(50), Severity.STATISTICAL)
         assert (hard.streak, hard.passed, hard.on_probation, hard.strikes) == (0, 0, True, 1)
         assert passes(hard, 7).on_probation
@@ -86,8 +86,10 @@ class TestRecord:
         struck = reputation.failed(node(1), Severity.STATISTICAL)
         assert passes(struck, 999).statistical == 1
         assert passes(struck, 1000).statistical == 0
-        interrupted = passes(reputation.failed(passes(struck, 999), None), 999)
-        assert interrupted.statistical == 1, "in a row means in a row"
+        soft = passes(reputation.failed(passes(struck, 999), None), 1)
+        assert soft.statistical == 0, "a soft rejection costs no trust"
+        interrupted = passes(reputation.failed(passes(struck, 999), Severity.STATISTICAL), 999)
+        assert interrupted.statistical == 2, "in a row means in a row"
         assert passes(passes(struck, 999), 5, depth="light").statistical == 1
         certain = reputation.failed(node(1), Severity.CERTAIN)
         assert passes(certain, 1000).certain == 1, "what is certain is not forgiven"

@@ -231,12 +231,30 @@ def test_import_needs_neither_torch_nor_numba() -> None:
 
 
 def test_numba_is_used_for_large_work_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert backend._arithmetic(is_large=True) is kernels
-    assert backend._arithmetic(is_large=False) is kernels  # it is there already, so it may as well
+    used: list[str] = []
+    monkeypatch.setattr(kernels, "interpolate", lambda *_: used.append("kernels"))
+    monkeypatch.setattr(plain, "interpolate", lambda *_: used.append("plain"))
+    backend._run("interpolate", True)
+    backend._run("interpolate", False)  # it is there already, so it may as well
     monkeypatch.delitem(sys.modules, backend.KERNELS)
-    assert backend._arithmetic(is_large=False) is plain
+    backend._run("interpolate", False)
     monkeypatch.setattr(backend, "has_numba", lambda: False)
-    assert backend._arithmetic(is_large=True) is plain
+    backend._run("interpolate", True)
+    assert used == ["kernels", "kernels", "plain", "plain"]
+
+
+def test_where_numba_is_broken_numpy_does_the_work_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise RuntimeError("cannot cache function: no locator available")
+
+    monkeypatch.setattr(backend, "_is_broken", False)
+    monkeypatch.setattr(kernels, "interpolate", fails)
+    points = top_points(np.random.default_rng(0).standard_normal((64, 64), np.float32), [64], 128, 32)
+    with pytest.warns(UserWarning, match="no locator available.*numpy"):
+        moduli, _ = backend.interpolate(points.indices, points.bits, points.counts)
+    assert moduli.tolist() == [65497, 65497]
+    assert backend._is_broken
+    monkeypatch.setattr(backend, "_is_broken", False)
 
 
 def test_small_work_does_not_import_numba() -> None:

@@ -38,6 +38,7 @@ class Work:
         self._context = context
         self._limits = context.config.submission_limits
         self._asked_ms: int | None = None  # when an established node asked last; a new hub waits for the next to ask
+        self._delivered_ms: dict[str, int] = {}
 
     def lease(self, node: NodeRow, request: LeaseRequest) -> LeaseReply:
         """Leases for a worker, or none and why."""
@@ -80,10 +81,16 @@ class Work:
             )
 
     def _crowd(self, transaction: Writer, moment: Moment, node: NodeRow, held: int) -> newcomers.Crowd:
-        """How things stand between newcomers and established nodes. One that is at its limit is not asking."""
+        """How things stand between newcomers and established nodes.
+
+        One that is at its limit is not asking, nor one that only asks: who delivers nothing must not keep work from
+        those who would.
+        """
         since_ms = moment.now_ms - newcomers.HERE_MS
         if not node.on_probation:
-            if held < moment.rules.leases_per_node and node.state is NodeState.ACTIVE:
+            delivered_ms = self._delivered_ms.get(node.node, 0)
+            delivers = delivered_ms >= moment.now_ms - max(newcomers.HERE_MS, moment.rules.lease_ms)
+            if delivers and held < moment.rules.leases_per_node and node.state is NodeState.ACTIVE:
                 self._asked_ms = moment.now_ms
             return newcomers.Crowd()
         return newcomers.Crowd(
@@ -123,6 +130,7 @@ class Work:
         with context.decision() as (transaction, moment):
             reception = self._receive(transaction, moment, node, arrival)
             transaction.apply(reception.commands)
+        self._delivered_ms[node.node] = moment.now_ms
         context.changes.notify(Topic.AUDITS)
         return reception.status, SignedDocument.model_validate_json(reception.row.receipt)
 

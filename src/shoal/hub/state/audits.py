@@ -167,6 +167,9 @@ def _reject(moment: Moment, case: Case, ruling: Ruling) -> list[Command]:
         "severity": verdict.severity.value if verdict.severity else "",
         "validator": ruling.validator,
     }
+    reopened = [SaveUnit(case.unit.reopened(), case.unit.state)] if _is_current(case) else []  # the node failed, not it
+    if verdict.severity is None:  # soft: it costs the credit of this submission, and no trust
+        return [Record("rejected", body, now_ms), *nodes.reject(case.node, verdict, case.holdings, now_ms), *reopened]
     node, voided = credits.void(case.node, stake.pending, verdict.reason, now_ms)
     disbelieved = moment.rules.audit == "reputation" and nodes.is_over(reputation.failed(node, verdict.severity))
     return [
@@ -175,7 +178,7 @@ def _reject(moment: Moment, case: Case, ruling: Ruling) -> list[Command]:
         *nodes.reject(node, verdict, case.holdings, now_ms),
         *pulls.pull(stake, verdict, disbelieved, now_ms),
         *pulls.deepen(stake.light, but=case.submission.submission),
-        *([SaveUnit(case.unit.reopened(), case.unit.state)] if _is_current(case) else []),  # the node failed, not it
+        *reopened,
     ]
 
 

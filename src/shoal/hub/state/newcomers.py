@@ -2,8 +2,8 @@
 
     units      together they may have `newcomer_share` of the units that may be alive in hand: leased, or handed in and
                not judged yet. Who hands in rubbish at once must not get the next unit before the first is judged.
-    again      a unit that was given out before goes to an established node while one is asking: a newcomer can delay a
-               unit once, not as often as there are keys.
+    again      a unit that was given out before goes to an established node while one is asking, and has delivered of
+               late: a newcomer can delay a unit once, not as often as there are keys.
     audits     together they get `newcomer_share` of the audits that are claimed, and what established nodes leave.
 
 All this holds only while established nodes are here. At the start of a run, or when they are gone, newcomers take all.

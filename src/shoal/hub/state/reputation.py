@@ -62,7 +62,7 @@ def failed(node: NodeRow, severity: Severity | None) -> NodeRow:
         rejected=node.rejected + 1,
         certain=node.certain + (severity == Severity.CERTAIN),
         statistical=node.statistical + (severity == Severity.STATISTICAL),
-        streak=0,
+        streak=node.streak if severity is None else 0,
         passed=node.passed if severity is None else 0,
     )
 
