@@ -120,6 +120,8 @@ def _sentence(problem: ErrorDetails, kind: type[BaseModel], source: str, overrid
     message = problem["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
     if not keys:
         return f"{where}: {_lower_first(message)}"
+    if isinstance(problem["input"], Mapping):  # the whole section is at fault: its values would bury the sentence
+        return f"{where}: {_label(keys)}: {_lower_first(message)}"
     return f"{where}: {_label(keys)} = {_show(problem['input'])}: {_lower_first(message)}"
 
 

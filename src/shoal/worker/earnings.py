@@ -78,5 +78,5 @@ def _groups(count: int) -> str:
 def _gain(before: NodeView, now: NodeView) -> str:
     return (
         f"{_groups(now.accepted - before.accepted)} accepted, credit +{now.credit - before.credit}; "
-        f"in all {_groups(now.accepted)}, credit {now.credit}"
+        f"in all {_groups(now.accepted)}, credit {now.credit}" + (f" and {now.pending} pending" if now.pending else "")
     )

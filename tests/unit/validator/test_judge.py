@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -128,3 +130,17 @@ def test_scoring_a_group_is_whole_or_nothing() -> None:
     assert len(scored.rewards) == len(rollouts)
     with pytest.raises(ScoringFailure):
         score_group(LengthEnvironment(), lease(3, task="t/broken"), rollouts, Decoders().of({}))
+
+
+def test_a_validator_whose_own_numbers_are_none_rejects_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A broken policy, or a broken machine: honest work must not be struck for it, and cheats are not accepted."""
+    of, table = lease(), loaded()
+    prefill = table.engine.prefill
+
+    def broken(requests: Any, proof: Any = None) -> Any:
+        return [replace(each, cdf_low=each.cdf_low * np.nan) for each in prefill(requests, proof)]
+
+    monkeypatch.setattr(table.engine, "prefill", broken)
+    [verdict] = judge().verdicts([docket(of)], table)
+    assert (verdict.outcome, verdict.reason) == (Outcome.INCONCLUSIVE, "machinery.prefill")
+    assert "no number" in verdict.message
