@@ -54,7 +54,7 @@ def main() -> None:
     outcomes: collections.Counter[str] = collections.Counter()
     tokens = proof_bytes = body_bytes = 0
     started_s = time.monotonic()
-    for start in range(0, options.groups, BATCH):
+    for start in range(options.start, options.groups, BATCH):
         leases = []
         for number in range(start, min(start + BATCH, options.groups)):
             task = tasks[number % len(tasks)]
@@ -67,6 +67,8 @@ def main() -> None:
             object.__setattr__(docket, "audit", docket.audit.model_copy(update={"record": record}))
         for index, verdict in enumerate(judge.verdicts(dockets, LoadedPolicy(POLICY, validator, loaded.files))):
             outcomes[f"{verdict.outcome.value} {verdict.reason}".strip()] += 1
+            if verdict.reason:
+                print(f"  group {verdict.unit}: {verdict.reason}: {verdict.message}", flush=True)
             node = (start + index) % options.nodes
             records[node] = grown(records[node], verdict.tally)
         tokens += sum(len(completion.token_ids) for group in groups for completion in group)
@@ -92,6 +94,7 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--model", default="tiny")
     parser.add_argument("--groups", type=int, default=10_000)
+    parser.add_argument("--start", type=int, default=0, help="begin with this group")
     parser.add_argument("--group-size", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=10)
     parser.add_argument("--temperature", type=float, default=1.0)

@@ -179,10 +179,11 @@ def _drift(comparisons: Comparisons, limits: ProofTolerance) -> str | None:
     """What is wrong with the sums, if anything.
 
     Forgiven are twice the errors that noise is expected to give, and one more: of several chunks the worst is left out
-    of the mantissas' sum, of few it counts for one error less.
+    of the mantissas' sum, of few it counts for one error less. So is one other exponent in every chunk: rollouts of a
+    group begin with the same state, and where that has a tie at the k-th place, all of them have it.
     """
     values, matches = int(comparisons.k.sum()), int(comparisons.matches.sum())
-    share = int(comparisons.exp_mismatches.sum()) / values
+    share = int(np.maximum(comparisons.exp_mismatches - 1, 0).sum()) / values
     rate = limits.drift_exponents
     share_limit = rate + limits.sigmas * math.sqrt(limits.drift_dispersion * rate * (1 - rate) / values)
     if share > share_limit:

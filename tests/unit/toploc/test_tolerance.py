@@ -139,3 +139,19 @@ def test_another_rule_for_ties_is_tolerated_by_its_profile() -> None:
     assert compared.exp_mismatches.max() <= 6
     tolerance = ProofTolerance(drift_exponents=0.02)
     assert check_proofs(compared, tolerance).passed
+
+
+def test_a_tie_that_all_rollouts_of_a_group_share_is_no_drift() -> None:
+    """They begin with the same state: what rounds the other way there does so in every chunk (once in 4,640 groups)."""
+    shared = replace(synthetic(16, mant_err_sum=0, exp_mismatches=1), k=np.full(16, 28))
+    assert check_proofs(shared).passed
+    assert check_proofs(replace(shared, exp_mismatches=np.full(16, 2))).reason == "drift"
+
+
+def test_small_errors_in_a_few_small_chunks_are_drift_but_one_large_error_is_not() -> None:
+    """One point that matches by chance may have any mantissa; int8 weights have errors everywhere."""
+    small = replace(synthetic(16, mant_err_sum=8), k=np.full(16, 28))
+    assert check_proofs(small).reason == "drift"
+    once = np.zeros(16, dtype=np.int64)
+    once[3] = 127
+    assert check_proofs(replace(small, mant_err_sum=once)).passed
