@@ -20,6 +20,8 @@ from shoal.errors import LedgerError
 from shoal.ledger import append, fold, verify
 from shoal.protocol import LedgerEntry, load_key
 
+pytestmark = pytest.mark.slow  # continuous integration runs the demo itself, at full length
+
 STEPS = 10
 TIMEOUT_S = 240.0
 COLUMNS = {

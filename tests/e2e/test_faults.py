@@ -269,6 +269,7 @@ class WallClock:
         new.replace(self._file)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(FAKETIME is None, reason="libfaketime is not installed (Debian: apt-get install libfaketime)")
 def test_a_clock_that_jumps_an_hour_forth_and_back_is_nobodys_fault(tmp_path: Path, overrides: list[str]) -> None:
     folder, clock = tmp_path / "run", WallClock(tmp_path / "time")
