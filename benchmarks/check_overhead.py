@@ -27,6 +27,7 @@ import torch
 
 from shoal.engines import GenerationRequest, kind_of
 from shoal.engines.shelf import LoadedPolicy
+from shoal.engines.submission import submission_of
 from shoal.engines.torch import TorchEngine
 from shoal.environments import Score, Task
 from shoal.models.load import LoadedModel, load_model, model_from_files
@@ -47,7 +48,6 @@ from shoal.protocol import (
 from shoal.validator import Judge
 from shoal.validator.profiles import BUILT_IN, ON_REQUEST
 from shoal.validator.verdicts import Docket
-from shoal.worker.loop import submission_of
 
 POLICY = PolicyRef(incarnation=0, version=1, digest="d" * 64)
 HUB = SigningKey.from_seed(b"h" * 32)

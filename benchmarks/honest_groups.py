@@ -22,11 +22,11 @@ from shoal.environments import EnvironmentSettings
 from shoal.environments import build as build_environment
 from shoal.models.load import load_model
 from shoal.models.state import policy_views
-from shoal.protocol import ProofParameters, SamplingParameters, SigningKey, Tally, pack
+from shoal.protocol import ProofParameters, SamplingParameters, SigningKey, Tally
 from shoal.validator.calibrate import OPENINGS
 from shoal.validator.judge import Judge
 from shoal.validator.profiles import load_profiles
-from shoal.validator.specimens import POLICY, Machine, Terms, docket_of, submission_of
+from shoal.validator.specimens import POLICY, Machine, Terms, docket_of
 
 BATCH = 32
 RECORD_TOKENS = 65_536  # the hub halves a node's record beyond this
@@ -73,7 +73,7 @@ def main() -> None:
             records[node] = grown(records[node], verdict.tally)
         tokens += sum(len(completion.token_ids) for group in groups for completion in group)
         proof_bytes += sum(len(completion.proofs) for group in groups for completion in group)
-        body_bytes += sum(len(pack(submission_of(a, b, worker))) for a, b in zip(leases, groups, strict=True))
+        body_bytes += sum(len(docket.body) for docket in dockets)
         if start % (BATCH * 16) == 0:
             print(f"  {start + len(leases)} groups, {time.monotonic() - started_s:.0f} s, {dict(outcomes)}", flush=True)
     print(f"\nmodel {Path(options.model).name}, worker {worker.kind}, validator {against}, T {options.temperature:g}")

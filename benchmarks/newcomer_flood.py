@@ -25,13 +25,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
+
+from shoal.engines import Completion
+from shoal.engines.submission import submission_of
 from shoal.environments import Score, Split, Task
 from shoal.hub import HubConfig, HubSettings, RunSettings
 from shoal.hub.service import Hub
 from shoal.hub.state.commands import SaveNode
 from shoal.hub.state.rows import PROBATION_AUDITS, NodeRow
 from shoal.protocol import (
-    SUBMISSION_FORMAT,
     Audit,
     AuditRequest,
     Heartbeat,
@@ -43,17 +46,13 @@ from shoal.protocol import (
     Registration,
     Role,
     RoleCertificate,
-    Rollout,
     RolloutReward,
     Severity,
     SignedDocument,
     SigningKey,
-    Submission,
     Verdict,
     VerdictReport,
     pack,
-    pack_logprobs,
-    pack_tokens,
     sign_document,
 )
 from shoal.runtime.clock import ManualClock
@@ -295,20 +294,8 @@ class World:
 
 
 def body_of(lease: Lease) -> bytes:
-    rollout = Rollout(pack_tokens(range(TOKENS)), pack_logprobs([-0.5] * TOKENS), "eos")
-    submission = Submission(
-        format=SUBMISSION_FORMAT,
-        run=lease.run,
-        node=lease.node,
-        lease=lease.lease,
-        unit=lease.unit,
-        incarnation=lease.policy.incarnation,
-        version=lease.policy.version,
-        policy_digest=lease.policy.digest,
-        prompt=pack_tokens(lease.prompt_ids),
-        rollouts=[rollout] * len(lease.seeds),
-    )
-    return pack(submission)
+    drawn = Completion(np.arange(TOKENS, dtype=np.int32), np.full(TOKENS, -0.5, dtype=np.float32), "eos")
+    return pack(submission_of(lease, [drawn] * len(lease.seeds), "none"))
 
 
 def measure(scenario: Scenario, seconds: float) -> Result:

@@ -12,6 +12,7 @@ import msgspec
 
 from shoal.engines import Engine, GenerationRequest
 from shoal.engines.shelf import LoadedPolicy
+from shoal.engines.submission import submission_of
 from shoal.engines.torch import TorchEngine
 from shoal.environments import EnvironmentSettings, Task, build
 from shoal.hub.state.draws import task_index, unit_seeds
@@ -40,7 +41,6 @@ from shoal.validator.judge import Judge
 from shoal.validator.profiles import BUILT_IN, ON_REQUEST
 from shoal.validator.verdicts import Docket
 from shoal.worker.cheats import Cheat, Loot
-from shoal.worker.loop import submission_of
 
 RUN, SECRET, SEED = "trial-000000000000", b"trial", 0
 KEY = SigningKey.from_seed(b"k" * 32)

@@ -23,6 +23,7 @@ from shoal.client.trust import run_id
 from shoal.engines import Completion, GenerationRequest
 from shoal.engines.registry import ENGINES
 from shoal.engines.scripted import ScriptedEngine
+from shoal.engines.submission import submission_of
 from shoal.environments import Score, Task
 from shoal.errors import ConfigError, EnvironmentSetupError, HubRefused, SignatureError
 from shoal.hub import HubConfig, HubSettings, RunSettings, create_app, run_hub
@@ -51,7 +52,6 @@ from shoal.shardcast import Origin, run_origin
 from shoal.validator import ValidatorConfig, ValidatorSettings, profile_keys, run_validator
 from shoal.worker import Outbox, WorkerConfig, WorkerSettings, run_worker
 from shoal.worker.folder import identity
-from shoal.worker.loop import submission_of
 
 DEADLINE_S = 60
 EOS = 1

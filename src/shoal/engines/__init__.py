@@ -4,6 +4,7 @@
     torch     TorchEngine: batched decoding with a key-value cache, any Hugging Face causal language model
     decoding  Decoding, HiddenRows: what has been decoded so far, and its proofs in the making
     scripted  ScriptedEngine: a toy model without torch, for tests of everything around an engine
+    submission  submission_of: what was drawn, as it is handed in
     registry  ENGINES, build, kind_of: an engine by name from a model's files; warm_up: its slow imports, beforehand
     shelf     EngineShelf, LoadedPolicy: engines by policy, a few kept loaded within a memory budget
 

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from shoal.engines import Completion, Engine, GenerationRequest, build
+from shoal.engines.submission import submission_of
 from shoal.environments import EnvironmentSettings
 from shoal.environments import build as build_environment
 from shoal.errors import ConfigError
@@ -31,7 +32,7 @@ from shoal.validator.case import Case, Replay
 from shoal.validator.checks import AFTER_PREFILL, run_checks
 from shoal.validator.profiles import Measured, Profile
 from shoal.validator.replay import part_of, replay_all
-from shoal.validator.specimens import Machine, Terms, seeds_of, submission_of
+from shoal.validator.specimens import Machine, Terms, seeds_of
 
 Progress = Callable[[str], None]
 
@@ -199,7 +200,7 @@ class Subject:
 
     def _case(self, lease: Lease, group: Sequence[Completion]) -> Case:
         worker = self.worker
-        submission = submission_of(lease, group, worker)
+        submission = submission_of(lease, group, worker.name)
         return Case(lease, submission, "", worker.vocabulary_size, worker.hidden_size, Profile(key=worker.kind))
 
 

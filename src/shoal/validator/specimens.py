@@ -7,20 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shoal.engines import Completion, Engine
+from shoal.engines.submission import submission_of
 from shoal.errors import ConfigError
 from shoal.protocol import (
-    SUBMISSION_FORMAT,
     Audit,
     Lease,
     PolicyRef,
     ProofParameters,
-    Rollout,
     SamplingParameters,
     SigningKey,
-    Submission,
     pack,
-    pack_logprobs,
-    pack_tokens,
     sign_document,
     submission_digest,
 )
@@ -77,26 +73,9 @@ def seeds_of(label: str, number: int, count: int) -> tuple[str, ...]:
     return tuple(hashlib.sha256(name.encode()).hexdigest()[:16] for name in names)
 
 
-def submission_of(lease: Lease, group: Sequence[Completion], engine: Engine) -> Submission:
-    """What an honest worker would hand in."""
-    return Submission(
-        format=SUBMISSION_FORMAT,
-        run=lease.run,
-        node=lease.node,
-        lease=lease.lease,
-        unit=lease.unit,
-        incarnation=lease.policy.incarnation,
-        version=lease.policy.version,
-        policy_digest=lease.policy.digest,
-        prompt=pack_tokens(lease.prompt_ids),
-        rollouts=[_rollout(completion) for completion in group],
-        engine=engine.name,
-    )
-
-
 def docket_of(lease: Lease, group: Sequence[Completion], engine: Engine, key: SigningKey) -> Docket:
     """The same as a validator gets it on the table."""
-    body = pack(submission_of(lease, group, engine))
+    body = pack(submission_of(lease, group, engine.name))
     audit = Audit(
         submission=submission_digest(body),
         size_bytes=len(body),
@@ -105,8 +84,3 @@ def docket_of(lease: Lease, group: Sequence[Completion], engine: Engine, key: Si
         deadline_ms=0,
     )
     return Docket(audit, lease, body)
-
-
-def _rollout(completion: Completion) -> Rollout:
-    tokens, logprobs = pack_tokens(completion.token_ids), pack_logprobs(completion.logprobs)
-    return Rollout(tokens, logprobs, completion.finish, completion.proofs)

@@ -21,6 +21,7 @@ from shoal.client import Activity, ClientOptions, HubClient, RegularHeartbeat
 from shoal.client.weights import downloader_of
 from shoal.engines import Completion, Engine, GenerationRequest, build, kind_of, warm_up
 from shoal.engines.shelf import EngineShelf, Fetch, LoadedPolicy
+from shoal.engines.submission import submission_of
 from shoal.errors import (
     BroadcastError,
     ConfigError,
@@ -31,17 +32,12 @@ from shoal.errors import (
     ResourceError,
 )
 from shoal.protocol import (
-    SUBMISSION_FORMAT,
     Lease,
     LeaseRelease,
     LeaseReply,
     LeaseRequest,
     PolicyRef,
-    Rollout,
     RunInfo,
-    Submission,
-    pack_logprobs,
-    pack_tokens,
 )
 from shoal.protocol.lease import DEFAULT_PROFILE, MAX_HELD
 from shoal.runtime.clock import Clock, SystemClock
@@ -341,29 +337,3 @@ def generate(loaded: LoadedPolicy, leases: Sequence[Lease]) -> list[list[Complet
         ) from error
     except ValueError as error:
         raise ProtocolError(f"the leased prompts do not fit policy {loaded.ref.label}: {error}") from error
-
-
-def submission_of(lease: Lease, completions: list[Completion], engine: str) -> Submission:
-    """A finished group as it is handed in."""
-    return Submission(
-        format=SUBMISSION_FORMAT,
-        run=lease.run,
-        node=lease.node,
-        lease=lease.lease,
-        unit=lease.unit,
-        incarnation=lease.policy.incarnation,
-        version=lease.policy.version,
-        policy_digest=lease.policy.digest,
-        prompt=pack_tokens(lease.prompt_ids),
-        rollouts=[rollout_of(completion) for completion in completions],
-        engine=engine,
-    )
-
-
-def rollout_of(completion: Completion) -> Rollout:
-    return Rollout(
-        tokens=pack_tokens(completion.token_ids),
-        logprobs=pack_logprobs(completion.logprobs),
-        finish=completion.finish,
-        proofs=completion.proofs,
-    )

@@ -12,6 +12,7 @@ import numpy as np
 from shoal.engines import Completion, GenerationRequest, PrefillRequest
 from shoal.engines.scripted import ScriptedEngine
 from shoal.engines.shelf import LoadedPolicy
+from shoal.engines.submission import submission_of
 from shoal.environments import Score, Task
 from shoal.errors import EnvironmentSetupError, ScoringFailure
 from shoal.protocol import (
@@ -28,7 +29,6 @@ from shoal.protocol import (
 )
 from shoal.toploc import commit
 from shoal.validator.verdicts import Docket
-from shoal.worker.loop import submission_of
 
 HUB = SigningKey.from_seed(b"h" * 32)
 NODE = SigningKey.from_seed(b"n" * 32).node

@@ -13,6 +13,7 @@ import pytest
 
 from shoal.engines import Completion, Engine, GenerationRequest, PrefillRequest
 from shoal.engines.scripted import ScriptedEngine
+from shoal.engines.submission import submission_of
 from shoal.errors import ConfigError
 from shoal.hub.service import work as hub_work
 from shoal.models.tensors import from_numpy
@@ -29,7 +30,6 @@ from shoal.worker.cheats.sleeper import HONEST_UNITS, Sleeper
 from shoal.worker.cheats.steering import Steer
 from shoal.worker.cheats.weights import shallow_files
 from shoal.worker.cheats.worth import Worth
-from shoal.worker.loop import submission_of
 
 SAMPLING = SamplingParameters(temperature=1.0, max_new_tokens=6, eos_token_id=1)
 REQUESTS = [GenerationRequest((10, 11), (1, 2, 3), SAMPLING), GenerationRequest((12,), (4, 5), SAMPLING)]

@@ -13,6 +13,7 @@ import pytest
 from shoal.engines import GenerationRequest
 from shoal.engines.scripted import ScriptedEngine
 from shoal.engines.shelf import EngineShelf, LoadedPolicy
+from shoal.engines.submission import submission_of
 from shoal.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -49,7 +50,6 @@ from shoal.protocol import (
 from shoal.runtime.stop import StopToken
 from shoal.toploc import split_proofs
 from shoal.worker import Outbox, Worker, WorkerSettings
-from shoal.worker.loop import submission_of
 
 HUB = SigningKey.from_seed(b"h" * 32)
 KEY = SigningKey.from_seed(b"n" * 32)
