@@ -107,6 +107,14 @@ class TestDepth:
         ok(bench.judge(audit, tally=Tally(tokens=6), **CAUGHT))
         assert node_of(bench, bench.bob).record == audit.record, "a rejection adds nothing"
 
+    def test_what_was_inconclusive_is_remembered_so_that_accidents_are_not_for_the_asking(self, bench: Bench) -> None:
+        hand_in(bench, bench.bob)
+        (audit,) = bench.audits()
+        seen = {"outcome": Outcome.INCONCLUSIVE, "reason": "sampling.accident", "tally": Tally(tokens=6, accidents=1)}
+        ok(bench.judge(audit, (), **seen))
+        node = node_of(bench, bench.bob)
+        assert (node.record, node.strikes, node.inconclusive) == (Tally(tokens=6, accidents=1), 0, 1)
+
     @pytest.mark.parametrize(
         "tally",
         [Tally(tokens=3, outside=4), Tally(proof_values=1, exponent_mismatches=2), Tally(tokens=2 * 16 + 1)],

@@ -13,9 +13,10 @@ from shoal.models.state import policy_views
 from shoal.sampling import SeedTolerance
 from shoal.toploc import ProofTolerance
 from shoal.validator import bands as bands_module
+from shoal.validator import calibrate as calibrate_module
 from shoal.validator.bands import Bands, limits_from
 from shoal.validator.calibrate import Calibration, Catch, Plan, blocks_of, calibrate
-from shoal.validator.profiles import BUILT_IN, load_profiles, read_profile, to_toml
+from shoal.validator.profiles import BUILT_IN, LogprobLimits, load_profiles, read_profile, to_toml
 from shoal.validator.selftest import SelfTest, Trial
 from shoal.validator.specimens import Machine
 
@@ -36,6 +37,17 @@ def test_half_of_the_honest_groups_set_limits_that_the_other_half_keeps(
     assert calibration.held_out == 32
     assert calibration.failures == {"cpu/float32": []}
     assert 0 < calibration.bands["cpu/float32"].tokens < 32 * 8 * 12
+
+
+def test_held_out_groups_that_fail_are_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Limits that honest work does not keep: the calibration must say so."""
+    narrow = ProofTolerance(exponents=0.0, boundary=0, mantissa_median=0.0, mantissa_mean=0.0)
+    too_narrow = BUILT_IN["torch/cpu/float32"].model_copy(
+        update={"proofs": narrow, "logprobs": LogprobLimits(mean=1e-12, largest=1e-12)}
+    )
+    monkeypatch.setattr(calibrate_module, "limits_from", lambda _bands, _key: too_narrow)
+    calibration = calibrate(Plan("tiny", CPU, (CPU,), sequences=32, tokens=10), lambda _: None, "2026-11-15")
+    assert calibration.failures == {"cpu/float32": ["logprobs.mismatch"] * calibration.held_out}
 
 
 def test_the_profile_says_what_it_was_measured_on_and_survives_its_file(
