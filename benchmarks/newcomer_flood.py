@@ -5,7 +5,8 @@
 The real hub services over a real SQLite file, under a manual clock. Eight established workers take 4 s for a group; one
 validator audits 4 groups a second; a trainer takes 1 s for a step of 16 groups. Beside them a number of fresh keys that
 
-    sit       lease all they are given, are heard of like anybody, and hand nothing in until their leases run out
+    sit       lease all they are given, are heard of like anybody, say in every heartbeat that they have gone on (so
+              that their leases should be renewed), and hand nothing in until their leases run out
     rubbish   hand in rubbish at once; every audit of it bans the key, and a fresher one takes its place
 
 Everybody who has nothing to do asks in every tick (half a second), in random order: with 1,000 keys and 8 workers a
@@ -63,6 +64,7 @@ HONEST, GROUP_S = 8, 4.0
 AUDITS_PER_S, CLAIM = 4, 8
 TRAIN_S = 1.0
 HEARTBEAT_S = 5.0
+SUSPENDED_S = 60.0
 GROUPS_PER_STEP, GROUP_SIZE, TOKENS = 16, 2, 4
 
 Flood = Literal["sit", "rubbish"]
@@ -94,6 +96,8 @@ class Worker:
     node: NodeRow
     leases: list[Lease]
     busy_until_s: float = 0.0
+    until_ms: int = 0
+    out_until_s: float = 0.0
     honest: bool = False
 
 
@@ -204,8 +208,13 @@ class World:
         if self.now_s < self.beat_at_s:
             return
         self.beat_at_s = self.now_s + HEARTBEAT_S
-        for worker in [*self.honest, *(key for key in self.flood if key.leases)]:
+        for worker in self.honest:
             self.hub.membership.heartbeat(worker.node, Heartbeat())
+        for key in self.flood:
+            if key.leases:
+                progress = {lease.lease: int(self.now_s) for lease in key.leases}
+                deadlines = self.hub.membership.heartbeat(key.node, Heartbeat(progress=progress)).deadlines
+                key.until_ms = max(deadlines.values(), default=0)
 
     def _hand_in(self) -> None:
         for worker in self.honest:
@@ -218,7 +227,7 @@ class World:
                 self._submit(key)
             else:
                 now_ms = self.clock.now_ms()
-                key.leases = [lease for lease in key.leases if lease.deadline_ms > now_ms]
+                key.leases = [lease for lease in key.leases if max(lease.deadline_ms, key.until_ms) > now_ms]
 
     def _submit(self, worker: Worker) -> None:
         for lease in worker.leases:
@@ -271,17 +280,19 @@ class World:
 
     def _ask(self) -> None:
         """Who has nothing to do asks, in random order. Once one of a kind gets nothing, the others would not either."""
-        idle = [worker for worker in [*self.honest, *self.flood] if not worker.leases]
+        idle = [each for each in [*self.honest, *self.flood] if not each.leases and each.out_until_s <= self.now_s]
         self.random.shuffle(idle)
         in_vain: set[bool] = set()
         for worker in idle:
             if worker.honest in in_vain:
                 continue
-            self._lease(worker)
-            if not worker.leases:
+            waiting = self._lease(worker)
+            if waiting.startswith("this node is suspended"):
+                worker.out_until_s = self.now_s + SUSPENDED_S
+            elif not worker.leases:
                 in_vain.add(worker.honest)
 
-    def _lease(self, worker: Worker) -> None:
+    def _lease(self, worker: Worker) -> str:
         self.made += 1
         ask = LeaseRequest(request=f"request-{self.made}", max_units=1 if worker.honest else 64)
         with self.hub.context.storage.write(durable=False) as transaction:
@@ -291,6 +302,7 @@ class World:
         self.lease_times_s.append(time.perf_counter() - before_s)
         worker.leases = [Lease.model_validate(signed.document) for signed in reply.leases]
         worker.busy_until_s = self.now_s + GROUP_S
+        return reply.waiting
 
 
 def body_of(lease: Lease) -> bytes:

@@ -19,7 +19,15 @@ from pydantic.fields import FieldInfo
 
 from shoal.cli.main import app as cli
 from shoal.cli.recipe import Recipe
-from shoal.hub import openapi, routes_public, routes_trusted, routes_worker
+from shoal.hub import (
+    openapi,
+    routes_admin,
+    routes_public,
+    routes_stories,
+    routes_trusted,
+    routes_uploads,
+    routes_worker,
+)
 from shoal.validator import checks, verdicts
 
 REFERENCE = Path(__file__).parents[1] / "docs" / "reference"
@@ -130,7 +138,7 @@ def meaning(parameter: Any) -> str:
 
 def http_page() -> str:
     api = FastAPI(title="shoal hub")
-    for module in (routes_public, routes_worker, routes_trusted):
+    for module in (routes_public, routes_stories, routes_worker, routes_uploads, routes_trusted, routes_admin):
         api.include_router(module.router)
     openapi.install(api)
     document = api.openapi()

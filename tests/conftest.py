@@ -10,6 +10,10 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
+from pgkit import database_url, postgres
+
+__all__ = ["database_url", "postgres"]  # fixtures for whoever names them
+
 settings.register_profile("shoal", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("shoal")
 

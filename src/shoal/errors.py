@@ -15,7 +15,7 @@
     ├── HubError                      exit 4   the hub could not, or would not
     │   ├── HubUnreachable                     no answer within the deadline
     │   └── HubRefused                         an answer, and it is no (status, code, sentence)
-    │       └── ShutOut               exit 6   the hub has banned or suspended this node
+    │       └── ShutOut               exit 6   the hub has banned this node
     ├── BroadcastError                exit 1   weights did not arrive as promised
     │   ├── VersionNotFound                    nobody has that version (any more)
     │   ├── ManifestRefused                    unsigned, wrong key, rolled back
@@ -26,7 +26,7 @@
     ├── CanaryMissed                  exit 5   a validator accepted a known cheat: it must not judge
     ├── PolicyMismatch                exit 1   a digest that is not the one signed for
     ├── ScoringFailure                exit 1   the scoring machinery failed: "no sample", never reward 0
-    ├── LedgerError                   exit 1   a broken chain
+    ├── LedgerError                   exit 5   a chain that is broken, rewritten or rolled back
     └── DeadlineExceeded              exit 1   a wait that ended
 
 Exit codes 2, 3 and 5 mean that starting again cannot help: a supervisor ends the run with the message. Code 6 means
@@ -113,7 +113,7 @@ class HubRefused(HubError):
 
 
 class ShutOut(HubRefused):
-    """The hub has banned or suspended this node: it gets no work and may hand none in."""
+    """The hub has banned this node: it gets no work and may hand none in."""
 
     exit_code = 6
 
@@ -165,7 +165,9 @@ class ScoringFailure(ShoalError):
 
 
 class LedgerError(ShoalError):
-    """The hash chain does not hold."""
+    """The hash chain does not hold, or its accounts do not."""
+
+    exit_code = 5
 
 
 class DeadlineExceeded(ShoalError):

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 
@@ -28,6 +29,7 @@ from shoal.cli.roles import run_role
 from shoal.client import ClientOptions, HubClient
 from shoal.engines import Completion, Engine, GenerationRequest, PrefillRequest
 from shoal.engines.shelf import LoadedPolicy
+from shoal.hub.state import sanctions
 from shoal.ledger import verify
 from shoal.protocol import (
     BatchGroup,
@@ -50,6 +52,7 @@ from shoal.worker.cheats import Disguise
 
 DEADLINE_S = 200
 ATTACK_S = 60.0
+SUSPENDED_MS = 500  # the first time; nobody here waits a minute for a cheater to come back
 POLL_S = 0.05
 NEAR = 1e-4
 AT_ONCE = 6
@@ -188,7 +191,7 @@ class Attacked:
     def running(cls, folder: Path, **changes: dict[str, Any]) -> Iterator[Attacked]:
         """A run with an honest worker that has had something accepted."""
         run = cls(folder, **changes)
-        with run.watch.listening():
+        with run.watch.listening(), patch.object(sanctions, "FIRST_MS", SUSPENDED_MS):
             try:
                 run.needed[HONEST] = run.start(HONEST)
                 run.wait_until("honest work", lambda: any(each.is_honest for each in run.watch.judged))

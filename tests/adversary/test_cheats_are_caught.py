@@ -91,8 +91,8 @@ def test_it_is_banned_by_the_first_certain_or_the_second_statistical_failure(
     seen: list[str] = []
     for entry in ledger:
         if entry.body.get("node") == found[cheat].node and entry.kind in ("rejected", "sanction"):
-            seen.append(str(entry.body["severity"]) if entry.kind == "rejected" else "ban")
-    before = seen[: seen.index("ban")]
+            seen.append(str(entry.body["severity"] if entry.kind == "rejected" else entry.body["state"]))
+    before = seen[: seen.index("banned")]
     assert before[-1:] == ["certain"] or before.count("statistical") == 2
     assert "certain" not in before[:-1]
 

@@ -105,6 +105,19 @@ def test_one_list_per_request_one_completion_per_seed_in_order(engine, tiny):
             np.testing.assert_allclose(completion.logprobs, alone.logprobs, atol=1e-4)
 
 
+def test_it_says_how_far_each_group_is(engine, tiny):
+    told: dict[int, list[int]] = {0: [], 1: []}
+    asked = [group(tiny, prompt, range(5 + i)) for i, prompt in enumerate(PROMPTS[:2])]
+    groups = engine.generate([replace(request, on_tokens=told[i].append) for i, request in enumerate(asked)])
+    for said, completions in zip(told.values(), groups, strict=True):
+        total = sum(len(completion.token_ids) for completion in completions)
+        assert said == sorted(said)
+        assert 0 < said[0] <= said[-1] <= total
+    plain = engine.generate(asked)
+    for one, other in zip(groups, plain, strict=True):
+        assert [c.token_ids.tolist() for c in one] == [c.token_ids.tolist() for c in other], "it changes nothing"
+
+
 def test_types_and_lengths_of_a_completion(engine, tiny):
     for completion in engine.generate([group(tiny)])[0]:
         assert completion.token_ids.dtype == np.int32

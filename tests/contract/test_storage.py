@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 from sqlalchemy import create_engine, text
+from storagekit import POLICY, apply, lease, leased, node, on_postgres, submission
 
 from shoal import ledger
-from shoal.errors import ConfigError, ResourceError
+from shoal.errors import ConfigError, LedgerError, ResourceError
 from shoal.hub.state.commands import (
     AddBatch,
     AddPolicy,
@@ -26,53 +27,25 @@ from shoal.hub.state.commands import (
     SaveUnit,
 )
 from shoal.hub.state.machines import LeaseState, SubmissionState, UnitState
-from shoal.hub.state.rows import LeaseRow, NodeRow, Progress, SubmissionRow, UnitRow
-from shoal.hub.storage import BlobFolder, MemoryStorage, Presence, SqliteStorage, StaleRow, Storage
-from shoal.protocol import Batch, NodeState, PolicyRef, StepReport, Tally
+from shoal.hub.state.rows import Progress, UnitRow
+from shoal.hub.storage import MemoryStorage, Presence, SqliteStorage, StaleRow, Storage
+from shoal.hub.storage.protocol import Outgoing
+from shoal.protocol import Batch, LedgerEntry, NodeState, PolicyRef, StepReport, Tally
 
-POLICY = PolicyRef(incarnation=0, version=0, digest="d" * 64)
-
-
-def node(number: int = 1) -> NodeRow:
-    return NodeRow(f"{number:032x}", f"{number:064x}", "worker", f"n{number}", registered_at_ms=number)
-
-
-def lease(unit: int, attempt: int = 0, who: int = 1, deadline_ms: int = 100, request: str = "request-1") -> LeaseRow:
-    name, row = f"u{unit}a{attempt}", node(who)
-    return LeaseRow(
-        name, unit, row.node, attempt, request, 0, 0, POLICY.digest, issued_at_ms=unit, deadline_ms=deadline_ms
-    )
-
-
-def submission(unit: int, attempt: int = 0, name: str | None = None) -> SubmissionRow:
-    row = lease(unit, attempt)
-    return SubmissionRow(
-        name or f"{unit:064x}", row.lease, unit, row.node, 0, 0, POLICY.digest, size_bytes=5, received_at_ms=unit
-    )
-
-
-def leased(unit: int, **changes: object) -> list[Command]:
-    return [SaveUnit(UnitRow(unit, f"task-{unit}", UnitState.LEASED), None), SaveLease(lease(unit, **changes), None)]
-
-
-IMPLEMENTATIONS: dict[str, Callable[[Path], Storage]] = {
-    "sqlite": lambda folder: SqliteStorage(folder / "hub.db"),
-    "memory": lambda _folder: MemoryStorage(),
+IMPLEMENTATIONS: dict[str, Callable[[pytest.FixtureRequest, Path], Storage]] = {
+    "sqlite": lambda _request, folder: SqliteStorage(folder / "hub.db"),
+    "memory": lambda _request, _folder: MemoryStorage(),
+    "postgres": on_postgres,
 }
 
 
 @pytest.fixture(params=IMPLEMENTATIONS)
 def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Storage]:
-    storage = IMPLEMENTATIONS[request.param](tmp_path)
+    storage = IMPLEMENTATIONS[request.param](request, tmp_path)
     with storage.write() as transaction:
         transaction.apply([SaveNode(node(1), None), SaveNode(node(2), None)])
     yield storage
     storage.close()
-
-
-def apply(storage: Storage, *commands: Command) -> None:
-    with storage.write() as transaction:
-        transaction.apply(commands)
 
 
 def test_a_new_storage_is_at_the_beginning(storage: Storage) -> None:
@@ -198,6 +171,8 @@ def test_progress_counts_what_pacing_needs(storage: Storage) -> None:
         progress = reader.progress()
         assert progress == Progress(policy=newest, next_step=1, next_unit=10, alive=4, dropped=1, failed=1)
         assert [row.unit for row in reader.alive_units()] == [0, 1, 2, 3]
+        undecided = {UnitState.OPEN: 1, UnitState.LEASED: 1, UnitState.SUBMITTED: 1}
+        assert reader.alive_counts() == {**undecided, UnitState.ACCEPTED: 1}
         assert [row.unit for row in reader.batched_units()] == [4]
         counts = reader.unit_counts()
         assert (counts["void"], counts["void_stale"], counts["void_attempts"], counts["accepted"]) == (2, 1, 1, 2)
@@ -364,9 +339,63 @@ def test_leases_of_nodes_that_are_gone(storage: Storage) -> None:
     assert silent(11) == [0, 2]
 
 
+def post(storage: Storage, limit: int) -> list[Outgoing]:
+    """Move so many rows from the outbox into the chain, as the service does."""
+    with storage.write(exclusive=True) as transaction:
+        outgoing, entries = transaction.outbox(limit), list[LedgerEntry]()
+        last = transaction.ledger_last()
+        for row in outgoing:
+            last = ledger.append(last, row.kind, row.body, row.at_ms)
+            entries.append(last)
+        if entries:
+            transaction.post(entries, outgoing[-1].id)
+    return outgoing
+
+
+def test_what_is_recorded_waits_in_the_outbox_until_it_is_posted(storage: Storage) -> None:
+    apply(storage, Record("run", {"run": "r"}, 7), Record("node", {"node": "n"}, 8))
+    with storage.read() as reader:
+        assert (reader.outbox_length(), reader.ledger_last(), reader.written_ms()) == (2, None, 8)
+        assert [(row.kind, row.body, row.at_ms) for row in reader.outbox(1)] == [("run", {"run": "r"}, 7)]
+    first = post(storage, 9)
+    apply(storage, Record("policy", {}, 3))
+    with storage.read() as reader:
+        assert reader.outbox(9)[0].id > first[-1].id, "a number is never used again"
+        last = reader.ledger_last()
+        assert (reader.outbox_length(), reader.written_ms()) == (1, 8)
+        assert last is not None
+        assert (last.index, last.body) == (1, {"node": "n"})
+
+
+def test_what_cannot_be_chained_is_refused_where_it_is_recorded(storage: Storage) -> None:
+    for record in (Record("no such kind", {}, 1), Record("run", {"x": float("nan")}, 1)):
+        with pytest.raises(LedgerError):
+            apply(storage, record)
+    with storage.read() as reader:
+        assert reader.outbox_length() == 0
+
+
+def test_posting_and_the_decision_before_it_are_undone_together(storage: Storage) -> None:
+    apply(storage, Record("run", {}, 1))
+
+    def post_and_fail() -> None:
+        with storage.write(exclusive=True) as transaction:
+            (row,) = transaction.outbox(9)
+            transaction.post([ledger.append(None, row.kind, row.body, row.at_ms)], row.id)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        post_and_fail()
+    with storage.read() as reader:
+        assert (reader.outbox_length(), reader.ledger_last()) == (1, None)
+
+
 def test_the_ledger_is_one_chain_in_pages(storage: Storage) -> None:
     for number in range(5):
         apply(storage, Record("policy", {"version": number, "name": "ü", "x": 0.1}, number))
+    assert [row.id for row in post(storage, 2)] == [1, 2]
+    assert [row.kind for row in post(storage, 9)] == ["policy"] * 3
+    assert post(storage, 9) == []
     with storage.read() as reader:
         entries = reader.ledger_after(-1, 100)
         ledger.verify(entries, ledger.head_of("run", reader.ledger_last()))
@@ -404,12 +433,12 @@ def test_presence_reports_and_alarms(storage: Storage) -> None:
         assert reader.alarms(5) == ["third", "second"]
 
 
-def test_writers_exclude_each_other_from_their_first_read(storage: Storage) -> None:
+def test_exclusive_writers_exclude_each_other_from_their_first_read(storage: Storage) -> None:
     """Read, decide, write from 4 threads: without exclusion some increments would be lost."""
 
     def count_up() -> None:
         for _ in range(10):
-            with storage.write(durable=False) as transaction:
+            with storage.write(durable=False, exclusive=True) as transaction:
                 seen = int(transaction.setting("count") or 0)
                 transaction.put_setting("count", str(seen + 1))
 
@@ -439,24 +468,8 @@ class TestSqlite:
         second = SqliteStorage(tmp_path / "hub.db")
         with second.read() as reader:
             assert [row.state for row in reader.nodes()] == [NodeState.BANNED]
-            assert reader.ledger_last() is not None
+            assert reader.outbox_length() == 1
         second.close()
-
-    def test_a_newer_database_is_refused(self, tmp_path: Path) -> None:
-        storage = SqliteStorage(tmp_path / "hub.db")
-        with storage.write() as transaction:
-            transaction.put_setting("schema_version", "99")
-        storage.close()
-        with pytest.raises(ConfigError, match=r"newer shoal \(schema 99.*upgrade shoal"):
-            SqliteStorage(tmp_path / "hub.db")
-
-    def test_an_older_database_is_refused(self, tmp_path: Path) -> None:
-        storage = SqliteStorage(tmp_path / "hub.db")
-        with storage.write() as transaction:
-            transaction.put_setting("schema_version", "1")
-        storage.close()
-        with pytest.raises(ConfigError, match=r"older shoal \(schema 1.*start another one in another folder"):
-            SqliteStorage(tmp_path / "hub.db")
 
     def test_a_file_that_is_no_database_is_refused(self, tmp_path: Path) -> None:
         (tmp_path / "hub.db").write_bytes(b"this is not a database, it only looks long enough" * 100)
@@ -481,28 +494,3 @@ class TestSqlite:
             assert pragma("PRAGMA foreign_keys").scalar() == 1
             assert int(pragma("PRAGMA busy_timeout").scalar() or 0) >= 1000
         storage.close()
-
-
-class TestBlobs:
-    def test_bytes_are_found_by_their_hash_and_putting_them_again_is_harmless(self, tmp_path: Path) -> None:
-        (tmp_path / "blobs").mkdir()
-        (tmp_path / "blobs" / ".left-over").write_bytes(b"of a process that was killed")
-        blobs = BlobFolder(tmp_path / "blobs")
-        name = blobs.put(b"bytes")
-        assert blobs.put(b"bytes") == name
-        assert blobs.get(name) == b"bytes"
-        assert [path.name for path in (tmp_path / "blobs").iterdir()] == [name]
-
-    def test_damage_is_noticed(self, tmp_path: Path) -> None:
-        blobs = BlobFolder(tmp_path / "blobs")
-        name = blobs.put(b"bytes")
-        (tmp_path / "blobs" / name).write_bytes(b"other")
-        with pytest.raises(ResourceError, match="damaged"):
-            blobs.get(name)
-        with pytest.raises(ResourceError, match="cannot read"):
-            blobs.get("0" * 64)
-
-    def test_a_file_left_by_a_crash_is_no_obstacle(self, tmp_path: Path) -> None:
-        blobs = BlobFolder(tmp_path / "blobs")
-        (tmp_path / "blobs" / ".half-written.1.aa").write_bytes(b"by")
-        assert blobs.get(blobs.put(b"bytes")) == b"bytes"

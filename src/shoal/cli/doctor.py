@@ -1,52 +1,78 @@
-"""`shoal doctor`: is this machine fit for shoal, and can it reach a hub? One line per finding, with the remedy."""
+"""`shoal doctor`: is this machine fit for shoal, and can it reach a run? One line per finding, with the remedy.
+
+    this machine   python, torch, cores, memory, device, disk, folder
+    the road       proxy, hub (each address; same run; protocol), clock, weights (the sources that the hub names)
+
+`shoal join` makes the same checks: what makes work impossible ends it with the exit code in `Finding.stops`, anything
+else is a warning.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-import httpx
-
-from shoal.client import split_join_url
-from shoal.errors import ShoalError
-from shoal.protocol import RunStatus
+from shoal.client import ClientOptions, HubClient, TrustedRun
+from shoal.client.trust import one_run
+from shoal.errors import BroadcastError, ConfigError, HubError, ResourceError, ShoalError, UserError
+from shoal.protocol import SigningKey
 from shoal.protocol.signing import MAX_SKEW_MS
 from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.files import ensure_folder
+from shoal.runtime.proxies import proxy_of
+from shoal.runtime.stop import StopToken
+from shoal.shardcast.connection import Connection, Deadline, Timeouts
 
 GIB = 2**30
 LEAST_PYTHON = (3, 11)
 LEAST_TORCH = (2, 11)
 LEAST_MEMORY_BYTES = 2 * GIB
 LEAST_DISK_BYTES = 2 * GIB
+NO_DISK_BYTES = 64 * 2**20  # with less not even the smallest policy fits beside finished work
 TIMEOUT_S = 5.0
+MAX_SOURCES = 16
+CUDA_LIBRARY = "libcuda.so.1"
+OPTIONS = ClientOptions(
+    patience_s=1.0, connect_timeout_s=TIMEOUT_S, answer_timeout_s=TIMEOUT_S, tell_after_s=float("inf")
+)
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at."""
+    """One thing that was looked at. `stops`: the exit code of a worker that cannot work because of it, else 0."""
 
     name: str
     ok: bool
     text: str
+    stops: int = 0
 
     @property
     def line(self) -> str:
         return f"{'ok     ' if self.ok else 'problem'}  {self.name:<8} {self.text}"
 
 
-def examine(url: str | None, folder: Path, clock: Clock = SystemClock()) -> list[Finding]:
+def examine(urls: Sequence[str], folder: Path, clock: Clock = SystemClock()) -> list[Finding]:
     """Look at everything; a check that cannot be made is a problem, not a crash."""
-    findings = [
-        check() for check in (_python, _torch, _cores, _memory, lambda: _disk(folder), lambda: _writable(folder))
-    ]
-    return [*findings, *(_hub(url, clock) if url is not None else [])]
+    checks = (_python, _torch, _cores, _memory, _device, lambda: _disk(folder), lambda: _writable(folder))
+    return [*(check() for check in checks), *(_road(urls, clock) if urls else [])]
+
+
+def examine_worker(client: HubClient, folder: Path, clock: Clock = SystemClock()) -> list[Finding]:
+    """What matters to a worker that has met its hub already; torch is looked at by whoever needs it."""
+    machine = [_memory(), _device(), _disk(folder), _writable(folder)]
+    return [*machine, _clock(client, clock), _weights(client.trusted_run())]
+
+
+# ── this machine ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _python() -> Finding:
@@ -56,9 +82,8 @@ def _python() -> Finding:
 
 def _torch() -> Finding:
     """Read from the package's metadata: importing torch takes seconds."""
-    try:
-        version = metadata.version("torch")
-    except metadata.PackageNotFoundError:
+    version = _torch_version()
+    if version is None:
         return Finding(
             "torch", False, "not installed; install it (see README), unless this machine is only a relay or hub"
         )
@@ -66,6 +91,13 @@ def _torch() -> Finding:
     return _judged(
         "torch", numbers >= LEAST_TORCH, version, f"install torch {'.'.join(map(str, LEAST_TORCH))} or newer"
     )
+
+
+def _torch_version() -> str | None:
+    try:
+        return metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _cores() -> Finding:
@@ -78,38 +110,129 @@ def _memory() -> Finding:
     return _judged("memory", total >= LEAST_MEMORY_BYTES, f"{total / GIB:.1f} GiB", "torch and a tiny model need 2 GiB")
 
 
+def _device() -> Finding:
+    """What a worker would compute on. A GPU that the installed torch cannot use is a pity worth a line."""
+    gpus = cuda_devices()
+    if not gpus:
+        return Finding("device", True, "cpu (no CUDA driver, or no GPU)")
+    text = f"cuda: {', '.join(gpus)}"
+    can_use = "+cpu" not in (_torch_version() or "+cpu")
+    return _judged("device", can_use, text, "the installed torch is one without CUDA: install the one for CUDA")
+
+
+def cuda_devices(library: str = CUDA_LIBRARY) -> list[str]:
+    """The names of the GPUs, by the driver's own library: torch would take seconds to say."""
+    try:
+        driver = ctypes.CDLL(library)
+        count = ctypes.c_int(0)
+        if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
+            return []
+        names = []
+        for index in range(count.value):
+            name = ctypes.create_string_buffer(128)
+            known = driver.cuDeviceGetName(name, len(name), index) == 0
+            names.append(name.value.decode(errors="replace") if known else f"GPU {index}")
+        return names
+    except (OSError, AttributeError):
+        return []
+
+
 def _disk(folder: Path) -> Finding:
     existing = next(
         (parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists()), Path("/")
     )
     free = shutil.disk_usage(existing).free
     text = f"{free / GIB:.1f} GiB free at {existing}"
-    return _judged("disk", free >= LEAST_DISK_BYTES, text, "free some space, or use another folder")
+    if free >= LEAST_DISK_BYTES:
+        return Finding("disk", True, text)
+    stops = ResourceError.exit_code if free < NO_DISK_BYTES else 0
+    return Finding("disk", False, f"{text}; free some space, or use another folder", stops)
 
 
 def _writable(folder: Path) -> Finding:
     try:
         return Finding("folder", True, f"{ensure_folder(folder.absolute())} is writable")
     except ShoalError as error:
-        return Finding("folder", False, str(error))
+        return Finding("folder", False, str(error), error.exit_code)
 
 
-def _hub(url: str, clock: Clock) -> Iterator[Finding]:
-    """Can the hub be reached, and do the clocks agree? Signed requests are refused when they differ too much."""
+# ── the road to a run ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _road(urls: Sequence[str], clock: Clock) -> Iterator[Finding]:
+    """Each address of the hub by itself; clock and weights by the first that answers."""
     try:
-        base, _ = split_join_url(url)
-        answer = httpx.get(f"{base}/status", timeout=TIMEOUT_S)
-        status = RunStatus.model_validate_json(answer.raise_for_status().content)
-    except (ShoalError, httpx.HTTPError, ValueError) as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        yield Finding("hub", False, f"{url} does not answer as a hub ({reason}); check the address and your network")
+        bases, pinned = one_run(urls)
+        yield _proxy(bases[0])
+    except UserError as error:
+        yield Finding("hub", False, str(error), error.exit_code)
         return
-    yield Finding("hub", True, f"{base} runs {status.run}, step {status.step} of {status.steps}")
-    skew_s = (clock.now_ms() - status.now_ms) / 1000
+    met = None
+    for base in bases:
+        with closing(HubClient(base, SigningKey.generate(), StopToken(), pinned, options=OPTIONS)) as client:
+            finding = _hub(client)
+            yield finding
+            if finding.ok and met is None:
+                met = client.trusted_run()
+                pinned = met.root_fingerprint  # the others have to belong to the same run
+                yield _clock(client, clock)
+    if met is not None:
+        yield _weights(met)
+
+
+def _proxy(url: str) -> Finding:
+    proxy = proxy_of(url)
+    return Finding("proxy", True, "none" if proxy is None else f"{proxy.shown} (by the environment)")
+
+
+def _hub(client: HubClient) -> Finding:
+    """Whether a hub answers, and for whom. Signed requests come later: nobody registers for being looked at."""
+    url = client.url
+    try:
+        info = client.run_info()
+    except HubError as error:
+        reason = " ".join(str(error).split())
+        text = f"{url} does not answer as a hub ({reason}); check the address and your network"
+        return Finding("hub", False, text, HubError.exit_code)
+    except ShoalError as error:
+        return Finding("hub", False, f"{url}: {' '.join(str(error).split())}", error.exit_code)
+    return Finding("hub", True, f"{url} runs {info.run}, {info.steps} steps, protocol {info.protocol_version}")
+
+
+def _clock(client: HubClient, clock: Clock) -> Finding:
+    """Do the clocks agree? A client corrects its requests by the hub's clock, so this stops nobody."""
+    try:
+        skew_s = (clock.now_ms() - client.status().now_ms) / 1000
+    except ShoalError as error:
+        return Finding("clock", False, f"the hub does not say what time it is: {' '.join(str(error).split())}")
     text = f"{abs(skew_s):.1f} s {'ahead of' if skew_s > 0 else 'behind'} the hub"
-    yield _judged(
+    return _judged(
         "clock", abs(skew_s) * 1000 < MAX_SKEW_MS / 2, text, "set this machine's clock, for instance with NTP"
     )
+
+
+def _weights(trusted: TrustedRun) -> Finding:
+    """Whether weights can be fetched: from how many of the sources that the hub names."""
+    sources = [*trusted.info.sources, *trusted.info.last_resort][:MAX_SOURCES]
+    if not sources:
+        return Finding("weights", False, "the hub names no source of weights; ask the run's owner")
+    with ThreadPoolExecutor(max_workers=len(sources)) as threads:
+        problems = [problem for problem in threads.map(_reach, sources) if problem]
+    text = f"{len(sources) - len(problems)} of {len(sources)} sources answer"
+    if not problems:
+        return Finding("weights", True, text)
+    remedy = "check your network, or ask the run's owner" if len(problems) == len(sources) else "the others will do"
+    return Finding("weights", len(problems) < len(sources), f"{text}: {problems[0]}; {remedy}")
+
+
+def _reach(source: str) -> str:
+    """What is wrong with a source, or nothing. One that has nothing yet is as good as another."""
+    try:
+        with closing(Connection(source, StopToken(), Timeouts(connect_s=TIMEOUT_S, stall_s=TIMEOUT_S))) as connection:
+            status = connection.get("/head.json", Deadline(TIMEOUT_S)).status
+        return f"{source} answers HTTP {status}" if status >= 500 else ""
+    except (BroadcastError, ConfigError) as error:
+        return str(error)
 
 
 def _judged(name: str, ok: bool, text: str, remedy: str) -> Finding:

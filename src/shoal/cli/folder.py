@@ -1,7 +1,7 @@
 """A run on disk: its recipe, its keys with their certificates, its addresses. Made once, then opened by every role.
 
     recipe.toml      resolved; a folder belongs to one recipe, and a run is resumed by opening it again
-    keys/            root.key signs a certificate for hub.key, trainer.key and every validator-N.key
+    keys/            root.key signs a certificate for hub.key, trainer.key, admin.key and every validator-N.key
     endpoints.json   where hub, origin and relays listen; written before anything is started
 
 The root key is needed only here, to make certificates: move it off the machine once they exist.
@@ -42,6 +42,7 @@ from shoal.runtime.stop import StopToken
 CHANGEABLE_SECTIONS = ("hub", "validator", "worker", "relay")
 CHANGEABLE_KEYS = ("run.steps",)
 EVERYWHERE = ("0.0.0.0", "::", "")
+ADMIN = "admin"
 
 BEFOREHAND = (".lock", "demo.json")  # may lie in a folder before a run is made in it
 LOCK_WAIT_S = 15.0  # for a run in this folder that is just ending
@@ -58,11 +59,13 @@ class Endpoints(BaseModel):
     hub: str
     origin: str
     relays: tuple[str, ...]
+    advertise: tuple[str, ...] = ()
 
     @property
     def join(self) -> str:
         """What a contributor needs: the hub's address and the fingerprint of the root key that it must answer for."""
-        return f"{self.hub}/#{fingerprint(self.root_key)}"
+        url = self.advertise[0].rstrip("/") if self.advertise else self.hub
+        return f"{url}/#{fingerprint(self.root_key)}"
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -110,15 +113,26 @@ class RunFolder:
     @property
     def trusted_roles(self) -> dict[str, Role]:
         """Names of the processes that the root key vouches for, with their roles."""
-        validators: dict[str, Role] = {
-            f"validator-{index}": "validator" for index in range(self.recipe.validator.count)
-        }
+        count = max(self.recipe.validator.count, self._validators_added())
+        validators: dict[str, Role] = {f"validator-{index}": "validator" for index in range(count)}
         return {"hub": "hub", "trainer": "trainer", **validators}
+
+    def _validators_added(self) -> int:
+        """How many validators have a certificate, with those that were added while the run went on."""
+        index = 0
+        while self._certificate_path(f"validator-{index}").exists():
+            index += 1
+        return index
 
     @property
     def root_key(self) -> str:
         """The root's public key, from the hub's certificate: the private one need not be here any more."""
         return self._signed("hub").signed_by
+
+    @property
+    def trainer_key(self) -> str:
+        """The trainer's public key, from its certificate."""
+        return open_document(self._signed("trainer"), RoleCertificate, self.root_key).public_key
 
     @property
     def run_id(self) -> str:
@@ -129,7 +143,7 @@ class RunFolder:
 
     def certificate(self, name: str) -> SignedDocument:
         """The certificate of a trusted process, checked against the root key, its own key and this run."""
-        signed, role = self._signed(name), self.trusted_roles[name]
+        signed, role = self._signed(name), self._role_of(name)
         try:
             document = open_document(signed, RoleCertificate, self.root_key)
         except ProtocolError as error:
@@ -141,6 +155,22 @@ class RunFolder:
     @property
     def certificates(self) -> tuple[SignedDocument, ...]:
         return tuple(self.certificate(name) for name in self.trusted_roles)
+
+    def _role_of(self, name: str) -> Role:
+        return "admin" if name == ADMIN else self.trusted_roles[name]
+
+    def certify(self, role: Role, public_key: str, clock: Clock = SystemClock()) -> SignedDocument:
+        """A certificate by the root key, whose private half must be here; it is not written anywhere."""
+        root = self._root()
+        run = run_id(self.recipe.run.name, fingerprint(root.public_key))
+        document = RoleCertificate(run=run, role=role, public_key=public_key, issued_at_ms=clock.now_ms())
+        return sign_document(document, root)
+
+    def put_certificate(self, name: str, signed: SignedDocument) -> Path:
+        """Write a certificate down where its process looks for it."""
+        path = self._certificate_path(name)
+        write_atomically(path, signed.model_dump_json(indent=2).encode() + b"\n")
+        return path
 
     def _certificate_path(self, name: str) -> Path:
         return self.path / "keys" / f"{name}.json"
@@ -159,21 +189,21 @@ class RunFolder:
     def _certify(self, clock: Clock) -> None:
         """Make the keys and certificates that are missing. The root key is asked for only if one is."""
         missing = [name for name in self.trusted_roles if not self._certificate_path(name).exists()]
-        if not missing:
-            return
-        root = self._root()
-        run = run_id(self.recipe.run.name, fingerprint(root.public_key))
+        if not self._certificate_path(ADMIN).exists() and (missing or self.root_path.exists()):
+            missing.append(ADMIN)  # an older folder has none; the run goes on without one if the root key is elsewhere
+        if missing:
+            self._root()  # says what is wrong with it before any key is made
         for name in missing:
             key = load_or_create_key(self.path / "keys" / f"{name}.key")
-            certificate = RoleCertificate(
-                run=run, role=self.trusted_roles[name], public_key=key.public_key, issued_at_ms=clock.now_ms()
-            )
-            signed = sign_document(certificate, root)
-            write_atomically(self._certificate_path(name), signed.model_dump_json(indent=2).encode() + b"\n")
+            self.put_certificate(name, self.certify(self._role_of(name), key.public_key, clock))
+
+    @property
+    def root_path(self) -> Path:
+        return self.path / "keys" / "root.key"
 
     def _root(self) -> SigningKey:
         """The private root key. It is made for a new run only: a second one would split the run in two."""
-        path = self.path / "keys" / "root.key"
+        path = self.root_path
         is_new = not (self.path / "hub" / "hub.db").exists() and not any(path.parent.glob("*.json"))
         if is_new:
             return load_or_create_key(path)
@@ -209,6 +239,7 @@ class RunFolder:
             bind=hub.host,
             hub=f"http://{host}:{ports.fixed(hub.port) if hub.port else ports.free('hub')}",
             origin=f"http://{host}:{ports.free('origin')}",
+            advertise=hub.advertise,
             relays=tuple(f"http://{host}:{ports.free(f'relay-{i}')}" for i in range(self.recipe.relay.count)),
         )
         write_atomically(self.path / "endpoints.json", endpoints.model_dump_json(indent=2).encode() + b"\n")

@@ -32,7 +32,7 @@ from shoal.cli.progress import (
     verdict_line,
     waits_line,
 )
-from shoal.cli.watchdog import troubles
+from shoal.cli.watchdog import lag_line, owner_line, troubles
 from shoal.protocol import NodeState, NodeView, RecentVerdict, RunStatus
 from shoal.runtime.supervise import ProcessView
 
@@ -235,6 +235,8 @@ def _processes(scene: Scene, width: int) -> Iterator[RenderableType]:
     wrong = [sentence for name, sentence in found.items() if name not in banned]  # their row says why
     yield from _sentences("trouble", wrong[:MAX_TROUBLES], "yellow", width)
     if status is not None:
+        ordered = [line for line in (owner_line(status), lag_line(status)) if line]
+        yield from _sentences("owner", ordered, "bold yellow", width)
         yield from _sentences("alarm", [printable(alarm) for alarm in status.alarms[:MAX_ALARMS]], "bold red", width)
         yield from _sentences("waiting", [waits_line(status, LONG_WAIT_S, most=1)], "", width)
 

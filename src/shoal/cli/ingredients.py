@@ -9,22 +9,24 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from shoal.cli.recipe import Recipe
-from shoal.engines import ENGINES
+from shoal.engines import ENGINES, check_engine
 from shoal.environments import Environment, Task, build
 from shoal.errors import ConfigError, EnvironmentSetupError, ModelError, ScoringFailure
+from shoal.hub.limits import Addresses
 from shoal.models import TextTokenizer, model_folder, read_files
 from shoal.models.folder import read_config
 from shoal.models.weights import check_weights
+from shoal.validator.profiles import load_profiles
 
 PROMPTS_TRIED = 1000
+GPU_FILES = ("nvidiactl", "nvidia0", "dxg", "kfd")
+"""What a driver leaves in /dev: NVIDIA's, that of a Windows host, AMD's."""
 
 
 def check_ingredients(recipe: Recipe) -> None:
     """Raise a `UserError` for the first thing that would end the run."""
-    for section, engine in (("worker", recipe.worker.engine), ("validator", recipe.validator.engine)):
-        if engine not in ENGINES:
-            known = ", ".join(sorted(ENGINES))
-            raise ConfigError(f"[{section}] engine = {engine!r}: there is no such engine; there are {known}")
+    check_engines(recipe)
+    Addresses(recipe.hub.trusted_proxies)
     folder = model_folder(recipe.model.path)
     files = read_files(folder)
     tokenizer = TextTokenizer(files)
@@ -36,6 +38,59 @@ def check_ingredients(recipe: Recipe) -> None:
     for task in _some_tasks(environment):
         _check_prompt(environment, task, tokenizer, room)
     _try_score(environment)
+
+
+def check_engines(recipe: Recipe) -> None:
+    """Names, number formats and profiles: a worker that nobody can judge, or a validator that cannot judge its workers,
+    would be found out when the first unit is asked for, or never."""
+    for section, settings in (("worker", recipe.worker), ("validator", recipe.validator)):
+        if settings.engine not in ENGINES:
+            known = ", ".join(sorted(ENGINES))
+            raise ConfigError(f"[{section}] engine = {settings.engine!r}: there is no such engine; there are {known}")
+        try:
+            check_engine(settings.engine, settings.device, settings.dtype)
+        except ConfigError as error:
+            raise ConfigError(f"[{section}] {error}") from error
+    profiles = load_profiles(recipe.validator.profiles)
+    kinds = possible_kinds(recipe.worker.engine, recipe.worker.device, recipe.worker.dtype)
+    if recipe.worker.count == 0:
+        return
+    if not kinds & profiles.keys():
+        raise ConfigError(
+            f"[worker] computes as {' or '.join(sorted(kinds))}, and this run has no profile for that, so nobody could "
+            f"check it: name the profile in validator.profiles, or compute as one of {', '.join(sorted(profiles))}"
+        )
+    fitting = {dtype for kind in kinds & profiles.keys() for dtype in profiles[kind].validators}
+    if recipe.validator.dtype not in fitting:
+        raise ConfigError(
+            f'[validator] dtype = "{recipe.validator.dtype}" is too coarse to judge workers that compute as '
+            f"{' or '.join(sorted(kinds & profiles.keys()))}: set it to {' or '.join(sorted(fitting))}"
+        )
+
+
+def possible_kinds(engine: str, device: str, dtype: str) -> set[str]:
+    """What a worker may turn out to be, before torch has said whether there is a GPU.
+
+    >>> sorted(possible_kinds("torch", "auto", "float32"))
+    ['torch/cpu/float32', 'torch/cuda/float32']
+    """
+    devices = ["cpu"] if engine == "scripted" else ["cpu", "cuda"] if device == "auto" else [device]
+    return {f"{ENGINES[engine].profile}/{each}/{dtype}" for each in devices}
+
+
+def check_machine(recipe: Recipe, devices: Path = Path("/dev")) -> None:
+    """What is wrong with starting it all here: a GPU that is asked for and cannot be there, seen without torch."""
+    asked = {
+        "trainer.device": recipe.trainer.device,
+        "validator.device": recipe.validator.device,
+        "worker.device": recipe.worker.device if recipe.worker.count else "auto",
+    }
+    wanted = [name for name, device in asked.items() if device == "cuda"]
+    if wanted and not any((devices / name).exists() for name in GPU_FILES):
+        raise ConfigError(
+            f'{" and ".join(wanted)} is "cuda", but this machine has no GPU, or no driver for it: set it to "cpu" or '
+            '"auto" (--set), or run that role where there is one'
+        )
 
 
 def _check_vocabulary(folder: Path, tokenizer: TextTokenizer, embedded: object) -> None:

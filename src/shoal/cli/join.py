@@ -1,22 +1,33 @@
-"""Taking part in a run that is elsewhere, knowing nothing but its URL: a worker, or a relay."""
+"""Taking part in a run that is elsewhere, knowing nothing but its URL: a worker, or a relay.
+
+    choices ─► hub (its root key pinned) ─► this machine (doctor) ─► key, vouch ─► register, fetch, work
+    exit 2      exit 1, 4                    exit 3, else warnings                  worker/loop
+
+First what is wrong here, then whether there is a hub, then whether this machine is fit; nothing is written before.
+"""
 
 from __future__ import annotations
 
+import logging
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from shoal.cli.roles import begin
 from shoal.client import ClientOptions, HubClient, TrustedRun, split_join_url
+from shoal.client.trust import one_run
+from shoal.errors import ResourceError, UserError
 from shoal.protocol import SigningKey
 from shoal.runtime.stop import StopToken
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class JoinRequest:
-    url: str
+    urls: tuple[str, ...]
     folder: Path | None
     engine: str
     device: str
@@ -24,6 +35,9 @@ class JoinRequest:
     name: str | None
     wait_s: float
     cheat: str | None = None
+    owner: Path | None = None
+    vouch: Path | None = None
+    check: bool = True
 
 
 @dataclass(frozen=True)
@@ -39,29 +53,35 @@ class StandaloneRelay:
 
 
 def run_joined_worker(request: JoinRequest, verbose: bool) -> None:
-    """Work for the run at the URL until it ends or this process is stopped.
+    """Work for the run at the URLs until it ends or this process is stopped.
 
     First what is wrong here, then whether there is a hub; torch is loaded (seconds) when there is work to do.
     """
+    from shoal.cli.keyring import vouch_of
     from shoal.engines import check_engine
+    from shoal.worker.folder import identity
     from shoal.worker.loop import ending_quietly, run_worker
     from shoal.worker.settings import WorkerConfig, WorkerSettings, check_choices
 
-    url, pinned = split_join_url(request.url)
+    urls, pinned = one_run(request.urls)
+    if request.owner is not None and request.vouch is not None:
+        raise UserError("--owner and --vouch say the same thing: give one of them")
     check_engine(request.engine, request.device, request.dtype)
     settings = WorkerSettings.model_validate({"device": request.device, "dtype": request.dtype})
     check_choices(request.engine, request.cheat, settings)
     stop = begin("worker", None, verbose)
     with ending_quietly(stop):
-        run = meet(url, pinned, request.wait_s, stop).run
+        folder = arrive(urls, pinned, request, stop)
         config = WorkerConfig(
-            folder=request.folder or home(run) / "worker",
+            folder=folder,
             settings=settings,
             engine=request.engine,
-            hub_url=url,
+            hub_url=urls[0],
             root_fingerprint=pinned,
             name=(request.name or socket.gethostname())[:64],
             cheat=request.cheat,
+            further_hubs=urls[1:],
+            vouch=vouch_of(identity(folder), request.owner, request.vouch),
         )
         run_worker(config, stop)
 
@@ -84,6 +104,25 @@ def run_standalone_relay(request: StandaloneRelay, verbose: bool) -> None:
         peers=request.peers,
     )
     run_relay(config, stop, lambda _url: None)
+
+
+def arrive(urls: Sequence[str], pinned: str | None, request: JoinRequest, stop: StopToken) -> Path:
+    """Meet the hub, then look at this machine; the folder to work in. Raises what makes work impossible."""
+    from shoal.cli.doctor import examine_worker
+
+    options = ClientOptions.of_a_person(request.wait_s)
+    with closing(HubClient(urls, SigningKey.generate(), stop, pinned, options=options)) as client:
+        run = client.trusted_run().run  # whoever is no hub of the run is told before anything is written here
+        folder = request.folder or home(run) / "worker"
+        findings = examine_worker(client, folder) if request.check else []
+    for finding in findings:
+        if not finding.ok and finding.stops:
+            raise ResourceError(
+                f"this machine cannot work: {finding.text} (shoal doctor says more, --no-check skips this)"
+            )
+        if not finding.ok:
+            log.warning("%s: %s", finding.name, finding.text)
+    return folder
 
 
 def meet(url: str, pinned: str | None, wait_s: float, stop: StopToken) -> TrustedRun:

@@ -19,8 +19,13 @@ from typing import Annotated, Any
 import typer
 
 from shoal import __version__
+from shoal.cli.admin import admin
 from shoal.cli.cast import cast
+from shoal.cli.key import key
+from shoal.cli.ledger import ledger
+from shoal.cli.why import why
 from shoal.errors import ShoalError, ShutOut, UserError
+from shoal.runtime import crash
 from shoal.runtime.supervise import SUPERVISED, TOLD_TO_STOP_CODE
 
 app = typer.Typer(
@@ -40,6 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _say_what_can_be_said()
     debug, supervised = "--debug" in given or _verbose(), SUPERVISED in os.environ
     try:
+        crash.arm()
         code = app(args=given, prog_name="shoal", standalone_mode=False)
         return code if isinstance(code, int) else 0
     except KeyboardInterrupt:
@@ -251,7 +257,9 @@ def relay(
 
 
 def worker(
-    url: Annotated[str | None, typer.Argument(metavar="[URL]", help="The join URL: http://host:port/#…")] = None,
+    urls: Annotated[
+        list[str] | None, typer.Argument(metavar="[URL]...", help="The join URL http://host:port/#…, or several.")
+    ] = None,
     directory: OptionalRunDir = None,
     index: Index = 0,
     folder: Annotated[
@@ -267,6 +275,13 @@ def worker(
     cheat: Annotated[
         str | None, typer.Option("--cheat", metavar="NAME", help="Cheat in this way, to attack a run of your own.")
     ] = None,
+    owner: Annotated[
+        Path | None, typer.Option("--owner", metavar="FILE", help="Your key: what this machine earns is yours.")
+    ] = None,
+    vouch: Annotated[
+        Path | None, typer.Option("--vouch", metavar="FILE", help="The same, by what `shoal key vouch` wrote.")
+    ] = None,
+    check: Annotated[bool, typer.Option("--check/--no-check", help="Look at this machine first.")] = True,
 ) -> None:
     """Contribute this machine to a run: all you need is its join URL."""
     if cheat is not None:
@@ -277,14 +292,21 @@ def worker(
         return _role(f"worker-{index}", directory, cheat)
     from shoal.cli.join import JoinRequest, run_joined_worker
 
-    if url is None:
+    if not urls:
         raise UserError("give the run's join URL, for example: shoal join http://host:8470/#0123…")
-    return run_joined_worker(JoinRequest(url, folder, engine, device, dtype, name, wait_s, cheat), _verbose())
+    request = JoinRequest(
+        tuple(urls), folder, engine, device, dtype, name, wait_s, cheat, owner=owner, vouch=vouch, check=check
+    )
+    return run_joined_worker(request, _verbose())
 
 
 app.command(name="worker")(worker)
 app.command(name="join", help="The same as `worker`.")(worker)
 app.add_typer(cast)
+app.add_typer(ledger)
+app.command(name="why")(why)
+app.add_typer(admin)
+app.add_typer(key)
 
 
 @app.command()
@@ -311,8 +333,66 @@ def export(
 
 
 @app.command()
+def backup(
+    directory: Annotated[Path | None, typer.Argument(metavar="[RUN]", help="The run's folder.")] = None,
+    out: Annotated[Path | None, typer.Argument(metavar="[OUT.tar]", help="The file to write.")] = None,
+    verify: Annotated[
+        Path | None, typer.Option("--verify", metavar="FILE", help="Check a backup instead of making one.")
+    ] = None,
+) -> None:
+    """Write a whole run, going on or not, to one file; it holds the run's private keys."""
+    from shoal.cli.backup import backup_run, file_lines, verify_backup
+    from shoal.cli.program import shoal_command
+
+    if verify is not None:
+        return typer.echo(f"{verify} is whole: {verify_backup(verify).line}")
+    if directory is None or out is None:
+        raise UserError("give the run's folder and the file to write, for example: shoal backup runs/mine mine.tar")
+    summary = backup_run(directory.absolute(), out, lambda line: typer.echo(line, err=True))
+    return typer.echo("\n".join(file_lines(summary, out, shoal_command())))
+
+
+@app.command()
+def restore(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A backup.")],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The run folder to make.")],
+) -> None:
+    """Make a run's folder of a backup; the run goes on from there."""
+    from shoal.cli.backup import missing_inputs, restore_run
+    from shoal.cli.folder import RunFolder
+    from shoal.cli.program import shoal_command
+
+    summary = restore_run(file, folder)
+    typer.echo(f"{folder} is ready: {summary.line}")
+    for path in missing_inputs(RunFolder.open(folder).recipe):
+        typer.echo(f"shoal: the recipe names {path}, which is not here: put it back first", err=True)
+    typer.echo(f"to go on: {shoal_command()} run --dir {folder} (only here: the run must not go on in two places)")
+
+
+@app.command()
+def migrate(
+    directory: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run that is stopped.")],
+    database: Annotated[
+        str | None, typer.Option("--database", metavar="URL", help="postgresql://…, or sqlite for the run's folder.")
+    ] = None,
+    storage: Annotated[
+        str | None, typer.Option("--storage", metavar="URL", help="s3://BUCKET/PREFIX, or folder for the run's own.")
+    ] = None,
+    endpoint: Annotated[
+        str | None, typer.Option("--storage-endpoint", metavar="URL", help="An S3 server that is not Amazon's.")
+    ] = None,
+) -> None:
+    """Move a stopped run to another database or store, or back; the old one stays in force until all is there."""
+    from shoal.cli.migrate import Move, migrate_run
+
+    migrate_run(directory.absolute(), Move.of(database, storage, endpoint), typer.echo)
+
+
+@app.command()
 def doctor(
-    url: Annotated[str | None, typer.Argument(metavar="[URL]", help="Also check the road to this hub.")] = None,
+    urls: Annotated[
+        list[str] | None, typer.Argument(metavar="[URL]...", help="Also check the road to this run's hubs.")
+    ] = None,
     folder: Annotated[Path, typer.Option("--folder", help="The folder that shoal will write to.")] = Path(),
     selftest: Annotated[
         bool, typer.Option("--selftest", help="Run the validator's checks on this machine's own work.")
@@ -340,7 +420,7 @@ def doctor(
 
     if selftest and calibrate:
         raise UserError("--selftest and --calibrate are two things: ask for one of them")
-    findings = examine(url, folder)
+    findings = examine(urls or (), folder)
     for finding in findings:
         typer.echo(finding.line)
     ok = all(finding.ok for finding in findings)
@@ -349,7 +429,7 @@ def doctor(
     from shoal.cli.trials import CalibrationOptions, TrialOptions, calibration_report, run_calibration, run_selftest
     from shoal.runtime.stop import stop_on_signals
 
-    options = TrialOptions(url, model, device, dtype, tuple(against or ()), tuple(profile or ()))
+    options = TrialOptions(urls[0] if urls else None, model, device, dtype, tuple(against or ()), tuple(profile or ()))
     if selftest:
         for finding in run_selftest(options, stop_on_signals()):
             typer.echo(finding.line)

@@ -20,6 +20,7 @@ from pydantic import ValidationError
 from shoal.cli.progress import History
 from shoal.cli.view import Display, Scene
 from shoal.cli.watchdog import Watchdog
+from shoal.client.http import open_http
 from shoal.protocol import RunStatus
 from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.supervise import Ending, ProcessView
@@ -54,7 +55,7 @@ class StatusPoller:
 
     def __init__(self, url: str, http: httpx.Client | None = None, every_s: float = POLL_S) -> None:
         self._url = url
-        self._http = http or httpx.Client()
+        self._http = http or open_http()
         self._every_s = every_s
         self._ended = threading.Event()
         self._lock = threading.Lock()

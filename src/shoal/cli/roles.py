@@ -16,13 +16,10 @@ from shoal.cli.folder import RunFolder, port_of
 from shoal.errors import ConfigError
 from shoal.protocol import fingerprint
 from shoal.runtime import logs
-from shoal.runtime.lock import FolderLock
 from shoal.runtime.stop import StopToken, stop_on_signals
 from shoal.runtime.supervise import SUPERVISED, follow_supervisor
 
 log = logging.getLogger(__name__)
-
-LOCK_WAIT_S = 15.0  # for a former hub of this folder that is just ending
 
 
 def role_names(folder: RunFolder) -> list[str]:
@@ -93,8 +90,7 @@ def _hub(folder: RunFolder, _index: int, stop: StopToken) -> None:
         last_resort=endpoints.last_resort,
         profiles=profile_keys(recipe.validator),
     )
-    with FolderLock(config.folder).acquire(stop, LOCK_WAIT_S):  # two hubs would give the same unit to two workers
-        run_hub(config, stop, _ready("the hub"))
+    run_hub(config, stop, _ready("the hub"))
 
 
 def _origin(folder: RunFolder, _index: int, stop: StopToken) -> None:

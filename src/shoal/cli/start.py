@@ -9,13 +9,13 @@ import typer
 from rich.console import Console
 
 from shoal.cli.folder import RunFolder
-from shoal.cli.ingredients import check_ingredients
+from shoal.cli.ingredients import check_ingredients, check_machine
 from shoal.cli.launch import Launched, LaunchOptions, launch
 from shoal.cli.program import shoal_command
 from shoal.cli.progress import NOTHING_TRAINED, summary
 from shoal.cli.recipe import Recipe, load_recipe
 from shoal.cli.view import PlainDisplay, choose_display
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, ShoalError
 from shoal.runtime.config import dump_config
 from shoal.runtime.stop import stop_on_signals
 
@@ -35,6 +35,8 @@ def start(request: RunRequest, mode: str, patience_min: float) -> int:
     if mode == "dry-run":
         typer.echo(dump_config(recipe), nl=False)
         return 0
+    if mode != "prepare":
+        check_machine(recipe)
     directory = request.directory or Path("runs") / recipe.run.name
     folder = RunFolder.prepare(directory.absolute(), recipe)
     if mode == "prepare":
@@ -51,11 +53,25 @@ def start(request: RunRequest, mode: str, patience_min: float) -> int:
     if display.live:
         typer.echo()
     lines = conclusion(folder.path, launched)
+    if launched.ending.exit_code == 0:
+        lines.append(ledger_line(folder.path))
     for line in lines:
         typer.echo(line)
     if launched.ending.message:
         typer.echo(f"shoal: {launched.ending.message}", err=True)
     return launched.ending.exit_code or int(any(line.startswith(NOTHING_TRAINED) for line in lines))
+
+
+def ledger_line(path: Path) -> str:
+    """Leaves the ledger as a file; that it could not be written makes no failure of a run that went well."""
+    from shoal.cli.accounting.exporting import leave_ledger
+
+    try:
+        rows = leave_ledger(path)
+    except ShoalError as error:
+        return f"the ledger could not be written out: {error}"
+    check = f"{shoal_command()} ledger verify {path}"
+    return f"the ledger is in {path / 'ledger.jsonl'}: {rows:,} entries; to check it: {check}"
 
 
 def conclusion(path: Path, launched: Launched) -> list[str]:

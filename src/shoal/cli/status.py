@@ -13,6 +13,7 @@ from rich.table import Table
 
 from shoal.cli.program import shoal_command
 from shoal.cli.progress import in_order, labels, latest, reward_of, verdict_line, waits_line
+from shoal.cli.watchdog import lag_line, owner_line
 from shoal.client import ClientOptions, HubClient, split_join_url
 from shoal.errors import HubUnreachable
 from shoal.protocol import NodeState, NodeView, RunStatus, SigningKey
@@ -72,6 +73,8 @@ def _when_stopped(path: Path) -> tuple[bool, str]:
 def render(status: RunStatus) -> list[str | Table]:
     """What there is to see, most important first."""
     parts: list[str | Table] = [_headline(status)]
+    parts += [f"[bold yellow]owner[/] {escape(line)}" for line in (owner_line(status),) if line]
+    parts += [f"[bold red]ledger[/] {escape(line)}" for line in (lag_line(status),) if line]
     parts += [f"[bold red]alarm[/] {escape(alarm)}" for alarm in status.alarms]
     waits = waits_line(status, most=8)
     if waits:
@@ -79,6 +82,10 @@ def render(status: RunStatus) -> list[str | Table]:
     parts.append(_counts(status))
     if status.nodes:
         parts.append(_nodes(status))
+    total = sum(status.node_counts.values())
+    if total > min(len(status.nodes), MAX_ROWS):
+        counts = ", ".join(f"{count} {name}" for name, count in sorted(status.node_counts.items()))
+        parts.append(f"{min(len(status.nodes), MAX_ROWS)} of {total} nodes are shown: {counts}")
     refused = [verdict for verdict in status.verdicts if verdict.outcome != "accepted"]
     refused.sort(key=lambda verdict: verdict.decided_at_ms)
     names = labels(status.nodes)
@@ -122,5 +129,7 @@ def _nodes(status: RunStatus) -> Table:
 
 
 def _standing(node: NodeView) -> str:
-    """A newcomer is active, but not yet much trusted: it gets less work."""
+    """A newcomer is active, but not yet much trusted: it gets less work. Who is not heard of is not here."""
+    if node.state is NodeState.ACTIVE and node.liveness != "here":
+        return node.liveness
     return "probation" if node.on_probation and node.state is NodeState.ACTIVE else node.state.value

@@ -22,7 +22,7 @@ from rich.text import Text
 
 from shoal.cli.frame import Frame
 from shoal.cli.progress import Scene, duration, in_order, labels, latest, printable, stopwatch, verdict_line, waits_line
-from shoal.cli.watchdog import SILENT_S, troubles
+from shoal.cli.watchdog import SILENT_S, owner_line, troubles
 from shoal.protocol import RunStatus
 
 __all__ = ["Display", "LiveDisplay", "PlainDisplay", "Scene", "choose_display"]
@@ -130,6 +130,7 @@ class PlainDisplay:
         self._troubled: set[str] = set()
         self._given_up: set[str] = set()
         self._restarts: dict[str, int] = {}
+        self._ordered = ("running", False)
 
     def __enter__(self) -> Self:
         return self
@@ -147,12 +148,20 @@ class PlainDisplay:
     def _news(self, scene: Scene) -> Iterator[str]:
         yield from self._processes(scene)
         if scene.status is not None:
+            yield from self._orders(scene.status)
             yield from self._progress(scene, scene.status)
             yield from self._refusals(scene, scene.status)
             for alarm in reversed(scene.status.alarms):  # they come newest first
                 if alarm not in self._alarms:
                     self._alarms.add(alarm)
                     yield f"alarm: {printable(alarm)}"
+
+    def _orders(self, status: RunStatus) -> Iterator[str]:
+        """What the run's owner has ordered, when it is first seen."""
+        ordered = (status.standing.conduct, status.standing.drained)
+        if ordered != self._ordered:
+            self._ordered = ordered
+            yield f"the run was {owner_line(status)}" if owner_line(status) else "the run goes on, as its owner ordered"
 
     def _processes(self, scene: Scene) -> Iterator[str]:
         """Who is in trouble and was not before, and who is back."""

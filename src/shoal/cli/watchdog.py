@@ -3,6 +3,8 @@
     waits as the hub tells them: trainer ─► 3 more groups ─► validator-0 …
     what the supervisor knows:   died, is being restarted, given up, shut out, stopped by a signal
     what the hub has not heard:  nodes without a heartbeat; and the hub itself, when it does not answer
+    what the owner ordered:      a paused run, and one that has drained, waits for its owner and is left alone
+    what nobody appends:         ledger entries that wait too long, because no hub leads
 
 The first of them names the symptom, the others the cause. The hub being away is no error by itself: it may be on its
 way back up. `Watchdog` decides when it has been too long.
@@ -21,6 +23,7 @@ from shoal.runtime.supervise import Ending, ProcessView
 QUIET_S = 30.0  # six heartbeats
 LOADING_S = 90.0  # torch from a cold disk, on a busy machine
 SILENT_S = 10.0  # a busy machine makes a hub slow, not silent
+LAG_MS = 15_000  # the leader appends every second; another takes over within a few
 REPORTING = ("trainer", "validator", "worker")
 
 
@@ -37,7 +40,7 @@ class Watchdog:
     ) -> Ending | None:
         """`status` is the hub's last answer; it has not given another for `silent_s`."""
         mark = _mark(status)
-        if self._since_s is None or mark != self._seen:
+        if self._since_s is None or mark != self._seen or is_halted(status):
             self._since_s, self._seen = now_s, mark
             return None
         still_s = now_s - self._since_s
@@ -48,6 +51,31 @@ class Watchdog:
     def begin_again(self, now_s: float) -> None:
         """Patience counts from now."""
         self._since_s = now_s
+
+
+def is_halted(status: RunStatus | None) -> bool:
+    """Whether nothing is meant to happen: the run's owner has said so."""
+    standing = None if status is None else status.standing
+    return standing is not None and (standing.conduct == "paused" or standing.drained)
+
+
+def owner_line(status: RunStatus) -> str:
+    """What the owner ordered, in words: `paused by its owner for 5 min: power cut`; empty if nothing."""
+    standing = status.standing
+    if standing.conduct == "running":
+        return ""
+    state = "drained" if standing.drained else standing.conduct
+    since = duration(max(0, status.now_ms - standing.since_ms) / 1000)
+    why = f": {printable(standing.reason)}" if standing.reason else ""
+    return f"{state} by its owner, {since} ago{why}; to go on: shoal admin resume"
+
+
+def lag_line(status: RunStatus) -> str:
+    """That ledger entries wait to be appended for longer than a leader would let them; empty if they do not."""
+    if status.outbox_since_ms is None or status.now_ms - status.outbox_since_ms < LAG_MS:
+        return ""
+    since = duration((status.now_ms - status.outbox_since_ms) / 1000)
+    return f"{status.outbox} ledger entries wait to be appended, for {since}: no hub leads (see logs/hub.log)"
 
 
 def _mark(status: RunStatus | None) -> tuple[object, ...]:
@@ -63,8 +91,8 @@ def blame(status: RunStatus | None, processes: Sequence[ProcessView], silent_s: 
     found = list(troubles(status, processes, silent_s).values())
     if status is None or silent_s >= SILENT_S:
         return "; ".join(found or ["the hub does not answer (see logs/hub.log)"])
-    waits = waits_line(status)
-    said = [*([waits] if waits else []), *found] or ["and nobody says that they wait for anything"]
+    lines = [line for line in (owner_line(status), waits_line(status), lag_line(status)) if line]
+    said = [*lines, *found] or ["and nobody says that they wait for anything"]
     alarms = [f"alarms: {'; '.join(printable(alarm) for alarm in status.alarms)}"] if status.alarms else []
     return "; ".join([*said, *alarms])
 

@@ -117,6 +117,8 @@ class _Lifespan:
         await asyncio.wait({word, self._task}, return_when=asyncio.FIRST_COMPLETED)
         if not word.done():
             word.cancel()
+            if self._task.done() and not self._task.cancelled():
+                self._task.exception()  # looked at: nobody shall be told of it when it is thrown away
             return
         message = word.result()
         if message["type"] != kind:

@@ -42,6 +42,7 @@ class Activity:
         self._waiting_for = ""
         self._waiting_since = 0.0
         self._counters: Counter[str] = Counter()
+        self._progress: dict[str, int] = {}
 
     @contextmanager
     def busy(self, doing: str) -> Iterator[None]:
@@ -70,6 +71,16 @@ class Activity:
         with self._lock:
             self._counters[name] += amount
 
+    def generated(self, lease: str, tokens: int) -> None:
+        """So many tokens of a lease are there: it is being worked on. What was said before does not shrink."""
+        with self._lock:
+            self._progress[lease] = max(tokens, self._progress.get(lease, 0))
+
+    def ended(self, lease: str) -> None:
+        """Nothing more is to be said about this lease."""
+        with self._lock:
+            self._progress.pop(lease, None)
+
     def heartbeat(self) -> Heartbeat:
         with self._lock:
             now = self._clock.monotonic_s()
@@ -81,6 +92,7 @@ class Activity:
                 waiting_for=self._waiting_for[:TEXT_LIMIT],
                 waiting_s=round(max(0.0, now - self._waiting_since), 3) if self._waiting_for else 0.0,
                 counters=counters,
+                progress=dict(self._progress),
             )
 
 

@@ -1,12 +1,14 @@
 """`HubClient`: one typed method per row of the hub's HTTP table (ARCHITECTURE.md).
 
 The first call that needs it fetches `GET /run` and verifies the chain from the root key; what the hub signs later
-(leases, receipts, ledger heads) is verified against the keys found there. A client may be shared by threads.
+(leases, receipts, ledger heads) is verified against the keys found there. A run may have several hubs: the first that
+answers is asked, the others when it does not. Answers may hold more than this version knows; what is sent has the shape
+that the hub knows. A client may be shared by threads.
 """
 
 from __future__ import annotations
 
-import threading
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeVar
@@ -15,10 +17,17 @@ from urllib.parse import quote
 import httpx
 from pydantic import ValidationError
 
+from shoal import __version__
+from shoal.client.http import open_http
+from shoal.client.hubs import Hubs
+from shoal.client.known import KnownRun
 from shoal.client.transport import Call, ClientOptions, HubTime, Transport
-from shoal.client.trust import TrustedRun, open_run_info
+from shoal.client.trust import TrustedRun
 from shoal.errors import CodecError, ProtocolError, SignatureError
 from shoal.protocol import (
+    PROTOCOL_VERSION,
+    AdminReply,
+    AdminRequest,
     AuditReply,
     AuditRequest,
     BatchReply,
@@ -34,6 +43,8 @@ from shoal.protocol import (
     LedgerPage,
     Limits,
     Message,
+    NodePage,
+    NodeStory,
     NodeView,
     Receipt,
     Registration,
@@ -45,6 +56,7 @@ from shoal.protocol import (
     StepReport,
     SubmissionBodies,
     TrainingBatch,
+    UnitStory,
     VerdictReply,
     VerdictReport,
     first_problem,
@@ -52,6 +64,8 @@ from shoal.protocol import (
     submission_digest,
     unpack,
 )
+from shoal.protocol.upload import UploadCommit, UploadRequest, UploadTicket
+from shoal.protocol.versions import shaped
 from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.stop import StopToken
 
@@ -64,7 +78,7 @@ TRAINING_BATCH_LIMITS = Limits(compressed_bytes=2**30, inflated_bytes=2**32)  # 
 
 
 class HubClient:
-    """Talks to one hub as one key.
+    """Talks to the hub of a run, or to one of its hubs, as one key.
 
     >>> client = HubClient("http://127.0.0.1:8470", key, stop)          # doctest: +SKIP
     >>> client.register("my-laptop", "worker", None).state              # doctest: +SKIP
@@ -73,7 +87,7 @@ class HubClient:
 
     def __init__(
         self,
-        url: str,
+        url: str | Sequence[str],
         key: SigningKey,
         stop: StopToken,
         root_fingerprint: str | None = None,
@@ -81,14 +95,19 @@ class HubClient:
         clock: Clock = SystemClock(),
         options: ClientOptions = ClientOptions(),
     ) -> None:
-        self.url = url.rstrip("/")
         self.key = key
-        self._pinned = root_fingerprint
         self._owns_http = http is None
-        self._http = httpx.Client(limits=httpx.Limits(max_connections=16)) if http is None else http
-        self._transport = Transport(self._http, self.url, key, stop, clock, HubTime(clock), options)
-        self._trusted: TrustedRun | None = None
-        self._lock = threading.Lock()
+        self._http = open_http() if http is None else http
+        self._hubs = Hubs([url] if isinstance(url, str) else url, clock)
+        self._known = KnownRun(root_fingerprint, self._hubs, clock)
+        self._transport = Transport(
+            self._http, self._hubs, key, stop, clock, HubTime(clock), options, admit=self._known.admit
+        )
+
+    @property
+    def url(self) -> str:
+        """The address of the hub that is asked now."""
+        return self._hubs.present
 
     def close(self) -> None:
         if self._owns_http:
@@ -106,12 +125,12 @@ class HubClient:
     # The run, for anyone
 
     def trusted_run(self) -> TrustedRun:
-        """The run, verified from the root key down; fetched once."""
-        with self._lock:
-            if self._trusted is None:
-                signed = self._get("/run", SignedDocument)
-                self._trusted = open_run_info(signed, self._pinned)
-            return self._trusted
+        """The run, verified from the root key down; fetched once, and again when a hub's key has changed."""
+        return self._known.get(self._transport)
+
+    def refreshed_run(self) -> TrustedRun:
+        """The run as its hub describes it now: its owner may have added relays, hubs or keys."""
+        return self._known.again(self._transport, self.trusted_run())
 
     def run_info(self) -> RunInfo:
         return self.trusted_run().info
@@ -125,10 +144,40 @@ class HubClient:
     def ledger_head(self) -> LedgerHead:
         return self._from_hub(self._get("/ledger/head", SignedDocument), LedgerHead)
 
+    def signed_ledger_head(self) -> SignedDocument:
+        """The same as the hub signed it, to keep or to hand on."""
+        signed = self._get("/ledger/head", SignedDocument)
+        self._from_hub(signed, LedgerHead)
+        return signed
+
+    def unit(self, number: int) -> UnitStory:
+        return self._get(f"/units/{number}", UnitStory)
+
+    def node(self, node: str) -> NodeStory:
+        return self._get(f"/nodes/{quote(node, safe='')}", NodeStory)
+
+    def nodes(self, after: str = "", limit: int = 200) -> NodePage:
+        return self._get("/nodes", NodePage, (("after", after), ("limit", str(limit))))
+
+    def admin(self, request: AdminRequest) -> AdminReply:
+        """An order of the run's owner: signed itself, so that the call is not."""
+        body = request.model_dump_json().encode()
+        return self._parsed("/admin", self._transport.send(Call("POST", "/admin", body)), AdminReply)
+
     # Any node
 
-    def register(self, name: str, role: Role, certificate: SignedDocument | None) -> NodeView:
-        message = Registration(public_key=self.key.public_key, name=name, role=role, certificate=certificate)
+    def register(
+        self, name: str, role: Role, certificate: SignedDocument | None, vouch: SignedDocument | None = None
+    ) -> NodeView:
+        """Introduce this key. `vouch` is an owner's word that the machine is theirs."""
+        message = Registration(
+            public_key=self.key.public_key,
+            name=name,
+            role=role,
+            certificate=certificate,
+            software=f"shoal {__version__}",
+            vouch=vouch,
+        )
         return self._post("/nodes", message, NodeView)
 
     def heartbeat(self, heartbeat: Heartbeat) -> HeartbeatReply:
@@ -151,11 +200,23 @@ class HubClient:
         """Hand in a packed submission. The receipt is verified: it is for these bytes, this node, this lease."""
         path = f"/submissions/{quote(lease_id, safe='')}"
         answer = self._transport.send(self._signed(Call("PUT", path, body, content_type=BULK)))
-        receipt = self._from_hub(self._parsed(path, answer, SignedDocument), Receipt)
-        promised = (receipt.run, receipt.node, receipt.lease, receipt.submission)
-        if promised != (self.trusted_run().run, self.key.node, lease_id, submission_digest(body)):
-            raise SignatureError(f"the hub's receipt for lease {lease_id} is for something else: {promised}")
-        return receipt
+        return self._receipt(self._parsed(path, answer, SignedDocument), lease_id, submission_digest(body))
+
+    def upload_ticket(self, lease_id: str, request: UploadRequest) -> UploadTicket:
+        """Leave to put a submission into the run's store, signed by the hub (`client.delivery` uses it)."""
+        signed = self._post(f"/submissions/{quote(lease_id, safe='')}/upload", request, SignedDocument)
+        ticket = self._from_hub(signed, UploadTicket)
+        given = (ticket.run, ticket.node, ticket.lease, ticket.submission)
+        if given != (self.trusted_run().run, self.key.node, lease_id, request.submission):
+            raise SignatureError(f"the hub's ticket for lease {lease_id} is for something else: {given}")
+        return ticket
+
+    def commit_upload(self, lease_id: str, submission: str) -> Receipt:
+        """Have the hub take in what was uploaded; the receipt is verified like that of `submit`."""
+        path = f"/submissions/{quote(lease_id, safe='')}/commit"
+        return self._receipt(
+            self._post(path, UploadCommit(submission=submission), SignedDocument), lease_id, submission
+        )
 
     # Validators
 
@@ -206,8 +267,19 @@ class HubClient:
             raise SignatureError(f"lease {lease.lease} is for node {lease.node}, not for this one ({self.key.node})")
         return lease
 
+    def _receipt(self, signed: SignedDocument, lease_id: str, submission: str) -> Receipt:
+        receipt = self._from_hub(signed, Receipt)
+        promised = (receipt.run, receipt.node, receipt.lease, receipt.submission)
+        if promised != (self.trusted_run().run, self.key.node, lease_id, submission):
+            raise SignatureError(f"the hub's receipt for lease {lease_id} is for something else: {promised}")
+        return receipt
+
     def _from_hub(self, signed: SignedDocument, kind: type[D]) -> D:
-        return open_document(signed, kind, self.trusted_run().hub_keys)
+        """What the hub signed. An unknown hub key may be a new one: the run is asked about once more."""
+        trusted = self.trusted_run()
+        if signed.signed_by not in trusted.hub_keys:
+            trusted = self._known.again(self._transport, trusted)
+        return open_document(signed, kind, trusted.hub_keys)
 
     def _signed(self, call: Call) -> Call:
         return replace(call, run=self.trusted_run().run)
@@ -216,15 +288,16 @@ class HubClient:
         return self._parsed(path, self._transport.send(Call("GET", path, params=params)), kind)
 
     def _send(self, method: str, path: str, message: Message, wait_s: float = 0.0) -> bytes:
-        body = message.model_dump_json().encode()
-        return self._transport.send(self._signed(Call(method, path, body, wait_s=wait_s)))
+        version = self.run_info().protocol_version
+        body = json.dumps(shaped(message, version)) if version < PROTOCOL_VERSION else message.model_dump_json()
+        return self._transport.send(self._signed(Call(method, path, body.encode(), wait_s=wait_s)))
 
     def _post(self, path: str, message: Message, kind: type[M], wait_s: float = 0.0) -> M:
         return self._parsed(path, self._send("POST", path, message, wait_s), kind)
 
     def _parsed(self, path: str, answer: bytes, kind: type[M]) -> M:
         try:
-            return kind.model_validate_json(answer)
+            return kind.model_validate_json(answer, extra="ignore")
         except ValidationError as error:
             raise ProtocolError(
                 f"the answer of {self.url}{path} is not a {kind.__name__}: {first_problem(error)}; "

@@ -1,10 +1,13 @@
-"""One HTTP call to the hub: signed, retried under a deadline, and its failure said in one sentence.
+"""One HTTP call to a hub of the run: signed, retried under a deadline, and its failure said in one sentence.
 
     call ─► sign (fresh time and nonce) ─► send ─┬─ 2xx ─────────────────────► answer
               ▲                                  ├─ 4xx ─────────────────────► HubRefused, at once
               │                                  ├─ 401 with the hub's time ─┐   dated by the hub's clock from then on
-              │                                  └─ no answer, 5xx, 429 ─────┤
+              │                                  ├─ no answer, 5xx ──────────┤   another hub at once, if there is one
+              │                                  └─ 429 ─────────────────────┤
               └──── back-off, or the hub's Retry-After ◄─────────────────────┘   past the patience: HubUnreachable
+
+Before a hub is first sent something signed, it has to show that it belongs to the run (`admit`).
 
 Every call is idempotent on the hub's side, so sending it again after a lost answer is always right. For the same reason
 the hub may be believed when it says what time it is: whoever lies about it can make a call arrive late, which whoever
@@ -15,13 +18,24 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from http import HTTPStatus
 
 import httpx
 from pydantic import ValidationError
 
-from shoal.errors import CodecError, DeadlineExceeded, HubRefused, HubUnreachable, ShutOut
+from shoal.client.http import HEADERS
+from shoal.client.hubs import Hubs
+from shoal.errors import (
+    CodecError,
+    DeadlineExceeded,
+    HubRefused,
+    HubUnreachable,
+    ProtocolError,
+    ShutOut,
+    SignatureError,
+)
 from shoal.protocol import Problem, SigningKey, sign_request
 from shoal.protocol.signing import HEADER_TIME, MAX_TIME_DIGITS
 from shoal.runtime.clock import Clock
@@ -33,6 +47,7 @@ log = logging.getLogger(__name__)
 MIB = 1024 * 1024
 MAX_RETRY_AFTER_S = 60.0
 CLOCKS_AGREE_MS = 1_000
+LEAST_BYTES_PER_S = 10_000  # of an answer's body; a modem from 1998 is not much slower
 MAX_ERROR_TEXT = 200
 SHUT_OUT_CODES = ("node.banned", "node.suspended")
 
@@ -59,7 +74,7 @@ class ClientOptions:
         return cls(
             patience_s=wait_s,
             connect_timeout_s=max(1.0, min(10.0, wait_s)),
-            answer_timeout_s=max(5.0, wait_s),
+            answer_timeout_s=max(5.0, min(10.0, wait_s)),
             tell_after_s=math.inf,
         )
 
@@ -78,12 +93,16 @@ class Call:
     max_bytes: int = 64 * MIB  # of the answer: whoever is at the address has no hold on this machine's memory
 
 
-class _Again(Exception):
-    """This attempt failed in a way that another one may mend."""
+RUN = Call("GET", "/run")
 
-    def __init__(self, message: str, after_s: float | None = None) -> None:
+
+class _Again(Exception):
+    """This attempt failed in a way that another one may mend; `elsewhere`: at another hub, at once."""
+
+    def __init__(self, message: str, after_s: float | None = None, elsewhere: bool = False) -> None:
         super().__init__(message)
         self.after_s = after_s
+        self.elsewhere = elsewhere
 
 
 class HubTime:
@@ -113,42 +132,74 @@ class Transport:
     """Sends calls as one key; threads may share it."""
 
     http: httpx.Client
-    url: str
+    hubs: Hubs
     key: SigningKey
     stop: StopToken
     clock: Clock
     hub_time: HubTime
     options: ClientOptions
+    admit: Callable[[str, bytes], None]  # what the hub at an address says of the run; raises if it is not believed
 
     def send(self, call: Call) -> bytes:
-        """The body of the hub's answer, or `HubRefused`, `HubUnreachable`; `DeadlineExceeded` if told to stop."""
+        """The body of a hub's answer, or `HubRefused`, `HubUnreachable`; `DeadlineExceeded` if told to stop."""
         began = self.clock.monotonic_s()
         attempt, told = 0, False
         while True:
+            url = self.hubs.present
             try:
-                content = self._attempt(call)
+                content = self._attempt(call, url)
+                self.hubs.answered(url)
                 if told:
-                    log.info("the hub at %s answers again, after %.0f s", self.url, self.clock.monotonic_s() - began)
+                    log.info("the hub at %s answers again, after %.0f s", url, self.clock.monotonic_s() - began)
                 return content
             except _Again as failure:
-                pause = self.options.backoff.wait_s(attempt) if failure.after_s is None else failure.after_s
                 tried_s = self.clock.monotonic_s() - began
+                pause = self._pause_s(url, failure, attempt)
                 if tried_s + pause > self.options.patience_s:
                     raise self._unreachable(call, tried_s, failure) from failure
                 if not told and tried_s >= self.options.tell_after_s:
-                    log.warning("the hub at %s does not answer %s (%s); trying again", self.url, call.path, failure)
+                    log.warning("the hub at %s does not answer %s (%s); trying again", url, call.path, failure)
                     told = True
                 if self.stop.wait(pause):
                     raise DeadlineExceeded(f"stopped ({self.stop.reason}) while calling the hub: {failure}") from None
-                attempt += 1
+                attempt += pause > 0
 
-    def _attempt(self, call: Call) -> bytes:
+    def _pause_s(self, url: str, failure: _Again, attempt: int) -> float:
+        """How long to wait before the next attempt: not at all if another hub can be asked."""
+        if failure.elsewhere and self.hubs.failed(url):
+            log.warning("the hub at %s does not answer (%s): going on with %s", url, failure, self.hubs.present)
+            return 0.0
+        return self.options.backoff.wait_s(attempt) if failure.after_s is None else failure.after_s
+
+    def _attempt(self, call: Call, url: str) -> bytes:
+        if call.run is not None and not self.hubs.is_verified(url):
+            self._meet(url)
+        return self._meet(url) if call is RUN else self._exchange(call, url)
+
+    def _meet(self, url: str) -> bytes:
+        """Ask a hub what it runs. One of another run is never asked again, unless it is the only one there is."""
+        content = self._exchange(RUN, url)
+        try:
+            self.admit(url, content)
+        except SignatureError as error:
+            if not self.hubs.drop(url):
+                raise
+            log.warning("the hub at %s is left out from now on: %s", url, error)
+            raise _Again(str(error), after_s=0.0) from error
+        except ProtocolError as error:
+            if len(self.hubs.urls) == 1:
+                raise
+            raise _Again(str(error), elsewhere=True) from error
+        self.hubs.verified(url)
+        return content
+
+    def _exchange(self, call: Call, url: str) -> bytes:
         request = self.http.build_request(
             call.method,
-            self.url + call.path,
+            url + call.path,
             params=list(call.params) or None,
             content=call.body,
-            headers={"content-type": call.content_type} if call.body else None,
+            headers={**HEADERS, **({"content-type": call.content_type} if call.body else {})},
             timeout=httpx.Timeout(self.options.answer_timeout_s + call.wait_s, connect=self.options.connect_timeout_s),
         )
         if call.run is not None:
@@ -158,20 +209,40 @@ class Transport:
         try:
             response = self.http.send(request, stream=True)
             try:
-                content = _capped(response, call.max_bytes)
+                content = self._capped(response, call)
             finally:
                 response.close()
         except (httpx.TransportError, httpx.DecodingError) as error:
-            raise _Again(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__) from error
+            what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+            raise _Again(what, elsewhere=True) from error
         hub_ms = _hub_ms(response)
         if hub_ms is not None and abs(hub_ms - int(request.headers[HEADER_TIME])) >= CLOCKS_AGREE_MS:
             self.hub_time.learn(hub_ms)
             raise _Again("the clocks of the hub and of this machine differ")
         return _sorted_out(response, content)
 
+    def _capped(self, response: httpx.Response, call: Call) -> bytes:
+        """The whole body, read piece by piece so that one over the cap is never held, nor one waited for that drips.
+
+        The library's time-outs are per receive: a byte now and then would keep a caller for days.
+        """
+        content, began = bytearray(), self.clock.monotonic_s()
+        for piece in response.iter_bytes():
+            content += piece
+            if len(content) > call.max_bytes:
+                raise CodecError(
+                    f"the answer of {response.request.url} is longer than {call.max_bytes} bytes; it was not read"
+                )
+            allowed_s = self.options.answer_timeout_s + len(content) / LEAST_BYTES_PER_S
+            if self.clock.monotonic_s() - began > allowed_s:
+                raise _Again(f"the answer comes too slowly: {len(content)} bytes in {allowed_s:.0f} s", elsewhere=True)
+        return bytes(content)
+
     def _unreachable(self, call: Call, tried_s: float, failure: _Again) -> HubUnreachable:
+        urls = self.hubs.urls
         return HubUnreachable(
-            f"no usable answer from the hub at {self.url} ({call.method} {call.path}) for {tried_s:.0f} s: {failure}; "
+            f"no usable answer from the hub{'s' if len(urls) > 1 else ''} at {', '.join(urls)} "
+            f"({call.method} {call.path}) for {tried_s:.0f} s: {failure}; "
             "check the address, that the hub is running, and this machine's network"
         )
 
@@ -183,16 +254,6 @@ def _hub_ms(response: httpx.Response) -> int | None:
     return int(text) if signed and text.isascii() and text.isdigit() and len(text) <= MAX_TIME_DIGITS else None
 
 
-def _capped(response: httpx.Response, max_bytes: int) -> bytes:
-    """The whole body, read piece by piece so that one over the cap is never held."""
-    content = bytearray()
-    for piece in response.iter_bytes():
-        content += piece
-        if len(content) > max_bytes:
-            raise CodecError(f"the answer of {response.request.url} is longer than {max_bytes} bytes; it was not read")
-    return bytes(content)
-
-
 def _sorted_out(response: httpx.Response, content: bytes) -> bytes:
     """The content if the answer is a success; else the exception that it stands for."""
     if response.is_success:
@@ -200,7 +261,8 @@ def _sorted_out(response: httpx.Response, content: bytes) -> bytes:
     code, message = _problem(response, content)
     busy = response.status_code == HTTPStatus.TOO_MANY_REQUESTS
     if busy or response.is_server_error:
-        raise _Again(f"{message} [{code}, HTTP {response.status_code}]", _retry_after_s(response) if busy else None)
+        after_s = _retry_after_s(response) if busy else None
+        raise _Again(f"{message} [{code}, HTTP {response.status_code}]", after_s, elsewhere=not busy)
     refusal = ShutOut if code in SHUT_OUT_CODES else HubRefused
     raise refusal(response.status_code, code, message)
 
@@ -208,7 +270,7 @@ def _sorted_out(response: httpx.Response, content: bytes) -> bytes:
 def _problem(response: httpx.Response, content: bytes) -> tuple[str, str]:
     """The code and sentence of an error answer; a proxy's page gives a code of ours."""
     try:
-        problem = Problem.model_validate_json(content)
+        problem = Problem.model_validate_json(content, extra="ignore")
     except ValidationError:
         text = " ".join(content[:MAX_ERROR_TEXT].decode(errors="replace").split())
         return "hub.http", f"the hub's address answered {response.reason_phrase or 'an error'}: {text or 'no text'}"

@@ -5,18 +5,20 @@
                               └──────────► validator keys ─sign─► verdicts
 
 Without a pinned fingerprint the first answer is believed ("trust on first use"); whoever calls remembers
-`TrustedRun.root_fingerprint` and pins it from then on.
+`TrustedRun.root_fingerprint` and pins it from then on. A key that the run has revoked speaks for nobody, whatever the
+root key once certified.
 """
 
 from __future__ import annotations
 
 import string
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import get_args
 from urllib.parse import urlsplit
 
 from shoal.errors import ConfigError, ProtocolError, SignatureError
 from shoal.protocol import (
-    PROTOCOL_VERSION,
     Role,
     RoleCertificate,
     RunInfo,
@@ -24,6 +26,7 @@ from shoal.protocol import (
     fingerprint,
     open_document,
 )
+from shoal.protocol.versions import check_spoken
 
 FINGERPRINT_HEX = 40
 RUN_SUFFIX_HEX = 12
@@ -36,6 +39,7 @@ class TrustedRun:
     info: RunInfo
     root_fingerprint: str
     keys: dict[str, frozenset[str]]
+    revoked: frozenset[str] = frozenset()
 
     @property
     def run(self) -> str:
@@ -87,8 +91,26 @@ def split_join_url(url: str) -> tuple[str, str | None]:
     return base, pinned
 
 
-def open_run_info(signed: SignedDocument, pinned: str | None) -> TrustedRun:
-    """Follow the chain from the root key to the hub's signature, or raise `SignatureError` with what is broken."""
+def one_run(urls: Sequence[str]) -> tuple[tuple[str, ...], str | None]:
+    """Several join URLs of one run: their addresses, and the fingerprint that those pin which pin one.
+
+    >>> one_run(["http://a:1/#" + "ab" * 20, "http://b:1"])
+    (('http://a:1', 'http://b:1'), 'abababababababababababababababababababab')
+    """
+    parts = [split_join_url(url) for url in urls]
+    pins = list(dict.fromkeys(pin for _, pin in parts if pin is not None))
+    if len(pins) > 1:
+        raise ConfigError(
+            f"these URLs are of different runs (root keys {', '.join(pins)}): give the addresses of one run only"
+        )
+    return tuple(dict.fromkeys(base for base, _ in parts)), pins[0] if pins else None
+
+
+def open_run_info(signed: SignedDocument, pinned: str | None, revoked: frozenset[str] = frozenset()) -> TrustedRun:
+    """Follow the chain from the root key to the hub's signature, or raise `SignatureError` with what is broken.
+
+    `revoked` are keys that are known to be so already; the description may name more.
+    """
     claimed_root = signed.document.get("root_key")
     if not isinstance(claimed_root, str) or len(claimed_root) != 64 or not set(claimed_root) <= set(string.hexdigits):
         raise SignatureError("the hub's description of the run names no root key")
@@ -100,28 +122,32 @@ def open_run_info(signed: SignedDocument, pinned: str | None) -> TrustedRun:
         )
     info = open_document(signed, RunInfo, signed.signed_by)  # well-formed; that its signer is the hub comes next
     _check_names(info, root_fingerprint)
-    keys = _certified_keys(info, claimed_root)
+    revoked = revoked | frozenset(info.revoked)
+    keys = _certified_keys(info, claimed_root, revoked)
+    if signed.signed_by in revoked:
+        raise SignatureError(
+            f"the hub's key {signed.signed_by[:16]}… was revoked: this is not the run's hub any more; "
+            "ask the run's owner for the join URL"
+        )
     if signed.signed_by not in keys["hub"]:
         raise SignatureError(f"the hub's key {signed.signed_by[:16]}… is not certified by the run's root key")
-    return TrustedRun(info=info, root_fingerprint=root_fingerprint, keys=keys)
+    return TrustedRun(info=info, root_fingerprint=root_fingerprint, keys=keys, revoked=revoked)
 
 
 def _check_names(info: RunInfo, root_fingerprint: str) -> None:
-    if info.protocol_version != PROTOCOL_VERSION:
-        raise ProtocolError(
-            f"the hub speaks protocol {info.protocol_version}, this shoal speaks {PROTOCOL_VERSION}: "
-            "install the version of shoal that the run uses"
-        )
+    check_spoken("hub", info.protocol_version)
     expected = run_id(info.name, root_fingerprint)
     if info.run != expected:
         raise SignatureError(f"the run calls itself {info.run!r}, but its name and root key give {expected!r}")
 
 
-def _certified_keys(info: RunInfo, root_key: str) -> dict[str, frozenset[str]]:
-    keys: dict[Role, set[str]] = {"hub": set(), "trainer": set(), "validator": set(), "worker": set()}
+def _certified_keys(info: RunInfo, root_key: str, revoked: frozenset[str]) -> dict[str, frozenset[str]]:
+    keys: dict[str, set[str]] = {role: set() for role in get_args(Role)}
     for signed in info.certificates:
+        if signed.document.get("role") not in keys:
+            continue  # a role that came after this version of shoal: it is nobody whom we would have to trust
         certificate = open_document(signed, RoleCertificate, root_key)
         if certificate.run != info.run:
             raise SignatureError(f"a certificate is for run {certificate.run!r}, not for {info.run!r}")
         keys[certificate.role].add(certificate.public_key)
-    return {role: frozenset(found) for role, found in keys.items()}
+    return {role: frozenset(found - revoked) for role, found in keys.items()}

@@ -1,12 +1,25 @@
-"""Where a node of a run fetches its weights: from sources that the hub names, believed by the trainer's key alone."""
+"""Where a node of a run fetches its weights: from sources that the hub names, believed by the trainer's key alone.
+
+The owner may add relays and take some away while the run goes on: the hub is asked now and then which there are.
+"""
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
+from shoal.client.hub import HubClient
 from shoal.client.trust import TrustedRun
+from shoal.errors import ShoalError
+from shoal.protocol import PolicyRef
+from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.stop import StopToken
-from shoal.shardcast import Downloader, DownloadSettings
+from shoal.shardcast import Downloader, DownloadSettings, Payload
+
+log = logging.getLogger(__name__)
+
+LOOK_EVERY_S = 60.0
+LOOK_PATIENCE_S = 5.0
 
 
 def downloader_of(trusted: TrustedRun, folder: Path, stop: StopToken, kept_payloads: int) -> Downloader:
@@ -20,3 +33,32 @@ def downloader_of(trusted: TrustedRun, folder: Path, stop: StopToken, kept_paylo
         DownloadSettings(kept_payloads=kept_payloads),
         last_resort=trusted.info.last_resort,
     )
+
+
+class Following:
+    """`Downloader.fetch` from the sources that the hub names by now. A hub that does not answer changes nothing."""
+
+    def __init__(self, client: HubClient, downloader: Downloader, clock: Clock = SystemClock()) -> None:
+        self._client = client
+        self._downloader = downloader
+        self._clock = clock
+        info = client.run_info()
+        self._sources = (info.sources, info.last_resort)
+        self._looked_s = clock.monotonic_s()
+
+    def __call__(self, policy: PolicyRef, deadline_s: float) -> Payload:
+        if self._clock.monotonic_s() - self._looked_s >= LOOK_EVERY_S:
+            self._looked_s = self._clock.monotonic_s()
+            self._look(min(LOOK_PATIENCE_S, deadline_s))
+        return self._downloader.fetch(policy, deadline_s)
+
+    def _look(self, patience_s: float) -> None:
+        try:
+            info = self._client.patient(patience_s).refreshed_run().info
+        except ShoalError as error:
+            log.debug("the hub was not asked for new sources of weights: %s", error)
+            return
+        if (info.sources, info.last_resort) != self._sources:
+            self._sources = (info.sources, info.last_resort)
+            self._downloader.set_sources(info.sources, last_resort=info.last_resort)
+            log.info("weights come from %s from now on", ", ".join(info.sources) or "nowhere")

@@ -152,6 +152,11 @@ class Decoding:
             return None
         return keep_R
 
+    def lengths(self) -> npt.NDArray[np.int64]:
+        """How many tokens every row has so far."""
+        found: npt.NDArray[np.int64] = self._lengths.cpu().numpy()
+        return found
+
     def columns(self) -> list[list[npt.NDArray[Any]]]:
         """Tokens and log-probabilities: for each, one array per row."""
         rows_N, *values = [torch.cat(column).cpu().numpy() for column in zip(*self._steps, strict=True)]

@@ -7,8 +7,8 @@ drawn from: at the position before it, after the final norm, cast to bf16.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
@@ -25,6 +25,9 @@ Finish = Literal["eos", "length"]
 class GenerationRequest:
     """One group: a prompt, and one 64-bit seed per completion wanted.
 
+    `on_tokens`, if given, is told every few steps how many tokens of the group are drawn so far, in the caller's
+    thread: a lease on which something happens is renewed.
+
     >>> sampling = SamplingParameters(temperature=1.0, max_new_tokens=8, eos_token_id=1)
     >>> len(GenerationRequest(prompt_ids=(5, 6), seeds=(11, 12, 13), sampling=sampling).seeds)
     3
@@ -33,6 +36,7 @@ class GenerationRequest:
     prompt_ids: tuple[int, ...]
     seeds: tuple[int, ...]
     sampling: SamplingParameters
+    on_tokens: Callable[[int], None] | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not self.prompt_ids:

@@ -60,7 +60,7 @@ class ScriptedEngine:
     ) -> list[list[Completion]]:
         for request in requests:
             self._refuse_unknown(request.prompt_ids)
-        return [[self._complete(request, seed, proof) for seed in request.seeds] for request in requests]
+        return [self._group(request, proof) for request in requests]
 
     def prefill(self, requests: Sequence[PrefillRequest], proof: ProofParameters | None = None) -> list[Prefill]:
         return [self._prefill(request, proof) for request in requests]
@@ -69,6 +69,14 @@ class ScriptedEngine:
         self, prompts: Sequence[tuple[int, ...]], max_new_tokens: int, eos_token_id: int
     ) -> list[npt.NDArray[np.int32]]:
         return [self._greedy(prompt, max_new_tokens, eos_token_id) for prompt in prompts]
+
+    def _group(self, request: GenerationRequest, proof: ProofParameters | None) -> list[Completion]:
+        group: list[Completion] = []
+        for seed in request.seeds:
+            group.append(self._complete(request, seed, proof))
+            if request.on_tokens is not None:
+                request.on_tokens(sum(len(completion.token_ids) for completion in group))
+        return group
 
     def _complete(self, request: GenerationRequest, seed: int, proof: ProofParameters | None) -> Completion:
         sampling = request.sampling

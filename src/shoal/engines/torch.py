@@ -14,7 +14,7 @@ B: prompts of a batch, R: rows (one per seed), L: padded length, T: tokens, H: h
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
 
@@ -40,8 +40,13 @@ TILE_ELEMENTS = 2**23
 TILE_ELEMENTS_GPU = 2**28  # a GPU wants few, large tiles: a gigabyte of float32 each
 UNIFORM_BLOCK = 256
 SHARED_WORTH = 0.2  # the share of a batch that is prompts once more, from which on they are computed only once
+TELL_EVERY = 4  # steps of decoding between two words about progress: each is a wait for the device
 PREFILL_TOKENS = 65_536
 PREFILL_TOKENS_CPU = 4_096  # larger batches fall out of the processor's caches: a third slower
+
+
+def _nothing() -> None:
+    """Nobody wants to know."""
 
 
 class TorchEngine:
@@ -167,19 +172,34 @@ class TorchEngine:
 
         decoding = Decoding(len(seeds), sampling.max_new_tokens, sampling.eos_token_id, proof)
         counts = [len(request.seeds) for request in batch]
-        self._decode([request.prompt_ids for request in batch], counts, decoding, choose)
+
+        def tell() -> None:
+            if decoding.step % TELL_EVERY == 0:
+                _tell_progress(batch, decoding.lengths())
+
+        watch = tell if any(request.on_tokens is not None for request in batch) else _nothing
+        self._decode([request.prompt_ids for request in batch], counts, decoding, choose, watch)
         return decoding.completions()
 
     def _decode(
-        self, prompts: Sequence[tuple[int, ...]], counts: Sequence[int], decoding: Decoding, choose: Choose
+        self,
+        prompts: Sequence[tuple[int, ...]],
+        counts: Sequence[int],
+        decoding: Decoding,
+        choose: Choose,
+        watch: Callable[[], None] = _nothing,
     ) -> None:
-        """Prefill the prompts once, repeat each `counts` times, and decode until every row has finished."""
+        """Prefill the prompts once, repeat each `counts` times, and decode until every row has finished.
+
+        `watch` is called after every step.
+        """
         sources = torch.repeat_interleave(torch.arange(len(prompts)), torch.tensor(counts))
         state = self._prompt_state(prompts, sources)
         head = Head.of(self._model)
         while True:
             tokens_R, logprobs_R = choose_tiled(head, state, decoding.step, choose, self._tile_elements())
             keep_R = decoding.record(state, tokens_R, logprobs_R)
+            watch()
             if keep_R is None:
                 return
             if int(keep_R.sum()) < COMPACT_BELOW * len(keep_R):
@@ -312,6 +332,14 @@ class TorchEngine:
     def _refuse_unknown(self, smallest: int, largest: int) -> None:
         if smallest < 0 or largest >= self.vocabulary_size:
             raise ValueError(f"a token is outside the vocabulary of {self.vocabulary_size}")
+
+
+def _tell_progress(batch: Sequence[GenerationRequest], lengths_R: npt.NDArray[np.int64]) -> None:
+    """Say to each group how many tokens its rows have; those lie one group after the other."""
+    ends = np.cumsum([len(request.seeds) for request in batch])
+    for request, rows in zip(batch, _cuts(ends), strict=True):
+        if request.on_tokens is not None:
+            request.on_tokens(int(lengths_R[rows].sum()))
 
 
 def _key(sampling: SamplingParameters) -> tuple[float, int, int]:

@@ -1,8 +1,8 @@
 """The hub as an ASGI app: routes, error answers, and the upkeep that runs beside them.
 
-request ─► route ─► auth (event loop) ─► service (thread) ─► storage
-                                            │ commit
-                              long polls ◄──┴── changes ◄── upkeep, once a second
+request ─► door ─► route ─► auth (event loop) ─► service (thread) ─► storage
+         (limits,                                  │ commit
+          metrics)                   long polls ◄──┴── changes ◄── upkeep, once a second
 """
 
 from __future__ import annotations
@@ -20,9 +20,21 @@ from starlette.responses import JSONResponse
 
 from shoal import __version__
 from shoal.errors import DiskError, ResourceError, ShoalError
-from shoal.hub import openapi, routes_public, routes_trusted, routes_worker
+from shoal.hub import (
+    openapi,
+    routes_admin,
+    routes_public,
+    routes_stories,
+    routes_trusted,
+    routes_uploads,
+    routes_worker,
+)
 from shoal.hub.auth import SKEW
+from shoal.hub.door import HEADER_REQUEST, Door, Edge, visit_of
+from shoal.hub.limits import TooMuch
+from shoal.hub.metrics import StateMetrics, run_metrics
 from shoal.hub.service import Hub
+from shoal.hub.service.figures import read_figures
 from shoal.hub.settings import HubConfig
 from shoal.hub.state.refusals import Refusal
 from shoal.protocol import Problem
@@ -42,9 +54,14 @@ def create_app(config: HubConfig, clock: Clock = SystemClock()) -> FastAPI:
     app.state.hub = Hub(config, clock)
     # Bodies of submissions are held in memory while they are checked: this bounds how many at a time.
     app.state.uploads = asyncio.Semaphore(config.settings.concurrent_uploads)
-    app.include_router(routes_public.router)
-    app.include_router(routes_worker.router)
-    app.include_router(routes_trusted.router)
+    for routes in (routes_public, routes_stories, routes_worker, routes_uploads, routes_trusted, routes_admin):
+        app.include_router(routes.router)
+    edge = app.state.edge = Edge(config)
+    hub: Hub = app.state.hub
+    edge.metrics.registry.register(
+        StateMetrics(lambda: run_metrics(read_figures(hub.context, hub.work.late), edge.intake))
+    )
+    app.add_middleware(Door, edge=edge)
     app.add_exception_handler(Refusal, _on_refusal)
     app.add_exception_handler(RequestValidationError, _on_bad_parameter)
     app.add_exception_handler(HTTPException, _on_http_error)
@@ -85,39 +102,48 @@ def _note_failure(hub: Hub, what: str, error: Exception) -> None:
         hub.context.fail(error)
 
 
-def _problem(status: int, code: str, message: str) -> JSONResponse:
+def _problem(request: Request, status: int, code: str, message: str) -> JSONResponse:
+    visit_of(request.scope).code = code
     return JSONResponse(Problem(code=code, message=message).model_dump(), status_code=status)
 
 
 async def _on_refusal(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, Refusal)
-    answer = _problem(error.status, error.code, error.sentence)
+    answer = _problem(request, error.status, error.code, error.sentence)
     if error.code == SKEW:  # the caller dates its next request by the hub's clock
         hub: Hub = request.app.state.hub
         answer.headers[HEADER_TIME] = str(hub.context.clock.now_ms())
+    if isinstance(error, TooMuch):
+        answer.headers["retry-after"] = str(error.retry_after_s)
     return answer
 
 
-async def _on_bad_parameter(_request: Request, error: Exception) -> JSONResponse:
+async def _on_bad_parameter(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     where = ".".join(str(part) for part in first["loc"])
-    return _problem(422, "request.parameter", f"{where}: {first['msg']}")
+    return _problem(request, 422, "request.parameter", f"{where}: {first['msg']}")
 
 
 async def _on_http_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     message = f"{error.detail}: {request.method} {request.url.path}; the calls are listed at /docs"
-    return _problem(error.status_code, f"http.{error.status_code}", message)
+    answer = _problem(request, error.status_code, f"http.{error.status_code}", message)
+    answer.headers.update(error.headers or {})
+    return answer
 
 
-async def _on_defect(_request: Request, _error: Exception) -> JSONResponse:
-    """The server logs the traceback; the caller gets a `Problem` like everybody else."""
-    return _problem(500, "hub.defect", "the hub failed in a way it does not understand; its log says more")
+async def _on_defect(request: Request, _error: Exception) -> JSONResponse:
+    """The server logs the traceback; the caller gets a `Problem` like everybody else, outside of the door."""
+    number = visit_of(request.scope).number
+    message = f"the hub failed in a way it does not understand; its log says more about request {number}"
+    return JSONResponse(
+        Problem(code="hub.defect", message=message).model_dump(), status_code=500, headers={HEADER_REQUEST: number}
+    )
 
 
 async def _on_failure(request: Request, error: Exception) -> JSONResponse:
     """The hub itself failed (disk full, say). Nothing was promised; the caller may try again later."""
     _note_failure(request.app.state.hub, f"{request.method} {request.url.path}", error)
     code = "hub.resource" if isinstance(error, ResourceError) else "hub.failed"
-    return _problem(503, code, f"the hub could not do this, try again later: {error}")
+    return _problem(request, 503, code, f"the hub could not do this, try again later: {error}")

@@ -1,10 +1,12 @@
 """Who is asking: signed requests, checked from cheap to dear.
 
     headers ─► clock within 120 s ─► known node ─► role ─► signature ─► nonce ─► body, capped while it streams ─► hash
+                                                           key's bucket ┘
 
 The identity comes from the verified header only. A body is read only for who has proven to have signed for it, and
 never beyond the route's cap. A nonce is taken after the signature held, so that nobody can use up another node's
-nonces, and is kept for as long as the same request would still be within the allowed skew.
+nonces, and is kept for as long as the same request would still be within the allowed skew. For the same reason a key's
+bucket is looked at once the signature held, and taken from once the nonce was new: a replay costs the key nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +19,10 @@ from starlette.requests import Request
 
 from shoal.errors import SignatureError
 from shoal.hub.bodies import parse_json, read_body
+from shoal.hub.door import Edge, visit_of
+from shoal.hub.limits import TooMuch
 from shoal.hub.service import Context
+from shoal.hub.state.nodes import require_welcome
 from shoal.hub.state.refusals import Refusal
 from shoal.hub.state.rows import NodeRow
 from shoal.protocol import Registration, RequestSignature, Role, node_id, verify_body, verify_request
@@ -27,6 +32,8 @@ SMALL_BODY_BYTES = 64 * 1024
 NONCE_MARGIN_MS = 1_000
 SKEW = "auth.skew"
 """The answer carries the hub's time in `shoal-time`, for whoever wants to ask again by the hub's clock."""
+TOO_FAST = ("rate.key", "this key asks too often: wait as long as Retry-After says; one machine needs one worker")
+TOO_NEW = ("rate.registrations", "too many new keys from your address: wait as long as Retry-After says")
 
 
 @dataclass(frozen=True)
@@ -43,12 +50,10 @@ async def authenticate(
     """The caller of a signed request, or a refusal: 401 unproven, 403 wrong role, 413 too big. No roles: any."""
     signature = _parse(request.headers)
     _check_clock(signature, context.clock.now_ms())
-    node = await run_in_threadpool(_find, context, signature.node)
-    if roles and node.role not in roles:
-        raise Refusal(403, "auth.role", f"this call is for a {' or a '.join(roles)}; this node is a {node.role}")
-    await run_in_threadpool(_prove, context, request, signature, node.public_key)
-    body = await read_body(request, max_bytes)
+    node = await run_in_threadpool(_identify, context, request, signature, roles)
+    body = await read_body(request, max_bytes, node.node)
     _check_body(signature, body)
+    request.state.protocol = node.protocol  # its answer has the shape that it knows (`shapes`)
     return Caller(node, body)
 
 
@@ -56,12 +61,13 @@ async def authenticate_newcomer(context: Context, request: Request) -> Registrat
     """A registration that is signed by the very key it brings."""
     signature = _parse(request.headers)
     _check_clock(signature, context.clock.now_ms())
-    body = await read_body(request, SMALL_BODY_BYTES)
+    body = await read_body(request, SMALL_BODY_BYTES, signature.node)
     registration = parse_json(body, Registration)
     if signature.node != node_id(registration.public_key):
         raise Refusal(401, "auth.signature", "the registration's key is not the one that the request is signed with")
     _check_body(signature, body)
-    await run_in_threadpool(_prove, context, request, signature, registration.public_key, is_known=False)
+    await run_in_threadpool(_introduce, context, request, signature, registration.public_key)
+    request.state.protocol = registration.protocol_version
     return registration
 
 
@@ -99,21 +105,61 @@ def _check_body(signature: RequestSignature, body: bytes) -> None:
         raise Refusal(401, "auth.signature", str(error)) from error
 
 
-def _prove(
-    context: Context, request: Request, signature: RequestSignature, public_key: str, is_known: bool = True
-) -> None:
-    """Signature and nonce. Only of a known node is it noted that it was here: strangers leave nothing but a nonce."""
+def _identify(context: Context, request: Request, signature: RequestSignature, roles: tuple[Role, ...]) -> NodeRow:
+    """The node that signed, if it may make this call: one thread for all that reads or writes."""
+    edge: Edge = request.app.state.edge
+    node = _find(context, signature.node)
+    if roles and node.role not in roles:
+        raise Refusal(403, "auth.role", f"this call is for a {' or a '.join(roles)}; this node is a {node.role}")
+    _verify(context, request, signature, node.public_key)
+    visit_of(request.scope).node = node.node
+    if node.role != "worker":
+        require_welcome(node)  # its key was revoked, or the owner has shut it out
+    limited = node.role == "worker"  # whoever has a certificate is the owner's own
+    if limited:
+        _require_room(edge.keys.wait_s(node.node, edge.clock.monotonic_s()), TOO_FAST)
+    _take_nonce(context, signature, is_known=True)
+    if limited:
+        _require_room(edge.keys.take(node.node, edge.clock.monotonic_s()), TOO_FAST)
+    return node
+
+
+def _introduce(context: Context, request: Request, signature: RequestSignature, public_key: str) -> None:
+    """A key that registers, new or not. New ones are counted under their address, or nobody could keep a list of them;
+    strangers leave nothing else but a nonce."""
+    edge, client = request.app.state.edge, visit_of(request.scope).client
+    with context.storage.read() as reader:
+        is_known = reader.node(signature.node) is not None
+    counted = bool(client) and not is_known
+    if counted:
+        _require_room(edge.newcomers.wait_s(client, edge.clock.monotonic_s()), TOO_NEW)
+    _verify(context, request, signature, public_key)
+    _take_nonce(context, signature, is_known=False)
+    if counted:
+        _require_room(edge.newcomers.take(client, edge.clock.monotonic_s()), TOO_NEW)
+
+
+def _require_room(wait_s: float, limit: tuple[str, str]) -> None:
+    if wait_s > 0:
+        raise TooMuch(*limit, wait_s)
+
+
+def _verify(context: Context, request: Request, signature: RequestSignature, public_key: str) -> None:
     now_ms = context.clock.now_ms()
     try:
         verify_request(public_key, context.config.run_id, request.method, _target(request), signature, now_ms)
     except SignatureError as error:
         raise Refusal(401, "auth.signature", f"{error}; was it signed for this run, path and body?") from error
+
+
+def _take_nonce(context: Context, signature: RequestSignature, is_known: bool) -> None:
+    """Only of a known node is it noted that it was here."""
     expires_at_ms = signature.at_ms + MAX_SKEW_MS + NONCE_MARGIN_MS
     with context.storage.write(durable=False) as transaction:
         if not transaction.take_nonce(signature.node, signature.nonce, expires_at_ms):
             raise Refusal(401, "auth.replay", "this very request was made before: sign it again with a new nonce")
         if is_known:
-            transaction.touch_presence(signature.node, now_ms)
+            transaction.touch_presence(signature.node, context.clock.now_ms())
 
 
 def _target(request: Request) -> str:

@@ -1,4 +1,7 @@
-"""Request bodies: capped while they stream, under a deadline, then parsed."""
+"""Request bodies: capped while they stream, under a deadline and a floor on the rate, counted while held; then parsed.
+
+part ─► not beyond the route's cap ─► not slower than the floor ─► not more than may be held at a time ─► next part
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from typing import TypeVar
 from pydantic import ValidationError
 from starlette.requests import ClientDisconnect, Request
 
+from shoal.hub.door import Edge, visit_of
 from shoal.hub.state.refusals import Refusal
 from shoal.protocol import Message, first_problem
 
@@ -15,28 +19,48 @@ M = TypeVar("M", bound=Message)
 
 BODY_DEADLINE_S = 300.0
 """Long enough for the largest submission over a slow line (16 MiB at 60 kB/s)."""
+BODY_PAUSE_S = 10.0
+"""A sender may be behind the floor by so much."""
+BODY_FLOOR_BYTES_S = 4 * 1024
 
 
-async def read_body(request: Request, max_bytes: int) -> bytes:
-    """The whole body, if it has at most `max_bytes`; no more than that is ever held in memory."""
+async def read_body(request: Request, max_bytes: int, who: str = "") -> bytes:
+    """The whole body, if it has at most `max_bytes`; no more than that is ever held in memory.
+
+    It counts as held until the request is answered, under the address it comes from, or else under `who`.
+    """
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > max_bytes:
         raise _too_big(max_bytes)
+    edge: Edge = request.app.state.edge
+    visit = visit_of(request.scope)
+    visit.body = edge.intake.receiving(visit.client or who)
     try:
-        async with asyncio.timeout(BODY_DEADLINE_S):
-            return await _collect(request, max_bytes)
+        async with asyncio.timeout(BODY_DEADLINE_S) as deadline:
+            return await _collect(request, max_bytes, deadline)
     except TimeoutError as error:
-        raise Refusal(503, "body.slow", f"the body did not arrive within {BODY_DEADLINE_S:.0f} s: try again") from error
+        sentence = (
+            f"the body came too slowly: it has {BODY_DEADLINE_S:.0f} s, at {BODY_FLOOR_BYTES_S // 1024} KiB/s or more, "
+            f"and may be behind by {BODY_PAUSE_S:.0f} s: try again"
+        )
+        raise Refusal(503, "body.slow", sentence) from error
     except ClientDisconnect as error:
         raise Refusal(400, "body.incomplete", "the connection was closed before the body was complete") from error
 
 
-async def _collect(request: Request, max_bytes: int) -> bytes:
+async def _collect(request: Request, max_bytes: int, deadline: asyncio.Timeout) -> bytes:
+    receiving = visit_of(request.scope).body
+    assert receiving is not None
     body = bytearray()
+    began_s = asyncio.get_running_loop().time()
+    deadline.reschedule(began_s + BODY_PAUSE_S)
     async for part in request.stream():
         body += part
         if len(body) > max_bytes:
             raise _too_big(max_bytes)
+        receiving.add(len(part))
+        allowed_s = min(BODY_DEADLINE_S, BODY_PAUSE_S + len(body) / BODY_FLOOR_BYTES_S)
+        deadline.reschedule(began_s + allowed_s)
     return bytes(body)
 
 

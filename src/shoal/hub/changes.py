@@ -1,8 +1,12 @@
 """Long polls: waiting for something to change, without asking the database over and over.
 
-    a service commits ─► notify(topic) ─► every waiter of that topic tries once more ─► answers, or waits on
-                                                     │
+    a service commits ─► notify(topic) ─► those who waited longest try once more ─┬─ answers ─► the next two try
+                                                     │                            └─ waits on, behind the others
                                   deadline, client gone, or hub stopping ─► answers with what there is
+
+A thousand workers may wait for a unit while units come free one by one: were all of them woken for each, the hub would
+do nothing else. So a change wakes a few, and each who finds something wakes two more; who finds nothing goes to the end
+of the queue. Where fewer wait, all are woken.
 
 Services run in threads, waiters on an event loop; `notify` may be called from anywhere.
 """
@@ -13,12 +17,17 @@ import asyncio
 import threading
 from collections.abc import Awaitable, Callable
 from enum import StrEnum
+from itertools import islice
 from typing import TypeVar
 
 T = TypeVar("T")
 
 MAX_WAIT_S = 30.0
 GATHER_S = 0.05  # after a change, others are usually close behind: one look serves them all
+
+
+WOKEN = 16
+"""How many a change wakes. Some of them may be kept from what there is by rules of their own: one would be too few."""
 
 
 class Topic(StrEnum):
@@ -33,12 +42,16 @@ class Changes:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._counts = dict.fromkeys(Topic, 0)
-        self._waiters: dict[Topic, set[_Waiter]] = {topic: set() for topic in Topic}
+        self._waiters: dict[Topic, dict[_Waiter, None]] = {topic: {} for topic in Topic}  # longest first
         self._closed = False
 
     @property
     def closed(self) -> bool:
         return self._closed
+
+    def crowd(self, topic: Topic) -> float:
+        """How many wait for a topic, in multiples of those that a change wakes; 1 at least."""
+        return max(1.0, len(self._waiters[topic]) / WOKEN)
 
     def count(self, topic: Topic) -> int:
         """To be read before looking at the database: a change after that ends the wait at once."""
@@ -48,28 +61,43 @@ class Changes:
         with self._lock:
             for topic in topics:
                 self._counts[topic] += 1
-                for waiter in self._waiters[topic]:
-                    waiter.wake()
+                self._wake(topic, WOKEN)
+
+    def pass_on(self, topic: Topic) -> None:
+        """Who was woken has found something: there may be something for others, too."""
+        with self._lock:
+            self._wake(topic, 2)
+
+    def _wake(self, topic: Topic, count: int) -> None:
+        for waiter in list(islice(self._waiters[topic], count)):
+            del self._waiters[topic][waiter]
+            waiter.wake()
 
     def close(self) -> None:
         """End every wait now and from now on: the hub is stopping."""
-        self._closed = True
-        self.notify(*Topic)
+        with self._lock:
+            self._closed = True
+            for topic in Topic:
+                self._counts[topic] += 1
+                self._wake(topic, len(self._waiters[topic]))
 
     async def wait(self, topic: Topic, seen: int, timeout_s: float) -> None:
-        """Return when the topic has changed since `seen`, when the hub stops, or at the deadline."""
+        """Return when the topic has changed since `seen`, and it is this one's turn; when the hub stops; or at the
+        deadline."""
         waiter = _Waiter()
         with self._lock:
-            if self._closed or self._counts[topic] != seen:
+            if self._closed:
                 return
-            self._waiters[topic].add(waiter)
+            self._waiters[topic][waiter] = None
+            if self._counts[topic] != seen:  # what came since is for whoever has waited longest: this one, if alone
+                self._wake(topic, 1)
         try:
             await asyncio.wait_for(waiter.event.wait(), timeout_s)
         except TimeoutError:
             return
         finally:
             with self._lock:
-                self._waiters[topic].discard(waiter)
+                self._waiters[topic].pop(waiter, None)
 
 
 class _Waiter:
@@ -90,17 +118,24 @@ async def long_poll(
     wait_s: float,
     attempt: Callable[[], Awaitable[tuple[T, bool]]],
     is_gone: Callable[[], Awaitable[bool]],
+    look_s: float | None = None,
 ) -> T:
-    """Repeat `attempt` (answer, whether it is worth answering) on every change until the deadline."""
+    """Repeat `attempt` (answer, whether it is worth answering) on every change until the deadline. Where others can
+    make changes that nobody hears of, look every `look_s` seconds; of a crowd, so many look in that time as a change
+    would wake."""
     loop = asyncio.get_running_loop()
-    end = loop.time() + min(wait_s, MAX_WAIT_S)
+    end, waited = loop.time() + min(wait_s, MAX_WAIT_S), False
     while True:
         seen = changes.count(topic)
         answer, is_ready = await attempt()
         left_s = end - loop.time()
+        if is_ready and waited:
+            changes.pass_on(topic)
         if is_ready or left_s <= 0 or changes.closed:
             return answer
-        await changes.wait(topic, seen, left_s)
+        waited = True
+        await changes.wait(topic, seen, left_s if look_s is None else min(left_s, look_s * changes.crowd(topic)))
         await asyncio.sleep(min(GATHER_S, left_s))
         if await is_gone():  # nobody reads the answer any more: do not give work away to it
+            changes.pass_on(topic)
             return answer

@@ -1,17 +1,36 @@
-"""How a route gets at the hub, a long poll at its caller."""
+"""How a route gets at the hub, and a long poll at its caller.
+
+route ─► serve ─► service, in a thread ─┬─► answer
+           ▲                            └─ somebody else was at the same rows (`StaleRow`): nothing was done
+           └── again, a little later ──────┘   after a few times: 503 hub.busy
+"""
 
 from __future__ import annotations
 
+import logging
+import random
+import time
 from collections.abc import Callable
-from typing import Annotated, TypeAlias, TypeVar
+from typing import Annotated, ParamSpec, TypeAlias, TypeVar
 
 from fastapi import Depends, Request
 from starlette.concurrency import run_in_threadpool
 
 from shoal.hub.changes import Topic, long_poll
+from shoal.hub.door import visit_of
 from shoal.hub.service import Hub
+from shoal.hub.state.refusals import Refusal
+from shoal.hub.storage import StaleRow
 
+P = ParamSpec("P")
 T = TypeVar("T")
+
+ATTEMPTS = 6
+PAUSE_S = 0.01
+LOOK_AGAIN_S = 0.5
+"""What another hub changes in a shared database comes without notice: a long poll looks again so often."""
+
+log = logging.getLogger("shoal.hub")
 
 
 def hub_of(request: Request) -> Hub:
@@ -22,13 +41,41 @@ def hub_of(request: Request) -> Hub:
 HubDependency: TypeAlias = Annotated[Hub, Depends(hub_of)]
 
 
+async def serve(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call a service in a thread, and again if its decision was overtaken."""
+    return await run_in_threadpool(insist, lambda: call(*args, **kwargs))
+
+
+def insist(call: Callable[[], T]) -> T:
+    """The answer of a service. A decision whose rows changed under it was undone as a whole, so it can be made anew;
+    every call of the hub may be repeated, for callers do so too."""
+    for attempt in range(ATTEMPTS):
+        try:
+            return call()
+        except StaleRow as error:
+            log.debug("decided again: %s", error)
+            last = error
+        if attempt + 1 < ATTEMPTS:
+            time.sleep(PAUSE_S * 2**attempt * (1 + random.random()))
+    log.warning("gave up after %d attempts: %s", ATTEMPTS, last)
+    raise Refusal(503, "hub.busy", "many were at the same work at once; try again in a moment") from last
+
+
 async def poll(
     hub: Hub, request: Request, topic: Topic, wait_s: float, call: Callable[[], T], is_ready: Callable[[T], bool]
 ) -> T:
     """Call a service in a thread, again on every change of `topic`, until its answer is worth giving."""
+    began_s, worked_s = time.monotonic(), 0.0
 
     async def attempt() -> tuple[T, bool]:
-        answer = await run_in_threadpool(call)
+        nonlocal worked_s
+        asked_s = time.monotonic()
+        answer = await serve(call)
+        worked_s += time.monotonic() - asked_s
         return answer, is_ready(answer)
 
-    return await long_poll(hub.context.changes, topic, wait_s, attempt, request.is_disconnected)
+    look_s = LOOK_AGAIN_S if hub.context.storage.is_shared else None
+    try:
+        return await long_poll(hub.context.changes, topic, wait_s, attempt, request.is_disconnected, look_s)
+    finally:  # what was waited for is no time that the hub took
+        visit_of(request.scope).waited_s = time.monotonic() - began_s - worked_s

@@ -13,6 +13,7 @@ from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 
 from shoal.protocol import (
+    AdminRequest,
     AuditRequest,
     BatchRequest,
     Heartbeat,
@@ -26,6 +27,8 @@ from shoal.protocol import (
     VerdictReport,
 )
 from shoal.protocol.signing import HEADER_BODY, HEADER_NODE, HEADER_NONCE, HEADER_SIGNATURE, HEADER_TIME
+from shoal.protocol.upload import UploadCommit, UploadRequest
+from shoal.protocol.versions import HEADER_PROTOCOL
 
 BULK = "application/msgpack+zstd"
 
@@ -39,6 +42,9 @@ _BODIES: tuple[type[Message], ...] = (
     BatchRequest,
     StepReport,
     VerdictReport,
+    AdminRequest,
+    UploadRequest,
+    UploadCommit,
 )
 
 _REFUSALS = {
@@ -51,7 +57,10 @@ _REFUSALS = {
     410: "`lease.late`, `lease.void`, `lease.released`: the lease has ended",
     413: "`body.too_big`",
     422: "the body is malformed, or does not fit what it refers to",
-    503: "`hub.resource`, `hub.failed`, `body.slow`: the hub could not do it now; nothing was promised, try again",
+    429: "`rate.key`, `rate.address`, `rate.registrations`, `rate.uploads`: too fast; `Retry-After` says for how long "
+    "to wait",
+    503: "`hub.resource`, `hub.failed`, `hub.busy`, `body.slow`: the hub could not do it now; nothing was promised, "
+    "try again",
 }
 
 TAGS = [
@@ -60,6 +69,7 @@ TAGS = [
     {"name": "worker", "description": "Leases and submissions."},
     {"name": "validator", "description": "Audits and verdicts."},
     {"name": "trainer", "description": "Policies, batches and reports."},
+    {"name": "owner", "description": "Orders of the run's owner: the order itself is signed."},
 ]
 
 DESCRIPTION = f"""
@@ -73,10 +83,13 @@ hex over these lines joined by newlines:
     <SHA-256 of the body, hex>
 
 A time more than two minutes off the hub's is refused with `auth.skew`, and the answer's `{HEADER_TIME}` says what time
-it is there. `shoal.client.HubClient` does all this for you. Every refusal is a `Problem` with a stable `code` and a
-sentence.
+it is there. A caller that speaks an older protocol is answered in its shape: a node by what it registered with, anyone
+else by the header `{HEADER_PROTOCOL}`. `shoal.client.HubClient` does all this for you. Every refusal is a `Problem`
+with a stable `code` and a sentence.
 Bulk bodies (`{BULK}`) are msgpack in a zstd frame.
 """
+
+UNSIGNED = ("run", "owner")
 
 Described: TypeAlias = dict[str, Any]
 
@@ -84,9 +97,9 @@ Described: TypeAlias = dict[str, Any]
 def describes(
     tag: str, refusals: tuple[int, ...] = (), body: type[Message] | None = None, example: dict[str, Any] | None = None
 ) -> Described:
-    """Keyword arguments of a route: its tag, its documented refusals, its JSON body. Signed unless under `run`."""
+    """Keyword arguments of a route: its tag, its documented refusals, its JSON body. Signed unless in `UNSIGNED`."""
     extra: dict[str, Any] = {}
-    if tag != "run":
+    if tag not in UNSIGNED:
         extra["security"] = [{"signature": []}]
     if body is not None:
         content: dict[str, Any] = {"schema": {"$ref": f"#/components/schemas/{body.__name__}"}}
@@ -94,7 +107,7 @@ def describes(
             content["example"] = example
         extra["requestBody"] = {"required": True, "content": {"application/json": content}}
     responses: dict[int | str, dict[str, Any]] = {
-        status: {"model": Problem, "description": _REFUSALS[status]} for status in (*refusals, 503)
+        status: {"model": Problem, "description": _REFUSALS[status]} for status in (*refusals, 429, 503)
     }
     return {"tags": [tag], "responses": responses, "openapi_extra": extra}
 

@@ -6,32 +6,40 @@ from html import escape
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request
-from starlette.concurrency import run_in_threadpool
-from starlette.responses import HTMLResponse, JSONResponse
+from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from shoal.hub.docs_page import docs_page
-from shoal.hub.gate import HubDependency
+from shoal.hub.door import Edge
+from shoal.hub.gate import HubDependency, serve
+from shoal.hub.metrics import CONTENT_TYPE as METRICS_TYPE
 from shoal.hub.openapi import describes
 from shoal.hub.service.readiness import Readiness
+from shoal.hub.shapes import ShapedRoute
 from shoal.protocol import LedgerPage, RunStatus, SignedDocument, fingerprint
 
-router = APIRouter()
+router = APIRouter(route_class=ShapedRoute)
 
 _READY = describes("run")
 _READY["responses"][200] = {"model": Readiness, "description": "ready"}
 _READY["responses"][503] = {"model": Readiness, "description": "not ready; `problems` says why"}
 
+_METRICS = describes("run")
+_METRICS["responses"][200] = {
+    "description": "metrics as text",
+    "content": {METRICS_TYPE: {"schema": {"type": "string"}}},
+}
+
 
 @router.get("/run", summary="What a node needs to take part", **describes("run"))
 async def run_info(hub: HubDependency) -> SignedDocument:
     """A signed `RunInfo`. Check its root key against the fingerprint in the join URL before believing any of it."""
-    return hub.reporting.run_info()
+    return await serve(hub.reporting.run_info)
 
 
 @router.get("/status", summary="The run as a person sees it", **describes("run"))
 async def status(hub: HubDependency) -> RunStatus:
     """Progress, nodes, who waits for whom, the last verdicts, step reports and alarms."""
-    return await run_in_threadpool(hub.reporting.status)
+    return await serve(hub.reporting.status)
 
 
 @router.get("/health", summary="Whether the hub answers", **describes("run"))
@@ -43,8 +51,15 @@ async def health() -> dict[str, bool]:
 async def ready(hub: HubDependency) -> JSONResponse:
     """For load balancers and watchdogs: 200 while trainer and validators are here, audits catch the known-bad
     submissions that are mixed in, and the disk takes what comes; else 503 with what is wrong, a sentence each."""
-    found = await run_in_threadpool(hub.readiness.check)
+    found = await serve(hub.readiness.check)
     return JSONResponse(found.model_dump(mode="json"), status_code=200 if found.ready else 503)
+
+
+@router.get("/metrics", summary="Numbers for a monitoring system", response_class=Response, **_METRICS)
+async def metrics(request: Request) -> Response:
+    """Text for Prometheus: requests, latencies and refusals; units, submissions and nodes by state; the process."""
+    edge: Edge = request.app.state.edge
+    return Response(await serve(edge.metrics.text), media_type=METRICS_TYPE)
 
 
 @router.get("/ledger", summary="A page of the ledger", **describes("run", (422,)))
@@ -54,13 +69,13 @@ async def ledger(
     limit: Annotated[int, Query(ge=1, le=1000, description="entries at most")] = 500,
 ) -> LedgerPage:
     """Entries in order. `shoal.ledger.verify` checks the chain, `shoal.ledger.fold` recomputes every account."""
-    return await run_in_threadpool(hub.reporting.ledger_page, after, limit)
+    return await serve(hub.reporting.ledger_page, after, limit)
 
 
 @router.get("/ledger/head", summary="The newest entry of the ledger, signed", **describes("run"))
 async def ledger_head(hub: HubDependency) -> SignedDocument:
     """A signed `LedgerHead`. Keep it: a ledger that later does not contain it was rolled back."""
-    return await run_in_threadpool(hub.reporting.ledger_head)
+    return await serve(hub.reporting.ledger_head)
 
 
 @router.get("/", include_in_schema=False)
@@ -89,7 +104,7 @@ pre {{ background: #eee; color: #111; padding: 1rem; overflow-x: auto }}
 <ul>
 <li><a href="status">status</a>: progress, nodes, who waits for whom</li>
 <li><a href="ledger">ledger</a> and its signed <a href="ledger/head">head</a></li>
-<li><a href="ready">ready</a>: whether the run can go on by itself</li>
+<li><a href="ready">ready</a>: whether the run can go on by itself; <a href="metrics">metrics</a> for Prometheus</li>
 <li><a href="run">run</a>: what a node needs to take part</li>
 <li><a href="docs">docs</a>: every call (<a href="openapi.json">openapi.json</a>)</li>
 </ul>

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Annotated
 
 from fastapi import APIRouter, Path, Query, Request, Response
-from starlette.concurrency import run_in_threadpool
 
 from shoal.hub.auth import authenticate
 from shoal.hub.bodies import parse_json
 from shoal.hub.changes import Topic
-from shoal.hub.gate import HubDependency, poll
+from shoal.hub.gate import HubDependency, poll, serve
 from shoal.hub.openapi import BULK, bulk_answer, describes
+from shoal.hub.shapes import ShapedRoute
 from shoal.protocol import (
     AuditReply,
     AuditRequest,
@@ -24,7 +24,7 @@ from shoal.protocol import (
 )
 from shoal.protocol.verdict import MAX_BODIES_PER_REQUEST
 
-router = APIRouter()
+router = APIRouter(route_class=ShapedRoute)
 
 MAX_REPORT_BYTES = 16 * 1024 * 1024
 """A verdict carries a reward with its parts for each of up to 1024 rollouts."""
@@ -61,7 +61,7 @@ _BODIES["responses"][200] = bulk_answer("`SubmissionBodies`: for each name the v
 async def bodies(name: Names, request: Request, hub: HubDependency) -> Response:
     """For validators and the trainer. A name is the SHA-256 of the bytes."""
     await authenticate(hub.context, request, roles=("validator", "trainer"))
-    return Response(await run_in_threadpool(hub.checking.bodies, name), media_type=BULK)
+    return Response(await serve(hub.checking.bodies, name), media_type=BULK)
 
 
 @router.post(
@@ -73,7 +73,7 @@ async def verdicts(request: Request, hub: HubDependency) -> VerdictReply:
     """`Verdict`s signed by the calling validator. The first on a submission stands; the same outcome again is
     harmless. Those that were not taken are named in the answer."""
     caller = await authenticate(hub.context, request, roles=("validator",), max_bytes=MAX_REPORT_BYTES)
-    return await run_in_threadpool(hub.checking.verdicts, caller.node, parse_json(caller.body, VerdictReport))
+    return await serve(hub.checking.verdicts, caller.node, parse_json(caller.body, VerdictReport))
 
 
 @router.post(
@@ -86,7 +86,7 @@ async def announce(request: Request, hub: HubDependency) -> None:
     """A `PolicyAnnouncement` signed by the trainer. The same again is harmless; 409 `policy.digest` if that
     (incarnation, version) was announced with another digest. A new incarnation voids open leases."""
     caller = await authenticate(hub.context, request, roles=("trainer",))
-    await run_in_threadpool(hub.training.announce, caller.node, parse_json(caller.body, SignedDocument))
+    await serve(hub.training.announce, caller.node, parse_json(caller.body, SignedDocument))
 
 
 @router.post(
@@ -117,7 +117,7 @@ _ROLLOUTS["responses"][200] = bulk_answer("a `TrainingBatch`")
 async def rollouts(step: Step, request: Request, hub: HubDependency) -> Response:
     """The groups of a written batch with the validators' rewards, in order of unit."""
     await authenticate(hub.context, request, roles=("trainer",))
-    body = await run_in_threadpool(hub.training.rollouts, step)
+    body = await serve(hub.training.rollouts, step)
     return Response(body, media_type=BULK)
 
 
@@ -130,4 +130,4 @@ async def rollouts(step: Step, request: Request, hub: HubDependency) -> Response
 async def report(request: Request, hub: HubDependency) -> None:
     """Shown by `/status`. A report for the same step replaces the earlier one."""
     caller = await authenticate(hub.context, request, roles=("trainer",))
-    await run_in_threadpool(hub.training.report, parse_json(caller.body, StepReport))
+    await serve(hub.training.report, parse_json(caller.body, StepReport))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response
-from starlette.concurrency import run_in_threadpool
 
 from shoal.hub.auth import authenticate, authenticate_newcomer
 from shoal.hub.bodies import parse_json
 from shoal.hub.changes import Topic
-from shoal.hub.gate import HubDependency, poll
+from shoal.hub.gate import HubDependency, poll, serve
 from shoal.hub.openapi import bulk_body, describes
+from shoal.hub.shapes import ShapedRoute
 from shoal.protocol import (
     Heartbeat,
     HeartbeatReply,
@@ -21,7 +21,7 @@ from shoal.protocol import (
     SignedDocument,
 )
 
-router = APIRouter()
+router = APIRouter(route_class=ShapedRoute)
 
 _REGISTRATION = {"public_key": "5f" * 32, "name": "my-laptop", "role": "worker"}
 
@@ -35,7 +35,7 @@ async def register(request: Request, hub: HubDependency) -> NodeView:
     """Signed with the key in the body; the node id is the hash of that key. Workers need nothing else; a trainer or
     validator brings the certificate that the root key signed for it. The same again is harmless."""
     registration = await authenticate_newcomer(hub.context, request)
-    return await run_in_threadpool(hub.membership.register, registration)
+    return await serve(hub.membership.register, registration)
 
 
 @router.post(
@@ -46,7 +46,7 @@ async def register(request: Request, hub: HubDependency) -> NodeView:
 async def heartbeat(request: Request, hub: HubDependency) -> HeartbeatReply:
     """Answers with the node as the hub sees it, the newest policy, and whether the run is finished."""
     caller = await authenticate(hub.context, request)
-    return await run_in_threadpool(hub.membership.heartbeat, caller.node, parse_json(caller.body, Heartbeat))
+    return await serve(hub.membership.heartbeat, caller.node, parse_json(caller.body, Heartbeat))
 
 
 @router.post(
@@ -78,7 +78,7 @@ async def lease(request: Request, hub: HubDependency) -> LeaseReply:
 async def release(request: Request, hub: HubDependency) -> None:
     """Their units go to somebody else at once. Leases that have ended are ignored."""
     caller = await authenticate(hub.context, request, roles=("worker",))
-    await run_in_threadpool(hub.work.release, caller.node, parse_json(caller.body, LeaseRelease))
+    await serve(hub.work.release, caller.node, parse_json(caller.body, LeaseRelease))
 
 
 _SUBMIT = describes("worker", (401, 403, 404, 409, 410, 413, 422))
@@ -93,5 +93,5 @@ async def submit(lease: str, request: Request, response: Response, hub: HubDepen
     max_bytes = hub.context.config.submission_limits.compressed_bytes
     caller = await authenticate(hub.context, request, roles=("worker",), max_bytes=max_bytes)
     async with request.app.state.uploads:  # around the work, never around a wait for somebody's bytes
-        response.status_code, receipt = await run_in_threadpool(hub.work.submit, caller.node, lease, caller.body)
+        response.status_code, receipt = await serve(hub.work.submit, caller.node, lease, caller.body)
     return receipt

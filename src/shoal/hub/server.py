@@ -9,23 +9,36 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
+import resource
 import socket
 import threading
 from collections.abc import Callable, Iterator
 
 import uvicorn
+from fastapi import FastAPI
 
 from shoal.errors import ResourceError
 from shoal.hub.app import create_app
+from shoal.hub.connections import IDLE_S, MAX_HEAD_BYTES, Gatekeeper, guarded_by
+from shoal.hub.door import Edge
+from shoal.hub.limits import Addresses
 from shoal.hub.service import Hub
 from shoal.hub.settings import HubConfig, HubSettings
 from shoal.runtime.clock import Clock, SystemClock
+from shoal.runtime.lock import FolderLock
 from shoal.runtime.stop import StopToken
 
 GRACE_S = 4
 STOP_CHECK_S = 0.2
 TAKEN_S = 2.0
+LOCK_WAIT_S = 15.0  # for a former hub of this folder that is just ending
 BACKLOG = 512
+FILES_KEPT = 128
+"""Open files that connections leave for the database, submissions and the log."""
+FILES_WANTED = 65_536
+
+log = logging.getLogger("shoal.hub")
 
 
 def run_hub(config: HubConfig, stop: StopToken, on_ready: Callable[[str], None]) -> None:
@@ -34,19 +47,10 @@ def run_hub(config: HubConfig, stop: StopToken, on_ready: Callable[[str], None])
     Long polls end at once when stopping; other requests have a few seconds to be answered. Raises `DiskError` if what
     is received can no longer be kept.
     """
-    listener = bind(config.settings, stop)
-    with contextlib.closing(listener):
+    with _place(config, stop) as listener:
         app = create_app(config)
         server = _Server(
-            uvicorn.Config(
-                app,
-                log_level="warning",
-                access_log=False,
-                lifespan="on",
-                timeout_graceful_shutdown=GRACE_S,
-                timeout_keep_alive=75,
-                backlog=BACKLOG,
-            ),
+            _server_config(app, config.settings),
             ready=lambda: on_ready(url_of(listener, config.settings.host)),
         )
         watcher = threading.Thread(target=_stop_when_told, args=(server, app.state.hub, stop), name="hub-stop")
@@ -59,6 +63,63 @@ def run_hub(config: HubConfig, stop: StopToken, on_ready: Callable[[str], None])
             app.state.hub.close()
     if app.state.hub.context.failure is not None:
         raise app.state.hub.context.failure
+
+
+@contextlib.contextmanager
+def _place(config: HubConfig, stop: StopToken) -> Iterator[socket.socket]:
+    """The folder for itself and the port. The folder first: its last hub may be just ending, and has the port until
+    then. A folder that is not there yet is not made for a hub that finds its port taken."""
+    with contextlib.ExitStack() as stack:
+        is_new = not config.folder.exists()
+        if not is_new:
+            stack.enter_context(_alone(config, stop))
+        listener = stack.enter_context(contextlib.closing(bind(config.settings, stop)))
+        if is_new:
+            stack.enter_context(_alone(config, stop))
+        yield listener
+
+
+def _alone(config: HubConfig, stop: StopToken) -> contextlib.AbstractContextManager[object]:
+    """One hub for a database in a folder; those that share a server may be many, also in one folder."""
+    if config.settings.database:
+        return contextlib.nullcontext()
+    return FolderLock(config.folder).acquire(stop, LOCK_WAIT_S)
+
+
+def _server_config(app: FastAPI, settings: HubSettings) -> uvicorn.Config:
+    """What a client's address is, is said by the socket; by a header only where a proxy that is trusted has set it."""
+    edge: Edge = app.state.edge
+    edge.addresses = Addresses(settings.trusted_proxies)
+    room = allow_files() - FILES_KEPT
+    gatekeeper = Gatekeeper(edge.addresses, settings.connections_per_address, room, edge.metrics.refused)
+    return uvicorn.Config(
+        app,
+        http=guarded_by(gatekeeper),
+        ws="none",
+        log_level="error",  # what strangers send is no reason to write a line
+        access_log=False,
+        server_header=False,
+        lifespan="on",
+        proxy_headers=bool(settings.trusted_proxies),
+        forwarded_allow_ips=list(settings.trusted_proxies),
+        h11_max_incomplete_event_size=MAX_HEAD_BYTES,
+        timeout_graceful_shutdown=GRACE_S,
+        timeout_keep_alive=IDLE_S,
+        backlog=BACKLOG,
+    )
+
+
+def allow_files() -> int:
+    """Let this process open as many files as the system lets it: a thousand workers need more than the usual 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = FILES_WANTED if hard == resource.RLIM_INFINITY else min(hard, FILES_WANTED)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        except (OSError, ValueError) as error:
+            log.warning("at most %d files can be open (%s): that bounds the connections", soft, error)
+            return soft
+    return max(wanted, soft)
 
 
 def bind(settings: HubSettings, stop: StopToken, clock: Clock = SystemClock()) -> socket.socket:

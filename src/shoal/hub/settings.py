@@ -62,7 +62,17 @@ class HubSettings(BaseModel):
 
     host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0 for all")
     port: int = Field(8470, ge=0, le=65_535, description="port to listen on; 0 takes any free one")
-    lease_s: float = Field(60, gt=0, description="time a worker has for one lease")
+    advertise: tuple[str, ...] = Field(
+        (), description="addresses under which others reach this hub, if not its own; the first goes into the join URL"
+    )
+    trusted_proxies: tuple[str, ...] = Field(
+        (), description="addresses of reverse proxies whose X-Forwarded-For is believed"
+    )
+    database: str = Field("", description="postgresql://… shared by several hubs; empty: SQLite in the run's folder")
+    storage: str = Field("", description="s3://bucket/prefix for submissions; empty: a folder of the run's")
+    storage_endpoint: str = Field("", description="address of an S3-compatible server, if it is not Amazon's")
+    lease_s: float = Field(60, gt=0, description="time a worker has for one lease, from its last sign of progress")
+    lease_hard_s: float = Field(600, gt=0, description="time a worker has for one lease at the most")
     audit_s: float = Field(60, gt=0, description="time a validator has for one audit")
     audit: Literal["all", "reputation"] = Field(
         "all", description="what is checked fully before it is trained on; reputation: long-proven nodes by sample"
@@ -79,6 +89,14 @@ class HubSettings(BaseModel):
     max_submission_bytes: int = Field(16 * MIB, ge=1024, description="largest submission, as sent")
     max_inflated_bytes: int = Field(64 * MIB, ge=1024, description="largest submission, decompressed")
     concurrent_uploads: int = Field(16, ge=1, description="submissions stored at the same time; others wait")
+    requests_per_key_s: float = Field(50, ge=0, description="requests a second that one key may make; 0: no limit")
+    requests_per_address_s: float = Field(
+        200, ge=0, description="requests a second that one address may make; 0: no limit"
+    )
+    registrations_per_address_min: float = Field(
+        60, ge=0, description="new keys a minute that one address may register; 0: no limit"
+    )
+    connections_per_address: int = Field(512, ge=0, description="connections that one address may have; 0: no limit")
 
 
 @dataclass(frozen=True)
@@ -120,6 +138,7 @@ class HubConfig:
             audit=settings.audit,
             credit_window_ms=round(settings.credit_window_s * 1000),
             newcomer_share=settings.newcomer_share,
+            lease_hard_ms=round(max(settings.lease_s, settings.lease_hard_s) * 1000),
         )
 
     @property

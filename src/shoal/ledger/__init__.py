@@ -1,15 +1,22 @@
 """The ledger: an append-only hash chain of everything that gave or cost credit, and the accounts that follow from it.
 
-    chain     GENESIS, append, verify, head_of
+    chain     GENESIS, append, verify, head_of; Chain and Pin, entry by entry and through any number of heads
     accounts  CREDIT_PER_TOKEN, Account, Accounts, fold
+    shares    Share, Shares, shares_of: which part of the run is whose
+    subjects  subjects: what an entry is about, for an index
+    orders    open_order: what the run's owner ordered, verified from the root key down
 
 Anyone can fetch the ledger from the hub, verify it against a head that a signed policy manifest carries, and
 recompute every account: no number of the hub has to be believed.
 """
 
 from shoal.ledger.accounts import CREDIT_PER_TOKEN, Account, Accounts, credit_for, fold
-from shoal.ledger.chain import GENESIS, KINDS, append, head_of, verify
+from shoal.ledger.chain import GENESIS, KINDS, Chain, Pin, append, head_of, verify
+from shoal.ledger.orders import open_order
+from shoal.ledger.shares import Share, Shares, shares_of
+from shoal.ledger.subjects import node_subject, subjects, unit_subject
 
 __all__ = [
-    "CREDIT_PER_TOKEN", "GENESIS", "KINDS", "Account", "Accounts", "append", "credit_for", "fold", "head_of", "verify",
+    "CREDIT_PER_TOKEN", "GENESIS", "KINDS", "Account", "Accounts", "Chain", "Pin", "Share", "Shares", "append",
+    "credit_for", "fold", "head_of", "node_subject", "open_order", "shares_of", "subjects", "unit_subject", "verify",
 ]  # fmt: skip

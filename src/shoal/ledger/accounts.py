@@ -6,6 +6,8 @@ Credit is a whole number, is given once per submission, and is never taken away.
     accepted ─┬─────────────► credit
               └─► pending ─┬► credit     in a run that audits by reputation: after a window,
                            └► void       unless an audit of the same node failed in it
+
+A node earns for whoever vouched for it first (`vouch` rows), or else for itself: `holder` says for whom.
 """
 
 from __future__ import annotations
@@ -36,6 +38,19 @@ class Account:
     rejected: int = 0
     banned: bool = False
     reason: str = ""
+    suspended_until_ms: int | None = None
+    owner: str = ""
+
+    def plus(self, other: Account) -> Account:
+        """The sums of two accounts of one owner; what is about a single machine (sanctions) is left out."""
+        return Account(
+            credit=self.credit + other.credit,
+            pending=self.pending + other.pending,
+            void=self.void + other.void,
+            accepted=self.accepted + other.accepted,
+            rejected=self.rejected + other.rejected,
+            owner=self.owner or other.owner,
+        )
 
 
 @dataclass
@@ -48,6 +63,7 @@ class Accounts:
     """
 
     by_node: dict[str, Account] = field(default_factory=dict)
+    steps: int = 0
     _judged: set[str] = field(default_factory=set)
     _pending: dict[str, tuple[str, int]] = field(default_factory=dict)
 
@@ -60,10 +76,26 @@ class Accounts:
         """All that was ever accepted: credit, pending credit and void credit."""
         return sum(account.credit + account.pending + account.void for account in self.by_node.values())
 
+    def holder(self, node: str) -> str:
+        """For whom a node earns: the public key that vouched for it, or the node itself.
+
+        >>> Accounts({"ab": Account(owner="cd")}).holder("ab")
+        'cd'
+        """
+        return self.by_node[node].owner or node
+
+    def by_holder(self) -> dict[str, Account]:
+        """Accounts added up for each owner; nodes that nobody vouched for stand for themselves."""
+        sums: dict[str, Account] = {}
+        for node, account in self.by_node.items():
+            holder = self.holder(node)
+            sums[holder] = sums.get(holder, Account()).plus(account)
+        return sums
+
     def add(self, entry: LedgerEntry) -> None:
         handler = _HANDLERS.get(entry.kind)
         if handler is None:
-            return  # run, policy, batch and pulled rows move no credit
+            return  # run, policy, pulled and admin rows move no credit: what an admin did to a node is a sanction row
         try:
             handler(self, entry.body)
         except (KeyError, TypeError, ValueError) as error:
@@ -111,9 +143,22 @@ class Accounts:
         self._account(body).rejected += 1
 
     def _sanction(self, body: dict[str, Any]) -> None:
-        account = self._account(body)
-        account.banned = body["state"] == "banned"
-        account.reason = str(body["reason"])
+        account, state = self._account(body), str(body["state"])
+        until_ms = body.get("until_ms")
+        account.banned = state == "banned"
+        account.reason = "" if state == "active" else str(body["reason"])
+        account.suspended_until_ms = int(until_ms) if state == "suspended" and until_ms is not None else None
+
+    def _vouch(self, body: dict[str, Any]) -> None:
+        account, owner = self._account(body), str(body["owner"])
+        if account.owner not in ("", owner):
+            raise ValueError(f"node {body['node']} has an owner already: the first who vouched stays")
+        account.owner = owner
+
+    def _batch(self, body: dict[str, Any]) -> None:
+        if body["step"] != self.steps:
+            raise ValueError(f"the batch of step {body['step']} comes where that of step {self.steps} should be")
+        self.steps += 1
 
     def _judge_once(self, body: dict[str, Any]) -> None:
         submission = str(body["submission"])
@@ -136,6 +181,8 @@ _HANDLERS: dict[str, Callable[[Accounts, dict[str, Any]], None]] = {
     "void": Accounts._void,
     "rejected": Accounts._rejected,
     "sanction": Accounts._sanction,
+    "vouch": Accounts._vouch,
+    "batch": Accounts._batch,
 }
 
 

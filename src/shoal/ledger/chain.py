@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from shoal.errors import LedgerError
@@ -17,7 +18,9 @@ from shoal.protocol import LedgerEntry, LedgerHead, canonical_json
 GENESIS = "0" * 64
 """What stands in for the hash before entry 0."""
 
-KINDS = ("run", "node", "policy", "batch", "pending", "credit", "void", "rejected", "pulled", "sanction")
+KINDS = (
+    "run", "node", "vouch", "policy", "batch", "pending", "credit", "void", "rejected", "pulled", "sanction", "admin",
+)  # fmt: skip
 
 
 def append(previous: LedgerEntry | None, kind: str, body: dict[str, Any], at_ms: int) -> LedgerEntry:
@@ -41,19 +44,72 @@ def verify(entries: Iterable[LedgerEntry], head: LedgerHead | None = None, after
     `after` is the last entry already verified, for whoever reads page by page. A `head` older than the last entry is
     fine if the chain passes through it; one beyond the end means that the ledger was rolled back.
     """
-    known = {} if after is None else {after.index: after.hash}
-    index, before = (-1, GENESIS) if after is None else (after.index, after.hash)
+    chain = Chain(() if head is None else (Pin(head, "the head"),), after)
     for entry in entries:
+        chain.add(entry)
+    chain.finish()
+
+
+@dataclass(frozen=True)
+class Pin:
+    """A head that a ledger must pass through, and who vouches for it: `the manifest of policy 0.12`."""
+
+    head: LedgerHead
+    source: str
+
+
+class Chain:
+    """A chain under verification, entry by entry; keeps the last one and what its pins need, however long it is.
+
+    >>> chain = Chain()
+    >>> chain.add(append(None, "run", {"run": "demo"}, at_ms=1))
+    >>> chain.last.index
+    0
+    """
+
+    def __init__(self, pins: Iterable[Pin] = (), after: LedgerEntry | None = None) -> None:
+        self.last = after
+        self.passed: list[Pin] = []
+        self._start = -1 if after is None else after.index
+        self._ahead: dict[int, list[Pin]] = {}
+        for pin in pins:
+            self._expect(pin)
+
+    def _expect(self, pin: Pin) -> None:
+        """What lies at the start is looked at now, what lies before it was looked at by whoever read it."""
+        if pin.head.index == self._start:
+            self._meet(pin, GENESIS if self.last is None else self.last.hash)
+        elif pin.head.index > self._start:
+            self._ahead.setdefault(pin.head.index, []).append(pin)
+
+    def add(self, entry: LedgerEntry) -> None:
+        index, before = (-1, GENESIS) if self.last is None else (self.last.index, self.last.hash)
         if entry.index != index + 1:
             raise LedgerError(f"ledger row {index + 1} is missing: row {entry.index} comes next")
         if entry.previous != before:
             raise LedgerError(f"ledger row {entry.index} does not follow row {index}: its previous hash differs")
         if entry.hash != _hash(entry.index, entry.previous, entry.kind, entry.body, entry.at_ms):
             raise LedgerError(f"ledger row {entry.index} was changed: its hash does not match its content")
-        index, before = entry.index, entry.hash
-        known[index] = before
-    if head is not None:
-        _check_head(head, index, known)
+        self.last = entry
+        for pin in self._ahead.pop(entry.index, ()):
+            self._meet(pin, entry.hash)
+
+    def finish(self) -> None:
+        """Raise unless every pin was met: the ledger has been longer than it is now."""
+        if self._ahead:
+            index, pins = max(self._ahead.items())
+            end = -1 if self.last is None else self.last.index
+            raise LedgerError(
+                f"the ledger ends at row {end}, but row {index} was signed for ({pins[0].source}): it was rolled back"
+            )
+
+    def _meet(self, pin: Pin, found: str) -> None:
+        if pin.head.hash != found:
+            raise LedgerError(
+                f"ledger row {pin.head.index} is not the one that was signed for ({pin.source}): its hash differs from "
+                "the head; the ledger was rewritten"
+            )
+        self.passed.append(pin)
 
 
 def head_of(run: str, last: LedgerEntry | None) -> LedgerHead:
@@ -61,18 +117,6 @@ def head_of(run: str, last: LedgerEntry | None) -> LedgerHead:
     if last is None:
         return LedgerHead(run=run, index=-1, hash=GENESIS)
     return LedgerHead(run=run, index=last.index, hash=last.hash)
-
-
-def _check_head(head: LedgerHead, last_index: int, known: dict[int, str]) -> None:
-    if head.index > last_index:
-        raise LedgerError(
-            f"the ledger ends at row {last_index}, but row {head.index} was signed for: it was rolled back"
-        )
-    expected = GENESIS if head.index == -1 else known.get(head.index)
-    if expected is None:
-        return  # the head lies before the part that was handed in; whoever pages has checked it there
-    if expected != head.hash:
-        raise LedgerError(f"ledger row {head.index} is not the one that was signed for: its hash differs from the head")
 
 
 def _hash(index: int, previous: str, kind: str, body: dict[str, Any], at_ms: int) -> str:

@@ -9,13 +9,17 @@
     batch       Batch, TrainingBatch, StepReport
     node        Registration, Heartbeat, NodeView, RunInfo, RoleCertificate
     status      RunStatus, LedgerEntry, Problem
+    story       UnitStory, NodeStory: why something happened
+    admin       AdminAction: what the run's owner may order
     tensor      TensorView
+    versions    PROTOCOL_VERSION, since: what an older peer does not know
     codec       pack, unpack, Limits
 
 Control messages are JSON (pydantic, frozen, unknown fields refused); bulk is msgpack + zstd (msgspec, capped).
 Times are whole milliseconds since 1970 (`*_ms`).
 """
 
+from shoal.protocol.admin import AdminAction, AdminReply, AdminRequest, AdminVerb, open_admin
 from shoal.protocol.batch import (
     Batch,
     BatchGroup,
@@ -38,7 +42,6 @@ from shoal.protocol.lease import (
     SamplingParameters,
 )
 from shoal.protocol.node import (
-    PROTOCOL_VERSION,
     Heartbeat,
     HeartbeatReply,
     NodeState,
@@ -47,6 +50,7 @@ from shoal.protocol.node import (
     Role,
     RoleCertificate,
     RunInfo,
+    Vouch,
 )
 from shoal.protocol.policy import (
     BroadcastHead,
@@ -72,7 +76,8 @@ from shoal.protocol.signing import (
     verify_body,
     verify_request,
 )
-from shoal.protocol.status import LedgerEntry, LedgerPage, Problem, RecentVerdict, RunStatus, Wait
+from shoal.protocol.status import Conduct, LedgerEntry, LedgerPage, Problem, RecentVerdict, RunStatus, Standing, Wait
+from shoal.protocol.story import LeaseStory, NodePage, NodeStory, SubmissionStory, UnitStory
 from shoal.protocol.submission import (
     SUBMISSION_FORMAT,
     Receipt,
@@ -100,17 +105,20 @@ from shoal.protocol.verdict import (
     VerdictReply,
     VerdictReport,
 )
+from shoal.protocol.versions import OLDEST_PROTOCOL, PROTOCOL_VERSION, since
 
 __all__ = [
-    "DEFAULT_PROFILE", "PROTOCOL_VERSION", "SUBMISSION_FORMAT", "Audit", "AuditReply", "AuditRequest", "Batch",
-    "BatchGroup", "BatchReply", "BatchRequest", "BroadcastHead", "CheckResult", "Chunk", "Delta", "Depth", "Document",
-    "Entry", "Heartbeat", "HeartbeatReply", "Lease", "LeaseRelease", "LeaseReply", "LeaseRequest", "LedgerEntry",
-    "LedgerHead", "LedgerPage", "Limits", "Message", "NodeState", "NodeView", "Outcome", "PolicyAnnouncement",
-    "PolicyManifest", "PolicyRef", "Problem", "ProofParameters", "Receipt", "RecentVerdict", "RefusedVerdict",
-    "Registration", "RequestSignature", "Role", "RoleCertificate", "Rollout", "RolloutReward", "RunInfo", "RunStatus",
-    "SamplingParameters", "Severity", "SignedDocument", "SigningKey", "StepReport", "Submission", "SubmissionBodies",
-    "Tally", "TensorView", "TrainingBatch", "TrainingGroup", "TrainingRollout", "Verdict", "VerdictReply",
-    "VerdictReport", "Wait", "canonical_json", "content_digest", "fingerprint", "first_problem", "load_key",
-    "load_or_create_key", "node_id", "open_document", "pack", "pack_logprobs", "pack_tokens", "sign_document",
-    "sign_request", "submission_digest", "unpack", "unpack_tokens", "verify", "verify_body", "verify_request",
+    "DEFAULT_PROFILE", "OLDEST_PROTOCOL", "PROTOCOL_VERSION", "SUBMISSION_FORMAT", "AdminAction", "AdminReply",
+    "AdminRequest", "AdminVerb", "Audit", "AuditReply", "AuditRequest", "Batch", "BatchGroup", "BatchReply",
+    "BatchRequest", "BroadcastHead", "CheckResult", "Chunk", "Conduct", "Delta", "Depth", "Document", "Entry",
+    "Heartbeat", "HeartbeatReply", "Lease", "LeaseRelease", "LeaseReply", "LeaseRequest", "LeaseStory", "LedgerEntry",
+    "LedgerHead", "LedgerPage", "Limits", "Message", "NodePage", "NodeState", "NodeStory", "NodeView", "Outcome",
+    "PolicyAnnouncement", "PolicyManifest", "PolicyRef", "Problem", "ProofParameters", "Receipt", "RecentVerdict",
+    "RefusedVerdict", "Registration", "RequestSignature", "Role", "RoleCertificate", "Rollout", "RolloutReward",
+    "RunInfo", "RunStatus", "SamplingParameters", "Severity", "SignedDocument", "SigningKey", "Standing", "StepReport",
+    "Submission", "SubmissionBodies", "SubmissionStory", "Tally", "TensorView", "TrainingBatch", "TrainingGroup",
+    "TrainingRollout", "UnitStory", "Verdict", "VerdictReply", "VerdictReport", "Vouch", "Wait", "canonical_json",
+    "content_digest", "fingerprint", "first_problem", "load_key", "load_or_create_key", "node_id", "open_admin",
+    "open_document", "pack", "pack_logprobs", "pack_tokens", "sign_document", "sign_request", "since",
+    "submission_digest", "unpack", "unpack_tokens", "verify", "verify_body", "verify_request",
 ]  # fmt: skip

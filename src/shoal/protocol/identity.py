@@ -2,8 +2,9 @@
 
     root ──signs──► role certificates (hub, trainer, validator)      one root per run, pinned in the join URL
     node ──signs──► its own requests                                  no certificate: anyone may join
+    owner ─signs──► vouches for nodes                                 so that what several machines earn adds up
 
-A key file is PEM (PKCS 8), mode 0600, made on first use.
+A key file is PEM (PKCS 8), mode 0600, made on first use. `sealing` is the form in which a key is carried elsewhere.
 """
 
 from __future__ import annotations
@@ -109,6 +110,19 @@ def load_or_create_key(path: Path) -> SigningKey:
     if path.exists():
         return load_key(path)
     key = SigningKey.generate()
+    return key if _write_key(path, key) else load_key(path)
+
+
+def store_key(path: Path, key: SigningKey) -> None:
+    """Write a key where there is none yet: a key that is overwritten is lost, and all that it has earned with it."""
+    if path.exists() or not _write_key(path, key):
+        raise KeyFileError(
+            f"there is a key at {path} already: it is not overwritten; move it away, or choose another file"
+        )
+
+
+def _write_key(path: Path, key: SigningKey) -> bool:
+    """Write a key file, whole or not at all; False if somebody else was first."""
     temporary = path.with_name(f".{path.name}.{os.urandom(8).hex()}")  # a pid repeats: threads, containers
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -120,10 +134,10 @@ def load_or_create_key(path: Path) -> SigningKey:
         try:
             os.link(temporary, path)  # fails if somebody else was first, unlike a rename
         except FileExistsError:
-            return load_key(path)
+            return False
     except OSError as error:
         raise KeyFileError(f"cannot write the key file {path}: {error.strerror}") from error
     finally:
         with contextlib.suppress(OSError):  # its folder may be what could not be made
             temporary.unlink(missing_ok=True)
-    return key
+    return True

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from shoal.protocol.policy import HEX_256, PolicyRef
 from shoal.protocol.signing import Document, Message, SignedDocument
+from shoal.protocol.versions import since
 
 PROFILE = r"^[a-z0-9_.\-]{1,32}/[a-z0-9_.\-]{1,32}/[a-z0-9_.\-]{1,32}$"
 DEFAULT_PROFILE = "torch/cpu/float32"  # engine, device, number format: what rounding may explain depends on them
@@ -37,7 +38,8 @@ class ProofParameters(Message):
 class Lease(Document):
     """One unit of work for one node: generate this group, under these seeds, by that policy, until the deadline.
 
-    A unit keeps its prompt and its seeds when it is issued again, whoever gets it.
+    A unit keeps its prompt and its seeds when it is issued again, whoever gets it. `deadline_ms` moves on with every
+    heartbeat that shows progress, up to `hard_deadline_ms`.
     """
 
     kind: ClassVar[str] = "lease"
@@ -56,6 +58,7 @@ class Lease(Document):
     environment_digest: str = Field(pattern=HEX_256)
     issued_at_ms: int
     deadline_ms: int
+    hard_deadline_ms: int = Field(default=0, json_schema_extra=since(2))
 
     @property
     def seed_numbers(self) -> tuple[int, ...]:

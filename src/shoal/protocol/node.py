@@ -7,14 +7,15 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, FiniteFloat
 
-from shoal.protocol.lease import DEFAULT_PROFILE, ProofParameters, SamplingParameters
+from shoal.protocol.lease import DEFAULT_PROFILE, MAX_HELD, ProofParameters, SamplingParameters
 from shoal.protocol.policy import PolicyRef
 from shoal.protocol.signing import Document, Message, SignedDocument
+from shoal.protocol.versions import PROTOCOL_VERSION, since
 
-PROTOCOL_VERSION = 1
 PRINTABLE = r"^[^\x00-\x1f\x7f-\x9f]*$"  # what others say is shown in terminals: no control characters
 
-Role = Literal["hub", "trainer", "validator", "worker"]
+Role = Literal["hub", "trainer", "validator", "worker", "admin"]
+Liveness = Literal["here", "silent", "gone"]
 
 
 class NodeState(StrEnum):
@@ -33,10 +34,20 @@ class RoleCertificate(Document):
     issued_at_ms: int
 
 
+class Vouch(Document):
+    """An owner's key says: this machine is mine. What it earns counts as the owner's, whatever becomes of it."""
+
+    kind: ClassVar[str] = "vouch"
+    owner: str = Field(pattern="^[0-9a-f]{64}$")
+    node: str = Field(pattern="^[0-9a-f]{32}$")
+    issued_at_ms: int
+
+
 class RunInfo(Document):
     """What a node needs to take part; signed by the hub. The join URL pins the root key's fingerprint.
 
-    Weights come from `sources` (relays); from `last_resort` (the origin) only what none of those can give.
+    Weights come from `sources` (relays); from `last_resort` (the origin) only what none of those can give. `hubs` are
+    further addresses of the same run; keys in `revoked` are trusted for nothing; `uploads` says where submissions go.
     """
 
     kind: ClassVar[str] = "run-info"
@@ -55,6 +66,9 @@ class RunInfo(Document):
     group_size: int
     max_staleness: int
     steps: int
+    hubs: tuple[str, ...] = Field(default=(), json_schema_extra=since(2))
+    revoked: tuple[str, ...] = Field(default=(), json_schema_extra=since(2))
+    uploads: Literal["hub", "store"] = Field(default="hub", json_schema_extra=since(2))
 
 
 class Registration(Message):
@@ -66,10 +80,15 @@ class Registration(Message):
     certificate: SignedDocument | None = None
     protocol_version: int = PROTOCOL_VERSION
     software: str = Field(default="", max_length=128)
+    vouch: SignedDocument | None = Field(default=None, json_schema_extra=since(2))
 
 
 class NodeView(Message):
-    """A node as the hub sees it; also what a worker is told about itself."""
+    """A node as the hub sees it; also what a worker is told about itself.
+
+    Three axes that do not touch each other: trust (`on_probation`, strikes), `liveness`, and sanction (`state`, until
+    when). `window` is how many leases it may hold now.
+    """
 
     node: str
     name: str
@@ -85,21 +104,31 @@ class NodeView(Message):
     reason: str = ""
     doing: str = ""
     last_seen_ms: int = 0
+    liveness: Liveness = Field(default="here", json_schema_extra=since(2))
+    until_ms: int | None = Field(default=None, json_schema_extra=since(2))
+    suspensions: int = Field(default=0, json_schema_extra=since(2))
+    window: int = Field(default=0, json_schema_extra=since(2))
+    owner: str = Field(default="", json_schema_extra=since(2))
 
 
 class Heartbeat(Message):
     """I am alive, this is what I am doing, and this is how fast (`counters`: e.g. tokens, busy_s, idle_s).
 
     `waiting_s` is how long the wait has lasted: a node that often waits for the same thing does not wait all the time.
+    `progress` says how many tokens of each lease are generated so far: a lease on which something happens is renewed.
     """
 
     doing: str = Field(default="", max_length=200, pattern=PRINTABLE)
     waiting_for: str = Field(default="", max_length=200, pattern=PRINTABLE)
     waiting_s: float = Field(default=0.0, ge=0, le=10**9)
     counters: dict[str, FiniteFloat] = Field(default={}, max_length=32)
+    progress: dict[str, int] = Field(default={}, max_length=MAX_HELD, json_schema_extra=since(2))
 
 
 class HeartbeatReply(Message):
+    """`deadlines` are those of the leases in the heartbeat's `progress`, renewed or not; ended leases are left out."""
+
     node: NodeView
     policy: PolicyRef | None = None
     finished: bool = False
+    deadlines: dict[str, int] = Field(default={}, json_schema_extra=since(2))

@@ -5,8 +5,8 @@ A signed document travels as JSON:
     {"kind": "lease", "document": {...}, "signed_by": "<public key>", "signature": "<hex>"}
 
 The signature covers `shoal/<kind>/v1` and the canonical JSON of `document` *as it arrived*, so a reader whose
-message type has since grown a field still verifies an old document. The kind is inside the signature, so that no
-document can stand in for another.
+message type has since grown a field still verifies an old document, and one whose has not yet grown it a new one: what
+it does not know, it leaves alone. The kind is inside the signature, so that no document can stand in for another.
 
 A signed request carries five headers. The signature covers the method, the run, the path with its query, the node,
 the time, the nonce and the hash of the body: nothing in a request can be changed, replayed or sent to another run.
@@ -26,6 +26,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from shoal.errors import ProtocolError, SignatureError
 from shoal.protocol.identity import SigningKey, verify
+from shoal.protocol.versions import PROTOCOL_VERSION, shaped
 
 MAX_SKEW_MS = 120_000
 MAX_TIME_DIGITS = 15
@@ -68,10 +69,15 @@ def _document_bytes(kind: str, document: Mapping[str, Any]) -> bytes:
         raise ProtocolError(f"a {kind} holds a value that JSON cannot carry: {error}") from error
 
 
-def sign_document(document: Document, key: SigningKey) -> SignedDocument:
-    body = document.model_dump(mode="json")
-    signature = key.sign(_document_bytes(document.kind, body))
-    return SignedDocument(kind=document.kind, document=body, signed_by=key.public_key, signature=signature)
+def sign_document(document: Document, key: SigningKey, version: int = PROTOCOL_VERSION) -> SignedDocument:
+    """The document, signed in the shape that a peer of protocol `version` knows."""
+    return sign_values(document.kind, shaped(document, version), key)
+
+
+def sign_values(kind: str, values: dict[str, Any], key: SigningKey) -> SignedDocument:
+    """A document that is there as JSON values already, signed."""
+    signature = key.sign(_document_bytes(kind, values))
+    return SignedDocument(kind=kind, document=values, signed_by=key.public_key, signature=signature)
 
 
 def open_document(signed: SignedDocument, kind: type[D], trusted: str | set[str]) -> D:
@@ -83,7 +89,7 @@ def open_document(signed: SignedDocument, kind: type[D], trusted: str | set[str]
         raise SignatureError(f"this {kind.kind} is signed by {signed.signed_by[:16]}…, which is not trusted for it")
     verify(signed.signed_by, signed.signature, _document_bytes(signed.kind, signed.document))
     try:
-        return kind.model_validate(signed.document)
+        return kind.model_validate(signed.document, extra="ignore")
     except ValidationError as error:
         raise ProtocolError(f"this {kind.kind} is signed but malformed: {first_problem(error)}") from error
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -10,6 +10,9 @@ from shoal.protocol.batch import StepReport
 from shoal.protocol.node import NodeView
 from shoal.protocol.policy import HEX_256, LedgerHead, PolicyRef
 from shoal.protocol.signing import Message
+from shoal.protocol.versions import since
+
+Conduct = Literal["running", "paused", "draining"]
 
 
 class LedgerEntry(Message):
@@ -45,8 +48,21 @@ class RecentVerdict(Message):
     decided_at_ms: int
 
 
+class Standing(Message):
+    """What the run's owner has ordered, since when and why. `drained`: it drains, and nothing is out any more."""
+
+    conduct: Conduct = "running"
+    since_ms: int = 0
+    reason: str = ""
+    drained: bool = False
+
+
 class RunStatus(Message):
-    """Everything `shoal status` and the dashboard show."""
+    """Everything `shoal status` and the dashboard show.
+
+    `nodes` are all of them, or those that matter most of very many; `node_counts` counts all, by `role.state`. `outbox`
+    is how many entries wait to be appended to the ledger, since `outbox_since_ms`.
+    """
 
     run: str
     name: str
@@ -64,6 +80,10 @@ class RunStatus(Message):
     reports: tuple[StepReport, ...]
     alarms: tuple[str, ...]
     ledger: LedgerHead
+    standing: Standing = Field(default=Standing(), json_schema_extra=since(2))
+    node_counts: dict[str, int] = Field(default={}, json_schema_extra=since(2))
+    outbox: int = Field(default=0, json_schema_extra=since(2))
+    outbox_since_ms: int | None = Field(default=None, json_schema_extra=since(2))
 
 
 class Problem(Message):

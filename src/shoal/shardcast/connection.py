@@ -3,7 +3,7 @@
 Written by hand rather than over an HTTP library, for two reasons: a library spends several times the CPU per byte,
 and its time-outs are per receive, so that a source dripping one byte a second would hold a thread for days. Here
 every byte, header bytes included, is received under one deadline, and a stop is noticed within `SLICE_S`. Whoever
-does not want to wait even that long hangs up, from any thread.
+does not want to wait even that long hangs up, from any thread. Proxies are honoured as elsewhere (`runtime.proxies`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from typing import Protocol
 from urllib.parse import urlsplit
 
 from shoal.errors import BroadcastError, ConfigError
+from shoal.runtime.proxies import proxy_of
 from shoal.runtime.stop import StopToken
+from shoal.shardcast.tunnel import WANTS_PASSWORD, authorization_lines, connect_to, open_tunnel
 
 SLICE_S = 0.2
 MAX_ANSWER_HEAD_BYTES = 16 * 1024
@@ -76,6 +78,10 @@ class Address:
     port: int
     prefix: str
 
+    @property
+    def netloc(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
     @classmethod
     def parse(cls, source: str) -> Address:
         try:
@@ -96,6 +102,7 @@ class Connection:
     def __init__(self, source: str, stop: StopToken, timeouts: Timeouts = Timeouts()) -> None:
         self.source = source
         self._address = Address.parse(source)
+        self._proxy = proxy_of(source)
         self._stop = stop
         self._timeouts = timeouts
         self._socket: socket.socket | None = None
@@ -179,8 +186,12 @@ class Connection:
         if self._socket is None:
             self._socket = self._connect(deadline)
         address = self._address
-        host = f"[{address.host}]" if ":" in address.host else address.host
-        lines = [f"GET {address.prefix}{target} HTTP/1.1", f"Host: {host}:{address.port}", "Accept-Encoding: identity"]
+        lines = [f"Host: {address.netloc}", "Accept-Encoding: identity"]
+        if self._proxy is not None and not address.secure:
+            lines = [f"GET http://{address.netloc}{address.prefix}{target} HTTP/1.1", *lines]
+            lines += authorization_lines(self._proxy)
+        else:
+            lines = [f"GET {address.prefix}{target} HTTP/1.1", *lines]
         try:
             self._socket.settimeout(max(0.01, min(deadline.remaining_s(), self._timeouts.stall_s)))
             self._socket.sendall("\r\n".join([*lines, "", ""]).encode("latin-1"))
@@ -188,16 +199,19 @@ class Connection:
         except OSError as error:
             raise self._broken(f"does not take the request: {error}") from error
         self._answer = self._read_head(deadline)
+        if self._proxy is not None and self._answer.status == WANTS_PASSWORD:
+            raise self._broken(f"cannot be reached: the proxy {self._proxy.shown} wants a user and a password (407)")
         return self._answer
 
     def _connect(self, deadline: Deadline) -> socket.socket:
         address = self._address
         timeout_s = max(0.01, min(self._timeouts.connect_s, deadline.remaining_s()))
         try:
-            plain = socket.create_connection((address.host, address.port), timeout=timeout_s)
+            plain = self._reach(timeout_s)
             plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         except OSError as error:
-            raise self._broken(f"cannot be reached: {error.strerror or error}") from error
+            way = f" through the proxy {self._proxy.shown}" if self._proxy is not None else ""
+            raise self._broken(f"cannot be reached{way}: {error.strerror or error}") from error
         if not address.secure:
             return plain
         try:
@@ -205,6 +219,23 @@ class Connection:
         except OSError as error:
             plain.close()
             raise self._broken(f"cannot be reached: {error.strerror or error}") from error
+
+    def _reach(self, timeout_s: float) -> socket.socket:
+        """A connection on which the source can be asked, TLS still to come."""
+        address, proxy = self._address, self._proxy
+        if proxy is None:
+            return socket.create_connection((address.host, address.port), timeout=timeout_s)
+        if proxy.secure and address.secure:
+            raise OSError("a https:// source is not asked through a https:// proxy: name the proxy as http://")
+        connection = connect_to(proxy, timeout_s)
+        if address.secure:
+            try:
+                open_tunnel(connection, proxy, address.netloc, timeout_s)
+                connection.settimeout(timeout_s)
+            except OSError:
+                connection.close()
+                raise
+        return connection
 
     def _read_head(self, deadline: Deadline) -> Answer:
         piece = memoryview(bytearray(MAX_ANSWER_HEAD_BYTES))

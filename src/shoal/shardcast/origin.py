@@ -34,6 +34,7 @@ from shoal.protocol import (
     content_digest,
 )
 from shoal.runtime.clock import Clock, SystemClock
+from shoal.runtime.crash import point
 from shoal.runtime.lock import FolderLock
 from shoal.runtime.stop import StopToken
 from shoal.shardcast.bases import Base, Bases
@@ -216,6 +217,7 @@ class Origin:
         signed = encode(manifest, self._key)
         read_manifest(signed, self._run, self._key.public_key)  # what nobody could read is not announced
         self._tree.sync_chunks(chunk.hash for chunk in offered(manifest))
+        point("trainer.publish.before_manifest")
         self._tree.write(manifest_key(place), signed)
         if writer is not None:
             writer.close()
@@ -320,6 +322,7 @@ class Origin:
             kept_versions=tuple(f"{incarnation}.{version}" for incarnation, version in sorted(kept)),
             created_at_ms=self._clock.now_ms(),
         )
+        point("trainer.publish.before_head")
         self._tree.write(HEAD, encode(head, self._key))
         self._collect(known, kept)
 

@@ -34,6 +34,7 @@ from torch import Tensor
 from shoal.errors import CheckpointError
 from shoal.models.state import apply_state, policy_state
 from shoal.protocol import canonical_json
+from shoal.runtime.crash import point
 from shoal.runtime.files import ensure_folder, resource_error, sync_folder, write_atomically
 from shoal.trainer.learner import Learner
 
@@ -92,6 +93,7 @@ class CheckpointStore:
             _save_tensors(hidden / MODEL, policy_state(learner.model))
             _save_tensors(hidden / TRAINING, _training_state(learner))
             write_atomically(hidden / MANIFEST, _manifest(hidden, progress))
+            point("trainer.checkpoint.before_rename")
             return self._put_in_place(hidden, progress)
         except (SafetensorError, OSError) as error:
             raise resource_error("write the checkpoint", hidden, error) from error
@@ -126,6 +128,7 @@ class CheckpointStore:
             target.rename(self.folder / f"{HIDDEN}replaced-{progress.name}")
         hidden.rename(target)
         sync_folder(self.folder)
+        point("trainer.checkpoint.after_rename")
         self._sweep()
         for name in self._places()[self._keep :]:
             shutil.rmtree(self.folder / name)

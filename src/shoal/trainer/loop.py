@@ -46,6 +46,7 @@ from shoal.protocol import (
     TrainingBatch,
 )
 from shoal.runtime.clock import Clock, SystemClock
+from shoal.runtime.crash import point
 from shoal.runtime.files import ensure_folder
 from shoal.runtime.lock import FolderLock
 from shoal.runtime.metrics import MetricsLog
@@ -242,6 +243,7 @@ class TrainingRun:
         metrics = self._train(batch, rollouts)
         publisher.wait()  # so that the hub is never more than one version behind a checkpoint
         self._record(step, {**held_out, **metrics, **self._times(wait_s)})
+        point("trainer.step.recorded")
         self.version = step + 1
         if self._due(self._settings.checkpoint_every, self.version) or self.version == self._info.steps:
             self._store.save(self._parts.learner, self._progress(publisher.incarnation), self._parts.files)

@@ -35,6 +35,7 @@ from shoal.protocol import (
     sign_document,
 )
 from shoal.runtime.clock import Clock, SystemClock
+from shoal.runtime.crash import point
 from shoal.shardcast import Content
 
 log = logging.getLogger(__name__)
@@ -163,6 +164,8 @@ class Publisher:
         announcement = PolicyAnnouncement(
             run=self._to.run, policy=manifest.policy, created_at_ms=self._to.clock.now_ms()
         )
+        point("trainer.publish.before_announce")
         self._to.hub.announce(sign_document(announcement, self._to.key))
+        point("trainer.publish.after_announce")
         log.info("policy %s is out, digest %s…", manifest.policy.label, manifest.policy.digest[:16])
         return manifest

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 
 from shoal.client import Activity, ClientOptions, HubClient, RegularHeartbeat
-from shoal.client.weights import downloader_of
+from shoal.client.weights import Following, downloader_of
 from shoal.engines import build, kind_of, warm_up
 from shoal.engines.shelf import EngineShelf, LoadedPolicy
 from shoal.errors import (
@@ -40,6 +40,7 @@ from shoal.protocol import (
 )
 from shoal.protocol.verdict import MAX_BODIES_PER_REQUEST, MAX_VERDICTS_PER_REPORT
 from shoal.runtime.clock import Clock, SystemClock
+from shoal.runtime.crash import point
 from shoal.runtime.lock import FolderLock
 from shoal.runtime.stop import StopToken
 from shoal.shardcast import Prefetch
@@ -72,7 +73,7 @@ def run_validator(config: ValidatorConfig, stop: StopToken) -> None:
         weights = downloader_of(client.trusted_run(), config.folder / "cache", stop, settings.held_versions)
         with closing(weights) as downloader, Prefetch(downloader, stop):
             shelf = EngineShelf(
-                downloader.fetch,
+                Following(client, downloader),
                 lambda files: build(config.engine, files, settings.device, settings.dtype),
                 settings.held_versions,
                 round(settings.memory_gb * 10**9),
@@ -198,7 +199,9 @@ class Validator:
     def _report(self, verdicts: Sequence[Verdict]) -> None:
         for start in range(0, len(verdicts), MAX_VERDICTS_PER_REPORT):
             part = verdicts[start : start + MAX_VERDICTS_PER_REPORT]
+            point("validator.verdict.before_report")
             reply = self._client.verdicts([sign_document(verdict, self._client.key) for verdict in part])
+            point("validator.verdict.after_report")
             refused = {refusal.submission: refusal for refusal in reply.refused}
             for verdict in part:
                 self._note(verdict, refused.get(verdict.submission))

@@ -1,4 +1,4 @@
-"""What the hub thinks of this node, said to its owner: credit earned, groups refused and why.
+"""What the hub thinks of this node, said to its owner: credit earned, groups refused and why, a suspension and its end.
 
 The heartbeat's answer carries the totals; when a refusal is among them, the reason is read from the run's status.
 Good news is gathered and told every so often, bad news at once.
@@ -43,7 +43,16 @@ class Earnings:
         if now.accepted > self._told.accepted and self._clock.monotonic_s() >= self._tell_at_s:
             log.info("%s", _gain(self._told, now))
             self._told, self._tell_at_s = now, self._clock.monotonic_s() + TELL_EVERY_S
+        self._tell_suspension(before, now)
         self.shut_out = shut_out(now)
+
+    def _tell_suspension(self, before: NodeView, now: NodeView) -> None:
+        """Said once, and again if it got longer: the worker goes on asking, and goes on working when it is over."""
+        is_new = before.state is not NodeState.SUSPENDED or now.until_ms != before.until_ms or self._first is now
+        if now.state is NodeState.SUSPENDED and is_new:
+            log.warning("%s", suspension(now))
+        elif now.state is NodeState.ACTIVE and before.state is NodeState.SUSPENDED:
+            log.info("the suspension is over: this node gets work again")
 
     def summary(self) -> str:
         """What this start of the worker earned, for its last line."""
@@ -65,10 +74,19 @@ class Earnings:
 
 def shut_out(view: NodeView) -> ShutOut | None:
     """What a node that the hub sees like this has to end with, if anything."""
-    if view.state is NodeState.ACTIVE:
+    if view.state is not NodeState.BANNED:
         return None
     sentence = f"the hub has {view.state.value} this node: {view.reason or 'it gave no reason'}"
     return ShutOut(FORBIDDEN, f"node.{view.state.value}", sentence)
+
+
+def suspension(view: NodeView) -> str:
+    """What a suspended node's owner should know: how long, why, and that nothing has to be done."""
+    reason = view.reason or "the hub gave no reason"
+    if view.until_ms is None:
+        return f"this node is suspended until the run's owner pardons it: {reason}; it waits"
+    left_s = max(0, view.until_ms - view.last_seen_ms) / 1000
+    return f"this node is suspended for {left_s:.0f} s more: {reason}; it waits, and goes on by itself"
 
 
 def _groups(count: int) -> str:

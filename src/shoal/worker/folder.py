@@ -10,6 +10,7 @@ known_hubs.json    hub address → root fingerprint, believed at the first conta
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from shoal.errors import ConfigError
@@ -21,9 +22,18 @@ def identity(folder: Path) -> SigningKey:
     return load_or_create_key(folder / "node.key")
 
 
-def pinned_root(folder: Path, hub_url: str, given: str | None) -> str | None:
-    """The root fingerprint to insist on: the one given, else the one remembered for this address, else none."""
-    return given if given is not None else _known(folder).get(hub_url)
+def pinned_root(folder: Path, hub_urls: Sequence[str], given: str | None) -> str | None:
+    """The root fingerprint to insist on: the one given, else the one remembered for these addresses, else none."""
+    if given is not None:
+        return given
+    known = _known(folder)
+    roots = list(dict.fromkeys(known[url] for url in hub_urls if url in known))
+    if len(roots) > 1:
+        raise ConfigError(
+            f"{', '.join(hub_urls)} were hubs of different runs ({', '.join(roots)}): give the addresses of one run, "
+            f"or its whole join URL; {_path(folder)} is what is remembered"
+        )
+    return roots[0] if roots else None
 
 
 def remember_root(folder: Path, hub_url: str, root_fingerprint: str) -> None:

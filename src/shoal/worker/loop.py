@@ -13,12 +13,15 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
 
 from shoal.client import Activity, ClientOptions, HubClient, RegularHeartbeat
-from shoal.client.weights import downloader_of
+from shoal.client.weights import Following, downloader_of
 from shoal.engines import Completion, Engine, GenerationRequest, build, kind_of, warm_up
 from shoal.engines.shelf import EngineShelf, Fetch, LoadedPolicy
 from shoal.engines.submission import submission_of
@@ -32,6 +35,7 @@ from shoal.errors import (
     ResourceError,
 )
 from shoal.protocol import (
+    HeartbeatReply,
     Lease,
     LeaseRelease,
     LeaseReply,
@@ -41,6 +45,7 @@ from shoal.protocol import (
 )
 from shoal.protocol.lease import DEFAULT_PROFILE, MAX_HELD
 from shoal.runtime.clock import Clock, SystemClock
+from shoal.runtime.crash import point
 from shoal.runtime.lock import FolderLock
 from shoal.runtime.stop import StopToken
 from shoal.shardcast import Prefetch
@@ -57,14 +62,15 @@ LOCK_WAIT_S = 5.0
 RELEASE_PATIENCE_S = 5.0
 LOADED_POLICIES = 1  # leases name the newest policy: a second copy of the weights would hardly ever be used
 PROFILE_UNKNOWN = "profile.unknown"  # the hub's code for a kind of worker that the run has not measured
+BROKEN_CALLS = 3  # engine calls in a row with groups that are no numbers, after which the worker ends
 POLICY_PAUSE_S = 1.0  # after a policy could not be had, before asking for work again
 
 
 def run_worker(config: WorkerConfig, stop: StopToken) -> None:
     """Work for a run until it is finished, the process is told to stop, or the hub shuts this node out.
 
-    Raises `ShutOut` with the hub's sentence if the node is banned or suspended, `HubUnreachable` after the patience,
-    `ConfigError` if the run has no use for what this worker generates with.
+    Raises `ShutOut` with the hub's sentence if the node is banned, `HubUnreachable` after the patience, `ConfigError`
+    if the run has no use for what this worker generates with. A suspension is waited for.
     """
     check_choices(config.engine, config.cheat, config.settings)
     conduct = Cheat() if config.cheat is None else find_cheat(config.cheat)  # with no hook changed: honest
@@ -79,7 +85,7 @@ def run_worker(config: WorkerConfig, stop: StopToken) -> None:
         outbox = Outbox(config.folder / "outbox", config.settings.refused_kept)
         weights = downloader_of(client.trusted_run(), config.folder / "cache", stop, config.settings.keep_versions)
         with closing(weights) as downloader, Prefetch(downloader, stop):
-            shelf = _shelf(config, conduct, downloader.fetch, run.environment)
+            shelf = _shelf(config, conduct, Following(client, downloader), run.environment)
             Worker(client, shelf, outbox, config.settings, stop, profile, conduct=conduct).run()
 
 
@@ -118,12 +124,14 @@ def _shelf(config: WorkerConfig, conduct: Cheat, fetch: Fetch, environment: str)
 def _connected(config: WorkerConfig, stop: StopToken) -> Iterator[HubClient]:
     """A registered client that insists on the run's root key, remembered from the first contact on."""
     key = identity(config.folder)
-    pinned = pinned_root(config.folder, config.hub_url, config.root_fingerprint)
+    urls = (config.hub_url, *config.further_hubs)
+    pinned = pinned_root(config.folder, urls, config.root_fingerprint)
     options = ClientOptions(patience_s=config.settings.hub_patience_s)
-    client = HubClient(config.hub_url, key, stop, pinned, config.http, options=options)
+    client = HubClient(urls, key, stop, pinned, config.http, options=options)
     try:
-        remember_root(config.folder, config.hub_url, client.trusted_run().root_fingerprint)
-        refusal = shut_out(client.register(config.name, "worker", None))
+        root_fingerprint = client.trusted_run().root_fingerprint
+        remember_root(config.folder, client.url, root_fingerprint)
+        refusal = shut_out(client.register(config.name, "worker", None, config.vouch))
         if refusal is not None:
             raise refusal
         yield client
@@ -163,11 +171,13 @@ class Worker:
         self._conduct = conduct
         self._run = client.run_info().run
         self._hand: dict[str, Held] = {}
+        self._deadlines_ms: dict[str, int] = {}
+        self._broken_calls = 0
         self._finished = False
         self._earnings = Earnings(client, clock)
         self.activity = Activity(clock)
         self._uploader = Uploader(client, outbox, self._on_sent, clock)
-        self._heartbeat = RegularHeartbeat(client, settings.heartbeat_s, self.activity, self._earnings.hear)
+        self._heartbeat = RegularHeartbeat(client, settings.heartbeat_s, self.activity, self._hear)
 
     def run(self) -> None:
         """Lease, generate, hand in; until finished, stopped or shut out."""
@@ -189,6 +199,16 @@ class Worker:
             if self._room_in_outbox():
                 self._lease()
                 self._work()
+
+    def _hear(self, reply: HeartbeatReply) -> None:
+        """In the heartbeat's thread: what the hub thinks of this node, and the time it gives for leases at work."""
+        self._earnings.hear(reply)
+        self._deadlines_ms.update(reply.deadlines)
+
+    def _ends_at_s(self, held: Held) -> float:
+        """When a lease runs out by this machine's clock; as much later as the hub has moved its deadline."""
+        moved_ms = self._deadlines_ms.get(held.lease.lease, held.lease.deadline_ms) - held.lease.deadline_ms
+        return held.ends_at_s + max(0, moved_ms) / 1000
 
     def _report_leftovers(self) -> None:
         waiting = len(self._outbox.waiting(self._run))
@@ -219,9 +239,12 @@ class Worker:
         with self.activity.waiting("work from the hub"):
             reply = self._ask(request)
         arrived_s = self._clock.monotonic_s()
+        self._deadlines_ms = {lease: at_ms for lease, at_ms in self._deadlines_ms.items() if lease in self._hand}
         for lease, _ in self._client.open_leases(reply):
             self._hand[lease.lease] = Held(lease, arrived_s + (lease.deadline_ms - lease.issued_at_ms) / 1000)
         self._finished = reply.finished and not reply.leases
+        if reply.leases:
+            point("worker.lease.received")
         if not reply.leases and reply.waiting:
             log.debug("no work: %s", reply.waiting)
 
@@ -254,7 +277,7 @@ class Worker:
 
     def _policy(self, policy: PolicyRef) -> LoadedPolicy | None:
         """The engine with this policy; None, and the leases given back, if it cannot be had before they run out."""
-        patience_s = max(held.ends_at_s for held in self._of(policy)) - self._clock.monotonic_s()
+        patience_s = max(map(self._ends_at_s, self._of(policy))) - self._clock.monotonic_s()
         try:
             with self.activity.waiting(f"policy {policy.label}"):
                 return self._shelf.get(policy, max(patience_s, 0.0))
@@ -269,21 +292,45 @@ class Worker:
     def _generate(self, loaded: LoadedPolicy) -> None:
         """All groups of one policy in one engine call; each is durable before the next thing happens."""
         now_s = self._clock.monotonic_s()
-        late = [held.lease.lease for held in self._of(loaded.ref) if held.ends_at_s <= now_s]
+        late = [held.lease.lease for held in self._of(loaded.ref) if self._ends_at_s(held) <= now_s]
         self._release(late, "the lease ran out before it was begun")
         leases = [held.lease for held in self._of(loaded.ref)]
         if not leases:
             return
         with self.activity.busy(f"generating {len(leases)} groups by policy {loaded.ref.label}"):
-            groups = generate(loaded, leases)
+            groups = generate(loaded, leases, self.activity.generated)
         for lease, completions in zip(leases, groups, strict=True):
+            if not is_finite(completions):
+                continue
             submission = submission_of(lease, completions, loaded.engine.name)
             self._outbox.put(self._conduct.submission(submission, lease))
             del self._hand[lease.lease]
             self.activity.count("groups")
             self.activity.count("tokens", sum(len(completion.token_ids) for completion in completions))
+        self._give_back_broken(loaded, groups)
+
+    def _give_back_broken(self, loaded: LoadedPolicy, groups: Sequence[Sequence[Completion]]) -> None:
+        """What this machine computed is no number: that is its failure, not the policy's, and nothing to be judged."""
+        broken = sum(not is_finite(group) for group in groups)
+        if not broken:
+            self._broken_calls = 0
+            return
+        log.warning(
+            "%d of %d groups have log-probabilities that are no numbers: this machine's arithmetic, or the policy "
+            "%s, is broken; they are not handed in",
+            broken, len(groups), loaded.ref.label,
+        )  # fmt: skip
+        self._release([held.lease.lease for held in self._of(loaded.ref)], "log-probabilities that are no numbers")
+        self._broken_calls += 1
+        if self._broken_calls >= BROKEN_CALLS:
+            raise ResourceError(
+                f"the engine {loaded.engine.name} gave log-probabilities that are no numbers {BROKEN_CALLS} times in a "
+                "row: try another device or number format (worker.device, worker.dtype); `shoal doctor --selftest` "
+                "tells whether it helps"
+            )
 
     def _on_sent(self, parcel: Parcel, taken: bool) -> None:
+        self.activity.ended(parcel.lease)
         self.activity.count("submitted" if taken else "refused")
         log.debug("unit %d %s", parcel.unit, "submitted" if taken else "refused")
 
@@ -291,6 +338,7 @@ class Worker:
         """Give leases back at once, so that others need not wait for them to run out."""
         for lease in leases:
             self._hand.pop(lease, None)
+            self.activity.ended(lease)
         if not leases:
             return
         log.info("%d leases are given back: %s", len(leases), reason)
@@ -317,16 +365,32 @@ class Worker:
             log.info("%d finished groups stay in the outbox; the next start sends them", kept)
 
 
-def generate(loaded: LoadedPolicy, leases: Sequence[Lease]) -> list[list[Completion]]:
+def is_finite(group: Sequence[Completion]) -> bool:
+    """Whether all log-probabilities of a group are numbers."""
+    return all(bool(np.isfinite(completion.logprobs).all()) for completion in group)
+
+
+def generate(
+    loaded: LoadedPolicy, leases: Sequence[Lease], on_tokens: Callable[[str, int], None] | None = None
+) -> list[list[Completion]]:
     """The groups of leases of one policy, with proofs as the leases want them (a run wants all alike).
 
-    An engine's failure becomes one sentence (a full device is a `RuntimeError` of torch).
+    `on_tokens` hears now and then of a lease how many tokens it has. An engine's failure becomes one sentence (a full
+    device is a `RuntimeError` of torch).
     """
     groups: dict[str, list[Completion]] = {}
     try:
         for proof in dict.fromkeys(lease.proof for lease in leases):
             alike = [lease for lease in leases if lease.proof == proof]
-            requests = [GenerationRequest(lease.prompt_ids, lease.seed_numbers, lease.sampling) for lease in alike]
+            requests = [
+                GenerationRequest(
+                    lease.prompt_ids,
+                    lease.seed_numbers,
+                    lease.sampling,
+                    on_tokens=partial(on_tokens, lease.lease) if on_tokens is not None else None,
+                )
+                for lease in alike
+            ]
             drawn = loaded.engine.generate(requests, proof)
             groups.update(zip((lease.lease for lease in alike), drawn, strict=True))
         return [groups[lease.lease] for lease in leases]

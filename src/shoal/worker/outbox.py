@@ -19,6 +19,7 @@ from pathlib import Path
 from shoal.errors import CodecError
 from shoal.protocol import Limits, Submission, pack, submission_digest, unpack
 from shoal.runtime.clock import Clock, SystemClock
+from shoal.runtime.crash import point
 from shoal.runtime.files import ensure_folder, resource_error, sync_folder, write_atomically
 
 SUFFIX = ".submission"
@@ -58,6 +59,7 @@ class Outbox:
         name = f"{self._clock.now_ms():013d}-{submission.unit}-{submission_digest(body)[:12]}{SUFFIX}"
         parcel = Parcel(self._folder / name, submission.run, submission.lease, submission.unit)
         write_atomically(parcel.path, body)
+        point("worker.outbox.written")
         with self._changed:
             self._parcels[parcel.path] = parcel
             self._changed.notify_all()

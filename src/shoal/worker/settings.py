@@ -10,6 +10,7 @@ import httpx
 from pydantic import BaseModel, ConfigDict, Field
 
 from shoal.engines import check_engine
+from shoal.protocol import SignedDocument
 from shoal.protocol.lease import MAX_LEASES_PER_REQUEST
 from shoal.worker.cheats import find_cheat
 
@@ -41,6 +42,7 @@ class WorkerConfig:
 
     Without `root_fingerprint` the hub is believed at the first contact and remembered in the folder. `http` is given
     only by tests and one-process runs. `cheat` makes it a dishonest one (`worker.cheats`), to attack one's own run.
+    `further_hubs` are other addresses of the same run; `vouch` is an owner's word that this machine is theirs.
     """
 
     folder: Path
@@ -51,6 +53,8 @@ class WorkerConfig:
     name: str
     http: httpx.Client | None = None
     cheat: str | None = None
+    further_hubs: tuple[str, ...] = ()
+    vouch: SignedDocument | None = None
 
 
 def check_choices(engine: str, cheat: str | None, settings: WorkerSettings | None = None) -> None:

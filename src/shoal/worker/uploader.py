@@ -2,7 +2,7 @@
 
 Several, because most of a submission's time is the hub's disk and the way there, which they share.
 
-worker ─ put ─► outbox ─► uploader ─ PUT /submissions ─► hub
+worker ─ put ─► outbox ─► uploader ─ PUT /submissions ─► hub        (or by way of the run's store: `client.delivery`)
    ▲                         │  receipt: removed · final refusal: set aside · no answer: tried again
    └───── `failure` ◄────────┘  the hub is gone for longer than the patience, or this node is shut out
 """
@@ -14,8 +14,10 @@ import threading
 from collections.abc import Callable
 
 from shoal.client import HubClient
+from shoal.client.delivery import Delivery
 from shoal.errors import DeadlineExceeded, HubRefused, ShoalError, ShutOut
 from shoal.runtime.clock import Clock, SystemClock
+from shoal.runtime.crash import point
 from shoal.runtime.files import resource_error
 from shoal.runtime.stop import StopToken
 from shoal.worker.outbox import Outbox, Parcel
@@ -38,9 +40,9 @@ class Uploader:
         on_sent: Callable[[Parcel, bool], None],
         clock: Clock = SystemClock(),
     ) -> None:
-        self._client = client
         self._outbox = outbox
         self._run = client.run_info().run
+        self._delivery = Delivery(client, clock)
         self._on_sent = on_sent
         self._clock = clock
         self._end = StopToken()
@@ -59,6 +61,7 @@ class Uploader:
         end_s = self._clock.monotonic_s() + JOIN_S
         for thread in self._threads:
             thread.join(max(0.0, end_s - self._clock.monotonic_s()))
+        self._delivery.close()
 
     def flush(self, timeout_s: float, give_up: Callable[[], bool]) -> bool:
         """Whether everything was sent, at the latest after the time-out, a failure, or when `give_up` says so."""
@@ -85,11 +88,13 @@ class Uploader:
             self.failure = error if isinstance(error, ShoalError) else resource_error("send", parcel.path, error)
 
     def _hand_in(self, parcel: Parcel) -> None:
+        point("worker.outbox.before_send")
         try:
-            receipt = self._client.submit(parcel.lease, parcel.read())
+            receipt = self._delivery.hand_in(parcel.lease, parcel.read())
         except HubRefused as refusal:
             return self._refused(parcel, refusal)
         log.debug("unit %d: receipt for %s", parcel.unit, receipt.submission)
+        point("worker.outbox.after_receipt")
         self._outbox.delivered(parcel)
         return self._on_sent(parcel, True)
 

@@ -19,7 +19,9 @@ from clikit import NODE, TINY, one_line, report, run_shoal, status, wait
 from shoal.cli.folder import RunFolder
 from shoal.cli.main import command_names, explain, main
 from shoal.cli.recipe import Recipe, load_recipe
+from shoal.client.trust import run_id
 from shoal.errors import HubRefused, ResourceError
+from shoal.protocol import RoleCertificate, RunInfo, SamplingParameters, SigningKey, fingerprint, sign_document
 from shoal.runtime.config import parse_config
 from shoal.runtime.supervise import SUPERVISED, TOLD_TO_STOP_CODE
 
@@ -48,7 +50,10 @@ def test_help_is_fast_and_loads_nothing_heavy() -> None:
 
 
 def test_the_commands_are_these() -> None:
-    expected = "cast demo doctor export hub join relay run status trainer validator worker"
+    expected = (
+        "admin backup cast demo doctor export hub join key ledger migrate relay restore run status trainer validator "
+        "why worker"
+    )
     assert command_names() == expected.split()
 
 
@@ -199,9 +204,21 @@ STATUS = status(
 )  # fmt: skip
 
 
+ROOT, HUB = SigningKey.from_seed(b"r" * 32), SigningKey.from_seed(b"h" * 32)
+RUN = run_id("demo", fingerprint(ROOT.public_key))
+CERTIFICATE = RoleCertificate(run=RUN, role="hub", public_key=HUB.public_key, issued_at_ms=1)
+RUN_INFO = sign_document(
+    RunInfo(
+        run=RUN, name="demo", root_key=ROOT.public_key, certificates=(sign_document(CERTIFICATE, ROOT),),
+        sources=(NOWHERE,), environment="sort", environment_digest="e" * 64, group_size=2, max_staleness=1, steps=3,
+        sampling=SamplingParameters(temperature=1.0, max_new_tokens=8, eos_token_id=0),
+    ), HUB,
+)  # fmt: skip
+
+
 class FakeHub(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
-        body = STATUS.model_dump_json().encode()
+        body = (RUN_INFO if self.path == "/run" else STATUS).model_dump_json().encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
@@ -234,7 +251,7 @@ def test_status_is_shown_for_people_and_for_programs(hub_url: str, capsys: pytes
 def test_the_doctor_finds_a_healthy_machine_healthy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["doctor", "--folder", str(tmp_path)])
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[1] for line in lines] == ["python", "torch", "cores", "memory", "disk", "folder"]
+    assert [line.split()[1] for line in lines] == ["python", "torch", "cores", "memory", "device", "disk", "folder"]
     assert lines[0].startswith("ok")
     assert lines[-1].startswith("ok")
 
@@ -247,8 +264,13 @@ def test_the_doctor_says_what_to_do_about_each_problem(
     problems = [line for line in capsys.readouterr().out.splitlines() if line.startswith("problem")]
     assert any("a part of the path is a file" in line for line in problems)
     assert any("set this machine's clock" in line for line in problems)  # that hub lives in 1970
+    assert any("0 of 1 sources answer" in line and "check your network" in line for line in problems)
     assert main(["doctor", NOWHERE, "--folder", str(tmp_path)]) == 1
     assert "check the address and your network" in capsys.readouterr().out
+    assert main(["doctor", f"{hub_url}/#{'ab' * 20}", "--folder", str(tmp_path)]) == 1
+    assert "another run or an impostor" in capsys.readouterr().out
+    assert main(["doctor", "nonsense", "--folder", str(tmp_path)]) == 1
+    assert "is not a hub address" in capsys.readouterr().out
 
 
 def test_output_that_is_not_utf_8_ends_nothing() -> None:

@@ -32,9 +32,12 @@ def files(path: Path) -> dict[str, bytes]:
 def test_preparing_makes_the_recipe_the_keys_and_certificates(folder: RunFolder) -> None:
     names = ["hub", "trainer", "validator-0", "validator-1"]
     assert sorted(files(folder.path)) == sorted(
-        [".lock", "recipe.toml", "keys/root.key", *(f"keys/{name}{end}" for name in names for end in (".key", ".json"))]
-    )
-    for name in (*names, "root"):
+        [
+            ".lock", "recipe.toml", "keys/root.key",
+            *(f"keys/{name}{end}" for name in (*names, "admin") for end in (".key", ".json")),
+        ]
+    )  # fmt: skip
+    for name in (*names, "admin", "root"):
         assert (folder.path / "keys" / f"{name}.key").stat().st_mode & 0o777 == 0o600
     for name, signed in zip(names, folder.certificates, strict=True):
         document = open_document(signed, RoleCertificate, folder.key("root").public_key)
@@ -227,3 +230,26 @@ def test_an_emptied_recipe_is_refused_and_left_alone(folder: RunFolder) -> None:
     with pytest.raises(ConfigError, match=r"recipe\.toml is damaged: it has no \[run\] section"):
         RunFolder.open(folder.path)
     assert (folder.path / "recipe.toml").read_text() == ""
+
+
+def test_a_folder_from_before_there_were_admins_gets_one_while_the_root_key_is_there(folder: RunFolder) -> None:
+    admin = [folder.path / "keys" / name for name in ("admin.key", "admin.json")]
+    for path in admin:
+        path.unlink()
+    root = (folder.path / "keys" / "root.key").rename(folder.path / "root.key")
+    RunFolder.prepare(folder.path, recipe())  # the run goes on without one
+    assert not any(path.exists() for path in admin)
+    root.rename(folder.path / "keys" / "root.key")
+    again = RunFolder.prepare(folder.path, recipe())
+    document = open_document(again.certificate("admin"), RoleCertificate, folder.root_key)
+    assert (document.role, document.public_key) == ("admin", again.key("admin").public_key)
+    assert all(signed.document["role"] != "admin" for signed in again.certificates)
+
+
+def test_the_address_that_others_use_goes_into_the_join_url(tmp_path: Path) -> None:
+    given = ("https://shoal.example.org/", "https://two.example.org")
+    folder = RunFolder.prepare(tmp_path / "run", recipe(f"hub.advertise={list(given)}".replace("'", '"')))
+    endpoints = folder.assign_endpoints()
+    assert endpoints.join == f"https://shoal.example.org/#{fingerprint(folder.root_key)}"
+    assert endpoints.advertise == given
+    assert endpoints.hub.startswith("http://127.0.0.1:")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.cli.ingredients import check_ingredients
+from shoal.cli.ingredients import check_engines, check_ingredients, check_machine
 from shoal.cli.recipe import Recipe
 from shoal.errors import ModelError, UserError
 from shoal.models import model_folder
@@ -121,3 +121,45 @@ def test_an_end_of_sequence_token_that_the_model_cannot_say(model: Path) -> None
         (model / name).write_text(json.dumps({**content, "eos_token_id": 10**6}))
     with pytest.raises(ModelError, match="is 1000000, beyond the"):
         check_ingredients(with_model(model))
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        (
+            {"worker": {"engine": "scripted", "dtype": "bfloat16"}},
+            r"\[worker\] the engine scripted does not",
+        ),
+        ({"validator": {"engine": "scripted", "dtype": "bfloat16"}}, r"\[validator\] the engine scripted does not"),
+        ({"worker": {"dtype": "bfloat16"}}, "no profile for that, so nobody could check it: name the profile in"),
+        ({"worker": {"device": "cpu"}, "validator": {"dtype": "bfloat16"}}, "too coarse to judge workers"),
+        ({"validator": {"profiles": ["nowhere.toml"]}}, r"cannot read the profile .*nowhere\.toml"),
+        ({"hub": {"trusted_proxies": ["my-proxy"]}}, "hub.trusted_proxies: 'my-proxy' is neither an address"),
+    ],
+    ids=["worker-dtype", "validator-dtype", "no-profile", "coarse-validator", "no-profile-file", "proxy"],
+)
+def test_what_nobody_could_check_or_compute_in(changes: dict[str, object], sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        check_ingredients(Recipe.model_validate(changes, strict=False))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"worker": {"dtype": "bfloat16"}, "validator": {"profiles": ["torch/cpu/bfloat16"]}},
+        {"worker": {"dtype": "bfloat16", "count": 0}},
+        {"worker": {"engine": "scripted"}, "validator": {"engine": "scripted"}},
+    ],
+    ids=["named", "no-workers", "scripted"],
+)
+def test_what_can_be_checked(changes: dict[str, object]) -> None:
+    check_engines(Recipe.model_validate(changes, strict=False))
+
+
+def test_a_gpu_that_is_not_there(tmp_path: Path) -> None:
+    recipe = Recipe.model_validate({"worker": {"device": "cuda"}, "trainer": {"device": "cuda"}})
+    with pytest.raises(UserError, match=r'trainer.device and worker.device is "cuda", but this machine has no GPU'):
+        check_machine(recipe, tmp_path)
+    (tmp_path / "nvidiactl").touch()
+    check_machine(recipe, tmp_path)
+    check_machine(Recipe.model_validate({"worker": {"device": "cuda", "count": 0}}), tmp_path / "empty")

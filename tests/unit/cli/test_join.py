@@ -22,12 +22,13 @@ import pytest
 from clikit import one_line, run_shoal
 
 from shoal.cli.folder import RunFolder
+from shoal.cli.keyring import vouch_for
 from shoal.cli.main import main
 from shoal.cli.recipe import Recipe
 from shoal.cli.roles import command_of, run_role
 from shoal.client import HubClient
 from shoal.errors import ConfigError, ShutOut
-from shoal.protocol import PolicyAnnouncement, TensorView, sign_document
+from shoal.protocol import PolicyAnnouncement, SigningKey, TensorView, load_or_create_key, sign_document
 from shoal.runtime.stop import StopToken
 from shoal.shardcast import Origin
 from shoal.worker.cheats import CHEATS
@@ -155,6 +156,62 @@ def test_a_joined_worker_works_and_says_at_the_end_what_it_earned(served: Served
     earned = f"{guest.accepted} group{'' if guest.accepted == 1 else 's'} accepted, credit +{guest.credit}"
     assert f"the run is finished: {earned}; in all" in error.splitlines()[-1]
     assert "cheats" not in error
+
+
+def test_of_several_hubs_one_that_answers_will_do_and_an_owners_key_is_vouched_by(
+    served: Served, tmp_path: Path
+) -> None:
+    served.publish(0)
+    owner = load_or_create_key(tmp_path / "owner.key")
+    arguments = [NOWHERE, served.endpoints.join, "--engine", "scripted", "--name", "guest"]
+    process = start_join(tmp_path, *arguments, "--owner", str(tmp_path / "owner.key"))
+    try:
+        served.train()
+    finally:
+        code, error = finished(process)
+    assert code == 0, error
+    assert f"the hub at {NOWHERE} does not answer" in error
+    assert f"going on with {served.endpoints.hub}" in error
+    [guest] = [node for node in served.client.status().nodes if node.name == "guest"]
+    assert guest.owner == owner.public_key
+    assert guest.accepted > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["http://a:1/#" + "ab" * 20, "http://b:1/#" + "cd" * 20], "these URLs are of different runs"),
+        ([NOWHERE, "--owner", "a", "--vouch", "b"], "--owner and --vouch say the same thing"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_at_once(
+    arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["join", *arguments, "--engine", "scripted"]) == 2
+    assert complaint in capsys.readouterr().err
+
+
+def test_a_machine_that_cannot_work_is_told_before_it_registers(
+    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("shoal.cli.doctor.NO_DISK_BYTES", 2**62)
+    monkeypatch.setattr("shoal.cli.doctor.LEAST_DISK_BYTES", 2**62)
+    arguments = ["join", served.endpoints.join, "--engine", "scripted", "--folder", str(tmp_path / "node")]
+    assert main(arguments) == 3
+    assert "this machine cannot work" in (said := capsys.readouterr().err)
+    assert "free some space" in said
+    assert served.workers() == []
+
+
+def test_a_vouch_for_another_machine_is_refused_before_it_registers(
+    served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    vouch = vouch_for("0" * 32, SigningKey.generate())
+    (tmp_path / "vouch.json").write_text(vouch.model_dump_json())
+    arguments = ["join", served.endpoints.join, "--engine", "scripted", "--folder", str(tmp_path / "node")]
+    assert main([*arguments, "--vouch", str(tmp_path / "vouch.json")]) == 2
+    assert f"vouches for node {'0' * 32}" in capsys.readouterr().err
+    assert served.workers() == []
 
 
 def test_a_cheating_worker_says_so_first_and_stops_when_told_to(served: Served, tmp_path: Path) -> None:

@@ -23,7 +23,9 @@ trainer.advantage trainer.loss trainer.clip_epsilon trainer.clip_delta trainer.m
 trainer.micro_batch_tokens trainer.device trainer.threads trainer.publish_dtype trainer.anchor_every
 trainer.checkpoint_every trainer.keep_checkpoints trainer.evaluate_every trainer.evaluate_tasks trainer.batch_deadline_s
 hub.host hub.port hub.lease_s hub.audit_s hub.max_attempts hub.refill_cap hub.leases_per_node hub.max_submission_bytes
-hub.max_inflated_bytes hub.concurrent_uploads hub.audit hub.credit_window_s hub.newcomer_share
+hub.max_inflated_bytes hub.concurrent_uploads hub.audit hub.credit_window_s hub.newcomer_share hub.lease_hard_s
+hub.advertise hub.trusted_proxies hub.database hub.storage hub.storage_endpoint hub.requests_per_key_s
+hub.requests_per_address_s hub.registrations_per_address_min hub.connections_per_address
 validator.max_audits validator.audit_wait_s validator.held_versions validator.policy_wait_s validator.heartbeat_s
 validator.hub_patience_s validator.count validator.engine
 validator.profiles validator.device validator.dtype validator.memory_gb validator.canary_every

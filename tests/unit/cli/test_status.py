@@ -13,7 +13,7 @@ from shoal.cli.folder import RunFolder
 from shoal.cli.recipe import Recipe
 from shoal.cli.status import render, show_status
 from shoal.errors import HubUnreachable
-from shoal.protocol import LedgerHead, NodeState, NodeView, RecentVerdict, RunStatus, StepReport, Wait
+from shoal.protocol import LedgerHead, NodeState, NodeView, RecentVerdict, RunStatus, Standing, StepReport, Wait
 
 
 def status(**changes: object) -> RunStatus:
@@ -83,3 +83,15 @@ def test_a_finished_run_is_no_error(tmp_path: Path, capsys: pytest.CaptureFixtur
     said = capsys.readouterr().out
     assert said.startswith(f"the run in {folder.path} is finished: 2 steps")
     assert "no usable answer" not in said
+
+
+def test_what_the_owner_ordered_and_how_many_nodes_there_are() -> None:
+    node = NodeView(node="n" * 32, name="a", role="worker", state=NodeState.ACTIVE, liveness="silent")
+    standing = Standing(conduct="paused", since_ms=0, reason="[/power] cut")
+    counts = {"worker.active": 998, "worker.banned": 2}
+    shown = io.StringIO()
+    for part in render(status(nodes=(node,), standing=standing, node_counts=counts)):
+        Console(file=shown, width=200).print(part)
+    assert "owner paused by its owner, 1 s ago: [/power] cut; to go on: shoal admin resume" in shown.getvalue()
+    assert "1 of 1000 nodes are shown: 998 worker.active, 2 worker.banned" in shown.getvalue()
+    assert "silent" in shown.getvalue()

@@ -15,7 +15,7 @@ from scenekit import at_step, process, scene, verdict, worker
 from shoal.cli.frame import Frame
 from shoal.cli.progress import History, Scene
 from shoal.cli.view import LiveDisplay, PlainDisplay, choose_display
-from shoal.protocol import NodeState, NodeView
+from shoal.protocol import NodeState, NodeView, Standing
 
 BANNED = worker(2, state=NodeState.BANNED, reason="sampling.seed: token 3 has another seed", rejected=7)
 REPORTS = (report(0, reward_mean=0.1, held_out=0.4), report(1, reward_mean=0.5, staleness_mean=0.25))
@@ -402,3 +402,17 @@ def test_one_that_is_given_up_after_its_restarts_is_told_of_again() -> None:
     told = [[line for line in heard if "worker-0" in line] for heard in lines(*moments)]
     assert [len(heard) for heard in told] == [1, 0, 1, 0]
     assert "given up" in told[2][0]
+
+
+def test_what_the_owner_orders_is_said_once() -> None:
+    said: list[str] = []
+    display = PlainDisplay(said.append)
+    paused = Standing(conduct="paused", since_ms=98_000, reason="power cut")
+    for standing in (Standing(), paused, paused, Standing(conduct="draining", drained=True), Standing()):
+        display.show(scene(at_step(2, standing=standing)))
+    ordered = [line for line in said if line.startswith("the run ")]
+    assert ordered == [
+        "the run was paused by its owner, 2 s ago: power cut; to go on: shoal admin resume",
+        "the run was drained by its owner, 100 s ago; to go on: shoal admin resume",
+        "the run goes on, as its owner ordered",
+    ]

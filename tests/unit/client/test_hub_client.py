@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import httpx
 import pytest
 from fake_run import (
@@ -141,6 +143,20 @@ def test_an_endless_answer_is_not_read() -> None:
     hub = ScriptedHub(script=[httpx.Response(200, content=b"x" * (64 * MIB + 1))])
     with pytest.raises(CodecError, match="longer than"):
         hub.client().status()
+
+
+def test_an_answer_that_drips_is_left_and_asked_for_again() -> None:
+    def dripping(_request: httpx.Request) -> httpx.Response:
+        def drops() -> Iterator[bytes]:
+            while True:
+                hub.clock.advance(5)  # well within the time-out of one receive
+                yield b" "
+
+        return httpx.Response(200, content=drops())
+
+    hub = ScriptedHub(script=[dripping, answer(VIEW)])
+    assert hub.client(patience_s=100).register("n", "worker", None) == VIEW
+    assert len(hub.requests) == 2
 
 
 def test_the_run_is_fetched_once_and_verified() -> None:

@@ -12,6 +12,7 @@ import httpx
 from fastapi import FastAPI
 
 from shoal.client.asgi import AsgiTransport
+from shoal.client.http import HEADERS
 from shoal.environments import Score, Split, Task
 from shoal.hub import HubConfig, HubSettings, RunSettings, create_app
 from shoal.protocol import (
@@ -187,7 +188,7 @@ class Bench:
 
     def __post_init__(self) -> None:
         self.app: FastAPI = create_app(make_config(self.folder, self.run, self.settings), self.clock)
-        self.http = httpx.Client(transport=AsgiTransport(self.app), base_url="http://hub", timeout=20)
+        self.http = httpx.Client(transport=AsgiTransport(self.app), base_url="http://hub", timeout=20, headers=HEADERS)
         self.trainer, self.validator = self.actor(TRAINER), self.actor(VALIDATOR)
         self.alice, self.bob = self.actor(worker_key(1)), self.actor(worker_key(2))
         ok(self.trainer.register("trainer"))

@@ -20,14 +20,16 @@ from hubkit import (
 )
 
 from shoal.hub.service import Hub
-from shoal.hub.state.commands import SaveNode
+from shoal.hub.state.commands import Command, SaveNode
 from shoal.hub.state.refusals import Refusal
-from shoal.hub.state.rows import NodeRow
+from shoal.hub.state.rows import Holding, NodeRow
 from shoal.hub.storage import MemoryStorage
 from shoal.protocol import (
     Audit,
     AuditRequest,
     Batch,
+    Heartbeat,
+    HeartbeatReply,
     Lease,
     LeaseRelease,
     LeaseRequest,
@@ -123,6 +125,21 @@ class Play:
     def release(self, lease: Lease) -> None:
         worker = next(row for row in self.workers if row.node == lease.node)
         self.hub.work.release(worker, LeaseRelease(leases=(lease.lease,)))
+
+    def beat(self, worker: NodeRow, progress: dict[str, int]) -> HeartbeatReply:
+        return self.hub.membership.heartbeat(worker, Heartbeat(progress=progress))
+
+    def sanction(self, worker: NodeRow, how: Callable[[NodeRow, list[Holding], int], list[Command]]) -> Refusal | None:
+        """What the run's owner does to a node."""
+
+        def act() -> None:
+            with self.hub.context.decision() as (transaction, moment):
+                row = transaction.node(worker.node)
+                assert row is not None
+                transaction.apply(how(row, transaction.holdings(worker.node), moment.now_ms))
+
+        result = attempt(act)
+        return result if isinstance(result, Refusal) else None
 
     def claim(self, count: int = 4) -> list[Audit]:
         found = list(self.hub.checking.audits(self.validator, AuditRequest(max_audits=count)).audits)

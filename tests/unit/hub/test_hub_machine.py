@@ -11,10 +11,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from machinekit import Play
 
 from shoal import ledger
-from shoal.hub.state import newcomers, pacing
-from shoal.hub.state.machines import UNDECIDED_SUBMISSIONS, SubmissionState, UnitState
+from shoal.hub.state import newcomers, pacing, sanctions, windows
+from shoal.hub.state.machines import UNDECIDED_SUBMISSIONS, LeaseState, SubmissionState, UnitState
 from shoal.hub.state.refusals import Refusal
 from shoal.hub.state.rows import Moment, NodeRow
+from shoal.hub.state.units import VOID_STALE
 from shoal.protocol import Audit, Batch, Lease, NodeState, Outcome, Receipt, Severity
 
 INDEX = st.integers(0, 10**6)
@@ -33,7 +34,8 @@ class HubMachine(RuleBasedStateMachine):
     def begin(self, staleness: int, refill_cap: int, audit: str, share: float) -> None:
         self.folder = tempfile.TemporaryDirectory()
         run = {"steps": 4, "max_staleness": staleness}
-        settings = {"max_attempts": 3, "refill_cap": refill_cap, "leases_per_node": 3, "credit_window_s": 45}
+        settings = {"max_attempts": 3, "refill_cap": refill_cap, "leases_per_node": 5, "credit_window_s": 45}
+        settings |= {"lease_s": 60, "lease_hard_s": 100}
         self.play = Play(Path(self.folder.name), run, {**settings, "audit": audit, "newcomer_share": share})
         self.play.join(streak=PROVEN)
         self.drawn: dict[int, tuple[str, tuple[str, ...]]] = {}
@@ -66,8 +68,13 @@ class HubMachine(RuleBasedStateMachine):
             bounded = (
                 reader.is_established_here(since_ms) and before.on_probation and self.play.rules.newcomer_share < 1
             )
+        now_ms = self.play.hub.context.clock.now_ms()
         found = self.play.lease(worker, count)
         assert not (before.state == NodeState.BANNED and found), "a banned node gets no work"
+        if before.state == NodeState.SUSPENDED and found:
+            assert before.until_ms is not None
+            assert before.until_ms <= now_ms, "nor does a suspended one"
+            assert self.node(worker.node).state == NodeState.ACTIVE
         if bounded:
             most = newcomers.most_in_hand(Moment(self.play.rules, progress, 0))
             assert len(found) <= max(0, most - in_hand), "newcomers keep to their share"
@@ -121,6 +128,44 @@ class HubMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.play.leases)
     def release(self, which: int) -> None:
         self.play.release(self.play.leases[which % len(self.play.leases)])
+
+    @rule(which=INDEX, tokens=st.integers(-1, 50))
+    @precondition(lambda self: self.play.leases)
+    def go_on_with_a_lease(self, which: int, tokens: int) -> None:
+        """A heartbeat that says how far a lease is, true or not, one's own or another's."""
+        lease = self.play.leases[which % len(self.play.leases)]
+        worker = self.play.workers[tokens % len(self.play.workers)]
+        with self.play.storage.read() as reader:
+            before = reader.holding(lease.lease)
+        reply = self.play.beat(worker, {lease.lease: tokens})
+        with self.play.storage.read() as reader:
+            after = reader.holding(lease.lease)
+        assert before is not None
+        assert after is not None
+        assert after.lease.deadline_ms <= max(lease.deadline_ms, lease.hard_deadline_ms)
+        if after.lease != before.lease:
+            assert (before.lease.node, before.lease.state) == (worker.node, LeaseState.ACTIVE)
+            assert after.lease.progress > before.lease.progress, "only progress renews"
+            assert reply.deadlines == {lease.lease: after.lease.deadline_ms}
+            assert after.lease.deadline_ms >= before.lease.deadline_ms
+
+    @rule(who=INDEX, seconds=st.sampled_from([None, 1, 30, 1000]))
+    def suspend(self, who: int, seconds: int | None) -> None:
+        worker = self.play.workers[who % len(self.play.workers)]
+        for_ms = None if seconds is None else seconds * 1000
+        refusal = self.play.sanction(worker, lambda row, _, now_ms: sanctions.suspend(row, "owner", now_ms, for_ms))
+        assert (refusal is not None) == (self.node(worker.node).state == NodeState.BANNED)
+
+    @rule(who=INDEX)
+    def pardon(self, who: int) -> None:
+        worker = self.play.workers[who % len(self.play.workers)]
+        before = self.node(worker.node)
+        assert self.play.sanction(worker, lambda row, _, now_ms: sanctions.pardon(row, "owner", now_ms)) is None
+        after = self.node(worker.node)
+        assert after.state == NodeState.ACTIVE
+        assert (after.credit, after.pending) == (before.credit, before.pending)
+        if before.state != NodeState.ACTIVE:
+            assert (after.strikes, after.on_probation) == (0, True)
 
     @rule(seconds=st.sampled_from([1, 1, 1, 30, 61]))
     def let_time_pass(self, seconds: int) -> None:
@@ -242,6 +287,7 @@ class HubMachine(RuleBasedStateMachine):
 
     @invariant()
     def credit_is_the_sum_of_accepted_tokens_exactly_once(self) -> None:
+        self.play.hub.posting.post()
         with self.play.storage.read() as reader:
             entries, nodes = reader.ledger_after(-1, 10**6), reader.nodes()
             ledger.verify(entries, ledger.head_of("run", reader.ledger_last()))
@@ -266,8 +312,40 @@ class HubMachine(RuleBasedStateMachine):
         with self.play.storage.read() as reader:
             holdings = reader.holdings()
             leased = {row.unit for row in reader.alive_units() if row.state == UnitState.LEASED}
-        assert {held.unit.unit for held in holdings} == leased
-        assert len(holdings) == len(leased), "one active lease per unit"
+            banned = {row.node for row in reader.nodes() if row.state == NodeState.BANNED}
+        current = [held for held in holdings if held.unit.state != UnitState.VOID]
+        assert all(held.unit.reason == VOID_STALE for held in holdings if held.unit.state == UnitState.VOID)
+        assert {held.unit.unit for held in current} == leased
+        assert not banned & {held.lease.node for held in holdings}, "a banned node holds nothing"
+        assert len(current) == len(leased), "one active lease per unit"
+
+    @invariant()
+    def nobody_holds_more_than_its_window_ever_allowed(self) -> None:
+        with self.play.storage.read() as reader:
+            nodes, holdings = reader.nodes(), reader.holdings()
+        rules = self.play.rules
+        for row in nodes:
+            assert 1 <= windows.of(rules, row) <= rules.leases_per_node
+            assert 0 <= row.lapses <= row.lapsed
+            assert sum(held.lease.node == row.node for held in holdings) <= rules.leases_per_node
+            assert (row.until_ms is not None) == (row.state == NodeState.SUSPENDED)
+            assert row.pending >= 0
+
+    @invariant()
+    def nothing_is_lost(self) -> None:
+        """Every lease is at work, answered or over; every unit that waits for a verdict waits for one that comes."""
+        now_ms = self.play.hub.context.clock.now_ms()
+        with self.play.storage.read() as reader:
+            for lease in self.play.leases:
+                held = reader.holding(lease.lease)
+                assert held is not None
+                assert (held.lease.ended_at_ms is None) == (held.lease.state == LeaseState.ACTIVE)
+                assert held.lease.ended_at_ms is None or held.lease.ended_at_ms <= now_ms
+                answer = reader.submission_of_lease(lease.lease)
+                assert (held.lease.state == LeaseState.SUBMITTED) == (answer is not None)
+            waiting = reader.submissions_in(UNDECIDED_SUBMISSIONS, 10**6)
+            filled = {unit.submission for unit in reader.alive_units() if unit.state == UnitState.SUBMITTED}
+        assert filled <= {row.submission for row in waiting}
 
     @invariant()
     def the_status_can_always_be_told(self) -> None:

@@ -88,7 +88,7 @@ def test_a_validator_that_meets_no_canary_is_untested(bench: Bench, audited: int
 
 
 def test_a_disk_that_takes_nothing(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(_self: SqliteStorage, durable: bool = True) -> None:
+    def refuse(_self: SqliteStorage, durable: bool = True, exclusive: bool = False) -> None:
         raise ResourceError("cannot write to the database")
 
     assert problems(bench) == []

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hubkit import Actor, Bench, code_of, fresh_request, ok, worker_key
+from hubkit import Actor, Bench, code_of, fresh_request, make_config, ok, policy, worker_key
 
 from shoal import ledger
 from shoal.hub.state import draws
 from shoal.hub.state.commands import SaveNode
+from shoal.hub.state.credits import due_until_ms
 from shoal.hub.state.machines import SubmissionState
-from shoal.hub.state.rows import NodeRow, SubmissionRow
+from shoal.hub.state.rows import Moment, NodeRow, Progress, SubmissionRow
 from shoal.protocol import Audit, AuditReply, Lease, LedgerEntry, NodeState, Outcome, Severity, Tally
 
 SETTINGS = {"audit": "reputation", "credit_window_s": 100, "audit_s": 30}
@@ -51,6 +52,7 @@ def row_of(bench: Bench, audit: Audit) -> SubmissionRow:
 
 
 def entries_of(bench: Bench) -> list[LedgerEntry]:
+    bench.app.state.hub.posting.post()
     with bench.app.state.hub.context.storage.read() as reader:
         entries: list[LedgerEntry] = reader.ledger_after(-1, 10_000)
     return entries
@@ -117,12 +119,19 @@ class TestDepth:
 
     @pytest.mark.parametrize(
         "tally",
-        [Tally(tokens=3, outside=4), Tally(proof_values=1, exponent_mismatches=2), Tally(tokens=2 * 16 + 1)],
+        [
+            Tally(tokens=3, outside=4),
+            Tally(proof_values=1, exponent_mismatches=2),
+            Tally(tokens=2 * 16 + 1),
+            Tally(tokens=30, accidents=3),
+        ],
     )
     def test_an_impossible_tally_is_refused(self, bench: Bench, tally: Tally) -> None:
         hand_in(bench, bench.bob)
         (audit,) = bench.audits()
         assert code_of(bench.judge(audit, tally=tally)) == (422, "verdict.tally")
+        unsure = bench.judge(audit, (), outcome=Outcome.INCONCLUSIVE, tally=tally)
+        assert code_of(unsure) == (422, "verdict.tally"), "it would join the record all the same"
 
 
 class TestPulls:
@@ -152,7 +161,8 @@ class TestPulls:
         (record,) = [entry for entry in entries_of(bench) if entry.kind == "pulled"]
         assert record.body["units"] == [0, 1]
         before = Lease.model_validate(audits[0].lease.document)
-        again = bench.alice.lease(fresh_request())[0]
+        assert bench.alice.lease(fresh_request()) == [], "suspended"
+        again = bench.bob.lease(fresh_request())[0]
         assert (again.unit, again.task, again.seeds) == (before.unit, before.task, before.seeds)
 
     def test_what_waits_for_a_light_audit_waits_for_a_full_one(self, bench: Bench) -> None:
@@ -229,6 +239,28 @@ class TestPendingCredit:
         self.pass_time(last, 1000)
         assert self.view(last, last.bob) == (6, 0)
         last.close()
+
+    def test_at_the_end_of_the_run_it_matures_at_once(self, tmp_path: Path) -> None:
+        """Nothing is left to judge, so no failed audit can take it any more."""
+        bench = Bench(tmp_path / "short", {"steps": 1, "groups_per_step": 2}, SETTINGS)
+        ok(bench.announce(0))
+        hand_in(bench, bench.bob, 2)
+        accept(bench, bench.audits())
+        assert bench.batch(0) is not None
+        self.pass_time(bench, 1)
+        assert self.view(bench, bench.bob) == (0, 12), "not before the last version is out"
+        ok(bench.announce(1))
+        self.pass_time(bench, 1)
+        assert self.view(bench, bench.bob) == (12, 0)
+        bench.close()
+
+    def test_but_not_while_a_submission_waits_for_its_verdict(self) -> None:
+        over = Progress(policy=policy(3), next_step=3)
+        rules = make_config(Path()).rules
+        assert due_until_ms(Moment(rules, over, 5), is_all_judged=False) == 5
+        assert due_until_ms(Moment(rules, over, 5), is_all_judged=True) > 10**15
+        going_on = Progress(policy=policy(2), next_step=3)
+        assert due_until_ms(Moment(rules, going_on, 5), is_all_judged=True) == 5
 
     def test_a_failed_audit_voids_what_is_pending_of_that_node_only(self, bench: Bench) -> None:
         hand_in(bench, bench.alice)

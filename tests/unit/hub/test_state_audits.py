@@ -167,15 +167,37 @@ class TestRejected:
 
     def test_two_statistical_failures_ban(self) -> None:
         first = nodes_in(judge(case(), outcome=Outcome.REJECTED, severity=Severity.STATISTICAL))[0]
-        assert (first.state, first.strikes) == (NodeState.ACTIVE, 1)
+        assert (first.state, first.strikes, first.on_probation) == (NodeState.SUSPENDED, 1, True)
+        assert first.until_ms == NOW_MS + 60_000
         second = nodes_in(judge(case(node=first), outcome=Outcome.REJECTED, severity=Severity.STATISTICAL))[0]
         assert (second.state, second.strikes) == (NodeState.BANNED, 2)
 
     def test_without_a_severity_it_costs_the_credit_only(self) -> None:
-        row = node(1)
-        for _ in range(5):
+        row = node(1, streak=7, passed=9)
+        for _ in range(3):
             (row,) = nodes_in(judge(case(node=row), outcome=Outcome.REJECTED))
-        assert (row.state, row.rejected, row.strikes) == (NodeState.ACTIVE, 5, 0)
+        assert (row.state, row.rejected, row.strikes) == (NodeState.ACTIVE, 3, 0)
+        assert (row.streak, row.passed, row.until_ms) == (7, 9, None)
+
+    def test_four_in_a_row_suspend_and_cost_no_trust(self) -> None:
+        row = node(1, streak=7, passed=9, soft=3)
+        (after,) = nodes_in(judge(case(node=row), outcome=Outcome.REJECTED, reason="reward.late"))
+        assert (after.state, after.until_ms, after.suspensions) == (NodeState.SUSPENDED, NOW_MS + 60_000, 1)
+        assert (after.streak, after.passed) == (7, 9)
+        assert after.reason == "4 groups in a row were rejected, the last for reward.late"
+
+    def test_an_accepted_group_begins_the_count_anew(self) -> None:
+        (row,) = nodes_in(judge(case(node=node(1, soft=3))))
+        assert row.soft == 0
+        (row,) = nodes_in(judge(case(node=row), outcome=Outcome.REJECTED))
+        assert (row.state, row.soft) == (NodeState.ACTIVE, 1)
+
+    def test_what_was_handed_in_before_a_suspension_can_make_it_longer_and_ban(self) -> None:
+        waiting = node(1, state=NodeState.SUSPENDED, statistical=1, suspensions=1, until_ms=NOW_MS + 5)
+        (soft,) = nodes_in(judge(case(node=replace(waiting, soft=9)), outcome=Outcome.REJECTED))
+        assert (soft.state, soft.until_ms) == (NodeState.SUSPENDED, NOW_MS + 5), "it is out already"
+        (struck,) = nodes_in(judge(case(node=waiting), outcome=Outcome.REJECTED, severity=Severity.STATISTICAL))
+        assert (struck.state, struck.until_ms) == (NodeState.BANNED, None)
 
     def test_a_banned_node_is_sanctioned_once(self) -> None:
         banned = node(1, state=NodeState.BANNED, certain=1)

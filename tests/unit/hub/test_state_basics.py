@@ -11,7 +11,7 @@ from itertools import product
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from statekit import lease, node, policy, rules, submission, unit
+from statekit import NOW_MS, lease, node, policy, rules, submission, unit
 
 from shoal.errors import EnvironmentSetupError
 from shoal.hub.state import pacing
@@ -53,11 +53,11 @@ class TestMachines:
         for state in (UnitState.DROPPED, UnitState.TRAINED, UnitState.VOID):
             assert UNIT_MOVES[state] == set()
         with pytest.raises(IllegalMove):
-            lease(0, state=LeaseState.SUBMITTED).to(LeaseState.ACTIVE)
+            lease(0, state=LeaseState.SUBMITTED).to(LeaseState.ACTIVE, NOW_MS)
         with pytest.raises(IllegalMove):
             submission(0, state=SubmissionState.REJECTED).to(SubmissionState.ACCEPTED)
         with pytest.raises(IllegalMove):
-            node(1, state=NodeState.BANNED).to(NodeState.ACTIVE)
+            node(1, state=NodeState.BANNED).to(NodeState.SUSPENDED)
 
     def test_alive_means_that_it_may_still_be_trained_on(self) -> None:
         alive = [state for state in UnitState if unit(0, state).alive]

@@ -104,6 +104,23 @@ class TestAsynchronous:
         }
         assert voided == {4: "stale", 5: "stale"}
 
+    def test_what_is_still_being_generated_or_checked_and_will_be_too_old_holds_no_place(self) -> None:
+        rows = [*(accepted(number, version=3) for number in range(4)), unit(5, UnitState.LEASED)]
+        rows += [
+            unit(6, UnitState.LEASED),
+            unit(7, UnitState.SUBMITTED, version=2),
+            unit(8, UnitState.SUBMITTED, version=3),
+        ]
+        rows += [unit(9), accepted(4, version=3)]
+        held = [lease(5, version=2), lease(6, version=3), lease(7, version=2, state=LeaseState.SUBMITTED)]
+        now = moment(progress=Progress(policy=policy(3), next_step=3, alive=len(rows)), max_staleness=1)
+        assert [row.unit for row in batches.too_old(now.rules, 4, rows, held)] == [5, 7]
+        sampled = batches.Sampled({f"{number:064x}": submission(number, version=3) for number in range(4)})
+        _, commands = batches.write_down(now, rows, rows[:4], sampled, held)
+        voided = [row.unit for row in units_in(commands).values() if row.state == UnitState.VOID]
+        assert voided == [5, 7]
+        assert leases_in(commands) == {}, "the work was asked for: it is taken, judged and paid"
+
     def test_a_batch_may_be_asked_for_before_its_version_is_announced(self) -> None:
         rows = [accepted(number, version=2) for number in range(4)]
         assert choose(rows, step=3, version=2, max_staleness=1).batch is not None

@@ -12,6 +12,8 @@ from statekit import (
     leases_in,
     moment,
     node,
+    nodes_in,
+    of_type,
     policy,
     submission,
     submissions_in,
@@ -19,11 +21,13 @@ from statekit import (
     units_in,
 )
 
-from shoal.hub.state import leases, submissions
+from shoal.hub.state import leases, sanctions, submissions
+from shoal.hub.state.commands import SaveLease
 from shoal.hub.state.leases import Ask, Draws
 from shoal.hub.state.machines import LeaseState, UnitState
+from shoal.hub.state.pacing import Tempo
 from shoal.hub.state.refusals import Refusal
-from shoal.hub.state.rows import Holding, Moment, Progress, SubmissionRow
+from shoal.hub.state.rows import Holding, LeaseRow, Moment, Progress, SubmissionRow
 from shoal.hub.state.submissions import Arrival
 from shoal.protocol import NodeState
 
@@ -37,7 +41,7 @@ def ask(max_units: int = 1, held_leases: int = 0, **changes: object) -> Ask:
 class TestGrant:
     def test_open_units_come_first_lowest_first_then_new_ones(self) -> None:
         now = moment(progress=Progress(policy=policy(), next_unit=6, alive=2))
-        grant = leases.grant(now, [unit(5, attempt=2), unit(3)], ask(4, accepted=1), DRAWS)
+        grant = leases.grant(now, [unit(5, attempt=2), unit(3)], ask(4, window=4), DRAWS)
         assert [row.lease for row in grant.leases] == ["u3a0", "u5a2", "u6a0", "u7a0"]
         after = units_in(grant.commands)
         assert {row.state for row in after.values()} == {UnitState.LEASED}
@@ -45,6 +49,8 @@ class TestGrant:
         assert after[6].task == "drawn-6"
         assert grant.leases[0].document == "signed u3a0"
         assert grant.leases[0].deadline_ms == NOW_MS + 60_000
+        assert {row.hard_deadline_ms for row in grant.leases} == {NOW_MS + 600_000}
+        assert {row.granted for row in grant.leases} == {4}
 
     def test_no_more_new_units_than_pacing_leaves_room_for(self) -> None:
         now = moment(progress=Progress(policy=policy(), next_unit=3, alive=3))
@@ -59,26 +65,37 @@ class TestGrant:
         assert leases.grant(now, [], ask(), DRAWS).leases[0].policy == policy(3, incarnation=1)
 
     def test_a_node_holds_only_so_many(self) -> None:
-        now = moment(leases_per_node=2)
-        assert len(leases.grant(now, [], ask(4, held_leases=1, accepted=1), DRAWS).leases) == 1
-        assert "holds 2 leases" in leases.grant(now, [], ask(4, held_leases=2, accepted=1), DRAWS).waiting
+        now = moment()
+        assert len(leases.grant(now, [], ask(4, held_leases=1, window=2), DRAWS).leases) == 1
+        assert "holds 2 leases" in leases.grant(now, [], ask(4, held_leases=2, window=2), DRAWS).waiting
 
-    def test_a_newcomer_gets_a_quarter_until_something_of_it_is_accepted(self) -> None:
+    def test_a_newcomer_gets_a_quarter(self) -> None:
         now = moment(leases_per_node=8)
         assert len(leases.grant(now, [], ask(4), DRAWS).leases) == 2
         assert "holds 2 leases" in leases.grant(now, [], ask(4, held_leases=2), DRAWS).waiting
-        assert len(leases.grant(now, [], ask(4, accepted=1), DRAWS).leases) == 4
+        assert len(leases.grant(moment(leases_per_node=2), [], ask(4), DRAWS).leases) == 1
+
+    def test_a_slow_node_gets_what_it_can_have_back_in_time(self) -> None:
+        progress = Progress(policy=policy(3), next_step=3)
+        now = moment(progress=progress, groups_per_step=16, max_staleness=1, leases_per_node=64)
+        slow = replace(ask(8, pace_ms=3_000), tempo=Tempo(10_000, NOW_MS))
+        assert len(leases.grant(now, [], slow, DRAWS).leases) == 5
+        full = leases.grant(now, [], replace(slow, held=5), DRAWS)
+        assert full.leases == ()
+        assert full.waiting.startswith("a group takes this node 3.0 s and it holds 5")
 
     def test_the_same_request_gets_the_same_again_whatever_happened_since(self) -> None:
         before = (lease(3), lease(5))
         again = leases.grant(moment(), [unit(1)], replace(ask(4), granted=before), DRAWS)
         assert (again.leases, again.commands) == (before, ())
 
-    @pytest.mark.parametrize("state", [NodeState.BANNED, NodeState.SUSPENDED])
-    def test_only_active_nodes_get_work(self, state: NodeState) -> None:
+    def test_a_banned_node_is_refused_and_a_suspended_one_told_how_long(self) -> None:
         with pytest.raises(Refusal, match="because") as refusal:
-            leases.grant(moment(), [unit(0)], ask(state=state, reason="because"), DRAWS)
-        assert (refusal.value.status, refusal.value.code) == (403, f"node.{state.value}")
+            leases.grant(moment(), [unit(0)], ask(state=NodeState.BANNED, reason="because"), DRAWS)
+        assert (refusal.value.status, refusal.value.code) == (403, "node.banned")
+        suspended = ask(state=NodeState.SUSPENDED, reason="because", until_ms=NOW_MS + 42_001)
+        grant = leases.grant(moment(), [unit(0)], suspended, DRAWS)
+        assert (grant.leases, grant.waiting) == ((), "this node is suspended for 43 s more: because")
 
     def test_why_there_is_nothing(self) -> None:
         waits = {
@@ -95,35 +112,71 @@ class TestGrant:
 class TestExpiry:
     def test_overdue_leases_end_and_their_units_are_open_again(self) -> None:
         late, early = held(0, deadline_ms=NOW_MS), held(1, deadline_ms=NOW_MS + 1)
-        commands = leases.expire(moment(), [late, early])
+        commands = leases.expire(moment(), [late, early], {node(1).node: node(1)})
         assert leases_in(commands) == {"u0a0": LeaseState.EXPIRED}
         (after,) = units_in(commands).values()
         # No failure of the unit: whoever sits on leases cannot void work.
         assert (after.state, after.failures, after.task, after.attempt) == (UnitState.OPEN, 0, "task-0", 1)
+        assert of_type(commands, SaveLease)[0].row.ended_at_ms == NOW_MS
+
+    def test_each_node_pays_once_for_all_that_lapses_at_a_time(self) -> None:
+        holdings = [held(0, who=2), held(1, who=1), held(2, who=2), held(3, who=2)]
+        known = {row.node: row for row in (node(1, window=8), node(2, window=8))}
+        after = {row.node: row for row in nodes_in(leases.end(moment(), holdings, known))}
+        assert [(after[node(n).node].window, after[node(n).node].lapsed) for n in (1, 2)] == [(4, 1), (4, 3)]
+
+
+class TestRenewal:
+    def renewed(self, tokens: int, now_ms: int = NOW_MS + 50_000, **changes: object) -> list[LeaseRow]:
+        row = held(0, hard_deadline_ms=NOW_MS + 100_000, **changes)
+        return [save.row for save in leases.renew(moment(now_ms), [row], {"u0a0": tokens})]
+
+    def test_progress_gives_more_time_up_to_the_hard_deadline(self) -> None:
+        (row,) = self.renewed(7)
+        assert (row.progress, row.deadline_ms) == (7, NOW_MS + 100_000)
+        (row,) = self.renewed(7, NOW_MS + 10_000)
+        assert row.deadline_ms == NOW_MS + 70_000
+        assert row.issued_at_ms == NOW_MS, "nothing else changes"
+
+    def test_without_progress_nothing_changes(self) -> None:
+        assert self.renewed(7, progress=7) == []
+        assert self.renewed(3, progress=7) == []
+        assert self.renewed(-3) == []
+        ended = Holding(replace(held(0).lease, state=LeaseState.EXPIRED), unit(0))
+        assert leases.renew(moment(), [ended], {"u0a0": 9}) == []
+        assert leases.renew(moment(), [held(0)], {"another": 9}) == []
+
+    def test_nobody_has_more_tokens_than_a_group_has(self) -> None:
+        (row,) = self.renewed(10**9)
+        assert row.progress == 2 * 16
+        assert self.renewed(10**9 + 1, progress=2 * 16) == []
 
 
 class TestAbandon:
     def test_what_its_node_no_longer_knows_ends_and_is_open_again(self) -> None:
-        commands = leases.abandon([held(0), held(1)], "request-2", {"u1a0"})
+        commands = leases.abandon(moment(), node(1), [held(0), held(1)], "request-2", {"u1a0"})
         assert leases_in(commands) == {"u0a0": LeaseState.EXPIRED}, "late work is still taken; a release refuses it"
         assert units_in(commands) == {0: unit(0, attempt=1)}
+        assert [(row.window, row.lapses) for row in nodes_in(commands)] == [(1, 1)]
 
     def test_what_this_very_request_was_granted_stands(self) -> None:
-        assert leases.abandon([held(0, request="request-2")], "request-2", ()) == []
+        assert leases.abandon(moment(), node(1), [held(0, request="request-2")], "request-2", ()) == []
 
 
 class TestRelease:
     def test_a_release_is_no_failure_of_the_unit(self) -> None:
-        commands = leases.release(node(1).node, [held(0)])
-        assert leases_in(commands) == {"u0a0": LeaseState.RELEASED}
+        commands = leases.release(moment(), node(1, window=8, lapses=7), [held(0), held(1)])
+        assert leases_in(commands) == {"u0a0": LeaseState.RELEASED, "u1a0": LeaseState.RELEASED}
         assert units_in(commands)[0] == unit(0, attempt=1)
+        (after,) = nodes_in(commands)
+        assert (after.window, after.lapses, after.state) == (4, 7, NodeState.ACTIVE), "it halves, it never suspends"
 
     def test_ended_leases_are_ignored_and_foreign_ones_refused(self) -> None:
         done = held(0, state=UnitState.SUBMITTED)
         done = Holding(replace(done.lease, state=LeaseState.SUBMITTED), done.unit)
-        assert leases.release(node(1).node, [done]) == []
+        assert leases.release(moment(), node(1), [done]) == []
         with pytest.raises(Refusal, match="another node"):
-            leases.release(node(2).node, [held(0)])
+            leases.release(moment(), node(2), [held(0)])
 
 
 ARRIVAL = Arrival(node=node(1).node, lease="u0a0", submission="a" * 64, size_bytes=12)
@@ -132,7 +185,9 @@ ARRIVAL = Arrival(node=node(1).node, lease="u0a0", submission="a" * 64, size_byt
 def receive(
     holding: Holding, existing: SubmissionRow | None = None, now: Moment | None = None
 ) -> submissions.Reception:
-    return submissions.receive(now or moment(), holding, existing, ARRIVAL, lambda row: f"receipt {row.lease}")
+    return submissions.receive(
+        now or moment(), node(1, lapses=3), holding, existing, ARRIVAL, lambda row: f"receipt {row.lease}"
+    )
 
 
 class TestReceive:
@@ -144,6 +199,8 @@ class TestReceive:
         after = units_in(reception.commands)[0]
         assert (after.state, after.submission, after.version) == (UnitState.SUBMITTED, "a" * 64, 0)
         assert leases_in(reception.commands) == {"u0a0": LeaseState.SUBMITTED}
+        (after_node,) = nodes_in(reception.commands)
+        assert after_node.lapses == 0
 
     def test_the_same_again_and_another_body(self) -> None:
         existing = replace(submission(0), submission="a" * 64)
@@ -152,6 +209,23 @@ class TestReceive:
         with pytest.raises(Refusal) as refusal:
             receive(held(0), submission(0))
         assert refusal.value.status == 409
+
+    def test_what_is_too_old_by_now_is_taken_and_fills_no_unit(self) -> None:
+        overtaken = Holding(held(0).lease, unit(0, UnitState.VOID, attempt=1, reason="stale"))
+        reception = receive(overtaken)
+        assert (reception.status, units_in(reception.commands)) == (201, {})
+        assert leases_in(reception.commands) == {"u0a0": LeaseState.SUBMITTED}
+
+    def test_its_lease_can_end_in_every_other_way_too(self) -> None:
+        overtaken = Holding(held(0, deadline_ms=0).lease, unit(0, UnitState.VOID, attempt=1, reason="stale"))
+        known = {node(1).node: node(1)}
+        for commands in (
+            leases.expire(moment(), [overtaken], known),
+            leases.release(moment(), node(1), [overtaken]),
+            sanctions.ban(node(1), "x", [overtaken], NOW_MS),
+        ):
+            assert len(leases_in(commands)) == 1
+            assert units_in(commands) == {}
 
     def test_past_the_deadline_but_not_noticed_yet(self) -> None:
         assert receive(held(0, deadline_ms=0)).status == 201

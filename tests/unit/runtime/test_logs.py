@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from shoal.errors import ResourceError
+from shoal.errors import ConfigError, ResourceError
 from shoal.runtime import logs
 
 
@@ -62,3 +64,35 @@ def test_a_log_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ResourceError, match="cannot write the log"):
         logs.setup("hub", tmp_path / "file" / "hub.log")
+
+
+def test_json_is_one_object_per_record_with_its_fields(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHOAL_LOG_FORMAT", "json")
+    file = tmp_path / "hub.log"
+    logs.setup("hub", file)
+    token = logs.log_fields.set({"request": "0f9c", "role": "somebody else"})
+    try:
+        logging.getLogger("shoal.hub").info("two\nlines %d", 2, extra={"fields": {"code": "auth.replay", "node": ""}})
+        try:
+            raise ValueError("broken")
+        except ValueError:
+            logging.getLogger("shoal.hub").exception("it failed")
+    finally:
+        logs.log_fields.reset(token)
+    first, second = (json.loads(line) for line in file.read_text().splitlines())
+    assert [json.loads(line) for line in capsys.readouterr().err.splitlines()] == [first, second]
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", first.pop("time"))
+    assert first == {
+        "level": "info", "role": "hub", "logger": "shoal.hub", "message": "two\nlines 2", "request": "0f9c",
+        "code": "auth.replay",
+    }  # fmt: skip
+    assert second["error"] == "ValueError"
+    assert second["traceback"].endswith("ValueError: broken")
+
+
+def test_a_format_that_does_not_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHOAL_LOG_FORMAT", "xml")
+    with pytest.raises(ConfigError, match="SHOAL_LOG_FORMAT is 'xml'; it can be text or json"):
+        logs.setup("hub", None)

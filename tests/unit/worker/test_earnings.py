@@ -85,12 +85,31 @@ def test_what_could_not_be_judged_is_no_blame(caplog: pytest.LogCaptureFixture) 
     assert earnings.shut_out is None
 
 
-@pytest.mark.parametrize("state", [NodeState.BANNED, NodeState.SUSPENDED])
-def test_being_shut_out_carries_the_reason(state: NodeState) -> None:
-    earnings = heard(StatusHub(), ManualClock(), {"state": state, "reason": "sampling.seed: tokens"})
+def test_being_shut_out_carries_the_reason() -> None:
+    earnings = heard(StatusHub(), ManualClock(), {"state": NodeState.BANNED, "reason": "sampling.seed: tokens"})
     assert isinstance(earnings.shut_out, ShutOut)
-    assert earnings.shut_out.code == f"node.{state.value}"
-    assert f"{state.value} this node: sampling.seed: tokens" in str(earnings.shut_out)
+    assert earnings.shut_out.code == "node.banned"
+    assert "banned this node: sampling.seed: tokens" in str(earnings.shut_out)
+
+
+def test_a_suspension_is_told_once_and_its_end_and_shuts_nobody_out(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    suspended = {"state": NodeState.SUSPENDED, "reason": "leases.lapsed: 8", "until_ms": 70_000, "last_seen_ms": 27_000}
+    longer = {**suspended, "until_ms": 90_000}
+    earnings = heard(StatusHub(), ManualClock(), suspended, {**suspended, "last_seen_ms": 32_000}, longer, {})
+    assert earnings.shut_out is None
+    assert [record.message for record in caplog.records] == [
+        "this node is suspended for 43 s more: leases.lapsed: 8; it waits, and goes on by itself",
+        "this node is suspended for 63 s more: leases.lapsed: 8; it waits, and goes on by itself",
+        "the suspension is over: this node gets work again",
+    ]
+
+
+def test_a_suspension_from_before_this_start_is_told_too(caplog: pytest.LogCaptureFixture) -> None:
+    client: Any = StatusHub()
+    view = VIEW.model_copy(update={"state": NodeState.SUSPENDED, "reason": "x"})
+    Earnings(client, ManualClock()).hear(HeartbeatReply(node=view))
+    assert caplog.records[-1].message == "this node is suspended until the run's owner pardons it: x; it waits"
 
 
 def test_without_a_word_from_the_hub_there_is_nothing_to_sum_up() -> None:

@@ -75,6 +75,7 @@ def lease(unit: int, version: int = 0, lasts_ms: int = 60_000) -> Lease:
 
 
 class _Info:
+    uploads = "hub"
     run = RUN
 
 
@@ -93,6 +94,7 @@ class ListHub:
         self.refusals: dict[int, Exception] = {}
         self.view = NodeView(node=KEY.node, name="n", role="worker", state=NodeState.ACTIVE)
         self.beats: list[Heartbeat] = []
+        self.deadlines: dict[str, int] = {}
         self.gate = threading.Event()
         self.gate.set()
 
@@ -104,7 +106,7 @@ class ListHub:
 
     def heartbeat(self, heartbeat: Heartbeat) -> HeartbeatReply:
         self.beats.append(heartbeat)
-        return HeartbeatReply(node=self.view)
+        return HeartbeatReply(node=self.view, deadlines=self.deadlines)
 
     def lease(self, request: LeaseRequest) -> LeaseReply:
         self.requests.append(request)
@@ -141,14 +143,20 @@ class CountingEngine(ScriptedEngine):
         super().__init__()
         self.calls: list[list[int]] = []
         self.failure: Exception | None = None
+        self.broken: dict[int, float] = {}
         data = memoryview(np.ones(1, dtype="<f4")).cast("B")
         self.load_policy(policy(), {"w": TensorView("w", "F32", (1,), data)})
 
     def generate(self, requests, proof=None):  # type: ignore[no-untyped-def]
         if self.failure is not None:
             raise self.failure
-        self.calls.append([request.prompt_ids[0] - 10 for request in requests])
-        return super().generate(requests, proof)
+        units = [request.prompt_ids[0] - 10 for request in requests]
+        self.calls.append(units)
+        groups = super().generate(requests, proof)
+        for unit, group in zip(units, groups, strict=True):
+            if unit in self.broken:
+                group[-1].logprobs[-1] = self.broken[unit]
+        return groups
 
 
 class ListShelf(EngineShelf):
@@ -156,8 +164,10 @@ class ListShelf(EngineShelf):
         self.engine = CountingEngine()
         self.missing = missing
         self.patience: list[float] = []
+        self.before_get: Callable[[], object] = lambda: None
 
     def get(self, ref: PolicyRef, deadline_s: float) -> LoadedPolicy:
+        self.before_get()
         self.patience.append(deadline_s)
         if f"v{ref.version}" in self.missing:
             raise self.missing[f"v{ref.version}"]
@@ -299,6 +309,75 @@ def test_a_lease_that_has_run_out_is_not_begun(tmp_path: Path) -> None:
     assert [release.leases for release in bench.hub.released] == [("lease-1",)]
 
 
+def test_a_lease_whose_deadline_the_hub_has_moved_is_still_done(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, [lease(1, lasts_ms=0)])
+    renewed = {"lease-1": lease(1, lasts_ms=0).deadline_ms + 60_000}
+    bench.hub.deadlines = renewed
+    bench.shelf.before_get = lambda: bench.worker._hear(HeartbeatReply(node=bench.hub.view, deadlines=renewed))
+    bench.worker.run()
+    assert bench.units == [1]
+    assert bench.hub.released == []
+
+
+def test_a_heartbeat_says_how_many_tokens_of_each_lease_are_there(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, [lease(1), lease(3)])
+    bench.hub.gate.clear()
+    thread = threading.Thread(target=bench.worker.run)
+    thread.start()
+    try:
+        assert _eventually(lambda: bench.waiting == [1, 3])
+        assert _eventually(lambda: set(bench.hub.beats[-1].progress) == {"lease-1", "lease-3"})
+        assert min(bench.hub.beats[-1].progress.values()) > 0
+    finally:
+        bench.hub.gate.set()
+        thread.join(30)
+    tokens = {f"lease-{s.unit}": sum(len(r.token_ids) for r in s.rollouts) for s in bench.hub.submitted}
+    assert max(bench.hub.beats, key=lambda beat: sum(beat.progress.values())).progress == tokens
+    assert bench.worker.activity.heartbeat().progress == {}, "what is handed in is over"
+
+
+def test_a_suspended_worker_waits_and_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    bench = Bench(tmp_path)
+    active = bench.hub.view
+
+    def lifted() -> list[Lease]:
+        bench.hub.view = active
+        return [lease(2)]
+
+    bench.hub.view = active.model_copy(
+        update={"state": NodeState.SUSPENDED, "reason": "leases.lapsed: 8", "until_ms": 5}
+    )
+
+    def still_out() -> list[Lease]:
+        assert _eventually(lambda: "is suspended" in caplog.text)
+        return []
+
+    bench.hub.replies = [[lease(1)], still_out, lifted]
+    bench.worker.run()
+    assert bench.units == [1, 2], "what it held was handed in, and it got more when the time was over"
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_what_is_no_number_is_given_back_and_not_handed_in(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, value: float
+) -> None:
+    bench = Bench(tmp_path, [lease(1), lease(3)], [lease(4)])
+    bench.shelf.engine.broken = {1: value}
+    bench.worker.run()
+    assert bench.units == [3, 4]
+    assert bench.hub.released == [LeaseRelease(leases=("lease-1",), reason="log-probabilities that are no numbers")]
+    assert "1 of 2 groups have log-probabilities that are no numbers" in caplog.text
+
+
+def test_a_machine_that_computes_no_numbers_at_all_ends_with_what_to_do(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, [lease(1)], [lease(1)], [lease(1)], [lease(1)])
+    bench.shelf.engine.broken = {1: np.nan}
+    with pytest.raises(ResourceError, match="another device or number format"):
+        bench.worker.run()
+    assert [release.leases for release in bench.hub.released] == [("lease-1",)] * 3
+    assert bench.units == []
+
+
 def test_a_stop_gives_back_what_was_not_begun_and_sends_what_was_done(tmp_path: Path) -> None:
     bench = Bench(tmp_path, [lease(1), lease(2)])
 
@@ -348,7 +427,7 @@ def test_a_ban_met_while_sending_keeps_the_parcel_and_ends_it(tmp_path: Path) ->
 
 @pytest.mark.parametrize("road", ["lease", "heartbeat", "upload"])
 def test_being_shut_out_leaves_the_outbox_to_other_runs(tmp_path: Path, road: str) -> None:
-    refusal = ShutOut(403, "node.suspended", "this node is suspended: x")
+    refusal = ShutOut(403, "node.banned", "this node is banned: x")
     bench = Bench(tmp_path, [lease(1)], *([refusal] if road == "lease" else [[]] * 100_000))
     other = lease(5).model_copy(update={"run": "other-000000000000"})
     [group] = CountingEngine().generate([GenerationRequest(other.prompt_ids, other.seed_numbers, SAMPLING)])
@@ -357,7 +436,7 @@ def test_being_shut_out_leaves_the_outbox_to_other_runs(tmp_path: Path, road: st
     if road != "lease":
         bench.hub.refusals[1] = refusal
     if road == "heartbeat":
-        bench.hub.view = bench.hub.view.model_copy(update={"state": NodeState.SUSPENDED})
+        bench.hub.view = bench.hub.view.model_copy(update={"state": NodeState.BANNED})
     with pytest.raises(ShutOut) as caught:
         bench.worker.run()
     assert caught.value.exit_code == 6

@@ -112,6 +112,7 @@ def _groups_trained(entries: Sequence[LedgerEntry], node: str) -> int:
 
 
 def seconds_until_sanction(entries: Sequence[LedgerEntry], node: str) -> float:
-    """Since the hub began. The node must have been sanctioned."""
-    at_ms = next(entry.at_ms for entry in entries if entry.kind == "sanction" and entry.body["node"] == node)
+    """From the hub's beginning to the ban. The node must have been banned."""
+    banned = {"node": node, "state": "banned"}.items()
+    at_ms = next(entry.at_ms for entry in entries if entry.kind == "sanction" and banned <= entry.body.items())
     return (at_ms - entries[0].at_ms) / 1000

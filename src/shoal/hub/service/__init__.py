@@ -3,10 +3,14 @@
     context     Context: configuration, storage, secret, clock; `decision()`
     membership  Membership: register, heartbeat
     work        Work: lease, release, submit                     (workers)
+    uploads     Uploads: ticket, commit                          (workers, past the hub)
     checking    Checking: audits, verdicts, bodies               (validators)
     training    Training: announce, batch, rollouts, report      (trainer)
     reporting   Reporting: run_info, status, ledger              (anyone)
+    stories     Stories: unit, node, nodes: why                  (anyone)
+    admin       Administration: act                              (the owner; orders in force: owner)
     readiness   Ready: check                                     (anyone)
+    posting     Posting: post (the ledger's outbox)              (upkeep, and whoever reads the ledger)
     upkeep      Upkeep: tick
 
 Services are synchronous and know nothing of HTTP: a refusal is an exception (`state.refusals.Refusal`).
@@ -14,17 +18,26 @@ Services are synchronous and know nothing of HTTP: a refusal is an exception (`s
 
 from __future__ import annotations
 
+import logging
+
+from shoal.errors import ShoalError
+from shoal.hub.service.admin import Administration
 from shoal.hub.service.checking import Checking
 from shoal.hub.service.context import Context
 from shoal.hub.service.membership import Membership
+from shoal.hub.service.posting import Posting
 from shoal.hub.service.readiness import Ready
 from shoal.hub.service.reporting import Reporting
+from shoal.hub.service.stories import Stories
 from shoal.hub.service.training import Training
 from shoal.hub.service.upkeep import Upkeep
+from shoal.hub.service.uploads import Uploads
 from shoal.hub.service.work import Work
 from shoal.hub.settings import HubConfig
 from shoal.hub.storage import Storage
 from shoal.runtime.clock import Clock
+
+log = logging.getLogger("shoal.hub")
 
 
 class Hub:
@@ -32,16 +45,44 @@ class Hub:
 
     def __init__(self, config: HubConfig, clock: Clock, storage: Storage | None = None) -> None:
         self.context = Context(config, clock, storage)
+        self.posting = Posting(self.context)
         self.membership = Membership(self.context)
         self.work = Work(self.context)
+        self.uploads = Uploads(self.context, self.work)
         self.checking = Checking(self.context)
         self.training = Training(self.context)
-        self.reporting = Reporting(self.context)
+        self.reporting = Reporting(self.context, self.posting)
+        self.stories = Stories(self.context, self.posting)
+        self.administration = Administration(self.context)
         self.readiness = Ready(self.context)
-        self.upkeep = Upkeep(self.context)
+        self.upkeep = Upkeep(self.context, self.posting)
+        self._closed = False
 
     def close(self) -> None:
+        """Leave a ledger with nothing outgoing, so that who reads the folder reads all of it. Twice is harmless."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self.posting.post()
+            self.context.resign()
+        except ShoalError as error:  # what is recorded is in the outbox, on disk: the next to lead posts it
+            log.warning("the last rows of the ledger are not posted yet: %s", error)
         self.context.close()
 
 
-__all__ = ["Checking", "Context", "Hub", "Membership", "Ready", "Reporting", "Training", "Upkeep", "Work"]
+__all__ = [
+    "Administration",
+    "Checking",
+    "Context",
+    "Hub",
+    "Membership",
+    "Posting",
+    "Ready",
+    "Reporting",
+    "Stories",
+    "Training",
+    "Upkeep",
+    "Uploads",
+    "Work",
+]

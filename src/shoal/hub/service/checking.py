@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from shoal.errors import ProtocolError
 from shoal.hub.changes import Topic
 from shoal.hub.service.context import Context, node_label
+from shoal.hub.service.owner import orders_of
 from shoal.hub.state import newcomers, pacing
 from shoal.hub.state.audits import Case, Ruling, abandon, claim, expire, judge
 from shoal.hub.state.machines import SubmissionState
@@ -28,6 +29,7 @@ from shoal.protocol import (
     open_document,
     pack,
 )
+from shoal.runtime.crash import point
 
 MAX_BODIES_BYTES = 64 * 1024 * 1024
 
@@ -46,13 +48,20 @@ class Checking:
             free = self._next(transaction, moment, request.max_audits)
             claims = claim(moment, free, node.node, request.max_audits)
             transaction.apply(claims)
-            found = tuple(self._audit(transaction, claimed.row) for claimed in claims)
-            pending = bool(claims) or bool(transaction.submissions_in([SubmissionState.AUDITING], 1))
+            halted = orders_of(transaction).halted(moment.now_ms)
+            if claims:
+                point("hub.audit.before_commit")
+        with context.storage.read() as reader:  # not above: whoever claims must lock no node
+            found = tuple(self._audit(reader, claimed.row) for claimed in claims)
+            pending = bool(claims) or bool(reader.submissions_in([SubmissionState.AUDITING], 1))
         if found:
+            point("hub.audit.after_commit")
             context.waits.done(node_label(node))
             return AuditReply(audits=found)
         finished = pacing.is_finished(moment.rules, moment.progress) and not pending
         waiting = "the run is finished" if finished else "submissions: none is waiting to be checked"
+        if halted and not finished:
+            waiting = f"{waiting}; {halted}"
         if finished:
             context.waits.done(node_label(node))
         else:
@@ -70,11 +79,24 @@ class Checking:
         return chosen
 
     def verdicts(self, node: NodeRow, report: VerdictReport) -> VerdictReply:
-        """Apply the verdicts that this very validator signed, in one transaction; those that do not fit are named."""
+        """Apply the verdicts that this very validator signed; those that do not fit are named.
+
+        In one transaction, or where hubs share a database in one for each node: nobody is locked for another's sake.
+        """
         rulings = [self._open(node, signed) for signed in report.verdicts]
+        pairs = list(zip(report.verdicts, rulings, strict=True))
+        parts = _by_node(pairs) if self._context.storage.is_shared else [pairs]
+        refused = [each for part in parts for each in self._rule(part)]
+        failed = any(isinstance(each, Ruling) and each.verdict.outcome == Outcome.REJECTED for each in rulings)
+        again = (Topic.AUDITS,) if failed else ()  # what waited for a light audit may wait for a full one now
+        self._context.changes.notify(Topic.LEASES, Topic.BATCHES, *again)
+        return VerdictReply(refused=tuple(refused))
+
+    def _rule(self, pairs: Sequence[tuple[SignedDocument, Ruling | Refusal]]) -> list[RefusedVerdict]:
         refused: list[RefusedVerdict] = []
         with self._context.decision() as (transaction, _moment):
-            for signed, ruling in zip(report.verdicts, rulings, strict=True):
+            transaction.lock_nodes(each.verdict.node for _, each in pairs if isinstance(each, Ruling))
+            for signed, ruling in pairs:
                 try:
                     if isinstance(ruling, Refusal):
                         raise ruling
@@ -82,10 +104,9 @@ class Checking:
                     transaction.apply(judge(self._context.moment(transaction), case, ruling))
                 except Refusal as refusal:
                     refused.append(_refused(signed, refusal))
-        failed = any(isinstance(each, Ruling) and each.verdict.outcome == Outcome.REJECTED for each in rulings)
-        again = (Topic.AUDITS,) if failed else ()  # what waited for a light audit may wait for a full one now
-        self._context.changes.notify(Topic.LEASES, Topic.BATCHES, *again)
-        return VerdictReply(refused=tuple(refused))
+            point("hub.verdict.before_commit")
+        point("hub.verdict.after_commit")
+        return refused
 
     def bodies(self, names: Sequence[str]) -> bytes:
         """The bytes of several submissions, packed."""
@@ -130,12 +151,21 @@ class Checking:
         return Audit(
             submission=row.submission,
             size_bytes=row.size_bytes,
-            lease=SignedDocument.model_validate_json(holding.lease.document),
+            lease=self._context.signed_before(holding.lease.document),
             received_at_ms=row.received_at_ms,
             deadline_ms=row.claimed_until_ms or 0,
             depth=row.depth,
             record=node.record,
         )
+
+
+def _by_node(
+    pairs: Sequence[tuple[SignedDocument, Ruling | Refusal]],
+) -> list[list[tuple[SignedDocument, Ruling | Refusal]]]:
+    parts: dict[str, list[tuple[SignedDocument, Ruling | Refusal]]] = {}
+    for signed, ruling in pairs:
+        parts.setdefault(ruling.verdict.node if isinstance(ruling, Ruling) else "", []).append((signed, ruling))
+    return list(parts.values())
 
 
 def _refused(signed: SignedDocument, refusal: Refusal) -> RefusedVerdict:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import secrets
-from collections.abc import Iterator
+import socket
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,17 +16,25 @@ from typing import Any
 from shoal.errors import ConfigError, DiskError, EnvironmentSetupError
 from shoal.hub.changes import Changes, Topic
 from shoal.hub.settings import HubConfig
-from shoal.hub.state import leases
+from shoal.hub.state import leases, windows
 from shoal.hub.state.commands import Record
-from shoal.hub.state.rows import Moment, NodeRow
-from shoal.hub.storage import BlobFolder, Presence, SqliteStorage, Storage, Writer
+from shoal.hub.state.nodes import liveness
+from shoal.hub.state.rows import Holding, Moment, NodeRow, Rules
+from shoal.hub.storage import Presence, Storage, Writer, open_blobs, open_storage
+from shoal.hub.storage.copying import MOVED_TO, holds_run
 from shoal.hub.waits import Waits
-from shoal.protocol import Document, NodeView, sign_document
+from shoal.protocol import Document, NodeView, SignedDocument, sign_document
+from shoal.protocol.signing import sign_values
 from shoal.runtime.clock import Clock, SteadyClock
+from shoal.runtime.crash import point
 from shoal.runtime.files import ensure_folder, resource_error, write_atomically
 
 SECRET_BYTES = 32
 NOTABLE_MS = 1_000
+LEADER = "upkeep"
+LEADS_S = 4.0
+"""The lead is renewed every second; another hub takes over so long after the leader was last alive. Should both believe
+to lead for a moment, nothing happens twice: whatever is done, is done by one transaction after the other."""
 
 log = logging.getLogger("shoal.hub")
 
@@ -39,14 +49,33 @@ class Context:
         if len(self.tasks) == 0:
             raise EnvironmentSetupError(f"environment {config.environment.name} has no tasks in its train split")
         ensure_folder(config.folder)
-        self.secret = _load_or_create_secret(config.folder / "secret", is_new=not (config.folder / "hub.db").exists())
-        self.blobs = BlobFolder(config.folder / "blobs")
-        self.storage: Storage = storage or SqliteStorage(config.folder / "hub.db")
+        self.blobs = open_blobs(config.settings.storage, config.settings.storage_endpoint, config.folder / "blobs")
+        self.storage: Storage = storage or open_storage(config.settings.database, config.folder)
+        self.secret = _load_or_create_secret(config.folder / "secret", is_new=self._is_new())
         self.clock = self._steady(clock)
         self.changes = Changes()
         self.waits = Waits()
         self.failure: DiskError | None = None
+        self.holder = f"{socket.gethostname()}/{os.getpid()}/{secrets.token_hex(4)}"
+        self.leads = False
         self._begin_run()
+        self.lead()
+
+    def _is_new(self) -> bool:
+        with self.storage.read() as reader:
+            return reader.setting("run") is None
+
+    def lead(self) -> bool:
+        """Whether this hub does the background work of the run; to be asked more often than every `LEADS_S`."""
+        led, self.leads = self.leads, self.storage.lead(LEADER, self.holder, LEADS_S)
+        if self.storage.is_shared and self.leads != led:
+            log.info("this hub %s the background work of the run", "does" if self.leads else "no longer does")
+        return self.leads
+
+    def resign(self) -> None:
+        """Leave the background work to another hub at once."""
+        if self.leads:
+            self.storage.resign(LEADER, self.holder)
 
     def close(self) -> None:
         self.changes.close()
@@ -59,8 +88,7 @@ class Context:
     def _steady(self, clock: Clock) -> SteadyClock:
         """The hub's time. Leases, claims and nonces are dated with it: it never goes back, not even over a restart."""
         with self.storage.read() as reader:
-            last = reader.ledger_last()
-            written_ms = max([last.at_ms if last else 0, *(row.last_seen_ms for row in reader.presences().values())])
+            written_ms = reader.written_ms()
         ahead_ms = written_ms - clock.now_ms()
         if ahead_ms > NOTABLE_MS:
             log.warning(
@@ -70,14 +98,20 @@ class Context:
         return SteadyClock(clock, written_ms)
 
     @contextmanager
-    def decision(self, sweep: bool = False) -> Iterator[tuple[Writer, Moment]]:
-        """One write transaction: read rows, decide, apply. `sweep` ends overdue leases first."""
+    def decision(self, sweep: bool = False, exclusive: bool = False) -> Iterator[tuple[Writer, Moment]]:
+        """One write transaction: read rows, decide, apply. `sweep` ends overdue leases first.
+
+        `exclusive` decisions change what all others rely on (the newest policy, the next step): nobody decides
+        anything beside them, at whichever hub. Others do not sweep where hubs share a database: a sweep touches the
+        nodes of others, and the leader does it every second.
+        """
         swept = False
-        with self.storage.write() as transaction:
+        sweep = sweep and (exclusive or not self.storage.is_shared)
+        with self.storage.write(exclusive=exclusive) as transaction:
             moment = self.moment(transaction)
             overdue = transaction.overdue_holdings(moment.now_ms) if sweep else []
             if overdue:
-                transaction.apply(leases.expire(moment, overdue))
+                transaction.apply(leases.expire(moment, overdue, holders(transaction, overdue)))
                 moment = self.moment(transaction)
                 swept = True
             yield transaction, moment
@@ -87,24 +121,47 @@ class Context:
     def sign(self, document: Document) -> str:
         return sign_document(document, self.config.key).model_dump_json()
 
+    def signed_before(self, text: str) -> SignedDocument:
+        """What a hub of this run signed and wrote down, by the key of now: that of then may be revoked meanwhile."""
+        signed = SignedDocument.model_validate_json(text)
+        if signed.signed_by == self.config.key.public_key:
+            return signed
+        return sign_values(signed.kind, signed.document, self.config.key)
+
     def moment(self, transaction: Writer) -> Moment:
         return Moment(self.rules, transaction.progress(), self.clock.now_ms())
 
     def _begin_run(self) -> None:
         """Write down what the run is on the first start; refuse to continue it as something else."""
         identity = self._identity()
-        with self.storage.write() as transaction:
+        with self.storage.write(exclusive=True) as transaction:
             known = transaction.setting("run")
+            if transaction.setting(MOVED_TO):
+                raise ConfigError(
+                    "this run was moved away from this database by `shoal migrate`: start it with the recipe that the "
+                    "migration wrote, or move it back with `shoal migrate`"
+                )
             if known is None:
+                if self.config.settings.database and holds_run(self.config.folder):
+                    raise ConfigError(
+                        f"hub.database is empty, and {self.config.folder} holds the run: move it there with "
+                        "`shoal migrate RUN --database URL`, or leave hub.database as it was"
+                    )
                 transaction.put_setting("run", json.dumps(identity))
                 body = {key: identity[key] for key in ("run", "root_key", "environment_digest")}
                 transaction.apply([Record("run", body, self.clock.now_ms())])
+                point("hub.start.before_commit")
                 return
         for key, value in json.loads(known).items():
             if key == "environment_digest" and identity[key] != value:
                 raise ConfigError(
                     f"the environment {self.config.environment.name} (tasks, options or reward file) has changed since "
                     f"the run in {self.config.folder.parent} began: put it back, or start a new run with another --dir"
+                )
+            if key == "secret_hash" and identity[key] != value:
+                raise ConfigError(
+                    f"the secret in {self.config.folder / 'secret'} is not the one that this run began with: all hubs "
+                    "of a run need the same, so copy it from the hub that began the run, or restore it from a backup"
                 )
             if identity.get(key) != value:
                 raise ConfigError(
@@ -128,10 +185,12 @@ def _load_or_create_secret(path: Path, is_new: bool) -> bytes:
     """The run's secret: without it nobody can tell the seeds of a unit in advance. Readable by its owner only."""
     if not path.exists() and not is_new:
         raise ConfigError(
-            f"the run's secret {path} is missing: restore it from a backup; without it no unit is the same"
+            f"the run's secret {path} is missing: restore it from a backup, or copy it from another hub of the run; "
+            "without it no unit is the same"
         )
     if not path.exists():
         write_atomically(path, secrets.token_hex(SECRET_BYTES).encode(), mode=0o600)
+        point("hub.start.after_secret")
     try:
         text = path.read_text()
     except OSError as error:
@@ -145,8 +204,16 @@ def _load_or_create_secret(path: Path, is_new: bool) -> bytes:
     return secret
 
 
-def node_view(node: NodeRow, presence: Presence | None) -> NodeView:
-    """A node as others see it."""
+def holders(transaction: Writer, holdings: Sequence[Holding]) -> dict[str, NodeRow]:
+    """The nodes that hold these leases, locked: what lapses costs them something."""
+    names = sorted({held.lease.node for held in holdings})
+    transaction.lock_nodes(names)
+    return {name: row for name in names if (row := transaction.node(name)) is not None}
+
+
+def node_view(node: NodeRow, presence: Presence | None, rules: Rules, now_ms: int) -> NodeView:
+    """A node as others see it: trust, liveness and sanction, each by itself."""
+    last_seen_ms = presence.last_seen_ms if presence else node.registered_at_ms
     return NodeView(
         node=node.node,
         name=node.name,
@@ -161,7 +228,12 @@ def node_view(node: NodeRow, presence: Presence | None) -> NodeView:
         on_probation=node.on_probation,
         reason=node.reason,
         doing=presence.doing if presence else "",
-        last_seen_ms=presence.last_seen_ms if presence else node.registered_at_ms,
+        last_seen_ms=last_seen_ms,
+        liveness=liveness(last_seen_ms, now_ms),
+        until_ms=node.until_ms,
+        suspensions=node.suspensions,
+        window=windows.of(rules, node) if node.role == "worker" else 0,
+        owner=node.owner,
     )
 
 

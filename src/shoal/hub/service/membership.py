@@ -1,25 +1,30 @@
-"""Nodes: registration with role certificates, heartbeats."""
+"""Nodes: registration with role certificates, heartbeats, which also renew the leases that a node is at work on."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from shoal.errors import ProtocolError
 from shoal.hub.service.context import Context, node_view
+from shoal.hub.service.owner import orders_of
 from shoal.hub.service.readiness import MISSED, canary_problem
-from shoal.hub.state import nodes, pacing
+from shoal.hub.state import leases, newcomers, nodes, pacing
 from shoal.hub.state.commands import RaiseAlarm
 from shoal.hub.state.refusals import Refusal
-from shoal.hub.state.rows import NodeRow
-from shoal.hub.storage import Presence
+from shoal.hub.state.rows import Moment, NodeRow
+from shoal.hub.storage import Presence, Writer
 from shoal.protocol import (
-    PROTOCOL_VERSION,
     Heartbeat,
     HeartbeatReply,
     NodeView,
     Registration,
     RoleCertificate,
+    Vouch,
     node_id,
     open_document,
 )
+from shoal.protocol.versions import check_spoken
+from shoal.runtime.crash import point
 
 
 class Membership:
@@ -30,11 +35,15 @@ class Membership:
         """Take a node in. The request's signature was checked against the key in the registration."""
         self._check_version(registration)
         self._check_role(registration)
+        owner = owner_of(registration)
         with self._context.decision() as (transaction, moment):
             known = transaction.node(node_id(registration.public_key))
-            row, commands = nodes.register(known, registration, moment.now_ms)
+            row, commands = nodes.register(known, registration, moment.now_ms, owner)
             transaction.apply(commands)
-            return node_view(row, transaction.presence(row.node))
+            view = node_view(row, transaction.presence(row.node), moment.rules, moment.now_ms)
+            point("hub.node.before_commit")
+        point("hub.node.after_commit")
+        return view
 
     def heartbeat(self, node: NodeRow, heartbeat: Heartbeat) -> HeartbeatReply:
         now_ms = self._context.clock.now_ms()
@@ -47,32 +56,46 @@ class Membership:
                 waiting_since_ms=now_ms - round(heartbeat.waiting_s * 1000),
                 counters=heartbeat.counters,
             )
+            fresh = transaction.node(node.node) or node
             said = transaction.presence(node.node)
             transaction.put_presence(presence)
-            progress = transaction.progress()
-            fresh = transaction.node(node.node) or node
-            transaction.apply(canary_alarm(fresh, said, presence, progress.next_step))
+            moment = Moment(self._context.rules, transaction.progress(), now_ms)
+            transaction.apply(canary_alarm(fresh, said, presence, moment.progress.next_step))
+            deadlines = self._renew(transaction, moment, fresh, heartbeat.progress)
         return HeartbeatReply(
-            node=node_view(fresh, presence),
-            policy=progress.policy,
-            finished=pacing.is_finished(self._context.rules, progress),
+            node=node_view(fresh, presence, moment.rules, now_ms),
+            policy=moment.progress.policy,
+            finished=pacing.is_finished(moment.rules, moment.progress),
+            deadlines=deadlines,
         )
 
+    def _renew(self, transaction: Writer, moment: Moment, node: NodeRow, progress: Mapping[str, int]) -> dict[str, int]:
+        """The deadlines of the leases that the node is at work on, later ones where it has gone on.
+
+        Newcomers do not get more time while established nodes are here: a flood of fresh keys could lie about it.
+        """
+        if not progress:
+            return {}
+        holdings = [held for held in transaction.holdings(node.node) if held.lease.lease in progress]
+        here = node.on_probation and transaction.is_established_here(moment.now_ms - newcomers.HERE_MS)
+        is_bounded = newcomers.is_bounded(moment, node, newcomers.Crowd(established=here))
+        renewed = [] if is_bounded else leases.renew(moment, holdings, progress)
+        transaction.apply(renewed)
+        rows = {held.lease.lease: held.lease for held in holdings} | {each.row.lease: each.row for each in renewed}
+        return {name: row.deadline_ms for name, row in rows.items()}
+
     def _check_version(self, registration: Registration) -> None:
-        if registration.protocol_version != PROTOCOL_VERSION:
-            raise Refusal(
-                409,
-                "protocol.version",
-                f"this hub speaks protocol {PROTOCOL_VERSION}, the node speaks {registration.protocol_version}: "
-                "install the version of shoal that the run uses",
-            )
+        try:
+            check_spoken("node", registration.protocol_version)
+        except ProtocolError as error:
+            raise Refusal(409, "protocol.version", str(error)) from error
 
     def _check_role(self, registration: Registration) -> None:
         """Trusted roles need a certificate of the root key for this run, this role and this very key."""
         if registration.role == "worker":
             return
-        if registration.role == "hub":
-            raise Refusal(403, "auth.role", "a hub does not register with a hub")
+        if registration.role in ("hub", "admin"):
+            raise Refusal(403, "auth.role", f"a {registration.role} does not register with a hub")
         if registration.certificate is None:
             raise Refusal(403, "auth.certificate", f"a {registration.role} needs a certificate signed by the root key")
         config = self._context.config
@@ -83,6 +106,25 @@ class Membership:
         expected = (config.run_id, registration.role, registration.public_key)
         if (certificate.run, certificate.role, certificate.public_key) != expected:
             raise Refusal(403, "auth.certificate", "the certificate is for another run, role or key")
+        with self._context.storage.read() as reader:
+            if registration.public_key in orders_of(reader).revoked:
+                raise Refusal(403, "auth.revoked", "the run's owner has revoked this key: ask for another certificate")
+
+
+def owner_of(registration: Registration) -> str:
+    """The key that vouches for the node, or nothing. The node itself brings it: nobody is claimed unasked."""
+    signed = registration.vouch
+    if signed is None:
+        return ""
+    if registration.role != "worker":
+        raise Refusal(403, "vouch.role", f"only a worker earns, and can have an owner; this is a {registration.role}")
+    try:
+        vouch = open_document(signed, Vouch, signed.signed_by)
+    except ProtocolError as error:
+        raise Refusal(403, "vouch.signature", f"the vouch does not hold: {error}") from error
+    if vouch.owner != signed.signed_by or vouch.node != node_id(registration.public_key):
+        raise Refusal(403, "vouch.other", "the vouch is for another node, or signed by another key than its owner's")
+    return vouch.owner
 
 
 def canary_alarm(node: NodeRow, before: Presence | None, now: Presence, step: int) -> list[RaiseAlarm]:

@@ -10,10 +10,11 @@ from collections.abc import Sequence
 
 from shoal.errors import ResourceError
 from shoal.hub.service.context import Context, node_label
+from shoal.hub.service.owner import orders_of
 from shoal.hub.state import pacing
 from shoal.hub.state.rows import NodeRow
 from shoal.hub.storage import Presence, Reader
-from shoal.protocol import Message, NodeState
+from shoal.protocol import Conduct, Message, NodeState
 
 HERE_MS = 60_000
 CANARY_WITHIN = 256
@@ -23,10 +24,15 @@ AUDITED = ("accepted", "rejected", "inconclusive")
 
 
 class Readiness(Message):
-    """The answer of `GET /ready`: what is wrong, a sentence each; ready if nothing is."""
+    """The answer of `GET /ready`: what is wrong, a sentence each; ready if nothing is.
+
+    A run that its owner has paused, or lets drain, is ready: `conduct` says so, and `halted` since when and why.
+    """
 
     ready: bool
     problems: tuple[str, ...] = ()
+    conduct: Conduct = "running"
+    halted: str = ""
 
 
 class Ready:
@@ -39,10 +45,10 @@ class Ready:
         context = self._context
         now_ms = context.clock.now_ms()
         with context.storage.read() as reader:
-            problems = self._of_roles(reader, now_ms)
+            problems, orders = self._of_roles(reader, now_ms), orders_of(reader)
         disk = self._of_disk(now_ms)
         found = (*problems, disk) if disk else tuple(problems)
-        return Readiness(ready=not found, problems=found)
+        return Readiness(ready=not found, problems=found, conduct=orders.conduct, halted=orders.halted(now_ms))
 
     def _of_roles(self, reader: Reader, now_ms: int) -> list[str]:
         presences = reader.presences()

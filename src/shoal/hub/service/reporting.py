@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from shoal import ledger
 from shoal.hub.service.context import Context, node_label, node_view
+from shoal.hub.service.owner import orders_of
+from shoal.hub.service.posting import Posting
 from shoal.hub.state import pacing
-from shoal.hub.state.machines import SubmissionState
+from shoal.hub.state.machines import SubmissionState, UnitState
+from shoal.hub.state.orders import Orders
 from shoal.hub.state.rows import NodeRow, SubmissionRow
-from shoal.hub.storage import Presence, Reader
+from shoal.hub.storage import Reader, StoryReader
+from shoal.hub.storage.protocol import Rank
 from shoal.protocol import (
     LedgerHead,
     LedgerPage,
-    NodeState,
     RecentVerdict,
     RunInfo,
     RunStatus,
     SignedDocument,
+    Standing,
     Wait,
     sign_document,
 )
@@ -26,35 +30,52 @@ REFUSALS_SHOWN = 100
 REPORTS_SHOWN = 200
 ALARMS_SHOWN = 20
 MAX_PENDING = 1000
+MAX_WAITING = 500
+NODES_SHOWN = 200
+"""Of more nodes than this, a status shows those that matter most; `GET /nodes` has all."""
+RANKS: tuple[tuple[Rank, int], ...] = (("trusted", 40), ("sanctioned", 40), ("credit", 60), ("seen", NODES_SHOWN))
 SILENT_AFTER_MS = 60_000
 """A node that has not been heard of for so long is gone, not waiting."""
 
 
 class Reporting:
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, posting: Posting) -> None:
         self._context = context
-        self._run_info = self._sign_run_info()
+        self._posting = posting
+        self._run_info: tuple[Orders, SignedDocument] | None = None
 
     def run_info(self) -> SignedDocument:
-        return self._run_info
+        """The run, signed; anew whenever its owner has ordered something that everybody must know."""
+        with self._context.storage.read() as reader:
+            orders = orders_of(reader)
+        known = self._run_info
+        if known is None or known[0] != orders:
+            known = self._run_info = (orders, self._sign_run_info(orders))
+        return known[1]
 
     def ledger_head(self) -> SignedDocument:
+        self._posting.post()
         with self._context.storage.read() as reader:
             return sign_document(self._head(reader), self._context.config.key)
 
     def ledger_page(self, after: int, limit: int) -> LedgerPage:
+        self._posting.post()
         with self._context.storage.read() as reader:
             return LedgerPage(entries=tuple(reader.ledger_after(after, limit)), head=self._head(reader))
 
     def status(self) -> RunStatus:
         config, now_ms = self._context.config, self._context.clock.now_ms()
+        self._posting.post()
         with self._context.storage.read() as reader:
             overdue = bool(reader.overdue_holdings(now_ms))
         if overdue:
             with self._context.decision(sweep=True):
                 pass  # the sweep is the whole decision
         with self._context.storage.read() as reader:
-            progress, presences, nodes = reader.progress(), reader.presences(), reader.nodes()
+            progress, counts, units = reader.progress(), reader.node_counts(), reader.unit_counts()
+            nodes = _notable(reader, sum(counts.values()))
+            presences = reader.presences_named([node.node for node in nodes])
+            outgoing = reader.outbox(1)
             return RunStatus(
                 run=config.run_id,
                 name=config.run.name,
@@ -64,50 +85,59 @@ class Reporting:
                 step=progress.policy.version if progress.policy else 0,
                 policy=progress.policy,
                 max_staleness=config.run.max_staleness,
-                units=reader.unit_counts(),
+                units=units,
                 submissions=reader.submission_counts(),
-                nodes=tuple(node_view(node, presences.get(node.node)) for node in nodes),
-                waits=tuple(self._waits(reader, nodes, presences, now_ms)),
+                nodes=tuple(node_view(node, presences.get(node.node), self._context.rules, now_ms) for node in nodes),
+                waits=tuple(self._waits(reader, now_ms)),
                 verdicts=tuple(_recent(row) for row in _telling(reader)),
                 reports=tuple(reader.reports(REPORTS_SHOWN)),
                 alarms=tuple(reader.alarms(ALARMS_SHOWN)),
                 ledger=self._head(reader),
+                standing=_standing(orders_of(reader), units),
+                node_counts=counts,
+                outbox=reader.outbox_length() if outgoing else 0,
+                outbox_since_ms=outgoing[0].at_ms if outgoing else None,
             )
 
-    def _waits(self, reader: Reader, nodes: list[NodeRow], presences: dict[str, Presence], now_ms: int) -> list[Wait]:
-        """Who polls for something, what nodes say they wait for, leases that are out, submissions not judged yet."""
+    def _waits(self, reader: StoryReader, now_ms: int) -> list[Wait]:
+        """Who polls for something, what nodes say they wait for, leases that are out, submissions not judged yet.
+
+        Of very many, those that have waited longest.
+        """
         if pacing.is_finished(self._context.rules, reader.progress()):
             return []
-        names = {node.node: node_label(node) for node in nodes}
-        shut_out = {node_label(node) for node in nodes if node.state is not NodeState.ACTIVE}
+        said = reader.waiting_presences(now_ms - SILENT_AFTER_MS, MAX_WAITING)
+        held = reader.oldest_holdings(MAX_PENDING)
+        pending = reader.submissions_in([SubmissionState.RECEIVED, SubmissionState.AUDITING], MAX_PENDING)
+        concerned = [each.node for each in said] + [each.lease.node for each in held]
+        concerned += [row.validator for row in pending if row.validator]
+        rows = reader.nodes_named(list(dict.fromkeys(concerned)))
+        names = {node: node_label(row) for node, row in rows.items()}
+        shut_out = {node_label(row) for row in reader.nodes_ranked("sanctioned", MAX_WAITING)}
         waits = [wait for wait in self._context.waits.current(now_ms) if wait.who not in shut_out]
         polling = {wait.who for wait in waits}
-        for presence in presences.values():
+        for presence in said:
             who = names.get(presence.node, presence.node)
-            is_here = now_ms - presence.last_seen_ms <= SILENT_AFTER_MS and who not in shut_out
-            if presence.waiting_for and is_here and who not in polling:
+            if who not in shut_out and who not in polling:
                 waits.append(Wait(who=who, what=presence.waiting_for, since_ms=presence.waiting_since_ms))
-        held = [
-            (holding.unit.unit, names[holding.lease.node], holding.lease.issued_at_ms) for holding in reader.holdings()
-        ]
-        pending = reader.submissions_in([SubmissionState.RECEIVED, SubmissionState.AUDITING], MAX_PENDING)
+        leased = [(each.unit.unit, names[each.lease.node], each.lease.issued_at_ms) for each in held]
         checked = [
             (row.unit, names.get(row.validator or "", "a validator to take them"), row.received_at_ms)
             for row in pending
         ]
-        return [*waits, *_folded("unit", held), *_folded("submission of unit", checked)]
+        return [*waits, *_folded("unit", leased), *_folded("submission of unit", checked)]
 
     def _head(self, reader: Reader) -> LedgerHead:
         return ledger.head_of(self._context.config.run_id, reader.ledger_last())
 
-    def _sign_run_info(self) -> SignedDocument:
+    def _sign_run_info(self, orders: Orders) -> SignedDocument:
         config = self._context.config
         info = RunInfo(
             run=config.run_id,
             name=config.run.name,
             root_key=config.root_key,
-            certificates=config.certificates,
-            sources=config.sources,
+            certificates=orders.trusted(config.certificates),
+            sources=orders.sources(config.sources),
             last_resort=config.last_resort,
             environment=config.environment.name,
             environment_digest=config.environment.digest,
@@ -117,8 +147,27 @@ class Reporting:
             group_size=config.run.group_size,
             max_staleness=config.run.max_staleness,
             steps=config.run.steps,
+            hubs=config.settings.advertise,
+            revoked=orders.revoked,
+            uploads="hub" if self._context.blobs.inbox is None else "store",
         )
         return sign_document(info, config.key)
+
+
+def _notable(reader: StoryReader, total: int) -> list[NodeRow]:
+    """All nodes, or of very many: the trusted, those in trouble, those who did most, and who was heard of last."""
+    if total <= NODES_SHOWN:
+        return reader.nodes()
+    found: dict[str, NodeRow] = {}
+    for rank, count in RANKS:
+        found.update((row.node, row) for row in reader.nodes_ranked(rank, count))
+    return list(found.values())[:NODES_SHOWN]
+
+
+def _standing(orders: Orders, units: dict[str, int]) -> Standing:
+    """What the owner ordered; a run that drains is drained once nothing is out and nothing waits for a verdict."""
+    out = units[UnitState.LEASED.value] + units[UnitState.SUBMITTED.value]
+    return orders.standing.model_copy(update={"drained": orders.conduct == "draining" and out == 0})
 
 
 def _folded(what: str, waiting: list[tuple[int, str, int]]) -> list[Wait]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from shoal.errors import ProtocolError
 from shoal.hub.changes import Topic
 from shoal.hub.service.context import Context, node_label
+from shoal.hub.service.owner import orders_of
 from shoal.hub.state import batches, policies
 from shoal.hub.state.refusals import Refusal
-from shoal.hub.state.rows import Moment, NodeRow
-from shoal.hub.storage import Writer
+from shoal.hub.state.rows import Moment, NodeRow, UnitRow
+from shoal.hub.storage import Reader, Writer
 from shoal.protocol import (
     Batch,
     BatchGroup,
@@ -24,6 +27,7 @@ from shoal.protocol import (
     pack,
     unpack,
 )
+from shoal.runtime.crash import point
 
 
 class Training:
@@ -40,7 +44,7 @@ class Training:
         if announcement.run != context.config.run_id:
             raise Refusal(422, "policy.run", f"the announcement is for run {announcement.run[:80]}")
         policy = announcement.policy
-        with context.decision() as (transaction, moment):
+        with context.decision(exclusive=True) as (transaction, moment):
             standing = policies.Standing(
                 alive=transaction.alive_units(),
                 leases=[holding.lease for holding in transaction.holdings()],
@@ -48,32 +52,61 @@ class Training:
             )
             known = transaction.policy(policy.incarnation, policy.version)
             transaction.apply(policies.announce(moment, known, standing, policy))
+            point("hub.policy.before_commit")
+        point("hub.policy.after_commit")
         context.changes.notify(*Topic)
 
     def batch(self, node: NodeRow, step: int) -> BatchReply:
         """The batch of a step: the one written down, or a new one written down now, or what it waits for."""
         context = self._context
-        with context.decision(sweep=True) as (transaction, moment):
+        if context.storage.is_shared and (waiting := self._glance(step)):
+            context.waits.waiting(node_label(node), f"a batch: {waiting}", context.clock.now_ms())
+            return BatchReply(waiting=waiting)
+        with context.decision(sweep=True, exclusive=True) as (transaction, moment):
             batch = transaction.batch(step)
             waiting = "" if batch is not None else self._write_down(transaction, moment, step)
             batch = batch or transaction.batch(step)
         if batch is None:
             context.waits.waiting(node_label(node), f"a batch: {waiting}", moment.now_ms)
             return BatchReply(waiting=waiting)
+        point("hub.batch.after_commit")
         context.waits.done(node_label(node))
         context.changes.notify(Topic.LEASES)
         return BatchReply(batch=batch)
 
+    def _glance(self, step: int) -> str:
+        """What the batch waits for, without making anybody wait: an exclusive decision stops all hubs for a moment."""
+        context = self._context
+        with context.storage.read() as reader:
+            if reader.batch(step) is not None:
+                return ""
+            moment = Moment(context.rules, reader.progress(), context.clock.now_ms())
+            return self._choose(reader, moment, step)[0].waiting
+
+    def _choose(self, reader: Reader, moment: Moment, step: int) -> tuple[batches.Choice, Sequence[UnitRow]]:
+        """The units of the batch, or what it waits for; and those it was chosen among. None while the run is paused."""
+        orders = orders_of(reader)
+        halted = orders.halted(moment.now_ms)
+        if orders.conduct == "paused":
+            return batches.Choice(waiting=halted), ()
+        few = batches.too_few(moment, reader.alive_counts(), step)
+        alive = () if few else reader.alive_units()
+        choice = batches.Choice(waiting=few) if few else batches.choose(moment, alive, step)
+        if choice.units is None and halted:
+            return batches.Choice(waiting=f"{choice.waiting}; {halted}"), alive
+        return choice, alive
+
     def _write_down(self, transaction: Writer, moment: Moment, step: int) -> str:
         """Write the batch down if it is complete; otherwise what it waits for."""
-        alive = transaction.alive_units()
-        choice = batches.choose(moment, alive, step)
+        choice, alive = self._choose(transaction, moment, step)
         if choice.units is None:
             return choice.waiting
         names = [unit.submission for unit in choice.units if unit.submission is not None]
         sampled = batches.Sampled(transaction.submissions_named(names), transaction.dropped_submissions(step))
-        _batch, commands = batches.write_down(moment, alive, choice.units, sampled)
+        leases = [holding.lease for holding in transaction.holdings()] if moment.rules.max_staleness else []
+        _batch, commands = batches.write_down(moment, alive, choice.units, sampled, leases)
         transaction.apply(commands)
+        point("hub.batch.before_commit")
         return ""
 
     def rollouts(self, step: int) -> bytes:

@@ -1,5 +1,5 @@
-"""What happens without being asked: leases and audits that ran out, workers that are gone, credit that is due, nonces
-no longer needed.
+"""What happens without being asked: leases and audits that ran out, workers that are gone, credit that is due, the
+ledger's outbox, nonces no longer needed. Of several hubs on one database, one does it: the leader.
 
 A lease lasts `lease_s`, but only while its worker is heard of: one that was switched off or cut off stops sending
 heartbeats, and nobody has to wait for its leases to run out. If it was merely slow, its work is taken while the unit is
@@ -9,8 +9,13 @@ free, like any other work that comes late.
 from __future__ import annotations
 
 from shoal.hub.changes import Topic
-from shoal.hub.service.context import Context
+from shoal.hub.service.context import Context, holders
+from shoal.hub.service.posting import Posting
 from shoal.hub.state import audits, credits, leases
+from shoal.hub.state.machines import UNDECIDED_SUBMISSIONS
+from shoal.hub.state.rows import Moment
+from shoal.hub.storage import Reader
+from shoal.runtime.crash import point
 
 NONCES_EVERY_MS = 60_000
 MATURED_PER_TICK = 500
@@ -24,8 +29,9 @@ ASLEEP_MS = 5_000
 class Upkeep:
     """`tick` is called about once a second, so that a run goes on although nobody asks for anything."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, posting: Posting) -> None:
         self._context = context
+        self._posting = posting
         self._nonces_at_ms = 0
         self._ticked_ms = self._listens_since_ms = context.clock.now_ms()
 
@@ -34,9 +40,12 @@ class Upkeep:
         if now_ms - self._ticked_ms > ASLEEP_MS:
             self._listens_since_ms = now_ms
         self._ticked_ms = now_ms
+        if not self._context.lead():
+            return
         self._end_overdue(now_ms)
         self._end_silent(now_ms - GONE_AFTER_MS)
         self._mature(now_ms)
+        self._posting.post()
         if now_ms - self._nonces_at_ms >= NONCES_EVERY_MS:
             self._nonces_at_ms = now_ms
             with self._context.storage.write(durable=False) as transaction:
@@ -47,7 +56,7 @@ class Upkeep:
         with context.storage.read() as reader:
             late_leases, late_audits = reader.overdue_holdings(now_ms), reader.overdue_audits(now_ms)
         if late_leases or late_audits:
-            with context.decision(sweep=True) as (transaction, moment):
+            with context.decision(sweep=True, exclusive=True) as (transaction, moment):
                 transaction.apply(audits.expire(transaction.overdue_audits(moment.now_ms), moment.now_ms))
         if late_audits:
             context.changes.notify(Topic.AUDITS)
@@ -60,17 +69,24 @@ class Upkeep:
         with context.storage.read() as reader:
             silent = reader.silent_holdings(since_ms)
         if silent:
-            with context.decision() as (transaction, _moment):
-                transaction.apply(leases.end(transaction.silent_holdings(since_ms)))
+            with context.decision(exclusive=True) as (transaction, moment):
+                gone = transaction.silent_holdings(since_ms)
+                transaction.apply(leases.end(moment, gone, holders(transaction, gone)))
             context.changes.notify(Topic.LEASES, Topic.BATCHES)
 
     def _mature(self, now_ms: int) -> None:
         """Give out pending credit that is due. Also when the run is finished, or the policy of audits was changed."""
         context = self._context
         with context.storage.read() as reader:
-            is_due = bool(reader.due_credit(now_ms, 1))
+            is_due = bool(reader.due_credit(_due_until_ms(reader, Moment(context.rules, reader.progress(), now_ms)), 1))
         if is_due:
-            with context.decision() as (transaction, moment):
-                due = transaction.due_credit(moment.now_ms, MATURED_PER_TICK)
+            with context.decision(exclusive=True) as (transaction, moment):
+                due = transaction.due_credit(_due_until_ms(transaction, moment), MATURED_PER_TICK)
                 found = [transaction.node(name) for name in dict.fromkeys(row.node for row in due)]
                 transaction.apply(credits.mature(due, {row.node: row for row in found if row}, moment.now_ms))
+                point("hub.credit.before_commit")
+            point("hub.credit.after_commit")
+
+
+def _due_until_ms(reader: Reader, moment: Moment) -> int:
+    return credits.due_until_ms(moment, is_all_judged=not reader.submissions_in(UNDECIDED_SUBMISSIONS, 1))

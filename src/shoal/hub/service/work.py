@@ -7,14 +7,16 @@ PUT ─► caps ─► would it be taken at all? ─► decode ─► blob + fsy
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
 from shoal.errors import CodecError, ConfigError
 from shoal.hub.changes import Topic
 from shoal.hub.service.context import Context, node_label
-from shoal.hub.state import draws, leases, newcomers, pacing, reputation, submissions
-from shoal.hub.state.nodes import require_active
+from shoal.hub.service.owner import orders_of
+from shoal.hub.state import draws, leases, newcomers, pacing, reputation, sanctions, submissions, windows
+from shoal.hub.state.nodes import require_welcome
 from shoal.hub.state.refusals import Refusal
 from shoal.hub.state.rows import LeaseRow, Moment, NodeRow, SubmissionRow, UnitRow
 from shoal.hub.storage import Reader, Writer
@@ -31,6 +33,7 @@ from shoal.protocol import (
     submission_digest,
     unpack,
 )
+from shoal.runtime.crash import point
 
 
 class Work:
@@ -39,6 +42,8 @@ class Work:
         self._limits = context.config.submission_limits
         self._asked_ms: int | None = None  # when an established node asked last; a new hub waits for the next to ask
         self._delivered_ms: dict[str, int] = {}
+        self._tempo_at: tuple[int, pacing.Tempo | None] = (-1, None)
+        self.late = 0  # submissions refused since the start because their unit had gone to somebody else
 
     def lease(self, node: NodeRow, request: LeaseRequest) -> LeaseReply:
         """Leases for a worker, or none and why."""
@@ -46,19 +51,16 @@ class Work:
         self._require_profile(request.profile)
         drawn = leases.Draws(self._task_of, partial(self._lease_document, profile=request.profile))
         with context.decision(sweep=True) as (transaction, moment):
-            fresh = transaction.node(node.node) or node
-            lost = self._abandon(transaction, node, request)
-            held = len(transaction.holdings(node.node))
-            ask = leases.Ask(
-                node=fresh,
-                request=request.request,
-                max_units=request.max_units,
-                held=held,
-                granted=tuple(transaction.requested_leases(node.node, request.request)),
-                crowd=self._crowd(transaction, moment, fresh, held),
-            )
-            granted = leases.grant(moment, transaction.open_units(request.max_units), ask, drawn)
+            fresh = self._lifted(transaction, node, moment)
+            lost = self._abandon(transaction, moment, fresh, request)
+            ask, open_units, moment = self._ask(transaction, moment, fresh, request)
+            halted = "" if ask.granted else orders_of(transaction).halted(moment.now_ms)
+            granted = leases.Grant(waiting=halted) if halted else leases.grant(moment, open_units, ask, drawn)
             transaction.apply(granted.commands)
+            if granted.leases:
+                point("hub.lease.before_commit")
+        if granted.leases:
+            point("hub.lease.after_commit")
         if lost:
             context.changes.notify(Topic.LEASES)  # others may have got nothing for want of these units
         finished = pacing.is_finished(moment.rules, moment.progress)
@@ -66,8 +68,43 @@ class Work:
             context.waits.done(node_label(node))
         else:
             context.waits.waiting(node_label(node), f"a unit: {granted.waiting}", moment.now_ms)
-        documents = tuple(SignedDocument.model_validate_json(lease.document) for lease in granted.leases)
+        documents = tuple(context.signed_before(lease.document) for lease in granted.leases)
         return LeaseReply(leases=documents, waiting=granted.waiting, finished=finished)
+
+    def _lifted(self, transaction: Writer, node: NodeRow, moment: Moment) -> NodeRow:
+        """The node as it is now; a suspension that is over ends here, where that matters."""
+        fresh, commands = sanctions.lift(transaction.node(node.node) or node, moment.now_ms)
+        transaction.apply(commands)
+        return fresh
+
+    def _ask(
+        self, transaction: Writer, moment: Moment, node: NodeRow, request: LeaseRequest
+    ) -> tuple[leases.Ask, list[UnitRow], Moment]:
+        """The request with all that decides about it, the units that are open, and the moment to decide at."""
+        fresh = transaction.node(node.node) or node  # what lapsed just now may have cost it something
+        held = len(transaction.holdings(node.node))
+        granted = tuple(transaction.requested_leases(node.node, request.request))
+        open_units = transaction.open_units(request.max_units)
+        if self._context.storage.is_shared and (fresh.on_probation or len(open_units) < request.max_units):
+            moment = replace(moment, progress=transaction.frontier())
+        ask = leases.Ask(
+            node=fresh,
+            request=request.request,
+            max_units=request.max_units,
+            held=held,
+            granted=granted,
+            crowd=self._crowd(transaction, moment, fresh, held),
+            tempo=self._tempo(transaction, moment),
+        )
+        return ask, open_units, moment
+
+    def _tempo(self, reader: Reader, moment: Moment) -> pacing.Tempo | None:
+        """How fast the run goes by its last batches; looked up once a step."""
+        step = moment.progress.next_step
+        if self._tempo_at[0] != step:
+            found = [reader.batch(number) for number in range(max(0, step - pacing.LAST_BATCHES), step)]
+            self._tempo_at = (step, pacing.tempo([batch.written_at_ms for batch in found if batch is not None]))
+        return self._tempo_at[1]
 
     def _require_profile(self, profile: str) -> None:
         known = self._context.config.profiles
@@ -90,7 +127,7 @@ class Work:
         if not node.on_probation:
             delivered_ms = self._delivered_ms.get(node.node, 0)
             delivers = delivered_ms >= moment.now_ms - max(newcomers.HERE_MS, moment.rules.lease_ms)
-            if delivers and held < moment.rules.leases_per_node and node.state is NodeState.ACTIVE:
+            if delivers and held < windows.of(moment.rules, node) and node.state is NodeState.ACTIVE:
                 self._asked_ms = moment.now_ms
             return newcomers.Crowd()
         return newcomers.Crowd(
@@ -99,19 +136,20 @@ class Work:
             asking=self._asked_ms is not None and self._asked_ms >= since_ms,
         )
 
-    def _abandon(self, transaction: Writer, node: NodeRow, request: LeaseRequest) -> bool:
+    def _abandon(self, transaction: Writer, moment: Moment, node: NodeRow, request: LeaseRequest) -> bool:
         """End what the worker has lost; true if there was any."""
         if request.held is None:
             return False
         holdings = transaction.holdings(node.node)
-        commands = leases.abandon(holdings, request.request, frozenset(request.held))
+        commands = leases.abandon(moment, node, holdings, request.request, frozenset(request.held))
         transaction.apply(commands)
         return bool(commands)
 
     def release(self, node: NodeRow, request: LeaseRelease) -> None:
-        with self._context.decision() as (transaction, _moment):
+        with self._context.decision() as (transaction, moment):
+            fresh = transaction.node(node.node) or node
             found = [transaction.holding(lease) for lease in dict.fromkeys(request.leases)]
-            commands = leases.release(node.node, [holding for holding in found if holding is not None])
+            commands = leases.release(moment, fresh, [holding for holding in found if holding is not None])
             transaction.apply(commands)
         if commands:
             self._context.changes.notify(Topic.LEASES)
@@ -120,31 +158,50 @@ class Work:
         """(201 or 200, the signed receipt). On return the submission survives any crash."""
         context = self._context
         arrival = submissions.Arrival(node.node, lease, submission_digest(body), len(body))
-        with context.storage.read() as reader:
-            moment = Moment(context.rules, reader.progress(), context.clock.now_ms())
-            early = self._receive(reader, moment, node, arrival)
+        early = self.consider(node, arrival)
         if early.status == submissions.SAME_AGAIN:
-            return early.status, SignedDocument.model_validate_json(early.row.receipt)
+            return early.status, context.signed_before(early.row.receipt)
         self._check_header(body, early.row)
+        point("hub.submit.before_blob")
         context.blobs.put(body)
+        point("hub.submit.after_blob")
         with context.decision() as (transaction, moment):
-            reception = self._receive(transaction, moment, node, arrival)
+            transaction.lock_nodes([node.node])
+            reception = self._receive(transaction, moment, node, arrival, self._receipt)
             transaction.apply(reception.commands)
+            point("hub.submit.before_commit")
+        point("hub.submit.after_commit")
         self._delivered_ms[node.node] = moment.now_ms
         context.changes.notify(Topic.AUDITS)
-        return reception.status, SignedDocument.model_validate_json(reception.row.receipt)
+        return reception.status, context.signed_before(reception.row.receipt)
+
+    def consider(self, node: NodeRow, arrival: submissions.Arrival) -> submissions.Reception:
+        """Whether it would be taken as things stand, before anything is stored; raises the refusal if not."""
+        context = self._context
+        with context.storage.read() as reader:
+            moment = Moment(context.rules, reader.progress(), context.clock.now_ms())
+            return self._receive(reader, moment, node, arrival, lambda _row: "")  # nothing is promised yet
 
     def _receive(
-        self, reader: Reader, moment: Moment, node: NodeRow, arrival: submissions.Arrival
+        self,
+        reader: Reader,
+        moment: Moment,
+        node: NodeRow,
+        arrival: submissions.Arrival,
+        receipt: Callable[[SubmissionRow], str],
     ) -> submissions.Reception:
+        fresh = reader.node(arrival.node) or node
         holding = submissions.check_owner(reader.holding(arrival.lease), arrival.node, arrival.lease)
         existing = reader.submission_of_lease(arrival.lease)
         if existing is None:
-            fresh = reader.node(arrival.node) or node
-            require_active(fresh)
+            require_welcome(fresh)
             fraction = draws.audit_fraction(self._context.secret, arrival.submission)
             arrival = replace(arrival, depth=reputation.depth_for(moment.rules, fresh, fraction))
-        return submissions.receive(moment, holding, existing, arrival, self._receipt)
+        try:
+            return submissions.receive(moment, fresh, holding, existing, arrival, receipt)
+        except Refusal as refusal:
+            self.late += refusal.code == submissions.LATE
+            raise
 
     def _check_header(self, body: bytes, row: SubmissionRow) -> None:
         """Refuse what cannot be meant: bytes that are no submission, or one of another run, node, lease or unit."""
@@ -213,5 +270,6 @@ class Work:
                 environment_digest=config.environment.digest,
                 issued_at_ms=lease.issued_at_ms,
                 deadline_ms=lease.deadline_ms,
+                hard_deadline_ms=lease.hard_deadline_ms,
             )
         )

@@ -13,13 +13,13 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, replace
 
-from shoal.hub.state import credits, nodes, pacing, pulls, reputation
+from shoal.hub.state import credits, nodes, pacing, pulls, reputation, windows
 from shoal.hub.state.commands import AddVerdict, Command, Record, SaveNode, SaveSubmission, SaveUnit
 from shoal.hub.state.machines import UNDECIDED_SUBMISSIONS, SubmissionState, UnitState
 from shoal.hub.state.refusals import Refusal
 from shoal.hub.state.rows import Holding, Moment, NodeRow, Rules, SubmissionRow, UnitRow
 from shoal.hub.state.units import VOID_STALE, fail, refill_alarm
-from shoal.protocol import Outcome, RolloutReward, Verdict
+from shoal.protocol import Outcome, RolloutReward, Tally, Verdict
 
 
 def expire(submissions: Sequence[SubmissionRow], now_ms: int) -> list[Command]:
@@ -120,6 +120,8 @@ def _judge_again(submission: SubmissionRow, verdict: Verdict) -> list[Command]:
 def _require_fitting(rules: Rules, case: Case, verdict: Verdict) -> None:
     if (verdict.unit, verdict.node) != (case.submission.unit, case.submission.node):
         raise Refusal(422, "verdict.mismatch", "the verdict names another unit or node than its submission")
+    if verdict.outcome != Outcome.REJECTED:  # an inconclusive audit joins the record, too
+        _require_possible(rules, verdict.tally)
     if verdict.outcome != Outcome.ACCEPTED:
         return
     if len(verdict.rewards) != rules.group_size:
@@ -128,22 +130,26 @@ def _require_fitting(rules: Rules, case: Case, verdict: Verdict) -> None:
         )
     if not 0 <= verdict.generated_tokens <= rules.group_size * rules.max_new_tokens:
         raise Refusal(422, "verdict.tokens", f"{verdict.generated_tokens} generated tokens are impossible for this run")
-    tally = verdict.tally
-    too_many = tally.tokens > rules.group_size * rules.max_new_tokens
-    if too_many or tally.outside > tally.tokens or tally.exponent_mismatches > tally.proof_values:
-        raise Refusal(
-            422,
-            "verdict.tally",
-            f"the tally is impossible: {tally.outside} of {tally.tokens} tokens outside, "
-            f"{tally.exponent_mismatches} of {tally.proof_values} exponents off",
-        )
     if verdict.depth == "light" and case.submission.depth == "full":
         raise Refusal(422, "verdict.depth", "this submission is to be audited fully; the verdict is of a light audit")
 
 
+def _require_possible(rules: Rules, tally: Tally) -> None:
+    """Sums that no group of this run can have would spoil their node's record, for or against it."""
+    too_many = tally.tokens + tally.accidents > rules.group_size * rules.max_new_tokens
+    if too_many or tally.outside > tally.tokens or tally.exponent_mismatches > tally.proof_values:
+        raise Refusal(
+            422,
+            "verdict.tally",
+            f"the tally is impossible: {tally.outside} of {tally.tokens} tokens outside, {tally.accidents} more by "
+            f"accident, {tally.exponent_mismatches} of {tally.proof_values} exponents off",
+        )
+
+
 def _accept(moment: Moment, case: Case, decided: SubmissionRow, verdict: Verdict) -> list[Command]:
     progress = moment.progress
-    node, record = credits.earn(reputation.passed(case.node, verdict), decided, moment.now_ms)
+    trusted = windows.widened(moment.rules, reputation.passed(case.node, verdict))
+    node, record = credits.earn(trusted, decided, moment.now_ms)
     commands: list[Command] = [SaveNode(node, case.node.state), record]
     unit = case.unit
     if not _is_current(case):

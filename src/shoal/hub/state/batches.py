@@ -2,21 +2,23 @@
 
 The lowest-numbered accepted groups within the staleness bound, in order of unit. With `max_staleness` 0 a batch is
 written down only when no lower-numbered unit can still come in, so it does not depend on who was fast. Once written
-it never changes; what is left over and too old for the following step is void (its credit stays).
+it never changes. What is left over and too old for the following step is void, and so is what is still being generated
+or checked and will be too old: others get its place. Who generates it hands it in all the same, and its credit stays.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from shoal.hub.state import pacing
 from shoal.hub.state.commands import AddBatch, Command, RaiseAlarm, Record, SaveUnit
-from shoal.hub.state.machines import UNDECIDED_UNITS, UnitState
+from shoal.hub.state.machines import UNDECIDED_UNITS, LeaseState, UnitState
 from shoal.hub.state.refusals import Refusal
-from shoal.hub.state.rows import Moment, Progress, Rules, SubmissionRow, UnitRow
+from shoal.hub.state.rows import LeaseRow, Moment, Progress, Rules, SubmissionRow, UnitRow
 from shoal.hub.state.units import VOID_STALE
 from shoal.protocol import Batch, BatchGroup, canonical_json
 
@@ -38,10 +40,21 @@ def choose(moment: Moment, alive: Sequence[UnitRow], step: int) -> Choice:
     chosen = ready[: rules.groups_per_step]
     wanted = pacing.wanted_groups(rules, progress)
     if len(ready) < wanted:
-        return Choice(waiting=_waiting(progress, len(ready), wanted, undecided))
+        return Choice(waiting=_waiting(progress, len(ready), wanted, Counter(unit.state for unit in undecided)))
     if rules.max_staleness == 0 and any(not chosen or unit.unit < chosen[-1].unit for unit in undecided):
         return Choice(waiting=f"step {step}: a lower-numbered unit can still come in")
     return Choice(units=tuple(chosen))
+
+
+def too_few(moment: Moment, alive: Mapping[UnitState, int], step: int) -> str:
+    """What the batch of `step` waits for, where counting alone tells: fewer groups are accepted than it needs.
+
+    A trainer that waits asks after every verdict; `choose` looks at every unit that is alive.
+    """
+    rules, progress = moment.rules, moment.progress
+    _require_next(rules, progress, step)
+    accepted, wanted = alive.get(UnitState.ACCEPTED, 0), pacing.wanted_groups(rules, progress)
+    return _waiting(progress, accepted, wanted, alive) if accepted < wanted else ""
 
 
 @dataclass(frozen=True)
@@ -53,9 +66,13 @@ class Sampled:
 
 
 def write_down(
-    moment: Moment, alive: Sequence[UnitRow], chosen: Sequence[UnitRow], sampled: Sampled
+    moment: Moment,
+    alive: Sequence[UnitRow],
+    chosen: Sequence[UnitRow],
+    sampled: Sampled,
+    leases: Sequence[LeaseRow] = (),
 ) -> tuple[Batch, list[Command]]:
-    """The batch of the next step and what writing it down changes."""
+    """The batch of the next step and what writing it down changes. `leases` are the active ones."""
     groups = tuple(_group(unit, sampled.chosen) for unit in chosen)
     batch = Batch(
         step=moment.progress.next_step,
@@ -64,7 +81,7 @@ def write_down(
         sampled_reward=mean_reward([*(group.rewards for group in groups), *(row.rewards for row in sampled.dropped)]),
         written_at_ms=moment.now_ms,
     )
-    return batch, _write(moment.rules, batch, chosen, alive)
+    return batch, _write(moment.rules, batch, chosen, too_old(moment.rules, batch.step + 1, alive, leases))
 
 
 def mean_reward(groups: Iterable[Sequence[float]]) -> float | None:
@@ -89,9 +106,8 @@ def _is_usable(rules: Rules, step: int, unit: UnitRow) -> bool:
     return accepted and unit.version is not None and not pacing.is_stale(rules, step, unit.version)
 
 
-def _waiting(progress: Progress, ready: int, wanted: int, undecided: Sequence[UnitRow]) -> str:
-    counts = {state: sum(unit.state == state for unit in undecided) for state in UnitState}
-    details = [f"{counts[state]} {state.value}" for state in UnitState if counts[state]]
+def _waiting(progress: Progress, ready: int, wanted: int, alive: Mapping[UnitState, int]) -> str:
+    details = [f"{alive[state]} {state.value}" for state in UnitState if state in UNDECIDED_UNITS and alive.get(state)]
     rest = f" ({', '.join(details)})" if details else " (no unit is given out: no worker is asking)"
     if progress.policy is None:
         rest = " (no policy has been published yet)"
@@ -109,14 +125,24 @@ def _group(unit: UnitRow, submissions: Mapping[str, SubmissionRow]) -> BatchGrou
     )
 
 
-def _write(rules: Rules, batch: Batch, chosen: Sequence[UnitRow], alive: Sequence[UnitRow]) -> list[Command]:
+def too_old(rules: Rules, step: int, alive: Sequence[UnitRow], leases: Sequence[LeaseRow]) -> list[UnitRow]:
+    """The alive units whose groups are too old for `step`, or will be when they come in: those that are accepted, that
+    wait for a verdict, or that are leased under an old policy. A place that they hold is lost to units of use.
+    """
+    leased = {lease.unit: lease.version for lease in leases if lease.state == LeaseState.ACTIVE}
+    versions = {unit.unit: leased.get(unit.unit) if unit.state == UnitState.LEASED else unit.version for unit in alive}
+    return [
+        unit for unit in alive if (version := versions[unit.unit]) is not None and pacing.is_stale(rules, step, version)
+    ]
+
+
+def _write(rules: Rules, batch: Batch, chosen: Sequence[UnitRow], stale: Sequence[UnitRow]) -> list[Command]:
     # The unit stays accepted until the next version is out; what changes is the step it belongs to.
     commands: list[Command] = [AddBatch(batch)]
     commands += [SaveUnit(replace(unit, step=batch.step), unit.state) for unit in chosen]
     taken = {unit.unit for unit in chosen}
-    for unit in alive:
-        too_old = unit.version is not None and pacing.is_stale(rules, batch.step + 1, unit.version)
-        if unit.state == UnitState.ACCEPTED and unit.step is None and unit.unit not in taken and too_old:
+    for unit in stale:
+        if unit.unit not in taken:
             commands.append(SaveUnit(unit.to(UnitState.VOID, reason=VOID_STALE), unit.state))
     if len(chosen) < rules.groups_per_step:
         message = f"step {batch.step} was written down with {len(chosen)} of {rules.groups_per_step} groups"

@@ -1,7 +1,7 @@
 """Credit: earned at once, or pending for a window in which a failed audit of the same node takes it away.
 
     accepted ─┬─ every group is audited ──────► credit
-              └─ audits by reputation ─► pending ─┬─ the window passes (upkeep) ─► credit
+              └─ audits by reputation ─► pending ─┬─ the window passes, or the run is over (upkeep) ─► credit
                                                   └─ an audit of the node fails ─► void
 
 Which of them a submission is at is on its row (`matures_at_ms`), in the transaction that appends to the ledger: it
@@ -14,14 +14,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from shoal.hub.state import pacing
 from shoal.hub.state.commands import Command, Record, SaveNode, SaveSubmission
 from shoal.hub.state.rows import Moment, NodeRow, SubmissionRow
 from shoal.ledger import credit_for
+
+NEVER_MS = 2**62
+"""Later than any credit matures."""
 
 
 def matures_at_ms(moment: Moment) -> int | None:
     """Until when the credit of a submission that is accepted now is pending; None if it is given at once."""
     return None if moment.rules.audit == "all" else moment.now_ms + moment.rules.credit_window_ms
+
+
+def due_until_ms(moment: Moment, is_all_judged: bool) -> int:
+    """Which pending credit is due: what matures until then. At the end of a run, with nothing left to judge, all of
+    it: no audit can fail any more that would take it."""
+    over = is_all_judged and pacing.is_finished(moment.rules, moment.progress)
+    return NEVER_MS if over else moment.now_ms
 
 
 def earn(node: NodeRow, accepted: SubmissionRow, now_ms: int) -> tuple[NodeRow, Record]:

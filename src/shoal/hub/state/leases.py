@@ -1,29 +1,35 @@
-"""Leases: who gets which unit, and what happens when a lease ends without a submission.
+"""Leases: who gets which unit, how long, and what happens when a lease ends without a submission.
 
 worker asks ─► open units, lowest number first ─► then new ones, while pacing leaves room ─► leases
-               (a newcomer: within newcomers' share, and new units only while established nodes are asking)
-deadline passes, the worker gives up or is gone ─► the unit is open again, task and seeds unchanged
+               (within its window and its pace; a newcomer: within newcomers' share, and new units only while
+               established nodes are asking)
+worker generates ─► its heartbeats say how many tokens ─► more than before: `lease_s` from now, `lease_hard_s` in all
+deadline passes, the worker gives up or is gone ─► the unit is open again, task and seeds unchanged; a smaller window
+
+A worker that says nothing, or always the same, has `lease_s`; one that lies about its progress `lease_hard_s`, which
+costs it as much of its window. A newcomer gets no more than `lease_s` while established nodes are here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from shoal.hub.state import newcomers, pacing
-from shoal.hub.state.commands import Command, SaveLease, SaveUnit
+from shoal.hub.state import newcomers, pacing, sanctions, windows
+from shoal.hub.state.commands import Command, SaveLease, SaveNode, SaveUnit
 from shoal.hub.state.machines import LeaseState, UnitState
-from shoal.hub.state.nodes import require_active
+from shoal.hub.state.nodes import require_welcome
 from shoal.hub.state.refusals import Refusal
 from shoal.hub.state.rows import PROBATION_AUDITS, Holding, LeaseRow, Moment, NodeRow, UnitRow
-from shoal.protocol import PolicyRef
-
-NEWCOMER_PART = 4
+from shoal.protocol import NodeState, PolicyRef
 
 
 @dataclass(frozen=True)
 class Ask:
-    """A worker's request: `held` leases are active already, `granted` are those that this very request got before."""
+    """A worker's request: `held` leases are active already, `granted` are those that this very request got before.
+
+    `tempo` is how fast the run goes, if that is known.
+    """
 
     node: NodeRow
     request: str
@@ -31,6 +37,7 @@ class Ask:
     held: int
     granted: tuple[LeaseRow, ...] = ()
     crowd: newcomers.Crowd = field(default_factory=newcomers.Crowd)
+    tempo: pacing.Tempo | None = None
 
 
 @dataclass(frozen=True)
@@ -54,18 +61,21 @@ def grant(moment: Moment, open_units: Sequence[UnitRow], ask: Ask, draws: Draws)
     """Leases for `ask`; the same request gets the same leases again."""
     if ask.granted:
         return Grant(leases=ask.granted)
-    require_active(ask.node)
+    require_welcome(ask.node)
+    if ask.node.state is NodeState.SUSPENDED:
+        return Grant(waiting=sanctions.waiting(ask.node, moment.now_ms))
     rules, progress = moment.rules, moment.progress
     policy = progress.policy
     if policy is None or pacing.is_finished(rules, progress):
         return Grant(waiting="the run is finished" if policy else "no policy has been published yet")
-    # Who has shown nothing yet gets little: fresh keys are free, and each could sit on its leases until they run out.
-    most = rules.leases_per_node if ask.node.accepted else max(1, rules.leases_per_node // NEWCOMER_PART)
-    count = min(ask.max_units, most - ask.held)
-    if count <= 0:
+    most = windows.of(rules, ask.node)
+    if ask.held >= most:
         return Grant(
             waiting=f"this node holds {ask.held} leases, the most that it may hold now: submit or release some"
         )
+    count = pacing.bite(moment, ask.tempo, ask.node.pace_ms, ask.held, min(ask.max_units, most - ask.held))
+    if count <= 0:
+        return Grant(waiting=_too_slow(ask, policy))
     room = newcomers.room_for(moment, ask.node, ask.crowd)
     if room is not None and room < 1:
         return Grant(waiting=_crowded(moment, ask))
@@ -81,6 +91,13 @@ def _crowded(moment: Moment, ask: Ask) -> str:
     return (
         f"nodes on probation have {ask.crowd.in_hand} units in hand, and may have {most} together while established "
         f"ones are here: a place comes free with every group that is judged; probation ends after {PROBATION_AUDITS}"
+    )
+
+
+def _too_slow(ask: Ask, policy: PolicyRef) -> str:
+    return (
+        f"a group takes this node {ask.node.pace_ms / 1000:.1f} s and it holds {ask.held}: with more, they would be "
+        f"back when policy {policy.label} is too old to train on"
     )
 
 
@@ -118,6 +135,8 @@ def _lease_units(moment: Moment, units: list[tuple[UnitRow, bool]], ask: Ask, po
             digest=policy.digest,
             issued_at_ms=moment.now_ms,
             deadline_ms=moment.now_ms + moment.rules.lease_ms,
+            hard_deadline_ms=moment.now_ms + max(moment.rules.lease_ms, moment.rules.lease_hard_ms),
+            granted=len(units),
         )
         lease = replace(lease, document=draws.document(lease, unit))
         leases.append(lease)
@@ -126,42 +145,74 @@ def _lease_units(moment: Moment, units: list[tuple[UnitRow, bool]], ask: Ask, po
     return Grant(leases=tuple(leases), commands=tuple(commands))
 
 
-def expire(moment: Moment, holdings: Sequence[Holding]) -> list[Command]:
+def renew(moment: Moment, holdings: Sequence[Holding], progress: Mapping[str, int]) -> list[SaveLease]:
+    """Give a node more time for the active leases on which it says to have gone on: `lease_s` from now.
+
+    What it says is believed as far as a group has tokens, and never beyond the hard deadline.
+    """
+    most = moment.rules.group_size * moment.rules.max_new_tokens
+    renewed = []
+    for lease in (held.lease for held in holdings):
+        tokens = min(progress.get(lease.lease, 0), most)
+        if lease.state is LeaseState.ACTIVE and tokens > lease.progress:
+            latest_ms = max(lease.deadline_ms, lease.hard_deadline_ms)
+            deadline_ms = min(max(lease.deadline_ms, moment.now_ms + moment.rules.lease_ms), latest_ms)
+            renewed.append(SaveLease(replace(lease, progress=tokens, deadline_ms=deadline_ms), lease.state))
+    return renewed
+
+
+def expire(moment: Moment, holdings: Sequence[Holding], nodes: Mapping[str, NodeRow]) -> list[Command]:
     """End the leases that are past their deadline; their units are open again.
 
     That is no failure of the unit: whoever hoards leases, or hands in rubbish, must not be able to void work.
     """
-    return end([held for held in holdings if _is_overdue(held.lease, moment.now_ms)])
+    return end(moment, [held for held in holdings if _is_overdue(held.lease, moment.now_ms)], nodes)
 
 
-def abandon(holdings: Sequence[Holding], request: str, held: Container[str]) -> list[Command]:
+def abandon(
+    moment: Moment, node: NodeRow, holdings: Sequence[Holding], request: str, held: Container[str]
+) -> list[Command]:
     """End the leases that their node no longer knows, as if they had run out; those of this very `request` stand.
 
     Ended, not given back: should the work turn up after all, it is taken while its unit is free.
     """
-    return end([each for each in holdings if each.lease.request != request and each.lease.lease not in held])
+    lost = [each for each in holdings if each.lease.request != request and each.lease.lease not in held]
+    return end(moment, lost, {node.node: node})
 
 
-def end(holdings: Sequence[Holding]) -> list[Command]:
-    """End active leases: their time is over, or their node has lost them or is gone. Their units are open again."""
-    commands: list[Command] = [SaveLease(held.lease.to(LeaseState.EXPIRED), held.lease.state) for held in holdings]
-    return commands + [SaveUnit(held.unit.reopened(), held.unit.state) for held in holdings]
+def end(moment: Moment, holdings: Sequence[Holding], nodes: Mapping[str, NodeRow]) -> list[Command]:
+    """End active leases: their time is over, or their node has lost them or is gone. Their units are open again.
+
+    `nodes` are those that hold them. Each pays once for all that lapses now (`windows`).
+    """
+    now_ms = moment.now_ms
+    commands: list[Command] = []
+    for name, count in windows.count_by_node([held.lease for held in holdings]).items():
+        commands += windows.lapse(moment.rules, nodes[name], count, now_ms)
+    commands += [SaveLease(held.lease.to(LeaseState.EXPIRED, now_ms), held.lease.state) for held in holdings]
+    return commands + reopened(holdings)
+
+
+def reopened(holdings: Sequence[Holding]) -> list[Command]:
+    """The units of ended leases, open again: but for those that became too old to train on meanwhile."""
+    units = (held.unit for held in holdings)
+    return [SaveUnit(unit.reopened(), unit.state) for unit in units if unit.state is UnitState.LEASED]
 
 
 def _is_overdue(lease: LeaseRow, now_ms: int) -> bool:
     return lease.state == LeaseState.ACTIVE and lease.deadline_ms <= now_ms
 
 
-def release(node: str, holdings: Sequence[Holding]) -> list[Command]:
+def release(moment: Moment, node: NodeRow, holdings: Sequence[Holding]) -> list[Command]:
     """A worker gives leases back. Ended ones are ignored, so that asking twice is harmless.
 
-    A release is no failure of the unit: no number of stopping workers can void it.
+    A release is no failure of the unit: no number of stopping workers can void it. It halves the node's window.
     """
     commands: list[Command] = []
     for held in holdings:
-        if held.lease.node != node:
+        if held.lease.node != node.node:
             raise Refusal(403, "lease.not_yours", f"lease {held.lease.lease} belongs to another node")
         if held.lease.state == LeaseState.ACTIVE:
-            commands.append(SaveLease(held.lease.to(LeaseState.RELEASED), held.lease.state))
-            commands.append(SaveUnit(held.unit.reopened(), held.unit.state))
-    return commands
+            commands.append(SaveLease(held.lease.to(LeaseState.RELEASED, moment.now_ms), held.lease.state))
+            commands += reopened([held])
+    return [SaveNode(windows.halved(moment.rules, node), node.state), *commands] if commands else []

@@ -7,7 +7,7 @@
 
     lease       active ─► submitted | expired | released | void        expired ─► submitted (late, unit still free)
     submission  received ⇄ auditing ─► accepted | rejected | inconclusive        accepted ─► pulled
-    node        active ⇄ suspended ─► banned
+    node        active ⇄ suspended ─► banned        banned ─► active: a pardon by the run's owner
 
 A row changes state only through `check_move`, so an illegal move is an exception, never a row in the database.
 """
@@ -85,7 +85,7 @@ SUBMISSION_MOVES: Mapping[SubmissionState, frozenset[SubmissionState]] = {
 NODE_MOVES: Mapping[NodeState, frozenset[NodeState]] = {
     NodeState.ACTIVE: frozenset({NodeState.SUSPENDED, NodeState.BANNED}),
     NodeState.SUSPENDED: frozenset({NodeState.ACTIVE, NodeState.BANNED}),
-    NodeState.BANNED: frozenset(),
+    NodeState.BANNED: frozenset({NodeState.ACTIVE}),  # only by the owner's pardon
 }
 
 S = TypeVar("S", bound=StrEnum)

@@ -1,6 +1,9 @@
-"""Nodes: registration, strikes and what they cost.
+"""Nodes: registration, what rejected work costs them, and whether they are here.
 
-A hard sanction needs one `certain` failure or two `statistical` ones; a rejection without a severity costs credit only.
+    rejected, certain ──────► banned                                      (`sanctions`)
+    rejected, statistical ──► suspended and on probation; the second time banned
+    rejected, no severity ──► costs the credit of this submission only; 4 in a row suspend
+
 A statistical strike is forgiven after many full audits passed in a row (`reputation`). A banned node gets no leases;
 those it holds are void and their units open again. What it had handed in before is still judged, each submission by its
 own verdict.
@@ -11,19 +14,30 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from shoal.hub.state import reputation
-from shoal.hub.state.commands import Command, Record, SaveLease, SaveNode, SaveUnit
-from shoal.hub.state.machines import LeaseState
+from shoal.hub.state import reputation, sanctions
+from shoal.hub.state.commands import Command, Record, SaveNode
 from shoal.hub.state.refusals import Refusal
 from shoal.hub.state.rows import Holding, NodeRow
 from shoal.protocol import NodeState, Registration, Verdict, node_id
+from shoal.protocol.node import Liveness
 
 CERTAIN_TO_BAN = 1
 STATISTICAL_TO_BAN = 2
+SOFT_TO_SUSPEND = 4
+
+HERE_MS = 20_000
+"""Four heartbeats with ordinary settings. A worker that is not here any more loses its leases."""
+SILENT_MS = 300_000
+"""After this long a node is gone, not merely out of sight."""
 
 
-def register(known: NodeRow | None, registration: Registration, now_ms: int) -> tuple[NodeRow, list[Command]]:
-    """The node's row. The same registration again changes nothing; a key cannot change its role."""
+def register(
+    known: NodeRow | None, registration: Registration, now_ms: int, owner: str = ""
+) -> tuple[NodeRow, list[Command]]:
+    """The node's row. The same registration again changes nothing; a key cannot change its role, nor its owner.
+
+    `owner` is the key whose vouch the node brought along; the first one stays, whatever comes later without any.
+    """
     if known is None:
         row = NodeRow(
             node=node_id(registration.public_key),
@@ -32,25 +46,57 @@ def register(known: NodeRow | None, registration: Registration, now_ms: int) -> 
             name=registration.name,
             registered_at_ms=now_ms,
             software=registration.software,
+            owner=owner,
+            protocol=registration.protocol_version,
         )
         body = {"node": row.node, "public_key": row.public_key, "role": row.role, "name": row.name}
-        return row, [SaveNode(row, None), Record("node", body, now_ms)]
+        return row, [SaveNode(row, None), Record("node", body, now_ms), *_vouched(row, None, now_ms)]
     if known.role != registration.role:
         raise Refusal(
             409,
             "node.role",
             f"this key is registered as {known.role}; use another key to take part as {registration.role}",
         )
-    row = replace(known, name=registration.name, software=registration.software)
-    return row, [] if row == known else [SaveNode(row, known.state)]
+    if known.owner and owner not in ("", known.owner):
+        raise Refusal(
+            409,
+            "vouch.owner",
+            f"node {known.node} has an owner already ({known.owner[:16]}…), and what it earns stays with that one; "
+            "give this machine a new key to work for another owner (another --folder)",
+        )
+    row = replace(
+        known,
+        name=registration.name,
+        software=registration.software,
+        owner=known.owner or owner,
+        protocol=registration.protocol_version,
+    )
+    return row, [] if row == known else [SaveNode(row, known.state), *_vouched(row, known, now_ms)]
 
 
-def require_active(node: NodeRow) -> None:
-    """Raise unless the node may get work."""
-    if node.state == NodeState.BANNED:
+def _vouched(row: NodeRow, before: NodeRow | None, now_ms: int) -> list[Command]:
+    """The ledger's row of an owner that a node did not have before."""
+    if not row.owner or (before is not None and before.owner):
+        return []
+    return [Record("vouch", {"node": row.node, "owner": row.owner}, now_ms)]
+
+
+def require_welcome(node: NodeRow) -> None:
+    """Raise if the node is banned. A suspended one gets nothing to do, but may hand in what it has done."""
+    if node.state is NodeState.BANNED:
         raise Refusal(403, "node.banned", f"this node is banned: {node.reason}")
-    if node.state == NodeState.SUSPENDED:
-        raise Refusal(403, "node.suspended", f"this node is suspended: {node.reason}")
+
+
+def liveness(last_seen_ms: int, now_ms: int) -> Liveness:
+    """Whether a node is here, by when it was last heard of.
+
+    >>> [liveness(0, now_ms) for now_ms in (20_000, 20_001, 300_001)]
+    ['here', 'silent', 'gone']
+    """
+    unheard_ms = now_ms - last_seen_ms
+    if unheard_ms <= HERE_MS:
+        return "here"
+    return "silent" if unheard_ms <= SILENT_MS else "gone"
 
 
 def is_over(node: NodeRow) -> bool:
@@ -59,21 +105,15 @@ def is_over(node: NodeRow) -> bool:
 
 
 def reject(node: NodeRow, verdict: Verdict, holdings: Sequence[Holding], now_ms: int) -> list[Command]:
-    """Count a rejected submission; ban the node if that was one too many."""
+    """Count a rejected submission; suspend or ban the node if that was one too many."""
     struck = reputation.failed(node, verdict.severity)
-    if not is_over(struck) or node.state == NodeState.BANNED:
+    if node.state is NodeState.BANNED:
         return [SaveNode(struck, node.state)]
     reason = f"{verdict.reason}: {verdict.message}" if verdict.message else verdict.reason
-    return ban(struck, reason, holdings, now_ms)
-
-
-def ban(node: NodeRow, reason: str, holdings: Sequence[Holding], now_ms: int) -> list[Command]:
-    """Ban a node; its active leases are void and their units open again, without counting as failures of the unit."""
-    banned = node.to(NodeState.BANNED, reason=reason)
-    body = {"node": node.node, "state": banned.state.value, "reason": reason}
-    commands: list[Command] = [SaveNode(banned, node.state), Record("sanction", body, now_ms)]
-    for held in holdings:
-        if held.lease.node == node.node and held.lease.state == LeaseState.ACTIVE:
-            commands.append(SaveLease(held.lease.to(LeaseState.VOID), held.lease.state))
-            commands.append(SaveUnit(held.unit.reopened(), held.unit.state))
-    return commands
+    if verdict.severity is not None and is_over(struck):
+        return sanctions.ban(struck, reason, holdings, now_ms)
+    if verdict.severity is not None:
+        return sanctions.suspend(struck, reason, now_ms)
+    if node.state is NodeState.ACTIVE and struck.soft >= SOFT_TO_SUSPEND:
+        return sanctions.suspend(struck, f"{struck.soft} groups in a row were rejected, the last for {reason}", now_ms)
+    return [SaveNode(struck, node.state)]

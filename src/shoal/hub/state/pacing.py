@@ -1,4 +1,4 @@
-"""How many units may be alive: what keeps generation ahead of training, but never too far.
+"""How many units may be alive, and how many of them one node gets: generation stays ahead of training, never too far.
 
     policy v ─► may serve steps v … v + max_staleness ─► those without a batch yet × groups_per_step = cap
                                                                       │
@@ -7,11 +7,26 @@
 A lost unit (equal rewards, or too many attempts) leaves room for another one, its refill. Once a step has lost more
 than `refill_cap × groups_per_step`, every further loss lowers the cap instead, and by as much what the step waits
 for: the step takes what there is. Counting it this way, and not by who came first, keeps staleness 0 deterministic.
+
+A node gets no more units at a time than it can have back while their policy may still be trained on (`bite`), as far as
+its own pace and that of the last steps tell. It always gets one if it has none: a slow node still earns, is measured
+again, and a unit that nobody else takes is not left lying. A synchronous step waits for all its units: there nothing
+comes too late, and nobody gets less.
 """
 
 from __future__ import annotations
 
-from shoal.hub.state.rows import Progress, Rules
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from shoal.hub.state.rows import Moment, Progress, Rules
+
+LAST_BATCHES = 5
+"""The time between so many batches tells how long a step takes."""
+OVERDUE_PART = 4
+"""A step that takes longer than the last ones will be over soon, but nobody knows when: a quarter of a step is left."""
+SURE = 0.75
+"""The part of the time left that is reckoned with: paces vary, and what is handed in has to be judged as well."""
 
 
 def is_finished(rules: Rules, progress: Progress) -> bool:
@@ -23,16 +38,19 @@ def overdraw(rules: Rules, progress: Progress) -> int:
     return max(0, progress.dropped + progress.failed - rules.refill_cap * rules.groups_per_step)
 
 
+def steps_served(rules: Rules, progress: Progress) -> int:
+    """How many steps without a batch the newest policy may be trained on in."""
+    if progress.policy is None:
+        return 0
+    return max(0, min(progress.policy.version + rules.max_staleness, rules.steps - 1) + 1 - progress.next_step)
+
+
 def cap(rules: Rules, progress: Progress) -> int:
     """The most units that may be alive now.
 
     With 16 groups a step and `max_staleness` 1, right after version 3 is out and before batch 3: 32.
     """
-    if progress.policy is None:
-        return 0
-    last_step = min(progress.policy.version + rules.max_staleness, rules.steps - 1)
-    steps_served = last_step + 1 - progress.next_step
-    return max(0, rules.groups_per_step * steps_served - overdraw(rules, progress))
+    return max(0, rules.groups_per_step * steps_served(rules, progress) - overdraw(rules, progress))
 
 
 def room(rules: Rules, progress: Progress) -> int:
@@ -48,3 +66,65 @@ def wanted_groups(rules: Rules, progress: Progress) -> int:
 def is_stale(rules: Rules, step: int, version: int) -> bool:
     """Whether a group of `version` is too old for `step`."""
     return step - version > rules.max_staleness
+
+
+@dataclass(frozen=True)
+class Tempo:
+    """How fast the run goes: what a step took of late, and when the last batch was written."""
+
+    step_ms: int
+    written_at_ms: int
+
+
+def tempo(written_at_ms: Sequence[int]) -> Tempo | None:
+    """The tempo by when the last batches were written, oldest first; unknown until there are two.
+
+    >>> tempo([10_000, 14_000, 16_000])
+    Tempo(step_ms=3000, written_at_ms=16000)
+    """
+    if len(written_at_ms) < 2:
+        return None
+    first, last = written_at_ms[0], written_at_ms[-1]
+    return Tempo(max(1, (last - first) // (len(written_at_ms) - 1)), last)
+
+
+def time_left_ms(moment: Moment, pace: Tempo) -> int:
+    """How long the newest policy may probably still be trained on: until the batch of its last step is written."""
+    due_ms = pace.step_ms - (moment.now_ms - pace.written_at_ms)
+    steps = max(1, steps_served(moment.rules, moment.progress))
+    return max(due_ms, pace.step_ms // OVERDUE_PART) + (steps - 1) * pace.step_ms
+
+
+def bite(moment: Moment, pace: Tempo | None, pace_ms: int, held: int, count: int) -> int:
+    """How many of `count` units a node gets that takes `pace_ms` for one and holds `held` already."""
+    if pace is None or pace_ms <= 0 or moment.rules.max_staleness == 0:
+        return count
+    doable = round(SURE * time_left_ms(moment, pace)) // pace_ms - held
+    return min(count, max(doable, int(held == 0)))
+
+
+@dataclass(frozen=True)
+class Waste:
+    """Groups that were generated for nothing because of timing, of all `generated` well; and leases that lapsed.
+
+    `stale` were accepted too late to be trained on, `late` refused because their unit had gone to somebody else.
+    Groups with equal rewards are not among them: they were in time. What was generated of lapsed leases is not known.
+    """
+
+    generated: int
+    stale: int
+    late: int
+    lapsed: int
+
+    @property
+    def fraction(self) -> float:
+        return (self.stale + self.late) / self.generated if self.generated else 0.0
+
+
+def waste(units: Mapping[str, int], accepted: int, late: int, lapsed: int) -> Waste:
+    """From the counts of units by state, and those of accepted submissions, late ones and lapsed leases.
+
+    Whatever was accepted and fills no unit that was, or will be, trained on or dropped came too late.
+    """
+    filling = sum(units.get(state, 0) for state in ("accepted", "dropped", "trained"))
+    return Waste(accepted + late, max(0, accepted - filling), late, lapsed)

@@ -41,7 +41,7 @@ def announce(moment: Moment, known: PolicyRef | None, standing: Standing, policy
     body = {"incarnation": policy.incarnation, "version": policy.version, "digest": policy.digest}
     commands: list[Command] = [AddPolicy(policy, now_ms), Record("policy", body, now_ms)]
     if progress.policy is not None and policy.incarnation > progress.policy.incarnation:
-        commands += _void_incarnation(standing)
+        commands += _void_incarnation(standing, now_ms)
     trained = [unit for unit in standing.batched if unit.step is not None and unit.step < policy.version]
     return commands + [SaveUnit(unit.to(UnitState.TRAINED), unit.state) for unit in trained]
 
@@ -60,9 +60,9 @@ def _require_order(progress: Progress, policy: PolicyRef) -> None:
         )
 
 
-def _void_incarnation(standing: Standing) -> list[Command]:
+def _void_incarnation(standing: Standing, now_ms: int) -> list[Command]:
     leases = [lease for lease in standing.leases if lease.state == LeaseState.ACTIVE]
-    commands: list[Command] = [SaveLease(lease.to(LeaseState.VOID), lease.state) for lease in leases]
+    commands: list[Command] = [SaveLease(lease.to(LeaseState.VOID, now_ms), lease.state) for lease in leases]
     return commands + [
         SaveUnit(unit.to(UnitState.VOID, reason=VOID_INCARNATION), unit.state) for unit in standing.alive if unit.alive
     ]

@@ -20,8 +20,9 @@ from shoal.protocol import Depth, Severity, Tally, Verdict
 ALWAYS_UNTIL = 10
 LEAST = 0.05
 FORGIVEN_AFTER = 1_000
-"""Full audits passed in a row after which a statistical strike is forgotten. Honest work fails such a check once in
-10,000 audits or so: without this every honest node would be banned in the long run."""
+"""Full audits passed in a row after which a statistical strike is forgotten, and how often the node was suspended.
+Honest work fails such a check once in 10,000 audits or so: without this every honest node would be banned in the long
+run."""
 RECORD_TOKENS = 65_536
 
 
@@ -42,7 +43,7 @@ def depth_for(rules: Rules, node: NodeRow, fraction: float) -> Depth:
 
 def passed(node: NodeRow, verdict: Verdict) -> NodeRow:
     """The node after an accepted submission."""
-    after = replace(node, accepted=node.accepted + 1)
+    after = replace(node, accepted=node.accepted + 1, soft=0)
     if verdict.depth != "full":
         return after
     streak = node.streak + 1
@@ -51,6 +52,7 @@ def passed(node: NodeRow, verdict: Verdict) -> NodeRow:
         streak=streak,
         passed=node.passed + 1,
         statistical=0 if streak >= FORGIVEN_AFTER else node.statistical,
+        suspensions=0 if streak >= FORGIVEN_AFTER else node.suspensions,
         record=of_late(node.record.plus(verdict.tally)),
     )
 
@@ -64,6 +66,7 @@ def failed(node: NodeRow, severity: Severity | None) -> NodeRow:
         statistical=node.statistical + (severity == Severity.STATISTICAL),
         streak=node.streak if severity is None else 0,
         passed=node.passed if severity is None else 0,
+        soft=node.soft + 1 if severity is None else node.soft,
     )
 
 

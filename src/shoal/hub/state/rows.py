@@ -44,6 +44,7 @@ class Rules:
     audit: AuditPolicy = "all"
     credit_window_ms: int = 600_000
     newcomer_share: float = 0.25
+    lease_hard_ms: int = 600_000
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,11 @@ class UnitRow:
 
 @dataclass(frozen=True)
 class LeaseRow:
-    """A unit given to a node. `document` is the signed lease as JSON: an audit carries it unchanged."""
+    """A unit given to a node. `document` is the signed lease as JSON: an audit carries it unchanged.
+
+    `deadline_ms` is the soft one: it moves on while `progress` (tokens, as the node says) grows, up to the hard one.
+    `granted` is how many leases its request got: they are generated together, so what they take is shared by them.
+    """
 
     lease: str
     unit: int
@@ -120,14 +125,18 @@ class LeaseRow:
     deadline_ms: int
     state: LeaseState = LeaseState.ACTIVE
     document: str = ""
+    hard_deadline_ms: int = 0
+    progress: int = 0
+    ended_at_ms: int | None = None
+    granted: int = 1
 
     @property
     def policy(self) -> PolicyRef:
         return PolicyRef(incarnation=self.incarnation, version=self.version, digest=self.digest)
 
-    def to(self, state: LeaseState) -> LeaseRow:
+    def to(self, state: LeaseState, at_ms: int) -> LeaseRow:
         check_move(LEASE_MOVES, self.state, state, f"lease {self.lease}")
-        return replace(self, state=state)
+        return replace(self, state=state, ended_at_ms=at_ms)
 
 
 @dataclass(frozen=True)
@@ -173,7 +182,11 @@ class NodeRow:
     """A registered key and its record. `certain` and `statistical` are its strikes by severity.
 
     `streak` counts full audits passed since the last rejection, `passed` those since the last strike. `record` sums
-    what passed audits saw of it of late. `pending` is credit that a failed audit would still take.
+    what passed audits saw of it of late. `pending` is credit that a failed audit would still take. `owner` is the key
+    that vouched for it, `protocol` the version it speaks. `window` is how many leases it may hold (0: what a newcomer
+    may), `lapsed` how many it let lapse, `lapses` of these in a row, `pace_ms` what a group takes it, from lease to
+    submission. `until_ms` ends the present suspension, of which there were `suspensions`. `soft` counts rejections
+    without a strike since the last group that was accepted.
     """
 
     node: str
@@ -194,6 +207,15 @@ class NodeRow:
     streak: int = 0
     passed: int = 0
     record: Tally = field(default_factory=Tally)
+    owner: str = ""
+    protocol: int = 1
+    window: int = 0
+    lapsed: int = 0
+    lapses: int = 0
+    pace_ms: int = 0
+    suspensions: int = 0
+    until_ms: int | None = None
+    soft: int = 0
 
     @property
     def on_probation(self) -> bool:

@@ -9,15 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from shoal.hub.state import pacing
-from shoal.hub.state.commands import Command, SaveLease, SaveSubmission, SaveUnit
+from shoal.hub.state import pacing, windows
+from shoal.hub.state.commands import Command, SaveLease, SaveNode, SaveSubmission, SaveUnit
 from shoal.hub.state.machines import LeaseState, UnitState
 from shoal.hub.state.refusals import Refusal
-from shoal.hub.state.rows import Holding, LeaseRow, Moment, SubmissionRow
+from shoal.hub.state.rows import Holding, LeaseRow, Moment, NodeRow, SubmissionRow
 from shoal.protocol import Depth
 
 CREATED = 201
 SAME_AGAIN = 200
+LATE = "lease.late"
 
 
 @dataclass(frozen=True)
@@ -50,12 +51,13 @@ def check_owner(holding: Holding | None, node: str, lease: str) -> Holding:
 
 def receive(
     moment: Moment,
+    node: NodeRow,
     holding: Holding,
     existing: SubmissionRow | None,
     arrival: Arrival,
     receipt: Callable[[SubmissionRow], str],
 ) -> Reception:
-    """Take the submission, or say why not. `existing` is what was handed in for this lease before."""
+    """Take the submission of `node`, or say why not. `existing` is what was handed in for this lease before."""
     if existing is not None:
         if existing.submission != arrival.submission:
             raise Refusal(409, "submission.other_body", f"lease {arrival.lease} was already answered with another body")
@@ -64,15 +66,15 @@ def receive(
     lease, unit = holding.lease, holding.unit
     row = _row(lease, arrival, moment.now_ms)
     row = replace(row, receipt=receipt(row))
-    after = unit.to(
-        UnitState.SUBMITTED, incarnation=lease.incarnation, version=lease.version, submission=row.submission
-    )
-    commands = (
+    commands: list[Command] = [
+        SaveNode(windows.delivered(node, lease, moment.now_ms), node.state),
         SaveSubmission(row, None),
-        SaveLease(lease.to(LeaseState.SUBMITTED), lease.state),
-        SaveUnit(after, unit.state),
-    )
-    return Reception(CREATED, row, commands)
+        SaveLease(lease.to(LeaseState.SUBMITTED, moment.now_ms), lease.state),
+    ]
+    if unit.state is not UnitState.VOID:  # void: too old to train on by now, but it was asked for, so it is judged
+        filled = {"incarnation": lease.incarnation, "version": lease.version, "submission": row.submission}
+        commands.append(SaveUnit(unit.to(UnitState.SUBMITTED, **filled), unit.state))
+    return Reception(CREATED, row, tuple(commands))
 
 
 def _row(lease: LeaseRow, arrival: Arrival, now_ms: int) -> SubmissionRow:
@@ -99,12 +101,10 @@ def _require_takeable(moment: Moment, holding: Holding) -> None:
     if lease.state == LeaseState.RELEASED:
         raise Refusal(410, "lease.released", f"lease {lease.lease} was given back")
     if unit.state != UnitState.OPEN:
-        raise Refusal(
-            410, "lease.late", f"lease {lease.lease} ran out and unit {unit.unit} is {unit.state.value} meanwhile"
-        )
+        raise Refusal(410, LATE, f"lease {lease.lease} ran out and unit {unit.unit} is {unit.state.value} meanwhile")
     if pacing.is_stale(moment.rules, moment.progress.next_step, lease.version):
         raise Refusal(
             410,
-            "lease.late",
+            LATE,
             f"lease {lease.lease} ran out, and policy {lease.policy.label} is too old to train on now",
         )

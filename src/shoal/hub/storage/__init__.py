@@ -1,17 +1,35 @@
 """Where the hub keeps things: rows in a database, submissions as files.
 
-protocol   Storage, Reader, Writer: what a database must do
+protocol   Storage, Reader, StoryReader, Writer: what a database must do
 tables     the tables, with the reason on each constraint
-queries    SqlReader, over SQLAlchemy Core
+queries    SqlReader, over SQLAlchemy Core; story_queries, story_memory: for who asks why
 writes     SqlWriter, over SQLAlchemy Core
-sqlite     SqliteStorage: the database of one machine
+schema     prepare: the tables made, or migrated (`migrations`), or refused
+sqlite     SqliteStorage: the database of one hub
+postgres   PostgresStorage: the database of several
+opening    open_storage: whichever the settings name
 memory     MemoryStorage: the same in this process only, for simulations and tests
-blobs      BlobFolder: submissions by hash
+blobs      Blobs, open_blobs; BlobFolder: submissions by hash
+s3         S3Blobs: the same in a bucket; sigv4 signs leave to upload
 """
 
-from shoal.hub.storage.blobs import BlobFolder
+from shoal.hub.storage.blobs import BlobFolder, Blobs, open_blobs
 from shoal.hub.storage.memory import MemoryStorage
-from shoal.hub.storage.protocol import Presence, Reader, StaleRow, Storage, Writer
+from shoal.hub.storage.opening import open_storage
+from shoal.hub.storage.protocol import Presence, Reader, StaleRow, Storage, StoryReader, Writer
 from shoal.hub.storage.sqlite import SqliteStorage
 
-__all__ = ["BlobFolder", "MemoryStorage", "Presence", "Reader", "SqliteStorage", "StaleRow", "Storage", "Writer"]
+__all__ = [
+    "BlobFolder",
+    "Blobs",
+    "MemoryStorage",
+    "Presence",
+    "Reader",
+    "SqliteStorage",
+    "StaleRow",
+    "Storage",
+    "StoryReader",
+    "Writer",
+    "open_blobs",
+    "open_storage",
+]

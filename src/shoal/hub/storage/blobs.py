@@ -1,30 +1,96 @@
-"""Submissions as files, named by their hash: `blobs/<SHA-256>`.
+"""Where submissions are kept, named by their hash: a folder of this machine, or a bucket (`s3.py`). One contract.
 
-    temporary file ─► fsync ─► rename ─► fsync of the folder ─► only then the row, and only then the receipt
+    put ─► on return the bytes survive a crash ─► only then the row, and only then the receipt
 
-A crash between file and row leaves a file that nobody refers to; the same bytes put again find it there. A file is
-never changed: its name is the hash of its content, which is checked when it is read.
+A crash between bytes and row leaves bytes that nobody refers to; the same put again finds them there. What is stored
+is never changed: its name is the hash of its content, which is checked when it is read.
+
+In a folder, `blobs/<SHA-256>`: temporary file ─► fsync ─► rename ─► fsync of the folder.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from shoal.errors import ResourceError
 from shoal.protocol import submission_digest
+from shoal.runtime.clock import SystemClock
 from shoal.runtime.files import ensure_folder, resource_error, sync_folder, write_atomically
 
+NAME_CHARACTERS = 64
+"""Of a SHA-256 in hex; whatever else lies in the folder is not ours."""
+LEFT_OVER_S = 3600.0
+"""A hidden file that is younger may be one that another hub, which shares this folder, is just writing."""
 
-class BlobFolder:
-    """A folder of immutable files by hash."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = ensure_folder(folder)
-        for left_over in self._folder.glob(".*"):  # of a process that died between writing and renaming
-            left_over.unlink(missing_ok=True)
+@dataclass(frozen=True)
+class Presigned:
+    """How somebody without a key to the store may put one object there: this URL, these headers, until then."""
+
+    url: str
+    headers: dict[str, str]
+    expires_at_ms: int
+
+
+class Inbox(Protocol):
+    """A part of a store into which workers put their own bytes. Nothing in it is believed, or kept for long."""
+
+    def ticket(self, name: str, submission: str, size_bytes: int, now_ms: int) -> Presigned:
+        """Leave to put exactly these bytes (by hash and size) under `name`, for a while."""
+        ...
+
+    def take(self, name: str, max_bytes: int) -> bytes | None:
+        """What was put there; None if nothing was, or if it is larger than `max_bytes`."""
+        ...
+
+    def discard(self, name: str) -> None: ...
+
+    def sweep(self, older_than_s: float) -> int:
+        """Remove what nobody has come back for; how many there were."""
+        ...
+
+
+class Blobs(Protocol):
+    """A store of immutable bytes by hash. `inbox` is there if workers may upload past the hub."""
+
+    @property
+    def inbox(self) -> Inbox | None: ...
 
     def put(self, body: bytes) -> str:
         """Store `body` and return its name. On return it survives a crash of the machine."""
+        ...
+
+    def get(self, name: str) -> bytes:
+        """The bytes of that name. Raises `ResourceError` if the store lost or changed them."""
+        ...
+
+    def has(self, name: str) -> bool:
+        """Whether something is stored under that name; `get` says whether it is whole."""
+        ...
+
+    def names(self) -> Iterator[str]:
+        """Everything that is stored, in no order, also what no row refers to."""
+        ...
+
+
+class BlobFolder:
+    """Implements `Blobs` in a folder."""
+
+    inbox: Inbox | None = None
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = ensure_folder(folder)
+        before_s = SystemClock().now_ms() / 1000 - LEFT_OVER_S
+        for path in self._folder.glob(".*"):  # of a process that died between writing and renaming
+            with contextlib.suppress(FileNotFoundError):  # another hub on this folder has just finished with it
+                if path.stat().st_mtime < before_s:
+                    path.unlink()
+
+    def put(self, body: bytes) -> str:
         name = submission_digest(body)
         path = self._path(name)
         if path.exists():  # renamed into place after its own fsync, so what is there is whole
@@ -34,15 +100,34 @@ class BlobFolder:
         return name
 
     def get(self, name: str) -> bytes:
-        """The bytes of that name. Raises `ResourceError` if the disk lost or changed them."""
         path = self._path(name)
         try:
             body = path.read_bytes()
         except OSError as error:
             raise resource_error("read the submission", path, error) from error
-        if submission_digest(body) != name:
-            raise ResourceError(f"the submission {path} is damaged: its content does not match its name")
-        return body
+        return checked(body, name, str(path))
+
+    def has(self, name: str) -> bool:
+        return self._path(name).is_file()
+
+    def names(self) -> Iterator[str]:
+        return (path.name for path in self._folder.iterdir() if len(path.name) == NAME_CHARACTERS)
 
     def _path(self, name: str) -> Path:
         return self._folder / name
+
+
+def checked(body: bytes, name: str, where: str) -> bytes:
+    """The bytes, if they are those that the name promises."""
+    if submission_digest(body) != name:
+        raise ResourceError(f"the submission {where} is damaged: its content does not match its name")
+    return body
+
+
+def open_blobs(storage: str, endpoint: str, folder: Path) -> Blobs:
+    """What `hub.storage` names: a bucket, or (empty) the folder of the run."""
+    if not storage:
+        return BlobFolder(folder)
+    from shoal.hub.storage.s3 import Bucket, S3Blobs  # whoever keeps a folder does not wait for it to load
+
+    return S3Blobs(Bucket.at(storage, endpoint))

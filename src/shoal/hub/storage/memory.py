@@ -1,14 +1,16 @@
 """A database in this process: for simulations and tests, held to the same contract as SQLite.
 
-Rows are frozen, so a transaction that fails is undone by putting the old dictionaries back.
+write:  alone ─► changes in place, noted in a journal ─► forgotten at the end, or undone if it fails
+read:   one view: whoever writes while somebody reads works on a copy (tests do; a simulation never does)
 """
 
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from heapq import nsmallest
 from typing import Any
 
 from shoal import ledger
@@ -24,33 +26,14 @@ from shoal.hub.state.commands import (
     SaveSubmission,
     SaveUnit,
 )
-from shoal.hub.state.machines import UNDECIDED_SUBMISSIONS, LeaseState, SubmissionState, UnitState
+from shoal.hub.state.machines import UNDECIDED_UNITS, SubmissionState, UnitState
 from shoal.hub.state.rows import Filled, Holding, LeaseRow, NodeRow, Progress, SubmissionRow, UnitRow
 from shoal.hub.state.units import no_units
-from shoal.hub.storage.protocol import Presence, StaleRow
-from shoal.protocol import Batch, LedgerEntry, NodeState, PolicyRef, StepReport
-
-
-@dataclass
-class Tables:
-    """Every row, by key."""
-
-    settings: dict[str, str] = field(default_factory=dict)
-    nodes: dict[str, NodeRow] = field(default_factory=dict)
-    presences: dict[str, Presence] = field(default_factory=dict)
-    units: dict[int, UnitRow] = field(default_factory=dict)
-    leases: dict[str, LeaseRow] = field(default_factory=dict)
-    submissions: dict[str, SubmissionRow] = field(default_factory=dict)
-    verdicts: dict[str, str] = field(default_factory=dict)
-    policies: dict[tuple[int, int], PolicyRef] = field(default_factory=dict)
-    batches: dict[int, Batch] = field(default_factory=dict)
-    reports: dict[int, StepReport] = field(default_factory=dict)
-    alarms: dict[tuple[int, str], RaiseAlarm] = field(default_factory=dict)
-    nonces: dict[tuple[str, str], int] = field(default_factory=dict)
-    ledger: dict[int, LedgerEntry] = field(default_factory=dict)
-
-    def copy(self) -> Tables:
-        return Tables(**{item.name: dict(getattr(self, item.name)) for item in fields(self)})
+from shoal.hub.storage.indexed import Table
+from shoal.hub.storage.memory_tables import Tables
+from shoal.hub.storage.protocol import Outgoing, Presence, StaleRow
+from shoal.hub.storage.story_memory import MemoryStories
+from shoal.protocol import Batch, LedgerEntry, PolicyRef, StepReport
 
 
 class MemoryStorage:
@@ -59,23 +42,73 @@ class MemoryStorage:
     def __init__(self) -> None:
         self._tables = Tables()
         self._write_lock = threading.Lock()
+        self._count_lock = threading.Lock()
+        self._reading: Counter[int] = Counter()  # views that are open, by the tables that they show
+        self._writer: int | None = None
+
+    @property
+    def is_shared(self) -> bool:
+        return False
+
+    def lead(self, name: str, holder: str, for_s: float) -> bool:  # noqa: ARG002  there is nobody else
+        return True
+
+    def resign(self, name: str, holder: str) -> None:
+        """There is nobody to leave it to."""
 
     @contextmanager
     def read(self) -> Iterator[MemoryReader]:
-        yield MemoryReader(self._tables)
+        if self._writer == threading.get_ident():
+            raise RuntimeError("a view of what was committed, asked for inside a write: use the transaction instead")
+        with self._write_lock, self._count_lock:
+            tables = self._tables
+            self._reading[id(tables)] += 1
+        try:
+            yield MemoryReader(tables)
+        finally:
+            with self._count_lock:
+                self._reading[id(tables)] -= 1
 
     @contextmanager
-    def write(self, durable: bool = True) -> Iterator[MemoryWriter]:  # noqa: ARG002  nothing is durable here
+    def write(self, durable: bool = True, exclusive: bool = False) -> Iterator[MemoryWriter]:  # noqa: ARG002  never durable, always alone
         with self._write_lock:
-            changed = self._tables.copy()  # readers keep theirs; an exception leaves it at that
-            yield MemoryWriter(changed)
-            self._tables = changed
+            self._writer = threading.get_ident()
+            try:
+                if self._is_read():
+                    changed = self._tables.copy()  # readers keep theirs; an exception leaves it at that
+                    yield MemoryWriter(changed)
+                    self._tables = changed
+                else:
+                    with self._undoable():
+                        yield MemoryWriter(self._tables)
+            finally:
+                self._writer = None
+
+    def _is_read(self) -> bool:
+        with self._count_lock:
+            self._reading = +self._reading  # without those that nobody reads any more
+            return id(self._tables) in self._reading
+
+    @contextmanager
+    def _undoable(self) -> Iterator[None]:
+        journal = self._tables.journal
+        journal.begin()
+        try:
+            yield
+        except BaseException:
+            journal.undo()
+            raise
+        journal.forget()
 
     def close(self) -> None:
         """There is nothing to close."""
 
 
-class MemoryReader:
+_UNHEARD = Presence("")
+_ALIVE = (*((state, side) for state in UNDECIDED_UNITS for side in (False, True)), (UnitState.ACCEPTED, False))
+
+
+class MemoryReader(MemoryStories):
     """Implements `protocol.Reader`."""
 
     def __init__(self, tables: Tables) -> None:
@@ -85,17 +118,16 @@ class MemoryReader:
         return self._tables.settings.get(key)
 
     def progress(self) -> Progress:
-        units = self._tables.units.values()
-        next_step = max(self._tables.batches, default=-1) + 1
-        lost = [unit for unit in units if unit.lost_step == next_step]
-        newest = max(self._tables.policies, default=None)
+        tables = self._tables
+        next_step = max(tables.batches, default=-1) + 1
+        newest, last_unit = max(tables.policies, default=None), tables.units.in_order.last()
         return Progress(
-            policy=None if newest is None else self._tables.policies[newest],
+            policy=None if newest is None else tables.policies[newest],
             next_step=next_step,
-            next_unit=max(self._tables.units, default=-1) + 1,
-            alive=sum(unit.alive for unit in units),
-            dropped=sum(unit.state == UnitState.DROPPED for unit in lost),
-            failed=sum(unit.state == UnitState.VOID for unit in lost),
+            next_unit=0 if last_unit is None else last_unit + 1,
+            alive=sum(len(tables.units.by_state.of(group)) for group in _ALIVE),
+            dropped=len(tables.units.lost.of((next_step, UnitState.DROPPED))),
+            failed=len(tables.units.lost.of((next_step, UnitState.VOID))),
         )
 
     def policy(self, incarnation: int, version: int) -> PolicyRef | None:
@@ -114,13 +146,21 @@ class MemoryReader:
         return dict(self._tables.presences)
 
     def open_units(self, limit: int) -> list[UnitRow]:
-        return [unit for unit in self._units() if unit.state == UnitState.OPEN][:limit]
+        return [self._tables.units[number] for number in nsmallest(limit, self._tables.units.among(UnitState.OPEN))]
 
     def alive_units(self) -> list[UnitRow]:
-        return [unit for unit in self._units() if unit.alive]
+        units = self._tables.units
+        return [units[number] for number in sorted(number for group in _ALIVE for number in units.by_state.of(group))]
+
+    def alive_counts(self) -> dict[UnitState, int]:
+        counts: Counter[UnitState] = Counter()
+        for state, batched in _ALIVE:
+            counts[state] += len(self._tables.units.by_state.of((state, batched)))
+        return dict(+counts)
 
     def batched_units(self) -> list[UnitRow]:
-        return [unit for unit in self._units() if unit.state == UnitState.ACCEPTED and unit.step is not None]
+        units = self._tables.units
+        return [units[number] for number in sorted(units.among(UnitState.ACCEPTED, batched=True))]
 
     def unit(self, unit: int) -> UnitRow | None:
         return self._tables.units.get(unit)
@@ -130,80 +170,84 @@ class MemoryReader:
         return None if row is None else Holding(row, self._tables.units[row.unit])
 
     def holdings(self, node: str | None = None) -> list[Holding]:
-        active = [row for row in self._tables.leases.values() if row.state == LeaseState.ACTIVE]
-        wanted = [row for row in active if node is None or row.node == node]
-        wanted.sort(key=lambda row: (row.issued_at_ms, row.unit))
-        return [Holding(row, self._tables.units[row.unit]) for row in wanted]
+        leases = self._tables.leases
+        nodes = leases.held.groups() if node is None else (node,)
+        rows = [leases[name] for each in nodes for name in leases.held.of(each)]
+        return [self._held(row) for row in sorted(rows, key=lambda row: (row.issued_at_ms, row.unit))]
+
+    def _held(self, row: LeaseRow) -> Holding:
+        return Holding(row, self._tables.units[row.unit])
 
     def overdue_holdings(self, now_ms: int) -> list[Holding]:
-        late = [held for held in self.holdings() if held.lease.deadline_ms <= now_ms]
+        late = [self._held(self._tables.leases[name]) for name in self._tables.leases.deadlines.until(now_ms)]
         return sorted(late, key=lambda held: held.unit.unit)
 
     def silent_holdings(self, since_ms: int) -> list[Holding]:
-        heard = {node for node, presence in self.presences().items() if presence.last_seen_ms >= since_ms}
-        old = [held for held in self.holdings() if held.lease.issued_at_ms < since_ms]
-        return sorted((held for held in old if held.lease.node not in heard), key=lambda held: held.unit.unit)
+        leases, presences = self._tables.leases, self._tables.presences
+        silent = [node for node in leases.held.groups() if presences.get(node, _UNHEARD).last_seen_ms < since_ms]
+        rows = [leases[name] for node in silent for name in leases.held.of(node)]
+        old = [self._held(row) for row in rows if row.issued_at_ms < since_ms]
+        return sorted(old, key=lambda held: held.unit.unit)
 
     def newcomers_in_hand(self) -> int:
-        fresh = {row.node for row in self._tables.nodes.values() if row.on_probation}
-        leased = sum(held.lease.node in fresh for held in self.holdings())
-        return leased + sum(
-            row.node in fresh and row.state in UNDECIDED_SUBMISSIONS for row in self._tables.submissions.values()
-        )
+        return self._tables.hands.of_newcomers
 
     def is_established_here(self, since_ms: int) -> bool:
-        heard = {node for node, presence in self.presences().items() if presence.last_seen_ms >= since_ms}
-        workers = [row for row in self._tables.nodes.values() if row.role == "worker" and not row.on_probation]
-        return any(row.node in heard and row.state == NodeState.ACTIVE for row in workers)
+        presences = self._tables.presences
+        established = self._tables.nodes.established.of(True)
+        return any(presences.get(node, _UNHEARD).last_seen_ms >= since_ms for node in established)
 
     def requested_leases(self, node: str, request: str) -> list[LeaseRow]:
-        rows = [row for row in self._tables.leases.values() if (row.node, row.request) == (node, request)]
+        rows = [self._tables.leases[name] for name in self._tables.leases.requested.of((node, request))]
         return sorted(rows, key=lambda row: row.unit)
 
     def submission(self, submission: str) -> SubmissionRow | None:
         return self._tables.submissions.get(submission)
 
     def submission_of_lease(self, lease: str) -> SubmissionRow | None:
-        return next((row for row in self._tables.submissions.values() if row.lease == lease), None)
+        name = self._tables.submissions.of_lease.find(lease)
+        return None if name is None else self._tables.submissions[name]
 
     def submissions_in(self, states: Iterable[SubmissionState], limit: int) -> list[SubmissionRow]:
-        wanted = set(states)
-        rows = [row for row in self._tables.submissions.values() if row.state in wanted]
-        return sorted(rows, key=lambda row: row.unit)[:limit]
+        rows = (row for state in set(states) for row in self._submissions(self._tables.submissions.by_state.of(state)))
+        return nsmallest(limit, rows, key=lambda row: row.unit)
+
+    def _submissions(self, names: Iterable[str]) -> list[SubmissionRow]:
+        return [self._tables.submissions[name] for name in names]
 
     def waiting_audits(self, on_probation: bool, limit: int) -> list[SubmissionRow]:
-        waiting = self.submissions_in([SubmissionState.RECEIVED], len(self._tables.submissions))
-        return [row for row in waiting if self._tables.nodes[row.node].on_probation == on_probation][:limit]
+        nodes = self._tables.nodes
+        waiting = self._submissions(self._tables.submissions.by_state.of(SubmissionState.RECEIVED))
+        side = (row for row in waiting if nodes[row.node].on_probation == on_probation)
+        return nsmallest(limit, side, key=lambda row: row.unit)
 
     def light_audits(self, node: str) -> list[SubmissionRow]:
-        unjudged = self.submissions_in(UNDECIDED_SUBMISSIONS, len(self._tables.submissions))
-        return [row for row in unjudged if (row.node, row.depth) == (node, "light")]
+        rows = self._submissions(self._tables.submissions.unjudged.of(node))
+        return sorted((row for row in rows if row.depth == "light"), key=lambda row: row.unit)
 
     def untrained(self, node: str) -> list[Filled]:
-        free = [unit for unit in self._units() if unit.state == UnitState.ACCEPTED and unit.step is None]
+        units = self._tables.units
+        free = [units[number] for number in sorted(units.among(UnitState.ACCEPTED, batched=False))]
         filled = [Filled(unit, self._tables.submissions[unit.submission]) for unit in free if unit.submission]
         return [each for each in filled if each.submission.node == node]
 
     def pending_credit(self, node: str) -> list[SubmissionRow]:
-        rows = [row for row in self._tables.submissions.values() if row.matures_at_ms is not None]
-        return sorted((row for row in rows if row.node == node), key=lambda row: row.unit)
+        rows = self._submissions(self._tables.submissions.pending.of(node))
+        return sorted(rows, key=lambda row: row.unit)
 
     def due_credit(self, now_ms: int, limit: int) -> list[SubmissionRow]:
-        rows = [row for row in self._tables.submissions.values() if row.matures_at_ms is not None]
-        due = [row for row in rows if (row.matures_at_ms or 0) <= now_ms]
-        return sorted(due, key=lambda row: (row.matures_at_ms or 0, row.unit))[:limit]
+        return self._submissions(self._tables.submissions.maturing.until(now_ms)[:limit])
 
     def overdue_audits(self, now_ms: int) -> list[SubmissionRow]:
-        claimed = self.submissions_in([SubmissionState.AUDITING], len(self._tables.submissions))
-        return [row for row in claimed if row.claimed_until_ms is not None and row.claimed_until_ms <= now_ms]
+        rows = self._submissions(self._tables.submissions.claims.until(now_ms))
+        return sorted(rows, key=lambda row: row.unit)
 
     def claimed_by(self, validator: str) -> list[SubmissionRow]:
-        claimed = self.submissions_in([SubmissionState.AUDITING], len(self._tables.submissions))
-        return [row for row in claimed if row.validator == validator]
+        claimed = self._submissions(self._tables.submissions.by_state.of(SubmissionState.AUDITING))
+        return sorted((row for row in claimed if row.validator == validator), key=lambda row: row.unit)
 
     def decided_submissions(self, limit: int) -> list[SubmissionRow]:
-        rows = [row for row in self._tables.submissions.values() if row.decided_at_ms is not None]
-        return sorted(rows, key=lambda row: (row.decided_at_ms or 0, row.unit), reverse=True)[:limit]
+        return self._submissions(self._tables.submissions.decided.newest(limit))
 
     def refused_submissions(self, among: int) -> list[SubmissionRow]:
         return [row for row in self.decided_submissions(among) if row.state != SubmissionState.ACCEPTED]
@@ -212,7 +256,8 @@ class MemoryReader:
         return {name: self._tables.submissions[name] for name in names if name in self._tables.submissions}
 
     def dropped_submissions(self, step: int) -> list[SubmissionRow]:
-        lost = [unit for unit in self._units() if unit.lost_step == step and unit.state == UnitState.DROPPED]
+        units = self._tables.units
+        lost = [units[number] for number in sorted(units.lost.of((step, UnitState.DROPPED)))]
         return list(self.submissions_named([unit.submission for unit in lost if unit.submission]).values())
 
     def batch(self, step: int) -> Batch | None:
@@ -220,17 +265,15 @@ class MemoryReader:
 
     def unit_counts(self) -> dict[str, int]:
         counts = no_units()
-        for unit in self._tables.units.values():
-            counts[unit.state.value] += 1
-            if unit.state == UnitState.VOID:
-                counts[f"void_{unit.reason}"] += 1
+        for (state, reason), count in self._tables.units.counts.counts.items():
+            counts[state.value] += count
+            if state == UnitState.VOID:
+                counts[f"void_{reason}"] += count
         return counts
 
     def submission_counts(self) -> dict[str, int]:
-        counts = {state.value: 0 for state in SubmissionState}
-        for row in self._tables.submissions.values():
-            counts[row.state.value] += 1
-        return counts
+        groups = self._tables.submissions.by_state
+        return {state.value: len(groups.of(state)) for state in SubmissionState}
 
     def reports(self, limit: int) -> list[StepReport]:
         return [report for _, report in sorted(self._tables.reports.items())][-limit:]
@@ -243,10 +286,20 @@ class MemoryReader:
         return self._tables.ledger.get(len(self._tables.ledger) - 1)
 
     def ledger_after(self, index: int, limit: int) -> list[LedgerEntry]:
-        return [entry for entry in self._tables.ledger.values() if entry.index > index][:limit]
+        entries = self._tables.ledger
+        return [entries[number] for number in range(index + 1, min(index + 1 + limit, len(entries)))]
 
-    def _units(self) -> list[UnitRow]:
-        return sorted(self._tables.units.values(), key=lambda row: row.unit)
+    def outbox(self, limit: int) -> list[Outgoing]:
+        return sorted(self._tables.outbox.values(), key=lambda row: row.id)[:limit]
+
+    def outbox_length(self) -> int:
+        return len(self._tables.outbox)
+
+    def written_ms(self) -> int:
+        last = self.ledger_last()
+        seen = (presence.last_seen_ms for presence in self._tables.presences.values())
+        outgoing = (row.at_ms for row in self._tables.outbox.values())
+        return max([last.at_ms if last else 0, *seen, *outgoing])
 
 
 class MemoryWriter(MemoryReader):
@@ -256,6 +309,20 @@ class MemoryWriter(MemoryReader):
         for command in commands:
             _APPLY[type(command)](self, command)
 
+    def lock_nodes(self, nodes: Iterable[str]) -> None:
+        """Writers exclude each other."""
+
+    def frontier(self) -> Progress:
+        return self.progress()
+
+    def post(self, entries: Sequence[LedgerEntry], up_to: int) -> None:
+        for entry in entries:
+            _add(self._tables.ledger, entry.index, entry)
+            for subject in ledger.subjects(entry):
+                self._tables.subjects[subject, entry.index] = subject
+        for number in [number for number in self._tables.outbox if number <= up_to]:
+            del self._tables.outbox[number]
+
     def put_setting(self, key: str, value: str) -> None:
         self._tables.settings[key] = value
 
@@ -263,7 +330,11 @@ class MemoryWriter(MemoryReader):
         self._tables.presences[presence.node] = presence
 
     def touch_presence(self, node: str, now_ms: int) -> None:
-        self.put_presence(replace(self.presence(node) or Presence(node), last_seen_ms=now_ms))
+        said = self._tables.presences.get(node)
+        if said is None:
+            self.put_presence(Presence(node, now_ms))
+            return
+        self.put_presence(Presence(node, now_ms, said.doing, said.waiting_for, said.waiting_since_ms, said.counters))
 
     def put_report(self, report: StepReport, at_ms: int) -> None:  # noqa: ARG002  only the newest counts
         self._tables.reports[report.step] = report
@@ -274,23 +345,20 @@ class MemoryWriter(MemoryReader):
         return is_new
 
     def forget_nonces(self, before_ms: int) -> None:
-        self._tables.nonces = {key: until for key, until in self._tables.nonces.items() if until >= before_ms}
+        for key in self._tables.nonces.expiring.until(before_ms - 1):
+            del self._tables.nonces[key]
 
     def _save_unit(self, command: SaveUnit) -> None:
         _save(self._tables.units, command.row.unit, command)
-        _require_unique(self._tables.units.values(), "submission", command.row)
 
     def _save_lease(self, command: SaveLease) -> None:
         row = command.row
         _require_known(row.unit in self._tables.units and row.node in self._tables.nodes, command)
         _save(self._tables.leases, row.lease, command)
-        _require_unique(self._tables.leases.values(), ("unit", "attempt"), row)
-        _require_unique(self._tables.leases.values(), ("node", "request", "unit"), row)
 
     def _save_submission(self, command: SaveSubmission) -> None:
         _require_known(command.row.lease in self._tables.leases, command)
         _save(self._tables.submissions, command.row.submission, command)
-        _require_unique(self._tables.submissions.values(), "lease", command.row)
 
     def _save_node(self, command: SaveNode) -> None:
         _save(self._tables.nodes, command.row.node, command)
@@ -309,32 +377,25 @@ class MemoryWriter(MemoryReader):
         self._tables.alarms[(command.step, command.code)] = command
 
     def _record(self, command: Record) -> None:
-        entry = ledger.append(self.ledger_last(), command.kind, command.body, command.at_ms)
-        _add(self._tables.ledger, entry.index, entry)
+        ledger.append(None, command.kind, command.body, command.at_ms)  # what cannot be chained fails here
+        number = self._tables.numbers.get("outbox", 0) + 1
+        self._tables.numbers["outbox"] = number
+        _add(self._tables.outbox, number, Outgoing(number, command.kind, command.body, command.at_ms))
 
 
-def _add(table: dict[Any, Any], key: Any, row: Any) -> None:
+def _add(table: Table[Any, Any], key: Any, row: Any) -> None:
     if key in table:
         raise StaleRow(f"there is a {type(row).__name__} {key} already")
     table[key] = row
 
 
-def _save(table: dict[Any, Any], key: Any, command: SaveUnit | SaveLease | SaveSubmission | SaveNode) -> None:
+def _save(table: Table[Any, Any], key: Any, command: SaveUnit | SaveLease | SaveSubmission | SaveNode) -> None:
     if command.was is None:
         _add(table, key, command.row)
         return
     if key not in table or table[key].state != command.was:
         raise StaleRow(f"{type(command.row).__name__} {key} is no longer {command.was.value}")
     table[key] = command.row
-
-
-def _require_unique(rows: Iterable[Any], names: str | tuple[str, ...], row: Any) -> None:
-    columns = (names,) if isinstance(names, str) else names
-    values = [getattr(row, name) for name in columns]
-    if None in values:
-        return
-    if sum(all(getattr(other, name) == getattr(row, name) for name in columns) for other in rows) > 1:
-        raise StaleRow(f"two rows of {type(row).__name__} have the same {', '.join(columns)}: {values}")
 
 
 def _require_known(known: bool, command: Command) -> None:

@@ -1,7 +1,12 @@
-"""What the hub needs of a database: `sqlite.py` for runs, `memory.py` for tests and simulations, one contract for both.
+"""What the hub needs of a database: `sqlite.py` for one hub, `postgres.py` for several, `memory.py` for tests and
+simulations, one contract for all.
 
 A decision is one write transaction: rows are read, the pure core decides, its commands are applied, all or nothing.
-Write transactions exclude each other from their first statement on, so what was read stays true until the commit.
+What it read stays true until its commit: in a file or in memory, because writers exclude each other from their first
+statement on; in PostgreSQL, because what a writer reads of single rows it locks, and what concerns all rows (the newest
+policy, the next step) only an `exclusive` one changes.
+
+    decision ─► Record ─► ledger_outbox ─ one poster, in order ─► ledger (the chain)
 """
 
 from __future__ import annotations
@@ -9,11 +14,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Literal, Protocol, TypeAlias
 
 from shoal.errors import ShoalError
 from shoal.hub.state.commands import Command
-from shoal.hub.state.machines import SubmissionState
+from shoal.hub.state.machines import SubmissionState, UnitState
 from shoal.hub.state.rows import Filled, Holding, LeaseRow, NodeRow, Progress, SubmissionRow, UnitRow
 from shoal.protocol import Batch, LedgerEntry, PolicyRef, StepReport
 
@@ -32,6 +37,16 @@ class Presence:
     waiting_for: str = ""
     waiting_since_ms: int = 0
     counters: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Outgoing:
+    """What a decision recorded for the ledger and is not in the chain yet; numbered in the order of recording."""
+
+    id: int
+    kind: str
+    body: dict[str, Any]
+    at_ms: int
 
 
 class Reader(Protocol):
@@ -57,6 +72,10 @@ class Reader(Protocol):
 
     def alive_units(self) -> list[UnitRow]:
         """Units that are undecided, or accepted and in no batch, by number."""
+        ...
+
+    def alive_counts(self) -> dict[UnitState, int]:
+        """How many units are alive, by state; accepted ones are those in no batch."""
         ...
 
     def batched_units(self) -> list[UnitRow]:
@@ -161,12 +180,91 @@ class Reader(Protocol):
 
     def ledger_after(self, index: int, limit: int) -> list[LedgerEntry]: ...
 
+    def outbox(self, limit: int) -> list[Outgoing]:
+        """What waits to be moved into the ledger, oldest first."""
+        ...
+
+    def outbox_length(self) -> int: ...
+
+    def written_ms(self) -> int:
+        """The newest time that is written down anywhere that matters: in the ledger, its outbox, or of a node."""
+        ...
+
+
+Rank: TypeAlias = Literal["trusted", "sanctioned", "credit", "seen"]
+
+
+class StoryReader(Reader, Protocol):
+    """A view for those who ask why, and for reports on fleets of any size; no decision needs it."""
+
+    def leases_of_unit(self, unit: int) -> list[LeaseRow]:
+        """Every lease that a unit ever had, in order of attempt."""
+        ...
+
+    def leases_of(self, node: str, limit: int) -> list[LeaseRow]:
+        """The newest leases of a node, newest first."""
+        ...
+
+    def submissions_of_unit(self, unit: int) -> list[SubmissionRow]:
+        """All that was ever handed in for a unit, oldest first."""
+        ...
+
+    def submissions_of(self, node: str, refused: bool, limit: int) -> list[SubmissionRow]:
+        """What a node handed in, newest first; `refused`: only what was rejected, inconclusive or pulled."""
+        ...
+
+    def verdicts_of(self, submissions: Sequence[str]) -> dict[str, str]:
+        """Signed verdicts as they came, by submission."""
+        ...
+
+    def ledger_about(self, subject: str, but: Sequence[str], limit: int) -> list[LedgerEntry]:
+        """The newest entries about a subject that are of no kind in `but`, oldest first."""
+        ...
+
+    def nodes_after(self, node: str, limit: int) -> list[NodeRow]:
+        """Nodes in order of their ids, from the one after `node` on."""
+        ...
+
+    def nodes_ranked(self, by: Rank, limit: int) -> list[NodeRow]:
+        """Those of a trusted role, those under a sanction, those with most credit, or any: last seen first."""
+        ...
+
+    def nodes_named(self, nodes: Sequence[str]) -> dict[str, NodeRow]: ...
+
+    def presences_named(self, nodes: Sequence[str]) -> dict[str, Presence]: ...
+
+    def waiting_presences(self, since_ms: int, limit: int) -> list[Presence]:
+        """Nodes heard of since then that say they wait, the longest wait first."""
+        ...
+
+    def oldest_holdings(self, limit: int) -> list[Holding]:
+        """Active leases with their units, the oldest first."""
+        ...
+
+    def node_counts(self) -> dict[str, int]:
+        """How many nodes there are, by `role.state`."""
+        ...
+
 
 class Writer(Reader, Protocol):
     """A view that can be changed; nothing is visible to others before the transaction ends well."""
 
     def apply(self, commands: Iterable[Command]) -> None:
         """Do what the decision asked for, in order. A row that is not in the state it `was` in is an error."""
+        ...
+
+    def lock_nodes(self, nodes: Iterable[str]) -> None:
+        """Let nobody else decide about these nodes until the end. Whoever touches several locks them first, at once:
+        two that lock each other's in turn would wait for each other."""
+        ...
+
+    def frontier(self) -> Progress:
+        """Let nobody else make units until the end, and say how things stand now. To be called last: after that,
+        no row that somebody else may hold is waited for."""
+        ...
+
+    def post(self, entries: Sequence[LedgerEntry], up_to: int) -> None:
+        """Append to the ledger and drop what was outgoing up to that number."""
         ...
 
     def put_setting(self, key: str, value: str) -> None: ...
@@ -189,8 +287,24 @@ class Writer(Reader, Protocol):
 class Storage(Protocol):
     """A database. `durable=False` is for what may be lost with the machine (not with the process): no fsync."""
 
-    def read(self) -> AbstractContextManager[Reader]: ...
+    @property
+    def is_shared(self) -> bool:
+        """Whether other hubs may work on it at the same time: then changes come without notice."""
+        ...
 
-    def write(self, durable: bool = True) -> AbstractContextManager[Writer]: ...
+    def read(self) -> AbstractContextManager[StoryReader]: ...
+
+    def write(self, durable: bool = True, exclusive: bool = False) -> AbstractContextManager[Writer]:
+        """One transaction. `exclusive`: nobody writes beside it, at no hub. Where the database is a file, that is
+        always so."""
+        ...
+
+    def lead(self, name: str, holder: str, for_s: float) -> bool:
+        """Whether `holder` is the one that does background work `name` for the next `for_s` seconds."""
+        ...
+
+    def resign(self, name: str, holder: str) -> None:
+        """Leave the lead to others now, if `holder` has it."""
+        ...
 
     def close(self) -> None: ...

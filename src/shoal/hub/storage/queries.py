@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from sqlalchemy import Connection, Row, Select, Table, and_, func, or_, select
+from sqlalchemy import (
+    Column,
+    Connection,
+    CursorResult,
+    Integer,
+    Row,
+    Select,
+    Table,
+    and_,
+    bindparam,
+    func,
+    or_,
+    select,
+)
 
 from shoal.hub.state.machines import UNDECIDED_SUBMISSIONS, UNDECIDED_UNITS, LeaseState, SubmissionState, UnitState
 from shoal.hub.state.rows import (
@@ -20,8 +33,8 @@ from shoal.hub.state.rows import (
     UnitRow,
 )
 from shoal.hub.state.units import no_units
-from shoal.hub.storage import tables
-from shoal.hub.storage.protocol import Presence
+from shoal.hub.storage import prepared, tables
+from shoal.hub.storage.protocol import Outgoing, Presence
 from shoal.protocol import Batch, LedgerEntry, NodeState, PolicyRef, StepReport, Tally
 
 _ALIVE = or_(
@@ -29,11 +42,76 @@ _ALIVE = or_(
     and_(tables.units.c.state == UnitState.ACCEPTED.value, tables.units.c.step.is_(None)),
 )
 
+_ALIVE_COUNTS = select(tables.units.c.state, func.count()).where(_ALIVE).group_by(tables.units.c.state)
+_NEXT_STEP = select(func.coalesce(func.max(tables.batches.c.step) + 1, 0)).scalar_subquery()
+_LOST = {
+    state: select(func.count())
+    .select_from(tables.units)
+    .where(tables.units.c.lost_step == _NEXT_STEP, tables.units.c.state == state.value)
+    .scalar_subquery()
+    for state in (UnitState.DROPPED, UnitState.VOID)
+}
+_PROGRESS = select(
+    _NEXT_STEP,
+    select(func.coalesce(func.max(tables.units.c.unit) + 1, 0)).scalar_subquery(),
+    select(func.count()).select_from(tables.units).where(_ALIVE).scalar_subquery(),
+    _LOST[UnitState.DROPPED],
+    _LOST[UnitState.VOID],
+    *(
+        select(column)
+        .order_by(tables.policies.c.incarnation.desc(), tables.policies.c.version.desc())
+        .limit(1)
+        .scalar_subquery()
+        for column in (tables.policies.c.incarnation, tables.policies.c.version, tables.policies.c.digest)
+    ),
+)
 _UNJUDGED = tables.submissions.c.state.in_([state.value for state in UNDECIDED_SUBMISSIONS])
 _FILLED = select(tables.units, tables.submissions).join(
     tables.submissions, tables.units.c.submission == tables.submissions.c.submission
 )
-_HOLDINGS = select(tables.leases, tables.units).join(tables.units, tables.leases.c.unit == tables.units.c.unit)
+HOLDINGS = select(tables.leases, tables.units).join(tables.units, tables.leases.c.unit == tables.units.c.unit)
+_ACTIVE = HOLDINGS.where(tables.leases.c.state == LeaseState.ACTIVE.value)
+_HELD_BY = _ACTIVE.where(tables.leases.c.node == bindparam("key")).order_by(
+    tables.leases.c.issued_at_ms, tables.leases.c.unit
+)
+_OVERDUE = _ACTIVE.where(tables.leases.c.deadline_ms <= bindparam("now_ms")).order_by(tables.leases.c.unit)
+_IN_HAND = select(
+    *(
+        select(func.count())
+        # joined: what is in hand is little, fresh keys may be many
+        .select_from(table.join(tables.nodes, tables.nodes.c.node == table.c.node))
+        .where(state, tables.nodes.c.passed < PROBATION_AUDITS)
+        .scalar_subquery()
+        for table, state in (
+            (tables.leases, tables.leases.c.state == LeaseState.ACTIVE.value),
+            (tables.submissions, _UNJUDGED),
+        )
+    )
+)
+_OPEN = (
+    select(tables.units)
+    .where(tables.units.c.state == UnitState.OPEN.value)
+    .order_by(tables.units.c.unit)
+    .limit(bindparam("most", type_=Integer))
+)
+_SETTING = select(tables.meta.c.value).where(tables.meta.c.key == bindparam("key"))
+_HOLDING = HOLDINGS.where(tables.leases.c.lease == bindparam("key"))
+_ESTABLISHED = (
+    select(tables.nodes.c.node)
+    .join(tables.presence, tables.presence.c.node == tables.nodes.c.node)
+    .where(
+        tables.nodes.c.passed >= PROBATION_AUDITS,
+        tables.nodes.c.role == "worker",
+        tables.nodes.c.state == NodeState.ACTIVE.value,
+        tables.presence.c.last_seen_ms >= bindparam("since_ms"),
+    )
+    .limit(1)
+)
+_REQUESTED = (
+    select(tables.leases)
+    .where(tables.leases.c.node == bindparam("who"), tables.leases.c.request == bindparam("request"))
+    .order_by(tables.leases.c.unit)
+)
 NAMES_PER_QUERY = 500
 """Databases limit how many parameters a statement may have."""
 
@@ -45,58 +123,49 @@ class SqlReader:
         self._connection = connection
 
     def setting(self, key: str) -> str | None:
-        value: str | None = self._scalar(select(tables.meta.c.value).where(tables.meta.c.key == key))
-        return value
+        row = self._run("setting", lambda: _SETTING, key=key).first()
+        return None if row is None else str(row[0])
 
     def progress(self) -> Progress:
-        units = tables.units
-        next_step = int(self._scalar(select(func.coalesce(func.max(tables.batches.c.step) + 1, 0))))
-        lost = self._connection.execute(
-            select(units.c.state, func.count()).where(units.c.lost_step == next_step).group_by(units.c.state)
-        )
-        lost_by_state: dict[str, int] = {row[0]: row[1] for row in lost}
-        return Progress(
-            policy=self._newest_policy(),
-            next_step=next_step,
-            next_unit=int(self._scalar(select(func.coalesce(func.max(units.c.unit) + 1, 0)))),
-            alive=int(self._scalar(select(func.count()).select_from(units).where(_ALIVE))),
-            dropped=lost_by_state.get(UnitState.DROPPED.value, 0),
-            failed=lost_by_state.get(UnitState.VOID.value, 0),
-        )
+        found: tuple[Any, ...] = tuple(self._run("progress", lambda: _PROGRESS).one())
+        next_step, next_unit, alive, dropped, failed, incarnation, version, digest = found
+        newest = None if digest is None else PolicyRef(incarnation=incarnation, version=version, digest=digest)
+        return Progress(newest, int(next_step), int(next_unit), int(alive), int(dropped), int(failed))
 
     def policy(self, incarnation: int, version: int) -> PolicyRef | None:
         table = tables.policies
         query = select(table).where(table.c.incarnation == incarnation, table.c.version == version)
         return _policy(self._first(query))
 
-    def _newest_policy(self) -> PolicyRef | None:
-        table = tables.policies
-        return _policy(self._first(select(table).order_by(table.c.incarnation.desc(), table.c.version.desc())))
-
     def node(self, node: str) -> NodeRow | None:
-        row = self._first(select(tables.nodes).where(tables.nodes.c.node == node))
-        return None if row is None else _node(row)
+        table = tables.nodes
+        row = self._run("node", lambda: self._one(table, table.c.node), key=node).first()
+        return None if row is None else node_of(row)
 
     def nodes(self) -> list[NodeRow]:
         query = select(tables.nodes).order_by(tables.nodes.c.registered_at_ms, tables.nodes.c.node)
-        return [_node(row) for row in self._connection.execute(query)]
+        return [node_of(row) for row in self._connection.execute(query)]
 
     def presence(self, node: str) -> Presence | None:
-        row = self._first(select(tables.presence).where(tables.presence.c.node == node))
-        return None if row is None else _presence(row)
+        table = tables.presence
+        row = self._run("presence", lambda: select(table).where(table.c.node == bindparam("key")), key=node).first()
+        return None if row is None else presence_of(row)
 
     def presences(self) -> dict[str, Presence]:
         rows = self._connection.execute(select(tables.presence))
-        return {row.node: _presence(row) for row in rows}
+        return {row.node: presence_of(row) for row in rows}
 
     def open_units(self, limit: int) -> list[UnitRow]:
-        table = tables.units
-        query = select(table).where(table.c.state == UnitState.OPEN.value).order_by(table.c.unit).limit(limit)
-        return [_unit(row) for row in self._connection.execute(query)]
+        rows = self._run("open", lambda: self._locked(_OPEN, tables.units, skip=True), most=limit)
+        return [_unit(row) for row in rows]
 
     def alive_units(self) -> list[UnitRow]:
         query = select(tables.units).where(_ALIVE).order_by(tables.units.c.unit)
         return [_unit(row) for row in self._connection.execute(query)]
+
+    def alive_counts(self) -> dict[UnitState, int]:
+        rows: list[tuple[Any, ...]] = [tuple(row) for row in self._run("alive counts", lambda: _ALIVE_COUNTS)]
+        return {UnitState(state): int(count) for state, count in rows}
 
     def batched_units(self) -> list[UnitRow]:
         table = tables.units
@@ -104,139 +173,125 @@ class SqlReader:
         return [_unit(row) for row in self._connection.execute(query.order_by(table.c.unit))]
 
     def unit(self, unit: int) -> UnitRow | None:
-        row = self._first(select(tables.units).where(tables.units.c.unit == unit))
+        table = tables.units
+        row = self._run("unit", lambda: self._one(table, table.c.unit), key=unit).first()
         return None if row is None else _unit(row)
 
     def holding(self, lease: str) -> Holding | None:
-        row = self._first(_HOLDINGS.where(tables.leases.c.lease == lease))
-        return None if row is None else _holding(row)
+        row = self._run("holding", lambda: self._locked(_HOLDING, tables.leases, tables.units), key=lease).first()
+        return None if row is None else holding_of(row)
 
     def holdings(self, node: str | None = None) -> list[Holding]:
         table = tables.leases
-        query = _HOLDINGS.where(table.c.state == LeaseState.ACTIVE.value)
-        if node is not None:
-            query = query.where(table.c.node == node)
-        rows = self._connection.execute(query.order_by(table.c.issued_at_ms, table.c.unit))
-        return [_holding(row) for row in rows]
+        if node is None:
+            everybody = _ACTIVE.order_by(table.c.issued_at_ms, table.c.unit)
+            return [holding_of(row) for row in self._connection.execute(everybody)]
+        rows = self._run("holdings", lambda: self._locked(_HELD_BY, table, tables.units), key=node)
+        return [holding_of(row) for row in rows]
 
     def overdue_holdings(self, now_ms: int) -> list[Holding]:
-        table = tables.leases
-        query = _HOLDINGS.where(table.c.state == LeaseState.ACTIVE.value, table.c.deadline_ms <= now_ms)
-        return [_holding(row) for row in self._connection.execute(query.order_by(table.c.unit))]
+        return [holding_of(row) for row in self._run("overdue", lambda: _OVERDUE, now_ms=now_ms)]
 
     def silent_holdings(self, since_ms: int) -> list[Holding]:
         table, presence = tables.leases, tables.presence
         heard = select(presence.c.node).where(presence.c.last_seen_ms >= since_ms)
-        old = _HOLDINGS.where(table.c.state == LeaseState.ACTIVE.value, table.c.issued_at_ms < since_ms)
+        old = HOLDINGS.where(table.c.state == LeaseState.ACTIVE.value, table.c.issued_at_ms < since_ms)
         query = old.where(table.c.node.not_in(heard)).order_by(table.c.unit)
-        return [_holding(row) for row in self._connection.execute(query)]
+        return [holding_of(row) for row in self._connection.execute(query)]
 
     def newcomers_in_hand(self) -> int:
-        nodes = tables.nodes  # joined: what is in hand is little, fresh keys may be many
-        in_hand = ((tables.leases, tables.leases.c.state == LeaseState.ACTIVE.value), (tables.submissions, _UNJUDGED))
-        counts = [
-            select(func.count())
-            .select_from(table.join(nodes, nodes.c.node == table.c.node))
-            .where(state, nodes.c.passed < PROBATION_AUDITS)
-            for table, state in in_hand
-        ]
-        return sum(int(self._scalar(count)) for count in counts)
+        return sum(int(count) for count in self._run("in hand", lambda: _IN_HAND).one())
 
     def is_established_here(self, since_ms: int) -> bool:
-        nodes, presence = tables.nodes, tables.presence
-        query = select(nodes.c.node).join(presence, presence.c.node == nodes.c.node)
-        here = query.where(
-            nodes.c.passed >= PROBATION_AUDITS,
-            nodes.c.role == "worker",
-            nodes.c.state == NodeState.ACTIVE.value,
-            presence.c.last_seen_ms >= since_ms,
-        )
-        return self._first(here) is not None
+        return self._run("established", lambda: _ESTABLISHED, since_ms=since_ms).first() is not None
 
     def requested_leases(self, node: str, request: str) -> list[LeaseRow]:
-        table = tables.leases
-        query = select(table).where(table.c.node == node, table.c.request == request).order_by(table.c.unit)
-        return [_lease(row) for row in self._connection.execute(query)]
+        return [lease_of(row) for row in self._run("requested", lambda: _REQUESTED, who=node, request=request)]
 
     def submission(self, submission: str) -> SubmissionRow | None:
-        row = self._first(select(tables.submissions).where(tables.submissions.c.submission == submission))
-        return None if row is None else _submission(row)
+        table = tables.submissions
+        row = self._run("submission", lambda: self._one(table, table.c.submission), key=submission).first()
+        return None if row is None else submission_of(row)
 
     def submission_of_lease(self, lease: str) -> SubmissionRow | None:
-        row = self._first(select(tables.submissions).where(tables.submissions.c.lease == lease))
-        return None if row is None else _submission(row)
+        table = tables.submissions
+        row = self._run("submission of lease", lambda: self._one(table, table.c.lease), key=lease).first()
+        return None if row is None else submission_of(row)
 
     def submissions_in(self, states: Iterable[SubmissionState], limit: int) -> list[SubmissionRow]:
         table = tables.submissions
         query = select(table).where(table.c.state.in_([state.value for state in states])).order_by(table.c.unit)
-        return [_submission(row) for row in self._connection.execute(query.limit(limit))]
+        picked = self._locked(query.limit(limit), table, skip=True)
+        return [submission_of(row) for row in self._connection.execute(picked)]
 
     def waiting_audits(self, on_probation: bool, limit: int) -> list[SubmissionRow]:
         table, nodes = tables.submissions, tables.nodes
         side = nodes.c.passed < PROBATION_AUDITS if on_probation else nodes.c.passed >= PROBATION_AUDITS
         query = select(table).join(nodes, nodes.c.node == table.c.node)
         waiting = query.where(table.c.state == SubmissionState.RECEIVED.value, side).order_by(table.c.unit)
-        return [_submission(row) for row in self._connection.execute(waiting.limit(limit))]
+        picked = self._locked(waiting.limit(limit), table, skip=True)
+        return [submission_of(row) for row in self._connection.execute(picked)]
 
     def light_audits(self, node: str) -> list[SubmissionRow]:
         table = tables.submissions
-        query = select(table).where(table.c.node == node, _UNJUDGED, table.c.depth == "light")
-        return [_submission(row) for row in self._connection.execute(query.order_by(table.c.unit))]
+        query = select(table).where(table.c.node == node, _UNJUDGED, table.c.depth == "light").order_by(table.c.unit)
+        return [submission_of(row) for row in self._connection.execute(self._locked(query, table))]
 
     def untrained(self, node: str) -> list[Filled]:
         units, table = tables.units, tables.submissions
         query = _FILLED.where(table.c.node == node, table.c.state == SubmissionState.ACCEPTED.value)
         free = query.where(units.c.state == UnitState.ACCEPTED.value, units.c.step.is_(None)).order_by(units.c.unit)
-        rows = self._connection.execute(free)
-        return [Filled(_unit(row), _submission(row, len(units.columns))) for row in rows]
+        rows = self._connection.execute(self._locked(free, table, units))
+        return [Filled(_unit(row), submission_of(row, len(units.columns))) for row in rows]
 
     def pending_credit(self, node: str) -> list[SubmissionRow]:
         table = tables.submissions
-        query = select(table).where(table.c.node == node, table.c.matures_at_ms.is_not(None))
-        return [_submission(row) for row in self._connection.execute(query.order_by(table.c.unit))]
+        query = select(table).where(table.c.node == node, table.c.matures_at_ms.is_not(None)).order_by(table.c.unit)
+        return [submission_of(row) for row in self._connection.execute(self._locked(query, table))]
 
     def due_credit(self, now_ms: int, limit: int) -> list[SubmissionRow]:
         table = tables.submissions
         query = select(table).where(table.c.matures_at_ms <= now_ms).order_by(table.c.matures_at_ms, table.c.unit)
-        return [_submission(row) for row in self._connection.execute(query.limit(limit))]
+        return [submission_of(row) for row in self._connection.execute(query.limit(limit))]
 
     def overdue_audits(self, now_ms: int) -> list[SubmissionRow]:
         table = tables.submissions
         query = select(table).where(table.c.state == SubmissionState.AUDITING.value, table.c.claimed_until_ms <= now_ms)
-        return [_submission(row) for row in self._connection.execute(query.order_by(table.c.unit))]
+        picked = self._locked(query.order_by(table.c.unit), table, skip=True)
+        return [submission_of(row) for row in self._connection.execute(picked)]
 
     def claimed_by(self, validator: str) -> list[SubmissionRow]:
         table = tables.submissions
         query = select(table).where(table.c.state == SubmissionState.AUDITING.value, table.c.validator == validator)
-        return [_submission(row) for row in self._connection.execute(query.order_by(table.c.unit))]
+        picked = self._locked(query.order_by(table.c.unit), table, skip=True)
+        return [submission_of(row) for row in self._connection.execute(picked)]
 
     def decided_submissions(self, limit: int) -> list[SubmissionRow]:
         table = tables.submissions
         query = select(table).where(table.c.decided_at_ms.is_not(None))
         newest = query.order_by(table.c.decided_at_ms.desc(), table.c.unit.desc()).limit(limit)
-        return [_submission(row) for row in self._connection.execute(newest)]
+        return [submission_of(row) for row in self._connection.execute(newest)]
 
     def refused_submissions(self, among: int) -> list[SubmissionRow]:
         table = tables.submissions
         query = select(table).where(table.c.decided_at_ms.is_not(None))
         newest = query.order_by(table.c.decided_at_ms.desc(), table.c.unit.desc()).limit(among).subquery()
         refused = select(newest).where(newest.c.state != SubmissionState.ACCEPTED.value)
-        return [_submission(row) for row in self._connection.execute(refused)]
+        return [submission_of(row) for row in self._connection.execute(refused)]
 
     def submissions_named(self, names: Sequence[str]) -> dict[str, SubmissionRow]:
         table, found = tables.submissions, []
         for start in range(0, len(names), NAMES_PER_QUERY):
             part = names[start : start + NAMES_PER_QUERY]
-            found += [
-                _submission(row) for row in self._connection.execute(select(table).where(table.c.submission.in_(part)))
-            ]
+            rows = self._connection.execute(select(table).where(table.c.submission.in_(part)))
+            found += [submission_of(row) for row in rows]
         return {row.submission: row for row in found}
 
     def dropped_submissions(self, step: int) -> list[SubmissionRow]:
         units, table = tables.units, tables.submissions
         query = select(table).join(units, units.c.submission == table.c.submission)
         dropped = query.where(units.c.lost_step == step, units.c.state == UnitState.DROPPED.value)
-        return [_submission(row) for row in self._connection.execute(dropped.order_by(units.c.unit))]
+        return [submission_of(row) for row in self._connection.execute(dropped.order_by(units.c.unit))]
 
     def batch(self, step: int) -> Batch | None:
         document = self._scalar(select(tables.batches.c.document).where(tables.batches.c.step == step))
@@ -271,12 +326,39 @@ class SqlReader:
 
     def ledger_last(self) -> LedgerEntry | None:
         row = self._first(select(tables.ledger).order_by(tables.ledger.c.index.desc()))
-        return None if row is None else _entry(row)
+        return None if row is None else entry_of(row)
 
     def ledger_after(self, index: int, limit: int) -> list[LedgerEntry]:
         table = tables.ledger
         query = select(table).where(table.c.index > index).order_by(table.c.index).limit(limit)
-        return [_entry(row) for row in self._connection.execute(query)]
+        return [entry_of(row) for row in self._connection.execute(query)]
+
+    def outbox(self, limit: int) -> list[Outgoing]:
+        query = select(tables.ledger_outbox).order_by(tables.ledger_outbox.c.id).limit(limit)
+        return [Outgoing(row.id, row.kind, json.loads(row.body), row.at_ms) for row in self._connection.execute(query)]
+
+    def outbox_length(self) -> int:
+        return int(self._scalar(select(func.count()).select_from(tables.ledger_outbox)))
+
+    def written_ms(self) -> int:
+        last = self.ledger_last()
+        newest = (func.max(tables.presence.c.last_seen_ms), func.max(tables.ledger_outbox.c.at_ms))
+        return max([last.at_ms if last else 0, *(int(self._scalar(select(time)) or 0) for time in newest)])
+
+    def _locked(self, query: Select[Any], *_rows_of: Table, skip: bool = False) -> Select[Any]:  # noqa: ARG002
+        """The query such that nobody else changes these tables' rows of its answer before the transaction ends.
+
+        Nothing to do where writers exclude each other. `skip` leaves out what others have locked: they are at it.
+        """
+        return query
+
+    def _run(self, name: str, build: Callable[[], Select[Any]], **values: Any) -> CursorResult[Any]:
+        """A statement that is asked often: built and compiled once for each kind of reader."""
+        return prepared.run(self._connection, type(self).__name__, name, build, values)
+
+    def _one(self, table: Table, column: Column[Any]) -> Select[Any]:
+        """The row of a table whose `column` is `key`."""
+        return self._locked(select(table).where(column == bindparam("key")), table)
 
     def _first(self, query: Select[Any]) -> Row[Any] | None:
         return self._connection.execute(query.limit(1)).first()
@@ -294,12 +376,12 @@ def _policy(row: Row[Any] | None) -> PolicyRef | None:
     return None if row is None else PolicyRef(incarnation=row.incarnation, version=row.version, digest=row.digest)
 
 
-def _presence(row: Row[Any]) -> Presence:
+def presence_of(row: Row[Any]) -> Presence:
     values = columns_of(tables.presence, row)
     return Presence(**{**values, "counters": json.loads(values["counters"])})
 
 
-def _node(row: Row[Any]) -> NodeRow:
+def node_of(row: Row[Any]) -> NodeRow:
     values = columns_of(tables.nodes, row)
     record = Tally.model_validate_json(values["record"])
     return NodeRow(**{**values, "state": NodeState(values["state"]), "record": record})
@@ -310,21 +392,21 @@ def _unit(row: Row[Any], start: int = 0) -> UnitRow:
     return UnitRow(**{**values, "state": UnitState(values["state"])})
 
 
-def _lease(row: Row[Any]) -> LeaseRow:
+def lease_of(row: Row[Any]) -> LeaseRow:
     values = columns_of(tables.leases, row)
     return LeaseRow(**{**values, "state": LeaseState(values["state"])})
 
 
-def _holding(row: Row[Any]) -> Holding:
-    return Holding(_lease(row), _unit(row, len(tables.leases.columns)))
+def holding_of(row: Row[Any]) -> Holding:
+    return Holding(lease_of(row), _unit(row, len(tables.leases.columns)))
 
 
-def _submission(row: Row[Any], start: int = 0) -> SubmissionRow:
+def submission_of(row: Row[Any], start: int = 0) -> SubmissionRow:
     values = columns_of(tables.submissions, row, start)
     rewards = tuple(json.loads(values["rewards"]))
     return SubmissionRow(**{**values, "state": SubmissionState(values["state"]), "rewards": rewards})
 
 
-def _entry(row: Row[Any]) -> LedgerEntry:
+def entry_of(row: Row[Any]) -> LedgerEntry:
     values = columns_of(tables.ledger, row)
     return LedgerEntry(**{**values, "body": json.loads(values["body"])})

@@ -1,28 +1,29 @@
 """SQLite: the database of one machine.
 
-    write:  process-wide lock ─► BEGIN IMMEDIATE ─► rows ─► decision ─► commands ─► COMMIT (fsync)
+    write:  one at a time ─► BEGIN IMMEDIATE ─► rows ─► decision ─► commands ─► COMMIT (fsync), shared by all who
+            queued meanwhile (`grouping`)
     read:   BEGIN ─► one snapshot (WAL): never waits for a writer, never makes one wait
 
 `synchronous=FULL`: a commit is on disk when it returns. Writes that may be lost with the machine, but not with the
-process (nonces, presence), go through a second set of connections with `synchronous=NORMAL` and cost no fsync.
+process (nonces, presence), go through connections of their own with `synchronous=NORMAL` and cost no fsync.
 """
 
 from __future__ import annotations
 
 import errno
 import sqlite3
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, Engine, create_engine, event, inspect
+from sqlalchemy import Connection, Engine, create_engine, event
 from sqlalchemy.exc import DatabaseError
 
-from shoal.errors import ConfigError, DiskError, ResourceError, ShoalError
-from shoal.hub.storage import tables
-from shoal.hub.storage.queries import SqlReader
+from shoal.errors import DiskError, ResourceError, ShoalError
+from shoal.hub.storage import schema
+from shoal.hub.storage.grouping import Busy, GroupCommit
+from shoal.hub.storage.story_queries import SqlStoryReader
 from shoal.hub.storage.writes import SqlWriter
 from shoal.runtime.files import ensure_folder, is_full, resource_error
 
@@ -38,35 +39,44 @@ class SqliteStorage:
     def __init__(self, path: Path) -> None:
         ensure_folder(path.parent)
         self._path = path
-        # SQLite lets one writer in at a time and makes the others poll; a lock hands over at once.
-        self._write_lock = threading.Lock()
         self._durable = _engine(path, synchronous="FULL")
         self._relaxed = _engine(path, synchronous="NORMAL")
+        # SQLite lets one writer in at a time and makes the others poll; these hand over at once.
+        self._writers = GroupCommit(self._durable, self._relaxed, BUSY_TIMEOUT_MS / 1000)
         try:
             self._prepare()
         except ShoalError:
             self.close()
             raise
 
-    @contextmanager
-    def read(self) -> Iterator[SqlReader]:
-        with self._failures(), _transaction(self._durable, "BEGIN") as connection:
-            yield SqlReader(connection)
+    @property
+    def is_shared(self) -> bool:
+        return False
+
+    def lead(self, name: str, holder: str, for_s: float) -> bool:  # noqa: ARG002  the folder's lock keeps others out
+        return True
+
+    def resign(self, name: str, holder: str) -> None:
+        """There is nobody to leave it to."""
 
     @contextmanager
-    def write(self, durable: bool = True) -> Iterator[SqlWriter]:
-        engine = self._durable if durable else self._relaxed
-        if not self._write_lock.acquire(timeout=BUSY_TIMEOUT_MS / 1000):
+    def read(self) -> Iterator[SqlStoryReader]:
+        with self._failures(), _transaction(self._durable, "BEGIN") as connection:
+            yield SqlStoryReader(connection)
+
+    @contextmanager
+    def write(self, durable: bool = True, exclusive: bool = False) -> Iterator[SqlWriter]:  # noqa: ARG002  always
+        try:
+            with self._failures(), self._writers.write(durable) as connection:
+                yield SqlWriter(connection)
+        except Busy as error:
             raise ResourceError(
                 f"the database {self._path} was busy for {BUSY_TIMEOUT_MS // 1000} s; is the disk stuck?"
-            )
-        try:
-            with self._failures(), _transaction(engine, "BEGIN IMMEDIATE") as connection:
-                yield SqlWriter(connection)
-        finally:
-            self._write_lock.release()
+            ) from error
 
     def close(self) -> None:
+        with self._failures():
+            self._writers.close()
         self._durable.dispose()
         self._relaxed.dispose()
 
@@ -91,26 +101,7 @@ class SqliteStorage:
 
     def _prepare(self) -> None:
         with self.write() as transaction:
-            connection = transaction._connection
-            if inspect(connection).has_table(tables.meta.name):
-                self._check_version(transaction.setting("schema_version"))
-                return
-            tables.metadata.create_all(connection, checkfirst=False)
-            transaction.put_setting("schema_version", str(tables.SCHEMA_VERSION))
-
-    def _check_version(self, found: str | None) -> None:
-        if found is None or not found.isdigit():
-            raise ConfigError(f"{self._path} is not a hub's database; move it away or use another folder")
-        if int(found) > tables.SCHEMA_VERSION:
-            raise ConfigError(
-                f"{self._path} was written by a newer shoal (schema {found}, this one knows {tables.SCHEMA_VERSION}): "
-                "upgrade shoal, or use another folder"
-            )
-        if int(found) < tables.SCHEMA_VERSION:
-            raise ConfigError(
-                f"{self._path} was written by an older shoal (schema {found}, this one needs {tables.SCHEMA_VERSION}): "
-                "finish that run with the version that began it, or start another one in another folder"
-            )
+            schema.prepare(transaction._connection, str(self._path))
 
 
 def _engine(path: Path, synchronous: str) -> Engine:

@@ -1,7 +1,8 @@
 """The tables, with the reason on each constraint. States are text, times whole milliseconds, documents JSON.
 
 nodes ◄── leases ──► units ◄── submissions ◄── verdicts
-policies    batches    ledger    nonces    presence    reports    alarms    meta
+policies    batches    ledger ◄── ledger_outbox    ledger_subjects
+leaders    nonces    presence    reports    alarms    meta
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from sqlalchemy import (
     UniqueConstraint,
 )
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 metadata = MetaData()
 
@@ -47,6 +48,15 @@ nodes = Table(
     Column("streak", Integer, nullable=False),
     Column("passed", Integer, nullable=False),
     Column("record", Text, nullable=False),
+    Column("owner", String, nullable=False),
+    Column("protocol", Integer, nullable=False),
+    Column("window", Integer, nullable=False),
+    Column("lapsed", Integer, nullable=False),
+    Column("lapses", Integer, nullable=False),
+    Column("pace_ms", BigInteger, nullable=False),
+    Column("suspensions", Integer, nullable=False),
+    Column("until_ms", BigInteger),
+    Column("soft", Integer, nullable=False),
     # Established nodes are few where fresh keys are many: whether one is here is asked with every lease.
     Index("nodes_by_passed", "passed"),
 )
@@ -87,6 +97,10 @@ leases = Table(
     Column("deadline_ms", BigInteger, nullable=False),
     Column("state", String, nullable=False),
     Column("document", Text, nullable=False),
+    Column("hard_deadline_ms", BigInteger, nullable=False),
+    Column("progress", BigInteger, nullable=False),
+    Column("ended_at_ms", BigInteger),
+    Column("granted", Integer, nullable=False),
     # One lease per attempt: two nodes that race for a unit cannot both get it.
     UniqueConstraint("unit", "attempt", name="one_lease_per_attempt"),
     # The same request gets the same leases: a retry cannot take a unit twice.
@@ -162,6 +176,35 @@ ledger = Table(
     Column("at_ms", BigInteger, nullable=False),
     Column("previous", String, nullable=False, unique=True),
     Column("hash", String, nullable=False, unique=True),
+)
+
+ledger_subjects = Table(
+    "ledger_subjects",
+    metadata,
+    # Which entries are about a unit or a node: found without reading the chain. It proves nothing; the chain does.
+    Column("subject", String, primary_key=True),
+    Column("index", BigInteger, primary_key=True, autoincrement=False),
+)
+
+ledger_outbox = Table(
+    "ledger_outbox",
+    metadata,
+    # What decisions record waits here, written in their own transactions; one poster moves it into the chain, so that
+    # accepting work never waits for the chain's last row.
+    Column("id", BigInteger().with_variant(Integer, "sqlite"), primary_key=True, autoincrement=True),
+    Column("kind", String, nullable=False),
+    Column("body", Text, nullable=False),
+    Column("at_ms", BigInteger, nullable=False),
+    sqlite_autoincrement=True,  # a number is never used again, so that the order is that of writing
+)
+
+leaders = Table(
+    "leaders",
+    metadata,
+    # One leader for each kind of background work, by the database's clock: hubs that share a database have no other.
+    Column("name", String, primary_key=True),
+    Column("holder", String, nullable=False),
+    Column("until_ms", BigInteger, nullable=False),
 )
 
 nonces = Table(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from enum import StrEnum
 from typing import Any
 
-from sqlalchemy import Table, delete, insert, update
-from sqlalchemy.dialects import sqlite
+from sqlalchemy import ClauseElement, CursorResult, Table, bindparam, delete, insert, update
+from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import IntegrityError
 
 from shoal import ledger
@@ -25,7 +25,8 @@ from shoal.hub.state.commands import (
     SaveSubmission,
     SaveUnit,
 )
-from shoal.hub.storage import tables
+from shoal.hub.state.rows import Progress
+from shoal.hub.storage import prepared, tables
 from shoal.hub.storage.protocol import Presence, StaleRow
 from shoal.hub.storage.queries import SqlReader
 from shoal.protocol import LedgerEntry, StepReport
@@ -41,19 +42,42 @@ class SqlWriter(SqlReader):
             except IntegrityError as error:
                 raise StaleRow(f"{type(command).__name__} contradicts what is stored: {error.orig}") from error
 
+    def lock_nodes(self, nodes: Iterable[str]) -> None:
+        """Writers exclude each other, unless a subclass says otherwise."""
+
+    def frontier(self) -> Progress:
+        return self.progress()
+
+    def post(self, entries: Sequence[LedgerEntry], up_to: int) -> None:
+        outbox = tables.ledger_outbox
+        self._connection.execute(insert(tables.ledger), [_entry_values(entry) for entry in entries])
+        about = [{"subject": name, "index": entry.index} for entry in entries for name in ledger.subjects(entry)]
+        if about:
+            self._connection.execute(insert(tables.ledger_subjects), about)
+        self._connection.execute(delete(outbox).where(outbox.c.id <= up_to))
+
     def put_setting(self, key: str, value: str) -> None:
         self._upsert(tables.meta, ["key"], {"key": key, "value": value})
 
     def put_presence(self, presence: Presence) -> None:
-        values = {**asdict(presence), "counters": json.dumps(presence.counters)}
-        self._upsert(tables.presence, ["node"], values)
+        values = {**vars(presence), "counters": json.dumps(presence.counters)}
+        self._change("put presence", self._put_presence, values)
+
+    def _put_presence(self) -> ClauseElement:
+        table = tables.presence
+        rest: dict[str, Any] = {name: bindparam(name) for name in table.columns.keys() if name != "node"}  # noqa: SIM118
+        fresh = self._insert(table).values(node=bindparam("node"), **rest)
+        return fresh.on_conflict_do_update(index_elements=["node"], set_={name: fresh.excluded[name] for name in rest})
 
     def touch_presence(self, node: str, now_ms: int) -> None:
+        fresh = {**vars(Presence(node, last_seen_ms=now_ms)), "counters": "{}"}
+        self._change("touch presence", self._touch_presence, fresh)
+
+    def _touch_presence(self) -> ClauseElement:
         table = tables.presence
-        fresh = {**asdict(Presence(node, last_seen_ms=now_ms)), "counters": "{}"}
-        statement = sqlite.insert(table).values(**fresh)
-        keep = statement.on_conflict_do_update(index_elements=["node"], set_={"last_seen_ms": now_ms})
-        self._connection.execute(keep)
+        fresh = self._insert(table).values({column.name: bindparam(column.name) for column in table.columns})
+        seen = {"last_seen_ms": fresh.excluded.last_seen_ms}
+        return fresh.on_conflict_do_update(index_elements=["node"], set_=seen)
 
     def put_report(self, report: StepReport, at_ms: int) -> None:
         values = {"step": report.step, "metrics": json.dumps(report.metrics), "at_ms": at_ms}
@@ -61,24 +85,28 @@ class SqlWriter(SqlReader):
 
     def take_nonce(self, node: str, nonce: str, expires_at_ms: int) -> bool:
         values = {"node": node, "nonce": nonce, "expires_at_ms": expires_at_ms}
-        statement = sqlite.insert(tables.nonces).values(**values).on_conflict_do_nothing()
-        return self._connection.execute(statement).rowcount == 1
+        return self._change("take nonce", self._take_nonce, values).first() is not None
+
+    def _take_nonce(self) -> ClauseElement:
+        table = tables.nonces
+        taken = self._insert(table).values({column.name: bindparam(column.name) for column in table.columns})
+        return taken.on_conflict_do_nothing().returning(table.c.nonce)
 
     def forget_nonces(self, before_ms: int) -> None:
         self._connection.execute(delete(tables.nonces).where(tables.nonces.c.expires_at_ms < before_ms))
 
     def _save_unit(self, command: SaveUnit) -> None:
-        self._save(tables.units, "unit", asdict(command.row), command.was)
+        self._save(tables.units, "unit", vars(command.row), command.was)
 
     def _save_lease(self, command: SaveLease) -> None:
-        self._save(tables.leases, "lease", asdict(command.row), command.was)
+        self._save(tables.leases, "lease", vars(command.row), command.was)
 
     def _save_submission(self, command: SaveSubmission) -> None:
-        values = {**asdict(command.row), "rewards": json.dumps(command.row.rewards)}
+        values = {**vars(command.row), "rewards": json.dumps(command.row.rewards)}
         self._save(tables.submissions, "submission", values, command.was)
 
     def _save_node(self, command: SaveNode) -> None:
-        values = {**asdict(command.row), "record": command.row.record.model_dump_json()}
+        values = {**vars(command.row), "record": command.row.record.model_dump_json()}
         self._save(tables.nodes, "node", values, command.was)
 
     def _add_policy(self, command: AddPolicy) -> None:
@@ -90,28 +118,51 @@ class SqlWriter(SqlReader):
         self._connection.execute(insert(tables.batches).values(**values))
 
     def _add_verdict(self, command: AddVerdict) -> None:
-        self._connection.execute(insert(tables.verdicts).values(**asdict(command)))
+        self._change("add verdict", lambda: _inserting(tables.verdicts), vars(command))
 
     def _raise_alarm(self, command: RaiseAlarm) -> None:
         self._upsert(tables.alarms, ["step", "code"], asdict(command))
 
     def _record(self, command: Record) -> None:
-        entry = ledger.append(self.ledger_last(), command.kind, command.body, command.at_ms)
-        self._connection.execute(insert(tables.ledger).values(**_entry_values(entry)))
+        ledger.append(None, command.kind, command.body, command.at_ms)  # what cannot be chained fails here
+        values = {"kind": command.kind, "body": json.dumps(command.body), "at_ms": command.at_ms}
+        self._change("record", lambda: _inserting(tables.ledger_outbox, but="id"), values)
 
     def _save(self, table: Table, key: str, values: dict[str, Any], was: StrEnum | None) -> None:
         values = {**values, "state": values["state"].value}
         if was is None:
-            self._connection.execute(insert(table).values(**values))
+            self._change(f"insert {table.name}", lambda: _inserting(table), values)
             return
-        where = (table.c[key] == values[key], table.c.state == was.value)
-        if self._connection.execute(update(table).where(*where).values(**values)).rowcount != 1:
+        changed = {"was_state": was.value, **{f"new_{name}": value for name, value in values.items()}}
+        done = self._change(f"update {table.name}", lambda: _updating(table, key), changed)
+        if done.rowcount != 1:
             raise StaleRow(f"{table.name} {values[key]} is no longer {was.value}")
 
+    def _change(self, name: str, build: Callable[[], ClauseElement], values: dict[str, Any]) -> CursorResult[Any]:
+        """A change that is made often: built and compiled once for each kind of writer."""
+        return prepared.run(self._connection, type(self).__name__, name, build, values)
+
+    def _insert(self, table: Table) -> sqlite.Insert | postgresql.Insert:
+        """An INSERT that can say what to do about a row that is there; both databases spell it alike."""
+        return sqlite.insert(table) if self._connection.dialect.name == "sqlite" else postgresql.insert(table)
+
     def _upsert(self, table: Table, keys: list[str], values: dict[str, Any]) -> None:
-        statement = sqlite.insert(table).values(**values)
+        statement = self._insert(table).values(**values)
         rest = {name: value for name, value in values.items() if name not in keys}
         self._connection.execute(statement.on_conflict_do_update(index_elements=keys, set_=rest))
+
+
+def _inserting(table: Table, but: str = "") -> ClauseElement:
+    """A new row of all columns, each named like its parameter; `but` one that the database numbers."""
+    columns: dict[str, Any] = {column.name: bindparam(column.name) for column in table.columns if column.name != but}
+    return insert(table).values(columns).inline()
+
+
+def _updating(table: Table, key: str) -> ClauseElement:
+    """A row written over if it is still in the state `was_state`. Here a parameter may not be named like a column."""
+    where = (table.c[key] == bindparam(f"new_{key}"), table.c.state == bindparam("was_state"))
+    columns: dict[str, Any] = {column.name: bindparam(f"new_{column.name}") for column in table.columns}
+    return update(table).where(*where).values(columns)
 
 
 def _entry_values(entry: LedgerEntry) -> dict[str, Any]:

@@ -1,0 +1,170 @@
+"""What does one hub process carry?
+
+    python benchmarks/hub_load.py [--workers 1000] [--minutes 5] [--group-s 20] [--heartbeat-s 5] [--database postgresql://…]
+
+A real hub process over real HTTP on this machine: workers that lease, take their time, submit and send heartbeats, each
+request signed; a validator that fetches every submission and judges it; a trainer that asks for batches and their
+rollouts and announces versions. Beside it, in the same run and with the same client, a bare endpoint of the same
+framework (POST, JSON in, JSON out) in one process: the ratio says what signatures, nonces, decisions and disk cost.
+
+Reported: latencies of lease and submit, requests a second, requests for each second of the hub's processor time, its
+memory over time. Afterwards the database is opened and compared with what was promised: nothing may be lost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+from load_parts.fleet import Fleet
+from load_parts.servers import RUN, Server, key_of
+from load_parts.wire import Latencies, Wire
+
+from shoal import ledger
+from shoal.hub.state.machines import SubmissionState
+from shoal.hub.storage import open_storage
+from shoal.ledger import credit_for
+
+CLOSED_LOOP = 16
+CLOSED_LOOP_S = 10.0
+WARM_UP_S = 10.0
+PAGE = 1000
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--workers", type=int, default=1000)
+    parser.add_argument("--minutes", type=float, default=5.0)
+    parser.add_argument("--group-s", type=float, default=20.0, help="seconds that a group takes a worker, on average")
+    parser.add_argument("--heartbeat-s", type=float, default=5.0)
+    parser.add_argument("--database", default="", help="postgresql://…; else SQLite")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        hub = Server.start("hub", f"{folder}/hub", options.database)
+        try:
+            measure(hub, options)
+        finally:
+            hub.stop()
+        check(Path(folder) / "hub", options.database, options.receipts)
+
+
+def measure(hub: Server, options: argparse.Namespace) -> None:
+    fleet = Fleet(*hub.host_and_port, options.workers, options.group_s, options.heartbeat_s)
+    memory: list[tuple[float, float]] = []
+    seconds = options.minutes * 60
+
+    async def watched() -> tuple[float, float]:
+        watching = asyncio.create_task(watch_memory(hub, memory))
+        running = asyncio.create_task(fleet.run(WARM_UP_S + options.workers / 100, seconds))
+        while not fleet.latencies.on and not running.done():
+            await asyncio.sleep(0.05)
+        began_s, used_s, own_s = time.monotonic(), hub.cpu_s(), time.process_time()
+        while fleet.latencies.on and not running.done():
+            await asyncio.sleep(0.05)
+        took_s, cpu_s = time.monotonic() - began_s, hub.cpu_s() - used_s
+        print(f"(this client used {(time.process_time() - own_s) / took_s:.2f} of a core)")
+        await running
+        watching.cancel()
+        return took_s, cpu_s
+
+    took_s, cpu_s = asyncio.run(watched())
+    report(fleet, took_s, cpu_s)
+    print_memory(memory)
+    compare(hub, options)
+    options.receipts = fleet.receipts
+
+
+async def watch_memory(hub: Server, memory: list[tuple[float, float]]) -> None:
+    began_s = time.monotonic()
+    while True:
+        memory.append((time.monotonic() - began_s, hub.rss_mb()))
+        await asyncio.sleep(5)
+
+
+def report(fleet: Fleet, took_s: float, cpu_s: float) -> None:
+    found = fleet.latencies
+    total = sum(len(values) for values in found.seconds.values())
+    print(f"\n{fleet.workers} workers, {took_s:.0f} s: {fleet.steps} steps, {len(fleet.receipts)} receipts")
+    print("\n| call | per second | p50 ms | p99 ms | longest ms |\n|---|---|---|---|---|")
+    for kind, values in sorted(found.seconds.items(), key=lambda item: -len(item[1])):
+        ordered = sorted(value * 1000 for value in values)
+        p99 = ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
+        rate, p50 = len(ordered) / took_s, statistics.median(ordered)
+        print(f"| {kind} | {rate:.1f} | {p50:.1f} | {p99:.1f} | {ordered[-1]:.0f} |")
+    print(f"\n{total / took_s:.0f} requests/s; the hub used {cpu_s / took_s:.2f} of a core: ", end="")
+    print(f"{total / cpu_s:.0f} requests for each second of its processor time")
+    print(f"answered otherwise than 2xx: {found.refused or 'nothing'}")
+
+
+def print_memory(memory: list[tuple[float, float]]) -> None:
+    parts = [memory[len(memory) * tenth // 10] for tenth in range(10)] + [memory[-1]]
+    print("memory (MiB at s): " + ", ".join(f"{rss:.0f} at {at_s:.0f}" for at_s, rss in parts))
+
+
+def compare(hub: Server, options: argparse.Namespace) -> None:
+    """The same client, the same call, as fast as it goes: the hub's heartbeat against a bare endpoint's."""
+    bare = Server.start("bare")
+    try:
+        plain = asyncio.run(closed_loop(bare, options.workers))
+        full = asyncio.run(closed_loop(hub, options.workers))
+    finally:
+        bare.stop()
+    print("\n| POST /heartbeat, 16 at a time | requests/s | per second of processor time |\n|---|---|---|")
+    print(f"| bare endpoint | {plain[0]:.0f} | {plain[1]:.0f} |")
+    print(f"| the hub | {full[0]:.0f} | {full[1]:.0f} |")
+    print(f"ratio per core: {full[1] / plain[1]:.2f}  ({options.database.split(':')[0] or 'SQLite'})")
+
+
+async def closed_loop(server: Server, workers: int) -> tuple[float, float]:
+    """(requests/s, requests for each second of the server's processor time)."""
+    body = json.dumps({"doing": "generating", "counters": {"tokens": 4096, "busy_s": 12.5}}).encode()
+    keys = [key_of(f"worker-{number}") for number in range(workers)]
+    latencies, count, end_s = Latencies(), 0, time.monotonic() + CLOSED_LOOP_S
+
+    async def one(number: int) -> None:
+        nonlocal count
+        wire = Wire(*server.host_and_port, RUN, keys[number], latencies)
+        while time.monotonic() < end_s:
+            number = (number + CLOSED_LOOP) % len(keys)  # in turn, for a single key would be told to slow down
+            wire.key = keys[number]
+            status, _answer = await wire.call("heartbeat", "POST", "/heartbeat", body)
+            count += status == 200
+        wire.close()
+
+    began_s, used_s = time.monotonic(), server.cpu_s()
+    await asyncio.gather(*(one(number) for number in range(CLOSED_LOOP)))
+    return count / (time.monotonic() - began_s), count / (server.cpu_s() - used_s)
+
+
+def check(folder: Path, database: str, receipts: dict[str, str]) -> None:
+    """Compare the database with what was promised. Raises at the first thing that does not hold."""
+    storage = open_storage(database, folder)
+    try:
+        with storage.read() as reader:
+            rows = reader.submissions_named(list(receipts))
+            lost = [name for name, lease in receipts.items() if name not in rows or rows[name].lease != lease]
+            assert not lost, f"{len(lost)} receipts are not in the database: {lost[:3]}"
+            unjudged = [row.unit for row in rows.values() if row.state != SubmissionState.ACCEPTED]
+            assert not unjudged, f"{len(unjudged)} submissions were not accepted: {unjudged[:3]}"
+            assert all((folder / "blobs" / name).exists() for name in receipts), "bytes are missing"
+            entries = []
+            while page := reader.ledger_after(len(entries) - 1, PAGE):
+                entries += page
+            ledger.verify(entries, ledger.head_of(RUN, reader.ledger_last()))
+            accounts = ledger.fold(entries).by_node
+            earned = sum(credit_for(row.generated_tokens) for row in rows.values())
+            given = sum(node.credit for node in reader.nodes())
+            assert given == earned == sum(account.credit for account in accounts.values()), (given, earned)
+    finally:
+        storage.close()
+    print(f"nothing lost: {len(receipts)} receipts in the database and judged, {earned} credit, ", end="")
+    print(f"{len(entries)} ledger rows verified")
+
+
+if __name__ == "__main__":
+    main()

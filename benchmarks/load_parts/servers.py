@@ -1,0 +1,152 @@
+"""The two servers that are measured, each a process of its own: the hub, and a bare endpoint of the same framework.
+
+python -m load_parts.servers hub FOLDER [DATABASE]    the real hub, with ordinary settings but for limits per address
+python -m load_parts.servers bare                     one POST route: JSON in, JSON out, nothing else
+
+Both print their URL once they answer, and end with their input.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from shoal.hub import HubConfig, HubSettings, RunSettings
+from shoal.protocol import SigningKey
+from shoal.runtime.stop import StopToken
+from shoal.simulator.world import Numbers
+
+RUN = "load"
+READY_S = 60.0
+STOP_S = 30.0
+TICKS = os.sysconf("SC_CLK_TCK")
+GROUPS_PER_STEP, GROUP_SIZE, STALENESS, TOKENS = 1024, 2, 4, 64
+
+
+def key_of(name: str) -> SigningKey:
+    return SigningKey.from_seed(name.encode().ljust(32))
+
+
+def hub_config(folder: Path, database: str) -> HubConfig:
+    """All workers come from one address here, so limits per address are off; those per key stay."""
+    return HubConfig(
+        folder=folder,
+        run_id=RUN,
+        run=RunSettings(
+            steps=10**6,
+            groups_per_step=GROUPS_PER_STEP,
+            group_size=GROUP_SIZE,
+            max_staleness=STALENESS,
+            max_new_tokens=TOKENS,
+        ),
+        settings=HubSettings(
+            port=0,
+            database=database,
+            requests_per_address_s=0,
+            registrations_per_address_min=0,
+            connections_per_address=0,
+        ),
+        environment=Numbers(),
+        encode=lambda text: list(text.encode()),
+        eos_token_id=0,
+        key=key_of("hub"),
+        root_key=key_of("root").public_key,
+    )
+
+
+def serve_hub(folder: Path, database: str) -> None:
+    from shoal.hub import run_hub
+
+    run_hub(hub_config(folder, database), _stop_with_input(), on_ready=lambda url: print(url, flush=True))
+
+
+def serve_bare() -> None:
+    import uvicorn
+
+    from load_parts.bare import app
+
+    config = uvicorn.Config(app, port=0, log_level="warning", access_log=False)
+    server = uvicorn.Server(config)
+    listener = config.bind_socket()
+    listener.listen(512)
+    print(f"http://127.0.0.1:{listener.getsockname()[1]}", flush=True)
+    stop = _stop_with_input()
+    threading.Thread(target=lambda: (stop.wait(10**6), setattr(server, "should_exit", True)), daemon=True).start()
+    server.run(sockets=[listener])
+
+
+def _stop_with_input() -> StopToken:
+    """Set when the parent closes our input, or dies."""
+    stop = StopToken()
+
+    def watch() -> None:
+        sys.stdin.read()
+        stop.set("the benchmark is over")
+
+    threading.Thread(target=watch, daemon=True).start()
+    return stop
+
+
+@dataclass
+class Server:
+    """A started server: where it is, and what it has used."""
+
+    process: subprocess.Popen[str]
+    url: str
+
+    @classmethod
+    def start(cls, *arguments: str) -> Server:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "load_parts.servers", *arguments],
+            cwd=Path(__file__).parent.parent,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert process.stdout is not None
+        url = process.stdout.readline().strip()
+        if not url:
+            raise SystemExit(f"the server ended before it was ready (status {process.wait(READY_S)})")
+        return cls(process, url)
+
+    @property
+    def host_and_port(self) -> tuple[str, int]:
+        host, _, port = self.url.removeprefix("http://").rpartition(":")
+        return host, int(port)
+
+    def cpu_s(self) -> float:
+        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / TICKS
+
+    def rss_mb(self) -> float:
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        return int(status.split("VmRSS:")[1].split()[0]) / 1024
+
+    def stop(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        try:
+            self.process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self.process.send_signal(signal.SIGKILL)
+            self.process.wait(STOP_S)
+
+
+def main() -> None:
+    kind, *rest = sys.argv[1:]
+    began_s = time.monotonic()
+    if kind == "hub":
+        serve_hub(Path(rest[0]), rest[1] if len(rest) > 1 else "")
+    else:
+        serve_bare()
+    print(f"{kind} served for {time.monotonic() - began_s:.0f} s", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

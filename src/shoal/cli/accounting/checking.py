@@ -1,0 +1,176 @@
+"""One pass over a ledger: every hash, every head that can be had, every account, every order.
+
+    entries ─► chain (hashes, heads) ─► accounts (formula, once per submission) ─► orders (signed by the owner)
+    heads:  the hub's · those inside policy manifests · the one kept from last time · --head FILE
+
+A row that was changed, dropped or swapped breaks the hashes. Whoever recomputes all hashes, or drops the end, is found
+out by any head from before.
+"""
+
+from __future__ import annotations
+
+from contextlib import closing
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+
+from shoal.cli.accounting.heads import keep, load_kept, read_head_file
+from shoal.cli.accounting.places import MANIFEST, FilePlace, FolderPlace, Place, open_place
+from shoal.errors import LedgerError
+from shoal.ledger import Account, Accounts, Chain, Pin, open_order
+from shoal.protocol import LedgerEntry, fingerprint
+
+RUN_SUFFIX_HEX = 12
+
+
+@dataclass
+class Checked:
+    """What was verified, and what could not be."""
+
+    run: str = ""
+    root_key: str = ""
+    last: LedgerEntry | None = None
+    accounts: Accounts = field(default_factory=Accounts)
+    pins: list[Pin] = field(default_factory=list)
+    orders: int = 0
+    compared: bool = False
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def lines(self) -> list[str]:
+        """For people."""
+        accounts, rows = self.accounts, 0 if self.last is None else self.last.index + 1
+        owners = len({account.owner for account in accounts.by_node.values() if account.owner})
+        total = Account()
+        for account in accounts.by_node.values():
+            total = total.plus(account)
+        found = [
+            f"ledger of {self.run}: {rows:,} rows, every hash fits",
+            *_passed(self.pins),
+            f"accounts: {len(accounts.by_node):,} nodes, {owners} owners; {total.credit:,} credit, "
+            f"{total.pending:,} pending, {total.void:,} void; each by the formula, once per submission",
+        ]
+        if self.orders:
+            found.append(f"orders of the owner: {self.orders}, each signed by the root key or an admin it certified")
+        if self.compared:
+            found.append("the hub's own rows agree with the accounts")
+        return [*found, *(f"note: {note}" for note in self.notes)]
+
+
+def _passed(pins: list[Pin]) -> list[str]:
+    """A line for each head; those inside policy manifests, of which there may be many, share one."""
+    signed = [pin for pin in pins if pin.source.startswith(MANIFEST)]
+    lines = [f"passes through row {pin.head.index}: {pin.source}" for pin in pins if pin not in signed]
+    if signed:
+        versions = ", ".join(pin.source.removeprefix(MANIFEST) for pin in (signed[0], signed[-1]))
+        what = f"{len(signed)} policy manifests ({versions})" if len(signed) > 1 else signed[0].source
+        first, last = signed[0].head.index, signed[-1].head.index
+        rows = f"rows {first} to {last}" if len(signed) > 1 else f"row {first}"
+        lines.insert(0, f"passes through {rows}: {what}")
+    return lines
+
+
+def check_ledger(where: str, head: Path | None = None, wait_s: float = 3.0) -> Checked:
+    """Verify the ledger at `where`; raises `LedgerError` with the row and what is wrong. Keeps its head."""
+    with closing(open_place(where, wait_s)) as place:
+        return check_place(place, head)
+
+
+def check_place(place: Place, head: Path | None = None) -> Checked:
+    entries = place.entries()
+    first = next(entries, None)
+    if first is None:
+        raise LedgerError(f"the ledger at {place.label} is empty: not even the run is written down")
+    checked = Checked(*_begins(first, place))
+    pins = [*place.pins(), *([Pin(read_head_file(head), f"--head {head}")] if head is not None else [])]
+    chain = Chain(_of_this_run(checked, [*pins, *_kept(place, checked)]))
+    _take(checked, chain, first)
+    for entry in entries:
+        _take(checked, chain, entry)
+    _finish(place, chain, checked)
+    checked.last, checked.pins = chain.last, chain.passed
+    _compare(place, checked)
+    checked.notes += place.notes
+    if not chain.passed:
+        checked.notes.append("no head to compare with: only from now on would a rewritten ledger be noticed")
+    if checked.last is not None:
+        keep(checked.run, checked.root_key, checked.last)
+    return checked
+
+
+def _begins(first: LedgerEntry, place: Place) -> tuple[str, str]:
+    """The run and its root key, as row 0 has them: the run's id holds the key's fingerprint."""
+    run, root = first.body.get("run"), first.body.get("root_key")
+    if first.kind != "run" or not isinstance(run, str) or not isinstance(root, str):
+        raise LedgerError(f"ledger row 0 does not say which run this is (it is a {first.kind} row)")
+    try:
+        suffix = fingerprint(root)[:RUN_SUFFIX_HEX]
+    except ValueError as error:
+        raise LedgerError("ledger row 0 names no root key") from error
+    if not run.endswith(f"-{suffix}") or place.root_key not in (None, root):
+        raise LedgerError("ledger row 0 is of another run than it says, or of another than was asked for")
+    return run, root
+
+
+def _of_this_run(checked: Checked, pins: list[Pin]) -> list[Pin]:
+    for pin in pins:
+        if pin.head.run != checked.run:
+            raise LedgerError(f"{pin.source} is of run {pin.head.run}; this ledger is of {checked.run}")
+    return pins
+
+
+def _kept(place: Place, checked: Checked) -> list[Pin]:
+    """The head from last time. A file may be older than that: then it is no rollback, and cannot be compared."""
+    known = load_kept(checked.run)
+    if known is None:
+        return []
+    if known.root_key != checked.root_key:
+        raise LedgerError(f"run {checked.run} had another root key when its ledger was seen last: an impostor's")
+    seen = datetime.fromtimestamp(known.seen_ms / 1000, UTC).strftime("%Y-%m-%d %H:%M UTC")
+    pin = Pin(known.head, f"the head kept here since {seen}")
+    if isinstance(place, FilePlace):
+        last = -1
+        for entry in place.entries():
+            last = entry.index
+        if last < known.index:
+            checked.notes.append(f"the file ends before row {known.index}, which was seen since: it is an older copy")
+            return []
+    return [pin]
+
+
+def _take(checked: Checked, chain: Chain, entry: LedgerEntry) -> None:
+    chain.add(entry)
+    checked.accounts.add(entry)
+    if entry.kind == "admin":
+        try:
+            open_order(entry.body, checked.run, checked.root_key)
+        except LedgerError as error:
+            raise LedgerError(f"ledger row {entry.index}: {error}") from error
+        checked.orders += 1
+
+
+def _finish(place: Place, chain: Chain, checked: Checked) -> None:
+    """A head may be ahead of a database whose last rows are not appended yet; never of a ledger that was complete."""
+    try:
+        chain.finish()
+    except LedgerError as error:
+        raise LedgerError(f"{error} (run {checked.run}, read from {place.label})") from error
+
+
+def _compare(place: Place, checked: Checked) -> None:
+    """What the hub's rows say against what the ledger says: they are written in one transaction."""
+    if not isinstance(place, FolderPlace):
+        return
+    balances = place.balances()
+    if balances is None:
+        checked.notes.append("the newest rows are not appended yet: the hub's rows cannot be compared now")
+        return
+    for node, (credit, pending) in balances.items():
+        account = checked.accounts.by_node.get(node)
+        found = (0, 0) if account is None else (account.credit, account.pending)
+        if found != (credit, pending):
+            raise LedgerError(
+                f"the hub's row of node {node} has {credit} credit and {pending} pending, the ledger {found[0]} and "
+                f"{found[1]}: one of them was changed by hand"
+            )
+    checked.compared = True

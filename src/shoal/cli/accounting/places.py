@@ -1,0 +1,272 @@
+"""Where a ledger is read: a hub's address, a run's folder, a file that was exported.
+
+URL     GET /ledger, page by page; heads: the hub's signed one, and those in the manifests that the sources have
+folder  the hub's database, running or not; heads: those in the manifests in origin/
+file    one entry per line; beside it, `FILE.head`, the hub's signed head as it was when the file was written
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import httpx
+from pydantic import ValidationError
+
+from shoal.cli.folder import RunFolder
+from shoal.client import ClientOptions, HubClient, split_join_url
+from shoal.client.http import open_http
+from shoal.errors import BroadcastError, LedgerError, ProtocolError, UserError
+from shoal.hub.storage import open_storage
+from shoal.ledger import Pin, head_of
+from shoal.protocol import (
+    LedgerEntry,
+    LedgerHead,
+    PolicyManifest,
+    SignedDocument,
+    SigningKey,
+    first_problem,
+    sign_document,
+)
+from shoal.runtime.stop import StopToken
+from shoal.shardcast.manifest import MAX_HEAD_BYTES, MAX_MANIFEST_BYTES, read_head, read_manifest
+from shoal.shardcast.tree import HEAD, Tree, manifest_key, parse_label
+
+PAGE = 1000
+ASK_S = 10.0
+MAX_LINE_BYTES = 2**20
+MANIFEST = "the manifest of policy "
+
+
+class Place(Protocol):
+    """A ledger somewhere. `notes` are what could not be had, in words; it is filled while pins are looked for."""
+
+    label: str
+    notes: list[str]
+    root_key: str | None
+
+    def entries(self) -> Iterator[LedgerEntry]:
+        """From the first to the last, streamed."""
+        ...
+
+    def pins(self) -> list[Pin]:
+        """Heads that others signed for, which the entries must pass through."""
+        ...
+
+    def signed_head(self) -> SignedDocument | None:
+        """The hub's own head, signed, if it can be had."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def open_place(where: str, wait_s: float = 3.0) -> Place:
+    """The ledger at a URL, in a run's folder or in a file."""
+    if "://" in where:
+        return HubPlace(where, wait_s)
+    path = Path(where)
+    if path.is_dir():
+        return FolderPlace(path)
+    if path.is_file():
+        return FilePlace(path)
+    raise UserError(f"{where} is no hub's address, no run's folder and no exported ledger")
+
+
+def find_run(where: str | None) -> str:
+    """The place that was named; else the run in this folder, or the only one in runs/."""
+    if where is not None:
+        return where
+    if Path("recipe.toml").is_file() and Path("keys").is_dir():
+        return "."
+    runs = [path.parent for path in Path("runs").glob("*/recipe.toml")] if Path("runs").is_dir() else []
+    if len(runs) == 1:
+        return str(runs[0])
+    found = f"runs/ has {len(runs)}" if runs else "there is none in runs/"
+    raise UserError(f"which run? give its folder or its hub's address ({found})")
+
+
+# ── a hub ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class HubPlace:
+    def __init__(self, where: str, wait_s: float) -> None:
+        url, pinned = split_join_url(where)
+        options = ClientOptions.of_a_person(wait_s)
+        self.label = url
+        self.notes: list[str] = []
+        self._client = HubClient(url, SigningKey.generate(), StopToken(), pinned, options=options)
+        self._run = self._client.trusted_run()
+        self.root_key: str | None = self._run.info.root_key
+        self._head = self._client.signed_ledger_head()
+
+    def entries(self) -> Iterator[LedgerEntry]:
+        """Up to the head that was signed when this was opened: a running run goes on meanwhile."""
+        last = int(self._head.document["index"])
+        after = -1
+        while after < last:
+            page = self._client.ledger(after, PAGE).entries
+            if not page:
+                return
+            for entry in page:
+                if entry.index > last:
+                    return
+                yield entry
+            after = page[-1].index
+
+    def pins(self) -> list[Pin]:
+        head = LedgerHead.model_validate(self._head.document)
+        manifests = self._manifests()
+        if not manifests:
+            self.notes.append("no source of this run could be asked for policy manifests, which carry heads")
+        return [Pin(head, "the hub's signed head"), *_pins_of(manifests)]
+
+    def signed_head(self) -> SignedDocument | None:
+        return self._head
+
+    def _manifests(self) -> list[PolicyManifest]:
+        info = self._run.info
+        with closing(open_http()) as http:
+            for source in (*info.sources, *info.last_resort):
+                found = self._manifests_at(http, source.rstrip("/"))
+                if found:
+                    return found
+        return []
+
+    def _manifests_at(self, http: httpx.Client, source: str) -> list[PolicyManifest]:
+        """Those that a source still keeps; none if it does not answer, or not as the trainer would."""
+        run, key = self._run.run, self._run.trainer_key
+        try:
+            head = read_head(_download(http, f"{source}/{HEAD}", MAX_HEAD_BYTES), run, key)
+            places = [place for label in head.kept_versions if (place := parse_label(label)) is not None]
+            return [
+                read_manifest(_download(http, f"{source}/{manifest_key(place)}", MAX_MANIFEST_BYTES), run, key)
+                for place in places
+            ]
+        except (httpx.HTTPError, BroadcastError, ProtocolError) as error:
+            self.notes.append(f"{source}: {error}")
+            return []
+
+    def close(self) -> None:
+        self._client.close()
+
+
+def _download(http: httpx.Client, url: str, max_bytes: int) -> bytes:
+    body = bytearray()
+    with http.stream("GET", url, timeout=ASK_S) as answer:
+        answer.raise_for_status()
+        for piece in answer.iter_bytes():
+            body += piece
+            if len(body) > max_bytes:
+                raise ProtocolError(f"{url} is longer than {max_bytes} bytes")
+    return bytes(body)
+
+
+def _pins_of(manifests: Iterable[PolicyManifest]) -> list[Pin]:
+    return [
+        Pin(manifest.ledger_head, f"{MANIFEST}{manifest.policy.label}")
+        for manifest in manifests
+        if manifest.ledger_head is not None
+    ]
+
+
+# ── a folder ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class FolderPlace:
+    def __init__(self, path: Path) -> None:
+        self._folder = RunFolder.open(path)
+        self.label = str(path)
+        self.notes: list[str] = []
+        self.root_key: str | None = self._folder.root_key
+        database, hub = self._folder.recipe.hub.database, path / "hub"
+        if not database and not (hub / "hub.db").is_file():
+            raise LedgerError(f"there is no hub database {hub / 'hub.db'}: has the run begun?")
+        self._open = ExitStack()
+        storage = open_storage(database, hub)
+        self._open.callback(storage.close)
+        self._reader = self._open.enter_context(storage.read())  # one view of it all: the run may be going on
+
+    def entries(self) -> Iterator[LedgerEntry]:
+        after = -1
+        while page := self._reader.ledger_after(after, PAGE):
+            yield from page
+            after = page[-1].index
+
+    def pins(self) -> list[Pin]:
+        tree, key = Tree(self._folder.path / "origin"), self._folder.trainer_key
+        found = []
+        for path in sorted((self._folder.path / "origin" / "manifests").glob("*.json")):
+            place = parse_label(path.stem)
+            data = None if place is None else tree.read(manifest_key(place))
+            if data is None:
+                continue
+            try:
+                found.append(read_manifest(data, self._folder.run_id, key))
+            except BroadcastError as error:
+                raise LedgerError(f"{path} is not a manifest that this run's trainer signed: {error}") from error
+        if not found:
+            self.notes.append("origin/ has no policy manifest yet, which would carry a head")
+        return _pins_of(found)
+
+    def signed_head(self) -> SignedDocument | None:
+        """Signed with the hub's key, which is in the folder."""
+        return sign_document(head_of(self._folder.run_id, self._reader.ledger_last()), self._folder.key("hub"))
+
+    def balances(self) -> dict[str, tuple[int, int]] | None:
+        """Credit and pending credit of each node by the hub's own rows; None while entries wait to be appended."""
+        if self._reader.outbox_length():
+            return None
+        return {row.node: (row.credit, row.pending) for row in self._reader.nodes()}
+
+    def close(self) -> None:
+        self._open.close()
+
+
+# ── a file ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass
+class FilePlace:
+    path: Path
+
+    def __post_init__(self) -> None:
+        self.label = str(self.path)
+        self.notes: list[str] = []
+        self.root_key: str | None = None
+
+    def entries(self) -> Iterator[LedgerEntry]:
+        number = 0
+        try:
+            with self.path.open("rb") as file:
+                while line := file.readline(MAX_LINE_BYTES):
+                    number += 1
+                    yield LedgerEntry.model_validate_json(line)
+        except ValidationError as error:
+            raise LedgerError(f"{self.path}, line {number}: not a ledger entry: {first_problem(error)}") from error
+        except OSError as error:
+            raise UserError(f"cannot read {self.path}: {error.strerror}") from error
+
+    def pins(self) -> list[Pin]:
+        signed = self.signed_head()
+        if signed is None:
+            self.notes.append(f"there is no {head_file(self.path).name} beside it, with the hub's signed head")
+            return []
+        return [Pin(LedgerHead.model_validate(signed.document), f"{head_file(self.path).name}")]
+
+    def signed_head(self) -> SignedDocument | None:
+        try:
+            return SignedDocument.model_validate_json(head_file(self.path).read_bytes())
+        except FileNotFoundError:
+            return None
+        except (OSError, ValidationError) as error:
+            raise LedgerError(f"{head_file(self.path)} is damaged: {error}") from error
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def head_file(ledger: Path) -> Path:
+    return ledger.with_name(f"{ledger.name}.head")

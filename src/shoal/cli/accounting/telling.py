@@ -1,0 +1,122 @@
+"""Accounts and shares as people read them; every number is counted here, from entries that were verified on the way."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from dataclasses import asdict
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
+
+from shoal.cli.accounting.places import Place, open_place
+from shoal.cli.progress import printable
+from shoal.errors import UserError
+from shoal.ledger import Account, Chain, Shares, fold, shares_of
+from shoal.protocol import LedgerEntry
+
+LEAST_PREFIX = 4
+MAX_ROWS = 50
+
+
+def verified(place: Place, names: dict[str, str]) -> Iterator[LedgerEntry]:
+    """The entries of a ledger, each checked to follow from the one before; `names` takes what nodes call themselves."""
+    chain = Chain()
+    for entry in place.entries():
+        chain.add(entry)
+        if entry.kind == "node":
+            names[str(entry.body["node"])] = printable(str(entry.body.get("name", "")))
+        yield entry
+
+
+class Book:
+    """The accounts of a ledger, with the names that nodes gave themselves."""
+
+    def __init__(self, where: str, wait_s: float) -> None:
+        self.names: dict[str, str] = {}
+        with closing(open_place(where, wait_s)) as place:
+            self.accounts = fold(verified(place, self.names))
+
+    def find(self, who: str) -> list[str]:
+        """The nodes that `who` means: an id or its start, a name, or an owner's public key or its start."""
+        nodes = self.accounts.by_node
+        if who in nodes:
+            return [who]
+        named = [node for node, name in self.names.items() if name == who and node in nodes]
+        if named:
+            return named
+        if len(who) >= LEAST_PREFIX:
+            owned = [node for node, account in nodes.items() if account.owner and account.owner.startswith(who)]
+            if owned:
+                return owned
+            found = [node for node in nodes if node.startswith(who)]
+            if len(found) == 1:
+                return found
+            if found:
+                raise UserError(f"{who} is the start of {len(found)} node ids: give more of it")
+        raise UserError(f"the ledger knows no node and no owner {who!r}; give its id, its name, or an owner's key")
+
+
+def account_of(where: str, who: str, wait_s: float) -> tuple[Table, dict[str, Any]]:
+    """What the ledger says about a node, or about all nodes of an owner: as a table, and for programs."""
+    book = Book(where, wait_s)
+    nodes = book.find(who)
+    table = Table(box=None)
+    for name in ("node", "name", "credit", "pending", "void", "accepted", "rejected", "standing"):
+        table.add_column(name, no_wrap=True)
+    total = Account()
+    for node in nodes:
+        account = book.accounts.by_node[node]
+        total = total.plus(account)
+        table.add_row(node[:16], escape(book.names.get(node, "")), *_sums(account), escape(_standing(account)))
+    if len(nodes) > 1:
+        table.add_row("together", f"owner {total.owner[:16]}…" if total.owner else "", *_sums(total), "")
+    values = {node: asdict(book.accounts.by_node[node]) for node in nodes}
+    return table, {"nodes": values, "together": asdict(total)}
+
+
+def _sums(account: Account) -> tuple[str, ...]:
+    return tuple(
+        f"{number:,}" for number in (account.credit, account.pending, account.void, account.accepted, account.rejected)
+    )
+
+
+def _standing(account: Account) -> str:
+    if account.banned:
+        return f"banned: {printable(account.reason)}"
+    return f"suspended: {printable(account.reason)}" if account.suspended_until_ms is not None else ""
+
+
+def shares_at(where: str, step: int | None, wait_s: float) -> tuple[Table, str]:
+    """Who owns which part of the run, and since which row: as a table and as JSON."""
+    names: dict[str, str] = {}
+    with closing(open_place(where, wait_s)) as place:
+        shares = shares_of(verified(place, names), step)
+    return _shares_table(shares, names), json.dumps(_shares_values(shares), indent=2)
+
+
+def _shares_table(shares: Shares, names: Mapping[str, str]) -> Table:
+    table = Table(box=None, title=f"rows 0–{shares.index}, {shares.total:,} credit", title_justify="left")  # noqa: RUF001
+    for name in ("share", "exactly", "credit", "whose", "machines"):
+        table.add_column(name, no_wrap=True)
+    for share in shares.shares[:MAX_ROWS]:
+        part, whole = share.fraction
+        owner = share.holder not in share.nodes
+        whose = f"owner {share.holder[:16]}…" if owner else f"{names.get(share.holder, '')} {share.holder[:8]}"
+        table.add_row(
+            f"{share.credit / share.total:.2%}", f"{part}/{whole}", f"{share.credit:,}", escape(whose.strip()),
+            str(len(share.nodes)),
+        )  # fmt: skip
+    if len(shares.shares) > MAX_ROWS:
+        table.add_row("", "", "", f"and {len(shares.shares) - MAX_ROWS} more (--json has all)", "")
+    return table
+
+
+def _shares_values(shares: Shares) -> dict[str, Any]:
+    rows = [
+        {"holder": each.holder, "nodes": list(each.nodes), "credit": each.credit, "fraction": list(each.fraction)}
+        for each in shares.shares
+    ]
+    return {"index": shares.index, "total": shares.total, "shares": rows}

@@ -1,0 +1,97 @@
+"""`shoal ledger`: verify, export and read the ledger. What each command does is in `shoal.cli.accounting`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+ledger = typer.Typer(
+    name="ledger",
+    help="Verify, export and read the ledger.",
+    epilog="Nothing that a hub says is believed: hashes, heads and accounts are recomputed here.",
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+WHERE = "A hub's address, a run's folder, or an exported file."
+Where = Annotated[str, typer.Argument(metavar="URL|RUN|FILE", help=WHERE)]
+OptionalWhere = Annotated[
+    str | None,
+    typer.Argument(metavar="[URL|RUN|FILE]", help=f"{WHERE}  [default: the run in this folder, or in runs/]"),
+]
+Wait = Annotated[float, typer.Option("--wait", min=0, max=86_400, help="Seconds to try to reach the hub.")]
+Json = Annotated[bool, typer.Option("--json", help="For programs.")]
+
+
+@ledger.command()
+def verify(
+    where: Where,
+    head: Annotated[
+        Path | None, typer.Option("--head", metavar="FILE", help="A head that you kept: the ledger must contain it.")
+    ] = None,
+    wait_s: Wait = 3,
+) -> None:
+    """Check every hash, account and order, through every head that can be had; exit 5 if anything is wrong."""
+    from shoal.cli.accounting.checking import check_ledger
+
+    for line in check_ledger(where, head, wait_s).lines:
+        typer.echo(line)
+
+
+@ledger.command()
+def export(
+    where: Where,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The file to write: one entry per line (JSON).")],
+    wait_s: Wait = 3,
+) -> None:
+    """Write the ledger to a file, and the hub's signed head beside it."""
+    from shoal.cli.accounting.exporting import export_ledger
+
+    rows = export_ledger(where, out, wait_s)
+    typer.echo(f"wrote {rows:,} entries to {out}")
+
+
+@ledger.command()
+def show(
+    who: Annotated[str, typer.Argument(metavar="NODE|OWNER", help="A node's id or name, or an owner's public key.")],
+    where: OptionalWhere = None,
+    as_json: Json = False,
+    wait_s: Wait = 3,
+) -> None:
+    """Show what a node, or all nodes of an owner, have earned and lost."""
+    import json
+
+    from rich.console import Console
+
+    from shoal.cli.accounting.places import find_run
+    from shoal.cli.accounting.telling import account_of
+
+    table, values = account_of(find_run(where), who, wait_s)
+    if as_json:
+        typer.echo(json.dumps(values, indent=2))
+    else:
+        Console().print(table)
+
+
+@ledger.command()
+def shares(
+    where: OptionalWhere = None,
+    step: Annotated[
+        int | None, typer.Option("--step", min=0, help="As they were when this step's batch was written down.")
+    ] = None,
+    as_json: Json = False,
+    wait_s: Wait = 3,
+) -> None:
+    """Show which part of the run is whose: credit by owner, as exact fractions."""
+    from rich.console import Console
+
+    from shoal.cli.accounting.places import find_run
+    from shoal.cli.accounting.telling import shares_at
+
+    table, text = shares_at(find_run(where), step, wait_s)
+    if as_json:
+        typer.echo(text)
+    else:
+        Console().print(table)

@@ -1,0 +1,186 @@
+"""Orders of a run's owner: made, signed, sent to the hub. The commands are in `shoal.cli.admin`.
+
+    keys/admin.key + admin.json ──sign──► pause, drain, resume, sanctions, relays, revoke (of a validator)
+    keys/root.key ────────────────sign──► certificates (add-validator, rotate), revoke (of anybody)
+
+Rotating a key:  a new key beside the old ─► the root certifies it ─► the hub trusts both ─► the new one takes the
+place of the old (keys/NAME.old.key) ─► the process is restarted ─► the old key is revoked
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from shoal.cli.folder import ADMIN, RunFolder
+from shoal.cli.program import shoal_command
+from shoal.cli.why import find_node
+from shoal.client import ClientOptions, HubClient, split_join_url
+from shoal.errors import ConfigError, UserError
+from shoal.protocol import (
+    AdminAction,
+    AdminRequest,
+    AdminVerb,
+    Role,
+    SignedDocument,
+    SigningKey,
+    fingerprint,
+    load_key,
+    load_or_create_key,
+    sign_document,
+)
+from shoal.runtime.clock import Clock, SystemClock
+from shoal.runtime.stop import StopToken
+
+WAIT_S = 10.0
+ABOUT_NODES = (AdminVerb.SUSPEND, AdminVerb.BAN, AdminVerb.PARDON)
+KEY_HEX = 64
+
+
+@dataclass(frozen=True)
+class Order:
+    verb: str
+    target: str = ""
+    reason: str = ""
+    for_s: float = 0.0
+    certificates: tuple[SignedDocument, ...] = ()
+
+
+@dataclass(frozen=True)
+class Signer:
+    """Who gives an order: the root key, or an admin key with its certificate."""
+
+    key: SigningKey
+    certificate: SignedDocument | None
+
+
+@dataclass(frozen=True)
+class Office:
+    """Where orders go, and what signs them: a hub's address, the root that it must answer for, a folder of keys."""
+
+    url: str
+    pinned: str | None
+    keys: Path
+
+    @classmethod
+    def of(cls, run: str, keys: Path | None) -> Office:
+        if "://" in run:
+            if keys is None:
+                raise UserError("whose orders? give --keys FOLDER with admin.key and admin.json")
+            return cls(*split_join_url(run), keys)
+        folder = RunFolder.open(Path(run))
+        return cls(folder.endpoints.hub, fingerprint(folder.root_key), keys or folder.path / "keys")
+
+    def signer(self, needs_root: bool = False) -> Signer:
+        """The admin's key; the root's if it is needed, or if there is no other."""
+        root, admin, certificate = (self.keys / name for name in ("root.key", f"{ADMIN}.key", f"{ADMIN}.json"))
+        if needs_root or not admin.exists():
+            if not root.exists():
+                which = "the root key" if needs_root else "neither an admin key nor the root key"
+                raise ConfigError(f"{self.keys} has {'no root.key: this needs ' if needs_root else ''}{which}")
+            return Signer(load_key(root), None)
+        try:
+            signed = SignedDocument.model_validate_json(certificate.read_bytes())
+        except (OSError, ValidationError) as error:
+            raise ConfigError(f"cannot read {certificate}, the certificate of {admin}: put it back") from error
+        return Signer(load_key(admin), signed)
+
+    def client(self) -> HubClient:
+        options = ClientOptions.of_a_person(WAIT_S)
+        return HubClient(self.url, SigningKey.generate(), StopToken(), self.pinned, options=options)
+
+
+def give(run: str, order: Order, keys: Path | None = None) -> str:
+    """Send an order as the owner of a run; returns what the hub says."""
+    return send(Office.of(run, keys), order)
+
+
+def send(office: Office, order: Order, needs_root: bool = False, clock: Clock = SystemClock()) -> str:
+    signer, verb = office.signer(needs_root), AdminVerb(order.verb)
+    with closing(office.client()) as client:
+        target = find_node(client, order.target) if verb in ABOUT_NODES else order.target
+        action = AdminAction(
+            run=client.trusted_run().run,
+            id=secrets.token_hex(16),
+            verb=verb,
+            target=target,
+            reason=order.reason,
+            for_s=order.for_s,
+            certificates=order.certificates,
+            issued_at_ms=clock.now_ms(),
+        )
+        request = AdminRequest(action=sign_document(action, signer.key), certificate=signer.certificate)
+        return client.admin(request).message
+
+
+# ── whom the run trusts ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def add_validator(path: Path, public_key: str | None, out: Path | None, reason: str) -> Iterator[str]:
+    """Certify a validator's key, one that is given or a new one in the folder, and have the hub trust it."""
+    folder = RunFolder.open(path)
+    if public_key is None:
+        index = len([name for name in folder.trusted_roles if name.startswith("validator-")])
+        name = f"validator-{index}"
+        signed = folder.certify("validator", load_or_create_key(path / "keys" / f"{name}.key").public_key)
+        yield _certified(folder, (signed,), reason)
+        folder.put_certificate(name, signed)
+        yield f"start it with: {shoal_command()} validator --dir {path} --index {index}"
+        return
+    _require_key(public_key)
+    signed = folder.certify("validator", public_key)
+    yield _certified(folder, (signed,), reason)
+    target = out or Path(f"validator-{public_key[:8]}.json")
+    target.write_text(signed.model_dump_json(indent=2) + "\n")
+    yield f"its certificate, to be handed over with the folder's recipe.toml and endpoints.json: {target}"
+
+
+def rotate(path: Path, name: str, reason: str) -> Iterator[str]:
+    """Another key for a process: trusted by the hub before anything is replaced."""
+    folder = RunFolder.open(path)
+    if name == "trainer":
+        raise UserError(
+            "the trainer's key cannot be rotated: it signs every published policy, and whoever follows the run "
+            "believes that one key; begin a new run from the exported model instead"
+        )
+    if name != ADMIN and name not in folder.trusted_roles:
+        raise UserError(f"this run has no {name!r}; it has {', '.join([*folder.trusted_roles, ADMIN])}")
+    role: Role = "admin" if name == ADMIN else folder.trusted_roles[name]
+    before, keys = folder.certificate(name), path / "keys"
+    following = load_or_create_key(keys / f"{name}.next.key")  # one that an interrupted rotation left is gone on with
+    signed = folder.certify(role, following.public_key)
+    yield _certified(folder, (before, signed), reason)
+    (keys / f"{name}.key").replace(keys / f"{name}.old.key")
+    (keys / f"{name}.next.key").replace(keys / f"{name}.key")
+    folder.put_certificate(name, signed)
+    yield f"keys/{name}.key is the new key; the old one is keys/{name}.old.key"
+    if name != ADMIN:
+        yield f"restart the {role}, so that it signs with it"
+    old = before.document["public_key"]
+    yield f"when nothing needs the old one any more: {shoal_command()} admin revoke {path} {old}"
+
+
+def revoke(run: str, key: str, reason: str, keys: Path | None) -> str:
+    """Have a key trusted for nothing; a validator's needs no root key."""
+    office, needs_root = Office.of(run, keys), True
+    if key.startswith("validator-") and "://" not in run:
+        key, needs_root = str(RunFolder.open(Path(run)).certificate(key).document["public_key"]), False
+    _require_key(key)
+    with closing(office.client()) as client:
+        needs_root = needs_root and key not in client.trusted_run().validator_keys
+    return send(office, Order("revoke", key, reason), needs_root)
+
+
+def _certified(folder: RunFolder, certificates: tuple[SignedDocument, ...], reason: str) -> str:
+    office = Office.of(str(folder.path), None)
+    return send(office, Order("certify", reason=reason, certificates=certificates), needs_root=True)
+
+
+def _require_key(key: str) -> None:
+    if len(key) != KEY_HEX or not set(key) <= set("0123456789abcdef"):
+        raise UserError(f"{key[:80]!r} is no public key: 64 hex digits, as `shoal key show` prints them")

@@ -1,0 +1,209 @@
+"""`shoal why`: what happened to a unit or to a node, and by which rule; told by the hub, with the proofs behind it.
+
+shoal why 17            a unit: its leases, submissions, checks with their numbers, what it earned or cost
+shoal why NODE          a node: how it stands, what was refused and why, its sanctions with the verdicts behind them
+shoal why NODE --json   all of it with the signed documents: what one hands over to appeal
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from shoal.errors import UserError
+
+if TYPE_CHECKING:
+    from shoal.client import HubClient
+    from shoal.protocol import LeaseStory, LedgerEntry, NodeStory, SubmissionStory, UnitStory
+
+LEAST_PREFIX = 4
+MAX_EVIDENCE = 8
+MAX_LEASES = 10
+MAX_REFUSED = 10
+
+
+def why(
+    what: Annotated[str, typer.Argument(metavar="UNIT|NODE", help="A unit's number, or a node's id or name.")],
+    where: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[URL|RUN]",
+            help="A hub's address or a run's folder.  [default: the run in this folder, or in runs/]",
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="All of it, with the signed documents.")] = False,
+    wait_s: Annotated[float, typer.Option("--wait", min=0, max=86_400, help="Seconds to try to reach the hub.")] = 3,
+) -> None:
+    """Say what happened to a unit or a node: which check, which numbers, which rule, what it cost."""
+    from shoal.cli.accounting.places import find_run
+    from shoal.cli.status import hub_url
+    from shoal.client import ClientOptions, HubClient
+    from shoal.protocol import SigningKey
+    from shoal.runtime.stop import StopToken
+
+    options = ClientOptions.of_a_person(wait_s)
+    url = hub_url(find_run(where))
+    with closing(HubClient(url, SigningKey.generate(), StopToken(), options=options)) as client:
+        if what.isascii() and what.isdigit():
+            unit = client.unit(int(what))
+            text, lines = unit.model_dump_json(indent=2), unit_lines(unit)
+        else:
+            node = client.node(find_node(client, what))
+            text, lines = node.model_dump_json(indent=2), node_lines(node)
+    for line in [text] if as_json else lines:
+        typer.echo(line)
+
+
+def find_node(client: HubClient, what: str) -> str:
+    """The id of a node: given whole, by its start, or by its name."""
+    if len(what) == 32 and set(what) <= set("0123456789abcdef"):
+        return what
+    found, after = [], ""
+    while page := client.nodes(after, 1000).nodes:
+        found += [
+            view for view in page if view.name == what or (len(what) >= LEAST_PREFIX and view.node.startswith(what))
+        ]
+        after = page[-1].node
+    if len(found) == 1:
+        return found[0].node
+    if found:
+        several = ", ".join(view.node[:12] for view in found[:4])
+        raise UserError(f"{len(found)} nodes are called {what!r} ({several}, …): give the start of an id")
+    raise UserError(f"there is no unit and no node {what!r} in this run; a unit is a number")
+
+
+def _begins(node: str, what: str) -> bool:
+    return len(what) >= LEAST_PREFIX and node.startswith(what)
+
+
+# ── a unit ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def unit_lines(story: UnitStory) -> Iterator[str]:
+    from shoal.cli.progress import printable
+
+    yield f"unit {story.unit} (task {printable(story.task)}): {story.state}: {printable(story.sentence)}"
+    for lease in story.leases:
+        yield lease_line(lease)
+        for submission in story.submissions:
+            if submission.lease == lease.lease:
+                yield from (f"  {line}" for line in submission_lines(submission))
+    yield from entry_lines(story.ledger)
+    if not story.seeds:
+        yield "its seeds, and its leases as they were signed, are told once it is decided"
+
+
+def lease_line(lease: LeaseStory) -> str:
+    until = f" to {moment(lease.ended_at_ms)}" if lease.ended_at_ms is not None else ""
+    said = f", {lease.progress:,} tokens claimed" if lease.progress else ""
+    return (
+        f"lease {lease.lease} of unit {lease.unit} to {lease.node[:12]} under policy {lease.policy.label}, "
+        f"{moment(lease.issued_at_ms)}{until}: {lease.state}: {lease.sentence}{said}"
+    )
+
+
+def submission_lines(submission: SubmissionStory) -> Iterator[str]:
+    from shoal.cli.progress import printable
+
+    decided = f", decided {moment(submission.decided_at_ms)}" if submission.decided_at_ms is not None else ""
+    yield f"submission {submission.submission[:16]}…, received {moment(submission.received_at_ms)}{decided}"
+    verdict = submission.verdict.document if submission.verdict is not None else {}
+    for check in verdict.get("checks", ()):
+        yield f"  check {check_line(check)}"
+    because = ": ".join(printable(part) for part in (submission.reason, submission.message) if part)
+    yield f"  {submission.state}{f' ({because})' if because else ''}; rule: {submission.rule}"
+    if submission.credit:
+        yield f"  {submission.credit:,} credit for {submission.generated_tokens:,} tokens: {submission.credit_state}"
+
+
+def check_line(check: dict[str, Any]) -> str:
+    """`sampling.seed failed: outside=812 limit=14 …: token 3 of sample 0 …`."""
+    from shoal.cli.progress import printable
+
+    evidence: dict[str, Any] = check.get("evidence") or {}
+    shown = [f"{name}={_number(value)}" for name, value in list(evidence.items())[:MAX_EVIDENCE]]
+    more = f" and {len(evidence) - MAX_EVIDENCE} more numbers" if len(evidence) > MAX_EVIDENCE else ""
+    numbers = f": {' '.join(shown)}{more}" if shown else ""
+    said = printable(str(check.get("message") or ""))
+    outcome = "held" if check.get("passed") else "failed"
+    return f"{check.get('check')} {outcome}{printable(numbers)}{f': {said}' if said else ''}"
+
+
+def _number(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+# ── a node ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def node_lines(story: NodeStory) -> Iterator[str]:
+    from shoal.cli.progress import printable
+
+    node = story.node
+    name = f" ({printable(node.name)})" if node.name else ""
+    yield f"node {node.node}{name}, {node.role}: {printable(story.sentence)}"
+    yield (
+        f"trust: {'on probation' if node.on_probation else 'established'}, {story.passed} full audits passed since its "
+        f"last strike, {story.certain} certain and {story.statistical} statistical strikes"
+    )
+    yield f"liveness: {node.liveness}, last heard of {moment(node.last_seen_ms)}"
+    until = f" until {moment(node.until_ms)}" if node.until_ms is not None else ""
+    yield f"sanction: {node.state.value}{until}, suspended {node.suspensions} times"
+    pace = f", a group takes it {story.pace_ms / 1000:.1f} s" if story.pace_ms else ""
+    yield f"work: may hold {node.window} leases, let {story.lapsed} lapse{pace}"
+    yield (
+        f"earned: {node.credit:,} credit, {node.pending:,} pending; {node.accepted} accepted, {node.rejected} "
+        f"rejected, {node.inconclusive} inconclusive" + (f"; for owner {node.owner[:16]}…" if node.owner else "")
+    )
+    yield from sanction_lines(story)
+    for submission in story.refused[:MAX_REFUSED]:
+        yield f"refused: unit {submission.unit}, lease {submission.lease}"
+        yield from (f"  {line}" for line in submission_lines(submission))
+    if len(story.refused) > MAX_REFUSED:
+        yield f"and {len(story.refused) - MAX_REFUSED} more refused (--json has them)"
+    lost = [lease for lease in story.leases if lease.state in ("expired", "void")]
+    yield from (lease_line(lease) for lease in lost[:MAX_LEASES])
+    yield from entry_lines([entry for entry in story.ledger if entry.kind not in ("rejected", "sanction")])
+
+
+def sanction_lines(story: NodeStory) -> Iterator[str]:
+    """Each sanction with the rejections that it followed from."""
+    from shoal.cli.progress import printable
+    from shoal.protocol.story import behind
+
+    for entry in story.ledger:
+        if entry.kind != "sanction":
+            continue
+        body = entry.body
+        until = f" until {moment(body['until_ms'])}" if body.get("until_ms") else ""
+        said = printable(str(body["reason"]))
+        yield f"{moment(entry.at_ms)} ledger row {entry.index}: {body['state']}{until}: {said}"
+        for rejected in behind(entry, story.ledger):
+            yield (
+                f"  because of unit {rejected.get('unit')}, submission {str(rejected.get('submission'))[:16]}…: "
+                f"{rejected.get('reason')} ({rejected.get('severity') or 'soft'}), by validator "
+                f"{str(rejected.get('validator'))[:12]}"
+            )
+
+
+# ── both ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def entry_lines(entries: Sequence[LedgerEntry]) -> Iterator[str]:
+    from shoal.cli.progress import printable
+
+    for entry in entries:
+        said = {key: value for key, value in entry.body.items() if key in SHOWN and value not in ("", None)}
+        details = printable(", ".join(f"{key} {str(value)[:40]}" for key, value in said.items()))
+        yield f"{moment(entry.at_ms)} ledger row {entry.index}: {entry.kind}{f': {details}' if details else ''}"
+
+
+SHOWN = ("step", "credit", "tokens", "reason", "severity", "owner", "verb", "target", "by", "role", "name")
+
+
+def moment(at_ms: int) -> str:
+    return datetime.fromtimestamp(at_ms / 1000, UTC).strftime("%Y-%m-%d %H:%M:%S")

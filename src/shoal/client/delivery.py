@@ -1,0 +1,92 @@
+"""Handing in a submission by the road that the run names: to the hub, or to its store and then to the hub.
+
+    uploads = "hub"      PUT to the hub ───────────────────────────────────────────────► receipt
+    uploads = "store"    ticket from the hub ─► PUT to the store ─► commit at the hub ─► receipt
+                                                  │ no way there, or it will not have it
+                                                  └─► by way of the hub, which always works; the store later again
+
+The receipt is the same on either road, and only a receipt counts: what was put into a store is no promise of anybody.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import httpx
+
+from shoal.client.http import open_http
+from shoal.client.hub import HubClient
+from shoal.errors import HubRefused, ShoalError
+from shoal.protocol import Receipt, submission_digest
+from shoal.protocol.upload import UploadRequest, UploadTicket
+from shoal.runtime.clock import Clock, SystemClock
+
+log = logging.getLogger(__name__)
+
+AVOID_S = 300.0
+"""A store that could not be used is left alone for so long."""
+PUT_TIMEOUT = httpx.Timeout(60.0, connect=10.0)
+NOT_THERE = ("upload.missing", "upload.other_bytes", "upload.by_hub")
+"""Refusals of the road, not of the submission: by way of the hub it may still be taken."""
+MAX_SAID = 200
+
+
+class _NoWay(ShoalError):
+    """This submission did not get into the store."""
+
+
+class Delivery:
+    """Shared by threads; to be closed in the end."""
+
+    def __init__(self, client: HubClient, clock: Clock = SystemClock()) -> None:
+        self._client = client
+        self._clock = clock
+        self._by_store = client.run_info().uploads == "store"
+        self._avoid_until_s = 0.0
+        self._lock = threading.Lock()
+        self._http: httpx.Client | None = None
+
+    def close(self) -> None:
+        with self._lock:
+            if self._http is not None:
+                self._http.close()
+
+    def hand_in(self, lease: str, body: bytes) -> Receipt:
+        """The hub's verified receipt. Raises what `HubClient.submit` raises, on either road."""
+        if self._by_store and self._clock.monotonic_s() >= self._avoid_until_s:
+            try:
+                return self._through_store(lease, body)
+            except _NoWay as reason:
+                self._avoid_until_s = self._clock.monotonic_s() + AVOID_S
+                log.warning("%s; submissions go by way of the hub for %.0f s", reason, AVOID_S)
+        return self._client.submit(lease, body)
+
+    def _through_store(self, lease: str, body: bytes) -> Receipt:
+        submission = submission_digest(body)
+        try:
+            ticket = self._client.upload_ticket(lease, UploadRequest(submission=submission, size_bytes=len(body)))
+            if ticket.needed:
+                self._put(ticket, body)
+            return self._client.commit_upload(lease, submission)
+        except HubRefused as refusal:
+            if refusal.code in NOT_THERE:
+                raise _NoWay(str(refusal)) from refusal
+            raise
+
+    def _put(self, ticket: UploadTicket, body: bytes) -> None:
+        where = ticket.url.split("?")[0]
+        try:
+            answer = self._connections().put(ticket.url, content=body, headers=ticket.headers, timeout=PUT_TIMEOUT)
+        except (httpx.HTTPError, httpx.InvalidURL, RuntimeError) as error:  # closed meanwhile, as the worker ends
+            raise _NoWay(f"cannot upload to {where}: {error or type(error).__name__}") from error
+        if not answer.is_success:
+            said = " ".join(answer.text[:MAX_SAID].split())
+            raise _NoWay(f"the store refused the upload to {where}: HTTP {answer.status_code} {said}")
+
+    def _connections(self) -> httpx.Client:
+        """Made when the first upload comes; it goes by the environment's proxies, like everything else."""
+        with self._lock:
+            if self._http is None:
+                self._http = open_http()  # follows no redirects
+            return self._http

@@ -1,0 +1,178 @@
+"""Where every request comes in: it gets a number, is counted, and is held back if its address asks too fast.
+
+    request ─► Visit (number, address) ─► bucket of the address ─┬─► the app ─► answer + number ─► counted, logged
+                                                                 └─► held for a second, then 429
+
+Refusals by address are held: who asks again at once, on however many connections, is slowed to one request a second on
+each, and others do not notice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import secrets
+from dataclasses import dataclass
+from typing import Any, Final
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from shoal.hub.limits import Addresses, Buckets, Intake, Receiving, Turns
+from shoal.hub.metrics import HubMetrics
+from shoal.hub.settings import HubConfig
+from shoal.runtime.clock import Clock, SystemClock
+from shoal.runtime.logs import log_fields
+
+HEADER_REQUEST: Final = "shoal-request"
+VISIT: Final = "shoal.visit"
+HOLD_S = 1.0
+SHOWN_PER_S = 5.0
+"""Refusals in the log, at most, over a while: an attacker does not decide how much is written to the disk."""
+SHOWN_PATH_BYTES = 120
+LEAST_INTAKE_BYTES = 64 * 1024 * 1024
+READ_AT_ONCE = 4
+"""Pages that anyone may read (the status, the ledger) cost the hub more than anything a stranger may send. Nobody who
+reads on many connections gets more of the hub than this."""
+
+log = logging.getLogger("shoal.hub.requests")
+
+
+@dataclass
+class Visit:
+    """One request on its way through: what is known about it outside of its route."""
+
+    number: str
+    client: str = ""  # the address as limits count it; empty: nobody's
+    node: str = ""  # only once it is proven
+    code: str = ""  # of the refusal, if it is one
+    waited_s: float = 0.0  # in a long poll, for something to happen
+    body: Receiving | None = None
+
+
+def visit_of(scope: Scope) -> Visit:
+    """The visit that the door has begun; a new one where there is no door."""
+    visit: Visit = scope.setdefault(VISIT, Visit(secrets.token_hex(8)))
+    return visit
+
+
+class Edge:
+    """What is counted of callers, shared by all requests of one hub. `addresses` is the server's: without one (in one
+    process, in tests) nobody has an address to be counted by.
+
+    Rates are real time, whatever clock the hub goes by.
+    """
+
+    def __init__(self, config: HubConfig, clock: Clock = SystemClock()) -> None:
+        settings = config.settings
+        self.clock = clock
+        self.metrics = HubMetrics()
+        self.addresses: Addresses | None = None
+        self.requests = Buckets(settings.requests_per_address_s)
+        self.reading = Turns(READ_AT_ONCE)
+        self.keys = Buckets(settings.requests_per_key_s)
+        self.newcomers = Buckets(settings.registrations_per_address_min / 60, burst_s=60.0)
+        body_bytes = config.submission_limits.compressed_bytes
+        self.intake = Intake(max(LEAST_INTAKE_BYTES, settings.concurrent_uploads * body_bytes))
+
+    def client_of(self, scope: Scope) -> str:
+        """The address that a request is counted under; empty: none."""
+        peer = scope.get("client")
+        return self.addresses.client(peer[0]) if self.addresses is not None and peer else ""
+
+
+class Door:
+    """ASGI middleware around the whole app."""
+
+    def __init__(self, app: ASGIApp, edge: Edge) -> None:
+        self._app = app
+        self._edge = edge
+        self._clock = edge.clock
+        self._shown = Buckets(SHOWN_PER_S)
+        self._hidden = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        visit = visit_of(scope)
+        visit.client = self._edge.client_of(scope)
+        began_s = self._clock.monotonic_s()
+        status = 500  # an exception that nobody turned into an answer is a defect
+
+        async def answer(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message.setdefault("headers", []).append((HEADER_REQUEST.encode(), visit.number.encode()))
+            await send(message)
+
+        token = log_fields.set({"request": visit.number})
+        try:
+            await self._let_in(visit, scope, receive, answer)
+        finally:
+            log_fields.reset(token)
+            if visit.body is not None:
+                visit.body.close()
+            took_s = self._clock.monotonic_s() - began_s
+            route = getattr(scope.get("route"), "path", "other")
+            self._edge.metrics.note(route, scope["method"], status, visit.code, max(0.0, took_s - visit.waited_s))
+            self._log(visit, scope, status, took_s)
+
+    async def _let_in(self, visit: Visit, scope: Scope, receive: Receive, answer: Send) -> None:
+        wait_s = self._edge.requests.take(visit.client, self._clock.monotonic_s()) if visit.client else 0.0
+        if wait_s == 0.0:
+            if visit.client and scope["method"] == "GET" and not _is_signed(scope):
+                async with self._edge.reading.of(visit.client):
+                    await self._app(scope, receive, answer)
+            else:
+                await self._app(scope, receive, answer)
+            return
+        visit.code = "rate.address"
+        await asyncio.sleep(HOLD_S)
+        await _too_many(answer, "your address asks too often: ask again in a second, and less often")
+
+    def _log(self, visit: Visit, scope: Scope, status: int, took_s: float) -> None:
+        """Every request for who debugs; refusals for everybody, but only so many."""
+        level = logging.DEBUG
+        if status >= 400:
+            if self._shown.take("", self._clock.monotonic_s()) == 0.0:
+                level = logging.WARNING if status >= 500 else logging.INFO
+            else:
+                self._hidden += 1
+        if not log.isEnabledFor(level):
+            return
+        path = _shown_path(scope)
+        fields: dict[str, Any] = {
+            "request": visit.number, "method": scope["method"], "path": path, "status": status,
+            "code": visit.code, "node": visit.node, "address": visit.client, "took_ms": round(took_s * 1000),
+        }  # fmt: skip
+        if level > logging.DEBUG and self._hidden:
+            fields["not_shown"], self._hidden = self._hidden, 0
+        said = " ".join(f"{name}={value}" for name, value in fields.items() if value not in ("", 0) and name in _SAID)
+        log.log(level, "%s %s %s: %s", scope["method"], path, status, said, extra={"fields": fields})
+
+
+_SAID = ("request", "code", "node", "address", "took_ms", "not_shown")
+
+
+def _is_signed(scope: Scope) -> bool:
+    """Whether it says so: then it is checked before it costs anything."""
+    return any(name == b"shoal-signature" for name, _ in scope["headers"])
+
+
+def _shown_path(scope: Scope) -> str:
+    """As it was sent, percent signs and all: no control character of a stranger's reaches a terminal."""
+    raw: bytes = scope.get("raw_path") or scope["path"].encode()
+    return raw[:SHOWN_PATH_BYTES].decode("ascii", errors="backslashreplace")
+
+
+async def _too_many(send: Send, sentence: str) -> None:
+    body = json.dumps({"code": "rate.address", "message": sentence}).encode()
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+        (b"retry-after", b"1"),
+    ]
+    await send({"type": "http.response.start", "status": 429, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

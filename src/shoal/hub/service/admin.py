@@ -1,0 +1,109 @@
+"""What the run's owner orders: checked from the root key down, carried out and recorded in one transaction.
+
+AdminRequest ─► signed by the root, or by an admin it certified ─► not revoked ─► new ─► fresh ─► obey ─► ledger
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shoal.errors import ProtocolError
+from shoal.hub.changes import Topic
+from shoal.hub.service.context import Context
+from shoal.hub.service.owner import estate_of, orders_of, put_orders
+from shoal.hub.state import orders, sanctions
+from shoal.hub.state.commands import Command, Record
+from shoal.hub.state.refusals import Refusal
+from shoal.hub.state.rows import Moment, NodeRow
+from shoal.hub.storage import Writer
+from shoal.protocol import (
+    AdminAction,
+    AdminReply,
+    AdminRequest,
+    AdminVerb,
+    NodeState,
+    node_id,
+    open_admin,
+)
+
+REVOKED = "its key was revoked by the run's owner"
+
+
+class Administration:
+    def __init__(self, context: Context) -> None:
+        self._context = context
+
+    def act(self, request: AdminRequest) -> AdminReply:
+        """Carry an order out, once. The same order again gets the same state, and an answer that says so."""
+        action, by_root = self._open(request)
+        with self._context.decision(exclusive=True) as (transaction, moment):
+            known = orders_of(transaction)
+            if request.action.signed_by in known.revoked:
+                raise Refusal(403, "admin.revoked", "the key that signed this order was revoked")
+            if orders.is_repeated(known, action):
+                return AdminReply(changed=False, message="this very order was carried out before")
+            orders.require_fresh(action, moment.now_ms)
+            obeyed = self._obey(known, action, by_root, moment)
+            commands = self._about_nodes(transaction, moment, action)
+            changed = obeyed.changed and (bool(commands) or action.verb not in orders.SANCTIONS)
+            if changed:
+                commands.append(Record("admin", _body(action, request, by_root), moment.now_ms))
+            transaction.apply(commands)
+            put_orders(transaction, obeyed.orders)
+        self._context.changes.notify(*Topic)
+        return AdminReply(changed=changed, message=obeyed.message if changed else f"nothing to do: {obeyed.message}")
+
+    def _open(self, request: AdminRequest) -> tuple[AdminAction, bool]:
+        config = self._context.config
+        try:
+            action = open_admin(request, config.run_id, config.root_key)
+        except ProtocolError as error:
+            raise Refusal(403, "admin.signature", f"the order does not hold: {error}") from error
+        return action, request.action.signed_by == config.root_key
+
+    def _obey(self, known: orders.Orders, action: AdminAction, by_root: bool, moment: Moment) -> orders.Obeyed:
+        try:
+            return orders.obey(known, action, estate_of(self._context.config), by_root, moment.now_ms)
+        except ProtocolError as error:
+            raise Refusal(422, "admin.certificate", f"a certificate in the order does not hold: {error}") from error
+
+    def _about_nodes(self, transaction: Writer, moment: Moment, action: AdminAction) -> list[Command]:
+        """What an order does to a node: a sanction or its end; and whose key is revoked is shut out."""
+        now_ms = moment.now_ms
+        if action.verb is AdminVerb.REVOKE:
+            node = transaction.node(node_id(action.target))
+            return [] if node is None else self._ban(transaction, node, REVOKED, now_ms)
+        if action.verb not in orders.SANCTIONS:
+            return []
+        node = transaction.node(action.target)
+        if node is None:
+            raise Refusal(404, "node.unknown", f"there is no node {action.target[:64]!r} in this run")
+        reason = action.reason or "by order of the run's owner"
+        if action.verb is AdminVerb.PARDON:
+            return sanctions.pardon(node, reason, now_ms)
+        if action.verb is AdminVerb.BAN:
+            return self._ban(transaction, node, reason, now_ms)
+        if node.role != "worker":
+            raise Refusal(409, "admin.role", f"a {node.role} cannot be suspended: ban it, or revoke its key")
+        return sanctions.suspend(node, reason, now_ms, round(action.for_s * 1000) or None)
+
+    def _ban(self, transaction: Writer, node: NodeRow, reason: str, now_ms: int) -> list[Command]:
+        if node.state is NodeState.BANNED:
+            return []
+        return sanctions.ban(node, reason, transaction.holdings(node.node), now_ms)
+
+
+def _body(action: AdminAction, request: AdminRequest, by_root: bool) -> dict[str, Any]:
+    """What the ledger keeps: the order in words, and as it was signed, so that nobody can have made it up."""
+    body: dict[str, Any] = {
+        "verb": action.verb.value,
+        "target": action.target,
+        "reason": action.reason,
+        "by": "root" if by_root else node_id(request.action.signed_by),
+        "order": request.model_dump(mode="json"),
+    }
+    if action.verb in orders.SANCTIONS:
+        body["node"] = action.target
+    elif action.verb is AdminVerb.REVOKE:
+        body["node"] = node_id(action.target)
+    return body

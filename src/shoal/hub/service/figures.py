@@ -1,0 +1,64 @@
+"""How the run stands, in numbers: what `GET /metrics` shows of the storage."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from shoal.hub.service.context import Context
+from shoal.hub.service.owner import orders_of
+from shoal.hub.state import pacing
+from shoal.protocol import Conduct
+
+HERE_MS = 60_000
+NO_WASTE = pacing.Waste(0, 0, 0, 0)
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Counts of everything, of nothing in particular: units, submissions and nodes by state, and how far the run is.
+
+    `nodes` is by (role, state, here or away); `waiting_s` is how long the longest of those that wait now has waited.
+    """
+
+    units: dict[str, int]
+    submissions: dict[str, int]
+    nodes: Counter[tuple[str, ...]] = field(default_factory=Counter)
+    credit: int = 0
+    pending: int = 0
+    version: int = 0
+    finished: bool = False
+    ledger_rows: int = 0
+    outbox_rows: int = 0
+    leads: bool = True
+    waiting: int = 0
+    waiting_s: float = 0.0
+    waste: pacing.Waste = NO_WASTE
+    conduct: Conduct = "running"
+
+
+def read_figures(context: Context, late: int = 0) -> Figures:
+    """`late` is how many submissions this hub has refused because their unit had gone to somebody else."""
+    now_ms = context.clock.now_ms()
+    with context.storage.read() as reader:
+        nodes, presences, progress, last = reader.nodes(), reader.presences(), reader.progress(), reader.ledger_last()
+        units, submissions, outbox_rows = reader.unit_counts(), reader.submission_counts(), reader.outbox_length()
+        orders = orders_of(reader)
+    here = {name for name, presence in presences.items() if now_ms - presence.last_seen_ms <= HERE_MS}
+    waits = context.waits.current(now_ms)
+    return Figures(
+        units=units,
+        submissions=submissions,
+        nodes=Counter((node.role, node.state.value, "here" if node.node in here else "away") for node in nodes),
+        credit=sum(node.credit for node in nodes),
+        pending=sum(node.pending for node in nodes),
+        version=progress.policy.version if progress.policy else 0,
+        finished=pacing.is_finished(context.rules, progress),
+        ledger_rows=last.index + 1 if last else 0,
+        outbox_rows=outbox_rows,
+        leads=context.leads,
+        waiting=len(waits),
+        waiting_s=max((now_ms - wait.since_ms for wait in waits), default=0) / 1000,
+        waste=pacing.waste(units, submissions.get("accepted", 0), late, sum(node.lapsed for node in nodes)),
+        conduct=orders.conduct,
+    )

@@ -1,0 +1,36 @@
+"""The owner's orders as services see them: read from the database, so that a restart and another hub see the same."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from shoal.hub.settings import HubConfig
+from shoal.hub.state.orders import Estate, Orders
+from shoal.hub.storage import Reader, Writer
+
+SETTING = "orders"
+
+
+def orders_of(reader: Reader) -> Orders:
+    """What is in force; asked for with every lease, so that the last few are kept parsed."""
+    return _parsed(reader.setting(SETTING) or "{}")
+
+
+@lru_cache(maxsize=8)
+def _parsed(text: str) -> Orders:
+    return Orders.model_validate_json(text)
+
+
+def put_orders(transaction: Writer, orders: Orders) -> None:
+    transaction.put_setting(SETTING, orders.model_dump_json())
+
+
+def estate_of(config: HubConfig) -> Estate:
+    return Estate(
+        run=config.run_id,
+        root_key=config.root_key,
+        hub_key=config.key.public_key,
+        sources=config.sources,
+        last_resort=config.last_resort,
+        certificates=config.certificates,
+    )

@@ -1,0 +1,257 @@
+"""Why: everything that is written down about a unit or a node, with the documents that prove it.
+
+Anyone may ask, so nothing that must stay secret is told: the seeds of a unit, and the leases that hold them, only once
+the unit is decided and nobody can get it any more; where a node is, never.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shoal.hub.service.context import Context, node_view
+from shoal.hub.service.posting import Posting
+from shoal.hub.state import draws
+from shoal.hub.state.machines import LeaseState, SubmissionState, UnitState
+from shoal.hub.state.refusals import Refusal
+from shoal.hub.state.rows import LeaseRow, NodeRow, SubmissionRow, UnitRow
+from shoal.hub.state.units import VOID_ATTEMPTS, VOID_INCARNATION, VOID_STALE
+from shoal.hub.storage import StoryReader
+from shoal.ledger import credit_for, node_subject, unit_subject
+from shoal.protocol import (
+    LeaseStory,
+    LedgerEntry,
+    NodePage,
+    NodeState,
+    NodeStory,
+    Outcome,
+    SignedDocument,
+    SubmissionStory,
+    UnitStory,
+)
+from shoal.protocol.story import CreditState
+
+LEASES_SHOWN = 50
+RECENT_SHOWN = 20
+REFUSED_SHOWN = 50
+ENTRIES_SHOWN = 200
+EARNINGS = ("credit", "pending")
+"""Kinds of entries that a node has by the thousand; its account sums them up."""
+
+
+class Stories:
+    def __init__(self, context: Context, posting: Posting) -> None:
+        self._context = context
+        self._posting = posting
+
+    def unit(self, number: int) -> UnitStory:
+        self._posting.post()
+        with self._context.storage.read() as reader:
+            unit = reader.unit(number)
+            if unit is None:
+                raise Refusal(404, "unit.unknown", f"there is no unit {number} in this run (yet)")
+            entries = reader.ledger_about(unit_subject(number), (), ENTRIES_SHOWN)
+            leases, rows = reader.leases_of_unit(number), reader.submissions_of_unit(number)
+            told = self._submissions(reader, rows, {number: entries})
+        decided = is_decided(unit)
+        config = self._context.config
+        seeds = draws.unit_seeds(self._context.secret, config.run_id, number, config.run.group_size) if decided else ()
+        return UnitStory(
+            run=config.run_id,
+            unit=unit.unit,
+            task=unit.task,
+            state=unit.state.value,
+            sentence=unit_sentence(unit, leases),
+            failures=unit.failures,
+            version=unit.version,
+            step=unit.step,
+            lost_step=unit.lost_step,
+            seeds=seeds,
+            leases=tuple(_lease(row, decided) for row in leases),
+            submissions=told,
+            ledger=tuple(entries),
+        )
+
+    def node(self, node: str) -> NodeStory:
+        self._posting.post()
+        with self._context.storage.read() as reader:
+            row = reader.node(node)
+            if row is None:
+                raise Refusal(404, "node.unknown", f"there is no node {node[:64]!r} in this run")
+            view = node_view(row, reader.presence(node), self._context.rules, self._context.clock.now_ms())
+            leases = reader.leases_of(node, LEASES_SHOWN)
+            recent = self._submissions(reader, reader.submissions_of(node, False, RECENT_SHOWN))
+            refused = self._submissions(reader, reader.submissions_of(node, True, REFUSED_SHOWN))
+            entries = reader.ledger_about(node_subject(node), EARNINGS, ENTRIES_SHOWN)
+        return NodeStory(
+            run=self._context.config.run_id,
+            node=view,
+            public_key=row.public_key,
+            registered_at_ms=row.registered_at_ms,
+            sentence=node_sentence(row),
+            streak=row.streak,
+            passed=row.passed,
+            certain=row.certain,
+            statistical=row.statistical,
+            lapsed=row.lapsed,
+            pace_ms=row.pace_ms,
+            record=row.record,
+            leases=tuple(_lease(lease, decided=False) for lease in leases),
+            recent=recent,
+            refused=refused,
+            ledger=tuple(entries),
+        )
+
+    def nodes(self, after: str, limit: int) -> NodePage:
+        now_ms = self._context.clock.now_ms()
+        with self._context.storage.read() as reader:
+            rows = reader.nodes_after(after, limit)
+            presences = reader.presences_named([row.node for row in rows])
+            counts = reader.node_counts()
+        return NodePage(
+            nodes=tuple(node_view(row, presences.get(row.node), self._context.rules, now_ms) for row in rows),
+            counts=counts,
+        )
+
+    def _submissions(
+        self,
+        reader: StoryReader,
+        rows: Sequence[SubmissionRow],
+        known: dict[int, list[LedgerEntry]] | None = None,
+    ) -> tuple[SubmissionStory, ...]:
+        entries = dict(known or {})
+        for row in rows:
+            if row.unit not in entries:
+                entries[row.unit] = reader.ledger_about(unit_subject(row.unit), (), ENTRIES_SHOWN)
+        verdicts = reader.verdicts_of([row.submission for row in rows])
+        return tuple(self._submission(row, verdicts.get(row.submission), entries[row.unit]) for row in rows)
+
+    def _submission(self, row: SubmissionRow, verdict: str | None, entries: Sequence[LedgerEntry]) -> SubmissionStory:
+        signed = None if verdict is None else SignedDocument.model_validate_json(verdict)
+        severity = "" if signed is None else str(signed.document.get("severity") or "")
+        return SubmissionStory(
+            submission=row.submission,
+            lease=row.lease,
+            unit=row.unit,
+            node=row.node,
+            state=row.state.value,
+            size_bytes=row.size_bytes,
+            received_at_ms=row.received_at_ms,
+            decided_at_ms=row.decided_at_ms,
+            validator=row.validator,
+            depth=row.depth,
+            reason=row.reason,
+            message=row.message,
+            rule=rule_of(row, severity, self._context.rules.max_attempts),
+            generated_tokens=row.generated_tokens,
+            rewards=row.rewards,
+            credit=credit_for(row.generated_tokens),
+            credit_state=_credit_state(row, entries),
+            matures_at_ms=row.matures_at_ms,
+            receipt=SignedDocument.model_validate_json(row.receipt) if row.receipt else None,
+            verdict=signed,
+        )
+
+
+def is_decided(unit: UnitRow) -> bool:
+    """Whether nobody can get the unit any more: it is trained on, in a batch, dropped or void."""
+    if unit.state == UnitState.ACCEPTED:
+        return unit.step is not None  # before that its group may still be pulled, and the unit given out again
+    return unit.state in (UnitState.TRAINED, UnitState.DROPPED, UnitState.VOID)
+
+
+def _credit_state(row: SubmissionRow, entries: Sequence[LedgerEntry]) -> CreditState:
+    """What became of the credit: by the row while it is pending, afterwards by the ledger."""
+    if row.generated_tokens == 0:
+        return "none"
+    if row.matures_at_ms is not None:
+        return "pending"
+    voided = any(entry.kind == "void" and entry.body.get("submission") == row.submission for entry in entries)
+    return "void" if voided else "final"
+
+
+def _lease(row: LeaseRow, decided: bool) -> LeaseStory:
+    return LeaseStory(
+        lease=row.lease,
+        unit=row.unit,
+        node=row.node,
+        attempt=row.attempt,
+        policy=row.policy,
+        issued_at_ms=row.issued_at_ms,
+        deadline_ms=row.deadline_ms,
+        hard_deadline_ms=row.hard_deadline_ms,
+        progress=row.progress,
+        state=row.state.value,
+        ended_at_ms=row.ended_at_ms,
+        sentence=lease_sentence(row),
+        document=SignedDocument.model_validate_json(row.document) if decided and row.document else None,
+    )
+
+
+def lease_sentence(row: LeaseRow) -> str:
+    """How a lease ended."""
+    early = row.ended_at_ms is not None and row.ended_at_ms < row.deadline_ms
+    return {
+        LeaseState.ACTIVE: "its node works on it",
+        LeaseState.SUBMITTED: "answered with a submission",
+        LeaseState.EXPIRED: "its node had lost it, or was not heard of any more" if early else "its deadline passed",
+        LeaseState.RELEASED: "its node gave it back",
+        LeaseState.VOID: "void: its node was banned, or its policy withdrawn",
+    }[row.state]
+
+
+def unit_sentence(unit: UnitRow, leases: Sequence[LeaseRow]) -> str:
+    """How a unit stands."""
+    if unit.state == UnitState.OPEN:
+        return "waits for a worker" if not leases else f"waits for a worker again, after {len(leases)} leases"
+    if unit.state == UnitState.LEASED:
+        return f"is with node {leases[-1].node}" if leases else "is with a worker"
+    if unit.state == UnitState.ACCEPTED:
+        return "accepted; waits for a batch" if unit.step is None else f"in the batch of step {unit.step}"
+    return {
+        UnitState.SUBMITTED: "handed in; waits for its verdict",
+        UnitState.TRAINED: f"trained on in step {unit.step}",
+        UnitState.DROPPED: "accepted and paid, but not trained on: all rewards of its group are equal, so it teaches "
+        f"nothing; another unit took its place in step {unit.lost_step}",
+        UnitState.VOID: _void_sentence(unit),
+    }[unit.state]
+
+
+def _void_sentence(unit: UnitRow) -> str:
+    return {
+        VOID_ATTEMPTS: f"given up: {unit.failures} audits in a row could not decide about it; nobody is blamed",
+        VOID_STALE: "void: the policy that generated it is too old to train on; what was accepted is paid all the same",
+        VOID_INCARNATION: "void: the trainer began a new incarnation, and groups of the old one fit nowhere",
+    }.get(unit.reason, f"void ({unit.reason})")
+
+
+def rule_of(row: SubmissionRow, severity: str, max_attempts: int) -> str:
+    """Which rule decided about a submission, and what it costs or brings, in words."""
+    if row.state == SubmissionState.REJECTED:
+        return {
+            "certain": "one failure of this kind cannot happen by accident: the submission is worth nothing and its "
+            "node is banned",
+            "statistical": "honest work fails this check about once in ten thousand audits: the submission is worth "
+            "nothing, its node is on probation and suspended, and a second time it is banned",
+        }.get(severity, "a soft rejection: this submission is worth nothing; it costs no trust, unless several follow")
+    return {
+        SubmissionState.RECEIVED.value: "not judged yet: it waits for a validator",
+        SubmissionState.AUDITING.value: "not judged yet: a validator is at it",
+        Outcome.ACCEPTED.value: f"accepted by a {row.depth} audit: one credit for each generated token",
+        Outcome.INCONCLUSIVE.value: "the check could not be made, and that is nobody's fault: no credit, no strike; "
+        f"after {max_attempts} of these the unit is given up",
+        SubmissionState.PULLED.value: "was accepted; then its node failed an audit before this group was in a batch: "
+        "it is not trained on",
+    }[row.state.value]
+
+
+def node_sentence(row: NodeRow) -> str:
+    """How a node stands."""
+    if row.state is NodeState.BANNED:
+        return f"banned: {row.reason}; only the run's owner can pardon it"
+    if row.state is NodeState.SUSPENDED:
+        return f"suspended for the {row.suspensions}. time: {row.reason}; it ends by itself"
+    if row.role != "worker":
+        return f"a {row.role} that the root key certified"
+    if row.on_probation:
+        return f"on probation: {row.passed} full audits passed since it came, or since its last strike"
+    return f"established: {row.streak} full audits passed in a row"

@@ -1,0 +1,217 @@
+"""What the run's owner has ordered, and what an order changes.
+
+              resume
+    running ◄──────── paused     no leases, and no batch is written down: fleet and trainer rest; what is out may come
+            ────────► draining   no leases; what is out comes in and is judged; every batch that it fills is written
+             pause, drain        down and trained on. The step that cannot be filled waits: nothing is thrown away, and
+                                 no step is trained on less than it would have been.
+
+    relays        added to, and removed from, those that the hub was started with
+    certificates  signed by the root key after the hub was started
+    revoked       keys that are trusted for nothing
+
+The whole of it is one row (`meta.orders`), so it outlives restarts and is the same at every hub of the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shoal.hub.state.refusals import Refusal
+from shoal.protocol import (
+    AdminAction,
+    AdminVerb,
+    Conduct,
+    Message,
+    RoleCertificate,
+    SignedDocument,
+    Standing,
+    open_document,
+)
+from shoal.protocol.admin import MAX_RELAYS
+from shoal.protocol.signing import MAX_SKEW_MS
+
+REMEMBERED_MS = 3 * MAX_SKEW_MS
+CONDUCTS: Mapping[AdminVerb, Conduct] = {
+    AdminVerb.PAUSE: "paused",
+    AdminVerb.DRAIN: "draining",
+    AdminVerb.RESUME: "running",
+}
+PARTICIPLES = {AdminVerb.SUSPEND: "suspended", AdminVerb.BAN: "banned", AdminVerb.PARDON: "under no sanction"}
+SANCTIONS = frozenset(PARTICIPLES)
+
+
+class Orders(Message):
+    """All that is in force. `seen` are the ids of the last minutes' orders with their dates."""
+
+    conduct: Conduct = "running"
+    since_ms: int = 0
+    reason: str = ""
+    relays: tuple[str, ...] = ()
+    removed: tuple[str, ...] = ()
+    certificates: tuple[SignedDocument, ...] = ()
+    revoked: tuple[str, ...] = ()
+    seen: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def standing(self) -> Standing:
+        return Standing(conduct=self.conduct, since_ms=self.since_ms, reason=self.reason)
+
+    def halted(self, now_ms: int) -> str:
+        """Why no work is given out, in words; empty if it is."""
+        if self.conduct == "running":
+            return ""
+        why = f": {self.reason}" if self.reason else ""
+        since = f"{max(0, now_ms - self.since_ms) // 1000} s ago"
+        what = "paused the run" if self.conduct == "paused" else "lets the run drain: no new work is given out"
+        return f"the run's owner {what} ({since}){why}"
+
+    def sources(self, configured: Iterable[str]) -> tuple[str, ...]:
+        """Where weights are fetched from."""
+        found = [url for url in configured if url not in self.removed]
+        return tuple(dict.fromkeys([*found, *self.relays]))
+
+    def trusted(self, configured: Iterable[SignedDocument]) -> tuple[SignedDocument, ...]:
+        """The certificates in force: those that the hub was started with and later ones, without revoked keys.
+
+        An admin's is not among them: it comes with each order, and nobody else has to know of it.
+        """
+        found = {
+            str(signed.document.get("public_key")): signed
+            for signed in (*configured, *self.certificates)
+            if signed.document.get("role") != "admin"
+        }
+        return tuple(signed for key, signed in found.items() if key not in self.revoked)
+
+
+@dataclass(frozen=True)
+class Estate:
+    """What the hub was started with, as far as orders touch it."""
+
+    run: str
+    root_key: str
+    hub_key: str
+    sources: tuple[str, ...]
+    last_resort: tuple[str, ...]
+    certificates: tuple[SignedDocument, ...]
+
+    def role_of(self, orders: Orders, key: str) -> str:
+        """The role that the root key has given to a key; empty if none."""
+        for signed in (*self.certificates, *orders.certificates):
+            if signed.document.get("public_key") == key:
+                return str(signed.document.get("role", ""))
+        return ""
+
+
+@dataclass(frozen=True)
+class Obeyed:
+    """What an order leads to. Sanctions are left to the caller: they are about a node, not about the run."""
+
+    orders: Orders
+    changed: bool
+    message: str
+
+
+def require_fresh(action: AdminAction, now_ms: int) -> None:
+    """Refuse an order that is dated elsewhere than now: it may be an old one that somebody kept."""
+    off_s = (action.issued_at_ms - now_ms) / 1000
+    if abs(off_s) * 1000 > MAX_SKEW_MS:
+        raise Refusal(
+            401,
+            "admin.skew",
+            f"the order is dated {abs(off_s):.0f} s {'ahead of' if off_s > 0 else 'behind'} the hub's clock; at most "
+            f"{MAX_SKEW_MS // 1000} s are allowed: set this machine's clock, and give the order again",
+        )
+
+
+def is_repeated(orders: Orders, action: AdminAction) -> bool:
+    return any(action.id == known for known, _ in orders.seen)
+
+
+def obey(orders: Orders, action: AdminAction, estate: Estate, by_root: bool, now_ms: int) -> Obeyed:
+    """What the owner's order makes of what is in force. An order that asks for what is so already changes nothing."""
+    kept = tuple((known, at_ms) for known, at_ms in orders.seen if now_ms - at_ms <= REMEMBERED_MS)
+    noted = orders.model_copy(update={"seen": (*kept, (action.id, now_ms))})
+    changes, message = _change(noted, action, estate, by_root, now_ms)
+    changed = any(getattr(noted, name) != value for name, value in changes.items())
+    if action.verb in CONDUCTS and noted.conduct == changes["conduct"]:
+        changed = False
+    if not changed and action.verb not in SANCTIONS:
+        return Obeyed(noted, False, f"nothing to do: {message}")
+    return Obeyed(noted.model_copy(update=changes), True, message)
+
+
+def _change(
+    orders: Orders, action: AdminAction, estate: Estate, by_root: bool, now_ms: int
+) -> tuple[dict[str, Any], str]:
+    verb = action.verb
+    if verb in CONDUCTS:
+        conduct = CONDUCTS[verb]
+        return {"conduct": conduct, "since_ms": now_ms, "reason": action.reason}, f"the run is {conduct}"
+    if verb in (AdminVerb.ADD_RELAY, AdminVerb.REMOVE_RELAY):
+        return _relay(orders, action, estate)
+    if verb is AdminVerb.CERTIFY:
+        return _certify(orders, action, estate)
+    if verb is AdminVerb.REVOKE:
+        return _revoke(orders, action, estate, by_root)
+    return {}, f"node {action.target} is {PARTICIPLES[verb]}"
+
+
+def _relay(orders: Orders, action: AdminAction, estate: Estate) -> tuple[dict[str, Any], str]:
+    url = action.target.rstrip("/")
+    if not url.startswith(("http://", "https://")):
+        raise Refusal(422, "admin.relay", f"{action.target[:80]!r} is no address of a relay: http://host:port")
+    removed = tuple(known for known in orders.removed if known != url)
+    relays = tuple(known for known in orders.relays if known != url)
+    if action.verb is AdminVerb.ADD_RELAY:
+        if url in orders.sources(estate.sources):
+            return {}, f"{url} is a relay of this run"
+        if len(relays) >= MAX_RELAYS:
+            raise Refusal(409, "admin.relays", f"the run has {MAX_RELAYS} added relays: remove one first")
+        return {"removed": removed, "relays": relays if url in estate.sources else (*relays, url)}, f"{url} was added"
+    after = orders.model_copy(update={"relays": relays, "removed": (*removed, url)})
+    if not after.sources(estate.sources) and not estate.last_resort:
+        raise Refusal(409, "admin.last_source", f"{url} is the only place that weights come from: add another first")
+    if url not in orders.sources(estate.sources):
+        return {}, f"{url} is no relay of this run"
+    changed = (*removed, url) if url in estate.sources else removed
+    return {"relays": relays, "removed": changed}, f"{url} was removed"
+
+
+def _certify(orders: Orders, action: AdminAction, estate: Estate) -> tuple[dict[str, Any], str]:
+    if not action.certificates:
+        raise Refusal(422, "admin.certificate", "the order carries no certificate")
+    known, names = list(orders.certificates), []
+    for signed in action.certificates:
+        certificate = open_document(signed, RoleCertificate, estate.root_key)
+        if certificate.run != estate.run:
+            raise Refusal(422, "admin.certificate", f"a certificate is for run {certificate.run[:80]}")
+        if certificate.role == "trainer":
+            raise Refusal(
+                409, "admin.trainer", "a run has one trainer key, which signs every policy: it cannot be added to"
+            )
+        if certificate.public_key in orders.revoked:
+            raise Refusal(409, "admin.revoked", f"key {certificate.public_key[:16]}… was revoked: make a new one")
+        if not any(each.document.get("public_key") == certificate.public_key for each in known):
+            known.append(signed)
+        names.append(f"{certificate.role} {certificate.public_key[:16]}…")
+    return {"certificates": tuple(known)}, f"trusted from now on: {', '.join(names)}"
+
+
+def _revoke(orders: Orders, action: AdminAction, estate: Estate, by_root: bool) -> tuple[dict[str, Any], str]:
+    key, role = action.target, estate.role_of(orders, action.target)
+    if len(key) != 64 or not set(key) <= set("0123456789abcdef"):
+        raise Refusal(422, "admin.key", "a key is named by its public half, 64 hex digits")
+    if key == estate.root_key:
+        raise Refusal(409, "admin.root", "the root key is the run itself and cannot be revoked")
+    if key == estate.hub_key:
+        raise Refusal(409, "admin.in_use", "this hub signs with that very key: give it another first (rotate)")
+    if role == "trainer":
+        raise Refusal(409, "admin.trainer", "without the trainer's key no policy can be believed: end the run instead")
+    if role != "validator" and not by_root:
+        raise Refusal(
+            403, "admin.root_needed", f"only the root key revokes the key of {role or 'somebody who is no validator'}"
+        )
+    return {"revoked": tuple(dict.fromkeys([*orders.revoked, key]))}, f"key {key[:16]}… is trusted for nothing now"

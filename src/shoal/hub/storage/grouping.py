@@ -1,0 +1,170 @@
+"""Group commit: writers that come while one is at the disk share the next trip to it.
+
+    writer A ─ body ─┐
+    writer B ─ body ─┼─ one transaction, one savepoint each ─► COMMIT (one fsync) ─► all three return
+    writer C ─ body ─┘  one at a time: each sees what those before it did
+
+Nobody returns before what it wrote is as safe as it asked for, and readers see nothing before the commit. A body that
+fails is undone alone. A commit that fails fails all of its writers: none was promised anything. Whoever is the last in
+the queue commits; so a writer that comes alone commits at once, and under load a commit carries as many as queued
+during the one before it. An fsync takes milliseconds and a decision one: without this the disk sets the pace.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from sqlalchemy import Connection, Engine, RootTransaction
+from sqlalchemy.exc import SQLAlchemyError
+
+MOST = 64
+"""Writers in one group: the first of them waits for all the others' bodies."""
+LOOK_S = 0.1
+
+
+class Busy(Exception):
+    """Nobody else was done within the time given."""
+
+
+class _Group:
+    """Writers that are committed together."""
+
+    def __init__(self, connection: Connection, transaction: RootTransaction, durable: bool) -> None:
+        self.connection, self.transaction, self.durable = connection, transaction, durable
+        self.size = 0
+        self.error: BaseException | None = None
+        self.ended = threading.Event()
+
+
+class GroupCommit:
+    """The one writer at a time of an SQLite file. `durable` and `relaxed` are engines whose commits are and are not
+    on disk when they return."""
+
+    def __init__(self, durable: Engine, relaxed: Engine, patience_s: float) -> None:
+        self._engines = {True: durable, False: relaxed}
+        self._connections: dict[bool, Connection] = {}
+        self._patience_s = patience_s
+        self._lock = threading.Lock()
+        self._queue_lock = threading.Lock()
+        self._queued = 0
+        self._group: _Group | None = None
+
+    @contextmanager
+    def write(self, durable: bool) -> Iterator[Connection]:
+        """A connection inside the group's transaction; on return it is committed, if it is to be durable."""
+        self._enter()
+        try:
+            group = self._join(durable)
+            with self._undoable(group):
+                yield group.connection
+            self._end_unless_more_come(group)
+        finally:
+            self._lock.release()
+        if durable:
+            self._await(group)
+
+    def close(self) -> None:
+        """Commit what is open, and give the connections back."""
+        with self._lock:
+            if self._group is not None:
+                self._end(self._group)
+            for connection in self._connections.values():
+                connection.close()
+            self._connections.clear()
+
+    def _enter(self) -> None:
+        with self._queue_lock:
+            self._queued += 1
+        try:
+            if not self._lock.acquire(timeout=self._patience_s):
+                raise Busy
+        finally:
+            with self._queue_lock:
+                self._queued -= 1
+
+    def _join(self, durable: bool) -> _Group:
+        """The open group, if it is safe enough; else that one is ended and another begun."""
+        if self._group is not None and durable and not self._group.durable:
+            self._end(self._group)
+        if self._group is None:
+            connection = self._connections.get(durable)
+            if connection is None:
+                connection = self._engines[durable].connect().execution_options(shoal_begin="BEGIN IMMEDIATE")
+                self._connections[durable] = connection
+            self._group = _Group(connection, connection.begin(), durable)
+        self._group.size += 1
+        return self._group
+
+    @contextmanager
+    def _undoable(self, group: _Group) -> Iterator[None]:
+        """Undo this body alone if it fails; the first in a group has nobody beside it to spare."""
+        alone = group.size == 1
+        if not alone:
+            group.connection.exec_driver_sql("SAVEPOINT body")
+        try:
+            yield
+        except BaseException as error:
+            if alone:
+                self._fail(group, error)
+            else:
+                self._undo(group, error)
+            raise
+        if not alone:
+            group.connection.exec_driver_sql("RELEASE body")
+
+    def _undo(self, group: _Group, error: BaseException) -> None:
+        """Back to the savepoint. Where the disk failed, SQLite has undone everything already: then all have failed."""
+        try:
+            group.connection.exec_driver_sql("ROLLBACK TO body")
+            group.connection.exec_driver_sql("RELEASE body")
+        except SQLAlchemyError:
+            self._fail(group, error)
+            return
+        self._end_unless_more_come(group)
+
+    def _end_unless_more_come(self, group: _Group) -> None:
+        with self._queue_lock:
+            more = self._queued > 0
+        if group is self._group and (not more or group.size >= MOST):
+            self._end(group)
+
+    def _end(self, group: _Group) -> None:
+        self._group = None
+        try:
+            group.transaction.commit()
+        except BaseException as error:
+            group.error = error
+            self._drop_connection(group)
+            raise
+        finally:
+            group.ended.set()
+
+    def _fail(self, group: _Group, error: BaseException) -> None:
+        """Give up the whole group."""
+        self._group = None
+        group.error = error
+        try:
+            group.transaction.rollback()
+        except SQLAlchemyError:
+            self._drop_connection(group)
+        group.ended.set()
+
+    def _drop_connection(self, group: _Group) -> None:
+        """How far a failed commit or rollback came is anybody's guess; closing the connection undoes the rest."""
+        self._connections.pop(group.durable, None)
+        group.connection.invalidate()
+        group.connection.close()
+
+    def _await(self, group: _Group) -> None:
+        """Return when the group is committed. Should its last writer have given up in the queue, commit it here."""
+        while not group.ended.wait(LOOK_S):
+            if self._lock.acquire(blocking=False):
+                try:
+                    if group is self._group:
+                        self._end_unless_more_come(group)
+                finally:
+                    self._lock.release()
+        if group.error is not None:
+            raise group.error

@@ -1,0 +1,208 @@
+"""PostgreSQL: the database of several hubs.
+
+    read        REPEATABLE READ, READ ONLY: one snapshot, which waits for nobody
+    write       READ COMMITTED, under the run's lock (an advisory lock of the database)
+                  shared     by most: rows are locked as they are read, and what is merely picked (an open unit, a
+                             submission to audit) skips what others have locked
+                  exclusive  by who changes what all rely on: policy, batch, sweep, posting, migration
+    frontier    a second such lock, for making new units: two hubs never give out the same number, nor too many
+
+Locks are taken in one order: the run's, then nodes (several: sorted), then leases or submissions, then units, then the
+frontier. Whoever waits for each other all the same is told so by the database (a deadlock), is a `StaleRow` and tries
+again. No wait is without end: see `LIMITS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from sqlalchemy import Connection, Engine, Select, Table, create_engine, make_url, select, text
+from sqlalchemy.engine import URL
+from sqlalchemy.exc import ArgumentError, DataError, DBAPIError, IntegrityError, NoSuchModuleError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
+
+from shoal.errors import ConfigError, ResourceError, ShoalError
+from shoal.hub.state.refusals import Refusal
+from shoal.hub.state.rows import Progress
+from shoal.hub.storage import schema, tables
+from shoal.hub.storage.protocol import StaleRow
+from shoal.hub.storage.story_queries import SqlStoryReader
+from shoal.hub.storage.writes import SqlWriter
+
+CONNECTIONS = 24
+"""Of one hub. A server lets a hundred in unless told otherwise: room for four hubs, and for whoever looks after it."""
+LIMITS = {"lock_timeout": "10s", "statement_timeout": "30s", "idle_in_transaction_session_timeout": "60s"}
+NETWORK = {"connect_timeout": 10, "keepalives_idle": 10, "keepalives_interval": 5, "tcp_user_timeout": 20_000}
+RUN, FRONTIER = 1, 2
+_SPACE = 0x73686F61
+"""Advisory locks are numbers that a whole database shares; ours are in a space of their own (it spells "shoa")."""
+_AGAIN = frozenset({"40001", "40P01", "55P03"})
+"""What may go well the next time: serialization failure, deadlock, a lock that was not to be had in time."""
+
+_RELAXED = text("SET LOCAL synchronous_commit TO off")
+_SHARED = text(f"SELECT pg_advisory_xact_lock_shared({_SPACE}, {RUN})")
+_EXCLUSIVE = text(f"SELECT pg_advisory_xact_lock({_SPACE}, {RUN})")
+_AT_FRONTIER = text(f"SELECT pg_advisory_xact_lock({_SPACE}, {FRONTIER})")
+_LEAD = text(
+    """
+    INSERT INTO leaders AS held (name, holder, until_ms)
+    VALUES (:name, :holder, (extract(epoch FROM clock_timestamp()) * 1000)::bigint + :for_ms)
+    ON CONFLICT (name) DO UPDATE SET holder = excluded.holder, until_ms = excluded.until_ms
+    WHERE held.holder = excluded.holder OR held.until_ms < excluded.until_ms - :for_ms
+    RETURNING name
+    """
+)
+
+
+class PostgresStorage:
+    """Implements `protocol.Storage` on a server; `url` is postgresql://user:password@host/database."""
+
+    def __init__(self, url: str) -> None:
+        place = parsed(url)
+        self._where = f"the database {place.render_as_string(hide_password=True).replace('+psycopg', '')}"
+        self._engine = _engine(place)
+        self._readers = self._engine.execution_options(isolation_level="REPEATABLE READ", postgresql_readonly=True)
+        try:
+            with self.write(exclusive=True) as transaction:
+                schema.prepare(transaction._connection, self._where)
+        except ShoalError:
+            self.close()
+            raise
+
+    @property
+    def is_shared(self) -> bool:
+        return True
+
+    @contextmanager
+    def read(self) -> Iterator[SqlStoryReader]:
+        with self._failures(), self._readers.begin() as connection:
+            yield SqlStoryReader(connection)
+
+    @contextmanager
+    def write(self, durable: bool = True, exclusive: bool = False) -> Iterator[SqlWriter]:
+        with self._failures(), self._engine.begin() as connection:
+            if not durable:
+                connection.execute(_RELAXED)
+            if exclusive:
+                connection.execute(_EXCLUSIVE)
+            yield SqlWriter(connection) if exclusive else PostgresWriter(connection)
+
+    def lead(self, name: str, holder: str, for_s: float) -> bool:
+        """By the database's clock, the only one that all hubs share."""
+        with self._failures(), self._engine.begin() as connection:
+            values = {"name": name, "holder": holder, "for_ms": round(for_s * 1000)}
+            return connection.execute(_LEAD, values).first() is not None
+
+    def resign(self, name: str, holder: str) -> None:
+        table = tables.leaders
+        with self._failures(), self._engine.begin() as connection:
+            connection.execute(table.delete().where(table.c.name == name, table.c.holder == holder))
+
+    def close(self) -> None:
+        self._engine.dispose()
+
+    @contextmanager
+    def _failures(self) -> Iterator[None]:
+        """What the database says, in our words. The transaction is undone by then."""
+        try:
+            yield
+        except PoolTimeout as error:
+            raise ResourceError(f"{self._where} is too slow: all connections are in use") from error
+        except DBAPIError as error:
+            raise self._explained(error) from error
+
+    def _explained(self, error: DBAPIError) -> ShoalError | Refusal:
+        said = str(error.orig).strip().splitlines()[0] if str(error.orig).strip() else type(error.orig).__name__
+        if isinstance(error, DataError):  # a character or a number that it cannot hold: whoever sent it is told
+            return Refusal(422, "request.value", f"the database cannot hold a value of this request: {said}")
+        if isinstance(error, IntegrityError) or getattr(error.orig, "sqlstate", None) in _AGAIN:
+            return StaleRow(f"somebody else was at the same rows: {said}")
+        return ResourceError(
+            f"cannot use {self._where}: {said}; is the server running, and may this user change this database?"
+        )
+
+
+class PostgresWriter(SqlWriter):
+    """A writer beside others: what it reads of single rows stays as it is until the end.
+
+    The run's lock is taken with the first thing that it does, unless that concerns nobody else: a nonce and a sign of
+    life come with every request, and wait for no decision.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self._is_locked = False
+        super().__init__(connection)
+
+    @property
+    def _connection(self) -> Connection:
+        if not self._is_locked:
+            self._is_locked = True
+            self._opened.execute(_SHARED)
+        return self._opened
+
+    @_connection.setter
+    def _connection(self, connection: Connection) -> None:
+        self._opened = connection
+
+    @contextmanager
+    def _unlocked(self) -> Iterator[None]:
+        before, self._is_locked = self._is_locked, True
+        yield
+        self._is_locked = before
+
+    def take_nonce(self, node: str, nonce: str, expires_at_ms: int) -> bool:
+        with self._unlocked():
+            return super().take_nonce(node, nonce, expires_at_ms)
+
+    def touch_presence(self, node: str, now_ms: int) -> None:
+        with self._unlocked():
+            super().touch_presence(node, now_ms)
+
+    def forget_nonces(self, before_ms: int) -> None:
+        with self._unlocked():
+            super().forget_nonces(before_ms)
+
+    def lock_nodes(self, nodes: Iterable[str]) -> None:
+        table = tables.nodes
+        query = select(table.c.node).where(table.c.node.in_(sorted(set(nodes)))).order_by(table.c.node)
+        self._connection.execute(self._locked(query, table))
+
+    def frontier(self) -> Progress:
+        self._connection.execute(_AT_FRONTIER)
+        return self.progress()
+
+    def _locked(self, query: Select[Any], *rows_of: Table, skip: bool = False) -> Select[Any]:
+        # Not the strongest lock: rows that merely refer to a locked one may be written meanwhile.
+        return query.with_for_update(of=rows_of, skip_locked=skip, key_share=True)
+
+
+def parsed(url: str) -> URL:
+    """The place that the setting `hub.database` names."""
+    try:
+        place = make_url(url)
+    except ArgumentError as error:
+        raise ConfigError(f"hub.database is not a URL: {error}; it looks like {EXAMPLE}") from error
+    if place.drivername not in ("postgresql", "postgres", "postgresql+psycopg"):
+        raise ConfigError(f"hub.database is for {place.drivername}, not for PostgreSQL; it looks like {EXAMPLE}")
+    return place.set(drivername="postgresql+psycopg")
+
+
+EXAMPLE = "postgresql://user:password@host:5432/name"
+
+
+def _engine(place: URL) -> Engine:
+    options = " ".join(f"-c {name}={value}" for name, value in LIMITS.items())
+    try:
+        return create_engine(
+            place,
+            pool_size=CONNECTIONS,
+            max_overflow=0,
+            pool_timeout=30,
+            pool_use_lifo=True,  # idle connections stay idle, and the ones in use have their statements prepared
+            connect_args={**NETWORK, "options": options, "application_name": "shoal hub"},
+            isolation_level="READ COMMITTED",
+        )
+    except (ImportError, NoSuchModuleError) as error:
+        raise ConfigError("hub.database needs a driver: pip install 'psycopg[binary]'") from error

@@ -1,0 +1,97 @@
+"""A private key that can be carried away: sealed with a passphrase, as one line of text.
+
+    passphrase ─ scrypt (128 MiB) ─► AES-256-GCM ─► {"shoal_key": 1, "public_key": …, "salt": …, "sealed": …}
+
+Who the key is stays readable; that and the costs are covered by the seal, so none of it can be exchanged. What opens a
+sealed key is believed only if it gives the public key that it names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from typing import Literal
+
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from shoal.errors import KeyFileError
+from shoal.protocol.identity import SigningKey
+from shoal.protocol.signing import canonical_json
+
+LEAST_PASSPHRASE = 8
+COST = 2**17
+MAX_COST = 2**20  # 1 GiB: a file from elsewhere cannot ask for more
+BLOCK = 8
+MAX_TEXT = 16 * 1024
+
+
+class SealedKey(BaseModel):
+    """The text form. `salt`, `nonce` and `sealed` are hex."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    shoal_key: Literal[1] = 1
+    node: str
+    public_key: str = Field(pattern="^[0-9a-f]{64}$")
+    cost: int = Field(ge=2**10, le=MAX_COST)
+    salt: str = Field(pattern="^[0-9a-f]{32}$")
+    nonce: str = Field(pattern="^[0-9a-f]{24}$")
+    sealed: str = Field(default="", pattern="^[0-9a-f]*$", max_length=4096)
+
+    @property
+    def covered(self) -> bytes:
+        return b"shoal/key/v1\n" + canonical_json(self.model_dump(exclude={"sealed"}))
+
+
+def seal(key: SigningKey, passphrase: str, cost: int = COST) -> str:
+    """The key as a line of text that only the passphrase opens."""
+    if len(passphrase) < LEAST_PASSPHRASE:
+        raise KeyFileError(
+            f"the passphrase is too short: take at least {LEAST_PASSPHRASE} characters, better several words"
+        )
+    frame = SealedKey(
+        node=key.node, public_key=key.public_key, cost=cost, salt=os.urandom(16).hex(), nonce=os.urandom(12).hex()
+    )
+    sealed = _cipher(frame, passphrase).encrypt(bytes.fromhex(frame.nonce), key.to_pem(), frame.covered)
+    return frame.model_copy(update={"sealed": sealed.hex()}).model_dump_json()
+
+
+def unseal(text: str, passphrase: str) -> SigningKey:
+    """The key inside, or `KeyFileError`: not a sealed key, another passphrase, or changed by somebody."""
+    frame = read_sealed(text)
+    try:
+        data = _cipher(frame, passphrase).decrypt(
+            bytes.fromhex(frame.nonce), bytes.fromhex(frame.sealed), frame.covered
+        )
+        key = SigningKey.from_pem(data)
+    except (InvalidTag, ValueError, TypeError) as error:
+        raise KeyFileError("this passphrase does not open the key, or the key was damaged on the way") from error
+    if key.public_key != frame.public_key:
+        raise KeyFileError("the sealed key is not the one that it says it is; do not use it")
+    return key
+
+
+def read_sealed(text: str) -> SealedKey:
+    """The frame of a sealed key: whose it is can be read without the passphrase."""
+    try:
+        return SealedKey.model_validate_json(text[:MAX_TEXT])
+    except ValidationError as error:
+        raise KeyFileError("this is not a key that was exported with: shoal key export") from error
+
+
+def _cipher(frame: SealedKey, passphrase: str) -> AESGCM:
+    memory = 128 * BLOCK * frame.cost + 2**20
+    salt = bytes.fromhex(frame.salt)
+    return AESGCM(
+        hashlib.scrypt(
+            passphrase.encode(), salt=salt, n=_power_of_two(frame.cost), r=BLOCK, p=1, maxmem=memory, dklen=32
+        )
+    )
+
+
+def _power_of_two(cost: int) -> int:
+    if cost & (cost - 1):
+        raise KeyFileError("this key was sealed with a cost that is no power of two: it is damaged")
+    return cost

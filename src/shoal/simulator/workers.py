@@ -1,0 +1,159 @@
+"""A simulated worker: asks for work, takes its time, hands it in. Some lie, some sit on leases, all may die.
+
+arrive ─► ask ─┬─ leases ─► generating (heartbeats with progress) ─► hand in ─► ask
+               ├─ nothing ─► waits, like a long poll
+               ├─ suspended ─► asks again when that is over
+               └─ banned ─► gone, or back with a fresh key
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from shoal.engines.protocol import Completion
+from shoal.engines.submission import submission_of
+from shoal.hub.changes import Topic
+from shoal.hub.state.refusals import Refusal
+from shoal.protocol import Heartbeat, Lease, LeaseRequest, Receipt, pack, submission_digest
+from shoal.simulator.scenario import Crew
+from shoal.simulator.world import HubDown, World
+
+RETRY_S = 2.0
+TOKENS = 16
+_DRAWN = Completion(np.arange(TOKENS, dtype=np.int32), np.full(TOKENS, -0.5, dtype=np.float32), "eos")
+
+
+class Worker:
+    """One machine. `_life` grows with every death: what an earlier life had planned does not happen."""
+
+    def __init__(self, world: World, crew: Crew) -> None:
+        self._world, self._crew = world, crew
+        self._pace_s = crew.group_s * math.exp(world.random.gauss(0, crew.spread))  # all its life
+        self._life = 0
+        self._asked = 0
+        self._keys = 0
+        self._leases: dict[str, tuple[Lease, float]] = {}
+        self.node = ""
+        self.kind = "newcomer"
+
+    def arrive(self) -> None:
+        try:
+            if not self.node:
+                self._keys += 1
+                number = self._world.counts["keys"]
+                self._world.counts["keys"] += 1
+                self.node = self._world.register(self._world.key(f"worker/{number}"))
+        except HubDown:
+            self._world.at(RETRY_S, self.arrive)
+            return
+        self._life += 1
+        life = self._life
+        self._world.at(self._world.about(self._crew.lives_s), lambda: self._die(life))
+        self._world.at(self._world.random.uniform(0, self._world.scenario.heartbeat_s), lambda: self._beat(life))
+        self.ask()
+
+    def _die(self, life: int) -> None:
+        if life != self._life:
+            return
+        self._world.counts["deaths"] += 1
+        self._life += 1
+        self._leases.clear()
+        self._world.at(self._world.about(self._crew.away_s), self.arrive)
+
+    def _beat(self, life: int) -> None:
+        if life != self._life:
+            return
+        self._world.at(self._world.scenario.heartbeat_s, lambda: self._beat(life))
+        try:
+            row = self._world.known(self.node)  # the heartbeat itself says that it is here
+            self._world.hub.membership.heartbeat(row, Heartbeat(progress=self._progress()))
+        except HubDown:
+            return
+
+    def _progress(self) -> dict[str, int]:
+        """Tokens so far of each lease: in proportion to the time that has passed."""
+        now_s, wanted = self._world.now_s, TOKENS * self._world.scenario.run.group_size
+        if not self._crew.delivers:
+            return {}
+        return {
+            name: min(wanted, max(0, int(wanted * (1 - (done_s - now_s) / self._pace_s))))
+            for name, (_lease, done_s) in self._leases.items()
+        }
+
+    def ask(self) -> None:
+        life = self._life
+        if self._leases and self._crew.delivers:
+            return  # it died while it waited, came back, and got work; or a wake-up too many
+        self._asked += 1
+        name = f"{self.node[:16]}-{self._asked:08d}"
+        request = LeaseRequest(request=name, max_units=self._crew.units, held=tuple(self._leases))
+        try:
+            row = self._world.signed_in(self.node)
+            self.kind = "newcomer" if row.on_probation else "established"
+            reply = self._world.hub.work.lease(row, request)
+        except HubDown:
+            self._later(RETRY_S, life)
+            return
+        except Refusal as refusal:
+            self._shut_out(refusal, life)
+            return
+        for signed in reply.leases:
+            self._take(Lease.model_validate(signed.document), life)
+        if not reply.leases and not reply.finished:
+            self._world.wait(Topic.LEASES, self)
+
+    def _later(self, delay_s: float, life: int) -> None:
+        self._world.at(delay_s, lambda: self.ask() if life == self._life else None)
+
+    def _shut_out(self, refusal: Refusal, life: int) -> None:
+        self._world.counts[refusal.code] += 1
+        if refusal.code == "node.suspended":
+            until_ms = self._world.known(self.node).until_ms or 0
+            left_s = (until_ms - self._world.hub.context.clock.now_ms()) / 1000
+            self._later(max(RETRY_S, left_s), life)
+        elif self._crew.fresh_keys:
+            self.node = ""
+            self._life += 1
+            self._world.at(RETRY_S, self.arrive)
+
+    def _take(self, lease: Lease, life: int) -> None:
+        self._world.counts["leases"] += 1
+        if not self._crew.delivers:
+            left_s = (lease.deadline_ms - self._world.hub.context.clock.now_ms()) / 1000 + 1
+            self._leases[lease.lease] = (lease, math.inf)
+            self._world.at(left_s, lambda: self._let_go(lease, life))
+            return
+        takes_s = self._pace_s * self._world.random.uniform(0.8, 1.2)
+        self._leases[lease.lease] = (lease, self._world.now_s + takes_s)
+        self._world.at(takes_s, lambda: self._hand_in(lease, life))
+
+    def _let_go(self, lease: Lease, life: int) -> None:
+        if life == self._life and lease.lease in self._leases:
+            del self._leases[lease.lease]
+            self._world.counts["sat"] += 1
+            self.ask()
+
+    def _hand_in(self, lease: Lease, life: int) -> None:
+        if life != self._life or lease.lease not in self._leases:
+            return
+        body = pack(submission_of(lease, [_DRAWN] * len(lease.seeds), "simulated"), level=1)
+        try:
+            row = self._world.signed_in(self.node)
+            status, signed = self._world.hub.work.submit(row, lease.lease, body)
+        except HubDown:
+            self._world.at(RETRY_S, lambda: self._hand_in(lease, life))
+            return
+        except Refusal as refusal:
+            self._world.counts[refusal.code] += 1
+        else:
+            self._world.counts["receipts" if status == 201 else "again"] += 1
+            receipt = Receipt.model_validate(signed.document)
+            self._world.receipts[submission_digest(body)] = receipt
+            if self._world.random.random() < self._crew.lies:
+                self._world.lies.add(receipt.submission)
+                self._world.counts["lies"] += 1
+        self._leases.pop(lease.lease, None)
+        if not self._leases:
+            self.ask()

@@ -1,0 +1,257 @@
+"""The simulated world: a heap of events, the hub in its midst, and who waits for it. Of its actors it knows nothing.
+
+at(delay, action) ─► heap ─► the clock jumps to the next event ─► action ─► hub
+                                                                   │
+waiting (like long polls) ◄── nothing to do ◄──────────────────────┤
+    └─ the hub notes a change ─► those who waited longest ask again, until asking is in vain
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import math
+import random
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from shoal.environments import Score, Split, Task
+from shoal.hub import HubConfig
+from shoal.hub.changes import Topic
+from shoal.hub.service import Hub
+from shoal.hub.state.rows import NodeRow, Rules
+from shoal.hub.storage import MemoryStorage
+from shoal.protocol import Batch, Receipt, Registration, Role, RoleCertificate, SigningKey, sign_document
+from shoal.runtime.clock import ManualClock
+from shoal.simulator.blobs import MemoryBlobs
+from shoal.simulator.scenario import Scenario
+
+TICK_S = 1.0
+POLL_S = 20.0
+"""A long poll that got nothing is made again after this time."""
+GATHER_S = 0.05
+IN_VAIN = 3
+"""So many in a row that get nothing stand for all others of their kind: their asks would only cost time."""
+RUN = "simulated"
+
+
+class HubDown(Exception):
+    """The hub does not answer at the moment."""
+
+
+class Waiter(Protocol):
+    """Somebody who asked in vain. `kind` tells those apart whom the hub treats differently."""
+
+    @property
+    def kind(self) -> str: ...
+
+    def ask(self) -> None:
+        """Ask again; who gets nothing waits again."""
+        ...
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a simulated run came to."""
+
+    seconds: float
+    events: int
+    steps: int
+    ledger: str
+    counts: dict[str, int]
+    """What workers did and met: leases, receipts, lies, late, deaths, bans, …"""
+
+
+class World:
+    """One simulated run in `folder` (which holds the run's secret only)."""
+
+    def __init__(self, folder: Path, scenario: Scenario) -> None:
+        self.scenario = scenario
+        self.random = random.Random(scenario.seed)
+        self.clock = ManualClock()
+        self.storage = MemoryStorage()
+        self.blobs = MemoryBlobs()
+        self.counts: Counter[str] = Counter()
+        self.receipts: dict[str, Receipt] = {}
+        self.lies: set[str] = set()
+        self.batches: dict[int, Batch] = {}
+        self.events = 0
+        self._began_ms = self._now_ms = self.clock.now_ms()
+        self._heap: list[tuple[int, int, Callable[[], None]]] = []
+        self._made = 0
+        self._waiting: dict[Topic, deque[Waiter]] = {topic: deque() for topic in Topic}
+        self._seen: dict[Topic, int] = {}
+        self._due: set[Topic] = set()
+        self._root = self.key("root")
+        self._config = self._configure(folder)
+        self._hub: Hub | None = None
+        self._start_hub()
+        self.at(TICK_S, self._tick)
+        self.at(POLL_S, self._poll)
+        self.at(scenario.restarts_s, self._stop_hub)
+
+    # Time
+
+    @property
+    def now_s(self) -> float:
+        return (self._now_ms - self._began_ms) / 1000
+
+    def at(self, delay_s: float, action: Callable[[], None]) -> None:
+        """Do that after so many seconds."""
+        if delay_s < math.inf:
+            self._made += 1
+            heapq.heappush(self._heap, (self._now_ms + max(1, round(delay_s * 1000)), self._made, action))
+
+    def about(self, mean_s: float) -> float:
+        """A random time with that mean."""
+        return self.random.expovariate(1 / mean_s) if mean_s < math.inf else math.inf
+
+    def run(self, until: Callable[[], bool]) -> Outcome:
+        """Let it happen until the scenario's time is over, or `until` says so."""
+        end_ms = self._began_ms + round(self.scenario.seconds * 1000)
+        while self._heap and self._heap[0][0] <= end_ms and not until():
+            at_ms, _number, action = heapq.heappop(self._heap)
+            self.clock.advance((at_ms - self._now_ms) / 1000)
+            self._now_ms = at_ms
+            self.events += 1
+            action()
+            self._notice()
+        return self.outcome()
+
+    def outcome(self) -> Outcome:
+        if self._hub is not None:
+            self._hub.posting.post()
+        with self.storage.read() as reader:
+            last = reader.ledger_last()
+            steps = reader.progress().next_step
+        return Outcome(self.now_s, self.events, steps, last.hash if last else "", dict(self.counts))
+
+    # The hub, and whoever waits for it
+
+    @property
+    def hub(self) -> Hub:
+        if self._hub is None:
+            raise HubDown
+        return self._hub
+
+    def known(self, node: str) -> NodeRow:
+        """What the hub knows of a node."""
+        with self.hub.context.storage.read() as reader:
+            row = reader.node(node)
+        assert row is not None, "actors register first"
+        return row
+
+    def signed_in(self, node: str) -> NodeRow:
+        """What the hub knows of a node that calls it, which is thereby heard of."""
+        with self.hub.context.storage.write(durable=False) as transaction:
+            transaction.touch_presence(node, self.hub.context.clock.now_ms())
+            row = transaction.node(node)
+        assert row is not None, "actors register first"
+        return row
+
+    def register(self, key: SigningKey, role: Role = "worker") -> str:
+        certificate = None
+        if role != "worker":
+            document = RoleCertificate(run=RUN, role=role, public_key=key.public_key, issued_at_ms=0)
+            certificate = sign_document(document, self._root)
+        registration = Registration(public_key=key.public_key, role=role, certificate=certificate)
+        return self.hub.membership.register(registration).node
+
+    def key(self, name: str) -> SigningKey:
+        return SigningKey.from_seed(hashlib.sha256(f"{self.scenario.seed}/{name}".encode()).digest())
+
+    def wait(self, topic: Topic, waiter: Waiter) -> None:
+        self._waiting[topic].append(waiter)
+
+    def _notice(self) -> None:
+        if self._hub is None:
+            return
+        for topic in Topic:
+            count = self._hub.context.changes.count(topic)
+            if self._seen.get(topic) != count:
+                self._seen[topic] = count
+                if self._waiting[topic] and topic not in self._due:
+                    self._due.add(topic)
+                    self.at(GATHER_S, lambda topic=topic: self._serve(topic))  # type: ignore[misc]
+
+    def _serve(self, topic: Topic) -> None:
+        """Those who wait ask again, longest first; once some of a kind have asked in vain the others are not tried."""
+        self._due.discard(topic)
+        waiting, self._waiting[topic] = self._waiting[topic], deque()
+        in_vain: Counter[str] = Counter()
+        skipped: list[Waiter] = []
+        for waiter in waiting:
+            if in_vain[waiter.kind] >= IN_VAIN:
+                skipped.append(waiter)
+                continue
+            before = len(self._waiting[topic])
+            waiter.ask()
+            in_vain[waiter.kind] = in_vain[waiter.kind] + 1 if len(self._waiting[topic]) > before else 0
+        self._waiting[topic].extendleft(reversed(skipped))
+
+    def _poll(self) -> None:
+        for topic in Topic:
+            self._serve(topic)
+        self.at(POLL_S, self._poll)
+
+    # What happens by itself
+
+    def _tick(self) -> None:
+        if self._hub is not None:
+            self._hub.upkeep.tick()
+        self.at(TICK_S, self._tick)
+
+    def _start_hub(self) -> None:
+        self._hub = Hub(self._config, self.clock, self.storage)
+        self._hub.context.blobs = self.blobs
+        self._seen.clear()
+
+    def _stop_hub(self) -> None:
+        """A restart: all that the hub's process remembers beside its database is gone."""
+        self.counts["restarts"] += 1
+        self.hub.close()
+        self._hub = None
+        self.at(self.scenario.down_s, self._start_hub)
+        self.at(self.scenario.restarts_s + self.scenario.down_s, self._stop_hub)
+
+    def _configure(self, folder: Path) -> HubConfig:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "secret").write_text(hashlib.sha256(f"{self.scenario.seed}/secret".encode()).hexdigest())
+        return HubConfig(
+            folder=folder,
+            run_id=RUN,
+            run=self.scenario.run,
+            settings=self.scenario.hub,
+            environment=Numbers(),
+            encode=lambda text: list(text.encode()),
+            eos_token_id=0,
+            key=self.key("hub"),
+            root_key=self._root.public_key,
+        )
+
+    @property
+    def rules(self) -> Rules:
+        return self._config.rules
+
+
+class Numbers:
+    """Tasks without content: nobody generates anything here."""
+
+    name = "numbers"
+    digest = "ab" * 32
+
+    def __init__(self) -> None:
+        self._tasks = {str(number): Task(id=str(number), prompt=f"{number}=", answer="") for number in range(1000)}
+        self._listed = list(self._tasks.values())
+
+    def tasks(self, split: Split) -> Sequence[Task]:
+        return self._listed if split == "train" else []
+
+    def task(self, task_id: str) -> Task:
+        return self._tasks[task_id]
+
+    def score(self, task: Task, completion: str) -> Score:
+        raise NotImplementedError("a simulated validator knows who lied")

@@ -1,0 +1,332 @@
+"""Floods and slow callers, over real sockets: they are slowed, cut off or refused, and others are answered meanwhile.
+
+Every caller here has an address of its own (127.0.0.2 and so on): the hub's own machine is 127.0.0.1, and nobody's
+flood. The hub's patience is shortened where a test waits for it to end.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+from doorkit import Caller, Hub, ok, refusal, running_hub
+
+from shoal.protocol import Registration
+
+MALLORY, ALICE = "127.0.0.2", "127.0.0.3"
+DEADLINE_S = 30.0
+SETTINGS = {"requests_per_address_s": 20, "connections_per_address": 40, "registrations_per_address_min": 6}
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
+    with running_hub(tmp_path_factory.mktemp("flood") / "run", hub=SETTINGS) as hub:
+        yield hub
+
+
+@pytest.fixture
+def fresh(tmp_path: Path) -> Iterator[Hub]:
+    """A hub of its own, for who counts what one address has had."""
+    with running_hub(tmp_path / "run", hub={**SETTINGS, "requests_per_address_s": 5}) as hub:
+        yield hub
+
+
+@contextmanager
+def calling_from(hub: Hub, address: str) -> Iterator[Hub]:
+    """The same hub, seen from another address."""
+    transport = httpx.HTTPTransport(local_address=address)
+    with httpx.Client(base_url=hub.http.base_url, timeout=30, transport=transport) as http:
+        yield replace(hub, http=http)
+
+
+def plug(hub: Hub, address: str = MALLORY) -> socket.socket:
+    """A bare connection."""
+    parts = urlsplit(str(hub.http.base_url))
+    plugged = socket.create_connection((parts.hostname, parts.port), 10, (address, 0))
+    plugged.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return plugged
+
+
+def eventually(what: str, is_so: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + DEADLINE_S
+    while not is_so():
+        assert time.monotonic() < end_s, what
+        time.sleep(0.02)  # polling with a deadline
+
+
+def is_cut(plugged: socket.socket) -> bool:
+    """Whether the other side has ended it, seen without reading what was sent."""
+    poller = select.poll()
+    poller.register(plugged, select.POLLHUP | select.POLLERR | select.POLLRDHUP)
+    return bool(poller.poll(0))
+
+
+def read_all(plugged: socket.socket) -> bytes:
+    """What came until the other side ended it."""
+    plugged.settimeout(DEADLINE_S)
+    got = b""
+    try:
+        while part := plugged.recv(65536):
+            got += part
+    except ConnectionResetError:
+        pass
+    return got
+
+
+class Heart:
+    """Somebody who works: heartbeats, one after the other, each of which has to be answered."""
+
+    def __init__(self, hub: Hub) -> None:
+        self._caller = hub.worker()
+        self.waits_s: list[float] = []
+
+    def beat(self, times: int = 1) -> None:
+        for _ in range(times):
+            began_s = time.monotonic()
+            ok(self._caller.call("POST", "/heartbeat", b"{}"))
+            self.waits_s.append(time.monotonic() - began_s)
+
+
+# ── slow ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_slow_heads(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slow loris: a byte of the head now and then, on as many connections as one may have. They are cut off in time,
+    those that say nothing at all too, and a worker is answered meanwhile."""
+    monkeypatch.setattr("shoal.hub.connections.HEAD_S", 1.0)
+    heart = Heart(hub)
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(plug(hub)) for _ in range(30)]
+        for plugged in sockets[:20]:
+            plugged.sendall(b"POST /leases HTTP/1.1\r\nhost: hub\r\nx-slow: ")
+
+        def all_cut() -> bool:
+            heart.beat()
+            for plugged in sockets[:20]:
+                try:
+                    plugged.sendall(b"x")
+                except OSError:
+                    continue
+            return all(is_cut(plugged) for plugged in sockets)
+
+        eventually("slow heads stay connected", all_cut)
+    assert len(heart.waits_s) > 1
+
+
+def test_a_slow_head_on_a_connection_that_was_good(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.hub.connections.HEAD_S", 1.0)
+    with plug(hub, ALICE) as plugged:
+        plugged.sendall(b"GET /health HTTP/1.1\r\nhost: hub\r\n\r\n")
+        got = b""
+        while b'{"ok":true}' not in got:
+            got += plugged.recv(65536)
+        plugged.sendall(b"GET /hea")
+        eventually("a second head may take for ever", lambda: is_cut(plugged))
+
+
+def test_a_slow_body(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only who has signed for a body is listened to for long, and not below a floor."""
+    monkeypatch.setattr("shoal.hub.bodies.BODY_PAUSE_S", 1.0)
+    caller, heart = hub.worker(), Heart(hub)
+    with plug(hub) as plugged:
+        headers = {**caller.signed("POST", "/heartbeat", b" " * 60_000), "host": "hub", "content-length": "60000"}
+        head = "\r\n".join(f"{name}: {value}" for name, value in headers.items())
+        plugged.sendall(f"POST /heartbeat HTTP/1.1\r\n{head}\r\n\r\n".encode())
+
+        def is_refused() -> bool:
+            heart.beat()
+            plugged.sendall(b" ")
+            return bool(select.select([plugged], [], [], 0)[0])
+
+        eventually("a slow body is waited for", is_refused)
+        answer = plugged.recv(65536)
+    assert answer.startswith(b"HTTP/1.1 503 ")
+    assert b"body.slow" in answer
+
+
+def test_a_reader_that_does_not_read(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It asks for much and takes nothing: what is kept for it is bounded, and so is the time."""
+    monkeypatch.setattr("shoal.hub.connections.READ_CHECK_S", 0.5)
+    heart, ask = Heart(hub), b"GET /openapi.json HTTP/1.1\r\nhost: hub\r\n\r\n"
+    with ExitStack() as stack:
+        readers = []
+        for number in range(2):
+            plugged = stack.enter_context(socket.socket())
+            plugged.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            plugged.bind((f"127.0.0.{40 + number}", 0))
+            parts = urlsplit(str(hub.http.base_url))
+            plugged.connect((parts.hostname, parts.port))
+            plugged.sendall(ask * 100)
+            readers.append(plugged)
+
+        def all_cut() -> bool:
+            heart.beat()
+            return all(is_cut(plugged) for plugged in readers)
+
+        eventually("whoever does not read keeps its connection", all_cut)
+
+
+# ── too much ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_too_many_connections(fresh: Hub) -> None:
+    heart = Heart(fresh)
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(plug(fresh)) for _ in range(60)]
+        heart.beat()
+        refused = [plugged for plugged in sockets if select.select([plugged], [], [], 0)[0]]
+        assert len(refused) == 20
+        answer = read_all(refused[0])
+        assert answer.startswith(b"HTTP/1.1 429 ")
+        assert b"retry-after: 2" in answer
+        assert b"rate.connections" in answer
+        with calling_from(fresh, ALICE) as seen:
+            ok(seen.http.get("/health"))
+    with calling_from(fresh, MALLORY) as seen:  # they are gone: there is room again
+
+        def is_let_in() -> bool:
+            try:
+                return seen.http.get("/health").status_code == 200
+            except httpx.TransportError:
+                return False
+
+        eventually("connections that ended are still counted", is_let_in)
+
+
+def test_a_huge_head(hub: Hub) -> None:
+    with plug(hub, ALICE) as plugged:
+        _send(plugged, b"GET / HTTP/1.1\r\nx: " + b"y" * 4_000_000)
+        assert read_all(plugged)[:13] in (b"HTTP/1.1 400 ", b"")
+    Heart(hub).beat()
+
+
+@pytest.mark.parametrize(
+    "junk",
+    [b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(range(256)), b"\x00" * 5000, b"GET\r\n\r\n",
+     b"GET / HTTP/1.1\r\nhost: a\r\ncontent-length: -5\r\n\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+     b"POST /nodes HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n"],
+    ids=["tls", "zeros", "short", "negative", "http2", "chunks"],
+)  # fmt: skip
+def test_junk(hub: Hub, junk: bytes) -> None:
+    with plug(hub, ALICE) as plugged:
+        plugged.sendall(junk)
+        answer = read_all(plugged)
+    assert answer[:10] in (b"", b"HTTP/1.1 4"), answer
+    Heart(hub).beat()
+
+
+def test_requests_ahead_of_their_answers(hub: Hub) -> None:
+    """A megabyte of requests behind one that is being answered: they are not kept, and neither is the connection."""
+    caller, heart = hub.worker(), Heart(hub)
+    taken = [lease for _ in range(20) for lease in caller.lease(16)]
+    body = b'{"request":"request-ahead","max_units":1,"wait_s":20}'
+    headers = {**caller.signed("POST", "/leases", body), "host": "hub", "content-length": str(len(body))}
+    head = "\r\n".join(f"{name}: {value}" for name, value in headers.items())
+    with plug(hub, ALICE) as plugged:
+        plugged.sendall(f"POST /leases HTTP/1.1\r\n{head}\r\n\r\n".encode() + body)
+        sent = threading.Thread(target=lambda: _send(plugged, b"GET /health HTTP/1.1\r\nhost: hub\r\n\r\n" * 30_000))
+        sent.start()
+        eventually("what is sent ahead is kept", lambda: is_cut(plugged))
+        sent.join(DEADLINE_S)
+    heart.beat()
+    caller.call("POST", "/leases/release", {"leases": [lease.lease for lease in taken]})
+
+
+def _send(plugged: socket.socket, data: bytes) -> None:
+    try:
+        plugged.sendall(data)
+    except OSError:
+        return  # it was cut off, as it should be
+
+
+# ── too fast ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def flood(hub: Hub, address: str, over: threading.Event, statuses: Counter[int], forwarded: bool = False) -> None:
+    """Ask as fast as one can, signed by a stranger."""
+    with calling_from(hub, address) as seen:
+        stranger = seen.caller()
+        while not over.is_set():
+            headers = stranger.signed("POST", "/leases", b"{}")
+            if forwarded:
+                headers["x-forwarded-for"] = f"198.51.100.{sum(statuses.values()) % 250}"
+            statuses[seen.http.post("/leases", content=b"{}", headers=headers).status_code] += 1
+
+
+def test_a_flood_of_one_address(fresh: Hub, record_property: Callable[[str, object], None]) -> None:
+    """Eight threads without a pause: they are held and refused, whatever address they claim; a worker is not."""
+    with calling_from(fresh, ALICE) as seen:
+        heart, over, statuses = Heart(seen), threading.Event(), Counter[int]()
+        heart.beat(20)
+        calm_s, heart.waits_s = heart.waits_s, []
+        threads = [
+            threading.Thread(target=flood, args=(fresh, MALLORY, over, statuses, number % 2 == 1), daemon=True)
+            for number in range(8)
+        ]
+        began_s = time.monotonic()
+        for thread in threads:
+            thread.start()
+        try:
+            eventually("the flood is never refused", lambda: statuses[429] > 8)
+            heart.beat(20)
+        finally:
+            over.set()
+            for thread in threads:
+                thread.join(DEADLINE_S)
+        took_s = time.monotonic() - began_s
+    assert set(statuses) <= {401, 429}
+    assert statuses[401] <= 5 * (10 + took_s) + 8
+    record_property(
+        "table",
+        f"a flood of one address: {sum(statuses.values()) / took_s:.0f} requests/s answered, {statuses[429]} of "
+        f"{sum(statuses.values())} refused; a worker's heartbeat: median {median(calm_s) * 1000:.1f} ms before, "
+        f"{median(heart.waits_s) * 1000:.1f} ms meanwhile",
+    )
+
+
+def test_a_proxy_that_is_trusted_speaks_for_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.hub.door.HOLD_S", 0.0)
+    proxy, settings = "127.0.0.9", {**SETTINGS, "requests_per_address_s": 0.1, "trusted_proxies": ["127.0.0.9"]}
+    with running_hub(tmp_path / "run", hub=settings) as hub, calling_from(hub, proxy) as seen:
+
+        def ask(forwarded: str) -> int:
+            return seen.http.get("/health", headers={"x-forwarded-for": forwarded}).status_code
+
+        assert [ask("203.0.113.5"), ask("203.0.113.5")] == [200, 429]
+        assert ask("203.0.113.6") == 200
+        assert ask("198.51.100.1, 203.0.113.6") == 429  # what comes before the proxy's own word is made up
+        assert ask("198.51.100.2, 203.0.113.5") == 429
+
+
+def test_a_key_that_asks_too_fast(tmp_path: Path) -> None:
+    with running_hub(tmp_path / "run", hub={"requests_per_key_s": 1}) as hub:
+        eager, other = hub.worker(), hub.worker()
+        answers = [eager.call("POST", "/heartbeat", b"{}") for _ in range(25)]
+        refused = [answer for answer in answers if answer.status_code == 429]
+        assert refused
+        assert refusal(refused[0]) == (429, "rate.key")
+        assert int(refused[0].headers["retry-after"]) >= 1
+        ok(other.call("POST", "/heartbeat", b"{}"))
+
+
+def test_fresh_keys_of_one_address(fresh: Hub) -> None:
+    """Six a minute; whoever else comes is let in."""
+    with calling_from(fresh, MALLORY) as seen:
+        codes = Counter(Caller(seen, seen.caller().key).register().status_code for _ in range(20))
+    assert codes[200] <= 8
+    assert codes[200] + codes[429] == 20
+    with calling_from(fresh, ALICE) as seen:
+        ok(seen.caller().register())
+        key = seen.caller().key
+        ok(Caller(seen, key).call("POST", "/nodes", Registration(public_key=key.public_key, name="once more")))

@@ -1,0 +1,140 @@
+"""Every blob store keeps the same promises: a folder, and a bucket behind a real S3 server."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from s3kit import KEYS, Shop, s3_server
+from shoal.errors import ConfigError, ResourceError
+from shoal.hub.storage.blobs import LEFT_OVER_S, BlobFolder, Blobs, open_blobs
+from shoal.hub.storage.s3 import Bucket, S3Blobs, S3Inbox
+from shoal.protocol import submission_digest
+
+Spoil = Callable[[str, bytes], None]
+NOW_MS = 1_900_000_000_000
+
+
+@pytest.fixture(scope="module")
+def shop() -> Iterator[Shop]:
+    with s3_server() as found:
+        yield found
+
+
+@pytest.fixture(params=["folder", "bucket"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Blobs, Spoil]:
+    """A store, and a way to put something else in the place of a blob behind its back."""
+    if request.param == "folder":
+        return BlobFolder(tmp_path / "blobs"), lambda name, body: _write(tmp_path / "blobs" / name, body)
+    shop: Shop = request.getfixturevalue("shop")
+    prefix = submission_digest(str(tmp_path).encode())[:12]  # of its own, for the bucket is shared
+    blobs = S3Blobs(Bucket.at(f"s3://{shop.bucket}/{prefix}", shop.endpoint, KEYS), KEYS)
+    return blobs, lambda name, body: shop.put(f"{prefix}/blobs/{name}", body)
+
+
+def _write(path: Path, body: bytes) -> None:
+    path.write_bytes(body)
+
+
+class TestEveryStore:
+    def test_bytes_are_found_by_their_hash_and_putting_them_again_is_harmless(self, place: tuple[Blobs, Spoil]) -> None:
+        blobs, _ = place
+        name = blobs.put(b"bytes")
+        assert name == submission_digest(b"bytes")
+        assert blobs.put(b"bytes") == name
+        assert blobs.get(name) == b"bytes"
+        other = blobs.put(b"\0" * 3_000_000)
+        assert blobs.get(other) == b"\0" * 3_000_000
+        assert sorted(blobs.names()) == sorted([name, other])
+        assert blobs.has(name)
+        assert not blobs.has("0" * 64)
+
+    def test_an_empty_store_has_nothing(self, place: tuple[Blobs, Spoil]) -> None:
+        assert list(place[0].names()) == []
+
+    def test_damage_and_loss_are_noticed(self, place: tuple[Blobs, Spoil]) -> None:
+        blobs, spoil = place
+        name = blobs.put(b"bytes")
+        spoil(name, b"other")
+        with pytest.raises(ResourceError, match="damaged"):
+            blobs.get(name)
+        with pytest.raises(ResourceError, match="cannot read"):
+            blobs.get("0" * 64)
+
+
+class TestFolder:
+    def test_what_a_killed_process_left_is_removed_but_not_what_another_hub_is_writing(self, tmp_path: Path) -> None:
+        folder = tmp_path / "blobs"
+        folder.mkdir()
+        old, young = folder / ".left-over", folder / ".being-written"
+        old.write_bytes(b"of a process that was killed")
+        young.write_bytes(b"of another hub")
+        before_s = old.stat().st_mtime - LEFT_OVER_S - 60
+        os.utime(old, (before_s, before_s))
+        blobs = BlobFolder(folder)
+        assert not old.exists()
+        assert young.exists()
+        assert blobs.get(blobs.put(b"bytes")) == b"bytes"
+        assert list(blobs.names()) == [submission_digest(b"bytes")]
+
+    def test_it_is_what_a_run_gets_that_names_no_bucket_and_has_no_inbox(self, tmp_path: Path) -> None:
+        blobs = open_blobs("", "", tmp_path)
+        assert isinstance(blobs, BlobFolder)
+        assert blobs.inbox is None
+
+
+def inbox_of(shop: Shop, url: str) -> S3Inbox:
+    inbox = S3Blobs(Bucket.at(url, shop.endpoint, KEYS), KEYS).inbox
+    assert isinstance(inbox, S3Inbox)
+    return inbox
+
+
+class TestInbox:
+    def test_a_worker_without_a_key_puts_its_bytes_and_the_hub_takes_them(self, shop: Shop) -> None:
+        inbox, body = inbox_of(shop, f"{shop.url}/inbox"), b"a submission"
+        assert inbox.take("u1a0", 1000) is None
+        leave = inbox.ticket("u1a0", submission_digest(body), len(body), NOW_MS)
+        assert leave.expires_at_ms > NOW_MS
+        assert httpx.put(leave.url, content=body, headers=leave.headers).status_code == 200
+        assert inbox.take("u1a0", 1000) == body
+        assert inbox.take("u1a0", len(body) - 1) is None
+        inbox.discard("u1a0")
+        inbox.discard("u1a0")
+        assert inbox.take("u1a0", 1000) is None
+
+    def test_what_nobody_comes_back_for_is_swept_by_age_and_blobs_are_not(self, shop: Shop) -> None:
+        url = f"{shop.url}/sweep"
+        blobs = S3Blobs(Bucket.at(url, shop.endpoint, KEYS), KEYS)
+        name = blobs.put(b"kept")
+        inbox = inbox_of(shop, url)
+        for lease in ("u1a0", "u2a0"):
+            shop.put(f"runs/one/sweep/uploads/{lease}", b"orphan")
+        assert inbox.sweep(older_than_s=3600) == 0
+        assert inbox.take("u1a0", 100) == b"orphan"
+        assert inbox.sweep(older_than_s=-3600) == 2
+        assert inbox.take("u1a0", 100) is None
+        assert blobs.get(name) == b"kept"
+
+    def test_without_a_key_that_can_be_passed_on_there_is_none(self, shop: Shop) -> None:
+        blobs = S3Blobs(Bucket.at(shop.url, shop.endpoint, {}), {})
+        assert blobs.inbox is None
+
+
+class TestMistakes:
+    @pytest.mark.parametrize("url", ["http://bucket", "s3:///prefix", "bucket", "s3://bucket?x=1"])
+    def test_a_storage_that_is_no_bucket_is_named(self, url: str) -> None:
+        with pytest.raises(ConfigError, match=r"hub\.storage = .* write s3://BUCKET/PREFIX"):
+            Bucket.at(url)
+
+    def test_an_endpoint_that_is_no_server_is_named(self) -> None:
+        with pytest.raises(ConfigError, match=r"hub\.storage_endpoint"):
+            Bucket.at("s3://bucket", "127.0.0.1:9000")
+
+    def test_a_bucket_that_is_not_there_is_one_sentence_about_what_to_check(self, shop: Shop) -> None:
+        blobs = S3Blobs(Bucket.at("s3://no-such-bucket", shop.endpoint, KEYS), KEYS)
+        with pytest.raises(ResourceError, match=r"cannot write a submission in s3://no-such-bucket.*check that the bu"):
+            blobs.put(b"bytes")

@@ -1,0 +1,132 @@
+"""What every storage tells those who ask why, run against each implementation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from shoal.hub.state.commands import AddVerdict, Command, Record, SaveLease, SaveNode, SaveSubmission, SaveUnit
+from shoal.hub.state.machines import LeaseState, SubmissionState, UnitState
+from shoal.hub.state.rows import LeaseRow, NodeRow, SubmissionRow, UnitRow
+from shoal.hub.storage import MemoryStorage, Presence, SqliteStorage, Storage, StoryReader
+from shoal.hub.storage.postgres import PostgresStorage
+from shoal.ledger import append, node_subject, unit_subject
+from shoal.protocol import NodeState
+
+Maker = Callable[[pytest.FixtureRequest, Path], Storage]
+MAKERS: dict[str, Maker] = {
+    "memory": lambda _request, _path: MemoryStorage(),
+    "sqlite": lambda _request, path: SqliteStorage(path / "hub.db"),
+    "postgres": lambda request, _path: PostgresStorage(request.getfixturevalue("postgres").create()),
+}
+
+
+def node(number: int, **changes: object) -> NodeRow:
+    row = NodeRow(f"{number:032x}", f"{number:064x}", "worker", f"n{number}", registered_at_ms=number)
+    return replace(row, **changes)  # type: ignore[arg-type]
+
+
+def lease(unit: int, attempt: int, who: int) -> LeaseRow:
+    row = LeaseRow(
+        f"u{unit}a{attempt}", unit, node(who).node, attempt, f"r{attempt}", 0, 0, "d" * 64, attempt, deadline_ms=100
+    )
+    return replace(row, hard_deadline_ms=900)
+
+
+def submission(unit: int, attempt: int, who: int, state: SubmissionState) -> SubmissionRow:
+    name = f"{unit:032x}{attempt:032x}"
+    row = SubmissionRow(name, f"u{unit}a{attempt}", unit, node(who).node, 0, 0, "d" * 64, 5, received_at_ms=attempt)
+    return replace(row, state=state)
+
+
+def post(storage: Storage) -> None:
+    """As the hub's poster does it."""
+    with storage.write(exclusive=True) as transaction:
+        last, entries, outgoing = transaction.ledger_last(), [], transaction.outbox(1000)
+        for row in outgoing:
+            last = append(last, row.kind, row.body, row.at_ms)
+            entries.append(last)
+        transaction.post(entries, outgoing[-1].id)
+
+
+@pytest.fixture(scope="module", params=list(MAKERS))
+def reader(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoryReader]:
+    maker = MAKERS[request.param]
+    storage = maker(request, tmp_path_factory.mktemp("stories"))
+    commands: list[Command] = [SaveNode(node(number), None) for number in (1, 2)]
+    commands += [
+        SaveNode(node(3, credit=5), None),
+        SaveNode(node(4, state=NodeState.BANNED, credit=50), None),
+        SaveNode(node(5, role="trainer"), None),
+        SaveUnit(UnitRow(7, "task-7", UnitState.LEASED, attempt=3), None),
+        SaveLease(replace(lease(7, 0, 1), state=LeaseState.SUBMITTED), None),
+        SaveLease(replace(lease(7, 1, 2), state=LeaseState.EXPIRED, ended_at_ms=50), None),
+        SaveLease(lease(7, 2, 1), None),
+        SaveSubmission(submission(7, 0, 1, SubmissionState.REJECTED), None),
+        SaveSubmission(submission(7, 1, 2, SubmissionState.ACCEPTED), None),
+        AddVerdict(submission(7, 0, 1, SubmissionState.REJECTED).submission, '{"signed": 1}'),
+        Record("node", {"node": node(1).node}, 1),
+        Record("credit", {"node": node(1).node, "unit": 7}, 2),
+        Record("rejected", {"node": node(1).node, "unit": 7}, 3),
+        Record("credit", {"node": node(2).node, "unit": 8}, 4),
+        Record("batch", {"step": 0, "units": [7, 8]}, 5),
+    ]
+    with storage.write() as transaction:
+        transaction.apply(commands)
+        for number, (seen, waits) in enumerate([(10, "x"), (30, ""), (20, "y")], start=1):
+            transaction.put_presence(Presence(node(number).node, seen, "", waits, waiting_since_ms=-number))
+    post(storage)
+    with storage.read() as found:
+        yield found
+    storage.close()
+
+
+def test_all_leases_of_a_unit_and_the_newest_of_a_node(reader: StoryReader) -> None:
+    assert [row.lease for row in reader.leases_of_unit(7)] == ["u7a0", "u7a1", "u7a2"]
+    assert reader.leases_of_unit(7)[1] == replace(lease(7, 1, 2), state=LeaseState.EXPIRED, ended_at_ms=50)
+    assert [row.lease for row in reader.leases_of(node(1).node, 5)] == ["u7a2", "u7a0"]
+    assert [row.lease for row in reader.leases_of(node(1).node, 1)] == ["u7a2"]
+    assert reader.leases_of_unit(8) == []
+    assert [held.lease.lease for held in reader.oldest_holdings(5)] == ["u7a2"]
+
+
+def test_submissions_and_their_verdicts(reader: StoryReader) -> None:
+    refused, accepted = reader.submissions_of_unit(7)
+    assert (refused.state, accepted.state) == (SubmissionState.REJECTED, SubmissionState.ACCEPTED)
+    assert reader.submissions_of(node(1).node, True, 5) == [refused]
+    assert reader.submissions_of(node(2).node, False, 5) == [accepted]
+    assert reader.submissions_of(node(2).node, True, 5) == []
+    assert reader.verdicts_of([refused.submission, accepted.submission]) == {refused.submission: '{"signed": 1}'}
+
+
+def test_ledger_entries_about_a_subject(reader: StoryReader) -> None:
+    def kinds(subject: str, *but: str, limit: int = 9) -> list[str]:
+        return [entry.kind for entry in reader.ledger_about(subject, but, limit)]
+
+    assert kinds(unit_subject(7)) == ["credit", "rejected", "batch"]
+    assert kinds(unit_subject(8)) == ["credit", "batch"]
+    assert kinds(node_subject(node(1).node), "credit") == ["node", "rejected"]
+    assert kinds(unit_subject(7), limit=2) == ["rejected", "batch"]
+    assert kinds(unit_subject(70)) == []
+
+
+def test_nodes_in_pages_and_by_rank(reader: StoryReader) -> None:
+    names = [node(number).node for number in range(6)]
+    assert [row.node for row in reader.nodes_after("", 2)] == names[1:3]
+    assert [row.node for row in reader.nodes_after(names[4], 9)] == names[5:]
+    assert [row.node for row in reader.nodes_ranked("trusted", 9)] == [names[5]]
+    assert [row.node for row in reader.nodes_ranked("sanctioned", 9)] == [names[4]]
+    assert [row.node for row in reader.nodes_ranked("credit", 2)] == [names[4], names[3]]
+    assert [row.node for row in reader.nodes_ranked("seen", 3)] == [names[2], names[3], names[1]]
+    assert reader.node_counts() == {"worker.active": 3, "worker.banned": 1, "trainer.active": 1}
+    assert set(reader.nodes_named([names[1], "f" * 32])) == {names[1]}
+
+
+def test_who_waits_longest(reader: StoryReader) -> None:
+    assert [each.waiting_for for each in reader.waiting_presences(0, 9)] == ["y", "x"]
+    assert [each.waiting_for for each in reader.waiting_presences(15, 9)] == ["y"]
+    assert [each.waiting_for for each in reader.waiting_presences(0, 1)] == ["y"]
+    assert set(reader.presences_named([node(1).node, node(4).node])) == {node(1).node}

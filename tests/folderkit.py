@@ -1,0 +1,177 @@
+"""A run folder with a hub over it in this process, and hands that play trainer, worker and validator.
+
+    play = Play(path)         the folder is made (or opened), the hub is up
+    play.step()               leases, submissions, verdicts, a batch, the next policy: one whole step
+    play.close()              the hub is down; the folder stays
+
+Nothing is generated: completions are three fixed tokens, rewards are given. Policies are published by a real origin,
+and checkpoints are files as the trainer's are, so that what is copied looks like a run.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+
+from shoal.cli.folder import RunFolder
+from shoal.cli.recipe import Recipe
+from shoal.client import AsgiTransport, HubClient
+from shoal.environments import build
+from shoal.hub import HubConfig, create_app
+from shoal.ledger import Accounts, fold, verify
+from shoal.models import TextTokenizer, model_folder, read_files
+from shoal.protocol import (
+    SUBMISSION_FORMAT,
+    AuditRequest,
+    Lease,
+    LeaseRequest,
+    LedgerEntry,
+    Outcome,
+    PolicyAnnouncement,
+    Receipt,
+    Rollout,
+    RolloutReward,
+    Submission,
+    Verdict,
+    pack,
+    pack_logprobs,
+    pack_tokens,
+    sign_document,
+)
+from shoal.runtime.stop import StopToken
+from shoal.shardcast import Origin
+from shoal.worker.folder import identity
+
+TOKENS = 3
+SIZES = {"name": "kept", "steps": 3, "groups_per_step": 2, "group_size": 2, "max_staleness": 0, "max_new_tokens": 4}
+
+_requests = itertools.count()
+
+
+def small_recipe(**hub: Any) -> Recipe:
+    return Recipe.model_validate({"run": SIZES, "hub": {"port": 0, **hub}})
+
+
+@dataclass
+class Play:
+    """One run folder, one hub, and everybody who talks to it."""
+
+    path: Path
+    hub: dict[str, Any] = field(default_factory=dict)
+    receipts: list[Receipt] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        exists = (self.path / "recipe.toml").exists()
+        self.folder = RunFolder.open(self.path) if exists else RunFolder.prepare(self.path, small_recipe(**self.hub))
+        self.endpoints = self.folder.endpoints if exists else self.folder.assign_endpoints()
+        self._transport = AsgiTransport(create_app(self._config()))
+        self._http = httpx.Client(transport=self._transport)
+        names = ("trainer", "validator-0")
+        self.trainer, self.validator = (self._client(self.folder.key(name)) for name in names)
+        self.worker = self._client(identity(self.path / "worker-0"))
+        self.trainer.register("trainer", "trainer", self.folder.certificate("trainer"))
+        self.validator.register("validator-0", "validator", self.folder.certificate("validator-0"))
+        self.worker.register("worker-0", "worker", None)
+        self._origin = Origin(self.path / "origin", self.folder.run_id, self.folder.key("trainer"))
+        if self.trainer.status().policy is None:
+            self.publish(0)
+
+    def close(self) -> None:
+        self.version_at_end = self.version
+        self._transport.close()
+
+    @property
+    def version(self) -> int:
+        policy = self.trainer.status().policy
+        return -1 if policy is None else policy.version
+
+    @property
+    def finished(self) -> bool:
+        return self.trainer.status().finished
+
+    def step(self) -> None:
+        """From a policy to the next one."""
+        step = self.version
+        while (reply := self.trainer.batch(step, 0)).batch is None:
+            self.work()
+        assert len(reply.batch.groups) == SIZES["groups_per_step"]
+        self.trainer.rollouts(step)
+        self.checkpoint(step + 1)
+        self.publish(step + 1)
+
+    def work(self) -> None:
+        """What is to be had is generated, handed in and accepted."""
+        request = LeaseRequest(request=f"request-{next(_requests):06d}", max_units=4)
+        for lease, _ in self.worker.open_leases(self.worker.lease(request)):
+            self.receipts.append(self.worker.submit(lease.lease, body_of(lease)))
+        audits = self.validator.audits(AuditRequest(max_audits=8)).audits
+        if audits:
+            verdicts = [self._verdict(self.validator.open_lease(audit.lease), audit.submission) for audit in audits]
+            self.validator.verdicts(verdicts)
+
+    def publish(self, version: int) -> None:
+        weights = {"w": np.full((4,), version, np.float32)}
+        policy = self._origin.publish(version, weights, ledger_head=self.trainer.ledger_head()).policy
+        announcement = PolicyAnnouncement(run=self.folder.run_id, policy=policy, created_at_ms=1)
+        self.trainer.announce(sign_document(announcement, self.folder.key("trainer")))
+
+    def checkpoint(self, version: int) -> None:
+        folder = self.path / "trainer" / "checkpoints" / f"{version}.0"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "checkpoint.json").write_text(f'{{"version": {version}}}')
+        (folder / "model.safetensors").write_bytes(bytes([version]) * 1000)
+
+    def accounts(self) -> tuple[list[LedgerEntry], Accounts]:
+        """The whole ledger, verified against a head that the hub signed, and what it gives everybody."""
+        entries = list[LedgerEntry]()
+        while page := self.trainer.ledger(after=len(entries) - 1).entries:
+            entries += page
+        verify(entries, self.trainer.ledger_head())
+        return entries, fold(entries)
+
+    def check(self) -> None:
+        """Every receipt is there and judged, no submission is credited twice, the accounts are the ledger's."""
+        entries, accounts = self.accounts()
+        credited = [entry.body["submission"] for entry in entries if entry.kind == "credit"]
+        assert len(credited) == len(set(credited))
+        assert {receipt.submission for receipt in self.receipts} <= set(credited)
+        [view] = [node for node in self.trainer.status().nodes if node.role == "worker"]
+        account = accounts.by_node[view.node]
+        assert (account.credit, account.accepted) == (view.credit, view.accepted)
+        assert len(credited) == view.accepted
+
+    def _client(self, key: Any) -> HubClient:
+        return HubClient("http://hub", key, StopToken(), http=self._http)
+
+    def _verdict(self, lease: Lease, submission: str) -> Any:
+        verdict = Verdict(
+            run=lease.run, submission=submission, unit=lease.unit, node=lease.node, outcome=Outcome.ACCEPTED,
+            rewards=(RolloutReward(value=0.0), RolloutReward(value=1.0)), generated_tokens=2 * TOKENS, decided_at_ms=1,
+        )  # fmt: skip
+        return sign_document(verdict, self.folder.key("validator-0"))
+
+    def _config(self) -> HubConfig:
+        recipe = self.folder.recipe
+        tokenizer = TextTokenizer(read_files(model_folder(recipe.model.path)))
+        return HubConfig(
+            folder=self.path / "hub", run_id=self.folder.run_id, run=recipe.run, settings=recipe.hub,
+            environment=build(recipe.environment), encode=tokenizer.encode, eos_token_id=tokenizer.eos_token_id,
+            key=self.folder.key("hub"), root_key=self.folder.root_key, certificates=self.folder.certificates,
+            sources=self.endpoints.sources,
+        )  # fmt: skip
+
+
+def body_of(lease: Lease) -> bytes:
+    tokens = pack_tokens(range(TOKENS))
+    rollout = Rollout(tokens=tokens, logprobs=pack_logprobs([-0.5] * TOKENS), finish="eos")
+    submission = Submission(
+        format=SUBMISSION_FORMAT, run=lease.run, node=lease.node, lease=lease.lease, unit=lease.unit,
+        incarnation=lease.policy.incarnation, version=lease.policy.version, policy_digest=lease.policy.digest,
+        prompt=pack_tokens(lease.prompt_ids), rollouts=[rollout] * len(lease.seeds),
+    )  # fmt: skip
+    return pack(submission)

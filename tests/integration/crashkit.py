@@ -1,0 +1,486 @@
+"""A hub in a process of its own that is told to die, and everybody else of a run, who live on.
+
+HubLives   one life after the other over the same folder (and database), forked from a server that has imported the
+           hub once: a start costs a tenth of a second.
+Cast       two workers, a cheat, a validator and a trainer over real HTTP. A call that finds the hub dead starts it
+           again and is made once more, as a real client's is: same request, same bytes, another nonce.
+Books      what the cast was promised and what it decided. `Books.check` compares it with all that the hub has.
+
+Cast ── signed HTTP ──► hub, life 1 ─ point ─ ✝          Books ◄── check ── ledger, accounts, rows, files
+  └──── the same again ───────► hub, life 2 ─ … ─ end ────────────────────────────▲
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+
+sys.path.append(str(Path(__file__).parents[1] / "unit" / "hub"))
+
+from hubkit import (
+    HUB,
+    RUN_ID,
+    TOKENS_PER_ROLLOUT,
+    TRAINER,
+    VALIDATOR,
+    certificate,
+    fresh_request,
+    make_config,
+    policy,
+    submission_body,
+    worker_key,
+)
+
+from shoal import ledger
+from shoal.hub import run_hub
+from shoal.hub.service import Context
+from shoal.protocol import (
+    Audit,
+    AuditReply,
+    Batch,
+    BatchReply,
+    Lease,
+    LeaseReply,
+    LedgerEntry,
+    LedgerHead,
+    LedgerPage,
+    Message,
+    Outcome,
+    PolicyAnnouncement,
+    Receipt,
+    Registration,
+    Role,
+    RolloutReward,
+    Severity,
+    SignedDocument,
+    SigningKey,
+    Verdict,
+    VerdictReport,
+    open_document,
+    sign_document,
+    sign_request,
+    submission_digest,
+)
+from shoal.runtime import crash
+from shoal.runtime.clock import SystemClock
+from shoal.runtime.files import ensure_folder
+from shoal.runtime.stop import stop_on_signals
+
+STEPS = 3
+DEADLINE_S = 240.0
+POLL_S = 0.01
+TICK_S = 0.05
+LEADS_S = 0.5  # a hub that shares its database with others waits so long before it does a dead one's background work
+TRIES = 60
+BUSY = 503
+RUN = {"steps": STEPS, "groups_per_step": 3, "max_staleness": 1}
+SETTINGS = {
+    "audit": "reputation",  # so that credit is pending first
+    "credit_window_s": 0.3,
+    "requests_per_key_s": 0,  # the cast is quick
+    "requests_per_address_s": 0,
+    "registrations_per_address_min": 0,
+}
+FINAL = {Outcome.ACCEPTED.value, Outcome.REJECTED.value, Outcome.INCONCLUSIVE.value}
+T = TypeVar("T", bound=Message)
+
+_forks = multiprocessing.get_context("forkserver")
+_forks.set_forkserver_preload(["pytest", "httpx", "shoal.client.asgi", "shoal.hub.app", "shoal.hub.server"])
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a hub keeps things: its folder, settings that name a place elsewhere, and what opens that."""
+
+    folder: Path
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    def context(self) -> Context:
+        """What the hub has, opened without one running."""
+        return Context(_config(self), SystemClock())
+
+
+def _config(place: Place) -> Any:
+    return make_config(place.folder, run=RUN, settings={**SETTINGS, **place.settings})
+
+
+def serve(place: Place, environment: Mapping[str, str], ready: Connection) -> None:
+    """One life of the hub, in a process of its own."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()  # no hub outlives its test
+    from shoal.hub import app
+    from shoal.hub.service import context
+
+    app.TICK_S, context.LEADS_S = TICK_S, LEADS_S
+    os.environ.update(environment)
+    crash.arm()
+    run_hub(_config(place), stop_on_signals(), ready.send)
+
+
+def dies_of(asked: str, act: Callable[..., Any], *arguments: Any) -> bool:
+    """Do something in a process of its own that may be told to die; whether it did."""
+    process = _forks.Process(target=_act, args=({crash.CRASH_AT: asked}, act, arguments), daemon=True)
+    process.start()
+    process.join(DEADLINE_S)
+    assert process.exitcode in (0, -signal.SIGKILL), f"it ended with {process.exitcode}"
+    return process.exitcode != 0
+
+
+def _act(environment: Mapping[str, str], act: Callable[..., Any], arguments: Sequence[Any]) -> None:
+    os.environ.update(environment)
+    crash.arm()
+    act(*arguments)
+
+
+class HubLives:
+    """The hub, whichever life it is in.
+
+    It dies at every point of `asked`, each time one of them is reached first, and at each only once; if `always`, again
+    and again.
+    """
+
+    def __init__(self, place: Place, asked: Sequence[str] = (), always: bool = False) -> None:
+        self.place = place
+        self.deaths = 0
+        self._environment = {**place.environment, crash.CRASH_AT: ",".join(asked)}
+        self._marks = ensure_folder(place.folder.with_name("struck"))
+        if not always:
+            self._environment[crash.CRASH_FOLDER] = str(self._marks)
+        self._lock = threading.Lock()
+        self._process: Any = None
+        self.url = ""
+        while not self._begin():
+            self._bury()
+
+    def __enter__(self) -> HubLives:
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        if self._process.exitcode is None:
+            os.kill(self._process.pid, signal.SIGKILL)
+            self._process.join(10)
+
+    @property
+    def struck(self) -> set[str]:
+        """The points at which it has died."""
+        return {path.name for path in self._marks.iterdir()}
+
+    def revive(self, url: str) -> None:
+        """A call to `url` failed: if nobody did so since, see the dead off and start the next life."""
+        with self._lock:
+            if url != self.url:
+                return
+            self._bury()
+            while not self._begin():
+                self._bury()
+
+    def end(self) -> None:
+        """Told to stop, the last life ends in order."""
+        self._process.terminate()
+        self._process.join(15)
+        assert self._process.exitcode == 0, f"the hub ended with {self._process.exitcode}"
+
+    def _begin(self) -> bool:
+        """Start a life; False if it died before it could be reached."""
+        receiver, sender = _forks.Pipe(duplex=False)
+        self._process = _forks.Process(target=serve, args=(self.place, self._environment, sender), daemon=True)
+        self._process.start()
+        sender.close()
+        with receiver:
+            assert receiver.poll(DEADLINE_S), "the hub did not get ready"
+            try:
+                self.url = receiver.recv()
+            except EOFError:
+                return False
+        return True
+
+    def _bury(self) -> None:
+        self._process.join(10)
+        assert self._process.exitcode == -signal.SIGKILL, f"the hub did not die as told: {self._process.exitcode}"
+        self.deaths += 1
+        if crash.CRASH_FOLDER in self._environment:
+            assert self.deaths == len(self.struck), "it died at a point, and of nothing else"
+
+
+@dataclass
+class Books:
+    """What everybody but the hub knows: receipts by lease, what the validator decided, batches given to the trainer."""
+
+    receipts: dict[str, Receipt] = field(default_factory=dict)
+    verdicts: dict[str, Verdict] = field(default_factory=dict)
+    batches: dict[int, Batch] = field(default_factory=dict)
+    draws: dict[int, tuple[str, tuple[str, ...]]] = field(default_factory=dict)
+
+    def promise(self, receipt: Receipt) -> None:
+        assert self.receipts.setdefault(receipt.lease, receipt) == receipt, "one lease, one receipt, whoever died when"
+
+    def earned(self, node: str) -> int:
+        """What the node's accepted submissions are worth, by the published formula."""
+        accepted = [each for each in self.verdicts.values() if each.outcome is Outcome.ACCEPTED and each.node == node]
+        return sum(ledger.credit_for(verdict.generated_tokens) for verdict in accepted)
+
+    def is_settled_in(self, entries: Sequence[LedgerEntry]) -> bool:
+        """Whether the ledger has come to the run's last version, and no credit is pending any more."""
+        done = any(entry.kind == "policy" and entry.body["version"] == STEPS for entry in entries)
+        accounts = ledger.fold(entries).by_node.values()
+        earned = sum(self.earned(key.node) for key in (*WORKERS, CHEAT))
+        return done and sum(account.credit + account.void for account in accounts) == earned
+
+    def check(self, place: Place, entries: list[LedgerEntry]) -> None:
+        """0 lost receipts, 0 double credits, and the ledger, the accounts and the rows say the same."""
+        context = place.context()
+        try:
+            self._check_receipts(context)
+            self._check_credit(context, entries)
+            self._check_batches(context)
+        finally:
+            context.close()
+
+    def _check_receipts(self, context: Context) -> None:
+        assert self.receipts, "the cast has worked"
+        with context.storage.read() as reader:
+            rows = {lease: reader.submission_of_lease(lease) for lease in self.receipts}
+        for lease, receipt in self.receipts.items():
+            row = rows[lease]
+            assert row is not None, f"the hub promised {lease} and has lost it"
+            assert row.submission == receipt.submission
+            assert Receipt.model_validate(SignedDocument.model_validate_json(row.receipt).document) == receipt
+            assert row.state.value in {*FINAL, "pulled"}, f"the hub promised {lease} and it was never judged"
+            assert submission_digest(context.blobs.get(receipt.submission)) == receipt.submission
+            decided = self.verdicts[receipt.submission]
+            assert row.state.value in (decided.outcome.value, "pulled")
+
+    def _check_credit(self, context: Context, entries: list[LedgerEntry]) -> None:
+        accounts = ledger.fold(entries)
+        settled = Counter(entry.body["submission"] for entry in entries if entry.kind in ("credit", "void"))
+        accepted = {name for name, each in self.verdicts.items() if each.outcome is Outcome.ACCEPTED}
+        assert settled == Counter(dict.fromkeys(accepted, 1)), "every accepted submission is paid, or taken back, once"
+        with context.storage.read() as reader:
+            nodes = [row for row in reader.nodes() if row.role == "worker"]
+            assert reader.outbox_length() == 0
+            assert entries == reader.ledger_after(-1, 10**6)
+        for row in nodes:
+            account = accounts.by_node[row.node]
+            assert (account.credit, account.pending) == (row.credit, row.pending) == (account.credit, 0)
+            assert account.credit + account.void == self.earned(row.node)
+            outcomes = Counter(each.outcome for each in self.verdicts.values() if each.node == row.node)
+            counted = {
+                Outcome.ACCEPTED: row.accepted,
+                Outcome.REJECTED: row.rejected,
+                Outcome.INCONCLUSIVE: row.inconclusive,
+            }
+            assert outcomes == +Counter(counted)
+        banned = [entry.body["node"] for entry in entries if entry.kind == "sanction"]
+        assert banned == [CHEAT.node], "punished once"
+        assert accounts.by_node[CHEAT.node].void > 0, "its pending credit was taken"
+
+    def _check_batches(self, context: Context) -> None:
+        with context.storage.read() as reader:
+            written = {step: reader.batch(step) for step in range(STEPS + 1)}
+            progress = reader.progress()
+        assert written == {**self.batches, STEPS: None}
+        assert progress.policy == policy(STEPS)
+        units = [group.unit for batch in self.batches.values() for group in batch.groups]
+        assert len(units) == len(set(units)) == STEPS * RUN["groups_per_step"], "no group is trained twice or lost"
+        names = {group.submission for batch in self.batches.values() for group in batch.groups}
+        assert names <= {receipt.submission for receipt in self.receipts.values()}
+
+
+WORKERS = (worker_key(1), worker_key(2))
+CHEAT = worker_key(3)
+
+
+class Cast:
+    """All roles but the hub. `play` is a whole run, one call after the other; `storm` is one with all at once."""
+
+    def __init__(self, hub: HubLives) -> None:
+        self.hub = hub
+        self.books = Books()
+        self._http = httpx.Client(timeout=15)
+        self._is_over = threading.Event()
+        self._end_s = time.monotonic() + DEADLINE_S
+
+    def __enter__(self) -> Cast:
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self._http.close()
+
+    # ── the wire ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def call(self, key: SigningKey | None, method: str, path: str, body: Message | bytes | None = None) -> bytes:
+        """The body of a good answer, however often the hub has to be started for it."""
+        content = body.model_dump_json().encode() if isinstance(body, Message) else body or b""
+        for _ in range(TRIES):
+            url = self.hub.url
+            headers = {} if key is None else sign_request(key, RUN_ID, method, path, content, SystemClock().now_ms())
+            try:
+                response = self._http.request(method, url + path, content=content, headers=headers)
+            except httpx.TransportError:
+                self.hub.revive(url)
+                continue
+            if response.status_code == BUSY:
+                time.sleep(POLL_S)  # as a client does when the hub says "try again"
+                continue
+            assert response.status_code < 300, response.text
+            return response.content
+        raise AssertionError(f"{method} {path}: tried {TRIES} times, and the hub died or was busy each time")
+
+    def ask(
+        self, kind: type[T], key: SigningKey | None, method: str, path: str, body: Message | bytes | None = None
+    ) -> T:
+        return kind.model_validate_json(self.call(key, method, path, body))
+
+    def until(self, what: str, condition: Callable[[], bool]) -> None:
+        while not condition():
+            assert time.monotonic() < self._end_s, f"waited for {what}"
+            time.sleep(POLL_S)  # polling with a deadline: the other side is another process
+
+    # ── the roles ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def play(self) -> list[LedgerEntry]:
+        """A run from its first registration until its last credit is final; returns its ledger, verified."""
+        self.begin()
+        for step in range(STEPS):
+            self.until(f"the batch of step {step}", partial(self.turn, step))
+            self.announce(step + 1)
+        return self.finish()
+
+    def storm(self) -> list[LedgerEntry]:
+        """The same with everybody at once, each in a thread."""
+        self.begin()
+        with ThreadPoolExecutor() as threads:
+            roles = [threads.submit(self.keep, partial(self.work, key, 2)) for key in WORKERS]
+            roles.append(threads.submit(self.keep, self.judge))
+            try:
+                for step in range(STEPS):
+                    self.until(f"the batch of step {step}", partial(self.take_batch, step))
+                    self.announce(step + 1)
+            finally:
+                self._is_over.set()
+            for role in roles:
+                role.result(DEADLINE_S)
+        return self.finish()
+
+    def keep(self, act: Callable[[], Any]) -> None:
+        """Do the same until the run is over."""
+        while not self._is_over.is_set():
+            act()
+
+    def begin(self) -> None:
+        self.register(TRAINER, "trainer")
+        self.register(VALIDATOR, "validator")
+        for key in (*WORKERS, CHEAT):
+            self.register(key, "worker")
+        self.announce(0)
+        self.work(CHEAT, 2)
+
+    def finish(self) -> list[LedgerEntry]:
+        self.until("what is left to be judged", lambda: not self.judge())
+        self.until("the ledger to be complete", lambda: self.books.is_settled_in(self.ledger()))
+        return self.ledger()
+
+    def register(self, key: SigningKey, role: Role) -> None:
+        signed = None if role == "worker" else certificate(key, role)
+        self.call(key, "POST", "/nodes", Registration(public_key=key.public_key, role=role, certificate=signed))
+
+    def turn(self, step: int) -> bool:
+        """Everybody does something; whether the batch of the step is there."""
+        for key in WORKERS:
+            self.work(key, 2)
+        self.judge()
+        return self.take_batch(step)
+
+    def work(self, key: SigningKey, count: int) -> None:
+        body = LeaseAsk(request=fresh_request(), max_units=count)
+        reply = self.ask(LeaseReply, key, "POST", "/leases", body)
+        for signed in reply.leases:
+            lease = open_document(signed, Lease, HUB.public_key)
+            draw = (lease.task, lease.seeds)
+            assert self.books.draws.setdefault(lease.unit, draw) == draw, "a unit keeps its task and its seeds"
+            self.books.promise(open_document(self.hand_in(key, lease), Receipt, HUB.public_key))
+
+    def hand_in(self, key: SigningKey, lease: Lease) -> SignedDocument:
+        return self.ask(SignedDocument, key, "PUT", f"/submissions/{lease.lease}", submission_body(lease))
+
+    def judge(self) -> bool:
+        """Whether there was anything to judge."""
+        audits = self.ask(AuditReply, VALIDATOR, "POST", "/audits", AuditAsk(max_audits=8)).audits
+        for audit in audits:
+            if audit.submission not in self.books.verdicts:
+                self.books.verdicts[audit.submission] = self._verdict(audit)
+        signed = [sign_document(self.books.verdicts[audit.submission], VALIDATOR) for audit in audits]
+        if signed:
+            reply = self.call(VALIDATOR, "POST", "/verdicts", VerdictReport(verdicts=tuple(signed)))
+            assert b'"refused":[]' in reply, reply
+        return bool(signed)
+
+    def _verdict(self, audit: Audit) -> Verdict:
+        """The cheat is caught with the second of its groups; one group meets broken machinery, one teaches nothing."""
+        lease = open_document(audit.lease, Lease, HUB.public_key)
+        before = Counter(each.node for each in self.books.verdicts.values())[lease.node]
+        caught = lease.node == CHEAT.node and before > 0
+        broken = lease.node == WORKERS[0].node and before == 1
+        dull = lease.node == WORKERS[1].node and before == 1
+        outcome = Outcome.REJECTED if caught else Outcome.INCONCLUSIVE if broken else Outcome.ACCEPTED
+        return Verdict(
+            run=RUN_ID,
+            submission=audit.submission,
+            unit=lease.unit,
+            node=lease.node,
+            outcome=outcome,
+            severity=Severity.CERTAIN if caught else None,
+            reason="test",
+            rewards=tuple(RolloutReward(value=value) for value in ((1.0, 1.0) if dull else (0.0, 1.0))),
+            generated_tokens=2 * TOKENS_PER_ROLLOUT - lease.unit % 3,
+            depth=audit.depth,
+            decided_at_ms=SystemClock().now_ms(),
+        )
+
+    def take_batch(self, step: int) -> bool:
+        batch = self.ask(BatchReply, TRAINER, "POST", f"/batches/{step}", BatchAsk()).batch
+        if batch is not None:
+            assert self.books.batches.setdefault(step, batch) == batch, "a batch never changes"
+        return batch is not None
+
+    def announce(self, version: int) -> None:
+        document = PolicyAnnouncement(run=RUN_ID, policy=policy(version), created_at_ms=0)
+        self.call(TRAINER, "POST", "/policies", sign_document(document, TRAINER))
+
+    def ledger(self) -> list[LedgerEntry]:
+        """Every row, checked against the head that the hub signs."""
+        head = open_document(self.ask(SignedDocument, None, "GET", "/ledger/head"), LedgerHead, HUB.public_key)
+        page = self.ask(LedgerPage, None, "GET", "/ledger?after=-1&limit=500")
+        ledger.verify(page.entries, head)
+        return list(page.entries)
+
+
+class LeaseAsk(Message):
+    request: str
+    max_units: int
+    wait_s: float = 0
+
+
+class AuditAsk(Message):
+    max_audits: int
+    wait_s: float = 0
+
+
+class BatchAsk(Message):
+    wait_s: float = 0

@@ -1,0 +1,106 @@
+"""The hub killed by SIGKILL at every named point, started again, and the run driven to its end.
+
+What must hold, whenever it died: 0 lost receipts, 0 double credits, a ledger that verifies, accounts that are the sum
+of the verdicts, and a run that reaches its last step (`crashkit.Books.check`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from crashkit import Cast, HubLives, Place
+
+from pgkit import Cluster, running_cluster
+from shoal.protocol import Message, SigningKey
+from shoal.runtime.crash import POINTS
+
+ELSEWHERE = ("hub.upload.after_commit", "hub.schema.before_commit")  # in test_crash_moves.py
+HUB_POINTS = [name for name in POINTS if name.startswith("hub.") and name not in ELSEWHERE]
+CALLS_PER_CUT = 9
+ONCE = ("hub.start.after_secret", "hub.start.before_commit")  # reached in the first life only
+EACH = [(name, nth) for name in HUB_POINTS for nth in (1, 3) if nth == 1 or name not in ONCE]
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+    if request.param == "sqlite":
+        return Place(tmp_path / "hub")
+    return Place(tmp_path / "hub", {"database": request.getfixturevalue("database_url")})
+
+
+def survive(place: Place, asked: Sequence[str], always: bool = False, storm: bool = False) -> HubLives:
+    """A run whose hub dies as asked, and everything checked; the hub that was."""
+    with HubLives(place, asked, always) as hub, Cast(hub) as cast:
+        entries = cast.storm() if storm else cast.play()
+    cast.books.check(place, entries)  # of a hub that was killed once more, when the run was over
+    return hub
+
+
+def test_without_a_crash_the_books_agree(tmp_path: Path) -> None:
+    place = Place(tmp_path / "hub")
+    with HubLives(place) as hub, Cast(hub) as cast:
+        entries = cast.play()
+        hub.end()
+    cast.books.check(place, entries)
+    assert hub.deaths == 0
+
+
+def test_killed_once_at_every_point_in_one_run(place: Place) -> None:
+    hub = survive(place, HUB_POINTS)
+    assert hub.struck == set(HUB_POINTS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "nth"), EACH)
+def test_killed_at_one_point_early_or_late(place: Place, name: str, nth: int) -> None:
+    hub = survive(place, [f"{name}:{nth}"])
+    assert hub.struck == {name} or (nth > 1 and name.startswith("hub.credit.")), "all credit may mature in one go"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in HUB_POINTS if name not in ONCE])
+def test_every_second_time_is_the_last(place: Place, name: str) -> None:
+    """Each life dies at the same point, so that what a life began is always finished by another."""
+    # Where hubs share a database a report of verdicts is a transaction for each of its nodes, of which there are three.
+    nth = 4 if "database" in place.settings and name.startswith("hub.verdict.") else 2
+    hub = survive(place, [f"{name}:{nth}"], always=True)
+    assert hub.deaths > 0 or name.startswith("hub.credit.")
+
+
+@pytest.mark.slow
+def test_killed_at_every_point_while_everybody_is_at_it(place: Place) -> None:
+    hub = survive(place, HUB_POINTS, storm=True)
+    assert hub.struck == set(HUB_POINTS)
+
+
+class Cutter(Cast):
+    """A cast that kills the database server, and starts it again, before every so many calls."""
+
+    def __init__(self, hub: HubLives, cluster: Cluster) -> None:
+        super().__init__(hub)
+        self.cuts = 0
+        self._cluster = cluster
+        self._calls = 0
+
+    def call(self, key: SigningKey | None, method: str, path: str, body: Message | bytes | None = None) -> bytes:
+        self._calls += 1
+        if self._calls % CALLS_PER_CUT == 0:
+            self.cuts += 1
+            self._cluster.kill()
+            self._cluster.start()
+        return super().call(key, method, path, body)
+
+
+@pytest.mark.slow
+def test_the_database_server_is_killed_again_and_again(tmp_path: Path) -> None:
+    """The hub lives on: it promises nothing meanwhile, and finds the server again."""
+    with running_cluster(fsync=True) as cluster:
+        place = Place(tmp_path / "hub", {"database": cluster.create()})
+        with HubLives(place) as hub, Cutter(hub, cluster) as cast:
+            entries = cast.play()
+            assert cast.cuts > 3
+            hub.end()
+        cast.books.check(place, entries)
+    assert hub.deaths == 0

@@ -1,0 +1,166 @@
+"""Processes killed while a run moves, is saved, or is opened by a newer shoal; and a hub whose submissions come through
+an object store. Whatever died when: the same command again does it, and nothing is lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from crashkit import HUB, RUN_ID, Cast, HubLives, dies_of, submission_body
+from crashkit import Place as HubPlace
+from sqlalchemy import create_engine, text
+
+from folderkit import Play
+from s3kit import KEYS, Shop, s3_server
+from shoal.cli.backup import backup_run, restore_run, verify_backup
+from shoal.cli.folder import RunFolder
+from shoal.cli.migrate import Move, migrate_run
+from shoal.hub.storage import open_storage, tables
+from shoal.hub.storage.opening import DATABASE_FILE
+from shoal.protocol import Lease, SignedDocument, SigningKey, open_document, submission_digest
+from shoal.protocol.upload import UploadCommit, UploadRequest, UploadTicket
+from shoal.runtime.crash import POINTS
+
+MIGRATE = ("migrate.after_blobs", "migrate.after_rows", "migrate.after_recipe")
+UPLOAD = ("hub.submit.after_blob", "hub.submit.after_commit", "hub.upload.after_commit")
+HERE = {*MIGRATE, UPLOAD[-1], "hub.schema.before_commit", "backup.before_rename", "restore.before_rename"}
+
+
+def test_every_point_of_these_is_tried_here() -> None:
+    prefixes = ("migrate.", "backup.", "restore.", "hub.upload.", "hub.schema.")
+    assert {name for name in POINTS if name.startswith(prefixes)} == HERE
+
+
+@pytest.fixture(scope="module")
+def shop() -> Iterator[Shop]:
+    with s3_server() as found:
+        yield found
+
+
+@pytest.fixture(autouse=True)
+def keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in KEYS.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    play = Play(tmp_path_factory.mktemp("begun") / "run")
+    play.step()
+    play.close()
+    return play.path
+
+
+@pytest.fixture
+def path(begun: Path, tmp_path: Path) -> Path:
+    """A run that stands at version 1, stopped."""
+    return Path(shutil.copytree(begun, tmp_path / "run"))
+
+
+def quiet(_line: str) -> None:
+    pass
+
+
+def step(path: Path) -> int:
+    """One more step, wherever the run is now; which version it came to. Nothing is credited twice, the ledger holds."""
+    play = Play(path)
+    try:
+        play.step()
+        play.check()
+        return play.version
+    finally:
+        play.close()
+
+
+def migrate(path: Path, move: Move, environment: dict[str, str]) -> None:
+    os.environ.update(environment)
+    migrate_run(path, move, quiet)
+
+
+@pytest.mark.parametrize("name", [pytest.param(MIGRATE[0], marks=pytest.mark.slow), *MIGRATE[1:]])
+def test_migrate_killed(path: Path, database_url: str, shop: Shop, name: str) -> None:
+    """One of the places is in force after the crash, and the run goes on there; the same command then completes it."""
+    move = Move.of(database_url, shop.url, shop.endpoint)
+    assert dies_of(name, migrate, path, move, KEYS)
+    moved = RunFolder.open(path).recipe.hub.database == database_url
+    assert moved == (name == "migrate.after_recipe")
+    assert step(path) == 2
+    migrate_run(path, move, quiet)
+    assert RunFolder.open(path).recipe.hub.storage == shop.url
+    assert step(path) == 3
+
+
+def test_backup_and_restore_killed(path: Path, tmp_path: Path) -> None:
+    file, folder = tmp_path / "run.tar", tmp_path / "elsewhere"
+    assert dies_of("backup.before_rename", backup_run, path, file, quiet)
+    assert not file.exists(), "a backup is there when it is whole"
+    backup_run(path, file, quiet)
+    assert dies_of("restore.before_rename", restore_run, file, folder)
+    assert not folder.exists()
+    assert restore_run(file, folder).version == verify_backup(file).version == 1
+    assert step(folder) == 2
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "postgresql"])
+def test_an_upgrade_of_an_old_database_killed(request: pytest.FixtureRequest, tmp_path: Path, kind: str) -> None:
+    """All tables are as they were, and the next start brings them up to date."""
+    database = "" if kind == "sqlite" else request.getfixturevalue("database_url")
+    url = f"sqlite:///{tmp_path / DATABASE_FILE}" if not database else database.replace("://", "+psycopg://")
+    engine = create_engine(url)
+    with engine.begin() as connection:
+        _make_schema_2(connection)
+    assert dies_of("hub.schema.before_commit", _open, database, tmp_path)
+    with engine.begin() as connection:
+        assert connection.execute(text("SELECT value FROM meta WHERE key = 'schema_version'")).scalar_one() == "2"
+        assert connection.execute(text("SELECT count(*) FROM units")).scalar_one() == 1
+    engine.dispose()
+    with contextlib.closing(open_storage(database, tmp_path)) as storage, storage.read() as reader:
+        assert reader.setting("schema_version") == str(tables.SCHEMA_VERSION)
+        assert reader.unit(7) is not None
+        assert reader.outbox_length() == 0
+
+
+def _open(database: str, folder: Path) -> None:
+    open_storage(database, folder).close()
+
+
+def _make_schema_2(connection: object) -> None:
+    from alembic import command
+    from alembic.config import Config
+
+    config = Config(attributes={"connection": connection})
+    config.set_main_option("script_location", "shoal.hub.storage:migrations")
+    command.upgrade(config, "0001")
+    connection.execute(text("DROP TABLE alembic_version"))  # type: ignore[attr-defined]
+    connection.execute(text("INSERT INTO meta VALUES ('schema_version', '2')"))  # type: ignore[attr-defined]
+    row = "INSERT INTO units (unit, task, state, attempt, failures, reason) VALUES (7, 't', 'open', 0, 0, '')"
+    connection.execute(text(row))  # type: ignore[attr-defined]
+
+
+class Uploading(Cast):
+    """A cast whose workers put their bytes into the store and have them committed."""
+
+    def hand_in(self, key: SigningKey, lease: Lease) -> SignedDocument:
+        body = submission_body(lease)
+        name, where = submission_digest(body), f"/submissions/{lease.lease}"
+        ask = UploadRequest(submission=name, size_bytes=len(body))
+        signed = self.ask(SignedDocument, key, "POST", f"{where}/upload", ask)
+        ticket = open_document(signed, UploadTicket, HUB.public_key)
+        assert (ticket.run, ticket.submission) == (RUN_ID, name)
+        if ticket.needed:
+            httpx.put(ticket.url, content=body, headers=ticket.headers).raise_for_status()
+        return self.ask(SignedDocument, key, "POST", f"{where}/commit", UploadCommit(submission=name))
+
+
+def test_a_hub_that_takes_submissions_from_a_store_killed(tmp_path: Path, shop: Shop) -> None:
+    place = HubPlace(tmp_path / "hub", {"storage": shop.url, "storage_endpoint": shop.endpoint}, KEYS)
+    with HubLives(place, UPLOAD) as hub, Uploading(hub) as cast:
+        entries = cast.play()
+    cast.books.check(place, entries)
+    assert hub.struck == set(UPLOAD)

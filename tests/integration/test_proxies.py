@@ -1,0 +1,347 @@
+"""A machine whose only way out is a proxy: it joins, fetches weights and works through it; nothing goes around it.
+
+The proxy is a real one on a real socket. The run's hub and origin are called by names that only the proxy can resolve,
+so that whatever does not go through it fails.
+"""
+
+from __future__ import annotations
+
+import base64
+import datetime
+import os
+import select
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, suppress
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import numpy as np
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+from shoal.cli.doctor import examine
+from shoal.cli.folder import RunFolder, port_of
+from shoal.cli.recipe import Recipe
+from shoal.cli.roles import run_role
+from shoal.client import ClientOptions, HubClient
+from shoal.errors import BroadcastError, ConfigError, HubUnreachable
+from shoal.protocol import PolicyAnnouncement, SigningKey, TensorView, sign_document
+from shoal.runtime.proxies import Proxy, parse_proxy, proxy_of
+from shoal.runtime.stop import StopToken
+from shoal.shardcast import Origin
+from shoal.shardcast.connection import Connection, Deadline
+
+DEADLINE_S = 60.0
+RECIPE = {
+    "run": {"steps": 1, "groups_per_step": 1, "group_size": 2, "max_new_tokens": 6},
+    "hub": {"port": 0, "refill_cap": 0},
+    "relay": {"count": 0},
+    "validator": {"engine": "scripted", "audit_wait_s": 0.2},
+    "worker": {"engine": "scripted", "lease_wait_s": 0.2},
+}
+
+
+class ForwardProxy:
+    """Forwards plain requests by their whole URL and opens tunnels; names ending in `.test` are all this machine."""
+
+    def __init__(self, credentials: str = "") -> None:
+        self.credentials = credentials
+        self.asked: list[str] = []
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._server.getsockname()[1]}"
+        self._thread = threading.Thread(target=self._accept, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self._server.shutdown(socket.SHUT_RDWR)
+        self._server.close()
+        self._thread.join(10)
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                connection, _ = self._server.accept()
+                threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+
+    def _serve(self, client: socket.socket) -> None:
+        """One request decides where a connection goes; a client asks one host over one connection."""
+        with suppress(OSError, ValueError), closing(client):
+            client.settimeout(DEADLINE_S)
+            upstream: socket.socket | None = None
+            try:
+                while head := self._read_head(client):
+                    line, _, headers = head.partition(b"\r\n")
+                    method, target, _ = line.decode().split(" ")
+                    self.asked.append(f"{method} {target}")
+                    if self.credentials and self._authorization() not in headers:
+                        client.sendall(b"HTTP/1.1 407 Who\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+                        return None
+                    if method == "CONNECT":
+                        upstream = self._reach(target)
+                        client.sendall(b"HTTP/1.1 200 Go\r\n\r\n")
+                        return self._shovel(client, upstream)
+                    parts = urlsplit(target)
+                    upstream = self._reach(parts.netloc)
+                    path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+                    kept = [h for h in headers.split(b"\r\n") if not h.lower().startswith(b"connection")]
+                    body = self._body(client, headers)
+                    start = f"{method} {path} HTTP/1.1\r\n".encode()
+                    upstream.sendall(start + b"Connection: close\r\n" + b"\r\n".join(kept) + body)
+                    while piece := upstream.recv(65536):
+                        client.sendall(piece)
+                    return None
+            finally:
+                if upstream is not None:
+                    upstream.close()
+
+    def _authorization(self) -> bytes:
+        return b"Proxy-Authorization: Basic " + base64.b64encode(self.credentials.encode())
+
+    def _reach(self, netloc: str) -> socket.socket:
+        host, _, port = netloc.partition(":")
+        assert host.endswith(".test"), host
+        return socket.create_connection(("127.0.0.1", int(port)), timeout=DEADLINE_S)
+
+    @staticmethod
+    def _read_head(client: socket.socket) -> bytes:
+        head = b""
+        while b"\r\n\r\n" not in head:
+            piece = client.recv(1)
+            if not piece:
+                return b""
+            head += piece
+        return head
+
+    @staticmethod
+    def _body(client: socket.socket, headers: bytes) -> bytes:
+        sizes = [h.split(b":")[1] for h in headers.split(b"\r\n") if h.lower().startswith(b"content-length:")]
+        body = b""
+        while sizes and len(body) < int(sizes[0]):
+            body += client.recv(int(sizes[0]) - len(body))
+        return body
+
+    @staticmethod
+    def _shovel(one: socket.socket, other: socket.socket) -> None:
+        while True:
+            for ready in select.select([one, other], [], [], DEADLINE_S)[0]:
+                piece = ready.recv(65536)
+                if not piece:
+                    return
+                (other if ready is one else one).sendall(piece)
+
+
+@pytest.fixture
+def proxy(monkeypatch: pytest.MonkeyPatch) -> Iterator[ForwardProxy]:
+    for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.lower(), raising=False)
+    proxy = ForwardProxy()
+    monkeypatch.setenv("HTTP_PROXY", proxy.url)
+    monkeypatch.setenv("HTTPS_PROXY", proxy.url)
+    yield proxy
+    proxy.close()
+
+
+class Elsewhere:
+    """A run that can be reached by names only: hub.test and weights.test."""
+
+    def __init__(self, path: Path) -> None:
+        self.folder = RunFolder.prepare(path, Recipe.model_validate(RECIPE))
+        endpoints = self.folder.assign_endpoints()
+        named = endpoints.model_copy(update={"origin": f"http://weights.test:{port_of(endpoints.origin)}"})
+        (path / "endpoints.json").write_text(named.model_dump_json())
+        self.join = endpoints.join.replace("127.0.0.1", "hub.test")
+        self.hub = endpoints.hub.replace("127.0.0.1", "hub.test")
+        self.stop, self.threads = StopToken(), ThreadPoolExecutor()
+        self.roles: list[Future[None]] = [
+            self.threads.submit(run_role, self.folder, name, self.stop) for name in ("hub", "origin", "validator-0")
+        ]
+        self.key = self.folder.key("trainer")
+        self.client = HubClient(endpoints.hub, self.key, self.stop)
+        self.client.register("trainer", "trainer", self.folder.certificate("trainer"))
+        self.origin = Origin(self.folder.path / "origin", endpoints.run, self.key)
+        self.run = endpoints.run
+
+    def publish(self, version: int) -> None:
+        tensors = [TensorView("w", "F32", (1,), memoryview(np.full(1, version, dtype="<f4")).cast("B"))]
+        policy = self.origin.publish(version, tensors, ledger_head=self.client.ledger_head()).policy
+        announcement = PolicyAnnouncement(run=self.run, policy=policy, created_at_ms=1)
+        self.client.announce(sign_document(announcement, self.key))
+
+    def train(self) -> None:
+        for _ in range(int(DEADLINE_S)):
+            if self.client.batch(0, wait_s=1).batch is not None:
+                return self.publish(1)
+        raise AssertionError(self.client.status())
+
+    def close(self) -> None:
+        self.stop.set("the test ends")
+        for role in self.roles:
+            role.result(DEADLINE_S)
+        self.threads.shutdown()
+        self.client.close()
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, proxy: ForwardProxy) -> Iterator[Elsewhere]:
+    run = Elsewhere(tmp_path / "run")
+    yield run
+    run.close()
+
+
+def test_a_worker_behind_a_proxy_joins_fetches_and_earns(
+    elsewhere: Elsewhere, proxy: ForwardProxy, tmp_path: Path
+) -> None:
+    elsewhere.publish(0)
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("SHOAL_")}
+    command = [sys.executable, "-m", "shoal.cli", "join", elsewhere.join, "--engine", "scripted", "--name", "guest"]
+    command += ["--folder", str(tmp_path / "node")]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=environment)
+    try:
+        elsewhere.train()
+    finally:
+        _, error = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 0, error
+    [guest] = [node for node in elsewhere.client.status().nodes if node.name == "guest"]
+    assert guest.accepted > 0
+    asked = {target.split("?")[0] for target in proxy.asked}
+    assert f"POST {elsewhere.hub}/leases" in asked
+    assert any(target.startswith("GET http://weights.test:") and "/chunks/" in target for target in asked)
+    assert not any("127.0.0.1" in target for target in asked), "this machine's own addresses need no proxy"
+    findings = {finding.name: finding for finding in examine([elsewhere.join], tmp_path / "node")}
+    assert findings["proxy"].text == f"{proxy.url} (by the environment)"
+    assert findings["hub"].ok
+    assert "protocol 2" in findings["hub"].text
+    assert findings["clock"].ok
+    assert findings["weights"].text == "1 of 1 sources answer"
+
+
+def test_no_proxy_is_honoured(proxy: ForwardProxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert proxy_of("http://hub.test:8470") is not None
+    monkeypatch.setenv("NO_PROXY", "hub.test,.internal")
+    assert proxy_of("http://hub.test:8470") is None
+    assert proxy_of("http://a.internal") is None
+    assert proxy_of("http://other.test") is not None
+    options = ClientOptions(patience_s=0.2)
+    client = HubClient("http://hub.test:9", SigningKey.generate(), StopToken(), options=options)
+    with closing(client), pytest.raises(HubUnreachable):
+        client.run_info()
+    with pytest.raises(BroadcastError, match="cannot be reached: "):
+        Connection("http://hub.test:9", StopToken()).get("/head.json", Deadline(5))
+    assert proxy.asked == []
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:1", "http://localhost:1", "https://[::1]:1", "http://127.8.8.8"])
+def test_this_machine_is_never_asked_for_through_a_proxy(proxy: ForwardProxy, url: str) -> None:
+    assert proxy_of(url) is None
+
+
+def test_a_proxy_that_wants_a_password_gets_it_and_a_wrong_one_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    proxy = ForwardProxy(credentials="me:se cret")
+    server = _Source()
+    try:
+        monkeypatch.setenv("HTTP_PROXY", proxy.url.replace("//", "//me:se%20cret@"))
+        with closing(Connection(f"http://weights.test:{server.port}", StopToken())) as connection:
+            assert connection.get("/head.json", Deadline(10)).status == 200
+            assert connection.read(100, Deadline(10)) == b"hello"
+        monkeypatch.setenv("HTTP_PROXY", proxy.url)
+        with pytest.raises(BroadcastError, match=r"wants a user and a password \(407\)"):
+            Connection(f"http://weights.test:{server.port}", StopToken()).get("/head.json", Deadline(10))
+    finally:
+        proxy.close()
+        server.close()
+
+
+def test_a_secure_source_is_reached_through_a_tunnel(
+    proxy: ForwardProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    certificate = _certificate(tmp_path)
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+    server = _Source(certificate)
+    try:
+        with closing(Connection(f"https://weights.test:{server.port}", StopToken())) as connection:
+            for _ in range(2):
+                assert connection.get("/head.json", Deadline(10)).status == 200
+                assert connection.read(100, Deadline(10)) == b"hello"
+        assert proxy.asked == [f"CONNECT weights.test:{server.port}"]
+        with pytest.raises(BroadcastError, match=r"through the proxy http://127\.0\.0\.1:\d+: .*closed the connection"):
+            Connection("https://weights.test:9", StopToken()).get("/head.json", Deadline(10))
+    finally:
+        server.close()
+
+
+@pytest.mark.parametrize("text", ["socks5://proxy:1080", "http://", "http://proxy:nonsense"])
+def test_a_proxy_of_an_unknown_kind_is_said_to_be_so(text: str) -> None:
+    with pytest.raises(ConfigError, match="proxy"):
+        parse_proxy(text)
+
+
+def test_a_proxys_password_is_never_shown() -> None:
+    proxy = parse_proxy("http://me:secret@proxy.example:3128")
+    assert proxy.shown == "http://proxy.example:3128"
+    assert "secret" not in repr(proxy)
+    assert parse_proxy("proxy:3128") == Proxy("proxy", 3128)
+
+
+class _Source:
+    """A source of one document, with or without TLS."""
+
+    def __init__(self, certificate: Path | None = None) -> None:
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._server.getsockname()[1]
+        self._context = None if certificate is None else ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        if self._context is not None:
+            self._context.load_cert_chain(certificate)
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        with suppress(OSError):
+            while True:
+                connection, _ = self._server.accept()
+                connection.settimeout(DEADLINE_S)
+                with suppress(OSError), closing(self._wrapped(connection)) as speaking:
+                    while head := ForwardProxy._read_head(speaking):
+                        speaking.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello")
+                        if b"connection: close" in head.lower():
+                            break
+
+    def _wrapped(self, connection: socket.socket) -> socket.socket:
+        return connection if self._context is None else self._context.wrap_socket(connection, server_side=True)
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self._server.shutdown(socket.SHUT_RDWR)
+        self._server.close()
+        self._thread.join(10)
+
+
+def _certificate(folder: Path) -> Path:
+    """A certificate for weights.test that signs itself, with its key in the same file."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "weights.test")])
+    now = datetime.datetime.now(datetime.UTC)
+    certificate = (
+        x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key())
+        .serial_number(1).not_valid_before(now - datetime.timedelta(days=1))
+        .not_valid_after(now + datetime.timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName("weights.test")]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .sign(key, hashes.SHA256())
+    )  # fmt: skip
+    path = folder / "weights.pem"
+    secret = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    path.write_bytes(secret + certificate.public_bytes(serialization.Encoding.PEM))
+    return path

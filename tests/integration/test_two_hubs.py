@@ -1,0 +1,442 @@
+"""Two hubs on one PostgreSQL, processes of their own, under a storm: nothing is given out or counted twice.
+
+    workers, validators, a trainer (threads, signed HTTP) ──┬─► hub A ✝ killed half-way ──┐
+      each call at any of the hubs, some at both at once    └─► hub B ────────────────────┴─► PostgreSQL
+
+Same request at both hubs at once: the same leases. Same submission, same verdict at both at once: taken once.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from pgkit import running_cluster
+
+sys.path.append(str(Path(__file__).parents[1] / "unit" / "hub"))
+
+from hubkit import (
+    HUB,
+    RUN_ID,
+    TOKENS_PER_ROLLOUT,
+    TRAINER,
+    Actor,
+    certificate,
+    fresh_request,
+    make_config,
+    policy,
+    submission_body,
+    worker_key,
+)
+
+from shoal import ledger
+from shoal.errors import ConfigError, ResourceError
+from shoal.hub import run_hub
+from shoal.hub.service import Hub
+from shoal.hub.state.machines import LeaseState, SubmissionState
+from shoal.hub.storage import tables
+from shoal.hub.storage.postgres import PostgresStorage
+from shoal.protocol import (
+    Audit,
+    AuditReply,
+    Batch,
+    Lease,
+    LeaseReply,
+    LedgerEntry,
+    LedgerPage,
+    Outcome,
+    PolicyAnnouncement,
+    Registration,
+    RolloutReward,
+    SignedDocument,
+    SigningKey,
+    Verdict,
+    VerdictReport,
+    open_document,
+    sign_document,
+)
+from shoal.runtime.clock import ManualClock, SystemClock
+from shoal.runtime.stop import stop_on_signals
+
+DEADLINE_S = 120.0
+VALIDATORS = 2
+SETTINGS = {"requests_per_key_s": 0, "requests_per_address_s": 0, "registrations_per_address_min": 0}
+GROUP_TOKENS = 2 * TOKENS_PER_ROLLOUT
+
+
+@dataclass(frozen=True)
+class Scale:
+    steps: int = 4
+    groups: int = 12
+    workers: int = 8
+
+    @property
+    def run(self) -> dict[str, int]:
+        return {"steps": self.steps, "groups_per_step": self.groups, "max_staleness": 1}
+
+
+_forks = multiprocessing.get_context("forkserver")
+_forks.set_forkserver_preload(["pytest", "httpx", "shoal.client.asgi", "shoal.hub.app", "shoal.hub.server"])
+
+
+def serve(folder: Path, database: str, scale: Scale, ready: Connection) -> None:
+    """One hub, in a process of its own; it does not outlive its test."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+    config = make_config(folder, run=scale.run, settings={**SETTINGS, "database": database})
+    run_hub(config, stop_on_signals(), ready.send)
+
+
+class HubProcess:
+    def __init__(self, folder: Path, database: str, scale: Scale) -> None:
+        receiver, sender = _forks.Pipe(duplex=False)
+        self.process = _forks.Process(target=serve, args=(folder, database, scale, sender), daemon=True)
+        self.process.start()
+        sender.close()
+        with receiver:
+            assert receiver.poll(DEADLINE_S), "the hub did not get ready"
+            self.url: str = receiver.recv()
+
+    def kill(self) -> None:
+        assert self.process.pid is not None
+        if self.process.exitcode is None:
+            os.kill(self.process.pid, signal.SIGKILL)
+        self.process.join(10)
+
+
+@pytest.fixture(params=[Scale(), pytest.param(Scale(10, 24, 16), marks=pytest.mark.slow)], ids=["storm", "long storm"])
+def scale(request: pytest.FixtureRequest) -> Scale:
+    scale: Scale = request.param
+    return scale
+
+
+@pytest.fixture
+def hubs(tmp_path: Path, database_url: str, scale: Scale) -> Iterator[list[HubProcess]]:
+    with ThreadPoolExecutor(2) as pool:  # started at once: one makes the tables, the other waits for it
+        started = list(pool.map(lambda _: HubProcess(tmp_path / "hub", database_url, scale), range(2)))
+    yield started
+    for hub in started:
+        hub.kill()
+
+
+@dataclass
+class Books:
+    """What everybody was told, to compare with what is stored."""
+
+    granted: dict[str, tuple[str, str]] = field(default_factory=dict)
+    receipts: dict[str, str] = field(default_factory=dict)
+    trouble: list[str] = field(default_factory=list)
+    busy: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def grant(self, node: str, request: str, leases: Sequence[Lease]) -> None:
+        with self.lock:
+            for lease in leases:
+                holder = self.granted.setdefault(lease.lease, (node, request))
+                if holder != (node, request) or lease.node != node:
+                    self.trouble.append(f"{lease.lease} went to {holder} and to {(node, request)}")
+
+
+class Player:
+    """One key that knows both hubs. A call goes to any of them, and to the other if that one is gone."""
+
+    def __init__(self, key: SigningKey, urls: Sequence[str], seed: int) -> None:
+        self.key, self.random, self.busy = key, random.Random(seed), 0
+        self.actors = [Actor(key, httpx.Client(base_url=url, timeout=60), SystemClock()) for url in urls]
+
+    def close(self) -> None:
+        for actor in self.actors:
+            actor.http.close()
+
+    def call(self, method: str, path: str, body: Any = None) -> httpx.Response:
+        end_s = time.monotonic() + DEADLINE_S
+        while time.monotonic() < end_s:
+            actor = self.random.choice(self.actors)
+            try:
+                answer = actor.call(method, path, body)
+            except httpx.TransportError:
+                if len(self.actors) > 1:
+                    self.actors.remove(actor)
+                    actor.http.close()
+                continue
+            if answer.status_code != 503:
+                return answer
+            self.busy += 1
+            time.sleep(0.02)
+        raise AssertionError(f"no hub answered {method} {path}")
+
+    def at_both(self, method: str, path: str, body: Any = None) -> list[httpx.Response]:
+        """The same call at every hub at the same moment; of those that answered."""
+        with ThreadPoolExecutor(2) as pool:
+            calls = [pool.submit(actor.call, method, path, body) for actor in self.actors]
+            done = [call.result() for call in calls if call.exception() is None]
+        return [answer for answer in done if answer.status_code != 503]
+
+
+class Worker(Player):
+    def work(self, books: Books, is_over: Callable[[], bool]) -> None:
+        while not is_over():
+            leases = self.lease(books)
+            if not leases:
+                time.sleep(0.02)
+            for lease in leases:
+                self.hand_in(books, lease)
+
+    def lease(self, books: Books) -> list[Lease]:
+        request = fresh_request()
+        body = {"request": request, "max_units": self.random.randint(1, 4), "wait_s": 0}
+        twice = self.random.random() < 0.3
+        answers = self.at_both("POST", "/leases", body) if twice else [self.call("POST", "/leases", body)]
+        replies = [self._opened(answer) for answer in answers]
+        for reply in replies:
+            books.grant(self.key.node, request, reply)
+        return replies[0] if replies else []
+
+    def _opened(self, answer: httpx.Response) -> list[Lease]:
+        assert answer.status_code == 200, answer.text
+        found = LeaseReply.model_validate_json(answer.content).leases
+        return [open_document(signed, Lease, HUB.public_key) for signed in found]
+
+    def hand_in(self, books: Books, lease: Lease) -> None:
+        if self.random.random() < 0.1:
+            self.call("POST", "/leases/release", {"leases": [lease.lease]})
+            return
+        path, body = f"/submissions/{lease.lease}", submission_body(lease)
+        twice = self.random.random() < 0.3
+        answers = self.at_both("PUT", path, body) if twice else [self.call("PUT", path, body)]
+        for answer in answers:
+            assert answer.status_code in (200, 201, 410), answer.text
+            if answer.status_code != 410:
+                signed = SignedDocument.model_validate_json(answer.content)
+                with books.lock:
+                    books.receipts[str(signed.document["submission"])] = self.key.node
+
+
+class Validator(Player):
+    def work(self, books: Books, is_over: Callable[[], bool]) -> None:
+        while not is_over():
+            answer = self.call("POST", "/audits", {"max_audits": 6, "wait_s": 0})
+            audits = AuditReply.model_validate_json(answer.content).audits
+            if not audits:
+                time.sleep(0.02)
+                continue
+            report = VerdictReport(verdicts=tuple(self._verdict(audit) for audit in audits))
+            if self.random.random() < 0.5:
+                self.at_both("POST", "/verdicts", report)
+            else:
+                self.call("POST", "/verdicts", report)
+
+    def _verdict(self, audit: Audit) -> SignedDocument:
+        """By the submission's name: all validators find the same; some are rejected, at no cost but the group."""
+        lease = open_document(audit.lease, Lease, HUB.public_key)
+        outcome = Outcome.INCONCLUSIVE if int(audit.submission[:2], 16) < 24 else Outcome.ACCEPTED
+        accepted = outcome is Outcome.ACCEPTED
+        verdict = Verdict(
+            run=RUN_ID,
+            submission=audit.submission,
+            unit=lease.unit,
+            node=lease.node,
+            outcome=outcome,
+            reason="" if accepted else "test",
+            rewards=(RolloutReward(value=0.0), RolloutReward(value=1.0)) if accepted else (),
+            generated_tokens=GROUP_TOKENS if accepted else 0,
+            decided_at_ms=1,
+        )
+        return sign_document(verdict, self.key)
+
+
+class Trainer(Player):
+    def announce(self, version: int) -> None:
+        document = PolicyAnnouncement(run=RUN_ID, policy=policy(version), created_at_ms=1)
+        answer = self.call("POST", "/policies", sign_document(document, TRAINER))
+        assert answer.status_code == 204, answer.text
+
+    def batch(self, books: Books, step: int) -> Batch:
+        end_s = time.monotonic() + DEADLINE_S
+        while time.monotonic() < end_s:
+            assert not books.trouble, books.trouble
+            answer = self.call("POST", f"/batches/{step}", {"wait_s": 2})
+            assert answer.status_code == 200, answer.text
+            if answer.json()["batch"] is not None:
+                return Batch.model_validate(answer.json()["batch"])
+        raise AssertionError(f"step {step} got no batch: {answer.text}")
+
+
+def register(player: Player, role: Any, **more: Any) -> None:
+    body = Registration(public_key=player.key.public_key, role=role, **more)
+    answers = player.at_both("POST", "/nodes", body)
+    assert [answer.status_code for answer in answers] in ([200, 200], [200]), [answer.text for answer in answers]
+
+
+def leader_of(storage: PostgresStorage) -> str:
+    with storage.read() as reader:
+        holder: str = reader._connection.execute(tables.leaders.select()).one().holder
+    return holder
+
+
+def the_chain(player: Player) -> list[LedgerEntry]:
+    """All of the ledger, from a hub that leads: it posts what is outgoing before it answers."""
+    entries: list[LedgerEntry] = []
+    while True:
+        page = LedgerPage.model_validate_json(player.call("GET", f"/ledger?after={len(entries) - 1}").content)
+        entries += page.entries
+        if not page.entries:
+            ledger.verify(entries, page.head)
+            return entries
+
+
+def play(player: Worker | Validator, books: Books, is_over: Callable[[], bool]) -> None:
+    """To the end, or until something is not as it should be, which ends it for all."""
+    try:
+        player.work(books, is_over)
+    except Exception as error:
+        books.trouble.append(f"{type(player).__name__}: {error!r}")
+        raise
+
+
+def storm(hubs: list[HubProcess], scale: Scale, books: Books, half_way: Callable[[], None]) -> Trainer:
+    """A whole run; `half_way` is called in its middle. Returns the trainer, who still knows who is there."""
+    urls = [hub.url for hub in hubs]
+    over = threading.Event()
+    trainer = Trainer(TRAINER, urls, 0)
+    workers = [Worker(worker_key(number + 1), urls, number) for number in range(scale.workers)]
+    judges = [Validator(SigningKey.from_seed(bytes([200 + n]) * 32), urls, 100 + n) for n in range(VALIDATORS)]
+    register(trainer, "trainer", certificate=certificate(TRAINER, "trainer"))
+    for judge in judges:
+        register(judge, "validator", certificate=certificate(judge.key, "validator"))
+    for worker in workers:
+        register(worker, "worker")
+    players: list[Worker | Validator] = [*workers, *judges]
+    with ThreadPoolExecutor(len(players)) as pool:
+        playing = [pool.submit(play, player, books, over.is_set) for player in players]
+        try:
+            trainer.announce(0)
+            for step in range(scale.steps):
+                trainer.batch(books, step)
+                if step == scale.steps // 2 - 1:
+                    half_way()
+                trainer.announce(step + 1)
+        finally:
+            over.set()
+        for done in playing:
+            done.result(DEADLINE_S)
+    for player in players:
+        player.close()
+    books.busy = sum(player.busy for player in players)
+    return trainer
+
+
+def test_nothing_twice_and_nothing_lost_though_the_leader_is_killed(
+    hubs: list[HubProcess], scale: Scale, database_url: str, record_property: Callable[[str, object], None]
+) -> None:
+    books, storage, killed_s = Books(), PostgresStorage(database_url), list[float]()
+    led = leader_of(storage)
+    first = next(hub for hub in hubs if f"/{hub.process.pid}/" in led)
+
+    def half_way() -> None:
+        first.kill()
+        killed_s.append(time.monotonic())
+        until(lambda: leader_of(storage) != led, "nobody else leads")
+        killed_s.append(time.monotonic())
+
+    trainer = storm(hubs, scale, books, half_way)
+    assert not books.trouble, books.trouble
+    entries = the_chain(trainer)
+    trainer.close()
+    check_rows(storage, scale, books, ledger.fold(entries))
+    assert [entry.body["step"] for entry in entries if entry.kind == "batch"] == list(range(scale.steps))
+    storage.close()
+    counts = f"{len(books.granted)} leases, {len(books.receipts)} submissions, {books.busy} times busy"
+    taken_s = killed_s[1] - killed_s[0]
+    record_property("table", f"two hubs: {counts}; the other led {taken_s:.1f} s after the leader was killed")
+
+
+def until(is_so: Callable[[], bool], otherwise: str) -> None:
+    end_s = time.monotonic() + DEADLINE_S
+    while not is_so():
+        assert time.monotonic() < end_s, otherwise
+        time.sleep(0.05)
+
+
+def check_rows(storage: PostgresStorage, scale: Scale, books: Books, accounts: ledger.Accounts) -> None:
+    with storage.read() as reader:
+        rows = {row.submission: row for row in reader.submissions_in(SubmissionState, 10**6)}
+        nodes = [row for row in reader.nodes() if row.role == "worker"]
+        leases = [(row.unit, row.state) for row in reader._connection.execute(tables.leases.select())]
+        batches = [batch for step in range(scale.steps) if (batch := reader.batch(step)) is not None]
+    active = Counter(unit for unit, state in leases if state == LeaseState.ACTIVE.value)
+    assert all(count == 1 for count in active.values()), "a unit is in two active leases"
+    assert {name for name, node in books.receipts.items() if rows[name].node == node} == set(books.receipts)
+    accepted = [row for row in rows.values() if row.state == SubmissionState.ACCEPTED]
+    assert len({row.unit for row in accepted}) == len(accepted), "a unit was accepted twice"
+    assert accounts.total_credit == GROUP_TOKENS * len(accepted) == sum(node.credit for node in nodes)
+    assert [node.credit for node in nodes] == [accounts.by_node[node.node].credit for node in nodes]
+    assert sum(node.accepted for node in nodes) == len(accepted)
+    trained = [group.unit for batch in batches for group in batch.groups]
+    assert len(trained) == len(set(trained)) == scale.steps * scale.groups
+
+
+class TestTogether:
+    """Two hubs in this process, on one database."""
+
+    def hub(self, folder: Path, database: str, clock: ManualClock) -> Hub:
+        return Hub(make_config(folder, settings={"database": database}), clock)
+
+    def test_one_leads_and_posts_and_the_other_takes_over(self, tmp_path: Path, database_url: str) -> None:
+        clock = ManualClock()
+        first, second = (self.hub(tmp_path / "hub", database_url, clock) for _ in range(2))
+        for hub in (first, second):
+            hub.upkeep.tick()
+        assert (first.context.leads, second.context.leads) == (True, False)
+        key = worker_key(1)
+        second.membership.register(Registration(public_key=key.public_key))
+        assert second.reporting.ledger_page(-1, 9).head.index == 0, "who does not lead shows what is posted"
+        assert first.reporting.ledger_page(-1, 9).entries[-1].body["node"] == key.node
+        first.close()
+        second.upkeep.tick()
+        assert second.context.leads
+        second.close()
+
+    def test_another_secret_is_refused(self, tmp_path: Path, database_url: str) -> None:
+        clock = ManualClock()
+        self.hub(tmp_path / "a", database_url, clock).close()
+        with pytest.raises(ConfigError, match=r"secret .* is missing: .* copy it from another hub"):
+            self.hub(tmp_path / "b", database_url, clock)
+        (tmp_path / "c").mkdir()
+        (tmp_path / "c" / "secret").write_text("ab" * 32)
+        with pytest.raises(ConfigError, match="all hubs of a run need the same"):
+            self.hub(tmp_path / "c", database_url, clock)
+
+
+@pytest.mark.slow
+def test_a_database_that_is_killed_and_comes_back(tmp_path: Path) -> None:
+    """With fsync on: what was answered is there again, and meanwhile the hub says what is wrong."""
+    with running_cluster(fsync=True) as cluster:
+        hub = Hub(make_config(tmp_path / "hub", settings={"database": cluster.create()}), ManualClock())
+        known = [Registration(public_key=worker_key(number + 1).public_key) for number in range(3)]
+        views = [hub.membership.register(each) for each in known[:2]]
+        cluster.kill()
+        with pytest.raises(ResourceError, match="is the server running"):
+            hub.membership.register(known[2])
+        cluster.start()
+        views.append(hub.membership.register(known[2]))
+        page = hub.reporting.ledger_page(-1, 99)
+        ledger.verify(page.entries, page.head)
+        assert [entry.body.get("node") for entry in page.entries[1:]] == [view.node for view in views]
+        hub.close()

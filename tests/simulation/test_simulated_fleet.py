@@ -1,0 +1,168 @@
+"""Small simulated fleets, from several seeds: what must hold, holds; and the same seed is the same run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from shoal.hub import HubSettings, RunSettings
+from shoal.hub.state.commands import SaveNode, SaveSubmission
+from shoal.hub.state.machines import SubmissionState
+from shoal.protocol import NodeState
+from shoal.simulator import Crew, Scenario, Simulation, problems
+
+RUN = RunSettings(steps=6, groups_per_step=8, group_size=2, max_staleness=1)
+MIXED = (
+    Crew(8, group_s=20, lives_s=200, away_s=30),
+    Crew(2, group_s=90),
+    Crew(2, group_s=10, lies=0.4, fresh_keys=True),
+    Crew(2, delivers=False),
+)
+
+
+def scenario(seed: int, **changes: object) -> Scenario:
+    whole = Scenario(
+        crews=MIXED,
+        seed=seed,
+        seconds=1200,
+        run=RUN,
+        hub=HubSettings(lease_s=40),
+        equal=6,
+        trainer_dies=4,
+        restarts_s=70,
+        down_s=4,
+    )
+    return replace(whole, **changes)  # type: ignore[arg-type]
+
+
+VARIANTS: dict[str, dict[str, object]] = {
+    "everything audited": {},
+    "by reputation": {"hub": HubSettings(lease_s=40, audit="reputation", credit_window_s=60)},
+    "synchronous": {"run": RUN.model_copy(update={"max_staleness": 0, "steps": 3})},
+    "far ahead": {"run": RUN.model_copy(update={"max_staleness": 4})},
+    "validators slow": {"audit_s": 2.0, "claims": 4, "validators": 2},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 12))])
+def test_what_must_hold_holds(tmp_path: Path, variant: str, seed: int) -> None:
+    simulation = Simulation(tmp_path, scenario(seed, **VARIANTS[variant]))
+    outcome = simulation.run()
+    assert problems(simulation.world) == []
+    assert outcome.steps == simulation.world.scenario.run.steps, f"the run stood still: {outcome}"
+    assert outcome.counts["restarts"] > 0
+    assert outcome.counts["receipts"] > 0
+
+
+def test_what_must_hold_holds_in_the_middle_too(tmp_path: Path) -> None:
+    simulation = Simulation(tmp_path, scenario(7))
+    found: list[str] = []
+
+    def look() -> bool:
+        if simulation.world.events % 50 == 0:
+            found.extend(problems(simulation.world))
+        return simulation.trainer.finished
+
+    simulation.world.run(look)
+    assert found == []
+
+
+def test_the_same_seed_is_the_same_run(tmp_path: Path) -> None:
+    first = Simulation(tmp_path / "a", scenario(3, seconds=150)).run()
+    again = Simulation(tmp_path / "b", scenario(3, seconds=150)).run()
+    other = Simulation(tmp_path / "c", scenario(4, seconds=150)).run()
+    assert first == again
+    assert first.ledger != other.ledger
+
+
+def test_the_same_seed_is_the_same_run_in_another_process(tmp_path: Path) -> None:
+    """No set or hash of this process decides anything."""
+    script = (
+        "import sys; from pathlib import Path; from shoal.simulator import *; "
+        "print(Simulation(Path(sys.argv[1]), Scenario(crews=(Crew(6, group_s=9, lies=0.2),), seconds=90, seed=5))"
+        ".run().ledger)"
+    )
+    heads = {
+        subprocess.run(
+            [sys.executable, "-c", script, str(tmp_path / seed)],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(heads) == 1
+
+
+def test_nobody_who_sits_on_leases_or_lies_earns_and_the_honest_do(tmp_path: Path) -> None:
+    honest, liars, sitters = Crew(6, group_s=15), Crew(2, group_s=15, lies=1.0), Crew(2, delivers=False)
+    simulation = Simulation(tmp_path, scenario(1, crews=(honest, liars, sitters), restarts_s=400))
+    simulation.run()
+    with simulation.world.storage.read() as reader:
+        rows = [reader.node(worker.node) for worker in simulation.workers]
+    credit = [row.credit if row else 0 for row in rows]
+    assert all(amount > 0 for amount in credit[:6])
+    assert credit[6:] == [0, 0, 0, 0]
+    assert [row.state for row in rows[6:8] if row] == [NodeState.BANNED] * 2
+
+
+class TestTheInvariantsCanFail:
+    """Each is shown a world that breaks it."""
+
+    @pytest.fixture
+    def simulation(self, tmp_path: Path) -> Simulation:
+        simulation = Simulation(tmp_path, scenario(2, seconds=120, crews=(Crew(6, group_s=8),), restarts_s=500))
+        simulation.run()
+        assert problems(simulation.world) == []
+        return simulation
+
+    def test_a_lost_receipt(self, simulation: Simulation) -> None:
+        name, receipt = next(iter(simulation.world.receipts.items()))
+        simulation.world.receipts["f" * 64] = receipt.model_copy(update={"submission": "f" * 64})
+        assert any("is not there" in problem for problem in problems(simulation.world))
+        del simulation.world.receipts["f" * 64]
+        simulation.world.blobs._bodies.pop(name)
+        assert any("are lost" in problem for problem in problems(simulation.world))
+
+    def test_credit_from_nowhere(self, simulation: Simulation) -> None:
+        with simulation.world.storage.write() as transaction:
+            row = next(row for row in transaction.nodes() if row.credit)
+            transaction.apply([SaveNode(replace(row, credit=row.credit + 1), row.state)])
+        found = problems(simulation.world)
+        assert any("its verdicts give" in problem for problem in found)
+        assert any("in the ledger" in problem for problem in found)
+
+    def test_training_on_a_lie(self, simulation: Simulation) -> None:
+        simulation.world.lies.add(simulation.world.batches[0].groups[0].submission)
+        assert any("trained on a lie" in problem for problem in problems(simulation.world))
+
+    def test_pending_credit_that_nobody_holds(self, simulation: Simulation) -> None:
+        with simulation.world.storage.write() as transaction:
+            row = transaction.submissions_in([SubmissionState.ACCEPTED], 1)[0]
+            transaction.apply([SaveSubmission(replace(row, matures_at_ms=1), row.state)])
+        assert any("pending" in problem for problem in problems(simulation.world))
+
+
+@pytest.mark.slow
+def test_a_thousand_workers_for_ten_minutes(tmp_path: Path) -> None:
+    crews = (
+        Crew(800, group_s=60, lives_s=1200),
+        Crew(50, group_s=30, lies=0.3, fresh_keys=True),
+        Crew(50, delivers=False),
+        Crew(100, group_s=300),
+    )
+    run = RunSettings(steps=1000, groups_per_step=512, group_size=2, max_staleness=2)
+    simulation = Simulation(
+        tmp_path,
+        scenario(11, crews=crews, run=run, seconds=600, validators=4, audit_s=0.02, claims=32, restarts_s=200),
+    )
+    simulation.run()
+    assert problems(simulation.world) == []

@@ -1,0 +1,176 @@
+"""`shoal admin` and `shoal why`, as a run's owner and a contributor use them, against a hub that really serves."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hubrun import hub_config, join, make_folder, serving
+
+from shoal.cli.folder import RunFolder
+from shoal.cli.main import main
+from shoal.client import ClientOptions, HubClient
+from shoal.errors import HubRefused, UserError
+from shoal.hub.service import Hub
+from shoal.ledger import verify
+from shoal.protocol import AuditRequest, LeaseRequest, SigningKey
+from shoal.runtime.clock import SystemClock
+from shoal.runtime.stop import StopToken
+
+ALICE, BOB = (SigningKey.from_seed(bytes([number]) * 32) for number in (1, 2))
+
+
+def client_of(folder: RunFolder, key: SigningKey) -> HubClient:
+    return HubClient(folder.endpoints.hub, key, StopToken(), options=ClientOptions(patience_s=5))
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunFolder]:
+    """A run with two workers, served while the tests of this file go on."""
+    folder = make_folder(tmp_path_factory.mktemp("admin") / "run", "hub.requests_per_address_s=0")
+    hub = Hub(hub_config(folder), SystemClock())
+    join(hub, ALICE, "alice")
+    join(hub, BOB, "bob")
+    hub.close()
+    with serving(folder):
+        yield folder
+
+
+def order(folder: RunFolder, verb: str, *arguments: str) -> int:
+    return main(["admin", verb, str(folder.path), *arguments])
+
+
+def test_pause_and_resume(folder: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    assert order(folder, "pause", "--reason", "power cut") == 0
+    assert capsys.readouterr().out == "the run is paused\n"
+    reply = client_of(folder, ALICE).lease(LeaseRequest(request="request-1", max_units=1))
+    assert "power cut" in reply.waiting
+    assert main(["status", str(folder.path)]) == 0
+    assert "paused by its owner" in capsys.readouterr().out
+    assert order(folder, "resume") == 0
+    assert order(folder, "drain") == 0
+    assert order(folder, "resume") == 0
+    assert order(folder, "resume") == 0
+    assert "nothing to do" in capsys.readouterr().out
+
+
+def test_a_node_is_named_by_its_name_or_the_start_of_its_id(
+    folder: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert order(folder, "ban", "alice", "--reason", "a bot") == 0
+    assert main(["why", ALICE.node[:6], str(folder.path)]) == 0
+    said = capsys.readouterr().out
+    assert f"node {ALICE.node} (alice), worker: banned: a bot; only the run's owner can pardon it" in said
+    assert "admin: verb ban" in said
+    assert order(folder, "pardon", ALICE.node) == 0
+    assert order(folder, "suspend", "bob", "--for", "90") == 0
+    assert main(["why", "bob", str(folder.path), "--json"]) == 0
+    out = capsys.readouterr().out
+    story = json.loads(out[out.index("{") :])
+    assert (story["node"]["state"], story["node"]["suspensions"]) == ("suspended", 1)
+    assert order(folder, "pardon", "bob") == 0
+    assert order(folder, "ban", "nobody") == 2
+    assert main(["why", "7", str(folder.path)]) == 4
+    assert "there is no unit 7" in capsys.readouterr().err
+
+
+def test_from_elsewhere_with_the_keys_alone(folder: RunFolder, tmp_path: Path) -> None:
+    join_url, keys = folder.endpoints.join, tmp_path / "keys"
+    assert main(["admin", "pause", join_url]) == 2
+    keys.mkdir()
+    assert main(["admin", "pause", join_url, "--keys", str(keys)]) == 2
+    for name in ("admin.key", "admin.json"):
+        shutil.copy(folder.path / "keys" / name, keys / name)
+    assert main(["admin", "pause", join_url, "--keys", str(keys)]) == 0
+    assert main(["admin", "resume", join_url, "--keys", str(keys)]) == 0
+
+
+def test_relays(folder: RunFolder) -> None:
+    assert order(folder, "add-relay", "http://relay:8472") == 0
+    assert "http://relay:8472" in client_of(folder, ALICE).run_info().sources
+    assert order(folder, "remove-relay", "http://relay:8472") == 0
+    assert "http://relay:8472" not in client_of(folder, ALICE).run_info().sources
+
+
+def test_another_validator_without_a_restart(folder: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    assert order(folder, "add-validator") == 0
+    assert "validator --dir" in capsys.readouterr().out
+    key = folder.key("validator-1")
+    assert "validator-1" in RunFolder.open(folder.path).trusted_roles
+    client = client_of(folder, key)
+    assert key.public_key in client.trusted_run().validator_keys
+    client.register("validator-1", "validator", folder.certificate("validator-1"))
+    client.audits(AuditRequest(max_audits=1))
+    assert order(folder, "revoke", "validator-1") == 0
+    with pytest.raises(HubRefused, match="revoked"):
+        client.audits(AuditRequest(max_audits=1))
+    assert key.public_key not in client_of(folder, ALICE).trusted_run().validator_keys
+
+
+def test_a_validator_elsewhere_gets_its_certificate_as_a_file(folder: RunFolder, tmp_path: Path) -> None:
+    key = SigningKey.from_seed(b"q" * 32)
+    out = tmp_path / "certificate.json"
+    assert order(folder, "add-validator", key.public_key, "--out", str(out)) == 0
+    assert json.loads(out.read_text())["document"]["public_key"] == key.public_key
+    assert key.public_key in client_of(folder, ALICE).trusted_run().validator_keys
+    assert order(folder, "add-validator", "no key") == 2
+
+
+def test_without_the_root_key_nobody_is_certified(folder: RunFolder, tmp_path: Path) -> None:
+    root = folder.path / "keys" / "root.key"
+    root.rename(tmp_path / "root.key")
+    try:
+        assert order(folder, "add-validator") == 2
+        assert order(folder, "rotate", "validator-0") == 2
+        assert order(folder, "pause") == 0
+        assert order(folder, "resume") == 0
+    finally:
+        (tmp_path / "root.key").rename(root)
+
+
+def test_keys_are_rotated_without_an_interruption(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = make_folder(tmp_path / "run")
+    before = {name: folder.key(name).public_key for name in ("hub", "validator-0", "admin")}
+    with serving(folder):
+        for name in before:
+            assert order(folder, "rotate", name) == 0
+        assert order(folder, "rotate", "trainer") == 2
+        assert order(folder, "rotate", "nobody") == 2
+        assert order(folder, "pause") == 0  # signed by the new admin key
+        assert order(folder, "resume") == 0
+        trusted = client_of(folder, ALICE).trusted_run()
+        assert trusted.hub_keys == {before["hub"], folder.key("hub").public_key}
+        assert {before["validator-0"], folder.key("validator-0").public_key} <= trusted.validator_keys
+    with serving(RunFolder.open(folder.path)):  # restarted: it signs with its new key, and the old one still counts
+        client = client_of(folder, ALICE)
+        assert before["hub"] in client.trusted_run().hub_keys
+        assert client.signed_ledger_head().signed_by == folder.key("hub").public_key != before["hub"]
+        for name, key in before.items():
+            assert order(folder, "revoke", key) == 0, name
+        assert set(client_of(folder, ALICE).run_info().revoked) == set(before.values())
+        entries = client.ledger(limit=1000).entries
+        verify(entries)
+        verbs = [entry.body["verb"] for entry in entries if entry.kind == "admin"]
+        assert verbs == ["certify", "certify", "certify", "pause", "resume", "revoke", "revoke", "revoke"]
+        capsys.readouterr()
+        assert main(["ledger", "verify", str(folder.path)]) == 0
+        assert "orders of the owner: 8" in capsys.readouterr().out
+
+
+def test_a_hub_that_is_not_running_takes_no_orders(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "run")
+    from shoal.cli import ordering
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ordering, "WAIT_S", 0.0)
+        assert order(folder, "pause") == 4
+    with pytest.raises(UserError, match="64 hex digits"):
+        ordering.revoke(str(folder.path), "short", "", None)

@@ -1,0 +1,250 @@
+"""`shoal backup` and `shoal restore`: a run that is going on, as one file, goes on from it elsewhere."""
+
+from __future__ import annotations
+
+import io
+import tarfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from folderkit import Play
+from shoal.cli import backup
+from shoal.cli.backup import backup_run, missing_inputs, restore_run, verify_backup
+from shoal.cli.bundle import MANIFEST, BundleWriter, read_bundle, unpack
+from shoal.cli.folder import RunFolder
+from shoal.cli.main import main
+from shoal.errors import ConfigError, ProtocolError, ResourceError
+from shoal.shardcast.tree import Tree
+
+
+def quiet(_line: str) -> None:
+    pass
+
+
+@pytest.fixture(scope="module")
+def taken(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A backup of a run that stands at version 1; the run's folder lies beside it."""
+    folder = tmp_path_factory.mktemp("taken")
+    play = Play(folder / "run")
+    play.step()
+    play.close()
+    backup_run(folder / "run", folder / "run.tar", quiet)
+    return folder / "run.tar"
+
+
+class TestLive:
+    def test_a_run_that_is_going_on_goes_on_from_its_backup_and_nothing_promised_is_lost(self, tmp_path: Path) -> None:
+        play = Play(tmp_path / "run")
+        play.step()
+        promised = list(play.receipts)
+        busy, failures = threading.Event(), list[Exception]()
+
+        def go_on() -> None:
+            try:
+                while not play.finished:
+                    play.work()
+                    busy.set()
+                    play.step()
+            except Exception as error:  # noqa: BLE001  looked at where the test ends
+                failures.append(error)
+
+        going = threading.Thread(target=go_on)
+        going.start()
+        assert busy.wait(60)
+        summary = backup_run(tmp_path / "run", tmp_path / "run.tar", quiet)
+        going.join(120)
+        assert failures == []
+        play.check()
+        play.close()
+        assert summary.submissions >= len(promised)
+        assert not list((tmp_path / "run").glob(".backup-*"))
+        restored = Play(self.restored(tmp_path), receipts=promised)
+        assert (restored.folder.run_id, restored.endpoints) == (play.folder.run_id, play.endpoints)
+        while not restored.finished:
+            restored.step()
+        restored.check()
+        restored.close()
+
+    @staticmethod
+    def restored(folder: Path) -> Path:
+        restore_run(folder / "run.tar", folder / "elsewhere" / "run")
+        return folder / "elsewhere" / "run"
+
+
+class TestContents:
+    def test_it_has_what_a_run_needs_and_keys_stay_private(self, taken: Path, tmp_path: Path) -> None:
+        assert taken.stat().st_mode & 0o777 == 0o600
+        summary = restore_run(taken, tmp_path / "run")
+        assert (summary.version, summary.submissions) == (1, 2)
+        before, after = RunFolder.open(taken.parent / "run"), RunFolder.open(tmp_path / "run")
+        assert after.recipe == before.recipe
+        for name in ("root.key", "hub.key", "trainer.key"):
+            assert (tmp_path / "run" / "keys" / name).read_bytes() == (before.path / "keys" / name).read_bytes()
+            assert (tmp_path / "run" / "keys" / name).stat().st_mode & 0o777 == 0o600
+        assert (tmp_path / "run" / "worker-0" / "node.key").exists()
+        assert (tmp_path / "run" / "trainer" / "checkpoints" / "1.0" / "model.safetensors").exists()
+        assert Tree(tmp_path / "run" / "origin").places() == [(0, 0), (0, 1)]
+        assert not (tmp_path / "run" / "hub" / "hub.db-wal").exists()
+
+    def test_only_the_newest_checkpoints_go_in(self, tmp_path: Path) -> None:
+        source = tmp_path / "run" / "trainer" / "checkpoints"
+        for name in ("1.0", "2.0", "9.0", "10.0", ".saving-11.0"):
+            (source / name).mkdir(parents=True)
+            (source / name / "checkpoint.json").write_text("{}")
+        backup._hold_checkpoints(tmp_path / "run", tmp_path / "scratch")
+        assert {path.name for path in (tmp_path / "scratch" / "trainer" / "checkpoints").iterdir()} == {"9.0", "10.0"}
+
+    def test_a_checkpoint_that_goes_while_it_is_held_is_not_taken_in_part(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        source = tmp_path / "run" / "trainer" / "checkpoints"
+        for version in (1, 2):
+            (source / f"{version}.0").mkdir(parents=True)
+            for name in ("a", "b"):
+                (source / f"{version}.0" / name).write_bytes(b"x")
+        hold, calls = backup._hold, list[Path]()
+
+        def remove_the_oldest_meanwhile(path: Path, target: Path) -> None:
+            calls.append(path)
+            if len(calls) == 4:  # the second file of the older one
+                path.unlink()
+                (source / "1.0" / "a").unlink()
+                (source / "1.0").rmdir()
+            hold(path, target)
+
+        monkeypatch.setattr(backup, "_hold", remove_the_oldest_meanwhile)
+        backup._hold_checkpoints(tmp_path / "run", tmp_path / "scratch")
+        held = sorted(str(path.relative_to(tmp_path / "scratch")) for path in (tmp_path / "scratch").rglob("[ab]"))
+        assert held == ["trainer/checkpoints/2.0/a", "trainer/checkpoints/2.0/b"]
+
+    def test_a_manifest_that_goes_while_its_chunks_are_held_is_left_out(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        source = tmp_path / "run" / "origin"
+        for name in ("head.json", "manifests/0.1.json", "manifests/0.2.json", "chunks/ab/abcd"):
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            (source / name).write_bytes(b"x")
+        hold = backup._hold
+
+        def collect_meanwhile(path: Path, target: Path) -> None:
+            if path.parent.name == "ab":
+                (source / "manifests" / "0.1.json").unlink()
+            hold(path, target)
+
+        monkeypatch.setattr(backup, "_hold", collect_meanwhile)
+        backup._hold_origin(tmp_path / "run", tmp_path / "scratch")
+        held = {str(path.relative_to(tmp_path / "scratch" / "origin")) for path in (tmp_path / "scratch").rglob("*.*")}
+        assert held == {"head.json", "manifests/0.2.json"}
+
+    def test_what_the_recipe_names_and_is_not_here_is_told(self, taken: Path, tmp_path: Path) -> None:
+        recipe = RunFolder.open(taken.parent / "run").recipe
+        assert missing_inputs(recipe) == []
+        model = recipe.model.model_copy(update={"path": str(tmp_path / "gone")})
+        assert missing_inputs(recipe.model_copy(update={"model": model})) == [str(tmp_path / "gone")]
+
+
+def rewritten(source: Path, target: Path, change: Callable[[str, bytes], bytes | None]) -> Path:
+    """A copy of a tar with members changed, or (None) left out."""
+    with tarfile.open(source) as old, tarfile.open(target, "w") as new:
+        for info in old:
+            file = old.extractfile(info)
+            assert file is not None
+            data = change(info.name, file.read())
+            if data is not None:
+                info.size = len(data)
+                new.addfile(info, io.BytesIO(data))
+    return target
+
+
+class TestDamage:
+    def test_a_backup_is_whole_and_says_so(self, taken: Path) -> None:
+        assert verify_backup(taken).line.startswith("run kept-")
+
+    @pytest.mark.parametrize("part", ["hub/hub.db", "hub/blobs/", "keys/root.key", MANIFEST])
+    def test_any_changed_byte_is_found_and_nothing_is_restored(self, taken: Path, tmp_path: Path, part: str) -> None:
+        def change(name: str, data: bytes) -> bytes:
+            middle = len(data) // 2
+            flipped = data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
+            return flipped if name.startswith(part) else data
+
+        bad = rewritten(taken, tmp_path / "bad.tar", change)
+        with pytest.raises(ProtocolError, match="damaged"):
+            verify_backup(bad)
+        with pytest.raises(ProtocolError, match="damaged"):
+            restore_run(bad, tmp_path / "run")
+        with pytest.raises(ProtocolError, match="damaged"):
+            unpack(bad, tmp_path / "run")
+        assert [path.name for path in tmp_path.iterdir()] == ["bad.tar"]
+
+    @pytest.mark.parametrize("lost", ["hub/blobs/", "keys/hub.key", MANIFEST, "hub/hub.db"])
+    def test_a_missing_file_is_found(self, taken: Path, tmp_path: Path, lost: str) -> None:
+        bad = rewritten(taken, tmp_path / "bad.tar", lambda name, data: None if name.startswith(lost) else data)
+        with pytest.raises(ProtocolError):
+            verify_backup(bad)
+
+    def test_one_that_ends_early_or_is_something_else_is_said_to_be(self, taken: Path, tmp_path: Path) -> None:
+        (tmp_path / "short.tar").write_bytes(taken.read_bytes()[: taken.stat().st_size // 2])
+        (tmp_path / "other.tar").write_bytes(b"no tar at all" * 100)
+        for name in ("short.tar", "other.tar"):
+            with pytest.raises(ProtocolError, match="damaged"):
+                verify_backup(tmp_path / name)
+        with pytest.raises(ResourceError, match="cannot read the backup"):
+            verify_backup(tmp_path / "none.tar")
+
+    @pytest.mark.parametrize("name", ["../outside", "/etc/outside", "hub/../../outside", "./hub"])
+    def test_no_name_reaches_outside_the_folder(self, tmp_path: Path, name: str) -> None:
+        with tarfile.open(tmp_path / "bad.tar", "w") as tar:
+            tar.addfile(tarfile.TarInfo(name), io.BytesIO(b""))
+        with pytest.raises(ProtocolError, match="no name of a file in a run's folder"):
+            unpack(tmp_path / "bad.tar", tmp_path / "run")
+        assert [path.name for path in tmp_path.iterdir()] == ["bad.tar"]
+
+    def test_links_and_devices_are_not_unpacked(self, tmp_path: Path) -> None:
+        info = tarfile.TarInfo("hub/secret")
+        info.type, info.linkname = tarfile.SYMTYPE, "/etc/passwd"
+        with tarfile.open(tmp_path / "bad.tar", "w") as tar:
+            tar.addfile(info)
+        with pytest.raises(ProtocolError, match="a member that no backup has"):
+            unpack(tmp_path / "bad.tar", tmp_path / "run")
+
+
+class TestPlaces:
+    def test_nothing_is_replaced(self, taken: Path, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match="exists already"):
+            backup_run(taken.parent / "run", taken, quiet)
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run" / "mine").write_text("here")
+        with pytest.raises(ConfigError, match="is not empty"):
+            restore_run(taken, tmp_path / "run")
+        assert (tmp_path / "run" / "mine").read_text() == "here"
+
+    def test_what_fails_leaves_no_file(self, tmp_path: Path) -> None:
+        with pytest.raises(ResourceError, match="none: No such file"), BundleWriter(tmp_path / "out.tar") as bundle:
+            bundle.add_file("a", tmp_path / "none")
+        assert list(tmp_path.iterdir()) == []
+
+    def test_a_bundle_gives_back_what_was_put_in(self, tmp_path: Path) -> None:
+        with BundleWriter(tmp_path / "out.tar") as bundle:
+            bundle.add_bytes("a/b", b"x" * 3_000_000)
+            bundle.add_bytes("empty", b"")
+            bundle.seal("run", 1, "test")
+        found: dict[str, bytes] = {}
+        contents = read_bundle(tmp_path / "out.tar", lambda name, _mode, data: found.update({name: b"".join(data)}))
+        assert found == {"a/b": b"x" * 3_000_000, "empty": b""}
+        assert set(contents.members) == set(found)
+
+    def test_the_commands_say_what_to_do_next(
+        self, taken: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert main(["backup", str(taken.parent / "run"), str(tmp_path / "again.tar")]) == 0
+        assert "private keys" in capsys.readouterr().out
+        assert main(["backup", "--verify", str(tmp_path / "again.tar")]) == 0
+        assert "is whole" in capsys.readouterr().out
+        assert main(["restore", str(tmp_path / "again.tar"), str(tmp_path / "run")]) == 0
+        assert f"run --dir {tmp_path / 'run'}" in capsys.readouterr().out
+        assert main(["backup", str(tmp_path / "run")]) == 2
+        assert main(["backup", str(tmp_path), str(tmp_path / "no.tar")]) == 2
+        assert not (tmp_path / "no.tar").exists()

@@ -1,0 +1,80 @@
+"""The doctor's look at this machine and at the road to a run: what stops a worker, what is only said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from shoal.cli import doctor
+from shoal.cli.doctor import cuda_devices, examine
+from shoal.errors import ResourceError
+
+NOWHERE = "http://127.0.0.1:9"
+
+
+def test_without_a_driver_there_are_no_gpus() -> None:
+    assert cuda_devices("libno-such-thing.so") == []
+    assert cuda_devices("libc.so.6") == [], "a library that is no driver"
+
+
+@pytest.mark.parametrize(
+    ("torch", "ok"), [("2.11.0+cu126", True), ("2.11.0", True), ("2.11.0+cpu", False), (None, False)]
+)
+def test_a_gpu_that_torch_cannot_use_is_said(monkeypatch: pytest.MonkeyPatch, torch: str | None, ok: bool) -> None:
+    monkeypatch.setattr(doctor, "cuda_devices", lambda: ["H200"])
+    monkeypatch.setattr(doctor, "_torch_version", lambda: torch)
+    finding = doctor._device()
+    assert finding.ok is ok
+    assert finding.text.startswith("cuda: H200")
+    assert finding.stops == 0, "it can still work on its processor"
+
+
+@pytest.mark.parametrize(
+    ("least", "none", "ok", "stops"), [(0, 0, True, 0), (2**62, 0, False, 0), (2**62, 2**62, False, 3)]
+)
+def test_little_disk_is_a_warning_and_none_stops(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, least: int, none: int, ok: bool, stops: int
+) -> None:
+    monkeypatch.setattr(doctor, "LEAST_DISK_BYTES", least)
+    monkeypatch.setattr(doctor, "NO_DISK_BYTES", none)
+    finding = doctor._disk(tmp_path / "not" / "there" / "yet")
+    assert (finding.ok, finding.stops) == (ok, stops)
+    assert str(tmp_path) in finding.text
+    assert not (tmp_path / "not").exists()
+
+
+def test_a_folder_that_cannot_be_written_stops(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert doctor._writable(tmp_path / "file" / "x").stops == ResourceError.exit_code
+
+
+@pytest.mark.parametrize(
+    ("problems", "ok", "text"),
+    [
+        (["", ""], True, "2 of 2 sources answer"),
+        (["", "b is down"], True, "1 of 2 sources answer: b is down; the others will do"),
+        (["a is down", "b is down"], False, "0 of 2 sources answer: a is down; check your network"),
+    ],
+)
+def test_some_sources_of_weights_will_do(
+    monkeypatch: pytest.MonkeyPatch, problems: list[str], ok: bool, text: str
+) -> None:
+    info = SimpleNamespace(sources=("a",), last_resort=("b",))
+    monkeypatch.setattr(doctor, "_reach", dict(zip(("a", "b"), problems, strict=True)).__getitem__)
+    finding = doctor._weights(SimpleNamespace(info=info))  # type: ignore[arg-type]
+    assert finding.ok is ok
+    assert finding.text.startswith(text)
+
+
+def test_a_source_is_asked_as_a_worker_would_ask_it() -> None:
+    assert "cannot be reached" in doctor._reach(NOWHERE)
+    assert "is not a URL" in doctor._reach("nonsense")
+
+
+def test_urls_of_two_runs_are_one_problem_and_nobody_is_asked(tmp_path: Path) -> None:
+    urls = [f"{NOWHERE}/#{'ab' * 20}", f"{NOWHERE}/#{'cd' * 20}"]
+    problems = [finding for finding in examine(urls, tmp_path) if finding.name == "hub"]
+    assert [finding.stops for finding in problems] == [2]
+    assert "different runs" in problems[0].text

@@ -1,0 +1,281 @@
+"""`shoal ledger`: whoever tampers with a ledger is found out by anyone who holds a head from before."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sqlite3
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from hubrun import batch, credit, hub_config, join, make_folder, publish, record, serving
+
+from shoal.cli.accounting.checking import check_ledger
+from shoal.cli.accounting.exporting import export_ledger, leave_ledger
+from shoal.cli.accounting.heads import KeptHead, kept_path
+from shoal.cli.accounting.places import find_run
+from shoal.cli.folder import RunFolder
+from shoal.cli.main import main
+from shoal.cli.start import ledger_line
+from shoal.errors import LedgerError, UserError
+from shoal.hub.service import Hub
+from shoal.ledger import append
+from shoal.protocol import LedgerEntry, SigningKey
+from shoal.runtime.clock import ManualClock
+
+ALICE, BOB = (SigningKey.from_seed(bytes([number]) * 32) for number in (1, 2))
+OWNER = "0a" * 32
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Kept heads go here, not into the home of whoever runs the tests."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run folder: two nodes, one vouched for, credit, two batches, a policy whose manifest has the head between."""
+    folder = make_folder(tmp_path_factory.mktemp("original") / "run")
+    hub = Hub(hub_config(folder), ManualClock())
+    alice, bob = join(hub, ALICE, "alice"), join(hub, BOB, "bob")
+    record(hub, credit(alice, "s1", 30), credit(bob, "s2", 10), batch(0))
+    publish(folder, hub, 1)
+    record(hub, ("vouch", {"node": alice, "owner": OWNER}), credit(bob, "s3", 20), batch(1))
+    hub.close()
+    return folder.path
+
+
+@pytest.fixture
+def run(original: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(original, tmp_path / "run"))
+
+
+def database(run: Path) -> closing[sqlite3.Connection]:
+    return closing(sqlite3.connect(run / "hub" / "hub.db", isolation_level=None))
+
+
+def rows(run: Path) -> list[LedgerEntry]:
+    with database(run) as connection:
+        found = connection.execute(
+            'SELECT "index", kind, body, at_ms, previous, hash FROM ledger ORDER BY 1'
+        ).fetchall()
+    names = ("index", "kind", "body", "at_ms", "previous", "hash")
+    return [LedgerEntry(**{**dict(zip(names, row, strict=True)), "body": json.loads(row[2])}) for row in found]
+
+
+def rewrite(run: Path, entries: list[LedgerEntry]) -> None:
+    with database(run) as connection:
+        connection.execute("DELETE FROM ledger")
+        for entry in entries:
+            values = (entry.index, entry.kind, json.dumps(entry.body), entry.at_ms, entry.previous, entry.hash)
+            connection.execute("INSERT INTO ledger VALUES (?, ?, ?, ?, ?, ?)", values)
+
+
+def set_column(run: Path, index: int, column: str, value: object) -> None:
+    with database(run) as connection:
+        connection.execute(f'UPDATE ledger SET {column} = ? WHERE "index" = ?', (value, index))
+
+
+def change_a_body(run: Path) -> None:
+    set_column(run, 3, "body", json.dumps({**rows(run)[3].body, "tokens": 31, "credit": 31}))
+
+
+def change_a_time(run: Path) -> None:
+    set_column(run, 3, "at_ms", 7)
+
+
+def drop_a_row(run: Path) -> None:
+    entries = rows(run)
+    rewrite(run, entries[:3] + entries[4:])
+
+
+def swap_two_rows(run: Path) -> None:
+    entries = rows(run)
+    entries[3], entries[4] = (
+        entries[4].model_copy(update={"index": 3}), entries[3].model_copy(update={"index": 4})
+    )  # fmt: skip
+    rewrite(run, entries)
+
+
+def cut_off_the_end(run: Path) -> None:
+    rewrite(run, rows(run)[:4])
+
+
+def rehash(entries: list[LedgerEntry]) -> list[LedgerEntry]:
+    """What a forger with all the time in the world would do: a chain without a flaw."""
+    made: list[LedgerEntry] = []
+    for entry in entries:
+        made.append(append(made[-1] if made else None, entry.kind, entry.body, entry.at_ms))
+    return made
+
+
+def forge_the_whole_chain(run: Path) -> None:
+    entries = rows(run)
+    entries[3] = entries[3].model_copy(update={"body": {**entries[3].body, "tokens": 3000, "credit": 3000}})
+    rewrite(run, rehash(entries))
+    with database(run) as connection:
+        connection.execute("UPDATE nodes SET credit = 3000 WHERE name = 'alice'")
+
+
+def test_an_honest_ledger_holds(run: Path) -> None:
+    checked = check_ledger(str(run))
+    assert checked.compared
+    assert [pin.source for pin in checked.pins] == ["the manifest of policy 0.1"]
+    assert checked.accounts.total_credit == 60
+    again = check_ledger(str(run))
+    assert "the head kept here" in again.pins[-1].source
+    assert again.pins[-1].head.index == rows(run)[-1].index
+
+
+@pytest.mark.parametrize(
+    ("tamper", "words"),
+    [
+        (change_a_body, "row 3 was changed"),
+        (change_a_time, "row 3 was changed"),
+        (drop_a_row, "row 3 is missing"),
+        (swap_two_rows, "row 3 does not follow row 2"),
+        (
+            cut_off_the_end,
+            r"ends at row 3, but row 5 was signed for \(the manifest of policy 0.1\): it was rolled back",
+        ),
+        (forge_the_whole_chain, r"row 5 is not the one that was signed for \(the manifest of policy 0.1\)"),
+    ],
+)
+def test_tampering_is_found(run: Path, tamper: Callable[[Path], None], words: str) -> None:
+    tamper(run)
+    with pytest.raises(LedgerError, match=words):
+        check_ledger(str(run))
+
+
+@pytest.mark.parametrize("tamper", [cut_off_the_end, forge_the_whole_chain])
+def test_without_manifests_the_head_from_last_time_finds_it(run: Path, tamper: Callable[[Path], None]) -> None:
+    shutil.rmtree(run / "origin")
+    assert "no head to compare with" in check_ledger(str(run)).lines[-1]
+    tamper(run)
+    with pytest.raises(LedgerError, match="the head kept here since"):
+        check_ledger(str(run))
+
+
+def test_a_head_that_somebody_else_kept_finds_it_too(run: Path, tmp_path: Path, home: Path) -> None:
+    export_ledger(str(run), tmp_path / "out.jsonl")
+    shutil.rmtree(run / "origin")
+    forge_the_whole_chain(run)
+    check_ledger(str(run))  # nobody here knows better
+    shutil.rmtree(home)
+    with pytest.raises(LedgerError, match=r"--head .*out.jsonl.head"):
+        check_ledger(str(run), head=tmp_path / "out.jsonl.head")
+
+
+def test_credit_changed_by_hand_in_the_hubs_rows_is_found(run: Path) -> None:
+    with database(run) as connection:
+        connection.execute("UPDATE nodes SET credit = 31 WHERE name = 'alice'")
+    with pytest.raises(LedgerError, match="has 31 credit and 0 pending, the ledger 30 and 0"):
+        check_ledger(str(run))
+
+
+def test_an_order_that_nobody_signed_is_found(run: Path) -> None:
+    entries = rows(run)
+    forged = {"verb": "pause", "order": {"action": {"kind": "admin-action"}, "certificate": None}}
+    rewrite(run, [*entries, append(entries[-1], "admin", forged, 0)])
+    with pytest.raises(LedgerError, match=rf"row {len(entries)}: an order of the run's owner does not hold"):
+        check_ledger(str(run))
+
+
+def test_a_kept_head_never_goes_back(run: Path) -> None:
+    check_ledger(str(run))
+    name = RunFolder.open(run).run_id
+    before = KeptHead.model_validate_json(kept_path(name).read_bytes())
+    leave_ledger(run)
+    lines = (run / "ledger.jsonl").read_bytes().splitlines(keepends=True)
+    (run / "old.jsonl").write_bytes(b"".join(lines[:4]))
+    checked = check_ledger(str(run / "old.jsonl"))
+    assert any("it is an older copy" in note for note in checked.notes)
+    assert KeptHead.model_validate_json(kept_path(name).read_bytes()) == before
+
+
+def test_an_exported_file_holds_by_itself_and_damage_is_named(run: Path, tmp_path: Path, home: Path) -> None:
+    out = tmp_path / "ledger.jsonl"
+    assert export_ledger(str(run), out) == len(rows(run))
+    assert check_ledger(str(out)).pins[0].source == "ledger.jsonl.head"
+    shutil.rmtree(home)
+    lines = out.read_text().splitlines()
+    out.write_text("\n".join([*lines[:2], "{}", *lines[3:]]))
+    with pytest.raises(LedgerError, match="line 3: not a ledger entry"):
+        check_ledger(str(out))
+    out.write_text("\n".join(lines[:-1]) + "\n")
+    with pytest.raises(LedgerError, match="it was rolled back"):
+        check_ledger(str(out))
+
+
+def test_an_export_is_whole_or_not_there(run: Path, tmp_path: Path) -> None:
+    change_a_body(run)
+    with pytest.raises(LedgerError, match="row 3 was changed"):
+        export_ledger(str(run), tmp_path / "ledger.jsonl")
+    assert list(tmp_path.glob("*ledger*")) == []
+
+
+def test_a_run_that_went_well_leaves_its_ledger_and_fails_for_nothing_else(run: Path) -> None:
+    line = ledger_line(run)
+    assert f"{run / 'ledger.jsonl'}: {len(rows(run))} entries" in line
+    assert check_ledger(str(run / "ledger.jsonl")).accounts.total_credit == 60
+    shutil.rmtree(run / "hub")
+    assert "could not be written out: there is no hub database" in ledger_line(run)
+
+
+def test_the_ledger_of_a_running_hub(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = RunFolder.open(run)
+    folder.assign_endpoints()
+    with serving(folder) as url:
+        checked = check_ledger(url)
+        assert checked.pins[-1].source == "the hub's signed head"
+        assert any("no source of this run could be asked" in note for note in checked.notes)
+        assert main(["ledger", "export", url, str(tmp_path / "o.jsonl")]) == 0
+        assert main(["ledger", "verify", str(run)]) == 0
+        assert main(["ledger", "show", OWNER[:8], url, "--json"]) == 0
+    said = capsys.readouterr().out
+    assert json.loads(said[said.index("{") :])["together"]["credit"] == 30
+    assert main(["ledger", "verify", str(tmp_path / "o.jsonl")]) == 0
+
+
+def test_commands_end_with_5_when_anything_is_wrong(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ledger", "verify", str(run)]) == 0
+    assert "every hash fits" in capsys.readouterr().out
+    cut_off_the_end(run)
+    assert main(["ledger", "verify", str(run)]) == 5
+    assert "it was rolled back" in capsys.readouterr().err
+    assert main(["ledger", "verify", str(run / "nowhere")]) == 2
+
+
+def test_accounts_and_shares_for_people_and_programs(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ledger", "show", "bob", str(run)]) == 0
+    assert "30" in capsys.readouterr().out
+    assert main(["ledger", "shares", str(run), "--step", "0", "--json"]) == 0
+    first = json.loads(capsys.readouterr().out)
+    assert [share["fraction"] for share in first["shares"]] == [[3, 4], [1, 4]]
+    assert main(["ledger", "shares", str(run), "--json"]) == 0
+    last = json.loads(capsys.readouterr().out)
+    assert {share["holder"]: share["credit"] for share in last["shares"]} == {OWNER: 30, BOB.node: 30}
+    assert main(["ledger", "shares", str(run)]) == 0
+    assert "1/2" in capsys.readouterr().out
+    assert main(["ledger", "show", "nobody", str(run)]) == 2
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_the_run_that_is_meant(elsewhere: Path, original: Path) -> None:
+    with pytest.raises(UserError, match="there is none in runs/"):
+        find_run(None)
+    shutil.copytree(original, elsewhere / "runs" / "one")
+    assert find_run(None) == "runs/one"
+    assert find_run("x") == "x"
+    shutil.copytree(original, elsewhere / "runs" / "two")
+    with pytest.raises(UserError, match="runs/ has 2"):
+        find_run(None)

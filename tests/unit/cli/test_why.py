@@ -1,0 +1,97 @@
+"""`shoal why` in words: every number and rule that the hub tells is there to be read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shoal.cli.why import check_line, entry_lines, node_lines, unit_lines
+from shoal.ledger import append
+from shoal.protocol import (
+    LeaseStory,
+    LedgerEntry,
+    NodeState,
+    NodeStory,
+    NodeView,
+    PolicyRef,
+    SignedDocument,
+    SubmissionStory,
+    Tally,
+    UnitStory,
+)
+
+NODE = "ab" * 16
+LEASE = LeaseStory(
+    lease="u7a0", unit=7, node=NODE, attempt=0, policy=PolicyRef(incarnation=0, version=3, digest="0" * 64),
+    issued_at_ms=0, deadline_ms=60_000, hard_deadline_ms=600_000, progress=12, state="submitted", ended_at_ms=5_000,
+    sentence="answered with a submission",
+)  # fmt: skip
+CHECKS = [
+    {"check": "prompt", "passed": True, "evidence": {}, "message": ""},
+    {"check": "sampling", "passed": False, "evidence": {"outside": 812, "p_value": 1.23456e-9}, "message": "no seed"},
+]
+VERDICT = SignedDocument(kind="verdict", document={"checks": CHECKS}, signed_by="0" * 64, signature="0" * 128)
+REFUSED = SubmissionStory(
+    submission="cd" * 32, lease="u7a0", unit=7, node=NODE, state="rejected", size_bytes=9, received_at_ms=5_000,
+    decided_at_ms=6_000, validator="v", depth="full", reason="sampling.seed", message="no seed", rule="it is banned",
+    generated_tokens=0, rewards=(), credit=0, credit_state="none", matures_at_ms=None, verdict=VERDICT,
+)  # fmt: skip
+REJECTED = {"node": NODE, "unit": 7, "submission": "cd" * 32, "reason": "sampling.seed", "severity": "certain"}
+
+
+def entries() -> tuple[LedgerEntry, ...]:
+    node = append(None, "node", {"node": NODE, "role": "worker", "name": "alice"}, 0)
+    rejected = append(node, "rejected", {**REJECTED, "validator": "v" * 32}, 6_000)
+    sanction = append(rejected, "sanction", {"node": NODE, "state": "banned", "reason": "sampling.seed"}, 6_000)
+    return node, rejected, sanction
+
+
+def unit(**changes: Any) -> UnitStory:
+    values: dict[str, Any] = {
+        "run": "r", "unit": 7, "task": "t/1", "state": "open", "sentence": "waits for a worker again", "failures": 0,
+        "version": None, "step": None, "lost_step": None, "leases": (LEASE,), "submissions": (REFUSED,),
+        "ledger": entries()[1:2],
+    }  # fmt: skip
+    return UnitStory(**{**values, **changes})
+
+
+def test_a_unit_in_words() -> None:
+    assert list(unit_lines(unit())) == [
+        "unit 7 (task t/1): open: waits for a worker again",
+        "lease u7a0 of unit 7 to abababababab under policy 0.3, 1970-01-01 00:00:00 to 1970-01-01 00:00:05: submitted: "
+        "answered with a submission, 12 tokens claimed",
+        "  submission cdcdcdcdcdcdcdcd…, received 1970-01-01 00:00:05, decided 1970-01-01 00:00:06",
+        "    check prompt held",
+        "    check sampling failed: outside=812 p_value=1.235e-09: no seed",
+        "    rejected (sampling.seed: no seed); rule: it is banned",
+        "1970-01-01 00:00:06 ledger row 1: rejected: reason sampling.seed, severity certain",
+        "its seeds, and its leases as they were signed, are told once it is decided",
+    ]
+    paid = REFUSED.model_copy(update={"credit": 1200, "generated_tokens": 1200, "credit_state": "pending"})
+    lines = list(unit_lines(unit(submissions=(paid,), seeds=("00",))))
+    assert "    1,200 credit for 1,200 tokens: pending" in lines
+    assert not lines[-1].startswith("its seeds")
+
+
+def test_a_node_in_words_with_what_its_sanction_followed_from() -> None:
+    story = NodeStory(
+        run="r", node=NodeView(node=NODE, name="alice", role="worker", state=NodeState.BANNED, window=3),
+        public_key="0" * 64, registered_at_ms=0, sentence="banned: sampling.seed", streak=0, passed=0, certain=1,
+        statistical=0, lapsed=2, pace_ms=1500, record=Tally(), leases=(), recent=(), refused=(REFUSED,),
+        ledger=entries(),
+    )  # fmt: skip
+    lines = list(node_lines(story))
+    assert lines[0] == f"node {NODE} (alice), worker: banned: sampling.seed"
+    assert "1 certain and 0 statistical strikes" in lines[1]
+    assert "work: may hold 3 leases, let 2 lapse, a group takes it 1.5 s" in lines
+    at = lines.index("1970-01-01 00:00:06 ledger row 2: banned: sampling.seed")
+    assert lines[at + 1] == (
+        "  because of unit 7, submission cdcdcdcdcdcdcdcd…: sampling.seed (certain), by validator vvvvvvvvvvvv"
+    )
+    assert "refused: unit 7, lease u7a0" in lines
+
+
+def test_what_others_wrote_cannot_move_the_cursor() -> None:
+    check = {"check": "x", "passed": False, "evidence": {f"n{i}": i for i in range(9)}, "message": "a\x1b[2Jb"}
+    assert check_line(check) == "x failed: n0=0 n1=1 n2=2 n3=3 n4=4 n5=5 n6=6 n7=7 and 1 more numbers: a�[2Jb"
+    entry = append(None, "node", {"node": NODE, "name": "x\x1b[2J"}, 0)
+    assert "\x1b" not in next(entry_lines([entry]))

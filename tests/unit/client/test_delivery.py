@@ -1,0 +1,133 @@
+"""Which road a submission takes, and what happens when the store's is closed."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+
+from shoal.client.delivery import AVOID_S, Delivery
+from shoal.errors import HubRefused
+from shoal.protocol import submission_digest
+from shoal.runtime.clock import ManualClock
+
+BODY = b"a group"
+
+
+class FakeHub:
+    """Notes what it is asked for. `commits` are refusals to answer commits with, before it takes one."""
+
+    def __init__(self, uploads: str = "store", needed: bool = True) -> None:
+        self.asked: list[str] = []
+        self.uploads, self.needed = uploads, needed
+        self.ticket_refusal: HubRefused | None = None
+        self.commits: list[HubRefused] = []
+
+    def run_info(self) -> Any:
+        return SimpleNamespace(run="run", uploads=self.uploads)
+
+    def submit(self, lease: str, body: bytes) -> Any:
+        self.asked.append("submit")
+        return f"receipt for {lease}, {submission_digest(body)}, by the hub"
+
+    def upload_ticket(self, _lease: str, request: Any) -> Any:
+        self.asked.append("ticket")
+        assert (request.submission, request.size_bytes) == (submission_digest(BODY), len(BODY))
+        if self.ticket_refusal is not None:
+            raise self.ticket_refusal
+        headers = {"content-length": str(len(BODY)), "x-amz-checksum-sha256": "AA=="}
+        return SimpleNamespace(url="http://store/put?X-Amz-Signature=secret", headers=headers, needed=self.needed)
+
+    def commit_upload(self, lease: str, submission: str) -> Any:
+        self.asked.append("commit")
+        if self.commits:
+            raise self.commits.pop(0)
+        return f"receipt for {lease}, {submission}, by the store"
+
+
+class FakeStore:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, status: int = 200) -> None:
+        self.status = status
+        self.put: list[tuple[str, bytes]] = []
+        monkeypatch.setattr(httpx.Client, "put", self._put)
+
+    def _put(self, url: str, content: bytes, headers: dict[str, str], timeout: httpx.Timeout) -> httpx.Response:
+        assert headers["content-length"] == str(len(content))
+        assert timeout.connect is not None
+        self.put.append((url, content))
+        return httpx.Response(self.status, text="<Error>no\n room</Error>", request=httpx.Request("PUT", url))
+
+
+def delivery(hub: FakeHub, clock: ManualClock | None = None) -> Delivery:
+    return Delivery(hub, clock or ManualClock())  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> FakeStore:
+    return FakeStore(monkeypatch)
+
+
+def test_a_run_without_a_store_gets_everything_at_its_hub(store: FakeStore) -> None:
+    hub = FakeHub(uploads="hub")
+    delivery(hub).hand_in("u1a0", BODY)
+    assert (hub.asked, store.put) == (["submit"], [])
+
+
+def test_by_the_store_it_is_put_once_and_committed(store: FakeStore) -> None:
+    hub = FakeHub()
+    receipt: Any = delivery(hub).hand_in("u1a0", BODY)
+    assert receipt == f"receipt for u1a0, {submission_digest(BODY)}, by the store"
+    assert (hub.asked, [body for _, body in store.put]) == (["ticket", "commit"], [BODY])
+
+
+def test_what_the_hub_has_already_is_not_sent_again(store: FakeStore) -> None:
+    hub = FakeHub(needed=False)
+    delivery(hub).hand_in("u1a0", BODY)
+    assert (hub.asked, store.put) == (["ticket", "commit"], [])
+
+
+@pytest.mark.parametrize("code", ["upload.missing", "upload.other_bytes", "upload.by_hub"])
+def test_a_commit_that_finds_nothing_goes_by_way_of_the_hub(store: FakeStore, code: str) -> None:
+    hub = FakeHub()
+    hub.commits = [HubRefused(409, code, "…")]
+    delivery(hub).hand_in("u1a0", BODY)
+    assert hub.asked == ["ticket", "commit", "submit"]
+    assert len(store.put) == 1
+
+
+@pytest.mark.parametrize("code", ["lease.late", "submission.other_body", "lease.not_yours"])
+def test_a_refusal_of_the_submission_is_final_on_either_road(store: FakeStore, code: str) -> None:
+    hub = FakeHub()
+    hub.ticket_refusal = HubRefused(410, code, "…")
+    with pytest.raises(HubRefused, match=code):
+        delivery(hub).hand_in("u1a0", BODY)
+    assert (hub.asked, store.put) == (["ticket"], [])
+
+
+def test_a_store_that_refuses_is_left_alone_for_a_while_and_then_tried_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store, hub, clock = FakeStore(monkeypatch, status=403), FakeHub(), ManualClock()
+    road = delivery(hub, clock)
+    for _ in range(3):
+        road.hand_in("u1a0", BODY)
+    assert hub.asked == ["ticket", "submit", "submit", "submit"]
+    [said] = [record.getMessage() for record in caplog.records]
+    assert "HTTP 403 <Error>no room</Error>" in said
+    assert "secret" not in said  # the rest of the URL is leave to upload
+    store.status = 200
+    clock.advance(AVOID_S)
+    road.hand_in("u1a0", BODY)
+    assert hub.asked[4:] == ["ticket", "commit"]
+    road.close()
+
+
+def test_a_worker_that_ends_while_it_uploads_still_has_the_hub() -> None:
+    hub = FakeHub()
+    road = delivery(hub)
+    road._connections()
+    road.close()
+    road.hand_in("u1a0", BODY)  # over connections that are closed
+    assert hub.asked == ["ticket", "submit"]

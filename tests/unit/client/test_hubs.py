@@ -1,0 +1,237 @@
+"""Several hubs of one run: who is asked, who rests, who is never asked again; by hand and through a client."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import httpx
+import pytest
+from fake_run import HUB, NODE, ROOT, STRANGER, ScriptedHub, TickingStop, answer, refusal, run_info, signed
+from fake_run import key as key_of
+
+from shoal.client import ClientOptions, HubClient
+from shoal.client.hubs import FIRST_REST_S, LONGEST_REST_S, Hubs
+from shoal.client.trust import one_run, run_id
+from shoal.errors import ConfigError, HubRefused, HubUnreachable, SignatureError
+from shoal.protocol import Heartbeat, HeartbeatReply, NodeState, NodeView, SignedDocument, fingerprint
+from shoal.runtime.clock import ManualClock
+from shoal.runtime.retry import Backoff
+
+A, B, C = "http://a:1", "http://b:1", "http://c:1"
+REPLY = HeartbeatReply(node=NodeView(node=NODE.node, name="n", role="worker", state=NodeState.ACTIVE))
+
+
+def test_one_that_works_is_not_changed_and_a_failed_one_rests() -> None:
+    clock = ManualClock()
+    hubs = Hubs([A, B + "/", A], clock)
+    assert hubs.urls == [A, B]
+    assert hubs.present == A
+    assert hubs.failed(A)
+    assert hubs.present == B
+    clock.advance(10 * FIRST_REST_S)
+    assert hubs.present == B, "the present one is left only when it fails"
+    assert hubs.failed(B)
+    assert hubs.present == A, "it has rested long enough"
+    assert not hubs.failed(A), "both rest: somebody has to wait"
+    assert hubs.present == B, "the one that has rested longest is tried next"
+
+
+def test_a_rest_doubles_up_to_a_bound_and_is_forgotten_after_an_answer() -> None:
+    clock = ManualClock()
+    hubs = Hubs([A, B], clock)
+    for _ in range(20):
+        hubs.failed(A)
+    hubs.failed(B)
+    clock.advance(LONGEST_REST_S - 1)
+    assert not hubs.failed(hubs.present)
+    clock.advance(2)
+    hubs.answered(A)
+    hubs.failed(A)
+    clock.advance(FIRST_REST_S + 1)
+    hubs.failed(B)
+    assert hubs.present == A
+
+
+def test_another_thread_that_has_moved_on_is_followed() -> None:
+    hubs = Hubs([A, B], ManualClock())
+    assert hubs.failed(A)
+    assert hubs.failed(A), "this thread's call was to the one that was left meanwhile"
+    assert hubs.present == B
+
+
+def test_further_addresses_come_behind_those_known_and_nonsense_is_left_out() -> None:
+    hubs = Hubs([A], ManualClock())
+    hubs.add([B + "/", A, "ftp://x", "", B])
+    assert hubs.urls == [A, B]
+
+
+def test_the_last_address_is_not_dropped() -> None:
+    hubs = Hubs([A, B], ManualClock())
+    assert hubs.drop(A)
+    assert hubs.present == B
+    assert not hubs.drop(B)
+    assert hubs.urls == [B]
+
+
+def test_no_address_at_all_is_said_to_be_so() -> None:
+    with pytest.raises(ConfigError, match="join URL"):
+        Hubs([], ManualClock())
+
+
+def test_join_urls_of_one_run_are_put_together_and_of_two_refused() -> None:
+    pin = "ab" * 20
+    assert one_run([f"{A}/#{pin}", B, f"{A}/#{pin}"]) == ((A, B), pin)
+    assert one_run([A, B]) == ((A, B), None)
+    with pytest.raises(ConfigError, match="different runs"):
+        one_run([f"{A}/#{pin}", f"{B}/#{'cd' * 20}"])
+
+
+# ── through a client ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Network:
+    """Hubs at made-up addresses. One that is down refuses connections; what was asked where is written down."""
+
+    def __init__(self, **infos: SignedDocument) -> None:
+        self.infos = {f"{name}": info for name, info in infos.items()}
+        self.down: set[str] = set()
+        self.broken: set[str] = set()
+        self.asked: list[str] = []
+        self.clock = ManualClock()
+        self.stop = TickingStop(self.clock)
+
+    def handle(self, request: httpx.Request) -> httpx.Response:
+        host = request.url.host
+        self.asked.append(f"{host}{request.url.path}")
+        if host in self.down:
+            raise httpx.ConnectError("connection refused", request=request)
+        if host in self.broken:
+            return refusal(503, "hub.failed", "the disk is full")
+        return answer(self.infos[host]) if request.url.path == "/run" else answer(REPLY)
+
+    def client(self, *urls: str, pinned: str | None = None, patience_s: float = 60.0) -> HubClient:
+        options = ClientOptions(patience_s=patience_s, backoff=Backoff(0.1, 5.0))
+        http = httpx.Client(transport=httpx.MockTransport(self.handle))
+        return HubClient(urls, NODE, self.stop, pinned, http, self.clock, options)
+
+
+HONEST = signed(run_info())
+OTHER_RUN = run_id("demo", fingerprint(STRANGER.public_key))
+
+
+@pytest.mark.parametrize("fail", [lambda net, host: net.down.add(host), lambda net, host: net.broken.add(host)])
+def test_when_a_hub_fails_the_next_is_asked_at_once_after_it_has_shown_the_same_run(
+    fail: Callable[[Network, str], None],
+) -> None:
+    net = Network(a=HONEST, b=HONEST)
+    client = net.client(A, B)
+    client.heartbeat(Heartbeat())
+    fail(net, "a")
+    client.heartbeat(Heartbeat())
+    client.heartbeat(Heartbeat())
+    assert net.asked == ["a/run", "a/heartbeat", "a/heartbeat", "b/run", "b/heartbeat", "b/heartbeat"]
+    assert set(net.stop.waits) <= {0.0}
+    assert client.url == B
+
+
+def test_the_first_contact_may_be_with_any_of_them() -> None:
+    net = Network(a=HONEST, b=HONEST)
+    net.down.add("a")
+    assert net.client(A, B).trusted_run().run
+    assert net.asked == ["a/run", "b/run"]
+
+
+def test_a_hub_of_another_root_key_is_never_sent_anything_signed() -> None:
+    impostor = signed(run_info(root_key=STRANGER.public_key, run=OTHER_RUN, certificates=()), STRANGER)
+    net = Network(a=HONEST, b=impostor, c=HONEST)
+    client = net.client(A, B, C)
+    client.heartbeat(Heartbeat())
+    net.down.add("a")
+    client.heartbeat(Heartbeat())
+    assert net.asked[2:] == ["a/heartbeat", "b/run", "c/run", "c/heartbeat"]
+    net.down.add("c")
+    with pytest.raises(HubUnreachable, match="http://a:1, http://c:1"):
+        client.heartbeat(Heartbeat())
+    assert "b/heartbeat" not in net.asked
+    assert net.asked.count("b/run") == 1
+
+
+def test_a_wrong_hub_that_is_the_only_one_is_an_error() -> None:
+    net = Network(a=signed(run_info(), STRANGER))
+    with pytest.raises(SignatureError, match="not certified"):
+        net.client(A).trusted_run()
+
+
+def test_further_hubs_that_the_run_names_are_used() -> None:
+    net = Network(a=signed(run_info(hubs=(B,))), b=HONEST)
+    client = net.client(A)
+    client.heartbeat(Heartbeat())
+    net.down.add("a")
+    client.heartbeat(Heartbeat())
+    assert net.asked[-2:] == ["b/run", "b/heartbeat"]
+
+
+def test_when_all_are_down_it_waits_and_comes_back_to_whichever_is_up_first() -> None:
+    net = Network(a=HONEST, b=HONEST)
+    client = net.client(A, B, patience_s=600)
+    client.heartbeat(Heartbeat())
+    net.down |= {"a", "b"}
+    up_at_s = net.clock.monotonic_s() + 30
+
+    def until_it_is_up(request: httpx.Request) -> httpx.Response:
+        if net.clock.monotonic_s() >= up_at_s:
+            net.down.discard("a")
+        return net.handle(request)
+
+    client._http._transport = httpx.MockTransport(until_it_is_up)
+    client.heartbeat(Heartbeat())
+    assert client.url == A
+    assert 30 <= sum(net.stop.waits) < 60
+
+
+def test_a_refusal_or_too_many_requests_is_no_reason_to_ask_elsewhere() -> None:
+    hub = ScriptedHub(script=[refusal(429, "rate.key", "slow down", retry_after="3"), answer(REPLY),
+                              refusal(403, "auth.role", "no")])  # fmt: skip
+    options = ClientOptions(backoff=Backoff(0.1, 5.0))
+    http = httpx.Client(transport=httpx.MockTransport(hub.handle))
+    client = HubClient(["http://hub:1", "http://other:1"], NODE, hub.stop, None, http, hub.clock, options)
+    client.heartbeat(Heartbeat())
+    assert hub.stop.waits == [3.0]
+    with pytest.raises(HubRefused):
+        client.heartbeat(Heartbeat())
+    assert {request.url.host for request in hub.requests} == {"hub"}
+
+
+# ── a hub's key that changes ─────────────────────────────────────────────────────────────────────────────────────
+
+NEW_HUB = key_of(9)
+
+
+def test_a_rotated_key_is_learnt_by_asking_once_more_and_a_revoked_one_is_not_trusted_again() -> None:
+    from fake_run import CERTIFICATES, certificate, lease
+
+    hub = ScriptedHub()
+    client = hub.client(fingerprint(ROOT.public_key))
+    assert client.open_lease(signed(lease())).unit == 7
+    both = (*CERTIFICATES, certificate("hub", NEW_HUB))
+    hub.info = signed(run_info(certificates=both, revoked=(HUB.public_key,)), NEW_HUB)
+    assert client.open_lease(signed(lease(), NEW_HUB)).unit == 7
+    assert client.patient(1.0).open_lease(signed(lease(), NEW_HUB)).unit == 7, "copies of a client share what it knows"
+    with pytest.raises(SignatureError, match="not trusted"):
+        client.open_lease(signed(lease(), HUB))
+    hub.info = signed(run_info(certificates=both), HUB)  # whoever has the old key says that nothing was revoked
+    hub.clock.advance(60)
+    with pytest.raises(SignatureError, match="was revoked"):
+        client.open_lease(signed(lease(), STRANGER))
+    assert client.trusted_run().hub_keys == {NEW_HUB.public_key}
+
+
+def test_strange_signatures_do_not_make_it_ask_all_the_time() -> None:
+    from fake_run import lease
+
+    net = Network(a=HONEST)
+    client = net.client(A)
+    for _ in range(5):
+        with pytest.raises(SignatureError, match="not trusted"):
+            client.open_lease(signed(lease(), STRANGER))
+    assert net.asked == ["a/run", "a/run"]

@@ -1,0 +1,201 @@
+"""Leases through the whole hub: renewal by progress, hoarders, suspension and its end, a pardon."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hubkit import Actor, Bench, code_of, fresh_request, ok
+
+from shoal.hub.state import sanctions
+from shoal.hub.state.commands import SaveNode
+from shoal.hub.state.rows import PROBATION_AUDITS, NodeRow
+from shoal.ledger import fold
+from shoal.protocol import HeartbeatReply, Lease, LeaseReply, NodeState, NodeView, Outcome, Severity
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    settings = {"lease_s": 10, "lease_hard_s": 25, "leases_per_node": 32, "newcomer_share": 0.25}
+    bench = Bench(tmp_path / "hub", {"groups_per_step": 16, "max_staleness": 1, "max_new_tokens": 8}, settings)
+    ok(bench.announce(0))
+    yield bench
+    bench.close()
+
+
+def row_of(bench: Bench, who: Actor) -> NodeRow:
+    with bench.app.state.hub.context.storage.read() as reader:
+        row = reader.node(who.key.node)
+    assert row is not None
+    return row
+
+
+def change(bench: Bench, who: Actor, **changes: object) -> None:
+    row = row_of(bench, who)
+    with bench.app.state.hub.context.storage.write() as transaction:
+        transaction.apply([SaveNode(replace(row, **changes), row.state)])
+
+
+def establish(bench: Bench, who: Actor) -> None:
+    change(bench, who, passed=PROBATION_AUDITS, accepted=PROBATION_AUDITS)
+
+
+def beat(bench: Bench, who: Actor, **progress: int) -> HeartbeatReply:
+    bench.app.state.hub.upkeep.tick()
+    reply = who.call("POST", "/heartbeat", {"progress": progress})
+    return HeartbeatReply.model_validate_json(ok(reply).content)
+
+
+def view(bench: Bench, who: Actor) -> NodeView:
+    return next(node for node in bench.status().nodes if node.node == who.key.node)
+
+
+def ask(who: Actor, max_units: int = 1) -> LeaseReply:
+    body = {"request": fresh_request(), "max_units": max_units}
+    return LeaseReply.model_validate_json(ok(who.call("POST", "/leases", body)).content)
+
+
+class TestRenewal:
+    def test_a_lease_lasts_while_its_worker_goes_on_and_not_beyond_the_hard_deadline(self, bench: Bench) -> None:
+        (lease,) = bench.alice.lease(fresh_request())
+        assert (lease.deadline_ms, lease.hard_deadline_ms) == (lease.issued_at_ms + 10_000, lease.issued_at_ms + 25_000)
+        ends = []
+        for tokens in (3, 6, 9):
+            bench.clock.advance(8)
+            ends.append(beat(bench, bench.alice, **{lease.lease: tokens}).deadlines[lease.lease])
+        assert [end - lease.issued_at_ms for end in ends] == [18_000, 25_000, 25_000]
+        bench.clock.advance(2)
+        assert beat(bench, bench.alice, **{lease.lease: 12}).deadlines == {}, "it has run out"
+        assert bench.bob.lease(fresh_request())[0].unit == lease.unit
+
+    def test_without_progress_it_runs_out(self, bench: Bench) -> None:
+        (lease,) = bench.alice.lease(fresh_request())
+        first = beat(bench, bench.alice, **{lease.lease: 3})
+        bench.clock.advance(6)
+        assert beat(bench, bench.alice, **{lease.lease: 3}).deadlines == first.deadlines
+        bench.clock.advance(5)
+        assert beat(bench, bench.alice, **{lease.lease: 3}).deadlines == {}
+
+    def test_one_cannot_renew_what_is_not_ones_own(self, bench: Bench) -> None:
+        (lease,) = bench.alice.lease(fresh_request())
+        bench.clock.advance(5)
+        assert beat(bench, bench.bob, **{lease.lease: 3, "nonsense": 4}).deadlines == {}
+        bench.clock.advance(6)
+        assert bench.bob.lease(fresh_request())[0].unit == lease.unit
+
+    def test_a_newcomer_gets_no_more_time_while_established_nodes_are_here(self, bench: Bench) -> None:
+        (lease,) = bench.bob.lease(fresh_request())
+        establish(bench, bench.alice)
+        beat(bench, bench.alice)
+        bench.clock.advance(5)
+        assert beat(bench, bench.bob, **{lease.lease: 3}).deadlines == {lease.lease: lease.deadline_ms}
+        (own,) = bench.alice.lease(fresh_request())
+        bench.clock.advance(5)
+        assert beat(bench, bench.alice, **{own.lease: 3}).deadlines[own.lease] == own.deadline_ms + 5_000
+
+
+class TestHoarders:
+    def test_who_takes_and_never_delivers_ends_with_one_lease_and_suspended(self, bench: Bench) -> None:
+        taken = []
+        for _ in range(3):
+            taken.append(len(ask(bench.alice, 32).leases))
+            bench.clock.advance(11)
+            beat(bench, bench.alice)
+        assert taken == [8, 4, 2]  # a window of one by now, and 14 in a row
+        seen = view(bench, bench.alice)
+        assert (seen.state, seen.window, seen.suspensions) == (NodeState.SUSPENDED, 1, 1)
+        assert seen.until_ms == bench.app.state.hub.context.clock.now_ms() + 60_000
+        assert len(ask(bench.bob, 32).leases) == 8, "others are served"
+
+    def test_giving_back_narrows_the_window_and_never_suspends(self, bench: Bench) -> None:
+        taken = []
+        for _ in range(12):
+            leases = bench.alice.lease(fresh_request(), 32)
+            taken.append(len(leases))
+            ok(bench.alice.call("POST", "/leases/release", {"leases": [lease.lease for lease in leases]}))
+        assert taken == [8, 4, 2, *[1] * 9]
+        assert view(bench, bench.alice).state is NodeState.ACTIVE
+
+    def test_accepted_groups_widen_the_window_again(self, bench: Bench) -> None:
+        leases = bench.alice.lease(fresh_request(), 2)
+        ok(bench.alice.call("POST", "/leases/release", {"leases": [lease.lease for lease in leases]}))
+        assert view(bench, bench.alice).window == 4
+        bench.accept_groups(3)
+        assert view(bench, bench.alice).window == 7
+
+
+class TestSuspension:
+    @pytest.fixture
+    def suspended(self, bench: Bench) -> list[Lease]:
+        """Alice's first group failed a statistical check; her second is judged later, two more she still holds."""
+        leases = bench.alice.lease(fresh_request(), 4)
+        for lease in leases[:2]:
+            ok(bench.alice.submit(lease))
+        caught, _ = bench.audits()
+        failed = {"outcome": Outcome.REJECTED, "reason": "sampling.drift", "severity": Severity.STATISTICAL}
+        ok(bench.judge(caught, (), **failed))
+        return leases
+
+    def test_it_is_told_how_long_and_why_and_is_not_refused(self, bench: Bench, suspended: list[Lease]) -> None:
+        bench.clock.advance(17.5)
+        reply = ask(bench.alice)
+        assert (reply.leases, reply.waiting) == ((), "this node is suspended for 43 s more: sampling.drift")
+        assert bench.bob.lease(fresh_request())
+
+    def test_what_it_holds_it_may_hand_in(self, bench: Bench, suspended: list[Lease]) -> None:
+        assert bench.alice.submit(suspended[2]).status_code == 201
+
+    def test_it_ends_by_itself_and_leaves_the_node_on_probation(self, bench: Bench, suspended: list[Lease]) -> None:
+        bench.clock.advance(60.5)
+        ok(bench.alice.call("POST", "/heartbeat", {}))
+        assert view(bench, bench.alice).state is NodeState.SUSPENDED, "nothing has asked yet"
+        assert ask(bench.alice).leases
+        seen = view(bench, bench.alice)
+        assert (seen.state, seen.until_ms, seen.reason) == (NodeState.ACTIVE, None, "")
+        assert (seen.on_probation, seen.strikes, seen.suspensions) == (True, 1, 1)
+        with bench.app.state.hub.context.storage.read() as reader:
+            rows = [entry.body for entry in reader.ledger_after(-1, 1000) if entry.kind == "sanction"]
+        assert [row["state"] for row in rows] == ["suspended", "active"]
+        assert rows[0]["until_ms"] > 0
+
+    def test_it_outlives_a_restart_of_the_hub(self, bench: Bench, suspended: list[Lease]) -> None:
+        again = bench.restarted()
+        assert "suspended" in ask(again.alice).waiting
+        again.close()
+
+    def test_a_ban_is_for_good_until_the_owner_pardons(self, bench: Bench, suspended: list[Lease]) -> None:
+        (audit,) = bench.audits()
+        failed = {"outcome": Outcome.REJECTED, "reason": "sampling.drift", "severity": Severity.STATISTICAL}
+        ok(bench.judge(audit, (), **failed))
+        body = {"request": fresh_request()}
+        assert code_of(bench.alice.call("POST", "/leases", body)) == (403, "node.banned")
+        assert code_of(bench.alice.submit(suspended[2])) == (403, "node.banned")
+        banned = row_of(bench, bench.alice)
+        with bench.app.state.hub.context.decision() as (transaction, moment):
+            transaction.apply(sanctions.pardon(banned, "a mistake", moment.now_ms))
+        assert ask(bench.alice).leases
+        seen = view(bench, bench.alice)
+        assert (seen.state, seen.strikes, seen.on_probation) == (NodeState.ACTIVE, 0, True)
+        with bench.app.state.hub.context.storage.read() as reader:
+            accounts = fold(reader.ledger_after(-1, 1000))
+        assert not accounts.by_node[bench.alice.key.node].banned
+
+
+def test_liveness_is_an_axis_of_its_own(bench: Bench) -> None:
+    beat(bench, bench.alice)
+    seen = []
+    for seconds in (0, 21, 280):
+        bench.clock.advance(seconds)
+        seen.append((view(bench, bench.alice).liveness, view(bench, bench.alice).state))
+    assert seen == [(liveness, NodeState.ACTIVE) for liveness in ("here", "silent", "gone")]
+
+
+def test_what_came_too_late_is_counted(bench: Bench) -> None:
+    (lease,) = bench.alice.lease(fresh_request())
+    bench.clock.advance(11)
+    assert bench.bob.lease(fresh_request())[0].unit == lease.unit
+    assert code_of(bench.alice.submit(lease)) == (410, "lease.late")
+    assert bench.app.state.hub.work.late == 1
+    assert row_of(bench, bench.alice).lapsed == 1

@@ -1,0 +1,354 @@
+"""What one caller may ask for: buckets, connections, bytes in hand; and that each refusal says how long to wait."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from hubkit import Actor, Bench, code_of, ok, worker_key
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.client.asgi import AsgiTransport
+from shoal.errors import ConfigError
+from shoal.hub.connections import Gatekeeper
+from shoal.hub.limits import Addresses, Buckets, Connections, Intake, TooMuch, Turns
+from shoal.hub.metrics import StateMetrics
+from shoal.hub.state.refusals import Refusal
+from shoal.runtime.clock import ManualClock
+from shoal.runtime.logs import JsonFormatter
+
+# ── buckets ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@given(
+    rate_s=st.floats(0.1, 100),
+    gaps_s=st.lists(st.floats(0, 5), min_size=1, max_size=200),
+)
+def test_nobody_gets_more_than_the_burst_and_the_rate(rate_s: float, gaps_s: list[float]) -> None:
+    buckets, now_s, got = Buckets(rate_s), 0.0, 0
+    for gap_s in gaps_s:
+        now_s += gap_s
+        got += buckets.take("alice", now_s) == 0.0
+    assert got <= max(1.0, rate_s * 10) + now_s * rate_s + 1e-6
+
+
+@given(rate_s=st.floats(0.1, 100), taken=st.integers(0, 2000))
+def test_whoever_waits_as_long_as_it_was_told_is_let_in(rate_s: float, taken: int) -> None:
+    buckets = Buckets(rate_s)
+    waits_s = [buckets.take("alice", 1.0) for _ in range(taken)]
+    wait_s = buckets.wait_s("alice", 1.0)
+    assert wait_s <= 1 / rate_s
+    assert buckets.take("alice", 1.0 + wait_s + 1e-6) == 0.0
+    assert all(wait == 0.0 for wait in waits_s[: max(1, int(rate_s * 10))])
+
+
+def test_looking_costs_nothing_and_callers_do_not_share() -> None:
+    buckets = Buckets(rate_s=1.0, burst_s=1.0)
+    assert [buckets.wait_s("alice", 0.0) for _ in range(5)] == [0.0] * 5
+    assert (buckets.take("alice", 0.0), buckets.take("alice", 0.0), buckets.take("bob", 0.0)) == (0.0, 1.0, 0.0)
+
+
+def test_no_rate_is_no_limit() -> None:
+    buckets = Buckets(rate_s=0)
+    assert not any(buckets.take("alice", 0.0) for _ in range(10_000))
+    assert len(buckets) == 0
+
+
+def test_a_million_callers_are_not_remembered() -> None:
+    buckets = Buckets(rate_s=1.0, remembered=100)
+    for number in range(10_000):
+        buckets.take(f"stranger-{number}", 0.0)
+        buckets.take("regular", 0.0)
+    assert len(buckets) == 100
+    assert buckets.wait_s("regular", 0.0) > 0  # who comes all the time is not the one that is forgotten
+
+
+def test_a_clock_that_goes_back_fills_nothing() -> None:
+    buckets = Buckets(rate_s=1.0, burst_s=1.0)
+    buckets.take("alice", 100.0)
+    assert buckets.take("alice", 50.0) == 1.0
+    assert buckets.take("alice", 50.5) == 0.5
+
+
+# ── addresses and connections ────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_this_machines_own_processes_count_under_no_address() -> None:
+    addresses = Addresses()
+    assert [addresses.client(each) for each in ("127.0.0.1", "::1", "::ffff:127.0.0.1", "")] == [""] * 4
+    assert addresses.client("127.0.0.2") == "127.0.0.2"
+    assert addresses.client("2001:db8:1:2::5") == addresses.client("2001:db8:1:2:ffff::1") == "2001:db8:1:2::/64"
+
+
+def test_a_proxy_that_is_none() -> None:
+    assert Addresses(["10.0.0.0/8", "::1"]).is_proxy("10.255.0.1")
+    assert not Addresses(["10.0.0.0/8"]).is_proxy("11.0.0.1")
+    assert not Addresses(["10.0.0.0/8"]).is_proxy("nonsense")
+    with pytest.raises(ConfigError, match=r"hub\.trusted_proxies: 'my-proxy' is neither an address nor a network"):
+        Addresses(["my-proxy"])
+
+
+def test_connections_are_counted_down_again() -> None:
+    connections = Connections(2)
+    assert [connections.enter("a"), connections.enter("a"), connections.enter("a"), connections.enter("b")] == [
+        True, True, False, True,
+    ]  # fmt: skip
+    connections.leave("a")
+    assert connections.enter("a")
+    for client in ("a", "a", "b"):
+        connections.leave(client)
+    assert len(connections) == 0
+
+
+def test_who_may_connect() -> None:
+    codes: list[str] = []
+    keeper = Gatekeeper(Addresses(["10.0.0.1"]), per_address=1, in_all=100, refused=codes.append)
+    assert keeper.admit("192.0.2.7", 1) == ("192.0.2.7", None)
+    client, refusal = keeper.admit("192.0.2.7", 2)
+    assert refusal is not None
+    assert client == ""
+    assert refusal.startswith(b"HTTP/1.1 429 ")
+    assert json.loads(refusal.split(b"\r\n\r\n")[1])["code"] == "rate.connections"
+    for address in ("127.0.0.1", "10.0.0.1", "127.0.0.1", "10.0.0.1"):
+        assert keeper.admit(address, 3) == ("", None)
+    _, refusal = keeper.admit("127.0.0.1", 101)
+    assert refusal is not None
+    assert refusal.startswith(b"HTTP/1.1 503 ")
+    assert codes == ["rate.connections", "hub.busy"]
+
+
+def test_turns_are_taken_by_address_and_forgotten() -> None:
+    async def crowd() -> tuple[int, int]:
+        turns, within, most = Turns(2), Counter[str](), Counter[str]()
+
+        async def one(client: str) -> None:
+            async with turns.of(client):
+                within[client] += 1
+                most[client] = max(most[client], within[client])
+                await asyncio.sleep(0)
+                within[client] -= 1
+
+        await asyncio.gather(*(one("mallory") for _ in range(20)), one("alice"))
+        assert most["alice"] == 1
+        return most["mallory"], len(turns)
+
+    assert asyncio.run(crowd()) == (2, 0)
+
+
+def test_a_turn_that_is_given_up_is_not_lost() -> None:
+    async def give_up() -> int:
+        turns = Turns(1)
+        async with turns.of("alice"):
+            waiting = asyncio.create_task(turns.of("alice").__aenter__())
+            await asyncio.sleep(0)
+            waiting.cancel()
+            await asyncio.gather(waiting, return_exceptions=True)
+        async with turns.of("alice"):
+            return len(turns)
+
+    assert asyncio.run(give_up()) == 1
+
+
+# ── bytes in hand ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_what_is_being_received_is_bounded_in_all_and_of_one() -> None:
+    intake = Intake(most_bytes=400)
+    mine = [intake.receiving("mallory") for _ in range(2)]
+    mine[0].add(90)
+    with pytest.raises(TooMuch, match=r"rate\.uploads"):
+        mine[1].add(20)
+    others = [intake.receiving(f"worker-{number}") for number in range(3)]
+    for other in others:
+        other.add(90)
+    with pytest.raises(Refusal, match=r"hub\.busy"):
+        intake.receiving("late").add(90)
+    assert intake.held_bytes == 90 + 20 + 3 * 90 + 90
+
+
+def test_a_body_is_never_refused_for_its_own_size_and_nothing_stays_counted() -> None:
+    intake = Intake(most_bytes=100)
+    with_it_alone = intake.receiving("alice")
+    for _ in range(10):
+        with_it_alone.add(100)
+    with_it_alone.close()
+    with_it_alone.close()
+    assert intake.held_bytes == 0
+    assert intake.received_bytes == 1000
+    intake.receiving("alice").add(20)
+
+
+# ── over HTTP ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def slow_keys(tmp_path: Path) -> Iterator[Bench]:
+    """A key may ask once, and again after a minute."""
+    bench = Bench(tmp_path / "hub", settings={"requests_per_key_s": 1 / 60})
+    yield bench
+    bench.close()
+
+
+def test_a_key_that_asks_too_often_is_told_for_how_long_to_wait(slow_keys: Bench) -> None:
+    ok(slow_keys.alice.call("POST", "/heartbeat", {}))
+    refused = slow_keys.alice.call("POST", "/heartbeat", {})
+    assert code_of(refused) == (429, "rate.key")
+    assert 1 <= int(refused.headers["retry-after"]) <= 60
+    ok(slow_keys.bob.call("POST", "/heartbeat", {}))  # its neighbour is not concerned
+    for _ in range(5):  # nor is whoever the run's owner has certified
+        ok(slow_keys.validator.call("POST", "/heartbeat", {}))
+
+
+def test_nobody_else_can_use_up_a_key(slow_keys: Bench) -> None:
+    """Neither by its name, nor by a request of its that was seen on the wire."""
+    forged = Actor(worker_key(9), slow_keys.http, slow_keys.clock)
+    for _ in range(3):
+        assert code_of(forged.call("POST", "/heartbeat", {}))[0] == 401
+        headers = {"shoal-node": slow_keys.alice.key.node}
+        assert slow_keys.http.post("/heartbeat", content=b"{}", headers=headers).status_code == 401
+    ok(slow_keys.alice.call("POST", "/heartbeat", {}))
+
+
+class Elsewhere:
+    """The same app, called from an address, as a server would."""
+
+    def __init__(self, bench: Bench) -> None:
+        bench.app.state.edge.addresses = Addresses()
+        self._bench = bench
+
+    def http(self, address: str) -> httpx.Client:
+        transport = AsgiTransport(self._bench.app)
+        transport._inner = httpx.ASGITransport(app=self._bench.app, client=(address, 40000))
+        return httpx.Client(transport=transport, base_url="http://hub")
+
+
+def test_new_keys_of_one_address_are_counted_and_known_ones_are_not(tmp_path: Path) -> None:
+    bench = Bench(tmp_path / "hub", settings={"registrations_per_address_min": 3})
+    try:
+        away = Elsewhere(bench)
+        with away.http("192.0.2.7") as http, away.http("192.0.2.8") as neighbour:
+            codes = [Actor(worker_key(number), http, bench.clock).register() for number in range(10, 15)]
+            assert [answer.status_code for answer in codes] == [200, 200, 200, 429, 429]
+            assert code_of(codes[3]) == (429, "rate.registrations")
+            assert 1 <= int(codes[3].headers["retry-after"]) <= 20
+            ok(Actor(worker_key(10), http, bench.clock).register())  # a restart is no newcomer
+            ok(Actor(worker_key(20), neighbour, bench.clock).register())
+        assert sum(node.role == "worker" for node in bench.status().nodes) == 2 + 3 + 1
+    finally:
+        bench.close()
+
+
+def test_an_address_that_asks_too_often_is_held_and_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.hub.door.HOLD_S", 0.0)
+    bench = Bench(tmp_path / "hub", settings={"requests_per_address_s": 0.2})
+    try:
+        away = Elsewhere(bench)
+        with away.http("192.0.2.7") as http, away.http("192.0.2.8") as neighbour:
+            answers = [http.get("/health") for _ in range(4)]
+            assert [answer.status_code for answer in answers] == [200, 200, 429, 429]
+            assert code_of(answers[2]) == (429, "rate.address")
+            assert answers[2].headers["retry-after"] == "1"
+            ok(neighbour.get("/health"))
+        for _ in range(9):
+            ok(bench.http.get("/health"))  # the hub's own machine
+    finally:
+        bench.close()
+
+
+# ── what is seen of it ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    bench = Bench(tmp_path / "hub")
+    yield bench
+    bench.close()
+
+
+def metrics_of(bench: Bench) -> dict[str, float]:
+    lines = ok(bench.http.get("/metrics")).text.splitlines()
+    pairs = (line.rsplit(" ", 1) for line in lines if line and not line.startswith("#"))
+    return {name: float(value) for name, value in pairs}
+
+
+def test_metrics_tell_requests_refusals_and_how_the_run_stands(bench: Bench) -> None:
+    ok(bench.announce(0))
+    [lease] = bench.alice.lease("request-one")
+    ok(bench.alice.submit(lease))
+    bench.http.get("/nowhere/at/all")
+    bench.http.request("BREW", "/health")
+    seen = metrics_of(bench)
+    assert seen['shoal_hub_requests_total{method="POST",route="/leases",status="200"}'] == 1
+    assert seen['shoal_hub_requests_total{method="PUT",route="/submissions/{lease}",status="201"}'] == 1
+    assert seen['shoal_hub_requests_total{method="GET",route="other",status="404"}'] == 1
+    assert seen['shoal_hub_refusals_total{code="http.404"}'] == 1
+    assert seen['shoal_hub_requests_total{method="other",route="/health",status="405"}'] == 1
+    assert seen['shoal_hub_request_seconds_count{method="POST",route="/leases"}'] == 1
+    assert seen['shoal_hub_submissions{state="received"}'] == 1
+    assert seen['shoal_hub_nodes{presence="here",role="worker",state="active"}'] >= 1
+    assert seen["shoal_hub_ledger_rows"] + seen["shoal_hub_outbox_rows"] >= 5
+    assert seen["shoal_hub_leader"] == 1
+    assert seen["shoal_hub_bodies_held_bytes"] == 0
+    assert seen["shoal_hub_bodies_bytes_total"] > 500
+    assert seen["process_resident_memory_bytes"] > 10_000_000
+    assert not any(bench.alice.key.node in name for name in seen)
+
+
+def test_the_storage_is_not_read_for_every_scrape() -> None:
+    clock, reads = ManualClock(), []
+    state = StateMetrics(lambda: reads.append(1) or (), clock)  # type: ignore[func-returns-value]
+    for _ in range(5):
+        state.collect()
+    assert len(reads) == 1
+    clock.advance(5)
+    state.collect()
+    assert len(reads) == 2
+
+
+def test_every_answer_has_a_number_and_the_log_names_it(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, "shoal.hub.requests"):
+        fine = ok(bench.http.get("/health"))
+        refused = bench.actor(worker_key(9)).call("POST", "/heartbeat", {})
+        known = bench.alice.call("POST", "/audits", {})
+    numbers = [answer.headers["shoal-request"] for answer in (fine, refused, known)]
+    assert len(set(numbers)) == 3
+    records = {record.fields["request"]: record for record in caplog.records if hasattr(record, "fields")}
+    assert [records[number].levelno for number in numbers] == [logging.DEBUG, logging.INFO, logging.INFO]
+    assert records[numbers[1]].fields["code"] == "auth.unknown_node"  # type: ignore[attr-defined]
+    assert records[numbers[1]].fields["node"] == ""  # type: ignore[attr-defined]  # it was not proven
+    said = json.loads(JsonFormatter("hub").format(records[numbers[1]]))
+    assert (said["request"], said["status"], said["code"]) == (numbers[1], 401, "auth.unknown_node")
+
+
+def test_a_flood_does_not_fill_the_log(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "shoal.hub.requests"):
+        for _ in range(200):
+            bench.http.get("/nowhere")
+    assert 1 <= len(caplog.records) < 100
+
+
+def test_what_a_stranger_calls_a_path_reaches_no_terminal(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "shoal.hub.requests"):
+        bench.http.get("/%1b%5b2J%0afake" + "x" * 500)
+    [record] = caplog.records
+    assert "\x1b" not in record.getMessage()
+    assert "\n" not in record.getMessage()
+    assert len(record.getMessage()) < 300
+
+
+def test_a_defect_is_counted_and_named_by_its_number(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> None:
+        raise RuntimeError("of the test")
+
+    monkeypatch.setattr(bench.app.state.hub.readiness, "check", broken)
+    answer = bench.http.get("/ready")
+    assert code_of(answer) == (500, "hub.defect")
+    assert answer.headers["shoal-request"] in answer.json()["message"]
+    assert metrics_of(bench)['shoal_hub_requests_total{method="GET",route="/ready",status="500"}'] == 1

@@ -1,0 +1,178 @@
+"""Why: the hub tells all that happened to a unit and to a node, with proofs, and nothing that must stay secret."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hubkit import HUB, RUN_ID, VALIDATOR, Bench, code_of, fresh_request, ok, worker_key
+
+from shoal.hub.service import reporting
+from shoal.protocol import (
+    CheckResult,
+    Lease,
+    NodePage,
+    NodeStory,
+    Outcome,
+    Receipt,
+    RunStatus,
+    Severity,
+    SigningKey,
+    UnitStory,
+    Verdict,
+    open_document,
+)
+from shoal.protocol.story import behind
+
+ALICE, BOB = worker_key(1).node, worker_key(2).node
+FAILED: dict[str, Any] = {
+    "outcome": Outcome.REJECTED,
+    "reason": "sampling.seed",
+    "severity": Severity.CERTAIN,
+    "message": "token 3 of sample 0 was not drawn with its seed",
+    "checks": (CheckResult(check="sampling", passed=False, evidence={"outside": 812, "limit": 14}, message="no"),),
+}
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    bench = Bench(tmp_path / "hub")
+    yield bench
+    bench.close()
+
+
+def unit_story(bench: Bench, unit: int) -> UnitStory:
+    return UnitStory.model_validate_json(ok(bench.http.get(f"/units/{unit}")).content)
+
+
+def node_story(bench: Bench, node: str) -> NodeStory:
+    return NodeStory.model_validate_json(ok(bench.http.get(f"/nodes/{node}")).content)
+
+
+def test_the_story_of_a_unit_from_its_first_lease_to_training(bench: Bench) -> None:
+    ok(bench.announce(0))
+    [lost] = bench.bob.lease(fresh_request())
+    ok(bench.bob.call("POST", "/leases/release", {"leases": [lost.lease]}))
+    leases = bench.accept_groups(2)
+    assert bench.batch(0) is not None
+    ok(bench.announce(1))
+    story = unit_story(bench, 0)
+    assert (story.state, story.step, story.sentence) == ("trained", 0, "trained on in step 0")
+    assert [(each.node, each.state) for each in story.leases] == [(BOB, "released"), (ALICE, "submitted")]
+    assert story.leases[0].ended_at_ms is not None
+    [submission] = story.submissions
+    assert (submission.state, submission.credit, submission.credit_state) == ("accepted", 6, "final")
+    assert submission.verdict is not None
+    assert open_document(submission.verdict, Verdict, VALIDATOR.public_key).unit == 0
+    assert submission.receipt is not None
+    assert open_document(submission.receipt, Receipt, HUB.public_key).lease == leases[0].lease
+    assert [entry.kind for entry in story.ledger] == ["credit", "batch"]
+    assert story.leases[1].document is not None
+    assert story.seeds == open_document(story.leases[1].document, Lease, HUB.public_key).seeds == leases[0].seeds
+
+
+def test_seeds_are_told_only_when_nobody_can_get_the_unit_any_more(bench: Bench) -> None:
+    ok(bench.announce(0))
+    leases = bench.alice.lease(fresh_request(), 2)
+    secrets = {seed for lease in leases for seed in lease.seeds}
+
+    def leaks(unit: int) -> bool:
+        texts = [bench.http.get(f"/units/{unit}").text, bench.http.get(f"/nodes/{ALICE}").text]
+        return any(seed in text for text in texts for seed in secrets)
+
+    assert not leaks(0)  # leased
+    for lease in leases:
+        ok(bench.alice.submit(lease))
+    assert not leaks(0)  # handed in
+    first, second = bench.audits()
+    ok(bench.judge(first))
+    assert not leaks(0)  # accepted, and may still be pulled
+    ok(bench.judge(second, **FAILED))
+    assert not leaks(1)  # rejected: open again
+    [again] = bench.bob.lease(fresh_request())
+    ok(bench.bob.submit(again))
+    ok(bench.judge(bench.audits()[0]))
+    assert bench.batch(0) is not None
+    assert leaks(0)
+    assert unit_story(bench, 1).seeds == leases[1].seeds
+
+
+def test_a_rejected_unit_says_which_check_which_numbers_and_which_rule(bench: Bench) -> None:
+    ok(bench.announce(0))
+    ok(bench.alice.submit(bench.alice.lease(fresh_request())[0]))
+    ok(bench.judge(bench.audits()[0], **FAILED))
+    story = unit_story(bench, 0)
+    assert story.sentence == "waits for a worker again, after 1 leases"
+    [submission] = story.submissions
+    assert "cannot happen by accident" in submission.rule
+    assert submission.verdict is not None
+    [check] = open_document(submission.verdict, Verdict, VALIDATOR.public_key).checks
+    assert check.evidence == {"outside": 812, "limit": 14}
+    assert (submission.credit, submission.credit_state) == (0, "none")
+
+
+def test_the_story_of_a_node_has_what_an_appeal_needs(bench: Bench) -> None:
+    ok(bench.announce(0))
+    [lease] = bench.alice.lease(fresh_request())
+    ok(bench.alice.submit(lease))
+    ok(bench.judge(bench.audits()[0], **FAILED))
+    story = node_story(bench, ALICE)
+    assert story.run == RUN_ID
+    assert story.sentence.startswith("banned: sampling.seed: token 3")
+    assert (story.certain, story.node.state.value, story.node.name) == (1, "banned", "alice")
+    [refused] = story.refused
+    assert refused.lease == lease.lease
+    assert refused.verdict is not None
+    [sanction] = [entry for entry in story.ledger if entry.kind == "sanction"]
+    [cause] = behind(sanction, story.ledger)
+    assert cause["submission"] == refused.submission
+    assert [each.state for each in story.leases] == ["submitted"]
+
+
+@pytest.mark.parametrize(
+    ("path", "code"),
+    [("/units/7", 404), (f"/nodes/{'f' * 32}", 404), ("/units/-1", 422), ("/nodes/nobody", 422), ("/units/x", 422)],
+)
+def test_what_is_not_there(bench: Bench, path: str, code: int) -> None:
+    assert code_of(bench.http.get(path))[0] == code
+
+
+def test_nodes_come_in_pages(bench: Bench) -> None:
+    found, after = [], ""
+    while page := NodePage.model_validate_json(bench.http.get(f"/nodes?after={after}&limit=3").content).nodes:
+        found += [view.node for view in page]
+        after = page[-1].node
+    assert found == sorted(found)
+    assert len(found) == 4
+    counts = NodePage.model_validate_json(bench.http.get("/nodes?limit=1").content).counts
+    assert counts == {"worker.active": 2, "trainer.active": 1, "validator.active": 1}
+
+
+def test_of_very_many_nodes_the_status_shows_those_that_matter(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reporting, "NODES_SHOWN", 6)
+    ranks = (("trusted", 2), ("sanctioned", 1), ("credit", 1), ("seen", 6))
+    monkeypatch.setattr(reporting, "RANKS", ranks)
+    ok(bench.announce(0))
+    bench.accept_groups(1)
+    ok(bench.bob.submit(bench.bob.lease(fresh_request())[0]))
+    ok(bench.judge(bench.audits()[0], **FAILED))
+    for number in range(3, 12):
+        ok(bench.actor(worker_key(number)).register(name=f"n{number}"))
+    answer = bench.http.get("/status", headers={"shoal-protocol": "2"})
+    status = RunStatus.model_validate_json(ok(answer).content)
+    shown = [node.node for node in status.nodes]
+    assert len(shown) == 6
+    assert {node.role for node in status.nodes[:2]} == {"trainer", "validator"}
+    assert shown[2:4] == [BOB, ALICE]
+    assert sum(status.node_counts.values()) == 13
+    assert status.node_counts["worker.banned"] == 1
+
+
+def test_a_stranger_is_not_told_where_anybody_is(bench: Bench) -> None:
+    key = SigningKey.from_seed(b"z" * 32)
+    ok(bench.actor(key).register(name="zoe"))
+    text = bench.http.get(f"/nodes/{key.node}").text
+    assert "127.0.0.1" not in text
+    assert "testclient" not in text

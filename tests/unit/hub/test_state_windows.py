@@ -1,0 +1,200 @@
+"""Windows, sanctions and pace: what a node may hold, what lapsing costs it, and how a suspension ends."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+from statekit import NOW_MS, held, lease, leases_in, moment, node, nodes_in, of_type, policy, rules, units_in
+
+from shoal.hub.state import pacing, sanctions, windows
+from shoal.hub.state.commands import Record
+from shoal.hub.state.machines import LeaseState, UnitState
+from shoal.hub.state.pacing import Tempo
+from shoal.hub.state.refusals import Refusal
+from shoal.hub.state.rows import NodeRow, Progress
+from shoal.protocol import NodeState
+
+RULES = rules(leases_per_node=64)
+
+
+def lapse(row: NodeRow, count: int = 1, now_ms: int = NOW_MS) -> NodeRow:
+    (after,) = nodes_in(windows.lapse(RULES, row, count, now_ms))
+    return after
+
+
+class TestWindow:
+    def test_it_begins_with_a_quarter_and_widens_by_one(self) -> None:
+        row = node(1)
+        assert windows.of(RULES, row) == 16
+        assert windows.of(rules(leases_per_node=3), row) == 1
+        for _ in range(100):
+            row = windows.widened(RULES, row)
+        assert windows.of(RULES, row) == 64
+
+    def test_it_never_exceeds_what_the_run_allows_now(self) -> None:
+        assert windows.of(rules(leases_per_node=4), node(1, window=64)) == 4
+
+    def test_who_takes_and_never_delivers_ends_with_one_and_suspended(self) -> None:
+        row, held_at_a_time = node(1), []
+        for _ in range(10):
+            if row.state is NodeState.ACTIVE:
+                held_at_a_time.append(windows.of(RULES, row))
+                row = lapse(row, windows.of(RULES, row))
+        assert held_at_a_time == [16, 8, 4, 2]
+        assert (row.window, row.state, row.lapsed) == (1, NodeState.SUSPENDED, 30)
+        assert row.reason == "leases.lapsed: 30 leases in a row came to nothing"
+
+    def test_afterwards_each_further_lease_costs_it_twice_the_time(self) -> None:
+        row, waits = node(1, window=1, lapses=7), []
+        for _ in range(4):
+            row = lapse(row)
+            assert row.until_ms is not None
+            waits.append((row.until_ms - NOW_MS) // 60_000)
+            row, _ = sanctions.lift(replace(row, until_ms=NOW_MS), NOW_MS)
+        assert waits == [1, 2, 4, 8]
+
+    def test_a_machine_that_is_switched_off_once_is_not_suspended(self) -> None:
+        row = lapse(node(1, window=64), 64)
+        assert (row.state, row.window, row.lapses) == (NodeState.ACTIVE, 32, 64)
+
+    def test_what_lapses_while_it_is_suspended_does_not_suspend_again(self) -> None:
+        out = node(1, window=1, lapses=8, state=NodeState.SUSPENDED, until_ms=NOW_MS + 9, suspensions=1)
+        row = lapse(out)
+        assert (row.until_ms, row.suspensions, row.lapsed) == (NOW_MS + 9, 1, 1)
+
+    def test_handing_something_in_ends_the_row_of_lapses(self) -> None:
+        row = windows.delivered(node(1, lapses=7), lease(0), NOW_MS + 1)
+        assert row.lapses == 0
+
+    @given(st.lists(st.one_of(st.just(0), st.integers(1, 64)), max_size=60), st.integers(1, 64))
+    def test_it_stays_within_bounds(self, events: list[int], most: int) -> None:
+        row, bounds = node(1), rules(leases_per_node=most)
+        for lapsing in events:
+            row = nodes_in(windows.lapse(bounds, row, lapsing, NOW_MS))[0] if lapsing else windows.widened(bounds, row)
+            assert 1 <= windows.of(bounds, row) <= most
+            assert 1 <= row.window <= most
+
+
+class TestPace:
+    def test_it_is_the_time_of_one_group_of_those_that_came_together(self) -> None:
+        together = lease(0, granted=4)
+        row = windows.delivered(node(1), together, NOW_MS + 20_000)
+        assert row.pace_ms == 5_000
+        row = windows.delivered(row, lease(1), NOW_MS + 9_000)
+        assert row.pace_ms == (3 * 5_000 + 9_000) // 4
+
+    def test_a_clock_that_stood_still_gives_no_pace_of_nothing(self) -> None:
+        assert windows.delivered(node(1), lease(0), NOW_MS).pace_ms == 1
+
+
+class TestSanctions:
+    def test_suspensions_double_up_to_a_day(self) -> None:
+        minutes = [sanctions.suspension_ms(count) // 60_000 for count in (0, 1, 2, 10, 11, 1000)]
+        assert minutes == [1, 2, 4, 1024, 1440, 1440]
+
+    def test_a_suspension_is_in_the_ledger_with_its_end(self) -> None:
+        (record,) = of_type(sanctions.suspend(node(1), "because", NOW_MS), Record)
+        assert record.kind == "sanction"
+        expected = {"node": node(1).node, "state": "suspended", "reason": "because", "until_ms": NOW_MS + 60_000}
+        assert record.body == expected
+
+    def test_the_owner_says_how_long_and_never_shortens_by_accident(self) -> None:
+        (row,) = nodes_in(sanctions.suspend(node(1), "x", NOW_MS, for_ms=5_000))
+        assert row.until_ms == NOW_MS + 5_000
+        (again,) = nodes_in(sanctions.suspend(row, "y", NOW_MS, for_ms=1_000))
+        assert (again.until_ms, again.suspensions, again.reason) == (NOW_MS + 5_000, 2, "y")
+
+    def test_it_ends_by_itself_when_the_time_is_over(self) -> None:
+        row = node(1, state=NodeState.SUSPENDED, until_ms=NOW_MS, reason="x", passed=9, suspensions=1)
+        assert sanctions.lift(replace(row, until_ms=NOW_MS + 1), NOW_MS)[1] == []
+        after, commands = sanctions.lift(row, NOW_MS)
+        assert nodes_in(commands) == [after]
+        assert (after.state, after.reason, after.until_ms, after.passed) == (NodeState.ACTIVE, "", None, 9)
+        assert after.suspensions == 1, "the next one is longer"
+        assert of_type(commands, Record)[0].body["state"] == "active"
+
+    @pytest.mark.parametrize("state", [NodeState.ACTIVE, NodeState.BANNED])
+    def test_nothing_else_ends_by_itself(self, state: NodeState) -> None:
+        row = node(1, state=state)
+        assert sanctions.lift(row, NOW_MS) == (row, [])
+
+    def test_without_an_end_it_waits_for_the_owner(self) -> None:
+        row = node(1, state=NodeState.SUSPENDED, reason="x")
+        assert sanctions.lift(row, NOW_MS) == (row, [])
+        assert "until the run's owner pardons it" in sanctions.waiting(row, NOW_MS)
+
+    def test_a_banned_node_cannot_get_away_with_a_suspension(self) -> None:
+        with pytest.raises(Refusal, match="is banned"):
+            sanctions.suspend(node(1, state=NodeState.BANNED), "x", NOW_MS)
+
+    def test_a_ban_frees_what_the_node_holds(self) -> None:
+        commands = sanctions.ban(node(1, until_ms=5, state=NodeState.SUSPENDED), "x", [held(0), held(1, who=2)], NOW_MS)
+        assert leases_in(commands) == {"u0a0": LeaseState.VOID}
+        assert units_in(commands)[0].state == UnitState.OPEN
+        (row,) = nodes_in(commands)
+        assert (row.state, row.until_ms) == (NodeState.BANNED, None)
+
+    @pytest.mark.parametrize("state", [NodeState.SUSPENDED, NodeState.BANNED])
+    def test_a_pardon_makes_it_a_newcomer(self, state: NodeState) -> None:
+        row = node(1, state=state, certain=1, statistical=1, passed=50, streak=50, lapses=9, soft=5, suspensions=7)
+        (after,) = nodes_in(sanctions.pardon(replace(row, until_ms=5), "a mistake", NOW_MS))
+        assert (after.state, after.strikes, after.on_probation) == (NodeState.ACTIVE, 0, True)
+        assert (after.streak, after.lapses, after.soft, after.suspensions, after.until_ms) == (0, 0, 0, 0, None)
+        assert sanctions.pardon(after, "again", NOW_MS) == [], "twice is harmless"
+
+
+class TestBite:
+    """Steps take 10 s; policy 3 may be trained on in steps 3 and 4."""
+
+    def bite(self, pace_ms: int, *, since_ms: int = 0, held_leases: int = 0, step: int = 3, staleness: int = 1) -> int:
+        progress = Progress(policy=policy(3), next_step=step)
+        now = moment(progress=progress, max_staleness=staleness)
+        return pacing.bite(now, Tempo(10_000, NOW_MS - since_ms), pace_ms, held_leases, 8)
+
+    def test_a_fast_node_gets_all(self) -> None:
+        assert self.bite(1_000) == 8
+
+    def test_a_slow_one_what_it_can_have_back(self) -> None:
+        assert self.bite(3_000) == 5, "20 s are left, 15 of them are sure"
+        assert self.bite(3_000, step=4) == 2, "only one step is left"
+        assert self.bite(3_000, since_ms=6_000) == 3, "and part of one is over"
+
+    def test_the_slowest_gets_one(self) -> None:
+        assert self.bite(60_000) == 1
+
+    def test_what_it_holds_counts(self) -> None:
+        assert self.bite(3_000, held_leases=4) == 1
+        assert self.bite(3_000, held_leases=5) == 0
+
+    def test_a_step_that_is_overdue_still_has_a_quarter(self) -> None:
+        assert self.bite(500, step=4, since_ms=100_000) == 3
+
+    def test_nobody_gets_less_while_nothing_is_known_or_nothing_can_be_late(self) -> None:
+        now = moment(max_staleness=1)
+        assert pacing.bite(now, None, 60_000, 0, 8) == 8
+        assert self.bite(0) == 8
+        assert self.bite(60_000, staleness=0) == 8
+
+    def test_the_tempo_is_the_mean_of_the_last_steps(self) -> None:
+        assert pacing.tempo([5]) is None
+        assert pacing.tempo([0, 3_000, 10_000]) == Tempo(5_000, 10_000)
+
+    @given(
+        pace_ms=st.integers(0, 10**6), since_ms=st.integers(0, 10**6), held_leases=st.integers(0, 64),
+        step=st.integers(3, 5), staleness=st.integers(0, 4),
+    )  # fmt: skip
+    def test_whoever_holds_nothing_gets_something(
+        self, pace_ms: int, since_ms: int, held_leases: int, step: int, staleness: int
+    ) -> None:
+        found = self.bite(pace_ms, since_ms=since_ms, held_leases=held_leases, step=step, staleness=staleness)
+        assert int(held_leases == 0) <= found <= 8
+
+
+def test_waste_is_what_came_too_late_of_all_that_was_generated() -> None:
+    units = {"accepted": 10, "dropped": 25, "trained": 60, "submitted": 5, "void": 50, "void_stale": 40, "leased": 99}
+    waste = pacing.waste(units, accepted=98, late=2, lapsed=7)
+    assert (waste.generated, waste.stale, waste.late, waste.lapsed, waste.fraction) == (100, 3, 2, 7, 0.05)
+    assert pacing.waste({}, 0, 0, 0).fraction == 0.0
