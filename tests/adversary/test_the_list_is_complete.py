@@ -31,6 +31,7 @@ ATTACKS: dict[str, tuple[str, ...]] = {
     "padding to length": ("cheat pad", "cheat run-on"),
     "copied rollouts (own or others')": ("cheat copy", "cheat replay", "cheat steal"),
     "replayed request": ("test_hub_attacks::test_a_replayed_request",),
+    "request of another time": ("test_hub_attacks::test_a_request_of_another_time",),
     "forged identity": (
         "cheat claim-node",
         "test_hub_attacks::test_a_forged_identity",

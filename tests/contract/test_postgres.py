@@ -12,6 +12,7 @@ import pytest
 from sqlalchemy import text
 from storagekit import apply, leased, node, on_postgres, submission
 
+from pgkit import Cluster
 from shoal.errors import ConfigError, ResourceError
 from shoal.hub.state.commands import (
     SaveNode,
@@ -142,6 +143,25 @@ class TestPostgres:
         for durable, said in ((True, "on"), (False, "off")):
             with storage.write(durable=durable) as transaction:
                 assert transaction._connection.execute(text("SHOW synchronous_commit")).scalar() == said
+
+    def test_whatever_the_database_was_told(self, postgres: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+        url = postgres.create()
+        postgres.execute(f"ALTER DATABASE {url.rpartition('/')[2]} SET synchronous_commit TO off")
+        careless = PostgresStorage(url)
+        with careless.write() as transaction:
+            assert transaction._connection.execute(text("SHOW synchronous_commit")).scalar() == "on"
+        assert "runs with fsync off" in caplog.text, "the server of these tests does"
+        careless.close()
+
+    def test_a_value_that_no_column_takes_is_not_tried_again(self, storage: Storage) -> None:
+        with pytest.raises(ResourceError, match="null value"):
+            apply(storage, SaveNode(replace(node(3), name=None), None))  # type: ignore[arg-type]
+
+    def test_it_says_what_time_it_is(self, storage: Storage) -> None:
+        first, second = storage.now_ms(), storage.now_ms()
+        assert first is not None
+        assert second is not None
+        assert 1_600_000_000_000 < first <= second
 
     def test_a_character_that_it_cannot_hold_is_the_callers_fault(self, storage: Storage) -> None:
         with pytest.raises(Refusal, match="cannot hold"):

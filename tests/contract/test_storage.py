@@ -409,9 +409,27 @@ def test_a_nonce_is_taken_once_per_node_until_it_is_forgotten(storage: Storage) 
         assert not transaction.take_nonce("a", "n", 100)
         assert transaction.take_nonce("b", "n", 50)
     with storage.write() as transaction:
-        transaction.forget_nonces(100)
+        assert transaction.forget_nonces(100, 9) == 1
         assert not transaction.take_nonce("a", "n", 100)
         assert transaction.take_nonce("b", "n", 50)
+
+
+def test_nonces_are_forgotten_in_pages(storage: Storage) -> None:
+    with storage.write(durable=False) as transaction:
+        for number in range(5):
+            assert transaction.take_nonce("a", f"{number}", 10)
+        assert [transaction.forget_nonces(100, 2) for _ in range(4)] == [2, 2, 1, 0]
+
+
+def test_who_was_heard_of_is_not_heard_of_earlier_afterwards(storage: Storage) -> None:
+    """Two hubs note it in any order, by clocks that are a little apart."""
+    with storage.write() as transaction:
+        transaction.touch_presence("a", 9)
+        transaction.touch_presence("a", 7)
+        transaction.put_presence(Presence("b", 9, "old"))
+        transaction.put_presence(Presence("b", 8, "new"))
+    with storage.read() as reader:
+        assert reader.presences() == {"a": Presence("a", 9), "b": Presence("b", 9, "new")}
 
 
 def test_presence_reports_and_alarms(storage: Storage) -> None:

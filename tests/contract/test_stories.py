@@ -13,6 +13,7 @@ from shoal.hub.state.machines import LeaseState, SubmissionState, UnitState
 from shoal.hub.state.rows import LeaseRow, NodeRow, SubmissionRow, UnitRow
 from shoal.hub.storage import MemoryStorage, Presence, SqliteStorage, Storage, StoryReader
 from shoal.hub.storage.postgres import PostgresStorage
+from shoal.hub.storage.protocol import Crew
 from shoal.ledger import append, node_subject, unit_subject
 from shoal.protocol import NodeState
 
@@ -111,6 +112,23 @@ def test_ledger_entries_about_a_subject(reader: StoryReader) -> None:
     assert kinds(node_subject(node(1).node), "credit") == ["node", "rejected"]
     assert kinds(unit_subject(7), limit=2) == ["rejected", "batch"]
     assert kinds(unit_subject(70)) == []
+
+
+def test_ledger_entries_of_a_kind_about_several(reader: StoryReader) -> None:
+    found = reader.ledger_of_kind("credit", [unit_subject(8), unit_subject(7), node_subject(node(1).node)])
+    assert [entry.body["unit"] for entry in found] == [7, 8]
+    assert [entry.kind for entry in reader.ledger_of_kind("batch", [unit_subject(7), unit_subject(8)])] == ["batch"]
+    assert reader.ledger_of_kind("credit", [unit_subject(70)]) == []
+    assert reader.ledger_of_kind("credit", []) == []
+
+
+def test_the_fleet_in_sums(reader: StoryReader) -> None:
+    assert reader.fleet(since_ms=20) == [
+        Crew("trainer", "active", here=False, count=1, credit=0, pending=0, lapsed=0),
+        Crew("worker", "active", here=False, count=1, credit=0, pending=0, lapsed=0),
+        Crew("worker", "active", here=True, count=2, credit=5, pending=0, lapsed=0),
+        Crew("worker", "banned", here=False, count=1, credit=50, pending=0, lapsed=0),
+    ]
 
 
 def test_nodes_in_pages_and_by_rank(reader: StoryReader) -> None:

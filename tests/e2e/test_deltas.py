@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from runkit import metrics, start_run
 
 SETTINGS = (
@@ -12,6 +13,7 @@ SETTINGS = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_run_in_bfloat16_travels_as_deltas_and_is_written_in_place(tmp_path: Path) -> None:
     with start_run(tmp_path / "run", SETTINGS) as run:
         assert run.wait() == 0, run.said(6000)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from runkit import RECIPE, metrics
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -36,6 +37,7 @@ def test_a_reward_of_ones_own_is_one_file(tmp_path: Path) -> None:
     assert all(row["groups"] == 8 for row in rows[:2]), rows
 
 
+@pytest.mark.slow
 def test_the_algorithm_in_one_file_runs() -> None:
     said = run_python(str(EXAMPLES / "one_file_rl.py"), "--steps", "3", "--evaluate-every", "3")
     before, after = (float(score) for score in re.findall(r"held-out ([\d.]+)", said))

@@ -21,6 +21,7 @@ from s3kit import KEYS, Shop, s3_server
 from shoal.cli.backup import backup_run, restore_run, verify_backup
 from shoal.cli.folder import RunFolder
 from shoal.cli.migrate import Move, migrate_run
+from shoal.errors import ConfigError
 from shoal.hub.storage import open_storage, tables
 from shoal.hub.storage.opening import DATABASE_FILE
 from shoal.protocol import Lease, SignedDocument, SigningKey, open_document, submission_digest
@@ -94,6 +95,26 @@ def test_migrate_killed(path: Path, database_url: str, shop: Shop, name: str) ->
     migrate_run(path, move, quiet)
     assert RunFolder.open(path).recipe.hub.storage == shop.url
     assert step(path) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["migrate.after_rows", "migrate.after_recipe"])
+def test_migrate_away_from_hubs_that_share_killed(path: Path, database_url: str, name: str) -> None:
+    """Nobody works on the database that was being left until somebody has said where the run goes on."""
+    migrate_run(path, Move.of(database_url, None, None), quiet)
+    left = (path / "recipe.toml").read_text()
+    assert dies_of(name, migrate, path, Move.of("sqlite", None, None), {})
+    moved = RunFolder.open(path).recipe.hub.database == ""
+    assert moved == (name == "migrate.after_recipe")
+    if moved:
+        assert step(path) == 2
+    arrived = (path / "recipe.toml").read_text()
+    (path / "recipe.toml").write_text(left)  # as on another machine
+    with pytest.raises(ConfigError, match="is being moved"):
+        Play(path)
+    (path / "recipe.toml").write_text(arrived)
+    migrate_run(path, Move.of("sqlite", None, None), quiet)
+    assert step(path) == 2 + moved
 
 
 def test_backup_and_restore_killed(path: Path, tmp_path: Path) -> None:

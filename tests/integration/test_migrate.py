@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from folderkit import Play
+from folderkit import Play, body_of
 from s3kit import KEYS, Shop, s3_server
 from shoal.cli import migrate
 from shoal.cli.backup import backup_run, restore_run
@@ -20,8 +20,10 @@ from shoal.cli.folder import RunFolder
 from shoal.cli.main import main
 from shoal.cli.migrate import Move, migrate_run
 from shoal.errors import ConfigError, ResourceError, ShoalError
-from shoal.hub.storage import SqliteStorage, open_storage
-from shoal.hub.storage.copying import MOVED_TO, copy_rows, extents, run_in
+from shoal.hub import create_app
+from shoal.hub.storage import SqliteStorage, Storage, open_storage
+from shoal.hub.storage.copying import LEAVING, MOVED_TO, Extent, copy_rows, extents, run_in
+from shoal.protocol import LeaseRequest
 from shoal.runtime.lock import FolderLock
 from shoal.runtime.stop import StopToken
 
@@ -202,3 +204,112 @@ def test_the_command_asks_where_to(path: Path, capsys: pytest.CaptureFixture[str
     assert "not for PostgreSQL" in capsys.readouterr().err
     assert main(["migrate", str(path), "--database", "sqlite"]) == 0
     assert "there already" in capsys.readouterr().out
+
+
+# ── away from a database that hubs share ─────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def shared(tmp_path: Path, database_url: str) -> Play:
+    """A run on PostgreSQL, stopped, with two submissions that are promised and not judged."""
+    play = Play(tmp_path / "shared", {"database": database_url})
+    request = LeaseRequest(request="before-the-move", max_units=4)
+    for lease, _ in play.worker.open_leases(play.worker.lease(request)):
+        play.receipts.append(play.worker.submit(lease.lease, body_of(lease)))
+    assert len(play.receipts) == 2
+    play.close()
+    return play
+
+
+def test_a_hub_that_was_overlooked_writes_nothing_and_ends(shared: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was frozen, say, when the lead was asked for, and wakes up in the middle of the copy."""
+    frozen = create_app(shared._config()).state.hub
+    frozen.context.resign()
+    tried: list[str] = []
+
+    def meddled_with(source: Storage, target: Storage, settings: dict[str, str]) -> dict[str, Extent]:
+        for attempt in (lambda: frozen.context.decision().__enter__(), frozen.context.lead):
+            with pytest.raises(ConfigError, match="is being moved by `shoal migrate`"):
+                attempt()
+            tried.append("refused")
+        return copy_rows(source, target, settings)
+
+    monkeypatch.setattr(migrate, "copy_rows", meddled_with)
+    migrate_run(shared.path, Move.of("sqlite", None, None), quiet)
+    assert len(tried) == 2
+    assert isinstance(frozen.context.failure, ConfigError), "the process ends with it"
+    frozen.close()
+    goes_on(shared.path, shared)
+
+
+def test_what_changes_under_the_copy_is_noticed_and_the_old_place_stays_in_force(
+    shared: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def overtaken(source: Storage, target: Storage, settings: dict[str, str]) -> dict[str, Extent]:
+        copied = copy_rows(source, target, settings)
+        with source.write() as transaction:  # by a program that does not look at the mark
+            transaction.put_setting("a", "b")
+        return copied
+
+    with monkeypatch.context() as patch:
+        patch.setattr(migrate, "copy_rows", overtaken)
+        with pytest.raises(ResourceError, match="changed while it was copied"):
+            migrate_run(shared.path, Move.of("sqlite", None, None), quiet)
+    assert RunFolder.open(shared.path).recipe.hub.database
+    goes_on(shared.path, shared)
+
+
+def test_the_lead_is_held_while_the_run_moves(shared: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+    def asked(source: Storage, target: Storage, settings: dict[str, str]) -> dict[str, Extent]:
+        assert not source.lead(migrate.LEADER, "a hub that starts", 1.0)
+        assert not source.lead(migrate.LEADER, "another migration", 1.0)
+        return copy_rows(source, target, settings)
+
+    monkeypatch.setattr(migrate, "copy_rows", asked)
+    migrate_run(shared.path, Move.of("sqlite", None, None), quiet)
+
+
+@pytest.mark.parametrize("stays", [True, False])
+def test_killed_in_the_middle_hubs_say_how_to_go_on(shared: Play, stays: bool) -> None:
+    database = RunFolder.open(shared.path).recipe.hub.database
+    with contextlib.closing(open_storage(database, shared.path)) as storage:
+        migrate._put_mark(storage, LEAVING)  # all that is left there of a process that was killed
+    with pytest.raises(
+        ConfigError, match=r"cut short: give the same command again there, or `shoal migrate RUN --database`"
+    ):
+        Play(shared.path)
+    migrate_run(shared.path, Move.of(database if stays else "sqlite", None, None), quiet)
+    assert bool(RunFolder.open(shared.path).recipe.hub.database) == stays
+    goes_on(shared.path, shared)
+
+
+def test_a_place_that_the_run_has_left_is_not_moved_on_from(shared: Play) -> None:
+    before = (shared.path / "recipe.toml").read_text()
+    database = RunFolder.open(shared.path).recipe.hub.database
+    migrate_run(shared.path, Move.of("sqlite", None, None), quiet)
+    (shared.path / "recipe.toml").write_text(before)  # as on another machine, which was not told
+    for place in ("sqlite", database):
+        with pytest.raises(ConfigError, match="was moved away"):
+            migrate_run(shared.path, Move.of(place, None, None), quiet)
+
+
+def test_hubs_know_the_new_place_of_blobs_and_not_the_old_one(shared: Play, shop: Shop) -> None:
+    before = (shared.path / "recipe.toml").read_text()
+    database = RunFolder.open(shared.path).recipe.hub.database
+    migrate_run(shared.path, Move.of(None, f"{shop.url}/known", shop.endpoint), quiet)
+    after = (shared.path / "recipe.toml").read_text()
+    (shared.path / "recipe.toml").write_text(before)  # as on another machine, which was not told
+    with pytest.raises(ConfigError, match="other hubs of this run keep submissions elsewhere"):
+        Play(shared.path)
+    (shared.path / "recipe.toml").write_text(after)
+    migrate_run(shared.path, Move.of("sqlite", "folder", None), quiet)
+    migrate_run(shared.path, Move.of(database, f"{shop.url}/again", shop.endpoint), quiet)  # which remembers the first
+    goes_on(shared.path, shared)
+
+
+def test_the_same_database_under_another_address_is_no_other_place(shared: Play) -> None:
+    database = RunFolder.open(shared.path).recipe.hub.database
+    with pytest.raises(ConfigError, match="is the one that the run is in already"):
+        migrate_run(shared.path, Move.of(f"{database}?application_name=other", None, None), quiet)
+    assert RunFolder.open(shared.path).recipe.hub.database == database
+    goes_on(shared.path, shared)

@@ -18,6 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -25,6 +26,7 @@ from typing import Any
 
 import httpx
 import pytest
+from sqlalchemy import select
 
 from pgkit import running_cluster
 
@@ -48,21 +50,29 @@ from shoal import ledger
 from shoal.errors import ConfigError, ResourceError
 from shoal.hub import run_hub
 from shoal.hub.service import Hub
-from shoal.hub.state.machines import LeaseState, SubmissionState
+from shoal.hub.state.commands import SaveLease, SaveUnit
+from shoal.hub.state.machines import LeaseState, SubmissionState, UnitState
+from shoal.hub.state.refusals import Refusal
+from shoal.hub.state.rows import LeaseRow, UnitRow
+from shoal.hub.storage import postgres as postgres_module
 from shoal.hub.storage import tables
 from shoal.hub.storage.postgres import PostgresStorage
 from shoal.protocol import (
     Audit,
     AuditReply,
     Batch,
+    HeartbeatReply,
     Lease,
+    LeaseRelease,
     LeaseReply,
     LedgerEntry,
     LedgerPage,
+    NodeState,
     Outcome,
     PolicyAnnouncement,
     Registration,
     RolloutReward,
+    Severity,
     SignedDocument,
     SigningKey,
     Verdict,
@@ -74,9 +84,12 @@ from shoal.runtime.clock import ManualClock, SystemClock
 from shoal.runtime.stop import stop_on_signals
 
 DEADLINE_S = 120.0
+HOUR_MS = 3_600_000
 VALIDATORS = 2
 SETTINGS = {"requests_per_key_s": 0, "requests_per_address_s": 0, "registrations_per_address_min": 0}
 GROUP_TOKENS = 2 * TOKENS_PER_ROLLOUT
+CHEAT, DRIFTER = worker_key(1).node, worker_key(2).node
+REJECTED = {CHEAT: Severity.CERTAIN, DRIFTER: Severity.STATISTICAL}
 
 
 @dataclass(frozen=True)
@@ -143,6 +156,7 @@ class Books:
     receipts: dict[str, str] = field(default_factory=dict)
     trouble: list[str] = field(default_factory=list)
     busy: int = 0
+    looks: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def grant(self, node: str, request: str, leases: Sequence[Lease]) -> None:
@@ -190,13 +204,28 @@ class Player:
 
 
 class Worker(Player):
+    is_banned = False
+
     def work(self, books: Books, is_over: Callable[[], bool]) -> None:
-        while not is_over():
+        while not is_over() and not self.is_banned:
             leases = self.lease(books)
             if not leases:
                 time.sleep(0.02)
             for lease in leases:
+                if self.random.random() < 0.5:
+                    self.beat(lease)
                 self.hand_in(books, lease)
+
+    def beat(self, lease: Lease) -> None:
+        """Say twice how far one is, at the same moment: more time, once."""
+        for answer in self.at_both("POST", "/heartbeat", {"progress": {lease.lease: self.random.randint(1, 4)}}):
+            reply = HeartbeatReply.model_validate_json(answer.content)
+            assert set(reply.deadlines) <= {lease.lease}
+            assert all(ends <= lease.hard_deadline_ms for ends in reply.deadlines.values())
+
+    def _is_shut_out(self, answer: httpx.Response) -> bool:
+        self.is_banned = self.is_banned or (answer.status_code == 403 and self.key.node in REJECTED)
+        return self.is_banned
 
     def lease(self, books: Books) -> list[Lease]:
         request = fresh_request()
@@ -209,6 +238,8 @@ class Worker(Player):
         return replies[0] if replies else []
 
     def _opened(self, answer: httpx.Response) -> list[Lease]:
+        if self._is_shut_out(answer):
+            return []
         assert answer.status_code == 200, answer.text
         found = LeaseReply.model_validate_json(answer.content).leases
         return [open_document(signed, Lease, HUB.public_key) for signed in found]
@@ -220,7 +251,7 @@ class Worker(Player):
         path, body = f"/submissions/{lease.lease}", submission_body(lease)
         twice = self.random.random() < 0.3
         answers = self.at_both("PUT", path, body) if twice else [self.call("PUT", path, body)]
-        for answer in answers:
+        for answer in (answer for answer in answers if not self._is_shut_out(answer)):
             assert answer.status_code in (200, 201, 410), answer.text
             if answer.status_code != 410:
                 signed = SignedDocument.model_validate_json(answer.content)
@@ -243,9 +274,12 @@ class Validator(Player):
                 self.call("POST", "/verdicts", report)
 
     def _verdict(self, audit: Audit) -> SignedDocument:
-        """By the submission's name: all validators find the same; some are rejected, at no cost but the group."""
+        """By the submission's name, so that all validators find the same. Some of anybody's come to nothing; some of
+        two workers are rejected: the one is banned at once, the other suspended, and banned the second time."""
         lease = open_document(audit.lease, Lease, HUB.public_key)
-        outcome = Outcome.INCONCLUSIVE if int(audit.submission[:2], 16) < 24 else Outcome.ACCEPTED
+        drawn = int(audit.submission[:2], 16)
+        severity = REJECTED.get(lease.node) if drawn >= 176 else None
+        outcome = Outcome.INCONCLUSIVE if drawn < 24 else Outcome.REJECTED if severity else Outcome.ACCEPTED
         accepted = outcome is Outcome.ACCEPTED
         verdict = Verdict(
             run=RUN_ID,
@@ -254,6 +288,7 @@ class Validator(Player):
             node=lease.node,
             outcome=outcome,
             reason="" if accepted else "test",
+            severity=severity,
             rewards=(RolloutReward(value=0.0), RolloutReward(value=1.0)) if accepted else (),
             generated_tokens=GROUP_TOKENS if accepted else 0,
             decided_at_ms=1,
@@ -355,8 +390,10 @@ def test_nothing_twice_and_nothing_lost_though_the_leader_is_killed(
         until(lambda: leader_of(storage) != led, "nobody else leads")
         killed_s.append(time.monotonic())
 
-    trainer = storm(hubs, scale, books, half_way)
+    with watching(storage, scale, books):
+        trainer = storm(hubs, scale, books, half_way)
     assert not books.trouble, books.trouble
+    assert books.looks > 0
     entries = the_chain(trainer)
     trainer.close()
     check_rows(storage, scale, books, ledger.fold(entries))
@@ -365,6 +402,34 @@ def test_nothing_twice_and_nothing_lost_though_the_leader_is_killed(
     counts = f"{len(books.granted)} leases, {len(books.receipts)} submissions, {books.busy} times busy"
     taken_s = killed_s[1] - killed_s[0]
     record_property("table", f"two hubs: {counts}; the other led {taken_s:.1f} s after the leader was killed")
+
+
+@contextmanager
+def watching(storage: PostgresStorage, scale: Scale, books: Books) -> Iterator[None]:
+    """Somebody who looks all the while: never more units than may be, never one in two active leases."""
+    over = threading.Event()
+    active = select(tables.leases.c.unit).where(tables.leases.c.state == LeaseState.ACTIVE.value)
+
+    def watch() -> None:
+        while not over.wait(0.02) and not books.trouble:
+            with storage.read() as reader:
+                held = Counter(reader._connection.execute(active).scalars())
+                progress = reader.progress()
+            books.looks += 1
+            served = 0 if progress.policy is None else min(progress.policy.version + 1, scale.steps - 1) + 1
+            most = scale.groups * max(0, served - progress.next_step)
+            if progress.alive > most:
+                books.trouble.append(f"{progress.alive} units are alive, {most} may be: {progress}")
+            if twice := [unit for unit, count in held.items() if count > 1]:
+                books.trouble.append(f"units {twice} are in two active leases")
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield
+    finally:
+        over.set()
+        watcher.join(DEADLINE_S)
 
 
 def until(is_so: Callable[[], bool], otherwise: str) -> None:
@@ -385,9 +450,15 @@ def check_rows(storage: PostgresStorage, scale: Scale, books: Books, accounts: l
     assert {name for name, node in books.receipts.items() if rows[name].node == node} == set(books.receipts)
     accepted = [row for row in rows.values() if row.state == SubmissionState.ACCEPTED]
     assert len({row.unit for row in accepted}) == len(accepted), "a unit was accepted twice"
-    assert accounts.total_credit == GROUP_TOKENS * len(accepted) == sum(node.credit for node in nodes)
-    assert [node.credit for node in nodes] == [accounts.by_node[node.node].credit for node in nodes]
-    assert sum(node.accepted for node in nodes) == len(accepted)
+    told = [accounts.by_node[node.node] for node in nodes]
+    assert [(node.credit, node.pending) for node in nodes] == [(each.credit, each.pending) for each in told]
+    assert [node.rejected for node in nodes] == [each.rejected for each in told]
+    for node in (node for node in nodes if node.node not in REJECTED):
+        assert node.credit + node.pending == GROUP_TOKENS * sum(row.node == node.node for row in accepted)
+        assert (node.state, node.rejected) == (NodeState.ACTIVE, 0)
+    for node in (node for node in nodes if node.node in REJECTED):
+        assert (node.state is NodeState.BANNED) == (node.certain > 0 or node.statistical > 1)
+    assert not [row for row in rows.values() if row.node not in REJECTED and row.state == SubmissionState.REJECTED]
     trained = [group.unit for batch in batches for group in batch.groups]
     assert len(trained) == len(set(trained)) == scale.steps * scale.groups
 
@@ -422,6 +493,64 @@ class TestTogether:
         (tmp_path / "c" / "secret").write_text("ab" * 32)
         with pytest.raises(ConfigError, match="all hubs of a run need the same"):
             self.hub(tmp_path / "c", database_url, clock)
+
+    def test_each_with_a_blob_folder_of_its_own_is_refused(self, tmp_path: Path, database_url: str) -> None:
+        clock = ManualClock()
+        self.hub(tmp_path / "a", database_url, clock).close()
+        (tmp_path / "b").mkdir()
+        (tmp_path / "b" / "secret").write_text((tmp_path / "a" / "secret").read_text())
+        with pytest.raises(ConfigError, match=r"b/blobs: share one folder among all hubs, or .*hub\.storage"):
+            self.hub(tmp_path / "b", database_url, clock)
+        (tmp_path / "b" / "blobs").rmdir()
+        (tmp_path / "b" / "blobs").symlink_to(tmp_path / "a" / "blobs")
+        self.hub(tmp_path / "b", database_url, clock).close()
+
+    def test_machines_whose_clocks_disagree_go_by_the_databases(self, tmp_path: Path, database_url: str) -> None:
+        """An hour ahead, an hour behind: neither ends the other's leases, nor drags the next one along."""
+        now_ms = SystemClock().now_ms()
+        clocks = [ManualClock(now_ms + hours * HOUR_MS) for hours in (1, -1, 0)]
+        hubs = [self.hub(tmp_path / "hub", database_url, clock) for clock in clocks[:2]]
+        hubs[0].membership.register(Registration(public_key=worker_key(1).public_key))
+        for hub in hubs:
+            hub.upkeep.tick()
+        hubs.append(self.hub(tmp_path / "hub", database_url, clocks[2]))
+        for hub in hubs:
+            assert abs(hub.context.clock.now_ms() - SystemClock().now_ms()) < HOUR_MS / 6
+            hub.close()
+
+    def test_what_was_written_an_hour_ahead_does_not_set_the_clock(self, tmp_path: Path, database_url: str) -> None:
+        clock = ManualClock(SystemClock().now_ms())
+        self.hub(tmp_path / "hub", database_url, clock).close()
+        storage = PostgresStorage(database_url)
+        with storage.write() as transaction:
+            transaction.touch_presence(worker_key(1).node, clock.now_ms() + HOUR_MS)
+        storage.close()
+        hub = self.hub(tmp_path / "hub", database_url, clock)
+        assert abs(hub.context.clock.now_ms() - SystemClock().now_ms()) < HOUR_MS / 6
+        hub.close()
+
+    def test_who_names_the_leases_of_others_waits_for_none_of_them(
+        self, tmp_path: Path, database_url: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Nor makes others wait: they are not locked."""
+        monkeypatch.setattr(postgres_module, "LIMITS", {**postgres_module.LIMITS, "lock_timeout": "100ms"})
+        hub = self.hub(tmp_path / "hub", database_url, ManualClock())
+        for number in (1, 2):
+            hub.membership.register(Registration(public_key=worker_key(number).public_key))
+        with hub.context.storage.write() as transaction:
+            alice, eve = (transaction.node(worker_key(number).node) for number in (1, 2))
+            assert alice is not None
+            assert eve is not None
+            lease = LeaseRow("u0a0", 0, alice.node, 0, "request", 0, 0, "d" * 64, issued_at_ms=1, deadline_ms=10**15)
+            transaction.apply([SaveUnit(UnitRow(0, "t", UnitState.LEASED), None), SaveLease(lease, None)])
+        with hub.context.storage.write() as transaction:
+            assert transaction.holding("u0a0") is not None
+            with pytest.raises(Refusal, match="belongs to another node"):
+                hub.work.release(eve, LeaseRelease(leases=("u0a0",)))
+        hub.work.release(alice, LeaseRelease(leases=("u0a0", "u0a0", "nonsense")))
+        with hub.context.storage.read() as reader:
+            assert reader.holdings(alice.node) == []
+        hub.close()
 
 
 @pytest.mark.slow

@@ -67,7 +67,7 @@ def suspend(
 
 @admin.command()
 def ban(run: Run, node: Node, reason: Reason = "", keys: Keys = None) -> None:
-    """Shut a node out; its leases go to others."""
+    """Shut a worker out; its leases go to others. (A validator's key is revoked.)"""
     _order(run, "ban", keys, node, reason)
 
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal import __version__
-from shoal.cli.bundle import ORDINARY, BundleWriter, Contents, read_bundle, unpack
+from shoal.cli.bundle import PRIVATE, BundleWriter, Contents, read_bundle, unpack
 from shoal.cli.folder import RunFolder
 from shoal.cli.recipe import Recipe
 from shoal.errors import CheckpointError, LedgerError, ProtocolError
@@ -196,7 +196,7 @@ def _add_blobs(bundle: BundleWriter, blobs: Blobs, names: list[str]) -> None:
 def _add_rest(bundle: BundleWriter, folder: RunFolder) -> None:
     recipe = folder.recipe
     here = recipe.hub.model_copy(update={"database": "", "storage": "", "storage_endpoint": ""})
-    bundle.add_bytes("recipe.toml", dump_config(recipe.model_copy(update={"hub": here})).encode(), ORDINARY)
+    bundle.add_bytes("recipe.toml", dump_config(recipe.model_copy(update={"hub": here})).encode(), PRIVATE)
     for pattern in REST:
         for path in sorted(folder.path.glob(pattern)):
             if path.is_file() and not path.name.startswith("."):

@@ -132,7 +132,7 @@ def read_bundle(path: Path, sink: Sink) -> Contents:
     try:
         with tarfile.open(path, mode="r|") as tar:
             for info in tar:
-                file = tar.extractfile(info) if info.isreg() else None
+                file = tar.extractfile(info) if info.isreg() and not info.issparse() else None  # a hole is a bomb
                 if file is None or _proper(info.name) in seen or manifest is not None:
                     raise _damaged(path, f"it has a member that no backup has: {info.name!r}")
                 if info.name == MANIFEST:

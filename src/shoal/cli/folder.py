@@ -10,6 +10,7 @@ The root key is needed only here, to make certificates: move it off the machine 
 from __future__ import annotations
 
 import json
+import re
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -46,6 +47,7 @@ ADMIN = "admin"
 
 BEFOREHAND = (".lock", "demo.json")  # may lie in a folder before a run is made in it
 LOCK_WAIT_S = 15.0  # for a run in this folder that is just ending
+RECIPE_MODE = 0o600  # hub.database may hold a password
 
 
 class Endpoints(BaseModel):
@@ -94,11 +96,12 @@ class RunFolder:
         with FolderLock(path).acquire(StopToken(), LOCK_WAIT_S):  # a run that is going on must not lose its recipe
             if stored.exists() and (path / "hub").exists():  # nothing has happened yet in a folder without a hub's
                 _refuse_other_recipe(path, _stored_recipe(stored), recipe)
+                _refuse_what_is_moved_otherwise(path, _stored_recipe(stored), recipe)
             ensure_folder(path / "logs")
             ensure_folder(path / "keys")
             folder = cls(path, recipe)
             folder._certify(clock)
-            write_atomically(stored, dump_config(recipe).encode())
+            write_atomically(stored, dump_config(recipe).encode(), RECIPE_MODE)
         return folder
 
     @classmethod
@@ -300,6 +303,20 @@ def _stored_recipe(path: Path) -> Recipe:
     return recipe
 
 
+def without_passwords(recipe: Recipe) -> Recipe:
+    """The recipe as it may be shown: `hub.database` can hold a password, in its address or after the question mark."""
+    return recipe.model_copy(update={"hub": recipe.hub.model_copy(update={"database": masked(recipe.hub.database)})})
+
+
+def masked(url: str) -> str:
+    """A URL without its passwords.
+
+    >>> masked("postgresql://shoal:s3cr@t@db.example/run?sslpassword=other&sslmode=require")
+    'postgresql://shoal:***@db.example/run?sslpassword=***&sslmode=require'
+    """
+    return re.sub(r"(?i)([?&]\w*password=)[^&]*", r"\1***", re.sub(r"(://[^:/@]*):.*@", r"\1:***@", url))
+
+
 def port_of(url: str) -> int:
     return int(url.rsplit(":", 1)[1].rstrip("/"))
 
@@ -325,6 +342,32 @@ def _refuse_other_recipe(path: Path, stored: Recipe, given: Recipe) -> None:
         raise ConfigError(f"the run in {path} was made with another recipe ({_changes(changed, before, now)}); "
                           "choose another folder with --dir, or go on with: shoal run --dir "
                           f"{path}")  # fmt: skip
+
+
+def _refuse_what_is_moved_otherwise(path: Path, stored: Recipe, given: Recipe) -> None:
+    """Nothing is written down that a begun run could not go on with: a place without its rows, or an end it is past."""
+    if given.run.steps < stored.run.steps:
+        raise ConfigError(
+            f"run.steps was {stored.run.steps}, is {given.run.steps}: a run that has begun can be continued for "
+            f"longer, never for less; to end it earlier, stop it (go on with: shoal run --dir {path})"
+        )
+    if not _holds_anything(path):
+        return
+    before, now = stored.hub, given.hub
+    places = [("database", masked(before.database), masked(now.database), "sqlite")]  # a password may be another
+    places.append(("storage", before.storage, now.storage, "folder"))
+    for name, old, new, own in places:
+        if old != new:
+            raise ConfigError(
+                f"hub.{name} was {old!r}, is {new!r}: the run in {path} has begun, and what it holds is at the first; "
+                f"stop it and move it with: shoal migrate {path} --{name} {new or own}"
+            )
+
+
+def _holds_anything(path: Path) -> bool:
+    """Whether the hub's database or store may hold anything yet: a mistyped address of a first start can be mended."""
+    manifests = path / "origin" / "manifests"
+    return (path / "hub" / "hub.db").exists() or (manifests.is_dir() and any(manifests.iterdir()))
 
 
 def _changeable(key: str) -> bool:

@@ -153,7 +153,10 @@ class RoleThread(threading.Thread):
         try:
             run_role(self._folder, self.name, self._stop_token)
         except BaseException as error:  # handed to the main thread, which decides
-            log.exception("%s failed", self.name)
+            if isinstance(error, ShoalError):  # its line says it all; of a bug one wants to see where
+                log.error("%s failed: %s", self.name, error)
+            else:
+                log.exception("%s failed", self.name)
             self.error = error
 
     def view(self) -> ProcessView:

@@ -63,16 +63,15 @@ def show(
     """Show what a node, or all nodes of an owner, have earned and lost."""
     import json
 
-    from rich.console import Console
-
     from shoal.cli.accounting.places import find_run
     from shoal.cli.accounting.telling import account_of
+    from shoal.cli.sheet import console
 
     table, values = account_of(find_run(where), who, wait_s)
     if as_json:
         typer.echo(json.dumps(values, indent=2))
     else:
-        Console().print(table)
+        console().print(table)
 
 
 @ledger.command()
@@ -85,13 +84,12 @@ def shares(
     wait_s: Wait = 3,
 ) -> None:
     """Show which part of the run is whose: credit by owner, as exact fractions."""
-    from rich.console import Console
-
     from shoal.cli.accounting.places import find_run
     from shoal.cli.accounting.telling import shares_at
+    from shoal.cli.sheet import console
 
     table, text = shares_at(find_run(where), step, wait_s)
     if as_json:
         typer.echo(text)
     else:
-        Console().print(table)
+        console().print(table)

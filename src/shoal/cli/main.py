@@ -1,7 +1,7 @@
 """`shoal`: the commands. Each is a few lines here; what it does is in the module that it imports when it runs.
 
 Errors: a `ShoalError` is one line on stderr and its exit code; anything else is a bug and is called one. Tracebacks
-are shown with --debug or SHOAL_DEBUG=1.
+are shown with --debug or SHOAL_DEBUG=1; that of a bug is also in the log of a role that `shoal run` started.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shoal.cli.cast import cast
 from shoal.cli.key import key
 from shoal.cli.ledger import ledger
 from shoal.cli.why import why
-from shoal.errors import ShoalError, ShutOut, UserError
+from shoal.errors import ShoalError, UserError
 from shoal.runtime import crash
 from shoal.runtime.supervise import SUPERVISED, TOLD_TO_STOP_CODE
 
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:  # noqa: BLE001 - the top: whatever it is becomes a line and an exit code
         line, code = explain(error)
         with contextlib.suppress(OSError):  # the disk that its log is on may be what is full
-            if debug or (supervised and not isinstance(error, ShutOut)):  # a supervised role's stderr is its log
+            if debug or (supervised and not _is_known(error)):  # a supervised role's stderr is its log
                 traceback.print_exc()
             if line:
                 typer.echo(f"shoal: {line}", err=True)
@@ -76,6 +76,11 @@ def _say_what_can_be_said() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
+
+
+def _is_known(error: Exception) -> bool:
+    """Whether its line says all there is to say: somebody's input, machine or network, and no bug."""
+    return isinstance(error, ShoalError) or hasattr(error, "format_message")
 
 
 def explain(error: Exception) -> tuple[str, int]:
@@ -393,7 +398,10 @@ def doctor(
     urls: Annotated[
         list[str] | None, typer.Argument(metavar="[URL]...", help="Also check the road to this run's hubs.")
     ] = None,
-    folder: Annotated[Path, typer.Option("--folder", help="The folder that shoal will write to.")] = Path(),
+    folder: Annotated[
+        Path | None,
+        typer.Option("--folder", help="The folder to be written to.  [default: with a URL ~/.shoal, as join; or this]"),
+    ] = None,
     selftest: Annotated[
         bool, typer.Option("--selftest", help="Run the validator's checks on this machine's own work.")
     ] = False,
@@ -420,7 +428,7 @@ def doctor(
 
     if selftest and calibrate:
         raise UserError("--selftest and --calibrate are two things: ask for one of them")
-    findings = examine(urls or (), folder)
+    findings = examine(urls or (), folder or (Path.home() / ".shoal" if urls else Path()))
     for finding in findings:
         typer.echo(finding.line)
     ok = all(finding.ok for finding in findings)

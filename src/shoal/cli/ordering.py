@@ -103,7 +103,7 @@ def give(run: str, order: Order, keys: Path | None = None) -> str:
 def send(office: Office, order: Order, needs_root: bool = False, clock: Clock = SystemClock()) -> str:
     signer, verb = office.signer(needs_root), AdminVerb(order.verb)
     with closing(office.client()) as client:
-        target = find_node(client, order.target) if verb in ABOUT_NODES else order.target
+        target = find_node(client, order.target, "node") if verb in ABOUT_NODES else order.target
         action = AdminAction(
             run=client.trusted_run().run,
             id=secrets.token_hex(16),
@@ -137,7 +137,13 @@ def add_validator(path: Path, public_key: str | None, out: Path | None, reason: 
     yield _certified(folder, (signed,), reason)
     target = out or Path(f"validator-{public_key[:8]}.json")
     target.write_text(signed.model_dump_json(indent=2) + "\n")
-    yield f"its certificate, to be handed over with the folder's recipe.toml and endpoints.json: {target}"
+    yield f"its certificate: {target}. On the validator's machine, a folder VALIDATOR takes:"
+    yield f"  {path / 'recipe.toml'} → VALIDATOR/recipe.toml (hub.database may hold a password: take it out)"
+    yield f"  {path / 'endpoints.json'} → VALIDATOR/endpoints.json (with addresses that it reaches)"
+    yield f"  {path / 'keys' / 'hub.json'} → VALIDATOR/keys/hub.json"
+    yield f"  {target} → VALIDATOR/keys/validator-0.json"
+    yield "  its own key, which stays there → VALIDATOR/keys/validator-0.key"
+    yield f"start it there with: {shoal_command()} validator --dir VALIDATOR --index 0"
 
 
 def rotate(path: Path, name: str, reason: str) -> Iterator[str]:

@@ -204,10 +204,15 @@ def _verb(who: str) -> str:
 # ── what it came to ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def summary(metrics_file: Path, status: RunStatus | None, elapsed_s: float) -> list[str]:
-    """What the run came to, from the trainer's own numbers (the hub may have died, they are on disk)."""
+def summary(metrics_file: Path, status: RunStatus | None, elapsed_s: float, before: int = 0) -> list[str]:
+    """What the run came to, from the trainer's own numbers (the hub may have died, they are on disk).
+
+    `before` is how many steps there were when this start began: a run that is gone on with did not do them now.
+    """
     rows = MetricsLog(metrics_file).rows()
-    lines = [f"{_steps_done(rows, status)} in {elapsed_s:.0f} s"]
+    done = status.step if status is not None else steps_in(metrics_file)
+    total = f" of {status.steps}" if status is not None else ""
+    lines = [f"{done}{total} steps{f', {max(0, done - before)} of them' if before else ''} in {elapsed_s:.0f} s"]
     measured: dict[str, list[float | None]] = {
         "held-out score": [row.get("held_out") for row in rows],
         "reward": [reward_of(row) for row in rows],
@@ -222,9 +227,9 @@ def summary(metrics_file: Path, status: RunStatus | None, elapsed_s: float) -> l
     return [*lines, *_no_signal(rows, status.submissions.get("inconclusive", 0) if status is not None else 0)]
 
 
-def _steps_done(rows: Sequence[Mapping[str, object]], status: RunStatus | None) -> str:
-    done = status.step if status is not None else len(rows)
-    return f"{done} of {status.steps} steps" if status is not None else f"{done} steps"
+def steps_in(metrics_file: Path) -> int:
+    """How many steps the trainer has written down; each row names the step that it begins with, the last the end."""
+    return max((int(row["step"]) for row in MetricsLog(metrics_file).rows()), default=0)
 
 
 def _no_signal(rows: Sequence[Mapping[str, float]], unsure: int) -> list[str]:

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
 import typer
 from rich.console import Console
 
-from shoal.cli.folder import RunFolder
+from shoal.cli.folder import RunFolder, without_passwords
 from shoal.cli.ingredients import check_ingredients, check_machine
 from shoal.cli.launch import Launched, LaunchOptions, launch
 from shoal.cli.program import shoal_command
-from shoal.cli.progress import NOTHING_TRAINED, summary
+from shoal.cli.progress import NOTHING_TRAINED, steps_in, summary
 from shoal.cli.recipe import Recipe, load_recipe
+from shoal.cli.roles import command_of, role_names
 from shoal.cli.view import PlainDisplay, choose_display
 from shoal.errors import ConfigError, ShoalError
 from shoal.runtime.config import dump_config
 from shoal.runtime.stop import stop_on_signals
+
+METRICS = Path("trainer") / "metrics.jsonl"
 
 
 @dataclass(frozen=True)
@@ -33,26 +37,26 @@ def start(request: RunRequest, mode: str, patience_min: float) -> int:
     recipe = resolve(request)
     check_ingredients(recipe)
     if mode == "dry-run":
-        typer.echo(dump_config(recipe), nl=False)
+        typer.echo(dump_config(without_passwords(recipe)), nl=False)
         return 0
     if mode != "prepare":
         check_machine(recipe)
     directory = request.directory or Path("runs") / recipe.run.name
     folder = RunFolder.prepare(directory.absolute(), recipe)
     if mode == "prepare":
-        typer.echo(
-            f"{directory} is ready; start: {shoal_command()} hub --dir {directory}, "
-            f"{shoal_command()} relay --origin --dir {directory}, …"
-        )
+        typer.echo(f"{directory} is ready; everything that has to run, in this order:")
+        for name in role_names(folder):
+            typer.echo(f"  {shoal_command()} {shlex.join(command_of(directory, name))}")
         typer.echo(f"to contribute: {shoal_command()} join {folder.assign_endpoints().join}")
         return 0
     options = LaunchOptions("one" if mode == "one" else "many", patience_min * 60)
     display = choose_display(Console()) if mode == "many" else PlainDisplay(typer.echo)  # a debugger needs the terminal
+    before = steps_in(folder.path / METRICS)
     with display:
         launched = launch(folder, options, stop_on_signals(supervising=True), display)
     if display.live:
         typer.echo()
-    lines = conclusion(folder.path, launched)
+    lines = conclusion(folder.path, launched, before)
     if launched.ending.exit_code == 0:
         lines.append(ledger_line(folder.path))
     for line in lines:
@@ -74,9 +78,9 @@ def ledger_line(path: Path) -> str:
     return f"the ledger is in {path / 'ledger.jsonl'}: {rows:,} entries; to check it: {check}"
 
 
-def conclusion(path: Path, launched: Launched) -> list[str]:
-    """What a run came to, and what to do next."""
-    lines = summary(path / "trainer" / "metrics.jsonl", launched.status, launched.elapsed_s)
+def conclusion(path: Path, launched: Launched, before: int = 0) -> list[str]:
+    """What a run came to, and what to do next. `before`: steps that were done when it was started."""
+    lines = summary(path / METRICS, launched.status, launched.elapsed_s, before)
     if launched.ending.exit_code == 130:
         lines.append(f"to go on: {shoal_command()} run --dir {path}")
     if launched.ending.exit_code == 0:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import textwrap
 from contextlib import closing
 from pathlib import Path
 
 import typer
-from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from shoal.cli.program import shoal_command
 from shoal.cli.progress import in_order, labels, latest, reward_of, verdict_line, waits_line
+from shoal.cli.sheet import Sheet, console
 from shoal.cli.watchdog import lag_line, owner_line
 from shoal.client import ClientOptions, HubClient, split_join_url
 from shoal.errors import HubUnreachable
@@ -22,7 +20,6 @@ from shoal.runtime.stop import StopToken
 
 MAX_ROWS = 40
 MAX_REFUSED = 5
-MAX_DOING = 60
 
 
 def show_status(where: str, as_json: bool, wait_s: float) -> None:
@@ -42,9 +39,9 @@ def show_status(where: str, as_json: bool, wait_s: float) -> None:
     if as_json:
         typer.echo(status.model_dump_json(indent=2))
         return
-    console = Console()
+    out = console()
     for part in render(status):
-        console.print(part)
+        out.print(part)
 
 
 def hub_url(where: str) -> str:
@@ -70,9 +67,9 @@ def _when_stopped(path: Path) -> tuple[bool, str]:
     return False, f"the run in {path} is not running: {done} of {steps} steps{score}; go on with: {again}"
 
 
-def render(status: RunStatus) -> list[str | Table]:
+def render(status: RunStatus) -> list[str | Sheet]:
     """What there is to see, most important first."""
-    parts: list[str | Table] = [_headline(status)]
+    parts: list[str | Sheet] = [_headline(status)]
     parts += [f"[bold yellow]owner[/] {escape(line)}" for line in (owner_line(status),) if line]
     parts += [f"[bold red]ledger[/] {escape(line)}" for line in (lag_line(status),) if line]
     parts += [f"[bold red]alarm[/] {escape(alarm)}" for alarm in status.alarms]
@@ -113,19 +110,16 @@ def _counts(status: RunStatus) -> str:
     return f"units: {units or 'none'}; submissions: {submissions or 'none'}; ledger entries: {status.ledger.index + 1}"
 
 
-def _nodes(status: RunStatus) -> Table:
-    table = Table(box=None)
-    for name in ("node", "name", "role", "state", "ok/bad", "credit", "seen"):
-        table.add_column(name, no_wrap=True)
-    table.add_column("doing", no_wrap=True, overflow="ellipsis")
-    for node in status.nodes[:MAX_ROWS]:
-        seen_s = max(0, status.now_ms - node.last_seen_ms) / 1000
-        table.add_row(
-            node.node[:8], escape(node.name), node.role, _standing(node), f"{node.accepted}/{node.rejected}",
-            f"{node.credit} + {node.pending} pending" if node.pending else str(node.credit), f"{seen_s:.0f} s",
-            escape(textwrap.shorten(node.doing or node.reason, MAX_DOING, placeholder=" …")),
-        )  # fmt: skip
-    return table
+def _nodes(status: RunStatus) -> Sheet:
+    heads = ("node", "name", "role", "state", "ok/bad", "credit", "seen", "doing")
+    return Sheet(heads, [_row(node, status.now_ms) for node in status.nodes[:MAX_ROWS]], {"doing": 0, "name": 8})
+
+
+def _row(node: NodeView, now_ms: int) -> tuple[str, ...]:
+    credit = f"{node.credit} + {node.pending} pending" if node.pending else str(node.credit)
+    seen_s = max(0, now_ms - node.last_seen_ms) / 1000
+    done, doing = f"{node.accepted}/{node.rejected}", node.doing or node.reason
+    return node.node[:8], node.name, node.role, _standing(node), done, credit, f"{seen_s:.0f} s", doing
 
 
 def _standing(node: NodeView) -> str:

@@ -14,13 +14,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shoal.errors import UserError
+from shoal.errors import HubRefused, UserError
 
 if TYPE_CHECKING:
     from shoal.client import HubClient
     from shoal.protocol import LeaseStory, LedgerEntry, NodeStory, SubmissionStory, UnitStory
 
 LEAST_PREFIX = 4
+LEDGER_PAGES = 20
+UNKNOWN = 404
+NAMED = "; a node is named by its id, the start of it, or its name"
 MAX_EVIDENCE = 8
 MAX_LEASES = 10
 MAX_REFUSED = 10
@@ -48,18 +51,27 @@ def why(
     options = ClientOptions.of_a_person(wait_s)
     url = hub_url(find_run(where))
     with closing(HubClient(url, SigningKey.generate(), StopToken(), options=options)) as client:
-        if what.isascii() and what.isdigit():
-            unit = client.unit(int(what))
-            text, lines = unit.model_dump_json(indent=2), unit_lines(unit)
-        else:
-            node = client.node(find_node(client, what))
-            text, lines = node.model_dump_json(indent=2), node_lines(node)
+        try:
+            text, lines = _told(client, what)
+        except HubRefused as error:
+            if error.status != UNKNOWN:
+                raise
+            raise UserError(str(error)) from error
     for line in [text] if as_json else lines:
         typer.echo(line)
 
 
-def find_node(client: HubClient, what: str) -> str:
-    """The id of a node: given whole, by its start, or by its name."""
+def _told(client: HubClient, what: str) -> tuple[str, Iterator[str]]:
+    """What the hub tells about a unit or a node: for programs, and in words."""
+    if what.isascii() and what.isdigit():
+        unit = client.unit(int(what))
+        return unit.model_dump_json(indent=2), unit_lines(unit)
+    node = client.node(find_node(client, what))
+    return node.model_dump_json(indent=2), node_lines(node)
+
+
+def find_node(client: HubClient, what: str, kinds: str = "unit and no node") -> str:
+    """The id of a node: given whole, by its start, or by its name. `kinds` is what there is none of, for errors."""
     if len(what) == 32 and set(what) <= set("0123456789abcdef"):
         return what
     found, after = [], ""
@@ -73,11 +85,23 @@ def find_node(client: HubClient, what: str) -> str:
     if found:
         several = ", ".join(view.node[:12] for view in found[:4])
         raise UserError(f"{len(found)} nodes are called {what!r} ({several}, …): give the start of an id")
-    raise UserError(f"there is no unit and no node {what!r} in this run; a unit is a number")
+    earlier = _once_called(client, what)
+    hint = f"; {earlier} was called that when it came: give the start of that id" if earlier else ""
+    raise UserError(f"there is no {kinds} {what!r} in this run{hint or NAMED}")
 
 
-def _begins(node: str, what: str) -> bool:
-    return len(what) >= LEAST_PREFIX and node.startswith(what)
+def _once_called(client: HubClient, name: str) -> str:
+    """The node that registered under a name which no node has now, by the first rows of the ledger; empty if none."""
+    after = -1
+    for _ in range(LEDGER_PAGES):
+        entries = client.ledger(after, 1000).entries
+        for entry in entries:
+            if entry.kind == "node" and entry.body.get("name") == name:
+                return f"node {entry.body['node']!s}"
+        if not entries:
+            break
+        after = entries[-1].index
+    return ""
 
 
 # ── a unit ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -159,35 +183,55 @@ def node_lines(story: NodeStory) -> Iterator[str]:
         f"earned: {node.credit:,} credit, {node.pending:,} pending; {node.accepted} accepted, {node.rejected} "
         f"rejected, {node.inconclusive} inconclusive" + (f"; for owner {node.owner[:16]}…" if node.owner else "")
     )
-    yield from sanction_lines(story)
-    for submission in story.refused[:MAX_REFUSED]:
-        yield f"refused: unit {submission.unit}, lease {submission.lease}"
-        yield from (f"  {line}" for line in submission_lines(submission))
+    for _, lines in sorted(_events(story), key=lambda event: event[0]):
+        yield from lines
     if len(story.refused) > MAX_REFUSED:
         yield f"and {len(story.refused) - MAX_REFUSED} more refused (--json has them)"
+
+
+def _events(story: NodeStory) -> Iterator[tuple[tuple[int, int], list[str]]]:
+    """What happened to a node, each thing once, with when it did: submissions refused, leases lost, ledger rows."""
+    for submission in story.refused[:MAX_REFUSED]:
+        lines = [f"refused: unit {submission.unit}, lease {submission.lease}"]
+        lines += [f"  {line}" for line in submission_lines(submission)]
+        yield (submission.decided_at_ms or submission.received_at_ms, -1), lines
     lost = [lease for lease in story.leases if lease.state in ("expired", "void")]
-    yield from (lease_line(lease) for lease in lost[:MAX_LEASES])
-    yield from entry_lines([entry for entry in story.ledger if entry.kind not in ("rejected", "sanction")])
+    for lease in lost[:MAX_LEASES]:
+        yield (lease.ended_at_ms or lease.deadline_ms, -1), [lease_line(lease)]
+    for entry in story.ledger:
+        if entry.kind == "sanction":
+            yield (entry.at_ms, entry.index), list(sanction_lines(entry, story))
+        elif entry.kind != "rejected" and not _is_told_as_sanction(entry, story):
+            yield (entry.at_ms, entry.index), list(entry_lines([entry]))
 
 
-def sanction_lines(story: NodeStory) -> Iterator[str]:
-    """Each sanction with the rejections that it followed from."""
+def _orders(sanction: LedgerEntry, story: NodeStory) -> list[LedgerEntry]:
+    """The owner's orders that a sanction is of: both are written down in the same moment."""
+    return [entry for entry in story.ledger if entry.kind == "admin" and entry.at_ms == sanction.at_ms]
+
+
+def _is_told_as_sanction(entry: LedgerEntry, story: NodeStory) -> bool:
+    return any(other.kind == "sanction" and entry in _orders(other, story) for other in story.ledger)
+
+
+def sanction_lines(entry: LedgerEntry, story: NodeStory) -> Iterator[str]:
+    """A sanction with the rejections that it followed from, or the order."""
     from shoal.cli.progress import printable
     from shoal.protocol.story import behind
 
-    for entry in story.ledger:
-        if entry.kind != "sanction":
-            continue
-        body = entry.body
-        until = f" until {moment(body['until_ms'])}" if body.get("until_ms") else ""
-        said = printable(str(body["reason"]))
-        yield f"{moment(entry.at_ms)} ledger row {entry.index}: {body['state']}{until}: {said}"
-        for rejected in behind(entry, story.ledger):
-            yield (
-                f"  because of unit {rejected.get('unit')}, submission {str(rejected.get('submission'))[:16]}…: "
-                f"{rejected.get('reason')} ({rejected.get('severity') or 'soft'}), by validator "
-                f"{str(rejected.get('validator'))[:12]}"
-            )
+    body = entry.body
+    until = f" until {moment(body['until_ms'])}" if body.get("until_ms") else ""
+    said = printable(str(body["reason"]))
+    yield f"{moment(entry.at_ms)} ledger row {entry.index}: {body['state']}{until}: {said}"
+    for order in _orders(entry, story):
+        verb, by = (printable(str(order.body.get(name))) for name in ("verb", "by"))
+        yield f"  by order of the run's owner ({verb}, ledger row {order.index}, signed by {by[:12]})"
+    for rejected in behind(entry, story.ledger):
+        yield (
+            f"  because of unit {rejected.get('unit')}, submission {str(rejected.get('submission'))[:16]}…: "
+            f"{rejected.get('reason')} ({rejected.get('severity') or 'soft'}), by validator "
+            f"{str(rejected.get('validator'))[:12]}"
+        )
 
 
 # ── both ─────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -106,7 +106,7 @@ class RegularHeartbeat:
         activity: Activity,
         on_reply: Callable[[HeartbeatReply], None],
     ) -> None:
-        self._client = client.patient(every_s)
+        self._client = client
         self._every_s = every_s
         self._activity = activity
         self._on_reply = on_reply
@@ -125,7 +125,8 @@ class RegularHeartbeat:
     def once(self) -> None:
         """One heartbeat now, in the caller's thread."""
         try:
-            self._on_reply(self._client.heartbeat(self._activity.heartbeat()))
+            client = self._client.patient(self._every_s)  # each time: the run may have further hubs by now
+            self._on_reply(client.heartbeat(self._activity.heartbeat()))
         except HubRefused as refusal:
             self.refusal = refusal
         except (HubUnreachable, DeadlineExceeded, ProtocolError) as error:

@@ -20,10 +20,11 @@ from pydantic import ValidationError
 from shoal import __version__
 from shoal.client.http import open_http
 from shoal.client.hubs import Hubs
+from shoal.client.introduction import UNKNOWN_NODE, Introduction
 from shoal.client.known import KnownRun
 from shoal.client.transport import Call, ClientOptions, HubTime, Transport
 from shoal.client.trust import TrustedRun
-from shoal.errors import CodecError, ProtocolError, SignatureError
+from shoal.errors import CodecError, HubRefused, ProtocolError, SignatureError
 from shoal.protocol import (
     PROTOCOL_VERSION,
     AdminReply,
@@ -100,6 +101,7 @@ class HubClient:
         self._http = open_http() if http is None else http
         self._hubs = Hubs([url] if isinstance(url, str) else url, clock)
         self._known = KnownRun(root_fingerprint, self._hubs, clock)
+        self._introduction = Introduction()
         self._transport = Transport(
             self._http, self._hubs, key, stop, clock, HubTime(clock), options, admit=self._known.admit
         )
@@ -114,10 +116,13 @@ class HubClient:
             self._http.close()
 
     def patient(self, patience_s: float) -> HubClient:
-        """The same client with another patience; it shares connections and trust, and need not be closed."""
+        """The same client with another patience; it shares connections and trust, and need not be closed.
+
+        An attempt takes no longer than the patience, and half of it if there is another hub to ask.
+        """
         other = HubClient.__new__(HubClient)
         other.__dict__.update(self.__dict__)
-        options = replace(self._transport.options, patience_s=patience_s)
+        options = self._transport.options.with_patience(patience_s, len(self._hubs.urls))
         other._transport = replace(self._transport, options=options)
         other._owns_http = False
         return other
@@ -178,7 +183,12 @@ class HubClient:
             software=f"shoal {__version__}",
             vouch=vouch,
         )
-        return self._post("/nodes", message, NodeView)
+        return self._introduce(message)
+
+    def _introduce(self, message: Registration) -> NodeView:
+        answer = self._transport.send(self._signed(Call("POST", "/nodes", self._body(message))))
+        self._introduction.made(message)
+        return self._parsed("/nodes", answer, NodeView)
 
     def heartbeat(self, heartbeat: Heartbeat) -> HeartbeatReply:
         return self._post("/heartbeat", heartbeat, HeartbeatReply)
@@ -199,7 +209,7 @@ class HubClient:
     def submit(self, lease_id: str, body: bytes) -> Receipt:
         """Hand in a packed submission. The receipt is verified: it is for these bytes, this node, this lease."""
         path = f"/submissions/{quote(lease_id, safe='')}"
-        answer = self._transport.send(self._signed(Call("PUT", path, body, content_type=BULK)))
+        answer = self._ask(Call("PUT", path, body, content_type=BULK))
         return self._receipt(self._parsed(path, answer, SignedDocument), lease_id, submission_digest(body))
 
     def upload_ticket(self, lease_id: str, request: UploadRequest) -> UploadTicket:
@@ -235,7 +245,7 @@ class HubClient:
         limits = SUBMISSION_BODIES_LIMITS
         names = tuple(("name", digest) for digest in digests)
         call = Call("GET", "/submissions", params=names, max_bytes=limits.compressed_bytes)
-        bodies = unpack(self._transport.send(self._signed(call)), SubmissionBodies, limits).bodies
+        bodies = unpack(self._ask(call), SubmissionBodies, limits).bodies
         if [submission_digest(body) for body in bodies] != list(digests):
             raise CodecError("the hub's copies of submissions do not match their digests")
         return bodies
@@ -253,7 +263,7 @@ class HubClient:
 
     def rollouts(self, step: int) -> TrainingBatch:
         cap = TRAINING_BATCH_LIMITS.compressed_bytes
-        body = self._transport.send(self._signed(Call("GET", f"/batches/{step}/rollouts", max_bytes=cap)))
+        body = self._ask(Call("GET", f"/batches/{step}/rollouts", max_bytes=cap))
         return unpack(body, TrainingBatch, TRAINING_BATCH_LIMITS)
 
     def report(self, report: StepReport) -> None:
@@ -284,13 +294,28 @@ class HubClient:
     def _signed(self, call: Call) -> Call:
         return replace(call, run=self.trusted_run().run)
 
+    def _ask(self, call: Call) -> bytes:
+        """A signed call. A hub that has forgotten this node is told of it again, once, and then asked again."""
+        seen = self._introduction.times
+        try:
+            return self._transport.send(self._signed(call))
+        except HubRefused as refusal:
+            patience_s = self._transport.options.patience_s
+            if refusal.code != UNKNOWN_NODE or not self._introduction.repeat(seen, self._introduce, patience_s):
+                raise
+        return self._transport.send(self._signed(call))
+
     def _get(self, path: str, kind: type[M], params: tuple[tuple[str, str], ...] = ()) -> M:
         return self._parsed(path, self._transport.send(Call("GET", path, params=params)), kind)
 
     def _send(self, method: str, path: str, message: Message, wait_s: float = 0.0) -> bytes:
+        return self._ask(Call(method, path, self._body(message), wait_s=wait_s))
+
+    def _body(self, message: Message) -> bytes:
+        """A message in the shape that the hub knows."""
         version = self.run_info().protocol_version
-        body = json.dumps(shaped(message, version)) if version < PROTOCOL_VERSION else message.model_dump_json()
-        return self._transport.send(self._signed(Call(method, path, body.encode(), wait_s=wait_s)))
+        text = json.dumps(shaped(message, version)) if version < PROTOCOL_VERSION else message.model_dump_json()
+        return text.encode()
 
     def _post(self, path: str, message: Message, kind: type[M], wait_s: float = 0.0) -> M:
         return self._parsed(path, self._send("POST", path, message, wait_s), kind)

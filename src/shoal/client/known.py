@@ -36,7 +36,10 @@ class KnownRun:
         self._refreshed_s = -REFRESH_S
 
     def get(self, transport: Transport) -> TrustedRun:
-        """The run; asked for at the first call."""
+        """The run; asked for at the first call. Who asks for it anew, for however long, keeps nobody waiting here."""
+        known = self._trusted
+        if known is not None:
+            return known
         with self._fetching:
             if self._trusted is None:
                 transport.send(RUN)

@@ -1,12 +1,13 @@
 """One HTTP call to a hub of the run: signed, retried under a deadline, and its failure said in one sentence.
 
     call ─► sign (fresh time and nonce) ─► send ─┬─ 2xx ─────────────────────► answer
-              ▲                                  ├─ 4xx ─────────────────────► HubRefused, at once
+              ▲                                  ├─ 4xx, a `Problem` ────────► HubRefused, at once
               │                                  ├─ 401 with the hub's time ─┐   dated by the hub's clock from then on
-              │                                  ├─ no answer, 5xx ──────────┤   another hub at once, if there is one
+              │                                  ├─ no answer, 5xx, a page ──┤   another hub at once, if there is one
               │                                  └─ 429 ─────────────────────┤
               └──── back-off, or the hub's Retry-After ◄─────────────────────┘   past the patience: HubUnreachable
 
+A page is what a proxy, a load balancer or a hotel's network says in the hub's place, with whatever status: "not now".
 Before a hub is first sent something signed, it has to show that it belongs to the run (`admit`).
 
 Every call is idempotent on the hub's side, so sending it again after a lost answer is always right. For the same reason
@@ -19,7 +20,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from http import HTTPStatus
 
 import httpx
@@ -49,6 +50,7 @@ MAX_RETRY_AFTER_S = 60.0
 CLOCKS_AGREE_MS = 1_000
 LEAST_BYTES_PER_S = 10_000  # of an answer's body; a modem from 1998 is not much slower
 MAX_ERROR_TEXT = 200
+LEAST_ATTEMPT_S = 2.0  # a busy hub may take that long, however short somebody's patience is
 SHUT_OUT_CODES = ("node.banned", "node.suspended")
 
 
@@ -76,6 +78,20 @@ class ClientOptions:
             connect_timeout_s=max(1.0, min(10.0, wait_s)),
             answer_timeout_s=max(5.0, min(10.0, wait_s)),
             tell_after_s=math.inf,
+        )
+
+    def with_patience(self, patience_s: float, hubs: int) -> ClientOptions:
+        """The same with another patience, which one hub that is frozen does not use up if there are several.
+
+        >>> ClientOptions().with_patience(5.0, hubs=2).answer_timeout_s
+        2.5
+        """
+        attempt_s = max(LEAST_ATTEMPT_S, patience_s / min(hubs, 2))
+        return replace(
+            self,
+            patience_s=patience_s,
+            connect_timeout_s=min(self.connect_timeout_s, attempt_s),
+            answer_timeout_s=min(self.answer_timeout_s, attempt_s),
         )
 
 
@@ -255,26 +271,29 @@ def _hub_ms(response: httpx.Response) -> int | None:
 
 
 def _sorted_out(response: httpx.Response, content: bytes) -> bytes:
-    """The content if the answer is a success; else the exception that it stands for."""
-    if response.is_success:
+    """The content if the answer is a success; else the exception that it stands for. Only a hub's own no is one."""
+    if response.is_success and not response.headers.get("content-type", "").startswith("text/html"):
         return content
-    code, message = _problem(response, content)
+    problem = _problem(content)
     busy = response.status_code == HTTPStatus.TOO_MANY_REQUESTS
-    if busy or response.is_server_error:
-        after_s = _retry_after_s(response) if busy else None
-        raise _Again(f"{message} [{code}, HTTP {response.status_code}]", after_s, elsewhere=not busy)
-    refusal = ShutOut if code in SHUT_OUT_CODES else HubRefused
-    raise refusal(response.status_code, code, message)
-
-
-def _problem(response: httpx.Response, content: bytes) -> tuple[str, str]:
-    """The code and sentence of an error answer; a proxy's page gives a code of ours."""
-    try:
-        problem = Problem.model_validate_json(content, extra="ignore")
-    except ValidationError:
+    if problem is None:
         text = " ".join(content[:MAX_ERROR_TEXT].decode(errors="replace").split())
-        return "hub.http", f"the hub's address answered {response.reason_phrase or 'an error'}: {text or 'no text'}"
-    return problem.code, problem.message
+        said = f"the hub's address answered {response.reason_phrase or 'an error'}: {text or 'no text'}"
+        sentence = f"{said} [HTTP {response.status_code}]"
+    else:
+        sentence = f"{problem.message} [{problem.code}, HTTP {response.status_code}]"
+    if busy or problem is None or response.is_server_error:
+        raise _Again(sentence, _retry_after_s(response) if busy else None, elsewhere=not busy)
+    refusal = ShutOut if problem.code in SHUT_OUT_CODES else HubRefused
+    raise refusal(response.status_code, problem.code, problem.message)
+
+
+def _problem(content: bytes) -> Problem | None:
+    """What a hub says is wrong; None if these are not a hub's words."""
+    try:
+        return Problem.model_validate_json(content, extra="ignore")
+    except ValidationError:
+        return None
 
 
 def _retry_after_s(response: httpx.Response) -> float | None:

@@ -36,6 +36,7 @@ from shoal.hub.metrics import StateMetrics, run_metrics
 from shoal.hub.service import Hub
 from shoal.hub.service.figures import read_figures
 from shoal.hub.settings import HubConfig
+from shoal.hub.slots import Busy, UploadSlots
 from shoal.hub.state.refusals import Refusal
 from shoal.protocol import Problem
 from shoal.protocol.signing import HEADER_TIME
@@ -53,7 +54,7 @@ def create_app(config: HubConfig, clock: Clock = SystemClock()) -> FastAPI:
     app = FastAPI(title=title, version=__version__, lifespan=_lifespan, docs_url=None, redoc_url=None)
     app.state.hub = Hub(config, clock)
     # Bodies of submissions are held in memory while they are checked: this bounds how many at a time.
-    app.state.uploads = asyncio.Semaphore(config.settings.concurrent_uploads)
+    app.state.uploads = UploadSlots(config.settings.concurrent_uploads)
     for routes in (routes_public, routes_stories, routes_worker, routes_uploads, routes_trusted, routes_admin):
         app.include_router(routes.router)
     edge = app.state.edge = Edge(config)
@@ -113,7 +114,7 @@ async def _on_refusal(request: Request, error: Exception) -> JSONResponse:
     if error.code == SKEW:  # the caller dates its next request by the hub's clock
         hub: Hub = request.app.state.hub
         answer.headers[HEADER_TIME] = str(hub.context.clock.now_ms())
-    if isinstance(error, TooMuch):
+    if isinstance(error, TooMuch | Busy):
         answer.headers["retry-after"] = str(error.retry_after_s)
     return answer
 
@@ -143,7 +144,12 @@ async def _on_defect(request: Request, _error: Exception) -> JSONResponse:
 
 
 async def _on_failure(request: Request, error: Exception) -> JSONResponse:
-    """The hub itself failed (disk full, say). Nothing was promised; the caller may try again later."""
-    _note_failure(request.app.state.hub, f"{request.method} {request.url.path}", error)
+    """The hub itself failed (disk full, say). Nothing was promised; the caller may try again later.
+
+    Why is for who runs the hub, and in its log: folders, hosts, users and buckets are nothing for strangers.
+    """
+    number = visit_of(request.scope).number
+    _note_failure(request.app.state.hub, f"request {number}, {request.method} {request.url.path}", error)
     code = "hub.resource" if isinstance(error, ResourceError) else "hub.failed"
-    return _problem(request, 503, code, f"the hub could not do this, try again later: {error}")
+    message = f"the hub could not do this now, try again later; its log says more about request {number}"
+    return _problem(request, 503, code, message)

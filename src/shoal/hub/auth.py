@@ -53,6 +53,8 @@ async def authenticate(
     node = await run_in_threadpool(_identify, context, request, signature, roles)
     body = await read_body(request, max_bytes, node.node)
     _check_body(signature, body)
+    if node.role != "worker":  # a body may take its time, and the owner may have shut its sender out meanwhile
+        require_welcome(await run_in_threadpool(_find, context, node.node))
     request.state.protocol = node.protocol  # its answer has the shape that it knows (`shapes`)
     return Caller(node, body)
 
@@ -134,6 +136,8 @@ def _introduce(context: Context, request: Request, signature: RequestSignature, 
     if counted:
         _require_room(edge.newcomers.wait_s(client, edge.clock.monotonic_s()), TOO_NEW)
     _verify(context, request, signature, public_key)
+    if is_known:
+        _require_room(edge.keys.take(signature.node, edge.clock.monotonic_s()), TOO_FAST)
     _take_nonce(context, signature, is_known=False)
     if counted:
         _require_room(edge.newcomers.take(client, edge.clock.monotonic_s()), TOO_NEW)

@@ -6,7 +6,8 @@
 
 A thousand workers may wait for a unit while units come free one by one: were all of them woken for each, the hub would
 do nothing else. So a change wakes a few, and each who finds something wakes two more; who finds nothing goes to the end
-of the queue. Where fewer wait, all are woken.
+of the queue. Where fewer wait, all are woken. Who is kept from what there is by rules of its own (its window is full,
+newcomers have their share) waits behind all others: however many they are, they keep nothing from who may take it.
 
 Services run in threads, waiters on an event loop; `notify` may be called from anywhere.
 """
@@ -16,8 +17,9 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from enum import StrEnum
-from itertools import islice
+from itertools import chain, islice
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -28,6 +30,9 @@ GATHER_S = 0.05  # after a change, others are usually close behind: one look ser
 
 WOKEN = 16
 """How many a change wakes. Some of them may be kept from what there is by rules of their own: one would be too few."""
+
+
+OVER_S = 1.0
 
 
 class Topic(StrEnum):
@@ -43,7 +48,32 @@ class Changes:
         self._lock = threading.Lock()
         self._counts = dict.fromkeys(Topic, 0)
         self._waiters: dict[Topic, dict[_Waiter, None]] = {topic: {} for topic in Topic}  # longest first
+        self._polls: dict[tuple[Topic, str], _Poll] = {}
         self._closed = False
+
+    @property
+    def polling(self) -> int:
+        """How many callers have a long poll."""
+        return len(self._polls)
+
+    def enter(self, topic: Topic, who: str) -> _Poll:
+        """A long poll begins. One that the same caller has for the same topic ends: it has gone, or takes others'
+        places. Callers without a name do not get into each other's way."""
+        poll = _Poll()
+        if who:
+            with self._lock:
+                older, self._polls[topic, who] = self._polls.get((topic, who)), poll
+                if older is not None:
+                    older.is_over = True
+                    if older.waiter is not None:
+                        self._waiters[topic].pop(older.waiter, None)
+                        older.waiter.wake()
+        return poll
+
+    def leave(self, topic: Topic, who: str, poll: _Poll) -> None:
+        with self._lock:
+            if self._polls.get((topic, who)) is poll:
+                del self._polls[topic, who]
 
     @property
     def closed(self) -> bool:
@@ -69,8 +99,11 @@ class Changes:
             self._wake(topic, 2)
 
     def _wake(self, topic: Topic, count: int) -> None:
-        for waiter in list(islice(self._waiters[topic], count)):
-            del self._waiters[topic][waiter]
+        waiters = self._waiters[topic]
+        first = (waiter for waiter in waiters if not waiter.held_back)
+        last = (waiter for waiter in waiters if waiter.held_back)
+        for waiter in list(islice(chain(first, last), count)):
+            del waiters[waiter]
             waiter.wake()
 
     def close(self) -> None:
@@ -81,13 +114,15 @@ class Changes:
                 self._counts[topic] += 1
                 self._wake(topic, len(self._waiters[topic]))
 
-    async def wait(self, topic: Topic, seen: int, timeout_s: float) -> None:
-        """Return when the topic has changed since `seen`, and it is this one's turn; when the hub stops; or at the
-        deadline."""
-        waiter = _Waiter()
+    async def wait(self, topic: Topic, seen: int, timeout_s: float, poll: _Poll | None = None) -> None:
+        """Return when the topic has changed since `seen`, and it is this one's turn; when the hub stops, or the poll
+        is over; or at the deadline."""
+        waiter = _Waiter(held_back=poll is not None and poll.held_back)
         with self._lock:
-            if self._closed:
+            if self._closed or (poll is not None and poll.is_over):
                 return
+            if poll is not None:
+                poll.waiter = waiter
             self._waiters[topic][waiter] = None
             if self._counts[topic] != seen:  # what came since is for whoever has waited longest: this one, if alone
                 self._wake(topic, 1)
@@ -100,10 +135,20 @@ class Changes:
                 self._waiters[topic].pop(waiter, None)
 
 
+@dataclass
+class _Poll:
+    """One long poll of a caller, over once the same caller has begun another; `held_back` is what it found last."""
+
+    is_over: bool = False
+    held_back: bool = False
+    waiter: _Waiter | None = None
+
+
 class _Waiter:
     """An event of one loop that any thread can set."""
 
-    def __init__(self) -> None:
+    def __init__(self, held_back: bool = False) -> None:
+        self.held_back = held_back
         self.event = asyncio.Event()
         self._loop = asyncio.get_running_loop()
 
@@ -119,10 +164,32 @@ async def long_poll(
     attempt: Callable[[], Awaitable[tuple[T, bool]]],
     is_gone: Callable[[], Awaitable[bool]],
     look_s: float | None = None,
+    who: str = "",
+    is_held_back: Callable[[T], bool] = lambda _: False,
 ) -> T:
     """Repeat `attempt` (answer, whether it is worth answering) on every change until the deadline. Where others can
     make changes that nobody hears of, look every `look_s` seconds; of a crowd, so many look in that time as a change
-    would wake."""
+    would wake.
+
+    `who` has one poll for a topic: a newer one ends the older, which answers with what it found last, nothing.
+    """
+    poll = changes.enter(topic, who)
+    try:
+        return await _repeated(changes, topic, wait_s, attempt, is_gone, look_s, poll, is_held_back)
+    finally:
+        changes.leave(topic, who, poll)
+
+
+async def _repeated(
+    changes: Changes,
+    topic: Topic,
+    wait_s: float,
+    attempt: Callable[[], Awaitable[tuple[T, bool]]],
+    is_gone: Callable[[], Awaitable[bool]],
+    look_s: float | None,
+    poll: _Poll,
+    is_held_back: Callable[[T], bool],
+) -> T:
     loop = asyncio.get_running_loop()
     end, waited = loop.time() + min(wait_s, MAX_WAIT_S), False
     while True:
@@ -133,9 +200,18 @@ async def long_poll(
             changes.pass_on(topic)
         if is_ready or left_s <= 0 or changes.closed:
             return answer
-        waited = True
-        await changes.wait(topic, seen, left_s if look_s is None else min(left_s, look_s * changes.crowd(topic)))
+        if poll.is_over:
+            return await _late(answer, left_s)
+        waited, poll.held_back = True, is_held_back(answer)
+        rest_s = left_s if look_s is None else min(left_s, look_s * changes.crowd(topic))
+        await changes.wait(topic, seen, rest_s, poll)
         await asyncio.sleep(min(GATHER_S, left_s))
-        if await is_gone():  # nobody reads the answer any more: do not give work away to it
+        if poll.is_over or await is_gone():  # nobody reads the answer any more: do not give work away to it
             changes.pass_on(topic)
-            return answer
+            return await _late(answer, left_s) if poll.is_over else answer
+
+
+async def _late(answer: T, left_s: float) -> T:
+    """Two machines with a copy of one key would end each other's polls without a pause: the answer comes later."""
+    await asyncio.sleep(min(OVER_S, left_s))
+    return answer

@@ -18,6 +18,7 @@ from typing import Any, Final
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from shoal.hub.answers import KEPT_S, Answers
 from shoal.hub.limits import Addresses, Buckets, Intake, Receiving, Turns
 from shoal.hub.metrics import HubMetrics
 from shoal.hub.settings import HubConfig
@@ -34,6 +35,9 @@ LEAST_INTAKE_BYTES = 64 * 1024 * 1024
 READ_AT_ONCE = 4
 """Pages that anyone may read (the status, the ledger) cost the hub more than anything a stranger may send. Nobody who
 reads on many connections gets more of the hub than this."""
+
+SIGNED_GETS = ("/submissions", "/batches/")
+"""What only trusted roles may read: whoever has not proven who it is gets nothing of it, and costs nothing."""
 
 log = logging.getLogger("shoal.hub.requests")
 
@@ -56,6 +60,11 @@ def visit_of(scope: Scope) -> Visit:
     return visit
 
 
+def max_age_s(scope: Scope) -> float:
+    """How old an answer may be that all share: strangers get what is kept, this machine's own read their writes."""
+    return KEPT_S if visit_of(scope).client else 0.0
+
+
 class Edge:
     """What is counted of callers, shared by all requests of one hub. `addresses` is the server's: without one (in one
     process, in tests) nobody has an address to be counted by.
@@ -70,6 +79,8 @@ class Edge:
         self.addresses: Addresses | None = None
         self.requests = Buckets(settings.requests_per_address_s)
         self.reading = Turns(READ_AT_ONCE)
+        self.answers = Answers(clock)
+        self._warned = False
         self.keys = Buckets(settings.requests_per_key_s)
         self.newcomers = Buckets(settings.registrations_per_address_min / 60, burst_s=60.0)
         body_bytes = config.submission_limits.compressed_bytes
@@ -78,7 +89,22 @@ class Edge:
     def client_of(self, scope: Scope) -> str:
         """The address that a request is counted under; empty: none."""
         peer = scope.get("client")
-        return self.addresses.client(peer[0]) if self.addresses is not None and peer else ""
+        if self.addresses is None or not peer:
+            return ""
+        client = self.addresses.client(peer[0])
+        if not client and not self._warned:
+            self._warn_of_proxy(scope, peer[0], self.addresses)
+        return client
+
+    def _warn_of_proxy(self, scope: Scope, peer: str, addresses: Addresses) -> None:
+        """This machine counts under no address; whoever comes through a proxy on it that nobody named, neither."""
+        if not addresses.is_proxy(peer) and any(name == b"x-forwarded-for" for name, _ in scope["headers"]):
+            self._warned = True
+            log.warning(
+                "requests come through a proxy at %s that the hub was not told of: no limit by address holds for them; "
+                "name it in hub.trusted_proxies",
+                peer,
+            )
 
 
 class Door:
@@ -122,7 +148,7 @@ class Door:
     async def _let_in(self, visit: Visit, scope: Scope, receive: Receive, answer: Send) -> None:
         wait_s = self._edge.requests.take(visit.client, self._clock.monotonic_s()) if visit.client else 0.0
         if wait_s == 0.0:
-            if visit.client and scope["method"] == "GET" and not _is_signed(scope):
+            if visit.client and scope["method"] == "GET" and not scope["path"].startswith(SIGNED_GETS):
                 async with self._edge.reading.of(visit.client):
                     await self._app(scope, receive, answer)
             else:
@@ -154,11 +180,6 @@ class Door:
 
 
 _SAID = ("request", "code", "node", "address", "took_ms", "not_shown")
-
-
-def _is_signed(scope: Scope) -> bool:
-    """Whether it says so: then it is checked before it costs anything."""
-    return any(name == b"shoal-signature" for name, _ in scope["headers"])
 
 
 def _shown_path(scope: Scope) -> str:

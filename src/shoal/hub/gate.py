@@ -62,9 +62,16 @@ def insist(call: Callable[[], T]) -> T:
 
 
 async def poll(
-    hub: Hub, request: Request, topic: Topic, wait_s: float, call: Callable[[], T], is_ready: Callable[[T], bool]
+    hub: Hub,
+    request: Request,
+    topic: Topic,
+    wait_s: float,
+    call: Callable[[], T],
+    is_ready: Callable[[T], bool],
+    is_held_back: Callable[[T], bool] = lambda _: False,
 ) -> T:
     """Call a service in a thread, again on every change of `topic`, until its answer is worth giving."""
+    visit = visit_of(request.scope)
     began_s, worked_s = time.monotonic(), 0.0
 
     async def attempt() -> tuple[T, bool]:
@@ -76,6 +83,7 @@ async def poll(
 
     look_s = LOOK_AGAIN_S if hub.context.storage.is_shared else None
     try:
-        return await long_poll(hub.context.changes, topic, wait_s, attempt, request.is_disconnected, look_s)
+        gone = request.is_disconnected
+        return await long_poll(hub.context.changes, topic, wait_s, attempt, gone, look_s, visit.node, is_held_back)
     finally:  # what was waited for is no time that the hub took
-        visit_of(request.scope).waited_s = time.monotonic() - began_s - worked_s
+        visit.waited_s = time.monotonic() - began_s - worked_s

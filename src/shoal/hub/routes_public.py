@@ -9,7 +9,7 @@ from fastapi import APIRouter, Query, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from shoal.hub.docs_page import docs_page
-from shoal.hub.door import Edge
+from shoal.hub.door import Edge, max_age_s
 from shoal.hub.gate import HubDependency, serve
 from shoal.hub.metrics import CONTENT_TYPE as METRICS_TYPE
 from shoal.hub.openapi import describes
@@ -37,9 +37,10 @@ async def run_info(hub: HubDependency) -> SignedDocument:
 
 
 @router.get("/status", summary="The run as a person sees it", **describes("run"))
-async def status(hub: HubDependency) -> RunStatus:
-    """Progress, nodes, who waits for whom, the last verdicts, step reports and alarms."""
-    return await serve(hub.reporting.status)
+async def status(request: Request, hub: HubDependency) -> RunStatus:
+    """Progress, nodes, who waits for whom, the last verdicts, step reports and alarms; as of a second ago at most."""
+    edge: Edge = request.app.state.edge
+    return await edge.answers.get("status", max_age_s(request.scope), lambda: serve(hub.reporting.status))
 
 
 @router.get("/health", summary="Whether the hub answers", **describes("run"))
@@ -48,10 +49,11 @@ async def health() -> dict[str, bool]:
 
 
 @router.get("/ready", summary="Whether the run can go on by itself", **_READY)
-async def ready(hub: HubDependency) -> JSONResponse:
+async def ready(request: Request, hub: HubDependency) -> JSONResponse:
     """For load balancers and watchdogs: 200 while trainer and validators are here, audits catch the known-bad
     submissions that are mixed in, and the disk takes what comes; else 503 with what is wrong, a sentence each."""
-    found = await serve(hub.readiness.check)
+    edge: Edge = request.app.state.edge
+    found = await edge.answers.get("ready", max_age_s(request.scope), lambda: serve(hub.readiness.check))
     return JSONResponse(found.model_dump(mode="json"), status_code=200 if found.ready else 503)
 
 
@@ -59,7 +61,8 @@ async def ready(hub: HubDependency) -> JSONResponse:
 async def metrics(request: Request) -> Response:
     """Text for Prometheus: requests, latencies and refusals; units, submissions and nodes by state; the process."""
     edge: Edge = request.app.state.edge
-    return Response(await serve(edge.metrics.text), media_type=METRICS_TYPE)
+    text = await edge.answers.get("metrics", max_age_s(request.scope), lambda: serve(edge.metrics.text))
+    return Response(text, media_type=METRICS_TYPE)
 
 
 @router.get("/ledger", summary="A page of the ledger", **describes("run", (422,)))

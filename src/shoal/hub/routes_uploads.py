@@ -8,6 +8,7 @@ from shoal.hub.auth import authenticate
 from shoal.hub.bodies import parse_json
 from shoal.hub.gate import HubDependency, serve
 from shoal.hub.openapi import describes
+from shoal.hub.slots import UploadSlots
 from shoal.protocol import SignedDocument
 from shoal.protocol.upload import UploadCommit, UploadRequest
 
@@ -40,6 +41,8 @@ async def commit(lease: str, request: Request, response: Response, hub: HubDepen
     was put to the hub itself. 409 `upload.missing` if there is nothing (any more): upload it again."""
     caller = await authenticate(hub.context, request, roles=("worker",))
     named = parse_json(caller.body, UploadCommit)
-    async with request.app.state.uploads:  # around the work, never around a wait for somebody's bytes
-        response.status_code, receipt = await serve(hub.uploads.commit, caller.node, lease, named)
+    slots: UploadSlots = request.app.state.uploads
+    with slots.committing(caller.node.node):
+        async with slots:
+            response.status_code, receipt = await serve(hub.uploads.commit, caller.node, lease, named)
     return receipt

@@ -66,6 +66,7 @@ async def lease(request: Request, hub: HubDependency) -> LeaseReply:
         ask.wait_s,
         lambda: hub.work.lease(caller.node, ask),
         lambda reply: bool(reply.leases) or reply.finished,
+        lambda reply: reply.held_back,
     )
 
 

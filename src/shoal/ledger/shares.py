@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import gcd
 
-from shoal.errors import LedgerError
+from shoal.errors import UserError
 from shoal.ledger.accounts import Accounts
 from shoal.protocol import LedgerEntry
 
@@ -59,7 +59,7 @@ def shares_of(entries: Iterable[LedgerEntry], step: int | None = None) -> Shares
         if step is not None and accounts.steps > step:
             break
     if step is not None and accounts.steps <= step:
-        raise LedgerError(
+        raise UserError(
             f"the ledger has no batch of step {step}: "
             + (f"the last one is of step {accounts.steps - 1}" if accounts.steps else "no step has a batch yet")
         )

@@ -15,7 +15,8 @@ from typing import ClassVar
 from pydantic import Field
 
 from shoal.errors import SignatureError
-from shoal.protocol.node import PRINTABLE, RoleCertificate
+from shoal.protocol.lease import PRINTABLE
+from shoal.protocol.node import RoleCertificate
 from shoal.protocol.signing import Document, Message, SignedDocument, open_document
 
 MAX_RELAYS = 64

@@ -13,6 +13,8 @@ from shoal.protocol.versions import since
 PROFILE = r"^[a-z0-9_.\-]{1,32}/[a-z0-9_.\-]{1,32}/[a-z0-9_.\-]{1,32}$"
 DEFAULT_PROFILE = "torch/cpu/float32"  # engine, device, number format: what rounding may explain depends on them
 
+PRINTABLE = r"^[^\x00-\x1f\x7f-\x9f]*$"  # what others say is shown in terminals: no control characters
+
 MAX_GROUP = 1024
 MAX_PROMPT_TOKENS = 131_072
 MAX_NEW_TOKENS = 131_072
@@ -74,7 +76,7 @@ class LeaseRequest(Message):
     (engine/device/number format); the run has measured how far an honest one may be off, or gives it no work.
     """
 
-    request: str = Field(min_length=8, max_length=64)
+    request: str = Field(min_length=8, max_length=64, pattern=PRINTABLE)
     max_units: int = Field(default=1, ge=1, le=MAX_LEASES_PER_REQUEST)
     wait_s: float = Field(default=0, ge=0, le=60)
     held: tuple[str, ...] | None = Field(default=None, max_length=MAX_HELD)
@@ -82,15 +84,19 @@ class LeaseRequest(Message):
 
 
 class LeaseReply(Message):
-    """The leases granted, or none and the reason in words (`waiting`)."""
+    """The leases granted, or none and the reason in words (`waiting`).
+
+    `held_back`: it is for rules about this very node (its window, newcomers' share, a suspension) that there are none.
+    """
 
     leases: tuple[SignedDocument, ...] = ()
     waiting: str = ""
     finished: bool = False
+    held_back: bool = Field(default=False, json_schema_extra=since(2))
 
 
 class LeaseRelease(Message):
     """A worker gives leases back (it is stopping, or cannot do them)."""
 
     leases: tuple[str, ...] = Field(max_length=MAX_LEASES_PER_REQUEST)
-    reason: str = Field(default="", max_length=200)
+    reason: str = Field(default="", max_length=200, pattern=PRINTABLE)

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, FiniteFloat
 
-from shoal.protocol.lease import DEFAULT_PROFILE, MAX_HELD, ProofParameters, SamplingParameters
+from shoal.protocol.lease import DEFAULT_PROFILE, MAX_HELD, PRINTABLE, ProofParameters, SamplingParameters
 from shoal.protocol.policy import PolicyRef
 from shoal.protocol.signing import Document, Message, SignedDocument
 from shoal.protocol.versions import PROTOCOL_VERSION, since
 
-PRINTABLE = r"^[^\x00-\x1f\x7f-\x9f]*$"  # what others say is shown in terminals: no control characters
-
 Role = Literal["hub", "trainer", "validator", "worker", "admin"]
 Liveness = Literal["here", "silent", "gone"]
+Name = Annotated[str, Field(max_length=64, pattern=PRINTABLE)]
+"""Of a counter or a lease, where a node says it: what it says is kept, so it is short."""
 
 
 class NodeState(StrEnum):
@@ -79,7 +79,7 @@ class Registration(Message):
     role: Role = "worker"
     certificate: SignedDocument | None = None
     protocol_version: int = PROTOCOL_VERSION
-    software: str = Field(default="", max_length=128)
+    software: str = Field(default="", max_length=128, pattern=PRINTABLE)
     vouch: SignedDocument | None = Field(default=None, json_schema_extra=since(2))
 
 
@@ -121,8 +121,8 @@ class Heartbeat(Message):
     doing: str = Field(default="", max_length=200, pattern=PRINTABLE)
     waiting_for: str = Field(default="", max_length=200, pattern=PRINTABLE)
     waiting_s: float = Field(default=0.0, ge=0, le=10**9)
-    counters: dict[str, FiniteFloat] = Field(default={}, max_length=32)
-    progress: dict[str, int] = Field(default={}, max_length=MAX_HELD, json_schema_extra=since(2))
+    counters: dict[Name, FiniteFloat] = Field(default={}, max_length=32)
+    progress: dict[Name, int] = Field(default={}, max_length=MAX_HELD, json_schema_extra=since(2))
 
 
 class HeartbeatReply(Message):

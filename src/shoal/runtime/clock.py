@@ -60,6 +60,32 @@ class SteadyClock:
         return self._clock.monotonic_s()
 
 
+class SharedClock:
+    """A wall clock that somebody else's has set right: between two looks at theirs, ours goes on from it.
+
+    >>> ours = SharedClock(ManualClock(start_ms=1000)); ours.agree(their_ms=7000, took_s=0.0)
+    >>> ours.now_ms()
+    7000
+    """
+
+    SLOW_S = 1.0
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._ahead_ms: int | None = None
+
+    def agree(self, their_ms: int, took_s: float) -> None:
+        """`their_ms` was their time somewhere in the last `took_s` seconds; a slow answer is not used but once."""
+        if self._ahead_ms is None or took_s < self.SLOW_S:
+            self._ahead_ms = their_ms + round(took_s * 500) - self._clock.now_ms()
+
+    def now_ms(self) -> int:
+        return self._clock.now_ms() + (self._ahead_ms or 0)
+
+    def monotonic_s(self) -> float:
+        return self._clock.monotonic_s()
+
+
 class ManualClock:
     """A clock that moves only when told to.
 

@@ -13,7 +13,7 @@ import threading
 from types import TracebackType
 from typing import Self
 
-from shoal.errors import BroadcastError
+from shoal.errors import BroadcastError, ShoalError
 from shoal.protocol import PolicyRef
 from shoal.runtime.stop import StopToken
 from shoal.shardcast.download import Downloader
@@ -71,6 +71,9 @@ class Prefetch:
             log.debug("%s", error)
         except BroadcastError as error:
             log.info("could not be fetched ahead: %s", error)
+        except ShoalError as error:  # a full disk, say: whoever needs the version ends by it
+            log.warning("fetching ahead has ended; versions are fetched when they are needed: %s", error)
+            self._closing.set()
         except Exception:
             log.exception("fetching ahead has ended; versions are fetched when they are needed")
             self._closing.set()

@@ -59,27 +59,36 @@ POLICY_TRIES = 3  # claims of one submission that may fail for want of its polic
 
 
 def run_validator(config: ValidatorConfig, stop: StopToken) -> None:
-    """Audit for a run until it is finished or the process is told to stop."""
-    with FolderLock(config.folder).acquire(stop, LOCK_WAIT_S), _connected(config, stop) as client:
-        run = client.run_info()
-        if config.environment.digest != run.environment_digest:
-            raise EnvironmentSetupError(
-                f"this validator's environment {config.environment.name} ({config.environment.digest[:16]}…) is not "
-                f"the run's {run.environment} ({run.environment_digest[:16]}…): use the recipe of run {run.run}"
-            )
-        settings = config.settings
-        warm_up(config.engine)
-        kind_of(config.engine, settings.device, settings.dtype)  # says what is wrong before anything is fetched
-        weights = downloader_of(client.trusted_run(), config.folder / "cache", stop, settings.held_versions)
-        with closing(weights) as downloader, Prefetch(downloader, stop):
-            shelf = EngineShelf(
-                Following(client, downloader),
-                lambda files: build(config.engine, files, settings.device, settings.dtype),
-                settings.held_versions,
-                round(settings.memory_gb * 10**9),
-            )
-            judge = Judge(config.environment, load_profiles(settings.profiles), config.shuffle_rewards)
-            Validator(client, shelf, judge, settings, stop).run()
+    """Audit for a run until it is finished, or until told to stop. Failures are `ShoalError`s; stopping is none."""
+    try:
+        with FolderLock(config.folder).acquire(stop, LOCK_WAIT_S), _connected(config, stop) as client:
+            _audit_with(client, config, stop)
+    except DeadlineExceeded:
+        if not stop.is_set():
+            raise
+        log.info("the validator stopped (%s)", stop.reason)
+
+
+def _audit_with(client: HubClient, config: ValidatorConfig, stop: StopToken) -> None:
+    run = client.run_info()
+    if config.environment.digest != run.environment_digest:
+        raise EnvironmentSetupError(
+            f"this validator's environment {config.environment.name} ({config.environment.digest[:16]}…) is not "
+            f"the run's {run.environment} ({run.environment_digest[:16]}…): use the recipe of run {run.run}"
+        )
+    settings = config.settings
+    warm_up(config.engine)
+    kind_of(config.engine, settings.device, settings.dtype)  # says what is wrong before anything is fetched
+    weights = downloader_of(client.trusted_run(), config.folder / "cache", stop, settings.held_versions)
+    with closing(weights) as downloader, Prefetch(downloader, stop):
+        shelf = EngineShelf(
+            Following(client, downloader),
+            lambda files: build(config.engine, files, settings.device, settings.dtype),
+            settings.held_versions,
+            round(settings.memory_gb * 10**9),
+        )
+        judge = Judge(config.environment, load_profiles(settings.profiles), config.shuffle_rewards)
+        Validator(client, shelf, judge, settings, stop).run()
 
 
 @contextmanager

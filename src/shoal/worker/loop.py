@@ -205,6 +205,12 @@ class Worker:
         self._earnings.hear(reply)
         self._deadlines_ms.update(reply.deadlines)
 
+    def _forget_deadlines(self) -> None:
+        """Of leases that are not in hand any more. The heartbeat's thread may add some meanwhile: none is lost."""
+        for lease in list(self._deadlines_ms):
+            if lease not in self._hand:
+                self._deadlines_ms.pop(lease, None)
+
     def _ends_at_s(self, held: Held) -> float:
         """When a lease runs out by this machine's clock; as much later as the hub has moved its deadline."""
         moved_ms = self._deadlines_ms.get(held.lease.lease, held.lease.deadline_ms) - held.lease.deadline_ms
@@ -239,9 +245,9 @@ class Worker:
         with self.activity.waiting("work from the hub"):
             reply = self._ask(request)
         arrived_s = self._clock.monotonic_s()
-        self._deadlines_ms = {lease: at_ms for lease, at_ms in self._deadlines_ms.items() if lease in self._hand}
         for lease, _ in self._client.open_leases(reply):
             self._hand[lease.lease] = Held(lease, arrived_s + (lease.deadline_ms - lease.issued_at_ms) / 1000)
+        self._forget_deadlines()
         self._finished = reply.finished and not reply.leases
         if reply.leases:
             point("worker.lease.received")

@@ -16,7 +16,7 @@ from shoal.client import ClientOptions, HubClient
 from shoal.errors import HubRefused, UserError
 from shoal.hub.service import Hub
 from shoal.ledger import verify
-from shoal.protocol import AuditRequest, LeaseRequest, SigningKey
+from shoal.protocol import AuditRequest, LeaseRequest, SigningKey, load_or_create_key
 from shoal.runtime.clock import SystemClock
 from shoal.runtime.stop import StopToken
 
@@ -59,7 +59,7 @@ def test_pause_and_resume(folder: RunFolder, capsys: pytest.CaptureFixture[str])
     assert order(folder, "drain") == 0
     assert order(folder, "resume") == 0
     assert order(folder, "resume") == 0
-    assert "nothing to do" in capsys.readouterr().out
+    assert capsys.readouterr().out.splitlines()[-1] == "nothing to do: the run is running"
 
 
 def test_a_node_is_named_by_its_name_or_the_start_of_its_id(
@@ -69,7 +69,8 @@ def test_a_node_is_named_by_its_name_or_the_start_of_its_id(
     assert main(["why", ALICE.node[:6], str(folder.path)]) == 0
     said = capsys.readouterr().out
     assert f"node {ALICE.node} (alice), worker: banned: a bot; only the run's owner can pardon it" in said
-    assert "admin: verb ban" in said
+    assert said.count("a bot") == 2  # how it stands, and when that was ordered
+    assert "by order of the run's owner (ban, ledger row" in said
     assert order(folder, "pardon", ALICE.node) == 0
     assert order(folder, "suspend", "bob", "--for", "90") == 0
     assert main(["why", "bob", str(folder.path), "--json"]) == 0
@@ -77,9 +78,27 @@ def test_a_node_is_named_by_its_name_or_the_start_of_its_id(
     story = json.loads(out[out.index("{") :])
     assert (story["node"]["state"], story["node"]["suspensions"]) == ("suspended", 1)
     assert order(folder, "pardon", "bob") == 0
+    capsys.readouterr()
     assert order(folder, "ban", "nobody") == 2
-    assert main(["why", "7", str(folder.path)]) == 4
-    assert "there is no unit 7" in capsys.readouterr().err
+    assert "there is no node 'nobody' in this run; a node is named by" in capsys.readouterr().err
+
+
+def test_what_is_not_there_is_the_askers_mistake(folder: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["why", "9999999", str(folder.path)]) == 2
+    assert "there is no unit 9999999" in capsys.readouterr().err
+    assert main(["why", "f" * 32, str(folder.path)]) == 2
+    assert main(["why", "nobody", str(folder.path)]) == 2
+
+
+def test_a_name_that_was_given_up_leads_to_the_node_that_had_it(
+    folder: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    carol = SigningKey.from_seed(b"\3" * 32)
+    client = client_of(folder, carol)
+    client.register("carol", "worker", None)
+    client.register("dora", "worker", None)
+    assert order(folder, "ban", "carol") == 2
+    assert f"node {carol.node} was called that when it came" in capsys.readouterr().err
 
 
 def test_from_elsewhere_with_the_keys_alone(folder: RunFolder, tmp_path: Path) -> None:
@@ -115,12 +134,22 @@ def test_another_validator_without_a_restart(folder: RunFolder, capsys: pytest.C
     assert key.public_key not in client_of(folder, ALICE).trusted_run().validator_keys
 
 
-def test_a_validator_elsewhere_gets_its_certificate_as_a_file(folder: RunFolder, tmp_path: Path) -> None:
-    key = SigningKey.from_seed(b"q" * 32)
-    out = tmp_path / "certificate.json"
+def test_a_validator_elsewhere_gets_its_certificate_as_a_file(
+    folder: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    elsewhere, out = tmp_path / "elsewhere", tmp_path / "certificate.json"
+    (elsewhere / "keys").mkdir(parents=True)
+    key = load_or_create_key(elsewhere / "keys" / "validator-0.key")
     assert order(folder, "add-validator", key.public_key, "--out", str(out)) == 0
     assert json.loads(out.read_text())["document"]["public_key"] == key.public_key
     assert key.public_key in client_of(folder, ALICE).trusted_run().validator_keys
+    for line in capsys.readouterr().out.splitlines():  # done as it says, the folder is one that a validator opens
+        source, arrow, target = line.strip().partition(" → VALIDATOR/")
+        if arrow and not source.startswith("its own key"):
+            shutil.copy(source, elsewhere / target.split()[0])
+    there = RunFolder.open(elsewhere)
+    assert there.certificate("validator-0").document["public_key"] == key.public_key
+    assert there.endpoints.hub == folder.endpoints.hub
     assert order(folder, "add-validator", "no key") == 2
 
 

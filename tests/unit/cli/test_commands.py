@@ -20,7 +20,7 @@ from shoal.cli.folder import RunFolder
 from shoal.cli.main import command_names, explain, main
 from shoal.cli.recipe import Recipe, load_recipe
 from shoal.client.trust import run_id
-from shoal.errors import HubRefused, ResourceError
+from shoal.errors import ConfigError, DeadlineExceeded, HubRefused, ResourceError
 from shoal.protocol import RoleCertificate, RunInfo, SamplingParameters, SigningKey, fingerprint, sign_document
 from shoal.runtime.config import parse_config
 from shoal.runtime.supervise import SUPERVISED, TOLD_TO_STOP_CODE
@@ -179,6 +179,36 @@ def test_a_traceback_is_shown_only_when_asked_for(
     assert error.splitlines()[-1] == "shoal: there is no recipe at none.toml"
 
 
+def test_a_supervised_role_shows_the_traceback_of_a_bug_and_of_nothing_else(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SHOAL_DEBUG", raising=False)
+    monkeypatch.setenv(SUPERVISED, "1")  # stderr is the role's log
+    known: tuple[tuple[Exception, int], ...] = (
+        (ConfigError("no such key"), 2),
+        (ResourceError("the port is taken"), 3),
+        (DeadlineExceeded("no batch for step 3"), 1),
+    )
+    for error, code in known:
+        monkeypatch.setattr("shoal.cli.main._role", _failing(error))
+        assert main(["trainer", "--dir", "run"]) == code
+        assert capsys.readouterr().err == f"shoal: {error}\n"
+    assert main(["trainer", "--nonsense"]) == 2
+    assert "Traceback" not in capsys.readouterr().err
+    monkeypatch.setattr("shoal.cli.main._role", _failing(KeyError("oops")))
+    assert main(["trainer", "--dir", "run"]) == 1
+    said = capsys.readouterr().err
+    assert "Traceback" in said
+    assert said.splitlines()[-1].startswith("shoal: this is a bug: KeyError")
+
+
+def _failing(error: Exception) -> Callable[..., None]:
+    def fail(*_arguments: object) -> None:
+        raise error
+
+    return fail
+
+
 # ── what works ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -187,6 +217,9 @@ def test_a_dry_run_prints_the_recipe_and_touches_nothing(shoal: Shoal, tmp_path:
     assert ran.returncode == 0
     shown = parse_config(ran.stdout, Recipe, "shown")
     assert shown == load_recipe(TINY, ["run.steps=7", "worker.count=5"])
+    ran = shoal("run", str(TINY), "--dry-run", "--set", "hub.database=postgresql://shoal:s3cret@db.example/run")
+    assert "postgresql://shoal:***@db.example/run" in ran.stdout
+    assert "s3cret" not in ran.stdout + ran.stderr
     assert list(tmp_path.iterdir()) == []
 
 
@@ -195,6 +228,9 @@ def test_preparing_makes_a_folder_and_starts_nothing(shoal: Shoal, tmp_path: Pat
     assert ran.returncode == 0, ran.stderr
     folder = RunFolder.open(tmp_path / "runs" / "tiny")
     assert f"shoal join {folder.endpoints.join}" in ran.stdout
+    commands = [line.split() for line in ran.stdout.splitlines() if line.startswith("  ")]
+    assert {"hub", "relay", "trainer", "validator", "worker"} == {command[1] for command in commands}
+    assert all("runs/tiny" in command for command in commands)
     assert not (folder.path / "processes.json").exists()
 
 
@@ -254,6 +290,14 @@ def test_the_doctor_finds_a_healthy_machine_healthy(tmp_path: Path, capsys: pyte
     assert [line.split()[1] for line in lines] == ["python", "torch", "cores", "memory", "device", "disk", "folder"]
     assert lines[0].startswith("ok")
     assert lines[-1].startswith("ok")
+
+
+def test_the_doctor_looks_where_join_will_write(
+    hub_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    main(["doctor", hub_url])
+    assert f"{tmp_path / 'home' / '.shoal'} is writable" in capsys.readouterr().out
 
 
 def test_the_doctor_says_what_to_do_about_each_problem(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.cli.folder import Endpoints, RunFolder, port_of
+from shoal.cli.folder import Endpoints, RunFolder, masked, port_of, without_passwords
 from shoal.cli.recipe import Recipe
 from shoal.errors import ConfigError, KeyFileError, ResourceError
 from shoal.protocol import RoleCertificate, SigningKey, fingerprint, load_or_create_key, open_document, sign_document
@@ -44,6 +44,22 @@ def test_preparing_makes_the_recipe_the_keys_and_certificates(folder: RunFolder)
         assert document.role == name.split("-")[0]
         assert document.public_key == folder.key(name).public_key
         assert document.run == folder.run_id
+
+
+def test_a_recipe_with_a_password_is_its_owners_and_never_shown(tmp_path: Path) -> None:
+    given = recipe("hub.database=postgresql://shoal:s3cret@db.example:5432/run?sslpassword=s3cret2")
+    folder = RunFolder.prepare(tmp_path / "run", given)
+    assert (folder.path / "recipe.toml").stat().st_mode & 0o777 == 0o600
+    assert RunFolder.open(folder.path).recipe == given
+    shown = dump_config(without_passwords(given))
+    assert "s3cret" not in shown
+    assert "postgresql://shoal:***@db.example:5432/run?sslpassword=***" in shown
+    assert without_passwords(recipe()) == recipe()
+
+
+@pytest.mark.parametrize("url", ["postgresql://u:a/b@c@h/d", "postgresql://:a/b@c@h", "postgres://u:a/b@c@h:1/d?x=y"])
+def test_a_password_may_have_any_character(url: str) -> None:
+    assert masked(url) == url.replace("a/b@c", "***")
 
 
 def test_the_run_is_named_after_its_root_key(folder: RunFolder) -> None:
@@ -112,6 +128,51 @@ def test_how_a_run_is_served_and_for_how_long_may_change(folder: RunFolder) -> N
     changed = recipe("run.steps=99", "worker.count=3", "relay.count=0", "hub.lease_s=5")
     RunFolder.prepare(folder.path, changed)
     assert RunFolder.open(folder.path).recipe == changed
+
+
+def begun(folder: RunFolder) -> RunFolder:
+    (folder.path / "hub").mkdir()
+    (folder.path / "hub" / "hub.db").touch()
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("override", "command"),
+    [
+        ("hub.database=postgresql://u:s3cret@h/d", r"migrate .* --database postgresql://u:\*\*\*@h/d"),
+        ("hub.storage=s3://bucket/x", "migrate .* --storage s3://bucket/x"),
+    ],
+)
+def test_only_a_migration_moves_a_run_that_has_begun(folder: RunFolder, override: str, command: str) -> None:
+    begun(folder)
+    before = files(folder.path)
+    with pytest.raises(ConfigError, match=command):
+        RunFolder.prepare(folder.path, recipe(override))
+    assert files(folder.path) == before
+
+
+def test_a_run_that_was_migrated_is_not_moved_back_by_its_first_recipe(tmp_path: Path) -> None:
+    moved = begun(RunFolder.prepare(tmp_path / "run", recipe("hub.database=postgresql://u:old@h/d")))
+    with pytest.raises(ConfigError, match=r"migrate .* --database sqlite"):
+        RunFolder.prepare(moved.path, recipe())
+    RunFolder.prepare(moved.path, recipe("hub.database=postgresql://u:new@h/d"))  # the password alone may change
+    assert RunFolder.open(moved.path).recipe.hub.database == "postgresql://u:new@h/d"
+
+
+def test_a_mistyped_database_of_a_first_start_can_be_mended(tmp_path: Path) -> None:
+    folder = RunFolder.prepare(tmp_path / "run", recipe("hub.database=postgresql://h/typo"))
+    (folder.path / "hub").mkdir()
+    (folder.path / "origin" / "manifests").mkdir(parents=True)
+    RunFolder.prepare(folder.path, recipe("hub.database=postgresql://h/d"))
+    assert RunFolder.open(folder.path).recipe.hub.database == "postgresql://h/d"
+
+
+def test_a_run_that_has_begun_can_be_made_longer_never_shorter(folder: RunFolder) -> None:
+    (folder.path / "hub").mkdir()
+    RunFolder.prepare(folder.path, recipe("run.steps=40"))
+    with pytest.raises(ConfigError, match=r"run.steps was 40, is 39: .* never for less"):
+        RunFolder.prepare(folder.path, recipe("run.steps=39"))
+    assert RunFolder.open(folder.path).recipe.run.steps == 40
 
 
 def test_a_folder_that_is_somebody_elses_is_left_alone(tmp_path: Path) -> None:

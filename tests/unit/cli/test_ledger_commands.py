@@ -14,15 +14,15 @@ from hubrun import batch, credit, hub_config, join, make_folder, publish, record
 
 from shoal.cli.accounting.checking import check_ledger
 from shoal.cli.accounting.exporting import export_ledger, leave_ledger
-from shoal.cli.accounting.heads import KeptHead, kept_path
+from shoal.cli.accounting.heads import CertifiedHead, KeptHead, kept_path
 from shoal.cli.accounting.places import find_run
 from shoal.cli.folder import RunFolder
 from shoal.cli.main import main
 from shoal.cli.start import ledger_line
 from shoal.errors import LedgerError, UserError
 from shoal.hub.service import Hub
-from shoal.ledger import append
-from shoal.protocol import LedgerEntry, SigningKey
+from shoal.ledger import append, head_of
+from shoal.protocol import LedgerEntry, SigningKey, sign_document
 from shoal.runtime.clock import ManualClock
 
 ALICE, BOB = (SigningKey.from_seed(bytes([number]) * 32) for number in (1, 2))
@@ -197,6 +197,26 @@ def test_a_kept_head_never_goes_back(run: Path) -> None:
     assert KeptHead.model_validate_json(kept_path(name).read_bytes()) == before
 
 
+def test_a_forged_file_with_a_head_that_no_hub_signed_is_found_and_poisons_nothing(
+    run: Path, tmp_path: Path, home: Path
+) -> None:
+    out = tmp_path / "ledger.jsonl"
+    export_ledger(str(run), out)
+    entries = rehash([*rows(run)[:-1], rows(run)[-1].model_copy(update={"at_ms": 1})])
+    out.write_text("".join(f"{entry.model_dump_json()}\n" for entry in entries))
+    beside = Path(f"{out}.head")
+    found = CertifiedHead.model_validate_json(beside.read_bytes())
+    stranger = sign_document(head_of(RunFolder.open(run).run_id, entries[-1]), SigningKey.generate())
+    beside.write_text(found.model_copy(update={"head": stranger}).model_dump_json())
+    with pytest.raises(LedgerError, match=r"ledger.jsonl.head was not signed by a hub of run"):
+        check_ledger(str(out))
+    beside.unlink()
+    checked = check_ledger(str(out))
+    assert any("anybody may have written it" in note for note in checked.notes)
+    assert not kept_path(checked.run).exists(), "what nobody signed is not remembered"
+    check_ledger(str(run))
+
+
 def test_an_exported_file_holds_by_itself_and_damage_is_named(run: Path, tmp_path: Path, home: Path) -> None:
     out = tmp_path / "ledger.jsonl"
     assert export_ledger(str(run), out) == len(rows(run))
@@ -262,6 +282,17 @@ def test_accounts_and_shares_for_people_and_programs(run: Path, capsys: pytest.C
     assert main(["ledger", "shares", str(run)]) == 0
     assert "1/2" in capsys.readouterr().out
     assert main(["ledger", "show", "nobody", str(run)]) == 2
+    assert main(["ledger", "shares", str(run), "--step", "900"]) == 2
+
+
+def test_accounts_are_not_cut_when_they_are_piped(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "30")
+    assert main(["ledger", "show", "bob", str(run)]) == 0
+    heads, row = capsys.readouterr().out.splitlines()
+    assert heads.split() == ["node", "name", "credit", "pending", "void", "accepted", "rejected", "standing"]
+    assert row.split()[:3] == [BOB.node[:16], "bob", "30"]
 
 
 @pytest.fixture

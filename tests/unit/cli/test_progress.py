@@ -16,6 +16,7 @@ from shoal.cli.progress import (
     latest,
     printable,
     sparkline,
+    steps_in,
     stopwatch,
     summary,
     verdict_line,
@@ -214,6 +215,13 @@ def test_the_summary_is_read_from_the_trainers_own_numbers(tmp_path: Path) -> No
         "submissions: 5 accepted, 1 rejected; 100 verified tokens",
     ]
     assert summary(tmp_path / "none", None, 1.0) == ["0 steps in 1 s"]
+
+
+def test_a_start_that_failed_does_not_claim_the_steps_before_it(tmp_path: Path) -> None:
+    path = written(tmp_path / "metrics.jsonl", *({"step": step, "groups": 4} for step in range(87)))
+    assert steps_in(path) == 86
+    assert summary(path, None, 12.0, before=86)[0] == "86 steps, 0 of them in 12 s"
+    assert summary(path, status(), 12.0, before=1)[0] == "2 of 9 steps, 1 of them in 12 s"
 
 
 def test_a_run_that_trained_on_nothing_says_so(tmp_path: Path) -> None:

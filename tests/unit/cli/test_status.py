@@ -11,6 +11,7 @@ from rich.console import Console
 
 from shoal.cli.folder import RunFolder
 from shoal.cli.recipe import Recipe
+from shoal.cli.sheet import Sheet, console
 from shoal.cli.status import render, show_status
 from shoal.errors import HubUnreachable
 from shoal.protocol import LedgerHead, NodeState, NodeView, RecentVerdict, RunStatus, Standing, StepReport, Wait
@@ -34,6 +35,30 @@ def test_markup_in_what_others_say_is_text() -> None:
         console.print(part)
     for text in ("[/bold]", "[red]x", "[/zz]", "[bold]y", "[/a]"):
         assert text in shown.getvalue()
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_in_a_narrow_terminal_what_a_node_does_is_cut_and_no_number(width: int) -> None:
+    node = NodeView(
+        node="n" * 32, name="a-machine-with-a-long-name", role="validator", state=NodeState.SUSPENDED, accepted=12345,
+        rejected=678, credit=123456, pending=789, doing="generating unit 17 for the third time, token 300 of 2048",
+    )  # fmt: skip
+    shown = io.StringIO()
+    for part in render(status(nodes=(node,))):
+        Console(file=shown, width=width).print(part)
+    text = " ".join(shown.getvalue().split())
+    for whole in ("nnnnnnnn", "suspended", "12345/678", "123456 + 789 pending", "1 s"):
+        assert whole in text
+    assert (width == 200) == ("token 300 of 2048" in text)
+    if width >= 80:
+        assert len(shown.getvalue().splitlines()) == 4  # headline, counts, heads, the node
+
+
+def test_what_is_piped_is_not_cut(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    long = "x" * 300
+    console().print(Sheet(("name", "doing"), [("a", long)], {"doing": 0}))
+    assert capsys.readouterr().out.splitlines() == ["name  doing", f"a     {long}"]
 
 
 def test_newcomers_and_pending_credit_are_named() -> None:

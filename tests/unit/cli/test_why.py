@@ -90,6 +90,28 @@ def test_a_node_in_words_with_what_its_sanction_followed_from() -> None:
     assert "refused: unit 7, lease u7a0" in lines
 
 
+def test_what_happened_to_a_node_is_told_in_order_and_each_sanction_once() -> None:
+    """The clock of the ledger: came, lost a lease (5 s), was refused and banned (6 s), then pardoned by order (9 s)."""
+    node, rejected, banned = entries()
+    pardoned = append(banned, "sanction", {"node": NODE, "state": "active", "reason": "a mistake"}, 9_000)
+    order = append(pardoned, "admin", {"node": NODE, "verb": "pardon", "by": "root", "reason": "a mistake"}, 9_000)
+    story = NodeStory(
+        run="r", node=NodeView(node=NODE, name="alice", role="worker", state=NodeState.ACTIVE),
+        public_key="0" * 64, registered_at_ms=0, sentence="on probation", streak=0, passed=0, certain=0, statistical=0,
+        lapsed=1, pace_ms=0, record=Tally(), leases=(LEASE.model_copy(update={"state": "expired"}),), recent=(),
+        refused=(REFUSED,), ledger=(node, rejected, banned, pardoned, order),
+    )  # fmt: skip
+    told = [line for line in node_lines(story) if line.startswith(("1970", "refused", "lease ", "  by order"))]
+    assert [line.split(" under ")[0] for line in told] == [
+        "1970-01-01 00:00:00 ledger row 0: node: role worker, name alice",
+        "lease u7a0 of unit 7 to abababababab",
+        "refused: unit 7, lease u7a0",
+        "1970-01-01 00:00:06 ledger row 2: banned: sampling.seed",
+        "1970-01-01 00:00:09 ledger row 3: active: a mistake",
+        "  by order of the run's owner (pardon, ledger row 4, signed by root)",
+    ]
+
+
 def test_what_others_wrote_cannot_move_the_cursor() -> None:
     check = {"check": "x", "passed": False, "evidence": {f"n{i}": i for i in range(9)}, "message": "a\x1b[2Jb"}
     assert check_line(check) == "x failed: n0=0 n1=1 n2=2 n3=3 n4=4 n5=5 n6=6 n7=7 and 1 more numbers: a�[2Jb"

@@ -127,12 +127,6 @@ def test_a_refusal_of_this_node_is_known_as_one(code: str) -> None:
         hub.client().register("n", "worker", None)
 
 
-def test_a_page_that_is_no_problem_document_still_gives_a_sentence() -> None:
-    hub = ScriptedHub(script=[httpx.Response(404, text="<h1>Not\nFound</h1>")])
-    with pytest.raises(HubRefused, match="<h1>Not Found</h1>"):
-        hub.client().status()
-
-
 def test_an_answer_of_another_kind_is_a_protocol_error() -> None:
     hub = ScriptedHub(script=[httpx.Response(200, json={"hello": "world"})])
     with pytest.raises(ProtocolError, match="is not a NodeView"):

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import numpy as np
+import pytest
 
 from shoal.engines import GenerationRequest
 from shoal.engines.scripted import ScriptedEngine
@@ -52,6 +53,7 @@ def test_it_needs_no_torch():
     )
 
 
+@pytest.mark.slow
 def test_warming_up_the_torch_engine_imports_what_building_one_takes():
     code = "import sys; from shoal import engines; engines.warm_up('torch')"
     wanted = "{'shoal.engines.torch', 'transformers.modeling_utils'}"

@@ -92,6 +92,9 @@ def test_a_drained_run_trains_on_what_there_is_and_waits_with_the_rest(bench: Be
     assert bench.batch(1) is None  # the next one waits: it is not trained on less
     assert not asked(bench).leases
     assert status(bench).standing.drained
+    [wait] = [wait.what for wait in status(bench).waits if "step 1" in wait.what]
+    assert "no worker is asking" not in wait
+    assert "0 of 2 groups; the run's owner lets the run drain" in wait
 
 
 def test_a_pause_outlives_a_restart(bench: Bench, owner: Owner) -> None:
@@ -144,7 +147,7 @@ def test_asking_for_what_is_so_already_changes_nothing(bench: Bench, owner: Owne
     before = ledger(bench).head
     again = owner.order("pause", reason="second")
     assert not again.changed
-    assert again.message.startswith("nothing to do")
+    assert again.message == "nothing to do: the run is paused"
     assert status(bench).standing.reason == "first"
     assert ledger(bench).head == before
     assert not owner.order("pardon", target=ALICE).changed
@@ -170,7 +173,22 @@ def test_sanctions_by_order(bench: Bench, owner: Owner) -> None:
 
 def test_orders_about_nobody_are_refused(bench: Bench, owner: Owner) -> None:
     assert code_of(owner.post(owner.request("ban", target="f" * 32))) == (404, "node.unknown")
-    assert code_of(owner.post(owner.request("suspend", target=VALIDATOR.node))) == (409, "admin.role")
+
+
+@pytest.mark.parametrize("verb", ["ban", "suspend"])
+def test_whom_the_root_vouches_for_is_revoked_not_sanctioned(bench: Bench, owner: Owner, verb: str) -> None:
+    refused = owner.post(owner.request(verb, target=VALIDATOR.node))
+    assert code_of(refused) == (409, "admin.role")
+    assert f"shoal admin revoke RUN {VALIDATOR.public_key}" in refused.text
+    assert code_of(owner.post(owner.request(verb, target=TRAINER.node))) == (409, "admin.role")
+    assert {node.state for node in status(bench).nodes} == {NodeState.ACTIVE}
+
+
+def test_a_banned_node_keeps_the_name_that_it_was_banned_under(bench: Bench, owner: Owner) -> None:
+    owner.order("ban", target=ALICE)
+    again = ok(bench.alice.register(name="somebody else")).json()
+    assert (again["name"], again["state"]) == ("alice", "banned")
+    assert [node.name for node in status(bench).nodes if node.node == ALICE] == ["alice"]
 
 
 # ── relays and keys ──────────────────────────────────────────────────────────────────────────────────────────────

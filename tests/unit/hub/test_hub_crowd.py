@@ -101,6 +101,30 @@ def test_who_looked_in_vain_stands_behind_the_others() -> None:
     asyncio.run(run())
 
 
+def test_a_crowd_that_may_not_take_it_keeps_nothing_from_who_may() -> None:
+    async def run() -> None:
+        shop = Shop()
+
+        async def in_vain() -> tuple[bool, bool]:
+            return False, False
+
+        kept = [
+            asyncio.create_task(
+                long_poll(shop.changes, Topic.LEASES, WAIT_S, in_vain, _here, is_held_back=lambda _found: True)
+            )
+            for _ in range(CROWD)
+        ]
+        await shop.settle(lambda: len(shop.changes._waiters[Topic.LEASES]) == CROWD)
+        free = asyncio.create_task(shop.poll(7))
+        await shop.settle(lambda: len(shop.changes._waiters[Topic.LEASES]) == CROWD + 1)
+        shop.supply(1)
+        await shop.settle(free.done)
+        assert shop.served == [7]
+        await shop.end(kept)
+
+    asyncio.run(run())
+
+
 def test_what_changes_while_somebody_looks_is_not_missed() -> None:
     """A change between a look and the wait that follows it, with nobody else there to be woken."""
 

@@ -227,7 +227,12 @@ class TestProfiles:
 class TestLeases:
     def test_without_a_policy_there_is_no_work(self, bench: Bench) -> None:
         reply = ok(bench.alice.call("POST", "/leases", {"request": fresh_request()})).json()
-        assert reply == {"leases": [], "waiting": "no policy has been published yet", "finished": False}
+        assert reply == {
+            "leases": [],
+            "waiting": "no policy has been published yet",
+            "finished": False,
+            "held_back": False,
+        }
 
     def test_the_same_request_gets_the_same_leases(self, started: Bench) -> None:
         first, again = started.alice.lease("same-request", 1), started.alice.lease("same-request", 1)

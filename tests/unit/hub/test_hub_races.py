@@ -13,6 +13,7 @@ from hubkit import Bench, code_of, fresh_request, ok, submission_body
 from sqlalchemy.exc import OperationalError
 
 from shoal.errors import ResourceError
+from shoal.hub.door import HEADER_REQUEST
 from shoal.protocol import Outcome
 
 
@@ -84,7 +85,7 @@ def test_a_registration_sent_many_times_at_once_is_one_node(bench: Bench) -> Non
 class TestFailures:
     """The hub's own troubles reach the caller as a `Problem`, and promise nothing."""
 
-    def test_a_full_disk(self, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_full_disk(self, bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
         (lease,) = bench.alice.lease(fresh_request())
 
         def full(_body: bytes) -> str:
@@ -93,7 +94,11 @@ class TestFailures:
         monkeypatch.setattr(bench.app.state.hub.context.blobs, "put", full)
         answer = bench.alice.submit(lease)
         assert code_of(answer) == (503, "hub.resource")
-        assert "disk is full" in answer.json()["message"]
+        assert "blobs/x" not in answer.text, "where things are on the hub's machine is nothing for strangers"
+        number = answer.headers[HEADER_REQUEST]
+        assert answer.json()["message"].endswith(f"its log says more about request {number}")
+        [logged] = [line for line in caplog.messages if "disk is full" in line]
+        assert number in logged
         monkeypatch.undo()
         assert bench.alice.submit(lease).status_code == 201, "nothing was promised or taken before"
 

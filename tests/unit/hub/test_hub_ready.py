@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hubkit import Bench, ok
 
-from shoal.errors import ResourceError
+from shoal.errors import DiskError, ResourceError
 from shoal.hub.storage import SqliteStorage
 
 
@@ -89,10 +89,15 @@ def test_a_validator_that_meets_no_canary_is_untested(bench: Bench, audited: int
 
 def test_a_disk_that_takes_nothing(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(_self: SqliteStorage, durable: bool = True, exclusive: bool = False) -> None:
-        raise ResourceError("cannot write to the database")
+        raise ResourceError("cannot use the database /srv/run/hub.db: shoal@db.internal is gone")
 
     assert problems(bench) == []
     monkeypatch.setattr(SqliteStorage, "write", refuse)
     assert problems(bench) == [], "tried once in a while only"
     bench.clock.advance(5)
-    assert problems(bench) == ["cannot write to the database"]
+    assert problems(bench) == ["the hub cannot write to its database: its log says why, and what to do"]
+    bench.app.state.hub.context.fail(DiskError("cannot write /srv/run/blobs/x: the disk is full"))
+    bench.clock.advance(5)
+    [problem] = problems(bench)
+    assert problem.startswith("the hub's disk takes nothing more (full, ")
+    assert "/srv" not in problem

@@ -10,10 +10,13 @@ import pytest
 from hubkit import HUB, RUN_ID, VALIDATOR, Bench, code_of, fresh_request, ok, worker_key
 
 from shoal.hub.service import reporting
+from shoal.hub.service.stories import node_sentence
+from shoal.hub.state.rows import NodeRow
 from shoal.protocol import (
     CheckResult,
     Lease,
     NodePage,
+    NodeState,
     NodeStory,
     Outcome,
     Receipt,
@@ -129,6 +132,21 @@ def test_the_story_of_a_node_has_what_an_appeal_needs(bench: Bench) -> None:
     [cause] = behind(sanction, story.ledger)
     assert cause["submission"] == refused.submission
     assert [each.state for each in story.leases] == ["submitted"]
+
+
+@pytest.mark.parametrize(
+    ("count", "until_ms", "sentence"),
+    [
+        (0, 5, "suspended: slow; it ends by itself"),  # a row from before suspensions were counted
+        (1, 5, "suspended: slow; it ends by itself"),
+        (3, 5, "suspended, 3 times so far: slow; it ends by itself"),
+        (1, None, "suspended: slow; only the run's owner can pardon it"),
+    ],
+)
+def test_a_suspension_in_words(count: int, until_ms: int | None, sentence: str) -> None:
+    row = NodeRow(ALICE, "0" * 64, role="worker", name="a", registered_at_ms=0, state=NodeState.SUSPENDED,
+                  reason="slow", suspensions=count, until_ms=until_ms)  # fmt: skip
+    assert node_sentence(row) == sentence
 
 
 @pytest.mark.parametrize(

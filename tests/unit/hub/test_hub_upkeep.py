@@ -8,12 +8,16 @@ from pathlib import Path
 import pytest
 from hubkit import Bench, code_of, fresh_request, ok
 
+from shoal.errors import ResourceError
+from shoal.hub.state.rows import NodeRow
+
 SECONDS = 30
+LEASE_S = 600
 
 
 @pytest.fixture
 def bench(tmp_path: Path) -> Iterator[Bench]:
-    bench = Bench(tmp_path / "hub", settings={"lease_s": 600})
+    bench = Bench(tmp_path / "hub", settings={"lease_s": LEASE_S})
     ok(bench.announce(0))
     yield bench
     bench.close()
@@ -72,3 +76,90 @@ def test_so_does_a_hub_that_was_just_started(bench: Bench) -> None:
     pass_time(again, 15)
     assert again.status().units["leased"] == 1
     again.close()
+
+
+def alice_of(bench: Bench) -> NodeRow:
+    with bench.app.state.hub.context.storage.read() as reader:
+        row = reader.node(bench.alice.key.node)
+    assert row is not None
+    return row
+
+
+@pytest.mark.parametrize("how", ["suspended", "restarted"])
+def test_what_runs_out_while_the_hub_is_away_has_a_little_longer_and_costs_nobody_anything(
+    bench: Bench, how: str
+) -> None:
+    first, second = bench.alice.lease(fresh_request(), 2)
+    bench.clock.advance(LEASE_S + 100)
+    again = bench.restarted() if how == "restarted" else bench
+    pass_time(again, 15, heard=True)
+    assert again.status().units["leased"] == 2
+    assert not [lease for lease in again.bob.lease(fresh_request()) if lease.unit in (first.unit, second.unit)]
+    assert again.alice.submit(first).status_code == 201
+    pass_time(again, 10, heard=True)
+    assert again.status().units["open"] == 1, "for a little: then it is somebody else's turn"
+    assert alice_of(again).lapsed == 0
+    again.close()
+
+
+def test_what_had_run_out_before_is_not_spared(bench: Bench) -> None:
+    bench.alice.lease(fresh_request())
+    pass_time(bench, LEASE_S - 10, heard=True)
+    for _ in range(11):  # nobody ticks, but the hub hears: written down later than the deadline
+        bench.clock.advance(1)
+        ok(bench.alice.call("POST", "/heartbeat", {}))
+    again = bench.restarted()
+    again.app.state.hub.upkeep.tick()
+    assert (again.status().units["open"], alice_of(again).lapsed) == (1, 1)
+    again.close()
+
+
+def test_while_its_database_is_away_the_hub_is_away(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.alice.lease(fresh_request())
+    pass_time(bench, 1, heard=True)
+
+    def gone(*_arguments: object) -> bool:
+        raise ResourceError("the database is away")
+
+    with monkeypatch.context() as outage:
+        outage.setattr(bench.app.state.hub.context.storage, "lead", gone)
+        for _ in range(LEASE_S + 60):
+            bench.clock.advance(1)
+            with pytest.raises(ResourceError, match="is away"):
+                bench.app.state.hub.upkeep.tick()
+    pass_time(bench, 15)
+    assert bench.status().units["leased"] == 1
+    pass_time(bench, 10)
+    assert (bench.status().units["open"], alice_of(bench).lapsed) == (1, 0)
+
+
+def test_one_part_that_fails_does_not_keep_the_others(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = bench.app.state.hub
+
+    def broken(_now_ms: int) -> None:
+        raise ResourceError("cannot end anything")
+
+    monkeypatch.setattr(hub.upkeep, "_end_overdue", broken)
+    with pytest.raises(ResourceError, match="cannot end anything"):
+        hub.upkeep.tick()
+    with hub.context.storage.read() as reader:
+        assert reader.outbox_length() == 0, "the ledger was posted all the same"
+
+
+def test_nonces_are_kept_until_no_hub_would_take_the_request_again(bench: Bench) -> None:
+    """Its own clock may be behind the leader's, by as much as a request's may."""
+    bench.clock.advance(60)
+    ok(bench.alice.call("POST", "/heartbeat", {}))
+    bench.clock.advance(200)
+    bench.app.state.hub.upkeep.tick()
+    with bench.app.state.hub.context.storage.write() as transaction:
+        assert transaction.forget_nonces(10**15, 99) > 0
+
+
+def test_who_delivered_long_ago_is_not_remembered(bench: Bench) -> None:
+    work = bench.app.state.hub.work
+    for actor in (bench.alice, bench.bob):
+        (lease,) = actor.lease(fresh_request())
+        assert actor.submit(lease).status_code == 201
+        bench.clock.advance(LEASE_S + 1)
+    assert list(work._delivered_ms) == [bench.bob.key.node]

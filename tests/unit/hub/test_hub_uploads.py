@@ -13,6 +13,7 @@ from hubkit import HUB, Actor, Bench, code_of, ok, submission_body
 from s3kit import KEYS, Shop, s3_server
 from shoal.errors import ResourceError
 from shoal.hub.service.uploads import SWEEP_EVERY_MS
+from shoal.hub.slots import UploadSlots
 from shoal.protocol import Lease, Receipt, RunInfo, SignedDocument, open_document, submission_digest
 from shoal.protocol.upload import UploadTicket
 
@@ -127,11 +128,13 @@ def test_nothing_other_bytes_and_nonsense_are_not_taken_in(bench: Bench) -> None
     assert code_of(commit(bench.alice, lease, body)) == (409, "upload.missing")
     upload(ticket(bench.alice, lease, body), other)  # at a store that does not check what it was signed for
     assert code_of(commit(bench.alice, lease, body)) == (422, "upload.other_bytes")
+    assert code_of(commit(bench.alice, lease, body)) == (409, "upload.missing"), "read once, and removed"
     upload(ticket(bench.alice, lease, b"garbage"), b"garbage")
     assert code_of(commit(bench.alice, lease, b"garbage")) == (422, "submission.malformed")
     foreign = submission_body(lease, unit=lease.unit + 1)
     upload(ticket(bench.alice, lease, foreign), foreign)
     assert code_of(commit(bench.alice, lease, foreign)) == (422, "submission.mismatch")
+    assert code_of(commit(bench.alice, lease, foreign)) == (409, "upload.missing")
     assert list(blobs_of(bench).names()) == []
     upload(ticket(bench.alice, lease, body), body)
     assert commit(bench.alice, lease, body).status_code == 201
@@ -187,3 +190,49 @@ def test_a_store_that_is_gone_is_no_promise_and_no_end_of_the_hub(
         assert code_of(bench.alice.submit(lease)) == (503, "hub.resource")
     assert bench.app.state.hub.context.failure is None
     assert bench.alice.submit(lease).status_code == 201
+
+
+def test_what_cannot_be_removed_keeps_no_other(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone: list[str] = []
+
+    def delete(_store: object, key: str) -> None:
+        if key in ("a", "b"):
+            raise FileNotFoundError(key) if key == "a" else OSError("the store says no")
+        gone.append(key)
+
+    monkeypatch.setattr("shoal.hub.storage.s3.obstore.delete", delete)
+    blobs_of(bench).inbox._remove(["a", "b", "c"])
+    assert gone == ["c"]
+
+
+def test_one_commit_of_a_key_at_a_time(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    [first, second] = bench.alice.lease("request-1", 2)
+    for lease in (first, second):
+        upload(ticket(bench.alice, lease, submission_body(lease)), submission_body(lease))
+    inbox = blobs_of(bench).inbox
+    honest, meanwhile = inbox.take, list[httpx.Response]()
+
+    def take(name: str, max_bytes: int) -> bytes | None:
+        if not meanwhile:
+            meanwhile.append(httpx.Response(0))
+            meanwhile[0] = commit(bench.alice, second, submission_body(second))
+        taken: bytes | None = honest(name, max_bytes)
+        return taken
+
+    monkeypatch.setattr(inbox, "take", take)
+    assert commit(bench.alice, first, submission_body(first)).status_code == 201
+    assert code_of(meanwhile[0]) == (429, "rate.uploads")
+    assert meanwhile[0].headers["retry-after"] == "1"
+    assert commit(bench.alice, second, submission_body(second)).status_code == 201
+
+
+def test_nobody_waits_for_ever_while_others_are_stored(bench: Bench) -> None:
+    [lease] = bench.alice.lease("request-1")
+    body = submission_body(lease)
+    upload(ticket(bench.alice, lease, body), body)
+    before, bench.app.state.uploads = bench.app.state.uploads, UploadSlots(0, wait_s=0.05)
+    for answer in (bench.alice.submit(lease, body), commit(bench.alice, lease, body)):
+        assert code_of(answer) == (503, "hub.busy")
+        assert answer.headers["retry-after"] == "2"
+    bench.app.state.uploads = before
+    assert commit(bench.alice, lease, body).status_code == 201

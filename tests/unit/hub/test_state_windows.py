@@ -65,6 +65,16 @@ class TestWindow:
         row = lapse(out)
         assert (row.until_ms, row.suspensions, row.lapsed) == (NOW_MS + 9, 1, 1)
 
+    def test_giving_back_halves_and_is_no_lapse(self) -> None:
+        (row,) = nodes_in(windows.give_back(rules(), node(1, window=8), 8, NOW_MS))
+        assert (row.window, row.lapses, row.state) == (4, 0, NodeState.ACTIVE)
+
+    def test_taking_and_giving_back_for_ever_ends_in_a_suspension(self) -> None:
+        row = node(1, window=1)
+        for _ in range(windows.LAPSES_TO_SUSPEND):
+            (row,) = nodes_in(windows.give_back(rules(), row, 1, NOW_MS))
+        assert (row.state, row.lapsed) == (NodeState.SUSPENDED, windows.LAPSES_TO_SUSPEND)
+
     def test_handing_something_in_ends_the_row_of_lapses(self) -> None:
         row = windows.delivered(node(1, lapses=7), lease(0), NOW_MS + 1)
         assert row.lapses == 0

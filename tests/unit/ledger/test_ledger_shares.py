@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.errors import LedgerError
+from shoal.errors import LedgerError, UserError
 from shoal.ledger import Account, Share, append, fold, shares_of, subjects
 from shoal.protocol import LedgerEntry
 
@@ -65,13 +65,13 @@ def test_what_comes_later_changes_no_earlier_share() -> None:
 
 @pytest.mark.parametrize(("step", "words"), [(2, "the last one is of step 1"), (9, "no batch of step 9")])
 def test_a_step_without_a_batch_has_no_shares(step: int, words: str) -> None:
-    with pytest.raises(LedgerError, match=words):
+    with pytest.raises(UserError, match=words):
         shares_of(RUN, step)
 
 
 def test_nobody_has_a_share_before_there_is_credit() -> None:
     assert shares_of(RUN[:3]).shares == ()
-    with pytest.raises(LedgerError, match="no step has a batch yet"):
+    with pytest.raises(UserError, match="no step has a batch yet"):
         shares_of(RUN[:3], step=0)
 
 

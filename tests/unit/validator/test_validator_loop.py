@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from honest import HUB, POLICY, RUN, LengthEnvironment, docket, engine, lease
 
@@ -30,6 +32,7 @@ from shoal.protocol import (
     Outcome,
     PolicyRef,
     RefusedVerdict,
+    RoleCertificate,
     SignedDocument,
     SigningKey,
     Verdict,
@@ -38,7 +41,7 @@ from shoal.protocol import (
     sign_document,
 )
 from shoal.runtime.stop import StopToken
-from shoal.validator import Judge, Validator, ValidatorSettings, load_profiles
+from shoal.validator import Judge, Validator, ValidatorConfig, ValidatorSettings, load_profiles, run_validator
 from shoal.validator.verdicts import Docket
 
 KEY = SigningKey.from_seed(b"v" * 32)
@@ -211,6 +214,24 @@ def test_it_ends_at_a_stop_and_fails_when_the_hub_is_gone() -> None:
     validator(Stopping(), stop=stop_later).run()
     with pytest.raises(HubUnreachable):
         validator(ListHub(HubUnreachable("gone"))).run()
+
+
+def test_a_stop_while_it_registers_is_no_failure(tmp_path: Path) -> None:
+    stop = StopToken()
+
+    def away(_request: httpx.Request) -> httpx.Response:
+        stop.set("SIGTERM")
+        raise httpx.ConnectError("nobody there")
+
+    certificate = sign_document(
+        RoleCertificate(run=RUN, role="validator", public_key=KEY.public_key, issued_at_ms=0), KEY
+    )
+    config = ValidatorConfig(
+        tmp_path, ValidatorSettings(), LengthEnvironment(), "scripted", "http://hub.test", None, KEY, certificate,
+        http=httpx.Client(transport=httpx.MockTransport(away)),
+    )  # fmt: skip
+    run_validator(config, stop)
+    assert stop.is_set()
 
 
 def test_weights_that_are_not_the_promised_ones_end_it() -> None:

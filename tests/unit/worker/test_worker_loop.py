@@ -319,6 +319,25 @@ def test_a_lease_whose_deadline_the_hub_has_moved_is_still_done(tmp_path: Path) 
     assert bench.hub.released == []
 
 
+def test_deadlines_may_be_heard_while_those_of_ended_leases_are_forgotten(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, [lease(1)])
+    worker = bench.worker
+    heard = iter(range(100, 110))
+
+    class Hand(dict[str, Any]):
+        def __contains__(self, name: object) -> bool:  # asked while old deadlines are looked through
+            beat = HeartbeatReply(node=bench.hub.view, deadlines={f"lease-{next(heard)}": 9})
+            thread = threading.Thread(target=worker._hear, args=[beat])
+            thread.start()
+            thread.join(10)
+            return super().__contains__(name)
+
+    worker._hand = Hand()
+    worker._hear(HeartbeatReply(node=bench.hub.view, deadlines={"lease-1": 1_000, "lease-0": 1_000}))
+    worker._lease()
+    assert worker._deadlines_ms == {"lease-1": 1_000, "lease-100": 9, "lease-101": 9}
+
+
 def test_a_heartbeat_says_how_many_tokens_of_each_lease_are_there(tmp_path: Path) -> None:
     bench = Bench(tmp_path, [lease(1), lease(3)])
     bench.hub.gate.clear()

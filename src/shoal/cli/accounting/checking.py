@@ -82,7 +82,8 @@ def check_place(place: Place, head: Path | None = None) -> Checked:
     if first is None:
         raise LedgerError(f"the ledger at {place.label} is empty: not even the run is written down")
     checked = Checked(*_begins(first, place))
-    pins = [*place.pins(), *([Pin(read_head_file(head), f"--head {head}")] if head is not None else [])]
+    given = [] if head is None else [Pin(read_head_file(head), f"--head {head}")]
+    pins = [*place.pins(checked.run, checked.root_key), *given]
     chain = Chain(_of_this_run(checked, [*pins, *_kept(place, checked)]))
     _take(checked, chain, first)
     for entry in entries:
@@ -93,8 +94,9 @@ def check_place(place: Place, head: Path | None = None) -> Checked:
     checked.notes += place.notes
     if not chain.passed:
         checked.notes.append("no head to compare with: only from now on would a rewritten ledger be noticed")
-    if checked.last is not None:
-        keep(checked.run, checked.root_key, checked.last)
+    trusted = place.trusted(checked.last) if checked.last is not None else None
+    if trusted is not None:
+        keep(checked.root_key, trusted)
     return checked
 
 

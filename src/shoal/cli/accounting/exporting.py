@@ -46,6 +46,6 @@ def write_ledger(place: Place, out: Path) -> int:
         raise resource_error("write the ledger to", out, error) from error
     finally:
         temporary.unlink(missing_ok=True)
-    if signed is not None and signed.document["index"] <= chain.last.index:
+    if signed is not None and signed.head.document["index"] <= chain.last.index:
         write_atomically(head_file(out), signed.model_dump_json(indent=2).encode() + b"\n")
     return chain.last.index + 1

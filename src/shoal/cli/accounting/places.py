@@ -2,7 +2,8 @@
 
 URL     GET /ledger, page by page; heads: the hub's signed one, and those in the manifests that the sources have
 folder  the hub's database, running or not; heads: those in the manifests in origin/
-file    one entry per line; beside it, `FILE.head`, the hub's signed head as it was when the file was written
+file    one entry per line; beside it, `FILE.head`: the hub's signed head as it was when the file was written, and the
+        root key's certificate for the key that signed it
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Protocol
 import httpx
 from pydantic import ValidationError
 
+from shoal.cli.accounting.heads import CertifiedHead
 from shoal.cli.folder import RunFolder
 from shoal.client import ClientOptions, HubClient, split_join_url
 from shoal.client.http import open_http
@@ -52,12 +54,16 @@ class Place(Protocol):
         """From the first to the last, streamed."""
         ...
 
-    def pins(self) -> list[Pin]:
-        """Heads that others signed for, which the entries must pass through."""
+    def pins(self, run: str, root_key: str) -> list[Pin]:
+        """Heads that others signed for, which the entries must pass through; `run` and root key are those of row 0."""
         ...
 
-    def signed_head(self) -> SignedDocument | None:
+    def signed_head(self) -> CertifiedHead | None:
         """The hub's own head, signed, if it can be had."""
+        ...
+
+    def trusted(self, last: LedgerEntry) -> LedgerHead | None:
+        """What may be remembered once everything was verified up to `last`: no more than somebody answers for."""
         ...
 
     def close(self) -> None: ...
@@ -116,15 +122,19 @@ class HubPlace:
                 yield entry
             after = page[-1].index
 
-    def pins(self) -> list[Pin]:
+    def pins(self, run: str, root_key: str) -> list[Pin]:  # noqa: ARG002  the client has checked both
         head = LedgerHead.model_validate(self._head.document)
         manifests = self._manifests()
         if not manifests:
             self.notes.append("no source of this run could be asked for policy manifests, which carry heads")
         return [Pin(head, "the hub's signed head"), *_pins_of(manifests)]
 
-    def signed_head(self) -> SignedDocument | None:
-        return self._head
+    def signed_head(self) -> CertifiedHead | None:
+        certificates = self._run.info.certificates
+        return CertifiedHead(head=self._head, certificates=tuple(each for each in certificates if _is_hubs(each)))
+
+    def trusted(self, last: LedgerEntry) -> LedgerHead | None:
+        return head_of(self._run.run, last)
 
     def _manifests(self) -> list[PolicyManifest]:
         info = self._run.info
@@ -195,7 +205,7 @@ class FolderPlace:
             yield from page
             after = page[-1].index
 
-    def pins(self) -> list[Pin]:
+    def pins(self, run: str, root_key: str) -> list[Pin]:  # noqa: ARG002  the folder's own
         tree, key = Tree(self._folder.path / "origin"), self._folder.trainer_key
         found = []
         for path in sorted((self._folder.path / "origin" / "manifests").glob("*.json")):
@@ -211,9 +221,13 @@ class FolderPlace:
             self.notes.append("origin/ has no policy manifest yet, which would carry a head")
         return _pins_of(found)
 
-    def signed_head(self) -> SignedDocument | None:
+    def signed_head(self) -> CertifiedHead | None:
         """Signed with the hub's key, which is in the folder."""
-        return sign_document(head_of(self._folder.run_id, self._reader.ledger_last()), self._folder.key("hub"))
+        signed = sign_document(head_of(self._folder.run_id, self._reader.ledger_last()), self._folder.key("hub"))
+        return CertifiedHead(head=signed, certificates=(self._folder.certificate("hub"),))
+
+    def trusted(self, last: LedgerEntry) -> LedgerHead | None:
+        return head_of(self._folder.run_id, last)
 
     def balances(self) -> dict[str, tuple[int, int]] | None:
         """Credit and pending credit of each node by the hub's own rows; None while entries wait to be appended."""
@@ -236,6 +250,7 @@ class FilePlace:
         self.label = str(self.path)
         self.notes: list[str] = []
         self.root_key: str | None = None
+        self._head: LedgerHead | None = None
 
     def entries(self) -> Iterator[LedgerEntry]:
         number = 0
@@ -249,23 +264,31 @@ class FilePlace:
         except OSError as error:
             raise UserError(f"cannot read {self.path}: {error.strerror}") from error
 
-    def pins(self) -> list[Pin]:
-        signed = self.signed_head()
-        if signed is None:
-            self.notes.append(f"there is no {head_file(self.path).name} beside it, with the hub's signed head")
+    def pins(self, run: str, root_key: str) -> list[Pin]:
+        name, found = head_file(self.path).name, self.signed_head()
+        if found is None:
+            self.notes.append(f"there is no {name} beside it, with the hub's signed head: anybody may have written it")
             return []
-        return [Pin(LedgerHead.model_validate(signed.document), f"{head_file(self.path).name}")]
+        self._head = found.opened(run, root_key, name)
+        return [Pin(self._head, name)]
 
-    def signed_head(self) -> SignedDocument | None:
+    def signed_head(self) -> CertifiedHead | None:
         try:
-            return SignedDocument.model_validate_json(head_file(self.path).read_bytes())
+            return CertifiedHead.model_validate_json(head_file(self.path).read_bytes())
         except FileNotFoundError:
             return None
         except (OSError, ValidationError) as error:
-            raise LedgerError(f"{head_file(self.path)} is damaged: {error}") from error
+            raise LedgerError(f"{head_file(self.path)} is damaged, or no head of an export: {error}") from error
+
+    def trusted(self, last: LedgerEntry) -> LedgerHead | None:  # noqa: ARG002  rows behind the head are unproven
+        return self._head
 
     def close(self) -> None:
         """Nothing is open."""
+
+
+def _is_hubs(signed: SignedDocument) -> bool:
+    return signed.document.get("role") == "hub"
 
 
 def head_file(ledger: Path) -> Path:

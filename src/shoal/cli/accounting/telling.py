@@ -8,11 +8,9 @@ from contextlib import closing
 from dataclasses import asdict
 from typing import Any
 
-from rich.markup import escape
-from rich.table import Table
-
 from shoal.cli.accounting.places import Place, open_place
 from shoal.cli.progress import printable
+from shoal.cli.sheet import Sheet
 from shoal.errors import UserError
 from shoal.ledger import Account, Chain, Shares, fold, shares_of
 from shoal.protocol import LedgerEntry
@@ -59,22 +57,21 @@ class Book:
         raise UserError(f"the ledger knows no node and no owner {who!r}; give its id, its name, or an owner's key")
 
 
-def account_of(where: str, who: str, wait_s: float) -> tuple[Table, dict[str, Any]]:
+def account_of(where: str, who: str, wait_s: float) -> tuple[Sheet, dict[str, Any]]:
     """What the ledger says about a node, or about all nodes of an owner: as a table, and for programs."""
     book = Book(where, wait_s)
     nodes = book.find(who)
-    table = Table(box=None)
-    for name in ("node", "name", "credit", "pending", "void", "accepted", "rejected", "standing"):
-        table.add_column(name, no_wrap=True)
-    total = Account()
+    heads = ("node", "name", "credit", "pending", "void", "accepted", "rejected", "standing")
+    total, rows = Account(), []
     for node in nodes:
         account = book.accounts.by_node[node]
         total = total.plus(account)
-        table.add_row(node[:16], escape(book.names.get(node, "")), *_sums(account), escape(_standing(account)))
+        rows.append((node[:16], book.names.get(node, ""), *_sums(account), _standing(account)))
     if len(nodes) > 1:
-        table.add_row("together", f"owner {total.owner[:16]}…" if total.owner else "", *_sums(total), "")
+        rows.append(("together", f"owner {total.owner[:16]}…" if total.owner else "", *_sums(total), ""))
     values = {node: asdict(book.accounts.by_node[node]) for node in nodes}
-    return table, {"nodes": values, "together": asdict(total)}
+    sheet = Sheet(heads, rows, {"standing": len("suspended:"), "name": 8})
+    return sheet, {"nodes": values, "together": asdict(total)}
 
 
 def _sums(account: Account) -> tuple[str, ...]:
@@ -89,7 +86,7 @@ def _standing(account: Account) -> str:
     return f"suspended: {printable(account.reason)}" if account.suspended_until_ms is not None else ""
 
 
-def shares_at(where: str, step: int | None, wait_s: float) -> tuple[Table, str]:
+def shares_at(where: str, step: int | None, wait_s: float) -> tuple[Sheet, str]:
     """Who owns which part of the run, and since which row: as a table and as JSON."""
     names: dict[str, str] = {}
     with closing(open_place(where, wait_s)) as place:
@@ -97,21 +94,18 @@ def shares_at(where: str, step: int | None, wait_s: float) -> tuple[Table, str]:
     return _shares_table(shares, names), json.dumps(_shares_values(shares), indent=2)
 
 
-def _shares_table(shares: Shares, names: Mapping[str, str]) -> Table:
-    table = Table(box=None, title=f"rows 0–{shares.index}, {shares.total:,} credit", title_justify="left")  # noqa: RUF001
-    for name in ("share", "exactly", "credit", "whose", "machines"):
-        table.add_column(name, no_wrap=True)
+def _shares_table(shares: Shares, names: Mapping[str, str]) -> Sheet:
+    rows = []
     for share in shares.shares[:MAX_ROWS]:
         part, whole = share.fraction
         owner = share.holder not in share.nodes
         whose = f"owner {share.holder[:16]}…" if owner else f"{names.get(share.holder, '')} {share.holder[:8]}"
-        table.add_row(
-            f"{share.credit / share.total:.2%}", f"{part}/{whole}", f"{share.credit:,}", escape(whose.strip()),
-            str(len(share.nodes)),
-        )  # fmt: skip
+        counted = f"{share.credit:,}", whose.strip(), str(len(share.nodes))
+        rows.append((f"{share.credit / share.total:.2%}", f"{part}/{whole}", *counted))
     if len(shares.shares) > MAX_ROWS:
-        table.add_row("", "", "", f"and {len(shares.shares) - MAX_ROWS} more (--json has all)", "")
-    return table
+        rows.append(("", "", "", f"and {len(shares.shares) - MAX_ROWS} more (--json has all)", ""))
+    title = f"rows 0–{shares.index}, {shares.total:,} credit"  # noqa: RUF001
+    return Sheet(("share", "exactly", "credit", "whose", "machines"), rows, {"whose": 12}, title)
 
 
 def _shares_values(shares: Shares) -> dict[str, Any]:

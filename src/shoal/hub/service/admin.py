@@ -26,7 +26,7 @@ from shoal.protocol import (
     open_admin,
 )
 
-REVOKED = "its key was revoked by the run's owner"
+REPEATED = AdminReply(changed=False, message="this very order was carried out before")
 
 
 class Administration:
@@ -36,15 +36,15 @@ class Administration:
     def act(self, request: AdminRequest) -> AdminReply:
         """Carry an order out, once. The same order again gets the same state, and an answer that says so."""
         action, by_root = self._open(request)
+        with self._context.storage.read() as reader:  # who repeats old orders makes nobody wait
+            if self._is_repeated(orders_of(reader), request, action, self._context.clock.now_ms()):
+                return REPEATED
         with self._context.decision(exclusive=True) as (transaction, moment):
             known = orders_of(transaction)
-            if request.action.signed_by in known.revoked:
-                raise Refusal(403, "admin.revoked", "the key that signed this order was revoked")
-            if orders.is_repeated(known, action):
-                return AdminReply(changed=False, message="this very order was carried out before")
-            orders.require_fresh(action, moment.now_ms)
+            if self._is_repeated(known, request, action, moment.now_ms):
+                return REPEATED
             obeyed = self._obey(known, action, by_root, moment)
-            commands = self._about_nodes(transaction, moment, action)
+            commands = self._about_nodes(transaction, moment, action, known)
             changed = obeyed.changed and (bool(commands) or action.verb not in orders.SANCTIONS)
             if changed:
                 commands.append(Record("admin", _body(action, request, by_root), moment.now_ms))
@@ -52,6 +52,15 @@ class Administration:
             put_orders(transaction, obeyed.orders)
         self._context.changes.notify(*Topic)
         return AdminReply(changed=changed, message=obeyed.message if changed else f"nothing to do: {obeyed.message}")
+
+    def _is_repeated(self, known: orders.Orders, request: AdminRequest, action: AdminAction, now_ms: int) -> bool:
+        """Whether this very order was carried out before; raise if it may not be carried out (any more)."""
+        if request.action.signed_by in known.revoked:
+            raise Refusal(403, "admin.revoked", "the key that signed this order was revoked")
+        if orders.is_repeated(known, action):
+            return True
+        orders.require_fresh(action, now_ms)
+        return False
 
     def _open(self, request: AdminRequest) -> tuple[AdminAction, bool]:
         config = self._context.config
@@ -67,12 +76,14 @@ class Administration:
         except ProtocolError as error:
             raise Refusal(422, "admin.certificate", f"a certificate in the order does not hold: {error}") from error
 
-    def _about_nodes(self, transaction: Writer, moment: Moment, action: AdminAction) -> list[Command]:
+    def _about_nodes(
+        self, transaction: Writer, moment: Moment, action: AdminAction, known: orders.Orders
+    ) -> list[Command]:
         """What an order does to a node: a sanction or its end; and whose key is revoked is shut out."""
         now_ms = moment.now_ms
         if action.verb is AdminVerb.REVOKE:
             node = transaction.node(node_id(action.target))
-            return [] if node is None else self._ban(transaction, node, REVOKED, now_ms)
+            return [] if node is None else self._ban(transaction, node, orders.REVOKED, now_ms)
         if action.verb not in orders.SANCTIONS:
             return []
         node = transaction.node(action.target)
@@ -80,11 +91,11 @@ class Administration:
             raise Refusal(404, "node.unknown", f"there is no node {action.target[:64]!r} in this run")
         reason = action.reason or "by order of the run's owner"
         if action.verb is AdminVerb.PARDON:
+            orders.require_pardonable(known, node.public_key)
             return sanctions.pardon(node, reason, now_ms)
+        orders.require_worker(node.role, node.public_key)
         if action.verb is AdminVerb.BAN:
             return self._ban(transaction, node, reason, now_ms)
-        if node.role != "worker":
-            raise Refusal(409, "admin.role", f"a {node.role} cannot be suspended: ban it, or revoke its key")
         return sanctions.suspend(node, reason, now_ms, round(action.for_s * 1000) or None)
 
     def _ban(self, transaction: Writer, node: NodeRow, reason: str, now_ms: int) -> list[Command]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from shoal.errors import ProtocolError
 from shoal.hub.changes import Topic
 from shoal.hub.service.context import Context, node_label
-from shoal.hub.service.owner import orders_of
+from shoal.hub.service.owner import require_trusted
 from shoal.hub.state import newcomers, pacing
 from shoal.hub.state.audits import Case, Ruling, abandon, claim, expire, judge
 from shoal.hub.state.machines import SubmissionState
@@ -43,12 +43,12 @@ class Checking:
         """Submissions to check, claimed for this validator until their deadline."""
         context = self._context
         with context.decision() as (transaction, moment):
+            orders = require_trusted(transaction, node.public_key)
             transaction.apply(expire(transaction.overdue_audits(moment.now_ms), moment.now_ms))
             transaction.apply(abandon(transaction.claimed_by(node.node), node.node, frozenset(request.left)))
             free = self._next(transaction, moment, request.max_audits)
             claims = claim(moment, free, node.node, request.max_audits)
             transaction.apply(claims)
-            halted = orders_of(transaction).halted(moment.now_ms)
             if claims:
                 point("hub.audit.before_commit")
         with context.storage.read() as reader:  # not above: whoever claims must lock no node
@@ -59,6 +59,7 @@ class Checking:
             context.waits.done(node_label(node))
             return AuditReply(audits=found)
         finished = pacing.is_finished(moment.rules, moment.progress) and not pending
+        halted = orders.halted(moment.now_ms)
         waiting = "the run is finished" if finished else "submissions: none is waiting to be checked"
         if halted and not finished:
             waiting = f"{waiting}; {halted}"
@@ -86,15 +87,18 @@ class Checking:
         rulings = [self._open(node, signed) for signed in report.verdicts]
         pairs = list(zip(report.verdicts, rulings, strict=True))
         parts = _by_node(pairs) if self._context.storage.is_shared else [pairs]
-        refused = [each for part in parts for each in self._rule(part)]
+        refused = [each for part in parts for each in self._rule(node, part)]
         failed = any(isinstance(each, Ruling) and each.verdict.outcome == Outcome.REJECTED for each in rulings)
         again = (Topic.AUDITS,) if failed else ()  # what waited for a light audit may wait for a full one now
         self._context.changes.notify(Topic.LEASES, Topic.BATCHES, *again)
         return VerdictReply(refused=tuple(refused))
 
-    def _rule(self, pairs: Sequence[tuple[SignedDocument, Ruling | Refusal]]) -> list[RefusedVerdict]:
+    def _rule(
+        self, validator: NodeRow, pairs: Sequence[tuple[SignedDocument, Ruling | Refusal]]
+    ) -> list[RefusedVerdict]:
         refused: list[RefusedVerdict] = []
         with self._context.decision() as (transaction, _moment):
+            require_trusted(transaction, validator.public_key)
             transaction.lock_nodes(each.verdict.node for _, each in pairs if isinstance(each, Ruling))
             for signed, ruling in pairs:
                 try:

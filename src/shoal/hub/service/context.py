@@ -13,24 +13,27 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from shoal.errors import ConfigError, DiskError, EnvironmentSetupError
+from shoal.errors import ConfigError, EnvironmentSetupError, ShoalError
 from shoal.hub.changes import Changes, Topic
 from shoal.hub.settings import HubConfig
 from shoal.hub.state import leases, windows
+from shoal.hub.state.absence import Absence
 from shoal.hub.state.commands import Record
 from shoal.hub.state.nodes import liveness
 from shoal.hub.state.rows import Holding, Moment, NodeRow, Rules
-from shoal.hub.storage import Presence, Storage, Writer, open_blobs, open_storage
-from shoal.hub.storage.copying import MOVED_TO, holds_run
+from shoal.hub.storage import Presence, Reader, Storage, Writer, open_blobs, open_storage
+from shoal.hub.storage.copying import BLOB_STORE, holds_run, mark_blobs, moved_away
 from shoal.hub.waits import Waits
 from shoal.protocol import Document, NodeView, SignedDocument, sign_document
 from shoal.protocol.signing import sign_values
-from shoal.runtime.clock import Clock, SteadyClock
+from shoal.runtime.clock import Clock, SharedClock, SteadyClock
 from shoal.runtime.crash import point
 from shoal.runtime.files import ensure_folder, resource_error, write_atomically
 
 SECRET_BYTES = 32
 NOTABLE_MS = 1_000
+GONE_AFTER_MS = 20_000
+"""Four heartbeats of a worker with its ordinary settings; the longest that they allow is half of this."""
 LEADER = "upkeep"
 LEADS_S = 4.0
 """The lead is renewed every second; another hub takes over so long after the leader was last alive. Should both believe
@@ -52,13 +55,16 @@ class Context:
         self.blobs = open_blobs(config.settings.storage, config.settings.storage_endpoint, config.folder / "blobs")
         self.storage: Storage = storage or open_storage(config.settings.database, config.folder)
         self.secret = _load_or_create_secret(config.folder / "secret", is_new=self._is_new())
-        self.clock = self._steady(clock)
+        self._shared_clock = SharedClock(clock)
+        self._agree_on_time()
+        self.clock = self._steady(self._shared_clock)
         self.changes = Changes()
         self.waits = Waits()
-        self.failure: DiskError | None = None
+        self.failure: ShoalError | None = None
         self.holder = f"{socket.gethostname()}/{os.getpid()}/{secrets.token_hex(4)}"
         self.leads = False
         self._begin_run()
+        self._require_blobs()
         self.lead()
 
     def _is_new(self) -> bool:
@@ -67,7 +73,11 @@ class Context:
 
     def lead(self) -> bool:
         """Whether this hub does the background work of the run; to be asked more often than every `LEADS_S`."""
+        if self.storage.is_shared:
+            with self.storage.read() as reader:
+                self._require_in_force(reader)
         led, self.leads = self.leads, self.storage.lead(LEADER, self.holder, LEADS_S)
+        self._agree_on_time()
         if self.storage.is_shared and self.leads != led:
             log.info("this hub %s the background work of the run", "does" if self.leads else "no longer does")
         return self.leads
@@ -81,7 +91,14 @@ class Context:
         self.changes.close()
         self.storage.close()
 
-    def fail(self, error: DiskError) -> None:
+    def _require_in_force(self, reader: Reader) -> None:
+        """What is written to a database that the run is leaving would be lost: the hub ends instead."""
+        error = moved_away(reader)
+        if error is not None:
+            self.fail(error)
+            raise error
+
+    def fail(self, error: ShoalError) -> None:
         """The hub cannot keep its promises any more: the process ends with the first such error (`server`)."""
         self.failure = self.failure or error
 
@@ -89,13 +106,32 @@ class Context:
         """The hub's time. Leases, claims and nonces are dated with it: it never goes back, not even over a restart."""
         with self.storage.read() as reader:
             written_ms = reader.written_ms()
-        ahead_ms = written_ms - clock.now_ms()
+        now_ms = clock.now_ms()
+        if self.storage.is_shared:  # somebody's wrong clock must not become everybody's: the database's is right
+            written_ms = min(written_ms, now_ms + NOTABLE_MS)
+        self.was_away(min(written_ms or now_ms, now_ms), max(now_ms, written_ms))
+        ahead_ms = written_ms - now_ms
         if ahead_ms > NOTABLE_MS:
             log.warning(
                 "this machine's clock is %.0f s behind what the hub wrote down last: the hub's own goes on from there",
                 ahead_ms / 1000,
             )
         return SteadyClock(clock, written_ms)
+
+    def _agree_on_time(self) -> None:
+        """Go by the database's clock, where several hubs do: leases given out by one are ended by another."""
+        asked_s = self._shared_clock.monotonic_s()
+        their_ms = self.storage.now_ms()
+        if their_ms is not None:
+            self._shared_clock.agree(their_ms, self._shared_clock.monotonic_s() - asked_s)
+
+    def was_away(self, from_ms: int, until_ms: int) -> None:
+        """Nobody could reach the hub between these times: what ran out meanwhile goes on for a little."""
+        self.absence = Absence(from_ms, until_ms, min(self.rules.lease_ms, GONE_AFTER_MS))
+
+    def unspared(self, overdue: Sequence[Holding], now_ms: int) -> list[Holding]:
+        """Those of the overdue leases that are to end now."""
+        return [held for held in overdue if not self.absence.spares(held.lease, now_ms)]
 
     @contextmanager
     def decision(self, sweep: bool = False, exclusive: bool = False) -> Iterator[tuple[Writer, Moment]]:
@@ -109,9 +145,9 @@ class Context:
         sweep = sweep and (exclusive or not self.storage.is_shared)
         with self.storage.write(exclusive=exclusive) as transaction:
             moment = self.moment(transaction)
-            overdue = transaction.overdue_holdings(moment.now_ms) if sweep else []
+            overdue = self.unspared(transaction.overdue_holdings(moment.now_ms) if sweep else [], moment.now_ms)
             if overdue:
-                transaction.apply(leases.expire(moment, overdue, holders(transaction, overdue)))
+                transaction.apply(leases.expire(moment, overdue, holders(transaction, overdue), self.absence))
                 moment = self.moment(transaction)
                 swept = True
             yield transaction, moment
@@ -129,6 +165,8 @@ class Context:
         return sign_values(signed.kind, signed.document, self.config.key)
 
     def moment(self, transaction: Writer) -> Moment:
+        if self.storage.is_shared:
+            self._require_in_force(transaction)
         return Moment(self.rules, transaction.progress(), self.clock.now_ms())
 
     def _begin_run(self) -> None:
@@ -136,11 +174,7 @@ class Context:
         identity = self._identity()
         with self.storage.write(exclusive=True) as transaction:
             known = transaction.setting("run")
-            if transaction.setting(MOVED_TO):
-                raise ConfigError(
-                    "this run was moved away from this database by `shoal migrate`: start it with the recipe that the "
-                    "migration wrote, or move it back with `shoal migrate`"
-                )
+            self._require_in_force(transaction)
             if known is None:
                 if self.config.settings.database and holds_run(self.config.folder):
                     raise ConfigError(
@@ -168,6 +202,23 @@ class Context:
                     f"{self.config.folder} holds a run whose {key} is {value!r}, not {identity.get(key)!r}: "
                     "continue it with the same settings, or use another folder"
                 )
+
+    def _require_blobs(self) -> None:
+        """Hubs of one database must have one place for blobs: what one hub has promised, another must find."""
+        if not self.storage.is_shared:
+            return
+        with self.storage.write(exclusive=True) as transaction:
+            mark = transaction.setting(BLOB_STORE)
+            if mark is None:
+                mark_blobs(transaction, self.blobs, self.config.run_id)
+            elif not self.blobs.has(mark):
+                raise ConfigError(
+                    f"other hubs of this run keep submissions elsewhere than in {self._blobs_at()}: share one folder "
+                    "among all hubs, or keep them in a bucket (hub.storage = s3://…)"
+                )
+
+    def _blobs_at(self) -> str:
+        return self.config.settings.storage or str(self.config.folder / "blobs")
 
     def _identity(self) -> dict[str, Any]:
         """What may not change while a run lasts. `steps` may: a run can be continued for longer."""

@@ -41,17 +41,16 @@ def read_figures(context: Context, late: int = 0) -> Figures:
     """`late` is how many submissions this hub has refused because their unit had gone to somebody else."""
     now_ms = context.clock.now_ms()
     with context.storage.read() as reader:
-        nodes, presences, progress, last = reader.nodes(), reader.presences(), reader.progress(), reader.ledger_last()
+        fleet, progress, last = reader.fleet(now_ms - HERE_MS), reader.progress(), reader.ledger_last()
         units, submissions, outbox_rows = reader.unit_counts(), reader.submission_counts(), reader.outbox_length()
         orders = orders_of(reader)
-    here = {name for name, presence in presences.items() if now_ms - presence.last_seen_ms <= HERE_MS}
     waits = context.waits.current(now_ms)
     return Figures(
         units=units,
         submissions=submissions,
-        nodes=Counter((node.role, node.state.value, "here" if node.node in here else "away") for node in nodes),
-        credit=sum(node.credit for node in nodes),
-        pending=sum(node.pending for node in nodes),
+        nodes=Counter({(crew.role, crew.state, "here" if crew.here else "away"): crew.count for crew in fleet}),
+        credit=sum(crew.credit for crew in fleet),
+        pending=sum(crew.pending for crew in fleet),
         version=progress.policy.version if progress.policy else 0,
         finished=pacing.is_finished(context.rules, progress),
         ledger_rows=last.index + 1 if last else 0,
@@ -59,6 +58,6 @@ def read_figures(context: Context, late: int = 0) -> Figures:
         leads=context.leads,
         waiting=len(waits),
         waiting_s=max((now_ms - wait.since_ms for wait in waits), default=0) / 1000,
-        waste=pacing.waste(units, submissions.get("accepted", 0), late, sum(node.lapsed for node in nodes)),
+        waste=pacing.waste(units, submissions.get("accepted", 0), late, sum(crew.lapsed for crew in fleet)),
         conduct=orders.conduct,
     )

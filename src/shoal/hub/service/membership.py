@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from shoal.errors import ProtocolError
 from shoal.hub.service.context import Context, node_view
-from shoal.hub.service.owner import orders_of
+from shoal.hub.service.owner import require_trusted
 from shoal.hub.service.readiness import MISSED, canary_problem
 from shoal.hub.state import leases, newcomers, nodes, pacing
 from shoal.hub.state.commands import RaiseAlarm
@@ -37,6 +37,7 @@ class Membership:
         self._check_role(registration)
         owner = owner_of(registration)
         with self._context.decision() as (transaction, moment):
+            require_trusted(transaction, registration.public_key)
             known = transaction.node(node_id(registration.public_key))
             row, commands = nodes.register(known, registration, moment.now_ms, owner)
             transaction.apply(commands)
@@ -106,9 +107,6 @@ class Membership:
         expected = (config.run_id, registration.role, registration.public_key)
         if (certificate.run, certificate.role, certificate.public_key) != expected:
             raise Refusal(403, "auth.certificate", "the certificate is for another run, role or key")
-        with self._context.storage.read() as reader:
-            if registration.public_key in orders_of(reader).revoked:
-                raise Refusal(403, "auth.revoked", "the run's owner has revoked this key: ask for another certificate")
 
 
 def owner_of(registration: Registration) -> str:

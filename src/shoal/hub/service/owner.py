@@ -6,6 +6,7 @@ from functools import lru_cache
 
 from shoal.hub.settings import HubConfig
 from shoal.hub.state.orders import Estate, Orders
+from shoal.hub.state.refusals import Refusal
 from shoal.hub.storage import Reader, Writer
 
 SETTING = "orders"
@@ -23,6 +24,17 @@ def _parsed(text: str) -> Orders:
 
 def put_orders(transaction: Writer, orders: Orders) -> None:
     transaction.put_setting(SETTING, orders.model_dump_json())
+
+
+def require_trusted(reader: Reader, public_key: str) -> Orders:
+    """What is in force; raise if it says that this key is trusted for nothing.
+
+    To be asked inside of the decision: the key may have been revoked since its request was let in.
+    """
+    orders = orders_of(reader)
+    if public_key in orders.revoked:
+        raise Refusal(403, "auth.revoked", "the run's owner has revoked this key: ask for another certificate")
+    return orders
 
 
 def estate_of(config: HubConfig) -> Estate:

@@ -6,20 +6,25 @@ heartbeats how many it caught and missed. One that missed any, or that never mee
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
-from shoal.errors import ResourceError
+from shoal.errors import DiskError, ResourceError, ShoalError
 from shoal.hub.service.context import Context, node_label
 from shoal.hub.service.owner import orders_of
 from shoal.hub.state import pacing
 from shoal.hub.state.rows import NodeRow
-from shoal.hub.storage import Presence, Reader
+from shoal.hub.storage import Presence, StoryReader
 from shoal.protocol import Conduct, Message, NodeState
 
 HERE_MS = 60_000
+MAX_TRUSTED = 500
+"""Those heard of last: no run has so many. Workers, of which there may be any number, are not looked at."""
 CANARY_WITHIN = 256
 PROBE_EVERY_MS = 5_000
 CAUGHT, MISSED = "canaries_caught", "canaries_missed"
+log = logging.getLogger("shoal.hub")
+
 AUDITED = ("accepted", "rejected", "inconclusive")
 
 
@@ -50,11 +55,12 @@ class Ready:
         found = (*problems, disk) if disk else tuple(problems)
         return Readiness(ready=not found, problems=found, conduct=orders.conduct, halted=orders.halted(now_ms))
 
-    def _of_roles(self, reader: Reader, now_ms: int) -> list[str]:
-        presences = reader.presences()
+    def _of_roles(self, reader: StoryReader, now_ms: int) -> list[str]:
+        trusted = reader.nodes_ranked("trusted", MAX_TRUSTED)
+        presences = reader.presences_named([node.node for node in trusted])
         here = [
             (node, presences[node.node])
-            for node in reader.nodes()
+            for node in trusted
             if node.node in presences and now_ms - presences[node.node].last_seen_ms <= HERE_MS
         ]
         missing = [] if pacing.is_finished(self._context.rules, reader.progress()) else missing_roles(here)
@@ -64,7 +70,7 @@ class Ready:
     def _of_disk(self, now_ms: int) -> str:
         """Whether something can be written. Asked by anyone, so it is tried once in a while only."""
         if self._context.failure is not None:
-            return str(self._context.failure)
+            return outage(self._context.failure)
         if self._probed_ms is None or now_ms - self._probed_ms >= PROBE_EVERY_MS:
             self._probed_ms, self._probe = now_ms, self._write()
         return self._probe
@@ -74,8 +80,18 @@ class Ready:
             with self._context.storage.write(durable=False) as transaction:
                 transaction.put_setting("probed_at_ms", str(self._context.clock.now_ms()))
         except ResourceError as error:
-            return str(error)
+            log.error("/ready: %s", error)
+            return outage(error)
         return ""
+
+
+def outage(error: ShoalError) -> str:
+    """What keeps the hub from working, for anyone who asks; where, on this machine or another, is in its log."""
+    if isinstance(error, DiskError):
+        return "the hub's disk takes nothing more (full, read-only or failing): its log says which, and what to do"
+    if isinstance(error, ResourceError):
+        return "the hub cannot write to its database: its log says why, and what to do"
+    return "the hub cannot go on, and ends: its log says why, and what to do"
 
 
 def missing_roles(here: Sequence[tuple[NodeRow, Presence]]) -> list[str]:

@@ -54,20 +54,20 @@ class Reporting:
         return known[1]
 
     def ledger_head(self) -> SignedDocument:
-        self._posting.post()
+        self._posting.post_for_reader()
         with self._context.storage.read() as reader:
             return sign_document(self._head(reader), self._context.config.key)
 
     def ledger_page(self, after: int, limit: int) -> LedgerPage:
-        self._posting.post()
+        self._posting.post_for_reader()
         with self._context.storage.read() as reader:
             return LedgerPage(entries=tuple(reader.ledger_after(after, limit)), head=self._head(reader))
 
     def status(self) -> RunStatus:
         config, now_ms = self._context.config, self._context.clock.now_ms()
-        self._posting.post()
-        with self._context.storage.read() as reader:
-            overdue = bool(reader.overdue_holdings(now_ms))
+        self._posting.post_for_reader()
+        with self._context.storage.read() as reader:  # where hubs share a database, only its leader sweeps
+            overdue = not self._context.storage.is_shared and bool(reader.overdue_holdings(now_ms))
         if overdue:
             with self._context.decision(sweep=True):
                 pass  # the sweep is the whole decision

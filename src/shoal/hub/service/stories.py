@@ -12,6 +12,7 @@ from shoal.hub.service.context import Context, node_view
 from shoal.hub.service.posting import Posting
 from shoal.hub.state import draws
 from shoal.hub.state.machines import LeaseState, SubmissionState, UnitState
+from shoal.hub.state.orders import REVOKED
 from shoal.hub.state.refusals import Refusal
 from shoal.hub.state.rows import LeaseRow, NodeRow, SubmissionRow, UnitRow
 from shoal.hub.state.units import VOID_ATTEMPTS, VOID_INCARNATION, VOID_STALE
@@ -19,7 +20,6 @@ from shoal.hub.storage import StoryReader
 from shoal.ledger import credit_for, node_subject, unit_subject
 from shoal.protocol import (
     LeaseStory,
-    LedgerEntry,
     NodePage,
     NodeState,
     NodeStory,
@@ -44,14 +44,16 @@ class Stories:
         self._posting = posting
 
     def unit(self, number: int) -> UnitStory:
-        self._posting.post()
+        with self._context.storage.read() as reader:
+            if reader.unit(number) is None:
+                raise Refusal(404, "unit.unknown", f"there is no unit {number} in this run (yet)")
+        self._posting.post_for_reader()
         with self._context.storage.read() as reader:
             unit = reader.unit(number)
-            if unit is None:
-                raise Refusal(404, "unit.unknown", f"there is no unit {number} in this run (yet)")
+            assert unit is not None, "no unit is ever taken back"
             entries = reader.ledger_about(unit_subject(number), (), ENTRIES_SHOWN)
             leases, rows = reader.leases_of_unit(number), reader.submissions_of_unit(number)
-            told = self._submissions(reader, rows, {number: entries})
+            told = self._submissions(reader, rows)
         decided = is_decided(unit)
         config = self._context.config
         seeds = draws.unit_seeds(self._context.secret, config.run_id, number, config.run.group_size) if decided else ()
@@ -72,11 +74,13 @@ class Stories:
         )
 
     def node(self, node: str) -> NodeStory:
-        self._posting.post()
+        with self._context.storage.read() as reader:
+            if reader.node(node) is None:
+                raise Refusal(404, "node.unknown", f"there is no node {node[:64]!r} in this run")
+        self._posting.post_for_reader()
         with self._context.storage.read() as reader:
             row = reader.node(node)
-            if row is None:
-                raise Refusal(404, "node.unknown", f"there is no node {node[:64]!r} in this run")
+            assert row is not None, "no node is ever taken out"
             view = node_view(row, reader.presence(node), self._context.rules, self._context.clock.now_ms())
             leases = reader.leases_of(node, LEASES_SHOWN)
             recent = self._submissions(reader, reader.submissions_of(node, False, RECENT_SHOWN))
@@ -112,20 +116,15 @@ class Stories:
             counts=counts,
         )
 
-    def _submissions(
-        self,
-        reader: StoryReader,
-        rows: Sequence[SubmissionRow],
-        known: dict[int, list[LedgerEntry]] | None = None,
-    ) -> tuple[SubmissionStory, ...]:
-        entries = dict(known or {})
-        for row in rows:
-            if row.unit not in entries:
-                entries[row.unit] = reader.ledger_about(unit_subject(row.unit), (), ENTRIES_SHOWN)
+    def _submissions(self, reader: StoryReader, rows: Sequence[SubmissionRow]) -> tuple[SubmissionStory, ...]:
+        voids = reader.ledger_of_kind("void", list(dict.fromkeys(unit_subject(row.unit) for row in rows)))
+        voided = {entry.body.get("submission") for entry in voids}
         verdicts = reader.verdicts_of([row.submission for row in rows])
-        return tuple(self._submission(row, verdicts.get(row.submission), entries[row.unit]) for row in rows)
+        return tuple(
+            self._submission(row, verdicts.get(row.submission), is_void=row.submission in voided) for row in rows
+        )
 
-    def _submission(self, row: SubmissionRow, verdict: str | None, entries: Sequence[LedgerEntry]) -> SubmissionStory:
+    def _submission(self, row: SubmissionRow, verdict: str | None, is_void: bool) -> SubmissionStory:
         signed = None if verdict is None else SignedDocument.model_validate_json(verdict)
         severity = "" if signed is None else str(signed.document.get("severity") or "")
         return SubmissionStory(
@@ -145,7 +144,7 @@ class Stories:
             generated_tokens=row.generated_tokens,
             rewards=row.rewards,
             credit=credit_for(row.generated_tokens),
-            credit_state=_credit_state(row, entries),
+            credit_state=_credit_state(row, is_void),
             matures_at_ms=row.matures_at_ms,
             receipt=SignedDocument.model_validate_json(row.receipt) if row.receipt else None,
             verdict=signed,
@@ -159,14 +158,13 @@ def is_decided(unit: UnitRow) -> bool:
     return unit.state in (UnitState.TRAINED, UnitState.DROPPED, UnitState.VOID)
 
 
-def _credit_state(row: SubmissionRow, entries: Sequence[LedgerEntry]) -> CreditState:
+def _credit_state(row: SubmissionRow, is_void: bool) -> CreditState:
     """What became of the credit: by the row while it is pending, afterwards by the ledger."""
     if row.generated_tokens == 0:
         return "none"
     if row.matures_at_ms is not None:
         return "pending"
-    voided = any(entry.kind == "void" and entry.body.get("submission") == row.submission for entry in entries)
-    return "void" if voided else "final"
+    return "void" if is_void else "final"
 
 
 def _lease(row: LeaseRow, decided: bool) -> LeaseStory:
@@ -247,9 +245,13 @@ def rule_of(row: SubmissionRow, severity: str, max_attempts: int) -> str:
 def node_sentence(row: NodeRow) -> str:
     """How a node stands."""
     if row.state is NodeState.BANNED:
+        if row.reason == REVOKED:
+            return f"banned: {row.reason}, and that is for good"
         return f"banned: {row.reason}; only the run's owner can pardon it"
     if row.state is NodeState.SUSPENDED:
-        return f"suspended for the {row.suspensions}. time: {row.reason}; it ends by itself"
+        again = f", {row.suspensions} times so far" if row.suspensions > 1 else ""
+        end = "it ends by itself" if row.until_ms is not None else "only the run's owner can pardon it"
+        return f"suspended{again}: {row.reason}; {end}"
     if row.role != "worker":
         return f"a {row.role} that the root key certified"
     if row.on_probation:

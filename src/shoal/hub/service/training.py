@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from shoal.errors import ProtocolError
 from shoal.hub.changes import Topic
 from shoal.hub.service.context import Context, node_label
-from shoal.hub.service.owner import orders_of
+from shoal.hub.service.owner import orders_of, require_trusted
 from shoal.hub.state import batches, policies
 from shoal.hub.state.refusals import Refusal
 from shoal.hub.state.rows import Moment, NodeRow, UnitRow
@@ -45,6 +45,7 @@ class Training:
             raise Refusal(422, "policy.run", f"the announcement is for run {announcement.run[:80]}")
         policy = announcement.policy
         with context.decision(exclusive=True) as (transaction, moment):
+            require_trusted(transaction, node.public_key)
             standing = policies.Standing(
                 alive=transaction.alive_units(),
                 leases=[holding.lease for holding in transaction.holdings()],
@@ -63,6 +64,7 @@ class Training:
             context.waits.waiting(node_label(node), f"a batch: {waiting}", context.clock.now_ms())
             return BatchReply(waiting=waiting)
         with context.decision(sweep=True, exclusive=True) as (transaction, moment):
+            require_trusted(transaction, node.public_key)
             batch = transaction.batch(step)
             waiting = "" if batch is not None else self._write_down(transaction, moment, step)
             batch = batch or transaction.batch(step)
@@ -93,7 +95,7 @@ class Training:
         alive = () if few else reader.alive_units()
         choice = batches.Choice(waiting=few) if few else batches.choose(moment, alive, step)
         if choice.units is None and halted:
-            return batches.Choice(waiting=f"{choice.waiting}; {halted}"), alive
+            return batches.Choice(waiting=f"{choice.waiting.removesuffix(batches.NOBODY_ASKS)}; {halted}"), alive
         return choice, alive
 
     def _write_down(self, transaction: Writer, moment: Moment, step: int) -> str:

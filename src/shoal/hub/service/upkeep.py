@@ -8,22 +8,26 @@ free, like any other work that comes late.
 
 from __future__ import annotations
 
+import logging
+
 from shoal.hub.changes import Topic
-from shoal.hub.service.context import Context, holders
+from shoal.hub.service.context import GONE_AFTER_MS, Context, holders
 from shoal.hub.service.posting import Posting
 from shoal.hub.state import audits, credits, leases
 from shoal.hub.state.machines import UNDECIDED_SUBMISSIONS
 from shoal.hub.state.rows import Moment
 from shoal.hub.storage import Reader
+from shoal.protocol.signing import MAX_SKEW_MS
 from shoal.runtime.crash import point
 
 NONCES_EVERY_MS = 60_000
+NONCES_PER_PAGE = 5_000
 MATURED_PER_TICK = 500
 """After a long pause of the hub much is due; others get their turn in between."""
-GONE_AFTER_MS = 20_000
-"""Four heartbeats of a worker with its ordinary settings; the longest that they allow is half of this."""
 ASLEEP_MS = 5_000
 """Ticks come once a second. After a longer pause it was the hub that was away (stopped, suspended), not the workers."""
+
+log = logging.getLogger("shoal.hub")
 
 
 class Upkeep:
@@ -33,45 +37,63 @@ class Upkeep:
         self._context = context
         self._posting = posting
         self._nonces_at_ms = 0
-        self._ticked_ms = self._listens_since_ms = context.clock.now_ms()
+        self._ticked_ms = context.clock.now_ms()
 
     def tick(self) -> None:
+        """All that is due, each by itself: what fails is tried again with the next tick, and keeps nothing else."""
+        leads = self._context.lead()  # fails while the database is away: for as long, nobody could reach the hub
         now_ms = self._context.clock.now_ms()
         if now_ms - self._ticked_ms > ASLEEP_MS:
-            self._listens_since_ms = now_ms
+            self._context.was_away(self._ticked_ms, now_ms)
         self._ticked_ms = now_ms
-        if not self._context.lead():
+        if not leads:
             return
-        self._end_overdue(now_ms)
-        self._end_silent(now_ms - GONE_AFTER_MS)
-        self._mature(now_ms)
+        failures: list[Exception] = []
+        for part in (self._end_overdue, self._end_silent, self._mature, self._post, self._forget_nonces):
+            try:
+                part(now_ms)
+            except Exception as error:  # noqa: BLE001  raised below
+                failures.append(error)
+        for further in failures[1:]:
+            log.error("upkeep failed: %s", further, exc_info=further)
+        if failures:
+            raise failures[0]  # whoever ticks knows which failures end the hub
+
+    def _post(self, _now_ms: int) -> None:
         self._posting.post()
-        if now_ms - self._nonces_at_ms >= NONCES_EVERY_MS:
-            self._nonces_at_ms = now_ms
+
+    def _forget_nonces(self, now_ms: int) -> None:
+        """In pages, and later than one hub would need: another hub's clock may be behind by as much as is allowed."""
+        if now_ms - self._nonces_at_ms < NONCES_EVERY_MS:
+            return
+        self._nonces_at_ms = now_ms
+        forgotten = NONCES_PER_PAGE
+        while forgotten == NONCES_PER_PAGE:
             with self._context.storage.write(durable=False) as transaction:
-                transaction.forget_nonces(now_ms)
+                forgotten = transaction.forget_nonces(now_ms - MAX_SKEW_MS, NONCES_PER_PAGE)
 
     def _end_overdue(self, now_ms: int) -> None:
         context = self._context
         with context.storage.read() as reader:
-            late_leases, late_audits = reader.overdue_holdings(now_ms), reader.overdue_audits(now_ms)
+            late_leases = context.unspared(reader.overdue_holdings(now_ms), now_ms)
+            late_audits = reader.overdue_audits(now_ms)
         if late_leases or late_audits:
             with context.decision(sweep=True, exclusive=True) as (transaction, moment):
                 transaction.apply(audits.expire(transaction.overdue_audits(moment.now_ms), moment.now_ms))
         if late_audits:
             context.changes.notify(Topic.AUDITS)
 
-    def _end_silent(self, since_ms: int) -> None:
-        """End the leases of workers that have not been heard of since then, if the hub has listened all the while."""
-        context = self._context
-        if since_ms < self._listens_since_ms:
+    def _end_silent(self, now_ms: int) -> None:
+        """End the leases of workers that have not been heard of for long, if the hub has listened all the while."""
+        context, since_ms = self._context, now_ms - GONE_AFTER_MS
+        if since_ms < context.absence.until_ms:
             return
         with context.storage.read() as reader:
             silent = reader.silent_holdings(since_ms)
         if silent:
             with context.decision(exclusive=True) as (transaction, moment):
                 gone = transaction.silent_holdings(since_ms)
-                transaction.apply(leases.end(moment, gone, holders(transaction, gone)))
+                transaction.apply(leases.end(moment, gone, holders(transaction, gone), context.absence))
             context.changes.notify(Topic.LEASES, Topic.BATCHES)
 
     def _mature(self, now_ms: int) -> None:

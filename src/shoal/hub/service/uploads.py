@@ -93,10 +93,16 @@ class Uploads:
                 409, "upload.missing", f"nothing was uploaded for lease {lease}, or more than allowed: upload it again"
             )
         if submission_digest(body) != commit.submission:
+            inbox.discard(lease)  # or the same bytes are read again for every commit that names something else
             raise Refusal(
                 422, "upload.other_bytes", f"what was uploaded for lease {lease} does not have the hash that was named"
             )
-        answer = self._work.submit(node, lease, body)
+        try:
+            answer = self._work.submit(node, lease, body)
+        except Refusal as refusal:
+            if refusal.status < 500:  # what is refused for good is not read again
+                inbox.discard(lease)
+            raise
         point("hub.upload.after_commit")
         inbox.discard(lease)
         return answer

@@ -7,6 +7,7 @@ PUT ─► caps ─► would it be taken at all? ─► decode ─► blob + fsy
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -40,8 +41,11 @@ class Work:
     def __init__(self, context: Context) -> None:
         self._context = context
         self._limits = context.config.submission_limits
-        self._asked_ms: int | None = None  # when an established node asked last; a new hub waits for the next to ask
+        # When an established node asked last, and who delivered when: of this process. A new hub waits for the next to
+        # ask; of several hubs each goes by those that ask and deliver there, which are a part of all of them.
+        self._asked_ms: int | None = None
         self._delivered_ms: dict[str, int] = {}
+        self._delivered_lock = threading.Lock()
         self._tempo_at: tuple[int, pacing.Tempo | None] = (-1, None)
         self.late = 0  # submissions refused since the start because their unit had gone to somebody else
 
@@ -69,7 +73,7 @@ class Work:
         else:
             context.waits.waiting(node_label(node), f"a unit: {granted.waiting}", moment.now_ms)
         documents = tuple(context.signed_before(lease.document) for lease in granted.leases)
-        return LeaseReply(leases=documents, waiting=granted.waiting, finished=finished)
+        return LeaseReply(leases=documents, waiting=granted.waiting, finished=finished, held_back=granted.held_back)
 
     def _lifted(self, transaction: Writer, node: NodeRow, moment: Moment) -> NodeRow:
         """The node as it is now; a suspension that is over ends here, where that matters."""
@@ -126,7 +130,7 @@ class Work:
         since_ms = moment.now_ms - newcomers.HERE_MS
         if not node.on_probation:
             delivered_ms = self._delivered_ms.get(node.node, 0)
-            delivers = delivered_ms >= moment.now_ms - max(newcomers.HERE_MS, moment.rules.lease_ms)
+            delivers = delivered_ms >= _counts_since_ms(moment)
             if delivers and held < windows.of(moment.rules, node) and node.state is NodeState.ACTIVE:
                 self._asked_ms = moment.now_ms
             return newcomers.Crowd()
@@ -135,6 +139,15 @@ class Work:
             established=transaction.is_established_here(since_ms),
             asking=self._asked_ms is not None and self._asked_ms >= since_ms,
         )
+
+    def _note_delivery(self, node: str, moment: Moment) -> None:
+        """Who delivered last is last in the dictionary, so that what no longer counts goes from its front."""
+        with self._delivered_lock:
+            self._delivered_ms.pop(node, None)
+            self._delivered_ms[node] = moment.now_ms
+            since_ms = _counts_since_ms(moment)
+            while (oldest := next(iter(self._delivered_ms))) != node and self._delivered_ms[oldest] < since_ms:
+                del self._delivered_ms[oldest]
 
     def _abandon(self, transaction: Writer, moment: Moment, node: NodeRow, request: LeaseRequest) -> bool:
         """End what the worker has lost; true if there was any."""
@@ -146,10 +159,16 @@ class Work:
         return bool(commands)
 
     def release(self, node: NodeRow, request: LeaseRelease) -> None:
+        """Give leases back. Those of others are looked up beforehand, where that locks nothing of theirs."""
+        with self._context.storage.read() as reader:
+            found = [reader.holding(lease) for lease in dict.fromkeys(request.leases)]
+        for held in found:
+            if held is not None:
+                submissions.check_owner(held, node.node, held.lease.lease)  # whose a lease is never changes
         with self._context.decision() as (transaction, moment):
             fresh = transaction.node(node.node) or node
-            found = [transaction.holding(lease) for lease in dict.fromkeys(request.leases)]
-            commands = leases.release(moment, fresh, [holding for holding in found if holding is not None])
+            own = [held for held in transaction.holdings(node.node) if held.lease.lease in request.leases]
+            commands = leases.release(moment, fresh, own)
             transaction.apply(commands)
         if commands:
             self._context.changes.notify(Topic.LEASES)
@@ -171,7 +190,7 @@ class Work:
             transaction.apply(reception.commands)
             point("hub.submit.before_commit")
         point("hub.submit.after_commit")
-        self._delivered_ms[node.node] = moment.now_ms
+        self._note_delivery(node.node, moment)
         context.changes.notify(Topic.AUDITS)
         return reception.status, context.signed_before(reception.row.receipt)
 
@@ -273,3 +292,8 @@ class Work:
                 hard_deadline_ms=lease.hard_deadline_ms,
             )
         )
+
+
+def _counts_since_ms(moment: Moment) -> int:
+    """Who delivered before this is not at work any more."""
+    return moment.now_ms - max(newcomers.HERE_MS, moment.rules.lease_ms)

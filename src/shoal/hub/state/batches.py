@@ -22,6 +22,9 @@ from shoal.hub.state.rows import LeaseRow, Moment, Progress, Rules, SubmissionRo
 from shoal.hub.state.units import VOID_STALE
 from shoal.protocol import Batch, BatchGroup, canonical_json
 
+NOBODY_ASKS = " (no unit is given out: no worker is asking)"
+"""Not said where the run's owner has ordered that none is."""
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -108,7 +111,7 @@ def _is_usable(rules: Rules, step: int, unit: UnitRow) -> bool:
 
 def _waiting(progress: Progress, ready: int, wanted: int, alive: Mapping[UnitState, int]) -> str:
     details = [f"{alive[state]} {state.value}" for state in UnitState if state in UNDECIDED_UNITS and alive.get(state)]
-    rest = f" ({', '.join(details)})" if details else " (no unit is given out: no worker is asking)"
+    rest = f" ({', '.join(details)})" if details else NOBODY_ASKS
     if progress.policy is None:
         rest = " (no policy has been published yet)"
     return f"step {progress.next_step}: {ready} of {wanted} groups{rest}"

@@ -16,7 +16,8 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from shoal.hub.state import newcomers, pacing, sanctions, windows
-from shoal.hub.state.commands import Command, SaveLease, SaveNode, SaveUnit
+from shoal.hub.state.absence import Absence
+from shoal.hub.state.commands import Command, SaveLease, SaveUnit
 from shoal.hub.state.machines import LeaseState, UnitState
 from shoal.hub.state.nodes import require_welcome
 from shoal.hub.state.refusals import Refusal
@@ -42,11 +43,12 @@ class Ask:
 
 @dataclass(frozen=True)
 class Grant:
-    """The leases, or none and the reason in words."""
+    """The leases, or none and the reason in words; `held_back` if the reason is in the node, not in a lack of units."""
 
     leases: tuple[LeaseRow, ...] = ()
     commands: tuple[Command, ...] = ()
     waiting: str = ""
+    held_back: bool = False
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ def grant(moment: Moment, open_units: Sequence[UnitRow], ask: Ask, draws: Draws)
         return Grant(leases=ask.granted)
     require_welcome(ask.node)
     if ask.node.state is NodeState.SUSPENDED:
-        return Grant(waiting=sanctions.waiting(ask.node, moment.now_ms))
+        return Grant(waiting=sanctions.waiting(ask.node, moment.now_ms), held_back=True)
     rules, progress = moment.rules, moment.progress
     policy = progress.policy
     if policy is None or pacing.is_finished(rules, progress):
@@ -71,18 +73,19 @@ def grant(moment: Moment, open_units: Sequence[UnitRow], ask: Ask, draws: Draws)
     most = windows.of(rules, ask.node)
     if ask.held >= most:
         return Grant(
-            waiting=f"this node holds {ask.held} leases, the most that it may hold now: submit or release some"
+            waiting=f"this node holds {ask.held} leases, the most that it may hold now: submit or release some",
+            held_back=True,
         )
     count = pacing.bite(moment, ask.tempo, ask.node.pace_ms, ask.held, min(ask.max_units, most - ask.held))
     if count <= 0:
-        return Grant(waiting=_too_slow(ask, policy))
+        return Grant(waiting=_too_slow(ask, policy), held_back=True)
     room = newcomers.room_for(moment, ask.node, ask.crowd)
     if room is not None and room < 1:
-        return Grant(waiting=_crowded(moment, ask))
+        return Grant(waiting=_crowded(moment, ask), held_back=True)
     again = open_units if newcomers.may_try_again(moment, ask.node, ask.crowd) else ()
     units = _pick_units(moment, again, draws, count if room is None else min(count, room))
     if not units:
-        return Grant(waiting=why_no_unit(moment))
+        return Grant(waiting=why_no_unit(moment), held_back=len(again) < len(open_units))
     return _lease_units(moment, units, ask, policy, draws)
 
 
@@ -161,12 +164,15 @@ def renew(moment: Moment, holdings: Sequence[Holding], progress: Mapping[str, in
     return renewed
 
 
-def expire(moment: Moment, holdings: Sequence[Holding], nodes: Mapping[str, NodeRow]) -> list[Command]:
-    """End the leases that are past their deadline; their units are open again.
+def expire(
+    moment: Moment, holdings: Sequence[Holding], nodes: Mapping[str, NodeRow], absence: Absence | None = None
+) -> list[Command]:
+    """End the leases that are past their deadline; their units are open again. What the hub's last `absence` struck
+    is nobody's fault.
 
     That is no failure of the unit: whoever hoards leases, or hands in rubbish, must not be able to void work.
     """
-    return end(moment, [held for held in holdings if _is_overdue(held.lease, moment.now_ms)], nodes)
+    return end(moment, [held for held in holdings if _is_overdue(held.lease, moment.now_ms)], nodes, absence)
 
 
 def abandon(
@@ -180,14 +186,17 @@ def abandon(
     return end(moment, lost, {node.node: node})
 
 
-def end(moment: Moment, holdings: Sequence[Holding], nodes: Mapping[str, NodeRow]) -> list[Command]:
+def end(
+    moment: Moment, holdings: Sequence[Holding], nodes: Mapping[str, NodeRow], absence: Absence | None = None
+) -> list[Command]:
     """End active leases: their time is over, or their node has lost them or is gone. Their units are open again.
 
     `nodes` are those that hold them. Each pays once for all that lapses now (`windows`).
     """
     now_ms = moment.now_ms
     commands: list[Command] = []
-    for name, count in windows.count_by_node([held.lease for held in holdings]).items():
+    lapsed = [held.lease for held in holdings if absence is None or not absence.struck(held.lease)]
+    for name, count in windows.count_by_node(lapsed).items():
         commands += windows.lapse(moment.rules, nodes[name], count, now_ms)
     commands += [SaveLease(held.lease.to(LeaseState.EXPIRED, now_ms), held.lease.state) for held in holdings]
     return commands + reopened(holdings)
@@ -215,4 +224,7 @@ def release(moment: Moment, node: NodeRow, holdings: Sequence[Holding]) -> list[
         if held.lease.state == LeaseState.ACTIVE:
             commands.append(SaveLease(held.lease.to(LeaseState.RELEASED, moment.now_ms), held.lease.state))
             commands += reopened([held])
-    return [SaveNode(windows.halved(moment.rules, node), node.state), *commands] if commands else []
+    if not commands:
+        return []
+    given = sum(isinstance(command, SaveLease) for command in commands)
+    return [*windows.give_back(moment.rules, node, given, moment.now_ms), *commands]

@@ -35,6 +35,7 @@ def register(
     known: NodeRow | None, registration: Registration, now_ms: int, owner: str = ""
 ) -> tuple[NodeRow, list[Command]]:
     """The node's row. The same registration again changes nothing; a key cannot change its role, nor its owner.
+    A banned node keeps the name that it was banned under: it is found by it, and reappears under no other.
 
     `owner` is the key whose vouch the node brought along; the first one stays, whatever comes later without any.
     """
@@ -64,6 +65,8 @@ def register(
             f"node {known.node} has an owner already ({known.owner[:16]}…), and what it earns stays with that one; "
             "give this machine a new key to work for another owner (another --folder)",
         )
+    if known.state is NodeState.BANNED:
+        return known, []
     row = replace(
         known,
         name=registration.name,

@@ -43,6 +43,10 @@ PARTICIPLES = {AdminVerb.SUSPEND: "suspended", AdminVerb.BAN: "banned", AdminVer
 SANCTIONS = frozenset(PARTICIPLES)
 
 
+REVOKED = "its key was revoked by the run's owner"
+"""Why a node is banned whose key is trusted for nothing any more."""
+
+
 class Orders(Message):
     """All that is in force. `seen` are the ids of the last minutes' orders with their dates."""
 
@@ -130,6 +134,24 @@ def is_repeated(orders: Orders, action: AdminAction) -> bool:
     return any(action.id == known for known, _ in orders.seen)
 
 
+def require_pardonable(orders: Orders, public_key: str) -> None:
+    """Refuse to pardon a node whose key was revoked, whoever orders it: that is for good, and for some keys only the
+    root may do it, so nobody else may undo it."""
+    if public_key in orders.revoked:
+        raise Refusal(409, "admin.revoked", f"key {public_key[:16]}… was revoked, and that is for good: make a new one")
+
+
+def require_worker(role: str, public_key: str) -> None:
+    """Refuse to ban or suspend whom the root key vouches for: the run would wait for it, or end, with nothing said.
+
+    Its key is what it is trusted by, so that is what is taken from it.
+    """
+    if role == "trainer":
+        raise Refusal(409, "admin.role", "a trainer cannot be banned or suspended: pause the run, or end it")
+    if role != "worker":
+        raise Refusal(409, "admin.role", f"a {role} cannot be banned or suspended: shoal admin revoke RUN {public_key}")
+
+
 def obey(orders: Orders, action: AdminAction, estate: Estate, by_root: bool, now_ms: int) -> Obeyed:
     """What the owner's order makes of what is in force. An order that asks for what is so already changes nothing."""
     kept = tuple((known, at_ms) for known, at_ms in orders.seen if now_ms - at_ms <= REMEMBERED_MS)
@@ -139,7 +161,7 @@ def obey(orders: Orders, action: AdminAction, estate: Estate, by_root: bool, now
     if action.verb in CONDUCTS and noted.conduct == changes["conduct"]:
         changed = False
     if not changed and action.verb not in SANCTIONS:
-        return Obeyed(noted, False, f"nothing to do: {message}")
+        return Obeyed(noted, False, message)
     return Obeyed(noted.model_copy(update=changes), True, message)
 
 

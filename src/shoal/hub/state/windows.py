@@ -4,15 +4,16 @@
     a group is accepted ──────────────► one more, up to `leases_per_node`
     leases lapse ─────────────────────► half, at least one; as many more leases lapsed in a row
       (ran out, lost by their node, or their node is gone)
-    leases are given back ────────────► half, at least one; nothing lapsed
+    leases are given back ────────────► half, at least one; nothing lapsed, unless the window is one already
     a group is handed in ─────────────► nothing has lapsed in a row any more
     8 lapsed in a row and a window of one ─► suspended
 
 What lapses at one time halves once, however many leases it was: a machine that is switched off with eight leases has
 failed once. Giving back halves too, because nobody can tell a worker that stops from one that takes units to keep them
-from others, and back and forth would be free. It never suspends: to give back is better than to let lapse, and a worker
-that stops every evening must not be shut out for it. So who takes and never delivers holds 16, 8, 4, 2, 1 leases, then
-none for a minute, then one, then none for two minutes.
+from others, and back and forth would be free. By itself it does not suspend: to give back is better than to let lapse,
+and a worker that stops every evening must not be shut out for it. But a node whose window is one and that gives back
+again and again, with nothing delivered in between, only makes work for the hub: that counts as lapsed. So who takes and
+never delivers holds 16, 8, 4, 2, 1 leases, then none for a minute, then one, then none for two minutes.
 """
 
 from __future__ import annotations
@@ -52,6 +53,13 @@ def lapse(rules: Rules, node: NodeRow, count: int, now_ms: int) -> list[Command]
     if node.state is NodeState.ACTIVE and after.window == 1 and after.lapses >= LAPSES_TO_SUSPEND:
         return sanctions.suspend(after, f"leases.lapsed: {after.lapses} leases in a row came to nothing", now_ms)
     return [SaveNode(after, node.state)]
+
+
+def give_back(rules: Rules, node: NodeRow, count: int, now_ms: int) -> list[Command]:
+    """What it costs a node to give `count` leases back."""
+    if of(rules, node) == 1:
+        return lapse(rules, node, count, now_ms)
+    return [SaveNode(halved(rules, node), node.state)]
 
 
 def delivered(node: NodeRow, lease: LeaseRow, now_ms: int) -> NodeRow:

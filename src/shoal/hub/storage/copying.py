@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import secrets
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,12 +23,13 @@ from typing import Any
 
 from sqlalchemy import Connection, Table, delete, func, insert, select, text
 
-from shoal.errors import ResourceError, ShoalError
+from shoal.errors import ConfigError, ResourceError, ShoalError
 from shoal.hub.storage import tables
 from shoal.hub.storage.blobs import Blobs
 from shoal.hub.storage.opening import DATABASE_FILE, open_storage
-from shoal.hub.storage.protocol import Reader, Storage
+from shoal.hub.storage.protocol import Reader, Storage, Writer
 from shoal.hub.storage.queries import SqlReader
+from shoal.hub.storage.schema import unhurried
 from shoal.hub.storage.sqlite import SqliteStorage
 from shoal.runtime.files import resource_error
 
@@ -35,7 +37,11 @@ ROWS_AT_A_TIME = 500
 BLOBS_AT_A_TIME = 8
 MOVED_TO, INCOMING = "moved_to", "incoming"
 """Settings that a migration leaves: on a database that the run has left, and on one that it has not arrived in yet."""
-OWN_SETTINGS = (MOVED_TO, INCOMING, "schema_version")
+LEAVING, LEFT = "leaving", "another database"
+"""What `MOVED_TO` says: a shared database is being left (nobody may work on it meanwhile), or was left."""
+BLOB_STORE = "blob_store"
+"""Names a blob that lies where this database's blobs are: a hub that does not find it there looks at another place."""
+OWN_SETTINGS = (MOVED_TO, INCOMING, BLOB_STORE, "schema_version")
 """Of the database, not of the run: never copied."""
 LEFT_OUT = frozenset({tables.leaders.name})
 """Who leads there says nothing here."""
@@ -59,7 +65,8 @@ def copied_tables() -> list[Table]:
 
 def extents(reader: Reader) -> dict[str, Extent]:
     """What a database holds, for comparison with another one. Databases sort text differently: so does this not."""
-    return {table.name: _extent(_rows(connection_of(reader), table)) for table in copied_tables()}
+    connection = unhurried(connection_of(reader))
+    return {table.name: _extent(_rows(connection, table)) for table in copied_tables()}
 
 
 def copy_rows(source: Storage, target: Storage, settings: dict[str, str] | None = None) -> dict[str, Extent]:
@@ -68,7 +75,8 @@ def copy_rows(source: Storage, target: Storage, settings: dict[str, str] | None 
     `settings` are written in the same transaction.
     """
     with source.read() as reader, target.write(exclusive=True) as writer:
-        here = connection_of(writer)
+        unhurried(connection_of(reader))
+        here = unhurried(connection_of(writer))
         for table in reversed(copied_tables()):
             here.execute(delete(table).where(*_of_the_run(table)))
         for table in copied_tables():
@@ -91,6 +99,23 @@ def run_in(reader: Reader) -> str | None:
     return None if known is None else str(json.loads(known)["run"])
 
 
+def moved_away(reader: Reader) -> ConfigError | None:
+    """Why no hub may work on this database, if a migration has said so."""
+    said = reader.setting(MOVED_TO)
+    if said == LEAVING:
+        return ConfigError(
+            "this run is being moved by `shoal migrate`, which needs all hubs stopped. If that was cut short: give the "
+            "same command again there, or `shoal migrate RUN --database` with the database that the recipe in that "
+            "folder names, to stay"
+        )
+    if said:
+        return ConfigError(
+            "this run was moved away from this database by `shoal migrate`: start it with the recipe that the "
+            "migration wrote, or move it back with `shoal migrate`"
+        )
+    return None
+
+
 def holds_run(folder: Path) -> bool:
     """Whether a hub's folder has an SQLite database with a run in it that has not moved away. Changes nothing."""
     path = folder / DATABASE_FILE
@@ -106,9 +131,17 @@ def holds_run(folder: Path) -> bool:
     return "run" in found and not found.get(MOVED_TO)
 
 
+def mark_blobs(transaction: Writer, blobs: Blobs, run: str) -> None:
+    """Say that the blobs of this database are where `blobs` is, and nowhere else."""
+    content = f"the blobs of shoal run {run} ({secrets.token_hex(8)})\n"
+    transaction.put_setting(BLOB_STORE, blobs.put(content.encode()))
+
+
 def submissions_of(reader: Reader) -> list[str]:
-    """The names of all blobs that rows refer to."""
-    return [row[0] for row in connection_of(reader).execute(select(tables.submissions.c.submission))]
+    """The names of all blobs that rows refer to, and of the one by which hubs know the place."""
+    mark = reader.setting(BLOB_STORE)
+    names = [row[0] for row in connection_of(reader).execute(select(tables.submissions.c.submission))]
+    return names if mark is None else [*names, mark]
 
 
 def copy_blobs(source: Blobs, target: Blobs, names: Sequence[str], on_progress: OnProgress) -> int:
@@ -136,7 +169,7 @@ def snapshot(database: str, folder: Path, target: Path) -> None:
         _snapshot_sqlite(folder / DATABASE_FILE, target)
         return
     with (
-        contextlib.closing(open_storage(database, folder)) as source,
+        contextlib.closing(open_storage(database, folder, upgrade=False)) as source,
         contextlib.closing(SqliteStorage(target)) as copy,
     ):
         copy_rows(source, copy)

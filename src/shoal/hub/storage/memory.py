@@ -10,6 +10,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from heapq import nsmallest
 from typing import Any
 
@@ -49,6 +50,9 @@ class MemoryStorage:
     @property
     def is_shared(self) -> bool:
         return False
+
+    def now_ms(self) -> int | None:
+        return None
 
     def lead(self, name: str, holder: str, for_s: float) -> bool:  # noqa: ARG002  there is nobody else
         return True
@@ -327,14 +331,13 @@ class MemoryWriter(MemoryReader):
         self._tables.settings[key] = value
 
     def put_presence(self, presence: Presence) -> None:
-        self._tables.presences[presence.node] = presence
+        said = self._tables.presences.get(presence.node, _UNHEARD)
+        seen_ms = max(said.last_seen_ms, presence.last_seen_ms)
+        self._tables.presences[presence.node] = replace(presence, last_seen_ms=seen_ms)
 
     def touch_presence(self, node: str, now_ms: int) -> None:
-        said = self._tables.presences.get(node)
-        if said is None:
-            self.put_presence(Presence(node, now_ms))
-            return
-        self.put_presence(Presence(node, now_ms, said.doing, said.waiting_for, said.waiting_since_ms, said.counters))
+        said = self._tables.presences.get(node, Presence(node))
+        self.put_presence(replace(said, last_seen_ms=now_ms))
 
     def put_report(self, report: StepReport, at_ms: int) -> None:  # noqa: ARG002  only the newest counts
         self._tables.reports[report.step] = report
@@ -344,9 +347,11 @@ class MemoryWriter(MemoryReader):
         self._tables.nonces.setdefault((node, nonce), expires_at_ms)
         return is_new
 
-    def forget_nonces(self, before_ms: int) -> None:
-        for key in self._tables.nonces.expiring.until(before_ms - 1):
+    def forget_nonces(self, before_ms: int, limit: int) -> int:
+        expired = self._tables.nonces.expiring.until(before_ms - 1)[:limit]
+        for key in expired:
             del self._tables.nonces[key]
+        return len(expired)
 
     def _save_unit(self, command: SaveUnit) -> None:
         _save(self._tables.units, command.row.unit, command)

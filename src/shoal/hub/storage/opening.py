@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
-from shoal.hub.storage.protocol import Storage
+from shoal.hub.storage.protocol import StaleRow, Storage
 from shoal.hub.storage.sqlite import SqliteStorage
 
 DATABASE_FILE = "hub.db"
+ATTEMPTS = 6
+"""A lock that somebody else holds is waited for ten seconds each time: a minute, for a large schema to be changed."""
+
+log = logging.getLogger("shoal.hub")
 
 
-def open_storage(database: str, folder: Path) -> Storage:
-    """The storage of the run whose hub has this `folder`; `database` is the setting `hub.database`."""
+def open_storage(database: str, folder: Path, upgrade: bool = True) -> Storage:
+    """The storage of the run whose hub has this `folder`; `database` is the setting `hub.database`.
+
+    An older schema is brought up to date; without `upgrade` it is refused where hubs may be at work (a shared one).
+    """
     if not database:
         return SqliteStorage(folder / DATABASE_FILE)
     from shoal.hub.storage.postgres import PostgresStorage  # with its driver: only who has such a database needs it
 
-    return PostgresStorage(database)
+    for attempt in range(1, ATTEMPTS + 1):
+        try:
+            return PostgresStorage(database, upgrade)
+        except StaleRow as error:  # another hub that starts, a migration: it ends by itself
+            if attempt == ATTEMPTS:
+                raise
+            log.info("the database is busy, trying again: %s", error)
+    raise AssertionError("not reached")

@@ -14,6 +14,7 @@ again. No wait is without end: see `LIMITS`.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -29,10 +30,14 @@ from shoal.hub.state.rows import Progress
 from shoal.hub.storage import schema, tables
 from shoal.hub.storage.protocol import StaleRow
 from shoal.hub.storage.story_queries import SqlStoryReader
-from shoal.hub.storage.writes import SqlWriter
+from shoal.hub.storage.writes import SqlWriter, is_overtaken
+
+log = logging.getLogger("shoal.hub")
 
 CONNECTIONS = 24
 """Of one hub. A server lets a hundred in unless told otherwise: room for four hubs, and for whoever looks after it."""
+DURABLE = {"synchronous_commit": "on"}
+"""Whatever the server, the database or the role say otherwise: a receipt is a promise."""
 LIMITS = {"lock_timeout": "10s", "statement_timeout": "30s", "idle_in_transaction_session_timeout": "60s"}
 NETWORK = {"connect_timeout": 10, "keepalives_idle": 10, "keepalives_interval": 5, "tcp_user_timeout": 20_000}
 RUN, FRONTIER = 1, 2
@@ -45,10 +50,12 @@ _RELAXED = text("SET LOCAL synchronous_commit TO off")
 _SHARED = text(f"SELECT pg_advisory_xact_lock_shared({_SPACE}, {RUN})")
 _EXCLUSIVE = text(f"SELECT pg_advisory_xact_lock({_SPACE}, {RUN})")
 _AT_FRONTIER = text(f"SELECT pg_advisory_xact_lock({_SPACE}, {FRONTIER})")
+_CLOCK = "(extract(epoch FROM clock_timestamp()) * 1000)::bigint"
+_NOW = text(f"SELECT {_CLOCK}")
 _LEAD = text(
-    """
+    f"""
     INSERT INTO leaders AS held (name, holder, until_ms)
-    VALUES (:name, :holder, (extract(epoch FROM clock_timestamp()) * 1000)::bigint + :for_ms)
+    VALUES (:name, :holder, {_CLOCK} + :for_ms)
     ON CONFLICT (name) DO UPDATE SET holder = excluded.holder, until_ms = excluded.until_ms
     WHERE held.holder = excluded.holder OR held.until_ms < excluded.until_ms - :for_ms
     RETURNING name
@@ -59,14 +66,16 @@ _LEAD = text(
 class PostgresStorage:
     """Implements `protocol.Storage` on a server; `url` is postgresql://user:password@host/database."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, upgrade: bool = True) -> None:
         place = parsed(url)
-        self._where = f"the database {place.render_as_string(hide_password=True).replace('+psycopg', '')}"
+        self._where = f"the database {place.set(query={}).render_as_string(hide_password=True).replace('+psycopg', '')}"
         self._engine = _engine(place)
         self._readers = self._engine.execution_options(isolation_level="REPEATABLE READ", postgresql_readonly=True)
         try:
             with self.write(exclusive=True) as transaction:
-                schema.prepare(transaction._connection, self._where)
+                schema.prepare(transaction._connection, self._where, upgrade)
+                if transaction._connection.execute(text("SHOW fsync")).scalar() == "off":
+                    log.warning("%s runs with fsync off: what it has promised is lost with its machine", self._where)
         except ShoalError:
             self.close()
             raise
@@ -88,6 +97,10 @@ class PostgresStorage:
             if exclusive:
                 connection.execute(_EXCLUSIVE)
             yield SqlWriter(connection) if exclusive else PostgresWriter(connection)
+
+    def now_ms(self) -> int:
+        with self._failures(), self._engine.begin() as connection:
+            return int(connection.execute(_NOW).scalar_one())
 
     def lead(self, name: str, holder: str, for_s: float) -> bool:
         """By the database's clock, the only one that all hubs share."""
@@ -117,7 +130,8 @@ class PostgresStorage:
         said = str(error.orig).strip().splitlines()[0] if str(error.orig).strip() else type(error.orig).__name__
         if isinstance(error, DataError):  # a character or a number that it cannot hold: whoever sent it is told
             return Refusal(422, "request.value", f"the database cannot hold a value of this request: {said}")
-        if isinstance(error, IntegrityError) or getattr(error.orig, "sqlstate", None) in _AGAIN:
+        overtaken = isinstance(error, IntegrityError) and is_overtaken(error)
+        if overtaken or getattr(error.orig, "sqlstate", None) in _AGAIN:
             return StaleRow(f"somebody else was at the same rows: {said}")
         return ResourceError(
             f"cannot use {self._where}: {said}; is the server running, and may this user change this database?"
@@ -160,9 +174,9 @@ class PostgresWriter(SqlWriter):
         with self._unlocked():
             super().touch_presence(node, now_ms)
 
-    def forget_nonces(self, before_ms: int) -> None:
+    def forget_nonces(self, before_ms: int, limit: int) -> int:
         with self._unlocked():
-            super().forget_nonces(before_ms)
+            return super().forget_nonces(before_ms, limit)
 
     def lock_nodes(self, nodes: Iterable[str]) -> None:
         table = tables.nodes
@@ -182,8 +196,8 @@ def parsed(url: str) -> URL:
     """The place that the setting `hub.database` names."""
     try:
         place = make_url(url)
-    except ArgumentError as error:
-        raise ConfigError(f"hub.database is not a URL: {error}; it looks like {EXAMPLE}") from error
+    except (ArgumentError, ValueError):  # what it says may quote the password
+        raise ConfigError(f"hub.database is not a URL; it looks like {EXAMPLE}") from None
     if place.drivername not in ("postgresql", "postgres", "postgresql+psycopg"):
         raise ConfigError(f"hub.database is for {place.drivername}, not for PostgreSQL; it looks like {EXAMPLE}")
     return place.set(drivername="postgresql+psycopg")
@@ -193,7 +207,7 @@ EXAMPLE = "postgresql://user:password@host:5432/name"
 
 
 def _engine(place: URL) -> Engine:
-    options = " ".join(f"-c {name}={value}" for name, value in LIMITS.items())
+    options = " ".join(f"-c {name}={value}" for name, value in {**LIMITS, **DURABLE}.items())
     try:
         return create_engine(
             place,

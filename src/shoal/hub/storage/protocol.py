@@ -40,6 +40,19 @@ class Presence:
 
 
 @dataclass(frozen=True)
+class Crew:
+    """Nodes of one role and state that are here, or away: how many, and what they have in sum."""
+
+    role: str
+    state: str
+    here: bool
+    count: int
+    credit: int
+    pending: int
+    lapsed: int
+
+
+@dataclass(frozen=True)
 class Outgoing:
     """What a decision recorded for the ledger and is not in the chain yet; numbered in the order of recording."""
 
@@ -198,7 +211,7 @@ class StoryReader(Reader, Protocol):
     """A view for those who ask why, and for reports on fleets of any size; no decision needs it."""
 
     def leases_of_unit(self, unit: int) -> list[LeaseRow]:
-        """Every lease that a unit ever had, in order of attempt."""
+        """The newest leases of a unit (`LEASES_TOLD`), in order of attempt."""
         ...
 
     def leases_of(self, node: str, limit: int) -> list[LeaseRow]:
@@ -219,6 +232,10 @@ class StoryReader(Reader, Protocol):
 
     def ledger_about(self, subject: str, but: Sequence[str], limit: int) -> list[LedgerEntry]:
         """The newest entries about a subject that are of no kind in `but`, oldest first."""
+        ...
+
+    def ledger_of_kind(self, kind: str, subjects: Sequence[str]) -> list[LedgerEntry]:
+        """All entries of a kind about any of these subjects, oldest first."""
         ...
 
     def nodes_after(self, node: str, limit: int) -> list[NodeRow]:
@@ -243,6 +260,10 @@ class StoryReader(Reader, Protocol):
 
     def node_counts(self) -> dict[str, int]:
         """How many nodes there are, by `role.state`."""
+        ...
+
+    def fleet(self, since_ms: int) -> list[Crew]:
+        """All nodes, summed up by role, state and whether they were heard of since then; in that order."""
         ...
 
 
@@ -272,7 +293,8 @@ class Writer(Reader, Protocol):
     def put_presence(self, presence: Presence) -> None: ...
 
     def touch_presence(self, node: str, now_ms: int) -> None:
-        """The node was heard of; what it said before stays."""
+        """The node was heard of; what it said before stays. When it was last heard of never goes back, though two
+        hubs' clocks may be a little apart."""
         ...
 
     def put_report(self, report: StepReport, at_ms: int) -> None: ...
@@ -281,7 +303,9 @@ class Writer(Reader, Protocol):
         """Whether this is the first time that `node` uses `nonce`."""
         ...
 
-    def forget_nonces(self, before_ms: int) -> None: ...
+    def forget_nonces(self, before_ms: int, limit: int) -> int:
+        """Drop up to `limit` nonces that expired before then; how many."""
+        ...
 
 
 class Storage(Protocol):
@@ -297,6 +321,10 @@ class Storage(Protocol):
     def write(self, durable: bool = True, exclusive: bool = False) -> AbstractContextManager[Writer]:
         """One transaction. `exclusive`: nobody writes beside it, at no hub. Where the database is a file, that is
         always so."""
+        ...
+
+    def now_ms(self) -> int | None:
+        """The database's own time, the one that all its hubs go by; None where one machine's clock will do."""
         ...
 
     def lead(self, name: str, holder: str, for_s: float) -> bool:

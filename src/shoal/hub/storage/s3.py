@@ -167,13 +167,13 @@ class S3Inbox:
         return self._bucket.key(f"{UPLOADS}/{name}")
 
     def _remove(self, keys: list[str]) -> None:
-        try:
-            for key in keys:
+        for key in keys:  # each by itself: one that is gone already, or cannot be removed, keeps no other
+            try:
                 obstore.delete(self._store, key)
-        except FileNotFoundError:
-            return
-        except (BaseError, OSError) as error:
-            log.warning("%s", store_error("remove an upload", self._bucket, error))
+            except FileNotFoundError:
+                continue
+            except (BaseError, OSError) as error:
+                log.warning("%s", store_error("remove an upload", self._bucket, error))
 
 
 def credentials_in(environment: Mapping[str, str]) -> Credentials | None:

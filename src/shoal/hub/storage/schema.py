@@ -30,16 +30,34 @@ def revision_of(schema_version: int) -> str:
     return f"{schema_version - OLDEST + 1:04d}"
 
 
-def prepare(connection: Connection, where: str) -> None:
-    """Make sure that the database has this version's schema; `where` is what it is called in messages."""
+def prepare(connection: Connection, where: str, upgrade: bool = True) -> None:
+    """Make sure that the database has this version's schema; `where` is what it is called in messages.
+
+    Without `upgrade` nothing is changed: hubs of an older shoal may be at work there, and could not go on.
+    """
     if not inspect(connection).has_table(tables.meta.name):
+        if not upgrade:
+            raise ConfigError(f"there is no run in {where}; has its hub been started?")
         tables.metadata.create_all(connection, checkfirst=False)
         connection.execute(tables.meta.insert().values(key="schema_version", value=str(tables.SCHEMA_VERSION)))
         _stamp(connection, revision_of(tables.SCHEMA_VERSION))
         return
     found = _version(connection, where)
     if found < tables.SCHEMA_VERSION:
+        if not upgrade:
+            raise ConfigError(
+                f"{where} has the schema of an older shoal ({found}, this one's is {tables.SCHEMA_VERSION}), and its "
+                "hubs may be running: use the shoal that they run, or stop them all and start one of this version first"
+            )
         _upgrade(connection, found)
+
+
+def unhurried(connection: Connection) -> Connection:
+    """The same transaction without the limits that keep a hub's short ones short: whole tables are gone through."""
+    if connection.dialect.name == "postgresql":
+        for limit in ("statement_timeout", "idle_in_transaction_session_timeout"):
+            connection.execute(text(f"SET LOCAL {limit} TO 0"))
+    return connection
 
 
 def _version(connection: Connection, where: str) -> int:
@@ -70,6 +88,7 @@ def _upgrade(connection: Connection, found: int) -> None:
     from alembic import command
     from alembic.config import Config
 
+    unhurried(connection)
     if not inspect(connection).has_table("alembic_version"):
         _stamp(connection, revision_of(found))
     config = Config(attributes={"connection": connection})

@@ -53,6 +53,9 @@ class SqliteStorage:
     def is_shared(self) -> bool:
         return False
 
+    def now_ms(self) -> int | None:
+        return None
+
     def lead(self, name: str, holder: str, for_s: float) -> bool:  # noqa: ARG002  the folder's lock keeps others out
         return True
 

@@ -8,8 +8,8 @@ from heapq import nlargest, nsmallest
 
 from shoal.hub.state.rows import Holding, LeaseRow, NodeRow, SubmissionRow
 from shoal.hub.storage.memory_tables import Tables
-from shoal.hub.storage.protocol import Presence, Rank
-from shoal.hub.storage.story_queries import REFUSED
+from shoal.hub.storage.protocol import Crew, Presence, Rank
+from shoal.hub.storage.story_queries import LEASES_TOLD, REFUSED
 from shoal.protocol import LedgerEntry, NodeState
 
 
@@ -20,7 +20,7 @@ class MemoryStories:
 
     def leases_of_unit(self, unit: int) -> list[LeaseRow]:
         rows = [row for row in self._tables.leases.values() if row.unit == unit]
-        return sorted(rows, key=lambda row: row.attempt)
+        return sorted(rows, key=lambda row: row.attempt)[-LEASES_TOLD:]
 
     def leases_of(self, node: str, limit: int) -> list[LeaseRow]:
         rows = (row for row in self._tables.leases.values() if row.node == node)
@@ -46,6 +46,11 @@ class MemoryStories:
         entries = (self._tables.ledger[index] for _, index in self._tables.subjects.by_subject.of(subject))
         newest = nlargest(limit, (entry for entry in entries if entry.kind not in but), key=lambda entry: entry.index)
         return newest[::-1]
+
+    def ledger_of_kind(self, kind: str, subjects: Sequence[str]) -> list[LedgerEntry]:
+        tables = self._tables
+        found = {index for subject in subjects for _, index in tables.subjects.by_subject.of(subject)}
+        return [entry for entry in (tables.ledger[index] for index in sorted(found)) if entry.kind == kind]
 
     def nodes_after(self, node: str, limit: int) -> list[NodeRow]:
         return nsmallest(
@@ -86,3 +91,20 @@ class MemoryStories:
 
     def node_counts(self) -> dict[str, int]:
         return dict(Counter(f"{row.role}.{row.state.value}" for row in self._tables.nodes.values()))
+
+    def fleet(self, since_ms: int) -> list[Crew]:
+        groups: dict[tuple[str, str, bool], list[NodeRow]] = {}
+        for row in self._tables.nodes.values():
+            presence = self._tables.presences.get(row.node)
+            here = presence is not None and presence.last_seen_ms >= since_ms
+            groups.setdefault((row.role, row.state.value, here), []).append(row)
+        return [
+            Crew(
+                *key,
+                count=len(rows),
+                credit=sum(row.credit for row in rows),
+                pending=sum(row.pending for row in rows),
+                lapsed=sum(row.lapsed for row in rows),
+            )
+            for key, rows in sorted(groups.items())
+        ]

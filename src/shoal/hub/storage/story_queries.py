@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from sqlalchemy import func, select
+from sqlalchemy import case, func, select
 
 from shoal.hub.state.machines import LeaseState, SubmissionState
 from shoal.hub.state.rows import Holding, LeaseRow, NodeRow, SubmissionRow
 from shoal.hub.storage import tables
-from shoal.hub.storage.protocol import Presence, Rank
+from shoal.hub.storage.protocol import Crew, Presence, Rank
 from shoal.hub.storage.queries import (
     HOLDINGS,
     SqlReader,
@@ -26,6 +26,8 @@ from shoal.hub.storage.queries import (
 )
 from shoal.protocol import LedgerEntry, NodeState
 
+LEASES_TOLD = 200
+"""The newest leases of a unit: one that nobody could do, or that was passed around, may have thousands."""
 REFUSED = (SubmissionState.REJECTED, SubmissionState.INCONCLUSIVE, SubmissionState.PULLED)
 
 
@@ -33,8 +35,8 @@ class SqlStoryReader(SqlReader):
     """Implements `protocol.StoryReader`."""
 
     def leases_of_unit(self, unit: int) -> list[LeaseRow]:
-        query = select(tables.leases).where(tables.leases.c.unit == unit).order_by(tables.leases.c.attempt)
-        return [lease_of(row) for row in self._connection.execute(query)]
+        query = select(tables.leases).where(tables.leases.c.unit == unit).order_by(tables.leases.c.attempt.desc())
+        return [lease_of(row) for row in self._connection.execute(query.limit(LEASES_TOLD))][::-1]
 
     def leases_of(self, node: str, limit: int) -> list[LeaseRow]:
         table = tables.leases
@@ -64,6 +66,12 @@ class SqlStoryReader(SqlReader):
         query = select(table).join(about, about.c.index == table.c.index).where(about.c.subject == subject)
         newest = query.where(table.c.kind.not_in(but)).order_by(table.c.index.desc()).limit(limit)
         return [entry_of(row) for row in self._connection.execute(newest)][::-1]
+
+    def ledger_of_kind(self, kind: str, subjects: Sequence[str]) -> list[LedgerEntry]:
+        about, table = tables.ledger_subjects, tables.ledger
+        indices = select(about.c.index).where(about.c.subject.in_(subjects))
+        query = select(table).where(table.c.index.in_(indices), table.c.kind == kind).order_by(table.c.index)
+        return [entry_of(row) for row in self._connection.execute(query)]
 
     def nodes_after(self, node: str, limit: int) -> list[NodeRow]:
         table = tables.nodes
@@ -108,3 +116,13 @@ class SqlStoryReader(SqlReader):
         table = tables.nodes
         query = select(table.c.role, table.c.state, func.count()).group_by(table.c.role, table.c.state)
         return {f"{role}.{state}": count for role, state, count in self._connection.execute(query)}
+
+    def fleet(self, since_ms: int) -> list[Crew]:
+        table, presence = tables.nodes, tables.presence
+        here = case((presence.c.last_seen_ms >= since_ms, 1), else_=0).label("here")
+        sums = [func.sum(column) for column in (table.c.credit, table.c.pending, table.c.lapsed)]
+        joined = table.outerjoin(presence, presence.c.node == table.c.node)
+        query = select(table.c.role, table.c.state, here, func.count(), *sums).select_from(joined)
+        groups = (table.c.role, table.c.state, here)
+        rows = self._connection.execute(query.group_by(*groups).order_by(*groups))
+        return [Crew(row[0], row[1], bool(row[2]), *(int(value) for value in row[3:])) for row in rows]

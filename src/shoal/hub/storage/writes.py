@@ -8,7 +8,19 @@ from dataclasses import asdict
 from enum import StrEnum
 from typing import Any
 
-from sqlalchemy import ClauseElement, CursorResult, Table, bindparam, delete, insert, update
+from sqlalchemy import (
+    ClauseElement,
+    ColumnElement,
+    CursorResult,
+    Table,
+    bindparam,
+    case,
+    delete,
+    insert,
+    select,
+    tuple_,
+    update,
+)
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import IntegrityError
 
@@ -40,6 +52,8 @@ class SqlWriter(SqlReader):
             try:
                 _APPLY[type(command)](self, command)
             except IntegrityError as error:
+                if not is_overtaken(error):
+                    raise
                 raise StaleRow(f"{type(command).__name__} contradicts what is stored: {error.orig}") from error
 
     def lock_nodes(self, nodes: Iterable[str]) -> None:
@@ -67,7 +81,9 @@ class SqlWriter(SqlReader):
         table = tables.presence
         rest: dict[str, Any] = {name: bindparam(name) for name in table.columns.keys() if name != "node"}  # noqa: SIM118
         fresh = self._insert(table).values(node=bindparam("node"), **rest)
-        return fresh.on_conflict_do_update(index_elements=["node"], set_={name: fresh.excluded[name] for name in rest})
+        said: dict[str, Any] = {name: fresh.excluded[name] for name in rest}
+        said["last_seen_ms"] = _later(fresh.excluded.last_seen_ms, table.c.last_seen_ms)
+        return fresh.on_conflict_do_update(index_elements=["node"], set_=said)
 
     def touch_presence(self, node: str, now_ms: int) -> None:
         fresh = {**vars(Presence(node, last_seen_ms=now_ms)), "counters": "{}"}
@@ -76,7 +92,7 @@ class SqlWriter(SqlReader):
     def _touch_presence(self) -> ClauseElement:
         table = tables.presence
         fresh = self._insert(table).values({column.name: bindparam(column.name) for column in table.columns})
-        seen = {"last_seen_ms": fresh.excluded.last_seen_ms}
+        seen = {"last_seen_ms": _later(fresh.excluded.last_seen_ms, table.c.last_seen_ms)}
         return fresh.on_conflict_do_update(index_elements=["node"], set_=seen)
 
     def put_report(self, report: StepReport, at_ms: int) -> None:
@@ -92,8 +108,11 @@ class SqlWriter(SqlReader):
         taken = self._insert(table).values({column.name: bindparam(column.name) for column in table.columns})
         return taken.on_conflict_do_nothing().returning(table.c.nonce)
 
-    def forget_nonces(self, before_ms: int) -> None:
-        self._connection.execute(delete(tables.nonces).where(tables.nonces.c.expires_at_ms < before_ms))
+    def forget_nonces(self, before_ms: int, limit: int) -> int:
+        table = tables.nonces
+        key = tuple_(table.c.node, table.c.nonce)
+        expired = select(table.c.node, table.c.nonce).where(table.c.expires_at_ms < before_ms).limit(limit)
+        return self._connection.execute(delete(table).where(key.in_(expired))).rowcount
 
     def _save_unit(self, command: SaveUnit) -> None:
         self._save(tables.units, "unit", vars(command.row), command.was)
@@ -150,6 +169,23 @@ class SqlWriter(SqlReader):
         statement = self._insert(table).values(**values)
         rest = {name: value for name, value in values.items() if name not in keys}
         self._connection.execute(statement.on_conflict_do_update(index_elements=keys, set_=rest))
+
+
+_OVERTAKEN = frozenset(
+    {"23505", "23503", "SQLITE_CONSTRAINT_UNIQUE", "SQLITE_CONSTRAINT_PRIMARYKEY", "SQLITE_CONSTRAINT_FOREIGNKEY"}
+)
+"""A row that is there already, or one that is not there: by PostgreSQL's codes and by SQLite's names."""
+
+
+def is_overtaken(error: IntegrityError) -> bool:
+    """Whether somebody else was first, so that deciding anew may help. What a column never takes is a defect."""
+    said = (getattr(error.orig, "sqlstate", None), getattr(error.orig, "sqlite_errorname", None))
+    return not _OVERTAKEN.isdisjoint(said)
+
+
+def _later(one: ColumnElement[int], other: ColumnElement[int]) -> ColumnElement[int]:
+    """The greater of two; databases do not agree on its name."""
+    return case((one > other, one), else_=other)
 
 
 def _inserting(table: Table, but: str = "") -> ClauseElement:

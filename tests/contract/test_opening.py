@@ -1,0 +1,76 @@
+"""Databases that are opened beside hubs at work: waited for, never changed under them, gone through without haste."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import pytest
+from sqlalchemy import create_engine, text
+
+from shoal.errors import ConfigError
+from shoal.hub.storage import StaleRow, opening, postgres, tables
+from shoal.hub.storage.copying import connection_of, copy_rows, extents, snapshot
+from shoal.hub.storage.opening import open_storage
+from shoal.hub.storage.postgres import LIMITS, parsed
+from shoal.hub.storage.sqlite import SqliteStorage
+
+SCHEMA = "SELECT value FROM meta WHERE key = 'schema_version'"
+
+
+def test_a_snapshot_does_not_change_the_schema_of_a_live_database(database_url: str, tmp_path: Path) -> None:
+    open_storage(database_url, tmp_path).close()
+    engine = create_engine(parsed(database_url))
+    older = str(tables.SCHEMA_VERSION - 1)
+    with engine.begin() as connection:
+        connection.execute(text("UPDATE meta SET value = :older WHERE key = 'schema_version'"), {"older": older})
+    with pytest.raises(ConfigError, match=r"schema of an older shoal .* its hubs may be running: use the shoal that"):
+        snapshot(database_url, tmp_path, tmp_path / "copy.db")
+    with engine.begin() as connection:
+        assert connection.execute(text(SCHEMA)).scalar_one() == older
+    engine.dispose()
+
+
+def test_a_snapshot_makes_no_run_where_there_is_none(database_url: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="there is no run in"):
+        snapshot(database_url, tmp_path, tmp_path / "copy.db")
+    engine = create_engine(parsed(database_url))
+    with engine.begin() as connection:
+        assert connection.execute(text("SELECT count(*) FROM pg_tables WHERE tablename = 'meta'")).scalar_one() == 0
+    engine.dispose()
+
+
+def test_whole_tables_are_gone_through_without_a_hubs_limits(database_url: str, tmp_path: Path) -> None:
+    limits = [name for name in LIMITS if name != "lock_timeout"]
+    with (
+        contextlib.closing(open_storage(database_url, tmp_path)) as storage,
+        contextlib.closing(SqliteStorage(tmp_path / "other.db")) as other,
+    ):
+        with storage.read() as reader:
+            extents(reader)
+            shown = [connection_of(reader).execute(text(f"SHOW {name}")).scalar_one() for name in limits]
+        assert shown == ["0", "0"]
+        with storage.read() as reader:  # the next transaction has them again
+            assert connection_of(reader).execute(text("SHOW statement_timeout")).scalar_one() == "30s"
+        copy_rows(other, storage)
+        copy_rows(storage, other)
+
+
+def test_a_database_that_is_busy_is_tried_again(
+    database_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, tries = postgres.PostgresStorage, iter(range(100))
+
+    def busy(url: str, upgrade: bool) -> postgres.PostgresStorage:
+        if next(tries) < 2:
+            raise StaleRow("canceling statement due to lock timeout")
+        return real(url, upgrade)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(postgres, "PostgresStorage", busy)
+        open_storage(database_url, tmp_path).close()
+        assert next(tries) == 3
+        patch.setattr(opening, "ATTEMPTS", 1)
+        tries = iter(range(100))
+        with pytest.raises(StaleRow):
+            open_storage(database_url, tmp_path)

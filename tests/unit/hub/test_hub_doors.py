@@ -1,0 +1,411 @@
+"""What strangers, and keys that are trusted no more, must not get: work for the hub, a way back in, a second seat."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hubkit import ROOT, TRAINER, VALIDATOR, Bench, certificate, code_of, ok, policy
+from ownerkit import ADMIN, Owner
+
+from shoal.hub import auth
+from shoal.hub import changes as changes_module
+from shoal.hub.answers import Answers
+from shoal.hub.bodies import read_body
+from shoal.hub.changes import Changes, Topic, long_poll
+from shoal.hub.door import Edge
+from shoal.hub.limits import Addresses
+from shoal.hub.service import Hub, Posting
+from shoal.hub.service.owner import orders_of, put_orders
+from shoal.hub.service.posting import READ_POSTS
+from shoal.hub.state.commands import Record
+from shoal.hub.state.refusals import Refusal
+from shoal.hub.state.rows import NodeRow
+from shoal.hub.storage import SqliteStorage
+from shoal.hub.storage.queries import SqlReader
+from shoal.hub.storage.story_queries import SqlStoryReader
+from shoal.hub.waits import FORGET_AFTER_MS, Waits
+from shoal.protocol import (
+    AuditRequest,
+    PolicyAnnouncement,
+    Registration,
+    SigningKey,
+    VerdictReport,
+    sign_document,
+)
+from shoal.runtime.clock import ManualClock
+
+SECOND = SigningKey.from_seed(b"w" * 32)
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    bench = Bench(tmp_path / "hub")
+    yield bench
+    bench.close()
+
+
+@pytest.fixture
+def owner(bench: Bench) -> Owner:
+    return Owner(bench)
+
+
+def hub_of(bench: Bench) -> Hub:
+    hub: Hub = bench.app.state.hub
+    return hub
+
+
+def row_of(bench: Bench, key: SigningKey) -> NodeRow:
+    with hub_of(bench).context.storage.read() as reader:
+        row = reader.node(key.node)
+    assert row is not None
+    return row
+
+
+def refusal_of(call: Callable[[], Any]) -> tuple[int, str]:
+    with pytest.raises(Refusal) as caught:
+        call()
+    return caught.value.status, caught.value.code
+
+
+# ── keys that were revoked ───────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("by", [ADMIN, ROOT])
+def test_nobody_is_pardoned_whose_key_was_revoked(bench: Bench, owner: Owner, by: SigningKey) -> None:
+    assert owner.order("revoke", key=ROOT, target=VALIDATOR.public_key).changed
+    assert code_of(owner.post(owner.request("pardon", key=by, target=VALIDATOR.node))) == (409, "admin.revoked")
+    assert row_of(bench, VALIDATOR).state.value == "banned"
+    story = ok(bench.http.get(f"/nodes/{VALIDATOR.node}")).json()
+    assert story["sentence"] == "banned: its key was revoked by the run's owner, and that is for good"
+    assert code_of(bench.validator.call("POST", "/audits", {"max_audits": 1})) == (403, "node.banned")
+
+
+def test_a_revoked_key_does_not_come_back_as_a_worker(bench: Bench, owner: Owner) -> None:
+    assert owner.order("revoke", key=ROOT, target=SECOND.public_key).changed
+    assert code_of(bench.actor(SECOND).register()) == (403, "auth.revoked")
+
+
+def test_a_key_that_is_revoked_while_it_registers_is_not_taken_in(
+    bench: Bench, owner: Owner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub, revoke = hub_of(bench), owner.request("revoke", key=ROOT, target=SECOND.public_key)
+    decide, orders = hub.context.decision, [revoke]
+
+    def late(**options: bool) -> AbstractContextManager[Any]:
+        if orders:
+            hub.administration.act(orders.pop())
+        return decide(**options)
+
+    monkeypatch.setattr(hub.context, "decision", late)
+    registration = Registration(
+        public_key=SECOND.public_key, role="validator", certificate=certificate(SECOND, "validator")
+    )
+    assert refusal_of(lambda: hub.membership.register(registration)) == (403, "auth.revoked")
+    with hub.context.storage.read() as reader:
+        assert reader.node(SECOND.node) is None
+
+
+def test_what_was_on_its_way_when_a_key_was_revoked_is_refused(bench: Bench) -> None:
+    ok(bench.announce(0))
+    hub, validator, trainer = hub_of(bench), row_of(bench, VALIDATOR), row_of(bench, TRAINER)
+    with hub.context.storage.write() as transaction:
+        revoked = (VALIDATOR.public_key, TRAINER.public_key)
+        put_orders(transaction, orders_of(transaction).model_copy(update={"revoked": revoked}))
+    announcement = PolicyAnnouncement(run=hub.context.config.run_id, policy=policy(1), created_at_ms=0)
+    for call in (
+        lambda: hub.checking.audits(validator, AuditRequest(max_audits=1)),
+        lambda: hub.checking.verdicts(validator, VerdictReport(verdicts=(sign_document(announcement, VALIDATOR),))),
+        lambda: hub.training.announce(trainer, sign_document(announcement, TRAINER)),
+        lambda: hub.training.batch(trainer, 0),
+    ):
+        assert refusal_of(call) == (403, "auth.revoked")
+
+
+def test_who_is_shut_out_while_its_body_comes_in_is_refused(
+    bench: Bench, owner: Owner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def slow(*args: Any) -> bytes:
+        hub_of(bench).administration.act(owner.request("revoke", target=VALIDATOR.public_key))
+        return await read_body(*args)
+
+    monkeypatch.setattr(auth, "read_body", slow)
+    assert code_of(bench.validator.call("POST", "/heartbeat", {})) == (403, "node.banned")
+
+
+# ── what an order costs that was given before ────────────────────────────────────────────────────────────────────
+
+
+def test_an_order_that_is_old_or_was_given_before_stops_nobody(
+    bench: Bench, owner: Owner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pause = owner.request("pause")
+    ok(owner.post(pause))
+    late = owner.request("pause", key=ROOT, issued_at_ms=bench.clock.now_ms() - 121_000)
+    again = owner.request("resume", key=ROOT)
+    ok(owner.post(again))
+    assert owner.order("revoke", key=ROOT, target=ADMIN.public_key).changed
+    hub_of(bench).posting.post()  # so that the upkeep has nothing to write
+    made: list[bool] = []
+    write = SqliteStorage.write
+
+    def counted(self: SqliteStorage, durable: bool = True, exclusive: bool = False) -> AbstractContextManager[Any]:
+        made.append(exclusive)
+        return write(self, durable, exclusive)
+
+    monkeypatch.setattr(SqliteStorage, "write", counted)
+    assert code_of(owner.post(pause)) == (403, "admin.revoked")
+    assert not ok(owner.post(again)).json()["changed"]
+    assert code_of(owner.post(late)) == (401, "admin.skew")
+    assert True not in made
+
+
+# ── what reading costs ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every request comes from an address of somebody else's."""
+    monkeypatch.setattr(Edge, "client_of", lambda _self, _scope: "192.0.2.1")
+
+
+class Counted:
+    """A call that counts how often it is made."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self.call, self.count = call, 0
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        self.count += 1
+        return self.call(*args, **options)
+
+
+def test_readers_make_the_hub_post_now_and_then_only(bench: Bench) -> None:
+    hub, clock = hub_of(bench), ManualClock()
+    posting = Posting(hub.context, clock)
+    page = posting._post_page = Counted(posting._post_page)  # type: ignore[method-assign]
+
+    def recorded() -> None:
+        with hub.context.storage.write() as transaction:
+            transaction.apply([Record("sanction", {"node": "0" * 32}, 1)])
+
+    posting.post()
+    before = page.count
+    for _ in range(READ_POSTS * 3):
+        recorded()
+        posting.post_for_reader()
+    assert page.count - before == READ_POSTS
+    clock.advance(0.25)
+    posting.post_for_reader()
+    assert page.count - before == READ_POSTS + 1
+    clock.advance(0.25)
+    posting.post_for_reader()  # nothing to post: costs nothing
+    recorded()
+    posting.post_for_reader()
+    assert page.count - before == READ_POSTS + 2
+    recorded()
+    posting.post()  # the upkeep's own is never held up
+    assert page.count - before == READ_POSTS + 3
+
+
+@pytest.mark.parametrize("path", ["/units/7", f"/nodes/{'f' * 32}"])
+def test_who_asks_for_what_is_not_there_makes_nobody_post(
+    bench: Bench, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    post = Counted(lambda: None)
+    monkeypatch.setattr(hub_of(bench).posting, "post_for_reader", post)
+    assert bench.http.get(path).status_code == 404
+    assert post.count == 0
+    ok(bench.http.get(f"/nodes/{VALIDATOR.node}"))
+    assert post.count == 1
+
+
+@pytest.mark.parametrize("field", ["counters", "progress"])
+def test_a_heartbeat_has_short_names(bench: Bench, field: str) -> None:
+    ok(bench.alice.call("POST", "/heartbeat", {field: {"x" * 64: 1}}))
+    for name in ("x" * 65, "a\x1b[2J", "a\x00"):
+        assert bench.alice.call("POST", "/heartbeat", {field: {name: 1}}).status_code == 422
+
+
+def test_no_page_that_anyone_may_read_loads_every_node(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_self: SqlReader) -> None:
+        raise AssertionError("all nodes were loaded")
+
+    monkeypatch.setattr(SqlReader, "nodes", refuse)
+    monkeypatch.setattr(SqlReader, "presences", refuse)
+    for actor in (bench.trainer, bench.validator, bench.alice, bench.bob):
+        ok(actor.call("POST", "/heartbeat", {}))
+    ok(bench.http.get("/ready"))
+    text = ok(bench.http.get("/metrics")).text
+    assert 'shoal_hub_nodes{presence="here",role="trainer",state="active"} 1.0' in text
+    assert 'shoal_hub_nodes{presence="here",role="worker",state="active"} 2.0' in text
+
+
+@pytest.mark.parametrize(
+    ("path", "service", "call"), [("/status", "reporting", "status"), ("/ready", "readiness", "check")]
+)
+@pytest.mark.usefixtures("outside")
+def test_strangers_share_an_answer(
+    bench: Bench, path: str, service: str, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    edge, clock = bench.app.state.edge, ManualClock()
+    edge.answers = Answers(clock)
+    part = getattr(hub_of(bench), service)
+    counted = Counted(getattr(part, call))
+    monkeypatch.setattr(part, call, counted)
+    for _ in range(5):
+        bench.http.get(path)
+    assert counted.count == 1
+    clock.advance(1.01)
+    bench.http.get(path)
+    assert counted.count == 2
+
+
+def test_one_answer_is_computed_at_a_time_and_serves_all_who_asked_before_it_began() -> None:
+    async def scene() -> list[int]:
+        clock, begun, go = ManualClock(), [0], asyncio.Event()
+        answers = Answers(clock)
+
+        async def compute() -> int:
+            begun[0] += 1
+            number = begun[0]
+            await go.wait()
+            return number
+
+        asking = [asyncio.create_task(answers.get("x", 0.0, compute))]
+        await asyncio.sleep(0)
+        clock.advance(0.1)
+        asking += [asyncio.create_task(answers.get("x", 0.0, compute)) for _ in range(3)]
+        asking.append(asyncio.create_task(answers.get("x", 1.0, compute)))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert begun == [1]
+        go.set()
+        return await asyncio.wait_for(asyncio.gather(*asking), 10)
+
+    assert asyncio.run(scene()) == [1, 2, 2, 2, 1]
+
+
+def test_a_failure_is_told_to_those_who_waited_and_not_kept() -> None:
+    async def scene() -> int:
+        answers = Answers(ManualClock())
+
+        async def fail() -> int:
+            raise Refusal(503, "hub.busy", "not now")
+
+        async def succeed() -> int:
+            return 7
+
+        with pytest.raises(Refusal):
+            await answers.get("x", 1.0, fail)
+        return await answers.get("x", 1.0, succeed)
+
+    assert asyncio.run(scene()) == 7
+
+
+@pytest.mark.usefixtures("outside")
+def test_a_header_that_looks_like_a_signature_exempts_nobody_from_turns(bench: Bench) -> None:
+    edge = bench.app.state.edge
+    turns = edge.reading.of = Counted(edge.reading.of)
+    headers = {"shoal-signature": "00" * 64}
+    ok(bench.http.get("/status", headers=headers))
+    assert turns.count == 1
+    bench.validator.call("GET", f"/submissions?name={'0' * 64}")
+    bench.trainer.call("GET", "/batches/0/rollouts")
+    assert turns.count == 1  # these say nothing to who has not proven who it is
+
+
+def test_a_proxy_that_nobody_named_is_warned_of_once(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    bench.app.state.edge.addresses = Addresses()
+    for _ in range(3):
+        ok(bench.http.get("/health", headers={"x-forwarded-for": "203.0.113.9"}))
+    warned = [record for record in caplog.records if "hub.trusted_proxies" in record.getMessage()]
+    assert len(warned) == 1
+
+
+def test_the_story_of_a_node_is_one_query_of_the_ledger_however_much_it_did(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ok(bench.announce(0))
+    bench.accept_groups(2)
+    about = Counted(SqlStoryReader.ledger_about)
+    monkeypatch.setattr(SqlStoryReader, "ledger_about", lambda self, *args: about(self, *args))
+    story = ok(bench.http.get(f"/nodes/{bench.alice.key.node}")).json()
+    assert len(story["recent"]) == 2
+    assert about.count == 1
+
+
+def test_those_who_stopped_waiting_are_forgotten_though_nobody_asks_who_waits() -> None:
+    waits = Waits()
+    for number in range(100):
+        waits.waiting(f"worker {number}", "a unit", number * 1000)
+    assert len(waits) == FORGET_AFTER_MS // 1000 + 1
+    waits.waiting("worker 99", "a unit", 99_000 + FORGET_AFTER_MS)
+    waits.waiting("worker 0", "a unit", 99_001 + FORGET_AFTER_MS)
+    assert len(waits) == 2
+
+
+# ── one seat for each ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_newer_poll_of_the_same_key_ends_the_older_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(changes_module, "OVER_S", 0.0)
+
+    async def scene() -> None:
+        changes = Changes()
+        tries: list[str] = []
+
+        def attempt(name: str) -> Callable[[], Awaitable[tuple[str, bool]]]:
+            async def look() -> tuple[str, bool]:
+                tries.append(name)
+                return f"nothing for {name}", False
+
+            return look
+
+        async def is_gone() -> bool:
+            return False
+
+        def poll(name: str, who: str, topic: Topic = Topic.LEASES) -> asyncio.Task[str]:
+            return asyncio.create_task(long_poll(changes, topic, 20, attempt(name), is_gone, who=who))
+
+        async def settled(count: int) -> None:
+            while len(tries) < count:
+                await asyncio.sleep(0)
+            for _ in range(5):
+                await asyncio.sleep(0)
+
+        older, other, elsewhere = poll("older", "a"), poll("other", "b"), poll("elsewhere", "a", Topic.AUDITS)
+        await settled(3)
+        newer = poll("newer", "a")
+        assert await asyncio.wait_for(older, 10) == "nothing for older"
+        assert not newer.done()
+        assert not other.done()
+        assert not elsewhere.done()
+        assert tries.count("older") == 1, "it looks no more: what it would find is the newer one's"
+        changes.close()
+        await asyncio.wait_for(asyncio.gather(newer, other, elsewhere), 10)
+        assert changes.polling == 0
+
+    asyncio.run(scene())
+
+
+def test_a_key_waits_on_one_connection_only(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(changes_module, "OVER_S", 0.0)
+    asked = [{"request": f"request-seat-{number}", "wait_s": 20} for number in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(bench.alice.call, "POST", "/leases", asked[0])
+        changes = hub_of(bench).context.changes
+        deadline = time.monotonic() + 10
+        while changes.polling == 0:
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        second = pool.submit(bench.alice.call, "POST", "/leases", asked[1])
+        assert ok(first.result(10)).json()["leases"] == []
+        ok(bench.announce(0))
+        assert len(ok(second.result(10)).json()["leases"]) == 1
