@@ -69,7 +69,7 @@ def test_a_write_that_fails_leaves_nothing(storage: MemoryStorage, tmp_path: Pat
             transaction.apply([RaiseAlarm(0, "x", "y", 1), Record("policy", {"version": 1}, 1)])
             transaction.touch_presence(node.node, 10**15)
             transaction.take_nonce(node.node, "nonce", 5)
-            transaction.forget_nonces(10**15)
+            transaction.forget_nonces(10**15, 100)
             transaction.put_setting("key", "value")
             transaction.apply([AddVerdict(row.submission, "{}")])  # there is one already
 
