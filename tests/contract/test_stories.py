@@ -14,6 +14,7 @@ from shoal.hub.state.rows import LeaseRow, NodeRow, SubmissionRow, UnitRow
 from shoal.hub.storage import MemoryStorage, Presence, SqliteStorage, Storage, StoryReader
 from shoal.hub.storage.postgres import PostgresStorage
 from shoal.hub.storage.protocol import Crew
+from shoal.hub.storage.story_queries import LEASES_TOLD
 from shoal.ledger import append, node_subject, unit_subject
 from shoal.protocol import NodeState
 
@@ -92,6 +93,20 @@ def test_all_leases_of_a_unit_and_the_newest_of_a_node(reader: StoryReader) -> N
     assert [row.lease for row in reader.leases_of(node(1).node, 1)] == ["u7a2"]
     assert reader.leases_of_unit(8) == []
     assert [held.lease.lease for held in reader.oldest_holdings(5)] == ["u7a2"]
+
+
+@pytest.mark.parametrize("maker", MAKERS.values(), ids=list(MAKERS))
+def test_of_a_unit_that_was_passed_around_the_newest_leases_are_told(
+    maker: Maker, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    storage = maker(request, tmp_path)
+    commands: list[Command] = [SaveNode(node(1), None), SaveUnit(UnitRow(7, "t"), None)]
+    commands += [SaveLease(lease(7, attempt, 1), None) for attempt in range(LEASES_TOLD + 5)]
+    with storage.write() as transaction:
+        transaction.apply(commands)
+    with storage.read() as reader:
+        assert [row.attempt for row in reader.leases_of_unit(7)] == list(range(5, LEASES_TOLD + 5))
+    storage.close()
 
 
 def test_submissions_and_their_verdicts(reader: StoryReader) -> None:

@@ -210,6 +210,15 @@ class TestDamage:
         with pytest.raises(ProtocolError, match="a member that no backup has"):
             unpack(tmp_path / "bad.tar", tmp_path / "run")
 
+    def test_a_file_that_is_mostly_a_hole_is_not_unpacked(self, tmp_path: Path) -> None:
+        info = tarfile.TarInfo("hub/hub.db")
+        info.pax_headers = {"GNU.sparse.map": "0,1", "GNU.sparse.size": str(2**40)}
+        info.size = 1
+        with tarfile.open(tmp_path / "bad.tar", "w", format=tarfile.PAX_FORMAT) as tar:
+            tar.addfile(info, io.BytesIO(b"x"))
+        with pytest.raises(ProtocolError, match="a member that no backup has"):
+            read_bundle(tmp_path / "bad.tar", lambda _name, _mode, _data: None)
+
 
 class TestPlaces:
     def test_nothing_is_replaced(self, taken: Path, tmp_path: Path) -> None:

@@ -206,6 +206,12 @@ def test_a_key_that_asks_too_often_is_told_for_how_long_to_wait(slow_keys: Bench
         ok(slow_keys.validator.call("POST", "/heartbeat", {}))
 
 
+def test_a_known_key_that_registers_over_and_over_is_held_to_its_rate(slow_keys: Bench) -> None:
+    answers = [slow_keys.alice.register().status_code for _ in range(40)]
+    assert answers[0] == 200
+    assert 429 in answers
+
+
 def test_nobody_else_can_use_up_a_key(slow_keys: Bench) -> None:
     """Neither by its name, nor by a request of its that was seen on the wire."""
     forged = Actor(worker_key(9), slow_keys.http, slow_keys.clock)

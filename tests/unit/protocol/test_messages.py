@@ -17,9 +17,11 @@ from shoal.protocol import (
     Entry,
     Heartbeat,
     Lease,
+    LeaseRelease,
     LeaseRequest,
     Message,
     PolicyRef,
+    Registration,
     SamplingParameters,
     TensorView,
     content_digest,
@@ -130,3 +132,14 @@ def test_a_digest_covers_entries_and_chunks_in_order(
 ) -> None:
     assert content_digest(*other) != content_digest(ENTRIES, 8, CHUNKS)
     assert content_digest(*other) == content_digest(*other)
+
+
+@pytest.mark.parametrize("text", ["a\x00bcdefgh", "a\nbcdefghi", "\x1b[2Jabcdefgh"])
+def test_no_control_character_gets_into_what_is_stored_or_shown(text: str) -> None:
+    """PostgreSQL holds no NUL: one in an SQLite run would keep it from ever being moved."""
+    with pytest.raises(ValidationError):
+        LeaseRequest(request=text)
+    with pytest.raises(ValidationError):
+        LeaseRelease(leases=(), reason=text)
+    with pytest.raises(ValidationError):
+        Registration(public_key="5f" * 32, software=text)
