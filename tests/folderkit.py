@@ -152,6 +152,7 @@ class Play:
         verdict = Verdict(
             run=lease.run, submission=submission, unit=lease.unit, node=lease.node, outcome=Outcome.ACCEPTED,
             rewards=(RolloutReward(value=0.0), RolloutReward(value=1.0)), generated_tokens=2 * TOKENS, decided_at_ms=1,
+            environment_digest=lease.environment_digest,
         )  # fmt: skip
         return sign_document(verdict, self.folder.key("validator-0"))
 
@@ -160,7 +161,8 @@ class Play:
         tokenizer = TextTokenizer(read_files(model_folder(recipe.model.path)))
         return HubConfig(
             folder=self.path / "hub", run_id=self.folder.run_id, run=recipe.run, settings=recipe.hub,
-            environment=build(recipe.environment), encode=tokenizer.encode, eos_token_id=tokenizer.eos_token_id,
+            environment=build(recipe.environment), encode=lambda task: tokenizer.encode(task.prompt),
+            eos_token_id=tokenizer.eos_token_id,
             key=self.folder.key("hub"), root_key=self.folder.root_key, certificates=self.folder.certificates,
             sources=self.endpoints.sources,
         )  # fmt: skip

@@ -180,6 +180,7 @@ def _verdict(audit: Audit, key: SigningKey) -> SignedDocument:
         generated_tokens=GROUP_SIZE * TOKENS,
         depth=audit.depth,
         decided_at_ms=time.time_ns() // 1_000_000,
+        environment_digest=lease.environment_digest,
     )
     return sign_document(verdict, key)
 

@@ -53,7 +53,7 @@ def hub_config(folder: Path, database: str) -> HubConfig:
             connections_per_address=0,
         ),
         environment=Numbers(),
-        encode=lambda text: list(text.encode()),
+        encode=lambda task: list(task.prompt.encode()),
         eos_token_id=0,
         key=key_of("hub"),
         root_key=key_of("root").public_key,

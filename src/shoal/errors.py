@@ -5,6 +5,7 @@
     │   ├── ConfigError                        a recipe, an override, a run folder
     │   ├── ModelError                         a model folder or its files
     │   ├── EnvironmentSetupError              an environment, its data, or a reward function that does not load
+    │   │   └── UnusableTask                   one task whose row cannot be used: another one is drawn
     │   └── KeyFileError                       a key file that is missing, damaged or readable by others
     ├── ResourceError                 exit 3   the machine says no: port taken, folder not writable
     │   └── DiskError                          the disk takes nothing (more): full, read-only, broken
@@ -27,6 +28,7 @@
     ├── PolicyMismatch                exit 1   a digest that is not the one signed for
     ├── ScoringFailure                exit 1   the scoring machinery failed: "no sample", never reward 0
     ├── LedgerError                   exit 5   a chain that is broken, rewritten or rolled back
+    ├── LeakFound                     exit 5   tasks to be evaluated that the model was, or could be, trained on
     └── DeadlineExceeded              exit 1   a wait that ended
 
 Exit codes 2, 3 and 5 mean that starting again cannot help: a supervisor ends the run with the message. Code 6 means
@@ -61,6 +63,10 @@ class ModelError(UserError):
 
 class EnvironmentSetupError(UserError):
     """An environment cannot be built."""
+
+
+class UnusableTask(EnvironmentSetupError):
+    """A task whose row cannot be used; another one is drawn."""
 
 
 class KeyFileError(UserError):
@@ -166,6 +172,12 @@ class ScoringFailure(ShoalError):
 
 class LedgerError(ShoalError):
     """The hash chain does not hold, or its accounts do not."""
+
+    exit_code = 5
+
+
+class LeakFound(ShoalError):
+    """Tasks that were to show what a model can do unseen are in its training set."""
 
     exit_code = 5
 

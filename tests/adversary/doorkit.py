@@ -120,6 +120,7 @@ class Caller:
             "run": self.hub.run, "submission": audit.submission, "unit": lease.unit, "node": lease.node,
             "outcome": Outcome.ACCEPTED, "rewards": tuple(RolloutReward(value=float(i)) for i in range(GROUP)),
             "generated_tokens": GROUP * TOKENS, "depth": audit.depth, "decided_at_ms": 0,
+            "environment_digest": lease.environment_digest,
         }  # fmt: skip
         signed = sign_document(Verdict(**{**fields, **changes}), self.key)
         reply = ok(self.call("POST", "/verdicts", VerdictReport(verdicts=(signed,)))).json()

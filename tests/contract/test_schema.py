@@ -153,6 +153,29 @@ def test_a_run_of_schema_2_goes_on(place: Place) -> None:
     assert [tuple(row) for row in about] == [("node:ab", 1), ("node:ab", 2), ("unit:7", 2)]
 
 
+def test_a_run_of_schema_3_goes_on(place: Place) -> None:
+    with place.connect() as connection:
+        fill_as_schema_2(connection)
+        schema._stamp(connection, "0001")
+        migrate(connection, "0002")
+        connection.execute(text("UPDATE meta SET value = '3' WHERE key = 'schema_version'"))
+        connection.execute(
+            text(
+                "INSERT INTO submissions (submission, lease, unit, node, incarnation, version, digest, size_bytes, "
+                "received_at_ms, state, receipt, rewards, generated_tokens, reason, message, depth) "
+                "VALUES ('s', 'u7a0', 7, 'ab', 0, 0, 'd', 1, 1, 'accepted', '', '[1.0, 0.0]', 2, '', '', 'full')"
+            )
+        )
+    storage = place.open()
+    with storage.read() as reader:
+        assert reader.setting("schema_version") == str(tables.SCHEMA_VERSION)
+        row = reader.submission("s")
+        assert row is not None
+        assert (row.rewards, row.pass_rate) == ((1.0, 0.0), None)
+        assert (reader.pool_counts(), reader.evaluations_under_way()) == ({}, [])
+    storage.close()
+
+
 def test_a_migration_that_fails_leaves_everything_as_it_was(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     with place.connect() as connection:
         fill_as_schema_2(connection)

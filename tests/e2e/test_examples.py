@@ -33,7 +33,9 @@ def test_a_reward_of_ones_own_is_one_file(tmp_path: Path) -> None:
     rows = metrics(tmp_path / "mine")
     assert [row["step"] for row in rows] == [0, 1, 2]
     # Its reward is graded: right digits count even where the list is not sorted to the end.
-    assert all(0.4 < row["held_out"] < 1 for row in rows), rows
+    measured = {row["step"]: row["held_out"] for row in rows if "held_out" in row}
+    assert {0, 2} <= measured.keys(), rows  # validators may skip one in between, if they are busy
+    assert all(0.4 < score < 1 for score in measured.values()), rows
     assert all(row["groups"] == 8 for row in rows[:2]), rows
 
 

@@ -451,6 +451,7 @@ class Cast:
             generated_tokens=2 * TOKENS_PER_ROLLOUT - lease.unit % 3,
             depth=audit.depth,
             decided_at_ms=SystemClock().now_ms(),
+            environment_digest=lease.environment_digest,
         )
 
     def take_batch(self, step: int) -> bool:

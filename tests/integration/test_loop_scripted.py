@@ -75,8 +75,8 @@ class ParityEnvironment:
         return Score(float(len(completion) % 2), {"task": float(len(completion) % 2)})
 
 
-def encode(prompt: str) -> list[int]:
-    return [ord(character) % 90 + 3 for character in prompt]
+def encode(task: Task) -> list[int]:
+    return [ord(character) % 90 + 3 for character in task.prompt]
 
 
 class SeedIgnorer(ScriptedEngine):

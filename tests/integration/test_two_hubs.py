@@ -292,6 +292,7 @@ class Validator(Player):
             rewards=(RolloutReward(value=0.0), RolloutReward(value=1.0)) if accepted else (),
             generated_tokens=GROUP_TOKENS if accepted else 0,
             decided_at_ms=1,
+            environment_digest=lease.environment_digest,
         )
         return sign_document(verdict, self.key)
 

@@ -27,7 +27,7 @@ from pathlib import Path
 from shoal import __version__
 from shoal.cli.bundle import PRIVATE, BundleWriter, Contents, read_bundle, unpack
 from shoal.cli.folder import RunFolder
-from shoal.cli.recipe import Recipe
+from shoal.cli.recipe import Recipe, paths_of
 from shoal.errors import CheckpointError, LedgerError, ProtocolError
 from shoal.hub.storage import Blobs, open_blobs
 from shoal.hub.storage.copying import snapshot
@@ -117,7 +117,7 @@ def missing_inputs(recipe: Recipe) -> list[str]:
     from shoal.validator.profiles import ON_REQUEST
 
     named = [] if recipe.model.path in BUILTIN else [Path(recipe.model.path)]
-    named += [recipe.environment.file] if recipe.environment.file is not None else []
+    named += paths_of(recipe.environment)
     named += [file for file in recipe.validator.profiles if file.as_posix() not in ON_REQUEST]
     return [str(found) for found in named if not found.exists()]
 

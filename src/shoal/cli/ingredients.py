@@ -5,26 +5,40 @@ What is wrong with them is said here in one line, not in six log files a minute 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 
 from shoal.cli.recipe import Recipe
 from shoal.engines import ENGINES, check_engine
-from shoal.environments import Environment, Task, build
-from shoal.errors import ConfigError, EnvironmentSetupError, ModelError, ScoringFailure
+from shoal.engines.asking import Asking
+from shoal.environments import Environment, EnvironmentSettings, Task, build, require_scoring
+from shoal.environments.mix import part_of
+from shoal.environments.protocol import SPLITS
+from shoal.errors import ConfigError, EnvironmentSetupError, ModelError, ScoringFailure, UnusableTask
 from shoal.hub.limits import Addresses
 from shoal.models import TextTokenizer, model_folder, read_files
 from shoal.models.folder import read_config
 from shoal.models.weights import check_weights
+from shoal.runtime.clock import SystemClock
 from shoal.validator.profiles import load_profiles
 
+log = logging.getLogger(__name__)
+
 PROMPTS_TRIED = 1000
+SECONDS_TRIED = 4.0
+MOST_UNUSABLE = 0.5
+"""The part of a data set's first rows that may be unusable for this model."""
+KINDS_TRIED = 16
+TRIAL_S = 30.0
+TRIAL_COMPLETIONS = ("", "```python\npass\n```", "\\boxed{1}")
 GPU_FILES = ("nvidiactl", "nvidia0", "dxg", "kfd")
 """What a driver leaves in /dev: NVIDIA's, that of a Windows host, AMD's."""
 
 
-def check_ingredients(recipe: Recipe) -> None:
-    """Raise a `UserError` for the first thing that would end the run."""
+def check_ingredients(recipe: Recipe) -> Environment:
+    """Raise a `UserError` for the first thing that would end the run; returns the environment, built."""
     check_engines(recipe)
     Addresses(recipe.hub.trusted_proxies)
     folder = model_folder(recipe.model.path)
@@ -32,12 +46,12 @@ def check_ingredients(recipe: Recipe) -> None:
     tokenizer = TextTokenizer(files)
     check_weights(folder)
     _check_vocabulary(folder, tokenizer, read_config(files).get("vocab_size"))
+    _check_lengths(recipe)
+    _check_judges(recipe)
     environment = build(recipe.environment)
-    positions = read_config(files).get("max_position_embeddings")
-    room = positions - recipe.run.max_new_tokens if isinstance(positions, int) else None
-    for task in _some_tasks(environment):
-        _check_prompt(environment, task, tokenizer, room)
-    _try_score(environment)
+    trials = _check_tasks(environment, Asking(files, environment, recipe.run.max_new_tokens))
+    _try_scores(recipe.environment, environment, trials)
+    return environment
 
 
 def check_engines(recipe: Recipe) -> None:
@@ -108,31 +122,75 @@ def _check_vocabulary(folder: Path, tokenizer: TextTokenizer, embedded: object) 
         )
 
 
-def _some_tasks(environment: Environment) -> Iterator[Task]:
-    train, held_out = environment.tasks("train"), environment.tasks("held_out")
-    for split in (train, held_out):
-        yield from (split[index] for index in range(min(PROMPTS_TRIED, len(split))))
+def _check_tasks(environment: Environment, asking: Asking) -> list[Task]:
+    """Ask some tasks of each split; returns one of each kind.
+
+    A row of data that cannot be asked is passed over when it is drawn, so that only many of them are a mistake; in an
+    environment that makes its tasks, one is.
+    """
+    trials: dict[str, Task] = {}
+    for split in SPLITS:
+        tasks, tried = environment.tasks(split), 0
+        problems: list[UnusableTask] = []
+        for index in _first(len(tasks)):
+            tried += 1
+            try:
+                task = tasks[index]
+                asking.check(task)
+            except UnusableTask as error:
+                problems.append(error)
+            else:
+                trials.setdefault(f"{part_of(environment, task.id)}/{task.kind}", task)
+        if problems and (not getattr(environment, "data_digest", "") or len(problems) > tried * MOST_UNUSABLE):
+            raise problems[0]
+        if problems:
+            among = f"the first {tried}" if tried < len(tasks) else f"all {tried}"
+            log.warning("%d of %s %s tasks cannot be asked: %s", len(problems), among, split, problems[0])
+    return list(trials.values())[:KINDS_TRIED]
 
 
-def _check_prompt(environment: Environment, task: Task, tokenizer: TextTokenizer, room: int | None) -> None:
-    where = f"the prompt of task {task.id} of environment {environment.name}"
-    try:
-        ids = tokenizer.encode(task.prompt)
-    except UnicodeEncodeError as error:
-        raise EnvironmentSetupError(f"{where} is no proper text: {error}") from error
-    if not ids:
-        raise EnvironmentSetupError(f"{where} has no tokens: a prompt needs at least one")
-    if tokenizer.unknown_token_id is not None and tokenizer.unknown_token_id in ids:
-        raise EnvironmentSetupError(f"{where} has characters that the model's tokenizer does not know: {task.prompt!r}")
-    if room is not None and len(ids) > room:
-        raise EnvironmentSetupError(
-            f"{where} has {len(ids)} tokens; with run.max_new_tokens the model has room for {max(0, room)}"
+def _first(size: int) -> Iterator[int]:
+    """The first positions of so many, until a few seconds have passed: some generators take one for each task."""
+    clock = SystemClock()
+    ends_s = clock.monotonic_s() + SECONDS_TRIED
+    for index in range(min(PROMPTS_TRIED, size)):
+        yield index
+        if clock.monotonic_s() > ends_s:
+            return
+
+
+def _try_scores(settings: EnvironmentSettings, environment: Environment, tasks: Sequence[Task]) -> None:
+    """Score completions that say nothing: scoring that cannot do that would fail on every group, one log line each.
+
+    A reward of one's own may hang: it is tried where it can be ended.
+    """
+    from shoal.rewards import DirectScorer, Job, Patience, ScoringPool
+
+    require_scoring(environment)
+    is_own = settings.file is not None or any(part.file is not None for part in settings.mix)
+    patience = Patience(start_s=TRIAL_S, job_s=TRIAL_S, all_s=4 * TRIAL_S)
+    scorer = ScoringPool(settings, environment, patience=patience) if is_own else DirectScorer(environment)
+    with closing(scorer):
+        jobs = [Job(task.id, completion) for task in tasks for completion in TRIAL_COMPLETIONS]
+        for result in scorer.scores(jobs):
+            if isinstance(result, ScoringFailure):
+                raise EnvironmentSetupError(f"the reward function does not work: {result}")
+
+
+def _check_lengths(recipe: Recipe) -> None:
+    length, most = recipe.environment.length, recipe.run.max_new_tokens
+    if length is not None and max(length.targets) > most:
+        raise ConfigError(
+            f"environment.length.targets has {max(length.targets)}, but run.max_new_tokens is {most}: no completion "
+            "can be that long; raise the one or lower the other"
         )
 
 
-def _try_score(environment: Environment) -> None:
-    """Score one empty completion: a function that cannot do that would fail on every group, one log line at a time."""
-    try:
-        environment.score(environment.tasks("train")[0], "")
-    except ScoringFailure as error:
-        raise EnvironmentSetupError(f"the reward function does not work: {error}") from error
+def _check_judges(recipe: Recipe) -> None:
+    from shoal.rewards.chat import check_address
+
+    for judge in recipe.environment.judges:
+        if judge.kind == "openai":
+            check_address(judge)
+        if judge.path is not None and not judge.path.is_dir():
+            raise ConfigError(f"environment.judges: the path of {judge.label} is no folder: {judge.path}")

@@ -21,6 +21,10 @@ import typer
 from shoal import __version__
 from shoal.cli.admin import admin
 from shoal.cli.cast import cast
+from shoal.cli.compare import compare
+from shoal.cli.data import data
+from shoal.cli.evaluate import evaluate
+from shoal.cli.filter import filter_tasks
 from shoal.cli.key import key
 from shoal.cli.ledger import ledger
 from shoal.cli.why import why
@@ -308,10 +312,14 @@ def worker(
 app.command(name="worker")(worker)
 app.command(name="join", help="The same as `worker`.")(worker)
 app.add_typer(cast)
+app.add_typer(data)
 app.add_typer(ledger)
 app.command(name="why")(why)
 app.add_typer(admin)
 app.add_typer(key)
+app.command(name="eval")(evaluate)
+app.command(name="compare")(compare)
+app.command(name="filter")(filter_tasks)
 
 
 @app.command()

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from shoal.environments import EnvironmentSettings
+from shoal.environments.settings import Ingredient
 from shoal.hub.settings import HubSettings, RunSettings
 from shoal.runtime.config import load_config
 from shoal.shardcast import RelaySettings
@@ -25,7 +27,11 @@ from shoal.validator.profiles import ON_REQUEST
 from shoal.validator.settings import ValidatorSettings
 from shoal.worker.settings import WorkerSettings
 
-PATH_KEYS = ("model.path", "environment.file", "validator.profiles")
+PATH_KEYS = (
+    "model.path", "environment.file", "environment.data", "environment.options.held_out", "environment.mix.*.file",
+    "environment.mix.*.data", "environment.mix.*.options.held_out", "environment.judges.*.path", "validator.profiles",
+)  # fmt: skip
+"""Settings that are paths; `*` stands for a number."""
 
 
 class ModelSettings(BaseModel):
@@ -88,7 +94,7 @@ def _from_here(override: str) -> str:
     from shoal.models import BUILTIN
 
     key, _, value = override.partition("=")
-    if key.strip() not in PATH_KEYS:
+    if re.sub(r"\.[0-9]+\.", ".*.", key.strip()) not in PATH_KEYS:
         return override
     listed = value.strip().startswith("[")
     texts = [text for part in value.strip().strip("[]").split(",") if (text := part.strip().strip("\"'"))]
@@ -106,13 +112,40 @@ def _anchored(recipe: Recipe, base: Path) -> Recipe:
     if recipe.model.path not in BUILTIN:
         path = base / Path(recipe.model.path).expanduser()
         changes["model"] = recipe.model.model_copy(update={"path": str(path)})
-    if recipe.environment.file is not None:
-        file = base / recipe.environment.file.expanduser()
-        changes["environment"] = recipe.environment.model_copy(update={"file": file})
+    changes["environment"] = _environment_from(recipe.environment, base)
     if recipe.validator.profiles:
         profiles = tuple(_profile_path(base, path) for path in recipe.validator.profiles)
         changes["validator"] = recipe.validator.model_copy(update={"profiles": profiles})
     return recipe.model_copy(update=changes)
+
+
+def _environment_from(settings: EnvironmentSettings, base: Path) -> EnvironmentSettings:
+    parts = tuple(part.model_copy(update=_ingredient_from(part, base)) for part in settings.mix)
+    judges = tuple(
+        judge if judge.path is None else judge.model_copy(update={"path": base / judge.path.expanduser()})
+        for judge in settings.judges
+    )
+    return settings.model_copy(update={**_ingredient_from(settings, base), "mix": parts, "judges": judges})
+
+
+def _ingredient_from(given: Ingredient, base: Path) -> dict[str, Any]:
+    """The paths of an ingredient, meant from `base`."""
+    held_out = given.options.get("held_out")
+    options = {"held_out": str(base / Path(held_out).expanduser())} if isinstance(held_out, str) and held_out else {}
+    return {
+        "file": None if given.file is None else base / given.file.expanduser(),
+        "data": None if given.data is None else base / given.data.expanduser(),
+        "options": {**given.options, **options},
+    }
+
+
+def paths_of(settings: EnvironmentSettings) -> list[Path]:
+    """Every file and folder that the [environment] section names."""
+    named: list[Path | None] = [judge.path for judge in settings.judges]
+    for given in (settings, *settings.mix):
+        held_out = given.options.get("held_out")
+        named += [given.file, given.data, Path(held_out) if isinstance(held_out, str) and held_out else None]
+    return [path for path in named if path is not None]
 
 
 def _profile_path(base: Path, path: Path) -> Path:

@@ -68,27 +68,34 @@ def begin(name: str, folder: Path | None, verbose: bool) -> StopToken:
 
 
 def _hub(folder: RunFolder, _index: int, stop: StopToken) -> None:
-    from shoal.environments import build
-    from shoal.hub import HubConfig, run_hub
-    from shoal.models import TextTokenizer, model_folder, read_files
+    from shoal.engines.asking import Asking
+    from shoal.environments import build, has_dialogues
+    from shoal.hub import EvaluationPlan, HubConfig, run_hub
+    from shoal.models import model_folder, read_files
     from shoal.validator import profile_keys
 
     recipe, endpoints = folder.recipe, folder.endpoints
-    tokenizer = TextTokenizer(read_files(model_folder(recipe.model.path)))
+    environment = build(recipe.environment)
+    asking = Asking(read_files(model_folder(recipe.model.path)), environment, recipe.run.max_new_tokens)
+    trainer = recipe.trainer
+    measured = trainer.evaluate_by == "validators" and trainer.evaluate_every > 0
     config = HubConfig(
         folder=folder.path / "hub",
         run_id=folder.run_id,
         run=recipe.run,
         settings=recipe.hub.model_copy(update={"port": port_of(endpoints.hub)}),
-        environment=build(recipe.environment),
-        encode=tokenizer.encode,
-        eos_token_id=tokenizer.eos_token_id,
+        environment=environment,
+        encode=asking.ids,
+        frame=asking.encoder.frame() if has_dialogues(environment) else ((), ()),
+        eos_token_id=asking.encoder.tokenizer.eos_token_id,
         key=folder.key("hub"),
         root_key=folder.root_key,
         certificates=folder.certificates,
         sources=endpoints.sources,
         last_resort=endpoints.last_resort,
         profiles=profile_keys(recipe.validator),
+        pools=recipe.environment.pools,
+        evaluation=EvaluationPlan(trainer.evaluate_every, trainer.evaluate_tasks) if measured else None,
     )
     run_hub(config, stop, _ready("the hub"))
 
@@ -136,6 +143,7 @@ def _trainer(folder: RunFolder, _index: int, stop: StopToken) -> None:
         key=folder.key("trainer"),
         certificate=folder.certificate("trainer"),
         seed=recipe.run.seed,
+        scored_by=recipe.environment,
     )
     run_trainer(config, stop)
 
@@ -157,6 +165,7 @@ def _validator(folder: RunFolder, index: int, stop: StopToken) -> None:
         key=folder.key(name),
         certificate=folder.certificate(name),
         shuffle_rewards=recipe.environment.shuffle_rewards,
+        scored_by=recipe.environment,
     )
     run_validator(config, stop)
 

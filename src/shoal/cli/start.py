@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import shlex
+from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +20,7 @@ from shoal.cli.progress import NOTHING_TRAINED, steps_in, summary
 from shoal.cli.recipe import Recipe, load_recipe
 from shoal.cli.roles import command_of, role_names
 from shoal.cli.view import PlainDisplay, choose_display
+from shoal.environments import Environment
 from shoal.errors import ConfigError, ShoalError
 from shoal.runtime.config import dump_config
 from shoal.runtime.stop import stop_on_signals
@@ -35,7 +39,9 @@ class RunRequest:
 def start(request: RunRequest, mode: str, patience_min: float) -> int:
     """Do what was asked; returns the exit code. `mode` is dry-run, prepare, many or one (processes)."""
     recipe = resolve(request)
-    check_ingredients(recipe)
+    environment = check_ingredients(recipe)
+    for line in held_out_lines(recipe, len(environment.tasks("held_out"))):
+        typer.echo(f"shoal: {line}", err=True)
     if mode == "dry-run":
         typer.echo(dump_config(without_passwords(recipe)), nl=False)
         return 0
@@ -43,6 +49,7 @@ def start(request: RunRequest, mode: str, patience_min: float) -> int:
         check_machine(recipe)
     directory = request.directory or Path("runs") / recipe.run.name
     folder = RunFolder.prepare(directory.absolute(), recipe)
+    refuse_changed(folder, environment)
     if mode == "prepare":
         typer.echo(f"{directory} is ready; everything that has to run, in this order:")
         for name in role_names(folder):
@@ -64,6 +71,38 @@ def start(request: RunRequest, mode: str, patience_min: float) -> int:
     if launched.ending.message:
         typer.echo(f"shoal: {launched.ending.message}", err=True)
     return launched.ending.exit_code or int(any(line.startswith(NOTHING_TRAINED) for line in lines))
+
+
+def held_out_lines(recipe: Recipe, tasks: int) -> Iterator[str]:
+    """That the held-out score will be of few tasks, or that there will be none: a score alone looks like any other.
+
+    >>> list(held_out_lines(Recipe(), 7))
+    ['only 7 tasks are held out, and trainer.evaluate_tasks is 128: held-out scores will be rough']
+    """
+    wanted = recipe.trainer.evaluate_tasks
+    if recipe.trainer.evaluate_every == 0 or tasks >= wanted:
+        return
+    if tasks:
+        few = f"only {tasks} task{' is' if tasks == 1 else 's are'} held out"
+        yield f"{few}, and trainer.evaluate_tasks is {wanted}: held-out scores will be rough"
+    else:
+        yield "no task is held out, so there will be no held-out score: give more tasks, or name the split of some"
+
+
+def refuse_changed(folder: RunFolder, environment: Environment) -> None:
+    """Other tasks or rewards than the run began with are refused by its hub; here before anything is started for it."""
+    from shoal.hub.storage.opening import DATABASE_FILE, open_storage
+
+    hub = folder.path / "hub"
+    if folder.recipe.hub.database or not (hub / DATABASE_FILE).is_file():
+        return  # a database elsewhere may be busy: there the hub says it
+    with closing(open_storage("", hub)) as storage, storage.read() as reader:
+        began = json.loads(reader.setting("run") or "{}").get("environment_digest", environment.digest)
+    if began != environment.digest:
+        raise ConfigError(
+            f"the environment {environment.name} (tasks, options or reward file) has changed since the run in "
+            f"{folder.path} began: put it back, or start a new run with another --dir"
+        )
 
 
 def ledger_line(path: Path) -> str:

@@ -31,7 +31,7 @@ def show_status(where: str, as_json: bool, wait_s: float) -> None:
         except HubUnreachable as error:
             if "://" in where:
                 raise
-            finished, sentence = _when_stopped(Path(where))
+            finished, sentence = when_stopped(Path(where))
             if not finished or as_json:
                 raise HubUnreachable(f"{sentence} ({error})") from error
             typer.echo(sentence)
@@ -52,7 +52,7 @@ def hub_url(where: str) -> str:
     return RunFolder.open(Path(where)).endpoints.hub
 
 
-def _when_stopped(path: Path) -> tuple[bool, str]:
+def when_stopped(path: Path) -> tuple[bool, str]:
     """What a folder can say of a run whose hub does not answer: whether it is finished, and how it stands."""
     from shoal.cli.folder import RunFolder
 
@@ -77,6 +77,7 @@ def render(status: RunStatus) -> list[str | Sheet]:
     if waits:
         parts.append(f"[yellow]waiting[/] {escape(waits)}")
     parts.append(_counts(status))
+    parts += [line for line in (_tasks(status),) if line]
     if status.nodes:
         parts.append(_nodes(status))
     total = sum(status.node_counts.values())
@@ -107,7 +108,20 @@ def _headline(status: RunStatus) -> str:
 def _counts(status: RunStatus) -> str:
     units = ", ".join(f"{count} {state}" for state, count in status.units.items() if count)
     submissions = ", ".join(f"{count} {state}" for state, count in status.submissions.items() if count)
-    return f"units: {units or 'none'}; submissions: {submissions or 'none'}; ledger entries: {status.ledger.index + 1}"
+    missed = f" ({status.no_sample} could not be scored: no sample, no reward)" if status.no_sample else ""
+    ledger = f"ledger entries: {status.ledger.index + 1}"
+    return f"units: {units or 'none'}; submissions: {submissions or 'none'}{missed}; {ledger}"
+
+
+def _tasks(status: RunStatus) -> str:
+    """How hard the tasks are that were seen, and what is being measured on held-out ones; empty if there is neither."""
+    pools = ", ".join(f"{count} {pool}" for pool, count in sorted(status.pools.items()))
+    measured = [
+        f"measuring version {each.policy.version}: {each.scored} of {each.tasks} held-out tasks"
+        for each in status.evaluations
+        if not each.complete
+    ]
+    return "; ".join([*([f"tasks seen: {pools}"] if pools else []), *measured])
 
 
 def _nodes(status: RunStatus) -> Sheet:

@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shoal.errors import HubRefused, UserError
+from shoal.errors import HubRefused, HubUnreachable, UserError
 
 if TYPE_CHECKING:
     from shoal.client import HubClient
@@ -26,6 +27,7 @@ UNKNOWN = 404
 NAMED = "; a node is named by its id, the start of it, or its name"
 MAX_EVIDENCE = 8
 MAX_LEASES = 10
+MAX_REWARDS = 16
 MAX_REFUSED = 10
 
 
@@ -43,20 +45,24 @@ def why(
 ) -> None:
     """Say what happened to a unit or a node: which check, which numbers, which rule, what it cost."""
     from shoal.cli.accounting.places import find_run
-    from shoal.cli.status import hub_url
+    from shoal.cli.status import hub_url, when_stopped
     from shoal.client import ClientOptions, HubClient
     from shoal.protocol import SigningKey
     from shoal.runtime.stop import StopToken
 
     options = ClientOptions.of_a_person(wait_s)
-    url = hub_url(find_run(where))
-    with closing(HubClient(url, SigningKey.generate(), StopToken(), options=options)) as client:
+    place = find_run(where)
+    with closing(HubClient(hub_url(place), SigningKey.generate(), StopToken(), options=options)) as client:
         try:
             text, lines = _told(client, what)
         except HubRefused as error:
             if error.status != UNKNOWN:
                 raise
             raise UserError(str(error)) from error
+        except HubUnreachable as error:
+            if "://" in place:
+                raise
+            raise HubUnreachable(f"{when_stopped(Path(place))[1]}; only its hub can tell ({error})") from error
     for line in [text] if as_json else lines:
         typer.echo(line)
 
@@ -138,10 +144,29 @@ def submission_lines(submission: SubmissionStory) -> Iterator[str]:
     verdict = submission.verdict.document if submission.verdict is not None else {}
     for check in verdict.get("checks", ()):
         yield f"  check {check_line(check)}"
+    yield from (f"  {line}" for line in reward_lines(verdict))
     because = ": ".join(printable(part) for part in (submission.reason, submission.message) if part)
     yield f"  {submission.state}{f' ({because})' if because else ''}; rule: {submission.rule}"
     if submission.credit:
         yield f"  {submission.credit:,} credit for {submission.generated_tokens:,} tokens: {submission.credit_state}"
+
+
+def reward_lines(verdict: dict[str, Any]) -> Iterator[str]:
+    """The rewards, the mean of each of their parts, and which of those nobody else can compute again."""
+    from shoal.cli.progress import printable
+
+    rewards: list[dict[str, Any]] = verdict.get("rewards") or []
+    if not rewards:
+        return
+    shown = " ".join(_number(float(each["value"])) for each in rewards[:MAX_REWARDS])
+    more = f" and {len(rewards) - MAX_REWARDS} more" if len(rewards) > MAX_REWARDS else ""
+    yield f"rewards: {shown}{more}"
+    names = dict.fromkeys(name for each in rewards for name in each.get("parts") or {})
+    means = [(name, sum(float(each["parts"].get(name, 0.0)) for each in rewards) / len(rewards)) for name in names]
+    if means:
+        yield printable("parts, in the mean: " + ", ".join(f"{name} {_number(mean)}" for name, mean in means))
+    if verdict.get("unreproducible"):
+        yield printable(f"nobody else can compute again: {', '.join(verdict['unreproducible'])}")
 
 
 def check_line(check: dict[str, Any]) -> str:

@@ -34,6 +34,8 @@ from shoal.protocol import (
     BatchReply,
     BatchRequest,
     Document,
+    EvaluationPage,
+    EvaluationSlice,
     Heartbeat,
     HeartbeatReply,
     Lease,
@@ -164,6 +166,10 @@ class HubClient:
     def nodes(self, after: str = "", limit: int = 200) -> NodePage:
         return self._get("/nodes", NodePage, (("after", after), ("limit", str(limit))))
 
+    def evaluations(self, since: int = 0) -> EvaluationPage:
+        """What validators measured of the versions from `since` on."""
+        return self._get("/evaluations", EvaluationPage, (("since", str(since)),))
+
     def admin(self, request: AdminRequest) -> AdminReply:
         """An order of the run's owner: signed itself, so that the call is not."""
         body = request.model_dump_json().encode()
@@ -252,6 +258,17 @@ class HubClient:
 
     def verdicts(self, signed: Sequence[SignedDocument]) -> VerdictReply:
         return self._post("/verdicts", VerdictReport(verdicts=tuple(signed)), VerdictReply)
+
+    def report_evaluation(self, signed: SignedDocument) -> None:
+        """Say how a slice went (`EvaluationReport`)."""
+        self._send("POST", "/evaluations", signed)
+
+    def open_slice(self, signed: SignedDocument) -> EvaluationSlice:
+        """The slice inside an answer to `audits`: signed by the hub, for this run."""
+        part = self._from_hub(signed, EvaluationSlice)
+        if part.run != self.trusted_run().run:
+            raise SignatureError(f"a slice of an evaluation is for run {part.run!r}, not {self.trusted_run().run!r}")
+        return part
 
     # The trainer
 

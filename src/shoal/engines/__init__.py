@@ -3,6 +3,9 @@
     protocol  Engine, GenerationRequest, Completion, PrefillRequest, Prefill
     torch     TorchEngine: batched decoding with a key-value cache, any Hugging Face causal language model
     decoding  Decoding, HiddenRows: what has been decoded so far, and its proofs in the making
+    dialogue  Dialogue, dialogue_for, Line: what the environment says between the model's turns, as tokens
+    turns     Talks, greedy_answers, greedy_lines: dialogues in evaluation, where there are no leases
+    asking    Asking: tasks as prompts of a model, and whether it can take them
     scripted  ScriptedEngine: a toy model without torch, for tests of everything around an engine
     submission  submission_of: what was drawn, as it is handed in
     registry  ENGINES, build, kind_of: an engine by name from a model's files; warm_up: its slow imports, beforehand

@@ -4,12 +4,12 @@ The hidden states that tokens are drawn from are kept for `rows` steps at a time
 block of steps is one chunk of every sequence that lived in it, and is folded into points before the next one begins: so
 memory stays bounded, and only points leave the device.
 
-R: rows of the batch (one per seed), S: steps of a block, T: tokens, H: hidden size, V: vocabulary.
+R: rows of the batch (one per seed), S: steps of a block, T: tokens, H: hidden size, V: vocabulary, G: given tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from shoal.engines.dialogue import Line
 from shoal.engines.protocol import Completion
 from shoal.models.logprobs import Head
 from shoal.protocol import ProofParameters
@@ -119,12 +120,16 @@ class HiddenRows:
 
 @dataclass
 class Decoding:
-    """What has been decoded so far, step by step; rows are those of the whole batch, finished or not."""
+    """What has been decoded so far, step by step; rows are those of the whole batch, finished or not.
+
+    `lines` are of the rows whose turns somebody answers: those are looked at token by token, the others never.
+    """
 
     n_rows: int
     max_new_tokens: int
     eos_token_id: int
     proof: ProofParameters | None = None
+    lines: Mapping[int, Line] = field(default_factory=dict)
     step: int = 0
     _alive: Tensor | None = None
     _lengths: Tensor = field(default_factory=lambda: torch.empty(0))
@@ -147,10 +152,32 @@ class Decoding:
             self._hidden.keep(state, self._lengths)
         self.step += 1
         keep_R = live_R & (tokens_R != self.eos_token_id)
+        if self.lines:
+            keep_R = self._heard(state.rows.tolist(), tokens_R.tolist(), live_R, keep_R)
         self._alive[state.rows] = keep_R
         if self.step == self.max_new_tokens or not bool(keep_R.any()):
             return None
         return keep_R
+
+    def _heard(self, rows: list[int], tokens: list[int], live_R: Tensor, keep_R: Tensor) -> Tensor:
+        """Which rows go on once those whose turns are answered have been told their token."""
+        keep = keep_R.tolist()
+        for place, (row, token, live) in enumerate(zip(rows, tokens, live_R.tolist(), strict=True)):
+            if live and row in self.lines:
+                keep[place] = self.lines[row].take(token)
+        return torch.tensor(keep, device=keep_R.device)
+
+    def forced(self, state: RowState, tokens_R: Tensor, logprobs_R: Tensor) -> tuple[Tensor, Tensor]:
+        """The tokens with those that are given in place of drawn ones, and 0 for their log-probabilities."""
+        given = [
+            (place, line.forced)
+            for place, row in enumerate(state.rows.tolist() if self.lines else ())
+            if (line := self.lines.get(row)) is not None and line.forced is not None
+        ]
+        if not given:
+            return tokens_R, logprobs_R
+        places_G, values_G = (torch.tensor(column, device=tokens_R.device) for column in zip(*given, strict=True))
+        return tokens_R.index_copy(0, places_G, values_G.to(tokens_R.dtype)), logprobs_R.index_fill(0, places_G, 0.0)
 
     def lengths(self) -> npt.NDArray[np.int64]:
         """How many tokens every row has so far."""
@@ -168,12 +195,14 @@ class Decoding:
         return [tokens.astype(np.int32) for tokens in self.columns()[0]]
 
     def completions(self) -> Iterator[Completion]:
-        for tokens, logprobs, proofs in zip(*self.columns(), self._proofs(), strict=True):
+        for row, (tokens, logprobs, proofs) in enumerate(zip(*self.columns(), self._proofs(), strict=True)):
+            line, ended = self.lines.get(row), tokens[-1] == self.eos_token_id
             yield Completion(
                 token_ids=tokens.astype(np.int32),
                 logprobs=logprobs,
-                finish="eos" if tokens[-1] == self.eos_token_id else "length",
+                finish=line.finish if line is not None else ("eos" if ended else "length"),
                 proofs=proofs,
+                given=() if line is None else tuple(line.given),
             )
 
     def _proofs(self) -> list[bytes]:

@@ -15,10 +15,14 @@ import numpy as np
 import numpy.typing as npt
 
 from shoal.protocol import PolicyRef, ProofParameters, SamplingParameters, TensorView
+from shoal.protocol.given import Spans
 from shoal.shardcast import ChangedValues
 from shoal.toploc import PointBatch
 
 Finish = Literal["eos", "length"]
+
+Respond = Callable[[list[int]], tuple[int, ...] | None]
+"""The tokens of a completion up to the end of a turn, to the tokens that are given after it; None: it is finished."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +30,8 @@ class GenerationRequest:
     """One group: a prompt, and one 64-bit seed per completion wanted.
 
     `on_tokens`, if given, is told every few steps how many tokens of the group are drawn so far, in the caller's
-    thread: a lease on which something happens is renewed.
+    thread: a lease on which something happens is renewed. `respond`, if given, is asked at every end-of-sequence token
+    whether the completion is finished; what it gives instead is fed to the model, not drawn (see `dialogue`).
 
     >>> sampling = SamplingParameters(temperature=1.0, max_new_tokens=8, eos_token_id=1)
     >>> len(GenerationRequest(prompt_ids=(5, 6), seeds=(11, 12, 13), sampling=sampling).seeds)
@@ -37,6 +42,7 @@ class GenerationRequest:
     seeds: tuple[int, ...]
     sampling: SamplingParameters
     on_tokens: Callable[[int], None] | None = field(default=None, compare=False, repr=False)
+    respond: Respond | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not self.prompt_ids:
@@ -45,16 +51,19 @@ class GenerationRequest:
 
 @dataclass(frozen=True, eq=False)
 class Completion:
-    """What one seed gave. `token_ids` (int32) ends with the end-of-sequence token exactly if `finish` is "eos".
+    """What one seed gave. `token_ids` (int32) ends with the end-of-sequence token if `finish` is "eos".
 
     `logprobs` (float32) are those of softmax(logits / T). `proofs`, if asked for, are its TOPLOC proofs back to back:
-    one for every `rows` tokens, the last may be of fewer.
+    one for every `rows` tokens, the last may be of fewer. `given` are the spans (start, length) that were not drawn:
+    their log-probabilities are 0, the uniforms of their positions are left out, and proofs are of them as of others.
+    Without any, a completion that is cut off ("length") has no end-of-sequence token.
     """
 
     token_ids: npt.NDArray[np.int32]
     logprobs: npt.NDArray[np.float32]
     finish: Finish
     proofs: bytes = b""
+    given: Spans = ()
 
 
 Groups = list[list[Completion]]

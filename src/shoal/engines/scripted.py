@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from shoal.engines.dialogue import Line
 from shoal.engines.protocol import Completion, GenerationRequest, Prefill, PrefillRequest
 from shoal.errors import PolicyMismatch
 from shoal.models.folder import read_config
@@ -81,21 +82,26 @@ class ScriptedEngine:
     def _complete(self, request: GenerationRequest, seed: int, proof: ProofParameters | None) -> Completion:
         sampling = request.sampling
         stream_T = uniforms(seed, 0, sampling.max_new_tokens)
-        sequence, logprobs, states = list(request.prompt_ids), [], []
-        for position in range(sampling.max_new_tokens):
-            logits_V, hidden_H = self._step(sequence)
+        line = Line(request.respond or _finished, sampling.eos_token_id, sampling.max_new_tokens)
+        logprobs, states, goes_on = list[float](), list[npt.NDArray[np.float32]](), True
+        while goes_on:
+            position = len(line.tokens)
+            logits_V, hidden_H = self._step([*request.prompt_ids, *line.tokens])
             tokens, logprob = sample(logits_V[None], stream_T[position : position + 1], sampling.temperature)
-            sequence.append(int(tokens[0]))
-            logprobs.append(logprob[0])
             states.append(hidden_H)
-            if sequence[-1] == sampling.eos_token_id:
-                break
-        drawn = np.array(sequence[len(request.prompt_ids) :], dtype=np.int32)
+            if line.forced is None:
+                logprobs.append(float(logprob[0]))
+                goes_on = line.take(int(tokens[0]))
+            else:
+                self._refuse_unknown([line.forced])
+                logprobs.append(0.0)
+                goes_on = line.take(line.forced)
         return Completion(
-            token_ids=drawn,
+            token_ids=np.array(line.tokens, dtype=np.int32),
             logprobs=np.array(logprobs, dtype=np.float32),
-            finish="eos" if drawn[-1] == sampling.eos_token_id else "length",
+            finish=line.finish,
             proofs=b"".join(commit(_points(states, proof))) if proof is not None else b"",
+            given=tuple(line.given),
         )
 
     def _prefill(self, request: PrefillRequest, proof: ProofParameters | None) -> Prefill:
@@ -136,6 +142,10 @@ class ScriptedEngine:
         for token in token_ids:
             if not 0 <= token < self.vocabulary_size:
                 raise ValueError(f"token {token} is outside the vocabulary of {self.vocabulary_size}")
+
+
+def _finished(_token_ids: Sequence[int]) -> None:
+    """Nobody answers: the first end of a turn is the end."""
 
 
 def _points(states: Sequence[npt.NDArray[np.float32]], proof: ProofParameters) -> PointBatch:

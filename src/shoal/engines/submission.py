@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from shoal.engines.protocol import Completion
 from shoal.protocol import SUBMISSION_FORMAT, Lease, Rollout, Submission, pack_logprobs, pack_tokens
+from shoal.protocol.given import pack_spans
 
 
 def submission_of(lease: Lease, completions: Sequence[Completion], engine: str) -> Submission:
@@ -30,4 +31,5 @@ def rollout_of(completion: Completion) -> Rollout:
         logprobs=pack_logprobs(completion.logprobs),
         finish=completion.finish,
         proofs=completion.proofs,
+        given=pack_spans(completion.given),
     )

@@ -4,6 +4,7 @@
     batch:  prompts, left-padded ──one forward──► cache and last state of every prompt
             cache and state repeated once per seed        (a group's prompt is computed once)
             loop: head in float32 → inverse CDF at u[t] → finished rows leave the batch → one forward per token
+                  rows to which the environment speaks take its tokens instead of drawn ones (`dialogue`)
                   the hidden states of every `rows` steps are folded into points (`decoding`)
 
 Prefill needs no cache: sequences are right-padded, and a causal model never looks at what follows. Only where groups
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Self
 
 import numpy as np
@@ -25,7 +27,8 @@ from torch import Tensor
 
 from shoal.engines.cache import growing_cache
 from shoal.engines.decoding import Choose, Decoding, RowState, Uniforms, choose_tiled
-from shoal.engines.protocol import Completion, GenerationRequest, Prefill, PrefillRequest
+from shoal.engines.dialogue import Line
+from shoal.engines.protocol import Completion, GenerationRequest, Prefill, PrefillRequest, Respond
 from shoal.errors import PolicyMismatch
 from shoal.models.load import model_from_files
 from shoal.models.logprobs import Head
@@ -170,7 +173,7 @@ class TorchEngine:
         def choose(logits_RV: Tensor, step: int, rows_R: Tensor) -> tuple[Tensor, Tensor]:
             return sample(logits_RV, stream.at(step)[rows_R], sampling.temperature)
 
-        decoding = Decoding(len(seeds), sampling.max_new_tokens, sampling.eos_token_id, proof)
+        decoding = Decoding(len(seeds), sampling.max_new_tokens, sampling.eos_token_id, proof, self._lines(batch))
         counts = [len(request.seeds) for request in batch]
 
         def tell() -> None:
@@ -180,6 +183,23 @@ class TorchEngine:
         watch = tell if any(request.on_tokens is not None for request in batch) else _nothing
         self._decode([request.prompt_ids for request in batch], counts, decoding, choose, watch)
         return decoding.completions()
+
+    def _lines(self, batch: Sequence[GenerationRequest]) -> dict[int, Line]:
+        """One for every row of the requests whose turns are answered."""
+        asked = [request for request in batch for _ in request.seeds]
+        return {
+            row: Line(
+                partial(self._known, request.respond), request.sampling.eos_token_id, request.sampling.max_new_tokens
+            )
+            for row, request in enumerate(asked)
+            if request.respond is not None
+        }
+
+    def _known(self, respond: Respond, token_ids: list[int]) -> tuple[int, ...] | None:
+        given = respond(token_ids)
+        if given:
+            self._refuse_unknown(min(given), max(given))
+        return given
 
     def _decode(
         self,
@@ -197,7 +217,8 @@ class TorchEngine:
         state = self._prompt_state(prompts, sources)
         head = Head.of(self._model)
         while True:
-            tokens_R, logprobs_R = choose_tiled(head, state, decoding.step, choose, self._tile_elements())
+            drawn = choose_tiled(head, state, decoding.step, choose, self._tile_elements())
+            tokens_R, logprobs_R = decoding.forced(state, *drawn)
             keep_R = decoding.record(state, tokens_R, logprobs_R)
             watch()
             if keep_R is None:

@@ -1,19 +1,46 @@
 """Tasks and rewards: what the policy is asked, and what its answer is worth.
 
     protocol   Task, Score, Environment: what everything here implements; ObjectingEnvironment: what one may add
+    settings   EnvironmentSettings: the [environment] section of a recipe, with its tables
     generated  GeneratedEnvironment: tasks computed from their index, none stored
     sort       SortEnvironment: put digits in order (the demo's task)
     addition   AdditionEnvironment: add two numbers
+    gym        GymEnvironment: the generators of reasoning-gym, by name
+    mix        MixedEnvironment: several environments with weights
+    aside      what one part of a mixture holds out, no part trains on
+    dataset    DatasetEnvironment: tasks from Parquet, JSON lines or Arrow, of any size
+    data/      how data sets are found, read, scanned, checked and split
+    formats/   how a row becomes a task: the described schema, question and answer, AIME, LiveCodeBench, GPQA, IFEval
     function   FunctionEnvironment: a reward of your own, one Python file
-    registry   EnvironmentSettings, ENVIRONMENTS, build
+    graders/   what a completion of one kind of task is worth: mathematics, code, …
+    calculator CalculatorEnvironment: arithmetic, with a tool to compute it
+    dialogue   DialogueEnvironment, DialogueRule: an environment that answers the model's turns
+    tools/     what answers a model's turn, where an environment has several
+    length     LengthBudget: a target length per unit, in the prompt and in the reward
+    composed   Composed: an environment with how it is asked and what else counts
+    registry   ENVIRONMENTS, build
 
 An environment needs no tensor library: the hub reads tasks from it, the validator scores with it, and both compare
 its `digest` so that they cannot disagree about what is being trained.
 """
 
-from shoal.environments.protocol import Environment, ObjectingEnvironment, Score, Split, Task
-from shoal.environments.registry import ENVIRONMENTS, EnvironmentSettings, build
+from shoal.environments.composed import budget_of, judges_of, prompt_settings_of, scoring_of
+from shoal.environments.dialogue import DialogueRule, dialogue_of, has_dialogues
+from shoal.environments.protocol import (
+    Environment,
+    Identity,
+    ObjectingEnvironment,
+    Score,
+    Split,
+    Task,
+    identity_of,
+    require_scoring,
+)
+from shoal.environments.registry import ENVIRONMENTS, build
+from shoal.environments.settings import EnvironmentSettings
 
 __all__ = [
-    "ENVIRONMENTS", "Environment", "EnvironmentSettings", "ObjectingEnvironment", "Score", "Split", "Task", "build",
+    "ENVIRONMENTS", "DialogueRule", "Environment", "EnvironmentSettings", "Identity", "ObjectingEnvironment", "Score",
+    "Split", "Task", "budget_of", "build", "dialogue_of", "has_dialogues", "identity_of", "judges_of",
+    "prompt_settings_of", "require_scoring", "scoring_of",
 ]  # fmt: skip

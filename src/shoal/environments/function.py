@@ -5,9 +5,11 @@
     def score(prompt, completion, answer):                           # or score(task, completion)
         return 1.0 if is_prime(completion) else 0.0
 
-A task is a `Task`, a mapping with `prompt` (and optionally `answer`, `id`, `split`), or a (prompt, answer) pair.
-Tasks that do not name their split are divided by the hash of their prompt. The file is the user's own and runs in
-this process; nothing that came over the network is ever loaded this way.
+A score is a number, a `Score`, or a mapping with `value` (and optionally `parts`, `notes`). A task is a `Task`, a
+mapping with `prompt` (and optionally `answer`, `id`, `split`), or a (prompt, answer) pair. Tasks that do not name their
+split are divided by the hash of their prompt. The file is the user's own and is loaded by trusted processes alone;
+nothing that came over the network is ever loaded this way. The validator calls `score` in processes with limits. With
+`tool = "calculator"` (and `max_turns`) a tool of shoal's answers the model's turns, and `score` gets its last one.
 """
 
 from __future__ import annotations
@@ -22,10 +24,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, get_args
 
+from shoal.environments.dialogue import DEFAULT_TURNS, MAX_TURNS, DialogueRule
+from shoal.environments.parts import is_reserved, reserved_names
 from shoal.environments.protocol import Score, Split, Task
 from shoal.errors import EnvironmentSetupError, ScoringFailure
 
 TASK_KEYS = frozenset({"id", "prompt", "answer", "split"})
+SCORE_KEYS = frozenset({"value", "parts", "notes"})
 
 
 class FunctionEnvironment:
@@ -40,6 +45,9 @@ class FunctionEnvironment:
         self._call = _scorer(module, file)
         self._tasks = _divide(_collect(module, file), held_out_size, file)
         self._by_id = {task.id: task for split in self._tasks.values() for task in split}
+        rule = _dialogue(module, file)
+        if rule is not None:
+            self.dialogue = lambda _task: rule  # with it, this is an environment that answers the model
 
     def tasks(self, split: Split) -> Sequence[Task]:
         return self._tasks[split]
@@ -56,15 +64,48 @@ class FunctionEnvironment:
             result = self._call(task, completion)
         except (Exception, SystemExit) as error:  # any exception of a user's function means the same thing here
             raise ScoringFailure(f"score() in {self._file} raised {_said(error)} on task {task.id}") from error
-        if isinstance(result, Score):
-            value = result.value
-        elif isinstance(result, Real):
-            value = float(result)
-        else:
-            raise ScoringFailure(f"score() in {self._file} returned {result!r} on task {task.id}, not a number")
-        if not math.isfinite(value):
-            raise ScoringFailure(f"score() in {self._file} returned {value} on task {task.id}")
-        return result if isinstance(result, Score) else Score(value=value)
+        try:
+            return _as_score(result)
+        except (TypeError, ValueError) as error:
+            raise ScoringFailure(
+                f"score() in {self._file} returned {result!r:.200} on task {task.id}: {error}"
+            ) from None
+
+
+def _as_score(result: object) -> Score:
+    """What a user's function may return, as a `Score` of finite numbers; `TypeError`, `ValueError` say what is wrong.
+
+    >>> _as_score({"value": 0.5, "parts": {"style": 1}}).parts
+    {'style': 1.0}
+    """
+    if isinstance(result, Mapping):
+        unknown = sorted(str(key) for key in result if key not in SCORE_KEYS)
+        if unknown or "value" not in result:
+            raise ValueError("a mapping has `value`, and may have `parts` and `notes`")
+        result = Score(result["value"], result.get("parts") or {}, str(result.get("notes") or ""))
+    if not isinstance(result, Score):
+        return Score(_number(result, "not a number"))
+    if not isinstance(result.parts, Mapping):
+        raise TypeError("parts must be a mapping from names to numbers")
+    taken = next((str(name) for name in result.parts if is_reserved(str(name))), None)
+    if taken is not None:
+        raise ValueError(
+            f"shoal has parts called {reserved_names()} itself; call the part {taken!r:.40} something else"
+        )
+    parts = {str(name): _number(part, f"part {name!s:.40} is no number") for name, part in result.parts.items()}
+    return Score(_number(result.value, "its value is no number"), parts, str(result.notes))
+
+
+def _number(value: object, problem: str) -> float:
+    if not isinstance(value, Real):
+        raise TypeError(problem)
+    try:
+        number = float(value)
+    except OverflowError:
+        raise ValueError(problem) from None
+    if not math.isfinite(number):
+        raise ValueError(problem)
+    return number
 
 
 def _read(file: Path) -> bytes:
@@ -104,6 +145,16 @@ def _scorer(module: ModuleType, file: Path) -> Callable[[Task, str], Any]:
         f"score() in {file} takes {parameters} parameters; it must be score(prompt, completion, answer)"
         " or score(task, completion)"
     )
+
+
+def _dialogue(module: ModuleType, file: Path) -> DialogueRule | None:
+    """`tool = "calculator"` in the file: that tool, which ships with shoal, answers the model's turns."""
+    tool, max_turns = getattr(module, "tool", None), getattr(module, "max_turns", DEFAULT_TURNS)
+    if not isinstance(tool, str):
+        return None
+    if not isinstance(max_turns, int) or not 2 <= max_turns <= MAX_TURNS:
+        raise EnvironmentSetupError(f"max_turns in {file} is {max_turns!r:.80}; it must be from 2 to {MAX_TURNS}")
+    return DialogueRule(tool, max_turns)
 
 
 def _collect(module: ModuleType, file: Path) -> list[tuple[Task, Split | None]]:

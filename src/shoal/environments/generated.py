@@ -9,8 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from typing import ClassVar, overload
+from collections.abc import Iterator, Mapping, Sequence
+from typing import ClassVar, Protocol, overload
 
 from pydantic import BaseModel, ConfigDict
 
@@ -40,6 +40,21 @@ def is_held_out(prompt: str) -> bool:
     return hashlib.sha256(b"shoal/split\n" + prompt.encode()).digest()[0] < HELD_OUT_PER_256
 
 
+def numbered_task(name: str, task_id: str, sizes: Mapping[Split, int]) -> tuple[Split, int]:
+    """Split and index of the id `name/split/index`; any other id, or an index too large, is no task.
+
+    >>> numbered_task("sort", "sort/train/17", {"train": 100, "held_out": 10})
+    ('train', 17)
+    """
+    said, _, rest = task_id.partition("/")
+    split, _, index = rest.partition("/")
+    canonical = index.isdecimal() and len(index) < 20 and str(int(index)) == index
+    for known in SPLITS:
+        if said == name and split == known and canonical and int(index) < sizes[known]:
+            return known, int(index)
+    raise EnvironmentSetupError(f"environment {name} has no task {task_id!r:.200}")
+
+
 class Options(BaseModel):
     """Base of an environment's own options: frozen, unknown names refused."""
 
@@ -63,6 +78,9 @@ class GeneratedEnvironment(ABC):
         }  # fmt: skip
         self.digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
+    def holds_out(self, prompt: str) -> bool:
+        return is_held_out(prompt)
+
     @abstractmethod
     def question(self, numbers: Numbers) -> tuple[str, str]:
         """A prompt and its answer, made from nothing but `numbers`."""
@@ -76,13 +94,7 @@ class GeneratedEnvironment(ABC):
         return GeneratedTasks(self, split, self._sizes[split])
 
     def task(self, task_id: str) -> Task:
-        name, _, rest = task_id.partition("/")
-        split, _, index = rest.partition("/")
-        for known in SPLITS:
-            canonical = index.isdecimal() and str(int(index)) == index
-            if name == self.name and split == known and canonical and int(index) < self._sizes[known]:
-                return self.make(known, int(index))
-        raise EnvironmentSetupError(f"environment {self.name} has no task {task_id!r}")
+        return self.make(*numbered_task(self.name, task_id, self._sizes))
 
     def make(self, split: Split, index: int) -> Task:
         """The task at `index` of `split`: the first candidate whose content belongs to the split."""
@@ -95,10 +107,16 @@ class GeneratedEnvironment(ABC):
         )
 
 
+class Maker(Protocol):
+    """What makes tasks from their index."""
+
+    def make(self, split: Split, index: int) -> Task: ...
+
+
 class GeneratedTasks(Sequence[Task]):
     """The tasks of one split, each made when it is asked for."""
 
-    def __init__(self, environment: GeneratedEnvironment, split: Split, size: int) -> None:
+    def __init__(self, environment: Maker, split: Split, size: int) -> None:
         self._environment = environment
         self._split = split
         self._size = size

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal, Protocol, runtime_checkable
@@ -15,6 +15,9 @@ SPLITS: tuple[Split, ...] = ("train", "held_out")
 class Task:
     """One question. `answer` never leaves the trusted side: workers are sent prompts only.
 
+    `prompt` is what the user says last; `history` is what was said before, as (role, text), a system message first.
+    `kind` names the grader, where an environment has several.
+
     >>> Task(id="sort/train/0", prompt="3142=", answer="1234").prompt
     '3142='
     """
@@ -22,6 +25,8 @@ class Task:
     id: str
     prompt: str
     answer: str
+    kind: str = ""
+    history: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -71,3 +76,57 @@ class ObjectingEnvironment(Environment, Protocol):
         depend on who generated: dice alone may come to such a completion.
         """
         ...
+
+
+@runtime_checkable
+class DigestedEnvironment(Environment, Protocol):
+    """An environment that knows the digests of its questions without making tasks of them."""
+
+    def prompt_digests(self, split: Split) -> Iterable[bytes]:
+        """`question_digest` of every task of a split, in order."""
+        ...
+
+
+@runtime_checkable
+class GeneratingEnvironment(Environment, Protocol):
+    """An environment that makes tasks without end and holds out by content, as all of its kind do: what one holds out
+    none trains on. To list its held-out tasks may take hours; to ask about one prompt takes nothing."""
+
+    def holds_out(self, prompt: str) -> bool:
+        """Whether a prompt, should it ever be made, is a held-out one."""
+        ...
+
+
+@runtime_checkable
+class DemandingEnvironment(Environment, Protocol):
+    """An environment whose scoring needs something of the machine: a sandbox for programs, say."""
+
+    def prepare(self) -> None:
+        """Whether this machine can score at all: an `EnvironmentSetupError` says what is missing."""
+        ...
+
+
+def require_scoring(environment: Environment) -> None:
+    """For whoever is about to score: to be refused once, at the start, and not once for every completion."""
+    if isinstance(environment, DemandingEnvironment):
+        environment.prepare()
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Which tasks and which scoring: hub and validator must agree on all of it. `data_digest` is empty without data."""
+
+    name: str
+    version: int
+    digest: str
+    data_digest: str = ""
+
+
+def identity_of(environment: Environment) -> Identity:
+    """What an environment says of itself. `version` and `data_digest` are for it to add."""
+    return Identity(
+        name=environment.name,
+        version=int(getattr(environment, "version", 1)),
+        digest=environment.digest,
+        data_digest=str(getattr(environment, "data_digest", "")),
+    )

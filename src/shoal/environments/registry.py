@@ -5,35 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
-from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import ValidationError
 
 from shoal.environments.addition import AdditionEnvironment, AdditionOptions
+from shoal.environments.calculator import CalculatorEnvironment, CalculatorOptions
+from shoal.environments.composed import Composed, is_plain
+from shoal.environments.data import DatasetOptions
 from shoal.environments.function import FunctionEnvironment
 from shoal.environments.generated import Options
+from shoal.environments.gym import GymEnvironment, GymOptions
+from shoal.environments.mix import mixed
 from shoal.environments.protocol import Environment, Split
+from shoal.environments.settings import EnvironmentSettings, Ingredient
 from shoal.environments.sort import SortEnvironment, SortOptions
 from shoal.errors import EnvironmentSetupError
 
-
-class EnvironmentSettings(BaseModel):
-    """The [environment] section: a built-in `name` with its `options`, or a Python `file` of your own.
-
-    `shuffle_rewards` is the control experiment: the validator then permutes the rewards within each group, and a run
-    that still "improves" was not learning from them. It is no part of the environment's digest.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    name: str = Field(default="sort", description="a built-in environment")
-    file: Path | None = Field(default=None, description="a Python file with tasks and score(), instead of a name")
-    options: dict[str, int | float | bool | str] = Field(
-        default_factory=dict, description="of the built-in environment; an unknown one is refused with the known ones"
-    )
-    train_size: int = Field(default=100_000, ge=1, description="tasks that a generating environment trains on")
-    held_out_size: int = Field(default=256, ge=1, description="tasks that are never trained on, for evaluation")
-    shuffle_rewards: bool = Field(default=False, description="the control: rewards permuted within each group")
+GENERATED = 100_000
+"""Tasks that a generating environment trains on, unless told otherwise."""
 
 
 @dataclass(frozen=True)
@@ -41,17 +30,41 @@ class Builtin:
     """A built-in environment: the model of its options, and its constructor."""
 
     options: type[Options]
-    make: Callable[[Options, dict[Split, int]], Environment]
+    make: Callable[[Options, Ingredient], Environment]
+
+
+def _sizes(given: Ingredient) -> dict[Split, int]:
+    return {"train": given.train_size or GENERATED, "held_out": given.held_out_size}
+
+
+def _dataset(options: Options, given: Ingredient) -> Environment:
+    from shoal.environments.dataset import make_dataset  # reads with pyarrow, which takes a moment to load
+
+    return make_dataset(options, given)
+
+
+def _gym(options: Options, given: Ingredient) -> Environment:
+    assert isinstance(options, GymOptions)
+    return GymEnvironment(options, _sizes(given))
 
 
 ENVIRONMENTS: dict[str, Builtin] = {
-    "sort": Builtin(SortOptions, SortEnvironment),
-    "addition": Builtin(AdditionOptions, AdditionEnvironment),
+    "sort": Builtin(SortOptions, lambda options, given: SortEnvironment(options, _sizes(given))),
+    "addition": Builtin(AdditionOptions, lambda options, given: AdditionEnvironment(options, _sizes(given))),
+    "calculator": Builtin(CalculatorOptions, lambda options, given: CalculatorEnvironment(options, _sizes(given))),
+    "dataset": Builtin(DatasetOptions, _dataset),
+    "reasoning-gym": Builtin(GymOptions, _gym),
 }
 
 
 def build(settings: EnvironmentSettings) -> Environment:
     """The environment that the settings describe; what is wrong with them is an `EnvironmentSetupError`."""
+    inner = mixed(settings, build_ingredient) if settings.mix else build_ingredient(settings)
+    return inner if is_plain(settings) else Composed(inner, settings)
+
+
+def build_ingredient(settings: Ingredient) -> Environment:
+    """The tasks and their scoring, without how they are asked."""
     if settings.file is not None:
         if settings.options:
             raise EnvironmentSetupError("environment.options belong to built-in environments; a file has none")
@@ -62,11 +75,12 @@ def build(settings: EnvironmentSettings) -> Environment:
             f"there is no environment {settings.name!r}{_suggest(settings.name, ENVIRONMENTS)};"
             f" there are {', '.join(sorted(ENVIRONMENTS))}, or set environment.file"
         )
-    sizes: dict[Split, int] = {"train": settings.train_size, "held_out": settings.held_out_size}
-    return builtin.make(_options(builtin.options, settings), sizes)
+    if settings.data is not None and settings.name != "dataset":  # or it would train on something else in silence
+        raise EnvironmentSetupError(f'environment {settings.name} reads no data: set environment.name = "dataset"')
+    return builtin.make(_options(builtin.options, settings), settings)
 
 
-def _options(model: type[Options], settings: EnvironmentSettings) -> Options:
+def _options(model: type[Options], settings: Ingredient) -> Options:
     for key in settings.options:
         if key not in model.model_fields:
             raise EnvironmentSetupError(

@@ -1,6 +1,6 @@
 """The hub: gives out work, takes it in, has it checked, and writes down what each step is trained on.
 
-    settings   RunSettings, HubSettings, HubConfig
+    settings   RunSettings, HubSettings, HubConfig; EvaluationPlan
     app        create_app: the hub as an ASGI app
     server     run_hub: the hub as a process
     state/     every decision, pure
@@ -17,12 +17,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from shoal.hub.settings import HubConfig, HubSettings, RunSettings
+from shoal.hub.state.rows import EvaluationPlan
 
 if TYPE_CHECKING:
     from shoal.hub.app import create_app
     from shoal.hub.server import run_hub
 
-__all__ = ["HubConfig", "HubSettings", "RunSettings", "create_app", "run_hub"]
+__all__ = ["EvaluationPlan", "HubConfig", "HubSettings", "RunSettings", "create_app", "run_hub"]
 
 
 def __getattr__(name: str) -> Any:

@@ -34,7 +34,7 @@ from shoal.hub.door import HEADER_REQUEST, Door, Edge, visit_of
 from shoal.hub.limits import TooMuch
 from shoal.hub.metrics import StateMetrics, run_metrics
 from shoal.hub.service import Hub
-from shoal.hub.service.figures import read_figures
+from shoal.hub.service.figures import Figures, read_figures
 from shoal.hub.settings import HubConfig
 from shoal.hub.slots import Busy, UploadSlots
 from shoal.hub.state.refusals import Refusal
@@ -59,9 +59,7 @@ def create_app(config: HubConfig, clock: Clock = SystemClock()) -> FastAPI:
         app.include_router(routes.router)
     edge = app.state.edge = Edge(config)
     hub: Hub = app.state.hub
-    edge.metrics.registry.register(
-        StateMetrics(lambda: run_metrics(read_figures(hub.context, hub.work.late), edge.intake))
-    )
+    edge.metrics.registry.register(StateMetrics(lambda: run_metrics(_figures(hub), edge.intake)))
     app.add_middleware(Door, edge=edge)
     app.add_exception_handler(Refusal, _on_refusal)
     app.add_exception_handler(RequestValidationError, _on_bad_parameter)
@@ -153,3 +151,7 @@ async def _on_failure(request: Request, error: Exception) -> JSONResponse:
     code = "hub.resource" if isinstance(error, ResourceError) else "hub.failed"
     message = f"the hub could not do this now, try again later; its log says more about request {number}"
     return _problem(request, 503, code, message)
+
+
+def _figures(hub: Hub) -> Figures:
+    return read_figures(hub.context, hub.work.late, hub.work.drawing.unusable)

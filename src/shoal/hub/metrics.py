@@ -20,6 +20,7 @@ from prometheus_client.registry import Collector
 
 from shoal.hub.limits import Intake
 from shoal.hub.service.figures import Figures
+from shoal.protocol import Evaluation
 from shoal.runtime.clock import Clock, SystemClock
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -100,6 +101,20 @@ def run_metrics(figures: Figures, intake: Intake) -> Sequence[Metric]:
         _gauge("wasted_fraction", "Of all groups handed in, those that were too late.", figures.waste.fraction),
         _gauge("bodies_held_bytes", "Bytes of request bodies in memory.", intake.held_bytes),
         CounterMetricFamily(f"{PREFIX}_bodies_bytes", "Bytes of request bodies received.", value=intake.received_bytes),
+        _by("tasks", "Tasks that were seen, by difficulty.", ("pool",), {(p,): n for p, n in figures.pools.items()}),
+        _gauge("no_sample", "Groups that the validators known now could not score.", figures.no_sample),
+        _gauge("unusable_tasks", "Tasks passed over since the start: they cannot be used.", figures.unusable),
+        *_measured(figures.measured),
+    ]
+
+
+def _measured(newest: Evaluation | None) -> list[Metric]:
+    """The newest evaluation that is complete; nothing before there is one."""
+    if newest is None or newest.mean is None:
+        return []
+    return [
+        _gauge("held_out_score", "Mean score of the last version that was measured.", newest.mean),
+        _gauge("held_out_version", "The last version that was measured on held-out tasks.", newest.policy.version),
     ]
 
 

@@ -15,7 +15,7 @@ from shoal.hub.metrics import CONTENT_TYPE as METRICS_TYPE
 from shoal.hub.openapi import describes
 from shoal.hub.service.readiness import Readiness
 from shoal.hub.shapes import ShapedRoute
-from shoal.protocol import LedgerPage, RunStatus, SignedDocument, fingerprint
+from shoal.protocol import EvaluationPage, LedgerPage, RunStatus, SignedDocument, fingerprint
 
 router = APIRouter(route_class=ShapedRoute)
 
@@ -63,6 +63,15 @@ async def metrics(request: Request) -> Response:
     edge: Edge = request.app.state.edge
     text = await edge.answers.get("metrics", max_age_s(request.scope), lambda: serve(edge.metrics.text))
     return Response(text, media_type=METRICS_TYPE)
+
+
+@router.get("/evaluations", summary="How versions did on held-out tasks", **describes("run", (422,)))
+async def evaluations(
+    hub: HubDependency,
+    since: Annotated[int, Query(ge=0, le=2**31 - 1, description="the first version to tell of")] = 0,
+) -> EvaluationPage:
+    """What validators measured while training went on, and what they are at; of each version its newest incarnation."""
+    return await serve(hub.evaluating.page, since)
 
 
 @router.get("/ledger", summary="A page of the ledger", **describes("run", (422,)))

@@ -1,4 +1,4 @@
-"""Routes for validators and the trainer: audits, verdicts, policies, batches, reports."""
+"""Routes for validators and the trainer: audits, verdicts, evaluations, policies, batches, reports."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ Step = Annotated[int, Path(ge=0, le=2**31, description="the step; step n produce
     **describes("validator", (401, 403, 413, 422), AuditRequest, {"max_audits": 8, "wait_s": 20}),
 )
 async def audits(request: Request, hub: HubDependency) -> AuditReply:
-    """Each audit is this validator's until its deadline; then it is given out again. Waits up to `wait_s` for one."""
+    """Each audit is this validator's until its deadline; then it is given out again. Waits up to `wait_s` for one.
+    With `evaluate` it may be given a slice of an evaluation as well: `now`, or when there is nothing to check."""
     caller = await authenticate(hub.context, request, roles=("validator",))
     ask = parse_json(caller.body, AuditRequest)
     return await poll(
@@ -49,7 +50,7 @@ async def audits(request: Request, hub: HubDependency) -> AuditReply:
         Topic.AUDITS,
         ask.wait_s,
         lambda: hub.checking.audits(caller.node, ask),
-        lambda reply: bool(reply.audits) or reply.finished,
+        lambda reply: bool(reply.audits) or reply.evaluation is not None or reply.finished,
     )
 
 
@@ -74,6 +75,19 @@ async def verdicts(request: Request, hub: HubDependency) -> VerdictReply:
     harmless. Those that were not taken are named in the answer."""
     caller = await authenticate(hub.context, request, roles=("validator",), max_bytes=MAX_REPORT_BYTES)
     return await serve(hub.checking.verdicts, caller.node, parse_json(caller.body, VerdictReport))
+
+
+@router.post(
+    "/evaluations",
+    summary="Say how a policy did on held-out tasks",
+    status_code=204,
+    **describes("validator", (401, 403, 404, 413, 422), SignedDocument),
+)
+async def evaluated(request: Request, hub: HubDependency) -> None:
+    """An `EvaluationReport` signed by the calling validator, on a slice that `/audits` gave out. The first report on a
+    slice stands; 422 `evaluation.environment` if it was scored with other tasks than the run's."""
+    caller = await authenticate(hub.context, request, roles=("validator",))
+    await serve(hub.evaluating.report, caller.node, parse_json(caller.body, SignedDocument))
 
 
 @router.post(

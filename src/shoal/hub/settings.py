@@ -9,8 +9,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from shoal.environments import Environment
-from shoal.hub.state.rows import Rules
+from shoal.environments import Environment, Task
+from shoal.environments.settings import PoolSettings
+from shoal.hub.state.rows import EvaluationPlan, PoolRules, Rules
 from shoal.protocol import DEFAULT_PROFILE, Limits, ProofParameters, SamplingParameters, SignedDocument, SigningKey
 from shoal.protocol.lease import MAX_GROUP, MAX_NEW_TOKENS
 
@@ -105,6 +106,8 @@ class HubConfig:
 
     `certificates` are the role certificates that `GET /run` hands out; `sources` where the weights are. Work goes to
     nodes that generate with one of `profiles` (engine/device/number format): for others no check has a tolerance.
+    `frame` are the tokens before and after what a tool says, in runs whose environment answers the model.
+    `pools` says how difficulty decides which tasks are drawn, `evaluation` what validators measure meanwhile.
     """
 
     folder: Path
@@ -112,7 +115,7 @@ class HubConfig:
     run: RunSettings
     settings: HubSettings
     environment: Environment
-    encode: Callable[[str], Sequence[int]]
+    encode: Callable[[Task], Sequence[int]]
     eos_token_id: int
     key: SigningKey
     root_key: str
@@ -120,6 +123,9 @@ class HubConfig:
     sources: tuple[str, ...] = ()
     last_resort: tuple[str, ...] = ()
     profiles: tuple[str, ...] = PROFILES
+    frame: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+    pools: PoolSettings | None = None
+    evaluation: EvaluationPlan | None = None
 
     @property
     def rules(self) -> Rules:
@@ -139,6 +145,8 @@ class HubConfig:
             credit_window_ms=round(settings.credit_window_s * 1000),
             newcomer_share=settings.newcomer_share,
             lease_hard_ms=round(max(settings.lease_s, settings.lease_hard_s) * 1000),
+            pools=None if self.pools is None else PoolRules(**self.pools.model_dump()),
+            evaluation=self.evaluation,
         )
 
     @property

@@ -24,6 +24,7 @@ class TextTokenizer:
             raise ModelError("the model has no tokenizer.json") from None
         except Exception as error:  # the library raises plain Exception for a file that it cannot read
             raise ModelError(f"the model's tokenizer.json cannot be read: {error}") from error
+        self._plain: Tokenizer | None = None
         self.eos_token_id = eos_token_id(files)
 
     @property
@@ -39,6 +40,13 @@ class TextTokenizer:
 
     def encode(self, text: str) -> tuple[int, ...]:
         return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def encode_plain(self, text: str) -> tuple[int, ...]:
+        """Text as nothing but text: what looks like a special token is spelt out."""
+        if self._plain is None:
+            self._plain = Tokenizer.from_str(self._tokenizer.to_str())
+            self._plain.encode_special_tokens = True
+        return tuple(self._plain.encode(text, add_special_tokens=False).ids)
 
     def decode(self, token_ids: Iterable[int]) -> str:
         ids = [int(token) for token in token_ids]

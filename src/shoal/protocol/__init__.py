@@ -3,10 +3,12 @@
     identity    SigningKey, load_or_create_key, node_id, fingerprint
     signing     Document, SignedDocument, sign_document, open_document, sign_request, verify_request
     policy      PolicyRef, PolicyManifest, BroadcastHead, PolicyAnnouncement, LedgerHead
-    lease       Lease, LeaseRequest, LeaseReply, LeaseRelease, SamplingParameters, ProofParameters
+    lease       Lease, LeaseRequest, LeaseReply, LeaseRelease, SamplingParameters, ProofParameters,
+                DialogueTerms
     submission  Submission, Rollout, Receipt (bulk, msgpack)
     verdict     Verdict, VerdictReport, Outcome, Severity, CheckResult, Tally, Audit
     batch       Batch, TrainingBatch, StepReport
+    evaluation  EvaluationSlice, EvaluationReport, Evaluation: held-out scores while training
     node        Registration, Heartbeat, NodeView, RunInfo, RoleCertificate
     status      RunStatus, LedgerEntry, Problem
     story       UnitStory, NodeStory: why something happened
@@ -31,9 +33,17 @@ from shoal.protocol.batch import (
     TrainingRollout,
 )
 from shoal.protocol.codec import Limits, pack, unpack
+from shoal.protocol.evaluation import (
+    Evaluation,
+    EvaluationPage,
+    EvaluationReport,
+    EvaluationSlice,
+    EvaluationTask,
+)
 from shoal.protocol.identity import SigningKey, fingerprint, load_key, load_or_create_key, node_id, verify
 from shoal.protocol.lease import (
     DEFAULT_PROFILE,
+    DialogueTerms,
     Lease,
     LeaseRelease,
     LeaseReply,
@@ -110,9 +120,10 @@ from shoal.protocol.versions import OLDEST_PROTOCOL, PROTOCOL_VERSION, since
 __all__ = [
     "DEFAULT_PROFILE", "OLDEST_PROTOCOL", "PROTOCOL_VERSION", "SUBMISSION_FORMAT", "AdminAction", "AdminReply",
     "AdminRequest", "AdminVerb", "Audit", "AuditReply", "AuditRequest", "Batch", "BatchGroup", "BatchReply",
-    "BatchRequest", "BroadcastHead", "CheckResult", "Chunk", "Conduct", "Delta", "Depth", "Document", "Entry",
-    "Heartbeat", "HeartbeatReply", "Lease", "LeaseRelease", "LeaseReply", "LeaseRequest", "LeaseStory", "LedgerEntry",
-    "LedgerHead", "LedgerPage", "Limits", "Message", "NodePage", "NodeState", "NodeStory", "NodeView", "Outcome",
+    "BatchRequest", "BroadcastHead", "CheckResult", "Chunk", "Conduct", "Delta", "Depth", "DialogueTerms", "Document",
+    "Entry", "Evaluation", "EvaluationPage", "EvaluationReport", "EvaluationSlice", "EvaluationTask", "Heartbeat",
+    "HeartbeatReply", "Lease", "LeaseRelease", "LeaseReply", "LeaseRequest", "LeaseStory", "LedgerEntry", "LedgerHead",
+    "LedgerPage", "Limits", "Message", "NodePage", "NodeState", "NodeStory", "NodeView", "Outcome",
     "PolicyAnnouncement", "PolicyManifest", "PolicyRef", "Problem", "ProofParameters", "Receipt", "RecentVerdict",
     "RefusedVerdict", "Registration", "RequestSignature", "Role", "RoleCertificate", "Rollout", "RolloutReward",
     "RunInfo", "RunStatus", "SamplingParameters", "Severity", "SignedDocument", "SigningKey", "Standing", "StepReport",

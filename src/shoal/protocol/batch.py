@@ -9,7 +9,7 @@ from pydantic import Field, FiniteFloat
 
 from shoal.protocol.policy import PolicyRef
 from shoal.protocol.signing import Message
-from shoal.protocol.submission import Completed, unpack_tokens
+from shoal.protocol.submission import Completed, PackedTokens, unpack_tokens
 
 if TYPE_CHECKING:
     import numpy as np
@@ -49,10 +49,11 @@ class BatchReply(Message):
     waiting: str = ""
 
 
-class TrainingRollout(Completed, frozen=True, forbid_unknown_fields=True):
-    """A verified rollout with the validator's reward, ready to train on."""
+class TrainingRollout(Completed, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A verified rollout with the validator's reward, ready to train on; `given` as in `Rollout`."""
 
     reward: float
+    given: PackedTokens = b""
 
 
 class TrainingGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

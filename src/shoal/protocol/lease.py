@@ -37,11 +37,24 @@ class ProofParameters(Message):
     rows: int = Field(default=32, ge=1, le=1024)
 
 
+class DialogueTerms(Message):
+    """The environment answers the model's turns: which tool does, how often at most, and what frames its words.
+
+    A turn ends with the end-of-sequence token. What follows it is `before`, the tool's text by the policy's own
+    tokenizer, and `after`; these tokens are given, not drawn. The last turn is the one that the tool has no answer to.
+    """
+
+    tool: str = Field(max_length=64)
+    max_turns: int = Field(ge=1, le=64)
+    before: tuple[int, ...] = Field(default=(), max_length=1024)
+    after: tuple[int, ...] = Field(default=(), max_length=1024)
+
+
 class Lease(Document):
     """One unit of work for one node: generate this group, under these seeds, by that policy, until the deadline.
 
     A unit keeps its prompt and its seeds when it is issued again, whoever gets it. `deadline_ms` moves on with every
-    heartbeat that shows progress, up to `hard_deadline_ms`.
+    heartbeat that shows progress, up to `hard_deadline_ms`. `length_target` is the one that the prompt names.
     """
 
     kind: ClassVar[str] = "lease"
@@ -61,6 +74,11 @@ class Lease(Document):
     issued_at_ms: int
     deadline_ms: int
     hard_deadline_ms: int = Field(default=0, json_schema_extra=since(2))
+    environment: str = Field(default="", max_length=256, json_schema_extra=since(2))
+    environment_version: int = Field(default=0, ge=0, json_schema_extra=since(2))
+    data_digest: str = Field(default="", max_length=64, json_schema_extra=since(2))
+    length_target: int | None = Field(default=None, ge=1, json_schema_extra=since(2))
+    dialogue: DialogueTerms | None = Field(default=None, json_schema_extra=since(2))
 
     @property
     def seed_numbers(self) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from shoal.protocol.batch import StepReport
+from shoal.protocol.evaluation import Evaluation
 from shoal.protocol.node import NodeView
 from shoal.protocol.policy import HEX_256, LedgerHead, PolicyRef
 from shoal.protocol.signing import Message
@@ -61,7 +62,10 @@ class RunStatus(Message):
     """Everything `shoal status` and the dashboard show.
 
     `nodes` are all of them, or those that matter most of very many; `node_counts` counts all, by `role.state`. `outbox`
-    is how many entries wait to be appended to the ledger, since `outbox_since_ms`.
+    is how many entries wait to be appended to the ledger, since `outbox_since_ms`. `pools` counts the tasks that were
+    seen by difficulty (easy, hard, retired, normal); it is empty unless tasks are drawn by it. `evaluations` are those
+    that validators made, or are making. `no_sample` is how many groups the validators that are known now could not
+    score since they were started: a failure of the machinery, which costs nobody anything but time.
     """
 
     run: str
@@ -84,6 +88,9 @@ class RunStatus(Message):
     node_counts: dict[str, int] = Field(default={}, json_schema_extra=since(2))
     outbox: int = Field(default=0, json_schema_extra=since(2))
     outbox_since_ms: int | None = Field(default=None, json_schema_extra=since(2))
+    pools: dict[str, int] = Field(default={}, json_schema_extra=since(2))
+    evaluations: tuple[Evaluation, ...] = Field(default=(), json_schema_extra=since(2))
+    no_sample: int = Field(default=0, ge=0, json_schema_extra=since(2))
 
 
 class Problem(Message):

@@ -47,10 +47,15 @@ class Completed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return np.frombuffer(self.logprobs, dtype="<f4").astype(np.float32)
 
 
-class Rollout(Completed, frozen=True, forbid_unknown_fields=True):
-    """A completion with its proofs, as a worker hands it in."""
+class Rollout(Completed, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A completion with its proofs, as a worker hands it in.
+
+    `given` (uint32 LE: start, length, start, length, …) are the spans of tokens that the environment said: they were
+    not drawn, their log-probabilities are 0, and nothing is learned from them.
+    """
 
     proofs: Proofs = b""
+    given: PackedTokens = b""
 
 
 class Submission(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

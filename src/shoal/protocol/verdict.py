@@ -10,6 +10,7 @@ from pydantic import Field
 
 from shoal.protocol.policy import HEX_256
 from shoal.protocol.signing import Document, Message, SignedDocument
+from shoal.protocol.versions import since
 
 MAX_REWARD = 1e6
 
@@ -83,7 +84,11 @@ Depth = Literal["full", "light"]
 
 
 class Verdict(Document):
-    """The result of an audit, signed by the validator. `reason` is a stable code such as `sampling.seed`."""
+    """The result of an audit, signed by the validator. `reason` is a stable code such as `sampling.seed`.
+
+    It names the environment that it was scored with. `unreproducible` are the parts of the rewards that nobody else can
+    compute again: the word of a judge.
+    """
 
     kind: ClassVar[str] = "verdict"
     run: str
@@ -100,6 +105,11 @@ class Verdict(Document):
     depth: Depth = "full"
     tally: Tally = Tally()
     decided_at_ms: int
+    environment: str = Field(default="", max_length=256, json_schema_extra=since(2))
+    environment_version: int = Field(default=0, ge=0, json_schema_extra=since(2))
+    environment_digest: str = Field(default="", max_length=64, json_schema_extra=since(2))
+    data_digest: str = Field(default="", max_length=64, json_schema_extra=since(2))
+    unreproducible: tuple[str, ...] = Field(default=(), max_length=64, json_schema_extra=since(2))
 
 
 MAX_VERDICTS_PER_REPORT = 64
@@ -131,6 +141,10 @@ class SubmissionBodies(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bodies: Annotated[list[bytes], msgspec.Meta(max_length=MAX_BODIES_PER_REQUEST)]
 
 
+Readiness = Literal["no", "idle", "now", "only"]
+"""Whether a validator evaluates: never, when nothing waits to be checked, even if something does, or that alone now."""
+
+
 class AuditRequest(Message):
     """A validator asks for submissions to check, waiting up to `wait_s` for one.
 
@@ -141,6 +155,7 @@ class AuditRequest(Message):
     max_audits: int = Field(default=8, ge=1, le=256)
     wait_s: float = Field(default=0, ge=0, le=60)
     left: tuple[str, ...] = Field(default=(), max_length=4096)
+    evaluate: Readiness = Field(default="no", json_schema_extra=since(2))
 
 
 class Audit(Message):
@@ -156,6 +171,9 @@ class Audit(Message):
 
 
 class AuditReply(Message):
+    """Submissions to check, and perhaps a slice of an evaluation (`EvaluationSlice`); or none, and why."""
+
     audits: tuple[Audit, ...] = ()
     waiting: str = ""
     finished: bool = False
+    evaluation: SignedDocument | None = Field(default=None, json_schema_extra=since(2))

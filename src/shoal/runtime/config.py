@@ -88,14 +88,26 @@ def _apply(tables: Tables, override: str) -> Keys:
     keys = tuple(part.strip() for part in name.split("."))
     if not equals or len(keys) < 2 or not all(keys):
         raise ConfigError(f"--set {override}: expected section.key=value, for example --set run.steps=10")
-    table = tables
+    table: Any = tables
     for key in keys[:-1]:
-        inner = table.setdefault(key, {})
-        if not isinstance(inner, dict):
-            raise ConfigError(f"--set {override}: {key} is a value, not a section")
-        table = inner
+        table = _within(table, key, override)
+    if isinstance(table, list):
+        raise ConfigError(f"--set {override}: {keys[-1]} would be a whole table; name one of its keys")
     table[keys[-1]] = _toml_value(text.strip())
     return keys
+
+
+def _within(table: Any, key: str, override: str) -> Any:
+    """What an override goes on into: a table by its name, or one of several in a list by its number, from 0."""
+    if isinstance(table, list):
+        if not (key.isascii() and key.isdecimal() and int(key) < len(table)):
+            raise ConfigError(f"--set {override}: there are {len(table)} of these, numbered from 0; there is no {key}")
+        return table[int(key)]
+    inner = table.setdefault(key, {})
+    tables = isinstance(inner, list) and inner and all(isinstance(one, dict) for one in inner)
+    if not isinstance(inner, dict) and not tables:
+        raise ConfigError(f"--set {override}: {key} is a value, not a section")
+    return inner
 
 
 def _toml_value(text: str) -> Any:
@@ -129,6 +141,8 @@ def _unknown(keys: Keys, kind: type[BaseModel]) -> str:
     """A sentence about a key that does not exist, with the nearest one that does."""
     model, key = kind, keys[-1]
     for part in keys[:-1]:
+        if part.isdecimal():  # of several tables in a list
+            continue
         inner = _inner_model(model, part)
         if inner is None:
             break

@@ -3,6 +3,7 @@
 A row is on the disk before the checkpoint that follows it. A resume at version *c* drops the rows from *c* on (their
 steps are trained again), so that no step is missing and none is counted twice. What row *c* said of version *c* itself
 stays (`keep`) until the row is written again: the checkpoint is that version, and nobody may measure it a second time.
+What others measure of a version may come later than its row: it is added to it (`amend`).
 """
 
 from __future__ import annotations
@@ -40,6 +41,18 @@ class MetricsLog:
         except OSError as error:
             raise resource_error("write", self.path, error) from error
         return row
+
+    def amend(self, step: int, metrics: Mapping[str, float]) -> dict[str, float] | None:
+        """Add what became known later to the row of a step; the row, or None if there is none or it says so already."""
+        rows = self.rows()
+        changed = [row for row in rows if row["step"] == step and not metrics.items() <= row.items()]
+        if not changed:
+            return None
+        changed[-1].update(metrics)
+        if self._begun.get("step") == step:
+            self._begun = changed[-1]
+        self._rewrite(rows)
+        return changed[-1]
 
     def rows(self) -> list[dict[str, float]]:
         """All whole rows; a line torn by a crash is left out."""

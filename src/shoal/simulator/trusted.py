@@ -88,6 +88,7 @@ class Validator:
             generated_tokens=0 if lied else TOKENS * world.scenario.run.group_size,
             depth=audit.depth,
             decided_at_ms=world.clock.now_ms(),
+            environment_digest=lease.environment_digest,
         )
         return sign_document(verdict, self._key)
 

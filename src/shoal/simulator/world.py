@@ -226,7 +226,7 @@ class World:
             run=self.scenario.run,
             settings=self.scenario.hub,
             environment=Numbers(),
-            encode=lambda text: list(text.encode()),
+            encode=lambda task: list(task.prompt.encode()),
             eos_token_id=0,
             key=self.key("hub"),
             root_key=self._root.public_key,

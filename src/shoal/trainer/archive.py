@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from shoal.algorithms.staleness import staleness
-from shoal.protocol import Batch, TrainingBatch, TrainingGroup, TrainingRollout
+from shoal.protocol import Batch, TrainingBatch, TrainingGroup, TrainingRollout, unpack_tokens
 from shoal.runtime.files import ensure_folder, resource_error, write_atomically
 
 SCHEMA = pa.schema(
@@ -39,6 +39,7 @@ SCHEMA = pa.schema(
         ("prompt_ids", pa.list_(pa.int32())),
         ("token_ids", pa.list_(pa.int32())),
         ("logprobs", pa.list_(pa.float32())),
+        ("given", pa.list_(pa.int32())),  # start, length, … of the tokens that the environment said
         ("finish", pa.string()),
         ("reward", pa.float64()),
     ]
@@ -103,6 +104,7 @@ def as_table(batch: Batch, rollouts: TrainingBatch, decode: Decode) -> Any:
         "prompt_ids": _lists([row.group.prompt_ids for row in rows], pa.int32()),
         "token_ids": _lists([row.rollout.token_ids for row in rows], pa.int32()),
         "logprobs": _lists([row.rollout.logprob_values for row in rows], pa.float32()),
+        "given": _lists([unpack_tokens(row.rollout.given) for row in rows], pa.int32()),
         "finish": [row.rollout.finish for row in rows],
         "reward": [row.rollout.reward for row in rows],
     }

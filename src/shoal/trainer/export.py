@@ -77,6 +77,12 @@ def export_policy(
     return destination
 
 
+def write_card(destination: Path, card: ModelCard, dtype: str = "float32") -> None:
+    """Put another card into an export: what became known of its model later."""
+    write_atomically(destination / "README.md", _readme(card, dtype).encode())
+    write_atomically(destination / MARK, card.as_json())
+
+
 def export_checkpoint(
     trainer_folder: Path,
     destination: Path,

@@ -3,14 +3,14 @@
                  ┌───────────────────────────── the hub ─────────────────────────────┐
                  │ status      batch n (long poll)    rollouts n     report n        │ announce n+1
                  ▼                  ▼                     ▼              ▲           ▲
-    resume ─► replay ─► publish ─► [ evaluate ─► wait ─► train ─► row ─► checkpoint ─► snapshot ┄► publisher ] ─► export
-                                        ▲                                                thread        │
-                                        └────────────────────── next step ◄────────────────────────────┘
+    resume ─► replay ─► publish ─► [ wait ─► train ─► row ─► checkpoint ─► snapshot ┄► publisher ] ─► export
+                                      ▲                                          thread        │
+                                      └───────────────────── next step ◄───────────────────────┘
 
 Who waits for whom: the trainer waits for the batch of its step (up to `batch_deadline_s`, naming what the hub waits
 for), and before it saves a step for the version before it to be out. So the hub is never more than one version behind
 the newest checkpoint. Workers never wait for the trainer as long as the staleness bound has room. What a step is
-trained on is put down for people first (`archive`).
+trained on is put down for people first (`archive`). Held-out scores come from validators meanwhile (`held_out`).
 
 Crash anywhere: the newest checkpoint is loaded, the batches written down since then are trained on again, and what
 comes out is compared with what was published (`publisher`).
@@ -26,7 +26,9 @@ from pathlib import Path
 from typing import Protocol
 
 from shoal.client import Activity, ClientOptions, HubClient, RegularHeartbeat
-from shoal.errors import CheckpointError, DeadlineExceeded, ProtocolError
+from shoal.engines.asking import Asking
+from shoal.engines.turns import Talks
+from shoal.errors import CheckpointError, DeadlineExceeded, ProtocolError, ShoalError
 from shoal.models.load import LoadedModel, load_model
 from shoal.models.state import to_torch
 from shoal.models.tokenizer import TextTokenizer
@@ -34,6 +36,7 @@ from shoal.protocol import (
     Batch,
     BatchReply,
     BroadcastHead,
+    EvaluationPage,
     NodeView,
     PolicyManifest,
     PolicyRef,
@@ -45,6 +48,7 @@ from shoal.protocol import (
     StepReport,
     TrainingBatch,
 )
+from shoal.rewards import DirectScorer, Scorer, ScoringPool
 from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.crash import point
 from shoal.runtime.files import ensure_folder
@@ -57,7 +61,8 @@ from shoal.trainer.checkpoint import CheckpointStore, Progress, restore
 from shoal.trainer.config import TrainerConfig
 from shoal.trainer.destination import refuse_foreign
 from shoal.trainer.evaluate import Evaluator, GreedyEvaluator
-from shoal.trainer.export import ModelCard, export_policy, latest_metrics
+from shoal.trainer.export import ModelCard, export_policy, latest_metrics, write_card
+from shoal.trainer.held_out import ByTrainer, ByValidators, HeldOut
 from shoal.trainer.learner import Learner, choose_device, make_deterministic, new_learner
 from shoal.trainer.publisher import PolicyHub, PolicyOrigin, Publication, Publisher, Snapshot, take_snapshot
 from shoal.trainer.settings import TrainerSettings
@@ -84,6 +89,8 @@ class TrainerHub(PolicyHub, Protocol):
     def rollouts(self, step: int) -> TrainingBatch: ...
 
     def report(self, report: StepReport) -> None: ...
+
+    def evaluations(self, since: int) -> EvaluationPage: ...
 
 
 class TrainerOrigin(PolicyOrigin, Protocol):
@@ -117,12 +124,13 @@ def run_trainer(config: TrainerConfig, stop: StopToken) -> None:
     with (
         FolderLock(config.folder).acquire(stop, LOCK_WAIT_S),
         closing(HubClient(config.hub_url, config.key, stop, config.root_fingerprint, options=options)) as hub,
+        closing(_scorer(config, stop)) as scorer,
     ):
         try:
             hub.register("trainer", "trainer", config.certificate)
             info = hub.run_info()
             loaded = load_model(config.model, device=choose_device(settings.device))
-            run = TrainingRun(_parts(config, hub, info, loaded), stop)
+            run = TrainingRun(_parts(config, hub, info, loaded, scorer), stop)
             with RegularHeartbeat(hub, HEARTBEAT_S, run.activity, lambda _reply: None):
                 run.run()
         except DeadlineExceeded:
@@ -131,13 +139,27 @@ def run_trainer(config: TrainerConfig, stop: StopToken) -> None:
             log.info("the trainer stopped (%s)", stop.reason)
 
 
-def _parts(config: TrainerConfig, hub: HubClient, info: RunInfo, loaded: LoadedModel) -> TrainingParts:
+def _scorer(config: TrainerConfig, stop: StopToken) -> Scorer:
+    """What scores the trainer's own evaluations. Processes start when the first one is made."""
+    if config.scored_by is None:
+        return DirectScorer(config.environment)
+    return ScoringPool(config.scored_by, config.environment, stop)
+
+
+def _parts(config: TrainerConfig, hub: HubClient, info: RunInfo, loaded: LoadedModel, scorer: Scorer) -> TrainingParts:
     kept = OriginSettings(
         kept_versions=max(OriginSettings().kept_versions, info.max_staleness + 2),
         anchor_every=config.settings.anchor_every,
     )
     evaluate = GreedyEvaluator(
-        loaded.model, loaded.tokenizer, config.environment, info.sampling, config.settings.evaluate_tasks
+        loaded.model,
+        loaded.tokenizer,
+        config.environment,
+        info.sampling,
+        config.settings.evaluate_tasks,
+        Asking(loaded.files, config.environment, info.sampling.max_new_tokens).ids,
+        Talks(config.environment, loaded.files, info.sampling),
+        scorer,
     )
     return TrainingParts(
         folder=config.folder,
@@ -165,10 +187,17 @@ class TrainingRun:
         self._row_at_s = parts.clock.monotonic_s()
         self.activity = Activity(parts.clock)
         self.version = 0
+        self._held_out = self._measuring()
 
     @property
     def _settings(self) -> TrainerSettings:
         return self._parts.learner.settings
+
+    def _measuring(self) -> HeldOut:
+        every = self._settings.evaluate_every
+        if self._settings.evaluate_by == "trainer":
+            return ByTrainer(self._evaluate, every)
+        return ByValidators(self._parts.hub.evaluations, self._evaluate, every, self._parts.clock, self._stop)
 
     def run(self) -> None:
         """The story: resume, catch up with what the hub has seen, go on to the last step, export."""
@@ -235,9 +264,9 @@ class TrainingRun:
         )
 
     def _advance(self, publisher: Publisher) -> None:
-        """One step: evaluate if due, wait for the batch, train, write the row, save. Publishing is the caller's."""
+        """One step: wait for the batch, train, write the row, save. Publishing is the caller's."""
         step = self.version
-        held_out = self._evaluate() if self._due(self._settings.evaluate_every, step) else {}
+        held_out = _named(self._held_out.before(step))
         batch, rollouts, wait_s = self._next_batch(publisher)
         self._archive.write(batch, rollouts)
         metrics = self._train(batch, rollouts)
@@ -292,26 +321,51 @@ class TrainingRun:
         step_s, self._row_at_s = now_s - self._row_at_s, now_s
         return {"wait_s": wait_s, "step_s": step_s, "idle_fraction": wait_s / step_s if step_s else 0.0}
 
-    def _evaluate(self) -> dict[str, float]:
+    def _evaluate(self) -> float | None:
+        """The score of the model as it is; None if it cannot be had. No evaluation ends training."""
         with self.activity.busy(f"evaluating version {self.version}"):
-            score = self._parts.evaluate()
-            return {} if score is None else {"held_out": score}
+            try:
+                return self._parts.evaluate()
+            except (ShoalError, RuntimeError, OSError) as error:  # RuntimeError: torch, also when memory is short
+                if self._stop.is_set():
+                    raise
+                log.warning("version %d could not be measured on held-out tasks: %s", self.version, error)
+                return None
 
     def _record(self, step: int, metrics: Mapping[str, float]) -> None:
-        """To the file first: it is what a resume relies on; the hub keeps the newest report of a step."""
-        row = self._metrics.append(step, {**metrics, "at_ms": float(self._parts.clock.now_ms())})
-        measured = {name: value for name, value in row.items() if name != "step"}
-        self._parts.hub.report(StepReport(step=step, metrics=measured))
+        """To the file first: it is what a resume relies on; the hub keeps the newest report of a step.
+
+        What validators have measured of this version goes into its row; of earlier ones into the rows that are there.
+        """
+        known = self._held_out.known(step)
+        metrics = {**_named(known.pop(step, None)), **metrics}
+        for earlier, score in known.items():
+            self._report(self._metrics.amend(earlier, _named(score)))
+        self._report(self._metrics.append(step, {**metrics, "at_ms": float(self._parts.clock.now_ms())}))
         shown = ("sampled_reward", "reward_mean", "held_out", "loss", "grad_norm", "idle_fraction")
         log.info("step %d: %s", step, ", ".join(f"{name} {metrics[name]:.4g}" for name in shown if name in metrics))
 
+    def _report(self, row: Mapping[str, float] | None) -> None:
+        if row is not None:
+            measured = {name: value for name, value in row.items() if name != "step"}
+            self._parts.hub.report(StepReport(step=int(row["step"]), metrics=measured))
+
     def _finish(self, manifest: PolicyManifest | None) -> None:
-        """The last version is out: measure it and export it."""
+        """The last version is out: export it, then measure it. Nothing that may fail or wait comes before."""
         assert manifest is not None, "a version was submitted before"
-        if self._settings.evaluate_every:
-            self._record(self.version, self._evaluate())
+        folder, dtype = self._parts.folder / "export", self._settings.publish_dtype
         snapshot = self._snapshot()
-        card = ModelCard(
+        tensors = {view.name: to_torch(view) for view in snapshot.tensors}
+        export_policy(folder, tensors, snapshot.files, self._card(manifest), dtype)
+        if self._settings.evaluate_every:
+            with self.activity.waiting(f"the score of version {self.version}"):
+                score = self._held_out.last(self.version)
+            self._record(self.version, _named(score))
+            write_card(folder, self._card(manifest), dtype)
+        log.info("the run is complete: version %d is exported to %s", self.version, folder)
+
+    def _card(self, manifest: PolicyManifest) -> ModelCard:
+        return ModelCard(
             progress=self._progress(manifest.policy.incarnation),
             base_model=self._parts.base_model,
             environment=self._info.environment,
@@ -319,10 +373,6 @@ class TrainingRun:
             ledger_head=manifest.ledger_head,
             metrics=latest_metrics(self._metrics, self.version),
         )
-        tensors = {view.name: to_torch(view) for view in snapshot.tensors}
-        folder = self._parts.folder / "export"
-        export_policy(folder, tensors, snapshot.files, card, self._settings.publish_dtype)
-        log.info("the run is complete: version %d is exported to %s", self.version, folder)
 
     def _snapshot(self) -> Snapshot:
         dtype = self._settings.publish_dtype
@@ -333,6 +383,10 @@ class TrainingRun:
 
     def _due(self, every: int, number: int) -> bool:
         return every > 0 and number % every == 0
+
+
+def _named(score: float | None) -> dict[str, float]:
+    return {} if score is None else {"held_out": score}
 
 
 def _refuse_mixed_up(batch: Batch, rollouts: TrainingBatch) -> None:

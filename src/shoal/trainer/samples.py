@@ -18,20 +18,31 @@ from shoal.algorithms.filters import carries_signal, is_truncated
 from shoal.algorithms.staleness import allowed
 from shoal.errors import ProtocolError
 from shoal.protocol import TrainingGroup, TrainingRollout
+from shoal.protocol.given import drawn_mask
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One completion to train on. `behaviour` is the log-probability of each of its tokens when it was drawn."""
+    """One completion to train on. `behaviour` is the log-probability of each of its tokens when it was drawn.
+
+    `drawn` says which tokens the model drew. The others were given by the environment: the model reads them, and learns
+    nothing from them.
+    """
 
     prompt_ids: npt.NDArray[np.int64]
     token_ids: npt.NDArray[np.int64]
     behaviour: npt.NDArray[np.float32]
     advantage: float
+    drawn: npt.NDArray[np.bool_]
 
     @property
     def length(self) -> int:
         return len(self.prompt_ids) + len(self.token_ids)
+
+    @property
+    def trained(self) -> int:
+        """How many of its tokens carry loss."""
+        return int(self.drawn.sum())
 
 
 @dataclass(frozen=True)
@@ -46,7 +57,7 @@ class Prepared:
     @property
     def tokens(self) -> int:
         """Tokens that carry loss: the step's global count, by which its loss is normalised."""
-        return sum(len(sample.token_ids) for group in self.groups for sample in group)
+        return sum(sample.trained for group in self.groups for sample in group)
 
 
 def prepare(groups: Sequence[TrainingGroup], advantage: Advantage, mask_truncated: bool) -> Prepared:
@@ -87,4 +98,8 @@ def _sample(group: TrainingGroup, rollout: TrainingRollout, advantage: float) ->
     token_ids, behaviour = rollout.token_ids, rollout.logprob_values
     if len(token_ids) != len(behaviour):
         raise ProtocolError(f"unit {group.unit}: a rollout has {len(token_ids)} tokens but {len(behaviour)} logprobs")
-    return Sample(group.prompt_ids, token_ids, behaviour, advantage)
+    try:
+        drawn = drawn_mask(rollout.given, len(token_ids))
+    except ProtocolError as error:
+        raise ProtocolError(f"unit {group.unit}: the spans of a rollout cannot be read: {error}") from error
+    return Sample(group.prompt_ids, token_ids, behaviour, advantage, drawn)

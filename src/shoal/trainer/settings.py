@@ -49,6 +49,9 @@ class TrainerSettings(BaseModel):
         default=2, ge=1, description="newest checkpoints kept; an older one helps if one breaks"
     )
     evaluate_every: int = Field(default=5, ge=0, description="steps between greedy held-out evaluations; 0: never")
+    evaluate_by: Literal["validators", "trainer"] = Field(
+        default="validators", description="who evaluates; validators do it beside their audits, and training goes on"
+    )
     evaluate_tasks: int = Field(default=128, ge=1, description="held-out tasks per evaluation, the first ones")
     batch_deadline_s: float = Field(
         default=1800, gt=0, description="longest wait for a batch, or for the hub to answer"

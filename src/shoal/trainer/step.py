@@ -8,7 +8,9 @@
 Normalisation: a minibatch's loss is (its tokens' losses summed) × minibatches / (tokens of the whole step). So every
 token of a step weighs the same, in however long a completion, minibatch or micro-batch it stands.
 
-Legend: B sequences, L positions, N completion tokens (flat), H hidden size.
+Tokens that the environment gave are read, and carry no loss: none of them is among the tokens that are counted.
+
+Legend: B sequences, L positions, N completion tokens that the model drew (flat), H hidden size.
 """
 
 from __future__ import annotations
@@ -131,9 +133,10 @@ class _Update:
         learner = self.learner
         batch = pad([(sample.prompt_ids, sample.token_ids) for sample in samples], learner.device)
         hidden_BLH = hidden_states(learner.model, batch.input_ids_BL)
-        hidden_NH = hidden_BLH[batch.rows_N, batch.columns_N]
-        scored = token_logprobs(hidden_NH, Head.of(learner.model), batch.targets_N, self.work.temperature)
-        tokens = LossTokens(scored.logprobs, *_given(samples, learner.device))
+        drawn_N = torch.from_numpy(np.concatenate([sample.drawn for sample in samples])).to(learner.device)
+        hidden_NH = hidden_BLH[batch.rows_N[drawn_N], batch.columns_N[drawn_N]]
+        scored = token_logprobs(hidden_NH, Head.of(learner.model), batch.targets_N[drawn_N], self.work.temperature)
+        tokens = LossTokens(scored.logprobs, *_recorded(samples, learner.device))
         output = learner.loss(tokens, learner.loss_parameters)
         self.tally.add(tokens, output, scored.entropy)
         loss = output.loss_N.sum() * self.scale
@@ -149,10 +152,10 @@ class _Update:
             )
 
 
-def _given(samples: Sequence[Sample], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Behaviour log-probabilities and advantages of the samples' tokens, in the order of `pad`."""
-    behaviour_N = torch.from_numpy(np.concatenate([sample.behaviour for sample in samples]))
-    advantages_N = torch.cat([torch.full((len(sample.token_ids),), sample.advantage) for sample in samples])
+def _recorded(samples: Sequence[Sample], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Behaviour log-probabilities and advantages of the tokens that were drawn, in the order of `pad`."""
+    behaviour_N = torch.from_numpy(np.concatenate([sample.behaviour[sample.drawn] for sample in samples]))
+    advantages_N = torch.cat([torch.full((sample.trained,), sample.advantage) for sample in samples])
     return behaviour_N.to(device), advantages_N.to(device)
 
 

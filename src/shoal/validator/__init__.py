@@ -9,7 +9,8 @@ checks     BEFORE_PREFILL, AFTER_PREFILL: every check, cheapest first, and the t
 case       Case, Replay, Finding: what a check sees and says
 seen       Seen, Mark: what was accepted of late, so that copies show
 canary     Canary: a known cheat now and then, which must be caught
-rewards    score_group, shuffled, Decoders: the reward, computed here and nowhere else
+rewards    Scoring, shuffled, Decoders: the reward, computed here and nowhere else
+notes      Notebook: what the reward says about completions, for the owner
 verdicts   Docket: findings to verdicts
 """
 

@@ -66,16 +66,15 @@ class Bands:
 
     @classmethod
     def of(cls, cases: Sequence[Case]) -> Bands:
-        """The bands of cases that have been replayed."""
+        """The bands of cases that have been replayed. Tokens that nobody drew say nothing of dice."""
         replays = [case.replayed for case in cases]
-        uniforms_T = np.concatenate([replay.uniforms for replay in replays])
-        low_T = np.concatenate([replay.low for replay in replays])
-        high_T = np.concatenate([replay.high for replay in replays])
-        logprobs_T = np.concatenate([replay.logprobs for replay in replays])
-        entropy_T = np.concatenate([replay.entropy for replay in replays])
+        uniforms_T, low_T, high_T, logprobs_T, entropy_T = (
+            np.concatenate([getattr(case.replayed, name)[case.drawn] for case in cases])
+            for name in ("uniforms", "low", "high", "logprobs", "entropy")
+        )
         distance_T = distances(uniforms_T, low_T, high_T)
         outside_T = ~((low_T <= uniforms_T) & (uniforms_T < high_T))
-        errors = [np.abs(case.claimed - case.replayed.logprobs) for case in cases]
+        errors = [np.abs(case.claimed - case.replayed.logprobs)[case.drawn] for case in cases]
         strange_T = accidents_of(distance_T, entropy_T, np.concatenate(errors))
         distance_T, outside_T = np.where(strange_T, 0.0, distance_T), outside_T & ~strange_T
         errors = np.split(np.where(strange_T, 0.0, np.concatenate(errors)), np.cumsum([len(e) for e in errors])[:-1])

@@ -14,6 +14,7 @@ from itertools import accumulate
 import numpy as np
 import numpy.typing as npt
 
+from shoal.engines.dialogue import Dialogue, Reading
 from shoal.errors import CodecError
 from shoal.protocol import (
     CheckResult,
@@ -26,6 +27,7 @@ from shoal.protocol import (
     pack_tokens,
     unpack,
 )
+from shoal.protocol.given import drawn_mask
 from shoal.sampling import SeedCheck, check_seeded
 from shoal.sampling.check import distances, poisson_tail
 from shoal.toploc import Comparisons, chunk_rows, chunk_topk, split_proofs
@@ -73,8 +75,8 @@ class Case:
     """One submission under audit. The lease is the hub's signed word; the submission is only a claim.
 
     `submission` is None, and `problem` says why, if the body could not be decoded. What is derived from the tokens may
-    be asked for once `shape` has passed, `replayed` after the prefill. `record` has the sums of what its node handed
-    in before; `seen` is what others did.
+    be asked for once `shape` has passed, `drawn` once `dialogue` has, `replayed` after the prefill. `record` has the
+    sums of what its node handed in before; `seen` is what others did. `dialogue` is None if nobody answers the model.
     """
 
     lease: Lease
@@ -86,6 +88,7 @@ class Case:
     seen: Seen = field(default_factory=Seen)
     record: Tally = NO_RECORD
     replay: Replay | None = None
+    dialogue: Dialogue | None = None
 
     @property
     def claim(self) -> Submission:
@@ -123,6 +126,24 @@ class Case:
     def claimed(self) -> Floats:
         """The log-probabilities that were handed in."""
         return np.frombuffer(b"".join(rollout.logprobs for rollout in self.rollouts), dtype="<f4").astype(np.float64)
+
+    @cached_property
+    def readings(self) -> list[Reading]:
+        """Every rollout of a dialogue taken apart, by its tokens alone."""
+        assert self.dialogue is not None, "only of a dialogue"
+        return [self.dialogue.read(rollout.token_ids.tolist()) for rollout in self.rollouts]
+
+    @cached_property
+    def drawn(self) -> npt.NDArray[np.bool_]:
+        """Which tokens are the model's. The others were given by the environment: only their proofs are judged."""
+        if not any(rollout.given for rollout in self.rollouts):
+            return np.ones(len(self.tokens), dtype=np.bool_)
+        return np.concatenate([drawn_mask(r.given, n) for r, n in zip(self.rollouts, self.lengths, strict=True)])
+
+    @cached_property
+    def generated(self) -> int:
+        """How many tokens were generated: what credit is for."""
+        return int(self.drawn.sum())
 
     @cached_property
     def proofs(self) -> list[bytes]:
@@ -178,24 +199,25 @@ class Case:
         if profile.accidents == 0:
             return nothing
         far = distances(replay.uniforms, replay.low, replay.high) > profile.sampling.distance
-        strange = far | ~(np.abs(self.claimed - replay.logprobs) <= profile.logprobs.largest)
-        count, before = int(strange.sum()), self.record
-        here = poisson_tail(count, profile.accidents * len(strange))
-        of_late = poisson_tail(count + before.accidents, profile.accidents * (len(strange) + before.tokens))
+        strange = self.drawn & (far | ~(np.abs(self.claimed - replay.logprobs) <= profile.logprobs.largest))
+        count, tokens, before = int(strange.sum()), self.generated, self.record
+        here = poisson_tail(count, profile.accidents * tokens)
+        of_late = poisson_tail(count + before.accidents, profile.accidents * (tokens + before.tokens))
         return nothing if min(here, of_late) < profile.sampling.significance else strange
 
     @cached_property
     def kept(self) -> Ints:
-        """The positions of all other tokens."""
-        return np.flatnonzero(~self.accidents)
+        """The positions of all other tokens that were drawn."""
+        return np.flatnonzero(self.drawn & ~self.accidents)
 
     @cached_property
     def seed_check(self) -> SeedCheck:
         replay, lengths = self.replayed, self.lengths
         columns = [replay.uniforms, replay.low, replay.high, replay.logprobs, replay.entropy]
-        if self.accidents.any():
+        if len(self.kept) < len(self.tokens):
             columns = [column[self.kept] for column in columns]
-            lengths = [n for n in np.add.reduceat(~self.accidents, self.starts, dtype=np.int64).tolist() if n]
+            kept_T = self.drawn & ~self.accidents
+            lengths = [n for n in np.add.reduceat(kept_T, self.starts, dtype=np.int64).tolist() if n]
         uniforms, low, high, logprobs, entropy = columns
         limits, record = self.profile.sampling, self.record
         return check_seeded(uniforms, low, high, logprobs, limits, entropy_T=entropy, lengths=lengths, record=record)

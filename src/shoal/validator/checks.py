@@ -4,8 +4,8 @@ Before the prefill the first that fails decides. After it everything is paid for
 fail the surest decides: wrong weights show in the proofs, and beyond doubt in the dice.
 
     before the prefill (bytes and integers; a failure is certain)      after it (numbers of the right policy)
-    envelope → lease → policy → prompt → shape → termination    ───►   proofs → sampling → logprobs
-             → duplicate                                                → likelihood → record   ───► objection → reward
+    envelope → lease → policy → prompt → shape → dialogue       ───►   proofs → sampling → logprobs
+             → termination → duplicate                                  → likelihood → record   ───► objection → reward
 
 | reason                | what it means                                                          | severity    |
 |-----------------------|------------------------------------------------------------------------|-------------|
@@ -19,6 +19,10 @@ fail the surest decides: wrong weights show in the proofs, and beyond doubt in t
 | shape.vocabulary      | a token that the policy does not have                                  | certain     |
 | shape.logprobs        | a log-probability that is no number, or above 0                        | certain     |
 | proofs.malformed      | proof bytes of the wrong number, or that no computation gives          | certain     |
+| dialogue.malformed    | spans of given tokens that no dialogue has                             | certain     |
+| dialogue.missing      | a turn without what the tool says to it                                | certain     |
+| dialogue.forged       | tokens given that the tool does not say there                          | certain     |
+| dialogue.logprobs     | a log-probability other than 0 for a token that nobody drew            | certain     |
 | termination.early     | ended without the end-of-sequence token before the length limit        | certain     |
 | termination.past_eos  | went on after the end-of-sequence token                                | certain     |
 | termination.finish    | says it ended otherwise than it did                                    | certain     |
@@ -51,6 +55,7 @@ from shoal.sampling.check import distances
 from shoal.toploc import Comparisons, check_proofs
 from shoal.toploc.proofs import decode
 from shoal.validator.case import Case, Finding, failed, passed, unsure
+from shoal.validator.dialogues import dialogue, ends_as_read
 from shoal.validator.verdicts import MACHINERY_ACCIDENT
 
 Check = Callable[[Case], Finding]
@@ -186,6 +191,8 @@ def termination(case: Case) -> Finding:
 
     Whether the end-of-sequence token was drawn by the lease's dice is for `sampling` to see, as for any token.
     """
+    if case.dialogue is not None:
+        return ends_as_read(case)
     sampling = case.lease.sampling
     is_end_T = case.tokens == sampling.eos_token_id
     ends = np.add.reduceat(is_end_T, case.starts, dtype=np.int64).tolist()
@@ -276,7 +283,7 @@ def sampling(case: Case) -> Finding:
     }  # fmt: skip
     if answer.reason is None or answer.reason == "drift":
         return passed("sampling", **evidence)
-    far = int((distances(replay.uniforms, replay.low, replay.high) > limits.distance).sum())
+    far = int(((distances(replay.uniforms, replay.low, replay.high) > limits.distance) & case.drawn).sum())
     rollout, token = case.place(int(case.kept[answer.position or 0]))
     return failed(
         "sampling.seed",
@@ -296,8 +303,8 @@ def logprobs(case: Case) -> Finding:
     """The reported log-probabilities are the policy's: training divides by them."""
     error_T = np.abs(case.claimed - case.replayed.logprobs)
     error_T[~np.isfinite(error_T)] = np.inf
-    error_T[case.accidents] = 0.0
-    mean, largest = float(error_T.mean()), float(error_T.max())
+    error_T[case.accidents | ~case.drawn] = 0.0
+    mean, largest = float(error_T.sum()) / case.generated, float(error_T.max())
     limits = case.profile.logprobs
     if mean <= limits.mean and largest <= limits.largest:
         return passed("logprobs", mean_error=mean, max_error=largest)
@@ -321,10 +328,11 @@ def likelihood(case: Case) -> Finding:
     The log-probability of an honest token has the mean -entropy and the variance varentropy, whatever came before it.
     """
     replay, limits = case.replayed, case.profile.likelihood
-    excess, variance = float((replay.logprobs + replay.entropy).sum()), float(replay.varentropy.sum())
+    excess = float((replay.logprobs + replay.entropy)[case.drawn].sum())
+    variance = float(replay.varentropy[case.drawn].sum())
     deviations = excess / variance**0.5 if variance > 0 else 0.0
     evidence = {"deviations": deviations, "excess": excess, "variance": variance}
-    told = len(case.tokens) >= limits.tokens and variance >= limits.variance
+    told = case.generated >= limits.tokens and variance >= limits.variance
     if not told or abs(deviations) <= limits.deviations:
         return passed("likelihood", **evidence)
     return failed(
@@ -377,7 +385,7 @@ def _one_chunk(sums: Tally) -> Comparisons:
     )  # fmt: skip
 
 
-BEFORE_PREFILL: Sequence[Check] = (envelope, lease, policy, prompt, shape, termination, duplicate)
+BEFORE_PREFILL: Sequence[Check] = (envelope, lease, policy, prompt, shape, dialogue, termination, duplicate)
 
 
 def accident(case: Case) -> Finding:

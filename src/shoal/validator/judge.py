@@ -3,39 +3,47 @@
     dockets ─► before the prefill ─┬─ failed ─────────────────────────────────────────► rejected
                                    ├─ light: as it is claimed ──────────────────────┐
                                    └─ full: replay (one prefill for all) ─► after ─┬┴─► objection, reward ─► accepted
-                                              │ the engine fails on it             └──► rejected
+                                              │ the engine fails on it             └──► rejected    (all at once)
                                               └► inconclusive
 
-Pure but for the engine, the environment, and the memory of what was accepted (`Seen`): nothing here talks to the hub.
+What there was no time to score has no verdict: it is for later, or for somebody else. Pure but for the engine, the
+scorer, and the memory of what was accepted (`Seen`): nothing here talks to the hub.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
-from shoal.engines import Engine
+from shoal.engines.dialogue import dialogue_for
 from shoal.engines.shelf import LoadedPolicy
-from shoal.environments import Environment
-from shoal.errors import ScoringFailure
-from shoal.protocol import Tally, Verdict
+from shoal.environments import Environment, budget_of, identity_of
+from shoal.errors import ConfigError, ScoringFailure
+from shoal.protocol import Lease, Tally, Verdict
+from shoal.rewards import DirectScorer, NotBegun, Scorer
+from shoal.rewards.panel import Panel
 from shoal.runtime.clock import Clock, SystemClock
 from shoal.validator.case import Case, Finding, Replay, read_body
 from shoal.validator.checks import AFTER_PREFILL, BEFORE_PREFILL, duplicate, run_all, run_checks
+from shoal.validator.notes import Notebook
 from shoal.validator.profiles import Profiles
 from shoal.validator.replay import replay_all
-from shoal.validator.rewards import Decode, Decoders, score_group, shuffled
+from shoal.validator.rewards import Decoders, Group, Scored, Scoring, shuffled
 from shoal.validator.seen import Seen
 from shoal.validator.verdicts import (
     MACHINERY_ENVIRONMENT,
     MACHINERY_PREFILL,
     MACHINERY_PROFILE,
     MACHINERY_REWARD,
+    NOTHING_COUNTED,
     Docket,
 )
 
 log = logging.getLogger(__name__)
+
+# What a reward function said when it failed may name the answer, and contributors read verdicts.
+NOT_SCORED = "the reward of this group could not be computed, so it is no sample; the validator's log says why"
 
 
 @dataclass
@@ -45,6 +53,7 @@ class _Open:
     docket: Docket
     case: Case
     findings: list[Finding]
+    tally: Tally = NOTHING_COUNTED
 
 
 @dataclass(frozen=True)
@@ -59,23 +68,38 @@ class Judge:
     clock: Clock = field(default_factory=SystemClock)
     decoders: Decoders = field(default_factory=Decoders, repr=False)
     seen: Seen = field(default_factory=Seen, repr=False)
+    scorer: Scorer | None = field(default=None, repr=False)  # None: the environment is called in this process
+    panel: Panel = field(default_factory=Panel, repr=False)
+    notebook: Notebook | None = field(default=None, repr=False)
+
+    def knows(self, lease: Lease) -> bool:
+        """Whether the lease was made for this validator's environment: if not, it has nothing to say about it."""
+        mine = identity_of(self.environment)
+        return lease.environment_digest == mine.digest and lease.data_digest in ("", mine.data_digest)
+
+    def named(self, docket: Docket) -> Docket:
+        """The docket, its verdict to name this environment."""
+        return replace(docket, environment=identity_of(self.environment))
 
     def verdicts(self, dockets: Sequence[Docket], loaded: LoadedPolicy) -> list[Verdict]:
-        """One verdict per docket, in order. All leases must name the loaded policy."""
-        opened = [self._open(docket, loaded.engine) for docket in dockets]
+        """The verdicts, in the order of the dockets; of those that there was no time to score there is none, but the
+        first always gets its time. All leases must name the loaded policy."""
+        opened = [self._open(self.named(docket), loaded) for docket in dockets]
         full = [entry for entry in opened if isinstance(entry, _Open) and entry.docket.audit.depth == "full"]
         replays = dict(zip(map(id, full), replay_all(loaded.engine, [entry.case for entry in full]), strict=True))
-        return [
-            entry if isinstance(entry, Verdict) else self._judged(entry, replays.get(id(entry)), loaded)
-            for entry in opened
+        judged = [
+            entry if isinstance(entry, Verdict) else self._judged(entry, replays.get(id(entry))) for entry in opened
         ]
+        rewarded = self._rewards([entry for entry in judged if isinstance(entry, _Open)], loaded)
+        decided = [entry if isinstance(entry, Verdict) else self._decided(entry, next(rewarded)) for entry in judged]
+        return [verdict for verdict in decided if verdict is not None]
 
-    def _open(self, docket: Docket, engine: Engine) -> _Open | Verdict:
+    def _open(self, docket: Docket, loaded: LoadedPolicy) -> _Open | Verdict:
         """Everything before the prefill; a verdict if that decides already."""
-        lease = docket.lease
-        if lease.environment_digest != self.environment.digest:
-            message = f"the validator's environment {self.environment.name} is not the one that the lease was made for"
-            return docket.inconclusive((), MACHINERY_ENVIRONMENT, message, self.clock.now_ms())
+        lease, engine = docket.lease, loaded.engine
+        problem = self._environment_problem(lease)
+        if problem:
+            return docket.inconclusive((), MACHINERY_ENVIRONMENT, problem, self.clock.now_ms())
         if lease.profile not in self.profiles:
             message = f"the validator has no profile for {lease.profile}, so it cannot tell rounding from cheating"
             return docket.inconclusive((), MACHINERY_PROFILE, message, self.clock.now_ms())
@@ -83,51 +107,74 @@ class Judge:
         if engine.kind.rpartition("/")[2] not in profile.validators:
             message = f"the validator computes as {engine.kind}, and the profile of {lease.profile} is not for that"
             return docket.inconclusive((), MACHINERY_PROFILE, message, self.clock.now_ms())
+        try:
+            dialogue = dialogue_for(lease, loaded.files)
+        except ConfigError as error:
+            return docket.inconclusive((), MACHINERY_ENVIRONMENT, str(error), self.clock.now_ms())
         submission, problem = read_body(docket.body)
         case = Case(
             lease, submission, problem, engine.vocabulary_size, engine.hidden_size, profile, self.seen,
-            docket.audit.record,
+            docket.audit.record, dialogue=dialogue,
         )  # fmt: skip
         findings = run_checks(BEFORE_PREFILL, case)
         if not findings[-1].passed:
             return docket.rejected(findings, self.clock.now_ms())
         return _Open(docket, case, findings)
 
-    def _judged(self, entry: _Open, replay: Replay | Exception | None, loaded: LoadedPolicy) -> Verdict:
+    def _environment_problem(self, lease: Lease) -> str:
+        """Why the lease cannot be scored with this environment; empty if it can."""
+        if not self.knows(lease):
+            return f"the validator's environment {self.environment.name} is not the one that the lease was made for"
+        budget = budget_of(self.environment)
+        target = None if budget is None else budget.target(lease.run, lease.unit)
+        if target != lease.length_target:
+            return f"the lease says a length target of {lease.length_target}; by its run and unit it is {target}"
+        return ""
+
+    def _judged(self, entry: _Open, replay: Replay | Exception | None) -> _Open | Verdict:
+        """The checks after the prefill; a verdict unless all held."""
         docket, case, findings = entry.docket, entry.case, entry.findings
         if isinstance(replay, Exception):
             message = f"the validator's engine failed: {replay}"
             return docket.inconclusive(findings, MACHINERY_PREFILL, message, self.clock.now_ms())
-        tally = Tally()
         if replay is not None and not replay.is_finite:
             message = "the validator's own computation gave what is no number: the policy, or this machine, is broken"
             return docket.inconclusive(findings, MACHINERY_PREFILL, message, self.clock.now_ms())
         if replay is not None:
             case.replay = replay
             findings += run_all(AFTER_PREFILL, case)
-            tally = case.tally
-        if findings[-1].passed:
-            again = duplicate(case)  # of a neighbour in the batch, accepted since the first look
-            findings += [] if again.passed else [again]
+            entry.tally = case.tally
         last = findings[-1]
         if last.unsure:
-            return docket.inconclusive(findings, last.reason, last.result.message, self.clock.now_ms(), tally)
+            return docket.inconclusive(findings, last.reason, last.result.message, self.clock.now_ms(), entry.tally)
         if not last.passed:
-            return docket.rejected(findings, self.clock.now_ms(), tally)
-        return self._scored(entry, tally, self.decoders.of(loaded.files))
+            return docket.rejected(findings, self.clock.now_ms(), entry.tally)
+        return entry
 
-    def _scored(self, entry: _Open, tally: Tally, decode: Decode) -> Verdict:
-        docket, case, findings = entry.docket, entry.case, entry.findings
-        try:
-            scored = score_group(self.environment, case.lease, case.rollouts, decode)
-        except ScoringFailure as failure:
-            log.warning("unit %d could not be scored: %s", case.lease.unit, failure)
-            return docket.inconclusive(findings, MACHINERY_REWARD, str(failure), self.clock.now_ms())
+    def _rewards(self, entries: Sequence[_Open], loaded: LoadedPolicy) -> Iterator[Scored | ScoringFailure]:
+        if not entries:
+            return iter(())
+        scoring = Scoring(self.environment, self.scorer or DirectScorer(self.environment), self.panel)
+        groups = [Group(entry.case.lease, entry.case.rollouts) for entry in entries]
+        return iter(scoring.score(groups, self.decoders.of(loaded.files)))
+
+    def _decided(self, entry: _Open, scored: Scored | ScoringFailure) -> Verdict | None:
+        docket, case, findings, tally = entry.docket, entry.case, entry.findings, entry.tally
+        again = duplicate(case)  # of a neighbour in the batch, accepted since the first look
+        if not again.passed:
+            return docket.rejected([*findings, again], self.clock.now_ms(), tally)
+        if isinstance(scored, NotBegun):
+            return None
+        if isinstance(scored, ScoringFailure):
+            log.warning("unit %d could not be scored: %s", case.lease.unit, scored)
+            return docket.inconclusive(findings, MACHINERY_REWARD, NOT_SCORED, self.clock.now_ms())
         if scored.objection is not None:
             return docket.rejected([*findings, scored.objection], self.clock.now_ms(), tally)
         if case.replay is not None:  # what a light audit accepts may be anybody's: it must not speak against others
             self.seen.remember(case.marks)
+        if self.notebook is not None:
+            self.notebook.write(case.lease.unit, case.lease.task, scored.notes)
         rewards = scored.rewards
         if self.shuffle_rewards:
             rewards = shuffled(rewards, case.lease.run, case.lease.unit)
-        return docket.accepted(findings, rewards, len(case.tokens), self.clock.now_ms(), tally)
+        return docket.accepted(findings, rewards, case.generated, self.clock.now_ms(), tally, self.panel.unreproducible)

@@ -2,11 +2,14 @@
 
     hub ── audits ──► validator ── bodies ◄── hub        policies ◄── sources (a few stay loaded)
      ▲                    │
-     └── signed verdicts ◄┴─ one batched prefill per policy
+     └── signed verdicts ◄┴─ one batched prefill per policy ─► scoring processes (with limits), judges
 
 Back-pressure: it claims `max_audits` at a time and the next only when those are done; the hub keeps the rest. What it
-claims and does not judge (it was killed, a policy could not be fetched) falls back to the hub when the claim runs out.
-Nothing that goes wrong here ever rejects a submission. Now and then a known cheat is judged beside the rest (`canary`).
+claims and does not judge (it was killed, a policy could not be fetched) falls back to the hub when the claim runs out,
+and what there was no time to score goes back with the next request, which claims no more than were managed.
+Nothing that goes wrong here ever rejects a submission. What was leased for another environment than this validator has
+is left for others: it abstains, and no unit loses an attempt by it. Now and then a known cheat is judged beside the
+rest (`canary`).
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from shoal.client import Activity, ClientOptions, HubClient, RegularHeartbeat
 from shoal.client.weights import Following, downloader_of
 from shoal.engines import build, kind_of, warm_up
 from shoal.engines.shelf import EngineShelf, LoadedPolicy
+from shoal.environments import identity_of, judges_of, require_scoring
 from shoal.errors import (
     BroadcastError,
     CanaryMissed,
@@ -39,22 +43,27 @@ from shoal.protocol import (
     sign_document,
 )
 from shoal.protocol.verdict import MAX_BODIES_PER_REQUEST, MAX_VERDICTS_PER_REPORT
+from shoal.rewards import DirectScorer, Scorer, ScoringPool
+from shoal.rewards.panel import Panel, panel_of
 from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.crash import point
 from shoal.runtime.lock import FolderLock
 from shoal.runtime.stop import StopToken
 from shoal.shardcast import Prefetch
 from shoal.validator.canary import Canary
+from shoal.validator.evaluating import Evaluating, SliceEvaluator
 from shoal.validator.judge import Judge
+from shoal.validator.notes import Notebook
 from shoal.validator.profiles import load_profiles
 from shoal.validator.settings import ValidatorConfig, ValidatorSettings
-from shoal.validator.verdicts import MACHINERY_POLICY, Docket
+from shoal.validator.verdicts import MACHINERY_POLICY, MACHINERY_REWARD, Docket
 
 log = logging.getLogger(__name__)
 
 LOCK_WAIT_S = 5.0
 PORTION_BYTES = 32 * 1024 * 1024  # well below what the hub hands out in one answer
 MAX_LEFT = 1024
+POLICY_WAIT_S = 30.0  # how long a policy is fetched before its audits are left for another time
 POLICY_TRIES = 3  # claims of one submission that may fail for want of its policy before it is given up
 
 
@@ -76,8 +85,23 @@ def _audit_with(client: HubClient, config: ValidatorConfig, stop: StopToken) -> 
             f"this validator's environment {config.environment.name} ({config.environment.digest[:16]}…) is not "
             f"the run's {run.environment} ({run.environment_digest[:16]}…): use the recipe of run {run.run}"
         )
+    require_scoring(config.environment)
+    with _scorer(config, stop) as scorer, closing(_panel(config, stop)) as panel:
+        warm_up(config.engine)
+        panel.prepare()
+        judge = Judge(
+            config.environment,
+            load_profiles(config.settings.profiles),
+            config.shuffle_rewards,
+            scorer=scorer,
+            panel=panel,
+            notebook=Notebook(config.folder),
+        )
+        _judge_with(client, judge, config, stop)
+
+
+def _judge_with(client: HubClient, judge: Judge, config: ValidatorConfig, stop: StopToken) -> None:
     settings = config.settings
-    warm_up(config.engine)
     kind_of(config.engine, settings.device, settings.dtype)  # says what is wrong before anything is fetched
     weights = downloader_of(client.trusted_run(), config.folder / "cache", stop, settings.held_versions)
     with closing(weights) as downloader, Prefetch(downloader, stop):
@@ -87,8 +111,22 @@ def _audit_with(client: HubClient, config: ValidatorConfig, stop: StopToken) -> 
             settings.held_versions,
             round(settings.memory_gb * 10**9),
         )
-        judge = Judge(config.environment, load_profiles(settings.profiles), config.shuffle_rewards)
         Validator(client, shelf, judge, settings, stop).run()
+
+
+@contextmanager
+def _scorer(config: ValidatorConfig, stop: StopToken) -> Iterator[Scorer]:
+    """What scores; processes are started at once, so that they are ready when the engine is."""
+    if config.scored_by is None:
+        yield DirectScorer(config.environment)
+        return
+    with closing(ScoringPool(config.scored_by, config.environment, stop)) as pool:
+        pool.start()
+        yield pool
+
+
+def _panel(config: ValidatorConfig, stop: StopToken) -> Panel:
+    return panel_of(judges_of(config.environment), stop, config.settings.device)
 
 
 @contextmanager
@@ -121,9 +159,13 @@ class Validator:
         self._stop = stop
         self._clock = clock
         self._misses: Counter[str] = Counter()
+        self._foreign: dict[str, None] = {}  # submissions for another environment, newest last
+        self._most = settings.max_audits  # fewer while scoring does not get through as many in its time
         self._canary = Canary(judge, settings.canary_every)
         self.activity = Activity(clock)
         self._heartbeat = RegularHeartbeat(client, settings.heartbeat_s, self.activity, _ignore)
+        evaluator = SliceEvaluator(judge.environment, judge.decoders, judge.scorer)
+        self._evaluating = Evaluating(client, shelf, evaluator, self.activity, stop, clock)
 
     def run(self) -> None:
         """Claim, judge, report; until finished or stopped."""
@@ -137,19 +179,26 @@ class Validator:
                         reply = self._client.audits(self._request())
                     if reply.finished and not reply.audits:
                         return
-                    self.audit(reply.audits)
+                    with self._evaluating.auditing():
+                        self.audit(reply.audits)
+                    self._evaluating.measure(reply.evaluation)
             except DeadlineExceeded:
                 if not self._stop.is_set():
                     raise
 
     def _request(self) -> AuditRequest:
         settings = self._settings
-        left = tuple(self._misses)[-MAX_LEFT:]
-        return AuditRequest(max_audits=settings.max_audits, wait_s=settings.audit_wait_s, left=left)
+        left = (*tuple(self._misses)[-MAX_LEFT:], *self._foreign)
+        return AuditRequest(
+            max_audits=self._most,
+            wait_s=settings.audit_wait_s,
+            left=left,
+            evaluate=self._evaluating.readiness,
+        )
 
     def audit(self, audits: Sequence[Audit]) -> None:
         """Judge a handful of audits, one policy after another, oldest first: batches need those first."""
-        dockets = self._dockets(audits)
+        dockets = [docket for docket in self._dockets(audits) if self._is_ours(docket)]
         policies = {docket.lease.policy for docket in dockets}
         for policy in sorted(policies, key=lambda ref: (ref.incarnation, ref.version)):
             if self._stop.is_set():
@@ -160,8 +209,22 @@ class Validator:
                 continue
             with self.activity.busy(f"auditing {len(together)} groups of policy {policy.label}"):
                 verdicts = self._judge.verdicts(together, loaded)
-                self._release_canary(together, verdicts, loaded)
+                done = {verdict.submission for verdict in verdicts}
+                self._release_canary([each for each in together if each.audit.submission in done], verdicts, loaded)
             self._report(verdicts)
+            self._pace(len(together), len(verdicts))
+
+    def _pace(self, claimed: int, judged: int) -> None:
+        """Claim what can be scored in time: the rest would be prefilled for nothing, and others could have had it."""
+        if judged < claimed:
+            self._most = max(1, judged)
+            log.warning(
+                "there was no time to score %d of %d groups: they are left for later, and %d are claimed at once from "
+                "now on; more cores (environment.scoring.processes) or another validator would help",
+                claimed - judged, claimed, self._most,
+            )  # fmt: skip
+        elif claimed >= self._most:
+            self._most = min(2 * self._most, self._settings.max_audits)
 
     def _release_canary(self, dockets: Sequence[Docket], verdicts: Sequence[Verdict], loaded: LoadedPolicy) -> None:
         """Before anything is reported: does this validator still catch what it must?"""
@@ -179,6 +242,22 @@ class Validator:
         """Audits with their leases opened and their bytes fetched; without those whose papers are not in order."""
         return [docket for together in _portions(audits) for docket in self._fetched(together)]
 
+    def _is_ours(self, docket: Docket) -> bool:
+        """Whether this validator may say anything about it; if not, its claim runs out and somebody else gets it."""
+        lease, mine = docket.lease, identity_of(self._judge.environment)
+        if self._judge.knows(lease):
+            return True
+        if not self._foreign:
+            log.error(
+                "unit %d was leased for environment %s (%s…, data %s…), this validator has %s (%s…, data %s…): it "
+                "abstains from such units; start it with the run's recipe and data",
+                lease.unit, lease.environment, lease.environment_digest[:16], lease.data_digest[:16],
+                mine.name, mine.digest[:16], mine.data_digest[:16],
+            )  # fmt: skip
+        self.activity.count("abstained")
+        self._foreign = dict.fromkeys([*self._foreign, docket.audit.submission][-MAX_LEFT:])
+        return False
+
     def _fetched(self, audits: Sequence[Audit]) -> list[Docket]:
         try:
             bodies = self._client.submissions([audit.submission for audit in audits])
@@ -194,7 +273,7 @@ class Validator:
         """The engine with this policy. Without it the claims run out; after a few times they are given up."""
         try:
             with self.activity.waiting(f"policy {policy.label}"):
-                return self._shelf.get(policy, self._settings.policy_wait_s)
+                return self._shelf.get(policy, POLICY_WAIT_S)
         except (BroadcastError, DeadlineExceeded) as error:
             if self._stop.is_set():
                 return None
@@ -202,7 +281,8 @@ class Validator:
             self._misses.update(docket.audit.submission for docket in dockets)
             lost = [docket for docket in dockets if self._misses[docket.audit.submission] >= POLICY_TRIES]
             message = f"the validator could not fetch policy {policy.label}: {error}"
-            self._report([each.inconclusive([], MACHINERY_POLICY, message, self._clock.now_ms()) for each in lost])
+            named = [self._judge.named(docket) for docket in lost]
+            self._report([each.inconclusive([], MACHINERY_POLICY, message, self._clock.now_ms()) for each in named])
             return None
 
     def _report(self, verdicts: Sequence[Verdict]) -> None:
@@ -221,6 +301,8 @@ class Validator:
             log.warning("the verdict on unit %d was not taken: %s [%s]", verdict.unit, refusal.message, refusal.code)
             return
         self.activity.count(verdict.outcome.value)
+        if verdict.reason == MACHINERY_REWARD:
+            self.activity.count("no_sample")
         self.activity.count("tokens", verdict.generated_tokens)
         if verdict.outcome is not Outcome.ACCEPTED:
             log.info(

@@ -1,26 +1,37 @@
 """The reward, computed here and nowhere else: tokens to text by the policy's own tokenizer, text to score.
 
-A failure of the scoring machinery is `ScoringFailure`: the group then yields no sample, never a reward of 0.
+    group ─► texts ─► objections ─┬─ one: the group is rejected
+                                  └─► scores ─► length budget ─► judges ─► rewards with their parts
+
+A failure of the scoring machinery is `ScoringFailure`: the group then yields no sample, never a reward of 0. Groups
+for which there was no time are `NotBegun`: they are left for later.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 
-from shoal.environments import Environment, ObjectingEnvironment, Score, Task
+from shoal.environments import Environment, Score, Task, budget_of, prompt_settings_of
 from shoal.errors import EnvironmentSetupError, ScoringFailure
 from shoal.models import TextTokenizer
 from shoal.protocol import Lease, Rollout, RolloutReward
+from shoal.protocol.given import unpack_spans
 from shoal.protocol.verdict import MAX_REWARD
+from shoal.rewards import Job, NotBegun, Scorer
+from shoal.rewards.panel import Entry, Panel, Piece
+from shoal.rewards.protocol import settled
 from shoal.validator.case import Finding, failed
 
 Decode = Callable[[Sequence[list[int]]], list[str]]
+Said = TypeVar("Said", Score, str)
 
 MAX_PARTS = 64
+MAX_NOTE = 200
 
 
 class Decoders:
@@ -45,56 +56,172 @@ def _characters(completions: Sequence[list[int]]) -> list[str]:
 
 
 def completion_ids(rollout: Rollout, eos_token_id: int) -> list[int]:
-    """The tokens to be scored: one end-of-sequence token at the end is no part of the completion."""
+    """The tokens to be scored: one end-of-sequence token at the end is no part of the completion.
+
+    Of a dialogue (whose spans have been checked) only what the model said last.
+    """
     ids: list[int] = rollout.token_ids.tolist()
+    for start, length in unpack_spans(rollout.given, len(ids))[-1:]:
+        ids = ids[start + length :]
     return ids[:-1] if ids and ids[-1] == eos_token_id else ids
+
+
+def sampled_tokens(rollout: Rollout, eos_token_id: int) -> int:
+    """The length that a budget is held against: what the model drew, without the end-of-sequence token at the end.
+
+    What the environment said in between is not counted.
+    """
+    ids = rollout.token_ids
+    given = sum(length for _start, length in unpack_spans(rollout.given, len(ids)))
+    return len(ids) - given - int(len(ids) > 0 and int(ids[-1]) == eos_token_id)
+
+
+@dataclass(frozen=True)
+class Group:
+    """The rollouts of one lease."""
+
+    lease: Lease
+    rollouts: Sequence[Rollout]
 
 
 @dataclass(frozen=True)
 class Scored:
-    """What the environment says of a group: its rewards, or what it objects to."""
+    """What the environment says of a group: its rewards, or what it objects to.
+
+    `notes` (rollout, note) are for the owner: a reward function may name the answer in them, so no verdict has them.
+    """
 
     rewards: tuple[RolloutReward, ...] = ()
     objection: Finding | None = None
+    notes: tuple[tuple[int, str], ...] = ()
 
 
-def score_group(environment: Environment, lease: Lease, rollouts: Sequence[Rollout], decode: Decode) -> Scored:
-    """The reward of every rollout, or `ScoringFailure`; a group is scored whole or not at all.
+@dataclass(frozen=True)
+class _Text:
+    """A group in words: its task, what it was to be as long as, and one job for each rollout."""
 
-    Equal completions are scored once: an environment is deterministic, and easy tasks have few answers.
+    task: Task
+    target: int | None
+    jobs: tuple[Job, ...]
+    lengths: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """How groups get their rewards: the environment's score, what the length makes of it, and the judges' words.
+
+    All groups are scored at once, so that several processes have something to do; each is scored whole or not at all.
     """
-    try:
-        task = environment.task(lease.task)
-    except EnvironmentSetupError as error:
-        raise ScoringFailure(f"the environment does not know the lease's task: {error}") from error
-    eos = lease.sampling.eos_token_id
-    distinct = list({rollout.tokens: rollout for rollout in rollouts}.values())
-    decoded = decode([completion_ids(rollout, eos) for rollout in distinct])
-    texts = {rollout.tokens: text for rollout, text in zip(distinct, decoded, strict=True)}
-    if isinstance(environment, ObjectingEnvironment):
-        for index, rollout in enumerate(rollouts):
-            objection = environment.objection(task, texts[rollout.tokens])
-            if objection:
-                return Scored(objection=_objected(index, objection))
-    rewards = {tokens: _reward(environment, task, text) for tokens, text in texts.items()}
-    return Scored(tuple(rewards[rollout.tokens] for rollout in rollouts))
+
+    environment: Environment
+    scorer: Scorer
+    panel: Panel = field(default_factory=Panel)
+
+    def score(self, groups: Sequence[Group], decode: Decode) -> list[Scored | ScoringFailure]:
+        """One result per group, in order. Of groups that can be scored at all, one at least is not `NotBegun`."""
+        results: dict[int, Scored | ScoringFailure] = {}
+        texts: dict[int, _Text] = {}
+        for index, group in enumerate(groups):
+            read = self._read(group, decode)
+            if isinstance(read, ScoringFailure):
+                results[index] = read
+            else:
+                texts[index] = read
+        results |= self._objections(texts)
+        results |= self._rewards({index: text for index, text in texts.items() if index not in results})
+        return [results[index] for index in range(len(groups))]
+
+    def _read(self, group: Group, decode: Decode) -> _Text | ScoringFailure:
+        lease, eos = group.lease, group.lease.sampling.eos_token_id
+        try:
+            task = self.environment.task(lease.task)
+        except EnvironmentSetupError as error:
+            return ScoringFailure(f"the environment does not know the lease's task: {error}")
+        texts = decode([completion_ids(rollout, eos) for rollout in group.rollouts])
+        jobs = tuple(Job(lease.task, text) for text in texts)
+        return _Text(task, lease.length_target, jobs, tuple(sampled_tokens(each, eos) for each in group.rollouts))
+
+    def _objections(self, texts: Mapping[int, _Text]) -> dict[int, Scored | ScoringFailure]:
+        """The groups that an objection, or the failure to ask for it, decides."""
+        decided: dict[int, Scored | ScoringFailure] = {}
+        for index, said in _in_time(self.scorer.objections, texts).items():
+            if isinstance(said, ScoringFailure):
+                decided[index] = said
+            elif any(said):
+                first = next(number for number, objection in enumerate(said) if objection)
+                decided[index] = Scored(objection=_objected(first, said[first]))
+        return decided
+
+    def _rewards(self, texts: Mapping[int, _Text]) -> dict[int, Scored | ScoringFailure]:
+        results: dict[int, Scored | ScoringFailure] = {}
+        entries: dict[int, list[Entry]] = {}
+        for index, scores in _in_time(self.scorer.scores, texts).items():
+            if isinstance(scores, ScoringFailure):
+                results[index] = scores
+            else:
+                entries[index] = self._entries(texts[index], scores)
+        for index, judged in zip(entries, self.panel.add(list(entries.values())), strict=True):
+            results[index] = judged if isinstance(judged, ScoringFailure) else self._final(texts[index].task, judged)
+        return results
+
+    def _entries(self, text: _Text, scores: Sequence[Score]) -> list[Entry]:
+        budget, begun = budget_of(self.environment), prompt_settings_of(self.environment).thinking
+        if budget is not None and text.target is not None:
+            pairs = zip(scores, text.lengths, strict=True)
+            scores = [budget.worth(score, text.target, tokens) for score, tokens in pairs]
+        return [
+            Entry(Piece.of(text.task, begun + job.completion), score)
+            for job, score in zip(text.jobs, scores, strict=True)
+        ]
+
+    def _final(self, task: Task, scores: Sequence[Score]) -> Scored | ScoringFailure:
+        rewards = []
+        for score in scores:
+            numbers = [score.value, *score.parts.values()]
+            if not all(abs(number) <= MAX_REWARD for number in numbers) or len(score.parts) > MAX_PARTS:
+                return ScoringFailure(
+                    f"environment {self.environment.name} gave the score {score.value!r} with {len(score.parts)} parts "
+                    f"for task {task.id}; scores and at most {MAX_PARTS} parts must be numbers within ±{MAX_REWARD:g}"
+                )
+            parts = {key: float(part) for key, part in score.parts.items()}
+            rewards.append(RolloutReward(value=float(score.value), parts=parts))
+        notes = [(index, _printable(score.notes)) for index, score in enumerate(scores) if score.notes]
+        return Scored(tuple(rewards), notes=tuple(notes))
+
+
+def _in_time(
+    ask: Callable[[Sequence[Job]], list[Said | ScoringFailure]], texts: Mapping[int, _Text]
+) -> dict[int, list[Said] | ScoringFailure]:
+    """What is said of each group, all asked at once. If there is time for none of them, the first gets it all the same:
+    a group that is always too slow would never be decided."""
+    jobs = [job for text in texts.values() for job in text.jobs]
+    found = dict(zip(jobs, ask(jobs), strict=True))
+    groups = {index: _whole([found[job] for job in text.jobs]) for index, text in texts.items()}
+    if groups and all(isinstance(group, NotBegun) for group in groups.values()):
+        first = next(iter(texts))
+        open_ = [job for job in texts[first].jobs if isinstance(found[job], NotBegun)]
+        found |= zip(open_, settled(ask, open_), strict=True)
+        groups[first] = _whole([found[job] for job in texts[first].jobs])
+    return groups
+
+
+def _whole(results: Sequence[Said | ScoringFailure]) -> list[Said] | ScoringFailure:
+    """All that was said; or the first failure, `NotBegun` only if there is no other: more time would not help."""
+    said = [result for result in results if not isinstance(result, ScoringFailure)]
+    failures = [result for result in results if isinstance(result, ScoringFailure)]
+    if not failures:
+        return said
+    return next((failure for failure in failures if not isinstance(failure, NotBegun)), failures[0])
+
+
+def _printable(text: str) -> str:
+    return "".join(each if each.isprintable() else " " for each in text[:MAX_NOTE])
 
 
 def _objected(rollout: int, objection: str) -> Finding:
     return failed(
         "environment.objection", f"rollout {rollout}: the environment objects: {objection}", None, rollout=rollout
     )
-
-
-def _reward(environment: Environment, task: Task, completion: str) -> RolloutReward:
-    score: Score = environment.score(task, completion)
-    numbers = [score.value, *score.parts.values()]
-    if not all(abs(number) <= MAX_REWARD for number in numbers) or len(score.parts) > MAX_PARTS:
-        raise ScoringFailure(
-            f"environment {environment.name} gave the score {score.value!r} with {len(score.parts)} parts for task "
-            f"{task.id}; scores and at most {MAX_PARTS} parts must be numbers within ±{MAX_REWARD:g}"
-        )
-    return RolloutReward(value=float(score.value), parts={key: float(part) for key, part in score.parts.items()})
 
 
 def shuffled(rewards: Sequence[RolloutReward], run: str, unit: int) -> tuple[RolloutReward, ...]:

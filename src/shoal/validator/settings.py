@@ -9,7 +9,7 @@ from typing import Literal
 import httpx
 from pydantic import BaseModel, ConfigDict, Field
 
-from shoal.environments import Environment
+from shoal.environments import Environment, EnvironmentSettings
 from shoal.protocol import SignedDocument, SigningKey
 from shoal.validator.profiles import load_profiles
 
@@ -27,9 +27,6 @@ class ValidatorSettings(BaseModel):
     )
     held_versions: int = Field(
         3, ge=1, description="policies kept loaded and on disk; max_staleness + 1 avoids reloads"
-    )
-    policy_wait_s: float = Field(
-        30.0, gt=0, description="how long a policy is fetched before its audits are left for another time"
     )
     heartbeat_s: float = Field(5.0, gt=0, description="time between two heartbeats")
     hub_patience_s: float = Field(600.0, gt=0, description="how long a hub that does not answer is waited for")
@@ -56,8 +53,9 @@ def profile_keys(settings: ValidatorSettings) -> tuple[str, ...]:
 class ValidatorConfig:
     """One validator: its folder (cache of weights), engine, environment, and the certificate that makes it trusted.
 
-    `shuffle_rewards` comes from the [environment] section: the control run that must not learn. `http` is given only
-    by tests and one-process runs.
+    `shuffle_rewards` comes from the [environment] section: the control run that must not learn. `scored_by` is that
+    section: completions are scored in processes that build the environment from it; without it, in this process. `http`
+    is given only by tests and one-process runs.
     """
 
     folder: Path
@@ -69,4 +67,5 @@ class ValidatorConfig:
     key: SigningKey
     certificate: SignedDocument
     shuffle_rewards: bool = False
+    scored_by: EnvironmentSettings | None = None
     http: httpx.Client | None = None

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from shoal.environments import Identity
 from shoal.protocol import Audit, CheckResult, Lease, Outcome, RolloutReward, Tally, Verdict
+from shoal.rewards.pool import LIMIT_PART
 from shoal.validator.case import MESSAGE_LIMIT, Finding
 
 MACHINERY_POLICY = "machinery.policy"
@@ -26,16 +28,20 @@ MACHINERY = {
 }
 
 NOTHING_COUNTED = Tally()
-REWARD_PASSED = CheckResult(check="reward", passed=True)
+NO_ENVIRONMENT = Identity(name="", version=0, digest="")
 
 
 @dataclass(frozen=True)
 class Docket:
-    """One audit on the table: what was claimed from the hub, and the lease that it is measured by."""
+    """One audit on the table: what was claimed from the hub, and the lease that it is measured by.
+
+    `environment` is the one that it is scored with; every verdict names it.
+    """
 
     audit: Audit
     lease: Lease
     body: bytes
+    environment: Identity = NO_ENVIRONMENT
 
     def accepted(
         self,
@@ -44,15 +50,17 @@ class Docket:
         generated_tokens: int,
         now_ms: int,
         tally: Tally = NOTHING_COUNTED,
+        unreproducible: tuple[str, ...] = (),
     ) -> Verdict:
         """Everything held: the rewards count, and so do the tokens."""
         return self._verdict(
             now_ms,
             outcome=Outcome.ACCEPTED,
-            checks=(*_results(findings), REWARD_PASSED),
+            checks=(*_results(findings), _reward_check(rewards)),
             rewards=rewards,
             generated_tokens=generated_tokens,
             tally=tally,
+            unreproducible=unreproducible,
         )
 
     def rejected(self, findings: Sequence[Finding], now_ms: int, tally: Tally = NOTHING_COUNTED) -> Verdict:
@@ -94,8 +102,21 @@ class Docket:
             node=self.lease.node,
             depth=self.audit.depth,
             decided_at_ms=now_ms,
+            environment=self.environment.name,
+            environment_version=self.environment.version,
+            environment_digest=self.environment.digest,
+            data_digest=self.environment.data_digest,
             **fields,
         )
+
+
+def _reward_check(rewards: Sequence[RolloutReward]) -> CheckResult:
+    """That there are rewards. It says how many completions hit a limit, and nothing that would tell an answer."""
+    limited = sum(LIMIT_PART in reward.parts for reward in rewards)
+    if not limited:
+        return CheckResult(check="reward", passed=True)
+    message = f"{limited} of {len(rewards)} completions took more time or memory than scoring allows: they are worth 0"
+    return CheckResult(check="reward", passed=True, evidence={"limited": limited}, message=message)
 
 
 def _results(findings: Sequence[Finding]) -> tuple[CheckResult, ...]:

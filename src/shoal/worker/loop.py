@@ -23,6 +23,7 @@ import numpy as np
 from shoal.client import Activity, ClientOptions, HubClient, RegularHeartbeat
 from shoal.client.weights import Following, downloader_of
 from shoal.engines import Completion, Engine, GenerationRequest, build, kind_of, warm_up
+from shoal.engines.dialogue import dialogue_for, unknown_tool
 from shoal.engines.shelf import EngineShelf, Fetch, LoadedPolicy
 from shoal.engines.submission import submission_of
 from shoal.errors import (
@@ -60,6 +61,7 @@ log = logging.getLogger(__name__)
 
 LOCK_WAIT_S = 5.0
 RELEASE_PATIENCE_S = 5.0
+CACHED_POLICIES = 2  # on disk: the one at work, and the next
 LOADED_POLICIES = 1  # leases name the newest policy: a second copy of the weights would hardly ever be used
 PROFILE_UNKNOWN = "profile.unknown"  # the hub's code for a kind of worker that the run has not measured
 BROKEN_CALLS = 3  # engine calls in a row with groups that are no numbers, after which the worker ends
@@ -82,8 +84,8 @@ def run_worker(config: WorkerConfig, stop: StopToken) -> None:
         warm_up(config.engine)
         profile = conduct.profile(kind_of(config.engine, config.settings.device, config.settings.dtype), run.profiles)
         _refuse_unknown(profile, run)
-        outbox = Outbox(config.folder / "outbox", config.settings.refused_kept)
-        weights = downloader_of(client.trusted_run(), config.folder / "cache", stop, config.settings.keep_versions)
+        outbox = Outbox(config.folder / "outbox")
+        weights = downloader_of(client.trusted_run(), config.folder / "cache", stop, CACHED_POLICIES)
         with closing(weights) as downloader, Prefetch(downloader, stop):
             shelf = _shelf(config, conduct, Following(client, downloader), run.environment)
             Worker(client, shelf, outbox, config.settings, stop, profile, conduct=conduct).run()
@@ -300,6 +302,7 @@ class Worker:
         now_s = self._clock.monotonic_s()
         late = [held.lease.lease for held in self._of(loaded.ref) if self._ends_at_s(held) <= now_s]
         self._release(late, "the lease ran out before it was begun")
+        self._give_back_unanswerable(loaded)
         leases = [held.lease for held in self._of(loaded.ref)]
         if not leases:
             return
@@ -314,6 +317,15 @@ class Worker:
             self.activity.count("groups")
             self.activity.count("tokens", sum(len(completion.token_ids) for completion in completions))
         self._give_back_broken(loaded, groups)
+
+    def _give_back_unanswerable(self, loaded: LoadedPolicy) -> None:
+        """Leases that name a tool which this shoal does not have are for others to do."""
+        for tool in sorted({tool for held in self._of(loaded.ref) if (tool := unknown_tool(held.lease))}):
+            names = [held.lease.lease for held in self._of(loaded.ref) if unknown_tool(held.lease) == tool]
+            reason = f"this shoal has no tool {tool}; upgrade it with: pip install -U shoal"
+            log.warning("%d leases cannot be done: %s", len(names), reason)
+            self._release(names, reason)
+            self._stop.wait(POLICY_PAUSE_S)  # the next leases will hardly be others
 
     def _give_back_broken(self, loaded: LoadedPolicy, groups: Sequence[Sequence[Completion]]) -> None:
         """What this machine computed is no number: that is its failure, not the policy's, and nothing to be judged."""
@@ -394,6 +406,7 @@ def generate(
                     lease.seed_numbers,
                     lease.sampling,
                     on_tokens=partial(on_tokens, lease.lease) if on_tokens is not None else None,
+                    respond=talk.respond if (talk := dialogue_for(lease, loaded.files)) is not None else None,
                 )
                 for lease in alike
             ]

@@ -24,6 +24,7 @@ from shoal.runtime.files import ensure_folder, resource_error, sync_folder, writ
 
 SUFFIX = ".submission"
 REASON_SUFFIX = ".reason.json"
+REFUSED_KEPT = 100  # the newest of those that the hub would not have
 OWN_LIMITS = Limits(compressed_bytes=2**30, inflated_bytes=2**32)  # files that this worker wrote itself
 
 
@@ -43,7 +44,7 @@ class Parcel:
 class Outbox:
     """The parcels in one folder, oldest first. For threads to share, not processes (the worker locks its folder)."""
 
-    def __init__(self, folder: Path, refused_kept: int, clock: Clock = SystemClock()) -> None:
+    def __init__(self, folder: Path, refused_kept: int = REFUSED_KEPT, clock: Clock = SystemClock()) -> None:
         self._folder = ensure_folder(folder)
         self._refused = ensure_folder(folder / "refused")
         self._refused_kept = refused_kept

@@ -27,10 +27,8 @@ class WorkerSettings(BaseModel):
     heartbeat_s: float = Field(
         5.0, gt=0, le=10, description="time between two heartbeats; a hub that hears nothing for 20 s ends the leases"
     )
-    keep_versions: int = Field(2, ge=1, description="policies kept in the cache on disk")
     hub_patience_s: float = Field(600.0, gt=0, description="how long a hub that does not answer is waited for")
     outbox_limit: int = Field(64, ge=1, description="finished groups that may wait for the hub; then work pauses")
-    refused_kept: int = Field(100, ge=0, description="refused groups kept in outbox/refused with the hub's reason")
     stop_flush_s: float = Field(5.0, ge=0, description="how long a stopping worker still sends finished groups")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where to generate; auto: a GPU if there is one")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="what to compute in; the run has to know it")

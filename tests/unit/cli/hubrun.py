@@ -57,7 +57,7 @@ def hub_config(folder: RunFolder) -> HubConfig:
         run=folder.recipe.run,
         settings=folder.recipe.hub.model_copy(update={"port": port_of(endpoints.hub)}),
         environment=Tasks(),
-        encode=lambda text: list(text.encode()),
+        encode=lambda task: list(task.prompt.encode()),
         eos_token_id=0,
         key=folder.key("hub"),
         root_key=folder.root_key,

@@ -12,6 +12,7 @@ import pytest
 
 from shoal.cli.ingredients import check_engines, check_ingredients, check_machine
 from shoal.cli.recipe import Recipe
+from shoal.environments import EnvironmentSettings, build
 from shoal.errors import ModelError, UserError
 from shoal.models import model_folder
 
@@ -43,6 +44,47 @@ def test_an_environment_that_cannot_work(tmp_path: Path, source: str, sentence: 
     with pytest.raises(UserError, match=sentence) as refusal:
         check_ingredients(reward_file(tmp_path, source))
     assert "\n" not in str(refusal.value)
+
+
+def test_a_colon_in_an_id_makes_no_mixture(tmp_path: Path) -> None:
+    """One task of each kind is tried: ids must not use up the tries before the last kind has come."""
+    from shoal.cli.ingredients import _check_tasks
+
+    rows = [{"id": f"src{n}:{n}", "question": f"{n}+1=", "answer": str(n + 1)} for n in range(60)]
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    environment = build(EnvironmentSettings(name="dataset", data=path))
+    assert len(_check_tasks(environment, Anything())) == 1  # type: ignore[arg-type]
+    parts = [{"name": "dataset", "data": str(path), "label": label} for label in ("a", "b")]
+    mixed = build(EnvironmentSettings.model_validate({"mix": parts}))
+    assert len(_check_tasks(mixed, Anything())) == 2  # type: ignore[arg-type]
+
+
+class Anything:
+    def check(self, _task: object) -> None:
+        """Every prompt can be asked."""
+
+
+@pytest.mark.parametrize(
+    ("judge", "sentence"),
+    [
+        ({"kind": "openai", "url": "http://host:port/v1", "model": "m"}, "is no address"),
+        ({"kind": "openai", "url": "http://judge.test/v1", "model": "m"}, "SHOAL_JUDGE_KEY"),
+        ({"kind": "classifier", "path": "/nowhere"}, "is no folder"),
+    ],
+)
+def test_a_judge_that_could_never_judge(judge: dict[str, str], sentence: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHOAL_JUDGE_KEY", "schlüssel")
+    recipe = Recipe.model_validate({"environment": {"judges": [{"label": "taste", **judge}]}})
+    with pytest.raises(UserError, match=sentence):
+        check_ingredients(recipe)
+
+
+def test_a_reward_with_a_part_that_means_something_else(tmp_path: Path) -> None:
+    source = "tasks = [('1=', '1'), ('2=', '2')]\ndef score(task, completion):\n"
+    recipe = reward_file(tmp_path, source + "    return {'value': 1, 'parts': {'task': 1.0}}")
+    with pytest.raises(UserError, match="call the part 'task' something else"):
+        check_ingredients(recipe)
 
 
 def test_an_engine_that_does_not_exist() -> None:

@@ -1,10 +1,17 @@
-"""The configuration surface is pinned: a new setting is a decision, taken here."""
+"""The configuration surface is pinned: a new setting is a decision, taken here.
+
+There are 100 settings, and 33 more in tables that a recipe may have, or have several of (`[[environment.mix]]`).
+"""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import pytest
+from pydantic import BaseModel
 
 from shoal.cli.recipe import Recipe, load_recipe, settings_of
 from shoal.errors import ConfigError
@@ -17,28 +24,72 @@ run.name run.seed run.steps run.groups_per_step run.group_size run.max_staleness
 run.proof_topk run.proof_rows
 model.path
 environment.name environment.file environment.options environment.train_size environment.held_out_size
-environment.shuffle_rewards
+environment.shuffle_rewards environment.data environment.mix environment.length environment.prompt environment.judges
+environment.pools environment.scoring
 trainer.learning_rate trainer.betas trainer.weight_decay trainer.warmup_steps trainer.grad_clip trainer.minibatches
 trainer.advantage trainer.loss trainer.clip_epsilon trainer.clip_delta trainer.mask_truncated
 trainer.micro_batch_tokens trainer.device trainer.threads trainer.publish_dtype trainer.anchor_every
-trainer.checkpoint_every trainer.keep_checkpoints trainer.evaluate_every trainer.evaluate_tasks trainer.batch_deadline_s
+trainer.checkpoint_every trainer.keep_checkpoints trainer.evaluate_every trainer.evaluate_by trainer.evaluate_tasks
+trainer.batch_deadline_s
 hub.host hub.port hub.lease_s hub.audit_s hub.max_attempts hub.refill_cap hub.leases_per_node hub.max_submission_bytes
 hub.max_inflated_bytes hub.concurrent_uploads hub.audit hub.credit_window_s hub.newcomer_share hub.lease_hard_s
 hub.advertise hub.trusted_proxies hub.database hub.storage hub.storage_endpoint hub.requests_per_key_s
 hub.requests_per_address_s hub.registrations_per_address_min hub.connections_per_address
-validator.max_audits validator.audit_wait_s validator.held_versions validator.policy_wait_s validator.heartbeat_s
+validator.max_audits validator.audit_wait_s validator.held_versions validator.heartbeat_s
 validator.hub_patience_s validator.count validator.engine
 validator.profiles validator.device validator.dtype validator.memory_gb validator.canary_every
-worker.units_per_lease worker.lease_wait_s worker.heartbeat_s worker.keep_versions worker.hub_patience_s
-worker.outbox_limit worker.refused_kept worker.stop_flush_s worker.count worker.engine
+worker.units_per_lease worker.lease_wait_s worker.heartbeat_s worker.hub_patience_s
+worker.outbox_limit worker.stop_flush_s worker.count worker.engine
 worker.device worker.dtype
 relay.kept_versions relay.connections relay.max_clients relay.long_poll_s relay.poll_s relay.count
 relay.disk_budget_gb relay.connections_per_client relay.rate_per_client_mbit
 """
 
+NESTED = """
+environment.mix.name environment.mix.file environment.mix.data environment.mix.options environment.mix.train_size
+environment.mix.held_out_size environment.mix.label environment.mix.weight
+environment.length.targets environment.length.form environment.length.alpha environment.length.delta
+environment.length.text
+environment.prompt.chat environment.prompt.system environment.prompt.thinking
+environment.judges.label environment.judges.kind environment.judges.weight environment.judges.use
+environment.judges.path environment.judges.url environment.judges.model environment.judges.prompt
+environment.judges.timeout_s
+environment.pools.retire_after environment.pools.easy environment.pools.hard environment.pools.easy_share
+environment.pools.hard_share
+environment.scoring.seconds environment.scoring.memory_mb environment.scoring.processes
+"""
+
+
+def nested(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Every field of a table that is absent unless a recipe has it: what `settings_of` a default recipe cannot see."""
+    for name, field in model.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from nested(field.annotation, f"{prefix}{name}.")
+        for table in tables(field.annotation):
+            yield from (f"{prefix}{name}.{key}" for key in table.model_fields)
+            yield from nested(table, f"{prefix}{name}.")
+
+
+def tables(annotation: object) -> Iterator[type[BaseModel]]:
+    """The tables in `Table | None` or `tuple[Table, ...]`."""
+    for part in get_args(annotation):
+        if isinstance(part, type) and issubclass(part, BaseModel):
+            yield part
+        else:
+            yield from tables(part)
+
 
 def test_the_settings_are_these_and_no_others() -> None:
     assert sorted(name for name, _ in settings_of(Recipe())) == sorted(SETTINGS.split())
+
+
+def test_the_settings_in_tables_are_these_and_no_others() -> None:
+    assert sorted(nested(Recipe)) == sorted(NESTED.split())
+
+
+def test_their_numbers_are_said_above() -> None:
+    said = [int(number) for number in re.findall(r"\d+", __doc__ or "")]
+    assert said == [len(SETTINGS.split()), len(NESTED.split())]
 
 
 def test_there_are_at_most_a_hundred() -> None:

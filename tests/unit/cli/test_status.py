@@ -120,3 +120,22 @@ def test_what_the_owner_ordered_and_how_many_nodes_there_are() -> None:
     assert "owner paused by its owner, 1 s ago: [/power] cut; to go on: shoal admin resume" in shown.getvalue()
     assert "1 of 1000 nodes are shown: 998 worker.active, 2 worker.banned" in shown.getvalue()
     assert "silent" in shown.getvalue()
+
+
+def test_groups_that_could_not_be_scored_are_shown() -> None:
+    told = [part for part in render(status(no_sample=3, submissions={"inconclusive": 4})) if isinstance(part, str)]
+    assert any("4 inconclusive (3 could not be scored: no sample, no reward)" in part for part in told)
+    assert not any("no sample" in part for part in render(status()) if isinstance(part, str))
+
+
+def test_difficulty_and_what_is_being_measured_are_shown() -> None:
+    ref = {"incarnation": 0, "version": 4, "digest": "a" * 64}
+    measuring = [
+        {"policy": ref, "tasks": 128, "scored": 32},
+        {"policy": ref, "tasks": 128, "scored": 128, "complete": True},
+    ]
+    told = [
+        part for part in render(status(pools={"easy": 3, "retired": 2}, evaluations=measuring)) if isinstance(part, str)
+    ]
+    assert told[-1] == "tasks seen: 3 easy, 2 retired; measuring version 4: 32 of 128 held-out tasks"
+    assert not any("tasks" in part for part in render(status()) if isinstance(part, str))

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import pytest
+
+from shoal.cli.folder import RunFolder
+from shoal.cli.main import main
+from shoal.cli.recipe import Recipe
 from shoal.cli.why import check_line, entry_lines, node_lines, unit_lines
 from shoal.ledger import append
 from shoal.protocol import (
@@ -52,6 +58,16 @@ def unit(**changes: Any) -> UnitStory:
         "ledger": entries()[1:2],
     }  # fmt: skip
     return UnitStory(**{**values, **changes})
+
+
+@pytest.mark.parametrize(("step", "said"), [(2, "is finished: 2 steps"), (1, "is not running: 1 of 2 steps")])
+def test_a_hub_that_is_gone(tmp_path: Path, step: int, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = RunFolder.prepare(tmp_path / "run", Recipe.model_validate({"run": {"steps": 2}, "hub": {"port": 0}}))
+    folder.assign_endpoints()
+    (folder.path / "trainer").mkdir()
+    (folder.path / "trainer" / "metrics.jsonl").write_text(f'{{"step": {step}}}\n')
+    assert main(["why", "0", str(folder.path), "--wait", "0"]) == 4
+    assert f"the run in {folder.path} {said}" in capsys.readouterr().err
 
 
 def test_a_unit_in_words() -> None:
@@ -117,3 +133,17 @@ def test_what_others_wrote_cannot_move_the_cursor() -> None:
     assert check_line(check) == "x failed: n0=0 n1=1 n2=2 n3=3 n4=4 n5=5 n6=6 n7=7 and 1 more numbers: a�[2Jb"
     entry = append(None, "node", {"node": NODE, "name": "x\x1b[2J"}, 0)
     assert "\x1b" not in next(entry_lines([entry]))
+
+
+def test_rewards_are_shown_with_their_parts_and_who_else_could_compute_them() -> None:
+    from shoal.cli.why import reward_lines
+
+    rewards = [{"value": 1.25, "parts": {"task": 1.0, "judge.taste": 0.5}}, {"value": 0.0, "parts": {"task": 0.0}}]
+    assert list(reward_lines({"rewards": rewards, "unreproducible": ["judge.taste"]})) == [
+        "rewards: 1.25 0",
+        "parts, in the mean: task 0.5, judge.taste 0.25",
+        "nobody else can compute again: judge.taste",
+    ]
+    many = list(reward_lines({"rewards": [{"value": 1.0, "parts": {}}] * 20}))
+    assert many == ["rewards: " + "1 " * 15 + "1 and 4 more"]
+    assert list(reward_lines({})) == []

@@ -43,12 +43,23 @@ from shoal.environments import Score
 def tasks():
     yield from [("a", "1"), ("b", "2")]
 def score(task, completion):
-    return Score(0.5, parts={"length": len(completion)}, notes=task.prompt)
+    return Score(0.5, parts={"letters": len(completion)}, notes=task.prompt)
 """)
     first, second = environment.tasks("train")
     assert (first.prompt, first.answer, second.prompt) == ("a", "1", "b")
     scored = environment.score(second, "xyz")
-    assert (scored.value, scored.parts["length"], scored.notes) == (0.5, 3, "b")
+    assert (scored.value, scored.parts["letters"], scored.notes) == (0.5, 3, "b")
+
+
+@pytest.mark.parametrize("name", ["task", "length", "target", "limit", "shuffled_from", "judge.taste"])
+def test_a_part_may_not_be_called_like_one_that_decides_something(load, name):
+    environment = load(f"""
+tasks = [("a", "1")]
+def score(task, completion):
+    return {{"value": 1, "parts": {{"{name}": 1.0}}}}
+""")
+    with pytest.raises(ScoringFailure, match=f"call the part '{name}' something else"):
+        environment.score(environment.tasks("train")[0], "x")
 
 
 def test_tasks_may_name_their_split_and_id(load):
@@ -82,7 +93,7 @@ def test_the_digest_is_that_of_the_file(load):
     ("body", "said"),
     [
         ("1 / 0", "raised ZeroDivisionError: division by zero on task reward/"),
-        ("return 'good'", "returned 'good' on task .*, not a number"),
+        ("return 'good'", "returned 'good' on task .*: not a number"),
         ("return None", "not a number"),
         ("return float('nan')", "returned nan"),
         ("return float('inf')", "returned inf"),
@@ -130,3 +141,34 @@ def test_a_missing_file_and_misplaced_options(tmp_path, load):
     plain_text.write_text(PLAIN)
     with pytest.raises(EnvironmentSetupError, match=r"must end in \.py"):
         build(EnvironmentSettings(file=plain_text))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "return {'value': 0.5, 'parts': {'style': 1}, 'notes': 'neat'}",
+        "return Score(0.5, {'style': True}, 'neat')",
+    ],
+)
+def test_a_score_may_have_parts_and_notes(load, body):
+    environment = load(f"from shoal.environments import Score\ntasks = [('p', 'a')]\ndef score(t, c): {body}\n")
+    score = environment.score(environment.tasks("train")[0], "x")
+    assert (score.value, dict(score.parts), score.notes) == (0.5, {"style": 1.0}, "neat")
+    assert type(score.parts["style"]) is float
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("return {'parts': {}}", "a mapping has `value`"),
+        ("return {'value': 1, 'note': ''}", "a mapping has `value`"),
+        ("return {'value': None}", "its value is no number"),
+        ("return {'value': 1, 'parts': {'style': 'good'}}", "part style is no number"),
+        ("return {'value': 1, 'parts': {'style': float('nan')}}", "part style is no number"),
+        ("return {'value': 1, 'parts': [1]}", "parts must be a mapping"),
+    ],
+)
+def test_a_score_that_is_none_is_no_sample(load, body, said):
+    environment = load(f"tasks = [('p', 'a')]\ndef score(prompt, completion, answer): {body}\n")
+    with pytest.raises(ScoringFailure, match=said):
+        environment.score(environment.tasks("train")[0], "")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +94,7 @@ def make_config(folder: Path, run: dict[str, Any] | None = None, settings: dict[
         run=RunSettings(**{**sizes, **(run or {})}),
         settings=HubSettings(**{"port": 0, **(settings or {})}),
         environment=FakeEnvironment(),
-        encode=lambda text: list(text.encode()),
+        encode=lambda task: list(task.prompt.encode()),
         eos_token_id=0,
         key=HUB,
         root_key=ROOT.public_key,
@@ -185,9 +185,11 @@ class Bench:
     run: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
     clock: ManualClock = field(default_factory=ManualClock)
+    changes: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.app: FastAPI = create_app(make_config(self.folder, self.run, self.settings), self.clock)
+        config = replace(make_config(self.folder, self.run, self.settings), **self.changes)
+        self.app: FastAPI = create_app(config, self.clock)
         self.http = httpx.Client(transport=AsgiTransport(self.app), base_url="http://hub", timeout=20, headers=HEADERS)
         self.trainer, self.validator = self.actor(TRAINER), self.actor(VALIDATOR)
         self.alice, self.bob = self.actor(worker_key(1)), self.actor(worker_key(2))
@@ -205,7 +207,7 @@ class Bench:
     def restarted(self) -> Bench:
         """The same folder under a new app object."""
         self.close()
-        return Bench(self.folder, self.run, self.settings, self.clock)
+        return Bench(self.folder, self.run, self.settings, self.clock, self.changes)
 
     def announce(self, version: int, incarnation: int = 0, digest: str | None = None) -> httpx.Response:
         ref = policy(version, incarnation, digest)
@@ -239,6 +241,7 @@ class Bench:
             "rewards": tuple(RolloutReward(value=value) for value in rewards),
             "generated_tokens": TOKENS_PER_ROLLOUT * len(rewards),
             "decided_at_ms": self.clock.now_ms(),
+            "environment_digest": lease.environment_digest,
         }
         return sign_document(Verdict(**{**fields, **changes}), VALIDATOR)
 

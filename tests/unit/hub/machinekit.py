@@ -66,10 +66,10 @@ class MemoryBlobs:
 class Play:
     """A run on stage: every call of every role, with refusals as values."""
 
-    def __init__(self, folder: Path, run: dict[str, Any], settings: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, run: dict[str, Any], settings: dict[str, Any], **changes: Any) -> None:
         self.clock = ManualClock()
         self.storage = MemoryStorage()
-        self.config = make_config(folder, run, settings)
+        self.config = replace(make_config(folder, run, settings), **changes)
         self.blobs = MemoryBlobs()
         self.restart()
         self.rules = self.hub.context.rules
@@ -163,6 +163,7 @@ class Play:
             generated_tokens=lease.unit % 5 + 1,
             depth=audit.depth,
             decided_at_ms=self.clock.now_ms(),
+            environment_digest=lease.environment_digest,
         )
         signed = sign_document(verdict, VALIDATOR)
         reply = self.hub.checking.verdicts(self.validator, VerdictReport(verdicts=(signed,)))

@@ -324,6 +324,7 @@ class TestPages:
             "GET /submissions", "POST /verdicts", "POST /policies", "POST /batches/{step}",
             "GET /batches/{step}/rollouts", "POST /steps", "GET /metrics", "GET /units/{unit}", "GET /nodes",
             "GET /nodes/{node}", "POST /admin", "POST /submissions/{lease}/upload", "POST /submissions/{lease}/commit",
+            "GET /evaluations", "POST /evaluations",
         }  # fmt: skip
         known = document["components"]["schemas"]
         references = {

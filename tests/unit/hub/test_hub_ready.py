@@ -101,3 +101,24 @@ def test_a_disk_that_takes_nothing(bench: Bench, monkeypatch: pytest.MonkeyPatch
     [problem] = problems(bench)
     assert problem.startswith("the hub's disk takes nothing more (full, ")
     assert "/srv" not in problem
+
+
+@pytest.mark.parametrize(("failed", "accepted", "expected"), [(7, 0, 0), (8, 100, 1), (8, 152, 0)])
+def test_a_validator_that_cannot_score_is_told(bench: Bench, failed: int, accepted: int, expected: int) -> None:
+    beat(bench, no_sample=failed, inconclusive=failed, accepted=accepted, canaries_caught=1)
+    found = problems(bench)
+    assert len(found) == expected
+    assert all(f"could not score {failed} of {failed + accepted} groups" in problem for problem in found)
+
+
+def test_a_validator_that_abstains_is_told(bench: Bench) -> None:
+    beat(bench, abstained=1)
+    [problem] = problems(bench)
+    assert "has another environment, or other data" in problem
+
+
+def test_what_could_not_be_scored_is_counted_in_status_and_metrics(bench: Bench) -> None:
+    beat(bench, no_sample=3, inconclusive=3, canaries_caught=1)
+    ok(bench.alice.call("POST", "/heartbeat", {"counters": {"no_sample": 40}}))
+    assert bench.status().no_sample == 3
+    assert "shoal_hub_no_sample 3.0" in bench.http.get("/metrics").text

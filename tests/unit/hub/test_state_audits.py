@@ -86,7 +86,15 @@ class TestAccepted:
         now = moment(progress=Progress(policy=policy(), dropped=8))
         (alarm,) = of_type(judge(case(), now, rewards=(1, 1)), RaiseAlarm)
         assert alarm.code == "refill.exhausted"
-        assert "step 0 lost 9 groups (9 with equal rewards, 0 given up), more than the 8" in alarm.message
+        assert "step 0 lost more groups than the 8 that are refilled" in alarm.message
+        assert "Most had equal task rewards" in alarm.message
+
+    def test_one_more_drop_does_not_change_the_alarm(self) -> None:
+        def said(dropped: int) -> str:
+            now = moment(progress=Progress(policy=policy(), dropped=dropped))
+            return of_type(judge(case(), now, rewards=(1, 1)), RaiseAlarm)[0].message
+
+        assert said(8) == said(11), "whoever shows alarms shows what is new"
 
     def test_the_tasks_part_decides_what_is_equal(self) -> None:
         def reward(value: float, **parts: float) -> RolloutReward:
@@ -96,6 +104,21 @@ class TestAccepted:
         assert not audits.has_equal_rewards([reward(1, task=1), reward(1, task=0, bonus=1)])
         assert audits.has_equal_rewards([reward(0.5), reward(0.5)])
         assert not audits.has_equal_rewards([reward(0.5)]), "a group of one has nothing to compare with"
+        assert not audits.has_equal_rewards([reward(0.5, task=1), reward(1)]), "the whole, unless all have the part"
+        assert audits.has_equal_rewards([reward(1, task=0), reward(1)])
+        judged = [RolloutReward(value=1, parts={"task": 1, "judge.rm": rank}) for rank in (0.0, 1.0)]
+        assert not audits.has_equal_rewards(judged), "a judge saw a difference"
+        assert audits.has_equal_rewards(judged[:1] * 2)
+
+    def test_a_group_that_differs_in_length_only_is_dropped(self) -> None:
+        rewards = tuple(RolloutReward(value=1 - cost, parts={"task": 1, "length": -cost}) for cost in (0.1, 0.2))
+        row = case()
+        ruling = Ruling(verdict(row.submission, rewards=()).model_copy(update={"rewards": rewards}), "v", "{}")
+        commands = audits.judge(moment(), row, ruling)
+        assert units_in(commands)[0].state is UnitState.DROPPED
+        (decided,) = submissions_in(commands)
+        assert decided.rewards == (0.9, 0.8), "what is trained on, were it trained on, is the whole"
+        assert decided.pass_rate == 1.0
 
     def test_a_group_that_became_too_stale_is_void_and_paid(self) -> None:
         commands = judge(case(), moment(progress=Progress(policy=policy(1), next_step=1)))
@@ -135,6 +158,21 @@ class TestInconclusive:
         assert (after.state, after.submission, after.version, after.failures) == (UnitState.OPEN, None, None, 1)
         assert of_type(commands, Record) == []
 
+    @pytest.mark.parametrize("reason", ["reward.machinery", "machinery.policy", "machinery.environment"])
+    def test_the_owner_is_told_once_a_step_that_nothing_can_be_judged(self, reason: str) -> None:
+        texts = [f"unit {number}: ConnectError" for number in range(2)]
+        first, second = (
+            of_type(judge(case(), outcome=Outcome.INCONCLUSIVE, reason=reason, message=text), RaiseAlarm)
+            for text in texts
+        )
+        assert first == second, "the same words for every group"
+        assert first[0].code == f"unjudged.{reason}"
+        assert f"({reason}); the validators' logs say why" in first[0].message
+        assert "ConnectError" not in first[0].message
+
+    def test_an_accident_of_rounding_is_no_alarm(self) -> None:
+        assert of_type(judge(case(), outcome=Outcome.INCONCLUSIVE, reason="sampling.accident"), RaiseAlarm) == []
+
     def test_a_unit_that_nobody_can_check_is_given_up(self) -> None:
         tired = case(unit=replace(case().unit, failures=2))
         now = moment(progress=Progress(policy=policy(), dropped=8))
@@ -143,7 +181,7 @@ class TestInconclusive:
         assert (after.state, after.reason, after.lost_step) == (UnitState.VOID, "attempts", 0)
         alarms = of_type(commands, RaiseAlarm)
         assert [alarm.code for alarm in alarms] == ["unit.attempts", "refill.exhausted"]
-        assert "unit 0: given up after 3 inconclusive audits" in alarms[0].message
+        assert "step 0: units were given up, each after 3 inconclusive audits" in alarms[0].message
 
 
 class TestRejected:

@@ -108,6 +108,14 @@ class TestGrant:
         for expected, progress in waits.items():
             assert leases.grant(moment(progress=progress), [], ask(), DRAWS).waiting == expected
 
+    def test_units_end_at_one_that_has_no_task(self) -> None:
+        """Without gaps: a number that is left out would never be made."""
+        some = Draws(task_of=lambda number: None if number == 1 else f"drawn-{number}", document=DRAWS.document)
+        granted = leases.grant(moment(), [], ask(4), some)
+        assert [lease.unit for lease in granted.leases] == [0]
+        none = Draws(task_of=lambda _number: None, document=DRAWS.document)
+        assert leases.grant(moment(), [], ask(4), none).waiting.startswith("no task that was drawn for unit 0")
+
 
 class TestExpiry:
     def test_overdue_leases_end_and_their_units_are_open_again(self) -> None:

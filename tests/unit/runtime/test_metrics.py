@@ -69,3 +69,22 @@ def test_an_unwritable_place_is_one_clear_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ResourceError, match="a part of the path is a file"):
         MetricsLog(tmp_path / "file" / "metrics.jsonl").append(0, {})
+
+
+def test_what_becomes_known_later_is_added_to_its_row(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    for step in range(3):
+        log.append(step, {"loss": float(step)})
+    assert log.amend(1, {"held_out": 0.5}) == {"step": 1, "loss": 1.0, "held_out": 0.5}
+    assert log.rows() == [{"step": 0, "loss": 0.0}, {"step": 1, "loss": 1.0, "held_out": 0.5}, {"step": 2, "loss": 2.0}]
+    assert log.amend(1, {"held_out": 0.5}) is None, "it says so already"
+    assert log.amend(7, {"held_out": 0.5}) is None, "there is no such row"
+
+
+def test_a_row_that_a_rewind_left_in_part_can_be_added_to(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    log.append(0, {"loss": 1.0, "held_out": 0.25})
+    log.rewind(0, keep=("held_out",))
+    log.amend(0, {"extra": 2.0})
+    assert log.append(0, {"loss": 3.0}) == {"step": 0, "held_out": 0.25, "extra": 2.0, "loss": 3.0}
+    assert len(log.rows()) == 1

@@ -393,4 +393,5 @@ def test_many_chunks_from_two_sources_come_from_both(tmp_path: Path, scripted: S
     downloader = make_downloader([source.url for source in sources], tmp_path / "cache")
     assert_content(downloader.fetch(manifest.policy, 20), files, tensors)
     assert all(chunk_requests(source) for source in sources)
-    eventually(lambda: sum(len(chunk_requests(source)) for source in sources) == len(chunk_paths(folder, manifest)))
+    wanted = len(chunk_paths(folder, manifest))  # a slow source may be doubted: then a few are asked for twice
+    eventually(lambda: len({target for source in sources for target in chunk_requests(source)}) == wanted)

@@ -81,7 +81,8 @@ def test_a_row_is_a_rollout_with_its_texts_tokens_and_reward(archive: RolloutArc
     assert rows[0] == {
         "step": 7, "unit": 40, "sample": 0, "task": "sort/40", "node": "node-40", "version": 6, "staleness": 1,
         "prompt": "31=", "completion": "13", "prompt_ids": list(TOKENIZER.encode("31=")),
-        "token_ids": [*TOKENIZER.encode("13"), EOS], "logprobs": [-0.5, -1.0, -1.5], "finish": "eos", "reward": 1.0,
+        "token_ids": [*TOKENIZER.encode("13"), EOS], "logprobs": [-0.5, -1.0, -1.5], "given": [], "finish": "eos",
+        "reward": 1.0,
     }  # fmt: skip
     seen = [(row["unit"], row["sample"], row["node"], row["staleness"], row["completion"]) for row in rows[1:]]
     assert seen == [(40, 1, "node-40", 1, ""), (41, 0, "node-41", 0, "0 2 ")]
@@ -93,7 +94,7 @@ def test_the_columns_are_those_that_are_promised_and_compressed(archive: Rollout
     file = pq.ParquetFile(archive.write(*STEP_7))
     assert file.schema_arrow.names == [
         "step", "unit", "sample", "task", "node", "version", "staleness", "prompt", "completion", "prompt_ids",
-        "token_ids", "logprobs", "finish", "reward",
+        "token_ids", "logprobs", "given", "finish", "reward",
     ]  # fmt: skip
     chunks = file.metadata.row_group(0)
     assert {chunks.column(index).compression for index in range(chunks.num_columns)} == {"ZSTD"}

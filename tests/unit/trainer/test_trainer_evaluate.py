@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
+import pytest
 import torch
 from trainer_stubs import EOS, SAMPLING, tiny_files, tiny_model
 
 from shoal.environments import Score, Split, Task
-from shoal.errors import ScoringFailure
+from shoal.errors import ModelError, ScoringFailure, UnusableTask
 from shoal.models.tokenizer import TextTokenizer
 from shoal.trainer.evaluate import GreedyEvaluator
 
@@ -82,3 +83,41 @@ def test_a_task_that_cannot_be_scored_is_left_out_and_never_counts_as_0() -> Non
     tokenizer = TextTokenizer(tiny_files(model))
     assert GreedyEvaluator(model, tokenizer, Failing(), SAMPLING, tasks=4)() == 2.5  # tasks 2 and 3
     assert GreedyEvaluator(model, tokenizer, Failing(), SAMPLING, tasks=2)() is None
+
+
+class SomeBad(Sequence[Task]):
+    """Held-out tasks, of which the row of the second cannot be used, and the third has no prompt."""
+
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, index: int) -> Task:  # type: ignore[override]
+        if index == 1:
+            raise UnusableTask("row 1 (held.jsonl line 2) cannot be used: answer is empty")
+        return Task(f"t/{index}", "" if index == 2 else f"{index}{index}=", "")
+
+
+def test_a_task_that_cannot_be_used_is_left_out_and_said(caplog: pytest.LogCaptureFixture) -> None:
+    class Holes(Recorder):
+        def tasks(self, split: Split) -> Sequence[Task]:
+            return SomeBad()
+
+    def encode(task: Task) -> tuple[int, ...]:
+        if task.id == "t/3":
+            raise ModelError("the template refuses it")
+        return tokenizer.encode(task.prompt)
+
+    model = tiny_model()
+    tokenizer = TextTokenizer(tiny_files(model))
+    assert GreedyEvaluator(model, tokenizer, Holes(), SAMPLING, 5)() == 7 / 3  # tasks 0, 3 and 4
+    assert "2 of 5 held-out tasks cannot be used (left out): row 1 (held.jsonl line 2)" in caplog.text
+    assert GreedyEvaluator(model, tokenizer, Holes(), SAMPLING, 5, encode)() == 2.0  # tasks 0 and 4
+
+
+def test_without_a_usable_task_there_is_no_score() -> None:
+    class Nothing(Recorder):
+        def tasks(self, split: Split) -> Sequence[Task]:
+            return [Task("t/0", "", "")]
+
+    model = tiny_model()
+    assert GreedyEvaluator(model, TextTokenizer(tiny_files(model)), Nothing(), SAMPLING, 5)() is None

@@ -18,6 +18,8 @@ from shoal.protocol import (
     Batch,
     BatchGroup,
     BatchReply,
+    Evaluation,
+    EvaluationPage,
     LedgerHead,
     NodeState,
     NodeView,
@@ -48,7 +50,9 @@ RUN = "test-0123456789ab"
 KEY = SigningKey.from_seed(b"t" * 32)
 EOS = 1
 SAMPLING = SamplingParameters(temperature=1.0, max_new_tokens=6, eos_token_id=EOS)
-SETTINGS = TrainerSettings(learning_rate=1e-3, minibatches=2, evaluate_every=2, batch_deadline_s=20, device="cpu")
+SETTINGS = TrainerSettings(
+    learning_rate=1e-3, minibatches=2, evaluate_every=2, evaluate_by="trainer", batch_deadline_s=20, device="cpu"
+)
 
 
 def tiny_model(seed: int = 0, **changes: Any) -> Any:
@@ -122,6 +126,7 @@ class FakeHub:
         self.reports: dict[int, dict[str, float]] = {}
         self.before: dict[str, Callable[[int], None]] = {}
         self.waiting = "3 more groups"
+        self.evaluated: dict[int, Evaluation] = {}
         self.sampled_reward: float | None = 0.625
         self._arrived = threading.Condition()
         self._groups = written_down(steps, max_staleness)
@@ -195,6 +200,18 @@ class FakeHub:
     def report(self, report: StepReport) -> None:
         self._hook("report", report.step)
         self.reports[report.step] = report.metrics
+
+    def evaluations(self, since: int) -> EvaluationPage:
+        """What `evaluated` says of the versions from `since` on."""
+        self._hook("evaluations", since)
+        found = [each for each in self.evaluated.values() if each.policy.version >= since]
+        return EvaluationPage(evaluations=tuple(sorted(found, key=lambda each: each.policy.version)))
+
+    def measure(self, version: int, mean: float | None, complete: bool = True, partial: bool = False) -> None:
+        ref = PolicyRef(incarnation=0, version=version, digest="ab" * 32)
+        self.evaluated[version] = Evaluation(
+            policy=ref, tasks=8, scored=8, mean=mean, complete=complete, partial=partial
+        )
 
 
 def training_run(

@@ -15,9 +15,10 @@ from shoal.engines.scripted import ScriptedEngine
 from shoal.engines.shelf import LoadedPolicy
 from shoal.errors import ScoringFailure
 from shoal.protocol import Outcome, Rollout, RolloutReward, pack_tokens
+from shoal.rewards import DirectScorer
 from shoal.runtime.clock import ManualClock
 from shoal.validator import Judge, load_profiles
-from shoal.validator.rewards import Decoders, completion_ids, score_group, shuffled
+from shoal.validator.rewards import Decoders, Group, Scored, Scoring, completion_ids, shuffled
 
 
 def judge(**changes: object) -> Judge:
@@ -125,11 +126,12 @@ def test_text_with_a_tokenizer_is_the_tokenizers_and_it_is_read_once() -> None:
 
 
 def test_scoring_a_group_is_whole_or_nothing() -> None:
-    rollouts = submission(lease(3)).rollouts
-    scored = score_group(LengthEnvironment(), lease(3), rollouts, Decoders().of({}))
+    environment, rollouts = LengthEnvironment(), submission(lease(3)).rollouts
+    groups = [Group(lease(3), rollouts), Group(lease(3, task="t/broken"), rollouts)]
+    scored, failure = Scoring(environment, DirectScorer(environment)).score(groups, Decoders().of({}))
+    assert isinstance(scored, Scored)
     assert len(scored.rewards) == len(rollouts)
-    with pytest.raises(ScoringFailure):
-        score_group(LengthEnvironment(), lease(3, task="t/broken"), rollouts, Decoders().of({}))
+    assert isinstance(failure, ScoringFailure)
 
 
 def test_a_validator_whose_own_numbers_are_none_rejects_nobody(monkeypatch: pytest.MonkeyPatch) -> None:

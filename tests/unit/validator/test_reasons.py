@@ -6,9 +6,9 @@ import re
 from pathlib import Path
 
 from shoal.toploc.check import Reason as ProofReason
-from shoal.validator import canary, checks, rewards, verdicts
+from shoal.validator import canary, checks, dialogues, rewards, verdicts
 
-SOURCES = [Path(module.__file__ or "") for module in (checks, rewards, canary)]
+SOURCES = [Path(module.__file__ or "") for module in (checks, dialogues, rewards, canary)]
 
 
 def test_the_table_has_every_reason_that_the_checks_give() -> None:

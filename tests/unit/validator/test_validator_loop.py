@@ -127,6 +127,30 @@ def validator(hub: ListHub, shelf: EngineShelf | None = None, stop: StopToken | 
     return Validator(client, shelf or ListShelf(), judge, ValidatorSettings(max_audits=7), stop or StopToken())
 
 
+class InNoTime(Judge):
+    """Manages two groups at a time."""
+
+    def verdicts(self, dockets: Sequence[Docket], loaded: LoadedPolicy) -> list[Verdict]:
+        return super().verdicts(dockets[:2], loaded)
+
+
+def test_what_there_is_no_time_for_is_left_for_later_and_no_more_is_claimed_than_is_managed() -> None:
+    hub = ListHub()
+    audits = [hub.audit(lease(unit)) for unit in range(1, 6)]
+    hub.replies = [
+        AuditReply(audits=tuple(audits)),
+        AuditReply(audits=tuple(audits[2:4])),
+        AuditReply(audits=tuple(audits[4:])),
+        AuditReply(finished=True),
+    ]
+    client: Any = hub
+    judge = InNoTime(LengthEnvironment(), load_profiles())
+    Validator(client, ListShelf(), judge, ValidatorSettings(max_audits=7), StopToken()).run()
+    assert [(verdict.unit, verdict.outcome) for verdict in hub.taken] == [(n, Outcome.ACCEPTED) for n in range(1, 6)]
+    assert [request.max_audits for request in hub.requests] == [7, 2, 4, 4]
+    assert all(not request.left for request in hub.requests)  # so that the hub gives them out again at once
+
+
 def old(version: int) -> PolicyRef:
     return POLICY.model_copy(update={"version": version})
 
@@ -181,6 +205,28 @@ def test_a_policy_that_comes_back_is_audited_as_if_nothing_had_been() -> None:
     shelf.missing.clear()
     role.audit([audit])
     assert [v.outcome for v in hub.taken] == [Outcome.ACCEPTED]
+
+
+def test_what_was_leased_for_another_environment_is_left_for_others(caplog: pytest.LogCaptureFixture) -> None:
+    hub = ListHub()
+    foreign = [hub.audit(lease(unit, environment_digest="f" * 64, environment="chess")) for unit in (1, 2)]
+    hub.replies = [AuditReply(audits=(*foreign, hub.audit(lease(3)))), AuditReply(finished=True)]
+    role = validator(hub)
+    role.run()
+    assert [(verdict.unit, verdict.outcome) for verdict in hub.taken] == [(3, Outcome.ACCEPTED)]
+    assert {audit.submission for audit in foreign} <= set(hub.requests[-1].left)
+    assert role.activity.heartbeat().counters["abstained"] == 2
+    [told] = [record.getMessage() for record in caplog.records if "abstains" in record.getMessage()]
+    assert "chess (ffffffffffffffff…" in told
+    assert "length (eeeeeeeeeeeeeeee…" in told
+
+
+def test_what_could_not_be_scored_is_counted_where_the_hub_sees_it() -> None:
+    hub = ListHub()
+    role = validator(hub)
+    role.audit([hub.audit(lease(1, task="t/broken")), hub.audit(lease(2))])
+    assert [verdict.reason for verdict in hub.taken] == ["reward.machinery", ""]
+    assert role.activity.heartbeat().counters["no_sample"] == 1
 
 
 def test_papers_out_of_order_are_skipped_and_block_nobody() -> None:

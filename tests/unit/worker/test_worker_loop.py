@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 
 from shoal.engines import GenerationRequest
+from shoal.engines.dialogue import dialogue_for
 from shoal.engines.scripted import ScriptedEngine
 from shoal.engines.shelf import EngineShelf, LoadedPolicy
 from shoal.engines.submission import submission_of
+from shoal.environments.tools import TOOLS
 from shoal.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -26,6 +28,7 @@ from shoal.errors import (
     VersionNotFound,
 )
 from shoal.protocol import (
+    DialogueTerms,
     Heartbeat,
     HeartbeatReply,
     Lease,
@@ -47,9 +50,11 @@ from shoal.protocol import (
     submission_digest,
     unpack,
 )
+from shoal.protocol.given import unpack_spans
 from shoal.runtime.stop import StopToken
 from shoal.toploc import split_proofs
 from shoal.worker import Outbox, Worker, WorkerSettings
+from shoal.worker import loop as worker_loop
 
 HUB = SigningKey.from_seed(b"h" * 32)
 KEY = SigningKey.from_seed(b"n" * 32)
@@ -345,7 +350,9 @@ def test_a_heartbeat_says_how_many_tokens_of_each_lease_are_there(tmp_path: Path
     thread.start()
     try:
         assert _eventually(lambda: bench.waiting == [1, 3])
-        assert _eventually(lambda: set(bench.hub.beats[-1].progress) == {"lease-1", "lease-3"})
+        before = len(bench.hub.beats) + 1  # one may be under way
+        assert _eventually(lambda: len(bench.hub.beats) > before)
+        assert set(bench.hub.beats[-1].progress) == {"lease-1", "lease-3"}
         assert min(bench.hub.beats[-1].progress.values()) > 0
     finally:
         bench.hub.gate.set()
@@ -549,3 +556,41 @@ def _eventually(holds: Callable[[], bool]) -> bool:
             return True
         pause.wait(0.02)
     return False
+
+
+def dialogue_lease(unit: int, tool: str) -> Lease:
+    terms = DialogueTerms(tool=tool, max_turns=3, before=(7,), after=(8,))
+    sampling = SAMPLING.model_copy(update={"max_new_tokens": 30})
+    return lease(unit).model_copy(update={"dialogue": terms, "sampling": sampling})
+
+
+def test_the_turns_of_a_dialogue_are_answered_by_the_leases_tool(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(TOOLS, "count", lambda turns: "\n" * len(turns))  # type: ignore[misc]
+    of = dialogue_lease(1, "count")
+    bench = Bench(tmp_path, [of, lease(2), dialogue_lease(3, "count")])
+    bench.worker.run()
+    assert bench.units == [1, 2, 3]
+    spoken = {submission.unit: submission.rollouts for submission in bench.hub.submitted}
+    assert any(rollout.given for rollout in spoken[1])
+    assert not any(rollout.given for rollout in spoken[2])
+    talk = dialogue_for(of, {})
+    assert talk is not None
+    for rollout in spoken[1]:
+        reading = talk.read(rollout.token_ids.tolist())
+        assert (reading.problem, reading.finish) == ("", rollout.finish)
+        assert unpack_spans(rollout.given, len(rollout.token_ids)) == reading.given
+
+
+def test_leases_with_a_tool_that_it_does_not_have_are_given_back_and_the_others_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(worker_loop, "POLICY_PAUSE_S", 0.0)
+    bench = Bench(tmp_path, [dialogue_lease(1, "aba\ncus"), lease(2), dialogue_lease(3, "aba\ncus")], [lease(4)])
+    bench.worker.run()
+    assert bench.units == [2, 4]
+    [release] = bench.hub.released
+    assert release.leases == ("lease-1", "lease-3")
+    assert release.reason == r"this shoal has no tool aba\ncus; upgrade it with: pip install -U shoal"
+    assert "2 leases cannot be done" in caplog.text

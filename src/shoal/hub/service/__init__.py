@@ -5,6 +5,8 @@
     work        Work: lease, release, submit                     (workers)
     uploads     Uploads: ticket, commit                          (workers, past the hub)
     checking    Checking: audits, verdicts, bodies               (validators)
+    evaluating  Evaluating: slices of evaluations, reports       (validators; results: anyone)
+    drawing     Drawing: which task a unit gets, and its prompt
     training    Training: announce, batch, rollouts, report      (trainer)
     reporting   Reporting: run_info, status, ledger              (anyone)
     stories     Stories: unit, node, nodes: why                  (anyone)
@@ -24,6 +26,7 @@ from shoal.errors import ShoalError
 from shoal.hub.service.admin import Administration
 from shoal.hub.service.checking import Checking
 from shoal.hub.service.context import Context
+from shoal.hub.service.evaluating import Evaluating
 from shoal.hub.service.membership import Membership
 from shoal.hub.service.posting import Posting
 from shoal.hub.service.readiness import Ready
@@ -49,13 +52,14 @@ class Hub:
         self.membership = Membership(self.context)
         self.work = Work(self.context)
         self.uploads = Uploads(self.context, self.work)
-        self.checking = Checking(self.context)
+        self.evaluating = Evaluating(self.context, self.work.drawing)
+        self.checking = Checking(self.context, self.evaluating)
         self.training = Training(self.context)
         self.reporting = Reporting(self.context, self.posting)
         self.stories = Stories(self.context, self.posting)
         self.administration = Administration(self.context)
         self.readiness = Ready(self.context)
-        self.upkeep = Upkeep(self.context, self.posting)
+        self.upkeep = Upkeep(self.context, self.posting, self.evaluating)
         self._closed = False
 
     def close(self) -> None:
@@ -75,6 +79,7 @@ __all__ = [
     "Administration",
     "Checking",
     "Context",
+    "Evaluating",
     "Hub",
     "Membership",
     "Posting",

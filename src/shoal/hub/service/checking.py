@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from shoal.errors import ProtocolError
 from shoal.hub.changes import Topic
 from shoal.hub.service.context import Context, node_label
+from shoal.hub.service.evaluating import Evaluating, require_environment
 from shoal.hub.service.owner import require_trusted
 from shoal.hub.state import newcomers, pacing
 from shoal.hub.state.audits import Case, Ruling, abandon, claim, expire, judge
@@ -32,23 +33,47 @@ from shoal.protocol import (
 from shoal.runtime.crash import point
 
 MAX_BODIES_BYTES = 64 * 1024 * 1024
+NAMES_ENVIRONMENT = 2
+"""The protocol since which validators say with what they scored."""
+TRIES = 4
+"""Slices that are made for one request, if others are faster each time to claim them."""
 
 
 class Checking:
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, evaluating: Evaluating) -> None:
         self._context = context
+        self._evaluating = evaluating
         self._owed = 0.0  # audits saved up for newcomers
 
     def audits(self, node: NodeRow, request: AuditRequest) -> AuditReply:
-        """Submissions to check, claimed for this validator until their deadline."""
-        context = self._context
+        """Submissions to check, claimed for this validator until their deadline; and a slice of an evaluation, if it
+        wants one now, or if there is nothing to check. Audits do not wait for the tasks of a slice to be made."""
+        evaluates = request.evaluate != "no" and self._context.rules.evaluation is not None
+        if evaluates and request.evaluate != "idle":
+            self._evaluating.prepare(node)
+        reply = self._claim(node, request, evaluates)
+        for _ in range(TRIES):
+            if not evaluates or reply.audits or reply.evaluation or reply.finished:
+                break
+            if not self._evaluating.prepare(node):
+                break
+            reply = self._claim(node, request, evaluates)
+        return reply
+
+    def _claim(self, node: NodeRow, request: AuditRequest, evaluates: bool) -> AuditReply:
+        context, slice_ = self._context, None
         with context.decision() as (transaction, moment):
             orders = require_trusted(transaction, node.public_key)
             transaction.apply(expire(transaction.overdue_audits(moment.now_ms), moment.now_ms))
-            transaction.apply(abandon(transaction.claimed_by(node.node), node.node, frozenset(request.left)))
-            free = self._next(transaction, moment, request.max_audits)
+            free = []
+            if request.evaluate != "only":
+                transaction.apply(abandon(transaction.claimed_by(node.node), node.node, frozenset(request.left)))
+                free = self._next(transaction, moment, request.max_audits)
             claims = claim(moment, free, node.node, request.max_audits)
             transaction.apply(claims)
+            if evaluates:
+                wanted = request.evaluate != "idle" or not claims
+                slice_ = self._evaluating.claim(transaction, moment, node, wanted)
             if claims:
                 point("hub.audit.before_commit")
         with context.storage.read() as reader:  # not above: whoever claims must lock no node
@@ -56,9 +81,12 @@ class Checking:
             pending = bool(claims) or bool(reader.submissions_in([SubmissionState.AUDITING], 1))
         if found:
             point("hub.audit.after_commit")
+        if found or slice_ is not None:
             context.waits.done(node_label(node))
-            return AuditReply(audits=found)
+            evaluation = None if slice_ is None else self._evaluating.document(slice_)
+            return AuditReply(audits=found, evaluation=evaluation)
         finished = pacing.is_finished(moment.rules, moment.progress) and not pending
+        finished = finished and not (evaluates and self._evaluating.pending())
         halted = orders.halted(moment.now_ms)
         waiting = "the run is finished" if finished else "submissions: none is waiting to be checked"
         if halted and not finished:
@@ -130,6 +158,12 @@ class Checking:
             return Refusal(422, "verdict.signature", str(error))
         if verdict.run != self._context.config.run_id:
             return Refusal(422, "verdict.run", f"the verdict is for run {verdict.run[:80]}")
+        if not verdict.environment_digest and node.protocol >= NAMES_ENVIRONMENT:
+            return Refusal(422, "verdict.environment", "the verdict does not say which environment it was scored with")
+        try:
+            require_environment(self._context, verdict.environment_digest, "verdict.environment", "verdict")
+        except Refusal as refusal:
+            return refusal
         return Ruling(verdict, node.node, signed.model_dump_json())
 
     def _case(self, transaction: Writer, verdict: Verdict) -> Case:

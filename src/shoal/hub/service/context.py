@@ -186,7 +186,7 @@ class Context:
                 transaction.apply([Record("run", body, self.clock.now_ms())])
                 point("hub.start.before_commit")
                 return
-        for key, value in json.loads(known).items():
+        for key, value in {"pools": None, **json.loads(known)}.items():
             if key == "environment_digest" and identity[key] != value:
                 raise ConfigError(
                     f"the environment {self.config.environment.name} (tasks, options or reward file) has changed since "
@@ -228,6 +228,7 @@ class Context:
             "environment_digest": self.config.environment.digest,
             "secret_hash": hashlib.sha256(b"shoal/secret/v1\n" + self.secret).hexdigest(),
             "eos_token_id": self.config.eos_token_id,
+            "pools": None if self.config.pools is None else self.config.pools.model_dump(mode="json"),
             **self.config.run.model_dump(mode="json", exclude={"steps", "name"}),
         }
 

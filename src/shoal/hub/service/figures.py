@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 
 from shoal.hub.service.context import Context
 from shoal.hub.service.owner import orders_of
-from shoal.hub.state import pacing
-from shoal.protocol import Conduct
+from shoal.hub.service.readiness import MAX_TRUSTED, no_sample
+from shoal.hub.state import evaluations, pacing
+from shoal.protocol import Conduct, Evaluation
 
 HERE_MS = 60_000
+NEWEST_VERSIONS = 64
 NO_WASTE = pacing.Waste(0, 0, 0, 0)
 
 
@@ -19,6 +21,8 @@ class Figures:
     """Counts of everything, of nothing in particular: units, submissions and nodes by state, and how far the run is.
 
     `nodes` is by (role, state, here or away); `waiting_s` is how long the longest of those that wait now has waited.
+    `pools` are the tasks by difficulty, `measured` the newest evaluation that is complete, and
+    of all its tasks.
     """
 
     units: dict[str, int]
@@ -35,15 +39,27 @@ class Figures:
     waiting_s: float = 0.0
     waste: pacing.Waste = NO_WASTE
     conduct: Conduct = "running"
+    pools: dict[str, int] = field(default_factory=dict)
+    unusable: int = 0
+    measured: Evaluation | None = None
+    no_sample: int = 0
 
 
-def read_figures(context: Context, late: int = 0) -> Figures:
-    """`late` is how many submissions this hub has refused because their unit had gone to somebody else."""
+def read_figures(context: Context, late: int = 0, unusable: int = 0) -> Figures:
+    """`late` is how many submissions this hub has refused because their unit had gone to somebody else, `unusable` how
+    many tasks it has passed over because they cannot be used."""
     now_ms = context.clock.now_ms()
     with context.storage.read() as reader:
         fleet, progress, last = reader.fleet(now_ms - HERE_MS), reader.progress(), reader.ledger_last()
         units, submissions, outbox_rows = reader.unit_counts(), reader.submission_counts(), reader.outbox_length()
         orders = orders_of(reader)
+        trusted = reader.nodes_ranked("trusted", MAX_TRUSTED)
+        unscored = no_sample(trusted, reader.presences_named([node.node for node in trusted]))
+        pools = reader.pool_counts() if context.config.pools is not None else {}
+        slices = reader.evaluations_since(0, NEWEST_VERSIONS) if context.rules.evaluation is not None else []
+    measured = [
+        each for each in evaluations.results(slices) if each.complete and not each.partial and each.mean is not None
+    ]
     waits = context.waits.current(now_ms)
     return Figures(
         units=units,
@@ -60,4 +76,8 @@ def read_figures(context: Context, late: int = 0) -> Figures:
         waiting_s=max((now_ms - wait.since_ms for wait in waits), default=0) / 1000,
         waste=pacing.waste(units, submissions.get("accepted", 0), late, sum(crew.lapsed for crew in fleet)),
         conduct=orders.conduct,
+        pools=pools,
+        unusable=unusable,
+        measured=measured[-1] if measured else None,
+        no_sample=unscored,
     )

@@ -7,7 +7,7 @@ heartbeats how many it caught and missed. One that missed any, or that never mee
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from shoal.errors import DiskError, ResourceError, ShoalError
 from shoal.hub.service.context import Context, node_label
@@ -23,6 +23,8 @@ MAX_TRUSTED = 500
 CANARY_WITHIN = 256
 PROBE_EVERY_MS = 5_000
 CAUGHT, MISSED = "canaries_caught", "canaries_missed"
+NO_SAMPLE, ABSTAINED = "no_sample", "abstained"
+MANY_UNSCORED, UNSCORED_SHARE = 8, 0.05
 log = logging.getLogger("shoal.hub")
 
 AUDITED = ("accepted", "rejected", "inconclusive")
@@ -64,7 +66,12 @@ class Ready:
             if node.node in presences and now_ms - presences[node.node].last_seen_ms <= HERE_MS
         ]
         missing = [] if pacing.is_finished(self._context.rules, reader.progress()) else missing_roles(here)
-        checks = [canary_problem(node, presence) for node, presence in here if node.role == "validator"]
+        checks = [
+            problem(node, presence)
+            for node, presence in here
+            if node.role == "validator"
+            for problem in (canary_problem, scoring_problem)
+        ]
         return [*missing, *(problem for problem in checks if problem)]
 
     def _of_disk(self, now_ms: int) -> str:
@@ -117,3 +124,23 @@ def canary_problem(node: NodeRow, presence: Presence) -> str:
     if audited >= CANARY_WITHIN and caught <= 0:
         return f"{who} made {audited:.0f} audits and met no known-bad submission among them: its audits are untested"
     return ""
+
+
+def scoring_problem(node: NodeRow, presence: Presence) -> str:
+    """What a validator's counters say about its scoring, if it is bad."""
+    counters, who = presence.counters, node_label(node)
+    if counters.get(ABSTAINED, 0) > 0:
+        return (
+            f"{who} has another environment, or other data, than the run and abstains from what it cannot score: start "
+            "it with the run's recipe and data"
+        )
+    audited, failed = sum(counters.get(name, 0) for name in AUDITED), counters.get(NO_SAMPLE, 0)
+    if failed >= MANY_UNSCORED and failed > UNSCORED_SHARE * audited:
+        return f"{who} could not score {failed:.0f} of {audited:.0f} groups, which are no samples: its log says why"
+    return ""
+
+
+def no_sample(nodes: Sequence[NodeRow], presences: Mapping[str, Presence]) -> int:
+    """Groups that validators could not score, by their heartbeats: since each of them was started."""
+    validators = [presences[node.node] for node in nodes if node.role == "validator" and node.node in presences]
+    return round(sum(presence.counters.get(NO_SAMPLE, 0) for presence in validators))

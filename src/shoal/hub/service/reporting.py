@@ -6,13 +6,15 @@ from shoal import ledger
 from shoal.hub.service.context import Context, node_label, node_view
 from shoal.hub.service.owner import orders_of
 from shoal.hub.service.posting import Posting
-from shoal.hub.state import pacing
+from shoal.hub.service.readiness import no_sample
+from shoal.hub.state import evaluations, pacing
 from shoal.hub.state.machines import SubmissionState, UnitState
 from shoal.hub.state.orders import Orders
 from shoal.hub.state.rows import NodeRow, SubmissionRow
 from shoal.hub.storage import Reader, StoryReader
 from shoal.hub.storage.protocol import Rank
 from shoal.protocol import (
+    Evaluation,
     LedgerHead,
     LedgerPage,
     RecentVerdict,
@@ -29,6 +31,7 @@ VERDICTS_SEARCHED = 500
 REFUSALS_SHOWN = 100
 REPORTS_SHOWN = 200
 ALARMS_SHOWN = 20
+VERSIONS_SHOWN = 64
 MAX_PENDING = 1000
 MAX_WAITING = 500
 NODES_SHOWN = 200
@@ -97,6 +100,9 @@ class Reporting:
                 node_counts=counts,
                 outbox=reader.outbox_length() if outgoing else 0,
                 outbox_since_ms=outgoing[0].at_ms if outgoing else None,
+                pools=reader.pool_counts() if config.pools is not None else {},
+                evaluations=tuple(self._evaluations(reader)),
+                no_sample=no_sample(nodes, presences),
             )
 
     def _waits(self, reader: StoryReader, now_ms: int) -> list[Wait]:
@@ -126,6 +132,11 @@ class Reporting:
             for row in pending
         ]
         return [*waits, *_folded("unit", leased), *_folded("submission of unit", checked)]
+
+    def _evaluations(self, reader: Reader) -> list[Evaluation]:
+        if self._context.rules.evaluation is None:
+            return []
+        return evaluations.results(reader.evaluations_since(0, VERSIONS_SHOWN))
 
     def _head(self, reader: Reader) -> LedgerHead:
         return ledger.head_of(self._context.config.run_id, reader.ledger_last())

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from shoal.errors import ProtocolError
 from shoal.hub.changes import Topic
 from shoal.hub.service.context import Context, node_label
 from shoal.hub.service.owner import orders_of, require_trusted
-from shoal.hub.state import batches, policies
+from shoal.hub.state import batches, evaluations, policies
+from shoal.hub.state.commands import Command
 from shoal.hub.state.refusals import Refusal
 from shoal.hub.state.rows import Moment, NodeRow, UnitRow
 from shoal.hub.storage import Reader, Writer
@@ -17,6 +19,7 @@ from shoal.protocol import (
     BatchGroup,
     BatchReply,
     PolicyAnnouncement,
+    PolicyRef,
     SignedDocument,
     StepReport,
     Submission,
@@ -52,10 +55,20 @@ class Training:
                 batched=transaction.batched_units(),
             )
             known = transaction.policy(policy.incarnation, policy.version)
-            transaction.apply(policies.announce(moment, known, standing, policy))
+            announced = policies.announce(moment, known, standing, policy)
+            transaction.apply(announced)
+            if announced:
+                transaction.apply(self._evaluation(transaction, moment, policy))
             point("hub.policy.before_commit")
         point("hub.policy.after_commit")
         context.changes.notify(*Topic)
+
+    def _evaluation(self, reader: Reader, moment: Moment, policy: PolicyRef) -> list[Command]:
+        """What validators are to measure of a version that is new."""
+        if moment.rules.evaluation is None:
+            return []
+        tasks = len(self._context.config.environment.tasks("held_out"))
+        return evaluations.offer(moment, policy, tasks, reader.evaluations_under_way())
 
     def batch(self, node: NodeRow, step: int) -> BatchReply:
         """The batch of a step: the one written down, or a new one written down now, or what it waits for."""
@@ -103,13 +116,21 @@ class Training:
         choice, alive = self._choose(transaction, moment, step)
         if choice.units is None:
             return choice.waiting
-        names = [unit.submission for unit in choice.units if unit.submission is not None]
-        sampled = batches.Sampled(transaction.submissions_named(names), transaction.dropped_submissions(step))
+        sampled = self._sampled(transaction, moment, choice.units, step)
         leases = [holding.lease for holding in transaction.holdings()] if moment.rules.max_staleness else []
         _batch, commands = batches.write_down(moment, alive, choice.units, sampled, leases)
         transaction.apply(commands)
         point("hub.batch.before_commit")
         return ""
+
+    def _sampled(self, transaction: Writer, moment: Moment, chosen: Sequence[UnitRow], step: int) -> batches.Sampled:
+        names = [unit.submission for unit in chosen if unit.submission is not None]
+        sampled = batches.Sampled(transaction.submissions_named(names), transaction.dropped_submissions(step))
+        if moment.rules.pools is None:
+            return sampled
+        lost = transaction.units_named([row.unit for row in sampled.dropped])
+        tasks = {unit.unit: unit.task for unit in (*chosen, *lost.values())}
+        return replace(sampled, tasks=tasks, known=transaction.task_rows(sorted(set(tasks.values()))))
 
     def rollouts(self, step: int) -> bytes:
         """The groups of a written batch with the validators' rewards, packed."""
@@ -133,7 +154,13 @@ class Training:
             unit = reader.unit(group.unit)
         assert unit is not None, "a batch holds units of this run only"
         rollouts = [
-            TrainingRollout(tokens=rollout.tokens, logprobs=rollout.logprobs, finish=rollout.finish, reward=reward)
+            TrainingRollout(
+                tokens=rollout.tokens,
+                logprobs=rollout.logprobs,
+                finish=rollout.finish,
+                reward=reward,
+                given=rollout.given,
+            )
             for rollout, reward in zip(submission.rollouts, group.rewards, strict=True)
         ]
         return TrainingGroup(

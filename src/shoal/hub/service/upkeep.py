@@ -12,6 +12,7 @@ import logging
 
 from shoal.hub.changes import Topic
 from shoal.hub.service.context import GONE_AFTER_MS, Context, holders
+from shoal.hub.service.evaluating import Evaluating
 from shoal.hub.service.posting import Posting
 from shoal.hub.state import audits, credits, leases
 from shoal.hub.state.machines import UNDECIDED_SUBMISSIONS
@@ -33,9 +34,10 @@ log = logging.getLogger("shoal.hub")
 class Upkeep:
     """`tick` is called about once a second, so that a run goes on although nobody asks for anything."""
 
-    def __init__(self, context: Context, posting: Posting) -> None:
+    def __init__(self, context: Context, posting: Posting, evaluating: Evaluating) -> None:
         self._context = context
         self._posting = posting
+        self._evaluating = evaluating
         self._nonces_at_ms = 0
         self._ticked_ms = context.clock.now_ms()
 
@@ -80,7 +82,8 @@ class Upkeep:
         if late_leases or late_audits:
             with context.decision(sweep=True, exclusive=True) as (transaction, moment):
                 transaction.apply(audits.expire(transaction.overdue_audits(moment.now_ms), moment.now_ms))
-        if late_audits:
+        late_slices = context.rules.evaluation is not None and self._evaluating.expire(now_ms)
+        if late_audits or late_slices:
             context.changes.notify(Topic.AUDITS)
 
     def _end_silent(self, now_ms: int) -> None:

@@ -8,15 +8,17 @@ PUT ─► caps ─► would it be taken at all? ─► decode ─► blob + fsy
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 
-from shoal.errors import CodecError, ConfigError
+from shoal.environments import has_dialogues, identity_of
+from shoal.errors import CodecError, ConfigError, EnvironmentSetupError, ModelError
 from shoal.hub.changes import Topic
 from shoal.hub.service.context import Context, node_label
+from shoal.hub.service.drawing import Drawing, NotReady
 from shoal.hub.service.owner import orders_of
 from shoal.hub.state import draws, leases, newcomers, pacing, reputation, sanctions, submissions, windows
+from shoal.hub.state.commands import Command
 from shoal.hub.state.nodes import require_welcome
 from shoal.hub.state.refusals import Refusal
 from shoal.hub.state.rows import LeaseRow, Moment, NodeRow, SubmissionRow, UnitRow
@@ -36,35 +38,56 @@ from shoal.protocol import (
 )
 from shoal.runtime.crash import point
 
+DIALOGUES_SINCE = 2  # the protocol whose leases can say how the environment answers
+TRIES = 8
+"""Decisions on one request, if others are faster each time to take the units whose tasks were made for it."""
+
 
 class Work:
     def __init__(self, context: Context) -> None:
         self._context = context
         self._limits = context.config.submission_limits
+        self.drawing = Drawing(context)
         # When an established node asked last, and who delivered when: of this process. A new hub waits for the next to
         # ask; of several hubs each goes by those that ask and deliver there, which are a part of all of them.
         self._asked_ms: int | None = None
         self._delivered_ms: dict[str, int] = {}
         self._delivered_lock = threading.Lock()
         self._tempo_at: tuple[int, pacing.Tempo | None] = (-1, None)
+        self._next_unit: int | None = None  # as far as this process knows: whose task is wanted next
         self.late = 0  # submissions refused since the start because their unit had gone to somebody else
 
     def lease(self, node: NodeRow, request: LeaseRequest) -> LeaseReply:
-        """Leases for a worker, or none and why."""
-        context = self._context
+        """Leases for a worker, or none and why. Tasks are made before the decision, or between two of them."""
         self._require_profile(request.profile)
-        drawn = leases.Draws(self._task_of, partial(self._lease_document, profile=request.profile))
+        self._require_dialogues(node)
+        if self._next_unit is not None:
+            self.drawing.prepare(self._next_unit, request.max_units)
+        for _ in range(TRIES):
+            try:
+                return self._decide(node, request)
+            except NotReady as missing:
+                self.drawing.prepare_again(missing.again)
+                if missing.first is not None:
+                    self.drawing.prepare(missing.first, request.max_units)
+        return LeaseReply(waiting="a unit: others took those whose tasks were made meanwhile; ask again")
+
+    def _decide(self, node: NodeRow, request: LeaseRequest) -> LeaseReply:
+        context = self._context
+        alarms: list[Command] = []
         with context.decision(sweep=True) as (transaction, moment):
             fresh = self._lifted(transaction, node, moment)
             lost = self._abandon(transaction, moment, fresh, request)
             ask, open_units, moment = self._ask(transaction, moment, fresh, request)
             halted = "" if ask.granted else orders_of(transaction).halted(moment.now_ms)
+            drawn = self._draws(transaction, moment, request.profile, alarms, open_units)
             granted = leases.Grant(waiting=halted) if halted else leases.grant(moment, open_units, ask, drawn)
-            transaction.apply(granted.commands)
+            transaction.apply([*granted.commands, *alarms])
             if granted.leases:
                 point("hub.lease.before_commit")
         if granted.leases:
             point("hub.lease.after_commit")
+        self._note_units(moment, granted)
         if lost:
             context.changes.notify(Topic.LEASES)  # others may have got nothing for want of these units
         finished = pacing.is_finished(moment.rules, moment.progress)
@@ -119,6 +142,16 @@ class Work:
                 f"nobody has measured how far honest work by {profile} may be off, so it could not be checked; this "
                 f"run knows {', '.join(known)}: set worker.device and worker.dtype to one of these, or measure yours "
                 "with `shoal doctor --calibrate` and ask the run's owner to add it",
+            )
+
+    def _require_dialogues(self, node: NodeRow) -> None:
+        """A node that is older than dialogues would hand in single turns, and be rejected for it."""
+        if node.protocol < DIALOGUES_SINCE and has_dialogues(self._context.config.environment):
+            raise Refusal(
+                403,
+                "dialogue.protocol",
+                "the environment of this run answers the model's turns, which a node that speaks protocol "
+                f"{node.protocol} cannot do: upgrade it with: pip install -U shoal",
             )
 
     def _crowd(self, transaction: Writer, moment: Moment, node: NodeRow, held: int) -> newcomers.Crowd:
@@ -261,17 +294,48 @@ class Work:
             )
         )
 
-    def _task_of(self, unit: int) -> str:
-        tasks = self._context.tasks
-        return tasks[draws.task_index(len(tasks), self._context.config.run.seed, unit)].id
+    def _note_units(self, moment: Moment, granted: leases.Grant) -> None:
+        units = [lease.unit for lease in granted.leases]
+        self.drawing.forget(units)
+        self._next_unit = max([self._next_unit or 0, moment.progress.next_unit, *(unit + 1 for unit in units)])
+
+    def _draws(
+        self, reader: Reader, moment: Moment, profile: str, alarms: list[Command], open_units: Sequence[UnitRow]
+    ) -> leases.Draws:
+        """How this decision gets tasks and documents; what the owner should know of it is added to `alarms`.
+
+        Who can have some new units does not wait until the tasks of more are made.
+        """
+        drawn: list[int] = []
+
+        def task_of(unit: int) -> str | None:
+            try:
+                task, raised = self.drawing.task_of(reader, moment, unit)
+            except NotReady:
+                if drawn:
+                    return None
+                raise
+            drawn.append(unit)
+            alarms.extend(raised)
+            return task
+
+        def document(lease: LeaseRow, unit: UnitRow) -> str:
+            try:
+                return self._lease_document(lease, unit, profile)
+            except NotReady as missing:
+                others = [each for each in open_units if not self.drawing.is_ready(each)]
+                raise NotReady(again=[*missing.again, *others]) from None
+
+        return leases.Draws(task_of, document)
 
     def _lease_document(self, lease: LeaseRow, unit: UnitRow, profile: str) -> str:
         config = self._context.config
-        prompt_ids = tuple(config.encode(config.environment.task(unit.task).prompt))
-        if not prompt_ids:
-            raise ConfigError(
-                f"the prompt of task {unit.task} has no tokens: the tokenizer does not fit the environment"
-            )
+        try:
+            prompt = self.drawing.prompt_of(unit)
+        except (EnvironmentSetupError, ModelError) as error:
+            # It was usable when it was drawn: the data or the tokenizer are not the same.
+            raise ConfigError(f"unit {unit.unit} cannot be given out again: {error}") from error
+        identity = identity_of(config.environment)
         return self._context.sign(
             Lease(
                 run=config.run_id,
@@ -281,12 +345,17 @@ class Work:
                 attempt=lease.attempt,
                 policy=lease.policy,
                 task=unit.task,
-                prompt_ids=prompt_ids,
+                prompt_ids=prompt.ids,
                 seeds=draws.unit_seeds(self._context.secret, config.run_id, unit.unit, config.run.group_size),
                 sampling=config.sampling,
                 proof=config.proof,
                 profile=profile,
-                environment_digest=config.environment.digest,
+                environment=identity.name,
+                environment_version=identity.version,
+                environment_digest=identity.digest,
+                data_digest=identity.data_digest,
+                length_target=prompt.length_target,
+                dialogue=prompt.dialogue,
                 issued_at_ms=lease.issued_at_ms,
                 deadline_ms=lease.deadline_ms,
                 hard_deadline_ms=lease.hard_deadline_ms,

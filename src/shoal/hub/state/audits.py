@@ -17,9 +17,10 @@ from shoal.hub.state import credits, nodes, pacing, pulls, reputation, windows
 from shoal.hub.state.commands import AddVerdict, Command, Record, SaveNode, SaveSubmission, SaveUnit
 from shoal.hub.state.machines import UNDECIDED_SUBMISSIONS, SubmissionState, UnitState
 from shoal.hub.state.refusals import Refusal
+from shoal.hub.state.rewards import has_equal_rewards, pass_rate
 from shoal.hub.state.rows import Holding, Moment, NodeRow, Rules, SubmissionRow, UnitRow
 from shoal.hub.state.units import VOID_STALE, fail, refill_alarm
-from shoal.protocol import Outcome, RolloutReward, Tally, Verdict
+from shoal.protocol import Outcome, Tally, Verdict
 
 
 def expire(submissions: Sequence[SubmissionRow], now_ms: int) -> list[Command]:
@@ -93,6 +94,7 @@ def judge(moment: Moment, case: Case, ruling: Ruling) -> list[Command]:
         decided_at_ms=moment.now_ms,
         depth=verdict.depth,
         matures_at_ms=credits.matures_at_ms(moment) if accepted else None,
+        pass_rate=pass_rate(verdict.rewards) if accepted else None,
     )
     commands: list[Command] = [
         SaveSubmission(decided, submission.state),
@@ -104,7 +106,8 @@ def judge(moment: Moment, case: Case, ruling: Ruling) -> list[Command]:
         return commands + _reject(moment, case, ruling)
     record = reputation.of_late(case.node.record.plus(verdict.tally))  # so that accidents are not for the asking
     counted = replace(case.node, inconclusive=case.node.inconclusive + 1, record=record)
-    return [*commands, SaveNode(counted, case.node.state), *(fail(moment, [case.unit]) if _is_current(case) else [])]
+    failed = fail(moment, [case.unit], verdict.reason) if _is_current(case) else []
+    return [*commands, SaveNode(counted, case.node.state), *failed]
 
 
 def _judge_again(submission: SubmissionRow, verdict: Verdict) -> list[Command]:
@@ -190,13 +193,3 @@ def _reject(moment: Moment, case: Case, ruling: Ruling) -> list[Command]:
 
 def _is_current(case: Case) -> bool:
     return case.unit.state == UnitState.SUBMITTED and case.unit.submission == case.submission.submission
-
-
-def has_equal_rewards(rewards: Sequence[RolloutReward]) -> bool:
-    """Whether a group teaches nothing: the task's part of the reward (else the whole) is the same everywhere.
-
-    A length bonus may differ while the task's answer does not; such a group is dropped all the same. A group of one
-    rollout has nothing to compare with and is kept.
-    """
-    values = {reward.parts.get("task", reward.value) for reward in rewards}
-    return len(rewards) > 1 and len(values) == 1

@@ -12,13 +12,13 @@ import hashlib
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-from shoal.hub.state import pacing
+from shoal.hub.state import pacing, pools
 from shoal.hub.state.commands import AddBatch, Command, RaiseAlarm, Record, SaveUnit
 from shoal.hub.state.machines import UNDECIDED_UNITS, LeaseState, UnitState
 from shoal.hub.state.refusals import Refusal
-from shoal.hub.state.rows import LeaseRow, Moment, Progress, Rules, SubmissionRow, UnitRow
+from shoal.hub.state.rows import LeaseRow, Moment, Progress, Rules, SubmissionRow, TaskRow, UnitRow
 from shoal.hub.state.units import VOID_STALE
 from shoal.protocol import Batch, BatchGroup, canonical_json
 
@@ -62,10 +62,15 @@ def too_few(moment: Moment, alive: Mapping[UnitState, int], step: int) -> str:
 
 @dataclass(frozen=True)
 class Sampled:
-    """What was accepted for a step: the submissions of its chosen units by name, and those dropped meanwhile."""
+    """What was accepted for a step: the submissions of its chosen units by name, and those dropped meanwhile.
+
+    `tasks` are the tasks of all their units, `known` the rows that these tasks have; where difficulty counts.
+    """
 
     chosen: Mapping[str, SubmissionRow]
     dropped: Sequence[SubmissionRow] = ()
+    tasks: Mapping[int, str] = field(default_factory=dict)
+    known: Mapping[str, TaskRow] = field(default_factory=dict)
 
 
 def write_down(
@@ -84,7 +89,20 @@ def write_down(
         sampled_reward=mean_reward([*(group.rewards for group in groups), *(row.rewards for row in sampled.dropped)]),
         written_at_ms=moment.now_ms,
     )
-    return batch, _write(moment.rules, batch, chosen, too_old(moment.rules, batch.step + 1, alive, leases))
+    commands = _write(moment.rules, batch, chosen, too_old(moment.rules, batch.step + 1, alive, leases))
+    return batch, commands + _learn(moment.rules, sampled)
+
+
+def _learn(rules: Rules, sampled: Sampled) -> list[Command]:
+    """What the groups of this batch, and those dropped before it, say about their tasks."""
+    if rules.pools is None:
+        return []
+    results = [
+        pools.Result(row.unit, sampled.tasks[row.unit], row.pass_rate)
+        for row in (*sampled.chosen.values(), *sampled.dropped)
+        if row.pass_rate is not None
+    ]
+    return pools.fold(rules.pools, sampled.known, results)
 
 
 def mean_reward(groups: Iterable[Sequence[float]]) -> float | None:

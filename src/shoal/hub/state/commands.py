@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from shoal.hub.state.machines import LeaseState, SubmissionState, UnitState
-from shoal.hub.state.rows import LeaseRow, NodeRow, SubmissionRow, UnitRow
+from shoal.hub.state.machines import EvaluationState, LeaseState, SubmissionState, UnitState
+from shoal.hub.state.rows import EvaluationRow, LeaseRow, NodeRow, SubmissionRow, TaskRow, UnitRow
 from shoal.protocol import Batch, NodeState, PolicyRef
 
 
@@ -36,6 +36,19 @@ class SaveSubmission:
 class SaveNode:
     row: NodeRow
     was: NodeState | None
+
+
+@dataclass(frozen=True)
+class SaveEvaluation:
+    row: EvaluationRow
+    was: EvaluationState | None
+
+
+@dataclass(frozen=True)
+class SaveTask:
+    """Write a task's row over whatever it was; only whoever writes a batch does, and nobody beside it."""
+
+    row: TaskRow
 
 
 @dataclass(frozen=True)
@@ -77,5 +90,6 @@ class Record:
 
 
 Command: TypeAlias = (
-    SaveUnit | SaveLease | SaveSubmission | SaveNode | AddPolicy | AddBatch | AddVerdict | RaiseAlarm | Record
-)
+    SaveUnit | SaveLease | SaveSubmission | SaveNode | SaveEvaluation | SaveTask | AddPolicy | AddBatch | AddVerdict
+    | RaiseAlarm | Record
+)  # fmt: skip

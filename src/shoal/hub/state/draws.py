@@ -4,18 +4,25 @@ Seeds are HMAC-SHA256 under the run's secret, so nobody can tell the seeds of a 
 a unit that is issued again has the same ones. Tasks follow a keyed permutation of the train split, another one in
 each epoch, so that every task occurs exactly once per epoch. The permutation is computed for one position at a time
 (a Feistel network over the next power of four, walked until it lands inside): no list of a million tasks is shuffled.
+
+Which task a unit gets, so that anyone can check it: the first of `candidates(n, seed, unit)` that can be used. Its row
+may be unusable (`UnusableTask`), or difficulty may speak against it (`pools`, whose dice are `share`); both are public,
+and so is the seed.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+from collections.abc import Iterator
 
 from shoal.errors import EnvironmentSetupError
 
 SEED_HEX = 16
 FRACTION_BYTES = 8
 FEISTEL_ROUNDS = 6
+MOST_DRAWN = 64
+"""Tasks that are drawn for a unit before it takes what there is."""
 
 
 def unit_seeds(secret: bytes, run: str, unit: int, count: int) -> tuple[str, ...]:
@@ -38,6 +45,10 @@ def audit_fraction(secret: bytes, submission: str) -> float:
     Whoever hands in bytes cannot know whether they will be audited fully, and cannot try others: the first stand.
     """
     digest = hmac.new(secret, b"shoal/audit/v1" + submission.encode(), hashlib.sha256).digest()
+    return _fraction(digest)
+
+
+def _fraction(digest: bytes) -> float:
     return (int.from_bytes(digest[:FRACTION_BYTES], "big") >> 11) / 2**53  # as many bits as a float holds exactly
 
 
@@ -51,6 +62,25 @@ def task_index(task_count: int, seed: int, unit: int) -> int:
         raise EnvironmentSetupError("the environment has no tasks in its train split: nothing can be generated")
     epoch, position = divmod(unit, task_count)
     return permute(position, task_count, f"{seed}/{epoch}")
+
+
+def candidates(task_count: int, seed: int, unit: int) -> Iterator[int]:
+    """The tasks that a unit may be, in order: its own of this epoch, then those of `MOST_DRAWN` - 1 other permutations.
+
+    >>> first, *others = candidates(1000, seed=0, unit=7)
+    >>> first == task_index(1000, seed=0, unit=7), len(others)
+    (True, 63)
+    """
+    yield task_index(task_count, seed, unit)
+    epoch, position = divmod(unit, task_count)
+    for attempt in range(1, MOST_DRAWN):
+        yield permute(position, task_count, f"{seed}/{epoch}/again/{attempt}")
+
+
+def share(seed: int, unit: int, attempt: int) -> float:
+    """A public number in [0, 1): whether the candidate of this attempt is among the share of its pool that is taken."""
+    digest = hashlib.sha256(f"shoal/share/v1\n{seed}\n{unit}\n{attempt}".encode()).digest()
+    return _fraction(digest)
 
 
 def permute(position: int, size: int, key: str) -> int:

@@ -53,9 +53,9 @@ class Grant:
 
 @dataclass(frozen=True)
 class Draws:
-    """How a unit gets its task and a lease its signed form; both follow from their arguments."""
+    """How a unit gets its task (None: there is none that can be used) and a lease its signed form."""
 
-    task_of: Callable[[int], str]
+    task_of: Callable[[int], str | None]
     document: Callable[[LeaseRow, UnitRow], str]
 
 
@@ -109,6 +109,8 @@ def why_no_unit(moment: Moment) -> str:
     rules, progress = moment.rules, moment.progress
     label = progress.policy.label if progress.policy else "?"
     most = pacing.cap(rules, progress)
+    if pacing.room(rules, progress) > 0:
+        return f"no task that was drawn for unit {progress.next_unit} can be used: the alarms say more"
     if most == 0:
         return f"all groups for policy {label} are generated: waiting for the trainer to publish the next one"
     return f"all {progress.alive} units of step {progress.next_step} (policy {label}) are given out or being checked"
@@ -119,8 +121,18 @@ def _pick_units(moment: Moment, open_units: Sequence[UnitRow], draws: Draws, cou
     progress = moment.progress
     again = sorted(open_units, key=lambda unit: unit.unit)[:count]
     fresh = min(count - len(again), pacing.room(moment.rules, progress))
-    numbers = range(progress.next_unit, progress.next_unit + fresh)
-    return [(unit, False) for unit in again] + [(UnitRow(number, draws.task_of(number)), True) for number in numbers]
+    return [(unit, False) for unit in again] + [(unit, True) for unit in _fresh_units(progress.next_unit, fresh, draws)]
+
+
+def _fresh_units(first: int, count: int, draws: Draws) -> list[UnitRow]:
+    """New units in order of their numbers, up to one that has no task."""
+    units = []
+    for number in range(first, first + count):
+        task = draws.task_of(number)
+        if task is None:
+            break
+        units.append(UnitRow(number, task))
+    return units
 
 
 def _lease_units(moment: Moment, units: list[tuple[UnitRow, bool]], ask: Ask, policy: PolicyRef, draws: Draws) -> Grant:

@@ -8,6 +8,7 @@
     lease       active ─► submitted | expired | released | void        expired ─► submitted (late, unit still free)
     submission  received ⇄ auditing ─► accepted | rejected | inconclusive        accepted ─► pulled
     node        active ⇄ suspended ─► banned        banned ─► active: a pardon by the run's owner
+    evaluation  open ⇄ claimed ─► done | void        open ─► void: overtaken by a newer version
 
 A row changes state only through `check_move`, so an illegal move is an exception, never a row in the database.
 """
@@ -49,6 +50,13 @@ class SubmissionState(StrEnum):
     PULLED = "pulled"  # was accepted; then its node failed an audit, and it is not trained on
 
 
+class EvaluationState(StrEnum):
+    OPEN = "open"
+    CLAIMED = "claimed"
+    DONE = "done"
+    VOID = "void"  # nobody measures it any more: tried too often, or overtaken by a newer version
+
+
 UNDECIDED_UNITS = frozenset({UnitState.OPEN, UnitState.LEASED, UnitState.SUBMITTED})
 OUTCOMES = frozenset({SubmissionState.ACCEPTED, SubmissionState.REJECTED, SubmissionState.INCONCLUSIVE})
 UNDECIDED_SUBMISSIONS = frozenset({SubmissionState.RECEIVED, SubmissionState.AUDITING})
@@ -86,6 +94,13 @@ NODE_MOVES: Mapping[NodeState, frozenset[NodeState]] = {
     NodeState.ACTIVE: frozenset({NodeState.SUSPENDED, NodeState.BANNED}),
     NodeState.SUSPENDED: frozenset({NodeState.ACTIVE, NodeState.BANNED}),
     NodeState.BANNED: frozenset({NodeState.ACTIVE}),  # only by the owner's pardon
+}
+
+EVALUATION_MOVES: Mapping[EvaluationState, frozenset[EvaluationState]] = {
+    EvaluationState.OPEN: frozenset({EvaluationState.CLAIMED, EvaluationState.DONE, EvaluationState.VOID}),
+    EvaluationState.CLAIMED: frozenset({EvaluationState.OPEN, EvaluationState.DONE, EvaluationState.VOID}),
+    EvaluationState.DONE: frozenset(),
+    EvaluationState.VOID: frozenset(),
 }
 
 S = TypeVar("S", bound=StrEnum)

@@ -6,14 +6,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from typing import Any, Literal
 
 from shoal.hub.state.machines import (
+    EVALUATION_MOVES,
     LEASE_MOVES,
     NODE_MOVES,
     SUBMISSION_MOVES,
     UNDECIDED_UNITS,
     UNIT_MOVES,
+    EvaluationState,
     LeaseState,
     SubmissionState,
     UnitState,
@@ -25,6 +28,33 @@ AuditPolicy = Literal["all", "reputation"]
 
 PROBATION_AUDITS = 8
 """Full audits that a node must have passed before it counts as established, and again after a strike."""
+
+
+class Pool(StrEnum):
+    NORMAL = "normal"
+    EASY = "easy"
+    HARD = "hard"
+    RETIRED = "retired"
+
+
+@dataclass(frozen=True)
+class PoolRules:
+    """When a task counts as easy, hard or solved, and how many of the easy and the hard ones that are drawn are taken
+    (`environments.settings.PoolSettings`)."""
+
+    retire_after: int = 2
+    easy: float = 0.9
+    hard: float = 0.05
+    easy_share: float = 0.25
+    hard_share: float = 0.5
+
+
+@dataclass(frozen=True)
+class EvaluationPlan:
+    """Which versions validators measure, and on how many of the held-out tasks: every so many steps, and the last."""
+
+    every: int
+    tasks: int
 
 
 @dataclass(frozen=True)
@@ -45,6 +75,8 @@ class Rules:
     credit_window_ms: int = 600_000
     newcomer_share: float = 0.25
     lease_hard_ms: int = 600_000
+    pools: PoolRules | None = None
+    evaluation: EvaluationPlan | None = None
 
 
 @dataclass(frozen=True)
@@ -144,7 +176,7 @@ class SubmissionRow:
     """Bytes on the hub's disk, named by their hash; `receipt` is the signed promise as JSON.
 
     `depth` is how it is to be audited and, once it is decided, how it was. While its credit is pending, `matures_at_ms`
-    says until when.
+    says until when. `pass_rate` is how much of its task the group solved, 0 to 1; rows of older versions have none.
     """
 
     submission: str
@@ -167,6 +199,7 @@ class SubmissionRow:
     decided_at_ms: int | None = None
     depth: Depth = "full"
     matures_at_ms: int | None = None
+    pass_rate: float | None = None
 
     @property
     def policy(self) -> PolicyRef:
@@ -244,3 +277,48 @@ class Holding:
 
     lease: LeaseRow
     unit: UnitRow
+
+
+@dataclass(frozen=True)
+class TaskRow:
+    """How a task did of late: groups seen, recent pass rate, groups in a row that solved it wholly, and its pool."""
+
+    task: str
+    groups: int = 0
+    rate: float = 0.0
+    solved: int = 0
+    pool: Pool = Pool.NORMAL
+    last_unit: int = 0
+
+
+@dataclass(frozen=True)
+class EvaluationRow:
+    """A slice of the evaluation of one version: the held-out tasks from `first` on, `tasks` of them.
+
+    `tries` counts what went wrong with it; once it is done it has `scores` and `document`, the signed report as JSON.
+    """
+
+    incarnation: int
+    version: int
+    first: int
+    digest: str
+    tasks: int
+    state: EvaluationState = EvaluationState.OPEN
+    validator: str | None = None
+    claimed_until_ms: int | None = None
+    tries: int = 0
+    scores: tuple[float | None, ...] = ()
+    document: str = ""
+    decided_at_ms: int | None = None
+
+    @property
+    def policy(self) -> PolicyRef:
+        return PolicyRef(incarnation=self.incarnation, version=self.version, digest=self.digest)
+
+    @property
+    def key(self) -> tuple[int, int, int]:
+        return self.incarnation, self.version, self.first
+
+    def to(self, state: EvaluationState, **changes: Any) -> EvaluationRow:
+        check_move(EVALUATION_MOVES, self.state, state, f"evaluation {self.incarnation}.{self.version} at {self.first}")
+        return replace(self, state=state, **changes)

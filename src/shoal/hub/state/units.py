@@ -18,6 +18,15 @@ VOID_ATTEMPTS = "attempts"
 VOID_STALE = "stale"
 VOID_INCARNATION = "incarnation"
 
+UNJUDGED = {
+    "reward.machinery": "could not be scored, so that they are no samples",
+    "machinery.policy": "could not be checked, as a validator could not fetch their policy",
+    "machinery.profile": "could not be checked, as a validator has no profile for what generated them",
+    "machinery.environment": "could not be scored, as a validator has another environment than the hub",
+    "machinery.prefill": "could not be checked, as a validator's engine failed",
+}
+"""Reasons of inconclusive audits that their owner can mend. An accident of rounding is none."""
+
 
 def no_units() -> dict[str, int]:
     """Counts of units by state, all zero; `void_<reason>` says how many of the void ones were wasted, and why."""
@@ -34,34 +43,43 @@ def after_failure(moment: Moment, unit: UnitRow) -> UnitRow:
     return replace(unit.reopened(), failures=failures)
 
 
-def fail(moment: Moment, units: Sequence[UnitRow]) -> list[Command]:
-    """Count a failed attempt on each of `units`."""
+def fail(moment: Moment, units: Sequence[UnitRow], reason: str = "") -> list[Command]:
+    """Count a failed attempt on each of `units`; `reason` is that of the verdict."""
     rules, progress = moment.rules, moment.progress
-    commands: list[Command] = []
-    given_up = []
+    commands: list[Command] = unjudged_alarm(moment, reason)
+    given_up, step = 0, progress.next_step
     for unit in units:
         after = after_failure(moment, unit)
         commands.append(SaveUnit(after, unit.state))
-        if after.state == UnitState.VOID:
-            given_up.append(unit.unit)
+        given_up += after.state == UnitState.VOID
     if given_up:
-        numbers = ", ".join(str(number) for number in given_up[:5])
-        message = f"unit {numbers}: given up after {rules.max_attempts} inconclusive audits; look at the last verdicts"
-        commands.append(RaiseAlarm(progress.next_step, "unit.attempts", message, moment.now_ms))
-        lost = replace(progress, failed=progress.failed + len(given_up))
+        tries = f"{rules.max_attempts} inconclusive audits"  # no unit's number: the same words are said once
+        message = f"step {step}: units were given up, each after {tries}; look at the last verdicts"
+        commands.append(RaiseAlarm(step, "unit.attempts", message, moment.now_ms))
+        lost = replace(progress, failed=progress.failed + given_up)
         commands += refill_alarm(replace(moment, progress=lost))
     return commands
 
 
+def unjudged_alarm(moment: Moment, reason: str) -> list[Command]:
+    """An alarm at the first audit of a step that our own machinery failed; always the same words: it is said once."""
+    if reason not in UNJUDGED:
+        return []
+    step = moment.progress.next_step
+    message = f"step {step}: groups {UNJUDGED[reason]} ({reason}); the validators' logs say why"
+    return [RaiseAlarm(step, f"unjudged.{reason}", message, moment.now_ms)]
+
+
 def refill_alarm(moment: Moment) -> list[Command]:
-    """An alarm once the next step has lost more groups than are refilled."""
+    """An alarm once the next step has lost more groups than are refilled, in words that further losses keep."""
     rules, progress = moment.rules, moment.progress
     if overdraw(rules, progress) == 0:
         return []
-    lost, budget = progress.dropped + progress.failed, rules.refill_cap * rules.groups_per_step
+    budget, why = rules.refill_cap * rules.groups_per_step, "were given up: nobody could judge them"
+    if progress.dropped >= progress.failed:
+        why = "had equal task rewards: the tasks are too easy or too hard for the policy"
     message = (
-        f"step {progress.next_step} lost {lost} groups ({progress.dropped} with equal rewards, {progress.failed} given "
-        f"up), more than the {budget} that are refilled: it takes what there is. If most rewards are equal, the tasks "
-        "are too easy or too hard for the policy"
+        f"step {progress.next_step} lost more groups than the {budget} that are refilled, so it takes what there is. "
+        f"Most {why}"
     )
     return [RaiseAlarm(progress.next_step, "refill.exhausted", message, moment.now_ms)]

@@ -22,13 +22,25 @@ from shoal.hub.state.commands import (
     Command,
     RaiseAlarm,
     Record,
+    SaveEvaluation,
     SaveLease,
     SaveNode,
     SaveSubmission,
+    SaveTask,
     SaveUnit,
 )
-from shoal.hub.state.machines import UNDECIDED_UNITS, SubmissionState, UnitState
-from shoal.hub.state.rows import Filled, Holding, LeaseRow, NodeRow, Progress, SubmissionRow, UnitRow
+from shoal.hub.state.machines import UNDECIDED_UNITS, EvaluationState, SubmissionState, UnitState
+from shoal.hub.state.rows import (
+    EvaluationRow,
+    Filled,
+    Holding,
+    LeaseRow,
+    NodeRow,
+    Progress,
+    SubmissionRow,
+    TaskRow,
+    UnitRow,
+)
 from shoal.hub.state.units import no_units
 from shoal.hub.storage.indexed import Table
 from shoal.hub.storage.memory_tables import Tables
@@ -267,6 +279,32 @@ class MemoryReader(MemoryStories):
     def batch(self, step: int) -> Batch | None:
         return self._tables.batches.get(step)
 
+    def units_named(self, units: Sequence[int]) -> dict[int, UnitRow]:
+        return {number: self._tables.units[number] for number in units if number in self._tables.units}
+
+    def task_row(self, task: str) -> TaskRow | None:
+        return self._tables.tasks.get(task)
+
+    def task_rows(self, tasks: Sequence[str]) -> dict[str, TaskRow]:
+        return {task: self._tables.tasks[task] for task in tasks if task in self._tables.tasks}
+
+    def pool_counts(self) -> dict[str, int]:
+        return dict(self._tables.tasks.pools.counts)
+
+    def evaluation(self, incarnation: int, version: int, first: int) -> EvaluationRow | None:
+        return self._tables.evaluations.get((incarnation, version, first))
+
+    def evaluations_under_way(self) -> list[EvaluationRow]:
+        open_ones = (EvaluationState.OPEN, EvaluationState.CLAIMED)
+        rows = sorted(self._tables.evaluations.values(), key=lambda row: row.key)
+        versions = {row.key[:2] for row in rows if row.state in open_ones}
+        return [row for row in rows if row.key[:2] in versions]
+
+    def evaluations_since(self, version: int, versions: int) -> list[EvaluationRow]:
+        rows = [row for row in self._tables.evaluations.values() if row.version >= version]
+        newest = set(sorted({row.version for row in rows})[-versions:])
+        return sorted((row for row in rows if row.version in newest), key=lambda row: row.key)
+
     def unit_counts(self) -> dict[str, int]:
         counts = no_units()
         for (state, reason), count in self._tables.units.counts.counts.items():
@@ -368,6 +406,12 @@ class MemoryWriter(MemoryReader):
     def _save_node(self, command: SaveNode) -> None:
         _save(self._tables.nodes, command.row.node, command)
 
+    def _save_evaluation(self, command: SaveEvaluation) -> None:
+        _save(self._tables.evaluations, command.row.key, command)
+
+    def _save_task(self, command: SaveTask) -> None:
+        self._tables.tasks[command.row.task] = command.row
+
     def _add_policy(self, command: AddPolicy) -> None:
         _add(self._tables.policies, (command.policy.incarnation, command.policy.version), command.policy)
 
@@ -394,7 +438,9 @@ def _add(table: Table[Any, Any], key: Any, row: Any) -> None:
     table[key] = row
 
 
-def _save(table: Table[Any, Any], key: Any, command: SaveUnit | SaveLease | SaveSubmission | SaveNode) -> None:
+def _save(
+    table: Table[Any, Any], key: Any, command: SaveUnit | SaveLease | SaveSubmission | SaveNode | SaveEvaluation
+) -> None:
     if command.was is None:
         _add(table, key, command.row)
         return
@@ -413,6 +459,8 @@ _APPLY: dict[type, Callable[[MemoryWriter, Any], None]] = {
     SaveLease: MemoryWriter._save_lease,
     SaveSubmission: MemoryWriter._save_submission,
     SaveNode: MemoryWriter._save_node,
+    SaveEvaluation: MemoryWriter._save_evaluation,
+    SaveTask: MemoryWriter._save_task,
     AddPolicy: MemoryWriter._add_policy,
     AddBatch: MemoryWriter._add_batch,
     AddVerdict: MemoryWriter._add_verdict,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 
 from shoal.hub.state.commands import RaiseAlarm
 from shoal.hub.state.machines import UNDECIDED_SUBMISSIONS, LeaseState, SubmissionState, UnitState
-from shoal.hub.state.rows import LeaseRow, NodeRow, SubmissionRow, UnitRow
+from shoal.hub.state.rows import EvaluationRow, LeaseRow, NodeRow, SubmissionRow, TaskRow, UnitRow
 from shoal.hub.storage.indexed import Counted, Grouped, Index, Journal, Ordered, Table, Told, Unique
 from shoal.hub.storage.protocol import Outgoing, Presence
 from shoal.protocol import Batch, LedgerEntry, NodeState, PolicyRef, StepReport
@@ -71,6 +71,12 @@ class Nonces(Table[tuple[str, str], int]):
     def __init__(self) -> None:
         self.expiring: Ordered[tuple[str, str], int] = Ordered(lambda until: (until,))
         super().__init__(self.expiring)
+
+
+class Tasks(Table[str, TaskRow]):
+    def __init__(self) -> None:
+        self.pools: Counted[str, TaskRow] = Counted(lambda row: row.pool.value)
+        super().__init__(self.pools)
 
 
 class Subjects(Table[tuple[str, int], str]):
@@ -138,6 +144,8 @@ class Tables:
     verdicts: Table[str, str] = field(default_factory=Table)
     policies: Table[tuple[int, int], PolicyRef] = field(default_factory=Table)
     batches: Table[int, Batch] = field(default_factory=Table)
+    tasks: Tasks = field(default_factory=Tasks)
+    evaluations: Table[tuple[int, int, int], EvaluationRow] = field(default_factory=Table)
     reports: Table[int, StepReport] = field(default_factory=Table)
     alarms: Table[tuple[int, str], RaiseAlarm] = field(default_factory=Table)
     nonces: Nonces = field(default_factory=Nonces)

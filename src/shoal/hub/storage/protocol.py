@@ -19,7 +19,17 @@ from typing import Any, Literal, Protocol, TypeAlias
 from shoal.errors import ShoalError
 from shoal.hub.state.commands import Command
 from shoal.hub.state.machines import SubmissionState, UnitState
-from shoal.hub.state.rows import Filled, Holding, LeaseRow, NodeRow, Progress, SubmissionRow, UnitRow
+from shoal.hub.state.rows import (
+    EvaluationRow,
+    Filled,
+    Holding,
+    LeaseRow,
+    NodeRow,
+    Progress,
+    SubmissionRow,
+    TaskRow,
+    UnitRow,
+)
 from shoal.protocol import Batch, LedgerEntry, PolicyRef, StepReport
 
 
@@ -174,6 +184,28 @@ class Reader(Protocol):
         ...
 
     def batch(self, step: int) -> Batch | None: ...
+
+    def units_named(self, units: Sequence[int]) -> dict[int, UnitRow]: ...
+
+    def task_row(self, task: str) -> TaskRow | None:
+        """How a task did of late; None if no group of it was ever in a batch or dropped."""
+        ...
+
+    def task_rows(self, tasks: Sequence[str]) -> dict[str, TaskRow]: ...
+
+    def pool_counts(self) -> dict[str, int]:
+        """How many of the tasks that were seen are in each pool; pools without any are left out."""
+        ...
+
+    def evaluation(self, incarnation: int, version: int, first: int) -> EvaluationRow | None: ...
+
+    def evaluations_under_way(self) -> list[EvaluationRow]:
+        """All slices of the versions of which one is open or claimed, in order."""
+        ...
+
+    def evaluations_since(self, version: int, versions: int) -> list[EvaluationRow]:
+        """All slices from that version on, in order; those of the newest `versions` at most, and of these all."""
+        ...
 
     def unit_counts(self) -> dict[str, int]:
         """Units by state, and `void_<reason>` for the void ones."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from sqlalchemy import (
@@ -19,17 +19,28 @@ from sqlalchemy import (
     func,
     or_,
     select,
+    tuple_,
 )
 
-from shoal.hub.state.machines import UNDECIDED_SUBMISSIONS, UNDECIDED_UNITS, LeaseState, SubmissionState, UnitState
+from shoal.hub.state.machines import (
+    UNDECIDED_SUBMISSIONS,
+    UNDECIDED_UNITS,
+    EvaluationState,
+    LeaseState,
+    SubmissionState,
+    UnitState,
+)
 from shoal.hub.state.rows import (
     PROBATION_AUDITS,
+    EvaluationRow,
     Filled,
     Holding,
     LeaseRow,
     NodeRow,
+    Pool,
     Progress,
     SubmissionRow,
+    TaskRow,
     UnitRow,
 )
 from shoal.hub.state.units import no_units
@@ -280,12 +291,15 @@ class SqlReader:
         return [submission_of(row) for row in self._connection.execute(refused)]
 
     def submissions_named(self, names: Sequence[str]) -> dict[str, SubmissionRow]:
-        table, found = tables.submissions, []
+        table = tables.submissions
+        rows = (submission_of(row) for row in self._named(table, table.c.submission, names))
+        return {row.submission: row for row in rows}
+
+    def _named(self, table: Table, column: Column[Any], names: Sequence[Any]) -> Iterator[Row[Any]]:
+        """The rows of a table whose `column` is one of these, however many they are."""
         for start in range(0, len(names), NAMES_PER_QUERY):
             part = names[start : start + NAMES_PER_QUERY]
-            rows = self._connection.execute(select(table).where(table.c.submission.in_(part)))
-            found += [submission_of(row) for row in rows]
-        return {row.submission: row for row in found}
+            yield from self._connection.execute(select(table).where(column.in_(part)))
 
     def dropped_submissions(self, step: int) -> list[SubmissionRow]:
         units, table = tables.units, tables.submissions
@@ -296,6 +310,45 @@ class SqlReader:
     def batch(self, step: int) -> Batch | None:
         document = self._scalar(select(tables.batches.c.document).where(tables.batches.c.step == step))
         return None if document is None else Batch.model_validate_json(document)
+
+    def units_named(self, units: Sequence[int]) -> dict[int, UnitRow]:
+        rows = (_unit(row) for row in self._named(tables.units, tables.units.c.unit, units))
+        return {row.unit: row for row in rows}
+
+    def task_row(self, task: str) -> TaskRow | None:
+        table = tables.tasks
+        row = self._run("task", lambda: select(table).where(table.c.task == bindparam("key")), key=task).first()
+        return None if row is None else _task(row)
+
+    def task_rows(self, tasks: Sequence[str]) -> dict[str, TaskRow]:
+        rows = (_task(row) for row in self._named(tables.tasks, tables.tasks.c.task, tasks))
+        return {row.task: row for row in rows}
+
+    def pool_counts(self) -> dict[str, int]:
+        table = tables.tasks
+        query = select(table.c.pool, func.count()).group_by(table.c.pool)
+        return {pool: int(count) for pool, count in self._connection.execute(query)}
+
+    def evaluation(self, incarnation: int, version: int, first: int) -> EvaluationRow | None:
+        table = tables.evaluations
+        key = (table.c.incarnation == incarnation, table.c.version == version, table.c.first == first)
+        row = self._connection.execute(self._locked(select(table).where(*key), table)).first()
+        return None if row is None else _evaluation(row)
+
+    def evaluations_under_way(self) -> list[EvaluationRow]:
+        table = tables.evaluations
+        open_ones = table.c.state.in_([EvaluationState.OPEN.value, EvaluationState.CLAIMED.value])
+        versions = select(table.c.incarnation, table.c.version).where(open_ones).distinct()
+        query = select(table).where(tuple_(table.c.incarnation, table.c.version).in_(versions))
+        rows = self._connection.execute(self._locked(query.order_by(*table.primary_key.columns), table, skip=True))
+        return [_evaluation(row) for row in rows]
+
+    def evaluations_since(self, version: int, versions: int) -> list[EvaluationRow]:
+        table = tables.evaluations
+        numbers = select(table.c.version).where(table.c.version >= version).distinct()
+        newest = numbers.order_by(table.c.version.desc()).limit(versions).subquery()
+        rows = self._connection.execute(select(table).where(table.c.version.in_(select(newest.c.version))))
+        return sorted((_evaluation(row) for row in rows), key=lambda row: row.key)
 
     def unit_counts(self) -> dict[str, int]:
         table = tables.units
@@ -405,6 +458,17 @@ def submission_of(row: Row[Any], start: int = 0) -> SubmissionRow:
     values = columns_of(tables.submissions, row, start)
     rewards = tuple(json.loads(values["rewards"]))
     return SubmissionRow(**{**values, "state": SubmissionState(values["state"]), "rewards": rewards})
+
+
+def _task(row: Row[Any]) -> TaskRow:
+    values = columns_of(tables.tasks, row)
+    return TaskRow(**{**values, "pool": Pool(values["pool"])})
+
+
+def _evaluation(row: Row[Any]) -> EvaluationRow:
+    values = columns_of(tables.evaluations, row)
+    scores = tuple(json.loads(values["scores"]))
+    return EvaluationRow(**{**values, "state": EvaluationState(values["state"]), "scores": scores})
 
 
 def entry_of(row: Row[Any]) -> LedgerEntry:

@@ -1,7 +1,7 @@
 """The tables, with the reason on each constraint. States are text, times whole milliseconds, documents JSON.
 
 nodes ◄── leases ──► units ◄── submissions ◄── verdicts
-policies    batches    ledger ◄── ledger_outbox    ledger_subjects
+policies    batches    ledger ◄── ledger_outbox    ledger_subjects    tasks    evaluations
 leaders    nonces    presence    reports    alarms    meta
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 from sqlalchemy import (
     BigInteger,
     Column,
+    Float,
     ForeignKey,
     Index,
     Integer,
@@ -20,7 +21,7 @@ from sqlalchemy import (
     UniqueConstraint,
 )
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 
 metadata = MetaData()
 
@@ -134,6 +135,8 @@ submissions = Table(
     Column("depth", String, nullable=False),
     # A single column, not a list of what is due: credit matures once or is void, never both.
     Column("matures_at_ms", BigInteger),
+    # How much of its task the group solved: the whole rewards beside it may hold more than the task's part.
+    Column("pass_rate", Float),
     Index("submissions_by_state", "state", "unit"),
     Index("submissions_by_maturity", "matures_at_ms"),
     Index("submissions_by_node", "node", "state"),
@@ -164,6 +167,39 @@ batches = Table(
     # One batch per step: once written it never changes.
     Column("step", Integer, primary_key=True, autoincrement=False),
     Column("document", Text, nullable=False),
+)
+
+tasks = Table(
+    "tasks",
+    metadata,
+    # One row per task that was seen; only whoever writes a batch changes it, so that the draw of a unit is the same
+    # in whatever order verdicts come.
+    Column("task", String, primary_key=True),
+    Column("groups", Integer, nullable=False),
+    Column("rate", Float, nullable=False),
+    Column("solved", Integer, nullable=False),
+    Column("pool", String, nullable=False),
+    Column("last_unit", BigInteger, nullable=False),
+    Index("tasks_by_pool", "pool"),
+)
+
+evaluations = Table(
+    "evaluations",
+    metadata,
+    # One row per slice of a version's evaluation: two validators that race for it cannot both count.
+    Column("incarnation", Integer, primary_key=True, autoincrement=False),
+    Column("version", Integer, primary_key=True, autoincrement=False),
+    Column("first", Integer, primary_key=True, autoincrement=False),
+    Column("digest", String, nullable=False),
+    Column("tasks", Integer, nullable=False),
+    Column("state", String, nullable=False),
+    Column("validator", String),
+    Column("claimed_until_ms", BigInteger),
+    Column("tries", Integer, nullable=False),
+    Column("scores", Text, nullable=False),
+    Column("document", Text, nullable=False),
+    Column("decided_at_ms", BigInteger),
+    Index("evaluations_by_state", "state"),
 )
 
 ledger = Table(

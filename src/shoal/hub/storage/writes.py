@@ -32,9 +32,11 @@ from shoal.hub.state.commands import (
     Command,
     RaiseAlarm,
     Record,
+    SaveEvaluation,
     SaveLease,
     SaveNode,
     SaveSubmission,
+    SaveTask,
     SaveUnit,
 )
 from shoal.hub.state.rows import Progress
@@ -128,6 +130,20 @@ class SqlWriter(SqlReader):
         values = {**vars(command.row), "record": command.row.record.model_dump_json()}
         self._save(tables.nodes, "node", values, command.was)
 
+    def _save_evaluation(self, command: SaveEvaluation) -> None:
+        row, table = command.row, tables.evaluations
+        values = {**vars(row), "state": row.state.value, "scores": json.dumps(row.scores)}
+        if command.was is None:
+            self._connection.execute(insert(table).values(**values))
+            return
+        key = (table.c.incarnation == row.incarnation, table.c.version == row.version, table.c.first == row.first)
+        changed = update(table).where(*key, table.c.state == command.was.value).values(**values)
+        if self._connection.execute(changed).rowcount != 1:
+            raise StaleRow(f"evaluation {row.key} is no longer {command.was.value}")
+
+    def _save_task(self, command: SaveTask) -> None:
+        self._upsert(tables.tasks, ["task"], {**vars(command.row), "pool": command.row.pool.value})
+
     def _add_policy(self, command: AddPolicy) -> None:
         values = {**command.policy.model_dump(), "announced_at_ms": command.announced_at_ms}
         self._connection.execute(insert(tables.policies).values(**values))
@@ -210,6 +226,8 @@ _APPLY: dict[type, Callable[[SqlWriter, Any], None]] = {
     SaveLease: SqlWriter._save_lease,
     SaveSubmission: SqlWriter._save_submission,
     SaveNode: SqlWriter._save_node,
+    SaveEvaluation: SqlWriter._save_evaluation,
+    SaveTask: SqlWriter._save_task,
     AddPolicy: SqlWriter._add_policy,
     AddBatch: SqlWriter._add_batch,
     AddVerdict: SqlWriter._add_verdict,

@@ -7,7 +7,8 @@
     tokens     completions rewritten: edit, answer, early-end, cut-short, pad, run-on, swap-prompt
     steering   steer: inside the tolerance
     copies     copy, replay, steal
-    claims     honest work, false papers: logprobs, nan, vocabulary, claim-prompt, claim-policy, claim-node, few
+    claims     honest work, false papers: logprobs, nan, vocabulary, claim-prompt, claim-policy, claim-node,
+               claim-given, few
     proofs     honest work, forged proofs
     sleeper    honest for long, then not
 

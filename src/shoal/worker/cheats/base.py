@@ -140,4 +140,7 @@ def vouched(
 def _told(completion: Completion, answers: Iterator[Prefill]) -> Completion:
     answer = next(answers)
     proofs = b"".join(commit(answer.points)) if answer.points is not None else b""
-    return replace(completion, logprobs=answer.logprobs, proofs=proofs)
+    logprobs = np.array(answer.logprobs)
+    for start, length in completion.given:
+        logprobs[start : start + length] = 0.0
+    return replace(completion, logprobs=logprobs, proofs=proofs)

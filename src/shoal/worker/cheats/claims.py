@@ -9,7 +9,9 @@ import numpy.typing as npt
 from msgspec.structs import replace
 
 from shoal.protocol import Lease, Rollout, Submission, pack_logprobs, pack_tokens
-from shoal.worker.cheats.base import Cheat
+from shoal.protocol.given import pack_spans
+from shoal.worker.cheats.base import OTHER_TOKENS, Cheat
+from shoal.worker.cheats.dice import OwnDice
 
 NUDGE = 0.05
 FAR_TOKEN = 2**31
@@ -82,6 +84,25 @@ class FewRollouts(Cheat):
 
     def submission(self, submission: Submission, _lease: Lease, /) -> Submission:
         return replace(submission, rollouts=submission.rollouts[: max(1, len(submission.rollouts) // 2)])
+
+
+class ClaimGiven(OwnDice):
+    name = "claim-given"
+    what = "rolls dice of its own, and says that the environment gave the tokens, so that no dice are looked at"
+    reasons = OTHER_TOKENS | {"dialogue.forged"}
+
+    def submission(self, submission: Submission, _lease: Lease, /) -> Submission:
+        return each_rollout(submission, _given)
+
+
+def _given(rollout: Rollout) -> Rollout:
+    """All but the first token and the last: those cannot be given."""
+    middle = len(rollout.token_ids) - 2
+    if middle < 1:
+        return rollout
+    logprobs = rollout.logprob_values
+    logprobs[1:-1] = 0.0
+    return replace(with_logprobs(rollout, logprobs), given=pack_spans([(1, middle)]))
 
 
 def each_rollout(submission: Submission, change: Change) -> Submission:

@@ -17,7 +17,7 @@ CHEATS: Mapping[str, type[Cheat]] = {
         steering.Steer,
         copies.Copy, copies.Replay, copies.Steal,
         claims.Logprobs, claims.NotANumber, claims.Vocabulary, claims.ClaimPrompt, claims.ClaimPolicy,
-        claims.ClaimNode, claims.FewRollouts,
+        claims.ClaimNode, claims.ClaimGiven, claims.FewRollouts,
         proofs.NoProofs, proofs.NullProofs, proofs.ConstantProofs, proofs.ModulusOne, proofs.RandomProofs,
         proofs.SwappedProofs, proofs.ReplayedProofs, proofs.HalfProofs, proofs.LongProofs,
         sleeper.Sleeper,

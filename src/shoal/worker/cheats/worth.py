@@ -29,7 +29,7 @@ class Worth:
         if task is None:
             return likelihood
         environment, tokenizer = _environment(self._loot.environment), self.tokenizer
-        return lambda completion: environment.score(task, tokenizer.decode(completion.token_ids.tolist())).value
+        return lambda completion: environment.score(task, tokenizer.decode(_last_turn(completion))).value
 
     def task(self, prompt_ids: Sequence[int]) -> Task | None:
         """The task of this prompt, if anyone can know it."""
@@ -40,6 +40,12 @@ class Worth:
     @cached_property
     def tokenizer(self) -> TextTokenizer:
         return TextTokenizer(self._loot.files)
+
+
+def _last_turn(completion: Completion) -> list[int]:
+    """What is scored: of a dialogue what the model says last."""
+    ids: list[int] = completion.token_ids.tolist()
+    return ids[sum(completion.given[-1]) :] if completion.given else ids
 
 
 @cache

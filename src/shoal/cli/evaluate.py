@@ -1,0 +1,283 @@
+"""`shoal eval`: how good is a model at tasks that it was not trained on, and how sure is that?
+
+shoal eval tiny --env sort                                 greedy, one completion per held-out task
+shoal eval runs/mine --env aime:aime24.jsonl --samples 8   avg@8 and pass@k, leaks looked for in what the run trained on
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from shoal.errors import ScoringFailure, UserError
+
+if TYPE_CHECKING:
+    from shoal.cli.sources import ModelSource, TaskSource
+    from shoal.environments import Environment
+    from shoal.evaluation.evaluating import Evaluation
+    from shoal.evaluation.leaks import Leaks
+    from shoal.evaluation.measuring import Chosen
+    from shoal.evaluation.plan import Plan
+    from shoal.evaluation.subject import Machine
+
+STOPPED_CODE = 130
+DEFAULT_TOKENS = 1024
+SPEC_HELP = "An environment by name, a recipe, a run's folder, a reward file, a data file, or FORMAT:FILE (aime, …)."
+
+Model = Annotated[
+    str, typer.Argument(metavar="MODEL", help="A built-in name, a Hugging Face folder, or a run's folder.")
+]
+Tasks = Annotated[int, typer.Option("--tasks", min=0, help="How many tasks, chosen by the seed.  [default: all]")]
+Temperature = Annotated[
+    float | None,
+    typer.Option(
+        "--temperature", min=0, max=10, help="0: greedy.  [default: 0 for one sample, else the recipe's, or 1]"
+    ),
+]
+MaxTokens = Annotated[
+    int | None,
+    typer.Option("--max-new-tokens", min=1, max=131_072, help="Longest completion.  [default: the recipe's, or 1024]"),
+]
+Seed = Annotated[int, typer.Option("--seed", min=0, max=2**31, help="Other dice, another choice of tasks.")]
+Engine = Annotated[str, typer.Option("--engine", help="What to generate with.")]
+Device = Annotated[str, typer.Option("--device", help="Where to compute: cpu, cuda or auto.")]
+Dtype = Annotated[str, typer.Option("--dtype", help="What to compute in: float32 or bfloat16.")]
+BatchRows = Annotated[int, typer.Option("--batch-rows", min=1, max=65_536, help="Completions drawn together.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="environment.KEY=VALUE", help="Change the environment; may be repeated."),
+]
+
+
+def evaluate(
+    model: Model,
+    env: Annotated[str, typer.Option("--env", metavar="SPEC", help=SPEC_HELP)],
+    samples: Annotated[int, typer.Option("--samples", help="Completions per task.")] = 1,
+    tasks: Tasks = 0,
+    temperature: Temperature = None,
+    max_new_tokens: MaxTokens = None,
+    seed: Seed = 0,
+    split: Annotated[
+        str | None,
+        typer.Option("--split", help="held_out, train or all.  [default: held_out; all of a data file]"),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="DIR", help="Where results go.  [default: evals/MODEL-ENV-…]")
+    ] = None,
+    keep_text: Annotated[bool, typer.Option("--keep-text", help="Keep prompts and completions, too.")] = False,
+    trained_on: Annotated[
+        str | None,
+        typer.Option("--trained-on", metavar="RUN|SPEC", help="Look for leaks in this; a run's folder names its own."),
+    ] = None,
+    allow_leaks: Annotated[
+        bool, typer.Option("--allow-leaks", help="Leave tasks out that are in the training set, and go on.")
+    ] = False,
+    overrides: Overrides = None,
+    engine: Engine = "torch",
+    device: Device = "auto",
+    dtype: Dtype = "float32",
+    batch_rows: BatchRows = 256,
+) -> None:
+    """Measure a model: avg@k and pass@k with intervals, per task in a Parquet file. The same command goes on."""
+    from shoal.cli.sources import task_source
+    from shoal.evaluation.subject import Machine
+
+    given = Given(samples, tasks, temperature, max_new_tokens, seed, split, batch_rows, keep_text)
+    source = task_source(env, overrides or ())
+    request = EvalRequest(model, source, given, out, trained_on, allow_leaks, Machine(engine, device, dtype))
+    raise typer.Exit(run_eval(request))
+
+
+@dataclass(frozen=True)
+class Given:
+    """What was asked for on the command line; None: what fits."""
+
+    samples: int
+    tasks: int
+    temperature: float | None
+    max_new_tokens: int | None
+    seed: int
+    split: str | None
+    batch_rows: int
+    keep_text: bool = False
+
+    def plan(self, source: TaskSource, positions: int | None) -> Plan:
+        """The plan, with what was left open taken from the recipe, or from what the model has room for."""
+        from shoal.evaluation.plan import PARTS, Plan
+
+        split = self.split or ("all" if source.whole else "held_out")
+        if split not in PARTS:
+            raise UserError(f"--split {split}: there are {', '.join(PARTS)}")
+        warm = source.recipe.run.temperature if source.recipe else 1.0
+        temperature = self.temperature if self.temperature is not None else 0.0 if self.samples == 1 else warm
+        room = DEFAULT_TOKENS if positions is None else max(1, min(DEFAULT_TOKENS, positions // 2))
+        tokens = self.max_new_tokens or (source.recipe.run.max_new_tokens if source.recipe else room)
+        return Plan(
+            samples=self.samples, tasks=self.tasks, temperature=temperature, max_new_tokens=tokens, seed=self.seed,
+            split=split, batch_rows=self.batch_rows, keep_text=self.keep_text,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class EvalRequest:
+    model: str
+    source: TaskSource
+    given: Given
+    out: Path | None
+    trained_on: str | None
+    allow_leaks: bool
+    machine: Machine
+
+
+def run_eval(request: EvalRequest) -> int:
+    """Find everything, look for leaks, sample and score, say the numbers; returns the exit code."""
+    from shoal.cli.sources import model_source
+    from shoal.evaluation.evaluating import Evaluation, choose
+    from shoal.evaluation.subject import open_subject
+    from shoal.models import BUILTIN
+
+    request.given.plan(request.source, None)  # mistakes on the command line, before anything is loaded
+    environment = scorable(request.source)
+    with model_source(request.model) as model:
+        plan = request.given.plan(request.source, positions_of(model))
+        chosen = choose(environment, plan)
+        leaks = look_for_leaks(request, chosen, model)
+        chosen = left_over(chosen, leaks, request.allow_leaks)
+        subject = open_subject(model.name, model.where, request.machine, plan.rows)
+    evaluation = Evaluation(subject, chosen, leaks.known)
+    out = request.out or default_out(evaluation, request.source.label)
+    summary = measured(request, evaluation, out)
+    if summary is None:
+        return STOPPED_CODE
+    say(summary, request.source.label, leaks)
+    unknown = request.trained_on is None and model.run is None and request.model not in BUILTIN
+    if unknown and plan.split != "train":
+        typer.echo("  leaks were not looked for: --trained-on names the run or recipe that the model was trained by")
+    typer.echo(f"wrote {out}")
+    refuse_if_hollow(summary, out)
+    return 0
+
+
+def scorable(source: TaskSource) -> Environment:
+    """The environment, if this machine can score its tasks: who cannot is told before a model is loaded."""
+    from shoal.environments import build, require_scoring
+
+    environment = build(source.settings)
+    require_scoring(environment)
+    return environment
+
+
+def positions_of(model: ModelSource) -> int | None:
+    from shoal.models.folder import model_folder, read_config, read_files
+
+    value = read_config(read_files(model_folder(model.where))).get("max_position_embeddings")
+    return value if isinstance(value, int) and value > 0 else None
+
+
+def look_for_leaks(request: EvalRequest, chosen: Chosen, model: ModelSource) -> Leaks:
+    """Evaluated tasks that are in the training set: of --trained-on, or of the run that the model is of."""
+    from shoal.cli.sources import TaskSource, task_source
+    from shoal.evaluation.evaluating import chosen_tasks
+    from shoal.evaluation.leaks import Leaks, archived_ids, find_leaks
+
+    if request.trained_on is not None:
+        training = task_source(request.trained_on)
+    elif model.run is not None and chosen.plan.split != "train":
+        training = TaskSource(model.run.recipe.environment, run=model.run)
+    else:
+        return Leaks()
+    ids = archived_ids(training.run.path / "trainer" / "rollouts") if training.run else set[str]()
+    tasks = (task for _, task in chosen_tasks(chosen))
+    return find_leaks(tasks, _training(training), sorted(ids))
+
+
+def _training(source: TaskSource) -> Environment:
+    from shoal.environments import build
+
+    return build(source.settings)
+
+
+def left_over(chosen: Chosen, leaks: Leaks, allowed: bool) -> Chosen:
+    from shoal.evaluation.evaluating import without
+
+    if not allowed:
+        leaks.refuse()
+    return without(chosen, leaks.known) if leaks.known else chosen
+
+
+def default_out(evaluation: Evaluation, tasks: str) -> Path:
+    """A folder that follows from what is evaluated: the same command finds it again."""
+    import hashlib
+
+    from shoal.evaluation.journal import dumped
+    from shoal.evaluation.subject import plain_name
+
+    digest = hashlib.sha256(dumped(evaluation.about)).hexdigest()
+    return Path("evals") / f"{plain_name(evaluation.subject.name)}-{plain_name(tasks)}-{digest[:8]}"
+
+
+def measured(request: EvalRequest, evaluation: Evaluation, out: Path) -> dict[str, Any] | None:
+    """The summary: that of a finished evaluation, or of one that is run, or gone on with, now."""
+    from rich.console import Console
+
+    from shoal.cli.counting import counted
+    from shoal.evaluation.evaluating import evaluate as run
+    from shoal.evaluation.evaluating import finished
+    from shoal.runtime.lock import FolderLock
+    from shoal.runtime.stop import stop_on_signals
+
+    done = finished(out, evaluation.about)
+    if done is not None:
+        typer.echo(f"this evaluation is done already: {out}", err=True)
+        return done
+    stop = stop_on_signals()
+    with FolderLock(out).acquire(stop), counted("evaluating", Console(stderr=True)) as report:
+        summary = run(evaluation, lambda: scorer_of(request.source, evaluation.chosen, stop), out, stop, report)
+    if summary is None:
+        typer.echo(f"stopped; what is done is kept in {out}, and the same command goes on", err=True)
+    return summary
+
+
+def scorer_of(source: TaskSource, chosen: Chosen, stop: Any) -> Any:
+    """Processes beside this one that score: a reward function, or a program under test, may do anything."""
+    from shoal.rewards import Patience, ScoringPool
+
+    pool = ScoringPool(source.settings, chosen.environment, stop, Patience(all_s=86_400.0))
+    pool.start()
+    return pool
+
+
+def say(summary: dict[str, Any], tasks: str, leaks: Leaks) -> None:
+    from shoal.evaluation.summary import table_lines
+
+    model, environment, plan = summary["model"], summary["environment"], summary["plan"]
+    typer.echo(
+        f"{model['name']} ({model['digest'][:12]}) on {tasks} ({environment['digest'][:12]}, "
+        f"{plan['split']}), {_how(plan)}"
+    )
+    for line in table_lines(summary):
+        typer.echo(line)
+    if leaks.known:
+        typer.echo(f"  left out: {leaks.sentence}")
+    if plan["split"] == "train":
+        typer.echo("  these are training tasks: the numbers say nothing about unseen ones")
+
+
+def _how(plan: dict[str, Any]) -> str:
+    heat = "greedy" if plan["temperature"] == 0 else f"temperature {plan['temperature']:g}, seed {plan['seed']}"
+    return f"{heat}, at most {plan['max_new_tokens']} tokens"
+
+
+def refuse_if_hollow(summary: dict[str, Any], out: Path) -> None:
+    """Results of which much is missing are written and shown, and are no success."""
+    from shoal.evaluation.summary import MAX_FAILURES
+
+    share = summary["no_sample"]["share"]
+    if share > MAX_FAILURES:
+        raise ScoringFailure(
+            f"{share:.1%} of the samples have no score, more than {MAX_FAILURES:.0%}: these numbers are of what is "
+            f"left and may mislead; mend what the lines above name, then remove {out} and evaluate again"
+        )

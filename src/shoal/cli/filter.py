@@ -1,0 +1,233 @@
+"""`shoal filter`: which tasks can a model learn from? Those that it solves sometimes.
+
+shoal filter MODEL data.parquet --out kept.parquet        rows solved in 12.5 to 50 % of 8 samples, with their rate
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from shoal.cli.evaluate import (
+    STOPPED_CODE,
+    BatchRows,
+    Device,
+    Dtype,
+    Engine,
+    Given,
+    MaxTokens,
+    Model,
+    Overrides,
+    Seed,
+    Tasks,
+    Temperature,
+    positions_of,
+    scorable,
+    scorer_of,
+)
+from shoal.errors import ConfigError, ScoringFailure
+
+if TYPE_CHECKING:
+    from shoal.cli.sources import TaskSource
+    from shoal.environments.data.table import Table
+    from shoal.evaluation.evaluating import Evaluation
+    from shoal.evaluation.filtering import Columns, Selection
+    from shoal.evaluation.journal import Journal
+    from shoal.evaluation.rates import Band
+    from shoal.evaluation.subject import Machine
+
+
+def filter_tasks(
+    model: Model,
+    data: Annotated[
+        str, typer.Argument(metavar="DATA", help="A data file or folder, FORMAT:FILE, a recipe, or an environment.")
+    ],
+    out: Annotated[Path, typer.Option("--out", metavar="FILE.parquet", help="The data set to write.")],
+    samples: Annotated[int, typer.Option("--samples", help="Completions per task.")] = 8,
+    keep: Annotated[str, typer.Option("--keep", metavar="LOW:HIGH", help="Pass rates to keep.")] = "0.125:0.5",
+    everything: Annotated[bool, typer.Option("--all", help="Keep all rows, with their rates.")] = False,
+    name: Annotated[
+        str | None, typer.Option("--name", help="Of the new columns: solve_rate_NAME.  [default: the model's]")
+    ] = None,
+    tasks: Tasks = 0,
+    temperature: Temperature = None,
+    max_new_tokens: MaxTokens = None,
+    seed: Seed = 0,
+    split: Annotated[
+        str | None, typer.Option("--split", help="held_out, train or all.  [default: train; all of a data file]")
+    ] = None,
+    overrides: Overrides = None,
+    engine: Engine = "torch",
+    device: Device = "auto",
+    dtype: Dtype = "float32",
+    batch_rows: BatchRows = 256,
+) -> None:
+    """Measure how often a model solves each task, and write those within a band. The same command goes on."""
+    from shoal.cli.sources import task_source
+    from shoal.evaluation.rates import Band
+    from shoal.evaluation.subject import Machine
+
+    source = task_source(data, overrides or ())
+    given = Given(samples, tasks, temperature, max_new_tokens, seed, split or _split(source), batch_rows)
+    request = FilterRequest(
+        model, source, given, out, Band.parse(keep), everything, name, Machine(engine, device, dtype)
+    )
+    raise typer.Exit(run_filter(request))
+
+
+@dataclass(frozen=True)
+class FilterRequest:
+    model: str
+    source: TaskSource
+    given: Given
+    out: Path
+    band: Band
+    everything: bool
+    name: str | None
+    machine: Machine
+
+    @property
+    def work(self) -> Path:
+        """Where the measurement is kept until the result is written."""
+        return self.out.with_name(f"{self.out.name}.work")
+
+
+def _split(source: TaskSource) -> str:
+    """Held-out rows of a file belong to the file; those of a recipe must stay out of training."""
+    return "all" if source.whole else "train"
+
+
+def run_filter(request: FilterRequest) -> int:
+    """Measure, or go on measuring; write what stays; say how many that are. Returns the exit code."""
+    from shoal.evaluation.filtering import Columns, stored_about, written_before
+    from shoal.evaluation.subject import plain_name
+
+    if request.out.suffix != ".parquet":
+        raise ConfigError(f"--out {request.out}: the result is a Parquet file; let its name end in .parquet")
+    stored_about(request.out)  # what is somebody else's is refused before a model is loaded
+    evaluation = prepared(request)
+    columns = Columns(plain_name(request.name or evaluation.subject.name))
+    about = {**evaluation.about, "band": str(request.band), "all": request.everything, "column": columns.rate}
+    if written_before(request.out, about):
+        typer.echo(f"this is done already: {request.out}", err=True)
+        return 0
+    refuse_taken(request, evaluation, columns)
+    journal = measured(request, evaluation)
+    if journal is None:
+        return STOPPED_CODE
+    conclude(request, evaluation, journal, columns, about)
+    return 0
+
+
+def prepared(request: FilterRequest) -> Evaluation:
+    from shoal.cli.sources import model_source
+    from shoal.evaluation.evaluating import Evaluation, choose
+    from shoal.evaluation.filtering import data_of
+    from shoal.evaluation.subject import open_subject
+
+    request.given.plan(request.source, None)  # mistakes on the command line, before anything is loaded
+    environment = scorable(request.source)
+    data = data_of(environment)
+    if data is not None and data.options.held_out is not None and request.given.split != "train":
+        raise ConfigError("the held-out tasks are in a file of their own: filter that file, or give --split train")
+    with model_source(request.model) as model:
+        plan = request.given.plan(request.source, positions_of(model))
+        chosen = choose(environment, plan)
+        return Evaluation(open_subject(model.name, model.where, request.machine, plan.rows), chosen)
+
+
+def refuse_taken(request: FilterRequest, evaluation: Evaluation, columns: Columns) -> None:
+    table = table_of(request, evaluation)
+    if table is not None:
+        columns.refuse_taken(table.columns)
+
+
+def table_of(request: FilterRequest, evaluation: Evaluation) -> Table | None:
+    """The original rows, if the tasks are rows of a data set."""
+    from shoal.environments.data.locating import locate
+    from shoal.environments.data.table import Table
+    from shoal.evaluation.filtering import data_of
+
+    data, path = data_of(evaluation.chosen.environment), request.source.settings.data
+    return None if data is None or path is None else Table(locate(path, data.options.split))
+
+
+def measured(request: FilterRequest, evaluation: Evaluation) -> Journal | None:
+    """All rates, kept in the work folder; None if it was told to stop before the end."""
+    from rich.console import Console
+
+    from shoal.cli.counting import counted
+    from shoal.evaluation.evaluating import measure
+    from shoal.runtime.lock import FolderLock
+    from shoal.runtime.stop import stop_on_signals
+
+    stop = stop_on_signals()
+    with FolderLock(request.work).acquire(stop), counted("filtering", Console(stderr=True)) as report:
+        journal = measure(
+            evaluation, partial(scorer_of, request.source, evaluation.chosen, stop), request.work, stop, report
+        )
+    if journal is None:
+        typer.echo(f"stopped; what is done is kept in {request.work}, and the same command goes on", err=True)
+    return journal
+
+
+def conclude(
+    request: FilterRequest, evaluation: Evaluation, journal: Journal, columns: Columns, about: dict[str, Any]
+) -> None:
+    """Write the result and say what is in it. Measurements stay until something is written."""
+    from shoal.evaluation.rates import histogram_lines
+    from shoal.evaluation.summary import MAX_FAILURES, Tally, missing_lines
+
+    selection, plan = selected(request, evaluation, journal), evaluation.chosen.plan
+    values = [rate.value for rate in selection.rates.values()]
+    typer.echo(f"pass rates of {len(values):,} tasks, {plan.samples} samples each:")
+    for line in histogram_lines(values, plan.samples, request.band):
+        typer.echo(line)
+    tally = Tally.of(plan, journal.records())
+    for line in missing_lines(tally.failed, tally.problems):
+        typer.echo(line)
+    rows = written(request, evaluation, selection, columns, about)
+    inside = sum(request.band.holds(value) for value in values)
+    typer.echo(f"{inside:,} of {len(values):,} tasks are solved in {request.band.low:.1%} to {request.band.high:.1%}")
+    if rows == 0:
+        raise ConfigError(
+            f"no task is within --keep {request.band}: nothing was written; the same command with "
+            "another band needs no new samples"
+        )
+    shutil.rmtree(request.work, ignore_errors=True)
+    typer.echo(f"wrote {request.out}: {rows:,} row{'' if rows == 1 else 's'}; the rate is the column {columns.rate}")
+    if tally.failed_share > MAX_FAILURES:
+        raise ScoringFailure(
+            f"{tally.failed_share:.1%} of the samples have no score, more than {MAX_FAILURES:.0%}: these rates are of "
+            f"what is left; mend what the lines above name, then remove {request.out} and filter again"
+        )
+
+
+def selected(request: FilterRequest, evaluation: Evaluation, journal: Journal) -> Selection:
+    """The rates by row of the data set, or by number where there are no rows."""
+    from shoal.evaluation.filtering import Selection, data_of, row_of
+    from shoal.evaluation.rates import rates
+
+    data, split = data_of(evaluation.chosen.environment), evaluation.chosen.plan.split
+    found = {
+        record.index if data is None else row_of(data, split, record.index): rate
+        for record, rate in rates(journal.records())
+    }
+    return Selection(found, request.band, request.everything)
+
+
+def written(
+    request: FilterRequest, evaluation: Evaluation, selection: Selection, columns: Columns, about: dict[str, Any]
+) -> int:
+    from shoal.evaluation.filtering import original_rows, task_rows, write_rows
+
+    environment, plan = evaluation.chosen.environment, evaluation.chosen.plan
+    table = table_of(request, evaluation)
+    if table is not None:
+        return write_rows(request.out, original_rows(table, selection, columns), about)
+    return write_rows(request.out, task_rows(environment, plan.split, selection, columns), about)

@@ -1,0 +1,97 @@
+"""Held out by one part of a mixture is held out of all of it: which questions are set aside, by their digests.
+
+    held-out questions of the parts that list theirs (data, files) ─► no part trains on them
+    training questions of the parts that list theirs               ─► no part that generates holds them out
+
+Parts that generate decide by content, all of them alike: they cannot train on what another of them holds out. So
+nothing has to be generated to know what is set aside. All of it is found out when the first task is asked for: whoever
+only scores never needs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, Any
+
+from shoal.environments.data.prompts import question_digest
+from shoal.environments.protocol import DigestedEnvironment, Environment, GeneratingEnvironment, Split, Task
+from shoal.errors import UnusableTask
+
+if TYPE_CHECKING:
+    import numpy as np
+
+UNUSABLE = b""
+"""Stands for a task that cannot be asked: no question has this digest."""
+
+
+def task_digest(task: Task) -> bytes:
+    return question_digest(task.prompt, task.history)
+
+
+def task_digests(environment: Environment, split: Split) -> Iterator[bytes]:
+    """The digest of every task of a split, in order; `UNUSABLE` for those that cannot be used."""
+    if isinstance(environment, DigestedEnvironment):
+        yield from environment.prompt_digests(split)
+        return
+    tasks = environment.tasks(split)
+    for index in range(len(tasks)):
+        try:
+            yield task_digest(tasks[index])
+        except UnusableTask:
+            yield UNUSABLE
+
+
+class Aside:
+    """What the parts of a mixture, by label, set aside for each other."""
+
+    def __init__(self, parts: Mapping[str, Environment]) -> None:
+        self._listing = {
+            label: environment
+            for label, environment in parts.items()
+            if not isinstance(environment, GeneratingEnvironment)
+        }
+        self.skipped = lru_cache(maxsize=None)(self._skipped)
+
+    @cached_property
+    def held_out(self) -> frozenset[bytes]:
+        """The questions that parts hold out and that others may come to."""
+        found = (task_digests(environment, "held_out") for environment in self._listing.values())
+        return frozenset(digest for digests in found for digest in digests) - {UNUSABLE}
+
+    def generates(self, label: str) -> bool:
+        return label not in self._listing
+
+    def _skipped(self, label: str) -> tuple[int, ...]:
+        """Positions in the train split of a part that nobody trains on, ascending; none of one that generates."""
+        if self.generates(label) or not self.held_out:
+            return ()
+        digests = enumerate(task_digests(self._listing[label], "train"))
+        return tuple(index for index, digest in digests if digest in self.held_out)
+
+    def is_trained(self, task: Task) -> bool:
+        """Whether a part that lists its tasks trains on this question."""
+        import numpy as np
+
+        key = _key(task_digest(task))
+        place = int(np.searchsorted(self._trained, key))
+        return place < len(self._trained) and bool(self._trained[place] == key)
+
+    @cached_property
+    def _trained(self) -> np.ndarray[Any, np.dtype[np.uint64]]:
+        """The first 64 bits of each digest, sorted: eight megabytes for a million questions."""
+        import numpy as np
+
+        keys = np.fromiter((_key(digest) for digest in self._train_digests()), np.uint64)
+        keys.sort()
+        return keys
+
+    def _train_digests(self) -> Iterable[bytes]:
+        found = (task_digests(environment, "train") for environment in self._listing.values())
+        return (digest for digests in found for digest in digests if digest not in self.held_out)
+
+
+def _key(digest: bytes) -> Any:
+    import numpy as np
+
+    return np.uint64(int.from_bytes(digest[:8], "big"))

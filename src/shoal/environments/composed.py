@@ -1,0 +1,102 @@
+"""An environment with how it is asked and what else counts: one digest over all of it.
+
+ingredient, or mix ─► Composed: prompt settings, length budget, judges ─► hub, validator, evaluation
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from shoal.environments.length import LengthBudget
+from shoal.environments.protocol import Environment, ObjectingEnvironment, Score, Split, Task, require_scoring
+from shoal.environments.settings import EnvironmentSettings, JudgeSettings, PromptSettings, ScoringSettings
+from shoal.errors import EnvironmentSetupError
+
+
+class Composed:
+    """Implements `Environment` around another one. Graders see the whole answer, with what it begins with."""
+
+    def __init__(self, inner: Environment, settings: EnvironmentSettings) -> None:
+        self.inner = inner
+        self.name = inner.name
+        self.version = int(getattr(inner, "version", 1))
+        self.data_digest = str(getattr(inner, "data_digest", ""))
+        self.prompt = settings.prompt or PromptSettings()
+        self.length = None if settings.length is None else LengthBudget(settings.length)
+        self.judges = settings.judges
+        self.scoring = settings.scoring or ScoringSettings()
+        self.digest = _digest(inner, settings)
+
+    def tasks(self, split: Split) -> Sequence[Task]:
+        return self.inner.tasks(split)
+
+    def task(self, task_id: str) -> Task:
+        return self.inner.task(task_id)
+
+    def score(self, task: Task, completion: str) -> Score:
+        return self.inner.score(task, self.prompt.thinking + completion)
+
+    def prepare(self) -> None:
+        require_scoring(self.inner)
+
+    def objection(self, task: Task, completion: str) -> str:
+        if isinstance(self.inner, ObjectingEnvironment):
+            return self.inner.objection(task, self.prompt.thinking + completion)
+        return ""
+
+
+def is_plain(settings: EnvironmentSettings) -> bool:
+    """Whether nothing is added to the ingredient: a table that says what is so anyway adds nothing."""
+    prompt, scoring = settings.prompt or PromptSettings(), settings.scoring or ScoringSettings()
+    return not (settings.length or settings.judges or prompt != PromptSettings() or scoring != ScoringSettings())
+
+
+def _digest(inner: Environment, settings: EnvironmentSettings) -> str:
+    """The inner one's where nothing changes a score: how many processes there are is a machine's own affair."""
+    limits = (settings.scoring or ScoringSettings()).model_copy(update={"processes": ScoringSettings().processes})
+    prompt = None if settings.prompt == PromptSettings() else settings.prompt
+    settings = settings.model_copy(
+        update={"prompt": prompt, "scoring": None if limits == ScoringSettings() else limits}
+    )
+    if is_plain(settings):
+        return inner.digest
+    added = settings.model_dump(mode="json", include={"length", "prompt", "judges", "scoring"})
+    for judge, given in zip(added["judges"], settings.judges, strict=True):
+        del judge["timeout_s"]  # how long one waits changes no score
+        judge["path"] = None if given.path is None else folder_digest(given.path)  # what is in it, not where it lies
+    if added["scoring"] is not None:
+        del added["scoring"]["processes"]
+    content = {"inner": inner.digest, **added}
+    return hashlib.sha256(b"shoal/composed/v1\n" + json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def folder_digest(folder: Path) -> str:
+    """Hex SHA-256 over the names and bytes of a model's files, hidden ones aside."""
+    from shoal.environments.data.digest import file_digest
+
+    names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    shown = [name for name in names if not any(part.startswith(".") for part in name.split("/"))]
+    if not shown:
+        raise EnvironmentSetupError(f"the classifier's folder {folder} is not there, or empty: check the judge's path")
+    lines = [f"{file_digest(folder / name)} {name}\n" for name in shown]
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def budget_of(environment: Environment) -> LengthBudget | None:
+    """The length budget of an environment, if it has one."""
+    return environment.length if isinstance(environment, Composed) else None
+
+
+def prompt_settings_of(environment: Environment) -> PromptSettings:
+    return environment.prompt if isinstance(environment, Composed) else PromptSettings()
+
+
+def judges_of(environment: Environment) -> tuple[JudgeSettings, ...]:
+    return environment.judges if isinstance(environment, Composed) else ()
+
+
+def scoring_of(environment: Environment) -> ScoringSettings:
+    return environment.scoring if isinstance(environment, Composed) else ScoringSettings()

@@ -1,0 +1,267 @@
+"""What must be known of every row before the first task is drawn: can it be asked, and what question is it?
+
+table ─► batches of the asking columns ─► digest of each prompt, usable or not, within the band or not
+                                          (answers are not read: that would be most of the bytes)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from shoal.environments.data.cache import entry_name, load_arrays, store_arrays
+from shoal.environments.data.problems import Problems
+from shoal.environments.data.prompts import BLANK, DIGEST_BYTES, ascii_digest, prompt_digest, question_digest
+from shoal.environments.data.source import NOT_TEXT, ROW_LIMIT_BYTES, Batch, Broken
+from shoal.environments.data.table import Table
+from shoal.environments.formats.described import kind_of
+from shoal.environments.formats.protocol import Format
+from shoal.environments.graders.registry import GRADERS, TASK_TYPES
+from shoal.errors import EnvironmentSetupError, UnusableTask
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Flags = np.ndarray[Any, np.dtype[np.bool_]]
+    Digests = np.ndarray[Any, np.dtype[np.uint8]]
+
+VERSION = 2
+SLACK = 1e-9  # of a solve rate that was written with fewer digits
+NONE = b"\0" * DIGEST_BYTES
+TOO_LARGE = f"the prompt has more than {ROW_LIMIT_BYTES // 2**20} MB"
+
+
+@dataclass(frozen=True)
+class Band:
+    """Which solve rates to keep, and of which column."""
+
+    column: str
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Scan:
+    """One entry per row: the prompt's digest, whether it can be asked, whether its solve rate is in the band."""
+
+    digests: Digests
+    usable: Flags
+    kept: Flags
+    kinds: tuple[str, ...]
+    problems: Problems
+
+
+def scan(table: Table, layout: Format, band: Band | None) -> Scan:
+    """Look at all rows; what was found is remembered until a file changes."""
+    chosen = band and [band.column, band.low, band.high]
+    about = (VERSION, table.identities(), layout.signature, chosen, sorted({*GRADERS, *TASK_TYPES}))
+    name = entry_name("scan", *about)
+    known = load_arrays(name)
+    if known is not None and len(known[0]["usable"]) == table.rows:
+        arrays, beside = known
+        problems = Problems.from_json(**beside["problems"])
+        return Scan(arrays["digests"], arrays["usable"], arrays["kept"], tuple(beside["kinds"]), problems)
+    found = _scan(table, layout, band)
+    beside = {"problems": found.problems.as_json(), "kinds": found.kinds}
+    store_arrays(name, {"digests": found.digests, "usable": found.usable, "kept": found.kept}, beside)
+    return found
+
+
+def _scan(table: Table, layout: Format, band: Band | None) -> Scan:
+    import numpy as np
+
+    problems, kinds, first = Problems(), set[str](), 0
+    digests, kept, hashes = bytearray(), [], []
+    columns = tuple(
+        dict.fromkeys([*layout.asks, *([layout.id] if layout.id else []), *([band.column] if band else [])])
+    )
+    for batch in table.scan(columns):
+        found = _Batch(batch, layout, first, problems)
+        digests += found.digests()
+        kinds |= found.kinds
+        hashes.extend([_hashes(batch[layout.id], found.size)] if layout.id else [])
+        kept.append(_within(batch[band.column], band) if band else np.ones(found.size, bool))
+        first += found.size
+    matrix = np.frombuffer(bytes(digests), np.uint8).reshape(first, DIGEST_BYTES)
+    usable: Flags = np.asarray(matrix.any(axis=1))
+    if layout.id:
+        usable = usable & ~_repeats(np.concatenate(hashes), layout.id, table, problems, usable)
+    return Scan(matrix, usable, np.concatenate(kept), tuple(sorted(kinds)), problems)
+
+
+class _Batch:
+    """One batch on its way to digests; a row that cannot be asked has the digest of zeros and is a problem."""
+
+    def __init__(self, batch: Batch, layout: Format, first: int, problems: Problems) -> None:
+        self._batch, self._layout, self._first, self._problems = batch, layout, first, problems
+        self.size = len(batch[layout.asks[0]])
+        self.kinds: set[str] = set()
+
+    def digests(self) -> bytes:
+        texts = _texts(self._batch[self._layout.plain]) if self._layout.plain else None
+        return self._one_by_one() if texts is None else self._plain(texts)
+
+    def _plain(self, texts: list[bytes]) -> bytes:
+        """Prompts that are a column of text: the quick way, and one by one only where something is wrong."""
+        wrong = self._unknown_kinds()
+        if all(map(bytes.isascii, texts)) and max(map(len, texts), default=0) <= ROW_LIMIT_BYTES:
+            digests: list[bytes | str] = [ascii_digest(text) for text in texts]
+        else:
+            digests = [self._digest(text) for text in texts]
+        if wrong or BLANK in digests or any(isinstance(digest, str) for digest in digests):
+            self._leave_out(digests, texts, wrong)
+        return b"".join(digests)  # type: ignore[arg-type]
+
+    def _leave_out(self, digests: list[bytes | str], texts: list[bytes], wrong: dict[int, str]) -> None:
+        for number, (digest, text) in enumerate(zip(digests, texts, strict=True)):
+            if number in wrong or isinstance(digest, str) or digest == BLANK:
+                reason = wrong.get(number) or (digest if isinstance(digest, str) else self._blank(number, text))
+                self._problems.add(self._first + number, reason)
+                digests[number] = NONE
+
+    @staticmethod
+    def _digest(text: bytes) -> bytes | str:
+        """The prompt's digest, or what is wrong with it."""
+        if len(text) > ROW_LIMIT_BYTES:
+            return TOO_LARGE
+        try:
+            return prompt_digest(text.decode())
+        except UnicodeDecodeError:
+            return "the prompt is not UTF-8"
+
+    def _blank(self, number: int, text: bytes) -> str:
+        missing = not text and not self._batch[self._layout.plain][number].is_valid
+        return f"{self._layout.plain} is {'missing' if missing else 'empty'}"
+
+    def _unknown_kinds(self) -> dict[int, str]:
+        """Row of the batch → what is wrong with its task type."""
+        kinds = self._layout.kinds
+        if not kinds:
+            self.kinds.add(self._layout.grader)
+            return {}
+        values = [value if isinstance(value, str) else _told_type(value) for value in _values(self._batch[kinds])]
+        known: dict[str, str] = {}
+        for value in set(values):
+            try:
+                self.kinds.add(kind_of(value))
+            except UnusableTask as error:
+                known[value] = str(error)
+        return {number: known[value] for number, value in enumerate(values) if value in known} if known else {}
+
+    def _one_by_one(self) -> bytes:
+        """Prompts that are made of several columns, or are conversations."""
+        digests = bytearray()
+        for number, row in enumerate(rows_of(self._batch)):
+            try:
+                digests += self._asked(row)
+            except UnusableTask as error:
+                self._problems.add(self._first + number, str(error))
+                digests += NONE
+        return bytes(digests)
+
+    def _asked(self, row: dict[str, Any] | Broken) -> bytes:
+        if isinstance(row, Broken):
+            raise UnusableTask(row.reason)
+        question = self._layout.question(row)
+        if len(question.prompt) > ROW_LIMIT_BYTES:
+            raise UnusableTask(TOO_LARGE)
+        self.kinds.add(question.kind)
+        return question_digest(question.prompt, question.history)
+
+
+def rows_of(batch: Batch) -> Iterator[dict[str, Any] | Broken]:
+    """The rows of a batch as mappings."""
+    names = list(batch)
+    lists = [_values(column) for column in batch.values()]
+    for values in zip(*lists, strict=True):
+        broken = next((value for value in values if isinstance(value, Broken)), None)
+        yield broken if broken is not None else dict(zip(names, values, strict=True))
+
+
+def _values(column: Any) -> list[Any]:
+    if isinstance(column, list):
+        return column
+    try:
+        values: list[Any] = column.to_pylist()
+    except UnicodeDecodeError:
+        return [_value(item) for item in column]
+    return values
+
+
+def _told_type(value: Any) -> str:
+    """A task type that is no text, as text: a list or a record can be no key."""
+    return value.reason if isinstance(value, Broken) else str(value)[:100]
+
+
+def _value(item: Any) -> Any:
+    try:
+        return item.as_py()
+    except UnicodeDecodeError:
+        return Broken(NOT_TEXT)
+
+
+def _texts(column: Any) -> list[bytes] | None:
+    """The bytes of every value of a column of text, without making strings of them; None if it is no such column."""
+    import numpy as np
+
+    kind = "list" if isinstance(column, list) else str(column.type)
+    if kind not in ("string", "large_string"):
+        return None
+    _valid, offsets, data = column.buffers()
+    width = np.int64 if kind == "large_string" else np.int32
+    cuts = np.frombuffer(offsets, width)[column.offset : column.offset + len(column) + 1]
+    blob = b"" if data is None else data.slice(int(cuts[0]), int(cuts[-1] - cuts[0])).to_pybytes()
+    return [blob[begin:end] for begin, end in pairwise((cuts - cuts[0]).tolist())]
+
+
+def _hashes(column: Any, size: int) -> np.ndarray[Any, Any]:
+    """A number for each id; 0 where there is none."""
+    import numpy as np
+
+    texts = _texts(column)
+    if texts is not None:  # the hash of nothing is 0
+        return np.fromiter(map(hash, texts), np.int64, size)
+    values = column if isinstance(column, list) else column.to_pylist()
+    return np.fromiter(
+        (0 if value is None else hash(str(value).encode(errors="replace")) for value in values), np.int64, size
+    )
+
+
+def _repeats(hashes: np.ndarray[Any, Any], column: str, table: Table, problems: Problems, usable: Flags) -> Flags:
+    """Rows whose id an earlier row has. Equal hashes of 64 bits are taken for equal ids."""
+    import numpy as np
+
+    order = np.argsort(hashes, kind="stable")
+    again = np.zeros(len(hashes), bool)
+    same = (hashes[order][1:] == hashes[order][:-1]) & (hashes[order][1:] != 0)
+    again[order[1:][same]] = True
+    again &= usable
+    for count, row in enumerate(np.flatnonzero(again).tolist()):
+        problems.add(row, f"{column} {_told(table, row, column)}is that of an earlier row" if count < 100 else REPEATED)
+    return again
+
+
+REPEATED = "its id is that of an earlier row"
+
+
+def _told(table: Table, row: int, column: str) -> str:
+    try:
+        return f"{str(table.row(row, (column,))[column])[:60]!r} "
+    except UnusableTask:
+        return ""  # an id that is no text
+
+
+def _within(column: Any, band: Band) -> Flags:
+    import numpy as np
+
+    values = column if isinstance(column, list) else column.to_pylist()
+    if any(isinstance(value, str) for value in values):
+        raise EnvironmentSetupError(f"column {band.column} holds text, not solve rates; check options.solve_rate")
+    rates = np.array([_rate(value) for value in values], float)
+    return (rates >= band.low - SLACK) & (rates <= band.high + SLACK)
+
+
+def _rate(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) else float("nan")

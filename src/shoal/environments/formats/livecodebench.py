@@ -1,0 +1,114 @@
+"""LiveCodeBench: question_content, starter_code, public_test_cases, private_test_cases, metadata.
+
+Private tests are JSON text, or that text packed as base64 of zlib of a *pickled* string. A pickle is a program, and is
+never run here: its instructions are listed, and one that does anything but hold one text is refused.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import pickletools
+import zlib
+from functools import partial
+from typing import Any
+
+from shoal.environments.formats.protocol import Format, Question, Row, Wanted, first_of, need
+from shoal.environments.formats.texts import parsed, required
+from shoal.errors import UnusableTask
+
+PUBLIC, PRIVATE, STARTER, METADATA = "public_test_cases", "private_test_cases", "starter_code", "metadata"
+UNPACKED_LIMIT_BYTES = 256 * 2**20
+HARMLESS = frozenset({"PROTO", "FRAME", "MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT", "STOP"})
+TEXTS = frozenset({"SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "UNICODE"})
+ASK = "Write a Python program that reads standard input and prints the answer, in a ```python block."
+ASK_STARTER = "Complete this Python code so that it solves the problem, and put all of it in a ```python block:"
+
+
+def livecodebench(columns: tuple[str, ...], wanted: Wanted) -> Format:
+    """Programs are read from standard input, or called by name where there is starter code (metadata.func_name)."""
+    question = wanted.question or first_of(columns, ("question_content", "question", "prompt"))
+    need(columns, question or "question_content", what="livecodebench")
+    tests = tuple(name for name in (PUBLIC, PRIVATE) if name in columns)
+    if not tests:
+        need(columns, PUBLIC, what="livecodebench")
+    asks = tuple(name for name in (question, STARTER) if name in columns)
+    further = tuple(name for name in (METADATA,) if name in columns)
+    return Format(
+        name="livecodebench", asks=asks, answers=(*tests, *further), grader="code",
+        id=wanted.id or first_of(columns, ("question_id", "problem_id", "task_id", "id")),
+        question=partial(_question, question), answer=_answer,
+    )  # fmt: skip
+
+
+def _question(column: str, row: Row) -> Question:
+    content, starter = required(row.get(column), column), row.get(STARTER) or ""
+    if not isinstance(starter, str):
+        raise UnusableTask(f"{STARTER} is {type(starter).__name__}, not text")
+    asked = f"{ASK_STARTER}\n\n```python\n{starter.rstrip()}\n```" if starter.strip() else ASK
+    return Question(f"{content.rstrip()}\n\n{asked}", "code")
+
+
+def _answer(row: Row) -> str:
+    metadata = parsed(row.get(METADATA) or "{}", METADATA)
+    name = metadata.get("func_name") if isinstance(metadata, dict) else None
+    cases = [*_cases(row.get(PUBLIC), PUBLIC), *_cases(row.get(PRIVATE), PRIVATE)]
+    if not cases:
+        raise UnusableTask("there is no test case")
+    return json.dumps({"language": "python", "test_cases": [_case(case, name) for case in cases]})
+
+
+def _cases(value: object, column: str) -> list[Any]:
+    if value is None or value == "":
+        return []
+    if isinstance(value, str) and value.lstrip()[:1] not in ("[", "{"):
+        value = unpacked(value, column)
+    cases = parsed(value, column)
+    if not isinstance(cases, list) or not all(isinstance(case, dict) for case in cases):
+        raise UnusableTask(f"{column} is no list of test cases")
+    return cases
+
+
+def _case(case: dict[str, Any], name: object) -> dict[str, Any]:
+    kind, given, output = case.get("testtype", "stdin"), case.get("input"), case.get("output")
+    if not isinstance(given, str) or not isinstance(output, str):
+        raise UnusableTask("a test case has no text as its input and output")
+    if kind == "stdin":
+        return {"type": "stdin_stdout", "input": given, "output": output}
+    if kind != "functional":
+        raise UnusableTask(f"a test case is of the type {str(kind)[:40]!r}; there are stdin and functional")
+    if not isinstance(name, str) or not name.isidentifier():
+        raise UnusableTask("a functional test case needs metadata.func_name")
+    arguments = [parsed(line, "input") for line in given.splitlines() if line.strip()]
+    return {"type": "function_call", "fn_name": name, "input": arguments, "output": parsed(output, "output")}
+
+
+def unpacked(text: str, column: str) -> str:
+    """The text in base64 of zlib of a pickled string, without running the pickle."""
+    try:
+        packed = base64.b64decode(text, validate=True)
+        inflater = zlib.decompressobj()
+        data = inflater.decompress(packed, UNPACKED_LIMIT_BYTES)
+    except (binascii.Error, ValueError, zlib.error) as error:
+        raise UnusableTask(f"{column} is neither JSON nor packed JSON ({error})") from None
+    if not inflater.eof:
+        raise UnusableTask(f"{column} is cut off, or unpacks to more than {UNPACKED_LIMIT_BYTES // 2**20} MB")
+    return data.decode(errors="replace") if data[:1] in (b"[", b"{") else _text_of_pickle(data, column)
+
+
+def _text_of_pickle(data: bytes, column: str) -> str:
+    texts: list[str] = []
+    try:
+        for operation, argument, _position in pickletools.genops(data):
+            if operation.name in TEXTS:
+                texts.append(str(argument))
+            elif operation.name not in HARMLESS:
+                raise UnusableTask(
+                    f"{column} holds a pickle that is more than a text ({operation.name}): it is not run"
+                )
+    except (ValueError, UnicodeDecodeError) as error:
+        raise UnusableTask(f"{column} is no JSON, packed or not ({str(error)[:80]})") from None
+    if len(texts) != 1:
+        raise UnusableTask(f"{column} holds a pickle of {len(texts)} texts instead of one: it is not used")
+    return texts[0]

@@ -1,0 +1,15 @@
+"""Graders: what a completion of one kind of task is worth. A data set's rows name theirs (`task_type`).
+
+protocol       Grader: what every grader implements
+thinking       after_thinking: the part of a completion that is the answer
+mathematics    MathematicsGrader: the final answer, by symbolic equality
+code           CodeGrader: a Python program against tests, in a sandbox
+choice         ChoiceGrader: a letter among several (GPQA)
+instructions   InstructionsGrader: verifiable instructions (IFEval)
+exact          ExactGrader: the very text
+registry       GRADERS, grader
+"""
+
+from shoal.environments.graders.protocol import Grader
+
+__all__ = ["Grader"]

@@ -1,0 +1,76 @@
+"""A letter among several: `Answer: B`. The last letter that is given as the answer counts, and only one may be."""
+
+from __future__ import annotations
+
+import re
+from typing import ClassVar
+
+from shoal.environments.graders.thinking import after_thinking
+from shoal.environments.protocol import Score
+
+LETTERS = frozenset("ABCDEFGHIJ")
+READ_CHARACTERS = 20_000
+"""Of the end of an answer: nobody writes more after saying which option it is."""
+LETTER = r"(?: is)?([ \t:=*_$({\[\\`a-z]{0,24}?)(?<![A-Za-z])([A-J])(?![A-Za-z0-9'])"
+ANSWER = re.compile(rf"\banswer\b{LETTER}", re.IGNORECASE)
+OPTION = re.compile(rf"\b(?:option|choice)\b{LETTER}", re.IGNORECASE)
+BOXED = re.compile(r"\\boxed\{(\s*(?:\\text\{|\\mathrm\{|\\textbf\{)?\s*\(?)([A-J])\)?\s*\}")
+ALONE = re.compile(r"^[\s*_$(\[`]*([A-J])[\s*_$)\].:`]*$")
+FIRST = re.compile(r"^[\s*_$(\[`]*([A-J])[)\].:*]+\s")
+"""The letter before its text: `B. Nitrogen`."""
+DENIED = re.compile(r"\b(?:not|cannot|never|neither|nor|no|than|except)\b", re.IGNORECASE)
+_BEFORE, _AFTER = r"[\s*_)\]}.$`]*", r"[\s*_(\[{$`]*"
+SECOND = re.compile(
+    rf"^{_BEFORE}(?:(?:or|and|nor|&|\+|/|,|;|\|){_AFTER}(?:[A-HJ]|I(?! [a-z]))|[-\u2013]?{_AFTER}[A-J](?! [a-z]))"
+    r"(?![A-Za-z0-9'])"
+)
+"""Another letter beside the one that was given. Where nothing joins them, "A" or "I" may begin a sentence."""
+
+
+class ChoiceGrader:
+    """The answer of a task is the letter. Two letters at once (`A or B`) are none."""
+
+    name: ClassVar[str] = "choice"
+    version: ClassVar[int] = 2
+
+    def problem(self, answer: str) -> str:
+        return "" if answer.strip() in LETTERS else f"the answer is {answer[:20]!r}, not a letter from A to J"
+
+    def score(self, answer: str, completion: str) -> Score:
+        chosen = chosen_letter(after_thinking(completion))
+        right = float(chosen == answer.strip())
+        return Score(value=right, parts={"choice": right}, notes="" if chosen else "no option was chosen")
+
+
+def chosen_letter(text: str) -> str:
+    """The letter that a text gives as its answer; empty if it gives none, or two at once, or says which it is not.
+
+    >>> chosen_letter("B looks right, but no. Answer: (C)"), chosen_letter("**D**"), chosen_letter("Answer: A or B")
+    ('C', 'D', '')
+    """
+    end = text[-READ_CHARACTERS:]
+    found = [*_matches(ANSWER, end), *_matches(BOXED, end)] or _matches(OPTION, end)
+    if found:
+        _position, letter, denied, rest = max(found)
+        return "" if denied or SECOND.match(rest) else letter
+    lines = [line for line in end.splitlines() if line.strip()]
+    alone = ALONE.match(lines[-1]) if lines else None
+    return alone[1] if alone else _first(lines)
+
+
+def _first(lines: list[str]) -> str:
+    """The letter that the last line begins with, if no other line begins with one: a list of options chooses none."""
+    beginning = [match for match in map(FIRST.match, lines) if match]
+    last = FIRST.match(lines[-1]) if lines else None
+    if last is None or len(beginning) > 1 or SECOND.match(lines[-1][last.end(1) :]):
+        return ""
+    return last[1]
+
+
+def _matches(pattern: re.Pattern[str], text: str) -> list[tuple[int, str, bool, str]]:
+    """(position of the letter, the letter, whether it is denied, what follows it); small letters are words."""
+    matches = [match for match in pattern.finditer(text) if match[2].isupper()]
+    return [
+        (match.start(2), match[2], bool(DENIED.search(match[1])), text[match.end() : match.end() + 40])
+        for match in matches
+    ]

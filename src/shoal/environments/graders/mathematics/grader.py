@@ -1,0 +1,178 @@
+"""The grader: which answers count as gold, and what a completion is worth."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, ClassVar
+
+from shoal.environments.graders.mathematics import symbolic
+from shoal.environments.graders.mathematics.answer import LONGEST, final_answer
+from shoal.environments.graders.mathematics.equality import Comparison, Symbolic
+from shoal.environments.graders.mathematics.exact import TooLarge
+from shoal.environments.graders.mathematics.forms import Reading
+from shoal.environments.graders.mathematics.normal import balanced, plain
+from shoal.environments.graders.mathematics.reading import readings
+from shoal.environments.protocol import Score
+from shoal.errors import ScoringFailure
+
+_QUESTIONS = 6
+"""How often one completion may need symbolic algebra."""
+_KEYS = ("ground_truth", "answer", "answers", "target", "solution")
+_LETTER = re.compile(r"(?:\\text ?\{ ?)?\(?([A-J])\)?\.?(?: ?\})?")
+_LETTER_FIRST = re.compile(r"(?:\\text ?\{ ?)?(?:\(([A-J])\)|([A-J])[).:])(?: ?\})?[).:]?\s*(.*)", re.DOTALL)
+
+_OTHER = re.compile(r"(?<![A-Za-z0-9\\])(?:[B-HJ]|[AI](?! [a-z]))(?![A-Za-z0-9'])")
+"""A second letter beside the one that was chosen: "A) B) C)" chooses none. "(B) A circle" has one only."""
+_MAYBE_SCIENTIFIC = re.compile(r"-?\d+e[+-]\d")
+
+
+@dataclass(frozen=True)
+class MathematicsGrader:
+    r"""1 if the final answer of the completion is the gold answer, by value and not by spelling; 0 otherwise.
+
+    The gold answer is plain text (`\frac{1}{2}`), or JSON: {"ground_truth": "42"}, {"answer": ["3", "-3"]} where any of
+    several is right.
+
+    >>> MathematicsGrader().score("1/2", "<think>halves…</think> It is \\boxed{0.5}.").value
+    1.0
+    """
+
+    name: ClassVar[str] = "mathematics"
+    version: ClassVar[int] = 2
+    symbolic: Symbolic = symbolic.same
+
+    def problem(self, answer: str) -> str:
+        try:
+            golds(answer)
+        except ScoringFailure as failure:
+            return str(failure)
+        return ""
+
+    def score(self, answer: str, completion: str) -> Score:
+        accepted = golds(answer)
+        given = final_answer(completion)
+        if given is None:
+            return _score(False, "no final answer was found")
+        notes, compare = "", Comparison(_Rationed(self.symbolic)).same
+        for gold in accepted:
+            try:
+                if _right(gold, given, compare):
+                    return _score(True, "")
+            except (TooLarge, RecursionError):
+                notes = "comparing the answer took more than the limits allow"
+        return _score(False, notes)
+
+
+@dataclass
+class _Rationed:
+    """Symbolic algebra, a few times per completion: a list against a list would ask it for every pair. All questions
+    have the processor time of one: once that is spent, nothing more is asked."""
+
+    symbolic: Symbolic
+    left: int = _QUESTIONS
+    spent_s: float = 0.0
+
+    def __call__(self, gold: str, given: str) -> bool:
+        if self.left == 0 or self.spent_s >= symbolic.SECONDS:
+            raise TooLarge
+        self.left -= 1
+        if not isinstance(self.symbolic, symbolic.SymbolicEquality):
+            return self.symbolic(gold, given)
+        try:
+            return self.symbolic(gold, given)
+        finally:
+            self.spent_s += self.symbolic.cost_s(gold, given)
+
+
+def _right(gold: str, given: str, compare: Callable[[Reading, Reading], bool]) -> bool:
+    given = plain(given)
+    if gold == given:
+        return True
+    choice = _chosen(gold, given)
+    if choice is not None:
+        letter_right, gold_rest, given_rest = choice
+        if not gold_rest or not given_rest or not letter_right:
+            return letter_right
+        gold, given = gold_rest, given_rest
+    return any(compare(wanted, said) for wanted in readings(gold) for said in _said(gold, given))
+
+
+def _said(gold: str, given: str) -> Iterator[Reading]:
+    """The readings of an answer. `2e-1` may be 0.2 too, unless the gold answer has an e of its own."""
+    yield from readings(given)
+    if _MAYBE_SCIENTIFIC.fullmatch(given) and "e" not in gold:
+        yield from readings(given.replace("e", "E"))
+
+
+def _score(right: bool, notes: str) -> Score:
+    return Score(value=float(right), parts={"correct": float(right)}, notes=notes)
+
+
+def _chosen(gold: str, given: str) -> tuple[bool, str, str] | None:
+    """Multiple choice: whether the letter is right, and what stands beside it in gold and answer, if both say."""
+    wanted = _LETTER.fullmatch(gold)
+    if wanted:
+        said = _LETTER.fullmatch(given)
+        if said:
+            return said[1] == wanted[1], "", ""
+        said = _LETTER_FIRST.fullmatch(given)
+        if said is None:
+            return None
+        return (said[1] or said[2]) == wanted[1] and not _OTHER.search(said[3]), "", ""
+    first = _LETTER_FIRST.fullmatch(gold)
+    if first is None:
+        return None
+    letter = first[1] or first[2]
+    said = _LETTER.fullmatch(given)
+    if said:
+        return said[1] == letter, "", ""
+    said = _LETTER_FIRST.fullmatch(given)
+    if said:
+        return (said[1] or said[2]) == letter, first[3], said[3]
+    return True, first[3], given
+
+
+@lru_cache(maxsize=16384)
+def golds(answer: str) -> tuple[str, ...]:
+    """The gold answers that a task's text names, in plain spelling; `ScoringFailure` says what is wrong with it."""
+    found = tuple(_text(item) for item in _named(answer))
+    if not found:
+        raise ScoringFailure("the list of answers is empty")
+    for text in found:
+        if not text:
+            raise ScoringFailure("the answer is empty")
+        if len(text) > LONGEST:
+            raise ScoringFailure(f"the answer has {len(text)} characters, and at most {LONGEST} can be compared")
+        if not balanced(text):
+            raise ScoringFailure("the answer's braces do not match")
+    return found
+
+
+def _text(item: Any) -> str:
+    if isinstance(item, bool) or not isinstance(item, str | int | float):
+        raise ScoringFailure("an answer must be a text or a number")
+    text = str(item)
+    if len(text) > 10 * LONGEST:
+        raise ScoringFailure(f"the answer has {len(text)} characters, and at most {LONGEST} can be compared")
+    worked = "\\boxed" in text or "####" in text  # a whole solution: its final answer is what counts
+    return plain((final_answer(text) if worked else None) or text)
+
+
+def _named(answer: str) -> list[Any]:
+    """What the task's text says: JSON with a known key, or the text itself (`{1, 2}` is a set, not JSON)."""
+    if not answer.lstrip().startswith("{"):
+        return [answer]
+    try:
+        info = json.loads(answer)
+    except (ValueError, RecursionError):
+        return [answer]
+    if not isinstance(info, dict):
+        return [answer]
+    key = next((key for key in _KEYS if key in info), None)
+    if key is None:
+        raise ScoringFailure(f"the verification info has none of {', '.join(_KEYS)}")
+    return list(info[key]) if isinstance(info[key], list) else [info[key]]

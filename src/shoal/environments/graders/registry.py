@@ -1,0 +1,61 @@
+"""Which graders there are. Each is imported when it is first needed: symbolic algebra takes a second to load."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from difflib import get_close_matches
+
+from shoal.environments.graders.protocol import Grader
+from shoal.errors import EnvironmentSetupError
+
+
+def _exact() -> Grader:
+    from shoal.environments.graders.exact import ExactGrader
+
+    return ExactGrader()
+
+
+def _mathematics() -> Grader:
+    from shoal.environments.graders.mathematics import MathematicsGrader
+
+    return MathematicsGrader()
+
+
+def _choice() -> Grader:
+    from shoal.environments.graders.choice import ChoiceGrader
+
+    return ChoiceGrader()
+
+
+def _instructions() -> Grader:
+    from shoal.environments.graders.instructions import InstructionsGrader
+
+    return InstructionsGrader()
+
+
+def _code() -> Grader:
+    from shoal.environments.graders.code import CodeGrader
+
+    return CodeGrader()
+
+
+GRADERS: dict[str, Callable[[], Grader]] = {
+    "code": _code,
+    "exact": _exact,
+    "mathematics": _mathematics,
+    "choice": _choice,
+    "instructions": _instructions,
+}
+
+TASK_TYPES = {"verifiable_math": "mathematics", "prime_rl_code": "code"}
+"""What the described data set calls its kinds of tasks."""
+
+
+def grader(name: str) -> Grader:
+    """The grader of that name, or of that task type."""
+    known = TASK_TYPES.get(name, name)
+    if known not in GRADERS:
+        close = get_close_matches(known, [*GRADERS, *TASK_TYPES], n=1)
+        meant = f" (did you mean {close[0]!r}?)" if close else ""
+        raise EnvironmentSetupError(f"there is no grader {name!r}{meant}; there are {', '.join(sorted(GRADERS))}")
+    return GRADERS[known]()

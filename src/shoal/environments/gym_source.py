@@ -1,0 +1,378 @@
+"""One generator of reasoning-gym, made safe to train on: its tasks by number, and its own scoring.
+
+Its library is made for scripts, and three things in it are no good here. Some scorers evaluate the answer as Python
+(`eval`, sympy's parser): here they get readers that take literals and arithmetic and nothing else. Some generators draw
+from global random numbers, or from sets in whatever order: here they have numbers and orders of their own. Some scorers
+are satisfied by one answer to everything ("nan", "0", "6+6+6+6"): here a full score must also pass `CONDITIONS`. Only
+the version that this was checked against is used.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import datetime
+import enum
+import importlib
+import importlib.metadata
+import importlib.util
+import json
+import math
+import random
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from difflib import get_close_matches
+from fractions import Fraction
+from types import ModuleType
+from typing import Any
+
+from shoal.environments.arithmetic_text import checked_expression, checked_for_simplifying
+from shoal.errors import EnvironmentSetupError, ScoringFailure
+
+VERSION = "0.1.25"
+INSTALL = "pip install 'shoal[gym]'"
+SOLVER = "pycosat"
+REFUSED = {
+    "composite": "it is a mixture of others: use environment.options.mix",
+    "codeio": "it runs stored programs whose output differs from process to process, so that hub and validator would "
+    "disagree about its tasks",
+}
+BY_ITS_OWN_SEED = {"acre": 5, "gsm_symbolic": 1, "list_functions": 1, "word_ladder": 1}
+"""Generators that list their tasks in advance: each task comes from a listing of this many, with a seed of its own."""
+EXAMPLES = ("possible_answer", "example_answer", "example_correct_answer")
+"""Where an entry keeps an answer, if it has many right ones and names none."""
+MOST_ANSWER_CHARACTERS = 100_000
+UNREADABLE = (
+    ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, SyntaxError, TypeError, ValueError,
+)  # fmt: skip
+"""What a scorer raises at an answer that is not of the form it reads. Anything else is the machine's, or its own."""
+
+_lock = threading.RLock()
+
+
+class Generator:
+    """A generator with its settings. `entry(number)` is the same everywhere and always for the same number.
+
+    >>> Generator("chain_sum", {"min_terms": 2}).entry(7)["question"]                     # doctest: +SKIP
+    'State the final answer to the following arithmetic problem: 36 + 1 ='
+    """
+
+    def __init__(self, name: str, settings: Mapping[str, Any], level: int | None = None) -> None:
+        factory = _library().factory
+        refused = _refused()
+        if name in refused:
+            raise EnvironmentSetupError(f"reasoning-gym's {name} cannot be used here: {refused[name]}")
+        known = generator_names()
+        if name not in known:
+            raise EnvironmentSetupError(
+                f"reasoning-gym has no generator {name!r}{_meant(name, known)}; it has {len(known)}, which its own "
+                "documentation shows (python -c 'import reasoning_gym.factory as f; print(sorted(f.DATASETS))')"
+            )
+        self.name = name
+        self._class, config = factory.DATASETS[name]
+        self._make = _maker(name, config, settings, level)
+        self._listed = BY_ITS_OWN_SEED.get(name)
+        self._first = self._dataset(1, self._listed or 1)
+
+    def entry(self, number: int) -> dict[str, Any]:
+        """The task of a number in [0, 2**31), as reasoning-gym describes it: `question`, `answer`, `metadata`."""
+        with _lock:
+            _reseed(number)
+            try:
+                if self._listed is None:
+                    found = self._first[number]
+                else:
+                    found = self._dataset(number, self._listed)[number % self._listed]
+            except Exception as error:  # a generator may raise anything for settings that it does not like
+                raise EnvironmentSetupError(
+                    f"reasoning-gym's {self.name} makes no task of these settings: {type(error).__name__}: {error}"
+                ) from error
+        return dict(found)
+
+    def score(self, entry: Mapping[str, Any], answer: str) -> tuple[float, str]:
+        """What the generator gives for an answer, within [0, 1], and a note if its scorer could not read it.
+
+        A scorer that fails for another reason is a `ScoringFailure`; that memory does not suffice is for its caller.
+        """
+        if len(answer) > MOST_ANSWER_CHARACTERS:
+            return 0.0, "the answer is too long"
+        try:
+            value = float(self._first.score_answer(answer, dict(entry)))
+            if value > 0 and not CONDITIONS.get(self.name, _always)(answer, entry):
+                return 0.0, "the generator's scorer would take this for an answer to any of its tasks"
+        except UNREADABLE as error:
+            self._refuse_if_broken(entry)
+            return 0.0, f"the scorer could not read the answer: {type(error).__name__}"
+        except MemoryError:
+            raise
+        except Exception as error:
+            raise self._failure(error) from error
+        return (min(1.0, max(0.0, value)), "") if math.isfinite(value) else (0.0, "the scorer gave no number")
+
+    def _refuse_if_broken(self, entry: Mapping[str, Any]) -> None:
+        """What fails on the task's own answer, too, is no fault of the answer that was given."""
+        gold = example_answer(entry)
+        try:
+            _ = self._first.score_answer(gold, dict(entry)) if gold else None
+        except MemoryError:
+            raise
+        except Exception as error:
+            raise self._failure(error) from error
+
+    def _failure(self, error: Exception) -> ScoringFailure:
+        return ScoringFailure(f"the scorer of reasoning-gym's {self.name} failed: {type(error).__name__}: {error}")
+
+    def _dataset(self, seed: int, size: int) -> Any:
+        with _lock:
+            _reseed(seed)
+            try:
+                return self._class(self._make(seed, size))
+            except Exception as error:  # assertions, type errors, … of the generator's own checks
+                raise EnvironmentSetupError(
+                    f"reasoning-gym's {self.name} does not take its settings: {str(error) or type(error).__name__}"
+                ) from error
+
+
+def generator_names() -> list[str]:
+    """Every generator that can be used."""
+    return sorted(set(_library().factory.DATASETS) - _refused().keys())
+
+
+def _refused() -> dict[str, str]:
+    """The generators that cannot be used, each with the reason."""
+    if importlib.util.find_spec(SOLVER) is not None:
+        return REFUSED
+    return {**REFUSED, "zebra_puzzles": f"it needs {SOLVER}, which is not installed (it takes a C compiler)"}
+
+
+def example_answer(entry: Mapping[str, Any]) -> str:
+    """A right answer of an entry; empty if the generator knows none."""
+    if entry["answer"] is not None:
+        return str(entry["answer"])
+    found = next((entry["metadata"][key] for key in EXAMPLES if entry["metadata"].get(key)), "")
+    if isinstance(found, Mapping | list):
+        return json.dumps(found)
+    return str(found)
+
+
+# ── what some scorers forget ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def _always(_answer: str, _entry: Mapping[str, Any]) -> bool:
+    return True
+
+
+def _the_very_answer(answer: str, entry: Mapping[str, Any]) -> bool:
+    return bool(answer == str(entry["answer"]).strip())
+
+
+def _near(answer: str, entry: Mapping[str, Any]) -> bool:
+    return abs(float(Fraction(answer.replace(",", ""))) - float(Fraction(entry["answer"]))) <= 1e-4
+
+
+def _finite(answer: str, _entry: Mapping[str, Any]) -> bool:
+    return not re.search("nan|inf", answer, re.IGNORECASE)
+
+
+def _the_given_numbers(answer: str, entry: Mapping[str, Any]) -> bool:
+    used = [int(number) for number in re.findall(r"\b\d+\b", answer)]
+    return sorted(used) == sorted(entry["metadata"]["numbers"])
+
+
+def _the_right_sign(answer: str, entry: Mapping[str, Any]) -> bool:
+    return str(entry["answer"]).startswith("-") or not re.match(r"\s*[-\u2212]", answer)
+
+
+CONDITIONS: dict[str, Callable[[str, Mapping[str, Any]], bool]] = {
+    "game_of_life_halting": _the_very_answer,  # its scorer asks whether there is an answer
+    "coin_flip": _near,  # its scorer takes "0" for the beginning of every probability
+    "complex_arithmetic": _finite,  # its scorer finds nan close to everything
+    "puzzle24": _the_given_numbers,  # its scorer takes any four numbers
+    "gsm_symbolic": _the_right_sign,  # its scorer reads -120 as 120
+}
+
+
+# ── settings ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _maker(
+    name: str, config: type[Any], settings: Mapping[str, Any], level: int | None
+) -> Callable[[int, int], object]:
+    """A function of seed and size that makes the generator's configuration."""
+    fields = {field.name: field for field in dataclasses.fields(config)}
+    for key in settings:
+        if key not in fields or key in ("seed", "size"):
+            allowed = [field for field in fields if field not in ("seed", "size")]
+            raise EnvironmentSetupError(
+                f"reasoning-gym's {name} has no setting {key!r}{_meant(key, allowed)}; it has {', '.join(allowed)}"
+            )
+    values = _levelled(name, level) | {key: _fitted(name, fields[key], value) for key, value in settings.items()}
+    return lambda seed, size: config(**{**values, "seed": seed, "size": size})
+
+
+def _levelled(name: str, level: int | None) -> dict[str, Any]:
+    """The settings that the generator's own curriculum has for a level; a level beyond its last is its last."""
+    if level is None:
+        return {}
+    factory = _library().factory
+    if not factory.has_curriculum(name):
+        raise EnvironmentSetupError(f"reasoning-gym's {name} has no curriculum, so it has no level; use its settings")
+    curriculum = factory.create_curriculum(name)
+    curriculum.set_global_level(level)
+    chosen = curriculum.generate_configuration()
+    return {key: getattr(chosen, key) for key in (field.name for field in dataclasses.fields(chosen))}
+
+
+def _fitted(name: str, field: dataclasses.Field[Any], value: Any) -> Any:
+    """A setting as the generator's configuration wants it; a recipe has no tuples, dates in words, no classes."""
+    default = field.default
+    if default is dataclasses.MISSING and field.default_factory is not dataclasses.MISSING:
+        default = field.default_factory()
+    if isinstance(default, bool | int | float) and not isinstance(value, bool | int | float):
+        wanted = {bool: "true or false", int: "a whole number"}.get(type(default), "a number")
+        raise EnvironmentSetupError(f"reasoning-gym's {name}: {field.name} must be {wanted}, not {value!r}")
+    if isinstance(default, tuple) and isinstance(value, list):
+        return tuple(value)
+    if isinstance(value, str) and isinstance(default, datetime.date | datetime.time | enum.Enum):
+        kind = type(default)
+        return kind(value) if issubclass(kind, enum.Enum) else kind.fromisoformat(value)
+    if isinstance(value, Mapping) and dataclasses.is_dataclass(default) and not isinstance(default, type):
+        return dataclasses.replace(default, **value)
+    return value
+
+
+def _meant(word: str, known: list[str]) -> str:
+    close = get_close_matches(word, known, n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+# ── the library, with its traps taken out ────────────────────────────────────────────────────────────────────────
+
+
+class _Instead:
+    """A module with a few of its names replaced."""
+
+    def __init__(self, module: Any, **names: Any) -> None:
+        self._module = module
+        self.__dict__.update(names)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+class _OrderedSet(set[Any]):
+    """A set that is gone through in one order, whatever the process's hash seed."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(sorted(super().__iter__()))
+
+
+class _OrderedFrozenset(frozenset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(sorted(super().__iter__()))
+
+
+def _sorted_list(items: Iterable[Any] = ()) -> list[Any]:
+    return sorted(items, key=str)
+
+
+_own_random = random.Random(0)
+
+
+def _reseed(number: int) -> None:
+    """Start the numbers of `list_functions` anew; `pool_matrix` starts its own."""
+    _own_random.seed(number)
+
+
+def _library() -> ModuleType:
+    """reasoning_gym, loaded and mended on first use."""
+    try:
+        library = _imported()
+    except ImportError as error:
+        raise EnvironmentSetupError(
+            f"the environment reasoning-gym needs a package that is not installed ({error.name}): {INSTALL}"
+        ) from error
+    with _lock:
+        if not getattr(library, "_mended_by_shoal", False):
+            installed = importlib.metadata.version("reasoning-gym")
+            if installed != VERSION:
+                raise EnvironmentSetupError(
+                    f"reasoning-gym {installed} is installed, and only {VERSION} was checked for what its scorers do "
+                    f"with an answer: pip install reasoning-gym=={VERSION}"
+                )
+            _mend()
+            library._mended_by_shoal = True  # type: ignore[attr-defined]
+    return library
+
+
+def _imported() -> ModuleType:
+    """The library, whether or not the one package is there that has to be compiled: one generator of a hundred uses it,
+    and the library cannot be imported without."""
+    if importlib.util.find_spec(SOLVER) is not None:
+        return importlib.import_module("reasoning_gym")
+    sys.modules[SOLVER] = ModuleType(SOLVER)
+    try:
+        return importlib.import_module("reasoning_gym")
+    finally:
+        del sys.modules[SOLVER]
+
+
+EVALUATORS = (
+    "algorithmic.binary_matrix", "algorithmic.spiral_matrix", "algorithmic.string_insertion", "games.n_queens",
+)  # fmt: skip
+"""Modules whose scorer calls `eval` on the answer."""
+PARSERS = {
+    "games.puzzle24": "parse_expr",
+    "games.countdown": "parse_expr",
+    "algebra.polynomial_multiplication": "sp",
+    "algebra.simple_integration": "sympy",
+    "algebra.intermediate_integration": "sympy",
+}
+"""Modules whose scorer gives the answer to sympy's parser, which evaluates it; and by which name they call it."""
+SIMPLIFIERS = ("algebra.simple_integration", "algebra.intermediate_integration")
+"""Those of them that simplify it too."""
+LISTERS_OF_SETS = (
+    "algorithmic.isomorphic_strings", "algorithmic.ransom_note", "algebra.polynomial_multiplication",
+)  # fmt: skip
+"""Modules that draw from a set of texts in the order in which it happens to be, which differs between processes."""
+PRINTERS = (
+    "code.contrib.bfit.Compiler.Optimizer", "code.contrib.bfit.Compiler.FunctionCompiler",
+    "games.tower_of_hanoi",
+)  # fmt: skip
+"""Modules that write to the terminal."""
+
+
+def _mend() -> None:
+    import numpy as np
+
+    for name in EVALUATORS:
+        vars(_module(name))["eval"] = ast.literal_eval
+    for name, called in PARSERS.items():
+        module = _module(name)
+        original = getattr(module, called)
+        check = checked_for_simplifying if name in SIMPLIFIERS else checked_expression
+        if called == "parse_expr":
+            module.parse_expr = _guarded(original, check)  # type: ignore[attr-defined]
+        else:
+            setattr(module, called, _Instead(original, parse_expr=_guarded(original.parse_expr, check)))
+    for name in PRINTERS:
+        vars(_module(name))["print"] = lambda *_words, **_options: None
+    for name in LISTERS_OF_SETS:
+        vars(_module(name))["list"] = _sorted_list
+    vars(_module("games.knight_swap"))["frozenset"] = _OrderedFrozenset
+    vars(_module("algorithmic.word_ladder"))["set"] = _OrderedSet
+    _module("induction.list_functions.generators").random = _own_random  # type: ignore[attr-defined]
+    _module("algorithmic.pool_matrix").np = _Instead(np, random=np.random.RandomState(0))  # type: ignore[attr-defined]
+
+
+def _module(name: str) -> ModuleType:
+    return importlib.import_module(f"reasoning_gym.{name}")
+
+
+def _guarded(parse: Callable[..., Any], check: Callable[[str], str]) -> Callable[..., Any]:
+    def parse_checked(text: str, *rest: Any, **options: Any) -> Any:
+        return parse(check(text), *rest, **options)
+
+    return parse_checked

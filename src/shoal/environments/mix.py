@@ -1,0 +1,241 @@
+"""A weighted mixture of environments: one sequence of tasks, in which every part has its share.
+
+    position ─► `Schedule` ─► part, nth task of it ─► a permutation of the part's tasks, another one in each pass
+
+A part that is small comes round again, another order each time, when the others are still on their first pass. Tasks
+are called `label:id`, and scores carry the label among their parts. What one part holds out, none trains on (`aside`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, overload
+
+from shoal.environments.aside import Aside, task_digest
+from shoal.environments.composed import Composed
+from shoal.environments.dialogue import DialogueEnvironment, DialogueRule
+from shoal.environments.parts import is_reserved, reserved_names
+from shoal.environments.protocol import Environment, ObjectingEnvironment, Score, Split, Task, require_scoring
+from shoal.environments.schedule import Schedule, permute
+from shoal.environments.settings import EnvironmentSettings, Ingredient, MixPart
+from shoal.errors import EnvironmentSetupError, UnusableTask
+
+LONGEST = 10**12
+"""Positions of a mixture at most, however rare a part is: no run is that long."""
+PASSED_OVER = 256
+"""Tasks of a generating part that are looked at for one that nobody holds out."""
+
+
+@dataclass(frozen=True)
+class Part:
+    label: str
+    weight: float
+    environment: Environment
+
+
+class MixedEnvironment:
+    """Implements `Environment`, and hands on what its parts can do beyond that.
+
+    The train split has `train_size` positions; if that is None, as many as it takes until every part has had a turn for
+    each of its tasks. The held-out split has each part in proportion, no task twice, and `held_out_size` tasks at most:
+    as many as the part that has the fewest allows. `aside` is what the parts keep out of each other's training.
+    """
+
+    name: ClassVar[str] = "mix"
+    version: ClassVar[int] = 1
+
+    def __init__(self, parts: Sequence[Part], train_size: int | None, held_out_size: int) -> None:
+        self.parts = tuple(parts)
+        self._by_label = {part.label: part for part in self.parts}
+        self.aside = Aside({part.label: part.environment for part in self.parts})
+        positions = _one_pass(self.parts) if train_size is None else train_size
+        self._tasks: dict[Split, Sequence[Task]] = {
+            "train": MixedTasks(self.parts, "train", positions, self.aside),
+            "held_out": _held_out(self.parts, held_out_size, self.aside),
+        }
+        content = [[part.label, part.weight, part.environment.digest] for part in self.parts]
+        self.digest = _hash("shoal/mix/v1", [content, positions, held_out_size])
+        data = [[part.label, getattr(part.environment, "data_digest", "")] for part in self.parts]
+        self.data_digest = _hash("shoal/mix/data/v1", data) if any(digest for _label, digest in data) else ""
+
+    def tasks(self, split: Split) -> Sequence[Task]:
+        return self._tasks[split]
+
+    def task(self, task_id: str) -> Task:
+        part, inner = self._part(task_id)
+        return _labelled(part, part.environment.task(inner))
+
+    def score(self, task: Task, completion: str) -> Score:
+        part, inner = self._part(task.id)
+        score = part.environment.score(replace(task, id=inner), completion)
+        return replace(score, parts={**score.parts, part.label: score.value})
+
+    def prepare(self) -> None:
+        for part in self.parts:
+            require_scoring(part.environment)
+
+    def objection(self, task: Task, completion: str) -> str:
+        part, inner = self._part(task.id)
+        if isinstance(part.environment, ObjectingEnvironment):
+            return part.environment.objection(replace(task, id=inner), completion)
+        return ""
+
+    def dialogue(self, task: Task) -> DialogueRule | None:
+        part, inner = self._part(task.id)
+        if isinstance(part.environment, DialogueEnvironment):
+            return part.environment.dialogue(replace(task, id=inner))
+        return None
+
+    def _part(self, task_id: str) -> tuple[Part, str]:
+        label, _, inner = task_id.partition(":")
+        if label not in self._by_label:
+            raise EnvironmentSetupError(f"the mixture has no task {task_id!r:.200}")
+        return self._by_label[label], inner
+
+
+class MixedTasks(Sequence[Task]):
+    """One split of a mixture; a position is found when it is asked for."""
+
+    def __init__(self, parts: Sequence[Part], split: Split, size: int, aside: Aside) -> None:
+        self._parts = [(part, part.environment.tasks(split)) for part in parts]
+        self._schedule = Schedule([part.weight for part in parts])
+        self._split = split
+        self._aside = aside
+        self._size = size
+
+    def __len__(self) -> int:
+        return self._size
+
+    @overload
+    def __getitem__(self, index: int) -> Task: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Task]: ...
+    def __getitem__(self, index: int | slice) -> Task | Sequence[Task]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(self._size))]
+        turn = self._schedule.turn(range(self._size)[index])
+        part, tasks = self._parts[turn.part]
+        find = self._train if self._split == "train" else self._held_out
+        return _labelled(part, find(part, tasks, turn.nth))
+
+    def __iter__(self) -> Iterator[Task]:
+        return (self[index] for index in range(self._size))
+
+    def _train(self, part: Part, tasks: Sequence[Task], nth: int) -> Task:
+        """The nth task of a part to train on: past those whose question a part holds out."""
+        skipped = self._aside.skipped(part.label)
+        size = len(tasks) - len(skipped)
+        if not size:
+            raise EnvironmentSetupError(
+                f"environment.mix, part {part.label!r} has no task to train on: other parts hold all its questions out"
+            )
+        index = _past(self._shuffled(part, size, nth), skipped)
+        if not self._aside.generates(part.label):
+            return tasks[index]
+        for step in range(PASSED_OVER):
+            task = tasks[(index + step) % size]
+            if task_digest(task) not in self._aside.held_out:
+                return task
+        raise UnusableTask(f"{PASSED_OVER} tasks of part {part.label!r} in a row are held out by other parts")
+
+    def _held_out(self, part: Part, tasks: Sequence[Task], nth: int) -> Task:
+        task = tasks[self._shuffled(part, len(tasks), nth)]
+        if self._aside.generates(part.label) and self._aside.is_trained(task):
+            raise UnusableTask(
+                f"its question is in the training of another part (held-out task {task.id} of part {part.label!r})"
+            )
+        return task
+
+    def _shuffled(self, part: Part, size: int, nth: int) -> int:
+        once, position = divmod(nth, size)
+        return permute(position, size, f"{part.label}/{self._split}/{once}")
+
+
+def mixed(settings: EnvironmentSettings, build: Callable[[Ingredient], Environment]) -> MixedEnvironment:
+    """The mixture that the settings describe; what is wrong with a part names the part."""
+    if settings.file or settings.data or settings.options:
+        raise EnvironmentSetupError(
+            "environment.mix takes the place of name, file, data and options: give those to its parts"
+        )
+    parts = []
+    for label, given in zip(_labels(settings.mix), settings.mix, strict=True):
+        try:
+            environment = build(given)
+        except EnvironmentSetupError as error:
+            raise EnvironmentSetupError(f"environment.mix, part {label!r}: {error}") from error
+        if not len(environment.tasks("train")):
+            raise EnvironmentSetupError(f"environment.mix, part {label!r} has no task to train on")
+        parts.append(Part(label, given.weight, environment))
+    return MixedEnvironment(parts, settings.train_size, settings.held_out_size)
+
+
+def _labels(parts: Sequence[MixPart]) -> list[str]:
+    """A label for each part: its own, or else its name, numbered if another has it already."""
+    given = [part.label for part in parts if part.label]
+    if len(given) != len(set(given)):
+        raise EnvironmentSetupError("two parts of environment.mix have the same label; give them different ones")
+    found: list[str] = []
+    for part in parts:
+        name = re.sub(r"[^a-z0-9_.\-]", "-", part.file.stem.lower() if part.file else part.name.lower())
+        names = (name, *(f"{name}-{number}" for number in range(2, len(parts) + 2)))
+        found.append(part.label or next(one for one in names if one not in found and one not in given))
+    for label in filter(is_reserved, found):
+        raise EnvironmentSetupError(
+            f"environment.mix, part {label!r}: {reserved_names()} mean something else in scores; give it another label"
+        )
+    return found
+
+
+def part_of(environment: Environment, task_id: str) -> str:
+    """The label of the part of a mixture that a task is of; empty if the environment is no mixture."""
+    inner = environment.inner if isinstance(environment, Composed) else environment
+    return task_id.partition(":")[0] if isinstance(inner, MixedEnvironment) else ""
+
+
+def _one_pass(parts: Sequence[Part]) -> int:
+    """The fewest positions in which every part has as many turns as it has tasks, up to `LONGEST`."""
+    schedule = Schedule([part.weight for part in parts])
+    sizes = [len(part.environment.tasks("train")) for part in parts]
+    low, high = sum(sizes), LONGEST
+    while low < high:
+        middle = (low + high) // 2
+        enough = all(count >= size for count, size in zip(schedule.counts(middle), sizes, strict=True))
+        low, high = (low, middle) if enough else (middle + 1, high)
+    return low
+
+
+def _past(nth: int, skipped: Sequence[int]) -> int:
+    """The nth number that is not among `skipped`, which ascend.
+
+    >>> [_past(nth, [1, 2, 4]) for nth in range(3)]
+    [0, 3, 5]
+    """
+    return nth + bisect_right(range(len(skipped)), nth, key=lambda before: skipped[before] - before)
+
+
+def _held_out(parts: Sequence[Part], wanted: int, aside: Aside) -> MixedTasks:
+    """As many tasks as no part must repeat itself for. Parts that hold nothing out are left out."""
+    holding = [part for part in parts if len(part.environment.tasks("held_out"))]
+    if not holding:
+        return MixedTasks(parts, "held_out", 0, aside)
+    schedule = Schedule([part.weight for part in holding])
+    sizes = [len(part.environment.tasks("held_out")) for part in holding]
+    low, high = 0, wanted
+    while low < high:  # the largest number of positions for which nobody has to give more than there is
+        middle = (low + high + 1) // 2
+        fits = all(count <= size for count, size in zip(schedule.counts(middle), sizes, strict=True))
+        low, high = (middle, high) if fits else (low, middle - 1)
+    return MixedTasks(holding, "held_out", low, aside)
+
+
+def _labelled(part: Part, task: Task) -> Task:
+    return replace(task, id=f"{part.label}:{task.id}")
+
+
+def _hash(label: str, content: object) -> str:
+    return hashlib.sha256(f"{label}\n{json.dumps(content)}".encode()).hexdigest()

@@ -1,0 +1,280 @@
+"""What runs inside the sandbox, as its first process: one fork per test. Stands alone: the standard library, no shoal.
+
+    python -c RUNNER CONTROL FILTER UID MEMORY THREADS MODULES
+
+Over the socket CONTROL comes the program: eight bytes of length, then its text. The answer is one byte: ready. Then,
+test by test, one message: S (standard input) or C (a call), the processor seconds, and the descriptors of the program's
+input, output, errors and, for a call, result. The answer is the status that the kernel gave and the microseconds of
+processor time, eight bytes each. While a test runs, any byte is the question how long it has waited for a processor.
+In small letters, s or c, it is a program that does nothing instead: what a test costs that is not the program's doing.
+
+This process never holds what a test is given or what came of it, so the next test, forked from it, cannot find it. It
+is the first of its process namespace: no signal of a program reaches it, and when it ends everything in there ends.
+"""
+
+from __future__ import annotations
+
+import _signal  # type: ignore[import-not-found]  # signal itself takes long to load
+import _socket
+import _thread
+import builtins
+import ctypes
+import gc
+import os
+import resource
+import select
+import sys
+
+TYPE_CHECKING = False  # as typing says it, which takes long to load
+if TYPE_CHECKING:
+    from typing import Any
+
+SEALED = 3
+"""The first descriptor that a program is not given; a call has one more, for what it returned."""
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
+KILL, FILTER_MODE = 9, 2
+MEGABYTE = 1 << 20
+INT_BYTES = 4
+ASKED = b"\xff" * 8
+"""In place of a status: what follows is the answer to a question."""
+NOTHING = b"def nothing(): pass"
+# What LeetCode's programs take for granted: they are written against these names.
+PRELUDE = """
+from typing import *
+import bisect, collections, functools, heapq, itertools, math, operator, random, re, string
+from bisect import bisect_left, bisect_right, insort
+from collections import Counter, OrderedDict, defaultdict, deque
+from functools import cache, cmp_to_key, lru_cache, reduce
+from heapq import heapify, heappop, heappush
+from itertools import accumulate, combinations, permutations, product
+from math import ceil, floor, gcd, inf, sqrt
+"""
+
+
+def main() -> None:
+    control, filter_, uid, memory, threads, modules = sys.argv[1:]
+    os.dup2(int(control), SEALED)
+    os.closerange(SEALED + 1, int(control) + 1)
+    channel = _socket.socket(fileno=SEALED)
+    libc = ctypes.CDLL(None, use_errno=True)
+    confine(libc, int(uid))
+    instructions = bytes.fromhex(filter_)
+    program = Filter(len(instructions) // 8, instructions)
+    code = received(channel)
+    for name in filter(None, modules.split(",")):
+        __import__(name)
+    # whatever whoever started this does with signals
+    _signal.pthread_sigmask(_signal.SIG_SETMASK, ())
+    _signal.signal(_signal.SIGXCPU, _signal.SIG_DFL)
+    # the limit of the stack is the first thread's; more of them must fit into the memory
+    _thread.stack_size(8 * MEGABYTE)
+    gc.freeze()
+    channel.sendall(b"R")
+    # also of what is written to: whoever started this may have a limit of its own for that
+    limits = {kind: int(memory) for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA)}
+    limits[resource.RLIMIT_NPROC] = int(threads) + 2
+    while True:
+        message, given = next_test(channel)
+        if not message:
+            return
+        child = os.fork()
+        if child == 0:
+            try:
+                take(given)
+                forbid(libc, program, {**limits, resource.RLIMIT_CPU: message[1] + 1})
+            except BaseException:  # noqa: BLE001
+                os.kill(os.getpid(), KILL)  # no fault of the program: it must not look like one
+            kind = message[:1]
+            run(code if kind.isupper() else NOTHING, called=kind.upper() == b"C")
+        for descriptor in given:
+            os.close(descriptor)
+        until_ended(child, channel)
+        _, status, usage = os.wait4(child, 0)
+        used = int((usage.ru_utime + usage.ru_stime) * 1e6)
+        channel.sendall(status.to_bytes(8, "little") + used.to_bytes(8, "little"))
+
+
+def confine(libc: ctypes.CDLL, uid: int) -> None:
+    """Becomes nobody, if it was root; not to be looked into; ends when what started it ends."""
+    if uid:
+        os.setgroups([])
+        os.setresgid(uid, uid, uid)
+        os.setresuid(uid, uid, uid)
+    for option, value in ((PR_SET_DUMPABLE, 0), (PR_SET_PDEATHSIG, KILL), (PR_SET_NO_NEW_PRIVS, 1)):
+        if libc.prctl(option, *map(ctypes.c_ulong, (value, 0, 0, 0))):
+            raise OSError(ctypes.get_errno(), f"prctl {option}")
+
+
+def received(channel: _socket.socket) -> bytes:
+    """The program's text."""
+    size = int.from_bytes(exactly(channel, 8), "little")
+    return exactly(channel, size)
+
+
+def exactly(channel: _socket.socket, size: int) -> bytes:
+    parts = bytearray()
+    while len(parts) < size:
+        part = channel.recv(min(size - len(parts), MEGABYTE))
+        if not part:
+            raise SystemExit(0)
+        parts += part
+    return bytes(parts)
+
+
+def next_test(channel: _socket.socket) -> tuple[bytes, list[int]]:
+    """The message, and the descriptors that came with it; an empty message when there are no more tests."""
+    message, ancillary, _flags, _address = channel.recvmsg(2, _socket.CMSG_SPACE(4 * INT_BYTES))
+    data = b"".join(part for _level, _type, part in ancillary)
+    starts = range(0, len(data), INT_BYTES)
+    return message, [int.from_bytes(data[start : start + INT_BYTES], sys.byteorder) for start in starts]
+
+
+def until_ended(child: int, channel: _socket.socket) -> None:
+    """Waits for the program; ends everything if whoever started us has gone or wants no more.
+
+    Asked meanwhile, by any byte, it says how long the program has been waiting for a processor.
+    """
+    watched = os.pidfd_open(child)
+    poll = select.poll()
+    poll.register(watched, select.POLLIN)
+    poll.register(channel, select.POLLIN)
+    while watched not in dict(poll.poll()):
+        if not channel.recv(1):
+            os._exit(0)
+        channel.sendall(ASKED + waited_us(child).to_bytes(8, "little"))
+    os.close(watched)
+
+
+def waited_us(child: int) -> int:
+    """For how long the program was ready to run and did not; 0 where the kernel does not say."""
+    try:
+        with open(f"/proc/{child}/schedstat", "rb") as file:  # noqa: PTH123
+            return int(file.read().split()[1]) // 1000
+    except (OSError, IndexError, ValueError):
+        return 0
+
+
+def take(given: list[int]) -> None:
+    """The test's descriptors become 0, 1, 2 (and 3); everything else is closed, the socket first of all."""
+    # Copied out of the way first: a descriptor that came as 3 would otherwise be overwritten before it is used.
+    spare = [os.dup(descriptor) for descriptor in given]
+    for number, descriptor in enumerate(spare):
+        os.dup2(descriptor, number)
+    os.closerange(len(given), 256)
+
+
+class Filter(ctypes.Structure):
+    """How the kernel wants a filter to be given: the number of its instructions, and where they are."""
+
+    _fields_ = (("count", ctypes.c_ushort), ("first", ctypes.c_char_p))
+
+
+def forbid(libc: ctypes.CDLL, program: Filter, limits: dict[int, int]) -> None:
+    """Limits, then the filter of system calls: from here on there is no way back."""
+    fixed = {
+        resource.RLIMIT_FSIZE: 0,
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_NOFILE: 64,
+        resource.RLIMIT_MEMLOCK: 0,
+        resource.RLIMIT_MSGQUEUE: 0,
+    }
+    for kind, value in (fixed | limits).items():
+        hard = resource.getrlimit(kind)[1]
+        bound = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        # Out of time, it gets a signal that nothing else sends; one that does not listen is killed a second later.
+        least = max(1, bound - 1) if kind == resource.RLIMIT_CPU else bound
+        resource.setrlimit(kind, (least, bound))
+    if libc.prctl(PR_SET_SECCOMP, ctypes.c_ulong(FILTER_MODE), ctypes.byref(program)):
+        raise OSError(ctypes.get_errno(), "seccomp")
+
+
+def run(code: bytes, *, called: bool) -> None:
+    """The program, as a script would run; ends this process."""
+    streams = (("stdin", "r"), ("stdout", "w"), ("stderr", "w"))
+    for number, (name, mode) in enumerate(streams):
+        stream = open(number, mode, encoding="utf-8", errors="surrogateescape", closefd=False)  # noqa: SIM115
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+    builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]
+    sys.argv = ["solution.py"]
+    status = 0
+    try:
+        if called:
+            call(code)
+        else:
+            main_module(code)
+    except SystemExit as end:
+        status = exit_status(end)
+    except BaseException:  # noqa: BLE001  (whatever a program raises is its end)
+        status = 1
+        sys.excepthook(*sys.exc_info())
+    finish(status)
+
+
+def main_module(code: bytes) -> dict[str, Any]:
+    """Runs the program as `__main__`; its names."""
+    module = type(sys)("__main__")
+    module.__dict__["__builtins__"] = builtins
+    sys.modules["__main__"] = module
+    exec(compile(code, "solution.py", "exec", dont_inherit=True), module.__dict__)
+    return module.__dict__
+
+
+def call(code: bytes) -> None:
+    """Calls a function of the program, or a method of its class Solution, and says what it returned, as JSON."""
+    import json
+
+    wanted = json.loads(sys.stdin.buffer.read())
+    os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
+    take_for_granted()
+    function = function_of(main_module(code), wanted["function"])
+    returned = json.dumps(function(*wanted["arguments"])).encode()
+    view = memoryview(returned)
+    while view:
+        view = view[os.write(SEALED, view) :]
+
+
+def take_for_granted() -> None:
+    """The names of PRELUDE, as builtins: among the program's own names they would pass for functions that it wrote."""
+    names: dict[str, Any] = {}
+    exec(PRELUDE, names)
+    del names["__builtins__"]
+    vars(builtins).update(names)
+
+
+def function_of(names: dict[str, Any], wanted: str) -> Any:
+    """The method of Solution first: beside it, a function of that name is often one that the program only imported."""
+    if wanted in names and not hasattr(names.get("Solution"), wanted):
+        return names[wanted]
+    return getattr(names["Solution"](), wanted)
+
+
+def exit_status(end: SystemExit) -> int:
+    """What a script would end with."""
+    if end.code is None:
+        return 0
+    if isinstance(end.code, int):
+        return end.code & 0xFF
+    print(end.code, file=sys.stderr)  # noqa: T201
+    return 1
+
+
+def finish(status: int) -> None:
+    """The end of a script, without taking the interpreter down: threads, exit functions, buffers."""
+    import atexit
+
+    try:
+        if "threading" in sys.modules:
+            sys.modules["threading"]._shutdown()
+        atexit._run_exitfuncs()
+        # as at the end of a script: a stream that the program has closed or taken away is no error
+        for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
+            if stream is not None and not getattr(stream, "closed", False):
+                stream.flush()
+    except BaseException:  # noqa: BLE001
+        status = status or 1
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""What a program in the sandbox sees: the command line of bubblewrap.
+
+    /usr/lib, /lib, /lib64      the C library, read only
+    the interpreter             its executable and its standard library, read only; installed packages are hidden
+    /dev                        null, zero, urandom, and the program's own input and output
+    /proc                       of the sandbox's own processes
+    nothing else                no writable place, no /etc, no home, no network, no environment
+
+Started by root, the sandbox is made with root's rights and the program runs as a user that nobody else is: limits do
+not bind root. Started by anybody else, it is made in a user namespace.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import sys
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from shoal.errors import EnvironmentSetupError
+
+INSTALL = "install bubblewrap (Debian, Ubuntu: apt install bubblewrap; Fedora: dnf install bubblewrap)"
+SYSTEM_LIBRARIES = ("/usr/lib", "/usr/lib32", "/usr/lib64", "/lib", "/lib32", "/lib64")
+DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
+STREAMS = {"/dev/fd": "", "/dev/stdin": "/0", "/dev/stdout": "/1", "/dev/stderr": "/2"}
+STACK_KB = 65_536
+"""A stack for deep recursion; it counts as memory once it is used."""
+SHELL = f'ulimit -c 0; ulimit -S -s {STACK_KB} 2>/dev/null; exec "$@"'
+
+ENVIRON = {
+    "PATH": "/nowhere",
+    "LC_ALL": "C.UTF-8",
+    "PYTHONHASHSEED": "0",  # sets have the same order for every validator
+    "MALLOC_ARENA_MAX": "1",  # or else each thread reserves address space, which is limited
+}
+# -S: no installed packages. Programs of old print numbers of more digits than is the rule today.
+PYTHON_OPTIONS = ("-s", "-S", "-B", "-X", "utf8", "-X", "int_max_str_digits=0")
+
+
+@dataclass(frozen=True)
+class Interpreter:
+    """The Python that programs run with: this one's, without its virtual environment."""
+
+    executable: Path
+    prefix: Path
+
+    @property
+    def library(self) -> Path:
+        return self.prefix / "lib"
+
+
+@cache
+def interpreter() -> Interpreter:
+    executable = Path(os.path.realpath(getattr(sys, "_base_executable", sys.executable)))
+    return Interpreter(executable, prefix=Path(os.path.realpath(sys.base_prefix)))
+
+
+def bubblewrap() -> str:
+    """Where bubblewrap is. Not there: a refusal that says how to get it."""
+    if not sys.platform.startswith("linux"):
+        raise EnvironmentSetupError(
+            f"programs cannot be run safely on {sys.platform}: the sandbox needs Linux;"
+            " score code on a Linux machine (a virtual machine will do)"
+        )
+    found = shutil.which("bwrap")
+    if found is None:
+        raise EnvironmentSetupError(f"programs cannot be run safely here: bwrap is not on the PATH; {INSTALL}")
+    return found
+
+
+def spare_uid() -> int:
+    """A user that nobody else is, for a sandbox that root starts; 0 if we are not root.
+
+    A fresh one for each sandbox: the kernel counts processes per user, and one program's threads must not be missing
+    from another's allowance.
+    """
+    if os.geteuid() != 0:
+        return 0
+    lines = Path("/proc/self/uid_map").read_text().splitlines()
+    first, _outside, count = max((list(map(int, line.split())) for line in lines), key=lambda row: row[0] + row[2])
+    last = min(first + count, 1 << 31) - 2
+    return last - secrets.randbelow(max(1, min((last - first) // 2, 1 << 24)))
+
+
+def command(inside: list[str], *, uid: int) -> list[str]:
+    """The whole command line; `inside` is what the interpreter is given. `uid` as `spare_uid` says."""
+    python = interpreter()
+    return [
+        *("/bin/sh", "-c", SHELL, "sandbox", bubblewrap()),
+        *("--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"),
+        *("--die-with-parent", "--new-session", "--as-pid-1", "--hostname", "sandbox", "--cap-drop", "ALL"),
+        *(_as_root() if uid else ("--unshare-user", "--uid", "65534", "--gid", "65534")),
+        *_files(python),
+        *("--proc", "/proc", "--remount-ro", "/proc"),
+        *_devices(),
+        *("--remount-ro", "/", "--chdir", "/", "--"),
+        *(str(python.executable), *PYTHON_OPTIONS, *inside),
+    ]
+
+
+def _as_root() -> tuple[str, ...]:
+    """What it takes to become somebody else inside, and no more; it is gone once that is done."""
+    return ("--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID")
+
+
+@cache
+def _files(python: Interpreter) -> tuple[str, ...]:
+    options = ["--perms", "0755", "--dir", "/usr"]
+    places = [path for path in SYSTEM_LIBRARIES if Path(path).is_dir()]
+    for path in places:
+        link = Path(path).is_symlink()
+        options += ["--symlink", str(Path(path).readlink()), path] if link else ["--ro-bind", path, path]
+    own = [str(path) for path in (python.library, python.executable) if str(path) not in places]
+    # Folders on the way may be private to whoever installed this Python (a home); in there they are empty but for this.
+    for folder in sorted({str(parent) for path in own for parent in Path(path).parents}, key=len)[1:]:
+        if folder not in ("/usr", *places):
+            options += ["--perms", "0755", "--dir", folder]
+    for path in own:
+        options += ["--ro-bind", path, path]
+    for path in _packages(python):
+        options += ["--tmpfs", path, "--remount-ro", path]
+    return tuple(options)
+
+
+def _packages(python: Interpreter) -> list[str]:
+    """Folders of installed packages: a program has the standard library only, the same for every validator."""
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    folders = [
+        base / name / packages
+        for base in {python.library, python.prefix / "lib64", Path("/usr/lib"), Path("/usr/lib64")}
+        for name in ("python3", version)
+        for packages in ("site-packages", "dist-packages")
+    ]
+    return sorted({os.path.realpath(folder) for folder in folders if folder.is_dir()})
+
+
+@cache
+def _devices() -> tuple[str, ...]:
+    options = ["--perms", "0755", "--dir", "/dev"]
+    for device in DEVICES:
+        options += ["--dev-bind", device, device]
+    for name, descriptor in STREAMS.items():
+        options += ["--symlink", f"/proc/self/fd{descriptor}", name]
+    return tuple(options)

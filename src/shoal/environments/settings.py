@@ -1,0 +1,155 @@
+"""The [environment] section of a recipe: which tasks, how they are asked, and how completions are scored."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class Table(BaseModel):
+    """Base of every table of the section: frozen, unknown names refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Ingredient(Table):
+    """Where tasks come from: a built-in environment by `name` with its `options`, or a Python `file` of your own."""
+
+    name: str = Field(default="sort", description="a built-in environment")
+    file: Path | None = Field(default=None, description="a Python file with tasks and score(), instead of a name")
+    data: Path | None = Field(
+        default=None, description="Parquet or JSON lines, a folder of them, or a saved Hugging Face data set"
+    )
+    options: dict[str, Any] = Field(
+        default_factory=dict, description="of the built-in environment; an unknown one is refused with the known ones"
+    )
+    train_size: int | None = Field(
+        default=None,
+        ge=1,
+        description="tasks that a generating environment trains on, 100,000 if unset; of a mixture: positions, if unset"
+        " as many as every task of every part needs to come",
+    )
+    held_out_size: int = Field(default=256, ge=1, description="tasks that are never trained on, for evaluation")
+
+
+class MixPart(Ingredient):
+    """One part of a mixture: tasks of it are drawn in proportion to its weight."""
+
+    label: str = Field(
+        default="", pattern=r"^[a-z0-9_.\-]{0,32}$", description="what its tasks are called; its name if empty"
+    )
+    weight: float = Field(default=1.0, gt=0, le=1e6, description="how often, relative to the other parts")
+
+
+class LengthSettings(Table):
+    """Length budgets: the hub draws a target for every unit, the prompt says it, and the reward holds it against l,
+    the tokens that were generated (without the end-of-sequence token).
+
+        exact   r_task − α·|target − l|
+        max     r_task · clip(α·(target − l) + δ, 0, 1)
+        clip    r_task if l ≤ target, else 0
+    """
+
+    targets: tuple[int, ...] = Field(
+        min_length=1, max_length=1024, description="lengths in tokens; one is drawn per unit"
+    )
+    form: Literal["exact", "max", "clip"] = Field(default="exact", description="how the target counts")
+    alpha: float = Field(default=0.0003, ge=0, le=1, description="what a token too many, or too few, costs")
+    delta: float = Field(default=0.5, ge=0, le=1, description="what hitting the target is worth in the form max")
+    text: str = Field(
+        default="Think for {target} tokens before giving a response.", description="added to the prompt, at its end"
+    )
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        if any(target < 1 for target in self.targets):
+            raise ValueError("targets must be positive")
+        if "{target}" not in self.text:
+            raise ValueError("text must say the target: put {target} where the number goes")
+        return self
+
+
+class PromptSettings(Table):
+    """How a task becomes a prompt of the model: its chat template, a system message, how its answer begins."""
+
+    chat: bool | None = Field(default=None, description="use the model's chat template; unset: if it has one")
+    system: str = Field(default="", description="the system message, where a task has none of its own")
+    thinking: str = Field(default="", description="what the model's answer begins with, e.g. <think>; given, not drawn")
+
+
+class JudgeSettings(Table):
+    """A further reward beside the task's: a sequence classifier that the validator runs, or a model behind an address.
+
+    What an address answers cannot be computed again by anybody else: verdicts mark it so.
+    """
+
+    label: str = Field(pattern=r"^[a-z0-9_.\-]{1,32}$", description="the part's name in the record")
+    kind: Literal["classifier", "openai"] = Field(description="a Hugging Face folder, or an OpenAI-compatible address")
+    weight: float = Field(default=1.0, ge=-1e3, le=1e3, description="added to the reward times this")
+    use: Literal["score", "rank"] = Field(
+        default="score", description="its number, or its rank within the group, 0 to 1"
+    )
+    path: Path | None = Field(default=None, description="folder of the classifier")
+    url: str = Field(default="", description="address of the judge, up to and including /v1")
+    model: str = Field(default="", description="name of the judge's model at that address")
+    prompt: str = Field(
+        default="", description="what the judge is asked; {prompt}, {completion} and {answer} are filled in"
+    )
+    timeout_s: float = Field(default=60.0, gt=0, le=3600, description="how long one answer of the judge may take")
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        if self.kind == "classifier" and self.path is None:
+            raise ValueError("a classifier needs path, the folder of its model")
+        if self.kind == "openai" and not (self.url and self.model):
+            raise ValueError("a judge needs url and model")
+        return self
+
+
+class PoolSettings(Table):
+    """Difficulty while training: tasks are drawn by how often they were solved of late."""
+
+    retire_after: int = Field(
+        default=2, ge=0, description="wholly solved groups in a row after which a task is retired; 0: never"
+    )
+    easy: float = Field(default=0.9, ge=0, le=1, description="pass rate from which on a task counts as easy")
+    hard: float = Field(default=0.05, ge=0, le=1, description="pass rate up to which a task counts as hard")
+    easy_share: float = Field(default=0.25, ge=0, le=1, description="how many of the drawn easy tasks are taken")
+    hard_share: float = Field(default=0.5, ge=0, le=1, description="how many of the drawn hard tasks are taken")
+
+
+class ScoringSettings(Table):
+    """Limits of scoring one completion, which happens in processes of its own."""
+
+    seconds: float = Field(default=10.0, gt=0, le=3600, description="processor time; what takes longer is worth 0")
+    memory_mb: int = Field(default=2048, ge=64, description="memory; what needs more is worth 0")
+    processes: int = Field(
+        default=0, ge=0, le=256, description="completions scored at the same time; 0: one per core, 8 at most"
+    )
+
+
+class EnvironmentSettings(Ingredient):
+    """The [environment] section: one ingredient, or a `mix` of several; how they are asked and what else counts.
+
+    `shuffle_rewards` is the control experiment: the validator then permutes the rewards within each group, and a run
+    that still "improves" was not learning from them. It is no part of the environment's digest.
+    """
+
+    mix: tuple[MixPart, ...] = Field(default=(), description="several ingredients with weights, instead of one")
+    length: LengthSettings | None = Field(default=None, description="length budgets: targets, form, alpha, delta, text")
+    prompt: PromptSettings | None = Field(default=None, description="how a task is asked: chat, system, thinking")
+    judges: tuple[JudgeSettings, ...] = Field(default=(), description="reward models beside the task's own reward")
+    pools: PoolSettings | None = Field(default=None, description="difficulty by recent pass rate: retire_after, …")
+    scoring: ScoringSettings | None = Field(
+        default=None, description="limits of scoring: seconds, memory_mb, processes"
+    )
+    shuffle_rewards: bool = Field(default=False, description="the control: rewards permuted within each group")
+
+    @model_validator(mode="after")
+    def _told_apart(self) -> Self:
+        labels = [judge.label for judge in self.judges]
+        if len(set(labels)) < len(labels):
+            raise ValueError("two judges have the same label: their parts could not be told apart")
+        return self

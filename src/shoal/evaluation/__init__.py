@@ -1,0 +1,18 @@
+"""How good a model is: completions of held-out tasks, scored, with the uncertainty that belongs to every number.
+
+    plan        Plan: what is sampled, from which dice; tasks_of
+    subject     Subject, open_subject: the model in an engine, with its digest
+    drawing     Sampler: completions of tasks
+    measuring   Measurement: draw, score, write down, batch by batch
+    journal     Journal: results as they come, kept
+    records     TaskRecord, SampleRecord, and the Parquet file of them
+    summary     Tally: avg@k, pass@k and the rest, for programs and for people
+    statistics  intervals and tests: pure functions
+    evaluating  Evaluation, evaluate: one from beginning to end
+    comparing   compare: two evaluations of the same tasks
+    leaks       find_leaks: evaluated tasks that are in a training set
+    rates       Band, Rate: how often tasks are solved
+    filtering   the data set that a filter writes
+
+Importing it does not import torch.
+"""

@@ -1,0 +1,200 @@
+"""Two evaluations of the same tasks: is one model better, and how sure is that?
+
+Task by task: a difference of means says little while tasks differ more than models do, a difference on each task says
+much. Only tasks that both have, with the same prompt, are compared.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from shoal.errors import ConfigError
+from shoal.evaluation.records import Results, TaskResult
+from shoal.evaluation.statistics import (
+    Estimate,
+    bootstrap_means,
+    detectable_difference,
+    mcnemar_p,
+    sign_flip_p,
+)
+from shoal.evaluation.summary import MAX_FAILURES
+
+SIGNIFICANT = 0.05
+MOVERS = 5
+LEFT_ALONE = ("tasks", "samples", "batch_rows", "keep_text", "seed")
+"""What two evaluations may differ in and still be about the same: how much of it was drawn, and with which dice."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One task in both evaluations."""
+
+    first: TaskResult
+    second: TaskResult
+
+    @property
+    def difference(self) -> float:
+        return self.second.mean - self.first.mean
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """B against A over the tasks of both. `mcnemar` is there where each task was tried once and solved or not."""
+
+    pairs: tuple[Pair, ...]
+    only_a: int
+    only_b: int
+    other_prompt: int
+    difference: Estimate
+    p_value: float
+    mcnemar: float | None
+    detectable: float
+
+    @property
+    def verdict(self) -> str:
+        """ "better", "worse" or "none": told apart only where the test and the interval both say so."""
+        low, high = self.difference.low, self.difference.high
+        if self.p_value >= SIGNIFICANT or math.isnan(low) or low <= 0 <= high:
+            return "none"
+        return "better" if self.difference.value > 0 else "worse"
+
+    @property
+    def sentence(self) -> str:
+        """What may be concluded."""
+        d, p = self.difference, f"p = {self.p_value:.3g}"
+        interval = "" if math.isnan(d.low) else f" [{d.low:+.3f}, {d.high:+.3f}]"
+        numbers = f"{d.value:+.3f}{interval}, {p}"
+        if self.verdict != "none":
+            return f"B is {self.verdict}: {numbers}"
+        if all(pair.difference == 0 for pair in self.pairs):
+            return f"no difference can be told: A and B scored the same on every one of {len(self.pairs)} tasks"
+        if math.isnan(self.detectable):
+            return f"no difference can be told: {numbers}; one task says nothing"
+        return (
+            f"no difference can be told: {numbers}; with these {len(self.pairs)} tasks a difference of "
+            f"{self.detectable:.3f} would be, four times in five"
+        )
+
+    def movers(self) -> tuple[list[Pair], list[Pair]]:
+        """The tasks that B gained and lost most on."""
+        ranked = sorted(self.pairs, key=lambda pair: (pair.difference, pair.first.task))
+        lost = [pair for pair in ranked[:MOVERS] if pair.difference < 0]
+        return [pair for pair in reversed(ranked[-MOVERS:]) if pair.difference > 0], lost
+
+    def as_json(self) -> dict[str, Any]:
+        gained, lost = self.movers()
+        d = self.difference
+        return {
+            "tasks": len(self.pairs),
+            "only_in_a": self.only_a,
+            "only_in_b": self.only_b,
+            "other_prompt": self.other_prompt,
+            "mean_a": math.fsum(pair.first.mean for pair in self.pairs) / len(self.pairs),
+            "mean_b": math.fsum(pair.second.mean for pair in self.pairs) / len(self.pairs),
+            "difference": {"value": d.value, "low": _number(d.low), "high": _number(d.high)},
+            "p_value": self.p_value,
+            "mcnemar_p_value": self.mcnemar,
+            "detectable_difference": _number(self.detectable),
+            "verdict": self.verdict,
+            "sentence": self.sentence,
+            "gained": [_mover(pair) for pair in gained],
+            "lost": [_mover(pair) for pair in lost],
+        }
+
+
+def compare(a: Results, b: Results, force: bool = False, seed: int = 0) -> Comparison:
+    """Pair the tasks and test the difference; results of other tasks or scoring are a `ConfigError` unless forced."""
+    problem = incomparable(a.about, b.about) or hollow(a) or hollow(b)
+    if problem and not force:
+        raise ConfigError(f"{a.path} and {b.path} cannot be compared: {problem}; --force compares them all the same")
+    ours = {result.task: result for result in a.tasks}
+    theirs = {result.task: result for result in b.tasks}
+    shared = [Pair(ours[task], theirs[task]) for task in sorted(ours.keys() & theirs.keys())]
+    pairs = tuple(pair for pair in shared if pair.first.prompt_digest == pair.second.prompt_digest)
+    if not pairs:
+        same = "--env and --seed, which decides the lengths asked for" if shared else "--env"
+        raise ConfigError(f"{a.path} and {b.path} have no task in common: evaluate both models with the same {same}")
+    differences = np.array([pair.difference for pair in pairs])
+    return Comparison(
+        pairs,
+        only_a=len(ours) - len(shared),
+        only_b=len(theirs) - len(shared),
+        other_prompt=len(shared) - len(pairs),
+        difference=bootstrap_means(differences[:, None], seed)[0],
+        p_value=sign_flip_p(differences, seed),
+        mcnemar=_mcnemar(pairs),
+        detectable=detectable_difference(differences),
+    )
+
+
+def _mcnemar(pairs: tuple[Pair, ...]) -> float | None:
+    both = [result for pair in pairs for result in (pair.first, pair.second)]
+    if any(result.samples != 1 or result.mean not in (0.0, 1.0) for result in both):
+        return None
+    gained = sum(pair.difference > 0 for pair in pairs)
+    return mcnemar_p(sum(pair.difference < 0 for pair in pairs), gained)
+
+
+def incomparable(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
+    """Why two evaluations are not about the same, in words; empty if they are."""
+    first, second = a.get("environment", {}), b.get("environment", {})
+    if first.get("digest") != second.get("digest"):
+        return (
+            f"their environments are not the same ({first.get('name')} {str(first.get('digest'))[:12]} and "
+            f"{second.get('name')} {str(second.get('digest'))[:12]})"
+        )
+    plans = a.get("plan", {}), b.get("plan", {})
+    for key in sorted(plans[0].keys() | plans[1].keys()):
+        if key not in LEFT_ALONE and plans[0].get(key) != plans[1].get(key):
+            return f"{key} is {plans[0].get(key)} in one and {plans[1].get(key)} in the other"
+    return ""
+
+
+def hollow(results: Results) -> str:
+    """That an evaluation is of what was left after many failures, in words; empty if it is whole."""
+    share = results.missing_share
+    if share <= MAX_FAILURES:
+        return ""
+    return f"{share:.1%} of the samples of {results.path} have no score, so what is left may be the easy part of it"
+
+
+def comparison_lines(a: Results, b: Results, found: Comparison) -> Iterator[str]:
+    """The report for people; its last line is what may be concluded."""
+    numbers = found.as_json()
+    yield f"A  {_name(a)}: {numbers['mean_a']:.3f}"
+    yield f"B  {_name(b)}: {numbers['mean_b']:.3f}"
+    left = [f"{count} {what}" for count, what in _unpaired(found) if count]
+    yield f"{len(found.pairs)} tasks in both" + (f" ({', '.join(left)})" if left else "")
+    gained, lost = found.movers()
+    for word, pairs in (("gained", gained), ("lost", lost)):
+        for pair in pairs:
+            yield f"  {word}  {pair.first.task}: {pair.first.mean:.3f} → {pair.second.mean:.3f}"
+    if found.mcnemar is not None:
+        yield f"McNemar's test: p = {found.mcnemar:.3g}"
+    yield found.sentence
+
+
+def _unpaired(found: Comparison) -> tuple[tuple[int, str], ...]:
+    return (
+        (found.only_a, "only in A"),
+        (found.only_b, "only in B"),
+        (found.other_prompt, "with another prompt in each"),
+    )
+
+
+def _name(results: Results) -> str:
+    model = results.about.get("model", {})
+    return f"{model.get('name', '?')} ({str(model.get('digest', ''))[:12]}, {results.path})"
+
+
+def _mover(pair: Pair) -> dict[str, Any]:
+    return {"task": pair.first.task, "a": pair.first.mean, "b": pair.second.mean}
+
+
+def _number(value: float) -> float | None:
+    return None if math.isnan(value) else value

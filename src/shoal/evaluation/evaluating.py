@@ -1,0 +1,155 @@
+"""One evaluation from beginning to end: what it is of, its folder, its results.
+
+out/evaluation.json   model, environment, plan: what the results are of
+out/progress.jsonl    while it goes on
+out/tasks.parquet     every task, with the score, parts, tokens and end of each of its samples
+out/summary.json      the numbers
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from shoal import __version__
+from shoal.environments import Environment, Task, identity_of
+from shoal.errors import ConfigError, EnvironmentSetupError, UnusableTask
+from shoal.evaluation.drawing import Sampler
+from shoal.evaluation.journal import Journal, difference, dumped, read_identity, refuse_foreign
+from shoal.evaluation.measuring import Chosen, Measurement, Report
+from shoal.evaluation.plan import Plan, tasks_of
+from shoal.evaluation.records import write_records
+from shoal.evaluation.subject import Subject
+from shoal.evaluation.summary import Tally
+from shoal.rewards import Scorer
+from shoal.runtime.files import resource_error, sync_folder, write_atomically
+from shoal.runtime.stop import StopToken
+
+TASKS = "tasks.parquet"
+SUMMARY = "summary.json"
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What is evaluated: a model on tasks of an environment, by a plan. `left_out` are ids of leaked tasks."""
+
+    subject: Subject
+    chosen: Chosen
+    left_out: tuple[str, ...] = ()
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """All that the results depend on: two evaluations with the same one have the same results."""
+        return {
+            "shoal": __version__,
+            "model": {"name": self.subject.name, "digest": self.subject.digest, "engine": self.subject.engine.kind},
+            "environment": asdict(identity_of(self.chosen.environment)),
+            "plan": self.chosen.plan.as_json(),
+            "left_out": list(self.left_out),
+            "chosen": {"tasks": len(self.chosen.numbers), "digest": self.chosen.digest},
+        }
+
+
+def choose(environment: Environment, plan: Plan) -> Chosen:
+    """The tasks that the plan asks for; a split without any is an `EnvironmentSetupError`."""
+    available = len(tasks_of(environment, plan.split))
+    if available == 0:
+        other = "train" if plan.split == "held_out" else "held_out"
+        raise EnvironmentSetupError(
+            f"environment {environment.name} has no {plan.split} tasks; evaluate the others with --split {other}"
+        )
+    return Chosen(environment, plan, plan.chosen(available))
+
+
+def chosen_tasks(chosen: Chosen) -> Sequence[tuple[int, Task]]:
+    """The tasks themselves, those that cannot be used left out."""
+    found = []
+    split = tasks_of(chosen.environment, chosen.plan.split)
+    for index in chosen.numbers:
+        try:
+            found.append((index, split[index]))
+        except UnusableTask:
+            continue
+    return found
+
+
+def without(chosen: Chosen, ids: Sequence[str]) -> Chosen:
+    """The same tasks but those of the given ids."""
+    leaked = {index for index, task in chosen_tasks(chosen) if task.id in set(ids)} if ids else set[int]()
+    kept = [index for index in chosen.numbers if index not in leaked]
+    if not kept:
+        raise EnvironmentSetupError(
+            f"nothing of environment {chosen.environment.name} is left to evaluate: all of it is in the training set; "
+            "evaluate other tasks"
+        )
+    return Chosen(chosen.environment, chosen.plan, kept)
+
+
+def finished(out: Path, about: dict[str, Any]) -> dict[str, Any] | None:
+    """The summary of this very evaluation, if it is done; results of another one are a `ConfigError`."""
+    stored = read_identity(out) if out.is_dir() else None
+    if stored is None:
+        if out.is_dir():
+            refuse_foreign(out)
+        return None
+    if stored != json.loads(dumped(about)):
+        raise ConfigError(f"{out} holds another evaluation: {difference(stored, about)}")
+    if not ((out / SUMMARY).exists() and (out / TASKS).exists()):
+        return None
+    summary: dict[str, Any] = json.loads((out / SUMMARY).read_bytes())
+    return summary
+
+
+def evaluate(
+    evaluation: Evaluation,
+    scorer: Callable[[], Scorer],
+    out: Path,
+    stop: StopToken,
+    report: Report = lambda _done, _total: None,
+) -> dict[str, Any] | None:
+    """Run it, or the rest of it; the summary, or None if it was told to stop before the end."""
+    journal = measure(evaluation, scorer, out, stop, report)
+    return None if journal is None else write_results(evaluation, journal, out)
+
+
+def measure(
+    evaluation: Evaluation, scorer: Callable[[], Scorer], out: Path, stop: StopToken, report: Report
+) -> Journal | None:
+    """Draw and score what `out` does not have yet; None if it was told to stop before the end."""
+    journal = Journal(out)
+    journal.open(evaluation.about)
+    chosen = evaluation.chosen
+    report(min(journal.batches * chosen.plan.tasks_per_batch, len(chosen.numbers)), len(chosen.numbers))
+    if journal.batches == chosen.batches:
+        return journal
+    sampler = Sampler(evaluation.subject, chosen.environment, chosen.plan)
+    with closing(scorer()) as started:
+        done = Measurement(chosen, sampler, started, journal).run(stop, report)
+    return journal if done else None
+
+
+def write_results(evaluation: Evaluation, journal: Journal, out: Path) -> dict[str, Any]:
+    """The Parquet file, then the summary, then the journal goes: a crash in between loses nothing."""
+    plan = evaluation.chosen.plan
+    write_parquet(out / TASKS, journal, evaluation.about, plan.keep_text)
+    summary = {**evaluation.about, **Tally.of(plan, journal.records()).as_json()}
+    write_atomically(out / SUMMARY, dumped(summary))
+    journal.remove()
+    return summary
+
+
+def write_parquet(path: Path, journal: Journal, about: dict[str, Any], keep_text: bool) -> None:
+    hidden = path.with_name(f".{path.name}.writing")
+    try:
+        write_records(hidden, journal.records(), about, keep_text)
+        with hidden.open("rb") as file:
+            os.fsync(file.fileno())
+        hidden.replace(path)
+        sync_folder(path.parent)
+    except OSError as error:
+        raise resource_error("write", path, error) from error

@@ -1,0 +1,122 @@
+"""What an evaluation does, settled before it starts: which tasks, how they are sampled, and from which dice.
+
+Everything follows from the plan and public names: the dice of a sample from the seed, the task's id and the sample's
+number, so that sample 3 of a task is the same one whether 4 or 64 are drawn, and whatever else is evaluated with it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, overload
+
+from shoal.environments import Environment, Task
+from shoal.errors import ConfigError
+from shoal.sampling import uniforms
+
+Part = Literal["held_out", "train", "all"]
+PARTS: tuple[Part, ...] = ("held_out", "train", "all")
+MAX_SAMPLES = 4096
+BATCH_ROWS = 256
+BATCH_TOKENS = 2**21
+DRAWN_AT_ONCE = 4096
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a model is sampled. `temperature` 0 is greedy; `tasks` 0 is all of the split.
+
+    `batch_rows` completions are drawn together. It is part of the plan because the last digits of a sum depend on
+    what is computed beside it, and with them, once in a long while, a token.
+    """
+
+    samples: int = 1
+    tasks: int = 0
+    temperature: float = 0.0
+    max_new_tokens: int = 1024
+    seed: int = 0
+    split: Part = "held_out"
+    batch_rows: int = BATCH_ROWS
+    keep_text: bool = False
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.samples <= MAX_SAMPLES:
+            raise ConfigError(f"--samples {self.samples}: give 1 to {MAX_SAMPLES} samples per task")
+        if self.tasks < 0:
+            raise ConfigError(f"--tasks {self.tasks}: give how many tasks, or leave it out for all of them")
+        if not 0 <= self.temperature <= 10:
+            raise ConfigError(f"--temperature {self.temperature:g}: give 0 (greedy) to 10")
+        if self.temperature == 0 and self.samples > 1:
+            raise ConfigError(
+                f"--temperature 0 draws the same completion {self.samples} times: give --samples 1, or a temperature"
+            )
+        if self.max_new_tokens < 1 or self.batch_rows < 1:
+            raise ConfigError("--max-new-tokens and --batch-rows must be at least 1")
+
+    @property
+    def tasks_per_batch(self) -> int:
+        """As many as fit into the rows, and into the memory that long completions leave for rows."""
+        return max(1, self.rows // self.samples)
+
+    @property
+    def rows(self) -> int:
+        return max(1, min(self.batch_rows, BATCH_TOKENS // self.max_new_tokens))
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def chosen(self, available: int) -> Sequence[int]:
+        """The numbers of the tasks evaluated, ascending: all, or a choice that follows from the seed.
+
+        A data set may be sorted by difficulty: its first tasks would stand for nothing but themselves.
+        """
+        if self.tasks == 0 or self.tasks >= available:
+            return range(available)
+        dice = _dice("tasks", self.seed)
+        found: set[int] = set()
+        start = 0
+        while len(found) < self.tasks:
+            for u in uniforms(dice, start, DRAWN_AT_ONCE):
+                if len(found) < self.tasks:
+                    found.add(int(u * available))
+            start += DRAWN_AT_ONCE
+        return sorted(found)
+
+
+class Joined(Sequence[Task]):
+    """Two splits, one after the other; nothing is listed in advance."""
+
+    def __init__(self, first: Sequence[Task], second: Sequence[Task]) -> None:
+        self._first = first
+        self._second = second
+
+    def __len__(self) -> int:
+        return len(self._first) + len(self._second)
+
+    @overload
+    def __getitem__(self, index: int) -> Task: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Task]: ...
+    def __getitem__(self, index: int | slice) -> Task | Sequence[Task]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        place = range(len(self))[index]
+        return self._first[place] if place < len(self._first) else self._second[place - len(self._first)]
+
+
+def tasks_of(environment: Environment, part: Part) -> Sequence[Task]:
+    """The tasks of a split, or of both, those held out first: a file of a benchmark is evaluated whole."""
+    if part == "all":
+        return Joined(environment.tasks("held_out"), environment.tasks("train"))
+    return environment.tasks(part)
+
+
+def sample_seed(seed: int, task: str, sample: int) -> int:
+    """The 64-bit seed of the uniform stream that one sample of one task is drawn from."""
+    return _dice("sample", seed, task, sample)
+
+
+def _dice(*names: object) -> int:
+    text = "\n".join(map(str, ("shoal/eval/v1", *names)))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")

@@ -1,0 +1,231 @@
+"""The numbers of an evaluation and how sure they are. Pure functions of their arguments; randomness is a seed.
+
+Samples of one task are no independent trials: a hard task fails them all. What was drawn at random is the task, so
+every interval here resamples, or counts, tasks.
+
+T: tasks, M: numbers estimated together, B: resamplings.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from statistics import NormalDist
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+
+CONFIDENCE = 0.95
+RESAMPLINGS = 10_000
+ELEMENTS_AT_ONCE = 2**22
+BOOTSTRAP_TASKS = 20_000
+"""With more tasks than this the mean is as good as normal, and resampling costs minutes to say the same."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A number with its 95 % interval; `low` and `high` are no numbers (nan) where nothing can be said, as of one task.
+
+    >>> str(Estimate(0.5, 0.25, 0.75))
+    '0.500 [0.250, 0.750]'
+    """
+
+    value: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.value:.3f}" if math.isnan(self.low) else f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+
+def pass_at_k(samples: int, passes: int, k: int) -> float:
+    """The chance that at least one of `k` samples, drawn without replacement from `samples`, is one that passed.
+
+    Unbiased for the chance that `k` fresh samples hold one: 1 − C(n−c, k) / C(n, k), as a product that cannot overflow.
+
+    >>> pass_at_k(samples=4, passes=1, k=2)
+    0.5
+    """
+    if not 0 <= passes <= samples or not 1 <= k <= samples:
+        raise ValueError(f"no pass@{k} of {passes} passes in {samples} samples")
+    missed = 1.0
+    for i in range(k):
+        missed *= max(0, samples - passes - i) / (samples - i)
+    return 1.0 - missed
+
+
+def ks_up_to(samples: int) -> list[int]:
+    """1, 2, 4, … and the number of samples itself.
+
+    >>> ks_up_to(6)
+    [1, 2, 4, 6]
+    """
+    powers = [2**i for i in range(samples.bit_length()) if 2**i <= samples]
+    return powers if not powers or powers[-1] == samples else [*powers, samples]
+
+
+def wilson(passes: float, trials: int, confidence: float = CONFIDENCE) -> Estimate:
+    """A proportion of independent trials with Wilson's interval, which holds for few trials and near 0 and 1."""
+    if trials < 1 or not 0 <= passes <= trials:
+        raise ValueError(f"no proportion of {passes} in {trials}")
+    z, p = normal_quantile(0.5 + confidence / 2), passes / trials
+    scale = 1 + z * z / trials
+    centre = (p + z * z / (2 * trials)) / scale
+    half = z * math.sqrt(p * (1 - p) / trials + z * z / (4 * trials * trials)) / scale
+    low = 0.0 if passes == 0 else max(0.0, centre - half)
+    return Estimate(p, low, 1.0 if passes == trials else min(1.0, centre + half))
+
+
+def t_interval(values: Floats, confidence: float = CONFIDENCE) -> Estimate:
+    """The mean with Student's interval: exact for normal values, the cross-check of the bootstrap."""
+    mean = float(values.mean())
+    if len(values) < 2:
+        return Estimate(mean, math.nan, math.nan)
+    half = t_quantile(0.5 + confidence / 2, len(values) - 1) * standard_error(values)
+    return Estimate(mean, mean - half, mean + half)
+
+
+def standard_error(values: Floats) -> float:
+    return float(values.std(ddof=1)) / math.sqrt(len(values))
+
+
+def bootstrap_means(values_TM: Floats, seed: int, confidence: float = CONFIDENCE) -> list[Estimate]:
+    """The mean of every column with a bootstrap interval over rows: one row per task, resampled whole.
+
+    The percentiles taken are a little wider than the confidence says, by as much as Student's interval is wider than
+    the normal one: plain percentiles are too narrow for few tasks. With very many tasks it is Student's interval.
+    """
+    tasks = len(values_TM)
+    if tasks < 2 or tasks > BOOTSTRAP_TASKS:
+        return [t_interval(column, confidence) for column in values_TM.T]
+    tail = widened_tail(tasks, confidence)
+    means_BM = _resampled_means(values_TM, np.random.default_rng([tasks, seed]))
+    ends = np.quantile(means_BM, [tail, 1 - tail], axis=0)
+    return [
+        Estimate(float(mean), float(low), float(high))
+        for mean, low, high in zip(values_TM.mean(axis=0), *ends, strict=True)
+    ]
+
+
+def widened_tail(tasks: int, confidence: float = CONFIDENCE) -> float:
+    """What to leave out at either end of a bootstrap distribution of a mean over so many tasks."""
+    quantile = t_quantile(0.5 + confidence / 2, tasks - 1)
+    return NormalDist().cdf(-math.sqrt(tasks / (tasks - 1)) * quantile)
+
+
+def _resampled_means(values_TM: Floats, dice: np.random.Generator) -> Floats:
+    tasks, numbers = values_TM.shape
+    at_once = max(1, ELEMENTS_AT_ONCE // (tasks * max(1, numbers)))
+    parts = []
+    for start in range(0, RESAMPLINGS, at_once):
+        rows_BT = dice.integers(0, tasks, size=(min(at_once, RESAMPLINGS - start), tasks))
+        parts.append(values_TM[rows_BT].mean(axis=1))
+    return np.concatenate(parts)
+
+
+def mean_estimate(values: Floats, seed: int) -> Estimate:
+    """The mean over tasks with the interval that fits: Wilson's where all values are 0 or 1, else the bootstrap's.
+
+    Tasks that all scored the same have no spread to resample, and an interval of no width would claim too much. From 0
+    to 1 nothing spreads more than trials that pass or fail, so that theirs (Wilson's) is wide enough; beyond, none is
+    known.
+
+    >>> str(mean_estimate(np.full(10, 0.5), seed=0))
+    '0.500 [0.237, 0.763]'
+    """
+    if len(values) and bool(np.isin(values, (0.0, 1.0)).all()):
+        return wilson(int(values.sum()), len(values))
+    if len(values) > 1 and bool((values == values[0]).all()):
+        same, passes = float(values[0]), float(values[0]) * len(values)
+        ends = wilson(passes, len(values)) if 0 < same < 1 else Estimate(same, math.nan, math.nan)
+        return Estimate(same, ends.low, ends.high)
+    return bootstrap_means(values[:, None], seed)[0]
+
+
+# ── differences ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+EXACT_FLIPS = 20
+RANDOM_FLIPS = 100_000
+POWER = 0.8
+
+
+def sign_flip_p(differences: Floats, seed: int) -> float:
+    """Two-sided p of the sign-flip test: how often would the mean be as far from 0, were each sign a coin's?
+
+    All flips are counted where at most 20 differences are not 0; else 100,000 at random, the observed one with them.
+    """
+    moved = differences[differences != 0]
+    observed = abs(float(moved.sum()))
+    near = 1e-9 * float(np.abs(moved).sum())  # sums in another order differ in their last digits
+    if len(moved) <= EXACT_FLIPS:
+        sums = np.zeros(1)
+        for difference in moved:
+            sums = np.concatenate([sums - difference, sums + difference])
+        return float((np.abs(sums) >= observed - near).mean())
+    dice, extreme = np.random.default_rng([len(moved), seed]), 1
+    at_once = max(1, ELEMENTS_AT_ONCE // len(moved))
+    for start in range(0, RANDOM_FLIPS, at_once):
+        count = min(at_once, RANDOM_FLIPS - start)
+        sums = (2.0 * dice.integers(0, 2, size=(count, len(moved))) - 1.0) @ moved
+        extreme += int((np.abs(sums) >= observed - near).sum())
+    return extreme / (RANDOM_FLIPS + 1)
+
+
+def mcnemar_p(only_first: int, only_second: int) -> float:
+    """Two-sided exact p of McNemar's test: tasks that only one of the two solved, against a fair coin."""
+    trials, fewer = only_first + only_second, min(only_first, only_second)
+    tail = sum(math.comb(trials, i) for i in range(fewer + 1))
+    return float(min(1.0, 2 * tail / 2**trials))
+
+
+def detectable_difference(differences: Floats) -> float:
+    """The difference that as many tasks would have told from 0 in four of five comparisons, with the spread seen."""
+    if len(differences) < 2:
+        return math.nan
+    tasks = len(differences)
+    return (t_quantile(0.5 + CONFIDENCE / 2, tasks - 1) + normal_quantile(POWER)) * standard_error(differences)
+
+
+# ── quantiles ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+MANY_FREEDOM = 1000
+"""Beyond this the first correction to the normal quantile is exact to five digits, and the sums below are long."""
+
+
+def normal_quantile(p: float) -> float:
+    return NormalDist().inv_cdf(p)
+
+
+def t_quantile(p: float, freedom: int) -> float:
+    """The quantile of Student's distribution, by bisection; p from 0.5 to 1.
+
+    >>> round(t_quantile(0.975, 29), 3)
+    2.045
+    """
+    if freedom > MANY_FREEDOM:
+        z = normal_quantile(p)
+        return z + (z**3 + z) / (4 * freedom)
+    low, high = 0.0, 1.0
+    while _t_cdf(high, freedom) < p:
+        high *= 2
+    for _ in range(80):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _t_cdf(middle, freedom) < p else (low, middle)
+    return (low + high) / 2
+
+
+def _t_cdf(t: float, freedom: int) -> float:
+    """For t ≥ 0, by the finite sums that there are for whole degrees of freedom."""
+    angle = math.atan(t / math.sqrt(freedom))
+    cosine2 = math.cos(angle) ** 2
+    odd = freedom % 2
+    term, total = (math.cos(angle), math.cos(angle)) if odd else (1.0, 1.0)
+    for i in range(3 if odd else 2, freedom - 1, 2):
+        term *= cosine2 * (i - 1) / i
+        total += term
+    if not odd:
+        return 0.5 + math.sin(angle) * total / 2
+    return 0.5 + (angle + (math.sin(angle) * total if freedom > 1 else 0.0)) / math.pi

@@ -1,0 +1,106 @@
+"""The model under evaluation: its weights in an engine, its name, and a digest of all that it is made of."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from shoal.engines import Engine, build, check_engine
+from shoal.engines.registry import ENGINES
+from shoal.errors import ModelError, ResourceError
+from shoal.models.folder import DESCRIPTION_FILES, model_folder, read_config, read_files
+from shoal.models.weights import check_weights
+
+NAME_LENGTH = 48
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model ready to be sampled. `positions` is how many tokens it can attend to, where its configuration says."""
+
+    name: str
+    digest: str
+    files: Mapping[str, bytes]
+    engine: Engine
+
+    @property
+    def positions(self) -> int | None:
+        value = read_config(self.files).get("max_position_embeddings")
+        return value if isinstance(value, int) and value > 0 else None
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What to compute with."""
+
+    engine: str = "torch"
+    device: str = "auto"
+    dtype: str = "float32"
+
+
+def open_subject(name: str, where: str | Path, machine: Machine, rows: int) -> Subject:
+    """Load the model of a folder, or of a built-in name, into an engine that decodes at most `rows` at a time."""
+    check_engine(machine.engine, machine.device, machine.dtype)
+    folder = model_folder(where)
+    files = read_files(folder)
+    check_weights(folder)
+    with memory_errors("load the model"):
+        engine = _engine(folder, files, machine, rows)
+    return Subject(name, model_digest(folder), files, engine)
+
+
+def _engine(folder: Path, files: Mapping[str, bytes], machine: Machine, rows: int) -> Engine:
+    if machine.engine != "torch":
+        engine = build(machine.engine, files, machine.device, machine.dtype)
+        engine.load_policy(None, {})
+        return engine
+    from shoal.engines.torch import TorchEngine
+    from shoal.models.load import load_model
+
+    device = ENGINES["torch"].device(machine.device)
+    return TorchEngine.wrap(load_model(folder, machine.dtype, device).model, max_rows=rows)
+
+
+def model_digest(folder: Path) -> str:
+    """A hash over the weights and the files that describe the model: hex, 256 bits."""
+    from blake3 import blake3
+
+    paths = sorted({*folder.glob("*.safetensors"), *(folder / name for name in DESCRIPTION_FILES)})
+    whole = blake3(b"shoal/model/v1\n")
+    for path in paths:
+        if path.is_file():
+            content = blake3(max_threads=blake3.AUTO)
+            try:
+                content.update_mmap(path)
+            except OSError as error:
+                raise ModelError(f"cannot read {path}: {error.strerror or error}") from error
+            whole.update(f"{path.name}\n{content.hexdigest()}\n".encode())
+    return whole.hexdigest()
+
+
+def plain_name(text: str) -> str:
+    """A name that may be part of a file's or a column's.
+
+    >>> plain_name("Qwen/Qwen3 0.6B")
+    'Qwen3-0.6B'
+    """
+    last = text.rstrip("/").rpartition("/")[2]
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", last).strip("-.")[:NAME_LENGTH] or "model"
+
+
+@contextmanager
+def memory_errors(action: str) -> Iterator[None]:
+    """Memory that runs out is a `ResourceError` that says what to lower. Torch has several ways to say it."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        said = str(error).lower()
+        if isinstance(error, MemoryError) or "out of memory" in said or "can't allocate memory" in said:
+            raise ResourceError(
+                f"there is not enough memory to {action}: lower --batch-rows or --max-new-tokens, or compute in "
+                "--dtype bfloat16"
+            ) from error
+        raise

@@ -1,0 +1,194 @@
+"""The numbers of an evaluation, from its records: for programs (summary.json) and for people (a table).
+
+avg@k is the mean over tasks of the mean over a task's samples. pass@k is the chance that one of k samples passes, a
+pass being a score of 1. What the machinery could not score is no sample: it is counted, and in no number.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from shoal.evaluation.plan import Plan
+from shoal.evaluation.records import TaskRecord
+from shoal.evaluation.statistics import Estimate, ks_up_to, mean_estimate, pass_at_k, t_interval
+
+SHOWN_PROBLEMS = 20
+MAX_FAILURES = 0.05
+"""The share of samples, or tasks, without a score from which on an evaluation does not count as one."""
+
+
+@dataclass
+class Group:
+    """The tasks of an evaluation, or of one part or kind of it: what is needed of each, and no more."""
+
+    means: list[float] = field(default_factory=list)
+    samples: list[int] = field(default_factory=list)
+    passes: list[int] = field(default_factory=list)
+    truncated: list[float] = field(default_factory=list)
+
+    def add(self, record: TaskRecord) -> None:
+        if record.samples:
+            self.truncated.append(sum(s.finish == "length" for s in record.samples) / len(record.samples))
+        if record.mean is not None:
+            self.means.append(record.mean)
+            self.samples.append(len(record.scores))
+            self.passes.append(record.passes)
+
+    def average(self, seed: int) -> Estimate | None:
+        return mean_estimate(np.array(self.means), seed) if self.means else None
+
+    def pass_at(self, k: int, seed: int) -> Estimate | None:
+        """Over the tasks that have as many samples."""
+        pairs = zip(self.samples, self.passes, strict=True)
+        values = [pass_at_k(samples, passes, k) for samples, passes in pairs if samples >= k]
+        return mean_estimate(np.array(values), seed) if values else None
+
+
+@dataclass
+class Tally:
+    """All that a summary says, taken in record by record."""
+
+    plan: Plan
+    whole: Group = field(default_factory=Group)
+    by: dict[str, dict[str, Group]] = field(default_factory=lambda: {"part": {}, "kind": {}})
+    parts: dict[str, list[float]] = field(default_factory=dict)
+    tasks: int = 0
+    drawn: int = 0
+    failed: int = 0
+    tokens: int = 0
+    problems: Counter[str] = field(default_factory=Counter)
+    problem_ids: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, plan: Plan, records: Iterable[TaskRecord]) -> Tally:
+        tally = cls(plan)
+        for record in records:
+            tally.add(record)
+        return tally
+
+    def add(self, record: TaskRecord) -> None:
+        self.tasks += 1
+        if record.problem:
+            self.problems[record.problem] += 1
+            if len(self.problem_ids) < SHOWN_PROBLEMS:
+                self.problem_ids.append(record.task)
+        self.whole.add(record)
+        for what, name in (("part", record.part), ("kind", record.kind)):
+            if name:
+                self.by[what].setdefault(name, Group()).add(record)
+        for sample in record.samples:
+            self.drawn += 1
+            self.failed += sample.score is None
+            self.tokens += sample.tokens
+            for name, value in sample.parts.items():
+                total = self.parts.setdefault(name, [0.0, 0.0])
+                total[0], total[1] = total[0] + value, total[1] + 1
+
+    @property
+    def failed_share(self) -> float:
+        """Samples that should be there and have no score: not drawn, or not scored."""
+        wanted = self.tasks * self.plan.samples
+        scored = self.drawn - self.failed
+        return (wanted - scored) / wanted if wanted else 0.0
+
+    @property
+    def counts(self) -> bool:
+        """Whether so much was scored that the numbers mean something."""
+        return bool(self.whole.means) and self.failed_share <= MAX_FAILURES
+
+    def as_json(self) -> dict[str, Any]:
+        seed, drawn = self.plan.seed, max(1, self.drawn)
+        return {
+            "tasks": self.tasks,
+            "scored_tasks": len(self.whole.means),
+            "samples": self.drawn,
+            "no_sample": {"samples": self.failed, "share": self.failed_share},
+            "problems": {"reasons": dict(sorted(self.problems.items())), "tasks": self.problem_ids},
+            "avg_at_k": self._average(),
+            "pass_at_k": {str(k): _estimate(self.whole.pass_at(k, seed)) for k in ks_up_to(self.plan.samples)},
+            "truncated": _estimate(mean_estimate(np.array(self.whole.truncated), seed)) if self.drawn else None,
+            "mean_tokens": self.tokens / drawn,
+            "parts": {name: total / count for name, (total, count) in sorted(self.parts.items())},
+            "by": {
+                what: {name: self._group(group) for name, group in sorted(g.items())} for what, g in self.by.items()
+            },
+        }
+
+    def _average(self) -> dict[str, Any] | None:
+        found = self.whole.average(self.plan.seed)
+        if found is None:
+            return None
+        check = t_interval(np.array(self.whole.means))
+        return {"k": self.plan.samples, **_numbers(found), "t_interval": [_number(check.low), _number(check.high)]}
+
+    def _group(self, group: Group) -> dict[str, Any]:
+        seed = self.plan.seed
+        return {
+            "tasks": len(group.means),
+            "avg_at_k": _estimate(group.average(seed)),
+            "pass_at_1": _estimate(group.pass_at(1, seed)),
+        }
+
+
+def _estimate(found: Estimate | None) -> dict[str, Any] | None:
+    return None if found is None else _numbers(found)
+
+
+def _numbers(found: Estimate) -> dict[str, Any]:
+    return {"value": found.value, "low": _number(found.low), "high": _number(found.high)}
+
+
+def _number(value: float) -> float | None:
+    return None if math.isnan(value) else value
+
+
+# ── for people ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def table_lines(summary: Mapping[str, Any]) -> Iterator[str]:
+    """`avg@4   0.412 [0.355, 0.470]` and so on, one number a line."""
+    counts = f"{_count(summary['scored_tasks'], 'task')}, {_count(summary['samples'], 'sample')}"
+    yield f"{counts}; 95 % intervals over tasks"
+    rows = list(_numbered(summary)) if summary["avg_at_k"] is not None else [("", "nothing could be scored")]
+    width = max(len(name) for name, _ in rows)
+    yield from (f"  {name:<{width}}  {text}" if name else f"  {text}" for name, text in rows)
+    yield from missing_lines(summary["no_sample"]["samples"], summary["problems"]["reasons"])
+
+
+def _numbered(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    average = summary["avg_at_k"]
+    yield f"avg@{average['k']}", shown(average)
+    for k, found in summary["pass_at_k"].items():
+        if found is not None:
+            yield f"pass@{k}", shown(found)
+    yield "truncated", shown(summary["truncated"])
+    yield "tokens", f"{summary['mean_tokens']:.1f} on average"
+    for name, value in summary["parts"].items():
+        yield name, f"{value:.3f} on average, a part of the score"
+    for what, groups in summary["by"].items():
+        for name, group in groups.items() if len(groups) > 1 else ():
+            if group["avg_at_k"] is not None:
+                yield f"{what} {name}", f"{shown(group['avg_at_k'])} of {_count(group['tasks'], 'task')}"
+
+
+def missing_lines(failed: int, reasons: Mapping[str, int]) -> Iterator[str]:
+    """What is in no number, and why."""
+    if failed:
+        yield f"  {_count(failed, 'sample')} could not be scored (a failure of the machinery) and count nowhere"
+    for reason, count in reasons.items():
+        yield f"  {_count(count, 'task')} left out: {reason}"
+
+
+def shown(found: Mapping[str, Any]) -> str:
+    low, high = (math.nan if found[end] is None else found[end] for end in ("low", "high"))
+    return str(Estimate(found["value"], low, high))
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"

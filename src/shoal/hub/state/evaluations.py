@@ -1,0 +1,139 @@
+"""Evaluation while training: which versions are measured, by whom, and what comes of it.
+
+    version v is announced, and due ─► slices of the held-out tasks ─► open ─ claim ─► claimed ─ report ─► done
+                                                                        ▲               │
+                                                                        └─ claim ran out, or could not be done ─► void
+                                                                                                (after `MOST_TRIES`)
+Training waits for none of it. A version that nobody has begun to measure when the next one is due is given up, so that
+there are never more than two under way, however slow the validators are; one that is begun is finished first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+from shoal.hub.state.commands import Command, SaveEvaluation
+from shoal.hub.state.machines import EvaluationState
+from shoal.hub.state.refusals import Refusal
+from shoal.hub.state.rows import EvaluationPlan, EvaluationRow, Moment
+from shoal.protocol import Evaluation, EvaluationReport, PolicyRef
+
+SLICE = 32
+"""Tasks in one slice: what a validator answers between two handfuls of audits."""
+MOST_TRIES = 4
+CLAIM_AUDITS = 5
+"""A slice may take as long as so many audits: its completions are generated, not merely checked."""
+OPEN = frozenset({EvaluationState.OPEN, EvaluationState.CLAIMED})
+
+
+def is_due(plan: EvaluationPlan, steps: int, version: int) -> bool:
+    """Every so many versions from 0 on, and the last one.
+
+    >>> [version for version in range(8) if is_due(EvaluationPlan(every=3, tasks=8), 7, version)]
+    [0, 3, 6, 7]
+    """
+    return plan.every > 0 and (version % plan.every == 0 or version >= steps)
+
+
+def offer(moment: Moment, policy: PolicyRef, tasks: int, under_way: Sequence[EvaluationRow]) -> list[Command]:
+    """The slices of a version that has just been announced, if it is due. There are `tasks` held-out tasks."""
+    plan = moment.rules.evaluation
+    if plan is None or not is_due(plan, moment.rules.steps, policy.version):
+        return []
+    begun = {(row.incarnation, row.version) for row in under_way if row.state is not EvaluationState.OPEN}
+    kept = {name for name in begun if name[0] == policy.incarnation}
+    commands: list[Command] = [
+        SaveEvaluation(row.to(EvaluationState.VOID, validator=None, claimed_until_ms=None), row.state)
+        for row in under_way
+        if row.state in OPEN and (row.incarnation, row.version) not in kept
+    ]
+    for first in range(0, min(plan.tasks, tasks), SLICE):
+        count = min(SLICE, min(plan.tasks, tasks) - first)
+        row = EvaluationRow(policy.incarnation, policy.version, first, policy.digest, count)
+        commands.append(SaveEvaluation(row, None))
+    return commands
+
+
+def claim(moment: Moment, under_way: Sequence[EvaluationRow], validator: str) -> SaveEvaluation | None:
+    """The next slice for a validator, of the oldest version first."""
+    free = [row for row in under_way if row.state is EvaluationState.OPEN]
+    if not free:
+        return None
+    row = min(free, key=lambda each: each.key)
+    until_ms = moment.now_ms + CLAIM_AUDITS * moment.rules.audit_ms
+    return SaveEvaluation(row.to(EvaluationState.CLAIMED, validator=validator, claimed_until_ms=until_ms), row.state)
+
+
+def put_back(under_way: Sequence[EvaluationRow], validator: str, now_ms: int) -> list[SaveEvaluation]:
+    """Open again what this validator had claimed, for it asks for more and so has lost it, and whatever ran out."""
+    return [
+        _failed(row)
+        for row in under_way
+        if row.state is EvaluationState.CLAIMED
+        and (row.validator == validator or (row.claimed_until_ms or 0) <= now_ms)
+    ]
+
+
+def free(under_way: Sequence[EvaluationRow], validator: str, now_ms: int) -> list[EvaluationRow]:
+    """The slices that this validator could claim, should it ask now: also those that its asking puts back."""
+    back = {each.row.key: each.row for each in put_back(under_way, validator, now_ms)}
+    rows = sorted((back.get(row.key, row) for row in under_way), key=lambda each: each.key)
+    return [row for row in rows if row.state is EvaluationState.OPEN]
+
+
+def _failed(row: EvaluationRow) -> SaveEvaluation:
+    tries = row.tries + 1
+    state = EvaluationState.VOID if tries >= MOST_TRIES else EvaluationState.OPEN
+    return SaveEvaluation(row.to(state, validator=None, claimed_until_ms=None, tries=tries), row.state)
+
+
+def report(
+    row: EvaluationRow | None, said: EvaluationReport, validator: str, document: str, now_ms: int
+) -> list[Command]:
+    """Take a report on a slice. The first one stands; later ones, also about what was given up, change nothing."""
+    if row is None or row.policy != said.policy:
+        raise Refusal(404, "evaluation.unknown", f"policy {said.policy.label} has no slice at {said.first} to measure")
+    if row.state not in OPEN:
+        return []
+    if not said.scores:
+        is_theirs = row.state is EvaluationState.CLAIMED and row.validator == validator
+        return [_failed(row)] if is_theirs else []
+    if len(said.scores) > row.tasks:
+        raise Refusal(
+            422, "evaluation.scores", f"{len(said.scores)} scores for a slice of {row.tasks} tasks at {said.first}"
+        )
+    done = row.to(
+        EvaluationState.DONE,
+        validator=validator,
+        claimed_until_ms=None,
+        scores=said.scores,
+        document=document,
+        decided_at_ms=now_ms,
+    )
+    return [SaveEvaluation(done, row.state)]
+
+
+def results(rows: Iterable[EvaluationRow]) -> list[Evaluation]:
+    """What is known of each version, in order; of two incarnations of it, of the newer one. Without those given up."""
+    by_version: dict[int, list[EvaluationRow]] = {}
+    for row in sorted(rows, key=lambda each: each.key):
+        known = by_version.setdefault(row.version, [])
+        if known and known[0].incarnation != row.incarnation:
+            known.clear()
+        known.append(row)
+    found = [_result(slices) for _version, slices in sorted(by_version.items())]
+    return [each for each in found if each.scored or not each.complete]
+
+
+def _result(slices: Sequence[EvaluationRow]) -> Evaluation:
+    scores = [score for row in slices for score in row.scores if score is not None]
+    return Evaluation(
+        policy=slices[0].policy,
+        tasks=sum(row.tasks for row in slices),
+        scored=len(scores),
+        mean=math.fsum(scores) / len(scores) if scores else None,
+        complete=all(row.state not in OPEN for row in slices),
+        partial=any(row.state is EvaluationState.VOID for row in slices),
+        decided_at_ms=max((row.decided_at_ms or 0 for row in slices), default=0),
+    )

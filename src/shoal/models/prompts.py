@@ -1,0 +1,234 @@
+"""How a task becomes the model's prompt: its chat template, a system message, how its answer begins. No torch.
+
+    history + prompt ─► chat template ─► text ─► token ids ─► + thinking prefix
+                        └─ none: the texts themselves, a line each
+
+The template's own control tokens become control tokens; the same characters inside a message are spelt out, so that
+no prompt can end its own turn or speak for another role. Nothing is encoded twice: completions stay the ids they were.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, Protocol, Self
+
+from shoal.errors import ModelError
+from shoal.models.folder import read_config
+from shoal.models.tokenizer import TextTokenizer
+
+if TYPE_CHECKING:
+    from jinja2 import Template
+
+Message = tuple[str, str]
+FROZEN_NOW = datetime(2024, 7, 26)
+"""What a template that asks for the date is told: the same prompt every day, on every machine."""
+OPENING, CLOSING = "\U0010fff0", "\U0010fff1"
+"""Around the number of a control token that a message spelt; of the private use area, which text does not contain."""
+
+
+class Manner(Protocol):
+    """How tasks are asked: `PromptSettings` of an environment is one."""
+
+    @property
+    def chat(self) -> bool | None: ...
+    @property
+    def system(self) -> str: ...
+    @property
+    def thinking(self) -> str: ...
+
+
+class Asked(Protocol):
+    """What is asked: a `Task` is one."""
+
+    @property
+    def prompt(self) -> str: ...
+    @property
+    def history(self) -> tuple[Message, ...]: ...
+
+
+class PromptEncoder:
+    """Encodes tasks for one model; the same ids for the same files, settings and task.
+
+    `chat` None means: by the model's template if it has one. Without a template and without settings, the ids are
+    those of the prompt's text and nothing else.
+
+    >>> PromptEncoder(files).encode("3142=") == TextTokenizer(files).encode("3142=")      # doctest: +SKIP
+    True
+    """
+
+    def __init__(
+        self, files: Mapping[str, bytes], chat: bool | None = None, system: str = "", thinking: str = ""
+    ) -> None:
+        self.tokenizer = TextTokenizer(files)
+        self._system = system
+        self._thinking = thinking
+        source = template_source(files) if chat is not False else None
+        if chat and source is None:
+            raise ModelError(
+                "environment.prompt.chat is true, but the model has no chat template (chat_template.jinja, or "
+                "chat_template in tokenizer_config.json): use a model that has one, or leave chat out"
+            )
+        self._template = None if source is None else _compiled(source)
+        self._words = {} if source is None else special_words(files)
+        self._controls = {} if source is None else _control_tokens(files)
+
+    @classmethod
+    def of(cls, files: Mapping[str, bytes], manner: Manner) -> Self:
+        return cls(files, manner.chat, manner.system, manner.thinking)
+
+    @property
+    def uses_template(self) -> bool:
+        return self._template is not None
+
+    def task(self, task: Asked) -> tuple[int, ...]:
+        """The ids that ask a task."""
+        return self.encode(task.prompt, task.history)
+
+    def encode(self, prompt: str, history: Sequence[Message] = ()) -> tuple[int, ...]:
+        messages = self._messages(prompt, history)
+        if self._template is None:
+            ids = self.tokenizer.encode("\n".join(text for _role, text in messages))
+            return ids + self.tokenizer.encode(self._thinking) if self._thinking else ids
+        return self._encode_rendered(self._begun(self._render(self._disarmed(messages))))
+
+    def frame(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The tokens around words that a tool says after the model's turn, which ended with its own last token:
+        those before the words and those after, up to where the model goes on. A line break each without a template.
+        """
+        if self._template is None:
+            after = self.tokenizer.encode("\n") + (self.tokenizer.encode(self._thinking) if self._thinking else ())
+            return self.tokenizer.encode("\n"), after
+        turn, words = f"{OPENING}turn{CLOSING}", f"{OPENING}words{CLOSING}"
+        text = self._begun(self._render([("user", "?"), ("assistant", turn), ("user", words)]))
+        _prompt, found, rest = text.partition(turn)
+        between, found_too, after_text = rest.partition(words)
+        if not found or not found_too:
+            raise ModelError("the model's chat template does not show what was said before: it cannot hold a dialogue")
+        ended = self.tokenizer.decode([self.tokenizer.eos_token_id, self.tokenizer.eos_token_id])
+        return self.tokenizer.encode(between.removeprefix(ended)), self.tokenizer.encode(after_text)
+
+    def _messages(self, prompt: str, history: Sequence[Message]) -> list[Message]:
+        own = any(role == "system" for role, _text in history)
+        system = [("system", self._system)] if self._system and not own else []
+        return [*system, *history, ("user", prompt)]
+
+    def _begun(self, text: str) -> str:
+        """The rendered text with the thinking prefix, unless the template begins the answer that way by itself."""
+        prefix = self._thinking.strip()
+        return text if prefix and text.rstrip().endswith(prefix) else text + self._thinking
+
+    # ── messages cannot speak for the template ───────────────────────────────────────────────────────────────────
+
+    def _disarmed(self, messages: Sequence[Message]) -> list[Message]:
+        """The messages with each control token that they spell replaced by its number between two private marks."""
+        found = []
+        for role, text in messages:
+            if OPENING in text or CLOSING in text:
+                raise ModelError(f"a message has the character {OPENING!r} or {CLOSING!r}, which prompts may not have")
+            for number, word in enumerate(self._controls):
+                text = text.replace(word, f"{OPENING}{number}{CLOSING}")
+            if set(self.tokenizer.encode(text)) & set(self._controls.values()):
+                raise ModelError(f"a message of the role {role} spells a control token of the model: {text[:80]!r}")
+            found.append((role, text))
+        return found
+
+    def _encode_rendered(self, text: str) -> tuple[int, ...]:
+        """The ids of a rendered text: control tokens of the template as such, those of messages letter by letter."""
+        words = list(self._controls)
+        ids: tuple[int, ...] = ()
+        for index, piece in enumerate(re.split(f"{OPENING}([0-9]+){CLOSING}", text)):
+            if index % 2:
+                ids += self.tokenizer.encode_plain(words[int(piece)])
+            elif piece:
+                ids += self.tokenizer.encode(piece)
+        return ids
+
+    def _render(self, messages: Sequence[Message]) -> str:
+        import jinja2
+
+        assert self._template is not None
+        said = [{"role": role, "content": text} for role, text in messages]
+        try:
+            return self._template.render(
+                messages=said, add_generation_prompt=True, tools=None, documents=None, **self._words
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
+            raise ModelError(
+                f"the model's chat template refuses the prompt: {type(error).__name__}: {error}"
+            ) from error
+
+
+# ── what the model's files say ───────────────────────────────────────────────────────────────────────────────────
+
+
+def template_source(files: Mapping[str, bytes]) -> str | None:
+    """The model's chat template: chat_template.jinja, else the (default) one in tokenizer_config.json, else None."""
+    if "chat_template.jinja" in files:
+        try:
+            return files["chat_template.jinja"].decode()
+        except UnicodeDecodeError as error:
+            raise ModelError(f"the model's chat_template.jinja is no text: {error}") from error
+    if "tokenizer_config.json" not in files:
+        return None
+    given = read_config(files, "tokenizer_config.json").get("chat_template")
+    if isinstance(given, list):
+        named = {str(one.get("name")): one.get("template") for one in given if isinstance(one, dict)}
+        given = named.get("default")
+    return given if isinstance(given, str) and given else None
+
+
+def special_words(files: Mapping[str, bytes]) -> dict[str, str]:
+    """`bos_token` and its like, by name, as templates write them."""
+    words: dict[str, str] = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        values = read_config(files, name) if name in files else {}
+        for key, value in values.items():
+            word = value.get("content") if isinstance(value, dict) else value
+            if key.endswith("_token") and isinstance(word, str):
+                words[key] = word
+    return words
+
+
+def _control_tokens(files: Mapping[str, bytes]) -> dict[str, int]:
+    """The special tokens of tokenizer.json with their ids, the longest first: one may be the beginning of another."""
+    listed = read_config(files, "tokenizer.json").get("added_tokens")
+    unknown = special_words(files).get("unk_token")
+    found = {
+        str(token["content"]): int(token["id"])
+        for token in (listed if isinstance(listed, list) else [])
+        if isinstance(token, dict) and token.get("special") and token.get("content") and token["content"] != unknown
+    }
+    return dict(sorted(found.items(), key=lambda item: -len(item[0])))
+
+
+def _compiled(source: str) -> Template:
+    """The template, in a sandbox, with what templates of this format expect to find."""
+    import jinja2
+    from jinja2.ext import loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    from shoal.models.template_tags import Generation
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _refuse
+    environment.globals["strftime_now"] = FROZEN_NOW.strftime
+    try:
+        return environment.from_string(source)
+    except jinja2.TemplateError as error:
+        raise ModelError(f"the model's chat template cannot be read: {error}") from error
+
+
+def _refuse(message: str) -> None:
+    import jinja2
+
+    raise jinja2.TemplateError(message)
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)

@@ -1,0 +1,202 @@
+"""A scoring process: builds the environment, then scores what it is sent until its parent is gone.
+
+    stdin, stdout ─► descriptors of its own; what the environment's code prints goes to stderr and corrupts nothing
+    processor time of a job ─► a timer of the kernel: the process dies of SIGPROF, whatever it is doing
+    memory of a job ─────────► a limit of the kernel on what is written to: MemoryError
+    the parent is gone ──────► a thread sees the pipe close and ends the process and all that it started
+
+Run by `ScoringPool` as `python -m shoal.rewards.child`; not for people.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import select
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+
+from shoal.environments import Environment, EnvironmentSettings, ObjectingEnvironment, Task, build
+from shoal.environments.graders.protocol import PatientGrader
+from shoal.environments.graders.registry import GRADERS, TASK_TYPES, grader
+from shoal.errors import EnvironmentSetupError, ScoringFailure
+from shoal.rewards.frames import (
+    EXIT_MEMORY,
+    Allows,
+    Answer,
+    Broken,
+    Ready,
+    Setup,
+    What,
+    Work,
+    as_bytes,
+    as_text,
+    read_message,
+    write_message,
+)
+from shoal.rewards.limits import core_digest
+
+TASKS_TRIED = 32
+
+
+def main() -> None:
+    source, sink = _own_pipes()
+    _follow(source)
+    try:
+        _serve(source, sink)
+    except MemoryError:
+        os._exit(EXIT_MEMORY)
+    except (BrokenPipeError, KeyboardInterrupt):
+        os._exit(0)  # nobody listens any more
+
+
+def _serve(source: int, sink: int) -> None:
+    setup = read_message(source)
+    if not isinstance(setup, Setup):
+        return
+    try:
+        environment = build(EnvironmentSettings.model_validate_json(setup.settings))
+    except Exception as error:  # noqa: BLE001 - data and files of the owner's: whatever it is, the parent must hear it
+        write_message(sink, Broken(f"{type(error).__name__}: {error}"[:1000]))
+        return
+    _warm_up(environment)
+    unlimited = _limit_memory(setup.memory_bytes)
+    write_message(sink, Ready(core_digest(environment), _objects(environment), unlimited))
+    pid = os.getpid()
+    while isinstance(work := read_message(source), Work):
+        for task, completion in work.jobs:
+            answer = _answer(environment, work.what, task, as_text(completion), setup.seconds, sink)
+            if os.getpid() != pid:
+                os._exit(0)  # the reward function has forked, and this is the copy
+            write_message(sink, answer)
+
+
+def _answer(environment: Environment, what: What, task_id: str, completion: str, seconds: float, sink: int) -> Answer:
+    try:
+        task = environment.task(task_id)
+        allowed_s = _allowed_s(task)
+        if allowed_s > 0:
+            write_message(sink, Allows(allowed_s))
+        with _Timer(seconds):
+            return _asked(environment, what, task, completion)
+    except EnvironmentSetupError as error:
+        return Answer(failure=f"the environment does not know the task: {error}")
+    except Exception as error:  # noqa: BLE001 - whatever an environment raises, it is no score
+        if any(isinstance(each, MemoryError) for each in _causes(error)):
+            return Answer(needs_memory=True)
+        told = str(error) if isinstance(error, ScoringFailure) else f"scoring raised {type(error).__name__}: {error}"
+        return Answer(failure=told[:1000].encode(errors="replace").decode())
+
+
+def _allowed_s(task: Task) -> float:
+    """What the task allows its grader by the clock: a program in a sandbox has limits of its own, which count."""
+    patient = _patient(task.kind)
+    return 0.0 if patient is None else patient.clock_s(task.answer)
+
+
+@lru_cache
+def _patient(kind: str) -> PatientGrader | None:
+    if TASK_TYPES.get(kind, kind) not in GRADERS:
+        return None
+    chosen = grader(kind)
+    return chosen if isinstance(chosen, PatientGrader) else None
+
+
+def _asked(environment: Environment, what: What, task: Task, completion: str) -> Answer:
+    if what == "objection":
+        assert isinstance(environment, ObjectingEnvironment), "only what objects is asked"
+        return Answer(text=as_bytes(environment.objection(task, completion)))
+    score = environment.score(task, completion)
+    parts = {str(name): float(value) for name, value in score.parts.items()}
+    return Answer(float(score.value), parts, as_bytes(score.notes[:1000]))
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+class _Timer:
+    """Processor time of all threads; the default action of its signal ends the process, C code or not."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def __enter__(self) -> None:
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)  # a profiler of the owner's may have taken it
+        signal.setitimer(signal.ITIMER_PROF, self._seconds)
+
+    def __exit__(self, *_exception: object) -> None:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def _objects(environment: Environment) -> bool:
+    inner = getattr(environment, "inner", None)
+    return isinstance(environment, ObjectingEnvironment) and (inner is None or _objects(inner))
+
+
+def _warm_up(environment: Environment) -> None:
+    """Score a few tasks, one of each kind, before anything is limited: what is imported then counts against no job."""
+    tasks, kinds = environment.tasks("train"), set()
+    for index in range(min(TASKS_TRIED, len(tasks))):
+        try:
+            task = tasks[index]
+            if task.kind not in kinds:
+                kinds.add(task.kind)
+                for completion in ("", task.answer):
+                    environment.score(task, completion)
+        except Exception as error:  # noqa: BLE001 - if it matters, it will happen again when it counts
+            print(f"while warming up: {type(error).__name__}: {error}", file=sys.stderr)  # noqa: T201
+
+
+def _limit_memory(size_bytes: int) -> str:
+    """Bound what this process writes to beyond what it has now; what cannot be bounded is said.
+
+    Not the address space: data sets are mapped, and mappings of files are no use of memory. Only the soft limit: what a
+    sandbox starts has limits of its own.
+    """
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        used = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData:"))
+        _soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        resource.setrlimit(resource.RLIMIT_DATA, (used + size_bytes, hard))
+    except (OSError, StopIteration, ValueError) as error:
+        return f"memory ({error or 'this system does not say what it uses'})"
+    return ""
+
+
+def _own_pipes() -> tuple[int, int]:
+    """Standard input and output under other numbers; what is printed goes to stderr, and nothing can be read."""
+    source, sink = os.dup(0), os.dup(1)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.dup2(2, 1)
+    os.close(nothing)
+
+    def forget() -> None:
+        os.close(source)
+        os.close(sink)
+
+    os.register_at_fork(after_in_child=forget)
+    return source, sink
+
+
+def _follow(source: int) -> None:
+    def watch() -> None:
+        waiter = select.poll()
+        waiter.register(source, 0)  # only the end of it
+        waiter.poll()
+        if os.getpgrp() == os.getpid():
+            os.killpg(os.getpgrp(), signal.SIGKILL)
+        os._exit(0)
+
+    threading.Thread(target=watch, name="follow-parent", daemon=True).start()
+
+
+if __name__ == "__main__":
+    main()

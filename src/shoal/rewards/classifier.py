@@ -1,0 +1,170 @@
+"""A Hugging Face sequence classifier as a judge: run by the validator itself, in batches, on a CPU or a GPU.
+
+    one label          its logit, as it is: a reward model's number
+    several labels     the probability of the one called "positive" (or "LABEL_…", …: of the last one)
+
+The text is the model's own chat template over the conversation, or without one the prompt, an empty line, and the
+completion; what is too long loses its beginning. Control tokens that a text spells are spelt out letter by letter: no
+completion can end its turn or speak as somebody else. Numbers are rounded to 4 digits: in a batch of another size they
+come out a little different. Weights are read from safetensors only: nothing is unpickled, and no code of the folder is
+run.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shoal.errors import EnvironmentSetupError, ScoringFailure
+from shoal.models.prompts import CLOSING, OPENING
+from shoal.rewards.panel import Piece
+
+if TYPE_CHECKING:
+    import torch
+
+log = logging.getLogger(__name__)
+
+BATCH = 16
+DIGITS = 4
+POSITIVE = "positive"
+NO_BOUND = 10**9  # what tokenizers say that know none
+NO_CHARACTER = "\ufffd"
+
+
+class Classifier:
+    """Implements `PartJudge`. The model is loaded when it is first asked."""
+
+    def __init__(self, folder: Path, device: str = "auto", batch: int = BATCH) -> None:
+        self._folder = folder
+        self._device = device
+        self._batch = batch
+        self._model: Any = None
+        self._tokenizer: Any = None
+
+    def prepare(self) -> None:
+        """Load the model; what is wrong with it is an `EnvironmentSetupError`."""
+        self._load()
+
+    def values(self, pieces: Sequence[Piece]) -> list[float | ScoringFailure]:
+        try:
+            self._load()
+            return list(self._computed(pieces))
+        except EnvironmentSetupError as error:
+            return [ScoringFailure(str(error))] * len(pieces)
+        except Exception as error:
+            log.debug("the classifier failed", exc_info=True)
+            told = f"{type(error).__name__}: {error}".splitlines()[0]
+            return [ScoringFailure(f"the classifier in {self._folder} failed: {told}")] * len(pieces)
+
+    def close(self) -> None:
+        self._model = self._tokenizer = None
+
+    def _computed(self, pieces: Sequence[Piece]) -> list[float]:
+        """Long texts beside long ones, so that little is padded; the answers in the order of the questions."""
+        texts = [self._ids(piece) for piece in pieces]
+        order = sorted(range(len(texts)), key=lambda index: len(texts[index]))
+        values = [0.0] * len(texts)
+        for start in range(0, len(order), self._batch):
+            together = order[start : start + self._batch]
+            for index, value in zip(together, self._forward([texts[each] for each in together]), strict=True):
+                values[index] = value
+        return values
+
+    def _ids(self, piece: Piece) -> list[int]:
+        tokenizer = self._tokenizer
+        if tokenizer.chat_template:
+            said = [*piece.history, ("user", piece.prompt), ("assistant", piece.completion)]
+            spelt: list[str] = []
+            messages = [{"role": role, "content": self._disarmed(text, spelt)} for role, text in said]
+            ids = self._rendered(tokenizer.apply_chat_template(messages, tokenize=False), spelt)
+        else:
+            ids = tokenizer(f"{piece.prompt}\n\n{piece.completion}", split_special_tokens=True)["input_ids"]
+        return ids[-self._most :] or [self._padding]
+
+    @property
+    def _controls(self) -> dict[str, int]:
+        """The tokenizer's special tokens, the longest first: one may be the beginning of another."""
+        added, unknown = self._tokenizer.added_tokens_decoder, self._tokenizer.unk_token
+        found = {str(token): number for number, token in added.items() if token.special and str(token) != unknown}
+        return dict(sorted(found.items(), key=lambda item: -len(item[0])))
+
+    def _disarmed(self, text: str, spelt: list[str]) -> str:
+        """The text with what must be spelt out put into `spelt`, and its place there between two private marks."""
+
+        def mark(word: str) -> str:
+            spelt.append(word)
+            return f"{OPENING}{len(spelt) - 1}{CLOSING}"
+
+        controls = self._controls
+        text = text.replace(OPENING, NO_CHARACTER).replace(CLOSING, NO_CHARACTER)
+        if not controls:
+            return text
+        words = "|".join(map(re.escape, controls))
+        changed = re.sub(words, lambda found: mark(found[0]), text)
+        around = "".join(re.split(f"{OPENING}[0-9]+{CLOSING}", changed))
+        if set(self._tokenizer(around, add_special_tokens=False)["input_ids"]) & set(controls.values()):
+            return mark(text)  # in other letters, or put together of what stood around: none of it is read as control
+        return changed
+
+    def _rendered(self, text: str, spelt: Sequence[str]) -> list[int]:
+        """The ids of a rendered text: control tokens of the template as such, those of messages letter by letter."""
+        controls, ids = set(self._controls.values()), list[int]()
+        for index, part in enumerate(re.split(f"{OPENING}([0-9]+){CLOSING}", text)):
+            if index % 2:
+                plain = self._tokenizer(spelt[int(part)], add_special_tokens=False, split_special_tokens=True)
+                ids += [each for each in plain["input_ids"] if each not in controls]
+            elif part:
+                ids += self._tokenizer(part, add_special_tokens=False)["input_ids"]
+        return ids
+
+    @property
+    def _most(self) -> int:
+        bounds = (self._tokenizer.model_max_length, getattr(self._model.config, "max_position_embeddings", None))
+        return min((bound for bound in bounds if isinstance(bound, int) and bound > 0), default=NO_BOUND)
+
+    @property
+    def _padding(self) -> int:
+        return int(self._model.config.pad_token_id)
+
+    def _forward(self, texts: Sequence[list[int]]) -> list[float]:
+        import torch
+
+        width = max(map(len, texts))
+        ids_BT = torch.tensor([ids + [self._padding] * (width - len(ids)) for ids in texts])
+        mask_BT = torch.tensor([[1] * len(ids) + [0] * (width - len(ids)) for ids in texts])
+        with torch.inference_mode():
+            device = self._model.device
+            logits_BC = self._model(input_ids=ids_BT.to(device), attention_mask=mask_BT.to(device)).logits
+        return [round(value, DIGITS) for value in self._reading(logits_BC.float()).tolist()]
+
+    def _reading(self, logits_BC: torch.Tensor) -> torch.Tensor:
+        if logits_BC.shape[1] == 1:
+            return logits_BC[:, 0]
+        names = {str(name).lower(): int(index) for index, name in (self._model.config.id2label or {}).items()}
+        return logits_BC.softmax(dim=1)[:, names.get(POSITIVE, logits_BC.shape[1] - 1)]
+
+    def _load(self) -> None:
+        if self._model is not None:
+            return
+        import torch
+        from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+        if self._device == "auto":
+            self._device = "cuda" if torch.cuda.is_available() else "cpu"
+        log.info("loading the classifier in %s", self._folder)
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(self._folder, local_files_only=True)
+            model = AutoModelForSequenceClassification.from_pretrained(
+                self._folder, local_files_only=True, use_safetensors=True
+            )
+        except Exception as error:  # a damaged file raises whatever the library that reads it does
+            told = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise EnvironmentSetupError(f"the classifier in {self._folder} does not load: {told}") from error
+        if model.config.pad_token_id is None:
+            model.config.pad_token_id = next(
+                (each for each in (tokenizer.pad_token_id, tokenizer.eos_token_id) if each is not None), 0
+            )
+        self._model, self._tokenizer = model.to(self._device).eval(), tokenizer

@@ -1,0 +1,186 @@
+"""What a scoring process and the one that started it say to each other: length-prefixed msgpack over two pipes.
+
+    parent ── Setup ─► child        once
+    parent ◄─ Ready, or Broken ──   once the environment is built, or cannot be
+    parent ── Work ──► child        some jobs
+    parent ◄─ Allows, Answer ───    an answer for each, in order, as soon as it is known
+
+Text travels as bytes: a completion may hold characters that are no proper text.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import struct
+from dataclasses import dataclass, field
+from typing import Literal
+
+import msgspec
+
+from shoal.errors import CodecError, DeadlineExceeded
+from shoal.runtime.clock import Clock, SystemClock
+from shoal.runtime.stop import StopToken
+
+HEAD = struct.Struct(">I")
+MAX_FRAME_BYTES = 256 * 1024 * 1024
+LOOK_S = 0.25  # how often a wait looks at the stop token
+READ_BYTES = 1 << 20
+EXIT_MEMORY = 77  # of a child that has not even the memory to say so
+
+What = Literal["score", "objection"]
+
+
+class Setup(msgspec.Struct, frozen=True, tag=True):
+    """The [environment] section as JSON, and the limits of one job; 0: none."""
+
+    settings: bytes
+    seconds: float
+    memory_bytes: int
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """The environment is built. `objects`: it may object to completions. `unlimited` is what cannot be limited here."""
+
+    digest: str
+    objects: bool
+    unlimited: str = ""
+
+
+class Broken(msgspec.Struct, frozen=True, tag=True):
+    problem: str
+
+
+class Work(msgspec.Struct, frozen=True, tag=True):
+    what: What
+    jobs: list[tuple[str, bytes]]
+
+
+class Allows(msgspec.Struct, frozen=True, tag=True):
+    """Before an answer: the task itself allows its grader so many seconds by the clock, beside the usual ones."""
+
+    seconds: float
+
+
+class Answer(msgspec.Struct, frozen=True, tag=True):
+    """A score, an objection, a `failure` of the machinery, or that the job needed too much memory."""
+
+    value: float = 0.0
+    parts: dict[str, float] = {}
+    text: bytes = b""
+    failure: str | None = None
+    needs_memory: bool = False
+
+
+ToChild = Setup | Work
+FromChild = Ready | Broken | Allows | Answer
+
+_to_child = msgspec.msgpack.Decoder(ToChild)
+_from_child = msgspec.msgpack.Decoder(FromChild)
+
+
+def as_bytes(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")
+
+
+def as_text(data: bytes) -> str:
+    return data.decode("utf-8", "surrogatepass")
+
+
+def frame_of(message: ToChild | FromChild) -> bytes:
+    body = msgspec.msgpack.encode(message)
+    if len(body) > MAX_FRAME_BYTES:
+        raise CodecError(f"a message of {len(body)} bytes is too large for a scoring process")
+    return HEAD.pack(len(body)) + body
+
+
+class ChannelClosed(Exception):
+    """The other end is gone."""
+
+
+@dataclass
+class Channel:
+    """The parent's end. Every wait has a deadline (`until_s` on the monotonic clock), and ends when `stop` is set."""
+
+    source: int
+    sink: int
+    stop: StopToken
+    clock: Clock = field(default_factory=SystemClock)
+    _received: bytearray = field(default_factory=bytearray)
+
+    def __post_init__(self) -> None:
+        os.set_blocking(self.source, False)
+        os.set_blocking(self.sink, False)
+
+    def send(self, message: ToChild, until_s: float) -> None:
+        rest = memoryview(frame_of(message))
+        while rest:
+            self._await(self.sink, select.POLLOUT, until_s)
+            try:
+                rest = rest[os.write(self.sink, rest) :]
+            except BlockingIOError:
+                continue
+            except BrokenPipeError:
+                raise ChannelClosed from None
+
+    def receive(self, until_s: float) -> FromChild:
+        size = HEAD.unpack(self._take(HEAD.size, until_s))[0]
+        if size > MAX_FRAME_BYTES:
+            raise ChannelClosed
+        try:
+            message: FromChild = _from_child.decode(self._take(size, until_s))
+        except msgspec.DecodeError:
+            raise ChannelClosed from None
+        return message
+
+    def _take(self, size: int, until_s: float) -> bytes:
+        while len(self._received) < size:
+            self._await(self.source, select.POLLIN, until_s)
+            try:
+                data = os.read(self.source, READ_BYTES)
+            except BlockingIOError:
+                continue
+            if not data:
+                raise ChannelClosed
+            self._received += data
+        taken = bytes(self._received[:size])
+        del self._received[:size]
+        return taken
+
+    def _await(self, descriptor: int, event: int, until_s: float) -> None:
+        waiter = select.poll()
+        waiter.register(descriptor, event)
+        while True:
+            if self.stop.is_set():
+                raise DeadlineExceeded(f"scoring was given up: {self.stop.reason}")
+            left_s = until_s - self.clock.monotonic_s()
+            if left_s <= 0:
+                raise TimeoutError
+            if waiter.poll(1000 * min(left_s, LOOK_S)):
+                return
+
+
+def read_message(source: int) -> ToChild | None:
+    """The child's end: the next message, None at the end of the pipe."""
+    head = _read(source, HEAD.size)
+    if head is None:
+        return None
+    size = HEAD.unpack(head)[0]
+    body = _read(source, size) if size <= MAX_FRAME_BYTES else None
+    return None if body is None else _to_child.decode(body)
+
+
+def write_message(sink: int, message: FromChild) -> None:
+    rest = memoryview(frame_of(message))
+    while rest:
+        rest = rest[os.write(sink, rest) :]
+
+
+def _read(source: int, size: int) -> bytes | None:
+    data = bytearray()
+    while len(data) < size:
+        more = os.read(source, min(READ_BYTES, size - len(data)))
+        if not more:
+            return None
+        data += more
+    return bytes(data)

@@ -1,0 +1,183 @@
+"""Judges beside the task's own reward: each says a number about every completion, and it is added with its weight.
+
+    reward = task's (or what its length made of it) + Σ weight · part         parts: task, judge.LABEL, …
+
+A part is what the judge said, or with `use = "rank"` the rank within the group. A judge that fails gives no sample:
+what it would have said is unknown, and 0 is something that it may say. Judges are asked about a few groups at a time;
+those for which there is no time are left for later (`NotBegun`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from shoal.environments import Score, Task
+from shoal.environments.graders.thinking import after_thinking
+from shoal.environments.settings import JudgeSettings
+from shoal.errors import ScoringFailure
+from shoal.rewards.protocol import NotBegun
+from shoal.runtime.clock import Clock, SystemClock
+from shoal.runtime.stop import StopToken
+
+PART = "judge."
+PORTION = 64  # pieces that are asked about together, but at least one group
+ALL_S = 600.0
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What a judge sees: what was asked, and what was answered. The thinking part is not shown.
+
+    >>> Piece.of(Task("t/1", "2+2=", "4"), "<think>easy</think>4").completion
+    '4'
+    """
+
+    prompt: str
+    completion: str
+    answer: str = ""
+    history: tuple[tuple[str, str], ...] = ()
+
+    @classmethod
+    def of(cls, task: Task, completion: str) -> Piece:
+        return cls(task.prompt, after_thinking(completion), task.answer, task.history)
+
+
+class PartJudge(Protocol):
+    def prepare(self) -> None:
+        """What takes long, and what can be found wrong before anything is judged (`EnvironmentSetupError`)."""
+        ...
+
+    def values(self, pieces: Sequence[Piece]) -> list[float | ScoringFailure]:
+        """What it says of each, in order."""
+        ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Seated:
+    """A judge and how its word counts."""
+
+    settings: JudgeSettings
+    judge: PartJudge
+
+    @property
+    def part(self) -> str:
+        return PART + self.settings.label
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A completion with what it is worth so far."""
+
+    piece: Piece
+    score: Score
+
+
+@dataclass(frozen=True)
+class Panel:
+    """All judges of an environment; without any, nothing is added. After `all_s` no further groups are begun."""
+
+    seats: tuple[Seated, ...] = ()
+    all_s: float = ALL_S
+    clock: Clock = field(default_factory=SystemClock)
+
+    @property
+    def unreproducible(self) -> tuple[str, ...]:
+        """The parts that nobody else can compute again. A classifier's folder is in the environment's digest."""
+        return tuple(seat.part for seat in self.seats if seat.settings.kind == "openai")
+
+    def add(self, groups: Sequence[Sequence[Entry]]) -> list[list[Score] | ScoringFailure]:
+        """The scores of each group with what every judge says; a group that one of them fails on has none.
+
+        At least the first groups are judged, however long it takes.
+        """
+        if not self.seats:
+            return [[entry.score for entry in group] for group in groups]
+        ends_s = self.clock.monotonic_s() + self.all_s
+        results: list[list[Score] | ScoringFailure] = []
+        for portion in _portions(groups):
+            if results and self.clock.monotonic_s() >= ends_s:
+                results += [NotBegun(f"judging took longer than {self.all_s:g} s in all")] * len(portion)
+            else:
+                results += self._judged(portion)
+        return results
+
+    def _judged(self, groups: Sequence[Sequence[Entry]]) -> list[list[Score] | ScoringFailure]:
+        results: list[list[Score] | ScoringFailure] = [[entry.score for entry in group] for group in groups]
+        for seat in self.seats:
+            open_ = [index for index, result in enumerate(results) if isinstance(result, list)]
+            pieces = list(dict.fromkeys(entry.piece for index in open_ for entry in groups[index]))
+            said = dict(zip(pieces, seat.judge.values(pieces), strict=True)) if pieces else {}
+            for index in open_:
+                scores, values = results[index], [said[entry.piece] for entry in groups[index]]
+                assert isinstance(scores, list)
+                results[index] = _counted(seat, scores, values)
+        return results
+
+    def prepare(self) -> None:
+        for seat in self.seats:
+            seat.judge.prepare()
+
+    def close(self) -> None:
+        for seat in self.seats:
+            seat.judge.close()
+
+
+def _portions(groups: Sequence[Sequence[Entry]]) -> Iterator[Sequence[Sequence[Entry]]]:
+    portion: list[Sequence[Entry]] = []
+    for group in groups:
+        if portion and sum(map(len, portion)) + len(group) > PORTION:
+            yield portion
+            portion = []
+        portion.append(group)
+    if portion:
+        yield portion
+
+
+def _counted(seat: Seated, scores: list[Score], values: list[float | ScoringFailure]) -> list[Score] | ScoringFailure:
+    numbers: list[float] = []
+    for value in values:
+        if isinstance(value, ScoringFailure):
+            return value
+        numbers.append(value)
+    if seat.settings.use == "rank":
+        numbers = ranks(numbers)
+    return [_with(seat, score, number) for score, number in zip(scores, numbers, strict=True)]
+
+
+def _with(seat: Seated, score: Score, number: float) -> Score:
+    parts = {"task": score.value, **score.parts, seat.part: number}
+    return replace(score, value=score.value + seat.settings.weight * number, parts=parts)
+
+
+def ranks(numbers: Sequence[float]) -> list[float]:
+    """The place of each among all, from 0 (the least) to 1; equal ones share theirs. One alone is in the middle.
+
+    >>> ranks([0.3, 7.0, 0.3, -2.0])
+    [0.5, 1.0, 0.5, 0.0]
+    """
+    others = len(numbers) - 1
+    if others == 0:
+        return [0.5]
+    below = [sum(other < number for other in numbers) for number in numbers]
+    equal = [sum(other == number for other in numbers) - 1 for number in numbers]
+    return [(less + same / 2) / others for less, same in zip(below, equal, strict=True)]
+
+
+def panel_of(judges: Sequence[JudgeSettings], stop: StopToken, device: str = "auto") -> Panel:
+    """The judges that the settings name. Nothing is loaded or asked yet."""
+    return Panel(tuple(Seated(settings, _judge(settings, stop, device)) for settings in judges))
+
+
+def _judge(settings: JudgeSettings, stop: StopToken, device: str) -> PartJudge:
+    if settings.kind == "classifier":
+        from shoal.rewards.classifier import Classifier
+
+        assert settings.path is not None, "the settings see to it"
+        return Classifier(settings.path, device)
+    from shoal.rewards.chat import ChatJudge
+
+    return ChatJudge(settings, stop)

@@ -1,0 +1,254 @@
+"""Scoring in processes of their own, with limits; beside the validator, not inside it.
+
+    jobs ─► chunks ─► processes ─┬─ answers
+                                 └─ one ended in the middle of a job
+                                      ├─ the rest of its chunk ─► back to the others, without blame
+                                      └─ that job ─► alone, in a fresh process ─┬─ an answer: that is it
+                                                                                └─ ended again ─► whose fault is it?
+
+A job that ends its process twice is the completion's doing only if it was processor time, memory or a crash, and a
+fresh process answers the *empty* completion of the same task within the limits: then it is worth 0, with the part
+`limit`. In every other case (killed by somebody, too long by the clock, an environment that does not build, a function
+that raises) it is no sample. What there was no time to begin is neither: it is `NotBegun`, and may be asked again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from threading import Lock
+from typing import TypeVar
+
+from shoal.environments import Environment, EnvironmentSettings, Score, scoring_of
+from shoal.errors import DeadlineExceeded, ScoringFailure
+from shoal.rewards.frames import Answer, What, as_text
+from shoal.rewards.limits import Patience, child_settings, core_digest, process_count
+from shoal.rewards.process import BLAMABLE, Ended, Ground, ScoringProcess
+from shoal.rewards.protocol import Job, NotBegun
+from shoal.runtime.retry import Backoff
+from shoal.runtime.stop import StopToken
+
+log = logging.getLogger(__name__)
+
+MAX_CHUNK = 32
+CHUNK_BYTES = 8 * 1024 * 1024
+LIMIT_PART = "limit"
+
+Result = Answer | ScoringFailure
+Item = TypeVar("Item")
+
+
+class Seat:
+    """A place for one process after another. A life that answered nothing is followed by a pause."""
+
+    def __init__(self, ground: Ground, backoff: Backoff = Backoff(first_s=0.2, most_s=5.0)) -> None:
+        self._ground = ground
+        self._backoff = backoff
+        self._process: ScoringProcess | None = None
+        self._fruitless = 0
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    def start(self) -> None:
+        """Without waiting for it."""
+        if self._process is None:
+            self._process = ScoringProcess(self._ground)
+
+    def take(self) -> ScoringProcess:
+        """A process that is ready, or `ScoringFailure`."""
+        if self._process is None and self._fruitless:
+            self._ground.stop.wait(self._backoff.wait_s(self._fruitless - 1))
+        self.start()
+        assert self._process is not None
+        try:
+            self._process.ready()
+        except ScoringFailure:
+            self.clear()
+            raise
+        return self._process
+
+    def clear(self) -> None:
+        """End the process, if there is one: the next `take` starts another."""
+        if self._process is not None:
+            self._fruitless = 0 if self._process.answered else self._fruitless + 1
+            self._process.end()
+            self._process = None
+
+
+class ScoringPool:
+    """Implements `Scorer`. `settings` are those that `environment` was built from. One caller at a time."""
+
+    def __init__(
+        self,
+        settings: EnvironmentSettings,
+        environment: Environment,
+        stop: StopToken | None = None,
+        patience: Patience = Patience(),
+    ) -> None:
+        limits = scoring_of(environment)
+        self._ground = Ground(child_settings(settings), limits, core_digest(environment), patience, stop or StopToken())
+        self._seats = [Seat(self._ground) for _ in range(process_count(limits))]
+        self._busy = Lock()
+
+    def start(self) -> None:
+        """Start the processes without waiting for them: they are ready sooner."""
+        for seat in self._seats:
+            seat.start()
+
+    def close(self) -> None:
+        for seat in self._seats:
+            seat.clear()
+
+    @property
+    def pids(self) -> list[int]:
+        return [seat.pid for seat in self._seats if seat.pid is not None]
+
+    def scores(self, jobs: Sequence[Job]) -> list[Score | ScoringFailure]:
+        """What each is worth. `DeadlineExceeded` if the process is told to stop meanwhile."""
+        results = self._run("score", jobs)
+        return [_score(results[job]) for job in jobs]
+
+    def objections(self, jobs: Sequence[Job]) -> list[str | ScoringFailure]:
+        if not jobs:
+            return []
+        try:
+            if not self._seats[0].take().ready().objects:
+                return [""] * len(jobs)
+        except ScoringFailure as failure:
+            return [failure] * len(jobs)
+        results = self._run("objection", jobs)
+        return [as_text(each.text) if isinstance(each, Answer) else each for each in map(results.__getitem__, jobs)]
+
+    def _run(self, what: What, jobs: Sequence[Job]) -> dict[Job, Result]:
+        """The result of every job; equal ones are scored once."""
+        with self._busy:
+            try:
+                return _Round(self._ground, what, list(dict.fromkeys(jobs))).run(self._seats)
+            except DeadlineExceeded:
+                self.close()  # they are in the middle of something that nobody waits for
+                raise
+
+
+class _Round:
+    """All that is asked at once: over the seats, each in a thread, until nothing is open or the time is up."""
+
+    def __init__(self, ground: Ground, what: What, jobs: Sequence[Job]) -> None:
+        self._ground = ground
+        self._what: What = what
+        self._jobs = jobs
+        self._results: dict[Job, Result] = {}
+        self._suspects: deque[Job] = deque()
+        self._until_s = ground.clock.monotonic_s() + ground.patience.all_s
+
+    def run(self, seats: Sequence[Seat]) -> dict[Job, Result]:
+        chunks = deque(_chunks(self._jobs, len(seats)))
+        _on_all(seats, chunks, lambda seat, chunk: self._chunk(seat, chunk, chunks))
+        _on_all(seats, self._suspects, self._suspect)
+        return self._results
+
+    def _chunk(self, seat: Seat, jobs: Sequence[Job], chunks: deque[Sequence[Job]]) -> None:
+        if self._is_late():
+            self._settle(jobs, NotBegun(f"{self._late}: this was not begun"))
+            return
+        done = 0
+        try:
+            for answer in seat.take().ask(self._what, jobs):
+                self._results[jobs[done]] = _result(answer)
+                done += 1
+        except ScoringFailure as failure:
+            self._settle(jobs[done:], failure)
+        except Ended as ended:
+            log.debug("task %s is tried again, alone: its scoring process %s", jobs[done].task, ended.what)
+            seat.clear()
+            self._suspects.append(jobs[done])
+            if jobs[done + 1 :]:
+                chunks.appendleft(jobs[done + 1 :])
+
+    def _suspect(self, seat: Seat, job: Job) -> None:
+        if self._is_late():  # it has had its time: whoever asks again and again must come to an end
+            self._results[job] = ScoringFailure(f"{self._late}, and task {job.task} ended its scoring process once")
+        else:
+            self._results[job] = self._judge(seat, job)
+
+    def _judge(self, seat: Seat, job: Job) -> Result:
+        """The job alone; if that ends the process again, whether the completion is to blame."""
+        again = self._alone(seat, job)
+        if not isinstance(again, Ended):
+            return again
+        about = f"task {job.task}: the scoring process {again.what}"
+        if again.cause not in BLAMABLE:
+            return ScoringFailure(f"{about}, twice")
+        empty = self._alone(seat, Job(job.task, ""))
+        if isinstance(empty, Answer):
+            log.info("%s, twice; the completion is worth 0 for it", about)
+            return Answer(0.0, {LIMIT_PART: 1.0}, f"scoring it {again.what}".encode())
+        told = str(empty) if isinstance(empty, ScoringFailure) else empty.what
+        return ScoringFailure(f"{about}, and so does an empty completion ({told}): the reward function is at fault")
+
+    def _alone(self, seat: Seat, job: Job) -> Result | Ended:
+        """In a process that has scored nothing before."""
+        seat.clear()
+        try:
+            return _result(next(seat.take().ask(self._what, [job])))
+        except ScoringFailure as failure:
+            return failure
+        except Ended as ended:
+            seat.clear()
+            return ended
+
+    def _settle(self, jobs: Sequence[Job], failure: ScoringFailure) -> None:
+        for job in jobs:
+            self._results[job] = failure
+
+    def _is_late(self) -> bool:
+        return self._ground.clock.monotonic_s() >= self._until_s
+
+    @property
+    def _late(self) -> str:
+        return f"scoring took longer than {self._ground.patience.all_s:g} s in all"
+
+
+def _on_all(seats: Sequence[Seat], items: deque[Item], work: Callable[[Seat, Item], None]) -> None:
+    """Let every seat take one item after another until there are none. An item may bring further ones."""
+
+    def serve(seat: Seat) -> None:
+        while items:
+            try:
+                item = items.popleft()
+            except IndexError:
+                return  # another seat was faster
+            work(seat, item)
+
+    if len(seats) == 1 or len(items) <= 1:
+        serve(seats[0])
+        return
+    with ThreadPoolExecutor(len(seats), thread_name_prefix="scoring") as threads:
+        for future in [threads.submit(serve, seat) for seat in seats]:
+            future.result()
+
+
+def _chunks(jobs: Sequence[Job], seats: int) -> Iterator[Sequence[Job]]:
+    """A few for each seat, so that all end at about the same time; bounded in number and size."""
+    most = max(1, min(MAX_CHUNK, len(jobs) // (4 * seats)))
+    chunk: list[Job] = []
+    size = 0
+    for job in jobs:
+        if chunk and (len(chunk) == most or size + len(job.completion) > CHUNK_BYTES):
+            yield chunk
+            chunk, size = [], 0
+        chunk.append(job)
+        size += len(job.completion)
+    if chunk:
+        yield chunk
+
+
+def _result(answer: Answer) -> Result:
+    return answer if answer.failure is None else ScoringFailure(answer.failure)
+
+
+def _score(result: Result) -> Score | ScoringFailure:
+    return result if isinstance(result, ScoringFailure) else Score(result.value, result.parts, as_text(result.text))

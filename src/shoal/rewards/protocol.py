@@ -1,0 +1,53 @@
+"""What a scorer is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar, runtime_checkable
+
+from shoal.environments import Score
+from shoal.errors import ScoringFailure
+
+
+class NotBegun(ScoringFailure):
+    """There was no time for it: nothing is known of the job, and nothing is wrong with it. It may be asked again."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One completion to be scored: the task's id, and the text that was generated for it."""
+
+    task: str
+    completion: str
+
+
+@runtime_checkable
+class Scorer(Protocol):
+    """Scores completions of one environment. A failure of the machinery is returned, not raised; so is `NotBegun`."""
+
+    def scores(self, jobs: Sequence[Job]) -> list[Score | ScoringFailure]:
+        """One result per job, in order. Equal jobs have equal results."""
+        ...
+
+    def objections(self, jobs: Sequence[Job]) -> list[str | ScoringFailure]:
+        """What the environment objects to in each, in order; empty where it does not."""
+        ...
+
+    def close(self) -> None: ...
+
+
+Said = TypeVar("Said")
+
+
+def settled(
+    ask: Callable[[Sequence[Job]], list[Said | ScoringFailure]], jobs: Sequence[Job]
+) -> list[Said | ScoringFailure]:
+    """What is said of each job, in order, however long it takes: what was not begun is asked again until it was.
+
+    It comes to an end: a scorer that is asked begins something, and what it has begun it settles.
+    """
+    found = dict(zip(jobs, ask(jobs), strict=True))
+    while left := [job for job, said in found.items() if isinstance(said, NotBegun)]:
+        found |= zip(left, ask(left), strict=True)
+    return [found[job] for job in jobs]

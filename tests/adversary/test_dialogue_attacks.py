@@ -1,0 +1,391 @@
+"""Dialogues that are not the tool's, each handed in with the right policy's proofs and log-probabilities.
+
+The real engine, the real judge, the calculator: an honest group passes every check, and what differs from it in one
+thing is rejected for that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from shoal.engines import GenerationRequest, PrefillRequest, build
+from shoal.engines.dialogue import Dialogue, dialogue_for
+from shoal.engines.shelf import LoadedPolicy
+from shoal.engines.submission import submission_of
+from shoal.environments import EnvironmentSettings
+from shoal.environments import build as build_environment
+from shoal.models.load import LoadedModel, load_model
+from shoal.models.state import policy_views
+from shoal.protocol import (
+    Audit,
+    DialogueTerms,
+    Lease,
+    Outcome,
+    PolicyRef,
+    Rollout,
+    SamplingParameters,
+    Severity,
+    SigningKey,
+    Submission,
+    Verdict,
+    pack,
+    pack_logprobs,
+    pack_tokens,
+    sign_document,
+    submission_digest,
+)
+from shoal.protocol.given import drawn_mask, pack_spans, unpack_spans
+from shoal.toploc import commit
+from shoal.validator import checks
+from shoal.validator.bands import Bands
+from shoal.validator.case import Case
+from shoal.validator.judge import Judge
+from shoal.validator.profiles import load_profiles
+from shoal.validator.replay import replay_all
+from shoal.validator.verdicts import Docket
+from shoal.worker.loop import generate
+
+EOS = 1
+HUB = SigningKey.from_seed(b"h" * 32)
+REF = PolicyRef(incarnation=0, version=3, digest="d" * 64)
+ENVIRONMENT = build_environment(EnvironmentSettings(name="calculator", options={"number_credit": 0.1}))
+LIMIT = 28
+
+
+@cache
+def tiny() -> LoadedModel:
+    return load_model("tiny")
+
+
+@cache
+def loaded() -> LoadedPolicy:
+    engine = build("torch", tiny().files)
+    engine.load_policy(REF, policy_views(tiny().model))
+    return LoadedPolicy(REF, engine, tiny().files)
+
+
+def lease(unit: int = 0, seeds: int = 12, tool: bool = True, limit: int = LIMIT, max_turns: int = 3) -> Lease:
+    newline = tiny().tokenizer.encode("\n")
+    terms = DialogueTerms(tool="calculator", max_turns=max_turns, before=newline, after=newline)
+    task = ENVIRONMENT.tasks("train")[unit]
+    return Lease(
+        run="demo", lease=f"lease-{unit}", node="n" * 32, unit=unit, attempt=0, policy=REF, task=task.id,
+        prompt_ids=tiny().tokenizer.encode(task.prompt), seeds=tuple(f"{100 * unit + i:016x}" for i in range(seeds)),
+        sampling=SamplingParameters(temperature=1.0, max_new_tokens=limit, eos_token_id=EOS),
+        environment_digest=ENVIRONMENT.digest, issued_at_ms=0, deadline_ms=1, dialogue=terms if tool else None,
+    )  # fmt: skip
+
+
+@cache
+def honest(of: Lease) -> Submission:
+    [group] = generate(loaded(), [of])
+    return submission_of(of, group, "torch")
+
+
+def talk(of: Lease) -> Dialogue:
+    found = dialogue_for(of, tiny().files)
+    assert found is not None
+    return found
+
+
+def judged(of: Lease, what: Submission, judge: Judge | None = None, depth: Any = "full") -> Verdict:
+    body = pack(what)
+    audit = Audit(
+        submission=submission_digest(body), size_bytes=len(body), lease=sign_document(of, HUB), received_at_ms=1,
+        deadline_ms=2, depth=depth,
+    )  # fmt: skip
+    judge = judge or Judge(ENVIRONMENT, load_profiles())
+    [verdict] = judge.verdicts([Docket(audit, of, body)], loaded())
+    return verdict
+
+
+def vouched(of: Lease, ids: Sequence[int], spans: Sequence[tuple[int, int]], finish: Any) -> Rollout:
+    """A rollout of these tokens with the right policy's log-probabilities and proofs, as a cheater would make it."""
+    request = PrefillRequest(of.prompt_ids, np.array(ids, np.int32), 1.0)
+    [seen] = loaded().engine.prefill([request], of.proof)
+    assert seen.points is not None
+    logprobs = np.array(seen.logprobs)
+    for start, length in spans:
+        logprobs[start : start + length] = 0.0
+    return Rollout(
+        tokens=pack_tokens(ids), logprobs=pack_logprobs(logprobs), finish=finish,
+        proofs=b"".join(commit(seen.points)), given=pack_spans(spans),
+    )  # fmt: skip
+
+
+Change = Callable[[list[int], list[tuple[int, int]]], tuple[Sequence[int], Sequence[tuple[int, int]]]]
+
+
+def changed(of: Lease, change: Change, finish: Any = None) -> Submission:
+    """The honest group with its first rollout that has a dialogue made another one."""
+    group = honest(of)
+    index = next(i for i, rollout in enumerate(group.rollouts) if rollout.given and rollout.finish == "eos")
+    rollout = group.rollouts[index]
+    ids = rollout.token_ids.tolist()
+    made = vouched(of, *change(ids, list(unpack_spans(rollout.given, len(ids)))), finish or rollout.finish)
+    rollouts = [made if i == index else each for i, each in enumerate(group.rollouts)]
+    return msgspec.structs.replace(group, rollouts=rollouts)
+
+
+def rejected(of: Lease, what: Submission, reason: str) -> Verdict:
+    verdict = judged(of, what)
+    assert (verdict.outcome, verdict.reason, verdict.severity) == (Outcome.REJECTED, reason, Severity.CERTAIN)
+    light = judged(of, what, depth="light")
+    assert light.reason == reason, "it costs no prefill to see"
+    return verdict
+
+
+# ── honest dialogues ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(("limit", "max_turns"), [(LIMIT, 3), (11, 3), (8, 2), (LIMIT, 1), (64, 64)])
+def test_an_honest_dialogue_passes_every_check(limit: int, max_turns: int) -> None:
+    of = lease(1, limit=limit, max_turns=max_turns)
+    group = honest(of)
+    verdict = judged(of, group)
+    assert (verdict.outcome, verdict.reason) == (Outcome.ACCEPTED, "")
+    if (limit, max_turns) == (LIMIT, 3):
+        assert sum(bool(rollout.given) for rollout in group.rollouts) > 6
+        assert next(check for check in verdict.checks if check.check == "dialogue").evidence["given"] > 20
+    if limit == 8:
+        assert {rollout.finish for rollout in group.rollouts} == {"eos", "length"}
+
+
+def test_what_was_given_earns_nothing_and_is_in_no_tally() -> None:
+    of = lease(1)
+    verdict = judged(of, honest(of))
+    masks = [drawn_mask(rollout.given, len(rollout.token_ids)) for rollout in honest(of).rollouts]
+    drawn, everything = sum(int(mask.sum()) for mask in masks), sum(map(len, masks))
+    assert drawn < everything - 20
+    assert verdict.generated_tokens == drawn == verdict.tally.tokens
+    assert judged(of, honest(of), depth="light").generated_tokens == drawn
+
+
+def test_the_last_turn_is_what_is_scored() -> None:
+    of = lease(1)
+    verdict = judged(of, honest(of))
+    task = ENVIRONMENT.task(of.task)
+    for rollout, reward in zip(honest(of).rollouts, verdict.rewards, strict=True):
+        ids = rollout.token_ids.tolist()
+        for start, length in unpack_spans(rollout.given, len(ids))[-1:]:
+            ids = ids[start + length :]
+        assert reward.value == ENVIRONMENT.score(task, tiny().tokenizer.decode(ids)).value
+    assert len({reward.value for reward in verdict.rewards}) > 1, "else this test would hold of anything"
+
+
+def replayed(of: Lease, **profile: Any) -> Case:
+    limits = load_profiles()[of.profile].model_copy(update=profile)
+    case = Case(of, honest(of), "", 96, 64, limits, dialogue=talk(of))
+    [replay] = replay_all(loaded().engine, [case])
+    assert not isinstance(replay, Exception)
+    case.replay = replay
+    return case
+
+
+def test_dice_are_held_against_drawn_tokens_only() -> None:
+    """One drawn token that is far off stands out: the tool's words, all far from any dice, are not counted with it."""
+    clean, odd, coarse = replayed(lease(1)), replayed(lease(1)), replayed(lease(1), accidents=1e-4)
+    width_T = np.where(clean.drawn, clean.replayed.high - clean.replayed.low, 1.0)
+    at = int(np.argmin(width_T))  # an unlikely token: most dice do not give it
+    for case in (odd, coarse):
+        case.replayed.uniforms[at] = 0.0 if case.replayed.low[at] > 0.5 else 1.0 - 1e-9
+    found = checks.sampling(odd)
+    assert (found.reason, found.result.evidence["far_outside"]) == ("sampling.seed", 1)
+    assert found.severity is Severity.STATISTICAL, "it takes several to be certain"
+    assert (found.result.evidence["tokens"], found.result.evidence["outside"]) == (odd.generated, 1)
+    assert np.flatnonzero(coarse.accidents).tolist() == [at]
+
+
+def test_statistics_are_of_drawn_tokens_only() -> None:
+    case = replayed(lease(1))
+    replay, drawn = case.replayed, case.drawn
+    evidence = checks.likelihood(case).result.evidence
+    assert evidence["excess"] == pytest.approx(float((replay.logprobs + replay.entropy)[drawn].sum()))
+    assert evidence["variance"] == pytest.approx(float(replay.varentropy[drawn].sum()))
+    error = np.abs(case.claimed - replay.logprobs)[drawn]
+    assert checks.logprobs(case).result.evidence["mean_error"] == pytest.approx(float(error.mean()))
+    assert checks.logprobs(case).result.evidence["max_error"] == pytest.approx(float(error.max()))
+
+
+def test_bands_are_of_drawn_tokens_only() -> None:
+    """What the tool said is far from any dice: one such token would widen a profile beyond use."""
+    case = replayed(lease(1))
+    bands = Bands.of([case])
+    assert bands.tokens == case.generated < len(case.tokens)
+    assert bands.distance_max < 1e-4
+    assert bands.logprob_max < 1e-3
+
+
+def test_a_validator_without_the_tool_cannot_tell() -> None:
+    of = lease(1)
+    assert of.dialogue is not None
+    other = of.model_copy(update={"dialogue": of.dialogue.model_copy(update={"tool": "abacus"})})
+    verdict = judged(other, honest(of))
+    assert (verdict.outcome, verdict.reason) == (Outcome.INCONCLUSIVE, "machinery.environment")
+    assert "abacus" in verdict.message
+    assert "upgrade" in verdict.message
+
+
+# ── and others ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_tokens_that_were_drawn_are_called_given() -> None:
+    """To choose them freely: no dice are looked at where tokens are given."""
+    of = lease(1)
+    other = lease(1).model_copy(update={"seeds": tuple(f"{9999 + i:016x}" for i in range(12))})
+    [group] = generate(loaded(), [other])
+    submission = submission_of(of, group, "torch")
+    assert judged(of, submission).reason == "sampling.seed", "without the claim the dice tell"
+
+    def claim(rollout: Rollout) -> Rollout:
+        ids = rollout.token_ids.tolist()
+        spans = [(1, len(ids) - 2)] if len(ids) > 2 else []
+        return vouched(of, ids, spans, rollout.finish)
+
+    forged = msgspec.structs.replace(submission, rollouts=[claim(rollout) for rollout in submission.rollouts])
+    verdict = rejected(of, forged, "dialogue.forged")
+    assert "claims that" in verdict.message
+
+    def widened(ids: list[int], spans: list[tuple[int, int]]) -> tuple[list[int], list[tuple[int, int]]]:
+        (start, length), *rest = spans
+        return ids, [(start - 1, length + 1), *rest]
+
+    rejected(of, changed(of, widened), "dialogue.forged")
+    rejected(of, changed(of, lambda ids, spans: (ids, [(1, 1), *spans])), "dialogue.forged")
+
+
+def test_the_tools_words_are_changed() -> None:
+    def change(ids: list[int], spans: list[tuple[int, int]]) -> tuple[list[int], list[tuple[int, int]]]:
+        at = spans[0][0] + 1
+        ids[at] = ids[at] + 1 if ids[at] < 14 else ids[at] - 1
+        return ids, spans
+
+    verdict = rejected(lease(1), changed(lease(1), change), "dialogue.forged")
+    assert "other words than what the tool says to turn 1" in verdict.message
+
+
+def test_the_tools_words_are_left_out() -> None:
+    """The turn is called the last one, or the model goes on at once, or what was said is not called given."""
+
+    def stop(ids: list[int], spans: list[tuple[int, int]]) -> tuple[list[int], list[tuple[int, int]]]:
+        return ids[: spans[0][0]], []
+
+    def go_on(ids: list[int], spans: list[tuple[int, int]]) -> tuple[list[int], list[tuple[int, int]]]:
+        start, length = spans[0]
+        return [*ids[:start], 6, *ids[start + length :]], []
+
+    of = lease(1)
+    rejected(of, changed(of, stop), "dialogue.missing")
+    rejected(of, changed(of, go_on), "dialogue.missing")
+    rejected(of, changed(of, lambda ids, _spans: (ids, [])), "dialogue.missing")
+
+    def half(ids: list[int], spans: list[tuple[int, int]]) -> tuple[list[int], list[tuple[int, int]]]:
+        start, length = spans[0]
+        return [*ids[: start + length - 1], *ids[start + length :]], [(start, length - 1), *spans[1:]]
+
+    rejected(of, changed(of, half), "dialogue.forged")
+
+
+def test_an_answer_to_other_turns() -> None:
+    """The words are the tool's, but to another rollout's turn; or the turn was edited after the tool had answered."""
+
+    def edited(ids: list[int], spans: list[tuple[int, int]]) -> tuple[list[int], list[tuple[int, int]]]:
+        at = spans[0][0] - 2
+        ids[at] = ids[at] + 1 if ids[at] < 14 else ids[at] - 1
+        return ids, spans
+
+    def others(ids: list[int], spans: list[tuple[int, int]]) -> tuple[list[int], list[tuple[int, int]]]:
+        start, length = spans[0]
+        words = (3, *tiny().tokenizer.encode("12345"), 3)
+        return [*ids[:start], *words, *ids[start + length :]], [(start, len(words))]
+
+    of = lease(1)
+    rejected(of, changed(of, edited), "dialogue.forged")
+    rejected(of, changed(of, others), "dialogue.forged")
+
+
+def test_one_turn_too_many() -> None:
+    of = lease(1, max_turns=2)
+    digits = list(tiny().tokenizer.encode("1+1"))
+    answer = [3, *tiny().tokenizer.encode("2"), 3]
+
+    def more(ids: list[int], spans: list[tuple[int, int]]) -> tuple[list[int], list[tuple[int, int]]]:
+        first = [*digits, EOS, *answer]
+        again = [*first, *digits, EOS, *answer, *digits, EOS]
+        return again, [(len(first) - 3, 3), (len(again) - 7, 3)]
+
+    rejected(of, changed(of, more), "dialogue.forged")
+
+    def unclaimed(ids: list[int], spans: list[tuple[int, int]]) -> tuple[list[int], list[tuple[int, int]]]:
+        again, both = more(ids, spans)
+        return again, both[:1]
+
+    verdict = rejected(of, changed(of, unclaimed), "termination.past_eos")
+    assert "after turn 2, its last one" in verdict.message
+
+
+def test_the_tools_words_as_special_tokens() -> None:
+    """A frame's or a special token in place of the same letters; and an end token in what was given."""
+
+    def change(ids: list[int], spans: list[tuple[int, int]]) -> tuple[list[int], list[tuple[int, int]]]:
+        ids[spans[0][0]] = EOS
+        return ids, spans
+
+    of = lease(1)
+    rejected(of, changed(of, change), "dialogue.forged")
+    rejected(of, changed(of, lambda ids, s: ([*ids[: s[0][0]], 0, 2, *ids[s[0][0] :]], s)), "dialogue.forged")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        b"\1", b"\1\0\0\0", pack_spans([(0, 2)]), pack_spans([(2, 0)]), pack_spans([(2, 10**6)]),
+        pack_spans([(2, 3), (3, 2)]), pack_spans([(5, 1), (2, 1)]), pack_spans([(2**32 - 1, 2**32 - 1)]),
+    ],
+)  # fmt: skip
+def test_spans_that_are_none(given: bytes) -> None:
+    of = lease(1)
+    group = honest(of)
+    rollouts = [msgspec.structs.replace(group.rollouts[0], given=given), *group.rollouts[1:]]
+    rejected(of, msgspec.structs.replace(group, rollouts=rollouts), "dialogue.malformed")
+
+
+def test_words_that_nobody_says_in_a_run_without_a_tool() -> None:
+    of = lease(1, tool=False)
+    [group] = loaded().engine.generate([GenerationRequest(of.prompt_ids, of.seed_numbers, of.sampling)], of.proof)
+    plain = submission_of(of, group, "torch")
+    assert judged(of, plain).outcome is Outcome.ACCEPTED
+    long = next(i for i, rollout in enumerate(plain.rollouts) if len(rollout.token_ids) > 3)
+    rollouts = list(plain.rollouts)
+    rollouts[long] = msgspec.structs.replace(rollouts[long], given=pack_spans([(1, 1)]))
+    rejected(of, msgspec.structs.replace(plain, rollouts=rollouts), "dialogue.forged")
+    with_dialogues = submission_of(of, generate(loaded(), [lease(1)])[0], "torch")
+    rejected(of, with_dialogues, "dialogue.forged")
+
+
+def test_a_log_probability_for_what_nobody_drew() -> None:
+    of = lease(1)
+    group = honest(of)
+    index = next(i for i, rollout in enumerate(group.rollouts) if rollout.given)
+    rollout = group.rollouts[index]
+    logprobs = rollout.logprob_values
+    logprobs[unpack_spans(rollout.given, len(logprobs))[0][0]] = -3.0
+    rollouts = list(group.rollouts)
+    rollouts[index] = msgspec.structs.replace(rollout, logprobs=pack_logprobs(logprobs))
+    rejected(of, msgspec.structs.replace(group, rollouts=rollouts), "dialogue.logprobs")
+
+
+def test_it_says_that_it_ended_otherwise() -> None:
+    of = lease(1)
+    rejected(of, changed(of, lambda ids, spans: (ids, spans), finish="length"), "termination.finish")
+
+    def early(ids: list[int], spans: list[tuple[int, int]]) -> tuple[list[int], list[tuple[int, int]]]:
+        return [*ids[: sum(spans[0])], 6], spans[:1]
+
+    rejected(of, changed(of, early, finish="length"), "termination.early")

@@ -1,0 +1,152 @@
+"""`shoal eval` with the real tiny model: the numbers, the files, stopped and gone on, leaks of a run."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from shoal.cli.folder import RunFolder
+from shoal.cli.main import main
+from shoal.cli.recipe import Recipe
+from shoal.environments import EnvironmentSettings
+from shoal.evaluation.evaluating import SUMMARY, TASKS
+from shoal.evaluation.journal import PROGRESS
+from shoal.models import model_folder
+
+EVAL = ["eval", "tiny", "--max-new-tokens", "16", "--device", "cpu"]
+DEADLINE_S = 280.0
+
+
+def summary_of(out: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((out / SUMMARY).read_bytes())
+    return found
+
+
+def test_the_same_command_gives_the_same_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = [*EVAL, "--env", "sort", "--tasks", "24", "--samples", "4", "--batch-rows", "32"]
+    assert main([*command, "--out", str(tmp_path / "a")]) == 0
+    said = capsys.readouterr().out
+    assert "avg@4" in said
+    assert "pass@2" in said
+    found = summary_of(tmp_path / "a")
+    assert (found["scored_tasks"], found["samples"], found["no_sample"]["samples"]) == (24, 96, 0)
+    average = found["avg_at_k"]
+    assert average["low"] < average["value"] < average["high"]
+    assert average["value"] <= found["pass_at_k"]["2"]["value"] <= found["pass_at_k"]["4"]["value"]
+    assert pq.read_schema(tmp_path / "a" / TASKS).metadata[b"shoal"]
+    assert main([*command, "--out", str(tmp_path / "b")]) == 0
+    assert (tmp_path / "a" / TASKS).read_bytes() == (tmp_path / "b" / TASKS).read_bytes()
+    capsys.readouterr()
+    assert main([*command, "--out", str(tmp_path / "a")]) == 0
+    again = capsys.readouterr()
+    assert "is done already" in again.err
+    assert again.out.splitlines()[1:-1] == said.splitlines()[1:-1]
+    assert main([*command, "--seed", "1", "--out", str(tmp_path / "a")]) == 2
+    assert "plan.seed is 0, here it would be 1" in capsys.readouterr().err
+
+
+FLAKY = """
+tasks = [{"prompt": f"{n}1=", "answer": f"1{n}", "split": "train" if n < 2 else "held_out"} for n in range(9)]
+
+def score(prompt, completion, answer):
+    if prompt == "5 1=".replace(" ", ""):
+        raise OSError("the server is away")
+    return float(completion == answer)
+"""
+
+
+def test_a_grader_that_fails_too_often_is_no_success(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "flaky.py").write_text(FLAKY)
+    out = tmp_path / "out"
+    assert main([*EVAL, "--env", str(tmp_path / "flaky.py"), "--out", str(out)]) == 1
+    said = capsys.readouterr()
+    assert "14.3% of the samples have no score, more than 5%" in said.err
+    assert f"mend what the lines above name, then remove {out} and evaluate again" in said.err
+    assert "1 sample could not be scored" in said.out
+    assert summary_of(out)["no_sample"] == {"samples": 1, "share": pytest.approx(1 / 7)}
+    assert (summary_of(out)["scored_tasks"], "server" in (out / TASKS).read_bytes().decode("latin-1")) == (6, False)
+
+
+def a_run(path: Path) -> RunFolder:
+    """The folder of a run that has trained on two tasks of `sort`, with its export."""
+    environment = EnvironmentSettings(name="sort", train_size=40, held_out_size=16)
+    folder = RunFolder.prepare(path, Recipe(environment=environment))
+    export = path / "trainer" / "export"
+    shutil.copytree(model_folder("tiny"), export)
+    (export / "shoal.json").write_text(json.dumps({"progress": {"run": "x", "version": 3, "incarnation": 0}}))
+    rollouts = path / "trainer" / "rollouts"
+    rollouts.mkdir()
+    pq.write_table(pa.table({"task": ["sort/train/1", "sort/train/7"]}), rollouts / "step-00000.parquet")
+    return folder
+
+
+def test_a_run_is_held_against_what_it_trained_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, leaky = a_run(tmp_path / "run"), tmp_path / "leaky.py"
+    command = ["eval", str(run.path), "--device", "cpu", "--max-new-tokens", "16"]
+    assert main([*command, "--env", str(run.path), "--out", str(tmp_path / "clean")]) == 0
+    assert summary_of(tmp_path / "clean")["tasks"] == 16
+    said = capsys.readouterr().out
+    assert "held_out" in said
+    assert "leaks were not looked for" not in said
+    exported = ["eval", str(run.path / "trainer" / "export"), *command[2:], "--env", "sort", "--tasks", "2"]
+    assert main([*exported, "--out", str(tmp_path / "export")]) == 0
+    assert "leaks were not looked for: --trained-on names the run" in capsys.readouterr().out
+    from shoal.environments import build
+
+    known = build(run.recipe.environment).tasks("train")[7]
+    tasks = [{"prompt": prompt, "split": "held_out"} for prompt in ("21=", f" {known.prompt} ", "978=")]
+    tasks.append({"prompt": "0=", "split": "train"})
+    leaky.write_text(f"tasks = {tasks!r}\ndef score(prompt, completion, answer):\n    return 0.0\n")
+    assert main([*command, "--env", str(leaky), "--out", str(tmp_path / "leaky")]) == 5
+    assert "1 of the evaluated tasks are in the training set, 1 of them in batches" in capsys.readouterr().err
+    assert not (tmp_path / "leaky").exists()
+    assert main([*command, "--env", str(leaky), "--out", str(tmp_path / "leaky"), "--allow-leaks"]) == 0
+    assert (summary_of(tmp_path / "leaky")["tasks"], summary_of(tmp_path / "leaky")["left_out"]) == (
+        2,
+        ["leaky/1"],
+    )
+
+
+def start(out: Path, *more: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "shoal.cli", *EVAL, "--env", "sort", "--out", str(out), *more]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+def wait_for_batches(out: Path, count: int) -> None:
+    end = time.monotonic() + DEADLINE_S
+    while not (out / PROGRESS).exists() or (out / PROGRESS).read_bytes().count(b"\n") < count:
+        assert time.monotonic() < end, "no batch was written down"
+        time.sleep(0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_ended_in_the_middle_it_goes_on_bit_for_bit(tmp_path: Path, how: signal.Signals) -> None:
+    more = ("--tasks", "60", "--samples", "4", "--batch-rows", "8")
+    with start(tmp_path / "whole", *more) as whole:
+        assert whole.wait(DEADLINE_S) == 0
+    with start(tmp_path / "halves", *more) as first:
+        wait_for_batches(tmp_path / "halves", 3)
+        first.send_signal(how)
+        _, error = first.communicate(timeout=DEADLINE_S)
+        assert first.returncode == (-signal.SIGKILL if how == signal.SIGKILL else 130), error
+        if how == signal.SIGINT:
+            assert "the same command goes on" in error
+    assert not (tmp_path / "halves" / TASKS).exists()
+    with start(tmp_path / "halves", *more) as second:
+        _, error = second.communicate(timeout=DEADLINE_S)
+        assert second.returncode == 0, error
+        assert "goes on:" in error
+    for name in (TASKS, SUMMARY):
+        assert (tmp_path / "halves" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()

@@ -1,0 +1,158 @@
+"""`shoal data`: what is wrong with a data set, and which task each unit of a run is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from shoal.cli.main import main
+from shoal.environments import EnvironmentSettings, build, identity_of
+from shoal.hub.state.draws import task_index
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+
+
+def write(path: Path, count: int, bad: dict[int, str] | None = None) -> Path:
+    rows = [{"id": f"q{row}", "question": f"{row} + 1?", "answer": str(row + 1)} for row in range(count)]
+    for row, question in (bad or {}).items():
+        rows[row]["question"] = question
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_a_good_data_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path / "good.jsonl", 40)
+    assert main(["data", "check", str(path)]) == 0
+    said = capsys.readouterr().out
+    assert "40 rows in 1 file, format columns (mathematics): 32 to train on, 8 held out; data digest " in said
+    assert said.endswith("every row can be used\n")
+
+
+def test_bad_rows_are_listed_and_end_the_command_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path / "bad.jsonl", 100, dict.fromkeys(range(0, 50, 2), " "))
+    with path.open("a") as file:
+        file.write('{"id": "last", "question": "?", "answer": null}\n')
+    assert main(["data", "check", str(path)]) == 2
+    caught = capsys.readouterr()
+    lines = caught.out.splitlines()
+    assert lines[0] == "row 0 (bad.jsonl line 1): question is empty"
+    assert lines[20] == "and 6 more"
+    assert lines[21].split() == ["25", "rows:", "question", "is", "empty"]
+    assert " 1 row: answer is missing" in caught.out
+    assert caught.err == "26 rows cannot be used\n"
+
+
+def test_the_counts_add_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows: list[dict[str, object]] = [
+        {"question": f"{row} + 1?", "answer": str(row + 1), "solve_rate": row / 100} for row in range(100)
+    ]
+    rows[3]["question"], rows[50]["question"] = "", "7+1?"
+    rows[40]["answer"], rows[90]["answer"] = None, " "
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    other = write(tmp_path / "b.jsonl", 10, {2: ""})
+    with other.open("a") as file:
+        file.write('{"id": "last", "question": "?", "answer": null}\n')
+    arguments = [f"held_out={other}", "keep_solve_rate=[0.0, 0.8]"]
+    assert main(["data", "check", str(tmp_path / "a.jsonl"), *(part for a in arguments for part in ("--set", a))]) == 2
+    caught = capsys.readouterr()
+    assert (
+        "100 rows in 1 file, format columns (mathematics): 70 to train on, 18 outside the band of solve rates,"
+        f" 9 with a held-out question, 3 that cannot be used; 11 rows in {other}: 9 held out, 2 that cannot be used;"
+    ) in caught.out
+    assert caught.err == "5 rows cannot be used\n"
+
+
+def test_a_check_says_what_is_wrong_once_and_anything_else_warns_when_it_opens_the_data(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write(tmp_path / "a.jsonl", 20, {7: ""})
+    main(["data", "check", str(path)])
+    assert capsys.readouterr().err == "1 row cannot be used\n"
+    assert caplog.text == ""
+    assert main(["data", "order", str(path), "--count", "1"]) == 0
+    assert "1 of 20 rows cannot be used and is left out: row 7 (a.jsonl line 8)" in caplog.text
+
+
+def test_the_two_digests_are_told_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path / "a.jsonl", 40)
+    environment = build(EnvironmentSettings(name="dataset", data=path))
+    main(["data", "check", str(path)])
+    main(["data", "order", str(path), "--count", "1"])
+    said = capsys.readouterr().out
+    assert said.count(f"data digest {identity_of(environment).data_digest}") == 2
+    assert said.count(f"environment digest {environment.digest}") == 1
+
+
+def test_the_order_is_that_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path / "a.jsonl", 50, {7: ""})
+    assert main(["data", "order", str(path), "--seed", "3", "--from", "5", "--count", "4"]) == 0
+    head, names, *rows = capsys.readouterr().out.splitlines()
+    environment = build(EnvironmentSettings(name="dataset", data=path))
+    tasks = environment.tasks("train")
+    assert head.startswith(f"# {len(tasks)} tasks, seed 3, environment digest {environment.digest}, data digest ")
+    assert names == "unit\trow\tid"
+    for unit, row in zip(range(5, 9), rows, strict=True):
+        task = tasks[task_index(len(tasks), 3, unit)]
+        assert row == f"{unit}\t{task.id.partition('/')[0]}\t{task.id}"
+
+
+def test_the_order_goes_on_after_a_task_that_cannot_be_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"id": f"q{row}", "question": f"{row} + 1?", "answer": "" if row % 2 else "1"} for row in range(50)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(["data", "order", str(tmp_path / "a.jsonl"), "--count", "30"]) == 0
+    shown = [int(line.split("\t")[1]) for line in capsys.readouterr().out.splitlines()[2:]]
+    assert len(shown) == 30
+    assert all(row % 2 == 0 for row in shown)
+
+
+def test_a_recipe_names_its_data_and_its_seed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path / "a.jsonl", 40)
+    recipe = tmp_path / "mine.toml"
+    recipe.write_text(f'[run]\nname = "mine"\nseed = 9\n[environment]\nname = "dataset"\ndata = "{path}"\n')
+    assert main(["data", "order", str(recipe), "--count", "2"]) == 0
+    of_recipe = capsys.readouterr().out
+    assert main(["data", "order", str(path), "--seed", "9", "--count", "2"]) == 0
+    assert capsys.readouterr().out == of_recipe
+    assert main(["data", "check", str(recipe)]) == 0
+
+
+def test_an_option_of_the_data_set_can_be_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path / "a.jsonl", 40)
+    assert main(["data", "check", str(path), "--set", "grader=exact", "--set", 'format="columns"']) == 0
+    assert "format columns (exact)" in capsys.readouterr().out
+
+
+def test_a_format_can_be_named_as_for_an_evaluation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path / "a.jsonl", 40)
+    assert main(["data", "check", f"aime:{path}"]) == 0
+    assert "format aime (mathematics)" in capsys.readouterr().out
+    assert main(["data", "order", f"aime:{path}", "--count", "2", "--set", "grader=exact"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["check", "{tmp}/none.parquet"], "there is no data at"),
+        (["check", "{tmp}/a.jsonl", "--set", "grader"], "expected OPTION=VALUE"),
+        (["check", "{tmp}/a.jsonl", "--set", "gradr=exact"], "did you mean 'grader'"),
+        (["check", "{tmp}/a.jsonl", "--set", "format=amie"], "there is no format 'amie'; there are described, columns"),
+        (["check", "srot"], "there is no environment 'srot' (did you mean 'sort'?)"),
+        (["check", "{tmp}/sort.toml"], "trains on no data set: its environment is sort"),
+        (["order", "{tmp}/a.jsonl", "--set", "question=text"], "there is no column 'text' for the question"),
+    ],
+)
+def test_mistakes_are_one_line(
+    arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path / "a.jsonl", 10)
+    (tmp_path / "sort.toml").write_text('[environment]\nname = "sort"\n')
+    assert main(["data", *(argument.replace("{tmp}", str(tmp_path)) for argument in arguments)]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1

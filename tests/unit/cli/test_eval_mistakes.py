@@ -1,0 +1,182 @@
+"""What `shoal eval` and `shoal filter` are given: found, or said what is wrong with it, before anything is loaded."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from rich.console import Console
+
+from shoal.cli.counting import counted
+from shoal.cli.main import main
+from shoal.cli.sources import model_source, task_source
+from shoal.errors import ConfigError, EnvironmentSetupError, ModelError
+from shoal.models import model_folder
+from shoal.trainer.destination import MARK
+
+RECIPE = '[environment]\nname = "addition"\n[run]\nmax_new_tokens = 9\ntemperature = 0.7\n'
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(json.dumps({"question": f"{n}+1=", "answer": str(n + 1)}) + "\n" for n in range(10)))
+    return path
+
+
+class TestSpecs:
+    def test_a_name(self) -> None:
+        source = task_source("sort", ["environment.options.max_digits=9"])
+        assert (source.settings.name, source.settings.options, source.whole) == ("sort", {"max_digits": 9}, False)
+
+    def test_a_recipe_brings_its_sampling(self, tmp_path: Path) -> None:
+        (tmp_path / "my.toml").write_text(RECIPE)
+        source = task_source(str(tmp_path / "my.toml"))
+        assert source.recipe is not None
+        assert (source.settings.name, source.recipe.run.max_new_tokens) == ("addition", 9)
+
+    def test_a_reward_file(self, tmp_path: Path) -> None:
+        (tmp_path / "my.py").write_text("")
+        assert task_source(str(tmp_path / "my.py")).settings.file == tmp_path / "my.py"
+
+    def test_the_environment_of_a_run_is_not_changed(self, tmp_path: Path) -> None:
+        (tmp_path / "recipe.toml").write_text(RECIPE)
+        source = task_source(str(tmp_path))
+        assert (source.settings.name, source.label, source.run is not None) == ("addition", "addition", True)
+        with pytest.raises(ConfigError, match="give its recipe instead"):
+            task_source(str(tmp_path), ["environment.name=sort"])
+
+    @pytest.mark.parametrize("prefix", ["", "dataset:", "aime:", "columns:"])
+    def test_a_data_file_is_meant_whole(self, data: Path, prefix: str) -> None:
+        source = task_source(f"{prefix}{data}")
+        assert (source.settings.name, source.settings.data, source.whole) == ("dataset", data, True)
+        assert source.settings.options == ({"format": prefix[:-1]} if prefix in ("aime:", "columns:") else {})
+
+    @pytest.mark.parametrize(
+        ("spec", "said"),
+        [
+            ("srot", "did you mean 'sort'"),
+            ("gpqa:/none.jsonl", "no data at /none.jsonl"),
+            ("gqpa:x", "'gpqa'"),
+            ("dataset:/none.toml", "no data at /none.toml"),
+        ],
+    )
+    def test_what_is_not_there(self, spec: str, said: str) -> None:
+        with pytest.raises(EnvironmentSetupError, match=said):
+            task_source(spec)
+
+    def test_a_runs_model_is_called_as_its_folder_is(self, tmp_path: Path) -> None:
+        export = tmp_path / "three" / "trainer" / "export"
+        export.mkdir(parents=True)
+        (tmp_path / "three" / "recipe.toml").write_text('[run]\nname = "tiny"\n')
+        (export / MARK).write_text('{"progress": {"version": 1, "incarnation": 0}}')
+        with model_source(str(tmp_path / "three")) as source:
+            assert (source.name, source.where) == ("three", export), "not tiny: that is a built-in model"
+
+    def test_a_model_that_is_not_there(self) -> None:
+        with model_source("/none/such") as source, pytest.raises(ModelError, match="no model folder"):
+            model_folder(source.where)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["eval", "tiny"], 2, "Missing option '--env'"),
+        (["eval", "tiny", "--env", "srot"], 2, "there is no environment 'srot' (did you mean 'sort'?)"),
+        (["eval", "tiny", "--env", "sort", "--samples", "0"], 2, "--samples 0: give 1 to 4096"),
+        (["eval", "tiny", "--env", "sort", "--samples", "2", "--temperature", "0"], 2, "draws the same completion 2"),
+        (["eval", "tiny", "--env", "sort", "--split", "test"], 2, "--split test: there are held_out, train, all"),
+        (["eval", "tiny", "--env", "sort", "--set", "run.steps=1"], 2, "only settings of [environment] matter"),
+        (["eval", "/none/such", "--env", "sort"], 2, "there is no model folder /none/such"),
+        (["eval", "tiny", "--env", "sort", "--engine", "abacus"], 2, "there is no engine 'abacus'"),
+        (["filter", "tiny", "sort", "--out", "x.jsonl"], 2, "let its name end in .parquet"),
+        (["filter", "tiny", "sort", "--out", "x.parquet", "--keep", "half"], 2, "--keep half: give two rates"),
+        (["filter", "tiny", "sort", "--out", "x.parquet", "--keep", "0.9:0.1"], 2, "the lower first"),
+        (["filter", "tiny", "sort", "--out", "x.parquet", "--samples", "0"], 2, "--samples 0"),
+        (["filter", "tiny", "/none.jsonl", "--out", "x.parquet"], 2, "there is no data at /none.jsonl"),
+    ],
+)
+def test_mistakes_are_one_line_and_leave_nothing(
+    arguments: list[str], code: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == code
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_result_that_is_somebody_elses_is_not_replaced(
+    tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "mine.parquet"
+    pq.write_table(pa.table({"a": [1]}), out)
+    before = out.read_bytes()
+    assert main(["filter", "tiny", str(data), "--out", str(out)]) == 2
+    assert "is there and was not written by shoal filter: choose another --out" in capsys.readouterr().err
+    assert out.read_bytes() == before
+
+
+@pytest.mark.parametrize("command", [["eval", "tiny", "--env"], ["filter", "tiny", "--out", "kept.parquet"]])
+def test_programs_without_a_sandbox_are_refused_before_a_model_is_loaded(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tests = json.dumps({"test_cases": [{"type": "stdin_stdout", "input": "", "output": "1"}]})
+    row = {"problem_id": "p", "task_type": "prime_rl_code", "prompt": "print 1", "verification_info": tests}
+    (tmp_path / "programs.jsonl").write_text(json.dumps(row) + "\n")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("shoal.evaluation.subject.open_subject", lambda *_: pytest.fail("a model was loaded"))
+    monkeypatch.chdir(tmp_path)
+    assert main([*command, "programs.jsonl"]) == 2
+    error = capsys.readouterr().err
+    assert "bwrap is not on the PATH; install bubblewrap" in error
+    assert error.count("\n") == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "programs.jsonl"]
+
+
+MINE = """
+tasks = [{"prompt": f"{n}+1=", "answer": str(n + 1), "split": "train" if n < 8 else "held_out"} for n in range(10)]
+tasks[9]["prompt"] = " 3+1 ="
+
+def score(prompt, completion, answer):
+    return float(completion == answer)
+"""
+
+
+def test_a_leak_is_refused_before_anything_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(MINE)
+    assert main(["eval", "tiny", "--env", "mine.py", "--trained-on", "mine.py"]) == 5
+    error = capsys.readouterr().err
+    assert "1 of the evaluated tasks are in the training set: mine/9; --allow-leaks leaves them out" in error
+    assert [path.name for path in tmp_path.iterdir() if path.name != "__pycache__"] == ["mine.py"]
+
+
+def test_progress_in_a_log_is_a_line_now_and_then() -> None:
+    now, file = [0.0], io.StringIO()
+    with counted("evaluating", Console(file=file), lambda: now[0]) as report:
+        report(20, 100)
+        for now[0], done in ((5.0, 30), (10.0, 40), (15.0, 50), (20.0, 60)):
+            report(done, 100)
+    assert file.getvalue().splitlines() == [
+        "evaluating: goes on: 20 of 100 tasks are done",
+        "evaluating: 40 of 100 tasks, 30 s left",
+        "evaluating: 60 of 100 tasks, 20 s left",
+    ]
+
+
+def test_progress_on_a_terminal_is_a_bar_with_the_time_left() -> None:
+    file = io.StringIO()
+    with counted("evaluating", Console(file=file, force_terminal=True, width=100)) as report:
+        report(50, 100)
+    assert "50/100" in file.getvalue()
+    assert "-:--:--" in file.getvalue()

@@ -1,0 +1,43 @@
+"""What `shoal run` says before anything is started: few held-out tasks, tasks that are not those the run began with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hubrun import Tasks, hub_config, make_folder
+
+from shoal.cli.main import main
+from shoal.cli.recipe import Recipe
+from shoal.cli.start import held_out_lines, refuse_changed
+from shoal.errors import ConfigError
+from shoal.hub.service import Hub
+from shoal.runtime.clock import SystemClock
+
+ONE_TASK = "tasks = [('1=', '1')]\ndef score(prompt, completion, answer):\n    return 1.0\n"
+
+
+def test_few_held_out_tasks_are_said() -> None:
+    assert [len(list(held_out_lines(Recipe(), tasks))) for tasks in (0, 1, 127, 128)] == [1, 1, 1, 0]
+    assert "no task is held out" in next(held_out_lines(Recipe(), 0))
+    never = Recipe.model_validate({"trainer": {"evaluate_every": 0}})
+    assert list(held_out_lines(never, 0)) == [], "who asks for no score misses none"
+
+
+def test_the_dry_run_says_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "one.py").write_text(ONE_TASK)
+    (tmp_path / "one.toml").write_text('[environment]\nfile = "one.py"\n')
+    assert main(["run", str(tmp_path / "one.toml"), "--dry-run"]) == 0
+    said = capsys.readouterr()
+    assert "no task is held out" in said.err
+    assert "held out" not in said.out, "what it prints is a recipe"
+
+
+def test_a_changed_environment_is_refused_before_anything_is_started(tmp_path: Path) -> None:
+    folder, tasks = make_folder(tmp_path / "run"), Tasks()
+    refuse_changed(folder, tasks)  # nothing has begun
+    Hub(hub_config(folder), SystemClock()).close()
+    refuse_changed(folder, tasks)
+    tasks.digest = "f" * 64
+    with pytest.raises(ConfigError, match=r"has changed since the run in .*run began: put it back, or start a new run"):
+        refuse_changed(folder, tasks)

@@ -1,0 +1,168 @@
+"""Dialogues as tokens: what is drawn with a tool's answers in between reads the same when it is judged."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.engines.dialogue import Characters, Dialogue, Line, Reading, dialogue_for, unknown_tool
+from shoal.errors import ConfigError, ProtocolError
+from shoal.models import TextTokenizer, model_folder, read_files
+from shoal.protocol import DialogueTerms, Lease, PolicyRef, SamplingParameters
+from shoal.protocol.given import drawn_mask, pack_spans, unpack_spans
+
+EOS = 1
+TINY = read_files(model_folder("tiny"))
+
+
+def moody(turns: Sequence[str]) -> str | None:
+    """Silent, short or long, with end tokens in it: by the length of the last turn."""
+    last = len(turns[-1])
+    return None if last % 4 == 3 else "".join(map(chr, [*range(last), EOS][: last % 4 * 3]))
+
+
+def dialogue(max_turns: int = 4, limit: int = 24, frame: tuple[int, ...] = (7,), tool: Any = moody) -> Dialogue:
+    terms = DialogueTerms(tool="moody", max_turns=max_turns, before=frame, after=frame[::-1])
+    return Dialogue(terms, EOS, limit, tool, Characters())
+
+
+def drawn(talk: Dialogue, dice: Sequence[int]) -> Line:
+    """A completion of these tokens, as far as they are asked for."""
+    line, source = Line(talk.respond, EOS, talk.max_new_tokens), iter(dice)
+    while line.take(line.forced if line.forced is not None else next(source)):
+        pass
+    return line
+
+
+tokens = st.integers(0, 9)
+frames = st.lists(st.integers(0, 9), max_size=3).map(tuple)
+talks = st.builds(dialogue, st.integers(1, 6), st.integers(1, 40), frames)
+dice = st.lists(tokens, min_size=40, max_size=40)
+
+
+@given(talks, dice)
+def test_what_is_drawn_reads_the_same(talk: Dialogue, dice: list[int]) -> None:
+    line = drawn(talk, dice)
+    reading = talk.read(line.tokens)
+    assert (reading.given, reading.finish, reading.problem) == (tuple(line.given), line.finish, "")
+    assert len(line.tokens) <= talk.max_new_tokens
+    mask = drawn_mask(pack_spans(line.given), len(line.tokens))
+    own = [token for token, is_own in zip(line.tokens, mask, strict=True) if is_own]
+    assert own == dice[: len(own)], "every drawn token is the next of the dice"
+    assert mask[0]
+    assert mask[-1], "the model has the first word and the last"
+    assert own.count(EOS) <= talk.terms.max_turns
+
+
+@given(talks, dice, st.integers(0, 39), tokens)
+def test_another_token_is_another_dialogue_or_none(talk: Dialogue, dice: list[int], at: int, other: int) -> None:
+    """Whatever is changed, the claim (spans and ending) of the original holds only if the change was the model's."""
+    line = drawn(talk, dice)
+    if at >= len(line.tokens) or line.tokens[at] == other:
+        return
+    changed = [*line.tokens[:at], other, *line.tokens[at + 1 :]]
+    reading = talk.read(changed)
+    was_given = any(start <= at < start + length for start, length in line.given)
+    if was_given:
+        assert (reading.given, reading.finish, reading.problem) != (tuple(line.given), line.finish, "")
+
+
+@given(talks, dice, st.data())
+def test_a_shorter_or_longer_completion_is_never_taken_for_whole(talk: Dialogue, dice: list[int], data: Any) -> None:
+    line = drawn(talk, dice)
+    cut = data.draw(st.integers(1, max(1, len(line.tokens) - 1)))
+    if cut < len(line.tokens):
+        reading = talk.read(line.tokens[:cut])
+        assert reading.finish is None or reading.problem
+    if len(line.tokens) < talk.max_new_tokens:
+        assert talk.read([*line.tokens, 5]).problem == "past end"
+
+
+@given(talks, st.lists(tokens, min_size=1, max_size=60))
+def test_any_tokens_can_be_read(talk: Dialogue, ids: list[int]) -> None:
+    reading = talk.read(ids)
+    unpack_spans(pack_spans(reading.given), len(ids) + 1)
+    assert reading.turns <= talk.terms.max_turns
+
+
+def test_the_rules_one_by_one() -> None:
+    talk = dialogue(max_turns=3, limit=20, frame=(8,), tool=lambda turns: "\t" * len(turns))
+    assert talk.read([5, EOS, 8, 9, 8, 6, EOS, 8, 9, 9, 8, EOS]) == Reading(((2, 3), (7, 4)), 3, "eos", "", 12)
+    assert talk.read([5, EOS]) == Reading((), 1, None, "other words", 2)
+    assert talk.read([5, EOS, 8, 9]) == Reading((), 1, None, "other words", 2)
+    assert talk.read([5, EOS, 8, 8, 8, EOS]) == Reading((), 1, None, "other words", 2)
+    assert talk.read([5, EOS, 8, 9, 8]).finish is None
+    assert talk.read([5, EOS, 8, 9, 8, 6]).finish is None
+    assert talk.read([5] * 20) == Reading((), 1, "length")
+    assert talk.read([5] * 16 + [EOS]) == Reading((), 1, "length", "", 17), "three more would fill it up"
+    assert talk.read([5] * 15 + [EOS]).problem == "other words"
+
+
+def test_a_tool_with_nothing_to_say_and_no_frame_ends_the_dialogue() -> None:
+    talk = dialogue(frame=(), tool=lambda _turns: "")
+    assert talk.read([5, EOS]).finish == "eos"
+    assert drawn(talk, [5, EOS]).tokens == [5, EOS]
+
+
+def test_words_that_look_like_special_tokens_are_spelt_out() -> None:
+    """Otherwise what a tool says could end its own turn, or open another role's."""
+    texts = TextTokenizer(TINY)
+    assert EOS in texts.encode("1<eos>2")
+    assert EOS not in texts.encode_plain("1<eos>2")
+    assert texts.decode_many([list(texts.encode_plain("1<eos>2"))]) == ["1<eos>2"]
+    assert texts.encode_plain("12*3") == texts.encode("12*3")
+    terms = DialogueTerms(tool="t", max_turns=2)
+    talk = Dialogue(terms, EOS, 20, lambda _turns: "<eos>", texts)
+    assert talk.respond([5, EOS]) == texts.encode_plain("<eos>")
+    assert talk.read([5, EOS, *texts.encode_plain("<eos>"), 6, EOS]).finish == "eos"
+    assert talk.read([5, EOS, EOS, 6, EOS]).problem == "other words"
+
+
+def lease(tool: str | None = "calculator") -> Lease:
+    terms = None if tool is None else DialogueTerms(tool=tool, max_turns=3, before=(3,), after=(3,))
+    return Lease(
+        run="r", lease="l", node="n", unit=0, attempt=0, policy=PolicyRef(incarnation=0, version=0, digest="d" * 64),
+        task="t", prompt_ids=(5,), seeds=("0" * 16,), environment_digest="e" * 64, issued_at_ms=0, deadline_ms=1,
+        sampling=SamplingParameters(temperature=1.0, max_new_tokens=30, eos_token_id=EOS), dialogue=terms,
+    )  # fmt: skip
+
+
+def test_a_lease_brings_its_tool_and_its_policy_the_tokenizer() -> None:
+    talk = dialogue_for(lease(), TINY)
+    assert talk is not None
+    texts = TextTokenizer(TINY)
+    assert talk.respond([*texts.encode("12*3"), EOS]) == (3, *texts.encode("36"), 3)
+    assert talk.respond([*texts.encode("seven"), EOS]) is None
+    again = dialogue_for(lease(), dict(TINY))
+    assert again is not None
+    assert again.texts is talk.texts, "a tokenizer is loaded once"
+    assert dialogue_for(lease(None), TINY) is None
+    scripted = dialogue_for(lease(), {})
+    assert scripted is not None
+    assert scripted.respond([*map(ord, "2^5"), EOS]) == (3, *map(ord, "32"), 3)
+
+
+def test_a_tool_that_is_not_there_is_said_so_printably() -> None:
+    assert unknown_tool(lease()) == unknown_tool(lease(None)) == ""
+    assert unknown_tool(lease("shell\n\x1b")) == "shell\\n\\x1b"
+    with pytest.raises(ConfigError, match=r"the tool shell\\n, which this shoal does not have \(it has calculator\)"):
+        dialogue_for(lease("shell\n"), TINY)
+
+
+@pytest.mark.parametrize(
+    "spans", [[(0, 1)], [(2, 0)], [(2, 3), (4, 1)], [(5, 2), (2, 1)], [(2, 3), (5, 1)], [(2, 8)], [(2**32 - 1, 9)]]
+)
+def test_spans_that_no_dialogue_has(spans: list[tuple[int, int]]) -> None:
+    """At the very beginning, empty, overlapping, in disorder, touching, to the very end, out of range."""
+    with pytest.raises(ProtocolError, match="cannot have been given"):
+        unpack_spans(pack_spans(spans), 10)
+
+
+@pytest.mark.parametrize("length", [1, 4, 7, 9, 12])
+def test_bytes_that_are_no_spans(length: int) -> None:
+    with pytest.raises(ProtocolError, match=f"{length} bytes are no pairs"):
+        unpack_spans(b"\1" * length, 10)

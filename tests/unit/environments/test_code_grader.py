@@ -1,0 +1,297 @@
+"""The code grader with the real sandbox: gold programs are worth 1, near-misses and garbage 0."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sandboxkit import needs_bubblewrap
+from shoal.environments.graders.code import CodeGrader
+from shoal.environments.graders.protocol import Grader
+from shoal.environments.sandbox import process as process_module
+from shoal.environments.sandbox.process import NOTHING
+from shoal.errors import ScoringFailure
+
+SUM = json.dumps({
+    "language": "python",
+    "test_cases": [
+        {"type": "stdin_stdout", "input": "3\n1 2 3\n", "output": "6\n"},
+        {"type": "stdin_stdout", "input": "1\n-5\n", "output": "-5\n"},
+        {"type": "stdin_stdout", "input": "2\n10 20\n", "output": "30\n"},
+    ],
+})  # fmt: skip
+PAIRS = json.dumps({
+    "test_cases": [
+        {"type": "function_call", "fn_name": "pairs", "input": [[1, 2, 3], 4], "output": [[1, 3]]},
+        {"type": "function_call", "fn_name": "pairs", "input": [[], 4], "output": []},
+    ],
+})  # fmt: skip
+
+
+def block(code: str, mark: str = "python") -> str:
+    return f"<think>hm</think>Here it is:\n```{mark}\n{code}\n```\nDone."
+
+
+def score(answer: str, code: str) -> tuple[float, float, str]:
+    scored = CodeGrader().score(answer, block(code))
+    return scored.value, scored.parts["tests"], scored.notes
+
+
+def test_it_is_a_grader() -> None:
+    assert isinstance(CodeGrader(), Grader)
+
+
+GOLD_SUM = {
+    "plain": "input()\nprint(sum(map(int, input().split())))",
+    "sys.stdin": "import sys\nprint(sum(map(int, sys.stdin.read().split()[1:])))",
+    "bytes": "import sys\nprint(sum(map(int, sys.stdin.buffer.read().split()[1:])))",
+    "open(0)": "print(sum(map(int, open(0).read().split()[1:])))",
+    "/dev/stdin": "print(sum(map(int, open('/dev/stdin').read().split()[1:])))",
+    "os.read": "import os\nprint(sum(map(int, os.read(0, 10**6).split()[1:])))",
+    "main guard": "def main():\n  input()\n  print(sum(map(int, input().split())))\n"
+    "if __name__ == '__main__':\n  main()",
+    "exit": "input()\nprint(sum(map(int, input().split())))\nexit()",
+    "sys.exit": "import sys\ninput()\nprint(sum(map(int, input().split())))\nsys.exit(0)",
+    "atexit": "import atexit\nout = []\natexit.register(lambda: print(*out))\ninput()\n"
+    "out.append(sum(map(int, input().split())))",
+    "thread": "import sys, threading\nsys.setrecursionlimit(10**6)\nthreading.stack_size(2**27)\n"
+    "def main():\n  input()\n  print(sum(map(int, input().split())))\nthreading.Thread(target=main).start()",
+    "stack": "import resource\nresource.setrlimit(resource.RLIMIT_STACK, (2**26, resource.getrlimit(3)[1]))\ninput()\n"
+    "print(sum(map(int, input().split())))",
+    "future": "from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass A:\n  x: int\n"
+    "input()\nprint(A(sum(map(int, input().split()))).x)",
+    "spaces": "input()\nprint(sum(map(int, input().split())), '  ')\nprint()",
+    "closes its output": "import sys\ninput()\nprint(sum(map(int, input().split())))\nsys.stdout.close()",
+    "closes everything": "import sys\ninput()\nprint(sum(map(int, input().split())))\nsys.stdout.close()\n"
+    "sys.stderr.close()",
+    "takes its output away": "import sys\ninput()\nprint(sum(map(int, input().split())))\nsys.stdout = None",
+    "unread input": "n = int(input())\nprint({3: 6, 1: -5, 2: 30}[n])",
+}
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize("style", GOLD_SUM)
+def test_a_right_program_is_worth_one(style: str) -> None:
+    assert score(SUM, GOLD_SUM[style]) == (1.0, 1.0, "")
+
+
+NEAR_SUM = {
+    "off by one": ("input()\nprint(sum(map(int, input().split())) + 1)", 0, "printed something else"),
+    "right for one test": ("print(6)", 1, "printed something else"),
+    "prints extra": ("input()\nprint('The sum:', sum(map(int, input().split())))", 0, "printed something else"),
+    "prints twice": ("input()\ns = sum(map(int, input().split()))\nprint(s)\nprint(s)", 0, "printed something else"),
+    "as a float": ("input()\nprint(float(sum(map(int, input().split()))))", 0, "printed something else"),
+    "prints nothing": ("input()", 0, "printed something else"),
+    "to the errors": ("import sys\ninput()\nprint(sum(map(int, input().split())), file=sys.stderr)", 0, "printed"),
+    "wrong status": ("import sys\ninput()\nprint(sum(map(int, input().split())))\nsys.exit(3)", 0, "status 3"),
+    "status 256": ("import os\ninput()\nprint(sum(map(int, input().split())))\nos._exit(1)", 0, "status 1"),
+    "raises": ("input()\nprint(sum(map(int, input().split())))\nraise ValueError('6')", 0, "error (ValueError)"),
+    "reads too much": ("input()\nprint(sum(map(int, input().split())))\ninput()", 0, "error (EOFError)"),
+    "crashes": ("import ctypes\nctypes.string_at(0)", 0, "crashed (signal 11)"),
+    "does not parse": ("print(6", 0, "error (SyntaxError)"),
+    "null byte": ("print(6)\0", 0, "error"),
+    "indented": ("  print(6)", 0, "error (IndentationError)"),
+    "says that it passed": ("print('all tests passed')", 0, "printed something else"),
+    "leaves early": ("import sys\nsys.exit(0)", 0, "printed something else"),
+    "at exit": ("import atexit\natexit.register(lambda: print(1))\ninput()\nprint(sum(map(int, input().split())))", 0,
+                "printed something else"),
+}  # fmt: skip
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize("style", NEAR_SUM)
+def test_a_wrong_program_is_worth_nothing_and_the_note_says_the_kind(style: str) -> None:
+    code, passed, says = NEAR_SUM[style]
+
+    value, share, notes = score(SUM, code)
+
+    assert (value, share) == (0.0, passed / 3)
+    assert notes.startswith(f"test {passed + 1} of 3: ")
+    assert says in notes
+
+
+@needs_bubblewrap
+def test_the_note_never_says_what_was_expected() -> None:
+    secret = json.dumps({"test_cases": [{"type": "stdin_stdout", "input": "x", "output": "the-hidden-value"}]})
+
+    assert "hidden" not in score(secret, "print(input())")[2]
+
+
+BODY = """
+  found = []
+  for i, a in enumerate(xs):
+    found += [(a, b) for b in xs[i + 1:] if a + b == n]
+  return found"""
+METHOD = f"def pairs(self, xs, n):{BODY}".replace("\n", "\n  ")
+GOLD_PAIRS = {
+    "function, tuples": f"def pairs(xs, n):{BODY}",
+    "method of Solution": f"class Solution:\n  {METHOD}",
+    "names of LeetCode": f"def pairs(xs: List[int], n: int) -> List[Tuple[int, int]]:\n  d = defaultdict(list){BODY}",
+    "prints besides": f"def pairs(xs, n):\n  print('looking'){BODY}",
+    "with a main of its own": f"def pairs(xs, n):{BODY}\nif __name__ == '__main__':\n  assert pairs([], 1) == []",
+}  # fmt: skip
+NEAR_PAIRS = {
+    "another value": ("def pairs(xs, n):\n  return [[1, 4]]", "returned another value"),
+    "not wrapped": ("def pairs(xs, n):\n  return [1, 3]", "returned another value"),
+    "as text": ("def pairs(xs, n):\n  return '[[1, 3]]'", "returned another value"),
+    "none": ("def pairs(xs, n):\n  print([[1, 3]])", "returned another value"),
+    "no JSON": ("def pairs(xs, n):\n  return {(1, 3)}", "error (TypeError)"),
+    "another name": ("def pair(xs, n):\n  return [[1, 3]]", "error (KeyError)"),
+    "too few arguments": ("def pairs(xs):\n  return [[1, 3]]", "error (TypeError)"),
+    "leaves": ("import sys\ndef pairs(xs, n):\n  sys.exit(0)", "returned another value"),
+    "leaves at once": ("import os\nos._exit(0)", "returned another value"),
+    "recursion": ("def pairs(xs, n):\n  return pairs(xs, n)", "error (RecursionError)"),
+    "deep": ("def pairs(xs, n):\n  x = []\n  for _ in range(900): x = [x]\n  return x", "returned another value"),
+    "too deep": ("def pairs(xs, n):\n  x = []\n  for _ in range(9000): x = [x]\n  return x", "error (RecursionError)"),
+}
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize("style", GOLD_PAIRS)
+def test_a_right_function_is_worth_one(style: str) -> None:
+    assert score(PAIRS, GOLD_PAIRS[style]) == (1.0, 1.0, "")
+
+
+def call_of(name: str, *given: Any, output: Any) -> str:
+    case = {"type": "function_call", "fn_name": name, "input": list(given), "output": output}
+    return json.dumps({"test_cases": [case]})
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize(("name", "output"), [("gcd", 4), ("sqrt", 2.0), ("Any", None), ("max", 8)])
+def test_what_a_program_may_take_for_granted_is_not_its_own_function(name: str, output: Any) -> None:
+    value, _share, notes = score(call_of(name, 12, 8, output=output), "pass")
+
+    assert (value, notes) == (0.0, "test 1 of 1: ended with an error (KeyError)")
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize("code", [
+    "from math import gcd",
+    "def gcd(a, b):\n  return math.gcd(a, b)",
+    "class Solution:\n  def gcd(self, a, b):\n    return gcd(a, b)",
+    "from math import *\nclass Solution:\n  def gcd(self, a, b):\n    return gcd(a, b)",
+])  # fmt: skip
+def test_a_function_may_have_a_name_that_is_taken_for_granted(code: str) -> None:
+    assert score(call_of("gcd", 12, 8, output=4), code) == (1.0, 1.0, "")
+
+
+@needs_bubblewrap
+def test_a_method_goes_before_what_was_imported() -> None:
+    code = "from itertools import *\nclass Solution:\n  def product(self, xs):\n    return reduce(operator.mul, xs)"
+
+    assert score(call_of("product", [2, 3], output=6), code) == (1.0, 1.0, "")
+
+
+@needs_bubblewrap
+def test_an_example_after_the_function_is_not_the_program() -> None:
+    completion = "```python\ndef f(x): return x\n```\nFor example:\n```python\nprint(f(2))\n```"
+
+    assert CodeGrader().score(call_of("f", 1, output=1), completion).value == 1.0
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize("style", NEAR_PAIRS)
+def test_a_wrong_function_is_worth_nothing(style: str) -> None:
+    code, says = NEAR_PAIRS[style]
+
+    value, _share, notes = score(PAIRS, code)
+
+    assert value == 0.0
+    assert says in notes
+
+
+@pytest.mark.parametrize("completion", ["", "print(6)", "```python\n\n```", "```rust\nfn main() {}\n```"])
+def test_a_completion_without_a_program_is_worth_nothing(completion: str) -> None:
+    scored = CodeGrader().score(SUM, completion)
+
+    assert (scored.value, scored.notes) == (0.0, "no program: there is no ```python block")
+
+
+def test_a_program_of_a_megabyte_is_worth_nothing() -> None:
+    scored = CodeGrader().score(SUM, block("#" * 1_000_001))
+
+    assert (scored.value, scored.notes) == (0.0, "the program is longer than 1000000 bytes")
+
+
+@needs_bubblewrap
+@settings(max_examples=15)
+@given(st.text(max_size=200))
+def test_garbage_never_raises(text: str) -> None:
+    assert CodeGrader().score(SUM, text).value == 0.0
+    assert CodeGrader().score(SUM, block(text)).value == 0.0
+
+
+def test_an_answer_that_cannot_be_read_is_a_failure_of_the_machinery() -> None:
+    with pytest.raises(ScoringFailure, match="tests cannot be read"):
+        CodeGrader().score("{}", block("print(1)"))
+
+
+THREADS = """
+import threading, time
+for _ in range(3):
+    threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+"""
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize(
+    ("limits", "code", "says"),
+    [
+        ({"threads": 1}, THREADS, "RuntimeError"),
+        ({"memory_mb": 64}, "x = bytearray(10**8)\ninput()\nprint(sum(map(int, input().split())))", "MemoryError"),
+        ({"output_bytes": 1000}, "print('x' * 2000)", "printed more than 1000 bytes"),
+    ],
+)
+def test_limits_of_the_task_are_kept(limits: dict[str, Any], code: str, says: str) -> None:
+    answer = json.dumps({**json.loads(SUM), "limits": limits})
+
+    value, _share, notes = score(answer, code)
+
+    assert value == 0.0
+    assert says in notes
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize("called", [False, True])
+def test_what_a_test_costs_besides_is_not_charged_to_the_program(called: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By an account of 30 ms for every test, of which the program has taken one."""
+    monkeypatch.setattr(process_module.Exchange, "report", lambda _self: (0, 0.029 if _self.given is NOTHING else 0.03))
+    printed = {"type": "stdin_stdout", "input": "1", "output": "1"}
+    returned = {"type": "function_call", "fn_name": "f", "input": [1], "output": 1}
+    answer = json.dumps({"test_cases": [returned if called else printed] * 60, "limits": {"cpu_s": 1, "test_cpu_s": 1}})
+
+    assert score(answer, "def f(x): return x" if called else "print(input())") == (1.0, 1.0, "")
+
+
+def test_many_tests_are_given_more_time() -> None:
+    case = {"type": "stdin_stdout", "input": "", "output": "1"}
+
+    few, many = (json.dumps({"test_cases": [case] * count}) for count in (10, 10_000))
+
+    assert CodeGrader().clock_s(few) == pytest.approx(45.4)
+    assert CodeGrader().clock_s(many) == 4 * (200 + 100) + 5
+
+
+@needs_bubblewrap
+def test_time_is_counted_over_all_tests() -> None:
+    case = {"type": "stdin_stdout", "input": "", "output": "1"}
+    answer = json.dumps({"test_cases": [case] * 9, "limits": {"cpu_s": 1, "test_cpu_s": 1}})
+    busy = "import time\nwhile time.process_time() < 0.4: pass\nprint(1)"
+
+    value, share, notes = score(answer, busy)
+
+    assert (value, 0 < share <= 3 / 9) == (0.0, True)
+    assert "took longer" in notes
+
+
+@needs_bubblewrap
+def test_a_large_input_and_a_large_output() -> None:
+    lines = "\n".join(map(str, range(200_000)))
+    answer = json.dumps({"inputs": [lines], "outputs": [lines]})
+
+    assert score(answer, "import sys\nfor line in sys.stdin: print(line, end='')")[0] == 1.0

@@ -1,0 +1,325 @@
+"""The sandbox as a machine: it starts, it refuses where it cannot, and its failures are told from bad programs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from sandboxkit import SHORT, children, gone, needs_bubblewrap, run, said, sandboxed
+from shoal.environments.graders.registry import grader
+from shoal.environments.sandbox import Ran, Sandbox, require_sandbox, view
+from shoal.environments.sandbox import limits as limits_module
+from shoal.environments.sandbox import process as process_module
+from shoal.errors import EnvironmentSetupError, ScoringFailure
+
+SLEEPER = b"import time\ntime.sleep(10**6)"
+ANSWER = '{"inputs": [""], "outputs": ["1"]}'
+SRC = Path(__file__).parents[3] / "src"
+
+
+def pretend(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    """Another bwrap on the PATH."""
+    (folder / "bwrap").write_text(f"#!/bin/sh\n{script}\n")
+    (folder / "bwrap").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+
+
+def until(condition: object, within_s: float = 20.0) -> None:
+    deadline = time.monotonic() + within_s
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@needs_bubblewrap
+def test_this_machine_has_what_it_takes() -> None:
+    require_sandbox()
+    assert not children()
+
+
+@needs_bubblewrap
+def test_tests_of_one_program_are_processes_of_one_sandbox() -> None:
+    with Sandbox(b"import math, os\nprint(input(), os.getpid())", SHORT, modules=("math",)) as sandbox:
+        outputs = [sandbox.run(f"{number}\n".encode()).output for number in range(3)]
+
+    assert outputs == [b"0 2\n", b"1 3\n", b"2 4\n"]
+
+
+@needs_bubblewrap
+def test_a_program_ends_as_it_ends() -> None:
+    ends = {
+        "print(1)": ("well", 0),
+        "raise SystemExit(7)": ("error", 7),
+        "raise SystemExit('no')": ("error", 1),
+        "import os; os._exit(9)": ("error", 9),
+        "1/0": ("error", 1),
+        "import os; os.abort()": ("signal", -signal.SIGABRT),
+        "import signal; signal.setitimer(0, 0.01); signal.pause()": ("signal", -signal.SIGALRM),
+    }
+    assert {code: (ran.ended, ran.status) for code in ends for ran in [run(code)]} == ends
+
+
+@needs_bubblewrap
+def test_sets_of_words_have_the_same_order_every_time() -> None:
+    assert len({said("print({'a', 'b', 'c', 'd', 'e'}, hash('x'))") for _ in range(3)}) == 1
+
+
+@needs_bubblewrap
+def test_installed_packages_are_hidden() -> None:
+    code = """
+import os, sys
+for path in list(sys.path):
+    sys.path.append(path + "/site-packages")
+try:
+    import pydantic
+    print("found")
+except ImportError:
+    print("none", [x for x in sys.path if x.endswith("packages") and os.path.isdir(x) and os.listdir(x)])
+"""
+    assert said(code) == "none []"
+
+
+# ── where there is no sandbox ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_without_bubblewrap_it_is_refused_with_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+    with pytest.raises(EnvironmentSetupError, match="apt install bubblewrap"):
+        require_sandbox()
+    with pytest.raises(EnvironmentSetupError, match="bwrap is not on the PATH"):
+        grader("code").prepare()  # type: ignore[attr-defined]
+    with pytest.raises(ScoringFailure, match="bwrap is not on the PATH"):
+        grader("code").score(ANSWER, "```python\nprint(1)\n```")
+
+
+def test_where_namespaces_are_forbidden_it_is_refused_with_what_to_allow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend(tmp_path, monkeypatch, "echo 'bwrap: No permissions to create new namespace' >&2; exit 1")
+
+    with pytest.raises(EnvironmentSetupError, match=r"create new namespace.*user\.max_user_namespaces"):
+        require_sandbox()
+    with pytest.raises(ScoringFailure, match="No permissions to create new namespace"):
+        grader("code").score(ANSWER, "```python\nprint(1)\n```")
+
+
+def test_one_that_does_not_answer_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(tmp_path, monkeypatch, "exec /bin/sleep 1000")
+    monkeypatch.setattr(process_module, "START_S", 0.2)
+
+    with pytest.raises(ScoringFailure, match="no answer within"):
+        grader("code").score(ANSWER, "```python\nprint(1)\n```")
+
+
+def test_another_system_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+
+    with pytest.raises(EnvironmentSetupError, match="needs Linux"):
+        view.bubblewrap()
+
+
+@needs_bubblewrap
+def test_when_no_process_can_be_started_that_is_no_score(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_arguments: object, **_options: object) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+
+    with pytest.raises(ScoringFailure, match="Resource temporarily unavailable"):
+        grader("code").score(ANSWER, "```python\nprint(1)\n```")
+
+
+# ── killed by somebody else ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _parent(process: int) -> int:
+    return int((Path("/proc") / str(process) / "stat").read_text().rpartition(")")[2].split()[1])
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize("victim", ["program", "runner"])
+def test_a_program_that_was_killed_from_outside_is_no_sample(victim: str) -> None:
+    results: list[Ran | ScoringFailure] = []
+
+    def test() -> None:
+        try:
+            results.append(sandbox.run(b""))
+        except ScoringFailure as failure:
+            results.append(failure)
+
+    with Sandbox(SLEEPER, SHORT) as sandbox:
+        (runner,) = (process for process in children() if _parent(process) in children())
+        thread = threading.Thread(target=test)
+        thread.start()
+        until(lambda: any(_parent(process) == runner for process in children()))
+        (program,) = (process for process in children() if _parent(process) == runner)
+        os.kill({"program": program, "runner": runner}[victim], signal.SIGKILL)
+        thread.join(timeout=20)
+
+    assert isinstance(results[0], ScoringFailure)
+    assert "killed" in str(results[0])
+    assert not children()
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize(("status", "cpu_s"), [(signal.SIGXCPU, 0.3), (signal.SIGKILL, 0.8), (0, 1.1)])
+def test_out_of_time_is_told_by_the_signal_or_by_the_account(
+    status: int, cpu_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel's two clocks differ on a busy machine: four seconds of the limit's may be 3.7 of the account's."""
+    monkeypatch.setattr(process_module.Exchange, "report", lambda _self: (status, cpu_s))
+
+    assert run("print(1)").ended == "time"
+
+
+@needs_bubblewrap
+def test_killed_long_before_its_time_is_no_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_module.Exchange, "report", lambda _self: (signal.SIGKILL, 0.3))
+
+    with pytest.raises(ScoringFailure, match="not by itself"):
+        run("print(1)")
+
+
+@needs_bubblewrap
+def test_a_program_that_was_not_let_run_is_no_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs that want the processor all the time, more of them than there are processors, by a short clock."""
+    monkeypatch.setattr(limits_module, "WALL_FACTOR", 0)
+    monkeypatch.setattr(limits_module, "WALL_GRACE_S", 0.5)
+    cpus = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, cpus[:1])
+    # each in a session of its own, as a sandbox is: the kernel may share processors by session
+    busy = [sys.executable, "-S", "-c", "while True: pass"]
+    others = [subprocess.Popen(busy, start_new_session=True) for _ in range(5)]
+    try:
+        with pytest.raises(ScoringFailure, match="too busy"):
+            run("while True: pass")
+    finally:
+        os.sched_setaffinity(0, cpus)
+        for other in others:
+            other.kill()
+            other.wait(timeout=20)
+
+
+@needs_bubblewrap
+def test_when_the_validator_dies_nothing_goes_on() -> None:
+    script = f"""
+from shoal.environments.sandbox import Limits, Sandbox
+with Sandbox({SLEEPER!r}, Limits(cpu_s=600, test_cpu_s=120)) as sandbox:
+    print("ready", flush=True)
+    sandbox.run(b"")
+"""
+    validator = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    try:
+        assert validator.stdout is not None
+        assert validator.stdout.readline() == "ready\n"
+        until(lambda: len(children()) >= 3)
+        started = children()
+    finally:
+        validator.kill()
+        validator.wait(timeout=20)
+        validator.stdout.close()  # type: ignore[union-attr]
+
+    assert gone(started)
+
+
+@needs_bubblewrap
+def test_a_program_that_could_not_be_confined_is_not_run_and_is_no_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A filter that the kernel does not take: nothing ran, so nothing is worth 0."""
+    monkeypatch.setattr(process_module, "_filter", lambda: "ff" * 8)
+
+    with pytest.raises(ScoringFailure, match="killed"):
+        run("print(1)")
+    with pytest.raises(EnvironmentSetupError, match="cannot be run safely here"):
+        require_sandbox()
+
+
+@needs_bubblewrap
+def test_limits_of_the_process_that_scores_are_not_the_programs() -> None:
+    script = """
+import resource
+from shoal.environments.sandbox import Limits, Sandbox
+resource.setrlimit(resource.RLIMIT_DATA, (200 << 20, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+with Sandbox(b"print(len(bytearray(300 << 20)))", Limits()) as sandbox:
+    print(sandbox.run(b"").output)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+
+    assert done.stdout.strip() == str(f"{300 << 20}\n".encode())
+
+
+# ── somebody who is not root ──────────────────────────────────────────────────────────────────────────────────────────
+
+UNPRIVILEGED = """
+import sys
+from shoal.environments.sandbox import Limits, Sandbox, require_sandbox
+require_sandbox()
+code = b'''
+import os, threading, time
+n = 0
+try:
+    open("/proc/1/mem", "rb")
+    print("the runner can be looked into")
+except OSError:
+    pass
+try:
+    os.fork()
+except OSError:
+    try:
+        while True:
+            threading.Thread(target=time.sleep, args=(99,), daemon=True).start()
+            n += 1
+    except RuntimeError:
+        print(10 <= n <= 22, open("/dev/stdin").read(), os.path.exists("/etc"), os.path.exists("/tmp"),
+              os.access("/", os.W_OK), flush=True)
+        os._exit(0)
+'''
+with Sandbox(code, Limits(cpu_s=2, threads=20)) as sandbox:
+    print([sandbox.run(b"x").output for _ in range(2)])
+"""
+
+
+@needs_bubblewrap
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else; the other tests ran as they are")
+def test_it_is_the_same_for_a_user_that_is_not_root(tmp_path: Path) -> None:
+    packages = Path(sys.modules["pydantic"].__file__ or "").parents[1]
+    python = f"/usr/bin/python{sys.version_info.major}.{sys.version_info.minor}"
+    environ = {"PATH": os.environ["PATH"], "PYTHONPATH": f"{SRC}:{packages}", "PYTHONDONTWRITEBYTECODE": "1"}
+    options = {"user": 12_345, "group": 12_345, "extra_groups": [], "cwd": "/", "env": environ}
+    if not Path(python).exists() or subprocess.run([python, "-c", "import shoal, pydantic"], **options).returncode:  # type: ignore[call-overload]
+        pytest.skip(f"no {python} that another user may run with this package")
+
+    done = subprocess.run([python, "-c", UNPRIVILEGED], capture_output=True, text=True, timeout=60, **options)  # type: ignore[call-overload]
+
+    assert done.stderr == ""
+    assert done.stdout.strip() == str([b"True x False False False\n"] * 2)
+
+
+def test_a_sandbox_of_root_gets_a_user_of_its_own() -> None:
+    users = {view.spare_uid() for _ in range(20)}
+
+    if os.geteuid() == 0:
+        assert len(users) > 1
+        assert min(users) > 1000
+    else:
+        assert users == {0}
+
+
+def test_the_count_of_processes_is_of_this_test() -> None:
+    """The helper that the other tests lean on finds what there is to find."""
+    dummy = subprocess.Popen(["/bin/sh", "-c", "sleep 1000", "--as-pid-1"])
+    try:
+        until(lambda: dummy.pid in children())
+        assert dummy.pid in sandboxed()
+        assert not gone({dummy.pid}, within_s=0.05)
+    finally:
+        dummy.kill()
+        dummy.wait(timeout=20)
+    assert gone({dummy.pid})

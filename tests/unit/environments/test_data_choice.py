@@ -1,0 +1,93 @@
+"""A letter among several: which one an answer gives, and that no answer gives two."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.environments.graders.choice import ChoiceGrader, chosen_letter
+from shoal.environments.graders.registry import grader
+
+GIVEN = [
+    ("Answer: B", "B"),
+    ("answer: (B)", "B"),
+    ("**Answer:** C", "C"),
+    ("The correct answer is **D**.", "D"),
+    ("The answer is \\boxed{A}.", "A"),
+    ("\\boxed{\\text{(C)}}", "C"),
+    ("So the final answer is option C.", "C"),
+    ("I choose option D", "D"),
+    ("B", "B"),
+    ("(B)", "B"),
+    ("Long thoughts.\n\n**C)**", "C"),
+    ("Answer: A\nNo, wait.\nAnswer: B", "B"),
+    ("Answer: C. Option A is wrong because it is cold.", "C"),
+    ("Answer: $C$", "C"),
+    ("Answer: A, I am sure", "A"),
+    ("Answer: A or B", ""),
+    ("Answer: A and B", ""),
+    ("Answer: (A) / (B)", ""),
+    ("\\boxed{A} or \\boxed{B}", "B"),
+    ("A, B, C, D", ""),
+    ("The answer depends on many things.", ""),
+    ("Because it is so", ""),
+    ("a", ""),
+    ("", ""),
+    ("Answer:", ""),
+    ("Answer: Argon", ""),
+    ("Answer: A B C D", ""),
+    ("Answer: (A) (B) (C)", ""),
+    ("I think Answer: A|B", ""),
+    ("Answer: B; C", ""),
+    ("Answer: B - C", ""),
+    ("Answer: B & C", ""),
+    ("Answer: B or I", ""),
+    ("Answer: B\n\nC", ""),
+    ("Answer: B. A is too cold.", "B"),
+    ("Answer: B\nI am sure", "B"),
+    ("Answer: B (not C)", "B"),
+    ("The answer is not B", ""),
+    ("The answer cannot be B", ""),
+    ("None, the answer would be neither A nor B", ""),
+    ("Answer: A. In the end the answer is not A", ""),
+    ("The answer is not B. Answer: C", "C"),
+    ("Final Answer: `B`", "B"),
+    ("`B`", "B"),
+    ("B. foo", "B"),
+    ("After all this:\n(C) Nitrogen", "C"),
+    ("A. foo\nB. bar\nC. baz", ""),
+    ("A) B) C) D)", ""),
+]
+
+
+@pytest.mark.parametrize(("text", "letter"), GIVEN)
+def test_the_letter_that_an_answer_gives(text: str, letter: str) -> None:
+    assert chosen_letter(text) == letter
+
+
+def test_only_what_follows_the_thinking_counts() -> None:
+    choice = ChoiceGrader()
+    assert choice.score("B", "<think>Answer: B</think> Answer: C").value == 0.0
+    assert choice.score("B", "<think>Answer: C</think> Answer: B").value == 1.0
+    assert choice.score("B", "<think>Answer: B").value == 0.0
+    assert choice.score("B", "B? Perhaps.").notes == "no option was chosen"
+
+
+def test_answers_of_tasks_are_letters() -> None:
+    choice = grader("choice")
+    assert choice.problem("C") == ""
+    for wrong in ("", "c", "AB", "K", "Nitrogen"):
+        assert "not a letter" in choice.problem(wrong)
+
+
+@given(st.text())
+def test_garbage_never_raises(text: str) -> None:
+    assert ChoiceGrader().score("B", text).value in (0.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    "text", ["answer " * 100_000, "answer is" + " (" * 300_000, "\\boxed{" * 100_000, "\n" * 10**6]
+)
+def test_long_garbage_is_read_in_no_time(text: str) -> None:
+    assert ChoiceGrader().score("B", text).value == 0.0

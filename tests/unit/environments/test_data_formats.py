@@ -1,0 +1,299 @@
+"""The formats of common data sets: hand-made files of each, and rows that do not fit them."""
+
+from __future__ import annotations
+
+import base64
+import json
+import pickle
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datakit import FORMATS, checked, open_data, own_cache, write_jsonl, write_parquet
+
+from shoal.environments.dataset import DatasetEnvironment
+from shoal.environments.formats.livecodebench import unpacked
+from shoal.environments.formats.texts import final_answer
+from shoal.environments.protocol import Task
+from shoal.errors import EnvironmentSetupError, UnusableTask
+
+__all__ = ["own_cache"]
+
+
+def tasks_of(environment: DatasetEnvironment) -> list[Task]:
+    found = [task for split in ("train", "held_out") for task in environment.tasks(split)]  # type: ignore[arg-type]
+    return sorted(found, key=lambda task: int(task.id.partition("/")[0]))
+
+
+def as_parquet(name: str, folder: Path) -> Path:
+    rows = [json.loads(line) for line in (FORMATS / name).read_text().splitlines()]
+    return write_parquet(folder / "again.parquet", rows)
+
+
+def test_the_described_schema() -> None:
+    environment = open_data(FORMATS / "described.jsonl")
+    tasks = tasks_of(environment)
+    assert [task.kind for task in tasks] == ["mathematics"] * 7 + ["code"]
+    assert tasks[7].history == (("system", "You write Python."),)
+    assert environment.score(tasks[0], "<think>12 squared</think> \\boxed{144}").value == 1.0
+    assert environment.score(tasks[0], "\\boxed{143}").value == 0.0
+
+
+@pytest.mark.parametrize(
+    ("prompt", "said"),
+    [
+        ([], "must end with a message of the user"),
+        ([{"role": "assistant", "content": "Hello."}], "must end with a message of the user"),
+        ([{"role": "user", "content": "a"}, {"role": "system", "content": "b"}, {"role": "user", "content": "c"}],
+         "a system message that is not its first"),
+        ([{"role": "tool", "content": "7"}, {"role": "user", "content": "c"}], "of the role 'tool'"),
+        ([{"role": "user", "content": ["a"]}], "whose content is no text"),
+        ([{"role": "user", "content": " "}], "prompt is empty"),
+        (["hello"], "holds a message that is no"),
+        (7, "prompt is int, neither text nor a list of messages"),
+    ],
+)  # fmt: skip
+def test_prompts_that_are_no_conversations(prompt: Any, said: str, tmp_path: Path) -> None:
+    rows = [json.loads(line) for line in (FORMATS / "described.jsonl").read_text().splitlines()]
+    rows[2]["prompt"] = prompt
+    ((row, reason),) = open_data(write_jsonl(tmp_path / "a.jsonl", rows)).problems.first
+    assert row == 2
+    assert said in reason
+
+
+@pytest.mark.parametrize("name", ["aime.jsonl", "aime_capitals.jsonl"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_aime(name: str, packed: bool, tmp_path: Path) -> None:
+    path = as_parquet(name, tmp_path) if packed else FORMATS / name
+    environment = open_data(path, format="aime")
+    tasks = tasks_of(environment)
+    assert [task.answer for task in tasks] == ["144", "392", "24", "100", "120", "18", "4"]
+    assert {task.kind for task in tasks} == {"mathematics"}
+    assert environment.score(tasks[6], "The answer is \\boxed{004}.").value == 1.0
+    assert environment.score(tasks[6], "The answer is \\boxed{5}.").value == 0.0
+
+
+@pytest.mark.parametrize("answer", ["1000", "-1", "3.5", "ten", "", None, "٣"])
+def test_answers_that_are_none_of_aimes(answer: str | None, tmp_path: Path) -> None:
+    rows = [{"problem": f"{number}?", "answer": answer if number == 3 else "7"} for number in range(8)]
+    environment = open_data(write_jsonl(tmp_path / "a.jsonl", rows), format="aime")
+    with pytest.raises(UnusableTask, match=r"row 3 .*answer is"):
+        _ = environment.task("3").answer
+
+
+def test_question_and_answer_columns(tmp_path: Path) -> None:
+    tasks = tasks_of(open_data(FORMATS / "gsm.jsonl", held_out_size=1))
+    assert [task.answer for task in tasks] == ["5", "15", "14", "9", "13"]
+    rows = [{"text": f"Say {word}", "reply": word, "n": 1} for word in ("yes", "no", "well", "so", "then", "now")]
+    path = write_parquet(tmp_path / "a.parquet", rows)
+    with pytest.raises(EnvironmentSetupError, match=r"which column is the question\? there are text, reply, n; set"):
+        open_data(path)
+    with pytest.raises(EnvironmentSetupError, match="there is no column 'words' for the question; there are text, "):
+        open_data(path, question="words", answer="reply")
+    environment = open_data(path, question="text", answer="reply", grader="exact")
+    assert environment.score(environment.task("2"), "well").value == 1.0
+    with pytest.raises(EnvironmentSetupError, match="there is no grader 'exakt'"):
+        open_data(path, question="text", answer="reply", grader="exakt")
+    with pytest.raises(EnvironmentSetupError, match="has no option 'questoin'"):
+        open_data(path, questoin="text")
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("so x = \\boxed{\\frac{1}{2}} and \\boxed{3}", "3"),
+        ("\\boxed{\\frac{a}{\\sqrt{b}}}", "\\frac{a}{\\sqrt{b}}"),
+        ("\\boxed{1", "\\boxed{1"),
+        ("8 - 3 = 5 #### 5", "5"),
+        ("plain", "plain"),
+    ],
+)
+def test_what_a_worked_solution_comes_to(text: str, answer: str) -> None:
+    assert final_answer(text) == answer
+
+
+# ── LiveCodeBench ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("answer", [True, False, float("nan"), float("inf")])
+def test_an_answer_that_is_no_text_and_no_number_cannot_be_used(answer: Any, tmp_path: Path) -> None:
+    rows = [{"question": f"{row}?", "answer": answer} for row in range(10)]
+    problems = checked(open_data(write_parquet(tmp_path / "a.parquet", rows), grader="exact"))
+    assert problems.count == 10
+    said = json.dumps(answer) if isinstance(answer, bool) else str(answer)
+    assert problems.first[0][1].startswith(f"answer is {said}, ")
+
+
+@pytest.mark.parametrize("gold", ["NaN", "Infinity", "-Infinity", "true", "null"])
+def test_a_ground_truth_that_is_no_answer_cannot_be_used(gold: str, tmp_path: Path) -> None:
+    info = f'{{"ground_truth": {gold}}}'
+    row = {"task_type": "verifiable_math", "verification_info": info}
+    rows = [{**row, "prompt": f"{number}?"} for number in range(10)]
+    assert checked(open_data(write_jsonl(tmp_path / "a.jsonl", rows))).count == 10
+    records = [{**row, "verification_info": json.loads(info)} for row in rows]
+    assert checked(open_data(write_parquet(tmp_path / "a.parquet", records))).count == 10
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_livecodebench(packed: bool, tmp_path: Path) -> None:
+    path = as_parquet("livecodebench.jsonl", tmp_path) if packed else FORMATS / "livecodebench.jsonl"
+    environment = open_data(path)
+    tasks = tasks_of(environment)
+    assert [task.id for task in tasks] == [f"{number}/lcb_{number}" for number in range(5)]
+    assert {task.kind for task in tasks} == {"code"}
+    cases = [json.loads(task.answer)["test_cases"] for task in tasks]
+    assert cases[0] == [
+        {"type": "stdin_stdout", "input": "2\n", "output": "4\n"},
+        {"type": "stdin_stdout", "input": "-7\n", "output": "-14\n"},
+        {"type": "stdin_stdout", "input": "0\n", "output": "0\n"},
+    ]
+    assert cases[4] == [
+        {"type": "function_call", "fn_name": "addPair", "input": [1, 2], "output": 3},
+        {"type": "function_call", "fn_name": "addPair", "input": [-1, 1], "output": 0},
+    ]
+    assert [len(case) for case in cases] == [3, 2, 3, 3, 2]
+    assert "reads standard input" in tasks[0].prompt
+    assert "def addPair(self, a: int, b: int) -> int:" in tasks[4].prompt
+
+
+class Bomb:
+    """A pickle that runs something when it is loaded."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return exec, ("raise RuntimeError('a pickle was run')",)
+
+
+def pack(value: object, protocol: int = 4) -> str:
+    return base64.b64encode(zlib.compress(pickle.dumps(value, protocol))).decode()
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_packed_text_is_unpacked_without_unpickling(protocol: int) -> None:
+    for text in ("[]", '[{"input": "ä\\n\U0001f41f"}]', "x" * 100_000):
+        assert unpacked(pack(text, protocol), "tests") == text
+
+
+@pytest.mark.parametrize(
+    ("packed", "said"),
+    [
+        (pack(Bomb()), "it is not run"),
+        (pack(Bomb(), 0), "it is not run"),
+        (pack(["a", "b"]), "it is not run"),
+        (pack(b"bytes"), "it is not run"),
+        (pack(7), "it is not run"),
+        (base64.b64encode(zlib.compress(b"\x80\x04")).decode(), "is no JSON, packed or not"),
+        (base64.b64encode(zlib.compress(b"garbage")).decode(), "is no JSON, packed or not"),
+        (base64.b64encode(zlib.compress(b"x" * 1000)[:-5]).decode(), "is cut off"),
+        (base64.b64encode(b"not zlib").decode(), "neither JSON nor packed JSON"),
+        ("no base64!", "neither JSON nor packed JSON"),
+    ],
+)
+def test_packed_things_that_are_no_text_are_refused(packed: str, said: str) -> None:
+    with pytest.raises(UnusableTask, match=said):
+        unpacked(packed, "private_test_cases")
+
+
+def test_packed_text_that_unpacks_to_too_much_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.environments.formats.livecodebench.UNPACKED_LIMIT_BYTES", 1000)
+    with pytest.raises(UnusableTask, match="unpacks to more than"):
+        unpacked(pack("x" * 2000), "tests")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"public_test_cases": "[]", "private_test_cases": ""}, "no test case"),
+        ({"public_test_cases": '{"a": 1}'}, "no list of test cases"),
+        ({"public_test_cases": '[{"input": 1, "output": "2"}]'}, "no text as its input"),
+        ({"public_test_cases": '[{"input": "1", "output": "2", "testtype": "oral"}]'}, "of the type 'oral'"),
+        ({"public_test_cases": '[{"input": "1", "output": "2", "testtype": "functional"}]'}, "metadata.func_name"),
+        ({"private_test_cases": "[{]"}, "private_test_cases is no JSON"),
+    ],
+)
+def test_rows_that_are_none_of_livecodebench(change: dict[str, str], said: str, tmp_path: Path) -> None:
+    rows = [json.loads(line) for line in (FORMATS / "livecodebench.jsonl").read_text().splitlines()]
+    rows[0] |= change
+    environment = open_data(write_jsonl(tmp_path / "a.jsonl", rows))
+    with pytest.raises(UnusableTask, match=said):
+        _ = environment.task("0/lcb_0").answer
+
+
+# ── GPQA and IFEval ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_gpqa(tmp_path: Path) -> None:
+    environment = open_data(FORMATS / "gpqa.csv", held_out_size=1)
+    tasks = tasks_of(environment)
+    assert len(tasks) == 6
+    right = ("Nitrogen", "g, directed downwards", "Thymine", "+6", "Faraday's law", "2")
+    for task, text in zip(tasks, right, strict=True):
+        assert f"\n{task.answer}) {text}\n" in task.prompt
+        assert environment.score(task, f"<think>hm</think>I think so.\nAnswer: {task.answer}").value == 1.0
+        wrong = "ABCD"[("ABCD".index(task.answer) + 1) % 4]
+        assert environment.score(task, f"Answer: {wrong}").value == 0.0
+    assert len({task.answer for task in tasks}) > 1  # the right one is not always in the same place
+
+
+def test_gpqas_order_of_options_follows_from_the_text_alone(tmp_path: Path) -> None:
+    import csv
+
+    with (FORMATS / "gpqa.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    answers = {task.id.partition("/")[2]: task.answer for task in tasks_of(open_data(FORMATS / "gpqa.csv"))}
+    turned = open_data(write_parquet(tmp_path / "a.parquet", rows[::-1]))
+    assert {task.id.partition("/")[2]: task.answer for task in tasks_of(turned)} == answers
+    rows[2]["Incorrect Answer 1"] = " Thymine "
+    rows[3]["Incorrect Answer 2"] = ""
+    spoilt = open_data(write_parquet(tmp_path / "b.parquet", rows))
+    assert dict(spoilt.problems.first) == {
+        2: "two of its options are the same", 3: "Incorrect Answer 2 is empty",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_ifeval(packed: bool, tmp_path: Path) -> None:
+    path = as_parquet("ifeval.jsonl", tmp_path) if packed else FORMATS / "ifeval.jsonl"
+    environment = open_data(path)
+    tasks = tasks_of(environment)
+    assert [task.id for task in tasks] == [f"{number}/{1000 + number}" for number in range(6)]
+    good = [
+        "Rain falls on the sea.",
+        "<<Rivers>>\n* Nile\n* Rhine\n- Amazon",
+        "the sea is a lot of salt water.",
+        "A fish has a fin at its back and one more fin below, and it swims.",
+        "Das Wasser ist nicht nur nass, sondern auch der Ort, an dem die Fische sind.",
+        "A group of fish.\n******\nMany fish that swim together.",
+    ]
+    bad = ["Rain, rain.", "<<Rivers>>\n* Nile", "The sea.", "A fin.", "Water is wet, and the fish are in it.", "One."]
+    for task, right, wrong in zip(tasks, good, bad, strict=True):
+        assert environment.score(task, right).value == 1.0, task.id
+        assert environment.score(task, wrong).value == 0.0, task.id
+    assert json.loads(tasks[4].answer) == {
+        "instructions": [{"id": "language:response_language", "settings": {"language": "de"}}]
+    }  # columns of other instructions are null, and no settings
+    score = environment.score(tasks[1], "* Nile\n* Rhine\n* Po")
+    assert score.value == 0.0
+    assert score.parts == {"detectable_format:number_bullet_lists": 1.0, "detectable_format:title": 0.0}
+
+
+def test_instructions_that_cannot_be_decided_make_a_row_unusable(tmp_path: Path) -> None:
+    rows = [json.loads(line) for line in (FORMATS / "ifeval.jsonl").read_text().splitlines()]
+    rows[0] |= {"instruction_id_list": ["language:response_language"], "kwargs": [{"language": "eo"}]}
+    rows[1] |= {"instruction_id_list": ["poetry:rhyme"], "kwargs": [{}]}
+    rows[2] |= {"kwargs": []}
+    problems = checked(open_data(write_jsonl(tmp_path / "a.jsonl", rows)))
+    found = dict(problems.first)
+    assert sorted(found) == [0, 1, 2]
+    assert "cannot be decided" in found[0]
+    assert "there is no instruction 'poetry:rhyme'" in found[1]
+    assert "lists of one length" in found[2]
+
+
+def test_a_format_that_does_not_fit_names_what_is_missing() -> None:
+    for name, missing in [
+        ("described", "verification_info"), ("gpqa", "Question"), ("ifeval", "instruction_id_list"),
+        ("livecodebench", "public_test_cases"),
+    ]:  # fmt: skip
+        with pytest.raises(EnvironmentSetupError, match=f"in the format {name} needs the column .*{missing}"):
+            open_data(FORMATS / "gsm.jsonl", format=name)

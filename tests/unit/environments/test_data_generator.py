@@ -1,0 +1,80 @@
+"""The script that makes synthetic data sets: its tasks are right, its bad rows bad, and one seed gives one data set."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pyarrow.parquet as pq
+import pytest
+from datakit import checked, open_data, own_cache
+
+__all__ = ["own_cache"]
+SCRIPT = Path(__file__).parents[3] / "scripts" / "make_dataset.py"
+
+
+@pytest.fixture
+def script() -> Iterator[ModuleType]:
+    spec = importlib.util.spec_from_file_location("make_dataset_script", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules[spec.name]
+
+
+def test_its_tasks_are_right(script: ModuleType, tmp_path: Path) -> None:
+    plan = script.Plan(tmp_path, tasks=60, shard_gb=0.001, code_share=0.2, tasks_per_shard=20)
+    paths = script.make(plan)
+    assert [pq.read_metadata(path).num_rows for path in paths] == [20, 20, 8, 12]
+    environment = open_data(tmp_path)
+    assert environment.problems.count == checked(environment).count == 0
+    task = environment.task("0/math_0")
+    numbers = [int(word) for word in task.prompt.replace("?", " ").replace(".", " ").split() if word.isdecimal()][1:4]
+    first, step, count = numbers
+    right = sum(first + step * place for place in range(count))
+    assert environment.score(task, f"\\boxed{{{right}}}").value == 1.0
+    assert environment.score(task, f"\\boxed{{{right + 1}}}").value == 0.0
+    info = json.loads(environment.task("59/code_59").answer)
+    assert 0.5e6 / 12 < len(json.dumps(info)) < 2e6 / 12
+    for case in info["test_cases"]:
+        head, line = case["input"].splitlines()
+        length, every = map(int, head.split())
+        given = list(map(int, line.split()))
+        assert len(given) == length
+        assert case["output"] == str(sum(given[::every]))
+
+
+def test_the_same_seed_gives_the_same_rows_and_another_gives_others(script: ModuleType, tmp_path: Path) -> None:
+    made = []
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        script.make(script.Plan(tmp_path / name, tasks=20, shard_gb=0.0001, seed=seed))
+        made.append(pq.read_table(tmp_path / name).to_pylist())
+    assert made[0] == made[1]
+    assert made[0] != made[2]
+
+
+@pytest.mark.parametrize(("size", "said"), [(900, "0.9 kB"), (2_345_678, "2.3 MB"), (1_710_000_000, "1.71 GB")])
+def test_a_size_is_told_in_a_unit_that_fits(script: ModuleType, size: int, said: str) -> None:
+    assert script.size_text(size) == said
+
+
+def test_it_says_what_it_wrote(
+    script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["make_dataset.py", "--out", str(tmp_path), "--tasks", "9", "--code-share", "0"])
+    script.main()
+    assert re.fullmatch(rf"wrote 1 file, \d+\.\d kB, to {tmp_path}\n", capsys.readouterr().out)
+
+
+def test_bad_rows_are_as_many_as_asked_for(script: ModuleType, tmp_path: Path) -> None:
+    script.make(script.Plan(tmp_path, tasks=100, shard_gb=0.0001, bad=15))
+    problems = checked(open_data(tmp_path))
+    assert problems.count == 15

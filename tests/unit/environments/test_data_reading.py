@@ -1,0 +1,322 @@
+"""Every kind of file gives the same tasks; rows are read when asked for; what cannot be read is said clearly."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from datakit import KINDS, described, open_data, own_cache, write_jsonl, write_parquet, write_stream
+
+from shoal.environments import Environment, EnvironmentSettings, build, identity_of
+from shoal.environments.data import parquet as parquet_module
+from shoal.environments.data.digest import data_digest
+from shoal.environments.data.parquet import Pieces
+from shoal.environments.data.table import Table
+from shoal.errors import EnvironmentSetupError
+
+__all__ = ["own_cache"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_file_gives_the_same_tasks(kind: str, tmp_path: Path) -> None:
+    rows = described(11)
+    environment = open_data(KINDS[kind](tmp_path, rows))
+    assert isinstance(environment, Environment)
+    splits = [environment.tasks("train"), environment.tasks("held_out")]
+    assert (len(splits[0]), len(splits[1])) == (9, 2)
+    for task in (task for split in splits for task in split):
+        row = rows[int(task.id.partition("/")[0])]
+        assert task.id.endswith(f"/{row['problem_id']}")
+        assert (task.prompt, task.kind, task.answer) == (row["prompt"], "mathematics", row["verification_info"])
+        assert environment.task(task.id) == task
+        assert environment.score(task, f"\\boxed{{{json.loads(task.answer)['ground_truth']}}}").value == 1.0
+        assert environment.score(task, "\\boxed{-1}").value == 0.0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_second_opening_finds_the_same(kind: str, tmp_path: Path, own_cache: Path) -> None:
+    path = KINDS[kind](tmp_path, described(11, prompt={3: ""}))
+    first = open_data(path)
+    assert list(own_cache.iterdir())
+    second = open_data(path)
+    assert identity_of(first) == identity_of(second)
+    assert [task.id for task in first.tasks("train")] == [task.id for task in second.tasks("train")]
+    assert second.problems.count == first.problems.count == 1
+
+
+def test_prompts_that_are_conversations_have_a_history(tmp_path: Path) -> None:
+    said = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}]
+    for write, name in ((write_jsonl, "a.jsonl"), (write_parquet, "a.parquet"), (write_stream, "a.arrow")):
+        rows = [{**row, "prompt": said[number % 2 :]} for number, row in enumerate(described(10))]
+        environment = open_data(write(tmp_path / name, rows), held_out_size=1)
+        for row in (0, 1):
+            task = environment.task(f"{row}/p{row}")
+            assert task.prompt == "2+2?"
+            assert task.history == ((("system", "Be brief."),) if row == 0 else ())
+
+
+def test_an_answer_is_not_read_before_somebody_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    environment = open_data(write_parquet(tmp_path / "a.parquet", described(20)))
+    asked: list[tuple[str, ...]] = []
+    read = Table.row
+
+    def watched(self: Table, number: int, columns: tuple[str, ...]) -> dict[str, object]:
+        asked.append(tuple(columns))
+        return read(self, number, columns)
+
+    monkeypatch.setattr(Table, "row", watched)
+    task = replace(environment.task("7/p7"), prompt="What is 7 + 7? Think for 10 tokens.")  # as a length budget does
+    assert not any("verification_info" in columns for columns in asked)
+    assert json.loads(task.answer) == {"ground_truth": "14"}
+    assert any("verification_info" in columns for columns in asked)
+    count = len(asked)
+    assert task.answer
+    assert len(asked) == count  # once is enough
+
+
+def test_ids_are_row_numbers_and_unknown_ones_are_refused(tmp_path: Path) -> None:
+    environment = open_data(write_jsonl(tmp_path / "a.jsonl", described(10, problem_id={4: "x" * 200, 5: None})))
+    assert environment.task("4").prompt == "What is 4 + 4?"
+    assert environment.task("5").prompt == "What is 5 + 5?"
+    for wrong in ("3", "3/p4", "03/p3", "11/p11", "-1/p1", "p3", "", "held_out/3/p3", "9" * 30):
+        with pytest.raises(EnvironmentSetupError, match="has no task"):
+            environment.task(wrong)
+
+
+# ── memory ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_decoded_row_groups_are_kept_within_a_bound_in_bytes() -> None:
+    piece = pa.table({"a": list(range(100))})
+    pieces = Pieces(limit_bytes=3 * piece.nbytes)
+    for number in range(5):
+        pieces.put((number,), piece)
+        pieces.get((1,))
+    assert pieces.size_bytes <= 3 * piece.nbytes
+    assert pieces.get((1,)) is not None  # used all the time
+    assert pieces.get((2,)) is None
+    assert pieces.get((4,)) is not None
+
+
+def test_a_row_of_a_huge_row_group_is_found_without_decoding_all_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = described(50)
+    monkeypatch.setattr(parquet_module, "PIECE_BYTES", 100)
+    monkeypatch.setattr(parquet_module, "LARGEST_BATCH", 7)
+    monkeypatch.setattr(pq.ParquetFile, "read_row_group", lambda *_: pytest.fail("decoded the whole row group"))
+    environment = open_data(write_parquet(tmp_path / "a.parquet", rows))
+    for number in (0, 6, 7, 49):
+        assert environment.task(f"{number}/p{number}").answer == rows[number]["verification_info"]
+    assert caplog.text.count("row_group_size=1000 avoids it") == 2  # once for prompts, once for answers
+    caplog.clear()
+    again = open_data(tmp_path / "a.parquet")
+    assert again.task("49/p49").answer == rows[49]["verification_info"]
+    assert "avoids it" not in caplog.text  # what was unpacked is still there
+
+
+@pytest.mark.slow
+def test_a_large_shard_opens_in_little_memory(tmp_path: Path) -> None:
+    """200 MB of unit tests in one row group: neither opening it nor reading a task may hold them all."""
+    rows = [
+        {**row, "verification_info": json.dumps({"ground_truth": "1", "notes": "1" * 100_000})}
+        for row in described(2000)
+    ]
+    path = write_parquet(tmp_path / "large.parquet", rows, compression="none", use_dictionary=False)
+    script = (
+        "import resource, sys; from pathlib import Path; import pyarrow.parquet, numpy;"
+        "from shoal.environments import EnvironmentSettings, build;"
+        "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024; before = peak();"
+        "e = build(EnvironmentSettings(name='dataset', data=sys.argv[1]));"
+        "t = e.task('1999/p1999'); assert len(t.answer) > 100_000; print(peak() - before)"
+    )
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    ran = subprocess.run(
+        [sys.executable, "-c", script, str(path)], capture_output=True, text=True, timeout=120, env=environment
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert float(ran.stdout) < 150
+
+
+def test_many_shards_need_few_handles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.environments.data.table.OPEN_AT_ONCE", 2)
+    for number, row in enumerate(described(9)):
+        write_parquet(tmp_path / f"part-{number}.parquet", [row])
+    environment = open_data(tmp_path, held_out_size=1)
+    assert [environment.task(f"{number}/p{number}").prompt for number in (8, 0, 5)]
+    assert len(environment._main.table._open) <= 2
+
+
+# ── identity ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_digest_is_of_the_content_and_the_options(tmp_path: Path) -> None:
+    rows = described(20)
+    one = open_data(write_jsonl(tmp_path / "one.jsonl", rows))
+    moved = open_data(write_jsonl(tmp_path / "moved.jsonl", rows))
+    assert identity_of(one) == identity_of(moved)
+    other = open_data(write_jsonl(tmp_path / "other.jsonl", described(20, prompt={3: "Another?"})))
+    assert other.data_digest != one.data_digest
+    assert other.digest != one.digest
+    sized = open_data(tmp_path / "one.jsonl", held_out_size=3)
+    graded = open_data(tmp_path / "one.jsonl", grader="exact")
+    assert len({one.digest, sized.digest, graded.digest}) == 3
+    assert one.data_digest == sized.data_digest == graded.data_digest
+
+
+def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", described(10))
+    before = data_digest([path])
+    assert data_digest([path]) == before
+    path.write_bytes(path.read_bytes().replace(b"What", b"Whut"))
+    assert data_digest([path]) != before
+    assert open_data(path).task("3/p3").prompt.startswith("Whut")
+
+
+def test_a_damaged_or_missing_cache_costs_nothing_but_time(
+    tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", described(10))
+    expected = open_data(path).digest
+    for entry in own_cache.iterdir():
+        entry.write_bytes(entry.read_bytes()[:-1] + b"?")
+    assert open_data(path).digest == expected
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert open_data(path).digest == expected
+
+
+# ── what cannot be read ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def refused(path: Path, **options: object) -> str:
+    with pytest.raises(EnvironmentSetupError) as raised:
+        open_data(path, **options)
+    return str(raised.value)
+
+
+def test_files_that_are_not_what_their_names_say(tmp_path: Path) -> None:
+    whole = write_parquet(tmp_path / "whole.parquet", described(10)).read_bytes()
+    for name, content, said in [
+        ("cut.parquet", whole[:-100], "is no Parquet file, or was cut off"),
+        ("magic.parquet", b"PK\x03\x04" * 100, "is no Parquet file, or was cut off"),
+        ("empty.parquet", b"", "is empty"),
+        ("lfs.parquet", b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
+        ("cut.arrow", write_stream(tmp_path / "s.arrow", described(10)).read_bytes()[:-200], "is no Arrow file"),
+        ("empty.arrow", b"", "is empty"),
+        ("empty.jsonl", b"", "is empty"),
+        ("blank.jsonl", b"\n \n\n", "none of its first lines is a JSON object"),
+        ("list.json", b'[{"prompt": "a"}]', "write one object per line"),
+        ("binary.jsonl", b"\xff\xfe\x00" * 100, "none of its first lines is a JSON object"),
+        ("cut.jsonl.gz", b"\x1f\x8b\x08\x00", "cannot unpack"),
+        ("notes.txt", b"hello", "is of no kind that is known by its name"),
+        ("uneven.csv", b"question,answer\na,1\nb\n", "row 1 of"),
+    ]:
+        (tmp_path / name).write_bytes(content)
+        message = refused(tmp_path / name)
+        assert said in message, (name, message)
+        assert name in message
+
+
+def test_a_page_that_is_damaged_is_found_when_it_is_read(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "a.parquet", described(1000), compression="zstd")
+    content = bytearray(path.read_bytes())
+    content[len(content) // 8 : len(content) // 4] = bytes(len(content) // 4 - len(content) // 8)
+    path.write_bytes(content)
+    with pytest.raises(EnvironmentSetupError, match=r"a\.parquet"):
+        _ = [task.answer for task in open_data(path).tasks("train")]
+
+
+def test_folders_that_are_no_data_set(tmp_path: Path) -> None:
+    (tmp_path / "none").mkdir()
+    assert "holds no Parquet, JSON lines or Arrow file" in refused(tmp_path / "none")
+    for folder in ("a", "b"):
+        write_parquet(tmp_path / "several" / folder / "x.parquet", described(3))
+    assert "several folders (a, b)" in refused(tmp_path / "several")
+    write_parquet(tmp_path / "mixed" / "x.parquet", described(3))
+    write_jsonl(tmp_path / "mixed" / "y.jsonl", described(3))
+    assert "files of several kinds (jsonl, parquet)" in refused(tmp_path / "mixed")
+    for name in ("test-00000-of-00001", "dev-00000-of-00001"):
+        write_parquet(tmp_path / "splits" / f"{name}.parquet", described(3))
+    assert "has no split 'train'; it has dev, test" in refused(tmp_path / "splits")
+    assert len(open_data(tmp_path / "splits", split="dev").tasks("train")) == 3
+
+
+def test_links_that_go_nowhere_or_in_a_circle(tmp_path: Path) -> None:
+    (tmp_path / "loop.parquet").symlink_to(tmp_path / "loop.parquet")
+    assert "cannot open the data" in refused(tmp_path / "loop.parquet")
+    (tmp_path / "dangling.parquet").symlink_to(tmp_path / "gone.parquet")
+    assert "link to nowhere" in refused(tmp_path / "dangling.parquet")
+    folder = write_parquet(tmp_path / "folder" / "x.parquet", described(10)).parent
+    (folder / "again").symlink_to(folder)
+    assert len(open_data(folder).tasks("train")) == 8
+
+
+def test_shards_must_agree(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "types" / "a.parquet", described(3))
+    write_parquet(tmp_path / "types" / "b.parquet", [{**row, "prompt": 7} for row in described(3)])
+    assert "column prompt is int64 in" in refused(tmp_path / "types")
+    write_parquet(tmp_path / "names" / "a.parquet", described(3))
+    write_parquet(tmp_path / "names" / "b.parquet", [{"prompt": "x"}])
+    assert "has no column problem_id" in refused(tmp_path / "names")
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+    texts = pa.array(["a", "b"])
+    table = pa.Table.from_arrays([texts, texts, texts], names=["question", "answer", "question"])
+    pq.write_table(table, tmp_path / "a.parquet")
+    with pa.OSFile(str(tmp_path / "a.arrow"), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+        writer.write_table(table)
+    (tmp_path / "a.csv").write_text("question,answer,question\na,1,b\n")
+    for name in ("a.parquet", "a.arrow", "a.csv"):
+        message = refused(tmp_path / name)
+        assert f"{name} has more than one column named 'question'" in message
+
+
+def test_a_name_with_a_zero_byte_is_refused(tmp_path: Path) -> None:
+    assert "cannot open the data" in refused(Path("a\0b.jsonl"))
+    assert "cannot open the data" in refused(write_jsonl(tmp_path / "a.jsonl", described(10)), held_out="a\0b.jsonl")
+
+
+def test_a_split_of_what_has_none_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "saved").mkdir()
+    saved = KINDS["saved"](tmp_path / "saved", described(10))
+    assert "saved is the split 'train', so it has no split 'zz'" in refused(saved, split="zz")
+    assert open_data(saved, split="train").row_count == 10
+    path = write_jsonl(tmp_path / "a.jsonl", described(10))
+    assert "a.jsonl is not in splits, so it has no split 'zz'" in refused(path, split="zz")
+    named = write_jsonl(tmp_path / "test-00000-of-00001.jsonl", described(10))
+    assert "is the split 'test', so it has no split 'train'" in refused(named, split="train")
+    assert open_data(named, split="test").row_count == 10
+
+
+def test_a_name_of_the_hub_is_told_from_a_missing_file(tmp_path: Path) -> None:
+    assert "download it first" in refused(Path("some-org/some-data"))
+    assert "there is no data at" in refused(tmp_path / "missing.parquet")
+    with pytest.raises(EnvironmentSetupError, match="needs data"):
+        build(EnvironmentSettings(name="dataset"))
+    with pytest.raises(EnvironmentSetupError, match=r'sort reads no data: set environment\.name = "dataset"'):
+        build(EnvironmentSettings(data=tmp_path / "forgotten-name.parquet"))
+
+
+def test_saved_data_sets_that_are_incomplete(tmp_path: Path) -> None:
+    folder = KINDS["saved"](tmp_path, described(10))
+    (folder / "data-00001-of-00002.arrow").unlink()
+    assert "is missing, though state.json names it" in refused(folder)
+    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": "../../secret"}]}))
+    assert "names no files of its folder" in refused(folder)
+    (folder / "state.json").write_text("{")
+    assert "cannot be read" in refused(folder)
+
+
+def test_opening_loads_nothing_heavy_before_there_is_data() -> None:
+    script = "import sys, shoal.environments; print({'numpy', 'pyarrow', 'blake3', 'msgspec'} & set(sys.modules))"
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert ran.stdout.strip() == "set()", ran.stdout + ran.stderr

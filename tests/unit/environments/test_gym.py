@@ -1,0 +1,407 @@
+"""reasoning-gym: every generator by name, the same tasks in every process, scorers that nothing can fool or hang."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import json
+import os
+import random
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shoal.environments import Environment, EnvironmentSettings, build
+from shoal.environments import gym_source as source
+from shoal.environments.arithmetic_text import checked_expression, checked_for_simplifying
+from shoal.environments.generated import is_held_out
+from shoal.environments.gym import final_answer
+from shoal.environments.gym_source import Generator, example_answer, generator_names
+from shoal.errors import EnvironmentSetupError, ScoringFailure
+
+if importlib.util.find_spec("reasoning_gym") is None:
+    pytest.skip("reasoning-gym is not installed", allow_module_level=True)
+
+GENERATORS = Path(__file__).parents[2] / "data" / "reasoning_gym_generators.txt"
+SLOW = {
+    "countdown", "futoshiki", "intermediate_integration", "knight_swap", "puzzle24", "sokoban", "word_ladder",
+    "zebra_puzzles", "rubiks_cube", "sudoku", "arc_agi", "figlet_font", "group_anagrams", "rearc", "quantum_lock",
+    "game_of_life", "gsm_symbolic", "polynomial_multiplication", "polynomial_equations", "advanced_geometry",
+}  # fmt: skip
+NO_GOLD = {"boxnet", "rush_hour"}
+NUMBERS = (12345, 2**31 - 1)
+
+
+def names() -> list[object]:
+    """From a file: the library takes seconds to import, and every test process collects this."""
+    every = GENERATORS.read_text().split()
+    return [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in every]
+
+
+@cache
+def generator(name: str) -> Generator:
+    return Generator(name, {})
+
+
+def gym(**options: object) -> Environment:
+    sizes = {"train_size": 200, "held_out_size": 40}
+    return build(EnvironmentSettings.model_validate({"name": "reasoning-gym", "options": options, **sizes}))
+
+
+# ── every generator ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_there_are_a_hundred() -> None:
+    assert generator_names() == GENERATORS.read_text().split()
+    assert len(generator_names()) >= 100
+
+
+@pytest.mark.parametrize("name", names())
+def test_gold_scores_1_and_other_things_do_not(name: str) -> None:
+    made, state = generator(name), random.getstate()
+    garbage = ["", "zzz qqq", "\\", "{}", "[[]]", "(", "nan", "[[1,", '{"a": [', "\x00", "9" * 5000, "()" * 3000]
+    for number in NUMBERS:
+        entry = made.entry(number)
+        gold = example_answer(entry).strip()
+        if name not in NO_GOLD:
+            assert made.score(entry, gold)[0] == 1.0, gold
+            assert made.score(entry, f"{gold} or perhaps not, I am not sure @@@")[0] < 1.0 or name in LENIENT
+        for text in garbage:
+            value, _note = made.score(entry, text)
+            assert 0.0 <= value < 1.0, (text, gold)
+    assert made.entry(NUMBERS[0]) == made.entry(NUMBERS[0])
+    assert random.getstate() == state
+
+
+LENIENT = {
+    "advanced_geometry", "fraction_simplification", "gsm_symbolic", "kakurasu", "knights_knaves", "letter_jumble",
+    "sokoban", "spell_backward", "survo", "time_intervals",
+}  # fmt: skip
+"""Generators whose scorer looks for the answer within the text."""
+
+
+FINGERPRINT = """
+import hashlib, json, sys
+from shoal.environments.gym_source import Generator
+entries = {name: [Generator(name, {}).entry(number)["question"] for number in %r] for name in json.load(sys.stdin)}
+print(json.dumps({name: hashlib.sha256(repr(made).encode()).hexdigest() for name, made in entries.items()}))
+"""
+
+
+def fingerprints(chosen: list[str], hash_seed: str) -> dict[str, str]:
+    done = subprocess.run(
+        [sys.executable, "-c", FINGERPRINT % (NUMBERS,)],
+        input=json.dumps(chosen), capture_output=True, text=True, timeout=280, check=True,
+        env={**os.environ, "PYTHONHASHSEED": hash_seed},
+    )  # fmt: skip
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def fingerprint(name: str) -> str:
+    return hashlib.sha256(repr([generator(name).entry(number)["question"] for number in NUMBERS]).encode()).hexdigest()
+
+
+@pytest.mark.slow
+def test_another_process_with_other_hashes_makes_the_same_tasks() -> None:
+    chosen = generator_names()
+    there = fingerprints(chosen, "7")
+    assert {name: there[name] for name in chosen if there[name] != fingerprint(name)} == {}
+
+
+def test_those_that_went_by_hashes_or_global_numbers_do_not_any_more() -> None:
+    chosen = ["isomorphic_strings", "ransom_note", "polynomial_multiplication", "list_functions", "pool_matrix"]
+    there = fingerprints(chosen, "7")
+    random.seed(1)
+    np.random.seed(1)
+    assert there == {name: fingerprint(name) for name in chosen}
+
+
+# ── scorers that could be fooled ─────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("name", "hack"),
+    [
+        ("game_of_life_halting", "anything"),
+        ("coin_flip", "0"),
+        ("complex_arithmetic", "nan"),
+        ("puzzle24", "6 + 6 + 6 + 6"),
+    ],
+)
+def test_no_answer_fits_every_task(name: str, hack: str) -> None:
+    """Each of these is a full score to the library's own scorer, whatever the task."""
+    made, entries = generator(name), [generator(name).entry(number) for number in range(3)]
+    assert any(made._first.score_answer(hack, entry) == 1.0 for entry in entries)
+    assert [made.score(entry, hack)[0] for entry in entries] == [0.0] * 3
+
+
+def test_a_wrong_sign_is_a_wrong_answer() -> None:
+    entry = next(e for n in range(20) if not (e := generator("gsm_symbolic").entry(n))["answer"].startswith("-"))
+    assert generator("gsm_symbolic").score(entry, f"-{entry['answer']}")[0] == 0.0
+
+
+@pytest.mark.parametrize("error", [OSError("disk"), ImportError("numpy"), RuntimeError("defect")])
+def test_a_scorer_that_fails_is_no_wrong_answer(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    made, entry = Generator("chain_sum", {}), generator("chain_sum").entry(3)
+    monkeypatch.setattr(made, "_first", Scorer(error))
+    with pytest.raises(ScoringFailure, match=f"scorer of reasoning-gym's chain_sum failed: {type(error).__name__}: "):
+        made.score(entry, "12")
+
+
+def test_an_answer_that_cannot_be_read_is_worth_nothing_unless_the_right_one_cannot_either(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made, entry = Generator("chain_sum", {}), generator("chain_sum").entry(3)
+    monkeypatch.setattr(made, "_first", Scorer(ValueError("no number"), reads=entry["answer"]))
+    assert made.score(entry, "twelve") == (0.0, "the scorer could not read the answer: ValueError")
+    assert made.score(entry, entry["answer"])[0] == 1.0
+    monkeypatch.setattr(made, "_first", Scorer(ValueError("no number")))
+    with pytest.raises(ScoringFailure, match="failed: ValueError"):
+        made.score(entry, "twelve")
+
+
+def test_memory_that_does_not_suffice_is_for_whoever_limits_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, entry = Generator("chain_sum", {}), generator("chain_sum").entry(3)
+    monkeypatch.setattr(made, "_first", Scorer(MemoryError()))
+    with pytest.raises(MemoryError):
+        made.score(entry, "12")
+
+
+class Scorer:
+    """Raises at every answer but one."""
+
+    def __init__(self, error: Exception, reads: str | None = None) -> None:
+        self._error, self._reads = error, reads
+
+    def score_answer(self, answer: str, _entry: object) -> float:
+        if answer != self._reads:
+            raise self._error
+        return 1.0
+
+
+CALLS = {"eval", "exec", "compile", "parse_expr", "sympify", "S"}
+
+
+@pytest.mark.parametrize("name", [*source.EVALUATORS, *source.PARSERS])
+def test_nothing_that_an_answer_says_is_run(name: str, tmp_path: Path) -> None:
+    made = generator(name.rpartition(".")[2])
+    mark = tmp_path / "was_run"
+    attacks = [
+        f"__import__('pathlib').Path({str(mark)!r}).touch()",
+        f"[p for p in [__import__('pathlib').Path({str(mark)!r}).touch()]]",
+        "().__class__.__base__.__subclasses__()",
+        "9**9**9**9**9",
+        "((((9**64)**64)**64)**64)",
+        "factorial(10**9)",
+        "lambda: 0",
+    ]
+    entry = made.entry(3)
+    assert [made.score(entry, attack)[0] < 1.0 for attack in attacks] == [True] * len(attacks)
+    assert not mark.exists()
+
+
+def test_every_scorer_that_evaluates_is_known() -> None:
+    """The list of modules to mend is complete: no other scorer calls anything that evaluates."""
+    known = {f"reasoning_gym.{name}" for name in (*source.EVALUATORS, *source.PARSERS)}
+    harmless = {  # these evaluate what they made themselves, or have a parser of their own
+        "reasoning_gym.algorithmic.number_sorting",
+        "reasoning_gym.arithmetic.bitwise_arithmetic",
+        "reasoning_gym.logic.propositional_logic",
+    }
+    found = set()
+    registered = importlib.import_module("reasoning_gym.factory").DATASETS
+    for kind, _config in (registered[name] for name in generator_names()):
+        tree = ast.parse(inspect.getsource(importlib.import_module(kind.__module__)))
+        words = ("score", "_score", "parse", "_parse", "verify", "_verify", "check", "_check")
+        scorers = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name.startswith(words)]
+        made = [c.func for s in scorers for c in ast.walk(s) if isinstance(c, ast.Call)]
+        calls = {getattr(function, "id", getattr(function, "attr", "")) for function in made}
+        if calls & CALLS:
+            found.add(kind.__module__)
+    assert found - harmless == known
+
+
+@pytest.mark.parametrize("text", ["x**2/2 + C", "-3*exp(2*x) + log(x)", "8*43 - 75 + 62", "1/2", "2**x", "1.5e3*y"])
+def test_mathematics_is_let_through(text: str) -> None:
+    assert checked_expression(text) == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "x.y", "f(x)", "sin(x, y)", "[1]", "'a'", "x if y else z", "True", "1_0", "x; y", "9" * 25, "9**65", "2**2**2",
+     "((9**9)**9)**9", "x" + "+x" * 2000, "x ∧ y", "10**(64*64*64)", "x[0]", "1 < 2", "~1",
+     "N.func", "-" * 90 + "1", "sin(x)(y)", "1j", "x := 1"],
+)  # fmt: skip
+def test_anything_else_is_not(text: str) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011 -- which kind of wrong it is does not matter
+        checked_expression(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["-9*x**10/2 + 5*x**8 - 9*x**6/4 + C", "3*x**3*cos(x) - 9*x**2*sin(x) - 18*x*cos(x) + 18*sin(x) + C", "x**63 + x",
+     "(5*x - 5)**5/25 + C", "(2*x + 3)**(3/2)/3", "log(sin(sqrt(exp(x))))", "5*(x**40 + 1)", "(1 + 2)**20*(x + 1)",
+     "sin(x)**5*cos(x)**3"],
+)  # fmt: skip
+def test_what_is_soon_simplified_is_let_through(text: str) -> None:
+    assert checked_for_simplifying(text) == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["*".join(f"(x+{number})**64" for number in range(6)), "((x+1)**64)**64", "sin(" * 55 + "x" + ")" * 55,
+     "(x**63+1)/(x**64-1)/(x**62+x+1)", "sqrt(" * 50 + "x" + ")" * 50, "(x+1)**64", "(x+1)**16*(x+2)**17",
+     "(sin(x)+cos(x)+tan(x)+exp(x))**16", "*".join(f"(x+a+b+{number})" for number in range(9)), "x.y",
+     "+".join(f"sin({number}*x)" for number in range(17)), "*".join(f"sin(x+{number})" for number in range(4)),
+     "(sin(x)+cos(x)+tan(x)+exp(x))**8"],
+)  # fmt: skip
+def test_what_would_take_minutes_to_simplify_is_not(text: str) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011
+        checked_for_simplifying(text)
+
+
+def test_the_scorers_that_simplify_are_not_given_it() -> None:
+    scorer = Generator("simple_integration", {})
+
+    assert scorer.score(scorer.entry(5), "(x+1)**64*(x+2)**64*(x+3)**64*(x+4)**64") == (0.0, "")
+
+
+# ── the environment ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer"),
+    [
+        ("7", "7"),
+        ("<think>5? <answer>5</answer></think> so <answer> 7\n</answer> done", "7"),
+        ("<answer>5</answer> no: <answer>7</answer>", "7"),
+        ("<think>endless <answer>7</answer>", ""),
+        ("</answer>7", "</answer>7"),
+        ("<answer>7", "<answer>7"),
+    ],
+)
+def test_where_the_answer_is(completion: str, answer: str) -> None:
+    assert final_answer(completion) == answer
+
+
+def test_tasks_by_index_and_id_scored_by_their_own_generator() -> None:
+    environment = gym(mix=[{"generator": "chain_sum", "weight": 3}, {"generator": "leg_counting"}])
+    tasks = environment.tasks("train")[:40]
+    kinds = [task.kind for task in tasks]
+    assert kinds.count("chain_sum") == 30
+    assert kinds.count("leg_counting") == 10
+    for task in tasks[:8]:
+        assert environment.task(task.id) == task
+        assert task.prompt.endswith("between <answer> and </answer>.")
+        assert environment.score(task, f"<think>hm</think><answer>{task.answer}</answer>").value == 1.0
+        assert environment.score(task, "<answer>none</answer>").value == 0.0
+
+
+def test_splits_share_no_prompt() -> None:
+    environment = gym(settings={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2})
+    train, held_out = ({t.prompt for t in environment.tasks(split)} for split in ("train", "held_out"))
+    assert not train & held_out
+    assert all(is_held_out(prompt) for prompt in held_out)
+
+
+def test_settings_level_and_seed_change_the_tasks_and_the_digest() -> None:
+    made = [gym(), gym(seed=1), gym(level=3), gym(settings={"min_terms": 6, "max_terms": 6}), gym(ask="")]
+    assert len({environment.digest for environment in made}) == 5
+    assert len({tuple(task.prompt for task in environment.tasks("train")[:9]) for environment in made}) == 5
+    assert {task.prompt.count(" + ") + task.prompt.count(" - ") for task in made[3].tasks("train")[:9]} == {5}
+    assert gym().digest == gym().digest
+
+
+def test_partial_credit_is_a_choice() -> None:
+    whole, partly = (gym(generator="letter_counting", partial=partial) for partial in (False, True))
+    task = whole.tasks("train")[0]
+    near = f"{task.answer} of them"
+    assert whole.score(task, near).value == 0.0
+    assert 0.0 < partly.score(task, near).value < 1.0
+    assert whole.score(task, near).parts == partly.score(task, near).parts
+
+
+def test_settings_that_a_recipe_cannot_spell_are_fitted() -> None:
+    made = Generator("time_intervals", {"min_date": "2000-01-01", "max_date": "2001-01-01", "task_types": ["date"]})
+    assert "200" in made.entry(5)["question"]
+    assert "*" not in Generator("basic_arithmetic", {"operators": ["+"]}).entry(1)["question"]
+    assert Generator("word_sorting", {"transformation": "uppercase"}).entry(1)["answer"].isupper()
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"generator": "chain_sums"}, "did you mean 'chain_sum'"),
+        ({"generator": "composite"}, "use environment.options.mix"),
+        ({"generator": "codeio"}, "differs from process to process"),
+        ({"settings": {"min_term": 2}}, "did you mean 'min_terms'"),
+        ({"settings": {"size": 2}}, "has no setting 'size'"),
+        ({"settings": {"min_terms": 9, "max_terms": 2}}, "does not take its settings"),
+        ({"settings": {"min_terms": "many"}}, "min_terms must be a whole number, not 'many'"),
+        ({"settings": {"allow_negation": "no"}}, "allow_negation must be true or false, not 'no'"),
+        ({"generator": "acre", "level": 1}, "has no curriculum"),
+        ({"mix": [{"generator": "chain_sum"}], "level": 1}, "not both"),
+        ({"mix": [{"generator": "chain_sum", "wieght": 1}]}, "mix.0.wieght"),
+    ],
+)
+def test_what_cannot_work_is_said_when_it_is_built(options: dict[str, object], sentence: str) -> None:
+    with pytest.raises(EnvironmentSetupError, match=sentence):
+        gym(**options)
+
+
+def test_too_few_different_tasks_are_said() -> None:
+    only = gym(generator="count_bits", settings={"min_n": 7, "max_n": 7})
+    with pytest.raises(EnvironmentSetupError, match="too few different tasks"):
+        _ = [only.tasks(split)[0] for split in ("train", "held_out")]
+
+
+def test_without_the_package_the_command_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    with pytest.raises(EnvironmentSetupError, match=r"pip install 'shoal\[gym\]'"):
+        gym()
+
+
+def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    import reasoning_gym
+
+    gym()
+    monkeypatch.setattr(reasoning_gym, "_mended_by_shoal", False)
+    monkeypatch.setattr(source.importlib.metadata, "version", lambda _name: "9.9.9")
+    with pytest.raises(EnvironmentSetupError, match=r"9\.9\.9 is installed, and only"):
+        gym()
+
+
+WITHOUT_THE_SOLVER = """
+import importlib.util, sys
+found = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name == "pycosat" else found(name, *rest)
+class Absent:
+    def find_spec(self, name, *rest):
+        if name == "pycosat": raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Absent())
+from shoal.environments.gym_source import Generator, generator_names
+print(Generator("chain_sum", {}).entry(1)["question"])
+print("zebra_puzzles" in generator_names(), "pycosat" in sys.modules)
+try:
+    Generator("zebra_puzzles", {})
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+
+
+@pytest.mark.slow
+def test_without_a_compiler_only_one_generator_is_missing() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_THE_SOLVER], capture_output=True, text=True, timeout=120, check=True
+    )
+    question, listed, refusal = done.stdout.splitlines()
+    assert question.startswith("State the final answer")
+    assert listed == "False False"
+    assert refusal.startswith("EnvironmentSetupError reasoning-gym's zebra_puzzles cannot be used here: it needs")

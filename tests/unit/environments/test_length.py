@@ -1,0 +1,111 @@
+"""Length budgets: targets that anyone can draw again, and rewards that hold the length against them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from shoal.environments import EnvironmentSettings, Score, Task, budget_of, build
+from shoal.environments.length import LengthBudget
+from shoal.environments.settings import LengthSettings
+
+lengths = st.integers(0, 100_000)
+rewards = st.sampled_from([0.0, 0.25, 1.0])
+
+
+def budget(**settings: Any) -> LengthBudget:
+    return LengthBudget(LengthSettings.model_validate({"targets": [1000], **settings}))
+
+
+def worth(rule: LengthBudget, reward: float, target: int, tokens: int) -> float:
+    return rule.worth(Score(reward), target, tokens).value
+
+
+@pytest.mark.parametrize(
+    ("form", "reward", "tokens", "value"),
+    [
+        ("exact", 1.0, 1000, 1.0),
+        ("exact", 1.0, 3000, 0.4),
+        ("exact", 1.0, 0, 0.7),
+        ("exact", 0.0, 3000, -0.6),
+        ("max", 1.0, 1000, 0.5),
+        ("max", 1.0, 0, 0.8),
+        ("max", 1.0, 2000, 0.2),
+        ("max", 1.0, 5000, 0.0),
+        ("max", 0.0, 10, 0.0),
+        ("clip", 1.0, 1000, 1.0),
+        ("clip", 1.0, 1001, 0.0),
+        ("clip", 0.25, 10, 0.25),
+    ],
+)
+def test_by_hand(form: str, reward: float, tokens: int, value: float) -> None:
+    """α = 0.0003 and δ = 0.5 at a target of 1000, computed by hand."""
+    assert worth(budget(form=form, alpha=0.0003, delta=0.5), reward, 1000, tokens) == pytest.approx(value)
+
+
+@given(rewards, lengths, lengths, st.integers(0, 1000))
+def test_exact_is_best_at_the_target_and_the_same_on_both_sides(
+    reward: float, target: int, off: int, more: int
+) -> None:
+    rule = budget()
+    assert worth(rule, reward, target, target) == reward
+    assert worth(rule, reward, target, target + off + more) <= worth(rule, reward, target, target + off) <= reward
+    assert worth(rule, reward, target + off, target) == pytest.approx(worth(rule, reward, target, target + off))
+
+
+@given(rewards, lengths, lengths, lengths)
+def test_max_and_clip_stay_within_the_task_s_reward_and_never_reward_more_tokens(
+    reward: float, target: int, tokens: int, more: int
+) -> None:
+    for rule in (budget(form="max", delta=0.5), budget(form="clip")):
+        assert 0.0 <= worth(rule, reward, target, tokens + more) <= worth(rule, reward, target, tokens) <= reward
+
+
+@given(st.sampled_from(["exact", "max", "clip"]), rewards, st.integers(1, 100_000), lengths)
+def test_the_parts_say_how_it_came_about(form: str, reward: float, target: int, tokens: int) -> None:
+    score = budget(form=form).worth(Score(reward, {"exact": reward}, "note"), target, tokens)
+    assert score.parts["task"] == reward
+    assert score.parts["target"] == target
+    assert score.parts["exact"] == reward
+    assert score.value == pytest.approx(score.parts["task"] + score.parts["length"])
+    assert score.notes == "note"
+
+
+def test_targets_are_drawn_equally_often_and_again_the_same() -> None:
+    rule = budget(targets=[1000, 2000, 3000, 4000])
+    drawn = [rule.target("run", unit) for unit in range(4000)]
+    assert all(900 < count < 1100 for count in Counter(drawn).values())
+    assert drawn == [rule.target("run", unit) for unit in range(4000)]
+    assert drawn != [rule.target("another run", unit) for unit in range(4000)]
+
+
+def test_the_prompt_ends_with_the_target() -> None:
+    task = Task("t", "What is 2 + 2?", "4", "mathematics", (("system", "Be brief."),))
+    asked = budget().ask(task, 2000)
+    assert asked.prompt == "What is 2 + 2? Think for 2000 tokens before giving a response."
+    assert (asked.id, asked.answer, asked.kind, asked.history) == (task.id, task.answer, task.kind, task.history)
+    assert budget(text="[{target}] {{braces}}").ask(task, 7).prompt == "What is 2 + 2? [7] {{braces}}"
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"targets": []}, {"targets": [0]}, {"text": "be brief"}, {"form": "min"}, {"alpha": -1}, {"delta": 2}]
+)
+def test_what_makes_no_sense_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        budget(**wrong)
+
+
+def test_the_budget_is_part_of_the_environment_and_of_its_digest() -> None:
+    plain = build(EnvironmentSettings())
+    lengths = [{"targets": [5]}, {"targets": [6]}, {"targets": [5], "form": "max"}, {"targets": [5], "alpha": 0.1}]
+    made = [build(EnvironmentSettings.model_validate({"length": one})) for one in lengths]
+    assert budget_of(plain) is None
+    assert [budget_of(one) is not None for one in made] == [True] * 4
+    assert len({plain.digest, *(one.digest for one in made)}) == 5
+    task = plain.tasks("train")[0]
+    assert made[0].score(task, task.answer) == plain.score(task, task.answer)  # the length counts when tokens are known

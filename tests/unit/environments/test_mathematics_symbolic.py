@@ -1,0 +1,238 @@
+"""Symbolic algebra in its helper process: answers, limits, and who is to blame when they are exceeded."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from shoal.environments.graders.mathematics import MathematicsGrader, symbolic
+from shoal.environments.graders.mathematics.exact import TooLarge
+from shoal.environments.graders.mathematics.symbolic import Helper, SymbolicEquality
+from shoal.errors import ScoringFailure
+
+FIFTY_FIVE = ("\\sum_{k=1}^{10} k", "55")
+
+
+@pytest.fixture(scope="module")
+def helper() -> Iterator[Helper]:
+    """One for all tests of this file: loading the libraries takes a second."""
+    started = Helper(seconds=0.3, answer_s=30.0)
+    yield started
+    started.close()
+
+
+def test_the_helper_answers_yes_no_and_too_long(helper: Helper) -> None:
+    assert helper.same(*FIFTY_FIVE) is True
+    assert helper.same(FIFTY_FIVE[0], "45") is False
+    assert helper.same("\\prod_{k=1}^{9999} (x+k)^{k}", "1") is None
+    assert helper.same(*FIFTY_FIVE) is True
+
+
+def test_what_a_comparison_cost_is_remembered_with_its_answer(helper: Helper) -> None:
+    equality = SymbolicEquality(helper)
+    with pytest.raises(TooLarge):
+        equality("1", "\\prod_{k=1}^{9999} (x+k)^{k}")
+    assert equality.cost_s("1", "\\prod_{k=1}^{9999} (x+k)^{k}") == symbolic.SECONDS
+    assert equality(*FIFTY_FIVE) is True
+    cost = equality.cost_s(*FIFTY_FIVE)
+    assert 0.0 <= cost < symbolic.SECONDS
+    assert equality.cost_s(*FIFTY_FIVE) == cost
+    assert equality.cost_s("1", "9^{9^{9}}") == 0.0  # never asked
+
+
+def test_the_helper_knows_the_processor_time_of_its_workers(helper: Helper) -> None:
+    assert helper.same(*FIFTY_FIVE) is True
+    before = helper.spent_s()
+    assert before > 0.1  # reading the libraries
+    assert helper.same("\\prod_{k=1}^{9999} (x+k)^{k+1}", "1") is None
+    assert helper.spent_s() >= before + 0.2
+    assert Helper().spent_s() == 0.0
+
+
+STUBBORN = """
+import sys, types
+sys.modules["math_verify"] = types.ModuleType("math_verify")  # not needed here, and slow to load
+from shoal.environments.graders.mathematics import helper
+
+def compare(gold, given):
+    while gold == "stubborn":
+        try:
+            while True:
+                pass
+        except BaseException:
+            pass
+    return gold == given
+
+helper._compare = compare
+helper.main(0.1)
+"""
+
+
+def test_algebra_that_cannot_be_interrupted_is_killed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "stubborn.py").write_text(STUBBORN)
+    script = tmp_path / "python"
+    script.write_text(f"#!/bin/sh\nexec {sys.executable} {tmp_path}/stubborn.py\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(script))
+    helper = Helper(answer_s=30.0)
+    assert helper.same("stubborn", "1") is None
+    assert helper.same("2", "2") is True
+    helper.close()
+
+
+DYING = """
+import os, pathlib, sys, types
+sys.modules["math_verify"] = types.ModuleType("math_verify")
+from shoal.environments.graders.mathematics import helper
+
+def compare(gold, given):
+    name, _, number = gold.partition(" ")
+    mark = pathlib.Path({mark!r})
+    if name == "always" or (name == "once" and not mark.exists()):
+        mark.touch()
+        os.kill(os.getpid(), int(number))
+    return True
+
+helper._compare = compare
+helper.main(30.0)
+"""
+
+
+@pytest.fixture
+def dying(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Helper]:
+    """A helper whose worker is killed by a signal: by the first question "once N", by every question "always N"."""
+    (tmp_path / "dying.py").write_text(DYING.format(mark=str(tmp_path / "mark")))
+    script = tmp_path / "python"
+    script.write_text(f"#!/bin/sh\nexec {sys.executable} {tmp_path}/dying.py\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(script))
+    made = Helper(answer_s=30.0)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_worker_that_others_killed_says_nothing_about_the_answer(dying: Helper, number: int) -> None:
+    """As the kernel does when memory is short. A fresh helper is asked; then it is no sample, and not remembered."""
+    equal = SymbolicEquality(dying)
+    assert equal(f"once {number:d}", "1") is True
+    with pytest.raises(ScoringFailure, match="ended twice without an answer"):
+        equal(f"always {number:d}", "1")
+    assert equal._remembered.cache_info().currsize == 1
+    assert equal("2", "2") is True
+
+
+def test_a_worker_that_dies_of_the_formula_is_the_formula_s_fault(dying: Helper) -> None:
+    assert dying.same(f"always {signal.SIGSEGV:d}", "1") is None
+    assert dying.same("2", "2") is True
+
+
+def test_memory_is_limited_too(helper: Helper) -> None:
+    assert helper.same("\\sum_{k=1}^{3} (9^{9})^{9^{8}} k", "1") is not True
+    assert helper.same(*FIFTY_FIVE) is True
+
+
+def test_null_bytes_and_lines_cannot_make_a_second_question(helper: Helper) -> None:
+    assert helper.same("1\n2\0002", "2\0\n2\0002") is not None
+    assert helper.same(FIFTY_FIVE[0], "45") is False
+
+
+def test_a_helper_that_was_killed_is_replaced(helper: Helper) -> None:
+    assert helper.same(*FIFTY_FIVE) is True
+    first = helper._process
+    assert first is not None
+    os.kill(first.pid, signal.SIGKILL)
+    first.wait()
+    assert helper.same(*FIFTY_FIVE) is True
+    assert helper._process is not first
+
+
+def test_threads_share_it_and_get_their_own_answers(helper: Helper) -> None:
+    answers: dict[int, bool | None] = {}
+
+    def ask(number: int) -> None:
+        answers[number] = helper.same("\\sum_{k=1}^{4} k", str(number))
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(8, 13)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert answers == {number: number == 10 for number in range(8, 13)}
+
+
+def test_a_helper_that_never_answers_is_a_failure_of_the_machinery(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    silent = tmp_path / "python"
+    silent.write_text("#!/bin/sh\nprintf R\nexec cat > /dev/null\n")
+    silent.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(silent))
+    helper = Helper(answer_s=0.05)
+    with pytest.raises(ScoringFailure, match="without an answer"):
+        helper.same("1", "1")
+    assert helper._process is None
+
+
+def test_a_helper_that_does_not_start_is_a_failure_of_the_machinery(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(ScoringFailure, match="does not start"):
+        Helper().same("1", "1")
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    with pytest.raises(ScoringFailure, match="cannot be started"):
+        Helper().same("1", "1")
+
+
+class _Slow(Helper):
+    """Takes too long over everything that contains an integral."""
+
+    def same(self, gold: str, given: str) -> bool | None:
+        return None if "\\int" in gold + given else gold == given
+
+
+def test_who_took_too_long_decides_between_zero_and_no_sample() -> None:
+    slow = SymbolicEquality(_Slow())
+    with pytest.raises(TooLarge):
+        slow("\\sum k", "\\int x dx")
+    with pytest.raises(ScoringFailure, match="gold"):
+        slow("\\int x dx", "\\sum k")
+    assert MathematicsGrader(symbolic=slow).score("\\sum k", "\\boxed{\\int x dx}").value == 0.0
+
+
+@pytest.mark.parametrize("formula", ["\\sum k^{99999}", "\\int 2^{3^4}", "\\lim 123456!", "\\sum " + "1" * 100])
+def test_what_cannot_be_meant_is_not_even_asked(formula: str) -> None:
+    def refuse(self: Helper, gold: str, given: str) -> bool:
+        raise AssertionError("asked")
+
+    asked = SymbolicEquality(type("Refusing", (Helper,), {"same": refuse})())
+    with pytest.raises(TooLarge):
+        asked("1", formula)
+    assert asked(formula, "1") is False
+
+
+def test_the_longest_formula_that_is_sent_is_bounded() -> None:
+    with pytest.raises(TooLarge):
+        symbolic.same("1", "x" * (symbolic.LONGEST + 1))
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "\\sum_{k=1}^{99999} k^{k^{k}}",
+        "\\int \\sin(\\sin(\\sin(x))) e^{x^x} dx",
+        "\\prod_{k=1}^{9999} (x+k)^{k}",
+        "\\begin{pmatrix}1&2\\\\3&4\\end{pmatrix}^{9999}",
+        "\\lim_{x\\to\\infty} x^{x^{x}}",
+        "\\sum_{n=1}^{\\infty} \\frac{\\sin(n^n)}{n!}",
+    ],
+)
+def test_symbolic_algebra_is_stopped(helper: Helper, answer: str) -> None:
+    impatient = MathematicsGrader(symbolic=SymbolicEquality(helper))
+    assert impatient.score("\\sqrt{2}", f"\\boxed{{{answer}}}").value == 0.0
+    assert impatient.score("\\sum_{k=1}^{3} k", "\\boxed{6}").value == 1.0  # and goes on

@@ -1,0 +1,305 @@
+"""Mixtures: every part has its share, every task its turn, and nothing of a part is lost on the way."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal.environments import Environment, EnvironmentSettings, Score, Split, Task, build, identity_of
+from shoal.environments.data import prompt_digest
+from shoal.environments.dialogue import DialogueRule, dialogue_of
+from shoal.environments.generated import GeneratedEnvironment
+from shoal.environments.mix import MixedEnvironment, Part, part_of
+from shoal.environments.protocol import ObjectingEnvironment
+from shoal.environments.schedule import Schedule, permute
+from shoal.errors import EnvironmentSetupError, UnusableTask
+from shoal.evaluation.leaks import Leaks, find_leaks
+
+weights = st.lists(st.floats(0.01, 100), min_size=1, max_size=9)
+
+
+@given(weights, st.integers(0, 10**12))
+def test_turns_and_counts_agree_everywhere(shares: list[float], position: int) -> None:
+    schedule = Schedule(shares)
+    before, after, turn = schedule.counts(position), schedule.counts(position + 1), schedule.turn(position)
+    assert sum(before) == position
+    assert [b - a for a, b in zip(before, after, strict=True)] == [part == turn.part for part in range(len(shares))]
+    assert before[turn.part] == turn.nth
+
+
+@given(weights, st.integers(0, 10**6))
+def test_every_prefix_is_in_proportion(shares: list[float], positions: int) -> None:
+    counts, total = Schedule(shares).counts(positions), sum(shares)
+    for count, share in zip(counts, shares, strict=True):
+        assert abs(count - positions * share / total) <= 5 + positions * 1e-4
+
+
+@settings(max_examples=30)
+@given(st.integers(1, 300), st.text(max_size=5))
+def test_a_permutation_meets_everything_once(size: int, key: str) -> None:
+    assert sorted(permute(position, size, key) for position in range(size)) == list(range(size))
+
+
+class Fixed:
+    """An environment of a few tasks; objects to the completion "bad", talks, and has one row that cannot be used."""
+
+    def __init__(self, name: str, train: int, held_out: int, data: str = "") -> None:
+        self.name, self.digest, self.version = name, name * 4, 1
+        self._sizes: dict[Split, int] = {"train": train, "held_out": held_out}
+        self.data_digest = data
+        self.seen: list[str] = []
+
+    def tasks(self, split: Split) -> Sequence[Task]:
+        return [self.task(f"{split}/{index}") for index in range(self._sizes[split])]
+
+    def task(self, task_id: str) -> Task:
+        if task_id == "train/broken":
+            raise UnusableTask("its row is broken")
+        return Task(task_id, f"{self.name} {task_id}", "yes", kind=f"kind of {self.name}", history=(("system", "s"),))
+
+    def score(self, task: Task, completion: str) -> Score:
+        self.seen.append(task.id)
+        return Score(0.25, {"exact": 0.25}, "note")
+
+    def objection(self, task: Task, completion: str) -> str:
+        return f"bad in {task.id}" if completion == "bad" else ""
+
+    def dialogue(self, task: Task) -> DialogueRule | None:
+        return DialogueRule("calculator", 2)
+
+
+def mixture(*parts: Part, train: int = 60, held_out: int = 20) -> MixedEnvironment:
+    return MixedEnvironment(parts, train, held_out)
+
+
+def test_shares_passes_and_what_a_task_keeps() -> None:
+    mixed = mixture(Part("a", 2.0, Fixed("a", 10, 5)), Part("b", 1.0, Fixed("b", 1000, 5)))
+    tasks = list(mixed.tasks("train"))
+    assert Counter(task.id.partition(":")[0] for task in tasks) == {"a": 40, "b": 20}
+    assert Counter(task.id for task in tasks if task.id.startswith("a:")) == {f"a:train/{n}": 4 for n in range(10)}
+    assert len({task.id for task in tasks if task.id.startswith("b:")}) == 20
+    of_a = [task.id for task in tasks if task.id.startswith("a:")]
+    assert len({tuple(of_a[start : start + 10]) for start in range(0, 40, 10)}) > 1  # another order in each pass
+    assert tasks[0] == mixed.task(tasks[0].id) == mixed.tasks("train")[0] == mixed.tasks("train")[-60]
+    assert tasks[0].kind.startswith("kind of")
+    assert tasks[0].history == (("system", "s"),)
+    assert mixed.tasks("train")[2:4] == tasks[2:4]
+
+
+def test_held_out_tasks_are_in_proportion_and_never_twice() -> None:
+    empty = Part("c", 5.0, Fixed("c", 9, 0))
+    mixed = mixture(Part("a", 3.0, Fixed("a", 9, 6)), Part("b", 1.0, Fixed("b", 9, 100)), empty)
+    ids = [task.id for task in mixed.tasks("held_out")]
+    assert len(ids) == len(set(ids))
+    assert Counter(one[0] for one in ids) == {"a": 6, "b": 3}  # all of a that there are; b's next turn came first
+    assert len(mixture(empty).tasks("held_out")) == 0
+
+
+def test_scores_objections_and_talk_are_the_parts_own() -> None:
+    inner = Fixed("a", 9, 9)
+    mixed = mixture(Part("maths", 1.0, inner), Part("sort", 1.0, build(EnvironmentSettings())))
+    task = mixed.task("maths:train/3")
+    assert mixed.score(task, "x") == Score(0.25, {"exact": 0.25, "maths": 0.25}, "note")
+    assert inner.seen == ["train/3"]
+    assert isinstance(mixed, ObjectingEnvironment)
+    assert mixed.objection(task, "bad") == "bad in train/3"
+    sort = mixed.task("sort:sort/train/0")
+    assert mixed.objection(sort, "bad") == ""
+    assert dialogue_of(mixed, task) == DialogueRule("calculator", 2)
+    assert dialogue_of(mixed, sort) is None
+    assert mixed.score(sort, sort.answer).parts == {"exact": 1.0, "sort": 1.0}
+
+
+def test_a_row_that_cannot_be_used_is_still_that() -> None:
+    with pytest.raises(UnusableTask):
+        mixture(Part("a", 1.0, Fixed("a", 9, 9))).task("a:train/broken")
+
+
+@pytest.mark.parametrize("task_id", ["", "a", "zzz:train/0", "a:sort/train/0"])
+def test_other_ids_are_no_tasks(task_id: str) -> None:
+    mixed = mixture(Part("a", 1.0, build(EnvironmentSettings())))
+    with pytest.raises(EnvironmentSetupError):
+        mixed.task(f"{task_id}x")
+
+
+def test_the_digest_covers_parts_labels_weights_and_sizes() -> None:
+    def one(label: str = "a", weight: float = 1.0, name: str = "n", data: str = "", train: int = 60) -> Environment:
+        return mixture(Part(label, weight, Fixed(name, 9, 9, data)), train=train)
+
+    digests = {one().digest, one("b").digest, one(weight=2.0).digest, one(name="m").digest, one(train=61).digest}
+    assert len(digests) == 5
+    assert one().digest == one().digest
+    assert identity_of(one()).data_digest == ""
+    assert len({identity_of(one(data="aa")).data_digest, identity_of(one(data="bb")).data_digest, ""}) == 3
+
+
+def built(*parts: dict[str, Any], **more: Any) -> Environment:
+    return build(EnvironmentSettings.model_validate({"mix": parts, **more}))
+
+
+def test_a_recipe_s_mixture(tmp_path: Path) -> None:
+    file = tmp_path / "My Reward.py"
+    file.write_text("tasks = [(str(n), '1') for n in range(10)]\ndef score(task, completion):\n    return 1.0\n")
+    mixed = built(
+        {"name": "sort"}, {"name": "sort", "weight": 2.0}, {"file": str(file)}, {"name": "sort", "label": "x"}
+    )
+    assert isinstance(mixed, MixedEnvironment)
+    assert [part.label for part in mixed.parts] == ["sort", "sort-2", "my-reward", "x"]
+    assert mixed.name == "mix"
+    assert len(mixed.tasks("train")) == 500_000  # so that those with a fifth of the turns have one for each task
+    task = mixed.tasks("train")[499_999]
+    assert mixed.task(task.id) == task
+
+
+def test_length_and_the_rest_go_around_a_mixture() -> None:
+    mixed = built({"name": "sort"}, {"name": "addition"}, length={"targets": [5]}, prompt={"thinking": "<think>"})
+    assert mixed.name == "mix"
+    task = mixed.tasks("train")[0]
+    assert mixed.score(task, f"{task.answer}").value == 0.0  # it begins with <think>, as the model's answer does
+
+
+@pytest.mark.parametrize(
+    ("parts", "more", "sentence"),
+    [
+        ([{"name": "sort", "label": "a"}, {"name": "addition", "label": "a"}], {}, "same label"),
+        ([{"name": "srot"}], {}, "part 'srot': there is no environment 'srot'.*did you mean 'sort'"),
+        ([{"name": "sort", "options": {"min_digit": 2}}], {}, "part 'sort': .*did you mean"),
+        ([{"name": "sort"}], {"options": {"min_digits": 2}}, "takes the place of"),
+    ],
+)
+def test_what_is_wrong_names_the_part(parts: list[dict[str, Any]], more: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(EnvironmentSetupError, match=sentence):
+        built(*parts, **more)
+
+
+# ── every task of every part ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def questions(folder: Path, name: str, numbers: range, text: str = "What is {n}+1?") -> str:
+    path = folder / f"{name}.jsonl"
+    rows = [{"question": text.format(n=n), "answer": str(n + 1)} for n in numbers]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_without_a_size_every_task_of_every_part_has_its_turn(tmp_path: Path) -> None:
+    parts = [
+        {"name": "dataset", "data": questions(tmp_path, "large", range(700)), "held_out_size": 1},
+        {"name": "dataset", "data": questions(tmp_path, "small", range(1000, 1050)), "held_out_size": 1, "weight": 3.0},
+    ]
+    mixed = built(*parts)
+    assert isinstance(mixed, MixedEnvironment)
+    drawn = {task.id for task in mixed.tasks("train")}
+    assert len(drawn) == sum(len(part.environment.tasks("train")) for part in mixed.parts) == 699 + 49
+    assert len(mixed.tasks("train")) in range(4 * 699 - 4, 4 * 699 + 5)
+    assert mixed.digest == built(*parts).digest
+    assert len({mixed.digest, built(*parts, train_size=100_000).digest, built(*parts, train_size=9).digest}) == 3
+
+
+def test_the_size_survives_being_written_down(tmp_path: Path) -> None:
+    """Settings go to scoring processes and run folders in full: what was left out must not look given there."""
+    given = EnvironmentSettings.model_validate({"mix": [{"name": "sort", "train_size": 9}, {"name": "addition"}]})
+    again = EnvironmentSettings.model_validate_json(given.model_dump_json())
+    assert build(again).digest == build(given).digest
+    assert len(build(again).tasks("train")) == 199_999  # the last position is not needed any more
+
+
+def test_a_part_that_hardly_ever_has_a_turn_makes_no_length_that_python_cannot_count() -> None:
+    assert len(built({"name": "sort", "weight": 1e-300}, {"name": "addition", "weight": 1e6}).tasks("train")) == 10**12
+
+
+# ── what one part holds out, no part trains on ───────────────────────────────────────────────────────────────────
+
+
+def asked(mixed: Environment, split: Split) -> set[bytes]:
+    found = set()
+    for index in range(len(mixed.tasks(split))):
+        try:
+            found.add(prompt_digest(mixed.tasks(split)[index].prompt))
+        except UnusableTask:
+            continue
+    return found
+
+
+def test_two_data_sets_that_share_questions(tmp_path: Path) -> None:
+    """The second spells them otherwise, and holds out fewer: the first holds out what the second would train on."""
+    first = questions(tmp_path, "first", range(100))
+    second = questions(tmp_path, "second", range(50, 150), "WHAT  is {n} + 1?")
+    mixed = built(
+        {"name": "dataset", "data": first, "held_out_size": 20}, {"name": "dataset", "data": second, "held_out_size": 4}
+    )
+    assert isinstance(mixed, MixedEnvironment)
+    alone = [part.environment for part in mixed.parts]
+    aside = asked(alone[0], "held_out") | asked(alone[1], "held_out")
+    assert aside & (asked(alone[0], "train") | asked(alone[1], "train"))  # as parts they would leak
+    assert not aside & asked(mixed, "train")
+    assert asked(mixed, "train") == (asked(alone[0], "train") | asked(alone[1], "train")) - aside
+    assert find_leaks(list(mixed.tasks("held_out")), mixed) == Leaks()
+
+
+@pytest.mark.parametrize("holder", ["file", "generator"])
+def test_a_generator_and_a_file_that_share_questions(tmp_path: Path, holder: str) -> None:
+    options = {"min_digits": 2, "max_digits": 2}
+    sort = build(EnvironmentSettings(name="sort", options=options, train_size=300, held_out_size=9))
+    shared: Split = "train" if holder == "file" else "held_out"
+    prompts = sorted({task.prompt for task in sort.tasks(shared)})[:5]
+    split: Split = "held_out" if holder == "file" else "train"
+    tasks = [{"prompt": prompt, "split": split} for prompt in prompts] + [{"prompt": "9=", "split": "train"}]
+    file = tmp_path / "own.py"
+    file.write_text(f"tasks = {tasks}\ndef score(task, completion):\n    return 1.0\n")
+    mixed = built(
+        {"name": "sort", "options": options, "train_size": 300, "held_out_size": 9}, {"file": str(file)}, train_size=600
+    )
+    digests = {prompt_digest(prompt) for prompt in prompts}
+    assert asked(mixed, split) & digests
+    assert not asked(mixed, "train") & asked(mixed, "held_out")
+    assert asked(mixed, "train") > {prompt_digest("9=")}
+    assert len(asked(mixed, "train")) > 40  # what is passed over takes nothing else with it
+
+
+def test_nothing_is_generated_to_know_what_is_held_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Some generators take a minute for each held-out task."""
+    mixed = built({"name": "sort"}, {"name": "dataset", "data": questions(tmp_path, "some", range(50))})
+    made: list[str] = []
+    make = GeneratedEnvironment.make
+
+    def counted(self: GeneratedEnvironment, split: Split, index: int) -> Task:
+        made.append(split)
+        return make(self, split, index)
+
+    monkeypatch.setattr(GeneratedEnvironment, "make", counted)
+    assert len(mixed.tasks("train")[:20]) == 20
+    assert made == ["train"] * 10
+
+
+def test_a_part_of_which_nothing_is_left_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "all.py"
+    held = [{"prompt": f"What is {n}+1?", "split": "held_out"} for n in range(9)]
+    file.write_text(f"tasks = {[*held, ('9=', '9')]}\ndef score(task, completion):\n    return 1.0\n")
+    data = questions(tmp_path, "some", range(9))
+    mixed = built({"file": str(file)}, {"name": "dataset", "data": data, "label": "sums", "held_out_size": 1})
+    with pytest.raises(EnvironmentSetupError, match="part 'sums' has no task to train on: other parts hold"):
+        list(mixed.tasks("train"))
+
+
+def test_only_a_mixture_has_parts(tmp_path: Path) -> None:
+    file = tmp_path / "mix.py"
+    file.write_text("tasks = [{'id': 'a:b', 'prompt': '1='}]\ndef score(task, completion):\n    return 1.0\n")
+    own = build(EnvironmentSettings(file=file))
+    assert (own.name, part_of(own, own.tasks("train")[0].id)) == ("mix", "")
+    mixed = built({"file": str(file), "label": "own"}, prompt={"system": "s"})
+    assert part_of(mixed, mixed.tasks("train")[0].id) == "own"
+
+
+@pytest.mark.parametrize("label", ["task", "limit", "judge.taste"])
+def test_a_label_that_means_something_else_in_scores_is_refused(label: str) -> None:
+    parts = [{"name": "sort", "label": label}, {"name": "addition"}]
+    with pytest.raises(EnvironmentSetupError, match=f"part '{label}'.*another label"):
+        build(EnvironmentSettings.model_validate({"mix": parts}))

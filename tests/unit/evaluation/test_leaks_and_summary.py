@@ -1,0 +1,157 @@
+"""Leaks are found by what is asked; a summary says by part and kind what was found, and what is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from evalkit import one_task, record, sort
+
+from shoal.environments import Environment, EnvironmentSettings, Task, build
+from shoal.environments.settings import MixPart
+from shoal.errors import LeakFound, UnusableTask
+from shoal.evaluation.leaks import Leaks, archived_ids, find_leaks, train_digests
+from shoal.evaluation.plan import Plan
+from shoal.evaluation.statistics import mean_estimate
+from shoal.evaluation.summary import Tally, table_lines
+
+
+def tasks(environment: Environment, split: str, count: int) -> list[Task]:
+    return [environment.tasks(split)[index] for index in range(count)]  # type: ignore[arg-type]
+
+
+def replace_id(prompt: str) -> Task:
+    return Task("other", prompt, "")
+
+
+class TestLeaks:
+    def test_held_out_tasks_of_a_built_in_environment_are_in_no_training_set(self) -> None:
+        environment = sort(train_size=2000)
+        assert find_leaks(tasks(environment, "held_out", 64), environment) == Leaks()
+
+    def test_a_leak_is_found_whatever_it_is_called_and_however_it_is_spaced(self) -> None:
+        environment = sort(train_size=50)
+        trained = environment.tasks("train")[7]
+        evaluated = [Task("mine", f" {trained.prompt}\n", ""), one_task("999=")]
+        assert find_leaks(evaluated, environment) == Leaks(known=("mine",))
+
+    def test_the_same_last_words_of_another_conversation_are_no_leak(self) -> None:
+        def talk(first: str) -> Task:
+            return Task(first, "And doubled?", "", history=(("user", first), ("assistant", "4")))
+
+        class Environment:
+            def tasks(self, _split: str) -> Sequence[Task]:
+                return [talk("2+2?")]
+
+        training: Any = Environment()
+        assert find_leaks([talk("3+1?"), one_task("And doubled?")], training) == Leaks()
+        assert find_leaks([talk("2 + 2 ?")], training) == Leaks(known=("2 + 2 ?",))
+
+    def test_what_was_in_batches_is_said_apart(self) -> None:
+        environment = sort(train_size=50)
+        evaluated = tasks(environment, "train", 3)
+        found = find_leaks(evaluated, environment, ["sort/train/1", "sort/train/40"])
+        assert found == Leaks(("sort/train/0", "sort/train/1", "sort/train/2"), ("sort/train/1",))
+        with pytest.raises(LeakFound, match=r"3 of the evaluated .* 1 of them in batches .*: sort/train/0, .*--allow"):
+            found.refuse()
+        assert LeakFound.exit_code == 5
+        Leaks().refuse()
+
+    def test_many_are_not_all_listed(self) -> None:
+        assert Leaks(tuple("abcdefg")).sentence.endswith(": a, b, c, d, e, …")
+
+    def test_rows_that_cannot_be_used_are_not_trained_on(self) -> None:
+        class Holed(list[Task]):
+            def __getitem__(self, index: object) -> Task:  # type: ignore[override]
+                if index == 1:
+                    raise UnusableTask("row 1")
+                return one_task(str(index))
+
+        class Environment:
+            def tasks(self, _split: str) -> Sequence[Task]:
+                return Holed([one_task("")] * 3)
+
+        assert len(list(train_digests(Environment()))) == 2  # type: ignore[arg-type]
+
+    def test_a_mixture_has_the_prompts_of_all_its_parts(self) -> None:
+        parts = (MixPart(name="sort", train_size=20), MixPart(name="addition", train_size=20, weight=1e-6))
+        mixture = build(EnvironmentSettings(mix=parts, train_size=8, held_out_size=4))
+        rare = build(EnvironmentSettings(name="addition", train_size=20)).tasks("train")[13]
+        assert find_leaks([rare], mixture) == Leaks(known=("addition/train/13",))
+        assert find_leaks(tasks(mixture, "held_out", 2), mixture) == Leaks()
+
+    def test_a_data_set_knows_its_digests(self, tmp_path: Path) -> None:
+        path = tmp_path / "data.jsonl"
+        path.write_text("".join(f'{{"question": "What is {n}+1?", "answer": "{n + 1}"}}\n' for n in range(20)))
+        data = build(EnvironmentSettings(name="dataset", data=path, held_out_size=4))
+        train = data.tasks("train")[3]
+        assert find_leaks([replace_id(train.prompt.upper())], data) == Leaks(known=("other",))
+        assert find_leaks(tasks(data, "held_out", 4), data) == Leaks()
+
+    def test_the_archive_of_a_run(self, tmp_path: Path) -> None:
+        for step, ids in ((0, ["a", "b", "b"]), (1, ["c"]), (2, [])):
+            columns = {"task": pa.array(ids, pa.string()), "step": pa.array([step] * len(ids), pa.int64())}
+            pq.write_table(pa.table(columns), tmp_path / f"step-{step:05d}.parquet")
+        assert archived_ids(tmp_path) == {"a", "b", "c"}
+        assert archived_ids(tmp_path / "none") == set()
+
+
+class TestSummary:
+    def test_the_numbers_by_hand(self) -> None:
+        records = [record("a", 1.0, 0.0), record("b", 0.0, 0.0), record("c", 1.0, 1.0)]
+        found = Tally.of(Plan(samples=2, temperature=1), records).as_json()
+        assert found["avg_at_k"]["value"] == 0.5
+        assert found["pass_at_k"]["1"]["value"] == 0.5
+        assert found["pass_at_k"]["2"]["value"] == pytest.approx(2 / 3)
+        interval = mean_estimate(np.array([0.5, 0.0, 1.0]), 0)
+        assert (found["avg_at_k"]["low"], found["avg_at_k"]["high"]) == (interval.low, interval.high)
+        assert (found["parts"], found["mean_tokens"]) == ({"exact": 0.5}, 5.0)
+
+    def test_partial_scores_count_in_the_mean_and_are_no_pass(self) -> None:
+        found = Tally.of(Plan(samples=2, temperature=1), [record("a", 0.5, 0.999), record("b", 1.0, 0.0)]).as_json()
+        assert found["avg_at_k"]["value"] == pytest.approx((0.7495 + 0.5) / 2)
+        assert found["pass_at_k"]["2"]["value"] == 0.5
+
+    def test_pass_at_k_is_of_tasks_with_as_many_samples(self) -> None:
+        found = Tally.of(Plan(samples=2, temperature=1), [record("a", 1.0, None), record("b", 0.0, 1.0)]).as_json()
+        assert found["pass_at_k"]["1"]["value"] == 0.75
+        assert found["pass_at_k"]["2"]["value"] == 1.0
+        assert found["no_sample"] == {"samples": 1, "share": 0.25}
+
+    def test_parts_and_kinds_apart(self) -> None:
+        records = [
+            record("m:a", 1.0, part="m", kind="mathematics"),
+            record("c:b", 0.0, part="c", kind="code"),
+            record("m:c", 0.0, part="m", kind="mathematics"),
+        ]
+        found = Tally.of(Plan(), records).as_json()
+        assert found["by"]["part"]["m"]["avg_at_k"]["value"] == 0.5
+        assert found["by"]["kind"]["code"]["tasks"] == 1
+        text = "\n".join(table_lines(found))
+        assert "part m" in text
+        assert "kind code" in text
+
+    def test_nothing_scored_is_no_number(self) -> None:
+        tally = Tally.of(Plan(), [record("a", None), record("b", problem="too long")])
+        found = tally.as_json()
+        assert (found["avg_at_k"], found["pass_at_k"], tally.failed_share) == (None, {"1": None}, 1.0)
+        assert list(table_lines(found))[1:] == [
+            "  nothing could be scored",
+            "  1 sample could not be scored (a failure of the machinery) and count nowhere",
+            "  1 task left out: too long",
+        ]
+
+    def test_one_in_twenty_may_be_missing(self) -> None:
+        good = [record(f"t{n}", 1.0) for n in range(18)]
+        assert Tally.of(Plan(), [*good, record("a", 1.0), record("b", None)]).counts
+        assert not Tally.of(Plan(), [*good, record("b", None)]).counts
+
+    def test_one_task_has_no_interval(self) -> None:
+        found = Tally.of(Plan(samples=2, temperature=1), [record("a", 1.0, 0.0)]).as_json()
+        assert (found["avg_at_k"]["low"], found["avg_at_k"]["t_interval"]) == (None, [None, None])
+        assert "  avg@2      0.500" in list(table_lines(found))

@@ -1,0 +1,250 @@
+"""Evaluations over the hub's HTTP interface: slices for validators, reports, and what everybody sees of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hubkit import HUB, RUN_ID, VALIDATOR, Bench, FakeEnvironment, certificate, code_of, fresh_request, ok, worker_key
+
+from shoal.environments import Split, Task
+from shoal.hub import EvaluationPlan
+from shoal.protocol import (
+    AuditReply,
+    EvaluationPage,
+    EvaluationReport,
+    EvaluationSlice,
+    Registration,
+    SigningKey,
+    open_document,
+    sign_document,
+)
+
+PLAN = EvaluationPlan(every=2, tasks=40)
+
+
+class WithHeldOut(FakeEnvironment):
+    """Held-out tasks, the fourth of which has no tokens."""
+
+    def tasks(self, split: Split) -> Sequence[Task]:
+        if split == "train":
+            return super().tasks(split)
+        return [Task(f"held-{index}", "" if index == 3 else f"{index}+", "") for index in range(44)]
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    bench = Bench(tmp_path, changes={"environment": WithHeldOut(), "evaluation": PLAN})
+    yield bench
+    bench.close()
+
+
+def ask(bench: Bench, key: SigningKey = VALIDATOR, evaluate: str = "idle", **more: Any) -> AuditReply:
+    body = {"max_audits": 8, "evaluate": evaluate, **more}
+    return AuditReply.model_validate_json(ok(bench.actor(key).call("POST", "/audits", body)).content)
+
+
+def slice_of(reply: AuditReply) -> EvaluationSlice:
+    assert reply.evaluation is not None
+    return open_document(reply.evaluation, EvaluationSlice, HUB.public_key)
+
+
+def report(part: EvaluationSlice, scores: Sequence[float | None], **changes: Any) -> EvaluationReport:
+    fields = {"run": RUN_ID, "policy": part.policy, "first": part.first, "environment_digest": part.environment_digest}
+    return EvaluationReport(**{**fields, "scores": tuple(scores), "decided_at_ms": 1, **changes})
+
+
+def send(bench: Bench, said: EvaluationReport, key: SigningKey = VALIDATOR) -> Any:
+    return bench.actor(key).call("POST", "/evaluations", sign_document(said, key))
+
+
+def page(bench: Bench, since: int = 0) -> EvaluationPage:
+    return EvaluationPage.model_validate_json(ok(bench.http.get(f"/evaluations?since={since}")).content)
+
+
+def second_validator(bench: Bench) -> SigningKey:
+    key = worker_key(99)
+    body = Registration(public_key=key.public_key, role="validator", certificate=certificate(key, "validator"))
+    ok(bench.actor(key).call("POST", "/nodes", body))
+    return key
+
+
+def test_a_version_is_measured_slice_by_slice(bench: Bench) -> None:
+    ok(bench.announce(0))
+    first = slice_of(ask(bench))
+    assert (first.run, first.policy.version, first.first) == (RUN_ID, 0, 0)
+    assert [task.task for task in first.tasks] == [f"held-{index}" for index in range(32) if index != 3]
+    assert first.tasks[0].prompt_ids == tuple(b"0+")
+    ok(send(bench, report(first, [1.0] * 30 + [None])))
+    second = slice_of(ask(bench))
+    assert [task.task for task in second.tasks] == [f"held-{index}" for index in range(32, 40)], "40 of the 44"
+    assert not page(bench).evaluations[0].complete
+    ok(send(bench, report(second, [0.0] * 8)))
+    (found,) = page(bench).evaluations
+    assert (found.policy.version, found.complete, found.scored) == (0, True, 38)
+    assert found.mean == pytest.approx(30 / 38)
+    assert bench.status().evaluations == (found,)
+    text = ok(bench.http.get("/metrics")).text
+    assert "shoal_hub_held_out_version 0.0" in text
+    assert f"shoal_hub_held_out_score {30 / 38}" in text
+    assert ask(bench).evaluation is None
+    assert page(bench, since=1).evaluations == ()
+
+
+def test_audits_come_first_unless_a_slice_is_overdue(bench: Bench) -> None:
+    ok(bench.announce(0))
+    leases = bench.alice.lease(fresh_request(), 2)
+    for lease in leases:
+        ok(bench.alice.submit(lease))
+    reply = ask(bench, max_audits=1)
+    assert (len(reply.audits), reply.evaluation) == (1, None)
+    reply = ask(bench, evaluate="now", max_audits=1)
+    assert len(reply.audits) == 1
+    assert slice_of(reply).first == 0
+
+
+def test_a_slice_alone_leaves_audits_where_they_are(bench: Bench) -> None:
+    ok(bench.announce(0))
+    (lease,) = bench.alice.lease(fresh_request(), 1)
+    ok(bench.alice.submit(lease))
+    (audit,) = ask(bench, evaluate="idle").audits
+    reply = ask(bench, evaluate="only")
+    assert (reply.audits, slice_of(reply).first) == ((), 0)
+    assert bench.status().submissions["auditing"] == 1, "what it has claimed stays its own"
+    ok(bench.judge(audit))
+
+
+def test_who_does_not_evaluate_gets_no_slice(bench: Bench) -> None:
+    ok(bench.announce(0))
+    assert ask(bench, evaluate="no").evaluation is None
+    body = {"max_audits": 8}  # as validators of protocol 1 ask
+    reply = AuditReply.model_validate_json(ok(bench.validator.call("POST", "/audits", body)).content)
+    assert reply.evaluation is None
+
+
+def test_without_a_plan_there_are_none(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, changes={"environment": WithHeldOut()})
+    ok(bench.announce(0))
+    assert ask(bench, evaluate="now").evaluation is None
+    assert page(bench).evaluations == ()
+    bench.close()
+
+
+def test_a_killed_validators_slice_is_taken_up_again(bench: Bench) -> None:
+    ok(bench.announce(0))
+    other = second_validator(bench)
+    lost = slice_of(ask(bench))
+    assert slice_of(ask(bench, other)).first == 32, "nobody gets what somebody has"
+    assert slice_of(ask(bench)).first == lost.first, "it was restarted, and asks again"
+    bench.clock.advance(5 * 60 + 1)
+    bench.app.state.hub.upkeep.tick()
+    with bench.app.state.hub.context.storage.read() as reader:
+        assert {row.state for row in reader.evaluations_under_way()} == {"open"}, "nobody has to ask for that"
+    assert slice_of(ask(bench, other)).first == lost.first, "it is gone for good: its claim ran out"
+
+
+def test_the_first_report_stands_and_the_same_again_is_harmless(bench: Bench) -> None:
+    ok(bench.announce(0))
+    part = slice_of(ask(bench))
+    for scores in ([1.0] * 31, [0.0] * 31, [1.0] * 31):
+        ok(send(bench, report(part, scores)))
+    assert page(bench).evaluations[0].mean == 1.0
+
+
+def test_a_slice_that_could_not_be_done_goes_to_somebody_else(bench: Bench) -> None:
+    ok(bench.announce(0))
+    part = slice_of(ask(bench))
+    ok(send(bench, report(part, [], problem="the policy could not be fetched")))
+    assert slice_of(ask(bench, second_validator(bench))).first == part.first
+
+
+def test_the_mean_of_a_part_is_shown_as_that_and_is_no_figure_of_the_run(bench: Bench) -> None:
+    ok(bench.announce(0))
+    ok(send(bench, report(slice_of(ask(bench)), [1.0] * 31)))
+    for _ in range(4):
+        ok(send(bench, report(slice_of(ask(bench)), [], problem="the policy could not be fetched")))
+    (found,) = page(bench).evaluations
+    assert (found.complete, found.partial, found.scored, found.tasks) == (True, True, 31, 40)
+    assert bench.status().evaluations == (found,)
+    assert "held_out_score" not in ok(bench.http.get("/metrics")).text
+
+
+REFUSED = {
+    "another environment": ({"environment_digest": "f0" * 32}, (422, "evaluation.environment")),
+    "another run": ({"run": "other"}, (422, "evaluation.run")),
+    "no such slice": ({"first": 7}, (404, "evaluation.unknown")),
+    "too many scores": ({}, (422, "evaluation.scores")),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_does_not_fit_is_refused(bench: Bench, name: str) -> None:
+    changes, expected = REFUSED[name]
+    ok(bench.announce(0))
+    part = slice_of(ask(bench))
+    assert code_of(send(bench, report(part, [1.0] * (1 if changes else 40), **changes))) == expected
+    assert page(bench).evaluations[0].scored == 0
+
+
+def test_only_validators_report_and_only_what_they_signed(bench: Bench) -> None:
+    ok(bench.announce(0))
+    said = report(slice_of(ask(bench)), [1.0])
+    assert send(bench, said, worker_key(1)).status_code == 403
+    forged = bench.validator.call("POST", "/evaluations", sign_document(said, worker_key(1)))
+    assert code_of(forged) == (422, "evaluation.signature")
+
+
+def test_validators_stay_until_the_last_version_is_measured(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, {"steps": 1}, changes={"environment": WithHeldOut(), "evaluation": PLAN})
+    ok(bench.announce(0))
+    bench.accept_groups(2)
+    assert bench.batch(0) is not None
+    ok(bench.announce(1))
+    assert ask(bench, evaluate="no").finished, "who does not evaluate may go"
+    last = slice_of(ask(bench))
+    assert last.policy.version == 1, "version 0 was never begun, and is overtaken"
+    other = second_validator(bench)
+    ok(send(bench, report(slice_of(ask(bench, other)), [1.0] * 8), other))
+    assert not ask(bench, other).finished, "somebody is still at it"
+    ok(send(bench, report(last, [1.0] * 31)))
+    assert ask(bench, other).finished
+    bench.close()
+
+
+def test_what_was_measured_survives_a_restart(bench: Bench) -> None:
+    ok(bench.announce(0))
+    ok(send(bench, report(slice_of(ask(bench)), [0.5] * 31)))
+    again = bench.restarted()
+    assert page(again).evaluations[0].mean == 0.5
+    assert slice_of(ask(again)).first == 32
+    again.close()
+
+
+class TestVerdicts:
+    def test_one_of_another_environment_is_refused(self, bench: Bench) -> None:
+        ok(bench.announce(0))
+        (lease,) = bench.alice.lease(fresh_request(), 1)
+        ok(bench.alice.submit(lease))
+        (audit,) = bench.audits()
+        assert code_of(bench.judge(audit, environment_digest="f0" * 32)) == (422, "verdict.environment")
+        assert bench.status().submissions["auditing"] == 1, "it changes nothing"
+        ok(bench.judge(audit, environment_digest=lease.environment_digest))
+
+    @pytest.mark.parametrize("speaks", [1, 2])
+    def test_only_a_validator_of_the_older_protocol_may_name_none(self, bench: Bench, speaks: int) -> None:
+        ok(bench.announce(0))
+        signed, key = certificate(VALIDATOR, "validator"), VALIDATOR.public_key
+        body = Registration(public_key=key, role="validator", certificate=signed, protocol_version=speaks)
+        ok(bench.validator.call("POST", "/nodes", body))
+        (lease,) = bench.alice.lease(fresh_request(), 1)
+        ok(bench.alice.submit(lease))
+        (audit,) = bench.audits()
+        answer = bench.judge(audit, environment_digest="")
+        if speaks == 1:
+            ok(answer)
+        else:
+            assert code_of(answer) == (422, "verdict.environment")
+            assert "does not say" in answer.json()["message"]
+        assert bench.status().submissions["accepted"] == (speaks == 1)

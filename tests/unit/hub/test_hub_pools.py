@@ -1,0 +1,249 @@
+"""Which tasks units get from a real hub: unusable ones are passed over, solved ones retire, whoever is first."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hubkit import make_config
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from machinekit import Play
+
+from shoal.environments import Score, Split, Task
+from shoal.environments.settings import PoolSettings
+from shoal.errors import ConfigError, UnusableTask
+from shoal.hub.service import Hub
+from shoal.hub.state.commands import SaveTask
+from shoal.hub.state.draws import task_index
+from shoal.hub.state.rows import Pool, TaskRow
+from shoal.hub.storage import MemoryStorage
+from shoal.protocol import Batch, Outcome
+from shoal.runtime.clock import ManualClock
+
+POOLS = PoolSettings(retire_after=2, easy=0.9, hard=0.1, easy_share=0.25, hard_share=0.5)
+RUN = {"steps": 6, "groups_per_step": 3, "group_size": 4}
+
+
+class Rows(Sequence[Task]):
+    """Tasks of which some rows are bad."""
+
+    def __init__(self, count: int, bad: frozenset[int]) -> None:
+        self._count, self._bad = count, bad
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> Task:  # type: ignore[override]
+        if index in self._bad:
+            raise UnusableTask(f"row {index} has no prompt")
+        return Task(f"row-{index}", "" if index == 0 else f"{index}=", "")
+
+
+class RowEnvironment:
+    name, digest = "rows", "ab" * 32
+
+    def __init__(self, count: int = 12, bad: frozenset[int] = frozenset()) -> None:
+        self._rows = Rows(count, bad)
+
+    def tasks(self, split: Split) -> Sequence[Task]:
+        return self._rows if split == "train" else []
+
+    def task(self, task_id: str) -> Task:
+        return self._rows[int(task_id.removeprefix("row-"))]
+
+    def score(self, task: Task, completion: str) -> Score:
+        raise NotImplementedError
+
+
+def solved(salt: int, task: str, unit: int) -> tuple[float, ...]:
+    """A group's rewards, by what it is: some tasks are always solved, some never, some now and then."""
+    digest = hashlib.sha256(f"{salt}/{task}".encode()).digest()
+    if digest[0] % 3 == 0:
+        return (1.0,) * 4
+    luck = hashlib.sha256(f"{salt}/{task}/{unit}".encode()).digest()
+    return tuple(float(byte % 4 > digest[0] % 3) for byte in luck[:4])
+
+
+def play_to_the_end(folder: Path, salt: int, order: random.Random | None) -> tuple[list[str], dict[str, TaskRow]]:
+    """The tasks of all units of a synchronous run. Who leases, who is judged first, and when, is up to `order`."""
+    play = Play(folder, RUN, {"refill_cap": 2}, environment=RowEnvironment(), pools=POOLS)
+    for _ in range(2):
+        play.join(streak=100)
+    for step in range(RUN["steps"]):
+        play.announce(step)
+        for _ in range(200):
+            if isinstance(play.batch(step), Batch):
+                break
+            turn(play, salt, order)
+        else:
+            raise AssertionError(f"step {step} does not end")
+    with play.storage.read() as reader:
+        units = reader.progress().next_unit
+        tasks = [row.task for number in range(units) if (row := reader.unit(number)) is not None]
+        return tasks, reader.task_rows(sorted(set(tasks)))
+
+
+def turn(play: Play, salt: int, order: random.Random | None) -> None:
+    dice = order or random.Random(0)
+    worker = dice.choice(play.workers)
+    for lease in play.lease(worker, 8 if order is None else dice.randint(1, 3)):
+        play.submit(lease)
+    audits = play.claim(64)
+    if order is not None:
+        order.shuffle(audits)
+        audits = audits[: order.randint(1, 3)]
+    for audit in audits:
+        document = audit.lease.document
+        play.judge(audit, Outcome.ACCEPTED, solved(salt, document["task"], document["unit"]))
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(salt=st.integers(0, 1000), seed=st.integers(0, 10**6))
+def test_the_tasks_of_a_synchronous_run_do_not_depend_on_who_was_first(tmp_path: Path, salt: int, seed: int) -> None:
+    straight = play_to_the_end(tmp_path / f"{salt}-{seed}-a", salt, None)
+    mixed = play_to_the_end(tmp_path / f"{salt}-{seed}-b", salt, random.Random(seed))
+    assert straight == mixed
+
+
+def test_solved_tasks_retire_and_others_take_their_place(tmp_path: Path) -> None:
+    tasks, rows = play_to_the_end(tmp_path, 5, None)
+    retired = [task for task, row in rows.items() if row.pool == "retired"]
+    assert retired, "some tasks are always solved"
+    usual = [f"row-{task_index(12, 0, unit)}" for unit in range(len(tasks))]
+    assert tasks != usual
+    for task in retired:
+        last = max(unit for unit, each in enumerate(tasks) if each == task)
+        assert rows[task].groups == tasks.count(task) >= 2
+        assert rows[task].last_unit == last
+
+
+def test_pools_change_with_batches_only(tmp_path: Path) -> None:
+    play = Play(tmp_path, RUN, {}, environment=RowEnvironment(), pools=POOLS)
+    play.join(streak=100)
+    play.announce(0)
+    for lease in play.lease(play.workers[0], 3):
+        play.submit(lease)
+    for audit in play.claim():
+        play.judge(audit, Outcome.ACCEPTED, (0.0, 1.0, 1.0, 1.0))
+    with play.storage.read() as reader:
+        assert reader.pool_counts() == {}
+    assert isinstance(play.batch(0), Batch)
+    with play.storage.read() as reader:
+        assert reader.pool_counts() == {"normal": 3}
+    assert play.hub.reporting.status().pools == {"normal": 3}
+
+
+def test_without_pools_nothing_is_kept_of_tasks(tmp_path: Path) -> None:
+    play = Play(tmp_path, RUN, {})
+    play.join(streak=100)
+    play.announce(0)
+    for lease in play.lease(play.workers[0], 3):
+        play.submit(lease)
+    for audit in play.claim():
+        play.judge(audit, Outcome.ACCEPTED, (0.0, 1.0, 1.0, 1.0))
+    assert isinstance(play.batch(0), Batch)
+    with play.storage.read() as reader:
+        assert reader.pool_counts() == {}
+
+
+def test_when_everything_is_solved_the_owner_is_told_and_the_run_goes_on(tmp_path: Path) -> None:
+    pools = POOLS.model_copy(update={"retire_after": 1})
+    play = Play(tmp_path, {**RUN, "steps": 3}, {"refill_cap": 8}, environment=RowEnvironment(count=4), pools=pools)
+    play.join(streak=100)
+    play.announce(0)
+    for _ in range(8):  # every group is wholly solved: dropped, and refilled
+        for lease in play.lease(play.workers[0], 3):
+            play.submit(lease)
+        for audit in play.claim(64):
+            play.judge(audit, Outcome.ACCEPTED, (1.0,) * 4)
+    for lease in play.lease(play.workers[0], 3):
+        play.submit(lease)
+    for audit in play.claim(64):
+        play.judge(audit, Outcome.ACCEPTED, (0.0, 1.0, 1.0, 1.0))
+    assert isinstance(play.batch(0), Batch)
+    with play.storage.write(exclusive=True) as transaction:  # the last three came back: retire them by hand
+        rows = transaction.task_rows([f"row-{index}" for index in range(4)])
+        assert all(row.groups > 1 for row in rows.values())
+        transaction.apply([SaveTask(replace(row, pool=Pool.RETIRED)) for row in rows.values()])
+    play.announce(1)
+    (lease,) = play.lease(play.workers[0], 1)
+    assert lease.task == f"row-{task_index(4, 0, lease.unit)}", "its own task of the epoch"
+    assert any("are retired (solved)" in alarm for alarm in play.hub.reporting.status().alarms)
+
+
+class TestUnusable:
+    def test_another_task_is_drawn_and_it_is_said_once(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        bad = frozenset(range(1, 12, 2))
+        play = Play(tmp_path, {**RUN, "groups_per_step": 12}, {}, environment=RowEnvironment(bad=bad))
+        play.join(streak=100)
+        play.announce(0)
+        with caplog.at_level(logging.WARNING, logger="shoal.hub"):
+            leases = play.lease(play.workers[0], 12)
+        assert len(leases) == 12
+        assert {lease.task for lease in leases} <= {f"row-{index}" for index in (2, 4, 6, 8, 10)}, "0 has no tokens"
+        said = [record.getMessage() for record in caplog.records]
+        assert sum("row 1 has no prompt" in line for line in said) == 1
+        assert play.hub.work.drawing.unusable > len(said) - 1
+
+    def test_the_same_tasks_are_drawn_again(self, tmp_path: Path) -> None:
+        found = []
+        for name in ("a", "b"):
+            play = Play(tmp_path / name, RUN, {}, environment=RowEnvironment(bad=frozenset({1, 2, 3, 4, 5, 6})))
+            play.join(streak=100)
+            play.announce(0)
+            found.append([lease.task for lease in play.lease(play.workers[0], 3)])
+        assert found[0] == found[1]
+
+    def test_if_there_is_none_the_owner_is_told(self, tmp_path: Path) -> None:
+        play = Play(tmp_path, RUN, {}, environment=RowEnvironment(bad=frozenset(range(12))))
+        play.join(streak=100)
+        play.announce(0)
+        assert play.lease(play.workers[0], 3) == []
+        status = play.hub.reporting.status()
+        assert "none of the 64 tasks drawn for it can be used" in status.alarms[0]
+        assert any("no task that was drawn for unit 0 can be used" in wait.what for wait in status.waits)
+
+    def test_a_prompt_that_is_too_long_is_passed_over(self, tmp_path: Path) -> None:
+        def encode(task: Task) -> list[int]:
+            return [5] * (200_000 if task.id != "row-7" else 3)
+
+        play = Play(tmp_path, {**RUN, "groups_per_step": 1}, {}, environment=RowEnvironment(count=8), encode=encode)
+        play.join(streak=100)
+        play.announce(0)
+        (lease,) = play.lease(play.workers[0], 1)
+        assert (lease.task, lease.prompt_ids) == ("row-7", (5, 5, 5))
+
+
+def test_a_run_keeps_its_pools(tmp_path: Path) -> None:
+    storage, config = MemoryStorage(), make_config(tmp_path)
+    Hub(replace(config, pools=POOLS), ManualClock(), storage)
+    Hub(replace(config, pools=POOLS), ManualClock(), storage)
+    for other in (None, POOLS.model_copy(update={"easy": 0.8})):
+        with pytest.raises(ConfigError, match="whose pools is"):
+            Hub(replace(config, pools=other), ManualClock(), storage)
+
+
+def test_a_run_without_pools_does_not_get_any_later(tmp_path: Path) -> None:
+    storage, config = MemoryStorage(), make_config(tmp_path)
+    Hub(config, ManualClock(), storage)
+    with pytest.raises(ConfigError, match="whose pools is None"):
+        Hub(replace(config, pools=POOLS), ManualClock(), storage)
+
+
+def test_a_run_of_an_older_hub_had_no_pools(tmp_path: Path) -> None:
+    storage, config = MemoryStorage(), make_config(tmp_path)
+    Hub(config, ManualClock(), storage)
+    with storage.write() as transaction:
+        known = json.loads(transaction.setting("run") or "")
+        del known["pools"]
+        transaction.put_setting("run", json.dumps(known))
+    Hub(config, ManualClock(), storage)
+    with pytest.raises(ConfigError, match="whose pools is None"):
+        Hub(replace(config, pools=POOLS), ManualClock(), storage)

@@ -1,0 +1,215 @@
+"""Tasks and prompts may take long to make: the hub makes them while it holds no lock that others wait for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from machinekit import Play
+
+from shoal.environments import Score, Split, Task
+from shoal.environments.settings import PoolSettings
+from shoal.errors import UnusableTask
+from shoal.hub import EvaluationPlan
+from shoal.hub.service import work
+from shoal.hub.service.drawing import MAKING_S
+from shoal.hub.state.commands import SaveTask
+from shoal.hub.state.draws import task_index
+from shoal.hub.state.rows import Pool, TaskRow
+from shoal.protocol import AuditReply, AuditRequest, EvaluationSlice
+
+RUN = {"steps": 6, "groups_per_step": 6, "group_size": 4}
+PLAN = EvaluationPlan(every=1, tasks=40)
+TASKS = 40
+
+
+class Slow:
+    """An environment that says whenever it has something to do; held-out task 3 cannot be used."""
+
+    name, digest = "slow", "cd" * 32
+
+    def __init__(self) -> None:
+        self.made: list[str] = []
+        self.encoded: list[str] = []
+        self.meanwhile: Callable[[], None] = lambda: None
+
+    def tasks(self, split: Split) -> Sequence[Task]:
+        return Rows(self, split)
+
+    def task(self, task_id: str) -> Task:
+        self.made.append(task_id)
+        self.meanwhile()
+        return Task(task_id, "?", "")
+
+    def score(self, task: Task, completion: str) -> Score:
+        raise NotImplementedError
+
+    def encode(self, task: Task) -> list[int]:
+        self.encoded.append(task.id)
+        self.meanwhile()
+        return [5, 6]
+
+
+class Rows(Sequence[Task]):
+    def __init__(self, environment: Slow, split: Split) -> None:
+        self._environment, self._split = environment, split
+
+    def __len__(self) -> int:
+        return TASKS
+
+    def __getitem__(self, index: int) -> Task:  # type: ignore[override]
+        if self._split == "held_out" and index == 3:
+            raise UnusableTask("row 3 is empty")
+        return self._environment.task(f"{self._split}-{index}")
+
+
+def play(folder: Path, **changes: Any) -> tuple[Play, Slow]:
+    slow = Slow()
+    stage = Play(folder, RUN, {}, environment=slow, encode=slow.encode, **changes)
+
+    def nobody_waits() -> None:
+        assert stage.storage._writer is None, "made inside a write transaction"
+
+    slow.meanwhile = nobody_waits
+    for _ in range(2):
+        stage.join(streak=100)
+    stage.announce(0)
+    return stage, slow
+
+
+def measure(stage: Play, evaluate: Any = "idle") -> AuditReply:
+    return stage.hub.checking.audits(stage.validator, AuditRequest(max_audits=4, evaluate=evaluate))
+
+
+def slice_in(reply: AuditReply) -> EvaluationSlice:
+    assert reply.evaluation is not None
+    return EvaluationSlice.model_validate(reply.evaluation.document)
+
+
+def own_task(unit: int) -> str:
+    return f"train-{task_index(TASKS, 0, unit)}"
+
+
+def test_tasks_of_new_units_are_made_before_the_decision(tmp_path: Path) -> None:
+    stage, slow = play(tmp_path)
+    for worker in stage.workers:
+        assert [lease.task for lease in stage.lease(worker, 2)]
+    assert [lease.task for lease in stage.leases] == [own_task(unit) for unit in range(4)]
+    assert slow.encoded[:4] == [own_task(unit) for unit in range(4)]
+
+
+def test_so_are_those_of_units_that_are_given_out_again(tmp_path: Path) -> None:
+    stage, slow = play(tmp_path)
+    before = stage.lease(stage.workers[0], 3)
+    stage.restart()
+    stage.clock.advance(stage.rules.lease_ms / 1000 + 60)  # they run out in the decision that gives them out again
+    del slow.made[:]
+    after = stage.lease(stage.workers[1], 3)
+    assert [(lease.unit, lease.task, lease.attempt) for lease in after] == [
+        (lease.unit, lease.task, 1) for lease in before
+    ]
+    assert sorted(slow.made) == sorted(lease.task for lease in before), "each once"
+
+
+def test_a_unit_that_somebody_else_took_meanwhile_is_not_given_out_twice(tmp_path: Path) -> None:
+    stage, slow = play(tmp_path)
+    slow.meanwhile, plain = lambda: None, slow.meanwhile
+
+    def overtake() -> None:
+        slow.meanwhile = plain
+        assert [lease.unit for lease in stage.lease(stage.workers[1], 2)] == [0, 1]
+
+    stage.hub.work.drawing._making = NoLock()  # type: ignore[assignment]
+    slow.meanwhile = overtake
+    assert [lease.unit for lease in stage.lease(stage.workers[0], 2)] == [2, 3]
+    assert [lease.task for lease in stage.leases] == [own_task(unit) for unit in range(4)]
+
+
+class NoLock:
+    """Two requests in one thread, as if they were in two."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *error: object) -> None: ...
+
+
+def test_who_is_always_overtaken_is_told_to_ask_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stage, _ = play(tmp_path)
+    monkeypatch.setattr(stage.hub.work.drawing, "prepare", lambda _first, _count: None)
+    assert stage.lease(stage.workers[0], 2) == []
+    assert work.TRIES > 1
+    monkeypatch.undo()
+    assert len(stage.lease(stage.workers[0], 2)) == 2
+
+
+def test_a_request_makes_tasks_for_a_while_and_gets_what_there_is(tmp_path: Path) -> None:
+    stage, slow = play(tmp_path)
+    slow.meanwhile = lambda: stage.clock.advance(MAKING_S / 4)  # half of it for a task
+    assert [lease.unit for lease in stage.lease(stage.workers[0], 5)] == [0, 1]
+    assert [lease.unit for lease in stage.lease(stage.workers[0], 4)] == [2, 3]
+
+
+def test_prompts_are_made_only_of_tasks_that_would_be_taken(tmp_path: Path) -> None:
+    stage, slow = play(tmp_path, pools=PoolSettings(retire_after=1))
+    free = "train-7"
+    retired = [TaskRow(f"train-{index}", pool=Pool.RETIRED) for index in range(TASKS)]
+    with stage.storage.write() as transaction:
+        transaction.apply([SaveTask(row) for row in retired if row.task != free])
+    (lease,) = stage.lease(stage.workers[0], 1)
+    assert slow.encoded == [lease.task]
+
+
+def test_rows_that_change_after_the_tasks_were_made_count(tmp_path: Path) -> None:
+    stage, slow = play(tmp_path, pools=PoolSettings(retire_after=1))
+    stage.hub.work.drawing.prepare(0, 2)
+    with stage.storage.write() as transaction:
+        transaction.apply([SaveTask(replace(TaskRow(own_task(0)), pool=Pool.RETIRED))])
+    (lease,) = stage.lease(stage.workers[0], 1)
+    assert lease.task != own_task(0)
+    assert slow.encoded.count(lease.task) == 1
+
+
+class TestSlices:
+    def test_their_tasks_are_made_before_the_time_of_the_claim_runs(self, tmp_path: Path) -> None:
+        stage, slow = play(tmp_path, evaluation=PLAN)
+        slow.meanwhile = lambda: stage.clock.advance(60)
+        found = slice_in(measure(stage))
+        assert found.deadline_ms - stage.hub.context.clock.now_ms() == 5 * stage.rules.audit_ms
+        assert [task.task for task in found.tasks] == [f"held_out-{index}" for index in range(32) if index != 3]
+        assert stage.hub.work.drawing.unusable == 1
+
+    @pytest.mark.parametrize("evaluate", ["idle", "now", "only"])
+    def test_not_in_a_transaction(self, tmp_path: Path, evaluate: str) -> None:
+        stage, _ = play(tmp_path, evaluation=PLAN)
+        assert slice_in(measure(stage, evaluate)).first == 0
+
+    def test_they_are_made_once_for_all_versions(self, tmp_path: Path) -> None:
+        stage, slow = play(tmp_path, evaluation=PLAN)
+        first = slice_in(measure(stage))
+        made = len(slow.made)
+        assert slice_in(measure(stage)).tasks == first.tasks, "the same again: it asks, so it has lost it"
+        assert len(slow.made) == made
+
+    def test_audits_do_not_wait_for_them(self, tmp_path: Path) -> None:
+        stage, slow = play(tmp_path, evaluation=PLAN)
+        for lease in stage.lease(stage.workers[0], 2):
+            stage.submit(lease)
+        del slow.made[:]
+        reply = measure(stage)
+        assert (len(reply.audits), reply.evaluation, slow.made) == (2, None, [])
+
+    def test_while_one_is_being_made_others_do_not_make_it_too(self, tmp_path: Path) -> None:
+        stage, slow = play(tmp_path, evaluation=PLAN)
+        replies: list[AuditReply] = []
+
+        def ask_too() -> None:
+            slow.meanwhile = lambda: None
+            replies.append(measure(stage))
+
+        slow.meanwhile = ask_too
+        assert slice_in(measure(stage)).first == 0
+        assert [(reply.evaluation, reply.finished) for reply in replies] == [(None, False)]
+        assert slow.made.count("held_out-0") == 1

@@ -1,0 +1,313 @@
+"""A judge behind an address: a real server on this machine, honest, slow, broken and lied to."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from shoal.environments.settings import JudgeSettings
+from shoal.errors import DeadlineExceeded, EnvironmentSetupError, ScoringFailure
+from shoal.rewards.chat import MAX_ANSWER_BYTES, ChatJudge, Unreadable, grade, question
+from shoal.rewards.panel import Piece
+from shoal.runtime.retry import Backoff
+from shoal.runtime.stop import StopToken
+
+pytestmark = pytest.mark.timeout(60)
+
+Reply = tuple[int, dict[str, str], bytes]
+PIECE = Piece("2+2=", "4", "four")
+AT_ONCE_S = Backoff(first_s=0.001, most_s=0.001)
+
+
+def said(text: str) -> Reply:
+    return 200, {}, json.dumps({"choices": [{"message": {"role": "assistant", "content": text}}]}).encode()
+
+
+class Server(ThreadingHTTPServer):
+    """Answers with what `reply` says of the request's number and body; keeps what it was asked."""
+
+    daemon_threads = True
+    reply: Callable[[int, dict[str, Any]], Reply]
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.asked: list[tuple[str, dict[str, str], dict[str, Any]]] = []
+        self.lock = threading.Lock()
+        self.under_way = self.most = 0
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}/v1"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        with self.server.lock:
+            number = len(self.server.asked)
+            self.server.asked.append((self.path, dict(self.headers), body))
+            self.server.under_way += 1
+            self.server.most = max(self.server.most, self.server.under_way)
+        status, headers, content = self.server.reply(number, body)
+        with self.server.lock:
+            self.server.under_way -= 1
+        try:
+            self.send_response(status)
+            for name, value in {"content-length": str(len(content)), **headers}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(content)
+        except (BrokenPipeError, ConnectionResetError):
+            return  # who asked has gone
+
+    def log_message(self, *_arguments: object) -> None:
+        """Nobody reads it."""
+
+
+@contextmanager
+def serving(reply: Callable[[int, dict[str, Any]], Reply]) -> Iterator[Server]:
+    server = Server()
+    server.reply = reply
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def judge(url: str, stop: StopToken | None = None, **changes: Any) -> ChatJudge:
+    settings = JudgeSettings(label="taste", kind="openai", url=url, model="m", **{"timeout_s": 5.0, **changes})
+    return ChatJudge(settings, stop or StopToken(), AT_ONCE_S)
+
+
+def value(reply: Callable[[int, dict[str, Any]], Reply], **changes: Any) -> tuple[float | ScoringFailure, Server]:
+    with serving(reply) as server:
+        made = judge(server.url, **changes)
+        [found] = made.values([PIECE])
+        made.close()
+    return found, server
+
+
+def test_it_asks_as_such_servers_are_asked_and_takes_the_last_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHOAL_JUDGE_KEY", "k-123")
+    found, server = value(lambda _n, _body: said("Fine, though 3 words short.\n8"))
+    assert found == 0.8
+    [(path, headers, body)] = server.asked
+    assert path == "/v1/chat/completions"
+    assert {name.lower(): text for name, text in headers.items()}["authorization"] == "Bearer k-123"
+    assert (body["model"], body["temperature"]) == ("m", 0)
+    assert "2+2=" in body["messages"][0]["content"]
+    assert "four" not in body["messages"][0]["content"]
+
+
+def test_answers_come_in_the_order_of_the_questions_a_few_at_a_time() -> None:
+    pieces = [Piece("p", str(n)) for n in range(30)]
+
+    def reply(_number: int, body: dict[str, Any]) -> Reply:
+        completion = body["messages"][0]["content"].split("|")[1].splitlines()[1]
+        return said(str(int(completion) / 3))
+
+    with serving(reply) as server:
+        made = judge(server.url, prompt="{prompt}|{completion}|")
+        assert made.values(pieces) == pytest.approx([n / 30 for n in range(30)])
+        assert made.values([]) == []
+        assert server.most <= 8
+        made.close()
+
+
+def test_trouble_that_passes_is_waited_out() -> None:
+    troubles: list[Reply] = [(500, {}, b"oops"), (429, {"retry-after": "0.01"}, b""), (503, {}, b""), said("10")]
+    found, server = value(lambda number, _body: troubles[number])
+    assert found == 1.0
+    assert len(server.asked) == 4
+
+
+def test_trouble_that_stays_is_no_sample_and_never_zero() -> None:
+    found, server = value(lambda _n, _body: (500, {}, b""))
+    assert isinstance(found, ScoringFailure)
+    assert "HTTP 500" in str(found)
+    assert len(server.asked) == 5
+
+
+@pytest.mark.parametrize("status", [400, 401, 404])
+def test_a_refusal_is_not_repeated(monkeypatch: pytest.MonkeyPatch, status: int) -> None:
+    monkeypatch.setenv("SHOAL_JUDGE_KEY", "k-123")
+    found, server = value(lambda _n, _body: (status, {}, b"k-123 is wrong"))
+    assert isinstance(found, ScoringFailure)
+    assert f"HTTP {status}" in str(found)
+    assert "k-123" not in str(found)
+    assert len(server.asked) == 1
+
+
+@pytest.mark.parametrize(
+    "content", [b"{", b"[" * 200_000, b"[]", b'{"choices": []}', b'{"choices": [{"message": {"content": null}}]}']
+)
+def test_garbage_is_asked_about_once_more_and_then_no_sample(content: bytes) -> None:
+    found, server = value(lambda _n, _body: (200, {}, content))
+    assert isinstance(found, ScoringFailure)
+    assert len(server.asked) == 2
+
+
+def test_a_number_at_the_second_try_counts() -> None:
+    found, _ = value(lambda number, _body: said("I would rather not say" if number == 0 else "4"))
+    assert found == 0.4
+
+
+def test_an_endless_answer_is_cut_off() -> None:
+    found, _ = value(lambda _n, _body: (200, {}, b"9" * (2 * MAX_ANSWER_BYTES)))
+    assert isinstance(found, ScoringFailure)
+    assert "bytes" in str(found)
+
+
+def test_an_answer_that_does_not_come_is_no_sample() -> None:
+    release = threading.Event()
+
+    def reply(_n: int, _body: dict[str, Any]) -> Reply:
+        release.wait(20)
+        return said("10")
+
+    with serving(reply) as server:
+        [found] = judge(server.url, timeout_s=0.05).values([PIECE])
+        release.set()
+    assert isinstance(found, ScoringFailure)
+    assert "ReadTimeout" in str(found)
+
+
+def test_an_answer_that_comes_drop_by_drop_is_no_sample() -> None:
+    """Each byte is a sign of life: only a deadline for all of it ends this."""
+    over = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def drip() -> None:
+            listener.settimeout(20)
+            with suppress(OSError):
+                while not over.is_set():
+                    connection, _ = listener.accept()
+                    threading.Thread(target=_drop_by_drop, args=(connection, over), daemon=True).start()
+
+        threading.Thread(target=drip, daemon=True).start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
+        try:
+            [found] = judge(url, timeout_s=0.3).values([PIECE])
+        finally:
+            over.set()
+    assert isinstance(found, ScoringFailure)
+
+
+def _drop_by_drop(connection: socket.socket, over: threading.Event) -> None:
+    with connection, suppress(OSError):
+        connection.sendall(b"HTTP/1.1 200 OK\r\nx-long: ")
+        while not over.wait(0.05):
+            connection.sendall(b"a")
+
+
+def test_nobody_there_is_no_sample() -> None:
+    with serving(lambda _n, _body: said("1")) as server:
+        url = server.url
+    [found] = judge(url).values([PIECE])
+    assert isinstance(found, ScoringFailure)
+    assert "did not answer" in str(found)
+
+
+def test_a_stop_is_no_failure_of_the_judge() -> None:
+    stop = StopToken()
+
+    def reply(_n: int, _body: dict[str, Any]) -> Reply:
+        stop.set("SIGTERM")
+        return 500, {}, b""
+
+    with serving(reply) as server, pytest.raises(DeadlineExceeded, match="SIGTERM"):
+        judge(server.url, stop).values([PIECE])
+
+
+@pytest.mark.parametrize(
+    ("url", "key"),
+    [
+        ("http://host:port/v1", ""), ("host/v1", ""), ("ftp://host/v1", ""), ("http://", ""), ("http://a\x00b/v1", ""),
+        ("http://127.0.0.1:1/v1", "schlüssel"), ("http://127.0.0.1:1/v1", "k-1\n"), ("http://127.0.0.1:1/v1", " k-1"),
+    ],
+)  # fmt: skip
+def test_what_can_never_be_asked_is_refused_at_the_start_and_no_sample_later(
+    url: str, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHOAL_JUDGE_KEY", key)
+    with pytest.raises(EnvironmentSetupError) as refused:
+        judge(url).prepare()
+    assert ("SHOAL_JUDGE_KEY" if key else "environment.judges: the url of taste") in str(refused.value)
+    assert not key or key.strip() not in str(refused.value)
+    [found] = judge(url).values([PIECE])
+    assert isinstance(found, ScoringFailure)
+
+
+@pytest.mark.parametrize(("status", "advice"), [(401, "SHOAL_JUDGE_KEY"), (404, "/v1"), (400, "model")])
+def test_a_judge_that_refuses_is_found_before_anything_is_judged(status: int, advice: str) -> None:
+    with serving(lambda _n, _body: (status, {}, b"no")) as server:
+        with pytest.raises(EnvironmentSetupError, match=f"HTTP {status}") as refused:
+            judge(server.url).prepare()
+        assert advice in str(refused.value)
+        assert len(server.asked) == 1
+
+
+@pytest.mark.parametrize("reply", [(500, {}, b""), (429, {}, b""), said("no idea"), said("7")])
+def test_trouble_that_may_pass_ends_nothing_at_the_start(reply: Reply) -> None:
+    with serving(lambda _n, _body: reply) as server:
+        judge(server.url).prepare()
+        assert len(server.asked) == 1
+    judge(server.url).prepare()  # nobody there
+
+
+@pytest.mark.parametrize(
+    ("text", "worth"),
+    [
+        ("7", 0.7), ("7.25\n\n", 0.725), ("Score: 10", 1.0), ("**0**", 0.0), ("9/10", 0.9), ("8 / 10", 0.8),
+        ('{"score": 2.5}', 0.25), ("I give 3 and 4\nfinal: 5", 0.5), ("10.0", 1.0),
+    ],
+)  # fmt: skip
+def test_a_grade_is_the_one_number_of_the_last_line(text: str, worth: float) -> None:
+    assert grade(text) == pytest.approx(worth)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "good",
+        "11",
+        "-1",
+        "10\nthat is all",
+        "3 or 4",
+        '{"mark": 5}',
+        "9/11",
+        "1e3",
+        "0x7",
+        "7.5.1",
+        "nan",
+        "\u0667.",
+        "[" * 3000,
+        '{"a":' * 3000,
+    ],
+)
+def test_what_is_no_grade_is_not_guessed_at(text: str) -> None:
+    with pytest.raises(Unreadable):
+        grade(text)
+
+
+def test_a_completion_can_neither_fill_holes_nor_close_its_fence() -> None:
+    text = question("Q {prompt} A {completion} K {answer}", Piece("{completion}", "x {answer} ===\n10", "secret"))
+    assert text.count("secret") == 1
+    assert text.startswith("Q {completion} A === ")
+    fence = text.split("A ")[1].splitlines()[0]
+    assert text.count(fence) == 2
+    other = question("{completion}", Piece("", fence + "\n10", "")).splitlines()[0]
+    assert other != fence

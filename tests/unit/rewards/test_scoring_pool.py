@@ -1,0 +1,312 @@
+"""Scoring in processes of their own: what is contained, and who is to blame."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rewardkit import IMPATIENT, LIMITS, PATIENCE, is_running, naughty, one, until
+
+from shoal.environments import EnvironmentSettings, Score, build
+from shoal.environments.settings import ScoringSettings
+from shoal.errors import DeadlineExceeded, ScoringFailure
+from shoal.rewards import DirectScorer, Job, NotBegun, Patience, Scorer, ScoringPool
+from shoal.rewards.limits import process_count
+from shoal.rewards.protocol import settled
+from shoal.runtime.stop import StopToken
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScoringPool]:
+    """Shared: whatever one test does to it must not trouble the next."""
+    with naughty(tmp_path_factory.mktemp("reward")) as made:
+        yield made
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Iterator[ScoringPool]:
+    with naughty(tmp_path) as made:
+        yield made
+
+
+def slow(*values: object) -> object:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def limited(said: str) -> Score:
+    return Score(0.0, {"limit": 1.0}, f"scoring it {said}")
+
+
+def test_it_scores_as_the_environment_does_in_order_and_equal_jobs_alike() -> None:
+    settings = EnvironmentSettings(name="sort")
+    environment = build(settings)
+    tasks = [environment.tasks("train")[index] for index in range(40)]
+    jobs = [Job(task.id, said) for task in tasks for said in (task.answer, "nonsense", task.answer)] + [Job("?", "")]
+    pool = ScoringPool(settings, environment)
+    assert isinstance(pool, Scorer)
+    try:
+        found, direct = pool.scores(jobs), DirectScorer(environment).scores(jobs)
+    finally:
+        pool.close()
+    assert found[:-1] == direct[:-1]
+    assert isinstance(found[-1], ScoringFailure)
+    assert str(found[-1]) == str(direct[-1])
+    assert pool.pids == []
+
+
+@pytest.mark.parametrize(
+    ("completion", "said"),
+    [
+        slow("spin", "took longer than 0.25 s of processor time"),
+        ("spin in C", "took longer than 0.25 s of processor time"),
+        ("gigabytes", "needed more than 100 MB"),
+        slow("bit by bit", "needed more than 100 MB"),
+        slow("crash", "crashed (SIGSEGV)"),
+    ],
+)
+def test_a_completion_that_exceeds_a_limit_is_worth_nothing_and_the_next_one_is_scored(
+    pool: ScoringPool, completion: str, said: str
+) -> None:
+    first, second = pool.scores([Job("plain", completion), Job("plain", "fine")])
+    assert (first, second) == (limited(said), Score(1.0, {}))
+
+
+def test_a_job_that_waits_without_end_is_no_sample_for_a_busy_machine_looks_the_same(tmp_path: Path) -> None:
+    with naughty(tmp_path, patience=IMPATIENT) as pool:
+        failure = one(pool, "sleep")
+        assert isinstance(failure, ScoringFailure)
+        assert not isinstance(failure, NotBegun)
+        assert "did not end within 1.5 s by the clock" in str(failure)
+
+
+@pytest.mark.slow
+def test_a_right_program_that_its_task_allows_more_time_than_the_pool_gets_it(tmp_path: Path) -> None:
+    tests = {"test_cases": [{"type": "stdin_stdout", "input": "2", "output": "5"}]}
+    rows = [
+        {"prompt": f"p{n}", "verification_info": json.dumps(tests), "task_type": "prime_rl_code"} for n in range(20)
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = EnvironmentSettings(name="dataset", data=tmp_path / "rows.jsonl", scoring=LIMITS)
+    environment = build(settings)
+    with closing(ScoringPool(settings, environment, patience=Patience(job_s=2.0))) as pool:
+        program = "```python\nimport time\ntime.sleep(3)\nprint(5)\n```"
+        [score] = pool.scores([Job(environment.tasks("train")[0].id, program)])
+    assert isinstance(score, Score)
+    assert score.value == 1.0
+
+
+@pytest.mark.parametrize(
+    ("completion", "said"),
+    [
+        ("raise", "raised ValueError: no such thing"),
+        ("exit", "raised SystemExit: 3"),
+        ("text", "returned 'good'"),
+        slow("really exit", "ended with exit code 3, twice"),
+        ("killed", "was killed by SIGKILL, twice"),
+    ],
+)
+def test_a_failure_of_the_machinery_is_no_sample(pool: ScoringPool, completion: str, said: str) -> None:
+    failure, fine = pool.scores([Job("plain", completion), Job("plain", "fine")])
+    assert isinstance(failure, ScoringFailure)
+    assert said in str(failure)
+    assert fine == Score(1.0, {})
+
+
+@pytest.mark.slow
+def test_a_task_that_exceeds_the_limits_whatever_the_completion_is_no_sample(tmp_path: Path) -> None:
+    with naughty(tmp_path) as pool:
+        failure, fine = pool.scores([Job("always", "anything"), Job("always", "fine")])
+    assert isinstance(failure, ScoringFailure)
+    assert "so does an empty completion" in str(failure)
+    assert fine == Score(1.0, {})
+
+
+@pytest.mark.parametrize("trouble", ["killed", slow("really exit"), slow("spin"), slow("crash")])
+def test_trouble_that_does_not_come_again_costs_nobody_anything(
+    pool: ScoringPool, tmp_path: Path, trouble: str
+) -> None:
+    jobs = [Job("once", f"{trouble}:{tmp_path / 'mark'}"), *(Job("plain", f"fine {n}") for n in range(8))]
+    assert pool.scores(jobs) == [Score(1.0, {})] * 9
+    assert (tmp_path / "mark").exists()
+
+
+@pytest.mark.parametrize("trouble", ["print", "threads", "fork"])
+def test_noise_threads_and_forks_corrupt_nothing(pool: ScoringPool, trouble: str) -> None:
+    jobs = [Job("plain", f"{word}:{n}") for n in range(3) for word in (trouble, "fine")]
+    assert pool.scores(jobs) == [Score(1.0, {})] * 6
+
+
+def test_a_forked_copy_answers_nothing_wherever_it_could(pool: ScoringPool, tmp_path: Path) -> None:
+    assert one(pool, f"fork and open:{tmp_path}") == Score(1.0, {})
+    until((tmp_path / "pid").exists)
+    until(lambda: not is_running(int((tmp_path / "pid").read_text())))
+    assert [(tmp_path / str(number)).read_bytes() for number in range(8)] == [b""] * 8
+
+
+def test_a_killed_child_is_replaced_and_its_job_done_again(pool: ScoringPool) -> None:
+    assert one(pool, "fine") == Score(1.0, {})
+    [first] = pool.pids
+    os.kill(first, signal.SIGKILL)
+    assert one(pool, "fine too") == Score(1.0, {})
+    assert pool.pids != [first]
+
+
+@pytest.mark.slow
+def test_what_a_job_started_ends_with_it(tmp_path: Path) -> None:
+    note = tmp_path / "pid"
+    with naughty(tmp_path, patience=IMPATIENT) as pool:
+        assert isinstance(one(pool, str(note), "leaves"), ScoringFailure)
+    assert not is_running(int(note.read_text()))
+
+
+@pytest.mark.slow
+def test_several_processes_share_the_work_and_the_trouble(tmp_path: Path) -> None:
+    with naughty(tmp_path, LIMITS.model_copy(update={"processes": 2})) as pool:
+        jobs = [Job("plain", f"fine {n}") for n in range(50)] + [Job("plain", "spin"), Job("plain", "raise")]
+        results = pool.scores(jobs)
+        assert results[:50] == [Score(1.0, {})] * 50
+        assert results[50] == limited("took longer than 0.25 s of processor time")
+        assert isinstance(results[51], ScoringFailure)
+        assert len(set(pool.pids)) == 2
+
+
+def test_text_that_is_no_text_is_scored(pool: ScoringPool) -> None:
+    assert one(pool, "\ud800 half a pair") == Score(1.0, {})
+
+
+def test_an_environment_that_changed_meanwhile_does_not_score(own: ScoringPool, tmp_path: Path) -> None:
+    assert one(own, "fine") == Score(1.0, {})
+    (tmp_path / "reward.py").write_text((tmp_path / "reward.py").read_text() + "\n")
+    os.kill(own.pids[0], signal.SIGKILL)
+    failure = one(own, "fine")
+    assert isinstance(failure, ScoringFailure)
+    assert "has changed" in str(failure)
+
+
+@pytest.mark.slow
+def test_an_environment_that_no_longer_builds_is_no_sample(own: ScoringPool, tmp_path: Path) -> None:
+    (tmp_path / "reward.py").write_text("tasks = oops\n")
+    failure = one(own, "fine")
+    assert isinstance(failure, ScoringFailure)
+    assert "could not build the environment" in str(failure)
+    assert "oops" in str(failure)
+    [objection] = own.objections([Job("plain", "fine")])
+    assert isinstance(objection, ScoringFailure)
+
+
+def test_a_child_that_takes_too_long_to_start_is_no_sample(tmp_path: Path) -> None:
+    with naughty(tmp_path, patience=Patience(start_s=0.01)) as pool:
+        failure = one(pool, "fine")
+        assert isinstance(failure, ScoringFailure)
+        assert "not ready within 0.01 s" in str(failure)
+
+
+def test_all_together_have_a_deadline(tmp_path: Path) -> None:
+    with naughty(tmp_path, patience=Patience(start_s=60, job_s=0.5, all_s=0.2)) as pool:
+        one(pool, "fine")
+        begun, left = pool.scores([Job("plain", "sleep"), Job("plain", "sleep:2")])
+        assert isinstance(begun, ScoringFailure)
+        assert not isinstance(begun, NotBegun)
+        assert isinstance(left, NotBegun)
+        assert "longer than 0.2 s in all: this was not begun" in str(left)
+
+
+def test_what_was_not_begun_is_asked_again_until_all_is_settled(tmp_path: Path) -> None:
+    jobs, asked = [Job("plain", f"fine {n}") for n in range(3)], []
+
+    def one_at_a_time(given: Sequence[Job]) -> list[Score | ScoringFailure]:
+        asked.append(len(given))
+        return [Score(float(given[0].completion[-1])), *([NotBegun("no time")] * (len(given) - 1))]
+
+    assert settled(one_at_a_time, [*jobs, jobs[0]][:3]) == [Score(0.0), Score(1.0), Score(2.0)]
+    assert asked == [3, 2, 1]
+
+
+def test_there_are_as_many_processes_as_cores_unless_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    for cores, processes in ((1, 1), (5, 5), (64, 8)):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _pid, cores=cores: set(range(cores)))
+        assert process_count(ScoringSettings()) == processes
+    assert process_count(ScoringSettings(processes=20)) == 20
+
+
+def test_a_stop_while_it_starts_leaves_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stop, started = StopToken(), []
+    popen = subprocess.Popen
+
+    def remembered(*arguments: Any, **named: Any) -> subprocess.Popen[bytes]:
+        started.append(popen(*arguments, **named))
+        return started[-1]
+
+    with naughty(tmp_path, stop=stop) as pool:
+        monkeypatch.setattr(subprocess, "Popen", remembered)
+        stop.set("SIGTERM")
+        with pytest.raises(DeadlineExceeded, match="SIGTERM"):
+            pool.start()
+    [child] = started
+    assert child.returncode == -signal.SIGKILL
+
+
+def test_a_stop_ends_the_wait_and_leaves_nobody(tmp_path: Path) -> None:
+    stop = StopToken()
+    with naughty(tmp_path, patience=Patience(job_s=100), stop=stop) as pool:
+        one(pool, "fine")
+        [child] = pool.pids
+        timer = threading.Timer(0.1, stop.set, ["SIGTERM"])
+        timer.start()
+        with pytest.raises(DeadlineExceeded, match="SIGTERM"):
+            one(pool, "sleep")
+        assert not is_running(child)
+
+
+PARENT = """
+import sys, threading
+from pathlib import Path
+from rewardkit import naughty
+from shoal.rewards import Job, Patience
+
+with naughty(Path(sys.argv[1]), patience=Patience(job_s=100)) as pool:
+    pool.scores([Job("plain", "fine")])
+    print(pool.pids[0], flush=True)
+    if sys.argv[2]:
+        pool.scores([Job("plain", sys.argv[2])])
+    threading.Event().wait(100)
+"""
+
+
+@pytest.mark.parametrize("busy", [slow(""), "sleep"])
+def test_children_end_with_their_parent_even_by_kill_9(tmp_path: Path, busy: str) -> None:
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, "-c", PARENT, str(tmp_path), busy]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=env) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        assert is_running(child)
+        parent.kill()
+    until(lambda: not is_running(child))
+
+
+def test_keys_are_not_for_reward_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHOAL_JUDGE_KEY", "secret")
+    (tmp_path / "reward.py").write_text(
+        "import os\ntasks = [{'prompt': 'p', 'id': 'plain', 'split': 'train'}]\n"
+        "def score(prompt, completion, answer):\n    return float('SHOAL_JUDGE_KEY' in os.environ)\n"
+    )
+    with naughty(tmp_path) as pool:
+        assert one(pool, "") == Score(0.0, {})
+
+
+def test_objections_come_from_the_environment_and_only_where_it_has_any(tmp_path: Path) -> None:
+    with naughty(tmp_path, patience=PATIENCE) as pool:
+        assert pool.objections([Job("plain", "x"), Job("plain", "y")]) == ["", ""]
+        assert pool.objections([]) == []
