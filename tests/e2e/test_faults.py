@@ -102,6 +102,7 @@ def require_sound(folder: Path, steps: int) -> None:
 # ── the disk ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_ends_the_run_and_with_room_again_it_goes_on(
     tmp_path: Path, request: pytest.FixtureRequest, overrides: list[str]
 ) -> None:
@@ -338,6 +339,7 @@ def stop_with_leases(run: Run, worker: str) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 def test_who_stops_answering_for_a_while_holds_nobody_up_and_is_not_punished(
     tmp_path: Path, overrides: list[str]
 ) -> None:
