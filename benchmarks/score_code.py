@@ -98,7 +98,7 @@ def sandboxed(job: Job) -> float:
 def plain(job: Job) -> float:
     """One unprotected Python for all tests of a program."""
     cases = read_tests(job.answer).cases
-    request = json.dumps({"code": program(job.completion).decode(), "inputs": [case.given.decode() for case in cases]})
+    request = json.dumps({"code": program(job.completion), "inputs": [case.given.decode() for case in cases]})
     done = subprocess.run(
         [sys.executable, "-I", "-c", HARNESS], input=request, capture_output=True, text=True, check=True
     )
@@ -110,7 +110,7 @@ def plain(job: Job) -> float:
 
 def per_test(job: Job) -> float:
     """One unprotected Python per test; the first failure ends it."""
-    code = program(job.completion).decode()
+    code = program(job.completion)
     for case in read_tests(job.answer).cases:
         done = subprocess.run([sys.executable, "-I", "-c", code], input=case.given, capture_output=True, check=False)
         if done.returncode or not case.passed(done.stdout, b""):

@@ -50,8 +50,12 @@ class Asking:
             reason = "has characters that the model's tokenizer does not know"
             raise self._problem(task, f"{reason}: {task.prompt!r:.300}", reason)
         if self._room is not None and len(ids) > self._room:
-            counted = f"has {len(ids)} tokens; with run.max_new_tokens the model has room for {max(0, self._room)}"
-            raise self._problem(task, counted, "and its completion are longer than the model's context")
+            room = max(0, self._room)
+            counted = f"has {len(ids)} tokens; with run.max_new_tokens the model has room for {room}"
+            reason = (
+                f"and its completion are longer than the model's context (room for {room}: ask for fewer new tokens)"
+            )
+            raise self._problem(task, counted, reason)
         return ids
 
     def _problem(self, task: Task, what: str, reason: str) -> CannotBeAsked:

@@ -127,7 +127,7 @@ class TestDrawing:
             [Task("ok", "21=", "12"), Task("long", "1" * 300 + "=", ""), Task("odd", "2~1=", ""), Task("none", "", "")]
         )
         summary = run(tmp_path, evaluation(GREEDY, environment=environment))
-        problems = {row["task"]: row["problem"] for row in rows(tmp_path)}
+        problems = {row["task"]: row["problem"].partition(" (")[0] for row in rows(tmp_path)}
         assert problems == {
             "ok": "",
             "long": "the prompt and its completion are longer than the model's context",
