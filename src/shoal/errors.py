@@ -23,7 +23,7 @@
     │   ├── ChunkCorrupt                       bytes that do not match their hash
     │   └── DeltaRefused                       a difference that is malformed, or gives other weights
     ├── CheckpointError               exit 5   a checkpoint that cannot be read or continued
-    ├── TrainingDiverged              exit 5   a loss or gradient that is not a number: nothing was updated by it
+    ├── TrainingDiverged              exit 5   a loss or gradient that is not a number, or a guard has stopped the run
     ├── CanaryMissed                  exit 5   a validator accepted a known cheat: it must not judge
     ├── PolicyMismatch                exit 1   a digest that is not the one signed for
     ├── ScoringFailure                exit 1   the scoring machinery failed: "no sample", never reward 0
@@ -151,7 +151,7 @@ class CheckpointError(ShoalError):
 
 
 class TrainingDiverged(ShoalError):
-    """A loss or gradient is not finite. The update was refused; the last checkpoint is good."""
+    """A loss or gradient is not finite, or a guard has stopped the run. The message names a checkpoint that is good."""
 
     exit_code = 5
 

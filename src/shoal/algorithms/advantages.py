@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 Advantage = Callable[[Tensor], Tensor]
@@ -30,3 +31,43 @@ def group_mean_std(rewards_G: Tensor) -> Tensor:
     tensor([ 1.0000, -1.0000])
     """
     return group_mean(rewards_G) / (rewards_G.std(correction=0) + STD_FLOOR)
+
+
+def rloo(rewards_G: Tensor) -> Tensor:
+    """`r − mean of the others` = G / (G − 1) · (r − mean): the baseline of a rollout does not know its own reward.
+
+    A group of one has nobody to compare with: 0.
+
+    >>> rloo(torch.tensor([1.0, 0.0, 0.0]))
+    tensor([ 1.0000, -0.5000, -0.5000])
+    """
+    size = len(rewards_G)
+    return group_mean(rewards_G) * (size / max(1, size - 1))
+
+
+def dr_grpo(rewards_G: Tensor) -> Tensor:
+    """`r − mean(r)`, as `group_mean`: Dr. GRPO's first half, no division by the deviation.
+
+    Its second half, no division by a completion's own length, is `normalisation = "constant"` in [trainer.objective]:
+    set that, too.
+
+    >>> dr_grpo(torch.tensor([1.0, 0.0]))
+    tensor([ 0.5000, -0.5000])
+    """
+    return group_mean(rewards_G)
+
+
+def max_rl(rewards_G: Tensor) -> Tensor:
+    """`(r − mean(r)) / mean(r)`, and 0 for all where nothing succeeded: the rarer the success, the more it weighs.
+
+    For rewards of 0 and 1 the sum over a group is the mean score of its successes, an estimate of the gradient of
+    log(pass rate). A reward in between counts as a part of a success; one below 0 (a length penalty) as none, since a
+    mean near or below 0 would otherwise turn the sign or explode. So values lie in [−1, G − 1], and a scale of the
+    rewards does not matter.
+
+    >>> max_rl(torch.tensor([1.0, 0.0, 0.0, 0.0]))
+    tensor([ 3., -1., -1., -1.])
+    """
+    success_G = rewards_G.clamp(min=0)
+    mean = success_G.mean()
+    return torch.where(mean > 0, (success_G - mean) / mean, torch.zeros_like(success_G))

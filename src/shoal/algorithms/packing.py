@@ -1,11 +1,16 @@
 """Who is trained on together: groups → minibatches (one optimizer step each) → micro-batches (one forward pass each).
 
-    groups ──minibatches(seed, step)──► K parts ──micro_batches(token_budget)──► rows ──pad──► input_ids_BL
-             changes what is learnt                changes memory only: gradients are summed over all of them
+    groups ──minibatches(seed, step)──► K parts ──packs(token_budget, cost)──► bins ──shares──► each rank's, as many
+             changes what is learnt               changes time and memory only: gradients are summed over all of them
 
-Every function is deterministic and portable: a resumed step splits exactly as the first time.
+    ids_T        7 1 4 9 | 2 2 5 | 8 8 8          `flatten`: sequences end to end, no padding
+    positions_T  0 1 2 3 | 0 1 2 | 0 1 2
+    bounds       0         4       7       10     no token sees another sequence's
 
-Legend: B sequences, L positions of the longest of them, N completion tokens of all of them (flat).
+Every function is deterministic and portable: a resumed step splits exactly as the first time, and every rank finds the
+shares of all of them by itself.
+
+Legend: T tokens of all sequences end to end; B sequences, L positions of the longest; N completion tokens (flat).
 """
 # ruff: noqa: N815 - dimension suffixes on fields
 
@@ -22,6 +27,7 @@ import torch
 from torch import Tensor
 
 TokenIds = npt.NDArray[np.int64]
+Sequences = Sequence[tuple[TokenIds, TokenIds]]
 
 
 def minibatches(count: int, parts: int, *, seed: int, step: int) -> list[list[int]]:
@@ -35,15 +41,82 @@ def minibatches(count: int, parts: int, *, seed: int, step: int) -> list[list[in
     return [order[start:end] for start, end in pairwise(cuts)]
 
 
-def micro_batches(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
+@dataclass(frozen=True)
+class Cost:
+    """What a sequence costs to compute: every token the same, and attention by the square of the length.
+
+    Whole numbers, so that every machine compares them alike.
+
+    >>> Cost(linear=100, quadratic=2).of(10)
+    1200
+    """
+
+    linear: int
+    quadratic: int
+
+    def of(self, length: int) -> int:
+        return self.linear * length + self.quadratic * length * length
+
+
+def packs(lengths: Sequence[int], token_budget: int, cost: Cost, ranks: int = 1) -> list[list[int]]:
+    """Indices in bins of at most `token_budget` tokens, about equally costly; a multiple of `ranks`, if there are as
+    many sequences.
+
+    A sequence longer than the budget stands alone: it is trained on, not dropped. As few bins as first-fit finds, then
+    each sequence, longest first, to the cheapest bin that has room for it.
+
+    >>> packs([3, 8, 4, 7], token_budget=16, cost=Cost(1, 0))
+    [[1, 0], [3, 2]]
+    """
+    order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
+    fewest = _first_fit(order, lengths, token_budget)
+    count = min(-(-len(fewest) // ranks) * ranks, len(lengths))
+    return _levelled(order, lengths, token_budget, cost, count) or fewest
+
+
+def _first_fit(order: Sequence[int], lengths: Sequence[int], token_budget: int) -> list[list[int]]:
+    bins: list[list[int]] = []
+    room = np.zeros(len(order), dtype=np.int64)  # of bins that are open; the others have none
+    for index in order:
+        fits = np.flatnonzero(room[: len(bins)] >= lengths[index])
+        if len(fits):
+            bins[fits[0]].append(index)
+            room[fits[0]] -= lengths[index]
+        else:
+            room[len(bins)] = token_budget - lengths[index]
+            bins.append([index])
+    return bins
+
+
+def _levelled(
+    order: Sequence[int], lengths: Sequence[int], token_budget: int, cost: Cost, count: int
+) -> list[list[int]] | None:
+    """The sequences spread over `count` bins by cost; None if one is left over, since first-fit packs tighter."""
+    bins: list[list[int]] = [[] for _ in range(count)]
+    tokens, costs = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
+    for index in order:
+        length = lengths[index]
+        free = np.flatnonzero((tokens == 0) | (tokens + length <= token_budget))
+        if not len(free):
+            return None
+        chosen = free[costs[free].argmin()]
+        bins[chosen].append(index)
+        tokens[chosen] += length
+        costs[chosen] += cost.of(length)
+    return bins
+
+
+def micro_batches(lengths: Sequence[int], token_budget: int, ranks: int = 1) -> list[list[int]]:
     """Indices grouped so that rows × longest row ≤ `token_budget`; longest first, so that rows are of similar length.
 
-    A sequence longer than the budget stands alone: it is trained on, not dropped.
+    For models that cannot be computed packed. A sequence longer than the budget stands alone. Several ranks get a part
+    each of what would fit into one.
 
     >>> micro_batches([3, 8, 4, 7], token_budget=16)
     [[1, 3], [2, 0]]
     """
     order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
+    token_budget = min(token_budget, -(-len(lengths) * max(lengths, default=0) // ranks))
     batches: list[list[int]] = []
     for index in order:
         if batches and (len(batches[-1]) + 1) * lengths[batches[-1][0]] <= token_budget:
@@ -51,6 +124,59 @@ def micro_batches(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
         else:
             batches.append([index])
     return batches
+
+
+def shares(bins: Sequence[list[int]], costs: Sequence[int], ranks: int) -> list[list[list[int]]]:
+    """Each rank's bins, as many for every rank: an empty one is to be computed as a dummy that changes nothing.
+
+    Ranks wait for each other at every bin, so the n-th ones of all ranks are alike in cost: dearest first, and the
+    order of ranks turned round every time, so that none has the dearest of every row.
+
+    >>> shares([[0], [1], [2]], costs=[5, 9, 7], ranks=2)
+    [[[1], []], [[2], [0]]]
+    """
+    order = sorted(range(len(bins)), key=lambda bin_: (-costs[bin_], bin_))
+    shared: list[list[list[int]]] = [[] for _ in range(ranks)]
+    for turn, start in enumerate(range(0, len(order), ranks)):
+        row = [bins[bin_] for bin_ in order[start : start + ranks]]
+        row += [[] for _ in range(ranks - len(row))]
+        for rank, given in enumerate(row if turn % 2 == 0 else reversed(row)):
+            shared[rank].append(given)
+    return shared
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """Sequences end to end, each without its last token, which predicts nothing that is known.
+
+    Token `targets_N[i]` is predicted at `ids_T[columns_N[i]]`, the position before its own. The N tokens are the
+    completions of the sequences, one after the other.
+    """
+
+    ids_T: Tensor
+    positions_T: Tensor
+    bounds: tuple[int, ...]
+    columns_N: Tensor
+    targets_N: Tensor
+
+
+def flatten(sequences: Sequences, device: torch.device | str = "cpu") -> PackedBatch:
+    """Lay out (prompt, completion) pairs. A prompt has a token at least: it predicts the first of the completion."""
+    _refuse_empty_prompts(sequences)
+    lengths = [len(prompt) + len(completion) - 1 for prompt, completion in sequences]
+    bounds = np.concatenate([[0], np.cumsum(lengths)])
+    ids = [np.concatenate([prompt, completion])[:-1] for prompt, completion in sequences]
+    columns = [
+        np.arange(len(completion)) + start + len(prompt) - 1
+        for start, (prompt, completion) in zip(bounds, sequences, strict=False)
+    ]
+    return PackedBatch(
+        ids_T=torch.from_numpy(np.concatenate(ids)).to(device),
+        positions_T=torch.from_numpy(np.concatenate([np.arange(length) for length in lengths])).to(device),
+        bounds=tuple(bounds.tolist()),
+        columns_N=torch.from_numpy(np.concatenate(columns)).to(device),
+        targets_N=torch.from_numpy(np.concatenate([completion for _, completion in sequences])).to(device),
+    )
 
 
 @dataclass(frozen=True)
@@ -68,14 +194,13 @@ class PaddedBatch:
     targets_N: Tensor
 
 
-def pad(sequences: Sequence[tuple[TokenIds, TokenIds]], device: torch.device | str = "cpu") -> PaddedBatch:
+def pad(sequences: Sequences, device: torch.device | str = "cpu") -> PaddedBatch:
     """Lay out (prompt, completion) pairs. A prompt has a token at least: it predicts the first of the completion."""
+    _refuse_empty_prompts(sequences)
     longest = max(len(prompt) + len(completion) for prompt, completion in sequences)
     input_ids_BL = np.zeros((len(sequences), longest), dtype=np.int64)
     rows, columns = [], []
     for row, (prompt, completion) in enumerate(sequences):
-        if len(prompt) == 0:
-            raise ValueError("a sequence has an empty prompt: nothing predicts its first token")
         input_ids_BL[row, : len(prompt) + len(completion)] = np.concatenate([prompt, completion])
         rows.append(np.full(len(completion), row, dtype=np.int64))
         columns.append(np.arange(len(completion), dtype=np.int64) + len(prompt) - 1)
@@ -85,3 +210,8 @@ def pad(sequences: Sequence[tuple[TokenIds, TokenIds]], device: torch.device | s
         columns_N=torch.from_numpy(np.concatenate(columns)).to(device),
         targets_N=torch.from_numpy(np.concatenate([completion for _, completion in sequences])).to(device),
     )
+
+
+def _refuse_empty_prompts(sequences: Sequences) -> None:
+    if any(len(prompt) == 0 for prompt, _completion in sequences):
+        raise ValueError("a sequence has an empty prompt: nothing predicts its first token")

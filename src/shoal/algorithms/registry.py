@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TypeVar
 
-from shoal.algorithms.advantages import Advantage, group_mean, group_mean_std
+from shoal.algorithms.advantages import Advantage, dr_grpo, group_mean, group_mean_std, max_rl, rloo
 from shoal.algorithms.losses import Loss, ppo_clip, two_sided_clip
+from shoal.algorithms.losses_sequence import geometric_mask, gspo
+from shoal.algorithms.losses_weighted import cispo, cross_entropy, decoupled, dppo, plain, tis
 from shoal.errors import ConfigError
 
 T = TypeVar("T")
@@ -14,12 +16,26 @@ T = TypeVar("T")
 ADVANTAGES: dict[str, Advantage] = {
     "group_mean": group_mean,
     "group_mean_std": group_mean_std,
+    "rloo": rloo,
+    "dr_grpo": dr_grpo,
+    "max_rl": max_rl,
 }
 
 LOSSES: dict[str, Loss] = {
     "two_sided_clip": two_sided_clip,
     "ppo_clip": ppo_clip,
+    "dppo": dppo,
+    "gspo": gspo,
+    "cispo": cispo,
+    "decoupled": decoupled,
+    "tis": tis,
+    "geometric_mask": geometric_mask,
+    "plain": plain,
+    "cross_entropy": cross_entropy,
 }
+
+# Losses that need the trainer's own log-probabilities of the step's beginning, whatever `ratio_base` says.
+NEEDS_RECOMPUTED: frozenset[str] = frozenset({"decoupled"})
 
 
 def advantage_named(name: str) -> Advantage:

@@ -8,12 +8,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 LINE_EVERY_S = 10.0
-Report = Callable[[int, int], None]
+
+
+class Report(Protocol):
+    """Told how many are done, of how many, and what else to say about it (`loss 0.41`)."""
+
+    def __call__(self, done: int, total: int, note: str = "") -> None: ...
 
 
 @contextmanager
@@ -25,11 +31,17 @@ def counted(
         yield _Lines(what, console, now_s, unit)
         return
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"))
-    with Progress(
-        *columns, MofNCompleteColumn(), TextColumn(unit), TimeRemainingColumn(), console=console, transient=True
-    ) as bar:
-        task = bar.add_task(what, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+    counts = (MofNCompleteColumn(), TextColumn(unit), TimeRemainingColumn(), TextColumn("{task.fields[note]}"))
+    with Progress(*columns, *counts, console=console, transient=True) as bar:
+        task = bar.add_task(what, total=None, note="")
+        yield _bar(bar, task)
+
+
+def _bar(bar: Progress, task: TaskID) -> Report:
+    def report(done: int, total: int, note: str = "") -> None:
+        bar.update(task, completed=done, total=total, note=note)
+
+    return report
 
 
 class _Lines:
@@ -43,7 +55,7 @@ class _Lines:
         self._began: tuple[float, int] | None = None
         self._said_s = now_s()
 
-    def __call__(self, done: int, total: int) -> None:
+    def __call__(self, done: int, total: int, note: str = "") -> None:
         now_s = self._now_s()
         if self._began is None:
             self._began, self._said_s = (now_s, done), now_s
@@ -55,7 +67,7 @@ class _Lines:
         self._said_s = now_s
         began_s, before = self._began
         left = f", {span((now_s - began_s) * (total - done) / (done - before))} left" if done > before else ""
-        self._say(f"{done:,} of {total:,} {self._unit}{left}")
+        self._say(f"{done:,} of {total:,} {self._unit}{left}{f', {note}' if note else ''}")
 
     def _say(self, text: str) -> None:
         self._console.print(f"{self._what}: {text}", highlight=False, soft_wrap=True, markup=False)

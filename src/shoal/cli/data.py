@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 data = typer.Typer(
     name="data",
-    help="Check a data set, and see in which order its tasks are drawn.",
+    help="Check a data set, see in which order its tasks are drawn, write right answers as demonstrations.",
     epilog="Schemas, options and a first try: docs/guides/data.md.",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -44,3 +45,22 @@ def order(
     from shoal.cli.datasets import show_order
 
     show_order(where, settings or (), seed, range(start, start + count))
+
+
+@data.command()
+def demos(
+    spec: Annotated[str, typer.Argument(metavar="SPEC", help="An environment by name, a recipe, a data file, …")],
+    out: Annotated[Path, typer.Option("--out", metavar="FILE.jsonl", help="The demonstrations to write.")],
+    count: Annotated[int, typer.Option("--count", min=1, max=10_000_000, help="How many.")] = 1000,
+    form: Annotated[
+        str, typer.Option("--form", help="What is said, with {answer} in it, e.g. <answer>{answer}</answer>.")
+    ] = "{answer}",
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="environment.KEY=VALUE", help="Change the environment; may be repeated."),
+    ] = None,
+) -> None:
+    """Write right answers of training tasks as demonstrations for `shoal sft`; each is scored before."""
+    from shoal.cli.demonstrating import write_demos
+
+    write_demos(spec, settings or (), out, count, form)

@@ -27,10 +27,13 @@ from shoal.cli.evaluate import evaluate
 from shoal.cli.filter import filter_tasks
 from shoal.cli.key import key
 from shoal.cli.ledger import ledger
+from shoal.cli.plan import plan
+from shoal.cli.sft import sft
 from shoal.cli.why import why
 from shoal.errors import ShoalError, UserError
 from shoal.runtime import crash
 from shoal.runtime.supervise import SUPERVISED, TOLD_TO_STOP_CODE
+from shoal.trainer.ranks import tell_agent
 
 app = typer.Typer(
     name="shoal",
@@ -56,6 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
     except Exception as error:  # noqa: BLE001 - the top: whatever it is becomes a line and an exit code
         line, code = explain(error)
+        tell_agent(line)
         with contextlib.suppress(OSError):  # the disk that its log is on may be what is full
             if debug or (supervised and not _is_known(error)):  # a supervised role's stderr is its log
                 traceback.print_exc()
@@ -198,8 +202,12 @@ def hub(directory: RunDir) -> None:
 
 @app.command()
 def trainer(directory: RunDir) -> None:
-    """Train on accepted groups and publish policies."""
-    _role("trainer", directory)
+    """Train on accepted groups and publish policies. Also by torchrun: torchrun … -m shoal.cli trainer --dir RUN."""
+    from shoal.trainer.ranks import own_rank
+
+    if rank := own_rank():
+        return _follower(rank, directory)
+    return _role("trainer", directory)
 
 
 @app.command()
@@ -319,7 +327,9 @@ app.add_typer(admin)
 app.add_typer(key)
 app.command(name="eval")(evaluate)
 app.command(name="compare")(compare)
+app.command(name="plan")(plan)
 app.command(name="filter")(filter_tasks)
+app.command(name="sft")(sft)
 
 
 @app.command()
@@ -338,11 +348,13 @@ def status(
 def export(
     directory: Annotated[Path, typer.Argument(metavar="RUN", help="The run's folder.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.")],
+    best: Annotated[bool, typer.Option("--best", help="The one with the best held-out score.")] = False,
+    version: Annotated[int | None, typer.Option("--version", min=0, help="The one of this version.")] = None,
 ) -> None:
-    """Write the newest checkpoint as a Hugging Face folder."""
+    """Write a checkpoint, the newest by default, as a Hugging Face folder."""
     from shoal.cli.export import export_run
 
-    typer.echo(f"wrote {export_run(directory, out)}")
+    typer.echo(f"wrote {export_run(directory, out, best, version)}")
 
 
 @app.command()
@@ -470,6 +482,17 @@ def _role(name: str, directory: Path, cheat: str | None = None) -> None:
 
     run_role(RunFolder.open(directory.absolute()), name, stop, cheat)
     if supervised and stop.is_set():  # so that the supervisor does not take it for done
+        raise typer.Exit(TOLD_TO_STOP_CODE)
+
+
+def _follower(rank: int, directory: Path) -> None:
+    """A process of the trainer beside its first one. It needs no run folder: on another machine there may be none."""
+    from shoal.cli.roles import begin, follow_trainer
+
+    supervised = SUPERVISED in os.environ
+    stop = begin(f"trainer-rank-{rank}", directory if (directory / "recipe.toml").is_file() else None, _verbose())
+    follow_trainer(stop)
+    if supervised and stop.is_set():
         raise typer.Exit(TOLD_TO_STOP_CODE)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -127,11 +128,15 @@ def _relay(folder: RunFolder, index: int, stop: StopToken) -> None:
 
 
 def _trainer(folder: RunFolder, _index: int, stop: StopToken) -> None:
-    from shoal.environments import build
-    from shoal.trainer.config import TrainerConfig
-    from shoal.trainer.loop import run_trainer
+    from shoal.trainer.ranks import own_rank
 
     recipe = folder.recipe
+    if recipe.trainer.processes > 1 and own_rank() is None:
+        return _trainer_group(folder, stop)
+    from shoal.environments import build
+    from shoal.trainer.config import TrainerConfig
+    from shoal.trainer.process import run_trainer
+
     config = TrainerConfig(
         folder=folder.path / "trainer",
         settings=recipe.trainer,
@@ -145,7 +150,23 @@ def _trainer(folder: RunFolder, _index: int, stop: StopToken) -> None:
         seed=recipe.run.seed,
         scored_by=recipe.environment,
     )
-    run_trainer(config, stop)
+    return run_trainer(config, stop)
+
+
+def _trainer_group(folder: RunFolder, stop: StopToken) -> None:
+    """The same in several processes, which this one watches."""
+    if threading.current_thread() is not threading.main_thread():
+        raise ConfigError("a trainer of several processes is no thread: use --processes many, or trainer.processes=1")
+    from shoal.trainer.elastic import run_group
+
+    run_group(command_of(folder.path, "trainer"), folder.recipe.trainer.processes, stop)
+
+
+def follow_trainer(stop: StopToken) -> None:
+    """Be a process of the trainer that is not its first one: what it does, it is told by that."""
+    from shoal.trainer.follower import run_follower
+
+    run_follower(stop)
 
 
 def _validator(folder: RunFolder, index: int, stop: StopToken) -> None:

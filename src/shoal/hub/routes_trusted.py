@@ -142,6 +142,6 @@ async def rollouts(step: Step, request: Request, hub: HubDependency) -> Response
     **describes("trainer", (401, 403, 413, 422), StepReport, {"step": 3, "metrics": {"reward_mean": 0.42}}),
 )
 async def report(request: Request, hub: HubDependency) -> None:
-    """Shown by `/status`. A report for the same step replaces the earlier one."""
+    """Shown by `/status`, its alarms among the hub's own. A report for the same step replaces the earlier one."""
     caller = await authenticate(hub.context, request, roles=("trainer",))
     await serve(hub.training.report, parse_json(caller.body, StepReport))

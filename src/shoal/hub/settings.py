@@ -36,7 +36,7 @@ class RunSettings(BaseModel):
     seed: int = Field(0, ge=0, lt=2**63, description="decides the order of the tasks")
     steps: int = Field(20, ge=1, le=10**9, description="training steps; a begun run may be given more, never fewer")
     groups_per_step: int = Field(16, ge=1, le=65_536, description="groups in one training step")
-    group_size: int = Field(16, ge=1, le=MAX_GROUP, description="rollouts of one task in a group")
+    group_size: int = Field(16, ge=2, le=MAX_GROUP, description="rollouts of one task, compared with each other")
     max_staleness: int = Field(1, ge=0, le=64, description="how many versions old a group may be; 0 is synchronous")
     temperature: float = Field(1.0, gt=0, le=10, description="sampling temperature")
     max_new_tokens: int = Field(16, ge=1, le=MAX_NEW_TOKENS, description="longest completion, in tokens")

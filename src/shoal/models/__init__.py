@@ -8,10 +8,14 @@
     state      policy_state, apply_state, to_torch, to_view: a model's weights, named, tied ones once
     load       LoadedModel, load_model, model_from_files: a causal language model from a folder or from its files
     logprobs   hidden_states, Head, token_logprobs: log-probabilities in float32, by chunks, differentiable
+    packed     Packed, packed_states, supports_packing: sequences end to end, none of which sees another
+    compiled   compile_layers, decoder_layers: one program for all layers of a model (GPU)
+    head_tables, head_kernels: one tile of logits and the slopes that flow back into it, plain and by Triton
     quantize   quantized, INT8, INT4: weights rounded to few bits, to attack and to calibrate with (no torch)
     tiny       build_tiny, build_tokenizer: the built-in policy of the demo, small enough for one CPU core
 
-The package itself imports without torch; `state`, `load`, `logprobs` and `tiny` need it.
+The package itself imports without torch; `state`, `load`, `logprobs`, `packed`, `compiled`, `head_*` and `tiny` need
+it.
 """
 
 from shoal.models.folder import BUILTIN, eos_token_id, model_folder, read_files

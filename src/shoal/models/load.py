@@ -19,6 +19,7 @@ from transformers.utils.logging import disable_progress_bar
 from shoal.errors import ModelError
 from shoal.models.folder import model_folder, read_config, read_files
 from shoal.models.logprobs import Head
+from shoal.models.lora import ADAPTER_FILE, AdapterShape, adapter_shape, add_adapters
 from shoal.models.tokenizer import TextTokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -62,6 +63,12 @@ def load_model(name: str | Path, dtype: str = "float32", device: str = "cpu") ->
     return LoadedModel(_ready(model, device), tokenizer, files)
 
 
+def adapted(loaded: LoadedModel, shape: AdapterShape) -> LoadedModel:
+    """The same model, frozen, with adapters on it, and a file beside it that tells whoever computes with it."""
+    add_adapters(loaded.model, shape)
+    return LoadedModel(loaded.model, loaded.tokenizer, {**loaded.files, ADAPTER_FILE: shape.as_file()})
+
+
 def model_from_files(files: Mapping[str, bytes], dtype: str = "float32", device: str = "cpu") -> Any:
     """The model that the files describe, its weights still arbitrary: `apply_state` is expected to follow."""
     config = read_model_config(files)
@@ -69,6 +76,8 @@ def model_from_files(files: Mapping[str, bytes], dtype: str = "float32", device:
         model = AutoModelForCausalLM.from_config(config, dtype=_dtype(dtype), attn_implementation="sdpa")
     except Exception as error:  # a configuration can be wrong in as many ways as there are architectures
         raise ModelError(f"the model's config.json describes no usable model: {_first_line(error)}") from error
+    if (adapters := adapter_shape(files)) is not None:
+        add_adapters(model, adapters)
     return _ready(model, device)
 
 

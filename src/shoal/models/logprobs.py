@@ -5,6 +5,7 @@ A table [tokens, vocabulary] is never made whole: it is computed in tiles, and r
 
 N: tokens, H: hidden size, V: vocabulary, B: rows, T: positions.
 """
+# ruff: noqa: N815 - dimension suffixes on fields
 
 from __future__ import annotations
 
@@ -12,12 +13,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
 from shoal.errors import ModelError
+from shoal.models.head_tables import Measured, Slopes, measure, slopes
 
 TILE_ELEMENTS = 2**24
+GPU_TILE_ELEMENTS = 2**28
 UNSUPPORTED_HEADS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 
 
@@ -66,24 +69,103 @@ def hidden_states(model: Any, input_ids_BT: Tensor, **arguments: Any) -> Tensor:
 
 
 def token_logprobs(
-    hidden_NH: Tensor, head: Head, targets_N: Tensor, temperature: float = 1.0, tile_elements: int = TILE_ELEMENTS
+    hidden_NH: Tensor, head: Head, targets_N: Tensor, temperature: float = 1.0, tile_elements: int | None = None
 ) -> TokenLogprobs:
-    """Log-probability of each target under the distribution that its hidden state predicts. Differentiable."""
-    rows = max(1, tile_elements // head.weight.shape[0])
-    if hidden_NH.shape[0] <= rows:
-        return TokenLogprobs(*_tile(hidden_NH, head.weight, head.bias, targets_N, temperature))
-    tiles = [
-        checkpoint(_tile, hidden, head.weight, head.bias, targets, temperature, use_reentrant=False)
-        for hidden, targets in zip(torch.split(hidden_NH, rows), torch.split(targets_N, rows), strict=True)
-    ]
-    logprobs, entropies = zip(*tiles, strict=True)
-    return TokenLogprobs(torch.cat(logprobs), torch.cat(entropies))
+    """Log-probability of each target under the distribution that its hidden state predicts. Differentiable, both."""
+    rows = _rows(hidden_NH, head, tile_elements)
+    found = _TokenLogprobs.apply(hidden_NH, head.weight, head.bias, targets_N, temperature, rows)  # type: ignore[no-untyped-call]
+    return TokenLogprobs(*found)
 
 
-def _tile(
-    hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, targets_N: Tensor, temperature: float
-) -> tuple[Tensor, Tensor]:
-    logits_NV = Head(weight_VH, bias_V).logits(hidden_NH) / temperature
-    all_NV = functional.log_softmax(logits_NV, dim=-1)
-    entropy_N = -(all_NV.exp() * all_NV).sum(dim=-1)
-    return all_NV.gather(1, targets_N[:, None])[:, 0], entropy_N
+def _rows(hidden_NH: Tensor, head: Head, tile_elements: int | None) -> int:
+    """Tokens per tile. On a GPU tiles are of one size and a multiple of what its matrix products are made of."""
+    count, vocabulary = hidden_NH.shape[0], head.weight.shape[0]
+    if tile_elements is not None or not hidden_NH.is_cuda:
+        return max(1, (tile_elements or TILE_ELEMENTS) // vocabulary)
+    tiles = max(1, -(-count * vocabulary // GPU_TILE_ELEMENTS))
+    return max(1, -(-count // tiles // 128) * 128)
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    """Tiles of logits forward; the same tiles again backward, since keeping them would be the table made whole.
+
+    The gradient of the weights is summed over the tiles in float32 and rounded once. What flows back through 16-bit
+    weights is rounded to their type per logit, as it is after every other matrix product of such a model.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, targets_N: Tensor, temperature: float,
+        rows: int,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        ctx.set_materialize_grads(False)
+        head = Head(weight_VH, bias_V)
+        tiles = [
+            measure(head.logits(hidden), targets, temperature)
+            for hidden, targets in zip(torch.split(hidden_NH, rows), torch.split(targets_N, rows), strict=True)
+        ]
+        measured = Measured(*(each[0] if len(each) == 1 else torch.cat(each) for each in zip(*tiles, strict=True)))
+        ctx.save_for_backward(hidden_NH, weight_VH, bias_V, targets_N, *measured)
+        ctx.temperature, ctx.rows = temperature, rows
+        return measured.logprobs_N, measured.entropy_N
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, logprobs_N: Tensor | None, entropy_N: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden_NH, weight_VH, bias_V, targets_N, *measured = ctx.saved_tensors
+        if logprobs_N is None and entropy_N is None:
+            return (None,) * 6
+        slopes_N = torch.zeros_like(measured[0]) if logprobs_N is None else logprobs_N.contiguous()
+        given = Slopes(slopes_N, entropy_N)
+        whole = _Whole(hidden_NH, targets_N, Measured(*measured), given)
+        wanted = (ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[2])
+        return (*_gradients(Head(weight_VH, bias_V), whole, wanted, ctx.temperature, ctx.rows), None, None, None)
+
+
+class _Whole(NamedTuple):
+    """What the backward pass knows of all tokens."""
+
+    hidden_NH: Tensor
+    targets_N: Tensor
+    measured: Measured
+    given: Slopes
+
+    def part(self, tile: slice) -> _Whole:
+        entropy_N = self.given.entropy_N
+        given = Slopes(self.given.logprobs_N[tile], None if entropy_N is None else entropy_N[tile].contiguous())
+        measured = Measured(*(each[tile] for each in self.measured))
+        return _Whole(self.hidden_NH[tile], self.targets_N[tile], measured, given)
+
+
+def _gradients(
+    head: Head, whole: _Whole, wanted: tuple[bool, bool, bool], temperature: float, rows: int
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Of the hidden states, the weights and the bias; None for those that nobody wants."""
+    hidden_NH = torch.empty_like(whole.hidden_NH) if wanted[0] else None
+    weight_VH = torch.zeros_like(head.weight, dtype=torch.float32) if wanted[1] else None
+    bias_V = torch.zeros_like(head.bias, dtype=torch.float32) if wanted[2] and head.bias is not None else None
+    narrow = whole.hidden_NH.is_cuda and whole.hidden_NH.dtype == head.weight.dtype
+    dtype = head.weight.dtype if narrow else torch.float32
+    for start in range(0, whole.hidden_NH.shape[0], rows):
+        tile = slice(start, start + rows)
+        part = whole.part(tile)
+        slopes_NV = slopes(head.logits(part.hidden_NH), part.targets_N, part.measured, part.given, temperature, dtype)
+        if hidden_NH is not None:
+            hidden_NH[tile] = slopes_NV @ head.weight.to(dtype)
+        if weight_VH is not None:
+            _add_product(weight_VH, slopes_NV.T, part.hidden_NH.to(dtype))
+        if bias_V is not None:
+            bias_V += slopes_NV.sum(dim=0, dtype=torch.float32)
+    return (
+        hidden_NH,
+        None if weight_VH is None else weight_VH.to(head.weight.dtype),
+        None if bias_V is None or head.bias is None else bias_V.to(head.bias.dtype),
+    )
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right in float32, whatever the factors' type: products of 16-bit numbers are exact there."""
+    if left.dtype == torch.float32:
+        total.addmm_(left, right)
+    else:
+        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)

@@ -49,7 +49,11 @@ def apply_state(model: nn.Module, tensors: Mapping[str, TensorView] | Mapping[st
 
     A type is right if it is the model's own, or a narrower one whose every value the model's own can hold.
     """
-    state = policy_state(model)
+    overwrite(policy_state(model), tensors)
+
+
+def overwrite(state: Mapping[str, Tensor], tensors: Mapping[str, TensorView] | Mapping[str, Tensor]) -> None:
+    """The same for a state that is not a model's own, such as the float32 weights that a trainer keeps beside it."""
     missing, unknown = sorted(state.keys() - tensors.keys()), sorted(tensors.keys() - state.keys())
     if missing or unknown:
         raise ModelError(f"these weights are for another model: missing {missing[:3]}, unknown {unknown[:3]}")
@@ -121,8 +125,12 @@ def to_torch(view: TensorView) -> Tensor:
 
 def to_view(name: str, tensor: Tensor) -> TensorView:
     """A tensor's values as raw little-endian bytes of their own."""
+    return lent_view(name, tensor.detach().to("cpu", copy=True))
+
+
+def lent_view(name: str, tensor: Tensor) -> TensorView:
+    """The same where they lie, if the tensor is a contiguous one on the CPU: they change when it does."""
     if tensor.dtype not in TYPE_NAMES:
         raise ModelError(f"weight {name}: type {tensor.dtype} does not travel")
-    copied = tensor.detach().to("cpu", copy=True).contiguous().reshape(-1)
-    data = copied.view(torch.uint8).numpy().data
+    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
     return TensorView(name, TYPE_NAMES[tensor.dtype], tuple(tensor.shape), data)

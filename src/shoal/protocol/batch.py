@@ -5,15 +5,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
-from pydantic import Field, FiniteFloat
+from pydantic import Field, FiniteFloat, StringConstraints
 
 from shoal.protocol.policy import PolicyRef
 from shoal.protocol.signing import Message
 from shoal.protocol.submission import Completed, PackedTokens, unpack_tokens
+from shoal.protocol.versions import since
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
+
+AlarmCode = Annotated[str, StringConstraints(pattern=r"^[a-z0-9_.]{1,64}$")]
+AlarmText = Annotated[str, StringConstraints(max_length=2000)]
 
 
 class BatchGroup(Message):
@@ -76,7 +80,12 @@ class TrainingBatch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class StepReport(Message):
-    """What the trainer measured in a step: free-form numbers, e.g. reward_mean, held_out, loss, grad_norm."""
+    """What the trainer measured in a step: free-form numbers, e.g. reward_mean, held_out, loss, grad_norm.
+
+    `alarms` are what the run's owner should look at, code → sentence, e.g. guard.entropy_rise; the hub shows them among
+    its own.
+    """
 
     step: int = Field(ge=0, le=2**31)
     metrics: dict[str, FiniteFloat] = Field(max_length=128)
+    alarms: dict[AlarmCode, AlarmText] = Field(default={}, max_length=32, json_schema_extra=since(2))

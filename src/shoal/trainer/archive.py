@@ -1,10 +1,11 @@
 """What was trained on, for people: every batch as a Parquet file with texts, tokens, log-probabilities and rewards.
 
-    written-down batch ─► table, one row per rollout ─► rollouts/step-00007.parquet ─► training of step 7
+    written-down batch ─┬─► table, one row per rollout ─► rollouts/step-00007.parquet ─┬─► row 7 of the metrics
+                        └─► training of step 7 ────────────────────────────────────────┘
 
-A file is written before its step is trained, so that a step that diverges can be looked at. A step that is repeated
-after a crash has the same batch, and its file the same bytes. A step without any group has a file without rows:
-a missing file means that the step was never reached. Nothing here is ever read back by shoal.
+A file is written while its step is trained, whatever comes of it: one that diverges can be looked at. A step that is
+repeated after a crash has the same batch, and its file the same bytes. A step without any group has a file without
+rows: a missing file means that the step was never reached. Nothing here is ever read back by shoal.
 
     pyarrow.parquet.read_table("runs/NAME/trainer/rollouts").to_pandas()     # the whole run
 """

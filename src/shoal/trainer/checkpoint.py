@@ -6,7 +6,9 @@
       training.safetensors                the optimizer's moments, the state of torch's generators
       config.json tokenizer.json …        what describes the model
 
-    hidden folder ─► files, each synced ─► checkpoint.json ─► rename ─► parent synced ─► older ones removed
+    hidden folder ─► files, each synced ─► checkpoint.json ─► rename ─► parent synced ─► `retention` removes others
+
+What is written is a copy (`Captured`), so that it may be written while training goes on (`copies`).
 
 The learning rate and the order of minibatches follow from the version, metrics rows and batches are found by it, so
 that the version is the only cursor. No pickle: nothing in a checkpoint can run code.
@@ -20,7 +22,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,15 +30,16 @@ from typing import Any
 import torch
 from blake3 import blake3
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from shoal.errors import CheckpointError
-from shoal.models.state import apply_state, policy_state
 from shoal.protocol import canonical_json
 from shoal.runtime.crash import point
 from shoal.runtime.files import ensure_folder, resource_error, sync_folder, write_atomically
 from shoal.trainer.learner import Learner
+from shoal.trainer.retention import Place, Retention
+from shoal.trainer.sharded import read_full
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +49,7 @@ MODEL = "model.safetensors"
 TRAINING = "training.safetensors"
 NAME = re.compile(r"(0|[1-9]\d*)\.(0|[1-9]\d*)", re.ASCII)
 HIDDEN = ".saving-"
+MOMENTS = "optimizer/"
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,21 @@ class Progress:
 
 
 @dataclass(frozen=True)
+class Captured:
+    """The large files of a checkpoint by name, each as that which writes it to a path; nobody changes their contents
+    before they are written. Several processes may each bring files of their own."""
+
+    parts: Mapping[str, Callable[[Path], None]]
+
+    @classmethod
+    def of(cls, weights: Mapping[str, Tensor], training: Mapping[str, Tensor]) -> Captured:
+        """The state of a learner in this process: its weights, and what `training_state` says of it."""
+        return cls(
+            {MODEL: lambda path: save_tensors(path, weights), TRAINING: lambda path: save_tensors(path, training)}
+        )
+
+
+@dataclass(frozen=True)
 class StoredCheckpoint:
     """A checkpoint whose every byte has been checked."""
 
@@ -70,19 +89,29 @@ class StoredCheckpoint:
     files: Mapping[str, bytes]
 
     def tensors(self, name: str = MODEL) -> dict[str, Tensor]:
-        tensors: dict[str, Tensor] = load_file(self.folder / name)
-        return tensors
+        """The tensors of a file, whole, also if several processes have each written a part of it."""
+        return read_full(self.folder, name)
 
 
 class CheckpointStore:
     """The checkpoints of one run in one folder; the caller sees to it that nobody else writes there."""
 
-    def __init__(self, folder: Path, keep: int) -> None:
+    def __init__(self, folder: Path, keep: int | Retention) -> None:
         self.folder = folder
-        self._keep = keep
+        self._retention = Retention(keep) if isinstance(keep, int) else keep
 
     def save(self, learner: Learner, progress: Progress, files: Mapping[str, bytes]) -> Path:
-        """Make this state durable. When the call returns, no crash loses it."""
+        """Make the learner's state durable, while nobody trains it. When the call returns, no crash loses it."""
+        return self.write(Captured.of(learner.state(), training_state(learner)), progress, files)
+
+    def write(
+        self,
+        captured: Captured,
+        progress: Progress,
+        files: Mapping[str, bytes],
+        scores: Mapping[int, float] | None = None,
+    ) -> Path:
+        """Make what was captured durable, then remove what need not be kept; `scores` are those known by version."""
         ensure_folder(self.folder)
         self._sweep()
         hidden = self.folder / f"{HIDDEN}{progress.name}"
@@ -90,21 +119,31 @@ class CheckpointStore:
             hidden.mkdir()
             for name, data in files.items():
                 write_atomically(hidden / name, data)
-            _save_tensors(hidden / MODEL, policy_state(learner.model))
-            _save_tensors(hidden / TRAINING, _training_state(learner))
+            for name, put in captured.parts.items():
+                put(hidden / name)
             write_atomically(hidden / MANIFEST, _manifest(hidden, progress))
             point("trainer.checkpoint.before_rename")
-            return self._put_in_place(hidden, progress)
+            target = self._put_in_place(hidden, progress)
+            self.prune(scores or {})
+            return target
         except (SafetensorError, OSError) as error:
+            shutil.rmtree(hidden, ignore_errors=True)  # where the disk is full, what is half-written fills it
             raise resource_error("write the checkpoint", hidden, error) from error
+
+    def prune(self, scores: Mapping[int, float]) -> None:
+        """Remove the checkpoints that are kept for no reason any more."""
+        kept = self._retention.kept(self.places(), scores)
+        for place in self.places():
+            if place not in kept:
+                shutil.rmtree(self.folder / _name(place))
 
     def newest(self) -> StoredCheckpoint | None:
         """The newest checkpoint that is undamaged; None if there is none at all."""
-        found = self._places()
+        found = self.places()
         damage = []
-        for name in found:
+        for place in found:
             try:
-                return _read(self.folder / name)
+                return self.at(place)
             except CheckpointError as error:
                 damage.append(str(error))
                 log.warning("%s; falling back to the checkpoint before it", error)
@@ -115,12 +154,16 @@ class CheckpointStore:
             "backup, or move the folder away: the trainer then starts from the model and replays the hub's batches"
         )
 
-    def _places(self) -> list[str]:
-        """Names of the checkpoints, newest first."""
+    def at(self, place: Place) -> StoredCheckpoint:
+        """The checkpoint of one version and incarnation; `CheckpointError` if it is not there or damaged."""
+        return _read(self.folder / _name(place))
+
+    def places(self) -> list[Place]:
+        """Version and incarnation of the checkpoints, newest first."""
         if not self.folder.is_dir():
             return []
-        names = [entry.name for entry in self.folder.iterdir() if NAME.fullmatch(entry.name)]
-        return sorted(names, key=lambda name: tuple(map(int, name.split("."))), reverse=True)
+        found = [match for entry in self.folder.iterdir() if (match := NAME.fullmatch(entry.name))]
+        return sorted(((int(match[1]), int(match[2])) for match in found), reverse=True)
 
     def _put_in_place(self, hidden: Path, progress: Progress) -> Path:
         target = self.folder / progress.name
@@ -130,8 +173,6 @@ class CheckpointStore:
         sync_folder(self.folder)
         point("trainer.checkpoint.after_rename")
         self._sweep()
-        for name in self._places()[self._keep :]:
-            shutil.rmtree(self.folder / name)
         return target
 
     def _sweep(self) -> None:
@@ -142,45 +183,39 @@ class CheckpointStore:
 
 def restore(learner: Learner, stored: StoredCheckpoint) -> None:
     """Put weights, moments and generators in place; on the same machine, training goes on bit for bit."""
-    apply_state(learner.model, stored.tensors(MODEL))
+    learner.load_state(stored.tensors(MODEL))
     training = stored.tensors(TRAINING)
-    parameters = dict(learner.model.named_parameters())
-    learner.optimizer.state.clear()
-    for name, value in training.items():
-        kind, _, rest = name.partition("/")
-        if kind == "optimizer":
-            parameter, _, slot = rest.rpartition("/")
-            target = parameters[parameter]
-            # The count of updates stays where AdamW keeps it, on the CPU; moments live beside their weights.
-            moved = value if slot == "step" else value.to(target.device)
-            learner.optimizer.state[target][slot] = moved
-    _restore_generators(training)
+    learner.load_moments(
+        {name.removeprefix(MOMENTS): value for name, value in training.items() if name.startswith(MOMENTS)}
+    )
+    restore_generators(training)
 
 
-def _training_state(learner: Learner) -> dict[str, Tensor]:
-    names = {parameter: name for name, parameter in learner.model.named_parameters()}
-    state = {
-        f"optimizer/{names[parameter]}/{slot}": value
-        for parameter, slots in learner.optimizer.state.items()
-        for slot, value in slots.items()
-    }
+def training_state(learner: Learner) -> dict[str, Tensor]:
+    """What a resume needs beside the weights: moments, and the state of torch's generators. Moments are not copied."""
+    state = {f"{MOMENTS}{name}": value for name, value in learner.moments().items()}
     state["generator/cpu"] = torch.get_rng_state()
     if torch.cuda.is_available():
         state |= {f"generator/cuda-{i}": value for i, value in enumerate(torch.cuda.get_rng_state_all())}
     return state
 
 
-def _restore_generators(training: Mapping[str, Tensor]) -> None:
+def restore_generators(training: Mapping[str, Tensor]) -> None:
     torch.set_rng_state(training["generator/cpu"])
     for index in range(torch.cuda.device_count()):
         if (state := training.get(f"generator/cuda-{index}")) is not None:
             torch.cuda.set_rng_state(state, index)
 
 
-def _save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """A safetensors file that is on the disk when the call returns."""
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
     with path.open("rb") as file:
         os.fsync(file.fileno())
+
+
+def _name(place: Place) -> str:
+    return f"{place[0]}.{place[1]}"
 
 
 def _manifest(folder: Path, progress: Progress) -> bytes:

@@ -8,11 +8,13 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -21,31 +23,28 @@ from torch import Tensor
 from shoal.errors import CheckpointError
 from shoal.models.folder import read_config
 from shoal.models.load import DTYPES
-from shoal.protocol import LedgerHead, PolicyManifest
+from shoal.models.lora import merged
+from shoal.protocol import PolicyManifest
 from shoal.runtime.files import ensure_folder, resource_error, sync_folder, write_atomically
 from shoal.runtime.metrics import MetricsLog
-from shoal.trainer.checkpoint import CheckpointStore, Progress
+from shoal.trainer.card import ModelCard
+from shoal.trainer.checkpoint import CheckpointStore, Progress, StoredCheckpoint
 from shoal.trainer.destination import MARK, refuse_foreign
 from shoal.trainer.publisher import cast
+from shoal.trainer.retention import Place, ranked
+
+__all__ = ["ModelCard", "Which", "export_checkpoint", "export_policy", "latest_metrics", "scores_of", "write_card"]
+
+log = logging.getLogger(__name__)
 
 MODEL = "model.safetensors"
 
 
-@dataclass(frozen=True)
-class ModelCard:
-    """What a reader of the exported model wants to know. `metrics` is the last row that measured each number."""
+Which = int | Literal["newest", "best"]
+"""A version, the newest checkpoint, or the one with the best held-out score."""
 
-    progress: Progress
-    base_model: str = ""
-    environment: str = ""
-    digest: str | None = None
-    ledger_head: LedgerHead | None = None
-    metrics: Mapping[str, float] = field(default_factory=dict)
-
-    def as_json(self) -> bytes:
-        head = self.ledger_head
-        values = {**asdict(self), "ledger_head": head.model_dump(mode="json") if head else None}
-        return json.dumps(values, indent=2).encode() + b"\n"
+LOOKS = 3
+"""A trainer that goes on may remove a checkpoint while it is read; another one is there by then."""
 
 
 def export_policy(
@@ -55,8 +54,12 @@ def export_policy(
     card: ModelCard,
     dtype: str = "float32",
 ) -> Path:
-    """Write the folder; an older export at the same place is replaced, anything else there is left alone."""
+    """Write the folder; an older export at the same place is replaced, anything else there is left alone.
+
+    Adapters are merged into the weights they sit on: whoever loads the folder needs to know nothing of them.
+    """
     refuse_foreign(destination)
+    tensors, files = merged(tensors, files)
     ensure_folder(destination.parent)
     hidden = destination.parent / f".{destination.name}.exporting"
     shutil.rmtree(hidden, ignore_errors=True)
@@ -69,7 +72,7 @@ def export_policy(
             os.fsync(file.fileno())
         for name, data in {**files, "config.json": _config(files, dtype)}.items():
             write_atomically(hidden / name, data)
-        write_atomically(hidden / "README.md", _readme(card, dtype).encode())
+        write_atomically(hidden / "README.md", card.as_readme(dtype).encode())
         write_atomically(hidden / MARK, card.as_json())
         _put_in_place(hidden, destination)
     except (SafetensorError, OSError) as error:
@@ -79,7 +82,7 @@ def export_policy(
 
 def write_card(destination: Path, card: ModelCard, dtype: str = "float32") -> None:
     """Put another card into an export: what became known of its model later."""
-    write_atomically(destination / "README.md", _readme(card, dtype).encode())
+    write_atomically(destination / "README.md", card.as_readme(dtype).encode())
     write_atomically(destination / MARK, card.as_json())
 
 
@@ -89,24 +92,92 @@ def export_checkpoint(
     card: ModelCard | None = None,
     dtype: str = "float32",
     manifest_of: Callable[[Progress], PolicyManifest | None] = lambda _progress: None,
+    which: Which = "newest",
 ) -> Path:
-    """Export the newest checkpoint of a trainer's folder, at any time: no hub, no model folder, no running trainer.
+    """Export a checkpoint of a trainer's folder, at any time: no hub, no model folder, no running trainer.
 
-    Of a given card, the progress and the metrics are filled in from the folder, digest and ledger head from the
+    Of a given card, all that the folder tells is filled in: progress, metrics, scores; digest and ledger head from the
     manifest under which that version was published.
     """
-    checkpoints = trainer_folder / "checkpoints"
-    stored = CheckpointStore(checkpoints, keep=1).newest()
-    if stored is None:
-        raise CheckpointError(
-            f"there is no checkpoint in {checkpoints} yet; wait for the trainer's first, then export again"
-        )
-    given = card or ModelCard(stored.progress)
-    metrics = latest_metrics(MetricsLog(trainer_folder / "metrics.jsonl"), stored.progress.version)
+    log_of = MetricsLog(trainer_folder / "metrics.jsonl")
+    scores = scores_of(log_of)
+    stored, tensors, chosen = _open(CheckpointStore(trainer_folder / "checkpoints", keep=1), which, scores)
+    given, version = card or ModelCard(stored.progress), stored.progress.version
     manifest = manifest_of(stored.progress)
-    digest, head = (manifest.policy.digest, manifest.ledger_head) if manifest else (given.digest, given.ledger_head)
-    filled = ModelCard(stored.progress, given.base_model, given.environment, digest, head, metrics)
-    return export_policy(destination, stored.tensors(), stored.files, filled, dtype)
+    filled = replace(
+        given,
+        progress=stored.progress,
+        digest=manifest.policy.digest if manifest else given.digest,
+        ledger_head=manifest.ledger_head if manifest else given.ledger_head,
+        metrics=latest_metrics(log_of, version),
+        scores=scores,
+        chosen=chosen,
+    )
+    return export_policy(destination, tensors, stored.files, filled, dtype)
+
+
+def _open(
+    store: CheckpointStore, which: Which, scores: Mapping[int, float]
+) -> tuple[StoredCheckpoint, dict[str, Tensor], str]:
+    """The checkpoint asked for, its weights, and why it is this one."""
+    for look in range(LOOKS):
+        stored, chosen = _choose(store, which, scores)
+        try:
+            return stored, stored.tensors(), chosen
+        except (OSError, SafetensorError, CheckpointError):
+            if stored.folder.is_dir() or look == LOOKS - 1:
+                raise
+            log.info("the checkpoint %s was removed meanwhile; looking again", stored.folder)
+    raise AssertionError("the last look returns or raises")
+
+
+def _choose(store: CheckpointStore, which: Which, scores: Mapping[int, float]) -> tuple[StoredCheckpoint, str]:
+    places = store.places()
+    if not places:
+        raise CheckpointError(
+            f"there is no checkpoint in {store.folder} yet; wait for the trainer's first, then export again"
+        )
+    if which == "best":
+        return _best(store, places, scores)
+    if which == "newest":
+        stored = store.newest()
+        assert stored is not None, "there are checkpoints"
+        return stored, "the newest that was saved" + _beside_the_best(stored.progress.version, scores)
+    of_version = [place for place in places if place[0] == which]
+    if not of_version:
+        there = ", ".join(str(version) for version in sorted({version for version, _ in places}))
+        raise CheckpointError(f"there is no checkpoint of version {which} in {store.folder}; those kept are {there}")
+    return store.at(of_version[0]), "the one that was asked for" + _beside_the_best(which, scores)
+
+
+def _best(store: CheckpointStore, places: Sequence[Place], scores: Mapping[int, float]) -> tuple[StoredCheckpoint, str]:
+    best = ranked(places, scores)
+    if not best:
+        raise CheckpointError(
+            f"no checkpoint in {store.folder} has a held-out score yet (trainer.evaluate_every); export the newest one "
+            "by leaving out --best, or wait for a score"
+        )
+    version = best[0][0]
+    if scores[version] < max(scores.values()):
+        log.warning(
+            "version %d has the best score of the checkpoints kept, %.4g, but not of the run%s",
+            version, scores[version], _beside_the_best(version, scores),
+        )  # fmt: skip
+    return store.at(best[0]), f"the best of {len(best)} kept, by held-out score" + _beside_the_best(version, scores)
+
+
+def _beside_the_best(version: int, scores: Mapping[int, float]) -> str:
+    """How a version compares with the best that was measured; nothing where there is nothing to compare."""
+    if not scores:
+        return ""
+    best = max(scores, key=lambda number: (scores[number], number))
+    own = f"held-out score {scores[version]:.4g}" if version in scores else "not measured itself"
+    return f" ({own}; the run's best is {scores[best]:.4g}, of version {best})"
+
+
+def scores_of(metrics: MetricsLog) -> dict[int, float]:
+    """The held-out score of every version that has one."""
+    return {int(row["step"]): row["held_out"] for row in metrics.rows() if "held_out" in row}
 
 
 def latest_metrics(metrics: MetricsLog, version: int) -> dict[str, float]:
@@ -133,32 +204,3 @@ def _config(files: Mapping[str, bytes], dtype: str) -> bytes:
     """config.json with the type of the exported weights, so that a loader does not cast them."""
     config = {key: value for key, value in read_config(files).items() if key != "torch_dtype"}
     return json.dumps({**config, "dtype": dtype}, indent=2).encode() + b"\n"
-
-
-def _readme(card: ModelCard, dtype: str) -> str:
-    progress = card.progress
-    head = f"{card.ledger_head.index} / `{card.ledger_head.hash}`" if card.ledger_head else "not recorded"
-    facts = {
-        "run": f"`{progress.run}`",
-        "version": f"{progress.version} (incarnation {progress.incarnation})",
-        "trained from": card.base_model or "not recorded",
-        "environment": card.environment or "not recorded",
-        "weights": dtype,
-        "policy digest": f"`{card.digest}`" if card.digest else "not recorded",
-        "ledger head (index / hash)": head,
-    }
-    measured = {name: f"{value:.6g}" for name, value in sorted(card.metrics.items())}
-    return (
-        "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags: [reinforcement-learning, shoal]\n---\n\n"
-        f"# {progress.run}, version {progress.version}\n\n"
-        "Trained by reinforcement learning with shoal on rollouts that were each verified before training.\n\n"
-        f"{_table(('fact', 'value'), facts)}\n## Last measured\n\n{_table(('metric', 'value'), measured)}\n"
-        "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-        'model = AutoModelForCausalLM.from_pretrained("path/to/this/folder")\n'
-        'tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")\n```\n'
-    )
-
-
-def _table(header: tuple[str, str], rows: Mapping[str, str]) -> str:
-    lines = [f"| {header[0]} | {header[1]} |", "|---|---|", *(f"| {key} | {value} |" for key, value in rows.items())]
-    return "\n".join(lines) + "\n"

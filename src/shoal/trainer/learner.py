@@ -2,22 +2,37 @@
 
 from __future__ import annotations
 
+import copy
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from shoal.algorithms.advantages import Advantage
 from shoal.algorithms.losses import Loss, LossParameters
+from shoal.algorithms.packing import Cost
 from shoal.algorithms.registry import advantage_named, loss_named
-from shoal.errors import ConfigError
+from shoal.errors import CheckpointError, ConfigError
+from shoal.models.compiled import compile_layers
+from shoal.models.load import DTYPES, LoadedModel, adapted, load_model
+from shoal.models.lora import AdapterShape
+from shoal.models.packed import supports_packing
+from shoal.models.state import overwrite, policy_state
+from shoal.trainer.crew import Alone, Crew
+from shoal.trainer.precision import Masters
+from shoal.trainer.recompute import recompute_layers
 from shoal.trainer.settings import TrainerSettings
 
 
 @dataclass(frozen=True)
 class Learner:
-    """A model in float32 with its optimizer. The algorithm is three values that nobody else looks into."""
+    """A model with its optimizer. The algorithm is three values that nobody else looks into.
+
+    `state` is what has been learnt: in float32 always, also where the model computes in bfloat16 (`masters`).
+    """
 
     model: Any
     optimizer: torch.optim.AdamW
@@ -25,21 +40,80 @@ class Learner:
     advantage: Advantage
     loss: Loss
     loss_parameters: LossParameters
+    crew: Crew = Alone()  # noqa: RUF009 - it has no state
+    masters: Masters | None = None
+    # The policy that training began with, if the objective is held near it; `model` itself, if without its adapters.
+    reference: Any = None
+    # Sequences end to end, or in padded rows where the model cannot be computed so.
+    packed: bool = False
+    cost: Cost = Cost(linear=1, quadratic=0)  # noqa: RUF009 - it is frozen
 
     @property
     def device(self) -> torch.device:
         device: torch.device = next(self.model.parameters()).device
         return device
 
+    def trained(self) -> dict[str, Tensor]:
+        """The tensors that the optimizer changes, by the names of the model's weights."""
+        own = {name: weight for name, weight in self.model.named_parameters() if weight.requires_grad}
+        return own if self.masters is None else {name: self.masters.named[name] for name in own}
 
-def new_learner(model: Any, settings: TrainerSettings) -> Learner:
-    """A learner that has not learnt yet. The model is put in evaluation mode: dropout would be noise in the ratio."""
+    def state(self) -> dict[str, Tensor]:
+        """The policy's weights by name, as `policy_state` gives them, masters where there are any. Not copied."""
+        masters = {} if self.masters is None else self.masters.named
+        return {name: masters.get(name, own).detach() for name, own in policy_state(self.model).items()}
+
+    def load_state(self, tensors: Mapping[str, Tensor]) -> None:
+        """Overwrite the weights in place; nothing is written unless every name, shape and type is right."""
+        overwrite(self.state(), tensors)
+        if self.masters is not None:
+            self.masters.write_back()
+
+    def moments(self) -> dict[str, Tensor]:
+        """What the optimizer remembers, as `weight/slot`; empty before the first update. Not copied."""
+        slots = {name: self.optimizer.state.get(weight, {}) for name, weight in self.trained().items()}
+        return {f"{name}/{slot}": value for name, values in slots.items() for slot, value in values.items()}
+
+    def load_moments(self, moments: Mapping[str, Tensor]) -> None:
+        """Let the optimizer remember these and nothing else."""
+        trained = self.trained()
+        self.optimizer.state.clear()
+        for name, value in moments.items():
+            weight, _, slot = name.rpartition("/")
+            if weight not in trained:
+                raise CheckpointError(f"there are moments of weight {weight}, which is not trained here")
+            # The count of updates stays where AdamW keeps it; moments live beside their weights.
+            count_stays = slot == "step" and not self.optimizer.defaults["fused"]
+            self.optimizer.state[trained[weight]][slot] = value if count_stays else value.to(trained[weight].device)
+
+
+def new_learner(model: Any, settings: TrainerSettings, crew: Crew | None = None, reference: Any = None) -> Learner:
+    """A learner that has not learnt yet. The model is put in evaluation mode: dropout would be noise in the ratio.
+
+    A model whose weights are spread over the crew already comes in float32 and with its `reference`; they are not
+    touched here.
+    """
     model.eval()
+    crew = crew or Alone()
+    masters = None
+    if settings.memory.precision != "float32" and crew.world == 1:
+        masters = Masters(model)
+        masters.attach(DTYPES[settings.memory.precision])
+    if settings.objective.kl > 0 and reference is None:
+        reference = frozen_copy(model) if settings.lora is None else model
+    with torch.no_grad():
+        packed = crew.run(model, lambda: supports_packing(model))
+    if settings.memory.compile:
+        compile_layers(model)
+    if settings.memory.recompute:
+        recompute_layers(model)
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
     optimizer = torch.optim.AdamW(
-        model.parameters(),
+        trained if masters is None else masters.named.values(),
         lr=settings.learning_rate,
         betas=settings.betas,
         weight_decay=settings.weight_decay,
+        fused=trained[0].is_cuda,
     )
     return Learner(
         model=model,
@@ -47,7 +121,42 @@ def new_learner(model: Any, settings: TrainerSettings) -> Learner:
         settings=settings,
         advantage=advantage_named(settings.advantage),
         loss=loss_named(settings.loss),
-        loss_parameters=LossParameters(settings.clip_epsilon, settings.clip_delta),
+        loss_parameters=_loss_parameters(settings),
+        crew=crew,
+        masters=masters,
+        reference=reference,
+        packed=packed,
+        cost=cost_of(model),
+    )
+
+
+def cost_of(model: Any) -> Cost:
+    """Multiplications of a forward pass, by the model's shape: each weight once per token; queries with keys, and
+    weights with values, once per pair of tokens that see each other."""
+    shape = model.config.get_text_config()
+    heads = shape.num_attention_heads
+    size = getattr(shape, "head_dim", None) or shape.hidden_size // heads
+    weights = sum(weight.numel() for weight in model.parameters())
+    return Cost(linear=weights, quadratic=shape.num_hidden_layers * heads * size)
+
+
+def frozen_copy(model: Any) -> Any:
+    """The model as it is now, in memory of its own, never to be trained."""
+    return copy.deepcopy(model).requires_grad_(False)
+
+
+def _loss_parameters(settings: TrainerSettings) -> LossParameters:
+    objective = settings.objective
+    return LossParameters(
+        epsilon=settings.clip_epsilon,
+        delta=settings.clip_delta,
+        epsilon_high=objective.clip_high,
+        ratio_cap=objective.ratio_cap,
+        mask_low=objective.mask_low,
+        mask_high=objective.mask_high,
+        move_limit=objective.move_limit,
+        log_ratio_penalty=objective.log_ratio_penalty,
+        recomputed_base=objective.ratio_base == "recomputed",
     )
 
 
@@ -60,6 +169,14 @@ def learning_rate(settings: TrainerSettings, step: int) -> float:
     if settings.warmup_steps == 0:
         return settings.learning_rate
     return settings.learning_rate * min(1.0, (step + 1) / settings.warmup_steps)
+
+
+def starting_model(name: str, settings: TrainerSettings, device: str | None = None) -> LoadedModel:
+    """The model that training starts from, with adapters if it is they that are trained."""
+    loaded = load_model(name, device=device or choose_device(settings.device))
+    if settings.lora is None:
+        return loaded
+    return adapted(loaded, AdapterShape(settings.lora.rank, settings.lora.alpha, settings.lora.targets))
 
 
 def choose_device(wanted: str) -> str:

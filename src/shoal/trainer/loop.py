@@ -1,36 +1,43 @@
-"""The trainer process.
+"""What a trainer does, from wherever the run stands to its last step.
 
-                 ┌───────────────────────────── the hub ─────────────────────────────┐
-                 │ status      batch n (long poll)    rollouts n     report n        │ announce n+1
-                 ▼                  ▼                     ▼              ▲           ▲
-    resume ─► replay ─► publish ─► [ wait ─► train ─► row ─► checkpoint ─► snapshot ┄► publisher ] ─► export
-                                      ▲                                          thread        │
-                                      └───────────────────── next step ◄───────────────────────┘
+                 ┌───────────────────────────── the hub ────────────────────────────┐
+                 │ status      batch n (long poll)    rollouts n                    │ report n     announce n+1
+                 ▼                  ▼                     ▼                         ▲              ▲
+    resume ─► replay ─► publish ─► [ wait ─► train ─► row n ─► copy ┄┄► publisher: report ─► save ─► publish ]
+                                      ▲         archive                   thread
+                                      └─────────── next step ◄──┘                                 … ─► export
+
+Beside training: what a step is trained on is put down for people (`archive`), rows are reported, checkpoints written,
+versions published (`publisher`), held-out scores measured by validators (`held_out`). In front of it: the copy of the
+weights (`copies`), the row in the metrics, and the wait for the batch, which is only asked for when it is wanted: the
+hub writes a batch down when it is asked for, and rollouts would be older than they need be.
 
 Who waits for whom: the trainer waits for the batch of its step (up to `batch_deadline_s`, naming what the hub waits
-for), and before it saves a step for the version before it to be out. So the hub is never more than one version behind
-the newest checkpoint. Workers never wait for the trainer as long as the staleness bound has room. What a step is
-trained on is put down for people first (`archive`). Held-out scores come from validators meanwhile (`held_out`).
+for), and before it writes the row of a step for the version that the step began with to be out. Workers never wait for
+the trainer as long as the staleness bound has room.
 
-Crash anywhere: the newest checkpoint is loaded, the batches written down since then are trained on again, and what
-comes out is compared with what was published (`publisher`).
+The order that a crash anywhere relies on, one after the other for every version n:
+
+    row n-1 in the metrics ─► report n-1 at the hub ─► checkpoint n durable ─► n at the origin ─► n announced ─► row n
+
+So a version goes out only if its checkpoint (where one is due) is durable, and the newest checkpoint is at most one
+version ahead of the hub; rows of steps that a resume trains again are dropped by it, and reported again. The newest
+checkpoint is loaded, the batches written down since then are trained on again, and what comes out is compared with
+what was published (`publisher`).
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from contextlib import closing
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from shoal.client import Activity, ClientOptions, HubClient, RegularHeartbeat
-from shoal.engines.asking import Asking
-from shoal.engines.turns import Talks
+from shoal.algorithms.staleness import staleness
+from shoal.client import Activity
 from shoal.errors import CheckpointError, DeadlineExceeded, ProtocolError, ShoalError
-from shoal.models.load import LoadedModel, load_model
-from shoal.models.state import to_torch
 from shoal.models.tokenizer import TextTokenizer
 from shoal.protocol import (
     Batch,
@@ -48,31 +55,32 @@ from shoal.protocol import (
     StepReport,
     TrainingBatch,
 )
-from shoal.rewards import DirectScorer, Scorer, ScoringPool
 from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.crash import point
-from shoal.runtime.files import ensure_folder
-from shoal.runtime.lock import FolderLock
 from shoal.runtime.metrics import MetricsLog
 from shoal.runtime.stop import StopToken
-from shoal.shardcast.origin import Origin, OriginSettings
 from shoal.trainer.archive import RolloutArchive
-from shoal.trainer.checkpoint import CheckpointStore, Progress, restore
-from shoal.trainer.config import TrainerConfig
+from shoal.trainer.card import ModelCard, training_facts
+from shoal.trainer.checkpoint import CheckpointStore, Progress
+from shoal.trainer.copies import Copied
 from shoal.trainer.destination import refuse_foreign
-from shoal.trainer.evaluate import Evaluator, GreedyEvaluator
-from shoal.trainer.export import ModelCard, export_policy, latest_metrics, write_card
+from shoal.trainer.evaluate import Evaluator
+from shoal.trainer.export import export_policy, latest_metrics, scores_of, write_card
+from shoal.trainer.guards import LOOKBACK, Judged, Watch, needs_lookback, staleness_shares
+from shoal.trainer.hands import Hands
 from shoal.trainer.held_out import ByTrainer, ByValidators, HeldOut
-from shoal.trainer.learner import Learner, choose_device, make_deterministic, new_learner
-from shoal.trainer.publisher import PolicyHub, PolicyOrigin, Publication, Publisher, Snapshot, take_snapshot
+from shoal.trainer.learner import Learner
+from shoal.trainer.publisher import PolicyHub, PolicyOrigin, Publication, Publisher, Snapshot, snapshot_of
+from shoal.trainer.reference import hold_start
+from shoal.trainer.retention import Retention
 from shoal.trainer.settings import TrainerSettings
-from shoal.trainer.step import StepWork, Stopped, train_step
+from shoal.trainer.step import StepWork, Stopped
+from shoal.trainer.stopwatch import Stopwatch
+from shoal.trainer.tracking import Trackers
 
 log = logging.getLogger(__name__)
 
 POLL_S = 2.0  # a failed publication, or a request to stop, is noticed within this
-HEARTBEAT_S = 5.0
-LOCK_WAIT_S = 10.0  # a supervisor may start the next trainer while the last one is still ending
 
 
 class TrainerHub(PolicyHub, Protocol):
@@ -113,65 +121,10 @@ class TrainingParts:
     base_model: str = ""
     seed: int = 0
     clock: Clock = field(default_factory=SystemClock)
-
-
-def run_trainer(config: TrainerConfig, stop: StopToken) -> None:
-    """Train until the run's last step, or until told to stop. Failures are `ShoalError`s; stopping is none."""
-    settings = config.settings
-    make_deterministic(settings)
-    ensure_folder(config.folder)
-    options = ClientOptions(patience_s=settings.batch_deadline_s)
-    with (
-        FolderLock(config.folder).acquire(stop, LOCK_WAIT_S),
-        closing(HubClient(config.hub_url, config.key, stop, config.root_fingerprint, options=options)) as hub,
-        closing(_scorer(config, stop)) as scorer,
-    ):
-        try:
-            hub.register("trainer", "trainer", config.certificate)
-            info = hub.run_info()
-            loaded = load_model(config.model, device=choose_device(settings.device))
-            run = TrainingRun(_parts(config, hub, info, loaded, scorer), stop)
-            with RegularHeartbeat(hub, HEARTBEAT_S, run.activity, lambda _reply: None):
-                run.run()
-        except DeadlineExceeded:
-            if not stop.is_set():
-                raise
-            log.info("the trainer stopped (%s)", stop.reason)
-
-
-def _scorer(config: TrainerConfig, stop: StopToken) -> Scorer:
-    """What scores the trainer's own evaluations. Processes start when the first one is made."""
-    if config.scored_by is None:
-        return DirectScorer(config.environment)
-    return ScoringPool(config.scored_by, config.environment, stop)
-
-
-def _parts(config: TrainerConfig, hub: HubClient, info: RunInfo, loaded: LoadedModel, scorer: Scorer) -> TrainingParts:
-    kept = OriginSettings(
-        kept_versions=max(OriginSettings().kept_versions, info.max_staleness + 2),
-        anchor_every=config.settings.anchor_every,
-    )
-    evaluate = GreedyEvaluator(
-        loaded.model,
-        loaded.tokenizer,
-        config.environment,
-        info.sampling,
-        config.settings.evaluate_tasks,
-        Asking(loaded.files, config.environment, info.sampling.max_new_tokens).ids,
-        Talks(config.environment, loaded.files, info.sampling),
-        scorer,
-    )
-    return TrainingParts(
-        folder=config.folder,
-        hub=hub,
-        origin=Origin(config.origin_folder, info.run, config.key, settings=kept),
-        learner=new_learner(loaded.model, config.settings),
-        files=loaded.files,
-        key=config.key,
-        evaluate=evaluate,
-        base_model=Path(config.model).name,
-        seed=config.seed,
-    )
+    hands: Hands = field(default_factory=Hands)
+    trackers: Trackers = field(default_factory=Trackers)
+    # Tells the weights that the run begins with from others.
+    start: Callable[[], str] = lambda: ""
 
 
 class TrainingRun:
@@ -181,10 +134,17 @@ class TrainingRun:
         self._parts = parts
         self._stop = stop
         self._info = parts.hub.run_info()
-        self._store = CheckpointStore(parts.folder / "checkpoints", self._settings.keep_checkpoints)
+        self._store = CheckpointStore(parts.folder / "checkpoints", self._retention())
         self._metrics = MetricsLog(parts.folder / "metrics.jsonl")
         self._archive = RolloutArchive(parts.folder / "rollouts", TextTokenizer(parts.files).decode)
-        self._row_at_s = parts.clock.monotonic_s()
+        self._copies = parts.hands.copies
+        self._copied: Copied | None = None  # of the version that was handed over last
+        self._saved: int | None = None  # the newest version that is in a checkpoint, or on its way into one
+        self._scores: dict[int, float] = {}  # held-out, by version
+        self._unreported: list[Mapping[str, float]] = []
+        self._watch = Watch(self._settings.guards)
+        self._alarms: dict[int, dict[str, str]] = {}  # by step, what the hub has not been told yet
+        self._stopwatch = Stopwatch(parts.clock)
         self.activity = Activity(parts.clock)
         self.version = 0
         self._held_out = self._measuring()
@@ -192,6 +152,16 @@ class TrainingRun:
     @property
     def _settings(self) -> TrainerSettings:
         return self._parts.learner.settings
+
+    def _retention(self) -> Retention:
+        settings = self._settings
+        lookback = LOOKBACK if needs_lookback(settings.guards) else 0
+        return Retention(settings.keep_checkpoints, settings.keep_best, self._is_measured, lookback)
+
+    def _is_measured(self, version: int) -> bool:
+        """Whether a version gets a held-out score sooner or later."""
+        every = self._settings.evaluate_every
+        return every > 0 and (version % every == 0 or version == self._info.steps)
 
     def _measuring(self) -> HeldOut:
         every = self._settings.evaluate_every
@@ -208,30 +178,39 @@ class TrainingRun:
         try:
             while published is not None and self.version < published.version:
                 self._advance(publisher)  # a replay: the batches are those of the first time
-            publisher.submit(self._snapshot())
+                if self.version < published.version:
+                    self._hand_over(publisher, publish=False)
+            self._hand_over(publisher)
             while self.version < self._info.steps:
                 self._advance(publisher)
-                publisher.submit(self._snapshot())
+                self._hand_over(publisher)
             self._finish(publisher.wait())
         except Stopped:
             log.info("the trainer stopped (%s) at version %d", self._stop.reason, self.version)
         finally:
+            self._parts.trackers.close()
             publisher.close()
 
     def _resume(self, published: PolicyRef | None) -> int:
-        """Load the newest checkpoint, or save the starting policy as one; returns the incarnation to go on with."""
+        """Load the newest checkpoint, if there is one; returns the incarnation to go on with."""
         parts, stored = self._parts, self._store.newest()
         incarnation = published.incarnation if published else 0
+        held = parts.learner.reference is not None
+        hold_start(parts.folder, parts.start, begins=stored is None, needed=held)
         if stored is None:
             log.info("no checkpoint: starting from %s", parts.base_model or "the model")
-            self._store.save(parts.learner, Progress(self._info.run, 0, incarnation), parts.files)
         else:
             self._refuse_foreign_checkpoint(stored.progress, published)
-            restore(parts.learner, stored)
-            self.version = stored.progress.version
+            parts.hands.restore(parts.learner, stored)
+            self.version = self._saved = stored.progress.version
             incarnation = max(incarnation, stored.progress.incarnation)
             log.info("resuming at version %d from %s", self.version, stored.folder)
         self._metrics.rewind(self.version, keep=("held_out",))
+        rows = self._metrics.rows()
+        self._scores = scores_of(self._metrics)
+        before = [row for row in rows if row["step"] < self.version]
+        self._watch.resume(before)
+        self._parts.trackers.begin(self.version, before)
         return incarnation
 
     def _refuse_foreign_checkpoint(self, progress: Progress, published: PolicyRef | None) -> None:
@@ -264,21 +243,62 @@ class TrainingRun:
         )
 
     def _advance(self, publisher: Publisher) -> None:
-        """One step: wait for the batch, train, write the row, save. Publishing is the caller's."""
-        step = self.version
+        """One step: wait for the batch, train, write the row. Saving and publishing begin when it is handed over."""
+        step, watch = self.version, self._stopwatch
         held_out = _named(self._held_out.before(step))
-        batch, rollouts, wait_s = self._next_batch(publisher)
-        self._archive.write(batch, rollouts)
+        with watch.lap("wait_s"):
+            batch, rollouts = self._next_batch(publisher)
         metrics = self._train(batch, rollouts)
-        publisher.wait()  # so that the hub is never more than one version behind a checkpoint
-        self._record(step, {**held_out, **metrics, **self._times(wait_s)})
-        point("trainer.step.recorded")
+        with watch.lap("publish_wait_s"):
+            publisher.wait()  # so that the hub is never more than one version behind a checkpoint
+        times = {"hidden_s": publisher.worked_s, **watch.row()}
+        times["tokens_per_s"] = metrics["tokens"] / times["train_s"] if times["train_s"] else 0.0
+        judged = self._watch.judge(metrics)
+        self._record(step, {**held_out, **metrics, **times, **judged.numbers})
+        self._heed(judged, publisher)
+        self._watch.add({"step": step, **metrics, **judged.numbers})
         self.version = step + 1
-        if self._due(self._settings.checkpoint_every, self.version) or self.version == self._info.steps:
-            self._store.save(self._parts.learner, self._progress(publisher.incarnation), self._parts.files)
 
-    def _next_batch(self, publisher: Publisher) -> tuple[Batch, TrainingBatch, float]:
-        """The written-down batch of the next step and its rollouts, and how long they took to come."""
+    def _heed(self, judged: Judged, publisher: Publisher) -> None:
+        """A guard may end the run here, before the version is saved or published; the hub hears why first."""
+        self._alarms |= judged.by_step()
+        if judged.stops:
+            publisher.wait()
+            for row in self._unreported:
+                self._report(row)
+            judged.refuse(self._store.folder, [version for version, _ in self._store.places()])
+
+    def _hand_over(self, publisher: Publisher, publish: bool = True) -> None:
+        """Copy this version. The publisher's thread reports the rows before it, saves it if that is due, publishes it.
+
+        Nothing that the thread uses changes before it is done: the next copy waits for it.
+        """
+        publisher.wait()
+        with self._stopwatch.lap("copy_s"):
+            copied = self._copies.take(self._parts.learner, self._is_save_due())
+        version, rows, scores = self.version, self._unreported, dict(self._scores)
+        self._copied, self._unreported = copied, []
+        self._saved = version if copied.training is not None else self._saved
+
+        def prepare() -> Snapshot | None:
+            for row in rows:
+                self._report(row)
+            point("trainer.step.recorded")
+            if (captured := copied.captured()) is not None:
+                progress = Progress(self._info.run, version, publisher.incarnation)
+                self._store.write(captured, progress, self._parts.files, scores)
+            return self._snapshot(copied, version) if publish else None
+
+        publisher.submit(prepare)
+
+    def _is_save_due(self) -> bool:
+        """Whether this version is to be in a checkpoint and is in none; one that is measured may be the best."""
+        version, settings = self.version, self._settings
+        asked_for = version % settings.checkpoint_every == 0 or version == self._info.steps
+        return version != self._saved and (asked_for or (settings.keep_best > 0 and self._is_measured(version)))
+
+    def _next_batch(self, publisher: Publisher) -> tuple[Batch, TrainingBatch]:
+        """The written-down batch of the next step and its rollouts."""
         clock, hub, step = self._parts.clock, self._parts.hub, self.version
         deadline_s = self._settings.batch_deadline_s
         began_s, waiting = clock.monotonic_s(), "nothing was said"
@@ -294,36 +314,33 @@ class TrainingRun:
             if reply.batch is not None:
                 rollouts = hub.rollouts(step)
                 _refuse_mixed_up(reply.batch, rollouts)
-                return reply.batch, rollouts, clock.monotonic_s() - began_s
+                return reply.batch, rollouts
             waiting = reply.waiting or waiting
 
     def _train(self, batch: Batch, rollouts: TrainingBatch) -> dict[str, float]:
-        clock = self._parts.clock
+        """Train on a batch. It is archived meanwhile, also if training fails: one will want to look at it then."""
         work = StepWork(
             step=batch.step,
             groups=rollouts.groups,
             temperature=self._info.sampling.temperature,
             max_staleness=self._info.max_staleness,
             seed=self._parts.seed,
+            max_new_tokens=self._info.sampling.max_new_tokens,
+            rate_factor=self._watch.begin(batch.step),
         )
-        began_s = clock.monotonic_s()
-        with self.activity.busy(f"training step {batch.step}"):
-            metrics = train_step(self._parts.learner, work, self._stop.is_set)
-        train_s = clock.monotonic_s() - began_s
+        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="archive") as beside:
+            archived = beside.submit(self._archive.write, batch, rollouts)
+            with self.activity.busy(f"training step {batch.step}"), self._stopwatch.lap("train_s"):
+                metrics = self._parts.hands.train(self._parts.learner, work, self._stop.is_set, self._watch.veto)
+            archived.result()
         metrics["dropped_groups"] += batch.dropped_groups
         if batch.sampled_reward is not None:
             metrics["sampled_reward"] = batch.sampled_reward
-        return {**metrics, "train_s": train_s, "tokens_per_s": metrics["tokens"] / train_s if train_s else 0.0}
-
-    def _times(self, wait_s: float) -> dict[str, float]:
-        """How the time since the last row was spent; saving and taking snapshots count as neither."""
-        now_s = self._parts.clock.monotonic_s()
-        step_s, self._row_at_s = now_s - self._row_at_s, now_s
-        return {"wait_s": wait_s, "step_s": step_s, "idle_fraction": wait_s / step_s if step_s else 0.0}
+        return metrics | staleness_shares([staleness(batch.step, group.version) for group in rollouts.groups])
 
     def _evaluate(self) -> float | None:
         """The score of the model as it is; None if it cannot be had. No evaluation ends training."""
-        with self.activity.busy(f"evaluating version {self.version}"):
+        with self.activity.busy(f"evaluating version {self.version}"), self._stopwatch.lap("evaluate_s"):
             try:
                 return self._parts.evaluate()
             except (ShoalError, RuntimeError, OSError) as error:  # RuntimeError: torch, also when memory is short
@@ -333,56 +350,70 @@ class TrainingRun:
                 return None
 
     def _record(self, step: int, metrics: Mapping[str, float]) -> None:
-        """To the file first: it is what a resume relies on; the hub keeps the newest report of a step.
+        """To the file: it is what a resume relies on. The hub is told when the version after it is handed over.
 
         What validators have measured of this version goes into its row; of earlier ones into the rows that are there.
         """
         known = self._held_out.known(step)
         metrics = {**_named(known.pop(step, None)), **metrics}
         for earlier, score in known.items():
-            self._report(self._metrics.amend(earlier, _named(score)))
-        self._report(self._metrics.append(step, {**metrics, "at_ms": float(self._parts.clock.now_ms())}))
+            if (amended := self._metrics.amend(earlier, _named(score))) is not None:
+                self._unreported.append(amended)
+                self._parts.trackers.amend(earlier, _named(score))
+        row = self._metrics.append(step, {**metrics, "at_ms": float(self._parts.clock.now_ms())})
+        self._unreported.append(row)
+        self._parts.trackers.write(row)
+        self._scores |= known | ({step: metrics["held_out"]} if "held_out" in metrics else {})
         shown = ("sampled_reward", "reward_mean", "held_out", "loss", "grad_norm", "idle_fraction")
         log.info("step %d: %s", step, ", ".join(f"{name} {metrics[name]:.4g}" for name in shown if name in metrics))
 
-    def _report(self, row: Mapping[str, float] | None) -> None:
-        if row is not None:
-            measured = {name: value for name, value in row.items() if name != "step"}
-            self._parts.hub.report(StepReport(step=int(row["step"]), metrics=measured))
+    def _report(self, row: Mapping[str, float]) -> None:
+        """The hub keeps the newest report of a step."""
+        measured = {name: value for name, value in row.items() if name != "step"}
+        step = int(row["step"])
+        self._parts.hub.report(StepReport(step=step, metrics=measured, alarms=self._alarms.pop(step, {})))
 
     def _finish(self, manifest: PolicyManifest | None) -> None:
         """The last version is out: export it, then measure it. Nothing that may fail or wait comes before."""
-        assert manifest is not None, "a version was submitted before"
+        assert manifest is not None, "a version was handed over before"
+        assert self._copied is not None
         folder, dtype = self._parts.folder / "export", self._settings.publish_dtype
-        snapshot = self._snapshot()
-        tensors = {view.name: to_torch(view) for view in snapshot.tensors}
-        export_policy(folder, tensors, snapshot.files, self._card(manifest), dtype)
+        export_policy(folder, self._copied.weights, self._parts.files, self._card(manifest), dtype)
         if self._settings.evaluate_every:
             with self.activity.waiting(f"the score of version {self.version}"):
                 score = self._held_out.last(self.version)
             self._record(self.version, _named(score))
+            for row in self._unreported:
+                self._report(row)
+            self._store.prune(self._scores)
             write_card(folder, self._card(manifest), dtype)
         log.info("the run is complete: version %d is exported to %s", self.version, folder)
 
     def _card(self, manifest: PolicyManifest) -> ModelCard:
         return ModelCard(
-            progress=self._progress(manifest.policy.incarnation),
+            progress=Progress(self._info.run, self.version, manifest.policy.incarnation),
             base_model=self._parts.base_model,
             environment=self._info.environment,
             digest=manifest.policy.digest,
             ledger_head=manifest.ledger_head,
             metrics=latest_metrics(self._metrics, self.version),
+            scores=self._scores,
+            chosen="the last of the run",
+            training=self._training_facts(),
         )
 
-    def _snapshot(self) -> Snapshot:
-        dtype = self._settings.publish_dtype
-        return take_snapshot(self._parts.learner.model, self.version, self._parts.files, dtype)
+    def _training_facts(self) -> dict[str, str]:
+        info = self._info
+        return training_facts(
+            self._settings,
+            steps=info.steps,
+            group_size=info.group_size,
+            max_staleness=info.max_staleness,
+            temperature=info.sampling.temperature,
+        )
 
-    def _progress(self, incarnation: int) -> Progress:
-        return Progress(self._info.run, self.version, incarnation)
-
-    def _due(self, every: int, number: int) -> bool:
-        return every > 0 and number % every == 0
+    def _snapshot(self, copied: Copied, version: int) -> Snapshot:
+        return snapshot_of(copied.weights, version, self._parts.files, self._settings.publish_dtype)
 
 
 def _named(score: float | None) -> dict[str, float]:

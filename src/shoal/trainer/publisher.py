@@ -1,10 +1,10 @@
-"""Publishing beside training: the copy of the weights is taken in front, everything slow happens in a thread.
+"""Saving and publishing beside training: weights are copied in front (`copies`), everything slow happens in a thread.
 
-    main thread                                    publisher thread (one version at a time)
-    take_snapshot(model) ─► submit ──────────────► hub.ledger_head ─► origin.publish ─► hub.announce
-    … evaluates, waits for rollouts, trains …          hash, write, sign                 workers learn of it
-    check() at every wait ◄── failure, raised ◄────────┘
-    submit(next) waits for this one: never more than one version on its way
+    main thread                                 publisher thread (one version at a time)
+    copy ─► submit(prepare) ──────────────────► prepare: rows to the hub ─► checkpoint durable ─► cast
+    … waits for rollouts, trains …              hub.ledger_head ─► origin.publish ─► hub.announce
+    check() at every wait ◄── failure, raised ◄─────┘  hash, write, sign       workers learn of it
+    wait() before the next copy: never more than one version on its way, and its memory is free again
 
 A version that was published before a crash is published again by the resumed trainer. The same digest is harmless.
 Another digest means that the weights could not be reproduced (a GPU, another torch): a new incarnation begins.
@@ -13,18 +13,18 @@ Another digest means that the weights could not be reproduced (a GPU, another to
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from shoal.errors import DeadlineExceeded, HubRefused, PolicyMismatch
 from shoal.models.load import DTYPES
-from shoal.models.state import policy_state, to_view
+from shoal.models.state import lent_view
 from shoal.protocol import (
     LedgerHead,
     PolicyAnnouncement,
@@ -62,17 +62,17 @@ class PolicyHub(Protocol):
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A version's weights as they travel, in memory of their own."""
+    """A version's weights as they travel, in memory that nobody writes to before they are out."""
 
     version: int
     files: Mapping[str, bytes]
     tensors: Sequence[TensorView]
 
 
-def take_snapshot(model: Any, version: int, files: Mapping[str, bytes], dtype: str) -> Snapshot:
-    """Copy and cast the weights; training may go on at once."""
-    state = policy_state(model)
-    return Snapshot(version, files, [to_view(name, cast(tensor, DTYPES[dtype])) for name, tensor in state.items()])
+def snapshot_of(weights: Mapping[str, Tensor], version: int, files: Mapping[str, bytes], dtype: str) -> Snapshot:
+    """The weights in the type that travels; those that have it already are lent, not copied."""
+    views = [lent_view(name, cast(tensor, DTYPES[dtype])) for name, tensor in weights.items()]
+    return Snapshot(version, files, views)
 
 
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -99,18 +99,25 @@ class Publication:
 
 
 class Publisher:
-    """Publishes one snapshot at a time in its own thread. Its failures are raised in the main one."""
+    """Publishes one version at a time in its own thread. Its failures are raised in the main one.
+
+    `worked_s` is how long the thread worked on the version that went out last: what would have held up training.
+    """
 
     def __init__(self, publication: Publication) -> None:
         self._to = publication
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="publisher")
-        self._current: Future[PolicyManifest] | None = None
+        self._current: Future[PolicyManifest | None] | None = None
         self.incarnation = publication.incarnation
+        self.worked_s = 0.0
 
-    def submit(self, snapshot: Snapshot) -> None:
-        """Start publishing, once the version before is out (or has failed: then its failure is raised)."""
+    def submit(self, prepare: Callable[[], Snapshot | None]) -> None:
+        """Start publishing, once the version before is out (or has failed: then its failure is raised).
+
+        `prepare` is called in the thread; if it returns None, it has done all there is to do.
+        """
         self.wait()
-        self._current = self._pool.submit(self._publish, snapshot)
+        self._current = self._pool.submit(self._work, prepare)
 
     def check(self) -> None:
         """Raise the failure of the version on its way, if it has failed by now. Never waits."""
@@ -133,6 +140,13 @@ class Publisher:
         self._pool.shutdown(wait=True)
         if self._current is not None and (failure := self._current.exception()) is not None:
             log.info("the last publication did not complete: %s", failure)
+
+    def _work(self, prepare: Callable[[], Snapshot | None]) -> PolicyManifest | None:
+        began_s = self._to.clock.monotonic_s()
+        snapshot = prepare()
+        manifest = None if snapshot is None else self._publish(snapshot)
+        self.worked_s = self._to.clock.monotonic_s() - began_s
+        return manifest
 
     def _publish(self, snapshot: Snapshot) -> PolicyManifest:
         for _ in range(MAX_NEW_INCARNATIONS):

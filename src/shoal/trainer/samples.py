@@ -1,13 +1,18 @@
 """From the hub's groups to samples: advantages, filters, and a count of everything that is left out.
 
-TrainingGroup ─► equal rewards? ─► advantage per rollout ─► truncated and masked? ─► Sample
-                   └ counted: without signal                  └ counted: truncated
+TrainingGroup ─► a reward missing? ─► equal? ─► advantage per rollout ─► truncated and masked? ─► Sample
+                   └ counted: no_sample  └ counted: without_signal         └ counted: truncated
+
+The hub has dropped, and replaced, groups whose *task* rewards are equal. What is left out here has no advantage to
+learn from, whatever its parts are: the rewards as a whole are equal, or `advantage` makes 0 of all of them. With one
+reward missing, the mean of a group means nothing: none of it is trained on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import isfinite
 
 import numpy as np
 import numpy.typing as npt
@@ -44,6 +49,11 @@ class Sample:
         """How many of its tokens carry loss."""
         return int(self.drawn.sum())
 
+    @property
+    def is_recorded(self) -> bool:
+        """Whether every token that carries loss has a log-probability; without it there is no ratio."""
+        return bool(np.isfinite(self.behaviour[self.drawn]).all())
+
 
 @dataclass(frozen=True)
 class Prepared:
@@ -53,22 +63,32 @@ class Prepared:
     without_signal: int
     rollouts: int
     truncated: int
+    # Rollouts of which a number is missing: the reward, or the log-probability of a token that was drawn.
+    no_sample: int = 0
 
     @property
     def tokens(self) -> int:
         """Tokens that carry loss: the step's global count, by which its loss is normalised."""
         return sum(sample.trained for group in self.groups for sample in group)
 
+    @property
+    def completions(self) -> int:
+        """Completions that carry loss. None is without a token that does: what is given never begins or ends one."""
+        return sum(len(group) for group in self.groups)
+
 
 def prepare(groups: Sequence[TrainingGroup], advantage: Advantage, mask_truncated: bool) -> Prepared:
     """Samples with advantages, by group, in the order given."""
-    kept = [_samples(group, advantage, mask_truncated) for group in groups]
+    made = [_samples(group, advantage, mask_truncated) for group in groups]
+    kept = [[sample for sample in samples if sample.is_recorded] for samples in made]
+    unrecorded = sum(map(len, made)) - sum(map(len, kept))
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     return Prepared(
         groups=[samples for samples in kept if samples],
         without_signal=sum(not samples for samples in kept),
         rollouts=len(rollouts),
         truncated=sum(is_truncated(rollout.finish) for rollout in rollouts),
+        no_sample=sum(not isfinite(rollout.reward) for rollout in rollouts) + unrecorded,
     )
 
 
@@ -86,7 +106,10 @@ def _samples(group: TrainingGroup, advantage: Advantage, mask_truncated: bool) -
     rewards = [rollout.reward for rollout in group.rollouts]
     if not carries_signal(rewards):
         return []
-    advantages = advantage(torch.tensor(rewards, dtype=torch.float32)).tolist()
+    # In float64: the mean of large rewards is rounded, and a deviation of nearly nothing blows the rounding up.
+    advantages = advantage(torch.tensor(rewards, dtype=torch.float64)).tolist()
+    if not any(advantages):
+        return []
     return [
         _sample(group, rollout, value)
         for rollout, value in zip(group.rollouts, advantages, strict=True)

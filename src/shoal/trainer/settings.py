@@ -6,9 +6,89 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from shoal.trainer.guard_settings import GuardSettings
+
 # The words of algorithms/registry.py, which imports torch and is therefore not asked; a test holds them equal.
-AdvantageName = Literal["group_mean", "group_mean_std"]
-LossName = Literal["two_sided_clip", "ppo_clip"]
+AdvantageName = Literal["group_mean", "group_mean_std", "rloo", "dr_grpo", "max_rl"]
+LossName = Literal[
+    "two_sided_clip",
+    "ppo_clip",
+    "dppo",
+    "gspo",
+    "cispo",
+    "decoupled",
+    "tis",
+    "geometric_mask",
+    "plain",
+    "cross_entropy",
+]
+
+
+class ObjectiveSettings(BaseModel):
+    """The [trainer.objective] table: what the loss takes beside its name. Defaults are the authors' own."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    normalisation: Literal["tokens", "samples", "constant"] = Field(
+        default="tokens",
+        description="what a step's loss is divided by: its tokens; its completions, each a mean over its own tokens; "
+        "or completions times max_new_tokens",
+    )
+    ratio_base: Literal["behaviour", "recomputed"] = Field(
+        default="behaviour",
+        description="the log-probabilities that a ratio is taken against: those recorded by the worker, or the "
+        "trainer's own at the beginning of the step",
+    )
+    clip_high: float | None = Field(
+        default=None,
+        gt=0,
+        description="ε above 1, if it is another than clip_epsilon (clip-higher); cispo: its cap is 1 + this",
+    )
+    ratio_cap: float = Field(
+        default=2.0,
+        gt=1,
+        description="where an importance weight is cut off (tis, cispo, decoupled, geometric_mask, kl)",
+    )
+    mask_low: float = Field(
+        default=0.99, gt=0, lt=1, description="geometric_mask: least geometric mean of a sequence's ratios"
+    )
+    mask_high: float = Field(
+        default=1.01, gt=1, description="geometric_mask: largest geometric mean of a sequence's ratios"
+    )
+    move_limit: float = Field(
+        default=0.2, gt=0, lt=1, description="dppo: how far a token's probability may move in its advantage's direction"
+    )
+    log_ratio_penalty: float = Field(default=1e-3, ge=0, description="dppo: weight of (log ratio)²")
+    kl: float = Field(
+        default=0.0, ge=0, description="weight of the divergence KL(policy ‖ the one that training began with)"
+    )
+    entropy: float = Field(default=0.0, ge=0, description="weight of the entropy that is rewarded")
+
+
+class MemorySettings(BaseModel):
+    """The [trainer.memory] table: number types and what is computed twice to save memory."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    precision: Literal["float32", "bfloat16"] = Field(
+        default="float32", description="type of weights and activations; master weights and moments are always float32"
+    )
+    recompute: bool = Field(default=False, description="compute a layer's activations again in the backward pass")
+    compile: bool = Field(default=False, description="compile every layer (GPU); the first steps then take minutes")
+
+
+class LoraSettings(BaseModel):
+    """The [trainer.lora] table: train low-rank adapters instead of all weights."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    rank: int = Field(default=16, ge=1, le=1024, description="rank of each adapter")
+    alpha: float = Field(default=32.0, gt=0, description="an adapter's output is scaled by alpha / rank")
+    targets: tuple[str, ...] = Field(
+        default=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+        min_length=1,
+        description="names of the linear layers that get one",
+    )
 
 
 class TrainerSettings(BaseModel):
@@ -26,11 +106,30 @@ class TrainerSettings(BaseModel):
 
     advantage: AdvantageName = Field(default="group_mean", description="how rewards become advantages")
     loss: LossName = Field(default="two_sided_clip", description="how advantages become a loss")
-    clip_epsilon: float = Field(default=0.2, gt=0, lt=1, description="ε: how far a ratio may move from 1")
+    clip_epsilon: float = Field(
+        default=0.2, gt=0, lt=1, description="ε: how far a ratio may move from 1; for gspo about 3e-4"
+    )
     clip_delta: float = Field(default=4.0, gt=1, description="δ: ceiling of a ratio with negative advantage")
-    mask_truncated: bool = Field(default=False, description="do not train on completions cut off by their length limit")
+    mask_truncated: bool = Field(
+        default=True, description="do not train on completions cut off by their length limit; they are counted"
+    )
 
-    micro_batch_tokens: int = Field(default=16_384, ge=1, description="tokens, padding included, per forward pass")
+    objective: ObjectiveSettings = Field(default_factory=ObjectiveSettings, description="what the loss takes")
+    memory: MemorySettings = Field(default_factory=MemorySettings, description="number types and recomputation")
+    guards: GuardSettings = Field(
+        default_factory=GuardSettings, description="what is watched while training, and what is done about it"
+    )
+    lora: LoraSettings | None = Field(default=None, description="train adapters instead of all weights")
+    processes: int = Field(
+        default=1, ge=1, le=1024, description="trainer processes that `shoal run` starts by torchrun"
+    )
+    tracking: tuple[Literal["tensorboard", "wandb"], ...] = Field(
+        default=(), description="where metrics go beside metrics.jsonl"
+    )
+
+    micro_batch_tokens: int = Field(
+        default=16_384, ge=1, description="tokens per forward pass; changes memory and speed, not what is learnt"
+    )
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto", description="where to train; auto: a GPU if there is one"
     )
@@ -48,6 +147,11 @@ class TrainerSettings(BaseModel):
     keep_checkpoints: int = Field(
         default=2, ge=1, description="newest checkpoints kept; an older one helps if one breaks"
     )
+    keep_best: int = Field(
+        default=1,
+        ge=0,
+        description="checkpoints with the best held-out scores kept beside those, and the two newest that wait for one",
+    )
     evaluate_every: int = Field(default=5, ge=0, description="steps between greedy held-out evaluations; 0: never")
     evaluate_by: Literal["validators", "trainer"] = Field(
         default="validators", description="who evaluates; validators do it beside their audits, and training goes on"
@@ -59,8 +163,10 @@ class TrainerSettings(BaseModel):
 
     @model_validator(mode="after")
     def _check(self) -> TrainerSettings:
-        if self.clip_delta <= 1 + self.clip_epsilon:
-            raise ValueError(f"clip_delta ({self.clip_delta}) must be above 1 + clip_epsilon ({1 + self.clip_epsilon})")
+        named = "clip_epsilon" if self.objective.clip_high is None else "objective.clip_high"
+        highest = 1 + (self.objective.clip_high or self.clip_epsilon)
+        if self.loss == "two_sided_clip" and self.clip_delta <= highest:
+            raise ValueError(f"clip_delta ({self.clip_delta}) must be above 1 + {named} ({highest})")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas {self.betas} must both be in [0, 1)")
         return self

@@ -1,13 +1,29 @@
-"""Advantages, against numbers computed by hand."""
+"""Advantages, against numbers computed by hand, and what holds for any rewards."""
 
 from __future__ import annotations
 
+import math
+from random import Random
+
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from shoal.algorithms.advantages import group_mean, group_mean_std
+from shoal.algorithms.advantages import dr_grpo, group_mean, group_mean_std, max_rl, rloo
 from shoal.algorithms.registry import ADVANTAGES, LOSSES, advantage_named, loss_named
 from shoal.errors import ConfigError
+from shoal.protocol.verdict import MAX_REWARD
+
+NAMES = sorted(ADVANTAGES)
+GROUPS = st.lists(st.floats(-MAX_REWARD, MAX_REWARD, width=32), min_size=1, max_size=12)
+# Rewards as environments give them, so that differences are not lost in rounding.
+COARSE = st.lists(st.integers(-8, 8).map(lambda eighths: eighths / 8), min_size=1, max_size=12)
+
+
+def of(name: str, rewards: list[float]) -> list[float]:
+    values: list[float] = advantage_named(name)(torch.tensor(rewards, dtype=torch.float64)).tolist()
+    return values
 
 
 def test_group_mean_by_hand() -> None:
@@ -17,27 +33,95 @@ def test_group_mean_by_hand() -> None:
 
 def test_group_mean_std_by_hand() -> None:
     # rewards 2, 0, 1, 1: mean 1, population variance (1 + 1 + 0 + 0) / 4 = 0.5, std 0.70710678; 1 / 0.70710778
-    expected = torch.tensor([1.4142116, -1.4142116, 0.0, 0.0])
-    torch.testing.assert_close(group_mean_std(torch.tensor([2.0, 0.0, 1.0, 1.0])), expected, rtol=1e-6, atol=1e-7)
+    expected = [1.4142116, -1.4142116, 0.0, 0.0]
+    assert group_mean_std(torch.tensor([2.0, 0.0, 1.0, 1.0])).tolist() == pytest.approx(expected, rel=1e-6, abs=1e-7)
 
 
-@pytest.mark.parametrize("name", sorted(ADVANTAGES))
+def test_rloo_by_hand() -> None:
+    # of 3, 0, 0, 1 the others of the first have the mean 1/3, those of the second and third 4/3, of the last 1
+    assert rloo(torch.tensor([3.0, 0.0, 0.0, 1.0])).tolist() == pytest.approx([8 / 3, -4 / 3, -4 / 3, 0.0])
+
+
+def test_dr_grpo_by_hand() -> None:
+    assert dr_grpo(torch.tensor([1.0, 0.0, 0.0, 1.0])).tolist() == [0.5, -0.5, -0.5, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "expected"),
+    [
+        ([1.0, 0.0, 0.0, 0.0], [3.0, -1.0, -1.0, -1.0]),  # one success of four weighs 1 / (1/4) − 1
+        ([1.0, 1.0, 1.0, 0.0], [1 / 3, 1 / 3, 1 / 3, -1.0]),
+        ([0.0, 0.0], [0.0, 0.0]),  # no success, nothing to learn
+        ([-0.5, -1.0], [0.0, 0.0]),  # what is below 0 is no success, and no two failures differ
+        ([0.9, -0.1], [1.0, -1.0]),
+        ([0.5, 0.25, 0.0, 0.25], [1.0, 0.0, -1.0, 0.0]),  # parts of a success: mean 1/4
+    ],
+)
+def test_max_rl_by_hand(rewards: list[float], expected: list[float]) -> None:
+    assert max_rl(torch.tensor(rewards)).tolist() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_equal_rewards_carry_no_advantage(name: str) -> None:
-    assert advantage_named(name)(torch.tensor([0.25, 0.25, 0.25])).tolist() == [0.0, 0.0, 0.0]
-    assert advantage_named(name)(torch.tensor([7.0])).tolist() == [0.0]
+    assert of(name, [0.25, 0.25, 0.25]) == [0.0, 0.0, 0.0]
+    assert of(name, [7.0]) == [0.0]
+    assert of(name, [-7.0]) == [0.0]
 
 
-@pytest.mark.parametrize("name", sorted(ADVANTAGES))
-def test_advantages_sum_to_zero_and_keep_the_order(name: str) -> None:
+@pytest.mark.parametrize("name", NAMES)
+def test_advantages_keep_the_order(name: str) -> None:
     rewards = torch.tensor([0.1, 0.9, 0.3, 0.3, 1.0])
-    advantages = advantage_named(name)(rewards)
-    assert abs(float(advantages.sum())) < 1e-5
-    assert torch.equal(advantages.argsort(stable=True), rewards.argsort(stable=True))
+    assert torch.equal(advantage_named(name)(rewards).argsort(stable=True), rewards.argsort(stable=True))
+
+
+@settings(max_examples=60)
+@given(rewards=GROUPS)
+def test_they_are_numbers_for_any_rewards_that_are_and_sum_to_nothing(rewards: list[float]) -> None:
+    for name in NAMES:
+        values = of(name, rewards)
+        assert all(math.isfinite(value) for value in values)
+        assert abs(math.fsum(values)) <= 1e-5 * len(values) * max(1.0, *(abs(value) for value in [*values, *rewards]))
+
+
+@settings(max_examples=30)
+@given(rewards=COARSE, order=st.randoms())
+def test_who_comes_first_does_not_matter(rewards: list[float], order: Random) -> None:
+    turned = list(range(len(rewards)))
+    order.shuffle(turned)
+    for name in NAMES:
+        values = of(name, rewards)
+        assert of(name, [rewards[index] for index in turned]) == pytest.approx([values[index] for index in turned])
+
+
+@settings(max_examples=30)
+@given(rewards=COARSE, shift=st.integers(-4, 4))
+def test_a_shift_changes_none_but_max_rl(rewards: list[float], shift: int) -> None:
+    shifted = [reward + shift for reward in rewards]
+    for name in ("group_mean", "group_mean_std", "rloo", "dr_grpo"):
+        assert of(name, shifted) == pytest.approx(of(name, rewards), rel=1e-4, abs=1e-5)
+
+
+@settings(max_examples=30)
+@given(rewards=COARSE, factor=st.sampled_from([0.25, 2.0, 8.0]))
+def test_what_a_scale_does(rewards: list[float], factor: float) -> None:
+    scaled = [reward * factor for reward in rewards]
+    for name in ("group_mean", "rloo", "dr_grpo"):
+        assert of(name, scaled) == pytest.approx([factor * value for value in of(name, rewards)], abs=1e-5)
+    for name in ("group_mean_std", "max_rl"):
+        assert of(name, scaled) == pytest.approx(of(name, rewards), rel=1e-3, abs=1e-5)
+
+
+@settings(max_examples=30)
+@given(rewards=GROUPS)
+def test_max_rl_is_bounded_by_the_size_of_the_group(rewards: list[float]) -> None:
+    values = of("max_rl", rewards)
+    assert min(values) >= -1 - 1e-5
+    assert max(values) <= (len(values) - 1) * (1 + 1e-5)
 
 
 def test_an_unknown_word_is_refused_with_the_choices() -> None:
-    with pytest.raises(ConfigError, match="group_mean, group_mean_std"):
+    with pytest.raises(ConfigError, match="dr_grpo, group_mean, group_mean_std, max_rl, rloo"):
         advantage_named("grpo")
-    with pytest.raises(ConfigError, match="ppo_clip, two_sided_clip"):
+    with pytest.raises(ConfigError, match=r"no loss called 'clip'; choose one of: .*ppo_clip, tis, two_sided_clip"):
         loss_named("clip")
     assert loss_named("ppo_clip") is LOSSES["ppo_clip"]

@@ -1,13 +1,13 @@
-"""Splitting: deterministic, complete, within the budget; and the layout of padded rows."""
+"""Splitting: deterministic, complete, within the budget, level; and the layout of packs and padded rows."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.algorithms.packing import micro_batches, minibatches, pad
+from shoal.algorithms.packing import Cost, flatten, micro_batches, minibatches, packs, pad, shares
 
 
 @given(st.integers(0, 40), st.integers(1, 9), st.integers(0, 5), st.integers(0, 5))
@@ -39,6 +39,7 @@ def test_micro_batches_hold_everything_once_within_the_budget(lengths: list[int]
 def test_micro_batches_by_hand() -> None:
     assert micro_batches([3, 8, 4, 7], token_budget=16) == [[1, 3], [2, 0]]
     assert micro_batches([30, 2, 2], token_budget=16) == [[0], [1, 2]]
+    assert micro_batches([4, 4, 4, 4], token_budget=16, ranks=2) == [[0, 1], [2, 3]]
 
 
 def test_padding_points_each_token_at_its_predictor() -> None:
@@ -54,3 +55,69 @@ def test_padding_points_each_token_at_its_predictor() -> None:
 def test_an_empty_prompt_is_refused() -> None:
     with pytest.raises(ValueError, match="empty prompt"):
         pad([(np.array([], dtype=np.int64), np.array([1]))])
+
+
+LENGTHS = st.lists(st.integers(1, 50), max_size=40)
+
+
+@settings(max_examples=40)
+@given(LENGTHS, st.integers(1, 200), st.integers(0, 5), st.integers(1, 5))
+def test_packs_hold_everything_once_within_the_budget(lengths, budget: int, quadratic: int, ranks: int) -> None:
+    bins = packs(lengths, budget, Cost(10, quadratic), ranks)
+    assert sorted(index for rows in bins for index in rows) == list(range(len(lengths)))
+    for rows in bins:
+        assert len(rows) == 1 or 1 <= sum(lengths[index] for index in rows) <= budget
+
+
+@settings(max_examples=40)
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=60), st.integers(0, 5), st.integers(1, 8))
+def test_packs_differ_in_cost_by_one_sequence_at_most_where_room_does_not_decide(lengths, quadratic, ranks) -> None:
+    cost = Cost(10, quadratic)
+    bins = packs(lengths, 10_000, cost, ranks)
+    assert len(bins) == min(ranks, len(lengths))  # one each: every rank has something to do, and none has two
+    costs = [sum(cost.of(lengths[index]) for index in rows) for rows in bins]
+    assert max(costs) - min(costs) <= cost.of(max(lengths))
+
+
+def test_packs_by_hand() -> None:
+    even = Cost(1, 0)
+    assert packs([3, 8, 4, 7], 16, even) == [[1, 0], [3, 2]]
+    assert packs([30, 2, 2], 16, even) == [[0], [1, 2]]  # longer than the budget: alone, not dropped
+    assert packs([5, 5, 5, 5], 20, even, ranks=2) == [[0, 2], [1, 3]]  # one bin would do, two ranks share
+    assert packs([9, 6, 6, 5, 5, 5], 18, even) == [[0, 5], [1, 3], [2, 4]]  # 14, 11, 11 tokens, not 15, 17, 5
+    # 8 + 4 and 6 + 6 hold as many tokens, but attention makes the former dearer: what is left goes to the latter.
+    assert packs([8, 6, 6, 4, 1], 13, Cost(0, 1)) == [[0, 3], [1, 2, 4]]
+
+
+def test_a_tight_fit_is_kept_where_levelling_finds_none() -> None:
+    lengths = [6, 5, 4, 3, 2]  # 6 + 4 and 5 + 3 + 2 fill two bins of 10; levelling puts 4 to 5, and 2 fits nowhere
+    assert packs(lengths, 10, Cost(1, 0)) == [[0, 2], [1, 3, 4]]
+
+
+@given(LENGTHS, st.integers(1, 6))
+def test_shares_are_as_many_for_every_rank_and_hold_every_bin_once(lengths, ranks: int) -> None:
+    bins = [[index] for index in range(len(lengths))]
+    shared = shares(bins, lengths, ranks)
+    assert len(shared) == ranks
+    assert {len(own) for own in shared} == {-(-len(bins) // ranks)}
+    assert sorted(rows[0] for own in shared for rows in own if rows) == list(range(len(bins)))
+    for row in zip(*shared, strict=True):  # what is computed at the same time is neighbours in cost
+        costs = [lengths[rows[0]] for rows in row if rows]
+        assert sum(min(costs) < other < max(costs) for other in lengths) <= ranks
+
+
+def test_shares_by_hand() -> None:
+    assert shares([[0], [1], [2]], costs=[5, 9, 7], ranks=2) == [[[1], []], [[2], [0]]]
+    assert shares([[0], [1]], costs=[1, 1], ranks=1) == [[[0], [1]]]
+    assert shares([], costs=[], ranks=3) == [[], [], []]
+
+
+def test_flattening_points_each_token_at_its_predictor() -> None:
+    batch = flatten([(np.array([5, 6]), np.array([7, 8, 9])), (np.array([4]), np.array([3]))])
+    assert batch.ids_T.tolist() == [5, 6, 7, 8, 4]  # the last token of each predicts nothing
+    assert batch.positions_T.tolist() == [0, 1, 2, 3, 0]
+    assert batch.bounds == (0, 4, 5)
+    assert batch.columns_N.tolist() == [1, 2, 3, 4]
+    assert batch.targets_N.tolist() == [7, 8, 9, 3]
+    with pytest.raises(ValueError, match="empty prompt"):
+        flatten([(np.array([], dtype=np.int64), np.array([1]))])

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from shoal.cli.export import export_run
 from shoal.cli.folder import RunFolder
 from shoal.cli.recipe import Recipe
+from shoal.errors import ConfigError
 
 WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; from shoal.cli.main import main; sys.exit(main(sys.argv[1:]))"
 
@@ -54,3 +56,8 @@ def test_a_target_below_a_file(run: Path, tmp_path: Path) -> None:
     code, said = export(run, tmp_path / "file" / "out")
     assert code == 3
     assert "a part of the path is a file, not a folder" in said
+
+
+def test_two_checkpoints_at_once(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--best and --version name two checkpoints"):
+        export_run(run, tmp_path / "out", best=True, version=3)

@@ -476,6 +476,16 @@ class TestTrainer:
             assert started.trainer.call("POST", "/steps", {"step": step, "metrics": {"r": value}}).status_code == 204
         assert [(report.step, report.metrics["r"]) for report in started.status().reports] == [(0, 0.3), (1, 0.2)]
 
+    def test_what_a_report_warns_of_is_an_alarm_of_its_step(self, started: Bench) -> None:
+        """Again after a resume: the same alarm, once. A report without any takes none back."""
+        warned = {"step": 4, "metrics": {"r": 0.1}, "alarms": {"guard.entropy_rise": "step 4: the entropy rose again"}}
+        for body in (warned, warned, {"step": 4, "metrics": {"r": 0.2}}):
+            assert started.trainer.call("POST", "/steps", body).status_code == 204
+        assert started.status().alarms == ("step 4: the entropy rose again",)
+        assert started.status().reports[-1].alarms == {}
+        endless = {**warned, "alarms": {"guard.entropy_rise": "x" * 2001}}
+        assert started.trainer.call("POST", "/steps", endless).status_code == 422
+
     def test_a_new_incarnation_voids_leases_but_not_receipts(self, started: Bench) -> None:
         first, second = started.alice.lease(fresh_request(), 2)
         ok(started.alice.submit(first))

@@ -16,7 +16,7 @@ from shoal.protocol.lease import MAX_PROMPT_TOKENS
 
 @settings(max_examples=30, deadline=None)
 @given(
-    group=st.integers(1, 32),
+    group=st.integers(2, 32),
     tokens=st.integers(1, 100),
     topk=st.integers(8, 512),
     rows=st.integers(1, 64),

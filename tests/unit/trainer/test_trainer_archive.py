@@ -26,6 +26,7 @@ from shoal.protocol import (
 )
 from shoal.trainer import loop
 from shoal.trainer.archive import SCHEMA, RolloutArchive
+from shoal.trainer.hands import Hands
 
 TOKENIZER = TextTokenizer(tiny_files(tiny_model()))
 EOS = TOKENIZER.eos_token_id
@@ -172,7 +173,7 @@ def test_killed_and_replayed_the_files_are_the_same_to_the_byte(
 ) -> None:
     """Checkpoints are far apart, so that the resumed trainer goes through written-down batches again."""
     monkeypatch.setattr(loop, "POLL_S", 0.05)
-    settings, hub = SETTINGS.model_copy(update={"checkpoint_every": 3}), FakeHub(3)
+    settings, hub = SETTINGS.model_copy(update={"checkpoint_every": 3, "keep_best": 0}), FakeHub(3)
 
     def kill(reached: int) -> None:
         if reached == number:
@@ -188,12 +189,23 @@ def test_killed_and_replayed_the_files_are_the_same_to_the_byte(
     assert files_of(tmp_path) == files_of(whole)
 
 
-def test_the_batch_of_a_step_that_diverges_can_be_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_batch_of_a_step_that_diverges_can_be_looked_at(tmp_path: Path) -> None:
     def diverges(*_arguments: Any) -> dict[str, float]:
         raise TrainingDiverged("step 0 diverged")
 
-    monkeypatch.setattr(loop, "train_step", diverges)
     with pytest.raises(TrainingDiverged):
-        training_run(tmp_path, FakeHub(1))[0].run()
+        training_run(tmp_path, FakeHub(1), hands=Hands(train=diverges))[0].run()
     table: pa.Table = pq.read_table(tmp_path / "trainer" / "rollouts" / "step-00000.parquet")
     assert table.num_rows == 12
+
+
+def test_a_batch_that_cannot_be_put_down_ends_the_run_before_its_row_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_arguments: Any) -> Path:
+        raise ResourceError("cannot write: the disk is full")
+
+    monkeypatch.setattr(RolloutArchive, "write", full)
+    with pytest.raises(ResourceError, match="disk is full"):
+        training_run(tmp_path, FakeHub(1))[0].run()
+    assert not (tmp_path / "trainer" / "metrics.jsonl").exists()

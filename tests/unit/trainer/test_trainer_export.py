@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import ModelCard as HubCard
 from trainer_stubs import RUN, learner, tiny_files
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -14,9 +15,12 @@ from shoal.errors import CheckpointError, ConfigError
 from shoal.models.state import policy_state
 from shoal.protocol import LedgerHead
 from shoal.runtime.metrics import MetricsLog
-from shoal.trainer.checkpoint import CheckpointStore, Progress
-from shoal.trainer.export import ModelCard, export_checkpoint, export_policy, latest_metrics
+from shoal.trainer.card import ModelCard, training_facts
+from shoal.trainer.checkpoint import CheckpointStore, Progress, StoredCheckpoint
+from shoal.trainer.export import Which, export_checkpoint, export_policy, latest_metrics
 from shoal.trainer.learner import Learner
+from shoal.trainer.retention import Retention
+from shoal.trainer.settings import TrainerSettings
 
 CARD = ModelCard(
     Progress(RUN, 12, 1), base_model="tiny", environment="sort", digest="cd" * 32,
@@ -106,3 +110,111 @@ def test_a_checkpoint_can_be_exported_at_any_time_without_a_hub(tmp_path: Path) 
 def test_without_a_checkpoint_it_says_so(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no checkpoint in"):
         export_checkpoint(tmp_path, tmp_path / "out")
+
+
+SCORES = {0: 0.1, 2: 0.8, 4: 0.3, 6: 0.9}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A trainer's folder: versions 0, 2, 4 and 5 are kept, 6 has the best score and is gone."""
+    folder = tmp_path_factory.mktemp("trained")
+    store = CheckpointStore(folder / "checkpoints", Retention(keep=9))
+    for version in (0, 2, 4, 5):
+        made = learner(seed=version)
+        store.save(made, Progress(RUN, version), tiny_files(made.model))
+    metrics = MetricsLog(folder / "metrics.jsonl")
+    for version in range(7):
+        metrics.append(version, {"loss": version, **({"held_out": SCORES[version]} if version in SCORES else {})})
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("which", "version", "why"),
+    [
+        ("newest", 5, "the newest that was saved (not measured itself; the run's best is 0.9, of version 6)"),
+        ("best", 2, "the best of 3 kept, by held-out score (held-out score 0.8; the run's best is 0.9, of version 6)"),
+        (4, 4, "the one that was asked for (held-out score 0.3; the run's best is 0.9, of version 6)"),
+    ],
+)
+def test_the_newest_the_best_or_any_version_and_the_card_says_why(
+    trained: Path, tmp_path: Path, which: Which, version: int, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = export_checkpoint(trained, tmp_path / "out", which=which)
+    facts = json.loads((folder / "shoal.json").read_text())
+    assert (facts["progress"]["version"], facts["chosen"]) == (version, why)
+    assert f"| this version is | {why} |" in (folder / "README.md").read_text()
+    assert torch.equal(
+        AutoModelForCausalLM.from_pretrained(folder).lm_head.weight, learner(seed=version).model.lm_head.weight
+    )
+    assert ("not of the run" in caplog.text) == (which == "best")
+
+
+def test_a_version_that_is_not_kept_is_refused_with_those_that_are(trained: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"no checkpoint of version 6 in .*; those kept are 0, 2, 4, 5"):
+        export_checkpoint(trained, tmp_path / "out", which=6)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_best_of_none_that_was_measured_is_refused(tmp_path: Path) -> None:
+    made = learner()
+    CheckpointStore(tmp_path / "checkpoints", 1).save(made, Progress(RUN, 3), tiny_files(made.model))
+    with pytest.raises(CheckpointError, match=r"has a held-out score yet .* leaving out --best"):
+        export_checkpoint(tmp_path, tmp_path / "out", which="best")
+
+
+def test_a_trainer_that_goes_on_may_remove_what_is_being_exported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, store = learner(), CheckpointStore(tmp_path / "checkpoints", 1)
+    store.save(made, Progress(RUN, 3), tiny_files(made.model))
+    read = StoredCheckpoint.tensors
+
+    def goes_on(stored: StoredCheckpoint, name: str = "model.safetensors") -> dict[str, torch.Tensor]:
+        if stored.progress.version == 3:
+            store.save(made, Progress(RUN, 4), tiny_files(made.model))
+        return read(stored, name)
+
+    monkeypatch.setattr(StoredCheckpoint, "tensors", goes_on)
+    folder = export_checkpoint(tmp_path, tmp_path / "out")
+    assert json.loads((folder / "shoal.json").read_text())["progress"]["version"] == 4
+
+
+def test_the_card_is_one_that_the_hugging_face_hub_reads(tmp_path: Path) -> None:
+    card = ModelCard(
+        Progress(RUN, 12), base_model="Qwen/Qwen3-0.6B", environment="sort", metrics={"held_out": 0.875},
+        datasets=("me/tasks", "local.jsonl"), scores={0: 0.5, 12: 0.875},
+        training=training_facts(TrainerSettings(learning_rate=3e-4), group_size=8),
+    )  # fmt: skip
+    made = learner()
+    folder = export_policy(tmp_path / "export", policy_state(made.model), tiny_files(made.model), card)
+    read = HubCard.load(folder / "README.md").data
+    assert (read.library_name, read.pipeline_tag) == ("transformers", "text-generation")
+    assert read.base_model == "Qwen/Qwen3-0.6B"
+    assert read.datasets == ["me/tasks"], "the hub refuses a name that it cannot know"
+    assert read.eval_results is not None
+    assert [(each.metric_type, each.metric_value, each.dataset_name) for each in read.eval_results] == [
+        ("held_out", 0.875, "sort")
+    ]
+    text = (folder / "README.md").read_text()
+    for line in (
+        "| 0 | 0.5 |",
+        "| 12 | 0.875 |",
+        "| learning_rate | 0.0003 |",
+        "| group_size | 8 |",
+        "| data | me/tasks, ",
+    ):
+        assert line in text
+
+
+def test_what_the_hub_does_not_know_is_not_in_the_front_matter(tmp_path: Path) -> None:
+    read = HubCard.load(export(learner(), tmp_path / "export") / "README.md").data
+    assert read.base_model is None
+    assert read.datasets is None
+    assert read.eval_results is None
+
+
+def test_a_model_of_demonstrations_does_not_claim_rollouts() -> None:
+    text = ModelCard(Progress(RUN, 1), trained_on="demonstrations").as_readme("float32")
+    assert "imitate demonstrations" in text
+    assert "reinforcement" not in text

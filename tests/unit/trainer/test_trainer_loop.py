@@ -23,7 +23,7 @@ from shoal.trainer.settings import TrainerSettings
 from shoal.trainer.step import StepWork, train_step
 
 STEPS = 4
-SPARSE = SETTINGS.model_copy(update={"checkpoint_every": 3})
+SPARSE = SETTINGS.model_copy(update={"checkpoint_every": 3, "keep_best": 0})
 
 
 class Killed(BaseException):

@@ -19,9 +19,9 @@ from shoal.protocol import Heartbeat, HeartbeatReply, NodeState, NodeView, RoleC
 from shoal.runtime.lock import FolderLock
 from shoal.runtime.stop import StopToken
 from shoal.shardcast.origin import Origin
-from shoal.trainer import loop
+from shoal.trainer import loop, process
 from shoal.trainer.config import TrainerConfig
-from shoal.trainer.loop import run_trainer
+from shoal.trainer.process import run_trainer
 
 
 class FakeClient(FakeHub):
@@ -55,7 +55,7 @@ class FakeClient(FakeHub):
 @pytest.fixture
 def client(monkeypatch: pytest.MonkeyPatch) -> FakeClient:
     made = FakeClient()
-    monkeypatch.setattr(loop, "HubClient", made)
+    monkeypatch.setattr(process, "HubClient", made)
     monkeypatch.setattr(loop, "POLL_S", 0.05)
     return made
 
@@ -99,7 +99,7 @@ def test_a_whole_run(config: TrainerConfig, client: FakeClient) -> None:
 def test_two_trainers_do_not_share_a_folder(
     config: TrainerConfig, client: FakeClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop, "LOCK_WAIT_S", 0.0)
+    monkeypatch.setattr(process, "LOCK_WAIT_S", 0.0)
     with FolderLock(config.folder).acquire(StopToken()), pytest.raises(ResourceError, match="in use by process"):
         run_trainer(config, StopToken())
     assert client.registered == []

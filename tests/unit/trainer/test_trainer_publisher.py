@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,14 +11,14 @@ import torch
 from trainer_stubs import KEY, RUN, FakeHub, tiny_files, tiny_model
 
 from shoal.errors import DeadlineExceeded, HubRefused, PolicyMismatch, ResourceError
-from shoal.models.state import to_torch
+from shoal.models.state import policy_state, to_torch
 from shoal.shardcast.origin import Origin
-from shoal.trainer.publisher import Publication, Publisher, Snapshot, take_snapshot
+from shoal.trainer.publisher import Publication, Publisher, Snapshot, snapshot_of
 
 
-def snapshot(version: int = 0, seed: int = 0) -> Snapshot:
+def snapshot(version: int = 0, seed: int = 0) -> Callable[[], Snapshot]:
     model = tiny_model(seed)
-    return take_snapshot(model, version, tiny_files(model), "float32")
+    return lambda: snapshot_of(policy_state(model), version, tiny_files(model), "float32")
 
 
 def publisher(tmp_path: Path, hub: FakeHub, **changes: object) -> Publisher:
@@ -46,19 +47,31 @@ def test_a_version_is_written_with_the_ledgers_head_then_announced(tmp_path: Pat
     assert (tmp_path / "origin" / "manifests" / "0.0.json").is_file()
 
 
-def test_a_snapshot_does_not_follow_the_model() -> None:
-    model = tiny_model()
-    taken = take_snapshot(model, 0, {}, "float32")
-    before = model.lm_head.weight.detach().clone()
-    with torch.no_grad():
-        model.lm_head.weight.add_(1)
-    view = next(view for view in taken.tensors if view.name == "lm_head.weight")
-    assert torch.equal(to_torch(view), before)
+def test_what_is_only_prepared_is_not_published(tmp_path: Path, hub: FakeHub) -> None:
+    done = threading.Event()
+    made = publisher(tmp_path, hub)
+    made.submit(lambda: done.set())
+    assert made.wait() is None
+    made.close()
+    assert done.is_set()
+    assert hub.policies == {}
+
+
+def test_what_fails_while_it_is_prepared_is_not_published(tmp_path: Path, hub: FakeHub) -> None:
+    def full() -> Snapshot:
+        raise ResourceError("cannot write the checkpoint: the disk is full")
+
+    made = publisher(tmp_path, hub)
+    made.submit(full)
+    with pytest.raises(ResourceError, match="the disk is full"):
+        made.wait()
+    made.close()
+    assert hub.policies == {}
 
 
 def test_the_published_type_is_the_one_asked_for() -> None:
     model = tiny_model()
-    half = take_snapshot(model, 0, {}, "bfloat16")
+    half = snapshot_of(policy_state(model), 0, {}, "bfloat16")
     assert {view.dtype for view in half.tensors} == {"BF16"}
     view = next(view for view in half.tensors if view.name == "lm_head.weight")
     assert torch.equal(to_torch(view), model.lm_head.weight.to(torch.bfloat16))

@@ -28,6 +28,7 @@ def test_every_setting_is_described() -> None:
         ({"learning_rat": 1e-3}, "Extra inputs"),
         ({"learning_rate": 0}, "greater than 0"),
         ({"clip_delta": 1.1}, "must be above 1"),
+        ({"clip_delta": 1.3, "objective": {"clip_high": 0.4}}, r"must be above 1 \+ objective.clip_high \(1.4\)"),
         ({"betas": (0.9, 1.0)}, r"must both be in \[0, 1\)"),
         ({"minibatches": 0}, "greater than or equal to 1"),
         ({"publish_dtype": "int4"}, "float32"),

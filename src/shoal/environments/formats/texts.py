@@ -22,16 +22,26 @@ def conversation(value: object, column: str) -> Conversation:
     """
     if isinstance(value, str):
         return required(value, column), ()
-    if value is None:
-        raise UnusableTask(f"{column} is missing")
-    if not isinstance(value, Sequence) or isinstance(value, bytes):
-        raise UnusableTask(f"{column} is {type(value).__name__}, neither text nor a list of messages")
-    said = [_message(message, column) for message in value]
+    said = messages_of(value, column)
     if not said or said[-1][0] != "user":
         raise UnusableTask(f"{column} must end with a message of the user")
+    return required(said[-1][1], column), said[:-1]
+
+
+def messages_of(value: object, column: str) -> tuple[tuple[str, str], ...]:
+    """A list of messages as (role, text); a system message is the first or none.
+
+    >>> messages_of([{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}], "messages")
+    (('user', '2+2?'), ('assistant', '4'))
+    """
+    if value is None:
+        raise UnusableTask(f"{column} is missing")
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+        raise UnusableTask(f"{column} is {type(value).__name__}, neither text nor a list of messages")
+    said = [_message(message, column) for message in value]
     if any(role == "system" for role, _ in said[1:]):
         raise UnusableTask(f"{column} has a system message that is not its first")
-    return required(said[-1][1], column), tuple(said[:-1])
+    return tuple(said)
 
 
 def _message(message: object, column: str) -> tuple[str, str]:

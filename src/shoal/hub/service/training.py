@@ -10,7 +10,7 @@ from shoal.hub.changes import Topic
 from shoal.hub.service.context import Context, node_label
 from shoal.hub.service.owner import orders_of, require_trusted
 from shoal.hub.state import batches, evaluations, policies
-from shoal.hub.state.commands import Command
+from shoal.hub.state.commands import Command, RaiseAlarm
 from shoal.hub.state.refusals import Refusal
 from shoal.hub.state.rows import Moment, NodeRow, UnitRow
 from shoal.hub.storage import Reader, Writer
@@ -141,8 +141,10 @@ class Training:
         return pack(self._training_batch(batch))
 
     def report(self, report: StepReport) -> None:
+        now_ms = self._context.clock.now_ms()
         with self._context.storage.write() as transaction:
-            transaction.put_report(report, self._context.clock.now_ms())
+            transaction.put_report(report.model_copy(update={"alarms": {}}), now_ms)
+            transaction.apply([RaiseAlarm(report.step, code, text, now_ms) for code, text in report.alarms.items()])
 
     def _training_batch(self, batch: Batch) -> TrainingBatch:
         return TrainingBatch(step=batch.step, groups=[self._training_group(group) for group in batch.groups])

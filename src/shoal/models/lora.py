@@ -1,0 +1,146 @@
+"""Low-rank adapters: a few small matrices are trained, and the weights they sit on stay as they were.
+
+    y = x·Wᵀ + b  +  (alpha / rank) · (x·Aᵀ)·Bᵀ            A: [rank, in], B: [out, rank], B = 0 at first
+
+A policy with adapters is published like any other: all its weights by name, and `adapter.json` beside config.json that
+says where adapters sit. Since only A and B ever change, a delta holds nothing but them: the base travels once, with the
+first anchor. Workers and validators compute with the adapters in place, as the trainer does: merged weights would be
+rounded otherwise, and proofs would differ. An export is merged: an ordinary folder without adapters.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from shoal.errors import ModelError
+
+ADAPTER_FILE = "adapter.json"
+DOWN, UP = "lora_a", "lora_b"
+
+
+@dataclass(frozen=True)
+class AdapterShape:
+    """Where adapters sit and how large they are; `adapter.json` is this as JSON."""
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+    def as_file(self) -> bytes:
+        return json.dumps(asdict(self), sort_keys=True).encode() + b"\n"
+
+
+class AdaptedLinear(nn.Module):
+    """A linear layer with an adapter. Weight and bias are the layer's own, under their own names, and frozen."""
+
+    def __init__(self, layer: nn.Linear, scale: float, down: Tensor, up: Tensor) -> None:
+        super().__init__()
+        self.weight = layer.weight
+        self.bias = layer.bias
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        self.scale = scale
+        self.active = True
+        self.lora_a = nn.Parameter(down)
+        self.lora_b = nn.Parameter(up)
+
+    def forward(self, values: Tensor) -> Tensor:
+        output = functional.linear(values, self.weight, self.bias)
+        if not self.active:
+            return output
+        return output + functional.linear(functional.linear(values, self.lora_a), self.lora_b) * self.scale
+
+
+def add_adapters(model: nn.Module, shape: AdapterShape) -> None:
+    """Freeze a model and put adapters on every linear layer that `shape.targets` names. Its function is unchanged."""
+    if any(isinstance(module, AdaptedLinear) for module in model.modules()):
+        raise ModelError("this model has adapters already")
+    found = _targets(model, shape)
+    model.requires_grad_(False)
+    for name, layer in found.items():
+        down, up = _beginning(name, layer, shape.rank)
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, AdaptedLinear(layer, shape.scale, down, up))
+
+
+def adapter_shape(files: Mapping[str, bytes]) -> AdapterShape | None:
+    """The adapters of a policy, from the files beside its weights; None if it has none."""
+    if ADAPTER_FILE not in files:
+        return None
+    try:
+        values = json.loads(files[ADAPTER_FILE])
+        shape = AdapterShape(
+            int(values["rank"]), float(values["alpha"]), tuple(str(name) for name in values["targets"])
+        )
+    except (ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"the policy's {ADAPTER_FILE} cannot be read: {error!r}") from error
+    if not (0 < shape.rank <= 65_536 and shape.alpha > 0 and shape.targets):
+        raise ModelError(f"the policy's {ADAPTER_FILE} makes no sense: {shape}")
+    return shape
+
+
+@contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """The policy that the adapters started from, for as long as the context lasts: no second copy of the weights."""
+    adapted = [module for module in model.modules() if isinstance(module, AdaptedLinear)]
+    for module in adapted:
+        module.active = False
+    try:
+        yield
+    finally:
+        for module in adapted:
+            module.active = True
+
+
+def merged(tensors: Mapping[str, Tensor], files: Mapping[str, bytes]) -> tuple[dict[str, Tensor], dict[str, bytes]]:
+    """Weights and files of the same policy as an ordinary model; those without adapters come back as they are."""
+    shape = adapter_shape(files)
+    if shape is None:
+        return dict(tensors), dict(files)
+    plain = {name: tensor for name, tensor in tensors.items() if not name.endswith((f".{DOWN}", f".{UP}"))}
+    for name in (name.removesuffix(f".{DOWN}") for name in tensors if name.endswith(f".{DOWN}")):
+        down, up, weight = tensors[f"{name}.{DOWN}"], tensors[f"{name}.{UP}"], tensors[f"{name}.weight"]
+        update = up.double() @ down.double() * shape.scale
+        plain[f"{name}.weight"] = (weight.double() + update).to(weight.dtype)
+    return plain, {name: data for name, data in files.items() if name != ADAPTER_FILE}
+
+
+def _targets(model: nn.Module, shape: AdapterShape) -> dict[str, nn.Linear]:
+    """The layers by name, in the model's order; never the output layer: log-probabilities take its weight alone."""
+    linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    head = cast(Any, model).get_output_embeddings()
+    inner = {name: module for name, module in linear.items() if module is not head}
+    known = sorted({_last(name) for name in inner})
+    for target in shape.targets:
+        if target not in known:
+            raise ModelError(
+                f"trainer.lora.targets: no linear layer of this model that can have an adapter is called {target!r}; "
+                f"there are: {', '.join(known) or 'none'}"
+            )
+    return {name: module for name, module in inner.items() if _last(name) in shape.targets}
+
+
+def _beginning(name: str, layer: nn.Linear, rank: int) -> tuple[Tensor, Tensor]:
+    """A follows from the layer's name, so that every start of a run has the same; B = 0, so that nothing changes."""
+    seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") >> 1
+    generator = torch.Generator().manual_seed(seed)
+    bound = (1.0 / layer.in_features) ** 0.5
+    down = torch.rand((rank, layer.in_features), generator=generator) * (2 * bound) - bound
+    like: dict[str, Any] = {"dtype": layer.weight.dtype, "device": layer.weight.device}
+    return down.to(**like), torch.zeros((layer.out_features, rank), **like)
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]

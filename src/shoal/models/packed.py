@@ -1,0 +1,293 @@
+"""Sequences of any lengths laid end to end and computed in one pass: no padding, and none of them sees another.
+
+    ids_T        7 1 4 | 9 2 | 5 5 8 8          everything but attention works on single tokens and never notices
+    positions_T  0 1 2 | 0 1 | 0 1 2 3
+    bounds       0       3     5         9      attention is computed within bounds[i] … bounds[i + 1]
+
+Attention goes through transformers' table of attention functions. Ours, `packed_attention`, is the stock "sdpa" unless
+a call brings bounds. So a model that was once computed packed still serves an engine in the same process, and a layer
+that is recomputed in the backward pass needs no context around it: the bounds are among its arguments.
+
+On a GPU in 16 bits it is one flash kernel over all sequences. Elsewhere sequences of similar length stand side by side
+as padded rows for the attention alone. A mask [T, T] is never made.
+
+T: tokens of all sequences, S: sequences, L: the longest of a bucket, G: heads, D: head size, H: hidden size.
+"""
+# ruff: noqa: N815 - dimension suffixes on fields
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from shoal.models.logprobs import hidden_states
+
+log = logging.getLogger(__name__)
+
+ATTENTION = "shoal_packed"
+# On a GPU a pack is filled up to a multiple of this by a sequence of its own: aligned matrix products are faster, and
+# what is compiled sees few different lengths.
+GPU_MULTIPLE = 256
+FLASH_HEAD_SIZES = range(8, 257, 8)
+# What an attention may ask for that is not computed here.
+REFUSED = ("sliding_window", "softcap", "s_aux", "position_bias", "alibi", "cache")
+# Every architecture refuses in its own way what it does not know.
+PROBE_ERRORS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+PROBE_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Sequences end to end. `bounds` are their cumulative lengths: 0 first, the number of tokens last.
+
+    >>> Packed.of([torch.tensor([7, 1, 4]), torch.tensor([9, 2])]).bounds
+    (0, 3, 5)
+    """
+
+    ids_T: Tensor
+    positions_T: Tensor
+    bounds: tuple[int, ...]
+
+    @classmethod
+    def of(cls, sequences: Sequence[Tensor]) -> Packed:
+        bounds = [0]
+        for sequence in sequences:
+            bounds.append(bounds[-1] + len(sequence))
+        positions = [torch.arange(len(sequence), device=sequence.device) for sequence in sequences]
+        return cls(torch.cat(list(sequences)), torch.cat(positions), tuple(bounds))
+
+    @property
+    def longest(self) -> int:
+        return max(end - start for start, end in pairwise(self.bounds))
+
+    def filled(self, multiple: int) -> Packed:
+        """With one more sequence, of zeros, so that the tokens are a multiple. It changes no other's numbers."""
+        count = -self.bounds[-1] % multiple
+        if not count:
+            return self
+        tail = torch.arange(count, device=self.ids_T.device, dtype=self.positions_T.dtype)
+        ids_T = torch.cat([self.ids_T, self.ids_T.new_zeros(count)])
+        return Packed(ids_T, torch.cat([self.positions_T, tail]), (*self.bounds, self.bounds[-1] + count))
+
+
+def packed_states(model: Any, packed: Packed) -> Tensor:
+    """The last hidden states [T, H], after the final norm: each token's as if its sequence were alone."""
+    return _states(model, packed)
+
+
+def _states(model: Any, packed: Packed, **options: Any) -> Tensor:
+    _install(model)
+    tokens = packed.bounds[-1]
+    filled = packed.filled(GPU_MULTIPLE) if packed.ids_T.is_cuda else packed
+    # A mask of four dimensions is passed on as it is, and packed attention does not look at it: none is built.
+    no_mask = torch.zeros((1, 1, 1, 1), device=packed.ids_T.device)
+    layout = {**_layout(model, filled), **options}
+    states_1TH = hidden_states(
+        model, filled.ids_T[None], position_ids=filled.positions_T[None], attention_mask=no_mask, **layout
+    )
+    return states_1TH[0, :tokens]
+
+
+def _install(model: Any) -> None:
+    """From now on this model asks for our attention. Other models, and this one's plain calls, are as before."""
+    if model.config._attn_implementation != ATTENTION:
+        AttentionInterface.register(ATTENTION, packed_attention)
+        AttentionMaskInterface.register(ATTENTION, sdpa_mask)
+        model.config._attn_implementation = ATTENTION
+
+
+# -- which way ---------------------------------------------------------------------------------------------------------
+
+
+def _layout(model: Any, packed: Packed) -> dict[str, Any]:
+    """What attention needs to know of a pack, made once for all layers."""
+    config, dtype = model.config.get_text_config(), next(model.parameters()).dtype
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if packed.ids_T.is_cuda and dtype in (torch.bfloat16, torch.float16) and size in FLASH_HEAD_SIZES:
+        return _flash_layout(packed)
+    return _row_layout(packed)
+
+
+def _flash_layout(packed: Packed) -> dict[str, Any]:
+    """Both lengths are rounded up, which changes nothing but how many different ones a compiled layer sees."""
+    bounds = [*packed.bounds, *[packed.bounds[-1]] * (-len(packed.bounds) % 16)]
+    bounds_S = torch.tensor(bounds, dtype=torch.int32).to(packed.ids_T.device, non_blocking=True)
+    return {"packed_bounds": bounds_S, "packed_longest": 1 << (packed.longest - 1).bit_length()}
+
+
+def _row_layout(packed: Packed) -> dict[str, Any]:
+    """Rows of token numbers per bucket, and each token's place among the rows of all buckets."""
+    rows: list[Tensor] = []
+    places_T = torch.empty(packed.bounds[-1], dtype=torch.long)
+    offset = 0
+    for bucket in _buckets([end - start for start, end in pairwise(packed.bounds)]):
+        longest = max(length for _index, length in bucket)
+        starts = torch.tensor([packed.bounds[index] for index, _length in bucket])[:, None]
+        last = torch.tensor([length - 1 for _index, length in bucket])[:, None]
+        columns = torch.arange(longest)[None]
+        # Beyond a sequence's end its last token is repeated: under causal attention nothing real sees it.
+        rows.append((starts + columns.minimum(last)).to(packed.ids_T.device))
+        real = columns <= last
+        places_T[(starts + columns)[real]] = offset + torch.arange(real.numel()).view_as(real)[real]
+        offset += real.numel()
+    return {"packed_rows": tuple(rows), "packed_places": places_T.to(packed.ids_T.device)}
+
+
+def _buckets(lengths: Sequence[int]) -> list[list[tuple[int, int]]]:
+    """(index, length) of the sequences that stand side by side, none twice as long as another: one long sequence among
+    many short ones does not widen them all.
+
+    >>> _buckets([3, 9, 2, 10])
+    [[(3, 10), (1, 9)], [(0, 3), (2, 2)]]
+    """
+    buckets: list[list[tuple[int, int]]] = []
+    for index, length in sorted(enumerate(lengths), key=lambda pair: (-pair[1], pair[0])):
+        if length == 0:
+            continue
+        if buckets and 2 * length > buckets[-1][0][1]:
+            buckets[-1].append((index, length))
+        else:
+            buckets.append([(index, length)])
+    return buckets
+
+
+# -- attention ---------------------------------------------------------------------------------------------------------
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query_1GTD: Tensor,
+    key_1GTD: Tensor,
+    value_1GTD: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    packed_bounds: Tensor | None = None,
+    packed_longest: int = 0,
+    packed_rows: tuple[Tensor, ...] = (),
+    packed_places: Tensor | None = None,
+    packed_layers: list[Any] | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention within the bounds; without any, what "sdpa" does. Returns [1, T, G, D] as the interface asks."""
+    if packed_bounds is None and packed_places is None:
+        plain: tuple[Tensor, None] = sdpa_attention_forward(
+            module, query_1GTD, key_1GTD, value_1GTD, attention_mask, scaling=scaling, **options
+        )
+        return plain
+    _refuse(options)
+    if packed_layers is not None:
+        packed_layers.append(module)
+    query_TGD, key_TGD, value_TGD = (each[0].transpose(0, 1) for each in (query_1GTD, key_1GTD, value_1GTD))
+    if packed_bounds is not None:
+        attended_TGD = _flash(query_TGD, key_TGD, value_TGD, packed_bounds, packed_longest, scaling)
+    else:
+        assert packed_places is not None
+        attended_TGD = _rows(query_TGD, key_TGD, value_TGD, packed_rows, packed_places, scaling)
+    return attended_TGD[None], None
+
+
+def _refuse(options: Mapping[str, Any]) -> None:
+    for name in REFUSED:
+        if options.get(name) is not None:
+            raise NotImplementedError(f"this model's attention uses {name}, which packed attention does not compute")
+
+
+def _varlen_options() -> dict[str, Any]:
+    """How this version of torch is told that attention is causal, and that heads share keys."""
+    known = inspect.signature(varlen_attn).parameters
+    causal: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
+    return {**causal, "enable_gqa": True} if "enable_gqa" in known else causal
+
+
+VARLEN_OPTIONS = _varlen_options()  # not in the function, since what is compiled cannot ask for a signature
+
+
+def _flash(
+    query_TGD: Tensor, key_TGD: Tensor, value_TGD: Tensor, bounds_S: Tensor, longest: int, scaling: float | None
+) -> Tensor:
+    attended = varlen_attn(
+        query_TGD, key_TGD, value_TGD, bounds_S, bounds_S, longest, longest, scale=scaling, **VARLEN_OPTIONS
+    )
+    assert isinstance(attended, Tensor)  # and not with what was not asked for
+    return attended
+
+
+def _rows(
+    query_TGD: Tensor,
+    key_TGD: Tensor,
+    value_TGD: Tensor,
+    rows: tuple[Tensor, ...],
+    places_T: Tensor,
+    scaling: float | None,
+) -> Tensor:
+    parts = []
+    for rows_SL in rows:
+        # Selecting rows, unlike indexing, goes back by adding rows up: the same sum in the same order every time.
+        query, key, value = (
+            each.index_select(0, rows_SL.flatten()).view(*rows_SL.shape, *each.shape[1:]).transpose(1, 2)
+            for each in (query_TGD, key_TGD, value_TGD)
+        )
+        shared = query.shape[1] != key.shape[1]
+        attended_SGLD = functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scaling, enable_gqa=shared
+        )
+        parts.append(attended_SGLD.transpose(1, 2).flatten(0, 1))
+    return torch.cat(parts).index_select(0, places_T)
+
+
+# -- whether -----------------------------------------------------------------------------------------------------------
+
+_known: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
+
+
+def supports_packing(model: Any) -> bool:
+    """Whether a model computes a pack as it computes its sequences alone. It is tried, not looked up in a list.
+
+    Models that attend in another way (sliding windows, sinks, soft caps, recurrent layers, a code of their own) say
+    False and are trained on padded rows. The answer is kept; the model and its way of attending are as before.
+    """
+    if model not in _known:
+        before = model.config._attn_implementation
+        try:
+            _known[model] = before in ("sdpa", ATTENTION) and _attends_fully(model.config) and _agrees(model)
+        except PROBE_ERRORS as error:
+            log.debug("%s is not packed: %s", type(model).__name__, error)
+            _known[model] = False
+        finally:
+            model.config._attn_implementation = before
+    return _known[model]
+
+
+def _attends_fully(config: Any) -> bool:
+    kinds = getattr(config, "layer_types", None) or ()
+    return set(kinds) <= {"full_attention"} and getattr(config, "attention_chunk_size", None) is None
+
+
+@torch.no_grad()
+def _agrees(model: Any) -> bool:
+    """Every layer attends through our function, and a sequence's states depend neither on the one before it nor on
+    its place in the pack."""
+    device = next(model.parameters()).device
+    ids = torch.arange(15, device=device) % model.config.get_text_config().vocab_size
+    first, other, second = ids[:5], ids[5:10], ids[10:]
+    layers: list[Any] = []
+    packed_TH = _states(model, Packed.of([first, second]), packed_layers=layers)[5:]
+    beside_TH = _states(model, Packed.of([other, second]))[5:]
+    alone_TH = _states(model, Packed.of([second]))
+    if len(layers) != model.config.get_text_config().num_hidden_layers:
+        return False
+    bound = PROBE_TOLERANCE.get(packed_TH.dtype, 0.1) * float(alone_TH.abs().max())
+    return all(float((packed_TH - each).abs().max()) <= bound for each in (beside_TH, alone_TH))

@@ -1,0 +1,316 @@
+"""How much memory training takes on each device, computed from config.json before any weight is loaded.
+
+    fixed        weights, float32 masters, gradients, two moments, the reference      exact: from the shapes
+    gathered     with several processes: the layer that computes, and embeddings and head, whole
+    activations  what the backward pass keeps of one micro-batch: counted in a forward pass on torch's meta device,
+                 which has shapes and no numbers; attention is taken to keep its inputs and output (flash)
+    head         the tile of logits and what the softmax makes of it
+
+What is compiled keeps less, since cheap operations are computed again: by COMPILED, which is measured, not derived.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
+
+from shoal.errors import ResourceError
+from shoal.models.compiled import decoder_layers
+from shoal.models.folder import model_folder, read_files
+from shoal.models.load import DTYPES, model_from_files
+from shoal.models.logprobs import GPU_TILE_ELEMENTS, TILE_ELEMENTS
+from shoal.trainer.settings import TrainerSettings
+
+log = logging.getLogger(__name__)
+
+GIB = 2**30
+SMALL = 40  # a model's weights, so many times, are more than its training ever takes with the default settings
+PROBE_TOKENS = 512
+COMPILED = 0.5
+TILES = 3  # logits, their softmax, and its gradient
+CONTEXT_BYTES = {"cuda": GIB, "cpu": GIB // 2}  # what torch itself takes, before anything is in it
+ATTENTION = "shoal_planned"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What memory depends on of a model. Bytes are those of one token, in the type that it computes in."""
+
+    kind: str
+    weights: int
+    trained: int
+    layers: int
+    largest_layer: int
+    outside_layers: int
+    hidden: int
+    vocabulary: int
+    activation_bytes: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Bytes by what they are for: on one device, and in the memory of the first process's host."""
+
+    device: Mapping[str, int]
+    host: Mapping[str, int]
+
+    @property
+    def total(self) -> int:
+        return sum(self.device.values())
+
+    @property
+    def certain(self) -> int:
+        """Without what is estimated."""
+        estimated = ("activations", "head", "torch itself")
+        return sum(size for name, size in self.device.items() if name not in estimated)
+
+
+def shape_of(files: Mapping[str, bytes], settings: TrainerSettings) -> Shape:
+    """Read from the files that describe a model. No weight is made."""
+    dtype = DTYPES[settings.memory.precision]
+    with torch.device("meta"):
+        model = model_from_files(files, dtype=settings.memory.precision, device="meta")
+    layers = decoder_layers(model)
+    sizes = [sum(weight.numel() for weight in layer.parameters()) for layer in layers]
+    weights = sum(weight.numel() for weight in model.parameters())
+    config = model.config.get_text_config()
+    return Shape(
+        kind=type(model).__name__,
+        weights=weights,
+        trained=weights if settings.lora is None else _adapters(model, settings),
+        layers=len(layers),
+        largest_layer=max(sizes),
+        outside_layers=weights - sum(sizes),
+        hidden=config.hidden_size,
+        vocabulary=config.vocab_size,
+        activation_bytes=_kept_bytes(model),
+        dtype=dtype,
+    )
+
+
+def plan(shape: Shape, settings: TrainerSettings, processes: int, longest: int = 0, kind: str = "cuda") -> Plan:
+    """What each of so many processes needs, for micro-batches as the settings say, or one sequence of `longest`."""
+    tokens = max(settings.micro_batch_tokens, longest)
+    return Plan(
+        device={
+            **_fixed(shape, settings, processes),
+            "activations": _activations(shape, settings, tokens, kind),
+            "head": _head(shape, tokens, kind),
+            "torch itself": CONTEXT_BYTES[kind],
+        },
+        host=_host(shape, processes),
+    )
+
+
+def alternatives(
+    shape: Shape, settings: TrainerSettings, processes: int, longest: int = 0, kind: str = "cuda"
+) -> dict[str, Plan]:
+    """What the same training takes with one setting changed; only changes that save memory."""
+    memory = settings.memory
+    smaller = max(longest, settings.micro_batch_tokens // 4)
+    changed: dict[str, dict[str, Any]] = {
+        "trainer.memory.recompute=true": {"memory": memory.model_copy(update={"recompute": True})},
+        f"trainer.micro_batch_tokens={smaller}": {"micro_batch_tokens": smaller},
+        "trainer.memory.compile=true": {"memory": memory.model_copy(update={"compile": True})}
+        if kind == "cuda"
+        else {},
+    }
+    found = {
+        words: plan(shape, settings.model_copy(update=update), processes, longest, kind)
+        for words, update in changed.items()
+    }
+    for count in (2 * processes, 4 * processes, 8 * processes):
+        found[f"trainer.processes={count}"] = plan(shape, settings, count, longest, kind)
+    if memory.precision == "float32":
+        narrow = settings.model_copy(update={"memory": memory.model_copy(update={"precision": "bfloat16"})})
+        found['trainer.memory.precision="bfloat16"'] = plan(_narrowed(shape), narrow, processes, longest, kind)
+    now = plan(shape, settings, processes, longest, kind).total
+    return {words: other for words, other in found.items() if other.total < now}
+
+
+def available(settings: TrainerSettings, processes: int) -> tuple[str, int]:
+    """Where training would run here, "cuda" or "cpu", and the bytes that one process has there."""
+    if settings.device != "cpu" and torch.cuda.is_available():
+        return "cuda", torch.cuda.get_device_properties(0).total_memory
+    return "cpu", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // processes
+
+
+@contextmanager
+def within_memory(model: str, settings: TrainerSettings, processes: int) -> Iterator[None]:
+    """Load and train a model inside: what cannot fit, and what does not after all, is a message with the numbers."""
+    folder = model_folder(model)
+    files = read_files(folder)
+    refuse_what_cannot_fit(
+        files, sum(path.stat().st_size for path in folder.glob("*.safetensors")), settings, processes
+    )
+    with out_of_memory_in_words(settings, files, processes):
+        yield
+
+
+def refuse_what_cannot_fit(
+    files: Mapping[str, bytes], weight_bytes: int, settings: TrainerSettings, processes: int
+) -> None:
+    """Before weights are loaded: a message with the numbers instead of an allocation that fails.
+
+    Only what is certain refuses: weights, gradients and moments. An estimate that is too large is a warning. Models
+    that are small for this machine, by `weight_bytes` on disk, are not looked at.
+    """
+    kind, memory_bytes = available(settings, processes)
+    if weight_bytes * SMALL < memory_bytes:
+        return
+    shape = shape_of(files, settings)
+    planned = plan(shape, settings, processes, kind=kind)
+    if planned.certain > memory_bytes:
+        raise ResourceError(does_not_fit(planned, memory_bytes))
+    if planned.total > memory_bytes:
+        log.warning("training may run out of memory: %s", does_not_fit(planned, memory_bytes))
+
+
+def does_not_fit(planned: Plan, memory_bytes: int) -> str:
+    """The numbers in one line, and what to do."""
+    parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in planned.device.items())
+    return (
+        f"training takes about {planned.total / GIB:.1f} GiB on each device ({parts}), which has "
+        f"{memory_bytes / GIB:.1f} GiB; `shoal plan RECIPE` says what would fit: trainer.memory.recompute, fewer "
+        "trainer.micro_batch_tokens, more trainer.processes, or [trainer.lora]"
+    )
+
+
+@contextmanager
+def out_of_memory_in_words(settings: TrainerSettings, files: Mapping[str, bytes], processes: int) -> Iterator[None]:
+    """A device that has no room left is a `ResourceError` with the numbers, not a trace."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        kind, memory_bytes = available(settings, processes)
+        planned = plan(shape_of(files, settings), settings, processes, kind=kind)
+        first = str(error).strip().splitlines()[0]
+        raise ResourceError(f"out of memory ({first}): {does_not_fit(planned, memory_bytes)}") from error
+
+
+def _fixed(shape: Shape, settings: TrainerSettings, processes: int) -> dict[str, int]:
+    """What is there all the time. Spread weights are float32 and are rounded when they are gathered."""
+    width, alone = shape.dtype.itemsize, processes == 1
+    stored = shape.weights * (width if alone else 4)
+    parts = {
+        "weights": stored // processes,
+        "masters": 4 * shape.trained if alone and width < 4 else 0,
+        "gradients": 4 * shape.trained // processes,
+        "moments": 8 * shape.trained // processes,
+        "reference": stored // processes if settings.objective.kl > 0 else 0,
+        # Two layers, since the next one is fetched meanwhile; gradients of one before they are summed, in float32.
+        "gathered": 0 if alone else (2 * shape.largest_layer + shape.outside_layers) * width + 4 * shape.largest_layer,
+    }
+    return {name: size for name, size in parts.items() if size}
+
+
+def _activations(shape: Shape, settings: TrainerSettings, tokens: int, kind: str) -> int:
+    kept = shape.activation_bytes * tokens
+    if settings.memory.compile and kind == "cuda":
+        kept = int(kept * COMPILED)
+    if not settings.memory.recompute:
+        return kept
+    inputs = shape.layers * shape.hidden * shape.dtype.itemsize * tokens
+    return inputs + kept // shape.layers
+
+
+def _head(shape: Shape, tokens: int, kind: str) -> int:
+    elements = min(GPU_TILE_ELEMENTS if kind == "cuda" else TILE_ELEMENTS, tokens * shape.vocabulary)
+    return TILES * 4 * elements + 2 * 4 * tokens * shape.hidden
+
+
+def _host(shape: Shape, processes: int) -> dict[str, int]:
+    """The copy that is saved and published while training goes on; on a CPU it is beside everything else."""
+    copied = 4 * shape.weights + 8 * shape.trained // processes
+    return {"copy of the state": copied, "model while it is loaded": 0 if processes == 1 else 4 * shape.weights}
+
+
+def _narrowed(shape: Shape) -> Shape:
+    """In half the bytes; those that are kept in float32 whatever the type make the saving a little smaller."""
+    return replace(shape, activation_bytes=int(shape.activation_bytes * 0.6), dtype=torch.bfloat16)
+
+
+def _adapters(model: nn.Module, settings: TrainerSettings) -> int:
+    assert settings.lora is not None
+    names = settings.lora.targets
+    layers = [part for name, part in model.named_modules() if name.rpartition(".")[2] in names]
+    return sum(settings.lora.rank * sum(layer.weight.shape) for layer in layers if hasattr(layer, "weight"))
+
+
+# -- counting on the meta device ---------------------------------------------------------------------------------------
+
+
+def _kept_bytes(model: Any) -> int:
+    """Bytes per token that a forward pass keeps for the backward pass, weights left out."""
+    weights = {weight.untyped_storage()._cdata for weight in model.parameters()}
+    kept: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.setdefault(tensor.untyped_storage()._cdata, tensor)
+        return tensor
+
+    ids = torch.zeros((1, PROBE_TOKENS), dtype=torch.long, device="meta")
+    no_mask = torch.zeros((1, 1, 1, 1), device="meta")  # of four dimensions: it is passed on, and none is built
+    try:
+        with _planned_attention(model), saved_tensors_hooks(keep, lambda tensor: tensor):
+            model.base_model(input_ids=ids, attention_mask=no_mask, use_cache=False)
+    except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
+        log.debug("%s cannot be counted without numbers: %s", type(model).__name__, error)
+        return _rough_bytes(model)
+    total = sum(tensor.untyped_storage().nbytes() for key, tensor in kept.items() if key not in weights)
+    return total // PROBE_TOKENS
+
+
+def _rough_bytes(model: Any) -> int:
+    """For architectures that do not compute on the meta device (mixtures of experts, mostly): from the usual shape of a
+    layer. Norms keep two copies of the hidden state each, attention its inputs and output, a gated layer four."""
+    config = model.config.get_text_config()
+    wide = getattr(config, "moe_intermediate_size", None) or getattr(config, "intermediate_size", None)
+    inner = (wide or 4 * config.hidden_size) * (getattr(config, "num_experts_per_tok", None) or 1)
+    layer = 8 * config.hidden_size + 4 * inner + 4 * config.hidden_size
+    dtype: torch.dtype = next(model.parameters()).dtype
+    return int(config.num_hidden_layers * layer * dtype.itemsize)
+
+
+@contextmanager
+def _planned_attention(model: Any) -> Iterator[None]:
+    AttentionInterface.register(ATTENTION, _attention)
+    AttentionMaskInterface.register(ATTENTION, lambda *_arguments, **_named: None)
+    before = model.config._attn_implementation
+    model.config._attn_implementation = ATTENTION
+    try:
+        yield
+    finally:
+        model.config._attn_implementation = before
+
+
+def _attention(
+    _module: nn.Module, query: Tensor, key: Tensor, value: Tensor, _mask: Tensor | None, **_options: Any
+) -> tuple[Tensor, None]:
+    attended: Tensor = _Flash.apply(query, key, value)  # type: ignore[no-untyped-call]
+    return attended.transpose(1, 2).contiguous(), None
+
+
+class _Flash(torch.autograd.Function):
+    """What flash attention keeps, without the attention."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        attended = torch.empty_like(query)
+        ctx.save_for_backward(query, key, value, attended)
+        return attended
+
+    @staticmethod
+    def backward(ctx: Any, *_gradients: Tensor) -> Any:
+        raise NotImplementedError("memory is counted in a forward pass")

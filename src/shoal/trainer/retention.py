@@ -1,0 +1,67 @@
+"""Which checkpoints are kept. A function of their numbers and of the scores known, so that a resume decides the same.
+
+    newest `keep`                  what a resume needs, and one more should it be damaged
+    best `keep_best`               by held-out score; of equal ones the newer, which has learnt from more
+    newest `AWAITED` of those      that are measured but have no score yet: one of them may turn out to be the best
+    first of every block           of `lookback` versions, back to one that is that old: whatever a guard stops the run
+                                   for, there is a checkpoint from before it began
+
+Never more than the sum of all. A version that was trained twice (two incarnations) counts as the newer one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+Place = tuple[int, int]
+"""Version and incarnation: newer ones are greater."""
+
+AWAITED = 2
+"""The hub never has more versions than that measured at a time."""
+
+
+@dataclass(frozen=True)
+class Retention:
+    """`is_measured` tells which versions get a held-out score sooner or later.
+
+    >>> rule = Retention(keep=1, keep_best=1, is_measured=lambda version: version % 2 == 0)
+    >>> sorted(rule.kept([(version, 0) for version in range(10)], {0: 0.1, 2: 0.7, 4: 0.3}))
+    [(2, 0), (6, 0), (8, 0), (9, 0)]
+    """
+
+    keep: int
+    keep_best: int = 0
+    is_measured: Callable[[int], bool] = lambda _version: False
+    lookback: int = 0
+
+    def kept(self, places: Sequence[Place], scores: Mapping[int, float]) -> set[Place]:
+        newest = [*sorted(places, reverse=True)[: self.keep], *self._from_before(places)]
+        if not self.keep_best:
+            return set(newest)
+        awaited = [place for place in _last_lives(places) if self.is_measured(place[0]) and place[0] not in scores]
+        return {*newest, *ranked(places, scores)[: self.keep_best], *awaited[:AWAITED]}
+
+    def _from_before(self, places: Sequence[Place]) -> list[Place]:
+        """While version n is the newest, one of them is at least `lookback` old (or the first that there was)."""
+        if not self.lookback:
+            return []
+        lives = _last_lives(places)  # newest first, so that the oldest of a block is the one that stays
+        first = sorted({place[0] // self.lookback: place for place in lives}.values())
+        old = [place for place in first if place[0] <= max(places)[0] - self.lookback]
+        return first[max(0, len(old) - 1) :]
+
+
+def ranked(places: Sequence[Place], scores: Mapping[int, float]) -> list[Place]:
+    """Those that have a score, the best first.
+
+    >>> ranked([(0, 0), (5, 0), (5, 1), (9, 0)], {0: 0.2, 5: 0.8, 9: 0.8, 12: 1.0})
+    [(9, 0), (5, 1), (0, 0)]
+    """
+    scored = [place for place in _last_lives(places) if place[0] in scores]
+    return sorted(scored, key=lambda place: (scores[place[0]], place), reverse=True)
+
+
+def _last_lives(places: Sequence[Place]) -> list[Place]:
+    """The newest incarnation of every version, newest first: scores are of that one."""
+    return sorted(dict(sorted(places)).items(), reverse=True)

@@ -1,0 +1,191 @@
+"""One optimizer step: the gradient of one minibatch, summed over its micro-batches and over all processes.
+
+    for each micro-batch: forward, loss, backward (summed) ─► norm ─► numbers, the same in every process
+        veto(numbers) says why not? ─► skipped, counted
+        not finite?                 ─► TrainingDiverged, nothing is updated by it
+        else                        ─► clip, optimizer step
+
+A process with fewer micro-batches than the others computes dummies: a forward and backward pass that adds zero.
+
+Legend: N completion tokens that the model drew (flat).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shoal.algorithms.losses import LossOutput, LossTokens
+from shoal.algorithms.mismatch import absolute_difference, divergence, ratio_sums
+from shoal.algorithms.terms import TermWeights, with_terms
+from shoal.errors import TrainingDiverged
+from shoal.models.logprobs import TokenLogprobs
+from shoal.models.lora import without_adapters
+from shoal.trainer.forward import Laid, lay, score
+from shoal.trainer.learner import Learner
+from shoal.trainer.samples import Sample
+from shoal.trainer.tally import INPUTS, POSITIONS, RATIO, RATIO_SQUARED, TOKENS, Numbers, Tally, Totals
+
+log = logging.getLogger(__name__)
+
+Veto = Callable[[Mapping[str, float]], str | None]
+
+
+class Stopped(Exception):
+    """The process was told to stop. Not an error: what is in memory is dropped, the last checkpoint is good."""
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What a step needs to know beside its samples."""
+
+    step: int
+    temperature: float
+    seed: int = 0
+    # What the guards make of the learning rate.
+    rate_factor: float = 1.0
+    # The run's limit, for `normalisation = "constant"`.
+    max_new_tokens: int | None = None
+    # Whether samples bring the log-probabilities that they were drawn with. A demonstration has none.
+    recorded: bool = True
+
+
+@dataclass(frozen=True)
+class Micro:
+    """The samples of one forward pass and what each of their tokens weighs in the loss; none: a dummy."""
+
+    samples: Sequence[Sample]
+    weights: Sequence[float]
+
+
+DUMMY = Sample(
+    prompt_ids=np.zeros(1, dtype=np.int64),
+    token_ids=np.zeros(1, dtype=np.int64),
+    behaviour=np.zeros(1, dtype=np.float32),
+    advantage=0.0,
+    drawn=np.ones(1, dtype=np.bool_),
+)
+
+
+@dataclass(frozen=True)
+class Update:
+    """The parts of a step that all its optimizer steps share."""
+
+    learner: Learner
+    plan: StepPlan
+    totals: Totals
+    interrupted: Callable[[], bool]
+    veto: Veto
+
+    def run(self, batches: Sequence[Micro], recomputed: Sequence[Tensor] | None, *, first: bool) -> None:
+        """`recomputed` are the log-probabilities of the step's beginning, by micro-batch; None: not asked for.
+
+        In the `first` update the trained policy is the one that the step began with.
+        """
+        learner, tally = self.learner, Tally()
+        learner.optimizer.zero_grad(set_to_none=True)
+        for number, batch in enumerate(batches):
+            self.stop_if_told()
+            self._accumulate(batch, tally, recomputed[number] if recomputed else None, first=first)
+        gradients = [weight.grad for weight in learner.trained().values() if weight.grad is not None]
+        self._finish(tally.reduced(learner.crew), learner.crew.norm(gradients))
+        learner.optimizer.zero_grad(set_to_none=True)
+
+    def stop_if_told(self) -> None:
+        if self.learner.crew.any(self.interrupted()):
+            raise Stopped
+
+    @torch.no_grad()
+    def logprobs(self, batch: Micro) -> Tensor:
+        """Of the policy as it is, without a gradient."""
+        return self._score(self.learner.model, self._lay(batch)).logprobs
+
+    def _lay(self, batch: Micro) -> Laid:
+        return lay(batch.samples or [DUMMY], self.learner.device, packed=self.learner.packed)
+
+    def _score(self, model: object, laid: Laid) -> TokenLogprobs:
+        return self.learner.crew.run(model, lambda: score(model, laid, self.plan.temperature))
+
+    def _accumulate(self, batch: Micro, tally: Tally, recomputed_N: Tensor | None, *, first: bool) -> None:
+        """Forward and backward of one micro-batch."""
+        laid = self._lay(batch)
+        reference_N = self._reference(laid)
+        scored = self._score(self.learner.model, laid)
+        if recomputed_N is None and first:
+            recomputed_N = scored.logprobs.detach()
+        tokens = LossTokens(
+            logprobs_N=scored.logprobs,
+            behaviour_N=laid.behaviour_N,
+            advantages_N=laid.advantages_N,
+            recomputed_N=recomputed_N,
+            reference_N=reference_N,
+            entropy_N=scored.entropy,
+            sequence_N=laid.sequence_N,
+        )
+        output = self._loss(tokens)
+        torch.autograd.backward((output.loss_N * self._weights(batch, laid)).sum())
+        self._tally(tally, laid, tokens, output, counted=bool(batch.samples))
+
+    def _loss(self, tokens: LossTokens) -> LossOutput:
+        objective, parameters = self.learner.settings.objective, self.learner.loss_parameters
+        weights = TermWeights(kl=objective.kl, entropy=objective.entropy)
+        return with_terms(self.learner.loss(tokens, parameters), tokens, parameters, weights)
+
+    def _weights(self, batch: Micro, laid: Laid) -> Tensor:
+        weights = torch.tensor(batch.weights or [0.0], dtype=torch.float32, device=laid.sequence_N.device)
+        return weights.index_select(0, laid.sequence_N)
+
+    @torch.no_grad()
+    def _reference(self, laid: Laid) -> Tensor | None:
+        reference = self.learner.reference
+        if reference is None:
+            return None
+        begun = without_adapters(reference) if reference is self.learner.model else nullcontext()
+        with begun:
+            return self._score(reference, laid).logprobs
+
+    @torch.no_grad()
+    def _tally(self, tally: Tally, laid: Laid, tokens: LossTokens, output: LossOutput, *, counted: bool) -> None:
+        ones_N = torch.ones_like(tokens.logprobs_N)
+        assert tokens.entropy_N is not None
+        values = {TOKENS: ones_N, "loss": output.loss_N, "entropy": tokens.entropy_N, **output.mean}
+        peaks = dict(output.peak)
+        if self.plan.recorded:
+            values[RATIO], values[RATIO_SQUARED] = ratio_sums(tokens.logprobs_N, laid.behaviour_N)
+        if self.plan.recorded and tokens.recomputed_N is not None:
+            gap_N = absolute_difference(tokens.recomputed_N, laid.behaviour_N)
+            values |= {"mismatch": gap_N, "mismatch_kl": divergence(tokens.recomputed_N, laid.behaviour_N)}
+            peaks["mismatch_max"] = gap_N
+        values[POSITIONS] = ones_N.new_full((), laid.ids.numel())
+        values[INPUTS] = ones_N.new_full((), laid.inputs)
+        tally.add(values, peaks, counted=counted)
+
+    def _finish(self, numbers: Numbers, norm: Tensor) -> None:
+        """Apply the gradient, skip it, or refuse it: the same in every process."""
+        learner = self.learner
+        seen = {**numbers.means(), "grad_norm": float(norm)}
+        finite = math.isfinite(seen["grad_norm"]) and math.isfinite(seen["loss"])
+        reason = self.veto(seen)
+        if finite:
+            self.totals.add(numbers, seen["grad_norm"])
+        if learner.crew.any(reason is not None):
+            self.totals.skipped += 1
+            log.warning("an update of step %d was skipped: %s", self.plan.step, reason or "another process refused it")
+        elif not finite:
+            raise TrainingDiverged(
+                f"step {self.plan.step} diverged: loss {seen['loss']}, gradient norm {seen['grad_norm']}; this update "
+                "was refused and the last checkpoint is good; lower trainer.learning_rate, or look at the rewards and "
+                "log-probabilities of its batch"
+            )
+        else:
+            torch.nn.utils.clip_grads_with_norm_(learner.trained().values(), learner.settings.grad_clip, norm)
+            learner.optimizer.step()
+            if learner.masters is not None:
+                learner.masters.write_back()

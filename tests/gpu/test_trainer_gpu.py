@@ -1,0 +1,155 @@
+"""Training on a GPU: packed attention, the head's kernels, compiled layers and float32 masters keep their promises."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from shoal.models.compiled import compile_layers
+from shoal.models.head_tables import usable
+from shoal.models.logprobs import Head, hidden_states, token_logprobs
+from shoal.models.packed import Packed, packed_states, supports_packing
+from shoal.models.tiny import build_tiny
+from shoal.trainer.learner import new_learner
+from shoal.trainer.samples import Prepared, Sample
+from shoal.trainer.settings import MemorySettings, TrainerSettings
+from shoal.trainer.step import StepPlan, train_samples
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+
+LENGTHS = (5, 1, 120, 33, 200, 64, 7)
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def model_of(dtype: torch.dtype, **changes):
+    model = build_tiny(1, num_key_value_heads=1, **changes).to("cuda")
+    for weight in model.parameters():  # buffers stay as they are, as in training
+        weight.data = weight.data.to(dtype)
+    return model
+
+
+def sequences(seed=0, lengths=LENGTHS):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, 96, (length,), generator=generator).cuda() for length in lengths]
+
+
+def gradients(model, states):
+    weights = torch.randn(states.shape, generator=torch.Generator().manual_seed(1)).cuda()
+    model.zero_grad()
+    (states.float() * weights).sum().backward()
+    return torch.cat([p.grad.float().flatten() for p in model.parameters() if p.grad is not None])
+
+
+def apart(one, other) -> float:
+    one, other = one.detach().double(), other.detach().double()
+    return float((one - other).norm() / other.norm())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_packed_states_and_gradients_are_those_of_the_sequences_alone(dtype):
+    """In bfloat16 both ways round; packed may not be further from the exact gradient than the sequences alone are."""
+    exact, model, parts = model_of(torch.float32), model_of(dtype), sequences()
+    exact.load_state_dict(model.state_dict())
+    truth = torch.cat([hidden_states(exact, part[None])[0] for part in parts])
+    alone = torch.cat([hidden_states(model, part[None])[0] for part in parts])
+    together = packed_states(model, Packed.of(parts))
+    floor = 1e-5 if dtype == torch.float32 else 0.0
+    assert apart(together, truth) <= 1.3 * apart(alone, truth) + floor
+    expected = gradients(exact, truth)
+    assert apart(gradients(model, together), expected) <= 1.3 * apart(gradients(model, alone), expected) + floor
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_changing_one_sequence_changes_no_other(dtype):
+    model, parts = model_of(dtype), sequences()
+    assert supports_packing(model)
+    before = packed_states(model, Packed.of(parts)).split(LENGTHS)
+    after = packed_states(model, Packed.of([*parts[:2], (parts[2] + 1) % 96, *parts[3:]])).split(LENGTHS)
+    same = [bool(torch.equal(one, other)) for one, other in zip(before, after, strict=True)]
+    assert same == [True, True, False, True, True, True, True]
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-5), (torch.bfloat16, 4e-3)])
+@pytest.mark.parametrize(("tokens", "vocabulary"), [(1, 2), (300, 96), (700, 50_001)])
+@pytest.mark.parametrize("entropy", [False, True])
+def test_the_head_has_the_plain_formulas_values_and_gradients(dtype, bound, tokens, vocabulary, entropy):
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (
+        torch.randn(shape, generator=generator).to("cuda", dtype) for shape in ((tokens, 64), (vocabulary, 64))
+    )
+    targets = torch.randint(0, vocabulary, (tokens,), generator=generator).cuda()
+    slopes = torch.randn((2, tokens), generator=generator).cuda()
+    assert usable(hidden)
+    leaves = [each.clone().requires_grad_() for each in (hidden, weight)]
+    found = token_logprobs(leaves[0], Head(leaves[1], None), targets, 0.7, 128 * vocabulary)
+    exact = [each.double().requires_grad_() for each in (hidden, weight)]
+    everything = torch.log_softmax(exact[0] @ exact[1].T / 0.7, dim=-1)
+    expected = everything.gather(1, targets[:, None])[:, 0], -(everything.exp() * everything).sum(dim=-1)
+    for (mine, theirs), slope in zip(zip(found, expected, strict=True), slopes, strict=True):
+        torch.testing.assert_close(mine.double(), theirs, rtol=1e-5, atol=5e-5)
+        if mine is found.logprobs or entropy:
+            (mine * slope).sum().backward(retain_graph=True)
+            (theirs * slope).sum().backward(retain_graph=True)
+    for mine, theirs in zip(leaves, exact, strict=True):
+        assert apart(mine.grad, theirs.grad) <= bound
+
+
+def test_the_heads_memory_is_that_of_a_tile():
+    tokens, vocabulary = 32_768, 151_936
+    hidden = torch.randn(tokens, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(vocabulary, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    targets = torch.zeros(tokens, dtype=torch.long, device="cuda")
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    token_logprobs(hidden, Head(weight, None), targets).logprobs.sum().backward()
+    whole = tokens * vocabulary * 2  # the smallest that such a table could be
+    assert torch.cuda.max_memory_allocated() - before < 0.3 * whole
+
+
+def test_compiled_layers_agree_with_eager_ones_and_other_lengths_compile_nothing_anew():
+    eager, compiled, exact = model_of(torch.bfloat16), model_of(torch.bfloat16), model_of(torch.float32)
+    exact.load_state_dict(eager.state_dict())
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compile_layers(compiled)
+    graphs = []
+    for seed in range(4):
+        packed = Packed.of(sequences(seed, [length * (seed + 1) // 2 + 1 for length in LENGTHS]))
+        truth = packed_states(exact, packed)
+        band = apart(packed_states(eager, packed), truth)
+        assert apart(packed_states(compiled, packed), truth) <= 1.3 * band
+        expected = gradients(exact, truth)
+        eager_gradient = gradients(eager, packed_states(eager, packed))
+        found = gradients(compiled, packed_states(compiled, packed))
+        assert apart(found, expected) <= 1.3 * apart(eager_gradient, expected)
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert graphs[0] > 0
+    assert graphs[1] == graphs[-1]
+
+
+def prepared(count=12) -> Prepared:
+    rng = np.random.default_rng(0)
+    samples = []
+    for size, value in zip(rng.integers(3, 60, count).tolist(), rng.normal(size=count).tolist(), strict=True):
+        behaviour, drawn = np.full(size, -4.5, dtype=np.float32), np.ones(size, dtype=np.bool_)
+        samples.append(Sample(rng.integers(0, 96, 5), rng.integers(0, 96, size), behaviour, value, drawn))
+    return Prepared([samples[:4], samples[4:8], samples[8:]], without_signal=0, rollouts=count, truncated=0)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_step_in_bfloat16_moves_the_masters_as_float32_does(recompute):
+    memory = MemorySettings(precision="bfloat16", recompute=recompute)
+    learners = [
+        new_learner(build_tiny(1).cuda(), TrainerSettings(learning_rate=1e-3, minibatches=1, memory=each))
+        for each in (MemorySettings(), memory)
+    ]
+    before = {name: tensor.clone() for name, tensor in learners[0].state().items()}
+    rows = [train_samples(learner, prepared(), StepPlan(step=0, temperature=1.0)) for learner in learners]
+    assert rows[1]["loss"] == pytest.approx(rows[0]["loss"], rel=0.02, abs=1e-3)
+    assert rows[1]["grad_norm"] == pytest.approx(rows[0]["grad_norm"], rel=0.05)
+    masters = learners[1].state()
+    for name, weight in learners[1].model.named_parameters():
+        assert weight.dtype == torch.bfloat16
+        assert torch.equal(weight, masters[name].bfloat16())
+        assert not torch.equal(masters[name], before[name])

@@ -1,0 +1,140 @@
+"""Terms beside the loss: each has the gradient of the exact quantity, on average, and none once it is detached.
+
+The expectation is exact: over every token of a small softmax, weighted by the probability that it is drawn.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from shoal.algorithms.losses import LossOutput, LossParameters, LossTokens
+from shoal.algorithms.terms import TermWeights, entropy_of, kl_estimate, kl_term, with_terms
+
+LOGITS_V = torch.tensor([0.5, -1.0, 2.0, 0.1, -0.3], dtype=torch.float64)
+REFERENCE_V = torch.tensor([1.0, 0.3, -0.5, 0.2, -1.0], dtype=torch.float64).log_softmax(0)
+BEHAVIOUR_V = torch.tensor([0.2, -0.6, 1.6, 0.3, -0.5], dtype=torch.float64).log_softmax(0)
+UNCAPPED = LossParameters(ratio_cap=100.0)
+
+
+def every_token(logits_V: Tensor, behaviour_V: Tensor | None = None) -> LossTokens:
+    """One token of each kind: what is drawn with probability exp(behaviour). On policy, unless that is given."""
+    logprobs_V = logits_V.log_softmax(0)
+    entropy = -(logprobs_V.exp() * logprobs_V).sum()
+    behaviour_V = logprobs_V.detach() if behaviour_V is None else behaviour_V
+    return LossTokens(
+        logprobs_V, behaviour_V, torch.zeros(5), reference_N=REFERENCE_V, entropy_N=entropy.expand_as(logprobs_V)
+    )
+
+
+def expected(values_V: Tensor, tokens: LossTokens) -> Tensor:
+    return (tokens.behaviour_N.exp() * values_V).sum()
+
+
+def gradient(quantity: Tensor, logits_V: Tensor) -> list[float]:
+    values: list[float] = torch.autograd.grad(quantity, logits_V, retain_graph=True)[0].tolist()
+    return values
+
+
+def divergence(left_V: Tensor, right_V: Tensor) -> Tensor:
+    """KL(left ‖ right), exactly."""
+    return (left_V.exp() * (left_V - right_V)).sum()
+
+
+@pytest.mark.parametrize("behaviour_V", [None, BEHAVIOUR_V], ids=["on policy", "off policy"])
+def test_the_kl_term_has_the_gradient_of_the_exact_divergence(behaviour_V: Tensor | None) -> None:
+    logits_V = LOGITS_V.clone().requires_grad_()
+    tokens = every_token(logits_V, behaviour_V)
+    exact = gradient(divergence(logits_V.log_softmax(0), REFERENCE_V), logits_V)
+    assert max(abs(value) for value in exact) > 0.1
+    assert gradient(expected(kl_term(tokens, UNCAPPED), tokens), logits_V) == pytest.approx(exact, abs=1e-12)
+
+
+def test_what_is_reported_is_the_exact_divergence_on_average() -> None:
+    tokens = every_token(LOGITS_V)
+    exact = float(divergence(LOGITS_V.log_softmax(0), REFERENCE_V))
+    assert float(expected(kl_estimate(tokens), tokens)) == pytest.approx(exact)
+    assert (kl_estimate(tokens) >= 0).all()
+    assert not kl_estimate(every_token(LOGITS_V.clone().requires_grad_())).requires_grad
+
+
+def test_the_trap_the_reported_estimate_as_a_loss_follows_another_divergence() -> None:
+    """Why `kl_estimate` is not what is differentiated."""
+    logits_V = LOGITS_V.clone().requires_grad_()
+    tokens = every_token(logits_V)
+    difference_V = tokens.logprobs_N - REFERENCE_V
+    as_a_loss = gradient(expected((-difference_V).exp() - 1 + difference_V, tokens), logits_V)
+    logprobs_V = logits_V.log_softmax(0)
+    assert as_a_loss == pytest.approx(gradient(divergence(REFERENCE_V, logprobs_V), logits_V), abs=1e-12)
+    assert as_a_loss != pytest.approx(gradient(divergence(logits_V.log_softmax(0), REFERENCE_V), logits_V), abs=0.05)
+
+
+def test_the_kl_term_at_a_token_by_hand() -> None:
+    # π 0.5, reference 0.25, drawn with 0.1: d = ln 2, ratio 5 cut off at 2
+    logprobs_N = torch.tensor([0.5]).log().requires_grad_()
+    tokens = LossTokens(logprobs_N, torch.tensor([0.1]).log(), torch.zeros(1), reference_N=torch.tensor([0.25]).log())
+    term_N = kl_term(tokens, LossParameters(ratio_cap=2.0))
+    assert float(term_N.detach()) == pytest.approx(math.log(2) ** 2)
+    assert gradient(term_N.sum(), logprobs_N) == pytest.approx([2 * math.log(2)])
+    assert float(kl_estimate(tokens)) == pytest.approx(0.5 - 1 + math.log(2))
+
+
+def test_the_entropy_term_has_the_gradient_of_the_entropy() -> None:
+    logits_V = LOGITS_V.clone().requires_grad_()
+    tokens = every_token(logits_V)
+    logprobs_V = logits_V.log_softmax(0)
+    exact = gradient(-(logprobs_V.exp() * logprobs_V).sum(), logits_V)
+    assert gradient(expected(entropy_of(tokens), tokens), logits_V) == pytest.approx(exact, abs=1e-12)
+    nothing = LossOutput(loss_N=tokens.logprobs_N * 0)
+    rewarded = with_terms(nothing, tokens, UNCAPPED, TermWeights(entropy=0.5))
+    assert gradient(expected(rewarded.loss_N, tokens), logits_V) == pytest.approx([-0.5 * value for value in exact])
+
+
+@pytest.mark.parametrize("weights", [TermWeights(kl=0.1), TermWeights(entropy=0.1)], ids=["kl", "entropy"])
+def test_a_detached_term_has_no_gradient_left(weights: TermWeights) -> None:
+    """The mistake that is not repeated: a term of detached numbers changes the loss's value, and nothing else."""
+    logits_V = LOGITS_V.clone().requires_grad_()
+    attached = every_token(logits_V)
+    detached = every_token(LOGITS_V)
+    base = LossOutput(loss_N=attached.logprobs_N * 0)
+    with_gradient = with_terms(base, attached, UNCAPPED, weights)
+    without = with_terms(base, detached, UNCAPPED, weights)
+    assert with_gradient.loss_N.tolist() == pytest.approx(without.loss_N.tolist())
+    assert any(gradient(with_gradient.loss_N.sum(), logits_V))
+    assert not any(gradient(without.loss_N.sum(), logits_V))
+
+
+def test_terms_are_added_with_their_weights_and_reported() -> None:
+    tokens = every_token(LOGITS_V)
+    base = LossOutput(loss_N=torch.ones(5, dtype=torch.float64), mean={"ratio_mean": torch.ones(5)}, peak={})
+    both = with_terms(base, tokens, UNCAPPED, TermWeights(kl=0.25, entropy=0.5))
+    by_hand_N = 1 + 0.25 * kl_term(tokens, UNCAPPED) - 0.5 * entropy_of(tokens)
+    assert both.loss_N.tolist() == pytest.approx(by_hand_N.tolist())
+    assert both.mean["reference_kl"].tolist() == kl_estimate(tokens).tolist()
+    assert set(both.mean) == {"ratio_mean", "reference_kl"}
+    assert base.mean.keys() == {"ratio_mean"}
+    none = with_terms(base, replace(tokens, reference_N=None, entropy_N=None), UNCAPPED, TermWeights())
+    assert none == base
+
+
+def test_far_from_the_reference_there_are_still_numbers() -> None:
+    logprobs_N = torch.tensor([0.0, -1000.0], requires_grad=True)
+    tokens = LossTokens(
+        logprobs_N, torch.tensor([-1000.0, 0.0]), torch.zeros(2), reference_N=torch.tensor([-1000.0, 0.0])
+    )
+    term_N = kl_term(tokens, LossParameters())
+    assert torch.isfinite(term_N).all()
+    assert torch.isfinite(kl_estimate(tokens)).all()
+    assert all(math.isfinite(value) for value in gradient(term_N.sum(), logprobs_N))
+
+
+def test_a_term_without_its_numbers_is_an_error() -> None:
+    bare = LossTokens(torch.zeros(1), torch.zeros(1), torch.zeros(1))
+    with pytest.raises(ValueError, match="reference_N"):
+        kl_term(bare, UNCAPPED)
+    with pytest.raises(ValueError, match="entropy_N"):
+        entropy_of(bare)

@@ -1,0 +1,149 @@
+"""`shoal plan`: memory before anything is loaded, and what a trainer says when it cannot fit or runs out of it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from clikit import TINY
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from shoal.cli.main import main
+from shoal.errors import ResourceError
+from shoal.models.load import load_model
+from shoal.trainer import memory
+from shoal.trainer.memory import GIB, alternatives, plan, shape_of
+from shoal.trainer.settings import TrainerSettings
+
+QWEN3 = {
+    "model_type": "qwen3", "hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16,
+    "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 3072, "vocab_size": 151_936,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+def settings(**values: object) -> TrainerSettings:
+    return TrainerSettings.model_validate(values)
+
+
+BFLOAT16 = settings(memory={"precision": "bfloat16"})
+
+
+@pytest.fixture(scope="module")
+def files() -> Mapping[str, bytes]:
+    return {"config.json": json.dumps({**QWEN3, "num_hidden_layers": 4}).encode()}
+
+
+def test_what_is_certain_is_exact(files: Mapping[str, bytes]) -> None:
+    """bfloat16 weights, float32 masters, gradients and two moments: 2 + 4 + 4 + 8 bytes for each weight."""
+    shape = shape_of(files, BFLOAT16)
+    layer = 3072 * 1024 * 3 + 1024 * 2048 * 2 + 1024 * 1024 * 2 + 2 * 1024 + 2 * 128
+    assert shape.weights == 151_936 * 1024 + 1024 + 4 * layer
+    fixed = plan(shape, BFLOAT16, processes=1).device
+    bytes_each = {"weights": 2, "masters": 4, "gradients": 4, "moments": 8}
+    assert {name: fixed[name] for name in bytes_each} == {n: b * shape.weights for n, b in bytes_each.items()}
+    assert "reference" not in fixed
+    held = plan(shape, settings(memory={"precision": "bfloat16"}, objective={"kl": 0.1}), processes=1).device
+    assert held["reference"] == 2 * shape.weights
+
+
+def test_processes_share_what_is_fixed_and_nothing_else(files: Mapping[str, bytes]) -> None:
+    shape = shape_of(files, BFLOAT16)
+    one, four = plan(shape, BFLOAT16, 1).device, plan(shape, BFLOAT16, 4).device
+    assert four["weights"] == shape.weights  # float32, a quarter of them
+    assert four["moments"] == one["moments"] // 4
+    assert four["activations"] == one["activations"]
+    assert four["gathered"] > 2 * 151_936 * 1024, "embeddings and head are whole while they compute"
+
+
+def test_activations_are_what_a_real_forward_pass_keeps() -> None:
+    """The same count on real tensors, with torch's own attention: within a tenth."""
+    loaded, tokens = load_model("tiny"), memory.PROBE_TOKENS
+    weights = {weight.untyped_storage().data_ptr() for weight in loaded.model.parameters()}
+    kept: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+        return tensor
+
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        loaded.model.base_model(input_ids=torch.zeros((1, tokens), dtype=torch.long), use_cache=False)
+    found = sum(tensor.untyped_storage().nbytes() for key, tensor in kept.items() if key not in weights) / tokens
+    assert shape_of(loaded.files, settings()).activation_bytes == pytest.approx(found, rel=0.1)
+
+
+def test_settings_that_save_memory_are_offered_with_what_they_save(files: Mapping[str, bytes]) -> None:
+    given = settings(micro_batch_tokens=65_536)
+    shape = shape_of(files, given)
+    now, offered = plan(shape, given, 1), alternatives(shape, given, 1)
+    assert offered["trainer.memory.recompute=true"].device["activations"] < 0.4 * now.device["activations"]
+    assert offered["trainer.micro_batch_tokens=16384"].device["activations"] == now.device["activations"] // 4
+    assert all(other.total < now.total for other in offered.values())
+    recomputed = settings(memory={"recompute": True})
+    assert "trainer.memory.recompute=true" not in alternatives(shape, recomputed, 1)
+
+
+def test_the_command_says_that_it_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(TINY), "--memory", "4"]) == 0
+    said = capsys.readouterr().out
+    assert "Qwen3ForCausalLM, 0.2 M weights, 3 layers" in said
+    assert "of 4.00: fits (activations are an estimate" in said
+
+
+def test_the_command_says_what_would_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--memory", "1.2", "--devices", "2", "--set", "trainer.objective.kl=0.1"]
+    assert main(["plan", str(TINY), *arguments]) == 3
+    said = capsys.readouterr().out
+    assert "by 2 processes on cuda" in said
+    assert "of 1.20: does not fit" in said
+    assert "reference" in said
+    line = next(line for line in said.splitlines() if "trainer.memory.recompute=true" in line)
+    assert line.endswith("fits")
+
+
+def test_help_and_mistakes_need_no_torch() -> None:
+    calls = "[main(['plan', '--help']), main(['plan', 'nowhere.toml'])]"
+    without = f"import sys; sys.modules['torch'] = None; from shoal.cli.main import main; assert {calls} == [0, 2]"
+    ran = subprocess.run([sys.executable, "-c", without], capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 0, ran.stderr
+
+
+# -- at the trainer's start, and later ---------------------------------------------------------------------------------
+
+
+def test_a_model_that_cannot_fit_is_refused_before_it_is_loaded(
+    files: Mapping[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "available", lambda *_: ("cuda", 2 * GIB))
+    with pytest.raises(ResourceError, match=r"takes about .* GiB on each device \(weights 0.8.*moments .*2.0 GiB") as e:
+        memory.refuse_what_cannot_fit(files, GIB, settings(), processes=1)
+    assert e.value.exit_code == 3
+    memory.refuse_what_cannot_fit(files, 1000, settings(), processes=1)  # small on disk: not looked at
+
+
+def test_an_estimate_alone_refuses_nothing(
+    files: Mapping[str, bytes], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(memory, "available", lambda *_: ("cuda", 6 * GIB))
+    memory.refuse_what_cannot_fit(files, GIB, settings(), processes=1)
+    assert "training may run out of memory" in caplog.text
+
+
+def test_running_out_of_memory_becomes_a_message_with_the_numbers(files: Mapping[str, bytes]) -> None:
+    said = r"out of memory \(CUDA out of memory.*training takes about"
+    with pytest.raises(ResourceError, match=said), memory.out_of_memory_in_words(settings(), files, processes=1):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
+
+
+def test_a_folder_without_weights_is_enough(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Only what describes the model is read."""
+    for name, data in load_model("tiny").files.items():
+        (tmp_path / name).write_bytes(data)
+    assert main(["plan", str(TINY), "--set", f"model.path={tmp_path}", "--memory", "8"]) == 0
+    assert "fits" in capsys.readouterr().out

@@ -1,0 +1,126 @@
+"""`shoal sft` and `shoal data demos` in this process: mistakes are one line with exit code 2, choosing only chooses."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from rich.console import Console
+
+from shoal.cli.counting import counted
+from shoal.cli.main import main
+from shoal.environments import EnvironmentSettings, build
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def demos(tmp_path: Path) -> Path:
+    path = tmp_path / "demos.jsonl"
+    rows = [{"prompt": f"{digits}=", "completion": "".join(sorted(digits))} for digits in ("312", "54", "54", "987")]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def said(capsys: Capture, *arguments: object) -> str:
+    assert main(["sft", *map(str, arguments)]) == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--verify"], "--verify: give the environment that knows what is right"),
+        (["--best", "0.5"], "--best and --best-per-prompt are by rank: give the classifier's folder with --rank"),
+        (["--rank", "there"], "--rank: say how many to keep, with --best SHARE or --best-per-prompt K"),
+        (["--set", "trainer.loss=plain"], "trainer.loss means nothing to a warm start; what does: betas, "),
+        (["--set", "trainer.learning_rat=1"], "[trainer] has no key 'learning_rat'; did you mean 'learning_rate'?"),
+        (["--set", "run.steps=3"], "only settings of [trainer] and [environment] matter here"),
+        (["--set", "environment.options.max_digits=9"], "there is no environment here; give one with --env"),
+        (["--decay", "fast"], "--decay fast: there are none, linear, cosine"),
+        (["--report", "r.csv"], "let its name end in .parquet"),
+        (["--select-only"], "chosen rows are JSON lines; let its name end in .jsonl"),
+        (["--require", "("], "--require (: no regular expression"),
+        (["--max-tokens", "2"], "no demonstration is left of 4 (left out by: length 4); the first, row 0 (demos.jsonl"),
+        (["--env", "srt"], "there is no environment 'srt' (did you mean 'sort'?)"),
+    ],
+)
+def test_mistakes(demos: Path, tmp_path: Path, capsys: Capture, options: list[str], message: str) -> None:
+    assert message in said(capsys, "tiny", "--data", demos, "--out", tmp_path / "out", *options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_data_that_is_no_data(tmp_path: Path, capsys: Capture) -> None:
+    out = ["--out", tmp_path / "out"]
+    assert "there is no data at" in said(capsys, "tiny", "--data", tmp_path / "no.jsonl", *out)
+    (tmp_path / "empty.jsonl").touch()
+    assert "is empty: there is nothing to learn from; check --data" in said(
+        capsys, "tiny", "--data", tmp_path / "empty.jsonl", *out
+    )
+    (tmp_path / "chat.jsonl").write_text(
+        json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}) + "\n"
+    )
+    chat = said(capsys, "tiny", "--data", tmp_path / "chat.jsonl", *out)
+    assert "the demonstrations are messages, but the model has no chat template" in chat
+
+
+def test_a_folder_that_is_somebodys_is_left_alone(demos: Path, tmp_path: Path, capsys: Capture) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").touch()
+    assert "is not an export of shoal" in said(capsys, "tiny", "--data", demos, "--out", tmp_path / "mine")
+
+
+def test_choosing_only(demos: Path, tmp_path: Path, capsys: Capture) -> None:
+    out, report = tmp_path / "chosen.jsonl", tmp_path / "report.parquet"
+    command = ["sft", "tiny", "--data", demos, "--out", out, "--report", report, "--select-only", "--max-tokens", "7"]
+    assert main([str(each) for each in command]) == 0
+    told = capsys.readouterr().out
+    assert "- length              2   e.g. row 0 (demos.jsonl line 1): more than 7 tokens" in told
+    assert "- duplicates          1   e.g. row 2 (demos.jsonl line 3): the same as row 1" in told
+    assert f"wrote {out}: 1 demonstrations" in told
+    assert [json.loads(line) for line in out.read_text().splitlines()] == [{"prompt": "54=", "completion": "45"}]
+    assert pq.read_table(report).column("kept").to_pylist() == [False, True, False, False]
+    assert not list(tmp_path.glob("*.work"))
+    assert "is there already" in said(capsys, *command[1:])
+
+
+def test_right_answers_as_demonstrations(tmp_path: Path, capsys: Capture) -> None:
+    out = tmp_path / "demos.jsonl"
+    assert main(["data", "demos", "sort", "--out", str(out), "--count", "5"]) == 0
+    sort = build(EnvironmentSettings(name="sort"))
+    tasks = [sort.tasks("train")[index] for index in range(5)]
+    assert [json.loads(line) for line in out.read_text().splitlines()] == [
+        {"task": task.id, "prompt": task.prompt, "completion": task.answer} for task in tasks
+    ]
+    capsys.readouterr()
+    assert main(["data", "demos", "sort", "--out", str(out)]) == 2
+    assert "is there already" in capsys.readouterr().err
+    other = str(tmp_path / "other.jsonl")
+    assert main(["data", "demos", "sort", "--out", other, "--form", "It is 7"]) == 2
+    assert "say with {answer} where the answer goes" in capsys.readouterr().err
+    small = ["--set", "environment.train_size=20"]
+    assert main(["data", "demos", "sort", "--out", other, "--form", "It is {answer}", *small]) == 2
+    assert "none of the 20 tasks has an answer that, written as 'It is {answer}', is right" in capsys.readouterr().err
+
+
+def test_demonstrations_are_verified_by_the_task_they_name(tmp_path: Path, capsys: Capture) -> None:
+    demos, chosen = tmp_path / "demos.jsonl", tmp_path / "chosen.jsonl"
+    assert main(["data", "demos", "sort", "--out", str(demos), "--count", "3"]) == 0
+    rows = [json.loads(line) for line in demos.read_text().splitlines()]
+    rows[1]["completion"] = "7"
+    demos.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = ["sft", "tiny", "--data", str(demos), "--env", "sort", "--verify", "--out", str(chosen), "--select-only"]
+    assert main(command) == 0
+    assert "- verified            1   e.g. row 1 (demos.jsonl line 2): its reward is below 1" in capsys.readouterr().out
+    assert [json.loads(line)["task"] for line in chosen.read_text().splitlines()] == ["sort/train/0", "sort/train/2"]
+
+
+def test_progress_says_what_else_there_is_to_say() -> None:
+    told, now = io.StringIO(), iter(range(0, 1000, 20))
+    with counted("training", Console(file=told, width=100), lambda: float(next(now)), unit="steps") as report:
+        report(0, 10)
+        report(5, 10, "loss 0.5")
+    assert told.getvalue() == "training: 5 of 10 steps, 20 s left, loss 0.5\n"

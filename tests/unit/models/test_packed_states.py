@@ -1,0 +1,167 @@
+"""Packed sequences: each is computed as if it were alone, forward and backward, on several architectures."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+)
+
+from shoal.models.logprobs import hidden_states
+from shoal.models.packed import ATTENTION, Packed, packed_states, supports_packing
+from shoal.models.tiny import build_tiny
+
+LENGTHS = (5, 1, 12, 3, 30, 7)
+
+
+def llama():
+    return LlamaForCausalLM(LlamaConfig(
+        vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, attn_implementation="sdpa",
+    ))  # fmt: skip
+
+
+def gpt2():
+    return GPT2LMHeadModel(GPT2Config(
+        vocab_size=96, n_embd=32, n_layer=2, n_head=4, n_positions=64, attn_implementation="sdpa",
+    ))  # fmt: skip
+
+
+MODELS = {"qwen3": lambda: build_tiny(1, num_key_value_heads=1), "llama": llama, "gpt2": gpt2}
+
+
+@pytest.fixture(params=MODELS)
+def model(request):
+    torch.manual_seed(0)
+    return MODELS[request.param]().eval()
+
+
+def sequences(lengths=LENGTHS, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, 96, (length,), generator=generator) for length in lengths]
+
+
+def gradients(model, states, weights):
+    model.zero_grad()
+    (states * weights).sum().backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def test_states_and_gradients_are_those_of_the_sequences_alone(model):
+    parts = sequences()
+    weights = torch.randn(sum(LENGTHS), model.config.hidden_size, generator=torch.Generator().manual_seed(1))
+    alone = torch.cat([hidden_states(model, part[None])[0] for part in parts])
+    expected = gradients(model, alone, weights)
+    together = packed_states(model, Packed.of(parts))
+    torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-5)
+    found = gradients(model, together, weights)
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-3, atol=1e-4, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def test_changing_one_sequence_changes_no_other(model):
+    parts = sequences()
+    before = packed_states(model, Packed.of(parts)).split(LENGTHS)
+    changed = [*parts[:2], (parts[2] + 1) % 96, *parts[3:]]
+    after = packed_states(model, Packed.of(changed)).split(LENGTHS)
+    same = [bool(torch.equal(one, other)) for one, other in zip(before, after, strict=True)]
+    assert same == [True, True, False, True, True, True]
+
+
+def test_a_recomputed_layer_still_sees_the_bounds(model):
+    """Layers are computed again in the backward pass, when the call that packed them is long over."""
+    packed, weights = Packed.of(sequences()), torch.ones(1)
+    expected = gradients(model, packed_states(model, packed), weights)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    found = gradients(model, packed_states(model, packed), weights)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-5)
+
+
+def test_a_model_once_packed_serves_plain_calls_bit_for_bit_as_before(model):
+    ids = torch.stack(sequences((9, 9), seed=2))
+    mask = torch.tensor([[0] * 4 + [1] * 5, [1] * 9])  # an engine pads its prompts on the left
+    with torch.no_grad():
+        before = hidden_states(model, ids), model(ids, attention_mask=mask).logits
+        packed_states(model, Packed.of(sequences()))
+        assert model.config._attn_implementation == ATTENTION
+        after = hidden_states(model, ids), model(ids, attention_mask=mask).logits
+    assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+
+
+def test_other_models_and_the_exported_configuration_know_nothing_of_it(model):
+    packed_states(model, Packed.of(sequences()))
+    assert ATTENTION not in model.config.to_json_string()
+    assert build_tiny(0).config._attn_implementation == "sdpa"
+
+
+def test_filling_up_is_a_sequence_of_its_own(model):
+    packed = Packed.of(sequences())
+    filled = packed.filled(16)
+    assert filled.bounds[-1] == 64
+    assert filled.bounds[:-1] == packed.bounds
+    assert packed.filled(58) is packed
+    torch.testing.assert_close(packed_states(model, filled)[:58], packed_states(model, packed), rtol=1e-5, atol=1e-5)
+
+
+def test_which_models_are_packed(model):
+    assert supports_packing(model)
+    assert model.config._attn_implementation == "sdpa"  # asking changes nothing
+
+
+def sliding():
+    return MistralForCausalLM(MistralConfig(
+        vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, sliding_window=4, attn_implementation="sdpa",
+    ))  # fmt: skip
+
+
+def mixed():
+    return build_tiny(0, use_sliding_window=True, sliding_window=4, max_window_layers=1)
+
+
+def recurrent():
+    return MambaForCausalLM(MambaConfig(vocab_size=96, hidden_size=16, num_hidden_layers=1, state_size=4))
+
+
+def eager():
+    return build_tiny(0, attn_implementation="eager")
+
+
+@pytest.mark.parametrize("build", [sliding, mixed, recurrent, eager])
+def test_which_models_are_not(build):
+    model = build().eval()
+    before = model.config._attn_implementation
+    assert not supports_packing(model)
+    assert model.config._attn_implementation == before
+
+
+def test_one_long_sequence_does_not_widen_many_short_ones():
+    largest = 0
+
+    class Watch(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            nonlocal largest
+            result = function(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor):
+                largest = max(largest, result.numel())
+            return result
+
+    model = build_tiny(0, max_position_embeddings=512)
+    lengths = (200, *[2] * 150)
+    with torch.no_grad(), Watch():
+        packed_states(model, Packed.of(sequences(lengths)))
+    assert 0 < largest <= 2 * sum(lengths) * 192  # neither [S, longest] nor [T, T]: 500 tokens of the widest layer

@@ -1,0 +1,89 @@
+"""One process of a crew, as `torchrun` would start it: `python rank_program.py FOLDER STEPS SETTINGS-JSON`.
+
+Rank 0 trains a tiny model against a hub in memory; the others follow it. What comes of it is in FOLDER/trainer.
+`SHOAL_TEST_DIE=RANK.STEP` kills that rank (SIGKILL) in the middle of that step, in the group's first life only.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from trainer_stubs import KEY, RUN, FakeHub, tiny_files, tiny_model
+
+from shoal.models.load import LoadedModel
+from shoal.models.tokenizer import TextTokenizer
+from shoal.protocol import PolicyRef
+from shoal.runtime.files import ensure_folder
+from shoal.runtime.stop import StopToken, stop_on_signals
+from shoal.shardcast.origin import Origin
+from shoal.trainer import update
+from shoal.trainer.follower import follow, lead, leading_hands
+from shoal.trainer.loop import TrainingParts, TrainingRun
+from shoal.trainer.settings import TrainerSettings
+from shoal.trainer.together import Together, join_crew
+
+
+def main() -> None:
+    folder, steps, settings = Path(sys.argv[1]), int(sys.argv[2]), TrainerSettings.model_validate_json(sys.argv[3])
+    stop = stop_on_signals()
+    crew = join_crew(collective_s=60)
+    _die_if_told(crew)
+    try:
+        if crew.rank == 0:
+            _lead(folder, steps, settings, crew, stop)
+        else:
+            follow(crew, stop)
+    finally:
+        if crew.rank == 0:
+            crew.dismiss()
+    crew.leave()
+
+
+def _lead(folder: Path, steps: int, settings: TrainerSettings, crew: Together, stop: StopToken) -> None:
+    model = tiny_model()
+    files = tiny_files(model)
+    checkpoints = ensure_folder(folder / "trainer" / "checkpoints")
+    origin = Origin(folder / "origin", RUN, KEY)
+    hub = FakeHub(steps)
+    _remember(hub, origin)
+    parts = TrainingParts(
+        folder=folder / "trainer",
+        hub=hub,
+        origin=origin,
+        learner=lead(LoadedModel(model, TextTokenizer(files), files), settings, checkpoints, crew),
+        files=files,
+        key=KEY,
+        evaluate=lambda: None,
+        hands=leading_hands(crew, checkpoints),
+    )
+    TrainingRun(parts, stop).run()
+
+
+def _remember(hub: FakeHub, origin: Origin) -> None:
+    """The hub of this process's earlier life had seen what the origin has."""
+    head = origin.head()
+    ref: PolicyRef | None = head.policy if head else None
+    if ref is not None:
+        hub.policies[ref.incarnation, ref.version] = ref.digest
+
+
+def _die_if_told(crew: Together) -> None:
+    rank, _, step = os.environ.get("SHOAL_TEST_DIE", "-1.0").partition(".")
+    if int(rank) != crew.rank or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+        return
+    finish = update.Update._finish
+
+    def die(self: update.Update, *arguments: Any) -> None:
+        if self.plan.step == int(step):
+            os.kill(os.getpid(), signal.SIGKILL)
+        finish(self, *arguments)
+
+    update.Update._finish = die  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""Two or three processes train as one does: gradients, weights, checkpoints, and what a crash of one of them leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from trainer_stubs import KEY, RUN, SETTINGS, FakeHub, training_run
+
+from shoal.shardcast.origin import Origin
+from shoal.trainer.checkpoint import MODEL, TRAINING, CheckpointStore, StoredCheckpoint
+from shoal.trainer.settings import TrainerSettings
+
+PROGRAM = Path(__file__).with_name("rank_program.py")
+SHARED = SETTINGS.model_copy(update={"evaluate_every": 0, "micro_batch_tokens": 24, "grad_clip": 0.05})
+LIMIT_S = 240
+
+
+def run_crew(folder: Path, world: int, steps: int, settings: TrainerSettings = SHARED) -> None:
+    """All processes of a crew, from start to end."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shared = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    command = [sys.executable, str(PROGRAM), str(folder), str(steps), settings.model_dump_json()]
+    ranks = [
+        subprocess.Popen(
+            command,
+            env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        for rank in range(world)
+    ]
+    try:
+        said = [rank.communicate(timeout=LIMIT_S)[0].decode() for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0] * world, "\n".join(said)
+
+
+def newest(folder: Path) -> StoredCheckpoint:
+    stored = CheckpointStore(folder / "trainer" / "checkpoints", keep=2).newest()
+    assert stored is not None
+    return stored
+
+
+def alone(folder: Path, steps: int, settings: TrainerSettings = SHARED) -> StoredCheckpoint:
+    """One process, from wherever the folder stands."""
+    hub = FakeHub(steps)
+    head = Origin(folder / "origin", RUN, KEY).head()
+    if head is not None:
+        hub.policies[head.policy.incarnation, head.policy.version] = head.policy.digest
+    run, _ = training_run(folder, hub, settings)
+    run.run()
+    return newest(folder)
+
+
+def difference(left: StoredCheckpoint, right: StoredCheckpoint, file: str = MODEL) -> float:
+    ours, theirs = left.tensors(file), right.tensors(file)
+    assert ours.keys() == theirs.keys()
+    compared = [name for name in ours if not name.startswith("generator/")]
+    return max(float((ours[name].double() - theirs[name].double()).abs().max()) for name in compared)
+
+
+def rows(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "trainer" / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_two_processes_train_as_one_does(tmp_path: Path) -> None:
+    """Three steps with clipped gradients and tied embeddings; then one process goes on where the two have ended."""
+    torch.set_num_threads(1)
+    run_crew(tmp_path / "two", 2, steps=3)
+    stored, expected = newest(tmp_path / "two"), alone(tmp_path / "one", steps=3)
+    parts = [path.name for path in stored.folder.glob("model*")]
+    assert sorted(parts) == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    assert difference(stored, expected) < 2e-6
+    assert difference(stored, expected, TRAINING) < 2e-6
+    for ours, theirs in zip(rows(tmp_path / "two"), rows(tmp_path / "one"), strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], abs=2e-6)
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-5)
+        assert ours["grad_norm"] > SHARED.grad_clip, "otherwise nothing is clipped"
+        assert ours["tokens"] == theirs["tokens"]
+    assert not list(stored.folder.parent.glob(".part-*")), "parts were left behind"
+    assert difference(alone(tmp_path / "two", steps=5), alone(tmp_path / "one", steps=5)) < 5e-6
+
+
+@pytest.mark.slow
+def test_a_checkpoint_is_loaded_by_any_number_of_processes(tmp_path: Path) -> None:
+    """One process, then two, then three, then one again: the same run as by one alone."""
+    torch.set_num_threads(1)
+    alone(tmp_path / "run", steps=1)
+    run_crew(tmp_path / "run", 2, steps=2)
+    run_crew(tmp_path / "run", 3, steps=3)
+    stored, expected = alone(tmp_path / "run", steps=4), alone(tmp_path / "one", steps=4)
+    assert stored.progress.version == 4
+    assert difference(stored, expected) < 5e-6
+    assert difference(stored, expected, TRAINING) < 5e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"objective": {"kl": 0.05, "ratio_base": "recomputed"}, "memory": {"recompute": True}},
+        {"memory": {"precision": "bfloat16"}},
+    ],
+    ids=["kl-recomputed", "bfloat16"],
+)
+def test_every_kind_of_step_in_two_processes(tmp_path: Path, changes: dict[str, object]) -> None:
+    """The reference's pass, recomputed layers, rounded weights: as in one process, to what their rounding allows."""
+    torch.set_num_threads(1)
+    settings = TrainerSettings.model_validate({**SHARED.model_dump(), **changes})
+    run_crew(tmp_path / "two", 2, 3, settings)
+    limit = 2e-6 if settings.memory.precision == "float32" else 2e-3
+    assert difference(newest(tmp_path / "two"), alone(tmp_path / "one", 3, settings)) < limit
+    for ours, theirs in zip(rows(tmp_path / "two"), rows(tmp_path / "one"), strict=True):
+        assert ours["entropy"] == pytest.approx(theirs["entropy"], rel=1e-5 if limit < 1e-5 else 1e-2)

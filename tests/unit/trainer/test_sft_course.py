@@ -1,0 +1,113 @@
+"""Which sequences each step has: all of them once an epoch, in an order of the seed's, validation apart by question."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.errors import ConfigError
+from shoal.trainer.demonstrations.course import Timetable, decay_factor
+from shoal.trainer.demonstrations.settings import Course, named_decay, refuse_unused
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """As much of a corpus as a timetable looks at."""
+
+    lengths: Any
+    questions: Any
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+
+def table(course: Course, lengths: list[int], questions: list[int] | None = None) -> Timetable:
+    asked = np.array(range(len(lengths)) if questions is None else questions, np.uint64)
+    return Timetable.of(course, cast(Any, Lengths(np.array(lengths, np.int64), asked)))
+
+
+def batches(course: Course, count: int) -> list[list[int]]:
+    return [batch.tolist() for batch in table(course, [1] * count).batches]
+
+
+@given(st.integers(1, 60), st.integers(1, 20), st.integers(1, 3), st.integers(0, 5))
+def test_every_epoch_has_every_sequence_once(count: int, size: int, epochs: int, seed: int) -> None:
+    found = batches(Course(epochs=epochs, batch=size, seed=seed, validation=0), count)
+    per_epoch = -(-count // size)
+    assert len(found) == epochs * per_epoch
+    for epoch in range(epochs):
+        seen = [number for batch in found[epoch * per_epoch : (epoch + 1) * per_epoch] for number in batch]
+        assert sorted(seen) == list(range(count))
+    sizes = [len(batch) for batch in found]
+    assert max(sizes) <= size
+    assert max(sizes) - min(sizes) <= 1
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(1, 80))
+def test_batches_by_tokens_are_as_full_as_they_may_be(lengths: list[int], most: int) -> None:
+    found = [batch.tolist() for batch in table(Course(batch_tokens=most, validation=0), lengths).batches]
+    assert sorted(number for batch in found for number in batch) == list(range(len(lengths)))
+    sums = [sum(lengths[number] for number in batch) for batch in found]
+    for index, (batch, total) in enumerate(zip(found, sums, strict=True)):
+        assert total <= most or len(batch) == 1
+        if index + 1 < len(found):
+            assert total + lengths[found[index + 1][0]] > most
+
+
+def test_the_order_is_the_seeds_and_the_epochs() -> None:
+    course = Course(epochs=2, batch=4, validation=0)
+    first = batches(course, 8)
+    assert first == batches(course, 8)
+    assert first[:2] != first[2:]
+    assert first != batches(replace(course, seed=1), 8)
+    assert first[0] == PINNED  # the same on every machine and in every version
+
+
+PINNED = [0, 2, 1, 5]
+
+
+def test_steps_end_it_or_let_it_go_on() -> None:
+    course = Course(epochs=1, batch=4, validation=0)
+    assert len(batches(replace(course, steps=1), 8)) == 1
+    longer = batches(replace(course, steps=5), 8)
+    assert len(longer) == 5
+    assert longer[:2] == batches(course, 8)
+
+
+def test_validation_takes_whole_questions_and_is_never_trained_on() -> None:
+    questions = [5, 1, 5, 2, 1, 9, 9, 7]
+    found = table(Course(validation=2), [1] * 8, questions)
+    assert found.validation.tolist() == [1, 4]
+    found = table(Course(validation=4), [1] * 8, questions)
+    assert found.validation.tolist() == [0, 1, 2, 3, 4]  # five: both answers to question 5
+    trained = {number for batch in found.batches for number in batch.tolist()}
+    assert trained == {5, 6, 7}
+    assert len(table(Course(), [1] * 100).validation) == 5
+    assert len(table(Course(), [1] * 10_000).validation) == 256
+    assert len(table(Course(), [1] * 19).validation) == 0
+
+
+def test_nothing_left_to_train_on() -> None:
+    with pytest.raises(ConfigError, match="all 3 sequences are kept for validation"):
+        table(Course(validation=3), [1] * 3)
+
+
+def test_decay_by_hand() -> None:
+    assert [decay_factor("none", step, 4, 0) for step in range(4)] == [1, 1, 1, 1]
+    assert [decay_factor("linear", step, 4, 0) for step in range(4)] == [1, 0.75, 0.5, 0.25]
+    assert [round(decay_factor("cosine", step, 6, 2), 4) for step in range(6)] == [1, 1, 1, 0.8536, 0.5, 0.1464]
+    assert decay_factor("cosine", 0, 1, 5) == 1
+
+
+def test_words_that_mean_nothing() -> None:
+    with pytest.raises(ConfigError, match="--decay quick: there are none, linear, cosine"):
+        named_decay("quick")
+    with pytest.raises(ConfigError, match=r"trainer\.clip_epsilon means nothing to a warm start; what does: betas, "):
+        refuse_unused("trainer.clip_epsilon=0.1")
+    refuse_unused("trainer.memory.recompute=true")
+    refuse_unused("trainer.learning_rat=1")  # a name that there is not is said by whoever reads settings

@@ -1,0 +1,224 @@
+"""bfloat16 with float32 masters, recomputed activations, and the reference that a resume holds on to."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from trainer_stubs import SETTINGS, FakeHub, learner, make_group, same, tiny_files, tiny_model, training_run
+from transformers import OPTConfig, OPTForCausalLM
+
+from shoal.errors import CheckpointError, ModelError
+from shoal.models.compiled import decoder_layers
+from shoal.models.lora import AdapterShape, add_adapters
+from shoal.models.state import policy_state
+from shoal.protocol import TrainingGroup
+from shoal.runtime.stop import StopToken
+from shoal.trainer.learner import Learner, new_learner
+from shoal.trainer.publisher import cast
+from shoal.trainer.recompute import recompute_layers
+from shoal.trainer.reference import START, hold_start, weights_digest
+from shoal.trainer.settings import LoraSettings, MemorySettings, ObjectiveSettings
+from shoal.trainer.step import StepWork, train_step
+
+ROUNDED = SETTINGS.model_copy(update={"memory": MemorySettings(precision="bfloat16"), "micro_batch_tokens": 24})
+
+
+@pytest.fixture(scope="module")
+def groups() -> list[TrainingGroup]:
+    behaviour = tiny_model(seed=5)
+    return [make_group(unit, 0, behaviour) for unit in range(4)]
+
+
+def train(made: Learner, groups: list[TrainingGroup], step: int = 0) -> dict[str, float]:
+    return train_step(made, StepWork(step, groups, temperature=1.0, max_staleness=99))
+
+
+def first_gradient(made: Learner, groups: list[TrainingGroup]) -> dict[str, Tensor]:
+    seen: list[dict[str, Tensor]] = []
+    made.optimizer.register_step_pre_hook(
+        lambda *_: seen.append({n: p.grad.clone() for n, p in made.trained().items()})
+    )
+    train(made, groups)
+    return seen[0]
+
+
+# -- bfloat16 ----------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_published_in_bfloat16_is_what_the_trainer_computes_with(groups) -> None:
+    made = learner(ROUNDED)
+    for step in range(3):
+        train(made, groups, step)
+        computes = policy_state(made.model)
+        assert {value.dtype for value in computes.values()} == {torch.bfloat16}
+        assert same({name: cast(value, torch.bfloat16) for name, value in made.state().items()}, computes)
+    assert {value.dtype for value in made.state().values()} == {torch.float32}
+    assert {value.dtype for value in made.moments().values()} == {torch.float32}
+
+
+def test_masters_keep_what_bfloat16_would_round_away(groups) -> None:
+    made = learner(ROUNDED.model_copy(update={"learning_rate": 1e-5}))
+    name = "model.norm.weight"  # ones, of which bfloat16 sees steps of 1/256
+    train(made, groups)
+    assert (policy_state(made.model)[name] == 1).all()
+    assert (made.state()[name] != 1).any()
+
+
+def test_gradients_are_summed_in_float32_over_micro_batches(groups) -> None:
+    """Each micro-batch's own is rounded by bfloat16; their sum is not rounded again, and close to the exact one."""
+    one = {"minibatches": 1, "grad_clip": 1e9}
+    made = learner(ROUNDED.model_copy(update=one))
+    found, exact = first_gradient(made, groups), first_gradient(learner(SETTINGS.model_copy(update=one)), groups)
+    for name, value in found.items():
+        assert value.dtype == torch.float32
+        assert (value - exact[name]).norm() < 0.05 * exact[name].norm(), name
+    total = found["lm_head.weight"]
+    assert not torch.equal(total, total.to(torch.bfloat16).to(torch.float32))
+    assert all(weight.grad is None for weight in made.model.parameters())  # those in bfloat16 are not kept
+
+
+def test_positions_keep_their_precision() -> None:
+    exact, rounded = tiny_model(), learner(ROUNDED).model
+    assert torch.equal(rounded.model.rotary_emb.inv_freq, exact.model.rotary_emb.inv_freq)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_learner_that_is_loaded_goes_on_bit_for_bit(groups, tied: bool) -> None:
+    made, resumed = (learner(ROUNDED, seed, tie_word_embeddings=tied) for seed in (0, 3))
+    train(made, groups)
+    resumed.load_state({name: value.clone() for name, value in made.state().items()})
+    resumed.load_moments({name: value.clone() for name, value in made.moments().items()})
+    assert same(policy_state(resumed.model), policy_state(made.model))
+    assert train(made, groups, 1) == train(resumed, groups, 1)
+    assert same(made.state(), resumed.state())
+    assert same(made.moments(), resumed.moments())
+
+
+def test_moments_and_weights_of_another_model_are_refused(groups) -> None:
+    made, other = learner(ROUNDED), learner(ROUNDED, num_hidden_layers=1)
+    train(made, groups)
+    before = {name: value.clone() for name, value in other.state().items()}
+    with pytest.raises(ModelError, match="another model"):
+        other.load_state(made.state())
+    assert same(before, other.state())
+    with pytest.raises(CheckpointError, match=r"moments of weight model\.layers\.1"):
+        other.load_moments(made.moments())
+
+
+# -- recomputation -----------------------------------------------------------------------------------------------------
+
+
+def test_recomputing_a_layer_gives_the_same_gradient_bit_for_bit(groups) -> None:
+    plain = SETTINGS.model_copy(update={"minibatches": 1})
+    made = new_learner(tiny_model(), plain.model_copy(update={"memory": MemorySettings(recompute=True)}))
+    calls: list[bool] = []
+    made.model.model.layers[1].self_attn.register_forward_hook(lambda *_: calls.append(True))
+    recomputed = first_gradient(made, groups)
+    assert len(calls) == 2
+    assert same(recomputed, first_gradient(learner(plain), groups))
+
+
+def test_nothing_is_recomputed_where_there_is_no_gradient() -> None:
+    model, kept = tiny_model(), []
+    recompute_layers(model)
+    model.model.layers[0].register_forward_hook(lambda _m, _i, output: kept.append(output))
+    with torch.no_grad():
+        model(torch.tensor([[3, 4, 5]]))
+    assert not kept[0].requires_grad
+
+
+def test_layers_are_found_wherever_the_architecture_keeps_them() -> None:
+    shape = {"vocab_size": 96, "hidden_size": 16, "ffn_dim": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    opt = OPTForCausalLM(OPTConfig(**shape, word_embed_proj_dim=16, max_position_embeddings=32))
+    assert list(decoder_layers(opt)) == list(opt.model.decoder.layers)
+    assert list(decoder_layers(tiny_model())) != []
+
+
+# -- the reference -----------------------------------------------------------------------------------------------------
+
+
+def test_the_reference_computes_by_itself(groups) -> None:
+    """It shares no weight with the learner, and no layer of it is a wrapped one of the learner's."""
+    memory = MemorySettings(precision="bfloat16", recompute=True)
+    made = new_learner(
+        tiny_model(), SETTINGS.model_copy(update={"memory": memory, "objective": ObjectiveSettings(kl=0.1)})
+    )
+    start = {name: value.clone() for name, value in policy_state(made.reference).items()}
+    assert train(made, groups)["reference_kl"] >= 0
+    ids = torch.tensor([[3, 4, 5]])
+    with torch.no_grad():
+        fresh = learner(ROUNDED).model(ids).logits
+        assert torch.equal(made.reference(ids).logits, fresh)
+        assert not torch.equal(made.model(ids).logits, fresh)
+    assert same(start, policy_state(made.reference))
+
+
+def test_with_adapters_the_reference_is_the_model_without_them(groups) -> None:
+    """No second copy; the adapters are at work again afterwards, and the weights under them never move."""
+    lora = LoraSettings(rank=2, targets=("q_proj", "down_proj"))
+    settings = ROUNDED.model_copy(update={"lora": lora, "objective": ObjectiveSettings(kl=0.1)})
+    model = tiny_model()
+    add_adapters(model, AdapterShape(lora.rank, lora.alpha, lora.targets))
+    made = new_learner(model, settings)
+    assert made.reference is made.model
+    base = {name: value.clone() for name, value in made.state().items() if "lora" not in name}
+    rows = [train(made, groups, step) for step in range(3)]
+    assert rows[-1]["reference_kl"] > 0
+    assert same(base, {name: value for name, value in made.state().items() if "lora" not in name})
+    assert {name.rpartition(".")[2] for name in made.trained()} == {"lora_a", "lora_b"}
+    assert all(value.dtype == torch.float32 for value in made.trained().values())
+
+
+def write_model(folder: Path, seed: int = 0) -> Path:
+    model = tiny_model(seed)
+    model.save_pretrained(folder)
+    for name, data in tiny_files(model).items():
+        (folder / name).write_bytes(data)
+    return folder
+
+
+def test_a_reference_that_is_not_the_starting_policy_is_refused(tmp_path: Path) -> None:
+    model, trainer = write_model(tmp_path / "model"), tmp_path / "trainer"
+
+    def hold(**how: Any) -> None:
+        hold_start(trainer, lambda: weights_digest(model), **how)
+
+    hold(begins=True, needed=True)
+    hold(begins=False, needed=True)
+    write_model(model, seed=1)
+    with pytest.raises(CheckpointError, match="does not hold the weights that this run began with"):
+        hold(begins=False, needed=True)
+    hold(begins=False, needed=False)  # the weights come from the checkpoint: the folder no longer matters
+    (trainer / START).unlink()
+    with pytest.raises(CheckpointError, match=r"start\.json, which says which one that was, cannot be read"):
+        hold(begins=False, needed=True)
+
+
+def test_a_copy_of_a_model_folder_has_the_same_digest(tmp_path: Path) -> None:
+    first, second = write_model(tmp_path / "a"), write_model(tmp_path / "b")
+    assert weights_digest(first) == weights_digest(second) != weights_digest(write_model(tmp_path / "c", seed=1))
+
+
+def test_a_resumed_run_is_held_near_the_same_reference(tmp_path: Path) -> None:
+    """Stopped after one step and gone on with: the weights of a run that never stopped; another model is refused."""
+    settings = SETTINGS.model_copy(update={"objective": ObjectiveSettings(kl=0.5), "evaluate_every": 0})
+    whole, uninterrupted = training_run(tmp_path / "whole", FakeHub(3), settings)
+    whole.run()
+    hub, stop = FakeHub(3), StopToken()
+    hub.before["batch"] = lambda step: stop.set("test") if step == 1 else None
+    training_run(tmp_path / "broken", hub, settings, stop, start=lambda: "first")[0].run()
+    assert uninterrupted.reference is not None
+    hub.before.clear()
+    with pytest.raises(CheckpointError, match="does not hold the weights"):
+        training_run(tmp_path / "broken", hub, settings, start=lambda: "other")[0].run()
+    again, resumed = training_run(tmp_path / "broken", hub, settings, start=lambda: "first")
+    again.run()
+    assert again.version == 3
+    assert same(resumed.state(), uninterrupted.state())
+    rows = [json.loads(line) for line in (tmp_path / "broken/trainer/metrics.jsonl").read_text().splitlines()]
+    assert rows[2]["reference_kl"] > rows[0]["reference_kl"]

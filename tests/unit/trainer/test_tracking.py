@@ -1,0 +1,309 @@
+"""Tracking: what TensorBoard and Weights & Biases get is what metrics.jsonl says, also after a crash and late scores.
+
+The real libraries are used, and what they wrote is read back by them. Nothing goes over a network.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trainer_stubs import RUN, SETTINGS, FakeHub, training_run
+
+from shoal.cli.ingredients import check_machine
+from shoal.cli.recipe import Recipe
+from shoal.errors import ConfigError
+from shoal.trainer import tracking
+from shoal.trainer.settings import TrainerSettings
+from shoal.trainer.tracking import Row, Tracked, Trackers, choose_mode, open_trackers, require_trackers
+
+
+def row(step: int, loss: float) -> dict[str, float]:
+    return {"step": step, "loss": loss, "at_ms": 1000.0 * step}
+
+
+def board(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """Tag → (step, value) as TensorBoard shows it."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    shown = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0})
+    shown.Reload()
+    return {
+        tag: sorted((event.step, round(event.value, 4)) for event in shown.Scalars(tag))
+        for tag in shown.Tags()["scalars"]
+    }
+
+
+def tensorboard(folder: Path, at: int = 0, rows: Sequence[Row] = ()) -> Trackers:
+    trackers = open_trackers(["tensorboard"], Tracked(folder, RUN))
+    trackers.begin(at, rows)
+    return trackers
+
+
+def test_every_word_of_the_recipe_has_a_tracker() -> None:
+    words = TrainerSettings.model_validate({"tracking": list(tracking.TRACKERS)}).tracking
+    assert set(words) == set(tracking.TRACKERS)
+
+
+def test_tensorboard_shows_the_rows_and_what_came_later(tmp_path: Path) -> None:
+    trackers = tensorboard(tmp_path)
+    trackers.write(row(0, 0.5))
+    trackers.write(row(1, 0.25))
+    trackers.amend(0, {"held_out": 0.75})
+    assert board(tmp_path) == {"loss": [(0, 0.5), (1, 0.25)], "held_out": [(0, 0.75)]}, "readable while it is open"
+    trackers.close()
+
+
+def test_a_resume_goes_on_without_doubled_steps(tmp_path: Path) -> None:
+    """Rows 0 to 3 were tracked, the checkpoint is of version 2: steps 2 and 3 are trained again. No close: a kill."""
+    first = tensorboard(tmp_path)
+    for step in range(4):
+        first.write(row(step, 1.0 + step))
+    first.amend(1, {"held_out": 0.75})
+    again = tensorboard(tmp_path, 2, [row(0, 1.0), row(1, 2.0)])
+    for step in range(2, 5):
+        again.write(row(step, 10.0 + step))
+    again.close()
+    assert board(tmp_path)["loss"] == [(0, 1.0), (1, 2.0), (2, 12.0), (3, 13.0), (4, 14.0)]
+    assert board(tmp_path)["held_out"] == [(1, 0.75)]
+
+
+def test_what_was_never_tracked_is_made_up_for(tmp_path: Path) -> None:
+    """The word was added to the recipe of a run that had begun; and rows were lost while the disk was full."""
+    tensorboard(tmp_path, 2, [row(0, 1.0), row(1, 2.0)]).close()
+    assert board(tmp_path) == {"loss": [(0, 1.0), (1, 2.0)]}
+    tensorboard(tmp_path, 4, [row(step, 1.0 + step) for step in range(4)]).close()
+    assert board(tmp_path) == {"loss": [(0, 1.0), (1, 2.0), (2, 3.0), (3, 4.0)]}
+
+
+def test_a_torn_end_of_a_file_is_left_out(tmp_path: Path) -> None:
+    tensorboard(tmp_path).write(row(0, 1.0))
+    (written,) = (tmp_path / "tensorboard").glob("events*")
+    with written.open("ab") as file:
+        file.write(b"\x18\x00\x00")
+    tensorboard(tmp_path, 1, [row(0, 1.0)]).write(row(1, 2.0))
+    assert board(tmp_path) == {"loss": [(0, 1.0), (1, 2.0)]}
+
+
+# ── failures ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Failing:
+    """Implements `Tracker`: takes `works` calls, then the disk is full."""
+
+    def __init__(self, works: int) -> None:
+        self.left, self.rows = works, []
+
+    def _use(self) -> None:
+        self.left -= 1
+        if self.left < 0:
+            raise OSError(28, "No space left on device")
+
+    def begin(self, step: int, rows: Sequence[Row]) -> None:
+        self._use()
+
+    def write(self, row: Row) -> None:
+        self._use()
+        self.rows.append(row)
+
+    def amend(self, step: int, numbers: Row) -> None:
+        self._use()
+
+    def close(self) -> None:
+        self._use()
+
+
+@pytest.mark.parametrize("works", range(5))
+def test_a_tracker_that_fails_is_warned_about_once_and_holds_up_nobody(
+    works: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    failing, other = Failing(works), Failing(100)
+    trackers = Trackers({"failing": failing, "other": other})
+    trackers.begin(0, [])
+    for step in range(4):
+        trackers.write(row(step, 1.0))
+    trackers.amend(0, {"held_out": 1.0})
+    trackers.close()
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert "failing gets no more metrics" in warning
+    assert "No space left on device" in warning
+    assert len(other.rows) == 4
+
+
+def test_a_run_goes_on_when_its_tracker_fails(tmp_path: Path) -> None:
+    (tmp_path / "trainer").mkdir()
+    (tmp_path / "trainer" / "tensorboard").write_text("a file is in the way")
+    trackers = open_trackers(["tensorboard"], Tracked(tmp_path / "trainer", RUN))
+    run, _ = training_run(tmp_path, FakeHub(2), trackers=trackers)
+    run.run()
+    assert run.version == 2
+
+
+def test_a_run_is_tracked_step_by_step_with_late_scores(tmp_path: Path) -> None:
+    """What TensorBoard shows equals metrics.jsonl, number for number; the last row is the last version's score."""
+    hub = FakeHub(4)
+    scores = {2: (0, 0.5), 3: (4, 0.9)}
+    hub.before["batch"] = lambda step: hub.measure(*scores[step]) if step in scores else None
+    settings = SETTINGS.model_copy(update={"evaluate_by": "validators"})
+    trackers = open_trackers(["tensorboard"], Tracked(tmp_path / "trainer", RUN))
+    run, _ = training_run(tmp_path, hub, settings, trackers=trackers)
+    run.run()
+    shown = board(tmp_path / "trainer")
+    lines = (tmp_path / "trainer" / "metrics.jsonl").read_text().splitlines()
+    written: dict[str, list[tuple[int, float]]] = {}
+    for each in map(json.loads, lines):
+        for name, value in each.items():
+            if name not in ("step", "at_ms"):
+                written.setdefault(name, []).append((each["step"], value))
+    assert shown.keys() == written.keys()
+    for name, values in written.items():
+        assert [step for step, _ in shown[name]] == [step for step, _ in values]
+        assert [value for _, value in shown[name]] == pytest.approx([value for _, value in values], rel=1e-3, abs=1e-4)
+    assert shown["held_out"] == [(0, 0.5), (4, 0.9)]
+
+
+@pytest.mark.parametrize("word", ["tensorboard", "wandb"])
+def test_a_missing_package_is_said_before_anything_starts(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracking, "find_spec", lambda _name: None)
+    with pytest.raises(ConfigError, match=rf"pip install 'shoal\[{word}\]'"):
+        require_trackers([word])
+    recipe = Recipe.model_validate({"trainer": {"tracking": [word]}})
+    with pytest.raises(ConfigError, match=f'"{word}"'):
+        check_machine(recipe)
+
+
+def test_tracking_imports_neither_torch_nor_what_it_tracks_with() -> None:
+    heavy = "('torch', 'wandb', 'tensorboard')"
+    code = f"import sys, shoal.trainer.tracking; sys.exit(any(name in sys.modules for name in {heavy}))"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+# ── Weights & Biases ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("environ", "key", "mode"),
+    [
+        ({}, False, "offline"),
+        ({}, True, "online"),
+        ({"WANDB_MODE": "offline"}, True, "offline"),
+        ({"WANDB_MODE": "disabled"}, True, "disabled"),
+        ({"WANDB_MODE": "online"}, True, "online"),
+        ({"WANDB_MODE": "online"}, False, "offline"),
+    ],
+)
+def test_no_key_means_no_network_and_no_question(
+    environ: dict[str, str], key: bool, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracking, "_has_key", lambda: key)
+    monkeypatch.setenv("WANDB_ERROR_REPORTING", "unset")
+    assert choose_mode(environ) == mode
+
+
+class FakeRun:
+    """What `wandb.init` returns, as far as it is used."""
+
+    def __init__(self) -> None:
+        self.logged: list[tuple[int, dict[str, float]]] = []
+
+    def define_metric(self, *_: str, **__: str) -> None: ...
+
+    def log(self, numbers: dict[str, float], step: int) -> None:
+        self.logged.append((step, numbers))
+
+    def finish(self) -> None: ...
+
+
+def test_wandb_gets_each_step_once_and_its_own_count_only_rises(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[FakeRun] = []
+
+    def start(_self: object, _mode: str) -> FakeRun:
+        made.append(FakeRun())
+        return made[-1]
+
+    monkeypatch.setattr(tracking.WeightsAndBiases, "_start", start)
+    monkeypatch.setattr(tracking, "choose_mode", lambda _environ: "offline")
+    for at, rows in ((0, []), (2, [row(0, 0.0), row(1, 1.0)])):
+        trackers = open_trackers(["wandb"], Tracked(tmp_path, RUN))
+        trackers.begin(at, rows)
+        for step in range(at, at + 3):
+            trackers.write(row(step, float(step)))
+        trackers.amend(1, {"held_out": 0.5})
+    logged = [each for run in made for each in run.logged]
+    assert [count for count, _ in logged] == list(range(len(logged)))
+    assert [numbers["step"] for _, numbers in logged if "loss" in numbers] == [0, 1, 2, 3, 4]
+    assert {"step": 1, "held_out": 0.5} in [numbers for _, numbers in logged]
+
+
+WANDB = """
+import sys, socket
+from pathlib import Path
+def refused(self, address, *rest):
+    assert self.family == socket.AF_UNIX or address[0] in ("127.0.0.1", "localhost", "::1"), address
+    return connect(self, address, *rest)
+connect, socket.socket.connect = socket.socket.connect, refused
+from shoal.trainer.tracking import Tracked, open_trackers
+trackers = open_trackers(["wandb"], Tracked(Path(sys.argv[1]), "tiny-0123", {"learning_rate": 1e-4}))
+first = int(sys.argv[2])
+trackers.begin(first, [])
+for step in range(first, first + 3):
+    trackers.write({"step": step, "loss": 0.5, "at_ms": 0.0})
+trackers.amend(first, {"held_out": 0.75})
+trackers.close()
+"""
+
+
+def records(path: Path) -> list[Any]:
+    from wandb.proto import wandb_internal_pb2
+    from wandb.sdk.internal.datastore import DataStore
+
+    store, found = DataStore(), []
+    store.open_for_scan(str(path))
+    while (data := store.scan_data()) is not None:
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(data)
+        found.append(record)
+    return found
+
+
+@pytest.mark.slow
+def test_wandb_offline_writes_one_run_over_two_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a key and without a terminal: nothing is asked, nothing leaves the machine, the rows are in the file."""
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))  # no login of whoever runs this test
+    for first in (0, 2):
+        done = subprocess.run(
+            [sys.executable, "-c", WANDB, str(tmp_path), str(first)],
+            stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert "no more metrics" not in done.stderr
+    files = sorted((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
+    assert len(files) == 2
+    steps, names, runs = [], set(), set()
+    for record in (each for file in files for each in records(file)):
+        if record.HasField("run"):
+            runs.add(record.run.run_id)
+        if record.HasField("history"):
+            items = {".".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
+            names |= items.keys()
+            steps += [items["step"]] if "loss" in items else []
+    assert runs == {"tiny-0123"}
+    assert steps == [0, 1, 2, 3, 4]
+    assert {"loss", "held_out"} <= names
+
+
+def test_the_network_is_closed_to_the_child_above() -> None:
+    """The guard in the script above does refuse: else it would prove nothing."""
+    code = WANDB.split("from shoal")[0] + "socket.socket().connect(('192.0.2.1', 80))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert "AssertionError" in done.stderr

@@ -1,0 +1,82 @@
+"""The state copied in front of training: its own memory, used again, and all that a checkpoint needs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from trainer_stubs import RUN, SETTINGS, learner, make_group, same, weights
+
+from shoal.trainer.checkpoint import CheckpointStore, Progress, restore
+from shoal.trainer.copies import Copies
+from shoal.trainer.learner import Learner
+from shoal.trainer.step import StepWork, train_step
+
+
+def train(made: Learner, step: int) -> None:
+    groups = [make_group(unit, 0, made.model) for unit in range(2)]
+    train_step(made, StepWork(step, groups, temperature=1.0, max_staleness=99))
+
+
+def test_a_copy_does_not_follow_the_model() -> None:
+    made = learner()
+    train(made, 0)
+    copied = Copies().take(made, with_training=True)
+    assert copied.training is not None
+    before = {name: value.clone() for name, value in {**copied.weights, **copied.training}.items()}
+    train(made, 1)
+    torch.rand(1)
+    assert same({**copied.weights, **copied.training}, before)
+    assert not same(copied.weights, weights(made))
+
+
+def test_the_next_copy_uses_the_same_memory() -> None:
+    made, copies = learner(), Copies()
+    first = copies.take(made, with_training=False)
+    train(made, 0)
+    second = copies.take(made, with_training=True)
+    assert {value.data_ptr() for value in first.weights.values()} == {
+        value.data_ptr() for value in second.weights.values()
+    }
+    assert same(second.weights, weights(made))
+
+
+def test_moments_are_copied_only_for_a_checkpoint() -> None:
+    assert Copies().take(learner(), with_training=False).captured() is None
+
+
+def test_weights_that_are_not_trained_are_copied_once() -> None:
+    made, copies = learner(), Copies()
+    made.model.lm_head.weight.requires_grad_(False)
+    first = copies.take(made, with_training=False).weights["lm_head.weight"].clone()
+    with torch.no_grad():
+        made.model.lm_head.weight.add_(1)  # nobody does this; it shows who looks
+        made.model.model.norm.weight.add_(1)
+    second = copies.take(made, with_training=False).weights
+    assert torch.equal(second["lm_head.weight"], first)
+    assert torch.equal(second["model.norm.weight"], made.model.model.norm.weight)
+
+
+def test_a_checkpoint_of_a_copy_is_one_of_the_moment_it_was_taken(tmp_path: Path) -> None:
+    made, store = learner(), CheckpointStore(tmp_path, 1)
+    train(made, 0)
+    captured = Copies().take(made, with_training=True).captured()
+    assert captured is not None
+    train(made, 1)
+    expected = weights(made)
+    store.write(captured, Progress(RUN, 1), {})
+    stored, resumed = store.newest(), learner(seed=9)
+    assert stored is not None
+    restore(resumed, stored)
+    train(resumed, 1)
+    assert same(weights(resumed), expected)
+
+
+def test_a_model_of_half_precision_is_copied_as_its_masters() -> None:
+    memory = SETTINGS.memory.model_copy(update={"precision": "bfloat16"})
+    made = learner(SETTINGS.model_copy(update={"memory": memory}))
+    train(made, 0)
+    copied = Copies().take(made, with_training=True)
+    assert {value.dtype for value in copied.weights.values()} == {torch.float32}
+    name = "model.norm.weight"
+    assert torch.equal(copied.weights[name].to(torch.bfloat16), made.model.get_parameter(name))

@@ -1,0 +1,116 @@
+"""A run that trains adapters: the base stays, only adapters travel, and what is exported is an ordinary model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from trainer_stubs import KEY, RUN, SETTINGS, FakeHub, learner, make_group, same, tiny_files, tiny_model, training_run
+from transformers import AutoModelForCausalLM
+
+from shoal.engines.torch import TorchEngine
+from shoal.models.load import LoadedModel, adapted
+from shoal.models.lora import ADAPTER_FILE, AdapterShape
+from shoal.models.tokenizer import TextTokenizer
+from shoal.runtime.stop import StopToken
+from shoal.shardcast.origin import Origin, OriginSettings
+from shoal.trainer import loop
+from shoal.trainer.learner import Learner, new_learner
+from shoal.trainer.publisher import snapshot_of
+from shoal.trainer.settings import LoraSettings, ObjectiveSettings, TrainerSettings
+from shoal.trainer.step import StepWork, train_step
+
+STEPS = 3
+SHAPE = AdapterShape(rank=2, alpha=4.0, targets=("q_proj", "up_proj"))
+LORA = SETTINGS.model_copy(update={"lora": LoraSettings(rank=2, alpha=4.0, targets=SHAPE.targets)})
+
+
+@pytest.fixture(autouse=True)
+def short_polls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "POLL_S", 0.05)
+
+
+def with_adapters(settings: TrainerSettings = LORA) -> tuple[Learner, dict[str, bytes]]:
+    model = tiny_model()
+    files = tiny_files(model)
+    loaded = adapted(LoadedModel(model, TextTokenizer(files), files), SHAPE)
+    return new_learner(loaded.model, settings), dict(loaded.files)
+
+
+def run_of(folder: Path, hub: FakeHub, stop: StopToken | None = None) -> Learner:
+    """A run in a process of its own, as far as the folder and the hub can tell."""
+    made, files = with_adapters()
+    origin = Origin(folder / "origin", RUN, KEY, settings=OriginSettings(delta_from_bytes=0))
+    training_run(folder, hub, LORA, stop, learner=made, files=files, origin=origin)[0].run()
+    return made
+
+
+def state_of(made: Learner) -> dict[str, Any]:
+    return {name: tensor.clone() for name, tensor in made.state().items()}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Learner]:
+    folder = tmp_path_factory.mktemp("lora")
+    return folder, run_of(folder, FakeHub(STEPS))
+
+
+def test_only_adapters_change(finished) -> None:
+    before, after = state_of(with_adapters()[0]), state_of(finished[1])
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {name for name in before if name.endswith(("lora_a", "lora_b"))}
+
+
+def test_only_adapters_travel(finished) -> None:
+    folder, made = finished
+    origin = Origin(folder / "origin", RUN, KEY, settings=OriginSettings(delta_from_bytes=0))
+    published = origin._published((0, STEPS))
+    assert published is not None
+    adapters = sum(tensor.nbytes for name, tensor in made.state().items() if name.endswith(("lora_a", "lora_b")))
+    smallest = min(delta.size_bytes for delta in published.deltas)
+    assert smallest < adapters + 2048  # positions and headers
+    assert smallest < published.size_bytes / 4
+
+
+def test_whoever_has_the_policy_computes_what_the_trainer_does(finished) -> None:
+    _, made = finished
+    files = with_adapters()[1]
+    snapshot = snapshot_of(made.state(), STEPS, files, "float32")
+    engine = TorchEngine(snapshot.files)
+    engine.load_policy(None, {view.name: view for view in snapshot.tensors})
+    ids = torch.arange(5, 25)[None]
+    with torch.no_grad():
+        assert torch.equal(engine._model(ids).logits, made.model(ids).logits)
+
+
+def test_what_is_exported_is_an_ordinary_model(finished) -> None:
+    folder, made = finished
+    exported = folder / "trainer" / "export"
+    assert not (exported / ADAPTER_FILE).exists()
+    plain = AutoModelForCausalLM.from_pretrained(exported)
+    ids = torch.arange(5, 25)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(plain(ids).logits, made.model(ids).logits, atol=1e-5, rtol=1e-5)
+        assert not torch.allclose(plain(ids).logits, tiny_model()(ids).logits, atol=1e-5)
+
+
+def test_a_resumed_run_ends_with_the_same_adapters(finished, tmp_path: Path) -> None:
+    hub, stop = FakeHub(STEPS), StopToken()
+    hub.before["batch"] = lambda step: stop.set("the test") if step == 2 else None
+    run_of(tmp_path, hub, stop)
+    hub.before.clear()
+    assert same(state_of(run_of(tmp_path, hub)), state_of(finished[1]))
+
+
+def test_the_reference_is_the_base_and_costs_no_memory() -> None:
+    settings = LORA.model_copy(update={"objective": ObjectiveSettings(kl=0.5)})
+    made = with_adapters(settings)[0]
+    groups = [make_group(unit, 0, tiny_model()) for unit in range(3)]
+    first = train_step(made, StepWork(0, groups, temperature=1.0, max_staleness=0))
+    second = train_step(made, StepWork(1, groups, temperature=1.0, max_staleness=1))
+    assert made.reference is made.model
+    assert second["reference_kl"] > first["reference_kl"] >= 0
+    full = learner(SETTINGS.model_copy(update={"objective": ObjectiveSettings(kl=0.5)}))
+    assert full.reference is not full.model

@@ -1,0 +1,118 @@
+"""From groups to samples: what is trained on, and that whatever is left out is counted. No model is needed."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from shoal.algorithms.registry import ADVANTAGES
+from shoal.errors import ProtocolError
+from shoal.hub.state.rewards import has_equal_rewards
+from shoal.protocol import RolloutReward, TrainingGroup, TrainingRollout, pack_logprobs, pack_tokens
+from shoal.trainer.samples import Prepared, check_staleness, prepare
+
+
+def rollout(
+    reward: float, *, tokens: int = 3, finish: str = "eos", logprobs: list[float] | None = None, given: bytes = b""
+) -> TrainingRollout:
+    recorded = [-0.5] * tokens if logprobs is None else logprobs
+    return TrainingRollout(pack_tokens(np.arange(3, 3 + tokens)), pack_logprobs(recorded), finish, reward, given)
+
+
+def group(*rollouts: TrainingRollout, unit: int = 0, version: int = 0) -> TrainingGroup:
+    return TrainingGroup(unit, f"task-{unit}", version, pack_tokens(np.array([7, 8])), list(rollouts))
+
+
+def of(*groups: TrainingGroup, advantage: str = "group_mean", mask_truncated: bool = False) -> Prepared:
+    return prepare(groups, ADVANTAGES[advantage], mask_truncated)
+
+
+def test_samples_carry_the_advantages_of_their_rollouts() -> None:
+    made = of(group(rollout(1.0, tokens=2), rollout(0.0, tokens=5)), group(rollout(0.5), rollout(0.0), unit=1))
+    assert [[sample.advantage for sample in samples] for samples in made.groups] == [[0.5, -0.5], [0.25, -0.25]]
+    assert (made.tokens, made.completions, made.rollouts) == (13, 4, 4)
+    assert (made.without_signal, made.truncated, made.no_sample) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("missing", [math.nan, math.inf, -math.inf])
+def test_a_group_with_a_reward_that_is_no_number_is_no_sample_and_counted(missing: float) -> None:
+    made = of(group(rollout(1.0), rollout(missing), rollout(0.0)), group(rollout(1.0), rollout(0.0), unit=1))
+    assert (len(made.groups), made.without_signal, made.no_sample) == (1, 1, 1)
+
+
+def test_a_rollout_whose_log_probability_is_no_number_is_no_sample_and_counted() -> None:
+    broken = rollout(1.0, logprobs=[-0.5, math.nan, -0.5])
+    made = of(group(broken, rollout(0.0), rollout(0.0)))
+    # its reward is a real outcome, and stays in the mean
+    assert [sample.advantage for sample in made.groups[0]] == pytest.approx([-1 / 3, -1 / 3])
+    assert (made.no_sample, made.without_signal, made.completions) == (1, 0, 2)
+    assert of(group(broken, rollout(0.0, logprobs=[-math.inf] * 3))).no_sample == 2
+
+
+def test_what_was_said_of_given_tokens_is_not_looked_at() -> None:
+    span = np.array([1, 1], dtype="<u4").tobytes()
+    made = of(group(rollout(1.0, logprobs=[-0.5, math.nan, -0.5], given=span), rollout(0.0)))
+    assert [sample.trained for sample in made.groups[0]] == [2, 3]
+    assert made.no_sample == 0
+
+
+def test_a_completion_without_tokens_is_no_completion() -> None:
+    made = of(group(rollout(1.0, tokens=0), rollout(0.0)))
+    assert [sample.advantage for sample in made.groups[0]] == [-0.5]
+    assert made.completions == 1
+
+
+def test_equal_rewards_teach_nothing_and_are_counted() -> None:
+    made = of(group(rollout(1.0), rollout(1.0)), group(rollout(1.0), rollout(0.0), unit=1))
+    assert (len(made.groups), made.without_signal, made.no_sample) == (1, 1, 0)
+
+
+def test_large_rewards_are_not_rounded_into_advantages() -> None:
+    made = of(group(rollout(43691.4765625), rollout(43691.4765625), rollout(43691.48)), advantage="group_mean_std")
+    assert [sample.advantage for sample in made.groups[0]] == pytest.approx([-0.7069, -0.7069, 1.4138], abs=1e-3)
+
+
+def test_a_group_that_the_advantage_makes_nothing_of_does_not_dilute_the_step() -> None:
+    failures = group(rollout(-0.25), rollout(-0.5))  # nobody solved it; only their lengths differ
+    assert of(failures, advantage="max_rl").without_signal == 1
+    assert of(failures, advantage="group_mean").without_signal == 0
+
+
+def test_the_hubs_rule_for_task_rewards_is_not_applied_a_second_time() -> None:
+    """The hub has dropped what has equal task rewards. Of what it keeps, all groups with different rewards are trained
+    on, also where only a judge makes the difference."""
+    judged = [
+        RolloutReward(value=0.9, parts={"task": 1.0, "judge.style": 0.4}),
+        RolloutReward(value=0.7, parts={"task": 1.0, "judge.style": 0.2}),
+    ]
+    solved = [
+        RolloutReward(value=0.9, parts={"task": 1.0, "length": -0.1}),
+        RolloutReward(value=-0.2, parts={"task": 0.0, "length": -0.2}),
+    ]
+    for rewards in (judged, solved):
+        assert not has_equal_rewards(rewards)
+        assert of(group(*(rollout(reward.value) for reward in rewards))).completions == 2
+    penalised = [RolloutReward(value=value, parts={"task": 1.0, "length": value - 1}) for value in (0.9, 0.7)]
+    assert has_equal_rewards(penalised), "such a group never comes here"
+
+
+def test_truncated_samples_are_masked_if_so_wanted_and_always_counted() -> None:
+    cut = group(rollout(1.0), rollout(0.0, finish="length"), rollout(0.5))
+    assert (of(cut).completions, of(cut).truncated) == (3, 1)
+    masked = of(cut, mask_truncated=True)
+    assert [sample.advantage for sample in masked.groups[0]] == [0.5, 0.0]  # the mean is still over all three
+    assert (masked.truncated, masked.without_signal) == (1, 0)
+    wholly = of(group(rollout(1.0, finish="length"), rollout(0.0, finish="length")), mask_truncated=True)
+    assert (wholly.groups, wholly.without_signal, wholly.truncated) == ([], 1, 2)
+
+
+@pytest.mark.parametrize(("version", "fits"), [(2, False), (3, True), (5, True), (6, False)])
+def test_groups_that_are_too_old_or_not_yet_possible_are_refused(version: int, fits: bool) -> None:
+    groups = [group(rollout(1.0), rollout(0.0), unit=9, version=version)]
+    if fits:
+        check_staleness(groups, step=5, bound=2)
+    else:
+        with pytest.raises(ProtocolError, match=f"unit 9 of version {version}, outside versions 3…5"):
+            check_staleness(groups, step=5, bound=2)

@@ -1,0 +1,212 @@
+"""Saving and publishing beside training: in an order that a crash anywhere can rely on, and the best is kept."""
+
+from __future__ import annotations
+
+import errno
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from trainer_stubs import SETTINGS, FakeHub, same, training_run, weights
+
+from shoal.errors import ResourceError
+from shoal.runtime import crash
+from shoal.runtime.files import write_atomically
+from shoal.runtime.stop import StopToken
+from shoal.shardcast import origin
+from shoal.trainer import checkpoint, loop, publisher
+from shoal.trainer.guard_settings import GuardSettings
+from shoal.trainer.retention import AWAITED
+
+STEPS = 3
+POINTS = [name for name in crash.POINTS if name.startswith("trainer.")]
+
+
+def without_stops() -> GuardSettings:
+    """No guard that stops a run: for one of those, older checkpoints are kept too."""
+    guards = GuardSettings()
+    stopping = {name: guard for name, guard in guards if getattr(guard, "react", "") == "stop" and name != "not_finite"}
+    return guards.model_copy(
+        update={name: guard.model_copy(update={"react": "warn"}) for name, guard in stopping.items()}
+    )
+
+
+PLAIN = SETTINGS.model_copy(update={"guards": without_stops()})
+QUIET = PLAIN.model_copy(update={"evaluate_every": 0})
+
+
+class Killed(BaseException):
+    """Stands for kill -9: nothing in the trainer may catch it."""
+
+
+@pytest.fixture(autouse=True)
+def short_polls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "POLL_S", 0.05)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, torch.Tensor], FakeHub]:
+    folder, hub = tmp_path_factory.mktemp("whole"), FakeHub(STEPS, max_staleness=1)
+    run, made = training_run(folder, hub, QUIET)
+    run.run()
+    return weights(made), hub
+
+
+def saved(folder: Path) -> list[str]:
+    found = (folder / "trainer" / "checkpoints").glob("[!.]*")
+    return sorted((path.name for path in found), key=lambda name: tuple(map(int, name.split("."))))
+
+
+def newest(folder: Path) -> int:
+    return max((int(name.partition(".")[0]) for name in saved(folder)), default=-1)
+
+
+@pytest.fixture
+def die_at(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Names to die at, each when it is reached for the second time: `die_at.append(name)`."""
+    wanted: list[str] = []
+    reached: list[str] = []
+
+    def point(name: str) -> None:
+        reached.append(name)
+        if name in wanted and reached.count(name) == 2:
+            raise Killed
+
+    for module in (loop, checkpoint, publisher, origin):
+        monkeypatch.setattr(module, "point", point)
+    yield wanted
+    assert set(wanted) <= set(reached), "the point was never reached"
+
+
+@pytest.mark.parametrize("name", POINTS)
+def test_killed_at_every_point_while_training_goes_on(
+    tmp_path: Path, whole: tuple[dict[str, torch.Tensor], FakeHub], die_at: list[str], name: str
+) -> None:
+    hub = FakeHub(STEPS, max_staleness=1)
+    die_at.append(name)
+    with pytest.raises(Killed):
+        training_run(tmp_path, hub, QUIET)[0].run()
+    out = hub.policy.version if hub.policy is not None else -1
+    assert newest(tmp_path) - 1 <= out <= newest(tmp_path), "what is out is saved, and one version more at most"
+    resumed, made = training_run(tmp_path, hub, QUIET)
+    resumed.run()
+    assert same(weights(made), whole[0])
+    assert hub.policies == whole[1].policies
+    assert sorted(hub.reports) == list(range(STEPS))
+    rows = (tmp_path / "trainer" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(row)["step"] for row in rows] == list(range(STEPS))
+
+
+def test_a_version_goes_out_after_its_checkpoint_and_the_report_of_the_step_before(tmp_path: Path) -> None:
+    hub, seen = FakeHub(STEPS, max_staleness=1), []
+    hub.before["announce"] = lambda version: seen.append((version, newest(tmp_path), len(hub.reports)))
+    training_run(tmp_path, hub, QUIET)[0].run()
+    assert seen == [(version, version, version) for version in range(STEPS + 1)]
+
+
+def test_a_full_disk_while_training_goes_on_ends_the_run_and_nothing_goes_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, data: bytes) -> None:
+        if path.name == "checkpoint.json" and path.parent.name == ".saving-2.0":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write_atomically(path, data)
+
+    monkeypatch.setattr(checkpoint, "write_atomically", full)
+    hub = FakeHub(STEPS, max_staleness=1)
+    with pytest.raises(ResourceError, match="the disk is full"):
+        training_run(tmp_path, hub, QUIET)[0].run()
+    assert sorted(hub.policies) == [(0, 0), (0, 1)]
+    assert sorted(path.name for path in (tmp_path / "trainer" / "checkpoints").iterdir()) == ["0.0", "1.0"]
+
+
+def test_told_to_stop_during_a_save_it_completes_it_and_is_resumable(
+    tmp_path: Path, whole: tuple[dict[str, torch.Tensor], FakeHub], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop = StopToken()
+
+    def told(path: Path, data: bytes) -> None:
+        if path.parent.name == ".saving-2.0":
+            stop.set("SIGTERM")
+        write_atomically(path, data)
+
+    monkeypatch.setattr(checkpoint, "write_atomically", told)
+    hub = FakeHub(STEPS, max_staleness=1)
+    training_run(tmp_path, hub, QUIET, stop)[0].run()
+    assert saved(tmp_path) == ["1.0", "2.0"]
+    resumed, made = training_run(tmp_path, hub, QUIET)
+    resumed.run()
+    assert same(weights(made), whole[0])
+    assert hub.policies == whole[1].policies
+
+
+def measured(folder: Path, scores: dict[int, float], steps: int = 8, **changes: object) -> FakeHub:
+    """A run whose versions 0, 2, 4, … have these scores, and whose checkpoints are counted whenever one goes out."""
+    hub = FakeHub(steps, max_staleness=1)
+    settings = PLAIN.model_copy(update={"minibatches": 1, **changes})
+    most = settings.keep_checkpoints + settings.keep_best + AWAITED
+
+    def count(_version: int) -> None:
+        assert len(saved(folder)) <= most
+
+    hub.before["announce"] = count
+    run, _ = training_run(folder, hub, settings, evaluate=lambda: scores[run.version])
+    run.run()
+    return hub
+
+
+SCORES = {0: 0.1, 2: 0.8, 4: 0.3, 6: 0.8, 8: 0.2}
+
+
+def test_the_best_by_held_out_score_is_kept_beside_the_newest(tmp_path: Path) -> None:
+    measured(tmp_path, SCORES)
+    assert saved(tmp_path) == ["6.0", "7.0", "8.0"]
+
+
+def test_the_last_version_may_be_the_best(tmp_path: Path) -> None:
+    measured(tmp_path, {**SCORES, 8: 0.9})
+    assert saved(tmp_path) == ["7.0", "8.0"]
+
+
+def test_versions_that_are_measured_are_saved_though_no_checkpoint_is_due(tmp_path: Path) -> None:
+    measured(tmp_path, {**SCORES, 6: 0.7}, checkpoint_every=7, keep_checkpoints=1)
+    assert saved(tmp_path) == ["2.0", "8.0"]
+
+
+def test_scores_that_come_late_decide_all_the_same(tmp_path: Path) -> None:
+    hub = FakeHub(8, max_staleness=1)
+    settings = PLAIN.model_copy(update={"evaluate_by": "validators", "minibatches": 1})
+    for version in SCORES:
+        hub.measure(version, None, complete=False)
+    # each is measured three steps after it went out
+    hub.before["batch"] = lambda step: hub.measure(step - 3, SCORES[step - 3]) if step - 3 in SCORES else None
+    hub.before["announced"] = lambda version: [hub.measure(v, SCORES[v]) for v in SCORES] if version == 8 else None
+    training_run(tmp_path, hub, settings)[0].run()
+    assert saved(tmp_path) == ["6.0", "7.0", "8.0"]
+
+
+def test_after_a_resume_the_same_one_is_the_best(tmp_path: Path) -> None:
+    hub = FakeHub(8, max_staleness=1)
+    settings = PLAIN.model_copy(update={"minibatches": 1})
+    scores = {**SCORES, 6: 0.7}
+
+    def kill(step: int) -> None:
+        if step == 5:
+            raise Killed
+
+    hub.before["batch"] = kill
+    first, _ = training_run(tmp_path, hub, settings, evaluate=lambda: scores[first.version])
+    with pytest.raises(Killed):
+        first.run()
+    assert "2.0" in saved(tmp_path)
+    hub.before.clear()
+    second, _ = training_run(tmp_path, hub, settings, evaluate=lambda: scores[second.version])
+    second.run()
+    assert saved(tmp_path) == ["2.0", "7.0", "8.0"]
+
+
+def test_without_it_only_the_newest_are_kept(tmp_path: Path) -> None:
+    measured(tmp_path, SCORES, keep_best=0)
+    assert saved(tmp_path) == ["7.0", "8.0"]
