@@ -261,7 +261,7 @@ def measure(options: argparse.Namespace, loaded: Any, name: str, prover: Prover)
     chosen = torch.tensor([prompts[row % len(prompts)] for row in range(rows)] * 2, device=model.device)
     with changed(model, prover.change):
         head = Head.of(model)
-        head = Head(head.weight.detach().clone(), head.bias)
+        head = head._replace(weight=head.weight.detach().clone())
         drawn = decode(model, chosen, tokens, prover.temperature)
     hidden = prefill(model, drawn)
     columns = compare_inverse(model, drawn, hidden, head, prover) | compare_gumbel(model, drawn, hidden)

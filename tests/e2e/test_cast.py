@@ -136,6 +136,7 @@ def disk_bytes(*folders: Path) -> int:
     return sum(files.values())
 
 
+@pytest.mark.slow
 def test_the_printed_commands_work_when_copied(tmp_path: Path) -> None:
     data = random_file(tmp_path / "my model.bin")
     there = tmp_path / "there"
@@ -336,6 +337,7 @@ def test_a_fetch_that_is_stopped_goes_on_where_it_was(tmp_path: Path, number: si
         assert megabytes_fetched(line) < 24.0, line
 
 
+@pytest.mark.slow
 def test_a_fetch_that_gets_nowhere_gives_up_and_says_so(tmp_path: Path) -> None:
     random_file(tmp_path / "a.bin", 3, 24_000_000)
     with ExitStack() as stack:
@@ -347,6 +349,7 @@ def test_a_fetch_that_gets_nowhere_gives_up_and_says_so(tmp_path: Path) -> None:
     assert "nothing has arrived for 2 s" in ran.stderr.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_following_brings_every_new_version(tmp_path: Path) -> None:
     data = random_file(tmp_path / "a.bin")
     with ExitStack() as stack:
@@ -367,6 +370,7 @@ def test_following_brings_every_new_version(tmp_path: Path) -> None:
         assert "Traceback" not in follower.said()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("again", [False, True], ids=["just fetched", "fetched before"])
 def test_what_was_fetched_can_be_shared_with_peers(tmp_path: Path, again: bool) -> None:
     """The publisher hands out its documents only: every chunk must come from the peer."""
@@ -433,6 +437,7 @@ def test_an_old_tree_is_refused_also_by_a_fetch_that_starts_anew(tmp_path: Path)
     assert (tmp_path / "out.bin").read_bytes() == data
 
 
+@pytest.mark.slow
 def test_what_was_changed_here_is_mended_by_fetching_again(tmp_path: Path) -> None:
     """Also of a version that is offered as a difference only: its own chunks cannot be had any more."""
     data = random_file(tmp_path / "a.bin")
@@ -460,6 +465,7 @@ def test_a_port_that_is_taken_by_somebody_else(tmp_path: Path) -> None:
     assert not (tmp_path / "www" / "head.json").exists()
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_is_one_sentence_and_continues_later(
     request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
@@ -489,6 +495,7 @@ def commands_in(guide: str) -> list[str]:
     return [line.partition("  #")[0].strip() for line in lines if line.strip() and not line.startswith("#")]
 
 
+@pytest.mark.slow
 def test_the_guide_does_what_it_says(tmp_path: Path) -> None:
     """Its commands in order, as written; those that end in & run beside the others. URL and KEY are filled in."""
     ports = {port: str(free_port()) for port in ("8471", "8472", "8473")}

@@ -57,14 +57,17 @@ def score(model: Path | str, out: Path) -> float:
     return found
 
 
-def test_it_learns_and_is_measured_by_eval(demos: Path, tmp_path: Path) -> None:
+def test_it_learns_and_is_measured_by_eval(demos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ran = run(command(demos, tmp_path / "begun"))
     assert ran.returncode == 0, ran.stderr
     assert "wrote " in ran.stdout
     rows = [json.loads(line) for line in (tmp_path / "begun" / "metrics.jsonl").read_text().splitlines()]
     losses = [row["validation_loss"] for row in rows if "validation_loss" in row]
     assert losses[-1] < losses[0] / 3
+    assert json.loads((tmp_path / "begun" / "shoal.json").read_text())["trained_on"] == "demonstrations"
+    assert "reinforcement" not in (tmp_path / "begun" / "README.md").read_text()
     assert score(tmp_path / "begun", tmp_path / "after") > score("tiny", tmp_path / "before") + 0.2
+    assert "its demonstrations have none of the tasks held out here" in capsys.readouterr().out
     assert not (tmp_path / "begun.work").exists()
     again = run(command(demos, tmp_path / "begun"))
     assert again.returncode == 0

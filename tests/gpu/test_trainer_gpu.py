@@ -9,11 +9,13 @@ import torch
 from shoal.models.compiled import compile_layers
 from shoal.models.head_tables import usable
 from shoal.models.logprobs import Head, hidden_states, token_logprobs
+from shoal.models.lora import ADAPTER_FILE, AdapterShape, add_adapters, merged
 from shoal.models.packed import Packed, packed_states, supports_packing
 from shoal.models.tiny import build_tiny
+from shoal.trainer.copies import Copies
 from shoal.trainer.learner import new_learner
 from shoal.trainer.samples import Prepared, Sample
-from shoal.trainer.settings import MemorySettings, TrainerSettings
+from shoal.trainer.settings import LoraSettings, MemorySettings, TrainerSettings
 from shoal.trainer.step import StepPlan, train_samples
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
@@ -73,7 +75,8 @@ def test_changing_one_sequence_changes_no_other(dtype):
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-5), (torch.bfloat16, 4e-3)])
 @pytest.mark.parametrize(("tokens", "vocabulary"), [(1, 2), (300, 96), (700, 50_001)])
 @pytest.mark.parametrize("entropy", [False, True])
-def test_the_head_has_the_plain_formulas_values_and_gradients(dtype, bound, tokens, vocabulary, entropy):
+@pytest.mark.parametrize(("scale", "cap"), [(1.0, None), (0.125, None), (1.0, 10.0)])
+def test_the_head_has_the_plain_formulas_values_and_gradients(dtype, bound, tokens, vocabulary, entropy, scale, cap):
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (
         torch.randn(shape, generator=generator).to("cuda", dtype) for shape in ((tokens, 64), (vocabulary, 64))
@@ -82,9 +85,10 @@ def test_the_head_has_the_plain_formulas_values_and_gradients(dtype, bound, toke
     slopes = torch.randn((2, tokens), generator=generator).cuda()
     assert usable(hidden)
     leaves = [each.clone().requires_grad_() for each in (hidden, weight)]
-    found = token_logprobs(leaves[0], Head(leaves[1], None), targets, 0.7, 128 * vocabulary)
+    found = token_logprobs(leaves[0], Head(leaves[1], None, scale, cap), targets, 0.7, 128 * vocabulary)
     exact = [each.double().requires_grad_() for each in (hidden, weight)]
-    everything = torch.log_softmax(exact[0] @ exact[1].T / 0.7, dim=-1)
+    logits = exact[0] @ exact[1].T * scale
+    everything = torch.log_softmax((logits if cap is None else cap * torch.tanh(logits / cap)) / 0.7, dim=-1)
     expected = everything.gather(1, targets[:, None])[:, 0], -(everything.exp() * everything).sum(dim=-1)
     for (mine, theirs), slope in zip(zip(found, expected, strict=True), slopes, strict=True):
         torch.testing.assert_close(mine.double(), theirs, rtol=1e-5, atol=5e-5)
@@ -95,14 +99,15 @@ def test_the_head_has_the_plain_formulas_values_and_gradients(dtype, bound, toke
         assert apart(mine.grad, theirs.grad) <= bound
 
 
-def test_the_heads_memory_is_that_of_a_tile():
+@pytest.mark.parametrize("cap", [None, 30.0])
+def test_the_heads_memory_is_that_of_a_tile(cap):
     tokens, vocabulary = 32_768, 151_936
     hidden = torch.randn(tokens, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     weight = torch.randn(vocabulary, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     targets = torch.zeros(tokens, dtype=torch.long, device="cuda")
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    token_logprobs(hidden, Head(weight, None), targets).logprobs.sum().backward()
+    token_logprobs(hidden, Head(weight, None, 1.0, cap), targets).logprobs.sum().backward()
     whole = tokens * vocabulary * 2  # the smallest that such a table could be
     assert torch.cuda.max_memory_allocated() - before < 0.3 * whole
 
@@ -135,6 +140,24 @@ def prepared(count=12) -> Prepared:
         behaviour, drawn = np.full(size, -4.5, dtype=np.float32), np.ones(size, dtype=np.bool_)
         samples.append(Sample(rng.integers(0, 96, 5), rng.integers(0, 96, size), behaviour, value, drawn))
     return Prepared([samples[:4], samples[4:8], samples[8:]], without_signal=0, rollouts=count, truncated=0)
+
+
+def test_adapters_in_bfloat16_are_merged_into_the_base_as_it_was():
+    """Whose exact weights lie in the host's memory, while adapters are on the GPU."""
+    shape = AdapterShape(2, 4.0, ("q_proj",))
+    model = build_tiny(1).cuda()
+    add_adapters(model, shape)
+    memory = MemorySettings(precision="bfloat16")
+    learner = new_learner(model, TrainerSettings(lora=LoraSettings(rank=2, targets=shape.targets), memory=memory))
+    train_samples(learner, prepared(), StepPlan(step=0, temperature=1.0))
+    base, state = build_tiny(1).state_dict(), learner.state()
+    assert all(torch.equal(state[name].cpu(), value) for name, value in base.items())
+    copied = Copies().take(learner, with_training=True).weights
+    learner.load_state(copied)
+    for tensors in (state, copied):
+        plain, _ = merged(tensors, {ADAPTER_FILE: shape.as_file()})
+        changed = {name for name, value in base.items() if not torch.equal(plain[name].cpu(), value)}
+        assert changed == {name for name in base if "q_proj.weight" in name}
 
 
 @pytest.mark.parametrize("recompute", [False, True])

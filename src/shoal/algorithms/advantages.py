@@ -48,8 +48,8 @@ def rloo(rewards_G: Tensor) -> Tensor:
 def dr_grpo(rewards_G: Tensor) -> Tensor:
     """`r − mean(r)`, as `group_mean`: Dr. GRPO's first half, no division by the deviation.
 
-    Its second half, no division by a completion's own length, is `normalisation = "constant"` in [trainer.objective]:
-    set that, too.
+    Its second half, no division by a completion's own length, is `normalisation = "constant"` in [trainer.objective],
+    which comes with the word unless another is given.
 
     >>> dr_grpo(torch.tensor([1.0, 0.0]))
     tensor([ 0.5000, -0.5000])

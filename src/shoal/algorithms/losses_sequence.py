@@ -27,7 +27,7 @@ def gspo(tokens: LossTokens, parameters: LossParameters) -> LossOutput:
 
     The gradient flows through s to all tokens of the completion: each gets −A·s, or nothing if s is clipped. Its
     authors take ε = 3e-4, `epsilon_high` = 4e-4 (a mean of logarithms moves far less than one of them) and the
-    normalisation "samples": with that word the step's loss is exactly theirs.
+    normalisation "samples": with these, which `TrainerSettings` fills in, the step's loss is exactly theirs.
     """
     advantages_N = tokens.advantages_N
     mean_N = bounded_exp(sequence_mean(log_ratio(tokens, parameters), tokens.sequence_N))

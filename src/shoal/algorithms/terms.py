@@ -10,8 +10,10 @@ by π, three estimates of KL(π ‖ reference) are in use:
                            KL(reference ‖ π), another divergence, and explodes where π is far below the reference
     k2 = d² / 2            value biased; its gradient d·∇log π is on average exactly that of KL(π ‖ reference)
 
-So k2 is differentiated and k3 reported. A token was drawn by the behaviour policy, not by π: it is weighed by its
-ratio, cut off at `ratio_cap` like any other importance weight, without gradient.
+So k2 is differentiated and k3 reported. A token was drawn by the behaviour policy, not by π: in both it is weighed by
+its ratio, without gradient. Unweighed, k3 would be no divergence of π: tokens that π has left, and no longer draws,
+would rule it. The weight is cut off at `ratio_cap` like any other importance weight, so that no single token rules;
+where ratios are above it, both are too small.
 
 Legend: N tokens, laid out flat, as in `losses`.
 """
@@ -38,7 +40,7 @@ def with_terms(output: LossOutput, tokens: LossTokens, parameters: LossParameter
     loss_N, mean = output.loss_N, dict(output.mean)
     if weights.kl:
         loss_N = loss_N + weights.kl * kl_term(tokens, parameters)
-        mean["reference_kl"] = kl_estimate(tokens)
+        mean["reference_kl"] = kl_estimate(tokens, parameters)
     if weights.entropy:
         loss_N = loss_N - weights.entropy * entropy_of(tokens)
     return replace(output, loss_N=loss_N, mean=mean)
@@ -49,14 +51,16 @@ def kl_term(tokens: LossTokens, parameters: LossParameters) -> Tensor:
 
     For example on policy with π = 0.5 and reference 0.25: d = 0.693, so that the gradient lowers what has grown.
     """
-    weight_N = bounded_exp((tokens.logprobs_N - tokens.behaviour_N).detach()).clamp(max=parameters.ratio_cap)
-    return weight_N * (tokens.logprobs_N - _reference(tokens)).square() / 2
+    return _weight(tokens, parameters) * (tokens.logprobs_N - _reference(tokens)).square() / 2
 
 
-def kl_estimate(tokens: LossTokens) -> Tensor:
-    """What is reported: `e^−d − 1 + d`, never negative, without gradient."""
+def kl_estimate(tokens: LossTokens, parameters: LossParameters) -> Tensor:
+    """What is reported: `min(r, cap) · (e^−d − 1 + d)`, never negative, without gradient.
+
+    On average exactly KL(π ‖ reference) where no ratio is above the cap, and less than that where one is.
+    """
     difference_N = (tokens.logprobs_N - _reference(tokens)).detach()
-    return bounded_exp(-difference_N) - 1 + difference_N
+    return _weight(tokens, parameters) * (bounded_exp(-difference_N) - 1 + difference_N)
 
 
 def entropy_of(tokens: LossTokens) -> Tensor:
@@ -64,6 +68,11 @@ def entropy_of(tokens: LossTokens) -> Tensor:
     if tokens.entropy_N is None:
         raise ValueError("an entropy term takes entropy_N, and none was given")
     return tokens.entropy_N
+
+
+def _weight(tokens: LossTokens, parameters: LossParameters) -> Tensor:
+    """How much more π would draw the token than the behaviour policy did: `min(r, cap)`, without gradient."""
+    return bounded_exp((tokens.logprobs_N - tokens.behaviour_N).detach()).clamp(max=parameters.ratio_cap)
 
 
 def _reference(tokens: LossTokens) -> Tensor:

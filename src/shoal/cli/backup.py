@@ -1,7 +1,7 @@
 """`shoal backup RUN OUT.tar` and `shoal restore OUT.tar FOLDER`: a whole run as one file, taken while it is going on.
 
-    1. held     the newest checkpoints and what the origin has published: immutable files, held by a second name while
-                the trainer may remove the first
+    1. held     the newest and the best checkpoints and what the origin has published: immutable files, held by a
+                second name while the trainer may remove the first
     2. rows     one snapshot of the database, of whichever kind, as an SQLite file
     3. blobs    what the rows of that snapshot name: a blob is there before its row
     4. rest     recipe, keys, the run's secret, addresses, metrics, the outboxes of workers that run here
@@ -36,6 +36,8 @@ from shoal.protocol import LedgerEntry
 from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.config import dump_config
 from shoal.runtime.files import resource_error
+from shoal.runtime.metrics import MetricsLog
+from shoal.trainer.retention import Retention, scores_of
 
 Say = Callable[[str], None]
 
@@ -43,7 +45,7 @@ DATABASE = "hub/hub.db"
 BLOB_FOLDER = "hub/blobs"
 CHECKPOINT = re.compile(r"(0|[1-9]\d*)\.(0|[1-9]\d*)", re.ASCII)
 CHECKPOINTS_KEPT = 2
-"""The newest, and one before it should the disk have damaged that."""
+"""The newest, and one before it should the disk have damaged that. Beside them: the best that the run keeps."""
 TRIES = 5
 BLOBS_AT_A_TIME = 64
 SCRATCH = ".backup-"
@@ -77,8 +79,8 @@ def backup_run(directory: Path, out: Path, say: Say, clock: Clock = SystemClock(
     folder = RunFolder.open(directory)
     hub = folder.recipe.hub
     with BundleWriter(out) as bundle, _scratch(folder.path) as scratch:
-        for held in (_hold_checkpoints, _hold_origin):
-            held(folder.path, scratch)
+        _hold_checkpoints(folder.path, scratch, folder.recipe.trainer.keep_best)
+        _hold_origin(folder.path, scratch)
         held_files = sorted(path for path in scratch.rglob("*") if path.is_file())
         snapshot(hub.database, folder.path / "hub", scratch / "hub.db")
         for path in held_files:
@@ -150,14 +152,17 @@ def _hold(path: Path, target: Path) -> None:
         shutil.copy2(path, target)
 
 
-def _hold_checkpoints(run: Path, scratch: Path) -> None:
-    """The newest checkpoints, whole: the trainer removes old ones as it saves new ones, so look again if one goes."""
+def _hold_checkpoints(run: Path, scratch: Path, keep_best: int) -> None:
+    """Whole ones, newest first: the trainer removes some as it saves new ones, so look again if one goes."""
     source, target = run / "trainer" / "checkpoints", scratch / "trainer" / "checkpoints"
+    rule = Retention(CHECKPOINTS_KEPT, keep_best)
     for _ in range(TRIES):
-        found = [entry.name for entry in source.glob("*") if CHECKPOINT.fullmatch(entry.name)]
-        newest = sorted(found, key=lambda name: tuple(map(int, name.split("."))), reverse=True)[:CHECKPOINTS_KEPT]
+        found = [match for entry in source.glob("*") if (match := CHECKPOINT.fullmatch(entry.name))]
+        places = [(int(version), int(incarnation)) for version, incarnation in (match.groups() for match in found)]
+        scores = scores_of(MetricsLog(run / "trainer" / "metrics.jsonl"))
         try:
-            for name in newest:
+            for version, incarnation in sorted(rule.kept(places, scores), reverse=True):
+                name = f"{version}.{incarnation}"
                 for path in sorted((source / name).iterdir()):
                     _hold(path, target / name / path.name)
             return

@@ -6,6 +6,7 @@ shoal eval runs/mine --env aime:aime24.jsonl --samples 8   avg@8 and pass@k, lea
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -155,7 +156,7 @@ def run_eval(request: EvalRequest) -> int:
     say(summary, request.source.label, leaks)
     unknown = request.trained_on is None and model.run is None and request.model not in BUILTIN
     if unknown and plan.split != "train":
-        typer.echo("  leaks were not looked for: --trained-on names the run or recipe that the model was trained by")
+        typer.echo(leaks_unknown(Path(model.where), environment, plan.split))
     typer.echo(f"wrote {out}")
     refuse_if_hollow(summary, out)
     return 0
@@ -192,6 +193,19 @@ def look_for_leaks(request: EvalRequest, chosen: Chosen, model: ModelSource) -> 
     ids = archived_ids(training.run.path / "trainer" / "rollouts") if training.run else set[str]()
     tasks = (task for _, task in chosen_tasks(chosen))
     return find_leaks(tasks, _training(training), sorted(ids))
+
+
+def leaks_unknown(folder: Path, environment: Environment, split: str) -> str:
+    """What to say of a model without its run. One of `shoal sft --env` tells whose held-out tasks were kept out."""
+    import json
+
+    from shoal.cli.warm_start import ABOUT
+
+    with suppress(OSError, ValueError, LookupError, TypeError):
+        if split == "held_out" and json.loads((folder / ABOUT).read_bytes())["environment"] == environment.digest:
+            said = "its demonstrations have none of the tasks held out here; what it was trained on before is not known"
+            return f"  {said} ({ABOUT})"
+    return "  leaks were not looked for: --trained-on names the run or recipe that the model was trained by"
 
 
 def _training(source: TaskSource) -> Environment:

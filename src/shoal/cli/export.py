@@ -25,7 +25,8 @@ def export_run(directory: Path, out: Path, best: bool = False, version: int | No
     if not checkpoints.is_dir() or not any(checkpoints.iterdir()):
         raise CheckpointError(f"there is no checkpoint in {checkpoints} yet; has the trainer started?")
     refuse_foreign(out)
-    ensure_folder(out.absolute().parent)
+    place = out.resolve()
+    ensure_folder(place if place.is_dir() else place.parent)
     from shoal.trainer.card import ModelCard, hub_name, training_facts
     from shoal.trainer.checkpoint import Progress
     from shoal.trainer.export import Which, export_checkpoint

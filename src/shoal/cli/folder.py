@@ -12,13 +12,13 @@ from __future__ import annotations
 import json
 import re
 import socket
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from shoal.cli.recipe import Recipe, settings_of
+from shoal.cli.changes import consequences, refuse_other_recipe
+from shoal.cli.recipe import Recipe
 from shoal.client.trust import run_id
 from shoal.errors import ConfigError, ProtocolError, ResourceError
 from shoal.protocol import (
@@ -39,9 +39,6 @@ from shoal.runtime.files import ensure_folder, write_atomically
 from shoal.runtime.lock import FolderLock
 from shoal.runtime.stop import StopToken
 
-# What may differ when a run is resumed: how it is served and by how many, and for how long; never what is trained.
-CHANGEABLE_SECTIONS = ("hub", "validator", "worker", "relay")
-CHANGEABLE_KEYS = ("run.steps",)
 EVERYWHERE = ("0.0.0.0", "::", "")
 ADMIN = "admin"
 
@@ -95,7 +92,7 @@ class RunFolder:
             raise ConfigError(f"the folder {path} is not empty and not a run's; choose another with --dir")
         with FolderLock(path).acquire(StopToken(), LOCK_WAIT_S):  # a run that is going on must not lose its recipe
             if stored.exists() and (path / "hub").exists():  # nothing has happened yet in a folder without a hub's
-                _refuse_other_recipe(path, _stored_recipe(stored), recipe)
+                refuse_other_recipe(path, _stored_recipe(stored), recipe)
                 _refuse_what_is_moved_otherwise(path, _stored_recipe(stored), recipe)
             ensure_folder(path / "logs")
             ensure_folder(path / "keys")
@@ -110,6 +107,14 @@ class RunFolder:
         if not stored.is_file():
             raise ConfigError(f"{path} is not a run folder (it has no recipe.toml); make one with: shoal run RECIPE")
         return cls(path, _stored_recipe(stored))
+
+    @staticmethod
+    def changes(path: Path, recipe: Recipe) -> tuple[str, ...]:
+        """What there is to say if the run in this folder, should there be one, goes on with this recipe."""
+        stored = path / "recipe.toml"
+        if not stored.is_file() or not (path / "hub").exists():
+            return ()
+        return tuple(consequences(_stored_recipe(stored), recipe))
 
     # Keys
 
@@ -334,16 +339,6 @@ def _reachable(host: str) -> str:
             return "127.0.0.1"
 
 
-def _refuse_other_recipe(path: Path, stored: Recipe, given: Recipe) -> None:
-    """A folder belongs to one recipe: going on with another would mix two runs."""
-    before, now = dict(settings_of(stored)), dict(settings_of(given))
-    changed = [key for key in now if before.get(key) != now[key] and not _changeable(key)]
-    if changed:
-        raise ConfigError(f"the run in {path} was made with another recipe ({_changes(changed, before, now)}); "
-                          "choose another folder with --dir, or go on with: shoal run --dir "
-                          f"{path}")  # fmt: skip
-
-
 def _refuse_what_is_moved_otherwise(path: Path, stored: Recipe, given: Recipe) -> None:
     """Nothing is written down that a begun run could not go on with: a place without its rows, or an end it is past."""
     if given.run.steps < stored.run.steps:
@@ -368,16 +363,3 @@ def _holds_anything(path: Path) -> bool:
     """Whether the hub's database or store may hold anything yet: a mistyped address of a first start can be mended."""
     manifests = path / "origin" / "manifests"
     return (path / "hub" / "hub.db").exists() or (manifests.is_dir() and any(manifests.iterdir()))
-
-
-def _changeable(key: str) -> bool:
-    return key in CHANGEABLE_KEYS or key.split(".")[0] in CHANGEABLE_SECTIONS
-
-
-def _shown(value: object) -> str:
-    return repr(str(value) if isinstance(value, Path) else value)
-
-
-def _changes(keys: Sequence[str], before: dict[str, object], now: dict[str, object]) -> str:
-    shown = [f"{key} was {_shown(before.get(key))}, is {_shown(now[key])}" for key in keys[:3]]
-    return "; ".join([*shown, *([f"and {len(keys) - 3} more"] if len(keys) > 3 else [])])

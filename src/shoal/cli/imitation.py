@@ -79,14 +79,15 @@ class SftRequest:
     def settings(self) -> TrainerSettings:
         from shoal.cli.recipe import Recipe
         from shoal.runtime.config import parse_config
-        from shoal.trainer.demonstrations.settings import DEFAULTS, refuse_unused
+        from shoal.trainer.demonstrations.settings import DEFAULTS, LOSS, refuse_unused
 
         own = [override for override in self.overrides if not override.strip().startswith("environment.")]
         for override in own:
             if not override.strip().startswith("trainer."):
                 raise ConfigError(f"--set {override}: only settings of [trainer] and [environment] matter here")
             refuse_unused(override)
-        return parse_config(f"[trainer]\n{DEFAULTS}", Recipe, "--set", own).trainer
+        asked = parse_config(f"[trainer]\n{DEFAULTS}", Recipe, "--set", own).trainer
+        return asked.model_copy(update={"loss": LOSS})  # no recipe may name it
 
     @cached_property
     def source(self) -> TaskSource | None:

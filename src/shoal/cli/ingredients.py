@@ -20,7 +20,7 @@ from shoal.errors import ConfigError, EnvironmentSetupError, ModelError, Scoring
 from shoal.hub.limits import Addresses
 from shoal.models import TextTokenizer, model_folder, read_files
 from shoal.models.folder import read_config
-from shoal.models.weights import check_weights
+from shoal.models.weights import check_targets, check_weights
 from shoal.runtime.clock import SystemClock
 from shoal.validator.profiles import load_profiles
 
@@ -45,6 +45,8 @@ def check_ingredients(recipe: Recipe) -> Environment:
     files = read_files(folder)
     tokenizer = TextTokenizer(files)
     check_weights(folder)
+    if recipe.trainer.lora is not None:
+        check_targets(folder, recipe.trainer.lora.targets)
     _check_vocabulary(folder, tokenizer, read_config(files).get("vocab_size"))
     _check_lengths(recipe)
     _check_judges(recipe)

@@ -16,6 +16,7 @@ from pathlib import Path
 from shoal.protocol import NodeState, NodeView, RecentVerdict, RunStatus, StepReport
 from shoal.runtime.metrics import MetricsLog
 from shoal.runtime.supervise import ProcessView
+from shoal.trainer.guards import ALARM, standing, words_of
 
 RATE_WINDOW_S = 20.0  # credit comes in lumps, a batch of verdicts at a time
 PACE_STEPS = 8
@@ -230,6 +231,14 @@ def summary(metrics_file: Path, status: RunStatus | None, elapsed_s: float, befo
 def steps_in(metrics_file: Path) -> int:
     """How many steps the trainer has written down; each row names the step that it begins with, the last the end."""
     return max((int(row["step"]) for row in MetricsLog(metrics_file).rows()), default=0)
+
+
+def alarm_lines(metrics_file: Path) -> list[str]:
+    """The guards' alarms that had not ended when the run did, with since when: `ALARM divergence, since step 3 …`."""
+    return [
+        f"ALARM {name}, since step {since}: {words_of(name, row[f'{ALARM}{name}'])} in step {row['step']}"
+        for name, (since, row) in standing(MetricsLog(metrics_file).rows()).items()
+    ]
 
 
 def _no_signal(rows: Sequence[Mapping[str, float]], unsure: int) -> list[str]:

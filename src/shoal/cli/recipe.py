@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from shoal.environments import EnvironmentSettings
 from shoal.environments.settings import Ingredient
@@ -71,6 +71,16 @@ class Recipe(BaseModel):
     validator: ValidatorSection = Field(default_factory=ValidatorSection)
     worker: WorkerSection = Field(default_factory=WorkerSection)
     relay: RelaySection = Field(default_factory=RelaySection)
+
+    @field_validator("trainer")
+    @classmethod
+    def _learns_from_rewards(cls, trainer: TrainerSettings) -> TrainerSettings:
+        if trainer.loss == "cross_entropy":
+            raise ValueError(
+                'loss = "cross_entropy" is for demonstrations: it corrects for no staleness and bounds no step. For '
+                "imitation there is `shoal sft`, which sets it itself; for RL take another loss, or leave it out"
+            )
+        return trainer
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:

@@ -85,6 +85,9 @@ def sft(
     ] = False,
 ) -> None:
     """Train a model on demonstrations, chosen by filters, before RL. The same command goes on."""
+    from shoal.runtime.stop import stop_on_signals
+
+    stop = stop_on_signals()  # what follows takes a while to load
     from shoal.cli.imitation import Choice, SftRequest
     from shoal.cli.warm_start import run_sft
     from shoal.trainer.demonstrations.settings import Course, named_decay
@@ -96,4 +99,4 @@ def sft(
     )  # fmt: skip
     course = Course(epochs, steps, batch, batch_tokens, seed, named_decay(decay), validation)
     request = SftRequest(model, tuple(data), out, env, tuple(settings or ()), choice, course, report, select_only)
-    raise typer.Exit(run_sft(request))
+    raise typer.Exit(run_sft(request, stop))

@@ -16,13 +16,14 @@ from shoal.cli.folder import RunFolder, without_passwords
 from shoal.cli.ingredients import check_ingredients, check_machine
 from shoal.cli.launch import Launched, LaunchOptions, launch
 from shoal.cli.program import shoal_command
-from shoal.cli.progress import NOTHING_TRAINED, steps_in, summary
+from shoal.cli.progress import NOTHING_TRAINED, alarm_lines, steps_in, summary
 from shoal.cli.recipe import Recipe, load_recipe
 from shoal.cli.roles import command_of, role_names
 from shoal.cli.view import PlainDisplay, choose_display
 from shoal.environments import Environment
 from shoal.errors import ConfigError, ShoalError
 from shoal.runtime.config import dump_config
+from shoal.runtime.metrics import MetricsLog
 from shoal.runtime.stop import stop_on_signals
 
 METRICS = Path("trainer") / "metrics.jsonl"
@@ -48,7 +49,10 @@ def start(request: RunRequest, mode: str, patience_min: float) -> int:
     if mode != "prepare":
         check_machine(recipe)
     directory = request.directory or Path("runs") / recipe.run.name
+    changes = RunFolder.changes(directory.absolute(), recipe)
     folder = RunFolder.prepare(directory.absolute(), recipe)
+    for line in changes:
+        typer.echo(f"shoal: {line}", err=True)
     refuse_changed(folder, environment)
     if mode == "prepare":
         typer.echo(f"{directory} is ready; everything that has to run, in this order:")
@@ -123,9 +127,32 @@ def conclusion(path: Path, launched: Launched, before: int = 0) -> list[str]:
     if launched.ending.exit_code == 130:
         lines.append(f"to go on: {shoal_command()} run --dir {path}")
     if launched.ending.exit_code == 0:
-        untrained = any(line.startswith(NOTHING_TRAINED) for line in lines)
-        lines.append(f"the {'unchanged' if untrained else 'trained'} model is in {path / 'trainer' / 'export'}")
+        untrained, alarms = any(line.startswith(NOTHING_TRAINED) for line in lines), alarm_lines(path / METRICS)
+        where = f"the {'unchanged' if untrained else 'trained'} model is in {path / 'trainer' / 'export'}"
+        lines += [*alarms, f"{where}{_instead(path) if alarms else ''}"]
+        lines += best_lines(path) if not alarms else []
     return lines
+
+
+def best_lines(path: Path) -> list[str]:
+    """That an earlier version has the better held-out score, and how to take it; of equal ones the newer is better."""
+    scores = {int(row["step"]): row["held_out"] for row in MetricsLog(path / METRICS).rows() if "held_out" in row}
+    last, best = max(scores, default=0), max(scores.values(), default=0.0)
+    if not scores or scores[last] >= best:
+        return []
+    version = max(version for version, score in scores.items() if score == best)
+    take = f"{shoal_command()} export {path} OUT --best"
+    return [
+        f"version {version} has the best held-out score, {best:.3f} (the last {scores[last]:.3f}); to take it: {take}"
+    ]
+
+
+def _instead(path: Path) -> str:
+    """What to do about a model that alarms stand for."""
+    export = f"{shoal_command()} export {path} OUT"
+    scored = any("held_out" in row for row in MetricsLog(path / METRICS).rows())
+    which = f"the best by held-out score: {export} --best" if scored else f"an earlier one: {export} --version N"
+    return f", BUT ALARMS STAND: look at it before you use it; {which}"
 
 
 def resolve(request: RunRequest) -> Recipe:

@@ -1,6 +1,7 @@
 """What `shoal sft` does: find everything, choose demonstrations, train on them, say the numbers.
 
-    FOLDER.work/   chosen.json (what was asked for, what was chosen), corpus/, checkpoints/, metrics.jsonl
+    FOLDER.work/   chosen.json (what was asked for, what was chosen), corpus/, checkpoints/, metrics.jsonl; .shoal-sft
+                   marks it, so that no folder of somebody else's is taken for one
     FOLDER/        appears whole at the end: a Hugging Face folder with sft.json and metrics.jsonl
 
 The same command goes on from FOLDER.work; any other is told what differs.
@@ -30,13 +31,12 @@ if TYPE_CHECKING:
     from shoal.trainer.demonstrations.corpus import Corpus
     from shoal.trainer.demonstrations.training import WarmStartParts
 
-CHOSEN, ABOUT = "chosen.json", "sft.json"
+CHOSEN, ABOUT, MARK = "chosen.json", "sft.json", ".shoal-sft"
 
 
-def run_sft(request: SftRequest) -> int:
+def run_sft(request: SftRequest, stop: StopToken) -> int:
     """Returns the exit code. What can be refused is refused before anything is loaded."""
     from shoal.cli.sources import model_source
-    from shoal.runtime.stop import stop_on_signals
     from shoal.trainer.demonstrations.reading import Demonstrations
     from shoal.trainer.demonstrations.settings import Interrupted
     from shoal.trainer.tracking import require_trackers
@@ -47,12 +47,13 @@ def run_sft(request: SftRequest) -> int:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         raise ConfigError("shoal sft trains in one process: start it without torchrun")
     prepared = Prepared(request, Demonstrations(request.data), _environment(request.source, request.choice.verify))
-    stop = stop_on_signals()
     with model_source(request.model) as model:
         try:
+            if stop.is_set():
+                raise Interrupted
             return _select(prepared, model, stop) if request.select_only else _train(prepared, model, stop)
         except Interrupted:
-            typer.echo("stopped while choosing; the same command begins again", err=True)
+            typer.echo("stopped before training; to go on, give the same command again", err=True)
             return STOPPED_CODE
 
 
@@ -62,12 +63,22 @@ def _refuse_place(request: SftRequest) -> None:
     if request.report is not None and request.report.suffix != ".parquet":
         raise ConfigError(f"--report {request.report}: it is a Parquet file; let its name end in .parquet")
     if not request.select_only:
-        return refuse_foreign(request.out)
+        refuse_foreign(request.out)
+        return _refuse_foreign_work(request.work)
     if request.out.suffix != ".jsonl":
         raise ConfigError(f"--out {request.out}: chosen rows are JSON lines; let its name end in .jsonl")
     if request.out.exists():
         raise ConfigError(f"{request.out} is there already: choose another --out, or move it away")
     return None
+
+
+def _refuse_foreign_work(work: Path) -> None:
+    """The work folder is emptied in the end, so that it must be marked, empty, or not there."""
+    if not work.exists() and not work.is_symlink():
+        return
+    if work.is_dir() and ((work / MARK).is_file() or {path.name for path in work.iterdir()} <= {".lock"}):
+        return
+    raise ConfigError(f"{work} is there and is not of a warm start: move it away, or choose another --out")
 
 
 def _environment(source: TaskSource | None, scoring: bool) -> Environment | None:
@@ -106,6 +117,7 @@ def _train(prepared: Prepared, model: ModelSource, stop: StopToken) -> int:
     from rich.console import Console
 
     from shoal.cli.counting import counted
+    from shoal.runtime.files import write_atomically
     from shoal.runtime.lock import FolderLock
     from shoal.trainer.demonstrations.training import WarmStart
 
@@ -114,6 +126,8 @@ def _train(prepared: Prepared, model: ModelSource, stop: StopToken) -> int:
         typer.echo(f"this is done already: {request.out}", err=True)
         return 0
     with FolderLock(request.work).acquire(stop):
+        _refuse_foreign_work(request.work)
+        write_atomically(request.work / MARK, b"")
         corpus = _chosen(prepared, model, about, stop)
         run = WarmStart(_parts(prepared, model, about, corpus), stop)
         with counted("training", Console(stderr=True), unit="steps") as report:

@@ -30,9 +30,9 @@ from typing import Any
 
 from shoal.environments.arithmetic_text import checked_expression, checked_for_simplifying
 from shoal.errors import EnvironmentSetupError, ScoringFailure
+from shoal.runtime.program import install_command
 
 VERSION = "0.1.25"
-INSTALL = "pip install 'shoal[gym]'"
 SOLVER = "pycosat"
 REFUSED = {
     "composite": "it is a mixture of others: use environment.options.mix",
@@ -292,7 +292,8 @@ def _library() -> ModuleType:
         library = _imported()
     except ImportError as error:
         raise EnvironmentSetupError(
-            f"the environment reasoning-gym needs a package that is not installed ({error.name}): {INSTALL}"
+            f"the environment reasoning-gym needs a package that is not installed ({error.name}): "
+            f"{install_command(f'reasoning-gym=={VERSION}')}"
         ) from error
     with _lock:
         if not getattr(library, "_mended_by_shoal", False):
@@ -300,7 +301,7 @@ def _library() -> ModuleType:
             if installed != VERSION:
                 raise EnvironmentSetupError(
                     f"reasoning-gym {installed} is installed, and only {VERSION} was checked for what its scorers do "
-                    f"with an answer: pip install reasoning-gym=={VERSION}"
+                    f"with an answer: {install_command(f'reasoning-gym=={VERSION}')}"
                 )
             _mend()
             library._mended_by_shoal = True  # type: ignore[attr-defined]

@@ -2,6 +2,8 @@
 
 A whole model would be one graph, minutes to compile and again for every change of shape. A layer is small, its twins
 share its code, and the number of tokens is compiled as one that changes: packs of other sizes compile nothing anew.
+That holds where packs are one flash kernel. As rows of similar lengths each number of rows, and of such buckets, would
+be a program of its own, until torch gives up and computes everything uncompiled: the trainer does not compile those.
 """
 
 from __future__ import annotations

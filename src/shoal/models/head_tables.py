@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 
 BLOCK = 4096
 SLOPE_BLOCK = 2048
+LEAST_LOGPROB = -200.0  # as in the kernels: e to its power is 0 in float32, and 0 · −∞ would be no number
 
 
 class Measured(NamedTuple):
@@ -47,6 +48,7 @@ def measure(logits_NV: Tensor, targets_N: Tensor, temperature: float) -> Measure
         return _measure_fused(logits_NV, targets_N, temperature)
     all_NV = functional.log_softmax(logits_NV / temperature, dim=-1)
     chosen_N = all_NV.gather(1, targets_N[:, None])[:, 0]
+    all_NV.clamp_(min=LEAST_LOGPROB)
     entropy_N = -(all_NV.exp() * all_NV).sum(dim=-1)
     return Measured(chosen_N, entropy_N, torch.zeros_like(chosen_N))
 
@@ -57,7 +59,7 @@ def slopes(
     """How the sum of (given slope × value) changes with each logit: [N, V] of `dtype`."""
     if usable(logits_NV):
         return _slopes_fused(logits_NV, targets_N, measured, given, temperature, dtype)
-    all_NV = functional.log_softmax(logits_NV / temperature, dim=-1)
+    all_NV = functional.log_softmax(logits_NV / temperature, dim=-1).clamp_(min=LEAST_LOGPROB)
     weight_NV = all_NV.exp()
     slopes_NV = weight_NV * -given.logprobs_N[:, None]
     if given.entropy_N is not None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils.logging import disable_progress_bar
 
 from shoal.errors import ModelError
@@ -23,6 +23,8 @@ from shoal.models.lora import ADAPTER_FILE, AdapterShape, adapter_shape, add_ada
 from shoal.models.tokenizer import TextTokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# Of before attention could be chosen: theirs is part of the model. Tried; older ones of that kind do not decode here.
+WRITTEN_OUT = frozenset({"bloom", "codegen", "gpt_neo", "gptj", "mpt", "xglm"})
 
 
 @dataclass(frozen=True)
@@ -47,12 +49,12 @@ def load_model(name: str | Path, dtype: str = "float32", device: str = "cpu") ->
     folder = model_folder(name)
     files = read_files(folder)
     tokenizer = TextTokenizer(files)
-    read_model_config(files)
+    config = read_model_config(files)
     disable_progress_bar()  # a loader that draws on the terminal garbles whoever else draws there
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             folder, dtype=_dtype(dtype), local_files_only=True, trust_remote_code=False, use_safetensors=True,
-            attn_implementation="sdpa", output_loading_info=True,
+            attn_implementation=_attention(config), output_loading_info=True,
         )  # fmt: skip
     except Exception as error:  # the loader raises many types, all of which mean: this folder does not load
         raise ModelError(f"the model folder {folder} does not load: {_first_line(error)}") from error
@@ -73,7 +75,7 @@ def model_from_files(files: Mapping[str, bytes], dtype: str = "float32", device:
     """The model that the files describe, its weights still arbitrary: `apply_state` is expected to follow."""
     config = read_model_config(files)
     try:
-        model = AutoModelForCausalLM.from_config(config, dtype=_dtype(dtype), attn_implementation="sdpa")
+        model = AutoModelForCausalLM.from_config(config, dtype=_dtype(dtype), attn_implementation=_attention(config))
     except Exception as error:  # a configuration can be wrong in as many ways as there are architectures
         raise ModelError(f"the model's config.json describes no usable model: {_first_line(error)}") from error
     if (adapters := adapter_shape(files)) is not None:
@@ -91,6 +93,16 @@ def read_model_config(files: Mapping[str, bytes]) -> Any:
         return CONFIG_MAPPING[kind].from_dict(values)
     except Exception as error:  # as above: anything may be wrong with the values
         raise ModelError(f"the model's config.json is not a valid {kind} configuration: {error}") from error
+
+
+def _attention(config: Any) -> str:
+    """torch's own attention, or the written-out one where that lacks something (soft caps, sinks).
+
+    What has neither (recurrent states, no cache) is asked for the first, and refused by transformers in words.
+    """
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    attends = config.model_type in WRITTEN_OUT or (kind._supports_attention_backend and not kind._is_stateful)
+    return "eager" if attends and not kind._supports_sdpa else "sdpa"
 
 
 def _ready(model: Any, device: str) -> Any:

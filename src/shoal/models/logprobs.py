@@ -9,6 +9,8 @@ N: tokens, H: hidden size, V: vocabulary, B: rows, T: positions.
 
 from __future__ import annotations
 
+import inspect
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -21,28 +23,55 @@ from shoal.models.head_tables import Measured, Slopes, measure, slopes
 
 TILE_ELEMENTS = 2**24
 GPU_TILE_ELEMENTS = 2**28
-UNSUPPORTED_HEADS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+# What architectures call the number that they cap or multiply their logits with; a power of -1: they divide by it.
+CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+POWERS = {"logit_scale": 1, "lm_head_multiplier": 1, "logits_scaling": -1}
+# Architectures that mean something else by such a name. 0: they have the setting and do not look at it.
+OTHERWISE = {("hyperclovax", "logits_scaling"): 1, ("mpt", "logit_scale"): 0, ("gemma3", "final_logit_softcapping"): 0}
 
 
 class Head(NamedTuple):
-    """The output layer of a model: logits = hidden @ weight.T + bias."""
+    """The output layer of a model: logits = capped(scale · (hidden @ weight.T + bias)), with cap · tanh(x / cap).
+
+    Most models neither scale (1) nor cap (None), and their logits are the plain product bit for bit.
+    """
 
     weight: Tensor
     bias: Tensor | None
+    scale: float = 1.0
+    cap: float | None = None
 
     @classmethod
     def of(cls, model: Any) -> Head:
-        """A model's own output layer; one that does more to its logits than this is refused, not approximated."""
-        for name in UNSUPPORTED_HEADS:
-            if getattr(model.config, name, None) not in (None, 1.0, 1):
-                raise ModelError(f"models that rescale their logits ({name} in config.json) are not supported")
+        """A model's own output layer, and what its configuration says is done to the logits."""
         layer = model.get_output_embeddings()
         if layer is None:
             raise ModelError(f"{type(model).__name__} has no output layer; it is not a causal language model")
-        return cls(layer.weight, getattr(layer, "bias", None))
+        return cls(layer.weight, getattr(layer, "bias", None), *_rescaling(model.config))
 
     def logits(self, hidden_NH: Tensor) -> Tensor:
-        """In float32. Products of 16-bit numbers are exact there, so a GPU need not make a float32 copy of the head."""
+        """In float32, scaled and capped."""
+        logits_NV = self._product(hidden_NH)
+        if self.scale != 1:
+            logits_NV = logits_NV * self.scale
+        if self.cap is not None:
+            logits_NV = logits_NV / self.cap
+            logits_NV = torch.tanh(logits_NV)  # by steps: only two tables are there at a time
+            logits_NV = logits_NV * self.cap
+        return logits_NV
+
+    def through(self, slopes_NV: Tensor, logits_NV: Tensor) -> Tensor:
+        """Slopes of the logits → slopes of the product that they were made of. Both tables are overwritten."""
+        if self.cap is not None:
+            slopes_NV *= logits_NV.div_(self.cap).square_().neg_().add_(1)
+        return slopes_NV if self.scale == 1 else slopes_NV.mul_(self.scale)
+
+    @property
+    def is_plain(self) -> bool:
+        return self.scale == 1 and self.cap is None
+
+    def _product(self, hidden_NH: Tensor) -> Tensor:
+        """Products of 16-bit numbers are exact in float32, so a GPU need not make a float32 copy of the head."""
         bias = None if self.bias is None else self.bias.float()
         if bias is None and self._multiplies_exactly(hidden_NH):
             return torch.mm(hidden_NH, self.weight.T, out_dtype=torch.float32)
@@ -52,6 +81,37 @@ class Head(NamedTuple):
         """Whether a 16-bit product with a float32 result is there: on a GPU, and without a backward pass."""
         same = hidden_NH.dtype == self.weight.dtype and hidden_NH.dtype in (torch.bfloat16, torch.float16)
         return same and hidden_NH.is_cuda and not torch.is_grad_enabled()
+
+
+def _rescaling(config: Any) -> tuple[float, float | None]:
+    """The scale and the cap that a model's configuration asks for; of one that sees pictures, its text part's.
+
+    >>> from transformers import GraniteConfig
+    >>> _rescaling(GraniteConfig(logits_scaling=8.0))
+    (0.125, None)
+    """
+    text = config.get_text_config()
+    scale, cap = 1.0, None
+    for name in (*POWERS, *CAPS):
+        value, meant = getattr(text, name, None), OTHERWISE.get((config.model_type, name))
+        if value is None or meant == 0:
+            continue
+        _refuse_senseless(text, name, value)
+        if name in CAPS:
+            cap = float(value)
+        else:
+            scale *= float(value) ** (meant or POWERS[name])
+    return scale, cap
+
+
+def _refuse_senseless(config: Any, name: str, value: Any) -> None:
+    if not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ModelError(f"{name} in config.json is {value!r}; it has to be a positive number")
+    if not hasattr(type(config), name) and name not in inspect.signature(type(config).__init__).parameters:
+        raise ModelError(
+            f"config.json has {name}, which transformers does not look at in a model of type {config.model_type}: what "
+            "is meant would not be computed; remove it if the model does without"
+        )
 
 
 class TokenLogprobs(NamedTuple):
@@ -73,7 +133,8 @@ def token_logprobs(
 ) -> TokenLogprobs:
     """Log-probability of each target under the distribution that its hidden state predicts. Differentiable, both."""
     rows = _rows(hidden_NH, head, tile_elements)
-    found = _TokenLogprobs.apply(hidden_NH, head.weight, head.bias, targets_N, temperature, rows)  # type: ignore[no-untyped-call]
+    how = _How(temperature, rows, head.scale, head.cap)
+    found = _TokenLogprobs.apply(hidden_NH, head.weight, head.bias, targets_N, how)  # type: ignore[no-untyped-call]
     return TokenLogprobs(*found)
 
 
@@ -86,6 +147,15 @@ def _rows(hidden_NH: Tensor, head: Head, tile_elements: int | None) -> int:
     return max(1, -(-count // tiles // 128) * 128)
 
 
+class _How(NamedTuple):
+    """All that is no tensor."""
+
+    temperature: float
+    rows: int
+    scale: float
+    cap: float | None
+
+
 class _TokenLogprobs(torch.autograd.Function):
     """Tiles of logits forward; the same tiles again backward, since keeping them would be the table made whole.
 
@@ -95,18 +165,17 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, targets_N: Tensor, temperature: float,
-        rows: int,
+        ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, targets_N: Tensor, how: _How
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         ctx.set_materialize_grads(False)
-        head = Head(weight_VH, bias_V)
+        head = Head(weight_VH, bias_V, how.scale, how.cap)
         tiles = [
-            measure(head.logits(hidden), targets, temperature)
-            for hidden, targets in zip(torch.split(hidden_NH, rows), torch.split(targets_N, rows), strict=True)
+            measure(head.logits(hidden), targets, how.temperature)
+            for hidden, targets in zip(torch.split(hidden_NH, how.rows), torch.split(targets_N, how.rows), strict=True)
         ]
         measured = Measured(*(each[0] if len(each) == 1 else torch.cat(each) for each in zip(*tiles, strict=True)))
         ctx.save_for_backward(hidden_NH, weight_VH, bias_V, targets_N, *measured)
-        ctx.temperature, ctx.rows = temperature, rows
+        ctx.how = how
         return measured.logprobs_N, measured.entropy_N
 
     @staticmethod
@@ -114,12 +183,13 @@ class _TokenLogprobs(torch.autograd.Function):
     def backward(ctx: Any, logprobs_N: Tensor | None, entropy_N: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden_NH, weight_VH, bias_V, targets_N, *measured = ctx.saved_tensors
         if logprobs_N is None and entropy_N is None:
-            return (None,) * 6
+            return (None,) * 5
         slopes_N = torch.zeros_like(measured[0]) if logprobs_N is None else logprobs_N.contiguous()
         given = Slopes(slopes_N, entropy_N)
         whole = _Whole(hidden_NH, targets_N, Measured(*measured), given)
         wanted = (ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[2])
-        return (*_gradients(Head(weight_VH, bias_V), whole, wanted, ctx.temperature, ctx.rows), None, None, None)
+        head = Head(weight_VH, bias_V, ctx.how.scale, ctx.how.cap)
+        return (*_gradients(head, whole, wanted, ctx.how.temperature, ctx.how.rows), None, None)
 
 
 class _Whole(NamedTuple):
@@ -149,7 +219,7 @@ def _gradients(
     for start in range(0, whole.hidden_NH.shape[0], rows):
         tile = slice(start, start + rows)
         part = whole.part(tile)
-        slopes_NV = slopes(head.logits(part.hidden_NH), part.targets_N, part.measured, part.given, temperature, dtype)
+        slopes_NV = _product_slopes(head, part, temperature, dtype)
         if hidden_NH is not None:
             hidden_NH[tile] = slopes_NV @ head.weight.to(dtype)
         if weight_VH is not None:
@@ -161,6 +231,14 @@ def _gradients(
         None if weight_VH is None else weight_VH.to(head.weight.dtype),
         None if bias_V is None or head.bias is None else bias_V.to(head.bias.dtype),
     )
+
+
+def _product_slopes(head: Head, part: _Whole, temperature: float, dtype: torch.dtype) -> Tensor:
+    """How the objective changes with each number of hidden @ weight.T + bias; rounded to `dtype` once."""
+    logits_NV = head.logits(part.hidden_NH)
+    given = dtype if head.is_plain else torch.float32
+    slopes_NV = slopes(logits_NV, part.targets_N, part.measured, part.given, temperature, given)
+    return slopes_NV if head.is_plain else head.through(slopes_NV, logits_NV).to(dtype)
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

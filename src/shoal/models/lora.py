@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, cast
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from shoal.errors import ModelError
+from shoal.models.weights import refuse_unknown_targets
 
 ADAPTER_FILE = "adapter.json"
 DOWN, UP = "lora_a", "lora_b"
@@ -67,7 +68,7 @@ def add_adapters(model: nn.Module, shape: AdapterShape) -> None:
     """Freeze a model and put adapters on every linear layer that `shape.targets` names. Its function is unchanged."""
     if any(isinstance(module, AdaptedLinear) for module in model.modules()):
         raise ModelError("this model has adapters already")
-    found = _targets(model, shape)
+    found = adapted_layers(model, shape.targets)
     model.requires_grad_(False)
     for name, layer in found.items():
         down, up = _beginning(name, layer, shape.rank)
@@ -113,23 +114,22 @@ def merged(tensors: Mapping[str, Tensor], files: Mapping[str, bytes]) -> tuple[d
     for name in (name.removesuffix(f".{DOWN}") for name in tensors if name.endswith(f".{DOWN}")):
         down, up, weight = tensors[f"{name}.{DOWN}"], tensors[f"{name}.{UP}"], tensors[f"{name}.weight"]
         update = up.double() @ down.double() * shape.scale
-        plain[f"{name}.weight"] = (weight.double() + update).to(weight.dtype)
+        # The base may lie in the host's memory, where adapters do not.
+        plain[f"{name}.weight"] = (weight.double() + update.to(weight.device)).to(weight.dtype)
     return plain, {name: data for name, data in files.items() if name != ADAPTER_FILE}
 
 
-def _targets(model: nn.Module, shape: AdapterShape) -> dict[str, nn.Linear]:
-    """The layers by name, in the model's order; never the output layer: log-probabilities take its weight alone."""
+def adapted_layers(model: nn.Module, targets: Sequence[str]) -> dict[str, nn.Linear]:
+    """The layers by name, in the model's order; never the output layer: log-probabilities take its weight alone.
+
+    `ModelError` for a target that no such layer is called by.
+    """
     linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     head = cast(Any, model).get_output_embeddings()
     inner = {name: module for name, module in linear.items() if module is not head}
     known = sorted({_last(name) for name in inner})
-    for target in shape.targets:
-        if target not in known:
-            raise ModelError(
-                f"trainer.lora.targets: no linear layer of this model that can have an adapter is called {target!r}; "
-                f"there are: {', '.join(known) or 'none'}"
-            )
-    return {name: module for name, module in inner.items() if _last(name) in shape.targets}
+    refuse_unknown_targets(targets, known)
+    return {name: module for name, module in inner.items() if _last(name) in targets}
 
 
 def _beginning(name: str, layer: nn.Linear, rank: int) -> tuple[Tensor, Tensor]:

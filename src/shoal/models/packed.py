@@ -112,13 +112,19 @@ def _install(model: Any) -> None:
 # -- which way ---------------------------------------------------------------------------------------------------------
 
 
+def attends_by_flash(model: Any) -> bool:
+    """Whether packs are one flash kernel for this model, where it lies: on a GPU, in 16 bits, of usual head sizes.
+
+    Of a model that is spread over processes it is true only while its weights are whole.
+    """
+    config, weight = model.config.get_text_config(), next(model.parameters())
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return weight.is_cuda and weight.dtype in (torch.bfloat16, torch.float16) and size in FLASH_HEAD_SIZES
+
+
 def _layout(model: Any, packed: Packed) -> dict[str, Any]:
     """What attention needs to know of a pack, made once for all layers."""
-    config, dtype = model.config.get_text_config(), next(model.parameters()).dtype
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    if packed.ids_T.is_cuda and dtype in (torch.bfloat16, torch.float16) and size in FLASH_HEAD_SIZES:
-        return _flash_layout(packed)
-    return _row_layout(packed)
+    return _flash_layout(packed) if attends_by_flash(model) else _row_layout(packed)
 
 
 def _flash_layout(packed: Packed) -> dict[str, Any]:
@@ -178,7 +184,7 @@ def packed_attention(
     packed_longest: int = 0,
     packed_rows: tuple[Tensor, ...] = (),
     packed_places: Tensor | None = None,
-    packed_layers: list[Any] | None = None,
+    packed_layers: _Seen | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention within the bounds; without any, what "sdpa" does. Returns [1, T, G, D] as the interface asks."""
@@ -189,7 +195,7 @@ def packed_attention(
         return plain
     _refuse(options)
     if packed_layers is not None:
-        packed_layers.append(module)
+        packed_layers.count += 1
     query_TGD, key_TGD, value_TGD = (each[0].transpose(0, 1) for each in (query_1GTD, key_1GTD, value_1GTD))
     if packed_bounds is not None:
         attended_TGD = _flash(query_TGD, key_TGD, value_TGD, packed_bounds, packed_longest, scaling)
@@ -268,7 +274,15 @@ def supports_packing(model: Any) -> bool:
             _known[model] = False
         finally:
             model.config._attn_implementation = before
+        if not _known[model]:
+            log.info("%s is computed in padded rows: it attends in a way that packs have not", type(model).__name__)
     return _known[model]
+
+
+class _Seen:
+    """How many layers have attended. No list: FSDP copies the containers among a layer's arguments."""
+
+    count = 0
 
 
 def _attends_fully(config: Any) -> bool:
@@ -283,11 +297,11 @@ def _agrees(model: Any) -> bool:
     device = next(model.parameters()).device
     ids = torch.arange(15, device=device) % model.config.get_text_config().vocab_size
     first, other, second = ids[:5], ids[5:10], ids[10:]
-    layers: list[Any] = []
+    layers = _Seen()
     packed_TH = _states(model, Packed.of([first, second]), packed_layers=layers)[5:]
     beside_TH = _states(model, Packed.of([other, second]))[5:]
     alone_TH = _states(model, Packed.of([second]))
-    if len(layers) != model.config.get_text_config().num_hidden_layers:
+    if layers.count != model.config.get_text_config().num_hidden_layers:
         return False
     bound = PROBE_TOLERANCE.get(packed_TH.dtype, 0.1) * float(alone_TH.abs().max())
     return all(float((packed_TH - each).abs().max()) <= bound for each in (beside_TH, alone_TH))

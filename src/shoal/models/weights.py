@@ -1,4 +1,4 @@
-"""Whether a folder's *.safetensors files are whole, told from their headers alone: no torch, no reading of weights.
+"""Whether a folder's *.safetensors files are whole, and which layers they have, by their headers alone: no torch.
 
     8 bytes: length of the header ─ the header, JSON: name → dtype, shape, data_offsets ─ the data, to the last byte
 
@@ -8,6 +8,7 @@ A download that broke off, or a pointer that git-lfs left in a file's place, is 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,44 @@ def check_weights(folder: Path) -> None:
             _check_file(file)
         except OSError as error:
             raise ModelError(f"cannot read the weights {file}: {error.strerror}") from error
+
+
+def check_targets(folder: Path, targets: Iterable[str]) -> None:
+    """Raise `ModelError` for a target of adapters that no layer in the folder's weights is called by.
+
+    What is a linear layer only the model knows: a matrix may still be something else. Embeddings and the output layer,
+    outside the numbered layers and with a row for every token, are none.
+    """
+    matrices = {
+        name: entry["shape"]
+        for file in sorted(folder.glob("*.safetensors"))
+        for name, entry in read_header(file).items()
+        if name.endswith(".weight") and len(entry.get("shape", ())) == 2
+    }
+    vocabulary = json.loads((folder / "config.json").read_bytes()).get("vocab_size")
+    layers = [name.split(".")[:-1] for name, shape in matrices.items() if not _of_tokens(name, shape, vocabulary)]
+    refuse_unknown_targets(targets, sorted({parts[-1] for parts in layers if parts}))
+
+
+def refuse_unknown_targets(targets: Iterable[str], known: Sequence[str]) -> None:
+    """Raise `ModelError` for the first target that is not one of the names that there are."""
+    for target in targets:
+        if target not in known:
+            raise ModelError(
+                f"trainer.lora.targets: no linear layer of this model that can have an adapter is called {target!r}; "
+                f"there are: {', '.join(known) or 'none'}"
+            )
+
+
+def read_header(file: Path) -> dict[str, Any]:
+    """What a whole file says of its tensors: name → dtype, shape, data_offsets."""
+    with file.open("rb") as opened:
+        entries: dict[str, Any] = json.loads(opened.read(int.from_bytes(opened.read(LENGTH_BYTES), "little")))
+    return {name: entry for name, entry in entries.items() if name != "__metadata__"}
+
+
+def _of_tokens(name: str, shape: Sequence[int], vocabulary: object) -> bool:
+    return shape[0] == vocabulary and not any(part.isdecimal() for part in name.split("."))
 
 
 def _check_index(index: Path) -> None:

@@ -8,5 +8,6 @@ lock       FolderLock: one process per folder
 config     load_config, parse_config, dump_config: TOML into a typed model and back
 logs       setup: one-line records on stderr and in a file
 metrics    MetricsLog: one JSON line per step
+program    shoal_command, install_command: what is printed for somebody to copy
 supervise  Supervisor, ProcessSpec, Ending, follow_supervisor
 """

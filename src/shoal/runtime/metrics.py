@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -55,11 +56,16 @@ class MetricsLog:
         return changed[-1]
 
     def rows(self) -> list[dict[str, float]]:
-        """All whole rows; a line torn by a crash is left out."""
+        """All whole rows, of each step the last; a line torn by a crash is left out, and so is what somebody put there
+        that is no number."""
         if not self.path.exists():
             return []
-        rows = [_parse(line) for line in self.path.read_text(errors="replace").splitlines()]
-        return [row for row in rows if row is not None]
+        try:
+            lines = self.path.read_text(errors="replace").splitlines()
+        except OSError as error:
+            raise resource_error("read", self.path, error) from error
+        rows = [_parse(line) for line in lines]
+        return list({row["step"]: row for row in rows if row is not None}.values())
 
     def rewind(self, step: int, keep: Sequence[str] = ()) -> None:
         """Forget what was measured in step `step` and later, but for the numbers of row `step` in `keep`."""
@@ -84,4 +90,13 @@ def _parse(line: str) -> dict[str, float] | None:
     except ValueError:
         log.warning("metrics: a torn line is left out: %.60r", line)
         return None
-    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+    if not isinstance(row, dict) or type(row.get("step")) is not int or not _is_number(row["step"]):
+        return None
+    return {name: value for name, value in row.items() if _is_number(value)}
+
+
+def _is_number(value: object) -> bool:
+    try:
+        return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
+    except OverflowError:  # an integer that no float holds
+        return False

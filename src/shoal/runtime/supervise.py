@@ -230,9 +230,10 @@ class Supervisor:
             log.info("%s is done", spec.name)
             return Ending(0, "") if spec.when_done == "end" else None
         said = last_line(spec.log)
-        child.why = describe_exit(code) + (f": {said}" if code > 0 else "")
         if code in HOPELESS_CODES or (code == SHUT_OUT_CODE and spec.essential):
+            child.why = describe_exit(code)  # what it said is what the run ends with: once is enough
             return Ending(code, f"{spec.name}: {said}")
+        child.why = describe_exit(code) + (f": {said}" if code > 0 else "")
         if code == SHUT_OUT_CODE:
             child.why = f"was shut out by the hub: {said}"
             log.warning("%s %s; the run goes on without it", spec.name, child.why)

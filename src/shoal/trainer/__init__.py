@@ -27,6 +27,7 @@
     shares      SharedCopies, restore_share: checkpoints of which each rank writes its part; sharded: their files
     elastic     run_group: several trainer processes on this machine, started again when one dies
     memory      plan, shape_of, within_memory: what fits on a device, before anything is loaded
+    changeable  is_changeable: which settings may be others when a run goes on (no torch)
     destination refuse_foreign: where an export may go (no torch)
     export      export_policy, export_checkpoint, ModelCard: a Hugging Face folder
 

@@ -18,21 +18,22 @@ from typing import Any, Literal
 from pydantic import BaseModel
 
 from shoal.protocol import LedgerHead
+from shoal.trainer.changeable import HARMLESS
 from shoal.trainer.checkpoint import Progress
 from shoal.trainer.settings import TrainerSettings
 
 SHOWN_SCORES = 24
 ALWAYS = ("loss", "advantage", "learning_rate", "minibatches", "grad_clip")
-NOT_LEARNT_FROM = (
-    "device", "threads", "processes", "tracking", "checkpoint_every", "keep_checkpoints", "keep_best", "anchor_every",
-    "batch_deadline_s", "evaluate_by", "publish_dtype",
-)  # fmt: skip
+CLIPPED = ("two_sided_clip", "ppo_clip", "decoupled", "gspo")
+NOT_LEARNT_FROM = {*HARMLESS, "device", "threads", "processes", "micro_batch_tokens", "publish_dtype"}
 CACHED = re.compile(r"(?:models|datasets)--([\w.\-]+?)--([\w.\-]+)", re.ASCII)
 ON_THE_HUB = re.compile(r"[\w.\-]+/[\w.\-]+", re.ASCII)
 KINDS = {
     "rollouts": "Trained by reinforcement learning with shoal on rollouts that were each verified before training.",
     "demonstrations": "Trained with shoal to imitate demonstrations.",
 }
+UNTRAINED = "The model that the run began with: version 0, before any training."
+IMITATION = "cross_entropy"  # the loss of demonstrations, which have no advantages
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class ModelCard:
     """What a reader of the exported model wants to know.
 
     `metrics` is the last row that measured each number, `scores` the held-out score by version, `chosen` says which of
-    the run's versions this is, `training` what it was trained with.
+    the run's versions this is, `training` what it was trained with, `files` which files the export consists of.
     """
 
     progress: Progress
@@ -54,6 +55,11 @@ class ModelCard:
     chosen: str = ""
     training: Mapping[str, str] = field(default_factory=dict)
     trained_on: Literal["rollouts", "demonstrations"] = "rollouts"
+    files: Sequence[str] = ()
+
+    @property
+    def is_trained(self) -> bool:
+        return self.progress.version > 0
 
     def as_json(self) -> bytes:
         head = self.ledger_head
@@ -62,8 +68,9 @@ class ModelCard:
 
     def as_readme(self, dtype: str) -> str:
         progress = self.progress
+        kind = KINDS[self.trained_on] if self.is_trained else UNTRAINED
         return (
-            f"{_front_matter(self)}\n# {progress.run}, version {progress.version}\n\n{KINDS[self.trained_on]}\n\n"
+            f"{_front_matter(self)}\n# {progress.run}, version {progress.version}\n\n{kind}\n\n"
             f"{_table(('fact', 'value'), _facts(self, dtype))}\n{_usage()}\n{_training(self)}{_results(self)}"
             "## Licence\n\nThat of the model it was trained from, where nothing else was agreed.\n"
         )
@@ -87,8 +94,11 @@ def training_facts(settings: TrainerSettings, **run: object) -> dict[str, str]:
     >>> training_facts(TrainerSettings(learning_rate=1e-5), group_size=16)["learning_rate"]
     '1e-05'
     """
-    changed = _flat(settings.model_dump(mode="json", exclude_defaults=True, exclude=set(NOT_LEARNT_FROM)))
-    always = {name: getattr(settings, name) for name in ALWAYS}
+    changed = _flat(settings.model_dump(mode="json", exclude_defaults=True, exclude=NOT_LEARNT_FROM))
+    always = {name: getattr(settings, name) for name in ALWAYS if (name, settings.loss) != ("advantage", IMITATION)}
+    always["objective.normalisation"] = settings.objective.normalisation
+    if settings.loss in CLIPPED:
+        always["clip_epsilon"] = settings.clip_epsilon
     return {name: str(value) for name, value in {**run, **always, **changed}.items()}
 
 
@@ -104,7 +114,8 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def _front_matter(card: ModelCard) -> str:
     """What the Hugging Face hub reads. It refuses names that it does not know, so only those that look like its own."""
-    tags = ["reinforcement-learning", "shoal"] if card.trained_on == "rollouts" else ["sft", "shoal"]
+    method = {"rollouts": "reinforcement-learning", "demonstrations": "sft"}[card.trained_on]
+    tags = [method, "shoal"] if card.is_trained else ["shoal"]
     lines = ["library_name: transformers", "pipeline_tag: text-generation", f"tags: [{', '.join(tags)}]"]
     if ON_THE_HUB.fullmatch(card.base_model):
         lines.append(f"base_model: {card.base_model}")
@@ -122,15 +133,30 @@ def _front_matter(card: ModelCard) -> str:
 
 
 def _facts(card: ModelCard, dtype: str) -> dict[str, str]:
-    progress, head = card.progress, card.ledger_head
+    progress = card.progress
     return {
         "run": f"`{progress.run}`",
         "version": f"{progress.version} (incarnation {progress.incarnation})",
         **({"this version is": card.chosen} if card.chosen else {}),
-        "trained from": card.base_model or "not recorded",
+        "trained from": _origin(card.base_model),
         "environment": card.environment or "not recorded",
         **({"data": ", ".join(card.datasets)} if card.datasets else {}),
         "weights": dtype,
+        **(_published(card) if card.trained_on == "rollouts" else {}),
+    }
+
+
+def _origin(base_model: str) -> str:
+    """What it was trained from; a folder of one's own is no name that the Hugging Face hub could look up."""
+    if not base_model or ON_THE_HUB.fullmatch(base_model):
+        return base_model or "not recorded"
+    return f"{base_model} (a local model, not one of the Hugging Face hub: there is no `base_model` above)"
+
+
+def _published(card: ModelCard) -> dict[str, str]:
+    """Demonstrations are learnt without a hub: nothing is published, and there is no ledger."""
+    head = card.ledger_head
+    return {
         "policy digest": f"`{card.digest}`" if card.digest else "not recorded",
         "ledger head (index / hash)": f"{head.index} / `{head.hash}`" if head else "not recorded",
     }
@@ -145,7 +171,9 @@ def _usage() -> str:
 
 
 def _training(card: ModelCard) -> str:
-    return f"## Training\n\n{_table(('setting', 'value'), card.training)}\n" if card.training else ""
+    return (
+        f"## Training\n\n{_table(('setting', 'value'), card.training)}\n" if card.training and card.is_trained else ""
+    )
 
 
 def _results(card: ModelCard) -> str:

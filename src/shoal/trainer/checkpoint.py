@@ -99,6 +99,7 @@ class CheckpointStore:
     def __init__(self, folder: Path, keep: int | Retention) -> None:
         self.folder = folder
         self._retention = Retention(keep) if isinstance(keep, int) else keep
+        self._damaged: set[Place] = set()
 
     def save(self, learner: Learner, progress: Progress, files: Mapping[str, bytes]) -> Path:
         """Make the learner's state durable, while nobody trains it. When the call returns, no crash loses it."""
@@ -113,9 +114,9 @@ class CheckpointStore:
     ) -> Path:
         """Make what was captured durable, then remove what need not be kept; `scores` are those known by version."""
         ensure_folder(self.folder)
-        self._sweep()
         hidden = self.folder / f"{HIDDEN}{progress.name}"
         try:
+            self._sweep()
             hidden.mkdir()
             for name, data in files.items():
                 write_atomically(hidden / name, data)
@@ -124,16 +125,21 @@ class CheckpointStore:
             write_atomically(hidden / MANIFEST, _manifest(hidden, progress))
             point("trainer.checkpoint.before_rename")
             target = self._put_in_place(hidden, progress)
-            self.prune(scores or {})
+            self._damaged.discard((progress.version, progress.incarnation))
+            self.prune(scores or {}, (progress.version, progress.incarnation))
             return target
         except (SafetensorError, OSError) as error:
             shutil.rmtree(hidden, ignore_errors=True)  # where the disk is full, what is half-written fills it
             raise resource_error("write the checkpoint", hidden, error) from error
 
-    def prune(self, scores: Mapping[int, float]) -> None:
-        """Remove the checkpoints that are kept for no reason any more."""
-        kept = self._retention.kept(self.places(), scores)
-        for place in self.places():
+    def prune(self, scores: Mapping[int, float], *written: Place) -> None:
+        """Remove the checkpoints that are kept for no reason any more, but none of those just `written`.
+
+        One that is known to be damaged keeps no other from being kept. It is left there: somebody may mend it.
+        """
+        sound = self.sound()
+        kept = self._retention.kept(sound, scores) | set(written)
+        for place in sound:
             if place not in kept:
                 shutil.rmtree(self.folder / _name(place))
 
@@ -146,6 +152,7 @@ class CheckpointStore:
                 return self.at(place)
             except CheckpointError as error:
                 damage.append(str(error))
+                self._damaged.add(place)
                 log.warning("%s; falling back to the checkpoint before it", error)
         if not found:
             return None
@@ -162,8 +169,13 @@ class CheckpointStore:
         """Version and incarnation of the checkpoints, newest first."""
         if not self.folder.is_dir():
             return []
-        found = [match for entry in self.folder.iterdir() if (match := NAME.fullmatch(entry.name))]
+        folders = [entry.name for entry in self.folder.iterdir() if entry.is_dir()]
+        found = [match for name in folders if (match := NAME.fullmatch(name))]
         return sorted(((int(match[1]), int(match[2])) for match in found), reverse=True)
+
+    def sound(self) -> list[Place]:
+        """The same without those that were found damaged."""
+        return [place for place in self.places() if place not in self._damaged]
 
     def _put_in_place(self, hidden: Path, progress: Progress) -> Path:
         target = self.folder / progress.name
@@ -178,7 +190,7 @@ class CheckpointStore:
     def _sweep(self) -> None:
         """Remove what a crash left half-written."""
         for entry in self.folder.glob(f"{HIDDEN}*"):
-            shutil.rmtree(entry)
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
 
 
 def restore(learner: Learner, stored: StoredCheckpoint) -> None:

@@ -8,7 +8,7 @@ the copy runs at the speed of the bus. Weights that are not trained are copied o
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -38,15 +38,23 @@ class Copies:
 
     def take(self, learner: Learner, with_training: bool) -> Copied:
         """The state as it is now; training may go on at once."""
-        frozen = {name for name, weight in learner.model.named_parameters() if not weight.requires_grad}
-        weights = self._copy(learner.state(), frozen)
-        training = self._copy(training_state(learner)) if with_training else None
+        copied = self._begin(learner, with_training)
         if learner.device.type == "cuda":
             torch.cuda.synchronize(learner.device)  # the copies were only begun
-        return Copied(weights, training)
+        return copied
 
-    def _copy(self, tensors: Mapping[str, Tensor], unchanging: Collection[str] = ()) -> dict[str, Tensor]:
-        return {name: self._copy_one(name, tensor, name in unchanging) for name, tensor in tensors.items()}
+    def _begin(self, learner: Learner, with_training: bool) -> Copied:
+        """Nobody reads what it returns before the device has been waited for."""
+        frozen = {name for name, weight in learner.model.named_parameters() if not weight.requires_grad}
+        kept = {} if learner.masters is None else learner.masters.frozen  # on the CPU already, and nobody changes them
+        weights = {
+            name: value if name in kept else self._copy_one(name, value, name in frozen)
+            for name, value in learner.state().items()
+        }
+        if not with_training:
+            return Copied(weights, None)
+        training = {name: self._copy_one(name, value, False) for name, value in training_state(learner).items()}
+        return Copied(weights, training)
 
     def _copy_one(self, name: str, tensor: Tensor, unchanging: bool) -> Tensor:
         held = self._memory.get(name)

@@ -2,7 +2,9 @@
 
     hidden folder ─► weights, configuration, tokenizer, README.md, shoal.json, all synced ─► rename
 
-`shoal.json` marks an export. A folder without it is somebody's and is never overwritten.
+`shoal.json` marks an export and lists its files. A folder without it is somebody's and is never overwritten. In one
+that is an export already, or empty, files take the places of the older ones, the weights last; whatever else is there
+(LICENSE, .git) stays. A kill in between leaves a folder without weights, which nobody takes for a model.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from shoal.errors import CheckpointError
+from shoal.errors import CheckpointError, ConfigError
 from shoal.models.folder import read_config
 from shoal.models.load import DTYPES
 from shoal.models.lora import merged
@@ -29,11 +31,14 @@ from shoal.runtime.files import ensure_folder, resource_error, sync_folder, writ
 from shoal.runtime.metrics import MetricsLog
 from shoal.trainer.card import ModelCard
 from shoal.trainer.checkpoint import CheckpointStore, Progress, StoredCheckpoint
-from shoal.trainer.destination import MARK, refuse_foreign
+from shoal.trainer.destination import HIDDEN, MARK, refuse_foreign, written_files
 from shoal.trainer.publisher import cast
-from shoal.trainer.retention import Place, ranked
+from shoal.trainer.retention import Place, ranked, scores_of
 
-__all__ = ["ModelCard", "Which", "export_checkpoint", "export_policy", "latest_metrics", "scores_of", "write_card"]
+__all__ = [
+    "ModelCard", "Which", "beside_the_best", "export_checkpoint", "export_policy", "latest_metrics", "scores_of",
+    "write_card",
+]  # fmt: skip
 
 log = logging.getLogger(__name__)
 
@@ -54,15 +59,18 @@ def export_policy(
     card: ModelCard,
     dtype: str = "float32",
 ) -> Path:
-    """Write the folder; an older export at the same place is replaced, anything else there is left alone.
+    """Write the folder, and return where it is; an older export there is replaced, anything else is left alone.
 
     Adapters are merged into the weights they sit on: whoever loads the folder needs to know nothing of them.
     """
     refuse_foreign(destination)
+    destination = destination.resolve()
     tensors, files = merged(tensors, files)
-    ensure_folder(destination.parent)
-    hidden = destination.parent / f".{destination.name}.exporting"
+    there = destination.is_dir()
+    ensure_folder(destination if there else destination.parent)
+    hidden = destination / HIDDEN if there else destination.parent / f".{destination.name}{HIDDEN}"
     shutil.rmtree(hidden, ignore_errors=True)
+    card = replace(card, files=sorted({*files, "config.json", MODEL, "README.md", MARK}))
     try:
         hidden.mkdir()
         weights = {name: cast(tensor, DTYPES[dtype]).contiguous() for name, tensor in tensors.items()}
@@ -74,16 +82,18 @@ def export_policy(
             write_atomically(hidden / name, data)
         write_atomically(hidden / "README.md", card.as_readme(dtype).encode())
         write_atomically(hidden / MARK, card.as_json())
-        _put_in_place(hidden, destination)
+        _put_in_place(hidden, destination, card.files)
     except (SafetensorError, OSError) as error:
         raise resource_error("write the export", destination, error) from error
+    finally:
+        shutil.rmtree(hidden, ignore_errors=True)
     return destination
 
 
 def write_card(destination: Path, card: ModelCard, dtype: str = "float32") -> None:
     """Put another card into an export: what became known of its model later."""
     write_atomically(destination / "README.md", card.as_readme(dtype).encode())
-    write_atomically(destination / MARK, card.as_json())
+    write_atomically(destination / MARK, replace(card, files=written_files(destination)).as_json())
 
 
 def export_checkpoint(
@@ -142,18 +152,18 @@ def _choose(store: CheckpointStore, which: Which, scores: Mapping[int, float]) -
     if which == "newest":
         stored = store.newest()
         assert stored is not None, "there are checkpoints"
-        return stored, "the newest that was saved" + _beside_the_best(stored.progress.version, scores)
+        return stored, "the newest that was saved" + beside_the_best(stored.progress.version, scores)
     of_version = [place for place in places if place[0] == which]
     if not of_version:
         there = ", ".join(str(version) for version in sorted({version for version, _ in places}))
-        raise CheckpointError(f"there is no checkpoint of version {which} in {store.folder}; those kept are {there}")
-    return store.at(of_version[0]), "the one that was asked for" + _beside_the_best(which, scores)
+        raise ConfigError(f"there is no checkpoint of version {which} in {store.folder}; those kept are {there}")
+    return store.at(of_version[0]), "the one that was asked for" + beside_the_best(which, scores)
 
 
 def _best(store: CheckpointStore, places: Sequence[Place], scores: Mapping[int, float]) -> tuple[StoredCheckpoint, str]:
     best = ranked(places, scores)
     if not best:
-        raise CheckpointError(
+        raise ConfigError(
             f"no checkpoint in {store.folder} has a held-out score yet (trainer.evaluate_every); export the newest one "
             "by leaving out --best, or wait for a score"
         )
@@ -161,23 +171,18 @@ def _best(store: CheckpointStore, places: Sequence[Place], scores: Mapping[int, 
     if scores[version] < max(scores.values()):
         log.warning(
             "version %d has the best score of the checkpoints kept, %.4g, but not of the run%s",
-            version, scores[version], _beside_the_best(version, scores),
+            version, scores[version], beside_the_best(version, scores),
         )  # fmt: skip
-    return store.at(best[0]), f"the best of {len(best)} kept, by held-out score" + _beside_the_best(version, scores)
+    return store.at(best[0]), f"the best of {len(best)} kept, by held-out score" + beside_the_best(version, scores)
 
 
-def _beside_the_best(version: int, scores: Mapping[int, float]) -> str:
+def beside_the_best(version: int, scores: Mapping[int, float]) -> str:
     """How a version compares with the best that was measured; nothing where there is nothing to compare."""
     if not scores:
         return ""
     best = max(scores, key=lambda number: (scores[number], number))
     own = f"held-out score {scores[version]:.4g}" if version in scores else "not measured itself"
     return f" ({own}; the run's best is {scores[best]:.4g}, of version {best})"
-
-
-def scores_of(metrics: MetricsLog) -> dict[int, float]:
-    """The held-out score of every version that has one."""
-    return {int(row["step"]): row["held_out"] for row in metrics.rows() if "held_out" in row}
 
 
 def latest_metrics(metrics: MetricsLog, version: int) -> dict[str, float]:
@@ -189,15 +194,24 @@ def latest_metrics(metrics: MetricsLog, version: int) -> dict[str, float]:
     return {name: value for name, value in latest.items() if name not in ("step", "at_ms")}
 
 
-def _put_in_place(hidden: Path, destination: Path) -> None:
+def _put_in_place(hidden: Path, destination: Path, names: Sequence[str]) -> None:
     sync_folder(hidden)
-    replaced = destination.parent / f".{destination.name}.replaced"
-    shutil.rmtree(replaced, ignore_errors=True)
-    if destination.exists():
-        destination.rename(replaced)
-    hidden.rename(destination)
-    sync_folder(destination.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
+    if hidden.parent == destination:
+        _replace_files(hidden, destination, names)
+    else:
+        hidden.rename(destination)
+        sync_folder(destination.parent)
+
+
+def _replace_files(hidden: Path, destination: Path, names: Sequence[str]) -> None:
+    """One after the other. The mark is always there; weights are never beside a configuration that is not theirs."""
+    earlier = set(written_files(destination)) - {*names}
+    for name in (MODEL, *sorted(earlier)):
+        (destination / name).unlink(missing_ok=True)
+    sync_folder(destination)
+    for name in sorted(names, key=lambda name: (name == MODEL, name == MARK)):
+        (hidden / name).replace(destination / name)
+    sync_folder(destination)
 
 
 def _config(files: Mapping[str, bytes], dtype: str) -> bytes:

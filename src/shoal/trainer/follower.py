@@ -3,6 +3,7 @@
     rank 0 (`loop`)                       the others (`follow`)
     Begin(settings, config, folder) ────► build the model, take their rows
     Train(work) ────────────────────────► the same `train_step`, on their share of it
+    Look(work) ─────────────────────────► the same `look_back`, once, when the last step is done
     Copy(token, with training) ─────────► send their rows, write their part of a checkpoint
     Restore(folder) ────────────────────► read their rows of a checkpoint
     (over) ─────────────────────────────► end
@@ -31,7 +32,7 @@ from shoal.trainer.memory import out_of_memory_in_words
 from shoal.trainer.settings import TrainerSettings
 from shoal.trainer.sharding import spread
 from shoal.trainer.shares import SharedCopies, ShareWriter, restore_share
-from shoal.trainer.step import StepWork, Stopped, train_step
+from shoal.trainer.step import StepWork, Stopped, look_back, train_step
 from shoal.trainer.together import COLLECTIVE_S, Together, join_crew, lost_peer
 
 log = logging.getLogger(__name__)
@@ -49,6 +50,10 @@ class Train(msgspec.Struct, frozen=True, tag=True):
     work: StepWork
 
 
+class Look(msgspec.Struct, frozen=True, tag=True):
+    work: StepWork
+
+
 class Copy(msgspec.Struct, frozen=True, tag=True):
     token: str
     with_training: bool
@@ -58,7 +63,7 @@ class Restore(msgspec.Struct, frozen=True, tag=True):
     folder: str
 
 
-Command = Begin | Train | Copy | Restore
+Command = Begin | Train | Look | Copy | Restore
 
 
 def announce(crew: Crew, command: Callable[[], Command]) -> None:
@@ -82,6 +87,10 @@ def leading_hands(crew: Together, checkpoints: Path) -> Hands:
         announce(crew, lambda: Train(work))
         return train_step(learner, work, *arguments)
 
+    def look(learner: Learner, work: StepWork, *arguments: Any) -> dict[str, float]:
+        announce(crew, lambda: Look(work))
+        return look_back(learner, work, *arguments)
+
     def restore(learner: Learner, stored: StoredCheckpoint) -> None:
         announce(crew, lambda: Restore(str(stored.folder)))
         restore_share(learner, stored.folder, crew)
@@ -89,7 +98,7 @@ def leading_hands(crew: Together, checkpoints: Path) -> Hands:
     def tell(token: str, with_training: bool) -> None:
         announce(crew, lambda: Copy(token, with_training))
 
-    return Hands(train, restore, SharedCopies(crew, checkpoints, tell))
+    return Hands(train, look, restore, SharedCopies(crew, checkpoints, tell))
 
 
 def run_follower(stop: StopToken) -> None:
@@ -129,6 +138,8 @@ def _obey(command: Command, learner: Learner, writer: ShareWriter, crew: Togethe
     match command:
         case Train(work=work):
             train_step(learner, work, stop.is_set)
+        case Look(work=work):
+            look_back(learner, work, stop.is_set)
         case Copy(token=token, with_training=with_training):
             writer.copy(learner, crew, token, with_training)
         case Restore(folder=folder):
@@ -146,7 +157,8 @@ def _heard(crew: Together, stop: StopToken, silence_s: float) -> Command | None:
 
 
 def _learner(whole: Any, settings: TrainerSettings, files: Mapping[str, bytes], crew: Together) -> Learner:
-    precision = settings.memory.precision
+    precision, reference = settings.memory.precision, None
     model = spread(whole, files, precision, crew)
-    reference = spread(whole, files, precision, crew).requires_grad_(False) if settings.objective.kl > 0 else None
+    if settings.objective.kl > 0 and settings.lora is None:  # else it is the model without its adapters
+        reference = spread(whole, files, precision, crew).requires_grad_(False)
     return new_learner(model, settings, crew, reference)

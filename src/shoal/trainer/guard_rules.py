@@ -1,7 +1,8 @@
 """What each guard measures, as a function of the rows before and the one at hand, and what it says to people.
 
 A measure is None where there is too little to judge by. None of them looks at `held_out`, which may come at another
-moment after a resume, or at the clock: the same rows give the same answer.
+moment after a resume, or at the clock: the same rows give the same answer. Held-out scores are judged once, when the
+run is over (`lost_score`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ HISTORY = 2000  # rows that are looked back upon: what was before that is anothe
 LEAST_FALL = 0.2  # of the entropy's peak: below that it has not fallen, it wavers
 LEAST_LOSS = 0.05  # of reward: what is smaller is noise, whatever its share
 NOISE = 4.0  # times the mean difference of two rows: small batches reach and lose an extreme by chance
+CHANCE = 3.0  # standard errors of a held-out score
 MOST_LOG = 50.0  # beyond e^50 a growth needs no digits
 
 
@@ -39,6 +41,9 @@ class Rule:
     of_update: Measure | None = None
     below: bool = False
     rows: int = SMOOTH  # that trouble may be older than the row which shows it
+    of_beginning: bool = (
+        False  # of the policy that a step begins with: what is refused by it is refused for all updates
+    )
 
     def beyond(self, value: float | None, limit: float) -> bool:
         return value is not None and (value < limit if self.below else value > limit)
@@ -132,6 +137,23 @@ def lost(rows: Sequence[Row], row: Row) -> float | None:
     return share if math.isfinite(share) else None
 
 
+def lost_score(scores: Mapping[int, float], version: int, tasks: int) -> float | None:
+    """Which share of the best held-out score a version has lost; 0 where the number of tasks leaves it to chance.
+
+    None without a score of that version, or if scores are negative: then there is no zero to count from.
+
+    >>> lost_score({0: 0.5, 2: 0.8, 4: 0.04}, version=4, tasks=128)
+    0.95
+    """
+    if version not in scores or min(scores.values()) < 0:
+        return None
+    best, last = max(scores.values()), scores[version]
+    spread = math.sqrt(best * (1 - best)) if best <= 1 else best / 2  # no more than that, for scores in [0, 1]
+    if not best - last > max(LEAST_LOSS, CHANCE * spread / math.sqrt(max(1, tasks))):
+        return 0.0
+    return (best - last) / best
+
+
 def _waver(values: Sequence[float]) -> float:
     """How far one value is from the next on average: noise, but hardly any trend."""
     return _mean([abs(after - before) for before, after in itertools.pairwise(values)] or [0.0])
@@ -191,6 +213,7 @@ RULES: dict[str, Rule] = {
         of_step=latest("mismatch_kl"),
         of_update=latest("mismatch_kl"),
         rows=1,
+        of_beginning=True,
     ),
     "divergence": Rule(
         seen="the trainer's log-probabilities are {value:.3g} nats per token away from the recorded ones",
@@ -199,11 +222,12 @@ RULES: dict[str, Rule] = {
         of_step=latest("mismatch"),
         of_update=latest("mismatch"),
         rows=SLOPE_ROWS,
+        of_beginning=True,
     ),
     "truncation": Rule(
         seen="{value:.0%} of the completions were cut off by their length limit",
         meaning="cut-off answers get no reward for what they would have said: the policy learns from the limit",
-        advice="raise run.max_new_tokens, reward shorter answers, or set trainer.mask_truncated",
+        advice="raise run.max_new_tokens, or reward shorter answers; trainer.mask_truncated: if they are learnt from",
         of_step=recent("truncated_fraction"),
     ),
     "staleness": Rule(

@@ -13,6 +13,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from shoal.trainer.real import Real
+
 Reaction = Literal["off", "warn", "skip", "slow", "stop"]
 REACT = "what is done beyond the limit"
 
@@ -45,7 +47,7 @@ class NotFinite(BaseModel):
 class GradientSpike(UpdateGuard):
     """The [trainer.guards.gradient_spike] table."""
 
-    limit: float = Field(
+    limit: Real = Field(
         default=20.0, gt=1, description="an update's gradient norm, as a multiple of the median of the last 16 steps"
     )
 
@@ -53,7 +55,7 @@ class GradientSpike(UpdateGuard):
 class GradientSlope(StepGuard):
     """The [trainer.guards.gradient_slope] table."""
 
-    limit: float = Field(
+    limit: Real = Field(
         default=10.0, gt=1, description="growth of the gradient norm over 16 steps, by their fitted exponential trend"
     )
 
@@ -61,7 +63,7 @@ class GradientSlope(StepGuard):
 class EntropyRise(StepGuard):
     """The [trainer.guards.entropy_rise] table."""
 
-    limit: float = Field(
+    limit: Real = Field(
         default=0.5, gt=0, description="share of an earlier fall of the entropy that it has risen again by"
     )
 
@@ -69,13 +71,13 @@ class EntropyRise(StepGuard):
 class ClipFraction(UpdateGuard):
     """The [trainer.guards.clip_fraction] table."""
 
-    limit: float = Field(default=0.3, gt=0, le=1, description="share of tokens whose ratio was clipped")
+    limit: Real = Field(default=0.3, gt=0, le=1, description="share of tokens whose ratio was clipped")
 
 
 class EffectiveSamples(UpdateGuard):
     """The [trainer.guards.effective_samples] table."""
 
-    limit: float = Field(
+    limit: Real = Field(
         default=0.05,
         gt=0,
         lt=1,
@@ -86,7 +88,7 @@ class EffectiveSamples(UpdateGuard):
 class MismatchKl(UpdateGuard):
     """The [trainer.guards.mismatch_kl] table."""
 
-    limit: float = Field(
+    limit: Real = Field(
         default=1.0, gt=0, description="divergence of the trainer from the recorded log-probabilities, per token"
     )
 
@@ -94,7 +96,7 @@ class MismatchKl(UpdateGuard):
 class Divergence(UpdateGuard):
     """The [trainer.guards.divergence] table: as `mismatch_kl`, for what nothing recovers from."""
 
-    limit: float = Field(
+    limit: Real = Field(
         default=3.0, gt=0, description="mean distance of the trainer's from the recorded log-probabilities, in nats"
     )
     react: Reaction = Field(default="stop", description=REACT)
@@ -103,7 +105,7 @@ class Divergence(UpdateGuard):
 class Truncation(StepGuard):
     """The [trainer.guards.truncation] table."""
 
-    limit: float = Field(
+    limit: Real = Field(
         default=0.5, gt=0, le=1, description="share of completions cut off by their length limit, over 5 steps"
     )
 
@@ -111,19 +113,19 @@ class Truncation(StepGuard):
 class Staleness(StepGuard):
     """The [trainer.guards.staleness] table."""
 
-    limit: float = Field(default=4.0, gt=0, description="mean age of a step's groups in versions, over 5 steps")
+    limit: Real = Field(default=4.0, gt=0, description="mean age of a step's groups in versions, over 5 steps")
 
 
 class RewardFall(StepGuard):
     """The [trainer.guards.reward_fall] table."""
 
-    limit: float = Field(default=0.5, gt=0, le=1, description="share of the best mean reward of 5 steps that was lost")
+    limit: Real = Field(default=0.5, gt=0, le=1, description="share of the best mean reward of 5 steps that was lost")
 
 
 class RewardCollapse(StepGuard):
     """The [trainer.guards.reward_collapse] table: as `reward_fall`, for what nothing recovers from."""
 
-    limit: float = Field(default=0.9, gt=0, le=1, description="share of the best mean reward of 5 steps that was lost")
+    limit: Real = Field(default=0.9, gt=0, le=1, description="share of the best mean reward of 5 steps that was lost")
     react: Literal["off", "warn", "slow", "stop"] = Field(default="stop", description=REACT)
 
 
@@ -132,7 +134,7 @@ class GuardSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    slow_factor: float = Field(
+    slow_factor: Real = Field(
         default=0.5, gt=0, lt=1, description="what slow multiplies the learning rate by, at most every 10 steps"
     )
     not_finite: NotFinite = Field(default_factory=NotFinite, description="a loss or gradient that is no number")

@@ -8,13 +8,15 @@ from dataclasses import dataclass, field
 from shoal.trainer.checkpoint import StoredCheckpoint, restore
 from shoal.trainer.copies import Copies
 from shoal.trainer.learner import Learner
-from shoal.trainer.step import train_step
+from shoal.trainer.step import look_back, train_step
 
 
 @dataclass(frozen=True)
 class Hands:
-    """Train a step, put a checkpoint in place, copy the state: what all processes of a crew do at the same time."""
+    """Train a step, look back at it, put a checkpoint in place, copy the state: what all processes of a crew do at the
+    same time."""
 
     train: Callable[..., dict[str, float]] = train_step
+    look_back: Callable[..., dict[str, float]] = look_back
     restore: Callable[[Learner, StoredCheckpoint], None] = restore
     copies: Copies = field(default_factory=Copies)

@@ -81,8 +81,10 @@ class ByValidators:
             return {}
         listed = self.page(self._since).evaluations
         found = {each.policy.version: None if each.partial else each.mean for each in listed if each.complete}
+        # What a replay has not come to yet is known already; it is told with its own row.
+        later = [number for number in found if number > version]
         awaited = [each.policy.version for each in listed if not each.complete]
-        self._since = min(awaited, default=max(found, default=self._since - 1) + 1)
+        self._since = min([*awaited, *later], default=max(found, default=self._since - 1) + 1)
         news = {
             number: mean
             for number, mean in found.items()

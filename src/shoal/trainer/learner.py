@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,12 +20,19 @@ from shoal.errors import CheckpointError, ConfigError
 from shoal.models.compiled import compile_layers
 from shoal.models.load import DTYPES, LoadedModel, adapted, load_model
 from shoal.models.lora import AdapterShape
-from shoal.models.packed import supports_packing
+from shoal.models.packed import attends_by_flash, supports_packing
 from shoal.models.state import overwrite, policy_state
 from shoal.trainer.crew import Alone, Crew
 from shoal.trainer.precision import Masters
 from shoal.trainer.recompute import recompute_layers
 from shoal.trainer.settings import TrainerSettings
+
+log = logging.getLogger(__name__)
+
+NOT_COMPILED = (
+    "trainer.memory.compile has no effect: packs are compiled only on a GPU, in bfloat16 (trainer.memory.precision), "
+    "with head sizes that flash attention knows; elsewhere every pack would be compiled anew"
+)
 
 
 @dataclass(frozen=True)
@@ -60,14 +68,14 @@ class Learner:
 
     def state(self) -> dict[str, Tensor]:
         """The policy's weights by name, as `policy_state` gives them, masters where there are any. Not copied."""
-        masters = {} if self.masters is None else self.masters.named
-        return {name: masters.get(name, own).detach() for name, own in policy_state(self.model).items()}
+        exact = {} if self.masters is None else {**self.masters.named, **self.masters.frozen}
+        return {name: exact.get(name, own).detach() for name, own in policy_state(self.model).items()}
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
         """Overwrite the weights in place; nothing is written unless every name, shape and type is right."""
         overwrite(self.state(), tensors)
         if self.masters is not None:
-            self.masters.write_back()
+            self.masters.write_back_all()
 
     def moments(self) -> dict[str, Tensor]:
         """What the optimizer remembers, as `weight/slot`; empty before the first update. Not copied."""
@@ -90,8 +98,8 @@ class Learner:
 def new_learner(model: Any, settings: TrainerSettings, crew: Crew | None = None, reference: Any = None) -> Learner:
     """A learner that has not learnt yet. The model is put in evaluation mode: dropout would be noise in the ratio.
 
-    A model whose weights are spread over the crew already comes in float32 and with its `reference`; they are not
-    touched here.
+    A model whose weights are spread over the crew already comes in float32 and with its `reference`, if that is
+    another model; they are not touched here.
     """
     model.eval()
     crew = crew or Alone()
@@ -103,8 +111,11 @@ def new_learner(model: Any, settings: TrainerSettings, crew: Crew | None = None,
         reference = frozen_copy(model) if settings.lora is None else model
     with torch.no_grad():
         packed = crew.run(model, lambda: supports_packing(model))
-    if settings.memory.compile:
+        one_program = not packed or crew.run(model, lambda: attends_by_flash(model))
+    if settings.memory.compile and one_program:
         compile_layers(model)
+    elif settings.memory.compile:
+        log.warning(NOT_COMPILED)
     if settings.memory.recompute:
         recompute_layers(model)
     trained = [weight for weight in model.parameters() if weight.requires_grad]
@@ -135,7 +146,7 @@ def cost_of(model: Any) -> Cost:
     weights with values, once per pair of tokens that see each other."""
     shape = model.config.get_text_config()
     heads = shape.num_attention_heads
-    size = getattr(shape, "head_dim", None) or shape.hidden_size // heads
+    size = vars(shape).get("head_dim") or shape.hidden_size // heads  # as it stands: layers of some models differ in it
     weights = sum(weight.numel() for weight in model.parameters())
     return Cost(linear=weights, quadratic=shape.num_hidden_layers * heads * size)
 

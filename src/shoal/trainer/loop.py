@@ -5,7 +5,7 @@
                  ▼                  ▼                     ▼                         ▲              ▲
     resume ─► replay ─► publish ─► [ wait ─► train ─► row n ─► copy ┄┄► publisher: report ─► save ─► publish ]
                                       ▲         archive                   thread
-                                      └─────────── next step ◄──┘                                 … ─► export
+                                      └─────────── next step ◄──┘               … the last: look back ─► export
 
 Beside training: what a step is trained on is put down for people (`archive`), rows are reported, checkpoints written,
 versions published (`publisher`), held-out scores measured by validators (`held_out`). In front of it: the copy of the
@@ -24,11 +24,17 @@ So a version goes out only if its checkpoint (where one is due) is durable, and 
 version ahead of the hub; rows of steps that a resume trains again are dropped by it, and reported again. The newest
 checkpoint is loaded, the batches written down since then are trained on again, and what comes out is compared with
 what was published (`publisher`).
+
+Guards judge what a step begins with. So that nothing ends as a model unjudged, the last version looks back at the batch
+that it was made of before it is saved, published and exported; and if its held-out score, which comes later, has lost
+nearly all of the best one, the export is taken back.
 """
 
 from __future__ import annotations
 
 import logging
+import math
+import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -65,7 +71,7 @@ from shoal.trainer.checkpoint import CheckpointStore, Progress
 from shoal.trainer.copies import Copied
 from shoal.trainer.destination import refuse_foreign
 from shoal.trainer.evaluate import Evaluator
-from shoal.trainer.export import export_policy, latest_metrics, scores_of, write_card
+from shoal.trainer.export import beside_the_best, export_policy, latest_metrics, scores_of, write_card
 from shoal.trainer.guards import LOOKBACK, Judged, Watch, needs_lookback, staleness_shares
 from shoal.trainer.hands import Hands
 from shoal.trainer.held_out import ByTrainer, ByValidators, HeldOut
@@ -123,6 +129,8 @@ class TrainingParts:
     clock: Clock = field(default_factory=SystemClock)
     hands: Hands = field(default_factory=Hands)
     trackers: Trackers = field(default_factory=Trackers)
+    # How many held-out tasks there are; None: as many as are asked for.
+    held_out_tasks: int | None = None
     # Tells the weights that the run begins with from others.
     start: Callable[[], str] = lambda: ""
 
@@ -140,6 +148,7 @@ class TrainingRun:
         self._copies = parts.hands.copies
         self._copied: Copied | None = None  # of the version that was handed over last
         self._saved: int | None = None  # the newest version that is in a checkpoint, or on its way into one
+        self._last: StepWork | None = None  # what the run's last step was trained on
         self._scores: dict[int, float] = {}  # held-out, by version
         self._unreported: list[Mapping[str, float]] = []
         self._watch = Watch(self._settings.guards)
@@ -180,11 +189,12 @@ class TrainingRun:
                 self._advance(publisher)  # a replay: the batches are those of the first time
                 if self.version < published.version:
                     self._hand_over(publisher, publish=False)
-            self._hand_over(publisher)
             while self.version < self._info.steps:
-                self._advance(publisher)
                 self._hand_over(publisher)
-            self._finish(publisher.wait())
+                self._advance(publisher)
+            self._look_back(publisher)
+            self._hand_over(publisher)
+            self._finish(publisher)
         except Stopped:
             log.info("the trainer stopped (%s) at version %d", self._stop.reason, self.version)
         finally:
@@ -209,6 +219,11 @@ class TrainingRun:
         rows = self._metrics.rows()
         self._scores = scores_of(self._metrics)
         before = [row for row in rows if row["step"] < self.version]
+        if self.version > len(before):
+            log.warning(
+                "%s has %d of the %d steps that were done: guards, best score and a slowed rate go by these",
+                self._metrics.path, len(before), self.version,
+            )  # fmt: skip
         self._watch.resume(before)
         self._parts.trackers.begin(self.version, before)
         return incarnation
@@ -247,8 +262,8 @@ class TrainingRun:
         step, watch = self.version, self._stopwatch
         held_out = _named(self._held_out.before(step))
         with watch.lap("wait_s"):
-            batch, rollouts = self._next_batch(publisher)
-        metrics = self._train(batch, rollouts)
+            batch, rollouts = self._batch_of(step, publisher)
+        metrics = _finite(step, self._train(batch, rollouts))
         with watch.lap("publish_wait_s"):
             publisher.wait()  # so that the hub is never more than one version behind a checkpoint
         times = {"hidden_s": publisher.worked_s, **watch.row()}
@@ -261,12 +276,29 @@ class TrainingRun:
 
     def _heed(self, judged: Judged, publisher: Publisher) -> None:
         """A guard may end the run here, before the version is saved or published; the hub hears why first."""
-        self._alarms |= judged.by_step()
+        for step, news in judged.by_step().items():
+            self._alarms[step] = self._alarms.get(step, {}) | news
         if judged.stops:
             publisher.wait()
-            for row in self._unreported:
-                self._report(row)
-            judged.refuse(self._store.folder, [version for version, _ in self._store.places()])
+            self._report_all()
+            judged.refuse(self._store.folder, [version for version, _ in self._store.sound()])
+
+    def _look_back(self, publisher: Publisher) -> None:
+        """The last version is judged as if a step began with it: by the batch that it was made of, forward only."""
+        step = self._info.steps - 1
+        work = self._last or self._work(*self._batch_of(step, publisher))
+        with self.activity.busy(f"looking at version {self.version}, the last"):
+            seen = self._parts.hands.look_back(self._parts.learner, work, self._stop.is_set)
+        judged = self._watch.conclude(step, seen)
+        self._amend(step, judged.numbers)
+        self._heed(judged, publisher)
+        self._last = None
+
+    def _amend(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Into the row of a step, once it is there; the hub is told with the next report."""
+        if numbers and (amended := self._metrics.amend(step, numbers)) is not None:
+            self._unreported.append(amended)
+            self._parts.trackers.amend(step, numbers)
 
     def _hand_over(self, publisher: Publisher, publish: bool = True) -> None:
         """Copy this version. The publisher's thread reports the rows before it, saves it if that is due, publishes it.
@@ -297,9 +329,9 @@ class TrainingRun:
         asked_for = version % settings.checkpoint_every == 0 or version == self._info.steps
         return version != self._saved and (asked_for or (settings.keep_best > 0 and self._is_measured(version)))
 
-    def _next_batch(self, publisher: Publisher) -> tuple[Batch, TrainingBatch]:
-        """The written-down batch of the next step and its rollouts."""
-        clock, hub, step = self._parts.clock, self._parts.hub, self.version
+    def _batch_of(self, step: int, publisher: Publisher) -> tuple[Batch, TrainingBatch]:
+        """The written-down batch of a step and its rollouts."""
+        clock, hub = self._parts.clock, self._parts.hub
         deadline_s = self._settings.batch_deadline_s
         began_s, waiting = clock.monotonic_s(), "nothing was said"
         while True:
@@ -317,17 +349,21 @@ class TrainingRun:
                 return reply.batch, rollouts
             waiting = reply.waiting or waiting
 
-    def _train(self, batch: Batch, rollouts: TrainingBatch) -> dict[str, float]:
-        """Train on a batch. It is archived meanwhile, also if training fails: one will want to look at it then."""
-        work = StepWork(
+    def _work(self, batch: Batch, rollouts: TrainingBatch, rate_factor: float = 1.0) -> StepWork:
+        return StepWork(
             step=batch.step,
             groups=rollouts.groups,
             temperature=self._info.sampling.temperature,
             max_staleness=self._info.max_staleness,
             seed=self._parts.seed,
             max_new_tokens=self._info.sampling.max_new_tokens,
-            rate_factor=self._watch.begin(batch.step),
+            rate_factor=rate_factor,
         )
+
+    def _train(self, batch: Batch, rollouts: TrainingBatch) -> dict[str, float]:
+        """Train on a batch. It is archived meanwhile, also if training fails: one will want to look at it then."""
+        work = self._work(batch, rollouts, self._watch.begin(batch.step))
+        self._last = work if batch.step == self._info.steps - 1 else None
         with ThreadPoolExecutor(max_workers=1, thread_name_prefix="archive") as beside:
             archived = beside.submit(self._archive.write, batch, rollouts)
             with self.activity.busy(f"training step {batch.step}"), self._stopwatch.lap("train_s"):
@@ -357,9 +393,7 @@ class TrainingRun:
         known = self._held_out.known(step)
         metrics = {**_named(known.pop(step, None)), **metrics}
         for earlier, score in known.items():
-            if (amended := self._metrics.amend(earlier, _named(score))) is not None:
-                self._unreported.append(amended)
-                self._parts.trackers.amend(earlier, _named(score))
+            self._amend(earlier, _named(score))
         row = self._metrics.append(step, {**metrics, "at_ms": float(self._parts.clock.now_ms())})
         self._unreported.append(row)
         self._parts.trackers.write(row)
@@ -373,8 +407,14 @@ class TrainingRun:
         step = int(row["step"])
         self._parts.hub.report(StepReport(step=step, metrics=measured, alarms=self._alarms.pop(step, {})))
 
-    def _finish(self, manifest: PolicyManifest | None) -> None:
+    def _report_all(self) -> None:
+        for row in self._unreported:
+            self._report(row)
+        self._unreported = []
+
+    def _finish(self, publisher: Publisher) -> None:
         """The last version is out: export it, then measure it. Nothing that may fail or wait comes before."""
+        manifest = publisher.wait()
         assert manifest is not None, "a version was handed over before"
         assert self._copied is not None
         folder, dtype = self._parts.folder / "export", self._settings.publish_dtype
@@ -383,11 +423,22 @@ class TrainingRun:
             with self.activity.waiting(f"the score of version {self.version}"):
                 score = self._held_out.last(self.version)
             self._record(self.version, _named(score))
-            for row in self._unreported:
-                self._report(row)
+            self._judge_scores(folder, publisher)
+            self._report_all()
             self._store.prune(self._scores)
             write_card(folder, self._card(manifest), dtype)
         log.info("the run is complete: version %d is exported to %s", self.version, folder)
+
+    def _judge_scores(self, export: Path, publisher: Publisher) -> None:
+        """A last version that has lost nearly all of the best score is not handed out: its checkpoint is enough."""
+        asked = self._settings.evaluate_tasks
+        tasks = min(asked, asked if self._parts.held_out_tasks is None else self._parts.held_out_tasks)
+        judged = self._watch.conclude_scores(self._scores, self.version, tasks, self._store.folder)
+        self._amend(self.version, judged.numbers)
+        if judged.stops:
+            self._store.prune(self._scores)
+            shutil.rmtree(export)
+        self._heed(judged, publisher)
 
     def _card(self, manifest: PolicyManifest) -> ModelCard:
         return ModelCard(
@@ -398,7 +449,7 @@ class TrainingRun:
             ledger_head=manifest.ledger_head,
             metrics=latest_metrics(self._metrics, self.version),
             scores=self._scores,
-            chosen="the last of the run",
+            chosen="the last of the run" + beside_the_best(self.version, self._scores),
             training=self._training_facts(),
         )
 
@@ -418,6 +469,14 @@ class TrainingRun:
 
 def _named(score: float | None) -> dict[str, float]:
     return {} if score is None else {"held_out": score}
+
+
+def _finite(step: int, metrics: Mapping[str, float]) -> dict[str, float]:
+    """The numbers of a row. One that overflows (rewards of 1e200 have no variance) says nothing, and ends nothing."""
+    left_out = sorted(name for name, value in metrics.items() if not math.isfinite(value))
+    if left_out:
+        log.warning("step %d: no finite number, so not in its row: %s", step, ", ".join(left_out))
+    return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
 def _refuse_mixed_up(batch: Batch, rollouts: TrainingBatch) -> None:

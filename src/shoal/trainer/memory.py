@@ -29,6 +29,7 @@ from shoal.models.compiled import decoder_layers
 from shoal.models.folder import model_folder, read_files
 from shoal.models.load import DTYPES, model_from_files
 from shoal.models.logprobs import GPU_TILE_ELEMENTS, TILE_ELEMENTS
+from shoal.models.lora import adapted_layers
 from shoal.trainer.settings import TrainerSettings
 
 log = logging.getLogger(__name__)
@@ -208,7 +209,8 @@ def _fixed(shape: Shape, settings: TrainerSettings, processes: int) -> dict[str,
         "masters": 4 * shape.trained if alone and width < 4 else 0,
         "gradients": 4 * shape.trained // processes,
         "moments": 8 * shape.trained // processes,
-        "reference": stored // processes if settings.objective.kl > 0 else 0,
+        # With adapters it is the model itself, computed without them.
+        "reference": stored // processes if settings.objective.kl > 0 and settings.lora is None else 0,
         # Two layers, since the next one is fetched meanwhile; gradients of one before they are summed, in float32.
         "gathered": 0 if alone else (2 * shape.largest_layer + shape.outside_layers) * width + 4 * shape.largest_layer,
     }
@@ -217,7 +219,7 @@ def _fixed(shape: Shape, settings: TrainerSettings, processes: int) -> dict[str,
 
 def _activations(shape: Shape, settings: TrainerSettings, tokens: int, kind: str) -> int:
     kept = shape.activation_bytes * tokens
-    if settings.memory.compile and kind == "cuda":
+    if settings.memory.compile and kind == "cuda" and shape.dtype.itemsize == 2:
         kept = int(kept * COMPILED)
     if not settings.memory.recompute:
         return kept
@@ -243,9 +245,8 @@ def _narrowed(shape: Shape) -> Shape:
 
 def _adapters(model: nn.Module, settings: TrainerSettings) -> int:
     assert settings.lora is not None
-    names = settings.lora.targets
-    layers = [part for name, part in model.named_modules() if name.rpartition(".")[2] in names]
-    return sum(settings.lora.rank * sum(layer.weight.shape) for layer in layers if hasattr(layer, "weight"))
+    layers = adapted_layers(model, settings.lora.targets).values()
+    return sum(settings.lora.rank * sum(layer.weight.shape) for layer in layers)
 
 
 # -- counting on the meta device ---------------------------------------------------------------------------------------

@@ -6,6 +6,9 @@
 
 A step of training moves most weights by less than bfloat16 can tell apart; the masters keep what would be rounded away.
 A gradient is taken over as soon as it is there, so that those in bfloat16 never exist all at once.
+
+Weights that are not trained have no masters. What they were before they were rounded is kept in the host's memory: it
+is what is saved, published and exported.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from torch import Tensor, nn
 
 
 class Masters:
-    """The float32 weights behind a model's 16-bit ones, by name. Weights that are not trained have none."""
+    """The float32 weights behind a model's 16-bit ones, by name: `named` are trained, `frozen` are not."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -25,6 +28,12 @@ class Masters:
         self.named: Mapping[str, Tensor] = {
             name: nn.Parameter(weight.detach().to(torch.float32, copy=True)) for name, weight in trained.items()
         }
+        untrained = {name: weight for name, weight in model.named_parameters() if not weight.requires_grad}
+        # On a CPU the memory that they lay in: `attach` gives the model other.
+        self.frozen: Mapping[str, Tensor] = {
+            name: weight.detach().to("cpu", torch.float32) for name, weight in untrained.items()
+        }
+        self._untrained: list[Tensor] = list(untrained.values())
         self._weights: list[Tensor] = list(trained.values())
         self._masters: list[Tensor] = list(self.named.values())
 
@@ -42,6 +51,13 @@ class Masters:
     def write_back(self) -> None:
         """The model computes with what the masters have become."""
         torch._foreach_copy_(self._weights, self._masters)
+
+    @torch.no_grad()
+    def write_back_all(self) -> None:
+        """The same, and with what was loaded into the weights that are not trained."""
+        self.write_back()
+        for weight, exact in zip(self._untrained, self.frozen.values(), strict=True):
+            weight.copy_(exact)
 
 
 def _hand_over(master: Tensor) -> Callable[[Tensor], None]:

@@ -112,6 +112,7 @@ def _parts(config: TrainerConfig, hub: HubClient, info: RunInfo, loaded: LoadedM
         base_model=hub_name(config.model),
         seed=config.seed,
         trackers=_trackers(config, info),
+        held_out_tasks=len(config.environment.tasks("held_out")),
         start=lambda: weights_digest(config.model),
     )
 
@@ -138,6 +139,7 @@ def _leading_parts(config: TrainerConfig, hub: HubClient, info: RunInfo, crew: T
         seed=config.seed,
         hands=leading_hands(crew, checkpoints),
         trackers=_trackers(config, info),
+        held_out_tasks=len(config.environment.tasks("held_out")),
         start=lambda: weights_digest(config.model),
     )
 

@@ -42,7 +42,8 @@ def hold_start(folder: Path, digest: Callable[[], str], *, begins: bool, needed:
     elif needed and digest() != (recorded := _recorded(path)):
         raise CheckpointError(
             f"the model folder does not hold the weights that this run began with ({path} says {recorded[:16]}…), and "
-            "trainer.objective.kl is measured from them; put that model back, or start a new run"
+            "trainer.objective.kl is measured from them; put that model back, or begin a new run from an export of "
+            "this one (shoal export)"
         )
 
 
@@ -52,5 +53,6 @@ def _recorded(path: Path) -> str:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
             f"trainer.objective.kl is measured from the policy that the run began with, and {path}, which says which "
-            "one that was, cannot be read; set it to 0, or start a new run"
+            "one that was, cannot be read; put it back from a backup, or begin a new run from an export of this one "
+            "(shoal export)"
         ) from error

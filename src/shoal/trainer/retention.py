@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from shoal.runtime.metrics import MetricsLog
+
 Place = tuple[int, int]
 """Version and incarnation: newer ones are greater."""
 
@@ -50,6 +52,11 @@ class Retention:
         first = sorted({place[0] // self.lookback: place for place in lives}.values())
         old = [place for place in first if place[0] <= max(places)[0] - self.lookback]
         return first[max(0, len(old) - 1) :]
+
+
+def scores_of(metrics: MetricsLog) -> dict[int, float]:
+    """The held-out score of every version that has one."""
+    return {int(row["step"]): row["held_out"] for row in metrics.rows() if "held_out" in row}
 
 
 def ranked(places: Sequence[Place], scores: Mapping[int, float]) -> list[Place]:

@@ -92,6 +92,12 @@ def prepare(groups: Sequence[TrainingGroup], advantage: Advantage, mask_truncate
     )
 
 
+def all_recorded(groups: Sequence[TrainingGroup]) -> list[Sample]:
+    """Every completion whose log-probabilities are known, to be looked at; its advantage means nothing."""
+    made = [_sample(group, rollout, 0.0) for group in groups for rollout in group.rollouts if rollout.tokens]
+    return [sample for sample in made if sample.trained and sample.is_recorded]
+
+
 def check_staleness(groups: Sequence[TrainingGroup], step: int, bound: int) -> None:
     """The hub keeps the bound; a batch that breaks it is refused whole, since training on it would not be the run."""
     for group in groups:

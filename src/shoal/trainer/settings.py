@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from shoal.trainer.guard_settings import GuardSettings
+from shoal.trainer.real import Real, holds
 
 # The words of algorithms/registry.py, which imports torch and is therefore not asked; a test holds them equal.
 AdvantageName = Literal["group_mean", "group_mean_std", "rloo", "dr_grpo", "max_rl"]
@@ -22,6 +23,12 @@ LossName = Literal[
     "plain",
     "cross_entropy",
 ]
+Normalisation = Literal["tokens", "samples", "constant"]
+
+# What a word brings along where the recipe does not say otherwise: without it, it would not be its authors' algorithm.
+CLIP_OF_LOSS: dict[str, tuple[float, float]] = {"gspo": (3e-4, 4e-4)}
+NORMALISATION_OF_LOSS: dict[str, Normalisation] = {"gspo": "samples"}
+NORMALISATION_OF_ADVANTAGE: dict[str, Normalisation] = {"dr_grpo": "constant"}
 
 
 class ObjectiveSettings(BaseModel):
@@ -29,40 +36,41 @@ class ObjectiveSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    normalisation: Literal["tokens", "samples", "constant"] = Field(
+    normalisation: Normalisation = Field(
         default="tokens",
         description="what a step's loss is divided by: its tokens; its completions, each a mean over its own tokens; "
-        "or completions times max_new_tokens",
+        "or completions times max_new_tokens. If not given: gspo samples, dr_grpo constant",
     )
     ratio_base: Literal["behaviour", "recomputed"] = Field(
         default="behaviour",
         description="the log-probabilities that a ratio is taken against: those recorded by the worker, or the "
         "trainer's own at the beginning of the step",
     )
-    clip_high: float | None = Field(
+    clip_high: Real | None = Field(
         default=None,
         gt=0,
-        description="ε above 1, if it is another than clip_epsilon (clip-higher); cispo: its cap is 1 + this",
+        description="ε above 1, if it is another than clip_epsilon (clip-higher); cispo: its cap is 1 + this. gspo: "
+        "4e-4 if neither is given",
     )
-    ratio_cap: float = Field(
+    ratio_cap: Real = Field(
         default=2.0,
         gt=1,
         description="where an importance weight is cut off (tis, cispo, decoupled, geometric_mask, kl)",
     )
-    mask_low: float = Field(
+    mask_low: Real = Field(
         default=0.99, gt=0, lt=1, description="geometric_mask: least geometric mean of a sequence's ratios"
     )
-    mask_high: float = Field(
+    mask_high: Real = Field(
         default=1.01, gt=1, description="geometric_mask: largest geometric mean of a sequence's ratios"
     )
-    move_limit: float = Field(
+    move_limit: Real = Field(
         default=0.2, gt=0, lt=1, description="dppo: how far a token's probability may move in its advantage's direction"
     )
-    log_ratio_penalty: float = Field(default=1e-3, ge=0, description="dppo: weight of (log ratio)²")
-    kl: float = Field(
+    log_ratio_penalty: Real = Field(default=1e-3, ge=0, description="dppo: weight of (log ratio)²")
+    kl: Real = Field(
         default=0.0, ge=0, description="weight of the divergence KL(policy ‖ the one that training began with)"
     )
-    entropy: float = Field(default=0.0, ge=0, description="weight of the entropy that is rewarded")
+    entropy: Real = Field(default=0.0, ge=0, description="weight of the entropy that is rewarded")
 
 
 class MemorySettings(BaseModel):
@@ -74,7 +82,9 @@ class MemorySettings(BaseModel):
         default="float32", description="type of weights and activations; master weights and moments are always float32"
     )
     recompute: bool = Field(default=False, description="compute a layer's activations again in the backward pass")
-    compile: bool = Field(default=False, description="compile every layer (GPU); the first steps then take minutes")
+    compile: bool = Field(
+        default=False, description="compile every layer (GPU, bfloat16); the first steps then take minutes"
+    )
 
 
 class LoraSettings(BaseModel):
@@ -83,7 +93,7 @@ class LoraSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     rank: int = Field(default=16, ge=1, le=1024, description="rank of each adapter")
-    alpha: float = Field(default=32.0, gt=0, description="an adapter's output is scaled by alpha / rank")
+    alpha: Real = Field(default=32.0, gt=0, description="an adapter's output is scaled by alpha / rank")
     targets: tuple[str, ...] = Field(
         default=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
         min_length=1,
@@ -97,19 +107,24 @@ class TrainerSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    learning_rate: float = Field(default=1e-6, gt=0, description="AdamW's rate once warm")
-    betas: tuple[float, float] = Field(default=(0.9, 0.99), description="AdamW's decay of its two moments")
-    weight_decay: float = Field(default=0.01, ge=0, description="AdamW's decoupled weight decay")
+    learning_rate: Real = Field(default=1e-6, gt=0, description="AdamW's rate once warm")
+    betas: tuple[Real, Real] = Field(default=(0.9, 0.99), description="AdamW's decay of its two moments")
+    weight_decay: Real = Field(
+        default=0.01,
+        ge=0,
+        description="AdamW's decoupled weight decay, of all that is trained: norms, biases and embeddings, too; with "
+        "[trainer.lora] of the adapters, which it pulls towards the model that training began with",
+    )
     warmup_steps: int = Field(default=0, ge=0, description="training steps over which the rate rises linearly")
-    grad_clip: float = Field(default=0.1, gt=0, description="largest norm of an update's gradient")
+    grad_clip: Real = Field(default=0.1, gt=0, description="largest norm of an update's gradient")
     minibatches: int = Field(default=4, ge=1, description="optimizer steps per training step")
 
     advantage: AdvantageName = Field(default="group_mean", description="how rewards become advantages")
     loss: LossName = Field(default="two_sided_clip", description="how advantages become a loss")
-    clip_epsilon: float = Field(
-        default=0.2, gt=0, lt=1, description="ε: how far a ratio may move from 1; for gspo about 3e-4"
+    clip_epsilon: Real = Field(
+        default=0.2, gt=0, lt=1, description="ε: how far a ratio may move from 1. gspo: 3e-4 if not given"
     )
-    clip_delta: float = Field(default=4.0, gt=1, description="δ: ceiling of a ratio with negative advantage")
+    clip_delta: Real = Field(default=4.0, gt=1, description="δ: ceiling of a ratio with negative advantage")
     mask_truncated: bool = Field(
         default=True, description="do not train on completions cut off by their length limit; they are counted"
     )
@@ -137,7 +152,7 @@ class TrainerSettings(BaseModel):
         default=1, ge=1, le=256, description="CPU threads; a resume is exact only with the same number"
     )
     publish_dtype: Literal["float32", "bfloat16"] = Field(
-        default="float32", description="number type that is published"
+        default="float32", description="number type that is published and exported"
     )
     anchor_every: int = Field(
         default=16, ge=1, le=60, description="versions between two that are offered whole; the others are deltas"
@@ -157,9 +172,32 @@ class TrainerSettings(BaseModel):
         default="validators", description="who evaluates; validators do it beside their audits, and training goes on"
     )
     evaluate_tasks: int = Field(default=128, ge=1, description="held-out tasks per evaluation, the first ones")
-    batch_deadline_s: float = Field(
-        default=1800, gt=0, description="longest wait for a batch, or for the hub to answer"
+    batch_deadline_s: Real = Field(
+        default=1800, gt=0, le=1e8, description="longest wait for a batch, or for the hub to answer"
     )
+
+    @model_validator(mode="after")
+    def _complete(self) -> TrainerSettings:
+        """What the words bring along is filled in, here and nowhere else; whatever was given wins."""
+        objective = self.objective
+        if self.loss in CLIP_OF_LOSS and "clip_epsilon" not in self.model_fields_set:
+            low, high = CLIP_OF_LOSS[self.loss]
+            object.__setattr__(self, "clip_epsilon", low)
+            if "clip_high" not in objective.model_fields_set:
+                objective = objective.model_copy(update={"clip_high": high})
+        if "normalisation" not in objective.model_fields_set:
+            objective = objective.model_copy(update={"normalisation": self._normalisation()})
+        object.__setattr__(self, "objective", objective)
+        return self
+
+    def _normalisation(self) -> Normalisation:
+        by_loss, by_advantage = NORMALISATION_OF_LOSS.get(self.loss), NORMALISATION_OF_ADVANTAGE.get(self.advantage)
+        if by_loss and by_advantage and by_loss != by_advantage:
+            raise ValueError(
+                f'loss = "{self.loss}" comes with one normalisation, advantage = "{self.advantage}" with another: set '
+                f'objective.normalisation to "{by_loss}" or "{by_advantage}"'
+            )
+        return by_loss or by_advantage or "tokens"
 
     @model_validator(mode="after")
     def _check(self) -> TrainerSettings:
@@ -169,4 +207,6 @@ class TrainerSettings(BaseModel):
             raise ValueError(f"clip_delta ({self.clip_delta}) must be above 1 + {named} ({highest})")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas {self.betas} must both be in [0, 1)")
+        if not holds(self.learning_rate / (1 - self.betas[0])):  # AdamW's first update divides by that
+            raise ValueError(f"learning_rate ({self.learning_rate}) / (1 - betas[0]) is more than float32 holds")
         return self

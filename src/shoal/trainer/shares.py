@@ -60,7 +60,7 @@ class SharedCopies(Copies):
         self._staging = staging
         self._tell = tell
 
-    def take(self, learner: Learner, with_training: bool) -> Copied:
+    def _begin(self, learner: Learner, with_training: bool) -> Copied:
         token = f"{STAGED}{os.urandom(8).hex()}"
         if with_training:
             self._sweep()

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from shoal.algorithms.normalisation import StepCount, token_weight
 from shoal.algorithms.packing import micro_batches, minibatches, packs, shares
@@ -25,11 +26,14 @@ from shoal.algorithms.staleness import staleness
 from shoal.errors import ConfigError
 from shoal.protocol import TrainingGroup
 from shoal.trainer.learner import Learner, learning_rate
-from shoal.trainer.samples import Prepared, Sample, check_staleness, prepare
-from shoal.trainer.tally import Totals
+from shoal.trainer.samples import Prepared, Sample, all_recorded, check_staleness, prepare
+from shoal.trainer.tally import Tally, Totals
 from shoal.trainer.update import Micro, StepPlan, Stopped, Update, Veto
 
-__all__ = ["StepPlan", "StepWork", "Stopped", "Veto", "train_samples", "train_step"]
+__all__ = ["StepPlan", "StepWork", "Stopped", "Veto", "look_back", "train_samples", "train_step"]
+
+
+HUGE = 1e8  # a weight beyond that is none: the product of five is more than float32 holds
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,26 @@ def train_step(
     check_staleness(work.groups, work.step, work.max_staleness)
     prepared = prepare(work.groups, learner.advantage, learner.settings.mask_truncated)
     return {**_batch_metrics(work, prepared), **train_samples(learner, prepared, work.plan, interrupted, veto)}
+
+
+def look_back(learner: Learner, work: StepWork, interrupted: Callable[[], bool] = lambda: False) -> dict[str, float]:
+    """How the policy as it is now sees the groups of a step that it was trained on: forward passes only.
+
+    `mismatch` and `mismatch_kl` as of a step that begins; not finite where weights are not, or might as well not be.
+    """
+    update, tally = Update(learner, work.plan, Totals(), interrupted, lambda _numbers: None), Tally()
+    samples = all_recorded(work.groups)
+    for batch in _share(learner, samples, lambda _sample: 0.0) if samples else ():
+        update.stop_if_told()
+        update.look(batch, tally)
+    broken = learner.crew.any(not all(map(_is_usable, learner.trained().values())))
+    return {**(tally.reduced(learner.crew).means() if samples else {}), "weights": math.nan if broken else 0.0}
+
+
+def _is_usable(weight: Tensor) -> bool:
+    """Whether every weight is a number that can be computed with; a norm turns what overflows into a calm 0."""
+    own = weight.to_local() if isinstance(weight, DTensor) else weight
+    return bool((own.detach().abs() < HUGE).all())
 
 
 def train_samples(
@@ -137,7 +161,8 @@ def _recomputed(update: Update, parts: Sequence[Sequence[Micro]]) -> list[list[T
 def _batch_metrics(work: StepWork, prepared: Prepared) -> Mapping[str, float]:
     values = [rollout.reward for group in work.groups for rollout in group.rollouts]
     rewards = np.array([value for value in values if math.isfinite(value)])
-    measured = {"reward_mean": float(rewards.mean()), "reward_std": float(rewards.std())} if len(rewards) else {}
+    with np.errstate(over="ignore"):  # rewards of 1e200 have no variance
+        measured = {"reward_mean": float(rewards.mean()), "reward_std": float(rewards.std())} if len(rewards) else {}
     ages = np.array([staleness(work.step, group.version) for group in work.groups] or [0])
     return {
         **measured,

@@ -62,27 +62,33 @@ class Numbers:
 
 @dataclass
 class Totals:
-    """A step's numbers: what an update did not measure does not count in the mean of those that did."""
+    """A step's numbers: what an update did not measure does not count in the mean of those that did.
+
+    `grad_norm` is the mean of the updates that were made, if any was; `grad_norm_max` is of the skipped ones, too.
+    """
 
     sums: dict[str, float] = field(default_factory=dict)
     tokens: dict[str, float] = field(default_factory=dict)
     peaks: dict[str, float] = field(default_factory=dict)
     grad_norms: list[float] = field(default_factory=list)
+    made_norms: list[float] = field(default_factory=list)
     skipped: int = 0
 
-    def add(self, numbers: Numbers, grad_norm: float) -> None:
+    def add(self, numbers: Numbers, grad_norm: float, *, made: bool = True) -> None:
         for name, value in numbers.sums.items():
             self.sums[name] = self.sums.get(name, 0.0) + value
             self.tokens[name] = self.tokens.get(name, 0.0) + numbers.sums[TOKENS]
         for name, value in numbers.peaks.items():
             self.peaks[name] = max(self.peaks.get(name, value), value)
         self.grad_norms.append(grad_norm)
+        if made:
+            self.made_norms.append(grad_norm)
 
     def metrics(self) -> dict[str, float]:
         """The row's numbers; of a step in which nothing was measured only how many updates were skipped."""
         if not self.grad_norms:
             return {"skipped_updates": float(self.skipped)}
-        norms = {"grad_norm": float(np.mean(self.grad_norms)), "grad_norm_max": max(self.grad_norms)}
+        norms = {"grad_norm": float(np.mean(self.made_norms or self.grad_norms)), "grad_norm_max": max(self.grad_norms)}
         return {**_means(self.sums, self.tokens), **self.peaks, **norms, "skipped_updates": float(self.skipped)}
 
 

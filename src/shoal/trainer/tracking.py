@@ -22,6 +22,7 @@ from typing import Any, Protocol, cast
 
 from shoal.errors import ConfigError
 from shoal.runtime.files import ensure_folder, write_atomically
+from shoal.runtime.program import install_command
 
 log = logging.getLogger(__name__)
 
@@ -120,7 +121,7 @@ def require_trackers(words: Iterable[str]) -> None:
         if find_spec(word) is None:
             raise ConfigError(
                 f'trainer.tracking names "{word}", but the package {word} is not installed; install it with: '
-                f"pip install 'shoal[{word}]', or leave it out"
+                f"{install_command(word)}, or leave it out"
             )
 
 
@@ -146,8 +147,9 @@ class TensorBoard:
         self._cursor.load()
         first = min(step, self._cursor.step + 1)
         # By number, not by time: readers go through files by name, and a clock may be set back between two starts.
-        earlier = sum(1 for _ in self._folder.glob("events.out.tfevents.*"))
-        path = self._folder / f"events.out.tfevents.{earlier:010d}.shoal"
+        names = [path.name.split(".")[3] for path in self._folder.glob("events.out.tfevents.*.shoal")]
+        number = max((int(name) for name in names if name.isdecimal()), default=-1) + 1
+        path = self._folder / f"events.out.tfevents.{number:010d}.shoal"
         self._events = RecordWriter(path.open("xb"))
         self._put(event_pb2.Event(wall_time=time.time(), file_version="brain.Event:2"))
         again = event_pb2.SessionLog(status=event_pb2.SessionLog.START)

@@ -107,6 +107,15 @@ class Update:
         """Of the policy as it is, without a gradient."""
         return self._score(self.learner.model, self._lay(batch)).logprobs
 
+    @torch.no_grad()
+    def look(self, batch: Micro, tally: Tally) -> None:
+        """How far the policy as it is now is from what was recorded, without learning from it."""
+        laid = self._lay(batch)
+        logprobs_N = self._score(self.learner.model, laid).logprobs
+        gap_N, kl_N = absolute_difference(logprobs_N, laid.behaviour_N), divergence(logprobs_N, laid.behaviour_N)
+        values = {TOKENS: torch.ones_like(gap_N), "mismatch": gap_N, "mismatch_kl": kl_N}
+        tally.add(values, {}, counted=bool(batch.samples))
+
     def _lay(self, batch: Micro) -> Laid:
         return lay(batch.samples or [DUMMY], self.learner.device, packed=self.learner.packed)
 
@@ -173,9 +182,10 @@ class Update:
         seen = {**numbers.means(), "grad_norm": float(norm)}
         finite = math.isfinite(seen["grad_norm"]) and math.isfinite(seen["loss"])
         reason = self.veto(seen)
+        refused = learner.crew.any(reason is not None)
         if finite:
-            self.totals.add(numbers, seen["grad_norm"])
-        if learner.crew.any(reason is not None):
+            self.totals.add(numbers, seen["grad_norm"], made=not refused)
+        if refused:
             self.totals.skipped += 1
             log.warning("an update of step %d was skipped: %s", self.plan.step, reason or "another process refused it")
         elif not finite:

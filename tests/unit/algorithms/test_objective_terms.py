@@ -54,12 +54,27 @@ def test_the_kl_term_has_the_gradient_of_the_exact_divergence(behaviour_V: Tenso
     assert gradient(expected(kl_term(tokens, UNCAPPED), tokens), logits_V) == pytest.approx(exact, abs=1e-12)
 
 
-def test_what_is_reported_is_the_exact_divergence_on_average() -> None:
-    tokens = every_token(LOGITS_V)
+@pytest.mark.parametrize("behaviour_V", [None, BEHAVIOUR_V], ids=["on policy", "off policy"])
+def test_what_is_reported_is_the_exact_divergence_on_average(behaviour_V: Tensor | None) -> None:
+    tokens = every_token(LOGITS_V, behaviour_V)
     exact = float(divergence(LOGITS_V.log_softmax(0), REFERENCE_V))
-    assert float(expected(kl_estimate(tokens), tokens)) == pytest.approx(exact)
-    assert (kl_estimate(tokens) >= 0).all()
-    assert not kl_estimate(every_token(LOGITS_V.clone().requires_grad_())).requires_grad
+    assert float(expected(kl_estimate(tokens, UNCAPPED), tokens)) == pytest.approx(exact)
+    assert (kl_estimate(tokens, UNCAPPED) >= 0).all()
+    assert not kl_estimate(every_token(LOGITS_V.clone().requires_grad_()), UNCAPPED).requires_grad
+
+
+def test_a_token_that_the_policy_has_left_does_not_rule_what_is_reported() -> None:
+    """Drawn by the reference, (0.75, 0.25); π is (0.125, 0.875). KL(π ‖ reference) = ln(1/6) / 8 + 7 ln(3.5) / 8."""
+    drawn_V, policy_V = torch.tensor([0.75, 0.25]), torch.tensor([0.125, 0.875])
+    tokens = LossTokens(policy_V.log(), drawn_V.log(), torch.zeros(2), reference_N=drawn_V.log())
+    # weights r = 1/6 and 7/2; e^−d − 1 + d = 6 − 1 − ln 6 and 2/7 − 1 + ln 3.5
+    left, grown = 5 - math.log(6), 2 / 7 - 1 + math.log(3.5)
+    assert kl_estimate(tokens, UNCAPPED).tolist() == pytest.approx([left / 6, 3.5 * grown])
+    exact = math.log(1 / 6) / 8 + 7 * math.log(3.5) / 8
+    assert float(expected(kl_estimate(tokens, UNCAPPED), tokens)) == pytest.approx(exact)
+    capped = float(expected(kl_estimate(tokens, LossParameters(ratio_cap=2.0)), tokens))
+    assert capped == pytest.approx(0.75 * left / 6 + 0.25 * 2 * grown)
+    assert capped < exact, "what is cut off is missing"
 
 
 def test_the_trap_the_reported_estimate_as_a_loss_follows_another_divergence() -> None:
@@ -80,7 +95,7 @@ def test_the_kl_term_at_a_token_by_hand() -> None:
     term_N = kl_term(tokens, LossParameters(ratio_cap=2.0))
     assert float(term_N.detach()) == pytest.approx(math.log(2) ** 2)
     assert gradient(term_N.sum(), logprobs_N) == pytest.approx([2 * math.log(2)])
-    assert float(kl_estimate(tokens)) == pytest.approx(0.5 - 1 + math.log(2))
+    assert float(kl_estimate(tokens, LossParameters(ratio_cap=2.0))) == pytest.approx(2 * (0.5 - 1 + math.log(2)))
 
 
 def test_the_entropy_term_has_the_gradient_of_the_entropy() -> None:
@@ -114,7 +129,7 @@ def test_terms_are_added_with_their_weights_and_reported() -> None:
     both = with_terms(base, tokens, UNCAPPED, TermWeights(kl=0.25, entropy=0.5))
     by_hand_N = 1 + 0.25 * kl_term(tokens, UNCAPPED) - 0.5 * entropy_of(tokens)
     assert both.loss_N.tolist() == pytest.approx(by_hand_N.tolist())
-    assert both.mean["reference_kl"].tolist() == kl_estimate(tokens).tolist()
+    assert both.mean["reference_kl"].tolist() == kl_estimate(tokens, UNCAPPED).tolist()
     assert set(both.mean) == {"ratio_mean", "reference_kl"}
     assert base.mean.keys() == {"ratio_mean"}
     none = with_terms(base, replace(tokens, reference_N=None, entropy_N=None), UNCAPPED, TermWeights())
@@ -128,7 +143,7 @@ def test_far_from_the_reference_there_are_still_numbers() -> None:
     )
     term_N = kl_term(tokens, LossParameters())
     assert torch.isfinite(term_N).all()
-    assert torch.isfinite(kl_estimate(tokens)).all()
+    assert torch.isfinite(kl_estimate(tokens, LossParameters())).all()
     assert all(math.isfinite(value) for value in gradient(term_N.sum(), logprobs_N))
 
 

@@ -17,6 +17,7 @@ from shoal.cli.bundle import MANIFEST, BundleWriter, read_bundle, unpack
 from shoal.cli.folder import RunFolder
 from shoal.cli.main import main
 from shoal.errors import ConfigError, ProtocolError, ResourceError
+from shoal.runtime.metrics import MetricsLog
 from shoal.shardcast.tree import Tree
 
 
@@ -94,8 +95,22 @@ class TestContents:
         for name in ("1.0", "2.0", "9.0", "10.0", ".saving-11.0"):
             (source / name).mkdir(parents=True)
             (source / name / "checkpoint.json").write_text("{}")
-        backup._hold_checkpoints(tmp_path / "run", tmp_path / "scratch")
+        backup._hold_checkpoints(tmp_path / "run", tmp_path / "scratch", keep_best=1)
         assert {path.name for path in (tmp_path / "scratch" / "trainer" / "checkpoints").iterdir()} == {"9.0", "10.0"}
+
+    @pytest.mark.parametrize(
+        ("keep_best", "held"), [(0, {"9.0", "10.0"}), (1, {"9.0", "10.0", "2.1"}), (2, {"9.0", "10.0", "2.1", "1.0"})]
+    )
+    def test_the_best_checkpoints_go_in_too(self, tmp_path: Path, keep_best: int, held: set[str]) -> None:
+        source = tmp_path / "run" / "trainer" / "checkpoints"
+        for name in ("1.0", "2.0", "2.1", "5.0", "9.0", "10.0"):
+            (source / name).mkdir(parents=True)
+            (source / name / "checkpoint.json").write_text("{}")
+        metrics = MetricsLog(tmp_path / "run" / "trainer" / "metrics.jsonl")
+        for version, score in {1: 0.6, 2: 0.8, 4: 0.9, 5: 0.5}.items():  # the fourth has no checkpoint any more
+            metrics.append(version, {"held_out": score})
+        backup._hold_checkpoints(tmp_path / "run", tmp_path / "scratch", keep_best)
+        assert {path.name for path in (tmp_path / "scratch" / "trainer" / "checkpoints").iterdir()} == held
 
     def test_a_checkpoint_that_goes_while_it_is_held_is_not_taken_in_part(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -116,7 +131,7 @@ class TestContents:
             hold(path, target)
 
         monkeypatch.setattr(backup, "_hold", remove_the_oldest_meanwhile)
-        backup._hold_checkpoints(tmp_path / "run", tmp_path / "scratch")
+        backup._hold_checkpoints(tmp_path / "run", tmp_path / "scratch", keep_best=1)
         held = sorted(str(path.relative_to(tmp_path / "scratch")) for path in (tmp_path / "scratch").rglob("[ab]"))
         assert held == ["trainer/checkpoints/2.0/a", "trainer/checkpoints/2.0/b"]
 

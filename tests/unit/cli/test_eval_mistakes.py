@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -12,8 +13,10 @@ import pytest
 from rich.console import Console
 
 from shoal.cli.counting import counted
+from shoal.cli.evaluate import leaks_unknown
 from shoal.cli.main import main
 from shoal.cli.sources import model_source, task_source
+from shoal.environments import EnvironmentSettings, build
 from shoal.errors import ConfigError, EnvironmentSetupError, ModelError
 from shoal.models import model_folder
 from shoal.trainer.destination import MARK
@@ -180,3 +183,22 @@ def test_progress_on_a_terminal_is_a_bar_with_the_time_left() -> None:
         report(50, 100)
     assert "50/100" in file.getvalue()
     assert "-:--:--" in file.getvalue()
+
+
+class TestWhatAFolderSaysOfLeaks:
+    @pytest.mark.parametrize(
+        ("split", "about", "said"),
+        [
+            ("held_out", {"environment": "DIGEST"}, "its demonstrations have none of the tasks held out here"),
+            ("all", {"environment": "DIGEST"}, "leaks were not looked for: --trained-on"),
+            ("held_out", {"environment": "other"}, "leaks were not looked for: --trained-on"),
+            ("held_out", {"environment": None}, "leaks were not looked for: --trained-on"),
+            ("held_out", ["nothing"], "leaks were not looked for: --trained-on"),
+            ("held_out", None, "leaks were not looked for: --trained-on"),
+        ],
+    )
+    def test_a_warm_start_knows_what_was_kept_out(self, tmp_path: Path, split: str, about: Any, said: str) -> None:
+        environment = build(EnvironmentSettings(name="sort"))
+        if about is not None:
+            (tmp_path / "sft.json").write_text(json.dumps(about).replace("DIGEST", environment.digest))
+        assert said in leaks_unknown(tmp_path, environment, split)

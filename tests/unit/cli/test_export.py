@@ -51,6 +51,16 @@ def test_a_target_that_is_somebody_elses(run: Path, tmp_path: Path) -> None:
     assert [file.name for file in (tmp_path / "out").iterdir()] == ["thesis.txt"]
 
 
+def test_a_file_called_shoal_json_makes_no_export(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "shoal.json").write_text("hi")
+    (tmp_path / "out" / "precious.txt").write_text("mine")
+    code, said = export(run, tmp_path / "out")
+    assert code == 2
+    assert "exists and is not an export of shoal; choose another folder" in said
+    assert (tmp_path / "out" / "precious.txt").read_text() == "mine"
+
+
 def test_a_target_below_a_file(run: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     code, said = export(run, tmp_path / "file" / "out")

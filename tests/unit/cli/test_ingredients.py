@@ -9,12 +9,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from clikit import TINY
 
 from shoal.cli.ingredients import check_engines, check_ingredients, check_machine
+from shoal.cli.main import main
 from shoal.cli.recipe import Recipe
 from shoal.environments import EnvironmentSettings, build
 from shoal.errors import ModelError, UserError
 from shoal.models import model_folder
+from shoal.models.weights import check_targets
 
 SCORE = "\ndef score(prompt, completion, answer):\n    return 1.0\n"
 
@@ -205,3 +208,39 @@ def test_a_gpu_that_is_not_there(tmp_path: Path) -> None:
     (tmp_path / "nvidiactl").touch()
     check_machine(recipe, tmp_path)
     check_machine(Recipe.model_validate({"worker": {"device": "cuda", "count": 0}}), tmp_path / "empty")
+
+
+# -- adapters ----------------------------------------------------------------------------------------------------------
+
+LAYERS = "down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"
+
+
+def with_adapters(*targets: str, path: str = "tiny") -> Recipe:
+    return Recipe.model_validate({"model": {"path": path}, "trainer": {"lora": {"targets": list(targets)}}})
+
+
+@pytest.mark.parametrize("target", ["qproj", "lm_head", "embed_tokens", "q_norm", "self_attn"])
+def test_adapters_on_layers_that_the_model_has_not(target: str) -> None:
+    with pytest.raises(ModelError, match=rf"adapter is called '{target}'; there are: {LAYERS}$"):
+        check_ingredients(with_adapters("q_proj", target))
+
+
+def test_adapters_on_layers_of_several_files(model: Path) -> None:
+    """A layer may be in any of them, and its head may have as many rows as there are tokens."""
+
+    def tensor(shape: list[int]) -> dict[str, object]:
+        return {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}
+
+    (model / "b.safetensors").write_bytes(packed({"model.layers.3.mlp.router.weight": tensor([96, 8])}))
+    (model / "c.safetensors").write_bytes(packed({"model.other.weight": tensor([96, 8]), "__metadata__": {"a": "b"}}))
+    check_targets(model, ["router", "q_proj"])
+    with pytest.raises(ModelError, match="'other'"):
+        check_targets(model, ["other"])
+
+
+def test_nothing_is_made_for_a_run_that_could_not_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["run", str(TINY), "--dir", str(tmp_path / "run"), "--set", 'trainer.lora.targets=["qproj"]']
+    for mode in ([], ["--dry-run"], ["--prepare"]):
+        assert main([*asked, *mode]) == 2
+        assert f"is called 'qproj'; there are: {LAYERS}\n" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()

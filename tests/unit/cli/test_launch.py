@@ -170,6 +170,28 @@ def test_how_a_run_ended_decides_what_to_do_next(folder: RunFolder) -> None:
     assert last[130] == f"to go on: {shoal_command()} run --dir {folder.path}"
 
 
+@pytest.mark.parametrize(
+    ("scores", "said"),
+    [
+        ({}, None),
+        ({0: 0.5, 5: 0.75}, None),
+        ({0: 0.75, 5: 0.75}, None),
+        ({0: 0.9, 2: 0.9, 5: 0.75}, "version 2 has the best held-out score, 0.900 (the last 0.750); to take it: "),
+    ],
+)
+def test_a_better_version_than_the_last_is_pointed_at(
+    folder: RunFolder, scores: dict[int, float], said: str | None
+) -> None:
+    rows = [{"step": step, "held_out": score} for step, score in scores.items()]
+    (folder.path / "trainer").mkdir()
+    (folder.path / "trainer" / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    last = conclusion(folder.path, Launched(Ending(0, ""), None, 1.0))[-1]
+    if said is None:
+        assert last == f"the trained model is in {folder.path}/trainer/export"
+    else:
+        assert last == f"{said}{shoal_command()} export {folder.path} OUT --best"
+
+
 def test_a_folder_that_another_start_has_made_its_own_meanwhile_is_refused(folder: RunFolder) -> None:
     other = folder.recipe.model_copy(update={"run": folder.recipe.run.model_copy(update={"seed": 7})})
     with pytest.raises(ConfigError, match="another start has just made another run"):

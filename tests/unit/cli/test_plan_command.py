@@ -53,6 +53,13 @@ def test_what_is_certain_is_exact(files: Mapping[str, bytes]) -> None:
     assert held["reference"] == 2 * shape.weights
 
 
+@pytest.mark.parametrize("processes", [1, 2])
+def test_adapters_need_no_second_model_to_be_held_near_the_first(files: Mapping[str, bytes], processes: int) -> None:
+    free, held = (settings(lora={"rank": 4}, objective={"kl": kl}) for kl in (0.0, 0.1))
+    shape = shape_of(files, free)
+    assert plan(shape, held, processes).certain == plan(shape, free, processes).certain
+
+
 def test_processes_share_what_is_fixed_and_nothing_else(files: Mapping[str, bytes]) -> None:
     shape = shape_of(files, BFLOAT16)
     one, four = plan(shape, BFLOAT16, 1).device, plan(shape, BFLOAT16, 4).device
@@ -85,6 +92,8 @@ def test_settings_that_save_memory_are_offered_with_what_they_save(files: Mappin
     assert offered["trainer.memory.recompute=true"].device["activations"] < 0.4 * now.device["activations"]
     assert offered["trainer.micro_batch_tokens=16384"].device["activations"] == now.device["activations"] // 4
     assert all(other.total < now.total for other in offered.values())
+    assert "trainer.memory.compile=true" not in offered, "in float32 packs are not compiled"
+    assert "trainer.memory.compile=true" in alternatives(shape_of(files, BFLOAT16), BFLOAT16, 1)
     recomputed = settings(memory={"recompute": True})
     assert "trainer.memory.recompute=true" not in alternatives(shape, recomputed, 1)
 
@@ -105,6 +114,15 @@ def test_the_command_says_what_would_fit(capsys: pytest.CaptureFixture[str]) -> 
     assert "reference" in said
     line = next(line for line in said.splitlines() if "trainer.memory.recompute=true" in line)
     assert line.endswith("fits")
+
+
+def test_adapters_on_layers_that_the_model_has_not_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(TINY), "--set", 'trainer.lora.targets=["q_proj", "qproj"]']) == 2
+    said = capsys.readouterr()
+    assert (
+        "no linear layer of this model that can have an adapter is called 'qproj'; there are: down_proj, " in said.err
+    )
+    assert "fits" not in said.out
 
 
 def test_help_and_mistakes_need_no_torch() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from shoal.cli.program import python_command, shoal_command
+from shoal.runtime.program import install_command
 
 
 @pytest.fixture
@@ -25,6 +26,7 @@ def venv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_from_outside_the_environment_its_path_is_given(venv: Path) -> None:
     assert (shoal_command(), python_command()) == (".venv/bin/shoal", ".venv/bin/python")
+    assert install_command("wandb") == ".venv/bin/python -m pip install wandb"
 
 
 def test_in_another_folder_the_whole_path_is_given(

@@ -193,3 +193,9 @@ def test_a_path_in_an_override_is_meant_from_here(tmp_path: Path, monkeypatch: p
     for value in ("here.py", '"here.py"', "./here.py"):
         assert load_recipe(recipe, [f"environment.file={value}"]).environment.file == tmp_path / "here.py"
     assert load_recipe(recipe, ["model.path=tiny"]).model.path == "tiny"
+
+
+def test_the_loss_of_demonstrations_is_none_of_a_run() -> None:
+    for source, overrides in (('[trainer]\nloss = "cross_entropy"', ()), ("", ("trainer.loss=cross_entropy",))):
+        with pytest.raises(ConfigError, match=r'\[trainer\]: loss = "cross_entropy" is for demonstrations.*shoal sft'):
+            parse_config(source, Recipe, "r.toml", overrides)

@@ -47,6 +47,11 @@ def test_its_numbers_are_those_that_are_described() -> None:
     assert recipe.environment.options["keep_solve_rate"] == [0.125, 0.5]
 
 
+def test_what_is_not_described_is_chosen_openly() -> None:
+    written = tomllib.loads(PATH.read_text())["trainer"]
+    assert (written["mask_truncated"], written["processes"]) == (True, 8)
+
+
 def test_its_numbers_are_written_down_and_not_left_to_defaults() -> None:
     written = tomllib.loads(PATH.read_text())
     for table, values in DESCRIBED.items():

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import signal
+from collections.abc import Sequence
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -13,6 +16,7 @@ from rich.console import Console
 from shoal.cli.counting import counted
 from shoal.cli.main import main
 from shoal.environments import EnvironmentSettings, build
+from shoal.trainer.demonstrations import reading
 
 Capture = pytest.CaptureFixture[str]
 
@@ -37,6 +41,7 @@ def said(capsys: Capture, *arguments: object) -> str:
         (["--best", "0.5"], "--best and --best-per-prompt are by rank: give the classifier's folder with --rank"),
         (["--rank", "there"], "--rank: say how many to keep, with --best SHARE or --best-per-prompt K"),
         (["--set", "trainer.loss=plain"], "trainer.loss means nothing to a warm start; what does: betas, "),
+        (["--set", "trainer.processes=2"], "trainer.processes means nothing to a warm start, which is one process;"),
         (["--set", "trainer.learning_rat=1"], "[trainer] has no key 'learning_rat'; did you mean 'learning_rate'?"),
         (["--set", "run.steps=3"], "only settings of [trainer] and [environment] matter here"),
         (["--set", "environment.options.max_digits=9"], "there is no environment here; give one with --env"),
@@ -71,6 +76,32 @@ def test_a_folder_that_is_somebodys_is_left_alone(demos: Path, tmp_path: Path, c
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").touch()
     assert "is not an export of shoal" in said(capsys, "tiny", "--data", demos, "--out", tmp_path / "mine")
+
+
+def test_a_work_folder_that_is_somebodys_is_left_alone(demos: Path, tmp_path: Path, capsys: Capture) -> None:
+    work = tmp_path / "mine.work"
+    (work / "corpus").mkdir(parents=True)
+    (work / "corpus" / "precious").touch()
+    (work / "corpus.txt").touch()
+    told = said(capsys, "tiny", "--data", demos, "--out", tmp_path / "mine", "--steps", "1")
+    assert f"{work} is there and is not of a warm start: move it away, or choose another --out" in told
+    assert sorted(path.name for path in work.rglob("*")) == ["corpus", "corpus.txt", "precious"]
+
+
+def test_told_to_stop_while_it_starts(demos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = reading.Demonstrations.__init__
+
+    def slow(self: reading.Demonstrations, paths: Sequence[Path]) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        opened(self, paths)
+
+    monkeypatch.setattr(reading.Demonstrations, "__init__", slow)
+    before = signal.signal(signal.SIGTERM, lambda *_: pytest.fail("nobody listens to the signal yet"))
+    try:
+        assert main(["sft", "tiny", "--data", str(demos), "--out", str(tmp_path / "out")]) == 130
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert not list(tmp_path.glob("out*"))
 
 
 def test_choosing_only(demos: Path, tmp_path: Path, capsys: Capture) -> None:

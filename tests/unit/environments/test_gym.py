@@ -364,7 +364,7 @@ def test_too_few_different_tasks_are_said() -> None:
 
 def test_without_the_package_the_command_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    with pytest.raises(EnvironmentSetupError, match=r"pip install 'shoal\[gym\]'"):
+    with pytest.raises(EnvironmentSetupError, match=r"python -m pip install reasoning-gym==\d"):
         gym()
 
 

@@ -22,10 +22,15 @@ def make(seed=0, bias=True):
     return hidden, weight, shift if bias else None, targets, weights
 
 
-def plain(hidden, weight, bias, targets, temperature):
-    logits = torch.nn.functional.linear(hidden, weight, bias) / temperature
-    everything = torch.log_softmax(logits, dim=-1)
+def plain(hidden, weight, bias, targets, temperature, scale=1.0, cap=None):
+    logits = rescaled(torch.nn.functional.linear(hidden, weight, bias), scale, cap)
+    everything = torch.log_softmax(logits / temperature, dim=-1)
     return everything.gather(1, targets[:, None])[:, 0], -(everything.exp() * everything).sum(dim=-1)
+
+
+def rescaled(logits, scale, cap):
+    """What Cohere and Granite (scale) and Gemma 2 (cap) do to their logits."""
+    return logits * scale if cap is None else cap * torch.tanh(logits * scale / cap)
 
 
 def objective(found, weights, parts):
@@ -38,6 +43,21 @@ def gradients(call, tensors, weights, parts):
     leaves = [None if each is None else each.clone().requires_grad_() for each in tensors]
     objective(call(*leaves), weights, parts).backward()
     return [None if leaf is None else leaf.grad for leaf in leaves]
+
+
+def test_tokens_that_can_never_be_drawn_change_nothing():
+    """A logit of −∞, e.g. of a vocabulary that is filled up: 0 · −∞ must not become a number, nor no number."""
+    hidden, weight, shift, targets, weights = make()
+    wider = torch.cat([weight, torch.ones(3, HIDDEN)]), torch.cat([shift, torch.full((3,), -torch.inf)])
+    few, more = token_logprobs(hidden, Head(weight, shift), targets), token_logprobs(hidden, Head(*wider), targets)
+    torch.testing.assert_close(tuple(more), tuple(few))
+    found, expected = (
+        gradients(lambda h, w, b: token_logprobs(h, Head(w, b), targets), (hidden, *head), weights, "le")
+        for head in (wider, (weight, shift))
+    )
+    torch.testing.assert_close([found[0], *(each[:VOCABULARY] for each in found[1:])], expected)
+    assert not found[1][VOCABULARY:].any()
+    assert not found[2][VOCABULARY:].any()
 
 
 @pytest.mark.parametrize("parts", ["l", "e", "le"])
@@ -58,6 +78,34 @@ def test_gradients_are_those_of_the_plain_formula_in_double(parts, rows, bias, t
     for mine, theirs in zip(found, expected, strict=True):
         if theirs is not None:
             torch.testing.assert_close(mine, theirs.float(), rtol=1e-4, atol=2e-6)
+
+
+@pytest.mark.parametrize("parts", ["l", "e", "le"])
+@pytest.mark.parametrize("rows", [TOKENS, 7])
+@pytest.mark.parametrize(("scale", "cap"), [(0.0625, None), (1.0, 3.0), (1.7, 2.0)])
+def test_rescaled_logits_have_the_plain_formulas_values_and_gradients(parts, rows, scale, cap):
+    *tensors, targets, weights = make(2)
+    assert cap is None or torch.nn.functional.linear(*tensors).abs().max() > 2 * cap, "the cap is reached"
+    wide = [each.double() for each in tensors]
+    expected = gradients(lambda h, w, b: plain(h, w, b, targets, 0.6, scale, cap), wide, weights.double(), parts)
+
+    def call(h, w, b):
+        return token_logprobs(h, Head(w, b, scale, cap), targets, 0.6, rows * VOCABULARY)
+
+    for mine, theirs in zip(call(*tensors), plain(*wide, targets, 0.6, scale, cap), strict=True):
+        torch.testing.assert_close(mine, theirs.float(), rtol=1e-5, atol=1e-5)
+    for mine, theirs in zip(gradients(call, tensors, weights, parts), expected, strict=True):
+        torch.testing.assert_close(mine, theirs.float(), rtol=1e-4, atol=2e-6)
+
+
+@pytest.mark.parametrize(("scale", "cap"), [(0.5, None), (1.0, 2.0), (0.5, 3.0)])
+def test_rescaled_logits_are_differentiable_by_themselves(scale, cap):
+    hidden, weight, shift, _targets, _weights = make(3)
+    leaves = [each[:4].clone().requires_grad_() for each in (hidden, weight, shift)]
+    mine = torch.autograd.grad(Head(*leaves[1:], scale, cap).logits(leaves[0]).square().sum(), leaves)
+    plainly = rescaled(torch.nn.functional.linear(*leaves), scale, cap)
+    for one, other in zip(mine, torch.autograd.grad(plainly.square().sum(), leaves), strict=True):
+        torch.testing.assert_close(one, other)
 
 
 @pytest.mark.parametrize("rows", [TOKENS, 5])
@@ -123,12 +171,13 @@ class Largest(TorchDispatchMode):
         return result
 
 
-def test_the_whole_table_is_made_in_neither_direction():
+@pytest.mark.parametrize("cap", [None, 5.0])
+def test_the_whole_table_is_made_in_neither_direction(cap):
     tokens, vocabulary, rows = 400, 300, 10
     hidden, weight = torch.randn(tokens, 4, requires_grad=True), torch.randn(vocabulary, 4, requires_grad=True)
     with Largest() as largest:
         found = token_logprobs(
-            hidden, Head(weight, None), torch.zeros(tokens, dtype=torch.long), tile_elements=rows * vocabulary
+            hidden, Head(weight, None, 1.0, cap), torch.zeros(tokens, dtype=torch.long), tile_elements=rows * vocabulary
         )
         (found.logprobs.sum() + found.entropy.sum()).backward()
     assert rows * vocabulary <= largest.elements <= rows * vocabulary  # 3,000 of 120,000

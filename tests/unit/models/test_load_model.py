@@ -105,7 +105,9 @@ def test_a_config_that_cannot_be_used_is_refused(copy, changes, said):
         model_from_files(files)
 
 
-def test_a_head_that_rescales_logits_is_refused_rather_than_approximated(copy):
+def test_a_rescaling_that_transformers_does_not_know_of_is_refused_rather_than_left_out(copy):
     edit_config(copy, final_logit_softcapping=30.0)
-    with pytest.raises(ModelError, match="final_logit_softcapping"):
+    with pytest.raises(
+        ModelError, match="final_logit_softcapping, which transformers does not look at in a model of type"
+    ):
         load_model(copy)

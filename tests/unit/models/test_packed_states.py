@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils._pytree import tree_map
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -122,6 +123,14 @@ def test_which_models_are_packed(model):
     assert model.config._attn_implementation == "sdpa"  # asking changes nothing
 
 
+def test_a_model_whose_arguments_are_copied_on_their_way_to_a_layer_is_packed_as_well():
+    """As FSDP does it, layer by layer."""
+    model = build_tiny(0)
+    for layer in model.model.layers:
+        layer.register_forward_pre_hook(lambda _layer, *given: tree_map(lambda leaf: leaf, given), with_kwargs=True)
+    assert supports_packing(model)
+
+
 def sliding():
     return MistralForCausalLM(MistralConfig(
         vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
@@ -142,11 +151,14 @@ def eager():
 
 
 @pytest.mark.parametrize("build", [sliding, mixed, recurrent, eager])
-def test_which_models_are_not(build):
+def test_which_models_are_not(build, caplog):
     model = build().eval()
     before = model.config._attn_implementation
-    assert not supports_packing(model)
+    with caplog.at_level("INFO", "shoal.models.packed"):
+        assert not any(supports_packing(model) for _ in range(2))
     assert model.config._attn_implementation == before
+    (said,) = caplog.messages
+    assert "padded rows" in said
 
 
 def test_one_long_sequence_does_not_widen_many_short_ones():

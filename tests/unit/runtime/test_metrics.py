@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -88,3 +89,25 @@ def test_a_row_that_a_rewind_left_in_part_can_be_added_to(tmp_path: Path) -> Non
     log.amend(0, {"extra": 2.0})
     assert log.append(0, {"loss": 3.0}) == {"step": 0, "held_out": 0.25, "extra": 2.0, "loss": 3.0}
     assert len(log.rows()) == 1
+
+
+@pytest.mark.parametrize("value", ["null", '"fast"', "NaN", "-Infinity", "true", "[1]", '{"a": 1}', "1" + "0" * 400])
+def test_what_somebody_put_there_that_is_no_number_is_left_out(tmp_path: Path, value: str) -> None:
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    log.path.write_text(f'{{"step": 0, "loss": 0.5, "rate_factor": {value}}}\n{{"step": {value}, "loss": 0.25}}\n')
+    assert log.rows() == [{"step": 0, "loss": 0.5}]
+    log.rewind(1)
+    assert log.append(1, {"loss": 0.1}) == {"step": 1, "loss": 0.1}
+
+
+def test_of_two_rows_of_a_step_the_later_counts(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    log.path.write_text("".join(f'{{"step": {step}, "loss": {loss}}}\n' for step, loss in ((0, 1), (1, 2), (0, 3))))
+    assert log.rows() == [{"step": 0, "loss": 3}, {"step": 1, "loss": 2}]
+
+
+@pytest.mark.parametrize("use", [MetricsLog.rows, lambda log: log.rewind(1), lambda log: log.append(0, {})])
+def test_a_folder_in_its_place_is_one_clear_error(tmp_path: Path, use: Callable[[MetricsLog], object]) -> None:
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(ResourceError, match=r"cannot (read|write) .*metrics\.jsonl: Is a directory"):
+        use(MetricsLog(tmp_path / "metrics.jsonl"))

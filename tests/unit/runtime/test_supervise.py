@@ -139,8 +139,9 @@ def test_a_long_life_clears_the_count_of_short_ones(bench: Bench) -> None:
 @pytest.mark.parametrize("code", [2, 3, 5])
 def test_a_mistake_of_the_user_is_not_retried(bench: Bench, code: int) -> None:
     child = f"import sys; print('shoal: port 80 is taken', file=sys.stderr); sys.exit({code})"
-    ending = bench.make(bench.spec("hub", child)).run()
-    assert ending == Ending(code, "hub: port 80 is taken")
+    supervisor = bench.make(bench.spec("hub", child))
+    assert supervisor.run() == Ending(code, "hub: port 80 is taken")
+    assert view(supervisor, "hub").why == f"ended with exit code {code}", "what it said is said by the ending"
     assert bench.log("hub").count("port 80") == 1
 
 

@@ -12,10 +12,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from trainer_stubs import KEY, RUN, FakeHub, tiny_files, tiny_model
+from trainer_stubs import KEY, RUN, FakeHub, tiny_loaded
 
-from shoal.models.load import LoadedModel
-from shoal.models.tokenizer import TextTokenizer
 from shoal.protocol import PolicyRef
 from shoal.runtime.files import ensure_folder
 from shoal.runtime.stop import StopToken, stop_on_signals
@@ -44,8 +42,7 @@ def main() -> None:
 
 
 def _lead(folder: Path, steps: int, settings: TrainerSettings, crew: Together, stop: StopToken) -> None:
-    model = tiny_model()
-    files = tiny_files(model)
+    loaded = tiny_loaded(settings)
     checkpoints = ensure_folder(folder / "trainer" / "checkpoints")
     origin = Origin(folder / "origin", RUN, KEY)
     hub = FakeHub(steps)
@@ -54,8 +51,8 @@ def _lead(folder: Path, steps: int, settings: TrainerSettings, crew: Together, s
         folder=folder / "trainer",
         hub=hub,
         origin=origin,
-        learner=lead(LoadedModel(model, TextTokenizer(files), files), settings, checkpoints, crew),
-        files=files,
+        learner=lead(loaded, settings, checkpoints, crew),
+        files=dict(loaded.files),
         key=KEY,
         evaluate=lambda: None,
         hands=leading_hands(crew, checkpoints),

@@ -5,15 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from trainer_stubs import SETTINGS, make_group, tiny_files, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from shoal.engines import GenerationRequest
+from shoal.engines.torch import TorchEngine
 from shoal.errors import ModelError
 from shoal.models.load import load_model, model_from_files
 from shoal.models.logprobs import Head, hidden_states
+from shoal.models.packed import supports_packing
 from shoal.models.state import apply_state, policy_state, policy_views
+from shoal.protocol import SamplingParameters
 from shoal.trainer.learner import new_learner
 from shoal.trainer.memory import shape_of
 from shoal.trainer.step import StepWork, train_step
@@ -43,6 +48,38 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "stablelm": COMMON,
     "opt": {**SHARED, "word_embed_proj_dim": 32, "ffn_dim": 48},
     "granite-plain": {**COMMON, "model_type": "granite", "logits_scaling": 1.0},
+    # Logits that are scaled or capped; attention that is capped, has sinks, or is written out in the model.
+    "granite": {**COMMON, "logits_scaling": 8.0},
+    "granitemoe": {**COMMON, "logits_scaling": 6.0},
+    "hyperclovax": {**COMMON, "logits_scaling": 3.0},
+    "cohere": COMMON,
+    "cohere2": {**COMMON, "sliding_window": 4},
+    "gemma2": {**COMMON, "sliding_window": 4, "final_logit_softcapping": 0.5, "attn_logit_softcapping": 0.5},
+    "vaultgemma": {**COMMON, "sliding_window": 4, "final_logit_softcapping": 0.5},
+    "gemma4_text": {
+        **COMMON,
+        "final_logit_softcapping": 0.5,
+        "vocab_size_per_layer_input": 96,
+        "hidden_size_per_layer_input": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 4,
+    },
+    "nanochat": {**COMMON, "final_logit_softcapping": 0.5},
+    "gpt_oss": {**COMMON, "num_local_experts": 4, "sliding_window": 4},
+    "mpt": {"vocab_size": 96, "d_model": 32, "n_heads": 2, "n_layers": 2, "max_seq_len": 64, "logit_scale": 0.5},
+    "bloom": {"vocab_size": 96, "hidden_size": 32, "n_layer": 2, "n_head": 2},
+    "gptj": {"vocab_size": 96, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64, "rotary_dim": 8},
+    "codegen": {"vocab_size": 96, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "rotary_dim": 4},
+    "gpt_neo": {
+        "vocab_size": 96,
+        "hidden_size": 32,
+        "num_layers": 2,
+        "num_heads": 2,
+        "max_position_embeddings": 64,
+        "attention_types": [[["global", "local"], 1]],
+        "window_size": 4,
+    },
+    "xglm": {"vocab_size": 96, "d_model": 32, "num_layers": 2, "attention_heads": 2, "ffn_dim": 48},
     "qwen3_moe": {**COMMON, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     "mixtral": {**COMMON, "num_local_experts": 4},
 }
@@ -54,7 +91,8 @@ def config_of(name: str) -> Any:
 
 
 # One of each way of doing things: learned positions, windows, norms in other places, fused projections, experts.
-QUICK = ("gemma3_text", "gpt2", "llama", "phi3", "qwen3_moe")
+QUICK = ("cohere", "gemma2", "gemma3_text", "gpt2", "granite", "llama", "phi3", "qwen3_moe")
+PADDED = ("gemma2", "vaultgemma", "cohere2", "gemma4_text", "gemma3_text", "gpt_oss", "mistral-window", "bloom", "mpt")
 
 
 @pytest.mark.parametrize(
@@ -62,7 +100,7 @@ QUICK = ("gemma3_text", "gpt2", "llama", "phi3", "qwen3_moe")
 )
 def test_a_random_model_of_this_kind(name: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    made = AutoModelForCausalLM.from_config(config_of(name), attn_implementation="sdpa").eval()
+    made = AutoModelForCausalLM.from_config(config_of(name)).eval()  # with the attention that transformers chooses
     made.save_pretrained(tmp_path)
     for file, data in tiny_files(tiny_model()).items():
         if file != "config.json":
@@ -87,15 +125,49 @@ def test_a_random_model_of_this_kind(name: str, tmp_path: Path) -> None:
     shape = shape_of(loaded.files, SETTINGS)
     assert shape.weights == sum(weight.numel() for weight in loaded.model.parameters())
     assert shape.activation_bytes > 0
+    assert learner.packed == supports_packing(loaded.model)
+    assert not (learner.packed and name in PADDED)
+    check_decoding(loaded.model)
+
+
+@torch.no_grad()
+def check_decoding(model: Any) -> None:
+    """Cached, batched and padded: the log-probabilities that transformers' own logits give."""
+    sampling = SamplingParameters(temperature=0.8, max_new_tokens=6, eos_token_id=1)
+    requests = [GenerationRequest(tuple(range(5, 5 + length)), (length, 50), sampling) for length in (1, 7, 3)]
+    for request, completions in zip(requests, TorchEngine.wrap(model).generate(requests), strict=True):
+        for completion in completions:
+            ids = torch.tensor([*request.prompt_ids, *completion.token_ids.tolist()])
+            start = len(request.prompt_ids)
+            logits = model(ids[None]).logits[0, start - 1 : -1].float()
+            expected = torch.log_softmax(logits / 0.8, dim=-1).gather(1, ids[start:, None])[:, 0]
+            np.testing.assert_allclose(completion.logprobs, expected.numpy(), atol=1e-4)
+
+
+SCALES = {"granite": 1 / 8, "granitemoe": 1 / 6, "hyperclovax": 3.0, "cohere": 1 / 16, "cohere2": 1 / 16, "mpt": 1.0}
+CAPS = ("gemma2", "vaultgemma", "gemma4_text", "nanochat")
+
+
+@pytest.mark.parametrize("name", [*SCALES, *CAPS, "llama"])
+def test_what_is_done_to_logits_is_read_from_the_configuration(name: str) -> None:
+    with torch.device("meta"):
+        head = Head.of(AutoModelForCausalLM.from_config(config_of(name)))
+    assert (head.scale, head.cap) == (SCALES.get(name, 1.0), 0.5 if name in CAPS else None)
 
 
 @pytest.mark.parametrize(
-    ("name", "setting"),
-    [("gemma2", "final_logit_softcapping"), ("cohere", "logit_scale"), ("granite", "logits_scaling")],
+    ("name", "setting", "value"),
+    [("gemma2", "final_logit_softcapping", 0.0), ("granite", "logits_scaling", 0), ("cohere", "logit_scale", -1.0)],
 )
-def test_logits_that_are_rescaled_are_refused_in_words(name: str, setting: str) -> None:
-    config = AutoConfig.for_model(name, **COMMON, **({"logits_scaling": 8.0} if name == "granite" else {}))
+def test_a_rescaling_that_makes_no_sense_is_refused_in_words(name: str, setting: str, value: float) -> None:
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    with pytest.raises(ModelError, match=f"rescale their logits \\({setting}"):
+        model = AutoModelForCausalLM.from_config(config_of(name))
+    setattr(model.config, setting, value)
+    with pytest.raises(ModelError, match=f"{setting} in config.json is .*positive number"):
         Head.of(model)
+
+
+def test_what_the_engine_cannot_decode_is_refused_in_words() -> None:
+    config = AutoConfig.for_model("mamba", vocab_size=96, hidden_size=16, num_hidden_layers=1, state_size=4)
+    with pytest.raises(ModelError, match="MambaForCausalLM does not support"):
+        model_from_files({"config.json": config.to_json_string(use_diff=False).encode()})

@@ -11,15 +11,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from trainer_stubs import KEY, RUN, SETTINGS, FakeHub, training_run
+from trainer_stubs import KEY, RUN, SETTINGS, FakeHub, tiny_loaded, training_run
 
 from shoal.shardcast.origin import Origin
 from shoal.trainer.checkpoint import MODEL, TRAINING, CheckpointStore, StoredCheckpoint
+from shoal.trainer.learner import new_learner
 from shoal.trainer.settings import TrainerSettings
 
 PROGRAM = Path(__file__).with_name("rank_program.py")
 SHARED = SETTINGS.model_copy(update={"evaluate_every": 0, "micro_batch_tokens": 24, "grad_clip": 0.05})
 LIMIT_S = 240
+LORA = {"rank": 2, "alpha": 4.0, "targets": ["q_proj", "up_proj"]}
 
 
 def run_crew(folder: Path, world: int, steps: int, settings: TrainerSettings = SHARED) -> None:
@@ -58,7 +60,9 @@ def alone(folder: Path, steps: int, settings: TrainerSettings = SHARED) -> Store
     head = Origin(folder / "origin", RUN, KEY).head()
     if head is not None:
         hub.policies[head.policy.incarnation, head.policy.version] = head.policy.digest
-    run, _ = training_run(folder, hub, settings)
+    loaded = tiny_loaded(settings)
+    made = new_learner(loaded.model, settings)
+    run, _ = training_run(folder, hub, settings, learner=made, files=dict(loaded.files))
     run.run()
     return newest(folder)
 
@@ -88,6 +92,7 @@ def test_two_processes_train_as_one_does(tmp_path: Path) -> None:
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-5)
         assert ours["grad_norm"] > SHARED.grad_clip, "otherwise nothing is clipped"
         assert ours["tokens"] == theirs["tokens"]
+        assert ours["padding_fraction"] == theirs["padding_fraction"] == 0, "two processes pack as one does"
     assert not list(stored.folder.parent.glob(".part-*")), "parts were left behind"
     assert difference(alone(tmp_path / "two", steps=5), alone(tmp_path / "one", steps=5)) < 5e-6
 
@@ -111,11 +116,14 @@ def test_a_checkpoint_is_loaded_by_any_number_of_processes(tmp_path: Path) -> No
     [
         {"objective": {"kl": 0.05, "ratio_base": "recomputed"}, "memory": {"recompute": True}},
         {"memory": {"precision": "bfloat16"}},
+        {"lora": LORA, "objective": {"kl": 0.05}},
+        {"lora": LORA, "memory": {"precision": "bfloat16"}},
     ],
-    ids=["kl-recomputed", "bfloat16"],
+    ids=["kl-recomputed", "bfloat16", "lora-kl", "lora-bfloat16"],
 )
 def test_every_kind_of_step_in_two_processes(tmp_path: Path, changes: dict[str, object]) -> None:
-    """The reference's pass, recomputed layers, rounded weights: as in one process, to what their rounding allows."""
+    """The reference's pass, recomputed layers, rounded weights, adapters: as in one process, to what their rounding
+    allows. Then one process goes on where the two have ended."""
     torch.set_num_threads(1)
     settings = TrainerSettings.model_validate({**SHARED.model_dump(), **changes})
     run_crew(tmp_path / "two", 2, 3, settings)
@@ -123,3 +131,11 @@ def test_every_kind_of_step_in_two_processes(tmp_path: Path, changes: dict[str, 
     assert difference(newest(tmp_path / "two"), alone(tmp_path / "one", 3, settings)) < limit
     for ours, theirs in zip(rows(tmp_path / "two"), rows(tmp_path / "one"), strict=True):
         assert ours["entropy"] == pytest.approx(theirs["entropy"], rel=1e-5 if limit < 1e-5 else 1e-2)
+        assert ours["padding_fraction"] == 0
+    stored, expected = alone(tmp_path / "two", 4, settings), alone(tmp_path / "one", 4, settings)
+    assert {value.dtype for value in stored.tensors().values()} == {torch.float32}
+    assert difference(stored, expected) < 2 * limit
+    if settings.lora is not None:
+        frozen = [name for name in expected.tensors() if "lora_" not in name]
+        start = tiny_loaded(settings).model.state_dict()
+        assert all(torch.equal(stored.tensors()[name], start[name]) for name in frozen), "the base stays as it was"

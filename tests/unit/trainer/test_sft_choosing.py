@@ -132,14 +132,13 @@ def test_characters_that_the_tokenizer_does_not_know(tmp_path: Path) -> None:
     assert reasons(outcome) == {1: "characters: characters that the tokenizer does not know"}
 
 
-def test_duplicates_but_for_space_case_and_system(tmp_path: Path) -> None:
+def test_duplicates_but_for_space_and_case(tmp_path: Path) -> None:
     rows = [
         {"messages": [{"role": "user", "content": "Two  plus two?"}, {"role": "assistant", "content": "Four."}]},
         {"messages": [USER, BOT]},
         {
             "messages": [
-                {"role": "system", "content": "Be brief"},
-                {"role": "user", "content": "two plus TWO?"},
+                {"role": "user", "content": " two plus\nTWO?"},
                 {"role": "assistant", "content": "four."},
             ]
         },

@@ -18,7 +18,7 @@ from shoal.trainer.crew import Alone
 from shoal.trainer.forward import lay, score
 from shoal.trainer.learner import Learner, cost_of, new_learner
 from shoal.trainer.samples import Sample
-from shoal.trainer.settings import ObjectiveSettings
+from shoal.trainer.settings import MemorySettings, ObjectiveSettings
 from shoal.trainer.step import StepWork, train_step
 from shoal.trainer.update import DUMMY
 
@@ -162,6 +162,20 @@ def test_cost_follows_from_the_models_shape() -> None:
     assert cost.linear == sum(value.numel() for value in model.parameters())
     assert cost.quadratic == 2 * 2 * 16  # layers × heads × head size
     assert cost_of(gpt2()).quadratic == 2 * 4 * 8
+
+
+@pytest.mark.parametrize(("flash", "packed", "compiled"), [(False, True, 0), (True, True, 1), (False, False, 1)])
+def test_packs_are_compiled_only_where_one_program_serves_them_all(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, flash: bool, packed: bool, compiled: int
+) -> None:
+    """Packs as rows of similar lengths are a program for every number of them, until torch compiles no more."""
+    monkeypatch.setattr("shoal.trainer.learner.attends_by_flash", lambda _model: flash)
+    monkeypatch.setattr("shoal.trainer.learner.supports_packing", lambda _model: packed)
+    calls: list[object] = []
+    monkeypatch.setattr("shoal.trainer.learner.compile_layers", calls.append)
+    new_learner(tiny_model(), STILL.model_copy(update={"memory": MemorySettings(compile=True)}))
+    assert len(calls) == compiled
+    assert len([message for message in caplog.messages if "trainer.memory.compile" in message]) == 1 - compiled
 
 
 def test_models_that_cannot_be_packed_are_trained_in_rows(groups, monkeypatch: pytest.MonkeyPatch) -> None:

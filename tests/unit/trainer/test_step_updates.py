@@ -59,8 +59,11 @@ def test_a_veto_sees_each_updates_numbers_and_skips_it(groups) -> None:
 def test_only_the_vetoed_update_is_left_out(groups) -> None:
     answers = iter(["no", None])
     made = learner(SETTINGS)
-    metrics = train_step(made, work(groups), veto=lambda _numbers: next(answers))
+    norms: list[float] = []
+    metrics = train_step(made, work(groups), veto=lambda seen: norms.append(seen["grad_norm"]) or next(answers))
     assert metrics["skipped_updates"] == 1
+    assert metrics["grad_norm"] == norms[1], "what was not made is no part of how far steps go"
+    assert metrics["grad_norm_max"] == max(norms)
     assert {float(slots["step"]) for slots in made.optimizer.state.values()} == {1.0}
     free = learner(SETTINGS)
     assert train_step(free, work(groups))["skipped_updates"] == 0

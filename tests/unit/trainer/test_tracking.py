@@ -82,6 +82,16 @@ def test_what_was_never_tracked_is_made_up_for(tmp_path: Path) -> None:
     assert board(tmp_path) == {"loss": [(0, 1.0), (1, 2.0), (2, 3.0), (3, 4.0)]}
 
 
+def test_an_event_file_that_was_deleted_does_not_end_tracking(tmp_path: Path) -> None:
+    for step in range(3):
+        tensorboard(tmp_path, step, [row(number, 1.0) for number in range(step)]).close()
+    (tmp_path / "tensorboard" / "events.out.tfevents.0000000000.shoal").unlink()
+    tensorboard(tmp_path, 3, [row(number, 1.0) for number in range(3)]).close()
+    names = sorted(path.name for path in (tmp_path / "tensorboard").glob("events*"))
+    assert names == [f"events.out.tfevents.{number:010d}.shoal" for number in (1, 2, 3)]
+    assert board(tmp_path)["loss"][-1] == (2, 1.0)
+
+
 def test_a_torn_end_of_a_file_is_left_out(tmp_path: Path) -> None:
     tensorboard(tmp_path).write(row(0, 1.0))
     (written,) = (tmp_path / "tensorboard").glob("events*")
@@ -171,7 +181,7 @@ def test_a_run_is_tracked_step_by_step_with_late_scores(tmp_path: Path) -> None:
 @pytest.mark.parametrize("word", ["tensorboard", "wandb"])
 def test_a_missing_package_is_said_before_anything_starts(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracking, "find_spec", lambda _name: None)
-    with pytest.raises(ConfigError, match=rf"pip install 'shoal\[{word}\]'"):
+    with pytest.raises(ConfigError, match=rf"with: \S*python -m pip install {word}, or"):
         require_trackers([word])
     recipe = Recipe.model_validate({"trainer": {"tracking": [word]}})
     with pytest.raises(ConfigError, match=f'"{word}"'):

@@ -197,6 +197,52 @@ def test_a_crash_while_saving_leaves_the_one_before(tmp_path: Path, monkeypatch:
     assert [path.name for path in tmp_path.iterdir()] == ["2.0"]
 
 
+def test_what_is_damaged_keeps_no_good_one_from_being_kept(tmp_path: Path) -> None:
+    """A folder with a higher number, in which there is nothing: the newest good ones stay, whatever it is called."""
+    made = learner()
+    store = CheckpointStore(tmp_path, keep=1)
+    store.save(made, Progress(RUN, 3), {})
+    (tmp_path / "999.0").mkdir()
+    again = CheckpointStore(tmp_path, keep=1)
+    stored = again.newest()
+    assert stored is not None
+    assert stored.progress.version == 3
+    for version in (4, 5):
+        again.save(made, Progress(RUN, version), {})
+        assert again.places() == [(999, 0), (version, 0)]
+    assert again.sound() == [(5, 0)]
+
+
+def test_what_was_just_written_is_kept_among_strays_that_nobody_has_read(tmp_path: Path) -> None:
+    (tmp_path / "999.0").mkdir()
+    store = CheckpointStore(tmp_path, keep=1)
+    store.save(learner(), Progress(RUN, 4), {})
+    assert (4, 0) in store.places()
+
+
+def test_stray_files_among_the_checkpoints_are_no_trouble(tmp_path: Path) -> None:
+    for name in (".saving-note", "1.0", "3.0", "notes.txt"):
+        (tmp_path / name).write_text("mine")
+    made, store = learner(), CheckpointStore(tmp_path, keep=2)
+    assert store.newest() is None
+    for version in (1, 2):
+        store.save(made, Progress(RUN, version), {})
+    stored = store.newest()
+    assert stored is not None
+    assert (stored.progress.version, store.places()) == (2, [(2, 0), (1, 0)])
+
+
+def test_what_cannot_be_swept_away_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / ".saving-1.0").mkdir()
+
+    def refused(_path: Path) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(checkpoint.CheckpointStore, "_sweep", lambda store: refused(store.folder))
+    with pytest.raises(ResourceError, match="permission denied"):
+        CheckpointStore(tmp_path, 1).save(learner(), Progress(RUN, 2), {})
+
+
 def test_an_unwritable_folder_is_one_clear_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(ResourceError, match="a part of the path is a file"):

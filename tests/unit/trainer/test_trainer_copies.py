@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, cast
 
+import pytest
 import torch
 from trainer_stubs import RUN, SETTINGS, learner, make_group, same, weights
 
 from shoal.trainer.checkpoint import CheckpointStore, Progress, restore
 from shoal.trainer.copies import Copies
+from shoal.trainer.crew import Alone
 from shoal.trainer.learner import Learner
+from shoal.trainer.shares import SharedCopies
 from shoal.trainer.step import StepWork, train_step
 
 
@@ -39,6 +43,24 @@ def test_the_next_copy_uses_the_same_memory() -> None:
         value.data_ptr() for value in second.weights.values()
     }
     assert same(second.weights, weights(made))
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("with_training", [False, True])
+def test_copies_from_a_gpu_have_arrived_before_anybody_reads_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, shared: bool, with_training: bool
+) -> None:
+    """They are only begun one by one: the device is waited for once, after the last of them."""
+    events: list[str] = []
+    copy_one = Copies._copy_one
+    monkeypatch.setattr(Copies, "_copy_one", lambda *given: (events.append("copy"), copy_one(*given))[1])
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: events.append(f"wait for {device}"))
+    monkeypatch.setattr(Learner, "device", torch.device("cuda:3"))
+    copies = SharedCopies(cast(Any, Alone()), tmp_path, lambda *_told: None) if shared else Copies()
+    copies.take(learner(), with_training)
+    assert events[-1] == "wait for cuda:3"
+    assert events.count("wait for cuda:3") == 1
+    assert events.count("copy") > 10
 
 
 def test_moments_are_copied_only_for_a_checkpoint() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 
@@ -11,13 +12,14 @@ from huggingface_hub import ModelCard as HubCard
 from trainer_stubs import RUN, learner, tiny_files
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from shoal.errors import CheckpointError, ConfigError
+from shoal.errors import CheckpointError, ConfigError, ResourceError
 from shoal.models.state import policy_state
 from shoal.protocol import LedgerHead
 from shoal.runtime.metrics import MetricsLog
 from shoal.trainer.card import ModelCard, training_facts
 from shoal.trainer.checkpoint import CheckpointStore, Progress, StoredCheckpoint
-from shoal.trainer.export import Which, export_checkpoint, export_policy, latest_metrics
+from shoal.trainer.destination import HIDDEN
+from shoal.trainer.export import Which, export_checkpoint, export_policy, latest_metrics, write_card
 from shoal.trainer.learner import Learner
 from shoal.trainer.retention import Retention
 from shoal.trainer.settings import TrainerSettings
@@ -61,12 +63,19 @@ def test_the_card_says_where_the_model_came_from(tmp_path: Path) -> None:
     assert facts["progress"] == {"run": RUN, "version": 12, "incarnation": 1}
 
 
-def test_an_older_export_is_replaced_whole(tmp_path: Path) -> None:
-    export(learner(seed=0), tmp_path / "export")
-    (tmp_path / "export" / "left-over").write_text("old")
+def test_an_older_export_is_replaced_and_what_others_put_there_is_kept(tmp_path: Path) -> None:
+    older = learner(seed=0)
+    files = {**tiny_files(older.model), "left-over.json": b"{}"}
+    export_policy(tmp_path / "export", policy_state(older.model), files, CARD)
+    (tmp_path / "export" / "LICENSE").write_text("mine")
+    (tmp_path / "export" / ".git").mkdir()
+    (tmp_path / "export" / ".git" / "HEAD").write_text("ref: refs/heads/main")
     newer = learner(seed=1)
     export(newer, tmp_path / "export")
-    assert not (tmp_path / "export" / "left-over").exists()
+    names = {*tiny_files(newer.model), "README.md", "shoal.json", "model.safetensors", "LICENSE", ".git"}
+    assert {path.name for path in (tmp_path / "export").iterdir()} == names, "what only the older export had is gone"
+    assert (tmp_path / "export" / "LICENSE").read_text() == "mine"
+    assert (tmp_path / "export" / ".git" / "HEAD").is_file()
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
     assert torch.equal(loaded.lm_head.weight, newer.model.lm_head.weight)
     assert [path.name for path in tmp_path.iterdir()] == ["export"]
@@ -76,6 +85,77 @@ def test_an_older_export_is_replaced_whole(tmp_path: Path) -> None:
 def test_an_empty_folder_may_be_used(tmp_path: Path) -> None:
     (tmp_path / "export").mkdir()
     assert (export(learner(), tmp_path / "export") / "config.json").is_file()
+
+
+@pytest.mark.parametrize("there", ["nothing", "export"])
+def test_the_folder_that_one_is_in_may_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: str) -> None:
+    """It stays the same folder: a shell that is in it, or what is mounted there, sees the files."""
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    if there == "export":
+        export(learner(seed=1), Path())
+    made, inode = learner(), here.stat().st_ino
+    assert export(made, Path()) == here
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(here)(IDS).logits, made.model(IDS).logits)
+    assert (here.stat().st_ino, [path.name for path in tmp_path.iterdir()]) == (inode, ["here"])
+    assert not [path for path in here.iterdir() if path.name.startswith(".")]
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_an_export_that_fails_leaves_no_hidden_folder_and_the_older_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: bool
+) -> None:
+    before = sorted(export(learner(), tmp_path / "out").iterdir()) if there else []
+
+    def full(*_arguments: object, **_options: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("shoal.trainer.export.save_file", full)
+    with pytest.raises(ResourceError, match="the disk is full"):
+        export(learner(), tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == (["out"] if there else [])
+    assert sorted(tmp_path.glob("out/*")) == before
+
+
+def test_what_a_kill_left_half_written_is_swept_away(tmp_path: Path) -> None:
+    (tmp_path / "out" / HIDDEN).mkdir(parents=True)
+    (tmp_path / "out" / HIDDEN / "model.safetensors").write_text("half")
+    assert not (export(learner(), tmp_path / "out") / HIDDEN).exists()
+
+
+@pytest.mark.parametrize(
+    "mark",
+    ["hi", "[]", "{}", '{"progress": 3}', '{"progress": {"run": "r", "version": true, "incarnation": 0}}', None],
+)
+def test_a_file_called_as_the_mark_is_makes_no_export(tmp_path: Path, mark: str | None) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "precious.txt").write_text("mine")
+    if mark is None:
+        (tmp_path / "mine" / "shoal.json").mkdir()
+    else:
+        (tmp_path / "mine" / "shoal.json").write_text(mark)
+    with pytest.raises(ConfigError, match="is not an export of shoal; choose another folder"):
+        export(learner(), tmp_path / "mine")
+    assert (tmp_path / "mine" / "precious.txt").read_text() == "mine"
+
+
+def test_a_list_of_files_that_somebody_edited_removes_nothing_elsewhere(tmp_path: Path) -> None:
+    folder = export(learner(), tmp_path / "out")
+    (tmp_path / "precious.txt").write_text("mine")
+    facts = json.loads((folder / "shoal.json").read_text())
+    for files in (["../precious.txt", "", ".", "..", 3, str(tmp_path / "precious.txt")], None, "text"):
+        (folder / "shoal.json").write_text(json.dumps({**facts, "files": files}))
+        export(learner(), folder)
+    assert (tmp_path / "precious.txt").read_text() == "mine"
+
+
+def test_another_card_keeps_the_list_of_files(tmp_path: Path) -> None:
+    folder = export(learner(), tmp_path / "out")
+    listed = json.loads((folder / "shoal.json").read_text())["files"]
+    assert sorted(listed) == sorted(path.name for path in folder.iterdir())
+    write_card(folder, CARD)
+    assert json.loads((folder / "shoal.json").read_text())["files"] == listed
 
 
 @pytest.mark.parametrize("kind", ["folder", "file"])
@@ -151,7 +231,7 @@ def test_the_newest_the_best_or_any_version_and_the_card_says_why(
 
 
 def test_a_version_that_is_not_kept_is_refused_with_those_that_are(trained: Path, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"no checkpoint of version 6 in .*; those kept are 0, 2, 4, 5"):
+    with pytest.raises(ConfigError, match=r"no checkpoint of version 6 in .*; those kept are 0, 2, 4, 5"):
         export_checkpoint(trained, tmp_path / "out", which=6)
     assert not (tmp_path / "out").exists()
 
@@ -159,7 +239,7 @@ def test_a_version_that_is_not_kept_is_refused_with_those_that_are(trained: Path
 def test_the_best_of_none_that_was_measured_is_refused(tmp_path: Path) -> None:
     made = learner()
     CheckpointStore(tmp_path / "checkpoints", 1).save(made, Progress(RUN, 3), tiny_files(made.model))
-    with pytest.raises(CheckpointError, match=r"has a held-out score yet .* leaving out --best"):
+    with pytest.raises(ConfigError, match=r"has a held-out score yet .* leaving out --best"):
         export_checkpoint(tmp_path, tmp_path / "out", which="best")
 
 
@@ -218,3 +298,23 @@ def test_a_model_of_demonstrations_does_not_claim_rollouts() -> None:
     text = ModelCard(Progress(RUN, 1), trained_on="demonstrations").as_readme("float32")
     assert "imitate demonstrations" in text
     assert "reinforcement" not in text
+    assert "ledger" not in text, "there is none"
+
+
+def test_the_model_that_a_run_began_with_does_not_claim_training() -> None:
+    facts = training_facts(TrainerSettings())
+    text = ModelCard(Progress(RUN, 0), base_model="begun", training=facts).as_readme("float32")
+    assert "before any training" in text
+    for claim in ("reinforcement", "## Training", "Trained by"):
+        assert claim not in text
+
+
+def test_a_model_of_ones_own_is_named_in_words() -> None:
+    text = ModelCard(Progress(RUN, 1), base_model="begun").as_readme("float32")
+    assert "| trained from | begun (a local model, not one of the Hugging Face hub: " in text
+    assert "\nbase_model:" not in text
+
+
+def test_imitation_has_no_advantage() -> None:
+    assert "advantage" in training_facts(TrainerSettings())
+    assert "advantage" not in training_facts(TrainerSettings(loss="cross_entropy"))

@@ -144,6 +144,31 @@ def test_what_was_told_is_not_told_again_while_an_older_version_is_awaited() -> 
     assert measuring.known(4) == {0: 0.1}
 
 
+def test_a_replay_tells_scores_that_were_there_before_it_came_to_them() -> None:
+    hub = FakeHub(8)
+    for version in (0, 2, 4, 6):
+        hub.measure(version, version / 10)
+    measuring = ByValidators(hub.evaluations, never, 2, ManualClock(), StopToken())
+    told = [measuring.known(version) for version in range(7)]
+    assert told == [{0: 0.0}, {}, {2: 0.2}, {}, {4: 0.4}, {}, {6: 0.6}]
+
+
+def test_rows_have_the_same_scores_after_a_replay(tmp_path: Path) -> None:
+    hub, settings = FakeHub(STEPS), BY_VALIDATORS.model_copy(update={"checkpoint_every": 10, "keep_best": 0})
+
+    def measure(version: int) -> None:
+        hub.measure(version, 0.2 + version / 10)
+        if version == 3 and len(hub.reports) == 3:
+            raise Killed
+
+    hub.before["announced"] = measure
+    with pytest.raises(Killed):
+        training_run(tmp_path, hub, settings, evaluate=never)[0].run()
+    hub.before["announced"] = lambda version: hub.measure(version, 0.2 + version / 10)
+    training_run(tmp_path, hub, settings, evaluate=never)[0].run()
+    assert scores_of(tmp_path) == pytest.approx({version: 0.2 + version / 10 for version in range(STEPS + 1)})
+
+
 def test_a_mean_of_a_part_of_the_tasks_is_no_score() -> None:
     hub = FakeHub(STEPS)
     hub.measure(0, 1.0, partial=True)

@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
-from trainer_stubs import KEY, RUN, SETTINGS, FakeHub, learner, make_group, same, tiny_files, tiny_model, training_run
+from trainer_stubs import (
+    KEY,
+    RUN,
+    SETTINGS,
+    FakeHub,
+    learner,
+    make_group,
+    same,
+    tiny_files,
+    tiny_loaded,
+    tiny_model,
+    training_run,
+)
 from transformers import AutoModelForCausalLM
 
 from shoal.engines.torch import TorchEngine
@@ -16,15 +28,18 @@ from shoal.models.lora import ADAPTER_FILE, AdapterShape
 from shoal.models.tokenizer import TextTokenizer
 from shoal.runtime.stop import StopToken
 from shoal.shardcast.origin import Origin, OriginSettings
-from shoal.trainer import loop
+from shoal.trainer import follower, loop
+from shoal.trainer.copies import Copies
+from shoal.trainer.crew import Alone
 from shoal.trainer.learner import Learner, new_learner
 from shoal.trainer.publisher import snapshot_of
-from shoal.trainer.settings import LoraSettings, ObjectiveSettings, TrainerSettings
+from shoal.trainer.settings import LoraSettings, MemorySettings, ObjectiveSettings, TrainerSettings
 from shoal.trainer.step import StepWork, train_step
 
 STEPS = 3
 SHAPE = AdapterShape(rank=2, alpha=4.0, targets=("q_proj", "up_proj"))
 LORA = SETTINGS.model_copy(update={"lora": LoraSettings(rank=2, alpha=4.0, targets=SHAPE.targets)})
+ROUNDED = LORA.model_copy(update={"memory": MemorySettings(precision="bfloat16")})
 
 
 @pytest.fixture(autouse=True)
@@ -104,6 +119,29 @@ def test_a_resumed_run_ends_with_the_same_adapters(finished, tmp_path: Path) -> 
     assert same(state_of(run_of(tmp_path, hub)), state_of(finished[1]))
 
 
+def test_in_bfloat16_the_base_is_saved_and_published_as_it_was() -> None:
+    """The model computes with it rounded; adapters are learnt in float32 as all weights would be."""
+    made = with_adapters(ROUNDED)[0]
+    train_step(made, StepWork(0, [make_group(unit, 0, tiny_model()) for unit in range(3)], 1.0, max_staleness=0))
+    base = tiny_model().state_dict()
+    copies = Copies()
+    for state in (made.state(), copies.take(made, with_training=True).weights, copies.take(made, False).weights):
+        assert {value.dtype for value in state.values()} == {torch.float32}
+        assert all(torch.equal(state[name], value) for name, value in base.items())
+    computes = made.model.state_dict()
+    assert all(torch.equal(computes[name], value.to(torch.bfloat16)) for name, value in made.state().items())
+
+
+def test_what_float32_has_saved_is_loaded_in_bfloat16_and_computed_with() -> None:
+    """So do the checkpoints of several processes, whose weights are float32 whatever they compute in."""
+    saved = state_of(with_adapters()[0])
+    saved = {name: value + 0.25 for name, value in saved.items()}
+    made = with_adapters(ROUNDED)[0]
+    made.load_state(saved)
+    assert same(state_of(made), saved)
+    assert all(torch.equal(made.model.state_dict()[name], value.to(torch.bfloat16)) for name, value in saved.items())
+
+
 def test_the_reference_is_the_base_and_costs_no_memory() -> None:
     settings = LORA.model_copy(update={"objective": ObjectiveSettings(kl=0.5)})
     made = with_adapters(settings)[0]
@@ -114,3 +152,15 @@ def test_the_reference_is_the_base_and_costs_no_memory() -> None:
     assert second["reference_kl"] > first["reference_kl"] >= 0
     full = learner(SETTINGS.model_copy(update={"objective": ObjectiveSettings(kl=0.5)}))
     assert full.reference is not full.model
+
+
+@pytest.mark.parametrize(("settings", "models"), [(LORA, 1), (SETTINGS, 2)])
+def test_several_processes_spread_a_second_model_only_without_adapters(
+    monkeypatch: pytest.MonkeyPatch, settings: TrainerSettings, models: int
+) -> None:
+    held = settings.model_copy(update={"objective": ObjectiveSettings(kl=0.5)})
+    made: list[Any] = []
+    monkeypatch.setattr(follower, "spread", lambda *_given: made.append(tiny_loaded(settings).model) or made[-1])
+    found = follower._learner(None, held, {}, cast(Any, Alone()))
+    assert len(made) == models
+    assert (found.reference is found.model) == (models == 1)

@@ -7,9 +7,10 @@ import sys
 from typing import get_args
 
 import pytest
-from pydantic import ValidationError
+from pydantic import AfterValidator, BaseModel, ValidationError
 
 from shoal.algorithms.registry import ADVANTAGES, LOSSES
+from shoal.trainer.card import training_facts
 from shoal.trainer.settings import AdvantageName, LossName, TrainerSettings
 
 
@@ -32,11 +33,78 @@ def test_every_setting_is_described() -> None:
         ({"betas": (0.9, 1.0)}, r"must both be in \[0, 1\)"),
         ({"minibatches": 0}, "greater than or equal to 1"),
         ({"publish_dtype": "int4"}, "float32"),
+        ({"learning_rate": float("inf")}, "inf is not a finite number that float32 holds"),
+        ({"learning_rate": 1e39}, "not a finite number that float32 holds"),
+        ({"learning_rate": 1e38}, r"learning_rate \(1e\+38\) / \(1 - betas\[0\]\) is more than float32 holds"),
+        ({"betas": (float("nan"), 0.9)}, "not a finite number"),
+        ({"weight_decay": float("inf")}, "not a finite number"),
+        ({"objective": {"kl": float("inf")}}, "not a finite number"),
+        ({"lora": {"alpha": float("inf")}}, "not a finite number"),
+        ({"guards": {"divergence": {"limit": float("inf")}}}, "not a finite number"),
+        ({"batch_deadline_s": 1e30}, "less than or equal to"),
     ],
 )
 def test_mistakes_are_refused(values: dict[str, object], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         TrainerSettings.model_validate(values)
+
+
+def clip_of(settings: TrainerSettings) -> tuple[float, float | None, str]:
+    return settings.clip_epsilon, settings.objective.clip_high, settings.objective.normalisation
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({}, (0.2, None, "tokens")),
+        ({"loss": "gspo"}, (3e-4, 4e-4, "samples")),
+        ({"loss": "gspo", "clip_epsilon": 0.2}, (0.2, None, "samples")),
+        ({"loss": "gspo", "objective": {"clip_high": 1e-3}}, (3e-4, 1e-3, "samples")),
+        ({"loss": "gspo", "objective": {"normalisation": "tokens"}}, (3e-4, 4e-4, "tokens")),
+        ({"advantage": "dr_grpo"}, (0.2, None, "constant")),
+        ({"advantage": "dr_grpo", "objective": {"normalisation": "tokens"}}, (0.2, None, "tokens")),
+        ({"advantage": "dr_grpo", "loss": "gspo", "objective": {"normalisation": "samples"}}, (3e-4, 4e-4, "samples")),
+        ({"loss": "cispo"}, (0.2, None, "tokens")),  # its cap is then objective.ratio_cap
+    ],
+)
+def test_one_word_is_enough_and_what_is_given_wins(
+    values: dict[str, object], expected: tuple[float, float | None, str]
+) -> None:
+    settings = TrainerSettings.model_validate(values)
+    assert clip_of(settings) == expected
+    assert TrainerSettings.model_validate_json(settings.model_dump_json()) == settings, "a stored recipe says the same"
+
+
+def test_two_words_that_disagree_need_a_decision() -> None:
+    with pytest.raises(ValidationError, match=r'set objective.normalisation to "samples" or "constant"'):
+        TrainerSettings.model_validate({"advantage": "dr_grpo", "loss": "gspo"})
+
+
+def test_what_a_word_brings_is_on_the_card() -> None:
+    facts = training_facts(TrainerSettings.model_validate({"loss": "gspo"}))
+    shown = ("clip_epsilon", "objective.clip_high", "objective.normalisation")
+    assert [facts[name] for name in shown] == ["0.0003", "0.0004", "samples"]
+    facts = training_facts(TrainerSettings.model_validate({"loss": "gspo", "clip_epsilon": 0.2}))
+    assert (facts["clip_epsilon"], "objective.clip_high" in facts) == ("0.2", False)
+    assert training_facts(TrainerSettings())["objective.normalisation"] == "tokens"
+    assert "clip_epsilon" not in training_facts(TrainerSettings.model_validate({"loss": "cross_entropy"}))
+
+
+def test_every_number_with_a_point_is_one_that_float32_holds() -> None:
+    def tables(model: type[BaseModel]) -> list[type[BaseModel]]:
+        inner = [
+            each for field in model.model_fields.values() for each in (field.annotation, *get_args(field.annotation))
+        ]
+        found = [each for each in inner if isinstance(each, type) and issubclass(each, BaseModel)]
+        return [model, *(table for each in found for table in tables(each))]
+
+    plain = [
+        f"{table.__name__}.{name}"
+        for table in tables(TrainerSettings)
+        for name, field in table.model_fields.items()
+        if field.annotation is float and not any(isinstance(each, AfterValidator) for each in field.metadata)
+    ]
+    assert plain == []
 
 
 def test_settings_and_config_are_read_without_torch() -> None:

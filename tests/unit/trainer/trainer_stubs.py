@@ -12,8 +12,11 @@ import numpy as np
 import torch
 
 from shoal.errors import HubRefused
+from shoal.models.load import LoadedModel, adapted
 from shoal.models.logprobs import Head, hidden_states, token_logprobs
+from shoal.models.lora import AdapterShape
 from shoal.models.tiny import build_tiny, build_tokenizer, tokenizer_config
+from shoal.models.tokenizer import TextTokenizer
 from shoal.protocol import (
     Batch,
     BatchGroup,
@@ -67,6 +70,14 @@ def tiny_files(model: Any) -> dict[str, bytes]:
         "tokenizer.json": build_tokenizer().to_str().encode(),
         "tokenizer_config.json": tokenizer_config().encode(),
     }
+
+
+def tiny_loaded(settings: TrainerSettings) -> LoadedModel:
+    """What a run of these settings starts from: with adapters, if it is they that are trained."""
+    model = tiny_model()
+    files = tiny_files(model)
+    loaded, lora = LoadedModel(model, TextTokenizer(files), files), settings.lora
+    return loaded if lora is None else adapted(loaded, AdapterShape(lora.rank, lora.alpha, lora.targets))
 
 
 def learner(settings: TrainerSettings = SETTINGS, seed: int = 0, **changes: Any) -> Learner:

@@ -47,6 +47,10 @@ class Table:
         """The columns of the first file; `agree` says whether the others have those that matter."""
         return self._columns[0]
 
+    @property
+    def columns_by_file(self) -> tuple[tuple[Path, tuple[str, ...]], ...]:
+        return tuple(zip(self.paths, self._columns, strict=True))
+
     def agree(self, columns: Sequence[str]) -> None:
         """Refuse files that lack one of these columns, or hold another type in it."""
         for path, names, types in zip(self.paths, self._columns, self._types, strict=True):

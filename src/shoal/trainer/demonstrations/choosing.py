@@ -49,7 +49,7 @@ class Choosing:
             candidates = self._candidates(outcome)
             while some := list(islice(candidates, TOGETHER)):
                 for candidate in self._through(some, outcome):
-                    writer.add(candidate.row, candidate.question, candidate.sequences)
+                    writer.add(candidate.row, candidate.turns, candidate.sequences)
             dropped = frozenset(self.ranked.worst()) if self.ranked else frozenset()
             for row in dropped:
                 outcome.leave_out(row, "rank", "others are ranked higher")

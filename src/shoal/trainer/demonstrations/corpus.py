@@ -2,7 +2,7 @@
 
 ids.i32         the ids of all sequences, one behind the other
 learnt.u8       1 where a token is learnt
-sequences.npy   begin, end, row, and the first 64 bits of its question's digest, for each sequence
+sequences.npy   begin, end, row, and a number for what it asks (`ties`), for each sequence
 corpus.json     the hash of each of them; written last, so that what has it is whole
 """
 
@@ -23,6 +23,7 @@ from blake3 import blake3
 from shoal.errors import CheckpointError
 from shoal.runtime.files import ensure_folder, resource_error, write_atomically
 from shoal.trainer.demonstrations.encoding import Sequence
+from shoal.trainer.demonstrations.ties import Ties
 from shoal.trainer.samples import Sample
 
 IDS, LEARNT, SEQUENCES, MARK = "ids.i32", "learnt.u8", "sequences.npy", "corpus.json"
@@ -47,7 +48,7 @@ class Corpus:
 
     @property
     def questions(self) -> npt.NDArray[np.uint64]:
-        """A number for the question of each sequence: equal questions have equal ones."""
+        """A number for what each sequence asks: those that share a question have equal ones."""
         return np.ascontiguousarray(self._sequences[:, 3]).view(np.uint64)
 
     def sample(self, number: int) -> Sample:
@@ -66,6 +67,7 @@ class CorpusWriter:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._entries: list[tuple[int, int, int, int]] = []
+        self._ties = Ties()
         self._end = 0
         self._files: list[BinaryIO] = []
 
@@ -81,8 +83,9 @@ class CorpusWriter:
         for file in self._files:
             file.close()
 
-    def add(self, row: int, question: bytes, sequences: Items[Sequence]) -> None:
-        key = int.from_bytes(question[:8], "big", signed=True)
+    def add(self, row: int, turns: Items[bytes], sequences: Items[Sequence]) -> None:
+        """`turns`: the digest of each question in it."""
+        key = self._ties.add(turns)
         try:
             for sequence in sequences:
                 self._files[0].write(sequence.ids.tobytes())
@@ -94,7 +97,8 @@ class CorpusWriter:
 
     def finish(self, left_out: frozenset[int] = frozenset()) -> Corpus:
         """The corpus without those rows, whose tokens stay in the files unused."""
-        kept = [entry for entry in self._entries if entry[2] not in left_out]
+        groups = self._ties.groups()
+        kept = [(*entry[:3], groups[entry[3]]) for entry in self._entries if entry[2] not in left_out]
         try:
             for file in self._files:
                 file.flush()

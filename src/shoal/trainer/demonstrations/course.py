@@ -21,6 +21,7 @@ from shoal.trainer.demonstrations.settings import Course, Decay
 
 Numbers = npt.NDArray[np.int64]
 VALIDATION_SHARE, MOST_VALIDATION = 20, 256
+LARGE_SHARE = 4  # what shares questions with a quarter of everything is put aside only if it is asked for
 
 
 @dataclass(frozen=True)
@@ -45,14 +46,20 @@ class Timetable:
 
 
 def _aside(course: Course, questions: npt.NDArray[np.uint64]) -> Numbers:
-    """Sequences for validation: those of the lowest questions, each with all its answers, until they are enough."""
+    """Sequences for validation: those of the lowest questions, each with all its answers, until they are enough.
+
+    Questions with more answers than are wanted come last, the fewest first.
+    """
     count = len(questions)
     wanted = min(count // VALIDATION_SHARE, MOST_VALIDATION) if course.validation is None else course.validation
     if wanted <= 0:
         return np.zeros(0, np.int64)
-    order = np.argsort(questions, kind="stable")
-    last = questions[order[min(wanted, count) - 1]]
-    return np.flatnonzero(questions <= last).astype(np.int64)
+    asked, answers = np.unique(questions, return_counts=True)
+    order = np.lexsort((asked, np.where(answers > wanted, answers, 0)))
+    if course.validation is None:
+        order = order[answers[order] <= max(wanted, count // LARGE_SHARE)]
+    enough = int(np.searchsorted(np.cumsum(answers[order]), wanted)) + 1
+    return np.flatnonzero(np.isin(questions, asked[order[:enough]])).astype(np.int64)
 
 
 def _epoch(course: Course, lengths: Numbers, others: Numbers, epoch: int) -> Iterator[Numbers]:

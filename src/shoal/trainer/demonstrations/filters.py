@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from shoal.environments.data.prompts import question_digest
+from shoal.environments.data.prompts import prompt_digest, question_digest
 from shoal.errors import ConfigError
 from shoal.trainer.demonstrations.encoding import Sequence as Tokens
-from shoal.trainer.demonstrations.likeness import Lookalikes, digest_of, plain_text
+from shoal.trainer.demonstrations.likeness import MARKS, Lookalikes, digest_of, plain_text
 from shoal.trainer.demonstrations.reading import Demonstration
 
 FORMS: Mapping[str, str] = {
@@ -52,9 +52,27 @@ class Candidate:
         return question_digest(said.prompt, said.history) if said.messages else question_digest(said.text)
 
     @property
+    def turns(self) -> tuple[bytes, ...]:
+        """The digest of everything that it is asked, in order, each without what was said before; or of the text."""
+        asked = [text for role, text in self.demonstration.messages if role == "user"]
+        return tuple(map(prompt_digest, asked or [self.demonstration.text]))
+
+    @property
     def plain(self) -> bytes:
+        """What is said, by whom, and which of it is learnt; without the system message."""
         said = self.demonstration
-        return plain_text(text for role, text in said.messages if role != "system") or plain_text([said.text])
+        marked = [
+            (text, MARKS["" if role == "assistant" and index >= said.given else role])
+            for index, (role, text) in enumerate(said.messages)
+            if role != "system"
+        ]
+        return plain_text(*zip(*marked, strict=True)) if marked else plain_text([said.text])
+
+    @property
+    def system(self) -> bytes:
+        """The system message; empty if there is none."""
+        texts = [text for role, text in self.demonstration.messages if role == "system"]
+        return plain_text(texts, MARKS["system"])
 
 
 class Filter(Protocol):
@@ -135,13 +153,16 @@ class Duplicates:
         return [self._reason(each) for each in candidates]
 
     def _reason(self, candidate: Candidate) -> str:
-        first = self._seen.setdefault(digest_of(candidate.plain), candidate.row)
+        first = self._seen.setdefault(digest_of(candidate.system + candidate.plain), candidate.row)
         return "" if first == candidate.row else f"the same as row {first}"
 
 
 @dataclass
 class NearDuplicates:
-    """The first of demonstrations that are nearly equal stays (`likeness`)."""
+    """The first of demonstrations that are nearly equal stays (`likeness`); another system message makes another one.
+
+    That message is compared as a whole: if it were part of the text, a long one would make all rows alike.
+    """
 
     threshold: float
     name: str = "near duplicates"
@@ -151,5 +172,5 @@ class NearDuplicates:
         self._known = Lookalikes(self.threshold)
 
     def reasons(self, candidates: Sequence[Candidate]) -> list[str]:
-        found = [self._known.earlier(each.row, each.plain) for each in candidates]
+        found = [self._known.earlier(each.row, each.plain, digest_of(each.system)) for each in candidates]
         return ["" if row is None else f"nearly the same as row {row}" for row in found]

@@ -11,6 +11,7 @@ from pathlib import Path
 from shoal.environments import Environment, Score, Task, prompt_settings_of
 from shoal.environments.aside import task_digest, task_digests
 from shoal.environments.composed import Composed
+from shoal.environments.data.prompts import question_digest
 from shoal.environments.graders.thinking import after_thinking
 from shoal.environments.mix import MixedEnvironment
 from shoal.environments.protocol import GeneratingEnvironment
@@ -53,12 +54,13 @@ class HeldOut:
         return ["the environment holds this task out" if self._is_held_out(each) else "" for each in candidates]
 
     def _is_held_out(self, candidate: Candidate) -> bool:
-        """Every question of a conversation counts, not only the last."""
-        said = candidate.demonstration
-        prompts = [text for role, text in said.messages if role == "user"]
-        if candidate.question in self._listed:
+        """Every question of a conversation counts, not only the last, with what was said before it and without."""
+        messages = candidate.demonstration.messages
+        prompts = [(text, messages[:index]) for index, (role, text) in enumerate(messages) if role == "user"]
+        asked = {candidate.question, *candidate.turns, *(question_digest(*each) for each in prompts)}
+        if not asked.isdisjoint(self._listed):
             return True
-        return any(part.holds_out(prompt) for part in self._generating for prompt in prompts)
+        return any(part.holds_out(prompt) for part in self._generating for prompt, _before in prompts)
 
 
 @dataclass(frozen=True)

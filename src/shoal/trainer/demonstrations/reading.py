@@ -23,6 +23,7 @@ from shoal.environments.formats.texts import conversation, messages_of, required
 from shoal.errors import ConfigError, EnvironmentSetupError, UnusableTask
 
 Message = tuple[str, str]
+CALLS = ("tool_calls", "function_call")
 TASK_COLUMNS = ("task", "task_id", "problem_id")
 LAYOUTS: dict[str, tuple[str, ...]] = {
     "messages": ("messages",),
@@ -71,6 +72,7 @@ class Demonstrations:
         self._task = next((name for name in TASK_COLUMNS if name in self._table.columns), None)
         try:
             self._agree()
+            self._refuse_other_layouts()
             self.digest = data_digest(self._table.paths)
         except EnvironmentSetupError as error:
             raise _for_people(error) from error
@@ -82,6 +84,17 @@ class Demonstrations:
             alike = Table([file for file in self._table.files if file.kind == kind])
             alike.agree(columns)
             alike.close()
+
+    def _refuse_other_layouts(self) -> None:
+        """Rows of a file of another layout would all be left out."""
+        first, *others = self._table.columns_by_file
+        for path, columns in others:
+            lacking = next((name for name in self._columns if name not in columns), None)
+            if lacking:
+                raise ConfigError(
+                    f"the files differ: {path} has no column {lacking}, which {first[0]} has; it has "
+                    f"{', '.join(columns)}: train on files of one layout at a time, or rename columns"
+                )
 
     @property
     def rows(self) -> int:
@@ -158,12 +171,22 @@ def _parsed(layout: str, number: int, row: Mapping[str, Any], task: str) -> Demo
         return Demonstration(number, text=required(row["text"], "text"), task=task)
     if layout == "completion":
         prompt, history = conversation(row["prompt"], "prompt")
+        _refuse_calls(row["prompt"])
         said = (*history, ("user", prompt), ("assistant", required(row["completion"], "completion")))
         return Demonstration(number, said, len(said) - 1, task=task)
     messages = messages_of(row["messages"], "messages")
     if any(message.get("reasoning_content") for message in row["messages"]):
         raise UnusableTask("a message has reasoning_content, which would be lost: write it into its content")
+    _refuse_calls(row["messages"])
     return Demonstration(number, _alternating(messages), task=task)
+
+
+def _refuse_calls(messages: str | Sequence[Mapping[str, Any]]) -> None:
+    """Without its call of a tool, a turn would be learnt as one that ends there."""
+    said = () if isinstance(messages, str) else messages
+    called = next((key for key in CALLS for message in said if message.get(key)), None)
+    if called:
+        raise UnusableTask(f"a message has {called}, which would be lost: there is no way to learn it")
 
 
 def _alternating(messages: tuple[Message, ...]) -> tuple[Message, ...]:

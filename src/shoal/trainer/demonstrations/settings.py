@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from shoal.errors import ConfigError
-from shoal.trainer.settings import TrainerSettings
+from shoal.trainer.settings import LossName, TrainerSettings
 
 Decay = Literal["none", "linear", "cosine"]
 
@@ -40,13 +40,14 @@ def named_decay(name: str) -> Decay:
     raise ConfigError(f"--decay {name}: there are {', '.join(get_args(Decay))}")
 
 
+LOSS: LossName = "cross_entropy"
+
 DEFAULTS = """
 learning_rate = 2e-5
 betas = [0.9, 0.999]
 warmup_steps = 10
 grad_clip = 1.0
 minibatches = 1
-loss = "cross_entropy"
 checkpoint_every = 50
 evaluate_every = 50
 """
@@ -67,8 +68,10 @@ def refuse_unused(override: str) -> None:
     """An override that would change nothing is a mistake."""
     key = override.partition("=")[0].strip().split(".")
     if key[0] == "trainer" and len(key) > 1 and key[1] in TrainerSettings.model_fields and key[1] not in USED:
+        why = ", which is one process" if key[1] == "processes" else ""
         raise ConfigError(
-            f"--set {override}: trainer.{key[1]} means nothing to a warm start; what does: {', '.join(sorted(USED))}"
+            f"--set {override}: trainer.{key[1]} means nothing to a warm start{why}; what does: "
+            f"{', '.join(sorted(USED))}"
         )
 
 

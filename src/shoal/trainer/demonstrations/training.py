@@ -27,7 +27,7 @@ from shoal.runtime.stop import StopToken
 from shoal.trainer.checkpoint import CheckpointStore, Progress, restore
 from shoal.trainer.demonstrations.corpus import Corpus
 from shoal.trainer.demonstrations.course import Numbers, Timetable, decay_factor
-from shoal.trainer.demonstrations.settings import Course
+from shoal.trainer.demonstrations.settings import LOSS, Course
 from shoal.trainer.export import ModelCard, export_policy, latest_metrics
 from shoal.trainer.forward import lay, score
 from shoal.trainer.guards import Watch
@@ -39,7 +39,6 @@ from shoal.trainer.tracking import Trackers
 
 log = logging.getLogger(__name__)
 
-LOSS = "cross_entropy"
 VALIDATION = "validation_loss"
 
 
