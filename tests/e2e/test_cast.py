@@ -228,6 +228,7 @@ def test_a_file_that_was_not_fetched_is_not_replaced(tmp_path: Path) -> None:
     assert (tmp_path / "mine.txt").read_bytes() == data
 
 
+@pytest.mark.slow
 def test_what_the_publisher_removed_goes_and_what_others_put_there_stays(tmp_path: Path) -> None:
     for name in ("keep", "gone", "edited"):
         (tmp_path / "model").mkdir(exist_ok=True)
@@ -258,6 +259,7 @@ def test_a_folder_arrives_with_all_that_is_in_it(tmp_path: Path) -> None:
     assert sum(path.is_file() for path in (tmp_path / "copy").rglob("*")) == len(files)
 
 
+@pytest.mark.slow
 def test_a_relay_mirrors_without_its_upstream_and_waits_for_one_that_is_late(tmp_path: Path) -> None:
     data = random_file(tmp_path / "a.bin", 1, 900_000)
     port = free_port()
@@ -390,6 +392,7 @@ def test_what_was_fetched_can_be_shared_with_peers(tmp_path: Path, again: bool) 
     assert (tmp_path / "second.bin").read_bytes() == data
 
 
+@pytest.mark.slow
 def test_a_port_to_share_at_that_is_taken(tmp_path: Path) -> None:
     random_file(tmp_path / "a.bin", 5, 1000)
     with publisher(tmp_path, "a.bin") as origin, socket.create_server(("0.0.0.0", 0)) as other:
@@ -399,6 +402,7 @@ def test_a_port_to_share_at_that_is_taken(tmp_path: Path) -> None:
     assert f"port {port} on 0.0.0.0 is taken" in ran.stderr.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_trust_on_first_use_is_said_once_and_held(tmp_path: Path) -> None:
     random_file(tmp_path / "a.bin", 1, 50_000)
     port = free_port()
@@ -420,6 +424,7 @@ def test_trust_on_first_use_is_said_once_and_held(tmp_path: Path) -> None:
     assert (tmp_path / "out.bin").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_an_old_tree_is_refused_also_by_a_fetch_that_starts_anew(tmp_path: Path) -> None:
     random_file(tmp_path / "a.bin", 1, 50_000)
     assert shoal(tmp_path, "cast", "publish", "a.bin", "--no-serve").returncode == 0

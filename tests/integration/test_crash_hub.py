@@ -23,7 +23,7 @@ ONCE = ("hub.start.after_secret", "hub.start.before_commit")  # reached in the f
 EACH = [(name, nth) for name in HUB_POINTS for nth in (1, 3) if nth == 1 or name not in ONCE]
 
 
-@pytest.fixture(params=["sqlite", "postgresql"])
+@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.slow)])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
     if request.param == "sqlite":
         return Place(tmp_path / "hub")
@@ -38,6 +38,7 @@ def survive(place: Place, asked: Sequence[str], always: bool = False, storm: boo
     return hub
 
 
+@pytest.mark.slow
 def test_without_a_crash_the_books_agree(tmp_path: Path) -> None:
     place = Place(tmp_path / "hub")
     with HubLives(place) as hub, Cast(hub) as cast:

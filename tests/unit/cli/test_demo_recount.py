@@ -76,6 +76,7 @@ def test_the_folders_own_sampling_settings_do_not_count(export: Path, tmp_path: 
     assert score(question(copy), StopToken()) == score(question(export), StopToken())
 
 
+@pytest.mark.slow
 def test_a_reward_of_ones_own_that_prints_and_sometimes_fails(export: Path, tmp_path: Path) -> None:
     """In a process of its own. What is printed is no answer; a task that it fails on is no sample, as in training."""
     environment = reward_file(
