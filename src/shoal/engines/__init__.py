@@ -2,6 +2,7 @@
 
     protocol  Engine, GenerationRequest, Completion, PrefillRequest, Prefill
     torch     TorchEngine: batched decoding with a key-value cache, any Hugging Face causal language model
+    rows      CachedRows, RecomputedRows: the rows of a batch, and how each gets its next hidden state
     decoding  Decoding, HiddenRows: what has been decoded so far, and its proofs in the making
     dialogue  Dialogue, dialogue_for, Line: what the environment says between the model's turns, as tokens
     turns     Talks, greedy_answers, greedy_lines: dialogues in evaluation, where there are no leases

@@ -44,9 +44,10 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # the library is untype
         self._show(end)
         return self.keys, self.values
 
-    def batch_select_indices(self, indices: Tensor) -> None:
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Only these rows, in this order; a row may come several times."""
         capacity = self._buffers[0].shape[-2]
-        self._move(self.keys[indices], self.values[indices], capacity)
+        self._move(self.keys[beam_idx], self.values[beam_idx], capacity)
 
     def _move(self, keys: Tensor, values: Tensor, capacity: int) -> None:
         """New buffers of that capacity, holding these keys and values."""

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from shoal.engines.dialogue import Line
 from shoal.engines.protocol import Completion
+from shoal.engines.rows import Rows
 from shoal.models.logprobs import Head
 from shoal.protocol import ProofParameters
 from shoal.sampling.stream import uniforms_matrix
@@ -27,35 +28,6 @@ from shoal.toploc import PointBatch, commit, top_points
 
 # Chooses the next token of each row: (logits_RV, step, row indices) -> (tokens_R, logprobs_R).
 Choose = Callable[[Tensor, int, Tensor], tuple[Tensor, Tensor]]
-
-
-@dataclass
-class RowState:
-    """The rows still in the batch: their indices, last hidden states, positions, masks and cache."""
-
-    rows: Tensor
-    hidden: Tensor
-    position: Tensor
-    mask: Tensor
-    cache: Any
-
-    def select(self, kept: Tensor) -> None:
-        self.rows, self.hidden = self.rows[kept], self.hidden[kept]
-        self.position, self.mask = self.position[kept], self.mask[kept]
-        self.cache.batch_select_indices(kept)
-
-    def advance(self, model: Any, tokens_R: Tensor) -> None:
-        """Feed each row its own token; afterwards `hidden` is what the next token is drawn from."""
-        self.position = self.position + 1
-        self.mask = torch.cat([self.mask, self.mask.new_ones(len(tokens_R), 1)], dim=1)
-        output = model.base_model(
-            input_ids=tokens_R[:, None],
-            attention_mask=self.mask,
-            position_ids=self.position[:, None],
-            past_key_values=self.cache,
-            use_cache=True,
-        )
-        self.hidden = output.last_hidden_state[:, -1]
 
 
 class Uniforms:
@@ -83,7 +55,7 @@ class HiddenRows:
         self._filled = 0
         self._folded: list[tuple[npt.NDArray[np.int64], PointBatch]] = []
 
-    def keep(self, state: RowState, lengths_R: Tensor) -> None:
+    def keep(self, state: Rows, lengths_R: Tensor) -> None:
         """Take one state per row of the batch; `lengths_R` are the tokens of every row, this step's included.
 
         Rows that have finished may linger in the batch: what they write lies beyond their length, and is not read.
@@ -136,7 +108,7 @@ class Decoding:
     _steps: list[tuple[Tensor, ...]] = field(default_factory=list)
     _hidden: HiddenRows | None = None
 
-    def record(self, state: RowState, tokens_R: Tensor, logprobs_R: Tensor) -> Tensor | None:
+    def record(self, state: Rows, tokens_R: Tensor, logprobs_R: Tensor) -> Tensor | None:
         """Take one token per live row; returns which rows of the batch go on, or None when none does.
 
         Finished rows may linger in the batch (dropping them costs a copy of the cache); they write nothing.
@@ -167,7 +139,7 @@ class Decoding:
                 keep[place] = self.lines[row].take(token)
         return torch.tensor(keep, device=keep_R.device)
 
-    def forced(self, state: RowState, tokens_R: Tensor, logprobs_R: Tensor) -> tuple[Tensor, Tensor]:
+    def forced(self, state: Rows, tokens_R: Tensor, logprobs_R: Tensor) -> tuple[Tensor, Tensor]:
         """The tokens with those that are given in place of drawn ones, and 0 for their log-probabilities."""
         given = [
             (place, line.forced)
@@ -212,7 +184,7 @@ class Decoding:
         return self._hidden.proofs()
 
 
-def choose_tiled(head: Head, state: RowState, step: int, choose: Choose, tile_elements: int) -> tuple[Tensor, Tensor]:
+def choose_tiled(head: Head, state: Rows, step: int, choose: Choose, tile_elements: int) -> tuple[Tensor, Tensor]:
     """Logits and choice for all rows, the [rows, vocabulary] table in tiles."""
     size = max(1, tile_elements // head.weight.shape[0])
     pairs = zip(torch.split(state.hidden, size), torch.split(state.rows, size), strict=True)

@@ -25,10 +25,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from shoal.engines.cache import growing_cache
-from shoal.engines.decoding import Choose, Decoding, RowState, Uniforms, choose_tiled
+from shoal.engines.decoding import Choose, Decoding, Uniforms, choose_tiled
 from shoal.engines.dialogue import Line
 from shoal.engines.protocol import Completion, GenerationRequest, Prefill, PrefillRequest, Respond
+from shoal.engines.rows import CachedRows, RecomputedRows, Rows, decodes_with_cache
 from shoal.errors import PolicyMismatch
 from shoal.models.load import model_from_files
 from shoal.models.logprobs import Head
@@ -214,7 +214,7 @@ class TorchEngine:
         `watch` is called after every step.
         """
         sources = torch.repeat_interleave(torch.arange(len(prompts)), torch.tensor(counts))
-        state = self._prompt_state(prompts, sources)
+        state = self._rows_after(prompts, sources)
         head = Head.of(self._model)
         while True:
             drawn = choose_tiled(head, state, decoding.step, choose, self._tile_elements())
@@ -228,30 +228,11 @@ class TorchEngine:
                 tokens_R = tokens_R[keep_R]
             state.advance(self._model, tokens_R)
 
-    def _prompt_state(self, prompts: Sequence[tuple[int, ...]], source_R: Tensor) -> RowState:
-        """Each prompt computed once; row r begins after prompt `source_R[r]`."""
-        longest = max(map(len, prompts))
-        ids_BL = torch.zeros(len(prompts), longest, dtype=torch.long)
-        mask_BL = torch.zeros(len(prompts), longest, dtype=torch.bool)
-        for row, prompt in enumerate(prompts):
-            self._refuse_unknown(min(prompt), max(prompt))
-            ids_BL[row, longest - len(prompt) :] = torch.tensor(prompt)
-            mask_BL[row, longest - len(prompt) :] = True
-        device = self._model.device
-        ids_BL, mask_BL, source_R = ids_BL.to(device), mask_BL.to(device), source_R.to(device)
-        positions_BL = (mask_BL.long().cumsum(dim=1) - 1).clamp(min=0)
-        cache = growing_cache(self._model.config)
-        output = self._model.base_model(
-            input_ids=ids_BL, attention_mask=mask_BL, position_ids=positions_BL, past_key_values=cache, use_cache=True
-        )
-        cache.batch_select_indices(source_R)
-        return RowState(
-            rows=torch.arange(len(source_R), device=device),
-            hidden=output.last_hidden_state[:, -1][source_R],
-            position=positions_BL[source_R, -1],
-            mask=mask_BL[source_R],
-            cache=cache,
-        )
+    def _rows_after(self, prompts: Sequence[tuple[int, ...]], source_R: Tensor) -> Rows:
+        self._refuse_unknown(min(map(min, prompts)), max(map(max, prompts)))
+        if decodes_with_cache(self._model):
+            return CachedRows.after(self._model, prompts, source_R)
+        return RecomputedRows.after(self._model, prompts, source_R, self._max_prefill_tokens)
 
     def _prefill_batches(self, requests: Sequence[PrefillRequest]) -> Iterator[list[int]]:
         """Indices of requests of similar length, at most `max_prefill_tokens` padded tokens together."""
@@ -285,7 +266,8 @@ class TorchEngine:
         """The hidden state that each given token was drawn from, all requests' one after the other [N, H]."""
         prompts = list(dict.fromkeys(request.prompt_ids for request in batch))
         shared = sum(len(request.prompt_ids) for request in batch) - sum(map(len, prompts))
-        if shared > SHARED_WORTH * (shared + sum(map(len, prompts)) + sum(lengths)):
+        worth_it = shared > SHARED_WORTH * (shared + sum(map(len, prompts)) + sum(lengths))
+        if worth_it and decodes_with_cache(self._model):
             return self._hidden_after(prompts, batch, lengths)
         starts_B1 = np.array([len(request.prompt_ids) for request in batch])[:, None]
         pieces = [piece for request in batch for piece in (request.prompt_ids, request.token_ids)]
@@ -304,19 +286,14 @@ class TorchEngine:
         """The same where a group shares its prompt: that is computed once, and what follows it with its cache."""
         place = {prompt: index for index, prompt in enumerate(prompts)}
         sources = [place[request.prompt_ids] for request in batch]
-        state = self._prompt_state(prompts, torch.tensor(sources))
+        self._refuse_unknown(min(map(min, prompts)), max(map(max, prompts)))
+        state = CachedRows.after(self._model, prompts, torch.tensor(sources))
         ids_BT, ends_B1 = self._laid_out([request.token_ids for request in batch], np.array(lengths))
         device, n_more = self._model.device, ids_BT.shape[1] - 1
         states_BTH = state.hidden[:, None]
         if n_more:
-            output = self._model.base_model(
-                input_ids=torch.from_numpy(ids_BT[:, :-1].copy()).to(device),
-                attention_mask=torch.cat([state.mask, state.mask.new_ones(len(batch), n_more)], dim=1),
-                position_ids=state.position[:, None] + 1 + torch.arange(n_more, device=device)[None, :],
-                past_key_values=state.cache,
-                use_cache=True,
-            )
-            states_BTH = torch.cat([states_BTH, output.last_hidden_state], dim=1)
+            more_BT = torch.from_numpy(ids_BT[:, :-1].copy()).to(device)
+            states_BTH = torch.cat([states_BTH, state.follow(self._model, more_BT)], dim=1)
         wanted_BT = np.arange(n_more + 1)[None, :] < ends_B1
         selected: Tensor = states_BTH[torch.from_numpy(wanted_BT).to(device)]
         return selected

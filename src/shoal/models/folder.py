@@ -55,12 +55,22 @@ def read_config(files: Mapping[str, bytes], name: str = "config.json") -> dict[s
     if name not in files:
         raise ModelError(f"the model has no {name}")
     try:
-        value = json.loads(files[name])
+        value = json.loads(files[name], object_hook=_number)
     except ValueError as error:
         raise ModelError(f"the model's {name} is no JSON: {error}") from None
     if not isinstance(value, dict):
         raise ModelError(f"the model's {name} is no JSON object")
     return value
+
+
+def _number(value: dict[str, Any]) -> Any:
+    """JSON has no infinity: transformers writes {"__float__": "Infinity"}, the state space models' configurations do.
+
+    >>> _number({"__float__": "-Infinity"})
+    -inf
+    """
+    tag = value.get("__float__") if len(value) == 1 else None
+    return float(tag) if tag in ("Infinity", "-Infinity", "NaN") else value
 
 
 def eos_token_id(files: Mapping[str, bytes]) -> int:

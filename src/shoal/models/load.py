@@ -98,11 +98,11 @@ def read_model_config(files: Mapping[str, bytes]) -> Any:
 def _attention(config: Any) -> str:
     """torch's own attention, or the written-out one where that lacks something (soft caps, sinks).
 
-    What has neither (recurrent states, no cache) is asked for the first, and refused by transformers in words.
+    What has neither, nor a recurrent state, is asked for the first, and refused by transformers in words.
     """
     kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    attends = config.model_type in WRITTEN_OUT or (kind._supports_attention_backend and not kind._is_stateful)
-    return "eager" if attends and not kind._supports_sdpa else "sdpa"
+    known = config.model_type in WRITTEN_OUT or kind._supports_attention_backend or kind._is_stateful
+    return "eager" if known and not kind._supports_sdpa else "sdpa"
 
 
 def _ready(model: Any, device: str) -> Any:

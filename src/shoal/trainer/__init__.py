@@ -19,7 +19,7 @@
     copies      Copies: the state copied in front, so that it can be saved and published beside training
     publisher   Publisher, Snapshot, snapshot_of: a version goes out while the next step is trained
     stopwatch   Stopwatch: where the time goes between two rows
-    metrics     MetricsLog: one JSON line per step, each step once
+    record      RunRecord: the rows of a run, in the file, at the trackers and at the hub; its held-out scores
     evaluate    GreedyEvaluator: the greedy score on held-out tasks
     crew        Crew, Alone: the processes that train together; ranks: which of them this is (no torch)
     together    Together, join_crew: the crew of a torchrun group; sharding: spread, a model's weights over it (FSDP2)

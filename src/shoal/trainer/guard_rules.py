@@ -78,6 +78,16 @@ def recent(name: str) -> Measure:
     return lambda rows, row: next(iter(smoothed(values_of([*rows[-SMOOTH + 1 :], row], name))[-1:]), None)
 
 
+def without_tokens(rows: Sequence[Row], row: Row) -> float | None:
+    """How many steps in a row, this one included, had no token to learn from.
+
+    >>> without_tokens([{"tokens": 0.0}, {"tokens": 9.0}, {"tokens": 0.0}], {"tokens": 0.0})
+    2.0
+    """
+    newest_first = reversed(values_of([*rows[-HISTORY:], row], "tokens"))
+    return float(sum(1 for _ in itertools.takewhile(lambda tokens: tokens == 0, newest_first)))
+
+
 def spike(name: str) -> Measure:
     """How many times the median of the last rows it is."""
 
@@ -229,6 +239,13 @@ RULES: dict[str, Rule] = {
         meaning="cut-off answers get no reward for what they would have said: the policy learns from the limit",
         advice="raise run.max_new_tokens, or reward shorter answers; trainer.mask_truncated: if they are learnt from",
         of_step=recent("truncated_fraction"),
+    ),
+    "no_signal": Rule(
+        seen="{value:.0f} steps in a row had nothing to learn from",
+        meaning="in every group all rewards were equal, or all completions were cut off: the weights stand still",
+        advice="look at the rewards in the rollouts; take easier or harder tasks (shoal filter, environment.pools), "
+        "larger groups (run.group_size), or raise run.max_new_tokens",
+        of_step=without_tokens,
     ),
     "staleness": Rule(
         seen="groups are {value:.2g} versions old on average",

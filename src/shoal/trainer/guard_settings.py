@@ -110,6 +110,12 @@ class Truncation(StepGuard):
     )
 
 
+class NoSignal(StepGuard):
+    """The [trainer.guards.no_signal] table."""
+
+    limit: int = Field(default=2, ge=0, le=1000, description="steps in a row without a token to learn from")
+
+
 class Staleness(StepGuard):
     """The [trainer.guards.staleness] table."""
 
@@ -148,6 +154,7 @@ class GuardSettings(BaseModel):
     mismatch_kl: MismatchKl = Field(default_factory=MismatchKl, description="trainer and workers disagree")
     divergence: Divergence = Field(default_factory=Divergence, description="the policy that wrote the batch is gone")
     truncation: Truncation = Field(default_factory=Truncation, description="completions are cut off")
+    no_signal: NoSignal = Field(default_factory=NoSignal, description="steps have nothing to learn from")
     staleness: Staleness = Field(default_factory=Staleness, description="groups are old")
     reward_fall: RewardFall = Field(default_factory=RewardFall, description="the reward falls")
     reward_collapse: RewardCollapse = Field(default_factory=RewardCollapse, description="the reward is gone")

@@ -143,10 +143,10 @@ def new_learner(model: Any, settings: TrainerSettings, crew: Crew | None = None,
 
 def cost_of(model: Any) -> Cost:
     """Multiplications of a forward pass, by the model's shape: each weight once per token; queries with keys, and
-    weights with values, once per pair of tokens that see each other."""
+    weights with values, once per pair of tokens that see each other. A model without heads has no such pairs."""
     shape = model.config.get_text_config()
-    heads = shape.num_attention_heads
-    size = vars(shape).get("head_dim") or shape.hidden_size // heads  # as it stands: layers of some models differ in it
+    heads = getattr(shape, "num_attention_heads", 0)
+    size = vars(shape).get("head_dim") or shape.hidden_size // max(1, heads)  # layers of some models differ in it
     weights = sum(weight.numel() for weight in model.parameters())
     return Cost(linear=weights, quadratic=shape.num_hidden_layers * heads * size)
 

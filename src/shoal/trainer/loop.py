@@ -33,7 +33,6 @@ nearly all of the best one, the export is taken back.
 from __future__ import annotations
 
 import logging
-import math
 import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -63,7 +62,6 @@ from shoal.protocol import (
 )
 from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.crash import point
-from shoal.runtime.metrics import MetricsLog
 from shoal.runtime.stop import StopToken
 from shoal.trainer.archive import RolloutArchive
 from shoal.trainer.card import ModelCard, training_facts
@@ -71,12 +69,13 @@ from shoal.trainer.checkpoint import CheckpointStore, Progress
 from shoal.trainer.copies import Copied
 from shoal.trainer.destination import refuse_foreign
 from shoal.trainer.evaluate import Evaluator
-from shoal.trainer.export import beside_the_best, export_policy, latest_metrics, scores_of, write_card
+from shoal.trainer.export import beside_the_best, export_policy, write_card
 from shoal.trainer.guards import LOOKBACK, Judged, Watch, needs_lookback, staleness_shares
 from shoal.trainer.hands import Hands
 from shoal.trainer.held_out import ByTrainer, ByValidators, HeldOut
 from shoal.trainer.learner import Learner
 from shoal.trainer.publisher import PolicyHub, PolicyOrigin, Publication, Publisher, Snapshot, snapshot_of
+from shoal.trainer.record import RunRecord, finite, named
 from shoal.trainer.reference import hold_start
 from shoal.trainer.retention import Retention
 from shoal.trainer.settings import TrainerSettings
@@ -143,16 +142,13 @@ class TrainingRun:
         self._stop = stop
         self._info = parts.hub.run_info()
         self._store = CheckpointStore(parts.folder / "checkpoints", self._retention())
-        self._metrics = MetricsLog(parts.folder / "metrics.jsonl")
+        self._record = RunRecord(parts.folder / "metrics.jsonl", parts.hub, parts.trackers, parts.clock)
         self._archive = RolloutArchive(parts.folder / "rollouts", TextTokenizer(parts.files).decode)
         self._copies = parts.hands.copies
         self._copied: Copied | None = None  # of the version that was handed over last
         self._saved: int | None = None  # the newest version that is in a checkpoint, or on its way into one
         self._last: StepWork | None = None  # what the run's last step was trained on
-        self._scores: dict[int, float] = {}  # held-out, by version
-        self._unreported: list[Mapping[str, float]] = []
         self._watch = Watch(self._settings.guards)
-        self._alarms: dict[int, dict[str, str]] = {}  # by step, what the hub has not been told yet
         self._stopwatch = Stopwatch(parts.clock)
         self.activity = Activity(parts.clock)
         self.version = 0
@@ -215,17 +211,7 @@ class TrainingRun:
             self.version = self._saved = stored.progress.version
             incarnation = max(incarnation, stored.progress.incarnation)
             log.info("resuming at version %d from %s", self.version, stored.folder)
-        self._metrics.rewind(self.version, keep=("held_out",))
-        rows = self._metrics.rows()
-        self._scores = scores_of(self._metrics)
-        before = [row for row in rows if row["step"] < self.version]
-        if self.version > len(before):
-            log.warning(
-                "%s has %d of the %d steps that were done: guards, best score and a slowed rate go by these",
-                self._metrics.path, len(before), self.version,
-            )  # fmt: skip
-        self._watch.resume(before)
-        self._parts.trackers.begin(self.version, before)
+        self._watch.resume(self._record.resume(self.version))
         return incarnation
 
     def _refuse_foreign_checkpoint(self, progress: Progress, published: PolicyRef | None) -> None:
@@ -260,27 +246,27 @@ class TrainingRun:
     def _advance(self, publisher: Publisher) -> None:
         """One step: wait for the batch, train, write the row. Saving and publishing begin when it is handed over."""
         step, watch = self.version, self._stopwatch
-        held_out = _named(self._held_out.before(step))
+        held_out = named(self._held_out.before(step))
         with watch.lap("wait_s"):
             batch, rollouts = self._batch_of(step, publisher)
-        metrics = _finite(step, self._train(batch, rollouts))
+        metrics = finite(step, self._train(batch, rollouts))
         with watch.lap("publish_wait_s"):
             publisher.wait()  # so that the hub is never more than one version behind a checkpoint
         times = {"hidden_s": publisher.worked_s, **watch.row()}
         times["tokens_per_s"] = metrics["tokens"] / times["train_s"] if times["train_s"] else 0.0
         judged = self._watch.judge(metrics)
-        self._record(step, {**held_out, **metrics, **times, **judged.numbers})
+        row = {**held_out, **metrics, **times, **judged.numbers}
+        self._record.add(step, row, self._held_out.known(step))
         self._heed(judged, publisher)
         self._watch.add({"step": step, **metrics, **judged.numbers})
         self.version = step + 1
 
     def _heed(self, judged: Judged, publisher: Publisher) -> None:
         """A guard may end the run here, before the version is saved or published; the hub hears why first."""
-        for step, news in judged.by_step().items():
-            self._alarms[step] = self._alarms.get(step, {}) | news
+        self._record.warn(judged)
         if judged.stops:
             publisher.wait()
-            self._report_all()
+            self._record.report(self._record.take())
             judged.refuse(self._store.folder, [version for version, _ in self._store.sound()])
 
     def _look_back(self, publisher: Publisher) -> None:
@@ -290,15 +276,9 @@ class TrainingRun:
         with self.activity.busy(f"looking at version {self.version}, the last"):
             seen = self._parts.hands.look_back(self._parts.learner, work, self._stop.is_set)
         judged = self._watch.conclude(step, seen)
-        self._amend(step, judged.numbers)
+        self._record.amend(step, judged.numbers)
         self._heed(judged, publisher)
         self._last = None
-
-    def _amend(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Into the row of a step, once it is there; the hub is told with the next report."""
-        if numbers and (amended := self._metrics.amend(step, numbers)) is not None:
-            self._unreported.append(amended)
-            self._parts.trackers.amend(step, numbers)
 
     def _hand_over(self, publisher: Publisher, publish: bool = True) -> None:
         """Copy this version. The publisher's thread reports the rows before it, saves it if that is due, publishes it.
@@ -308,13 +288,12 @@ class TrainingRun:
         publisher.wait()
         with self._stopwatch.lap("copy_s"):
             copied = self._copies.take(self._parts.learner, self._is_save_due())
-        version, rows, scores = self.version, self._unreported, dict(self._scores)
-        self._copied, self._unreported = copied, []
+        version, rows, scores = self.version, self._record.take(), dict(self._record.scores)
+        self._copied = copied
         self._saved = version if copied.training is not None else self._saved
 
         def prepare() -> Snapshot | None:
-            for row in rows:
-                self._report(row)
+            self._record.report(rows)
             point("trainer.step.recorded")
             if (captured := copied.captured()) is not None:
                 progress = Progress(self._info.run, version, publisher.incarnation)
@@ -385,33 +364,6 @@ class TrainingRun:
                 log.warning("version %d could not be measured on held-out tasks: %s", self.version, error)
                 return None
 
-    def _record(self, step: int, metrics: Mapping[str, float]) -> None:
-        """To the file: it is what a resume relies on. The hub is told when the version after it is handed over.
-
-        What validators have measured of this version goes into its row; of earlier ones into the rows that are there.
-        """
-        known = self._held_out.known(step)
-        metrics = {**_named(known.pop(step, None)), **metrics}
-        for earlier, score in known.items():
-            self._amend(earlier, _named(score))
-        row = self._metrics.append(step, {**metrics, "at_ms": float(self._parts.clock.now_ms())})
-        self._unreported.append(row)
-        self._parts.trackers.write(row)
-        self._scores |= known | ({step: metrics["held_out"]} if "held_out" in metrics else {})
-        shown = ("sampled_reward", "reward_mean", "held_out", "loss", "grad_norm", "idle_fraction")
-        log.info("step %d: %s", step, ", ".join(f"{name} {metrics[name]:.4g}" for name in shown if name in metrics))
-
-    def _report(self, row: Mapping[str, float]) -> None:
-        """The hub keeps the newest report of a step."""
-        measured = {name: value for name, value in row.items() if name != "step"}
-        step = int(row["step"])
-        self._parts.hub.report(StepReport(step=step, metrics=measured, alarms=self._alarms.pop(step, {})))
-
-    def _report_all(self) -> None:
-        for row in self._unreported:
-            self._report(row)
-        self._unreported = []
-
     def _finish(self, publisher: Publisher) -> None:
         """The last version is out: export it, then measure it. Nothing that may fail or wait comes before."""
         manifest = publisher.wait()
@@ -422,10 +374,10 @@ class TrainingRun:
         if self._settings.evaluate_every:
             with self.activity.waiting(f"the score of version {self.version}"):
                 score = self._held_out.last(self.version)
-            self._record(self.version, _named(score))
+            self._record.add(self.version, named(score), self._held_out.known(self.version))
             self._judge_scores(folder, publisher)
-            self._report_all()
-            self._store.prune(self._scores)
+            self._record.report(self._record.take())
+            self._store.prune(self._record.scores)
             write_card(folder, self._card(manifest), dtype)
         log.info("the run is complete: version %d is exported to %s", self.version, folder)
 
@@ -433,10 +385,10 @@ class TrainingRun:
         """A last version that has lost nearly all of the best score is not handed out: its checkpoint is enough."""
         asked = self._settings.evaluate_tasks
         tasks = min(asked, asked if self._parts.held_out_tasks is None else self._parts.held_out_tasks)
-        judged = self._watch.conclude_scores(self._scores, self.version, tasks, self._store.folder)
-        self._amend(self.version, judged.numbers)
+        judged = self._watch.conclude_scores(self._record.scores, self.version, tasks, self._store.folder)
+        self._record.amend(self.version, judged.numbers)
         if judged.stops:
-            self._store.prune(self._scores)
+            self._store.prune(self._record.scores)
             shutil.rmtree(export)
         self._heed(judged, publisher)
 
@@ -447,9 +399,9 @@ class TrainingRun:
             environment=self._info.environment,
             digest=manifest.policy.digest,
             ledger_head=manifest.ledger_head,
-            metrics=latest_metrics(self._metrics, self.version),
-            scores=self._scores,
-            chosen="the last of the run" + beside_the_best(self.version, self._scores),
+            metrics=self._record.latest(self.version),
+            scores=self._record.scores,
+            chosen="the last of the run" + beside_the_best(self.version, self._record.scores),
             training=self._training_facts(),
         )
 
@@ -465,18 +417,6 @@ class TrainingRun:
 
     def _snapshot(self, copied: Copied, version: int) -> Snapshot:
         return snapshot_of(copied.weights, version, self._parts.files, self._settings.publish_dtype)
-
-
-def _named(score: float | None) -> dict[str, float]:
-    return {} if score is None else {"held_out": score}
-
-
-def _finite(step: int, metrics: Mapping[str, float]) -> dict[str, float]:
-    """The numbers of a row. One that overflows (rewards of 1e200 have no variance) says nothing, and ends nothing."""
-    left_out = sorted(name for name, value in metrics.items() if not math.isfinite(value))
-    if left_out:
-        log.warning("step %d: no finite number, so not in its row: %s", step, ", ".join(left_out))
-    return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
 def _refuse_mixed_up(batch: Batch, rollouts: TrainingBatch) -> None:

@@ -1,6 +1,6 @@
 """The configuration surface is pinned: a new setting is a decision, taken here.
 
-There are 104 settings, and 74 more in tables that a recipe may have, or have several of (`[[environment.mix]]`).
+There are 104 settings, and 76 more in tables that a recipe may have, or have several of (`[[environment.mix]]`).
 """
 
 from __future__ import annotations
@@ -72,6 +72,7 @@ trainer.guards.effective_samples.limit trainer.guards.effective_samples.react
 trainer.guards.mismatch_kl.limit trainer.guards.mismatch_kl.react
 trainer.guards.divergence.limit trainer.guards.divergence.react
 trainer.guards.truncation.limit trainer.guards.truncation.react
+trainer.guards.no_signal.limit trainer.guards.no_signal.react
 trainer.guards.staleness.limit trainer.guards.staleness.react
 trainer.guards.reward_fall.limit trainer.guards.reward_fall.react
 trainer.guards.reward_collapse.limit trainer.guards.reward_collapse.react

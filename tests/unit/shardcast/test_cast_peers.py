@@ -62,7 +62,7 @@ def health(relay: Running) -> dict[str, object]:
 
 def is_complete(relay: Running, label: str) -> bool:
     state = health(relay)
-    return state["head"] == label and state["missing_chunks"] == 0
+    return state["head"] == label and state["missing_versions"] == 0 and state["missing_chunks"] == 0
 
 
 def free_ports(count: int) -> list[int]:
@@ -357,6 +357,7 @@ def test_metrics_tell_of_upstreams_chunks_and_disk(tmp_path: Path, start_peer: S
     assert found[of_source("received_bytes_total", upstream)] == size
     assert found["shoal_cast_disk_bytes"] == size
     assert found["shoal_cast_versions"] == 1
+    assert found["shoal_cast_missing_versions"] == 0
     assert found["shoal_cast_missing_chunks"] == 0
     assert found["shoal_cast_within_budget"] == 1
     assert found[of_source("source_ready", upstream)] == 1

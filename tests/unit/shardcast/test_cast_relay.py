@@ -62,7 +62,7 @@ def health(relay: Running) -> dict[str, object]:
 
 def is_complete(relay: Running, label: str) -> bool:
     state = health(relay)
-    return state["head"] == label and state["missing_chunks"] == 0
+    return state["head"] == label and state["missing_versions"] == 0 and state["missing_chunks"] == 0
 
 
 def test_origin_to_relay_to_relay_to_client(tmp_path: Path, start_origin: StartOrigin, start_relay: StartRelay) -> None:

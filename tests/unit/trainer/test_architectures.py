@@ -29,6 +29,12 @@ COMMON: dict[str, Any] = {
     "bos_token_id": 2,
 }  # fmt: skip
 SHARED = {**COMMON, "num_key_value_heads": 2}
+DELTA = {
+    "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8
+}  # fmt: skip
+STATE = {
+    "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_chunk_size": 8
+}  # fmt: skip
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": COMMON,
     "mistral": {**COMMON, "sliding_window": None},
@@ -82,6 +88,36 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "xglm": {"vocab_size": 96, "d_model": 32, "num_layers": 2, "attention_heads": 2, "ffn_dim": 48},
     "qwen3_moe": {**COMMON, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     "mixtral": {**COMMON, "num_local_experts": 4},
+    # Layers that keep a state instead of keys and values, alone or beside attention.
+    "qwen3_5_text": {**COMMON, **DELTA, "num_hidden_layers": 4},
+    "qwen3_next": {
+        **COMMON,
+        **DELTA,
+        "num_hidden_layers": 4,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
+    },
+    "lfm2": {**COMMON, "layer_types": ["conv", "full_attention"]},
+    "falcon_h1": {**COMMON, **STATE, "mamba_d_ssm": 32, "mamba_d_head": 8},
+    "bamba": {**COMMON, **STATE, "attn_layer_indices": [1]},
+    "granitemoehybrid": {
+        **COMMON,
+        **STATE,
+        "layer_types": ["mamba", "attention"],
+        "shared_intermediate_size": 16,
+        "num_local_experts": 2,
+        "num_experts_per_tok": 1,
+    },
+    "recurrent_gemma": {
+        **COMMON,
+        "lru_width": 32,
+        "attention_window_size": 16,
+        "block_types": ["recurrent", "attention"],
+    },
+    "mamba": {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8, "eos_token_id": 1},
+    "rwkv": {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "attention_hidden_size": 32},
 }
 
 
@@ -91,7 +127,18 @@ def config_of(name: str) -> Any:
 
 
 # One of each way of doing things: learned positions, windows, norms in other places, fused projections, experts.
-QUICK = ("cohere", "gemma2", "gemma3_text", "gpt2", "granite", "llama", "phi3", "qwen3_moe")
+QUICK = (
+    "cohere",
+    "gemma2",
+    "gemma3_text",
+    "gpt2",
+    "granite",
+    "llama",
+    "phi3",
+    "qwen3_5_text",
+    "qwen3_moe",
+    "recurrent_gemma",
+)
 PADDED = ("gemma2", "vaultgemma", "cohere2", "gemma4_text", "gemma3_text", "gpt_oss", "mistral-window", "bloom", "mpt")
 
 
@@ -168,6 +215,6 @@ def test_a_rescaling_that_makes_no_sense_is_refused_in_words(name: str, setting:
 
 
 def test_what_the_engine_cannot_decode_is_refused_in_words() -> None:
-    config = AutoConfig.for_model("mamba", vocab_size=96, hidden_size=16, num_hidden_layers=1, state_size=4)
-    with pytest.raises(ModelError, match="MambaForCausalLM does not support"):
+    config = AutoConfig.for_model("openai-gpt", vocab_size=96, n_embd=16, n_layer=1, n_head=2)
+    with pytest.raises(ModelError, match="OpenAIGPTLMHeadModel does not support"):
         model_from_files({"config.json": config.to_json_string(use_diff=False).encode()})

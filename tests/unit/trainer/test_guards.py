@@ -90,6 +90,7 @@ COLLAPSES = [
     ("mismatch_kl", "mismatch_kl", lambda after: 0.01 * 2**after, 8),
     ("divergence", "mismatch", lambda after: 0.1 * 2**after, 6),
     ("truncation", "truncated_fraction", lambda after: min(1.0, 0.1 + 0.1 * after), 8),
+    ("no_signal", "tokens", lambda after: 0.0, 3),
     ("staleness", "staleness_mean", lambda after: 8.0, 5),
     ("reward_fall", "sampled_reward", lambda after: max(0.0, 0.5 - 0.05 * after), 8),
     ("reward_collapse", "sampled_reward", lambda after: 0.5 * 0.5**after, 9),
