@@ -101,3 +101,34 @@ def test_divergence_ends_with_code_5(demos: Path, tmp_path: Path) -> None:
     ran = run(command(demos, tmp_path / "broken", "--set", "trainer.learning_rate=1e30"))
     assert ran.returncode == 5, ran.stderr
     assert not (tmp_path / "broken").exists()
+
+
+def test_a_last_step_that_destroys_the_model_ends_with_code_5(demos: Path, tmp_path: Path) -> None:
+    ran = run(command(demos, tmp_path / "broken", "--steps", "1", "--set", "trainer.learning_rate=100"))
+    assert ran.returncode == 5, ran.stderr
+    assert "after step 0, the last: " in ran.stderr
+    assert not (tmp_path / "broken").exists()
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="looks at a process by /proc")
+def test_told_to_stop_while_it_loads_it_ends_in_good_order(demos: Path, tmp_path: Path) -> None:
+    """The handler is there before anything large is imported: torch is not loaded yet."""
+    process = subprocess.Popen(command(demos, tmp_path / "begun"), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    own, until_s = Path(f"/proc/{process.pid}"), time.monotonic() + DEADLINE_S
+    while not catches_sigterm(own):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < until_s, "no handler in time"
+        time.sleep(0.001)
+    mapped = (own / "maps").read_text()
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 130, said
+    assert b"the same command again" in said
+    assert b"Traceback" not in said
+    assert "libtorch" not in mapped
+    assert not (tmp_path / "begun").exists()
+
+
+def catches_sigterm(process: Path) -> bool:
+    caught = next(line for line in (process / "status").read_text().splitlines() if line.startswith("SigCgt:"))
+    return bool(int(caught.split()[1], 16) >> (signal.SIGTERM - 1) & 1)

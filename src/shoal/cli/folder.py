@@ -91,9 +91,7 @@ class RunFolder:
         if not stored.exists() and path.is_dir() and any(entry.name not in BEFOREHAND for entry in path.iterdir()):
             raise ConfigError(f"the folder {path} is not empty and not a run's; choose another with --dir")
         with FolderLock(path).acquire(StopToken(), LOCK_WAIT_S):  # a run that is going on must not lose its recipe
-            if stored.exists() and (path / "hub").exists():  # nothing has happened yet in a folder without a hub's
-                refuse_other_recipe(path, _stored_recipe(stored), recipe)
-                _refuse_what_is_moved_otherwise(path, _stored_recipe(stored), recipe)
+            cls.refuse_other(path, recipe)
             ensure_folder(path / "logs")
             ensure_folder(path / "keys")
             folder = cls(path, recipe)
@@ -107,6 +105,14 @@ class RunFolder:
         if not stored.is_file():
             raise ConfigError(f"{path} is not a run folder (it has no recipe.toml); make one with: shoal run RECIPE")
         return cls(path, _stored_recipe(stored))
+
+    @staticmethod
+    def refuse_other(path: Path, recipe: Recipe) -> None:
+        """If a run has begun in this folder, it can go on with this recipe."""
+        stored = path / "recipe.toml"
+        if stored.exists() and (path / "hub").exists():  # nothing has happened yet in a folder without a hub's
+            refuse_other_recipe(path, _stored_recipe(stored), recipe)
+            _refuse_what_is_moved_otherwise(path, _stored_recipe(stored), recipe)
 
     @staticmethod
     def changes(path: Path, recipe: Recipe) -> tuple[str, ...]:

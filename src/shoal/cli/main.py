@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -49,6 +50,8 @@ app = typer.Typer(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code and lets no exception out."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments is None:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # until a command listens itself, as to Ctrl-C
     _say_what_can_be_said()
     debug, supervised = "--debug" in given or _verbose(), SUPERVISED in os.environ
     try:

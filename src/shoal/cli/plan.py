@@ -67,10 +67,10 @@ def plan_lines(
     for name, size in planned.device.items():
         yield f"  {name:<26}{size / GIB:9.2f}" + (f"   {tokens}" if name == "activations" else ""), fits
     yield f"  {'in all':<26}{planned.total / GIB:9.2f}   of {memory_bytes / GIB:.2f}: {_verdict(planned, fits)}", fits
-    yield "on the host of the first process, GiB:", fits
+    if planned.host:
+        yield "on the host of the first process, GiB:", fits
     for name, size in planned.host.items():
-        if size:
-            yield f"  {name:<26}{size / GIB:9.2f}", fits
+        yield f"  {name:<26}{size / GIB:9.2f}", fits
     if fits:
         return
     yield "each of these alone would change that to, GiB:", fits

@@ -214,14 +214,14 @@ def summary(metrics_file: Path, status: RunStatus | None, elapsed_s: float, befo
     done = status.step if status is not None else steps_in(metrics_file)
     total = f" of {status.steps}" if status is not None else ""
     lines = [f"{done}{total} steps{f', {max(0, done - before)} of them' if before else ''} in {elapsed_s:.0f} s"]
-    measured: dict[str, list[float | None]] = {
-        "held-out score": [row.get("held_out") for row in rows],
-        "reward": [reward_of(row) for row in rows],
-    }
-    for label, values in measured.items():
-        known = [value for value in values if value is not None]
-        if known:
-            lines.append(f"{label} {known[0]:.3f} → {known[-1]:.3f}")
+    scores = {int(row["step"]): row["held_out"] for row in rows if "held_out" in row}
+    if len(scores) == 1:
+        lines += [f"held-out score {score:.3f} (version {version}, no other)" for version, score in scores.items()]
+    elif scores:
+        lines.append(f"held-out score {scores[min(scores)]:.3f} → {scores[max(scores)]:.3f}")
+    rewards = [reward for row in rows if (reward := reward_of(row)) is not None]
+    if rewards:
+        lines.append(f"reward {rewards[0]:.3f} → {rewards[-1]:.3f}")
     if status is not None:
         counts = ", ".join(f"{count} {state}" for state, count in sorted(status.submissions.items()) if count)
         lines.append(f"submissions: {counts or 'none'}; {tokens_credited(status):,} verified tokens")
@@ -229,8 +229,8 @@ def summary(metrics_file: Path, status: RunStatus | None, elapsed_s: float, befo
 
 
 def steps_in(metrics_file: Path) -> int:
-    """How many steps the trainer has written down; each row names the step that it begins with, the last the end."""
-    return max((int(row["step"]) for row in MetricsLog(metrics_file).rows()), default=0)
+    """How many steps the trainer has written down. The last row of a run that is over is of its last version only."""
+    return max((int(row["step"]) + ("groups" in row) for row in MetricsLog(metrics_file).rows()), default=0)
 
 
 def alarm_lines(metrics_file: Path) -> list[str]:

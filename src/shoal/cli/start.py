@@ -44,6 +44,8 @@ def start(request: RunRequest, mode: str, patience_min: float) -> int:
     for line in held_out_lines(recipe, len(environment.tasks("held_out"))):
         typer.echo(f"shoal: {line}", err=True)
     if mode == "dry-run":
+        if request.directory is not None:
+            RunFolder.refuse_other(request.directory.absolute(), recipe)
         typer.echo(dump_config(without_passwords(recipe)), nl=False)
         return 0
     if mode != "prepare":

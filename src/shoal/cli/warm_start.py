@@ -161,10 +161,12 @@ def _chosen(prepared: Prepared, model: ModelSource, about: dict[str, Any], stop:
     work, encoder = prepared.request.work, prepared.encoder(model)
     if (work / CHOSEN).is_file():
         stored = json.loads((work / CHOSEN).read_bytes())
-        if stored["about"] != about:
+        if stored["about"] == about:
+            _say(stored["lines"])
+            return Corpus(work / "corpus")
+        if any((work / "checkpoints").glob("*")):  # else nothing was learnt, and nothing is lost
             raise ConfigError(f"{work} is of another warm start: {difference(stored['about'], about)}")
-        _say(stored["lines"])
-        return Corpus(work / "corpus")
+        (work / CHOSEN).unlink()
     with prepared.choosing(encoder, stop) as choosing:
         corpus, outcome = choosing.run(work / "corpus")
     lines = prepared.lines(outcome)

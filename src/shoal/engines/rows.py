@@ -5,7 +5,8 @@
 
 Attention has a cache that rows can be repeated in, dropped from and padded on the left. What recurrent layers keep
 instead (a state, the last inputs of a convolution) does not always bear that, so such a model is tried first
-(`decodes_with_cache`), and computed anew for every token if it does not agree with itself: slow, but right.
+(`decodes_with_cache`), and computed anew for every token if it does not agree with itself: slow, but right. Some such
+layers go on from what they keep by one token, and forget it where several come at once (`follows_with_cache`).
 
 B: prompts of a batch, R: rows (one per seed), L: padded length, T: tokens, H: hidden size.
 """
@@ -27,7 +28,8 @@ from shoal.models.packed import PROBE_ERRORS, PROBE_TOLERANCE
 
 log = logging.getLogger(__name__)
 
-_known: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
+_known: WeakKeyDictionary[Any, dict[int, bool]] = WeakKeyDictionary()
+AT_ONCE = 5  # more than the convolutions of recurrent layers look back
 
 
 class Rows(Protocol):
@@ -138,23 +140,36 @@ class RecomputedRows:
 
 
 def decodes_with_cache(model: Any) -> bool:
-    """Whether a model computes rows with a cache as it computes each sequence alone. The answer is kept.
+    """Whether a model computes rows with a cache, token by token, as it computes each sequence alone."""
+    return _tried(model, at_once=1)
 
-    Attention does. Models with other layers are tried, in inference mode, with the weights that they have.
+
+def follows_with_cache(model: Any) -> bool:
+    """The same for several tokens at once after what is in the cache.
+
+    Rounding to 16 bits is as large as what a short probe sees of a forgotten state, so there nobody is trusted with it.
     """
-    if model not in _known:
+    return not _is_recurrent(model) or (model.dtype in PROBE_TOLERANCE and _tried(model, at_once=AT_ONCE))
+
+
+def _tried(model: Any, at_once: int) -> bool:
+    """Attention does both. Models with other layers are tried, in inference mode, with the weights that they have; the
+    answer is kept."""
+    known = _known.setdefault(model, {})
+    if at_once not in known:
+        name = type(model).__name__
         try:
-            _known[model] = not _is_recurrent(model) or _agrees(model)
+            known[at_once] = not _is_recurrent(model) or _agrees(model, at_once)
         except PROBE_ERRORS as error:
-            log.debug("%s is decoded without a cache: %s", type(model).__name__, error)
-            _known[model] = False
-        if not _known[model]:
+            log.debug("%s is not computed with a cache: %s", name, error)
+            known[at_once] = False
+        if at_once == 1 and not known[at_once]:
             log.warning(
                 "%s is decoded without a cache, every token from the beginning, which is slow: what its layers keep "
                 "does not do for batches",
-                type(model).__name__,
+                name,
             )
-    return _known[model]
+    return known[at_once]
 
 
 def _is_recurrent(model: Any) -> bool:
@@ -163,21 +178,20 @@ def _is_recurrent(model: Any) -> bool:
     return bool(getattr(model, "_is_stateful", False)) or not plain
 
 
-def _agrees(model: Any) -> bool:
+def _agrees(model: Any, at_once: int) -> bool:
     """Two prompts of unlike length, one of them continued twice, one row dropped, against the sequences alone."""
     size = model.config.get_text_config().vocab_size
     prompts = [tuple(number % size for number in range(3, 9)), tuple(number % size for number in range(20, 23))]
     rows = CachedRows.after(model, prompts, torch.tensor([0, 1, 1]))
-    said = torch.tensor([[11, 12, 13], [14, 15, 16], [17, 18, 19]], device=model.device) % size
+    said = torch.arange(11, 11 + 3 * (1 + AT_ONCE), device=model.device).view(3, -1) % size
     rows.advance(model, said[:, 0])
     rows.select(torch.tensor([0, 2], device=model.device))
-    for step in (1, 2):
-        rows.advance(model, said[[0, 2], step])
-    for hidden_H, prompt, row in zip(rows.hidden, prompts, (0, 2), strict=True):
+    followed = [rows.follow(model, tokens) for tokens in said[[0, 2], 1:].split(at_once, dim=1)]
+    for states_TH, prompt, row in zip(torch.cat(followed, dim=1), prompts, (0, 2), strict=True):
         alone = torch.tensor([[*prompt, *said[row].tolist()]], device=model.device)
-        alone_H = hidden_states(model, alone)[0, -1]
-        bound = PROBE_TOLERANCE.get(alone_H.dtype, 0.1) * float(alone_H.abs().max())
-        if not float((hidden_H - alone_H).abs().max()) <= bound:
+        alone_TH = hidden_states(model, alone)[0, -AT_ONCE:]  # all of them: what was forgotten shows in the first
+        bound = PROBE_TOLERANCE.get(alone_TH.dtype, 0.1) * float(alone_TH.abs().max())
+        if not float((states_TH - alone_TH).abs().max()) <= bound:
             return False
     return True
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from shoal.engines.decoding import Choose, Decoding, Uniforms, choose_tiled
 from shoal.engines.dialogue import Line
 from shoal.engines.protocol import Completion, GenerationRequest, Prefill, PrefillRequest, Respond
-from shoal.engines.rows import CachedRows, RecomputedRows, Rows, decodes_with_cache
+from shoal.engines.rows import CachedRows, RecomputedRows, Rows, decodes_with_cache, follows_with_cache
 from shoal.errors import PolicyMismatch
 from shoal.models.load import model_from_files
 from shoal.models.logprobs import Head
@@ -267,7 +267,7 @@ class TorchEngine:
         prompts = list(dict.fromkeys(request.prompt_ids for request in batch))
         shared = sum(len(request.prompt_ids) for request in batch) - sum(map(len, prompts))
         worth_it = shared > SHARED_WORTH * (shared + sum(map(len, prompts)) + sum(lengths))
-        if worth_it and decodes_with_cache(self._model):
+        if worth_it and follows_with_cache(self._model):
             return self._hidden_after(prompts, batch, lengths)
         starts_B1 = np.array([len(request.prompt_ids) for request in batch])[:, None]
         pieces = [piece for request in batch for piece in (request.prompt_ids, request.token_ids)]

@@ -49,21 +49,27 @@ def measure(logits_NV: Tensor, targets_N: Tensor, temperature: float) -> Measure
     all_NV = functional.log_softmax(logits_NV / temperature, dim=-1)
     chosen_N = all_NV.gather(1, targets_N[:, None])[:, 0]
     all_NV.clamp_(min=LEAST_LOGPROB)
-    entropy_N = -(all_NV.exp() * all_NV).sum(dim=-1)
+    entropy_N = -all_NV.exp().mul_(all_NV).sum(dim=-1)
     return Measured(chosen_N, entropy_N, torch.zeros_like(chosen_N))
 
 
 def slopes(
     logits_NV: Tensor, targets_N: Tensor, measured: Measured, given: Slopes, temperature: float, dtype: torch.dtype
 ) -> Tensor:
-    """How the sum of (given slope × value) changes with each logit: [N, V] of `dtype`."""
+    """How the sum of (given slope × value) changes with each logit: [N, V] of `dtype`.
+
+    In plain torch it is computed in place: three tables are there at a time, four if entropies have a slope.
+    """
     if usable(logits_NV):
         return _slopes_fused(logits_NV, targets_N, measured, given, temperature, dtype)
     all_NV = functional.log_softmax(logits_NV / temperature, dim=-1).clamp_(min=LEAST_LOGPROB)
     weight_NV = all_NV.exp()
-    slopes_NV = weight_NV * -given.logprobs_N[:, None]
-    if given.entropy_N is not None:
-        slopes_NV -= given.entropy_N[:, None] * weight_NV * (all_NV + measured.entropy_N[:, None])
+    if given.entropy_N is None:
+        slopes_NV = weight_NV.mul_(-given.logprobs_N[:, None])
+    else:
+        slopes_NV = weight_NV * -given.logprobs_N[:, None]
+        weight_NV.mul_(given.entropy_N[:, None]).mul_(all_NV.add_(measured.entropy_N[:, None]))
+        slopes_NV -= weight_NV
     slopes_NV.scatter_add_(1, targets_N[:, None], given.logprobs_N[:, None])
     return slopes_NV.div_(temperature).to(dtype)
 

@@ -107,6 +107,8 @@ def _attention(config: Any) -> str:
 
 def _ready(model: Any, device: str) -> Any:
     Head.of(model)
+    if model.base_model is model:  # as transformers says where it does not find the layers below the head
+        raise ModelError(f"{type(model).__name__} does not tell its layers from its head: it cannot be computed with")
     _own_memory(model)
     return model.to(device).eval()
 

@@ -226,6 +226,7 @@ def _gradients(
             _add_product(weight_VH, slopes_NV.T, part.hidden_NH.to(dtype))
         if bias_V is not None:
             bias_V += slopes_NV.sum(dim=0, dtype=torch.float32)
+        del slopes_NV  # or it would be there beside the next tile's
     return (
         hidden_NH,
         None if weight_VH is None else weight_VH.to(head.weight.dtype),

@@ -130,6 +130,8 @@ def _sentence(problem: ErrorDetails, kind: type[BaseModel], source: str, overrid
     if problem["type"] == "missing":
         return f"{where}: {_label(keys)} is missing"
     message = problem["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
+    if problem["type"] in ("list_type", "tuple_type") and isinstance(problem["input"], str | int | float):
+        message = f"a list is wanted, such as [{_show(problem['input'])}]"
     if not keys:
         return f"{where}: {_lower_first(message)}"
     if isinstance(problem["input"], Mapping):  # the whole section is at fault: its values would bury the sentence

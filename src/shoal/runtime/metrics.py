@@ -87,7 +87,7 @@ def _line(row: Mapping[str, float]) -> bytes:
 def _parse(line: str) -> dict[str, float] | None:
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         log.warning("metrics: a torn line is left out: %.60r", line)
         return None
     if not isinstance(row, dict) or type(row.get("step")) is not int or not _is_number(row["step"]):

@@ -4,9 +4,12 @@
     gathered     with several processes: the layer that computes, and embeddings and head, whole
     activations  what the backward pass keeps of one micro-batch: counted in a forward pass on torch's meta device,
                  which has shapes and no numbers; attention is taken to keep its inputs and output (flash)
-    head         the tile of logits and what the softmax makes of it
+    head         the tile of logits and what the softmax makes of it; on a CPU also copies of the head's size
+    copy         on a CPU: the state that is saved and published, which lies on the host of a GPU
+    holes        on a CPU: what is free, and is not given back to the system
 
-What is compiled keeps less, since cheap operations are computed again: by COMPILED, which is measured, not derived.
+What is compiled keeps less, since cheap operations are computed again: by COMPILED. That and HOLES are measured, not
+derived.
 """
 
 from __future__ import annotations
@@ -39,6 +42,8 @@ SMALL = 40  # a model's weights, so many times, are more than its training ever 
 PROBE_TOKENS = 512
 COMPILED = 0.5
 TILES = 3  # logits, their softmax, and its gradient
+HOLES = 0.4  # of the activations of all layers; see `_holes`
+MAPPED_BYTES = 32 * 2**20  # from here on glibc takes each block from the system, and gives it back at once
 CONTEXT_BYTES = {"cuda": GIB, "cpu": GIB // 2}  # what torch itself takes, before anything is in it
 ATTENTION = "shoal_planned"
 
@@ -73,7 +78,7 @@ class Plan:
     @property
     def certain(self) -> int:
         """Without what is estimated."""
-        estimated = ("activations", "head", "torch itself")
+        estimated = ("activations", "head", "holes", "torch itself")
         return sum(size for name, size in self.device.items() if name not in estimated)
 
 
@@ -103,14 +108,18 @@ def shape_of(files: Mapping[str, bytes], settings: TrainerSettings) -> Shape:
 def plan(shape: Shape, settings: TrainerSettings, processes: int, longest: int = 0, kind: str = "cuda") -> Plan:
     """What each of so many processes needs, for micro-batches as the settings say, or one sequence of `longest`."""
     tokens = max(settings.micro_batch_tokens, longest)
+    on_host = kind == "cpu"
+    copied = {"copy of the state": 4 * shape.weights + 8 * shape.trained // processes}
+    loaded = {"model while it is loaded": 4 * shape.weights} if processes > 1 and not on_host else {}
     return Plan(
         device={
             **_fixed(shape, settings, processes),
             "activations": _activations(shape, settings, tokens, kind),
-            "head": _head(shape, tokens, kind),
+            "head": _head(shape, settings, tokens, kind),
+            **(copied | _holes(shape, tokens) if on_host else {}),
             "torch itself": CONTEXT_BYTES[kind],
         },
-        host=_host(shape, processes),
+        host={} if on_host else copied | loaded,
     )
 
 
@@ -227,15 +236,24 @@ def _activations(shape: Shape, settings: TrainerSettings, tokens: int, kind: str
     return inputs + kept // shape.layers
 
 
-def _head(shape: Shape, tokens: int, kind: str) -> int:
-    elements = min(GPU_TILE_ELEMENTS if kind == "cuda" else TILE_ELEMENTS, tokens * shape.vocabulary)
-    return TILES * 4 * elements + 2 * 4 * tokens * shape.hidden
+def _head(shape: Shape, settings: TrainerSettings, tokens: int, kind: str) -> int:
+    """The kernels of a GPU make fewer tables than are counted, by more than the gradient of the head's weights."""
+    states = 2 * 4 * tokens * shape.hidden
+    if kind == "cuda":
+        return TILES * 4 * min(GPU_TILE_ELEMENTS, tokens * shape.vocabulary) + states
+    tiles = TILES + (settings.objective.entropy > 0)
+    # The gradient of its weights before it is added to the one that is there, and 16-bit weights in float32.
+    copies = (settings.lora is None) + (shape.dtype.itemsize < 4)
+    weights = copies * 4 * shape.vocabulary * shape.hidden
+    return tiles * 4 * min(TILE_ELEMENTS, tokens * shape.vocabulary) + states + weights
 
 
-def _host(shape: Shape, processes: int) -> dict[str, int]:
-    """The copy that is saved and published while training goes on; on a CPU it is beside everything else."""
-    copied = 4 * shape.weights + 8 * shape.trained // processes
-    return {"copy of the state": copied, "model while it is loaded": 0 if processes == 1 else 4 * shape.weights}
+def _holes(shape: Shape, tokens: int) -> dict[str, int]:
+    """glibc seldom puts an aligned block where one of the same size was, so that what layers compute by the way leaves
+    holes, whether they are recomputed or not. Larger blocks leave none."""
+    if tokens * shape.hidden * shape.dtype.itemsize >= MAPPED_BYTES:
+        return {}
+    return {"holes": int(HOLES * shape.activation_bytes * tokens)}
 
 
 def _narrowed(shape: Shape) -> Shape:

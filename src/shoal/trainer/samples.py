@@ -108,6 +108,18 @@ def check_staleness(groups: Sequence[TrainingGroup], step: int, bound: int) -> N
             )
 
 
+def check_tokens(groups: Sequence[TrainingGroup], vocabulary: int) -> None:
+    """Validators let nothing else pass. A token that a model does not have would end the process without saying where
+    it came from, on a GPU not even at once."""
+    for group in groups:
+        if not group.prompt:
+            raise ProtocolError(f"unit {group.unit} has an empty prompt: nothing predicts the first token after it")
+        read = (group.prompt_ids, *(rollout.token_ids for rollout in group.rollouts))
+        largest = max(int(ids.max(initial=0)) for ids in read)
+        if largest >= vocabulary:
+            raise ProtocolError(f"unit {group.unit} holds token {largest}; the policy knows {vocabulary} tokens")
+
+
 def _samples(group: TrainingGroup, advantage: Advantage, mask_truncated: bool) -> list[Sample]:
     rewards = [rollout.reward for rollout in group.rollouts]
     if not carries_signal(rewards):

@@ -26,7 +26,7 @@ from shoal.algorithms.staleness import staleness
 from shoal.errors import ConfigError
 from shoal.protocol import TrainingGroup
 from shoal.trainer.learner import Learner, learning_rate
-from shoal.trainer.samples import Prepared, Sample, all_recorded, check_staleness, prepare
+from shoal.trainer.samples import Prepared, Sample, all_recorded, check_staleness, check_tokens, prepare
 from shoal.trainer.tally import Tally, Totals
 from shoal.trainer.update import Micro, StepPlan, Stopped, Update, Veto
 
@@ -66,6 +66,7 @@ def train_step(
     A step without any signal changes nothing (not even by weight decay) and says so: `tokens` is 0.
     """
     check_staleness(work.groups, work.step, work.max_staleness)
+    check_tokens(work.groups, learner.model.get_output_embeddings().weight.shape[0])
     prepared = prepare(work.groups, learner.advantage, learner.settings.mask_truncated)
     return {**_batch_metrics(work, prepared), **train_samples(learner, prepared, work.plan, interrupted, veto)}
 

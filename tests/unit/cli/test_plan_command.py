@@ -85,6 +85,21 @@ def test_activations_are_what_a_real_forward_pass_keeps() -> None:
     assert shape_of(loaded.files, settings()).activation_bytes == pytest.approx(found, rel=0.1)
 
 
+def test_a_cpu_holds_the_copy_that_is_saved_and_what_is_not_given_back(files: Mapping[str, bytes]) -> None:
+    """Tensors of 32 MiB are given back: 8192 tokens of 1024 numbers. Recomputing makes as many holes as keeping."""
+    short, recomputed = settings(micro_batch_tokens=8191), settings(micro_batch_tokens=8191, memory={"recompute": True})
+    shape = shape_of(files, short)
+    on_cpu = plan(shape, short, 1, kind="cpu")
+    assert on_cpu.device["copy of the state"] == 12 * shape.weights
+    assert on_cpu.device["holes"] == int(memory.HOLES * 8191 * shape.activation_bytes)
+    assert plan(shape, recomputed, 1, kind="cpu").device["holes"] == on_cpu.device["holes"]
+    assert "holes" not in plan(shape, settings(micro_batch_tokens=8192), 1, kind="cpu").device
+    assert not on_cpu.host
+    on_gpu = plan(shape, short, 1, kind="cuda")
+    assert not {"holes", "copy of the state"} & set(on_gpu.device)
+    assert on_gpu.host == {"copy of the state": 12 * shape.weights}
+
+
 def test_settings_that_save_memory_are_offered_with_what_they_save(files: Mapping[str, bytes]) -> None:
     given = settings(micro_batch_tokens=65_536)
     shape = shape_of(files, given)

@@ -217,10 +217,19 @@ def test_the_summary_is_read_from_the_trainers_own_numbers(tmp_path: Path) -> No
     assert summary(tmp_path / "none", None, 1.0) == ["0 steps in 1 s"]
 
 
+def test_a_score_that_was_taken_once_is_no_development(tmp_path: Path) -> None:
+    rows = (
+        {"step": 0, "held_out": 0.25, "reward_mean": 0.5, "groups": 4},
+        {"step": 1, "reward_mean": 0.0, "groups": 4},
+    )
+    lines = summary(written(tmp_path / "metrics.jsonl", *rows), None, 3.0)
+    assert lines == ["2 steps in 3 s", "held-out score 0.250 (version 0, no other)", "reward 0.500 → 0.000"]
+
+
 def test_a_start_that_failed_does_not_claim_the_steps_before_it(tmp_path: Path) -> None:
     path = written(tmp_path / "metrics.jsonl", *({"step": step, "groups": 4} for step in range(87)))
-    assert steps_in(path) == 86
-    assert summary(path, None, 12.0, before=86)[0] == "86 steps, 0 of them in 12 s"
+    assert steps_in(path) == 87
+    assert summary(path, None, 12.0, before=87)[0] == "87 steps, 0 of them in 12 s"
     assert summary(path, status(), 12.0, before=1)[0] == "2 of 9 steps, 1 of them in 12 s"
 
 

@@ -88,6 +88,15 @@ def test_a_work_folder_that_is_somebodys_is_left_alone(demos: Path, tmp_path: Pa
     assert sorted(path.name for path in work.rglob("*")) == ["corpus", "corpus.txt", "precious"]
 
 
+def test_a_request_that_failed_before_it_learnt_anything_is_in_nobodys_way(
+    demos: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    request = ("tiny", "--data", demos, "--out", tmp_path / "out", "--steps", 1, "--batch", 2, "--validation")
+    assert "lower --validation" in said(capsys, *request, 2000)
+    assert main(["sft", *map(str, request), "1"]) == 0
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
 def test_told_to_stop_while_it_starts(demos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = reading.Demonstrations.__init__
 

@@ -99,6 +99,7 @@ def test_a_misspelt_section_is_refused_with_the_right_one() -> None:
         ("[trainer]\nminibatches = 1.5", "[trainer] minibatches = 1.5: input should be a valid integer"),
         ("[trainer]\nloss = 'klip'", "[trainer] loss = \"klip\": input should be 'clip' or 'cispo'"),
         ("[trainer]\nbetas = [1]", "[trainer] betas.1 is missing"),
+        ("[environment]\nwords = 'sun'", '[environment] words = "sun": a list is wanted, such as ["sun"]'),
         ("trainer = 3", "[trainer] = 3: input should be"),
     ],
 )

@@ -11,7 +11,7 @@ import torch
 from trainer_stubs import SETTINGS, make_group, tiny_files, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from shoal.engines import GenerationRequest
+from shoal.engines import GenerationRequest, PrefillRequest
 from shoal.engines.torch import TorchEngine
 from shoal.errors import ModelError
 from shoal.models.load import load_model, model_from_files
@@ -109,6 +109,14 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "shared_intermediate_size": 16,
         "num_local_experts": 2,
         "num_experts_per_tok": 1,
+    },
+    "jamba": {
+        **COMMON,
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "num_experts": 2,
+        "mamba_d_state": 8,
+        "use_mamba_kernels": False,
     },
     "recurrent_gemma": {
         **COMMON,
@@ -212,6 +220,31 @@ def test_a_rescaling_that_makes_no_sense_is_refused_in_words(name: str, setting:
     setattr(model.config, setting, value)
     with pytest.raises(ModelError, match=f"{setting} in config.json is .*positive number"):
         Head.of(model)
+
+
+@pytest.mark.parametrize("name", ["jamba", "qwen3_5_text"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_completions_of_one_prompt_are_checked_as_if_alone(name: str, dtype: torch.dtype) -> None:
+    """Weights large enough that a state which is forgotten between prompt and completion shows."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config_of(name)).eval()
+    for weight in model.parameters():
+        weight.mul_(6 if weight.ndim > 1 else 1)
+    engine, random = TorchEngine.wrap(model.to(dtype)), np.random.default_rng(0)
+    prompt = tuple(random.integers(3, 90, size=33).tolist())
+    requests = [PrefillRequest(prompt, random.integers(3, 90, size=size).astype(np.int32), 1.0) for size in (1, 4, 7)]
+    together = engine.prefill(requests)
+    for found, request in zip(together, requests, strict=True):
+        alone = engine.prefill([request])[0].logprobs
+        np.testing.assert_allclose(found.logprobs, alone, atol=1e-3 if dtype == torch.float32 else 0.05)
+
+
+def test_a_model_whose_layers_are_not_found_is_refused_in_words() -> None:
+    few = {"num_local_experts": 2, "interleave_moe_layer_step": 1, "no_rope_layers": [1, 0]}
+    config = AutoConfig.for_model("llama4_text", **{**COMMON, **few})
+    with pytest.raises(ModelError, match="Llama4ForCausalLM does not tell its layers from its head"):
+        model_from_files({"config.json": config.to_json_string(use_diff=False).encode()})
 
 
 def test_what_the_engine_cannot_decode_is_refused_in_words() -> None:

@@ -1,4 +1,4 @@
-"""bfloat16 with float32 masters, recomputed activations, and the reference that a resume holds on to."""
+"""bfloat16 with float32 masters, recomputed activations, the reference that a resume holds on to, and the plan."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -13,16 +14,19 @@ from trainer_stubs import SETTINGS, FakeHub, learner, make_group, same, tiny_fil
 from transformers import OPTConfig, OPTForCausalLM
 
 from shoal.errors import CheckpointError, ModelError
+from shoal.models import logprobs
 from shoal.models.compiled import decoder_layers
+from shoal.models.load import model_from_files
 from shoal.models.lora import AdapterShape, add_adapters
 from shoal.models.state import policy_state
-from shoal.protocol import TrainingGroup
+from shoal.protocol import TrainingGroup, TrainingRollout, pack_logprobs, pack_tokens
 from shoal.runtime.stop import StopToken
+from shoal.trainer import memory
 from shoal.trainer.learner import Learner, new_learner
 from shoal.trainer.publisher import cast
 from shoal.trainer.recompute import recompute_layers
 from shoal.trainer.reference import START, hold_start, weights_digest
-from shoal.trainer.settings import LoraSettings, MemorySettings, ObjectiveSettings
+from shoal.trainer.settings import LoraSettings, MemorySettings, ObjectiveSettings, TrainerSettings
 from shoal.trainer.step import StepWork, train_step
 
 ROUNDED = SETTINGS.model_copy(update={"memory": MemorySettings(precision="bfloat16"), "micro_batch_tokens": 24})
@@ -222,3 +226,56 @@ def test_a_resumed_run_is_held_near_the_same_reference(tmp_path: Path) -> None:
     assert same(resumed.state(), uninterrupted.state())
     rows = [json.loads(line) for line in (tmp_path / "broken/trainer/metrics.jsonl").read_text().splitlines()]
     assert rows[2]["reference_kl"] > rows[0]["reference_kl"]
+
+
+# -- the plan ----------------------------------------------------------------------------------------------------------
+
+PLANNED = {
+    "model_type": "qwen3", "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 32, "intermediate_size": 384, "vocab_size": 2000, "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+def long_group(unit: int) -> TrainingGroup:
+    ids = pack_tokens(np.random.default_rng(unit).integers(3, 2000, size=248))
+    drawn = [TrainingRollout(ids, pack_logprobs(np.full(248, -8.0, np.float32)), "eos", reward) for reward in (0, 1)]
+    return TrainingGroup(unit, f"task/{unit}", 0, pack_tokens(np.arange(3, 11)), drawn)
+
+
+def most_allocated(work: Any) -> int:
+    """The largest sum of bytes that were allocated and not freed again, since `work` began."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiled:
+        work()
+    assert profiled.profiler is not None
+    events = [each for each in profiled.profiler.kineto_results.events() if each.name() == "[memory]"]
+    changes = [each.nbytes() for each in sorted(events, key=lambda each: each.start_ns())]
+    return int(np.cumsum(changes).max())
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {},
+        {"memory": {"recompute": True}},
+        {"lora": {"rank": 4}},
+        {"memory": {"precision": "bfloat16"}},
+        {"objective": {"entropy": 0.1}},
+    ],
+    ids=["float32", "recomputed", "adapters", "bfloat16", "entropy"],
+)
+def test_a_step_on_a_cpu_takes_what_is_planned(changed: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what is allocated; what the allocator keeps beside it is measured by benchmarks/memory_plan.py."""
+    for module in (logprobs, memory):
+        monkeypatch.setattr(module, "TILE_ELEMENTS", 2**19)
+    settings = TrainerSettings.model_validate({**changed, "minibatches": 1, "micro_batch_tokens": 1024})
+    files = {"config.json": json.dumps(PLANNED).encode()}
+    planned = memory.plan(memory.shape_of(files, settings), settings, 1, kind="cpu").device
+    model = model_from_files(files)
+    if settings.lora is not None:
+        add_adapters(model, AdapterShape(settings.lora.rank, settings.lora.alpha, settings.lora.targets))
+    made, groups = new_learner(model, settings), [long_group(unit) for unit in range(4)]
+    train(made, groups)
+    held = sum(planned.get(name, 0) for name in ("weights", "masters", "moments"))
+    found = held + most_allocated(lambda: train(made, groups))
+    beside = sum(planned[name] for name in ("holes", "copy of the state", "torch itself"))
+    assert 0.95 < (sum(planned.values()) - beside) / found < 1.25

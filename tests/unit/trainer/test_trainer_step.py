@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import msgspec
 import pytest
 import torch
 from trainer_stubs import SETTINGS, learner, make_group, same, tiny_model, weights
 
 from shoal.algorithms.losses import LossOutput
 from shoal.errors import ConfigError, ProtocolError, TrainingDiverged
-from shoal.protocol import TrainingGroup, TrainingRollout, pack_logprobs
+from shoal.protocol import TrainingGroup, TrainingRollout, pack_logprobs, pack_tokens
 from shoal.trainer.learner import Learner, choose_device, learning_rate
 from shoal.trainer.settings import TrainerSettings
 from shoal.trainer.step import StepWork, Stopped, train_step
@@ -211,6 +212,22 @@ def test_tokens_and_logprobs_of_different_length_are_refused() -> None:
     broken = TrainingRollout(group.rollouts[0].tokens, pack_logprobs([0.0] * 9), "eos", 1.0)
     with pytest.raises(ProtocolError, match="9 logprobs"):
         train_step(made, work([TrainingGroup(3, "t", 0, group.prompt, [broken, *group.rollouts[1:]])]))
+
+
+@pytest.mark.parametrize("rewards", [[1.0, 0.0], [1.0, 1.0]])
+@pytest.mark.parametrize("where", ["prompt", "completion", "empty prompt"])
+def test_tokens_that_the_policy_does_not_have_are_refused_in_words(rewards: list[float], where: str) -> None:
+    """Also in a group without signal, which only the closing look would compute."""
+    made, group = learner(), make_group(7, 0, tiny_model(), rewards)
+    foreign = pack_tokens([3, 4_000_000_000])
+    if where == "completion":
+        rollout = msgspec.structs.replace(group.rollouts[0], tokens=foreign, logprobs=pack_logprobs([-1.0, -1.0]))
+        group = msgspec.structs.replace(group, rollouts=[rollout, group.rollouts[1]])
+    else:
+        group = msgspec.structs.replace(group, prompt=foreign if where == "prompt" else b"")
+    said = "unit 7 has an empty prompt" if where == "empty prompt" else "unit 7 holds token 4000000000; the policy"
+    with pytest.raises(ProtocolError, match=said):
+        train_step(made, StepWork(0, [group], 1.0, 0))
 
 
 def test_the_step_knows_no_algorithm(groups) -> None:

@@ -9,5 +9,6 @@ choosing    choose: rows through the filters, in one pass, into a corpus
 corpus      Corpus: the tokens that were chosen, in files, read where they lie
 report      what became of every row: a table for people, a Parquet file
 course      Course: which sequences each step is trained on, and at which rate
+closing     judge_last: whether the last version still knows what it was trained on
 training    WarmStart: the loop, its checkpoints and its export
 """

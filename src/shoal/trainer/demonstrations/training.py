@@ -1,12 +1,13 @@
 """The warm start itself: batches of demonstrations through the step that RL trains with, checkpoints, an export.
 
-    resume ─► [ validate, if due ─► train ─► guards ─► row ─► checkpoint, if due ] ─► export
+    resume ─► [ validate, if due ─► train ─► guards ─► row ─► checkpoint, if due ] ─► look back ─► checkpoint ─► export
                         ▲                                          │
                         └────────────────── next step ◄────────────┘
 
 Crash anywhere: the newest checkpoint is loaded and the steps since then are trained again; batches, order and rate
 follow from the number of the step, so that on a CPU the weights are the same bit for bit. Told to stop, it saves where
-it stands. Divergence ends it before anything is saved.
+it stands. Divergence ends it before anything is saved: guards judge what a step begins with, and the last version looks
+back at its batch (`closing`).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.metrics import MetricsLog
 from shoal.runtime.stop import StopToken
 from shoal.trainer.checkpoint import CheckpointStore, Progress, restore
+from shoal.trainer.demonstrations.closing import LAST_BATCH, LastBatch, judge_last
 from shoal.trainer.demonstrations.corpus import Corpus
 from shoal.trainer.demonstrations.course import Numbers, Timetable, decay_factor
 from shoal.trainer.demonstrations.settings import LOSS, Course
@@ -32,9 +34,10 @@ from shoal.trainer.export import ModelCard, export_policy, latest_metrics
 from shoal.trainer.forward import lay, score
 from shoal.trainer.guards import Watch
 from shoal.trainer.learner import Learner
+from shoal.trainer.record import finite
 from shoal.trainer.samples import Prepared
 from shoal.trainer.settings import TrainerSettings
-from shoal.trainer.step import StepPlan, Stopped, train_samples
+from shoal.trainer.step import StepPlan, StepWork, Stopped, look_back, train_samples
 from shoal.trainer.tracking import Trackers
 
 log = logging.getLogger(__name__)
@@ -76,6 +79,7 @@ class WarmStart:
         self._store = CheckpointStore(parts.folder / "checkpoints", self._settings.keep_checkpoints)
         self._metrics = MetricsLog(parts.folder / "metrics.jsonl")
         self._watch = Watch(self._settings.guards)
+        self._saved: int | None = None  # the version that is in the newest checkpoint
         self.version = 0
 
     @property
@@ -93,10 +97,11 @@ class WarmStart:
         try:
             while self.version < self.steps:
                 progressed(self.version + 1, self.steps, self._advance())
-            self._finish()
+            seen = self._look_back()
+            self._save()
+            self._finish(seen)
         except Stopped:
-            if (self.version, 0) not in self._store.places():
-                self._save()
+            self._save()
             log.info("stopped (%s) after %d of %d steps", self._stop.reason, self.version, self.steps)
             return False
         finally:
@@ -112,7 +117,7 @@ class WarmStart:
                     f"remove {self._parts.folder}, or choose another --out"
                 )
             restore(self._parts.learner, stored)
-            self.version = stored.progress.version
+            self.version = self._saved = stored.progress.version
             log.info("going on after step %d of %d, from %s", self.version, self.steps, stored.folder)
         self._metrics.rewind(self.version)
         rows = self._metrics.rows()
@@ -123,17 +128,35 @@ class WarmStart:
         """One step; what to say about it."""
         step = self.version
         measured = self._validated(step) if self._due(self._settings.evaluate_every, step) else {}
+        measured |= {LAST_BATCH: self._mean_loss(self._times.batches[-1])} if step == 0 else {}
         began_s = self._parts.clock.monotonic_s()
         metrics = self._train(step)
         step_s = self._parts.clock.monotonic_s() - began_s
         judged = self._watch.judge(metrics)
-        judged.refuse(self._store.folder, [version for version, _ in self._store.places()])
+        judged.refuse(self._store.folder, self._kept())
         times = {"step_s": step_s, "tokens_per_s": metrics["tokens"] / step_s if step_s else 0.0}
         self._record(step, {**measured, **metrics, **judged.numbers, **times})
         self.version = step + 1
-        if self._due(self._settings.checkpoint_every, self.version) or self.version == self.steps:
+        if self._due(self._settings.checkpoint_every, self.version) and self.version < self.steps:
             self._save()
         return f"loss {metrics['loss']:.4g}" if "loss" in metrics else "update skipped"
+
+    def _look_back(self) -> dict[str, float]:
+        """The last version is judged by the batch that it was made of, forward only, before it is saved."""
+        step, folder, kept = self.steps - 1, self._store.folder, self._kept()
+        loss = self._mean_loss(self._times.batches[step])
+        weights = look_back(self._parts.learner, StepWork(step, (), temperature=1.0, max_staleness=0))
+        judged = self._watch.conclude(step, {**weights, LAST_BATCH: loss})
+        if not judged.alarms:
+            seen = LastBatch.of(self._watch.rows, step, loss)
+            judged = judge_last(self._settings.guards, step, seen, folder, kept)
+        if judged.numbers and self._metrics.amend(step, judged.numbers) is not None:
+            self._parts.trackers.amend(step, judged.numbers)
+        judged.refuse(folder, kept)
+        return {LAST_BATCH: loss}
+
+    def _kept(self) -> list[int]:
+        return [version for version, _ in self._store.places()]
 
     def _train(self, step: int) -> dict[str, float]:
         course, settings = self._parts.course, self._settings
@@ -169,21 +192,22 @@ class WarmStart:
         return total / sum(sample.trained for sample in samples)
 
     def _record(self, step: int, metrics: Mapping[str, float]) -> None:
-        row = self._metrics.append(step, {**metrics, "at_ms": float(self._parts.clock.now_ms())})
+        row = self._metrics.append(step, {**finite(step, metrics), "at_ms": float(self._parts.clock.now_ms())})
         self._watch.add(row)
         self._parts.trackers.write(row)
         shown = ("loss", VALIDATION, "grad_norm", "learning_rate")
         log.info("step %d: %s", step, ", ".join(f"{name} {metrics[name]:.4g}" for name in shown if name in metrics))
 
     def _save(self) -> None:
-        self._store.save(self._parts.learner, Progress(self._parts.run, self.version), self._parts.files)
+        """A checkpoint of this version, unless there is one."""
+        if self._saved != self.version:
+            self._store.save(self._parts.learner, Progress(self._parts.run, self.version), self._parts.files)
+            self._saved = self.version
 
-    def _finish(self) -> None:
-        """Measure the last version, then export it."""
+    def _finish(self, seen: Mapping[str, float]) -> None:
+        """Measure the last version, then export it. `seen`: what else its row says."""
         parts = self._parts
-        measured = self._validated(self.version)
-        if measured:
-            self._record(self.version, measured)
+        self._record(self.version, {**self._validated(self.version), **seen})
         card = replace(
             parts.card,
             progress=Progress(parts.run, self.version),
