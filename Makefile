@@ -18,6 +18,8 @@ SPREAD := -n 2 --dist loadfile --no-loadscope-reorder
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 export OMP_NUM_THREADS ?= 1
+# Containers often set it, and then each of the many processes would compile shoal anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test test-all lint format bench clean

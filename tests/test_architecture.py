@@ -9,6 +9,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,10 @@ MAX_FILE_LINES = 600
 Sources = dict[str, str]
 
 
+parsed = cache(ast.parse)  # every rule looks at every module
+
+
+@cache
 def project() -> Sources:
     """Module name → source of everything in the package."""
     modules = {}
@@ -84,7 +89,7 @@ def imports(module: str, source: str, known: Sources, *, at_import_time: bool = 
     """The imported modules by absolute name; `from shoal.hub import state` is `shoal.hub.state` if there is one."""
     found: set[str] = set()
     package = module if _is_package(module, known) else module.rpartition(".")[0]
-    for node in statements(ast.parse(source), at_import_time=at_import_time):
+    for node in statements(parsed(source), at_import_time=at_import_time):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -186,7 +191,7 @@ def unsafe_violations(sources: Sources) -> list[str]:
                 bad.append(f"{module} imports {target}")
         if module == SANDBOXED:
             continue
-        for node in ast.walk(ast.parse(source)):
+        for node in ast.walk(parsed(source)):
             if isinstance(node, ast.Call):
                 called = ast.unparse(node.func)
                 safe = any(k.arg == "weights_only" and ast.unparse(k.value) == "True" for k in node.keywords)
@@ -202,7 +207,7 @@ def size_violations(sources: Sources) -> list[str]:
     for module, source in sources.items():
         if len(source.splitlines()) > MAX_FILE_LINES:
             bad.append(f"{module} has {len(source.splitlines())} lines")
-        for node in ast.walk(ast.parse(source)):
+        for node in ast.walk(parsed(source)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 lines = (node.end_lineno or node.lineno) - node.lineno + 1
                 if lines > MAX_FUNCTION_LINES:

@@ -15,8 +15,8 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,7 @@ from typing import Any
 
 from blake3 import blake3
 
+from shoal.errors import BroadcastError
 from shoal.protocol import Chunk, Entry, PolicyManifest, PolicyRef, SigningKey, TensorView, content_digest
 from shoal.protocol.policy import BroadcastHead
 from shoal.protocol.signing import Document
@@ -324,6 +325,24 @@ def lab_in(folder: Path) -> Iterator[Lab]:
         yield lab
     finally:
         lab.close()
+
+
+def endings(folder: Path, names: Iterable[str], ask: Callable[[Lab, str], object]) -> dict[str, BroadcastError]:
+    """How asking ends for each of these, in a lab of its own, all at the same time: most of it is waiting."""
+
+    def ending(name: str) -> BroadcastError:
+        place = folder / name.replace("/", "-")
+        place.mkdir()
+        with lab_in(place) as lab:
+            try:
+                ask(lab, name)
+            except BroadcastError as error:
+                return error
+        raise AssertionError(f"{name}: it ended well")
+
+    listed = list(names)
+    with ThreadPoolExecutor(max_workers=len(listed)) as threads:
+        return dict(zip(listed, threads.map(ending, listed), strict=True))
 
 
 # ── what is looked at ────────────────────────────────────────────────────────────────────────────────────────────

@@ -17,6 +17,7 @@ from liarkit import (
     Handler,
     Lab,
     assert_files,
+    endings,
     endless_body,
     endless_headers,
     eventually,
@@ -114,16 +115,27 @@ def attacks(folder: Path) -> dict[str, Attack]:
 
 
 NAMES = list(attacks(Path()))
+ALONE_S = 3.0  # all liars at once, on a machine that may be busy
 IMPATIENT = {"min_rate_bytes_s": CHUNK / 0.1, "stall_s": 0.2}
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_client_with_nobody_but_a_liar_says_what_it_did(lab: Lab, name: str) -> None:
-    handler, error, sentence = attacks(lab.www)[name]
+def fetch_from_a_liar(lab: Lab, name: str) -> None:
     manifest = lab.publish(1)
-    liar = lab.liar({"/chunks/": handler})
+    liar = lab.liar({"/chunks/": attacks(lab.www)[name][0]})
+    lab.client(liar.url, **IMPATIENT).fetch(manifest.policy, ALONE_S)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, BroadcastError]:
+    """How a fetch ends that has nobody but a liar."""
+    return endings(tmp_path_factory.mktemp("alone"), NAMES, fetch_from_a_liar)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_client_with_nobody_but_a_liar_says_what_it_did(alone: dict[str, BroadcastError], name: str) -> None:
+    _, error, sentence = attacks(Path())[name]
     with pytest.raises(error, match=sentence):
-        lab.client(liar.url, **IMPATIENT).fetch(manifest.policy, 1.5)
+        raise alone[name]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -152,16 +164,31 @@ def test_a_relay_gets_the_right_bytes_beside_a_liar(lab: Lab, name: str) -> None
         assert get(relay.url, "/" + chunk_key(chunk.hash)) == (200, (lab.www / chunk_key(chunk.hash)).read_bytes())
 
 
-@pytest.mark.parametrize("name", ["corrupt", "mislabelled", "shorter", "truncated"])
-def test_a_relay_never_passes_a_lie_on(lab: Lab, name: str) -> None:
+LIES = ("corrupt", "mislabelled", "shorter", "truncated")
+
+
+def fetch_from_a_relay_that_is_lied_to(lab: Lab, name: str) -> None:
+    """Ends as it should only if the relay holds nothing."""
     manifest = lab.publish(1)
     liar = lab.liar({"/chunks/": attacks(lab.www)[name][0]})
     relay = lab.relay("relay", liar.url)
     eventually(lambda: bool(liar.asked("/chunks/")))
-    with pytest.raises(BroadcastError, match=r"does not have chunk|did not arrive|no longer|nothing for"):
+    try:
         lab.client(relay.url, stall_s=1).fetch(manifest.policy, 2)
-    assert health(relay.url)["missing_chunks"] == len({chunk.hash for chunk in offered(manifest)})
-    assert [path for path in (lab.folder / "relay" / "chunks").glob("??/*") if path.is_file()] == []
+    finally:
+        assert health(relay.url)["missing_chunks"] == len({chunk.hash for chunk in offered(manifest)})
+        assert [path for path in (lab.folder / "relay" / "chunks").glob("??/*") if path.is_file()] == []
+
+
+@pytest.fixture(scope="module")
+def from_a_relay(tmp_path_factory: pytest.TempPathFactory) -> dict[str, BroadcastError]:
+    return endings(tmp_path_factory.mktemp("relays"), LIES, fetch_from_a_relay_that_is_lied_to)
+
+
+@pytest.mark.parametrize("name", LIES)
+def test_a_relay_never_passes_a_lie_on(from_a_relay: dict[str, BroadcastError], name: str) -> None:
+    with pytest.raises(BroadcastError, match=r"does not have chunk|did not arrive|no longer|nothing for"):
+        raise from_a_relay[name]
 
 
 def test_a_relay_takes_no_chunk_that_no_signed_manifest_names(lab: Lab) -> None:

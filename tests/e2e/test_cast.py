@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 
+import forkkit
 from shoal.runtime.stop import StopToken
 from shoal.shardcast.connection import Connection, Deadline
 from smalldisk import in_own_namespace, small_disk
@@ -36,10 +37,8 @@ class Process:
 
     def __init__(self, folder: Path, *arguments: str) -> None:
         self.output = folder / f".output-{random.randrange(10**9)}"
-        with self.output.open("wb") as file:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "shoal.cli", *arguments], stdout=file, stderr=file, cwd=folder, env=environment()
-            )
+        self.output.touch()
+        self.process = forkkit.Forked(folder, arguments, self.output)
 
     def said(self) -> str:
         return self.output.read_text(errors="replace")
@@ -72,6 +71,11 @@ def environment() -> dict[str, str]:
 
 
 def shoal(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return forkkit.run(folder, *arguments)
+
+
+def started_anew(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """The same by an interpreter of its own, which imports all it needs."""
     command = [sys.executable, "-m", "shoal.cli", *arguments]
     return subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=DEADLINE_S, env=environment())
 
@@ -198,9 +202,10 @@ def test_publishing_again_where_a_server_runs_ends_with_its_address(tmp_path: Pa
 
 def test_serving_the_same_content_again_makes_no_new_version(tmp_path: Path) -> None:
     data = random_file(tmp_path / "a.bin")
-    assert shoal(tmp_path, "cast", "publish", "a.bin", "--no-serve").returncode == 0
+    assert started_anew(tmp_path, "cast", "publish", "a.bin", "--no-serve").returncode == 0
     with publisher(tmp_path, "a.bin") as origin:
-        assert fetch(tmp_path, url_of(origin), "-o", "out.bin").startswith("out.bin version 1")
+        ran = started_anew(tmp_path, "cast", "fetch", url_of(origin), "-o", "out.bin")
+        assert ran.stdout.splitlines()[-1].startswith("out.bin version 1"), ran.stderr
     assert (tmp_path / "out.bin").read_bytes() == data
 
 
@@ -320,7 +325,9 @@ def slow_copy(url: str) -> Iterator[tuple[str, Callable[[], int]]]:
         server.server_close()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM, signal.SIGKILL]
+)  # a fetch takes the first two alike
 def test_a_fetch_that_is_stopped_goes_on_where_it_was(tmp_path: Path, number: signal.Signals) -> None:
     data = random_file(tmp_path / "a.bin", 3, 24_000_000)
     with ExitStack() as stack:

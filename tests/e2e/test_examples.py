@@ -26,7 +26,7 @@ def run_python(*arguments: str) -> str:
 def test_a_reward_of_ones_own_is_one_file(tmp_path: Path) -> None:
     settings = [
         f"environment.file={EXAMPLES / 'custom_reward.py'}", "run.steps=2", "run.groups_per_step=8",
-        "trainer.evaluate_every=1", "trainer.evaluate_tasks=32",
+        "trainer.evaluate_every=2", "trainer.evaluate_tasks=32",
     ]  # fmt: skip
     arguments = [part for setting in settings for part in ("--set", setting)]
     run_python("-m", "shoal.cli", "run", str(RECIPE), "--dir", str(tmp_path / "mine"), "--processes", "one", *arguments)
@@ -34,7 +34,7 @@ def test_a_reward_of_ones_own_is_one_file(tmp_path: Path) -> None:
     assert [row["step"] for row in rows] == [0, 1, 2]
     # Its reward is graded: right digits count even where the list is not sorted to the end.
     measured = {row["step"]: row["held_out"] for row in rows if "held_out" in row}
-    assert {0, 2} <= measured.keys(), rows  # validators may skip one in between, if they are busy
+    assert {0, 2} == measured.keys(), rows
     assert all(0.4 < score < 1 for score in measured.values()), rows
     assert all(row["groups"] == 8 for row in rows[:2]), rows
 

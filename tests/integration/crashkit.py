@@ -45,6 +45,7 @@ from hubkit import (
     worker_key,
 )
 
+from forkkit import FORKS
 from shoal import ledger
 from shoal.hub import run_hub
 from shoal.hub.service import Context
@@ -98,9 +99,6 @@ SETTINGS = {
 FINAL = {Outcome.ACCEPTED.value, Outcome.REJECTED.value, Outcome.INCONCLUSIVE.value}
 T = TypeVar("T", bound=Message)
 
-_forks = multiprocessing.get_context("forkserver")
-_forks.set_forkserver_preload(["pytest", "httpx", "shoal.client.asgi", "shoal.hub.app", "shoal.hub.server"])
-
 
 @dataclass(frozen=True)
 class Place:
@@ -135,7 +133,7 @@ def serve(place: Place, environment: Mapping[str, str], ready: Connection) -> No
 
 def dies_of(asked: str, act: Callable[..., Any], *arguments: Any) -> bool:
     """Do something in a process of its own that may be told to die; whether it did."""
-    process = _forks.Process(target=_act, args=({crash.CRASH_AT: asked}, act, arguments), daemon=True)
+    process = FORKS.Process(target=_act, args=({crash.CRASH_AT: asked}, act, arguments), daemon=True)
     process.start()
     process.join(DEADLINE_S)
     assert process.exitcode in (0, -signal.SIGKILL), f"it ended with {process.exitcode}"
@@ -198,8 +196,8 @@ class HubLives:
 
     def _begin(self) -> bool:
         """Start a life; False if it died before it could be reached."""
-        receiver, sender = _forks.Pipe(duplex=False)
-        self._process = _forks.Process(target=serve, args=(self.place, self._environment, sender), daemon=True)
+        receiver, sender = FORKS.Pipe(duplex=False)
+        self._process = FORKS.Process(target=serve, args=(self.place, self._environment, sender), daemon=True)
         self._process.start()
         sender.close()
         with receiver:

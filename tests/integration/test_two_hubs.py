@@ -28,6 +28,7 @@ import httpx
 import pytest
 from sqlalchemy import select
 
+from forkkit import FORKS
 from pgkit import running_cluster
 
 sys.path.append(str(Path(__file__).parents[1] / "unit" / "hub"))
@@ -103,10 +104,6 @@ class Scale:
         return {"steps": self.steps, "groups_per_step": self.groups, "max_staleness": 1}
 
 
-_forks = multiprocessing.get_context("forkserver")
-_forks.set_forkserver_preload(["pytest", "httpx", "shoal.client.asgi", "shoal.hub.app", "shoal.hub.server"])
-
-
 def serve(folder: Path, database: str, scale: Scale, ready: Connection) -> None:
     """One hub, in a process of its own; it does not outlive its test."""
     parent = multiprocessing.parent_process()
@@ -118,8 +115,8 @@ def serve(folder: Path, database: str, scale: Scale, ready: Connection) -> None:
 
 class HubProcess:
     def __init__(self, folder: Path, database: str, scale: Scale) -> None:
-        receiver, sender = _forks.Pipe(duplex=False)
-        self.process = _forks.Process(target=serve, args=(folder, database, scale, sender), daemon=True)
+        receiver, sender = FORKS.Pipe(duplex=False)
+        self.process = FORKS.Process(target=serve, args=(folder, database, scale, sender), daemon=True)
         self.process.start()
         sender.close()
         with receiver:

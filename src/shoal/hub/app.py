@@ -56,7 +56,7 @@ def create_app(config: HubConfig, clock: Clock = SystemClock()) -> FastAPI:
     # Bodies of submissions are held in memory while they are checked: this bounds how many at a time.
     app.state.uploads = UploadSlots(config.settings.concurrent_uploads)
     for routes in (routes_public, routes_stories, routes_worker, routes_uploads, routes_trusted, routes_admin):
-        app.include_router(routes.router)
+        app.router.routes.extend(routes.router.routes)  # as they are: `include_router` would build each anew
     edge = app.state.edge = Edge(config)
     hub: Hub = app.state.hub
     edge.metrics.registry.register(StateMetrics(lambda: run_metrics(_figures(hub), edge.intake)))

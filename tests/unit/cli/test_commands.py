@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 from clikit import NODE, TINY, one_line, report, run_shoal, status, wait
 
+import forkkit
 from shoal.cli.folder import RunFolder
 from shoal.cli.main import command_names, explain, main
 from shoal.cli.recipe import Recipe, load_recipe
@@ -32,7 +34,7 @@ NOWHERE = "http://127.0.0.1:9"  # the discard port: nobody listens there
 @pytest.fixture
 def shoal(tmp_path: Path) -> Shoal:
     """Runs `shoal …` in an empty folder."""
-    return partial(run_shoal, tmp_path)
+    return partial(forkkit.run, tmp_path)
 
 
 def test_help_is_fast_and_loads_nothing_heavy() -> None:
@@ -78,8 +80,8 @@ def test_an_unknown_key_in_the_recipe(shoal: Shoal, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["mine.toml"]
 
 
-def test_a_missing_recipe(shoal: Shoal) -> None:
-    assert one_line(shoal("run", "none.toml"), 2) == "there is no recipe at none.toml"
+def test_a_missing_recipe(tmp_path: Path) -> None:
+    assert one_line(run_shoal(tmp_path, "run", "none.toml"), 2) == "there is no recipe at none.toml"
 
 
 def test_a_bad_override(shoal: Shoal) -> None:
@@ -115,12 +117,11 @@ def test_a_hub_that_cannot_be_reached(shoal: Shoal, command: list[str]) -> None:
 
 def test_a_hub_that_stays_away_is_complained_about_once(tmp_path: Path) -> None:
     """Longer than a process that works in the background would keep silent about it."""
-    commands = [[sys.executable, "-m", "shoal.cli", word, NOWHERE, "--wait", "3.6"] for word in ("status", "join")]
-    running = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=tmp_path) for command in commands]
-    for process in running:
-        _, error = process.communicate(timeout=60)
-        assert process.returncode == 4
-        assert error.count("\n") == 1, error
+    with ThreadPoolExecutor() as threads:
+        commands = [(word, NOWHERE, "--wait", "3.6") for word in ("status", "join")]
+        for ran in threads.map(lambda command: forkkit.run(tmp_path, *command), commands):
+            assert ran.returncode == 4
+            assert ran.stderr.count("\n") == 1, ran.stderr
 
 
 def in_process(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
@@ -328,11 +329,14 @@ def test_a_supervised_role_that_a_signal_ends_does_not_look_done(tmp_path: Path)
     folder = RunFolder.prepare(tmp_path / "run", load_recipe(TINY))
     folder.assign_endpoints()
     command = [sys.executable, "-m", "shoal.cli", "hub", "--dir", str(folder.path)]
-    for environment, expected in (({SUPERVISED: "1"}, TOLD_TO_STOP_CODE), ({}, 0)):
-        with subprocess.Popen(
-            command, env={**os.environ, **environment}, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        ) as process:
-            assert process.stderr is not None
-            assert any("listens at" in line for line in iter(process.stderr.readline, ""))
-            process.terminate()
-            assert process.wait(30) == expected
+    with subprocess.Popen(
+        command, env={**os.environ, SUPERVISED: "1"}, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stderr is not None
+        assert any("listens at" in line for line in iter(process.stderr.readline, ""))
+        process.terminate()
+        assert process.wait(30) == TOLD_TO_STOP_CODE
+    unsupervised = forkkit.Forked(tmp_path, ("hub", "--dir", str(folder.path)), tmp_path / "said")
+    unsupervised.wait_until_said("listens at")
+    unsupervised.terminate()
+    assert unsupervised.wait(30) == 0

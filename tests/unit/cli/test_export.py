@@ -1,24 +1,20 @@
-"""`shoal export` refuses what it can before torch is loaded: in these tests there is no torch to load."""
+"""`shoal export` refuses what it can before torch is loaded: a forked command fails if it has loaded it."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+import forkkit
 from shoal.cli.export import export_run
 from shoal.cli.folder import RunFolder
 from shoal.cli.recipe import Recipe
 from shoal.errors import ConfigError
 
-WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; from shoal.cli.main import main; sys.exit(main(sys.argv[1:]))"
-
 
 def export(run: Path, out: Path) -> tuple[int, str]:
-    command = [sys.executable, "-c", WITHOUT_TORCH, "export", str(run), str(out)]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    ran = forkkit.run(run.parent, "export", str(run), str(out))
     return ran.returncode, ran.stderr
 
 

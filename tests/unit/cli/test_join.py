@@ -6,7 +6,6 @@ checks that torch was not loaded.
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
 import subprocess
@@ -21,6 +20,7 @@ import numpy as np
 import pytest
 from clikit import one_line, run_shoal
 
+from forkkit import Forked, clean_environment
 from shoal.cli.folder import RunFolder
 from shoal.cli.keyring import vouch_for
 from shoal.cli.main import main
@@ -100,19 +100,27 @@ def served(tmp_path: Path) -> Iterator[Served]:
     run.close()
 
 
-def start_join(tmp_path: Path, *arguments: str) -> subprocess.Popen[str]:
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("SHOAL_")}
+def start_join(tmp_path: Path, *arguments: str) -> Forked:
+    """A contributor's process; it fails if it has loaded torch by its end."""
+    words = ("join", *arguments, "--folder", str(tmp_path / "node"))
+    return Forked(tmp_path, words, tmp_path / "output", tmp_path / "error")
+
+
+def start_join_anew(tmp_path: Path, *arguments: str) -> subprocess.Popen[bytes]:
+    """The same by an interpreter of its own, as a contributor starts it."""
     command = [sys.executable, "-c", WITHOUT_TORCH, "join", *arguments, "--folder", str(tmp_path / "node")]
-    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=environment)
+    with (tmp_path / "output").open("wb") as output, (tmp_path / "error").open("wb") as error:
+        return subprocess.Popen(command, stdout=output, stderr=error, cwd=tmp_path, env=clean_environment())
 
 
-def finished(process: subprocess.Popen[str]) -> tuple[int, str]:
+def finished(process: Forked | subprocess.Popen[bytes], tmp_path: Path) -> tuple[int, str]:
     try:
-        _, error = process.communicate(timeout=DEADLINE_S)
+        code = process.wait(DEADLINE_S)
     finally:
         process.kill()
+    error = (tmp_path / "error").read_text()
     assert "Traceback" not in error
-    return process.returncode, error
+    return code, error
 
 
 @pytest.mark.parametrize(
@@ -125,19 +133,19 @@ def finished(process: subprocess.Popen[str]) -> tuple[int, str]:
 def test_a_name_that_is_not_there_is_refused_before_anybody_is_asked(
     served: Served, tmp_path: Path, option: str, message: str
 ) -> None:
-    code, error = finished(start_join(tmp_path, served.endpoints.join, option, "foo"))
+    code, error = finished(start_join(tmp_path, served.endpoints.join, option, "foo"), tmp_path)
     assert (code, error) == (2, f"shoal: {message}\n")
     assert served.workers() == []
     assert not (tmp_path / "node").exists()
 
 
 def test_what_is_wrong_here_is_said_before_the_hub_is_looked_for(tmp_path: Path) -> None:
-    code, error = finished(start_join(tmp_path, NOWHERE, "--engine", "foo"))
+    code, error = finished(start_join(tmp_path, NOWHERE, "--engine", "foo"), tmp_path)
     assert (code, error.partition(";")[0]) == (2, "shoal: there is no engine 'foo'")
 
 
 def test_a_dead_hub_is_one_line(tmp_path: Path) -> None:
-    code, error = finished(start_join(tmp_path, NOWHERE, "--wait", "1"))
+    code, error = finished(start_join(tmp_path, NOWHERE, "--wait", "1"), tmp_path)
     assert code == 4
     assert error.startswith(f"shoal: no usable answer from the hub at {NOWHERE}")
     assert error.count("\n") == 1
@@ -145,11 +153,11 @@ def test_a_dead_hub_is_one_line(tmp_path: Path) -> None:
 
 def test_a_joined_worker_works_and_says_at_the_end_what_it_earned(served: Served, tmp_path: Path) -> None:
     served.publish(0)
-    process = start_join(tmp_path, served.endpoints.join, "--engine", "scripted", "--name", "guest")
+    process = start_join_anew(tmp_path, served.endpoints.join, "--engine", "scripted", "--name", "guest")
     try:
         served.train()
     finally:
-        code, error = finished(process)
+        code, error = finished(process, tmp_path)
     assert code == 0
     [guest] = [node for node in served.client.status().nodes if node.name == "guest"]
     assert guest.accepted > 0
@@ -168,7 +176,7 @@ def test_of_several_hubs_one_that_answers_will_do_and_an_owners_key_is_vouched_b
     try:
         served.train()
     finally:
-        code, error = finished(process)
+        code, error = finished(process, tmp_path)
     assert code == 0, error
     assert f"the hub at {NOWHERE} does not answer" in error
     assert f"going on with {served.endpoints.hub}" in error
@@ -220,7 +228,7 @@ def test_a_cheating_worker_says_so_first_and_stops_when_told_to(served: Served, 
         eventually(lambda: served.workers() != [])
     finally:
         process.send_signal(signal.SIGINT)
-        code, error = finished(process)
+        code, error = finished(process, tmp_path)
     assert code == 0
     assert f"this worker cheats (copy): it {CHEATS['copy'].what}" in error
     assert "this start: 0 groups accepted" in error.splitlines()[-1]
@@ -234,7 +242,7 @@ def test_a_worker_that_waits_for_its_hub_stops_when_told_to(tmp_path: Path) -> N
             server.accept()[0].close()  # it is asking, and will ask again
         finally:
             process.terminate()
-            code, error = finished(process)
+            code, error = finished(process, tmp_path)
     assert code == 0
     assert error.splitlines()[-1].endswith("stopped (SIGTERM)")
 

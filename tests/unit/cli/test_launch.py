@@ -15,9 +15,10 @@ from pathlib import Path
 
 import httpx
 import pytest
-from clikit import one_line, run_shoal
+from clikit import one_line
 from scenekit import Memory
 
+import forkkit
 from shoal.cli import launch as launch_module
 from shoal.cli.folder import RunFolder
 from shoal.cli.launch import Launched, LaunchOptions, launch, process_spec
@@ -321,7 +322,7 @@ def test_a_stranger_needs_only_the_join_url_to_mirror_a_run(folder: RunFolder, t
 def test_a_join_url_that_pins_another_root_is_refused(folder: RunFolder, tmp_path: Path) -> None:
     endpoints = folder.assign_endpoints()
     with serving(folder, "hub", f"{endpoints.hub}/health"):
-        ran = run_shoal(tmp_path, "join", f"{endpoints.hub}/#{'ab' * 20}", "--folder", str(tmp_path / "w"))
+        ran = forkkit.run(tmp_path, "join", f"{endpoints.hub}/#{'ab' * 20}", "--folder", str(tmp_path / "w"))
     assert "this is another run or an impostor" in one_line(ran, 1)
     assert not (tmp_path / "w").exists()
 

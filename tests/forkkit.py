@@ -1,0 +1,123 @@
+"""`shoal …` as a process of its own, forked from a server that has imported the commands once, and no torch.
+
+    test ── start, run ──► server (one for all tests of this process) ── fork ──► main([...]), its own pid and streams
+
+What is tested is the same: a process, its exit code, what it writes, how it takes signals. What starts for real costs a
+second of imports each time; each command has such tests too. `PRELOADED` may name nothing that loads torch.
+"""
+
+from __future__ import annotations
+
+import io
+import multiprocessing
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+PRELOADED = (
+    "pytest",
+    "httpx",
+    "typer.rich_utils",
+    "shoal.cli.casting.fetch",
+    "shoal.cli.casting.publish",
+    "shoal.cli.casting.relay",
+    "shoal.cli.doctor",
+    "shoal.cli.export",
+    "shoal.cli.join",
+    "shoal.cli.main",
+    "shoal.cli.start",
+    "shoal.cli.status",
+    "shoal.client.asgi",
+    "shoal.hub.app",
+    "shoal.hub.server",
+)
+DEADLINE_S = 60.0
+
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(list(PRELOADED))
+
+
+def clean_environment() -> dict[str, str]:
+    """This process's, without what shoal reads."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("SHOAL_")}
+
+
+class Forked:
+    """A `shoal …` that runs; called as `subprocess.Popen` is. Its output goes to files that the caller names."""
+
+    def __init__(self, cwd: Path, arguments: tuple[str, ...], output: Path, error: Path | None = None) -> None:
+        streams = (str(output), str(error or output))
+        self._process: BaseProcess = FORKS.Process(
+            target=_main, args=(str(cwd), clean_environment(), arguments, streams), daemon=True
+        )
+        self._process.start()
+        self._error = error or output
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout_s: float = DEADLINE_S) -> int:
+        self._process.join(timeout_s)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired("shoal", timeout_s)
+        return self._process.exitcode
+
+    def wait_until_said(self, words: str) -> None:
+        """Until these words are in what it complained, or logged."""
+        end_s = time.monotonic() + DEADLINE_S
+        while not (self._error.exists() and words in self._error.read_text()):
+            assert self.poll() is None, f"it ended with {self.poll()}"
+            assert time.monotonic() < end_s, f"it never said {words!r}"
+            time.sleep(0.02)  # polling with a deadline: the other side is another process
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self._process.terminate()
+
+    def kill(self) -> None:
+        self._process.kill()
+
+
+def run(cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end."""
+    with tempfile.TemporaryDirectory() as folder:
+        output, error = Path(folder) / "output", Path(folder) / "error"
+        process = Forked(cwd, arguments, output, error)
+        try:
+            code = process.wait()
+        finally:
+            process.kill()
+        return subprocess.CompletedProcess(arguments, code, output.read_text(), error.read_text())
+
+
+def _main(cwd: str, environment: Mapping[str, str], arguments: tuple[str, ...], streams: tuple[str, str]) -> None:
+    """What the forked process does."""
+    for number, path in enumerate(streams, start=1):
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.dup2(file, number)
+        os.close(file)
+    sys.stdout, sys.stderr = (io.TextIOWrapper(os.fdopen(number, "wb", 0), write_through=True) for number in (1, 2))
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(cwd)
+    from shoal.cli import __file__ as package
+    from shoal.cli.main import main
+
+    sys.argv = [str(Path(package).with_name("__main__.py")), *arguments]
+    code = main()
+    assert "torch" not in sys.modules, "torch was loaded"
+    sys.exit(code)
