@@ -18,7 +18,7 @@ from typing import Any
 
 from shoal import __version__
 from shoal.environments import Environment, Task, identity_of
-from shoal.errors import ConfigError, EnvironmentSetupError, UnusableTask
+from shoal.errors import ConfigError, DeadlineExceeded, EnvironmentSetupError, UnusableTask
 from shoal.evaluation.drawing import Sampler
 from shoal.evaluation.journal import Journal, difference, dumped, read_identity, refuse_foreign
 from shoal.evaluation.measuring import Chosen, Measurement, Report
@@ -128,7 +128,13 @@ def measure(
     if journal.batches == chosen.batches:
         return journal
     sampler = Sampler(evaluation.subject, chosen.environment, chosen.plan)
-    with closing(scorer()) as started:
+    try:
+        processes = scorer()
+    except DeadlineExceeded:
+        if stop.is_set():
+            return None
+        raise
+    with closing(processes) as started:
         done = Measurement(chosen, sampler, started, journal).run(stop, report)
     return journal if done else None
 

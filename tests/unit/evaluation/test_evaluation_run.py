@@ -272,6 +272,16 @@ class TestGoingOn:
             assert (tmp_path / "halves" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
         assert not (tmp_path / "halves" / PROGRESS).exists()
 
+    def test_told_to_stop_while_the_scorers_start_it_is_stopped_and_nothing_is_lost(self, tmp_path: Path) -> None:
+        stop = StopToken()
+
+        def starting() -> Any:
+            stop.set("test")
+            raise DeadlineExceeded("scoring was given up")
+
+        assert evaluate(evaluation(), starting, tmp_path / "out", stop) is None
+        assert run(tmp_path / "out") is not None
+
     @pytest.mark.parametrize(
         "damage", [b'{"batch":2,"tasks":[{"ta', b"\x00" * 80, b'{"batch":7,"tasks":[]}\n', b"[]\n"]
     )
