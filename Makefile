@@ -57,8 +57,8 @@ demo: $(STAMP) ## watch a tiny model learn on real processes, and a cheating wor
 test: $(STAMP) ## the tests, without the slow ones
 	$(BIN)/pytest $(SPREAD) -m "not slow and not gpu"
 
-test-all: $(STAMP) ## all tests, slow ones included
-	$(BIN)/pytest $(SPREAD)
+test-all: $(STAMP) ## all tests, slow ones included, with more examples of every property
+	$(BIN)/pytest $(SPREAD) --hypothesis-profile=thorough
 
 lint: $(STAMP) ## ruff and strict mypy
 	$(BIN)/ruff check .

@@ -14,7 +14,8 @@ from pgkit import database_url, postgres
 
 __all__ = ["database_url", "postgres"]  # fixtures for whoever names them
 
-settings.register_profile("shoal", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("shoal", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=50)
+settings.register_profile("thorough", settings.get_profile("shoal"), max_examples=200)  # make test-all
 settings.load_profile("shoal")
 
 

@@ -7,9 +7,9 @@ process is stopped, the moment is looked at once more, and only then is it kille
     validator   it holds audits that it has not judged       trainer   a version is at the origin, the hub knows it not
     relay       the origin has a version that it lacks       hub       a submission is on disk, its row is not
     origin      while a relay lacks its newest version       hub       a batch was written, its step is not saved
-    the supervisor: its children end by themselves, and `shoal run --dir` goes on
 
-A slower second run kills anyone at any time; the same must hold.
+Two slower runs: one in which the supervisor is killed, too (its children end by themselves, and `shoal run --dir` goes
+on), and one that kills anyone at any time. The same must hold.
 """
 
 from __future__ import annotations
@@ -123,8 +123,17 @@ def newest(path: Path, column: str, table: str) -> int:
 
 
 def awkward_run(path: Path) -> Outcome:
-    """Every role killed at its worst moment, then the supervisor; the resumed run goes to the end."""
+    """Every role killed at its worst moment."""
     outcome = Outcome(path, steps=6)  # the kills are over by the third; the rest is for the score to rise
+    with start_run(path, [f"run.steps={outcome.steps}", *OVERRIDES], env=LOG_RECEIPTS) as run:
+        kill_everyone(run, outcome.killed)
+        finish(run)
+    return outcome
+
+
+def orphaned_run(path: Path) -> Outcome:
+    """The same, then the supervisor is killed; the resumed run goes to the end."""
+    outcome = Outcome(path, steps=8)
     with start_run(path, [f"run.steps={outcome.steps}", *OVERRIDES], env=LOG_RECEIPTS) as run:
         kill_everyone(run, outcome.killed)
         kill_supervisor(run)
@@ -190,6 +199,7 @@ def finish(run: Run) -> None:
     scope="module",
     params=[
         pytest.param(awkward_run, id="awkward"),
+        pytest.param(orphaned_run, id="orphaned", marks=pytest.mark.slow),
         pytest.param(random_run, id="random", marks=[pytest.mark.slow, pytest.mark.timeout(900)]),
     ],
 )

@@ -41,7 +41,7 @@ def test_no_text_raises_and_none_is_scored_twice_differently(gold: str, completi
 @given(text=FORMULAS | st.text(alphabet=st.characters(exclude_categories=("Cs",)), min_size=1, max_size=60))
 @settings(max_examples=200, deadline=None)
 def test_a_gold_answer_is_right_against_itself(text: str) -> None:
-    if GRADER.problem(text) or "<think>" in text:
+    if GRADER.problem(text) or "<think>" in text or text.endswith("\\"):  # a last backslash would take the box's brace
         return
     assert GRADER.score(text, f"\\boxed{{{text}}}").value == 1.0
 
