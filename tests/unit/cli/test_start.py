@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -32,6 +34,27 @@ def test_the_dry_run_says_it(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     said = capsys.readouterr()
     assert "no task is held out" in said.err
     assert "held out" not in said.out, "what it prints is a recipe"
+
+
+def test_the_dry_run_refuses_what_the_run_in_that_folder_would(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    request = ["run", str(TINY), "--dir", str(tmp_path / "run")]
+    assert main([*request, "--prepare"]) == 0
+    (tmp_path / "run" / "hub").mkdir()  # it has begun
+    assert main([*request, "--dry-run"]) == 0
+    capsys.readouterr()
+    assert main([*request, "--dry-run", "--set", "trainer.lora.rank=8"]) == 2
+    said = capsys.readouterr()
+    assert "was made with another recipe" in said.err
+    assert said.out == ""
+
+
+def test_told_to_stop_before_a_command_listens_it_was_stopped() -> None:
+    """As early as can be: the first thing that is done is the signal."""
+    told = "m.app = lambda **_: os.kill(os.getpid(), signal.SIGTERM)"
+    code = f"import os, signal, sys; import shoal.cli.main as m; {told}; sys.exit(m.main())"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 130
 
 
 def test_a_changed_environment_is_refused_before_anything_is_started(tmp_path: Path) -> None:

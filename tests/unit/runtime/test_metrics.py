@@ -111,3 +111,9 @@ def test_a_folder_in_its_place_is_one_clear_error(tmp_path: Path, use: Callable[
     (tmp_path / "metrics.jsonl").mkdir()
     with pytest.raises(ResourceError, match=r"cannot (read|write) .*metrics\.jsonl: Is a directory"):
         use(MetricsLog(tmp_path / "metrics.jsonl"))
+
+
+def test_a_line_that_is_nested_beyond_reason_is_left_out(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    log.path.write_text("[" * 200_000 + '\n{"step": 1, "loss": 0.5}\n')
+    assert log.rows() == [{"step": 1, "loss": 0.5}]
