@@ -4,7 +4,6 @@ an object store. Whatever died when: the same command again does it, and nothing
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 from collections.abc import Iterator
@@ -14,7 +13,6 @@ import httpx
 import pytest
 from crashkit import HUB, RUN_ID, Cast, HubLives, dies_of, submission_body
 from crashkit import Place as HubPlace
-from sqlalchemy import create_engine, text
 
 from folderkit import Play
 from s3kit import KEYS, Shop, s3_server
@@ -22,19 +20,17 @@ from shoal.cli.backup import backup_run, restore_run, verify_backup
 from shoal.cli.folder import RunFolder
 from shoal.cli.migrate import Move, migrate_run
 from shoal.errors import ConfigError
-from shoal.hub.storage import open_storage, tables
-from shoal.hub.storage.opening import DATABASE_FILE
 from shoal.protocol import Lease, SignedDocument, SigningKey, open_document, submission_digest
 from shoal.protocol.upload import UploadCommit, UploadRequest, UploadTicket
 from shoal.runtime.crash import POINTS
 
 MIGRATE = ("migrate.after_blobs", "migrate.after_rows", "migrate.after_recipe")
 UPLOAD = ("hub.submit.after_blob", "hub.submit.after_commit", "hub.upload.after_commit")
-HERE = {*MIGRATE, UPLOAD[-1], "hub.schema.before_commit", "backup.before_rename", "restore.before_rename"}
+HERE = {*MIGRATE, UPLOAD[-1], "backup.before_rename", "restore.before_rename"}
 
 
 def test_every_point_of_these_is_tried_here() -> None:
-    prefixes = ("migrate.", "backup.", "restore.", "hub.upload.", "hub.schema.")
+    prefixes = ("migrate.", "backup.", "restore.", "hub.upload.")
     assert {name for name in POINTS if name.startswith(prefixes)} == HERE
 
 
@@ -128,42 +124,6 @@ def test_backup_and_restore_killed(path: Path, tmp_path: Path) -> None:
     assert not folder.exists()
     assert restore_run(file, folder).version == verify_backup(file).version == 1
     assert step(folder) == 2
-
-
-@pytest.mark.parametrize("kind", ["sqlite", "postgresql"])
-def test_an_upgrade_of_an_old_database_killed(request: pytest.FixtureRequest, tmp_path: Path, kind: str) -> None:
-    """All tables are as they were, and the next start brings them up to date."""
-    database = "" if kind == "sqlite" else request.getfixturevalue("database_url")
-    url = f"sqlite:///{tmp_path / DATABASE_FILE}" if not database else database.replace("://", "+psycopg://")
-    engine = create_engine(url)
-    with engine.begin() as connection:
-        _make_schema_2(connection)
-    assert dies_of("hub.schema.before_commit", _open, database, tmp_path)
-    with engine.begin() as connection:
-        assert connection.execute(text("SELECT value FROM meta WHERE key = 'schema_version'")).scalar_one() == "2"
-        assert connection.execute(text("SELECT count(*) FROM units")).scalar_one() == 1
-    engine.dispose()
-    with contextlib.closing(open_storage(database, tmp_path)) as storage, storage.read() as reader:
-        assert reader.setting("schema_version") == str(tables.SCHEMA_VERSION)
-        assert reader.unit(7) is not None
-        assert reader.outbox_length() == 0
-
-
-def _open(database: str, folder: Path) -> None:
-    open_storage(database, folder).close()
-
-
-def _make_schema_2(connection: object) -> None:
-    from alembic import command
-    from alembic.config import Config
-
-    config = Config(attributes={"connection": connection})
-    config.set_main_option("script_location", "shoal.hub.storage:migrations")
-    command.upgrade(config, "0001")
-    connection.execute(text("DROP TABLE alembic_version"))  # type: ignore[attr-defined]
-    connection.execute(text("INSERT INTO meta VALUES ('schema_version', '2')"))  # type: ignore[attr-defined]
-    row = "INSERT INTO units (unit, task, state, attempt, failures, reason) VALUES (7, 't', 'open', 0, 0, '')"
-    connection.execute(text(row))  # type: ignore[attr-defined]
 
 
 class Uploading(Cast):

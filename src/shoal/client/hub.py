@@ -2,13 +2,12 @@
 
 The first call that needs it fetches `GET /run` and verifies the chain from the root key; what the hub signs later
 (leases, receipts, ledger heads) is verified against the keys found there. A run may have several hubs: the first that
-answers is asked, the others when it does not. Answers may hold more than this version knows; what is sent has the shape
-that the hub knows. A client may be shared by threads.
+answers is asked, the others when it does not. Unknown fields in answers are ignored. A client may be shared by
+threads.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeVar
@@ -26,7 +25,6 @@ from shoal.client.transport import Call, ClientOptions, HubTime, Transport
 from shoal.client.trust import TrustedRun
 from shoal.errors import CodecError, HubRefused, ProtocolError, SignatureError
 from shoal.protocol import (
-    PROTOCOL_VERSION,
     AdminReply,
     AdminRequest,
     AuditReply,
@@ -68,7 +66,6 @@ from shoal.protocol import (
     unpack,
 )
 from shoal.protocol.upload import UploadCommit, UploadRequest, UploadTicket
-from shoal.protocol.versions import shaped
 from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.stop import StopToken
 
@@ -192,7 +189,7 @@ class HubClient:
         return self._introduce(message)
 
     def _introduce(self, message: Registration) -> NodeView:
-        answer = self._transport.send(self._signed(Call("POST", "/nodes", self._body(message))))
+        answer = self._transport.send(self._signed(Call("POST", "/nodes", message.model_dump_json().encode())))
         self._introduction.made(message)
         return self._parsed("/nodes", answer, NodeView)
 
@@ -326,13 +323,7 @@ class HubClient:
         return self._parsed(path, self._transport.send(Call("GET", path, params=params)), kind)
 
     def _send(self, method: str, path: str, message: Message, wait_s: float = 0.0) -> bytes:
-        return self._ask(Call(method, path, self._body(message), wait_s=wait_s))
-
-    def _body(self, message: Message) -> bytes:
-        """A message in the shape that the hub knows."""
-        version = self.run_info().protocol_version
-        text = json.dumps(shaped(message, version)) if version < PROTOCOL_VERSION else message.model_dump_json()
-        return text.encode()
+        return self._ask(Call(method, path, message.model_dump_json().encode(), wait_s=wait_s))
 
     def _post(self, path: str, message: Message, kind: type[M], wait_s: float = 0.0) -> M:
         return self._parsed(path, self._send("POST", path, message, wait_s), kind)

@@ -55,7 +55,6 @@ async def authenticate(
     _check_body(signature, body)
     if node.role != "worker":  # a body may take its time, and the owner may have shut its sender out meanwhile
         require_welcome(await run_in_threadpool(_find, context, node.node))
-    request.state.protocol = node.protocol  # its answer has the shape that it knows (`shapes`)
     return Caller(node, body)
 
 
@@ -69,7 +68,6 @@ async def authenticate_newcomer(context: Context, request: Request) -> Registrat
         raise Refusal(401, "auth.signature", "the registration's key is not the one that the request is signed with")
     _check_body(signature, body)
     await run_in_threadpool(_introduce, context, request, signature, registration.public_key)
-    request.state.protocol = registration.protocol_version
     return registration
 
 

@@ -28,7 +28,6 @@ from shoal.protocol import (
 )
 from shoal.protocol.signing import HEADER_BODY, HEADER_NODE, HEADER_NONCE, HEADER_SIGNATURE, HEADER_TIME
 from shoal.protocol.upload import UploadCommit, UploadRequest
-from shoal.protocol.versions import HEADER_PROTOCOL
 
 BULK = "application/msgpack+zstd"
 
@@ -83,9 +82,8 @@ hex over these lines joined by newlines:
     <SHA-256 of the body, hex>
 
 A time more than two minutes off the hub's is refused with `auth.skew`, and the answer's `{HEADER_TIME}` says what time
-it is there. A caller that speaks an older protocol is answered in its shape: a node by what it registered with, anyone
-else by the header `{HEADER_PROTOCOL}`. `shoal.client.HubClient` does all this for you. Every refusal is a `Problem`
-with a stable `code` and a sentence.
+it is there. A node that speaks another protocol than the hub is refused when it registers (`protocol.version`).
+`shoal.client.HubClient` does all this for you. Every refusal is a `Problem` with a stable `code` and a sentence.
 Bulk bodies (`{BULK}`) are msgpack in a zstd frame.
 """
 

@@ -14,10 +14,9 @@ from shoal.hub.gate import HubDependency, serve
 from shoal.hub.metrics import CONTENT_TYPE as METRICS_TYPE
 from shoal.hub.openapi import describes
 from shoal.hub.service.readiness import Readiness
-from shoal.hub.shapes import ShapedRoute
 from shoal.protocol import EvaluationPage, LedgerPage, RunStatus, SignedDocument, fingerprint
 
-router = APIRouter(route_class=ShapedRoute)
+router = APIRouter()
 
 _READY = describes("run")
 _READY["responses"][200] = {"model": Readiness, "description": "ready"}

@@ -11,7 +11,6 @@ from shoal.hub.bodies import parse_json
 from shoal.hub.changes import Topic
 from shoal.hub.gate import HubDependency, poll, serve
 from shoal.hub.openapi import BULK, bulk_answer, describes
-from shoal.hub.shapes import ShapedRoute
 from shoal.protocol import (
     AuditReply,
     AuditRequest,
@@ -24,7 +23,7 @@ from shoal.protocol import (
 )
 from shoal.protocol.verdict import MAX_BODIES_PER_REQUEST
 
-router = APIRouter(route_class=ShapedRoute)
+router = APIRouter()
 
 MAX_REPORT_BYTES = 16 * 1024 * 1024
 """A verdict carries a reward with its parts for each of up to 1024 rollouts."""

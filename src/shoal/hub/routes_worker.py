@@ -9,7 +9,6 @@ from shoal.hub.bodies import parse_json
 from shoal.hub.changes import Topic
 from shoal.hub.gate import HubDependency, poll, serve
 from shoal.hub.openapi import bulk_body, describes
-from shoal.hub.shapes import ShapedRoute
 from shoal.protocol import (
     Heartbeat,
     HeartbeatReply,
@@ -21,7 +20,7 @@ from shoal.protocol import (
     SignedDocument,
 )
 
-router = APIRouter(route_class=ShapedRoute)
+router = APIRouter()
 
 _REGISTRATION = {"public_key": "5f" * 32, "name": "my-laptop", "role": "worker"}
 

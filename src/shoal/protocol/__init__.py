@@ -14,7 +14,7 @@
     story       UnitStory, NodeStory: why something happened
     admin       AdminAction: what the run's owner may order
     tensor      TensorView
-    versions    PROTOCOL_VERSION, since: what an older peer does not know
+    versions    PROTOCOL_VERSION: the one that both sides must speak
     codec       pack, unpack, Limits
 
 Control messages are JSON (pydantic, frozen, unknown fields refused); bulk is msgpack + zstd (msgspec, capped).
@@ -115,10 +115,10 @@ from shoal.protocol.verdict import (
     VerdictReply,
     VerdictReport,
 )
-from shoal.protocol.versions import OLDEST_PROTOCOL, PROTOCOL_VERSION, since
+from shoal.protocol.versions import PROTOCOL_VERSION
 
 __all__ = [
-    "DEFAULT_PROFILE", "OLDEST_PROTOCOL", "PROTOCOL_VERSION", "SUBMISSION_FORMAT", "AdminAction", "AdminReply",
+    "DEFAULT_PROFILE", "PROTOCOL_VERSION", "SUBMISSION_FORMAT", "AdminAction", "AdminReply",
     "AdminRequest", "AdminVerb", "Audit", "AuditReply", "AuditRequest", "Batch", "BatchGroup", "BatchReply",
     "BatchRequest", "BroadcastHead", "CheckResult", "Chunk", "Conduct", "Delta", "Depth", "DialogueTerms", "Document",
     "Entry", "Evaluation", "EvaluationPage", "EvaluationReport", "EvaluationSlice", "EvaluationTask", "Heartbeat",
@@ -130,6 +130,6 @@ __all__ = [
     "Submission", "SubmissionBodies", "SubmissionStory", "Tally", "TensorView", "TrainingBatch", "TrainingGroup",
     "TrainingRollout", "UnitStory", "Verdict", "VerdictReply", "VerdictReport", "Vouch", "Wait", "canonical_json",
     "content_digest", "fingerprint", "first_problem", "load_key", "load_or_create_key", "node_id", "open_admin",
-    "open_document", "pack", "pack_logprobs", "pack_tokens", "sign_document", "sign_request", "since",
+    "open_document", "pack", "pack_logprobs", "pack_tokens", "sign_document", "sign_request",
     "submission_digest", "unpack", "unpack_tokens", "verify", "verify_body", "verify_request",
 ]  # fmt: skip

@@ -10,7 +10,6 @@ from pydantic import Field, FiniteFloat, StringConstraints
 from shoal.protocol.policy import PolicyRef
 from shoal.protocol.signing import Message
 from shoal.protocol.submission import Completed, PackedTokens, unpack_tokens
-from shoal.protocol.versions import since
 
 if TYPE_CHECKING:
     import numpy as np
@@ -88,4 +87,4 @@ class StepReport(Message):
 
     step: int = Field(ge=0, le=2**31)
     metrics: dict[str, FiniteFloat] = Field(max_length=128)
-    alarms: dict[AlarmCode, AlarmText] = Field(default={}, max_length=32, json_schema_extra=since(2))
+    alarms: dict[AlarmCode, AlarmText] = Field(default={}, max_length=32)

@@ -8,7 +8,6 @@ from pydantic import Field
 
 from shoal.protocol.policy import HEX_256, PolicyRef
 from shoal.protocol.signing import Document, Message, SignedDocument
-from shoal.protocol.versions import since
 
 PROFILE = r"^[a-z0-9_.\-]{1,32}/[a-z0-9_.\-]{1,32}/[a-z0-9_.\-]{1,32}$"
 DEFAULT_PROFILE = "torch/cpu/float32"  # engine, device, number format: what rounding may explain depends on them
@@ -73,12 +72,12 @@ class Lease(Document):
     environment_digest: str = Field(pattern=HEX_256)
     issued_at_ms: int
     deadline_ms: int
-    hard_deadline_ms: int = Field(default=0, json_schema_extra=since(2))
-    environment: str = Field(default="", max_length=256, json_schema_extra=since(2))
-    environment_version: int = Field(default=0, ge=0, json_schema_extra=since(2))
-    data_digest: str = Field(default="", max_length=64, json_schema_extra=since(2))
-    length_target: int | None = Field(default=None, ge=1, json_schema_extra=since(2))
-    dialogue: DialogueTerms | None = Field(default=None, json_schema_extra=since(2))
+    hard_deadline_ms: int = Field(default=0)
+    environment: str = Field(default="", max_length=256)
+    environment_version: int = Field(default=0, ge=0)
+    data_digest: str = Field(default="", max_length=64)
+    length_target: int | None = Field(default=None, ge=1)
+    dialogue: DialogueTerms | None = Field(default=None)
 
     @property
     def seed_numbers(self) -> tuple[int, ...]:
@@ -110,7 +109,7 @@ class LeaseReply(Message):
     leases: tuple[SignedDocument, ...] = ()
     waiting: str = ""
     finished: bool = False
-    held_back: bool = Field(default=False, json_schema_extra=since(2))
+    held_back: bool = Field(default=False)
 
 
 class LeaseRelease(Message):

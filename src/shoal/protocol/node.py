@@ -10,7 +10,7 @@ from pydantic import Field, FiniteFloat
 from shoal.protocol.lease import DEFAULT_PROFILE, MAX_HELD, PRINTABLE, ProofParameters, SamplingParameters
 from shoal.protocol.policy import PolicyRef
 from shoal.protocol.signing import Document, Message, SignedDocument
-from shoal.protocol.versions import PROTOCOL_VERSION, since
+from shoal.protocol.versions import PROTOCOL_VERSION
 
 Role = Literal["hub", "trainer", "validator", "worker", "admin"]
 Liveness = Literal["here", "silent", "gone"]
@@ -66,9 +66,9 @@ class RunInfo(Document):
     group_size: int
     max_staleness: int
     steps: int
-    hubs: tuple[str, ...] = Field(default=(), json_schema_extra=since(2))
-    revoked: tuple[str, ...] = Field(default=(), json_schema_extra=since(2))
-    uploads: Literal["hub", "store"] = Field(default="hub", json_schema_extra=since(2))
+    hubs: tuple[str, ...] = Field(default=())
+    revoked: tuple[str, ...] = Field(default=())
+    uploads: Literal["hub", "store"] = Field(default="hub")
 
 
 class Registration(Message):
@@ -80,7 +80,7 @@ class Registration(Message):
     certificate: SignedDocument | None = None
     protocol_version: int = PROTOCOL_VERSION
     software: str = Field(default="", max_length=128, pattern=PRINTABLE)
-    vouch: SignedDocument | None = Field(default=None, json_schema_extra=since(2))
+    vouch: SignedDocument | None = Field(default=None)
 
 
 class NodeView(Message):
@@ -104,11 +104,11 @@ class NodeView(Message):
     reason: str = ""
     doing: str = ""
     last_seen_ms: int = 0
-    liveness: Liveness = Field(default="here", json_schema_extra=since(2))
-    until_ms: int | None = Field(default=None, json_schema_extra=since(2))
-    suspensions: int = Field(default=0, json_schema_extra=since(2))
-    window: int = Field(default=0, json_schema_extra=since(2))
-    owner: str = Field(default="", json_schema_extra=since(2))
+    liveness: Liveness = Field(default="here")
+    until_ms: int | None = Field(default=None)
+    suspensions: int = Field(default=0)
+    window: int = Field(default=0)
+    owner: str = Field(default="")
 
 
 class Heartbeat(Message):
@@ -122,7 +122,7 @@ class Heartbeat(Message):
     waiting_for: str = Field(default="", max_length=200, pattern=PRINTABLE)
     waiting_s: float = Field(default=0.0, ge=0, le=10**9)
     counters: dict[Name, FiniteFloat] = Field(default={}, max_length=32)
-    progress: dict[Name, int] = Field(default={}, max_length=MAX_HELD, json_schema_extra=since(2))
+    progress: dict[Name, int] = Field(default={}, max_length=MAX_HELD)
 
 
 class HeartbeatReply(Message):
@@ -131,4 +131,4 @@ class HeartbeatReply(Message):
     node: NodeView
     policy: PolicyRef | None = None
     finished: bool = False
-    deadlines: dict[str, int] = Field(default={}, json_schema_extra=since(2))
+    deadlines: dict[str, int] = Field(default={})

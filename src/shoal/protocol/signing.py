@@ -26,7 +26,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from shoal.errors import ProtocolError, SignatureError
 from shoal.protocol.identity import SigningKey, verify
-from shoal.protocol.versions import PROTOCOL_VERSION, shaped
 
 MAX_SKEW_MS = 120_000
 MAX_TIME_DIGITS = 15
@@ -69,9 +68,8 @@ def _document_bytes(kind: str, document: Mapping[str, Any]) -> bytes:
         raise ProtocolError(f"a {kind} holds a value that JSON cannot carry: {error}") from error
 
 
-def sign_document(document: Document, key: SigningKey, version: int = PROTOCOL_VERSION) -> SignedDocument:
-    """The document, signed in the shape that a peer of protocol `version` knows."""
-    return sign_values(document.kind, shaped(document, version), key)
+def sign_document(document: Document, key: SigningKey) -> SignedDocument:
+    return sign_values(document.kind, document.model_dump(mode="json"), key)
 
 
 def sign_values(kind: str, values: dict[str, Any], key: SigningKey) -> SignedDocument:

@@ -11,7 +11,6 @@ from shoal.protocol.evaluation import Evaluation
 from shoal.protocol.node import NodeView
 from shoal.protocol.policy import HEX_256, LedgerHead, PolicyRef
 from shoal.protocol.signing import Message
-from shoal.protocol.versions import since
 
 Conduct = Literal["running", "paused", "draining"]
 
@@ -84,13 +83,13 @@ class RunStatus(Message):
     reports: tuple[StepReport, ...]
     alarms: tuple[str, ...]
     ledger: LedgerHead
-    standing: Standing = Field(default=Standing(), json_schema_extra=since(2))
-    node_counts: dict[str, int] = Field(default={}, json_schema_extra=since(2))
-    outbox: int = Field(default=0, json_schema_extra=since(2))
-    outbox_since_ms: int | None = Field(default=None, json_schema_extra=since(2))
-    pools: dict[str, int] = Field(default={}, json_schema_extra=since(2))
-    evaluations: tuple[Evaluation, ...] = Field(default=(), json_schema_extra=since(2))
-    no_sample: int = Field(default=0, ge=0, json_schema_extra=since(2))
+    standing: Standing = Field(default=Standing())
+    node_counts: dict[str, int] = Field(default={})
+    outbox: int = Field(default=0)
+    outbox_since_ms: int | None = Field(default=None)
+    pools: dict[str, int] = Field(default={})
+    evaluations: tuple[Evaluation, ...] = Field(default=())
+    no_sample: int = Field(default=0, ge=0)
 
 
 class Problem(Message):

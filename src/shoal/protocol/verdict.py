@@ -10,7 +10,6 @@ from pydantic import Field
 
 from shoal.protocol.policy import HEX_256
 from shoal.protocol.signing import Document, Message, SignedDocument
-from shoal.protocol.versions import since
 
 MAX_REWARD = 1e6
 
@@ -105,11 +104,11 @@ class Verdict(Document):
     depth: Depth = "full"
     tally: Tally = Tally()
     decided_at_ms: int
-    environment: str = Field(default="", max_length=256, json_schema_extra=since(2))
-    environment_version: int = Field(default=0, ge=0, json_schema_extra=since(2))
-    environment_digest: str = Field(default="", max_length=64, json_schema_extra=since(2))
-    data_digest: str = Field(default="", max_length=64, json_schema_extra=since(2))
-    unreproducible: tuple[str, ...] = Field(default=(), max_length=64, json_schema_extra=since(2))
+    environment: str = Field(default="", max_length=256)
+    environment_version: int = Field(default=0, ge=0)
+    environment_digest: str = Field(default="", max_length=64)
+    data_digest: str = Field(default="", max_length=64)
+    unreproducible: tuple[str, ...] = Field(default=(), max_length=64)
 
 
 MAX_VERDICTS_PER_REPORT = 64
@@ -155,7 +154,7 @@ class AuditRequest(Message):
     max_audits: int = Field(default=8, ge=1, le=256)
     wait_s: float = Field(default=0, ge=0, le=60)
     left: tuple[str, ...] = Field(default=(), max_length=4096)
-    evaluate: Readiness = Field(default="no", json_schema_extra=since(2))
+    evaluate: Readiness = Field(default="no")
 
 
 class Audit(Message):
@@ -176,4 +175,4 @@ class AuditReply(Message):
     audits: tuple[Audit, ...] = ()
     waiting: str = ""
     finished: bool = False
-    evaluation: SignedDocument | None = Field(default=None, json_schema_extra=since(2))
+    evaluation: SignedDocument | None = Field(default=None)

@@ -36,7 +36,6 @@ CRASH_FOLDER = "SHOAL_CRASH_FOLDER"
 POINTS: Mapping[str, str] = {
     "hub.start.after_secret": "the run's secret is on disk; its database may not exist",
     "hub.start.before_commit": "the run is written into its database, uncommitted",
-    "hub.schema.before_commit": "an older database was brought up to date, uncommitted",
     "hub.node.before_commit": "a node is registered, uncommitted",
     "hub.node.after_commit": "a node is registered and does not know it",
     "hub.lease.before_commit": "units are leased, uncommitted",

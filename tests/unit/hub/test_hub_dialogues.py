@@ -9,13 +9,12 @@ from pathlib import Path
 import hubkit
 import numpy as np
 import pytest
-from hubkit import Actor, Bench, FakeEnvironment, code_of, fresh_request, ok, worker_key
+from hubkit import Bench, FakeEnvironment, fresh_request, ok
 
 from shoal.environments import DialogueRule, Task
 from shoal.protocol import (
     Lease,
     Limits,
-    Registration,
     Rollout,
     Submission,
     TrainingBatch,
@@ -59,15 +58,6 @@ def test_a_lease_says_which_tool_answers_and_what_frames_its_words(bench: Bench)
             assert (lease.dialogue.before, lease.dialogue.after) == ((7, 8), (9,))
         else:
             assert lease.dialogue is None
-
-
-def test_a_node_that_is_older_than_dialogues_gets_no_work_and_is_told_why(bench: Bench) -> None:
-    old = Actor(worker_key(7), bench.http, bench.clock)
-    body = Registration(public_key=old.key.public_key, name="old", role="worker", protocol_version=1)
-    ok(old.call("POST", "/nodes", {k: v for k, v in body.model_dump(mode="json").items() if k != "vouch"}))
-    answer = old.call("POST", "/leases", {"request": fresh_request()})
-    assert code_of(answer) == (403, "dialogue.protocol")
-    assert "upgrade it with: pip install -U shoal" in answer.text
 
 
 def test_what_was_given_reaches_the_trainer(bench: Bench) -> None:

@@ -232,19 +232,12 @@ class TestVerdicts:
         assert bench.status().submissions["auditing"] == 1, "it changes nothing"
         ok(bench.judge(audit, environment_digest=lease.environment_digest))
 
-    @pytest.mark.parametrize("speaks", [1, 2])
-    def test_only_a_validator_of_the_older_protocol_may_name_none(self, bench: Bench, speaks: int) -> None:
+    def test_one_that_names_no_environment_is_refused(self, bench: Bench) -> None:
         ok(bench.announce(0))
-        signed, key = certificate(VALIDATOR, "validator"), VALIDATOR.public_key
-        body = Registration(public_key=key, role="validator", certificate=signed, protocol_version=speaks)
-        ok(bench.validator.call("POST", "/nodes", body))
         (lease,) = bench.alice.lease(fresh_request(), 1)
         ok(bench.alice.submit(lease))
         (audit,) = bench.audits()
         answer = bench.judge(audit, environment_digest="")
-        if speaks == 1:
-            ok(answer)
-        else:
-            assert code_of(answer) == (422, "verdict.environment")
-            assert "does not say" in answer.json()["message"]
-        assert bench.status().submissions["accepted"] == (speaks == 1)
+        assert code_of(answer) == (422, "verdict.environment")
+        assert "does not say" in answer.json()["message"]
+        assert bench.status().submissions["accepted"] == 0

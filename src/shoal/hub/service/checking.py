@@ -33,8 +33,6 @@ from shoal.protocol import (
 from shoal.runtime.crash import point
 
 MAX_BODIES_BYTES = 64 * 1024 * 1024
-NAMES_ENVIRONMENT = 2
-"""The protocol since which validators say with what they scored."""
 TRIES = 4
 """Slices that are made for one request, if others are faster each time to claim them."""
 
@@ -158,7 +156,7 @@ class Checking:
             return Refusal(422, "verdict.signature", str(error))
         if verdict.run != self._context.config.run_id:
             return Refusal(422, "verdict.run", f"the verdict is for run {verdict.run[:80]}")
-        if not verdict.environment_digest and node.protocol >= NAMES_ENVIRONMENT:
+        if not verdict.environment_digest:
             return Refusal(422, "verdict.environment", "the verdict does not say which environment it was scored with")
         try:
             require_environment(self._context, verdict.environment_digest, "verdict.environment", "verdict")

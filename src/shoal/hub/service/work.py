@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from shoal.environments import has_dialogues, identity_of
+from shoal.environments import identity_of
 from shoal.errors import CodecError, ConfigError, EnvironmentSetupError, ModelError
 from shoal.hub.changes import Topic
 from shoal.hub.service.context import Context, node_label
@@ -38,7 +38,6 @@ from shoal.protocol import (
 )
 from shoal.runtime.crash import point
 
-DIALOGUES_SINCE = 2  # the protocol whose leases can say how the environment answers
 TRIES = 8
 """Decisions on one request, if others are faster each time to take the units whose tasks were made for it."""
 
@@ -60,7 +59,6 @@ class Work:
     def lease(self, node: NodeRow, request: LeaseRequest) -> LeaseReply:
         """Leases for a worker, or none and why. Tasks are made before the decision, or between two of them."""
         self._require_profile(request.profile)
-        self._require_dialogues(node)
         if self._next_unit is not None:
             self.drawing.prepare(self._next_unit, request.max_units)
         for _ in range(TRIES):
@@ -142,16 +140,6 @@ class Work:
                 f"nobody has measured how far honest work by {profile} may be off, so it could not be checked; this "
                 f"run knows {', '.join(known)}: set worker.device and worker.dtype to one of these, or measure yours "
                 "with `shoal doctor --calibrate` and ask the run's owner to add it",
-            )
-
-    def _require_dialogues(self, node: NodeRow) -> None:
-        """A node that is older than dialogues would hand in single turns, and be rejected for it."""
-        if node.protocol < DIALOGUES_SINCE and has_dialogues(self._context.config.environment):
-            raise Refusal(
-                403,
-                "dialogue.protocol",
-                "the environment of this run answers the model's turns, which a node that speaks protocol "
-                f"{node.protocol} cannot do: upgrade it with: pip install -U shoal",
             )
 
     def _crowd(self, transaction: Writer, moment: Moment, node: NodeRow, held: int) -> newcomers.Crowd:

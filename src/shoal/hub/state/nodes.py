@@ -48,7 +48,6 @@ def register(
             registered_at_ms=now_ms,
             software=registration.software,
             owner=owner,
-            protocol=registration.protocol_version,
         )
         body = {"node": row.node, "public_key": row.public_key, "role": row.role, "name": row.name}
         return row, [SaveNode(row, None), Record("node", body, now_ms), *_vouched(row, None, now_ms)]
@@ -72,7 +71,6 @@ def register(
         name=registration.name,
         software=registration.software,
         owner=known.owner or owner,
-        protocol=registration.protocol_version,
     )
     return row, [] if row == known else [SaveNode(row, known.state), *_vouched(row, known, now_ms)]
 

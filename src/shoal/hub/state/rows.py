@@ -216,7 +216,7 @@ class NodeRow:
 
     `streak` counts full audits passed since the last rejection, `passed` those since the last strike. `record` sums
     what passed audits saw of it of late. `pending` is credit that a failed audit would still take. `owner` is the key
-    that vouched for it, `protocol` the version it speaks. `window` is how many leases it may hold (0: what a newcomer
+    that vouched for it. `window` is how many leases it may hold (0: what a newcomer
     may), `lapsed` how many it let lapse, `lapses` of these in a row, `pace_ms` what a group takes it, from lease to
     submission. `until_ms` ends the present suspension, of which there were `suspensions`. `soft` counts rejections
     without a strike since the last group that was accepted.
@@ -241,7 +241,6 @@ class NodeRow:
     passed: int = 0
     record: Tally = field(default_factory=Tally)
     owner: str = ""
-    protocol: int = 1
     window: int = 0
     lapsed: int = 0
     lapses: int = 0

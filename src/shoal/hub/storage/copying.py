@@ -169,7 +169,7 @@ def snapshot(database: str, folder: Path, target: Path) -> None:
         _snapshot_sqlite(folder / DATABASE_FILE, target)
         return
     with (
-        contextlib.closing(open_storage(database, folder, upgrade=False)) as source,
+        contextlib.closing(open_storage(database, folder, create=False)) as source,
         contextlib.closing(SqliteStorage(target)) as copy,
     ):
         copy_rows(source, copy)

@@ -10,15 +10,15 @@ from shoal.hub.storage.sqlite import SqliteStorage
 
 DATABASE_FILE = "hub.db"
 ATTEMPTS = 6
-"""A lock that somebody else holds is waited for ten seconds each time: a minute, for a large schema to be changed."""
+"""A lock that somebody else holds is waited for ten seconds each time: a minute in all."""
 
 log = logging.getLogger("shoal.hub")
 
 
-def open_storage(database: str, folder: Path, upgrade: bool = True) -> Storage:
+def open_storage(database: str, folder: Path, create: bool = True) -> Storage:
     """The storage of the run whose hub has this `folder`; `database` is the setting `hub.database`.
 
-    An older schema is brought up to date; without `upgrade` it is refused where hubs may be at work (a shared one).
+    Without `create` a shared database that holds no run is refused.
     """
     if not database:
         return SqliteStorage(folder / DATABASE_FILE)
@@ -26,7 +26,7 @@ def open_storage(database: str, folder: Path, upgrade: bool = True) -> Storage:
 
     for attempt in range(1, ATTEMPTS + 1):
         try:
-            return PostgresStorage(database, upgrade)
+            return PostgresStorage(database, create)
         except StaleRow as error:  # another hub that starts, a migration: it ends by itself
             if attempt == ATTEMPTS:
                 raise

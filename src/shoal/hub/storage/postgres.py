@@ -66,14 +66,14 @@ _LEAD = text(
 class PostgresStorage:
     """Implements `protocol.Storage` on a server; `url` is postgresql://user:password@host/database."""
 
-    def __init__(self, url: str, upgrade: bool = True) -> None:
+    def __init__(self, url: str, create: bool = True) -> None:
         place = parsed(url)
         self._where = f"the database {place.set(query={}).render_as_string(hide_password=True).replace('+psycopg', '')}"
         self._engine = _engine(place)
         self._readers = self._engine.execution_options(isolation_level="REPEATABLE READ", postgresql_readonly=True)
         try:
             with self.write(exclusive=True) as transaction:
-                schema.prepare(transaction._connection, self._where, upgrade)
+                schema.prepare(transaction._connection, self._where, create)
                 if transaction._connection.execute(text("SHOW fsync")).scalar() == "off":
                     log.warning("%s runs with fsync off: what it has promised is lost with its machine", self._where)
         except ShoalError:

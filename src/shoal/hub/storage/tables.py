@@ -21,7 +21,7 @@ from sqlalchemy import (
     UniqueConstraint,
 )
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 
 metadata = MetaData()
 
@@ -50,7 +50,6 @@ nodes = Table(
     Column("passed", Integer, nullable=False),
     Column("record", Text, nullable=False),
     Column("owner", String, nullable=False),
-    Column("protocol", Integer, nullable=False),
     Column("window", Integer, nullable=False),
     Column("lapsed", Integer, nullable=False),
     Column("lapses", Integer, nullable=False),
