@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from shoal.engines import ENGINES, Completion, Engine, GenerationRequest, PrefillRequest, build
+from shoal.engines import ENGINES, Chunks, Completion, Engine, GenerationRequest, PrefillRequest, build
 from shoal.engines.dialogue import Characters, Dialogue
 from shoal.models.load import LoadedModel, load_model
 from shoal.models.state import policy_views
@@ -156,3 +156,17 @@ def test_what_leaves_no_room_for_another_token_is_not_said(engine, tiny):
 def test_words_outside_the_vocabulary_are_refused(engine, tiny):
     with pytest.raises(ValueError, match="outside the vocabulary"):
         engine.generate([replace(asked(tiny), respond=lambda _tokens: (96,))])
+
+
+def test_chunks_that_are_shown_hold_the_tokens_of_the_tool_too(engine, tiny):
+    shown: list[dict[int, Chunks]] = []
+    request = replace(asked(tiny, talk=dialogue()), on_chunks=lambda take: shown.append(take()))
+    [group] = engine.generate([request], PROOF)
+    last = shown[-1]
+    assert any(
+        start < len(last[seed].token_ids) for seed, each in zip(SEEDS, group, strict=True) for start, _ in each.given
+    )
+    for seed, each in zip(SEEDS, group, strict=True):
+        tokens = last[seed].token_ids
+        assert tokens.tolist() == each.token_ids[: len(tokens)].tolist()
+        assert each.proofs.startswith(b"".join(last[seed].proofs))

@@ -10,7 +10,17 @@ import numpy as np
 import pytest
 import torch
 
-from shoal.engines import ENGINES, Completion, Engine, GenerationRequest, Prefill, PrefillRequest, build, kind_of
+from shoal.engines import (
+    ENGINES,
+    Chunks,
+    Completion,
+    Engine,
+    GenerationRequest,
+    Prefill,
+    PrefillRequest,
+    build,
+    kind_of,
+)
 from shoal.errors import ConfigError, PolicyMismatch
 from shoal.models import TensorView
 from shoal.models.load import LoadedModel, load_model
@@ -328,3 +338,43 @@ def test_a_gpu_that_is_not_there_is_said_so_and_auto_does_without(tiny):
     with pytest.raises(ConfigError, match="torch finds no GPU here"):
         build("torch", tiny.files, "cuda")
     assert build("torch", tiny.files, "auto").kind == kind_of("torch", "auto") == "torch/cpu/float32"
+
+
+def test_chunks_that_are_shown_while_drawing_are_the_first_ones_of_the_completion(engine, tiny):
+    proof = ProofParameters(topk=16, rows=2)
+    shown: list[dict[int, Chunks]] = []
+    request = group(tiny, seeds=range(40, 52), max_new_tokens=11)
+    [completions] = engine.generate([replace(request, on_chunks=lambda take: shown.append(take()))], proof)
+    by_seed = dict(zip(request.seeds, completions, strict=True))
+    assert len(shown) >= 2
+    for chunks in shown:
+        for seed, each in chunks.items():
+            length, whole = len(each.token_ids), by_seed[seed].token_ids
+            assert each.token_ids.tolist() == whole[:length].tolist()
+            assert by_seed[seed].proofs.startswith(b"".join(each.proofs))
+            assert len(each.proofs) == -(-length // 2)
+            assert length % 2 == 0 or length == len(whole), "a short chunk is a completion's last one"
+    assert sum(len(each.token_ids) for each in shown[-1].values()) > sum(len(e.token_ids) for e in shown[0].values())
+    [plain] = engine.generate([request], proof)
+    assert [(c.token_ids.tolist(), c.proofs) for c in plain] == [(c.token_ids.tolist(), c.proofs) for c in completions]
+
+
+def test_each_group_is_shown_its_own_chunks_and_nobody_is_told_without_proofs(engine, tiny):
+    proof = ProofParameters(topk=16, rows=2)
+    seen: dict[int, dict[int, Chunks]] = {}
+
+    def keep(number):
+        return lambda take: seen.update({number: take()})
+
+    asked = [group(tiny, prompt, range(10 * i, 10 * i + 4)) for i, prompt in enumerate(PROMPTS[:3])]
+    told = [replace(each, on_chunks=keep(i)) if i != 1 else each for i, each in enumerate(asked)]
+    groups = engine.generate(told, proof)
+    assert set(seen) == {0, 2}
+    for number, chunks in seen.items():
+        for seed, completion in zip(asked[number].seeds, groups[number], strict=True):
+            shown = chunks[seed].token_ids.tolist()
+            assert shown
+            assert completion.token_ids[: len(shown)].tolist() == shown
+    seen.clear()
+    engine.generate(told)
+    assert seen == {}

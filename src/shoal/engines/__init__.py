@@ -1,6 +1,6 @@
 """Engines: generate and prefill behind one protocol.
 
-    protocol  Engine, GenerationRequest, Completion, PrefillRequest, Prefill
+    protocol  Engine, GenerationRequest, Completion, Chunks, PrefillRequest, Prefill
     torch     TorchEngine: batched decoding with a key-value cache, any Hugging Face causal language model
     rows      CachedRows, RecomputedRows: the rows of a batch, and how each gets its next hidden state
     decoding  Decoding, HiddenRows: what has been decoded so far, and its proofs in the making
@@ -16,10 +16,10 @@ An engine is made from the files that describe a model (`config.json`, …) and 
 Importing this package does not import torch.
 """
 
-from shoal.engines.protocol import Completion, Engine, GenerationRequest, Prefill, PrefillRequest
+from shoal.engines.protocol import Chunks, Completion, Engine, GenerationRequest, Prefill, PrefillRequest
 from shoal.engines.registry import ENGINES, build, check_engine, kind_of, warm_up
 
 __all__ = [
-    "ENGINES", "Completion", "Engine", "GenerationRequest", "Prefill", "PrefillRequest", "build", "check_engine",
-    "kind_of", "warm_up",
+    "ENGINES", "Chunks", "Completion", "Engine", "GenerationRequest", "Prefill", "PrefillRequest", "build",
+    "check_engine", "kind_of", "warm_up",
 ]  # fmt: skip

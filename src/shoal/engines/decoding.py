@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from shoal.engines.dialogue import Line
-from shoal.engines.protocol import Completion
+from shoal.engines.protocol import Chunks, Completion
 from shoal.engines.rows import Rows
 from shoal.models.logprobs import Head
 from shoal.protocol import ProofParameters
@@ -53,7 +53,9 @@ class HiddenRows:
         self._n_rows, self._proof = n_rows, proof
         self._block_RSH = torch.empty(0)
         self._filled = 0
-        self._folded: list[tuple[npt.NDArray[np.int64], PointBatch]] = []
+        self._blocks = 0
+        self._folded: list[tuple[npt.NDArray[np.int64], PointBatch]] = []  # those that have no proofs yet
+        self._proofs: list[list[bytes]] = [[] for _ in range(n_rows)]
 
     def keep(self, state: Rows, lengths_R: Tensor) -> None:
         """Take one state per row of the batch; `lengths_R` are the tokens of every row, this step's included.
@@ -72,22 +74,25 @@ class HiddenRows:
         """Turn the states kept so far into points: of every row as many as it has tokens in this block."""
         if not self._filled:
             return
-        before = self._proof.rows * len(self._folded)
+        before = self._proof.rows * self._blocks
         counts_R = (lengths_R - before).clamp(0, self._filled).to(self._block_RSH.device)
         taken_RS = torch.arange(self._proof.rows, device=counts_R.device)[None, :] < counts_R[:, None]
         counts = counts_R.cpu().numpy()
         rows = np.flatnonzero(counts)
         points = top_points(self._block_RSH[taken_RS], counts[rows].tolist(), self._proof.topk, self._proof.rows)
         self._folded.append((rows, points))
+        self._blocks += 1
         self._filled = 0
 
-    def proofs(self) -> list[bytes]:
-        """The proofs of every row, back to back."""
-        chunks: list[list[bytes]] = [[] for _ in range(self._n_rows)]
-        rows = np.concatenate([rows for rows, _ in self._folded]).tolist()
-        for row, chunk in zip(rows, commit(PointBatch.concat([points for _, points in self._folded])), strict=True):
-            chunks[row].append(chunk)
-        return [b"".join(parts) for parts in chunks]
+    def proofs(self) -> list[list[bytes]]:
+        """The proofs of all folded chunks, of every row. Each is computed once, however often this is asked."""
+        if self._folded:
+            rows = np.concatenate([rows for rows, _ in self._folded]).tolist()
+            made = commit(PointBatch.concat([points for _, points in self._folded]))
+            for row, proof in zip(rows, made, strict=True):
+                self._proofs[row].append(proof)
+            self._folded = []
+        return self._proofs
 
 
 @dataclass
@@ -166,6 +171,12 @@ class Decoding:
     def tokens(self) -> list[npt.NDArray[np.int32]]:
         return [tokens.astype(np.int32) for tokens in self.columns()[0]]
 
+    def chunks(self) -> list[Chunks]:
+        """The finished chunks of every row, right after a step that finished some (a multiple of `proof.rows`)."""
+        assert self._hidden is not None, "only with proofs"
+        pairs = zip(self.tokens(), self._hidden.proofs(), strict=True)
+        return [Chunks(tokens, tuple(proofs)) for tokens, proofs in pairs]
+
     def completions(self) -> Iterator[Completion]:
         for row, (tokens, logprobs, proofs) in enumerate(zip(*self.columns(), self._proofs(), strict=True)):
             line, ended = self.lines.get(row), tokens[-1] == self.eos_token_id
@@ -181,7 +192,7 @@ class Decoding:
         if self._hidden is None:
             return [b""] * self.n_rows
         self._hidden.fold(self._lengths)
-        return self._hidden.proofs()
+        return list(map(b"".join, self._hidden.proofs()))
 
 
 def choose_tiled(head: Head, state: Rows, step: int, choose: Choose, tile_elements: int) -> tuple[Tensor, Tensor]:

@@ -25,13 +25,31 @@ Respond = Callable[[list[int]], tuple[int, ...] | None]
 """The tokens of a completion up to the end of a turn, to the tokens that are given after it; None: it is finished."""
 
 
+@dataclass(frozen=True, eq=False)
+class Chunks:
+    """The finished chunks of a completion that is being drawn: their tokens (int32), and one proof for each chunk.
+
+    Tokens and proofs are the first ones of the later `Completion`, bit for bit. The last chunk has fewer than `rows`
+    tokens only if the completion is finished.
+    """
+
+    token_ids: npt.NDArray[np.int32]
+    proofs: tuple[bytes, ...]
+
+
+OnChunks = Callable[[Callable[[], dict[int, Chunks]]], None]
+"""Told that chunks were finished; gets a function that returns all finished chunks of the group so far, by seed."""
+
+
 @dataclass(frozen=True)
 class GenerationRequest:
     """One group: a prompt, and one 64-bit seed per completion wanted.
 
     `on_tokens`, if given, is told every few steps how many tokens of the group are drawn so far, in the caller's
-    thread: a lease on which something happens is renewed. `respond`, if given, is asked at every end-of-sequence token
-    whether the completion is finished; what it gives instead is fed to the model, not drawn (see `dialogue`).
+    thread: a lease on which something happens is renewed. `on_chunks` is told in the same way when chunks of tokens are
+    finished, if proofs are asked for; what it does not ask for within the call is not computed. `respond`, if given, is
+    asked at every end-of-sequence token whether the completion is finished; what it gives instead is fed to the model,
+    not drawn (see `dialogue`).
 
     >>> sampling = SamplingParameters(temperature=1.0, max_new_tokens=8, eos_token_id=1)
     >>> len(GenerationRequest(prompt_ids=(5, 6), seeds=(11, 12, 13), sampling=sampling).seeds)
@@ -42,6 +60,7 @@ class GenerationRequest:
     seeds: tuple[int, ...]
     sampling: SamplingParameters
     on_tokens: Callable[[int], None] | None = field(default=None, compare=False, repr=False)
+    on_chunks: OnChunks | None = field(default=None, compare=False, repr=False)
     respond: Respond | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:

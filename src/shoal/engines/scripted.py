@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
 from shoal.engines.dialogue import Line
-from shoal.engines.protocol import Completion, GenerationRequest, Prefill, PrefillRequest
+from shoal.engines.protocol import Chunks, Completion, GenerationRequest, Prefill, PrefillRequest
 from shoal.errors import PolicyMismatch
 from shoal.models.folder import read_config
 from shoal.protocol import PolicyRef, ProofParameters, TensorView
@@ -73,13 +74,16 @@ class ScriptedEngine:
 
     def _group(self, request: GenerationRequest, proof: ProofParameters | None) -> list[Completion]:
         group: list[Completion] = []
+        finished: dict[int, Chunks] = {}
         for seed in request.seeds:
-            group.append(self._complete(request, seed, proof))
+            group.append(self._complete(request, seed, proof, finished))
             if request.on_tokens is not None:
                 request.on_tokens(sum(len(completion.token_ids) for completion in group))
         return group
 
-    def _complete(self, request: GenerationRequest, seed: int, proof: ProofParameters | None) -> Completion:
+    def _complete(
+        self, request: GenerationRequest, seed: int, proof: ProofParameters | None, finished: dict[int, Chunks]
+    ) -> Completion:
         sampling = request.sampling
         stream_T = uniforms(seed, 0, sampling.max_new_tokens)
         line = Line(request.respond or _finished, sampling.eos_token_id, sampling.max_new_tokens)
@@ -96,6 +100,10 @@ class ScriptedEngine:
                 self._refuse_unknown([line.forced])
                 logprobs.append(0.0)
                 goes_on = line.take(line.forced)
+            if proof is not None and request.on_chunks is not None and (len(states) % proof.rows == 0 or not goes_on):
+                proofs = tuple(commit(_points(states, proof)))
+                finished[seed] = Chunks(np.array(line.tokens, dtype=np.int32), proofs)
+                request.on_chunks(partial(dict, finished))
         return Completion(
             token_ids=np.array(line.tokens, dtype=np.int32),
             logprobs=np.array(logprobs, dtype=np.float32),

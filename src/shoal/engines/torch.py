@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any, Self
 
 import numpy as np
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from shoal.engines.decoding import Choose, Decoding, Uniforms, choose_tiled
 from shoal.engines.dialogue import Line
-from shoal.engines.protocol import Completion, GenerationRequest, Prefill, PrefillRequest, Respond
+from shoal.engines.protocol import Chunks, Completion, GenerationRequest, Prefill, PrefillRequest, Respond
 from shoal.engines.rows import CachedRows, RecomputedRows, Rows, decodes_with_cache, follows_with_cache
 from shoal.errors import PolicyMismatch
 from shoal.models.load import model_from_files
@@ -179,8 +179,11 @@ class TorchEngine:
         def tell() -> None:
             if decoding.step % TELL_EVERY == 0:
                 _tell_progress(batch, decoding.lengths())
+            if proof is not None and decoding.step % proof.rows == 0:
+                _tell_chunks(batch, cache(decoding.chunks))
 
-        watch = tell if any(request.on_tokens is not None for request in batch) else _nothing
+        told = any(request.on_tokens is not None or request.on_chunks is not None for request in batch)
+        watch = tell if told else _nothing
         self._decode([request.prompt_ids for request in batch], counts, decoding, choose, watch)
         return decoding.completions()
 
@@ -338,6 +341,18 @@ def _tell_progress(batch: Sequence[GenerationRequest], lengths_R: npt.NDArray[np
     for request, rows in zip(batch, _cuts(ends), strict=True):
         if request.on_tokens is not None:
             request.on_tokens(int(lengths_R[rows].sum()))
+
+
+def _tell_chunks(batch: Sequence[GenerationRequest], chunks: Callable[[], list[Chunks]]) -> None:
+    """Say to each group that chunks were finished; they are computed once, for the first group that asks."""
+    ends = np.cumsum([len(request.seeds) for request in batch])
+    for request, rows in zip(batch, _cuts(ends), strict=True):
+        if request.on_chunks is not None:
+            request.on_chunks(partial(_of_group, request.seeds, rows, chunks))
+
+
+def _of_group(seeds: Sequence[int], rows: slice, chunks: Callable[[], list[Chunks]]) -> dict[int, Chunks]:
+    return dict(zip(seeds, chunks()[rows], strict=True))
 
 
 def _key(sampling: SamplingParameters) -> tuple[float, int, int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -177,3 +179,25 @@ def test_a_prompt_that_a_group_shares_is_computed_once_and_changes_nothing(model
         assert check_proofs(compare(found.points, commit(alone.points))).passed
     only_first = [PrefillRequest(PROMPTS[3], ids, 0.8) for ids in (tokens[0], tokens[4])]
     assert len(engine.prefill(only_first)) == 2  # nothing comes after the prompt but the token that is asked about
+
+
+def test_proofs_of_shown_chunks_are_computed_once_and_only_when_asked_for(model, monkeypatch):
+    committed: list[int] = []
+
+    def counting(points):
+        committed.append(len(points))
+        return commit(points)
+
+    monkeypatch.setattr("shoal.engines.decoding.commit", counting)
+    engine, proof = TorchEngine.wrap(model), ProofParameters(topk=16, rows=2)
+    asked = requests()
+    plain = engine.generate(asked, proof)
+    assert len(committed) == 1, "nobody looks: all proofs in one call at the end"
+    total = committed.pop()
+    assert engine.generate([replace(each, on_chunks=lambda _take: None) for each in asked], proof)
+    assert committed == [total], "whoever is told and does not ask costs nothing"
+    committed.clear()
+    shown = engine.generate([replace(each, on_chunks=lambda take: take()) for each in asked], proof)
+    assert len(committed) > 2
+    assert sum(committed) == total
+    assert [[c.proofs for c in group] for group in shown] == [[c.proofs for c in group] for group in plain]
