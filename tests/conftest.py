@@ -1,11 +1,13 @@
-"""For all tests: no deadline per example of a property test (other processes may be busy on the same cores), and
-logging as it was before, whatever a test has set up.
+"""For all tests: no deadline per example of a property test (other processes may be busy on the same cores), a folder
+of the user that is the test's own, and logging as it was before, whatever a test has set up.
 """
 
 from __future__ import annotations
 
 import logging
+import secrets
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -17,6 +19,14 @@ __all__ = ["database_url", "postgres"]  # fixtures for whoever names them
 settings.register_profile("shoal", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=50)
 settings.register_profile("thorough", settings.get_profile("shoal"), max_examples=200)  # make test-all
 settings.load_profile("shoal")
+
+
+@pytest.fixture(autouse=True)
+def own_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """No test reads or writes the known hubs, keys and heads of whoever runs it, nor those of another test."""
+    path = tmp_path_factory.getbasetemp() / f"home-{secrets.token_hex(8)}"  # made by whoever writes to it
+    monkeypatch.setenv("SHOAL_HOME", str(path))
+    return path
 
 
 @pytest.fixture(autouse=True)

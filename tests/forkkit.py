@@ -43,8 +43,8 @@ FORKS.set_forkserver_preload(list(PRELOADED))
 
 
 def clean_environment() -> dict[str, str]:
-    """This process's, without what shoal reads."""
-    return {name: value for name, value in os.environ.items() if not name.startswith("SHOAL_")}
+    """This process's, without what shoal reads, but for the test's own user folder."""
+    return {name: value for name, value in os.environ.items() if name == "SHOAL_HOME" or not name.startswith("SHOAL_")}
 
 
 class Forked:

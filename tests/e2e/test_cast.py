@@ -66,8 +66,7 @@ class Process:
 
 
 def environment() -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("SHOAL_")}
-    return {**kept, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    return {**forkkit.clean_environment(), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
 
 def shoal(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import datetime
-import os
 import select
 import socket
 import ssl
@@ -28,6 +27,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
+from forkkit import clean_environment
 from shoal.cli.doctor import examine
 from shoal.cli.folder import RunFolder, port_of
 from shoal.cli.recipe import Recipe
@@ -203,10 +203,9 @@ def test_a_worker_behind_a_proxy_joins_fetches_and_earns(
     elsewhere: Elsewhere, proxy: ForwardProxy, tmp_path: Path
 ) -> None:
     elsewhere.publish(0)
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("SHOAL_")}
     command = [sys.executable, "-m", "shoal.cli", "join", elsewhere.join, "--engine", "scripted", "--name", "guest"]
     command += ["--folder", str(tmp_path / "node")]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=environment)
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=clean_environment())
     try:
         elsewhere.train()
     finally:

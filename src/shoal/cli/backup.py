@@ -51,7 +51,7 @@ BLOBS_AT_A_TIME = 64
 SCRATCH = ".backup-"
 REST = (
     "endpoints.json", "keys/*", "hub/secret", "trainer/metrics.jsonl", "trainer/rollouts/*",
-    "worker-*/node.key", "worker-*/known_hubs.json", "worker-*/outbox/*", "worker-*/outbox/refused/*",
+    "worker-*/node.key", "worker-*/outbox/*", "worker-*/outbox/refused/*",
 )  # fmt: skip
 
 

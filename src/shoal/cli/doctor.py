@@ -22,6 +22,7 @@ from importlib import metadata
 from pathlib import Path
 
 from shoal.client import ClientOptions, HubClient, TrustedRun
+from shoal.client.known_hubs import known_root
 from shoal.client.trust import one_run
 from shoal.errors import BroadcastError, ConfigError, HubError, ResourceError, ShoalError, UserError
 from shoal.protocol import SigningKey
@@ -162,7 +163,8 @@ def _writable(folder: Path) -> Finding:
 def _road(urls: Sequence[str], clock: Clock) -> Iterator[Finding]:
     """Each address of the hub by itself; clock and weights by the first that answers."""
     try:
-        bases, pinned = one_run(urls)
+        bases, given = one_run(urls)
+        pinned = known_root(bases, given)
         yield _proxy(bases[0])
     except UserError as error:
         yield Finding("hub", False, str(error), error.exit_code)

@@ -9,7 +9,6 @@ First what is wrong here, then whether there is a hub, then whether this machine
 from __future__ import annotations
 
 import logging
-import socket
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -17,9 +16,11 @@ from pathlib import Path
 
 from shoal.cli.roles import begin
 from shoal.client import ClientOptions, HubClient, TrustedRun, split_join_url
+from shoal.client.known_hubs import known_root, remember_root
 from shoal.client.trust import one_run
 from shoal.errors import ResourceError, UserError
 from shoal.protocol import SigningKey
+from shoal.runtime.home import make_home
 from shoal.runtime.stop import StopToken
 
 log = logging.getLogger(__name__)
@@ -71,14 +72,14 @@ def run_joined_worker(request: JoinRequest, verbose: bool) -> None:
     check_choices(request.engine, request.cheat, settings)
     stop = begin("worker", None, verbose)
     with ending_quietly(stop):
-        folder = arrive(urls, pinned, request, stop)
+        folder, root_fingerprint = arrive(urls, pinned, request, stop)
         config = WorkerConfig(
             folder=folder,
             settings=settings,
             engine=request.engine,
             hub_url=urls[0],
-            root_fingerprint=pinned,
-            name=(request.name or socket.gethostname())[:64],
+            root_fingerprint=root_fingerprint,
+            name=(request.name or f"node-{identity(folder).node[:8]}")[:64],
             cheat=request.cheat,
             further_hubs=urls[1:],
             vouch=vouch_of(identity(folder), request.owner, request.vouch),
@@ -94,7 +95,7 @@ def run_standalone_relay(request: StandaloneRelay, verbose: bool) -> None:
     from shoal.shardcast import RelayConfig, RelaySettings, run_relay
 
     config = RelayConfig(
-        folder=request.folder or home(trusted.run) / "relay",
+        folder=request.folder or run_home(trusted.run) / "relay",
         upstreams=request.upstreams or (*trusted.info.sources, *trusted.info.last_resort),
         run=trusted.run,
         trusted_key=trusted.trainer_key,
@@ -106,14 +107,18 @@ def run_standalone_relay(request: StandaloneRelay, verbose: bool) -> None:
     run_relay(config, stop, lambda _url: None)
 
 
-def arrive(urls: Sequence[str], pinned: str | None, request: JoinRequest, stop: StopToken) -> Path:
-    """Meet the hub, then look at this machine; the folder to work in. Raises what makes work impossible."""
+def arrive(urls: Sequence[str], pinned: str | None, request: JoinRequest, stop: StopToken) -> tuple[Path, str]:
+    """Meet the hub, then look at this machine; the folder to work in, and the run's root fingerprint.
+
+    Raises what makes work impossible.
+    """
     from shoal.cli.doctor import examine_worker
 
     options = ClientOptions.of_a_person(request.wait_s)
-    with closing(HubClient(urls, SigningKey.generate(), stop, pinned, options=options)) as client:
-        run = client.trusted_run().run  # whoever is no hub of the run is told before anything is written here
-        folder = request.folder or home(run) / "worker"
+    with closing(HubClient(urls, SigningKey.generate(), stop, known_root(urls, pinned), options=options)) as client:
+        trusted = client.trusted_run()  # whoever is no hub of the run is told before anything is written here
+        remember_root(client.url, trusted.root_fingerprint)
+        folder = request.folder or run_home(trusted.run) / "worker"
         findings = examine_worker(client, folder) if request.check else []
     for finding in findings:
         if not finding.ok and finding.stops:
@@ -122,16 +127,18 @@ def arrive(urls: Sequence[str], pinned: str | None, request: JoinRequest, stop: 
             )
         if not finding.ok:
             log.warning("%s: %s", finding.name, finding.text)
-    return folder
+    return folder, trusted.root_fingerprint
 
 
 def meet(url: str, pinned: str | None, wait_s: float, stop: StopToken) -> TrustedRun:
     """Ask the hub what it runs, verified against the pinned root key. A wrong address is noticed within `wait_s`."""
     options = ClientOptions.of_a_person(wait_s)
-    with closing(HubClient(url, SigningKey.generate(), stop, pinned, options=options)) as client:
-        return client.trusted_run()
+    with closing(HubClient(url, SigningKey.generate(), stop, known_root([url], pinned), options=options)) as client:
+        trusted = client.trusted_run()
+        remember_root(client.url, trusted.root_fingerprint)
+        return trusted
 
 
-def home(run: str) -> Path:
+def run_home(run: str) -> Path:
     """Where a contributor's files of one run are. The run's id was checked when its description was opened."""
-    return Path.home() / ".shoal" / Path(run).name
+    return make_home() / Path(run).name

@@ -33,6 +33,7 @@ from shoal.cli.sft import sft
 from shoal.cli.why import why
 from shoal.errors import ShoalError, UserError
 from shoal.runtime import crash
+from shoal.runtime.home import home
 from shoal.runtime.supervise import SUPERVISED, TOLD_TO_STOP_CODE
 from shoal.trainer.ranks import tell_agent
 
@@ -289,7 +290,7 @@ def worker(
     device: Device = "auto",
     dtype: Dtype = "float32",
     name: Annotated[
-        str | None, typer.Option("--name", help="How to be called.  [default: this machine's name]")
+        str | None, typer.Option("--name", help="How to be called, in public.  [default: node- and its id's start]")
     ] = None,
     wait_s: Wait = 10,
     cheat: Annotated[
@@ -451,7 +452,7 @@ def doctor(
 
     if selftest and calibrate:
         raise UserError("--selftest and --calibrate are two things: ask for one of them")
-    findings = examine(urls or (), folder or (Path.home() / ".shoal" if urls else Path()))
+    findings = examine(urls or (), folder or (home() if urls else Path()))
     for finding in findings:
         typer.echo(finding.line)
     ok = all(finding.ok for finding in findings)

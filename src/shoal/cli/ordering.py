@@ -21,6 +21,7 @@ from shoal.cli.folder import ADMIN, RunFolder
 from shoal.cli.program import shoal_command
 from shoal.cli.why import find_node
 from shoal.client import ClientOptions, HubClient, split_join_url
+from shoal.client.known_hubs import known_root
 from shoal.errors import ConfigError, UserError
 from shoal.protocol import (
     AdminAction,
@@ -72,7 +73,8 @@ class Office:
         if "://" in run:
             if keys is None:
                 raise UserError("whose orders? give --keys FOLDER with admin.key and admin.json")
-            return cls(*split_join_url(run), keys)
+            url, pinned = split_join_url(run)
+            return cls(url, known_root([url], pinned), keys)
         folder = RunFolder.open(Path(run))
         return cls(folder.endpoints.hub, fingerprint(folder.root_key), keys or folder.path / "keys")
 

@@ -13,8 +13,9 @@ from shoal.cli.progress import in_order, labels, latest, reward_of, verdict_line
 from shoal.cli.sheet import Sheet, console
 from shoal.cli.watchdog import lag_line, owner_line
 from shoal.client import ClientOptions, HubClient, split_join_url
+from shoal.client.known_hubs import known_root
 from shoal.errors import HubUnreachable
-from shoal.protocol import NodeState, NodeView, RunStatus, SigningKey
+from shoal.protocol import NodeState, NodeView, RunStatus, SigningKey, fingerprint
 from shoal.runtime.metrics import MetricsLog
 from shoal.runtime.stop import StopToken
 
@@ -24,8 +25,7 @@ MAX_REFUSED = 5
 
 def show_status(where: str, as_json: bool, wait_s: float) -> None:
     """Ask the hub at a URL, or the hub of a run's folder, and show its answer."""
-    options = ClientOptions.of_a_person(wait_s)
-    with closing(HubClient(hub_url(where), SigningKey.generate(), StopToken(), options=options)) as client:
+    with closing(client_of(where, wait_s)) as client:
         try:
             status = client.status()
         except HubUnreachable as error:
@@ -44,12 +44,17 @@ def show_status(where: str, as_json: bool, wait_s: float) -> None:
         out.print(part)
 
 
-def hub_url(where: str) -> str:
+def client_of(where: str, wait_s: float) -> HubClient:
+    """A client of the hub at a URL, or of a run's folder; held to the root key that is known of it, if any is."""
     if "://" in where:
-        return split_join_url(where)[0]
-    from shoal.cli.folder import RunFolder
+        url, pinned = split_join_url(where)
+        root = known_root([url], pinned)
+    else:
+        from shoal.cli.folder import RunFolder
 
-    return RunFolder.open(Path(where)).endpoints.hub
+        folder = RunFolder.open(Path(where))
+        url, root = folder.endpoints.hub, fingerprint(folder.root_key)
+    return HubClient(url, SigningKey.generate(), StopToken(), root, options=ClientOptions.of_a_person(wait_s))
 
 
 def when_stopped(path: Path) -> tuple[bool, str]:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from shoal.cli.doctor import Finding
 from shoal.client import ClientOptions, HubClient, split_join_url
+from shoal.client.known_hubs import known_root
 from shoal.client.weights import downloader_of
 from shoal.engines import kind_of
 from shoal.errors import ConfigError, HubUnreachable
@@ -88,7 +89,8 @@ def _policy_of_run(
 ) -> tuple[Mapping[str, bytes], Mapping[str, TensorView], ProofParameters, tuple[str, ...]]:
     """The newest policy of a run, fetched as a worker would fetch it."""
     base, pinned = split_join_url(url)
-    with closing(HubClient(base, SigningKey.generate(), stop, pinned, options=ClientOptions.of_a_person(10.0))) as hub:
+    root, options = known_root([base], pinned), ClientOptions.of_a_person(10.0)
+    with closing(HubClient(base, SigningKey.generate(), stop, root, options=options)) as hub:
         trusted, status = hub.trusted_run(), hub.status()
     if status.policy is None:
         raise HubUnreachable(f"the run at {base} has not published a policy yet: try again when it has")

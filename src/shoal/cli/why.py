@@ -45,14 +45,10 @@ def why(
 ) -> None:
     """Say what happened to a unit or a node: which check, which numbers, which rule, what it cost."""
     from shoal.cli.accounting.places import find_run
-    from shoal.cli.status import hub_url, when_stopped
-    from shoal.client import ClientOptions, HubClient
-    from shoal.protocol import SigningKey
-    from shoal.runtime.stop import StopToken
+    from shoal.cli.status import client_of, when_stopped
 
-    options = ClientOptions.of_a_person(wait_s)
     place = find_run(where)
-    with closing(HubClient(hub_url(place), SigningKey.generate(), StopToken(), options=options)) as client:
+    with closing(client_of(place, wait_s)) as client:
         try:
             text, lines = _told(client, what)
         except HubRefused as error:

@@ -102,7 +102,15 @@ class HubClient:
         self._known = KnownRun(root_fingerprint, self._hubs, clock)
         self._introduction = Introduction()
         self._transport = Transport(
-            self._http, self._hubs, key, stop, clock, HubTime(clock), options, admit=self._known.admit
+            self._http,
+            self._hubs,
+            key,
+            stop,
+            clock,
+            HubTime(clock),
+            options,
+            admit=self._known.admit,
+            insists=root_fingerprint is not None,
         )
 
     @property

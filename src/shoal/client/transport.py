@@ -8,7 +8,8 @@
               └──── back-off, or the hub's Retry-After ◄─────────────────────┘   past the patience: HubUnreachable
 
 A page is what a proxy, a load balancer or a hotel's network says in the hub's place, with whatever status: "not now".
-Before a hub is first sent something signed, it has to show that it belongs to the run (`admit`).
+Before a hub is first sent something signed, or asked anything where the root key is known, it has to show that it
+belongs to the run (`admit`).
 
 Every call is idempotent on the hub's side, so sending it again after a lost answer is always right. For the same reason
 the hub may be believed when it says what time it is: whoever lies about it can make a call arrive late, which whoever
@@ -155,6 +156,7 @@ class Transport:
     hub_time: HubTime
     options: ClientOptions
     admit: Callable[[str, bytes], None]  # what the hub at an address says of the run; raises if it is not believed
+    insists: bool = False  # the root key is known: a hub shows that it belongs to it before anything else is asked
 
     def send(self, call: Call) -> bytes:
         """The body of a hub's answer, or `HubRefused`, `HubUnreachable`; `DeadlineExceeded` if told to stop."""
@@ -188,9 +190,11 @@ class Transport:
         return self.options.backoff.wait_s(attempt) if failure.after_s is None else failure.after_s
 
     def _attempt(self, call: Call, url: str) -> bytes:
-        if call.run is not None and not self.hubs.is_verified(url):
+        if call is RUN:
+            return self._meet(url)
+        if (call.run is not None or self.insists) and not self.hubs.is_verified(url):
             self._meet(url)
-        return self._meet(url) if call is RUN else self._exchange(call, url)
+        return self._exchange(call, url)
 
     def _meet(self, url: str) -> bytes:
         """Ask a hub what it runs. One of another run is never asked again, unless it is the only one there is."""

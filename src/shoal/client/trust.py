@@ -5,8 +5,8 @@
                               └──────────► validator keys ─sign─► verdicts
 
 Without a pinned fingerprint the first answer is believed ("trust on first use"); whoever calls remembers
-`TrustedRun.root_fingerprint` and pins it from then on. A key that the run has revoked speaks for nobody, whatever the
-root key once certified.
+`TrustedRun.root_fingerprint` for that address (`known_hubs`) and pins it from then on. A key that the run has revoked
+speaks for nobody, whatever the root key once certified.
 """
 
 from __future__ import annotations
@@ -117,8 +117,9 @@ def open_run_info(signed: SignedDocument, pinned: str | None, revoked: frozenset
     root_fingerprint = fingerprint(claimed_root)
     if pinned is not None and root_fingerprint != pinned:
         raise SignatureError(
-            f"the hub belongs to the root key {root_fingerprint}, but {pinned} was expected: "
-            "this is another run or an impostor; ask the run's owner for the join URL"
+            f"the hub belongs to the root key {root_fingerprint}, but {pinned} was expected (by the join URL, or as "
+            "known_hubs.json remembers it of this address): this is another run or an impostor; ask the run's owner "
+            "for the whole join URL: a fingerprint behind # replaces what is remembered"
         )
     info = open_document(signed, RunInfo, signed.signed_by)  # well-formed; that its signer is the hub comes next
     _check_names(info, root_fingerprint)

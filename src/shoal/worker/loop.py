@@ -52,7 +52,7 @@ from shoal.runtime.stop import StopToken
 from shoal.shardcast import Prefetch
 from shoal.worker.cheats import Cheat, Loot, find_cheat
 from shoal.worker.earnings import Earnings, shut_out
-from shoal.worker.folder import identity, pinned_root, remember_root
+from shoal.worker.folder import identity
 from shoal.worker.outbox import Outbox, Parcel
 from shoal.worker.settings import WorkerConfig, WorkerSettings, check_choices
 from shoal.worker.uploader import Uploader
@@ -124,15 +124,12 @@ def _shelf(config: WorkerConfig, conduct: Cheat, fetch: Fetch, environment: str)
 
 @contextmanager
 def _connected(config: WorkerConfig, stop: StopToken) -> Iterator[HubClient]:
-    """A registered client that insists on the run's root key, remembered from the first contact on."""
+    """A registered client that insists on the run's root key."""
     key = identity(config.folder)
     urls = (config.hub_url, *config.further_hubs)
-    pinned = pinned_root(config.folder, urls, config.root_fingerprint)
     options = ClientOptions(patience_s=config.settings.hub_patience_s)
-    client = HubClient(urls, key, stop, pinned, config.http, options=options)
+    client = HubClient(urls, key, stop, config.root_fingerprint, config.http, options=options)
     try:
-        root_fingerprint = client.trusted_run().root_fingerprint
-        remember_root(config.folder, client.url, root_fingerprint)
         refusal = shut_out(client.register(config.name, "worker", None, config.vouch))
         if refusal is not None:
             raise refusal

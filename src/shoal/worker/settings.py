@@ -38,9 +38,9 @@ class WorkerSettings(BaseModel):
 class WorkerConfig:
     """One worker: its folder (key, outbox, cache), its engine, and the hub it works for.
 
-    Without `root_fingerprint` the hub is believed at the first contact and remembered in the folder. `http` is given
-    only by tests and one-process runs. `cheat` makes it a dishonest one (`worker.cheats`), to attack one's own run.
-    `further_hubs` are other addresses of the same run; `vouch` is an owner's word that this machine is theirs.
+    Without `root_fingerprint` the first hub that answers is believed. `http` is given only by tests and one-process
+    runs. `cheat` makes it a dishonest one (`worker.cheats`), to attack one's own run. `further_hubs` are addresses
+    of the same run; `vouch` is an owner's word that this machine is theirs.
     """
 
     folder: Path

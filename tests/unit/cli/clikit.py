@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+from forkkit import clean_environment
 from shoal.protocol import LedgerHead, NodeState, NodeView, RunStatus, StepReport, Wait
 
 TINY = Path(__file__).parents[3] / "recipes" / "tiny.toml"
 
 
 def run_shoal(cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("SHOAL_")}
     command = [sys.executable, "-m", "shoal.cli", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=60, env=environment)
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=60, env=clean_environment())
 
 
 def one_line(ran: subprocess.CompletedProcess[str], code: int) -> str:

@@ -27,11 +27,6 @@ def client_of(folder: RunFolder, key: SigningKey) -> HubClient:
     return HubClient(folder.endpoints.hub, key, StopToken(), options=ClientOptions(patience_s=5))
 
 
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunFolder]:
     """A run with two workers, served while the tests of this file go on."""

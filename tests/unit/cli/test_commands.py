@@ -281,7 +281,7 @@ def test_status_is_shown_for_people_and_for_programs(hub_url: str, capsys: pytes
     shown = capsys.readouterr().out
     for part in ("demo-1: step 2 of 9", "held out 0.750", "the cap is reached", "trainer waits for a batch", "worker"):
         assert part in shown
-    assert main(["status", hub_url + "/#" + "ab" * 20, "--json"]) == 0
+    assert main(["status", hub_url, "--json"]) == 0
     assert type(STATUS).model_validate_json(capsys.readouterr().out) == STATUS
 
 
@@ -293,9 +293,19 @@ def test_the_doctor_finds_a_healthy_machine_healthy(tmp_path: Path, capsys: pyte
     assert lines[-1].startswith("ok")
 
 
-def test_the_doctor_looks_where_join_will_write(
-    hub_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_status_of_a_hub_with_another_root_key_than_the_url_names_is_refused(
+    hub_url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    assert main(["status", hub_url + "/#" + "ab" * 20]) == 1
+    assert "impostor" in capsys.readouterr().err
+
+
+def test_the_doctor_looks_where_join_will_write(
+    hub_url: str, own_home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    main(["doctor", hub_url])
+    assert f"{own_home} is writable" in capsys.readouterr().out
+    monkeypatch.delenv("SHOAL_HOME")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     main(["doctor", hub_url])
     assert f"{tmp_path / 'home' / '.shoal'} is writable" in capsys.readouterr().out

@@ -28,7 +28,7 @@ from shoal.cli.recipe import Recipe
 from shoal.cli.roles import command_of, run_role
 from shoal.client import HubClient
 from shoal.errors import ConfigError, ShutOut
-from shoal.protocol import PolicyAnnouncement, SigningKey, TensorView, load_or_create_key, sign_document
+from shoal.protocol import PolicyAnnouncement, SigningKey, TensorView, load_key, load_or_create_key, sign_document
 from shoal.runtime.stop import StopToken
 from shoal.shardcast import Origin
 from shoal.worker.cheats import CHEATS
@@ -226,6 +226,8 @@ def test_a_cheating_worker_says_so_first_and_stops_when_told_to(served: Served, 
     process = start_join(tmp_path, served.endpoints.join, "--engine", "scripted", "--cheat", "copy")
     try:
         eventually(lambda: served.workers() != [])
+        node = load_key(tmp_path / "node" / "node.key").node
+        assert served.workers() == [f"node-{node[:8]}"], "a name that nobody chose says nothing of the machine"
     finally:
         process.send_signal(signal.SIGINT)
         code, error = finished(process, tmp_path)

@@ -29,13 +29,6 @@ ALICE, BOB = (SigningKey.from_seed(bytes([number]) * 32) for number in (1, 2))
 OWNER = "0a" * 32
 
 
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Kept heads go here, not into the home of whoever runs the tests."""
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    return tmp_path / "home"
-
-
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run folder: two nodes, one vouched for, credit, two batches, a policy whose manifest has the head between."""
@@ -160,12 +153,12 @@ def test_without_manifests_the_head_from_last_time_finds_it(run: Path, tamper: C
         check_ledger(str(run))
 
 
-def test_a_head_that_somebody_else_kept_finds_it_too(run: Path, tmp_path: Path, home: Path) -> None:
+def test_a_head_that_somebody_else_kept_finds_it_too(run: Path, tmp_path: Path, own_home: Path) -> None:
     export_ledger(str(run), tmp_path / "out.jsonl")
     shutil.rmtree(run / "origin")
     forge_the_whole_chain(run)
     check_ledger(str(run))  # nobody here knows better
-    shutil.rmtree(home)
+    shutil.rmtree(own_home)
     with pytest.raises(LedgerError, match=r"--head .*out.jsonl.head"):
         check_ledger(str(run), head=tmp_path / "out.jsonl.head")
 
@@ -198,7 +191,7 @@ def test_a_kept_head_never_goes_back(run: Path) -> None:
 
 
 def test_a_forged_file_with_a_head_that_no_hub_signed_is_found_and_poisons_nothing(
-    run: Path, tmp_path: Path, home: Path
+    run: Path, tmp_path: Path, own_home: Path
 ) -> None:
     out = tmp_path / "ledger.jsonl"
     export_ledger(str(run), out)
@@ -217,11 +210,11 @@ def test_a_forged_file_with_a_head_that_no_hub_signed_is_found_and_poisons_nothi
     check_ledger(str(run))
 
 
-def test_an_exported_file_holds_by_itself_and_damage_is_named(run: Path, tmp_path: Path, home: Path) -> None:
+def test_an_exported_file_holds_by_itself_and_damage_is_named(run: Path, tmp_path: Path, own_home: Path) -> None:
     out = tmp_path / "ledger.jsonl"
     assert export_ledger(str(run), out) == len(rows(run))
     assert check_ledger(str(out)).pins[0].source == "ledger.jsonl.head"
-    shutil.rmtree(home)
+    shutil.rmtree(own_home)
     lines = out.read_text().splitlines()
     out.write_text("\n".join([*lines[:2], "{}", *lines[3:]]))
     with pytest.raises(LedgerError, match="line 3: not a ledger entry"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 from hubrun import batch, credit, hub_config, join, make_folder, publish, record
 
 from shoal.cli.accounting.checking import check_ledger
@@ -14,8 +13,7 @@ from shoal.protocol import SigningKey
 from shoal.runtime.clock import ManualClock
 
 
-def test_a_ledger_in_postgresql(tmp_path: Path, database_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+def test_a_ledger_in_postgresql(tmp_path: Path, database_url: str) -> None:
     folder = make_folder(tmp_path / "run", f'hub.database="{database_url}"')
     hub = Hub(hub_config(folder), ManualClock())
     try:

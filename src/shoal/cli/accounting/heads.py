@@ -13,6 +13,7 @@ from shoal.errors import ConfigError, LedgerError, ProtocolError
 from shoal.protocol import LedgerHead, RoleCertificate, SignedDocument, open_document
 from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.files import ensure_folder, write_atomically
+from shoal.runtime.home import home, make_home
 
 
 class KeptHead(BaseModel):
@@ -50,7 +51,7 @@ class CertifiedHead(BaseModel):
 
 
 def kept_path(run: str) -> Path:
-    return Path.home() / ".shoal" / "heads" / f"{Path(run).name}.json"
+    return home() / "heads" / f"{Path(run).name}.json"
 
 
 def load_kept(run: str) -> KeptHead | None:
@@ -71,6 +72,7 @@ def keep(root_key: str, head: LedgerHead, clock: Clock = SystemClock()) -> None:
     if known is not None and known.index >= head.index:
         return
     kept = KeptHead(run=head.run, root_key=root_key, index=head.index, hash=head.hash, seen_ms=clock.now_ms())
+    make_home()
     ensure_folder(kept_path(head.run).parent)
     write_atomically(kept_path(head.run), kept.model_dump_json(indent=2).encode() + b"\n")
 

@@ -21,6 +21,7 @@ from shoal.cli.accounting.heads import CertifiedHead
 from shoal.cli.folder import RunFolder
 from shoal.client import ClientOptions, HubClient, split_join_url
 from shoal.client.http import open_http
+from shoal.client.known_hubs import known_root
 from shoal.errors import BroadcastError, LedgerError, ProtocolError, UserError
 from shoal.hub.storage import open_storage
 from shoal.ledger import Pin, head_of
@@ -103,7 +104,8 @@ class HubPlace:
         options = ClientOptions.of_a_person(wait_s)
         self.label = url
         self.notes: list[str] = []
-        self._client = HubClient(url, SigningKey.generate(), StopToken(), pinned, options=options)
+        root = known_root([url], pinned)
+        self._client = HubClient(url, SigningKey.generate(), StopToken(), root, options=options)
         self._run = self._client.trusted_run()
         self.root_key: str | None = self._run.info.root_key
         self._head = self._client.signed_ledger_head()

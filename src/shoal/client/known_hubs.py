@@ -1,0 +1,78 @@
+"""The root key of each hub that this user has met, by the hub's address: the memory of "trust on first use".
+
+    ~/.shoal/known_hubs.json     {"http://hub.example:8470": "3540507c6be2367e4e0cb29ab5dfd722f330bda3"}
+
+The address comes from the user, so the root key to expect is known before the hub says anything. A fingerprint in the
+join URL is the user's own word: it wins over the memory, and replaces it once the hub has proven it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from shoal.errors import ConfigError
+from shoal.runtime.files import write_atomically
+from shoal.runtime.home import home, make_home
+
+log = logging.getLogger(__name__)
+
+DEFAULT_PORTS = {"http": 80, "https": 443}
+
+
+def known_root(urls: Sequence[str], given: str | None) -> str | None:
+    """The root fingerprint to insist on: the one given, else the one remembered for these addresses, else none."""
+    if given is not None:
+        return given
+    known = _load()
+    roots = list(dict.fromkeys(known[address] for url in urls if (address := _address(url)) in known))
+    if len(roots) > 1:
+        raise ConfigError(
+            f"{', '.join(urls)} were hubs of different runs ({', '.join(roots)}): give the addresses of one run, "
+            f"or its whole join URL; {_path()} is what is remembered"
+        )
+    return roots[0] if roots else None
+
+
+def remember_root(url: str, root_fingerprint: str) -> None:
+    """From now on the hub at this address has to belong to this root key."""
+    known, address = _load(), _address(url)
+    before = known.get(address)
+    if before == root_fingerprint:
+        return
+    if before is not None:
+        log.warning("%s had the root key %s until now; by your join URL it is %s", url, before, root_fingerprint)
+    make_home()
+    write_atomically(_path(), json.dumps({**known, address: root_fingerprint}, indent=2).encode() + b"\n", mode=0o600)
+
+
+def _address(url: str) -> str:
+    """One spelling for one address.
+
+    >>> _address("HTTP://Hub.Example:80/"), _address("https://hub.example:8470/a/")
+    ('http://hub.example:80', 'https://hub.example:8470/a')
+    """
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    host = f"[{host}]" if ":" in host else host.rstrip(".")
+    return f"{parts.scheme}://{host}:{parts.port or DEFAULT_PORTS.get(parts.scheme, 0)}{parts.path.rstrip('/')}"
+
+
+def _path() -> Path:
+    return home() / "known_hubs.json"
+
+
+def _load() -> dict[str, str]:
+    path = _path()
+    try:
+        known = json.loads(path.read_text())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read {path}: {error}; remove it to trust hubs anew") from error
+    if not isinstance(known, dict) or not all(isinstance(value, str) for value in known.values()):
+        raise ConfigError(f"{path} is not a table of hub addresses and fingerprints; remove it to trust hubs anew")
+    return known
