@@ -396,9 +396,29 @@ def test_a_worker_that_the_run_has_no_profile_for_says_so_before_it_downloads_an
     run.hub_down()
     run.profiles = (KIND,)
     run.hub_up()
-    with pytest.raises(ConfigError, match=r"takes no work of torch/cpu/float32, only of scripted/cpu/float32"):
+    with pytest.raises(ConfigError, match=r"run takes work of scripted/cpu/float32; this machine"):
         run_worker(config, StopToken())
     assert not (run.folder / "w" / "cache").exists()
+
+
+def test_float32_workers_void_no_unit_of_a_run_whose_validators_compute_in_bfloat16(start: Callable[..., Run]) -> None:
+    """Before, each of them got leases, and after `max_attempts` audits that told nothing the unit was void."""
+    run = start()
+    run.hub_down()
+    run.profiles = profile_keys(ValidatorSettings(dtype="bfloat16", profiles=(Path("torch/cpu/bfloat16"),)))
+    run.hub_up()
+    run.publish(0)
+    settings = WorkerSettings(hub_patience_s=DEADLINE_S, dtype="float32", device="cpu")
+    config = WorkerConfig(run.folder / "w", settings, "torch", URL, run.fingerprint, "w", run.http)
+    with pytest.raises(ConfigError, match="no validator of the run can judge what this machine computes") as told:
+        run_worker(config, StopToken())
+    assert "--dtype" in str(told.value), "an option that `shoal join` has"
+    assert not (run.folder / "w" / "cache").exists()
+    stubborn = run.client(SigningKey.generate())
+    stubborn.register("stubborn", "worker", None)
+    with pytest.raises(HubRefused, match="no validator of this run can judge work of torch/cpu/float32"):
+        stubborn.lease(LeaseRequest(request="request-1", max_units=2, profile="torch/cpu/float32"))
+    assert sum(count for state, count in run.status().units.items() if state.startswith("void")) == 0
 
 
 def test_a_worker_refuses_a_hub_of_another_root_key(start: Callable[..., Run]) -> None:

@@ -45,7 +45,7 @@ MaxTokens = Annotated[
 Seed = Annotated[int, typer.Option("--seed", min=0, max=2**31, help="Other dice, another choice of tasks.")]
 Engine = Annotated[str, typer.Option("--engine", help="What to generate with.")]
 Device = Annotated[str, typer.Option("--device", help="Where to compute: cpu, cuda or auto.")]
-Dtype = Annotated[str, typer.Option("--dtype", help="What to compute in: float32 or bfloat16.")]
+Dtype = Annotated[str, typer.Option("--dtype", help="What to compute in: float32, bfloat16 or auto.")]
 BatchRows = Annotated[int, typer.Option("--batch-rows", min=1, max=65_536, help="Completions drawn together.")]
 Overrides = Annotated[
     list[str] | None,

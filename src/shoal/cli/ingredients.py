@@ -91,7 +91,8 @@ def possible_kinds(engine: str, device: str, dtype: str) -> set[str]:
     ['torch/cpu/float32', 'torch/cuda/float32']
     """
     devices = ["cpu"] if engine == "scripted" else ["cpu", "cuda"] if device == "auto" else [device]
-    return {f"{ENGINES[engine].profile}/{each}/{dtype}" for each in devices}
+    formats = ENGINES[engine].dtypes if dtype == "auto" else (dtype,)
+    return {f"{ENGINES[engine].profile}/{each}/{one}" for each in devices for one in formats}
 
 
 def check_machine(recipe: Recipe, devices: Path = Path("/dev")) -> None:

@@ -135,7 +135,7 @@ class ProcessesChoice(StrEnum):
 
 
 Device = Annotated[str, typer.Option("--device", help="Where a worker computes: cpu, cuda or auto.")]
-Dtype = Annotated[str, typer.Option("--dtype", help="What it computes in: float32 or bfloat16.")]
+Dtype = Annotated[str, typer.Option("--dtype", help="What it computes in: float32, bfloat16 or auto.")]
 RecipeArgument = Annotated[Path | None, typer.Argument(metavar="[RECIPE]", help="A recipe (TOML).")]
 RunDir = Annotated[Path, typer.Option("--dir", metavar="RUN", help="The run's folder.")]
 OptionalRunDir = Annotated[Path | None, typer.Option("--dir", metavar="RUN", help="The run's folder.")]
@@ -288,7 +288,7 @@ def worker(
     ] = None,
     engine: Annotated[str, typer.Option("--engine", help="What to generate with.")] = "torch",
     device: Device = "auto",
-    dtype: Dtype = "float32",
+    dtype: Dtype = "auto",
     name: Annotated[
         str | None, typer.Option("--name", help="How to be called, in public.  [default: node- and its id's start]")
     ] = None,
@@ -434,7 +434,7 @@ def doctor(
     ] = False,
     model: Annotated[str, typer.Option("--model", help="Model folder to try, if there is no URL.")] = "tiny",
     device: Device = "auto",
-    dtype: Dtype = "float32",
+    dtype: Dtype = "auto",
     against: Annotated[
         list[str] | None,
         typer.Option("--against", help="What a validator computes with, e.g. cuda/bfloat16 [cpu/float32]; repeatable."),

@@ -13,7 +13,8 @@ from shoal.cli.doctor import Finding
 from shoal.client import ClientOptions, HubClient, split_join_url
 from shoal.client.known_hubs import known_root
 from shoal.client.weights import downloader_of
-from shoal.engines import kind_of
+from shoal.engines import choose, kind_of
+from shoal.engines.registry import resolved
 from shoal.errors import ConfigError, HubUnreachable
 from shoal.models import TensorView
 from shoal.protocol import ProofParameters, SigningKey
@@ -51,8 +52,7 @@ class TrialOptions:
 
 def _machine(device: str, dtype: str) -> Machine:
     """The machine itself, where "auto" was asked for."""
-    _, device, dtype = kind_of("torch", device, dtype).split("/")
-    return Machine(device, dtype)
+    return Machine(*resolved("torch", device, dtype))
 
 
 def run_selftest(options: TrialOptions, stop: StopToken) -> Iterator[Finding]:
@@ -60,17 +60,19 @@ def run_selftest(options: TrialOptions, stop: StopToken) -> Iterator[Finding]:
     if len(options.validators) > 1:
         raise ConfigError("a self-test is judged by one validator: give --against once")
     worker, profiles = options.worker, load_profiles(options.profiles)
-    proof, known = ProofParameters(), None
+    proof = ProofParameters()
     if options.url is not None:
         files, tensors, proof, known = _policy_of_run(options.url, stop)
-    else:
-        files, tensors = _policy_of_folder(options.model, options.dtype)
-    if known is not None:
-        kind = kind_of("torch", options.device, options.dtype)
-        text = kind if kind in known else f"the run has no profile for {kind}, only for {', '.join(known)}"
-        yield Finding("run", kind in known, text)
-        if kind not in known:
+        try:
+            worker = Machine(*choose("torch", options.device, options.dtype, known))
+        except ConfigError as error:
+            yield Finding("run", False, str(error))
             return
+        yield Finding("run", True, f"computes as torch/{worker}")
+    else:
+        if options.dtype == "auto":
+            worker = Machine(*choose("torch", options.device, "auto", profiles))
+        files, tensors = _policy_of_folder(options.model, worker.dtype)
     test = SelfTest(files, tensors, worker, options.validators[0], profiles, proof)
     for trial in test.run():
         yield Finding("selftest", trial.ok, f"{trial.name}: {trial.text}")

@@ -9,7 +9,7 @@
     asking    Asking: tasks as prompts of a model, and whether it can take them
     scripted  ScriptedEngine: a toy model without torch, for tests of everything around an engine
     submission  submission_of: what was drawn, as it is handed in
-    registry  ENGINES, build, kind_of: an engine by name from a model's files; warm_up: its slow imports, beforehand
+    registry  ENGINES, build, kind_of: an engine by name from a model's files; choose: one a run takes; warm_up: imports
     shelf     EngineShelf, LoadedPolicy: engines by policy, a few kept loaded within a memory budget
 
 An engine is made from the files that describe a model (`config.json`, …) and gets its weights by `load_policy`.
@@ -17,9 +17,9 @@ Importing this package does not import torch.
 """
 
 from shoal.engines.protocol import Chunks, Completion, Engine, GenerationRequest, Prefill, PrefillRequest
-from shoal.engines.registry import ENGINES, build, check_engine, kind_of, warm_up
+from shoal.engines.registry import ENGINES, build, check_engine, choose, kind_of, warm_up
 
 __all__ = [
     "ENGINES", "Chunks", "Completion", "Engine", "GenerationRequest", "Prefill", "PrefillRequest", "build",
-    "check_engine", "kind_of", "warm_up",
+    "check_engine", "choose", "kind_of", "warm_up",
 ]  # fmt: skip

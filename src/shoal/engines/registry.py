@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from shoal.engines.protocol import Engine
@@ -36,6 +36,15 @@ def _torch_device(device: str) -> str:
     return device
 
 
+def _torch_formats(device: str) -> tuple[str, ...]:
+    """What the device computes in by itself, the fastest first. (An emulated bfloat16 is slower than float32.)"""
+    import torch
+
+    if device == "cpu":
+        return ("float32", "bfloat16")
+    return ("bfloat16", "float32") if torch.cuda.is_bf16_supported(including_emulation=False) else ("float32",)
+
+
 def _scripted(files: Files, _device: str, _dtype: str) -> Engine:
     from shoal.engines.scripted import ScriptedEngine
 
@@ -52,29 +61,31 @@ def _only_cpu(device: str) -> str:
 class EngineEntry:
     """How an engine is made, which device it takes when asked for one (or for "auto"), and its number formats.
 
-    `profile` is the name in its `kind`: an engine that computes as another does may go by the other's.
+    `profile` is the name in its `kind`: an engine that computes as another does may go by the other's. `formats` are
+    those of `dtypes` that a device of this machine computes in, the fastest first.
     """
 
     profile: str
     make: Callable[[Files, str, str], Engine]
     device: Callable[[str], str]
     dtypes: tuple[str, ...] = DTYPES
+    formats: Callable[[str], tuple[str, ...]] = lambda _device: ("float32",)
     slow_import: Callable[[], None] = lambda: None
 
 
 ENGINES: dict[str, EngineEntry] = {
-    "torch": EngineEntry("torch", _torch, _torch_device, slow_import=_import_torch),
+    "torch": EngineEntry("torch", _torch, _torch_device, formats=_torch_formats, slow_import=_import_torch),
     "scripted": EngineEntry("scripted", _scripted, _only_cpu, ("float32",)),
 }
 
 
-def check_engine(name: str, device: str = "auto", dtype: str = "float32") -> None:
+def check_engine(name: str, device: str = "auto", dtype: str = "auto") -> None:
     """Raise `ConfigError` for a name that is not there. Needs no torch; whether there is a GPU is seen later."""
     if name not in ENGINES:
         raise ConfigError(f"there is no engine {name!r}; there are {', '.join(sorted(ENGINES))}")
     if device not in DEVICES:
         raise ConfigError(f"there is no device {device!r}; there are {', '.join(DEVICES)}")
-    if dtype not in ENGINES[name].dtypes:
+    if dtype not in ("auto", *ENGINES[name].dtypes):
         known = ", ".join(ENGINES[name].dtypes)
         raise ConfigError(f"the engine {name} does not compute in {dtype!r}; it knows {known}")
 
@@ -91,15 +102,63 @@ def kind_of(name: str, device: str = "cpu", dtype: str = "float32") -> str:
     >>> kind_of("scripted", "auto")
     'scripted/cpu/float32'
     """
+    found = resolved(name, device, dtype)
+    return "/".join((ENGINES[name].profile, *found))
+
+
+def resolved(name: str, device: str, dtype: str) -> tuple[str, str]:
+    """Device and number format with "auto" replaced by the fastest; a `ConfigError` if the device does not have it."""
     check_engine(name, device, dtype)
-    return f"{ENGINES[name].profile}/{ENGINES[name].device(device)}/{dtype}"
+    found = ENGINES[name].device(device)
+    formats = ENGINES[name].formats(found)
+    if dtype not in ("auto", *formats):
+        raise ConfigError(f"{_named(found)} does not compute in {dtype}: choose float32, or the device cpu")
+    return found, formats[0] if dtype == "auto" else dtype
+
+
+def choose(name: str, device: str, dtype: str, taken: Collection[str]) -> tuple[str, str]:
+    """The device and the number format to compute in: the fastest of this machine whose kind a run takes work of.
+
+    `device` and `dtype` are wishes, or "auto". A `ConfigError` says why nothing fits.
+
+    >>> choose("scripted", "auto", "auto", ["scripted/cpu/float32", "torch/cuda/bfloat16"])
+    ('cpu', 'float32')
+    """
+    check_engine(name, device, dtype)
+    entry = ENGINES[name]
+    first = entry.device(device)
+    able = [
+        (each, found)
+        for each in dict.fromkeys((first, "cpu") if device == "auto" else (first,))
+        for found in entry.formats(each)
+        if dtype in ("auto", found)
+    ]
+    for found in able:
+        if f"{entry.profile}/{found[0]}/{found[1]}" in taken:
+            return found
+    kinds = " or ".join(f"{entry.profile}/{each}/{found}" for each, found in able)
+    raise ConfigError(
+        f"no validator of the run can judge what this machine computes, so that it would earn nothing: the run takes "
+        f"work of {', '.join(taken)}; {_named(first)} computes as {kinds or f'nothing in {dtype}'}. Choose another "
+        "--device or --dtype, or ask the run's owner for a profile of yours (`shoal doctor --calibrate` measures one)"
+    )
+
+
+def _named(device: str) -> str:
+    """The device in words: of a GPU its name, and its generation where that is too old for bfloat16."""
+    if device == "cpu":
+        return "this machine, on its processor,"
+    import torch
+
+    capability = ".".join(map(str, torch.cuda.get_device_capability()))
+    old = "" if "bfloat16" in _torch_formats(device) else f" (compute capability {capability}; bfloat16 needs 8.0)"
+    return f"the GPU {torch.cuda.get_device_name()}{old}"
 
 
 def build(name: str, files: Files, device: str = "cpu", dtype: str = "float32") -> Engine:
     """The engine of that name for the model that the files describe; it has no policy yet.
 
-    `device` "auto" is a GPU if there is one. `dtype` is what it computes in: policies travel in bf16 either way.
+    `device` "auto" is a GPU if there is one. `dtype` is what it computes in ("auto": the fastest of the device).
     """
-    check_engine(name, device, dtype)
-    entry = ENGINES[name]
-    return entry.make(files, entry.device(device), dtype)
+    found = resolved(name, device, dtype)
+    return ENGINES[name].make(files, *found)

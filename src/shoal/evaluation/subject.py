@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.engines import Engine, build, check_engine
-from shoal.engines.registry import ENGINES
+from shoal.engines.registry import resolved
 from shoal.errors import ModelError, ResourceError
 from shoal.models.folder import DESCRIPTION_FILES, model_folder, read_config, read_files
 from shoal.models.weights import check_weights
@@ -60,8 +60,8 @@ def _engine(folder: Path, files: Mapping[str, bytes], machine: Machine, rows: in
     from shoal.engines.torch import TorchEngine
     from shoal.models.load import load_model
 
-    device = ENGINES["torch"].device(machine.device)
-    return TorchEngine.wrap(load_model(folder, machine.dtype, device).model, max_rows=rows)
+    device, dtype = resolved("torch", machine.device, machine.dtype)
+    return TorchEngine.wrap(load_model(folder, dtype, device).model, max_rows=rows)
 
 
 def model_digest(folder: Path) -> str:

@@ -46,7 +46,8 @@ class ValidatorSettings(BaseModel):
 
 def profile_keys(settings: ValidatorSettings) -> tuple[str, ...]:
     """The kinds of workers that a validator with these settings can judge: the hub leases work to no others."""
-    return tuple(sorted(load_profiles(settings.profiles)))
+    known = load_profiles(settings.profiles)
+    return tuple(sorted(key for key, profile in known.items() if settings.dtype in profile.validators))
 
 
 @dataclass(frozen=True)

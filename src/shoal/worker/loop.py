@@ -15,7 +15,7 @@ import logging
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -42,7 +42,6 @@ from shoal.protocol import (
     LeaseReply,
     LeaseRequest,
     PolicyRef,
-    RunInfo,
 )
 from shoal.protocol.lease import DEFAULT_PROFILE, MAX_HELD
 from shoal.runtime.clock import Clock, SystemClock
@@ -52,6 +51,7 @@ from shoal.runtime.stop import StopToken
 from shoal.shardcast import Prefetch
 from shoal.worker.cheats import Cheat, Loot, find_cheat
 from shoal.worker.earnings import Earnings, shut_out
+from shoal.worker.fitting import fitted
 from shoal.worker.folder import identity
 from shoal.worker.outbox import Outbox, Parcel
 from shoal.worker.settings import WorkerConfig, WorkerSettings, check_choices
@@ -82,22 +82,14 @@ def run_worker(config: WorkerConfig, stop: StopToken) -> None:
         run = client.run_info()
         log.info("node %s works for run %s at %s", client.key.node, run.run, client.url)
         warm_up(config.engine)
-        profile = conduct.profile(kind_of(config.engine, config.settings.device, config.settings.dtype), run.profiles)
-        _refuse_unknown(profile, run)
+        settings = fitted(config.settings, config.engine, run)
+        config = replace(config, settings=settings)
+        profile = conduct.profile(kind_of(config.engine, settings.device, settings.dtype), run.profiles)
         outbox = Outbox(config.folder / "outbox")
         weights = downloader_of(client.trusted_run(), config.folder / "cache", stop, CACHED_POLICIES)
         with closing(weights) as downloader, Prefetch(downloader, stop):
             shelf = _shelf(config, conduct, Following(client, downloader), run.environment)
             Worker(client, shelf, outbox, config.settings, stop, profile, conduct=conduct).run()
-
-
-def _refuse_unknown(profile: str, run: RunInfo) -> None:
-    """Before anything is downloaded: the hub would give this worker nothing to do."""
-    if profile not in run.profiles:
-        raise ConfigError(
-            f"run {run.run} takes no work of {profile}, only of {', '.join(run.profiles)}: choose another device or "
-            "number format (worker.device, worker.dtype), or ask its owner to add a profile for yours"
-        )
 
 
 @contextmanager
@@ -340,7 +332,7 @@ class Worker:
         if self._broken_calls >= BROKEN_CALLS:
             raise ResourceError(
                 f"the engine {loaded.engine.name} gave log-probabilities that are no numbers {BROKEN_CALLS} times in a "
-                "row: try another device or number format (worker.device, worker.dtype); `shoal doctor --selftest` "
+                "row: try another device or number format (--device, --dtype); `shoal doctor --selftest` "
                 "tells whether it helps"
             )
 

@@ -31,7 +31,9 @@ class WorkerSettings(BaseModel):
     outbox_limit: int = Field(64, ge=1, description="finished groups that may wait for the hub; then work pauses")
     stop_flush_s: float = Field(5.0, ge=0, description="how long a stopping worker still sends finished groups")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where to generate; auto: a GPU if there is one")
-    dtype: Literal["float32", "bfloat16"] = Field("float32", description="what to compute in; the run has to know it")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto", description="what to compute in; auto: the fastest that this machine has and the run takes work of"
+    )
 
 
 @dataclass(frozen=True)

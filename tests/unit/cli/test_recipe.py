@@ -175,7 +175,7 @@ def test_profiles_are_meant_from_where_the_recipe_lies_or_from_here(
         ("[run]\nname = 'a/b'", r"\[run\] name = \"a/b\": string should match pattern"),
         ("[run]\ntop_p = 0.9", r"top_p is not supported: truncated sampling biases the importance ratio"),
         ("[validator]\ndevize = 'cpu'", r"\[validator\] has no key 'devize'; did you mean 'device'\?"),
-        ("[worker]\ndtype = 'int8'", r"\[worker\] dtype = \"int8\": input should be 'float32' or 'bfloat16'"),
+        ("[worker]\ndtype = 'int8'", r"\[worker\] dtype = \"int8\": input should be 'auto', 'float32' or 'bfloat16'"),
     ],
 )
 def test_mistakes_are_told_with_the_remedy(tmp_path: Path, text: str, message: str) -> None:

@@ -173,6 +173,13 @@ class TestInconclusive:
     def test_an_accident_of_rounding_is_no_alarm(self) -> None:
         assert of_type(judge(case(), outcome=Outcome.INCONCLUSIVE, reason="sampling.accident"), RaiseAlarm) == []
 
+    def test_a_worker_of_a_kind_that_the_validator_cannot_judge_never_voids_a_unit(self) -> None:
+        tired = case(unit=replace(case().unit, failures=2))  # one more would void it
+        commands = judge(tired, outcome=Outcome.INCONCLUSIVE, reason="machinery.profile")
+        after = units_in(commands)[0]
+        assert (after.state, after.failures) == (UnitState.OPEN, 2)
+        assert [alarm.code for alarm in of_type(commands, RaiseAlarm)] == ["unjudged.machinery.profile"]
+
     def test_a_unit_that_nobody_can_check_is_given_up(self) -> None:
         tired = case(unit=replace(case().unit, failures=2))
         now = moment(progress=Progress(policy=policy(), dropped=8))

@@ -36,6 +36,14 @@ def test_wide_limits_are_there_only_for_who_names_them() -> None:
     assert found == {**BUILT_IN, "torch/cuda/bfloat16": ON_REQUEST["torch/cuda/bfloat16"]}
 
 
+def test_a_bfloat16_validator_takes_no_float32_work() -> None:
+    """It could not tell float32 rounding from cheating, so the hub must not lease that work (issue: 144 of 144)."""
+    assert profile_keys(ValidatorSettings(dtype="bfloat16")) == ()
+    named = (Path("torch/cuda/bfloat16"),)
+    assert profile_keys(ValidatorSettings(dtype="bfloat16", profiles=named)) == ("torch/cuda/bfloat16",)
+    assert profile_keys(ValidatorSettings(profiles=named)) == tuple(sorted((*BUILT_IN, "torch/cuda/bfloat16")))
+
+
 def test_a_validator_that_rounds_more_coarsely_than_the_profile_allows_cannot_tell() -> None:
     key = "scripted/cpu/float32"
     narrow = BUILT_IN[key].model_copy(update={"validators": ("float64",)})

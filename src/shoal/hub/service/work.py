@@ -137,9 +137,9 @@ class Work:
             raise Refusal(
                 403,
                 "profile.unknown",
-                f"nobody has measured how far honest work by {profile} may be off, so it could not be checked; this "
-                f"run knows {', '.join(known)}: set worker.device and worker.dtype to one of these, or measure yours "
-                "with `shoal doctor --calibrate` and ask the run's owner to add it",
+                f"no validator of this run can judge work of {profile}; the run takes {', '.join(known)}: choose by "
+                "--device and --dtype (worker.device and worker.dtype of a recipe) one of these, or measure yours with "
+                "`shoal doctor --calibrate` and ask the run's owner to add it",
             )
 
     def _crowd(self, transaction: Writer, moment: Moment, node: NodeRow, held: int) -> newcomers.Crowd:

@@ -27,6 +27,9 @@ UNJUDGED = {
 }
 """Reasons of inconclusive audits that their owner can mend. An accident of rounding is none."""
 
+NOT_COUNTED = frozenset({"machinery.profile"})
+"""Worker and validator do not match: not the unit's fault, and any worker could do that to any unit."""
+
 
 def no_units() -> dict[str, int]:
     """Counts of units by state, all zero; `void_<reason>` says how many of the void ones were wasted, and why."""
@@ -34,9 +37,9 @@ def no_units() -> dict[str, int]:
     return {**{state.value: 0 for state in UnitState}, **{f"void_{reason}": 0 for reason in reasons}}
 
 
-def after_failure(moment: Moment, unit: UnitRow) -> UnitRow:
-    """Open again with the same task and seeds, or void after `max_attempts` failures."""
-    failures = unit.failures + 1
+def after_failure(moment: Moment, unit: UnitRow, reason: str = "") -> UnitRow:
+    """Open again with the same task and seeds, or void after `max_attempts` failures that count."""
+    failures = unit.failures + (reason not in NOT_COUNTED)
     if failures >= moment.rules.max_attempts:
         step = moment.progress.next_step
         return unit.to(UnitState.VOID, failures=failures, lost_step=step, reason=VOID_ATTEMPTS)
@@ -49,7 +52,7 @@ def fail(moment: Moment, units: Sequence[UnitRow], reason: str = "") -> list[Com
     commands: list[Command] = unjudged_alarm(moment, reason)
     given_up, step = 0, progress.next_step
     for unit in units:
-        after = after_failure(moment, unit)
+        after = after_failure(moment, unit, reason)
         commands.append(SaveUnit(after, unit.state))
         given_up += after.state == UnitState.VOID
     if given_up:
