@@ -18,7 +18,7 @@ from shoal.errors import ConfigError
 from shoal.protocol import fingerprint
 from shoal.runtime import logs
 from shoal.runtime.stop import StopToken, stop_on_signals
-from shoal.runtime.supervise import SUPERVISED, follow_supervisor
+from shoal.runtime.supervise import SUPERVISED, close_standard_input, follow_supervisor
 
 log = logging.getLogger(__name__)
 
@@ -59,10 +59,14 @@ def command_of(path: Path, name: str, cheat: str | None = None) -> list[str]:
 
 
 def begin(name: str, folder: Path | None, verbose: bool) -> StopToken:
-    """What every role does first: follow its supervisor, listen to signals, log (a supervisor keeps the file)."""
+    """What every role does first: follow its supervisor, listen to signals, log (a supervisor keeps the file).
+
+    No role reads standard input, so it is closed: nothing that a role loads can ask the person at the terminal.
+    """
     supervised = SUPERVISED in os.environ
     stop = stop_on_signals()
     follow_supervisor(stop)
+    close_standard_input()
     file = None if supervised or folder is None else folder / "logs" / f"{name}.log"
     logs.setup(name, file, verbose)
     return stop

@@ -6,6 +6,8 @@
     weights    check_weights: whether *.safetensors files are whole, from their headers (no torch)
     tensors    TensorView, as_numpy, from_numpy: raw tensors (no torch)
     state      policy_state, apply_state, to_torch, to_view: a model's weights, named, tied ones once
+    locked     transformers without its ways to run code of a model or to reach a hub
+    rules      check_values, without_loading_keys: what a config.json may say (no torch)
     load       LoadedModel, load_model, model_from_files: a causal language model from a folder or from its files
     logprobs   hidden_states, Head, token_logprobs: log-probabilities in float32, by chunks, differentiable
     packed     Packed, packed_states, supports_packing: sequences end to end, none of which sees another
@@ -14,8 +16,8 @@
     quantize   quantized, INT8, INT4: weights rounded to few bits, to attack and to calibrate with (no torch)
     tiny       build_tiny, build_tokenizer: the built-in policy of the demo, small enough for one CPU core
 
-The package itself imports without torch; `state`, `load`, `logprobs`, `packed`, `compiled`, `head_*` and `tiny` need
-it.
+The package itself imports without torch; `state`, `locked`, `load`, `logprobs`, `packed`, `compiled`, `head_*` and
+`tiny` need it.
 """
 
 from shoal.models.folder import BUILTIN, eos_token_id, model_folder, read_files

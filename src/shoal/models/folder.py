@@ -18,6 +18,7 @@ DESCRIPTION_FILES = (
     "chat_template.jinja",
 )  # fmt: skip
 MAX_FILE_BYTES = 64 * 1024 * 1024
+MAX_CONFIG_BYTES = 1024 * 1024  # config.json, generation_config.json
 
 
 def model_folder(name: str | Path) -> Path:
@@ -54,8 +55,13 @@ def read_config(files: Mapping[str, bytes], name: str = "config.json") -> dict[s
     """One of the JSON files as a mapping; what is no JSON object is a `ModelError`."""
     if name not in files:
         raise ModelError(f"the model has no {name}")
+    most = MAX_CONFIG_BYTES if name in ("config.json", "generation_config.json") else MAX_FILE_BYTES
+    if len(files[name]) > most:
+        raise ModelError(f"the model's {name} has {len(files[name])} bytes; at most {most} are allowed")
     try:
         value = json.loads(files[name], object_hook=_number)
+    except RecursionError:
+        raise ModelError(f"the model's {name} is nested too deep") from None
     except ValueError as error:
         raise ModelError(f"the model's {name} is no JSON: {error}") from None
     if not isinstance(value, dict):

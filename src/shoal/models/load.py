@@ -1,12 +1,13 @@
 """Load a causal language model: from a folder with its weights, or from the files that describe it without them.
 
-Weights are read from safetensors only and no code of a model folder is ever run (both would be ways in).
+Weights are read from safetensors only and no code of a model folder or a policy is ever run: `locked` takes away the
+ways to import it, `rules` says what a configuration may hold.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,14 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 from transformers.utils.logging import disable_progress_bar
 
 from shoal.errors import ModelError
+from shoal.models import locked
 from shoal.models.folder import model_folder, read_config, read_files
 from shoal.models.logprobs import Head
 from shoal.models.lora import ADAPTER_FILE, AdapterShape, adapter_shape, add_adapters
+from shoal.models.rules import check_kind, check_values, without_loading_keys
 from shoal.models.tokenizer import TextTokenizer
+
+locked.lock()  # also what has been imported since
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Of before attention could be chosen: theirs is part of the model. Tried; older ones of that kind do not decode here.
@@ -50,11 +55,15 @@ def load_model(name: str | Path, dtype: str = "float32", device: str = "cpu") ->
     files = read_files(folder)
     tokenizer = TextTokenizer(files)
     config = read_model_config(files)
+    if (folder / "adapter_config.json").is_file():
+        raise ModelError(
+            f"the model folder {folder} holds adapters (adapter_config.json): merge them into the model first"
+        )
     disable_progress_bar()  # a loader that draws on the terminal garbles whoever else draws there
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=_dtype(dtype), local_files_only=True, trust_remote_code=False, use_safetensors=True,
-            attn_implementation=_attention(config), output_loading_info=True,
+            folder, config=config, dtype=_dtype(dtype), local_files_only=True, trust_remote_code=False,
+            use_safetensors=True, attn_implementation=_attention(config), output_loading_info=True,
         )  # fmt: skip
     except Exception as error:  # the loader raises many types, all of which mean: this folder does not load
         raise ModelError(f"the model folder {folder} does not load: {_first_line(error)}") from error
@@ -84,14 +93,17 @@ def model_from_files(files: Mapping[str, bytes], dtype: str = "float32", device:
 
 
 def read_model_config(files: Mapping[str, bytes]) -> Any:
-    """The configuration object of config.json; an architecture that is no causal language model is refused."""
+    """The configuration object of config.json: of one of transformers' own causal language models, of text alone."""
     values = read_config(files)
     kind = values.pop("model_type", None)
     if not isinstance(kind, str) or kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise ModelError(f"the model's config.json names no known causal language model (model_type {kind!r})")
+    made = CONFIG_MAPPING[kind]
+    check_kind(kind, made.sub_configs)
+    check_values(values, kind)
     try:
-        return CONFIG_MAPPING[kind].from_dict(values)
-    except Exception as error:  # as above: anything may be wrong with the values
+        return made.from_dict(without_loading_keys(values, {field.name for field in fields(made)}))
+    except Exception as error:  # anything may be wrong with the values
         raise ModelError(f"the model's config.json is not a valid {kind} configuration: {error}") from error
 
 

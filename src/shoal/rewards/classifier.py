@@ -152,6 +152,9 @@ class Classifier:
         import torch
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+        from shoal.models import locked
+
+        locked.lock()  # no code of the folder is run, and nobody is asked
         if self._device == "auto":
             self._device = "cuda" if torch.cuda.is_available() else "cpu"
         log.info("loading the classifier in %s", self._folder)

@@ -306,15 +306,23 @@ def follow_supervisor(stop: StopToken, grace_s: float = 10.0) -> None:
     """
     if os.environ.pop(SUPERVISED, None) is None:
         return
+    pipe = os.dup(0)  # standard input itself may be closed
 
     def watch() -> None:
-        while os.read(0, 1024):  # nobody writes: this returns only when the other end is closed
+        while os.read(pipe, 1024):  # nobody writes: this returns only when the other end is closed
             pass
         stop.set("the supervisor is gone")
         threading.Event().wait(grace_s)
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, name="follow-supervisor", daemon=True).start()
+
+
+def close_standard_input() -> None:
+    """From now on this process reads nothing from a terminal or a pipe: a library that asks is answered with an end."""
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
 
 
 def _signal(process: subprocess.Popen[bytes], number: int) -> None:

@@ -1,0 +1,55 @@
+"""transformers, locked: importing this module takes away its ways to run code of a model folder or to reach a hub.
+
+A model folder can name Python files (`auto_map` in any of its files), and transformers asks whoever sits at the
+terminal whether to run them, with text that the folder chose. Here the function that asks refuses instead, and so do
+those that import such files. Import this module before any model is loaded; importing it twice is harmless.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+from shoal.errors import ModelError
+
+OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "USE_HUB_KERNELS": "0"}
+os.environ.update(OFFLINE)  # read when the libraries are imported
+
+import huggingface_hub.constants  # noqa: E402
+
+IMPORTERS = ("get_class_from_dynamic_module", "get_class_in_module", "get_cached_module_file")
+
+
+def refuse_code(*_arguments: Any, **_options: Any) -> Any:
+    raise ModelError(
+        "this model brings Python code of its own, and shoal runs no code of a model folder or a policy: "
+        "use a model whose architecture is part of transformers"
+    )
+
+
+def trust_nothing(_trusted: Any, _name: Any, has_local_code: bool, has_remote_code: bool, *_: Any, **__: Any) -> bool:
+    """In place of `resolve_trust_remote_code`, which would ask: transformers' own class, or none."""
+    return bool(refuse_code()) if has_remote_code and not has_local_code else False
+
+
+def refuse_kernel(*_arguments: Any, **_options: Any) -> Any:
+    raise ImportError("shoal loads no kernels from a hub")  # as if the package that fetches them were not installed
+
+
+def lock() -> None:
+    """Replace the functions where they are defined and in every module that has already imported them by name."""
+    huggingface_hub.constants.HF_HUB_OFFLINE = True  # where it was imported before this module
+    refusals = {
+        "resolve_trust_remote_code": trust_nothing,
+        "get_kernel": refuse_kernel,
+        **dict.fromkeys(IMPORTERS, refuse_code),
+    }
+    modules = [module for name, module in list(sys.modules.items()) if name.partition(".")[0] == "transformers"]
+    for module in modules:
+        for name, refusal in refusals.items():
+            if name in vars(module):
+                setattr(module, name, refusal)
+
+
+lock()
