@@ -20,12 +20,13 @@ import pytest
 
 from shoal.client import AsgiTransport, ClientOptions, HubClient
 from shoal.client.trust import run_id
+from shoal.client.weights import Following
 from shoal.engines import Completion, GenerationRequest
 from shoal.engines.registry import ENGINES
 from shoal.engines.scripted import ScriptedEngine
 from shoal.engines.submission import submission_of
 from shoal.environments import Score, Task
-from shoal.errors import ConfigError, EnvironmentSetupError, HubRefused, SignatureError
+from shoal.errors import ConfigError, DeadlineExceeded, EnvironmentSetupError, HubRefused, SignatureError
 from shoal.hub import HubConfig, HubSettings, RunSettings, create_app, run_hub
 from shoal.ledger import fold, verify
 from shoal.protocol import (
@@ -48,7 +49,7 @@ from shoal.protocol import (
     sign_document,
 )
 from shoal.runtime.stop import StopToken
-from shoal.shardcast import Origin, run_origin
+from shoal.shardcast import Origin, Payload, run_origin
 from shoal.validator import ValidatorConfig, ValidatorSettings, profile_keys, run_validator
 from shoal.worker import Outbox, WorkerConfig, WorkerSettings, run_worker
 from shoal.worker.folder import identity
@@ -120,6 +121,7 @@ class Run:
     threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(max_workers=8))
     roles: list[Future[None]] = field(default_factory=list)
     profiles: tuple[str, ...] = profile_keys(ValidatorSettings())
+    lease_s: float = 20
 
     def __post_init__(self) -> None:
         self.root, self.hub_key, self.trainer_key, self.validator_key = (
@@ -152,7 +154,8 @@ class Run:
     def hub_config(self) -> HubConfig:
         return HubConfig(
             folder=self.folder / "hub", run_id=self.id, run=self.settings,
-            settings=HubSettings(port=0, lease_s=20, audit_s=3), environment=ParityEnvironment(), encode=encode,
+            settings=HubSettings(port=0, lease_s=self.lease_s, audit_s=3), environment=ParityEnvironment(),
+            encode=encode,
             eos_token_id=EOS, key=self.hub_key, root_key=self.root.public_key,
             certificates=tuple(self.certificates.values()), sources=(self.source,), profiles=self.profiles,
         )  # fmt: skip
@@ -239,9 +242,9 @@ class Run:
 def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
     runs: list[Run] = []
 
-    def make(**settings: Any) -> Run:
+    def make(lease_s: float = 20, **settings: Any) -> Run:
         fields = {"name": "loop", "steps": 4, "groups_per_step": 4, "group_size": 4, "max_new_tokens": 6, **settings}
-        runs.append(Run(tmp_path, RunSettings(**fields)))
+        runs.append(Run(tmp_path, RunSettings(**fields), lease_s=lease_s))
         return runs[0]
 
     yield make
@@ -287,6 +290,31 @@ def test_several_steps_with_honest_workers(start: Callable[..., Run], staleness:
     assert all(node.rejected == node.inconclusive == node.strikes == 0 for node in run.nodes().values())
     assert run.status().finished
     check_accounts(run)
+
+
+def test_a_worker_whose_link_takes_longer_for_the_weights_than_a_lease_lasts_is_paid_and_not_suspended(
+    start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    takes_s, fetch = 3.0, Following.__call__
+
+    def slow(self: Following, policy: PolicyRef, deadline_s: float) -> Payload:
+        threading.Event().wait(min(takes_s, deadline_s))
+        if deadline_s < takes_s:
+            raise DeadlineExceeded("the link is slow")
+        return fetch(self, policy, deadline_s)
+
+    run = start(lease_s=2.0, steps=1)
+    run.publish(0)
+    validator = run.validator()
+    eventually(lambda: "validator-0" in run.nodes(), run.status)
+    monkeypatch.setattr(Following, "__call__", slow)
+    worker = run.worker("worker-0")
+    run.train(0)
+    for role in (worker, validator):
+        role.result(DEADLINE_S)
+    view = run.nodes()["worker-0"]
+    assert view.accepted >= 4
+    assert (view.state, view.suspensions, view.rejected) == (NodeState.ACTIVE, 0, 0)
 
 
 def test_a_cheating_worker_is_banned_for_the_right_reason_and_honest_ones_are_not(

@@ -55,7 +55,8 @@ async def heartbeat(request: Request, hub: HubDependency) -> HeartbeatReply:
 )
 async def lease(request: Request, hub: HubDependency) -> LeaseReply:
     """Up to `max_units` signed leases. Waits up to `wait_s` (at most 30) for one; none comes with a reason in words.
-    The same `request` id gets the same leases again, so a lost answer costs nothing."""
+    The same `request` id gets the same leases again, so a lost answer costs nothing. Who asks with an older `policy`
+    than the newest is told so at once."""
     caller = await authenticate(hub.context, request, roles=("worker",))
     ask = parse_json(caller.body, LeaseRequest)
     return await poll(
@@ -64,7 +65,7 @@ async def lease(request: Request, hub: HubDependency) -> LeaseReply:
         Topic.LEASES,
         ask.wait_s,
         lambda: hub.work.lease(caller.node, ask),
-        lambda reply: bool(reply.leases) or reply.finished,
+        lambda reply: bool(reply.leases) or reply.finished or ask.policy not in (None, reply.policy),
         lambda reply: reply.held_back,
     )
 

@@ -91,6 +91,9 @@ class LeaseRequest(Message):
     `held` are the leases that the worker still knows. Its other ones end at once, and nobody waits for them to run out:
     it was killed, or could not give them back. Without `held` (None) nothing ends. `profile` is what it generates with
     (engine/device/number format); the run has measured how far an honest one may be off, or gives it no work.
+    `policy` is the one that it has loaded: leases are for that one (None: for the newest). If a newer one is out, there
+    are none, and the reply names it; a worker that cannot have the newer one soon says `behind`, and gets leases for
+    its own while they can still be trained on.
     """
 
     request: str = Field(min_length=8, max_length=64, pattern=PRINTABLE)
@@ -98,17 +101,21 @@ class LeaseRequest(Message):
     wait_s: float = Field(default=0, ge=0, le=60)
     held: tuple[str, ...] | None = Field(default=None, max_length=MAX_HELD)
     profile: str = Field(default=DEFAULT_PROFILE, pattern=PROFILE)
+    policy: PolicyRef | None = None
+    behind: bool = False
 
 
 class LeaseReply(Message):
     """The leases granted, or none and the reason in words (`waiting`).
 
     `held_back`: it is for rules about this very node (its window, newcomers' share, a suspension) that there are none.
+    `policy` is the newest one.
     """
 
     leases: tuple[SignedDocument, ...] = ()
     waiting: str = ""
     finished: bool = False
+    policy: PolicyRef | None = None
     held_back: bool = Field(default=False)
 
 

@@ -54,21 +54,24 @@ class Prefetch:
 
     def _run(self) -> None:
         follower = self._downloader.follower()
+        unfetched: PolicyRef | None = None  # it gave way to somebody who may have given up since
         try:
             while not self._ended():
-                newer = follower.newer(WAIT_S)
-                if newer is None:
+                newer = follower.newer(0.0 if unfetched else WAIT_S) or unfetched
+                if newer is not None and not self._ended():
+                    unfetched = None if self._fetch(newer) else newer
+                if newer is None or unfetched:
                     self._closing.wait(PACE_S)
-                elif not self._ended():
-                    self._fetch(newer)
         finally:
             follower.close()
 
-    def _fetch(self, ref: PolicyRef) -> None:
+    def _fetch(self, ref: PolicyRef) -> bool:
+        """Fetch it, or fail to; false if that had to give way."""
         try:
             self._downloader.fetch(ref, FETCH_S, background=True)
         except Superseded as error:
             log.debug("%s", error)
+            return False
         except BroadcastError as error:
             log.info("could not be fetched ahead: %s", error)
         except ShoalError as error:  # a full disk, say: whoever needs the version ends by it
@@ -77,6 +80,7 @@ class Prefetch:
         except Exception:
             log.exception("fetching ahead has ended; versions are fetched when they are needed")
             self._closing.set()
+        return True
 
     def _ended(self) -> bool:
         return self._closing.is_set() or self._stop.is_set()

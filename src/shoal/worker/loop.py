@@ -1,12 +1,14 @@
 """The worker: leases groups, generates them under the lease's policy and seeds, and hands them in.
 
+    newest policy ──► loaded (`newest`)
     hub ── leases ──► worker ── one engine call per policy ──► outbox (fsync) ──► uploader ── submissions ──► hub
      ▲                  │ ▲                                       │
      └─ heartbeat ──────┘ └── pauses while the outbox is full ◄───┘
 
-Back-pressure: the worker leases only when it is about to generate (it never hoards), and generates only while the
-outbox has room. Whatever it waits for, its heartbeat says so. A hub that is away is waited for (`hub_patience_s`);
-finished work survives anything on disk; leases in hand are given back on the way out.
+Back-pressure: the worker leases only when it is about to generate (it never hoards), as much as it can generate within
+the time of a lease by its measured speed, and generates only while the outbox has room. Whatever it waits for, its
+heartbeat says so. A hub that is away is waited for (`hub_patience_s`); finished work survives anything on disk; leases
+in hand are given back on the way out.
 """
 
 from __future__ import annotations
@@ -53,6 +55,7 @@ from shoal.worker.cheats import Cheat, Loot, find_cheat
 from shoal.worker.earnings import Earnings, shut_out
 from shoal.worker.fitting import fitted
 from shoal.worker.folder import identity
+from shoal.worker.newest import NewestPolicy
 from shoal.worker.outbox import Outbox, Parcel
 from shoal.worker.settings import WorkerConfig, WorkerSettings, check_choices
 from shoal.worker.uploader import Uploader
@@ -66,6 +69,7 @@ LOADED_POLICIES = 1  # leases name the newest policy: a second copy of the weigh
 PROFILE_UNKNOWN = "profile.unknown"  # the hub's code for a kind of worker that the run has not measured
 BROKEN_CALLS = 3  # engine calls in a row with groups that are no numbers, after which the worker ends
 POLICY_PAUSE_S = 1.0  # after a policy could not be had, before asking for work again
+SURE = 0.75  # the part of a lease's time that is planned with: the next groups may be longer than the last
 
 
 def run_worker(config: WorkerConfig, stop: StopToken) -> None:
@@ -164,9 +168,11 @@ class Worker:
         self._hand: dict[str, Held] = {}
         self._deadlines_ms: dict[str, int] = {}
         self._broken_calls = 0
+        self._units = 1  # to be asked for next: one, until it is known how long that takes
         self._finished = False
         self._earnings = Earnings(client, clock)
         self.activity = Activity(clock)
+        self._newest = NewestPolicy(client, shelf, self.activity, stop)
         self._uploader = Uploader(client, outbox, self._on_sent, clock)
         self._heartbeat = RegularHeartbeat(client, settings.heartbeat_s, self.activity, self._hear)
 
@@ -187,13 +193,18 @@ class Worker:
     def _until_done(self) -> None:
         while not self._stop.is_set() and not self._finished:
             self._raise_failure()
-            if self._room_in_outbox():
+            if not self._room_in_outbox():
+                continue
+            if self._newest.follow():
                 self._lease()
                 self._work()
+            else:
+                self._finished = self._newest.finished
 
     def _hear(self, reply: HeartbeatReply) -> None:
         """In the heartbeat's thread: what the hub thinks of this node, and the time it gives for leases at work."""
         self._earnings.hear(reply)
+        self._newest.hear(reply)
         self._deadlines_ms.update(reply.deadlines)
 
     def _forget_deadlines(self) -> None:
@@ -226,12 +237,15 @@ class Worker:
             return self._outbox.wait_until_below(self._run, limit, self._settings.heartbeat_s)
 
     def _lease(self) -> None:
+        policy = self._newest.loaded
         request = LeaseRequest(
             request=uuid.uuid4().hex,
-            max_units=self._settings.units_per_lease,
+            max_units=self._units,
             wait_s=self._settings.lease_wait_s,
             held=self._known_leases(),
             profile=self._profile,
+            policy=policy,
+            behind=self._newest.behind,
         )
         with self.activity.waiting("work from the hub"):
             reply = self._ask(request)
@@ -239,6 +253,9 @@ class Worker:
         for lease, _ in self._client.open_leases(reply):
             self._hand[lease.lease] = Held(lease, arrived_s + (lease.deadline_ms - lease.issued_at_ms) / 1000)
         self._forget_deadlines()
+        self._newest.hear(reply)
+        if not reply.leases and self._newest.behind:
+            self._newest.refused()
         self._finished = reply.finished and not reply.leases
         if reply.leases:
             point("worker.lease.received")
@@ -297,6 +314,7 @@ class Worker:
             return
         with self.activity.busy(f"generating {len(leases)} groups by policy {loaded.ref.label}"):
             groups = generate(loaded, leases, self.activity.generated)
+        self._size_up(leases, self._clock.monotonic_s() - now_s)
         for lease, completions in zip(leases, groups, strict=True):
             if not is_finite(completions):
                 continue
@@ -306,6 +324,12 @@ class Worker:
             self.activity.count("groups")
             self.activity.count("tokens", sum(len(completion.token_ids) for completion in completions))
         self._give_back_broken(loaded, groups)
+
+    def _size_up(self, leases: Sequence[Lease], took_s: float) -> None:
+        """From how long these groups took: how many can be generated in one call within the time of a lease."""
+        allowed_ms = min(max(lease.deadline_ms, lease.hard_deadline_ms) - lease.issued_at_ms for lease in leases)
+        doable = int(SURE * allowed_ms / 1000 * len(leases) / max(took_s, 0.001))
+        self._units = max(1, min(doable, self._settings.units_per_lease))
 
     def _give_back_unanswerable(self, loaded: LoadedPolicy) -> None:
         """Leases that name a tool which this shoal does not have are for others to do."""

@@ -20,7 +20,7 @@ class WorkerSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    units_per_lease: int = Field(8, ge=1, le=MAX_LEASES_PER_REQUEST, description="groups generated in one engine call")
+    units_per_lease: int = Field(8, ge=1, le=MAX_LEASES_PER_REQUEST, description="most groups in one engine call")
     lease_wait_s: float = Field(
         5.0, ge=0, le=60, description="one long poll for work; also the longest that an idle worker takes to stop"
     )

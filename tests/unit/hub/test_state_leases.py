@@ -267,3 +267,36 @@ class TestReceive:
         with pytest.raises(Refusal) as foreign:
             submissions.check_owner(held(0, who=2), node(1).node, "u0a0")
         assert (unknown.value.status, foreign.value.status) == (404, 403)
+
+
+class TestPolicyOfTheWorker:
+    """Version 5 is the newest, step 5 has no batch yet, and groups may be two versions old."""
+
+    def grant(self, version: int | None, behind: bool, incarnation: int = 0, alive: int = 0) -> leases.Grant:
+        progress = Progress(policy=policy(5), next_step=5, alive=alive)
+        now = moment(progress=progress, max_staleness=2)
+        held = None if version is None else policy(version, incarnation)
+        ask = Ask(node(1, passed=8), "request-1", max_units=8, held=0, policy=held, behind=behind)
+        return leases.grant(now, [], ask, DRAWS)
+
+    @pytest.mark.parametrize(("version", "behind"), [(None, False), (5, False), (5, True)])
+    def test_leases_are_for_the_newest_one(self, version: int | None, behind: bool) -> None:
+        assert {row.version for row in self.grant(version, behind).leases} == {5}
+
+    def test_who_has_an_older_one_is_told_to_load_the_newest(self) -> None:
+        found = self.grant(4, behind=False)
+        assert (found.leases, found.held_back) == ((), True)
+        assert found.waiting == "policy 0.4 is not the newest: load policy 0.5, then ask again"
+
+    def test_who_cannot_have_the_newest_soon_gets_leases_for_its_own(self) -> None:
+        granted = self.grant(4, behind=True).leases
+        assert {(row.version, row.digest) for row in granted} == {(4, "d" * 64)}
+
+    def test_room_is_that_of_the_older_policy(self) -> None:
+        """Groups by version 3 may be trained in step 5 only: 4 groups, of which 3 are alive."""
+        assert len(self.grant(3, behind=True, alive=3).leases) == 1
+        assert len(self.grant(5, behind=True, alive=3).leases) == 2, "its window, though there is room for 9"
+
+    @pytest.mark.parametrize(("version", "incarnation"), [(2, 0), (6, 0), (4, 1)])
+    def test_what_could_not_be_trained_on_is_not_leased(self, version: int, incarnation: int) -> None:
+        assert self.grant(version, behind=True, incarnation=incarnation).leases == ()

@@ -182,11 +182,16 @@ class TestBite:
     def test_a_step_that_is_overdue_still_has_a_quarter(self) -> None:
         assert self.bite(500, step=4, since_ms=100_000) == 3
 
-    def test_nobody_gets_less_while_nothing_is_known_or_nothing_can_be_late(self) -> None:
+    def test_nobody_gets_less_while_nothing_is_known_or_nothing_can_be_late_for_a_step(self) -> None:
         now = moment(max_staleness=1)
-        assert pacing.bite(now, None, 60_000, 0, 8) == 8
+        assert pacing.bite(now, None, 50_000, 0, 8) == 8
         assert self.bite(0) == 8
-        assert self.bite(60_000, staleness=0) == 8
+        assert self.bite(50_000, staleness=0) == 8
+
+    def test_nobody_gets_more_than_it_can_do_before_the_hard_deadline(self) -> None:
+        """600 s, of which 450 are sure."""
+        assert self.bite(100_000, staleness=0) == 4
+        assert self.bite(1_000_000, staleness=0) == 1
 
     def test_the_tempo_is_the_mean_of_the_last_steps(self) -> None:
         assert pacing.tempo([5]) is None

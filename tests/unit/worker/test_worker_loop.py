@@ -53,7 +53,7 @@ from shoal.protocol import (
 from shoal.protocol.given import unpack_spans
 from shoal.runtime.stop import StopToken
 from shoal.toploc import split_proofs
-from shoal.worker import Outbox, Worker, WorkerSettings
+from shoal.worker import Outbox, Worker, WorkerSettings, newest
 from shoal.worker import loop as worker_loop
 
 HUB = SigningKey.from_seed(b"h" * 32)
@@ -100,6 +100,8 @@ class ListHub:
         self.view = NodeView(node=KEY.node, name="n", role="worker", state=NodeState.ACTIVE)
         self.beats: list[Heartbeat] = []
         self.deadlines: dict[str, int] = {}
+        self.policy: PolicyRef | None = policy()
+        self.finished = False
         self.gate = threading.Event()
         self.gate.set()
 
@@ -111,18 +113,19 @@ class ListHub:
 
     def heartbeat(self, heartbeat: Heartbeat) -> HeartbeatReply:
         self.beats.append(heartbeat)
-        return HeartbeatReply(node=self.view, deadlines=self.deadlines)
+        return HeartbeatReply(node=self.view, deadlines=self.deadlines, policy=self.policy, finished=self.finished)
 
     def lease(self, request: LeaseRequest) -> LeaseReply:
         self.requests.append(request)
         self.granted: list[Lease] = []
         if not self.replies:
-            return LeaseReply(finished=True)
+            return LeaseReply(finished=True, policy=self.policy)
         reply = self.replies.pop(0)
         if isinstance(reply, Exception):
             raise reply
         self.granted = reply() if callable(reply) else reply
-        return LeaseReply(leases=tuple(sign_document(granted, HUB) for granted in self.granted))
+        signed = tuple(sign_document(granted, HUB) for granted in self.granted)
+        return LeaseReply(leases=signed, policy=self.policy)
 
     def open_leases(self, reply: LeaseReply) -> list[tuple[Lease, Any]]:
         return list(zip(self.granted, reply.leases, strict=True))
@@ -212,7 +215,7 @@ def test_it_generates_what_was_leased_in_one_call_and_hands_it_in(tmp_path: Path
     assert bench.units == [1, 3, 4, 5]
     assert bench.shelf.engine.calls == [[1, 3, 5], [4]]
     assert bench.waiting == []
-    assert bench.hub.requests[0].max_units == 4
+    assert [request.max_units for request in bench.hub.requests[:2]] == [1, 4]
     assert len({request.request for request in bench.hub.requests}) == len(bench.hub.requests)
     counters = bench.worker.activity.heartbeat().counters
     tokens = sum(len(r.token_ids) for s in bench.hub.submitted for r in s.rollouts)
@@ -283,11 +286,86 @@ def test_a_policy_that_cannot_be_had_gives_its_leases_back_and_work_goes_on(tmp_
     assert bench.shelf.patience[1] == pytest.approx(60, abs=5)
 
 
-def test_other_weights_than_promised_end_it_and_give_everything_back(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, [lease(1), lease(2)], v0=PolicyMismatch("another digest"))
+def test_other_weights_than_promised_end_it_before_it_leases(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, [lease(1)], v0=PolicyMismatch("another digest"))
+    with pytest.raises(PolicyMismatch):
+        bench.worker.run()
+    assert bench.hub.requests == []
+
+
+def test_other_weights_than_those_of_a_lease_end_it_and_give_everything_back(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, [lease(1, version=1), lease(2, version=1)], v1=PolicyMismatch("another digest"))
     with pytest.raises(PolicyMismatch):
         bench.worker.run()
     assert bench.hub.released[0].leases == ("lease-1", "lease-2")
+
+
+def test_a_finished_run_is_left_without_fetching_its_last_policy(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, [lease(1)])
+    bench.hub.finished = True
+    bench.worker.run()
+    assert (bench.shelf.patience, bench.hub.requests) == ([], [])
+
+
+def test_no_lease_is_asked_for_before_the_run_has_a_policy_and_it_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(newest, "PAUSE_S", 0.0)
+    bench = Bench(tmp_path, [lease(1)])
+    bench.hub.policy = None
+    asked_before: list[int] = []
+
+    def loading() -> None:
+        asked_before.append(len(bench.hub.requests))
+
+    bench.shelf.before_get = loading
+    thread = threading.Thread(target=bench.worker.run)
+    thread.start()
+    assert _eventually(lambda: len(bench.hub.beats) > 3)
+    assert bench.hub.requests == []
+    bench.hub.policy = policy()
+    thread.join(30)
+    assert asked_before[0] == 0
+    assert (bench.hub.requests[0].policy, bench.hub.requests[0].behind) == (policy(), False)
+    assert bench.units == [1]
+
+
+def test_a_worker_that_cannot_have_the_newer_policy_soon_asks_under_its_own_until_the_hub_gives_nothing_for_it(
+    tmp_path: Path,
+) -> None:
+    bench = Bench(tmp_path, [lease(1)], v1=VersionNotFound("it comes slowly"))
+
+    def second() -> list[Lease]:
+        bench.hub.policy = policy(1)
+        return [lease(2)]
+
+    def nothing_for_it() -> list[Lease]:
+        bench.shelf.missing = {}
+        return []
+
+    bench.hub.replies += [second, [lease(3)], nothing_for_it, [lease(4, version=1)]]
+    bench.worker.run()
+    assert bench.units == [1, 2, 3, 4]
+    asked = [(request.policy and request.policy.version, request.behind) for request in bench.hub.requests[:5]]
+    assert asked == [(0, False), (0, False), (0, True), (0, True), (1, False)]
+    at_first, soon, at_last = bench.shelf.patience[0], newest.FOLLOW_S, newest.FETCH_S
+    assert (at_first, at_last) == (newest.FETCH_S, newest.FETCH_S)
+    fetches = [patience for patience in bench.shelf.patience if patience in (soon, at_last)]
+    assert fetches == [at_first, soon, soon, at_last]
+
+
+def test_it_asks_for_as_many_groups_as_it_can_generate_within_a_lease(tmp_path: Path) -> None:
+    """60 s for a lease, of which three quarters are planned with: a group that takes 20 s leaves room for two."""
+    bench = Bench(tmp_path)
+    worker, of = bench.worker, lease(1)
+    expected = {20.0: 2, 45.0: 1, 300.0: 1, 9.0: 4, 0.0: 4}
+    for took_s, units in expected.items():
+        worker._size_up([of], took_s)
+        assert worker._units == units, took_s
+    worker._size_up([of, lease(3)], 40.0)
+    assert worker._units == 2
+    worker._size_up([of.model_copy(update={"hard_deadline_ms": 240_000})], 60.0)
+    assert worker._units == 3, "a lease that is renewed lasts until its hard deadline"
 
 
 @pytest.mark.parametrize(

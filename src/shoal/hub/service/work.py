@@ -30,6 +30,7 @@ from shoal.protocol import (
     LeaseReply,
     LeaseRequest,
     NodeState,
+    PolicyRef,
     Receipt,
     SignedDocument,
     Submission,
@@ -94,7 +95,13 @@ class Work:
         else:
             context.waits.waiting(node_label(node), f"a unit: {granted.waiting}", moment.now_ms)
         documents = tuple(context.signed_before(lease.document) for lease in granted.leases)
-        return LeaseReply(leases=documents, waiting=granted.waiting, finished=finished, held_back=granted.held_back)
+        return LeaseReply(
+            leases=documents,
+            waiting=granted.waiting,
+            finished=finished,
+            policy=moment.progress.policy,
+            held_back=granted.held_back,
+        )
 
     def _lifted(self, transaction: Writer, node: NodeRow, moment: Moment) -> NodeRow:
         """The node as it is now; a suspension that is over ends here, where that matters."""
@@ -120,6 +127,8 @@ class Work:
             granted=granted,
             crowd=self._crowd(transaction, moment, fresh, held),
             tempo=self._tempo(transaction, moment),
+            policy=request.policy,
+            behind=request.behind and _is_known(transaction, request.policy),
         )
         return ask, open_units, moment
 
@@ -349,6 +358,11 @@ class Work:
                 hard_deadline_ms=lease.hard_deadline_ms,
             )
         )
+
+
+def _is_known(reader: Reader, policy: PolicyRef | None) -> bool:
+    """Whether this very policy was announced."""
+    return policy is not None and reader.policy(policy.incarnation, policy.version) == policy
 
 
 def _counts_since_ms(moment: Moment) -> int:

@@ -29,7 +29,8 @@ from shoal.protocol import NodeState, PolicyRef
 class Ask:
     """A worker's request: `held` leases are active already, `granted` are those that this very request got before.
 
-    `tempo` is how fast the run goes, if that is known.
+    `tempo` is how fast the run goes, if that is known. `policy` is the one that the worker has loaded (None: whichever
+    is the newest); `behind` if it asks for leases under it though a newer one is out.
     """
 
     node: NodeRow
@@ -39,6 +40,8 @@ class Ask:
     granted: tuple[LeaseRow, ...] = ()
     crowd: newcomers.Crowd = field(default_factory=newcomers.Crowd)
     tempo: pacing.Tempo | None = None
+    policy: PolicyRef | None = None
+    behind: bool = False
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,11 @@ def grant(moment: Moment, open_units: Sequence[UnitRow], ask: Ask, draws: Draws)
     policy = progress.policy
     if policy is None or pacing.is_finished(rules, progress):
         return Grant(waiting="the run is finished" if policy else "no policy has been published yet")
+    if ask.policy is not None and ask.policy != policy:
+        if not (ask.behind and pacing.serves(rules, progress, ask.policy)):
+            return Grant(waiting=_outdated(ask.policy, policy), held_back=True)
+        policy = ask.policy
+        moment = replace(moment, progress=replace(progress, policy=policy))  # so are room and time left
     most = windows.of(rules, ask.node)
     if ask.held >= most:
         return Grant(
@@ -87,6 +95,10 @@ def grant(moment: Moment, open_units: Sequence[UnitRow], ask: Ask, draws: Draws)
     if not units:
         return Grant(waiting=why_no_unit(moment), held_back=len(again) < len(open_units))
     return _lease_units(moment, units, ask, policy, draws)
+
+
+def _outdated(policy: PolicyRef, newest: PolicyRef) -> str:
+    return f"policy {policy.label} is not the newest: load policy {newest.label}, then ask again"
 
 
 def _crowded(moment: Moment, ask: Ask) -> str:

@@ -8,18 +8,19 @@ A lost unit (equal rewards, or too many attempts) leaves room for another one, i
 than `refill_cap × groups_per_step`, every further loss lowers the cap instead, and by as much what the step waits
 for: the step takes what there is. Counting it this way, and not by who came first, keeps staleness 0 deterministic.
 
-A node gets no more units at a time than it can have back while their policy may still be trained on (`bite`), as far as
-its own pace and that of the last steps tell. It always gets one if it has none: a slow node still earns, is measured
-again, and a unit that nobody else takes is not left lying. A synchronous step waits for all its units: there nothing
-comes too late, and nobody gets less.
+A node gets no more units at a time than it can have back before their leases end for good, and while their policy may
+still be trained on (`bite`), as far as its own pace and that of the last steps tell. It always gets one if it has none:
+a slow node still earns, is measured again, and a unit that nobody else takes is not left lying. A synchronous step
+waits for all its units: there nothing comes too late for a step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shoal.hub.state.rows import Moment, Progress, Rules
+from shoal.protocol import PolicyRef
 
 LAST_BATCHES = 5
 """The time between so many batches tells how long a step takes."""
@@ -43,6 +44,14 @@ def steps_served(rules: Rules, progress: Progress) -> int:
     if progress.policy is None:
         return 0
     return max(0, min(progress.policy.version + rules.max_staleness, rules.steps - 1) + 1 - progress.next_step)
+
+
+def serves(rules: Rules, progress: Progress, policy: PolicyRef) -> bool:
+    """Whether groups by `policy`, which need not be the newest one, may be trained on in a step without a batch."""
+    newest = progress.policy
+    if newest is None or policy.incarnation != newest.incarnation or policy.version > newest.version:
+        return False
+    return steps_served(rules, replace(progress, policy=policy)) > 0
 
 
 def cap(rules: Rules, progress: Progress) -> int:
@@ -97,9 +106,12 @@ def time_left_ms(moment: Moment, pace: Tempo) -> int:
 
 def bite(moment: Moment, pace: Tempo | None, pace_ms: int, held: int, count: int) -> int:
     """How many of `count` units a node gets that takes `pace_ms` for one and holds `held` already."""
-    if pace is None or pace_ms <= 0 or moment.rules.max_staleness == 0:
+    if pace_ms <= 0:
         return count
-    doable = round(SURE * time_left_ms(moment, pace)) // pace_ms - held
+    left_ms = moment.rules.lease_hard_ms
+    if pace is not None and moment.rules.max_staleness > 0:
+        left_ms = min(left_ms, time_left_ms(moment, pace))
+    doable = round(SURE * left_ms) // pace_ms - held
     return min(count, max(doable, int(held == 0)))
 
 
