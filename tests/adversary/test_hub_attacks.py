@@ -18,6 +18,7 @@ from doorkit import Caller, Hub, establish, ok, packed, refusal, running_hub, su
 from shoal.errors import LedgerError
 from shoal.ledger import verify
 from shoal.protocol import (
+    HubClock,
     LedgerHead,
     LedgerPage,
     RunStatus,
@@ -61,7 +62,10 @@ def test_a_request_of_another_time(hub: Hub, worker: Caller, minutes: int) -> No
     headers = sign_request(worker.key, hub.run, "POST", "/heartbeat", b"{}", now_ms + minutes * 60_000)
     answer = hub.http.post("/heartbeat", content=b"{}", headers=headers)
     assert refusal(answer) == (401, "auth.skew")
-    told_ms = int(answer.headers["shoal-time"])
+    signed = SignedDocument.model_validate(answer.json()["clock"])
+    clock = open_document(signed, HubClock, hub.folder.key("hub").public_key)
+    assert (clock.node, clock.nonce) == (headers["shoal-node"], headers["shoal-nonce"])
+    told_ms = clock.now_ms
     headers = sign_request(worker.key, hub.run, "POST", "/heartbeat", b"{}", told_ms)
     ok(hub.http.post("/heartbeat", content=b"{}", headers=headers))
 

@@ -36,6 +36,7 @@ from shoal.protocol import (
     EvaluationSlice,
     Heartbeat,
     HeartbeatReply,
+    HubClock,
     Lease,
     LeaseRelease,
     LeaseReply,
@@ -110,6 +111,7 @@ class HubClient:
             HubTime(clock),
             options,
             admit=self._known.admit,
+            opened=self._clock,
             insists=root_fingerprint is not None,
         )
 
@@ -312,6 +314,12 @@ class HubClient:
         if signed.signed_by not in trusted.hub_keys:
             trusted = self._known.again(self._transport, trusted)
         return open_document(signed, kind, trusted.hub_keys)
+
+    def _clock(self, signed: SignedDocument) -> HubClock:
+        clock = self._from_hub(signed, HubClock)
+        if clock.run != self.trusted_run().run:
+            raise SignatureError(f"the hub's time is that of run {clock.run!r}")
+        return clock
 
     def _signed(self, call: Call) -> Call:
         return replace(call, run=self.trusted_run().run)

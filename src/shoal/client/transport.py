@@ -2,7 +2,7 @@
 
     call ─► sign (fresh time and nonce) ─► send ─┬─ 2xx ─────────────────────► answer
               ▲                                  ├─ 4xx, a `Problem` ────────► HubRefused, at once
-              │                                  ├─ 401 with the hub's time ─┐   dated by the hub's clock from then on
+              │                                  ├─ 401, signed hub's time ──┐   dated by the hub's clock from then on
               │                                  ├─ no answer, 5xx, a page ──┤   another hub at once, if there is one
               │                                  └─ 429 ─────────────────────┤
               └──── back-off, or the hub's Retry-After ◄─────────────────────┘   past the patience: HubUnreachable
@@ -11,9 +11,10 @@ A page is what a proxy, a load balancer or a hotel's network says in the hub's p
 Before a hub is first sent something signed, or asked anything where the root key is known, it has to show that it
 belongs to the run (`admit`).
 
-Every call is idempotent on the hub's side, so sending it again after a lost answer is always right. For the same reason
-the hub may be believed when it says what time it is: whoever lies about it can make a call arrive late, which whoever
-is on the way can do anyhow.
+Every call is idempotent on the hub's side, so sending it again after a lost answer is always right.
+
+What time it is, only a certified hub may say, and only in answer to this very request (`HubClock`): otherwise whoever
+is on the way could collect requests that are dated for next week. No correction exceeds `MAX_CORRECTION_MS`.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ from shoal.errors import (
     ShutOut,
     SignatureError,
 )
-from shoal.protocol import Problem, SigningKey, sign_request
-from shoal.protocol.signing import HEADER_TIME, MAX_TIME_DIGITS
+from shoal.protocol import HubClock, Problem, SignedDocument, SigningKey, sign_request
+from shoal.protocol.signing import HEADER_NONCE, HEADER_TIME
 from shoal.runtime.clock import Clock
 from shoal.runtime.retry import Backoff
 from shoal.runtime.stop import StopToken
@@ -49,6 +50,9 @@ log = logging.getLogger(__name__)
 MIB = 1024 * 1024
 MAX_RETRY_AFTER_S = 60.0
 CLOCKS_AGREE_MS = 1_000
+HOUR_MS = 3_600_000
+MAX_CORRECTION_MS = 15 * HOUR_MS
+"""Time zones reach 14 hours: a clock that shows local time as if it were UTC is no further off."""
 LEAST_BYTES_PER_S = 10_000  # of an answer's body; a modem from 1998 is not much slower
 MAX_ERROR_TEXT = 200
 LEAST_ATTEMPT_S = 2.0  # a busy hub may take that long, however short somebody's patience is
@@ -133,8 +137,15 @@ class HubTime:
         return self._clock.now_ms() + self._ahead_ms
 
     def learn(self, hub_ms: int) -> None:
-        """Go by the hub's clock, which shows `hub_ms`."""
+        """Go by the hub's clock, which shows `hub_ms`; refuse if this machine's is too far from it."""
         ahead_ms = hub_ms - self._clock.now_ms()
+        if abs(ahead_ms) > MAX_CORRECTION_MS:
+            side = "behind" if ahead_ms > 0 else "ahead of"
+            sentence = (
+                f"this machine's clock is {abs(ahead_ms) / HOUR_MS:.1f} hours {side} the hub's; at most "
+                f"{MAX_CORRECTION_MS // HOUR_MS} hours are corrected: set this machine's clock (for instance with NTP)"
+            )
+            raise HubRefused(HTTPStatus.UNAUTHORIZED, "auth.skew", sentence)
         if abs(ahead_ms - self._ahead_ms) < CLOCKS_AGREE_MS:
             return  # another thread was told the same
         self._ahead_ms = ahead_ms
@@ -156,6 +167,7 @@ class Transport:
     hub_time: HubTime
     options: ClientOptions
     admit: Callable[[str, bytes], None]  # what the hub at an address says of the run; raises if it is not believed
+    opened: Callable[[SignedDocument], HubClock]  # the hub's time, if a hub of the run signed it
     insists: bool = False  # the root key is known: a hub shows that it belongs to it before anything else is asked
 
     def send(self, call: Call) -> bytes:
@@ -235,11 +247,23 @@ class Transport:
         except (httpx.TransportError, httpx.DecodingError) as error:
             what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
             raise _Again(what, elsewhere=True) from error
-        hub_ms = _hub_ms(response)
+        hub_ms = self._hub_ms(request, response, content)
         if hub_ms is not None and abs(hub_ms - int(request.headers[HEADER_TIME])) >= CLOCKS_AGREE_MS:
             self.hub_time.learn(hub_ms)
             raise _Again("the clocks of the hub and of this machine differ")
         return _sorted_out(response, content)
+
+    def _hub_ms(self, request: httpx.Request, response: httpx.Response, content: bytes) -> int | None:
+        """What time it is at the hub, if it has refused this very request for its date and has signed that."""
+        problem = _problem(content) if response.status_code == HTTPStatus.UNAUTHORIZED else None
+        if problem is None or problem.clock is None or HEADER_NONCE not in request.headers:
+            return None
+        try:
+            clock = self.opened(problem.clock)
+        except ProtocolError as error:
+            log.warning("%s says what time it is, and is not believed: %s", request.url.host, error)
+            return None
+        return clock.now_ms if (clock.node, clock.nonce) == (self.key.node, request.headers[HEADER_NONCE]) else None
 
     def _capped(self, response: httpx.Response, call: Call) -> bytes:
         """The whole body, read piece by piece so that one over the cap is never held, nor one waited for that drips.
@@ -265,13 +289,6 @@ class Transport:
             f"({call.method} {call.path}) for {tried_s:.0f} s: {failure}; "
             "check the address, that the hub is running, and this machine's network"
         )
-
-
-def _hub_ms(response: httpx.Response) -> int | None:
-    """What time it is at the hub, if it has refused a signed request for its date."""
-    text = response.headers.get(HEADER_TIME, "")
-    signed = response.status_code == HTTPStatus.UNAUTHORIZED and HEADER_TIME in response.request.headers
-    return int(text) if signed and text.isascii() and text.isdigit() and len(text) <= MAX_TIME_DIGITS else None
 
 
 def _sorted_out(response: httpx.Response, content: bytes) -> bytes:

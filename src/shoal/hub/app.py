@@ -29,7 +29,7 @@ from shoal.hub import (
     routes_uploads,
     routes_worker,
 )
-from shoal.hub.auth import SKEW
+from shoal.hub.auth import WrongClock
 from shoal.hub.door import HEADER_REQUEST, Door, Edge, visit_of
 from shoal.hub.limits import TooMuch
 from shoal.hub.metrics import StateMetrics, run_metrics
@@ -38,8 +38,7 @@ from shoal.hub.service.figures import Figures, read_figures
 from shoal.hub.settings import HubConfig
 from shoal.hub.slots import Busy, UploadSlots
 from shoal.hub.state.refusals import Refusal
-from shoal.protocol import Problem
-from shoal.protocol.signing import HEADER_TIME
+from shoal.protocol import Problem, SignedDocument
 from shoal.runtime.clock import Clock, SystemClock
 
 TICK_S = 1.0
@@ -101,17 +100,18 @@ def _note_failure(hub: Hub, what: str, error: Exception) -> None:
         hub.context.fail(error)
 
 
-def _problem(request: Request, status: int, code: str, message: str) -> JSONResponse:
+def _problem(
+    request: Request, status: int, code: str, message: str, clock: SignedDocument | None = None
+) -> JSONResponse:
     visit_of(request.scope).code = code
-    return JSONResponse(Problem(code=code, message=message).model_dump(), status_code=status)
+    body = Problem(code=code, message=message, clock=clock).model_dump(exclude_none=True)
+    return JSONResponse(body, status_code=status)
 
 
 async def _on_refusal(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, Refusal)
-    answer = _problem(request, error.status, error.code, error.sentence)
-    if error.code == SKEW:  # the caller dates its next request by the hub's clock
-        hub: Hub = request.app.state.hub
-        answer.headers[HEADER_TIME] = str(hub.context.clock.now_ms())
+    clock = error.clock if isinstance(error, WrongClock) else None
+    answer = _problem(request, error.status, error.code, error.sentence, clock)
     if isinstance(error, TooMuch | Busy):
         answer.headers["retry-after"] = str(error.retry_after_s)
     return answer
@@ -136,9 +136,8 @@ async def _on_defect(request: Request, _error: Exception) -> JSONResponse:
     """The server logs the traceback; the caller gets a `Problem` like everybody else, outside of the door."""
     number = visit_of(request.scope).number
     message = f"the hub failed in a way it does not understand; its log says more about request {number}"
-    return JSONResponse(
-        Problem(code="hub.defect", message=message).model_dump(), status_code=500, headers={HEADER_REQUEST: number}
-    )
+    body = Problem(code="hub.defect", message=message).model_dump(exclude_none=True)
+    return JSONResponse(body, status_code=500, headers={HEADER_REQUEST: number})
 
 
 async def _on_failure(request: Request, error: Exception) -> JSONResponse:

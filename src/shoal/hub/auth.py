@@ -25,13 +25,22 @@ from shoal.hub.service import Context
 from shoal.hub.state.nodes import require_welcome
 from shoal.hub.state.refusals import Refusal
 from shoal.hub.state.rows import NodeRow
-from shoal.protocol import Registration, RequestSignature, Role, node_id, verify_body, verify_request
+from shoal.protocol import (
+    HubClock,
+    Registration,
+    RequestSignature,
+    Role,
+    SignedDocument,
+    node_id,
+    sign_document,
+    verify_body,
+    verify_request,
+)
 from shoal.protocol.signing import MAX_SKEW_MS
 
 SMALL_BODY_BYTES = 64 * 1024
 NONCE_MARGIN_MS = 1_000
 SKEW = "auth.skew"
-"""The answer carries the hub's time in `shoal-time`, for whoever wants to ask again by the hub's clock."""
 TOO_FAST = ("rate.key", "this key asks too often: wait as long as Retry-After says; one machine needs one worker")
 TOO_NEW = ("rate.registrations", "too many new keys from your address: wait as long as Retry-After says")
 
@@ -49,7 +58,7 @@ async def authenticate(
 ) -> Caller:
     """The caller of a signed request, or a refusal: 401 unproven, 403 wrong role, 413 too big. No roles: any."""
     signature = _parse(request.headers)
-    _check_clock(signature, context.clock.now_ms())
+    _check_clock(context, signature)
     node = await run_in_threadpool(_identify, context, request, signature, roles)
     body = await read_body(request, max_bytes, node.node)
     _check_body(signature, body)
@@ -61,7 +70,7 @@ async def authenticate(
 async def authenticate_newcomer(context: Context, request: Request) -> Registration:
     """A registration that is signed by the very key it brings."""
     signature = _parse(request.headers)
-    _check_clock(signature, context.clock.now_ms())
+    _check_clock(context, signature)
     body = await read_body(request, SMALL_BODY_BYTES, signature.node)
     registration = parse_json(body, Registration)
     if signature.node != node_id(registration.public_key):
@@ -78,15 +87,25 @@ def _parse(headers: Mapping[str, str]) -> RequestSignature:
         raise Refusal(401, "auth.unsigned", str(error)) from error
 
 
-def _check_clock(signature: RequestSignature, now_ms: int) -> None:
+class WrongClock(Refusal):
+    """A request that is dated too far from the hub's time, which is told with it: signed, and for this request only."""
+
+    def __init__(self, sentence: str, clock: SignedDocument) -> None:
+        super().__init__(401, SKEW, sentence)
+        self.clock = clock
+
+
+def _check_clock(context: Context, signature: RequestSignature) -> None:
     """Before anything is read; the sentence is the one that `verify_request` has for it."""
+    now_ms = context.clock.now_ms()
     skew_ms = signature.at_ms - now_ms
     if abs(skew_ms) > MAX_SKEW_MS:
-        raise Refusal(
-            401,
-            SKEW,
+        run, key = context.config.run_id, context.config.key
+        clock = HubClock(run=run, node=signature.node, nonce=signature.nonce, now_ms=now_ms)
+        raise WrongClock(
             f"the request's clock is {abs(skew_ms) / 1000:.0f} s {'ahead' if skew_ms > 0 else 'behind'}; at most "
             f"{MAX_SKEW_MS // 1000} s are allowed: set this machine's clock (for instance with NTP)",
+            sign_document(clock, key),
         )
 
 

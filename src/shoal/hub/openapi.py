@@ -81,9 +81,10 @@ hex over these lines joined by newlines:
     <method> <newline> <run id> <newline> <path with query> <newline> <node> <newline> <time> <newline> <nonce>
     <SHA-256 of the body, hex>
 
-A time more than two minutes off the hub's is refused with `auth.skew`, and the answer's `{HEADER_TIME}` says what time
-it is there. A node that speaks another protocol than the hub is refused when it registers (`protocol.version`).
-`shoal.client.HubClient` does all this for you. Every refusal is a `Problem` with a stable `code` and a sentence.
+A time more than two minutes off the hub's is refused with `auth.skew`, and the answer's `clock` says what time it is
+there: a `HubClock` that the hub has signed, with the node and nonce of that very request. A node that speaks another
+protocol than the hub is refused when it registers (`protocol.version`). `shoal.client.HubClient` does all this for you.
+Every refusal is a `Problem` with a stable `code` and a sentence.
 Bulk bodies (`{BULK}`) are msgpack in a zstd frame.
 """
 

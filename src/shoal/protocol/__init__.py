@@ -9,7 +9,7 @@
     verdict     Verdict, VerdictReport, Outcome, Severity, CheckResult, Tally, Audit
     batch       Batch, TrainingBatch, StepReport
     evaluation  EvaluationSlice, EvaluationReport, Evaluation: held-out scores while training
-    node        Registration, Heartbeat, NodeView, RunInfo, RoleCertificate
+    node        Registration, Heartbeat, HubClock, NodeView, RunInfo, RoleCertificate
     status      RunStatus, LedgerEntry, Problem
     story       UnitStory, NodeStory: why something happened
     admin       AdminAction: what the run's owner may order
@@ -54,6 +54,7 @@ from shoal.protocol.lease import (
 from shoal.protocol.node import (
     Heartbeat,
     HeartbeatReply,
+    HubClock,
     NodeState,
     NodeView,
     Registration,
@@ -122,8 +123,8 @@ __all__ = [
     "AdminRequest", "AdminVerb", "Audit", "AuditReply", "AuditRequest", "Batch", "BatchGroup", "BatchReply",
     "BatchRequest", "BroadcastHead", "CheckResult", "Chunk", "Conduct", "Delta", "Depth", "DialogueTerms", "Document",
     "Entry", "Evaluation", "EvaluationPage", "EvaluationReport", "EvaluationSlice", "EvaluationTask", "Heartbeat",
-    "HeartbeatReply", "Lease", "LeaseRelease", "LeaseReply", "LeaseRequest", "LeaseStory", "LedgerEntry", "LedgerHead",
-    "LedgerPage", "Limits", "Message", "NodePage", "NodeState", "NodeStory", "NodeView", "Outcome",
+    "HeartbeatReply", "HubClock", "Lease", "LeaseRelease", "LeaseReply", "LeaseRequest", "LeaseStory", "LedgerEntry",
+    "LedgerHead", "LedgerPage", "Limits", "Message", "NodePage", "NodeState", "NodeStory", "NodeView", "Outcome",
     "PolicyAnnouncement", "PolicyManifest", "PolicyRef", "Problem", "ProofParameters", "Receipt", "RecentVerdict",
     "RefusedVerdict", "Registration", "RequestSignature", "Role", "RoleCertificate", "Rollout", "RolloutReward",
     "RunInfo", "RunStatus", "SamplingParameters", "Severity", "SignedDocument", "SigningKey", "Standing", "StepReport",

@@ -83,6 +83,16 @@ class Registration(Message):
     vouch: SignedDocument | None = Field(default=None)
 
 
+class HubClock(Document):
+    """What time it is at the hub, told to who dated a request wrongly. It names the request, so it answers no other."""
+
+    kind: ClassVar[str] = "hub-clock"
+    run: str
+    node: str
+    nonce: str
+    now_ms: int
+
+
 class NodeView(Message):
     """A node as the hub sees it; also what a worker is told about itself.
 

@@ -10,7 +10,7 @@ from shoal.protocol.batch import StepReport
 from shoal.protocol.evaluation import Evaluation
 from shoal.protocol.node import NodeView
 from shoal.protocol.policy import HEX_256, LedgerHead, PolicyRef
-from shoal.protocol.signing import Message
+from shoal.protocol.signing import Message, SignedDocument
 
 Conduct = Literal["running", "paused", "draining"]
 
@@ -93,7 +93,11 @@ class RunStatus(Message):
 
 
 class Problem(Message):
-    """The body of every error answer: a stable code for programs, a sentence for people."""
+    """The body of every error answer: a stable code for programs, a sentence for people.
+
+    `clock` is there when a request was refused for its date (`auth.skew`): a `HubClock`, signed.
+    """
 
     code: str
     message: str
+    clock: SignedDocument | None = None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import httpx
 import pytest
@@ -12,6 +13,7 @@ from fake_run import (
     ROOT,
     RUN,
     STRANGER,
+    TRAINER,
     ScriptedHub,
     answer,
     lease,
@@ -34,12 +36,15 @@ from shoal.errors import (
 from shoal.protocol import (
     Heartbeat,
     HeartbeatReply,
+    HubClock,
     LeaseReply,
     LeaseRequest,
     LedgerHead,
     NodeState,
     NodeView,
+    Problem,
     Receipt,
+    SigningKey,
     SubmissionBodies,
     TrainingBatch,
     fingerprint,
@@ -221,10 +226,20 @@ def test_a_patient_twin_shares_the_run_but_not_the_patience() -> None:
     assert sum(hub.stop.waits) <= 1.0
 
 
+def wrong_clock(hub_ms: int, by: SigningKey = HUB, **changes: Any) -> Callable[[httpx.Request], httpx.Response]:
+    """A hub that refuses a request for its date, and says what time it is."""
+
+    def refused(request: httpx.Request) -> httpx.Response:
+        fields = {"run": RUN, "node": NODE.node, "nonce": request.headers["shoal-nonce"], "now_ms": hub_ms, **changes}
+        clock = signed(HubClock(**fields), by)
+        return answer(Problem(code="auth.skew", message="the clock is off", clock=clock), 401)
+
+    return refused
+
+
 def test_told_that_its_clock_is_wrong_it_asks_again_by_the_hubs_and_keeps_to_that() -> None:
     hub_ms = ScriptedHub().clock.now_ms() - 3_600_000
-    skew = refusal(401, "auth.skew", "the request's clock is 3600 s ahead", shoal_time=str(hub_ms))
-    hub = ScriptedHub(script=[skew, answer(VIEW), answer(HeartbeatReply(node=VIEW))])
+    hub = ScriptedHub(script=[wrong_clock(hub_ms), answer(VIEW), answer(HeartbeatReply(node=VIEW))])
     client = hub.client()
     client.register("n", "worker", None)
     client.patient(5.0).heartbeat(Heartbeat())
@@ -235,24 +250,44 @@ def test_told_that_its_clock_is_wrong_it_asks_again_by_the_hubs_and_keeps_to_tha
 
 def test_two_requests_refused_for_the_same_clock_are_both_asked_again() -> None:
     """As two threads do: the second refusal is no news, but its request was dated before the first."""
-    hub_ms = ScriptedHub().clock.now_ms() + 3_600_000
-    skew = refusal(401, "auth.skew", "the request's clock is 3600 s behind", shoal_time=str(hub_ms))
+    skew = wrong_clock(ScriptedHub().clock.now_ms() + 3_600_000)
 
-    def refused_meanwhile(_request: httpx.Request) -> httpx.Response:
+    def refused_meanwhile(request: httpx.Request) -> httpx.Response:
         assert client.register("n", "worker", None) == VIEW
-        return skew
+        return skew(request)
 
     hub = ScriptedHub(script=[refused_meanwhile, skew, answer(VIEW), answer(HeartbeatReply(node=VIEW))])
     client = hub.client()
     assert client.heartbeat(Heartbeat()).node == VIEW
 
 
-@pytest.mark.parametrize("said", ["", "-5", "soon", "9" * 16, None])
-def test_a_hub_that_has_nothing_new_to_say_about_the_time_has_refused(said: str | None) -> None:
-    right = str(ScriptedHub().clock.now_ms())
-    skew = refusal(401, "auth.skew", "the clock is off", shoal_time=right if said is None else said)
-    hub = ScriptedHub(script=[skew] * 3)
+NOW_MS, LATER_MS = ScriptedHub().clock.now_ms(), ScriptedHub().clock.now_ms() + 3_600_000
+
+
+@pytest.mark.parametrize(
+    "refused",
+    [
+        refusal(401, "auth.skew", "the clock is off", shoal_time=str(LATER_MS)),
+        wrong_clock(NOW_MS),
+        wrong_clock(LATER_MS, by=STRANGER),
+        wrong_clock(LATER_MS, by=TRAINER),
+        wrong_clock(LATER_MS, nonce="n" * 24),
+        wrong_clock(LATER_MS, node=STRANGER.node),
+        wrong_clock(LATER_MS, run="other-run"),
+    ],
+    ids=["unsigned", "the same time", "a stranger", "another role", "another request", "another node", "another run"],
+)
+def test_time_that_no_hub_signed_for_this_request_corrects_no_clock(refused: Any) -> None:
+    hub = ScriptedHub(script=[refused] * 3)
     with pytest.raises(HubRefused, match="the clock is off"):
+        hub.client().register("n", "worker", None)
+    assert len(hub.requests) == 1
+
+
+@pytest.mark.parametrize("hours", [-15.1, 15.1, 7 * 24])
+def test_a_clock_that_is_too_far_off_is_not_corrected(hours: float) -> None:
+    hub = ScriptedHub(script=[wrong_clock(NOW_MS + round(hours * 3_600_000))] * 3)
+    with pytest.raises(HubRefused, match="set this machine's clock"):
         hub.client().register("n", "worker", None)
     assert len(hub.requests) == 1
 

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import httpx
 import pytest
-from hubkit import ROOT, Actor, Bench, code_of, fresh_request, make_config, ok, worker_key
+from hubkit import HUB, ROOT, Actor, Bench, code_of, fresh_request, make_config, ok, worker_key
 
 from shoal.client import HubClient
 from shoal.client.asgi import AsgiTransport
 from shoal.hub import create_app
 from shoal.ledger import verify
-from shoal.protocol import LeaseRequest, LedgerPage, RunStatus, fingerprint
+from shoal.protocol import HubClock, LeaseRequest, LedgerPage, RunStatus, SignedDocument, fingerprint, open_document
 from shoal.runtime.clock import ManualClock
 from shoal.runtime.stop import StopToken
 
@@ -109,8 +109,10 @@ def test_a_machine_whose_clock_is_wrong_is_told_the_time_and_takes_part(bench: B
 
 
 def test_only_a_refusal_for_the_clock_says_what_time_it_is(bench: Bench) -> None:
-    assert "shoal-time" not in bench.http.post("/heartbeat").headers
+    assert "clock" not in bench.http.post("/heartbeat").json()
     early = Actor(bench.alice.key, bench.http, ManualClock(bench.clock.now_ms() - 121_000))
     answer = early.call("POST", "/heartbeat", {})
     assert code_of(answer) == (401, "auth.skew")
-    assert answer.headers["shoal-time"] == str(bench.clock.now_ms())
+    clock = open_document(SignedDocument.model_validate(answer.json()["clock"]), HubClock, HUB.public_key)
+    assert (clock.node, clock.now_ms) == (bench.alice.key.node, bench.clock.now_ms())
+    assert clock.nonce == answer.request.headers["shoal-nonce"]
