@@ -17,6 +17,7 @@ from shoal.errors import ConfigError, LedgerError, ResourceError
 from shoal.hub.state.commands import (
     AddBatch,
     AddPolicy,
+    AddShown,
     AddVerdict,
     Command,
     RaiseAlarm,
@@ -27,7 +28,7 @@ from shoal.hub.state.commands import (
     SaveUnit,
 )
 from shoal.hub.state.machines import LeaseState, SubmissionState, UnitState
-from shoal.hub.state.rows import Progress, UnitRow
+from shoal.hub.state.rows import Progress, ShownRow, UnitRow
 from shoal.hub.storage import MemoryStorage, Presence, SqliteStorage, StaleRow, Storage
 from shoal.hub.storage.protocol import Outgoing
 from shoal.protocol import Batch, LedgerEntry, NodeState, PolicyRef, StepReport, Tally
@@ -512,3 +513,38 @@ class TestSqlite:
             assert pragma("PRAGMA foreign_keys").scalar() == 1
             assert int(pragma("PRAGMA busy_timeout").scalar() or 0) >= 1000
         storage.close()
+
+
+def test_what_was_shown_of_leases_is_kept_part_by_part(storage: Storage) -> None:
+    apply(storage, *leased(0), *leased(1, deadline_ms=50), *leased(2))
+    parts = [
+        ShownRow("u0a0", 0, (32, 0), b"\x00\xff"),
+        ShownRow("u0a0", 1, (64, 32), b"b"),
+        ShownRow("u1a0", 0, (1, 0), b"c"),
+    ]
+    apply(storage, *map(AddShown, parts))
+    with storage.read() as reader:
+        assert reader.shown("u0a0") == parts[:2]
+        assert reader.last_shown("u0a0") == parts[1]
+        assert (reader.shown("u2a0"), reader.last_shown("u2a0")) == ([], None)
+        assert [row.lease for row in reader.showing()] == ["u1a0", "u0a0"]
+    with pytest.raises(StaleRow):
+        apply(storage, AddShown(replace(parts[1], body=b"other")))
+    with pytest.raises(StaleRow):
+        apply(storage, AddShown(replace(parts[0], lease="u9a0")))
+
+
+def test_what_was_shown_is_dropped_after_the_lease_has_ended_and_its_submission_is_judged(storage: Storage) -> None:
+    apply(storage, *leased(0), *leased(1), *leased(2))
+    apply(storage, *(AddShown(ShownRow(f"u{number}a0", part, (1,), b"x")) for number in range(3) for part in range(2)))
+    ended = [lease(0).to(LeaseState.EXPIRED, 100), lease(1).to(LeaseState.SUBMITTED, 100)]
+    apply(storage, *(SaveLease(row, LeaseState.ACTIVE) for row in ended), SaveSubmission(submission(1), None))
+    with storage.write() as transaction:
+        assert transaction.forget_shown(100) == 0
+        assert transaction.forget_shown(101) == 2, "not of the lease at work, nor of what is to be judged"
+    judged = submission(1).to(SubmissionState.AUDITING).to(SubmissionState.INCONCLUSIVE)
+    apply(storage, SaveSubmission(submission(1).to(SubmissionState.AUDITING), SubmissionState.RECEIVED))
+    apply(storage, SaveSubmission(judged, SubmissionState.AUDITING))
+    with storage.write() as transaction:
+        assert transaction.forget_shown(101) == 2
+        assert len(transaction.shown("u2a0")) == 2

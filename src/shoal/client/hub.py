@@ -63,9 +63,11 @@ from shoal.protocol import (
     VerdictReport,
     first_problem,
     open_document,
+    pack,
     submission_digest,
     unpack,
 )
+from shoal.protocol.progress import ProgressReply, ShownProgress
 from shoal.protocol.upload import UploadCommit, UploadRequest, UploadTicket
 from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.stop import StopToken
@@ -218,6 +220,11 @@ class HubClient:
 
     def release(self, release: LeaseRelease) -> None:
         self._send("POST", "/leases/release", release)
+
+    def show(self, lease_id: str, progress: ShownProgress) -> ProgressReply:
+        """Show finished chunks of a lease; what the hub has of it now, and its deadline."""
+        path = f"/leases/{quote(lease_id, safe='')}/progress"
+        return self._parsed(path, self._ask(Call("POST", path, pack(progress), content_type=BULK)), ProgressReply)
 
     def submit(self, lease_id: str, body: bytes) -> Receipt:
         """Hand in a packed submission. The receipt is verified: it is for these bytes, this node, this lease."""

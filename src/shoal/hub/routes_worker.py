@@ -19,6 +19,7 @@ from shoal.protocol import (
     Registration,
     SignedDocument,
 )
+from shoal.protocol.progress import SHOWN_BYTES, ProgressReply
 
 router = APIRouter()
 
@@ -80,6 +81,18 @@ async def release(request: Request, hub: HubDependency) -> None:
     """Their units go to somebody else at once. Leases that have ended are ignored."""
     caller = await authenticate(hub.context, request, roles=("worker",))
     await serve(hub.work.release, caller.node, parse_json(caller.body, LeaseRelease))
+
+
+_SHOW = describes("worker", (401, 403, 404, 410, 413, 422))
+_SHOW["openapi_extra"]["requestBody"] = bulk_body("a `ShownProgress`: msgpack in a zstd frame")
+
+
+@router.post("/leases/{lease}/progress", summary="Show finished chunks of a lease at work", **_SHOW)
+async def show(lease: str, request: Request, hub: HubDependency) -> ProgressReply:
+    """For workers on probation: more time for a lease, against token ids and proofs. Chunks that do not begin where the
+    hub's copy ends are left out; the answer says where that is. 410 if the lease has ended."""
+    caller = await authenticate(hub.context, request, roles=("worker",), max_bytes=SHOWN_BYTES)
+    return await serve(hub.showing.show, caller.node, lease, caller.body)
 
 
 _SUBMIT = describes("worker", (401, 403, 404, 409, 410, 413, 422))

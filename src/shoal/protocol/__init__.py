@@ -6,6 +6,7 @@
     lease       Lease, LeaseRequest, LeaseReply, LeaseRelease, SamplingParameters, ProofParameters,
                 DialogueTerms
     submission  Submission, Rollout, Receipt (bulk, msgpack)
+    progress    ShownProgress, ProgressReply: finished chunks of a lease at work (bulk)
     verdict     Verdict, VerdictReport, Outcome, Severity, CheckResult, Tally, Audit
     batch       Batch, TrainingBatch, StepReport
     evaluation  EvaluationSlice, EvaluationReport, Evaluation: held-out scores while training

@@ -8,7 +8,9 @@ from typing import Annotated, ClassVar, Literal
 import msgspec
 from pydantic import Field
 
+from shoal.protocol.lease import MAX_GROUP
 from shoal.protocol.policy import HEX_256
+from shoal.protocol.progress import ShownPrefix
 from shoal.protocol.signing import Document, Message, SignedDocument
 
 MAX_REWARD = 1e6
@@ -78,8 +80,9 @@ class Tally(Message):
         )
 
 
-Depth = Literal["full", "light"]
-"""A light audit makes every check that needs no prefill, and computes the reward; for nodes with a long record."""
+Depth = Literal["full", "light", "progress"]
+"""A light audit makes every check that needs no prefill, and computes the reward; for nodes with a long record. An
+audit of progress is of a rollout that is not finished: what a node on probation showed of it."""
 
 
 class Verdict(Document):
@@ -158,7 +161,11 @@ class AuditRequest(Message):
 
 
 class Audit(Message):
-    """One submission to check: its bytes are at `GET /submissions?name=…`; `record` is its node's of late."""
+    """One submission to check: its bytes are at `GET /submissions?name=…`; `record` is its node's of late.
+
+    `shown` is what its node showed of it while it was generated: each rollout must begin with that. With the depth
+    `progress` it is a lease at work: a `Submission` with the shown tokens and proofs of one rollout, and nothing else.
+    """
 
     submission: str
     size_bytes: int
@@ -167,6 +174,7 @@ class Audit(Message):
     deadline_ms: int
     depth: Depth = "full"
     record: Tally = Tally()
+    shown: tuple[ShownPrefix, ...] = Field(default=(), max_length=MAX_GROUP)
 
 
 class AuditReply(Message):

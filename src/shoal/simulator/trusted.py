@@ -57,13 +57,14 @@ class Validator:
             self._world.wait(Topic.AUDITS, self)
             return
         takes_s = len(reply.audits) * self._world.scenario.audit_s
-        verdicts = [self._verdict(audit) for audit in reply.audits]
+        verdicts = [self._verdict(audit) for audit in reply.audits if audit.depth != "progress"]
         self._world.at(takes_s, lambda: self._report(verdicts))
 
     def _report(self, verdicts: Sequence[SignedDocument]) -> None:
         try:
             row = self._world.signed_in(self.node)
-            refused = self._world.hub.checking.verdicts(row, VerdictReport(verdicts=tuple(verdicts))).refused
+            report = VerdictReport(verdicts=tuple(verdicts)) if verdicts else None
+            refused = self._world.hub.checking.verdicts(row, report).refused if report else ()
         except HubDown:
             self._world.at(RETRY_S, lambda: self._report(verdicts))
             return

@@ -4,6 +4,7 @@
     membership  Membership: register, heartbeat
     work        Work: lease, release, submit                     (workers)
     uploads     Uploads: ticket, commit                          (workers, past the hub)
+    showing     Showing: chunks of a lease at work               (workers on probation; looked at by validators)
     checking    Checking: audits, verdicts, bodies               (validators)
     evaluating  Evaluating: slices of evaluations, reports       (validators; results: anyone)
     drawing     Drawing: which task a unit gets, and its prompt
@@ -31,6 +32,7 @@ from shoal.hub.service.membership import Membership
 from shoal.hub.service.posting import Posting
 from shoal.hub.service.readiness import Ready
 from shoal.hub.service.reporting import Reporting
+from shoal.hub.service.showing import Showing
 from shoal.hub.service.stories import Stories
 from shoal.hub.service.training import Training
 from shoal.hub.service.upkeep import Upkeep
@@ -53,7 +55,8 @@ class Hub:
         self.work = Work(self.context)
         self.uploads = Uploads(self.context, self.work)
         self.evaluating = Evaluating(self.context, self.work.drawing)
-        self.checking = Checking(self.context, self.evaluating)
+        self.showing = Showing(self.context)
+        self.checking = Checking(self.context, self.evaluating, self.showing)
         self.training = Training(self.context)
         self.reporting = Reporting(self.context, self.posting)
         self.stories = Stories(self.context, self.posting)

@@ -9,6 +9,7 @@ from shoal.hub.changes import Topic
 from shoal.hub.service.context import Context, node_label
 from shoal.hub.service.evaluating import Evaluating, require_environment
 from shoal.hub.service.owner import require_trusted
+from shoal.hub.service.showing import Showing
 from shoal.hub.state import newcomers, pacing
 from shoal.hub.state.audits import Case, Ruling, abandon, claim, expire, judge
 from shoal.hub.state.machines import SubmissionState
@@ -38,9 +39,10 @@ TRIES = 4
 
 
 class Checking:
-    def __init__(self, context: Context, evaluating: Evaluating) -> None:
+    def __init__(self, context: Context, evaluating: Evaluating, showing: Showing) -> None:
         self._context = context
         self._evaluating = evaluating
+        self._showing = showing
         self._owed = 0.0  # audits saved up for newcomers
 
     def audits(self, node: NodeRow, request: AuditRequest) -> AuditReply:
@@ -77,6 +79,10 @@ class Checking:
         with context.storage.read() as reader:  # not above: whoever claims must lock no node
             found = tuple(self._audit(reader, claimed.row) for claimed in claims)
             pending = bool(claims) or bool(reader.submissions_in([SubmissionState.AUDITING], 1))
+            if request.evaluate != "only":
+                idle = not claims and slice_ is None
+                shown = self._showing.audit(reader, moment, (audit.size_bytes for audit in found), idle)
+                found = found if shown is None else (*found, shown)
         if found:
             point("hub.audit.after_commit")
         if found or slice_ is not None:
@@ -111,6 +117,7 @@ class Checking:
         In one transaction, or where hubs share a database in one for each node: nobody is locked for another's sake.
         """
         rulings = [self._open(node, signed) for signed in report.verdicts]
+        self._showing.keep(each.verdict for each in rulings if isinstance(each, Ruling))
         pairs = list(zip(report.verdicts, rulings, strict=True))
         parts = _by_node(pairs) if self._context.storage.is_shared else [pairs]
         refused = [each for part in parts for each in self._rule(node, part)]
@@ -123,14 +130,14 @@ class Checking:
         self, validator: NodeRow, pairs: Sequence[tuple[SignedDocument, Ruling | Refusal]]
     ) -> list[RefusedVerdict]:
         refused: list[RefusedVerdict] = []
-        with self._context.decision() as (transaction, _moment):
+        with self._context.decision() as (transaction, moment):
             require_trusted(transaction, validator.public_key)
             transaction.lock_nodes(each.verdict.node for _, each in pairs if isinstance(each, Ruling))
             for signed, ruling in pairs:
                 try:
                     if isinstance(ruling, Refusal):
                         raise ruling
-                    case = self._case(transaction, ruling.verdict)
+                    case = self._case(transaction, moment, ruling.verdict)
                     transaction.apply(judge(self._context.moment(transaction), case, ruling))
                 except Refusal as refusal:
                     refused.append(_refused(signed, refusal))
@@ -140,14 +147,16 @@ class Checking:
 
     def bodies(self, names: Sequence[str]) -> bytes:
         """The bytes of several submissions, packed."""
+        shown = {name: body for name in names if (body := self._showing.body(name)) is not None}
         with self._context.storage.read() as reader:
             known = reader.submissions_named(names)
         for name in names:
-            if name not in known:
+            if name not in known and name not in shown:
                 raise _unknown(name)
-        if sum(row.size_bytes for row in known.values()) > MAX_BODIES_BYTES:
+        if sum(row.size_bytes for row in known.values()) + sum(map(len, shown.values())) > MAX_BODIES_BYTES:
             raise Refusal(413, "submission.too_many", f"together they exceed {MAX_BODIES_BYTES} bytes: ask for fewer")
-        return pack(SubmissionBodies([self._context.blobs.get(name) for name in names]), level=1)
+        bodies = [shown[name] if name in shown else self._context.blobs.get(name) for name in names]
+        return pack(SubmissionBodies(bodies), level=1)
 
     def _open(self, node: NodeRow, signed: SignedDocument) -> Ruling | Refusal:
         try:
@@ -164,8 +173,11 @@ class Checking:
             return refusal
         return Ruling(verdict, node.node, signed.model_dump_json())
 
-    def _case(self, transaction: Writer, verdict: Verdict) -> Case:
+    def _case(self, transaction: Writer, moment: Moment, verdict: Verdict) -> Case:
         submission = transaction.submission(verdict.submission)
+        if submission is None:
+            self._showing.receive(transaction, moment, verdict)
+            submission = transaction.submission(verdict.submission)
         if submission is None:
             raise _unknown(verdict.submission)
         unit, node = transaction.unit(submission.unit), transaction.node(submission.node)
@@ -192,6 +204,7 @@ class Checking:
             deadline_ms=row.claimed_until_ms or 0,
             depth=row.depth,
             record=node.record,
+            shown=self._showing.prefixes(reader, row.lease),
         )
 
 

@@ -21,7 +21,7 @@ from shoal.hub.storage import Reader
 from shoal.protocol.signing import MAX_SKEW_MS
 from shoal.runtime.crash import point
 
-NONCES_EVERY_MS = 60_000
+FORGET_EVERY_MS = 60_000
 NONCES_PER_PAGE = 5_000
 MATURED_PER_TICK = 500
 """After a long pause of the hub much is due; others get their turn in between."""
@@ -38,7 +38,7 @@ class Upkeep:
         self._context = context
         self._posting = posting
         self._evaluating = evaluating
-        self._nonces_at_ms = 0
+        self._forgot_at_ms = 0
         self._ticked_ms = context.clock.now_ms()
 
     def tick(self) -> None:
@@ -51,7 +51,7 @@ class Upkeep:
         if not leads:
             return
         failures: list[Exception] = []
-        for part in (self._end_overdue, self._end_silent, self._mature, self._post, self._forget_nonces):
+        for part in (self._end_overdue, self._end_silent, self._mature, self._post, self._forget):
             try:
                 part(now_ms)
             except Exception as error:  # noqa: BLE001  raised below
@@ -64,11 +64,14 @@ class Upkeep:
     def _post(self, _now_ms: int) -> None:
         self._posting.post()
 
-    def _forget_nonces(self, now_ms: int) -> None:
-        """In pages, and later than one hub would need: another hub's clock may be behind by as much as is allowed."""
-        if now_ms - self._nonces_at_ms < NONCES_EVERY_MS:
+    def _forget(self, now_ms: int) -> None:
+        """Nonces, in pages, and later than one hub would need: another hub's clock may be behind by as much as is
+        allowed. And what was shown of leases that have ended."""
+        if now_ms - self._forgot_at_ms < FORGET_EVERY_MS:
             return
-        self._nonces_at_ms = now_ms
+        self._forgot_at_ms = now_ms
+        with self._context.storage.write(durable=False) as transaction:
+            transaction.forget_shown(now_ms - FORGET_EVERY_MS)
         forgotten = NONCES_PER_PAGE
         while forgotten == NONCES_PER_PAGE:
             with self._context.storage.write(durable=False) as transaction:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from shoal.hub.state.machines import EvaluationState, LeaseState, SubmissionState, UnitState
-from shoal.hub.state.rows import EvaluationRow, LeaseRow, NodeRow, SubmissionRow, TaskRow, UnitRow
+from shoal.hub.state.rows import EvaluationRow, LeaseRow, NodeRow, ShownRow, SubmissionRow, TaskRow, UnitRow
 from shoal.protocol import Batch, NodeState, PolicyRef
 
 
@@ -71,6 +71,11 @@ class AddVerdict:
 
 
 @dataclass(frozen=True)
+class AddShown:
+    row: ShownRow
+
+
+@dataclass(frozen=True)
 class RaiseAlarm:
     """Something the run's owner should look at; at most one per step and code."""
 
@@ -91,5 +96,5 @@ class Record:
 
 Command: TypeAlias = (
     SaveUnit | SaveLease | SaveSubmission | SaveNode | SaveEvaluation | SaveTask | AddPolicy | AddBatch | AddVerdict
-    | RaiseAlarm | Record
+    | AddShown | RaiseAlarm | Record
 )  # fmt: skip

@@ -172,6 +172,17 @@ class LeaseRow:
 
 
 @dataclass(frozen=True)
+class ShownRow:
+    """A part of what a node on probation showed of a lease at work. `tokens` has how many of each rollout are there
+    with it; `body` is the packed `ShownProgress` of what it added."""
+
+    lease: str
+    part: int
+    tokens: tuple[int, ...]
+    body: bytes = b""
+
+
+@dataclass(frozen=True)
 class SubmissionRow:
     """Bytes on the hub's disk, named by their hash; `receipt` is the signed promise as JSON.
 

@@ -18,6 +18,7 @@ from shoal import ledger
 from shoal.hub.state.commands import (
     AddBatch,
     AddPolicy,
+    AddShown,
     AddVerdict,
     Command,
     RaiseAlarm,
@@ -29,7 +30,14 @@ from shoal.hub.state.commands import (
     SaveTask,
     SaveUnit,
 )
-from shoal.hub.state.machines import UNDECIDED_UNITS, EvaluationState, SubmissionState, UnitState
+from shoal.hub.state.machines import (
+    UNDECIDED_SUBMISSIONS,
+    UNDECIDED_UNITS,
+    EvaluationState,
+    LeaseState,
+    SubmissionState,
+    UnitState,
+)
 from shoal.hub.state.rows import (
     EvaluationRow,
     Filled,
@@ -37,6 +45,7 @@ from shoal.hub.state.rows import (
     LeaseRow,
     NodeRow,
     Progress,
+    ShownRow,
     SubmissionRow,
     TaskRow,
     UnitRow,
@@ -217,6 +226,16 @@ class MemoryReader(MemoryStories):
         rows = [self._tables.leases[name] for name in self._tables.leases.requested.of((node, request))]
         return sorted(rows, key=lambda row: row.unit)
 
+    def shown(self, lease: str) -> list[ShownRow]:
+        return [self._tables.shown[key] for key in sorted(self._tables.shown.by_lease.of(lease))]
+
+    def last_shown(self, lease: str) -> ShownRow | None:
+        return self._tables.shown.get((lease, len(self._tables.shown.by_lease.of(lease)) - 1))
+
+    def showing(self) -> list[LeaseRow]:
+        rows = (self._tables.leases[name] for name in self._tables.shown.by_lease.groups())
+        return sorted((row for row in rows if row.state == LeaseState.ACTIVE), key=lambda row: row.deadline_ms)
+
     def submission(self, submission: str) -> SubmissionRow | None:
         return self._tables.submissions.get(submission)
 
@@ -391,6 +410,17 @@ class MemoryWriter(MemoryReader):
             del self._tables.nonces[key]
         return len(expired)
 
+    def forget_shown(self, before_ms: int) -> int:
+        shown, dropped = self._tables.shown, 0
+        for row in [self._tables.leases[name] for name in shown.by_lease.groups()]:
+            submitted = self.submission_of_lease(row.lease)
+            judged = submitted is None or submitted.state not in UNDECIDED_SUBMISSIONS
+            if row.ended_at_ms is not None and row.ended_at_ms < before_ms and judged:
+                for key in list(shown.by_lease.of(row.lease)):
+                    del shown[key]
+                    dropped += 1
+        return dropped
+
     def _save_unit(self, command: SaveUnit) -> None:
         _save(self._tables.units, command.row.unit, command)
 
@@ -417,6 +447,10 @@ class MemoryWriter(MemoryReader):
 
     def _add_batch(self, command: AddBatch) -> None:
         _add(self._tables.batches, command.batch.step, command.batch)
+
+    def _add_shown(self, command: AddShown) -> None:
+        _require_known(command.row.lease in self._tables.leases, command)
+        _add(self._tables.shown, (command.row.lease, command.row.part), command.row)
 
     def _add_verdict(self, command: AddVerdict) -> None:
         _require_known(command.submission in self._tables.submissions, command)
@@ -464,6 +498,7 @@ _APPLY: dict[type, Callable[[MemoryWriter, Any], None]] = {
     AddPolicy: MemoryWriter._add_policy,
     AddBatch: MemoryWriter._add_batch,
     AddVerdict: MemoryWriter._add_verdict,
+    AddShown: MemoryWriter._add_shown,
     RaiseAlarm: MemoryWriter._raise_alarm,
     Record: MemoryWriter._record,
 }

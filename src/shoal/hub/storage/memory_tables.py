@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 
 from shoal.hub.state.commands import RaiseAlarm
 from shoal.hub.state.machines import UNDECIDED_SUBMISSIONS, LeaseState, SubmissionState, UnitState
-from shoal.hub.state.rows import EvaluationRow, LeaseRow, NodeRow, SubmissionRow, TaskRow, UnitRow
+from shoal.hub.state.rows import EvaluationRow, LeaseRow, NodeRow, ShownRow, SubmissionRow, TaskRow, UnitRow
 from shoal.hub.storage.indexed import Counted, Grouped, Index, Journal, Ordered, Table, Told, Unique
 from shoal.hub.storage.protocol import Outgoing, Presence
 from shoal.protocol import Batch, LedgerEntry, NodeState, PolicyRef, StepReport
@@ -71,6 +71,12 @@ class Nonces(Table[tuple[str, str], int]):
     def __init__(self) -> None:
         self.expiring: Ordered[tuple[str, str], int] = Ordered(lambda until: (until,))
         super().__init__(self.expiring)
+
+
+class Shown(Table[tuple[str, int], ShownRow]):
+    def __init__(self) -> None:
+        self.by_lease: Grouped[tuple[str, int], ShownRow] = Grouped(lambda row: row.lease)
+        super().__init__(self.by_lease)
 
 
 class Tasks(Table[str, TaskRow]):
@@ -141,6 +147,7 @@ class Tables:
     units: Units = field(default_factory=Units)
     leases: Leases = field(init=False)
     submissions: Submissions = field(init=False)
+    shown: Shown = field(default_factory=Shown)
     verdicts: Table[str, str] = field(default_factory=Table)
     policies: Table[tuple[int, int], PolicyRef] = field(default_factory=Table)
     batches: Table[int, Batch] = field(default_factory=Table)

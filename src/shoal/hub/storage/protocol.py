@@ -26,6 +26,7 @@ from shoal.hub.state.rows import (
     LeaseRow,
     NodeRow,
     Progress,
+    ShownRow,
     SubmissionRow,
     TaskRow,
     UnitRow,
@@ -129,6 +130,18 @@ class Reader(Protocol):
 
     def requested_leases(self, node: str, request: str) -> list[LeaseRow]:
         """The leases that this request got, in order of unit."""
+        ...
+
+    def shown(self, lease: str) -> list[ShownRow]:
+        """What was shown of a lease, part by part."""
+        ...
+
+    def last_shown(self, lease: str) -> ShownRow | None:
+        """The last part of what was shown of a lease."""
+        ...
+
+    def showing(self) -> list[LeaseRow]:
+        """Active leases of which something was shown, by their deadline."""
         ...
 
     def unit(self, unit: int) -> UnitRow | None: ...
@@ -337,6 +350,11 @@ class Writer(Reader, Protocol):
 
     def forget_nonces(self, before_ms: int, limit: int) -> int:
         """Drop up to `limit` nonces that expired before then; how many."""
+        ...
+
+    def forget_shown(self, before_ms: int) -> int:
+        """Drop what was shown of leases that ended before then and have no submission that is to be judged yet; how
+        many parts."""
         ...
 
 

@@ -39,6 +39,7 @@ from shoal.hub.state.rows import (
     NodeRow,
     Pool,
     Progress,
+    ShownRow,
     SubmissionRow,
     TaskRow,
     UnitRow,
@@ -76,7 +77,7 @@ _PROGRESS = select(
         for column in (tables.policies.c.incarnation, tables.policies.c.version, tables.policies.c.digest)
     ),
 )
-_UNJUDGED = tables.submissions.c.state.in_([state.value for state in UNDECIDED_SUBMISSIONS])
+UNJUDGED = tables.submissions.c.state.in_([state.value for state in UNDECIDED_SUBMISSIONS])
 _FILLED = select(tables.units, tables.submissions).join(
     tables.submissions, tables.units.c.submission == tables.submissions.c.submission
 )
@@ -95,7 +96,7 @@ _IN_HAND = select(
         .scalar_subquery()
         for table, state in (
             (tables.leases, tables.leases.c.state == LeaseState.ACTIVE.value),
-            (tables.submissions, _UNJUDGED),
+            (tables.submissions, UNJUDGED),
         )
     )
 )
@@ -219,6 +220,23 @@ class SqlReader:
     def requested_leases(self, node: str, request: str) -> list[LeaseRow]:
         return [lease_of(row) for row in self._run("requested", lambda: _REQUESTED, who=node, request=request)]
 
+    def shown(self, lease: str) -> list[ShownRow]:
+        table = tables.shown
+        rows = self._connection.execute(select(table).where(table.c.lease == lease).order_by(table.c.part))
+        return [shown_of(row) for row in rows]
+
+    def last_shown(self, lease: str) -> ShownRow | None:
+        table = tables.shown
+        last = select(table).where(table.c.lease == lease).order_by(table.c.part.desc()).limit(1)
+        row = self._connection.execute(last).first()
+        return None if row is None else shown_of(row)
+
+    def showing(self) -> list[LeaseRow]:
+        table = tables.leases
+        shown = select(tables.shown.c.lease).where(tables.shown.c.part == 0)
+        query = select(table).where(table.c.state == LeaseState.ACTIVE.value, table.c.lease.in_(shown))
+        return [lease_of(row) for row in self._connection.execute(query.order_by(table.c.deadline_ms))]
+
     def submission(self, submission: str) -> SubmissionRow | None:
         table = tables.submissions
         row = self._run("submission", lambda: self._one(table, table.c.submission), key=submission).first()
@@ -245,7 +263,7 @@ class SqlReader:
 
     def light_audits(self, node: str) -> list[SubmissionRow]:
         table = tables.submissions
-        query = select(table).where(table.c.node == node, _UNJUDGED, table.c.depth == "light").order_by(table.c.unit)
+        query = select(table).where(table.c.node == node, UNJUDGED, table.c.depth == "light").order_by(table.c.unit)
         return [submission_of(row) for row in self._connection.execute(self._locked(query, table))]
 
     def untrained(self, node: str) -> list[Filled]:
@@ -452,6 +470,10 @@ def lease_of(row: Row[Any]) -> LeaseRow:
 
 def holding_of(row: Row[Any]) -> Holding:
     return Holding(lease_of(row), _unit(row, len(tables.leases.columns)))
+
+
+def shown_of(row: Row[Any]) -> ShownRow:
+    return ShownRow(row.lease, row.part, tuple(json.loads(row.tokens)), bytes(row.body))
 
 
 def submission_of(row: Row[Any], start: int = 0) -> SubmissionRow:

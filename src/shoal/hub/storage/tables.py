@@ -1,6 +1,6 @@
 """The tables, with the reason on each constraint. States are text, times whole milliseconds, documents JSON.
 
-nodes ◄── leases ──► units ◄── submissions ◄── verdicts
+nodes ◄── leases ──► units ◄── submissions ◄── verdicts        shown ──► leases
 policies    batches    ledger ◄── ledger_outbox    ledger_subjects    tasks    evaluations
 leaders    nonces    presence    reports    alarms    meta
 """
@@ -14,6 +14,7 @@ from sqlalchemy import (
     ForeignKey,
     Index,
     Integer,
+    LargeBinary,
     MetaData,
     String,
     Table,
@@ -106,6 +107,16 @@ leases = Table(
     # The same request gets the same leases: a retry cannot take a unit twice.
     UniqueConstraint("node", "request", "unit", name="one_lease_per_request_and_unit"),
     Index("leases_by_state", "state", "deadline_ms"),
+)
+
+shown = Table(
+    "shown",
+    metadata,
+    # One row per part: of two that race for the same place, one is refused and says it again.
+    Column("lease", ForeignKey("leases.lease"), primary_key=True),
+    Column("part", Integer, primary_key=True, autoincrement=False),
+    Column("tokens", Text, nullable=False),
+    Column("body", LargeBinary, nullable=False),
 )
 
 submissions = Table(

@@ -28,6 +28,7 @@ from shoal import ledger
 from shoal.hub.state.commands import (
     AddBatch,
     AddPolicy,
+    AddShown,
     AddVerdict,
     Command,
     RaiseAlarm,
@@ -42,7 +43,7 @@ from shoal.hub.state.commands import (
 from shoal.hub.state.rows import Progress
 from shoal.hub.storage import prepared, tables
 from shoal.hub.storage.protocol import Presence, StaleRow
-from shoal.hub.storage.queries import SqlReader
+from shoal.hub.storage.queries import UNJUDGED, SqlReader
 from shoal.protocol import LedgerEntry, StepReport
 
 
@@ -116,6 +117,12 @@ class SqlWriter(SqlReader):
         expired = select(table.c.node, table.c.nonce).where(table.c.expires_at_ms < before_ms).limit(limit)
         return self._connection.execute(delete(table).where(key.in_(expired))).rowcount
 
+    def forget_shown(self, before_ms: int) -> int:
+        leases, submissions, table = tables.leases, tables.submissions, tables.shown
+        undecided = select(submissions.c.lease).where(UNJUDGED)
+        ended = select(leases.c.lease).where(leases.c.ended_at_ms < before_ms, leases.c.lease.not_in(undecided))
+        return self._connection.execute(delete(table).where(table.c.lease.in_(ended))).rowcount
+
     def _save_unit(self, command: SaveUnit) -> None:
         self._save(tables.units, "unit", vars(command.row), command.was)
 
@@ -154,6 +161,10 @@ class SqlWriter(SqlReader):
 
     def _add_verdict(self, command: AddVerdict) -> None:
         self._change("add verdict", lambda: _inserting(tables.verdicts), vars(command))
+
+    def _add_shown(self, command: AddShown) -> None:
+        values = {**vars(command.row), "tokens": json.dumps(command.row.tokens)}
+        self._change("add shown", lambda: _inserting(tables.shown), values)
 
     def _raise_alarm(self, command: RaiseAlarm) -> None:
         self._upsert(tables.alarms, ["step", "code"], asdict(command))
@@ -231,6 +242,7 @@ _APPLY: dict[type, Callable[[SqlWriter, Any], None]] = {
     AddPolicy: SqlWriter._add_policy,
     AddBatch: SqlWriter._add_batch,
     AddVerdict: SqlWriter._add_verdict,
+    AddShown: SqlWriter._add_shown,
     RaiseAlarm: SqlWriter._raise_alarm,
     Record: SqlWriter._record,
 }

@@ -1,0 +1,185 @@
+"""Progress that nodes on probation show: taken in from them, given to validators, held against what they submit.
+
+    POST /leases/{lease}/progress ─► caps, form ─► a part in the database ─► the lease is renewed
+    POST /audits ─► one rollout of one lease, now and then ─► prefilled ─ wrong ─► verdict ─► as if it were submitted
+                                                                       └ right, or unsure ─► nothing is said
+    PUT /submissions ─► audit with what was shown
+
+What validators are given is kept in this process until the verdict on it comes: a hub that was restarted meanwhile does
+not know it any more, and the lease is looked at again. Only what failed becomes a submission, of the bytes that failed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from shoal.errors import CodecError
+from shoal.hub.changes import Topic
+from shoal.hub.service.context import Context
+from shoal.hub.state import draws, leases, showing, submissions
+from shoal.hub.state.commands import AddShown
+from shoal.hub.state.machines import LeaseState
+from shoal.hub.state.refusals import Refusal
+from shoal.hub.state.rows import LeaseRow, Moment, NodeRow
+from shoal.hub.storage import Reader, Writer
+from shoal.protocol import (
+    SUBMISSION_FORMAT,
+    Audit,
+    Lease,
+    Limits,
+    Outcome,
+    Rollout,
+    Severity,
+    SignedDocument,
+    Submission,
+    Verdict,
+    pack,
+    pack_tokens,
+    submission_digest,
+    unpack,
+)
+from shoal.protocol.progress import SHOWN_BYTES, ProgressReply, ShownPrefix, ShownProgress
+
+SHOWN_LIMITS = Limits(compressed_bytes=SHOWN_BYTES, inflated_bytes=SHOWN_BYTES)
+AUDIT_SHARE = 1 / 16
+"""What shown progress may take of the bytes that validators are given while submissions wait; bytes are tokens."""
+MOST_GIVEN = 64
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a validator was given to look at: the lease, and the bytes."""
+
+    lease: str
+    body: bytes
+
+
+class Showing:
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._lock = threading.Lock()
+        self._looked_at: dict[str, int] = {}  # lease: its shown tokens when it was last given to a validator
+        self._given: dict[str, Given] = {}  # by digest, the newest last
+        self._owed_bytes = 0.0
+
+    def show(self, node: NodeRow, lease: str, body: bytes) -> ProgressReply:
+        """Take chunks of a lease at work, and give it more time if there are more than before."""
+        try:
+            said = unpack(body, ShownProgress, SHOWN_LIMITS)
+        except CodecError as error:
+            raise Refusal(422, "progress.malformed", str(error)) from error
+        context = self._context
+        with context.storage.write(durable=False) as transaction:
+            transaction.lock_nodes([node.node])
+            fresh = transaction.node(node.node) or node
+            held = submissions.check_owner(transaction.holding(lease), node.node, lease)
+            if held.lease.state is not LeaseState.ACTIVE:
+                raise Refusal(410, submissions.LATE, f"lease {lease} has ended: it is {held.lease.state.value}")
+            last = transaction.last_shown(lease)
+            tokens, part, new = showing.take(context.rules, context.config.proof, lease, last, said.chunks)
+            if part is None or not fresh.on_probation:  # others are believed: nothing has to be kept of them
+                return ProgressReply(tokens=tokens, deadline_ms=held.lease.deadline_ms)
+            moment = Moment(context.rules, transaction.progress(), context.clock.now_ms())
+            renewed = leases.renew(moment, [held], {lease: sum(tokens)})
+            transaction.apply([AddShown(replace(part, body=pack(ShownProgress(new)))), *renewed])
+        context.changes.notify(Topic.AUDITS)
+        deadline_ms = renewed[0].row.deadline_ms if renewed else held.lease.deadline_ms
+        return ProgressReply(tokens=tokens, deadline_ms=deadline_ms)
+
+    def prefixes(self, reader: Reader, lease: str) -> tuple[ShownPrefix, ...]:
+        """What the submission of a lease has to begin with."""
+        return showing.prefixes(self._shown(reader, lease))
+
+    def _shown(self, reader: Reader, lease: str) -> dict[int, tuple[bytes, bytes]]:
+        limits = Limits(inflated_bytes=2 * SHOWN_BYTES)
+        return showing.joined([unpack(part.body, ShownProgress, limits).chunks for part in reader.shown(lease)])
+
+    def audit(self, reader: Reader, moment: Moment, claimed: Iterable[int], idle: bool) -> Audit | None:
+        """One rollout of one lease for a validator that got submissions of so many bytes; None if none is due."""
+        with self._lock:
+            self._owed_bytes += AUDIT_SHARE * sum(claimed)
+            candidates = reader.showing()
+            known = {row.lease for row in candidates}
+            self._looked_at = {name: tokens for name, tokens in self._looked_at.items() if name in known}
+            row = showing.next_lease(candidates, self._looked_at)
+            if row is None:
+                self._owed_bytes = 0.0
+                return None
+            signed = self._context.signed_before(row.document)
+            body = self._sampled(reader, row, signed)
+            if len(body) > self._owed_bytes and not idle:
+                return None
+            self._owed_bytes = max(0.0, self._owed_bytes - len(body))
+            self._looked_at[row.lease] = row.progress
+            name = submission_digest(body)
+            self._given[name] = Given(row.lease, body)
+            while len(self._given) > MOST_GIVEN:
+                del self._given[next(iter(self._given))]
+        return Audit(
+            submission=name,
+            size_bytes=len(body),
+            lease=signed,
+            received_at_ms=moment.now_ms,
+            deadline_ms=moment.now_ms + moment.rules.audit_ms,
+            depth="progress",
+        )
+
+    def _sampled(self, reader: Reader, row: LeaseRow, signed: SignedDocument) -> bytes:
+        """A submission with nothing in it but what was shown of one rollout, which nobody can tell in advance."""
+        shown, lease = self._shown(reader, row.lease), Lease.model_validate(signed.document)
+        tokens = [len(shown.get(rollout, (b"", b""))[0]) for rollout in range(self._context.rules.group_size)]
+        fraction = draws.audit_fraction(self._context.secret, f"progress/{row.lease}/{sum(tokens)}")
+        picked = showing.next_rollout(tokens, fraction)
+        nothing = Rollout(tokens=b"", logprobs=b"", finish="length")
+        rollouts = [nothing] * len(tokens)
+        rollouts[picked] = Rollout(tokens=shown[picked][0], logprobs=b"", finish="length", proofs=shown[picked][1])
+        return pack(
+            Submission(
+                format=SUBMISSION_FORMAT,
+                run=lease.run,
+                node=row.node,
+                lease=row.lease,
+                unit=row.unit,
+                incarnation=row.incarnation,
+                version=row.version,
+                policy_digest=row.digest,
+                prompt=pack_tokens(lease.prompt_ids),
+                rollouts=rollouts,
+            )
+        )
+
+    def body(self, name: str) -> bytes | None:
+        """What a validator was given under this name, if this process still has it."""
+        given = self._given.get(name)
+        return None if given is None else given.body
+
+    def keep(self, verdicts: Iterable[Verdict]) -> None:
+        """Store what these verdicts are about, for whoever wants to check them. Before they are applied."""
+        for verdict in verdicts:
+            body = self.body(verdict.submission)
+            if body is not None and _is_failure(verdict):
+                self._context.blobs.put(body)
+
+    def receive(self, transaction: Writer, moment: Moment, verdict: Verdict) -> None:
+        """Make what failed the submission of its lease; the verdict is applied to that like any other."""
+        given = self._given.get(verdict.submission)
+        if given is None:
+            return
+        if not _is_failure(verdict):
+            raise Refusal(422, "verdict.progress", "of shown progress nothing is reported but a certain failure")
+        held = transaction.holding(given.lease)
+        assert held is not None, "leases are never deleted"
+        node = transaction.node(held.lease.node)
+        assert node is not None, "a foreign key ties a lease to its node"
+        if transaction.submission_of_lease(given.lease) is not None:
+            raise Refusal(409, "verdict.late", f"lease {given.lease} has a submission, which is judged by itself")
+        size_bytes = len(given.body)
+        arrival = submissions.Arrival(node.node, given.lease, verdict.submission, size_bytes, depth="progress")
+        transaction.apply(submissions.receive(moment, node, held, None, arrival, lambda _row: "").commands)
+
+
+def _is_failure(verdict: Verdict) -> bool:
+    certain = verdict.outcome is Outcome.REJECTED and verdict.severity is Severity.CERTAIN
+    return certain and verdict.reason.startswith("progress.")

@@ -1,0 +1,191 @@
+"""Newcomers who show their progress, over HTTP: taken, renewed by, looked at, held against the submission."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hubkit import Bench, Rollout, code_of, fresh_request, ok, submission_body
+from hubkit import pack_logprobs as logprobs
+
+from shoal.protocol import (
+    Audit,
+    Lease,
+    Limits,
+    NodeState,
+    Outcome,
+    Severity,
+    Submission,
+    SubmissionBodies,
+    pack,
+    pack_tokens,
+    submission_digest,
+    unpack,
+)
+from shoal.protocol.progress import ProgressReply, ShownChunks, ShownProgress, shown_digest
+
+ROWS = 32
+LEASE_S = 10.0
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    bench = Bench(tmp_path, {"max_new_tokens": 128, "groups_per_step": 8}, {"lease_s": LEASE_S})
+    ok(bench.announce(0))
+    yield bench
+    bench.close()
+
+
+def chunks(rollout: int = 0, start: int = 0, count: int = 1, first: int = 5) -> ShownChunks:
+    tokens = [first + at for at in range(start, start + ROWS * count)]
+    return ShownChunks(rollout, start, pack_tokens(tokens), b"p" * 258 * count)
+
+
+def show(bench: Bench, lease: Lease, *said: ShownChunks) -> Any:
+    return bench.alice.call("POST", f"/leases/{lease.lease}/progress", pack(ShownProgress(list(said))))
+
+
+def shown(bench: Bench, lease: Lease, *said: ShownChunks) -> ProgressReply:
+    return ProgressReply.model_validate_json(ok(show(bench, lease, *said)).content)
+
+
+def leased(bench: Bench) -> Lease:
+    [lease] = bench.alice.lease(fresh_request())
+    return lease
+
+
+def bodies(bench: Bench, *names: str) -> list[bytes]:
+    query = "&".join(f"name={name}" for name in names)
+    answer = ok(bench.validator.call("GET", f"/submissions?{query}")).content
+    return unpack(answer, SubmissionBodies, Limits()).bodies
+
+
+def failed(bench: Bench, audit: Audit, **changes: Any) -> Any:
+    fields = {"reason": "progress.seed", "message": "made up", "severity": Severity.CERTAIN, "depth": "progress"}
+    return bench.judge(audit, (), outcome=Outcome.REJECTED, generated_tokens=0, **{**fields, **changes})
+
+
+def test_shown_chunks_renew_a_lease_and_the_same_again_does_not(bench: Bench) -> None:
+    lease = leased(bench)
+    bench.clock.advance(6)
+    reply = shown(bench, lease, chunks(0), chunks(1, count=2))
+    assert reply.tokens == (32, 64)
+    assert reply.deadline_ms == bench.clock.now_ms() + 10_000
+    bench.clock.advance(1)
+    assert shown(bench, lease, chunks(0), chunks(1, count=2)) == reply
+    bench.clock.advance(1)
+    later = shown(bench, lease, chunks(0, start=64), chunks(1, start=64))
+    assert later.tokens == (32, 96), "a chunk after a gap is left out, and the answer says what is missing"
+    assert later.deadline_ms == bench.clock.now_ms() + 10_000
+
+
+def test_what_is_shown_of_others_of_ended_leases_or_in_other_forms_is_refused(bench: Bench) -> None:
+    lease = leased(bench)
+    other = bench.bob.call("POST", f"/leases/{lease.lease}/progress", pack(ShownProgress([chunks()])))
+    assert code_of(other) == (403, "lease.not_yours")
+    assert code_of(bench.alice.call("POST", "/leases/u99a0/progress", pack(ShownProgress([chunks()]))))[0] == 404
+    assert code_of(bench.alice.call("POST", f"/leases/{lease.lease}/progress", b"x")) == (422, "progress.malformed")
+    assert code_of(show(bench, lease, chunks(rollout=2))) == (422, "progress.malformed")
+    assert code_of(show(bench, lease, chunks(count=5))) == (422, "progress.malformed")
+    big = bench.alice.call("POST", f"/leases/{lease.lease}/progress", b"x" * (2**20 + 1))
+    assert code_of(big) == (413, "body.too_big")
+    bench.clock.advance(11)
+    ok(bench.bob.call("POST", "/leases", {"request": fresh_request()}))
+    assert code_of(show(bench, lease, chunks())) == (410, "lease.late")
+
+
+def test_a_validator_is_given_one_shown_rollout_and_again_after_each_doubling(bench: Bench) -> None:
+    lease = leased(bench)
+    assert bench.audits() == ()
+    shown(bench, lease, chunks(0), chunks(1))
+    [audit] = bench.audits()
+    assert (audit.depth, audit.shown) == ("progress", ())
+    [body] = bodies(bench, audit.submission)
+    assert submission_digest(body) == audit.submission
+    claim = unpack(body, Submission, Limits())
+    assert (claim.lease, claim.unit, claim.node, claim.policy_digest) == (
+        lease.lease,
+        0,
+        lease.node,
+        lease.policy.digest,
+    )
+    assert sorted(rollout.tokens for rollout in claim.rollouts) == [b"", chunks().tokens]
+    assert sorted(rollout.proofs for rollout in claim.rollouts) == [b"", chunks().proofs]
+    assert bench.audits() == ()
+    shown(bench, lease, chunks(0, start=32))
+    assert bench.audits() == (), "96 tokens are not twice as many as 64"
+    shown(bench, lease, chunks(1, start=32))
+    assert len(bench.audits()) == 1
+
+
+def test_a_certain_failure_bans_ends_the_lease_and_can_be_checked_later(bench: Bench) -> None:
+    lease = leased(bench)
+    shown(bench, lease, chunks(0))
+    [audit] = bench.audits()
+    ok(failed(bench, audit))
+    view = next(node for node in bench.status().nodes if node.name == "alice")
+    assert (view.state, view.rejected, view.strikes) == (NodeState.BANNED, 1, 1)
+    assert view.reason == "progress.seed: made up"
+    assert bench.status().units["open"] == 1
+    [again] = bench.bob.lease(fresh_request())
+    assert (again.unit, again.seeds) == (lease.unit, lease.seeds)
+    story = ok(bench.http.get(f"/units/{lease.unit}")).json()
+    told = [(each["submission"], each["reason"]) for each in story["submissions"]]
+    assert told == [(audit.submission, "progress.seed")]
+    bench = bench.restarted()
+    assert submission_digest(bodies(bench, audit.submission)[0]) == audit.submission, "the bytes are kept"
+    bench.close()
+
+
+def test_only_a_certain_failure_is_taken_from_an_audit_of_progress(bench: Bench) -> None:
+    lease = leased(bench)
+    shown(bench, lease, chunks(0))
+    [audit] = bench.audits()
+    assert code_of(failed(bench, audit, severity=Severity.STATISTICAL)) == (422, "verdict.progress")
+    assert code_of(failed(bench, audit, reason="sampling.seed")) == (422, "verdict.progress")
+    assert code_of(bench.judge(audit)) == (422, "verdict.progress")
+    ok(bench.alice.submit(lease))
+    assert code_of(failed(bench, audit)) == (409, "verdict.late")
+
+
+def test_the_audit_of_a_submission_carries_what_was_shown(bench: Bench) -> None:
+    lease = leased(bench)
+    shown(bench, lease, chunks(1))
+    shown(bench, lease, chunks(1, start=32))
+    tokens = pack_tokens(range(5, 5 + 64))
+    honest = Rollout(tokens=tokens, logprobs=logprobs([-0.5] * 64), finish="eos", proofs=b"p" * 516)
+    ok(bench.alice.submit(lease, submission_body(lease, rollouts=[honest, honest])))
+    [audit] = [each for each in bench.audits() if each.depth == "full"]
+    [prefix] = audit.shown
+    assert (prefix.rollout, prefix.tokens, prefix.proof_bytes) == (1, 64, 516)
+    assert prefix.digest == shown_digest(tokens, b"p" * 516)
+
+
+def test_while_submissions_wait_shown_progress_gets_a_small_share_of_the_bytes(bench: Bench) -> None:
+    lease = leased(bench)
+    shown(bench, lease, chunks(0, count=4), chunks(1, count=4))
+    [mine] = bench.bob.lease(fresh_request())
+    ok(bench.bob.submit(mine))
+    assert [audit.depth for audit in bench.audits()] == ["full"], "a small group does not pay for a long rollout"
+    assert [audit.depth for audit in bench.audits()] == ["full"], "claimed before, and given again"
+
+
+def test_a_hub_that_has_lost_what_was_shown_says_so_and_gets_it_again(bench: Bench) -> None:
+    lease = leased(bench)
+    assert shown(bench, lease, chunks(0)).tokens == (32, 0)
+    with bench.app.state.hub.context.storage.write() as transaction:
+        transaction._connection.exec_driver_sql("DELETE FROM shown")
+    assert shown(bench, lease, chunks(0, start=32)).tokens == (0, 0)
+    assert shown(bench, lease, chunks(0, count=2)).tokens == (64, 0)
+
+
+def test_what_an_established_node_shows_is_not_kept(bench: Bench) -> None:
+    lease = leased(bench)
+    with bench.app.state.hub.context.storage.write() as transaction:
+        transaction._connection.exec_driver_sql("UPDATE nodes SET passed = 8")
+    reply = shown(bench, lease, chunks(0))
+    assert reply.deadline_ms == lease.deadline_ms
+    with bench.app.state.hub.context.storage.read() as reader:
+        assert reader.shown(lease.lease) == []
