@@ -21,6 +21,7 @@ from shoal.client.trust import one_run
 from shoal.errors import ResourceError, UserError
 from shoal.protocol import SigningKey
 from shoal.runtime.home import make_home
+from shoal.runtime.limits import MachineLimits
 from shoal.runtime.stop import StopToken
 
 log = logging.getLogger(__name__)
@@ -39,6 +40,7 @@ class JoinRequest:
     owner: Path | None = None
     vouch: Path | None = None
     check: bool = True
+    limits: MachineLimits = field(default_factory=MachineLimits)
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,7 @@ def run_joined_worker(request: JoinRequest, verbose: bool) -> None:
             cheat=request.cheat,
             further_hubs=urls[1:],
             vouch=vouch_of(identity(folder), request.owner, request.vouch),
+            limits=request.limits,
         )
         run_worker(config, stop)
 
@@ -94,14 +97,18 @@ def run_standalone_relay(request: StandaloneRelay, verbose: bool) -> None:
     trusted = meet(url, pinned, request.wait_s, stop)
     from shoal.shardcast import RelayConfig, RelaySettings, run_relay
 
+    folder = request.folder or run_home(trusted.run) / "relay"
+    settings = RelaySettings.model_validate(request.settings)
+    if settings.disk_budget_gb is None:  # whoever publishes could fill the disk of a stranger
+        settings = settings.model_copy(update={"disk_budget_gb": MachineLimits().disk(folder) / 1e9})
     config = RelayConfig(
-        folder=request.folder or run_home(trusted.run) / "relay",
+        folder=folder,
         upstreams=request.upstreams or (*trusted.info.sources, *trusted.info.last_resort),
         run=trusted.run,
         trusted_key=trusted.trainer_key,
         host=request.host,
         port=request.port,
-        settings=RelaySettings.model_validate(request.settings),
+        settings=settings,
         peers=request.peers,
     )
     run_relay(config, stop, lambda _url: None)

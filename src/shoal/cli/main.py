@@ -34,6 +34,7 @@ from shoal.cli.why import why
 from shoal.errors import ShoalError, UserError
 from shoal.runtime import crash
 from shoal.runtime.home import home
+from shoal.runtime.limits import MachineLimits
 from shoal.runtime.supervise import SUPERVISED, TOLD_TO_STOP_CODE
 from shoal.trainer.ranks import tell_agent
 
@@ -303,20 +304,45 @@ def worker(
         Path | None, typer.Option("--vouch", metavar="FILE", help="The same, by what `shoal key vouch` wrote.")
     ] = None,
     check: Annotated[bool, typer.Option("--check/--no-check", help="Look at this machine first.")] = True,
+    max_memory: Annotated[
+        str | None,
+        typer.Option("--max-memory", metavar="SIZE", help="8GB; for a model.  [default: 80 % of the free]"),
+    ] = None,
+    max_disk: Annotated[
+        str | None,
+        typer.Option("--max-disk", metavar="SIZE", help="40GB; for weights.  [default: 80 % of the free]"),
+    ] = None,
+    max_bandwidth: Annotated[
+        str | None, typer.Option("--max-bandwidth", metavar="RATE", help="20Mbit/s; for weights.  [default: no limit]")
+    ] = None,
 ) -> None:
     """Contribute this machine to a run: all you need is its join URL."""
     if cheat is not None:
         from shoal.worker.cheats import find_cheat
 
         find_cheat(cheat)
+    limits = MachineLimits.of_options(max_memory, max_disk, max_bandwidth)
     if directory is not None:
+        if limits != MachineLimits():
+            raise UserError("--max-memory, --max-disk and --max-bandwidth go with a join URL, not with --dir")
         return _role(f"worker-{index}", directory, cheat)
     from shoal.cli.join import JoinRequest, run_joined_worker
 
     if not urls:
         raise UserError("give the run's join URL, for example: shoal join http://host:8470/#0123…")
     request = JoinRequest(
-        tuple(urls), folder, engine, device, dtype, name, wait_s, cheat, owner=owner, vouch=vouch, check=check
+        tuple(urls),
+        folder,
+        engine,
+        device,
+        dtype,
+        name,
+        wait_s,
+        cheat,
+        owner=owner,
+        vouch=vouch,
+        check=check,
+        limits=limits,
     )
     return run_joined_worker(request, _verbose())
 

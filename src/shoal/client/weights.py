@@ -13,8 +13,10 @@ from shoal.client.trust import TrustedRun
 from shoal.errors import ShoalError
 from shoal.protocol import PolicyRef
 from shoal.runtime.clock import Clock, SystemClock
+from shoal.runtime.limits import MachineLimits
 from shoal.runtime.stop import StopToken
 from shoal.shardcast import Downloader, DownloadSettings, Payload
+from shoal.shardcast.pool import PoolSettings
 
 log = logging.getLogger(__name__)
 
@@ -22,7 +24,9 @@ LOOK_EVERY_S = 60.0
 LOOK_PATIENCE_S = 5.0
 
 
-def downloader_of(trusted: TrustedRun, folder: Path, stop: StopToken, kept_payloads: int) -> Downloader:
+def downloader_of(
+    trusted: TrustedRun, folder: Path, stop: StopToken, kept_payloads: int, limits: MachineLimits = MachineLimits()
+) -> Downloader:
     """A downloader of the run's policies into `folder`; the origin is asked only when no relay can help."""
     return Downloader(
         trusted.info.sources,
@@ -30,7 +34,12 @@ def downloader_of(trusted: TrustedRun, folder: Path, stop: StopToken, kept_paylo
         trusted.trainer_key,
         folder,
         stop,
-        DownloadSettings(kept_payloads=kept_payloads),
+        DownloadSettings(
+            kept_payloads=kept_payloads,
+            pool=PoolSettings.throttled(limits.bandwidth_bytes_s),
+            max_payload_bytes=trusted.info.model.payload_bytes or None,
+            limits=limits,
+        ),
         last_resort=trusted.info.last_resort,
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,7 +12,15 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from shoal.environments import Environment, Task
 from shoal.environments.settings import PoolSettings
 from shoal.hub.state.rows import EvaluationPlan, PoolRules, Rules
-from shoal.protocol import DEFAULT_PROFILE, Limits, ProofParameters, SamplingParameters, SignedDocument, SigningKey
+from shoal.protocol import (
+    DEFAULT_PROFILE,
+    Limits,
+    ModelSize,
+    ProofParameters,
+    SamplingParameters,
+    SignedDocument,
+    SigningKey,
+)
 from shoal.protocol.lease import MAX_GROUP, MAX_NEW_TOKENS
 
 MIB = 1024 * 1024
@@ -107,7 +115,8 @@ class HubConfig:
     `certificates` are the role certificates that `GET /run` hands out; `sources` where the weights are. Work goes to
     nodes that generate with one of `profiles` (engine/device/number format): for others no check has a tolerance.
     `frame` are the tokens before and after what a tool says, in runs whose environment answers the model.
-    `pools` says how difficulty decides which tasks are drawn, `evaluation` what validators measure meanwhile.
+    `pools` says how difficulty decides which tasks are drawn, `evaluation` what validators measure meanwhile. `model`
+    is how large policies are, as nodes are told.
     """
 
     folder: Path
@@ -126,6 +135,7 @@ class HubConfig:
     frame: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
     pools: PoolSettings | None = None
     evaluation: EvaluationPlan | None = None
+    model: ModelSize = field(default_factory=ModelSize)
 
     @property
     def rules(self) -> Rules:

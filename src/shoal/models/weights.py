@@ -9,13 +9,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from shoal.errors import ModelError
+from shoal.models.folder import DESCRIPTION_FILES
+from shoal.protocol import ModelSize
+from shoal.protocol.tensor import ITEM_BYTES
 
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000
+PUBLISHED_BYTES = {"float32": 4, "bfloat16": 2}
+SLACK, SLACK_BYTES = 0.1, 16 * 1024 * 1024  # for what a later version of shoal may put beside the weights
 REMEDY = "download it again, or save the model again with save_pretrained"
 
 
@@ -48,6 +54,25 @@ def check_targets(folder: Path, targets: Iterable[str]) -> None:
     vocabulary = json.loads((folder / "config.json").read_bytes()).get("vocab_size")
     layers = [name.split(".")[:-1] for name, shape in matrices.items() if not _of_tokens(name, shape, vocabulary)]
     refuse_unknown_targets(targets, sorted({parts[-1] for parts in layers if parts}))
+
+
+def model_size(folder: Path, dtype: str, rank: int = 0, targets: Sequence[str] = ()) -> ModelSize:
+    """How large the folder's model is, and the most that a policy of it takes when floats travel as `dtype`.
+
+    With adapters of that rank on the matrices that `targets` name. Unknown (zeros) without weights in the folder.
+    """
+    parameters = payload = 0
+    for name, entry in (item for file in sorted(folder.glob("*.safetensors")) for item in read_header(file).items()):
+        shape = entry["shape"]
+        bytes_each = PUBLISHED_BYTES[dtype] if "F" in entry["dtype"] else ITEM_BYTES.get(entry["dtype"], 8)
+        parameters += prod(shape)
+        payload += prod(shape) * bytes_each
+        if rank and len(shape) == 2 and name.removesuffix(".weight").rpartition(".")[2] in targets:
+            payload += rank * sum(shape) * PUBLISHED_BYTES["float32"]
+    if not parameters:
+        return ModelSize()
+    files = sum(path.stat().st_size for path in folder.iterdir() if path.name in DESCRIPTION_FILES)
+    return ModelSize(parameters=parameters, payload_bytes=int(payload * (1 + SLACK)) + files + SLACK_BYTES)
 
 
 def refuse_unknown_targets(targets: Iterable[str], known: Sequence[str]) -> None:

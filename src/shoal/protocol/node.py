@@ -43,11 +43,20 @@ class Vouch(Document):
     issued_at_ms: int
 
 
+class ModelSize(Message):
+    """How large a run's model is; 0 is unknown. No version takes more than `payload_bytes`: weights as they are
+    published, adapters and files included."""
+
+    parameters: int = Field(default=0, ge=0)
+    payload_bytes: int = Field(default=0, ge=0)
+
+
 class RunInfo(Document):
     """What a node needs to take part; signed by the hub. The join URL pins the root key's fingerprint.
 
     Weights come from `sources` (relays); from `last_resort` (the origin) only what none of those can give. `hubs` are
     further addresses of the same run; keys in `revoked` are trusted for nothing; `uploads` says where submissions go.
+    `model` says how large policies are: a node refuses a larger one before it takes memory or disk for it.
     """
 
     kind: ClassVar[str] = "run-info"
@@ -69,6 +78,7 @@ class RunInfo(Document):
     hubs: tuple[str, ...] = Field(default=())
     revoked: tuple[str, ...] = Field(default=())
     uploads: Literal["hub", "store"] = Field(default="hub")
+    model: ModelSize = ModelSize()
 
 
 class Registration(Message):

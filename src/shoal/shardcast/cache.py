@@ -12,23 +12,26 @@ not hashed itself, it hashes before use.
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
+import shutil
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from blake3 import blake3
 
-from shoal.errors import DeltaRefused, ManifestRefused
+from shoal.errors import DeltaRefused, ManifestRefused, ResourceError
 from shoal.protocol import Chunk, PolicyManifest, PolicyRef
 from shoal.runtime.files import ensure_folder, resource_error, write_atomically
+from shoal.runtime.limits import MachineLimits
 from shoal.shardcast.manifest import read_manifest
 from shoal.shardcast.payload import Payload, open_payload, read_fully
-from shoal.shardcast.road import Step
+from shoal.shardcast.road import Road, Step
 from shoal.shardcast.share import PayloadCatalogue
 
 if TYPE_CHECKING:
@@ -247,11 +250,53 @@ class PayloadCache:
         """
         whole = sorted(self._folder.glob("*.bin"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
         kept = {path.stem for path in whole[:count]}
+        for digest in set(self._digests()) - kept:
+            self._forget(digest)
+
+    def make_room(self, target: PolicyManifest, road: Road, limits: MachineLimits) -> None:
+        """See that the road fits on the disk, before a byte of it is written: remove what it does not need, the least
+        recently used first. Raises `ResourceError` if it does not fit even so."""
+        needed = road.size_bytes + (target.size_bytes if road.steps else 0)
+        filling = {target.policy.digest, *(manifest.policy.digest for manifest in road.manifests())}
+        begun = self._used_bytes(filling)
+        used = self._used_bytes()
+        others = sorted(set(self._digests()) - filling - {road.begin.digest}, key=self._used_ns)
+        most = limits.disk(self._folder)
+        while others and used - begun + needed > most:
+            self._forget(others.pop(0))
+            used = self._used_bytes()
+        if used - begun + needed <= most:
+            return
+        if limits.disk_bytes is None and needed - begun > shutil.disk_usage(self._folder).free:
+            part = self._path(target.policy.digest, "part")
+            raise resource_error("write", part, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+        raise ResourceError(
+            f"policy {target.policy.label} needs {needed / 1e9:.3g} GB of disk, and {most / 1e9:.3g} GB are allowed in "
+            f"{self._folder}: allow more (--max-disk), or free some space"
+        )
+
+    def _digests(self) -> Iterator[str]:
+        """Whose files lie here. A delta belongs to the version that it leads to."""
         for path in self._folder.glob("*.*"):
             name = path.name.partition(".")[0]  # a digest, or two: those of a delta's ends
-            if len(name) >= 64 and name.rpartition("-")[2] not in kept:
-                self._remove(path)
-        self._verified = {digest: manifest for digest, manifest in self._verified.items() if digest in kept}
+            if len(name) >= 64:
+                yield name.rpartition("-")[2]
+
+    def _files_of(self, digest: str) -> list[Path]:
+        return [*self._folder.glob(f"{digest}.*"), *self._folder.glob(f"*-{digest}.*")]
+
+    def _used_bytes(self, digests: Iterable[str] | None = None) -> int:
+        """What lies on the disk; a part that is still being filled is sparse."""
+        owners = set(self._digests()) if digests is None else digests
+        return sum(path.stat().st_blocks * 512 for digest in owners for path in self._files_of(digest))
+
+    def _used_ns(self, digest: str) -> int:
+        return max(path.stat().st_mtime_ns for path in self._files_of(digest))
+
+    def _forget(self, digest: str) -> None:
+        self._verified.pop(digest, None)
+        for path in self._files_of(digest):
+            self._remove(path)
 
     def _rename(self, source: Path, target: Path) -> None:
         try:

@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 from shoal.errors import BroadcastError, ConfigError
 from shoal.runtime.proxies import proxy_of
 from shoal.runtime.stop import StopToken
+from shoal.shardcast.limits import Throttle
 from shoal.shardcast.tunnel import WANTS_PASSWORD, authorization_lines, connect_to, open_tunnel
 
 SLICE_S = 0.2
@@ -54,10 +55,11 @@ class Hasher(Protocol):
 
 @dataclass(frozen=True)
 class Timeouts:
-    """How long a source may take to accept, and to send the next byte."""
+    """How long a source may take to accept, and to send the next byte; `throttle` bounds what is received."""
 
     connect_s: float = 3.0
     stall_s: float = 15.0
+    throttle: Throttle | None = None
 
 
 @dataclass(frozen=True)
@@ -273,6 +275,8 @@ class Connection:
             self._early = self._early[taken:]
             return taken
         stall = Deadline(self._timeouts.stall_s)
+        if self._timeouts.throttle is not None:
+            buffer = buffer[: self._timeouts.throttle.slice_of(buffer.nbytes)]
         while True:
             # Both are looked at even while bytes come, or a drip would never end.
             if deadline.passed():
@@ -284,12 +288,19 @@ class Connection:
                 raise self._broken(reason)
             try:
                 assert self._socket is not None
-                return self._socket.recv_into(buffer)
+                return self._paced(self._socket.recv_into(buffer), deadline)
             except TimeoutError as error:
                 if stall.passed():
                     raise self._broken(f"has sent nothing for {self._timeouts.stall_s:.0f} s") from error
             except OSError as error:
                 raise self._broken(f"broke the connection: {error.strerror or error}") from error
+
+    def _paced(self, received: int, deadline: Deadline) -> int:
+        """Wait as long as the throttle says; TCP then slows the source down."""
+        throttle = self._timeouts.throttle
+        if throttle is not None and received:
+            self._stop.wait(max(0.0, min(throttle.take(received), deadline.remaining_s())))
+        return received
 
     def _finish(self) -> None:
         keep = self._answer is not None and self._answer.keep_alive

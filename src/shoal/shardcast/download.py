@@ -21,6 +21,7 @@ from pathlib import Path
 from shoal.errors import BroadcastError, DeltaRefused, ManifestRefused, VersionNotFound
 from shoal.protocol import BroadcastHead, PolicyManifest, PolicyRef
 from shoal.runtime.files import write_atomically
+from shoal.runtime.limits import MachineLimits
 from shoal.runtime.stop import StopToken
 from shoal.shardcast.cache import PayloadCache
 from shoal.shardcast.connection import Deadline
@@ -44,12 +45,15 @@ class DownloadSettings:
     """`kept_payloads`: how many versions stay on disk; the validator needs max_staleness + 1 of them.
 
     `remember_changes`: keep in memory what changed, for an engine that holds the version before
-    (`Payload.changes_from`).
+    (`Payload.changes_from`). No version may be larger than `max_payload_bytes`; `limits` says how much disk the folder
+    may take. Both are looked at before a byte of a version is fetched; None is no limit.
     """
 
     kept_payloads: int = 3
     remember_changes: bool = True
     pool: PoolSettings = field(default_factory=PoolSettings)
+    max_payload_bytes: int | None = None
+    limits: MachineLimits | None = None
 
 
 class Downloader:
@@ -121,6 +125,7 @@ class Downloader:
             manifest = self._cache.manifest(ref)
             if manifest is None:
                 manifest, data = self._lookup.manifest(ref, deadline)
+                self._refuse_too_large(manifest)
                 self._cache.run = manifest.run
                 self._cache.remember(manifest, data)
             else:
@@ -177,6 +182,8 @@ class Downloader:
             except VersionNotFound as error:
                 raise refusal or error from None
             self._lookup.close()  # idle meanwhile: a source that counts its clients' connections would count them
+            if self._settings.limits is not None:
+                self._cache.make_room(manifest, road, self._settings.limits)
             try:
                 transfer.take(road)
             except (RoadClosed, DeltaRefused) as error:
@@ -197,7 +204,18 @@ class Downloader:
         if found is None:
             answer = self._lookup.manifest_now(ref, deadline.tighter(BETWEEN_S))
             found = None if answer is None else answer[0]
-        return found
+        return None if found is None or self._is_too_large(found) else found
+
+    def _is_too_large(self, manifest: PolicyManifest) -> bool:
+        most = self._settings.max_payload_bytes
+        return most is not None and manifest.size_bytes > most
+
+    def _refuse_too_large(self, manifest: PolicyManifest) -> None:
+        if self._is_too_large(manifest):
+            raise ManifestRefused(
+                f"the manifest of policy {manifest.policy.label} is refused: it announces {manifest.size_bytes} bytes, "
+                f"and a policy of this run has at most {self._settings.max_payload_bytes}"
+            )
 
     def _close(self, road: Road, closed: set[str]) -> None:
         """Do not take this road again: what it began with is at fault if it is damaged, else its steps are."""

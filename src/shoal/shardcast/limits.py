@@ -3,12 +3,15 @@
     connection ─► Guests.enter ─┬─ one more of this address ─► Guest: a bucket that fills at `rate_bytes_s`
                                 └─ too many: None, and the server answers 429
 
+A client that limits itself has one bucket for all that it receives (`Throttle`).
 An address of IPv4 is one client. Of IPv6 it is the /64 network, because whoever has one address there has all of them.
 """
 
 from __future__ import annotations
 
 import ipaddress
+import threading
+import time
 from dataclasses import dataclass, field
 
 BURST_S = 1.0  # what a client that was quiet may be sent at once
@@ -73,6 +76,24 @@ class Guest:
             gained = (now_s - self._filled_at_s) * self.rate_bytes_s
             self._level_bytes = min(self._full_bytes, self._level_bytes + gained)
             self._filled_at_s = now_s
+
+
+class Throttle:
+    """What this process may receive per second, over all its connections. For any number of threads."""
+
+    def __init__(self, rate_bytes_s: float) -> None:
+        self.rate_bytes_s = rate_bytes_s
+        self._bucket = Guest(rate_bytes_s)
+        self._lock = threading.Lock()
+
+    def slice_of(self, size_bytes: int) -> int:
+        """How much of `size_bytes` to receive before the bucket is asked again."""
+        return self._bucket.slice_of(size_bytes)
+
+    def take(self, size_bytes: int) -> float:
+        """So many bytes have been received; for how long to receive no more."""
+        with self._lock:
+            return self._bucket.take(size_bytes, time.monotonic())
 
 
 class Guests:

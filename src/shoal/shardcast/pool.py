@@ -19,7 +19,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Container, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from blake3 import blake3
@@ -29,6 +29,7 @@ from shoal.protocol import Chunk, PolicyManifest
 from shoal.runtime.stop import StopToken
 from shoal.shardcast.connection import Connection, Deadline, Timeouts
 from shoal.shardcast.have import MapWatch, Question
+from shoal.shardcast.limits import Throttle
 from shoal.shardcast.plan import UPSTREAM_WAIT_S, Flight, Plan
 from shoal.shardcast.sources import Kind, SourceScores
 from shoal.shardcast.tree import chunk_key
@@ -39,6 +40,7 @@ IDLE_S = 0.1
 LONG_IDLE_S = 10.0
 LEAVE_CHECK_S = 0.1
 CLOSE_S = 5.0
+WORTH_BYTES_S = 128 * 1024  # what a connection of a throttled client should have for itself
 ABSENT = (403, 404)  # a public bucket says 403 of what it does not hold
 LATER = (*ABSENT, 429, 503)
 
@@ -60,6 +62,16 @@ class PoolSettings:
     connections: int = 8
     min_rate_bytes_s: float = 32 * 1024
     timeouts: Timeouts = field(default_factory=Timeouts)
+
+    @classmethod
+    def throttled(cls, rate_bytes_s: float | None) -> PoolSettings:
+        """At most so many bytes per second in all: over so few connections that each of them is worth having, and no
+        source is left because this side is slow."""
+        if rate_bytes_s is None:
+            return cls()
+        connections = max(1, min(cls.connections, int(rate_bytes_s / WORTH_BYTES_S)))
+        least = min(cls.min_rate_bytes_s, rate_bytes_s / connections / 4)
+        return cls(connections, least, Timeouts(throttle=Throttle(rate_bytes_s)))
 
 
 class _Desk:
@@ -107,7 +119,7 @@ class ChunkPool:
         # An order of its own for every process, so that peers fetch different chunks.
         self._plan = Plan(scores, settings.connections, random.Random())
         timeouts = settings.timeouts
-        patient = Timeouts(timeouts.connect_s, timeouts.stall_s + UPSTREAM_WAIT_S)
+        patient = replace(timeouts, stall_s=timeouts.stall_s + UPSTREAM_WAIT_S)
         self._map_watch = MapWatch(self, scores, self._closing, patient)
         self._threads: list[threading.Thread] = []
         self._lines: dict[Flight, Connection] = {}  # who may be hung up on

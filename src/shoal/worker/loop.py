@@ -90,7 +90,7 @@ def run_worker(config: WorkerConfig, stop: StopToken) -> None:
         config = replace(config, settings=settings)
         profile = conduct.profile(kind_of(config.engine, settings.device, settings.dtype), run.profiles)
         outbox = Outbox(config.folder / "outbox")
-        weights = downloader_of(client.trusted_run(), config.folder / "cache", stop, CACHED_POLICIES)
+        weights = downloader_of(client.trusted_run(), config.folder / "cache", stop, CACHED_POLICIES, config.limits)
         with closing(weights) as downloader, Prefetch(downloader, stop):
             shelf = _shelf(config, conduct, Following(client, downloader), run.environment)
             Worker(client, shelf, outbox, config.settings, stop, profile, conduct=conduct).run()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from shoal.engines import check_engine
 from shoal.protocol import SignedDocument
 from shoal.protocol.lease import MAX_LEASES_PER_REQUEST
+from shoal.runtime.limits import MachineLimits
 from shoal.worker.cheats import find_cheat
 
 
@@ -42,7 +43,7 @@ class WorkerConfig:
 
     Without `root_fingerprint` the first hub that answers is believed. `http` is given only by tests and one-process
     runs. `cheat` makes it a dishonest one (`worker.cheats`), to attack one's own run. `further_hubs` are addresses
-    of the same run; `vouch` is an owner's word that this machine is theirs.
+    of the same run; `vouch` is an owner's word that this machine is theirs; `limits` is what it may take of it.
     """
 
     folder: Path
@@ -55,6 +56,7 @@ class WorkerConfig:
     cheat: str | None = None
     further_hubs: tuple[str, ...] = ()
     vouch: SignedDocument | None = None
+    limits: MachineLimits = field(default_factory=MachineLimits)
 
 
 def check_choices(engine: str, cheat: str | None, settings: WorkerSettings | None = None) -> None:

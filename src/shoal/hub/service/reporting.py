@@ -161,6 +161,7 @@ class Reporting:
             hubs=config.settings.advertise,
             revoked=orders.revoked,
             uploads="hub" if self._context.blobs.inbox is None else "store",
+            model=config.model,
         )
         return sign_document(info, config.key)
 

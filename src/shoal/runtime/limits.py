@@ -1,0 +1,105 @@
+"""What a process may take of its machine: memory, disk, bandwidth; and how much of these there is.
+
+--max-memory 8GB   --max-disk 40GB   --max-bandwidth 20Mbit/s
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from shoal.errors import ConfigError
+
+FREE_SHARE = 0.8  # of what is free, where nothing else was said
+SCALES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+LEAST_RATE_BYTES_S = 8_000.0
+
+
+@dataclass(frozen=True)
+class MachineLimits:
+    """None is a share of what is free (memory, disk), or no limit (bandwidth)."""
+
+    memory_bytes: int | None = None
+    disk_bytes: int | None = None
+    bandwidth_bytes_s: float | None = None
+
+    @classmethod
+    def of_options(cls, memory: str | None, disk: str | None, bandwidth: str | None) -> MachineLimits:
+        """What `--max-memory`, `--max-disk` and `--max-bandwidth` say; `ConfigError` for what is no amount."""
+        return cls(
+            None if memory is None else parse_size(memory, "--max-memory"),
+            None if disk is None else parse_size(disk, "--max-disk"),
+            None if bandwidth is None else parse_rate(bandwidth, "--max-bandwidth"),
+        )
+
+    def memory(self) -> int:
+        """Bytes of memory that a model may take now."""
+        return int(FREE_SHARE * free_memory_bytes()) if self.memory_bytes is None else self.memory_bytes
+
+    def disk(self, folder: Path) -> int:
+        """Bytes that may lie in `folder`, which need not exist yet; what lies there already is counted."""
+        if self.disk_bytes is not None:
+            return self.disk_bytes
+        existing = next(each for each in (folder, *folder.absolute().parents) if each.is_dir())
+        return folder_bytes(folder) + int(FREE_SHARE * shutil.disk_usage(existing).free)
+
+
+def parse_size(text: str, option: str) -> int:
+    """Bytes.
+
+    >>> parse_size("8GB", "--max-memory"), parse_size("1.5 GiB", "--max-memory")
+    (8000000000, 1610612736)
+    """
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?i?)b?", text.strip().lower())
+    if match is None or match[2] not in SCALES or float(match[1]) <= 0:
+        raise ConfigError(f"{option} {text!r} is no amount of bytes: write for example 500MB, 8GB or 16GiB")
+    return int(float(match[1]) * SCALES[match[2]])
+
+
+def parse_rate(text: str, option: str) -> float:
+    """Bytes per second, from bits (as lines are sold) or bytes.
+
+    >>> parse_rate("20Mbit/s", "--max-bandwidth"), parse_rate("2.5 MB/s", "--max-bandwidth")
+    (2500000.0, 2500000.0)
+    """
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?i?)(bit|b)(?:/s|ps)?", text.strip().lower())
+    if match is None or match[2] not in SCALES:
+        raise ConfigError(f"{option} {text!r} is no bandwidth: write for example 20Mbit/s or 2.5MB/s")
+    rate = float(match[1]) * SCALES[match[2]] / (8 if match[3] == "bit" else 1)
+    if rate < LEAST_RATE_BYTES_S:
+        raise ConfigError(f"{option} {text!r} is too little to fetch a model with: give at least 64kbit/s")
+    return rate
+
+
+def folder_bytes(folder: Path) -> int:
+    """What the files in a folder take of the disk; of a sparse file only what has been written."""
+    return sum(path.lstat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
+
+
+def free_memory_bytes() -> int:
+    """What can be allocated without swapping: of the machine, or of the container if that has less."""
+    return min(_machine_bytes(), _container_bytes())
+
+
+def _machine_bytes() -> int:
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except (OSError, ValueError, IndexError):
+        pass
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _container_bytes() -> int:
+    root = Path("/sys/fs/cgroup")
+    try:
+        most = int((root / "memory.max").read_text())
+        used = int((root / "memory.current").read_text())
+        statistics = dict(line.split() for line in (root / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):  # no container, or one without a limit ("max")
+        return 1 << 62
+    return max(0, most - used + int(statistics.get("inactive_file", 0)))  # what is cached of files can be given up
