@@ -28,6 +28,7 @@ from shoal.protocol import (
     Lease,
     Outcome,
     PolicyRef,
+    ProofParameters,
     Rollout,
     SamplingParameters,
     Severity,
@@ -41,7 +42,7 @@ from shoal.protocol import (
     submission_digest,
 )
 from shoal.protocol.given import drawn_mask, pack_spans, unpack_spans
-from shoal.toploc import commit
+from shoal.toploc import commit, split_proofs
 from shoal.validator import checks
 from shoal.validator.bands import Bands
 from shoal.validator.case import Case
@@ -389,3 +390,37 @@ def test_it_says_that_it_ended_otherwise() -> None:
         return [*ids[: sum(spans[0])], 6], spans[:1]
 
     rejected(of, changed(of, early, finish="length"), "termination.early")
+
+
+# ── dialogues that are shown before they are finished ────────────────────────────────────────────────────────────
+
+
+def shown_verdicts(of: Lease, index: int, ids: Sequence[int], proofs: bytes) -> list[Verdict]:
+    """What a validator says of a lease at work of which these tokens were shown."""
+    nothing = Rollout(tokens=b"", logprobs=b"", finish="length")
+    rollouts = [nothing] * len(of.seeds)
+    rollouts[index] = msgspec.structs.replace(nothing, tokens=pack_tokens(ids), proofs=proofs)
+    body = pack(msgspec.structs.replace(honest(of), rollouts=rollouts))
+    audit = Audit(
+        submission=submission_digest(body), size_bytes=len(body), lease=sign_document(of, HUB), received_at_ms=1,
+        deadline_ms=2, depth="progress",
+    )  # fmt: skip
+    return Judge(ENVIRONMENT, load_profiles()).verdicts([Docket(audit, of, body)], loaded())
+
+
+def test_a_dialogue_may_be_shown_up_to_any_chunk_and_not_with_other_words() -> None:
+    of = lease(1).model_copy(update={"proof": ProofParameters(topk=16, rows=4)})
+    caught = 0
+    for index, rollout in enumerate(honest(of).rollouts):
+        ids = rollout.token_ids.tolist()
+        proofs = split_proofs(rollout.proofs, len(ids), loaded().engine.hidden_size, 16, 4)
+        for chunks in range(1, len(proofs)):
+            assert shown_verdicts(of, index, ids[: 4 * chunks], b"".join(proofs[:chunks])) == []
+        for start, _ in unpack_spans(rollout.given, len(ids))[:1]:
+            chunks = start // 4 + 1
+            if chunks < len(proofs):
+                forged = [*ids[:start], ids[start] + 1, *ids[start + 1 :]]
+                [verdict] = shown_verdicts(of, index, forged[: 4 * chunks], b"".join(proofs[:chunks]))
+                assert (verdict.reason, verdict.severity) == ("progress.dialogue", Severity.CERTAIN)
+                caught += 1
+    assert caught > 3

@@ -95,8 +95,11 @@ class Dialogue:
                 return given
             at = end + 1 + len(given)
 
-    def read(self, token_ids: Sequence[int]) -> Reading:
-        """Take a completion apart, checking that exactly what the tool says stands where it must, and nothing else."""
+    def read(self, token_ids: Sequence[int], whole: bool = True) -> Reading:
+        """Take a completion apart, checking that exactly what the tool says stands where it must, and nothing else.
+
+        One that is not `whole` may stop anywhere, also in the middle of the tool's words.
+        """
         spans, turns, at = list[tuple[int, int]](), list[Sequence[int]](), 0
         while True:
             end = _index(token_ids, self.eos_token_id, at)
@@ -109,7 +112,11 @@ class Dialogue:
             if given is None or at + len(given) >= self.max_new_tokens:
                 finish: Finish = "eos" if given is None else "length"
                 return Reading(tuple(spans), len(turns), finish, "" if at == len(token_ids) else "past end", at)
-            if tuple(token_ids[at : at + len(given)]) != given:
+            there = tuple(token_ids[at : at + len(given)])
+            if not whole and len(there) < len(given) and there == given[: len(there)]:
+                begun = [(at, len(there))] if there else []
+                return Reading((*spans, *begun), len(turns), None)
+            if there != given:
                 return Reading(tuple(spans), len(turns), None, "other words", at)
             spans.append((at, len(given)))
             at += len(given)

@@ -115,7 +115,8 @@ def original_of(docket: Docket, judge: Judge, engine: Engine) -> Original:
 def _handed_in(docket: Docket, submission: Submission) -> Docket:
     """The docket with another submission in it."""
     body = pack(submission)
-    named = docket.audit.model_copy(update={"submission": submission_digest(body), "size_bytes": len(body)})
+    changes = {"submission": submission_digest(body), "size_bytes": len(body), "shown": ()}  # that would give it away
+    named = docket.audit.model_copy(update=changes)
     return replace(docket, audit=named, body=body)
 
 

@@ -28,6 +28,7 @@ from shoal.protocol import (
     unpack,
 )
 from shoal.protocol.given import drawn_mask
+from shoal.protocol.progress import ShownPrefix
 from shoal.sampling import SeedCheck, check_seeded
 from shoal.sampling.check import distances, poisson_tail
 from shoal.toploc import Comparisons, chunk_rows, chunk_topk, split_proofs
@@ -77,6 +78,7 @@ class Case:
     `submission` is None, and `problem` says why, if the body could not be decoded. What is derived from the tokens may
     be asked for once `shape` has passed, `drawn` once `dialogue` has, `replayed` after the prefill. `record` has the
     sums of what its node handed in before; `seen` is what others did. `dialogue` is None if nobody answers the model.
+    `shown` is what its node showed of it before it was finished.
     """
 
     lease: Lease
@@ -89,6 +91,7 @@ class Case:
     record: Tally = NO_RECORD
     replay: Replay | None = None
     dialogue: Dialogue | None = None
+    shown: tuple[ShownPrefix, ...] = ()
 
     @property
     def claim(self) -> Submission:
@@ -138,7 +141,10 @@ class Case:
         """Which tokens are the model's. The others were given by the environment: only their proofs are judged."""
         if not any(rollout.given for rollout in self.rollouts):
             return np.ones(len(self.tokens), dtype=np.bool_)
-        return np.concatenate([drawn_mask(r.given, n) for r, n in zip(self.rollouts, self.lengths, strict=True)])
+        pairs = zip(self.rollouts, self.lengths, strict=True)
+        return np.concatenate(
+            [drawn_mask(r.given, n + 1)[:n] for r, n in pairs]
+        )  # shown ones may end with given tokens
 
     @cached_property
     def generated(self) -> int:

@@ -4,8 +4,8 @@ Before the prefill the first that fails decides. After it everything is paid for
 fail the surest decides: wrong weights show in the proofs, and beyond doubt in the dice.
 
     before the prefill (bytes and integers; a failure is certain)      after it (numbers of the right policy)
-    envelope → lease → policy → prompt → shape → dialogue       ───►   proofs → sampling → logprobs
-             → termination → duplicate                                  → likelihood → record   ───► objection → reward
+    envelope → lease → policy → prompt → shape → progress       ───►   proofs → sampling → logprobs
+             → dialogue → termination → duplicate                       → likelihood → record   ───► objection → reward
 
 | reason                | what it means                                                          | severity    |
 |-----------------------|------------------------------------------------------------------------|-------------|
@@ -19,6 +19,7 @@ fail the surest decides: wrong weights show in the proofs, and beyond doubt in t
 | shape.vocabulary      | a token that the policy does not have                                  | certain     |
 | shape.logprobs        | a log-probability that is no number, or above 0                        | certain     |
 | proofs.malformed      | proof bytes of the wrong number, or that no computation gives          | certain     |
+| progress.prefix       | not what its node showed of it while it was generated                  | certain     |
 | dialogue.malformed    | spans of given tokens that no dialogue has                             | certain     |
 | dialogue.missing      | a turn without what the tool says to it                                | certain     |
 | dialogue.forged       | tokens given that the tool does not say there                          | certain     |
@@ -36,9 +37,14 @@ fail the surest decides: wrong weights show in the proofs, and beyond doubt in t
 | logprobs.mismatch     | log-probabilities that are not those of the policy                     | statistical |
 | likelihood.unlikely   | tokens likelier, or unlikelier, in sum than dice make them             | statistical |
 | environment.objection | the environment will not have it; costs credit only                    | none        |
+| progress.shape        | shown of a lease at work: tokens or proofs that cannot be              | certain     |
+| progress.dialogue     | shown of a lease at work: other words than the tool's                  | certain     |
+| progress.proofs       | shown of a lease at work: proofs that no computation gives             | certain     |
+| progress.seed         | shown of a lease at work: tokens that the lease's seeds do not give    | certain     |
 
 `sampling.seed` is certain if several tokens lie far outside their intervals (`profiles`), else statistical. A light
-audit makes the checks before the prefill and computes the reward.
+audit makes the checks before the prefill and computes the reward. An audit of progress (`progress`) makes a few of
+them, and only a certain failure counts.
 
 To add a check: write one function `Case -> Finding`, and put it into one of the two lists at the end of this file.
 """
@@ -56,6 +62,7 @@ from shoal.toploc import Comparisons, check_proofs
 from shoal.toploc.proofs import decode
 from shoal.validator.case import Case, Finding, failed, passed, unsure
 from shoal.validator.dialogues import dialogue, ends_as_read
+from shoal.validator.progress import progress, talk
 from shoal.validator.verdicts import MACHINERY_ACCIDENT
 
 Check = Callable[[Case], Finding]
@@ -385,7 +392,7 @@ def _one_chunk(sums: Tally) -> Comparisons:
     )  # fmt: skip
 
 
-BEFORE_PREFILL: Sequence[Check] = (envelope, lease, policy, prompt, shape, dialogue, termination, duplicate)
+BEFORE_PREFILL: Sequence[Check] = (envelope, lease, policy, prompt, shape, progress, dialogue, termination, duplicate)
 
 
 def accident(case: Case) -> Finding:
@@ -405,6 +412,8 @@ def accident(case: Case) -> Finding:
 
 
 AFTER_PREFILL: Sequence[Check] = (proofs, sampling, logprobs, likelihood, record, accident)
+SHOWN_BEFORE_PREFILL: Sequence[Check] = (lease, policy, prompt, shape, talk)
+SHOWN_AFTER_PREFILL: Sequence[Check] = (proofs, sampling, accident)
 
 
 def run_checks(checks: Sequence[Check], case: Case) -> list[Finding]:

@@ -5,6 +5,7 @@
                                    └─ full: replay (one prefill for all) ─► after ─┬┴─► objection, reward ─► accepted
                                               │ the engine fails on it             └──► rejected    (all at once)
                                               └► inconclusive
+    shown progress: a few of these checks on one rollout; rejected for certain, or no verdict (`progress`)
 
 What there was no time to score has no verdict: it is for later, or for somebody else. Pure but for the engine, the
 scorer, and the memory of what was accepted (`Seen`): nothing here talks to the hub.
@@ -25,9 +26,18 @@ from shoal.rewards import DirectScorer, NotBegun, Scorer
 from shoal.rewards.panel import Panel
 from shoal.runtime.clock import Clock, SystemClock
 from shoal.validator.case import Case, Finding, Replay, read_body
-from shoal.validator.checks import AFTER_PREFILL, BEFORE_PREFILL, duplicate, run_all, run_checks
+from shoal.validator.checks import (
+    AFTER_PREFILL,
+    BEFORE_PREFILL,
+    SHOWN_AFTER_PREFILL,
+    SHOWN_BEFORE_PREFILL,
+    duplicate,
+    run_all,
+    run_checks,
+)
 from shoal.validator.notes import Notebook
 from shoal.validator.profiles import Profiles
+from shoal.validator.progress import replayed, told, unfinished
 from shoal.validator.replay import replay_all
 from shoal.validator.rewards import Decoders, Group, Scored, Scoring, shuffled
 from shoal.validator.seen import Seen
@@ -85,14 +95,15 @@ class Judge:
         """The verdicts, in the order of the dockets; of those that there was no time to score there is none, but the
         first always gets its time. All leases must name the loaded policy."""
         opened = [self._open(self.named(docket), loaded) for docket in dockets]
-        full = [entry for entry in opened if isinstance(entry, _Open) and entry.docket.audit.depth == "full"]
+        full = [entry for entry in opened if isinstance(entry, _Open) and entry.docket.audit.depth != "light"]
         replays = dict(zip(map(id, full), replay_all(loaded.engine, [entry.case for entry in full]), strict=True))
         judged = [
             entry if isinstance(entry, Verdict) else self._judged(entry, replays.get(id(entry))) for entry in opened
         ]
         rewarded = self._rewards([entry for entry in judged if isinstance(entry, _Open)], loaded)
-        decided = [entry if isinstance(entry, Verdict) else self._decided(entry, next(rewarded)) for entry in judged]
-        return [verdict for verdict in decided if verdict is not None]
+        decided = [self._decided(entry, next(rewarded)) if isinstance(entry, _Open) else entry for entry in judged]
+        said = [told(each) if each is not None and each.depth == "progress" else each for each in decided]
+        return [verdict for verdict in said if verdict is not None]
 
     def _open(self, docket: Docket, loaded: LoadedPolicy) -> _Open | Verdict:
         """Everything before the prefill; a verdict if that decides already."""
@@ -114,9 +125,11 @@ class Judge:
         submission, problem = read_body(docket.body)
         case = Case(
             lease, submission, problem, engine.vocabulary_size, engine.hidden_size, profile, self.seen,
-            docket.audit.record, dialogue=dialogue,
+            docket.audit.record, dialogue=dialogue, shown=docket.audit.shown,
         )  # fmt: skip
-        findings = run_checks(BEFORE_PREFILL, case)
+        is_shown = docket.audit.depth == "progress"
+        case = unfinished(case) if is_shown else case
+        findings = run_checks(SHOWN_BEFORE_PREFILL if is_shown else BEFORE_PREFILL, case)
         if not findings[-1].passed:
             return docket.rejected(findings, self.clock.now_ms())
         return _Open(docket, case, findings)
@@ -131,8 +144,8 @@ class Judge:
             return f"the lease says a length target of {lease.length_target}; by its run and unit it is {target}"
         return ""
 
-    def _judged(self, entry: _Open, replay: Replay | Exception | None) -> _Open | Verdict:
-        """The checks after the prefill; a verdict unless all held."""
+    def _judged(self, entry: _Open, replay: Replay | Exception | None) -> _Open | Verdict | None:
+        """The checks after the prefill; a verdict unless all held. Shown progress that holds has none."""
         docket, case, findings = entry.docket, entry.case, entry.findings
         if isinstance(replay, Exception):
             message = f"the validator's engine failed: {replay}"
@@ -140,6 +153,9 @@ class Judge:
         if replay is not None and not replay.is_finite:
             message = "the validator's own computation gave what is no number: the policy, or this machine, is broken"
             return docket.inconclusive(findings, MACHINERY_PREFILL, message, self.clock.now_ms())
+        if replay is not None and docket.audit.depth == "progress":
+            findings += run_all(SHOWN_AFTER_PREFILL, replayed(case, replay))
+            return None if findings[-1].passed else docket.rejected(findings, self.clock.now_ms())
         if replay is not None:
             case.replay = replay
             findings += run_all(AFTER_PREFILL, case)

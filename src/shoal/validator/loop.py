@@ -212,7 +212,8 @@ class Validator:
                 done = {verdict.submission for verdict in verdicts}
                 self._release_canary([each for each in together if each.audit.submission in done], verdicts, loaded)
             self._report(verdicts)
-            self._pace(len(together), len(verdicts))
+            whole = sum(docket.audit.depth != "progress" for docket in together)
+            self._pace(whole, sum(verdict.depth != "progress" for verdict in verdicts))
 
     def _pace(self, claimed: int, judged: int) -> None:
         """Claim what can be scored in time: the rest would be prefilled for nothing, and others could have had it."""
@@ -278,8 +279,9 @@ class Validator:
             if self._stop.is_set():
                 return None
             log.warning("policy %s could not be fetched, %d audits wait: %s", policy.label, len(dockets), error)
-            self._misses.update(docket.audit.submission for docket in dockets)
-            lost = [docket for docket in dockets if self._misses[docket.audit.submission] >= POLICY_TRIES]
+            whole = [docket for docket in dockets if docket.audit.depth != "progress"]  # the rest comes again by itself
+            self._misses.update(docket.audit.submission for docket in whole)
+            lost = [docket for docket in whole if self._misses[docket.audit.submission] >= POLICY_TRIES]
             message = f"the validator could not fetch policy {policy.label}: {error}"
             named = [self._judge.named(docket) for docket in lost]
             self._report([each.inconclusive([], MACHINERY_POLICY, message, self._clock.now_ms()) for each in named])

@@ -44,6 +44,14 @@ talks = st.builds(dialogue, st.integers(1, 6), st.integers(1, 40), frames)
 dice = st.lists(tokens, min_size=40, max_size=40)
 
 
+@given(talks, dice, st.integers(1, 40))
+def test_the_beginning_of_what_is_drawn_reads_as_the_beginning(talk: Dialogue, dice: list[int], length: int) -> None:
+    line = drawn(talk, dice)
+    reading = talk.read(line.tokens[:length], whole=False)
+    assert reading.problem == ""
+    assert reading.given == tuple((start, min(count, length - start)) for start, count in line.given if start < length)
+
+
 @given(talks, dice)
 def test_what_is_drawn_reads_the_same(talk: Dialogue, dice: list[int]) -> None:
     line = drawn(talk, dice)
