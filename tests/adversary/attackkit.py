@@ -34,6 +34,7 @@ from shoal.ledger import verify
 from shoal.protocol import (
     BatchGroup,
     LedgerEntry,
+    NodeStory,
     NodeView,
     Outcome,
     ProofParameters,
@@ -252,6 +253,11 @@ class Attacked:
     def nodes(self) -> dict[str, NodeView]:
         with _closing(self.client(SigningKey.generate())) as anyone:
             return {node.name: node for node in anyone.status().nodes}
+
+    def story(self, node: str) -> NodeStory:
+        """What the hub holds of a node, with the signed verdicts on what was refused."""
+        with _closing(self.client(SigningKey.generate())) as anyone:
+            return anyone.node(node)
 
     def ledger(self) -> list[LedgerEntry]:
         """The whole ledger, verified."""

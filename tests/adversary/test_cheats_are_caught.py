@@ -12,8 +12,8 @@ import pytest
 from attackkit import HONEST, Attack, Attacked, Result, results, table
 
 from shoal.errors import ShutOut
-from shoal.ledger import fold
-from shoal.protocol import LedgerEntry, NodeState
+from shoal.ledger import Account, fold
+from shoal.protocol import LedgerEntry, NodeState, SubmissionStory
 from shoal.worker.cheats import CHEATS
 from shoal.worker.cheats.copies import Steal
 from shoal.worker.cheats.sleeper import HONEST_UNITS
@@ -86,29 +86,32 @@ def test_what_is_refused_at_the_door_is_never_judged(run: Attacked, found: dict[
 
 @pytest.mark.parametrize("cheat", sorted(set(HERE) - AT_THE_DOOR))
 def test_it_is_banned_by_the_first_certain_or_the_second_statistical_failure(
-    ledger: list[LedgerEntry], found: dict[str, Result], cheat: str
+    run: Attacked, found: dict[str, Result], cheat: str
 ) -> None:
-    seen: list[str] = []
-    for entry in ledger:
-        if entry.body.get("node") == found[cheat].node and entry.kind in ("rejected", "sanction"):
-            seen.append(str(entry.body["severity"] if entry.kind == "rejected" else entry.body["state"]))
-    before = seen[: seen.index("banned")]
-    assert before[-1:] == ["certain"] or before.count("statistical") == 2
-    assert "certain" not in before[:-1]
+    story = run.story(found[cheat].node)
+    strikes = sorted((each for each in story.refused if severity_of(each)), key=lambda each: each.decided_at_ms or 0)
+    seen = [severity_of(each) for each in strikes]
+    last = next(n for n, each in enumerate(seen) if each == "certain" or seen[: n + 1].count("statistical") == 2)
+    at_once = [each for each in strikes if each.decided_at_ms == strikes[last].decided_at_ms]
+    assert story.node.reason in {f"{each.reason}: {each.message}" for each in at_once}
+
+
+def severity_of(submission: SubmissionStory) -> str | None:
+    assert submission.verdict is not None
+    severity: str | None = submission.verdict.document["severity"]
+    return severity
 
 
 @pytest.mark.parametrize("cheat", HERE)
 def test_what_was_rejected_earned_nothing(
     run: Attacked, ledger: list[LedgerEntry], found: dict[str, Result], cheat: str
 ) -> None:
-    def submissions(kind: str) -> set[str]:
-        return {str(e.body["submission"]) for e in ledger if e.kind == kind and e.body["node"] == found[cheat].node}
-
     node = run.nodes()[attack_of(run, cheat).name]
-    assert not submissions("rejected") & submissions("credit")
-    assert (len(submissions("rejected")), len(submissions("credit"))) == (node.rejected, node.accepted)
-    if cheat not in AT_THE_DOOR:
-        assert fold(ledger).by_node[node.node].credit == node.credit
+    rejected = {each.submission for each in run.story(node.node).refused if each.state == "rejected"}
+    credited = {str(e.body["submission"]) for e in ledger if e.kind == "credit" and e.body["node"] == node.node}
+    assert not rejected & credited
+    assert (len(rejected), len(credited)) == (node.rejected, node.accepted)
+    assert fold(ledger).by_node.get(node.node, Account()).credit == node.credit
 
 
 @pytest.mark.parametrize("cheat", HERE)

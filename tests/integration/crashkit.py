@@ -274,7 +274,7 @@ class Books:
             assert reader.outbox_length() == 0
             assert entries == reader.ledger_after(-1, 10**6)
         for row in nodes:
-            account = accounts.by_node[row.node]
+            account = accounts.by_node.get(row.node, ledger.Account())
             assert (account.credit, account.pending) == (row.credit, row.pending) == (account.credit, 0)
             assert account.credit + account.void == self.earned(row.node)
             outcomes = Counter(each.outcome for each in self.verdicts.values() if each.node == row.node)

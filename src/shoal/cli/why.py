@@ -204,6 +204,8 @@ def node_lines(story: NodeStory) -> Iterator[str]:
         f"earned: {node.credit:,} credit, {node.pending:,} pending; {node.accepted} accepted, {node.rejected} "
         f"rejected, {node.inconclusive} inconclusive" + (f"; for owner {node.owner[:16]}…" if node.owner else "")
     )
+    if node.role == "worker" and not node.accepted:
+        yield "ledger: no rows about it, because none of its work was ever accepted; the hub's database has the rest"
     for _, lines in sorted(_events(story), key=lambda event: event[0]):
         yield from lines
     if len(story.refused) > MAX_REFUSED:

@@ -34,6 +34,7 @@ from shoal.protocol import (
     Document,
     EvaluationPage,
     EvaluationSlice,
+    EvidencePage,
     Heartbeat,
     HeartbeatReply,
     HubClock,
@@ -165,6 +166,10 @@ class HubClient:
         signed = self._get("/ledger/head", SignedDocument)
         self._from_hub(signed, LedgerHead)
         return signed
+
+    def evidence(self, after: int, limit: int) -> EvidencePage:
+        """The signed documents behind the `limit` ledger rows after `after`; verify them before you believe them."""
+        return self._get("/ledger/evidence", EvidencePage, (("after", str(after)), ("limit", str(limit))))
 
     def unit(self, number: int) -> UnitStory:
         return self._get(f"/units/{number}", UnitStory)

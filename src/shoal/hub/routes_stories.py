@@ -8,7 +8,8 @@ from fastapi import APIRouter, Path, Query
 
 from shoal.hub.gate import HubDependency, serve
 from shoal.hub.openapi import describes
-from shoal.protocol import NodePage, NodeStory, UnitStory
+from shoal.protocol import EvidencePage, NodePage, NodeStory, UnitStory
+from shoal.protocol.evidence import MAX_EVIDENCE_PER_PAGE
 from shoal.protocol.story import MAX_NODES_PER_PAGE
 
 router = APIRouter()
@@ -23,6 +24,17 @@ async def unit_story(
     """Every lease and how it ended, every submission with its signed verdict, the rule that decided, and the ledger
     entries about it. Its seeds, and the leases, which hold them, are told once it is decided."""
     return await serve(hub.stories.unit, unit)
+
+
+@router.get("/ledger/evidence", summary="The signed documents behind ledger rows", **describes("run", (422,)))
+async def ledger_evidence(
+    hub: HubDependency,
+    after: Annotated[int, Query(ge=-1, le=2**62, description="index of the last row you have; -1 for none")] = -1,
+    limit: Annotated[int, Query(ge=1, le=MAX_EVIDENCE_PER_PAGE, description="ledger rows to look at")] = 100,
+) -> EvidencePage:
+    """For each row among them that gives or refuses credit: the receipt that the hub signed and the verdict that the
+    validator signed, whose hashes the row holds."""
+    return await serve(hub.stories.evidence, after, limit)
 
 
 @router.get("/nodes/{node}", summary="What is held of a node, and why", **describes("run", (404, 422)))

@@ -11,12 +11,13 @@ recompute every account: no number of the hub has to be believed.
 """
 
 from shoal.ledger.accounts import CREDIT_PER_TOKEN, Account, Accounts, credit_for, fold
-from shoal.ledger.chain import GENESIS, KINDS, Chain, Pin, append, head_of, verify
+from shoal.ledger.chain import EVIDENCED, GENESIS, KINDS, Chain, Pin, append, head_of, verify
 from shoal.ledger.orders import open_order
 from shoal.ledger.shares import Share, Shares, shares_of
 from shoal.ledger.subjects import node_subject, subjects, unit_subject
 
 __all__ = [
-    "CREDIT_PER_TOKEN", "GENESIS", "KINDS", "Account", "Accounts", "Chain", "Pin", "Share", "Shares", "append",
-    "credit_for", "fold", "head_of", "node_subject", "open_order", "shares_of", "subjects", "unit_subject", "verify",
+    "CREDIT_PER_TOKEN", "EVIDENCED", "GENESIS", "KINDS", "Account", "Accounts", "Chain", "Pin", "Share", "Shares",
+    "append", "credit_for", "fold", "head_of", "node_subject", "open_order", "shares_of", "subjects",
+    "unit_subject", "verify",
 ]  # fmt: skip

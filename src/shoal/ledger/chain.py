@@ -18,6 +18,8 @@ from shoal.protocol import LedgerEntry, LedgerHead, canonical_json
 GENESIS = "0" * 64
 """What stands in for the hash before entry 0."""
 
+EVIDENCED = ("credit", "pending", "rejected")
+"""Kinds of entries that point to signed documents."""
 KINDS = (
     "run", "node", "vouch", "policy", "batch", "pending", "credit", "void", "rejected", "pulled", "sanction", "admin",
 )  # fmt: skip

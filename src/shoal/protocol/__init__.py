@@ -9,6 +9,7 @@
     progress    ShownProgress, ProgressReply: finished chunks of a lease at work (bulk)
     verdict     Verdict, VerdictReport, Outcome, Severity, CheckResult, Tally, Audit
     batch       Batch, TrainingBatch, StepReport
+    evidence    Evidence: the signed documents behind a ledger row
     evaluation  EvaluationSlice, EvaluationReport, Evaluation: held-out scores while training
     node        Registration, Heartbeat, HubClock, NodeView, RunInfo, RoleCertificate
     status      RunStatus, LedgerEntry, Problem
@@ -41,6 +42,7 @@ from shoal.protocol.evaluation import (
     EvaluationSlice,
     EvaluationTask,
 )
+from shoal.protocol.evidence import Evidence, EvidencePage
 from shoal.protocol.identity import SigningKey, fingerprint, load_key, load_or_create_key, node_id, verify
 from shoal.protocol.lease import (
     DEFAULT_PROFILE,
@@ -82,6 +84,7 @@ from shoal.protocol.signing import (
     RequestSignature,
     SignedDocument,
     canonical_json,
+    document_hash,
     first_problem,
     open_document,
     sign_document,
@@ -124,7 +127,8 @@ __all__ = [
     "DEFAULT_PROFILE", "PROTOCOL_VERSION", "SUBMISSION_FORMAT", "AdminAction", "AdminReply",
     "AdminRequest", "AdminVerb", "Audit", "AuditReply", "AuditRequest", "Batch", "BatchGroup", "BatchReply",
     "BatchRequest", "BroadcastHead", "CheckResult", "Chunk", "Conduct", "Delta", "Depth", "DialogueTerms", "Document",
-    "Entry", "Evaluation", "EvaluationPage", "EvaluationReport", "EvaluationSlice", "EvaluationTask", "Heartbeat",
+    "Entry", "Evaluation", "EvaluationPage", "EvaluationReport", "EvaluationSlice", "EvaluationTask",
+    "Evidence", "EvidencePage", "Heartbeat",
     "HeartbeatReply", "HubClock", "Lease", "LeaseRelease", "LeaseReply", "LeaseRequest", "LeaseStory", "LedgerEntry",
     "LedgerHead", "LedgerPage", "Limits", "Message", "ModelSize", "NodePage", "NodeState", "NodeStory", "NodeView",
     "Outcome", "PolicyAnnouncement", "PolicyManifest", "PolicyRef", "Problem", "ProofParameters", "Receipt",
@@ -133,7 +137,8 @@ __all__ = [
     "RunInfo", "RunStatus", "SamplingParameters", "Severity", "SignedDocument", "SigningKey", "Standing", "StepReport",
     "Submission", "SubmissionBodies", "SubmissionStory", "Tally", "TensorView", "TrainingBatch", "TrainingGroup",
     "TrainingRollout", "UnitStory", "Verdict", "VerdictReply", "VerdictReport", "Vouch", "Wait", "canonical_json",
-    "content_digest", "fingerprint", "first_problem", "load_key", "load_or_create_key", "node_id", "open_admin",
+    "content_digest", "document_hash", "fingerprint", "first_problem", "load_key", "load_or_create_key", "node_id",
+    "open_admin",
     "open_document", "pack", "pack_logprobs", "pack_tokens", "sign_document", "sign_request",
     "submission_digest", "unpack", "unpack_tokens", "verify", "verify_body", "verify_request",
 ]  # fmt: skip

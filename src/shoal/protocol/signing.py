@@ -99,6 +99,12 @@ def first_problem(error: ValidationError) -> str:
     return f"{where}: {problem['msg']}"
 
 
+def document_hash(signed: SignedDocument | str) -> str:
+    """Names a signed document, signature included: what a ledger row points to. `str`: the document as JSON."""
+    values = json.loads(signed) if isinstance(signed, str) else signed.model_dump(mode="json")
+    return hashlib.sha256(b"shoal/evidence/v1\n" + canonical_json(values)).hexdigest()
+
+
 HEADER_NODE = "shoal-node"
 HEADER_TIME = "shoal-time"
 HEADER_NONCE = "shoal-nonce"

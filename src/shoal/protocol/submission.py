@@ -13,7 +13,7 @@ import msgspec
 from pydantic import Field
 
 from shoal.protocol.lease import MAX_GROUP, MAX_NEW_TOKENS, MAX_PROMPT_TOKENS
-from shoal.protocol.policy import HEX_256
+from shoal.protocol.policy import HEX_256, LedgerHead
 from shoal.protocol.signing import Document
 
 if TYPE_CHECKING:
@@ -102,7 +102,10 @@ def submission_digest(body: bytes) -> str:
 
 
 class Receipt(Document):
-    """The hub's promise: these bytes are on its disk, and will be judged. No crash loses them."""
+    """The hub's promise: these bytes are on its disk, and will be judged. No crash loses them.
+
+    `ledger` is the ledger's head at that time: whoever keeps receipts can show that the ledger was rewritten later.
+    """
 
     kind: ClassVar[str] = "receipt"
     run: str
@@ -112,3 +115,4 @@ class Receipt(Document):
     submission: str = Field(pattern=HEX_256)
     size_bytes: int
     received_at_ms: int
+    ledger: LedgerHead | None = None

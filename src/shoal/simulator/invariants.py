@@ -112,6 +112,6 @@ def _ledger(reader: Reader) -> Iterator[str]:
         return
     accounts = ledger.fold(entries).by_node
     for node in reader.nodes():
-        account = accounts[node.node]
+        account = accounts.get(node.node, ledger.Account())
         if (node.credit, node.pending) != (account.credit, account.pending):
             yield f"node {node.node[:8]} has credit {node.credit}, pending {node.pending}; in the ledger {account}"

@@ -14,6 +14,7 @@ from shoal.cli.recipe import Recipe
 from shoal.environments import Score, Split, Task
 from shoal.hub import HubConfig, run_hub
 from shoal.hub.service import Hub
+from shoal.hub.state import nodes
 from shoal.hub.state.commands import Record, SaveNode
 from shoal.ledger import credit_for
 from shoal.protocol import LedgerHead, Registration, SigningKey, TensorView
@@ -93,8 +94,14 @@ def record(hub: Hub, *rows: tuple[str, dict[str, Any]]) -> None:
 
 
 def join(hub: Hub, key: SigningKey, name: str) -> str:
-    """Register a worker; returns its node id."""
-    return hub.membership.register(Registration(public_key=key.public_key, name=name)).node
+    """Register a worker, and write it into the ledger as its first accepted work would; returns its node id."""
+    node = hub.membership.register(Registration(public_key=key.public_key, name=name)).node
+    with hub.context.storage.write() as transaction:
+        row = transaction.node(node)
+        assert row is not None
+        if not row.on_chain:
+            transaction.apply([SaveNode(replace(row, accepted=1), row.state), *nodes.joined(row, row.registered_at_ms)])
+    return node
 
 
 def credit(node: str, submission: str, tokens: int, unit: int = 0) -> tuple[str, dict[str, Any]]:

@@ -20,7 +20,7 @@ from shoal.protocol import AuditRequest, LeaseRequest, SigningKey, load_or_creat
 from shoal.runtime.clock import SystemClock
 from shoal.runtime.stop import StopToken
 
-ALICE, BOB = (SigningKey.from_seed(bytes([number]) * 32) for number in (1, 2))
+ALICE, BOB, CAROL = (SigningKey.from_seed(bytes([number]) * 32) for number in (1, 2, 3))
 
 
 def client_of(folder: RunFolder, key: SigningKey) -> HubClient:
@@ -34,6 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunFolder]:
     hub = Hub(hub_config(folder), SystemClock())
     join(hub, ALICE, "alice")
     join(hub, BOB, "bob")
+    join(hub, CAROL, "carol")
     hub.close()
     with serving(folder):
         yield folder
@@ -88,12 +89,9 @@ def test_what_is_not_there_is_the_askers_mistake(folder: RunFolder, capsys: pyte
 def test_a_name_that_was_given_up_leads_to_the_node_that_had_it(
     folder: RunFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    carol = SigningKey.from_seed(b"\3" * 32)
-    client = client_of(folder, carol)
-    client.register("carol", "worker", None)
-    client.register("dora", "worker", None)
+    client_of(folder, CAROL).register("dora", "worker", None)
     assert order(folder, "ban", "carol") == 2
-    assert f"node {carol.node} was called that when it came" in capsys.readouterr().err
+    assert f"node {CAROL.node} was called that when it came" in capsys.readouterr().err
 
 
 def test_from_elsewhere_with_the_keys_alone(folder: RunFolder, tmp_path: Path) -> None:

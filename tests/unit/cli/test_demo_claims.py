@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from shoal.cli.demo.claims import Cast, cheater_caught, honest_unpunished, learned, model_scores_as_claimed
+from shoal.cli.demo import claims
+from shoal.cli.demo.claims import Cast, Claim, Standing, learned, model_scores_as_claimed
 from shoal.cli.demo.recount import Recount
-from shoal.ledger import append
+from shoal.ledger import append, fold
 from shoal.protocol import LedgerEntry
 from shoal.worker.cheats import CHEATS
 
@@ -38,6 +39,20 @@ def banned(node: str, reason: str) -> tuple[str, dict[str, Any]]:
 
 def batch(*units: int) -> tuple[str, dict[str, Any]]:
     return "batch", {"step": 0, "units": list(units)}
+
+
+def standing(entries: list[LedgerEntry]) -> Standing:
+    """As the hub's rows would have it."""
+    banned_at_ms = {entry.body["node"]: entry.at_ms for entry in entries if entry.kind == "sanction"}
+    return Standing(fold(entries).by_node, banned_at_ms)
+
+
+def cheater_caught(entries: list[LedgerEntry], cast: Cast) -> Claim:
+    return claims.cheater_caught(entries, standing(entries), cast)
+
+
+def honest_unpunished(entries: list[LedgerEntry], cast: Cast) -> Claim:
+    return claims.honest_unpunished(standing(entries), cast)
 
 
 CAUGHT = (credit("aa", 1), credit("bb", 2), rejected("cc", 3), banned("cc", "sampling.seed: other dice"), batch(1, 2))

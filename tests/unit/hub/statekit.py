@@ -72,6 +72,7 @@ def submission(number: int = 0, who: int = 1, **changes: Any) -> SubmissionRow:
         "size_bytes": 9,
         "received_at_ms": NOW_MS,
         "state": SubmissionState.AUDITING,
+        "receipt": '{"kind": "receipt"}',
     }
     return SubmissionRow(f"{number:064x}", row.lease, number, row.node, **{**fields, **changes})
 

@@ -211,11 +211,11 @@ class CreditMachine(RuleBasedStateMachine):
         for name, tokens in {(row.submission, row.node): row.generated_tokens for row in accepted if row}.items():
             earned[name[1]] += ledger.credit_for(tokens)
         for node in nodes:
-            account = accounts.by_node[node.node]
+            account = accounts.by_node.get(node.node, ledger.Account())
             assert (account.credit, account.pending) == (node.credit, node.pending)
             assert account.credit + account.pending + account.void == earned[node.node]
             assert node.pending == sum(ledger.credit_for(row.generated_tokens) for row in pending[node.node])
-            assert account.banned == (node.state is NodeState.BANNED)
+            assert account.banned == (node.state is NodeState.BANNED and node.on_chain)
 
 
 EARNED = ("pending", "credit")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hubkit import Bench, make_config, worker_key
+from hubkit import Bench, certificate, make_config, worker_key
 
 from shoal.errors import ResourceError
 from shoal.hub import gate
@@ -97,8 +97,10 @@ class TestPosting:
     def hub(self, tmp_path: Path) -> Iterator[Hub]:
         """With the run and four nodes recorded, and nobody who posts by himself."""
         hub = Hub(make_config(tmp_path / "hub"), ManualClock())
-        for number in range(4):
-            hub.membership.register(Registration(public_key=worker_key(number + 1).public_key))
+        for key in map(worker_key, range(1, 5)):
+            signed = certificate(key, "validator")
+            registration = Registration(public_key=key.public_key, role="validator", certificate=signed)
+            hub.membership.register(registration)
         yield hub
         hub.close()
 

@@ -12,7 +12,6 @@ from hubkit import Actor, Bench, code_of, fresh_request, ok
 from shoal.hub.state import sanctions
 from shoal.hub.state.commands import SaveNode
 from shoal.hub.state.rows import PROBATION_AUDITS, NodeRow
-from shoal.ledger import fold
 from shoal.protocol import HeartbeatReply, Lease, LeaseReply, NodeState, NodeView, Outcome, Severity
 
 
@@ -164,9 +163,8 @@ class TestSuspension:
         assert (seen.state, seen.until_ms, seen.reason) == (NodeState.ACTIVE, None, "")
         assert (seen.on_probation, seen.strikes, seen.suspensions) == (True, 1, 1)
         with bench.app.state.hub.context.storage.read() as reader:
-            rows = [entry.body for entry in reader.ledger_after(-1, 1000) if entry.kind == "sanction"]
-        assert [row["state"] for row in rows] == ["suspended", "active"]
-        assert rows[0]["until_ms"] > 0
+            rows = [entry for entry in reader.ledger_after(-1, 1000) if entry.body.get("node") == seen.node]
+        assert rows == [], "nothing of it was ever accepted"
 
     def test_it_outlives_a_restart_of_the_hub(self, bench: Bench, suspended: list[Lease]) -> None:
         again = bench.restarted()
@@ -186,9 +184,6 @@ class TestSuspension:
         assert ask(bench.alice).leases
         seen = view(bench, bench.alice)
         assert (seen.state, seen.strikes, seen.on_probation) == (NodeState.ACTIVE, 0, True)
-        with bench.app.state.hub.context.storage.read() as reader:
-            accounts = fold(reader.ledger_after(-1, 1000))
-        assert not accounts.by_node[bench.alice.key.node].banned
 
 
 def test_liveness_is_an_axis_of_its_own(bench: Bench) -> None:

@@ -94,7 +94,9 @@ def test_the_ledger_records_the_run_and_accounts_for_every_credit(bench: Bench) 
     page = LedgerPage.model_validate_json(ok(bench.http.get("/ledger?limit=1000")).content)
     ledger.verify(page.entries, page.head)
     kinds = [entry.kind for entry in page.entries]
-    assert kinds == ["run", "node", "node", "node", "node", "policy", "credit", "credit", "batch"]
+    assert kinds == ["run", "node", "node", "policy", "node", "credit", "credit", "batch"]
+    roles = [entry.body["role"] for entry in page.entries if entry.kind == "node"]
+    assert roles == ["trainer", "validator", "worker"], "bob, who had nothing accepted, has no row"
     accounts = ledger.fold(page.entries)
     assert accounts.by_node[bench.alice.key.node].credit == 2 * 2 * TOKENS_PER_ROLLOUT
     views = {view.node: view for view in bench.status().nodes}

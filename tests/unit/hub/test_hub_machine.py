@@ -296,9 +296,9 @@ class HubMachine(RuleBasedStateMachine):
         if self.play.rules.audit == "all":
             assert accounts.total_credit == accounts.total_earned
         for node in nodes:
-            account = accounts.by_node[node.node]
+            account = accounts.by_node.get(node.node, ledger.Account())
             assert (account.credit, account.pending) == (node.credit, node.pending)
-            assert accounts.by_node[node.node].banned == (node.state == NodeState.BANNED)
+            assert account.banned == (node.state == NodeState.BANNED and node.on_chain)
 
     @invariant()
     def receipts_are_kept(self) -> None:

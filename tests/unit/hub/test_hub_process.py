@@ -319,12 +319,12 @@ class TestPages:
         document = http.get("/openapi.json").json()
         calls = {f"{method.upper()} {path}" for path, methods in document["paths"].items() for method in methods}
         assert calls == {
-            "GET /run", "GET /status", "GET /health", "GET /ready", "GET /ledger", "GET /ledger/head", "POST /nodes",
-            "POST /heartbeat", "POST /leases", "POST /leases/release", "PUT /submissions/{lease}", "POST /audits",
-            "GET /submissions", "POST /verdicts", "POST /policies", "POST /batches/{step}",
-            "GET /batches/{step}/rollouts", "POST /steps", "GET /metrics", "GET /units/{unit}", "GET /nodes",
-            "GET /nodes/{node}", "POST /admin", "POST /submissions/{lease}/upload", "POST /submissions/{lease}/commit",
-            "GET /evaluations", "POST /evaluations",
+            "GET /run", "GET /status", "GET /health", "GET /ready", "GET /ledger", "GET /ledger/head",
+            "GET /ledger/evidence", "POST /nodes", "POST /heartbeat", "POST /leases", "POST /leases/release",
+            "PUT /submissions/{lease}", "POST /audits", "GET /submissions", "POST /verdicts", "POST /policies",
+            "POST /batches/{step}", "GET /batches/{step}/rollouts", "POST /steps", "GET /metrics", "GET /units/{unit}",
+            "GET /nodes", "GET /nodes/{node}", "POST /admin", "POST /submissions/{lease}/upload",
+            "POST /submissions/{lease}/commit", "GET /evaluations", "POST /evaluations",
         }  # fmt: skip
         known = document["components"]["schemas"]
         references = {

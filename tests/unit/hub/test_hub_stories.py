@@ -14,7 +14,9 @@ from shoal.hub.service.stories import node_sentence
 from shoal.hub.state.rows import NodeRow
 from shoal.protocol import (
     CheckResult,
+    EvidencePage,
     Lease,
+    LedgerPage,
     NodePage,
     NodeState,
     NodeStory,
@@ -25,6 +27,7 @@ from shoal.protocol import (
     SigningKey,
     UnitStory,
     Verdict,
+    document_hash,
     open_document,
 )
 from shoal.protocol.story import behind
@@ -128,10 +131,38 @@ def test_the_story_of_a_node_has_what_an_appeal_needs(bench: Bench) -> None:
     [refused] = story.refused
     assert refused.lease == lease.lease
     assert refused.verdict is not None
+    assert story.ledger == (), "nothing of it was ever accepted: only the hub's database tells of it"
+    assert [each.state for each in story.leases] == ["submitted"]
+
+
+def test_the_ban_of_a_node_that_earned_is_in_the_ledger_with_its_cause(bench: Bench) -> None:
+    ok(bench.announce(0))
+    bench.accept_groups(1)
+    ok(bench.alice.submit(bench.alice.lease(fresh_request())[0]))
+    ok(bench.judge(bench.audits()[0], **FAILED))
+    story = node_story(bench, ALICE)
     [sanction] = [entry for entry in story.ledger if entry.kind == "sanction"]
     [cause] = behind(sanction, story.ledger)
+    [refused] = story.refused
     assert cause["submission"] == refused.submission
-    assert [each.state for each in story.leases] == ["submitted"]
+    assert refused.verdict is not None
+    assert cause["verdict"] == document_hash(refused.verdict)
+
+
+def test_the_evidence_of_each_row_is_what_it_points_to(bench: Bench) -> None:
+    ok(bench.announce(0))
+    bench.accept_groups(2)
+    entries = LedgerPage.model_validate_json(ok(bench.http.get("/ledger")).content).entries
+    credits = [entry for entry in entries if entry.kind == "credit"]
+    page = EvidencePage.model_validate_json(ok(bench.http.get("/ledger/evidence?after=-1&limit=200")).content)
+    assert [each.row for each in page.evidence] == [entry.index for entry in credits]
+    for each, entry in zip(page.evidence, credits, strict=True):
+        assert each.receipt is not None
+        assert each.verdict is not None
+        assert entry.body["receipt"] == document_hash(each.receipt)
+        assert entry.body["verdict"] == document_hash(each.verdict)
+    after = f"/ledger/evidence?after={credits[0].index}&limit=1"
+    assert [each["row"] for each in ok(bench.http.get(after)).json()["evidence"]] == [credits[1].index]
 
 
 @pytest.mark.parametrize(

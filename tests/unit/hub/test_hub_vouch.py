@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
-from hubkit import TRAINER, Bench, certificate, code_of, ok, worker_key
+from hubkit import TRAINER, Bench, certificate, code_of, fresh_request, ok, worker_key
 
 from shoal.ledger import fold
 from shoal.protocol import LedgerEntry, LedgerPage, Registration, SignedDocument, SigningKey, Vouch, sign_document
@@ -40,17 +40,31 @@ def vouches(bench: Bench) -> list[dict[str, Any]]:
     return [entry.body for entry in ledger(bench) if entry.kind == "vouch"]
 
 
+def works(bench: Bench, key: SigningKey) -> None:
+    """The node has a group accepted, with which it comes into the ledger."""
+    actor = bench.actor(key)
+    ok(actor.submit(actor.lease(fresh_request())[0]))
+    for audit in bench.audits():
+        ok(bench.judge(audit))
+
+
 def test_an_owner_is_written_down_once_and_stays(bench: Bench) -> None:
+    ok(bench.announce(0))
     assert ok(register(bench, CAROL, vouch())).json()["owner"] == OWNER.public_key
     ok(register(bench, CAROL, vouch()))
     assert ok(register(bench, CAROL, None)).json()["owner"] == OWNER.public_key, "silence takes nothing away"
     assert code_of(register(bench, CAROL, vouch(owner=OTHER))) == (409, "vouch.owner")
-    assert vouches(bench) == [{"node": CAROL.node, "owner": OWNER.public_key}]
+    assert vouches(bench) == [], "nothing of hers was accepted yet"
+    works(bench, CAROL)
+    signed = vouch().model_dump(mode="json")
+    assert vouches(bench) == [{"node": CAROL.node, "owner": OWNER.public_key, "vouch": signed}]
     assert fold(ledger(bench)).by_node[CAROL.node].owner == OWNER.public_key
 
 
 def test_a_node_that_worked_alone_can_get_an_owner_later(bench: Bench) -> None:
+    ok(bench.announce(0))
     assert ok(register(bench, CAROL, None)).json()["owner"] == ""
+    works(bench, CAROL)
     assert vouches(bench) == []
     assert ok(register(bench, CAROL, vouch())).json()["owner"] == OWNER.public_key
     assert len(vouches(bench)) == 1
@@ -58,8 +72,11 @@ def test_a_node_that_worked_alone_can_get_an_owner_later(bench: Bench) -> None:
 
 def test_one_owner_can_have_several_machines(bench: Bench) -> None:
     dave = worker_key(6)
+    ok(bench.announce(0))
     ok(register(bench, CAROL, vouch()))
     ok(register(bench, dave, vouch(dave.node)))
+    works(bench, CAROL)
+    works(bench, dave)
     assert {body["owner"] for body in vouches(bench)} == {OWNER.public_key}
     assert len(vouches(bench)) == 2
 

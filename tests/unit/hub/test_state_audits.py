@@ -28,9 +28,10 @@ from shoal.hub.state.commands import AddVerdict, Command, RaiseAlarm, Record
 from shoal.hub.state.machines import LeaseState, SubmissionState, UnitState
 from shoal.hub.state.refusals import Refusal
 from shoal.hub.state.rows import Progress
-from shoal.protocol import NodeState, Outcome, RolloutReward, Severity
+from shoal.protocol import NodeState, Outcome, RolloutReward, Severity, document_hash
 
 VALIDATOR = "f" * 32
+SIGNED = '{"kind": "verdict"}'
 
 
 def case(**changes: Any) -> Case:
@@ -41,7 +42,7 @@ def case(**changes: Any) -> Case:
 
 
 def judge(subject: Case, now: Any = None, rewards: tuple[float, ...] = (0, 1), **changes: Any) -> list[Command]:
-    ruling = Ruling(verdict(subject.submission, rewards, **changes), VALIDATOR, "signed")
+    ruling = Ruling(verdict(subject.submission, rewards, **changes), VALIDATOR, SIGNED)
     return audits.judge(now or moment(), subject, ruling)
 
 
@@ -71,9 +72,24 @@ class TestAccepted:
         assert (row.state, row.rewards, row.generated_tokens) == (SubmissionState.ACCEPTED, (0, 1), 7)
         (paid,) = nodes_in(commands)
         assert (paid.accepted, paid.credit) == (1, 7)
-        (record,) = of_type(commands, Record)
+        joined, record = of_type(commands, Record)
+        assert (joined.kind, joined.body["public_key"]) == ("node", node(1).public_key), "before what it earns"
         assert (record.kind, record.body["credit"], record.body["node"]) == ("credit", 7, node(1).node)
-        assert of_type(commands, AddVerdict) == [AddVerdict(row.submission, "signed")]
+        assert record.body["receipt"] == document_hash(row.receipt)
+        assert record.body["verdict"] == document_hash(SIGNED)
+        assert of_type(commands, AddVerdict) == [AddVerdict(row.submission, SIGNED)]
+
+    def test_a_node_is_written_into_the_ledger_once(self) -> None:
+        commands = judge(case(node=node(1, accepted=1)))
+        assert [record.kind for record in of_type(commands, Record)] == ["credit"]
+
+    def test_the_first_work_of_a_banned_node_brings_its_owner_and_ban_into_the_ledger(self) -> None:
+        vouched = {"owner": "0a" * 32, "vouch": '{"kind": "vouch"}'}
+        commands = judge(case(node=node(1, state=NodeState.BANNED, reason="sampling.seed", **vouched)))
+        records = of_type(commands, Record)
+        assert [record.kind for record in records] == ["node", "vouch", "sanction", "credit"]
+        assert records[1].body["vouch"] == {"kind": "vouch"}
+        assert (records[2].body["state"], records[2].body["reason"]) == ("banned", "sampling.seed")
 
     def test_equal_rewards_drop_the_group_but_pay_for_the_work(self) -> None:
         commands = judge(case(), rewards=(0.5, 0.5))
@@ -195,7 +211,7 @@ class TestRejected:
     def test_one_certain_failure_bans(self) -> None:
         holding = held(4)
         commands = judge(
-            case(holdings=(holding,)),
+            case(holdings=(holding,), node=node(1, accepted=3)),
             outcome=Outcome.REJECTED,
             severity=Severity.CERTAIN,
             reason="sampling.seed",
@@ -209,6 +225,13 @@ class TestRejected:
         after = units_in(commands)
         assert (after[4].state, after[4].failures) == (UnitState.OPEN, 0)
         assert (after[0].state, after[0].failures) == (UnitState.OPEN, 0), "the node failed, not the unit"
+
+    @pytest.mark.parametrize("severity", [None, Severity.STATISTICAL, Severity.CERTAIN])
+    def test_what_is_rejected_of_a_key_without_accepted_work_leaves_no_row(self, severity: Severity | None) -> None:
+        commands = judge(case(node=node(1, soft=9)), outcome=Outcome.REJECTED, severity=severity)
+        assert nodes_in(commands)[0].state is not NodeState.ACTIVE
+        assert of_type(commands, AddVerdict), "the signed verdict is kept: it is what an appeal needs"
+        assert of_type(commands, Record) == []
 
     def test_two_statistical_failures_ban(self) -> None:
         first = nodes_in(judge(case(), outcome=Outcome.REJECTED, severity=Severity.STATISTICAL))[0]
@@ -245,7 +268,7 @@ class TestRejected:
         assert (struck.state, struck.until_ms) == (NodeState.BANNED, None)
 
     def test_a_banned_node_is_sanctioned_once(self) -> None:
-        banned = node(1, state=NodeState.BANNED, certain=1)
+        banned = node(1, state=NodeState.BANNED, certain=1, accepted=3)
         commands = judge(case(node=banned), outcome=Outcome.REJECTED, severity=Severity.CERTAIN)
         assert [record.kind for record in of_type(commands, Record)] == ["rejected"]
 

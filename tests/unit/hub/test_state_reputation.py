@@ -15,7 +15,7 @@ from shoal.hub.state.commands import Record
 from shoal.hub.state.draws import audit_fraction
 from shoal.hub.state.machines import SubmissionState
 from shoal.hub.state.rows import NodeRow
-from shoal.protocol import Depth, Severity, Tally
+from shoal.protocol import Depth, Severity, Tally, document_hash
 
 REPUTATION = rules(audit="reputation")
 
@@ -117,21 +117,23 @@ class TestCredit:
 
     def test_it_is_given_at_once_where_everything_is_audited(self) -> None:
         assert credits.matures_at_ms(moment()) is None
-        row, record = credits.earn(node(1), self.accepted(), NOW_MS)
+        row, record = credits.earn(node(1), self.accepted(), "{}", NOW_MS)
         assert (row.credit, row.pending, record.kind) == (7, 0, "credit")
 
     def test_by_reputation_it_is_pending_for_the_window(self) -> None:
         until_ms = credits.matures_at_ms(moment(audit="reputation", credit_window_ms=5000))
         assert until_ms == NOW_MS + 5000
-        row, record = credits.earn(node(1), self.accepted(matures_at_ms=until_ms), NOW_MS)
+        row, record = credits.earn(node(1), self.accepted(matures_at_ms=until_ms), "{}", NOW_MS)
         assert (row.credit, row.pending, record.kind) == (0, 7, "pending")
         assert record.body["matures_at_ms"] == until_ms
 
     def test_what_is_due_becomes_credit_one_row_per_submission_one_save_per_node(self) -> None:
         due = [self.accepted(0, matures_at_ms=1), self.accepted(1, matures_at_ms=2, generated_tokens=5)]
         row = node(1, pending=20, credit=1)
-        commands = credits.mature(due, {row.node: row}, NOW_MS)
-        assert [record.kind for record in of_type(commands, Record)] == ["credit", "credit"]
+        commands = credits.mature(due, {row.node: row}, {each.submission: "{}" for each in due}, NOW_MS)
+        records = of_type(commands, Record)
+        assert [record.kind for record in records] == ["credit", "credit"]
+        assert {record.body["verdict"] for record in records} == {document_hash("{}")}
         assert nodes_in(commands) == [replace(row, pending=8, credit=13)]
         assert [after.matures_at_ms for after in submissions_in(commands)] == [None, None]
 

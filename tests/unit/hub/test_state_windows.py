@@ -106,7 +106,7 @@ class TestSanctions:
         assert minutes == [1, 2, 4, 1024, 1440, 1440]
 
     def test_a_suspension_is_in_the_ledger_with_its_end(self) -> None:
-        (record,) = of_type(sanctions.suspend(node(1), "because", NOW_MS), Record)
+        (record,) = of_type(sanctions.suspend(node(1, accepted=1), "because", NOW_MS), Record)
         assert record.kind == "sanction"
         expected = {"node": node(1).node, "state": "suspended", "reason": "because", "until_ms": NOW_MS + 60_000}
         assert record.body == expected
@@ -118,7 +118,7 @@ class TestSanctions:
         assert (again.until_ms, again.suspensions, again.reason) == (NOW_MS + 5_000, 2, "y")
 
     def test_it_ends_by_itself_when_the_time_is_over(self) -> None:
-        row = node(1, state=NodeState.SUSPENDED, until_ms=NOW_MS, reason="x", passed=9, suspensions=1)
+        row = node(1, state=NodeState.SUSPENDED, until_ms=NOW_MS, reason="x", passed=9, suspensions=1, accepted=9)
         assert sanctions.lift(replace(row, until_ms=NOW_MS + 1), NOW_MS)[1] == []
         after, commands = sanctions.lift(row, NOW_MS)
         assert nodes_in(commands) == [after]

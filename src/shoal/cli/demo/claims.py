@@ -1,6 +1,7 @@
-"""What the demo says of itself, and whether it is true: decided from the ledger, the metrics and the model alone.
+"""What the demo says of itself, and whether it is true: decided from what the run wrote down and the model alone.
 
-    ledger.jsonl ──► who was paid, rejected, banned, and why; whose groups were trained on
+    ledger.jsonl ──► who was paid; whose groups were trained on
+    hub.db ────────► who was rejected and banned, and why: who never had work accepted is not in the ledger
     metrics.jsonl ─► the held-out score before and after
     recount ───────► the exported model's score, by somebody else's code
 
@@ -13,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from shoal.cli.demo.recount import Recount
-from shoal.ledger import Account, fold
+from shoal.ledger import Account
 from shoal.protocol import LedgerEntry
 from shoal.worker.cheats import Cheat
 
@@ -40,6 +41,14 @@ class Cast:
     cheat: Cheat
 
 
+@dataclass(frozen=True)
+class Standing:
+    """The accounts of all nodes, and when the banned ones were banned."""
+
+    accounts: Mapping[str, Account]
+    banned_at_ms: Mapping[str, int]
+
+
 def learned(scores: Sequence[float], least_rise: float = LEAST_RISE) -> Claim:
     """The greedy held-out score rose by enough."""
     if len(scores) < 2:
@@ -51,17 +60,17 @@ def learned(scores: Sequence[float], least_rise: float = LEAST_RISE) -> Claim:
     return Claim("it learned", rise >= least_rise, sentence)
 
 
-def cheater_caught(entries: Sequence[LedgerEntry], cast: Cast) -> Claim:
+def cheater_caught(entries: Sequence[LedgerEntry], standing: Standing, cast: Cast) -> Claim:
     """The cheater was banned, and for what it did."""
     name, who = "the cheater", f"{cast.cheater_name} ({cast.cheat.what})"
-    account = fold(entries).by_node.get(cast.cheater, Account())
+    account = standing.accounts.get(cast.cheater, Account())
     if not account.banned:
         return Claim(name, False, f"{who} was not caught: {account.accepted} accepted, {account.rejected} rejected")
     code = account.reason.partition(":")[0]
     if code not in cast.cheat.reasons:
         expected = " or ".join(sorted(cast.cheat.reasons))
         return Claim(name, False, f"{who} was banned for {account.reason}, not for {expected}")
-    after_s = seconds_until_sanction(entries, cast.cheater)
+    after_s = (standing.banned_at_ms[cast.cheater] - entries[0].at_ms) / 1000
     sentence = (
         f"{who} was banned {after_s:.0f} s after the hub began, for {account.reason}; {account.rejected} rejected"
     )
@@ -75,10 +84,9 @@ def _passed(accepted: int, trained: int) -> str:
     return f"{accepted} accepted, being what honest dice give as well ({trained} of them trained on)"
 
 
-def honest_unpunished(entries: Sequence[LedgerEntry], cast: Cast) -> Claim:
+def honest_unpunished(standing: Standing, cast: Cast) -> Claim:
     """No honest worker lost a group, let alone its place; and each did something."""
-    accounts = fold(entries).by_node
-    of = {name: accounts.get(node, Account()) for name, node in cast.honest.items()}
+    of = {name: standing.accounts.get(node, Account()) for name, node in cast.honest.items()}
     punished = [f"{name}: {_record(account)}" for name, account in of.items() if account.banned or account.rejected]
     idle = [name for name, account in of.items() if not account.accepted]
     if punished:
@@ -109,10 +117,3 @@ def _groups_trained(entries: Sequence[LedgerEntry], node: str) -> int:
     theirs = {entry.body["unit"] for entry in entries if entry.kind == "credit" and entry.body["node"] == node}
     batched = [unit for entry in entries if entry.kind == "batch" for unit in entry.body["units"]]
     return sum(unit in theirs for unit in batched)
-
-
-def seconds_until_sanction(entries: Sequence[LedgerEntry], node: str) -> float:
-    """From the hub's beginning to the ban. The node must have been banned."""
-    banned = {"node": node, "state": "banned"}.items()
-    at_ms = next(entry.at_ms for entry in entries if entry.kind == "sanction" and banned <= entry.body.items())
-    return (at_ms - entries[0].at_ms) / 1000

@@ -16,14 +16,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from shoal.cli.demo import claims
-from shoal.cli.demo.claims import Cast, Claim
+from shoal.cli.demo.claims import Cast, Claim, Standing
 from shoal.cli.demo.plot import draw_plot
-from shoal.cli.demo.records import read_ledger, rollouts_archived, signed_manifest, write_ledger
+from shoal.cli.demo.records import read_ledger, read_standing, rollouts_archived, signed_manifest, write_ledger
 from shoal.cli.demo.recount import recount
 from shoal.cli.folder import RunFolder
 from shoal.cli.program import python_command, shoal_command
 from shoal.errors import ShoalError
-from shoal.ledger import Account, fold
 from shoal.protocol import LedgerEntry
 from shoal.runtime.files import write_atomically
 from shoal.runtime.metrics import MetricsLog
@@ -55,10 +54,10 @@ def conclude(folder: RunFolder, cast: Cast, elapsed_s: float, stop: StopToken, c
 def check(folder: RunFolder, cast: Cast, stop: StopToken) -> Iterator[Claim]:
     """Every claim in turn."""
     scores = held_out_scores(folder.path / "trainer" / "metrics.jsonl")
-    entries = _ledger(folder)
+    entries, standing = _ledger(folder), _standing(folder)
     yield claims.learned(scores)
-    yield _decided("the cheater", lambda: claims.cheater_caught(entries, cast))
-    yield _decided("the honest", lambda: claims.honest_unpunished(entries, cast))
+    yield _decided("the cheater", lambda: claims.cheater_caught(entries, standing, cast))
+    yield _decided("the honest", lambda: claims.honest_unpunished(standing, cast))
     yield _decided("the records", lambda: _records(folder, entries))
     if not stop.is_set():
         yield _decided("the model", lambda: _model(folder, scores[-1] if scores else None, stop))
@@ -90,6 +89,15 @@ def _ledger(folder: RunFolder) -> list[LedgerEntry]:
         return []
 
 
+def _standing(folder: RunFolder) -> Standing:
+    """What became of every node; nothing if it cannot be read, and then no claim that needs it holds."""
+    try:
+        return read_standing(folder.path / "hub" / "hub.db", _ledger(folder))
+    except ShoalError as error:
+        log.warning("how the nodes stand cannot be read: %s", error)
+        return Standing({}, {})
+
+
 def _records(folder: RunFolder, entries: list[LedgerEntry]) -> Claim:
     manifest = signed_manifest(folder)
     if manifest.ledger_head is None:
@@ -114,8 +122,8 @@ def _draw(folder: RunFolder, cast: Cast, console: Console) -> None:
     metrics, run, entries = folder.path / "trainer" / "metrics.jsonl", folder.recipe.run, _ledger(folder)
     title = f"shoal demo: sorting digits, seed {run.seed}, staleness ≤ {run.max_staleness}"
     try:
-        banned = fold(entries).by_node.get(cast.cheater, Account()).banned
-        marks = [(claims.seconds_until_sanction(entries, cast.cheater), "cheater banned")] if banned else []
+        banned_ms = _standing(folder).banned_at_ms.get(cast.cheater)
+        marks = [((banned_ms - entries[0].at_ms) / 1000, "cheater banned")] if banned_ms and entries else []
         draw_plot(metrics, folder.path / "plot.png", title, marks, entries[0].at_ms if entries else None)
     except ShoalError as error:
         console.print(f"the plot could not be drawn: {error}", markup=False)

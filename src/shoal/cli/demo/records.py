@@ -8,11 +8,12 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from shoal.cli.demo.claims import Standing
 from shoal.cli.folder import RunFolder
 from shoal.errors import LedgerError
 from shoal.hub.storage import SqliteStorage
-from shoal.ledger import verify
-from shoal.protocol import LedgerEntry, LedgerHead, PolicyManifest
+from shoal.ledger import Account, fold, verify
+from shoal.protocol import LedgerEntry, LedgerHead, NodeState, PolicyManifest
 from shoal.runtime.files import write_atomically
 from shoal.shardcast.manifest import read_manifest
 from shoal.shardcast.tree import Tree, manifest_key
@@ -28,6 +29,21 @@ def read_ledger(database: Path) -> list[LedgerEntry]:
         while page := reader.ledger_after(len(entries) - 1, PAGE):
             entries += page
         return entries
+
+
+def read_standing(database: Path, entries: Sequence[LedgerEntry]) -> Standing:
+    """What became of every node: credit by the ledger, which the hub's rows must agree with; the rest by those rows."""
+    accounts, banned_at_ms = fold(entries).by_node, {}
+    with closing(SqliteStorage(database)) as storage, storage.read() as reader:
+        for row in reader.nodes():
+            account = accounts.setdefault(row.node, Account())
+            if (account.credit, account.pending) != (row.credit, row.pending):
+                raise LedgerError(f"node {row.node} has {row.credit} credit; by the ledger it has {account.credit}")
+            account.rejected, account.banned, account.reason = row.rejected, row.state is NodeState.BANNED, row.reason
+            if account.banned:
+                refused = reader.submissions_of(row.node, refused=True, limit=1)
+                banned_at_ms[row.node] = refused[0].decided_at_ms or 0 if refused else row.registered_at_ms
+    return Standing(accounts, banned_at_ms)
 
 
 def write_ledger(entries: list[LedgerEntry], out: Path, head: LedgerHead | None) -> None:

@@ -182,8 +182,7 @@ class Context:
                         "`shoal migrate RUN --database URL`, or leave hub.database as it was"
                     )
                 transaction.put_setting("run", json.dumps(identity))
-                body = {key: identity[key] for key in ("run", "root_key", "environment_digest")}
-                transaction.apply([Record("run", body, self.clock.now_ms())])
+                transaction.apply([Record("run", self._first_row(identity), self.clock.now_ms())])
                 point("hub.start.before_commit")
                 return
         for key, value in {"pools": None, **json.loads(known)}.items():
@@ -202,6 +201,14 @@ class Context:
                     f"{self.config.folder} holds a run whose {key} is {value!r}, not {identity.get(key)!r}: "
                     "continue it with the same settings, or use another folder"
                 )
+
+    def _first_row(self, identity: dict[str, Any]) -> dict[str, Any]:
+        """What a reader of the ledger needs to check the rest: the root key, how much a group can earn at most, and
+        the certificate of the hub's key, which signs receipts."""
+        told = ("run", "root_key", "environment_digest", "group_size", "max_new_tokens")
+        hubs = [each for each in self.config.certificates if each.document.get("role") == "hub"]
+        certificates = [each.model_dump(mode="json") for each in hubs]
+        return {**{key: identity[key] for key in told}, "certificates": certificates}
 
     def _require_blobs(self) -> None:
         """Hubs of one database must have one place for blobs: what one hub has promised, another must find."""

@@ -35,11 +35,11 @@ class Membership:
         """Take a node in. The request's signature was checked against the key in the registration."""
         self._check_version(registration)
         self._check_role(registration)
-        owner = owner_of(registration)
+        check_vouch(registration)
         with self._context.decision() as (transaction, moment):
             require_trusted(transaction, registration.public_key)
             known = transaction.node(node_id(registration.public_key))
-            row, commands = nodes.register(known, registration, moment.now_ms, owner)
+            row, commands = nodes.register(known, registration, moment.now_ms)
             transaction.apply(commands)
             view = node_view(row, transaction.presence(row.node), moment.rules, moment.now_ms)
             point("hub.node.before_commit")
@@ -109,11 +109,11 @@ class Membership:
             raise Refusal(403, "auth.certificate", "the certificate is for another run, role or key")
 
 
-def owner_of(registration: Registration) -> str:
-    """The key that vouches for the node, or nothing. The node itself brings it: nobody is claimed unasked."""
+def check_vouch(registration: Registration) -> None:
+    """Refuse a vouch that does not hold. The node itself brings it: nobody is claimed unasked."""
     signed = registration.vouch
     if signed is None:
-        return ""
+        return
     if registration.role != "worker":
         raise Refusal(403, "vouch.role", f"only a worker earns, and can have an owner; this is a {registration.role}")
     try:
@@ -122,7 +122,6 @@ def owner_of(registration: Registration) -> str:
         raise Refusal(403, "vouch.signature", f"the vouch does not hold: {error}") from error
     if vouch.owner != signed.signed_by or vouch.node != node_id(registration.public_key):
         raise Refusal(403, "vouch.other", "the vouch is for another node, or signed by another key than its owner's")
-    return vouch.owner
 
 
 def canary_alarm(node: NodeRow, before: Presence | None, now: Presence, step: int) -> list[RaiseAlarm]:

@@ -6,7 +6,7 @@ the unit is decided and nobody can get it any more; where a node is, never.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from shoal.hub.service.context import Context, node_view
 from shoal.hub.service.posting import Posting
@@ -16,10 +16,13 @@ from shoal.hub.state.orders import REVOKED
 from shoal.hub.state.refusals import Refusal
 from shoal.hub.state.rows import LeaseRow, NodeRow, SubmissionRow, UnitRow
 from shoal.hub.state.units import VOID_ATTEMPTS, VOID_INCARNATION, VOID_STALE
-from shoal.hub.storage import StoryReader
-from shoal.ledger import credit_for, node_subject, unit_subject
+from shoal.hub.storage import Reader, StoryReader
+from shoal.ledger import EVIDENCED, credit_for, node_subject, unit_subject
 from shoal.protocol import (
+    Evidence,
+    EvidencePage,
     LeaseStory,
+    LedgerEntry,
     NodePage,
     NodeState,
     NodeStory,
@@ -116,6 +119,12 @@ class Stories:
             counts=counts,
         )
 
+    def evidence(self, after: int, limit: int) -> EvidencePage:
+        """The signed documents behind the ledger rows after `after`, of `limit` rows."""
+        self._posting.post_for_reader()
+        with self._context.storage.read() as reader:
+            return EvidencePage(evidence=tuple(evidence_of(reader, reader.ledger_after(after, limit))))
+
     def _submissions(self, reader: StoryReader, rows: Sequence[SubmissionRow]) -> tuple[SubmissionStory, ...]:
         voids = reader.ledger_of_kind("void", list(dict.fromkeys(unit_subject(row.unit) for row in rows)))
         voided = {entry.body.get("submission") for entry in voids}
@@ -148,6 +157,21 @@ class Stories:
             matures_at_ms=row.matures_at_ms,
             receipt=SignedDocument.model_validate_json(row.receipt) if row.receipt else None,
             verdict=signed,
+        )
+
+
+def evidence_of(reader: Reader, entries: Iterable[LedgerEntry]) -> Iterator[Evidence]:
+    """The documents that these entries point to: of each that gives or refuses credit."""
+    rows = {entry.index: str(entry.body.get("submission")) for entry in entries if entry.kind in EVIDENCED}
+    names = list(dict.fromkeys(rows.values()))
+    submissions, verdicts = reader.submissions_named(names), reader.verdicts_of(names)
+    for index, name in rows.items():
+        row = submissions.get(name)
+        receipt, verdict = "" if row is None else row.receipt, verdicts.get(name)
+        yield Evidence(
+            row=index,
+            receipt=SignedDocument.model_validate_json(receipt) if receipt else None,
+            verdict=SignedDocument.model_validate_json(verdict) if verdict else None,
         )
 
 

@@ -111,7 +111,9 @@ class Upkeep:
             with context.decision(exclusive=True) as (transaction, moment):
                 due = transaction.due_credit(_due_until_ms(transaction, moment), MATURED_PER_TICK)
                 found = [transaction.node(name) for name in dict.fromkeys(row.node for row in due)]
-                transaction.apply(credits.mature(due, {row.node: row for row in found if row}, moment.now_ms))
+                verdicts = transaction.verdicts_of([row.submission for row in due])
+                nodes = {row.node: row for row in found if row}
+                transaction.apply(credits.mature(due, nodes, verdicts, moment.now_ms))
                 point("hub.credit.before_commit")
             point("hub.credit.after_commit")
 

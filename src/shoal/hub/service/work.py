@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from shoal.environments import identity_of
 from shoal.errors import CodecError, ConfigError, EnvironmentSetupError, ModelError
@@ -23,6 +24,7 @@ from shoal.hub.state.nodes import require_welcome
 from shoal.hub.state.refusals import Refusal
 from shoal.hub.state.rows import LeaseRow, Moment, NodeRow, SubmissionRow, UnitRow
 from shoal.hub.storage import Reader, Writer
+from shoal.ledger import head_of
 from shoal.protocol import (
     SUBMISSION_FORMAT,
     Lease,
@@ -216,7 +218,8 @@ class Work:
         point("hub.submit.after_blob")
         with context.decision() as (transaction, moment):
             transaction.lock_nodes([node.node])
-            reception = self._receive(transaction, moment, node, arrival, self._receipt)
+            receipt = partial(self._receipt, transaction)
+            reception = self._receive(transaction, moment, node, arrival, receipt)
             transaction.apply(reception.commands)
             point("hub.submit.before_commit")
         point("hub.submit.after_commit")
@@ -278,7 +281,7 @@ class Work:
                     422, "submission.mismatch", f"the submission's {name} is {found!r}; this lease has {value!r}"
                 )
 
-    def _receipt(self, row: SubmissionRow) -> str:
+    def _receipt(self, reader: Reader, row: SubmissionRow) -> str:
         return self._context.sign(
             Receipt(
                 run=self._context.config.run_id,
@@ -288,6 +291,7 @@ class Work:
                 submission=row.submission,
                 size_bytes=row.size_bytes,
                 received_at_ms=row.received_at_ms,
+                ledger=head_of(self._context.config.run_id, reader.ledger_last()),
             )
         )
 

@@ -20,7 +20,7 @@ from shoal.hub.state.refusals import Refusal
 from shoal.hub.state.rewards import has_equal_rewards, pass_rate
 from shoal.hub.state.rows import Holding, Moment, NodeRow, Rules, SubmissionRow, UnitRow
 from shoal.hub.state.units import VOID_STALE, fail, refill_alarm
-from shoal.protocol import Outcome, Tally, Verdict
+from shoal.protocol import Outcome, Tally, Verdict, document_hash
 
 
 def expire(submissions: Sequence[SubmissionRow], now_ms: int) -> list[Command]:
@@ -101,7 +101,7 @@ def judge(moment: Moment, case: Case, ruling: Ruling) -> list[Command]:
         AddVerdict(submission.submission, ruling.document),
     ]
     if accepted:
-        return commands + _accept(moment, case, decided, verdict)
+        return commands + _accept(moment, case, decided, ruling)
     if verdict.outcome == Outcome.REJECTED:
         return commands + _reject(moment, case, ruling)
     record = reputation.of_late(case.node.record.plus(verdict.tally))  # so that accidents are not for the asking
@@ -149,11 +149,12 @@ def _require_possible(rules: Rules, tally: Tally) -> None:
         )
 
 
-def _accept(moment: Moment, case: Case, decided: SubmissionRow, verdict: Verdict) -> list[Command]:
-    progress = moment.progress
+def _accept(moment: Moment, case: Case, decided: SubmissionRow, ruling: Ruling) -> list[Command]:
+    progress, verdict = moment.progress, ruling.verdict
     trusted = windows.widened(moment.rules, reputation.passed(case.node, verdict))
-    node, record = credits.earn(trusted, decided, moment.now_ms)
-    commands: list[Command] = [SaveNode(node, case.node.state), record]
+    node, record = credits.earn(trusted, decided, ruling.document, moment.now_ms)
+    joined = [] if case.node.on_chain else nodes.joined(node, moment.now_ms)
+    commands: list[Command] = [SaveNode(node, case.node.state), *joined, record]
     unit = case.unit
     if not _is_current(case):
         return commands  # the unit is void meanwhile; the work was done, so its credit stays
@@ -175,14 +176,16 @@ def _reject(moment: Moment, case: Case, ruling: Ruling) -> list[Command]:
         "reason": verdict.reason,
         "severity": verdict.severity.value if verdict.severity else "",
         "validator": ruling.validator,
+        "verdict": document_hash(ruling.document),
     }
+    rejected = [Record("rejected", body, now_ms)] if case.node.on_chain else []
     reopened = [SaveUnit(case.unit.reopened(), case.unit.state)] if _is_current(case) else []  # the node failed, not it
     if verdict.severity is None:  # soft: it costs the credit of this submission, and no trust
-        return [Record("rejected", body, now_ms), *nodes.reject(case.node, verdict, case.holdings, now_ms), *reopened]
+        return [*rejected, *nodes.reject(case.node, verdict, case.holdings, now_ms), *reopened]
     node, voided = credits.void(case.node, stake.pending, verdict.reason, now_ms)
     disbelieved = moment.rules.audit == "reputation" and nodes.is_over(reputation.failed(node, verdict.severity))
     return [
-        Record("rejected", body, now_ms),
+        *rejected,
         *voided,
         *nodes.reject(node, verdict, case.holdings, now_ms),
         *pulls.pull(stake, verdict, disbelieved, now_ms),

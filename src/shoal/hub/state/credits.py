@@ -4,6 +4,7 @@
               └─ audits by reputation ─► pending ─┬─ the window passes, or the run is over (upkeep) ─► credit
                                                   └─ an audit of the node fails ─► void
 
+Each row points to its evidence: the hashes of the signed receipt and of the signed verdict (`docs/concepts/ledger.md`).
 Which of them a submission is at is on its row (`matures_at_ms`), in the transaction that appends to the ledger: it
 moves on once, over restarts too. The sum is exact: credit + pending + void = all that was ever accepted.
 """
@@ -18,6 +19,7 @@ from shoal.hub.state import pacing
 from shoal.hub.state.commands import Command, Record, SaveNode, SaveSubmission
 from shoal.hub.state.rows import Moment, NodeRow, SubmissionRow
 from shoal.ledger import credit_for
+from shoal.protocol import document_hash
 
 NEVER_MS = 2**62
 """Later than any credit matures."""
@@ -35,23 +37,26 @@ def due_until_ms(moment: Moment, is_all_judged: bool) -> int:
     return NEVER_MS if over else moment.now_ms
 
 
-def earn(node: NodeRow, accepted: SubmissionRow, now_ms: int) -> tuple[NodeRow, Record]:
-    """What an accepted submission brings its node."""
-    amount, body = credit_for(accepted.generated_tokens), _body(accepted)
+def earn(node: NodeRow, accepted: SubmissionRow, verdict: str, now_ms: int) -> tuple[NodeRow, Record]:
+    """What an accepted submission brings its node; `verdict` is the signed one as JSON."""
+    amount, body = credit_for(accepted.generated_tokens), _proven(accepted, verdict)
     if accepted.matures_at_ms is None:
         return replace(node, credit=node.credit + amount), Record("credit", body, now_ms)
     body["matures_at_ms"] = accepted.matures_at_ms
     return replace(node, pending=node.pending + amount), Record("pending", body, now_ms)
 
 
-def mature(due: Sequence[SubmissionRow], nodes: Mapping[str, NodeRow], now_ms: int) -> list[Command]:
-    """Turn pending credit whose window has passed into credit. `nodes` are those of the `due` submissions."""
+def mature(
+    due: Sequence[SubmissionRow], nodes: Mapping[str, NodeRow], verdicts: Mapping[str, str], now_ms: int
+) -> list[Command]:
+    """Turn pending credit whose window has passed into credit. `nodes` are those of the `due` submissions, `verdicts`
+    the signed ones on them."""
     after = dict(nodes)
     commands: list[Command] = []
     for row in due:
         node, amount = after[row.node], credit_for(row.generated_tokens)
         after[row.node] = replace(node, pending=node.pending - amount, credit=node.credit + amount)
-        commands += [_settled(row), Record("credit", _body(row), now_ms)]
+        commands += [_settled(row), Record("credit", _proven(row, verdicts[row.submission]), now_ms)]
     return commands + [SaveNode(after[name], node.state) for name, node in nodes.items() if after[name] != node]
 
 
@@ -66,6 +71,10 @@ def void(node: NodeRow, pending: Sequence[SubmissionRow], reason: str, now_ms: i
 
 def _settled(row: SubmissionRow) -> SaveSubmission:
     return SaveSubmission(replace(row, matures_at_ms=None), row.state)
+
+
+def _proven(row: SubmissionRow, verdict: str) -> dict[str, Any]:
+    return {**_body(row), "receipt": document_hash(row.receipt), "verdict": document_hash(verdict)}
 
 
 def _body(row: SubmissionRow) -> dict[str, Any]:

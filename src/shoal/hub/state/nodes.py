@@ -11,14 +11,16 @@ own verdict.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from shoal.hub.state import reputation, sanctions
 from shoal.hub.state.commands import Command, Record, SaveNode
 from shoal.hub.state.refusals import Refusal
 from shoal.hub.state.rows import Holding, NodeRow
-from shoal.protocol import NodeState, Registration, Verdict, node_id
+from shoal.protocol import NodeState, Registration, SignedDocument, Verdict, node_id
 from shoal.protocol.node import Liveness
 
 CERTAIN_TO_BAN = 1
@@ -31,14 +33,15 @@ SILENT_MS = 300_000
 """After this long a node is gone, not merely out of sight."""
 
 
-def register(
-    known: NodeRow | None, registration: Registration, now_ms: int, owner: str = ""
-) -> tuple[NodeRow, list[Command]]:
+def register(known: NodeRow | None, registration: Registration, now_ms: int) -> tuple[NodeRow, list[Command]]:
     """The node's row. The same registration again changes nothing; a key cannot change its role, nor its owner.
     A banned node keeps the name that it was banned under: it is found by it, and reappears under no other.
 
-    `owner` is the key whose vouch the node brought along; the first one stays, whatever comes later without any.
+    The owner is the key that signed the vouch which the node brought along; the first one stays, whatever comes later
+    without any. A worker is written into the ledger with its first accepted work (`joined`), trusted roles at once.
     """
+    vouch = registration.vouch
+    owner, document = ("", "") if vouch is None else (vouch.signed_by, vouch.model_dump_json())
     if known is None:
         row = NodeRow(
             node=node_id(registration.public_key),
@@ -48,9 +51,9 @@ def register(
             registered_at_ms=now_ms,
             software=registration.software,
             owner=owner,
+            vouch=document,
         )
-        body = {"node": row.node, "public_key": row.public_key, "role": row.role, "name": row.name}
-        return row, [SaveNode(row, None), Record("node", body, now_ms), *_vouched(row, None, now_ms)]
+        return row, [SaveNode(row, None), *(joined(row, now_ms, registration.certificate) if row.on_chain else [])]
     if known.role != registration.role:
         raise Refusal(
             409,
@@ -71,15 +74,28 @@ def register(
         name=registration.name,
         software=registration.software,
         owner=known.owner or owner,
+        vouch=known.vouch or document,
     )
-    return row, [] if row == known else [SaveNode(row, known.state), *_vouched(row, known, now_ms)]
+    vouched = _vouched(row, now_ms) if row.on_chain and not known.owner else []
+    return row, [] if row == known else [SaveNode(row, known.state), *vouched]
 
 
-def _vouched(row: NodeRow, before: NodeRow | None, now_ms: int) -> list[Command]:
-    """The ledger's row of an owner that a node did not have before."""
-    if not row.owner or (before is not None and before.owner):
+def joined(row: NodeRow, now_ms: int, certificate: SignedDocument | None = None) -> list[Command]:
+    """A node's first rows in the ledger: its key, for trusted roles what the root key signed for it; its owner; and
+    the sanction that it is under, if its first work is accepted only then."""
+    body: dict[str, Any] = {"node": row.node, "public_key": row.public_key, "role": row.role, "name": row.name}
+    if certificate is not None:
+        body["certificate"] = certificate.model_dump(mode="json")
+    sanction = [] if row.state is NodeState.ACTIVE else sanctions.recorded(row, now_ms, until_ms=row.until_ms)
+    return [Record("node", body, now_ms), *_vouched(row, now_ms), *sanction]
+
+
+def _vouched(row: NodeRow, now_ms: int) -> list[Command]:
+    """The ledger's row of an owner, with the document that the owner signed."""
+    if not row.owner:
         return []
-    return [Record("vouch", {"node": row.node, "owner": row.owner}, now_ms)]
+    body = {"node": row.node, "owner": row.owner, "vouch": json.loads(row.vouch)}
+    return [Record("vouch", body, now_ms)]
 
 
 def require_welcome(node: NodeRow) -> None:

@@ -227,10 +227,10 @@ class NodeRow:
 
     `streak` counts full audits passed since the last rejection, `passed` those since the last strike. `record` sums
     what passed audits saw of it of late. `pending` is credit that a failed audit would still take. `owner` is the key
-    that vouched for it. `window` is how many leases it may hold (0: what a newcomer
-    may), `lapsed` how many it let lapse, `lapses` of these in a row, `pace_ms` what a group takes it, from lease to
-    submission. `until_ms` ends the present suspension, of which there were `suspensions`. `soft` counts rejections
-    without a strike since the last group that was accepted.
+    that vouched for it by the signed `vouch` (JSON). `window` is how many leases it may hold (0: what a
+    newcomer may), `lapsed` how many it let lapse, `lapses` of these in a row, `pace_ms` what a
+    group takes it, from lease to submission. `until_ms` ends the present suspension, of which there were `suspensions`.
+    `soft` counts rejections without a strike since the last group that was accepted.
     """
 
     node: str
@@ -259,6 +259,13 @@ class NodeRow:
     suspensions: int = 0
     until_ms: int | None = None
     soft: int = 0
+    vouch: str = ""
+
+    @property
+    def on_chain(self) -> bool:
+        """Whether the ledger has rows about it: a worker from its first accepted group on. Keys cost nothing, rows of
+        the ledger are kept for ever."""
+        return self.role != "worker" or self.accepted > 0
 
     @property
     def on_probation(self) -> bool:

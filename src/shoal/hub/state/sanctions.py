@@ -6,7 +6,8 @@
 
 The first suspension lasts a minute, each further one twice as long, up to a day. Its end is decided when the node asks
 for work: until then nothing depends on it. A suspended node gets no leases; what it holds it may hand in, for that is
-judged by its own verdict like everything else. Every sanction, and its end, is a row of the ledger.
+judged by its own verdict like everything else. Every sanction, and its end, of a node that ever had work accepted is a
+row of the ledger; of others only the node's own row tells: whoever makes keys for nothing does not fill the ledger.
 
 Trust is another axis (`reputation`): a suspension for a strike leaves the node on probation because of the strike, one
 for lapses takes nothing but time. Whether the node is here is the third (`nodes.liveness`).
@@ -50,13 +51,13 @@ def suspend(node: NodeRow, reason: str, now_ms: int, for_ms: int | None = None) 
         until_ms=max(until_ms, node.until_ms or 0),
         suspensions=node.suspensions + 1,
     )
-    return [SaveNode(row, node.state), _record(row, now_ms, until_ms=row.until_ms)]
+    return [SaveNode(row, node.state), *recorded(row, now_ms, until_ms=row.until_ms)]
 
 
 def ban(node: NodeRow, reason: str, holdings: Sequence[Holding], now_ms: int) -> list[Command]:
     """Ban a node; its active leases are void and their units open again, without counting as failures of the unit."""
     banned = node.to(NodeState.BANNED, reason=reason, until_ms=None)
-    commands: list[Command] = [SaveNode(banned, node.state), _record(banned, now_ms)]
+    commands: list[Command] = [SaveNode(banned, node.state), *recorded(banned, now_ms)]
     for held in holdings:
         if held.lease.node == node.node and held.lease.state == LeaseState.ACTIVE:
             commands.append(SaveLease(held.lease.to(LeaseState.VOID, now_ms), held.lease.state))
@@ -79,7 +80,7 @@ def pardon(node: NodeRow, reason: str, now_ms: int) -> list[Command]:
         lapses=0,
         suspensions=0,
     )
-    return [SaveNode(row, node.state), _record(row, now_ms, reason=reason)]
+    return [SaveNode(row, node.state), *recorded(row, now_ms, reason=reason)]
 
 
 def lift(node: NodeRow, now_ms: int) -> tuple[NodeRow, list[Command]]:
@@ -87,7 +88,7 @@ def lift(node: NodeRow, now_ms: int) -> tuple[NodeRow, list[Command]]:
     if node.state is not NodeState.SUSPENDED or node.until_ms is None or node.until_ms > now_ms:
         return node, []
     row = node.to(NodeState.ACTIVE, reason="", until_ms=None)
-    return row, [SaveNode(row, node.state), _record(row, now_ms, reason=OVER)]
+    return row, [SaveNode(row, node.state), *recorded(row, now_ms, reason=OVER)]
 
 
 def waiting(node: NodeRow, now_ms: int) -> str:
@@ -97,5 +98,7 @@ def waiting(node: NodeRow, now_ms: int) -> str:
     return f"this node is suspended for {-(-(node.until_ms - now_ms) // 1000)} s more: {node.reason}"
 
 
-def _record(row: NodeRow, now_ms: int, **more: Any) -> Record:
-    return Record("sanction", {"node": row.node, "state": row.state.value, "reason": row.reason, **more}, now_ms)
+def recorded(row: NodeRow, now_ms: int, **more: Any) -> list[Command]:
+    """The ledger's row of a sanction, if the node is in the ledger at all."""
+    body = {"node": row.node, "state": row.state.value, "reason": row.reason, **more}
+    return [Record("sanction", body, now_ms)] if row.on_chain else []

@@ -192,6 +192,10 @@ class Reader(Protocol):
 
     def submissions_named(self, names: Sequence[str]) -> dict[str, SubmissionRow]: ...
 
+    def verdicts_of(self, submissions: Sequence[str]) -> dict[str, str]:
+        """Signed verdicts as they came, by submission."""
+        ...
+
     def dropped_submissions(self, step: int) -> list[SubmissionRow]:
         """What fills the units that were dropped (equal rewards) while `step` was the next one, by unit."""
         ...
@@ -269,10 +273,6 @@ class StoryReader(Reader, Protocol):
 
     def submissions_of(self, node: str, refused: bool, limit: int) -> list[SubmissionRow]:
         """What a node handed in, newest first; `refused`: only what was rejected, inconclusive or pulled."""
-        ...
-
-    def verdicts_of(self, submissions: Sequence[str]) -> dict[str, str]:
-        """Signed verdicts as they came, by submission."""
         ...
 
     def ledger_about(self, subject: str, but: Sequence[str], limit: int) -> list[LedgerEntry]:

@@ -313,6 +313,11 @@ class SqlReader:
         rows = (submission_of(row) for row in self._named(table, table.c.submission, names))
         return {row.submission: row for row in rows}
 
+    def verdicts_of(self, submissions: Sequence[str]) -> dict[str, str]:
+        table = tables.verdicts
+        query = select(table.c.submission, table.c.document).where(table.c.submission.in_(submissions))
+        return {row[0]: row[1] for row in self._connection.execute(query)}
+
     def _named(self, table: Table, column: Column[Any], names: Sequence[Any]) -> Iterator[Row[Any]]:
         """The rows of a table whose `column` is one of these, however many they are."""
         for start in range(0, len(names), NAMES_PER_QUERY):

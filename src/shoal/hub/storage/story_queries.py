@@ -56,11 +56,6 @@ class SqlStoryReader(SqlReader):
         newest = query.order_by(table.c.received_at_ms.desc(), table.c.unit.desc()).limit(limit)
         return [submission_of(row) for row in self._connection.execute(newest)]
 
-    def verdicts_of(self, submissions: Sequence[str]) -> dict[str, str]:
-        table = tables.verdicts
-        query = select(table.c.submission, table.c.document).where(table.c.submission.in_(submissions))
-        return {row[0]: row[1] for row in self._connection.execute(query)}
-
     def ledger_about(self, subject: str, but: Sequence[str], limit: int) -> list[LedgerEntry]:
         about, table = tables.ledger_subjects, tables.ledger
         query = select(table).join(about, about.c.index == table.c.index).where(about.c.subject == subject)

@@ -58,6 +58,7 @@ nodes = Table(
     Column("suspensions", Integer, nullable=False),
     Column("until_ms", BigInteger),
     Column("soft", Integer, nullable=False),
+    Column("vouch", Text, nullable=False),
     # Established nodes are few where fresh keys are many: whether one is here is asked with every lease.
     Index("nodes_by_passed", "passed"),
 )
