@@ -9,7 +9,7 @@ R: rows of the batch (one per seed), S: steps of a block, T: tokens, H: hidden s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,11 +49,11 @@ class Uniforms:
 class HiddenRows:
     """The hidden states of one block of steps [R, S, H], folded into points when it is full."""
 
-    def __init__(self, n_rows: int, proof: ProofParameters) -> None:
+    def __init__(self, n_rows: int, proof: ProofParameters, begun: int = 0) -> None:
         self._n_rows, self._proof = n_rows, proof
         self._block_RSH = torch.empty(0)
         self._filled = 0
-        self._blocks = 0
+        self._blocks = begun // proof.rows
         self._folded: list[tuple[npt.NDArray[np.int64], PointBatch]] = []  # those that have no proofs yet
         self._proofs: list[list[bytes]] = [[] for _ in range(n_rows)]
 
@@ -70,11 +70,16 @@ class HiddenRows:
         if self._filled == self._proof.rows:
             self.fold(lengths_R)
 
+    @property
+    def folded_tokens(self) -> int:
+        """How many tokens of each row have become points; a whole number of chunks."""
+        return self._proof.rows * self._blocks
+
     def fold(self, lengths_R: Tensor) -> None:
         """Turn the states kept so far into points: of every row as many as it has tokens in this block."""
         if not self._filled:
             return
-        before = self._proof.rows * self._blocks
+        before = self.folded_tokens
         counts_R = (lengths_R - before).clamp(0, self._filled).to(self._block_RSH.device)
         taken_RS = torch.arange(self._proof.rows, device=counts_R.device)[None, :] < counts_R[:, None]
         counts = counts_R.cpu().numpy()
@@ -95,23 +100,57 @@ class HiddenRows:
         return self._proofs
 
 
+@dataclass(eq=False)
+class Row:
+    """One completion to be drawn: of which request, by which seed, and what there is of it so far.
+
+    `tokens`, `logprobs` and `proofs` are those of a finished completion, or what is kept of a batch for which memory
+    did not suffice: whole chunks, which are not computed again, so that what was shown of them stays true.
+    """
+
+    group: int
+    seed: int
+    tokens: npt.NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
+    logprobs: npt.NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, dtype=np.float32))
+    proofs: list[bytes] = field(default_factory=list)
+    completion: Completion | None = None
+
+
+def _alone(_row: Row) -> Line | None:
+    """Nobody answers this row's turns."""
+    return None
+
+
 @dataclass
 class Decoding:
     """What has been decoded so far, step by step; rows are those of the whole batch, finished or not.
 
-    `lines` are of the rows whose turns somebody answers: those are looked at token by token, the others never.
+    All rows begin with equally many tokens: none, or those that were kept (`Row`). `line_of` says of a row whether
+    somebody answers its turns: such rows are looked at token by token, the others never.
     """
 
-    n_rows: int
+    rows: Sequence[Row]
     max_new_tokens: int
     eos_token_id: int
     proof: ProofParameters | None = None
-    lines: Mapping[int, Line] = field(default_factory=dict)
-    step: int = 0
+    line_of: Callable[[Row], Line | None] = _alone
     _alive: Tensor | None = None
     _lengths: Tensor = field(default_factory=lambda: torch.empty(0))
     _steps: list[tuple[Tensor, ...]] = field(default_factory=list)
     _hidden: HiddenRows | None = None
+
+    def __post_init__(self) -> None:
+        self.n_rows = len(self.rows)
+        self.begun = self.step = len(self.rows[0].tokens)
+        begun = ((place, self._begun_line(row)) for place, row in enumerate(self.rows))
+        self.lines = {place: line for place, (line, _) in begun if line is not None}
+
+    def _begun_line(self, row: Row) -> tuple[Line | None, bool]:
+        """The line of a row after the tokens that it has, and whether the completion goes on."""
+        line, goes_on = self.line_of(row), True
+        for token in row.tokens.tolist():
+            goes_on = token != self.eos_token_id if line is None else line.take(token)
+        return line, goes_on and len(row.tokens) < self.max_new_tokens
 
     def record(self, state: Rows, tokens_R: Tensor, logprobs_R: Tensor) -> Tensor | None:
         """Take one token per live row; returns which rows of the batch go on, or None when none does.
@@ -120,8 +159,8 @@ class Decoding:
         """
         if self._alive is None:
             self._alive = torch.ones(self.n_rows, dtype=torch.bool, device=tokens_R.device)
-            self._lengths = torch.zeros(self.n_rows, dtype=torch.long, device=tokens_R.device)
-            self._hidden = None if self.proof is None else HiddenRows(self.n_rows, self.proof)
+            self._lengths = torch.full((self.n_rows,), self.begun, dtype=torch.long, device=tokens_R.device)
+            self._hidden = None if self.proof is None else HiddenRows(self.n_rows, self.proof, self.begun)
         live_R = self._alive[state.rows]
         self._steps.append(tuple(column[live_R] for column in (state.rows, tokens_R, logprobs_R)))
         self._lengths += self._alive
@@ -161,38 +200,70 @@ class Decoding:
         found: npt.NDArray[np.int64] = self._lengths.cpu().numpy()
         return found
 
-    def columns(self) -> list[list[npt.NDArray[Any]]]:
-        """Tokens and log-probabilities: for each, one array per row."""
+    def _columns(self) -> list[list[npt.NDArray[Any]]]:
+        """Tokens and log-probabilities, with those that the rows began with: for each, one array per row."""
+        kept: list[list[npt.NDArray[Any]]] = [[row.tokens for row in self.rows], [row.logprobs for row in self.rows]]
+        if not self._steps:
+            return kept
         rows_N, *values = [torch.cat(column).cpu().numpy() for column in zip(*self._steps, strict=True)]
         order_N = np.argsort(rows_N, kind="stable")
         ends = np.cumsum(np.bincount(rows_N, minlength=self.n_rows))[:-1]
-        return [np.split(column[order_N], ends) for column in values]
+        drawn = [np.split(column[order_N], ends) for column in values]
+        return [
+            [np.concatenate([begin, more]).astype(begin.dtype) for begin, more in zip(*pair, strict=True)]
+            for pair in zip(kept, drawn, strict=True)
+        ]
 
-    def tokens(self) -> list[npt.NDArray[np.int32]]:
-        return [tokens.astype(np.int32) for tokens in self.columns()[0]]
+    def _proofs(self) -> list[list[bytes]]:
+        """The proofs of all finished chunks, of every row."""
+        drawn = [[] for _ in self.rows] if self._hidden is None else self._hidden.proofs()
+        return [[*row.proofs, *more] for row, more in zip(self.rows, drawn, strict=True)]
 
     def chunks(self) -> list[Chunks]:
         """The finished chunks of every row, right after a step that finished some (a multiple of `proof.rows`)."""
-        assert self._hidden is not None, "only with proofs"
-        pairs = zip(self.tokens(), self._hidden.proofs(), strict=True)
+        pairs = zip(self._columns()[0], self._proofs(), strict=True)
         return [Chunks(tokens, tuple(proofs)) for tokens, proofs in pairs]
 
-    def completions(self) -> Iterator[Completion]:
-        for row, (tokens, logprobs, proofs) in enumerate(zip(*self.columns(), self._proofs(), strict=True)):
-            line, ended = self.lines.get(row), tokens[-1] == self.eos_token_id
-            yield Completion(
-                token_ids=tokens.astype(np.int32),
-                logprobs=logprobs,
-                finish=line.finish if line is not None else ("eos" if ended else "length"),
-                proofs=proofs,
-                given=() if line is None else tuple(line.given),
-            )
+    def finish(self) -> None:
+        """Every row is drawn: give each its completion."""
+        if self._hidden is not None:
+            self._hidden.fold(self._lengths)
+        for place, (tokens, logprobs, proofs) in enumerate(zip(*self._columns(), self._proofs(), strict=True)):
+            self._complete(place, tokens, logprobs, proofs)
 
-    def _proofs(self) -> list[bytes]:
-        if self._hidden is None:
-            return [b""] * self.n_rows
-        self._hidden.fold(self._lengths)
-        return list(map(b"".join, self._hidden.proofs()))
+    def _complete(
+        self, place: int, tokens: npt.NDArray[np.int32], logprobs: npt.NDArray[np.float32], proofs: list[bytes]
+    ) -> None:
+        row, line, ended = self.rows[place], self.lines.get(place), tokens[-1] == self.eos_token_id
+        row.tokens, row.logprobs, row.proofs = tokens, logprobs, proofs
+        row.completion = Completion(
+            token_ids=tokens,
+            logprobs=logprobs,
+            finish=line.finish if line is not None else ("eos" if ended else "length"),
+            proofs=b"".join(proofs),
+            given=() if line is None else tuple(line.given),
+        )
+
+    def salvage(self) -> list[Row]:
+        """After memory ran out: what is finished is kept. Returns the rows that are to be continued from there.
+
+        Kept of those are whole chunks; without proofs, everything.
+        """
+        end = self.step if self.proof is None else self.begun
+        if self._hidden is not None:
+            end = self._hidden.folded_tokens
+        left = []
+        for place, (tokens, logprobs, proofs) in enumerate(zip(*self._columns(), self._proofs(), strict=True)):
+            row = self.rows[place]
+            row.tokens, row.logprobs, row.proofs = tokens[:end], logprobs[:end], proofs
+            line, goes_on = self._begun_line(row)
+            if len(tokens) > end or (len(tokens) == end and goes_on):
+                left.append(row)
+                continue
+            if line is not None:
+                self.lines[place] = line
+            self._complete(place, tokens, logprobs, proofs)
+        return left
 
 
 def choose_tiled(head: Head, state: Rows, step: int, choose: Choose, tile_elements: int) -> tuple[Tensor, Tensor]:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from shoal.engines.cache import growing_cache
+from shoal.engines.memory import is_out_of_memory
 from shoal.models.logprobs import hidden_states
 from shoal.models.packed import PROBE_ERRORS, PROBE_TOLERANCE
 
@@ -161,6 +162,8 @@ def _tried(model: Any, at_once: int) -> bool:
         try:
             known[at_once] = not _is_recurrent(model) or _agrees(model, at_once)
         except PROBE_ERRORS as error:
+            if is_out_of_memory(error):  # says nothing about the model
+                raise
             log.debug("%s is not computed with a cache: %s", name, error)
             known[at_once] = False
         if at_once == 1 and not known[at_once]:

@@ -1,11 +1,15 @@
 """The torch engine: batched decoding with a key-value cache, for any Hugging Face causal language model.
 
-    requests ──by sampling parameters, then by length──► batches of rows
+    requests ──by sampling parameters, then by length──► batches of rows, as many as fit into memory (`memory`)
     batch:  prompts, left-padded ──one forward──► cache and last state of every prompt
             cache and state repeated once per seed        (a group's prompt is computed once)
             loop: head in float32 → inverse CDF at u[t] → finished rows leave the batch → one forward per token
                   rows to which the environment speaks take its tokens instead of drawn ones (`dialogue`)
                   the hidden states of every `rows` steps are folded into points (`decoding`)
+
+A batch for which memory does not suffice is halved: finished rows are kept, the others are continued from their last
+whole chunk, which is fed to the model again and not drawn. So what was shown of a completion stays true. The limit is
+remembered; a group is split over batches where it must be, down to one row.
 
 Prefill needs no cache: sequences are right-padded, and a causal model never looks at what follows. Only where groups
 share long prompts is each prompt computed once, and the completions after its cache.
@@ -15,8 +19,10 @@ B: prompts of a batch, R: rows (one per seed), L: padded length, T: tokens, H: h
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, Self
 
@@ -25,11 +31,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from shoal.engines.decoding import Choose, Decoding, Uniforms, choose_tiled
+from shoal.engines.decoding import Choose, Decoding, Row, Uniforms, choose_tiled
 from shoal.engines.dialogue import Line
+from shoal.engines.memory import MEMORY_ERRORS, Room, is_out_of_memory, release_memory
 from shoal.engines.protocol import Chunks, Completion, GenerationRequest, Prefill, PrefillRequest, Respond
 from shoal.engines.rows import CachedRows, RecomputedRows, Rows, decodes_with_cache, follows_with_cache
-from shoal.errors import PolicyMismatch
+from shoal.errors import PolicyMismatch, ResourceError
 from shoal.models.load import model_from_files
 from shoal.models.logprobs import Head
 from shoal.models.state import apply_state, change_state
@@ -38,11 +45,15 @@ from shoal.sampling.sampler import sample, token_statistics
 from shoal.shardcast import ChangedValues
 from shoal.toploc import PointBatch, top_points
 
+log = logging.getLogger(__name__)
+
 COMPACT_BELOW = 0.8
 TILE_ELEMENTS = 2**23
 TILE_ELEMENTS_GPU = 2**28  # a GPU wants few, large tiles: a gigabyte of float32 each
 UNIFORM_BLOCK = 256
 SHARED_WORTH = 0.2  # the share of a batch that is prompts once more, from which on they are computed only once
+CATCH_UP = 64  # tokens of each row at once, where a batch is continued from what was kept of it
+LEAST_TILE = 2**20
 TELL_EVERY = 4  # steps of decoding between two words about progress: each is a wait for the device
 PREFILL_TOKENS = 65_536
 PREFILL_TOKENS_CPU = 4_096  # larger batches fall out of the processor's caches: a third slower
@@ -79,7 +90,8 @@ class TorchEngine:
         self._model = model
         self._max_rows = max_rows
         default = PREFILL_TOKENS_CPU if model.device.type == "cpu" else PREFILL_TOKENS
-        self._max_prefill_tokens = max_prefill_tokens or default
+        self._room, self._prefill_room = Room(2**62), Room(max_prefill_tokens or default)
+        self._tile_divisor = 1
         self._loaded = self._shared = False
         self.policy: PolicyRef | None = None
         self.vocabulary_size, self.hidden_size = model.get_output_embeddings().weight.shape
@@ -100,38 +112,31 @@ class TorchEngine:
     def generate(
         self, requests: Sequence[GenerationRequest], proof: ProofParameters | None = None
     ) -> list[list[Completion]]:
-        results: list[list[Completion]] = [[] for _ in requests]
-        with self._inference():
-            for sampling, indices in self._batches(requests):
-                batch = [requests[index] for index in indices]
-                rows = self._sample_batch(batch, sampling, proof)
-                for index, request in zip(indices, batch, strict=True):
-                    results[index] = [next(rows) for _ in request.seeds]
-        return results
+        return self._drawn(_Drawing.of(requests, proof))
 
     def prefill(self, requests: Sequence[PrefillRequest], proof: ProofParameters | None = None) -> list[Prefill]:
         results: dict[int, Prefill] = {}
         with self._inference():
             for indices in self._prefill_batches(requests):
-                batch = [requests[index] for index in indices]
-                results.update(zip(indices, self._prefill_batch(batch, proof), strict=True))
+                waiting = [indices]
+                while waiting:
+                    batch = waiting.pop()
+                    found = self._try_prefill([requests[index] for index in batch], proof)
+                    if found is None:
+                        half = -(-len(batch) // 2)
+                        waiting += [part for part in (batch[half:], batch[:half]) if part]
+                    else:
+                        results.update(zip(batch, found, strict=True))
         return [results[index] for index in range(len(requests))]
 
     def greedy(
         self, prompts: Sequence[tuple[int, ...]], max_new_tokens: int, eos_token_id: int
     ) -> list[npt.NDArray[np.int32]]:
-        def choose(logits_RV: Tensor, _step: int, rows_R: Tensor) -> tuple[Tensor, Tensor]:
-            return logits_RV.argmax(dim=1), torch.zeros(len(rows_R), device=logits_RV.device)
-
-        order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
-        results: dict[int, npt.NDArray[np.int32]] = {}
-        with self._inference():
-            for start in range(0, len(order), self._max_rows):
-                indices = order[start : start + self._max_rows]
-                decoding = Decoding(len(indices), max_new_tokens, eos_token_id)
-                self._decode([prompts[index] for index in indices], [1] * len(indices), decoding, choose)
-                results.update(zip(indices, decoding.tokens(), strict=True))
-        return [results[index] for index in range(len(prompts))]
+        sampling = SamplingParameters.model_construct(  # not checked: an eos of -1 means that nothing ends a completion
+            temperature=1.0, max_new_tokens=max_new_tokens, eos_token_id=eos_token_id
+        )
+        requests = [GenerationRequest(prompt, (0,), sampling) for prompt in prompts]
+        return [group[0].token_ids for group in self._drawn(_Drawing.of(requests, None, greedy=True))]
 
     @contextmanager
     def _inference(self) -> Iterator[None]:
@@ -146,57 +151,83 @@ class TorchEngine:
         finally:
             self._model.train(training)
 
-    def _batches(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[SamplingParameters, list[int]]]:
-        """Requests that can be decoded together: equal sampling, similar length, at most `max_rows` rows."""
+    def _drawn(self, drawing: _Drawing) -> list[list[Completion]]:
+        with self._inference():
+            for batch in self._batches(drawing):
+                self._draw(drawing, batch)
+        return [[row.completion for row in group if row.completion is not None] for group in drawing.groups]
+
+    def _batches(self, drawing: _Drawing) -> Iterator[list[Row]]:
+        """Rows that can be decoded together: equal sampling, similar length, as many as fit. Groups stay whole if they
+        fit; each next batch goes by what the last one showed."""
+        requests = drawing.requests
         order = sorted(range(len(requests)), key=lambda i: (_key(requests[i].sampling), len(requests[i].prompt_ids)))
-        batch: list[int] = []
-        rows = 0
+        batch: list[Row] = []
         for index in order:
-            request = requests[index]
-            full = rows + len(request.seeds) > self._max_rows
-            if batch and (full or request.sampling != requests[batch[0]].sampling):
-                yield requests[batch[0]].sampling, batch
-                batch, rows = [], 0
-            batch.append(index)
-            rows += len(request.seeds)
+            request, rows = requests[index], drawing.groups[index]
+            fitting = self._rows_at_once(drawing.tokens_each(index))
+            if batch and (len(batch) + len(rows) > fitting or request.sampling != requests[batch[0].group].sampling):
+                yield batch
+                batch = []
+            while len(rows) > (fitting := self._rows_at_once(drawing.tokens_each(index))):
+                size = -(-len(rows) // -(-len(rows) // fitting))
+                yield rows[:size]
+                rows = rows[size:]
+            batch = batch + rows
         if batch:
-            yield requests[batch[0]].sampling, batch
+            yield batch
 
-    def _sample_batch(
-        self, batch: Sequence[GenerationRequest], sampling: SamplingParameters, proof: ProofParameters | None
-    ) -> Iterator[Completion]:
-        seeds = [seed for request in batch for seed in request.seeds]
-        if not seeds:
-            return iter(())
-        stream = Uniforms(seeds, min(UNIFORM_BLOCK, sampling.max_new_tokens), self._model.device)
+    def _rows_at_once(self, tokens_each: int) -> int:
+        return max(1, min(self._max_rows, self._room.tokens // tokens_each))
 
-        def choose(logits_RV: Tensor, step: int, rows_R: Tensor) -> tuple[Tensor, Tensor]:
-            return sample(logits_RV, stream.at(step)[rows_R], sampling.temperature)
+    def _draw(self, drawing: _Drawing, batch: list[Row]) -> None:
+        """Draw the rows of a batch; where memory runs out, in halves, from what was kept of them."""
+        waiting = [batch]
+        while waiting:
+            left = self._try_draw(drawing, waiting.pop())
+            half = -(-len(left) // 2)
+            waiting += [part for part in (left[half:], left[:half]) if part]
 
-        decoding = Decoding(len(seeds), sampling.max_new_tokens, sampling.eos_token_id, proof, self._lines(batch))
-        counts = [len(request.seeds) for request in batch]
-
-        def tell() -> None:
-            if decoding.step % TELL_EVERY == 0:
-                _tell_progress(batch, decoding.lengths())
-            if proof is not None and decoding.step % proof.rows == 0:
-                _tell_chunks(batch, cache(decoding.chunks))
-
-        told = any(request.on_tokens is not None or request.on_chunks is not None for request in batch)
-        watch = tell if told else _nothing
-        self._decode([request.prompt_ids for request in batch], counts, decoding, choose, watch)
-        return decoding.completions()
-
-    def _lines(self, batch: Sequence[GenerationRequest]) -> dict[int, Line]:
-        """One for every row of the requests whose turns are answered."""
-        asked = [request for request in batch for _ in request.seeds]
-        return {
-            row: Line(
-                partial(self._known, request.respond), request.sampling.eos_token_id, request.sampling.max_new_tokens
+    def _try_draw(self, drawing: _Drawing, batch: list[Row]) -> list[Row]:
+        """Draw the rows of a batch; returns those for which memory did not suffice."""
+        decoding = self._decoding(drawing, batch)
+        size = len(batch) * max(drawing.tokens_each(row.group) for row in batch)
+        try:
+            self._decode(drawing, decoding)
+            decoding.finish()
+            self._room.fitted(size)
+            return []
+        except MEMORY_ERRORS as error:
+            if not is_out_of_memory(error):
+                raise
+        release_memory()  # only now: the error's traceback held the tensors
+        left = decoding.salvage()
+        if len(batch) == 1 and left:
+            longest, limit = len(drawing.requests[batch[0].group].prompt_ids), decoding.max_new_tokens
+            raise ResourceError(
+                f"one completion of up to {limit} tokens, after a prompt of {longest}, does not fit into the memory "
+                f"that is free for {self.kind}"
             )
-            for row, request in enumerate(asked)
-            if request.respond is not None
-        }
+        self._room.failed(size)
+        log.warning(
+            "memory did not suffice for %d completions at once: %d of them are continued from token %d, in halves",
+            len(batch), len(left), len(left[0].tokens) if left else 0,
+        )  # fmt: skip
+        return left
+
+    def _decoding(self, drawing: _Drawing, batch: list[Row]) -> Decoding:
+        sampling = drawing.requests[batch[0].group].sampling
+        return Decoding(
+            batch, sampling.max_new_tokens, sampling.eos_token_id, drawing.proof, partial(self._line, drawing)
+        )
+
+    def _line(self, drawing: _Drawing, row: Row) -> Line | None:
+        """For a row of a request whose turns are answered."""
+        request = drawing.requests[row.group]
+        if request.respond is None:
+            return None
+        sampling = request.sampling
+        return Line(partial(self._known, request.respond), sampling.eos_token_id, sampling.max_new_tokens)
 
     def _known(self, respond: Respond, token_ids: list[int]) -> tuple[int, ...] | None:
         given = respond(token_ids)
@@ -204,20 +235,10 @@ class TorchEngine:
             self._refuse_unknown(min(given), max(given))
         return given
 
-    def _decode(
-        self,
-        prompts: Sequence[tuple[int, ...]],
-        counts: Sequence[int],
-        decoding: Decoding,
-        choose: Choose,
-        watch: Callable[[], None] = _nothing,
-    ) -> None:
-        """Prefill the prompts once, repeat each `counts` times, and decode until every row has finished.
-
-        `watch` is called after every step.
-        """
-        sources = torch.repeat_interleave(torch.arange(len(prompts)), torch.tensor(counts))
-        state = self._rows_after(prompts, sources)
+    def _decode(self, drawing: _Drawing, decoding: Decoding) -> None:
+        """Prefill each prompt once, repeat it for its rows, and decode until every row has finished."""
+        choose, watch = drawing.choice(decoding, self._model.device), drawing.watch(decoding)
+        state = self._rows_after(drawing, decoding.rows)
         head = Head.of(self._model)
         while True:
             drawn = choose_tiled(head, state, decoding.step, choose, self._tile_elements())
@@ -231,11 +252,21 @@ class TorchEngine:
                 tokens_R = tokens_R[keep_R]
             state.advance(self._model, tokens_R)
 
-    def _rows_after(self, prompts: Sequence[tuple[int, ...]], source_R: Tensor) -> Rows:
+    def _rows_after(self, drawing: _Drawing, rows: Sequence[Row]) -> Rows:
+        """The rows after their prompts and what was kept of them."""
+        groups = list(dict.fromkeys(row.group for row in rows))
+        prompts = [drawing.requests[group].prompt_ids for group in groups]
         self._refuse_unknown(min(map(min, prompts)), max(map(max, prompts)))
-        if decodes_with_cache(self._model):
-            return CachedRows.after(self._model, prompts, source_R)
-        return RecomputedRows.after(self._model, prompts, source_R, self._max_prefill_tokens)
+        if not decodes_with_cache(self._model):
+            prompts = [(*drawing.requests[row.group].prompt_ids, *row.tokens.tolist()) for row in rows]
+            return RecomputedRows.after(self._model, prompts, torch.arange(len(rows)), self._prefill_room.tokens)
+        place = {group: index for index, group in enumerate(groups)}
+        state = CachedRows.after(self._model, prompts, torch.tensor([place[row.group] for row in rows]))
+        kept_RT = torch.from_numpy(np.stack([row.tokens for row in rows]).astype(np.int64)).to(self._model.device)
+        at_once = CATCH_UP if follows_with_cache(self._model) else 1
+        for ids_RT in torch.split(kept_RT, at_once, dim=1) if kept_RT.numel() else ():
+            state.hidden = state.follow(self._model, ids_RT)[:, -1]
+        return state
 
     def _prefill_batches(self, requests: Sequence[PrefillRequest]) -> Iterator[list[int]]:
         """Indices of requests of similar length, at most `max_prefill_tokens` padded tokens together."""
@@ -245,12 +276,35 @@ class TorchEngine:
 
         batch: list[int] = []
         for index in sorted(range(len(requests)), key=length):
-            if batch and length(index) * (len(batch) + 1) > self._max_prefill_tokens:
+            if batch and length(index) * (len(batch) + 1) > self._prefill_room.tokens:
                 yield batch
                 batch = []
             batch.append(index)
         if batch:
             yield batch
+
+    def _try_prefill(self, batch: Sequence[PrefillRequest], proof: ProofParameters | None) -> list[Prefill] | None:
+        """The prefills of a batch; None if memory does not suffice, and less is to be tried."""
+        longest = max(len(request.prompt_ids) + len(request.token_ids) for request in batch)
+        try:
+            found = self._prefill_batch(batch, proof)
+            self._prefill_room.fitted(len(batch) * longest)
+            return found
+        except MEMORY_ERRORS as error:
+            if not is_out_of_memory(error):
+                raise
+        release_memory()  # only now: the error's traceback held the tensors
+        if len(batch) == 1 and self._tile_elements() <= LEAST_TILE:
+            raise ResourceError(
+                f"the prefill of one sequence of {longest} tokens does not fit into the memory that is free for "
+                f"{self.kind}"
+            )
+        if len(batch) == 1:
+            self._tile_divisor *= 4
+        else:
+            self._prefill_room.failed(len(batch) * longest)
+        log.warning("memory did not suffice for a prefill of %d sequences at once: trying less", len(batch))
+        return None
 
     def _prefill_batch(self, batch: Sequence[PrefillRequest], proof: ProofParameters | None) -> list[Prefill]:
         lengths = [len(request.token_ids) for request in batch]
@@ -324,7 +378,7 @@ class TorchEngine:
         return [torch.cat(column) for column in zip(*tiles, strict=True)]
 
     def _tile_elements(self) -> int:
-        return TILE_ELEMENTS if self._model.device.type == "cpu" else TILE_ELEMENTS_GPU
+        return (TILE_ELEMENTS if self._model.device.type == "cpu" else TILE_ELEMENTS_GPU) // self._tile_divisor
 
     def _refuse_unloaded(self) -> None:
         if not self._loaded:
@@ -335,24 +389,77 @@ class TorchEngine:
             raise ValueError(f"a token is outside the vocabulary of {self.vocabulary_size}")
 
 
-def _tell_progress(batch: Sequence[GenerationRequest], lengths_R: npt.NDArray[np.int64]) -> None:
-    """Say to each group how many tokens its rows have; those lie one group after the other."""
-    ends = np.cumsum([len(request.seeds) for request in batch])
-    for request, rows in zip(batch, _cuts(ends), strict=True):
-        if request.on_tokens is not None:
-            request.on_tokens(int(lengths_R[rows].sum()))
+@dataclass(frozen=True)
+class _Drawing:
+    """One call: its requests, the rows of each, and how tokens are chosen."""
+
+    requests: Sequence[GenerationRequest]
+    groups: list[list[Row]]
+    proof: ProofParameters | None
+    greedy: bool
+
+    @classmethod
+    def of(cls, requests: Sequence[GenerationRequest], proof: ProofParameters | None, greedy: bool = False) -> _Drawing:
+        groups = [[Row(index, seed) for seed in request.seeds] for index, request in enumerate(requests)]
+        return cls(requests, groups, proof, greedy)
+
+    def tokens_each(self, group: int) -> int:
+        """How many tokens a row of this group has at most, its prompt included."""
+        request = self.requests[group]
+        return len(request.prompt_ids) + request.sampling.max_new_tokens
+
+    def choice(self, decoding: Decoding, device: torch.device) -> Choose:
+        if self.greedy:
+            return _most_probable
+        sampling = self.requests[decoding.rows[0].group].sampling
+        stream = Uniforms([row.seed for row in decoding.rows], min(UNIFORM_BLOCK, sampling.max_new_tokens), device)
+
+        def choose(logits_RV: Tensor, step: int, rows_R: Tensor) -> tuple[Tensor, Tensor]:
+            return sample(logits_RV, stream.at(step)[rows_R], sampling.temperature)
+
+        return choose
+
+    def watch(self, decoding: Decoding) -> Callable[[], None]:
+        """What is called after every step: it tells who asked for it what there is of each group.
+
+        Rows of a group that are not in this batch are finished, or wait to be continued.
+        """
+        places: dict[int, list[int]] = {}
+        for place, row in enumerate(decoding.rows):
+            places.setdefault(row.group, []).append(place)
+        told = [self.requests[group] for group in places]
+        if all(request.on_tokens is None and request.on_chunks is None for request in told):
+            return _nothing
+        here = set(map(id, decoding.rows))
+        others = {group: [row for row in self.groups[group] if id(row) not in here] for group in places}
+
+        def tell() -> None:
+            if decoding.step % TELL_EVERY == 0:
+                lengths_R = decoding.lengths()
+                for group, own in places.items():
+                    on_tokens = self.requests[group].on_tokens
+                    if on_tokens is not None:
+                        on_tokens(int(lengths_R[own].sum()) + sum(len(row.tokens) for row in others[group]))
+            if self.proof is not None and decoding.step % self.proof.rows == 0:
+                chunks = cache(decoding.chunks)  # computed once, for the first group that asks
+                for group, own in places.items():
+                    on_chunks = self.requests[group].on_chunks
+                    if on_chunks is not None:
+                        on_chunks(partial(_chunks_of, decoding.rows, own, others[group], chunks))
+
+        return tell
 
 
-def _tell_chunks(batch: Sequence[GenerationRequest], chunks: Callable[[], list[Chunks]]) -> None:
-    """Say to each group that chunks were finished; they are computed once, for the first group that asks."""
-    ends = np.cumsum([len(request.seeds) for request in batch])
-    for request, rows in zip(batch, _cuts(ends), strict=True):
-        if request.on_chunks is not None:
-            request.on_chunks(partial(_of_group, request.seeds, rows, chunks))
+def _chunks_of(
+    rows: Sequence[Row], places: Sequence[int], others: Sequence[Row], chunks: Callable[[], list[Chunks]]
+) -> dict[int, Chunks]:
+    """The finished chunks of one group, by seed."""
+    found = {row.seed: Chunks(row.tokens, tuple(row.proofs)) for row in others if row.proofs}
+    return found | {rows[place].seed: chunks()[place] for place in places}
 
 
-def _of_group(seeds: Sequence[int], rows: slice, chunks: Callable[[], list[Chunks]]) -> dict[int, Chunks]:
-    return dict(zip(seeds, chunks()[rows], strict=True))
+def _most_probable(logits_RV: Tensor, _step: int, rows_R: Tensor) -> tuple[Tensor, Tensor]:
+    return logits_RV.argmax(dim=1), torch.zeros(len(rows_R), device=logits_RV.device)
 
 
 def _key(sampling: SamplingParameters) -> tuple[float, int, int]:

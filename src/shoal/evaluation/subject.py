@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.engines import Engine, build, check_engine
+from shoal.engines.memory import is_out_of_memory
 from shoal.engines.registry import resolved
 from shoal.errors import ModelError, ResourceError
 from shoal.models.folder import DESCRIPTION_FILES, model_folder, read_config, read_files
@@ -93,12 +94,11 @@ def plain_name(text: str) -> str:
 
 @contextmanager
 def memory_errors(action: str) -> Iterator[None]:
-    """Memory that runs out is a `ResourceError` that says what to lower. Torch has several ways to say it."""
+    """Memory that runs out is a `ResourceError` that says what to lower."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        said = str(error).lower()
-        if isinstance(error, MemoryError) or "out of memory" in said or "can't allocate memory" in said:
+        if is_out_of_memory(error):
             raise ResourceError(
                 f"there is not enough memory to {action}: lower --batch-rows or --max-new-tokens, or compute in "
                 "--dtype bfloat16"

@@ -406,8 +406,7 @@ def generate(
 ) -> list[list[Completion]]:
     """The groups of leases of one policy, with proofs as the leases want them (a run wants all alike).
 
-    `on_tokens` hears now and then of a lease how many tokens it has. An engine's failure becomes one sentence (a full
-    device is a `RuntimeError` of torch).
+    `on_tokens` hears now and then of a lease how many tokens it has. An engine's failure becomes one sentence.
     """
     groups: dict[str, list[Completion]] = {}
     try:
@@ -426,10 +425,15 @@ def generate(
             drawn = loaded.engine.generate(requests, proof)
             groups.update(zip((lease.lease for lease in alike), drawn, strict=True))
         return [groups[lease.lease] for lease in leases]
+    except ResourceError as error:
+        raise ResourceError(
+            f"{error}; free some of it, compute elsewhere or in another format (--device, --dtype), or leave this run "
+            "to larger machines"
+        ) from error
     except (RuntimeError, MemoryError) as error:
         raise ResourceError(
             f"the engine {loaded.engine.name} failed while generating {len(leases)} groups: {error}; "
-            "if memory ran out, set worker.units_per_lease lower"
+            "`shoal doctor --selftest` tells whether this machine computes rightly"
         ) from error
     except ValueError as error:
         raise ProtocolError(f"the leased prompts do not fit policy {loaded.ref.label}: {error}") from error

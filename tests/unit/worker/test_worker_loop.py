@@ -371,7 +371,12 @@ def test_it_asks_for_as_many_groups_as_it_can_generate_within_a_lease(tmp_path: 
 @pytest.mark.parametrize(
     ("failure", "expected", "hint"),
     [
-        (RuntimeError("CUDA out of memory"), ResourceError, "units_per_lease lower"),
+        (
+            ResourceError("one completion does not fit"),
+            ResourceError,
+            r"elsewhere or in another format \(--device, --dty",
+        ),
+        (RuntimeError("device-side assert"), ResourceError, "doctor --selftest"),
         (ValueError("token 500 is outside"), ProtocolError, "do not fit policy"),
     ],
 )

@@ -1,0 +1,61 @@
+"""How much an engine computes at once: from the memory that is free, and from what did not fit.
+
+    free memory ──► Room.most ──► batches ──► too much? ──► Room.failed: half as much from now on
+                                     └── fits ──► Room.fitted: after many of them, twice as much is tried again
+
+Imports torch only where a device is asked about.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+
+MEMORY_ERRORS = (RuntimeError, MemoryError)  # among them torch's OutOfMemoryError; `is_out_of_memory` tells which
+TELLING = ("out of memory", "can't allocate memory", "not enough memory", "alloc_failed")
+PATIENCE = 64  # batches near the limit that have to fit before twice as much is tried: a failure costs one batch
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out: torch and the libraries below it have several ways to say so."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in TELLING)
+
+
+def release_memory() -> None:
+    """Give back what nobody refers to any more. To be called outside of `except`: a traceback refers to a lot."""
+    gc.collect()
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+class Room:
+    """How many tokens may be computed at once, at most `most`; it learns from what did not fit.
+
+    >>> room = Room(1000)
+    >>> room.failed(800)
+    >>> room.tokens
+    400
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._learnt: int | None = None
+        self._fitted = 0
+
+    @property
+    def tokens(self) -> int:
+        return self.most if self._learnt is None else min(self._learnt, self.most)
+
+    def failed(self, tokens: int) -> None:
+        self._learnt, self._fitted = max(1, min(tokens, self.tokens) // 2), 0
+
+    def fitted(self, tokens: int) -> None:
+        """So many did fit. What was learnt is forgotten slowly: memory may have been short for a while only."""
+        if self._learnt is None or 2 * tokens < self._learnt:
+            return
+        self._fitted += 1
+        if self._fitted == PATIENCE:
+            self._learnt, self._fitted = 2 * self._learnt, 0

@@ -1,0 +1,232 @@
+"""Memory that runs out: batches are halved, groups are split, and what comes out is what would have come out anyway."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from shoal.engines import Chunks, Completion, GenerationRequest, PrefillRequest
+from shoal.engines import torch as engine_module
+from shoal.engines.memory import PATIENCE, Room, is_out_of_memory, release_memory
+from shoal.engines.torch import TorchEngine
+from shoal.errors import ResourceError
+from shoal.models.tiny import build_tiny
+from shoal.protocol import ProofParameters, SamplingParameters
+from shoal.toploc import check_proofs, compare, split_proofs
+
+SAMPLING = SamplingParameters(temperature=0.8, max_new_tokens=24, eos_token_id=1)
+PROOF = ProofParameters(topk=16, rows=4)
+PROMPTS = [tuple(range(10, 10 + length)) for length in (1, 7, 3, 20)]
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return build_tiny(5)
+
+
+@contextmanager
+def small_device(model: Any, rows: int = 10**9, cells: int = 10**9) -> Iterator[list[tuple[int, int]]]:
+    """A device that holds so many rows, and so many tokens of all rows together; yields what it refused."""
+    refused: list[tuple[int, int]] = []
+
+    def weigh(_module: Any, _args: Any, kwargs: dict[str, Any]) -> None:
+        count, length = kwargs["input_ids"].shape
+        if kwargs.get("attention_mask") is not None:
+            length = kwargs["attention_mask"].shape[1]
+        if count > rows or count * length > cells:
+            refused.append((count, length))
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    hook = model.base_model.register_forward_pre_hook(weigh, with_kwargs=True)
+    try:
+        yield refused
+    finally:
+        hook.remove()
+
+
+def requests(seeds_each: int = 6, **more: Any) -> list[GenerationRequest]:
+    return [
+        GenerationRequest(prompt, tuple(range(100 * i, 100 * i + seeds_each)), SAMPLING, **more)
+        for i, prompt in enumerate(PROMPTS)
+    ]
+
+
+def assert_same(found: list[list[Completion]], expected: list[list[Completion]]) -> None:
+    for one, two in zip(found, expected, strict=True):
+        assert [c.token_ids.tolist() for c in one] == [c.token_ids.tolist() for c in two]
+        assert [(c.finish, c.given, len(c.proofs)) for c in one] == [(c.finish, c.given, len(c.proofs)) for c in two]
+        for a, b in zip(one, two, strict=True):
+            np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-4)
+
+
+@pytest.mark.parametrize("limits", [{"rows": 5}, {"rows": 1}, {"cells": 300}, {"cells": 45}], ids=str)
+def test_a_device_that_is_too_small_draws_the_same_completions(model, limits) -> None:
+    expected = TorchEngine.wrap(model).generate(requests(), PROOF)
+    engine = TorchEngine.wrap(model)
+    with small_device(model, **limits) as refused:
+        found = engine.generate(requests(), PROOF)
+        assert refused
+        assert_same(found, expected)
+        held = len(refused)
+        assert_same(engine.generate(requests(), PROOF), expected)
+        assert len(refused) == held, "what does not fit is remembered"
+    assert any(len({len(c.token_ids) for c in group}) > 1 for group in expected), "rows that end at different steps"
+
+
+def test_proofs_of_completions_that_were_continued_after_running_out_of_memory_hold(model) -> None:
+    engine = TorchEngine.wrap(model)
+    with small_device(model, cells=200) as refused:
+        groups = engine.generate(requests(), PROOF)
+    assert any(length > 20 + PROOF.rows for _, length in refused), "memory ran out while decoding"
+    for request, group in zip(requests(), groups, strict=True):
+        for completion in group:
+            [prefill] = engine.prefill([PrefillRequest(request.prompt_ids, completion.token_ids, 0.8)], PROOF)
+            chunks = split_proofs(completion.proofs, len(completion.token_ids), 64, PROOF.topk, PROOF.rows)
+            assert prefill.points is not None
+            assert check_proofs(compare(prefill.points, chunks)).passed
+
+
+def test_what_was_shown_before_memory_ran_out_stays_true(model) -> None:
+    shown: dict[int, list[Chunks]] = {}
+    counts: dict[int, list[int]] = {}
+
+    def keep(finished: Any) -> None:
+        for seed, chunks in finished().items():
+            shown.setdefault(seed, []).append(chunks)
+
+    asked = [
+        GenerationRequest(r.prompt_ids, r.seeds, SAMPLING, counts.setdefault(i, []).append, keep)
+        for i, r in enumerate(requests())
+    ]
+    with small_device(model, cells=200) as refused:
+        groups = TorchEngine.wrap(model).generate(asked, PROOF)
+    assert any(length > 20 + PROOF.rows for _, length in refused), "after chunks had been shown"
+    for request, group in zip(asked, groups, strict=True):
+        for seed, completion in zip(request.seeds, group, strict=True):
+            for chunks in shown[seed]:
+                assert completion.token_ids[: len(chunks.token_ids)].tolist() == chunks.token_ids.tolist()
+                assert completion.proofs.startswith(b"".join(chunks.proofs))
+    for group, told in zip(groups, counts.values(), strict=True):
+        total = sum(len(completion.token_ids) for completion in group)
+        assert max(told) <= total
+        assert max(told) > total // 2, "rows of a group that are not in the batch count, too"
+
+
+def test_dialogues_are_continued_where_they_were(model) -> None:
+    def respond(token_ids: list[int]) -> tuple[int, ...] | None:
+        return (7, 8, 9) if token_ids.count(EARLY) < 3 else None
+
+    sampling = SAMPLING.model_copy(update={"eos_token_id": EARLY})
+    asked = [GenerationRequest(r.prompt_ids, r.seeds, sampling, respond=respond) for r in requests()]
+    expected = TorchEngine.wrap(model).generate(asked, PROOF)
+    assert any(completion.given for group in expected for completion in group)
+    with small_device(model, cells=200) as refused:
+        assert_same(TorchEngine.wrap(model).generate(asked, PROOF), expected)
+    assert any(length > 20 + PROOF.rows for _, length in refused)
+
+
+EARLY = 40  # an end-of-sequence token that the untrained model draws now and then
+
+
+def test_greedy_evaluation_survives_a_small_device(model) -> None:
+    expected = [tokens.tolist() for tokens in TorchEngine.wrap(model).greedy(PROMPTS, 16, 1)]
+    with small_device(model, cells=40) as refused:
+        assert [tokens.tolist() for tokens in TorchEngine.wrap(model).greedy(PROMPTS, 16, 1)] == expected
+    assert refused
+
+
+def test_one_completion_that_does_not_fit_is_said_so(model) -> None:
+    with small_device(model, cells=15), pytest.raises(ResourceError, match=r"up to 24 tokens, after a prompt of 1, do"):
+        TorchEngine.wrap(model).generate(requests()[:1])
+
+
+def test_other_failures_are_not_taken_for_want_of_memory(model) -> None:
+    def break_down(*_arguments: Any, **_options: Any) -> None:
+        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+
+    hook = model.base_model.register_forward_pre_hook(break_down, with_kwargs=True)
+    try:
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            TorchEngine.wrap(model).generate(requests())
+    finally:
+        hook.remove()
+
+
+def test_nothing_of_a_failed_attempt_is_held_when_memory_is_released(model, monkeypatch) -> None:
+    caches: list[weakref.ref[Any]] = []
+    alive: list[int] = []
+
+    def note(_module: Any, _args: Any, kwargs: dict[str, Any]) -> None:
+        caches.append(weakref.ref(kwargs["past_key_values"]))
+
+    def released() -> None:
+        release_memory()
+        alive.append(sum(cache() is not None for cache in caches))
+
+    monkeypatch.setattr(engine_module, "release_memory", released)
+    hook = model.base_model.register_forward_pre_hook(note, with_kwargs=True)
+    try:
+        with small_device(model, cells=200):
+            TorchEngine.wrap(model).generate(requests(), PROOF)
+    finally:
+        hook.remove()
+    assert alive
+    assert not any(alive)
+
+
+def test_a_prefill_that_does_not_fit_is_halved_and_the_same(model) -> None:
+    drawn = TorchEngine.wrap(model).generate(requests())
+    asked = [PrefillRequest(p, c.token_ids, 0.8) for p, g in zip(PROMPTS, drawn, strict=True) for c in g]
+    expected = TorchEngine.wrap(model).prefill(asked, PROOF)
+    engine = TorchEngine.wrap(model)
+    with small_device(model, rows=3) as refused:
+        found = engine.prefill(asked, PROOF)
+        assert refused
+    for one, two in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one.logprobs, two.logprobs, atol=1e-4)
+        assert one.points is not None
+        assert two.points is not None
+        assert one.points.counts.tolist() == two.points.counts.tolist()
+    with small_device(model, cells=10), pytest.raises(ResourceError, match="prefill of one sequence"):
+        engine.prefill(asked, PROOF)
+
+
+@pytest.mark.parametrize(
+    ("error", "ran_out"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (MemoryError(), True),
+        (RuntimeError("CUDA error: device-side assert triggered"), False),
+        (ValueError("out of memory"), False),
+    ],
+    ids=repr,
+)
+def test_which_errors_say_that_memory_ran_out(error: Exception, ran_out: bool) -> None:
+    assert is_out_of_memory(error) is ran_out
+
+
+def test_the_processors_allocator_is_understood() -> None:
+    with pytest.raises(RuntimeError) as refused:
+        torch.empty(2**50, dtype=torch.uint8)
+    assert is_out_of_memory(refused.value)
+
+
+def test_what_did_not_fit_is_forgotten_slowly() -> None:
+    room = Room(1000)
+    room.failed(600)
+    assert room.tokens == 300
+    room.fitted(10)  # says nothing about the limit
+    for _ in range(PATIENCE - 1):
+        room.fitted(300)
+    assert room.tokens == 300
+    room.fitted(300)
+    assert room.tokens == 600
+    room.most = 500
+    assert room.tokens == 500
