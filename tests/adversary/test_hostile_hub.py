@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hostilekit import Answer, Asked, HostileHub, hostile_hub
 
 from shoal.cli.main import main
 from shoal.client import ClientOptions, HubClient
-from shoal.errors import HubRefused
-from shoal.protocol import HubClock, Problem, SigningKey, sign_document
+from shoal.client.delivery import Delivery
+from shoal.client.weights import downloader_of
+from shoal.errors import BroadcastError, HubRefused, HubUnreachable
+from shoal.protocol import HubClock, PolicyRef, Problem, SigningKey, sign_document, submission_digest
+from shoal.protocol.upload import UploadTicket
+from shoal.runtime import targets
 from shoal.runtime.clock import SystemClock
 from shoal.runtime.stop import StopToken
+from shoal.runtime.targets import Nearness, nearness
 
 
 @pytest.fixture
@@ -108,3 +115,116 @@ def test_an_old_answer_about_the_time_is_not_believed_again(hub: HostileHub) -> 
         with pytest.raises(HubRefused, match="your clock is wrong"):
             client.register("n", "worker", None)
     assert len(recorded) == 3, "believed once, in answer to the request that it names"
+
+
+# ── targets ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def public(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostileHub]:
+    """A hub at a public address, which 127.0.0.2 stands for; 127.0.0.1 is this machine's own."""
+    monkeypatch.setattr(targets, "nearness", lambda text: Nearness.PUBLIC if text == "127.0.0.2" else nearness(text))
+    with hostile_hub("127.0.0.2") as served:
+        yield served
+
+
+@pytest.fixture
+def inside() -> Iterator[HostileHub]:
+    """Something on this machine that listens on loopback, and should never hear from the hub's wishes."""
+    with hostile_hub("127.0.0.1") as served:
+        yield served
+
+
+def client_of(hub: HostileHub, patience_s: float = 2) -> HubClient:
+    return HubClient(hub.url, SigningKey.generate(), StopToken(), options=ClientOptions(patience_s=patience_s))
+
+
+def redirecting(to: str) -> Answer:
+    return 307, {"location": to}, b""
+
+
+POLICY = PolicyRef(incarnation=0, version=0, digest="d" * 64)
+
+
+@pytest.mark.parametrize("how", ["named", "redirected"])
+def test_a_public_hub_cannot_have_loopback_asked_for_weights(
+    public: HostileHub, inside: HostileHub, tmp_path: Path, how: str
+) -> None:
+    public.become("demo", sources=(inside.url if how == "named" else public.url,), last_resort=(inside.url,))
+    public.answers["/head.json"] = public.answers["/manifests/0-0.json"] = redirecting(f"{inside.url}/head.json")
+    with (
+        closing(client_of(public)) as client,
+        closing(downloader_of(client.trusted_run(), tmp_path, StopToken(), 1)) as downloader,
+        pytest.raises(BroadcastError, match="it may not send this machine there"),
+    ):
+        downloader.fetch(POLICY, deadline_s=2.0)
+    assert inside.requests == []
+
+
+def ticket(hub: HostileHub, client: HubClient, **changes: Any) -> Answer:
+    fields = {
+        "run": hub.run, "node": client.key.node, "lease": "lease-1", "submission": submission_digest(b"work"),
+        "url": f"{hub.url}/store", "headers": {"content-length": "4"}, "expires_at_ms": 1, "size_bytes": 4,
+        "needed": True, **changes,
+    }  # fmt: skip
+    return 200, {}, hub.sign(UploadTicket(**fields)).model_dump_json().encode()
+
+
+@pytest.mark.parametrize("how", ["named", "redirected", "headers", "userinfo"])
+def test_a_public_hub_cannot_have_work_put_anywhere_else_than_to_a_store(
+    public: HostileHub, inside: HostileHub, how: str
+) -> None:
+    public.become("demo", uploads="store")
+    with closing(client_of(public)) as client:
+        changes: dict[str, Any] = {
+            "named": {"url": f"{inside.url}/admin"},
+            "redirected": {},
+            "headers": {"headers": {"content-length": "4", "X-Forwarded-For": "127.0.0.1", "Cookie": "a=b"}},
+            "userinfo": {"url": f"{public.url}/store".replace("://", "://root:secret@")},
+        }[how]
+        public.answers["/store"] = redirecting(f"{inside.url}/admin")
+        public.answers["/submissions/lease-1/upload"] = ticket(public, client, **changes)
+        with closing(Delivery(client)) as delivery, pytest.raises(HubRefused, match="no such thing"):
+            delivery.hand_in("lease-1", b"work")  # by way of the hub after all, which has no such call
+    assert inside.requests == []
+    asked = [request.path for request in public.requests]
+    assert ("/store" in asked) == (how == "redirected")
+    assert asked[-1] == "/submissions/lease-1"
+
+
+def test_a_public_hub_cannot_name_a_hub_on_loopback(public: HostileHub, inside: HostileHub) -> None:
+    public.become("demo", hubs=(inside.url,))
+    public.answers["/nodes"] = (503, {}, b"{}")
+    with closing(client_of(public)) as client, pytest.raises(HubUnreachable):
+        client.register("n", "worker", None)
+    assert inside.requests == []
+
+
+def test_a_hub_that_moves_to_loopback_is_not_followed_there(
+    public: HostileHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its name resolves to a public address at first, and to this machine from then on."""
+    known, found = socket.getaddrinfo, ["127.0.0.2"]
+
+    def resolved(host: Any, port: Any, *arguments: Any, **options: Any) -> Any:
+        name = host.decode() if isinstance(host, bytes) else host
+        return known(found[0] if name == "hub.example" else host, port, *arguments, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolved)
+    url = public.url.replace("127.0.0.2", "hub.example")
+    with closing(HubClient(url, SigningKey.generate(), StopToken(), options=ClientOptions(patience_s=1))) as client:
+        client.trusted_run()
+        found[0] = "127.0.0.1"
+        with pytest.raises(HubUnreachable, match="it may not send this machine there"):
+            client.status()
+
+
+def test_a_hub_on_loopback_may_name_its_own_machine(hub: HostileHub, inside: HostileHub, tmp_path: Path) -> None:
+    hub.become("demo", sources=(inside.url,))
+    with (
+        closing(client_of(hub)) as client,
+        closing(downloader_of(client.trusted_run(), tmp_path, StopToken(), 1)) as downloader,
+        pytest.raises(BroadcastError),
+    ):
+        downloader.fetch(POLICY, deadline_s=2.0)
+    assert inside.requests != []

@@ -20,6 +20,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import httpx
 import numpy as np
 import pytest
 from cryptography import x509
@@ -33,12 +34,14 @@ from shoal.cli.folder import RunFolder, port_of
 from shoal.cli.recipe import Recipe
 from shoal.cli.roles import run_role
 from shoal.client import ClientOptions, HubClient
+from shoal.client.http import REACH, open_http
 from shoal.errors import BroadcastError, ConfigError, HubUnreachable
-from shoal.protocol import PolicyAnnouncement, SigningKey, TensorView, sign_document
+from shoal.protocol import PROTOCOL_VERSION, PolicyAnnouncement, SigningKey, TensorView, sign_document
 from shoal.runtime.proxies import Proxy, parse_proxy, proxy_of
 from shoal.runtime.stop import StopToken
+from shoal.runtime.targets import Nearness, Reach
 from shoal.shardcast import Origin
-from shoal.shardcast.connection import Connection, Deadline
+from shoal.shardcast.connection import Connection, Deadline, Timeouts
 
 DEADLINE_S = 60.0
 RECIPE = {
@@ -220,7 +223,7 @@ def test_a_worker_behind_a_proxy_joins_fetches_and_earns(
     findings = {finding.name: finding for finding in examine([elsewhere.join], tmp_path / "node")}
     assert findings["proxy"].text == f"{proxy.url} (by the environment)"
     assert findings["hub"].ok
-    assert "protocol 2" in findings["hub"].text
+    assert f"protocol {PROTOCOL_VERSION}" in findings["hub"].text
     assert findings["clock"].ok
     assert findings["weights"].text == "1 of 1 sources answer"
 
@@ -279,6 +282,43 @@ def test_a_secure_source_is_reached_through_a_tunnel(
         server.close()
 
 
+@pytest.mark.parametrize("way", ["connection", "http"])
+def test_a_secure_target_is_asked_by_its_name_at_the_address_that_was_checked(
+    proxy: ForwardProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """The certificate, the server's name in TLS and the Host header are of the name; no proxy is asked."""
+    certificate = _certificate(tmp_path)
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+    monkeypatch.setenv("NO_PROXY", "weights.test")
+    known = socket.getaddrinfo
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *rest, **more: known("127.0.0.1", *rest, **more))
+    server, reach = _Source(certificate), Reach(Nearness.LOOPBACK)
+    url = f"https://weights.test:{server.port}"
+    try:
+        if way == "http":
+            with open_http() as http:
+                assert http.get(f"{url}/head.json", extensions={REACH: reach}).text == "hello"
+        else:
+            with closing(Connection(url, StopToken(), Timeouts(reach=reach))) as connection:
+                connection.get("/head.json", Deadline(10))
+                assert connection.read(100, Deadline(10)) == b"hello"
+    finally:
+        server.close()
+    [head] = server.heads
+    assert f"\r\nhost: weights.test:{server.port}\r\n".encode() in head.lower()
+    assert server.names == ["weights.test"]
+    assert proxy.asked == []
+
+
+def test_addresses_in_numbers_are_checked_before_a_proxy_is_asked(proxy: ForwardProxy) -> None:
+    reach = Reach(Nearness.PUBLIC)
+    with open_http() as http, pytest.raises(httpx.ConnectError, match="it may not send this machine there"):
+        http.get("http://10.0.0.1:80/", extensions={REACH: reach})
+    with pytest.raises(BroadcastError, match="it may not send this machine there"):
+        Connection("http://169.254.169.254", StopToken(), Timeouts(reach=reach)).get("/head.json", Deadline(10))
+    assert proxy.asked == []
+
+
 @pytest.mark.parametrize("text", ["socks5://proxy:1080", "http://", "http://proxy:nonsense"])
 def test_a_proxy_of_an_unknown_kind_is_said_to_be_so(text: str) -> None:
     with pytest.raises(ConfigError, match="proxy"):
@@ -299,8 +339,11 @@ class _Source:
         self._server = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._server.getsockname()[1]
         self._context = None if certificate is None else ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        self.names: list[str] = []  # what TLS clients asked for
+        self.heads: list[bytes] = []
         if self._context is not None:
             self._context.load_cert_chain(certificate)
+            self._context.sni_callback = lambda _socket, name, _context: self.names.append(name)
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
 
@@ -311,6 +354,7 @@ class _Source:
                 connection.settimeout(DEADLINE_S)
                 with suppress(OSError), closing(self._wrapped(connection)) as speaking:
                     while head := ForwardProxy._read_head(speaking):
+                        self.heads.append(head)
                         speaking.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello")
                         if b"connection: close" in head.lower():
                             break

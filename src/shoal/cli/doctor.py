@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 
@@ -31,6 +32,7 @@ from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.files import ensure_folder
 from shoal.runtime.proxies import proxy_of
 from shoal.runtime.stop import StopToken
+from shoal.runtime.targets import Reach
 from shoal.shardcast.connection import Connection, Deadline, Timeouts
 
 GIB = 2**30
@@ -219,7 +221,7 @@ def _weights(trusted: TrustedRun) -> Finding:
     if not sources:
         return Finding("weights", False, "the hub names no source of weights; ask the run's owner")
     with ThreadPoolExecutor(max_workers=len(sources)) as threads:
-        problems = [problem for problem in threads.map(_reach, sources) if problem]
+        problems = [problem for problem in threads.map(partial(_reach, trusted.reach), sources) if problem]
     text = f"{len(sources) - len(problems)} of {len(sources)} sources answer"
     if not problems:
         return Finding("weights", True, text)
@@ -227,10 +229,10 @@ def _weights(trusted: TrustedRun) -> Finding:
     return Finding("weights", len(problems) < len(sources), f"{text}: {problems[0]}; {remedy}")
 
 
-def _reach(source: str) -> str:
+def _reach(reach: Reach, source: str) -> str:
     """What is wrong with a source, or nothing. One that has nothing yet is as good as another."""
     try:
-        with closing(Connection(source, StopToken(), Timeouts(connect_s=TIMEOUT_S, stall_s=TIMEOUT_S))) as connection:
+        with closing(Connection(source, StopToken(), Timeouts(TIMEOUT_S, TIMEOUT_S, reach=reach))) as connection:
             status = connection.get("/head.json", Deadline(TIMEOUT_S)).status
         return f"{source} answers HTTP {status}" if status >= 500 else ""
     except (BroadcastError, ConfigError) as error:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from shoal.cli.roles import begin
@@ -23,6 +23,7 @@ from shoal.protocol import SigningKey
 from shoal.runtime.home import make_home
 from shoal.runtime.limits import MachineLimits
 from shoal.runtime.stop import StopToken
+from shoal.runtime.targets import endpoint_of
 
 log = logging.getLogger(__name__)
 
@@ -110,6 +111,7 @@ def run_standalone_relay(request: StandaloneRelay, verbose: bool) -> None:
         port=request.port,
         settings=settings,
         peers=request.peers,
+        reach=replace(trusted.reach, given=frozenset(map(endpoint_of, (*request.upstreams, *request.peers)))),
     )
     run_relay(config, stop, lambda _url: None)
 

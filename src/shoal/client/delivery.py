@@ -15,12 +15,13 @@ import threading
 
 import httpx
 
-from shoal.client.http import open_http
+from shoal.client.http import REACH, open_http
 from shoal.client.hub import HubClient
 from shoal.errors import HubRefused, ShoalError
 from shoal.protocol import Receipt, submission_digest
 from shoal.protocol.upload import UploadRequest, UploadTicket
 from shoal.runtime.clock import Clock, SystemClock
+from shoal.runtime.targets import check_url
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +31,8 @@ PUT_TIMEOUT = httpx.Timeout(60.0, connect=10.0)
 NOT_THERE = ("upload.missing", "upload.other_bytes", "upload.by_hub")
 """Refusals of the road, not of the submission: by way of the hub it may still be taken."""
 MAX_SAID = 200
+UPLOAD_HEADERS = frozenset({"content-length", "x-amz-checksum-sha256"})
+"""What a ticket may have a request carry: not whatever a hub would like some server to be told by this machine."""
 
 
 class _NoWay(ShoalError):
@@ -76,9 +79,16 @@ class Delivery:
 
     def _put(self, ticket: UploadTicket, body: bytes) -> None:
         where = ticket.url.split("?")[0]
+        unknown = sorted(set(map(str.lower, ticket.headers)) - UPLOAD_HEADERS)
+        if unknown:
+            raise _NoWay(f"the hub's ticket for {where} asks for headers that no upload needs: {', '.join(unknown)}")
+        reach = {REACH: self._client.trusted_run().reach}
         try:
-            answer = self._connections().put(ticket.url, content=body, headers=ticket.headers, timeout=PUT_TIMEOUT)
-        except (httpx.HTTPError, httpx.InvalidURL, RuntimeError) as error:  # closed meanwhile, as the worker ends
+            check_url(ticket.url)
+            answer = self._connections().put(
+                ticket.url, content=body, headers=ticket.headers, timeout=PUT_TIMEOUT, extensions=reach
+            )
+        except (httpx.HTTPError, httpx.InvalidURL, OSError, RuntimeError) as error:  # RuntimeError: closed meanwhile
             raise _NoWay(f"cannot upload to {where}: {error or type(error).__name__}") from error
         if not answer.is_success:
             said = " ".join(answer.text[:MAX_SAID].split())

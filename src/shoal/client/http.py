@@ -1,20 +1,83 @@
-"""The HTTP client that shoal's own calls to a hub go through: proxies as the environment says, and who is asking."""
+"""The HTTP client that shoal's own calls go through: proxies as the environment says, targets checked, no redirects.
+
+A request that carries `extensions={REACH: reach}` goes to a target that a hub has named: its host is looked up once,
+checked (`runtime.targets`), and connected to by that very address; TLS and the Host header still name the host.
+"""
 
 from __future__ import annotations
+
+import threading
 
 import httpx
 
 from shoal import __version__
 from shoal.protocol.versions import HEADER_PROTOCOL, PROTOCOL_VERSION
+from shoal.runtime.proxies import DEFAULT_PORTS, Proxy, proxy_of
+from shoal.runtime.targets import Reach, addresses, check_behind_proxy
 
-OWN_ADDRESSES = ("localhost", "127.0.0.1", "[::1]")  # never through a proxy, which could not reach them
 HEADERS = {HEADER_PROTOCOL: str(PROTOCOL_VERSION), "user-agent": f"shoal/{__version__}"}
+REACH = "shoal.reach"
 
 
 def open_http(max_connections: int = 16) -> httpx.Client:
     """A client that honours HTTP_PROXY, HTTPS_PROXY, ALL_PROXY and NO_PROXY, and says which protocol it speaks."""
-    limits = httpx.Limits(max_connections=max_connections)
-    certificates = httpx.create_ssl_context()  # takes a while to make: one for both
-    direct = httpx.HTTPTransport(verify=certificates, limits=limits)
-    mounts = {f"all://{host}": direct for host in OWN_ADDRESSES}
-    return httpx.Client(verify=certificates, limits=limits, headers=HEADERS, mounts=mounts)
+    return httpx.Client(transport=_Routes(httpx.Limits(max_connections=max_connections)), headers=HEADERS)
+
+
+class _Routes(httpx.BaseTransport):
+    """Direct, or by a proxy. Threads may share it."""
+
+    def __init__(self, limits: httpx.Limits) -> None:
+        self._limits = limits
+        self._certificates = httpx.create_ssl_context()  # takes a while to make: one for all
+        self._direct = httpx.HTTPTransport(verify=self._certificates, limits=limits)
+        self._proxied: dict[Proxy, httpx.HTTPTransport] = {}
+        self._lock = threading.Lock()
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        reach, proxy = request.extensions.get(REACH), proxy_of(str(request.url))
+        try:
+            if proxy is not None:
+                check_behind_proxy(*_endpoint(request.url), reach)
+                return self._by(proxy).handle_request(request)
+            return self._direct.handle_request(request) if reach is None else self._checked(request, reach)
+        except OSError as error:
+            raise httpx.ConnectError(str(error), request=request) from error
+
+    def _checked(self, request: httpx.Request, reach: Reach) -> httpx.Response:
+        host, port = _endpoint(request.url)
+        *earlier, last = addresses(host, port, reach)
+        for address in earlier:
+            try:
+                return self._direct.handle_request(_at(request, address))
+            except (httpx.ConnectError, httpx.ConnectTimeout):
+                continue
+        return self._direct.handle_request(_at(request, last))
+
+    def _by(self, proxy: Proxy) -> httpx.HTTPTransport:
+        with self._lock:
+            if proxy not in self._proxied:
+                headers = {"proxy-authorization": proxy.authorization} if proxy.authorization else {}
+                self._proxied[proxy] = httpx.HTTPTransport(
+                    verify=self._certificates, limits=self._limits, proxy=httpx.Proxy(proxy.shown, headers=headers)
+                )
+            return self._proxied[proxy]
+
+    def close(self) -> None:
+        for transport in (self._direct, *self._proxied.values()):
+            transport.close()
+
+
+def _at(request: httpx.Request, address: str) -> httpx.Request:
+    """The same request, to this address of its host."""
+    return httpx.Request(
+        request.method,
+        request.url.copy_with(host=address),
+        headers=request.headers,
+        stream=request.stream,
+        extensions={**request.extensions, "sni_hostname": request.url.host},
+    )
+
+
+def _endpoint(url: httpx.URL) -> tuple[str, int]:
+    return url.host, url.port or DEFAULT_PORTS.get(url.scheme, 0)

@@ -115,6 +115,7 @@ class HubClient:
             options,
             admit=self._known.admit,
             opened=self._clock,
+            reach=lambda: self._known.reach,
             insists=root_fingerprint is not None,
         )
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from shoal.errors import ConfigError
 from shoal.runtime.clock import Clock
+from shoal.runtime.targets import TargetRefused, check_url
 
 FIRST_REST_S = 5.0
 LONGEST_REST_S = 300.0
@@ -27,6 +28,7 @@ class _Hub:
     failures: int = 0
     rests_until_s: float = 0.0
     verified: bool = False
+    named: bool = False  # by another hub, not by the user
 
 
 class Hubs:
@@ -55,8 +57,8 @@ class Hubs:
         with self._lock:
             known = {hub.url for hub in self._known}
             for url in dict.fromkeys(url.rstrip("/") for url in urls):
-                if url not in known and url.startswith(("http://", "https://")):
-                    self._known.append(_Hub(url))
+                if url not in known and _is_plain(url):
+                    self._known.append(_Hub(url, named=True))
 
     def answered(self, url: str) -> None:
         with self._lock:
@@ -76,6 +78,11 @@ class Hubs:
             if self._known[self._present].url != url:
                 return True  # another thread has moved on already
             return self._choose(self._present + 1)
+
+    def is_checked(self, url: str) -> bool:
+        """Whether the place of this address is checked: not at the first contact with one that the user gave."""
+        with self._lock:
+            return any(hub.url == url and (hub.named or hub.verified) for hub in self._known)
 
     def is_verified(self, url: str) -> bool:
         """Whether the hub at this address was seen to belong to the run."""
@@ -110,3 +117,11 @@ class Hubs:
         rested = [index for index in order if self._known[index].rests_until_s <= now_s]
         self._present = rested[0] if rested else min(order, key=lambda index: self._known[index].rests_until_s)
         return bool(rested)
+
+
+def _is_plain(url: str) -> bool:
+    try:
+        check_url(url)
+    except TargetRefused:
+        return False
+    return True

@@ -10,6 +10,7 @@ A hub at a further address, asked when the first fails, has to describe the same
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 from pydantic import ValidationError
 
@@ -19,6 +20,7 @@ from shoal.client.trust import TrustedRun, open_run_info
 from shoal.errors import ProtocolError, SignatureError
 from shoal.protocol import SignedDocument, first_problem
 from shoal.runtime.clock import Clock
+from shoal.runtime.targets import Nearness, Reach
 
 REFRESH_S = 10.0  # whoever answers with one strange signature after another makes nobody ask for /run all the time
 
@@ -55,8 +57,13 @@ class KnownRun:
                 transport.send(RUN)
             return self._trusted or seen
 
-    def admit(self, url: str, content: bytes) -> None:
-        """Believe what the hub at `url` says of the run, or raise with what is wrong."""
+    @property
+    def reach(self) -> Reach | None:
+        """Where the run's hubs may send this machine; None until one is known."""
+        return None if self._trusted is None else self._trusted.reach
+
+    def admit(self, url: str, content: bytes, near: Nearness) -> None:
+        """Believe what the hub at `url`, which is so near, says of the run, or raise with what is wrong."""
         try:
             signed = SignedDocument.model_validate_json(content, extra="ignore")
         except ValidationError as error:
@@ -70,5 +77,6 @@ class KnownRun:
             found = open_run_info(signed, pinned, frozenset() if known is None else known.revoked)
             if known is not None and found.run != known.run:
                 raise SignatureError(f"the hub at {url} belongs to run {found.run!r}, not to {known.run!r}")
-            self._trusted = found
+            nearest = near if known is None else min(near, known.reach.nearest)
+            self._trusted = replace(found, reach=Reach(nearest))
         self._hubs.add(found.info.hubs)

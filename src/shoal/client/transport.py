@@ -28,7 +28,7 @@ from http import HTTPStatus
 import httpx
 from pydantic import ValidationError
 
-from shoal.client.http import HEADERS
+from shoal.client.http import HEADERS, REACH
 from shoal.client.hubs import Hubs
 from shoal.errors import (
     CodecError,
@@ -44,6 +44,7 @@ from shoal.protocol.signing import HEADER_NONCE, HEADER_TIME
 from shoal.runtime.clock import Clock
 from shoal.runtime.retry import Backoff
 from shoal.runtime.stop import StopToken
+from shoal.runtime.targets import Nearness, Reach, nearness_of_hub
 
 log = logging.getLogger(__name__)
 
@@ -166,8 +167,9 @@ class Transport:
     clock: Clock
     hub_time: HubTime
     options: ClientOptions
-    admit: Callable[[str, bytes], None]  # what the hub at an address says of the run; raises if it is not believed
+    admit: Callable[[str, bytes, Nearness], None]  # what a hub says of the run, and how near it is; raises: a lie
     opened: Callable[[SignedDocument], HubClock]  # the hub's time, if a hub of the run signed it
+    reach: Callable[[], Reach | None]  # where the run's hubs may send this machine; None until one is known
     insists: bool = False  # the root key is known: a hub shows that it belongs to it before anything else is asked
 
     def send(self, call: Call) -> bytes:
@@ -206,13 +208,13 @@ class Transport:
             return self._meet(url)
         if (call.run is not None or self.insists) and not self.hubs.is_verified(url):
             self._meet(url)
-        return self._exchange(call, url)
+        return self._exchange(call, url)[0]
 
     def _meet(self, url: str) -> bytes:
         """Ask a hub what it runs. One of another run is never asked again, unless it is the only one there is."""
-        content = self._exchange(RUN, url)
+        content, near = self._exchange(RUN, url)
         try:
-            self.admit(url, content)
+            self.admit(url, content, near)
         except SignatureError as error:
             if not self.hubs.drop(url):
                 raise
@@ -225,7 +227,8 @@ class Transport:
         self.hubs.verified(url)
         return content
 
-    def _exchange(self, call: Call, url: str) -> bytes:
+    def _exchange(self, call: Call, url: str) -> tuple[bytes, Nearness]:
+        """The body of the answer, and how near the hub is that gave it."""
         request = self.http.build_request(
             call.method,
             url + call.path,
@@ -233,6 +236,7 @@ class Transport:
             content=call.body,
             headers={**HEADERS, **({"content-type": call.content_type} if call.body else {})},
             timeout=httpx.Timeout(self.options.answer_timeout_s + call.wait_s, connect=self.options.connect_timeout_s),
+            extensions={REACH: self.reach()} if self.hubs.is_checked(url) else None,
         )
         if call.run is not None:
             target = request.url.raw_path.decode("ascii")
@@ -241,6 +245,7 @@ class Transport:
         try:
             response = self.http.send(request, stream=True)
             try:
+                near = nearness_of_hub(url, _peer(response))
                 content = self._capped(response, call)
             finally:
                 response.close()
@@ -251,7 +256,7 @@ class Transport:
         if hub_ms is not None and abs(hub_ms - int(request.headers[HEADER_TIME])) >= CLOCKS_AGREE_MS:
             self.hub_time.learn(hub_ms)
             raise _Again("the clocks of the hub and of this machine differ")
-        return _sorted_out(response, content)
+        return _sorted_out(response, content), near
 
     def _hub_ms(self, request: httpx.Request, response: httpx.Response, content: bytes) -> int | None:
         """What time it is at the hub, if it has refused this very request for its date and has signed that."""
@@ -289,6 +294,13 @@ class Transport:
             f"({call.method} {call.path}) for {tried_s:.0f} s: {failure}; "
             "check the address, that the hub is running, and this machine's network"
         )
+
+
+def _peer(response: httpx.Response) -> str | None:
+    """The address that an answer comes from; None if it comes from this process."""
+    stream = response.extensions.get("network_stream")
+    address = None if stream is None else stream.get_extra_info("server_addr")
+    return None if address is None else str(address[0])
 
 
 def _sorted_out(response: httpx.Response, content: bytes) -> bytes:

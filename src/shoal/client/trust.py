@@ -27,6 +27,7 @@ from shoal.protocol import (
     open_document,
 )
 from shoal.protocol.versions import check_spoken
+from shoal.runtime.targets import PUBLIC_ONLY, Reach
 
 FINGERPRINT_HEX = 40
 RUN_SUFFIX_HEX = 12
@@ -40,6 +41,7 @@ class TrustedRun:
     root_fingerprint: str
     keys: dict[str, frozenset[str]]
     revoked: frozenset[str] = frozenset()
+    reach: Reach = PUBLIC_ONLY  # where its hub may send this machine, by where the hub itself is
 
     @property
     def run(self) -> str:

@@ -36,7 +36,7 @@ def downloader_of(
         stop,
         DownloadSettings(
             kept_payloads=kept_payloads,
-            pool=PoolSettings.throttled(limits.bandwidth_bytes_s),
+            pool=PoolSettings.throttled(limits.bandwidth_bytes_s, trusted.reach),
             max_payload_bytes=trusted.info.model.payload_bytes or None,
             limits=limits,
         ),

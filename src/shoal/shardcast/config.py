@@ -7,6 +7,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from shoal.runtime.targets import Reach
 from shoal.shardcast.limits import ServerLimits
 
 
@@ -44,7 +45,10 @@ class RelaySettings(BaseModel):
 
 @dataclass(frozen=True)
 class RelayConfig:
-    """`peers` are other relays of the same level; the relay's own address among them is recognised and left out."""
+    """`peers` are other relays of the same level; the relay's own address among them is recognised and left out.
+
+    `reach` says which addresses the upstreams may have, if a hub has named them.
+    """
 
     folder: Path
     upstreams: tuple[str, ...]
@@ -54,3 +58,4 @@ class RelayConfig:
     port: int = 8472
     settings: RelaySettings = field(default_factory=RelaySettings)
     peers: tuple[str, ...] = ()
+    reach: Reach | None = None

@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 from shoal.errors import BroadcastError, ConfigError
 from shoal.runtime.proxies import proxy_of
 from shoal.runtime.stop import StopToken
+from shoal.runtime.targets import Reach, check_behind_proxy, connect
 from shoal.shardcast.limits import Throttle
 from shoal.shardcast.tunnel import WANTS_PASSWORD, authorization_lines, connect_to, open_tunnel
 
@@ -55,11 +56,14 @@ class Hasher(Protocol):
 
 @dataclass(frozen=True)
 class Timeouts:
-    """How long a source may take to accept, and to send the next byte; `throttle` bounds what is received."""
+    """How long a source may take to accept, and to send the next byte; `throttle` bounds what is received, `reach`
+    where sources may be (None: anywhere).
+    """
 
     connect_s: float = 3.0
     stall_s: float = 15.0
     throttle: Throttle | None = None
+    reach: Reach | None = None
 
 
 @dataclass(frozen=True)
@@ -92,7 +96,7 @@ class Address:
         except ValueError as error:
             raise ConfigError(f"the source {source!r} is not a URL: {error}") from error
         prefix = parts.path.rstrip("/")
-        plain = prefix.isascii() and prefix.isprintable() and " " not in prefix
+        plain = prefix.isascii() and prefix.isprintable() and " " not in prefix and "@" not in parts.netloc
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or not plain:
             raise ConfigError(f"the source {source!r} is not a URL such as http://host:8471")
         return cls(parts.scheme == "https", parts.hostname, port, prefix)
@@ -226,7 +230,8 @@ class Connection:
         """A connection on which the source can be asked, TLS still to come."""
         address, proxy = self._address, self._proxy
         if proxy is None:
-            return socket.create_connection((address.host, address.port), timeout=timeout_s)
+            return connect(address.host, address.port, timeout_s, self._timeouts.reach)
+        check_behind_proxy(address.host, address.port, self._timeouts.reach)
         if proxy.secure and address.secure:
             raise OSError("a https:// source is not asked through a https:// proxy: name the proxy as http://")
         connection = connect_to(proxy, timeout_s)

@@ -26,6 +26,7 @@ from shoal.protocol import BroadcastHead, Chunk, PolicyManifest
 from shoal.shardcast.budget import Selection, select_versions, size_of
 from shoal.shardcast.catalogue import Arrivals, Blob
 from shoal.shardcast.config import RelayConfig
+from shoal.shardcast.connection import Timeouts
 from shoal.shardcast.inventory import Inventory
 from shoal.shardcast.manifest import (
     Place,
@@ -75,7 +76,8 @@ class Mirror:
         self._began: dict[Place, tuple[float, Counter[str]]] = {}
         self.head: BroadcastHead | None = None
         self.verified = 0
-        self.pool = ChunkPool(scores, self, PoolSettings(connections=config.settings.connections))
+        pool = PoolSettings(config.settings.connections, timeouts=Timeouts(reach=config.reach))
+        self.pool = ChunkPool(scores, self, pool)
 
     # What the server asks. Without the lock: it is held while files are written, and the event loop must not wait for
     # a disk. Each look is at one object, which is enough; a file that is removed just then is answered with 404.

@@ -27,6 +27,7 @@ from blake3 import blake3
 from shoal.errors import BroadcastError, ChunkCorrupt
 from shoal.protocol import Chunk, PolicyManifest
 from shoal.runtime.stop import StopToken
+from shoal.runtime.targets import Reach
 from shoal.shardcast.connection import Connection, Deadline, Timeouts
 from shoal.shardcast.have import MapWatch, Question
 from shoal.shardcast.limits import Throttle
@@ -64,14 +65,14 @@ class PoolSettings:
     timeouts: Timeouts = field(default_factory=Timeouts)
 
     @classmethod
-    def throttled(cls, rate_bytes_s: float | None) -> PoolSettings:
+    def throttled(cls, rate_bytes_s: float | None, reach: Reach | None = None) -> PoolSettings:
         """At most so many bytes per second in all: over so few connections that each of them is worth having, and no
         source is left because this side is slow."""
         if rate_bytes_s is None:
-            return cls()
+            return cls(timeouts=Timeouts(reach=reach))
         connections = max(1, min(cls.connections, int(rate_bytes_s / WORTH_BYTES_S)))
         least = min(cls.min_rate_bytes_s, rate_bytes_s / connections / 4)
-        return cls(connections, least, Timeouts(throttle=Throttle(rate_bytes_s)))
+        return cls(connections, least, Timeouts(throttle=Throttle(rate_bytes_s), reach=reach))
 
 
 class _Desk:

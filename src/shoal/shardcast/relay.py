@@ -169,7 +169,7 @@ class Follower:
         self._mirror = mirror
         self._scores = scores
         self._stop = stop
-        timeouts = Timeouts(stall_s=config.settings.long_poll_s + Timeouts().stall_s)
+        timeouts = Timeouts(stall_s=config.settings.long_poll_s + Timeouts().stall_s, reach=config.reach)
         self._connection = Connection(upstream, stop, timeouts)
         self._said = ""
         self._forgiven_s = time.monotonic()

@@ -10,6 +10,7 @@ import pytest
 from shoal.cli import doctor
 from shoal.cli.doctor import cuda_devices, examine
 from shoal.errors import ResourceError
+from shoal.runtime.targets import PUBLIC_ONLY, Nearness, Reach
 
 NOWHERE = "http://127.0.0.1:9"
 
@@ -62,15 +63,17 @@ def test_some_sources_of_weights_will_do(
     monkeypatch: pytest.MonkeyPatch, problems: list[str], ok: bool, text: str
 ) -> None:
     info = SimpleNamespace(sources=("a",), last_resort=("b",))
-    monkeypatch.setattr(doctor, "_reach", dict(zip(("a", "b"), problems, strict=True)).__getitem__)
-    finding = doctor._weights(SimpleNamespace(info=info))  # type: ignore[arg-type]
+    said = dict(zip(("a", "b"), problems, strict=True))
+    monkeypatch.setattr(doctor, "_reach", lambda _reach, source: said[source])
+    finding = doctor._weights(SimpleNamespace(info=info, reach=PUBLIC_ONLY))  # type: ignore[arg-type]
     assert finding.ok is ok
     assert finding.text.startswith(text)
 
 
 def test_a_source_is_asked_as_a_worker_would_ask_it() -> None:
-    assert "cannot be reached" in doctor._reach(NOWHERE)
-    assert "is not a URL" in doctor._reach("nonsense")
+    assert "cannot be reached: Connection refused" in doctor._reach(Reach(Nearness.LOOPBACK), NOWHERE)
+    assert "it may not send this machine there" in doctor._reach(PUBLIC_ONLY, NOWHERE)
+    assert "is not a URL" in doctor._reach(PUBLIC_ONLY, "nonsense")
 
 
 def test_urls_of_two_runs_are_one_problem_and_nobody_is_asked(tmp_path: Path) -> None:

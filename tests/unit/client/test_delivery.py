@@ -9,9 +9,11 @@ import httpx
 import pytest
 
 from shoal.client.delivery import AVOID_S, Delivery
+from shoal.client.http import REACH
 from shoal.errors import HubRefused
 from shoal.protocol import submission_digest
 from shoal.runtime.clock import ManualClock
+from shoal.runtime.targets import PUBLIC_ONLY
 
 BODY = b"a group"
 
@@ -27,6 +29,9 @@ class FakeHub:
 
     def run_info(self) -> Any:
         return SimpleNamespace(run="run", uploads=self.uploads)
+
+    def trusted_run(self) -> Any:
+        return SimpleNamespace(reach=PUBLIC_ONLY)
 
     def submit(self, lease: str, body: bytes) -> Any:
         self.asked.append("submit")
@@ -53,7 +58,10 @@ class FakeStore:
         self.put: list[tuple[str, bytes]] = []
         monkeypatch.setattr(httpx.Client, "put", self._put)
 
-    def _put(self, url: str, content: bytes, headers: dict[str, str], timeout: httpx.Timeout) -> httpx.Response:
+    def _put(
+        self, url: str, content: bytes, headers: dict[str, str], timeout: httpx.Timeout, extensions: Any
+    ) -> httpx.Response:
+        assert extensions == {REACH: PUBLIC_ONLY}
         assert headers["content-length"] == str(len(content))
         assert timeout.connect is not None
         self.put.append((url, content))

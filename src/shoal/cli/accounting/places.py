@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from shoal.cli.accounting.heads import CertifiedHead
 from shoal.cli.folder import RunFolder
 from shoal.client import ClientOptions, HubClient, split_join_url
-from shoal.client.http import open_http
+from shoal.client.http import REACH, open_http
 from shoal.client.known_hubs import known_root
 from shoal.errors import BroadcastError, LedgerError, ProtocolError, UserError
 from shoal.hub.storage import open_storage
@@ -35,6 +35,7 @@ from shoal.protocol import (
     sign_document,
 )
 from shoal.runtime.stop import StopToken
+from shoal.runtime.targets import TargetRefused, check_url
 from shoal.shardcast.manifest import MAX_HEAD_BYTES, MAX_MANIFEST_BYTES, read_head, read_manifest
 from shoal.shardcast.tree import HEAD, Tree, manifest_key, parse_label
 
@@ -151,29 +152,29 @@ class HubPlace:
         """Those that a source still keeps; none if it does not answer, or not as the trainer would."""
         run, key = self._run.run, self._run.trainer_key
         try:
-            head = read_head(_download(http, f"{source}/{HEAD}", MAX_HEAD_BYTES), run, key)
+            check_url(source)
+            head = read_head(self._download(http, f"{source}/{HEAD}", MAX_HEAD_BYTES), run, key)
             places = [place for label in head.kept_versions if (place := parse_label(label)) is not None]
             return [
-                read_manifest(_download(http, f"{source}/{manifest_key(place)}", MAX_MANIFEST_BYTES), run, key)
+                read_manifest(self._download(http, f"{source}/{manifest_key(place)}", MAX_MANIFEST_BYTES), run, key)
                 for place in places
             ]
-        except (httpx.HTTPError, BroadcastError, ProtocolError) as error:
+        except (httpx.HTTPError, BroadcastError, ProtocolError, TargetRefused) as error:
             self.notes.append(f"{source}: {error}")
             return []
 
+    def _download(self, http: httpx.Client, url: str, max_bytes: int) -> bytes:
+        body = bytearray()
+        with http.stream("GET", url, timeout=ASK_S, extensions={REACH: self._run.reach}) as answer:
+            answer.raise_for_status()
+            for piece in answer.iter_bytes():
+                body += piece
+                if len(body) > max_bytes:
+                    raise ProtocolError(f"{url} is longer than {max_bytes} bytes")
+        return bytes(body)
+
     def close(self) -> None:
         self._client.close()
-
-
-def _download(http: httpx.Client, url: str, max_bytes: int) -> bytes:
-    body = bytearray()
-    with http.stream("GET", url, timeout=ASK_S) as answer:
-        answer.raise_for_status()
-        for piece in answer.iter_bytes():
-            body += piece
-            if len(body) > max_bytes:
-                raise ProtocolError(f"{url} is longer than {max_bytes} bytes")
-    return bytes(body)
 
 
 def _pins_of(manifests: Iterable[PolicyManifest]) -> list[Pin]:

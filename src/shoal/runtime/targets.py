@@ -1,0 +1,163 @@
+"""Where a hub may send this machine: to no address that is nearer to it than the hub itself.
+
+    hub at …            may name targets at …
+    a public address    public addresses
+    a private one       private and public ones
+    link-local          link-local, private and public ones
+    loopback            loopback, private and public ones         (the user's own run, or a tunnel that the user opened)
+
+Otherwise a hub, which anyone may run, could read and write what only this machine can reach: a router's page, a
+database on loopback, a cloud's metadata service. The hub's own place is that of the address that answered. A name is
+resolved once, and what was checked is what is connected to; no redirect is followed. What the user named is the user's.
+
+Behind a proxy, names are resolved by the proxy, so only addresses in numbers can be checked here.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from dataclasses import dataclass
+from enum import IntEnum
+from urllib.parse import urlsplit
+
+from shoal.runtime.proxies import DEFAULT_PORTS, proxy_of
+
+
+class Nearness(IntEnum):
+    """How near an address is to this machine. SPECIAL is for what is no one machine's address: nobody may name it."""
+
+    SPECIAL = 0
+    LOOPBACK = 1
+    LINK_LOCAL = 2
+    PRIVATE = 3
+    PUBLIC = 4
+
+    @property
+    def word(self) -> str:
+        return self.name.lower().replace("_", "-")
+
+
+class TargetRefused(OSError):
+    """A hub has named an address that it may not send this machine to."""
+
+
+_PRIVATE = tuple(
+    ipaddress.ip_network(text)
+    for text in ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10", "fc00::/7")
+)
+_GLOBAL_IPV6 = ipaddress.ip_network("2000::/3")
+_NAT64 = ipaddress.ip_network("64:ff9b::/96")
+_NOBODYS = tuple(
+    ipaddress.ip_network(text) for text in ("192.88.99.0/24", "2001::/32", "2002::/16", "3fff::/20")
+)  # relays of 6to4 and Teredo, which carry an IPv4 address inside, and examples in documents
+
+
+def nearness(address: str) -> Nearness:
+    """Of an address in numbers.
+
+    >>> [nearness(text).name for text in ("8.8.8.8", "10.0.0.1", "::ffff:127.0.0.1", "fe80::1%eth0", "0.0.0.0")]
+    ['PUBLIC', 'PRIVATE', 'LOOPBACK', 'LINK_LOCAL', 'SPECIAL']
+    """
+    ip = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(ip, ipaddress.IPv6Address):
+        inner = ip.ipv4_mapped or (ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF) if ip in _NAT64 else None)
+        if inner is not None:
+            return nearness(str(inner))
+    if ip.is_loopback:
+        return Nearness.LOOPBACK
+    if ip.is_link_local:
+        return Nearness.LINK_LOCAL
+    if any(ip in network for network in _PRIVATE if network.version == ip.version):
+        return Nearness.PRIVATE
+    nobodys = any(ip in network for network in _NOBODYS if network.version == ip.version)
+    outside = ip.version == 6 and ip not in _GLOBAL_IPV6
+    if nobodys or outside or ip.is_multicast or ip.is_reserved or not ip.is_global:
+        return Nearness.SPECIAL
+    return Nearness.PUBLIC
+
+
+@dataclass(frozen=True)
+class Reach:
+    """What a hub at a certain nearness may name. `given` are (host, port) that the user has named: not checked."""
+
+    nearest: Nearness
+    given: frozenset[tuple[str, int]] = frozenset()
+
+    def allows(self, target: Nearness) -> bool:
+        """Link-local addresses hold metadata services, so that only a hub on the same link may name them."""
+        further = target > self.nearest and target is not Nearness.LINK_LOCAL
+        return target is not Nearness.SPECIAL and (target is self.nearest or further)
+
+    def check(self, host: str, address: str) -> None:
+        near = nearness(address)
+        if not self.allows(near):
+            shown = host if host == address else f"{host} ({address})"
+            raise TargetRefused(
+                f"{shown} is a {near.word} address, and the hub is at a {self.nearest.word} one: it may not send this "
+                "machine there"
+            )
+
+
+PUBLIC_ONLY = Reach(Nearness.PUBLIC)
+
+
+def endpoint_of(url: str) -> tuple[str, int]:
+    """Host and port of a URL."""
+    parts = urlsplit(url)
+    return parts.hostname or "", parts.port or DEFAULT_PORTS.get(parts.scheme, 0)
+
+
+def check_url(url: str) -> None:
+    """Raise `TargetRefused` unless this is an http:// or https:// URL without user and password."""
+    try:
+        parts = urlsplit(url)
+        plain = parts.scheme in DEFAULT_PORTS and parts.hostname and "@" not in parts.netloc and (parts.port or 1)
+    except ValueError:
+        plain = False
+    if not plain:
+        raise TargetRefused(f"{url[:200]!r} is no http:// or https:// URL without user and password")
+
+
+def nearness_of_hub(url: str, peer: str | None) -> Nearness:
+    """How near the hub at this URL is: by `peer`, the address that answered. None: it is in this process."""
+    if proxy_of(url) is None:
+        return Nearness.LOOPBACK if peer is None else nearness(peer)
+    return min(map(nearness, _numeric(*endpoint_of(url))), default=Nearness.PUBLIC)
+
+
+def addresses(host: str, port: int, reach: Reach | None) -> list[str]:
+    """The addresses of a host that may be connected to; `OSError` if there are none."""
+    found = list(dict.fromkeys(str(entry[4][0]) for entry in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)))
+    if reach is None or (host, port) in reach.given:
+        return found
+    for address in found:
+        reach.check(host, address)
+    return found
+
+
+def check_behind_proxy(host: str, port: int, reach: Reach | None) -> None:
+    """What can be checked of a target that a proxy will look up: an address in numbers, however it is written."""
+    if reach is not None and (host, port) not in reach.given:
+        for address in _numeric(host, port):
+            reach.check(host, address)
+
+
+def connect(host: str, port: int, timeout_s: float, reach: Reach | None) -> socket.socket:
+    """A connection to an address that was checked: the first that answers."""
+    *earlier, last = addresses(host, port, reach)
+    for address in earlier:
+        try:
+            return socket.create_connection((address, port), timeout=timeout_s)
+        except OSError:
+            continue
+    return socket.create_connection((last, port), timeout=timeout_s)
+
+
+def _numeric(host: str, port: int) -> list[str]:
+    """The address that a host is in numbers (also `127.1` or `0x7f000001`); none if it is a name."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
+    except OSError:
+        return []
+    return [str(entry[4][0]) for entry in found]
