@@ -12,6 +12,7 @@ import shoal.cli.join
 import shoal.shardcast
 from shoal.cli.main import main
 from shoal.runtime.stop import StopToken
+from shoal.runtime.targets import PUBLIC_ONLY, Nearness, Reach
 from shoal.shardcast import RelayConfig, RelaySettings
 
 HUB = "http://127.0.0.1:9"
@@ -22,7 +23,7 @@ def configs(monkeypatch: pytest.MonkeyPatch) -> list[RelayConfig]:
     """The set-ups of the relays that were started; none of them runs."""
     found: list[RelayConfig] = []
     info = SimpleNamespace(sources=("http://relay:1",), last_resort=("http://origin:1",))
-    trusted = SimpleNamespace(run="run-1", info=info, trainer_key="ab" * 32)
+    trusted = SimpleNamespace(run="run-1", info=info, trainer_key="ab" * 32, reach=PUBLIC_ONLY)
 
     def remember(config: RelayConfig, *_: Any) -> None:
         found.append(config)
@@ -49,13 +50,15 @@ def test_every_option_reaches_the_relay(configs: list[RelayConfig], tmp_path: Pa
     assert main(["relay", "--run-info", HUB, *arguments]) == 0
     settings = RelaySettings(kept_versions=4, disk_budget_gb=1.5, connections_per_client=9, rate_per_client_mbit=80)
     upstreams, peers = ("http://a:1", "http://b:1"), ("http://c:1", "http://d:1")
-    assert configs == [RelayConfig(tmp_path, upstreams, "run-1", "ab" * 32, "127.0.0.1", 7, settings, peers)]
+    named = Reach(Nearness.PUBLIC, frozenset((name, 1) for name in "abcd"))  # the user's own choice is not checked
+    assert configs == [RelayConfig(tmp_path, upstreams, "run-1", "ab" * 32, "127.0.0.1", 7, settings, peers, named)]
 
 
 def test_without_options_a_relay_is_as_a_recipe_would_have_it(configs: list[RelayConfig], tmp_path: Path) -> None:
     assert main(["relay", "--run-info", HUB, "--folder", str(tmp_path)]) == 0
     assert (configs[0].settings, configs[0].peers) == (RelaySettings(), ())
     assert configs[0].upstreams == ("http://relay:1", "http://origin:1")
+    assert configs[0].reach == PUBLIC_ONLY
 
 
 @pytest.mark.parametrize(
