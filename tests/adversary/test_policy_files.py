@@ -157,3 +157,11 @@ def test_role_does_not_read_what_is_typed(role):
     )
     found = subprocess.run([sys.executable, "-c", code], input="y\n", capture_output=True, text=True, timeout=60)
     assert found.stdout.endswith("nothing is read\n"), found.stderr
+
+
+def test_words_of_a_policy_reach_the_terminal_without_control_characters():
+    config = {"model_type": "qwen3", "num_hidden_layers": 1, "vocab_size": 8, "hidden_act": "\x1b]0;owned\x07\x9b31m"}
+    with pytest.raises(ModelError) as refused, torch.device("meta"):
+        model_from_files({"config.json": json.dumps(config).encode()})
+    assert "owned" in str(refused.value)
+    assert str(refused.value).isprintable()

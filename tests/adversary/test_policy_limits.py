@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import gc
+import json
 import shutil
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from liarkit import KEY, RUN, Lab, head_of, lab_in, sign, tree, write
 
-from shoal.errors import ManifestRefused, ResourceError
+from shoal.engines import Engine, build, check_policy
+from shoal.engines.shelf import EngineShelf
+from shoal.errors import ManifestRefused, ModelError, ResourceError
+from shoal.models.folder import check_files
+from shoal.models.load import load_model, model_from_files
+from shoal.models.state import policy_views
 from shoal.protocol import Entry, PolicyManifest, PolicyRef, content_digest
 from shoal.runtime.limits import MachineLimits, folder_bytes
 from shoal.runtime.stop import StopToken
-from shoal.shardcast import Downloader, DownloadSettings
+from shoal.shardcast import Content, Downloader, DownloadSettings
 from shoal.shardcast.content import chunk_of
 from shoal.shardcast.tree import HEAD, chunk_key, manifest_key
 
@@ -68,3 +76,96 @@ def test_four_terabytes_are_refused_by_default(lab, monkeypatch):
     with pytest.raises(ResourceError, match="the disk is full"):
         client(lab, source.url, "cache", limits=MachineLimits()).fetch(manifest.policy, 30)
     assert source.asked("chunks/") == []
+
+
+# ── memory: the model is built without it first, and compared with the manifest ──────────────────────────────────
+
+
+def policy(lab: Lab, **config: object) -> tuple[EngineShelf, PolicyRef]:
+    """The built-in policy with another config.json, published; and a worker's shelf that fetches it."""
+    loaded = load_model("tiny")
+    files = {**loaded.files, "config.json": json.dumps({**json.loads(loaded.files["config.json"]), **config}).encode()}
+    manifest = lab.origin().publish(0, Content.of(files, list(policy_views(loaded.model).values())))
+    source = lab.source(tree(lab.folder / "www"))
+    return EngineShelf(client(lab, source.url, "cache").fetch, built, held=1, check=checked), manifest.policy
+
+
+def built(files: Mapping[str, bytes]) -> Engine:
+    return build("torch", files)
+
+
+def checked(files: Mapping[str, bytes], entries: Sequence[Entry]) -> None:
+    check_policy("torch", files, entries, "cpu", "float32", 10**9)
+
+
+def peak_growth(act: Callable[[], object]) -> int:
+    """By how many bytes this process was larger, at most, than before."""
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = status_bytes("VmRSS")
+    act()
+    return status_bytes("VmHWM") - before
+
+
+def status_bytes(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
+
+
+def test_small_policy_of_a_large_model_takes_no_memory(lab):
+    shelf, ref = policy(lab, vocab_size=100_000, hidden_size=512)
+    files = shelf._fetch(ref, 10).files
+    assert peak_growth(lambda: built(files)) > 200 * 10**6  # what it took before it was compared
+
+    def refused() -> None:
+        with pytest.raises(ModelError, match=r"weight .*embed_tokens.* the model's is .*\[100000, 512\]"):
+            shelf.get(ref, 10)
+
+    assert peak_growth(refused) < 100 * 10**6
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"num_hidden_layers": 60_000, "layer_types": None}, "far more than the [0-9]+ weights that come with it"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers in the model's config.json is 1000000000; at most 65536"),
+        ({"num_labels": 10**9}, "num_labels in the model's config.json is 1000000000; at most"),
+        ({"vocab_size": 10**12}, "vocab_size in the model's config.json is 1000000000000; at most 33554432"),
+        ({"layer_types": ["full"] * 120_000}, "more than 100000 values"),
+        ({"rope_scaling": {"a": [[[[[[[[[[[[[[[[[[1]]]]]]]]]]]]]]]]]]}}, "or 16 levels"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantized models are not supported"),
+        ({"model_type": "gptj", "n_positions": 2**20, "n_embd": 64, "n_layer": 1, "n_head": 2}, "another model"),
+        ({"model_type": "marian"}, "models of type marian are not supported"),
+    ],
+)
+def test_configuration_with_absurd_counts_is_refused_without_memory(lab, config, said):
+    shelf, ref = policy(lab, **config)
+
+    def refused() -> None:
+        with pytest.raises(ModelError, match=said):
+            shelf.get(ref, 10)
+
+    assert peak_growth(refused) < 300 * 10**6
+
+
+def test_json_without_end_is_refused():
+    with pytest.raises(ModelError, match=r"config\.json is nested too deep"):
+        model_from_files({"config.json": b'{"a":' * 100_000 + b"1" + b"}" * 100_000})
+    with pytest.raises(ModelError, match=r"config\.json has [0-9]+ bytes; at most 1048576"):
+        model_from_files({"config.json": b'{"a": "' + b"x" * 2**20 + b'"}'})
+
+
+def test_files_of_a_policy_are_few_and_small():
+    entries = [Entry(name=f"{number}.json", type="file", offset=0, size_bytes=1) for number in range(17)]
+    with pytest.raises(ModelError, match="the policy has 17 files"):
+        check_files(entries)
+    with pytest.raises(ModelError, match="the largest of 1000000000 bytes"):
+        check_files([entries[0].model_copy(update={"size_bytes": 10**9})])
+
+
+def test_model_that_takes_more_memory_than_it_may_is_refused_and_one_that_does_not_is_built(lab):
+    shelf, ref = policy(lab)
+    payload = shelf._fetch(ref, 10)
+    with pytest.raises(ResourceError, match=r"0\.000173 billion weights, .* in float32, and 1e-06 GB .*--max-memory"):
+        check_policy("torch", dict(payload.files), payload.manifest.entries, "cpu", "float32", 1000)
+    assert shelf.get(ref, 10).engine.policy == ref

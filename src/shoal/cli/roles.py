@@ -17,6 +17,7 @@ from shoal.cli.folder import RunFolder, port_of
 from shoal.errors import ConfigError
 from shoal.protocol import fingerprint
 from shoal.runtime import logs
+from shoal.runtime.limits import UNLIMITED_BYTES, MachineLimits
 from shoal.runtime.stop import StopToken, stop_on_signals
 from shoal.runtime.supervise import SUPERVISED, close_standard_input, follow_supervisor
 
@@ -210,6 +211,7 @@ def _worker(folder: RunFolder, index: int, stop: StopToken, cheat: str | None = 
         root_fingerprint=fingerprint(folder.root_key),
         name=name,
         cheat=cheat,
+        limits=MachineLimits(memory_bytes=UNLIMITED_BYTES),  # whoever runs the trainer runs this, too
     )
     run_worker(config, stop)
 

@@ -18,9 +18,9 @@ Importing this package does not import torch.
 """
 
 from shoal.engines.protocol import Chunks, Completion, Engine, GenerationRequest, Prefill, PrefillRequest
-from shoal.engines.registry import ENGINES, build, check_engine, choose, kind_of, warm_up
+from shoal.engines.registry import ENGINES, build, check_engine, check_policy, choose, kind_of, warm_up
 
 __all__ = [
     "ENGINES", "Chunks", "Completion", "Engine", "GenerationRequest", "Prefill", "PrefillRequest", "build",
-    "check_engine", "choose", "kind_of", "warm_up",
+    "check_engine", "check_policy", "choose", "kind_of", "warm_up",
 ]  # fmt: skip

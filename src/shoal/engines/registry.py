@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from shoal.engines.protocol import Engine
 from shoal.errors import ConfigError
+from shoal.protocol import Entry
 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("float32", "bfloat16")
@@ -24,6 +25,12 @@ def _torch(files: Files, device: str, dtype: str) -> Engine:
     from shoal.engines.torch import TorchEngine
 
     return TorchEngine(files, dtype, device)
+
+
+def _check_torch(files: Files, entries: Sequence[Entry], dtype: str, memory_bytes: int) -> None:
+    from shoal.models.load import check_policy
+
+    check_policy(files, entries, dtype, memory_bytes)
 
 
 def _torch_device(device: str) -> str:
@@ -62,7 +69,8 @@ class EngineEntry:
     """How an engine is made, which device it takes when asked for one (or for "auto"), and its number formats.
 
     `profile` is the name in its `kind`: an engine that computes as another does may go by the other's. `formats` are
-    those of `dtypes` that a device of this machine computes in, the fastest first.
+    those of `dtypes` that a device of this machine computes in, the fastest first. `check` compares a policy's files
+    with its weights, and with the memory that it may take, before an engine is made for it.
     """
 
     profile: str
@@ -71,10 +79,13 @@ class EngineEntry:
     dtypes: tuple[str, ...] = DTYPES
     formats: Callable[[str], tuple[str, ...]] = lambda _device: ("float32",)
     slow_import: Callable[[], None] = lambda: None
+    check: Callable[[Files, Sequence[Entry], str, int], None] = lambda *_policy: None
 
 
 ENGINES: dict[str, EngineEntry] = {
-    "torch": EngineEntry("torch", _torch, _torch_device, formats=_torch_formats, slow_import=_import_torch),
+    "torch": EngineEntry(
+        "torch", _torch, _torch_device, formats=_torch_formats, slow_import=_import_torch, check=_check_torch
+    ),
     "scripted": EngineEntry("scripted", _scripted, _only_cpu, ("float32",)),
 }
 
@@ -88,6 +99,12 @@ def check_engine(name: str, device: str = "auto", dtype: str = "auto") -> None:
     if dtype not in ("auto", *ENGINES[name].dtypes):
         known = ", ".join(ENGINES[name].dtypes)
         raise ConfigError(f"the engine {name} does not compute in {dtype!r}; it knows {known}")
+
+
+def check_policy(name: str, files: Files, entries: Sequence[Entry], device: str, dtype: str, memory_bytes: int) -> None:
+    """Raise `ModelError` if the files describe another model than the entries of the manifest are of, `ResourceError`
+    if the model takes more than `memory_bytes`. Takes no memory itself."""
+    ENGINES[name].check(files, entries, resolved(name, device, dtype)[1], memory_bytes)
 
 
 def warm_up(name: str) -> None:

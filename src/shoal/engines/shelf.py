@@ -6,25 +6,28 @@
                                                                    the policy that the new one was made from
 
 Each is a whole copy of the weights, so there are two budgets: how many, and how many bytes in all. What is asked for is
-always loaded; a policy larger than the byte budget is then alone.
+always loaded; a policy larger than the byte budget is then alone. The first policy of a model is checked before an
+engine is made for it: `check` compares its files with its manifest.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from shoal.engines.protocol import Engine, UpdatableEngine
 from shoal.errors import PolicyMismatch
-from shoal.protocol import PolicyRef
+from shoal.models.folder import check_files
+from shoal.protocol import Entry, PolicyRef
 from shoal.shardcast import Payload
 
 log = logging.getLogger(__name__)
 
 Fetch = Callable[[PolicyRef, float], Payload]
 Build = Callable[[Mapping[str, bytes]], Engine]
+Check = Callable[[Mapping[str, bytes], Sequence[Entry]], None]
 
 
 @dataclass(frozen=True)
@@ -43,13 +46,21 @@ class EngineShelf:
     >>> shelf.get(lease.policy, deadline_s=30).engine.generate(requests)                     # doctest: +SKIP
     """
 
-    def __init__(self, fetch: Fetch, build: Build, held: int, memory_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        fetch: Fetch,
+        build: Build,
+        held: int,
+        memory_bytes: int = 0,
+        check: Check = lambda _files, _entries: None,
+    ) -> None:
         if held < 1:
             raise ValueError(f"a shelf holds at least one policy, not {held}")
         self._fetch = fetch
         self._build = build
         self._held = held
         self._memory_bytes = memory_bytes
+        self._check = check
         self._loaded: OrderedDict[PolicyRef, LoadedPolicy] = OrderedDict()
 
     def get(self, ref: PolicyRef, deadline_s: float) -> LoadedPolicy:
@@ -63,7 +74,10 @@ class EngineShelf:
                 f"policy {ref.label} was promised with digest {ref.digest[:16]}…, "
                 f"but {payload.manifest.policy.label} with {payload.manifest.policy.digest[:16]}… was published"
             )
+        check_files(payload.manifest.entries)
         files = dict(payload.files)
+        if all(loaded.files != files for loaded in self._loaded.values()):
+            self._check(files, payload.manifest.entries)
         engine = self._engine_for(files, payload.manifest.size_bytes)
         _put_in_place(engine, payload)
         self._loaded[ref] = LoadedPolicy(ref, engine, files)

@@ -6,11 +6,12 @@ A published policy carries these files beside its weights, so that a worker need
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from shoal.errors import ModelError
+from shoal.protocol import Entry
 
 BUILTIN = ("tiny",)
 DESCRIPTION_FILES = (
@@ -18,6 +19,7 @@ DESCRIPTION_FILES = (
     "chat_template.jinja",
 )  # fmt: skip
 MAX_FILE_BYTES = 64 * 1024 * 1024
+MAX_FILES = 16
 MAX_CONFIG_BYTES = 1024 * 1024  # config.json, generation_config.json
 
 
@@ -49,6 +51,17 @@ def read_files(folder: Path) -> dict[str, bytes]:
         if name not in files:
             raise ModelError(f"the model folder {folder} has no {name}")
     return files
+
+
+def check_files(entries: Iterable[Entry]) -> None:
+    """Raise `ModelError` if a policy's files are more than the few small ones that describe a model."""
+    files = [entry for entry in entries if entry.type == "file"]
+    largest = max(files, key=lambda entry: entry.size_bytes, default=None)
+    if len(files) > MAX_FILES or (largest is not None and largest.size_bytes > MAX_FILE_BYTES):
+        raise ModelError(
+            f"the policy has {len(files)} files, the largest of {largest.size_bytes if largest else 0} bytes; "
+            f"at most {MAX_FILES} of {MAX_FILE_BYTES} bytes each are allowed"
+        )
 
 
 def read_config(files: Mapping[str, bytes], name: str = "config.json") -> dict[str, Any]:

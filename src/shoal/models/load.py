@@ -6,28 +6,37 @@ ways to import it, `rules` says what a configuration may hold.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils.logging import disable_progress_bar
 
-from shoal.errors import ModelError
+from shoal.errors import ModelError, ResourceError
 from shoal.models import locked
 from shoal.models.folder import model_folder, read_config, read_files
 from shoal.models.logprobs import Head
 from shoal.models.lora import ADAPTER_FILE, AdapterShape, adapter_shape, add_adapters
 from shoal.models.rules import check_kind, check_values, without_loading_keys
+from shoal.models.state import check_fit, policy_state
 from shoal.models.tokenizer import TextTokenizer
+from shoal.protocol import Entry
 
 locked.lock()  # also what has been imported since
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+PARTS_PER_WEIGHT, MORE_PARTS = 8, 1000  # of transformers' models none has more than 5 modules and weights for each
 # Of before attention could be chosen: theirs is part of the model. Tried; older ones of that kind do not decode here.
 WRITTEN_OUT = frozenset({"bloom", "codegen", "gpt_neo", "gptj", "mpt", "xglm"})
 
@@ -92,19 +101,61 @@ def model_from_files(files: Mapping[str, bytes], dtype: str = "float32", device:
     return _ready(model, device)
 
 
+def check_policy(files: Mapping[str, bytes], entries: Sequence[Entry], dtype: str, memory_bytes: int) -> None:
+    """Build the model that the files describe without memory, and compare it with a manifest's entries.
+
+    Raises `ModelError` unless the entries are its weights, `ResourceError` if it takes more than `memory_bytes`.
+    """
+    tensors = {entry.name: entry for entry in entries if entry.type == "tensor"}
+    with _bounded(len(tensors)), torch.device("meta"):
+        model = model_from_files(files, dtype, "meta")
+    check_fit(policy_state(model), tensors)
+    needed = sum(each.nbytes for each in (*model.parameters(), *model.buffers()))
+    if needed > memory_bytes:
+        count = sum(parameter.numel() for parameter in model.parameters())
+        raise ResourceError(
+            f"the policy is a model of {count / 1e9:.3g} billion weights, which take {needed / 1e9:.3g} GB in {dtype}, "
+            f"and {memory_bytes / 1e9:.3g} GB of memory may be used here: allow more (--max-memory), or use another "
+            "machine"
+        )
+
+
+@contextmanager
+def _bounded(weights: int) -> Iterator[None]:
+    """A model that is made of far more parts than it has weights is given up in this context, by this thread."""
+    builder, made, most = threading.get_ident(), 0, PARTS_PER_WEIGHT * weights + MORE_PARTS
+
+    def count(*_registered: object) -> None:
+        nonlocal made
+        made += threading.get_ident() == builder
+        if made > most:
+            raise ModelError(f"the model's config.json describes far more than the {weights} weights that come with it")
+
+    hooks = (register_module_module_registration_hook(count), register_module_parameter_registration_hook(count))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
 def read_model_config(files: Mapping[str, bytes]) -> Any:
     """The configuration object of config.json: of one of transformers' own causal language models, of text alone."""
     values = read_config(files)
     kind = values.pop("model_type", None)
     if not isinstance(kind, str) or kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        raise ModelError(f"the model's config.json names no known causal language model (model_type {kind!r})")
+        raise ModelError(
+            f"the model's config.json names no known causal language model (model_type {str(kind)[:80]!r})"
+        )
     made = CONFIG_MAPPING[kind]
     check_kind(kind, made.sub_configs)
     check_values(values, kind)
     try:
         return made.from_dict(without_loading_keys(values, {field.name for field in fields(made)}))
     except Exception as error:  # anything may be wrong with the values
-        raise ModelError(f"the model's config.json is not a valid {kind} configuration: {error}") from error
+        raise ModelError(
+            f"the model's config.json is not a valid {kind} configuration: {_first_line(error)}"
+        ) from error
 
 
 def _attention(config: Any) -> str:
@@ -142,4 +193,6 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+    """Of what is told, without control characters: it may repeat words of the policy."""
+    line = next(iter(str(error).strip().splitlines()), "")
+    return f"{type(error).__name__}: {''.join(each if each.isprintable() else '?' for each in line)}"

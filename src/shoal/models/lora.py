@@ -134,11 +134,13 @@ def adapted_layers(model: nn.Module, targets: Sequence[str]) -> dict[str, nn.Lin
 
 def _beginning(name: str, layer: nn.Linear, rank: int) -> tuple[Tensor, Tensor]:
     """A follows from the layer's name, so that every start of a run has the same; B = 0, so that nothing changes."""
+    like: dict[str, Any] = {"dtype": layer.weight.dtype, "device": layer.weight.device}
+    if layer.weight.is_meta:
+        return torch.empty((rank, layer.in_features), **like), torch.empty((layer.out_features, rank), **like)
     seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") >> 1
     generator = torch.Generator().manual_seed(seed)
     bound = (1.0 / layer.in_features) ** 0.5
     down = torch.rand((rank, layer.in_features), generator=generator) * (2 * bound) - bound
-    like: dict[str, Any] = {"dtype": layer.weight.dtype, "device": layer.weight.device}
     return down.to(**like), torch.zeros((layer.out_features, rank), **like)
 
 

@@ -15,8 +15,10 @@ from shoal.errors import ModelError
 
 MAX_DEPTH = 16
 MAX_VALUES = 100_000
-MAX_COUNT = 1 << 20  # layers, heads, experts, sizes: more than any of them in use
+MAX_PARTS = 1 << 16
+MAX_COUNT = 1 << 20  # sizes, and whatever has another name
 MAX_SPAN = 1 << 25  # positions, tokens
+PARTS = ("layer", "block", "expert", "head", "label")
 SPANS = ("position", "length", "seq", "context", "window", "ctx", "vocab", "token", "max_")
 UNBOUNDED = ("theta", "base")  # of rotary positions: a frequency, not a count
 
@@ -89,6 +91,7 @@ def _check_count(where: str, key: str, value: int) -> None:
     if any(word in key for word in UNBOUNDED):
         return
     most = MAX_SPAN if any(word in key for word in SPANS) else MAX_COUNT
+    most = MAX_PARTS if any(word in key for word in PARTS) else most
     if abs(value) > most:
         raise ModelError(f"{where} in the model's config.json is {str(value)[:40]}; at most {most} is allowed")
 

@@ -54,20 +54,37 @@ def apply_state(model: nn.Module, tensors: Mapping[str, TensorView] | Mapping[st
 
 def overwrite(state: Mapping[str, Tensor], tensors: Mapping[str, TensorView] | Mapping[str, Tensor]) -> None:
     """The same for a state that is not a model's own, such as the float32 weights that a trainer keeps beside it."""
+    check_fit(state, tensors)
+    with torch.no_grad():
+        for name, target in state.items():
+            source = tensors[name]
+            target.copy_(source if isinstance(source, Tensor) else to_torch(source))
+
+
+class Described(Protocol):
+    """A tensor that may not be here yet: a `TensorView`, or an `Entry` of a manifest."""
+
+    @property
+    def dtype(self) -> str | None: ...
+
+    @property
+    def shape(self) -> tuple[int, ...] | None: ...
+
+
+def check_fit(state: Mapping[str, Tensor], tensors: Mapping[str, Described] | Mapping[str, Tensor]) -> None:
+    """Raise `ModelError` unless the tensors are those of `state`, by name, shape and type. Needs no memory."""
     missing, unknown = sorted(state.keys() - tensors.keys()), sorted(tensors.keys() - state.keys())
     if missing or unknown:
         raise ModelError(f"these weights are for another model: missing {missing[:3]}, unknown {unknown[:3]}")
-    incoming = {name: value if isinstance(value, Tensor) else to_torch(value) for name, value in tensors.items()}
     for name, target in state.items():
-        source = incoming[name]
-        if source.shape != target.shape or not _holds(target.dtype, source.dtype):
+        source = tensors[name]
+        dtype = source.dtype if isinstance(source.dtype, torch.dtype) else TORCH_TYPES.get(source.dtype or "")
+        shape = tuple(source.shape or ())
+        if shape != tuple(target.shape) or dtype is None or not _holds(target.dtype, dtype):
             raise ModelError(
-                f"weight {name} is {source.dtype}{list(source.shape)}, the model's is"
-                f" {target.dtype}{list(target.shape)}" + (NARROWER if source.shape == target.shape else "")
+                f"weight {name} is {dtype}{list(shape)}, the model's is {target.dtype}{list(target.shape)}"
+                + (NARROWER if shape == tuple(target.shape) else "")
             )
-    with torch.no_grad():
-        for name, target in state.items():
-            target.copy_(incoming[name])
 
 
 def _holds(target: torch.dtype, source: torch.dtype) -> bool:

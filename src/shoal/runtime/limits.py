@@ -16,6 +16,7 @@ from shoal.errors import ConfigError
 FREE_SHARE = 0.8  # of what is free, where nothing else was said
 SCALES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 LEAST_RATE_BYTES_S = 8_000.0
+UNLIMITED_BYTES = 1 << 62
 
 
 @dataclass(frozen=True)
@@ -101,5 +102,5 @@ def _container_bytes() -> int:
         used = int((root / "memory.current").read_text())
         statistics = dict(line.split() for line in (root / "memory.stat").read_text().splitlines())
     except (OSError, ValueError):  # no container, or one without a limit ("max")
-        return 1 << 62
+        return UNLIMITED_BYTES
     return max(0, most - used + int(statistics.get("inactive_file", 0)))  # what is cached of files can be given up

@@ -21,7 +21,7 @@ from contextlib import closing, contextmanager
 
 from shoal.client import Activity, ClientOptions, HubClient, RegularHeartbeat
 from shoal.client.weights import Following, downloader_of
-from shoal.engines import build, kind_of, warm_up
+from shoal.engines import build, check_policy, kind_of, warm_up
 from shoal.engines.shelf import EngineShelf, LoadedPolicy
 from shoal.environments import identity_of, judges_of, require_scoring
 from shoal.errors import (
@@ -47,6 +47,7 @@ from shoal.rewards import DirectScorer, Scorer, ScoringPool
 from shoal.rewards.panel import Panel, panel_of
 from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.crash import point
+from shoal.runtime.limits import UNLIMITED_BYTES
 from shoal.runtime.lock import FolderLock
 from shoal.runtime.stop import StopToken
 from shoal.shardcast import Prefetch
@@ -110,6 +111,9 @@ def _judge_with(client: HubClient, judge: Judge, config: ValidatorConfig, stop: 
             lambda files: build(config.engine, files, settings.device, settings.dtype),
             settings.held_versions,
             round(settings.memory_gb * 10**9),
+            lambda files, entries: check_policy(
+                config.engine, files, entries, settings.device, settings.dtype, UNLIMITED_BYTES
+            ),
         )
         Validator(client, shelf, judge, settings, stop).run()
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 
 from shoal.engines import ENGINES, choose
+from shoal.errors import ResourceError
 from shoal.protocol import RunInfo
+from shoal.runtime.limits import MachineLimits
 from shoal.worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
@@ -21,3 +23,14 @@ def fitted(settings: WorkerSettings, engine: str, run: RunInfo) -> WorkerSetting
     if settings.device == "auto" and device != ENGINES[engine].device("auto"):
         log.warning("the GPU is not used: the run takes nothing that it computes; its owner may add a profile for it")
     return settings.model_copy(update={"device": device, "dtype": dtype})
+
+
+def refuse_too_large(run: RunInfo, dtype: str, limits: MachineLimits) -> None:
+    """Raise `ResourceError` before anything is downloaded if the model, as announced, takes more than it may."""
+    needed, allowed = run.model.parameters * (2 if dtype == "bfloat16" else 4), limits.memory()
+    if needed > allowed:
+        raise ResourceError(
+            f"the model of run {run.run} has {run.model.parameters / 1e9:.3g} billion weights, which take "
+            f"{needed / 1e9:.3g} GB in {dtype}, and {allowed / 1e9:.3g} GB of memory may be used here: allow more "
+            "(--max-memory), or use another machine"
+        )

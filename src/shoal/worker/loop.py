@@ -24,7 +24,7 @@ import numpy as np
 
 from shoal.client import Activity, ClientOptions, HubClient, RegularHeartbeat
 from shoal.client.weights import Following, downloader_of
-from shoal.engines import Completion, Engine, GenerationRequest, build, kind_of, warm_up
+from shoal.engines import Completion, Engine, GenerationRequest, build, check_policy, kind_of, warm_up
 from shoal.engines.dialogue import dialogue_for, unknown_tool
 from shoal.engines.shelf import EngineShelf, Fetch, LoadedPolicy
 from shoal.engines.submission import submission_of
@@ -38,6 +38,7 @@ from shoal.errors import (
     ResourceError,
 )
 from shoal.protocol import (
+    Entry,
     HeartbeatReply,
     Lease,
     LeaseRelease,
@@ -53,7 +54,7 @@ from shoal.runtime.stop import StopToken
 from shoal.shardcast import Prefetch
 from shoal.worker.cheats import Cheat, Loot, find_cheat
 from shoal.worker.earnings import Earnings, shut_out
-from shoal.worker.fitting import fitted
+from shoal.worker.fitting import fitted, refuse_too_large
 from shoal.worker.folder import identity
 from shoal.worker.newest import NewestPolicy
 from shoal.worker.outbox import Outbox, Parcel
@@ -87,6 +88,7 @@ def run_worker(config: WorkerConfig, stop: StopToken) -> None:
         log.info("node %s works for run %s at %s", client.key.node, run.run, client.url)
         warm_up(config.engine)
         settings = fitted(config.settings, config.engine, run)
+        refuse_too_large(run, settings.dtype, config.limits)
         config = replace(config, settings=settings)
         profile = conduct.profile(kind_of(config.engine, settings.device, settings.dtype), run.profiles)
         outbox = Outbox(config.folder / "outbox")
@@ -113,9 +115,14 @@ def _shelf(config: WorkerConfig, conduct: Cheat, fetch: Fetch, environment: str)
     def make(files: Mapping[str, bytes]) -> Engine:
         return build(config.engine, files, config.settings.device, config.settings.dtype)
 
-    return EngineShelf(
-        conduct.fetch(fetch), lambda files: conduct.engine(make(files), Loot(files, environment, make)), LOADED_POLICIES
-    )
+    def check(files: Mapping[str, bytes], entries: Sequence[Entry]) -> None:
+        device, dtype = config.settings.device, config.settings.dtype
+        check_policy(config.engine, files, entries, device, dtype, config.limits.memory())
+
+    def engine(files: Mapping[str, bytes]) -> Engine:
+        return conduct.engine(make(files), Loot(files, environment, make))
+
+    return EngineShelf(conduct.fetch(fetch), engine, LOADED_POLICIES, check=check)
 
 
 @contextmanager
