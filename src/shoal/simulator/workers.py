@@ -16,13 +16,15 @@ from shoal.engines.protocol import Completion
 from shoal.engines.submission import submission_of
 from shoal.hub.changes import Topic
 from shoal.hub.state.refusals import Refusal
-from shoal.protocol import Heartbeat, Lease, LeaseRequest, Receipt, pack, submission_digest
+from shoal.hub.state.rows import NodeRow
+from shoal.protocol import Heartbeat, Lease, LeaseRequest, Receipt, pack, pack_tokens, submission_digest
+from shoal.protocol.progress import ShownChunks, ShownProgress
 from shoal.simulator.scenario import Crew
 from shoal.simulator.world import HubDown, World
 
 RETRY_S = 2.0
 TOKENS = 16
-_DRAWN = Completion(np.arange(TOKENS, dtype=np.int32), np.full(TOKENS, -0.5, dtype=np.float32), "eos")
+_DRAWN = Completion(np.arange(TOKENS, dtype=np.int32), np.full(TOKENS, -0.5, dtype=np.float32), "eos", bytes(4))
 
 
 class Worker:
@@ -69,8 +71,20 @@ class Worker:
         try:
             row = self._world.known(self.node)  # the heartbeat itself says that it is here
             self._world.hub.membership.heartbeat(row, Heartbeat(progress=self._progress()))
-        except HubDown:
+            if row.on_probation:
+                self._show(row)
+        except (HubDown, Refusal):  # the lease may have run out
             return
+
+    def _show(self, row: NodeRow) -> None:
+        """The rollouts of each lease that are finished by now, one after the other."""
+        for name, tokens in self._progress().items():
+            shown = self._leases[name][0].seeds[: tokens // TOKENS]
+            chunks = [
+                ShownChunks(index, 0, pack_tokens(_DRAWN.token_ids), _DRAWN.proofs) for index in range(len(shown))
+            ]
+            if chunks:
+                self._world.hub.showing.show(row, name, pack(ShownProgress(chunks), level=1))
 
     def _progress(self) -> dict[str, int]:
         """Tokens so far of each lease: in proportion to the time that has passed."""

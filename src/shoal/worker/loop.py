@@ -4,6 +4,7 @@
     hub ── leases ──► worker ── one engine call per policy ──► outbox (fsync) ──► uploader ── submissions ──► hub
      ▲                  │ ▲                                       │
      └─ heartbeat ──────┘ └── pauses while the outbox is full ◄───┘
+     └─ finished chunks, on probation (`showing`)
 
 Back-pressure: the worker leases only when it is about to generate (it never hoards), as much as it can generate within
 the time of a lease by its measured speed, and generates only while the outbox has room. Whatever it waits for, its
@@ -26,6 +27,7 @@ from shoal.client import Activity, ClientOptions, HubClient, RegularHeartbeat
 from shoal.client.weights import Following, downloader_of
 from shoal.engines import Completion, Engine, GenerationRequest, build, check_policy, kind_of, warm_up
 from shoal.engines.dialogue import dialogue_for, unknown_tool
+from shoal.engines.protocol import OnChunks
 from shoal.engines.shelf import EngineShelf, Fetch, LoadedPolicy
 from shoal.engines.submission import submission_of
 from shoal.errors import (
@@ -59,6 +61,7 @@ from shoal.worker.folder import identity
 from shoal.worker.newest import NewestPolicy
 from shoal.worker.outbox import Outbox, Parcel
 from shoal.worker.settings import WorkerConfig, WorkerSettings, check_choices
+from shoal.worker.showing import Showing
 from shoal.worker.uploader import Uploader
 
 log = logging.getLogger(__name__)
@@ -181,13 +184,14 @@ class Worker:
         self.activity = Activity(clock)
         self._newest = NewestPolicy(client, shelf, self.activity, stop)
         self._uploader = Uploader(client, outbox, self._on_sent, clock)
+        self._showing = Showing(client, self._deadlines_ms.__setitem__, conduct, clock)
         self._heartbeat = RegularHeartbeat(client, settings.heartbeat_s, self.activity, self._hear)
 
     def run(self) -> None:
         """Lease, generate, hand in; until finished, stopped or shut out."""
         self._report_leftovers()
         try:
-            with self._uploader, self._heartbeat:
+            with self._uploader, self._heartbeat, self._showing:
                 try:
                     with ending_quietly(self._stop):
                         self._until_done()
@@ -212,6 +216,7 @@ class Worker:
         """In the heartbeat's thread: what the hub thinks of this node, and the time it gives for leases at work."""
         self._earnings.hear(reply)
         self._newest.hear(reply)
+        self._showing.hear(reply)
         self._deadlines_ms.update(reply.deadlines)
 
     def _forget_deadlines(self) -> None:
@@ -320,10 +325,13 @@ class Worker:
         if not leases:
             return
         with self.activity.busy(f"generating {len(leases)} groups by policy {loaded.ref.label}"):
-            groups = generate(loaded, leases, self.activity.generated)
+            groups = generate(loaded, leases, self.activity.generated, self._showing.of)
         self._size_up(leases, self._clock.monotonic_s() - now_s)
         for lease, completions in zip(leases, groups, strict=True):
             if not is_finite(completions):
+                continue
+            if not self._showing.keeps_word(lease.lease, completions):
+                self._release([lease.lease], "generated once more, it is not what was shown of it")
                 continue
             submission = submission_of(lease, completions, loaded.engine.name)
             self._outbox.put(self._conduct.submission(submission, lease))
@@ -376,6 +384,7 @@ class Worker:
         """Give leases back at once, so that others need not wait for them to run out."""
         for lease in leases:
             self._hand.pop(lease, None)
+            self._showing.forget(lease)
             self.activity.ended(lease)
         if not leases:
             return
@@ -409,11 +418,15 @@ def is_finite(group: Sequence[Completion]) -> bool:
 
 
 def generate(
-    loaded: LoadedPolicy, leases: Sequence[Lease], on_tokens: Callable[[str, int], None] | None = None
+    loaded: LoadedPolicy,
+    leases: Sequence[Lease],
+    on_tokens: Callable[[str, int], None] | None = None,
+    on_chunks: Callable[[Lease], OnChunks | None] | None = None,
 ) -> list[list[Completion]]:
     """The groups of leases of one policy, with proofs as the leases want them (a run wants all alike).
 
-    `on_tokens` hears now and then of a lease how many tokens it has. An engine's failure becomes one sentence.
+    `on_tokens` hears now and then of a lease how many tokens it has; `on_chunks` says who hears of its finished chunks.
+    An engine's failure becomes one sentence.
     """
     groups: dict[str, list[Completion]] = {}
     try:
@@ -425,6 +438,7 @@ def generate(
                     lease.seed_numbers,
                     lease.sampling,
                     on_tokens=partial(on_tokens, lease.lease) if on_tokens is not None else None,
+                    on_chunks=on_chunks(lease) if on_chunks is not None else None,
                     respond=talk.respond if (talk := dialogue_for(lease, loaded.files)) is not None else None,
                 )
                 for lease in alike

@@ -65,6 +65,7 @@ def ask(who: Actor, max_units: int = 1) -> LeaseReply:
 
 class TestRenewal:
     def test_a_lease_lasts_while_its_worker_goes_on_and_not_beyond_the_hard_deadline(self, bench: Bench) -> None:
+        establish(bench, bench.alice)
         (lease,) = bench.alice.lease(fresh_request())
         assert (lease.deadline_ms, lease.hard_deadline_ms) == (lease.issued_at_ms + 10_000, lease.issued_at_ms + 25_000)
         ends = []
@@ -91,11 +92,12 @@ class TestRenewal:
         bench.clock.advance(6)
         assert bench.bob.lease(fresh_request())[0].unit == lease.unit
 
-    def test_a_newcomer_gets_no_more_time_while_established_nodes_are_here(self, bench: Bench) -> None:
+    def test_a_newcomer_that_only_says_so_gets_no_more_time_and_an_established_node_does(self, bench: Bench) -> None:
         (lease,) = bench.bob.lease(fresh_request())
+        bench.clock.advance(5)
+        assert beat(bench, bench.bob, **{lease.lease: 2}).deadlines == {lease.lease: lease.deadline_ms}
         establish(bench, bench.alice)
         beat(bench, bench.alice)
-        bench.clock.advance(5)
         assert beat(bench, bench.bob, **{lease.lease: 3}).deadlines == {lease.lease: lease.deadline_ms}
         (own,) = bench.alice.lease(fresh_request())
         bench.clock.advance(5)

@@ -8,7 +8,7 @@ from shoal.errors import ProtocolError
 from shoal.hub.service.context import Context, node_view
 from shoal.hub.service.owner import require_trusted
 from shoal.hub.service.readiness import MISSED, canary_problem
-from shoal.hub.state import leases, newcomers, nodes, pacing
+from shoal.hub.state import leases, nodes, pacing
 from shoal.hub.state.commands import RaiseAlarm
 from shoal.hub.state.refusals import Refusal
 from shoal.hub.state.rows import Moment, NodeRow
@@ -71,16 +71,14 @@ class Membership:
         )
 
     def _renew(self, transaction: Writer, moment: Moment, node: NodeRow, progress: Mapping[str, int]) -> dict[str, int]:
-        """The deadlines of the leases that the node is at work on, later ones where it has gone on.
+        """The deadlines of the leases that the node is at work on, later ones where it has made progress.
 
-        Newcomers do not get more time while established nodes are here: a flood of fresh keys could lie about it.
+        On probation that has to be shown (`showing`), not said: fresh keys cost nothing, and may say anything.
         """
         if not progress:
             return {}
         holdings = [held for held in transaction.holdings(node.node) if held.lease.lease in progress]
-        here = node.on_probation and transaction.is_established_here(moment.now_ms - newcomers.HERE_MS)
-        is_bounded = newcomers.is_bounded(moment, node, newcomers.Crowd(established=here))
-        renewed = [] if is_bounded else leases.renew(moment, holdings, progress)
+        renewed = [] if node.on_probation else leases.renew(moment, holdings, progress)
         transaction.apply(renewed)
         rows = {held.lease.lease: held.lease for held in holdings} | {each.row.lease: each.row for each in renewed}
         return {name: row.deadline_ms for name, row in rows.items()}

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from shoal.engines import Completion, Engine, GenerationRequest, Prefill, PrefillRequest
 from shoal.engines.shelf import Fetch
 from shoal.protocol import Lease, PolicyRef, ProofParameters, Submission, TensorView
+from shoal.protocol.progress import ShownProgress
 from shoal.toploc import commit
 
 Groups = list[list[Completion]]
@@ -57,6 +58,10 @@ class Cheat:
     def engine(self, engine: Engine, _loot: Loot, /) -> Engine:
         """What generates; `engine` has no policy yet."""
         return engine
+
+    def shown(self, progress: ShownProgress, _lease: Lease, /) -> ShownProgress:
+        """What is shown of a group that is being generated."""
+        return progress
 
     def submission(self, submission: Submission, _lease: Lease, /) -> Submission:
         """What is handed in for a finished group."""

@@ -1,0 +1,191 @@
+"""Showing progress: on probation a lease gets more time for finished chunks, token ids with proofs, and nothing else.
+
+    engine ── chunks finished ──► Showing: due? ── snapshot ──► sender thread ── what the hub lacks, in parts ──► hub
+              (engine's thread)    a few times a lease              ▲                                              │
+                                                                    └── what it has of each rollout, the deadline ─┘
+
+Everything is shown, for whoever shows a part could make up the rest: 12 bytes a token, as fast as the machine
+generates, and only of groups that take longer than a part of `lease_s`. Parts are small, so that a slow line brings one
+through in time, and begin where the hub's copy ends, so that none has to arrive. What is submitted has to begin with
+what was shown: where tokens were generated again and came out differently (an engine that does not keep what it drew
+when memory runs out), the lease is given back instead.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from shoal.client import HubClient
+from shoal.engines import Chunks, Completion
+from shoal.engines.protocol import OnChunks
+from shoal.errors import DeadlineExceeded, HubRefused, HubUnreachable, ProtocolError
+from shoal.protocol import HeartbeatReply, Lease, pack_tokens
+from shoal.protocol.progress import ShownChunks, ShownProgress
+from shoal.runtime.clock import Clock, SystemClock
+from shoal.worker.cheats import Cheat
+
+log = logging.getLogger(__name__)
+
+SHOWINGS_PER_LEASE = 4  # in `lease_s`: one may be late, another lost
+PART_BYTES = 64 * 1024
+PATIENCE_S = 30.0
+JOIN_S = 5.0
+
+
+@dataclass
+class _Shown:
+    """One lease: its newest snapshot, what may have reached the hub of it, and what the hub says it has, by rollout."""
+
+    lease: Lease
+    due_s: float
+    latest: dict[int, Chunks] = field(default_factory=dict)
+    sent: dict[int, Chunks] = field(default_factory=dict)
+    have: Sequence[int] = ()
+    fresh: bool = False  # there is something in the snapshot that was not tried yet
+    ended: bool = False
+
+    def __post_init__(self) -> None:
+        self.have = [0] * len(self.lease.seeds)
+
+    def part(self) -> ShownProgress | None:
+        """What the hub lacks, as much as fits a part; None if it lacks nothing. It counts as sent from now on."""
+        chunks, size, rows = list[ShownChunks](), 0, self.lease.proof.rows
+        for rollout, there in self.latest.items():
+            start = self.have[rollout]
+            end, first = start, start // rows
+            while end < len(there.token_ids) and size < PART_BYTES and end % rows == 0:
+                size += 4 * rows + len(there.proofs[end // rows])
+                end = min(end + rows, len(there.token_ids))
+            if end > start:
+                proofs = there.proofs[: -(-end // rows)]
+                tokens = pack_tokens(there.token_ids[start:end])
+                chunks.append(ShownChunks(rollout, start, tokens, b"".join(proofs[first:])))
+                known = self.sent.get(rollout)
+                if known is None or end > len(known.token_ids):
+                    self.sent[rollout] = Chunks(there.token_ids[:end], proofs)
+        return ShownProgress(chunks) if chunks else None
+
+    def is_continued_by(self, found: Mapping[int, Chunks]) -> bool:
+        """Whether nothing that was sent is otherwise in `found`, as far as that goes."""
+        return all(_agree(sent, found[rollout]) for rollout, sent in self.sent.items() if rollout in found)
+
+
+def _agree(sent: Chunks, found: Chunks) -> bool:
+    """Whether two copies of a rollout are the same as far as both go; the last proof of one may be of a short chunk."""
+    both = min(len(sent.proofs), len(found.proofs)) - 1
+    length = min(len(sent.token_ids), len(found.token_ids))
+    same = bool((sent.token_ids[:length] == found.token_ids[:length]).all())
+    return same and sent.proofs[:both] == found.proofs[:both]
+
+
+class Showing:
+    """Use as a context manager. `on_deadline` hears of a lease's deadline, in the sender's thread."""
+
+    def __init__(
+        self,
+        client: HubClient,
+        on_deadline: Callable[[str, int], None],
+        conduct: Cheat = Cheat(),
+        clock: Clock = SystemClock(),
+    ) -> None:
+        self._client = client
+        self._on_deadline = on_deadline
+        self._conduct = conduct
+        self._clock = clock
+        self._leases: dict[str, _Shown] = {}
+        self._changed = threading.Condition()
+        self._closing = False
+        self._on_probation = True  # until the hub says otherwise: shown in vain does no harm
+        self._thread = threading.Thread(target=self._run, name="showing", daemon=True)
+
+    def __enter__(self) -> Showing:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        self._thread.join(JOIN_S)
+
+    def hear(self, reply: HeartbeatReply) -> None:
+        self._on_probation = reply.node.on_probation
+
+    def of(self, lease: Lease) -> OnChunks | None:
+        """Who is told of the finished chunks of a lease; nobody if its node is past probation."""
+        if not self._on_probation:
+            return None
+        with self._changed:
+            shown = self._leases.setdefault(lease.lease, _Shown(lease, self._clock.monotonic_s() + _every_s(lease)))
+        return partial(self._see, shown)
+
+    def _see(self, shown: _Shown, take: Callable[[], dict[int, Chunks]]) -> None:
+        """In the engine's thread: keep a snapshot for the sender, if it is time for one."""
+        now_s = self._clock.monotonic_s()
+        if shown.ended or now_s < shown.due_s or not self._on_probation:
+            return
+        by_seed = take()
+        latest = {row: by_seed[seed] for row, seed in enumerate(shown.lease.seed_numbers) if seed in by_seed}
+        with self._changed:
+            shown.due_s = now_s + _every_s(shown.lease)
+            shown.ended = not shown.is_continued_by(latest)
+            shown.latest, shown.fresh = latest, True
+            self._changed.notify()
+
+    def keeps_word(self, lease: str, group: Sequence[Completion]) -> bool:
+        """The group of a lease is finished: whether it begins with all that may have been shown of it."""
+        with self._changed:
+            shown = self._leases.pop(lease, None)
+            if shown is None:
+                return True
+            shown.ended = True
+            return all(_begins_with(group[rollout], sent) for rollout, sent in shown.sent.items())
+
+    def forget(self, lease: str) -> None:
+        """Nothing more is shown of this lease."""
+        with self._changed:
+            if (shown := self._leases.pop(lease, None)) is not None:
+                shown.ended = True
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closing or self._next() is not None)
+                shown = self._next()
+                if self._closing or shown is None:
+                    return
+                part, shown.fresh = shown.part(), False
+            if part is not None:
+                self._send(shown, part)
+
+    def _next(self) -> _Shown | None:
+        return next((shown for shown in self._leases.values() if shown.fresh and not shown.ended), None)
+
+    def _send(self, shown: _Shown, part: ShownProgress) -> None:
+        name, before = shown.lease.lease, list(shown.have)
+        try:
+            reply = self._client.patient(PATIENCE_S).show(name, self._conduct.shown(part, shown.lease))
+        except HubRefused as refusal:
+            log.info("progress on unit %d is not shown any more: %s", shown.lease.unit, refusal)
+            shown.ended = True
+        except (HubUnreachable, DeadlineExceeded, ProtocolError) as error:
+            log.debug("progress on unit %d was not shown, the next snapshot is: %s", shown.lease.unit, error)
+        else:
+            self._on_deadline(name, reply.deadline_ms)
+            if len(reply.tokens) == len(before):
+                shown.have = reply.tokens
+                shown.fresh |= list(reply.tokens) != before  # there may be more than fitted this part
+
+
+def _every_s(lease: Lease) -> float:
+    return (lease.deadline_ms - lease.issued_at_ms) / 1000 / SHOWINGS_PER_LEASE
+
+
+def _begins_with(completion: Completion, sent: Chunks) -> bool:
+    length = len(sent.token_ids)
+    same = length <= len(completion.token_ids) and bool((completion.token_ids[:length] == sent.token_ids).all())
+    return same and completion.proofs.startswith(b"".join(sent.proofs))
