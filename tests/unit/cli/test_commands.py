@@ -148,6 +148,13 @@ def in_process(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int
         (["join", "example"], 2, "is not a hub address"),
         (["join", "http://host:1/#abc"], 2, "is not a root fingerprint"),
         (["relay"], 2, "give --dir RUN"),
+        (["join", NOWHERE, "--max-memory", "lots"], 2, "--max-memory 'lots' is no amount of bytes"),
+        (
+            ["join", NOWHERE, "--max-bandwidth", "20"],
+            2,
+            "--max-bandwidth '20' is no bandwidth: write for example 20Mbit/s",
+        ),
+        (["worker", "--dir", "{tmp}", "--max-disk", "1GB"], 2, "go with a join URL, not with --dir"),
     ],
 )
 def test_other_mistakes(

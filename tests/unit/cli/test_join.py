@@ -124,6 +124,25 @@ def finished(process: Forked | subprocess.Popen[bytes], tmp_path: Path) -> tuple
 
 
 @pytest.mark.parametrize(
+    ("option", "size", "message"),
+    [
+        ("--max-memory", "100kB", "has 0.000173 billion weights, which take 0.000691 GB in float32, and 0.0001 GB"),
+        ("--max-disk", "3B", "policy 0.0 needs 4e-09 GB of disk, and 3e-09 GB are allowed"),
+    ],
+)
+def test_policy_that_takes_more_than_it_may_ends_the_worker_with_the_option_to_change(
+    served: Served, tmp_path: Path, option: str, size: str, message: str
+) -> None:
+    served.publish(0)
+    words = (served.endpoints.join, "--engine", "scripted", "--no-check", option, size)
+    code, error = finished(start_join(tmp_path, *words), tmp_path)
+    assert code == 3
+    assert message in error
+    assert option in error
+    assert not list((tmp_path / "node").rglob("*.bin")) + list((tmp_path / "node").rglob("*.part"))
+
+
+@pytest.mark.parametrize(
     ("option", "message"),
     [
         ("--engine", "there is no engine 'foo'; there are scripted, torch"),

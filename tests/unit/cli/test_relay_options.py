@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -56,7 +57,10 @@ def test_every_option_reaches_the_relay(configs: list[RelayConfig], tmp_path: Pa
 
 def test_without_options_a_relay_is_as_a_recipe_would_have_it(configs: list[RelayConfig], tmp_path: Path) -> None:
     assert main(["relay", "--run-info", HUB, "--folder", str(tmp_path)]) == 0
-    assert (configs[0].settings, configs[0].peers) == (RelaySettings(), ())
+    budget_gb = configs[0].settings.disk_budget_gb
+    assert (configs[0].settings, configs[0].peers) == (RelaySettings(disk_budget_gb=budget_gb), ())
+    assert budget_gb is not None  # a part of what is free: whoever publishes cannot fill the disk
+    assert 0 < budget_gb < shutil.disk_usage(tmp_path).free / 1e9
     assert configs[0].upstreams == ("http://relay:1", "http://origin:1")
     assert configs[0].reach == PUBLIC_ONLY
 

@@ -111,3 +111,15 @@ def test_a_rescaling_that_transformers_does_not_know_of_is_refused_rather_than_l
         ModelError, match="final_logit_softcapping, which transformers does not look at in a model of type"
     ):
         load_model(copy)
+
+
+def test_adapters_of_another_library_in_a_folder_are_refused(copy):
+    (copy / "adapter_config.json").write_text('{"base_model_name_or_path": "somewhere/else", "peft_type": "LORA"}')
+    with pytest.raises(ModelError, match=r"holds adapters \(adapter_config\.json\): merge them"):
+        load_model(copy)
+
+
+def test_code_that_a_folder_names_is_left_aside(copy):
+    (copy / "modeling_own.py").write_text("raise SystemExit('this was run')\n")
+    edit_config(copy, auto_map={"AutoModelForCausalLM": "modeling_own.Model", "AutoConfig": "modeling_own.Config"})
+    assert type(load_model(copy).model).__module__ == "transformers.models.qwen3.modeling_qwen3"
