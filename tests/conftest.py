@@ -34,6 +34,7 @@ def logging_as_before() -> Iterator[None]:
     root, ours = logging.getLogger(), logging.getLogger("shoal")
     handlers, levels = list(root.handlers), (root.level, ours.level)
     yield
+    logging.captureWarnings(False)
     for handler in [handler for handler in root.handlers if handler not in handlers]:
         root.removeHandler(handler)
         handler.close()

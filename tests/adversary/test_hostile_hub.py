@@ -16,7 +16,23 @@ from shoal.client import ClientOptions, HubClient
 from shoal.client.delivery import Delivery
 from shoal.client.weights import downloader_of
 from shoal.errors import BroadcastError, HubRefused, HubUnreachable
-from shoal.protocol import HubClock, PolicyRef, Problem, SigningKey, sign_document, submission_digest
+from shoal.protocol import (
+    HubClock,
+    LeaseStory,
+    LedgerHead,
+    NodeState,
+    NodeView,
+    PolicyRef,
+    Problem,
+    RecentVerdict,
+    RunStatus,
+    SigningKey,
+    Standing,
+    UnitStory,
+    Wait,
+    sign_document,
+    submission_digest,
+)
 from shoal.protocol.upload import UploadTicket
 from shoal.runtime import targets
 from shoal.runtime.clock import SystemClock
@@ -228,3 +244,67 @@ def test_a_hub_on_loopback_may_name_its_own_machine(hub: HostileHub, inside: Hos
     ):
         downloader.fetch(POLICY, deadline_s=2.0)
     assert inside.requests != []
+
+
+# ── words ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+NASTY = "\x1b]52;c;cm0=\x07\x1b]0;title\x07\x9b2J\u202e\r\nroot@host# "
+
+
+def nasty_status(hub: HostileHub) -> RunStatus:
+    node = NodeView(
+        node=NASTY, name=NASTY, role="worker", state=NodeState.BANNED, reason=NASTY, doing=NASTY, owner=NASTY
+    )
+    return RunStatus(
+        run=NASTY, name=NASTY, now_ms=1, finished=False, steps=1, step=0, policy=None, max_staleness=0,
+        units={NASTY: 1}, submissions={NASTY: 1}, nodes=(node,), waits=(Wait(who=NASTY, what=NASTY, since_ms=0),),
+        verdicts=(RecentVerdict(unit=0, node=NASTY, outcome=NASTY, reason=NASTY, message=NASTY, decided_at_ms=0),),
+        reports=(), alarms=(NASTY,), ledger=LedgerHead(run=hub.run, index=0, hash="0" * 64),
+        standing=Standing(conduct="paused", reason=NASTY), node_counts={NASTY: 9}, pools={NASTY: 1},
+    )  # fmt: skip
+
+
+def nasty_unit() -> UnitStory:
+    lease = LeaseStory(
+        lease=NASTY, unit=0, attempt=0, node=NASTY, state=NASTY, sentence=NASTY, issued_at_ms=0, deadline_ms=0,
+        hard_deadline_ms=0, ended_at_ms=0, policy=PolicyRef(incarnation=0, version=0, digest="d" * 64), progress=1,
+    )  # fmt: skip
+    return UnitStory(
+        run=NASTY, unit=0, state=NASTY, sentence=NASTY, task=NASTY, failures=0, version=None, step=None, lost_step=None,
+        leases=(lease,), submissions=(), ledger=(), seeds=(),
+    )  # fmt: skip
+
+
+PROBLEM = Problem(code="auth.role", message=NASTY).model_dump_json().encode()
+SAYINGS: dict[str, tuple[list[str], str, int]] = {
+    "status": (["status", "URL"], "/status", 0),
+    "status json": (["status", "URL", "--json"], "/status", 0),
+    "why": (["why", "0", "URL"], "/units/0", 0),
+    "why json": (["why", "0", "URL", "--json"], "/units/0", 0),
+    "a refusal": (["why", "0", "URL"], "/units/1", 2),
+    "join refused": (["join", "URL", "--engine", "scripted", "--no-check"], "/nodes", 4),
+    "a page": (["join", "URL", "--engine", "scripted", "--no-check", "--wait", "1"], "/run", 4),
+    "doctor": (["doctor", "URL"], "/run", 1),
+}
+
+
+@pytest.mark.parametrize("saying", SAYINGS)
+def test_nothing_that_a_hub_says_does_anything_to_a_terminal(
+    hub: HostileHub, saying: str, capsys: pytest.CaptureFixture[str], own_home: Path
+) -> None:
+    words, path, code = SAYINGS[saying]
+    hub.answers["/status"] = (200, {}, nasty_status(hub).model_dump_json().encode())
+    if path == "/units/0":
+        hub.answers["/units/0"] = (200, {}, nasty_unit().model_dump_json().encode())
+    else:
+        hub.answers["/units/0"] = (404, {}, PROBLEM)
+    if path == "/nodes":
+        hub.answers["/nodes"] = (403, {}, PROBLEM)
+    if path == "/run":
+        hub.answers["/run"] = (200, {"content-type": "text/html"}, NASTY.encode())
+    assert main([hub.url if word == "URL" else word for word in words]) == code
+    shown = capsys.readouterr()
+    assert "root@host#" in shown.out + shown.err, "the words themselves are shown"
+    for line in (shown.out + shown.err).split("\n"):
+        assert line.isprintable(), repr(line)
+        assert not line.startswith("root@host#"), "no line of its own"

@@ -11,6 +11,8 @@ from typing import Annotated
 
 import typer
 
+from shoal.runtime.text import visible
+
 admin = typer.Typer(
     name="admin",
     help="Act as the owner of a run: every order is signed, and is written into the ledger.",
@@ -30,7 +32,7 @@ Address = Annotated[str, typer.Argument(metavar="URL", help="The relay's address
 def _order(run: str, verb: str, keys: Path | None, target: str = "", reason: str = "", for_s: float = 0.0) -> None:
     from shoal.cli.ordering import Order, give
 
-    typer.echo(give(run, Order(verb, target, reason, for_s), keys))
+    typer.echo(visible(give(run, Order(verb, target, reason, for_s), keys)))
 
 
 @admin.command()
@@ -104,7 +106,7 @@ def add_validator(
     from shoal.cli.ordering import add_validator as add
 
     for line in add(run, public_key, out, reason):
-        typer.echo(line)
+        typer.echo(visible(line))
 
 
 @admin.command()
@@ -117,7 +119,7 @@ def revoke(
     """Trust a key for nothing any more; a validator's by the admin key, others' by the root key."""
     from shoal.cli.ordering import revoke as give_revocation
 
-    typer.echo(give_revocation(run, key, reason, keys))
+    typer.echo(visible(give_revocation(run, key, reason, keys)))
 
 
 @admin.command()
@@ -130,4 +132,4 @@ def rotate(
     from shoal.cli.ordering import rotate as give_rotation
 
     for line in give_rotation(run, name, reason):
-        typer.echo(line)
+        typer.echo(visible(line))

@@ -26,7 +26,6 @@ from shoal.cli.progress import (
     in_order,
     labels,
     latest,
-    printable,
     sparkline,
     stopwatch,
     verdict_line,
@@ -35,6 +34,7 @@ from shoal.cli.progress import (
 from shoal.cli.watchdog import lag_line, owner_line, troubles
 from shoal.protocol import NodeState, NodeView, RecentVerdict, RunStatus
 from shoal.runtime.supervise import ProcessView
+from shoal.runtime.text import printable
 
 LABEL_WIDTH = 12
 SPARK_WIDTH = 40

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from shoal.runtime.text import visible, visible_json
+
 ledger = typer.Typer(
     name="ledger",
     help="Verify, export and read the ledger.",
@@ -37,7 +39,7 @@ def verify(
     from shoal.cli.accounting.checking import check_ledger
 
     for line in check_ledger(where, head, wait_s).lines:
-        typer.echo(line)
+        typer.echo(visible(line))
 
 
 @ledger.command()
@@ -90,6 +92,6 @@ def shares(
 
     table, text = shares_at(find_run(where), step, wait_s)
     if as_json:
-        typer.echo(text)
+        typer.echo(visible_json(text))
     else:
         console().print(table)

@@ -36,6 +36,7 @@ from shoal.runtime import crash
 from shoal.runtime.home import home
 from shoal.runtime.limits import MachineLimits
 from shoal.runtime.supervise import SUPERVISED, TOLD_TO_STOP_CODE
+from shoal.runtime.text import printable, visible
 from shoal.trainer.ranks import tell_agent
 
 app = typer.Typer(
@@ -67,7 +68,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         tell_agent(line)
         with contextlib.suppress(OSError):  # the disk that its log is on may be what is full
             if debug or (supervised and not _is_known(error)):  # a supervised role's stderr is its log
-                traceback.print_exc()
+                for text in traceback.format_exc().splitlines():
+                    typer.echo(visible(text), err=True)
             if line:
                 typer.echo(f"shoal: {line}", err=True)
         return code
@@ -99,12 +101,12 @@ def _is_known(error: Exception) -> bool:
 def explain(error: Exception) -> tuple[str, int]:
     """An error as one line and an exit code."""
     if isinstance(error, ShoalError):
-        return " ".join(str(error).split()), error.exit_code
+        return printable(str(error)), error.exit_code
     format_message = getattr(error, "format_message", None)  # a mistake on the command line, as typer reports it
     if format_message is not None:
-        text = " ".join(format_message().split())  # empty if the help itself was the answer
+        text = printable(format_message())  # empty if the help itself was the answer
         return f"{text} (see: shoal --help)" if text else "", UserError.exit_code
-    text = " ".join(str(error).split())
+    text = printable(str(error))
     return f"this is a bug: {type(error).__name__}: {text} (--debug shows where)", 1
 
 
@@ -480,7 +482,7 @@ def doctor(
         raise UserError("--selftest and --calibrate are two things: ask for one of them")
     findings = examine(urls or (), folder or (home() if urls else Path()))
     for finding in findings:
-        typer.echo(finding.line)
+        typer.echo(visible(finding.line))
     ok = all(finding.ok for finding in findings)
     if not (selftest or calibrate):
         raise typer.Exit(0 if ok else 1)
@@ -490,7 +492,7 @@ def doctor(
     options = TrialOptions(urls[0] if urls else None, model, device, dtype, tuple(against or ()), tuple(profile or ()))
     if selftest:
         for finding in run_selftest(options, stop_on_signals()):
-            typer.echo(finding.line)
+            typer.echo(visible(finding.line))
             ok = ok and finding.ok
     else:
         how = CalibrationOptions(sequences, tokens, temperature, out)

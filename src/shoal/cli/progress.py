@@ -16,6 +16,7 @@ from pathlib import Path
 from shoal.protocol import NodeState, NodeView, RecentVerdict, RunStatus, StepReport
 from shoal.runtime.metrics import MetricsLog
 from shoal.runtime.supervise import ProcessView
+from shoal.runtime.text import printable
 from shoal.trainer.guards import ALARM, standing, words_of
 
 RATE_WINDOW_S = 20.0  # credit comes in lumps, a batch of verdicts at a time
@@ -166,11 +167,6 @@ def sparkline(values: Sequence[float], width: int = 40) -> str:
     low, high = min(shown, default=0.0), max(shown, default=0.0)
     scale = (len(BLOCKS) - 1) / (high - low) if high > low else 0.0
     return "".join(BLOCKS[int((value - low) * scale + 0.5)] for value in shown)
-
-
-def printable(text: str) -> str:
-    """What others wrote, fit for a terminal: nothing in it moves the cursor or turns the line around."""
-    return "".join(letter if letter.isprintable() else "�" for letter in " ".join(text.split()))
 
 
 def labels(nodes: Iterable[NodeView]) -> dict[str, str]:

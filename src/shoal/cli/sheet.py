@@ -17,7 +17,7 @@ from rich.cells import cell_len, set_cell_size
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-from shoal.cli.progress import printable
+from shoal.runtime.text import printable
 
 GAP = 2
 UNBOUND = 100_000

@@ -18,6 +18,7 @@ from shoal.errors import HubUnreachable
 from shoal.protocol import NodeState, NodeView, RunStatus, SigningKey, fingerprint
 from shoal.runtime.metrics import MetricsLog
 from shoal.runtime.stop import StopToken
+from shoal.runtime.text import visible, visible_json
 
 MAX_ROWS = 40
 MAX_REFUSED = 5
@@ -37,11 +38,11 @@ def show_status(where: str, as_json: bool, wait_s: float) -> None:
             typer.echo(sentence)
             return
     if as_json:
-        typer.echo(status.model_dump_json(indent=2))
+        typer.echo(visible_json(status.model_dump_json(indent=2)))
         return
     out = console()
     for part in render(status):
-        out.print(part)
+        out.print(visible(part) if isinstance(part, str) else part)
 
 
 def client_of(where: str, wait_s: float) -> HubClient:

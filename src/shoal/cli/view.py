@@ -21,9 +21,10 @@ from rich.live import Live
 from rich.text import Text
 
 from shoal.cli.frame import Frame
-from shoal.cli.progress import Scene, duration, in_order, labels, latest, printable, stopwatch, verdict_line, waits_line
+from shoal.cli.progress import Scene, duration, in_order, labels, latest, stopwatch, verdict_line, waits_line
 from shoal.cli.watchdog import SILENT_S, owner_line, troubles
 from shoal.protocol import RunStatus
+from shoal.runtime.text import printable
 
 __all__ = ["Display", "LiveDisplay", "PlainDisplay", "Scene", "choose_display"]
 

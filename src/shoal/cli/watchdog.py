@@ -16,9 +16,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shoal.cli.progress import duration, printable, waits_line
+from shoal.cli.progress import duration, waits_line
 from shoal.protocol import RunStatus
 from shoal.runtime.supervise import Ending, ProcessView
+from shoal.runtime.text import printable
 
 QUIET_S = 30.0  # six heartbeats
 LOADING_S = 90.0  # torch from a cold disk, on a busy machine

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shoal.errors import HubRefused, HubUnreachable, UserError
+from shoal.runtime.text import printable, visible, visible_json
 
 if TYPE_CHECKING:
     from shoal.client import HubClient
@@ -59,7 +60,7 @@ def why(
             if "://" in place:
                 raise
             raise HubUnreachable(f"{when_stopped(Path(place))[1]}; only its hub can tell ({error})") from error
-    for line in [text] if as_json else lines:
+    for line in [visible_json(text)] if as_json else map(visible, lines):
         typer.echo(line)
 
 
@@ -110,8 +111,6 @@ def _once_called(client: HubClient, name: str) -> str:
 
 
 def unit_lines(story: UnitStory) -> Iterator[str]:
-    from shoal.cli.progress import printable
-
     yield f"unit {story.unit} (task {printable(story.task)}): {story.state}: {printable(story.sentence)}"
     for lease in story.leases:
         yield lease_line(lease)
@@ -133,8 +132,6 @@ def lease_line(lease: LeaseStory) -> str:
 
 
 def submission_lines(submission: SubmissionStory) -> Iterator[str]:
-    from shoal.cli.progress import printable
-
     decided = f", decided {moment(submission.decided_at_ms)}" if submission.decided_at_ms is not None else ""
     yield f"submission {submission.submission[:16]}…, received {moment(submission.received_at_ms)}{decided}"
     verdict = submission.verdict.document if submission.verdict is not None else {}
@@ -149,8 +146,6 @@ def submission_lines(submission: SubmissionStory) -> Iterator[str]:
 
 def reward_lines(verdict: dict[str, Any]) -> Iterator[str]:
     """The rewards, the mean of each of their parts, and which of those nobody else can compute again."""
-    from shoal.cli.progress import printable
-
     rewards: list[dict[str, Any]] = verdict.get("rewards") or []
     if not rewards:
         return
@@ -167,8 +162,6 @@ def reward_lines(verdict: dict[str, Any]) -> Iterator[str]:
 
 def check_line(check: dict[str, Any]) -> str:
     """`sampling.seed failed: outside=812 limit=14 …: token 3 of sample 0 …`."""
-    from shoal.cli.progress import printable
-
     evidence: dict[str, Any] = check.get("evidence") or {}
     shown = [f"{name}={_number(value)}" for name, value in list(evidence.items())[:MAX_EVIDENCE]]
     more = f" and {len(evidence) - MAX_EVIDENCE} more numbers" if len(evidence) > MAX_EVIDENCE else ""
@@ -186,8 +179,6 @@ def _number(value: Any) -> str:
 
 
 def node_lines(story: NodeStory) -> Iterator[str]:
-    from shoal.cli.progress import printable
-
     node = story.node
     name = f" ({printable(node.name)})" if node.name else ""
     yield f"node {node.node}{name}, {node.role}: {printable(story.sentence)}"
@@ -239,7 +230,6 @@ def _is_told_as_sanction(entry: LedgerEntry, story: NodeStory) -> bool:
 
 def sanction_lines(entry: LedgerEntry, story: NodeStory) -> Iterator[str]:
     """A sanction with the rejections that it followed from, or the order."""
-    from shoal.cli.progress import printable
     from shoal.protocol.story import behind
 
     body = entry.body
@@ -261,8 +251,6 @@ def sanction_lines(entry: LedgerEntry, story: NodeStory) -> Iterator[str]:
 
 
 def entry_lines(entries: Sequence[LedgerEntry]) -> Iterator[str]:
-    from shoal.cli.progress import printable
-
     for entry in entries:
         said = {key: value for key, value in entry.body.items() if key in SHOWN and value not in ("", None)}
         details = printable(", ".join(f"{key} {str(value)[:40]}" for key, value in said.items()))

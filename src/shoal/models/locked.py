@@ -7,6 +7,7 @@ those that import such files. Import this module before any model is loaded; imp
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from typing import Any
@@ -50,6 +51,9 @@ def lock() -> None:
         for name, refusal in refusals.items():
             if name in vars(module):
                 setattr(module, name, refusal)
+    library = logging.getLogger("transformers")  # what it says of a policy's files goes through our log, cleaned
+    library.handlers.clear()
+    library.propagate = True
 
 
 lock()

@@ -12,7 +12,8 @@ from shoal.protocol.signing import Document, Message, SignedDocument
 PROFILE = r"^[a-z0-9_.\-]{1,32}/[a-z0-9_.\-]{1,32}/[a-z0-9_.\-]{1,32}$"
 DEFAULT_PROFILE = "torch/cpu/float32"  # engine, device, number format: what rounding may explain depends on them
 
-PRINTABLE = r"^[^\x00-\x1f\x7f-\x9f]*$"  # what others say is shown in terminals: no control characters
+# What others say is shown in terminals: no control characters, none that turn or break a line, none that are invisible.
+PRINTABLE = r"^[^\x00-\x1f\x7f-\x9f\u00ad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]*$"
 
 MAX_GROUP = 1024
 MAX_PROMPT_TOKENS = 131_072

@@ -35,6 +35,7 @@ from shoal.rewards.protocol import Job
 from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.stop import StopToken
 from shoal.runtime.supervise import describe_exit
+from shoal.runtime.text import visible
 
 log = logging.getLogger(__name__)
 
@@ -245,7 +246,7 @@ class ScoringProcess:
         assert self._process.stderr is not None
         with self._process.stderr as output:
             for number, line in enumerate(iter(lambda: output.readline(LINE_LIMIT), b"")):
-                text = "".join(each if each.isprintable() else "�" for each in line.decode(errors="replace").rstrip())
+                text = visible(line.decode(errors="replace").rstrip())
                 if text:
                     self._said.append(text)
                 if text and number < LINES_LOGGED:

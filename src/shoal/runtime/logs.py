@@ -27,6 +27,7 @@ from typing import Any
 
 from shoal.errors import ConfigError
 from shoal.runtime.files import resource_error
+from shoal.runtime.text import printable, visible, visible_json
 
 LEVELS = {"WARNING": "WARN", "CRITICAL": "FATAL"}
 QUIET_LIBRARIES = ("httpx", "httpcore", "uvicorn", "uvicorn.access", "asyncio", "transformers", "urllib3")
@@ -38,7 +39,8 @@ log_fields: ContextVar[Mapping[str, Any]] = ContextVar("log_fields", default=Map
 
 
 class LineFormatter(logging.Formatter):
-    """`time level role message`, with line breaks in messages folded so that one record is one line."""
+    """`time level role message`; line breaks in messages are folded, so that one record is one line, and no character
+    reaches the terminal that is not visible (`runtime.text`)."""
 
     def __init__(self, role: str, tracebacks: bool) -> None:
         super().__init__()
@@ -47,16 +49,16 @@ class LineFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         moment = time.strftime("%H:%M:%S", time.localtime(record.created))
-        message = " ⏎ ".join(record.getMessage().splitlines())
+        message = visible(record.getMessage())
         level = LEVELS.get(record.levelname, record.levelname)
         line = f"{moment}.{int(record.msecs):03d} {level:<5} {self._role:<10} {message}"
         error = record.exc_info[1] if record.exc_info else None
         if error is None:
             return line
         if not self._tracebacks:
-            return f"{line}: {type(error).__name__}: {' '.join(str(error).split())}"
+            return f"{line}: {type(error).__name__}: {printable(str(error))}"
         assert record.exc_info is not None
-        return "\n    ".join([line, *self.formatException(record.exc_info).splitlines()])
+        return "\n    ".join([line, *map(visible, self.formatException(record.exc_info).splitlines())])
 
 
 class JsonFormatter(logging.Formatter):
@@ -80,7 +82,7 @@ class JsonFormatter(logging.Formatter):
         if record.exc_info and record.exc_info[1] is not None:
             further["error"] = type(record.exc_info[1]).__name__
             further["traceback"] = self.formatException(record.exc_info)
-        return json.dumps({**said, **further}, ensure_ascii=False, default=str)
+        return visible_json(json.dumps({**said, **further}, ensure_ascii=False, default=str))
 
 
 def setup(role: str, file: Path | None, verbose: bool = False, stderr: bool = True) -> None:
@@ -95,6 +97,7 @@ def setup(role: str, file: Path | None, verbose: bool = False, stderr: bool = Tr
         except OSError as error:
             raise resource_error("write the log", file, error) from error
     logging.basicConfig(level=logging.WARNING, handlers=handlers, force=True)
+    logging.captureWarnings(True)  # libraries warn of what they read in files of others
     logging.getLogger("shoal").setLevel(logging.DEBUG if verbose else logging.INFO)
     for name in QUIET_LIBRARIES:
         logging.getLogger(name).setLevel(logging.INFO if verbose else logging.WARNING)

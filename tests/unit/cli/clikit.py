@@ -7,13 +7,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from forkkit import clean_environment
 from shoal.protocol import LedgerHead, NodeState, NodeView, RunStatus, StepReport, Wait
 
 TINY = Path(__file__).parents[3] / "recipes" / "tiny.toml"
 
 
 def run_shoal(cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    from forkkit import clean_environment  # not where tests are imported by a script without its folder
+
     command = [sys.executable, "-m", "shoal.cli", *arguments]
     return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=60, env=clean_environment())
 

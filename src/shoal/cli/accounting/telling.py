@@ -9,11 +9,11 @@ from dataclasses import asdict
 from typing import Any
 
 from shoal.cli.accounting.places import Place, open_place
-from shoal.cli.progress import printable
 from shoal.cli.sheet import Sheet
 from shoal.errors import UserError
 from shoal.ledger import Account, Chain, Shares, fold, shares_of
 from shoal.protocol import LedgerEntry
+from shoal.runtime.text import printable
 
 LEAST_PREFIX = 4
 MAX_ROWS = 50

@@ -31,6 +31,7 @@ from shoal.protocol import PolicyManifest, PolicyRef
 from shoal.runtime.files import ensure_folder
 from shoal.runtime.lock import FolderLock
 from shoal.runtime.stop import StopToken
+from shoal.runtime.text import visible
 from shoal.shardcast import Downloader, DownloadSettings, Progress
 from shoal.shardcast.connection import Connection, Deadline, Timeouts
 from shoal.shardcast.lookup import MANIFEST_S, Lookup, get_document
@@ -88,7 +89,8 @@ def run_fetch(request: FetchRequest, verbose: bool) -> int:
             delivery.check()
             trust, first_use = meet(sources, request.cache / "trust.json", stop, request.wait_s)
             if first_use:
-                Console(stderr=True, soft_wrap=True).print(_first_use(trust, request.cache), highlight=False)
+                console = Console(stderr=True, soft_wrap=True)
+                console.print(visible(_first_use(trust, request.cache)), highlight=False, markup=False)
             with contextlib.ExitStack() as stack:
                 sharing = _share(request, stack)
                 fetch = Fetch(request, sources, peers, trust, stop, delivery, sharing)
@@ -204,7 +206,7 @@ class Fetch:
             payload = downloader.fetch(ref, DEADLINE_S, on_progress)
         seconds = time.monotonic() - started_s
         target = self._delivery.deliver(payload)
-        self._out.print(_summary(target, payload.manifest, last, seconds))
+        self._out.print(visible(_summary(target, payload.manifest, last, seconds)))
         self._out.file.flush()
 
     def _find(self, version: int) -> PolicyRef:

@@ -1,0 +1,39 @@
+"""What others wrote, made fit for a terminal and a log: nothing in it moves the cursor, rings, sets a title or the
+clipboard, turns the line around, or begins another line.
+
+Hubs, nodes, sources, stores and model files are others. Logs are cleaned in one place (`runtime.logs`), errors in
+another (`cli.main`); whatever else prints others' words uses one of these.
+"""
+
+from __future__ import annotations
+
+import json
+
+STAND_IN = "�"
+BREAK = " ⏎ "
+
+
+def visible(text: str) -> str:
+    """The same on one line, with spaces as they were.
+
+    >>> visible("a\\x1b[2Jb\\nc\\u202ed")
+    'a�[2Jb ⏎ c�d'
+    """
+    line = text if text.isprintable() else BREAK.join(text.splitlines())
+    return "".join(letter if letter.isprintable() else STAND_IN for letter in line)
+
+
+def printable(text: str) -> str:
+    """The same as one run of words."""
+    return visible(" ".join(text.split()))
+
+
+def visible_json(text: str) -> str:
+    r"""JSON with the same meaning, in which every character that is not visible is escaped; line breaks stay.
+
+    >>> visible_json('{"name": "a\u009b31m"}')
+    '{"name": "a\\u009b31m"}'
+    """
+    if text.isprintable():
+        return text
+    return "".join(letter if letter.isprintable() or letter == "\n" else json.dumps(letter)[1:-1] for letter in text)
