@@ -27,7 +27,8 @@
     ├── CanaryMissed                  exit 5   a validator accepted a known cheat: it must not judge
     ├── PolicyMismatch                exit 1   a digest that is not the one signed for
     ├── ScoringFailure                exit 1   the scoring machinery failed: "no sample", never reward 0
-    ├── LedgerError                   exit 5   a chain that is broken, rewritten or rolled back
+    ├── LedgerError                   exit 5   a chain that is broken, rewritten, rolled back or not proven
+    │   └── LedgerForked                       somebody signed for another row than the one that is there
     ├── LeakFound                     exit 5   tasks to be evaluated that the model was, or could be, trained on
     └── DeadlineExceeded              exit 1   a wait that ended
 
@@ -174,6 +175,15 @@ class LedgerError(ShoalError):
     """The hash chain does not hold, or its accounts do not."""
 
     exit_code = 5
+
+
+class LedgerForked(LedgerError):
+    """A signed document names another row `index` than the ledger has. `statement`: that document, if it is at hand."""
+
+    def __init__(self, message: str, index: int, statement: object | None = None) -> None:
+        super().__init__(message)
+        self.index = index
+        self.statement = statement
 
 
 class LeakFound(ShoalError):

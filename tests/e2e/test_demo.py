@@ -14,10 +14,11 @@ from pathlib import Path
 import pytest
 from runkit import Run, end, ledger, metrics, processes_of
 
-from shoal.cli.demo.records import rollouts_archived, signed_manifest, write_ledger
+from shoal.cli.accounting.checking import check_ledger
+from shoal.cli.demo.records import read_standing, rollouts_archived, signed_manifest
 from shoal.cli.folder import RunFolder
 from shoal.errors import LedgerError
-from shoal.ledger import append, fold, verify
+from shoal.ledger import append, verify
 from shoal.protocol import LedgerEntry, load_key
 
 pytestmark = pytest.mark.slow  # continuous integration runs the demo itself, at full length
@@ -95,7 +96,7 @@ def test_it_ran_anew_with_the_seed_that_was_asked_for(demo: Demo) -> None:
 
 
 def test_the_cheater_was_caught_from_its_bytes_and_nobody_else_was_punished(demo: Demo) -> None:
-    accounts = fold(ledger(demo.folder)).by_node
+    accounts = read_standing(demo.folder / "hub" / "hub.db", ledger(demo.folder)).accounts
     cheater = accounts[demo.node("worker-2")]
     assert cheater.banned
     assert cheater.reason.startswith("sampling.seed: ")
@@ -111,6 +112,8 @@ def test_the_ledger_is_left_as_a_file_that_verifies(demo: Demo) -> None:
     entries = [LedgerEntry.model_validate_json(line) for line in lines]
     verify(entries)
     assert entries == ledger(demo.folder)
+    checked = check_ledger(str(demo.folder / "ledger.jsonl"))
+    assert checked.credited == sum(entry.kind == "credit" for entry in entries) > 0, "with receipt and verdict"
 
 
 def test_the_rollouts_are_left_as_parquet_and_none_is_the_cheaters(demo: Demo) -> None:
@@ -142,14 +145,14 @@ def test_the_plain_output_tells_the_story(demo: Demo) -> None:
     assert "\x1b[" not in demo.said, "no colours or cursor movements in a file"
 
 
-@pytest.mark.parametrize("tampering", ["a rejection is taken out", "a batch twice", "rollouts of another step"])
+@pytest.mark.parametrize("tampering", ["a credit is taken out", "a batch twice", "rollouts of another step"])
 def test_records_that_were_tampered_with_fail_the_demo(demo: Demo, tmp_path: Path, tampering: str) -> None:
     copy = tmp_path / "demo"
     shutil.copytree(demo.folder, copy)
     folder, entries = RunFolder.open(copy), ledger(copy)
     kept = [(entry.kind, entry.body) for entry in entries]
-    if tampering == "a rejection is taken out":
-        kept.remove(next(row for row in kept if row[0] == "rejected"))
+    if tampering == "a credit is taken out":
+        kept.remove(next(row for row in kept if row[0] == "credit"))
     elif tampering == "a batch twice":
         kept.append(next(row for row in kept if row[0] == "batch"))
     else:
@@ -161,7 +164,7 @@ def test_records_that_were_tampered_with_fail_the_demo(demo: Demo, tmp_path: Pat
     head = signed_manifest(folder).ledger_head
 
     def inspect() -> None:
-        write_ledger(forged, tmp_path / "out", head)
+        verify(forged, head)
         rollouts_archived(folder, forged)
 
     with pytest.raises(LedgerError, match=r"head|batches|groups that the ledger names"):

@@ -33,12 +33,16 @@ def verify(
     head: Annotated[
         Path | None, typer.Option("--head", metavar="FILE", help="A head that you kept: the ledger must contain it.")
     ] = None,
+    without_evidence: Annotated[
+        bool,
+        typer.Option("--without-evidence", help="Leave out receipts and verdicts: then no credit is proven."),
+    ] = False,
     wait_s: Wait = 3,
 ) -> None:
-    """Check every hash, account and order, through every head that can be had; exit 5 if anything is wrong."""
+    """Check every hash, account, order, receipt and verdict, and every head; exit 5 if anything is wrong."""
     from shoal.cli.accounting.checking import check_ledger
 
-    for line in check_ledger(where, head, wait_s).lines:
+    for line in check_ledger(where, head, wait_s, needs_documents=not without_evidence).lines:
         typer.echo(visible(line))
 
 
@@ -48,7 +52,7 @@ def export(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The file to write: one entry per line (JSON).")],
     wait_s: Wait = 3,
 ) -> None:
-    """Write the ledger to a file, and the hub's signed head beside it."""
+    """Write the ledger to a file; beside it the signed receipts and verdicts, and the hub's signed head."""
     from shoal.cli.accounting.exporting import export_ledger
 
     rows = export_ledger(where, out, wait_s)

@@ -5,19 +5,24 @@
     shares    Share, Shares, shares_of: which part of the run is whose
     subjects  subjects: what an entry is about, for an index
     orders    open_order: what the run's owner ordered, verified from the root key down
+    evidence  Keys, Proofs: each row against the signed receipt and verdict that it points to
+    forks     ForkProof, check_fork: two signed documents that cannot both be about one ledger
 
-Anyone can fetch the ledger from the hub, verify it against a head that a signed policy manifest carries, and
-recompute every account: no number of the hub has to be believed.
+Anyone can fetch the ledger from the hub, verify it against a head that a signed policy manifest carries, check every
+row of credit against the receipt and the verdict behind it, and recompute every account: no number of the hub has to be
+believed.
 """
 
 from shoal.ledger.accounts import CREDIT_PER_TOKEN, Account, Accounts, credit_for, fold
 from shoal.ledger.chain import EVIDENCED, GENESIS, KINDS, Chain, Pin, append, head_of, verify
+from shoal.ledger.evidence import Keys, Proofs
+from shoal.ledger.forks import ForkProof, check_fork, is_run_of
 from shoal.ledger.orders import open_order
 from shoal.ledger.shares import Share, Shares, shares_of
 from shoal.ledger.subjects import node_subject, subjects, unit_subject
 
 __all__ = [
-    "CREDIT_PER_TOKEN", "EVIDENCED", "GENESIS", "KINDS", "Account", "Accounts", "Chain", "Pin", "Share", "Shares",
-    "append", "credit_for", "fold", "head_of", "node_subject", "open_order", "shares_of", "subjects",
-    "unit_subject", "verify",
+    "CREDIT_PER_TOKEN", "EVIDENCED", "GENESIS", "KINDS", "Account", "Accounts", "Chain", "ForkProof", "Keys", "Pin",
+    "Proofs", "Share", "Shares", "append", "check_fork", "credit_for", "fold", "head_of", "is_run_of", "node_subject",
+    "open_order", "shares_of", "subjects", "unit_subject", "verify",
 ]  # fmt: skip

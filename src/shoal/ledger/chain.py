@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from shoal.errors import LedgerError
-from shoal.protocol import LedgerEntry, LedgerHead, canonical_json
+from shoal.errors import LedgerError, LedgerForked
+from shoal.protocol import LedgerEntry, LedgerHead, SignedDocument, canonical_json
 
 GENESIS = "0" * 64
 """What stands in for the hash before entry 0."""
@@ -54,10 +54,12 @@ def verify(entries: Iterable[LedgerEntry], head: LedgerHead | None = None, after
 
 @dataclass(frozen=True)
 class Pin:
-    """A head that a ledger must pass through, and who vouches for it: `the manifest of policy 0.12`."""
+    """A head that a ledger must pass through, and who vouches for it: `the manifest of policy 0.12`. `statement` is the
+    signed document that names it, if there is one."""
 
     head: LedgerHead
     source: str
+    statement: SignedDocument | None = None
 
 
 class Chain:
@@ -73,6 +75,7 @@ class Chain:
         self.last = after
         self.passed: list[Pin] = []
         self._start = -1 if after is None else after.index
+        self._digests = bytearray()  # 32 bytes a row: receipts name any row before theirs
         self._ahead: dict[int, list[Pin]] = {}
         for pin in pins:
             self._expect(pin)
@@ -93,8 +96,16 @@ class Chain:
         if entry.hash != _hash(entry.index, entry.previous, entry.kind, entry.body, entry.at_ms):
             raise LedgerError(f"ledger row {entry.index} was changed: its hash does not match its content")
         self.last = entry
+        self._digests += bytes.fromhex(entry.hash)
         for pin in self._ahead.pop(entry.index, ()):
             self._meet(pin, entry.hash)
+
+    def hash_at(self, index: int) -> str | None:
+        """The hash of a row that was added; of the start, for what lies before it; None for any other."""
+        if index == self._start:
+            return GENESIS if index < 0 else None
+        at = 32 * (index - self._start - 1)
+        return self._digests[at : at + 32].hex() or None if at >= 0 else None
 
     def finish(self) -> None:
         """Raise unless every pin was met: the ledger has been longer than it is now."""
@@ -107,9 +118,11 @@ class Chain:
 
     def _meet(self, pin: Pin, found: str) -> None:
         if pin.head.hash != found:
-            raise LedgerError(
+            raise LedgerForked(
                 f"ledger row {pin.head.index} is not the one that was signed for ({pin.source}): its hash differs from "
-                "the head; the ledger was rewritten"
+                "the head; the ledger was rewritten",
+                pin.head.index,
+                pin.statement,
             )
         self.passed.append(pin)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,10 +15,22 @@ from shoal.cli.recipe import Recipe
 from shoal.environments import Score, Split, Task
 from shoal.hub import HubConfig, run_hub
 from shoal.hub.service import Hub
-from shoal.hub.state import nodes
-from shoal.hub.state.commands import Record, SaveNode
-from shoal.ledger import credit_for
-from shoal.protocol import LedgerHead, Registration, SigningKey, TensorView
+from shoal.hub.state import credits, nodes
+from shoal.hub.state.commands import AddVerdict, Record, SaveLease, SaveNode, SaveSubmission, SaveUnit
+from shoal.hub.state.machines import LeaseState, SubmissionState, UnitState
+from shoal.hub.state.rows import LeaseRow, SubmissionRow, UnitRow
+from shoal.ledger import credit_for, head_of
+from shoal.protocol import (
+    LedgerHead,
+    Receipt,
+    Registration,
+    RolloutReward,
+    SignedDocument,
+    SigningKey,
+    TensorView,
+    Verdict,
+    sign_document,
+)
 from shoal.runtime.config import parse_config
 from shoal.runtime.stop import StopToken
 from shoal.shardcast import Origin
@@ -93,20 +106,47 @@ def record(hub: Hub, *rows: tuple[str, dict[str, Any]]) -> None:
     hub.posting.post()
 
 
-def join(hub: Hub, key: SigningKey, name: str) -> str:
-    """Register a worker, and write it into the ledger as its first accepted work would; returns its node id."""
-    node = hub.membership.register(Registration(public_key=key.public_key, name=name)).node
+def join(hub: Hub, key: SigningKey, name: str, vouch: SignedDocument | None = None) -> str:
+    """Register a worker; returns its node id. It is in the ledger once it has earned."""
+    return hub.membership.register(Registration(public_key=key.public_key, name=name, vouch=vouch)).node
+
+
+def join_validator(hub: Hub, folder: RunFolder) -> str:
+    signed, key = folder.certificate("validator-0"), folder.key("validator-0").public_key
+    return hub.membership.register(Registration(public_key=key, role="validator", certificate=signed)).node
+
+
+def earn(hub: Hub, folder: RunFolder, node: str, unit: int, tokens: int) -> None:
+    """Work of a node is accepted: rows, documents and ledger as a submission and its verdict leave them."""
+    run, now_ms, judge = folder.run_id, hub.context.clock.now_ms(), folder.key("validator-0")
+    name, lease = hashlib.sha256(b"%d" % unit).hexdigest(), f"u{unit}a0"
+    about: dict[str, Any] = {"run": run, "node": node, "unit": unit, "submission": name}
+    rewards = tuple(RolloutReward(value=value) for value in (0.0, 1.0))
+    verdict = Verdict(**about, outcome="accepted", rewards=rewards, generated_tokens=tokens, decided_at_ms=now_ms)
+    signed = sign_document(verdict, judge).model_dump_json()
+    row = LeaseRow(lease, unit, node, 0, f"request-{unit}", 0, 0, "0" * 64, now_ms, now_ms, LeaseState.SUBMITTED)
     with hub.context.storage.write() as transaction:
-        row = transaction.node(node)
-        assert row is not None
-        if not row.on_chain:
-            transaction.apply([SaveNode(replace(row, accepted=1), row.state), *nodes.joined(row, row.registered_at_ms)])
-    return node
+        before = transaction.node(node)
+        assert before is not None
+        head = head_of(run, transaction.ledger_last())
+        receipt = Receipt(**about, lease=lease, size_bytes=1, received_at_ms=now_ms, ledger=head)
+        submission = SubmissionRow(
+            name, lease, unit, node, 0, 0, "0" * 64, 1, now_ms, SubmissionState.ACCEPTED,
+            sign_document(receipt, folder.key("hub")).model_dump_json(), judge.node, generated_tokens=tokens,
+        )  # fmt: skip
+        after, record = credits.earn(replace(before, accepted=before.accepted + 1), submission, signed, now_ms)
+        joined = [] if before.on_chain else nodes.joined(after, now_ms)
+        transaction.apply([
+            SaveUnit(UnitRow(unit, "task", UnitState.TRAINED, submission=name), None), SaveLease(row, None),
+            SaveSubmission(submission, None), AddVerdict(name, signed), SaveNode(after, before.state), *joined, record,
+        ])  # fmt: skip
+    hub.posting.post()
 
 
-def credit(node: str, submission: str, tokens: int, unit: int = 0) -> tuple[str, dict[str, Any]]:
+def forged(node: str, submission: str, tokens: int, unit: int = 0) -> tuple[str, dict[str, Any]]:
+    """Credit that nobody ever judged, as whoever holds the hub's key can record it."""
     body = {"node": node, "unit": unit, "submission": submission, "tokens": tokens, "credit": credit_for(tokens)}
-    return "credit", body
+    return "credit", {**body, "validator": "0" * 32, "receipt": "0" * 64, "verdict": "0" * 64}
 
 
 def batch(step: int) -> tuple[str, dict[str, Any]]:

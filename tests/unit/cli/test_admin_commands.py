@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hubrun import hub_config, join, make_folder, serving
+from hubrun import earn, hub_config, join, join_validator, make_folder, serving
 
 from shoal.cli.folder import RunFolder
 from shoal.cli.main import main
@@ -32,9 +32,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunFolder]:
     """A run with two workers, served while the tests of this file go on."""
     folder = make_folder(tmp_path_factory.mktemp("admin") / "run", "hub.requests_per_address_s=0")
     hub = Hub(hub_config(folder), SystemClock())
-    join(hub, ALICE, "alice")
     join(hub, BOB, "bob")
-    join(hub, CAROL, "carol")
+    join_validator(hub, folder)
+    earn(hub, folder, join(hub, ALICE, "alice"), 0, 10)
+    earn(hub, folder, join(hub, CAROL, "carol"), 1, 10)
     hub.close()
     with serving(folder):
         yield folder

@@ -10,7 +10,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from hubrun import batch, credit, hub_config, join, make_folder, publish, record, serving
+from hubrun import batch, earn, forged, hub_config, join, join_validator, make_folder, publish, record, serving
 
 from shoal.cli.accounting.checking import check_ledger
 from shoal.cli.accounting.exporting import export_ledger, leave_ledger
@@ -22,11 +22,12 @@ from shoal.cli.start import ledger_line
 from shoal.errors import LedgerError, UserError
 from shoal.hub.service import Hub
 from shoal.ledger import append, head_of
-from shoal.protocol import LedgerEntry, SigningKey, sign_document
+from shoal.protocol import LedgerEntry, SigningKey, Vouch, sign_document
 from shoal.runtime.clock import ManualClock
 
 ALICE, BOB = (SigningKey.from_seed(bytes([number]) * 32) for number in (1, 2))
-OWNER = "0a" * 32
+OWNER_KEY = SigningKey.from_seed(b"o" * 32)
+OWNER = OWNER_KEY.public_key
 
 
 @pytest.fixture(scope="module")
@@ -34,10 +35,15 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run folder: two nodes, one vouched for, credit, two batches, a policy whose manifest has the head between."""
     folder = make_folder(tmp_path_factory.mktemp("original") / "run")
     hub = Hub(hub_config(folder), ManualClock())
+    join_validator(hub, folder)
     alice, bob = join(hub, ALICE, "alice"), join(hub, BOB, "bob")
-    record(hub, credit(alice, "s1", 30), credit(bob, "s2", 10), batch(0))
+    earn(hub, folder, alice, 0, 30)
+    earn(hub, folder, bob, 1, 10)
+    record(hub, batch(0))
     publish(folder, hub, 1)
-    record(hub, ("vouch", {"node": alice, "owner": OWNER}), credit(bob, "s3", 20), batch(1))
+    join(hub, ALICE, "alice", sign_document(Vouch(owner=OWNER, node=alice, issued_at_ms=1), OWNER_KEY))
+    earn(hub, folder, bob, 2, 20)
+    record(hub, batch(1))
     hub.close()
     return folder.path
 
@@ -106,12 +112,35 @@ def rehash(entries: list[LedgerEntry]) -> list[LedgerEntry]:
     return made
 
 
-def forge_the_whole_chain(run: Path) -> None:
+def forge(run: Path, index: int, **changes: object) -> None:
     entries = rows(run)
-    entries[3] = entries[3].model_copy(update={"body": {**entries[3].body, "tokens": 3000, "credit": 3000}})
+    entries[index] = entries[index].model_copy(update={"body": {**entries[index].body, **changes}})
     rewrite(run, rehash(entries))
+
+
+def forge_credit(run: Path) -> None:
+    forge(run, 3, tokens=32, credit=32)
     with database(run) as connection:
-        connection.execute("UPDATE nodes SET credit = 3000 WHERE name = 'alice'")
+        connection.execute("UPDATE nodes SET credit = 32 WHERE name = 'alice'")
+
+
+def forge_a_batch(run: Path) -> None:
+    forge(run, 6, digest="another")
+
+
+def forge_the_end(run: Path) -> None:
+    forge(run, -1, digest="another")
+
+
+def forge_a_time(run: Path) -> None:
+    entries = rows(run)
+    entries[3] = entries[3].model_copy(update={"at_ms": 7})
+    rewrite(run, rehash(entries))
+
+
+def lose_a_verdict(run: Path) -> None:
+    with database(run) as connection:
+        connection.execute("DELETE FROM verdicts WHERE submission = ?", (rows(run)[3].body["submission"],))
 
 
 def test_an_honest_ledger_holds(run: Path) -> None:
@@ -133,9 +162,15 @@ def test_an_honest_ledger_holds(run: Path) -> None:
         (swap_two_rows, "row 3 does not follow row 2"),
         (
             cut_off_the_end,
-            r"ends at row 3, but row 5 was signed for \(the manifest of policy 0.1\): it was rolled back",
+            r"ends at row 3, but row 6 was signed for \(the manifest of policy 0.1\): it was rolled back",
         ),
-        (forge_the_whole_chain, r"row 5 is not the one that was signed for \(the manifest of policy 0.1\)"),
+        (forge_a_batch, r"row 6 is not the one that was signed for \(the manifest of policy 0.1\)"),
+        (forge_a_time, r"row 3 is not the one that the hub named in the receipt behind row 5"),
+        (
+            forge_credit,
+            r"row 3 \(credit\) is not proven: .* accepted with 30 tokens; the row has 32",
+        ),
+        (lose_a_verdict, r"row 3 \(credit\) is not proven: its signed verdict is missing"),
     ],
 )
 def test_tampering_is_found(run: Path, tamper: Callable[[Path], None], words: str) -> None:
@@ -144,7 +179,7 @@ def test_tampering_is_found(run: Path, tamper: Callable[[Path], None], words: st
         check_ledger(str(run))
 
 
-@pytest.mark.parametrize("tamper", [cut_off_the_end, forge_the_whole_chain])
+@pytest.mark.parametrize("tamper", [cut_off_the_end, forge_the_end])
 def test_without_manifests_the_head_from_last_time_finds_it(run: Path, tamper: Callable[[Path], None]) -> None:
     shutil.rmtree(run / "origin")
     assert "no head to compare with" in check_ledger(str(run)).lines[-1]
@@ -156,11 +191,56 @@ def test_without_manifests_the_head_from_last_time_finds_it(run: Path, tamper: C
 def test_a_head_that_somebody_else_kept_finds_it_too(run: Path, tmp_path: Path, own_home: Path) -> None:
     export_ledger(str(run), tmp_path / "out.jsonl")
     shutil.rmtree(run / "origin")
-    forge_the_whole_chain(run)
+    forge_the_end(run)
     check_ledger(str(run))  # nobody here knows better
     shutil.rmtree(own_home)
     with pytest.raises(LedgerError, match=r"--head .*out.jsonl.head"):
         check_ledger(str(run), head=tmp_path / "out.jsonl.head")
+
+
+@pytest.mark.parametrize(
+    ("node", "tokens", "words"),
+    [
+        (SigningKey.generate().node, 10, "is not registered in the ledger"),
+        (ALICE.node, 10**15, "more than a group of this run can have"),
+        (ALICE.node, 10, "its signed receipt is missing"),
+    ],
+    ids=["an unregistered node", "10^15 tokens in one group", "a validator that does not exist"],
+)
+def test_credit_that_the_hub_invented_does_not_verify(run: Path, node: str, tokens: int, words: str) -> None:
+    """The hub's own process records it: hashes, heads and its rows all fit."""
+    hub = Hub(hub_config(RunFolder.open(run)), ManualClock())
+    record(hub, forged(node, "5" * 64, tokens, unit=77))
+    hub.close()
+    with pytest.raises(LedgerError, match=words):
+        check_ledger(str(run))
+    assert main(["ledger", "verify", str(run)]) == 5
+
+
+def test_a_file_without_its_evidence_proves_no_credit(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "ledger.jsonl"
+    export_ledger(str(run), out)
+    Path(f"{out}.evidence").unlink()
+    assert main(["ledger", "verify", str(out)]) == 5
+    assert "there is no ledger.jsonl.evidence beside" in capsys.readouterr().err
+    assert main(["ledger", "verify", str(out), "--without-evidence"]) == 0
+    assert "NOT PROVEN: 3 rows of credit" in capsys.readouterr().out
+
+
+def test_tampered_evidence_of_an_export_is_found(run: Path, tmp_path: Path) -> None:
+    out = tmp_path / "ledger.jsonl"
+    export_ledger(str(run), out)
+    beside = Path(f"{out}.evidence")
+    lines = beside.read_text().splitlines()
+    for made in (lines[1:], lines[:-1], [lines[0], *lines[2:]], [lines[0].replace('"row":3', '"row":4'), *lines]):
+        beside.write_text("\n".join(made) + "\n")
+        with pytest.raises(LedgerError, match=r"is missing|which has none"):
+            check_ledger(str(out))
+    beside.write_text("\n".join(lines).replace('"generated_tokens":30', '"generated_tokens":31'))
+    with pytest.raises(LedgerError, match=r"row 3 .* is not the one that the row points to"):
+        check_ledger(str(out))
 
 
 def test_credit_changed_by_hand_in_the_hubs_rows_is_found(run: Path) -> None:
@@ -174,7 +254,7 @@ def test_an_order_that_nobody_signed_is_found(run: Path) -> None:
     entries = rows(run)
     forged = {"verb": "pause", "order": {"action": {"kind": "admin-action"}, "certificate": None}}
     rewrite(run, [*entries, append(entries[-1], "admin", forged, 0)])
-    with pytest.raises(LedgerError, match=rf"row {len(entries)}: an order of the run's owner does not hold"):
+    with pytest.raises(LedgerError, match=rf"row {len(entries)} \(admin\) is not proven: an order of the run"):
         check_ledger(str(run))
 
 
@@ -185,6 +265,7 @@ def test_a_kept_head_never_goes_back(run: Path) -> None:
     leave_ledger(run)
     lines = (run / "ledger.jsonl").read_bytes().splitlines(keepends=True)
     (run / "old.jsonl").write_bytes(b"".join(lines[:4]))
+    shutil.copy(run / "ledger.jsonl.evidence", run / "old.jsonl.evidence")
     checked = check_ledger(str(run / "old.jsonl"))
     assert any("it is an older copy" in note for note in checked.notes)
     assert KeptHead.model_validate_json(kept_path(name).read_bytes()) == before

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hubrun import batch, credit, hub_config, join, make_folder, publish, record
+from hubrun import batch, earn, hub_config, join, join_validator, make_folder, publish, record
 
 from shoal.cli.accounting.checking import check_ledger
 from shoal.cli.main import main
@@ -19,9 +19,11 @@ def test_a_ledger_in_postgresql(tmp_path: Path, database_url: str) -> None:
     try:
         alice = join(hub, SigningKey.from_seed(b"\1" * 32), "alice")
         assert hub.context.lead()
-        record(hub, credit(alice, "s1", 30), batch(0))
+        join_validator(hub, folder)
+        earn(hub, folder, alice, 0, 30)
+        record(hub, batch(0))
         publish(folder, hub, 1)
-        record(hub, credit(alice, "s2", 12, unit=1))
+        earn(hub, folder, alice, 1, 12)
         assert [entry.kind for entry in hub.stories.node(alice).ledger] == ["node"]
     finally:
         hub.close()

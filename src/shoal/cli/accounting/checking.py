@@ -1,10 +1,10 @@
-"""One pass over a ledger: every hash, every head that can be had, every account, every order.
+"""One pass over a ledger: every hash, every head that can be had, every account, every signed document behind a row.
 
-    entries ─► chain (hashes, heads) ─► accounts (formula, once per submission) ─► orders (signed by the owner)
-    heads:  the hub's · those inside policy manifests · the one kept from last time · --head FILE
+    entries ─► chain (hashes, heads) ─► accounts (formula, once per submission) ─► proofs (receipts, verdicts, orders)
+    heads:  the hub's · those inside policy manifests and receipts · the one kept from last time · --head FILE
 
 A row that was changed, dropped or swapped breaks the hashes. Whoever recomputes all hashes, or drops the end, is found
-out by any head from before.
+out by any head from before. Whoever invents credit, and holds the hub's key, has no verdict for it (`ledger.evidence`).
 """
 
 from __future__ import annotations
@@ -15,12 +15,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from shoal.cli.accounting.heads import keep, load_kept, read_head_file
-from shoal.cli.accounting.places import MANIFEST, FilePlace, FolderPlace, Place, open_place
+from shoal.cli.accounting.places import MANIFEST, FilePlace, FolderPlace, Place, open_place, pages
 from shoal.errors import LedgerError
-from shoal.ledger import Account, Accounts, Chain, Pin, open_order
-from shoal.protocol import LedgerEntry, fingerprint
-
-RUN_SUFFIX_HEX = 12
+from shoal.ledger import EVIDENCED, Account, Accounts, Chain, Keys, Pin, Proofs, is_run_of
+from shoal.protocol import LedgerEntry
 
 
 @dataclass
@@ -33,6 +31,9 @@ class Checked:
     accounts: Accounts = field(default_factory=Accounts)
     pins: list[Pin] = field(default_factory=list)
     orders: int = 0
+    credited: int = 0
+    rejections: int = 0
+    is_proven: bool = True
     compared: bool = False
     notes: list[str] = field(default_factory=list)
 
@@ -50,11 +51,24 @@ class Checked:
             f"accounts: {len(accounts.by_node):,} nodes, {owners} owners; {total.credit:,} credit, "
             f"{total.pending:,} pending, {total.void:,} void; each by the formula, once per submission",
         ]
+        found.append(self._evidence_line())
         if self.orders:
             found.append(f"orders of the owner: {self.orders}, each signed by the root key or an admin it certified")
         if self.compared:
             found.append("the hub's own rows agree with the accounts")
         return [*found, *(f"note: {note}" for note in self.notes)]
+
+    def _evidence_line(self) -> str:
+        rows = f"{self.credited:,} rows of credit and {self.rejections:,} of rejections"
+        if self.is_proven:
+            return (
+                f"evidence: {rows}, each with a verdict by a validator that the root key certified, credit also with "
+                "the hub's receipt; each node registered before, each unit paid once, within the run's limits"
+            )
+        return (
+            f"NOT PROVEN: {rows}. Their signed receipts and verdicts were not looked at (--without-evidence): whoever "
+            "holds the hub's key may have invented them"
+        )
 
 
 def _passed(pins: list[Pin]) -> list[str]:
@@ -70,24 +84,28 @@ def _passed(pins: list[Pin]) -> list[str]:
     return lines
 
 
-def check_ledger(where: str, head: Path | None = None, wait_s: float = 3.0) -> Checked:
+def check_ledger(where: str, head: Path | None = None, wait_s: float = 3.0, needs_documents: bool = True) -> Checked:
     """Verify the ledger at `where`; raises `LedgerError` with the row and what is wrong. Keeps its head."""
     with closing(open_place(where, wait_s)) as place:
-        return check_place(place, head)
+        return check_place(place, head, needs_documents)
 
 
-def check_place(place: Place, head: Path | None = None) -> Checked:
-    entries = place.entries()
-    first = next(entries, None)
+def check_place(place: Place, head: Path | None = None, needs_documents: bool = True) -> Checked:
+    missing = place.missing_evidence() if needs_documents else ""
+    if missing:
+        raise LedgerError(
+            f"{missing}: without the signed receipts and verdicts nobody can tell whether credit was earned. Export it "
+            "with `shoal ledger export`; --without-evidence checks the rest, which proves much less"
+        )
+    first = next(place.entries(), None)
     if first is None:
         raise LedgerError(f"the ledger at {place.label} is empty: not even the run is written down")
-    checked = Checked(*_begins(first, place))
+    checked = Checked(*_begins(first, place), is_proven=needs_documents)
     given = [] if head is None else [Pin(read_head_file(head), f"--head {head}")]
     pins = [*place.pins(checked.run, checked.root_key), *given]
     chain = Chain(_of_this_run(checked, [*pins, *_kept(place, checked)]))
-    _take(checked, chain, first)
-    for entry in entries:
-        _take(checked, chain, entry)
+    proofs = Proofs(Keys(checked.run, checked.root_key), chain, needs_documents)
+    _read(place, checked, proofs)
     _finish(place, chain, checked)
     checked.last, checked.pins = chain.last, chain.passed
     _compare(place, checked)
@@ -105,11 +123,7 @@ def _begins(first: LedgerEntry, place: Place) -> tuple[str, str]:
     run, root = first.body.get("run"), first.body.get("root_key")
     if first.kind != "run" or not isinstance(run, str) or not isinstance(root, str):
         raise LedgerError(f"ledger row 0 does not say which run this is (it is a {first.kind} row)")
-    try:
-        suffix = fingerprint(root)[:RUN_SUFFIX_HEX]
-    except ValueError as error:
-        raise LedgerError("ledger row 0 names no root key") from error
-    if not run.endswith(f"-{suffix}") or place.root_key not in (None, root):
+    if not is_run_of(run, root) or place.root_key not in (None, root):
         raise LedgerError("ledger row 0 is of another run than it says, or of another than was asked for")
     return run, root
 
@@ -140,15 +154,17 @@ def _kept(place: Place, checked: Checked) -> list[Pin]:
     return [pin]
 
 
-def _take(checked: Checked, chain: Chain, entry: LedgerEntry) -> None:
-    chain.add(entry)
-    checked.accounts.add(entry)
-    if entry.kind == "admin":
-        try:
-            open_order(entry.body, checked.run, checked.root_key)
-        except LedgerError as error:
-            raise LedgerError(f"ledger row {entry.index}: {error}") from error
-        checked.orders += 1
+def _read(place: Place, checked: Checked, proofs: Proofs) -> None:
+    """Every entry, with the documents behind it."""
+    for page in pages(place.entries()):
+        evidence = place.evidence(page) if proofs.needs_documents else {}
+        for entry in page:
+            proofs.chain.add(entry)
+            checked.accounts.add(entry)
+            proofs.add(entry, evidence.pop(entry.index, None) if entry.kind in EVIDENCED else None)
+        if evidence:
+            raise LedgerError(f"there are documents for row {min(evidence)}, which has none or is not there")
+    checked.orders, checked.credited, checked.rejections = proofs.orders, proofs.credited, proofs.rejections
 
 
 def _finish(place: Place, chain: Chain, checked: Checked) -> None:

@@ -1,12 +1,14 @@
-"""A ledger as a file: one entry per line, verified on the way, whole or not there at all."""
+"""A ledger as files: one entry per line, verified on the way, whole or not there at all; and beside it the signed
+documents behind the entries. Memory does not grow with the ledger: entries and documents are written page by page.
+"""
 
 from __future__ import annotations
 
 import os
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 
-from shoal.cli.accounting.places import FolderPlace, Place, head_file, open_place
+from shoal.cli.accounting.places import FolderPlace, Place, evidence_file, head_file, open_place, pages
 from shoal.errors import LedgerError, UserError
 from shoal.ledger import Chain
 from shoal.runtime.files import ensure_folder, resource_error, sync_folder, write_atomically
@@ -27,25 +29,33 @@ def leave_ledger(path: Path) -> int:
 
 
 def write_ledger(place: Place, out: Path) -> int:
-    """Streamed into a hidden file, which takes the name when it is complete and every hash fits."""
+    """Streamed into hidden files, which take their names when they are complete and every hash fits."""
     signed, chain = place.signed_head(), Chain()
     ensure_folder(out.absolute().parent)
-    temporary = out.with_name(f".{out.name}.{os.getpid()}")
+    targets = [out] if place.missing_evidence() else [out, evidence_file(out)]
+    hidden = [path.with_name(f".{path.name}.{os.getpid()}") for path in targets]
     try:
-        with temporary.open("wb") as file:
-            for entry in place.entries():
-                chain.add(entry)
-                file.write(entry.model_dump_json().encode() + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
+        with ExitStack() as stack:
+            files = [stack.enter_context(path.open("wb")) for path in hidden]
+            for page in pages(place.entries()):
+                for entry in page:
+                    chain.add(entry)
+                    files[0].write(entry.model_dump_json().encode() + b"\n")
+                for _, each in sorted(place.evidence(page).items()) if len(files) > 1 else ():
+                    files[1].write(each.model_dump_json(exclude_none=True).encode() + b"\n")
+            for file in files:
+                file.flush()
+                os.fsync(file.fileno())
         if chain.last is None:
             raise LedgerError(f"the ledger at {place.label} is empty")
-        temporary.replace(out)
+        for path, target in reversed(list(zip(hidden, targets, strict=True))):
+            path.replace(target)
         sync_folder(out.absolute().parent)
     except OSError as error:
         raise resource_error("write the ledger to", out, error) from error
     finally:
-        temporary.unlink(missing_ok=True)
+        for path in hidden:
+            path.unlink(missing_ok=True)
     if signed is not None and signed.head.document["index"] <= chain.last.index:
         write_atomically(head_file(out), signed.model_dump_json(indent=2).encode() + b"\n")
     return chain.last.index + 1

@@ -2,17 +2,19 @@
 
 URL     GET /ledger, page by page; heads: the hub's signed one, and those in the manifests that the sources have
 folder  the hub's database, running or not; heads: those in the manifests in origin/
-file    one entry per line; beside it, `FILE.head`: the hub's signed head as it was when the file was written, and the
-        root key's certificate for the key that signed it
+file    one entry per line; beside it, `FILE.evidence`: the signed documents behind the rows, one line for each row
+        that has some; and `FILE.head`: the hub's signed head as it was when the file was written, and the root key's
+        certificate for the key that signed it
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import httpx
 from pydantic import ValidationError
@@ -23,21 +25,27 @@ from shoal.client import ClientOptions, HubClient, split_join_url
 from shoal.client.http import REACH, open_http
 from shoal.client.known_hubs import known_root
 from shoal.errors import BroadcastError, LedgerError, ProtocolError, UserError
+from shoal.hub.service.stories import evidence_of
 from shoal.hub.storage import open_storage
 from shoal.ledger import Pin, head_of
 from shoal.protocol import (
+    Evidence,
     LedgerEntry,
     LedgerHead,
+    Message,
     PolicyManifest,
     SignedDocument,
     SigningKey,
     first_problem,
     sign_document,
 )
+from shoal.protocol.evidence import MAX_EVIDENCE_PER_PAGE
 from shoal.runtime.stop import StopToken
 from shoal.runtime.targets import TargetRefused, check_url
 from shoal.shardcast.manifest import MAX_HEAD_BYTES, MAX_MANIFEST_BYTES, read_head, read_manifest
 from shoal.shardcast.tree import HEAD, Tree, manifest_key, parse_label
+
+M = TypeVar("M", bound=Message)
 
 PAGE = 1000
 ASK_S = 10.0
@@ -56,12 +64,20 @@ class Place(Protocol):
         """From the first to the last, streamed."""
         ...
 
+    def evidence(self, entries: Sequence[LedgerEntry]) -> dict[int, Evidence]:
+        """The signed documents behind some entries, by row; pages are asked for in order."""
+        ...
+
     def pins(self, run: str, root_key: str) -> list[Pin]:
         """Heads that others signed for, which the entries must pass through; `run` and root key are those of row 0."""
         ...
 
     def signed_head(self) -> CertifiedHead | None:
         """The hub's own head, signed, if it can be had."""
+        ...
+
+    def missing_evidence(self) -> str:
+        """Why there is no evidence at all here; empty if there is."""
         ...
 
     def trusted(self, last: LedgerEntry) -> LedgerHead | None:
@@ -125,12 +141,23 @@ class HubPlace:
                 yield entry
             after = page[-1].index
 
+    def evidence(self, entries: Sequence[LedgerEntry]) -> dict[int, Evidence]:
+        after, last, found = entries[0].index - 1, entries[-1].index, dict[int, Evidence]()
+        while after < last:
+            limit = min(MAX_EVIDENCE_PER_PAGE, last - after)
+            found |= {each.row: each for each in self._client.evidence(after, limit).evidence}
+            after += limit
+        return found
+
+    def missing_evidence(self) -> str:
+        return ""
+
     def pins(self, run: str, root_key: str) -> list[Pin]:  # noqa: ARG002  the client has checked both
         head = LedgerHead.model_validate(self._head.document)
         manifests = self._manifests()
         if not manifests:
             self.notes.append("no source of this run could be asked for policy manifests, which carry heads")
-        return [Pin(head, "the hub's signed head"), *_pins_of(manifests)]
+        return [Pin(head, "the hub's signed head", self._head), *_pins_of(manifests)]
 
     def signed_head(self) -> CertifiedHead | None:
         certificates = self._run.info.certificates
@@ -139,7 +166,7 @@ class HubPlace:
     def trusted(self, last: LedgerEntry) -> LedgerHead | None:
         return head_of(self._run.run, last)
 
-    def _manifests(self) -> list[PolicyManifest]:
+    def _manifests(self) -> list[SignedDocument]:
         info = self._run.info
         with closing(open_http()) as http:
             for source in (*info.sources, *info.last_resort):
@@ -148,7 +175,7 @@ class HubPlace:
                     return found
         return []
 
-    def _manifests_at(self, http: httpx.Client, source: str) -> list[PolicyManifest]:
+    def _manifests_at(self, http: httpx.Client, source: str) -> list[SignedDocument]:
         """Those that a source still keeps; none if it does not answer, or not as the trainer would."""
         run, key = self._run.run, self._run.trainer_key
         try:
@@ -156,7 +183,7 @@ class HubPlace:
             head = read_head(self._download(http, f"{source}/{HEAD}", MAX_HEAD_BYTES), run, key)
             places = [place for label in head.kept_versions if (place := parse_label(label)) is not None]
             return [
-                read_manifest(self._download(http, f"{source}/{manifest_key(place)}", MAX_MANIFEST_BYTES), run, key)
+                _signed_manifest(self._download(http, f"{source}/{manifest_key(place)}", MAX_MANIFEST_BYTES), run, key)
                 for place in places
             ]
         except (httpx.HTTPError, BroadcastError, ProtocolError, TargetRefused) as error:
@@ -177,10 +204,17 @@ class HubPlace:
         self._client.close()
 
 
-def _pins_of(manifests: Iterable[PolicyManifest]) -> list[Pin]:
+def _signed_manifest(data: bytes, run: str, key: str) -> SignedDocument:
+    """A manifest as its trainer signed it, if it holds."""
+    read_manifest(data, run, key)
+    return SignedDocument.model_validate_json(data)
+
+
+def _pins_of(manifests: Iterable[SignedDocument]) -> list[Pin]:
+    read = [(PolicyManifest.model_validate(signed.document, extra="ignore"), signed) for signed in manifests]
     return [
-        Pin(manifest.ledger_head, f"{MANIFEST}{manifest.policy.label}")
-        for manifest in manifests
+        Pin(manifest.ledger_head, f"{MANIFEST}{manifest.policy.label}", signed)
+        for manifest, signed in read
         if manifest.ledger_head is not None
     ]
 
@@ -208,6 +242,12 @@ class FolderPlace:
             yield from page
             after = page[-1].index
 
+    def evidence(self, entries: Sequence[LedgerEntry]) -> dict[int, Evidence]:
+        return {each.row: each for each in evidence_of(self._reader, entries)}
+
+    def missing_evidence(self) -> str:
+        return ""
+
     def pins(self, run: str, root_key: str) -> list[Pin]:  # noqa: ARG002  the folder's own
         tree, key = Tree(self._folder.path / "origin"), self._folder.trainer_key
         found = []
@@ -217,7 +257,7 @@ class FolderPlace:
             if data is None:
                 continue
             try:
-                found.append(read_manifest(data, self._folder.run_id, key))
+                found.append(_signed_manifest(data, self._folder.run_id, key))
             except BroadcastError as error:
                 raise LedgerError(f"{path} is not a manifest that this run's trainer signed: {error}") from error
         if not found:
@@ -254,18 +294,30 @@ class FilePlace:
         self.notes: list[str] = []
         self.root_key: str | None = None
         self._head: LedgerHead | None = None
+        self._documents: Iterator[Evidence] | None = None
+        self._ahead: Evidence | None = None
 
     def entries(self) -> Iterator[LedgerEntry]:
-        number = 0
-        try:
-            with self.path.open("rb") as file:
-                while line := file.readline(MAX_LINE_BYTES):
-                    number += 1
-                    yield LedgerEntry.model_validate_json(line)
-        except ValidationError as error:
-            raise LedgerError(f"{self.path}, line {number}: not a ledger entry: {first_problem(error)}") from error
-        except OSError as error:
-            raise UserError(f"cannot read {self.path}: {error.strerror}") from error
+        return _lines(self.path, LedgerEntry, "a ledger entry")
+
+    def evidence(self, entries: Sequence[LedgerEntry]) -> dict[int, Evidence]:
+        """Read on as far as these rows go; the file has them in order."""
+        if self._documents is None:
+            self._documents = _lines(evidence_file(self.path), Evidence, "evidence of a ledger row")
+        found: dict[int, Evidence] = {}
+        while True:
+            each = self._ahead or next(self._documents, None)
+            self._ahead = None
+            if each is None:
+                return found
+            if each.row > entries[-1].index:
+                self._ahead = each
+                return found
+            found[each.row] = each
+
+    def missing_evidence(self) -> str:
+        path = evidence_file(self.path)
+        return "" if path.is_file() else f"there is no {path.name} beside {self.path}"
 
     def pins(self, run: str, root_key: str) -> list[Pin]:
         name, found = head_file(self.path).name, self.signed_head()
@@ -296,3 +348,28 @@ def _is_hubs(signed: SignedDocument) -> bool:
 
 def head_file(ledger: Path) -> Path:
     return ledger.with_name(f"{ledger.name}.head")
+
+
+def evidence_file(ledger: Path) -> Path:
+    return ledger.with_name(f"{ledger.name}.evidence")
+
+
+def pages(entries: Iterable[LedgerEntry]) -> Iterator[list[LedgerEntry]]:
+    """Entries by the hundred, as evidence is asked for."""
+    left = iter(entries)
+    while page := list(islice(left, MAX_EVIDENCE_PER_PAGE)):
+        yield page
+
+
+def _lines(path: Path, kind: type[M], what: str) -> Iterator[M]:
+    """One message per line, streamed."""
+    number = 0
+    try:
+        with path.open("rb") as file:
+            while line := file.readline(MAX_LINE_BYTES):
+                number += 1
+                yield kind.model_validate_json(line)
+    except ValidationError as error:
+        raise LedgerError(f"{path}, line {number}: not {what}: {first_problem(error)}") from error
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error

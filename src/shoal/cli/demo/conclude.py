@@ -15,14 +15,16 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from shoal.cli.accounting.exporting import leave_ledger
 from shoal.cli.demo import claims
 from shoal.cli.demo.claims import Cast, Claim, Standing
 from shoal.cli.demo.plot import draw_plot
-from shoal.cli.demo.records import read_ledger, read_standing, rollouts_archived, signed_manifest, write_ledger
+from shoal.cli.demo.records import read_ledger, read_standing, rollouts_archived, signed_manifest
 from shoal.cli.demo.recount import recount
 from shoal.cli.folder import RunFolder
 from shoal.cli.program import python_command, shoal_command
 from shoal.errors import ShoalError
+from shoal.ledger import verify
 from shoal.protocol import LedgerEntry
 from shoal.runtime.files import write_atomically
 from shoal.runtime.metrics import MetricsLog
@@ -102,7 +104,8 @@ def _records(folder: RunFolder, entries: list[LedgerEntry]) -> Claim:
     manifest = signed_manifest(folder)
     if manifest.ledger_head is None:
         return Claim("the records", False, "the last version was signed without the ledger's head")
-    write_ledger(entries, folder.path / "ledger.jsonl", manifest.ledger_head)
+    verify(entries, manifest.ledger_head)
+    leave_ledger(folder.path)
     rows, steps = rollouts_archived(folder, entries), folder.recipe.run.steps
     return Claim(
         "the records",

@@ -12,9 +12,8 @@ from shoal.cli.demo.claims import Standing
 from shoal.cli.folder import RunFolder
 from shoal.errors import LedgerError
 from shoal.hub.storage import SqliteStorage
-from shoal.ledger import Account, fold, verify
-from shoal.protocol import LedgerEntry, LedgerHead, NodeState, PolicyManifest
-from shoal.runtime.files import write_atomically
+from shoal.ledger import Account, fold
+from shoal.protocol import LedgerEntry, NodeState, PolicyManifest
 from shoal.shardcast.manifest import read_manifest
 from shoal.shardcast.tree import Tree, manifest_key
 
@@ -44,12 +43,6 @@ def read_standing(database: Path, entries: Sequence[LedgerEntry]) -> Standing:
                 refused = reader.submissions_of(row.node, refused=True, limit=1)
                 banned_at_ms[row.node] = refused[0].decided_at_ms or 0 if refused else row.registered_at_ms
     return Standing(accounts, banned_at_ms)
-
-
-def write_ledger(entries: list[LedgerEntry], out: Path, head: LedgerHead | None) -> None:
-    """Verify the chain, that it passes through `head` (an older one, from elsewhere), and write one entry per line."""
-    verify(entries, head)
-    write_atomically(out, "".join(f"{entry.model_dump_json()}\n" for entry in entries).encode())
 
 
 def signed_manifest(folder: RunFolder) -> PolicyManifest:

@@ -1,0 +1,262 @@
+"""Whether credit was earned: each row against the signed documents that it points to, and against the rows before it.
+
+    root key ──certifies──► hub ──────► receipt   these bytes came from this node, for this unit
+             └─certifies──► validator ─► verdict  they were accepted, and hold so many generated tokens
+                                            │
+    node row (its id is the hash of its key) └─► credit row: same node, unit, submission, tokens; hashes of both
+
+Who holds the hub's key alone can sign receipts and heads, and no verdict: credit that no validator accepted does not
+pass. What this cannot show: an owner, who certifies validators, can have one accept what nobody computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from shoal.errors import LedgerError, LedgerForked, ProtocolError
+from shoal.ledger.chain import KINDS, Chain
+from shoal.ledger.orders import open_order
+from shoal.protocol import (
+    AdminVerb,
+    Document,
+    Evidence,
+    LedgerEntry,
+    Outcome,
+    Receipt,
+    Role,
+    RoleCertificate,
+    SignedDocument,
+    Verdict,
+    Vouch,
+    document_hash,
+    node_id,
+    open_document,
+)
+
+D = TypeVar("D", bound=Document)
+
+
+@dataclass
+class Keys:
+    """Whom the root key trusts, as the rows so far say. `certificates` are its signatures, by the key they are for."""
+
+    run: str
+    root_key: str
+    certificates: dict[str, SignedDocument] = field(default_factory=dict)
+    roles: dict[str, set[Role]] = field(default_factory=dict)
+    revoked: set[str] = field(default_factory=set)
+
+    def certify(self, signed: Any) -> RoleCertificate:
+        """Take a certificate (JSON or parsed) in; raises if the root key did not sign it for this run."""
+        document = SignedDocument.model_validate(signed)
+        certificate = open_document(document, RoleCertificate, self.root_key)
+        if certificate.run != self.run:
+            raise ValueError(f"a certificate is for run {certificate.run[:80]}")
+        self.certificates[certificate.public_key] = document
+        self.roles.setdefault(certificate.public_key, set()).add(certificate.role)
+        return certificate
+
+    def with_role(self, role: Role) -> set[str]:
+        """The keys certified for a role, revoked ones included: what they signed before may be recorded later."""
+        return {key for key, roles in self.roles.items() if role in roles}
+
+
+@dataclass
+class Proofs:
+    """Checks entries one by one, in order, after `Chain`. Raises `LedgerError` with the row and what is wrong.
+
+    Without `needs_documents` everything is checked but the documents themselves: a much weaker statement.
+    """
+
+    keys: Keys
+    chain: Chain
+    needs_documents: bool = True
+    credited: int = 0
+    rejections: int = 0
+    orders: int = 0
+    _limit: int = 0
+    _group_size: int = 0
+    _nodes: dict[str, Role] = field(default_factory=dict)
+    _earned: dict[int, str] = field(default_factory=dict)
+    _pending: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    _failed: dict[str, str] = field(default_factory=dict)
+
+    def add(self, entry: LedgerEntry, evidence: Evidence | None = None) -> None:
+        handler = _HANDLERS.get(entry.kind)
+        try:
+            if handler is None and entry.kind not in KINDS:
+                raise ValueError(f"{entry.kind!r} is not a kind of ledger entry")
+            if handler is not None:
+                handler(self, entry, evidence)
+        except LedgerForked:
+            raise
+        except (KeyError, TypeError, ValueError, ProtocolError, LedgerError) as error:
+            said = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+            raise LedgerError(f"ledger row {entry.index} ({entry.kind}) is not proven: {said}") from error
+
+    def _run(self, entry: LedgerEntry, _: Evidence | None) -> None:
+        if entry.index != 0:
+            raise ValueError("a run begins once, with row 0")
+        self._group_size = _whole(entry.body, "group_size")
+        self._limit = self._group_size * _whole(entry.body, "max_new_tokens")
+        for signed in entry.body["certificates"]:
+            self.keys.certify(signed)
+
+    def _node(self, entry: LedgerEntry, _: Evidence | None) -> None:
+        body = entry.body
+        if body["node"] != node_id(body["public_key"]):
+            raise ValueError("the node's id is not the one of its public key")
+        if body["node"] in self._nodes:
+            raise ValueError("this node has a row already")
+        self._nodes[body["node"]] = body["role"]
+        if body["role"] == "worker":
+            return
+        certificate = self.keys.certify(body["certificate"])
+        if (certificate.role, certificate.public_key) != (body["role"], body["public_key"]):
+            raise ValueError(f"its certificate is that of another key, or of a {certificate.role}")
+
+    def _vouch(self, entry: LedgerEntry, _: Evidence | None) -> None:
+        self._require_worker(entry.body)
+        vouch = open_document(SignedDocument.model_validate(entry.body["vouch"]), Vouch, entry.body["owner"])
+        if (vouch.owner, vouch.node) != (entry.body["owner"], entry.body["node"]):
+            raise ValueError("the signed vouch is of another owner, or for another node")
+
+    def _admin(self, entry: LedgerEntry, _: Evidence | None) -> None:
+        action = open_order(entry.body, self.keys.run, self.keys.root_key)
+        signer = entry.body["order"]["action"]["signed_by"]
+        if signer in self.keys.revoked:
+            raise ValueError("the key that signed this order had been revoked")
+        if (action.verb, action.target) != (entry.body["verb"], entry.body["target"]):
+            raise ValueError("it says another thing than the order that was signed")
+        for signed in action.certificates if action.verb is AdminVerb.CERTIFY else ():
+            self.keys.certify(signed)
+        if action.verb is AdminVerb.REVOKE:
+            roles = self.keys.roles.get(action.target, set())
+            if signer != self.keys.root_key and roles != {"validator"}:
+                raise ValueError("only the root key revokes a key that is no validator's")
+            self.keys.revoked.add(action.target)
+        self.orders += 1
+
+    def _earn(self, entry: LedgerEntry, evidence: Evidence | None) -> None:
+        body = entry.body
+        self._require_worker(body)
+        hashes, submission = (body["receipt"], body["verdict"]), body["submission"]
+        if entry.kind == "credit" and submission in self._pending:
+            if self._pending.pop(submission) != hashes:
+                raise ValueError("its receipt or verdict is another than when the credit was pending")
+            return
+        if not 0 <= _whole(body, "tokens") <= self._limit:
+            raise ValueError(f"{body['tokens']} tokens are more than a group of this run can have ({self._limit})")
+        if _whole(body, "unit") in self._earned:
+            raise ValueError(f"unit {body['unit']} has earned before")
+        self._earned[body["unit"]] = body["node"]
+        if entry.kind == "pending":
+            self._pending[submission] = hashes
+        self.credited += 1
+        if self.needs_documents:
+            self._check_receipt(entry, _present(evidence, "receipt", body["receipt"]))
+            verdict = self._open_verdict(entry, evidence)
+            if verdict.outcome is not Outcome.ACCEPTED or verdict.generated_tokens != body["tokens"]:
+                raise ValueError(
+                    f"the signed verdict is {verdict.outcome.value} with {verdict.generated_tokens} tokens; the row "
+                    f"has {body['tokens']}"
+                )
+            if len(verdict.rewards) != self._group_size:
+                raise ValueError(f"the verdict has {len(verdict.rewards)} rewards for a group of {self._group_size}")
+
+    def _check_receipt(self, entry: LedgerEntry, signed: SignedDocument) -> None:
+        receipt = open_document(signed, Receipt, self.keys.with_role("hub"))
+        body = entry.body
+        _require_same(receipt, {"run": self.keys.run, **{name: body[name] for name in ("node", "unit", "submission")}})
+        if receipt.ledger is None or receipt.ledger.run != self.keys.run or receipt.ledger.index >= entry.index:
+            raise ValueError("the receipt does not name a head of this ledger from before")
+        if self.chain.hash_at(receipt.ledger.index) != receipt.ledger.hash:
+            raise LedgerForked(
+                f"ledger row {receipt.ledger.index} is not the one that the hub named in the receipt behind row "
+                f"{entry.index}: the ledger was rewritten",
+                receipt.ledger.index,
+                signed,
+            )
+
+    def _open_verdict(self, entry: LedgerEntry, evidence: Evidence | None) -> Verdict:
+        """The verdict behind a row, by a validator that the root key trusted at that row, about what the row says."""
+        signed, body = _present(evidence, "verdict", entry.body["verdict"]), entry.body
+        verdict = open_document(signed, Verdict, self.keys.with_role("validator") - self.keys.revoked)
+        if node_id(signed.signed_by) != body["validator"]:
+            raise ValueError("the verdict is signed by another validator than the row names")
+        _require_same(verdict, {"run": self.keys.run, **{name: body[name] for name in ("node", "unit", "submission")}})
+        return verdict
+
+    def _void(self, entry: LedgerEntry, _: Evidence | None) -> None:
+        """That it is pending is the accounts' business; here: that its node failed an audit."""
+        self._pending.pop(entry.body["submission"], None)
+        if entry.body["node"] not in self._failed.values():
+            raise ValueError("no audit of this node failed")
+
+    def _rejected(self, entry: LedgerEntry, evidence: Evidence | None) -> None:
+        body = entry.body
+        self._require_worker(body)
+        self._failed[body["submission"]] = body["node"]
+        self.rejections += 1
+        if not self.needs_documents:
+            return
+        verdict = self._open_verdict(entry, evidence)
+        severity = verdict.severity.value if verdict.severity else ""
+        if (verdict.outcome, verdict.reason, severity) != (Outcome.REJECTED, body["reason"], body["severity"]):
+            raise ValueError(f"the signed verdict is {verdict.outcome.value} ({verdict.reason}, {severity})")
+
+    def _pulled(self, entry: LedgerEntry, _: Evidence | None) -> None:
+        """Units whose accepted group is taken back may earn once more, for whoever does them again."""
+        body = entry.body
+        if self._failed.get(body["submission"]) != body["node"]:
+            raise ValueError("the audit that it names did not fail, or was of another node")
+        for unit in body["units"]:
+            if self._earned.pop(unit, None) != body["node"]:
+                raise ValueError(f"unit {unit} had earned nothing for this node")
+
+    def _sanction(self, entry: LedgerEntry, _: Evidence | None) -> None:
+        if entry.body["node"] not in self._nodes:
+            raise ValueError("the node is not in the ledger")
+
+    def _require_worker(self, body: dict[str, Any]) -> None:
+        if self._nodes.get(body["node"]) != "worker":
+            raise ValueError(f"node {str(body['node'])[:64]} is not registered in the ledger as a worker")
+
+
+def _whole(body: dict[str, Any], name: str) -> int:
+    value = body[name]
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} is {str(value)[:40]!r}, not a whole number")
+    return value
+
+
+def _present(evidence: Evidence | None, name: str, expected: Any) -> SignedDocument:
+    """The document that a row points to, if it was handed over."""
+    signed: SignedDocument | None = None if evidence is None else getattr(evidence, name)
+    if signed is None:
+        raise ValueError(f"its signed {name} is missing")
+    if document_hash(signed) != expected:
+        raise ValueError(f"the signed {name} is not the one that the row points to")
+    return signed
+
+
+def _require_same(document: Document, expected: dict[str, Any]) -> None:
+    for name, value in expected.items():
+        if getattr(document, name) != value:
+            raise ValueError(f"the signed {document.kind} says {name} {str(getattr(document, name))[:80]}")
+
+
+_HANDLERS: dict[str, Callable[[Proofs, LedgerEntry, Evidence | None], None]] = {
+    "run": Proofs._run,
+    "node": Proofs._node,
+    "vouch": Proofs._vouch,
+    "admin": Proofs._admin,
+    "credit": Proofs._earn,
+    "pending": Proofs._earn,
+    "void": Proofs._void,
+    "rejected": Proofs._rejected,
+    "pulled": Proofs._pulled,
+    "sanction": Proofs._sanction,
+}
