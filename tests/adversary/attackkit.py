@@ -106,8 +106,9 @@ class Watch:
             given = honest(judge, dockets, loaded)
             judges.append(judge)
             if judge is judges[0]:  # others judge canaries, which nobody handed in
-                for docket, verdict in zip(dockets, given, strict=True):
-                    self._note(docket, verdict, loaded)
+                by_name = {docket.audit.submission: docket for docket in dockets}
+                for verdict in given:  # of shown progress that holds there is none
+                    self._note(by_name[verdict.submission], verdict, loaded)
             return given
 
         Judge.verdicts = verdicts  # type: ignore[method-assign]

@@ -1,7 +1,8 @@
 """Every attack that an untrusted worker, a stranger or a relay can make, and where it fails: the list, held by a test.
 
 `cheat NAME` is a worker that cheats (`shoal worker --cheat NAME`), tried in a real run by test_cheats_are_caught or,
-where that needs more tokens, test_trials; the others are tests of this folder.
+where that needs more tokens, test_trials (those that lie about progress: integration/test_shown_progress); the others
+are tests of this folder.
 """
 
 from __future__ import annotations
@@ -97,6 +98,12 @@ ATTACKS: dict[str, tuple[str, ...]] = {
         "test_dialogue_attacks::test_words_that_nobody_says_in_a_run_without_a_tool",
         "test_dialogue_attacks::test_a_log_probability_for_what_nobody_drew",
         "test_dialogue_attacks::test_it_says_that_it_ended_otherwise",
+    ),
+    "progress that is said, or made up, to keep a lease": (
+        "cheat show-random",
+        "cheat show-other",
+        "cheat show-swap",
+        "test_hub_attacks::test_progress_that_is_only_said",
     ),
     "another answer after the first": ("test_hub_attacks::test_another_answer_after_the_first",),
 }

@@ -40,9 +40,11 @@ TENSORS = {
     "model.layers.0.w": from_numpy("model.layers.0.w", np.ones(4, dtype="<f4")),
     "model.layers.7.w": from_numpy("model.layers.7.w", np.ones(4, dtype="<f4")),
 }
+SHOW = {"show-random", "show-other"}
 ON_PAPER = {"logprobs", "nan", "vocabulary", "claim-prompt", "claim-policy", "claim-node", "few", "replay", "steal"}
+ON_PAPER |= {"show-swap", *SHOW}
 FORGED = {name for name in CHEATS if name.endswith("-proofs") or name == "modulus-one"}
-PATIENT = {"stale", "sleeper", "replay", "swap-prompt", "steal"}  # their first group is honest
+PATIENT = {"stale", "sleeper", "replay", "swap-prompt", "steal", *SHOW}  # their first group is honest
 
 
 class Asked(ScriptedEngine):

@@ -1,6 +1,6 @@
 """Cheats: what a worker could try, for attacking your own run (`shoal worker --cheat NAME`).
 
-    base       Cheat, Loot: its hooks (profile, fetch, engine, submission); Disguise, vouched: to write one
+    base       Cheat, Loot: its hooks (profile, fetch, engine, shown, submission); Disguise, vouched: to write one
     registry   CHEATS, find_cheat: which there are
     dice       other dice than the lease's: best-of, own-dice, grind, greedy, cold, loose
     weights    other weights: stale, small-model, int8, int4, and those that let the right ones vouch for them
@@ -10,6 +10,7 @@
     claims     honest work, false papers: logprobs, nan, vocabulary, claim-prompt, claim-policy, claim-node,
                claim-given, few
     proofs     honest work, forged proofs
+    progress   lies about the progress that it shows: show-random, show-other, show-swap
     sleeper    honest for long, then not
 
 Each pays if nobody looks: a better reward, less work, or no downloads. What is not the cheat itself is done as well as

@@ -1,8 +1,8 @@
 """What a cheat is: the honest worker with one part replaced. Hub and validator know nothing of this package.
 
-profile ─► lease ─► fetch ──► shelf ──► engine ──► group ──► submission ──► outbox
-  │                   │                   │                      │
-loose               stale         best-of, int8, edit     forged proofs, copies      the loop itself is unchanged
+profile ─► lease ─► fetch ──► shelf ──► engine ──► chunks shown ──► group ──► submission ──► outbox
+  │                   │                   │             │                         │
+loose               stale         best-of, int8    show-random         forged proofs, copies    the loop is unchanged
 """
 
 from __future__ import annotations

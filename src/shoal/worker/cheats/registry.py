@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from shoal.errors import ConfigError
-from shoal.worker.cheats import claims, copies, dice, proofs, sleeper, steering, tokens, weights
+from shoal.worker.cheats import claims, copies, dice, progress, proofs, sleeper, steering, tokens, weights
 from shoal.worker.cheats.base import Cheat
 
 CHEATS: Mapping[str, type[Cheat]] = {
@@ -20,6 +20,7 @@ CHEATS: Mapping[str, type[Cheat]] = {
         claims.ClaimNode, claims.ClaimGiven, claims.FewRollouts,
         proofs.NoProofs, proofs.NullProofs, proofs.ConstantProofs, proofs.ModulusOne, proofs.RandomProofs,
         proofs.SwappedProofs, proofs.ReplayedProofs, proofs.HalfProofs, proofs.LongProofs,
+        progress.ShowRandom, progress.ShowOther, progress.ShowAndSwap,
         sleeper.Sleeper,
     )
 }  # fmt: skip
