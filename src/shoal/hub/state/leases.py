@@ -3,7 +3,8 @@
 worker asks ─► open units, lowest number first ─► then new ones, while pacing leaves room ─► leases
                (within its window and its pace; a newcomer: within newcomers' share, and new units only while
                established nodes are asking)
-worker generates ─► its heartbeats say how many tokens ─► more than before: `lease_s` from now, `lease_hard_s` in all
+worker generates ─► its heartbeats say how many tokens (on probation, its chunks show them: `showing`)
+               ─► more than before: `lease_s` from now, `lease_hard_s` in all
 deadline passes, the worker gives up or is gone ─► the unit is open again, task and seeds unchanged; a smaller window
 
 A worker that says nothing, or always the same, has `lease_s`; one that lies about its progress `lease_hard_s`, which
