@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal import __version__
-from shoal.cli.bundle import PRIVATE, BundleWriter, Contents, read_bundle, unpack
+from shoal.cli.bundle import BundleWriter, Contents, read_bundle, unpack
 from shoal.cli.folder import RunFolder
 from shoal.cli.recipe import Recipe, paths_of
 from shoal.errors import CheckpointError, LedgerError, ProtocolError
@@ -35,7 +35,7 @@ from shoal.ledger.chain import Chain
 from shoal.protocol import LedgerEntry
 from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.config import dump_config
-from shoal.runtime.files import resource_error
+from shoal.runtime.files import PRIVATE, resource_error
 from shoal.runtime.metrics import MetricsLog
 from shoal.trainer.retention import Retention, scores_of
 

@@ -26,11 +26,12 @@ from typing import IO, Any, Protocol
 from shoal.errors import ConfigError, ProtocolError
 from shoal.protocol import canonical_json
 from shoal.runtime.crash import point
-from shoal.runtime.files import ensure_folder, resource_error, sync_folder
+from shoal.runtime.files import PRIVATE, PRIVATE_FOLDER, ensure_folder, resource_error, sync_folder
 
 FORMAT = 1
 MANIFEST = "manifest.json"
-PRIVATE, ORDINARY = 0o600, 0o644
+ORDINARY = 0o644
+SECRET = ("hub/", "keys/", "worker-")
 PIECE = 1024 * 1024
 MAX_MANIFEST_BYTES = 2**30
 
@@ -163,7 +164,7 @@ def unpack(path: Path, folder: Path) -> Contents:
 
     def write(name: str, mode: int, data: Iterator[bytes]) -> None:
         target = hidden / name
-        target.parent.mkdir(parents=True, exist_ok=True)
+        target.parent.mkdir(mode=PRIVATE_FOLDER if name.startswith(SECRET) else 0o777, parents=True, exist_ok=True)
         with os.fdopen(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
             file.writelines(data)
 

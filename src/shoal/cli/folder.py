@@ -93,7 +93,7 @@ class RunFolder:
         with FolderLock(path).acquire(StopToken(), LOCK_WAIT_S):  # a run that is going on must not lose its recipe
             cls.refuse_other(path, recipe)
             ensure_folder(path / "logs")
-            ensure_folder(path / "keys")
+            ensure_folder(path / "keys", private=True)
             folder = cls(path, recipe)
             folder._certify(clock)
             write_atomically(stored, dump_config(recipe).encode(), RECIPE_MODE)

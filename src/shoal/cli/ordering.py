@@ -35,12 +35,12 @@ from shoal.protocol import (
     load_or_create_key,
     sign_document,
 )
+from shoal.protocol.identity import check_public_key
 from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.stop import StopToken
 
 WAIT_S = 10.0
 ABOUT_NODES = (AdminVerb.SUSPEND, AdminVerb.BAN, AdminVerb.PARDON)
-KEY_HEX = 64
 
 
 @dataclass(frozen=True)
@@ -190,5 +190,7 @@ def _certified(folder: RunFolder, certificates: tuple[SignedDocument, ...], reas
 
 
 def _require_key(key: str) -> None:
-    if len(key) != KEY_HEX or not set(key) <= set("0123456789abcdef"):
-        raise UserError(f"{key[:80]!r} is no public key: 64 hex digits, as `shoal key show` prints them")
+    try:
+        check_public_key(key)
+    except ValueError as error:
+        raise UserError(f"{error}; `shoal key show` prints public keys") from error

@@ -26,6 +26,7 @@ from shoal.protocol import (
     fingerprint,
     open_document,
 )
+from shoal.protocol.identity import check_public_key
 from shoal.protocol.versions import check_spoken
 from shoal.runtime.targets import PUBLIC_ONLY, Reach
 
@@ -113,9 +114,10 @@ def open_run_info(signed: SignedDocument, pinned: str | None, revoked: frozenset
 
     `revoked` are keys that are known to be so already; the description may name more.
     """
-    claimed_root = signed.document.get("root_key")
-    if not isinstance(claimed_root, str) or len(claimed_root) != 64 or not set(claimed_root) <= set(string.hexdigits):
-        raise SignatureError("the hub's description of the run names no root key")
+    try:
+        claimed_root = check_public_key(str(signed.document.get("root_key")))
+    except ValueError as error:
+        raise SignatureError(f"the hub's description of the run names no root key: {error}") from error
     root_fingerprint = fingerprint(claimed_root)
     if pinned is not None and root_fingerprint != pinned:
         raise SignatureError(

@@ -24,6 +24,30 @@ PUBLIC_KEY_HEX = 64
 SIGNATURE_HEX = 128
 
 
+_FIELD = 2**255 - 19
+_ORDER_8 = int.from_bytes(bytes.fromhex("26e8958fc2b227b045c3f489f2ef98f0d5dfac05d3c63339b13802886d53fc05"), "little")
+_SMALL_ORDER = frozenset({0, 1, _FIELD - 1, _ORDER_8, _FIELD - _ORDER_8})
+"""The y of the eight points whose order divides 8: one signature by such a key holds for many messages."""
+
+
+def check_public_key(public_key: str) -> str:
+    """Return the key (hex), or raise `ValueError` if it is no key, has another spelling, or is a point of small order.
+
+    >>> check_public_key("00" * 32)
+    Traceback (most recent call last):
+    ...
+    ValueError: 0000000000000000… is a public key of small order: anybody can sign for it
+    """
+    if len(public_key) != PUBLIC_KEY_HEX or set(public_key) - set("0123456789abcdef"):
+        raise ValueError(f"{public_key[:80]!r} is no public key: it has {PUBLIC_KEY_HEX} hex digits in lower case")
+    y = int.from_bytes(bytes.fromhex(public_key), "little") & (2**255 - 1)
+    if y >= _FIELD:
+        raise ValueError(f"{public_key[:16]}… is a public key in an encoding that is not its only one")
+    if y in _SMALL_ORDER:
+        raise ValueError(f"{public_key[:16]}… is a public key of small order: anybody can sign for it")
+    return public_key
+
+
 def node_id(public_key: str) -> str:
     """The node's name on the wire: 32 hex digits of the hash of its public key (hex)."""
     return hashlib.sha256(b"shoal/node/v1\n" + bytes.fromhex(public_key)).hexdigest()[:32]
@@ -82,6 +106,10 @@ def verify(public_key: str, signature: str, message: bytes) -> None:
     if public_key != public_key.lower() or signature != signature.lower():
         raise SignatureError("a key or signature is not in lower case: each has one spelling only")
     try:
+        check_public_key(public_key)
+    except ValueError as error:
+        raise SignatureError(str(error)) from error
+    try:
         key = Ed25519PublicKey.from_public_bytes(bytes.fromhex(public_key))
         key.verify(bytes.fromhex(signature), message)
     except (InvalidSignature, ValueError) as error:
@@ -125,7 +153,7 @@ def _write_key(path: Path, key: SigningKey) -> bool:
     """Write a key file, whole or not at all; False if somebody else was first."""
     temporary = path.with_name(f".{path.name}.{os.urandom(8).hex()}")  # a pid repeats: threads, containers
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "wb") as file:
             file.write(key.to_pem())

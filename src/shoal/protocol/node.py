@@ -9,7 +9,7 @@ from pydantic import Field, FiniteFloat
 
 from shoal.protocol.lease import DEFAULT_PROFILE, MAX_HELD, PRINTABLE, ProofParameters, SamplingParameters
 from shoal.protocol.policy import PolicyRef
-from shoal.protocol.signing import Document, Message, SignedDocument
+from shoal.protocol.signing import Document, Message, PublicKey, SignedDocument
 from shoal.protocol.versions import PROTOCOL_VERSION
 
 Role = Literal["hub", "trainer", "validator", "worker", "admin"]
@@ -30,7 +30,7 @@ class RoleCertificate(Document):
     kind: ClassVar[str] = "role-certificate"
     run: str
     role: Role
-    public_key: str = Field(pattern="^[0-9a-f]{64}$")
+    public_key: PublicKey
     issued_at_ms: int
 
 
@@ -38,7 +38,7 @@ class Vouch(Document):
     """An owner's key says: this machine is mine. What it earns counts as the owner's, whatever becomes of it."""
 
     kind: ClassVar[str] = "vouch"
-    owner: str = Field(pattern="^[0-9a-f]{64}$")
+    owner: PublicKey
     node: str = Field(pattern="^[0-9a-f]{32}$")
     issued_at_ms: int
 
@@ -63,7 +63,7 @@ class RunInfo(Document):
     protocol_version: int = PROTOCOL_VERSION
     run: str
     name: str
-    root_key: str
+    root_key: PublicKey
     certificates: tuple[SignedDocument, ...]
     sources: tuple[str, ...]
     last_resort: tuple[str, ...] = ()
@@ -84,7 +84,7 @@ class RunInfo(Document):
 class Registration(Message):
     """A node introduces itself. Trusted roles add the certificate that the root key signed for them."""
 
-    public_key: str = Field(pattern="^[0-9a-f]{64}$")
+    public_key: PublicKey
     name: str = Field(default="", max_length=64, pattern=PRINTABLE)
     role: Role = "worker"
     certificate: SignedDocument | None = None

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from shoal.errors import KeyFileError
 from shoal.protocol.identity import SigningKey
-from shoal.protocol.signing import canonical_json
+from shoal.protocol.signing import PublicKey, canonical_json
 
 LEAST_PASSPHRASE = 8
 COST = 2**17
@@ -34,7 +34,7 @@ class SealedKey(BaseModel):
 
     shoal_key: Literal[1] = 1
     node: str
-    public_key: str = Field(pattern="^[0-9a-f]{64}$")
+    public_key: PublicKey
     cost: int = Field(ge=2**10, le=MAX_COST)
     salt: str = Field(pattern="^[0-9a-f]{32}$")
     nonce: str = Field(pattern="^[0-9a-f]{24}$")

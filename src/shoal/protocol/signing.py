@@ -20,12 +20,12 @@ import json
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from shoal.errors import ProtocolError, SignatureError
-from shoal.protocol.identity import SigningKey, verify
+from shoal.protocol.identity import SigningKey, check_public_key, verify
 
 MAX_SKEW_MS = 120_000
 MAX_TIME_DIGITS = 15
@@ -35,6 +35,10 @@ def canonical_json(value: Any) -> bytes:
     """One byte string per value: sorted keys, no spaces, UTF-8, shortest floats, no NaN."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     return text.encode()
+
+
+PublicKey = Annotated[str, Field(pattern="^[0-9a-f]{64}$"), AfterValidator(check_public_key)]
+"""An Ed25519 key in hex, in its only encoding and not of small order."""
 
 
 class Message(BaseModel):
@@ -54,7 +58,7 @@ class SignedDocument(Message):
 
     kind: str = Field(max_length=64)
     document: dict[str, Any]
-    signed_by: str = Field(pattern="^[0-9a-f]{64}$")
+    signed_by: PublicKey
     signature: str = Field(pattern="^[0-9a-f]{128}$")
 
 

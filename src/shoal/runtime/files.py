@@ -29,6 +29,7 @@ _HINTS = {
 
 _DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO})
 _RUST_ERROR = re.compile(r"\(os error (\d+)\)")
+PRIVATE, PRIVATE_FOLDER = 0o600, 0o700
 FULL_BYTES = 16 * 1024
 """With less than this a disk is as good as full: a log line or a page of a database may not fit any more."""
 
@@ -57,16 +58,30 @@ def is_full(path: Path) -> bool:
         return False
 
 
-def ensure_folder(path: Path) -> Path:
-    """The folder, made if need be and proven writable."""
+def ensure_folder(path: Path, private: bool = False) -> Path:
+    """The folder, made if need be and proven writable. A private one is closed to other users."""
     probe = path / f".write-test-{os.urandom(8).hex()}"
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        path.mkdir(mode=PRIVATE_FOLDER if private else 0o777, parents=True, exist_ok=True)
+        if private and path.stat().st_mode & 0o077:
+            path.chmod(PRIVATE_FOLDER)
         probe.write_bytes(b"")
         probe.unlink()
     except OSError as error:
         raise resource_error("write to the folder", path, error) from error
     return path
+
+
+def make_private(path: Path) -> None:
+    """A file that no other user may read: an empty one, if there is none yet."""
+    try:
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, PRIVATE))
+    except FileExistsError:
+        with contextlib.suppress(OSError):  # somebody else's, or a disk that only reads
+            if path.stat().st_mode & 0o077:
+                path.chmod(PRIVATE)
+    except OSError as error:
+        raise resource_error("write", path, error) from error
 
 
 def sync_folder(path: Path) -> None:

@@ -45,7 +45,7 @@ class Outbox:
     """The parcels in one folder, oldest first. For threads to share, not processes (the worker locks its folder)."""
 
     def __init__(self, folder: Path, refused_kept: int = REFUSED_KEPT, clock: Clock = SystemClock()) -> None:
-        self._folder = ensure_folder(folder)
+        self._folder = ensure_folder(folder, private=True)
         self._refused = ensure_folder(folder / "refused")
         self._refused_kept = refused_kept
         self._clock = clock

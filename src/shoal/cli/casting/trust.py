@@ -9,7 +9,6 @@ A relay needs no key of its own: it hands on what the publisher signed, so its U
 
 from __future__ import annotations
 
-import string
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from shoal.errors import BroadcastError, ManifestRefused, ProtocolError, UserError
 from shoal.protocol import BroadcastHead, SignedDocument, open_document
-from shoal.protocol.identity import PUBLIC_KEY_HEX
+from shoal.protocol.identity import PUBLIC_KEY_HEX, check_public_key
 from shoal.runtime.files import write_atomically
 from shoal.runtime.stop import StopToken
 from shoal.shardcast.connection import Address, Connection, Deadline, Timeouts
@@ -115,12 +114,13 @@ def short(key: str | None) -> str:
 
 
 def _key(text: str, url: str) -> str:
-    key = text.strip().lower()
-    if len(key) != PUBLIC_KEY_HEX or set(key) - set(string.hexdigits):
+    try:
+        return check_public_key(text.strip().lower())
+    except ValueError as error:
         raise UserError(
-            f"{url!r} does not end in a key: after # come the {PUBLIC_KEY_HEX} digits that `shoal cast publish` prints"
-        )
-    return key
+            f"{url!r} does not end in a key: after # come the {PUBLIC_KEY_HEX} digits that `shoal cast publish` prints "
+            f"({error})"
+        ) from error
 
 
 def _ask_all(urls: Sequence[str], key: str | None, stop: StopToken) -> tuple[set[Trust], list[BroadcastError]]:

@@ -51,7 +51,7 @@ class Context:
         self.tasks = config.environment.tasks("train")
         if len(self.tasks) == 0:
             raise EnvironmentSetupError(f"environment {config.environment.name} has no tasks in its train split")
-        ensure_folder(config.folder)
+        ensure_folder(config.folder, private=True)
         self.blobs = open_blobs(config.settings.storage, config.settings.storage_endpoint, config.folder / "blobs")
         self.storage: Storage = storage or open_storage(config.settings.database, config.folder)
         self.secret = _load_or_create_secret(config.folder / "secret", is_new=self._is_new())

@@ -31,7 +31,7 @@ from shoal.hub.storage.protocol import Reader, Storage, Writer
 from shoal.hub.storage.queries import SqlReader
 from shoal.hub.storage.schema import unhurried
 from shoal.hub.storage.sqlite import SqliteStorage
-from shoal.runtime.files import resource_error
+from shoal.runtime.files import make_private, resource_error
 
 ROWS_AT_A_TIME = 500
 BLOBS_AT_A_TIME = 8
@@ -181,6 +181,7 @@ def _snapshot_sqlite(source: Path, target: Path) -> None:
     """By SQLite itself, page by page: it is not opened as a database of ours, which might bring it up to date."""
     if not source.is_file():
         raise ResourceError(f"there is no database {source}; has this run's hub been started?")
+    make_private(target)
     try:
         with (
             contextlib.closing(sqlite3.connect(f"file:{source}?mode=ro", uri=True, timeout=30)) as live,

@@ -25,7 +25,7 @@ from shoal.hub.storage import schema
 from shoal.hub.storage.grouping import Busy, GroupCommit
 from shoal.hub.storage.story_queries import SqlStoryReader
 from shoal.hub.storage.writes import SqlWriter
-from shoal.runtime.files import ensure_folder, is_full, resource_error
+from shoal.runtime.files import ensure_folder, is_full, make_private, resource_error
 
 BUSY_TIMEOUT_MS = 10_000
 CONNECTIONS = 48
@@ -38,6 +38,10 @@ class SqliteStorage:
 
     def __init__(self, path: Path) -> None:
         ensure_folder(path.parent)
+        make_private(path)  # it holds the seeds of units to come; what SQLite puts beside it has the same mode
+        for suffix in ("-wal", "-shm"):
+            if (beside := path.with_name(path.name + suffix)).exists():
+                make_private(beside)
         self._path = path
         self._durable = _engine(path, synchronous="FULL")
         self._relaxed = _engine(path, synchronous="NORMAL")

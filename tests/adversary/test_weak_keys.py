@@ -1,0 +1,164 @@
+"""Public keys for which anybody can sign: points of small order, and second spellings of points. Refused everywhere.
+
+The points are computed here from the curve's equation, independently of the list that the code holds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+from doorkit import Hub, refusal, running_hub
+from pydantic import ValidationError
+
+from shoal.cli.casting.trust import Sources
+from shoal.client.trust import open_run_info
+from shoal.errors import SignatureError, UserError
+from shoal.hub.storage.sqlite import SqliteStorage
+from shoal.protocol import Registration, RoleCertificate, SignedDocument, SigningKey, Vouch, node_id, verify
+from shoal.protocol.identity import check_public_key
+from shoal.protocol.signing import RequestSignature, body_hash, request_bytes
+from shoal.runtime.clock import SystemClock
+
+P = 2**255 - 19
+D = -121665 * pow(121666, -1, P) % P
+L = 2**252 + 27742317777372353535851937790883648493
+Point = tuple[int, int]
+
+
+def add(a: Point, b: Point) -> Point:
+    (x1, y1), (x2, y2) = a, b
+    common = D * x1 * x2 * y1 * y2 % P
+    return (x1 * y2 + x2 * y1) * pow(1 + common, -1, P) % P, (y1 * y2 + x1 * x2) * pow(1 - common, -1, P) % P
+
+
+def times(count: int, point: Point) -> Point:
+    result: Point = (0, 1)
+    while count:
+        if count & 1:
+            result = add(result, point)
+        point, count = add(point, point), count >> 1
+    return result
+
+
+def point_at(y: int) -> Point | None:
+    square = (y * y - 1) * pow(D * y * y + 1, -1, P) % P
+    x = pow(square, (P + 3) // 8, P)
+    for candidate in (x, x * pow(2, (P - 1) // 4, P) % P):
+        if candidate * candidate % P == square:
+            return candidate, y
+    return None
+
+
+def torsion() -> set[Point]:
+    """All points whose order divides 8: what is left of some point, multiplied by the large prime, generates them."""
+    for y in range(2, 100):
+        point = point_at(y)
+        if point is not None:
+            found = {times(count, times(L, point)) for count in range(8)}
+            if len(found) == 8:
+                return found
+    raise AssertionError("no point of order 8 was found")
+
+
+def encoded(y: int, sign: int) -> str:
+    return (y | sign << 255).to_bytes(32, "little").hex()
+
+
+SMALL = sorted({encoded(y, x & 1) for x, y in torsion()})
+SPELLINGS = sorted({encoded(y, sign) for y in range(P, 2**255) for sign in (0, 1)} | {encoded(1, 1), encoded(P - 1, 1)})
+
+
+def test_there_are_eight_points_of_small_order() -> None:
+    assert len(SMALL) == 8
+    assert encoded(1, 0) in SMALL
+
+
+def forged(public_key: str, tries: range = range(64)) -> tuple[bytes, str]:
+    """A message, and a signature that holds for it by a bare check, made without any private key.
+
+    R is the identity, S is 0. It holds whenever the hash is a multiple of the point's order: for one message in eight.
+    """
+    signature = encoded(1, 0) + "00" * 32
+    for number in tries:
+        message = b"message %d" % number
+        digest = hashlib.sha512(bytes.fromhex(signature[:64]) + bytes.fromhex(public_key) + message).digest()
+        if int.from_bytes(digest, "little") % L % 8 == 0:
+            return message, signature
+    raise AssertionError("no message was found")
+
+
+@pytest.mark.parametrize("public_key", SMALL)
+def test_a_signature_without_a_key_holds_for_the_library_and_not_for_us(public_key: str) -> None:
+    message, signature = forged(public_key)
+    Ed25519PublicKey.from_public_bytes(bytes.fromhex(public_key)).verify(bytes.fromhex(signature), message)
+    with pytest.raises(SignatureError, match="small order"):
+        verify(public_key, signature, message)
+
+
+@pytest.mark.parametrize("public_key", [*SMALL, *SPELLINGS])
+def test_such_a_key_is_accepted_nowhere(public_key: str) -> None:
+    with pytest.raises(ValueError, match="public key"):
+        check_public_key(public_key)
+    places: list[tuple[Any, dict[str, Any]]] = [
+        (Registration, {"public_key": public_key}),
+        (RoleCertificate, {"run": "r", "role": "hub", "public_key": public_key, "issued_at_ms": 1}),
+        (Vouch, {"owner": public_key, "node": "0" * 32, "issued_at_ms": 1}),
+        (SignedDocument, {"kind": "k", "document": {}, "signed_by": public_key, "signature": "0" * 128}),
+    ]
+    for message, fields in places:
+        with pytest.raises(ValidationError, match="public key"):
+            message(**fields)
+    with pytest.raises(UserError, match="does not end in a key"):
+        Sources.parse([f"http://host:1/#{public_key}"])
+    signed = SignedDocument.model_construct(
+        kind="run-info", document={"root_key": public_key}, signed_by="", signature=""
+    )
+    with pytest.raises(SignatureError, match="names no root key"):
+        open_run_info(signed, None)
+
+
+@pytest.mark.parametrize("number", range(20))
+def test_ordinary_keys_are_accepted(number: int) -> None:
+    public_key = SigningKey.from_seed(bytes([number]) * 32).public_key
+    assert check_public_key(public_key) == public_key
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
+    with running_hub(tmp_path_factory.mktemp("weak") / "run") as hub:
+        yield hub
+
+
+def test_nobody_registers_a_key_that_anybody_can_sign_for(hub: Hub) -> None:
+    """A request signed without a private key, to a real hub: it holds for the bare check, and is refused."""
+    public_key = encoded(1, 0)
+    body = b'{"public_key": "%s", "name": "everybody"}' % public_key.encode()
+    signature = encoded(1, 0) + "00" * 32
+    unsigned = RequestSignature(node_id(public_key), SystemClock().now_ms(), "n" * 24, body_hash(body), signature)
+    covered = request_bytes("POST", hub.run, "/nodes", unsigned)
+    Ed25519PublicKey.from_public_bytes(bytes.fromhex(public_key)).verify(bytes.fromhex(signature), covered)
+    answer = hub.http.post("/nodes", content=body, headers=unsigned.headers())
+    assert refusal(answer)[0] == 422
+    assert "small order" in answer.json()["message"]
+
+
+def test_what_holds_keys_and_seeds_is_its_owners_alone(hub: Hub) -> None:
+    folder = hub.folder.path
+    modes = {path.relative_to(folder).as_posix(): path.stat().st_mode & 0o777 for path in folder.rglob("*")}
+    private = ["hub", "keys", "hub/hub.db", "hub/hub.db-wal", "hub/hub.db-shm", "hub/secret", "recipe.toml"]
+    private += [name for name in modes if name.endswith(".key")]
+    assert len(private) > 10
+    wide = {name: oct(modes[name]) for name in private if modes[name] & 0o077}
+    assert wide == {}
+
+
+def test_an_older_database_that_others_can_read_is_closed(tmp_path: Path) -> None:
+    SqliteStorage(tmp_path / "hub.db").close()
+    (tmp_path / "hub.db").chmod(0o644)
+    SqliteStorage(tmp_path / "hub.db").close()
+    assert (tmp_path / "hub.db").stat().st_mode & 0o777 == 0o600
