@@ -31,7 +31,11 @@ Json = Annotated[bool, typer.Option("--json", help="For programs.")]
 def verify(
     where: Where,
     head: Annotated[
-        Path | None, typer.Option("--head", metavar="FILE", help="A head that you kept: the ledger must contain it.")
+        Path | None, typer.Option("--head", metavar="FILE", help="Heads that you kept: the ledger must contain them.")
+    ] = None,
+    witnesses: Annotated[
+        list[str] | None,
+        typer.Option("--witness", metavar="KEY[@URL]", help="A witness that you trust: its heads must fit."),
     ] = None,
     without_evidence: Annotated[
         bool,
@@ -42,7 +46,7 @@ def verify(
     """Check every hash, account, order, receipt and verdict, and every head; exit 5 if anything is wrong."""
     from shoal.cli.accounting.checking import check_ledger
 
-    for line in check_ledger(where, head, wait_s, needs_documents=not without_evidence).lines:
+    for line in check_ledger(where, head, wait_s, not without_evidence, witnesses or ()).lines:
         typer.echo(visible(line))
 
 
@@ -99,3 +103,23 @@ def shares(
         typer.echo(visible_json(text))
     else:
         console().print(table)
+
+
+@ledger.command()
+def witness(
+    url: Annotated[str, typer.Argument(metavar="URL", help="The hub's address, best the whole join URL.")],
+    folder: Annotated[Path, typer.Option("--folder", help="The witness's key, and what it has signed for.")] = Path(
+        "witness"
+    ),
+    out: Annotated[
+        list[Path] | None,
+        typer.Option("--out", metavar="DIR", help="A relay's folder to publish in; repeatable.  [default: --folder]"),
+    ] = None,
+    every_s: Annotated[float, typer.Option("--every", min=1, max=86_400, help="Seconds between two looks.")] = 60,
+    once: Annotated[bool, typer.Option("--once", help="Look once, sign and end.")] = False,
+) -> None:
+    """Watch that a ledger only grows, and sign its head with a key of your own; exit 5 if it was rewritten."""
+    from shoal.cli.accounting.witnessing import run_witness
+    from shoal.cli.roles import begin
+
+    run_witness(url, folder, out or (), every_s, once, begin("witness", None, verbose=False))

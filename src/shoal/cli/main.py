@@ -236,6 +236,10 @@ def relay(
         list[str] | None,
         typer.Option("--peer", metavar="URL", help="A relay beside this one, to trade chunks with; may be repeated."),
     ] = None,
+    witnesses: Annotated[
+        list[str] | None,
+        typer.Option("--witness", metavar="KEY", help="A ledger witness whose heads to mirror; may be repeated."),
+    ] = None,
     folder: Annotated[Path | None, typer.Option("--folder", help="Where to keep the mirror.")] = None,
     host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = "0.0.0.0",
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port to listen on.")] = 8472,
@@ -274,8 +278,9 @@ def relay(
         return run_cast_relay(request, _verbose())
     from shoal.cli.join import StandaloneRelay, run_standalone_relay
 
+    further, mirrored = tuple(peers or ()), tuple(witnesses or ())
     standalone = StandaloneRelay(
-        hub_url, tuple(upstreams or ()), folder, host, port, wait_s, peers=tuple(peers or ()), settings=settings
+        hub_url, tuple(upstreams or ()), folder, host, port, wait_s, further, mirrored, settings
     )
     return run_standalone_relay(standalone, _verbose())
 

@@ -8,7 +8,7 @@ threads.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 from urllib.parse import quote
@@ -100,6 +100,7 @@ class HubClient:
         options: ClientOptions = ClientOptions(),
     ) -> None:
         self.key = key
+        self.on_receipt: Callable[[SignedDocument], None] | None = None  # gets every verified receipt as it was signed
         self._owns_http = http is None
         self._http = open_http() if http is None else http
         self._hubs = Hubs([url] if isinstance(url, str) else url, clock)
@@ -319,6 +320,8 @@ class HubClient:
         promised = (receipt.run, receipt.node, receipt.lease, receipt.submission)
         if promised != (self.trusted_run().run, self.key.node, lease_id, submission):
             raise SignatureError(f"the hub's receipt for lease {lease_id} is for something else: {promised}")
+        if self.on_receipt is not None:
+            self.on_receipt(signed)
         return receipt
 
     def _from_hub(self, signed: SignedDocument, kind: type[D]) -> D:

@@ -9,7 +9,7 @@
     progress    ShownProgress, ProgressReply: finished chunks of a lease at work (bulk)
     verdict     Verdict, VerdictReport, Outcome, Severity, CheckResult, Tally, Audit
     batch       Batch, TrainingBatch, StepReport
-    evidence    Evidence: the signed documents behind a ledger row
+    evidence    Evidence: the signed documents behind a ledger row; WitnessedHead
     evaluation  EvaluationSlice, EvaluationReport, Evaluation: held-out scores while training
     node        Registration, Heartbeat, HubClock, NodeView, RunInfo, RoleCertificate
     status      RunStatus, LedgerEntry, Problem
@@ -42,7 +42,7 @@ from shoal.protocol.evaluation import (
     EvaluationSlice,
     EvaluationTask,
 )
-from shoal.protocol.evidence import Evidence, EvidencePage
+from shoal.protocol.evidence import Evidence, EvidencePage, WitnessedHead
 from shoal.protocol.identity import SigningKey, fingerprint, load_key, load_or_create_key, node_id, verify
 from shoal.protocol.lease import (
     DEFAULT_PROFILE,
@@ -136,7 +136,8 @@ __all__ = [
     "RefusedVerdict", "Registration", "RequestSignature", "Role", "RoleCertificate", "Rollout", "RolloutReward",
     "RunInfo", "RunStatus", "SamplingParameters", "Severity", "SignedDocument", "SigningKey", "Standing", "StepReport",
     "Submission", "SubmissionBodies", "SubmissionStory", "Tally", "TensorView", "TrainingBatch", "TrainingGroup",
-    "TrainingRollout", "UnitStory", "Verdict", "VerdictReply", "VerdictReport", "Vouch", "Wait", "canonical_json",
+    "TrainingRollout", "UnitStory", "Verdict", "VerdictReply", "VerdictReport", "Vouch", "Wait", "WitnessedHead",
+    "canonical_json",
     "content_digest", "document_hash", "fingerprint", "first_problem", "load_key", "load_or_create_key", "node_id",
     "open_admin",
     "open_document", "pack", "pack_logprobs", "pack_tokens", "sign_document", "sign_request",

@@ -58,4 +58,5 @@ class RelayConfig:
     port: int = 8472
     settings: RelaySettings = field(default_factory=RelaySettings)
     peers: tuple[str, ...] = ()
+    witnesses: tuple[str, ...] = ()  # public keys of those whose signed ledger heads are mirrored, too
     reach: Reach | None = None

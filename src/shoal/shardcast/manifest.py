@@ -36,6 +36,7 @@ MAX_ENTRIES = 100_000
 MAX_DIMENSIONS = 16
 MAX_PAYLOAD_BYTES = 1 << 42
 MAX_MANIFEST_BYTES = 32 * MIB
+MAX_WITNESS_BYTES = 4096
 MAX_HEAD_BYTES = 64 * 1024
 
 Place = tuple[int, int]  # (incarnation, version): compared in this order

@@ -21,8 +21,8 @@ from typing import Any
 
 from blake3 import blake3
 
-from shoal.errors import ManifestRefused
-from shoal.protocol import BroadcastHead, Chunk, PolicyManifest
+from shoal.errors import ManifestRefused, ProtocolError
+from shoal.protocol import BroadcastHead, Chunk, PolicyManifest, SignedDocument, WitnessedHead, open_document
 from shoal.shardcast.budget import Selection, select_versions, size_of
 from shoal.shardcast.catalogue import Arrivals, Blob
 from shoal.shardcast.config import RelayConfig
@@ -40,7 +40,7 @@ from shoal.shardcast.manifest import (
 from shoal.shardcast.metrics import Metric
 from shoal.shardcast.pool import ChunkPool, PoolSettings
 from shoal.shardcast.sources import SourceScores
-from shoal.shardcast.tree import CHUNK, HEAD, Tree, chunk_key, have_key, manifest_key, parse_label
+from shoal.shardcast.tree import CHUNK, HEAD, WITNESS, Tree, chunk_key, have_key, manifest_key, parse_label, witness_key
 
 log = logging.getLogger(__name__)
 
@@ -89,6 +89,8 @@ class Mirror:
             return Blob(self._tree.path(key), 0, size) if size is not None and match[2] in self._complete else None
         if key == HEAD:
             return Blob.whole(self._tree.path(key)) if self.head is not None else None
+        if WITNESS.fullmatch(key):
+            return Blob.whole(self._tree.path(key))
         place = parse_label(key.removeprefix("manifests/").removesuffix(".json"))
         return Blob.whole(self._tree.path(key)) if place in self._manifests else None
 
@@ -218,6 +220,17 @@ class Mirror:
             self._manifests = self._manifests | {place: manifest}
             self._settle()
         self._arrivals.notify(manifest_key(place))
+
+    def adopt_witness(self, key: str, data: bytes) -> None:
+        """Take what a witness signed about this run's ledger, unless what is here is as new."""
+        try:
+            signed = SignedDocument.model_validate_json(data)
+            index = _witnessed(signed, key, self._run)
+            known = self._tree.read(witness_key(key))
+            if known is None or index > _witnessed(SignedDocument.model_validate_json(known), key, self._run):
+                self._tree.write(witness_key(key), data)
+        except (ValueError, ProtocolError) as error:
+            raise ManifestRefused(f"what was offered as signed by witness {key[:16]}… is not: {error}") from error
 
     def watch_again(self) -> None:
         """Ask the sources what they have of the versions that are wanted; to be called when there are new ones."""
@@ -352,3 +365,11 @@ class Mirror:
             time.monotonic() - began_s,
             ", ".join(f"{source}: {size / 1e6:.1f} MB" for source, size in shares) or "this disk",
         )
+
+
+def _witnessed(signed: SignedDocument, key: str, run: str) -> int:
+    """The ledger row that a witness signed for."""
+    head = open_document(signed, WitnessedHead, key)
+    if head.run != run:
+        raise ProtocolError(f"it is about run {head.run[:80]}")
+    return head.index

@@ -32,6 +32,7 @@ from shoal.shardcast.lookup import MANIFEST_S, get_document
 from shoal.shardcast.manifest import (
     MAX_HEAD_BYTES,
     MAX_MANIFEST_BYTES,
+    MAX_WITNESS_BYTES,
     Place,
     check_not_rolled_back,
     place_of,
@@ -40,7 +41,7 @@ from shoal.shardcast.manifest import (
 from shoal.shardcast.mirror import CountingScores, Mirror
 from shoal.shardcast.server import TreeServer, serve
 from shoal.shardcast.sources import SourceScores
-from shoal.shardcast.tree import HEAD, Tree, manifest_key
+from shoal.shardcast.tree import HEAD, Tree, manifest_key, witness_key
 
 log = logging.getLogger(__name__)
 
@@ -205,7 +206,14 @@ class Follower:
         head = read_head(data, self._config.run, self._config.trusted_key)
         check_not_rolled_back(head, self._mirror.head)
         news = self._take_head(head, data)
+        self._take_witnesses()
         return self._take_older() or news
+
+    def _take_witnesses(self) -> None:
+        for key in self._config.witnesses:
+            data = get_document(self._connection, witness_key(key), MAX_WITNESS_BYTES, Deadline(MANIFEST_S))
+            if data is not None:
+                self._mirror.adopt_witness(key, data)
 
     def _take_head(self, head: BroadcastHead, data: bytes) -> bool:
         known = self._mirror.head

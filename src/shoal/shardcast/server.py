@@ -34,10 +34,10 @@ from shoal.runtime.files import resource_error
 from shoal.runtime.stop import StopToken
 from shoal.shardcast.catalogue import Arrivals, Blob, Catalogue, FolderCatalogue
 from shoal.shardcast.limits import Guest, Guests, ServerLimits
-from shoal.shardcast.manifest import MAX_HEAD_BYTES, Place
+from shoal.shardcast.manifest import MAX_HEAD_BYTES, MAX_WITNESS_BYTES, Place
 from shoal.shardcast.metrics import CONTENT_TYPE, Metric, render
 from shoal.shardcast.request import Request, answer_head, byte_range
-from shoal.shardcast.tree import HEAD, Tree, have_key, is_key, parse_have_key, parse_label
+from shoal.shardcast.tree import HEAD, WITNESS, Tree, have_key, is_key, parse_have_key, parse_label
 
 log = logging.getLogger(__name__)
 
@@ -209,6 +209,8 @@ class TreeServer:
             await self._say(client.writer, 404, "there is no such name in a published tree", request)
         elif key == HEAD:
             await self._send_head(request, client)
+        elif WITNESS.fullmatch(key):
+            await self._send_witness(key, request, client)
         else:
             await self._send_key(key, request, client)
 
@@ -255,6 +257,16 @@ class TreeServer:
         headers = {"Content-Type": "application/json", "Cache-Control": "no-cache"}
         await self._send(client.writer, data, headers, request)
         self.sent_bytes += len(data) if request.method == "GET" else 0
+
+    async def _send_witness(self, key: str, request: Request, client: _Client) -> None:
+        """What a witness signed: small, and replaced now and then."""
+        blob = self._catalogue.find(key)
+        data = None if blob is None or blob.size_bytes > MAX_WITNESS_BYTES else blob.path.read_bytes()
+        if data is None:
+            await self._say(client.writer, 404, "there is nothing of this witness here", request)
+            return
+        headers = {"Content-Type": "application/json", "Cache-Control": "no-cache"}
+        await self._send(client.writer, data, headers, request)
 
     def _newer_than(self, after: Place | None) -> bool:
         place = _place_in(self._read_head())

@@ -1,8 +1,9 @@
 """The published tree: plain immutable files that any HTTP server can hand out, and the names that are allowed in it.
 
-    head.json                               signed; the only file that is ever replaced
+    head.json                               signed; replaced with every version
     manifests/<incarnation>.<version>.json  signed
     chunks/<2 hex>/<blake3 hex>             by content
+    witness/<public key>.json               signed by that key: the newest ledger head that a witness saw; replaced, too
 
 A file appears under its name only when it is whole: it is written under a hidden name and renamed.
 """
@@ -22,12 +23,17 @@ NUMBER = "(0|[1-9][0-9]{0,9})"
 LABEL = re.compile(rf"{NUMBER}\.{NUMBER}", re.ASCII)
 MANIFEST = re.compile(rf"manifests/{NUMBER}\.{NUMBER}\.json", re.ASCII)
 HAVE = re.compile(rf"have/({NUMBER}\.{NUMBER})", re.ASCII)
+WITNESS = re.compile(r"witness/[0-9a-f]{64}\.json", re.ASCII)
 CHUNK = re.compile(r"chunks/([0-9a-f]{2})/(\1[0-9a-f]{62})", re.ASCII)
 
 
 def is_key(key: str) -> bool:
-    """Whether `key` is one of the three shapes of names in a tree; nothing else is ever looked up on disk."""
-    return key == HEAD or bool(MANIFEST.fullmatch(key) or CHUNK.fullmatch(key))
+    """Whether `key` is one of the shapes of names in a tree; nothing else is ever looked up on disk."""
+    return key == HEAD or bool(MANIFEST.fullmatch(key) or CHUNK.fullmatch(key) or WITNESS.fullmatch(key))
+
+
+def witness_key(public_key: str) -> str:
+    return f"witness/{public_key}.json"
 
 
 def manifest_key(place: Place) -> str:
@@ -78,7 +84,8 @@ class Tree:
             raise resource_error("read", self.path(key), error) from error
 
     def write(self, key: str, data: bytes) -> None:
-        """Put a head or manifest, durably."""
+        """Put a head, a manifest or what a witness signed, durably."""
+        ensure_folder(self.path(key).parent)
         write_atomically(self.path(key), data)
 
     def places(self) -> list[Place]:

@@ -58,6 +58,7 @@ from shoal.worker.cheats import Cheat, Loot, find_cheat
 from shoal.worker.earnings import Earnings, shut_out
 from shoal.worker.fitting import fitted, refuse_too_large
 from shoal.worker.folder import identity
+from shoal.worker.heads import KeptHeads
 from shoal.worker.newest import NewestPolicy
 from shoal.worker.outbox import Outbox, Parcel
 from shoal.worker.settings import WorkerConfig, WorkerSettings, check_choices
@@ -135,6 +136,7 @@ def _connected(config: WorkerConfig, stop: StopToken) -> Iterator[HubClient]:
     urls = (config.hub_url, *config.further_hubs)
     options = ClientOptions(patience_s=config.settings.hub_patience_s)
     client = HubClient(urls, key, stop, config.root_fingerprint, config.http, options=options)
+    client.on_receipt = KeptHeads(config.folder).keep
     try:
         refusal = shut_out(client.register(config.name, "worker", None, config.vouch))
         if refusal is not None:

@@ -1,7 +1,7 @@
 """One pass over a ledger: every hash, every head that can be had, every account, every signed document behind a row.
 
     entries ─► chain (hashes, heads) ─► accounts (formula, once per submission) ─► proofs (receipts, verdicts, orders)
-    heads:  the hub's · those inside policy manifests and receipts · the one kept from last time · --head FILE
+    heads:  the hub's · those inside policy manifests and receipts · the one kept from last time · --head · --witness
 
 A row that was changed, dropped or swapped breaks the hashes. Whoever recomputes all hashes, or drops the end, is found
 out by any head from before. Whoever invents credit, and holds the hub's key, has no verdict for it (`ledger.evidence`).
@@ -9,14 +9,17 @@ out by any head from before. Whoever invents credit, and holds the hub's key, ha
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
+from shoal.cli.accounting.forks import is_proof, proven_fork, read_proof
 from shoal.cli.accounting.heads import keep, load_kept, read_head_file
 from shoal.cli.accounting.places import MANIFEST, FilePlace, FolderPlace, Place, open_place, pages
-from shoal.errors import LedgerError
+from shoal.cli.accounting.witnessing import witness_pins
+from shoal.errors import LedgerError, LedgerForked
 from shoal.ledger import EVIDENCED, Account, Accounts, Chain, Keys, Pin, Proofs, is_run_of
 from shoal.protocol import LedgerEntry
 
@@ -84,13 +87,23 @@ def _passed(pins: list[Pin]) -> list[str]:
     return lines
 
 
-def check_ledger(where: str, head: Path | None = None, wait_s: float = 3.0, needs_documents: bool = True) -> Checked:
+def check_ledger(
+    where: str,
+    head: Path | None = None,
+    wait_s: float = 3.0,
+    needs_documents: bool = True,
+    witnesses: Sequence[str] = (),
+) -> Checked:
     """Verify the ledger at `where`; raises `LedgerError` with the row and what is wrong. Keeps its head."""
+    if is_proof(Path(where)):
+        raise LedgerError(read_proof(Path(where)))
     with closing(open_place(where, wait_s)) as place:
-        return check_place(place, head, needs_documents)
+        return check_place(place, head, needs_documents, witnesses)
 
 
-def check_place(place: Place, head: Path | None = None, needs_documents: bool = True) -> Checked:
+def check_place(
+    place: Place, head: Path | None = None, needs_documents: bool = True, witnesses: Sequence[str] = ()
+) -> Checked:
     missing = place.missing_evidence() if needs_documents else ""
     if missing:
         raise LedgerError(
@@ -101,12 +114,16 @@ def check_place(place: Place, head: Path | None = None, needs_documents: bool = 
     if first is None:
         raise LedgerError(f"the ledger at {place.label} is empty: not even the run is written down")
     checked = Checked(*_begins(first, place), is_proven=needs_documents)
-    given = [] if head is None else [Pin(read_head_file(head), f"--head {head}")]
-    pins = [*place.pins(checked.run, checked.root_key), *given]
-    chain = Chain(_of_this_run(checked, [*pins, *_kept(place, checked)]))
+    given = [] if head is None else read_head_file(head, checked.run)
+    seen = [pin for witness in witnesses for pin in witness_pins(place, witness, checked.run)]
+    pins = _of_this_run(checked, [*place.pins(checked.run, checked.root_key), *given])
+    chain = Chain([*pins, *_reachable(place, checked, [*_kept(checked), *seen])])
     proofs = Proofs(Keys(checked.run, checked.root_key), chain, needs_documents)
-    _read(place, checked, proofs)
-    _finish(place, chain, checked)
+    try:
+        _read(place, checked, proofs)
+        _finish(place, chain, checked)
+    except LedgerForked as error:
+        raise LedgerError(f"{error}{proven_fork(place, proofs.keys, error)}") from error
     checked.last, checked.pins = chain.last, chain.passed
     _compare(place, checked)
     checked.notes += place.notes
@@ -114,7 +131,8 @@ def check_place(place: Place, head: Path | None = None, needs_documents: bool = 
         checked.notes.append("no head to compare with: only from now on would a rewritten ledger be noticed")
     trusted = place.trusted(checked.last) if checked.last is not None else None
     if trusted is not None:
-        keep(checked.root_key, trusted)
+        signed = place.signed_head()
+        keep(checked.root_key, trusted, None if signed is None else signed.head)
     return checked
 
 
@@ -135,23 +153,30 @@ def _of_this_run(checked: Checked, pins: list[Pin]) -> list[Pin]:
     return pins
 
 
-def _kept(place: Place, checked: Checked) -> list[Pin]:
-    """The head from last time. A file may be older than that: then it is no rollback, and cannot be compared."""
+def _kept(checked: Checked) -> list[Pin]:
+    """The head from last time."""
     known = load_kept(checked.run)
     if known is None:
         return []
     if known.root_key != checked.root_key:
         raise LedgerError(f"run {checked.run} had another root key when its ledger was seen last: an impostor's")
     seen = datetime.fromtimestamp(known.seen_ms / 1000, UTC).strftime("%Y-%m-%d %H:%M UTC")
-    pin = Pin(known.head, f"the head kept here since {seen}")
-    if isinstance(place, FilePlace):
-        last = -1
-        for entry in place.entries():
-            last = entry.index
-        if last < known.index:
-            checked.notes.append(f"the file ends before row {known.index}, which was seen since: it is an older copy")
-            return []
-    return [pin]
+    return [Pin(known.head, f"the head kept here since {seen}", known.signed)]
+
+
+def _reachable(place: Place, checked: Checked, pins: list[Pin]) -> list[Pin]:
+    """Those that can be compared: a file may be older than what was seen since, and that is no rollback."""
+    if not pins or not isinstance(place, FilePlace):
+        return pins
+    last = -1
+    for entry in place.entries():
+        last = entry.index
+    checked.notes += [
+        f"the file ends before row {pin.head.index}, which was seen since ({pin.source}): it is an older copy"
+        for pin in pins
+        if pin.head.index > last
+    ]
+    return [pin for pin in pins if pin.head.index <= last]
 
 
 def _read(place: Place, checked: Checked, proofs: Proofs) -> None:

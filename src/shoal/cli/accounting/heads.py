@@ -10,7 +10,8 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from shoal.errors import ConfigError, LedgerError, ProtocolError
-from shoal.protocol import LedgerHead, RoleCertificate, SignedDocument, open_document
+from shoal.ledger import Pin
+from shoal.protocol import LedgerHead, Receipt, RoleCertificate, SignedDocument, open_document
 from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.files import ensure_folder, write_atomically
 from shoal.runtime.home import home, make_home
@@ -26,6 +27,7 @@ class KeptHead(BaseModel):
     index: int
     hash: str
     seen_ms: int
+    signed: SignedDocument | None = None
 
     @property
     def head(self) -> LedgerHead:
@@ -66,35 +68,54 @@ def load_kept(run: str) -> KeptHead | None:
         ) from error
 
 
-def keep(root_key: str, head: LedgerHead, clock: Clock = SystemClock()) -> None:
-    """Remember the newest head that was verified, unless a newer one is known."""
+def keep(root_key: str, head: LedgerHead, signed: SignedDocument | None = None, clock: Clock = SystemClock()) -> None:
+    """Remember the newest head that was verified, unless a newer one is known; `signed`: as the hub signed it."""
     known = load_kept(head.run)
     if known is not None and known.index >= head.index:
         return
-    kept = KeptHead(run=head.run, root_key=root_key, index=head.index, hash=head.hash, seen_ms=clock.now_ms())
+    statement = signed if signed is not None and signed.document.get("index") == head.index else None
+    kept = KeptHead(
+        run=head.run, root_key=root_key, index=head.index, hash=head.hash, seen_ms=clock.now_ms(), signed=statement
+    )
     make_home()
     ensure_folder(kept_path(head.run).parent)
     write_atomically(kept_path(head.run), kept.model_dump_json(indent=2).encode() + b"\n")
 
 
-def read_head_file(path: Path) -> LedgerHead:
-    """A head that you kept: as `GET /ledger/head` answers it, as it lies beside an export, or as it is kept here.
+def read_head_file(path: Path, run: str) -> list[Pin]:
+    """Heads that you kept: as `GET /ledger/head` answers, as one lies beside an export or is kept here, as a witness
+    signed it, or a worker's `heads.jsonl`: of these, those of this run.
 
-    Whose signature it has does not matter: it is you who vouches for it, and it can only make a check stricter.
+    Whose signatures they have does not matter: it is you who vouches for them, and they can only make a check stricter.
     """
     try:
         data = path.read_bytes()
     except OSError as error:
         raise ConfigError(f"cannot read the head {path}: {error.strerror}") from error
+    lines = data.splitlines() if path.suffix == ".jsonl" else [data]
+    if path.suffix == ".jsonl" and not data.endswith(b"\n"):
+        lines = lines[:-1]  # a line that was being written when its machine stopped
+    found = [pin for line in lines if (pin := _pin(line, f"--head {path}")) is not None]
+    if not found:
+        raise ConfigError(f"{path} is no ledger head: neither as a hub or a witness signs it nor as shoal keeps it")
+    return [pin for pin in found if pin.head.run == run] if path.suffix == ".jsonl" else found
+
+
+def _pin(data: bytes, source: str) -> Pin | None:
     try:
-        return KeptHead.model_validate_json(data).head
+        kept = KeptHead.model_validate_json(data)
+        return Pin(kept.head, source, kept.signed)
     except ValidationError:
         pass
     try:
-        return LedgerHead.model_validate(CertifiedHead.model_validate_json(data).head.document)
+        signed = CertifiedHead.model_validate_json(data).head
     except ValidationError:
-        pass
+        try:
+            signed = SignedDocument.model_validate_json(data)
+        except ValidationError:
+            return None
     try:
-        return LedgerHead.model_validate(SignedDocument.model_validate_json(data).document)
-    except ValidationError as error:
-        raise ConfigError(f"{path} is no ledger head: neither as a hub signs it nor as shoal keeps it") from error
+        named = signed.document.get("ledger") if signed.kind == Receipt.kind else signed.document
+        return Pin(LedgerHead.model_validate(named, extra="ignore"), source, signed)
+    except ValidationError:
+        return None

@@ -42,8 +42,8 @@ from shoal.protocol import (
 from shoal.protocol.evidence import MAX_EVIDENCE_PER_PAGE
 from shoal.runtime.stop import StopToken
 from shoal.runtime.targets import TargetRefused, check_url
-from shoal.shardcast.manifest import MAX_HEAD_BYTES, MAX_MANIFEST_BYTES, read_head, read_manifest
-from shoal.shardcast.tree import HEAD, Tree, manifest_key, parse_label
+from shoal.shardcast.manifest import MAX_HEAD_BYTES, MAX_MANIFEST_BYTES, MAX_WITNESS_BYTES, read_head, read_manifest
+from shoal.shardcast.tree import HEAD, Tree, manifest_key, parse_label, witness_key
 
 M = TypeVar("M", bound=Message)
 
@@ -74,6 +74,14 @@ class Place(Protocol):
 
     def signed_head(self) -> CertifiedHead | None:
         """The hub's own head, signed, if it can be had."""
+        ...
+
+    def certificates(self) -> tuple[SignedDocument, ...]:
+        """What the root key signed for this run's keys, as far as it is at hand beside the rows."""
+        ...
+
+    def witnessed(self, public_key: str) -> list[bytes]:
+        """What a witness published, from wherever it can be had; nothing of it is verified yet."""
         ...
 
     def missing_evidence(self) -> str:
@@ -152,6 +160,21 @@ class HubPlace:
     def missing_evidence(self) -> str:
         return ""
 
+    def certificates(self) -> tuple[SignedDocument, ...]:
+        return self._run.info.certificates
+
+    def witnessed(self, public_key: str) -> list[bytes]:
+        found = []
+        with closing(open_http()) as http:
+            for source in (*self._run.info.sources, *self._run.info.last_resort):
+                try:
+                    check_url(source)
+                    url = f"{source.rstrip('/')}/{witness_key(public_key)}"
+                    found.append(self._download(http, url, MAX_WITNESS_BYTES))
+                except (httpx.HTTPError, ProtocolError, TargetRefused) as error:
+                    self.notes.append(f"{source}: {error}")
+        return found
+
     def pins(self, run: str, root_key: str) -> list[Pin]:  # noqa: ARG002  the client has checked both
         head = LedgerHead.model_validate(self._head.document)
         manifests = self._manifests()
@@ -191,17 +214,27 @@ class HubPlace:
             return []
 
     def _download(self, http: httpx.Client, url: str, max_bytes: int) -> bytes:
-        body = bytearray()
-        with http.stream("GET", url, timeout=ASK_S, extensions={REACH: self._run.reach}) as answer:
-            answer.raise_for_status()
-            for piece in answer.iter_bytes():
-                body += piece
-                if len(body) > max_bytes:
-                    raise ProtocolError(f"{url} is longer than {max_bytes} bytes")
-        return bytes(body)
+        return _body(http, url, max_bytes, {REACH: self._run.reach})
 
     def close(self) -> None:
         self._client.close()
+
+
+def download(url: str, max_bytes: int) -> bytes:
+    """What lies at an address that the reader named."""
+    with closing(open_http()) as http:
+        return _body(http, url, max_bytes, {})
+
+
+def _body(http: httpx.Client, url: str, max_bytes: int, extensions: dict[str, object]) -> bytes:
+    body = bytearray()
+    with http.stream("GET", url, timeout=ASK_S, extensions=extensions) as answer:
+        answer.raise_for_status()
+        for piece in answer.iter_bytes():
+            body += piece
+            if len(body) > max_bytes:
+                raise ProtocolError(f"{url} is longer than {max_bytes} bytes")
+    return bytes(body)
 
 
 def _signed_manifest(data: bytes, run: str, key: str) -> SignedDocument:
@@ -247,6 +280,13 @@ class FolderPlace:
 
     def missing_evidence(self) -> str:
         return ""
+
+    def certificates(self) -> tuple[SignedDocument, ...]:
+        return self._folder.certificate("hub"), self._folder.certificate("trainer")
+
+    def witnessed(self, public_key: str) -> list[bytes]:
+        trees = [Tree(path) for path in (self._folder.path / "origin", *sorted(self._folder.path.glob("relay-*")))]
+        return [data for tree in trees if (data := tree.read(witness_key(public_key))) is not None]
 
     def pins(self, run: str, root_key: str) -> list[Pin]:  # noqa: ARG002  the folder's own
         tree, key = Tree(self._folder.path / "origin"), self._folder.trainer_key
@@ -314,6 +354,13 @@ class FilePlace:
                 self._ahead = each
                 return found
             found[each.row] = each
+
+    def certificates(self) -> tuple[SignedDocument, ...]:
+        found = self.signed_head()
+        return () if found is None else found.certificates
+
+    def witnessed(self, public_key: str) -> list[bytes]:  # noqa: ARG002  a file has no sources
+        return []
 
     def missing_evidence(self) -> str:
         path = evidence_file(self.path)
