@@ -17,6 +17,7 @@ from runkit import Run, end, ledger, metrics, processes_of
 from shoal.cli.accounting.checking import check_ledger
 from shoal.cli.demo.records import read_standing, rollouts_archived, signed_manifest
 from shoal.cli.folder import RunFolder
+from shoal.cli.main import main
 from shoal.errors import LedgerError
 from shoal.ledger import append, verify
 from shoal.protocol import LedgerEntry, load_key
@@ -169,3 +170,11 @@ def test_records_that_were_tampered_with_fail_the_demo(demo: Demo, tmp_path: Pat
 
     with pytest.raises(LedgerError, match=r"head|batches|groups that the ledger names"):
         inspect()
+
+
+def test_units_are_rechecked_from_what_the_folder_keeps(demo: Demo, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ledger", "recheck", str(demo.folder), "--sample", "40", "--seed", "1"]) == 0
+    said = capsys.readouterr().out
+    assert ": same: accepted" in said
+    assert "is no longer kept" in said, "the origin keeps the newest versions only"
+    assert " 0 different" in said

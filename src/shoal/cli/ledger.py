@@ -123,3 +123,20 @@ def witness(
     from shoal.cli.roles import begin
 
     run_witness(url, folder, out or (), every_s, once, begin("witness", None, verbose=False))
+
+
+@ledger.command()
+def recheck(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder, with its hub's blobs and its origin.")],
+    sample: Annotated[int, typer.Option("--sample", min=1, help="Accepted units to judge again.")] = 8,
+    seed: Annotated[int | None, typer.Option("--seed", help="Draws the same units again.  [default: random]")] = None,
+) -> None:
+    """Judge accepted units again, drawn at random, and compare with the signed verdicts; exit 5 if one differs."""
+    import secrets
+
+    from shoal.cli.accounting.rechecking import recheck_ledger
+    from shoal.cli.roles import begin
+
+    stop = begin("recheck", None, verbose=False)
+    for line in recheck_ledger(run, sample, secrets.randbelow(2**31) if seed is None else seed, stop):
+        typer.echo(visible(line))

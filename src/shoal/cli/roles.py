@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from shoal.cli.folder import RunFolder, port_of
 from shoal.errors import ConfigError
@@ -20,6 +21,9 @@ from shoal.runtime import logs
 from shoal.runtime.limits import UNLIMITED_BYTES, MachineLimits
 from shoal.runtime.stop import StopToken, stop_on_signals
 from shoal.runtime.supervise import SUPERVISED, close_standard_input, follow_supervisor
+
+if TYPE_CHECKING:
+    from shoal.validator import ValidatorConfig
 
 log = logging.getLogger(__name__)
 
@@ -178,13 +182,20 @@ def follow_trainer(stop: StopToken) -> None:
 
 
 def _validator(folder: RunFolder, index: int, stop: StopToken) -> None:
+    from shoal.validator import run_validator
+
+    run_validator(validator_config(folder, index), stop)
+
+
+def validator_config(folder: RunFolder, index: int) -> ValidatorConfig:
+    """How a validator of this folder judges."""
     from shoal.environments import build
-    from shoal.validator import ValidatorConfig, run_validator
+    from shoal.validator import ValidatorConfig
 
     recipe, name = folder.recipe, f"validator-{index}"
     if name not in folder.trusted_roles:
         raise ConfigError(f"this run has {recipe.validator.count} validators; there is no --index {index}")
-    config = ValidatorConfig(
+    return ValidatorConfig(
         folder=folder.path / name,
         settings=recipe.validator,
         environment=build(recipe.environment),
@@ -196,7 +207,6 @@ def _validator(folder: RunFolder, index: int, stop: StopToken) -> None:
         shuffle_rewards=recipe.environment.shuffle_rewards,
         scored_by=recipe.environment,
     )
-    run_validator(config, stop)
 
 
 def _worker(folder: RunFolder, index: int, stop: StopToken, cheat: str | None = None) -> None:

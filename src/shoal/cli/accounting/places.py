@@ -26,7 +26,7 @@ from shoal.client.http import REACH, open_http
 from shoal.client.known_hubs import known_root
 from shoal.errors import BroadcastError, LedgerError, ProtocolError, UserError
 from shoal.hub.service.stories import evidence_of
-from shoal.hub.storage import open_storage
+from shoal.hub.storage import open_blobs, open_storage
 from shoal.ledger import Pin, head_of
 from shoal.protocol import (
     Evidence,
@@ -311,6 +311,16 @@ class FolderPlace:
 
     def trusted(self, last: LedgerEntry) -> LedgerHead | None:
         return head_of(self._folder.run_id, last)
+
+    def kept(self, submission: str) -> tuple[SignedDocument, bytes]:
+        """The lease of a submission as it was signed, and the bytes that were handed in."""
+        row = self._reader.submission(submission)
+        holding = None if row is None else self._reader.holding(row.lease)
+        if holding is None:
+            raise LedgerError(f"the hub has no submission {submission[:16]}…")
+        settings = self._folder.recipe.hub
+        blobs = open_blobs(settings.storage, settings.storage_endpoint, self._folder.path / "hub" / "blobs")
+        return SignedDocument.model_validate_json(holding.lease.document), blobs.get(submission)
 
     def balances(self) -> dict[str, tuple[int, int]] | None:
         """Credit and pending credit of each node by the hub's own rows; None while entries wait to be appended."""
