@@ -245,7 +245,12 @@ def relay(
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port to listen on.")] = 8472,
     keep: Annotated[int, typer.Option("--keep", min=1, max=1000, help="Newest versions to keep.")] = 3,
     disk_budget_gb: Annotated[
-        float | None, typer.Option("--disk-budget-gb", min=1e-6, help="Disk for chunks; the oldest versions go first.")
+        float | None,
+        typer.Option(
+            "--disk-budget-gb",
+            min=1e-6,
+            help="Disk for chunks; the oldest versions go first.  [default: all; with --run-info 80 % of the free]",
+        ),
     ] = None,
     connections_per_client: Annotated[
         int | None, typer.Option("--connections-per-client", min=1, help="Connections that one address may have.")

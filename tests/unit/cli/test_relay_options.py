@@ -52,7 +52,9 @@ def test_every_option_reaches_the_relay(configs: list[RelayConfig], tmp_path: Pa
     settings = RelaySettings(kept_versions=4, disk_budget_gb=1.5, connections_per_client=9, rate_per_client_mbit=80)
     upstreams, peers = ("http://a:1", "http://b:1"), ("http://c:1", "http://d:1")
     named = Reach(Nearness.PUBLIC, frozenset((name, 1) for name in "abcd"))  # the user's own choice is not checked
-    assert configs == [RelayConfig(tmp_path, upstreams, "run-1", "ab" * 32, "127.0.0.1", 7, settings, peers, named)]
+    assert configs == [
+        RelayConfig(tmp_path, upstreams, "run-1", "ab" * 32, "127.0.0.1", 7, settings, peers, reach=named)
+    ]
 
 
 def test_without_options_a_relay_is_as_a_recipe_would_have_it(configs: list[RelayConfig], tmp_path: Path) -> None:
