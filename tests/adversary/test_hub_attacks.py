@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
@@ -241,6 +242,24 @@ def test_a_flood_of_requests(hub: Hub) -> None:
 
 
 # ── what was written down ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_throwaway_keys_that_register_and_cheat_leave_nothing_in_the_ledger(tmp_path: Path) -> None:
+    """Registrations, rejections and bans were rows for ever, which everybody has to read: 38 MB a day per address."""
+    with running_hub(tmp_path / "run") as hub:
+        validator = hub.trusted("validator-0", "validator")
+        before = ok(hub.http.get("/ledger/head")).json()["document"]
+        sybils = [hub.worker(f"sybil-{number}") for number in range(20)]
+        for cheat in sybils[:3]:
+            ok(cheat.submit(cheat.lease()[0]))
+            [audit] = validator.audits()
+            failed = {"outcome": "rejected", "reason": "x.y", "severity": Severity.CERTAIN}
+            validator.judge(audit, rewards=(), generated_tokens=0, **failed)
+        assert ok(hub.http.get("/ledger/head")).json()["document"] == before
+        story = ok(hub.http.get(f"/nodes/{sybils[0].key.node}")).json()
+        assert (story["node"]["state"], story["ledger"]) == ("banned", [])
+        signed = story["refused"][0]["verdict"]["signed_by"]
+        assert signed == validator.key.public_key, "it can be contested all the same"
 
 
 def test_a_ledger_that_is_rolled_back_or_changed(hub: Hub) -> None:

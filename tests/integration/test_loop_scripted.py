@@ -28,7 +28,7 @@ from shoal.engines.submission import submission_of
 from shoal.environments import Score, Task
 from shoal.errors import ConfigError, DeadlineExceeded, EnvironmentSetupError, HubRefused, SignatureError
 from shoal.hub import HubConfig, HubSettings, RunSettings, create_app, run_hub
-from shoal.ledger import fold, verify
+from shoal.ledger import Account, fold, verify
 from shoal.protocol import (
     Batch,
     LeaseRequest,
@@ -269,7 +269,8 @@ def check_accounts(run: Run) -> None:
     accounts = fold(entries).by_node
     for view in run.nodes().values():
         if view.role == "worker":
-            assert (accounts[view.node].credit, accounts[view.node].accepted) == (view.credit, view.accepted)
+            account = accounts.get(view.node, Account())
+            assert (account.credit, account.accepted) == (view.credit, view.accepted)
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
