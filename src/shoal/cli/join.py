@@ -42,6 +42,7 @@ class JoinRequest:
     vouch: Path | None = None
     check: bool = True
     limits: MachineLimits = field(default_factory=MachineLimits)
+    sandbox: bool = False
 
 
 @dataclass(frozen=True)
@@ -57,8 +58,8 @@ class StandaloneRelay:
     settings: Mapping[str, float | None] = field(default_factory=dict)  # of `RelaySettings`; the others as usual
 
 
-def run_joined_worker(request: JoinRequest, verbose: bool) -> None:
-    """Work for the run at the URLs until it ends or this process is stopped.
+def run_joined_worker(request: JoinRequest, verbose: bool) -> int:
+    """Work for the run at the URLs until it ends or this process is stopped; the exit code.
 
     First what is wrong here, then whether there is a hub; torch is loaded (seconds) when there is work to do.
     """
@@ -77,6 +78,10 @@ def run_joined_worker(request: JoinRequest, verbose: bool) -> None:
     stop = begin("worker", None, verbose)
     with ending_quietly(stop):
         folder, root_fingerprint = arrive(urls, pinned, request, stop)
+        if request.sandbox:
+            from shoal.cli.sandbox import run_in_sandbox
+
+            return run_in_sandbox(request, urls, stop, folder.absolute(), root_fingerprint)
         config = WorkerConfig(
             folder=folder,
             settings=settings,
@@ -90,6 +95,7 @@ def run_joined_worker(request: JoinRequest, verbose: bool) -> None:
             limits=request.limits,
         )
         run_worker(config, stop)
+    return 0
 
 
 def run_standalone_relay(request: StandaloneRelay, verbose: bool) -> None:

@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -55,11 +55,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     if arguments is None:
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # until a command listens itself, as to Ctrl-C
+    return guarded(
+        lambda: app(args=given, prog_name="shoal", standalone_mode=False), "--debug" in given or is_verbose()
+    )
+
+
+def guarded(command: Callable[[], object], debug: bool) -> int:
+    """The exit code of what is run; an exception becomes a line and a code."""
     _say_what_can_be_said()
-    debug, supervised = "--debug" in given or _verbose(), SUPERVISED in os.environ
+    supervised = SUPERVISED in os.environ
     try:
         crash.arm()
-        code = app(args=given, prog_name="shoal", standalone_mode=False)
+        code = command()
         return code if isinstance(code, int) else 0
     except KeyboardInterrupt:
         return 130
@@ -128,7 +135,7 @@ def _options(
         os.environ["SHOAL_DEBUG"] = "1"
 
 
-def _verbose() -> bool:
+def is_verbose() -> bool:
     return os.environ.get("SHOAL_DEBUG", "") not in ("", "0")
 
 
@@ -280,14 +287,14 @@ def relay(
         request = RelayRequest(
             tuple(upstreams or ()), tuple(peers or ()), folder or Path("mirror"), host, port, settings
         )
-        return run_cast_relay(request, _verbose())
+        return run_cast_relay(request, is_verbose())
     from shoal.cli.join import StandaloneRelay, run_standalone_relay
 
     further, mirrored = tuple(peers or ()), tuple(witnesses or ())
     standalone = StandaloneRelay(
         hub_url, tuple(upstreams or ()), folder, host, port, wait_s, further, mirrored, settings
     )
-    return run_standalone_relay(standalone, _verbose())
+    return run_standalone_relay(standalone, is_verbose())
 
 
 def worker(
@@ -316,6 +323,10 @@ def worker(
         Path | None, typer.Option("--vouch", metavar="FILE", help="The same, by what `shoal key vouch` wrote.")
     ] = None,
     check: Annotated[bool, typer.Option("--check/--no-check", help="Look at this machine first.")] = True,
+    sandbox: Annotated[
+        bool,
+        typer.Option("--sandbox", help="Work without network, home and other processes in sight (needs bubblewrap)."),
+    ] = False,
     max_memory: Annotated[
         str | None,
         typer.Option("--max-memory", metavar="SIZE", help="8GB; for a model.  [default: 80 % of the free]"),
@@ -327,7 +338,7 @@ def worker(
     max_bandwidth: Annotated[
         str | None, typer.Option("--max-bandwidth", metavar="RATE", help="20Mbit/s; for weights.  [default: no limit]")
     ] = None,
-) -> None:
+) -> int:
     """Contribute this machine to a run: all you need is its join URL."""
     if cheat is not None:
         from shoal.worker.cheats import find_cheat
@@ -335,9 +346,12 @@ def worker(
         find_cheat(cheat)
     limits = MachineLimits.of_options(max_memory, max_disk, max_bandwidth)
     if directory is not None:
-        if limits != MachineLimits():
-            raise UserError("--max-memory, --max-disk and --max-bandwidth go with a join URL, not with --dir")
-        return _role(f"worker-{index}", directory, cheat)
+        if limits != MachineLimits() or sandbox:
+            raise UserError(
+                "--sandbox, --max-memory, --max-disk and --max-bandwidth go with a join URL, not with --dir"
+            )
+        _role(f"worker-{index}", directory, cheat)
+        return 0
     from shoal.cli.join import JoinRequest, run_joined_worker
 
     if not urls:
@@ -355,8 +369,9 @@ def worker(
         vouch=vouch,
         check=check,
         limits=limits,
+        sandbox=sandbox,
     )
-    return run_joined_worker(request, _verbose())
+    return run_joined_worker(request, is_verbose())
 
 
 app.command(name="worker")(worker)
@@ -518,7 +533,7 @@ def _role(name: str, directory: Path, cheat: str | None = None) -> None:
     from shoal.cli.roles import begin
 
     supervised = SUPERVISED in os.environ
-    stop = begin(name, directory if (directory / "recipe.toml").is_file() else None, _verbose())
+    stop = begin(name, directory if (directory / "recipe.toml").is_file() else None, is_verbose())
     from shoal.cli.folder import RunFolder
     from shoal.cli.roles import run_role
 
@@ -532,7 +547,7 @@ def _follower(rank: int, directory: Path) -> None:
     from shoal.cli.roles import begin, follow_trainer
 
     supervised = SUPERVISED in os.environ
-    stop = begin(f"trainer-rank-{rank}", directory if (directory / "recipe.toml").is_file() else None, _verbose())
+    stop = begin(f"trainer-rank-{rank}", directory if (directory / "recipe.toml").is_file() else None, is_verbose())
     follow_trainer(stop)
     if supervised and stop.is_set():
         raise typer.Exit(TOLD_TO_STOP_CODE)

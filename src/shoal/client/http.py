@@ -7,13 +7,14 @@ checked (`runtime.targets`), and connected to by that very address; TLS and the 
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 
 import httpx
 
 from shoal import __version__
 from shoal.protocol.versions import HEADER_PROTOCOL, PROTOCOL_VERSION
 from shoal.runtime.proxies import DEFAULT_PORTS, Proxy, proxy_of
-from shoal.runtime.targets import Reach, addresses, check_behind_proxy
+from shoal.runtime.targets import Reach, addresses, check_behind_proxy, way_out
 
 HEADERS = {HEADER_PROTOCOL: str(PROTOCOL_VERSION), "user-agent": f"shoal/{__version__}"}
 REACH = "shoal.reach"
@@ -25,18 +26,21 @@ def open_http(max_connections: int = 16) -> httpx.Client:
 
 
 class _Routes(httpx.BaseTransport):
-    """Direct, or by a proxy. Threads may share it."""
+    """Direct, by a proxy, or by a socket out of a sandbox. Threads may share it."""
 
     def __init__(self, limits: httpx.Limits) -> None:
         self._limits = limits
         self._certificates = httpx.create_ssl_context()  # takes a while to make: one for all
         self._direct = httpx.HTTPTransport(verify=self._certificates, limits=limits)
-        self._proxied: dict[Proxy, httpx.HTTPTransport] = {}
+        self._others: dict[Proxy | Path, httpx.HTTPTransport] = {}
         self._lock = threading.Lock()
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
         reach, proxy = request.extensions.get(REACH), proxy_of(str(request.url))
         try:
+            inside = way_out(*_endpoint(request.url))
+            if inside is not None:
+                return self._by(inside).handle_request(request)
             if proxy is not None:
                 check_behind_proxy(*_endpoint(request.url), reach)
                 return self._by(proxy).handle_request(request)
@@ -54,17 +58,18 @@ class _Routes(httpx.BaseTransport):
                 continue
         return self._direct.handle_request(_at(request, last))
 
-    def _by(self, proxy: Proxy) -> httpx.HTTPTransport:
+    def _by(self, way: Proxy | Path) -> httpx.HTTPTransport:
+        """By a proxy, or by a socket out of a sandbox."""
         with self._lock:
-            if proxy not in self._proxied:
-                headers = {"proxy-authorization": proxy.authorization} if proxy.authorization else {}
-                self._proxied[proxy] = httpx.HTTPTransport(
-                    verify=self._certificates, limits=self._limits, proxy=httpx.Proxy(proxy.shown, headers=headers)
+            if way not in self._others:
+                uds, proxy = (str(way), None) if isinstance(way, Path) else (None, _as_proxy(way))
+                self._others[way] = httpx.HTTPTransport(
+                    verify=self._certificates, limits=self._limits, uds=uds, proxy=proxy
                 )
-            return self._proxied[proxy]
+            return self._others[way]
 
     def close(self) -> None:
-        for transport in (self._direct, *self._proxied.values()):
+        for transport in (self._direct, *self._others.values()):
             transport.close()
 
 
@@ -77,6 +82,11 @@ def _at(request: httpx.Request, address: str) -> httpx.Request:
         stream=request.stream,
         extensions={**request.extensions, "sni_hostname": request.url.host},
     )
+
+
+def _as_proxy(proxy: Proxy) -> httpx.Proxy:
+    headers = {"proxy-authorization": proxy.authorization} if proxy.authorization else {}
+    return httpx.Proxy(proxy.shown, headers=headers)
 
 
 def _endpoint(url: httpx.URL) -> tuple[str, int]:

@@ -297,10 +297,10 @@ class Transport:
 
 
 def _peer(response: httpx.Response) -> str | None:
-    """The address that an answer comes from; None if it comes from this process."""
+    """The address that an answer comes from; None if it comes from this process, or by a socket out of a sandbox."""
     stream = response.extensions.get("network_stream")
     address = None if stream is None else stream.get_extra_info("server_addr")
-    return None if address is None else str(address[0])
+    return str(address[0]) if isinstance(address, tuple) else None
 
 
 def _sorted_out(response: httpx.Response, content: bytes) -> bytes:

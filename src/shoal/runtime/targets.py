@@ -16,12 +16,17 @@ Behind a proxy, names are resolved by the proxy, so only addresses in numbers ca
 from __future__ import annotations
 
 import ipaddress
+import os
 import socket
 from dataclasses import dataclass
 from enum import IntEnum
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from shoal.runtime.proxies import DEFAULT_PORTS, proxy_of
+
+SANDBOX = "SHOAL_SANDBOX"
+"""Names the folder with the sockets that lead out of a sandbox, to a process inside; unset outside."""
 
 
 class Nearness(IntEnum):
@@ -145,13 +150,43 @@ def check_behind_proxy(host: str, port: int, reach: Reach | None) -> None:
 
 def connect(host: str, port: int, timeout_s: float, reach: Reach | None) -> socket.socket:
     """A connection to an address that was checked: the first that answers."""
-    *earlier, last = addresses(host, port, reach)
+    inside = way_out(host, port)
+    if inside is None:
+        return first_answer(addresses(host, port, reach), port, timeout_s)
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.settimeout(timeout_s)
+        connection.connect(str(inside))
+    except OSError:
+        connection.close()
+        raise
+    return connection
+
+
+def first_answer(found: list[str], port: int, timeout_s: float) -> socket.socket:
+    """A connection to the first of these addresses that answers."""
+    *earlier, last = found
     for address in earlier:
         try:
             return socket.create_connection((address, port), timeout=timeout_s)
         except OSError:
             continue
     return socket.create_connection((last, port), timeout=timeout_s)
+
+
+def way_out(host: str, port: int) -> Path | None:
+    """In a sandbox the socket that leads to an address (`runtime.forwarder`), or a refusal; None outside."""
+    folder = os.environ.get(SANDBOX)
+    if not folder:
+        return None
+    path = Path(folder) / socket_name(host, port)
+    if not path.is_socket():
+        raise TargetRefused(f"{host}:{port} is no hub or source of the run: the sandbox reaches nothing else")
+    return path
+
+
+def socket_name(host: str, port: int) -> str:
+    return f"{host}_{port}".replace("/", "_")
 
 
 def _numeric(host: str, port: int) -> list[str]:

@@ -21,8 +21,8 @@ from shoal.errors import BroadcastError, ConfigError
 from shoal.runtime.proxies import proxy_of
 from shoal.runtime.stop import StopToken
 from shoal.runtime.targets import Reach, check_behind_proxy, connect
+from shoal.runtime.tunnel import WANTS_PASSWORD, authorization_lines, connect_to, open_tunnel
 from shoal.shardcast.limits import Throttle
-from shoal.shardcast.tunnel import WANTS_PASSWORD, authorization_lines, connect_to, open_tunnel
 
 SLICE_S = 0.2
 MAX_ANSWER_HEAD_BYTES = 16 * 1024
@@ -214,7 +214,8 @@ class Connection:
         timeout_s = max(0.01, min(self._timeouts.connect_s, deadline.remaining_s()))
         try:
             plain = self._reach(timeout_s)
-            plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if plain.family != socket.AF_UNIX:  # which leads out of a sandbox
+                plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         except OSError as error:
             way = f" through the proxy {self._proxy.shown}" if self._proxy is not None else ""
             raise self._broken(f"cannot be reached{way}: {error.strerror or error}") from error

@@ -21,6 +21,7 @@ import pytest
 from clikit import one_line, run_shoal
 
 from forkkit import Forked, clean_environment
+from sandboxkit import gone, needs_bubblewrap, sandboxed
 from shoal.cli.folder import RunFolder
 from shoal.cli.keyring import vouch_for
 from shoal.cli.main import main
@@ -183,6 +184,56 @@ def test_a_joined_worker_works_and_says_at_the_end_what_it_earned(served: Served
     earned = f"{guest.accepted} group{'' if guest.accepted == 1 else 's'} accepted, credit +{guest.credit}"
     assert f"the run is finished: {earned}; in all" in error.splitlines()[-1]
     assert "cheats" not in error
+
+
+@needs_bubblewrap
+def test_a_worker_in_a_sandbox_works_end_to_end_and_its_owners_key_stays_outside(
+    served: Served, tmp_path: Path
+) -> None:
+    served.publish(0)
+    owner = load_or_create_key(tmp_path / "owner.key")
+    arguments = [served.endpoints.join, "--engine", "scripted", "--name", "guest", "--sandbox"]
+    process = start_join(tmp_path, *arguments, "--owner", str(tmp_path / "owner.key"))
+    try:
+        served.train()
+    finally:
+        code, error = finished(process, tmp_path)
+    assert code == 0, error
+    [guest] = [node for node in served.client.status().nodes if node.name == "guest"]
+    assert guest.accepted > 0
+    assert guest.owner == owner.public_key
+    assert "the run is finished" in error.splitlines()[-1]
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_worker_in_a_sandbox_stops_in_good_order_when_told_to(served: Served, tmp_path: Path, number: int) -> None:
+    process = start_join(tmp_path, served.endpoints.join, "--engine", "scripted", "--sandbox")
+    try:
+        eventually(lambda: served.workers() != [])
+    finally:
+        process.send_signal(number)
+        code, error = finished(process, tmp_path)
+    assert code == 0, error
+    assert "this start: 0 groups accepted" in error.splitlines()[-1]
+
+
+@needs_bubblewrap
+def test_a_sandbox_ends_with_the_process_that_made_it(served: Served, tmp_path: Path) -> None:
+    process = start_join(tmp_path, served.endpoints.join, "--engine", "scripted", "--sandbox")
+    try:
+        eventually(lambda: served.workers() != [])
+        inside = [pid for pid in sandboxed() if str(tmp_path / "node").encode() in command_line(pid)]
+        assert inside != []
+    finally:
+        process.kill()
+    assert gone(set(inside))
+
+
+def command_line(pid: int) -> bytes:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b""
 
 
 def test_of_several_hubs_one_that_answers_will_do_and_an_owners_key_is_vouched_by(

@@ -26,7 +26,7 @@ def require_sandbox() -> None:
         with Sandbox(HELLO, Limits()) as sandbox:
             ran = sandbox.run(b"world\n")
     except ScoringFailure as failure:
-        raise EnvironmentSetupError(f"programs cannot be run safely here: {failure}. {_advice(str(failure))}") from None
+        raise EnvironmentSetupError(f"programs cannot be run safely here: {failure}. {advice(str(failure))}") from None
     if ran.output != b"hello there world\n":
         said = ran.errors.decode(errors="replace").strip().splitlines()
         raise EnvironmentSetupError(
@@ -35,7 +35,8 @@ def require_sandbox() -> None:
         )
 
 
-def _advice(failure: str) -> str:
+def advice(failure: str) -> str:
+    """What to do where bubblewrap fails with these words."""
     if "namespace" in failure or "not permitted" in failure or "Permission denied" in failure:
         return (
             "bubblewrap may not make namespaces: allow user namespaces"

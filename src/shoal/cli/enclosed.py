@@ -1,0 +1,19 @@
+"""What `shoal join --sandbox` starts inside the sandbox: the worker, told what to do by one argument (JSON)."""
+
+from __future__ import annotations
+
+import sys
+
+from pydantic import TypeAdapter
+
+from shoal.cli.join import JoinRequest, run_joined_worker
+from shoal.cli.main import guarded, is_verbose
+
+
+def main() -> int:
+    request = TypeAdapter(JoinRequest).validate_json(sys.argv[1])
+    return guarded(lambda: run_joined_worker(request, is_verbose()), is_verbose())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,171 @@
+"""The only way out of `shoal join --sandbox`: one unix socket for each address that the run has, and nothing else.
+
+    sandbox (no network)                                 │ outside
+    connect(host, port) ─► /run/shoal/HOST_PORT ─────────┼─► Forwarder ─► that host and port, at the address that was
+                            none there: refused          │                looked up and checked when the socket was made
+
+The forwarder reads nothing of what it carries: who is at the other end is proven inside, by TLS and signatures.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import selectors
+import socket
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+
+from shoal.runtime.proxies import Proxy, proxy_of
+from shoal.runtime.targets import (
+    Reach,
+    TargetRefused,
+    addresses,
+    check_behind_proxy,
+    check_url,
+    endpoint_of,
+    first_answer,
+    socket_name,
+)
+from shoal.runtime.tunnel import connect_to, open_tunnel
+
+log = logging.getLogger(__name__)
+
+CONNECT_S = 10.0
+IDLE_S = 600.0
+MAX_CONNECTIONS = 256
+PIECE = 256 * 1024
+
+Endpoint = tuple[str, int]
+
+
+class Forwarder:
+    """Sockets in `folder`; `allow` says which. To be closed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._listeners: dict[Endpoint, socket.socket] = {}
+        self._selector = selectors.DefaultSelector()
+        self._wake, wakened = socket.socketpair()
+        self._selector.register(wakened, selectors.EVENT_READ)
+        self._wakened = wakened
+        self._lock = threading.Lock()
+        self._places = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        self._closed = False
+        self._thread = threading.Thread(target=self._serve, name="forwarder", daemon=True)
+        self._thread.start()
+
+    def allow(self, given: Iterable[str], named: Iterable[str], reach: Reach) -> None:
+        """From now on these URLs can be reached, and no others: those that the user gave, and those that a hub names.
+
+        An address that was allowed before keeps the numbers that it was looked up with.
+        """
+        wanted: dict[Endpoint, tuple[str, Reach | None]] = {endpoint_of(url): (url, None) for url in given}
+        for url in named:
+            with contextlib.suppress(TargetRefused):
+                check_url(url)
+                wanted.setdefault(endpoint_of(url), (url, reach))
+        with self._lock:
+            for endpoint in [each for each in self._listeners if each not in wanted]:
+                self._stop(endpoint)
+            for endpoint, (url, checked) in wanted.items():
+                if endpoint not in self._listeners:
+                    self._start(endpoint, url, checked)
+
+    def close(self) -> None:
+        self._closed = True
+        self._wake.send(b"x")
+        self._thread.join()
+        with self._lock:
+            for endpoint in list(self._listeners):
+                self._stop(endpoint)
+        self._selector.close()
+        for each in (self._wake, self._wakened):
+            each.close()
+
+    def _start(self, endpoint: Endpoint, url: str, reach: Reach | None) -> None:
+        proxy = proxy_of(url)
+        try:
+            found = _checked(endpoint, proxy, reach)
+        except OSError as error:
+            log.warning("%s cannot be reached from the sandbox: %s", url, error)
+            return
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listener.bind(str(self.folder / socket_name(*endpoint)))
+        listener.listen(64)
+        listener.setblocking(False)
+        self._listeners[endpoint] = listener
+        self._selector.register(listener, selectors.EVENT_READ, (endpoint, proxy, found))
+        self._wake.send(b"x")
+
+    def _stop(self, endpoint: Endpoint) -> None:
+        listener = self._listeners.pop(endpoint)
+        self._selector.unregister(listener)
+        listener.close()
+        (self.folder / socket_name(*endpoint)).unlink(missing_ok=True)
+
+    def _serve(self) -> None:
+        while not self._closed:
+            for key, _ in self._selector.select():
+                if key.fileobj is self._wakened:
+                    self._wakened.recv(64)
+                    continue
+                with contextlib.suppress(OSError):  # closed meanwhile
+                    connection, _ = key.fileobj.accept()  # type: ignore[union-attr]  # all others are listeners
+                    self._take(connection, *key.data)
+
+    def _take(self, inside: socket.socket, endpoint: Endpoint, proxy: Proxy | None, found: list[str]) -> None:
+        if not self._places.acquire(blocking=False):
+            inside.close()
+            return
+        threading.Thread(target=self._carry, args=(inside, endpoint, proxy, found), daemon=True).start()
+
+    def _carry(self, inside: socket.socket, endpoint: Endpoint, proxy: Proxy | None, found: list[str]) -> None:
+        try:
+            with contextlib.closing(inside), contextlib.closing(_reached(endpoint, proxy, found)) as outside:
+                back = threading.Thread(target=_pump, args=(outside, inside), daemon=True)
+                back.start()
+                _pump(inside, outside)
+                back.join()
+        except OSError as error:
+            log.debug("%s:%d cannot be reached: %s", *endpoint, error)
+        finally:
+            self._places.release()
+
+
+def _checked(endpoint: Endpoint, proxy: Proxy | None, reach: Reach | None) -> list[str]:
+    """The addresses of an endpoint, looked up once; a proxy looks them up itself."""
+    if proxy is None:
+        return addresses(*endpoint, reach)
+    check_behind_proxy(*endpoint, reach)
+    return []
+
+
+def _reached(endpoint: Endpoint, proxy: Proxy | None, found: list[str]) -> socket.socket:
+    if proxy is None:
+        return first_answer(found, endpoint[1], CONNECT_S)
+    connection = connect_to(proxy, CONNECT_S)
+    try:
+        open_tunnel(connection, proxy, _netloc(endpoint), CONNECT_S)
+    except OSError:
+        connection.close()
+        raise
+    return connection
+
+
+def _netloc(endpoint: Endpoint) -> str:
+    host, port = endpoint
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _pump(source: socket.socket, target: socket.socket) -> None:
+    """Pass bytes on until one side has ended; then the other side is told."""
+    source.settimeout(IDLE_S)
+    with contextlib.suppress(OSError):
+        while piece := source.recv(PIECE):
+            target.sendall(piece)
+    with contextlib.suppress(OSError):
+        target.shutdown(socket.SHUT_WR)
+    with contextlib.suppress(OSError):
+        source.shutdown(socket.SHUT_RD)

@@ -1,0 +1,261 @@
+"""What `shoal join --sandbox` keeps from whatever runs inside: the network, the home folder, everything but its folder.
+
+The attacks run in the very sandbox that the worker runs in, made by the same functions.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hostilekit import HostileHub, hostile_hub
+
+from sandboxkit import needs_bubblewrap
+from shoal.cli import sandbox
+from shoal.cli.main import main
+from shoal.runtime import targets
+from shoal.runtime.forwarder import Forwarder
+from shoal.runtime.targets import Nearness, Reach, TargetRefused, connect, nearness, socket_name, way_out
+
+DEADLINE_S = 60
+INSIDE = """
+import json, os, pathlib, socket, sys
+from shoal.client.http import open_http
+given = json.loads(sys.argv[1])
+found = {}
+
+def attempt(name, action):
+    try:
+        found[name] = [True, str(action())[:200]]
+    except Exception as error:
+        found[name] = [False, f"{type(error).__name__}: {error}"]
+
+def tcp(host, port):
+    return socket.create_connection((host, port), timeout=5)
+
+def abstract():
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect("\\0" + given["abstract"])
+
+def write(path):
+    pathlib.Path(path).write_text("x")
+
+attempt("the hub", lambda: open_http().get(given["hub"] + "/run").status_code)
+attempt("another port", lambda: open_http().get(given["other"] + "/run").status_code)
+attempt("a socket to the hub", lambda: tcp("127.0.0.1", given["hub_port"]))
+attempt("a socket to another port", lambda: tcp("127.0.0.1", given["other_port"]))
+attempt("a socket to a public address", lambda: tcp("8.8.8.8", 53))
+attempt("an abstract socket", abstract)
+attempt("home", lambda: pathlib.Path(given["planted"]).read_text())
+attempt("home listing", lambda: sorted(os.listdir(pathlib.Path(given["planted"]).parent)))
+attempt("etc shadow", lambda: open("/etc/shadow").read())
+attempt("own folder", lambda: write(given["folder"] + "/inside"))
+attempt("beside its folder", lambda: write(given["folder"] + "/../beside"))
+attempt("tmp", lambda: write("/tmp/" + given["mark"]))
+attempt("usr", lambda: write("/usr/" + given["mark"]))
+attempt("packages", lambda: write(os.path.join(sys.prefix, given["mark"])))
+attempt("shoal", lambda: write(os.path.join(given["package"], given["mark"])))
+attempt("sockets", lambda: write("/run/shoal/" + given["mark"]))
+attempt("the parent", lambda: os.kill(given["parent"], 0))
+attempt("processes", lambda: [name for name in os.listdir("/proc") if name.isdigit()])
+attempt("host name", socket.gethostname)
+attempt("mount", lambda: os.system("mount -t tmpfs none /mnt 2>/dev/null") and 1 / 0)
+print(json.dumps({"found": found, "environment": dict(os.environ)}))
+"""
+
+
+@pytest.fixture
+def hub() -> Iterator[HostileHub]:
+    with hostile_hub() as served:
+        yield served
+
+
+@pytest.fixture
+def other() -> Iterator[HostileHub]:
+    with hostile_hub() as served:
+        yield served
+
+
+@needs_bubblewrap
+def test_nothing_inside_reaches_more_than_the_run_and_its_own_folder(
+    hub: HostileHub, other: HostileHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    folder = tmp_path / "node"
+    folder.mkdir()
+    mark = f"shoal-test-{os.urandom(8).hex()}"
+    listening = socket.socket(socket.AF_UNIX)
+    with (
+        closing(listening),
+        tempfile.NamedTemporaryFile("w", dir=Path.home(), prefix=".shoal-test-") as planted,
+        sandbox._forwarder() as forwarder,
+    ):
+        listening.bind(f"\0{mark}")
+        listening.listen()
+        planted.write("a private key")
+        planted.flush()
+        forwarder.allow([hub.url], [], Reach(Nearness.LOOPBACK))
+        given = {
+            "hub": hub.url, "other": other.url, "planted": planted.name, "folder": str(folder), "mark": mark,
+            "hub_port": int(hub.url.rpartition(":")[2]), "other_port": int(other.url.rpartition(":")[2]),
+            "package": str(Path(targets.__file__).parents[1]), "parent": os.getpid(), "abstract": mark,
+        }  # fmt: skip
+        around = [sandbox._bubblewrap(), *sandbox._options(folder, forwarder.folder)]
+        ran = subprocess.run(
+            [*around, "--", sys.executable, "-c", INSIDE, json.dumps(given)], env=sandbox._environment(),
+            capture_output=True, text=True, timeout=DEADLINE_S, check=False,
+        )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    said: dict[str, Any] = json.loads(ran.stdout)
+    found: dict[str, list[Any]] = said["found"]
+    succeeded = {name for name, (ok, _) in found.items() if ok}
+    allowed = {"the hub", "own folder", "tmp", "processes", "host name"}
+    # The home may be on the way to the interpreter, and this test's folder is in /tmp: both are empty but for that.
+    assert succeeded - {"home listing", "beside its folder"} == allowed, found
+    assert "no hub or source of the run" in found["another port"][1]
+    assert mark not in found["home"][1]
+    assert Path(planted.name).name not in found["home listing"][1]
+    assert found["processes"][1] == "['1']"
+    assert found["host name"][1] == "sandbox"
+    assert "AWS_SECRET_ACCESS_KEY" not in said["environment"]
+    assert (folder / "inside").read_text() == "x"
+    assert not (tmp_path / "beside").exists()
+    assert not Path("/tmp", mark).exists()
+    assert [asked.path for asked in hub.requests] == ["/run"]
+    assert other.requests == []
+
+
+def without_bubblewrap(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder.mkdir()
+    monkeypatch.setenv("PATH", str(folder))
+
+
+def with_one_that_may_not(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_bubblewrap(folder, monkeypatch)
+    (folder / "bwrap").write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
+    (folder / "bwrap").chmod(0o755)
+
+
+@pytest.mark.parametrize(
+    ("prepare", "complaint"),
+    [(without_bubblewrap, "install bubblewrap"), (with_one_that_may_not, "allow user namespaces")],
+)
+def test_without_a_sandbox_there_is_no_work(
+    hub: HostileHub,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    prepare: Any,
+    complaint: str,
+) -> None:
+    prepare(tmp_path / "bin", monkeypatch)
+    words = ["join", hub.url, "--engine", "scripted", "--no-check", "--sandbox", "--folder", str(tmp_path / "node")]
+    assert main(words) == 3
+    assert complaint in capsys.readouterr().err
+    assert {asked.path for asked in hub.requests} == {"/run"}, "nobody registered"
+
+
+@needs_bubblewrap
+def test_the_exit_code_of_the_worker_is_passed_on(
+    hub: HostileHub, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    hub.answers["/nodes"] = (403, {}, b'{"code": "node.banned", "message": "go away"}')
+    words = ["join", hub.url, "--engine", "scripted", "--no-check", "--sandbox", "--folder", str(tmp_path / "node")]
+    assert main(words) == 6
+    assert "go away" in capfd.readouterr().err
+
+
+# ── the forwarder ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def forwarder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Forwarder]:
+    """With a client beside it that believes to be inside a sandbox."""
+    with sandbox._forwarder() as forwarder:
+        monkeypatch.setenv(targets.SANDBOX, str(forwarder.folder))
+        yield forwarder
+
+
+def asked(host: str, port: int) -> bytes:
+    with closing(connect(host, port, 5.0, None)) as connection:
+        connection.sendall(b"GET /run HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        answer = b""
+        while piece := connection.recv(65536):
+            answer += piece
+        return answer
+
+
+def port_of(hub: HostileHub) -> int:
+    return int(hub.url.rpartition(":")[2])
+
+
+def test_it_leads_to_what_is_allowed_for_as_long_as_it_is(
+    forwarder: Forwarder, hub: HostileHub, other: HostileHub
+) -> None:
+    reach = Reach(Nearness.LOOPBACK)
+    forwarder.allow([hub.url], [other.url], reach)
+    assert asked("127.0.0.1", port_of(hub)).startswith(b"HTTP/1.1 200")
+    assert asked("127.0.0.1", port_of(other)).startswith(b"HTTP/1.1 200")
+    forwarder.allow([hub.url], [], reach)
+    assert asked("127.0.0.1", port_of(hub)).startswith(b"HTTP/1.1 200")
+    with pytest.raises(TargetRefused):
+        way_out("127.0.0.1", port_of(other))
+
+
+def test_what_a_public_hub_may_not_name_has_no_way_out(
+    forwarder: Forwarder, hub: HostileHub, other: HostileHub
+) -> None:
+    named = [other.url, "http://169.254.169.254/", "ftp://8.8.8.8", "http://a:b@8.8.8.8:80"]
+    forwarder.allow([hub.url], named, Reach(Nearness.PUBLIC))
+    assert [path.name for path in forwarder.folder.iterdir()] == [socket_name("127.0.0.1", port_of(hub))]
+
+
+def test_a_name_keeps_the_address_that_it_had(
+    forwarder: Forwarder, hub: HostileHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known, found = socket.getaddrinfo, ["127.0.0.1", "127.0.0.9"]
+
+    def resolved(host: Any, port: Any, *arguments: Any, **options: Any) -> Any:
+        return known(found.pop(0) if host == "hub.example" else host, port, *arguments, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolved)
+    monkeypatch.setattr(targets, "nearness", lambda text: Nearness.PUBLIC if text == "127.0.0.1" else nearness(text))
+    url = hub.url.replace("127.0.0.1", "hub.example")
+    for _ in range(2):
+        forwarder.allow([], [url], Reach(Nearness.PUBLIC))
+        assert asked("hub.example", port_of(hub)).startswith(b"HTTP/1.1 200")
+    assert found == ["127.0.0.9"], "looked up once"
+
+
+def test_large_bodies_pass_in_both_directions_at_once(forwarder: Forwarder) -> None:
+    data = os.urandom(8 * 2**20)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        forwarder.allow([f"http://127.0.0.1:{port}"], [], Reach(Nearness.LOOPBACK))
+
+        def echo() -> None:
+            with suppress(OSError), closing(server.accept()[0]) as connection:
+                while piece := connection.recv(65536):
+                    connection.sendall(piece)
+
+        thread = threading.Thread(target=echo)
+        thread.start()
+        with closing(connect("127.0.0.1", port, 30.0, None)) as connection:
+            sender = threading.Thread(target=lambda: (connection.sendall(data), connection.shutdown(socket.SHUT_WR)))
+            sender.start()
+            received = bytearray()
+            while piece := connection.recv(65536):
+                received += piece
+            sender.join()
+        thread.join()
+    assert bytes(received) == data
