@@ -10,9 +10,14 @@ from __future__ import annotations
 
 import gc
 import sys
+from typing import Any
+
+from shoal.runtime.limits import free_memory_bytes
 
 MEMORY_ERRORS = (RuntimeError, MemoryError)  # among them torch's OutOfMemoryError; `is_out_of_memory` tells which
 TELLING = ("out of memory", "can't allocate memory", "not enough memory", "alloc_failed")
+SHARES = {"cpu": 0.5, "cuda": 0.8}  # of free memory; a processor's runs out without an error, by killing a process
+ALLOWANCE = 2  # a growing cache has room for as much again (`cache`)
 PATIENCE = 64  # batches near the limit that have to fit before twice as much is tried: a failure costs one batch
 
 
@@ -29,6 +34,35 @@ def release_memory() -> None:
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         torch.cuda.empty_cache()
+
+
+def usable_bytes(device: Any, most: int | None = None) -> int:
+    """Memory of a torch device that a batch may take: a share of what is free, which is at most `most`."""
+    free = free_memory_bytes()
+    if device.type == "cuda":
+        import torch
+
+        idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # kept by torch's allocator
+        free = torch.cuda.mem_get_info(device)[0] + idle
+    return int(SHARES.get(device.type, 0.5) * (free if most is None else max(0, min(free, most))))
+
+
+def cached_token_bytes(config: Any, itemsize: int) -> int:
+    """What one token of one row takes while it is decoded: its keys and values in every layer."""
+    layers, heads = _count(config, "num_hidden_layers"), _count(config, "num_attention_heads")
+    size = _count(config, "head_dim", max(1, _count(config, "hidden_size") // heads))
+    return ALLOWANCE * 2 * layers * _count(config, "num_key_value_heads", heads) * size * itemsize
+
+
+def computed_token_bytes(config: Any, itemsize: int) -> int:
+    """What one token takes while a layer is computed of many at once."""
+    hidden = _count(config, "hidden_size")
+    return (8 * hidden + 4 * _count(config, "intermediate_size", 4 * hidden)) * itemsize
+
+
+def _count(config: Any, name: str, default: int = 1) -> int:
+    value = getattr(config, name, None)
+    return value if isinstance(value, int) and value > 0 else default
 
 
 class Room:

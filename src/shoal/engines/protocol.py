@@ -175,3 +175,15 @@ class UpdatableEngine(Engine, Protocol):
     def update_policy(self, ref: PolicyRef, changes: Iterable[ChangedValues]) -> None:
         """Turn the policy in place into `ref` by writing the values that differ, and no others."""
         ...
+
+
+@runtime_checkable
+class BoundedEngine(Engine, Protocol):
+    """An engine that knows how much fits into memory. `memory_bytes` is the most that it may take, weights included;
+    None: as much as is free."""
+
+    memory_bytes: int | None
+
+    def rows_at_once(self, tokens_each: int) -> int:
+        """How many completions of so many tokens, prompts included, are drawn together; more are drawn in turns."""
+        ...

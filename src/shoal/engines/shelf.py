@@ -17,8 +17,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from shoal.engines.memory import MEMORY_ERRORS, is_out_of_memory, release_memory
 from shoal.engines.protocol import Engine, UpdatableEngine
-from shoal.errors import PolicyMismatch
+from shoal.errors import PolicyMismatch, ResourceError
 from shoal.models.folder import check_files
 from shoal.protocol import Entry, PolicyRef
 from shoal.shardcast import Payload
@@ -78,11 +79,27 @@ class EngineShelf:
         files = dict(payload.files)
         if all(loaded.files != files for loaded in self._loaded.values()):
             self._check(files, payload.manifest.entries)
-        engine = self._engine_for(files, payload.manifest.size_bytes)
-        _put_in_place(engine, payload)
-        self._loaded[ref] = LoadedPolicy(ref, engine, files)
+        self._loaded[ref] = LoadedPolicy(ref, self._load(files, payload), files)
         self._make_room(0)
         return self._loaded[ref]
+
+    def _load(self, files: Mapping[str, bytes], payload: Payload) -> Engine:
+        """An engine with the payload in place. Where memory does not suffice, fewer are held from now on."""
+        while True:
+            try:
+                return _put_in_place(self._engine_for(files, payload.manifest.size_bytes), payload)
+            except MEMORY_ERRORS as error:
+                if not is_out_of_memory(error):
+                    raise
+            if not self._loaded:
+                size_gb = payload.manifest.size_bytes / 1e9
+                raise ResourceError(
+                    f"policy {payload.manifest.policy.label} ({size_gb:.3g} GB) does not fit into the memory that is "
+                    "free: free some, or choose another device (--device) or number format (--dtype)"
+                )
+            self._held = len(self._loaded)
+            log.warning("memory does not suffice for %d policies: %d are held now", self._held + 1, self._held)
+            release_memory()
 
     def _engine_for(self, files: Mapping[str, bytes], payload_bytes: int) -> Engine:
         """An engine to load into: one that has to go anyway, if it is of the same model.
@@ -107,8 +124,8 @@ class EngineShelf:
         return 0 < self._memory_bytes < used + size_bytes
 
 
-def _put_in_place(engine: Engine, payload: Payload) -> None:
-    """Into the engine, with as little copying as possible."""
+def _put_in_place(engine: Engine, payload: Payload) -> Engine:
+    """Into the engine, with as little copying as possible; the engine."""
     ref = payload.manifest.policy
     changes = payload.changes_from(engine.policy)
     if changes is not None and isinstance(engine, UpdatableEngine):
@@ -116,3 +133,4 @@ def _put_in_place(engine: Engine, payload: Payload) -> None:
         log.info("policy %s: only what changed was written into the engine", ref.label)
     else:
         engine.load_policy(ref, {tensor.name: tensor for tensor in payload.tensors})
+    return engine

@@ -33,7 +33,15 @@ from torch import Tensor
 
 from shoal.engines.decoding import Choose, Decoding, Row, Uniforms, choose_tiled
 from shoal.engines.dialogue import Line
-from shoal.engines.memory import MEMORY_ERRORS, Room, is_out_of_memory, release_memory
+from shoal.engines.memory import (
+    MEMORY_ERRORS,
+    Room,
+    cached_token_bytes,
+    computed_token_bytes,
+    is_out_of_memory,
+    release_memory,
+    usable_bytes,
+)
 from shoal.engines.protocol import Chunks, Completion, GenerationRequest, Prefill, PrefillRequest, Respond
 from shoal.engines.rows import CachedRows, RecomputedRows, Rows, decodes_with_cache, follows_with_cache
 from shoal.errors import PolicyMismatch, ResourceError
@@ -54,6 +62,7 @@ UNIFORM_BLOCK = 256
 SHARED_WORTH = 0.2  # the share of a batch that is prompts once more, from which on they are computed only once
 CATCH_UP = 64  # tokens of each row at once, where a batch is continued from what was kept of it
 LEAST_TILE = 2**20
+TILE_SHARE = 16  # a tile of logits takes at most this part of the memory that may be used
 TELL_EVERY = 4  # steps of decoding between two words about progress: each is a wait for the device
 PREFILL_TOKENS = 65_536
 PREFILL_TOKENS_CPU = 4_096  # larger batches fall out of the processor's caches: a third slower
@@ -64,9 +73,11 @@ def _nothing() -> None:
 
 
 class TorchEngine:
-    """Implements `Engine` on torch. `max_rows` and `max_prefill_tokens` bound memory, not what may be asked for."""
+    """Implements `Engine` on torch. `max_rows` and `max_prefill_tokens` bound memory, not what may be asked for; within
+    them, as much is computed at once as fits into free memory, or into `memory_bytes` if those are set."""
 
     name = "torch"
+    memory_bytes: int | None = None
 
     def __init__(
         self,
@@ -90,8 +101,9 @@ class TorchEngine:
         self._model = model
         self._max_rows = max_rows
         default = PREFILL_TOKENS_CPU if model.device.type == "cpu" else PREFILL_TOKENS
-        self._room, self._prefill_room = Room(2**62), Room(max_prefill_tokens or default)
-        self._tile_divisor = 1
+        self._max_prefill_tokens = max_prefill_tokens or default
+        self._room, self._prefill_room = Room(1), Room(1)  # until they are measured
+        self._most_tile, self._tile_divisor = LEAST_TILE, 1
         self._loaded = self._shared = False
         self.policy: PolicyRef | None = None
         self.vocabulary_size, self.hidden_size = model.get_output_embeddings().weight.shape
@@ -116,17 +128,15 @@ class TorchEngine:
 
     def prefill(self, requests: Sequence[PrefillRequest], proof: ProofParameters | None = None) -> list[Prefill]:
         results: dict[int, Prefill] = {}
+        self._measure_room()
         with self._inference():
             for indices in self._prefill_batches(requests):
-                waiting = [indices]
-                while waiting:
-                    batch = waiting.pop()
-                    found = self._try_prefill([requests[index] for index in batch], proof)
-                    if found is None:
-                        half = -(-len(batch) // 2)
-                        waiting += [part for part in (batch[half:], batch[:half]) if part]
-                    else:
-                        results.update(zip(batch, found, strict=True))
+                while indices:
+                    size = max(1, self._prefill_room.tokens // max(_length(requests[index]) for index in indices))
+                    found = self._try_prefill([requests[index] for index in indices[:size]], proof)
+                    if found is not None:  # else the room has shrunk
+                        results.update(zip(indices[:size], found, strict=True))
+                        indices = indices[size:]
         return [results[index] for index in range(len(requests))]
 
     def greedy(
@@ -151,7 +161,23 @@ class TorchEngine:
         finally:
             self._model.train(training)
 
+    def rows_at_once(self, tokens_each: int) -> int:
+        self._measure_room()
+        return self._fitting_rows(tokens_each)
+
+    def _measure_room(self) -> None:
+        """How much may be computed at once, by the memory that is free now."""
+        left = None if self.memory_bytes is None else self.memory_bytes - self.size_bytes
+        usable = usable_bytes(self._model.device, left)
+        config, itemsize = self._model.config.get_text_config(), self._model.dtype.itemsize
+        self._room.most = max(1, usable // cached_token_bytes(config, itemsize))
+        self._most_tile = max(LEAST_TILE, usable // (TILE_SHARE * 4))
+        self._prefill_room.most = max(
+            1, min(self._max_prefill_tokens, usable // computed_token_bytes(config, itemsize))
+        )
+
     def _drawn(self, drawing: _Drawing) -> list[list[Completion]]:
+        self._measure_room()
         with self._inference():
             for batch in self._batches(drawing):
                 self._draw(drawing, batch)
@@ -165,11 +191,11 @@ class TorchEngine:
         batch: list[Row] = []
         for index in order:
             request, rows = requests[index], drawing.groups[index]
-            fitting = self._rows_at_once(drawing.tokens_each(index))
+            fitting = self._fitting_rows(drawing.tokens_each(index))
             if batch and (len(batch) + len(rows) > fitting or request.sampling != requests[batch[0].group].sampling):
                 yield batch
                 batch = []
-            while len(rows) > (fitting := self._rows_at_once(drawing.tokens_each(index))):
+            while len(rows) > (fitting := self._fitting_rows(drawing.tokens_each(index))):
                 size = -(-len(rows) // -(-len(rows) // fitting))
                 yield rows[:size]
                 rows = rows[size:]
@@ -177,16 +203,17 @@ class TorchEngine:
         if batch:
             yield batch
 
-    def _rows_at_once(self, tokens_each: int) -> int:
+    def _fitting_rows(self, tokens_each: int) -> int:
         return max(1, min(self._max_rows, self._room.tokens // tokens_each))
 
     def _draw(self, drawing: _Drawing, batch: list[Row]) -> None:
-        """Draw the rows of a batch; where memory runs out, in halves, from what was kept of them."""
+        """Draw the rows of a batch; where memory runs out, half as many at once, from what was kept of them."""
         waiting = [batch]
         while waiting:
-            left = self._try_draw(drawing, waiting.pop())
-            half = -(-len(left) // 2)
-            waiting += [part for part in (left[half:], left[:half]) if part]
+            rows = waiting.pop()
+            size = self._fitting_rows(max(drawing.tokens_each(row.group) for row in rows))
+            left = self._try_draw(drawing, rows[:size])
+            waiting += [part for part in (rows[size:], left) if part]
 
     def _try_draw(self, drawing: _Drawing, batch: list[Row]) -> list[Row]:
         """Draw the rows of a batch; returns those for which memory did not suffice."""
@@ -210,8 +237,8 @@ class TorchEngine:
             )
         self._room.failed(size)
         log.warning(
-            "memory did not suffice for %d completions at once: %d of them are continued from token %d, in halves",
-            len(batch), len(left), len(left[0].tokens) if left else 0,
+            "memory did not suffice for %d completions at once: %d of them are continued from token %d, half as many "
+            "at once", len(batch), len(left), len(left[0].tokens) if left else 0,
         )  # fmt: skip
         return left
 
@@ -270,13 +297,9 @@ class TorchEngine:
 
     def _prefill_batches(self, requests: Sequence[PrefillRequest]) -> Iterator[list[int]]:
         """Indices of requests of similar length, at most `max_prefill_tokens` padded tokens together."""
-
-        def length(index: int) -> int:
-            return len(requests[index].prompt_ids) + len(requests[index].token_ids) - 1
-
         batch: list[int] = []
-        for index in sorted(range(len(requests)), key=length):
-            if batch and length(index) * (len(batch) + 1) > self._prefill_room.tokens:
+        for index in sorted(range(len(requests)), key=lambda index: _length(requests[index])):
+            if batch and _length(requests[index]) * (len(batch) + 1) > self._prefill_room.tokens:
                 yield batch
                 batch = []
             batch.append(index)
@@ -285,7 +308,7 @@ class TorchEngine:
 
     def _try_prefill(self, batch: Sequence[PrefillRequest], proof: ProofParameters | None) -> list[Prefill] | None:
         """The prefills of a batch; None if memory does not suffice, and less is to be tried."""
-        longest = max(len(request.prompt_ids) + len(request.token_ids) for request in batch)
+        longest = max(map(_length, batch))
         try:
             found = self._prefill_batch(batch, proof)
             self._prefill_room.fitted(len(batch) * longest)
@@ -378,7 +401,8 @@ class TorchEngine:
         return [torch.cat(column) for column in zip(*tiles, strict=True)]
 
     def _tile_elements(self) -> int:
-        return (TILE_ELEMENTS if self._model.device.type == "cpu" else TILE_ELEMENTS_GPU) // self._tile_divisor
+        usual = TILE_ELEMENTS if self._model.device.type == "cpu" else TILE_ELEMENTS_GPU
+        return min(usual, self._most_tile) // self._tile_divisor
 
     def _refuse_unloaded(self) -> None:
         if not self._loaded:
@@ -460,6 +484,11 @@ def _chunks_of(
 
 def _most_probable(logits_RV: Tensor, _step: int, rows_R: Tensor) -> tuple[Tensor, Tensor]:
     return logits_RV.argmax(dim=1), torch.zeros(len(rows_R), device=logits_RV.device)
+
+
+def _length(request: PrefillRequest) -> int:
+    """How many tokens are computed."""
+    return len(request.prompt_ids) + len(request.token_ids) - 1
 
 
 def _key(sampling: SamplingParameters) -> tuple[float, int, int]:

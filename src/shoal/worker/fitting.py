@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
-from shoal.engines import ENGINES, choose
+from shoal.engines import ENGINES, Engine, choose
+from shoal.engines.protocol import BoundedEngine
 from shoal.errors import ResourceError
-from shoal.protocol import RunInfo
+from shoal.protocol import Lease, RunInfo
+from shoal.protocol.lease import MAX_LEASES_PER_REQUEST
 from shoal.runtime.limits import MachineLimits
 from shoal.worker.settings import WorkerSettings
 
@@ -34,3 +37,12 @@ def refuse_too_large(run: RunInfo, dtype: str, limits: MachineLimits) -> None:
             f"{needed / 1e9:.3g} GB in {dtype}, and {allowed / 1e9:.3g} GB of memory may be used here: allow more "
             "(--max-memory), or use another machine"
         )
+
+
+def units_that_fit(engine: Engine, leases: Sequence[Lease]) -> int:
+    """How many units like these are worth asking for together, by memory: what does not fit is drawn one after the
+    other, and keeps others waiting. At least one, for a group is split where it must be."""
+    if not isinstance(engine, BoundedEngine):
+        return MAX_LEASES_PER_REQUEST
+    longest = max(len(lease.prompt_ids) + lease.sampling.max_new_tokens for lease in leases)
+    return max(1, engine.rows_at_once(longest) // max(len(lease.seeds) for lease in leases))

@@ -27,7 +27,7 @@ from shoal.client import Activity, ClientOptions, HubClient, RegularHeartbeat
 from shoal.client.weights import Following, downloader_of
 from shoal.engines import Completion, Engine, GenerationRequest, build, check_policy, kind_of, warm_up
 from shoal.engines.dialogue import dialogue_for, unknown_tool
-from shoal.engines.protocol import OnChunks
+from shoal.engines.protocol import BoundedEngine, OnChunks
 from shoal.engines.shelf import EngineShelf, Fetch, LoadedPolicy
 from shoal.engines.submission import submission_of
 from shoal.errors import (
@@ -48,7 +48,7 @@ from shoal.protocol import (
     LeaseRequest,
     PolicyRef,
 )
-from shoal.protocol.lease import DEFAULT_PROFILE, MAX_HELD
+from shoal.protocol.lease import DEFAULT_PROFILE, MAX_HELD, MAX_LEASES_PER_REQUEST
 from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.crash import point
 from shoal.runtime.lock import FolderLock
@@ -56,7 +56,7 @@ from shoal.runtime.stop import StopToken
 from shoal.shardcast import Prefetch
 from shoal.worker.cheats import Cheat, Loot, find_cheat
 from shoal.worker.earnings import Earnings, shut_out
-from shoal.worker.fitting import fitted, refuse_too_large
+from shoal.worker.fitting import fitted, refuse_too_large, units_that_fit
 from shoal.worker.folder import identity
 from shoal.worker.heads import KeptHeads
 from shoal.worker.newest import NewestPolicy
@@ -117,7 +117,10 @@ def _shelf(config: WorkerConfig, conduct: Cheat, fetch: Fetch, environment: str)
     """Where engines come from: the honest road, or the one that a cheat makes of it."""
 
     def make(files: Mapping[str, bytes]) -> Engine:
-        return build(config.engine, files, config.settings.device, config.settings.dtype)
+        engine = build(config.engine, files, config.settings.device, config.settings.dtype)
+        if isinstance(engine, BoundedEngine):
+            engine.memory_bytes = config.limits.memory_bytes
+        return engine
 
     def check(files: Mapping[str, bytes], entries: Sequence[Entry]) -> None:
         device, dtype = config.settings.device, config.settings.dtype
@@ -328,7 +331,7 @@ class Worker:
             return
         with self.activity.busy(f"generating {len(leases)} groups by policy {loaded.ref.label}"):
             groups = generate(loaded, leases, self.activity.generated, self._showing.of)
-        self._size_up(leases, self._clock.monotonic_s() - now_s)
+        self._size_up(leases, self._clock.monotonic_s() - now_s, units_that_fit(loaded.engine, leases))
         for lease, completions in zip(leases, groups, strict=True):
             if not is_finite(completions):
                 continue
@@ -342,11 +345,14 @@ class Worker:
             self.activity.count("tokens", sum(len(completion.token_ids) for completion in completions))
         self._give_back_broken(loaded, groups)
 
-    def _size_up(self, leases: Sequence[Lease], took_s: float) -> None:
-        """From how long these groups took: how many can be generated in one call within the time of a lease."""
+    def _size_up(self, leases: Sequence[Lease], took_s: float, most: int = MAX_LEASES_PER_REQUEST) -> None:
+        """From how long these groups took: how many can be generated in one call within the time of a lease.
+
+        `most` is how many fit into memory.
+        """
         allowed_ms = min(max(lease.deadline_ms, lease.hard_deadline_ms) - lease.issued_at_ms for lease in leases)
         doable = int(SURE * allowed_ms / 1000 * len(leases) / max(took_s, 0.001))
-        self._units = max(1, min(doable, self._settings.units_per_lease))
+        self._units = max(1, min(doable, most, self._settings.units_per_lease))
 
     def _give_back_unanswerable(self, loaded: LoadedPolicy) -> None:
         """Leases that name a tool which this shoal does not have are for others to do."""

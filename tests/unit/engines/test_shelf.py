@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from shoal.engines.scripted import ScriptedEngine
 from shoal.engines.shelf import EngineShelf
-from shoal.errors import PolicyMismatch, VersionNotFound
+from shoal.errors import PolicyMismatch, ResourceError, VersionNotFound
 from shoal.protocol import PolicyManifest, PolicyRef, TensorView
 from shoal.shardcast import Payload
 
@@ -147,3 +147,33 @@ def test_the_shelf_never_holds_more_than_its_budgets(asked: list[int], held: int
         assert count <= held
         assert count == 1 or memory_bytes == 0 or 4 * count <= memory_bytes
     assert len({id(loaded.engine) for loaded in shelf._loaded.values()}) == len(shelf._loaded)
+
+
+def test_where_memory_does_not_suffice_fewer_policies_are_held() -> None:
+    source, room = Source(), 2
+
+    def build(files: object) -> ScriptedEngine:
+        if source.built == room:
+            raise MemoryError
+        return source.build(files)
+
+    shelf = EngineShelf(source.fetch, build, held=3)
+    first, _second = shelf.get(ref(1), 1), shelf.get(ref(2), 1)
+    third = shelf.get(ref(3), 1)
+    assert third.engine is first.engine, "the least lately used one made room"
+    assert shelf.get(ref(4), 1).engine.policy == ref(4)
+    assert source.built == 2
+
+
+def test_a_policy_that_does_not_fit_alone_is_said_so_and_other_failures_are_passed_on() -> None:
+    def full(_files: object) -> ScriptedEngine:
+        raise RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory")
+
+    with pytest.raises(ResourceError, match=r"policy 0\.1 .* does not fit into the memory .* \(--device\)"):
+        EngineShelf(Source().fetch, full, held=3).get(ref(1), 1)
+
+    def broken(_files: object) -> ScriptedEngine:
+        raise RuntimeError("shapes do not match")
+
+    with pytest.raises(RuntimeError, match="shapes"):
+        EngineShelf(Source().fetch, broken, held=3).get(ref(1), 1)

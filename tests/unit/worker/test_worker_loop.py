@@ -366,6 +366,8 @@ def test_it_asks_for_as_many_groups_as_it_can_generate_within_a_lease(tmp_path: 
     assert worker._units == 2
     worker._size_up([of.model_copy(update={"hard_deadline_ms": 240_000})], 60.0)
     assert worker._units == 3, "a lease that is renewed lasts until its hard deadline"
+    worker._size_up([of], 9.0, most=3)
+    assert worker._units == 3, "no more than fit into memory"
 
 
 @pytest.mark.parametrize(
