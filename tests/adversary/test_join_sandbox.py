@@ -47,8 +47,8 @@ def abstract():
     connection = socket.socket(socket.AF_UNIX)
     connection.connect("\\0" + given["abstract"])
 
-def write(path):
-    pathlib.Path(path).write_text("x")
+def write(path, text="x"):
+    pathlib.Path(path).write_text(text)
 
 attempt("the hub", lambda: open_http().get(given["hub"] + "/run").status_code)
 attempt("another port", lambda: open_http().get(given["other"] + "/run").status_code)
@@ -69,6 +69,9 @@ attempt("sockets", lambda: write("/run/shoal/" + given["mark"]))
 attempt("the parent", lambda: os.kill(given["parent"], 0))
 attempt("processes", lambda: [name for name in os.listdir("/proc") if name.isdigit()])
 attempt("host name", socket.gethostname)
+setting = pathlib.Path("/proc/sys/kernel/core_pattern")
+attempt("the kernel's settings", lambda: write(setting, setting.read_text()))
+attempt("the machine's private keys", lambda: os.listdir("/etc/ssl/private"))
 attempt("mount", lambda: os.system("mount -t tmpfs none /mnt 2>/dev/null") and 1 / 0)
 print(json.dumps({"found": found, "environment": dict(os.environ)}))
 """

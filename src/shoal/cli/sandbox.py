@@ -47,18 +47,14 @@ log = logging.getLogger(__name__)
 
 SOCKETS = "/run/shoal"
 SYSTEM = (
-    "/usr",
-    "/bin",
-    "/sbin",
-    "/lib",
-    "/lib32",
-    "/lib64",
-    "/nix/store",
-    "/opt/rocm",
-    "/sys/devices",
+    "/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/nix/store", "/opt/rocm", "/sys/devices",
     "/sys/bus/pci",
-)
-SETTINGS = ("ld.so.cache", "ld.so.conf", "ld.so.conf.d", "alternatives", "ssl", "pki", "ca-certificates", "localtime")
+)  # fmt: skip
+SETTINGS = (
+    "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "alternatives", "localtime", "ssl/certs", "ssl/openssl.cnf",
+    "pki/tls/certs", "pki/ca-trust", "ca-certificates",
+)  # fmt: skip
+"""Of /etc; not all of /etc/ssl, where a machine's private keys are too."""
 GPUS = ("nvidia*", "dri", "kfd", "dxg")
 KEPT = ("PATH", "LANG", "LC_ALL", "TERM", "TZ", "LD_LIBRARY_PATH", "SHOAL_DEBUG", "SHOAL_LOG_FORMAT", "SSL_CERT_FILE")
 KEPT_FAMILIES = ("CUDA_", "NVIDIA_", "OMP_", "MKL_", "PYTORCH_", "TORCH_", "ROCM_", "HIP_")
@@ -171,7 +167,7 @@ def _options(folder: Path, sockets: Path) -> list[str]:
     """What the sandbox is made of. Whatever is not named here is not there."""
     words = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
     words += ["--die-with-parent", "--new-session", "--as-pid-1", "--hostname", "sandbox", "--cap-drop", "ALL"]
-    words += ["--tmpfs", "/tmp", "--proc", "/proc", "--dev", "/dev"]
+    words += ["--tmpfs", "/tmp", "--proc", "/proc", "--remount-ro", "/proc", "--dev", "/dev"]
     for path in _read_only():
         link = path.is_symlink()
         words += ["--symlink", str(path.readlink()), str(path)] if link else ["--ro-bind", str(path), str(path)]

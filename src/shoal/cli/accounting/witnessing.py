@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from shoal.cli.accounting.forks import save_proof
 from shoal.cli.accounting.places import Place, download
 from shoal.client import ClientOptions, HubClient, split_join_url
+from shoal.client.known_hubs import known_root
 from shoal.errors import ConfigError, HubUnreachable, LedgerError, ProtocolError, UserError
 from shoal.ledger import Chain, Keys, Pin
 from shoal.protocol import (
@@ -134,7 +135,7 @@ def run_witness(url: str, folder: Path, out: Sequence[Path], every_s: float, onc
     options = ClientOptions.of_a_person(10)
     with (
         FolderLock(folder).acquire(stop, LOCK_WAIT_S),
-        closing(HubClient(where, SigningKey.generate(), stop, pinned, options=options)) as client,
+        closing(HubClient(where, SigningKey.generate(), stop, known_root([where], pinned), options=options)) as client,
     ):
         witness = Witness(client, folder, out or [folder])
         log.info("witness %s: readers give this key with verify --witness", witness.key.public_key)
