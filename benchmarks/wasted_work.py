@@ -21,7 +21,7 @@ import argparse
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from unittest.mock import patch
 
@@ -32,9 +32,7 @@ from shoal.engines.submission import submission_of
 from shoal.hub import HubSettings, RunSettings
 from shoal.hub.changes import Topic
 from shoal.hub.state import pacing
-from shoal.hub.state.commands import SaveNode
 from shoal.hub.state.refusals import Refusal
-from shoal.hub.state.rows import PROBATION_AUDITS
 from shoal.protocol import Heartbeat, Lease, LeaseRequest, pack
 from shoal.simulator import Scenario
 from shoal.simulator.trusted import Trainer, Validator
@@ -62,10 +60,7 @@ class Machine:
 
     def arrive(self) -> None:
         self.node = self._world.register(self._key)
-        with self._world.storage.write() as transaction:
-            row = transaction.node(self.node)
-            assert row is not None
-            transaction.apply([SaveNode(replace(row, passed=PROBATION_AUDITS), row.state)])
+        self._world.prove(self.node)
         self._beat()
         self.ask()
 

@@ -54,7 +54,7 @@ _requests = itertools.count()
 
 
 def small_recipe(**hub: Any) -> Recipe:
-    return Recipe.model_validate({"run": SIZES, "hub": {"port": 0, **hub}})
+    return Recipe.model_validate({"run": SIZES, "hub": {"port": 0, "newcomer_share": 1.0, **hub}})
 
 
 @dataclass

@@ -248,7 +248,7 @@ def proven(number: int, **changes: Any) -> SaveNode:
 def test_what_newcomers_have_in_hand(storage: Storage) -> None:
     def in_hand() -> int:
         with storage.read() as reader:
-            return reader.newcomers_in_hand()
+            return sum(reader.newcomers_in_hand("").networks.values())
 
     apply(storage, *leased(0), *leased(1), *leased(2), *leased(3, who=2))
     assert in_hand() == 4
@@ -259,6 +259,27 @@ def test_what_newcomers_have_in_hand(storage: Storage) -> None:
     assert in_hand() == 3, "handed in is in hand until it is judged"
     apply(storage, proven(1))
     assert in_hand() == 1
+
+
+def test_what_newcomers_have_in_hand_by_node_and_network(storage: Storage) -> None:
+    def in_hand(who: int) -> tuple[int, dict[str, int], dict[str, int]]:
+        with storage.read() as reader:
+            found = reader.newcomers_in_hand(node(who).node)
+        return found.own, dict(found.networks), {name: units for name, units in found.unproven.items() if units}
+
+    here, there = "192.0.2.0/24", "198.51.100.0/24"
+    apply(storage, *(SaveNode(replace(node(who), network=here), NodeState.ACTIVE) for who in (1, 2)))
+    apply(storage, *leased(0), *leased(1), *leased(2, who=2))
+    assert in_hand(1) == (2, {here: 3}, {here: 3})
+    assert in_hand(2)[0] == 1
+    assert in_hand(9)[0] == 0
+    passed = replace(node(1), network=here, passed=1)
+    apply(storage, SaveNode(passed, NodeState.ACTIVE))
+    assert in_hand(1) == (2, {here: 3}, {here: 1})
+    apply(storage, SaveNode(replace(passed, passed=0, network=there), NodeState.ACTIVE))
+    assert in_hand(1) == (2, {here: 1, there: 2}, {here: 1, there: 2})
+    apply(storage, SaveNode(replace(passed, passed=8), NodeState.ACTIVE))
+    assert in_hand(1) == (0, {here: 1}, {here: 1})
 
 
 def test_whether_an_established_worker_is_here(storage: Storage) -> None:

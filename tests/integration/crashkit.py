@@ -90,6 +90,7 @@ TRIES = 60
 BUSY = 503
 RUN = {"steps": STEPS, "groups_per_step": 3, "max_staleness": 1}
 SETTINGS = {
+    "newcomer_share": 1.0,
     "audit": "reputation",  # so that credit is pending first
     "credit_window_s": 0.3,
     "requests_per_key_s": 0,  # the cast is quick

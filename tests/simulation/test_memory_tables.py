@@ -21,7 +21,7 @@ from shoal.simulator import Crew, Scenario, Simulation
 
 def contents(tables: Tables) -> dict[str, Any]:
     """Rows and indexes as plain values; in groups the order is no matter."""
-    found: dict[str, Any] = {"in hand": tables.hands.of_newcomers}
+    found: dict[str, Any] = {"in hand": tables.hands.of("")}
     for name, table in tables.each().items():
         found[name] = dict(table.items())
         for number, index in enumerate(table._indexes):

@@ -164,6 +164,19 @@ class Addresses:
         return any(parsed in network for network in self._proxies)
 
 
+def network_of(client: str) -> str:
+    """The network that an address, as limits count it, is in: /24 of IPv4, /48 of IPv6; nothing of nobody's.
+
+    >>> network_of("192.0.2.7"), network_of("2001:db8:1:2::/64"), network_of("")
+    ('192.0.2.0/24', '2001:db8:1::/48', '')
+    """
+    try:
+        found = ipaddress.ip_network(client, strict=False)
+    except ValueError:
+        return client
+    return str(found.supernet(new_prefix=24 if found.version == 4 else 48))
+
+
 def _network(text: str) -> Network:
     try:
         return ipaddress.ip_network(text, strict=False)

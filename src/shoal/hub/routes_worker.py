@@ -7,7 +7,9 @@ from fastapi import APIRouter, Request, Response
 from shoal.hub.auth import authenticate, authenticate_newcomer
 from shoal.hub.bodies import parse_json
 from shoal.hub.changes import Topic
+from shoal.hub.door import visit_of
 from shoal.hub.gate import HubDependency, poll, serve
+from shoal.hub.limits import network_of
 from shoal.hub.openapi import bulk_body, describes
 from shoal.protocol import (
     Heartbeat,
@@ -65,7 +67,7 @@ async def lease(request: Request, hub: HubDependency) -> LeaseReply:
         request,
         Topic.LEASES,
         ask.wait_s,
-        lambda: hub.work.lease(caller.node, ask),
+        lambda: hub.work.lease(caller.node, ask, network_of(visit_of(request.scope).client)),
         lambda reply: bool(reply.leases) or reply.finished or ask.policy not in (None, reply.policy),
         lambda reply: reply.held_back,
     )

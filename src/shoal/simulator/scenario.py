@@ -12,17 +12,21 @@ from shoal.hub import HubSettings, RunSettings
 class Crew:
     """Workers of one kind. Times are means; each worker's pace is its own, and `spread` says how much they differ.
 
-    `lies` is the part of its groups that fail the audit. One that does not `deliver` takes leases and hands in nothing.
-    One that dies does so without a word after about `lives_s`, and is back `away_s` later: with its key, or, if it is
-    banned and `fresh_keys`, with a new one.
+    Those that are `proven` are past probation when they arrive. `lies` is the part of its groups that fail the audit.
+    One that does not `deliver` takes leases and hands in nothing. If it `pretends`, it says and shows that it
+    makes progress all the same. `network` is where they ask from. One that dies does so without a word after about
+    `lives_s`, and is back `away_s` later: with its key, or, if it is banned and `fresh_keys`, with a new one.
     """
 
     count: int
     group_s: float = 60.0
     spread: float = 0.3
     units: int = 1
+    proven: bool = False
     lies: float = 0.0
     delivers: bool = True
+    pretends: bool = False
+    network: str = ""
     lives_s: float = math.inf
     away_s: float = 120.0
     fresh_keys: bool = False

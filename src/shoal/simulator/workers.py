@@ -36,6 +36,7 @@ class Worker:
         self._life = 0
         self._asked = 0
         self._keys = 0
+        self._handed_in = 0  # by its present key
         self._leases: dict[str, tuple[Lease, float]] = {}
         self.node = ""
         self.kind = "newcomer"
@@ -47,6 +48,9 @@ class Worker:
                 number = self._world.counts["keys"]
                 self._world.counts["keys"] += 1
                 self.node = self._world.register(self._world.key(f"worker/{number}"))
+                self._handed_in = 0
+                if self._crew.proven:
+                    self._world.prove(self.node)
         except HubDown:
             self._world.at(RETRY_S, self.arrive)
             return
@@ -89,8 +93,12 @@ class Worker:
     def _progress(self) -> dict[str, int]:
         """Tokens so far of each lease: in proportion to the time that has passed."""
         now_s, wanted = self._world.now_s, TOKENS * self._world.scenario.run.group_size
-        if not self._crew.delivers:
+        if not self._crew.delivers and not self._crew.pretends:
             return {}
+        if self._crew.pretends:  # one more rollout whenever the lease is about to run out
+            each_s = 0.75 * self._world.rules.lease_ms / 1000
+            said = {name: TOKENS * int((now_s - began_s) / each_s) for name, (_, began_s) in self._leases.items()}
+            return {name: min(wanted, tokens) for name, tokens in said.items()}
         return {
             name: min(wanted, max(0, int(wanted * (1 - (done_s - now_s) / self._pace_s))))
             for name, (_lease, done_s) in self._leases.items()
@@ -105,8 +113,8 @@ class Worker:
         request = LeaseRequest(request=name, max_units=self._crew.units, held=tuple(self._leases))
         try:
             row = self._world.signed_in(self.node)
-            self.kind = "newcomer" if row.on_probation else "established"
-            reply = self._world.hub.work.lease(row, request)
+            self.kind = self._kind(row)
+            reply = self._world.hub.work.lease(row, request, self._crew.network)
         except HubDown:
             self._later(RETRY_S, life)
             return
@@ -117,6 +125,13 @@ class Worker:
             self._take(Lease.model_validate(signed.document), life)
         if not reply.leases and not reply.finished:
             self._world.wait(Topic.LEASES, self)
+
+    def _kind(self, row: NodeRow) -> str:
+        if not row.on_probation:
+            return "established"
+        judged = row.rejected + row.inconclusive
+        waits = row.unproven and self._handed_in > judged
+        return f"newcomer of {self._crew.network}{', its first group is not judged' if waits else ''}"
 
     def _later(self, delay_s: float, life: int) -> None:
         self._world.at(delay_s, lambda: self.ask() if life == self._life else None)
@@ -135,8 +150,9 @@ class Worker:
     def _take(self, lease: Lease, life: int) -> None:
         self._world.counts["leases"] += 1
         if not self._crew.delivers:
-            left_s = (lease.deadline_ms - self._world.hub.context.clock.now_ms()) / 1000 + 1
-            self._leases[lease.lease] = (lease, math.inf)
+            until_ms = lease.hard_deadline_ms if self._crew.pretends else lease.deadline_ms
+            self._leases[lease.lease] = (lease, self._world.now_s)
+            left_s = (until_ms - self._world.hub.context.clock.now_ms()) / 1000 + 1
             self._world.at(left_s, lambda: self._let_go(lease, life))
             return
         takes_s = self._pace_s * self._world.random.uniform(0.8, 1.2)
@@ -168,6 +184,7 @@ class Worker:
             if self._world.random.random() < self._crew.lies:
                 self._world.lies.add(receipt.submission)
                 self._world.counts["lies"] += 1
+        self._handed_in += 1
         self._leases.pop(lease.lease, None)
         if not self._leases:
             self.ask()

@@ -14,7 +14,7 @@ import math
 import random
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -22,7 +22,8 @@ from shoal.environments import Score, Split, Task
 from shoal.hub import HubConfig
 from shoal.hub.changes import Topic
 from shoal.hub.service import Hub
-from shoal.hub.state.rows import NodeRow, Rules
+from shoal.hub.state.commands import SaveNode
+from shoal.hub.state.rows import PROBATION_AUDITS, NodeRow, Rules
 from shoal.hub.storage import MemoryStorage
 from shoal.protocol import Batch, Receipt, Registration, Role, RoleCertificate, SigningKey, sign_document
 from shoal.runtime.clock import ManualClock
@@ -159,6 +160,13 @@ class World:
             certificate = sign_document(document, self._root)
         registration = Registration(public_key=key.public_key, role=role, certificate=certificate)
         return self.hub.membership.register(registration).node
+
+    def prove(self, node: str) -> None:
+        """Let a worker have passed its probation."""
+        with self.storage.write() as transaction:
+            row = transaction.node(node)
+            assert row is not None, "actors register first"
+            transaction.apply([SaveNode(replace(row, passed=PROBATION_AUDITS), row.state)])
 
     def key(self, name: str) -> SigningKey:
         return SigningKey.from_seed(hashlib.sha256(f"{self.scenario.seed}/{name}".encode()).digest())

@@ -94,12 +94,12 @@ class Play:
         assert row is not None
         return row
 
-    def join(self, streak: int = 0) -> NodeRow:
-        """A new worker; with a `streak`, one that has passed so many full audits before the play begins."""
+    def join(self, streak: int = 0, passed: int = 1) -> NodeRow:
+        """A new worker that has passed one full audit; with a `streak`, so many before the play begins."""
         key = worker_key(len(self.workers) + 1)
         row = self._node(self.hub.membership.register(Registration(public_key=key.public_key)).node)
         with self.storage.write() as transaction:
-            transaction.apply([SaveNode(replace(row, streak=streak, passed=streak), row.state)])
+            transaction.apply([SaveNode(replace(row, streak=streak, passed=max(streak, passed)), row.state)])
         self.workers.append(self._node(row.node))
         return self.workers[-1]
 

@@ -38,7 +38,7 @@ def moment(now_ms: int = NOW_MS, progress: Progress | None = None, **changes: An
 
 
 def node(number: int = 1, **changes: Any) -> NodeRow:
-    fields = {"role": "worker", "name": f"n{number}", "registered_at_ms": 0}
+    fields = {"role": "worker", "name": f"n{number}", "registered_at_ms": 0, "passed": 1}
     return NodeRow(f"{number:032x}", f"{number:064x}", **{**fields, **changes})
 
 

@@ -103,9 +103,9 @@ def test_a_machine_whose_clock_is_wrong_is_told_the_time_and_takes_part(bench: B
         "http://hub", worker_key(9), StopToken(), fingerprint(ROOT.public_key), http=bench.http, clock=clock
     )
     client.register("wrong clock", "worker", None)
-    assert len(client.lease(LeaseRequest(request=fresh_request())).leases) == 1
+    assert len(client.lease(LeaseRequest(request="request-1")).leases) == 1
     clock.jump(-2 * jump_s)  # and wrong again, the other way
-    assert len(client.lease(LeaseRequest(request=fresh_request())).leases) == 1
+    assert len(client.lease(LeaseRequest(request="request-1")).leases) == 1
 
 
 def test_only_a_refusal_for_the_clock_says_what_time_it_is(bench: Bench) -> None:

@@ -231,6 +231,7 @@ class TestLeases:
             "leases": [],
             "waiting": "no policy has been published yet",
             "finished": False,
+            "policy": None,
             "held_back": False,
         }
 

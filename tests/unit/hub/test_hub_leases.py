@@ -160,6 +160,8 @@ class TestSuspension:
         bench.clock.advance(60.5)
         ok(bench.alice.call("POST", "/heartbeat", {}))
         assert view(bench, bench.alice).state is NodeState.SUSPENDED, "nothing has asked yet"
+        assert "until its first group is accepted" in ask(bench.alice).waiting, "the strike took what spoke for it"
+        bench.prove(bench.alice)
         assert ask(bench.alice).leases
         seen = view(bench, bench.alice)
         assert (seen.state, seen.until_ms, seen.reason) == (NodeState.ACTIVE, None, "")

@@ -63,7 +63,7 @@ class HubMachine(RuleBasedStateMachine):
         worker = self.play.workers[who % len(self.play.workers)]
         before = self.node(worker.node)
         with self.play.storage.read() as reader:
-            progress, in_hand = reader.progress(), reader.newcomers_in_hand()
+            progress, in_hand = reader.progress(), reader.newcomers_in_hand(worker.node)
             since_ms = self.play.hub.context.clock.now_ms() - newcomers.HERE_MS
             bounded = (
                 reader.is_established_here(since_ms) and before.on_probation and self.play.rules.newcomer_share < 1
@@ -77,7 +77,7 @@ class HubMachine(RuleBasedStateMachine):
             assert self.node(worker.node).state == NodeState.ACTIVE
         if bounded:
             most = newcomers.most_in_hand(Moment(self.play.rules, progress, 0))
-            assert len(found) <= max(0, most - in_hand), "newcomers keep to their share"
+            assert len(found) <= max(0, most - sum(in_hand.networks.values())), "newcomers keep to their share"
         for lease in found:
             self.check_draw(lease)
 

@@ -207,7 +207,7 @@ sys.path.insert(0, sys.argv[1])
 from hubkit import make_config
 from shoal.hub import run_hub
 from shoal.runtime.stop import stop_on_signals
-config = make_config(Path(sys.argv[2]), run={"groups_per_step": 32})
+config = make_config(Path(sys.argv[2]), run={"groups_per_step": 32}, settings={"newcomer_share": 1.0})
 run_hub(config, stop_on_signals(), lambda url: print(url, flush=True))
 """
 

@@ -10,16 +10,22 @@ import pytest
 from hypothesis import given
 from statekit import moment, node, policy, submission, unit
 
+from shoal.hub.service.turns import Turns
 from shoal.hub.state import leases, newcomers
 from shoal.hub.state.leases import Ask, Draws, Grant
 from shoal.hub.state.newcomers import Crowd, Queue
-from shoal.hub.state.rows import Progress
+from shoal.hub.state.rows import InHand, Progress
 
 DRAWS = Draws(task_of=str, document=lambda row, _unit: row.lease)
 HERE = Crowd(established=True)
+HOME = "192.0.2.0/24"
 
 
-def grant(crowd: Crowd, max_units: int = 8, passed: int = 0, **changes: Any) -> Grant:
+def hands(units: int = 0, own: int = 0, unproven: int = 0, network: str = "") -> InHand:
+    return InHand(own, {network: units}, {network: unproven})
+
+
+def grant(crowd: Crowd, max_units: int = 8, passed: int = 1, **changes: Any) -> Grant:
     """16 units may be alive, of which 2 are open; newcomers get a quarter."""
     progress = Progress(policy=policy(), next_unit=4, alive=2)
     now = moment(progress=progress, groups_per_step=16, leases_per_node=64, **changes)
@@ -30,8 +36,8 @@ def grant(crowd: Crowd, max_units: int = 8, passed: int = 0, **changes: Any) -> 
 class TestLeases:
     def test_newcomers_together_hold_their_share_while_established_nodes_are_here(self) -> None:
         assert len(grant(HERE).leases) == 4
-        assert len(grant(replace(HERE, in_hand=3)).leases) == 1
-        none = grant(replace(HERE, in_hand=4))
+        assert len(grant(replace(HERE, in_hand=hands(3))).leases) == 1
+        none = grant(replace(HERE, in_hand=hands(4)))
         assert (none.leases, none.commands) == ((), ())
         assert none.waiting.startswith("nodes on probation have 4 units in hand, and may have 4 together")
         assert "probation ends after 8" in none.waiting
@@ -39,9 +45,9 @@ class TestLeases:
     @pytest.mark.parametrize(
         ("crowd", "changes"),
         [
-            (Crowd(in_hand=99), {}),
-            (replace(HERE, in_hand=99, asking=True), {"passed": 8}),
-            (replace(HERE, in_hand=99, asking=True), {"newcomer_share": 1.0}),
+            (Crowd(in_hand=hands(99)), {}),
+            (replace(HERE, in_hand=hands(99), asking=True), {"passed": 8}),
+            (replace(HERE, in_hand=hands(99, 1, 9), asking=True), {"newcomer_share": 1.0, "passed": 0}),
         ],
         ids=["nobody else is here", "an established node", "no share"],
     )
@@ -56,6 +62,99 @@ class TestLeases:
     def test_units_that_were_tried_before_are_left_to_established_nodes_that_ask(self) -> None:
         assert [row.unit for row in grant(replace(HERE, asking=True)).leases] == [4, 5, 6, 7]
         assert [row.unit for row in grant(HERE).leases] == [0, 1, 4, 5], "nobody asks: a newcomer is better than none"
+
+
+class TestFirstUnits:
+    """16 units may be alive; newcomers may have 4 of them in hand while established nodes are here."""
+
+    def grant(self, in_hand: InHand, *, network: str = HOME, here: bool = True, **changes: Any) -> Grant:
+        now = moment(progress=Progress(policy=policy()), groups_per_step=16, **changes)
+        crowd = Crowd(in_hand, established=here)
+        return leases.grant(now, [], Ask(node(1, passed=0, network=network), "request-1", 8, 0, crowd=crowd), DRAWS)
+
+    @pytest.mark.parametrize("here", [True, False])
+    def test_a_new_key_has_one_unit_in_hand_until_its_first_group_is_accepted(self, here: bool) -> None:
+        assert len(self.grant(hands(), here=here).leases) == 1
+        none = self.grant(hands(1, 1, 1, HOME), here=here)
+        assert (none.leases, none.held_back) == ((), True)
+        assert (
+            none.waiting
+            == "this node has one unit in hand, the most that it may have until its first group is accepted"
+        )
+
+    def test_new_keys_of_one_network_have_half_of_what_newcomers_may_have(self) -> None:
+        assert len(self.grant(hands(1, 0, 1, HOME)).leases) == 1
+        none = self.grant(hands(2, 0, 2, HOME))
+        assert none.leases == ()
+        assert "other new keys of this network have 2 units in hand" in none.waiting
+        assert len(self.grant(hands(2, 0, 2, "198.51.100.0/24")).leases) == 1, "of another network"
+        assert len(self.grant(hands(3, 0, 3), network="").leases) == 1, "this machine's own processes are no flood"
+
+    def test_a_network_that_has_more_keeps_nobody_else_out(self) -> None:
+        """It counts for half: 8 in hand of one network, of a share of 4, leave room for two of another."""
+        flood = {"198.51.100.0/24": 8}
+        assert len(self.grant(InHand(0, flood, flood)).leases) == 1
+        assert len(self.grant(InHand(0, flood | {HOME: 1}, flood)).leases) == 1
+        none = self.grant(InHand(0, flood | {HOME: 2}, flood))
+        assert none.waiting.startswith("nodes on probation have 4 units in hand, and may have 4 together")
+
+    def test_in_a_young_run_they_have_half_of_all_units(self) -> None:
+        assert len(self.grant(hands(7, 0, 7, HOME), here=False).leases) == 1
+        assert self.grant(hands(8, 0, 8, HOME), here=False).leases == ()
+        assert len(self.grant(hands(8, 0, 8, "198.51.100.0/24"), here=False).leases) == 1
+
+    def test_who_had_more_turns_yields_to_other_networks(self) -> None:
+        now = moment(progress=Progress(policy=policy()), groups_per_step=16)
+        ask = Ask(node(1), "request-1", 8, 0, crowd=Crowd(yields=True))
+        found = leases.grant(now, [], ask, DRAWS)
+        assert (found.leases, found.held_back) == ((), True)
+        assert found.waiting == "newcomers of other networks are first: they had fewer units"
+
+    @pytest.mark.parametrize(
+        ("passed", "hard_ms", "expected_ms"), [(0, 600_000, 240_000), (0, 90_000, 90_000), (1, 600_000, 600_000)]
+    )
+    def test_a_first_lease_lasts_four_times_lease_s_at_the_most(
+        self, passed: int, hard_ms: int, expected_ms: int
+    ) -> None:
+        now = moment(progress=Progress(policy=policy()), lease_ms=60_000, lease_hard_ms=hard_ms)
+        (row,) = leases.grant(now, [], Ask(node(1, passed=passed), "request-1", 1, 0), DRAWS).leases
+        assert (row.deadline_ms - now.now_ms, row.hard_deadline_ms - now.now_ms) == (60_000, expected_ms)
+
+
+class TestTurns:
+    def test_a_network_that_had_more_units_yields_to_one_that_waits(self) -> None:
+        turns = Turns()
+        turns.asked("flood", 2, now_ms=0)
+        assert not turns.must_yield("flood", 1), "nobody waits"
+        turns.asked("honest", 0, now_ms=1)
+        assert turns.must_yield("flood", 2)
+        assert not turns.must_yield("honest", 2)
+        assert not turns.must_yield("stranger", 2), "who had nothing yields to nobody"
+
+    def test_it_yields_no_longer_once_the_other_is_served_or_gone(self) -> None:
+        turns = Turns()
+        turns.asked("flood", 2, now_ms=0)
+        turns.asked("honest", 0, now_ms=1)
+        assert not turns.must_yield("flood", 10_002)
+        turns.asked("honest", 1, now_ms=10_003)
+        assert not turns.must_yield("flood", 10_004)
+
+    def test_an_accepted_group_makes_a_network_first_again(self) -> None:
+        turns = Turns()
+        turns.asked("flood", 1, now_ms=0)
+        turns.asked("honest", 5, now_ms=0)
+        turns.asked("flood", 0, now_ms=1)
+        assert turns.must_yield("honest", 2)
+        turns.earned("honest")
+        assert not turns.must_yield("honest", 2)
+
+    def test_networks_are_forgotten(self) -> None:
+        turns = Turns()
+        for number in range(5_000):
+            turns.asked(f"network-{number}", 1, now_ms=0)
+        assert len(turns._networks) == 4096
+        turns.asked("honest", 0, now_ms=600_001)
+        assert list(turns._networks) == ["honest"]
 
 
 def queue(established: int, fresh: int, owed: float = 0.0) -> Queue:

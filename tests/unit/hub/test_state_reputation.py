@@ -59,7 +59,7 @@ class TestProbability:
 
 class TestRecord:
     def test_only_full_audits_lengthen_the_streak(self) -> None:
-        row = passes(passes(node(1), 3), 5, depth="light", tokens=9)
+        row = passes(passes(node(1, passed=0), 3), 5, depth="light", tokens=9)
         assert (row.streak, row.passed, row.accepted, row.record) == (3, 3, 8, Tally())
 
     def test_a_sleeper_needs_two_thousand_submissions_to_be_audited_at_one_in_twenty(self) -> None:

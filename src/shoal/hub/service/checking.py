@@ -139,6 +139,8 @@ class Checking:
                         raise ruling
                     case = self._case(transaction, moment, ruling.verdict)
                     transaction.apply(judge(self._context.moment(transaction), case, ruling))
+                    if ruling.verdict.outcome == Outcome.ACCEPTED and case.node.on_probation:
+                        self._context.turns.earned(case.node.network)
                 except Refusal as refusal:
                     refused.append(_refused(signed, refusal))
             point("hub.verdict.before_commit")

@@ -15,6 +15,7 @@ from typing import Any
 
 from shoal.errors import ConfigError, EnvironmentSetupError, ShoalError
 from shoal.hub.changes import Changes, Topic
+from shoal.hub.service.turns import Turns
 from shoal.hub.settings import HubConfig
 from shoal.hub.state import leases, windows
 from shoal.hub.state.absence import Absence
@@ -60,6 +61,7 @@ class Context:
         self.clock = self._steady(self._shared_clock)
         self.changes = Changes()
         self.waits = Waits()
+        self.turns = Turns()
         self.failure: ShoalError | None = None
         self.holder = f"{socket.gethostname()}/{os.getpid()}/{secrets.token_hex(4)}"
         self.leads = False

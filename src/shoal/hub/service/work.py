@@ -19,7 +19,7 @@ from shoal.hub.service.context import Context, node_label
 from shoal.hub.service.drawing import Drawing, NotReady
 from shoal.hub.service.owner import orders_of
 from shoal.hub.state import draws, leases, newcomers, pacing, reputation, sanctions, submissions, windows
-from shoal.hub.state.commands import Command
+from shoal.hub.state.commands import Command, SaveNode
 from shoal.hub.state.nodes import require_welcome
 from shoal.hub.state.refusals import Refusal
 from shoal.hub.state.rows import LeaseRow, Moment, NodeRow, SubmissionRow, UnitRow
@@ -59,25 +59,28 @@ class Work:
         self._next_unit: int | None = None  # as far as this process knows: whose task is wanted next
         self.late = 0  # submissions refused since the start because their unit had gone to somebody else
 
-    def lease(self, node: NodeRow, request: LeaseRequest) -> LeaseReply:
-        """Leases for a worker, or none and why. Tasks are made before the decision, or between two of them."""
+    def lease(self, node: NodeRow, request: LeaseRequest, network: str = "") -> LeaseReply:
+        """Leases for a worker, or none and why. Tasks are made before the decision, or between two of them.
+
+        `network` is where it asks from; empty: this very machine.
+        """
         self._require_profile(request.profile)
         if self._next_unit is not None:
             self.drawing.prepare(self._next_unit, request.max_units)
         for _ in range(TRIES):
             try:
-                return self._decide(node, request)
+                return self._decide(node, request, network)
             except NotReady as missing:
                 self.drawing.prepare_again(missing.again)
                 if missing.first is not None:
                     self.drawing.prepare(missing.first, request.max_units)
         return LeaseReply(waiting="a unit: others took those whose tasks were made meanwhile; ask again")
 
-    def _decide(self, node: NodeRow, request: LeaseRequest) -> LeaseReply:
+    def _decide(self, node: NodeRow, request: LeaseRequest, network: str) -> LeaseReply:
         context = self._context
         alarms: list[Command] = []
         with context.decision(sweep=True) as (transaction, moment):
-            fresh = self._lifted(transaction, node, moment)
+            fresh = self._arrived(transaction, node, moment, network)
             lost = self._abandon(transaction, moment, fresh, request)
             ask, open_units, moment = self._ask(transaction, moment, fresh, request)
             halted = "" if ask.granted else orders_of(transaction).halted(moment.now_ms)
@@ -89,6 +92,7 @@ class Work:
         if granted.leases:
             point("hub.lease.after_commit")
         self._note_units(moment, granted)
+        self._note_turn(moment, ask, granted)
         if lost:
             context.changes.notify(Topic.LEASES)  # others may have got nothing for want of these units
         finished = pacing.is_finished(moment.rules, moment.progress)
@@ -105,9 +109,12 @@ class Work:
             held_back=granted.held_back,
         )
 
-    def _lifted(self, transaction: Writer, node: NodeRow, moment: Moment) -> NodeRow:
+    def _arrived(self, transaction: Writer, node: NodeRow, moment: Moment, network: str) -> NodeRow:
         """The node as it is now; a suspension that is over ends here, where that matters."""
         fresh, commands = sanctions.lift(transaction.node(node.node) or node, moment.now_ms)
+        if fresh.network != network:
+            fresh = replace(fresh, network=network)
+            commands.append(SaveNode(fresh, fresh.state))
         transaction.apply(commands)
         return fresh
 
@@ -167,10 +174,18 @@ class Work:
                 self._asked_ms = moment.now_ms
             return newcomers.Crowd()
         return newcomers.Crowd(
-            in_hand=transaction.newcomers_in_hand(),
+            in_hand=transaction.newcomers_in_hand(node.node),
             established=transaction.is_established_here(since_ms),
             asking=self._asked_ms is not None and self._asked_ms >= since_ms,
+            yields=moment.rules.newcomer_share < 1 and self._context.turns.must_yield(node.network, moment.now_ms),
         )
+
+    def _note_turn(self, moment: Moment, ask: leases.Ask, granted: leases.Grant) -> None:
+        """Who may have no unit for its own sake does not wait for one, and nobody has to yield to it."""
+        own = newcomers.own_room(moment, ask.node, ask.crowd)
+        could_take = ask.node.state is NodeState.ACTIVE and (own is None or own > 0)
+        if ask.node.on_probation and not ask.granted and could_take:
+            self._context.turns.asked(ask.node.network, len(granted.leases), moment.now_ms)
 
     def _note_delivery(self, node: str, moment: Moment) -> None:
         """Who delivered last is last in the dictionary, so that what no longer counts goes from its front."""

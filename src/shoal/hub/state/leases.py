@@ -8,7 +8,7 @@ worker generates ─► its heartbeats say how many tokens (on probation, its ch
 deadline passes, the worker gives up or is gone ─► the unit is open again, task and seeds unchanged; a smaller window
 
 A worker that says nothing, or always the same, has `lease_s`; one that lies about its progress `lease_hard_s`, which
-costs it as much of its window. A newcomer gets no more than `lease_s` while established nodes are here.
+costs it as much of its window. Until its first group is accepted a worker has `FIRST_LEASE` × `lease_s` at most.
 """
 
 from __future__ import annotations
@@ -22,8 +22,12 @@ from shoal.hub.state.commands import Command, SaveLease, SaveUnit
 from shoal.hub.state.machines import LeaseState, UnitState
 from shoal.hub.state.nodes import require_welcome
 from shoal.hub.state.refusals import Refusal
-from shoal.hub.state.rows import PROBATION_AUDITS, Holding, LeaseRow, Moment, NodeRow, UnitRow
+from shoal.hub.state.rows import PROBATION_AUDITS, Holding, LeaseRow, Moment, NodeRow, Rules, UnitRow
 from shoal.protocol import NodeState, PolicyRef
+
+FIRST_LEASE = 4
+"""How often `lease_s` an unproven worker has at most for a lease: enough for a slow machine to show what it can do, and
+not much for one that only says so."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +95,8 @@ def grant(moment: Moment, open_units: Sequence[UnitRow], ask: Ask, draws: Draws)
     room = newcomers.room_for(moment, ask.node, ask.crowd)
     if room is not None and room < 1:
         return Grant(waiting=_crowded(moment, ask), held_back=True)
+    if ask.crowd.yields:
+        return Grant(waiting="newcomers of other networks are first: they had fewer units", held_back=True)
     again = open_units if newcomers.may_try_again(moment, ask.node, ask.crowd) else ()
     units = _pick_units(moment, again, draws, count if room is None else min(count, room))
     if not units:
@@ -103,9 +109,18 @@ def _outdated(policy: PolicyRef, newest: PolicyRef) -> str:
 
 
 def _crowded(moment: Moment, ask: Ask) -> str:
-    most = newcomers.most_in_hand(moment)
+    own = newcomers.own_room(moment, ask.node, ask.crowd)
+    if own is not None and own < 1 and ask.crowd.in_hand.own:
+        return "this node has one unit in hand, the most that it may have until its first group is accepted"
+    if own is not None and own < 1:
+        units = ask.crowd.in_hand.unproven[ask.node.network]
+        return (
+            f"other new keys of this network have {units} units in hand, the most that they may have together until "
+            "one of their groups is accepted"
+        )
+    counted, most = newcomers.counted(moment, ask.node, ask.crowd), newcomers.most_in_hand(moment)
     return (
-        f"nodes on probation have {ask.crowd.in_hand} units in hand, and may have {most} together while established "
+        f"nodes on probation have {counted} units in hand, and may have {most} together while established "
         f"ones are here: a place comes free with every group that is judged; probation ends after {PROBATION_AUDITS}"
     )
 
@@ -163,7 +178,7 @@ def _lease_units(moment: Moment, units: list[tuple[UnitRow, bool]], ask: Ask, po
             digest=policy.digest,
             issued_at_ms=moment.now_ms,
             deadline_ms=moment.now_ms + moment.rules.lease_ms,
-            hard_deadline_ms=moment.now_ms + max(moment.rules.lease_ms, moment.rules.lease_hard_ms),
+            hard_deadline_ms=moment.now_ms + longest_ms(moment.rules, ask.node),
             granted=len(units),
         )
         lease = replace(lease, document=draws.document(lease, unit))
@@ -171,6 +186,12 @@ def _lease_units(moment: Moment, units: list[tuple[UnitRow, bool]], ask: Ask, po
         after = unit.to(UnitState.LEASED, attempt=unit.attempt + 1)
         commands += [SaveUnit(after, None if is_new else unit.state), SaveLease(lease, None)]
     return Grant(leases=tuple(leases), commands=tuple(commands))
+
+
+def longest_ms(rules: Rules, node: NodeRow) -> int:
+    """How long a lease of this node lasts at the most, however much progress it makes."""
+    most_ms = max(rules.lease_ms, rules.lease_hard_ms)
+    return min(most_ms, FIRST_LEASE * rules.lease_ms) if node.unproven else most_ms
 
 
 def renew(moment: Moment, holdings: Sequence[Holding], progress: Mapping[str, int]) -> list[SaveLease]:

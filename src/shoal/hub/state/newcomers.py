@@ -2,33 +2,45 @@
 
     units      together they may have `newcomer_share` of the units that may be alive in hand: leased, or handed in and
                not judged yet. Who hands in rubbish at once must not get the next unit before the first is judged.
+    first      a key that has passed no audit has one unit in hand until its first group is accepted. All such keys of
+               one network (/24, /48) together have half of what newcomers may have.
+    turns      what comes free goes to the network that had fewest units since its last accepted group (`Turns`).
     again      a unit that was given out before goes to an established node while one is asking, and has delivered of
                late: a newcomer can delay a unit once, not as often as there are keys.
     audits     together they get `newcomer_share` of the audits that are claimed, and what established nodes leave.
 
-All this holds only while established nodes are here. At the start of a run, or when they are gone, newcomers take all.
-A synchronous step needs every one of its units: newcomers who sit on theirs can still delay each by one `lease_s`.
+Shares hold only while established nodes are here. At the start of a run, or when they are gone, newcomers take all.
+With `newcomer_share = 1` nothing of this holds: for runs whose workers are all known.
+A synchronous step needs every one of its units: a newcomer who sits on one can still delay it, by `lease_s`, or as long
+as the first lease lasts if it shows progress.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from shoal.hub.state import pacing
-from shoal.hub.state.rows import Moment, NodeRow, SubmissionRow
+from shoal.hub.state.rows import InHand, Moment, NodeRow, SubmissionRow
 
 HERE_MS = 30_000
 """An established node that was heard of within this time is here; one that asked for work within it is asking."""
 
 
+FIRST_UNITS = 1
+"""In the hands of a key that has passed no audit. Counted until the group is judged, not until it is submitted: rubbish
+is submitted at once, and would bring the next unit."""
+
+
 @dataclass(frozen=True)
 class Crowd:
-    """Nodes on probation, all together: the units in their hands; whether established nodes are here, and asking."""
+    """Nodes on probation, all together: the units in their hands; whether established nodes are here, and asking; and
+    whether it is another network's turn."""
 
-    in_hand: int = 0
+    in_hand: InHand = field(default_factory=InHand)
     established: bool = False
     asking: bool = False
+    yields: bool = False
 
 
 def most_in_hand(moment: Moment) -> int:
@@ -39,9 +51,36 @@ def most_in_hand(moment: Moment) -> int:
 
 def room_for(moment: Moment, node: NodeRow, crowd: Crowd) -> int | None:
     """How many more units this node may take as far as newcomers' share goes; None if there is no bound."""
-    if not is_bounded(moment, node, crowd):
+    bounds = [own_room(moment, node, crowd)]
+    if is_bounded(moment, node, crowd):
+        bounds.append(most_in_hand(moment) - counted(moment, node, crowd))
+    found = [bound for bound in bounds if bound is not None]
+    return max(0, min(found)) if found else None
+
+
+def counted(moment: Moment, node: NodeRow, crowd: Crowd) -> int:
+    """How many units newcomers have in hand, as far as this node is concerned: another network counts for half of the
+    share at the most. It may have more, from before established nodes were here, or because nobody else wanted any."""
+    most = of_one_network(most_in_hand(moment))
+    return sum(
+        units if network in ("", node.network) else min(units, most)
+        for network, units in crowd.in_hand.networks.items()
+    )
+
+
+def of_one_network(units: int) -> int:
+    return max(1, units // 2)
+
+
+def own_room(moment: Moment, node: NodeRow, crowd: Crowd) -> int | None:
+    """How many more units this node may take by itself and with its network, whatever others have in hand."""
+    if not node.unproven or moment.rules.newcomer_share >= 1:
         return None
-    return max(0, most_in_hand(moment) - crowd.in_hand)
+    if not node.network:
+        return FIRST_UNITS - crowd.in_hand.own
+    all_together = most_in_hand(moment) if crowd.established else pacing.cap(moment.rules, moment.progress)
+    unproven = crowd.in_hand.unproven.get(node.network, 0)
+    return min(FIRST_UNITS - crowd.in_hand.own, of_one_network(all_together) - unproven)
 
 
 def may_try_again(moment: Moment, node: NodeRow, crowd: Crowd) -> bool:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Literal
@@ -230,7 +231,8 @@ class NodeRow:
     that vouched for it by the signed `vouch` (JSON). `window` is how many leases it may hold (0: what a
     newcomer may), `lapsed` how many it let lapse, `lapses` of these in a row, `pace_ms` what a
     group takes it, from lease to submission. `until_ms` ends the present suspension, of which there were `suspensions`.
-    `soft` counts rejections without a strike since the last group that was accepted.
+    `soft` counts rejections without a strike since the last group that was accepted. `network` is where it last asked
+    for work from (/24 or /48; empty: from the hub's own machine); nobody is told.
     """
 
     node: str
@@ -260,12 +262,18 @@ class NodeRow:
     until_ms: int | None = None
     soft: int = 0
     vouch: str = ""
+    network: str = ""
 
     @property
     def on_chain(self) -> bool:
         """Whether the ledger has rows about it: a worker from its first accepted group on. Keys cost nothing, rows of
         the ledger are kept for ever."""
         return self.role != "worker" or self.accepted > 0
+
+    @property
+    def unproven(self) -> bool:
+        """Whether nothing speaks for this worker yet: no full audit passed, or none since a strike."""
+        return self.role == "worker" and self.passed == 0
 
     @property
     def on_probation(self) -> bool:
@@ -278,6 +286,16 @@ class NodeRow:
     def to(self, state: NodeState, **changes: Any) -> NodeRow:
         check_move(NODE_MOVES, self.state, state, f"node {self.node}")
         return replace(self, state=state, **changes)
+
+
+@dataclass(frozen=True)
+class InHand:
+    """Units in the hands of nodes on probation, leased, or submitted and not judged yet: of one of them (`own`), by
+    network, and those of unproven nodes by network."""
+
+    own: int = 0
+    networks: Mapping[str, int] = field(default_factory=dict)
+    unproven: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

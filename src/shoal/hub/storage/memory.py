@@ -42,6 +42,7 @@ from shoal.hub.state.rows import (
     EvaluationRow,
     Filled,
     Holding,
+    InHand,
     LeaseRow,
     NodeRow,
     Progress,
@@ -214,8 +215,8 @@ class MemoryReader(MemoryStories):
         old = [self._held(row) for row in rows if row.issued_at_ms < since_ms]
         return sorted(old, key=lambda held: held.unit.unit)
 
-    def newcomers_in_hand(self) -> int:
-        return self._tables.hands.of_newcomers
+    def newcomers_in_hand(self, node: str) -> InHand:
+        return self._tables.hands.of(node)
 
     def is_established_here(self, since_ms: int) -> bool:
         presences = self._tables.presences

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 
 from shoal.hub.state.commands import RaiseAlarm
 from shoal.hub.state.machines import UNDECIDED_SUBMISSIONS, LeaseState, SubmissionState, UnitState
-from shoal.hub.state.rows import EvaluationRow, LeaseRow, NodeRow, ShownRow, SubmissionRow, TaskRow, UnitRow
+from shoal.hub.state.rows import EvaluationRow, InHand, LeaseRow, NodeRow, ShownRow, SubmissionRow, TaskRow, UnitRow
 from shoal.hub.storage.indexed import Counted, Grouped, Index, Journal, Ordered, Table, Told, Unique
 from shoal.hub.storage.protocol import Outgoing, Presence
 from shoal.protocol import Batch, LedgerEntry, NodeState, PolicyRef, StepReport
@@ -95,9 +95,10 @@ class Hands:
     """How many units are in the hands of nodes on probation: leased, or handed in and not judged yet."""
 
     def __init__(self) -> None:
-        self.of_newcomers = 0
+        self.networks: Counter[str] = Counter()
+        self.unproven: Counter[str] = Counter()
         self._held: Counter[str] = Counter()
-        self._fresh: set[str] = set()
+        self._newcomers: dict[str, NodeRow] = {}
         self.nodes: Told[str, NodeRow] = Told(lambda row: self._node(row, 1), lambda row: self._node(row, -1))
         self.leases: Told[str, LeaseRow] = Told(
             lambda row: self._unit(row.node, _is_active(row)), lambda row: self._unit(row.node, -_is_active(row))
@@ -108,13 +109,24 @@ class Hands:
 
     def _node(self, row: NodeRow, sign: int) -> None:
         if row.on_probation:
-            self.of_newcomers += sign * self._held[row.node]
-            (self._fresh.add if sign > 0 else self._fresh.discard)(row.node)
+            self._count(row, sign * self._held[row.node])
+            if sign > 0:
+                self._newcomers[row.node] = row
+            else:
+                del self._newcomers[row.node]
 
     def _unit(self, node: str, sign: int) -> None:
         self._held[node] += sign
-        if node in self._fresh:
-            self.of_newcomers += sign
+        if node in self._newcomers:
+            self._count(self._newcomers[node], sign)
+
+    def _count(self, row: NodeRow, units: int) -> None:
+        self.networks[row.network] += units
+        self.unproven[row.network] += units * row.unproven
+
+    def of(self, node: str) -> InHand:
+        own = self._held[node] if node in self._newcomers else 0
+        return InHand(own, +self.networks, +self.unproven)
 
 
 def _is_active(row: LeaseRow) -> bool:

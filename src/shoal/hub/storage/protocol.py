@@ -23,6 +23,7 @@ from shoal.hub.state.rows import (
     EvaluationRow,
     Filled,
     Holding,
+    InHand,
     LeaseRow,
     NodeRow,
     Progress,
@@ -120,8 +121,8 @@ class Reader(Protocol):
         """Active leases that were issued before `since_ms` to nodes not heard of since then, by unit."""
         ...
 
-    def newcomers_in_hand(self) -> int:
-        """Units in the hands of nodes on probation: leased, or handed in and not judged yet."""
+    def newcomers_in_hand(self, node: str) -> InHand:
+        """What nodes on probation have in hand, and this one of them; networks without anything may be left out."""
         ...
 
     def is_established_here(self, since_ms: int) -> bool:

@@ -16,10 +16,12 @@ from sqlalchemy import (
     Table,
     and_,
     bindparam,
+    case,
     func,
     or_,
     select,
     tuple_,
+    union_all,
 )
 
 from shoal.hub.state.machines import (
@@ -35,6 +37,7 @@ from shoal.hub.state.rows import (
     EvaluationRow,
     Filled,
     Holding,
+    InHand,
     LeaseRow,
     NodeRow,
     Pool,
@@ -77,7 +80,7 @@ _PROGRESS = select(
         for column in (tables.policies.c.incarnation, tables.policies.c.version, tables.policies.c.digest)
     ),
 )
-UNJUDGED = tables.submissions.c.state.in_([state.value for state in UNDECIDED_SUBMISSIONS])
+UNJUDGED = or_(*(tables.submissions.c.state == state.value for state in sorted(UNDECIDED_SUBMISSIONS)))
 _FILLED = select(tables.units, tables.submissions).join(
     tables.submissions, tables.units.c.submission == tables.submissions.c.submission
 )
@@ -87,18 +90,23 @@ _HELD_BY = _ACTIVE.where(tables.leases.c.node == bindparam("key")).order_by(
     tables.leases.c.issued_at_ms, tables.leases.c.unit
 )
 _OVERDUE = _ACTIVE.where(tables.leases.c.deadline_ms <= bindparam("now_ms")).order_by(tables.leases.c.unit)
-_IN_HAND = select(
-    *(
-        select(func.count())
-        # joined: what is in hand is little, fresh keys may be many
-        .select_from(table.join(tables.nodes, tables.nodes.c.node == table.c.node))
-        .where(state, tables.nodes.c.passed < PROBATION_AUDITS)
-        .scalar_subquery()
-        for table, state in (
-            (tables.leases, tables.leases.c.state == LeaseState.ACTIVE.value),
-            (tables.submissions, UNJUDGED),
-        )
+_HANDS = union_all(
+    select(tables.leases.c.node).where(tables.leases.c.state == LeaseState.ACTIVE.value),
+    select(tables.submissions.c.node).where(UNJUDGED),
+).subquery()
+_IN_HAND: Select[Any] = (
+    select(
+        tables.nodes.c.network,
+        func.count(),
+        *(
+            func.sum(case((which, 1), else_=0))
+            for which in (tables.nodes.c.passed == 0, tables.nodes.c.node == bindparam("who"))
+        ),
     )
+    # joined: what is in hand is little, fresh keys may be many
+    .select_from(_HANDS.join(tables.nodes, tables.nodes.c.node == _HANDS.c.node))
+    .where(tables.nodes.c.passed < PROBATION_AUDITS)
+    .group_by(tables.nodes.c.network)
 )
 _OPEN = (
     select(tables.units)
@@ -211,8 +219,13 @@ class SqlReader:
         query = old.where(table.c.node.not_in(heard)).order_by(table.c.unit)
         return [holding_of(row) for row in self._connection.execute(query)]
 
-    def newcomers_in_hand(self) -> int:
-        return sum(int(count) for count in self._run("in hand", lambda: _IN_HAND).one())
+    def newcomers_in_hand(self, node: str) -> InHand:
+        rows: list[tuple[Any, ...]] = [tuple(row) for row in self._run("in hand", lambda: _IN_HAND, who=node)]
+        return InHand(
+            own=sum(int(own) for *_, own in rows),
+            networks={network: int(units) for network, units, *_ in rows},
+            unproven={network: int(units) for network, _, units, _ in rows},
+        )
 
     def is_established_here(self, since_ms: int) -> bool:
         return self._run("established", lambda: _ESTABLISHED, since_ms=since_ms).first() is not None

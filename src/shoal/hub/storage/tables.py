@@ -59,6 +59,7 @@ nodes = Table(
     Column("until_ms", BigInteger),
     Column("soft", Integer, nullable=False),
     Column("vouch", Text, nullable=False),
+    Column("network", String, nullable=False),
     # Established nodes are few where fresh keys are many: whether one is here is asked with every lease.
     Index("nodes_by_passed", "passed"),
 )

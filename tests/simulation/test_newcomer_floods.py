@@ -1,0 +1,134 @@
+"""An honest newcomer among throwaway keys: the real services, under the simulator's clock.
+
+Four established machines and one newcomer take 10 s for a group. Beside them come twelve fresh keys of another network
+that want the newcomers' share for nothing. They leave the honest newcomer at least half of what it gets undisturbed.
+A slow machine, whose group takes three times `lease_s`, gets in beside fast ones, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+
+from shoal.hub import HubSettings, RunSettings
+from shoal.hub.state.rows import NodeRow
+from shoal.protocol import Lease, LeaseRelease
+from shoal.simulator import Crew, Scenario, Simulation
+from shoal.simulator.workers import Worker
+
+HOME, FLOOD = "192.0.2.0/24", "198.51.100.0/24"
+SECONDS = 300.0
+KEYS = 12
+
+
+class GivesBack(Worker):
+    """Takes units and gives them back a second later, with a fresh key once it is suspended."""
+
+    def _take(self, lease: Lease, life: int) -> None:
+        self._leases[lease.lease] = (lease, self._world.now_s + 1)
+        self._world.at(1.0, lambda: self._give_back(lease, life))
+
+    def _give_back(self, lease: Lease, life: int) -> None:
+        row = self._world.signed_in(self.node)
+        self._world.hub.work.release(row, LeaseRelease(leases=(lease.lease,)))
+        self._leases.clear()
+        if row.suspensions:
+            self.node = ""
+            self._life += 1
+            self.arrive()
+        else:
+            self.ask()
+
+
+class Registers:
+    """Registers a key every second and never asks for anything."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        self._world = simulation.world
+
+    def arrive(self) -> None:
+        self._world.counts["registered"] += 1
+        self._world.register(self._world.key(f"idle/{self._world.counts['registered']}"))
+        self._world.at(1.0, self.arrive)
+
+
+Flood = Callable[[Simulation, str], None]
+
+
+def come(simulation: Simulation, crew: Crew, kind: type[Worker] = Worker) -> None:
+    for _ in range(crew.count):
+        simulation.world.at(0, kind(simulation.world, crew).arrive)
+
+
+FLOODS: dict[str, Flood] = {
+    "sit on leases": lambda simulation, network: come(simulation, Crew(KEYS, delivers=False, network=network)),
+    "pretend to make progress": lambda simulation, network: come(
+        simulation, Crew(KEYS, delivers=False, pretends=True, network=network)
+    ),
+    "submit rubbish at once": lambda simulation, network: come(
+        simulation, Crew(KEYS, group_s=0.1, lies=1.0, fresh_keys=True, network=network)
+    ),
+    "give leases back": lambda simulation, network: come(simulation, Crew(KEYS, network=network), GivesBack),
+    "register only": lambda simulation, _network: simulation.world.at(0, Registers(simulation).arrive),
+}
+
+
+def newcomer_after(
+    flood: Flood | None,
+    networks: tuple[str, ...] = (FLOOD,),
+    established: int = 4,
+    group_s: float = 10,
+    lease_s: float = 60,
+    seconds: float = SECONDS,
+) -> NodeRow:
+    """The honest newcomer when the time is over. It comes two seconds after the flood."""
+    crews = (Crew(established, group_s=10, proven=True), Crew(1, group_s=group_s, spread=0.0, network=HOME))
+    scenario = Scenario(
+        crews=crews,
+        seconds=seconds,
+        run=RunSettings(steps=10**6, groups_per_step=8, group_size=16, max_staleness=1),
+        hub=HubSettings(lease_s=lease_s),
+        train_s=1.0,
+        heartbeat_s=1.0,
+        arrive_s=2.0,
+    )
+    with TemporaryDirectory() as folder:
+        simulation = Simulation(Path(folder), scenario)
+        for network in networks:
+            if flood is not None:
+                flood(simulation, network)
+        simulation.run()
+        return simulation.world.known(simulation.workers[-1].node)
+
+
+@cache
+def undisturbed(established: int = 4, seconds: float = SECONDS) -> int:
+    return newcomer_after(None, established=established, seconds=seconds).accepted
+
+
+@pytest.mark.parametrize("name", FLOODS)
+def test_a_flood_of_fresh_keys_leaves_an_honest_newcomer_of_another_network_at_least_half(name: str) -> None:
+    assert newcomer_after(FLOODS[name]).accepted >= undisturbed() / 2 > 10
+
+
+def test_so_it_does_from_three_networks() -> None:
+    """They have all that newcomers may have when it comes; what comes free then is for the network that had nothing."""
+    networks = (FLOOD, "203.0.113.0/24", "2001:db8:1::/48")
+    found = newcomer_after(FLOODS["pretend to make progress"], networks, seconds=600)
+    assert found.accepted >= undisturbed(seconds=600) / 2
+
+
+@pytest.mark.parametrize("name", ["sit on leases", "pretend to make progress", "submit rubbish at once"])
+def test_so_it_does_in_a_young_run_without_established_nodes(name: str) -> None:
+    assert newcomer_after(FLOODS[name], established=0).accepted >= undisturbed(0) / 2 > 10
+
+
+@pytest.mark.parametrize("flood", [None, FLOODS["pretend to make progress"]], ids=["alone", "in a flood"])
+def test_a_newcomer_whose_group_takes_three_times_lease_s_gets_in_beside_four_fast_nodes(flood: Flood | None) -> None:
+    row = newcomer_after(flood, group_s=30, lease_s=10)
+    assert row.accepted >= 3
+    assert (row.rejected, row.lapsed, row.suspensions) == (0, 0, 0)
