@@ -1,7 +1,8 @@
 """`shoal doctor`: is this machine fit for shoal, and can it reach a run? One line per finding, with the remedy.
 
     this machine   python, torch, cores, memory, device, disk, folder
-    the road       proxy, hub (each address; same run; protocol), clock, weights (the sources that the hub names)
+    the road       proxy, hub (each address; same run; protocol), clock, weights (the sources that the hub names),
+                   compute (what `shoal join` would compute in there, and whether the model fits)
 
 `shoal join` makes the same checks: what makes work impossible ends it with the exit code in `Finding.stops`, anything
 else is a warning.
@@ -26,10 +27,11 @@ from shoal.client import ClientOptions, HubClient, TrustedRun
 from shoal.client.known_hubs import known_root
 from shoal.client.trust import one_run
 from shoal.errors import BroadcastError, ConfigError, HubError, ResourceError, ShoalError, UserError
-from shoal.protocol import SigningKey
+from shoal.protocol import RunInfo, SigningKey
 from shoal.protocol.signing import MAX_SKEW_MS
 from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.files import ensure_folder
+from shoal.runtime.limits import MachineLimits
 from shoal.runtime.proxies import proxy_of
 from shoal.runtime.stop import StopToken
 from shoal.runtime.targets import Reach
@@ -63,10 +65,12 @@ class Finding:
         return f"{'ok     ' if self.ok else 'problem'}  {self.name:<8} {self.text}"
 
 
-def examine(urls: Sequence[str], folder: Path, clock: Clock = SystemClock()) -> list[Finding]:
+def examine(
+    urls: Sequence[str], folder: Path, clock: Clock = SystemClock(), device: str = "auto", dtype: str = "auto"
+) -> list[Finding]:
     """Look at everything; a check that cannot be made is a problem, not a crash."""
     checks = (_python, _torch, _cores, _memory, _device, lambda: _disk(folder), lambda: _writable(folder))
-    return [*(check() for check in checks), *(_road(urls, clock) if urls else [])]
+    return [*(check() for check in checks), *(_road(urls, clock, device, dtype) if urls else [])]
 
 
 def examine_worker(client: HubClient, folder: Path, clock: Clock = SystemClock()) -> list[Finding]:
@@ -162,8 +166,8 @@ def _writable(folder: Path) -> Finding:
 # ── the road to a run ────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _road(urls: Sequence[str], clock: Clock) -> Iterator[Finding]:
-    """Each address of the hub by itself; clock and weights by the first that answers."""
+def _road(urls: Sequence[str], clock: Clock, device: str, dtype: str) -> Iterator[Finding]:
+    """Each address of the hub by itself; clock, weights and what to compute in by the first that answers."""
     try:
         bases, given = one_run(urls)
         pinned = known_root(bases, given)
@@ -182,6 +186,23 @@ def _road(urls: Sequence[str], clock: Clock) -> Iterator[Finding]:
                 yield _clock(client, clock)
     if met is not None:
         yield _weights(met)
+        if _torch_version() is not None:
+            yield _compute(met.info, device, dtype)
+
+
+def _compute(info: RunInfo, device: str, dtype: str) -> Finding:
+    """What `shoal join` would compute in for the run, by the same functions; torch takes seconds to load."""
+    from shoal.engines import choose
+    from shoal.engines.memory import free_bytes
+    from shoal.worker.fitting import refuse_too_large
+
+    try:
+        device, dtype = choose("torch", device, dtype, info.profiles)
+        refuse_too_large(info, device, dtype, MachineLimits())
+    except (ConfigError, ResourceError) as error:
+        return Finding("compute", False, str(error), error.exit_code)
+    free_gib = free_bytes(device) / GIB
+    return Finding("compute", True, f"on {device} in {dtype}, with {free_gib:.1f} GiB of free memory")
 
 
 def _proxy(url: str) -> Finding:

@@ -505,7 +505,7 @@ def doctor(
 
     if selftest and calibrate:
         raise UserError("--selftest and --calibrate are two things: ask for one of them")
-    findings = examine(urls or (), folder or (home() if urls else Path()))
+    findings = examine(urls or (), folder or (home() if urls else Path()), device=device, dtype=dtype)
     for finding in findings:
         typer.echo(visible(finding.line))
     ok = all(finding.ok for finding in findings)

@@ -36,15 +36,22 @@ def release_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def usable_bytes(device: Any, most: int | None = None) -> int:
-    """Memory of a torch device that a batch may take: a share of what is free, which is at most `most`."""
-    free = free_memory_bytes()
-    if device.type == "cuda":
-        import torch
+def free_bytes(device: str) -> int:
+    """Memory that is free on the device ("cpu", "cuda"), for this process."""
+    if device != "cuda":
+        return free_memory_bytes()
+    import torch
 
-        idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # kept by torch's allocator
-        free = torch.cuda.mem_get_info(device)[0] + idle
-    return int(SHARES.get(device.type, 0.5) * (free if most is None else max(0, min(free, most))))
+    idle = (
+        torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    )  # what torch's allocator keeps for the next time
+    return int(torch.cuda.mem_get_info()[0] + idle)
+
+
+def usable_bytes(device: str, most: int | None = None) -> int:
+    """Memory of a device that a batch may take: a share of what is free, which is at most `most`."""
+    free = free_bytes(device)
+    return int(SHARES.get(device, 0.5) * (free if most is None else max(0, min(free, most))))
 
 
 def cached_token_bytes(config: Any, itemsize: int) -> int:

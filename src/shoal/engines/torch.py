@@ -168,7 +168,7 @@ class TorchEngine:
     def _measure_room(self) -> None:
         """How much may be computed at once, by the memory that is free now."""
         left = None if self.memory_bytes is None else self.memory_bytes - self.size_bytes
-        usable = usable_bytes(self._model.device, left)
+        usable = usable_bytes(self._model.device.type, left)
         config, itemsize = self._model.config.get_text_config(), self._model.dtype.itemsize
         self._room.most = max(1, usable // cached_token_bytes(config, itemsize))
         self._most_tile = max(LEAST_TILE, usable // (TILE_SHARE * 4))

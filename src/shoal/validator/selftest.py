@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from shoal.engines import Engine, GenerationRequest, build
+from shoal.engines.protocol import BoundedEngine
 from shoal.engines.shelf import LoadedPolicy
 from shoal.environments import EnvironmentSettings
 from shoal.environments import build as build_environment
@@ -24,6 +25,7 @@ from shoal.validator.verdicts import Docket
 GROUPS = 8
 GROUP_SIZE = 8
 MAX_NEW_TOKENS = 32
+ROW_TOKENS = 1024  # of the completions that are said to fit
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,9 @@ class SelfTest:
             yield Trial("profile", False, f"there is no profile for {worker.kind}, only for {known}{more}")
             return
         yield Trial("profile", True, worker.kind)
+        if isinstance(worker, BoundedEngine):
+            rows = worker.rows_at_once(ROW_TOKENS)
+            yield Trial("memory", True, f"{rows} completions of {ROW_TOKENS} tokens, prompts included, fit at once")
         judge = Judge(build_environment(EnvironmentSettings(name="sort")), self.profiles)
         dockets = self._dockets(worker, judge)
         loaded = LoadedPolicy(POLICY, self._engine(self.validator), self.files)

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 
 from shoal.engines import ENGINES, Engine, choose
+from shoal.engines.memory import free_bytes
 from shoal.engines.protocol import BoundedEngine
 from shoal.errors import ResourceError
 from shoal.protocol import Lease, RunInfo
@@ -28,14 +29,15 @@ def fitted(settings: WorkerSettings, engine: str, run: RunInfo) -> WorkerSetting
     return settings.model_copy(update={"device": device, "dtype": dtype})
 
 
-def refuse_too_large(run: RunInfo, dtype: str, limits: MachineLimits) -> None:
+def refuse_too_large(run: RunInfo, device: str, dtype: str, limits: MachineLimits) -> None:
     """Raise `ResourceError` before anything is downloaded if the model, as announced, takes more than it may."""
-    needed, allowed = run.model.parameters * (2 if dtype == "bfloat16" else 4), limits.memory()
+    needed = run.model.parameters * (2 if dtype == "bfloat16" else 4)
+    allowed = min(limits.memory(), free_bytes(device))
     if needed > allowed:
         raise ResourceError(
             f"the model of run {run.run} has {run.model.parameters / 1e9:.3g} billion weights, which take "
-            f"{needed / 1e9:.3g} GB in {dtype}, and {allowed / 1e9:.3g} GB of memory may be used here: allow more "
-            "(--max-memory), or use another machine"
+            f"{needed / 1e9:.3g} GB in {dtype}, and {allowed / 1e9:.3g} GB of memory may be used on {device}: "
+            "allow more (--max-memory), choose another --device, or use another machine"
         )
 
 

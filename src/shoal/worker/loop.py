@@ -92,7 +92,7 @@ def run_worker(config: WorkerConfig, stop: StopToken) -> None:
         log.info("node %s works for run %s at %s", client.key.node, run.run, client.url)
         warm_up(config.engine)
         settings = fitted(config.settings, config.engine, run)
-        refuse_too_large(run, settings.dtype, config.limits)
+        refuse_too_large(run, settings.device, settings.dtype, config.limits)
         config = replace(config, settings=settings)
         profile = conduct.profile(kind_of(config.engine, settings.device, settings.dtype), run.profiles)
         outbox = Outbox(config.folder / "outbox")

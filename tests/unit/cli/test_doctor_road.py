@@ -10,6 +10,7 @@ import pytest
 from shoal.cli import doctor
 from shoal.cli.doctor import cuda_devices, examine
 from shoal.errors import ResourceError
+from shoal.protocol.node import ModelSize
 from shoal.runtime.targets import PUBLIC_ONLY, Nearness, Reach
 
 NOWHERE = "http://127.0.0.1:9"
@@ -81,3 +82,24 @@ def test_urls_of_two_runs_are_one_problem_and_nobody_is_asked(tmp_path: Path) ->
     problems = [finding for finding in examine(urls, tmp_path) if finding.name == "hub"]
     assert [finding.stops for finding in problems] == [2]
     assert "different runs" in problems[0].text
+
+
+@pytest.mark.parametrize(
+    ("dtype", "profiles", "weights", "text"),
+    [
+        ("auto", ("torch/cpu/bfloat16",), 1000, "on cpu in bfloat16, with 8.0 GiB of free memory"),
+        ("auto", ("torch/cpu/float32",), 1000, "on cpu in float32, with"),
+        ("float32", ("torch/cpu/bfloat16",), 1000, "no validator of the run can judge what this machine computes"),
+        ("auto", ("torch/cpu/float32",), 3 * 10**9, "3 billion weights, which take 12 GB in float32, and 6.87 GB"),
+    ],
+    ids=["bfloat16", "float32", "no-kind", "too-large"],
+)
+def test_what_join_would_compute_in_is_said(
+    monkeypatch: pytest.MonkeyPatch, dtype: str, profiles: tuple[str, ...], weights: int, text: str
+) -> None:
+    for module in ("shoal.engines.memory", "shoal.runtime.limits"):
+        monkeypatch.setattr(f"{module}.free_memory_bytes", lambda: 8 * 2**30)
+    info = SimpleNamespace(run="r", profiles=profiles, model=ModelSize(parameters=weights))
+    finding = doctor._compute(info, "cpu", dtype)  # type: ignore[arg-type]
+    assert text in finding.text
+    assert finding.ok == (finding.stops == 0) == finding.text.startswith("on cpu")

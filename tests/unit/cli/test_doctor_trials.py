@@ -14,6 +14,7 @@ def test_a_self_test_says_what_passed_and_what_was_caught(tmp_path: Path, capsys
     assert main(["doctor", "--folder", str(tmp_path), "--selftest", "--device", "cpu"]) == 0
     shown = capsys.readouterr().out
     assert "selftest honest work: 8 of 8 groups accepted by cpu/float32" in shown
+    assert "completions of 1024 tokens, prompts included, fit at once" in shown
     assert "selftest proofs that are constants: caught: proofs.forged" in shown
     assert "problem" not in shown
 
