@@ -90,7 +90,7 @@ class HubSettings(BaseModel):
         600, ge=0, description="time in which audits by reputation can still take credit back"
     )
     newcomer_share: float = Field(
-        0.25, ge=0, le=1, description="most of the units and audits that nodes on probation get together"
+        0.25, ge=0, le=1, description="most of the units, and of the tokens audited, for nodes on probation together"
     )
     max_attempts: int = Field(4, ge=1, description="inconclusive audits after which a unit is given up")
     refill_cap: int = Field(4, ge=0, description="lost groups refilled per step, in multiples of groups_per_step")

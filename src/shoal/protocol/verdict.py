@@ -165,6 +165,7 @@ class Audit(Message):
 
     `shown` is what its node showed of it while it was generated: each rollout must begin with that. With the depth
     `progress` it is a lease at work: a `Submission` with the shown tokens and proofs of one rollout, and nothing else.
+    Of a `newcomer` one rollout is checked first, and the others only if that one does not fail for certain.
     """
 
     submission: str
@@ -175,6 +176,7 @@ class Audit(Message):
     depth: Depth = "full"
     record: Tally = Tally()
     shown: tuple[ShownPrefix, ...] = Field(default=(), max_length=MAX_GROUP)
+    newcomer: bool = False
 
 
 class AuditReply(Message):

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -78,7 +79,8 @@ class Case:
     `submission` is None, and `problem` says why, if the body could not be decoded. What is derived from the tokens may
     be asked for once `shape` has passed, `drawn` once `dialogue` has, `replayed` after the prefill. `record` has the
     sums of what its node handed in before; `seen` is what others did. `dialogue` is None if nobody answers the model.
-    `shown` is what its node showed of it before it was finished.
+    `shown` is what its node showed of it before it was finished. Of a part of a submission (`only`), `first` is the
+    number of its first rollout, and `among` how many tokens were generated in all.
     """
 
     lease: Lease
@@ -92,6 +94,8 @@ class Case:
     replay: Replay | None = None
     dialogue: Dialogue | None = None
     shown: tuple[ShownPrefix, ...] = ()
+    first: int = 0
+    among: int = 0
 
     @property
     def claim(self) -> Submission:
@@ -206,7 +210,7 @@ class Case:
             return nothing
         far = distances(replay.uniforms, replay.low, replay.high) > profile.sampling.distance
         strange = self.drawn & (far | ~(np.abs(self.claimed - replay.logprobs) <= profile.logprobs.largest))
-        count, tokens, before = int(strange.sum()), self.generated, self.record
+        count, tokens, before = int(strange.sum()), max(self.generated, self.among), self.record
         here = poisson_tail(count, profile.accidents * tokens)
         of_late = poisson_tail(count + before.accidents, profile.accidents * (tokens + before.tokens))
         return nothing if min(here, of_late) < profile.sampling.significance else strange
@@ -241,10 +245,16 @@ class Case:
             }
         )
 
+    def only(self, index: int) -> Case:
+        """The case of one of its rollouts, under its own seed. What fails there for certain fails here for certain."""
+        lease = self.lease.model_copy(update={"seeds": (self.lease.seeds[index],)})
+        submission = msgspec.structs.replace(self.claim, rollouts=[self.rollouts[index]])
+        return replace(self, lease=lease, submission=submission, first=index, among=self.generated)
+
     def place(self, position: int) -> tuple[int, int]:
         """Which (rollout, token) a position of `tokens` is."""
         rollout = int(np.searchsorted(self.starts, position, side="right")) - 1
-        return rollout, position - int(self.starts[rollout])
+        return self.first + rollout, position - int(self.starts[rollout])
 
     def chunk_place(self, chunk: int) -> tuple[int, int]:
         """Which (rollout, first token) a proof of `proofs` is of."""
@@ -252,7 +262,7 @@ class Case:
         for rollout, length in enumerate(self.lengths):
             count = -(-length // rows)
             if chunk < count:
-                return rollout, chunk * rows
+                return self.first + rollout, chunk * rows
             chunk -= count
         raise IndexError(chunk)
 

@@ -1,6 +1,7 @@
 """Judging the audits of one policy together: cheap checks, one batched prefill, the rest, and the reward.
 
     dockets ─► before the prefill ─┬─ failed ─────────────────────────────────────────► rejected
+                                   ├─ a newcomer's: one rollout, replayed, fails for certain ─► rejected
                                    ├─ light: as it is claimed ──────────────────────┐
                                    └─ full: replay (one prefill for all) ─► after ─┬┴─► objection, reward ─► accepted
                                               │ the engine fails on it             └──► rejected    (all at once)
@@ -14,14 +15,15 @@ scorer, and the memory of what was accepted (`Seen`): nothing here talks to the 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+import secrets
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from shoal.engines.dialogue import dialogue_for
 from shoal.engines.shelf import LoadedPolicy
 from shoal.environments import Environment, budget_of, identity_of
 from shoal.errors import ConfigError, ScoringFailure
-from shoal.protocol import Lease, Tally, Verdict
+from shoal.protocol import Lease, Severity, Tally, Verdict
 from shoal.rewards import DirectScorer, NotBegun, Scorer
 from shoal.rewards.panel import Panel
 from shoal.runtime.clock import Clock, SystemClock
@@ -81,6 +83,7 @@ class Judge:
     scorer: Scorer | None = field(default=None, repr=False)  # None: the environment is called in this process
     panel: Panel = field(default_factory=Panel, repr=False)
     notebook: Notebook | None = field(default=None, repr=False)
+    pick: Callable[[int], int] = field(default=secrets.randbelow, repr=False)
 
     def knows(self, lease: Lease) -> bool:
         """Whether the lease was made for this validator's environment: if not, it has nothing to say about it."""
@@ -95,6 +98,7 @@ class Judge:
         """The verdicts, in the order of the dockets; of those that there was no time to score there is none, but the
         first always gets its time. All leases must name the loaded policy."""
         opened = [self._open(self.named(docket), loaded) for docket in dockets]
+        opened = self._first_looks(opened, loaded)
         full = [entry for entry in opened if isinstance(entry, _Open) and entry.docket.audit.depth != "light"]
         replays = dict(zip(map(id, full), replay_all(loaded.engine, [entry.case for entry in full]), strict=True))
         judged = [
@@ -133,6 +137,25 @@ class Judge:
         if not findings[-1].passed:
             return docket.rejected(findings, self.clock.now_ms())
         return _Open(docket, case, findings)
+
+    def _first_looks(self, opened: Sequence[_Open | Verdict], loaded: LoadedPolicy) -> list[_Open | Verdict]:
+        """One rollout of each newcomer's group, which nobody can tell in advance: if it fails for certain, that is the
+        verdict, and the others are not computed. Rubbish costs as little as that."""
+        of_newcomers = [entry for entry in opened if isinstance(entry, _Open) and entry.docket.audit.newcomer]
+        looked = [
+            entry for entry in of_newcomers if entry.docket.audit.depth == "full" and len(entry.case.rollouts) > 1
+        ]
+        cases = [entry.case.only(self.pick(len(entry.case.rollouts))) for entry in looked]
+        failed: dict[int, Verdict] = {}
+        for entry, case, replay in zip(looked, cases, replay_all(loaded.engine, cases), strict=True):
+            if isinstance(replay, Exception) or not replay.is_finite:
+                continue  # the whole group will show it, and whose fault it is
+            case.replay = replay
+            findings = run_all(AFTER_PREFILL, case)
+            if findings[-1].severity is Severity.CERTAIN:
+                verdict = entry.docket.rejected([*entry.findings, *findings], self.clock.now_ms(), case.tally)
+                failed[id(entry)] = verdict
+        return [failed.get(id(entry), entry) for entry in opened]
 
     def _environment_problem(self, lease: Lease) -> str:
         """Why the lease cannot be scored with this environment; empty if it can."""

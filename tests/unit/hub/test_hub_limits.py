@@ -11,7 +11,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from hubkit import Actor, Bench, code_of, ok, worker_key
+from hubkit import Actor, Bench, code_of, fresh_request, ok, worker_key
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -233,6 +233,24 @@ class Elsewhere:
         transport = AsgiTransport(self._bench.app)
         transport._inner = httpx.ASGITransport(app=self._bench.app, client=(address, 40000))
         return httpx.Client(transport=transport, base_url="http://hub")
+
+
+def test_the_network_that_a_worker_asks_from_is_noted_and_told_nobody(tmp_path: Path) -> None:
+    bench = Bench(tmp_path / "hub")
+    ok(bench.announce(0))
+    noted = {"192.0.2.7": "192.0.2.0/24", "2001:db8:1:2::3": "2001:db8:1::/48", "127.0.0.1": ""}
+    try:
+        away = Elsewhere(bench)
+        for address, network in noted.items():
+            with away.http(address) as http:
+                Actor(bench.alice.key, http, bench.clock).lease(fresh_request())
+            with bench.app.state.hub.context.storage.read() as reader:
+                assert reader.node(bench.alice.key.node).network == network
+            if network:
+                pages = ["/status", "/ledger", f"/nodes/{bench.alice.key.node}", "/nodes", "/metrics"]
+                assert not any(network in ok(bench.http.get(page)).text for page in pages)
+    finally:
+        bench.close()
 
 
 def test_new_keys_of_one_address_are_counted_and_known_ones_are_not(tmp_path: Path) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from hubkit import fresh_request
 from machinekit import Play
 
-from shoal.protocol import LeaseRequest, Outcome, Severity
+from shoal.protocol import Lease, LeaseReply, LeaseRequest, Outcome, Severity
 
 PROVEN = 8
 
@@ -110,3 +111,30 @@ def test_audits_are_shared_and_nothing_is_left_undone(play: Play) -> None:
         for audit in audits:
             play.judge(audit, Outcome.ACCEPTED, (0.0, 1.0))
     assert judged == [[0, 4, 5, 6], [1, 2, 3, 7], [], []]
+
+
+def test_an_audit_says_whether_its_node_is_a_newcomer_and_the_hub_how_many_tokens_it_has(play: Play) -> None:
+    units(play, 0, 1)
+    units(play, 1, 1)
+    submit(play, 0, 1)
+    audits = play.claim()
+    assert [audit.newcomer for audit in audits] == [False, True]
+    lease = Lease.model_validate(audits[0].lease.document)
+    with play.storage.read() as reader:
+        row = reader.submission(audits[0].submission)
+    assert row is not None
+    assert row.tokens == len(lease.seeds) * (len(lease.prompt_ids) + 3)
+
+
+def test_a_new_key_of_a_flooded_network_waits_and_one_of_another_network_is_served(play: Play) -> None:
+    """8 units may be alive in this young run: 4 for the new keys of one network."""
+
+    def asks(network: str) -> LeaseReply:
+        worker = play.join(passed=0)
+        return play.hub.work.lease(worker, LeaseRequest(request=fresh_request(), max_units=8), network)
+
+    half = play.rules.groups_per_step // 2
+    assert [len(asks("192.0.2.0/24").leases) for _ in range(half)] == [1] * half
+    refused = asks("192.0.2.0/24")
+    assert (refused.leases, refused.held_back) == ((), True)
+    assert len(asks("2001:db8:1::/48").leases) == 1

@@ -157,10 +157,10 @@ class TestTurns:
         assert list(turns._networks) == ["honest"]
 
 
-def queue(established: int, fresh: int, owed: float = 0.0) -> Queue:
-    """Newcomers have the lowest units."""
-    low = [submission(number, who=2) for number in range(fresh)]
-    return Queue([submission(number) for number in range(fresh, fresh + established)], low, owed)
+def queue(established: int, fresh: int, owed: float = 0.0, cost: int = 1) -> Queue:
+    """Newcomers have the lowest units, and `cost` times as many tokens each."""
+    low = [submission(number, who=2, tokens=cost) for number in range(fresh)]
+    return Queue([submission(number, tokens=1) for number in range(fresh, fresh + established)], low, owed)
 
 
 class TestAudits:
@@ -183,6 +183,17 @@ class TestAudits:
             (row,), owed = newcomers.choose(queue(50, 50, owed), 1, 0.25)
             taken.append(row.node == node(2).node)
         assert taken == [False, False, False, True] * 3
+
+    @pytest.mark.parametrize("count", [1, 4, 32])
+    def test_groups_with_forty_times_as_many_tokens_get_a_quarter_of_all_tokens(self, count: int) -> None:
+        """By number they would get a quarter of the audits, which is 93 % of the tokens."""
+        owed, tokens = 0.0, {node(1).node: 0, node(2).node: 0}
+        for _ in range(4800 // count):
+            chosen, owed = newcomers.choose(queue(count, count, owed, cost=40), count, 0.25)
+            for row in chosen:
+                tokens[row.node] += row.tokens
+        theirs = tokens[node(2).node] / sum(tokens.values())
+        assert theirs == pytest.approx(0.25, abs=0.01)
 
     @given(
         share=st.floats(0.01, 0.99),

@@ -8,17 +8,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from honest import LengthEnvironment, docket, engine, lease, loaded, submission
+from honest import LengthEnvironment, completions, docket, engine, lease, loaded, submission
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from shoal.engines.scripted import ScriptedEngine
 from shoal.engines.shelf import LoadedPolicy
 from shoal.errors import ScoringFailure
-from shoal.protocol import Outcome, Rollout, RolloutReward, pack_tokens
+from shoal.protocol import Outcome, Rollout, RolloutReward, Severity, pack_tokens
 from shoal.rewards import DirectScorer
 from shoal.runtime.clock import ManualClock
 from shoal.validator import Judge, load_profiles
 from shoal.validator.rewards import Decoders, Group, Scored, Scoring, completion_ids, shuffled
+from shoal.validator.verdicts import Docket
 
 
 def judge(**changes: object) -> Judge:
@@ -58,6 +59,52 @@ def test_a_rejected_neighbour_costs_no_prefill() -> None:
     made, policy = counting()
     judge().verdicts([docket(lease(1), b"garbage"), docket(lease(2))], policy)
     assert made.batches == [12]
+
+
+def of_newcomer(each: Docket) -> Docket:
+    return replace(each, audit=each.audit.model_copy(update={"newcomer": True}))
+
+
+def wrong_from(unit: int, first: int) -> Docket:
+    """A group whose rollouts from `first` on are drawn with other seeds."""
+    of = lease(unit)
+    seeds = [seed if index < first else seed + 10**6 for index, seed in enumerate(of.seed_numbers)]
+    return of_newcomer(docket(of, submission(of, completions(of, seeds=seeds))))
+
+
+def test_of_a_newcomers_group_one_rollout_is_computed_first_and_rubbish_costs_no_more() -> None:
+    made, policy = counting()
+    dockets = [wrong_from(1, first=0), of_newcomer(docket(lease(2))), docket(lease(3))]
+    first, second, third = judge(pick=lambda count: count - 1).verdicts(dockets, policy)
+    assert made.batches == [2, 24], "one rollout of each newcomer, then the two whole groups that are left"
+    assert (first.outcome, first.reason, first.severity) == (Outcome.REJECTED, "sampling.seed", Severity.CERTAIN)
+    assert first.checks[-1].evidence["rollout"] == 11
+    [alone] = judge().verdicts([docket(lease(2))], loaded())
+    assert (second.outcome, second.rewards, second.tally) == (Outcome.ACCEPTED, alone.rewards, alone.tally)
+    assert third.outcome is Outcome.ACCEPTED
+
+
+def test_a_newcomers_group_whose_first_look_holds_is_checked_as_a_whole() -> None:
+    made, policy = counting()
+    [verdict] = judge(pick=lambda _count: 0).verdicts([wrong_from(1, first=1)], policy)
+    assert made.batches == [1, 12]
+    assert (verdict.outcome, verdict.reason) == (Outcome.REJECTED, "sampling.seed")
+
+
+def test_which_rollout_of_a_newcomer_is_looked_at_first_is_drawn_anew_each_time() -> None:
+    cheat, found = wrong_from(1, first=6), []
+    for _ in range(64):
+        made, policy = counting()
+        judge().verdicts([cheat], policy)
+        found.append(made.batches)
+    assert {tuple(batches) for batches in found} == {(1,), (1, 12)}, "half of the rollouts are honest"
+
+
+def test_a_first_look_that_the_engine_fails_on_decides_nothing() -> None:
+    made, policy = counting(poison=lease(2).prompt_ids[0])
+    first, second = judge().verdicts([of_newcomer(docket(lease(1))), of_newcomer(docket(lease(2)))], policy)
+    assert (first.outcome, second.outcome) == (Outcome.ACCEPTED, Outcome.INCONCLUSIVE)
+    assert made.batches == [2, 1, 1, 24, 12, 12]
 
 
 def test_nothing_to_prefill_calls_no_engine() -> None:

@@ -43,7 +43,7 @@ class Checking:
         self._context = context
         self._evaluating = evaluating
         self._showing = showing
-        self._owed = 0.0  # audits saved up for newcomers
+        self._owed = 0.0  # tokens of audits saved up for newcomers
 
     def audits(self, node: NodeRow, request: AuditRequest) -> AuditReply:
         """Submissions to check, claimed for this validator until their deadline; and a slice of an evaluation, if it
@@ -207,6 +207,7 @@ class Checking:
             depth=row.depth,
             record=node.record,
             shown=self._showing.prefixes(reader, row.lease),
+            newcomer=node.on_probation,
         )
 
 

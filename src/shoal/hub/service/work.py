@@ -227,7 +227,7 @@ class Work:
         early = self.consider(node, arrival)
         if early.status == submissions.SAME_AGAIN:
             return early.status, context.signed_before(early.row.receipt)
-        self._check_header(body, early.row)
+        arrival = replace(arrival, tokens=self._check_header(body, early.row))
         point("hub.submit.before_blob")
         context.blobs.put(body)
         point("hub.submit.after_blob")
@@ -270,8 +270,11 @@ class Work:
             self.late += refusal.code == submissions.LATE
             raise
 
-    def _check_header(self, body: bytes, row: SubmissionRow) -> None:
-        """Refuse what cannot be meant: bytes that are no submission, or one of another run, node, lease or unit."""
+    def _check_header(self, body: bytes, row: SubmissionRow) -> int:
+        """Refuse what cannot be meant: bytes that are no submission, or one of another run, node, lease or unit.
+
+        Returns how many tokens a prefill of it has.
+        """
         try:
             submission = unpack(body, Submission, self._limits)
         except CodecError as error:
@@ -295,6 +298,7 @@ class Work:
                 raise Refusal(
                     422, "submission.mismatch", f"the submission's {name} is {found!r}; this lease has {value!r}"
                 )
+        return sum(len(submission.prompt) + len(rollout.tokens) for rollout in submission.rollouts) // 4
 
     def _receipt(self, reader: Reader, row: SubmissionRow) -> str:
         return self._context.sign(

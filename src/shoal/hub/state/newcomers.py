@@ -7,7 +7,8 @@
     turns      what comes free goes to the network that had fewest units since its last accepted group (`Turns`).
     again      a unit that was given out before goes to an established node while one is asking, and has delivered of
                late: a newcomer can delay a unit once, not as often as there are keys.
-    audits     together they get `newcomer_share` of the audits that are claimed, and what established nodes leave.
+    audits     together they get `newcomer_share` of the tokens that are audited, and what established nodes leave: by
+               number, full-length rubbish would take most of a validator's time.
 
 Shares hold only while established nodes are here. At the start of a run, or when they are gone, newcomers take all.
 With `newcomer_share = 1` nothing of this holds: for runs whose workers are all known.
@@ -17,6 +18,7 @@ as the first lease lasts if it shows progress.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -94,7 +96,7 @@ def is_bounded(moment: Moment, node: NodeRow, crowd: Crowd) -> bool:
 
 @dataclass(frozen=True)
 class Queue:
-    """Submissions that wait for an audit, each part lowest unit first; `owed` audits are saved up for newcomers."""
+    """Submissions that wait for an audit, each part lowest unit first; `owed` tokens are saved up for newcomers."""
 
     established: Sequence[SubmissionRow]
     newcomers: Sequence[SubmissionRow]
@@ -104,13 +106,24 @@ class Queue:
 def choose(queue: Queue, count: int, share: float) -> tuple[list[SubmissionRow], float]:
     """Which `count` submissions are audited next, and what is owed to newcomers after that.
 
-    What a share of a small claim leaves over is saved up: a validator that takes one at a time takes every fourth from
-    newcomers, if they get a quarter. What one side leaves the other takes.
+    Every audit of an established node's group saves up tokens for newcomers, so that they get `share` of all tokens; a
+    group of theirs is next when there is enough for it. What one side leaves the other takes.
     """
     if not queue.newcomers:
         return list(queue.established[:count]), 0.0
-    owed = min(queue.owed + share * count, count + 1.0)
-    quota = min(len(queue.newcomers), int(owed), count)
-    established = queue.established[: count - quota]
-    newcomers = queue.newcomers[: count - len(established)]
-    return [*established, *newcomers], max(0.0, owed - len(newcomers))
+    established, newcomers = deque(queue.established), deque(queue.newcomers)
+    chosen: list[SubmissionRow] = []
+    owed = queue.owed
+    while len(chosen) < count and (established or newcomers):
+        if newcomers and (not established or owed >= _cost(newcomers[0])):
+            chosen.append(newcomers.popleft())
+            owed = max(0.0, owed - _cost(chosen[-1]))
+        else:
+            chosen.append(established.popleft())
+            owed += _cost(chosen[-1]) * share / (1 - share)
+    costs = [_cost(row) for row in (*queue.established[:count], *queue.newcomers)]
+    return chosen, min(owed, max(costs) / (1 - share))  # what nobody claimed is not saved up for ever
+
+
+def _cost(row: SubmissionRow) -> int:
+    return max(1, row.tokens)

@@ -187,8 +187,9 @@ class ShownRow:
 class SubmissionRow:
     """Bytes on the hub's disk, named by their hash; `receipt` is the signed promise as JSON.
 
-    `depth` is how it is to be audited and, once it is decided, how it was. While its credit is pending, `matures_at_ms`
-    says until when. `pass_rate` is how much of its task the group solved, 0 to 1; rows of older versions have none.
+    `depth` is how it is to be audited and, once it is decided, how it was. While its credit is pending,
+    `matures_at_ms` says until when. `tokens` is how many a prefill of it has, prompts included. `pass_rate` is how
+    much of its task the group solved, 0 to 1; rows of older versions have none.
     """
 
     submission: str
@@ -212,6 +213,7 @@ class SubmissionRow:
     depth: Depth = "full"
     matures_at_ms: int | None = None
     pass_rate: float | None = None
+    tokens: int = 0
 
     @property
     def policy(self) -> PolicyRef:

@@ -31,6 +31,7 @@ class Arrival:
     submission: str
     size_bytes: int
     depth: Depth = "full"
+    tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,7 @@ def _row(lease: LeaseRow, arrival: Arrival, now_ms: int) -> SubmissionRow:
         size_bytes=arrival.size_bytes,
         received_at_ms=now_ms,
         depth=arrival.depth,
+        tokens=arrival.tokens,
     )
 
 

@@ -149,6 +149,8 @@ submissions = Table(
     Column("matures_at_ms", BigInteger),
     # How much of its task the group solved: the whole rewards beside it may hold more than the task's part.
     Column("pass_rate", Float),
+    # As it was submitted: audits are shared by what they cost, before anybody has looked at it.
+    Column("tokens", BigInteger, nullable=False),
     Index("submissions_by_state", "state", "unit"),
     Index("submissions_by_maturity", "matures_at_ms"),
     Index("submissions_by_node", "node", "state"),
