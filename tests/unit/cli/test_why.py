@@ -35,7 +35,7 @@ CHECKS = [
     {"check": "prompt", "passed": True, "evidence": {}, "message": ""},
     {"check": "sampling", "passed": False, "evidence": {"outside": 812, "p_value": 1.23456e-9}, "message": "no seed"},
 ]
-VERDICT = SignedDocument(kind="verdict", document={"checks": CHECKS}, signed_by="0" * 64, signature="0" * 128)
+VERDICT = SignedDocument(kind="verdict", document={"checks": CHECKS}, signed_by="ab" * 32, signature="0" * 128)
 REFUSED = SubmissionStory(
     submission="cd" * 32, lease="u7a0", unit=7, node=NODE, state="rejected", size_bytes=9, received_at_ms=5_000,
     decided_at_ms=6_000, validator="v", depth="full", reason="sampling.seed", message="no seed", rule="it is banned",

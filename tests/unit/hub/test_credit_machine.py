@@ -187,11 +187,12 @@ class CreditMachine(RuleBasedStateMachine):
         recorded = Counter((body["submission"], kind) for kind, body, _ in self.history if "submission" in body)
         with self.play.storage.read() as reader:
             rows = [reader.submission(name) for name in self.receipts]
+        joined_ms = {body["node"]: at_ms for kind, body, at_ms in self.history if kind == "node"}
         for row in rows:
             assert row is not None, "a receipt is a promise"
             assert self.play.hub.context.blobs.get(row.submission)
             found = {kind: recorded[row.submission, kind] for kind in ("pending", "credit", "void", "rejected")}
-            assert found in _records(row), (row, found)
+            assert found in _records(row, joined_ms.get(row.node)), (row, found)
 
     def what_was_confirmed_is_in_force(self) -> None:
         with self.play.storage.read() as reader:
@@ -233,13 +234,16 @@ def _chained(history: list[tuple[str, dict[str, Any], int]]) -> list[Any]:
     return entries
 
 
-def _records(row: SubmissionRow) -> list[dict[str, int]]:
-    """What the ledger and its outbox may say about a submission in this state: each at most once."""
+def _records(row: SubmissionRow, joined_ms: int | None) -> list[dict[str, int]]:
+    """What the ledger and its outbox may say about a submission in this state: each at most once. Rejections of before
+    its node was in the ledger (`joined_ms`) are not recorded."""
     none = {"pending": 0, "credit": 0, "void": 0, "rejected": 0}
     if row.state in UNDECIDED_SUBMISSIONS or row.state is SubmissionState.INCONCLUSIVE:
         return [none]
     if row.state is SubmissionState.REJECTED:
-        return [{**none, "rejected": 1}]
+        decided_ms = row.decided_at_ms or 0
+        before = [] if joined_ms is not None and joined_ms < decided_ms else [none]
+        return [*before, *([] if joined_ms is None or joined_ms > decided_ms else [{**none, "rejected": 1}])]
     if row.matures_at_ms is not None:
         return [{**none, "pending": 1}]
     return [{**none, "credit": 1}, {**none, "pending": 1, "credit": 1}, {**none, "pending": 1, "void": 1}]
