@@ -416,6 +416,15 @@ def test_a_validator_of_another_environment_says_so(start: Callable[..., Run], m
         run.validator().result(DEADLINE_S)
 
 
+def test_a_validator_that_can_judge_nothing_that_the_run_takes_says_so(start: Callable[..., Run]) -> None:
+    run = start()
+    run.hub_down()
+    run.profiles = ("torch/cuda/bfloat16",)
+    run.hub_up()
+    with pytest.raises(ConfigError, match=r"cannot judge work of torch/cuda/bfloat16.*start it with the run's recipe"):
+        run.validator().result(DEADLINE_S)
+
+
 def test_a_worker_that_the_run_has_no_profile_for_says_so_before_it_downloads_anything(
     start: Callable[..., Run],
 ) -> None:

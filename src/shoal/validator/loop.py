@@ -27,6 +27,7 @@ from shoal.environments import identity_of, judges_of, require_scoring
 from shoal.errors import (
     BroadcastError,
     CanaryMissed,
+    ConfigError,
     DeadlineExceeded,
     EnvironmentSetupError,
     HubRefused,
@@ -56,7 +57,7 @@ from shoal.validator.evaluating import Evaluating, SliceEvaluator
 from shoal.validator.judge import Judge
 from shoal.validator.notes import Notebook
 from shoal.validator.profiles import load_profiles
-from shoal.validator.settings import ValidatorConfig, ValidatorSettings
+from shoal.validator.settings import ValidatorConfig, ValidatorSettings, profile_keys
 from shoal.validator.verdicts import MACHINERY_POLICY, MACHINERY_REWARD, Docket
 
 log = logging.getLogger(__name__)
@@ -104,6 +105,7 @@ def _audit_with(client: HubClient, config: ValidatorConfig, stop: StopToken) -> 
 def _judge_with(client: HubClient, judge: Judge, config: ValidatorConfig, stop: StopToken) -> None:
     settings = config.settings
     kind_of(config.engine, settings.device, settings.dtype)  # says what is wrong before anything is fetched
+    _check_profiles(client.run_info().profiles, settings)
     weights = downloader_of(client.trusted_run(), config.folder / "cache", stop, settings.held_versions)
     with closing(weights) as downloader, Prefetch(downloader, stop):
         shelf = EngineShelf(
@@ -116,6 +118,19 @@ def _judge_with(client: HubClient, judge: Judge, config: ValidatorConfig, stop: 
             ),
         )
         Validator(client, shelf, judge, settings, stop).run()
+
+
+def _check_profiles(taken: Sequence[str], settings: ValidatorSettings) -> None:
+    """A validator with other settings than the hub's recipe may be unable to judge what the run takes work of."""
+    known = profile_keys(settings)
+    blind = [kind for kind in taken if kind not in known]
+    if not blind:
+        return
+    sentence = f"this validator cannot judge work of {', '.join(blind)}, which the run takes: by its profiles and its "
+    sentence += f'number format (validator.profiles, validator.dtype = "{settings.dtype}") it judges {", ".join(known)}'
+    if len(blind) == len(taken):
+        raise ConfigError(f"{sentence}; start it with the run's recipe")
+    log.warning("%s; such audits will be inconclusive", sentence)
 
 
 @contextmanager
