@@ -1,9 +1,10 @@
-"""What does a flood of fresh keys cost honest workers?
+"""What does a flood of fresh keys cost honest workers, and an honest newcomer?
 
     python benchmarks/newcomer_flood.py [--seconds 180] [--staleness 1] [--floods 0,100,1000]
 
 The real hub services over a real SQLite file, under a manual clock. Eight established workers take 4 s for a group; one
-validator audits 4 groups a second; a trainer takes 1 s for a step of 16 groups. Beside them a number of fresh keys that
+validator audits 4 groups a second; a trainer takes 1 s for a step of 16 groups. After the warm-up an honest newcomer
+arrives that takes 4 s for a group, too. Beside them a number of fresh keys of another network that
 
     sit       lease all they are given, are heard of like anybody, say in every heartbeat that they have gone on (so
               that their leases should be renewed), and hand nothing in until their leases run out
@@ -21,6 +22,7 @@ import random
 import statistics
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -67,6 +69,8 @@ HEARTBEAT_S = 5.0
 SUSPENDED_S = 60.0
 GROUPS_PER_STEP, GROUP_SIZE, TOKENS = 16, 2, 4
 
+HOME, FLOOD = "192.0.2.0/24", "198.51.100.0/24"
+
 Flood = Literal["sit", "rubbish"]
 
 
@@ -99,6 +103,7 @@ class Worker:
     until_ms: int = 0
     out_until_s: float = 0.0
     honest: bool = False
+    network: str = ""
 
 
 @dataclass(frozen=True)
@@ -111,9 +116,11 @@ class Scenario:
 
 @dataclass(frozen=True)
 class Result:
-    """Per simulated second: honest groups accepted, steps trained; and how long the hub takes for a lease."""
+    """Per simulated second: accepted groups of established workers, and of the honest newcomer, and steps trained; and
+    how long the hub takes for a lease."""
 
     groups_per_s: float
+    newcomer_per_s: float
     steps_per_s: float
     lease_ms: float
 
@@ -132,7 +139,9 @@ class World:
         self.made = 0
         self.honest = [self._worker(honest=True) for _ in range(HONEST)]
         self.flood = [self._worker() for _ in range(scenario.keys)]
-        self.version = self.accepted = 0
+        self.newcomer: Worker | None = None
+        self.version = 0
+        self.accepted: Counter[str] = Counter()
         self.claimed: list[Audit] = []
         self.audited_at_s = self.trained_at_s = 0.0
         self.training = False
@@ -171,15 +180,15 @@ class World:
         assert row is not None
         return row
 
-    def _worker(self, honest: bool = False) -> Worker:
+    def _worker(self, honest: bool = False, proven: bool = True) -> Worker:
         self.made += 1
         key = SigningKey.from_seed(self.made.to_bytes(32, "big"))
         row = self._register(Registration(public_key=key.public_key))
-        if honest:
-            proven = replace(row, passed=PROBATION_AUDITS, streak=PROBATION_AUDITS, accepted=PROBATION_AUDITS)
+        if honest and proven:
+            row = replace(row, passed=PROBATION_AUDITS, streak=PROBATION_AUDITS, accepted=PROBATION_AUDITS)
             with self.hub.context.storage.write() as transaction:
-                transaction.apply([SaveNode(proven, row.state)])
-        return Worker(row, [], honest=honest)
+                transaction.apply([SaveNode(row, row.state)])
+        return Worker(row, [], honest=honest, network=HOME if honest else FLOOD)
 
     @property
     def now_s(self) -> float:
@@ -188,11 +197,15 @@ class World:
     def run(self, seconds: float) -> Result:
         while self.now_s < WARM_UP_S:
             self.tick()
-        groups, steps = self.accepted, self.version
+        self.newcomer = self._worker(honest=True, proven=False)
+        self.honest.append(self.newcomer)
+        steps = self.version
+        self.accepted.clear()
         while self.now_s < WARM_UP_S + seconds:
             self.tick()
         lease_ms = statistics.median(self.lease_times_s) * 1000
-        return Result((self.accepted - groups) / seconds, (self.version - steps) / seconds, lease_ms)
+        theirs = self.accepted.pop(self.newcomer.node.node, 0)
+        return Result(self.accepted.total() / seconds, theirs / seconds, (self.version - steps) / seconds, lease_ms)
 
     def tick(self) -> None:
         self.clock.advance(TICK_S)
@@ -249,7 +262,7 @@ class World:
     def _verdict(self, audit: Audit) -> SignedDocument:
         lease = Lease.model_validate(audit.lease.document)
         honest = lease.node in {worker.node.node for worker in self.honest}
-        self.accepted += honest
+        self.accepted[lease.node] += honest
         verdict = Verdict(
             run=self.run_id,
             submission=audit.submission,
@@ -283,15 +296,16 @@ class World:
         """Who has nothing to do asks, in random order. Once one of a kind gets nothing, the others would not either."""
         idle = [each for each in [*self.honest, *self.flood] if not each.leases and each.out_until_s <= self.now_s]
         self.random.shuffle(idle)
-        in_vain: set[bool] = set()
+        in_vain: set[str] = set()
         for worker in idle:
-            if worker.honest in in_vain:
+            kind = "newcomer" if worker is self.newcomer else worker.network
+            if kind in in_vain:
                 continue
             waiting = self._lease(worker)
             if waiting.startswith("this node is suspended"):
                 worker.out_until_s = self.now_s + SUSPENDED_S
             elif not worker.leases:
-                in_vain.add(worker.honest)
+                in_vain.add(kind)
 
     def _lease(self, worker: Worker) -> str:
         self.made += 1
@@ -299,7 +313,7 @@ class World:
         with self.hub.context.storage.write(durable=False) as transaction:
             transaction.touch_presence(worker.node.node, self.hub.context.clock.now_ms())  # as with any signed call
         before_s = time.perf_counter()
-        reply = self.hub.work.lease(worker.node, ask)
+        reply = self.hub.work.lease(worker.node, ask, worker.network)
         self.lease_times_s.append(time.perf_counter() - before_s)
         worker.leases = [Lease.model_validate(signed.document) for signed in reply.leases]
         worker.busy_until_s = self.now_s + GROUP_S
@@ -327,7 +341,8 @@ def main() -> None:
     parser.add_argument("--floods", default="100,1000", help="numbers of fresh keys, beside none")
     options = parser.parse_args()
     print(
-        "| fresh keys | they | share | honest groups/s | steps/min | a lease takes |\n|---|---|---|---|---|---|",
+        "| fresh keys | they | share | groups/s of the established | of a newcomer | steps/min | a lease takes |\n"
+        "|---|---|---|---|---|---|---|",
         flush=True,
     )
     floods = [int(text) for text in options.floods.split(",")]
@@ -342,7 +357,7 @@ def main() -> None:
         found = measure(scenario, options.seconds)
         what = scenario.flood if scenario.keys else "none"
         print(
-            f"| {scenario.keys} | {what} | {scenario.share} | {found.groups_per_s:.2f} | "
+            f"| {scenario.keys} | {what} | {scenario.share} | {found.groups_per_s:.2f} | {found.newcomer_per_s:.2f} | "
             f"{found.steps_per_s * 60:.1f} | {found.lease_ms:.1f} ms |",
             flush=True,
         )
