@@ -87,8 +87,9 @@ class PlentyHub:
     def run_info(self) -> RunInfo:
         sampling = SamplingParameters(temperature=1.0, max_new_tokens=1 << 16, eos_token_id=1)
         return RunInfo(
-            run=RUN, name="bench", root_key="", certificates=(), sources=(), environment="bench", environment_digest="",
-            sampling=sampling, group_size=GROUP, max_staleness=0 if self.in_front else 1, steps=len(self.batches),
+            run=RUN, name="bench", root_key=KEY.public_key, certificates=(), sources=(), environment="bench",
+            environment_digest="", sampling=sampling, group_size=GROUP,
+            max_staleness=0 if self.in_front else 1, steps=len(self.batches),
         )  # fmt: skip
 
     def status(self) -> RunStatus:

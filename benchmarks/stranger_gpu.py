@@ -160,12 +160,12 @@ def workers(url: str) -> dict[str, dict[str, Any]]:
     return {node["name"]: node for node in status_of(url)["nodes"] if node["role"] == "worker"}
 
 
-def joined(name: str, url: str, folder: Path, groups: int, run: subprocess.Popen[bytes]) -> dict[str, Any]:
+def joined(name: str, url: str, folder: Path, groups: int, run: subprocess.Popen[bytes], *more: str) -> dict[str, Any]:
     """One worker that joins by its URL alone, until the hub has accepted that many of its groups."""
     began = time.monotonic()
     log = folder / f"{name}.log"
     seen: dict[str, float] = {}
-    with started(shoal("join", url, "--name", name, "--folder", folder / name), log) as worker:
+    with started(shoal("join", url, "--name", name, "--folder", folder / name, *more), log) as worker:
 
         def enough() -> bool:
             node = workers(url).get(name, {})
@@ -176,7 +176,11 @@ def joined(name: str, url: str, folder: Path, groups: int, run: subprocess.Popen
 
         wait_for(f"{groups} accepted groups of {name}", enough, PATIENCE_S, run, worker)
         node = workers(url)[name]
-    said = [line for line in log.read_text(errors="replace").splitlines() if "memory" in line or "computing on" in line]
+    said = [
+        line
+        for line in log.read_text(errors="replace").splitlines()
+        if any(word in line for word in ("memory", "computing on", "rows", "sandbox"))
+    ]
     return {
         "first_accepted_s": round(seen.get("1", -1), 1),
         "all_accepted_s": round(seen.get(str(groups), -1), 1),
@@ -222,6 +226,8 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             with started(hog, folder / "hog.log") as holder:
                 wait_for("the memory to be held", lambda: b"holding" in (folder / "hog.log").read_bytes(), 60, holder)
                 result[f"{options.leave_gib} GiB free"] = joined("cramped", url, folder, options.groups, run)
+        if options.sandbox:
+            result["in the sandbox"] = joined("boxed", url, folder, options.groups, run, "--sandbox")
         other = "float32" if options.dtype == "bfloat16" else "bfloat16"
         refused = subprocess.run(
             shoal("join", url, "--name", "other", "--folder", folder / "other", "--dtype", other, "--device",
@@ -258,6 +264,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--group-size", type=int, default=16)
     parser.add_argument("--groups", type=int, default=24)
+    parser.add_argument("--sandbox", action="store_true", help="join once more with --sandbox (needs bubblewrap)")
     parser.add_argument("--leave-gib", type=float, default=6.0)
     parser.add_argument("--keep", type=Path, help="a folder for models and logs, instead of one that is removed")
     options = parser.parse_args()

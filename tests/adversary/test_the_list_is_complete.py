@@ -63,6 +63,9 @@ ATTACKS: dict[str, tuple[str, ...]] = {
         "test_cast_documents::test_a_client_that_has_seen_the_new_refuses_the_old",
     ),
     "tampered manifest": ("test_cast_documents::test_a_forged_manifest_is_refused_and_somebody_honest_is_asked",),
+    "a ledger filled by throwaway keys": (
+        "test_hub_attacks::test_throwaway_keys_that_register_and_cheat_leave_nothing_in_the_ledger",
+    ),
     "rolled-back ledger": ("test_hub_attacks::test_a_ledger_that_is_rolled_back_or_changed",),
     # and beyond the usual list
     "proofs made without computing anything": (

@@ -68,7 +68,8 @@ def computed_token_bytes(config: Any, itemsize: int) -> int:
 
 
 def _count(config: Any, name: str, default: int = 1) -> int:
-    value = getattr(config, name, None)
+    values = vars(config)  # by attribute, a configuration whose layers differ refuses to say
+    value = values.get(name, values.get(config.attribute_map.get(name, name)))
     return value if isinstance(value, int) and value > 0 else default
 
 

@@ -87,7 +87,7 @@ class TorchEngine:
         max_rows: int = 2048,
         max_prefill_tokens: int | None = None,
     ) -> None:
-        self._setup(model_from_files(files, dtype, device), max_rows, max_prefill_tokens)
+        self._setup(model_from_files(files, dtype, device, filled=False), max_rows, max_prefill_tokens)
 
     @classmethod
     def wrap(cls, model: Any, max_rows: int = 2048, max_prefill_tokens: int | None = None) -> Self:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -93,11 +93,13 @@ def adapted(loaded: LoadedModel, shape: AdapterShape) -> LoadedModel:
     return LoadedModel(loaded.model, loaded.tokenizer, {**loaded.files, ADAPTER_FILE: shape.as_file()})
 
 
-def model_from_files(files: Mapping[str, bytes], dtype: str = "float32", device: str = "cpu") -> Any:
-    """The model that the files describe, its weights still arbitrary: `apply_state` is expected to follow."""
+def model_from_files(
+    files: Mapping[str, bytes], dtype: str = "float32", device: str = "cpu", filled: bool = True
+) -> Any:
+    """The model that the files describe, with random weights, or arbitrary ones (not `filled`) if others are loaded."""
     config = read_model_config(files)
     try:
-        with _unfilled():
+        with nullcontext() if filled else _unfilled():
             model = AutoModelForCausalLM.from_config(
                 config, dtype=_dtype(dtype), attn_implementation=_attention(config)
             )
@@ -115,7 +117,7 @@ def check_policy(files: Mapping[str, bytes], entries: Sequence[Entry], dtype: st
     """
     tensors = {entry.name: entry for entry in entries if entry.type == "tensor"}
     with _bounded(len(tensors)), torch.device("meta"):
-        model = model_from_files(files, dtype, "meta")
+        model = model_from_files(files, dtype, "meta", filled=False)
     check_fit(policy_state(model), tensors)
     needed = sum(each.nbytes for each in (*model.parameters(), *model.buffers()))
     if needed > memory_bytes:

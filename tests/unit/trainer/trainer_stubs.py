@@ -155,8 +155,8 @@ class FakeHub:
 
     def run_info(self) -> RunInfo:
         return RunInfo(
-            run=RUN, name="test", root_key="", certificates=(), sources=(), environment="stub", environment_digest="",
-            sampling=SAMPLING, group_size=4, max_staleness=self.max_staleness, steps=self.steps,
+            run=RUN, name="test", root_key=KEY.public_key, certificates=(), sources=(), environment="stub",
+            environment_digest="", sampling=SAMPLING, group_size=4, max_staleness=self.max_staleness, steps=self.steps,
         )  # fmt: skip
 
     def status(self) -> RunStatus:
