@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hubkit import Bench, Rollout, code_of, fresh_request, ok, submission_body
+from hubkit import ROOT, RUN_ID, Bench, Rollout, code_of, fresh_request, ok, submission_body
 from hubkit import pack_logprobs as logprobs
 
+from shoal.ledger import Chain, Keys, Proofs
 from shoal.protocol import (
     Audit,
+    Evidence,
     Lease,
+    LedgerEntry,
     Limits,
     NodeState,
     Outcome,
@@ -137,6 +140,84 @@ def test_a_certain_failure_bans_ends_the_lease_and_can_be_checked_later(bench: B
     bench = bench.restarted()
     assert submission_digest(bodies(bench, audit.submission)[0]) == audit.submission, "the bytes are kept"
     bench.close()
+
+
+def _release(bench: Bench, lease: Lease) -> None:
+    ok(bench.alice.call("POST", "/leases/release", {"leases": [lease.lease]}))
+
+
+def _lapse(bench: Bench, lease: Lease) -> None:
+    bench.clock.advance(LEASE_S + 1)
+
+
+def _state_of(bench: Bench, name: str) -> NodeState:
+    return next(node.state for node in bench.status().nodes if node.name == name)
+
+
+def _require_ledger_verifies(bench: Bench, kinds: set[str]) -> None:
+    rows = ok(bench.http.get("/ledger?after=-1&limit=1000")).json()["entries"]
+    entries = [LedgerEntry.model_validate(row) for row in rows]
+    told = ok(bench.http.get("/ledger/evidence?after=-1&limit=200")).json()["evidence"]
+    evidence = {each["row"]: Evidence.model_validate(each) for each in told}
+    chain = Chain()
+    proofs = Proofs(Keys(RUN_ID, ROOT.public_key), chain)
+    for entry in entries:
+        chain.add(entry)
+        proofs.add(entry, evidence.get(entry.index))
+    assert kinds <= {entry.kind for entry in entries}
+
+
+@pytest.mark.parametrize(
+    ("end", "meanwhile"),
+    [
+        (_release, "open"),
+        (_release, "leased"),
+        (_release, "accepted"),
+        (_lapse, "leased"),
+        (_lapse, "submitted"),
+        (_lapse, "accepted"),
+    ],
+)
+def test_a_lease_that_ended_before_the_verdict_bans_its_node_and_leaves_the_unit_alone(
+    bench: Bench, end: Callable[[Bench, Lease], None], meanwhile: str
+) -> None:
+    ok(bench.alice.submit(leased(bench)))
+    [first] = bench.audits()
+    ok(bench.judge(first))  # alice is in the ledger now, so her ban has to be
+    lease = leased(bench)
+    shown(bench, lease, chunks(0))
+    [audit] = bench.audits()
+    end(bench, lease)
+    if meanwhile != "open":
+        [taken] = bench.bob.lease(fresh_request())
+        assert taken.unit == lease.unit
+    if meanwhile in ("submitted", "accepted"):
+        ok(bench.bob.submit(taken))
+    if meanwhile == "accepted":
+        [own] = bench.audits()
+        ok(bench.judge(own))
+    before = ok(bench.http.get(f"/units/{lease.unit}")).json()
+    ok(failed(bench, audit))
+    assert _state_of(bench, "alice") is NodeState.BANNED
+    after = ok(bench.http.get(f"/units/{lease.unit}")).json()
+    assert after["state"] == before["state"] == meanwhile
+    assert [each["state"] for each in after["leases"]] == [each["state"] for each in before["leases"]]
+    told = [each["reason"] for each in after["submissions"] if each["submission"] == audit.submission]
+    assert told == ["progress.seed"]
+    _require_ledger_verifies(bench, {"credit", "rejected"})
+    ok(failed(bench, audit))
+    if meanwhile == "leased":
+        ok(bench.bob.submit(taken))
+
+
+def test_a_progress_verdict_that_names_another_unit_or_node_changes_nothing(bench: Bench) -> None:
+    lease = leased(bench)
+    shown(bench, lease, chunks(0))
+    [audit] = bench.audits()
+    assert code_of(failed(bench, audit, unit=lease.unit + 5)) == (422, "verdict.mismatch")
+    assert code_of(failed(bench, audit, node=bench.bob.key.node)) == (422, "verdict.mismatch")
+    assert ok(bench.http.get(f"/units/{lease.unit}")).json()["submissions"] == []
+    ok(bench.alice.submit(lease))
 
 
 def test_only_a_certain_failure_is_taken_from_an_audit_of_progress(bench: Bench) -> None:

@@ -19,7 +19,7 @@ from shoal.errors import CodecError
 from shoal.hub.changes import Topic
 from shoal.hub.service.context import Context
 from shoal.hub.state import draws, leases, showing, submissions
-from shoal.hub.state.commands import AddShown
+from shoal.hub.state.commands import AddShown, SaveSubmission
 from shoal.hub.state.machines import LeaseState
 from shoal.hub.state.refusals import Refusal
 from shoal.hub.state.rows import LeaseRow, Moment, NodeRow
@@ -163,7 +163,11 @@ class Showing:
                 self._context.blobs.put(body)
 
     def receive(self, transaction: Writer, moment: Moment, verdict: Verdict) -> None:
-        """Make what failed the submission of its lease; the verdict is applied to that like any other."""
+        """Make what failed the submission of its lease; the verdict is applied to that like any other.
+
+        The lease may have ended meanwhile: to give it back or let it lapse does not undo what was shown. The unit is
+        left alone, whoever has it now; the ban ends the lease and frees the unit if the node still holds it.
+        """
         given = self._given.get(verdict.submission)
         if given is None:
             return
@@ -171,13 +175,13 @@ class Showing:
             raise Refusal(422, "verdict.progress", "of shown progress nothing is reported but a certain failure")
         held = transaction.holding(given.lease)
         assert held is not None, "leases are never deleted"
-        node = transaction.node(held.lease.node)
-        assert node is not None, "a foreign key ties a lease to its node"
+        if (verdict.unit, verdict.node) != (held.lease.unit, held.lease.node):
+            raise Refusal(422, "verdict.mismatch", "the verdict names another unit or node than the shown lease")
         if transaction.submission_of_lease(given.lease) is not None:
             raise Refusal(409, "verdict.late", f"lease {given.lease} has a submission, which is judged by itself")
         size_bytes = len(given.body)
-        arrival = submissions.Arrival(node.node, given.lease, verdict.submission, size_bytes, depth="progress")
-        transaction.apply(submissions.receive(moment, node, held, None, arrival, lambda _row: "").commands)
+        arrival = submissions.Arrival(verdict.node, given.lease, verdict.submission, size_bytes, depth="progress")
+        transaction.apply([SaveSubmission(submissions.new_row(held.lease, arrival, moment.now_ms), None)])
 
 
 def _is_failure(verdict: Verdict) -> bool:

@@ -65,7 +65,7 @@ def receive(
         return Reception(SAME_AGAIN, existing)
     _require_takeable(moment, holding)
     lease, unit = holding.lease, holding.unit
-    row = _row(lease, arrival, moment.now_ms)
+    row = new_row(lease, arrival, moment.now_ms)
     row = replace(row, receipt=receipt(row))
     commands: list[Command] = [
         SaveNode(windows.delivered(node, lease, moment.now_ms), node.state),
@@ -78,7 +78,8 @@ def receive(
     return Reception(CREATED, row, tuple(commands))
 
 
-def _row(lease: LeaseRow, arrival: Arrival, now_ms: int) -> SubmissionRow:
+def new_row(lease: LeaseRow, arrival: Arrival, now_ms: int) -> SubmissionRow:
+    """What arrived for a lease, before anybody has judged it."""
     return SubmissionRow(
         submission=arrival.submission,
         lease=lease.lease,
