@@ -8,7 +8,8 @@ import pytest
 from hubkit import fresh_request
 from machinekit import Play
 
-from shoal.protocol import Lease, LeaseReply, LeaseRequest, Outcome, Severity
+from shoal.hub.state.rows import NodeRow
+from shoal.protocol import Lease, LeaseReply, LeaseRequest, Outcome, PolicyRef, Severity
 
 PROVEN = 8
 
@@ -138,3 +139,24 @@ def test_a_new_key_of_a_flooded_network_waits_and_one_of_another_network_is_serv
     refused = asks("192.0.2.0/24")
     assert (refused.leases, refused.held_back) == ((), True)
     assert len(asks("2001:db8:1::/48").leases) == 1
+
+
+def test_a_key_that_asks_with_an_unknown_policy_keeps_no_newcomer_waiting(tmp_path: Path) -> None:
+    """32 units are free. An honest newcomer loses its first lease in a restart and works well from then on."""
+    play = Play(tmp_path, {"groups_per_step": 16, "max_staleness": 1, "steps": 50}, {"lease_s": 10})
+    honest, second, idle = (play.join(passed=0) for _ in range(3))
+    play.announce(0)
+    unknown = PolicyRef(incarnation=0, version=0, digest="f" * 64)
+
+    def asks(worker: NodeRow, network: str, policy: PolicyRef | None = None) -> int:
+        request = LeaseRequest(request=fresh_request(), held=(), policy=policy)
+        return len(play.hub.work.lease(worker, request, network).leases)
+
+    assert asks(honest, "203.0.113.0/24") == 1
+    for _ in range(10):
+        play.clock.advance(2)
+        assert asks(idle, "198.51.100.0/24", unknown) == 0
+    assert play.hub.context.turns.ahead("203.0.113.0/24", play.hub.context.clock.now_ms(), 10_000) == 0
+    assert asks(honest, "203.0.113.0/24") == 1
+    assert asks(idle, "198.51.100.0/24", unknown) == 0
+    assert asks(second, "203.0.113.0/24") == 1, "another machine behind the same router"

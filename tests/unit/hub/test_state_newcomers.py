@@ -104,11 +104,17 @@ class TestFirstUnits:
         assert len(self.grant(hands(8, 0, 8, "198.51.100.0/24"), here=False).leases) == 1
 
     def test_who_had_more_turns_yields_to_other_networks(self) -> None:
-        now = moment(progress=Progress(policy=policy()), groups_per_step=16)
-        ask = Ask(node(1), "request-1", 8, 0, crowd=Crowd(yields=True))
-        found = leases.grant(now, [], ask, DRAWS)
-        assert (found.leases, found.held_back) == ((), True)
+        """16 units may be alive."""
+
+        def grant(alive: int, ahead: int) -> Grant:
+            now = moment(progress=Progress(policy=policy(), alive=alive), groups_per_step=16)
+            return leases.grant(now, [], Ask(node(1), "request-1", 8, 0, crowd=Crowd(ahead=ahead)), DRAWS)
+
+        found = grant(alive=14, ahead=2)
+        assert (found.leases, found.held_back, found.short, found.yields) == ((), True, True, True)
         assert found.waiting == "newcomers of other networks are first: they had fewer units"
+        assert len(grant(alive=13, ahead=2).leases) == 1, "one for each of them, and one more"
+        assert not grant(alive=16, ahead=2).yields, "there is nothing to leave to others"
 
     @pytest.mark.parametrize(
         ("passed", "hard_ms", "expected_ms"), [(0, 600_000, 240_000), (0, 90_000, 90_000), (1, 600_000, 600_000)]
@@ -125,28 +131,49 @@ class TestTurns:
     def test_a_network_that_had_more_units_yields_to_one_that_waits(self) -> None:
         turns = Turns()
         turns.asked("flood", 2, now_ms=0)
-        assert not turns.must_yield("flood", 1), "nobody waits"
+        assert not turns.ahead("flood", 1, 60_000), "nobody waits"
         turns.asked("honest", 0, now_ms=1)
-        assert turns.must_yield("flood", 2)
-        assert not turns.must_yield("honest", 2)
-        assert not turns.must_yield("stranger", 2), "who had nothing yields to nobody"
+        assert turns.ahead("flood", 2, 60_000)
+        assert not turns.ahead("honest", 2, 60_000)
+        assert not turns.ahead("stranger", 2, 60_000), "who had nothing yields to nobody"
 
     def test_it_yields_no_longer_once_the_other_is_served_or_gone(self) -> None:
         turns = Turns()
         turns.asked("flood", 2, now_ms=0)
         turns.asked("honest", 0, now_ms=1)
-        assert not turns.must_yield("flood", 10_002)
+        assert not turns.ahead("flood", 10_002, 60_000)
         turns.asked("honest", 1, now_ms=10_003)
-        assert not turns.must_yield("flood", 10_004)
+        assert not turns.ahead("flood", 10_004, 60_000)
 
     def test_an_accepted_group_makes_a_network_first_again(self) -> None:
         turns = Turns()
         turns.asked("flood", 1, now_ms=0)
         turns.asked("honest", 5, now_ms=0)
         turns.asked("flood", 0, now_ms=1)
-        assert turns.must_yield("honest", 2)
+        assert turns.ahead("honest", 2, 60_000)
         turns.earned("honest")
-        assert not turns.must_yield("honest", 2)
+        assert not turns.ahead("honest", 2, 60_000)
+
+    def test_it_yields_for_lease_s_at_the_most_to_one_that_takes_nothing(self) -> None:
+        turns = Turns()
+        turns.asked("honest", 1, now_ms=0)
+        for now_ms in range(1_000, 61_000, 5_000):
+            turns.asked("idle", 0, now_ms)
+            assert turns.ahead("honest", now_ms, 60_000) == 1
+            turns.asked("honest", 0, now_ms, yielded=True)
+        turns.asked("idle", 0, now_ms=61_000)
+        assert turns.ahead("honest", 61_000, 60_000) == 0
+        turns.asked("honest", 1, now_ms=61_000)
+        assert turns.ahead("honest", 61_001, 60_000) == 1, "its next turn"
+
+    def test_what_it_yielded_and_another_took_does_not_count_for_the_next_time(self) -> None:
+        turns = Turns()
+        turns.asked("flood", 3, now_ms=0)
+        turns.asked("honest", 0, now_ms=1)
+        turns.asked("flood", 0, now_ms=2, yielded=True)
+        turns.asked("honest", 1, now_ms=3)
+        turns.asked("honest", 0, now_ms=70_000)
+        assert turns.ahead("flood", 70_001, 60_000) == 1
 
     def test_networks_are_forgotten(self) -> None:
         turns = Turns()

@@ -1,11 +1,12 @@
 """Whose turn it is among newcomers: networks take turns, so that many keys of one network are not many turns.
 
-    a newcomer asks in vain ──► its network waits
+    a newcomer that could start at once asks in vain, only for want of a unit ──► its network waits
     it is given units ────────► its network has had so many turns
     a group is accepted ──────► its network has had none: who works well is never behind those who waste units
 
-A unit that comes free goes to a waiting network that had fewer turns. Of this process, and forgotten when it ends: hubs
-that share a database each go by those who ask there.
+A unit that comes free goes to a waiting network that had fewer turns, if there is not enough for all who wait. Nobody
+yields for longer than about `lease_s`: the others may wait for something that they do not take. Of this process, and
+forgotten when it ends: hubs that share a database each go by those who ask there.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ class _Turns:
     taken: int = 0
     asked_ms: int = 0
     waits: bool = False
+    yields_ms: int | None = None  # since when it has yielded, and nobody has taken what it left
 
 
 class Turns:
@@ -34,21 +36,29 @@ class Turns:
         self._networks: OrderedDict[str, _Turns] = OrderedDict()  # who asked last is last
         self._lock = threading.Lock()
 
-    def must_yield(self, network: str, now_ms: int) -> bool:
-        """Whether another network that waits has had fewer turns."""
+    def ahead(self, network: str, now_ms: int, longest_ms: int) -> int:
+        """How many other networks wait and have had fewer turns; none if it has yielded for `longest_ms` in vain."""
         with self._lock:
-            taken = self._networks[network].taken if network in self._networks else 0
-            return taken > 0 and any(
-                each.waits and each.taken < taken and now_ms - each.asked_ms <= WAITS_MS
-                for name, each in self._networks.items()
-                if name != network
+            own = self._networks.get(network, _Turns())
+            if own.yields_ms is not None and now_ms - own.yields_ms >= longest_ms:
+                return 0
+            return sum(
+                each.waits and each.taken < own.taken and now_ms - each.asked_ms <= WAITS_MS
+                for each in self._networks.values()
             )
 
-    def asked(self, network: str, units: int, now_ms: int) -> None:
+    def asked(self, network: str, units: int, now_ms: int, yielded: bool = False) -> None:
         """A newcomer of the network asked and got so many units; it waits if it got none."""
         with self._lock:
             turns = self._networks.setdefault(network, _Turns())
             self._networks.move_to_end(network)
+            if units:
+                for each in self._networks.values():
+                    if each.taken > turns.taken:
+                        each.yields_ms = None  # it yielded to this one, and not in vain
+                turns.yields_ms = None
+            elif yielded and turns.yields_ms is None:
+                turns.yields_ms = now_ms
             turns.taken += units
             turns.asked_ms, turns.waits = now_ms, units == 0
             self._forget(now_ms)

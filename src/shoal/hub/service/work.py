@@ -177,15 +177,14 @@ class Work:
             in_hand=transaction.newcomers_in_hand(node.node),
             established=transaction.is_established_here(since_ms),
             asking=self._asked_ms is not None and self._asked_ms >= since_ms,
-            yields=moment.rules.newcomer_share < 1 and self._context.turns.must_yield(node.network, moment.now_ms),
+            ahead=self._context.turns.ahead(node.network, moment.now_ms, moment.rules.lease_ms),
         )
 
     def _note_turn(self, moment: Moment, ask: leases.Ask, granted: leases.Grant) -> None:
-        """Who may have no unit for its own sake does not wait for one, and nobody has to yield to it."""
-        own = newcomers.own_room(moment, ask.node, ask.crowd)
-        could_take = ask.node.state is NodeState.ACTIVE and (own is None or own > 0)
-        if ask.node.on_probation and not ask.granted and could_take:
-            self._context.turns.asked(ask.node.network, len(granted.leases), moment.now_ms)
+        """Who got no unit for another reason than a lack of them does not wait, and nobody has to yield to it."""
+        if ask.node.on_probation and not ask.granted and (granted.leases or granted.short):
+            turns = self._context.turns
+            turns.asked(ask.node.network, len(granted.leases), moment.now_ms, granted.yields)
 
     def _note_delivery(self, node: str, moment: Moment) -> None:
         """Who delivered last is last in the dictionary, so that what no longer counts goes from its front."""

@@ -51,12 +51,18 @@ class Ask:
 
 @dataclass(frozen=True)
 class Grant:
-    """The leases, or none and the reason in words; `held_back` if the reason is in the node, not in a lack of units."""
+    """The leases, or none and the reason in words; `held_back` if the reason is in the node, not in a lack of units.
+
+    `short` if the node could start at once and only a unit is wanting: there is none, newcomers have their share, or it
+    `yields` to others.
+    """
 
     leases: tuple[LeaseRow, ...] = ()
     commands: tuple[Command, ...] = ()
     waiting: str = ""
     held_back: bool = False
+    short: bool = False
+    yields: bool = False
 
 
 @dataclass(frozen=True)
@@ -94,13 +100,17 @@ def grant(moment: Moment, open_units: Sequence[UnitRow], ask: Ask, draws: Draws)
         return Grant(waiting=_too_slow(ask, policy), held_back=True)
     room = newcomers.room_for(moment, ask.node, ask.crowd)
     if room is not None and room < 1:
-        return Grant(waiting=_crowded(moment, ask), held_back=True)
-    if ask.crowd.yields:
-        return Grant(waiting="newcomers of other networks are first: they had fewer units", held_back=True)
+        own = newcomers.own_room(moment, ask.node, ask.crowd)
+        return Grant(waiting=_crowded(moment, ask), held_back=True, short=own is None or own > 0)
     again = open_units if newcomers.may_try_again(moment, ask.node, ask.crowd) else ()
-    units = _pick_units(moment, again, draws, count if room is None else min(count, room))
+    free = len(again) + pacing.room(rules, moment.progress)
+    left = newcomers.left_by_turns(moment, ask.node, ask.crowd, free)
+    if left < 1 <= free:
+        waiting = "newcomers of other networks are first: they had fewer units"
+        return Grant(waiting=waiting, held_back=True, short=True, yields=True)
+    units = _pick_units(moment, again, draws, min(count, left) if room is None else min(count, left, room))
     if not units:
-        return Grant(waiting=why_no_unit(moment), held_back=len(again) < len(open_units))
+        return Grant(waiting=why_no_unit(moment), held_back=len(again) < len(open_units), short=True)
     return _lease_units(moment, units, ask, policy, draws)
 
 

@@ -4,7 +4,8 @@
                not judged yet. Who hands in rubbish at once must not get the next unit before the first is judged.
     first      a key that has passed no audit has one unit in hand until its first group is accepted. All such keys of
                one network (/24, /48) together have half of what newcomers may have.
-    turns      what comes free goes to the network that had fewest units since its last accepted group (`Turns`).
+    turns      what comes free goes to the network that had fewest units since its last accepted group (`Turns`), while
+               there is not enough for all networks that wait, and for about `lease_s` at the most.
     again      a unit that was given out before goes to an established node while one is asking, and has delivered of
                late: a newcomer can delay a unit once, not as often as there are keys.
     audits     together they get `newcomer_share` of the tokens that are audited, and what established nodes leave: by
@@ -37,12 +38,12 @@ is submitted at once, and would bring the next unit."""
 @dataclass(frozen=True)
 class Crowd:
     """Nodes on probation, all together: the units in their hands; whether established nodes are here, and asking; and
-    whether it is another network's turn."""
+    how many other networks wait whose turn it is before this node's."""
 
     in_hand: InHand = field(default_factory=InHand)
     established: bool = False
     asking: bool = False
-    yields: bool = False
+    ahead: int = 0
 
 
 def most_in_hand(moment: Moment) -> int:
@@ -83,6 +84,15 @@ def own_room(moment: Moment, node: NodeRow, crowd: Crowd) -> int | None:
     all_together = most_in_hand(moment) if crowd.established else pacing.cap(moment.rules, moment.progress)
     unproven = crowd.in_hand.unproven.get(node.network, 0)
     return min(FIRST_UNITS - crowd.in_hand.own, of_one_network(all_together) - unproven)
+
+
+def left_by_turns(moment: Moment, node: NodeRow, crowd: Crowd, free: int) -> int:
+    """How many of `free` units are left for this node when each network that is before its own has one of them."""
+    if not node.on_probation or moment.rules.newcomer_share >= 1:
+        return free
+    if is_bounded(moment, node, crowd):
+        free = min(free, most_in_hand(moment) - counted(moment, node, crowd))
+    return max(0, free - crowd.ahead)
 
 
 def may_try_again(moment: Moment, node: NodeRow, crowd: Crowd) -> bool:
