@@ -34,8 +34,13 @@ from shoal.protocol import (
     node_id,
     open_document,
 )
+from shoal.protocol.lease import MAX_GROUP, MAX_NEW_TOKENS
 
 D = TypeVar("D", bound=Document)
+
+_FIXED = ("node", "unit", "tokens", "validator", "receipt", "verdict")
+_DEPTHS = {"all": ("full",), "reputation": ("full", "light")}
+"""Which depths of an audit a run pays for, by what its row 0 says is audited."""
 
 
 @dataclass
@@ -78,10 +83,14 @@ class Proofs:
     orders: int = 0
     _limit: int = 0
     _group_size: int = 0
+    _depths: tuple[str, ...] = ()
+    _environment: str = ""
     _nodes: dict[str, Role] = field(default_factory=dict)
-    _earned: dict[int, str] = field(default_factory=dict)
-    _pending: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    _earned: set[int] = field(default_factory=set)
+    _pending: dict[str, tuple[int, dict[str, Any]]] = field(default_factory=dict)
+    _void: dict[int, str] = field(default_factory=dict)
     _failed: dict[str, str] = field(default_factory=dict)
+    _failed_at: dict[str, int] = field(default_factory=dict)
 
     def add(self, entry: LedgerEntry, evidence: Evidence | None = None) -> None:
         handler = _HANDLERS.get(entry.kind)
@@ -99,8 +108,14 @@ class Proofs:
     def _run(self, entry: LedgerEntry, _: Evidence | None) -> None:
         if entry.index != 0:
             raise ValueError("a run begins once, with row 0")
-        self._group_size = _whole(entry.body, "group_size")
-        self._limit = self._group_size * _whole(entry.body, "max_new_tokens")
+        self._group_size, longest = _whole(entry.body, "group_size"), _whole(entry.body, "max_new_tokens")
+        if not (1 <= self._group_size <= MAX_GROUP and 1 <= longest <= MAX_NEW_TOKENS):
+            raise ValueError(f"no run has groups of {self._group_size} with up to {longest} tokens each")
+        self._limit = self._group_size * longest
+        if entry.body["audit"] not in _DEPTHS:
+            raise ValueError(f"audit is {str(entry.body['audit'])[:40]!r}, not one of {', '.join(_DEPTHS)}")
+        self._depths = _DEPTHS[entry.body["audit"]]
+        self._environment = entry.body["environment_digest"]
         for signed in entry.body["certificates"]:
             self.keys.certify(signed)
 
@@ -142,18 +157,20 @@ class Proofs:
     def _earn(self, entry: LedgerEntry, evidence: Evidence | None) -> None:
         body = entry.body
         self._require_worker(body)
-        hashes, submission = (body["receipt"], body["verdict"]), body["submission"]
+        submission, says = body["submission"], {name: body[name] for name in _FIXED}
         if entry.kind == "credit" and submission in self._pending:
-            if self._pending.pop(submission) != hashes:
-                raise ValueError("its receipt or verdict is another than when the credit was pending")
+            _, pending = self._pending.pop(submission)
+            differ = [name for name in _FIXED if says[name] != pending[name]]
+            if differ:
+                raise ValueError(f"its {' and '.join(differ)} is another than when the credit was pending")
             return
         if not 0 <= _whole(body, "tokens") <= self._limit:
             raise ValueError(f"{body['tokens']} tokens are more than a group of this run can have ({self._limit})")
         if _whole(body, "unit") in self._earned:
             raise ValueError(f"unit {body['unit']} has earned before")
-        self._earned[body["unit"]] = body["node"]
+        self._earned.add(body["unit"])
         if entry.kind == "pending":
-            self._pending[submission] = hashes
+            self._pending[submission] = entry.index, says
         self.credited += 1
         if self.needs_documents:
             self._check_receipt(entry, _present(evidence, "receipt", body["receipt"]))
@@ -162,6 +179,10 @@ class Proofs:
                 raise ValueError(
                     f"the signed verdict is {verdict.outcome.value} with {verdict.generated_tokens} tokens; the row "
                     f"has {body['tokens']}"
+                )
+            if verdict.depth not in self._depths:
+                raise ValueError(
+                    f"the verdict is of a {verdict.depth} audit; this run pays for {' or '.join(self._depths)}"
                 )
             if len(verdict.rewards) != self._group_size:
                 raise ValueError(f"the verdict has {len(verdict.rewards)} rewards for a group of {self._group_size}")
@@ -186,19 +207,26 @@ class Proofs:
         verdict = open_document(signed, Verdict, self.keys.with_role("validator") - self.keys.revoked)
         if node_id(signed.signed_by) != body["validator"]:
             raise ValueError("the verdict is signed by another validator than the row names")
-        _require_same(verdict, {"run": self.keys.run, **{name: body[name] for name in ("node", "unit", "submission")}})
+        about = {"run": self.keys.run, "environment_digest": self._environment}
+        _require_same(verdict, {**about, **{name: body[name] for name in ("node", "unit", "submission")}})
         return verdict
 
-    def _void(self, entry: LedgerEntry, _: Evidence | None) -> None:
-        """That it is pending is the accounts' business; here: that its node failed an audit."""
-        self._pending.pop(entry.body["submission"], None)
-        if entry.body["node"] not in self._failed.values():
-            raise ValueError("no audit of this node failed")
+    def _voided(self, entry: LedgerEntry, _: Evidence | None) -> None:
+        """Only an audit of the node that failed while the credit was pending takes it."""
+        body = entry.body
+        row, pending = self._pending.pop(body["submission"], (0, None))
+        if pending is None or any(body[name] != pending[name] for name in ("node", "unit", "tokens")):
+            raise ValueError("it is not what was pending for this submission")
+        if self._failed_at.get(body["node"], -1) < row:
+            raise ValueError("no audit of this node failed since the credit is pending")
+        self._void[body["unit"]] = body["node"]
 
     def _rejected(self, entry: LedgerEntry, evidence: Evidence | None) -> None:
         body = entry.body
         self._require_worker(body)
-        self._failed[body["submission"]] = body["node"]
+        if body["severity"]:  # without one it costs this submission, and no trust
+            self._failed[body["submission"]] = body["node"]
+            self._failed_at[body["node"]] = entry.index
         self.rejections += 1
         if not self.needs_documents:
             return
@@ -208,13 +236,14 @@ class Proofs:
             raise ValueError(f"the signed verdict is {verdict.outcome.value} ({verdict.reason}, {severity})")
 
     def _pulled(self, entry: LedgerEntry, _: Evidence | None) -> None:
-        """Units whose accepted group is taken back may earn once more, for whoever does them again."""
+        """Units whose accepted group is taken back, and whose credit is void, may earn once more."""
         body = entry.body
         if self._failed.get(body["submission"]) != body["node"]:
             raise ValueError("the audit that it names did not fail, or was of another node")
         for unit in body["units"]:
-            if self._earned.pop(unit, None) != body["node"]:
-                raise ValueError(f"unit {unit} had earned nothing for this node")
+            if self._void.pop(unit, None) != body["node"]:
+                raise ValueError(f"unit {unit} has no void credit of this node: final credit stays")
+            self._earned.remove(unit)
 
     def _sanction(self, entry: LedgerEntry, _: Evidence | None) -> None:
         if entry.body["node"] not in self._nodes:
@@ -255,7 +284,7 @@ _HANDLERS: dict[str, Callable[[Proofs, LedgerEntry, Evidence | None], None]] = {
     "admin": Proofs._admin,
     "credit": Proofs._earn,
     "pending": Proofs._earn,
-    "void": Proofs._void,
+    "void": Proofs._voided,
     "rejected": Proofs._rejected,
     "pulled": Proofs._pulled,
     "sanction": Proofs._sanction,

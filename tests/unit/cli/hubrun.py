@@ -122,7 +122,10 @@ def earn(hub: Hub, folder: RunFolder, node: str, unit: int, tokens: int) -> None
     name, lease = hashlib.sha256(b"%d" % unit).hexdigest(), f"u{unit}a0"
     about: dict[str, Any] = {"run": run, "node": node, "unit": unit, "submission": name}
     rewards = tuple(RolloutReward(value=value) for value in (0.0, 1.0))
-    verdict = Verdict(**about, outcome="accepted", rewards=rewards, generated_tokens=tokens, decided_at_ms=now_ms)
+    verdict = Verdict(
+        **about, outcome="accepted", rewards=rewards, generated_tokens=tokens, decided_at_ms=now_ms,
+        environment_digest=hub.context.config.environment.digest,
+    )  # fmt: skip
     signed = sign_document(verdict, judge).model_dump_json()
     row = LeaseRow(lease, unit, node, 0, f"request-{unit}", 0, 0, "0" * 64, now_ms, now_ms, LeaseState.SUBMITTED)
     with hub.context.storage.write() as transaction:

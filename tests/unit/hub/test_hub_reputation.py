@@ -199,6 +199,17 @@ class TestPulls:
         assert bench.status().submissions["pulled"] == 0
         assert bench.batch(0) == batch
 
+    def test_a_group_whose_credit_is_final_stays_so_that_no_unit_is_paid_twice(self, bench: Bench) -> None:
+        hand_in(bench, bench.alice, 2)
+        accept(bench, bench.audits(2))
+        bench.clock.advance(101)
+        bench.app.state.hub.upkeep.tick()
+        ok(bench.alice.call("POST", "/heartbeat", {}))
+        hand_in(bench, bench.alice)
+        (caught,) = bench.audits()
+        ok(bench.judge(caught, severity=Severity.CERTAIN, **CAUGHT))
+        assert self.states(bench) == {"accepted": 2, "rejected": 1}
+
     def test_the_same_verdict_again_on_what_was_pulled_is_harmless(self, bench: Bench) -> None:
         first, *_ = self.fail(bench, Severity.STATISTICAL)
         assert bench.judge(first, depth="light").status_code == 200

@@ -55,10 +55,11 @@ class Book:
         self.entries.append(entry)
         return entry
 
-    def begin(self) -> None:
+    def begin(self, **changes: Any) -> None:
         hub = certificate(HUB, "hub").model_dump(mode="json")
         body = {"run": RUN, "root_key": ROOT.public_key, "environment_digest": "e0", "certificates": [hub]}
-        self.add("run", {**body, "group_size": GROUP_SIZE, "max_new_tokens": MAX_NEW_TOKENS})
+        limits = {"group_size": GROUP_SIZE, "max_new_tokens": MAX_NEW_TOKENS, "audit": "reputation"}
+        self.add("run", {**body, **limits, **changes})
 
     def join(self, key: SigningKey, role: Role = "worker") -> None:
         body: dict[str, Any] = {"node": key.node, "public_key": key.public_key, "role": role, "name": role}
@@ -107,13 +108,18 @@ class Book:
     def mature(self, row: int) -> None:
         self.add("credit", self.entries[row].body)
 
-    def reject(self, unit: int, key: SigningKey, number: int) -> None:
-        failed = {"outcome": Outcome.REJECTED, "severity": Severity.CERTAIN, "reason": "sampling.seed", "rewards": ()}
+    def reject(self, unit: int, key: SigningKey, number: int, severity: Severity | None = Severity.CERTAIN) -> None:
+        failed = {"outcome": Outcome.REJECTED, "severity": severity, "reason": "sampling.seed", "rewards": ()}
         verdict = self.verdict(unit, key, number, 0, **failed)
         body = {"node": key.node, "unit": unit, "submission": submission(number), "reason": "sampling.seed"}
-        told = {"severity": "certain", "validator": self.judge.node, "verdict": document_hash(verdict)}
+        level = severity.value if severity else ""
+        told = {"severity": level, "validator": self.judge.node, "verdict": document_hash(verdict)}
         row = self.add("rejected", {**body, **told}).index
         self.evidence[row] = Evidence(row=row, receipt=self.receipt(unit, key, number), verdict=verdict)
+
+    def void(self, row: int) -> None:
+        names = ("node", "unit", "submission", "tokens", "credit")
+        self.add("void", {**{name: self.entries[row].body[name] for name in names}, "reason": "sampling.seed"})
 
     def vouch(self, key: SigningKey, owner: SigningKey = OWNER) -> None:
         signed = sign_document(Vouch(owner=owner.public_key, node=key.node, issued_at_ms=1), owner)
@@ -141,10 +147,10 @@ def honest() -> Book:
     book.earn(1, BOB, 5, "pending")
     book.earn(2, BOB, 7, "pending")
     book.mature(7)
-    book.earn(3, BOB, 9)
+    book.earn(3, BOB, 9, "pending")
     book.reject(4, BOB, 50)
-    pending = {name: book.entries[8].body[name] for name in ("node", "unit", "submission", "tokens", "credit")}
-    book.add("void", {**pending, "reason": "sampling.seed"})
+    book.void(8)
+    book.void(10)
     book.add("sanction", {"node": BOB.node, "state": "banned", "reason": "sampling.seed"})
     book.add("pulled", {"node": BOB.node, "units": [3], "submission": submission(50), "reason": "sampling.seed"})
     book.earn(3, ALICE, 8, number=60)

@@ -99,7 +99,7 @@ def no_documents(book: Book) -> None:
 
 
 def verdict_of_another_submission(book: Book) -> None:
-    book.pay("credit", 9, ALICE, 90, 32, book.receipt(9, ALICE, 90), verdict_of(book, 18))
+    book.pay("credit", 9, ALICE, 90, 32, book.receipt(9, ALICE, 90), verdict_of(book, 19))
 
 
 def verdict_for_another_node(book: Book) -> None:
@@ -155,7 +155,57 @@ def pulled_from_another_node(book: Book) -> None:
 
 def void_without_a_failed_audit(book: Book) -> None:
     book.earn(9, ALICE, 10, "pending")
-    book.add("void", {**book.entries[-1].body, "reason": "x"})
+    book.void(len(book.entries) - 1)
+
+
+def pulled_although_the_credit_is_final(book: Book) -> None:
+    """The same node would be paid twice for one unit."""
+    book.reject(9, ALICE, 90)
+    book.add("pulled", {"node": ALICE.node, "units": [0], "submission": submission(90), "reason": "x"})
+    book.earn(0, ALICE, 30, number=91)
+
+
+def pulled_for_a_soft_rejection(book: Book) -> None:
+    book.reject(9, ALICE, 90, severity=None)
+    book.add("pulled", {"node": ALICE.node, "units": [0], "submission": submission(90), "reason": "x"})
+
+
+def void_for_a_soft_rejection(book: Book) -> None:
+    book.earn(9, ALICE, 10, "pending")
+    book.reject(10, ALICE, 90, severity=None)
+    book.void(len(book.entries) - 2)
+
+
+def void_for_an_audit_that_failed_before(book: Book) -> None:
+    book.reject(10, ALICE, 90)
+    book.earn(9, ALICE, 10, "pending")
+    book.void(len(book.entries) - 1)
+
+
+def void_of_another_unit(book: Book) -> None:
+    book.earn(9, ALICE, 10, "pending")
+    book.reject(10, ALICE, 90)
+    book.add("void", {**book.entries[-2].body, "unit": 0, "reason": "x"})
+
+
+def pending_paid_for_another_unit(book: Book) -> None:
+    book.earn(9, ALICE, 10, "pending")
+    book.add("credit", {**book.entries[-1].body, "unit": 777})
+
+
+def pending_paid_as_of_another_validator(book: Book) -> None:
+    book.earn(9, ALICE, 10, "pending")
+    book.add("credit", {**book.entries[-1].body, "validator": JUDGE.node})
+
+
+def verdict_on_shown_progress(book: Book) -> None:
+    shown = book.verdict(9, ALICE, 90, 10, depth="progress")
+    book.pay("credit", 9, ALICE, 90, 10, book.receipt(9, ALICE, 90), shown)
+
+
+def verdict_with_another_environment(book: Book) -> None:
+    other = book.verdict(9, ALICE, 90, 10, environment_digest="ff")
+    book.pay("credit", 9, ALICE, 90, 10, book.receipt(9, ALICE, 90), other)
 
 
 def pending_paid_on_other_documents(book: Book) -> None:
@@ -234,9 +284,18 @@ FORGERIES: dict[Callable[[Book], None], str] = {
     unit_paid_twice_by_pending: "unit 0 has earned before",
     submission_paid_twice: "was judged before",
     pulled_without_a_failed_audit: "did not fail",
-    pulled_from_another_node: "had earned nothing for this node",
+    pulled_from_another_node: "has no void credit of this node",
+    pulled_although_the_credit_is_final: "final credit stays",
+    pulled_for_a_soft_rejection: "did not fail",
     void_without_a_failed_audit: "no audit of this node failed",
-    pending_paid_on_other_documents: "another than when the credit was pending",
+    void_for_a_soft_rejection: "no audit of this node failed",
+    void_for_an_audit_that_failed_before: "no audit of this node failed since",
+    void_of_another_unit: "not what was pending",
+    pending_paid_on_other_documents: "verdict is another than when the credit was pending",
+    pending_paid_for_another_unit: "unit is another than when the credit was pending",
+    pending_paid_as_of_another_validator: "validator is another than when the credit was pending",
+    verdict_on_shown_progress: "a progress audit",
+    verdict_with_another_environment: "says environment_digest ff",
     rejection_that_nobody_signed: "its signed verdict is missing",
     owner_that_did_not_sign: "for another node",
     order_by_a_revoked_key: "had been revoked",
@@ -265,6 +324,29 @@ def test_without_documents_the_rows_alone_are_still_checked(forge: Callable[[Boo
     forge(book)
     with pytest.raises(LedgerError):
         check(book, needs_documents=False)
+
+
+@pytest.mark.parametrize("audit", ["all", "reputation"])
+def test_a_light_audit_pays_only_where_row_0_says_that_audits_go_by_reputation(audit: str) -> None:
+    book = Book()
+    book.begin(audit=audit)
+    book.join(JUDGE, "validator")
+    book.join(ALICE)
+    light = book.verdict(0, ALICE, 1, 30, depth="light")
+    book.pay("credit", 0, ALICE, 1, 30, book.receipt(0, ALICE, 1), light)
+    if audit == "reputation":
+        assert check(book).credited == 1
+        return
+    with pytest.raises(LedgerError, match="a light audit"):
+        check(book)
+
+
+@pytest.mark.parametrize("limits", [{"group_size": 1025}, {"max_new_tokens": 10**15}, {"max_new_tokens": 0}])
+def test_limits_in_row_0_that_the_protocol_does_not_have_are_refused(limits: dict[str, int]) -> None:
+    book = Book()
+    book.begin(**limits)
+    with pytest.raises(LedgerError, match="no run has groups of"):
+        check(book)
 
 
 def test_without_documents_invented_credit_passes_and_that_is_why_they_are_needed() -> None:
@@ -313,7 +395,6 @@ def changed(value: Any, path: tuple[Any, ...]) -> Any:
 
 
 UNSIGNED = {
-    "run": {"environment_digest"},
     "node": {"name"},
     "batch": {"step", "units", "digest"},
     "sanction": {"state", "reason"},

@@ -205,9 +205,9 @@ class Context:
                 )
 
     def _first_row(self, identity: dict[str, Any]) -> dict[str, Any]:
-        """What a reader of the ledger needs to check the rest: the root key, how much a group can earn at most, and
-        the certificate of the hub's key, which signs receipts."""
-        told = ("run", "root_key", "environment_digest", "group_size", "max_new_tokens")
+        """What a reader of the ledger needs to check the rest: the root key, how much a group can earn at most, how
+        it is audited, and the certificate of the hub's key, which signs receipts."""
+        told = ("run", "root_key", "environment_digest", "group_size", "max_new_tokens", "audit")
         hubs = [each for each in self.config.certificates if each.document.get("role") == "hub"]
         certificates = [each.model_dump(mode="json") for each in hubs]
         return {**{key: identity[key] for key in told}, "certificates": certificates}
@@ -237,6 +237,7 @@ class Context:
             "environment_digest": self.config.environment.digest,
             "secret_hash": hashlib.sha256(b"shoal/secret/v1\n" + self.secret).hexdigest(),
             "eos_token_id": self.config.eos_token_id,
+            "audit": self.config.settings.audit,
             "pools": None if self.config.pools is None else self.config.pools.model_dump(mode="json"),
             **self.config.run.model_dump(mode="json", exclude={"steps", "name"}),
         }

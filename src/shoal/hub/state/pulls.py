@@ -4,6 +4,7 @@
     accepted by a full audit, in no batch yet ──► stays, unless the node is banned for it (audits by reputation only)
     waiting for a light audit, or in one ───────► waits for a full one
     credit pending ─────────────────────────────► void
+    credit final (its window has passed) ───────► stays, and so does its group: no unit is paid twice
 
 A pulled unit was alive and stays alive, so pacing counts it as before. It is undecided again, so a synchronous batch
 that needs it waits for it; whoever generates it next does so under the same seeds. A batch that is written down stays.
@@ -32,8 +33,13 @@ class Stake:
 
 
 def pull(stake: Stake, verdict: Verdict, banned: bool, now_ms: int) -> list[Command]:
-    """Take back the accepted groups that are in no batch: those audited lightly, and all if the node is `banned`."""
-    taken = [filled for filled in stake.untrained if banned or filled.submission.depth == "light"]
+    """Take back the accepted groups that are in no batch and whose credit was pending: those audited lightly, and all
+    if the node is `banned`."""
+    taken = [
+        filled
+        for filled in stake.untrained
+        if filled.submission.matures_at_ms is not None and (banned or filled.submission.depth == "light")
+    ]
     if not taken:
         return []
     message = f"its node failed the audit of unit {verdict.unit} ({verdict.reason or 'no reason given'})"
