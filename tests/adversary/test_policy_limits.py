@@ -10,15 +10,19 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from liarkit import KEY, RUN, Lab, head_of, lab_in, sign, tree, write
 
-from shoal.engines import Engine, build, check_policy
+from shoal.engines import Completion, Engine, GenerationRequest, build, check_policy
+from shoal.engines.memory import cached_token_bytes
+from shoal.engines.rows import CachedRows
 from shoal.engines.shelf import EngineShelf
+from shoal.engines.torch import TorchEngine
 from shoal.errors import ManifestRefused, ModelError, ResourceError
 from shoal.models.folder import check_files
 from shoal.models.load import load_model, model_from_files
 from shoal.models.state import policy_views
-from shoal.protocol import Entry, PolicyManifest, PolicyRef, content_digest
+from shoal.protocol import Entry, PolicyManifest, PolicyRef, SamplingParameters, content_digest
 from shoal.runtime.limits import MachineLimits, folder_bytes
 from shoal.runtime.stop import StopToken
 from shoal.shardcast import Content, Downloader, DownloadSettings
@@ -174,3 +178,57 @@ def test_model_that_takes_more_memory_than_it_may_is_refused_and_one_that_does_n
     with pytest.raises(ResourceError, match=r"0\.000173 billion weights, .* in float32, and 1e-06 GB .*--max-memory"):
         check_policy("torch", dict(payload.files), payload.manifest.entries, "cpu", "float32", 1000)
     assert shelf.get(ref, 10).engine.policy == ref
+
+
+# ── memory of computing: measured, not believed ─────────────────────────────────────────────────────────────────
+
+
+def hungry_engine(**config: object) -> TorchEngine:
+    files = {"config.json": json.dumps({"hidden_size": 8, "num_hidden_layers": 1, "vocab_size": 32, **config}).encode()}
+    engine = TorchEngine(files)
+    for parameter in engine._model.parameters():
+        parameter.data.normal_(0, 0.02)
+    engine.load_policy(None, policy_views(engine._model))
+    engine.memory_bytes = 100 * 10**6
+    return engine
+
+
+def drawn(engine: TorchEngine, prompt: int, seeds: int) -> list[list[Completion]]:
+    sampling = SamplingParameters(temperature=1.0, max_new_tokens=3, eos_token_id=31)
+    return engine.generate([GenerationRequest((3,) * prompt, tuple(range(seeds)), sampling)])
+
+
+@pytest.mark.parametrize(("prompt", "seeds"), [(500, 1), (1, 500)])
+def test_small_model_with_wide_layers_computes_no_more_tokens_at_once_than_fit(prompt, seeds):
+    engine = hungry_engine(
+        model_type="llama", intermediate_size=65_536, num_attention_heads=2, num_key_value_heads=1
+    )  # 1 MiB a token
+    drawn(engine, 1, 1)
+    assert peak_growth(lambda: drawn(engine, prompt, seeds)) < 150 * 10**6
+
+
+def test_cache_larger_than_the_configuration_says_is_measured():
+    engine = hungry_engine(
+        model_type="deepseek_v3", intermediate_size=8, moe_intermediate_size=8, first_k_dense_replace=1,
+        n_routed_experts=8, n_group=1, topk_group=1, num_experts_per_tok=1, num_attention_heads=2,
+        num_key_value_heads=2, q_lora_rank=1, kv_lora_rank=1, qk_nope_head_dim=32_768, qk_rope_head_dim=2,
+        v_head_dim=32_768,
+    )  # fmt: skip
+    assert cached_token_bytes(engine._model.config, 4) == 64
+    drawn(engine, 1, 1)
+    assert engine._token_bytes() >= 4 * 2 * (32_770 + 32_768)
+    assert peak_growth(lambda: drawn(engine, 4, 100)) < 150 * 10**6
+
+
+@pytest.mark.parametrize("longest", [5, 64])
+def test_prompts_computed_in_pieces_give_the_same_states(longest):
+    model = load_model("tiny").model
+    prompts = [tuple(range(3, 3 + length)) for length in (longest, 3, longest // 2)]
+    with torch.inference_mode():
+        whole = CachedRows.after(model, prompts, torch.tensor([0, 1, 2, 2]))
+        pieces = CachedRows.after(model, prompts, torch.tensor([0, 1, 2, 2]), max_tokens=6)
+        for state in (whole, pieces):
+            state.advance(model, torch.tensor([4, 5, 6, 7]))
+    assert torch.allclose(whole.hidden, pieces.hidden, atol=1e-4)
+    with pytest.raises(MemoryError, match="3 prompts of up to"):
+        CachedRows.after(model, prompts, torch.tensor([0]), max_tokens=2)

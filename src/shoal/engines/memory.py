@@ -61,10 +61,31 @@ def cached_token_bytes(config: Any, itemsize: int) -> int:
     return ALLOWANCE * 2 * layers * _count(config, "num_key_value_heads", heads) * size * itemsize
 
 
-def computed_token_bytes(config: Any, itemsize: int) -> int:
-    """What one token takes while a layer is computed of many at once."""
+def computed_token_bytes(config: Any, itemsize: int, widest: int = 0) -> int:
+    """What one token takes while a layer is computed of many at once; `widest` is what the weights show (`width`)."""
     hidden = _count(config, "hidden_size")
-    return (8 * hidden + 4 * _count(config, "intermediate_size", 4 * hidden)) * itemsize
+    return (8 * hidden + 4 * max(widest, _count(config, "intermediate_size", 4 * hidden))) * itemsize
+
+
+def scores_bytes(config: Any) -> int:
+    """What one token takes for each token that it attends to, where attention is written out (in float32, twice)."""
+    return 8 * _count(config, "num_attention_heads") if config._attn_implementation == "eager" else 0
+
+
+def width(model: Any) -> int:
+    """The widest output of a layer, by the weights: a configuration has many names for it."""
+    tables = {id(part.weight) for part in (model.get_input_embeddings(), model.get_output_embeddings())}
+    weights = (each for each in model.parameters() if each.dim() > 1 and id(each) not in tables)
+    return max((max(each.shape[-2:]) for each in weights), default=0)
+
+
+def kept_bytes(held: Any) -> int:
+    """The bytes of the tensors that a cache, or a part of it, holds (of a buffer, those that are filled)."""
+    if hasattr(held, "nbytes"):
+        return int(held.nbytes)
+    if isinstance(held, dict):
+        return sum(kept_bytes(value) for name, value in held.items() if name != "_buffers")
+    return sum(map(kept_bytes, held)) if isinstance(held, list | tuple) else 0
 
 
 def _count(config: Any, name: str, default: int = 1) -> int:

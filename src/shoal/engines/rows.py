@@ -21,9 +21,10 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.engines.cache import growing_cache
-from shoal.engines.memory import is_out_of_memory
+from shoal.engines.memory import is_out_of_memory, kept_bytes
 from shoal.models.logprobs import hidden_states
 from shoal.models.packed import PROBE_ERRORS, PROBE_TOLERANCE
 
@@ -57,8 +58,13 @@ class CachedRows:
     cache: Any
 
     @classmethod
-    def after(cls, model: Any, prompts: Sequence[tuple[int, ...]], source_R: Tensor) -> CachedRows:
-        """Each prompt computed once, padded on the left; row r begins after prompt `source_R[r]`."""
+    def after(
+        cls, model: Any, prompts: Sequence[tuple[int, ...]], source_R: Tensor, max_tokens: int | None = None
+    ) -> CachedRows:
+        """Each prompt computed once, padded on the left; row r begins after prompt `source_R[r]`.
+
+        Prompts of more than `max_tokens` together are computed in pieces; layers with a state take no padded pieces.
+        """
         longest, device = max(map(len, prompts)), model.device
         ids_BL = torch.zeros(len(prompts), longest, dtype=torch.long)
         mask_BL = torch.zeros(len(prompts), longest, dtype=torch.bool)
@@ -68,9 +74,18 @@ class CachedRows:
         ids_BL, mask_BL, source_R = ids_BL.to(device), mask_BL.to(device), source_R.to(device)
         positions_BL = (mask_BL.long().cumsum(dim=1) - 1).clamp(min=0)
         cache = growing_cache(model.config)
-        output = model.base_model(
-            input_ids=ids_BL, attention_mask=mask_BL, position_ids=positions_BL, past_key_values=cache, use_cache=True
-        )
+        piece = longest if max_tokens is None else min(longest, max_tokens // len(prompts))
+        if piece < 1 or (piece < longest and _is_recurrent(model)):
+            raise MemoryError(f"{len(prompts)} prompts of up to {longest} tokens do not fit into memory")
+        for start in range(0, longest, piece):
+            columns = slice(start, start + piece)
+            output = model.base_model(
+                input_ids=ids_BL[:, columns],
+                attention_mask=mask_BL[:, : start + piece],
+                position_ids=positions_BL[:, columns],
+                past_key_values=cache,
+                use_cache=True,
+            )
         cache.reorder_cache(source_R)
         return cls(
             rows=torch.arange(len(source_R), device=device),
@@ -138,6 +153,34 @@ class RecomputedRows:
         self.ids[torch.arange(len(tokens_R), device=self.ids.device), self.lengths] = tokens_R
         self.lengths = self.lengths + 1
         self.hidden = _last_states(model, self.ids, self.lengths, self.max_tokens)
+
+
+def bytes_kept(model: Any) -> tuple[int, int, int]:
+    """Measured: what a model's cache takes for each token of a row, what for the row itself, and by how much the
+    tensor that grows fastest grows with each token in the cache (some models expand it at every step)."""
+    state = CachedRows.after(model, [(0,)], torch.tensor([0]))
+    kept, made = [], []
+    for _ in range(2):
+        with _Sizes() as sizes:
+            state.advance(model, torch.zeros(1, dtype=torch.long, device=model.device))
+        made.append(sizes.found)
+        kept.append(kept_bytes([vars(layer) for layer in state.cache.layers]))
+    each = max(0, kept[1] - kept[0])
+    return each, kept[0] - 2 * each, max(0, *(after - before for before, after in zip(*made, strict=False)))
+
+
+class _Sizes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    """The sizes of the memory behind what each operation returns."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor):
+            self.found.append(result.untyped_storage().nbytes())
+        return result
 
 
 def decodes_with_cache(model: Any) -> bool:

@@ -1,7 +1,7 @@
 """The torch engine: batched decoding with a key-value cache, for any Hugging Face causal language model.
 
     requests ──by sampling parameters, then by length──► batches of rows, as many as fit into memory (`memory`)
-    batch:  prompts, left-padded ──one forward──► cache and last state of every prompt
+    batch:  prompts, left-padded ──one forward, or pieces that fit──► cache and last state of every prompt
             cache and state repeated once per seed        (a group's prompt is computed once)
             loop: head in float32 → inverse CDF at u[t] → finished rows leave the batch → one forward per token
                   rows to which the environment speaks take its tokens instead of drawn ones (`dialogue`)
@@ -34,16 +34,19 @@ from torch import Tensor
 from shoal.engines.decoding import Choose, Decoding, Row, Uniforms, choose_tiled
 from shoal.engines.dialogue import Line
 from shoal.engines.memory import (
+    ALLOWANCE,
     MEMORY_ERRORS,
     Room,
     cached_token_bytes,
     computed_token_bytes,
     is_out_of_memory,
     release_memory,
+    scores_bytes,
     usable_bytes,
+    width,
 )
 from shoal.engines.protocol import Chunks, Completion, GenerationRequest, Prefill, PrefillRequest, Respond
-from shoal.engines.rows import CachedRows, RecomputedRows, Rows, decodes_with_cache, follows_with_cache
+from shoal.engines.rows import CachedRows, RecomputedRows, Rows, bytes_kept, decodes_with_cache, follows_with_cache
 from shoal.errors import PolicyMismatch, ResourceError
 from shoal.models.load import model_from_files
 from shoal.models.logprobs import Head
@@ -63,6 +66,7 @@ SHARED_WORTH = 0.2  # the share of a batch that is prompts once more, from which
 CATCH_UP = 64  # tokens of each row at once, where a batch is continued from what was kept of it
 LEAST_TILE = 2**20
 TILE_SHARE = 16  # a tile of logits takes at most this part of the memory that may be used
+EXPANDED = 4  # tensors of the size of the fastest growing one that a layer has at the same time
 TELL_EVERY = 4  # steps of decoding between two words about progress: each is a wait for the device
 PREFILL_TOKENS = 65_536
 PREFILL_TOKENS_CPU = 4_096  # larger batches fall out of the processor's caches: a third slower
@@ -104,6 +108,8 @@ class TorchEngine:
         self._max_prefill_tokens = max_prefill_tokens or default
         self._room, self._prefill_room = Room(1), Room(1)  # until they are measured
         self._most_tile, self._tile_divisor = LEAST_TILE, 1
+        self._usable, self._width = 0, width(model)
+        self._kept: tuple[int, int, int] | None = None  # `bytes_kept`, once measured
         self._loaded = self._shared = False
         self.policy: PolicyRef | None = None
         self.vocabulary_size, self.hidden_size = model.get_output_embeddings().weight.shape
@@ -162,6 +168,7 @@ class TorchEngine:
             self._model.train(training)
 
     def rows_at_once(self, tokens_each: int) -> int:
+        self._measure_cache()
         self._measure_room()
         return self._fitting_rows(tokens_each)
 
@@ -169,14 +176,36 @@ class TorchEngine:
         """How much may be computed at once, by the memory that is free now."""
         left = None if self.memory_bytes is None else self.memory_bytes - self.size_bytes
         usable = usable_bytes(self._model.device.type, left)
-        config, itemsize = self._model.config.get_text_config(), self._model.dtype.itemsize
-        self._room.most = max(1, usable // cached_token_bytes(config, itemsize))
+        self._usable = usable
+        self._room.most = max(1, usable // self._token_bytes())
         self._most_tile = max(LEAST_TILE, usable // (TILE_SHARE * 4))
-        self._prefill_room.most = max(
-            1, min(self._max_prefill_tokens, usable // computed_token_bytes(config, itemsize))
-        )
+        self._prefill_room.most = min(self._max_prefill_tokens, self._computable(0))
+
+    def _measure_cache(self) -> None:
+        """What the cache really takes, once: a configuration may say anything."""
+        if self._kept is not None or not self._loaded:
+            return
+        with self._inference():
+            try:
+                self._kept = bytes_kept(self._model) if decodes_with_cache(self._model) else (0, 0, 0)
+            except MEMORY_ERRORS as error:
+                if not is_out_of_memory(error):
+                    raise
+
+    def _token_bytes(self) -> int:
+        """What a token of a row takes in the cache, by the configuration or as measured, whichever is more."""
+        kept, _, expanded = self._kept or (0, 0, 0)
+        said = cached_token_bytes(self._model.config.get_text_config(), self._model.dtype.itemsize)
+        return max(said, ALLOWANCE * kept, EXPANDED * expanded)
+
+    def _computable(self, longest: int) -> int:
+        """How many tokens of rows of up to so many fit into memory while a layer is computed of them; at least one."""
+        config = self._model.config.get_text_config()
+        each = computed_token_bytes(config, self._model.dtype.itemsize, self._width) + scores_bytes(config) * longest
+        return max(1, self._usable // each)
 
     def _drawn(self, drawing: _Drawing) -> list[list[Completion]]:
+        self._measure_cache()
         self._measure_room()
         with self._inference():
             for batch in self._batches(drawing):
@@ -204,7 +233,8 @@ class TorchEngine:
             yield batch
 
     def _fitting_rows(self, tokens_each: int) -> int:
-        return max(1, min(self._max_rows, self._room.tokens // tokens_each))
+        own = self._kept[1] // self._token_bytes() if self._kept else 0
+        return max(1, min(self._max_rows, self._room.tokens // (tokens_each + own), self._computable(tokens_each)))
 
     def _draw(self, drawing: _Drawing, batch: list[Row]) -> None:
         """Draw the rows of a batch; where memory runs out, half as many at once, from what was kept of them."""
@@ -284,13 +314,17 @@ class TorchEngine:
         groups = list(dict.fromkeys(row.group for row in rows))
         prompts = [drawing.requests[group].prompt_ids for group in groups]
         self._refuse_unknown(min(map(min, prompts)), max(map(max, prompts)))
+        longest = max(drawing.tokens_each(row.group) for row in rows)
         if not decodes_with_cache(self._model):
+            if longest > self._computable(longest):
+                raise MemoryError(f"{longest} tokens computed at once do not fit into memory")
             prompts = [(*drawing.requests[row.group].prompt_ids, *row.tokens.tolist()) for row in rows]
             return RecomputedRows.after(self._model, prompts, torch.arange(len(rows)), self._prefill_room.tokens)
         place = {group: index for index, group in enumerate(groups)}
-        state = CachedRows.after(self._model, prompts, torch.tensor([place[row.group] for row in rows]))
+        most = self._computable(longest)
+        state = CachedRows.after(self._model, prompts, torch.tensor([place[row.group] for row in rows]), most)
         kept_RT = torch.from_numpy(np.stack([row.tokens for row in rows]).astype(np.int64)).to(self._model.device)
-        at_once = CATCH_UP if follows_with_cache(self._model) else 1
+        at_once = max(1, min(CATCH_UP, most // len(rows))) if follows_with_cache(self._model) else 1
         for ids_RT in torch.split(kept_RT, at_once, dim=1) if kept_RT.numel() else ():
             state.hidden = state.follow(self._model, ids_RT)[:, -1]
         return state
@@ -367,7 +401,8 @@ class TorchEngine:
         place = {prompt: index for index, prompt in enumerate(prompts)}
         sources = [place[request.prompt_ids] for request in batch]
         self._refuse_unknown(min(map(min, prompts)), max(map(max, prompts)))
-        state = CachedRows.after(self._model, prompts, torch.tensor(sources))
+        longest = max(map(len, prompts))
+        state = CachedRows.after(self._model, prompts, torch.tensor(sources), self._computable(longest))
         ids_BT, ends_B1 = self._laid_out([request.token_ids for request in batch], np.array(lengths))
         device, n_more = self._model.device, ids_BT.shape[1] - 1
         states_BTH = state.hidden[:, None]

@@ -85,6 +85,7 @@ def test_finished_rows_leave_the_batch():
     model, encode = loaded.model, loaded.tokenizer.encode
     engine = TorchEngine.wrap(model)
     asked = [GenerationRequest(encode(p), tuple(range(16)), SAMPLING) for p in ("31=", "4321=", "654321=", "87654321=")]
+    engine.rows_at_once(1)  # the cache is measured
     rows = []
     hook = model.base_model.register_forward_pre_hook(
         lambda module, args, kwargs: rows.append(kwargs["input_ids"].shape), with_kwargs=True
