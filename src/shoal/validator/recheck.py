@@ -57,8 +57,13 @@ def _compared(then: Verdict, now: Verdict) -> Rechecked:
             f"it was {then.outcome.value} with {then.generated_tokens} tokens, and is {now.outcome.value} with "
             f"{now.generated_tokens}{reason}",
         )
-    if then.unreproducible:
-        return Rechecked("same", f"but for the rewards, which nobody can compute again: {then.unreproducible[0]}")
+    if then.unreproducible != now.unreproducible:
+        said, found = (", ".join(each.unreproducible) or "none" for each in (then, now))
+        return Rechecked("different", f"rewards that nobody can compute again: it named {said}, and there are {found}")
+    if now.unreproducible:
+        return Rechecked(
+            "unknown", f"its rewards cannot be computed again: {now.unreproducible[0]}; the rest is the same"
+        )
     rewards = [(one.value, other.value) for one, other in zip(then.rewards, now.rewards, strict=False)]
     if len(then.rewards) != len(now.rewards) or any(abs(one - other) > REWARD_TOLERANCE for one, other in rewards):
         return Rechecked("different", "its rewards are others now")

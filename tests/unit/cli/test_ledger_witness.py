@@ -7,19 +7,27 @@ import queue
 import shutil
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from hubrun import batch, earn, hub_config, join, join_validator, make_folder, publish, record, serving
 
-from shoal.cli.accounting.checking import check_ledger
+from shoal.cli.accounting import witnessing
+from shoal.cli.accounting.checking import check_ledger, check_place
+from shoal.cli.accounting.exporting import export_ledger
+from shoal.cli.accounting.forks import proven_fork
+from shoal.cli.accounting.places import FolderPlace, HubPlace
+from shoal.cli.accounting.witnessing import Witness
 from shoal.cli.folder import RunFolder
 from shoal.cli.main import main
-from shoal.errors import LedgerError, ManifestRefused
+from shoal.client import HubClient
+from shoal.errors import HubUnreachable, LedgerError, LedgerForked, ManifestRefused
 from shoal.hub.service import Hub
 from shoal.hub.storage import SqliteStorage
-from shoal.protocol import SignedDocument, SigningKey, WitnessedHead, load_key, open_document, sign_document
+from shoal.ledger import Keys, Pin
+from shoal.protocol import LedgerPage, SignedDocument, SigningKey, WitnessedHead, load_key, open_document, sign_document
 from shoal.runtime.clock import ManualClock
 from shoal.runtime.stop import StopToken
 from shoal.shardcast import RelayConfig
@@ -151,6 +159,126 @@ def test_a_witness_finds_what_the_hubs_own_heads_do_not(folder: RunFolder, tmp_p
     shutil.rmtree(own_home, ignore_errors=True)
     with pytest.raises(LedgerError, match=r"signed for .witness"):
         check_ledger(str(folder.path), witnesses=[key_of(where)])
+
+
+def test_a_file_that_ends_before_the_witnesss_row_fails_as_it_may_be_a_fork(
+    folder: RunFolder, tmp_path: Path, own_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hub exports a fork that is shorter than what the witness signed: its own head and every document fit."""
+    where, before = tmp_path / "w", shutil.copytree(folder.path / "hub", tmp_path / "before")
+    grow(folder, 0)
+    grow(folder, 1)
+    assert look(folder, where) == 0
+    roll_back(folder, before)
+    with opened(folder) as hub:
+        record(hub, ("batch", {"step": 0, "units": [], "digest": "another"}))
+    fork, key = tmp_path / "fork.jsonl", key_of(where)
+    last = export_ledger(str(folder.path), fork) - 1
+    monkeypatch.setattr(witnessing, "download", lambda _url, _most: (where / witness_key(key)).read_bytes())
+    with pytest.raises(
+        LedgerError, match=rf"signed row {last + 1}, the file ends at row {last}: it cannot be compared"
+    ):
+        check_ledger(str(fork), witnesses=[f"{key}@http://witness"])
+    assert main(["ledger", "verify", str(fork), "--witness", f"{key}@http://witness"]) == 5
+    check_ledger(str(fork))  # nobody was asked for their word
+
+
+class StuckHub:
+    """Answers with its first rows for ever, whatever is asked for."""
+
+    def __init__(self, client: HubClient) -> None:
+        self._client, self._asked = client, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+    def ledger(self, after: int = -1, limit: int = 500) -> LedgerPage:
+        self._asked += 1
+        assert self._asked < 10, "it is asked without end"
+        return self._client.ledger(-1, 2)
+
+
+def test_a_forked_hub_that_repeats_a_page_for_ever_is_refused_at_once(
+    folder: RunFolder, tmp_path: Path, own_home: Path
+) -> None:
+    where, before = tmp_path / "w", shutil.copytree(folder.path / "hub", tmp_path / "before")
+    grow(folder, 0)
+    assert look(folder, where) == 0
+    with closing(FolderPlace(folder.path)) as place:
+        seen = place.signed_head()
+    assert seen is not None
+    roll_back(folder, before)
+    with opened(folder) as hub:
+        record(hub, ("batch", {"step": 0, "units": [], "digest": "another"}), batch(1))
+    with serving(folder) as url, closing(HubPlace(url, 3.0)) as place:
+        place._client = cast(HubClient, StuckHub(place._client))
+        with pytest.raises(LedgerError, match=r"row \d+ is missing: row 0 comes next"):
+            Witness(place._client, where, [where]).look()
+        keys = Keys(folder.run_id, folder.root_key)
+        found = LedgerForked("a fork", int(seen.head.document["index"]), seen.head)
+        assert "is missing: row 0 comes next" in proven_fork(place, keys, found)
+    assert not (own_home / "forks").exists()
+
+
+def test_a_hub_that_goes_away_when_the_fork_is_to_be_proven_does_not_hide_it(
+    folder: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where, before = tmp_path / "w", shutil.copytree(folder.path / "hub", tmp_path / "before")
+    grow(folder, 0)
+    assert look(folder, where) == 0
+    roll_back(folder, before)
+    with opened(folder) as hub:
+        record(hub, ("batch", {"step": 0, "units": [], "digest": "another"}), batch(1))
+    answered: list[int] = []
+    ask = HubClient.ledger
+
+    def once(client: HubClient, after: int = -1, limit: int = 500) -> LedgerPage:
+        answered.append(after)
+        if len(answered) > 1:
+            raise HubUnreachable("gone")
+        return ask(client, after, limit)
+
+    monkeypatch.setattr(HubClient, "ledger", once)
+    assert look(folder, where) == 5
+    assert len(answered) == 2
+
+
+def grow_and_publish(folder: RunFolder) -> None:
+    with opened(folder) as hub:
+        record(hub, batch(0))
+        publish(folder, hub, 2)
+
+
+def test_a_folder_whose_run_grows_while_it_is_verified_was_not_rolled_back(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row and a manifest that names it come after the folder was opened."""
+    with closing(FolderPlace(folder.path)) as place:
+        pins = place.pins
+
+        def later(run: str, root_key: str) -> list[Pin]:
+            grow_and_publish(folder)
+            return pins(run, root_key)
+
+        monkeypatch.setattr(place, "pins", later)
+        checked = check_place(place)
+    assert checked.last is not None
+    assert checked.last.kind == "batch"
+
+
+def test_a_hub_whose_run_grows_while_it_is_verified_was_not_rolled_back(
+    folder: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A witness signs for a row that came after the hub's head was fetched."""
+    where = tmp_path / "w"
+    with serving(folder) as url, closing(HubPlace(url, 3.0)) as place:
+        grow(folder, 0)
+        assert main(["ledger", "witness", url, "--folder", str(where), "--once"]) == 0
+        key = key_of(where)
+        monkeypatch.setattr(witnessing, "download", lambda _url, _most: (where / witness_key(key)).read_bytes())
+        checked = check_place(place, witnesses=[f"{key}@http://witness"])
+    assert checked.last is not None
+    assert checked.last.kind == "batch"
 
 
 def test_relays_carry_what_a_witness_signed_and_cannot_change_it(folder: RunFolder, tmp_path: Path) -> None:

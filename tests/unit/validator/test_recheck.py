@@ -8,6 +8,7 @@ import pytest
 from honest import LengthEnvironment, docket, lease, loaded, proved, submission
 
 from shoal.protocol import Outcome, RolloutReward, Verdict, pack, submission_digest
+from shoal.rewards.panel import Panel
 from shoal.validator import Judge, load_profiles
 from shoal.validator.recheck import Kept, recheck
 from shoal.validator.verdicts import Docket
@@ -65,9 +66,19 @@ def test_what_this_machine_cannot_decide_is_unknown() -> None:
     assert found.state == "unknown"
 
 
-def test_rewards_that_nobody_can_compute_again_are_not_compared() -> None:
+def test_a_verdict_that_claims_a_judge_which_the_run_does_not_have_is_different() -> None:
     other = tuple(RolloutReward(value=0.5) for _ in range(12))
     found = recheck(judge(), kept(docket(UNIT), rewards=other, unreproducible=("judge",)), loaded())
-    assert found.state == "same"
+    assert found.state == "different"
+    assert "it named judge, and there are none" in found.sentence
+
+
+def test_rewards_that_nobody_can_compute_again_are_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    what = kept(docket(UNIT))
+    monkeypatch.setattr(Panel, "unreproducible", ("judge",))
+    assert recheck(judge(), what, loaded()).state == "different", "the verdict of then hid the judge"
+    verdict = what.verdict.model_copy(update={"unreproducible": ("judge",)})
+    found = recheck(judge(), Kept(verdict, what.lease, what.body), loaded())
+    assert found.state == "unknown"
     assert "judge" in found.sentence
     assert submission_digest(pack(submission(UNIT))) == docket(UNIT).audit.submission

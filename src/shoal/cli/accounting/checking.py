@@ -115,9 +115,11 @@ def check_place(
         raise LedgerError(f"the ledger at {place.label} is empty: not even the run is written down")
     checked = Checked(*_begins(first, place), is_proven=needs_documents)
     given = [] if head is None else read_head_file(head, checked.run)
-    seen = [pin for witness in witnesses for pin in witness_pins(place, witness, checked.run)]
+    seen = [witness_pins(place, witness, checked.run) for witness in witnesses]
+    others = _comparable(place, checked, _kept(checked), seen)
+    # The place's own last: its rows are read as of then, so an honest run that grows meanwhile is behind no other head.
     pins = _of_this_run(checked, [*place.pins(checked.run, checked.root_key), *given])
-    chain = Chain([*pins, *_reachable(place, checked, [*_kept(checked), *seen])])
+    chain = Chain([*pins, *others])
     proofs = Proofs(Keys(checked.run, checked.root_key), chain, needs_documents)
     try:
         _read(place, checked, proofs)
@@ -164,15 +166,24 @@ def _kept(checked: Checked) -> list[Pin]:
     return [Pin(known.head, f"the head kept here since {seen}", known.signed)]
 
 
-def _reachable(place: Place, checked: Checked, pins: list[Pin]) -> list[Pin]:
-    """Those that can be compared: a file may be older than what was seen since, and that is no rollback."""
+def _comparable(place: Place, checked: Checked, kept: list[Pin], seen: list[list[Pin]]) -> list[Pin]:
+    """Those that lie within a file: it may be older than what was seen since, and that is no rollback. Whoever asks
+    for a witness gets its word on this file, or an error."""
+    pins = [*kept, *(pin for each in seen for pin in each)]
     if not pins or not isinstance(place, FilePlace):
         return pins
     last = -1
     for entry in place.entries():
         last = entry.index
+    for each in seen:
+        if all(pin.head.index > last for pin in each):
+            raise LedgerError(
+                f"{each[0].source} signed row {each[0].head.index}, the file ends at row {last}: it cannot be compared "
+                "and may be a fork. Export the ledger again, or verify without --witness"
+            )
     checked.notes += [
-        f"the file ends before row {pin.head.index}, which was seen since ({pin.source}): it is an older copy"
+        f"the file ends at row {last}, before row {pin.head.index} ({pin.source}): it cannot be compared with that "
+        "head, so it may be another ledger"
         for pin in pins
         if pin.head.index > last
     ]

@@ -11,7 +11,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from shoal.cli.accounting.places import Place
-from shoal.errors import LedgerError, LedgerForked
+from shoal.errors import LedgerError, LedgerForked, ShoalError
 from shoal.ledger import ForkProof, Keys, check_fork
 from shoal.protocol import LedgerEntry, SignedDocument
 from shoal.runtime.files import ensure_folder, write_atomically
@@ -31,7 +31,7 @@ def proven_fork(place: Place, keys: Keys, error: LedgerForked) -> str:
     rows = (entry for entry in place.entries() if entry.index >= error.index)
     try:
         path = save_proof(keys, tuple(certificates.values()), error.statement, head.head, list(islice(rows, MAX_ROWS)))
-    except LedgerError as nothing:
+    except ShoalError as nothing:  # a hub that does not help to prove it does not hide it, either
         return f" ({nothing})"
     return f". The proof is in {path}: it needs nobody's word; check it with shoal ledger verify {path}"
 

@@ -54,7 +54,10 @@ MANIFEST = "the manifest of policy "
 
 
 class Place(Protocol):
-    """A ledger somewhere. `notes` are what could not be had, in words; it is filled while pins are looked for."""
+    """A ledger somewhere. `notes` are what could not be had, in words; it is filled while pins are looked for.
+
+    A ledger may grow meanwhile: its rows are read as of the last call of `pins`.
+    """
 
     label: str
     notes: list[str]
@@ -136,18 +139,8 @@ class HubPlace:
         self._head = self._client.signed_ledger_head()
 
     def entries(self) -> Iterator[LedgerEntry]:
-        """Up to the head that was signed when this was opened: a running run goes on meanwhile."""
-        last = int(self._head.document["index"])
-        after = -1
-        while after < last:
-            page = self._client.ledger(after, PAGE).entries
-            if not page:
-                return
-            for entry in page:
-                if entry.index > last:
-                    return
-                yield entry
-            after = page[-1].index
+        """Up to the head that was signed last: a running run continues meanwhile."""
+        return served_rows(self._client, -1, int(self._head.document["index"]))
 
     def evidence(self, entries: Sequence[LedgerEntry]) -> dict[int, Evidence]:
         after, last, found = entries[0].index - 1, entries[-1].index, dict[int, Evidence]()
@@ -176,8 +169,9 @@ class HubPlace:
         return found
 
     def pins(self, run: str, root_key: str) -> list[Pin]:  # noqa: ARG002  the client has checked both
-        head = LedgerHead.model_validate(self._head.document)
         manifests = self._manifests()
+        self._head = self._client.signed_ledger_head()  # after every other head: those of an honest hub are not ahead
+        head = LedgerHead.model_validate(self._head.document)
         if not manifests:
             self.notes.append("no source of this run could be asked for policy manifests, which carry heads")
         return [Pin(head, "the hub's signed head", self._head), *_pins_of(manifests)]
@@ -218,6 +212,19 @@ class HubPlace:
 
     def close(self) -> None:
         self._client.close()
+
+
+def served_rows(client: HubClient, after: int, last: int) -> Iterator[LedgerEntry]:
+    """The rows behind `after` up to `last` as a hub serves them. Each must be the next one: otherwise it could answer
+    with the same page for ever."""
+    while after < last and (page := client.ledger(after, PAGE).entries):
+        for entry in page:
+            if entry.index != after + 1:
+                raise LedgerError(f"ledger row {after + 1} is missing: row {entry.index} comes next")
+            if entry.index > last:
+                return
+            yield entry
+            after = entry.index
 
 
 def download(url: str, max_bytes: int) -> bytes:
@@ -264,10 +271,13 @@ class FolderPlace:
         database, hub = self._folder.recipe.hub.database, path / "hub"
         if not database and not (hub / "hub.db").is_file():
             raise LedgerError(f"there is no hub database {hub / 'hub.db'}: has the run begun?")
-        self._open = ExitStack()
-        storage = open_storage(database, hub)
-        self._open.callback(storage.close)
-        self._reader = self._open.enter_context(storage.read())  # one view of it all: the run may be going on
+        self._storage, self._view = open_storage(database, hub), ExitStack()
+        self._look()
+
+    def _look(self) -> None:
+        """Take one view of the whole database as of now: the run may continue meanwhile."""
+        self._view.close()
+        self._reader = self._view.enter_context(self._storage.read())
 
     def entries(self) -> Iterator[LedgerEntry]:
         after = -1
@@ -302,6 +312,7 @@ class FolderPlace:
                 raise LedgerError(f"{path} is not a manifest that this run's trainer signed: {error}") from error
         if not found:
             self.notes.append("origin/ has no policy manifest yet, which would carry a head")
+        self._look()  # after every other head: those of an honest run are not ahead
         return _pins_of(found)
 
     def signed_head(self) -> CertifiedHead | None:
@@ -329,7 +340,8 @@ class FolderPlace:
         return {row.node: (row.credit, row.pending) for row in self._reader.nodes()}
 
     def close(self) -> None:
-        self._open.close()
+        self._view.close()
+        self._storage.close()
 
 
 # ── a file ───────────────────────────────────────────────────────────────────────────────────────────────────────

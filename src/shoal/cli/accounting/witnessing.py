@@ -10,19 +10,20 @@ upstream). Neither hub nor relay can change it: readers give the witness's key t
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 
 import httpx
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from shoal.cli.accounting.forks import save_proof
-from shoal.cli.accounting.places import Place, download
+from shoal.cli.accounting.forks import MAX_ROWS, save_proof
+from shoal.cli.accounting.places import Place, download, served_rows
 from shoal.client import ClientOptions, HubClient, split_join_url
 from shoal.client.known_hubs import known_root
-from shoal.errors import ConfigError, HubUnreachable, LedgerError, ProtocolError, UserError
+from shoal.errors import ConfigError, HubUnreachable, LedgerError, ProtocolError, ShoalError, UserError
 from shoal.ledger import Chain, Keys, Pin
 from shoal.protocol import (
     LedgerEntry,
@@ -43,7 +44,6 @@ from shoal.shardcast.tree import Tree, witness_key
 
 log = logging.getLogger("shoal.witness")
 
-PAGE = 1000
 LOCK_WAIT_S = 5.0
 KEY_HEX = 64
 
@@ -95,7 +95,7 @@ class Witness:
             if before is not None and head.index < before.index:
                 raise LedgerError(f"the ledger ends at row {head.index}; it had {before.index}: it was rolled back")
             chain = Chain([Pin(head, "the hub's signed head", signed)], before)
-            for entry in self._rows(-1 if before is None else before.index, head.index):
+            for entry in served_rows(self.client, -1 if before is None else before.index, head.index):
                 chain.add(entry)
             chain.finish()
         except LedgerError as error:
@@ -104,18 +104,13 @@ class Witness:
             raise LedgerError("the ledger is empty: not even the run is written down")
         return chain.last
 
-    def _rows(self, after: int, last: int) -> Iterator[LedgerEntry]:
-        while after < last and (page := self.client.ledger(after, PAGE).entries):
-            yield from (entry for entry in page if entry.index <= last)
-            after = page[-1].index
-
     def _proof(self, keys: Keys, seen: Seen | None, signed: SignedDocument, head: LedgerHead) -> str:
         if seen is None or head.index < seen.last.index:
             return ""
-        rows = list(self._rows(seen.last.index - 1, head.index))
         try:
+            rows = list(islice(served_rows(self.client, seen.last.index - 1, head.index), MAX_ROWS))
             path = save_proof(keys, self.client.trusted_run().info.certificates, seen.head, signed, rows)
-        except LedgerError:
+        except ShoalError:  # the hub does not help to prove it: the error stands without
             return ""
         return f". The proof is in {path}"
 
