@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import gzip
 import socket
-from collections.abc import Iterator
-from contextlib import closing
+import threading
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from hostilekit import Answer, Asked, HostileHub, hostile_hub
 
+from shoal.cli import reporter
+from shoal.cli.accounting.places import download
 from shoal.cli.main import main
+from shoal.cli.reporter import fetch_status
 from shoal.client import ClientOptions, HubClient
+from shoal.client import delivery as delivering
 from shoal.client.delivery import Delivery
+from shoal.client.http import open_http
 from shoal.client.weights import downloader_of
-from shoal.errors import BroadcastError, HubRefused, HubUnreachable
+from shoal.errors import BroadcastError, DeadlineExceeded, HubRefused, HubUnreachable
 from shoal.protocol import (
     HubClock,
     LeaseStory,
@@ -34,7 +44,7 @@ from shoal.protocol import (
     submission_digest,
 )
 from shoal.protocol.upload import UploadTicket
-from shoal.runtime import targets
+from shoal.runtime import exchange, targets
 from shoal.runtime.clock import SystemClock
 from shoal.runtime.stop import StopToken
 from shoal.runtime.targets import Nearness, nearness
@@ -155,6 +165,11 @@ def inside() -> Iterator[HostileHub]:
 
 def client_of(hub: HostileHub, patience_s: float = 2) -> HubClient:
     return HubClient(hub.url, SigningKey.generate(), StopToken(), options=ClientOptions(patience_s=patience_s))
+
+
+def wait_for(happened: Callable[[], object]) -> None:
+    while not happened():
+        time.sleep(0.01)
 
 
 def redirecting(to: str) -> Answer:
@@ -310,3 +325,124 @@ def test_nothing_that_a_hub_says_does_anything_to_a_terminal(
     for line in (shown.out + shown.err).split("\n"):
         assert line.isprintable(), repr(line)
         assert not line.startswith("root@host#"), "no line of its own"
+
+
+# ── answers ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+MIB = 2**20
+
+
+def compressed(size_bytes: int) -> Answer:
+    return 200, {"content-encoding": "gzip"}, gzip.compress(bytes(size_bytes))
+
+
+def test_a_compressed_answer_is_not_decompressed(hub: HostileHub, tmp_path: Path) -> None:
+    """A few bytes on the wire would be gigabytes in memory before anybody looked at a cap."""
+    tracemalloc.start()
+    try:
+        hub.answers["/run"] = hub.answers["/status"] = hub.answers["/witness"] = compressed(64 * MIB)
+        tracemalloc.reset_peak()
+        with closing(client_of(hub, patience_s=0.1)) as client, pytest.raises(HubUnreachable, match="compressed"):
+            client.trusted_run()
+        with closing(open_http()) as http:
+            assert fetch_status(hub.url, http) is None
+        with pytest.raises(httpx.DecodingError, match="compressed"):
+            download(f"{hub.url}/witness", 1000)
+        assert tracemalloc.get_traced_memory()[1] < 16 * MIB
+    finally:
+        tracemalloc.stop()
+    assert {asked.headers["accept-encoding"] for asked in hub.requests} == {"identity"}
+
+
+def test_a_status_without_end_is_not_read(hub: HostileHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reporter, "MAX_STATUS_BYTES", 1000)
+    hub.answers["/status"] = (200, {}, nasty_status(hub).model_dump_json().encode() + b" " * 1000)
+    with closing(open_http()) as http:
+        assert fetch_status(hub.url, http) is None
+
+
+@contextmanager
+def sending(head: bytes, again: bytes, pause_s: float = 0.0) -> Iterator[tuple[str, list[int]]]:
+    """A server that answers anything with `head` and then, for ever, with `again`; its URL, and what each one took."""
+    over, taken = threading.Event(), list[int]()
+
+    def answer(connection: socket.socket) -> None:
+        with connection, suppress(OSError):
+            connection.recv(65536)
+            connection.sendall(head)
+            taken.append(0)
+            while not over.wait(pause_s):
+                connection.sendall(again)
+                taken[-1] += len(again)
+
+    def serve() -> None:
+        with suppress(OSError):
+            while True:
+                threading.Thread(target=answer, args=(listener.accept()[0],), daemon=True).start()
+
+    listener = socket.create_server(("127.0.0.1", 0))
+    threading.Thread(target=serve, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}", taken
+    finally:
+        over.set()
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+
+
+DRIPS = {
+    "a head that drips": (b"HTTP/1.1 200 OK\r\nx: ", b"a", 0.02),
+    "one 103 after another": (b"", b"HTTP/1.1 103 Early Hints\r\n\r\n" * 100, 0.0),
+    "a chunk whose size drips": (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n1;", b"a", 0.02),
+}
+SHORT = ClientOptions(patience_s=0.2, connect_timeout_s=0.5, answer_timeout_s=0.5)
+
+
+@pytest.mark.parametrize("drip", DRIPS)
+@pytest.mark.timeout(30)
+def test_an_answer_that_never_ends_is_left_when_its_time_is_over(drip: str) -> None:
+    with (
+        sending(*DRIPS[drip]) as (url, _),
+        closing(HubClient(url, SigningKey.generate(), StopToken(), options=SHORT)) as client,
+        pytest.raises(HubUnreachable, match="too long in all"),
+    ):
+        client.trusted_run()
+
+
+@pytest.mark.timeout(30)
+def test_an_answer_that_never_ends_is_left_after_a_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange, "STOP_GRACE_S", 0.1)
+    stop = StopToken()
+    options = ClientOptions(patience_s=600, answer_timeout_s=600)
+    with (
+        sending(*DRIPS["a head that drips"]) as (url, taken),
+        closing(HubClient(url, SigningKey.generate(), stop, options=options)) as client,
+    ):
+        threading.Thread(target=lambda: (wait_for(lambda: taken), stop.set("asked")), daemon=True).start()
+        with pytest.raises(DeadlineExceeded, match="asked"):
+            client.trusted_run()
+
+
+@pytest.mark.parametrize("status", [200, 403])
+@pytest.mark.timeout(30)
+def test_the_answer_of_a_store_is_not_read_beyond_its_first_bytes(hub: HostileHub, status: int) -> None:
+    hub.become("demo", uploads="store")
+    head = f"HTTP/1.1 {status} OK\r\ncontent-length: 1000000000\r\n\r\n".encode()
+    with sending(head, b"x" * MIB) as (url, taken), closing(client_of(hub)) as client:
+        hub.answers["/submissions/lease-1/upload"] = ticket(hub, client, url=f"{url}/store")
+        with closing(Delivery(client)) as delivery, pytest.raises(HubRefused, match="no such thing"):
+            delivery.hand_in("lease-1", b"work")
+        assert taken[0] < 100 * MIB, "what fits into the buffers of two sockets, not all of it"
+    asked = [request.path for request in hub.requests]
+    assert asked[-1] == ("/submissions/lease-1/commit" if status == 200 else "/submissions/lease-1")
+
+
+@pytest.mark.timeout(30)
+def test_a_store_whose_answer_drips_is_left(hub: HostileHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delivering, "PUT_S", 0.5)
+    hub.become("demo", uploads="store")
+    with sending(*DRIPS["a head that drips"]) as (url, _), closing(client_of(hub)) as client:
+        hub.answers["/submissions/lease-1/upload"] = ticket(hub, client, url=f"{url}/store")
+        with closing(Delivery(client)) as delivery, pytest.raises(HubRefused, match="no such thing"):
+            delivery.hand_in("lease-1", b"work")
+    assert hub.requests[-1].path == "/submissions/lease-1"

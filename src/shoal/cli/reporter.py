@@ -21,22 +21,27 @@ from shoal.cli.progress import History
 from shoal.cli.view import Display, Scene
 from shoal.cli.watchdog import Watchdog
 from shoal.client.http import open_http
+from shoal.errors import CodecError
 from shoal.protocol import RunStatus
 from shoal.runtime.clock import Clock, SystemClock
+from shoal.runtime.exchange import limited, read_body
 from shoal.runtime.supervise import Ending, ProcessView
 
 POLL_S = 1.0
 TIMEOUT_S = 5.0
 SUSPENDED_S = 5.0  # ticks come ten times a second
 LAST_TIMEOUT_S = 2.0
+MAX_STATUS_BYTES = 16 * 2**20
 
 
 def fetch_status(url: str, http: httpx.Client, timeout_s: float = TIMEOUT_S) -> RunStatus | None:
     """The run's status; None while the hub does not answer."""
     try:
-        answer = http.get(f"{url}/status", timeout=timeout_s)
-        return RunStatus.model_validate_json(answer.content) if answer.status_code == httpx.codes.OK else None
-    except (httpx.HTTPError, ValidationError):
+        with limited(timeout_s), http.stream("GET", f"{url}/status", timeout=timeout_s) as answer:
+            if answer.status_code != httpx.codes.OK:
+                return None
+            return RunStatus.model_validate_json(read_body(answer, MAX_STATUS_BYTES))
+    except (httpx.HTTPError, CodecError, ValidationError):
         return None
 
 

@@ -21,13 +21,15 @@ from shoal.errors import HubRefused, ShoalError
 from shoal.protocol import Receipt, submission_digest
 from shoal.protocol.upload import UploadRequest, UploadTicket
 from shoal.runtime.clock import Clock, SystemClock
-from shoal.runtime.targets import check_url
+from shoal.runtime.exchange import LEAST_BYTES_PER_S, check_plain, limited
+from shoal.runtime.targets import Reach, check_url
 
 log = logging.getLogger(__name__)
 
 AVOID_S = 300.0
 """A store that could not be used is left alone for so long."""
-PUT_TIMEOUT = httpx.Timeout(60.0, connect=10.0)
+PUT_S = 60.0
+PUT_TIMEOUT = httpx.Timeout(PUT_S, connect=10.0)
 NOT_THERE = ("upload.missing", "upload.other_bytes", "upload.by_hub")
 """Refusals of the road, not of the submission: by way of the hub it may still be taken."""
 MAX_SAID = 200
@@ -85,14 +87,21 @@ class Delivery:
         reach = {REACH: self._client.trusted_run().reach}
         try:
             check_url(ticket.url)
-            answer = self._connections().put(
-                ticket.url, content=body, headers=ticket.headers, timeout=PUT_TIMEOUT, extensions=reach
-            )
+            status, said = self._answer(ticket, body, reach)
         except (httpx.HTTPError, httpx.InvalidURL, OSError, RuntimeError) as error:  # RuntimeError: closed meanwhile
             raise _NoWay(f"cannot upload to {where}: {error or type(error).__name__}") from error
-        if not answer.is_success:
-            said = " ".join(answer.text[:MAX_SAID].split())
-            raise _NoWay(f"the store refused the upload to {where}: HTTP {answer.status_code} {said}")
+        if not httpx.codes.is_success(status):
+            raise _NoWay(f"the store refused the upload to {where}: HTTP {status} {' '.join(said.split())}")
+
+    def _answer(self, ticket: UploadTicket, body: bytes, reach: dict[str, Reach]) -> tuple[int, str]:
+        """The store's status, and the beginning of what it says."""
+        asked = self._connections().stream(
+            "PUT", ticket.url, content=body, headers=ticket.headers, timeout=PUT_TIMEOUT, extensions=reach
+        )
+        with limited(PUT_S + len(body) / LEAST_BYTES_PER_S), asked as answer:
+            check_plain(answer)
+            said = next(answer.iter_bytes(MAX_SAID), b"")  # read to its end, a short one keeps the connection
+            return answer.status_code, said.decode(errors="replace")
 
     def _connections(self) -> httpx.Client:
         """Made when the first upload comes; it goes by the environment's proxies, like everything else."""

@@ -1,4 +1,5 @@
-"""The HTTP client that shoal's own calls go through: proxies as the environment says, targets checked, no redirects.
+"""The HTTP client that shoal's own calls go through: proxies as the environment says, targets checked, no redirects,
+no compressed answers; `runtime.exchange.limited` bounds an exchange of its in time.
 
 A request that carries `extensions={REACH: reach}` goes to a target that a hub has named: its host is looked up once,
 checked (`runtime.targets`), and connected to by that very address; TLS and the Host header still name the host.
@@ -13,10 +14,11 @@ import httpx
 
 from shoal import __version__
 from shoal.protocol.versions import HEADER_PROTOCOL, PROTOCOL_VERSION
+from shoal.runtime.exchange import Network
 from shoal.runtime.proxies import DEFAULT_PORTS, Proxy, proxy_of
 from shoal.runtime.targets import Reach, addresses, check_behind_proxy, way_out
 
-HEADERS = {HEADER_PROTOCOL: str(PROTOCOL_VERSION), "user-agent": f"shoal/{__version__}"}
+HEADERS = {HEADER_PROTOCOL: str(PROTOCOL_VERSION), "user-agent": f"shoal/{__version__}", "accept-encoding": "identity"}
 REACH = "shoal.reach"
 
 
@@ -31,7 +33,7 @@ class _Routes(httpx.BaseTransport):
     def __init__(self, limits: httpx.Limits) -> None:
         self._limits = limits
         self._certificates = httpx.create_ssl_context()  # takes a while to make: one for all
-        self._direct = httpx.HTTPTransport(verify=self._certificates, limits=limits)
+        self._direct = self._transport()
         self._others: dict[Proxy | Path, httpx.HTTPTransport] = {}
         self._lock = threading.Lock()
 
@@ -63,10 +65,13 @@ class _Routes(httpx.BaseTransport):
         with self._lock:
             if way not in self._others:
                 uds, proxy = (str(way), None) if isinstance(way, Path) else (None, _as_proxy(way))
-                self._others[way] = httpx.HTTPTransport(
-                    verify=self._certificates, limits=self._limits, uds=uds, proxy=proxy
-                )
+                self._others[way] = self._transport(uds, proxy)
             return self._others[way]
+
+    def _transport(self, uds: str | None = None, proxy: httpx.Proxy | None = None) -> httpx.HTTPTransport:
+        made = httpx.HTTPTransport(verify=self._certificates, limits=self._limits, uds=uds, proxy=proxy)
+        made._pool._network_backend = Network()  # httpx has no parameter for it
+        return made
 
     def close(self) -> None:
         for transport in (self._direct, *self._others.values()):

@@ -31,7 +31,6 @@ from pydantic import ValidationError
 from shoal.client.http import HEADERS, REACH
 from shoal.client.hubs import Hubs
 from shoal.errors import (
-    CodecError,
     DeadlineExceeded,
     HubRefused,
     HubUnreachable,
@@ -42,6 +41,7 @@ from shoal.errors import (
 from shoal.protocol import HubClock, Problem, SignedDocument, SigningKey, sign_request
 from shoal.protocol.signing import HEADER_NONCE, HEADER_TIME
 from shoal.runtime.clock import Clock
+from shoal.runtime.exchange import LEAST_BYTES_PER_S, limited, read_body
 from shoal.runtime.retry import Backoff
 from shoal.runtime.stop import StopToken
 from shoal.runtime.targets import Nearness, Reach, nearness_of_hub
@@ -54,7 +54,6 @@ CLOCKS_AGREE_MS = 1_000
 HOUR_MS = 3_600_000
 MAX_CORRECTION_MS = 15 * HOUR_MS
 """Time zones reach 14 hours: a clock that shows local time as if it were UTC is no further off."""
-LEAST_BYTES_PER_S = 10_000  # of an answer's body; a modem from 1998 is not much slower
 MAX_ERROR_TEXT = 200
 LEAST_ATTEMPT_S = 2.0  # a busy hub may take that long, however short somebody's patience is
 SHUT_OUT_CODES = ("node.banned", "node.suspended")
@@ -243,12 +242,13 @@ class Transport:
             at_ms = self.hub_time.now_ms()
             request.headers.update(sign_request(self.key, call.run, call.method, target, call.body, at_ms))
         try:
-            response = self.http.send(request, stream=True)
-            try:
-                near = nearness_of_hub(url, _peer(response))
-                content = self._capped(response, call)
-            finally:
-                response.close()
+            with limited(self._allowed_s(call), self.stop, self.clock):
+                response = self.http.send(request, stream=True)
+                try:
+                    near = nearness_of_hub(url, _peer(response))
+                    content = read_body(response, call.max_bytes)
+                finally:
+                    response.close()
         except (httpx.TransportError, httpx.DecodingError) as error:
             what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
             raise _Again(what, elsewhere=True) from error
@@ -270,22 +270,10 @@ class Transport:
             return None
         return clock.now_ms if (clock.node, clock.nonce) == (self.key.node, request.headers[HEADER_NONCE]) else None
 
-    def _capped(self, response: httpx.Response, call: Call) -> bytes:
-        """The whole body, read piece by piece so that one over the cap is never held, nor one waited for that drips.
-
-        The library's time-outs are per receive: a byte now and then would keep a caller for days.
-        """
-        content, began = bytearray(), self.clock.monotonic_s()
-        for piece in response.iter_bytes():
-            content += piece
-            if len(content) > call.max_bytes:
-                raise CodecError(
-                    f"the answer of {response.request.url} is longer than {call.max_bytes} bytes; it was not read"
-                )
-            allowed_s = self.options.answer_timeout_s + len(content) / LEAST_BYTES_PER_S
-            if self.clock.monotonic_s() - began > allowed_s:
-                raise _Again(f"the answer comes too slowly: {len(content)} bytes in {allowed_s:.0f} s", elsewhere=True)
-        return bytes(content)
+    def _allowed_s(self, call: Call) -> float:
+        """For one attempt, up to the first byte of the answer's body."""
+        options = self.options
+        return options.connect_timeout_s + options.answer_timeout_s + call.wait_s + len(call.body) / LEAST_BYTES_PER_S
 
     def _unreachable(self, call: Call, tried_s: float, failure: _Again) -> HubUnreachable:
         urls = self.hubs.urls

@@ -28,6 +28,7 @@ from shoal.environments.settings import JudgeSettings
 from shoal.errors import DeadlineExceeded, EnvironmentSetupError, ScoringFailure
 from shoal.rewards.panel import Piece
 from shoal.runtime.clock import Clock, SystemClock
+from shoal.runtime.exchange import check_plain
 from shoal.runtime.proxies import is_own
 from shoal.runtime.retry import Backoff
 from shoal.runtime.stop import StopToken
@@ -121,7 +122,7 @@ class ChatJudge:
 
     def _open(self) -> httpx.Client:
         key = os.environ.get(KEY, "")
-        headers = {"authorization": f"Bearer {key}"} if key else {}
+        headers = {"accept-encoding": "identity", **({"authorization": f"Bearer {key}"} if key else {})}
         own = is_own(httpx.URL(self._settings.url).host)  # a proxy could not reach this machine's own addresses
         return httpx.Client(headers=headers, timeout=self._settings.timeout_s, trust_env=not own)
 
@@ -168,6 +169,7 @@ class ChatJudge:
         # A client for each question: closing it is what ends one whose headers come drop by drop.
         with self._open() as client, _ending(client, left_s), client.stream("POST", address, json=body) as response:
             response.raise_for_status()
+            check_plain(response)
             for part in response.iter_bytes():
                 answer += part
                 if len(answer) > MAX_ANSWER_BYTES:

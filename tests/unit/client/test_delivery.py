@@ -56,16 +56,16 @@ class FakeStore:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, status: int = 200) -> None:
         self.status = status
         self.put: list[tuple[str, bytes]] = []
-        monkeypatch.setattr(httpx.Client, "put", self._put)
+        monkeypatch.setattr(httpx.Client, "send", self._send)
 
-    def _put(
-        self, url: str, content: bytes, headers: dict[str, str], timeout: httpx.Timeout, extensions: Any
-    ) -> httpx.Response:
-        assert extensions == {REACH: PUBLIC_ONLY}
-        assert headers["content-length"] == str(len(content))
-        assert timeout.connect is not None
-        self.put.append((url, content))
-        return httpx.Response(self.status, text="<Error>no\n room</Error>", request=httpx.Request("PUT", url))
+    def _send(self, request: httpx.Request, stream: bool, **_: Any) -> httpx.Response:
+        assert (request.method, stream) == ("PUT", True)
+        assert request.extensions[REACH] == PUBLIC_ONLY
+        assert request.extensions["timeout"]["connect"] is not None
+        content = request.read()
+        assert request.headers["content-length"] == str(len(content))
+        self.put.append((str(request.url), content))
+        return httpx.Response(self.status, text="<Error>no\n room</Error>", request=request)
 
 
 def delivery(hub: FakeHub, clock: ManualClock | None = None) -> Delivery:

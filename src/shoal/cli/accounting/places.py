@@ -40,6 +40,7 @@ from shoal.protocol import (
     sign_document,
 )
 from shoal.protocol.evidence import MAX_EVIDENCE_PER_PAGE
+from shoal.runtime.exchange import limited, read_body
 from shoal.runtime.stop import StopToken
 from shoal.runtime.targets import TargetRefused, check_url
 from shoal.shardcast.manifest import MAX_HEAD_BYTES, MAX_MANIFEST_BYTES, MAX_WITNESS_BYTES, read_head, read_manifest
@@ -234,14 +235,9 @@ def download(url: str, max_bytes: int) -> bytes:
 
 
 def _body(http: httpx.Client, url: str, max_bytes: int, extensions: dict[str, object]) -> bytes:
-    body = bytearray()
-    with http.stream("GET", url, timeout=ASK_S, extensions=extensions) as answer:
+    with limited(ASK_S), http.stream("GET", url, timeout=ASK_S, extensions=extensions) as answer:
         answer.raise_for_status()
-        for piece in answer.iter_bytes():
-            body += piece
-            if len(body) > max_bytes:
-                raise ProtocolError(f"{url} is longer than {max_bytes} bytes")
-    return bytes(body)
+        return read_body(answer, max_bytes)
 
 
 def _signed_manifest(data: bytes, run: str, key: str) -> SignedDocument:

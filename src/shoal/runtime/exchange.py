@@ -1,0 +1,153 @@
+"""One HTTP exchange with somebody who is not trusted: bounded in time and in bytes, whatever the other side sends.
+
+    with limited(30.0, stop):               connecting, sending, the head and the body: all of it in this thread
+        response = client.send(...)         `Network` looks at the limit before every receive
+        body = read_body(response, cap)     never decompressed; bytes of a body extend the time
+
+httpx has time-outs per receive only: a head that drips, or one 1xx answer after another, would hold a caller for days.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpcore
+import httpx
+
+from shoal.errors import CodecError
+from shoal.runtime.clock import Clock, SystemClock
+from shoal.runtime.stop import StopToken
+
+SLICE_S = 0.2
+STOP_GRACE_S = 5.0
+"""What is under way when a stop comes may end in good order, but not take longer than that."""
+LEAST_BYTES_PER_S = 10_000  # a modem from 1998 is not much slower
+WRITTEN_BYTES = 64 * 1024
+SLOW = "it takes too long in all"
+
+
+class Limit:
+    """Until when an exchange must have ended. One that begins after a stop is bounded by its time only."""
+
+    def __init__(self, seconds: float, stop: StopToken | None, clock: Clock) -> None:
+        self._clock = clock
+        self._ends_s = clock.monotonic_s() + seconds
+        self._stop = stop if stop is not None and not stop.is_set() else None
+
+    def extend(self, size_bytes: int) -> None:
+        self._ends_s += size_bytes / LEAST_BYTES_PER_S
+
+    def remaining_s(self) -> float:
+        now_s = self._clock.monotonic_s()
+        if self._stop is not None and self._stop.is_set():
+            self._stop, self._ends_s = None, min(self._ends_s, now_s + STOP_GRACE_S)
+        return self._ends_s - now_s
+
+
+class _Here(threading.local):
+    limit: Limit | None = None
+
+
+_here = _Here()
+
+
+@contextmanager
+def limited(seconds: float, stop: StopToken | None = None, clock: Clock = SystemClock()) -> Iterator[None]:
+    """What this thread asks in the block, with a client whose network is `Network`, ends in time."""
+    before, _here.limit = _here.limit, Limit(seconds, stop, clock)
+    try:
+        yield
+    finally:
+        _here.limit = before
+
+
+def check_plain(response: httpx.Response) -> None:
+    """Refuse a compressed answer, which nobody asked for: a few bytes of one can become gigabytes."""
+    encodings = response.headers.get_list("content-encoding", split_commas=True)
+    if any(each.strip().lower() not in ("", "identity") for each in encodings):
+        raise httpx.DecodingError(f"the answer is compressed ({', '.join(encodings)[:100]}), which was not asked for")
+
+
+def read_body(response: httpx.Response, max_bytes: int) -> bytes:
+    """The whole body, piece by piece, so that one over the cap is never held."""
+    check_plain(response)
+    content = bytearray()
+    for piece in response.iter_bytes():  # of what is not compressed: as it came
+        content += piece
+        if len(content) > max_bytes:
+            raise CodecError(f"the answer of {response.request.url} is longer than {max_bytes} bytes; it was not read")
+        if _here.limit is not None:
+            _here.limit.extend(len(piece))
+            if _here.limit.remaining_s() <= 0:
+                raise httpx.ReadTimeout(SLOW)
+    return bytes(content)
+
+
+class _Stream(httpcore.NetworkStream):
+    def __init__(self, inner: httpcore.NetworkStream) -> None:
+        self._inner = inner
+
+    def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
+        """In slices, so that a stop and the end of the time are noticed."""
+        limit, until_s = _here.limit, None if timeout is None else time.monotonic() + timeout
+        if limit is None:
+            return self._inner.read(max_bytes, timeout)
+        while (left_s := limit.remaining_s()) > 0:
+            try:
+                return self._inner.read(max_bytes, min(SLICE_S, left_s))
+            except httpcore.ReadTimeout:
+                if until_s is not None and time.monotonic() >= until_s:
+                    raise
+        raise httpcore.ReadTimeout(SLOW)
+
+    def write(self, buffer: bytes, timeout: float | None = None) -> None:
+        for start in range(0, len(buffer), WRITTEN_BYTES):
+            self._inner.write(buffer[start : start + WRITTEN_BYTES], _left_s(timeout, httpcore.WriteTimeout))
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def start_tls(self, ssl_context: Any, server_hostname: str | None = None, timeout: float | None = None) -> _Stream:
+        left_s = _left_s(timeout, httpcore.ConnectTimeout)
+        return _Stream(self._inner.start_tls(ssl_context, server_hostname, left_s))
+
+    def get_extra_info(self, info: str) -> Any:
+        return self._inner.get_extra_info(info)
+
+
+class Network(httpcore.NetworkBackend):
+    """The network as `httpcore` has it, and no further than the thread's limit."""
+
+    def __init__(self) -> None:
+        self._inner = httpcore.SyncBackend()
+
+    def connect_tcp(
+        self,
+        host: str,
+        port: int,
+        timeout: float | None = None,
+        local_address: str | None = None,
+        socket_options: Iterable[Any] | None = None,
+    ) -> _Stream:
+        left_s = _left_s(timeout, httpcore.ConnectTimeout)
+        return _Stream(self._inner.connect_tcp(host, port, left_s, local_address, socket_options))
+
+    def connect_unix_socket(
+        self, path: str, timeout: float | None = None, socket_options: Iterable[Any] | None = None
+    ) -> _Stream:
+        left_s = _left_s(timeout, httpcore.ConnectTimeout)
+        return _Stream(self._inner.connect_unix_socket(path, left_s, socket_options))
+
+
+def _left_s(timeout: float | None, late: type[Exception]) -> float | None:
+    """What is left for one step, or the time-out that it is."""
+    if _here.limit is None:
+        return timeout
+    left_s = _here.limit.remaining_s()
+    if left_s <= 0:
+        raise late(SLOW)
+    return left_s if timeout is None else min(timeout, left_s)
