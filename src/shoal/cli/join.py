@@ -9,6 +9,8 @@ First what is wrong here, then whether there is a hub, then whether this machine
 from __future__ import annotations
 
 import logging
+import os
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -76,6 +78,8 @@ def run_joined_worker(request: JoinRequest, verbose: bool) -> int:
     settings = WorkerSettings.model_validate({"device": request.device, "dtype": request.dtype})
     check_choices(request.engine, request.cheat, settings)
     stop = begin("worker", None, verbose)
+    if "SHOAL_SANDBOX" not in os.environ:  # else the process around the sandbox says it
+        threading.Thread(target=_say_when_stopping, args=(stop,), name="stopping", daemon=True).start()
     with ending_quietly(stop):
         folder, root_fingerprint = arrive(urls, pinned, request, stop)
         if request.sandbox:
@@ -96,6 +100,13 @@ def run_joined_worker(request: JoinRequest, verbose: bool) -> int:
         )
         run_worker(config, stop)
     return 0
+
+
+def _say_when_stopping(stop: StopToken) -> None:
+    """At once: the group that is being generated may take long to end."""
+    while not stop.wait(60):
+        pass
+    log.info("stopping (%s): finished groups are sent, leases given back; a second time ends at once", stop.reason)
 
 
 def run_standalone_relay(request: StandaloneRelay, verbose: bool) -> None:

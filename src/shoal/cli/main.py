@@ -329,14 +329,19 @@ def worker(
     ] = False,
     max_memory: Annotated[
         str | None,
-        typer.Option("--max-memory", metavar="SIZE", help="8GB; for a model.  [default: 80 % of the free]"),
+        typer.Option(
+            "--max-memory", metavar="SIZE", help="Most memory for the model, e.g. 8GB.  [default: 80 % of the free]"
+        ),
     ] = None,
     max_disk: Annotated[
         str | None,
-        typer.Option("--max-disk", metavar="SIZE", help="40GB; for weights.  [default: 80 % of the free]"),
+        typer.Option(
+            "--max-disk", metavar="SIZE", help="Most disk for weights, e.g. 40GB.  [default: 80 % of the free]"
+        ),
     ] = None,
     max_bandwidth: Annotated[
-        str | None, typer.Option("--max-bandwidth", metavar="RATE", help="20Mbit/s; for weights.  [default: no limit]")
+        str | None,
+        typer.Option("--max-bandwidth", metavar="RATE", help="Fastest download, e.g. 20Mbit/s.  [default: no limit]"),
     ] = None,
 ) -> int:
     """Contribute this machine to a run: all you need is its join URL."""
@@ -375,7 +380,9 @@ def worker(
 
 
 app.command(name="worker")(worker)
-app.command(name="join", help="The same as `worker`.")(worker)
+app.command(name="join", help="Contribute this machine to a run: shoal join http://host:8470/#0123… (as `worker`).")(
+    worker
+)
 app.add_typer(cast)
 app.add_typer(data)
 app.add_typer(ledger)

@@ -32,6 +32,7 @@ from shoal.models.rules import check_kind, check_values, without_loading_keys
 from shoal.models.state import check_fit, policy_state
 from shoal.models.tokenizer import TextTokenizer
 from shoal.protocol import Entry
+from shoal.runtime.limits import show_bytes
 
 locked.lock()  # also what has been imported since
 
@@ -123,8 +124,8 @@ def check_policy(files: Mapping[str, bytes], entries: Sequence[Entry], dtype: st
     if needed > memory_bytes:
         count = sum(parameter.numel() for parameter in model.parameters())
         raise ResourceError(
-            f"the policy is a model of {count / 1e9:.3g} billion weights, which take {needed / 1e9:.3g} GB in {dtype}, "
-            f"and {memory_bytes / 1e9:.3g} GB of memory may be used here: allow more (--max-memory), or use another "
+            f"the policy is a model of {count:,} weights, which take {show_bytes(needed)} in {dtype}, "
+            f"and {show_bytes(memory_bytes)} of memory may be used here: allow more (--max-memory), or use another "
             "machine"
         )
 

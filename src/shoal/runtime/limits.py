@@ -54,10 +54,22 @@ def parse_size(text: str, option: str) -> int:
     >>> parse_size("8GB", "--max-memory"), parse_size("1.5 GiB", "--max-memory")
     (8000000000, 1610612736)
     """
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?i?)b?", text.strip().lower())
-    if match is None or match[2] not in SCALES or float(match[1]) <= 0:
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?i?)(b?)", text.strip().lower())
+    if match is None or match[2] not in SCALES or not (match[2] or match[3]) or float(match[1]) <= 0:
         raise ConfigError(f"{option} {text!r} is no amount of bytes: write for example 500MB, 8GB or 16GiB")
     return int(float(match[1]) * SCALES[match[2]])
+
+
+def show_bytes(size: float) -> str:
+    """For messages.
+
+    >>> show_bytes(1_110_000), show_bytes(2.4e9), show_bytes(500)
+    ('1.11 MB', '2.4 GB', '500 bytes')
+    """
+    for scale, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if size >= scale:
+            return f"{size / scale:.3g} {unit}"
+    return f"{size:.0f} bytes"
 
 
 def parse_rate(text: str, option: str) -> float:

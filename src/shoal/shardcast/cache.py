@@ -28,7 +28,7 @@ from blake3 import blake3
 from shoal.errors import DeltaRefused, ManifestRefused, ResourceError
 from shoal.protocol import Chunk, PolicyManifest, PolicyRef
 from shoal.runtime.files import ensure_folder, resource_error, write_atomically
-from shoal.runtime.limits import MachineLimits
+from shoal.runtime.limits import MachineLimits, show_bytes
 from shoal.shardcast.manifest import read_manifest
 from shoal.shardcast.payload import Payload, open_payload, read_fully
 from shoal.shardcast.road import Road, Step
@@ -271,8 +271,8 @@ class PayloadCache:
             part = self._path(target.policy.digest, "part")
             raise resource_error("write", part, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
         raise ResourceError(
-            f"policy {target.policy.label} needs {needed / 1e9:.3g} GB of disk, and {most / 1e9:.3g} GB are allowed in "
-            f"{self._folder}: allow more (--max-disk), or free some space"
+            f"policy {target.policy.label} needs {show_bytes(needed)} of disk with what it is made from, and "
+            f"{show_bytes(most)} are allowed in {self._folder}: allow more (--max-disk)"
         )
 
     def _digests(self) -> Iterator[str]:

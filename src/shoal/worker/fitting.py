@@ -11,7 +11,7 @@ from shoal.engines.protocol import BoundedEngine
 from shoal.errors import ResourceError
 from shoal.protocol import Lease, RunInfo
 from shoal.protocol.lease import MAX_LEASES_PER_REQUEST
-from shoal.runtime.limits import MachineLimits
+from shoal.runtime.limits import MachineLimits, show_bytes
 from shoal.worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
@@ -35,8 +35,8 @@ def refuse_too_large(run: RunInfo, device: str, dtype: str, limits: MachineLimit
     allowed = min(limits.memory(), free_bytes(device))
     if needed > allowed:
         raise ResourceError(
-            f"the model of run {run.run} has {run.model.parameters / 1e9:.3g} billion weights, which take "
-            f"{needed / 1e9:.3g} GB in {dtype}, and {allowed / 1e9:.3g} GB of memory may be used on {device}: "
+            f"the model of run {run.run} has {run.model.parameters:,} weights, which take "
+            f"{show_bytes(needed)} in {dtype}, and {show_bytes(allowed)} of memory may be used on {device}: "
             "allow more (--max-memory), choose another --device, or use another machine"
         )
 

@@ -13,13 +13,13 @@ from shoal.runtime.limits import MachineLimits, folder_bytes, free_memory_bytes,
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("500MB", 5 * 10**8), ("8GB", 8 * 10**9), ("8g", 8 * 10**9), ("16 GiB", 2**34), ("0.5kb", 500), ("1000", 1000)],
+    [("500MB", 5 * 10**8), ("8GB", 8 * 10**9), ("8g", 8 * 10**9), ("16 GiB", 2**34), ("0.5kb", 500)],
 )
 def test_size_is_bytes(text, size):
     assert parse_size(text, "--max-disk") == size
 
 
-@pytest.mark.parametrize("text", ["", "much", "-1GB", "0", "8GBit/s", "8 apples", "1e9", "nan", "iB"])
+@pytest.mark.parametrize("text", ["", "much", "-1GB", "0", "8GBit/s", "8 apples", "50", "1e9", "nan", "iB"])
 def test_what_is_no_size_is_refused_with_an_example(text):
     with pytest.raises(ConfigError, match=r"--max-disk '.*' is no amount of bytes: write for example 500MB, 8GB"):
         parse_size(text, "--max-disk")

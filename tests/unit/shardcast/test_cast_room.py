@@ -47,7 +47,7 @@ def test_version_larger_than_announced_is_refused_before_it_is_fetched(tmp_path,
 def test_version_that_the_disk_limit_does_not_allow_is_refused_before_it_is_written(tmp_path, source):
     manifest = publish(make_origin(tmp_path / "www"), 0)
     downloader = client(source, tmp_path / "cache", limits=MachineLimits(disk_bytes=1000))
-    with pytest.raises(ResourceError, match=r"policy 0\.0 needs .* GB of disk, and 1e-06 GB are allowed .*--max-disk"):
+    with pytest.raises(ResourceError, match=r"policy 0\.0 needs .* of disk .* and 1 kB are allowed .*--max-disk"):
         downloader.fetch(manifest.policy, 10)
     assert chunks_asked(source) == []
     assert [path.suffix for path in (tmp_path / "cache").glob("*.*")] == [".json"]
