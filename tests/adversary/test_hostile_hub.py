@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import pytest
 from hostilekit import Answer, Asked, HostileHub, hostile_hub
+from pydantic import ValidationError
 
 from shoal.cli import reporter
 from shoal.cli.accounting.places import download
@@ -25,11 +26,14 @@ from shoal.client import delivery as delivering
 from shoal.client.delivery import Delivery
 from shoal.client.http import open_http
 from shoal.client.weights import downloader_of
-from shoal.errors import BroadcastError, DeadlineExceeded, HubRefused, HubUnreachable
+from shoal.errors import BroadcastError, CodecError, DeadlineExceeded, HubRefused, HubUnreachable, ProtocolError
 from shoal.protocol import (
+    HeartbeatReply,
     HubClock,
+    LeaseReply,
     LeaseStory,
     LedgerHead,
+    Message,
     NodeState,
     NodeView,
     PolicyRef,
@@ -43,6 +47,7 @@ from shoal.protocol import (
     sign_document,
     submission_digest,
 )
+from shoal.protocol.progress import ProgressReply
 from shoal.protocol.upload import UploadTicket
 from shoal.runtime import exchange, targets
 from shoal.runtime.clock import SystemClock
@@ -446,3 +451,38 @@ def test_a_store_whose_answer_drips_is_left(hub: HostileHub, monkeypatch: pytest
         with closing(Delivery(client)) as delivery, pytest.raises(HubRefused, match="no such thing"):
             delivery.hand_in("lease-1", b"work")
     assert hub.requests[-1].path == "/submissions/lease-1"
+
+
+# ── sizes ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("field", ["hubs", "sources", "last_resort", "certificates", "revoked", "profiles", "name"])
+def test_a_description_of_a_run_that_is_too_large_is_refused(hub: HostileHub, field: str) -> None:
+    """Each of these cost time and memory for every one of as many as a hub would name."""
+    many: Any = {
+        "certificates": hub.info.certificates * 2000, "revoked": ("0" * 64,) * 2000, "profiles": ("a/b/c",) * 2000,
+        "name": "n" * 2000,
+    }.get(field, tuple(f"http://8.8.8.8:{number + 1}" for number in range(2000)))  # fmt: skip
+    signed = sign_document(hub.info.model_copy(update={field: many}), hub.key)
+    hub.answers["/run"] = (200, {}, signed.model_dump_json().encode())
+    with closing(client_of(hub)) as client, pytest.raises(ProtocolError, match=field):
+        client.trusted_run()
+
+
+def test_a_description_of_a_run_is_not_read_beyond_its_cap(hub: HostileHub) -> None:
+    hub.answers["/run"] = (200, {}, hub.sign(hub.info).model_dump_json().encode() + b" " * 2 * MIB)
+    with closing(client_of(hub)) as client, pytest.raises(CodecError, match="it was not read"):
+        client.trusted_run()
+
+
+@pytest.mark.parametrize("reply", [HeartbeatReply, LeaseReply, ProgressReply])
+def test_a_reply_that_names_too_many_is_refused(hub: HostileHub, reply: type[Message]) -> None:
+    node = NodeView(node="n", name="n", role="worker", state=NodeState.ACTIVE).model_dump()
+    lease = hub.sign(hub.info).model_dump()
+    content: dict[type[Message], dict[str, Any]] = {
+        HeartbeatReply: {"node": node, "deadlines": {str(number): 1 for number in range(4097)}},
+        LeaseReply: {"leases": [lease] * 257},
+        ProgressReply: {"tokens": [0] * 1025, "deadline_ms": 1},
+    }
+    with pytest.raises(ValidationError, match="too_long"):
+        reply.model_validate(content[reply])

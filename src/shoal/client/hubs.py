@@ -52,13 +52,16 @@ class Hubs:
         with self._lock:
             return [hub.url for hub in self._known]
 
-    def add(self, urls: Iterable[str]) -> None:
-        """Further addresses of the same run, behind those known. What is no address is left out."""
+    def named(self, urls: Iterable[str]) -> None:
+        """Further addresses of the same run, behind those given; they replace the ones that were named before, but for
+        the present one. What is no address is left out."""
         with self._lock:
-            known = {hub.url for hub in self._known}
-            for url in dict.fromkeys(url.rstrip("/") for url in urls):
-                if url not in known and _is_plain(url):
-                    self._known.append(_Hub(url, named=True))
+            present, known = self._known[self._present], {hub.url: hub for hub in self._known}
+            given = [hub for hub in self._known if not hub.named or hub is present]
+            new = [url for url in dict.fromkeys(url.rstrip("/") for url in urls) if _is_plain(url)]
+            named = [known.get(url) or _Hub(url, named=True) for url in new]
+            self._known = [*given, *(hub for hub in named if hub not in given)]
+            self._present = given.index(present)
 
     def answered(self, url: str) -> None:
         with self._lock:

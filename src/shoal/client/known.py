@@ -79,4 +79,4 @@ class KnownRun:
                 raise SignatureError(f"the hub at {url} belongs to run {found.run!r}, not to {known.run!r}")
             nearest = near if known is None else min(near, known.reach.nearest)
             self._trusted = replace(found, reach=Reach(nearest))
-        self._hubs.add(found.info.hubs)
+        self._hubs.named(found.info.hubs)

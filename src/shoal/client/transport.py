@@ -114,7 +114,7 @@ class Call:
     max_bytes: int = 64 * MIB  # of the answer: whoever is at the address has no hold on this machine's memory
 
 
-RUN = Call("GET", "/run")
+RUN = Call("GET", "/run", max_bytes=2 * MIB)
 
 
 class _Again(Exception):

@@ -113,8 +113,8 @@ class LeaseReply(Message):
     `policy` is the newest one.
     """
 
-    leases: tuple[SignedDocument, ...] = ()
-    waiting: str = ""
+    leases: tuple[SignedDocument, ...] = Field(default=(), max_length=MAX_LEASES_PER_REQUEST)
+    waiting: str = Field(default="", max_length=2000)
     finished: bool = False
     policy: PolicyRef | None = None
     held_back: bool = Field(default=False)

@@ -16,6 +16,8 @@ Role = Literal["hub", "trainer", "validator", "worker", "admin"]
 Liveness = Literal["here", "silent", "gone"]
 Name = Annotated[str, Field(max_length=64, pattern=PRINTABLE)]
 """Of a counter or a lease, where a node says it: what it says is kept, so it is short."""
+MAX_URLS = 64
+Url = Annotated[str, Field(max_length=2048)]
 
 
 class NodeState(StrEnum):
@@ -61,22 +63,22 @@ class RunInfo(Document):
 
     kind: ClassVar[str] = "run-info"
     protocol_version: int = PROTOCOL_VERSION
-    run: str
-    name: str
+    run: str = Field(max_length=256)
+    name: str = Field(max_length=256)
     root_key: PublicKey
-    certificates: tuple[SignedDocument, ...]
-    sources: tuple[str, ...]
-    last_resort: tuple[str, ...] = ()
-    environment: str
-    environment_digest: str
+    certificates: tuple[SignedDocument, ...] = Field(max_length=256)
+    sources: tuple[Url, ...] = Field(max_length=MAX_URLS)
+    last_resort: tuple[Url, ...] = Field(default=(), max_length=MAX_URLS)
+    environment: str = Field(max_length=256)
+    environment_digest: str = Field(max_length=64)
     sampling: SamplingParameters
     proof: ProofParameters = ProofParameters()
-    profiles: tuple[str, ...] = (DEFAULT_PROFILE,)
+    profiles: tuple[Annotated[str, Field(max_length=98)], ...] = Field(default=(DEFAULT_PROFILE,), max_length=256)
     group_size: int
     max_staleness: int
     steps: int
-    hubs: tuple[str, ...] = Field(default=())
-    revoked: tuple[str, ...] = Field(default=())
+    hubs: tuple[Url, ...] = Field(default=(), max_length=MAX_URLS)
+    revoked: tuple[Annotated[str, Field(max_length=64)], ...] = Field(default=(), max_length=1024)
     uploads: Literal["hub", "store"] = Field(default="hub")
     model: ModelSize = ModelSize()
 
@@ -151,4 +153,4 @@ class HeartbeatReply(Message):
     node: NodeView
     policy: PolicyRef | None = None
     finished: bool = False
-    deadlines: dict[str, int] = Field(default={})
+    deadlines: dict[Name, int] = Field(default={}, max_length=MAX_HELD)

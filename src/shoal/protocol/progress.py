@@ -42,7 +42,7 @@ class ShownProgress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class ProgressReply(Message):
     """How many tokens of each rollout the hub has; the next chunks begin there. `deadline_ms` is the lease's now."""
 
-    tokens: tuple[int, ...]
+    tokens: tuple[int, ...] = Field(max_length=MAX_GROUP)
     deadline_ms: int
 
 

@@ -39,8 +39,8 @@ class UploadTicket(Document):
     submission: str = Field(pattern=HEX_256)
     size_bytes: int
     needed: bool
-    url: str = ""
-    headers: dict[str, str] = Field(default={})
+    url: str = Field(default="", max_length=8192)
+    headers: dict[str, str] = Field(default={}, max_length=16)
     expires_at_ms: int = 0
 
 

@@ -222,7 +222,7 @@ class Worker:
         self._earnings.hear(reply)
         self._newest.hear(reply)
         self._showing.hear(reply)
-        self._deadlines_ms.update(reply.deadlines)
+        self._deadlines_ms.update((lease, ms) for lease, ms in reply.deadlines.items() if lease in self._hand)
 
     def _forget_deadlines(self) -> None:
         """Of leases that are not in hand any more. The heartbeat's thread may add some meanwhile: none is lost."""

@@ -61,8 +61,22 @@ def test_another_thread_that_has_moved_on_is_followed() -> None:
 
 def test_further_addresses_come_behind_those_known_and_nonsense_is_left_out() -> None:
     hubs = Hubs([A], ManualClock())
-    hubs.add([B + "/", A, "ftp://x", "", B])
+    hubs.named([B + "/", A, "ftp://x", "", B])
     assert hubs.urls == [A, B]
+
+
+def test_addresses_that_are_named_replace_those_named_before_but_for_the_present_one() -> None:
+    hubs = Hubs([A], ManualClock())
+    for number in range(100):
+        hubs.named([f"http://named-{number}:1", B])
+    assert hubs.urls == [A, "http://named-99:1", B]
+    hubs.failed(A)
+    assert hubs.present == "http://named-99:1"
+    hubs.named([C])
+    assert hubs.urls == [A, "http://named-99:1", C]
+    assert hubs.present == "http://named-99:1"
+    hubs.named([])
+    assert hubs.urls == [A, "http://named-99:1"]
 
 
 def test_the_last_address_is_not_dropped() -> None:

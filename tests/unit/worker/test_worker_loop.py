@@ -416,6 +416,8 @@ def test_deadlines_may_be_heard_while_those_of_ended_leases_are_forgotten(tmp_pa
 
     class Hand(dict[str, Any]):
         def __contains__(self, name: object) -> bool:  # asked while old deadlines are looked through
+            if threading.current_thread() is not threading.main_thread():
+                return True
             beat = HeartbeatReply(node=bench.hub.view, deadlines={f"lease-{next(heard)}": 9})
             thread = threading.Thread(target=worker._hear, args=[beat])
             thread.start()
@@ -423,9 +425,19 @@ def test_deadlines_may_be_heard_while_those_of_ended_leases_are_forgotten(tmp_pa
             return super().__contains__(name)
 
     worker._hand = Hand()
-    worker._hear(HeartbeatReply(node=bench.hub.view, deadlines={"lease-1": 1_000, "lease-0": 1_000}))
+    worker._deadlines_ms.update({"lease-1": 1_000, "lease-0": 1_000})
     worker._lease()
     assert worker._deadlines_ms == {"lease-1": 1_000, "lease-100": 9, "lease-101": 9}
+
+
+def test_deadlines_of_leases_that_are_not_in_hand_are_not_kept(tmp_path: Path) -> None:
+    """However long one group takes, and whatever a hub says meanwhile."""
+    bench = Bench(tmp_path, [lease(1)])
+    bench.worker._lease()
+    for beat in range(5):
+        deadlines = {f"{beat}-{number}": 1 for number in range(1000)}
+        bench.worker._hear(HeartbeatReply(node=bench.hub.view, deadlines={**deadlines, "lease-1": beat}))
+    assert bench.worker._deadlines_ms == {"lease-1": 4}
 
 
 def test_a_heartbeat_says_how_many_tokens_of_each_lease_are_there(tmp_path: Path) -> None:
