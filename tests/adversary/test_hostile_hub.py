@@ -486,3 +486,11 @@ def test_a_reply_that_names_too_many_is_refused(hub: HostileHub, reply: type[Mes
     }
     with pytest.raises(ValidationError, match="too_long"):
         reply.model_validate(content[reply])
+
+
+@pytest.mark.parametrize("url", ["http://999.1.1.1", f"http://{'a' * 64}.example", "http://a..b", "http://a\x00b"])
+def test_a_named_hub_that_is_no_address_is_left_out(hub: HostileHub, url: str) -> None:
+    hub.become("demo", hubs=(url,))
+    hub.answers["/nodes"] = (503, {}, b"{}")
+    with closing(client_of(hub, patience_s=0.5)) as client, pytest.raises(HubUnreachable):
+        client.register("n", "worker", None)

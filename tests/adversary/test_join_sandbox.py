@@ -23,9 +23,10 @@ from hostilekit import HostileHub, hostile_hub
 from sandboxkit import needs_bubblewrap
 from shoal.cli import sandbox
 from shoal.cli.main import main
+from shoal.runtime import forwarder as forwarding
 from shoal.runtime import targets
 from shoal.runtime.forwarder import Forwarder
-from shoal.runtime.targets import Nearness, Reach, TargetRefused, connect, nearness, socket_name, way_out
+from shoal.runtime.targets import PUBLIC_ONLY, Nearness, Reach, TargetRefused, connect, nearness, socket_name, way_out
 
 DEADLINE_S = 60
 INSIDE = """
@@ -238,6 +239,47 @@ def test_a_name_keeps_the_address_that_it_had(
         forwarder.allow([], [url], Reach(Nearness.PUBLIC))
         assert asked("hub.example", port_of(hub)).startswith(b"HTTP/1.1 200")
     assert found == ["127.0.0.9"], "looked up once"
+
+
+def test_a_hub_that_the_user_named_and_that_moves_to_loopback_has_no_way_out(
+    forwarder: Forwarder, hub: HostileHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was met at a public address; by the time of the forwarder's lookup its name leads to this machine."""
+    known = socket.getaddrinfo
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *rest, **options: known(_moved(host), *rest, **options))
+    url = hub.url.replace("127.0.0.1", "hub.example")
+    forwarder.allow([url], [], Reach(Nearness.PUBLIC))
+    with pytest.raises(TargetRefused):
+        way_out("hub.example", port_of(hub))
+    forwarder.allow([url, hub.url], [], Reach(Nearness.PUBLIC))
+    assert asked("127.0.0.1", port_of(hub)).startswith(b"HTTP/1.1 200"), "what the user gave in numbers cannot move"
+
+
+def _moved(host: Any) -> Any:
+    return "127.0.0.1" if host == "hub.example" else host
+
+
+def test_long_and_many_names_neither_end_it_nor_take_all_descriptors(
+    forwarder: Forwarder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = socket.getaddrinfo
+    monkeypatch.setattr(socket, "getaddrinfo", lambda _, *rest, **options: known("8.8.8.8", *rest, **options))
+    monkeypatch.setattr(forwarding, "MAX_ENDPOINTS", 3)
+    long = f"{'a' * 60}.{'b' * 60}.{'c' * 60}.example"
+    impossible = [f"http://{'a' * 64}.example", "http://a..example"]
+    forwarder.allow([], [*impossible, f"http://{long}", *(f"http://h{n}.example" for n in range(9))], PUBLIC_ONLY)
+    assert way_out(long, 80) is not None
+    assert len(list(forwarder.folder.iterdir())) == 3
+
+
+def test_a_socket_that_cannot_be_made_is_a_warning(
+    hub: HostileHub, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / ("long" * 30)
+    folder.mkdir()
+    with closing(Forwarder(folder)) as forwarder:
+        forwarder.allow([hub.url], [], PUBLIC_ONLY)
+    assert "cannot be reached from the sandbox" in caplog.text
 
 
 def test_large_bodies_pass_in_both_directions_at_once(forwarder: Forwarder) -> None:

@@ -228,15 +228,7 @@ class Transport:
 
     def _exchange(self, call: Call, url: str) -> tuple[bytes, Nearness]:
         """The body of the answer, and how near the hub is that gave it."""
-        request = self.http.build_request(
-            call.method,
-            url + call.path,
-            params=list(call.params) or None,
-            content=call.body,
-            headers={**HEADERS, **({"content-type": call.content_type} if call.body else {})},
-            timeout=httpx.Timeout(self.options.answer_timeout_s + call.wait_s, connect=self.options.connect_timeout_s),
-            extensions={REACH: self.reach()} if self.hubs.is_checked(url) else None,
-        )
+        request = self._request(call, url)
         if call.run is not None:
             target = request.url.raw_path.decode("ascii")
             at_ms = self.hub_time.now_ms()
@@ -257,6 +249,22 @@ class Transport:
             self.hub_time.learn(hub_ms)
             raise _Again("the clocks of the hub and of this machine differ")
         return _sorted_out(response, content), near
+
+    def _request(self, call: Call, url: str) -> httpx.Request:
+        try:
+            return self.http.build_request(
+                call.method,
+                url + call.path,
+                params=list(call.params) or None,
+                content=call.body,
+                headers={**HEADERS, **({"content-type": call.content_type} if call.body else {})},
+                timeout=httpx.Timeout(
+                    self.options.answer_timeout_s + call.wait_s, connect=self.options.connect_timeout_s
+                ),
+                extensions={REACH: self.reach()} if self.hubs.is_checked(url) else None,
+            )
+        except httpx.InvalidURL as error:
+            raise _Again(f"{url} is no address: {error}", elsewhere=True) from error
 
     def _hub_ms(self, request: httpx.Request, response: httpx.Response, content: bytes) -> int | None:
         """What time it is at the hub, if it has refused this very request for its date and has signed that."""

@@ -1,7 +1,7 @@
 """The only way out of `shoal join --sandbox`: one unix socket for each address that the run has, and nothing else.
 
     sandbox (no network)                                 │ outside
-    connect(host, port) ─► /run/shoal/HOST_PORT ─────────┼─► Forwarder ─► that host and port, at the address that was
+    connect(host, port) ─► /run/shoal/HASH ──────────────┼─► Forwarder ─► that host and port, at the address that was
                             none there: refused          │                looked up and checked when the socket was made
 
 The forwarder reads nothing of what it carries: who is at the other end is proven inside, by TLS and signatures.
@@ -10,11 +10,13 @@ The forwarder reads nothing of what it carries: who is at the other end is prove
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import logging
 import selectors
 import socket
 import threading
 from collections.abc import Iterable
+from itertools import islice
 from pathlib import Path
 
 from shoal.runtime.proxies import Proxy, proxy_of
@@ -35,6 +37,7 @@ log = logging.getLogger(__name__)
 CONNECT_S = 10.0
 IDLE_S = 600.0
 MAX_CONNECTIONS = 256
+MAX_ENDPOINTS = 256
 PIECE = 256 * 1024
 
 Endpoint = tuple[str, int]
@@ -61,11 +64,16 @@ class Forwarder:
 
         An address that was allowed before keeps the numbers that it was looked up with.
         """
-        wanted: dict[Endpoint, tuple[str, Reach | None]] = {endpoint_of(url): (url, None) for url in given}
+        wanted: dict[Endpoint, tuple[str, Reach | None]] = {}
+        for url in given:  # a name may lead elsewhere by now than to the hub that was met; numbers cannot
+            wanted[endpoint_of(url)] = (url, None if _is_numeric(endpoint_of(url)[0]) else reach)
         for url in named:
             with contextlib.suppress(TargetRefused):
                 check_url(url)
                 wanted.setdefault(endpoint_of(url), (url, reach))
+        if len(wanted) > MAX_ENDPOINTS:
+            log.warning("the run has %d addresses; the sandbox reaches the first %d", len(wanted), MAX_ENDPOINTS)
+            wanted = dict(islice(wanted.items(), MAX_ENDPOINTS))
         with self._lock:
             for endpoint in [each for each in self._listeners if each not in wanted]:
                 self._stop(endpoint)
@@ -88,13 +96,10 @@ class Forwarder:
         proxy = proxy_of(url)
         try:
             found = _checked(endpoint, proxy, reach)
-        except OSError as error:
+            listener = _listening(self.folder / socket_name(*endpoint))
+        except (OSError, UnicodeError) as error:  # UnicodeError: of a name that no lookup takes
             log.warning("%s cannot be reached from the sandbox: %s", url, error)
             return
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        listener.bind(str(self.folder / socket_name(*endpoint)))
-        listener.listen(64)
-        listener.setblocking(False)
         self._listeners[endpoint] = listener
         self._selector.register(listener, selectors.EVENT_READ, (endpoint, proxy, found))
         self._wake.send(b"x")
@@ -132,6 +137,26 @@ class Forwarder:
             log.debug("%s:%d cannot be reached: %s", *endpoint, error)
         finally:
             self._places.release()
+
+
+def _is_numeric(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return False
+    return True
+
+
+def _listening(path: Path) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listener.bind(str(path))
+        listener.listen(64)
+    except OSError:
+        listener.close()
+        raise
+    listener.setblocking(False)
+    return listener
 
 
 def _checked(endpoint: Endpoint, proxy: Proxy | None, reach: Reach | None) -> list[str]:

@@ -15,6 +15,7 @@ Behind a proxy, names are resolved by the proxy, so only addresses in numbers ca
 
 from __future__ import annotations
 
+import hashlib
 import ipaddress
 import os
 import socket
@@ -117,7 +118,9 @@ def check_url(url: str) -> None:
     """Raise `TargetRefused` unless this is an http:// or https:// URL without user and password."""
     try:
         parts = urlsplit(url)
-        plain = parts.scheme in DEFAULT_PORTS and parts.hostname and "@" not in parts.netloc and (parts.port or 1)
+        (parts.hostname or "").encode("idna")  # a label that is too long is a ValueError, too
+        known = parts.scheme in DEFAULT_PORTS and parts.hostname and (parts.port or 1)
+        plain = known and "@" not in parts.netloc and url.isascii() and url.isprintable()
     except ValueError:
         plain = False
     if not plain:
@@ -186,7 +189,8 @@ def way_out(host: str, port: int) -> Path | None:
 
 
 def socket_name(host: str, port: int) -> str:
-    return f"{host}_{port}".replace("/", "_")
+    """A hash, because the path of a unix socket must be short, and a host name may be long."""
+    return hashlib.sha256(f"{host}_{port}".encode(errors="replace")).hexdigest()[:32]
 
 
 def _numeric(host: str, port: int) -> list[str]:
