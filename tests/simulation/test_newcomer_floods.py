@@ -18,7 +18,7 @@ from shoal.hub import HubSettings, RunSettings
 from shoal.hub.state.rows import NodeRow
 from shoal.protocol import Lease, LeaseRelease
 from shoal.simulator import Crew, Scenario, Simulation
-from shoal.simulator.workers import Worker
+from shoal.simulator.workers import TOKENS, Worker
 
 HOME, FLOOD = "192.0.2.0/24", "198.51.100.0/24"
 SECONDS = 300.0
@@ -42,6 +42,16 @@ class GivesBack(Worker):
             self.arrive()
         else:
             self.ask()
+
+
+class AllAtOnce(Worker):
+    """Like an engine that decodes all rollouts together: progress is there only with a whole chunk of each of them."""
+
+    def _progress(self) -> dict[str, int]:
+        run = self._world.scenario.run
+        wanted, chunks = TOKENS * run.group_size, run.max_new_tokens // run.proof_rows
+        said = super()._progress()
+        return {name: tokens * chunks // wanted * wanted // max(1, chunks) for name, tokens in said.items()}
 
 
 class Registers:
@@ -84,13 +94,16 @@ def newcomer_after(
     group_s: float = 10,
     lease_s: float = 60,
     seconds: float = SECONDS,
+    tokens: int = 16,
+    kind: type[Worker] = Worker,
 ) -> NodeRow:
     """The honest newcomer when the time is over. It comes two seconds after the flood."""
-    crews = (Crew(established, group_s=10, proven=True), Crew(1, group_s=group_s, spread=0.0, network=HOME))
+    crew = Crew(1, group_s=group_s, spread=0.0, network=HOME)
+    crews = (Crew(established, group_s=10, proven=True),)
     scenario = Scenario(
         crews=crews,
         seconds=seconds,
-        run=RunSettings(steps=10**6, groups_per_step=8, group_size=16, max_staleness=1),
+        run=RunSettings(steps=10**6, groups_per_step=8, group_size=16, max_staleness=1, max_new_tokens=tokens),
         hub=HubSettings(lease_s=lease_s),
         train_s=1.0,
         heartbeat_s=1.0,
@@ -101,8 +114,10 @@ def newcomer_after(
         for network in networks:
             if flood is not None:
                 flood(simulation, network)
+        worker = kind(simulation.world, crew)
+        simulation.world.at(2.0, worker.arrive)
         simulation.run()
-        return simulation.world.known(simulation.workers[-1].node)
+        return simulation.world.known(worker.node)
 
 
 @cache
@@ -131,4 +146,12 @@ def test_so_it_does_in_a_young_run_without_established_nodes(name: str) -> None:
 def test_a_newcomer_whose_group_takes_three_times_lease_s_gets_in_beside_four_fast_nodes(flood: Flood | None) -> None:
     row = newcomer_after(flood, group_s=30, lease_s=10)
     assert row.accepted >= 3
+    assert (row.rejected, row.lapsed, row.suspensions) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("tokens", [16, 64, 256])
+def test_so_it_does_when_a_group_has_few_chunks_to_show(tokens: int) -> None:
+    """Chunks have 32 tokens: with 64 the first is there after 1.5 times `lease_s`, with fewer there is none in time."""
+    row = newcomer_after(None, group_s=30, lease_s=10, seconds=450, tokens=tokens, kind=AllAtOnce)
+    assert row.accepted >= 10, "past probation"
     assert (row.rejected, row.lapsed, row.suspensions) == (0, 0, 0)

@@ -155,6 +155,7 @@ class HubConfig:
             credit_window_ms=round(settings.credit_window_s * 1000),
             newcomer_share=settings.newcomer_share,
             lease_hard_ms=round(max(settings.lease_s, settings.lease_hard_s) * 1000),
+            proof_rows=run.proof_rows,
             pools=None if self.pools is None else PoolRules(**self.pools.model_dump()),
             evaluation=self.evaluation,
         )

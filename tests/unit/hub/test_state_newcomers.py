@@ -122,9 +122,36 @@ class TestFirstUnits:
     def test_a_first_lease_lasts_four_times_lease_s_at_the_most(
         self, passed: int, hard_ms: int, expected_ms: int
     ) -> None:
-        now = moment(progress=Progress(policy=policy()), lease_ms=60_000, lease_hard_ms=hard_ms)
+        now = moment(progress=Progress(policy=policy()), lease_hard_ms=hard_ms, max_new_tokens=256)
         (row,) = leases.grant(now, [], Ask(node(1, passed=passed), "request-1", 1, 0), DRAWS).leases
         assert (row.deadline_ms - now.now_ms, row.hard_deadline_ms - now.now_ms) == (60_000, expected_ms)
+
+    @pytest.mark.parametrize(
+        ("tokens", "passed", "pace_ms", "expected_ms"),
+        [
+            (127, 0, 0, 240_000),
+            (128, 0, 0, 60_000),
+            (16, 1, 20_000, 60_000),
+            (16, 1, 180_000, 360_000),
+            (16, 1, 400_000, 600_000),
+            (256, 0, 100_000, 200_000),
+            (256, 0, 180_000, 240_000),
+            (16, 8, 180_000, 360_000),
+        ],
+    )
+    def test_where_a_slow_machine_can_show_nothing_in_lease_s_it_has_longer_at_once(
+        self, tokens: int, passed: int, pace_ms: int, expected_ms: int
+    ) -> None:
+        now = moment(progress=Progress(policy=policy()), max_new_tokens=tokens)
+        ask = Ask(node(1, passed=passed, pace_ms=pace_ms), "request-1", 1, 0)
+        (row,) = leases.grant(now, [], ask, DRAWS).leases
+        assert row.deadline_ms - now.now_ms == expected_ms
+
+    @pytest.mark.parametrize(("lapses", "expected_ms"), [(1, 240_000), (2, 60_000)])
+    def test_who_let_two_leases_lapse_in_a_row_has_lease_s_again(self, lapses: int, expected_ms: int) -> None:
+        now = moment(progress=Progress(policy=policy()))
+        (row,) = leases.grant(now, [], Ask(node(1, passed=0, lapses=lapses), "request-1", 1, 0), DRAWS).leases
+        assert row.deadline_ms - now.now_ms == expected_ms
 
 
 class TestTurns:

@@ -9,6 +9,7 @@ deadline passes, the worker gives up or is gone ─► the unit is open again, t
 
 A worker that says nothing, or always the same, has `lease_s`; one that lies about its progress `lease_hard_s`, which
 costs it as much of its window. Until its first group is accepted a worker has `FIRST_LEASE` × `lease_s` at most.
+Where a slow machine could show nothing within `lease_s`, it has longer at once (`at_first_ms`).
 """
 
 from __future__ import annotations
@@ -28,6 +29,10 @@ from shoal.protocol import NodeState, PolicyRef
 FIRST_LEASE = 4
 """How often `lease_s` an unproven worker has at most for a lease: enough for a slow machine to show what it can do, and
 not much for one that only says so."""
+PACE_MARGIN = 2
+LONG_TRIES = 2
+"""First leases in a row that last long at once: a machine may be started again in its first, and who sits on them gets
+short ones after that."""
 
 
 @dataclass(frozen=True)
@@ -187,7 +192,7 @@ def _lease_units(moment: Moment, units: list[tuple[UnitRow, bool]], ask: Ask, po
             version=policy.version,
             digest=policy.digest,
             issued_at_ms=moment.now_ms,
-            deadline_ms=moment.now_ms + moment.rules.lease_ms,
+            deadline_ms=moment.now_ms + at_first_ms(moment.rules, ask.node, ask.held + len(units)),
             hard_deadline_ms=moment.now_ms + longest_ms(moment.rules, ask.node),
             granted=len(units),
         )
@@ -202,6 +207,20 @@ def longest_ms(rules: Rules, node: NodeRow) -> int:
     """How long a lease of this node lasts at the most, however much progress it makes."""
     most_ms = max(rules.lease_ms, rules.lease_hard_ms)
     return min(most_ms, FIRST_LEASE * rules.lease_ms) if node.unproven else most_ms
+
+
+def at_first_ms(rules: Rules, node: NodeRow, units: int) -> int:
+    """How long a lease lasts before any progress, for a node that is to generate so many units together.
+
+    On probation progress is shown in chunks of `proof_rows` tokens. With fewer than `FIRST_LEASE` of them, one may
+    take longer than `lease_s` though the group is finished in time, so a first lease lasts as long as it can at once.
+    After that it is `PACE_MARGIN` times what the node has needed so far: an established one is believed, but its engine
+    says something every few tokens only.
+    """
+    most_ms = longest_ms(rules, node)
+    if node.unproven and node.lapses < LONG_TRIES and rules.max_new_tokens < FIRST_LEASE * rules.proof_rows:
+        return most_ms
+    return min(most_ms, max(rules.lease_ms, PACE_MARGIN * node.pace_ms * units))
 
 
 def renew(moment: Moment, holdings: Sequence[Holding], progress: Mapping[str, int]) -> list[SaveLease]:

@@ -14,7 +14,7 @@
 Shares hold only while established nodes are here. At the start of a run, or when they are gone, newcomers take all.
 With `newcomer_share = 1` nothing of this holds: for runs whose workers are all known.
 A synchronous step needs every one of its units: a newcomer who sits on one can still delay it, by `lease_s`, or as long
-as the first lease lasts if it shows progress.
+as the first lease lasts if it shows progress, or if groups have fewer than four chunks to show.
 """
 
 from __future__ import annotations

@@ -76,6 +76,7 @@ class Rules:
     credit_window_ms: int = 600_000
     newcomer_share: float = 0.25
     lease_hard_ms: int = 600_000
+    proof_rows: int = 32
     pools: PoolRules | None = None
     evaluation: EvaluationPlan | None = None
 
