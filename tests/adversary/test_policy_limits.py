@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import gc
 import json
 import shutil
@@ -18,16 +19,20 @@ from shoal.engines.memory import cached_token_bytes
 from shoal.engines.rows import CachedRows
 from shoal.engines.shelf import EngineShelf
 from shoal.engines.torch import TorchEngine
-from shoal.errors import ManifestRefused, ModelError, ResourceError
+from shoal.errors import ManifestRefused, ModelError, ResourceError, ShoalError
 from shoal.models.folder import check_files
 from shoal.models.load import load_model, model_from_files
 from shoal.models.state import policy_views
-from shoal.protocol import Entry, PolicyManifest, PolicyRef, SamplingParameters, content_digest
+from shoal.models.tokenizer import TextTokenizer
+from shoal.protocol import Entry, PolicyManifest, PolicyRef, SamplingParameters, SignedDocument, content_digest
 from shoal.runtime.limits import MachineLimits, folder_bytes
+from shoal.runtime.lock import FolderLock
 from shoal.runtime.stop import StopToken
 from shoal.shardcast import Content, Downloader, DownloadSettings
+from shoal.shardcast.cache import PayloadFile
 from shoal.shardcast.content import chunk_of
 from shoal.shardcast.tree import HEAD, chunk_key, manifest_key
+from shoal.worker.heads import KeptHeads
 
 MIB = 2**20
 
@@ -80,6 +85,41 @@ def test_four_terabytes_are_refused_by_default(lab, monkeypatch):
     with pytest.raises(ResourceError, match="the disk is full"):
         client(lab, source.url, "cache", limits=MachineLimits()).fetch(manifest.policy, 30)
     assert source.asked("chunks/") == []
+
+
+def test_manifests_of_policies_that_never_arrive_leave_nothing_on_the_disk(lab):
+    """Each a hundred kilobytes of entries; the disk's limit is below one, then above it."""
+    data = bytes(MIB)
+    for version, limit in ((1, 10**4), (2, 10**8)):
+        entries = [Entry(name=f"{number}", type="file", offset=0, size_bytes=0) for number in range(1000)]
+        entries.append(Entry(name="w", type="tensor", offset=0, size_bytes=MIB, dtype="U8", shape=(MIB,)))
+        chunks = (chunk_of(memoryview(data)),)
+        ref = PolicyRef(incarnation=0, version=version, digest=content_digest(entries, MIB, chunks))
+        manifest = PolicyManifest(
+            run=RUN, policy=ref, entries=tuple(entries), chunk_size_bytes=MIB, chunks=chunks, size_bytes=MIB,
+            created_at_ms=1,
+        )  # fmt: skip
+        write(lab.folder / "www" / manifest_key((0, version)), sign(manifest))
+        source = lab.source(tree(lab.folder / "www"))
+        with pytest.raises(ShoalError):
+            client(lab, source.url, "cache", limits=MachineLimits(disk_bytes=limit)).fetch(ref, 3)
+        assert len(source.asked("manifests/")) > 0
+        assert not list((lab.folder / "cache").glob("*.json"))
+
+
+def test_link_planted_in_the_workers_folder_is_not_written_through(tmp_path):
+    mine = tmp_path / "settings"
+    mine.write_text("mine")
+    part, heads, lock = tmp_path / f"{'ab' * 32}.part", tmp_path / "heads.jsonl", tmp_path / ".lock"
+    for planted in (part, heads, lock):
+        planted.symlink_to(mine)
+    with pytest.raises(ResourceError, match=r"cannot write .*\.part: it is a link, or no plain file: remove it"):
+        PayloadFile(part, (chunk_of(memoryview(b"evil")),), MIB)
+    receipt = {"kind": "x", "document": {"ledger": {"hash": "0"}}, "signed_by": KEY.public_key, "signature": "0" * 128}
+    KeptHeads(tmp_path).keep(SignedDocument.model_validate(receipt))
+    with pytest.raises(ResourceError, match="it is a link"):
+        FolderLock(tmp_path)._try()
+    assert mine.read_text() == "mine"
 
 
 # ── memory: the model is built without it first, and compared with the manifest ──────────────────────────────────
@@ -143,6 +183,8 @@ def test_small_policy_of_a_large_model_takes_no_memory(lab):
         ({"quantization_config": {"quant_method": "gptq"}}, "quantized models are not supported"),
         ({"model_type": "gptj", "n_positions": 2**20, "n_embd": 64, "n_layer": 1, "n_head": 2}, "another model"),
         ({"model_type": "marian"}, "models of type marian are not supported"),
+        ({"model_type": "ctrl"}, "models of type ctrl are not supported"),
+        ({"model_type": "xglm", "max_position_embeddings": 10**6}, "xglm have at most 4096 positions here"),
     ],
 )
 def test_configuration_with_absurd_counts_is_refused_without_memory(config, said):
@@ -232,3 +274,108 @@ def test_prompts_computed_in_pieces_give_the_same_states(longest):
     assert torch.allclose(whole.hidden, pieces.hidden, atol=1e-4)
     with pytest.raises(MemoryError, match="3 prompts of up to"):
         CachedRows.after(model, prompts, torch.tensor([0]), max_tokens=2)
+
+
+# ── tokenizers ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def tokenizer(vocabulary: Sequence[str] = ("<unk>", "1+1", "2", "e"), **parts: object) -> TextTokenizer:
+    vocab = {token: number for number, token in enumerate(vocabulary)}
+    described = {
+        "version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None,
+        "pre_tokenizer": None, "post_processor": None, "decoder": None,
+        "model": {"type": "WordLevel", "vocab": vocab, "unk_token": "<unk>"}, **parts,
+    }  # fmt: skip
+    return TextTokenizer({"tokenizer.json": json.dumps(described).encode(), "config.json": b'{"eos_token_id": 3}'})
+
+
+def replacing(content: str, **pattern: str) -> dict[str, object]:
+    return {"type": "Replace", "pattern": pattern, "content": content}
+
+
+def charsmap(*texts: bytes) -> dict[str, object]:
+    return {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(bytes(4) + b"\0".join(texts)).decode()}
+
+
+def test_padding_to_ten_million_tokens_is_ignored():
+    padding = {
+        "strategy": {"Fixed": 10**7}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0,
+        "pad_token": "x",
+    }  # fmt: skip
+    texts = tokenizer(padding=padding)
+    assert texts.encode("2") == texts.encode_plain("2") == (2,)
+
+
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        ({"normalizer": replacing("22", String="2")}, "the normalizer replaces something by more than it was"),
+        ({"decoder": {"type": "Sequence", "decoders": [replacing("2" * 10, String="2")] * 9}}, "decoder replaces"),
+        ({"decoder": replacing("2", String="")}, "decoder replaces"),
+        ({"normalizer": replacing("zz", Regex="z")}, "normalizer replaces"),
+        ({"normalizer": replacing("z", Regex="(2*)*x")}, "a pattern that can take forever"),
+        ({"pre_tokenizer": {"type": "Split", "pattern": {"Regex": r"(2*)\1"}}}, "a pattern that can take forever"),
+        ({"decoder": {"type": "Sequence", "decoders": [{"type": "BPEDecoder", "suffix": ""}] * 30}}, "too many steps"),
+        ({"normalizer": {"type": "Prepend", "prepend": "x" * 1000}}, "adds more than 64 characters"),
+        ({"normalizer": charsmap(b"a", b"x" * 1000)}, "more than 64 bytes of one character"),
+        ({"vocabulary": ["<unk>", "x" * 2000]}, "a token of more than 1024 characters"),
+        ({"added_tokens": [{"id": 9, "content": "x" * 2000}]}, "a token of more than 1024 characters"),
+    ],
+)
+def test_tokenizer_that_multiplies_texts_is_refused(parts, said):
+    with pytest.raises(ModelError, match=rf"tokenizer\.json is refused: .*{said}"):
+        tokenizer(**parts)
+
+
+def test_tokenizer_that_breaks_the_library_is_an_error_in_words(monkeypatch):
+    class PanicException(BaseException):  # as the library's own, which cannot be imported
+        pass
+
+    class Broken:
+        def decode_batch(self, *_tokens: object, **_options: object) -> list[str]:
+            raise PanicException("index out of bounds")
+
+    texts = tokenizer()
+    texts._tokenizer = Broken()
+    with pytest.raises(ModelError, match=r"tokenizer\.json cannot decode tokens: index out of bounds"):
+        texts.decode_many([[1]])
+
+
+GPT4 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {  # Llama 2, Mistral, Gemma
+            "normalizer": {
+                "type": "Sequence",
+                "normalizers": [{"type": "Prepend", "prepend": "▁"}, replacing("▁", String=" ")],
+            },
+            "decoder": {
+                "type": "Sequence",
+                "decoders": [
+                    replacing(" ", String="▁"), {"type": "ByteFallback"}, {"type": "Fuse"},
+                    {"type": "Strip", "content": " ", "start": 1, "stop": 0},
+                ],
+            },
+        },
+        {  # Llama 3, Qwen
+            "pre_tokenizer": {
+                "type": "Sequence",
+                "pretokenizers": [
+                    {"type": "Split", "pattern": {"Regex": GPT4}, "behavior": "Isolated", "invert": False},
+                    {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
+                ],
+            },
+            "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+        },
+        {"normalizer": replacing("▁", Regex=" {2,}")},  # XGLM, T5
+        {"normalizer": replacing('"', String="``")},
+    ],
+)  # fmt: skip
+def test_steps_of_well_known_tokenizers_are_allowed(parts):
+    assert tokenizer(**parts).vocabulary_size == 4

@@ -80,7 +80,8 @@ class Dialogue:
         said = self.tool(self.texts.decode_many([list(turn) for turn in turns]))
         if said is None:
             return None
-        return (*self.terms.before, *self.texts.encode_plain(said), *self.terms.after) or None
+        given = (*self.terms.before, *self.texts.encode_plain(said), *self.terms.after)
+        return given[: self.max_new_tokens] or None  # what is longer leaves no room either way
 
     def respond(self, token_ids: Sequence[int]) -> tuple[int, ...] | None:
         """`GenerationRequest.respond`: the reply to a completion that has just come to the end of a turn."""

@@ -18,6 +18,7 @@ MAX_VALUES = 100_000
 MAX_PARTS = 1 << 16
 MAX_COUNT = 1 << 20  # sizes, and whatever has another name
 MAX_SPAN = 1 << 25  # positions, tokens
+MAX_TABLE = 1 << 12  # positions of xglm, whose table takes four times its memory while it is computed
 PARTS = ("layer", "block", "expert", "head", "label")
 SPANS = ("position", "length", "seq", "context", "window", "ctx", "vocab", "token", "max_")
 UNBOUNDED = ("theta", "base")  # of rotary positions: a frequency, not a count
@@ -30,8 +31,8 @@ LOADING_KEYS = frozenset({
 })  # fmt: skip
 # Tables inside a configuration that are no models, though transformers declares them as configurations.
 PLAIN_TABLES = {"mpt": {"attn_config"}, "dbrx": {"attn_config", "ffn_config"}}
-# These compute a table of positions in Python, value by value, whatever the device.
-SLOW_TABLES = frozenset({"flaubert", "informer", "marian", "pegasus", "roformer", "xlm"})
+# These compute a table of positions in Python, value by value, whatever the device, or take several times its memory.
+SLOW_TABLES = frozenset({"ctrl", "flaubert", "informer", "marian", "pegasus", "roformer", "xlm"})
 
 
 def check_values(values: Mapping[str, Any], kind: str) -> None:
@@ -49,7 +50,10 @@ def check_values(values: Mapping[str, Any], kind: str) -> None:
         if isinstance(value, int) and not isinstance(value, bool):
             _check_count(".".join(path), path[-1] if path else "", value)
     if kind in SLOW_TABLES:
-        raise ModelError(f"models of type {kind} are not supported: building one takes time without bound")
+        raise ModelError(f"models of type {kind} are not supported: building one takes time or memory without bound")
+    positions = values.get("max_position_embeddings", 0)
+    if kind == "xglm" and isinstance(positions, int) and positions > MAX_TABLE:
+        raise ModelError(f"models of type {kind} have at most {MAX_TABLE} positions here, not {positions}")
 
 
 def check_kind(kind: str, sub_configs: Mapping[str, Any]) -> None:

@@ -11,6 +11,7 @@ import errno
 import os
 import re
 import shutil
+import stat
 from pathlib import Path
 
 from shoal.errors import DiskError, ResourceError
@@ -22,6 +23,7 @@ _HINTS = {
     errno.EPERM: "permission denied: choose a folder that this user may write to",
     errno.EROFS: "the file system is read-only: choose another folder",
     errno.EIO: "the disk fails (input/output error): save what is on it",
+    errno.ELOOP: "it is a link, or no plain file: remove it",
     errno.EEXIST: "a part of the path is a file, not a folder",
     errno.ENOTDIR: "a part of the path is a file, not a folder",
 }
@@ -82,6 +84,16 @@ def make_private(path: Path) -> None:
                 path.chmod(PRIVATE)
     except OSError as error:
         raise resource_error("write", path, error) from error
+
+
+def open_in_place(path: Path, flags: int) -> int:
+    """A descriptor to write a file where it is. A link or a device there, which anybody may have put into the folder,
+    is refused: what is written must not end up elsewhere."""
+    descriptor = os.open(path, flags | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0), 0o644)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
+    return descriptor
 
 
 def sync_folder(path: Path) -> None:

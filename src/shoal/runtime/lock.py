@@ -11,7 +11,7 @@ from pathlib import Path
 
 from shoal.errors import ResourceError
 from shoal.runtime.clock import Clock, SystemClock
-from shoal.runtime.files import ensure_folder, resource_error
+from shoal.runtime.files import ensure_folder, open_in_place, resource_error
 from shoal.runtime.stop import StopToken
 
 POLL_S = 0.1
@@ -50,7 +50,7 @@ class FolderLock:
 
     def _try(self) -> bool:
         try:
-            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+            descriptor = open_in_place(self._path, os.O_RDWR)
         except OSError as error:
             raise resource_error("lock", self._path, error) from error
         try:

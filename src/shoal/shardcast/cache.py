@@ -27,7 +27,7 @@ from blake3 import blake3
 
 from shoal.errors import DeltaRefused, ManifestRefused, ResourceError
 from shoal.protocol import Chunk, PolicyManifest, PolicyRef
-from shoal.runtime.files import ensure_folder, resource_error, write_atomically
+from shoal.runtime.files import ensure_folder, open_in_place, resource_error, write_atomically
 from shoal.runtime.limits import MachineLimits, show_bytes
 from shoal.shardcast.manifest import read_manifest
 from shoal.shardcast.payload import Payload, open_payload, read_fully
@@ -60,7 +60,7 @@ class PayloadFile:
         self._resumed = path.exists()
         self._writing = threading.Lock()  # threads that write to one file at once spin on it in the kernel
         try:
-            self._file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), "r+b", buffering=0)
+            self._file = os.fdopen(open_in_place(path, os.O_RDWR), "r+b", buffering=0)
             os.ftruncate(self._file.fileno(), sum(chunk.size_bytes for chunk in chunks))
         except OSError as error:
             raise resource_error("write", path, error) from error
@@ -149,6 +149,11 @@ class PayloadCache:
         self.offer(manifest)
         if digest in self._verified:  # the same weights under another version
             self._verified[digest] = manifest
+
+    def forget_unused(self, ref: PolicyRef) -> None:
+        """Remove a manifest of which nothing has arrived: it may be large, and is fetched again if it is wanted."""
+        if not any(path.stat().st_blocks for path in self._files_of(ref.digest) if path.suffix != ".json"):
+            self._forget(ref.digest)
 
     def offer(self, manifest: PolicyManifest) -> None:
         """From now on others may take what is here of it, if anything is shared at all."""
@@ -258,6 +263,7 @@ class PayloadCache:
         recently used first. Raises `ResourceError` if it does not fit even so."""
         needed = road.size_bytes + (target.size_bytes if road.steps else 0)
         filling = {target.policy.digest, *(manifest.policy.digest for manifest in road.manifests())}
+        needed += sum(path.stat().st_size for path in self._folder.glob("*.json") if path.stem in filling)
         begun = self._used_bytes(filling)
         used = self._used_bytes()
         others = sorted(set(self._digests()) - filling - {road.begin.digest}, key=self._used_ns)

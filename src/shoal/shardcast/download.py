@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from shoal.errors import BroadcastError, DeltaRefused, ManifestRefused, VersionNotFound
+from shoal.errors import BroadcastError, DeltaRefused, ManifestRefused, ShoalError, VersionNotFound
 from shoal.protocol import BroadcastHead, PolicyManifest, PolicyRef
 from shoal.runtime.files import write_atomically
 from shoal.runtime.limits import MachineLimits
@@ -131,7 +131,11 @@ class Downloader:
             else:
                 self._cache.offer(manifest)
             if not self._cache.is_verified(ref) and not self._cache.adopt(manifest):
-                self._obtain(manifest, deadline, on_progress, background)
+                try:
+                    self._obtain(manifest, deadline, on_progress, background)
+                except ShoalError:
+                    self._cache.forget_unused(ref)
+                    raise
             payload = self._cache.load(manifest)
             self._cache.retain(self._settings.kept_payloads)
             return payload

@@ -6,11 +6,12 @@ Whoever holds one notices a ledger that was rewritten or cut later, and can prov
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from pathlib import Path
 
 from shoal.protocol import SignedDocument
-from shoal.runtime.files import write_atomically
+from shoal.runtime.files import open_in_place, write_atomically
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +36,7 @@ class KeptHeads:
             if not isinstance(head, dict) or head.get("hash") == self._newest:
                 return
             try:
-                with self._path.open("ab") as file:
+                with os.fdopen(open_in_place(self._path, os.O_WRONLY | os.O_APPEND), "ab") as file:
                     file.write(receipt.model_dump_json().encode() + b"\n")
                 self._newest, self._lines = str(head.get("hash")), self._lines + 1
                 if self._lines >= 2 * KEPT:
