@@ -5,6 +5,7 @@ The attacks run in the very sandbox that the worker runs in, made by the same fu
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import socket
@@ -12,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from shoal.runtime.targets import PUBLIC_ONLY, Nearness, Reach, TargetRefused, c
 
 DEADLINE_S = 60
 INSIDE = """
-import json, os, pathlib, socket, sys
+import ctypes, json, os, pathlib, socket, sys
 from shoal.client.http import open_http
 given = json.loads(sys.argv[1])
 found = {}
@@ -73,6 +74,11 @@ attempt("host name", socket.gethostname)
 setting = pathlib.Path("/proc/sys/kernel/core_pattern")
 attempt("the kernel's settings", lambda: write(setting, setting.read_text()))
 attempt("the machine's private keys", lambda: os.listdir("/etc/ssl/private"))
+attempt("another user namespace", lambda: os.system("unshare --user true 2>/dev/null") and 1 / 0)
+libc = ctypes.CDLL(None)
+attempt("the keyring", lambda: libc.syscall(given["keyctl"], 10, -3, b"user", given["mark"].encode(), 0) > 0 or 1 / 0)
+sizes = [(found.f_blocks * found.f_frsize) for found in map(os.statvfs, ("/tmp", "/dev/shm"))]
+attempt("all of the memory", lambda: max(sizes) > 2**31 or 1 / 0)
 attempt("mount", lambda: os.system("mount -t tmpfs none /mnt 2>/dev/null") and 1 / 0)
 print(json.dumps({"found": found, "environment": dict(os.environ)}))
 """
@@ -90,11 +96,25 @@ def other() -> Iterator[HostileHub]:
         yield served
 
 
+def keyring_of(mark: str) -> Callable[[], None]:
+    """In the child: the session keyring of a user who has logged in, with a key in it; then what the sandbox does."""
+    libc, machine = ctypes.CDLL(None), os.uname().machine
+
+    def enter() -> None:
+        libc.syscall(sandbox.KEYCTL[machine], 1, b"login")
+        libc.syscall({"x86_64": 248, "aarch64": 217}[machine], b"user", mark.encode(), b"secret", 6, -3)
+        sandbox._own_keyring()
+
+    return enter
+
+
 @needs_bubblewrap
 def test_nothing_inside_reaches_more_than_the_run_and_its_own_folder(
     hub: HostileHub, other: HostileHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    for name in ("AWS_SECRET_ACCESS_KEY", "NVIDIA_API_KEY", "TORCH_HUB_TOKEN"):
+        monkeypatch.setenv(name, "secret")
+    keyctl = sandbox.KEYCTL.get(os.uname().machine, -1)
     folder = tmp_path / "node"
     folder.mkdir()
     mark = f"shoal-test-{os.urandom(8).hex()}"
@@ -113,11 +133,12 @@ def test_nothing_inside_reaches_more_than_the_run_and_its_own_folder(
             "hub": hub.url, "other": other.url, "planted": planted.name, "folder": str(folder), "mark": mark,
             "hub_port": int(hub.url.rpartition(":")[2]), "other_port": int(other.url.rpartition(":")[2]),
             "package": str(Path(targets.__file__).parents[1]), "parent": os.getpid(), "abstract": mark,
+            "keyctl": keyctl,
         }  # fmt: skip
         around = [sandbox._bubblewrap(), *sandbox._options(folder, forwarder.folder)]
         ran = subprocess.run(
             [*around, "--", sys.executable, "-c", INSIDE, json.dumps(given)], env=sandbox._environment(),
-            capture_output=True, text=True, timeout=DEADLINE_S, check=False,
+            capture_output=True, text=True, timeout=DEADLINE_S, check=False, preexec_fn=keyring_of(mark),
         )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
     said: dict[str, Any] = json.loads(ran.stdout)
@@ -131,7 +152,7 @@ def test_nothing_inside_reaches_more_than_the_run_and_its_own_folder(
     assert Path(planted.name).name not in found["home listing"][1]
     assert found["processes"][1] == "['1']"
     assert found["host name"][1] == "sandbox"
-    assert "AWS_SECRET_ACCESS_KEY" not in said["environment"]
+    assert "secret" not in said["environment"].values()
     assert (folder / "inside").read_text() == "x"
     assert not (tmp_path / "beside").exists()
     assert not Path("/tmp", mark).exists()

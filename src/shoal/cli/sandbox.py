@@ -11,6 +11,7 @@ Where no such sandbox can be made there is none, and no work: never a weaker one
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import logging
 import os
@@ -58,6 +59,10 @@ SETTINGS = (
 GPUS = ("nvidia*", "dri", "kfd", "dxg")
 KEPT = ("PATH", "LANG", "LC_ALL", "TERM", "TZ", "LD_LIBRARY_PATH", "SHOAL_DEBUG", "SHOAL_LOG_FORMAT", "SSL_CERT_FILE")
 KEPT_FAMILIES = ("CUDA_", "NVIDIA_", "OMP_", "MKL_", "PYTORCH_", "TORCH_", "ROCM_", "HIP_")
+SECRETS = ("KEY", "TOKEN", "SECRET", "PASSWORD")
+TMP_BYTES = 2 * 2**30  # of /tmp and /dev/shm, which are memory
+_LIBC = ctypes.CDLL(None)  # loaded before a fork
+KEYCTL = {"x86_64": 250, "aarch64": 219}
 PROBE_S = 60.0
 LOOK_EVERY_S = 60.0
 TICK_S = 0.2
@@ -154,7 +159,7 @@ def _probe(around: Sequence[str]) -> None:
     try:
         ran = subprocess.run(
             [*around, "--", sys.executable, "-c", "import shoal"], env=_environment(), stdin=subprocess.DEVNULL,
-            capture_output=True, timeout=PROBE_S, check=False,
+            capture_output=True, timeout=PROBE_S, check=False, preexec_fn=_own_keyring,
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ResourceError(f"there is no sandbox here: {error}") from error
@@ -167,7 +172,12 @@ def _options(folder: Path, sockets: Path) -> list[str]:
     """What the sandbox is made of. Whatever is not named here is not there."""
     words = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
     words += ["--die-with-parent", "--new-session", "--as-pid-1", "--hostname", "sandbox", "--cap-drop", "ALL"]
-    words += ["--tmpfs", "/tmp", "--proc", "/proc", "--remount-ro", "/proc", "--dev", "/dev"]
+    known = _known_options()
+    size = ["--size", str(TMP_BYTES)] if "--size" in known else []
+    words += ["--unshare-user", "--disable-userns"] if "--disable-userns" in known else []
+    words += [*size, "--tmpfs", "/tmp"]
+    words += ["--proc", "/proc", "--remount-ro", "/proc", "--dev", "/dev"]
+    words += [*size, "--tmpfs", "/dev/shm"]
     for path in _read_only():
         link = path.is_symlink()
         words += ["--symlink", str(path.readlink()), str(path)] if link else ["--ro-bind", str(path), str(path)]
@@ -175,6 +185,15 @@ def _options(folder: Path, sockets: Path) -> list[str]:
         words += ["--dev-bind-try", str(device), str(device)]
     words += ["--ro-bind", str(sockets), SOCKETS, "--bind", str(folder), str(folder)]
     return [*words, "--remount-ro", "/", "--chdir", str(folder)]
+
+
+def _known_options() -> set[str]:
+    """Of this bubblewrap: those before 0.8 neither limit a tmpfs nor forbid further user namespaces."""
+    try:
+        told = subprocess.run([_bubblewrap(), "--help"], capture_output=True, timeout=PROBE_S, check=False, text=True)
+    except (OSError, subprocess.TimeoutExpired):
+        return set()  # `_probe` says why
+    return set(told.stdout.split())
 
 
 def _read_only() -> list[Path]:
@@ -195,6 +214,17 @@ def _read_only() -> list[Path]:
     return found
 
 
+def _own_keyring() -> None:
+    """In the child: an empty session keyring of the kernel's, instead of the user's. Without keyrings there is none."""
+    number = KEYCTL.get(os.uname().machine)
+    if number is not None:
+        _LIBC.syscall(number, 1, None)  # KEYCTL_JOIN_SESSION_KEYRING
+
+
 def _environment() -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if name in KEPT or name.startswith(KEPT_FAMILIES)}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if (name in KEPT or name.startswith(KEPT_FAMILIES)) and not any(word in name for word in SECRETS)
+    }
     return {**kept, "HOME": "/tmp", "LOGNAME": "shoal", SANDBOX: SOCKETS}
