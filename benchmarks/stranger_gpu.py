@@ -221,7 +221,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         url = wait_for("the join URL", lambda: join_url(run_folder / "endpoints.json"), PATIENCE_S, run)
         wait_for("the first policy", lambda: status_of(url).get("policy"), PATIENCE_S, run)
         result["free device"] = joined("stranger", url, folder, options.groups, run)
-        if options.device == "cuda":
+        if options.device == "cuda" and options.leave_gib:
             hog = [sys.executable, "-c", HOG, str(options.leave_gib)]
             with started(hog, folder / "hog.log") as holder:
                 wait_for("the memory to be held", lambda: b"holding" in (folder / "hog.log").read_bytes(), 60, holder)
@@ -265,7 +265,7 @@ def main() -> None:
     parser.add_argument("--group-size", type=int, default=16)
     parser.add_argument("--groups", type=int, default=24)
     parser.add_argument("--sandbox", action="store_true", help="join once more with --sandbox (needs bubblewrap)")
-    parser.add_argument("--leave-gib", type=float, default=6.0)
+    parser.add_argument("--leave-gib", type=float, default=6.0, help="free memory of the second join; 0: no such join")
     parser.add_argument("--keep", type=Path, help="a folder for models and logs, instead of one that is removed")
     options = parser.parse_args()
     if options.device == "cuda" and not has_gpu():

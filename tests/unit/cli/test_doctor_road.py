@@ -90,7 +90,7 @@ def test_urls_of_two_runs_are_one_problem_and_nobody_is_asked(tmp_path: Path) ->
         ("auto", ("torch/cpu/bfloat16",), 1000, "on cpu in bfloat16, with 8.0 GiB of free memory"),
         ("auto", ("torch/cpu/float32",), 1000, "on cpu in float32, with"),
         ("float32", ("torch/cpu/bfloat16",), 1000, "no validator of the run can judge what this machine computes"),
-        ("auto", ("torch/cpu/float32",), 3 * 10**9, "3 billion weights, which take 12 GB in float32, and 6.87 GB"),
+        ("auto", ("torch/cpu/float32",), 3 * 10**9, "3,000,000,000 weights, which take 12 GB in float32, and 6.87 GB"),
     ],
     ids=["bfloat16", "float32", "no-kind", "too-large"],
 )
