@@ -148,6 +148,16 @@ def test_a_reader_takes_the_witness_that_it_trusts(folder: RunFolder, tmp_path: 
     assert main(["ledger", "verify", str(folder.path), "--witness", "no key"]) == 2
 
 
+def test_a_witnesss_document_that_is_given_counts_as_its_word(folder: RunFolder, tmp_path: Path) -> None:
+    where, elsewhere = tmp_path / "w", tmp_path / "elsewhere"
+    assert look(folder, where, elsewhere) == 0
+    key = key_of(where)
+    with pytest.raises(LedgerError, match="give its document with --head"):
+        check_ledger(str(folder.path), witnesses=[key])
+    checked = check_ledger(str(folder.path), head=elsewhere / witness_key(key), witnesses=[key])
+    assert any(pin.source == f"witness {key[:16]}…" for pin in checked.pins)
+
+
 def test_a_witness_finds_what_the_hubs_own_heads_do_not(folder: RunFolder, tmp_path: Path, own_home: Path) -> None:
     where, before = tmp_path / "w", shutil.copytree(folder.path / "hub", tmp_path / "before")
     grow(folder, 0)

@@ -115,7 +115,7 @@ def check_place(
         raise LedgerError(f"the ledger at {place.label} is empty: not even the run is written down")
     checked = Checked(*_begins(first, place), is_proven=needs_documents)
     given = [] if head is None else read_head_file(head, checked.run)
-    seen = [witness_pins(place, witness, checked.run) for witness in witnesses]
+    seen = [witness_pins(place, witness, checked.run, given) for witness in witnesses]
     others = _comparable(place, checked, _kept(checked), seen)
     # The place's own last: its rows are read as of then, so an honest run that grows meanwhile is behind no other head.
     pins = _of_this_run(checked, [*place.pins(checked.run, checked.root_key), *given])

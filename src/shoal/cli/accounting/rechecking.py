@@ -32,22 +32,29 @@ from shoal.validator.recheck import Kept, Rechecked, recheck
 
 FETCH_S = 600.0
 START_S = 30.0
+TRIES = 64  # units drawn for each that is wanted: of a long run only the last policies are kept
 
 
 def recheck_ledger(path: Path, sample: int, seed: int, stop: StopToken) -> Iterator[str]:
     """A line for each unit, and a last one that sums up; raises `LedgerError` if any verdict was another."""
     folder = RunFolder.open(path)
     states: dict[str, int] = {"same": 0, "different": 0, "unknown": 0}
+    reason = ""
     with closing(FolderPlace(path)) as place, tempfile.TemporaryDirectory() as cache:
         drawn = _drawn(place, sample, seed)
         with _machinery(folder, validator_config(folder, 0), Path(cache), stop) as (judge, shelf):
             for entry in drawn:
                 found = _one(place, entry, judge, shelf)
                 states[found.state] += 1
+                if found.state == "unknown":
+                    reason = f"; of unit {entry.body['unit']} {found.sentence}"
+                    continue
                 yield f"unit {entry.body['unit']} (row {entry.index}): {found.state}: {found.sentence}"
+                if states["same"] + states["different"] == sample:
+                    break
     yield (
-        f"{len(drawn)} of the accepted units were drawn (--seed {seed}): {states['same']} the same, "
-        f"{states['different']} different, {states['unknown']} could not be rechecked"
+        f"{sum(states.values())} accepted units were drawn (--seed {seed}): {states['same']} the same, "
+        f"{states['different']} different, {states['unknown']} could not be rechecked{reason}"
     )
     if states["different"]:
         raise LedgerError(f"{states['different']} verdicts are others now: they were wrong, or this machine is")
@@ -56,15 +63,14 @@ def recheck_ledger(path: Path, sample: int, seed: int, stop: StopToken) -> Itera
 
 
 def _drawn(place: FolderPlace, sample: int, seed: int) -> list[LedgerEntry]:
-    """Accepted units by lot, in order; one of each submission."""
+    """Accepted units by lot, one of each submission; more than wanted, as not all can be rechecked."""
     rows: dict[str, LedgerEntry] = {}
     for entry in place.entries():
         if entry.kind in ("credit", "pending"):
             rows.setdefault(str(entry.body["submission"]), entry)
     if not rows:
         raise UserError("no unit was accepted yet: there is nothing to recheck")
-    chosen = random.Random(seed).sample(list(rows.values()), min(sample, len(rows)))
-    return sorted(chosen, key=lambda entry: entry.index)
+    return random.Random(seed).sample(list(rows.values()), min(TRIES * sample, len(rows)))
 
 
 def _one(place: FolderPlace, entry: LedgerEntry, judge: Judge, shelf: EngineShelf) -> Rechecked:

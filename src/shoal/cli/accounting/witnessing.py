@@ -147,12 +147,15 @@ def run_witness(url: str, folder: Path, out: Sequence[Path], every_s: float, onc
             stop.wait(every_s)
 
 
-def witness_pins(place: Place, witness: str, run: str) -> list[Pin]:
-    """What a witness, named `KEY` or `KEY@URL`, signed about this run, from every source that has it; at least one."""
+def witness_pins(place: Place, witness: str, run: str, given: Sequence[Pin] = ()) -> list[Pin]:
+    """What a witness, named `KEY` or `KEY@URL`, signed about this run, from every source that has it, and from what was
+    `given` by --head; at least one."""
     key, _, url = witness.partition("@")
     if len(key) != KEY_HEX or not set(key) <= set("0123456789abcdef"):
         raise UserError(f"{key[:80]!r} is no public key of a witness: 64 hex digits, perhaps with @URL after them")
     found = place.witnessed(key)
+    statements = [pin.statement for pin in given if pin.statement is not None and pin.statement.signed_by == key]
+    found += [statement.model_dump_json().encode() for statement in statements]
     if url:
         try:
             found.append(download(f"{url.rstrip('/')}/{witness_key(key)}", MAX_WITNESS_BYTES))
@@ -170,7 +173,7 @@ def witness_pins(place: Place, witness: str, run: str) -> list[Pin]:
             pins.append(Pin(LedgerHead(run=run, index=head.index, hash=head.hash), f"witness {key[:16]}…", signed))
     if not pins:
         raise LedgerError(
-            f"nothing that witness {key[:16]}… signed could be had: its sources may hold it back; name one that it "
-            f"publishes to (--witness {key[:16]}…@URL), or give its document with --head FILE"
+            f"nothing that witness {key[:16]}… signed was found: the run's sources do not have it. Name the address "
+            f"that it publishes to (--witness {key[:16]}…@URL), or give its document with --head FILE"
         )
     return pins
