@@ -28,7 +28,7 @@ STEPS = 10
 TIMEOUT_S = 240.0
 COLUMNS = {
     "step", "unit", "sample", "task", "node", "version", "staleness", "prompt", "completion", "prompt_ids", "token_ids",
-    "logprobs", "finish", "reward",
+    "logprobs", "finish", "reward", "given",
 }  # fmt: skip
 
 

@@ -116,7 +116,7 @@ class Room:
         self._learnt, self._fitted = max(1, min(tokens, self.tokens) // 2), 0
 
     def fitted(self, tokens: int) -> None:
-        """So many did fit. What was learnt is forgotten slowly: memory may have been short for a while only."""
+        """So many did fit. The limit is raised again slowly: memory may have been short for a while only."""
         if self._learnt is None or 2 * tokens < self._learnt:
             return
         self._fitted += 1

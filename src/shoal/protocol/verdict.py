@@ -161,7 +161,7 @@ class AuditRequest(Message):
 
 
 class Audit(Message):
-    """One submission to check: its bytes are at `GET /submissions?name=…`; `record` is its node's of late.
+    """One submission to check: its bytes are at `GET /submissions?name=…`; `record` is its node's recent record.
 
     `shown` is what its node showed of it while it was generated: each rollout must begin with that. With the depth
     `progress` it is a lease at work: a `Submission` with the shown tokens and proofs of one rollout, and nothing else.

@@ -259,7 +259,7 @@ class PayloadCache:
             self._forget(digest)
 
     def make_room(self, target: PolicyManifest, road: Road, limits: MachineLimits) -> None:
-        """See that the road fits on the disk, before a byte of it is written: remove what it does not need, the least
+        """See that the route fits on the disk, before a byte of it is written: remove what it does not need, the least
         recently used first. Raises `ResourceError` if it does not fit even so."""
         needed = road.size_bytes + (target.size_bytes if road.steps else 0)
         filling = {target.policy.digest, *(manifest.policy.digest for manifest in road.manifests())}

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 FETCH_S = 3600.0  # what has arrived by then stays on disk, and the next attempt continues from there
 FOLLOW_S = 5.0
-PAUSE_S = 1.0  # after a policy could not be had, or while the run has none, before looking again
+PAUSE_S = 1.0  # after a policy could not be fetched, or while the run has none, before looking again
 
 
 class NewestPolicy:

@@ -1,4 +1,4 @@
-"""One pass over a ledger: every hash, every head that can be had, every account, every signed document behind a row.
+"""One pass over a ledger: every hash, every available head, every account, every signed document behind a row.
 
     entries ─► chain (hashes, heads) ─► accounts (formula, once per submission) ─► proofs (receipts, verdicts, orders)
     heads:  the hub's · those inside policy manifests and receipts · the one kept from last time · --head · --witness

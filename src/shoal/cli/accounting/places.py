@@ -55,7 +55,7 @@ MANIFEST = "the manifest of policy "
 
 
 class Place(Protocol):
-    """A ledger somewhere. `notes` are what could not be had, in words; it is filled while pins are looked for.
+    """A ledger somewhere. `notes` are what could not be fetched, in words; it is filled while pins are looked for.
 
     A ledger may grow meanwhile: its rows are read as of the last call of `pins`.
     """
@@ -85,7 +85,7 @@ class Place(Protocol):
         ...
 
     def witnessed(self, public_key: str) -> list[bytes]:
-        """What a witness published, from wherever it can be had; nothing of it is verified yet."""
+        """What a witness published, from every source that has it; nothing of it is verified yet."""
         ...
 
     def missing_evidence(self) -> str:
@@ -320,7 +320,7 @@ class FolderPlace:
         return head_of(self._folder.run_id, last)
 
     def kept(self, submission: str) -> tuple[SignedDocument, bytes]:
-        """The lease of a submission as it was signed, and the bytes that were handed in."""
+        """The lease of a submission as it was signed, and the bytes that were submitted."""
         row = self._reader.submission(submission)
         holding = None if row is None else self._reader.holding(row.lease)
         if holding is None:
