@@ -6,7 +6,7 @@
 
 A worker's engine draws groups by a key-value cache; a validator's engine, given their bytes, judges them as in a run,
 with all checks and with the record of the node that they are from (`--nodes` nodes take turns). Reports what was
-rejected and why, what was inconclusive, and the bytes of proof per token.
+rejected and why, what was unsure, and the bytes of proof per token.
 """
 
 from __future__ import annotations

@@ -184,7 +184,7 @@ def joined(name: str, url: str, folder: Path, groups: int, run: subprocess.Popen
     return {
         "first_accepted_s": round(seen.get("1", -1), 1),
         "all_accepted_s": round(seen.get(str(groups), -1), 1),
-        **{key: node[key] for key in ("state", "accepted", "rejected", "inconclusive", "credit")},
+        **{key: node[key] for key in ("state", "accepted", "rejected", "unsure", "credit")},
         "said": said[:6],
     }
 

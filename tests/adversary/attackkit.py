@@ -348,7 +348,7 @@ def table(run: Attacked) -> str:
         )
     honest = run.nodes()[HONEST]
     lines += ["", f"honest worker beside them: {honest.accepted} accepted, {honest.rejected} rejected, "
-              f"{honest.inconclusive} inconclusive, {honest.strikes} strikes"]  # fmt: skip
+              f"{honest.unsure} unsure, {honest.strikes} strikes"]  # fmt: skip
     return "\n".join(lines)
 
 

@@ -144,7 +144,7 @@ def test_the_honest_worker_beside_them_is_unpunished(run: Attacked) -> None:
     node = run.nodes()[HONEST]
     assert node.state is NodeState.ACTIVE
     assert (node.rejected, node.strikes) == (0, 0)
-    assert node.inconclusive <= 0.01 * node.accepted
+    assert node.unsure <= 0.01 * node.accepted
     assert node.accepted >= 20
     assert node.node in {group.node for group in run.trained()}
 

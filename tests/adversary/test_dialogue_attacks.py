@@ -228,7 +228,7 @@ def test_a_validator_without_the_tool_cannot_tell() -> None:
     assert of.dialogue is not None
     other = of.model_copy(update={"dialogue": of.dialogue.model_copy(update={"tool": "abacus"})})
     verdict = judged(other, honest(of))
-    assert (verdict.outcome, verdict.reason) == (Outcome.INCONCLUSIVE, "machinery.environment")
+    assert (verdict.outcome, verdict.reason) == (Outcome.UNSURE, "machinery.environment")
     assert "abacus" in verdict.message
     assert "upgrade" in verdict.message
 

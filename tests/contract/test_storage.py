@@ -222,7 +222,7 @@ def test_audits_and_decisions_by_time(storage: Storage) -> None:
 
 
 def test_refusals_among_the_newest_decisions(storage: Storage) -> None:
-    rejected, accepted, unsure = SubmissionState.REJECTED, SubmissionState.ACCEPTED, SubmissionState.INCONCLUSIVE
+    rejected, accepted, unsure = SubmissionState.REJECTED, SubmissionState.ACCEPTED, SubmissionState.UNSURE
     states = (rejected, accepted, unsure, rejected)
     for unit, state in enumerate(states):
         row = replace(submission(unit), state=state, decided_at_ms=unit)
@@ -563,7 +563,7 @@ def test_what_was_shown_is_dropped_after_the_lease_has_ended_and_its_submission_
     with storage.write() as transaction:
         assert transaction.forget_shown(100) == 0
         assert transaction.forget_shown(101) == 2, "not of the lease at work, nor of what is to be judged"
-    judged = submission(1).to(SubmissionState.AUDITING).to(SubmissionState.INCONCLUSIVE)
+    judged = submission(1).to(SubmissionState.AUDITING).to(SubmissionState.UNSURE)
     apply(storage, SaveSubmission(submission(1).to(SubmissionState.AUDITING), SubmissionState.RECEIVED))
     apply(storage, SaveSubmission(judged, SubmissionState.AUDITING))
     with storage.write() as transaction:

@@ -55,7 +55,7 @@ RUNS = {
         "hub.ledger.after_commit:3",
     ),
 }
-FINAL = {"accepted", "rejected", "inconclusive"}
+FINAL = {"accepted", "rejected", "unsure"}
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

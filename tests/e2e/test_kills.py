@@ -56,7 +56,7 @@ OVERRIDES = (
     "trainer.evaluate_every=3",
 )
 LOG_RECEIPTS = {"SHOAL_DEBUG": "1"}
-FINAL = {"accepted", "rejected", "inconclusive"}
+FINAL = {"accepted", "rejected", "unsure"}
 ROLES = {"hub", "origin", "relay-0", "trainer", "validator-0", "worker-0"}
 RANDOM_KILLS = 28
 MOST_PER_ROLE = 4  # one more short life in a row would be a crash loop, and would rightly end the run

@@ -97,7 +97,7 @@ SETTINGS = {
     "requests_per_address_s": 0,
     "registrations_per_address_min": 0,
 }
-FINAL = {Outcome.ACCEPTED.value, Outcome.REJECTED.value, Outcome.INCONCLUSIVE.value}
+FINAL = {Outcome.ACCEPTED.value, Outcome.REJECTED.value, Outcome.UNSURE.value}
 T = TypeVar("T", bound=Message)
 
 
@@ -282,7 +282,7 @@ class Books:
             counted = {
                 Outcome.ACCEPTED: row.accepted,
                 Outcome.REJECTED: row.rejected,
-                Outcome.INCONCLUSIVE: row.inconclusive,
+                Outcome.UNSURE: row.unsure,
             }
             assert outcomes == +Counter(counted)
         banned = [entry.body["node"] for entry in entries if entry.kind == "sanction"]
@@ -437,7 +437,7 @@ class Cast:
         caught = lease.node == CHEAT.node and before > 0
         broken = lease.node == WORKERS[0].node and before == 1
         dull = lease.node == WORKERS[1].node and before == 1
-        outcome = Outcome.REJECTED if caught else Outcome.INCONCLUSIVE if broken else Outcome.ACCEPTED
+        outcome = Outcome.REJECTED if caught else Outcome.UNSURE if broken else Outcome.ACCEPTED
         return Verdict(
             run=RUN_ID,
             submission=audit.submission,

@@ -288,7 +288,7 @@ def test_several_steps_with_honest_workers(start: Callable[..., Run], staleness:
         assert all(set(group.rewards) == {0.0, 1.0} for group in batch.groups)
     trained = [group.unit for batch in batches for group in batch.groups]
     assert len(trained) == len(set(trained))
-    assert all(node.rejected == node.inconclusive == node.strikes == 0 for node in run.nodes().values())
+    assert all(node.rejected == node.unsure == node.strikes == 0 for node in run.nodes().values())
     assert run.status().finished
     check_accounts(run)
 

@@ -276,7 +276,7 @@ class Validator(Player):
         lease = open_document(audit.lease, Lease, HUB.public_key)
         drawn = int(audit.submission[:2], 16)
         severity = REJECTED.get(lease.node) if drawn >= 176 else None
-        outcome = Outcome.INCONCLUSIVE if drawn < 24 else Outcome.REJECTED if severity else Outcome.ACCEPTED
+        outcome = Outcome.UNSURE if drawn < 24 else Outcome.REJECTED if severity else Outcome.ACCEPTED
         accepted = outcome is Outcome.ACCEPTED
         verdict = Verdict(
             run=RUN_ID,

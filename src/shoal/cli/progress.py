@@ -221,7 +221,7 @@ def summary(metrics_file: Path, status: RunStatus | None, elapsed_s: float, befo
     if status is not None:
         counts = ", ".join(f"{count} {state}" for state, count in sorted(status.submissions.items()) if count)
         lines.append(f"submissions: {counts or 'none'}; {tokens_credited(status):,} verified tokens")
-    return [*lines, *_no_signal(rows, status.submissions.get("inconclusive", 0) if status is not None else 0)]
+    return [*lines, *_no_signal(rows, status.submissions.get("unsure", 0) if status is not None else 0)]
 
 
 def steps_in(metrics_file: Path) -> int:

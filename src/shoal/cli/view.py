@@ -230,5 +230,5 @@ def progress_line(scene: Scene, status: RunStatus) -> str:
 
 def groups_line(status: RunStatus) -> str:
     accepted, rejected = status.submissions.get("accepted", 0), status.submissions.get("rejected", 0)
-    unsure = status.submissions.get("inconclusive", 0)
-    return f"groups {accepted:,} accepted, {rejected:,} rejected" + (f", {unsure:,} inconclusive" if unsure else "")
+    unsure = status.submissions.get("unsure", 0)
+    return f"groups {accepted:,} accepted, {rejected:,} rejected" + (f", {unsure:,} unsure" if unsure else "")

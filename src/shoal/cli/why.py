@@ -193,7 +193,7 @@ def node_lines(story: NodeStory) -> Iterator[str]:
     yield f"work: may hold {node.window} leases, let {story.lapsed} lapse{pace}"
     yield (
         f"earned: {node.credit:,} credit, {node.pending:,} pending; {node.accepted} accepted, {node.rejected} "
-        f"rejected, {node.inconclusive} inconclusive" + (f"; for owner {node.owner[:16]}…" if node.owner else "")
+        f"rejected, {node.unsure} unsure" + (f"; for owner {node.owner[:16]}…" if node.owner else "")
     )
     if node.role == "worker" and not node.accepted:
         yield "ledger: no rows about it, because none of its work was ever accepted; the hub's database has the rest"

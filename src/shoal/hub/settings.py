@@ -92,7 +92,7 @@ class HubSettings(BaseModel):
     newcomer_share: float = Field(
         0.25, ge=0, le=1, description="most of the units, and of the tokens audited, for nodes on probation together"
     )
-    max_attempts: int = Field(4, ge=1, description="inconclusive audits after which a unit is given up")
+    max_attempts: int = Field(4, ge=1, description="unsure audits after which a unit is given up")
     refill_cap: int = Field(4, ge=0, description="lost groups refilled per step, in multiples of groups_per_step")
     leases_per_node: int = Field(64, ge=1, description="leases that one node may hold at a time")
     max_submission_bytes: int = Field(16 * MIB, ge=1024, description="largest submission, as sent")

@@ -118,7 +118,7 @@ class NodeView(Message):
     state: NodeState
     accepted: int = 0
     rejected: int = 0
-    inconclusive: int = 0
+    unsure: int = 0
     strikes: int = 0
     credit: int = 0
     pending: int = 0

@@ -19,7 +19,7 @@ MAX_REWARD = 1e6
 class Outcome(StrEnum):
     ACCEPTED = "accepted"
     REJECTED = "rejected"
-    INCONCLUSIVE = "inconclusive"  # the check could not be made: no credit, no training, no punishment
+    UNSURE = "unsure"  # the check could not be made: no credit, no training, no punishment
 
 
 class Severity(StrEnum):

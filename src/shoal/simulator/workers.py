@@ -129,7 +129,7 @@ class Worker:
     def _kind(self, row: NodeRow) -> str:
         if not row.on_probation:
             return "established"
-        judged = row.rejected + row.inconclusive
+        judged = row.rejected + row.unsure
         waits = row.unproven and self._handed_in > judged
         return f"newcomer of {self._crew.network}{', its first group is not judged' if waits else ''}"
 

@@ -1,7 +1,7 @@
 """Canaries: now and then a known cheat is judged beside honest work, and must be caught.
 
     accepted docket ─► a twin that differs in one thing and is surely bad ─► the same judge ─┬─ rejected: caught
-                                                                                            ├─ inconclusive: later
+                                                                                            ├─ unsure: later
                                                                                             └─ accepted: CanaryMissed
 
 A profile that is far too wide, an engine that computes nonsense, a check that was broken: each lets cheats pass without
@@ -81,7 +81,7 @@ class Canary:
     def _release(self, docket: Docket, loaded: LoadedPolicy) -> str | None:
         name, twin = self._twin(docket, loaded.engine)
         [verdict] = replace(self.judge, seen=Seen()).verdicts([twin], loaded)
-        if verdict.outcome is Outcome.INCONCLUSIVE:
+        if verdict.outcome is Outcome.UNSURE:
             return None
         if verdict.outcome is Outcome.ACCEPTED:
             passed = ", ".join(check.check for check in verdict.checks)

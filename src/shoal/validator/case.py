@@ -203,7 +203,7 @@ class Case:
     def accidents(self) -> npt.NDArray[np.bool_]:
         """Tokens that coarse arithmetic got quite wrong by itself: as many as the profile knows of, or none at all.
 
-        They are left out of everything else; that there are any makes the audit inconclusive.
+        They are left out of everything else; that there are any makes the audit unsure.
         """
         replay, profile, nothing = self.replayed, self.profile, np.zeros(len(self.tokens), dtype=np.bool_)
         if profile.accidents == 0:
@@ -289,7 +289,7 @@ Evidence = float | int | str
 class Finding:
     """What one check found. A failure carries a stable reason code and how sure it is (None: it costs credit only).
 
-    One that is `unsure` has not passed, and rejects nothing: the audit is inconclusive.
+    One that is `unsure` has not passed, and rejects nothing: then so is the verdict.
     """
 
     result: CheckResult

@@ -5,7 +5,7 @@
                                    ├─ light: as it is claimed ──────────────────────┐
                                    └─ full: replay (one prefill for all) ─► after ─┬┴─► objection, reward ─► accepted
                                               │ the engine fails on it             └──► rejected    (all at once)
-                                              └► inconclusive
+                                              └► unsure
     shown progress: a few of these checks on one rollout; rejected for certain, or no verdict (`progress`)
 
 What there was no time to score has no verdict: it is for later, or for somebody else. Pure but for the engine, the
@@ -114,18 +114,18 @@ class Judge:
         lease, engine = docket.lease, loaded.engine
         problem = self._environment_problem(lease)
         if problem:
-            return docket.inconclusive((), MACHINERY_ENVIRONMENT, problem, self.clock.now_ms())
+            return docket.unsure((), MACHINERY_ENVIRONMENT, problem, self.clock.now_ms())
         if lease.profile not in self.profiles:
             message = f"the validator has no profile for {lease.profile}, so it cannot tell rounding from cheating"
-            return docket.inconclusive((), MACHINERY_PROFILE, message, self.clock.now_ms())
+            return docket.unsure((), MACHINERY_PROFILE, message, self.clock.now_ms())
         profile = self.profiles[lease.profile]
         if engine.kind.rpartition("/")[2] not in profile.validators:
             message = f"the validator computes as {engine.kind}, and the profile of {lease.profile} is not for that"
-            return docket.inconclusive((), MACHINERY_PROFILE, message, self.clock.now_ms())
+            return docket.unsure((), MACHINERY_PROFILE, message, self.clock.now_ms())
         try:
             dialogue = dialogue_for(lease, loaded.files)
         except ConfigError as error:
-            return docket.inconclusive((), MACHINERY_ENVIRONMENT, str(error), self.clock.now_ms())
+            return docket.unsure((), MACHINERY_ENVIRONMENT, str(error), self.clock.now_ms())
         submission, problem = read_body(docket.body)
         case = Case(
             lease, submission, problem, engine.vocabulary_size, engine.hidden_size, profile, self.seen,
@@ -172,10 +172,10 @@ class Judge:
         docket, case, findings = entry.docket, entry.case, entry.findings
         if isinstance(replay, Exception):
             message = f"the validator's engine failed: {replay}"
-            return docket.inconclusive(findings, MACHINERY_PREFILL, message, self.clock.now_ms())
+            return docket.unsure(findings, MACHINERY_PREFILL, message, self.clock.now_ms())
         if replay is not None and not replay.is_finite:
             message = "the validator's own computation gave what is no number: the policy, or this machine, is broken"
-            return docket.inconclusive(findings, MACHINERY_PREFILL, message, self.clock.now_ms())
+            return docket.unsure(findings, MACHINERY_PREFILL, message, self.clock.now_ms())
         if replay is not None and docket.audit.depth == "progress":
             findings += run_all(SHOWN_AFTER_PREFILL, replayed(case, replay))
             return None if findings[-1].passed else docket.rejected(findings, self.clock.now_ms())
@@ -185,7 +185,7 @@ class Judge:
             entry.tally = case.tally
         last = findings[-1]
         if last.unsure:
-            return docket.inconclusive(findings, last.reason, last.result.message, self.clock.now_ms(), entry.tally)
+            return docket.unsure(findings, last.reason, last.result.message, self.clock.now_ms(), entry.tally)
         if not last.passed:
             return docket.rejected(findings, self.clock.now_ms(), entry.tally)
         return entry
@@ -206,7 +206,7 @@ class Judge:
             return None
         if isinstance(scored, ScoringFailure):
             log.warning("unit %d could not be scored: %s", case.lease.unit, scored)
-            return docket.inconclusive(findings, MACHINERY_REWARD, NOT_SCORED, self.clock.now_ms())
+            return docket.unsure(findings, MACHINERY_REWARD, NOT_SCORED, self.clock.now_ms())
         if scored.objection is not None:
             return docket.rejected([*findings, scored.objection], self.clock.now_ms(), tally)
         if case.replay is not None:  # what a light audit accepts may be anybody's: it must not speak against others

@@ -130,7 +130,7 @@ def _check_profiles(taken: Sequence[str], settings: ValidatorSettings) -> None:
     sentence += f'number format (validator.profiles, validator.dtype = "{settings.dtype}") it judges {", ".join(known)}'
     if len(blind) == len(taken):
         raise ConfigError(f"{sentence}; start it with the run's recipe")
-    log.warning("%s; such audits will be inconclusive", sentence)
+    log.warning("%s; such audits will be unsure", sentence)
 
 
 @contextmanager
@@ -303,7 +303,7 @@ class Validator:
             lost = [docket for docket in whole if self._misses[docket.audit.submission] >= POLICY_TRIES]
             message = f"the validator could not fetch policy {policy.label}: {error}"
             named = [self._judge.named(docket) for docket in lost]
-            self._report([each.inconclusive([], MACHINERY_POLICY, message, self._clock.now_ms()) for each in named])
+            self._report([each.unsure([], MACHINERY_POLICY, message, self._clock.now_ms()) for each in named])
             return None
 
     def _report(self, verdicts: Sequence[Verdict]) -> None:

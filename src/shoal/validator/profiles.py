@@ -93,7 +93,7 @@ class Profile(_Table):
     logprobs: LogprobLimits = LogprobLimits()
     likelihood: LikelihoodLimits = LikelihoodLimits()
     accidents: float = Field(
-        0.0, ge=0, lt=1, description="share of honest tokens that are quite wrong; such audits are inconclusive"
+        0.0, ge=0, lt=1, description="share of honest tokens that are quite wrong; such audits are unsure"
     )
     validators: tuple[str, ...] = Field(
         ("float32",),

@@ -43,7 +43,7 @@ def recheck(judge: Judge, kept: Kept, loaded: LoadedPolicy) -> Rechecked:
         submission=then.submission, size_bytes=len(kept.body), lease=kept.lease, received_at_ms=0, deadline_ms=0
     )
     verdicts = judge.verdicts([Docket(audit, lease, kept.body)], loaded)
-    if not verdicts or verdicts[0].outcome is Outcome.INCONCLUSIVE:
+    if not verdicts or verdicts[0].outcome is Outcome.UNSURE:
         why = f"{verdicts[0].reason}: {verdicts[0].message}" if verdicts else "its reward could not be computed"
         return Rechecked("unknown", f"this machine cannot decide about it ({why})")
     return _compared(then, verdicts[0])

@@ -1,4 +1,4 @@
-"""From findings to a verdict. Only a failed check rejects; a failure of the machinery is inconclusive."""
+"""From findings to a verdict. Only a failed check rejects; a failure of the machinery is unsure."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Docket:
             tally=tally,
         )
 
-    def inconclusive(
+    def unsure(
         self,
         findings: Sequence[Finding],
         reason: str,
@@ -87,7 +87,7 @@ class Docket:
         """The validator could not tell: no credit, no training, no punishment."""
         return self._verdict(
             now_ms,
-            outcome=Outcome.INCONCLUSIVE,
+            outcome=Outcome.UNSURE,
             reason=reason,
             message=message[:MESSAGE_LIMIT],
             checks=_results(findings),

@@ -38,8 +38,8 @@ class Earnings:
         self._told = self._told or now
         if now.rejected > before.rejected:
             log.warning("%s rejected: %s", _groups(now.rejected - before.rejected), self._why(now))
-        if now.inconclusive > before.inconclusive:
-            log.info("%s could not be judged; that costs nothing", _groups(now.inconclusive - before.inconclusive))
+        if now.unsure > before.unsure:
+            log.info("%s could not be judged; that costs nothing", _groups(now.unsure - before.unsure))
         if now.accepted > self._told.accepted and self._clock.monotonic_s() >= self._tell_at_s:
             log.info("%s", _gain(self._told, now))
             self._told, self._tell_at_s = now, self._clock.monotonic_s() + TELL_EVERY_S

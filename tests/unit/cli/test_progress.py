@@ -247,7 +247,7 @@ def test_a_run_without_any_group_says_so(tmp_path: Path) -> None:
 
 def test_a_run_whose_groups_could_not_be_judged_says_where_to_look(tmp_path: Path) -> None:
     rows = [{"step": 0, "groups": 0, "dropped_groups": 2}]
-    seen = status(submissions={"accepted": 2, "inconclusive": 248})
+    seen = status(submissions={"accepted": 2, "unsure": 248})
     lines = summary(written(tmp_path / "metrics.jsonl", *rows), seen, 1.0)
     assert lines[-1].startswith("nothing was trained on: 248 submissions could not be judged; logs/validator-0.log")
 

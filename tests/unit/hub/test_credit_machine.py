@@ -30,7 +30,7 @@ from shoal.runtime import crash
 
 INDEX = st.integers(0, 10**6)
 AGAIN = st.booleans()
-OUTCOMES = st.sampled_from([*[Outcome.ACCEPTED] * 5, Outcome.REJECTED, Outcome.INCONCLUSIVE])
+OUTCOMES = st.sampled_from([*[Outcome.ACCEPTED] * 5, Outcome.REJECTED, Outcome.UNSURE])
 WINDOW_S = 45
 PROVEN = 100  # audited fully one time in ten
 
@@ -238,7 +238,7 @@ def _records(row: SubmissionRow, joined_ms: int | None) -> list[dict[str, int]]:
     """What the ledger and its outbox may say about a submission in this state: each at most once. Rejections of before
     its node was in the ledger (`joined_ms`) are not recorded."""
     none = {"pending": 0, "credit": 0, "void": 0, "rejected": 0}
-    if row.state in UNDECIDED_SUBMISSIONS or row.state is SubmissionState.INCONCLUSIVE:
+    if row.state in UNDECIDED_SUBMISSIONS or row.state is SubmissionState.UNSURE:
         return [none]
     if row.state is SubmissionState.REJECTED:
         decided_ms = row.decided_at_ms or 0

@@ -178,7 +178,7 @@ class HubMachine(RuleBasedStateMachine):
 
     @rule(
         which=INDEX,
-        outcome=st.sampled_from([*[Outcome.ACCEPTED] * 5, Outcome.REJECTED, Outcome.INCONCLUSIVE]),
+        outcome=st.sampled_from([*[Outcome.ACCEPTED] * 5, Outcome.REJECTED, Outcome.UNSURE]),
         useful=st.sampled_from([True, True, True, False]),
         severity=st.sampled_from([None, Severity.STATISTICAL, Severity.CERTAIN]),
     )

@@ -62,7 +62,7 @@ class Schedule:
         self.random.shuffle(audits)
         for audit in audits:
             lease = Lease.model_validate(audit.lease.document)
-            others = [Outcome.INCONCLUSIVE, Outcome.REJECTED]  # without a severity: caught, and it works on
+            others = [Outcome.UNSURE, Outcome.REJECTED]  # without a severity: caught, and it works on
             outcome = Outcome.ACCEPTED if self.random.random() < 0.8 else self.random.choice(others)
             self.play.judge(audit, outcome, rewards_of(lease.unit, lease.policy.version, self.world))
 

@@ -68,11 +68,11 @@ def test_two_bodies_for_one_lease(bench: Bench) -> None:
 def test_one_verdict_sent_many_times_pays_once(bench: Bench) -> None:
     ok(bench.alice.submit(bench.alice.lease(fresh_request())[0]))
     (audit,) = bench.audits()
-    answers = at_once(*[lambda: bench.judge(audit)] * 4, lambda: bench.judge(audit, outcome=Outcome.INCONCLUSIVE))
+    answers = at_once(*[lambda: bench.judge(audit)] * 4, lambda: bench.judge(audit, outcome=Outcome.UNSURE))
     assert sum(answer.status_code == 200 for answer in answers) in (4, 1)
     view = next(view for view in bench.status().nodes if view.name == "alice")
     assert view.credit in (0, 6)
-    assert view.accepted + view.inconclusive == 1
+    assert view.accepted + view.unsure == 1
 
 
 def test_a_registration_sent_many_times_at_once_is_one_node(bench: Bench) -> None:

@@ -81,7 +81,7 @@ def test_a_worker_cannot_raise_that_alarm(bench: Bench) -> None:
 
 @pytest.mark.parametrize(("audited", "caught", "expected"), [(255, 0, 0), (256, 0, 1), (256, 1, 0)])
 def test_a_validator_that_meets_no_canary_is_untested(bench: Bench, audited: int, caught: int, expected: int) -> None:
-    beat(bench, accepted=audited - 2, rejected=1, inconclusive=1, canaries_caught=caught)
+    beat(bench, accepted=audited - 2, rejected=1, unsure=1, canaries_caught=caught)
     found = problems(bench)
     assert len(found) == expected
     assert all("256 audits" in problem for problem in found)
@@ -105,7 +105,7 @@ def test_a_disk_that_takes_nothing(bench: Bench, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize(("failed", "accepted", "expected"), [(7, 0, 0), (8, 100, 1), (8, 152, 0)])
 def test_a_validator_that_cannot_score_is_told(bench: Bench, failed: int, accepted: int, expected: int) -> None:
-    beat(bench, no_sample=failed, inconclusive=failed, accepted=accepted, canaries_caught=1)
+    beat(bench, no_sample=failed, unsure=failed, accepted=accepted, canaries_caught=1)
     found = problems(bench)
     assert len(found) == expected
     assert all(f"could not score {failed} of {failed + accepted} groups" in problem for problem in found)
@@ -118,7 +118,7 @@ def test_a_validator_that_abstains_is_told(bench: Bench) -> None:
 
 
 def test_what_could_not_be_scored_is_counted_in_status_and_metrics(bench: Bench) -> None:
-    beat(bench, no_sample=3, inconclusive=3, canaries_caught=1)
+    beat(bench, no_sample=3, unsure=3, canaries_caught=1)
     ok(bench.alice.call("POST", "/heartbeat", {"counters": {"no_sample": 40}}))
     assert bench.status().no_sample == 3
     assert "shoal_hub_no_sample 3.0" in bench.http.get("/metrics").text

@@ -109,13 +109,13 @@ class TestDepth:
         ok(bench.judge(audit, tally=Tally(tokens=6), **CAUGHT))
         assert node_of(bench, bench.bob).record == audit.record, "a rejection adds nothing"
 
-    def test_what_was_inconclusive_is_remembered_so_that_accidents_are_not_for_the_asking(self, bench: Bench) -> None:
+    def test_what_was_unsure_is_remembered_so_that_accidents_are_not_for_the_asking(self, bench: Bench) -> None:
         hand_in(bench, bench.bob)
         (audit,) = bench.audits()
-        seen = {"outcome": Outcome.INCONCLUSIVE, "reason": "sampling.accident", "tally": Tally(tokens=6, accidents=1)}
+        seen = {"outcome": Outcome.UNSURE, "reason": "sampling.accident", "tally": Tally(tokens=6, accidents=1)}
         ok(bench.judge(audit, (), **seen))
         node = node_of(bench, bench.bob)
-        assert (node.record, node.strikes, node.inconclusive) == (Tally(tokens=6, accidents=1), 0, 1)
+        assert (node.record, node.strikes, node.unsure) == (Tally(tokens=6, accidents=1), 0, 1)
 
     @pytest.mark.parametrize(
         "tally",
@@ -130,7 +130,7 @@ class TestDepth:
         hand_in(bench, bench.bob)
         (audit,) = bench.audits()
         assert code_of(bench.judge(audit, tally=tally)) == (422, "verdict.tally")
-        unsure = bench.judge(audit, (), outcome=Outcome.INCONCLUSIVE, tally=tally)
+        unsure = bench.judge(audit, (), outcome=Outcome.UNSURE, tally=tally)
         assert code_of(unsure) == (422, "verdict.tally"), "it would join the record all the same"
 
 

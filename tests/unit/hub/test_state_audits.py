@@ -165,11 +165,11 @@ class TestDuplicates:
         assert (refusal.value.status, refusal.value.code) == (409, "verdict.decided")
 
 
-class TestInconclusive:
+class TestUnsure:
     def test_nobody_is_paid_or_punished_and_the_unit_is_open_again(self) -> None:
-        commands = judge(case(), outcome=Outcome.INCONCLUSIVE)
+        commands = judge(case(), outcome=Outcome.UNSURE)
         (row,) = nodes_in(commands)
-        assert (row.inconclusive, row.strikes, row.credit) == (1, 0, 0)
+        assert (row.unsure, row.strikes, row.credit) == (1, 0, 0)
         after = units_in(commands)[0]
         assert (after.state, after.submission, after.version, after.failures) == (UnitState.OPEN, None, None, 1)
         assert of_type(commands, Record) == []
@@ -178,8 +178,7 @@ class TestInconclusive:
     def test_the_owner_is_told_once_a_step_that_nothing_can_be_judged(self, reason: str) -> None:
         texts = [f"unit {number}: ConnectError" for number in range(2)]
         first, second = (
-            of_type(judge(case(), outcome=Outcome.INCONCLUSIVE, reason=reason, message=text), RaiseAlarm)
-            for text in texts
+            of_type(judge(case(), outcome=Outcome.UNSURE, reason=reason, message=text), RaiseAlarm) for text in texts
         )
         assert first == second, "the same words for every group"
         assert first[0].code == f"unjudged.{reason}"
@@ -187,11 +186,11 @@ class TestInconclusive:
         assert "ConnectError" not in first[0].message
 
     def test_an_accident_of_rounding_is_no_alarm(self) -> None:
-        assert of_type(judge(case(), outcome=Outcome.INCONCLUSIVE, reason="sampling.accident"), RaiseAlarm) == []
+        assert of_type(judge(case(), outcome=Outcome.UNSURE, reason="sampling.accident"), RaiseAlarm) == []
 
     def test_a_worker_of_a_kind_that_the_validator_cannot_judge_never_voids_a_unit(self) -> None:
         tired = case(unit=replace(case().unit, failures=2))  # one more would void it
-        commands = judge(tired, outcome=Outcome.INCONCLUSIVE, reason="machinery.profile")
+        commands = judge(tired, outcome=Outcome.UNSURE, reason="machinery.profile")
         after = units_in(commands)[0]
         assert (after.state, after.failures) == (UnitState.OPEN, 2)
         assert [alarm.code for alarm in of_type(commands, RaiseAlarm)] == ["unjudged.machinery.profile"]
@@ -199,12 +198,12 @@ class TestInconclusive:
     def test_a_unit_that_nobody_can_check_is_given_up(self) -> None:
         tired = case(unit=replace(case().unit, failures=2))
         now = moment(progress=Progress(policy=policy(), dropped=8))
-        commands = judge(tired, now, outcome=Outcome.INCONCLUSIVE)
+        commands = judge(tired, now, outcome=Outcome.UNSURE)
         after = units_in(commands)[0]
         assert (after.state, after.reason, after.lost_step) == (UnitState.VOID, "attempts", 0)
         alarms = of_type(commands, RaiseAlarm)
         assert [alarm.code for alarm in alarms] == ["unit.attempts", "refill.exhausted"]
-        assert "step 0: units were given up, each after 3 inconclusive audits" in alarms[0].message
+        assert "step 0: units were given up, each after 3 unsure audits" in alarms[0].message
 
 
 class TestRejected:

@@ -36,9 +36,9 @@ def with_wrong_tokens(count: int) -> Submission:
     return msgspec.structs.replace(honest, rollouts=rollouts)
 
 
-def test_one_token_that_is_far_off_is_inconclusive_where_that_happens() -> None:
+def test_one_token_that_is_far_off_is_unsure_where_that_happens() -> None:
     verdict = judged(with_wrong_tokens(1))
-    assert (verdict.outcome, verdict.reason, verdict.severity) == (Outcome.INCONCLUSIVE, "sampling.accident", None)
+    assert (verdict.outcome, verdict.reason, verdict.severity) == (Outcome.UNSURE, "sampling.accident", None)
     assert verdict.tally.accidents == 1
     assert "it may be nobody's fault" in verdict.message
 
@@ -58,7 +58,7 @@ def test_too_many_of_late_are_a_failure_too() -> None:
     """One in this submission, but the node has had as many of them as no accident explains."""
     seldom = Tally(tokens=2000, entropy=4000.0, accidents=3)
     often = replace_tally(seldom, accidents=30)
-    assert judged(with_wrong_tokens(1), record=seldom).outcome is Outcome.INCONCLUSIVE
+    assert judged(with_wrong_tokens(1), record=seldom).outcome is Outcome.UNSURE
     assert judged(with_wrong_tokens(1), record=often).outcome is Outcome.REJECTED
 
 

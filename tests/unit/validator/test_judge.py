@@ -103,7 +103,7 @@ def test_which_rollout_of_a_newcomer_is_looked_at_first_is_drawn_anew_each_time(
 def test_a_first_look_that_the_engine_fails_on_decides_nothing() -> None:
     made, policy = counting(poison=lease(2).prompt_ids[0])
     first, second = judge().verdicts([of_newcomer(docket(lease(1))), of_newcomer(docket(lease(2)))], policy)
-    assert (first.outcome, second.outcome) == (Outcome.ACCEPTED, Outcome.INCONCLUSIVE)
+    assert (first.outcome, second.outcome) == (Outcome.ACCEPTED, Outcome.UNSURE)
     assert made.batches == [2, 1, 1, 24, 12, 12]
 
 
@@ -113,11 +113,11 @@ def test_nothing_to_prefill_calls_no_engine() -> None:
     assert made.batches == []
 
 
-def test_a_failing_engine_is_inconclusive_for_the_one_it_fails_on_and_rejects_nobody() -> None:
+def test_a_failing_engine_is_unsure_for_the_one_it_fails_on_and_rejects_nobody() -> None:
     made, policy = counting(poison=lease(2).prompt_ids[0])
     first, second, third = judge().verdicts([docket(lease(unit)) for unit in (1, 2, 3)], policy)
     assert (first.outcome, third.outcome) == (Outcome.ACCEPTED, Outcome.ACCEPTED)
-    assert (second.outcome, second.reason, second.severity) == (Outcome.INCONCLUSIVE, "machinery.prefill", None)
+    assert (second.outcome, second.reason, second.severity) == (Outcome.UNSURE, "machinery.prefill", None)
     assert "out of memory" in second.message
     assert made.batches == [36, 12, 12, 12]
 
@@ -125,7 +125,7 @@ def test_a_failing_engine_is_inconclusive_for_the_one_it_fails_on_and_rejects_no
 @pytest.mark.parametrize("task", ["t/broken", "t/nan", "unknown"])
 def test_a_scoring_failure_is_no_sample_and_never_zero(task: str) -> None:
     [verdict] = judge().verdicts([docket(lease(1, task=task))], loaded())
-    assert (verdict.outcome, verdict.reason, verdict.rewards) == (Outcome.INCONCLUSIVE, "reward.machinery", ())
+    assert (verdict.outcome, verdict.reason, verdict.rewards) == (Outcome.UNSURE, "reward.machinery", ())
     assert verdict.message
     assert all(check.passed for check in verdict.checks)
 
@@ -191,5 +191,5 @@ def test_a_validator_whose_own_numbers_are_none_rejects_nobody(monkeypatch: pyte
 
     monkeypatch.setattr(table.engine, "prefill", broken)
     [verdict] = judge().verdicts([docket(of)], table)
-    assert (verdict.outcome, verdict.reason) == (Outcome.INCONCLUSIVE, "machinery.prefill")
+    assert (verdict.outcome, verdict.reason) == (Outcome.UNSURE, "machinery.prefill")
     assert "no number" in verdict.message

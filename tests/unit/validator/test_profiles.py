@@ -48,7 +48,7 @@ def test_a_validator_that_rounds_more_coarsely_than_the_profile_allows_cannot_te
     key = "scripted/cpu/float32"
     narrow = BUILT_IN[key].model_copy(update={"validators": ("float64",)})
     [verdict] = Judge(LengthEnvironment(), {key: narrow}).verdicts([docket(lease())], loaded())
-    assert (verdict.outcome, verdict.reason) == (Outcome.INCONCLUSIVE, "machinery.profile")
+    assert (verdict.outcome, verdict.reason) == (Outcome.UNSURE, "machinery.profile")
     assert "scripted/cpu/float32" in verdict.message
 
 
@@ -130,7 +130,7 @@ def test_a_lease_of_a_kind_without_a_profile_is_judged_by_nobody() -> None:
     of = lease(1, profile="warp/tpu/int3")
     for depth in ("full", "light"):
         [verdict] = Judge(LengthEnvironment(), load_profiles()).verdicts([docket(of, depth=depth)], loaded())
-        assert (verdict.outcome, verdict.reason) == (Outcome.INCONCLUSIVE, "machinery.profile")
+        assert (verdict.outcome, verdict.reason) == (Outcome.UNSURE, "machinery.profile")
         assert "warp/tpu/int3" in verdict.message
 
 

@@ -19,6 +19,6 @@ def test_the_table_has_every_reason_that_the_checks_give() -> None:
     assert given == table
 
 
-def test_every_inconclusive_reason_is_explained() -> None:
+def test_every_unsure_reason_is_explained() -> None:
     constants = {value for name, value in vars(verdicts).items() if name.startswith("MACHINERY_")}
     assert constants == set(verdicts.MACHINERY)

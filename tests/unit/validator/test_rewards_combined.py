@@ -107,14 +107,14 @@ def test_a_length_budget_makes_of_the_score_what_the_formula_says(tmp_path: Path
 def test_another_length_target_than_the_units_is_not_scored(tmp_path: Path, claimed: int | None) -> None:
     environment = composed(tmp_path, length=LengthSettings(targets=(6,)))
     verdict = verdict_of(environment, leased(environment, length_target=claimed))
-    assert (verdict.outcome, verdict.reason) == (Outcome.INCONCLUSIVE, "machinery.environment")
+    assert (verdict.outcome, verdict.reason) == (Outcome.UNSURE, "machinery.environment")
     assert "length target" in verdict.message
 
 
 def test_a_length_target_without_a_budget_is_not_scored(tmp_path: Path) -> None:
     environment = composed(tmp_path)
     verdict = verdict_of(environment, leased(environment, length_target=4))
-    assert (verdict.outcome, verdict.reason) == (Outcome.INCONCLUSIVE, "machinery.environment")
+    assert (verdict.outcome, verdict.reason) == (Outcome.UNSURE, "machinery.environment")
 
 
 # ── judges ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -230,7 +230,7 @@ def test_what_a_failing_reward_function_says_is_in_no_verdict(tmp_path: Path, ca
     file.write_text(REWARD.replace("return", "raise ValueError(answer)\n    return"))
     environment = build(EnvironmentSettings(file=file))
     verdict = verdict_of(environment, leased(environment))
-    assert (verdict.outcome, verdict.reason) == (Outcome.INCONCLUSIVE, "reward.machinery")
+    assert (verdict.outcome, verdict.reason) == (Outcome.UNSURE, "reward.machinery")
     assert "secret" not in verdict.model_dump_json()
     assert "secret" in caplog.text
 
@@ -325,7 +325,7 @@ class Objecting(LengthEnvironment):
 def test_an_objection_rejects_its_group_alone_and_one_that_cannot_be_asked_for_is_no_sample() -> None:
     verdicts = Judge(Objecting(), load_profiles()).verdicts([docket(lease(unit)) for unit in (1, 2, 3)], loaded())
     assert [(verdict.outcome.value, verdict.reason) for verdict in verdicts] == [
-        ("accepted", ""), ("rejected", "environment.objection"), ("inconclusive", "reward.machinery"),
+        ("accepted", ""), ("rejected", "environment.objection"), ("unsure", "reward.machinery"),
     ]  # fmt: skip
 
 

@@ -80,7 +80,7 @@ def test_a_reason_that_is_not_there_is_said_to_be_so(caplog: pytest.LogCaptureFi
 
 def test_what_could_not_be_judged_is_no_blame(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
-    earnings = heard(StatusHub(), ManualClock(), {"inconclusive": 1})
+    earnings = heard(StatusHub(), ManualClock(), {"unsure": 1})
     assert "1 group could not be judged; that costs nothing" in caplog.text
     assert earnings.shut_out is None
 

@@ -283,7 +283,7 @@ def node_view(node: NodeRow, presence: Presence | None, rules: Rules, now_ms: in
         state=node.state,
         accepted=node.accepted,
         rejected=node.rejected,
-        inconclusive=node.inconclusive,
+        unsure=node.unsure,
         strikes=node.strikes,
         credit=node.credit,
         pending=node.pending,

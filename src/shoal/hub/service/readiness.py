@@ -27,7 +27,7 @@ NO_SAMPLE, ABSTAINED = "no_sample", "abstained"
 MANY_UNSCORED, UNSCORED_SHARE = 8, 0.05
 log = logging.getLogger("shoal.hub")
 
-AUDITED = ("accepted", "rejected", "inconclusive")
+AUDITED = ("accepted", "rejected", "unsure")
 
 
 class Readiness(Message):

@@ -259,7 +259,7 @@ def rule_of(row: SubmissionRow, severity: str, max_attempts: int) -> str:
         SubmissionState.RECEIVED.value: "not judged yet: it waits for a validator",
         SubmissionState.AUDITING.value: "not judged yet: a validator is at it",
         Outcome.ACCEPTED.value: f"accepted by a {row.depth} audit: one credit for each generated token",
-        Outcome.INCONCLUSIVE.value: "the check could not be made, and that is nobody's fault: no credit, no strike; "
+        Outcome.UNSURE.value: "the check could not be made, and that is nobody's fault: no credit, no strike; "
         f"after {max_attempts} of these the unit is given up",
         SubmissionState.PULLED.value: "was accepted; then its node failed an audit before this group was in a batch: "
         "it is not trained on",

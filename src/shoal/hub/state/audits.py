@@ -2,7 +2,7 @@
 
     received ─ claim ─► auditing ─ verdict ─► accepted ─► credit; unit accepted, dropped (equal rewards) or void (stale)
        ▲                   │                  rejected ─► strike, perhaps a ban; unit open again; see `pulls`
-       └── claim ran out ──┘                  inconclusive ─► nothing for anybody; unit open again
+       └── claim ran out ──┘                  unsure ─► nothing for anybody; unit open again
 
 The first verdict on a submission stands. The same outcome again, also from another validator, is harmless. What is to
 be audited fully cannot be accepted after a light audit; it can be rejected, for a failed check is a failed check.
@@ -105,7 +105,7 @@ def judge(moment: Moment, case: Case, ruling: Ruling) -> list[Command]:
     if verdict.outcome == Outcome.REJECTED:
         return commands + _reject(moment, case, ruling)
     record = reputation.of_late(case.node.record.plus(verdict.tally))  # so that accidents are not for the asking
-    counted = replace(case.node, inconclusive=case.node.inconclusive + 1, record=record)
+    counted = replace(case.node, unsure=case.node.unsure + 1, record=record)
     failed = fail(moment, [case.unit], verdict.reason) if _is_current(case) else []
     return [*commands, SaveNode(counted, case.node.state), *failed]
 
@@ -123,7 +123,7 @@ def _judge_again(submission: SubmissionRow, verdict: Verdict) -> list[Command]:
 def _require_fitting(rules: Rules, case: Case, verdict: Verdict) -> None:
     if (verdict.unit, verdict.node) != (case.submission.unit, case.submission.node):
         raise Refusal(422, "verdict.mismatch", "the verdict names another unit or node than its submission")
-    if verdict.outcome != Outcome.REJECTED:  # an inconclusive audit joins the record, too
+    if verdict.outcome != Outcome.REJECTED:  # an unsure audit joins the record, too
         _require_possible(rules, verdict.tally)
     if verdict.outcome != Outcome.ACCEPTED:
         return

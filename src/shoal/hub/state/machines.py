@@ -6,7 +6,7 @@
                   └──────────────────► submitted                 a late submission whose unit is still free
 
     lease       active ─► submitted | expired | released | void        expired ─► submitted (late, unit still free)
-    submission  received ⇄ auditing ─► accepted | rejected | inconclusive        accepted ─► pulled
+    submission  received ⇄ auditing ─► accepted | rejected | unsure        accepted ─► pulled
     node        active ⇄ suspended ─► banned        banned ─► active: a pardon by the run's owner
     evaluation  open ⇄ claimed ─► done | void        open ─► void: overtaken by a newer version
 
@@ -46,7 +46,7 @@ class SubmissionState(StrEnum):
     AUDITING = "auditing"
     ACCEPTED = "accepted"
     REJECTED = "rejected"
-    INCONCLUSIVE = "inconclusive"
+    UNSURE = "unsure"
     PULLED = "pulled"  # was accepted; then its node failed an audit, and it is not trained on
 
 
@@ -58,7 +58,7 @@ class EvaluationState(StrEnum):
 
 
 UNDECIDED_UNITS = frozenset({UnitState.OPEN, UnitState.LEASED, UnitState.SUBMITTED})
-OUTCOMES = frozenset({SubmissionState.ACCEPTED, SubmissionState.REJECTED, SubmissionState.INCONCLUSIVE})
+OUTCOMES = frozenset({SubmissionState.ACCEPTED, SubmissionState.REJECTED, SubmissionState.UNSURE})
 UNDECIDED_SUBMISSIONS = frozenset({SubmissionState.RECEIVED, SubmissionState.AUDITING})
 
 UNIT_MOVES: Mapping[UnitState, frozenset[UnitState]] = {
@@ -86,7 +86,7 @@ SUBMISSION_MOVES: Mapping[SubmissionState, frozenset[SubmissionState]] = {
     SubmissionState.AUDITING: frozenset({SubmissionState.RECEIVED, *OUTCOMES}),
     SubmissionState.ACCEPTED: frozenset({SubmissionState.PULLED}),
     SubmissionState.REJECTED: frozenset(),
-    SubmissionState.INCONCLUSIVE: frozenset(),
+    SubmissionState.UNSURE: frozenset(),
     SubmissionState.PULLED: frozenset(),
 }
 

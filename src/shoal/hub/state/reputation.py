@@ -3,7 +3,7 @@
     full audit passed ─► streak + 1, passed + 1; its tally joins the record
     light audit passed ─► nothing: it proved nothing
     rejected ─► streak 0; by a strike also passed 0: on probation again
-    inconclusive ─► nothing
+    unsure ─► nothing
 
 Only full audits raise the streak. If light ones did, a sleeper would need 200 honest submissions to be audited at 5 %,
 about 40 of them fully; so it needs about 2,000, because at p = 10/streak the next full audit is streak/10 submissions

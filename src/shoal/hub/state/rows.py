@@ -247,7 +247,7 @@ class NodeRow:
     state: NodeState = NodeState.ACTIVE
     accepted: int = 0
     rejected: int = 0
-    inconclusive: int = 0
+    unsure: int = 0
     certain: int = 0
     statistical: int = 0
     credit: int = 0

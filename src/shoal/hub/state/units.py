@@ -25,7 +25,7 @@ UNJUDGED = {
     "machinery.environment": "could not be scored, as a validator has another environment than the hub",
     "machinery.prefill": "could not be checked, as a validator's engine failed",
 }
-"""Reasons of inconclusive audits that their owner can mend. An accident of rounding is none."""
+"""Reasons of unsure audits that their owner can mend. An accident of rounding is none."""
 
 NOT_COUNTED = frozenset({"machinery.profile"})
 """Worker and validator do not match: not the unit's fault, and any worker could do that to any unit."""
@@ -56,7 +56,7 @@ def fail(moment: Moment, units: Sequence[UnitRow], reason: str = "") -> list[Com
         commands.append(SaveUnit(after, unit.state))
         given_up += after.state == UnitState.VOID
     if given_up:
-        tries = f"{rules.max_attempts} inconclusive audits"  # no unit's number: the same words are said once
+        tries = f"{rules.max_attempts} unsure audits"  # no unit's number: the same words are said once
         message = f"step {step}: units were given up, each after {tries}; look at the last verdicts"
         commands.append(RaiseAlarm(step, "unit.attempts", message, moment.now_ms))
         lost = replace(progress, failed=progress.failed + given_up)

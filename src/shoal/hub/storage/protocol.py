@@ -273,7 +273,7 @@ class StoryReader(Reader, Protocol):
         ...
 
     def submissions_of(self, node: str, refused: bool, limit: int) -> list[SubmissionRow]:
-        """What a node handed in, newest first; `refused`: only what was rejected, inconclusive or pulled."""
+        """What a node handed in, newest first; `refused`: only what was rejected, unsure or pulled."""
         ...
 
     def ledger_about(self, subject: str, but: Sequence[str], limit: int) -> list[LedgerEntry]:

@@ -28,7 +28,7 @@ from shoal.protocol import LedgerEntry, NodeState
 
 LEASES_TOLD = 200
 """The newest leases of a unit: one that nobody could do, or that was passed around, may have thousands."""
-REFUSED = (SubmissionState.REJECTED, SubmissionState.INCONCLUSIVE, SubmissionState.PULLED)
+REFUSED = (SubmissionState.REJECTED, SubmissionState.UNSURE, SubmissionState.PULLED)
 
 
 class SqlStoryReader(SqlReader):
