@@ -74,6 +74,12 @@ def difference(left: StoredCheckpoint, right: StoredCheckpoint, file: str = MODE
     return max(float((ours[name].double() - theirs[name].double()).abs().max()) for name in compared)
 
 
+def distance(left: StoredCheckpoint, right: StoredCheckpoint) -> float:
+    """The norm of the difference of all weights."""
+    ours, theirs = left.tensors(), right.tensors()
+    return sum(float((ours[name].double() - theirs[name].double()).square().sum()) for name in theirs) ** 0.5
+
+
 def rows(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (folder / "trainer" / "metrics.jsonl").read_text().splitlines()]
 
@@ -122,19 +128,34 @@ def test_a_checkpoint_is_loaded_by_any_number_of_processes(tmp_path: Path) -> No
     ids=["kl-recomputed", "bfloat16", "lora-kl", "lora-bfloat16"],
 )
 def test_every_kind_of_step_in_two_processes(tmp_path: Path, changes: dict[str, object]) -> None:
-    """The reference's pass, recomputed layers, rounded weights, adapters: as in one process, to what their rounding
-    allows. Then one process goes on where the two have ended."""
+    """The reference's pass, recomputed layers, rounded weights, adapters: as in one process. Then one process goes on
+    where the two have ended.
+
+    In bfloat16, sums of another order round otherwise, and AdamW may move a weight whose gradient is mostly rounding
+    the other way: any single weight may then be twice the learning rate off for each of 6 updates, on either side. So
+    the two processes may not be further from the float32 run than the one process is.
+    """
     torch.set_num_threads(1)
     settings = TrainerSettings.model_validate({**SHARED.model_dump(), **changes})
     run_crew(tmp_path / "two", 2, 3, settings)
-    limit = 2e-6 if settings.memory.precision == "float32" else 2e-3
-    assert difference(newest(tmp_path / "two"), alone(tmp_path / "one", 3, settings)) < limit
+    two, one = newest(tmp_path / "two"), alone(tmp_path / "one", 3, settings)
+    rounds = settings.memory.precision == "bfloat16"
+    wide = settings.model_copy(update={"memory": settings.memory.model_copy(update={"precision": "float32"})})
+
+    def check(ours: StoredCheckpoint, theirs: StoredCheckpoint, limit: float, steps: int) -> None:
+        if rounds:
+            exact = alone(tmp_path / "exact", steps, wide)
+            assert 0 < distance(ours, exact) <= 1.3 * distance(theirs, exact)
+        else:
+            assert difference(ours, theirs) < limit
+
+    check(two, one, 2e-6, 3)
     for ours, theirs in zip(rows(tmp_path / "two"), rows(tmp_path / "one"), strict=True):
-        assert ours["entropy"] == pytest.approx(theirs["entropy"], rel=1e-5 if limit < 1e-5 else 1e-2)
+        assert ours["entropy"] == pytest.approx(theirs["entropy"], rel=1e-2 if rounds else 1e-5)
         assert ours["padding_fraction"] == 0
     stored, expected = alone(tmp_path / "two", 4, settings), alone(tmp_path / "one", 4, settings)
     assert {value.dtype for value in stored.tensors().values()} == {torch.float32}
-    assert difference(stored, expected) < 2 * limit
+    check(stored, expected, 4e-6, 4)
     if settings.lora is not None:
         frozen = [name for name in expected.tensors() if "lora_" not in name]
         start = tiny_loaded(settings).model.state_dict()
