@@ -36,7 +36,6 @@ from shoal.errors import (
 from shoal.protocol import (
     Audit,
     AuditRequest,
-    HeartbeatReply,
     Outcome,
     PolicyRef,
     RefusedVerdict,
@@ -52,6 +51,7 @@ from shoal.runtime.limits import UNLIMITED_BYTES
 from shoal.runtime.lock import FolderLock
 from shoal.runtime.stop import StopToken
 from shoal.shardcast import Prefetch
+from shoal.validator.ahead import Ahead
 from shoal.validator.canary import Canary
 from shoal.validator.evaluating import Evaluating, SliceEvaluator
 from shoal.validator.judge import Judge
@@ -66,6 +66,7 @@ LOCK_WAIT_S = 5.0
 PORTION_BYTES = 32 * 1024 * 1024  # well below what the hub hands out in one answer
 MAX_LEFT = 1024
 POLICY_WAIT_S = 30.0  # how long a policy is fetched before its audits are left for another time
+NOT_READY_POLL_S = 1.0  # one long poll for audits while no policy is loaded: there is hardly anything to audit
 POLICY_TRIES = 3  # claims of one submission that may fail for want of its policy before it is given up
 
 
@@ -182,7 +183,8 @@ class Validator:
         self._most = settings.max_audits  # fewer while scoring does not get through as many in its time
         self._canary = Canary(judge, settings.canary_every)
         self.activity = Activity(clock)
-        self._heartbeat = RegularHeartbeat(client, settings.heartbeat_s, self.activity, _ignore)
+        self._ahead = Ahead(client, shelf, judge, settings.held_versions > 1, clock)
+        self._heartbeat = RegularHeartbeat(client, settings.heartbeat_s, self.activity, self._ahead.hear)
         evaluator = SliceEvaluator(judge.environment, judge.decoders, judge.scorer)
         self._evaluating = Evaluating(client, shelf, evaluator, self.activity, stop, clock)
 
@@ -201,16 +203,26 @@ class Validator:
                     with self._evaluating.auditing():
                         self.audit(reply.audits)
                     self._evaluating.measure(reply.evaluation)
+                    if not reply.audits:
+                        self._prepare()
             except DeadlineExceeded:
                 if not self._stop.is_set():
                     raise
+
+    def _prepare(self) -> None:
+        """Nothing is to be audited: get ready for what comes next."""
+        if self._ahead.newest is None:
+            self._heartbeat.once()  # the regular one may be seconds away
+        if self._ahead.is_due:
+            with self.activity.busy("loading the newest policy"):
+                self._ahead.prepare()
 
     def _request(self) -> AuditRequest:
         settings = self._settings
         left = (*tuple(self._misses)[-MAX_LEFT:], *self._foreign)
         return AuditRequest(
             max_audits=self._most,
-            wait_s=settings.audit_wait_s,
+            wait_s=settings.audit_wait_s if self._ahead.is_ready else min(NOT_READY_POLL_S, settings.audit_wait_s),
             left=left,
             evaluate=self._evaluating.readiness,
         )
@@ -226,11 +238,19 @@ class Validator:
             loaded = self._policy(policy, together)
             if loaded is None:
                 continue
+            began_s = self._clock.monotonic_s()
             with self.activity.busy(f"auditing {len(together)} groups of policy {policy.label}"):
                 verdicts = self._judge.verdicts(together, loaded)
                 done = {verdict.submission for verdict in verdicts}
                 self._release_canary([each for each in together if each.audit.submission in done], verdicts, loaded)
             self._report(verdicts)
+            self._ahead.rehearsed = True
+            oldest_ms = min(docket.audit.received_at_ms for docket in together)
+            log.info(
+                "%d submissions by policy %s judged and reported in %.2f s, %.2f s after the first of them came in",
+                len(together), policy.label, self._clock.monotonic_s() - began_s,
+                (self._clock.now_ms() - oldest_ms) / 1000,
+            )  # fmt: skip
             whole = sum(docket.audit.depth != "progress" for docket in together)
             self._pace(whole, sum(verdict.depth != "progress" for verdict in verdicts))
 
@@ -343,7 +363,3 @@ def _portions(audits: Sequence[Audit]) -> Iterator[Sequence[Audit]]:
         portion.append(audit)
     if portion:
         yield portion
-
-
-def _ignore(_reply: HeartbeatReply) -> None:
-    """A validator has nothing to learn from the hub's view of it."""

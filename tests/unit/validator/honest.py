@@ -108,7 +108,7 @@ class LengthEnvironment:
     digest = "e" * 64
 
     def tasks(self, split: str) -> list[Task]:
-        return []
+        return [self.task("t/0")]
 
     def task(self, task_id: str) -> Task:
         if not task_id.startswith("t/"):

@@ -8,9 +8,12 @@ from typing import Any
 
 import httpx
 import pytest
-from honest import HUB, POLICY, RUN, LengthEnvironment, docket, engine, lease
+from honest import HUB, POLICY, RUN, SAMPLING, LengthEnvironment, docket, engine, lease, weights
 
+from shoal.engines import Prefill
+from shoal.engines.scripted import ScriptedEngine
 from shoal.engines.shelf import EngineShelf, LoadedPolicy
+from shoal.environments import Score
 from shoal.errors import (
     CanaryMissed,
     CodecError,
@@ -18,6 +21,7 @@ from shoal.errors import (
     HubRefused,
     HubUnreachable,
     PolicyMismatch,
+    ScoringFailure,
     VersionNotFound,
 )
 from shoal.protocol import (
@@ -31,6 +35,7 @@ from shoal.protocol import (
     NodeView,
     Outcome,
     PolicyRef,
+    ProofParameters,
     RefusedVerdict,
     RoleCertificate,
     SignedDocument,
@@ -40,8 +45,11 @@ from shoal.protocol import (
     open_document,
     sign_document,
 )
+from shoal.rewards import DirectScorer, Job
+from shoal.runtime.clock import SystemClock
 from shoal.runtime.stop import StopToken
 from shoal.validator import Judge, Validator, ValidatorConfig, ValidatorSettings, load_profiles, run_validator
+from shoal.validator.ahead import Ahead
 from shoal.validator.verdicts import Docket
 
 KEY = SigningKey.from_seed(b"v" * 32)
@@ -49,6 +57,9 @@ KEY = SigningKey.from_seed(b"v" * 32)
 
 class _Info:
     run = RUN
+    sampling = SAMPLING
+    proof = ProofParameters()
+    group_size = 4
 
 
 class ListHub:
@@ -61,6 +72,7 @@ class ListHub:
         self.taken: list[Verdict] = []
         self.requests: list[AuditRequest] = []
         self.refuse_verdicts = False
+        self.newest: PolicyRef | None = None
 
     def run_info(self) -> _Info:
         return _Info()
@@ -70,7 +82,7 @@ class ListHub:
 
     def heartbeat(self, heartbeat: Heartbeat) -> HeartbeatReply:
         view = NodeView(node=KEY.node, name="v", role="validator", state=NodeState.ACTIVE)
-        return HeartbeatReply(node=view)
+        return HeartbeatReply(node=view, policy=self.newest)
 
     def audits(self, request: AuditRequest) -> AuditReply:
         self.requests.append(request)
@@ -125,6 +137,61 @@ def validator(hub: ListHub, shelf: EngineShelf | None = None, stop: StopToken | 
     judge = Judge(LengthEnvironment(), load_profiles())
     client: Any = hub
     return Validator(client, shelf or ListShelf(), judge, ValidatorSettings(max_audits=7), stop or StopToken())
+
+
+class Counted(ScriptedEngine):
+    """Counts its prefills."""
+
+    prefills = 0
+
+    def prefill(self, *arguments: Any) -> list[Prefill]:
+        self.prefills += 1
+        return super().prefill(*arguments)
+
+
+class OneShelf(ListShelf):
+    """The same engine for all policies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.engine = Counted()
+        self.engine.load_policy(POLICY, {tensor.name: tensor for tensor in weights(3.0)})
+
+    def get(self, ref: PolicyRef, deadline_s: float) -> LoadedPolicy:
+        self.asked.append(ref.version)
+        return LoadedPolicy(ref, self.engine, {})
+
+
+def test_an_idle_validator_loads_the_first_policy_and_rehearses_an_audit_before_the_first_submission() -> None:
+    hub, shelf = ListHub(AuditReply(waiting="nothing"), AuditReply(finished=True)), OneShelf()
+    hub.newest = POLICY
+    role = validator(hub, shelf)
+    role.run()
+    assert shelf.asked == [POLICY.version]
+    assert shelf.engine.prefills == 1
+    assert [request.wait_s for request in hub.requests] == [1.0, ValidatorSettings().audit_wait_s]
+    assert not hub.taken
+
+
+@pytest.mark.parametrize(("keeps_others", "asked"), [(True, [3, 4]), (False, [3])])
+def test_later_policies_are_loaded_ahead_only_where_there_is_room_for_several(
+    keeps_others: bool, asked: list[int]
+) -> None:
+    shelf, jobs = OneShelf(), []
+
+    class Scorer(DirectScorer):
+        def scores(self, given: Sequence[Job]) -> list[Score | ScoringFailure]:
+            jobs.extend(given)
+            return super().scores(given)
+
+    judge = Judge(LengthEnvironment(), load_profiles(), scorer=Scorer(LengthEnvironment()))
+    client: Any = ListHub()
+    ahead = Ahead(client, shelf, judge, keeps_others, SystemClock())
+    for version in (3, 3, 4):
+        client.newest = old(version)
+        ahead.hear(client.heartbeat(Heartbeat()))
+        ahead.prepare()
+    assert (shelf.asked, shelf.engine.prefills, len(jobs)) == (asked, 1, 1)
 
 
 class InNoTime(Judge):
