@@ -531,7 +531,7 @@ def doctor(
         calibration, written = run_calibration(options, how, lambda line: typer.echo(line, err=True))
         for line in calibration_report(calibration, written):
             typer.echo(line)
-        ok = ok and not any(calibration.failures.values())
+        ok = ok and not calibration.problems
     raise typer.Exit(0 if ok else 1)
 
 

@@ -13,20 +13,21 @@ from shoal.cli.doctor import Finding
 from shoal.client import ClientOptions, HubClient, split_join_url
 from shoal.client.known_hubs import known_root
 from shoal.client.weights import downloader_of
-from shoal.engines import choose, kind_of
+from shoal.engines import Engine, build, choose, kind_of
 from shoal.engines.registry import resolved
+from shoal.environments import EnvironmentSettings
+from shoal.environments import build as build_environment
 from shoal.errors import ConfigError, HubUnreachable
-from shoal.models import TensorView
+from shoal.models import BUILTIN, TensorView, TextTokenizer
 from shoal.protocol import ProofParameters, SigningKey
 from shoal.runtime.files import write_atomically
 from shoal.runtime.stop import StopToken
-from shoal.validator.calibrate import Calibration, Plan, calibrate
+from shoal.validator.calibrate import BLOCKS, Measurement, Plan, measure, openings, prompts_of
 from shoal.validator.profiles import load_profiles, to_toml
 from shoal.validator.selftest import SelfTest
 from shoal.validator.specimens import Machine
 
 POLICY_PATIENCE_S = 600.0
-ENOUGH_TOKENS = 50_000
 
 
 @dataclass(frozen=True)
@@ -120,33 +121,47 @@ class CalibrationOptions:
 
 def run_calibration(
     options: TrialOptions, how: CalibrationOptions, tell: Callable[[str], None]
-) -> tuple[Calibration, Path]:
-    """Measure, and write the profile. Nothing is overwritten."""
+) -> tuple[Measurement, Path]:
+    """Measure, and write the profile, unless cheats would pass. Nothing is overwritten."""
     if options.url is not None:
         raise ConfigError("a profile is measured on a model folder (--model), not on a run: leave the URL away")
     out = how.out or Path(kind_of("torch", options.device, options.dtype).replace("/", "-") + ".toml")
     if out.exists():
         raise ConfigError(f"{out} exists already: remove it, or give another file with --out")
+    files, tensors = _policy_of_folder(options.model, options.worker.dtype)
+    tokenizer = TextTokenizer(files)
+    is_builtin = options.model in BUILTIN  # the built-in model knows its own task only
+    environment = build_environment(EnvironmentSettings(name="sort"))
     plan = Plan(
-        model=options.model,
-        worker=options.worker,
-        validators=options.validators,
+        prompts=prompts_of(files, environment, how.tokens) if is_builtin else openings(tokenizer),
+        eos_token_id=tokenizer.eos_token_id,
         sequences=how.sequences,
         tokens=how.tokens,
         temperature=how.temperature,
+        model=options.model.rstrip("/").rpartition("/")[2],
+        date=datetime.now(UTC).date().isoformat(),
     )
-    calibration = calibrate(plan, tell, datetime.now(UTC).date().isoformat())
-    write_atomically(out, to_toml(calibration.profile).encode())
-    return calibration, out
+    engines = [_engine(machine, files, tensors) for machine in (options.worker, *options.validators)]
+    validators = dict(zip(map(str, options.validators), engines[1:], strict=True))
+    measured = measure(engines[0], validators, plan, tell, BLOCKS)
+    if not measured.problems:
+        write_atomically(out, to_toml(measured.profile).encode())
+    return measured, out
 
 
-def calibration_report(calibration: Calibration, out: Path) -> Iterator[str]:
+def _engine(machine: Machine, files: Mapping[str, bytes], tensors: Mapping[str, TensorView]) -> Engine:
+    engine = build("torch", files, machine.device, machine.dtype)
+    engine.load_policy(None, tensors)
+    return engine
+
+
+def calibration_report(measured: Measurement, out: Path) -> Iterator[str]:
     """What was measured, for people."""
-    profile = calibration.profile
-    for name, bands in calibration.bands.items():
+    profile = measured.profile
+    for name, bands in measured.bands.items():
         yield f"honest {profile.key}, seen by {name}: {bands.tokens} tokens, {bands.chunks} proofs"
         yield (
-            f"  dice      {bands.outside_rate:.2%} of tokens outside, by {bands.distance_max:.2g} at most"
+            f"  seeds     {bands.outside_rate:.2%} of tokens outside, by {bands.distance_max:.2g} at most"
             f" (limit {profile.sampling.distance:g})"
         )
         yield (
@@ -154,15 +169,16 @@ def calibration_report(calibration: Calibration, out: Path) -> Iterator[str]:
             f" (limit {profile.proofs.drift_mantissa:g})"
         )
         yield (f"  log-probabilities  off by {bands.logprob_max:.2g} at most (limit {profile.logprobs.largest:g})")
-        failures = calibration.failures[name]
-        yield f"  held out  {len(failures)} of {calibration.held_out} honest groups fail" + (
+        failures = measured.failures[name]
+        yield f"  {len(failures)} of {measured.groups} honest groups fail" + (
             f": {', '.join(sorted(set(failures)))}" if failures else ""
         )
-    if min(bands.tokens for bands in calibration.bands.values()) < ENOUGH_TOKENS:
-        yield f"few tokens for a profile that strangers are judged by: give more --sequences ({ENOUGH_TOKENS:,} tokens)"
     yield "what this profile catches, by the number of tokens looked at:"
-    for cheat in dict.fromkeys((catch.cheat, catch.validator) for catch in calibration.catches):
-        mine = [catch for catch in calibration.catches if (catch.cheat, catch.validator) == cheat]
+    for cheat in dict.fromkeys((catch.cheat, catch.validator) for catch in measured.catches):
+        mine = [catch for catch in measured.catches if (catch.cheat, catch.validator) == cheat]
         shares = "  ".join(f"{catch.tokens}: {catch.by_either:.0%}" for catch in mine)
         yield f"  {cheat[0]:<18} seen by {cheat[1]:<14}  {shares}"
-    yield f"written to {out}; the run's owner adds it with validator.profiles = [{str(out)!r}]"
+    for problem in measured.problems:
+        yield f"refused: {problem}"
+    if not measured.problems:
+        yield f"written to {out}; the run's owner adds it with validator.profiles = [{str(out)!r}]"

@@ -47,10 +47,10 @@ from shoal.engines.memory import (
 )
 from shoal.engines.protocol import Chunks, Completion, GenerationRequest, Prefill, PrefillRequest, Respond
 from shoal.engines.rows import CachedRows, RecomputedRows, Rows, bytes_kept, decodes_with_cache, follows_with_cache
-from shoal.errors import PolicyMismatch, ResourceError
+from shoal.errors import ModelError, PolicyMismatch, ResourceError
 from shoal.models.load import model_from_files
 from shoal.models.logprobs import Head
-from shoal.models.state import apply_state, change_state
+from shoal.models.state import NARROWER, apply_state, change_state, policy_state
 from shoal.protocol import PolicyRef, ProofParameters, SamplingParameters, TensorView
 from shoal.sampling.sampler import sample, token_statistics
 from shoal.shardcast import ChangedValues
@@ -100,6 +100,26 @@ class TorchEngine:
         engine._setup(model, max_rows, max_prefill_tokens)
         engine._loaded = engine._shared = True
         return engine
+
+    def copied(self, files: Mapping[str, bytes], dtype: str) -> TorchEngine:
+        """Another engine on the same device with a copy of the policy in place, computing in `dtype`.
+
+        `files` describe the model. Weights that `dtype` cannot hold are a `ModelError`: nobody computes with rounded
+        ones.
+        """
+        self._refuse_unloaded()
+        model, state = model_from_files(files, dtype, self._model.device.type, filled=False), policy_state(self._model)
+        with torch.no_grad():
+            for name, target in policy_state(model).items():
+                source = state[name].to(target.device)
+                target.copy_(source)
+                if not torch.equal(target.to(source.dtype), source):
+                    raise ModelError(f"weight {name} has values that {dtype} cannot hold{NARROWER}")
+        return TorchEngine.wrap(model, self._max_rows)
+
+    @property
+    def model(self) -> Any:
+        return self._model
 
     def _setup(self, model: Any, max_rows: int, max_prefill_tokens: int | None) -> None:
         self._model = model

@@ -8,15 +8,13 @@ matrices of linear layers are rounded; embeddings, the output layer, norms and b
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from shoal.models.tensors import TensorView, as_numpy, from_numpy
-
-Matrix = npt.NDArray[np.float32]
 
 UNTOUCHED = ("embed", "lm_head", "norm")
 
@@ -29,27 +27,30 @@ class Quantization:
     group: int = 0
     offset: bool = False
 
-    def round(self, matrix: Matrix) -> Matrix:
-        """The nearest matrix that such weights can hold."""
+    def round(self, matrix: Any) -> Any:
+        """The nearest matrix that such weights can hold; of float32, a numpy array or a tensor of any device."""
         rows, columns = matrix.shape
         group = self.group if self.group and columns % self.group == 0 else columns
         grouped = matrix.reshape(rows, columns // group, group)
         rounded = self._with_offset(grouped) if self.offset else self._symmetric(grouped)
-        return rounded.reshape(rows, columns).astype(np.float32)
+        return rounded.reshape(rows, columns)
 
-    def _symmetric(self, grouped: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    def _symmetric(self, grouped: Any) -> Any:
         most = 2 ** (self.bits - 1) - 1
-        scale = np.abs(grouped).max(axis=-1, keepdims=True) / most
+        scale = _largest(abs(grouped)) / most
         scale[scale == 0] = 1
-        values: npt.NDArray[np.float32] = np.clip(np.rint(grouped / scale), -most, most) * scale
-        return values
+        return (grouped / scale).round().clip(-most, most) * scale
 
-    def _with_offset(self, grouped: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-        least = grouped.min(axis=-1, keepdims=True)
-        scale = (grouped.max(axis=-1, keepdims=True) - least) / (2**self.bits - 1)
+    def _with_offset(self, grouped: Any) -> Any:
+        least = -_largest(-grouped)
+        scale = (_largest(grouped) - least) / (2**self.bits - 1)
         scale[scale == 0] = 1
-        values: npt.NDArray[np.float32] = np.rint((grouped - least) / scale) * scale + least
-        return values
+        return ((grouped - least) / scale).round() * scale + least
+
+
+def _largest(values: Any) -> Any:
+    """Along the last axis, which stays."""
+    return values.amax(-1, keepdim=True) if hasattr(values, "amax") else values.max(axis=-1, keepdims=True)
 
 
 INT8 = Quantization(bits=8)
@@ -61,8 +62,13 @@ def quantized(tensors: Mapping[str, TensorView], how: Quantization) -> dict[str,
     return {name: _rounded(view, how) for name, view in tensors.items()}
 
 
+def is_rounded(name: str, shape: Sequence[int]) -> bool:
+    """Whether a weight of this name and shape is the matrix of a linear layer."""
+    return len(shape) == 2 and not any(part in name for part in UNTOUCHED)
+
+
 def _rounded(view: TensorView, how: Quantization) -> TensorView:
-    if len(view.shape) != 2 or any(part in view.name for part in UNTOUCHED) or view.dtype not in ("F32", "BF16"):
+    if not is_rounded(view.name, view.shape) or view.dtype not in ("F32", "BF16"):
         return view
     if view.dtype == "F32":
         return from_numpy(view.name, how.round(as_numpy(view).astype(np.float32)))

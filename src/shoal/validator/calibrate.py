@@ -1,29 +1,33 @@
-"""Measuring a profile: one kind of worker at work, seen by the validators of a run, and cheaper work seen the same way.
+"""Measuring limits: honest work of one kind of worker as validators see it, and cheaper work seen the same way.
 
-    model ─► worker's engine ─► honest groups ─► every validator's engine ─► bands ─► profile
-                     │                               │                                 │
-                     └─ int8, int4, T · 0.9, other dice ───┴──► after how many tokens is each of them caught?
+    policy ─► worker's engine ─► honest groups by several kernels ─► validators' engines ─► bands ─► limits
+                     │                                                       │
+                     └─ int8, int4, T · 0.9, other seeds ────────────────────┴─► is each caught soon enough?
 
-Half of the honest groups set the limits; the other half, never looked at before, must pass every check under them.
+A validator measures the policy of its run before it judges by it; `shoal doctor --calibrate` measures a model folder.
+Nothing that an untrusted node submitted is ever measured. Limits under which a cheat passes are refused (`BAR`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from shoal.engines import Completion, Engine, GenerationRequest, build
+from shoal.engines import Completion, Engine, GenerationRequest
+from shoal.engines.asking import Asking
 from shoal.engines.submission import submission_of
-from shoal.environments import EnvironmentSettings
-from shoal.environments import build as build_environment
-from shoal.errors import ConfigError
-from shoal.models import BUILTIN, TensorView, TextTokenizer
-from shoal.models.quantize import INT4, INT8, Quantization, quantized
+from shoal.environments import Environment
+from shoal.errors import ConfigError, UnusableTask
+from shoal.models import TextTokenizer
+from shoal.models.quantize import INT4, INT8, Quantization, is_rounded
 from shoal.protocol import Lease, ProofParameters, SamplingParameters
 from shoal.sampling import check_seeded
 from shoal.toploc import Comparisons, check_proofs, chunk_rows
@@ -32,14 +36,39 @@ from shoal.validator.case import Case, Replay
 from shoal.validator.checks import AFTER_PREFILL, run_checks
 from shoal.validator.profiles import Measured, Profile
 from shoal.validator.replay import part_of, replay_all
-from shoal.validator.specimens import Machine, Terms, seeds_of
+from shoal.validator.specimens import Terms, seeds_of
+
+log = logging.getLogger(__name__)
 
 Progress = Callable[[str], None]
+Prompts = Sequence[tuple[int, ...]]
 
 COOLER = 0.9
+INT8_NAME, INT4_NAME, COOLER_NAME, SEEDS_NAME = (
+    "int8 weights",
+    "int4 weights",
+    f"temperature {COOLER:g} T",
+    "other seeds",
+)
+BAR: Mapping[str, int] = {INT8_NAME: 512, COOLER_NAME: 256, INT4_NAME: 64, SEEDS_NAME: 64}
+"""Of blocks of so many tokens of each cheat `CAUGHT` must be caught, or the limits are refused."""
+CAUGHT = 0.99
+USUAL_ENTROPY = 1.0  # nats per token; where a policy leaves less choice, seeds and temperature show after more tokens
+HONEST_FAILING = 0.01  # of honest groups at most, or the limits are refused
 BLOCKS = (32, 64, 128, 256, 512, 1024, 2048)
-LARGEST_SHARE = 8  # a cheat's tokens are cut into at least so many of the largest blocks, if there are enough
-BATCH_GROUPS = 16
+RESAMPLED = 200  # blocks of each size, drawn from the chunks in several orders
+MOST_ORDERS = 32
+CHEAT_TOKENS = 32
+VARIANT_TOKENS = 16
+SMALL_BATCHES = (1, 8, 64)
+ENOUGH_TOKENS = 1024  # of one kernel, for bands of its own: fewer are counted with the others
+LEAST_SEQUENCES = 32
+MOST_SEQUENCES = 512
+SHORT_TOKENS = 64  # with shorter completions more of them are drawn
+LONGEST_PROMPT = 512
+PROMPTS_TRIED = 128
+DRAW_S = 10.0  # for one series of completions, where the machine is slow; the least is drawn all the same
+BATCH_GROUPS = 64
 OPENINGS = (
     "The most surprising thing about the sea is", "Once upon a time, in a small town,", "To bake good bread you need",
     "Question: what is 17 + 25?\nAnswer:", "In physics, energy is", "Dear Sir or Madam,", "def add(a, b):\n",
@@ -51,25 +80,34 @@ OPENINGS = (
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured: `sequences` completions of at most `tokens` tokens, in groups."""
+    """What is drawn: `sequences` completions of at most `tokens` tokens, in groups, after these prompts."""
 
-    model: str
-    worker: Machine
-    validators: tuple[Machine, ...]
+    prompts: Prompts
+    eos_token_id: int
     sequences: int = 256
-    tokens: int = 128
+    tokens: int = 64
     group_size: int = 8
     temperature: float = 1.0
     proof: ProofParameters = field(default_factory=ProofParameters)
+    model: str = ""
+    date: str = ""
 
     def __post_init__(self) -> None:
-        if self.sequences < 4 * self.group_size:
-            raise ConfigError(f"a calibration needs at least {4 * self.group_size} sequences, not {self.sequences}")
+        if self.sequences < LEAST_SEQUENCES or self.sequences < 4 * self.group_size:
+            least = max(LEAST_SEQUENCES, 4 * self.group_size)
+            raise ConfigError(f"a calibration needs at least {least} sequences, not {self.sequences}")
+
+    def rows(self, tokens: int, token_row_s: float) -> int:
+        """How many sequences of so many tokens are drawn: more of short ones, fewer where one takes long."""
+        wanted = self.sequences * max(1, SHORT_TOKENS // max(1, self.tokens))
+        affordable = int(DRAW_S / max(token_row_s * tokens, 1e-9))
+        rows = max(LEAST_SEQUENCES, 4 * self.group_size, min(wanted, affordable, MOST_SEQUENCES))
+        return rows - rows % self.group_size
 
 
 @dataclass(frozen=True)
 class Catch:
-    """Of blocks of about `tokens` tokens of some cheat, the share that the dice and the proofs caught."""
+    """Of blocks of about `tokens` tokens of some cheat, the share that seeds and proofs caught."""
 
     cheat: str
     validator: str
@@ -81,49 +119,113 @@ class Catch:
 
 
 @dataclass(frozen=True)
-class Calibration:
-    """The profile, and what it rests on. `failures`: honest held-out groups that a check would reject, by validator."""
+class Measurement:
+    """The limits of one kind, and what they rest on.
+
+    `bands` are those of each validator, `variants` those of each kernel or batch size. `failures` are the reasons for
+    which honest groups would be rejected, by validator. `problems` are why the limits must not be used, in words.
+    """
 
     profile: Profile
     bands: Mapping[str, Bands]
-    held_out: int
+    variants: Mapping[tuple[str, str], Bands]
+    groups: int
     failures: Mapping[str, list[str]]
     catches: tuple[Catch, ...]
+    problems: tuple[str, ...]
+    seconds: float
 
 
-def calibrate(plan: Plan, tell: Progress, date: str) -> Calibration:
-    """Measure; `tell` hears how far it is."""
-    subject = Subject(plan, tell)
+def measure(
+    worker: Engine,
+    validators: Mapping[str, Engine],
+    plan: Plan,
+    tell: Progress = log.debug,
+    sizes: Sequence[int] = (),
+) -> Measurement:
+    """Measure the kind of `worker` as `validators` see it. The worker's engine is no validator's: its weights change
+    meanwhile. Of blocks of `sizes` tokens, too, it is told how many are caught."""
+    began = time.monotonic()
+    subject = Subject(worker, plan, tell)
     honest = subject.honest()
-    cheats = {name: subject.cheating(cheat) for name, cheat in CHEATS.items()}
-    seen: dict[str, list[Case]] = {}
+    cheats = {name: subject.cheating(name, cheat) for name, cheat in CHEATS.items()}
+    seen: dict[str, dict[str, list[Case]]] = {}
     caught: dict[tuple[str, str], list[Case]] = {}
-    for machine in plan.validators:
-        tell(f"everything seen by {machine}")
-        engine = subject.engine(machine)
-        seen[str(machine)] = replayed(engine, honest)
-        for name, cases in {**cheats, "other dice": other_dice(honest)}.items():
-            caught[name, str(machine)] = replayed(engine, cases)
-    bands = {name: Bands.of(cases[::2]) for name, cases in seen.items()}
-    profile = _profile(plan, subject.worker.kind, bands, date)
-    failures = {name: failed_checks(cases[1::2], profile) for name, cases in seen.items()}
+    for machine, engine in validators.items():
+        tell(f"{worker.kind}: everything seen by {machine}")
+        seen[machine] = {name: replayed(engine, cases) for name, cases in honest.items()}
+        for name, cases in {**cheats, SEEDS_NAME: other_seeds(honest[MAIN])}.items():
+            caught[name, machine] = replayed(engine, cases)
+    variants = {(name, machine): Bands.of(cases) for machine, each in seen.items() for name, cases in each.items()}
+    bands = {machine: _widest(each) for machine, each in seen.items()}
+    profile = _profile(plan, worker.kind, bands)
+    every = {machine: [case for cases in each.values() for case in cases] for machine, each in seen.items()}
+    failures = {machine: failed_checks(cases, profile) for machine, cases in every.items()}
+    bar = bar_for(min(each.entropy_mean for each in bands.values()))
     catches = tuple(
-        catch for (name, machine), cases in caught.items() for catch in catches_of(name, machine, cases, profile)
+        catch
+        for (name, machine), cases in caught.items()
+        for catch in catches_of(name, machine, cases, profile, sorted({*sizes, bar[name]}))
     )
-    return Calibration(profile, bands, len(honest[1::2]), failures, catches)
+    groups = sum(len(cases) for cases in honest.values())
+    problems = (*_uncaught(catches, bar), *_rejected(groups, failures))
+    return Measurement(
+        profile, bands, variants, groups, failures, catches, problems, round(time.monotonic() - began, 1)
+    )
 
 
-def _profile(plan: Plan, key: str, bands: Mapping[str, Bands], date: str) -> Profile:
+def _widest(seen: Mapping[str, Sequence[Case]]) -> Bands:
+    """The bands of all kernels: each with enough tokens has its own, the others are counted with the main series.
+    A group of one row only has to pass: bands are of whole groups."""
+    large = {name: cases for name, cases in seen.items() if _tokens(cases) >= ENOUGH_TOKENS or name == MAIN}
+    small = [case for name, cases in seen.items() if name not in large for case in cases if len(case.lengths) > 1]
+    series = [[*cases, *small] if name == MAIN else cases for name, cases in large.items()]
+    return functools.reduce(Bands.joined, map(Bands.of, series))
+
+
+def _tokens(cases: Sequence[Case]) -> int:
+    return sum(case.generated for case in cases)
+
+
+def _profile(plan: Plan, key: str, bands: Mapping[str, Bands]) -> Profile:
     widest = functools.reduce(Bands.joined, bands.values())
     measured = Measured(
-        model=plan.model.rstrip("/").rpartition("/")[2],
+        model=plan.model,
         tokens=widest.tokens,
-        date=date,
+        date=plan.date,
         validators=tuple(bands),
         bands=widest.numbers(),
     )
-    formats = tuple(sorted({machine.dtype for machine in plan.validators}))
+    formats = tuple(sorted({machine.rpartition("/")[2] for machine in bands}))
     return limits_from(widest, key).model_copy(update={"measured": measured, "validators": formats})
+
+
+def bar_for(entropy: float) -> dict[str, int]:
+    """How many tokens each cheat may need: other seeds, or another temperature, show in tokens that left a choice."""
+    scarce = max(1.0, USUAL_ENTROPY / max(entropy, 1e-3))
+    return {name: round(BAR[name] * (scarce if name in (COOLER_NAME, SEEDS_NAME) else 1)) for name in BAR}
+
+
+def _uncaught(catches: Sequence[Catch], bar: Mapping[str, int]) -> Iterator[str]:
+    """The cheats that pass too often, in words."""
+    for cheat, machine in dict.fromkeys((catch.cheat, catch.validator) for catch in catches):
+        [share] = [
+            each.by_either
+            for each in catches
+            if (each.cheat, each.validator, each.tokens) == (cheat, machine, bar[cheat])
+        ]
+        if share < CAUGHT:
+            yield (
+                f"{cheat} would be caught in {share:.1%} of blocks of {bar[cheat]} tokens by {machine}, and must be in "
+                f"{CAUGHT:.0%}"
+            )
+
+
+def _rejected(groups: int, failures: Mapping[str, list[str]]) -> Iterator[str]:
+    for machine, reasons in failures.items():
+        if len(reasons) > HONEST_FAILING * groups:
+            reason = ", ".join(sorted(set(reasons)))
+            yield f"{len(reasons)} of {groups} honest groups would be rejected by {machine} ({reason})"
 
 
 @dataclass(frozen=True)
@@ -135,80 +237,118 @@ class Cheating:
 
 
 CHEATS: Mapping[str, Cheating] = {
-    "int8 weights": Cheating(weights=INT8),
-    "int4 weights": Cheating(weights=INT4),
-    f"temperature {COOLER:g} T": Cheating(temperature=COOLER),
+    INT8_NAME: Cheating(weights=INT8),
+    INT4_NAME: Cheating(weights=INT4),
+    COOLER_NAME: Cheating(temperature=COOLER),
 }
+MAIN = "main"
 
 
 class Subject:
-    """The worker that is measured: a model's weights, and the engine that draws from them."""
+    """The worker that is measured: an engine with the policy in place, which draws honest groups and others."""
 
-    def __init__(self, plan: Plan, tell: Progress) -> None:
-        from shoal.models.load import load_model
-        from shoal.models.state import policy_views
+    def __init__(self, worker: Engine, plan: Plan, tell: Progress) -> None:
+        self._worker, self._plan, self._tell = worker, plan, tell
+        self._token_row_s = 0.0
+        lengths = [len(prompt) for prompt in plan.prompts]
+        usual = max(set(lengths), key=lengths.count)
+        self._alike = [prompt for prompt in plan.prompts if len(prompt) == usual]
 
-        self._plan, self._tell = plan, tell
-        loaded = load_model(plan.model, plan.worker.dtype)
-        self._files = dict(loaded.files)
-        self._tensors: Mapping[str, TensorView] = policy_views(loaded.model)
-        self._eos = loaded.eos_token_id
-        self._prompts = _prompts(plan.model, loaded.tokenizer)
-        self.worker = self.engine(plan.worker)
+    def honest(self) -> dict[str, list[Case]]:
+        """Groups drawn by the worker as it is: many rows at a time, few, and with other kernels."""
+        plan, found = self._plan, dict[str, list[Case]]()
+        tokens = min(VARIANT_TOKENS, plan.tokens)
+        for rows in SMALL_BATCHES:
+            began = time.monotonic()
+            found[f"batch {rows}"] = self._drawn(f"batch {rows}", rows, tokens)
+            self._token_row_s = (time.monotonic() - began) / (rows * tokens)
+            if (time.monotonic() - began) * rows > DRAW_S:
+                break
+        found[MAIN] = self._drawn(MAIN, plan.rows(plan.tokens, self._token_row_s), plan.tokens)
+        for name, kernel in self._kernels():
+            try:
+                with kernel:
+                    rows = plan.rows(tokens, self._token_row_s)
+                    found[name] = self._drawn(name, rows, tokens, prompts=self._alike)
+            except RuntimeError as error:
+                log.debug("attention by %s cannot be measured here: %s", name, error)
+        return found
 
-    def engine(self, machine: Machine) -> Engine:
-        """An engine with the policy in place."""
-        engine = build("torch", self._files, machine.device, machine.dtype)
-        engine.load_policy(None, self._tensors)
-        return engine
+    def _kernels(self) -> Iterator[tuple[str, Any]]:
+        from shoal.engines.kernels import attention, attention_kernels
 
-    def honest(self) -> list[Case]:
-        return self._drawn("honest", self._plan.temperature, self._plan.sequences)
+        model = model_of(self._worker)
+        return ((name, attention(model, name)) for name in attention_kernels(model))
 
-    def cheating(self, how: Cheating) -> list[Case]:
-        """What a cheat hands in; as many tokens as the largest blocks need, but no more than honest ones."""
-        enough = LARGEST_SHARE * max(BLOCKS) // self._plan.tokens
-        sequences = min(self._plan.sequences, max(enough, 4 * self._plan.group_size))
-        if how.weights is not None:
-            self.worker.load_policy(None, quantized(self._tensors, how.weights))
-        try:
-            label = f"int{how.weights.bits}" if how.weights else f"temperature x {how.temperature:g}"
-            return self._drawn(label, self._plan.temperature * how.temperature, sequences)
-        finally:
-            self.worker.load_policy(None, self._tensors)
+    def cheating(self, name: str, how: Cheating) -> list[Case]:
+        """What a cheat submits; as many tokens as honest ones at most."""
+        tokens = min(CHEAT_TOKENS, self._plan.tokens)
+        with nullcontext() if how.weights is None else rounded(model_of(self._worker), how.weights):
+            return self._drawn(name, self._plan.rows(tokens, self._token_row_s), tokens, how.temperature)
 
-    def _drawn(self, label: str, temperature: float, sequences: int) -> list[Case]:
-        """Groups of this many sequences in all, drawn at `temperature` whatever their leases say."""
-        plan = self._plan
-        sampling = SamplingParameters(temperature=plan.temperature, max_new_tokens=plan.tokens, eos_token_id=self._eos)
-        terms = Terms(label, plan.group_size, sampling, plan.proof, self.worker.kind)
-        leases = [terms.lease(number, self._prompt(number)) for number in range(sequences // plan.group_size)]
-        drawn = sampling.model_copy(update={"temperature": temperature})
+    def _drawn(self, label: str, rows: int, tokens: int, temperature: float = 1.0, prompts: Prompts = ()) -> list[Case]:
+        """Groups of this many sequences in all, drawn at `temperature` times what their leases say."""
+        plan, prompts = self._plan, prompts or self._plan.prompts
+        sampling = SamplingParameters(
+            temperature=plan.temperature, max_new_tokens=tokens, eos_token_id=plan.eos_token_id
+        )
+        terms = Terms(label, min(rows, plan.group_size), sampling, plan.proof, self._worker.kind)
+        leases = [terms.lease(n, prompts[n % len(prompts)]) for n in range(rows // terms.group_size)]
+        drawn = sampling.model_copy(update={"temperature": plan.temperature * temperature})
         cases: list[Case] = []
         for start in range(0, len(leases), BATCH_GROUPS):
-            self._tell(f"{label}: {start * plan.group_size} of {sequences} sequences by {self.worker.kind}")
+            self._tell(f"{self._worker.kind}: {label}, {start * terms.group_size} of {rows} sequences")
             part = leases[start : start + BATCH_GROUPS]
             requests = [GenerationRequest(lease.prompt_ids, lease.seed_numbers, drawn) for lease in part]
-            groups = self.worker.generate(requests, plan.proof)
+            groups = self._worker.generate(requests, plan.proof)
             cases += [self._case(lease, group) for lease, group in zip(part, groups, strict=True)]
         return cases
 
-    def _prompt(self, number: int) -> tuple[int, ...]:
-        """Even groups and odd ones have no prompt in common: the ones set the limits, the others must keep them."""
-        side = self._prompts[number % 2 :: 2]
-        return side[number // 2 % len(side)]
-
     def _case(self, lease: Lease, group: Sequence[Completion]) -> Case:
-        worker = self.worker
+        worker = self._worker
         submission = submission_of(lease, group, worker.name)
         return Case(lease, submission, "", worker.vocabulary_size, worker.hidden_size, Profile(key=worker.kind))
 
 
-def _prompts(model: str, tokenizer: TextTokenizer) -> list[tuple[int, ...]]:
-    """Something to go on from: the built-in model knows its own task only, any other is given openings of all kinds."""
-    if model in BUILTIN:
-        tasks = build_environment(EnvironmentSettings(name="sort")).tasks("train")
-        return [tuple(tokenizer.encode(tasks[index].prompt)) for index in range(512)]
+def model_of(engine: Engine) -> Any:
+    """The model inside of an engine that computes with one of torch; others cannot be measured."""
+    model = getattr(engine, "model", None)
+    if model is None:
+        raise ConfigError(f"the engine {engine.name} has no model to measure")
+    return model
+
+
+@contextmanager
+def rounded(model: Any, how: Quantization) -> Iterator[None]:
+    """The matrices of a model's linear layers rounded to few bits, where they lie, and put back afterwards."""
+    from shoal.models.state import policy_state
+
+    kept = {name: each.clone() for name, each in policy_state(model).items() if is_rounded(name, each.shape)}
+    try:
+        for name, each in policy_state(model).items():
+            if name in kept:
+                each.copy_(how.round(each.float()))
+        yield
+    finally:
+        for name, each in policy_state(model).items():
+            if name in kept:
+                each.copy_(kept[name])
+
+
+def prompts_of(files: Mapping[str, bytes], environment: Environment, tokens: int) -> Prompts:
+    """Prompts of the run's own environment, none of them long; where it has none that can be asked, openings."""
+    asking, tasks = Asking(files, environment, tokens), environment.tasks("train")
+    found: list[tuple[int, ...]] = []
+    for index in range(min(len(tasks), PROMPTS_TRIED)):
+        try:
+            found.append(asking.ids(tasks[index])[-LONGEST_PROMPT:])
+        except UnusableTask:
+            continue
+    return found or openings(asking.encoder.tokenizer)
+
+
+def openings(tokenizer: TextTokenizer) -> Prompts:
+    """Prompts for a model of which nothing is known."""
     return [tuple(tokenizer.encode(text)) for text in OPENINGS]
 
 
@@ -224,8 +364,8 @@ def replayed(engine: Engine, cases: Sequence[Case]) -> list[Case]:
     return found
 
 
-def other_dice(cases: Sequence[Case]) -> list[Case]:
-    """Honest work handed in under seeds that did not draw it."""
+def other_seeds(cases: Sequence[Case]) -> list[Case]:
+    """Honest work submitted under seeds that did not draw it."""
     return [
         replace(
             case, lease=case.lease.model_copy(update={"seeds": seeds_of("other", case.lease.unit, len(case.seeds))})
@@ -240,38 +380,53 @@ def failed_checks(cases: Sequence[Case], profile: Profile) -> list[str]:
     return [finding.reason for finding in findings if not finding.passed]
 
 
-def catches_of(cheat: str, validator: str, cases: Sequence[Case], profile: Profile) -> Iterator[Catch]:
+def catches_of(
+    cheat: str, validator: str, cases: Sequence[Case], profile: Profile, sizes: Sequence[int]
+) -> Iterator[Catch]:
     """How much of it is caught, by the number of tokens looked at."""
-    for size in BLOCKS:
+    for size in sizes:
         answers = [caught(block, profile) for block in blocks_of(cases, size)]
         if answers:
-            dice, proofs = (float(np.mean([answer[i] for answer in answers])) for i in (0, 1))
+            sampling, proofs = (float(np.mean([answer[i] for answer in answers])) for i in (0, 1))
             either = float(np.mean([any(answer) for answer in answers]))
-            yield Catch(cheat, validator, size, len(answers), dice, proofs, either)
+            yield Catch(cheat, validator, size, len(answers), sampling, proofs, either)
 
 
-def caught(parts: Sequence[Replay], profile: Profile) -> tuple[bool, bool]:
-    """Whether dice and proofs would each reject these tokens."""
-    names = ("uniforms", "low", "high", "logprobs", "entropy")
-    uniforms, low, high, logprobs, entropy = (np.concatenate([getattr(p, name) for p in parts]) for name in names)
-    dice = check_seeded(uniforms, low, high, logprobs, profile.sampling, entropy_T=entropy)
-    return not dice.passed, not check_proofs(joined([part.comparisons for part in parts]), profile.proofs).passed
+def caught(block: Replay, profile: Profile) -> tuple[bool, bool]:
+    """Whether the check of seeds and that of proofs would each reject these tokens."""
+    seeds = check_seeded(
+        block.uniforms, block.low, block.high, block.logprobs, profile.sampling, entropy_T=block.entropy
+    )
+    return not seeds.passed, not check_proofs(block.comparisons, profile.proofs).passed
 
 
-def blocks_of(cases: Sequence[Case], size: int) -> Iterator[list[Replay]]:
-    """Cut what was handed in into blocks of at least `size` tokens, at the borders of proofs; the rest is left out."""
-    parts: list[Replay] = []
-    count = 0
-    for case in cases:
-        token, first_token, first_chunk = 0, 0, 0
-        rows = [row for length in case.lengths for row in chunk_rows(length, case.lease.proof.rows)]
-        for chunk, row in enumerate(rows):
-            token, count = token + row, count + row
-            if count >= size:
-                yield [*parts, part_of(case.replayed, slice(first_token, token), slice(first_chunk, chunk + 1))]
-                parts, count, first_token, first_chunk = [], 0, token, chunk + 1
-        if first_chunk < len(rows):
-            parts.append(part_of(case.replayed, slice(first_token, token), slice(first_chunk, len(rows))))
+def blocks_of(cases: Sequence[Case], size: int) -> Iterator[Replay]:
+    """Blocks of at least `size` tokens, made of whole chunks. Few tokens make few blocks, so that the chunks are put
+    together in several orders, the same ones every time."""
+    lengths = np.array(
+        [n for case in cases for length in case.lengths for n in chunk_rows(length, case.lease.proof.rows)]
+    )
+    if lengths.sum() < size:
+        return
+    everything, starts = end_to_end([case.replayed for case in cases]), np.cumsum(lengths) - lengths
+    made, random = 0, np.random.default_rng(0)
+    for _ in range(MOST_ORDERS):
+        order = random.permutation(len(lengths))
+        tokens = np.concatenate([np.arange(starts[chunk], starts[chunk] + lengths[chunk]) for chunk in order])
+        mixed, first_token, first_chunk = part_of(everything, tokens, order), 0, 0
+        for chunk, token in enumerate(np.cumsum(lengths[order]).tolist()):
+            if token - first_token >= size:
+                yield part_of(mixed, slice(first_token, token), slice(first_chunk, chunk + 1))
+                first_token, first_chunk, made = token, chunk + 1, made + 1
+        if made >= RESAMPLED:
+            return
+
+
+def end_to_end(replays: Sequence[Replay]) -> Replay:
+    """Those of all submissions, one after the other."""
+    names = [each.name for each in dataclasses.fields(Replay) if each.name != "comparisons"]
+    columns = {name: np.concatenate([getattr(replay, name) for replay in replays]) for name in names}
+    return Replay(**columns, comparisons=joined([replay.comparisons for replay in replays]))
 
 
 def joined(comparisons: Sequence[Comparisons]) -> Comparisons:

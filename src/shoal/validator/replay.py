@@ -21,7 +21,7 @@ from shoal.errors import ShoalError
 from shoal.protocol import ProofParameters
 from shoal.sampling.stream import uniforms_at
 from shoal.toploc import Comparisons, PointBatch, compare
-from shoal.validator.case import Case, Floats, Replay
+from shoal.validator.case import Case, Floats, Ints, Replay
 
 log = logging.getLogger(__name__)
 
@@ -88,10 +88,16 @@ def _dice(cases: Sequence[Case]) -> Floats:
     return uniforms_at(np.repeat(seeds, lengths), positions_T.astype(np.uint64))
 
 
-def part_of(replay: Replay, tokens: slice, chunks: slice) -> Replay:
-    """The replay of some of the tokens, and of the chunks that they make."""
+def part_of(replay: Replay, tokens: slice | Ints, chunks: slice | Ints) -> Replay:
+    """The replay of some of the tokens, and of the chunks that they make, in this order."""
     compared = replay.comparisons
-    parts = {field.name: getattr(compared, field.name)[chunks] for field in dataclasses.fields(compared)}
+    parts = {field.name: getattr(compared, field.name) for field in dataclasses.fields(compared)}
+    parts = {
+        name: [part[chunk] for chunk in chunks]
+        if isinstance(part, list) and not isinstance(chunks, slice)
+        else part[chunks]
+        for name, part in parts.items()
+    }
     return Replay(
         logprobs=replay.logprobs[tokens],
         low=replay.low[tokens],

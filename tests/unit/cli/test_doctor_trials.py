@@ -25,14 +25,25 @@ def test_a_calibration_writes_a_profile_and_overwrites_none(tmp_path: Path, caps
     arguments += ["--tokens", "10", "--out", str(out)]
     assert main(arguments) == 0
     shown = capsys.readouterr()
-    assert "held out  0 of 4 honest groups fail" in shown.out
+    assert "honest groups fail" in shown.out
     assert "int4 weights" in shown.out
-    assert "honest: 0 of 64 sequences" in shown.err
+    assert "main, 0 of 384 sequences" in shown.err
     profile = read_profile(out)
     assert profile.key == "torch/cpu/float32"
     assert main(arguments) == 2
     assert "mine.toml exists already" in capsys.readouterr().err
     assert read_profile(out) == profile
+
+
+def test_limits_under_which_cheaper_weights_pass_are_told_and_not_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The tiny model in bfloat16: its rounding hides int8 weights."""
+    out = tmp_path / "mine.toml"
+    arguments = ["doctor", "--folder", str(tmp_path), "--calibrate", "--device", "cpu", "--dtype", "bfloat16"]
+    assert main([*arguments, "--tokens", "10", "--against", "cpu/bfloat16", "--out", str(out)]) == 1
+    assert "refused: int8 weights would be caught in" in capsys.readouterr().out
+    assert not out.exists()
 
 
 @pytest.mark.parametrize(

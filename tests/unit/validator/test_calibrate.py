@@ -4,18 +4,34 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from shoal.errors import ConfigError
+from shoal.engines import Engine, build
+from shoal.engines.torch import TorchEngine
+from shoal.environments import EnvironmentSettings
+from shoal.environments import build as build_environment
+from shoal.errors import ConfigError, ModelError
 from shoal.models.load import load_model
-from shoal.models.state import policy_views
+from shoal.models.state import policy_state, policy_views
 from shoal.sampling import SeedTolerance
 from shoal.toploc import ProofTolerance
 from shoal.validator import bands as bands_module
 from shoal.validator import calibrate as calibrate_module
 from shoal.validator.bands import Bands, limits_from
-from shoal.validator.calibrate import Calibration, Catch, Plan, blocks_of, calibrate
+from shoal.validator.calibrate import (
+    BAR,
+    Catch,
+    Measurement,
+    Plan,
+    bar_for,
+    blocks_of,
+    measure,
+    model_of,
+    prompts_of,
+)
 from shoal.validator.profiles import BUILT_IN, LogprobLimits, load_profiles, read_profile, to_toml
 from shoal.validator.selftest import SelfTest, Trial
 from shoal.validator.specimens import Machine
@@ -24,34 +40,83 @@ CPU = Machine("cpu", "float32")
 LOOSE = {"sampling": SeedTolerance(distance=1.0, floor=0.0, outside_rate=0.999, outside_distance=1.0)}
 
 
+def engines(worker: str, validator: str, tokens: int = 12, **plan: Any) -> tuple[Engine, dict[str, Engine], Plan]:
+    """The tiny policy as a worker computes it, and as a validator does; how it is measured."""
+    weights = "float32" if (worker, validator) == ("float32", "float32") else "bfloat16"
+    loaded = load_model("tiny", weights)
+    engine = build("torch", loaded.files, "cpu", validator)
+    engine.load_policy(None, policy_views(loaded.model))
+    assert isinstance(engine, TorchEngine)
+    prompts = prompts_of(loaded.files, build_environment(EnvironmentSettings(name="sort")), tokens)
+    found = Plan(prompts, loaded.eos_token_id, tokens=tokens, model="tiny", date="2026-11-15", **plan)
+    return engine.copied(loaded.files, worker), {f"cpu/{validator}": engine}, found
+
+
 @pytest.fixture(scope="module")
-def measured() -> tuple[Calibration, list[str]]:
+def measured() -> tuple[Measurement, list[str]]:
     told: list[str] = []
-    return calibrate(Plan("tiny", CPU, (CPU,), sequences=512, tokens=12), told.append, "2026-11-15"), told
+    return measure(*engines("float32", "float32"), told.append, (64, 1024)), told
 
 
-def test_half_of_the_honest_groups_set_limits_that_the_other_half_keeps(
-    measured: tuple[Calibration, list[str]],
-) -> None:
-    calibration, _ = measured
-    assert calibration.held_out == 32
-    assert calibration.failures == {"cpu/float32": []}
-    assert 0 < calibration.bands["cpu/float32"].tokens < 32 * 8 * 12
+def test_float32_limits_pass_every_honest_group_and_are_accepted(measured: tuple[Measurement, list[str]]) -> None:
+    measurement, _ = measured
+    assert measurement.failures == {"cpu/float32": []}
+    assert measurement.problems == ()
+    assert measurement.groups > 150
+    assert measurement.bands["cpu/float32"].tokens > 2000
 
 
-def test_held_out_groups_that_fail_are_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Limits that honest work does not keep: the calibration must say so."""
+def test_every_batch_size_and_attention_kernel_is_measured(measured: tuple[Measurement, list[str]]) -> None:
+    names = [name for name, _ in measured[0].variants]
+    assert names == ["batch 1", "batch 8", "batch 64", "main", "eager", "math"]
+
+
+def test_in_bfloat16_another_kernel_widens_the_limits_and_limits_that_hide_int8_weights_are_refused() -> None:
+    """Written-out attention differs more from a validator's than its own kernel does; the tiny model's noise hides
+    int8 weights, and a cooler temperature."""
+    measurement = measure(*engines("bfloat16", "bfloat16"))
+    of = {name: bands for (name, _), bands in measurement.variants.items()}
+    assert of["eager"].exponent_rate > 1.5 * of["main"].exponent_rate
+    assert measurement.bands["cpu/bfloat16"].exponent_rate == of["eager"].exponent_rate
+    assert [problem.partition(" would")[0] for problem in measurement.problems] == ["int8 weights", "temperature 0.9 T"]
+    assert "of blocks of 512 tokens by cpu/bfloat16, and must be in 99%" in measurement.problems[0]
+
+
+def test_limits_that_honest_groups_do_not_keep_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     narrow = ProofTolerance(exponents=0.0, boundary=0, mantissa_median=0.0, mantissa_mean=0.0)
     too_narrow = BUILT_IN["torch/cpu/float32"].model_copy(
         update={"proofs": narrow, "logprobs": LogprobLimits(mean=1e-12, largest=1e-12)}
     )
     monkeypatch.setattr(calibrate_module, "limits_from", lambda _bands, _key: too_narrow)
-    calibration = calibrate(Plan("tiny", CPU, (CPU,), sequences=32, tokens=10), lambda _: None, "2026-11-15")
-    assert calibration.failures == {"cpu/float32": ["logprobs.mismatch"] * calibration.held_out}
+    measurement = measure(*engines("float32", "float32", 10, sequences=32))
+    assert set(measurement.failures["cpu/float32"]) == {"logprobs.mismatch"}
+    assert "honest groups would be rejected by cpu/float32 (logprobs.mismatch)" in measurement.problems[-1]
+
+
+def test_a_worker_is_measured_without_changing_the_validators_weights() -> None:
+    worker, validators, plan = engines("float32", "float32", sequences=32)
+    before = {name: each.clone() for name, each in policy_state(model_of(validators["cpu/float32"])).items()}
+    measure(worker, validators, plan)
+    for model in (model_of(validators["cpu/float32"]), model_of(worker)):
+        assert all(torch.equal(before[name], each) for name, each in policy_state(model).items())
+
+
+def test_weights_that_a_format_cannot_hold_are_not_rounded_for_it() -> None:
+    loaded = load_model("tiny")
+    engine = build("torch", loaded.files)
+    engine.load_policy(None, policy_views(loaded.model))
+    assert isinstance(engine, TorchEngine)
+    with pytest.raises(ModelError, match=r"bfloat16 cannot hold.*trainer\.publish_dtype"):
+        engine.copied(loaded.files, "bfloat16")
+
+
+def test_a_policy_of_little_entropy_shows_other_seeds_after_more_tokens() -> None:
+    assert bar_for(2.5) == BAR
+    assert bar_for(0.25) == {"int8 weights": 512, "int4 weights": 64, "temperature 0.9 T": 1024, "other seeds": 256}
 
 
 def test_the_profile_says_what_it_was_measured_on_and_survives_its_file(
-    measured: tuple[Calibration, list[str]], tmp_path: Path
+    measured: tuple[Measurement, list[str]], tmp_path: Path
 ) -> None:
     profile = measured[0].profile
     assert profile.key == "torch/cpu/float32"
@@ -62,27 +127,27 @@ def test_the_profile_says_what_it_was_measured_on_and_survives_its_file(
     assert load_profiles([tmp_path / "p.toml"])[profile.key] == profile
 
 
-def test_it_catches_cheaper_weights_by_proofs_and_other_dice_by_sampling(
-    measured: tuple[Calibration, list[str]],
+def test_it_catches_cheaper_weights_by_proofs_and_other_seeds_by_sampling(
+    measured: tuple[Measurement, list[str]],
 ) -> None:
     def share(cheat: str, tokens: int) -> Catch:
         [found] = [each for each in measured[0].catches if (each.cheat, each.tokens) == (cheat, tokens)]
         return found
 
     assert share("int4 weights", 64).by_proofs == 1.0
-    assert share("int8 weights", 1024).by_either == 1.0
-    assert share("other dice", 256).by_sampling == 1.0
-    assert share("other dice", 256).by_proofs == 0.0  # the weights are right
-    assert share("temperature 0.9 T", 512).by_sampling == 1.0
+    assert share("int8 weights", 512).by_either == 1.0
+    assert share("other seeds", 1024).by_sampling == 1.0
+    assert share("other seeds", 1024).by_proofs == 0.0  # the weights are right
+    assert share("temperature 0.9 T", 1024).by_sampling > 0.95
 
 
-def test_it_tells_how_far_it_is(measured: tuple[Calibration, list[str]]) -> None:
-    assert any("honest: 0 of 512" in line for line in measured[1])
+def test_it_tells_how_far_it_is(measured: tuple[Measurement, list[str]]) -> None:
+    assert any("main, 0 of 512 sequences" in line for line in measured[1])
     assert any("seen by cpu/float32" in line for line in measured[1])
 
 
 def test_limits_follow_what_was_seen_and_are_never_tighter_than_those_of_float32(
-    measured: tuple[Calibration, list[str]],
+    measured: tuple[Measurement, list[str]],
 ) -> None:
     quiet = measured[0].bands["cpu/float32"]
     wide = dataclasses.replace(
@@ -103,7 +168,7 @@ def test_limits_follow_what_was_seen_and_are_never_tighter_than_those_of_float32
     assert broad.certain.distance > broad.sampling.distance
 
 
-def test_bands_of_two_validators_are_joined_to_the_wider(measured: tuple[Calibration, list[str]]) -> None:
+def test_bands_of_two_validators_are_joined_to_the_wider(measured: tuple[Measurement, list[str]]) -> None:
     one = measured[0].bands["cpu/float32"]
     other = dataclasses.replace(one, distance_max=0.5, outside_probability_min=1e-5, tokens=one.tokens - 1)
     other = dataclasses.replace(other, seed_limits=SeedTolerance(distance=0.3))
@@ -118,14 +183,14 @@ def test_limits_are_rounded_up_to_three_digits(value: float, rounded: float) -> 
     assert bands_module._number(value) == pytest.approx(rounded)
 
 
-def test_bands_survive_work_with_nothing_outside(measured: tuple[Calibration, list[str]]) -> None:
+def test_bands_survive_work_with_nothing_outside(measured: tuple[Measurement, list[str]]) -> None:
     assert isinstance(measured[0].bands["cpu/float32"], Bands)
     assert list(blocks_of([], 32)) == []
 
 
 def test_too_few_sequences_are_refused() -> None:
     with pytest.raises(ConfigError, match="at least 32 sequences"):
-        Plan("tiny", CPU, (CPU,), sequences=8)
+        Plan([(3,)], 1, sequences=8)
 
 
 @pytest.mark.parametrize("text", ["cuda", "/float32", "cpu/"])
