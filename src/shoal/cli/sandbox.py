@@ -60,6 +60,24 @@ GPUS = ("nvidia*", "dri", "kfd", "dxg")
 KEPT = ("PATH", "LANG", "LC_ALL", "TERM", "TZ", "LD_LIBRARY_PATH", "SHOAL_DEBUG", "SHOAL_LOG_FORMAT", "SSL_CERT_FILE")
 KEPT_FAMILIES = ("CUDA_", "NVIDIA_", "OMP_", "MKL_", "PYTORCH_", "TORCH_", "ROCM_", "HIP_")
 SECRETS = ("KEY", "TOKEN", "SECRET", "PASSWORD")
+# Root could change these without a capability. All of /proc cannot be read only: CUDA writes to its threads' own files.
+KERNEL = tuple(
+    f"/proc/{name}"
+    for name in (
+        "acpi",
+        "asound",
+        "bus",
+        "driver",
+        "fs",
+        "irq",
+        "mtrr",
+        "pressure",
+        "scsi",
+        "sys",
+        "sysrq-trigger",
+        "tty",
+    )
+)
 TMP_BYTES = 2 * 2**30  # of /tmp and /dev/shm, which are memory
 _LIBC = ctypes.CDLL(None)  # loaded before a fork
 KEYCTL = {"x86_64": 250, "aarch64": 219}
@@ -176,7 +194,7 @@ def _options(folder: Path, sockets: Path) -> list[str]:
     size = ["--size", str(TMP_BYTES)] if "--size" in known else []
     words += ["--unshare-user", "--disable-userns"] if "--disable-userns" in known else []
     words += [*size, "--tmpfs", "/tmp"]
-    words += ["--proc", "/proc", "--remount-ro", "/proc", "--dev", "/dev"]
+    words += ["--proc", "/proc", *(word for path in KERNEL for word in ("--ro-bind-try", path, path)), "--dev", "/dev"]
     words += [*size, "--tmpfs", "/dev/shm"]
     for path in _read_only():
         link = path.is_symlink()
