@@ -201,7 +201,8 @@ class Downloader:
         held = {
             digest for digest, other in self._cache.held().items() if other.entries == manifest.entries
         }  # fmt: skip
-        return plan(manifest, held, lambda ref: self._between(ref, deadline), closed)
+        size = len(manifest.model_dump_json())  # that of a version in between is about as large
+        return plan(manifest, held, lambda ref: self._between(ref, deadline), closed, size)
 
     def _between(self, ref: PolicyRef, deadline: Deadline) -> PolicyManifest | None:
         found = self._cache.manifest(ref)

@@ -4,9 +4,10 @@
                a few MiB in memory           hashed; written if anchor                              ▲
                                                       a crash before this leaves the version before served
 
-A version is an anchor (its whole payload is offered) if it is the first, if a delta would not pay, or if the last
-anchor lies far enough back; all others are offered as deltas alone. Serving is somebody else's: `run_origin` in another
-process or thread, nginx, a bucket. They share only the folder.
+A version is an anchor (its whole payload is offered) if it is the first, if a delta would not pay, if the deltas from
+the last anchor are together larger than the payload, or if that anchor lies far enough back; all others are offered as
+deltas alone. Serving is somebody else's: `run_origin` in another process or thread, nginx, a bucket. They share only the
+folder.
 """
 
 from __future__ import annotations
@@ -190,7 +191,7 @@ class Origin:
     ) -> PolicyManifest:
         chunk_size = self._chunk_size(content)
         deltas = self._deltas(place, content, chunk_size)
-        anchor = self._must_be_anchor(place, deltas)
+        anchor = self._must_be_anchor(place, deltas, content.size_bytes)
         remembered = self._wants_deltas(content)
         writer = self._bases.writer(anchor) if remembered else None
         scratch = threading.local()
@@ -232,14 +233,20 @@ class Origin:
         """A small payload (an adapter) travels whole: one chunk more or less costs nobody anything."""
         return bool(content.entries) and content.size_bytes > self._settings.delta_from_bytes
 
-    def _must_be_anchor(self, place: Place, deltas: Sequence[Delta]) -> bool:
-        """Whether the whole payload has to be offered: so that every version kept can be reached from an anchor."""
-        known = self._known()
+    def _must_be_anchor(self, place: Place, deltas: Sequence[Delta], size_bytes: int) -> bool:
+        """Whether the whole payload has to be offered: so that every version kept can be reached from an anchor, by
+        deltas that are together no larger than the payload."""
+        known = {other: manifest for other, manifest in self._known().items() if other < place}
         last = max((other for other, manifest in known.items() if manifest.anchor), default=None)
         if last is None or last[0] != place[0] or place[1] - last[1] >= self._settings.anchor_every:
             return True
-        bases = [(delta.base.incarnation, delta.base.version) for delta in deltas]
-        return not any(last <= base and base in known for base in bases)
+        cost = {last: 0}  # of the deltas from there
+        between = {other: manifest.deltas for other, manifest in sorted(known.items()) if other > last}
+        for other, ways in (*between.items(), (place, deltas)):
+            bases = [((way.base.incarnation, way.base.version), way.size_bytes) for way in ways]
+            reached = [cost[base] + size for base, size in bases if base in cost]
+            cost[other] = min(reached, default=size_bytes + 1)
+        return cost[place] > size_bytes
 
     def _deltas(self, place: Place, content: Content, chunk_size: int) -> tuple[Delta, ...]:
         """The deltas that pay, written as chunks; none if not even the one to the version before does."""

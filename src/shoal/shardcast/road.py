@@ -21,6 +21,7 @@ from shoal.errors import VersionNotFound
 from shoal.protocol import Delta, PolicyManifest, PolicyRef
 
 MAX_STEPS = 64  # deltas applied in one go; their files are open at the same time
+SEARCH = 0.1  # of the payload's bytes: more manifests are not asked for once there is an anchor to begin with
 
 
 @dataclass(frozen=True)
@@ -65,10 +66,12 @@ def plan(
     held: Collection[str],
     manifest_of: Callable[[PolicyRef], PolicyManifest | None],
     closed: Collection[str] = (),
+    manifest_bytes: int = 0,
 ) -> Road:
     """The cheapest road to `target` from the payloads `held` (by digest), or from an anchor.
 
-    `closed`: the names of steps, and the digests of anchors, that have failed. Raises `VersionNotFound` if no road is
+    `closed`: the names of steps, and the digests of anchors, that have failed. `manifest_bytes`: what the manifest of a
+    version in between costs; of a tiny model it is not much less than a payload. Raises `VersionNotFound` if no road is
     left.
     """
     order = count()  # breaks ties, so that nothing else is ever compared
@@ -76,24 +79,28 @@ def plan(
     frontier: list[tuple[int, int, PolicyRef, tuple[Step, ...], PolicyManifest | None]] = []
     heapq.heappush(frontier, (ahead, next(order), target.policy, (), None))
     visited: set[PolicyRef] = set()
+    anchored = False
     while frontier:
         cost, _, ref, steps, whole = heapq.heappop(frontier)
         if whole is not None:
             return Road(ref, whole, steps)
         if ref.digest in held:
             return Road(ref, None, steps)
-        manifest = target if ref == target.policy else manifest_of(ref)
-        if ref in visited or manifest is None:
+        if ref in visited or (anchored and len(visited) * manifest_bytes > SEARCH * target.size_bytes):
             continue
         visited.add(ref)
+        manifest = target if ref == target.policy else manifest_of(ref)
+        if manifest is None:
+            continue
         for index, step in enumerate(steps):
             if step.manifest.policy.digest == ref.digest:  # the same weights under two numbers: nothing lies between
                 steps = steps[index + 1 :]
                 break
         if manifest.anchor and ref.digest not in closed:
+            anchored = True
             heapq.heappush(frontier, (cost - ahead + manifest.size_bytes, next(order), ref, steps, manifest))
         for step in (Step(manifest, delta) for delta in manifest.deltas):
             if step.name not in closed and len(steps) < MAX_STEPS:
-                total = cost + step.delta.size_bytes
+                total = cost + step.delta.size_bytes + (0 if step.delta.base.digest in held else manifest_bytes)
                 heapq.heappush(frontier, (total, next(order), step.delta.base, (step, *steps), None))
     raise VersionNotFound(f"there is no road to policy {target.policy.label}: no anchor leads to it any more")

@@ -44,8 +44,11 @@ class Web:
         self.asked.append(wanted.version)
         return self._known.get(wanted.version)
 
-    def road(self, target: int, held: Collection[int] = (), closed: Collection[str] = ()) -> Road:
-        return plan(self._known[target], {ref(version).digest for version in held}, self.manifest_of, closed)
+    def road(
+        self, target: int, held: Collection[int] = (), closed: Collection[str] = (), manifest_bytes: int = 0
+    ) -> Road:
+        here = {ref(version).digest for version in held}
+        return plan(self._known[target], here, self.manifest_of, closed, manifest_bytes)
 
 
 def versions(road: Road) -> list[int]:
@@ -90,6 +93,25 @@ def test_with_nothing_here_and_no_anchor_the_nearest_anchor_and_deltas() -> None
 def test_deltas_dearer_than_the_whole_are_not_taken() -> None:
     web = Web(manifest(1), manifest(2, _1=600), manifest(3, anchor=True, _2=600))
     assert versions(web.road(3, held=[1])) == [3]
+
+
+def test_manifests_of_a_tiny_model_count_as_what_they_cost() -> None:
+    """Ten deltas of 10 bytes and nine manifests of 150: more than the whole, which is offered."""
+    chain = [manifest(version, **{f"_{version - 1}": 10}) for version in range(2, 11)]
+    web = Web(manifest(1, anchor=True), *chain, manifest(11, anchor=True, _10=10))
+    assert versions(web.road(11, held=[1])) == list(range(1, 12))
+    web.asked.clear()
+    assert versions(web.road(11, held=[1], manifest_bytes=150)) == [11]
+    assert web.asked == []  # one manifest would have been more than a tenth of the whole
+    assert versions(web.road(10, held=[1], manifest_bytes=150)) == list(range(1, 11))  # there is no other way
+    assert versions(web.road(11, held=[10], manifest_bytes=150)) == [10, 11]  # for one delta none is asked for
+
+
+def test_a_search_for_deltas_ends_once_it_has_cost_a_tenth_of_the_whole() -> None:
+    chain = [manifest(version, **{f"_{version - 1}": 1}) for version in range(2, 60)]
+    web = Web(manifest(1, anchor=True), *chain, manifest(60, anchor=True, _59=1))
+    assert versions(web.road(60, held=[1], manifest_bytes=10)) == [60]
+    assert len(web.asked) == 10
 
 
 def test_a_closed_step_is_avoided_and_a_closed_anchor_too() -> None:

@@ -150,6 +150,32 @@ def test_a_delta_that_does_not_pay_is_not_offered(tmp_path: Path) -> None:
     assert other.deltas == ()
 
 
+def test_no_version_costs_more_than_twice_its_payload_however_large_the_deltas_are(
+    tmp_path: Path, serve: Serve
+) -> None:
+    """Deltas of a tenth of the payload pay one by one; fifteen of them and the anchor cost more than two payloads."""
+    run = Run(tmp_path / "origin", delta_strides=(1,))
+    manifests = [run.step(version, share=0.5) for version in range(1, 17)]
+    assert 0.05 < manifests[1].deltas[0].size_bytes / manifests[1].size_bytes < 0.6
+    url = serve(run.folder).url
+    for manifest in manifests[-5:]:
+        _, last = fetched(make_downloader([url], tmp_path / manifest.policy.label), manifest)
+        assert last.total_bytes <= 2 * manifest.size_bytes
+
+
+def test_a_client_of_a_tiny_model_takes_the_whole_rather_than_many_manifests(tmp_path: Path, serve: Serve) -> None:
+    run = Run(tmp_path / "origin", anchor_every=8, kept_versions=12, delta_strides=(1,))
+    server = serve(run.folder)
+    client = make_downloader([server.url], tmp_path / "client")
+    fetched(client, run.step(1))
+    newest = [run.step(version) for version in range(2, 10)][-1]
+    assert newest.anchor
+    assert len(newest.model_dump_json()) * 7 > 0.5 * newest.size_bytes  # the manifests in between would cost as much
+    payload, last = fetched(client, newest)
+    run.check(payload)
+    assert last.road == "all of policy 0.9"
+
+
 def test_a_small_payload_travels_whole(tmp_path: Path) -> None:
     """An adapter: below `delta_from_bytes` there is neither a delta nor a copy kept to make one from."""
     run = Run(tmp_path, delta_from_bytes=1 << 20)
