@@ -58,9 +58,11 @@ def export(
 ) -> None:
     """Write the ledger to a file; beside it the signed receipts and verdicts, and the hub's signed head."""
     from shoal.cli.accounting.exporting import export_ledger
+    from shoal.cli.accounting.places import evidence_file, head_file
 
     rows = export_ledger(where, out, wait_s)
-    typer.echo(f"wrote {rows:,} entries to {out}")
+    beside = [path.name for path in (evidence_file(out), head_file(out)) if path.exists()]
+    typer.echo(f"wrote {rows:,} entries to {out}" + (f", and beside it {' and '.join(beside)}" if beside else ""))
 
 
 @ledger.command()

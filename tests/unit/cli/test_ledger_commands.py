@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from hubrun import batch, earn, forged, hub_config, join, join_validator, make_folder, publish, record, serving
 
+from shoal.cli.accounting import places
 from shoal.cli.accounting.checking import check_ledger
 from shoal.cli.accounting.exporting import export_ledger, leave_ledger
 from shoal.cli.accounting.heads import CertifiedHead, KeptHead, kept_path
@@ -19,7 +20,7 @@ from shoal.cli.accounting.places import find_run
 from shoal.cli.folder import RunFolder
 from shoal.cli.main import main
 from shoal.cli.start import ledger_line
-from shoal.errors import LedgerError, UserError
+from shoal.errors import LedgerError, ResourceError, UserError
 from shoal.hub.service import Hub
 from shoal.ledger import append, head_of
 from shoal.protocol import LedgerEntry, SigningKey, Vouch, sign_document
@@ -312,6 +313,16 @@ def test_an_export_is_whole_or_not_there(run: Path, tmp_path: Path) -> None:
     assert list(tmp_path.glob("*ledger*")) == []
 
 
+def test_an_export_that_cannot_be_written_is_refused_before_the_hub_is_asked(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "ledger.jsonl.head").mkdir()
+    nowhere = "http://127.0.0.1:9"  # asking it would be another error
+    with pytest.raises(ResourceError, match="cannot write to the folder"):
+        export_ledger(nowhere, tmp_path / "file" / "ledger.jsonl", wait_s=0)
+    with pytest.raises(UserError, match="is a folder"):
+        export_ledger(nowhere, tmp_path / "ledger.jsonl", wait_s=0)
+
+
 def test_a_run_that_went_well_leaves_its_ledger_and_fails_for_nothing_else(run: Path) -> None:
     line = ledger_line(run)
     assert f"{run / 'ledger.jsonl'}: {len(rows(run))} entries" in line
@@ -320,14 +331,20 @@ def test_a_run_that_went_well_leaves_its_ledger_and_fails_for_nothing_else(run: 
     assert "could not be written out: there is no hub database" in ledger_line(run)
 
 
-def test_the_ledger_of_a_running_hub(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_ledger_of_a_running_hub(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = RunFolder.open(run)
     folder.assign_endpoints()
     with serving(folder) as url:
         checked = check_ledger(url)
         assert checked.pins[-1].source == "the hub's signed head"
         assert any("no source of this run could be asked" in note for note in checked.notes)
+        monkeypatch.setattr(places, "TELL_EVERY_S", 0.0)
         assert main(["ledger", "export", url, str(tmp_path / "o.jsonl")]) == 0
+        told = capsys.readouterr()
+        assert f"7 of {len(rows(run))} rows read\n" in told.err
+        assert told.out.endswith("o.jsonl, and beside it o.jsonl.evidence and o.jsonl.head\n")
         assert main(["ledger", "verify", str(run)]) == 0
         assert main(["ledger", "show", OWNER[:8], url, "--json"]) == 0
     said = capsys.readouterr().out

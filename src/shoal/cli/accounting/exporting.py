@@ -16,8 +16,10 @@ from shoal.runtime.files import ensure_folder, resource_error, sync_folder, writ
 
 def export_ledger(where: str, out: Path, wait_s: float = 3.0) -> int:
     """Write the ledger at `where` to `out` and the hub's signed head beside it; returns the number of rows."""
-    if out.is_dir():
-        raise UserError(f"{out} is a folder: name a file, for example {out / 'ledger.jsonl'}")
+    for path in (out, evidence_file(out), head_file(out)):
+        if path.is_dir():
+            raise UserError(f"{path} is a folder: name a file, for example {path / 'ledger.jsonl'}")
+    ensure_folder(out.absolute().parent)  # before anything is downloaded
     with closing(open_place(where, wait_s)) as place:
         return write_ledger(place, out)
 
@@ -31,7 +33,6 @@ def leave_ledger(path: Path) -> int:
 def write_ledger(place: Place, out: Path) -> int:
     """Streamed into hidden files, which take their names when they are complete and every hash fits."""
     signed, chain = place.signed_head(), Chain()
-    ensure_folder(out.absolute().parent)
     targets = [out] if place.missing_evidence() else [out, evidence_file(out)]
     hidden = [path.with_name(f".{path.name}.{os.getpid()}") for path in targets]
     try:

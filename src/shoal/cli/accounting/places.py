@@ -9,6 +9,8 @@ file    one entry per line; beside it, `FILE.evidence`: the signed documents beh
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -50,6 +52,7 @@ M = TypeVar("M", bound=Message)
 
 PAGE = 1000
 ASK_S = 10.0
+TELL_EVERY_S = 5.0
 MAX_LINE_BYTES = 2**20
 MANIFEST = "the manifest of policy "
 
@@ -141,7 +144,8 @@ class HubPlace:
 
     def entries(self) -> Iterator[LedgerEntry]:
         """Up to the head that was signed last: a running run continues meanwhile."""
-        return served_rows(self._client, -1, int(self._head.document["index"]))
+        last = int(self._head.document["index"])
+        return _counted(served_rows(self._client, -1, last), last + 1)
 
     def evidence(self, entries: Sequence[LedgerEntry]) -> dict[int, Evidence]:
         after, last, found = entries[0].index - 1, entries[-1].index, dict[int, Evidence]()
@@ -226,6 +230,21 @@ def served_rows(client: HubClient, after: int, last: int) -> Iterator[LedgerEntr
                 return
             yield entry
             after = entry.index
+
+
+def _counted(rows: Iterator[LedgerEntry], total: int) -> Iterator[LedgerEntry]:
+    """The same rows; stderr says every few seconds how many were read: a terminal in one line that changes."""
+    is_live, shown_s = sys.stderr.isatty(), time.monotonic()
+    every_s, start, end = (0.5, "\r", "") if is_live else (TELL_EVERY_S, "", "\n")
+    try:
+        for row in rows:
+            if time.monotonic() - shown_s >= every_s:
+                shown_s = time.monotonic()
+                print(f"{start}{row.index:,} of {total:,} rows read", end=end, file=sys.stderr, flush=True)
+            yield row
+    finally:
+        if is_live:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 def download(url: str, max_bytes: int) -> bytes:
