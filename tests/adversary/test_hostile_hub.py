@@ -326,7 +326,8 @@ def test_nothing_that_a_hub_says_does_anything_to_a_terminal(
         hub.answers["/run"] = (200, {"content-type": "text/html"}, NASTY.encode())
     assert main([hub.url if word == "URL" else word for word in words]) == code
     shown = capsys.readouterr()
-    assert "root@host#" in shown.out + shown.err, "the words themselves are shown"
+    page = path == "/run"  # of a page only its status is told
+    assert ("root@host#" in shown.out + shown.err) is not page, "the words themselves are shown"
     for line in (shown.out + shown.err).split("\n"):
         assert line.isprintable(), repr(line)
         assert not line.startswith("root@host#"), "no line of its own"

@@ -27,6 +27,7 @@ from shoal.cli.main import main
 from shoal.runtime import forwarder as forwarding
 from shoal.runtime import targets
 from shoal.runtime.forwarder import Forwarder
+from shoal.runtime.stop import StopToken
 from shoal.runtime.targets import PUBLIC_ONLY, Nearness, Reach, TargetRefused, connect, nearness, socket_name, way_out
 
 DEADLINE_S = 60
@@ -176,9 +177,25 @@ def with_one_that_may_not(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None
     (folder / "bwrap").chmod(0o755)
 
 
+def with_an_old_one(option: str) -> Callable[[Path, pytest.MonkeyPatch], None]:
+    """It makes every sandbox but one with this option."""
+    refusal = f"{option}) echo 'bwrap: Unknown option {option}' >&2; exit 1"
+
+    def prepare(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        with_one_that_may_not(folder, monkeypatch)
+        (folder / "bwrap").write_text(f"#!/bin/sh\nfor word; do case $word in {refusal};; esac; done\n")
+
+    return prepare
+
+
 @pytest.mark.parametrize(
     ("prepare", "complaint"),
-    [(without_bubblewrap, "install bubblewrap"), (with_one_that_may_not, "allow user namespaces")],
+    [
+        (without_bubblewrap, "install bubblewrap"),
+        (with_one_that_may_not, "allow user namespaces"),
+        (with_an_old_one("--disable-userns"), "Install bubblewrap 0.8 or newer"),
+        (with_an_old_one("--size"), "Install bubblewrap 0.8 or newer"),
+    ],
 )
 def test_without_a_sandbox_there_is_no_work(
     hub: HostileHub,
@@ -203,6 +220,30 @@ def test_the_exit_code_of_the_worker_is_passed_on(
     words = ["join", hub.url, "--engine", "scripted", "--no-check", "--sandbox", "--folder", str(tmp_path / "node")]
     assert main(words) == 6
     assert "go away" in capfd.readouterr().err
+
+
+DEAF_AT_FIRST = """
+import json, os, signal, sys
+told = []
+signal.signal(signal.SIGTERM, lambda *_: told.append(1) if not told else sys.exit(7))
+with os.fdopen(int(sys.argv[2]), "w") as info:
+    json.dump({"child-pid": os.getpid()}, info)
+while True:
+    signal.pause()
+"""
+
+
+def test_a_worker_that_misses_the_first_signal_while_it_starts_is_stopped_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first process of a sandbox hears no signal before it listens."""
+    program = tmp_path / "bwrap"
+    program.write_text(f"#!{sys.executable}\n{DEAF_AT_FIRST}")
+    program.chmod(0o755)
+    monkeypatch.setattr(sandbox, "STOP_EVERY_S", 0.1)
+    stop = StopToken()
+    stop.set("SIGTERM")
+    assert sandbox._watched([str(program)], stop, lambda: None) == 7
 
 
 # ── the forwarder ────────────────────────────────────────────────────────────────────────────────────────────────

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import sys
 
-from pydantic import TypeAdapter
-
-from shoal.cli.join import JoinRequest, run_joined_worker
-from shoal.cli.main import guarded, is_verbose
+from shoal.runtime.stop import end_at_start
 
 
 def main() -> int:
+    end_at_start(["join"])
+    from pydantic import TypeAdapter
+
+    from shoal.cli.join import JoinRequest, run_joined_worker
+    from shoal.cli.main import guarded, is_verbose
+
     request = TypeAdapter(JoinRequest).validate_json(sys.argv[1])
     return guarded(lambda: run_joined_worker(request, is_verbose()), is_verbose())
 

@@ -35,7 +35,7 @@ from shoal.errors import ShoalError, UserError
 from shoal.runtime import crash
 from shoal.runtime.home import home
 from shoal.runtime.limits import MachineLimits
-from shoal.runtime.supervise import SUPERVISED, TOLD_TO_STOP_CODE
+from shoal.runtime.stop import SUPERVISED, TOLD_TO_STOP_CODE, end_at_start
 from shoal.runtime.text import printable, visible
 from shoal.trainer.ranks import tell_agent
 
@@ -53,8 +53,9 @@ app = typer.Typer(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code and lets no exception out."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    if arguments is None:
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # until a command listens itself, as to Ctrl-C
+    if arguments is None and not end_at_start(given):
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.default_int_handler)  # what a command has begun to write is removed
     return guarded(
         lambda: app(args=given, prog_name="shoal", standalone_mode=False), "--debug" in given or is_verbose()
     )

@@ -19,8 +19,8 @@ from shoal.errors import ConfigError
 from shoal.protocol import fingerprint
 from shoal.runtime import logs
 from shoal.runtime.limits import UNLIMITED_BYTES, MachineLimits
-from shoal.runtime.stop import StopToken, stop_on_signals
-from shoal.runtime.supervise import SUPERVISED, close_standard_input, follow_supervisor
+from shoal.runtime.stop import SUPERVISED, StopToken, stop_on_signals
+from shoal.runtime.supervise import close_standard_input, follow_supervisor
 
 if TYPE_CHECKING:
     from shoal.validator import ValidatorConfig

@@ -84,6 +84,7 @@ KEYCTL = {"x86_64": 250, "aarch64": 219}
 PROBE_S = 60.0
 LOOK_EVERY_S = 60.0
 TICK_S = 0.2
+STOP_EVERY_S = 5.0
 
 
 def run_in_sandbox(request: JoinRequest, urls: Sequence[str], stop: StopToken, folder: Path, root: str) -> int:
@@ -155,10 +156,11 @@ def _watched(command: Sequence[str], stop: StopToken, look: Callable[[], None]) 
         if time.monotonic() - looked_s >= LOOK_EVERY_S:
             looked_s = time.monotonic()
             look()
-    if code is None:
+    while code is None:
         with contextlib.suppress(ProcessLookupError):  # it has just ended by itself
-            os.kill(child, signal.SIGTERM)
-        code = process.wait()
+            os.kill(child, signal.SIGTERM)  # and again: before it listens, the sandbox's pid 1 hears no signal
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = process.wait(STOP_EVERY_S)
     return code if code >= 0 else 128 - code
 
 
@@ -183,19 +185,17 @@ def _probe(around: Sequence[str]) -> None:
         raise ResourceError(f"there is no sandbox here: {error}") from error
     if ran.returncode:
         said = printable(ran.stderr.decode(errors="replace").strip().rpartition("\n")[2])
-        raise ResourceError(f"the sandbox cannot be made here: {said or 'bwrap failed'}. {advice(said)}")
+        todo = "Install bubblewrap 0.8 or newer" if "Unknown option" in said else advice(said)
+        raise ResourceError(f"the sandbox cannot be made here: {said or 'bwrap failed'}. {todo}")
 
 
 def _options(folder: Path, sockets: Path) -> list[str]:
     """What the sandbox is made of. Whatever is not named here is not there."""
     words = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
     words += ["--die-with-parent", "--new-session", "--as-pid-1", "--hostname", "sandbox", "--cap-drop", "ALL"]
-    known = _known_options()
-    size = ["--size", str(TMP_BYTES)] if "--size" in known else []
-    words += ["--unshare-user", "--disable-userns"] if "--disable-userns" in known else []
-    words += [*size, "--tmpfs", "/tmp"]
+    words += ["--unshare-user", "--disable-userns", "--size", str(TMP_BYTES), "--tmpfs", "/tmp"]
     words += ["--proc", "/proc", *(word for path in KERNEL for word in ("--ro-bind-try", path, path)), "--dev", "/dev"]
-    words += [*size, "--tmpfs", "/dev/shm"]
+    words += ["--size", str(TMP_BYTES), "--tmpfs", "/dev/shm"]
     for path in _read_only():
         link = path.is_symlink()
         words += ["--symlink", str(path.readlink()), str(path)] if link else ["--ro-bind", str(path), str(path)]
@@ -203,15 +203,6 @@ def _options(folder: Path, sockets: Path) -> list[str]:
         words += ["--dev-bind-try", str(device), str(device)]
     words += ["--ro-bind", str(sockets), SOCKETS, "--bind", str(folder), str(folder)]
     return [*words, "--remount-ro", "/", "--chdir", str(folder)]
-
-
-def _known_options() -> set[str]:
-    """Of this bubblewrap: those before 0.8 neither limit a tmpfs nor forbid further user namespaces."""
-    try:
-        told = subprocess.run([_bubblewrap(), "--help"], capture_output=True, timeout=PROBE_S, check=False, text=True)
-    except (OSError, subprocess.TimeoutExpired):
-        return set()  # `_probe` says why
-    return set(told.stdout.split())
 
 
 def _read_only() -> list[Path]:

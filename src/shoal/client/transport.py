@@ -54,7 +54,6 @@ CLOCKS_AGREE_MS = 1_000
 HOUR_MS = 3_600_000
 MAX_CORRECTION_MS = 15 * HOUR_MS
 """Time zones reach 14 hours: a clock that shows local time as if it were UTC is no further off."""
-MAX_ERROR_TEXT = 200
 LEAST_ATTEMPT_S = 2.0  # a busy hub may take that long, however short somebody's patience is
 SHUT_OUT_CODES = ("node.banned", "node.suspended")
 
@@ -63,7 +62,8 @@ SHUT_OUT_CODES = ("node.banned", "node.suspended")
 class ClientOptions:
     """How long a call keeps trying (`patience_s`), how long one attempt may take, and the pauses in between.
 
-    A hub that does not answer for `tell_after_s` is mentioned in the log, once per call.
+    A hub that does not answer for `tell_after_s` is mentioned in the log, once per call. `retries_pages`: what no hub
+    answers (a page, a web server's 404) may come from somebody in the hub's place, for a while.
 
     >>> ClientOptions.of_a_person(10.0).patience_s
     10.0
@@ -73,6 +73,7 @@ class ClientOptions:
     connect_timeout_s: float = 10.0
     answer_timeout_s: float = 20.0
     tell_after_s: float = 3.0
+    retries_pages: bool = True
     backoff: Backoff = field(default_factory=Backoff)
 
     @classmethod
@@ -83,6 +84,7 @@ class ClientOptions:
             connect_timeout_s=max(1.0, min(10.0, wait_s)),
             answer_timeout_s=max(5.0, min(10.0, wait_s)),
             tell_after_s=math.inf,
+            retries_pages=False,
         )
 
     def with_patience(self, patience_s: float, hubs: int) -> ClientOptions:
@@ -118,12 +120,16 @@ RUN = Call("GET", "/run", max_bytes=2 * MIB)
 
 
 class _Again(Exception):
-    """This attempt failed in a way that another one may mend; `elsewhere`: at another hub, at once."""
+    """This attempt failed in a way that another one may mend; `elsewhere`: at another hub, at once. `is_page`: somebody
+    answered who is no hub, nor a proxy that says that its hub is away (5xx)."""
 
-    def __init__(self, message: str, after_s: float | None = None, elsewhere: bool = False) -> None:
+    def __init__(
+        self, message: str, after_s: float | None = None, elsewhere: bool = False, is_page: bool = False
+    ) -> None:
         super().__init__(message)
         self.after_s = after_s
         self.elsewhere = elsewhere
+        self.is_page = is_page
 
 
 class HubTime:
@@ -184,6 +190,10 @@ class Transport:
                     log.info("the hub at %s answers again, after %.0f s", url, self.clock.monotonic_s() - began)
                 return content
             except _Again as failure:
+                if failure.is_page and not self.options.retries_pages and len(self.hubs.urls) == 1:
+                    raise HubUnreachable(
+                        f"{url} {failure}; check the address, and whether a proxy or a network's login page answers"
+                    ) from failure
                 tried_s = self.clock.monotonic_s() - began
                 pause = self._pause_s(url, failure, attempt)
                 if tried_s + pause > self.options.patience_s:
@@ -305,14 +315,15 @@ def _sorted_out(response: httpx.Response, content: bytes) -> bytes:
         return content
     problem = _problem(content)
     busy = response.status_code == HTTPStatus.TOO_MANY_REQUESTS
-    if problem is None:
-        text = " ".join(content[:MAX_ERROR_TEXT].decode(errors="replace").split())
-        said = f"the hub's address answered {response.reason_phrase or 'an error'}: {text or 'no text'}"
-        sentence = f"{said} [HTTP {response.status_code}]"
+    is_page = problem is None and not busy and not response.is_server_error
+    if is_page:
+        sentence = f"answers, but it is no shoal hub [HTTP {response.status_code}]"
+    elif problem is None:
+        sentence = f"the hub's address answered {response.reason_phrase or 'an error'} [HTTP {response.status_code}]"
     else:
         sentence = f"{problem.message} [{problem.code}, HTTP {response.status_code}]"
     if busy or problem is None or response.is_server_error:
-        raise _Again(sentence, _retry_after_s(response) if busy else None, elsewhere=not busy)
+        raise _Again(sentence, _retry_after_s(response) if busy else None, elsewhere=not busy, is_page=is_page)
     refusal = ShutOut if problem.code in SHUT_OUT_CODES else HubRefused
     raise refusal(response.status_code, problem.code, problem.message)
 

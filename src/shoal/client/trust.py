@@ -121,9 +121,8 @@ def open_run_info(signed: SignedDocument, pinned: str | None, revoked: frozenset
     root_fingerprint = fingerprint(claimed_root)
     if pinned is not None and root_fingerprint != pinned:
         raise SignatureError(
-            f"the hub belongs to the root key {root_fingerprint}, but {pinned} was expected (by the join URL, or as "
-            "known_hubs.json remembers it of this address): this is another run or an impostor; ask the run's owner "
-            "for the whole join URL: a fingerprint behind # replaces what is remembered"
+            f"another run or an impostor answers at this address: its root key is {root_fingerprint}, not {pinned}; "
+            "ask the run's owner for the whole join URL and use that"
         )
     info = open_document(signed, RunInfo, signed.signed_by)  # well-formed; that its signer is the hub comes next
     _check_names(info, root_fingerprint)

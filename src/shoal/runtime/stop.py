@@ -3,13 +3,34 @@
 first signal ──► token.set: end in good order
 second ────────► a role: the process ends at once
                  a supervisor: token.hurry, so that it lives to kill what does not end, and to leave no child
+while a process starts, there is nothing to end in good order: the first signal ends it at once (`end_at_start`)
 """
 
 from __future__ import annotations
 
+import os
 import queue
 import signal
+from collections.abc import Sequence
 from types import FrameType
+
+SUPERVISED = "SHOAL_SUPERVISED"
+TOLD_TO_STOP_CODE = 130  # of a supervised process that a signal has ended: it is not done, whoever sent it
+ROLES = ("hub", "trainer", "validator", "relay", "worker", "join")
+
+
+def end_at_start(words: Sequence[str]) -> bool:
+    """Before the imports: from now on a signal ends the process at once, without a traceback, with the code that the
+    command has when it is stopped later. True for a role, which listens itself when it begins.
+
+    >>> end_at_start(["--help"])                                              # doctest: +SKIP
+    False
+    """
+    is_role = next((word for word in words if not word.startswith("-")), "") in ROLES
+    code = 0 if is_role and SUPERVISED not in os.environ else TOLD_TO_STOP_CODE
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: os._exit(code))
+    return is_role
 
 
 class Flag:

@@ -29,14 +29,12 @@ from typing import Literal
 from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.files import is_full, resource_error, write_atomically
 from shoal.runtime.retry import Backoff
-from shoal.runtime.stop import StopToken
+from shoal.runtime.stop import SUPERVISED, TOLD_TO_STOP_CODE, StopToken
 
 log = logging.getLogger(__name__)
 
-SUPERVISED = "SHOAL_SUPERVISED"
 HOPELESS_CODES = (2, 3, 5)  # see errors.py: the same would happen again
 SHUT_OUT_CODE = 6  # see errors.py: banned or suspended, which the run can do without
-TOLD_TO_STOP_CODE = 130  # of a supervised process that a signal has ended: it is not done, whoever sent it
 POLL_S = 0.1
 TAIL_BYTES = 4096
 

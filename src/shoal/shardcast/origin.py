@@ -6,8 +6,8 @@
 
 A version is an anchor (its whole payload is offered) if it is the first, if a delta would not pay, if the deltas from
 the last anchor are together larger than the payload, or if that anchor lies far enough back; all others are offered as
-deltas alone. Serving is somebody else's: `run_origin` in another process or thread, nginx, a bucket. They share only the
-folder.
+deltas alone. Serving is somebody else's: `run_origin` in another process or thread, nginx, a bucket. They share only
+the folder.
 """
 
 from __future__ import annotations

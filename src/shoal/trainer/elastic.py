@@ -30,8 +30,8 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous import registry as rendezvous
 
 from shoal.errors import ShoalError
-from shoal.runtime.stop import StopToken
-from shoal.runtime.supervise import HOPELESS_CODES, SUPERVISED, describe_exit
+from shoal.runtime.stop import SUPERVISED, StopToken
+from shoal.runtime.supervise import HOPELESS_CODES, describe_exit
 from shoal.trainer.ranks import TELLER
 
 log = logging.getLogger(__name__)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import signal
 import socket
 import subprocess
 import sys
@@ -25,7 +26,7 @@ from shoal.client.trust import run_id
 from shoal.errors import ConfigError, DeadlineExceeded, HubRefused, ResourceError
 from shoal.protocol import RoleCertificate, RunInfo, SamplingParameters, SigningKey, fingerprint, sign_document
 from shoal.runtime.config import parse_config
-from shoal.runtime.supervise import SUPERVISED, TOLD_TO_STOP_CODE
+from shoal.runtime.stop import SUPERVISED, TOLD_TO_STOP_CODE
 
 Shoal = Callable[..., subprocess.CompletedProcess[str]]
 NOWHERE = "http://127.0.0.1:9"  # the discard port: nobody listens there
@@ -340,6 +341,42 @@ def test_output_that_is_not_utf_8_ends_nothing() -> None:
     script = "from shoal.cli.main import main; main(['--version']); print(chr(0x2192), 'b', chr(0x2026))"
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, env=environment, timeout=60, check=True)
     assert b"? b ?" in ran.stdout
+
+
+SIGNALLED_AT_AN_IMPORT = """
+import os, sys
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            os.kill(os.getpid(), {number})
+
+sys.meta_path.insert(0, Finder())
+from shoal.cli.__main__ import begin
+sys.argv = ["shoal", *{words!r}]
+sys.exit(begin())
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    ("words", "module", "supervised", "code"),
+    [
+        (["join", NOWHERE], "shoal.cli.main", False, 0),
+        (["join", NOWHERE], "shoal.cli.join", False, 0),
+        (["--debug", "join", NOWHERE], "shoal.worker.loop", False, 0),
+        (["worker", "--dir", "nowhere"], "shoal.cli.roles", True, TOLD_TO_STOP_CODE),
+        (["status", NOWHERE], "shoal.cli.main", False, TOLD_TO_STOP_CODE),
+        (["status", NOWHERE], "shoal.cli.status", False, TOLD_TO_STOP_CODE),
+    ],
+)
+def test_a_signal_while_a_process_starts_ends_it_as_later_and_without_a_traceback(
+    words: list[str], module: str, supervised: bool, code: int, number: signal.Signals
+) -> None:
+    script = SIGNALLED_AT_AN_IMPORT.format(words=words, module=module, number=int(number))
+    environment = {**os.environ, **({SUPERVISED: "1"} if supervised else {})}
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, timeout=60)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (code, "", "")
 
 
 def test_a_supervised_role_that_a_signal_ends_does_not_look_done(tmp_path: Path) -> None:

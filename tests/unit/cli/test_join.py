@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -351,6 +352,19 @@ def test_an_unknown_cheat_of_a_folders_worker_is_refused_too(
 ) -> None:
     assert main(["worker", "--dir", str(tmp_path), "--cheat", "foo"]) == 2
     assert capsys.readouterr().err.startswith("shoal: there is no cheat 'foo'")
+
+
+def test_a_web_server_that_is_no_hub_is_called_one(tmp_path: Path) -> None:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), SimpleHTTPRequestHandler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_port}"
+    try:
+        message = one_line(run_shoal(tmp_path, "join", url, "--wait", "600", "--folder", "node"), 4)
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert message.startswith(f"{url} answers, but it is no shoal hub [HTTP 404]; check the address")
+    assert "<" not in message
 
 
 def test_a_fingerprint_that_is_not_the_hubs_is_refused(served: Served, tmp_path: Path) -> None:

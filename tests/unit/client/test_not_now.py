@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 
 import httpx
 import pytest
@@ -140,8 +141,27 @@ def test_behind_such_a_page_the_next_hub_is_asked(page: httpx.Response) -> None:
 
 def test_a_page_that_stays_is_told_in_the_end() -> None:
     hub = ScriptedHub(script=[httpx.Response(404, text="<h1>Not\nFound</h1>")] * 100)
-    with pytest.raises(HubUnreachable, match=r"<h1>Not Found</h1>.*check the address"):
+    with pytest.raises(HubUnreachable, match=r"answers, but it is no shoal hub \[HTTP 404\]; check the address"):
         hub.client(patience_s=20).status()
+    assert hub.stop.waits, "a worker asks again: the page may be a network's, for a while"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.status_code)
+def test_a_person_is_told_at_once_that_no_hub_answers(page: httpx.Response) -> None:
+    hub = ScriptedHub(script=[page])
+    client = hub.client()
+    client._transport = replace(client._transport, options=ClientOptions.of_a_person(10.0))
+    with pytest.raises(HubUnreachable, match="answers, but it is no shoal hub") as caught:
+        client.status()
+    assert hub.stop.waits == []
+    assert "<" not in str(caught.value)
+
+
+def test_a_person_waits_for_a_hub_that_its_proxy_cannot_reach() -> None:
+    hub = ScriptedHub(script=[httpx.Response(502, html="<h1>Bad Gateway</h1>"), answer(REPLY)])
+    client = hub.client()
+    client._transport = replace(client._transport, options=ClientOptions.of_a_person(10.0))
+    assert client.heartbeat(Heartbeat()) == REPLY
 
 
 # ── a hub that was restored from a backup ────────────────────────────────────────────────────────────────────────

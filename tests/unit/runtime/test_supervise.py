@@ -15,9 +15,8 @@ import pytest
 
 from shoal.errors import ResourceError
 from shoal.runtime.retry import Backoff
-from shoal.runtime.stop import StopToken
+from shoal.runtime.stop import TOLD_TO_STOP_CODE, StopToken
 from shoal.runtime.supervise import (
-    TOLD_TO_STOP_CODE,
     Ending,
     ProcessSpec,
     ProcessView,
@@ -339,7 +338,7 @@ def test_a_command_that_does_not_exist_is_one_sentence(bench: Bench) -> None:
 ORPHANAGE = """
 import sys
 from pathlib import Path
-from shoal.runtime.stop import StopToken
+from shoal.runtime.stop import TOLD_TO_STOP_CODE, StopToken
 from shoal.runtime.supervise import ProcessSpec, Supervisor
 folder = Path(sys.argv[1])
 child = (

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 import httpx
+import typer
 from pydantic import ValidationError
 
 from shoal.cli.accounting.heads import CertifiedHead
@@ -240,11 +241,11 @@ def _counted(rows: Iterator[LedgerEntry], total: int) -> Iterator[LedgerEntry]:
         for row in rows:
             if time.monotonic() - shown_s >= every_s:
                 shown_s = time.monotonic()
-                print(f"{start}{row.index:,} of {total:,} rows read", end=end, file=sys.stderr, flush=True)
+                typer.echo(f"{start}{row.index:,} of {total:,} rows read{end}", err=True, nl=False)
             yield row
     finally:
         if is_live:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+            typer.echo("\r\x1b[K", err=True, nl=False)
 
 
 def download(url: str, max_bytes: int) -> bytes:

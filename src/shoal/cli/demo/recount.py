@@ -29,8 +29,8 @@ from shoal.environments import EnvironmentSettings, Task, build
 from shoal.errors import DeadlineExceeded, EnvironmentSetupError, ModelError, ScoringFailure, ShoalError
 from shoal.runtime.clock import SystemClock
 from shoal.runtime.files import resource_error
-from shoal.runtime.stop import StopToken
-from shoal.runtime.supervise import SUPERVISED, describe_exit, follow_supervisor
+from shoal.runtime.stop import SUPERVISED, StopToken
+from shoal.runtime.supervise import describe_exit, follow_supervisor
 
 POLL_S = 0.05
 PROMPTS_AT_ONCE = 64
