@@ -105,7 +105,11 @@ def _hub(folder: RunFolder, _index: int, stop: StopToken) -> None:
         certificates=folder.certificates,
         sources=endpoints.sources,
         last_resort=endpoints.last_resort,
-        profiles=profile_keys(recipe.validator),
+        profiles=tuple(
+            kind
+            for kind in profile_keys(recipe.validator)
+            if recipe.validator.engine == "scripted" or not kind.startswith("scripted/")
+        ),
         pools=recipe.environment.pools,
         evaluation=EvaluationPlan(trainer.evaluate_every, trainer.evaluate_tasks) if measured else None,
         model=model_size(model, trainer.publish_dtype, *adapters),

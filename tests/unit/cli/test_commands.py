@@ -22,11 +22,13 @@ import forkkit
 from shoal.cli.folder import RunFolder
 from shoal.cli.main import command_names, explain, main
 from shoal.cli.recipe import Recipe, load_recipe
+from shoal.cli.roles import run_role
 from shoal.client.trust import run_id
 from shoal.errors import ConfigError, DeadlineExceeded, HubRefused, ResourceError
+from shoal.hub import HubConfig
 from shoal.protocol import RoleCertificate, RunInfo, SamplingParameters, SigningKey, fingerprint, sign_document
 from shoal.runtime.config import parse_config
-from shoal.runtime.stop import SUPERVISED, TOLD_TO_STOP_CODE
+from shoal.runtime.stop import SUPERVISED, TOLD_TO_STOP_CODE, StopToken
 
 Shoal = Callable[..., subprocess.CompletedProcess[str]]
 NOWHERE = "http://127.0.0.1:9"  # the discard port: nobody listens there
@@ -341,6 +343,19 @@ def test_output_that_is_not_utf_8_ends_nothing() -> None:
     script = "from shoal.cli.main import main; main(['--version']); print(chr(0x2192), 'b', chr(0x2026))"
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, env=environment, timeout=60, check=True)
     assert b"? b ?" in ran.stdout
+
+
+@pytest.mark.parametrize("engine", ["torch", "scripted"])
+def test_a_run_takes_scripted_work_only_where_its_validators_are_scripted(
+    tmp_path: Path, engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = RunFolder.prepare(tmp_path / "run", load_recipe(TINY, [f"validator.engine={engine}"]))
+    folder.assign_endpoints()
+    taken: list[HubConfig] = []
+    monkeypatch.setattr("shoal.hub.run_hub", lambda config, _stop, _ready: taken.append(config))
+    run_role(folder, "hub", StopToken())
+    assert ("scripted/cpu/float32" in taken[0].profiles) == (engine == "scripted")
+    assert "torch/cpu/float32" in taken[0].profiles
 
 
 SIGNALLED_AT_AN_IMPORT = """
