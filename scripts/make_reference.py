@@ -179,7 +179,7 @@ def reasons_page() -> str:
             *table,
             "",
             " ".join(after.split()) + "\n",
-            "## Inconclusive\n",
+            "## Unsure\n",
             "The validator could not tell. No credit, no training, no punishment; the unit is given out again.\n",
             "| reason | what it means |\n|---|---|",
             *(f"| {reason} | {meaning} |" for reason, meaning in verdicts.MACHINERY.items()),
