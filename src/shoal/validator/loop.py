@@ -22,6 +22,7 @@ from contextlib import closing, contextmanager
 from shoal.client import Activity, ClientOptions, HubClient, RegularHeartbeat
 from shoal.client.weights import Following, downloader_of
 from shoal.engines import build, check_policy, kind_of, warm_up
+from shoal.engines.memory import keep_to_share
 from shoal.engines.shelf import EngineShelf, LoadedPolicy
 from shoal.environments import identity_of, judges_of, require_scoring
 from shoal.errors import (
@@ -90,7 +91,7 @@ def _audit_with(client: HubClient, config: ValidatorConfig, stop: StopToken) -> 
         )
     require_scoring(config.environment)
     with _scorer(config, stop) as scorer, closing(_panel(config, stop)) as panel:
-        warm_up(config.engine)
+        warm_up(config.engine, config.settings.device)
         panel.prepare()
         judge = Judge(
             config.environment,
@@ -105,7 +106,8 @@ def _audit_with(client: HubClient, config: ValidatorConfig, stop: StopToken) -> 
 
 def _judge_with(client: HubClient, judge: Judge, config: ValidatorConfig, stop: StopToken) -> None:
     settings = config.settings
-    kind_of(config.engine, settings.device, settings.dtype)  # says what is wrong before anything is fetched
+    kind = kind_of(config.engine, settings.device, settings.dtype)  # says what is wrong before anything is fetched
+    memory_bytes = keep_to_share(kind, settings.memory_share)
     _check_profiles(client.run_info().profiles, settings)
     weights = downloader_of(client.trusted_run(), config.folder / "cache", stop, settings.held_versions)
     with closing(weights) as downloader, Prefetch(downloader, stop):
@@ -113,7 +115,7 @@ def _judge_with(client: HubClient, judge: Judge, config: ValidatorConfig, stop: 
             Following(client, downloader),
             lambda files: build(config.engine, files, settings.device, settings.dtype),
             settings.held_versions,
-            round(settings.memory_gb * 10**9),
+            memory_bytes // 2,
             lambda files, entries: check_policy(
                 config.engine, files, entries, settings.device, settings.dtype, UNLIMITED_BYTES
             ),

@@ -27,6 +27,7 @@ from shoal.client import Activity, ClientOptions, HubClient, RegularHeartbeat
 from shoal.client.weights import Following, downloader_of
 from shoal.engines import Completion, Engine, GenerationRequest, build, check_policy, kind_of, warm_up
 from shoal.engines.dialogue import dialogue_for, unknown_tool
+from shoal.engines.memory import keep_to_share
 from shoal.engines.protocol import BoundedEngine, OnChunks
 from shoal.engines.shelf import EngineShelf, Fetch, LoadedPolicy
 from shoal.engines.submission import submission_of
@@ -90,11 +91,13 @@ def run_worker(config: WorkerConfig, stop: StopToken) -> None:
     with ending_quietly(stop), FolderLock(config.folder).acquire(stop, LOCK_WAIT_S), _connected(config, stop) as client:
         run = client.run_info()
         log.info("node %s works for run %s at %s", client.key.node, run.run, client.url)
-        warm_up(config.engine)
+        warm_up(config.engine, config.settings.device)
         settings = fitted(config.settings, config.engine, run)
         refuse_too_large(run, settings.device, settings.dtype, config.limits)
         config = replace(config, settings=settings)
-        profile = conduct.profile(kind_of(config.engine, settings.device, settings.dtype), run.profiles)
+        kind = kind_of(config.engine, settings.device, settings.dtype)
+        keep_to_share(kind, settings.memory_share)
+        profile = conduct.profile(kind, run.profiles)
         outbox = Outbox(config.folder / "outbox")
         weights = downloader_of(client.trusted_run(), config.folder / "cache", stop, CACHED_POLICIES, config.limits)
         with closing(weights) as downloader, Prefetch(downloader, stop):
