@@ -15,6 +15,7 @@ scorer, and the memory of what was accepted (`Seen`): nothing here talks to the 
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -38,7 +39,7 @@ from shoal.validator.checks import (
     run_checks,
 )
 from shoal.validator.notes import Notebook
-from shoal.validator.profiles import Profiles
+from shoal.validator.profiles import Profile, Profiles
 from shoal.validator.progress import replayed, told, unfinished
 from shoal.validator.replay import replay_all
 from shoal.validator.rewards import Decoders, Group, Scored, Scoring, shuffled
@@ -115,11 +116,11 @@ class Judge:
         problem = self._environment_problem(lease)
         if problem:
             return docket.unsure((), MACHINERY_ENVIRONMENT, problem, self.clock.now_ms())
-        if lease.profile not in self.profiles:
+        profile = Profile(key=lease.profile) if docket.audit.trusted else self.profiles.get(lease.profile)
+        if profile is None:
             message = f"the validator has no profile for {lease.profile}, so it cannot tell rounding from cheating"
             return docket.unsure((), MACHINERY_PROFILE, message, self.clock.now_ms())
-        profile = self.profiles[lease.profile]
-        if engine.kind.rpartition("/")[2] not in profile.validators:
+        if not docket.audit.trusted and engine.kind.rpartition("/")[2] not in profile.validators:
             message = f"the validator computes as {engine.kind}, and the profile of {lease.profile} is not for that"
             return docket.unsure((), MACHINERY_PROFILE, message, self.clock.now_ms())
         try:
@@ -136,7 +137,8 @@ class Judge:
         findings = run_checks(SHOWN_BEFORE_PREFILL if is_shown else BEFORE_PREFILL, case)
         if not findings[-1].passed:
             return docket.rejected(findings, self.clock.now_ms())
-        return _Open(docket, case, findings)
+        unsure_rate = 0.0 if is_shown else -math.expm1(-profile.accidents * case.generated)
+        return _Open(replace(docket, unsure_rate=unsure_rate), case, findings)
 
     def _first_looks(self, opened: Sequence[_Open | Verdict], loaded: LoadedPolicy) -> list[_Open | Verdict]:
         """One rollout of each newcomer's group, which nobody can tell in advance: if it fails for certain, that is the

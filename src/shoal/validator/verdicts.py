@@ -35,13 +35,15 @@ NO_ENVIRONMENT = Identity(name="", version=0, digest="")
 class Docket:
     """One audit on the table: what was claimed from the hub, and the lease that it is measured by.
 
-    `environment` is the one that it is scored with; every verdict names it.
+    `environment` is the one that it is scored with; every verdict names it. `unsure_rate` is how likely honest work of
+    this kind and length is to be unsure.
     """
 
     audit: Audit
     lease: Lease
     body: bytes
     environment: Identity = NO_ENVIRONMENT
+    unsure_rate: float = 0.0
 
     def accepted(
         self,
@@ -106,6 +108,7 @@ class Docket:
             environment_version=self.environment.version,
             environment_digest=self.environment.digest,
             data_digest=self.environment.data_digest,
+            unsure_rate=self.unsure_rate,
             **fields,
         )
 

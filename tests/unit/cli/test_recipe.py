@@ -1,6 +1,6 @@
 """The configuration surface is pinned: a new setting is a decision, taken here.
 
-There are 105 settings, and 76 more in tables that a recipe may have, or have several of (`[[environment.mix]]`).
+There are 104 settings, and 76 more in tables that a recipe may have, or have several of (`[[environment.mix]]`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ trainer.advantage trainer.loss trainer.clip_epsilon trainer.clip_delta trainer.m
 trainer.micro_batch_tokens trainer.device trainer.threads trainer.publish_dtype trainer.anchor_every
 trainer.checkpoint_every trainer.keep_checkpoints trainer.evaluate_every trainer.evaluate_by trainer.evaluate_tasks
 trainer.batch_deadline_s trainer.keep_best trainer.lora trainer.processes trainer.tracking
-hub.host hub.port hub.lease_s hub.audit_s hub.max_attempts hub.refill_cap hub.leases_per_node hub.max_submission_bytes
+hub.host hub.port hub.lease_s hub.audit_s hub.refill_cap hub.leases_per_node hub.max_submission_bytes
 hub.max_inflated_bytes hub.concurrent_uploads hub.audit hub.credit_window_s hub.newcomer_share hub.lease_hard_s
 hub.advertise hub.trusted_proxies hub.database hub.storage hub.storage_endpoint hub.requests_per_key_s
 hub.requests_per_address_s hub.registrations_per_address_min hub.connections_per_address
