@@ -22,8 +22,7 @@ def _start_torch(device: str) -> None:
     import shoal.engines.torch  # noqa: F401
 
     if device != "cpu" and torch.cuda.is_available():
-        one = torch.ones(1, 1, device="cuda")
-        torch.cuda.synchronize((one @ one).device)  # the GPU's libraries are loaded by the first product
+        torch.ones(1, device="cuda")  # the first use of a GPU takes seconds
 
 
 def _torch(files: Files, device: str, dtype: str) -> Engine:
