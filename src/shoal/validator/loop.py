@@ -211,9 +211,9 @@ class Validator:
                     with self._evaluating.auditing():
                         self.audit(reply.audits)
                         self._generating.generate(reply.generate)
-                    self._evaluating.measure(reply.evaluation)
                     if not reply.audits:
                         self._prepare()
+                    self._evaluating.measure(reply.evaluation)
             except DeadlineExceeded:
                 if not self._stop.is_set():
                     raise
@@ -227,13 +227,13 @@ class Validator:
                 self._ahead.prepare()
 
     def _request(self) -> AuditRequest:
-        settings = self._settings
+        settings, ready = self._settings, self._ahead.is_ready
         left = (*tuple(self._misses)[-MAX_LEFT:], *self._foreign, *self._generating.left)
         return AuditRequest(
             max_audits=self._most,
-            wait_s=settings.audit_wait_s if self._ahead.is_ready else min(NOT_READY_POLL_S, settings.audit_wait_s),
+            wait_s=settings.audit_wait_s if ready else min(NOT_READY_POLL_S, settings.audit_wait_s),
             left=left,
-            evaluate=self._evaluating.readiness,
+            evaluate=self._evaluating.readiness if ready else "no",
             generates=self._kind,
         )
 
