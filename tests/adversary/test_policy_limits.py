@@ -315,6 +315,7 @@ def test_padding_to_ten_million_tokens_is_ignored():
         ({"normalizer": replacing("zz", Regex="z")}, "normalizer replaces"),
         ({"normalizer": replacing("z", Regex="(2*)*x")}, "a pattern that can take forever"),
         ({"pre_tokenizer": {"type": "Split", "pattern": {"Regex": r"(2*)\1"}}}, "a pattern that can take forever"),
+        ({"decoder": replacing("z", Regex="z")}, "the decoder has a pattern"),
         ({"decoder": {"type": "Sequence", "decoders": [{"type": "BPEDecoder", "suffix": ""}] * 30}}, "too many steps"),
         ({"normalizer": {"type": "Prepend", "prepend": "x" * 1000}}, "adds more than 64 characters"),
         ({"normalizer": charsmap(b"a", b"x" * 1000)}, "more than 64 bytes of one character"),
@@ -325,6 +326,40 @@ def test_padding_to_ten_million_tokens_is_ignored():
 def test_tokenizer_that_multiplies_texts_is_refused(parts, said):
     with pytest.raises(ModelError, match=rf"tokenizer\.json is refused: .*{said}"):
         tokenizer(**parts)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        r"\s+\s+[xy]", r"\s*\s*\s*\s*[^\s]\d", r"\s{1,}\s{0,99}x", r"\s+(?=\s+x)", r"(?:\s+|y)\s+x",  # n³ and more
+        r"\s?" * 22 + r"\s" * 22, "(?:a|a)" * 30 + "x", r"\s{1,9}" * 20 + "x",  # 2 to the length of the pattern
+        r"(?x)(\s*) *x", "a{9}{9}{9}x", "(?:a|" + "a|" * 20 + "b)x", "[a-z]+[[a-z]]*[xy]+z",
+    ],
+)  # fmt: skip
+def test_tokenizer_whose_pattern_may_take_more_than_the_square_of_a_text_is_refused(pattern):
+    with pytest.raises(ModelError, match="a pattern that can take forever"):
+        tokenizer(pre_tokenizer={"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated"})
+
+
+LETTERS = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+SHORT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+KNOWN_PATTERNS = {
+    "GPT-2": r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+    "GPT-4o": rf"[^\r\n\p{{L}}\p{{N}}]?{LETTERS[0]}*{LETTERS[1]}+{SHORT}"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?{LETTERS[0]}+{LETTERS[1]}*{SHORT}"
+    rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    "DeepSeek": r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
+    r"""| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+""",
+    "Kimi": r"[\p{Han}]+|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{M}&&[^\p{Han}]]*[\p{Ll}\p{M}&&[^\p{Han}]]+(?i:'s|'t)?|\p{N}{1,3}",
+    "BLOOM": r" ?[^(\s|[.,!?…。、।])]+",
+    "Falcon": "[0-9][0-9][0-9]",
+}
+
+
+@pytest.mark.parametrize("name", KNOWN_PATTERNS)
+def test_patterns_of_well_known_tokenizers_are_allowed(name):
+    split = {"type": "Split", "pattern": {"Regex": KNOWN_PATTERNS[name]}, "behavior": "Isolated", "invert": False}
+    assert tokenizer(pre_tokenizer=split).vocabulary_size == 4
 
 
 def test_tokenizer_that_breaks_the_library_is_an_error_in_words(monkeypatch):

@@ -147,7 +147,7 @@ def machine_rules() -> Rules:
     run, hub = recipe.run, recipe.hub
     return Rules(
         steps=run.steps, groups_per_step=run.groups_per_step, group_size=run.group_size,
-        max_staleness=run.max_staleness, max_new_tokens=run.max_new_tokens, max_attempts=hub.max_attempts,
+        max_staleness=run.max_staleness, max_new_tokens=run.max_new_tokens,
         refill_cap=hub.refill_cap, leases_per_node=hub.leases_per_node, lease_ms=60_000, audit_ms=60_000,
         audit=hub.audit, credit_window_ms=600_000, newcomer_share=hub.newcomer_share,
     )  # fmt: skip

@@ -209,6 +209,45 @@ def test_queries_come_in_order_and_within_limits(storage: Storage) -> None:
         assert reader.submission_counts()["received"] == 3
 
 
+def test_units_that_were_unsure_twice_are_open_for_validators_only(storage: Storage) -> None:
+    failures = {0: 0, 1: 2, 2: 1, 3: 5, 4: 2}
+    apply(storage, *(SaveUnit(UnitRow(unit, "t", failures=count), None) for unit, count in failures.items()))
+    with storage.write() as transaction:
+        assert [row.unit for row in transaction.open_units(9)] == [0, 2]
+        assert [row.unit for row in transaction.open_units(2, entrusted=True)] == [1, 3]
+
+
+def test_a_validators_own_work_is_no_newcomers(storage: Storage) -> None:
+    apply(storage, *leased(0), SaveSubmission(submission(0), None))
+    row = replace(node(1), role="validator", passed=0)
+    apply(storage, SaveNode(row, NodeState.ACTIVE))
+    with storage.read() as reader:
+        assert [each.unit for each in reader.waiting_audits(on_probation=False, limit=9)] == [0]
+        assert reader.waiting_audits(on_probation=True, limit=9) == []
+        assert reader.newcomers_in_hand(node(1).node).own == 0
+
+
+def test_kin_are_nodes_of_a_kind_that_are_here_and_failed_or_passed(storage: Storage) -> None:
+    alike: dict[int, dict[str, Any]] = {
+        3: {"passed": 1},
+        4: {"failed_check": "proofs.drift", "failed_at_ms": 100},
+        5: {"failed_check": "proofs.drift", "failed_at_ms": 99},
+        6: {"failed_check": "sampling.seed", "failed_at_ms": 100},
+        7: {"passed": 1, "kind": "torch/cpu/float32"},
+        8: {"passed": 1},
+        9: {"passed": 1, "role": "validator"},
+    }
+    for number, fields in alike.items():
+        row = replace(node(number), **{"passed": 0, "kind": "torch/cuda/bfloat16", "doubt": 0.5, **fields})
+        apply(storage, SaveNode(row, None))
+        with storage.write() as transaction:
+            transaction.put_presence(Presence(row.node, last_seen_ms=99 if number == 8 else 100))
+    with storage.read() as reader:
+        found = reader.kin("torch/cuda/bfloat16", "proofs.drift", since_ms=100)
+    assert [row.node for row in found] == [node(3).node, node(4).node]
+    assert found[0].doubt == 0.5
+
+
 def test_audits_and_decisions_by_time(storage: Storage) -> None:
     apply(storage, *leased(0), *leased(1), *leased(2))
     for unit, until_ms in ((0, 10), (1, 20)):

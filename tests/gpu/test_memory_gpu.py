@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from shoal.engines import GenerationRequest, PrefillRequest, build, choose, kind_of
-from shoal.engines.memory import free_bytes, is_out_of_memory, release_memory
+from shoal.engines import GenerationRequest, PrefillRequest, build, choose, kind_of, memory
+from shoal.engines.memory import free_bytes, is_out_of_memory, keep_to_share, release_memory
 from shoal.engines.torch import TorchEngine
 from shoal.errors import ResourceError
 from shoal.models.load import load_model
@@ -137,6 +137,22 @@ def test_how_many_rows_fit_follows_from_what_is_free(tiny) -> None:
     del ballast
     release_memory()
     assert fewer <= 0.6 * expected + 1
+
+
+def test_a_share_of_the_gpu_bounds_what_is_computed_at_once_and_what_can_be_allocated(tiny, monkeypatch) -> None:
+    monkeypatch.setattr(memory, "_share", 1.0)  # restored afterwards
+    total = torch.cuda.get_device_properties(0).total_memory
+    release_memory()
+    share = (torch.cuda.memory_reserved() + 500 * MIB) / total
+    try:
+        keep_to_share("torch/cpu/float32", share)
+        assert free_bytes("cuda") > 600 * MIB
+        keep_to_share("torch/cuda/float32", share)
+        assert 400 * MIB < free_bytes("cuda") < 600 * MIB
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(600 * MIB, dtype=torch.uint8, device="cuda")
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 def test_a_worker_on_a_gpu_follows_the_run() -> None:

@@ -25,11 +25,12 @@ from shoal.engines import Completion, GenerationRequest
 from shoal.engines.registry import ENGINES
 from shoal.engines.scripted import ScriptedEngine
 from shoal.engines.submission import submission_of
-from shoal.environments import Score, Task
+from shoal.environments import Score, Task, identity_of
 from shoal.errors import ConfigError, DeadlineExceeded, EnvironmentSetupError, HubRefused, SignatureError
 from shoal.hub import HubConfig, HubSettings, RunSettings, create_app, run_hub
 from shoal.ledger import Account, fold, verify
 from shoal.protocol import (
+    AuditRequest,
     Batch,
     LeaseRequest,
     LedgerEntry,
@@ -46,11 +47,14 @@ from shoal.protocol import (
     StepReport,
     TensorView,
     fingerprint,
+    pack,
     sign_document,
 )
 from shoal.runtime.stop import StopToken
 from shoal.shardcast import Origin, Payload, run_origin
-from shoal.validator import ValidatorConfig, ValidatorSettings, profile_keys, run_validator
+from shoal.validator import ValidatorConfig, ValidatorSettings, judge, profile_keys, run_validator
+from shoal.validator.case import Case, Finding, unsure
+from shoal.validator.verdicts import Docket
 from shoal.worker import Outbox, WorkerConfig, WorkerSettings, run_worker
 from shoal.worker.folder import identity
 
@@ -440,7 +444,7 @@ def test_a_worker_that_the_run_has_no_profile_for_says_so_before_it_downloads_an
 
 
 def test_float32_workers_void_no_unit_of_a_run_whose_validators_compute_in_bfloat16(start: Callable[..., Run]) -> None:
-    """Before, each of them got leases, and after `max_attempts` audits that told nothing the unit was void."""
+    """Before, each of them got leases, and after a few audits that told nothing the unit was void."""
     run = start()
     run.hub_down()
     run.profiles = profile_keys(ValidatorSettings(dtype="bfloat16", profiles=(Path("torch/cpu/bfloat16"),)))
@@ -457,6 +461,81 @@ def test_float32_workers_void_no_unit_of_a_run_whose_validators_compute_in_bfloa
     with pytest.raises(HubRefused, match="no validator of this run can judge work of torch/cpu/float32"):
         stubborn.lease(LeaseRequest(request="request-1", max_units=2, profile="torch/cpu/float32"))
     assert sum(count for state, count in run.status().units.items() if state.startswith("void")) == 0
+
+
+def nobody_can_tell(case: Case) -> Finding:
+    return unsure("sampling.accident", "nobody can tell")
+
+
+def test_workers_that_are_always_unsure_stop_no_step_and_void_no_unit(
+    start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, four such audits voided a unit, and steps took what was left. Now the validator generates each unit after
+    two of them; its groups are those that an honest worker would have drawn."""
+    monkeypatch.setattr(judge, "AFTER_PREFILL", (nobody_can_tell,))
+    run = start(steps=2, groups_per_step=2)
+    run.publish(0)
+    run.validator()
+    for name in ("one", "two"):
+        run.worker(name)
+    batches = [run.train(0), run.train(1)]
+    assert [len(batch.groups) for batch in batches] == [2, 2]
+    status, nodes = run.status(), run.nodes()
+    assert status.units["void"] == 0
+    assert {(nodes[name].accepted, nodes[name].credit, nodes[name].strikes) for name in ("one", "two")} == {(0, 0, 0)}
+    assert nodes["one"].unsure + nodes["two"].unsure >= 8
+    assert all(nodes[name].state is NodeState.ACTIVE for name in ("one", "two"))
+    validator = nodes["validator-0"]
+    assert (validator.accepted, validator.credit, validator.state) == (
+        status.units["trained"] + status.units["dropped"] + status.units["accepted"], 0, NodeState.ACTIVE,
+    )  # fmt: skip
+    assert {entry.kind for entry in run.ledger()} == {"node", "run", "policy", "batch"}, "neither credit nor sanction"
+
+
+def test_a_unit_that_a_validator_left_goes_to_the_next_one(start: Callable[..., Run]) -> None:
+    run = start(steps=1, groups_per_step=1)
+    run.publish(0)
+    unit = unsure_twice(run)
+    dead = run.client(run.validator_key)
+    dead.register("dead", "validator", run.certificates["validator"])
+    request = AuditRequest(generates=KIND)
+    (first,) = dead.audits(request).generate
+    assert dead.audits(request).generate == (first,), "what it has and has not answered comes again"
+    lease = dead.open_own_lease(first)
+    assert (lease.unit, lease.profile) == (unit, KIND)
+    worker = run.client(SigningKey.generate())
+    worker.register("third", "worker", None)
+    assert worker.lease(LeaseRequest(request="r" * 8, profile=KIND)).leases == (), "workers do not get it any more"
+    (second,) = dead.audits(AuditRequest(generates=KIND, left=(lease.lease,))).generate
+    again = dead.open_own_lease(second)
+    assert (again.unit, again.seeds, again.attempt) == (unit, lease.seeds, lease.attempt + 1)
+    run.validator()  # the same key: it takes over what is left
+    assert [group.unit for group in run.train(0).groups] == [unit]
+
+
+def unsure_twice(run: Run) -> int:
+    """Two fresh keys submit a unit that a validator cannot judge; which one."""
+    validator = run.client(run.validator_key)
+    validator.register("v", "validator", run.certificates["validator"])
+    units = set[int]()
+    for number in range(2):
+        worker = run.client(SigningKey.generate())
+        worker.register(f"w{number}", "worker", None)
+        reply = worker.lease(LeaseRequest(request=f"request-{number}", profile=KIND))
+        ((lease, _),) = worker.open_leases(reply)
+        engine = ScriptedEngine()
+        engine.load_policy(lease.policy, {})
+        [group] = engine.generate(
+            [GenerationRequest(lease.prompt_ids, lease.seed_numbers, lease.sampling)], lease.proof
+        )
+        worker.submit(lease.lease, pack(submission_of(lease, group, engine.name)))
+        (audit,) = validator.audits(AuditRequest()).audits
+        environment = identity_of(ParityEnvironment())
+        found = Docket(audit, lease, b"", environment).unsure([], "sampling.accident", "nobody can tell", 1)
+        assert validator.verdicts([sign_document(found, run.validator_key)]).refused == ()
+        units.add(lease.unit)
+    (unit,) = units
+    return unit
 
 
 def test_a_worker_refuses_a_hub_of_another_root_key(start: Callable[..., Run]) -> None:

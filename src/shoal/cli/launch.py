@@ -37,6 +37,8 @@ log = logging.getLogger(__name__)
 
 LOCK_WAIT_S = 15.0  # a supervisor that was killed leaves children that need a moment to end
 THREAD_GRACE_S = 30.0
+# Many processes share these cores, and perhaps one GPU: there, memory in pieces that nobody can use is others' memory.
+SHARED_MACHINE = {"OMP_NUM_THREADS": "1", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 POLL_S = 0.1
 
 
@@ -132,7 +134,7 @@ def process_spec(path: Path, name: str, cheat: str | None = None) -> ProcessSpec
         log=path / "logs" / f"{name}.log",
         essential=role not in ("worker", "relay"),
         when_done=when_done.get(role, "restart"),
-        env={"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")},  # many processes share these cores
+        env={name: os.environ.get(name, value) for name, value in SHARED_MACHINE.items()},
     )
 
 

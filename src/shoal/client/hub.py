@@ -223,7 +223,7 @@ class HubClient:
 
     def open_leases(self, reply: LeaseReply) -> list[tuple[Lease, SignedDocument]]:
         """The leases of a reply, each signed by the hub, for this run and for this node."""
-        return [(self._own_lease(signed), signed) for signed in reply.leases]
+        return [(self.open_own_lease(signed), signed) for signed in reply.leases]
 
     def release(self, release: LeaseRelease) -> None:
         self._send("POST", "/leases/release", release)
@@ -309,7 +309,8 @@ class HubClient:
 
     # Plumbing
 
-    def _own_lease(self, signed: SignedDocument) -> Lease:
+    def open_own_lease(self, signed: SignedDocument) -> Lease:
+        """A lease of this very node: signed by the hub, for this run."""
         lease = self.open_lease(signed)
         if lease.node != self.key.node:
             raise SignatureError(f"lease {lease.lease} is for node {lease.node}, not for this one ({self.key.node})")

@@ -18,6 +18,7 @@ MEMORY_ERRORS = (RuntimeError, MemoryError)  # among them torch's OutOfMemoryErr
 TELLING = ("out of memory", "can't allocate memory", "not enough memory", "alloc_failed")
 SHARES = {"cpu": 0.5, "cuda": 0.8}  # of free memory; a processor's runs out without an error, by killing a process
 ALLOWANCE = 2  # a growing cache has room for as much again (`cache`)
+_share = 1.0  # of a GPU's memory, for this process
 PATIENCE = 64  # batches near the limit that have to fit before twice as much is tried: a failure costs one batch
 
 
@@ -42,10 +43,23 @@ def free_bytes(device: str) -> int:
         return free_memory_bytes()
     import torch
 
-    idle = (
-        torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-    )  # what torch's allocator keeps for the next time
-    return int(torch.cuda.mem_get_info()[0] + idle)
+    free, total = torch.cuda.mem_get_info()
+    reserved = torch.cuda.memory_reserved()
+    idle = reserved - torch.cuda.memory_allocated()  # what torch's allocator keeps for the next time
+    return int(max(0, min(free, _share * total - reserved)) + idle)
+
+
+def keep_to_share(kind: str, share: float) -> int:
+    """Let this process take at most `share` of the GPU's memory, if its `kind` says that it computes there. More is
+    refused as if memory had run out, so that batches shrink and other processes keep theirs. The bytes; 0: no limit."""
+    global _share
+    if share == 1 or kind.split("/")[1] != "cuda":
+        return 0
+    import torch
+
+    _share = share
+    torch.cuda.set_per_process_memory_fraction(share)
+    return int(share * torch.cuda.mem_get_info()[1])
 
 
 def usable_bytes(device: str, most: int | None = None) -> int:

@@ -15,10 +15,14 @@ DTYPES = ("float32", "bfloat16")
 Files = Mapping[str, bytes]
 
 
-def _import_torch() -> None:
+def _start_torch(device: str) -> None:
+    import torch
     import transformers.modeling_utils  # noqa: F401  what every model of theirs is built on
 
     import shoal.engines.torch  # noqa: F401
+
+    if device != "cpu" and torch.cuda.is_available():
+        torch.ones(1, device="cuda")  # the first use of a GPU takes seconds
 
 
 def _torch(files: Files, device: str, dtype: str) -> Engine:
@@ -78,13 +82,13 @@ class EngineEntry:
     device: Callable[[str], str]
     dtypes: tuple[str, ...] = DTYPES
     formats: Callable[[str], tuple[str, ...]] = lambda _device: ("float32",)
-    slow_import: Callable[[], None] = lambda: None
+    start: Callable[[str], None] = lambda _device: None
     check: Callable[[Files, Sequence[Entry], str, int], None] = lambda *_policy: None
 
 
 ENGINES: dict[str, EngineEntry] = {
     "torch": EngineEntry(
-        "torch", _torch, _torch_device, formats=_torch_formats, slow_import=_import_torch, check=_check_torch
+        "torch", _torch, _torch_device, formats=_torch_formats, start=_start_torch, check=_check_torch
     ),
     "scripted": EngineEntry("scripted", _scripted, _only_cpu, ("float32",)),
 }
@@ -107,10 +111,10 @@ def check_policy(name: str, files: Files, entries: Sequence[Entry], device: str,
     ENGINES[name].check(files, entries, resolved(name, device, dtype)[1], memory_bytes)
 
 
-def warm_up(name: str) -> None:
-    """Import what the engine needs before there is work for it: a lease held meanwhile would keep others waiting."""
+def warm_up(name: str, device: str = "cpu") -> None:
+    """Load what the engine needs before there is work for it: a lease held meanwhile would keep others waiting."""
     if name in ENGINES:
-        ENGINES[name].slow_import()
+        ENGINES[name].start(device)
 
 
 def kind_of(name: str, device: str = "cpu", dtype: str = "float32") -> str:

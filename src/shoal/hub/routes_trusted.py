@@ -40,7 +40,9 @@ Step = Annotated[int, Path(ge=0, le=2**31, description="the step; step n produce
 )
 async def audits(request: Request, hub: HubDependency) -> AuditReply:
     """Each audit is this validator's until its deadline; then it is given out again. Waits up to `wait_s` for one.
-    With `evaluate` it may be given a slice of an evaluation as well: `now`, or when there is nothing to check."""
+    With `generates` it may be given leases of its own, of units that nobody could judge: it generates them and hands
+    them in like a worker. With `evaluate` it may be given a slice of an evaluation as well: `now`, or when there is
+    nothing to check."""
     caller = await authenticate(hub.context, request, roles=("validator",))
     ask = parse_json(caller.body, AuditRequest)
     return await poll(
@@ -49,7 +51,7 @@ async def audits(request: Request, hub: HubDependency) -> AuditReply:
         Topic.AUDITS,
         ask.wait_s,
         lambda: hub.checking.audits(caller.node, ask),
-        lambda reply: bool(reply.audits) or reply.evaluation is not None or reply.finished,
+        lambda reply: bool(reply.audits or reply.generate or reply.evaluation) or reply.finished,
     )
 
 

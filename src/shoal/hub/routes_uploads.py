@@ -26,7 +26,7 @@ _REFUSALS = (401, 403, 404, 409, 410, 413, 422)
 async def upload(lease: str, request: Request, hub: HubDependency) -> SignedDocument:
     """Answers with a signed `UploadTicket`: one URL for one object of this size and hash, in the run's store. Refused
     as the submission would be; 409 `upload.by_hub` if the run has no such store."""
-    caller = await authenticate(hub.context, request, roles=("worker",))
+    caller = await authenticate(hub.context, request, roles=("worker", "validator"))
     ask = parse_json(caller.body, UploadRequest)
     return await serve(hub.uploads.ticket, caller.node, lease, ask)
 
@@ -39,7 +39,7 @@ _COMMIT["responses"][200] = {"model": SignedDocument, "description": "the same a
 async def commit(lease: str, request: Request, response: Response, hub: HubDependency) -> SignedDocument:
     """The hub reads what was uploaded, checks it, and answers with a signed `Receipt`, exactly as for a submission that
     was put to the hub itself. 409 `upload.missing` if there is nothing (any more): upload it again."""
-    caller = await authenticate(hub.context, request, roles=("worker",))
+    caller = await authenticate(hub.context, request, roles=("worker", "validator"))
     named = parse_json(caller.body, UploadCommit)
     slots: UploadSlots = request.app.state.uploads
     with slots.committing(caller.node.node):

@@ -107,7 +107,7 @@ async def submit(lease: str, request: Request, response: Response, hub: HubDepen
     """Answers with a signed `Receipt`: from then on the submission is on the hub's disk and will be judged. 201 if it
     is new, 200 for the same body again, 409 for another body; 410 if the lease has ended and its unit is taken."""
     max_bytes = hub.context.config.submission_limits.compressed_bytes
-    caller = await authenticate(hub.context, request, roles=("worker",), max_bytes=max_bytes)
+    caller = await authenticate(hub.context, request, roles=("worker", "validator"), max_bytes=max_bytes)
     async with request.app.state.uploads:  # around the work, never around a wait for somebody's bytes
         response.status_code, receipt = await serve(hub.work.submit, caller.node, lease, caller.body)
     return receipt

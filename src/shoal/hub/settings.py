@@ -92,7 +92,6 @@ class HubSettings(BaseModel):
     newcomer_share: float = Field(
         0.25, ge=0, le=1, description="most of the units, and of the tokens audited, for nodes on probation together"
     )
-    max_attempts: int = Field(4, ge=1, description="unsure audits after which a unit is given up")
     refill_cap: int = Field(4, ge=0, description="lost groups refilled per step, in multiples of groups_per_step")
     leases_per_node: int = Field(64, ge=1, description="leases that one node may hold at a time")
     max_submission_bytes: int = Field(16 * MIB, ge=1024, description="largest submission, as sent")
@@ -146,7 +145,6 @@ class HubConfig:
             group_size=run.group_size,
             max_staleness=run.max_staleness,
             max_new_tokens=run.max_new_tokens,
-            max_attempts=settings.max_attempts,
             refill_cap=settings.refill_cap,
             leases_per_node=settings.leases_per_node,
             lease_ms=round(settings.lease_s * 1000),

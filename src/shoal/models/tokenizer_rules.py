@@ -21,8 +21,13 @@ MAX_PATTERN = 2000
 MAX_CHARACTER = 64  # bytes that one character becomes when a text is normalized; Unicode's longest has 33
 ONCE_OR_TWICE = frozenset({"Prepend", "Precompiled", "BPEDecoder", "CTC", "WordPiece", "Metaspace"})
 """Steps that make a text longer: two of them by a little, many without bound."""
-COSTLY = re.compile(r"\)[+*{]|\\[1-9]|\\[kg][<'{]")
-"""Repeated groups and references back: known tokenizers use neither, and both can take forever."""
+REFERENCE = re.compile(r"\\[1-9]|\\[kg][<'{]")
+# Of a pattern whose characters and classes are all written as "a":
+UNUSUAL = re.compile(r"\(\?|[\[\]]|\)[+*{]|[+*?}][*{]|\}\+")  # a repeated group, a repeated repetition, other syntax
+OPTIONAL_END = re.compile(r"(?:\([^()]*\)\?|[^()][?*])+$")
+LAST_REPETITION = re.compile(r"(?:\+|\{[^{}]*\})[?+]?$")
+LONG_REPETITION = re.compile(r"[+*]|\{(?!\d?,?\d\})")
+MAX_REPETITIONS, MAX_GROUPS, MAX_BRANCHES = 6, 2, 16  # in one alternative
 
 
 def check_tokenizer(data: bytes) -> None:
@@ -48,8 +53,13 @@ def _check_step(part: str, step: dict[str, Any]) -> None:
     pattern = step.get("pattern")
     given = next(iter(pattern.values()), None) if isinstance(pattern, dict) else pattern
     is_regex = isinstance(pattern, dict) and "Regex" in pattern
-    if is_regex and (not isinstance(given, str) or len(given) > MAX_PATTERN or COSTLY.search(given)):
-        raise _refusal(f"the {part} has a pattern that can take forever, with a repeated group or a reference back")
+    if is_regex and part == "decoder":  # which sees a whole completion at once
+        raise _refusal("the decoder has a pattern, and known ones have none")
+    if is_regex and (not isinstance(given, str) or len(given) > MAX_PATTERN or _is_slow(given)):
+        raise _refusal(
+            f"the {part} has a pattern that can take forever: a repeated group, a reference back, or several "
+            "repetitions before something that may not be there"
+        )
     if step.get("type") == "Replace":
         longest = 1 if is_regex else len(str(given or ""))
         if not given or len(str(step.get("content", ""))) > longest:
@@ -58,6 +68,41 @@ def _check_step(part: str, step: dict[str, Any]) -> None:
         raise _refusal(f"the {part} adds more than {MAX_CHARACTER} characters")
     if step.get("type") == "Precompiled" and _longest_mapped(step.get("precompiled_charsmap")) > MAX_CHARACTER:
         raise _refusal(f"the {part} makes more than {MAX_CHARACTER} bytes of one character")
+
+
+def _is_slow(pattern: str) -> bool:
+    """Whether to find nothing with it may take longer than the square of the text's length. What known tokenizers have
+    is allowed: in each alternative one long repetition that may have to be tried again, then a last one."""
+    plain = re.sub(r"\\[pP]\{[^{}]*\}|\\.", "a", pattern, flags=re.DOTALL)
+    while (shorter := re.sub(r"\[[^\[\]]*\]", "a", plain)) != plain:
+        plain = shorter
+    plain = re.sub(r"\(\?i\)", "", plain)
+    plain = re.sub(r"\((\?(i?:|[=!]|<[=!]))?", "(", plain)
+    if REFERENCE.search(pattern) or UNUSUAL.search(plain):
+        return True
+    return any(_is_slow_alternative(each) for each in _alternatives(plain))
+
+
+def _is_slow_alternative(plain: str) -> bool:
+    certain = LAST_REPETITION.sub("", OPTIONAL_END.sub("", plain))
+    return (
+        len(LONG_REPETITION.findall(certain)) > 1
+        or len(re.findall(r"[+*?{]", plain)) > MAX_REPETITIONS
+        or plain.count("(") > MAX_GROUPS
+        or plain.count("|") > MAX_BRANCHES
+    )
+
+
+def _alternatives(plain: str) -> list[str]:
+    """The parts between those | that are in no group."""
+    depth, found = 0, [""]
+    for character in plain:
+        depth += (character == "(") - (character == ")")
+        if character == "|" and depth == 0:
+            found.append("")
+        else:
+            found[-1] += character
+    return found
 
 
 def _longest_mapped(charsmap: Any) -> int:

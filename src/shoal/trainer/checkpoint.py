@@ -3,10 +3,11 @@
     checkpoints/12.0/                     version 12 of incarnation 0; a Hugging Face folder by itself
       checkpoint.json                     run, version, incarnation, hash of every file, hash of this
       model.safetensors                   weights in float32
-      training.safetensors                the optimizer's moments, the state of torch's generators
+      training.safetensors                the optimizer's moments, the state of torch's generators; if large, in parts
       config.json tokenizer.json …        what describes the model
 
-    hidden folder ─► files, each synced ─► checkpoint.json ─► rename ─► parent synced ─► `retention` removes others
+    hidden folder ─► files, several at a time, each synced and hashed ─► checkpoint.json ─► rename ─► parent synced
+                                                                                     `retention` removes others ◄─┘
 
 What is written is a copy (`Captured`), so that it may be written while training goes on (`copies`).
 
@@ -24,6 +25,8 @@ import re
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +40,10 @@ from shoal.errors import CheckpointError
 from shoal.protocol import canonical_json
 from shoal.runtime.crash import point
 from shoal.runtime.files import ensure_folder, resource_error, sync_folder, write_atomically
+from shoal.shardcast.inorder import in_order
 from shoal.trainer.learner import Learner
 from shoal.trainer.retention import Place, Retention
-from shoal.trainer.sharded import read_full
+from shoal.trainer.sharded import part_name, read_full
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +54,7 @@ TRAINING = "training.safetensors"
 NAME = re.compile(r"(0|[1-9]\d*)\.(0|[1-9]\d*)", re.ASCII)
 HIDDEN = ".saving-"
 MOMENTS = "optimizer/"
+PART_BYTES = 2**30
 
 
 @dataclass(frozen=True)
@@ -75,9 +80,8 @@ class Captured:
     @classmethod
     def of(cls, weights: Mapping[str, Tensor], training: Mapping[str, Tensor]) -> Captured:
         """The state of a learner in this process: its weights, and what `training_state` says of it."""
-        return cls(
-            {MODEL: lambda path: save_tensors(path, weights), TRAINING: lambda path: save_tensors(path, training)}
-        )
+        files = {MODEL: weights, **_in_parts(training)}
+        return cls({name: partial(save_tensors, tensors=tensors) for name, tensors in files.items()})
 
 
 @dataclass(frozen=True)
@@ -120,9 +124,8 @@ class CheckpointStore:
             hidden.mkdir()
             for name, data in files.items():
                 write_atomically(hidden / name, data)
-            for name, put in captured.parts.items():
-                put(hidden / name)
-            write_atomically(hidden / MANIFEST, _manifest(hidden, progress))
+            hashes = dict(in_order(lambda part: _put(hidden, *part), captured.parts.items()))
+            write_atomically(hidden / MANIFEST, _manifest(hidden, progress, hashes))
             point("trainer.checkpoint.before_rename")
             target = self._put_in_place(hidden, progress)
             self._damaged.discard((progress.version, progress.incarnation))
@@ -230,8 +233,27 @@ def _name(place: Place) -> str:
     return f"{place[0]}.{place[1]}"
 
 
-def _manifest(folder: Path, progress: Progress) -> bytes:
-    files = {path.name: _file_hash(path) for path in sorted(folder.iterdir())}
+def _put(folder: Path, name: str, put: Callable[[Path], None]) -> tuple[str, str]:
+    """Write one large file; its name and its hash, as it can be read."""
+    put(folder / name)
+    return name, _file_hash(folder / name)
+
+
+def _in_parts(training: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """The file of `training`, or parts of about `PART_BYTES`, which are written and hashed at the same time."""
+    sizes = list(accumulate((tensor.nbytes for tensor in training.values()), initial=0))
+    count = max(1, -(-sizes[-1] // PART_BYTES))
+    if count == 1:
+        return {TRAINING: dict(training)}
+    parts: list[dict[str, Tensor]] = [{} for _ in range(count)]
+    for begins, (name, tensor) in zip(sizes, training.items(), strict=False):
+        parts[begins * count // sizes[-1]][name] = tensor
+    parts = [part for part in parts if part]
+    return {part_name(TRAINING, number, len(parts)): part for number, part in enumerate(parts)}
+
+
+def _manifest(folder: Path, progress: Progress, hashes: Mapping[str, str]) -> bytes:
+    files = {path.name: hashes.get(path.name) or _file_hash(path) for path in sorted(folder.iterdir())}
     content = {"format": FORMAT, **asdict(progress), "files": files}
     return json.dumps({**content, "hash": _content_hash(content)}, indent=2).encode() + b"\n"
 

@@ -252,7 +252,7 @@ class TrainingRun:
         metrics = finite(step, self._train(batch, rollouts))
         with watch.lap("publish_wait_s"):
             publisher.wait()  # so that the hub is never more than one version behind a checkpoint
-        times = {"hidden_s": publisher.worked_s, **watch.row()}
+        times = {"hidden_s": publisher.worked_s, "save_s": publisher.saved_s, **watch.row()}
         times["tokens_per_s"] = metrics["tokens"] / times["train_s"] if times["train_s"] else 0.0
         judged = self._watch.judge(metrics)
         row = {**held_out, **metrics, **times, **judged.numbers}

@@ -101,7 +101,8 @@ class Publication:
 class Publisher:
     """Publishes one version at a time in its own thread. Its failures are raised in the main one.
 
-    `worked_s` is how long the thread worked on the version that went out last: what would have held up training.
+    `worked_s` is how long the thread worked on the version that went out last: what would have held up training. Of
+    that, `saved_s` went by before it was published: reports, and the checkpoint if one was due.
     """
 
     def __init__(self, publication: Publication) -> None:
@@ -109,7 +110,7 @@ class Publisher:
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="publisher")
         self._current: Future[PolicyManifest | None] | None = None
         self.incarnation = publication.incarnation
-        self.worked_s = 0.0
+        self.worked_s = self.saved_s = 0.0
 
     def submit(self, prepare: Callable[[], Snapshot | None]) -> None:
         """Start publishing, once the version before is out (or has failed: then its failure is raised).
@@ -144,8 +145,15 @@ class Publisher:
     def _work(self, prepare: Callable[[], Snapshot | None]) -> PolicyManifest | None:
         began_s = self._to.clock.monotonic_s()
         snapshot = prepare()
+        saved_s = self._to.clock.monotonic_s() - began_s
         manifest = None if snapshot is None else self._publish(snapshot)
-        self.worked_s = self._to.clock.monotonic_s() - began_s
+        self.worked_s, self.saved_s = self._to.clock.monotonic_s() - began_s, saved_s
+        if manifest is not None:
+            log.info(
+                "policy %s is out, digest %s…: %.2f s for reports and a checkpoint if due, %.2f s to publish %.3g GB",
+                manifest.policy.label, manifest.policy.digest[:16], saved_s, self.worked_s - saved_s,
+                manifest.size_bytes / 1e9,
+            )  # fmt: skip
         return manifest
 
     def _publish(self, snapshot: Snapshot) -> PolicyManifest:
@@ -181,5 +189,4 @@ class Publisher:
         point("trainer.publish.before_announce")
         self._to.hub.announce(sign_document(announcement, self._to.key))
         point("trainer.publish.after_announce")
-        log.info("policy %s is out, digest %s…", manifest.policy.label, manifest.policy.digest[:16])
         return manifest

@@ -28,7 +28,7 @@ from shoal.errors import CheckpointError, DeadlineExceeded
 from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.files import resource_error, sync_folder
 from shoal.trainer.checkpoint import MODEL, MOMENTS, TRAINING, Captured, restore_generators, training_state
-from shoal.trainer.copies import Copied, Copies
+from shoal.trainer.copies import Copied, Copies, published_type
 from shoal.trainer.learner import Learner
 from shoal.trainer.sharded import Parts, Rows, part_files, part_name, write_part
 from shoal.trainer.sharding import own_rows
@@ -66,7 +66,10 @@ class SharedCopies(Copies):
             self._sweep()
         self._tell(token, with_training)
         # One at a time: the whole model may be more than a device can hold.
-        whole = {name: self._copy_one(name, self._crew.whole(value), False) for name, value in learner.state().items()}
+        dtype = None if with_training else published_type(learner)
+        whole = {
+            name: self._copy_one(name, self._crew.whole(value), False, dtype) for name, value in learner.state().items()
+        }
         if not with_training:
             return SharedCopied(whole, None)
         own = {name: partial(_write, share) for name, share in own_share(learner, self._crew).items()}

@@ -59,8 +59,8 @@ class Ahead:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the first policy is loaded."""
-        return self._loaded is not None
+        """Whether a first policy is loaded: by this, or by an audit."""
+        return self._loaded is not None or self.rehearsed
 
     def hear(self, reply: HeartbeatReply) -> None:
         self.newest = reply.policy or self.newest

@@ -15,8 +15,9 @@ scorer, and the memory of what was accepted (`Seen`): nothing here talks to the 
 from __future__ import annotations
 
 import logging
+import math
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from shoal.engines.dialogue import dialogue_for
@@ -24,24 +25,21 @@ from shoal.engines.shelf import LoadedPolicy
 from shoal.environments import Environment, budget_of, identity_of
 from shoal.errors import ConfigError, ScoringFailure
 from shoal.protocol import Lease, Severity, Tally, Verdict
-from shoal.protocol.branches import Branches
 from shoal.rewards import DirectScorer, NotBegun, Scorer
 from shoal.rewards.panel import Panel
 from shoal.runtime.clock import Clock, SystemClock
-from shoal.validator.branches import Lookout
 from shoal.validator.case import Case, Finding, Replay, read_body
 from shoal.validator.checks import (
     AFTER_PREFILL,
     BEFORE_PREFILL,
     SHOWN_AFTER_PREFILL,
     SHOWN_BEFORE_PREFILL,
-    bought,
     duplicate,
     run_all,
     run_checks,
 )
 from shoal.validator.notes import Notebook
-from shoal.validator.profiles import Profiles
+from shoal.validator.profiles import Profile, Profiles
 from shoal.validator.progress import replayed, told, unfinished
 from shoal.validator.replay import replay_all
 from shoal.validator.rewards import Decoders, Group, Scored, Scoring, shuffled
@@ -51,7 +49,6 @@ from shoal.validator.verdicts import (
     MACHINERY_PREFILL,
     MACHINERY_PROFILE,
     MACHINERY_REWARD,
-    NO_BRANCHES,
     NOTHING_COUNTED,
     Docket,
 )
@@ -88,7 +85,6 @@ class Judge:
     panel: Panel = field(default_factory=Panel, repr=False)
     notebook: Notebook | None = field(default=None, repr=False)
     pick: Callable[[int], int] = field(default=secrets.randbelow, repr=False)
-    lookout: Lookout | None = field(default=None, repr=False)  # None: no branches are looked at
 
     def knows(self, lease: Lease) -> bool:
         """Whether the lease was made for this validator's environment: if not, it has nothing to say about it."""
@@ -109,11 +105,8 @@ class Judge:
         judged = [
             entry if isinstance(entry, Verdict) else self._judged(entry, replays.get(id(entry))) for entry in opened
         ]
-        held = [entry for entry in judged if isinstance(entry, _Open)]
-        rewarded = self._rewards([Group(entry.case.lease, entry.case.rollouts) for entry in held], loaded)
-        branches = self._branches(held, rewarded, loaded)
-        found = iter(zip(rewarded, branches, strict=True))
-        decided = [self._decided(entry, *next(found)) if isinstance(entry, _Open) else entry for entry in judged]
+        rewarded = self._rewards([entry for entry in judged if isinstance(entry, _Open)], loaded)
+        decided = [self._decided(entry, next(rewarded)) if isinstance(entry, _Open) else entry for entry in judged]
         said = [told(each) if each is not None and each.depth == "progress" else each for each in decided]
         return [verdict for verdict in said if verdict is not None]
 
@@ -123,11 +116,11 @@ class Judge:
         problem = self._environment_problem(lease)
         if problem:
             return docket.unsure((), MACHINERY_ENVIRONMENT, problem, self.clock.now_ms())
-        if lease.profile not in self.profiles:
+        profile = Profile(key=lease.profile) if docket.audit.trusted else self.profiles.get(lease.profile)
+        if profile is None:
             message = f"the validator has no profile for {lease.profile}, so it cannot tell rounding from cheating"
             return docket.unsure((), MACHINERY_PROFILE, message, self.clock.now_ms())
-        profile = self.profiles[lease.profile]
-        if engine.kind.rpartition("/")[2] not in profile.validators:
+        if not docket.audit.trusted and engine.kind.rpartition("/")[2] not in profile.validators:
             message = f"the validator computes as {engine.kind}, and the profile of {lease.profile} is not for that"
             return docket.unsure((), MACHINERY_PROFILE, message, self.clock.now_ms())
         try:
@@ -144,7 +137,8 @@ class Judge:
         findings = run_checks(SHOWN_BEFORE_PREFILL if is_shown else BEFORE_PREFILL, case)
         if not findings[-1].passed:
             return docket.rejected(findings, self.clock.now_ms())
-        return _Open(docket, case, findings)
+        unsure_rate = 0.0 if is_shown else -math.expm1(-profile.accidents * case.generated)
+        return _Open(replace(docket, unsure_rate=unsure_rate), case, findings)
 
     def _first_looks(self, opened: Sequence[_Open | Verdict], loaded: LoadedPolicy) -> list[_Open | Verdict]:
         """One rollout of each newcomer's group, which nobody can tell in advance: if it fails for certain, that is the
@@ -198,28 +192,14 @@ class Judge:
             return docket.rejected(findings, self.clock.now_ms(), entry.tally)
         return entry
 
-    def _rewards(self, groups: Sequence[Group], loaded: LoadedPolicy) -> list[Scored | ScoringFailure]:
-        if not groups:
-            return []
+    def _rewards(self, entries: Sequence[_Open], loaded: LoadedPolicy) -> Iterator[Scored | ScoringFailure]:
+        if not entries:
+            return iter(())
         scoring = Scoring(self.environment, self.scorer or DirectScorer(self.environment), self.panel)
-        return scoring.score(groups, self.decoders.of(loaded.files))
+        groups = [Group(entry.case.lease, entry.case.rollouts) for entry in entries]
+        return iter(scoring.score(groups, self.decoders.of(loaded.files)))
 
-    def _branches(
-        self, entries: Sequence[_Open], rewarded: Sequence[Scored | ScoringFailure], loaded: LoadedPolicy
-    ) -> list[Branches]:
-        """What the seeds' branches showed of each entry: of those that were replayed and scored."""
-        if self.lookout is None:
-            return [NO_BRANCHES] * len(entries)
-        judged = {
-            place: (entry.case, scored.rewards)
-            for place, (entry, scored) in enumerate(zip(entries, rewarded, strict=True))
-            if entry.case.replay is not None and isinstance(scored, Scored) and scored.objection is None
-        }
-        seen = self.lookout.look(list(judged.values()), loaded.engine, lambda groups: self._rewards(groups, loaded))
-        found = dict(zip(judged, seen, strict=True))
-        return [found.get(place, NO_BRANCHES) for place in range(len(entries))]
-
-    def _decided(self, entry: _Open, scored: Scored | ScoringFailure, branches: Branches) -> Verdict | None:
+    def _decided(self, entry: _Open, scored: Scored | ScoringFailure) -> Verdict | None:
         docket, case, findings, tally = entry.docket, entry.case, entry.findings, entry.tally
         again = duplicate(case)  # of a neighbour in the batch, accepted since the first look
         if not again.passed:
@@ -231,13 +211,6 @@ class Judge:
             return docket.unsure(findings, MACHINERY_REWARD, NOT_SCORED, self.clock.now_ms())
         if scored.objection is not None:
             return docket.rejected([*findings, scored.objection], self.clock.now_ms(), tally)
-        docket = replace(docket, branches=branches)
-        gain = bought(case, docket.audit, branches)
-        if gain.unsure:
-            return docket.unsure([*findings, gain], gain.reason, gain.result.message, self.clock.now_ms(), tally)
-        if not gain.passed:
-            return docket.rejected([*findings, gain], self.clock.now_ms(), tally)
-        findings = [*findings, gain] if branches.looked else findings
         if case.replay is not None:  # what a light audit accepts may be anybody's: it must not speak against others
             self.seen.remember(case.marks)
         if self.notebook is not None:

@@ -7,6 +7,7 @@
 Back-pressure: it claims `max_audits` at a time and the next only when those are done; the hub keeps the rest. What it
 claims and does not judge (it was killed, a policy could not be fetched) falls back to the hub when the claim runs out,
 and what there was no time to score goes back with the next request, which claims no more than were managed.
+Units that nobody could judge it generates itself (`generating`).
 Nothing that goes wrong here ever rejects a submission. What was leased for another environment than this validator has
 is left for others: it abstains, and no unit loses an attempt by it. Now and then a known cheat is judged beside the
 rest (`canary`).
@@ -22,6 +23,7 @@ from contextlib import closing, contextmanager
 from shoal.client import Activity, ClientOptions, HubClient, RegularHeartbeat
 from shoal.client.weights import Following, downloader_of
 from shoal.engines import build, check_policy, kind_of, warm_up
+from shoal.engines.memory import keep_to_share
 from shoal.engines.shelf import EngineShelf, LoadedPolicy
 from shoal.environments import identity_of, judges_of, require_scoring
 from shoal.errors import (
@@ -52,9 +54,9 @@ from shoal.runtime.lock import FolderLock
 from shoal.runtime.stop import StopToken
 from shoal.shardcast import Prefetch
 from shoal.validator.ahead import Ahead
-from shoal.validator.branches import Lookout
 from shoal.validator.canary import Canary
 from shoal.validator.evaluating import Evaluating, SliceEvaluator
+from shoal.validator.generating import Generating
 from shoal.validator.judge import Judge
 from shoal.validator.notes import Notebook
 from shoal.validator.profiles import load_profiles
@@ -91,7 +93,7 @@ def _audit_with(client: HubClient, config: ValidatorConfig, stop: StopToken) -> 
         )
     require_scoring(config.environment)
     with _scorer(config, stop) as scorer, closing(_panel(config, stop)) as panel:
-        warm_up(config.engine)
+        warm_up(config.engine, config.settings.device)
         panel.prepare()
         judge = Judge(
             config.environment,
@@ -100,14 +102,14 @@ def _audit_with(client: HubClient, config: ValidatorConfig, stop: StopToken) -> 
             scorer=scorer,
             panel=panel,
             notebook=Notebook(config.folder),
-            lookout=Lookout(),
         )
         _judge_with(client, judge, config, stop)
 
 
 def _judge_with(client: HubClient, judge: Judge, config: ValidatorConfig, stop: StopToken) -> None:
     settings = config.settings
-    kind_of(config.engine, settings.device, settings.dtype)  # says what is wrong before anything is fetched
+    kind = kind_of(config.engine, settings.device, settings.dtype)  # says what is wrong before anything is fetched
+    memory_bytes = keep_to_share(kind, settings.memory_share)
     _check_profiles(client.run_info().profiles, settings)
     weights = downloader_of(client.trusted_run(), config.folder / "cache", stop, settings.held_versions)
     with closing(weights) as downloader, Prefetch(downloader, stop):
@@ -115,12 +117,12 @@ def _judge_with(client: HubClient, judge: Judge, config: ValidatorConfig, stop: 
             Following(client, downloader),
             lambda files: build(config.engine, files, settings.device, settings.dtype),
             settings.held_versions,
-            round(settings.memory_gb * 10**9),
+            memory_bytes // 2,
             lambda files, entries: check_policy(
                 config.engine, files, entries, settings.device, settings.dtype, UNLIMITED_BYTES
             ),
         )
-        Validator(client, shelf, judge, settings, stop).run()
+        Validator(client, shelf, judge, settings, stop, kind=kind).run()
 
 
 def _check_profiles(taken: Sequence[str], settings: ValidatorSettings) -> None:
@@ -173,9 +175,12 @@ class Validator:
         settings: ValidatorSettings,
         stop: StopToken,
         clock: Clock = SystemClock(),
+        kind: str = "",
     ) -> None:
+        """`kind` is what it generates with; without it, it is given nothing to generate."""
         self._client = client
         self._shelf = shelf
+        self._kind = kind
         self._judge = judge
         self._settings = settings
         self._stop = stop
@@ -187,13 +192,14 @@ class Validator:
         self.activity = Activity(clock)
         self._ahead = Ahead(client, shelf, judge, settings.held_versions > 1, clock)
         self._heartbeat = RegularHeartbeat(client, settings.heartbeat_s, self.activity, self._ahead.hear)
+        self._generating = Generating(client, shelf, self.activity, stop)
         evaluator = SliceEvaluator(judge.environment, judge.decoders, judge.scorer)
         self._evaluating = Evaluating(client, shelf, evaluator, self.activity, stop, clock)
 
     def run(self) -> None:
         """Claim, judge, report; until finished or stopped."""
         log.info("validator %s audits for run %s", self._client.key.node, self._client.run_info().run)
-        with self._heartbeat:
+        with self._heartbeat, closing(self._generating):
             try:
                 while not self._stop.is_set():
                     if self._heartbeat.refusal is not None:
@@ -204,9 +210,10 @@ class Validator:
                         return
                     with self._evaluating.auditing():
                         self.audit(reply.audits)
-                    self._evaluating.measure(reply.evaluation)
+                        self._generating.generate(reply.generate)
                     if not reply.audits:
                         self._prepare()
+                    self._evaluating.measure(reply.evaluation)
             except DeadlineExceeded:
                 if not self._stop.is_set():
                     raise
@@ -220,13 +227,14 @@ class Validator:
                 self._ahead.prepare()
 
     def _request(self) -> AuditRequest:
-        settings = self._settings
-        left = (*tuple(self._misses)[-MAX_LEFT:], *self._foreign)
+        settings, ready = self._settings, self._ahead.is_ready
+        left = (*tuple(self._misses)[-MAX_LEFT:], *self._foreign, *self._generating.left)
         return AuditRequest(
             max_audits=self._most,
-            wait_s=settings.audit_wait_s if self._ahead.is_ready else min(NOT_READY_POLL_S, settings.audit_wait_s),
+            wait_s=settings.audit_wait_s if ready else min(NOT_READY_POLL_S, settings.audit_wait_s),
             left=left,
-            evaluate=self._evaluating.readiness,
+            evaluate=self._evaluating.readiness if ready else "no",
+            generates=self._kind,
         )
 
     def audit(self, audits: Sequence[Audit]) -> None:

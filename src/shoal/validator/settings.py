@@ -36,8 +36,11 @@ class ValidatorSettings(BaseModel):
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where to compute; auto: a GPU if there is one")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="what to compute in")
-    memory_gb: float = Field(
-        0.0, ge=0, description="weights that may be loaded at once, in 10⁹ bytes; 0: only held_versions counts"
+    memory_share: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="part of the GPU's memory that it may take, half of it for weights; for several roles on one GPU",
     )
     canary_every: int = Field(
         64, ge=1, description="full audits after which a known cheat is judged too; one that passes ends the validator"

@@ -16,18 +16,17 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
-
-import numpy as np
 
 from shoal.client import Activity, ClientOptions, HubClient, RegularHeartbeat
 from shoal.client.weights import Following, downloader_of
-from shoal.engines import Completion, Engine, GenerationRequest, build, check_policy, kind_of, warm_up
-from shoal.engines.dialogue import dialogue_for, unknown_tool
-from shoal.engines.protocol import BoundedEngine, OnChunks
+from shoal.engines import Completion, Engine, build, check_policy, kind_of, warm_up
+from shoal.engines.dialogue import unknown_tool
+from shoal.engines.groups import generate, is_finite
+from shoal.engines.memory import keep_to_share
+from shoal.engines.protocol import BoundedEngine
 from shoal.engines.shelf import EngineShelf, Fetch, LoadedPolicy
 from shoal.engines.submission import submission_of
 from shoal.errors import (
@@ -36,7 +35,6 @@ from shoal.errors import (
     DeadlineExceeded,
     HubError,
     HubRefused,
-    ProtocolError,
     ResourceError,
 )
 from shoal.protocol import (
@@ -90,11 +88,13 @@ def run_worker(config: WorkerConfig, stop: StopToken) -> None:
     with ending_quietly(stop), FolderLock(config.folder).acquire(stop, LOCK_WAIT_S), _connected(config, stop) as client:
         run = client.run_info()
         log.info("node %s works for run %s at %s", client.key.node, run.run, client.url)
-        warm_up(config.engine)
+        warm_up(config.engine, config.settings.device)
         settings = fitted(config.settings, config.engine, run)
         refuse_too_large(run, settings.device, settings.dtype, config.limits)
         config = replace(config, settings=settings)
-        profile = conduct.profile(kind_of(config.engine, settings.device, settings.dtype), run.profiles)
+        kind = kind_of(config.engine, settings.device, settings.dtype)
+        keep_to_share(kind, settings.memory_share)
+        profile = conduct.profile(kind, run.profiles)
         outbox = Outbox(config.folder / "outbox")
         weights = downloader_of(client.trusted_run(), config.folder / "cache", stop, CACHED_POLICIES, config.limits)
         with closing(weights) as downloader, Prefetch(downloader, stop):
@@ -418,51 +418,3 @@ class Worker:
         kept = len(self._outbox.waiting(self._run))
         if kept and self._earnings.shut_out is None:
             log.info("%d finished groups stay in the outbox; the next start sends them", kept)
-
-
-def is_finite(group: Sequence[Completion]) -> bool:
-    """Whether all log-probabilities of a group are numbers."""
-    return all(bool(np.isfinite(completion.logprobs).all()) for completion in group)
-
-
-def generate(
-    loaded: LoadedPolicy,
-    leases: Sequence[Lease],
-    on_tokens: Callable[[str, int], None] | None = None,
-    on_chunks: Callable[[Lease], OnChunks | None] | None = None,
-) -> list[list[Completion]]:
-    """The groups of leases of one policy, with proofs as the leases want them (a run wants all alike).
-
-    `on_tokens` hears now and then of a lease how many tokens it has; `on_chunks` says who hears of its finished chunks.
-    An engine's failure becomes one sentence.
-    """
-    groups: dict[str, list[Completion]] = {}
-    try:
-        for proof in dict.fromkeys(lease.proof for lease in leases):
-            alike = [lease for lease in leases if lease.proof == proof]
-            requests = [
-                GenerationRequest(
-                    lease.prompt_ids,
-                    lease.seed_numbers,
-                    lease.sampling,
-                    on_tokens=partial(on_tokens, lease.lease) if on_tokens is not None else None,
-                    on_chunks=on_chunks(lease) if on_chunks is not None else None,
-                    respond=talk.respond if (talk := dialogue_for(lease, loaded.files)) is not None else None,
-                )
-                for lease in alike
-            ]
-            drawn = loaded.engine.generate(requests, proof)
-            groups.update(zip((lease.lease for lease in alike), drawn, strict=True))
-        return [groups[lease.lease] for lease in leases]
-    except ResourceError as error:
-        raise ResourceError(
-            f"{error}; free some of it, compute elsewhere or in another format (--device, --dtype), or leave this run "
-            "to larger machines"
-        ) from error
-    except (RuntimeError, MemoryError) as error:
-        raise ResourceError(
-            f"the engine {loaded.engine.name} failed while generating {len(leases)} groups: {error}; "
-            "`shoal doctor --selftest` tells whether this machine computes rightly"
-        ) from error
-    except ValueError as error:
-        raise ProtocolError(f"the leased prompts do not fit policy {loaded.ref.label}: {error}") from error

@@ -35,6 +35,9 @@ class WorkerSettings(BaseModel):
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="what to compute in; auto: the fastest that this machine has and the run takes work of"
     )
+    memory_share: float = Field(
+        1.0, gt=0, le=1, description="part of the GPU's memory that it may take; for several roles on one GPU"
+    )
 
 
 @dataclass(frozen=True)

@@ -31,16 +31,16 @@ trainer.advantage trainer.loss trainer.clip_epsilon trainer.clip_delta trainer.m
 trainer.micro_batch_tokens trainer.device trainer.threads trainer.publish_dtype trainer.anchor_every
 trainer.checkpoint_every trainer.keep_checkpoints trainer.evaluate_every trainer.evaluate_by trainer.evaluate_tasks
 trainer.batch_deadline_s trainer.keep_best trainer.lora trainer.processes trainer.tracking
-hub.host hub.port hub.lease_s hub.audit_s hub.max_attempts hub.refill_cap hub.leases_per_node hub.max_submission_bytes
+hub.host hub.port hub.lease_s hub.audit_s hub.refill_cap hub.leases_per_node hub.max_submission_bytes
 hub.max_inflated_bytes hub.concurrent_uploads hub.audit hub.credit_window_s hub.newcomer_share hub.lease_hard_s
 hub.advertise hub.trusted_proxies hub.database hub.storage hub.storage_endpoint hub.requests_per_key_s
 hub.requests_per_address_s hub.registrations_per_address_min hub.connections_per_address
 validator.max_audits validator.audit_wait_s validator.held_versions validator.heartbeat_s
 validator.hub_patience_s validator.count validator.engine
-validator.profiles validator.device validator.dtype validator.memory_gb validator.canary_every
+validator.profiles validator.device validator.dtype validator.memory_share validator.canary_every
 worker.units_per_lease worker.lease_wait_s worker.heartbeat_s worker.hub_patience_s
 worker.outbox_limit worker.stop_flush_s worker.count worker.engine
-worker.device worker.dtype
+worker.device worker.dtype worker.memory_share
 relay.kept_versions relay.connections relay.max_clients relay.long_poll_s relay.poll_s relay.count
 relay.disk_budget_gb relay.connections_per_client relay.rate_per_client_mbit
 """

@@ -77,6 +77,7 @@ class Play:
         self.validator = self._trusted(VALIDATOR, "validator")
         self.workers: list[NodeRow] = []
         self.leases: list[Lease] = []
+        self.entrusted: list[Lease] = []
         self.audits: list[Audit] = []
 
     def restart(self) -> None:
@@ -117,7 +118,7 @@ class Play:
         return found
 
     def submit(self, lease: Lease, engine: str = "") -> SignedDocument | Refusal:
-        worker = next(row for row in self.workers if row.node == lease.node)
+        worker = next(row for row in [*self.workers, self.validator] if row.node == lease.node)
         body = submission_body(lease, engine=engine)
         result = attempt(lambda: self.hub.work.submit(worker, lease.lease, body))
         return result if isinstance(result, Refusal) else result[1]
@@ -145,6 +146,18 @@ class Play:
         found = list(self.hub.checking.audits(self.validator, AuditRequest(max_audits=count)).audits)
         again = {audit.submission for audit in found}
         self.audits = [audit for audit in self.audits if audit.submission not in again] + found
+        return found
+
+    def entrust(self, left: tuple[str, ...] = ()) -> list[Lease]:
+        """What the validator is to generate itself."""
+        with self.storage.write() as transaction:
+            transaction.touch_presence(self.validator.node, self.hub.context.clock.now_ms())
+        known = tuple(audit.submission for audit in self.audits)
+        request = AuditRequest(max_audits=1, generates="torch/cpu/float32", left=(*known, *left))
+        reply = self.hub.checking.audits(self.validator, request)
+        self.audits += [audit for audit in reply.audits if audit.submission not in known]
+        found = [Lease.model_validate(signed.document) for signed in reply.generate]
+        self.entrusted += [lease for lease in found if lease not in self.entrusted]
         return found
 
     def judge(

@@ -20,7 +20,6 @@ def rules(**changes: Any) -> Rules:
         "group_size": 2,
         "max_staleness": 0,
         "max_new_tokens": 16,
-        "max_attempts": 3,
         "refill_cap": 2,
         "leases_per_node": 8,
         "lease_ms": 60_000,

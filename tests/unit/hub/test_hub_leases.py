@@ -177,8 +177,7 @@ class TestSuspension:
 
     def test_a_ban_is_for_good_until_the_owner_pardons(self, bench: Bench, suspended: list[Lease]) -> None:
         (audit,) = bench.audits()
-        failed = {"outcome": Outcome.REJECTED, "reason": "sampling.drift", "severity": Severity.STATISTICAL}
-        ok(bench.judge(audit, (), **failed))
+        ok(bench.judge(audit, (), outcome=Outcome.REJECTED, reason="sampling.seed", severity=Severity.CERTAIN))
         body = {"request": fresh_request()}
         assert code_of(bench.alice.call("POST", "/leases", body)) == (403, "node.banned")
         assert code_of(bench.alice.submit(suspended[2])) == (403, "node.banned")

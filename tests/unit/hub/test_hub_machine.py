@@ -15,7 +15,7 @@ from shoal.hub.state import newcomers, pacing, sanctions, windows
 from shoal.hub.state.machines import UNDECIDED_SUBMISSIONS, LeaseState, SubmissionState, UnitState
 from shoal.hub.state.refusals import Refusal
 from shoal.hub.state.rows import Moment, NodeRow
-from shoal.hub.state.units import VOID_STALE
+from shoal.hub.state.units import TRUSTED_AFTER, VOID_ATTEMPTS, VOID_STALE
 from shoal.protocol import Audit, Batch, Lease, NodeState, Outcome, Receipt, Severity
 
 INDEX = st.integers(0, 10**6)
@@ -34,7 +34,7 @@ class HubMachine(RuleBasedStateMachine):
     def begin(self, staleness: int, refill_cap: int, audit: str, share: float) -> None:
         self.folder = tempfile.TemporaryDirectory()
         run = {"steps": 4, "max_staleness": staleness}
-        settings = {"max_attempts": 3, "refill_cap": refill_cap, "leases_per_node": 5, "credit_window_s": 45}
+        settings = {"refill_cap": refill_cap, "leases_per_node": 5, "credit_window_s": 45}
         settings |= {"lease_s": 60, "lease_hard_s": 100}
         self.play = Play(Path(self.folder.name), run, {**settings, "audit": audit, "newcomer_share": share})
         self.play.join(streak=PROVEN)
@@ -191,14 +191,61 @@ class HubMachine(RuleBasedStateMachine):
         with self.play.storage.read() as reader:
             row = reader.submission(audit.submission)
         assert row is not None
+        struck = self.node(row.node).strikes
         refusal = self.play.judge(audit, outcome, rewards, severity if outcome == Outcome.REJECTED else None)
         if refusal is not None:
             assert refusal.code == "verdict.decided" or (refusal.code, audit.depth) == ("verdict.depth", "light")
+        elif outcome == Outcome.ACCEPTED and audit.trusted:
+            self.accepted_tokens[audit.submission] = 0  # what a validator generates earns nothing
         elif outcome == Outcome.ACCEPTED:
             self.accepted_tokens[audit.submission] = Lease.model_validate(audit.lease.document).unit % 5 + 1
-        is_hard = outcome == Outcome.REJECTED and severity is not None
-        if refusal is None and is_hard and row.state in UNDECIDED_SUBMISSIONS:
+        if refusal is None and self.node(row.node).strikes > struck:
             self.check_that_nothing_is_left(Lease.model_validate(audit.lease.document).node)
+
+    @rule(answers=st.sampled_from(["", "", "other", None]), useful=st.booleans())
+    def generate_as_a_validator(self, answers: str | None, useful: bool) -> None:
+        """What nobody could judge twice: generated and judged, or left."""
+        before = [lease.lease for lease in self.play.entrusted]
+        for lease in self.play.entrust():
+            self.check_draw(lease)
+            with self.play.storage.read() as reader:
+                held = reader.holding(lease.lease)
+            assert held is not None
+            assert held.unit.failures >= TRUSTED_AFTER
+        if answers is None:
+            self.play.entrust(left=tuple(before))
+            return
+        for lease in self.play.entrusted:
+            result = self.play.submit(lease, answers)
+            if not isinstance(result, Refusal):
+                receipt = Receipt.model_validate(result.document)
+                self.receipts.setdefault(receipt.submission, receipt)
+        for audit in self.play.claim(4):
+            if audit.trusted:
+                assert audit.depth == "light"
+                self.rule_on(audit, Outcome.ACCEPTED, useful, None)
+
+    @rule(who=INDEX)
+    def make_groups_unsure(self, who: int) -> None:
+        """A worker whose groups nobody can judge, again and again."""
+        for _ in range(4):
+            self.lease(who, 2)
+            for index in range(max(0, len(self.play.leases) - 2), len(self.play.leases)):
+                self.submit(index, "")
+            for audit in self.play.claim(4):
+                if not audit.trusted:
+                    self.rule_on(audit, Outcome.UNSURE, True, None)
+
+    @invariant()
+    def only_validators_can_give_a_unit_up(self) -> None:
+        """And only they hold what was unsure twice."""
+        validator = self.play.validator.node
+        with self.play.storage.read() as reader:
+            ours = {lease.unit for lease in self.play.entrusted}
+            units = reader.units_named(list(self.drawn))
+            assert {row.unit for row in units.values() if row.reason == VOID_ATTEMPTS} <= ours
+            for held in reader.holdings():
+                assert (held.unit.failures >= TRUSTED_AFTER) == (held.lease.node == validator)
 
     def check_that_nothing_is_left(self, node: str) -> None:
         """After a failed audit nothing of its node is trained on, or paid, that was not looked at closely."""

@@ -15,6 +15,7 @@ from statekit import (
     nodes_in,
     of_type,
     policy,
+    rules,
     submission,
     submissions_in,
     unit,
@@ -22,13 +23,13 @@ from statekit import (
     verdict,
 )
 
-from shoal.hub.state import audits
+from shoal.hub.state import audits, reputation, windows
 from shoal.hub.state.audits import Case, Ruling
 from shoal.hub.state.commands import AddVerdict, Command, RaiseAlarm, Record
 from shoal.hub.state.machines import LeaseState, SubmissionState, UnitState
 from shoal.hub.state.refusals import Refusal
-from shoal.hub.state.rows import Progress
-from shoal.protocol import NodeState, Outcome, RolloutReward, Severity, document_hash
+from shoal.hub.state.rows import NodeRow, Progress
+from shoal.protocol import NodeState, Outcome, RolloutReward, Severity, Tally, document_hash
 
 VALIDATOR = "f" * 32
 SIGNED = '{"kind": "verdict"}'
@@ -188,22 +189,150 @@ class TestUnsure:
     def test_an_accident_of_rounding_is_no_alarm(self) -> None:
         assert of_type(judge(case(), outcome=Outcome.UNSURE, reason="sampling.accident"), RaiseAlarm) == []
 
-    def test_a_worker_of_a_kind_that_the_validator_cannot_judge_never_voids_a_unit(self) -> None:
-        tired = case(unit=replace(case().unit, failures=2))  # one more would void it
-        commands = judge(tired, outcome=Outcome.UNSURE, reason="machinery.profile")
-        after = units_in(commands)[0]
-        assert (after.state, after.failures) == (UnitState.OPEN, 2)
-        assert [alarm.code for alarm in of_type(commands, RaiseAlarm)] == ["unjudged.machinery.profile"]
+    @pytest.mark.parametrize("reason", ["sampling.accident", "machinery.profile", "reward.machinery"])
+    def test_workers_never_void_a_unit_whatever_the_reason(self, reason: str) -> None:
+        row, seen = case().unit, []
+        for _ in range(50):
+            (row,) = units_in(judge(case(unit=row), outcome=Outcome.UNSURE, reason=reason)).values()
+            seen.append((row.state, row.failures))
+            row = replace(row, state=UnitState.SUBMITTED, submission=case().submission.submission)
+        assert seen[:3] == [(UnitState.OPEN, 1), (UnitState.OPEN, 2), (UnitState.OPEN, 2)]
+        assert set(seen[2:]) == {(UnitState.OPEN, 2)}
 
-    def test_a_unit_that_nobody_can_check_is_given_up(self) -> None:
-        tired = case(unit=replace(case().unit, failures=2))
-        now = moment(progress=Progress(policy=policy(), dropped=8))
-        commands = judge(tired, now, outcome=Outcome.UNSURE)
-        after = units_in(commands)[0]
-        assert (after.state, after.reason, after.lost_step) == (UnitState.VOID, "attempts", 0)
-        alarms = of_type(commands, RaiseAlarm)
-        assert [alarm.code for alarm in alarms] == ["unit.attempts", "refill.exhausted"]
-        assert "step 0: units were given up, each after 3 unsure audits" in alarms[0].message
+    def test_only_attempts_of_validators_can_give_a_unit_up_and_the_owner_is_told(self) -> None:
+        row, now = replace(case().unit, failures=2), moment(progress=Progress(policy=policy(), dropped=8))
+        for _ in range(4):
+            commands = judge(case(unit=row, node=trusted()), now, outcome=Outcome.UNSURE, reason="reward.machinery")
+            (row,) = units_in(commands).values()
+            last, row = row, replace(row, state=UnitState.SUBMITTED, submission=case().submission.submission)
+        assert (last.state, last.reason, last.lost_step, last.failures) == (UnitState.VOID, "attempts", 0, 6)
+        codes = [alarm.code for alarm in of_type(commands, RaiseAlarm)]
+        assert codes == ["unjudged.reward.machinery", "unit.attempts", "refill.exhausted"]
+
+    def test_a_node_that_is_always_unsure_gets_one_lease_at_a_time_after_four(self) -> None:
+        row, allowed = node(1, window=8), []
+        for _ in range(5):
+            allowed.append(windows.of(rules(), row))
+            (row,) = nodes_in(judge(case(node=row), outcome=Outcome.UNSURE, reason="sampling.accident"))
+        assert allowed == [8, 8, 8, 8, 1]
+        for _ in range(64):  # 4.5 - 64/64 = 3.5
+            (row,) = nodes_in(judge(case(node=row)))
+        assert windows.of(rules(), row) == 1
+        (row,) = nodes_in(judge(case(node=row)))
+        assert windows.of(rules(), row) > 1
+
+    def test_an_unsure_group_in_fifty_is_no_doubt_where_that_is_the_formats_rate(self) -> None:
+        row = node(1, window=8)
+        for number in range(2000):
+            outcome = Outcome.UNSURE if number % 50 == 0 else Outcome.ACCEPTED
+            (row,) = nodes_in(judge(case(node=row), outcome=outcome, reason="sampling.accident", unsure_rate=0.02))
+            assert windows.of(rules(), row) == 8
+
+    def test_what_our_own_machinery_failed_is_no_doubt(self) -> None:
+        row = node(1)
+        for _ in range(9):
+            (row,) = nodes_in(judge(case(node=row), outcome=Outcome.UNSURE, reason="reward.machinery"))
+        assert (row.doubt, row.unsure) == (0, 9)
+
+
+def trusted(**changes: Any) -> NodeRow:
+    return node(1, role="validator", passed=0, **changes)
+
+
+class TestTrusted:
+    def test_a_validators_group_is_accepted_and_earns_neither_credit_nor_trust(self) -> None:
+        commands = judge(case(node=trusted(), submission=submission(0, depth="light")), depth="light")
+        assert units_in(commands)[0].state == UnitState.ACCEPTED
+        (row,) = nodes_in(commands)
+        assert (row.accepted, row.credit, row.pending, row.streak, row.passed) == (1, 0, 0, 0, 0)
+        (decided,) = submissions_in(commands)
+        assert (decided.state, decided.generated_tokens, decided.rewards) == (SubmissionState.ACCEPTED, 0, (0, 1))
+        assert of_type(commands, Record) == []
+
+    def test_it_is_audited_lightly_under_any_policy_of_audits(self) -> None:
+        assert reputation.depth_for(rules(audit="all"), trusted(), 0.0) == "light"
+
+    @pytest.mark.parametrize("severity", [None, *Severity])
+    def test_its_rejection_sanctions_nobody_and_is_an_alarm(self, severity: Severity | None) -> None:
+        commands = judge(case(node=trusted()), outcome=Outcome.REJECTED, severity=severity, reason="shape.tokens")
+        (row,) = nodes_in(commands)
+        assert (row.state, row.strikes, row.rejected) == (NodeState.ACTIVE, 0, 1)
+        assert [alarm.code for alarm in of_type(commands, RaiseAlarm)] == ["trusted.shape.tokens"]
+        assert (units_in(commands)[0].state, units_in(commands)[0].failures) == (UnitState.OPEN, 1)
+
+
+class TestDisagreement:
+    @pytest.mark.parametrize(
+        ("stands", "says", "alarms"),
+        [
+            (SubmissionState.ACCEPTED, Outcome.REJECTED, 1),
+            (SubmissionState.PULLED, Outcome.REJECTED, 1),
+            (SubmissionState.REJECTED, Outcome.ACCEPTED, 1),
+            (SubmissionState.ACCEPTED, Outcome.UNSURE, 0),
+            (SubmissionState.UNSURE, Outcome.ACCEPTED, 0),
+            (SubmissionState.ACCEPTED, Outcome.ACCEPTED, 0),
+        ],
+    )
+    def test_accepted_against_rejected_is_an_alarm(self, stands: SubmissionState, says: Outcome, alarms: int) -> None:
+        row = submission(0, state=stands, validator="a" * 32)
+        ruling = Ruling(verdict(row, outcome=says, reason="proofs.drift"), VALIDATOR, SIGNED)
+        found = audits.disagreement(moment(), row, ruling)
+        assert [alarm.code for alarm in of_type(found, RaiseAlarm)] == ["verdict.disagreement"] * alarms
+
+
+STRIKE: dict[str, Any] = {"outcome": Outcome.REJECTED, "severity": Severity.STATISTICAL, "reason": "proofs.drift"}
+
+
+def kin(count: int, **changes: Any) -> tuple[NodeRow, ...]:
+    return tuple(node(number, kind="torch/cuda/bfloat16", **changes) for number in range(10, 10 + count))
+
+
+FAILED: dict[str, Any] = {"failed_check": "proofs.drift", "failed_at_ms": NOW_MS - 1}
+
+
+class TestKinds:
+    def outcome(self, *others: NodeRow, **changes: Any) -> SubmissionState:
+        subject = case(node=node(1, network="10.1.1", kind="torch/cuda/bfloat16"), kin=others)
+        commands = judge(subject, **{**STRIKE, **changes})
+        (row,) = submissions_in(commands)
+        struck = nodes_in(commands)[0]
+        assert struck.strikes == (row.state == SubmissionState.REJECTED)
+        codes = [alarm.code for alarm in of_type(commands, RaiseAlarm)]
+        assert codes == ([] if struck.strikes else ["kind.proofs.drift"])
+        assert struck.failed_check == "proofs.drift", "counts for the next one of its kind"
+        assert struck.record == Tally()
+        return row.state
+
+    def test_the_third_of_three_machines_of_a_kind_that_fail_is_unsure(self) -> None:
+        assert self.outcome(*kin(1, accepted=8, **FAILED)) == SubmissionState.REJECTED
+        assert self.outcome(*kin(2, accepted=8, **FAILED)) == SubmissionState.UNSURE
+
+    def test_fresh_keys_of_one_network_count_once(self) -> None:
+        many = kin(50, network="10.0.0", **FAILED)
+        assert self.outcome(*many) == SubmissionState.REJECTED
+        elsewhere = node(99, network="10.2.2", **FAILED)
+        assert self.outcome(*many, elsewhere) == SubmissionState.UNSURE
+
+    def test_as_many_machines_that_pass_outweigh_those_that_fail(self) -> None:
+        failing = kin(2, accepted=8, **FAILED)
+        passing = [node(number, accepted=8, passed=8) for number in range(50, 53)]
+        assert self.outcome(*failing, *passing[:2]) == SubmissionState.UNSURE
+        assert self.outcome(*failing, *passing) == SubmissionState.REJECTED
+
+    def test_another_check_or_one_long_ago_does_not_count(self) -> None:
+        other = kin(5, accepted=8, passed=0, failed_check="sampling.seed", failed_at_ms=NOW_MS)
+        old = kin(5, accepted=8, passed=0, failed_check="proofs.drift", failed_at_ms=NOW_MS - 3_600_001)
+        assert self.outcome(*other) == SubmissionState.REJECTED
+        assert self.outcome(*old) == SubmissionState.REJECTED
+
+    def test_a_certain_failure_bans_whatever_others_fail(self) -> None:
+        subject = case(kin=kin(9, accepted=8, **FAILED))
+        (row,) = nodes_in(judge(subject, outcome=Outcome.REJECTED, severity=Severity.CERTAIN, reason="proofs.drift"))
+        assert row.state == NodeState.BANNED
+
+    def test_the_same_verdict_again_is_harmless(self) -> None:
+        decided = case(submission=submission(0, state=SubmissionState.UNSURE, reason="proofs.drift"))
+        assert judge(decided, **STRIKE) == []
 
 
 class TestRejected:
@@ -236,8 +365,22 @@ class TestRejected:
         first = nodes_in(judge(case(), outcome=Outcome.REJECTED, severity=Severity.STATISTICAL))[0]
         assert (first.state, first.strikes, first.on_probation) == (NodeState.SUSPENDED, 1, True)
         assert first.until_ms == NOW_MS + 60_000
-        second = nodes_in(judge(case(node=first), outcome=Outcome.REJECTED, severity=Severity.STATISTICAL))[0]
+        fresh = case(node=first, leased_at_ms=NOW_MS + 1)
+        second = nodes_in(judge(fresh, outcome=Outcome.REJECTED, severity=Severity.STATISTICAL))[0]
         assert (second.state, second.strikes) == (NodeState.BANNED, 2)
+
+    def test_a_strike_empties_the_record_and_what_was_leased_before_it_is_no_second_strike(self) -> None:
+        """Before, two groups of one round banned: the second rested on the same machine, state and record."""
+        row = node(1, record=Tally(tokens=900, outside=90))
+        (row,) = nodes_in(judge(case(node=row), outcome=Outcome.REJECTED, severity=Severity.STATISTICAL))
+        assert row.record == Tally()
+        for leased_at_ms in (NOW_MS - 5, NOW_MS):
+            old = case(node=row, leased_at_ms=leased_at_ms)
+            commands = judge(old, outcome=Outcome.REJECTED, severity=Severity.STATISTICAL)
+            (row,) = nodes_in(commands)
+            assert (row.state, row.strikes) == (NodeState.SUSPENDED, 1)
+            assert submissions_in(commands)[0].state == SubmissionState.REJECTED
+            assert units_in(commands)[0].state == UnitState.OPEN
 
     def test_without_a_severity_it_costs_the_credit_only(self) -> None:
         row = node(1, streak=7, passed=9)
@@ -263,7 +406,7 @@ class TestRejected:
         waiting = node(1, state=NodeState.SUSPENDED, statistical=1, suspensions=1, until_ms=NOW_MS + 5)
         (soft,) = nodes_in(judge(case(node=replace(waiting, soft=9)), outcome=Outcome.REJECTED))
         assert (soft.state, soft.until_ms) == (NodeState.SUSPENDED, NOW_MS + 5), "it is out already"
-        (struck,) = nodes_in(judge(case(node=waiting), outcome=Outcome.REJECTED, severity=Severity.STATISTICAL))
+        (struck,) = nodes_in(judge(case(node=waiting), outcome=Outcome.REJECTED, severity=Severity.CERTAIN))
         assert (struck.state, struck.until_ms) == (NodeState.BANNED, None)
 
     def test_a_banned_node_is_sanctioned_once(self) -> None:

@@ -64,6 +64,26 @@ def test_without_the_moments_it_would_not_be_exact(tmp_path: Path, groups: list[
     assert not same(weights(whole), weights(partial))
 
 
+def test_large_moments_are_written_in_parts_and_restored_bit_for_bit(
+    tmp_path: Path, groups: list[TrainingGroup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint, "PART_BYTES", 20_000)
+    made, other = learner(), learner()
+    train(made, groups, range(2))
+    folder = CheckpointStore(tmp_path, 1).save(made, Progress(RUN, 2), tiny_files(made.model))
+    parts = sorted(path.name for path in folder.glob("training*"))
+    assert parts == [f"training-{number + 1:05d}-of-{len(parts):05d}.safetensors" for number in range(len(parts))]
+    assert len(parts) > 2
+    stored = CheckpointStore(tmp_path, 1).newest()
+    assert stored is not None
+    restore(other, stored)
+    assert same(weights(other), weights(made))
+    assert same(other.moments(), made.moments())
+    flip(folder / parts[1])
+    with pytest.raises(CheckpointError, match=parts[1]):
+        CheckpointStore(tmp_path, 1).newest()
+
+
 def test_generators_are_restored(tmp_path: Path) -> None:
     made = learner()
     torch.manual_seed(3)

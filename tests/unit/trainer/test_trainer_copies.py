@@ -13,6 +13,7 @@ from shoal.trainer.checkpoint import CheckpointStore, Progress, restore
 from shoal.trainer.copies import Copies
 from shoal.trainer.crew import Alone
 from shoal.trainer.learner import Learner
+from shoal.trainer.publisher import snapshot_of
 from shoal.trainer.shares import SharedCopies
 from shoal.trainer.step import StepWork, train_step
 
@@ -43,6 +44,19 @@ def test_the_next_copy_uses_the_same_memory() -> None:
         value.data_ptr() for value in second.weights.values()
     }
     assert same(second.weights, weights(made))
+
+
+def test_without_a_checkpoint_weights_are_copied_as_they_are_published() -> None:
+    made, copies = learner(settings=SETTINGS.model_copy(update={"publish_dtype": "bfloat16"})), Copies()
+    train(made, 0)
+    narrow = copies.take(made, with_training=False).weights
+    exact = copies.take(made, with_training=True).weights
+    assert {value.dtype for value in narrow.values()} == {torch.bfloat16}
+    assert same(exact, weights(made))
+    published = [
+        [bytes(view.data) for view in snapshot_of(each, 1, {}, "bfloat16").tensors] for each in (narrow, exact)
+    ]
+    assert published[0] == published[1]
 
 
 @pytest.mark.parametrize("shared", [False, True])

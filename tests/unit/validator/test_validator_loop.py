@@ -169,7 +169,10 @@ def test_an_idle_validator_loads_the_first_policy_and_rehearses_an_audit_before_
     role.run()
     assert shelf.asked == [POLICY.version]
     assert shelf.engine.prefills == 1
-    assert [request.wait_s for request in hub.requests] == [1.0, ValidatorSettings().audit_wait_s]
+    assert [(request.wait_s, request.evaluate) for request in hub.requests] == [
+        (1.0, "no"),
+        (ValidatorSettings().audit_wait_s, "now"),
+    ]
     assert not hub.taken
 
 

@@ -38,7 +38,7 @@ LEASE = Lease(
     sampling=SamplingParameters(temperature=1.0, max_new_tokens=30, eos_token_id=0), deadline_ms=8_000,
 )  # fmt: skip
 RULES = Rules(
-    steps=1, groups_per_step=1, group_size=3, max_staleness=0, max_new_tokens=30, max_attempts=1, refill_cap=1,
+    steps=1, groups_per_step=1, group_size=3, max_staleness=0, max_new_tokens=30, refill_cap=1,
     leases_per_node=1, lease_ms=1, audit_ms=1,
 )  # fmt: skip
 

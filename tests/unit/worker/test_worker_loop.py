@@ -1,212 +1,37 @@
-"""The worker's loop against a hub that is a few lists, on the scripted engine."""
+"""The worker's loop: what it asks for, generates and gives back."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from workerkit import KEY, RUN, SAMPLING, Bench, CountingEngine, eventually, lease, policy
 
 from shoal.engines import GenerationRequest
 from shoal.engines.dialogue import dialogue_for
-from shoal.engines.scripted import ScriptedEngine
-from shoal.engines.shelf import EngineShelf, LoadedPolicy
-from shoal.engines.submission import submission_of
 from shoal.environments.tools import TOOLS
 from shoal.errors import (
     ConfigError,
-    DeadlineExceeded,
     HubRefused,
-    HubUnreachable,
     PolicyMismatch,
     ProtocolError,
     ResourceError,
-    ShutOut,
     VersionNotFound,
 )
 from shoal.protocol import (
     DialogueTerms,
-    Heartbeat,
     HeartbeatReply,
     Lease,
     LeaseRelease,
-    LeaseReply,
-    LeaseRequest,
-    Limits,
     NodeState,
-    NodeView,
-    PolicyRef,
-    ProofParameters,
-    Receipt,
-    SamplingParameters,
-    SigningKey,
-    Submission,
-    TensorView,
-    pack,
-    sign_document,
-    submission_digest,
-    unpack,
 )
 from shoal.protocol.given import unpack_spans
-from shoal.runtime.stop import StopToken
 from shoal.toploc import split_proofs
-from shoal.worker import Outbox, Worker, WorkerSettings, newest
 from shoal.worker import loop as worker_loop
-
-HUB = SigningKey.from_seed(b"h" * 32)
-KEY = SigningKey.from_seed(b"n" * 32)
-RUN = "demo-000000000000"
-SAMPLING = SamplingParameters(temperature=1.0, max_new_tokens=6, eos_token_id=1)
-PROOFS = (ProofParameters(topk=8, rows=2), ProofParameters())
-FAST = WorkerSettings(
-    units_per_lease=4, lease_wait_s=0, heartbeat_s=0.05, hub_patience_s=20, outbox_limit=2, stop_flush_s=10
-)
-
-
-def policy(version: int = 0) -> PolicyRef:
-    return PolicyRef(incarnation=0, version=version, digest="d" * 64)
-
-
-def lease(unit: int, version: int = 0, lasts_ms: int = 60_000) -> Lease:
-    return Lease(
-        run=RUN, lease=f"lease-{unit}", node=KEY.node, unit=unit, attempt=0, policy=policy(version), task="t",
-        prompt_ids=(10 + unit, 11), seeds=(f"{unit:016x}", f"{unit + 99:016x}"), sampling=SAMPLING,
-        proof=PROOFS[unit % 2],
-        environment_digest="e" * 64, issued_at_ms=0, deadline_ms=lasts_ms,
-    )  # fmt: skip
-
-
-class _Info:
-    uploads = "hub"
-    run = RUN
-
-
-Reply = list[Lease] | Exception | Callable[[], list[Lease]]
-
-
-class ListHub:
-    """Stands where the client stands: leases come from a list (then the run is finished), submissions go to another."""
-
-    def __init__(self, *replies: Reply) -> None:
-        self.key = KEY
-        self.replies = list(replies)
-        self.requests: list[LeaseRequest] = []
-        self.released: list[LeaseRelease] = []
-        self.submitted: list[Submission] = []
-        self.refusals: dict[int, Exception] = {}
-        self.view = NodeView(node=KEY.node, name="n", role="worker", state=NodeState.ACTIVE)
-        self.beats: list[Heartbeat] = []
-        self.deadlines: dict[str, int] = {}
-        self.policy: PolicyRef | None = policy()
-        self.finished = False
-        self.gate = threading.Event()
-        self.gate.set()
-
-    def run_info(self) -> _Info:
-        return _Info()
-
-    def patient(self, patience_s: float) -> ListHub:
-        return self
-
-    def heartbeat(self, heartbeat: Heartbeat) -> HeartbeatReply:
-        self.beats.append(heartbeat)
-        return HeartbeatReply(node=self.view, deadlines=self.deadlines, policy=self.policy, finished=self.finished)
-
-    def lease(self, request: LeaseRequest) -> LeaseReply:
-        self.requests.append(request)
-        self.granted: list[Lease] = []
-        if not self.replies:
-            return LeaseReply(finished=True, policy=self.policy)
-        reply = self.replies.pop(0)
-        if isinstance(reply, Exception):
-            raise reply
-        self.granted = reply() if callable(reply) else reply
-        signed = tuple(sign_document(granted, HUB) for granted in self.granted)
-        return LeaseReply(leases=signed, policy=self.policy)
-
-    def open_leases(self, reply: LeaseReply) -> list[tuple[Lease, Any]]:
-        return list(zip(self.granted, reply.leases, strict=True))
-
-    def release(self, release: LeaseRelease) -> None:
-        self.released.append(release)
-
-    def submit(self, lease_id: str, body: bytes) -> Receipt:
-        assert self.gate.wait(20)
-        submission = unpack(body, Submission, Limits())
-        assert submission.lease == lease_id
-        if submission.unit in self.refusals:
-            raise self.refusals[submission.unit]
-        self.submitted.append(submission)
-        return Receipt(
-            run=RUN, node=KEY.node, lease=lease_id, unit=submission.unit, submission=submission_digest(body),
-            size_bytes=len(body), received_at_ms=0,
-        )  # fmt: skip
-
-
-class CountingEngine(ScriptedEngine):
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[list[int]] = []
-        self.failure: Exception | None = None
-        self.broken: dict[int, float] = {}
-        data = memoryview(np.ones(1, dtype="<f4")).cast("B")
-        self.load_policy(policy(), {"w": TensorView("w", "F32", (1,), data)})
-
-    def generate(self, requests, proof=None):  # type: ignore[no-untyped-def]
-        if self.failure is not None:
-            raise self.failure
-        units = [request.prompt_ids[0] - 10 for request in requests]
-        self.calls.append(units)
-        groups = super().generate(requests, proof)
-        for unit, group in zip(units, groups, strict=True):
-            if unit in self.broken:
-                group[-1].logprobs[-1] = self.broken[unit]
-        return groups
-
-
-class ListShelf(EngineShelf):
-    def __init__(self, **missing: Exception) -> None:
-        self.engine = CountingEngine()
-        self.missing = missing
-        self.patience: list[float] = []
-        self.before_get: Callable[[], object] = lambda: None
-
-    def get(self, ref: PolicyRef, deadline_s: float) -> LoadedPolicy:
-        self.before_get()
-        self.patience.append(deadline_s)
-        if f"v{ref.version}" in self.missing:
-            raise self.missing[f"v{ref.version}"]
-        return LoadedPolicy(ref, self.engine, {})
-
-
-class Bench:
-    """A worker with everything around it."""
-
-    def __init__(
-        self,
-        folder: Path,
-        *replies: Reply,
-        settings: WorkerSettings = FAST,
-        profile: str = "torch/cpu/float32",
-        **missing: Exception,
-    ) -> None:
-        self.hub = ListHub(*replies)
-        self.shelf = ListShelf(**missing)
-        self.outbox = Outbox(folder / "outbox", 10)
-        self.stop = StopToken()
-        client: Any = self.hub
-        self.worker = Worker(client, self.shelf, self.outbox, settings, self.stop, profile)
-
-    @property
-    def units(self) -> list[int]:
-        return sorted(submission.unit for submission in self.hub.submitted)
-
-    @property
-    def waiting(self) -> list[int]:
-        return [parcel.unit for parcel in self.outbox.waiting(RUN)]
+from shoal.worker import newest
 
 
 def test_it_generates_what_was_leased_in_one_call_and_hands_it_in(tmp_path: Path) -> None:
@@ -321,7 +146,7 @@ def test_no_lease_is_asked_for_before_the_run_has_a_policy_and_it_is_loaded(
     bench.shelf.before_get = loading
     thread = threading.Thread(target=bench.worker.run)
     thread.start()
-    assert _eventually(lambda: len(bench.hub.beats) > 3)
+    assert eventually(lambda: len(bench.hub.beats) > 3)
     assert bench.hub.requests == []
     bench.hub.policy = policy()
     thread.join(30)
@@ -446,9 +271,9 @@ def test_a_heartbeat_says_how_many_tokens_of_each_lease_are_there(tmp_path: Path
     thread = threading.Thread(target=bench.worker.run)
     thread.start()
     try:
-        assert _eventually(lambda: bench.waiting == [1, 3])
+        assert eventually(lambda: bench.waiting == [1, 3])
         before = len(bench.hub.beats) + 1  # one may be under way
-        assert _eventually(lambda: len(bench.hub.beats) > before)
+        assert eventually(lambda: len(bench.hub.beats) > before)
         assert set(bench.hub.beats[-1].progress) == {"lease-1", "lease-3"}
         assert min(bench.hub.beats[-1].progress.values()) > 0
     finally:
@@ -472,7 +297,7 @@ def test_a_suspended_worker_waits_and_goes_on(tmp_path: Path, caplog: pytest.Log
     )
 
     def still_out() -> list[Lease]:
-        assert _eventually(lambda: "is suspended" in caplog.text)
+        assert eventually(lambda: "is suspended" in caplog.text)
         return []
 
     bench.hub.replies = [[lease(1)], still_out, lifted]
@@ -499,160 +324,6 @@ def test_a_machine_that_computes_no_numbers_at_all_ends_with_what_to_do(tmp_path
         bench.worker.run()
     assert [release.leases for release in bench.hub.released] == [("lease-1",)] * 3
     assert bench.units == []
-
-
-def test_a_stop_gives_back_what_was_not_begun_and_sends_what_was_done(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, [lease(1), lease(2)])
-
-    def stop_after_leasing() -> list[Lease]:
-        bench.stop.set("SIGTERM")
-        return [lease(3), lease(4)]
-
-    bench.hub.replies.append(stop_after_leasing)
-    bench.worker.run()
-    assert bench.units == [1, 2]
-    assert bench.hub.released == [LeaseRelease(leases=("lease-3", "lease-4"), reason="SIGTERM")]
-
-
-def test_a_stop_while_the_hub_is_away_keeps_the_outbox_for_the_next_start(tmp_path: Path) -> None:
-    settings = FAST.model_copy(update={"stop_flush_s": 0.0})
-    bench = Bench(tmp_path, [lease(1)], settings=settings)
-    bench.hub.refusals[1] = DeadlineExceeded("stopped")
-    bench.hub.replies.append(lambda: bench.stop.set("SIGTERM") or [])
-    bench.worker.run()
-    assert bench.units == []
-    again = Bench(tmp_path)
-    again.worker.run()
-    assert again.units == [1]
-    assert again.waiting == []
-
-
-def test_a_ban_ends_it_with_the_hubs_sentence(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, [lease(1)], ShutOut(403, "node.banned", "this node is banned: sampling.seed"))
-    with pytest.raises(ShutOut, match=r"this node is banned: sampling\.seed"):
-        bench.worker.run()
-
-
-def test_a_ban_heard_of_by_the_heartbeat_ends_it_too(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, *([[]] * 100_000))
-    bench.hub.view = bench.hub.view.model_copy(update={"state": NodeState.BANNED, "reason": "sampling.seed: tokens"})
-    with pytest.raises(ShutOut, match=r"banned this node: sampling\.seed: tokens"):
-        bench.worker.run()
-
-
-def test_a_ban_met_while_sending_keeps_the_parcel_and_ends_it(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, [lease(1)], *([[]] * 100_000))
-    bench.hub.refusals[1] = ShutOut(403, "node.banned", "this node is banned: x")
-    with pytest.raises(ShutOut, match="banned"):
-        bench.worker.run()
-    assert bench.waiting == [1]
-
-
-@pytest.mark.parametrize("road", ["lease", "heartbeat", "upload"])
-def test_being_shut_out_leaves_the_outbox_to_other_runs(tmp_path: Path, road: str) -> None:
-    refusal = ShutOut(403, "node.banned", "this node is banned: x")
-    bench = Bench(tmp_path, [lease(1)], *([refusal] if road == "lease" else [[]] * 100_000))
-    other = lease(5).model_copy(update={"run": "other-000000000000"})
-    [group] = CountingEngine().generate([GenerationRequest(other.prompt_ids, other.seed_numbers, SAMPLING)])
-    elsewhere = submission_of(other, group, "scripted")
-    kept = bench.outbox.put(elsewhere)
-    if road != "lease":
-        bench.hub.refusals[1] = refusal
-    if road == "heartbeat":
-        bench.hub.view = bench.hub.view.model_copy(update={"state": NodeState.BANNED})
-    with pytest.raises(ShutOut) as caught:
-        bench.worker.run()
-    assert caught.value.exit_code == 6
-    assert bench.outbox.waiting("other-000000000000") == [kept]
-    assert kept.read() == pack(elsewhere)
-    assert list((tmp_path / "outbox" / "refused").iterdir()) == []
-
-
-def test_a_finished_run_is_said_to_be_finished_with_what_it_earned(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO")
-    bench = Bench(tmp_path, [lease(1)])
-    bench.worker.run()
-    nothing = "0 groups accepted, credit +0; in all 0 groups, credit 0"
-    assert caplog.records[-1].message == f"the run is finished: {nothing}"
-    stopped = Bench(tmp_path)
-    stopped.stop.set("SIGTERM")
-    stopped.worker.run()
-    assert caplog.records[-1].message == f"this start: {nothing}"
-
-
-def test_a_receipt_is_noted_for_whoever_debugs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("DEBUG", logger="shoal")
-    bench = Bench(tmp_path, [lease(7)])
-    bench.hub.gate.clear()
-    thread = threading.Thread(target=bench.worker.run)
-    thread.start()
-    try:
-        assert _eventually(lambda: bench.waiting == [7])
-        body = bench.outbox.waiting(RUN)[0].read()
-        assert "receipt for" not in caplog.text
-    finally:
-        bench.hub.gate.set()
-        thread.join(30)
-    assert f"unit 7: receipt for {submission_digest(body)}" in [record.message for record in caplog.records]
-
-
-@pytest.mark.parametrize("status", [403, 404, 409, 410, 413, 422])
-def test_a_refused_group_is_set_aside_and_work_goes_on(tmp_path: Path, status: int) -> None:
-    bench = Bench(tmp_path, [lease(1), lease(2)], [lease(3)])
-    bench.hub.refusals[1] = HubRefused(status, "lease.late", "too late")
-    bench.worker.run()
-    assert bench.units == [2, 3]
-    assert bench.waiting == []
-    assert len(list((tmp_path / "outbox" / "refused").glob("*.submission"))) == 1
-    assert bench.worker.activity.heartbeat().counters["refused"] == 1
-
-
-def test_a_hub_that_is_gone_ends_it_and_keeps_the_work(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, [lease(1)], *([[]] * 100_000))
-    bench.hub.refusals[1] = HubUnreachable("gone")
-    with pytest.raises(HubUnreachable):
-        bench.worker.run()
-    assert bench.waiting == [1]
-
-
-def test_a_full_outbox_pauses_work(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, [lease(1), lease(2), lease(3)], [lease(4)])
-    bench.hub.gate.clear()
-    thread = threading.Thread(target=bench.worker.run)
-    thread.start()
-    try:
-        assert _eventually(lambda: any("hub to take" in beat.waiting_for for beat in bench.hub.beats))
-        assert len(bench.hub.requests) == 1
-    finally:
-        bench.hub.gate.set()
-        thread.join(30)
-    assert bench.units == [1, 2, 3, 4]
-
-
-def test_generation_goes_on_while_an_upload_hangs(tmp_path: Path) -> None:
-    settings = FAST.model_copy(update={"outbox_limit": 50})
-    bench = Bench(tmp_path, [lease(1)], [lease(2)], [lease(3)], settings=settings)
-    bench.hub.gate.clear()
-    thread = threading.Thread(target=bench.worker.run)
-    thread.start()
-    try:
-        assert _eventually(lambda: bench.shelf.engine.calls == [[1], [2], [3]])
-        assert bench.units == []
-    finally:
-        bench.hub.gate.set()
-        thread.join(30)
-    assert bench.units == [1, 2, 3]
-
-
-def _eventually(holds: Callable[[], bool]) -> bool:
-    pause = threading.Event()
-    for _ in range(1000):
-        if holds():
-            return True
-        pause.wait(0.02)
-    return False
 
 
 def dialogue_lease(unit: int, tool: str) -> Lease:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 from shoal.errors import ProtocolError
 from shoal.hub.changes import Topic
@@ -11,8 +10,9 @@ from shoal.hub.service.context import Context, node_label
 from shoal.hub.service.evaluating import Evaluating, require_environment
 from shoal.hub.service.owner import require_trusted
 from shoal.hub.service.showing import Showing
-from shoal.hub.state import gains, newcomers, pacing
-from shoal.hub.state.audits import Case, Ruling, abandon, claim, expire, judge
+from shoal.hub.service.work import Work
+from shoal.hub.state import kinds, newcomers, pacing
+from shoal.hub.state.audits import DECIDED, Case, Ruling, abandon, claim, disagreement, expire, judge
 from shoal.hub.state.machines import SubmissionState
 from shoal.hub.state.pulls import Stake
 from shoal.hub.state.refusals import Refusal
@@ -24,6 +24,7 @@ from shoal.protocol import (
     AuditRequest,
     Outcome,
     RefusedVerdict,
+    Severity,
     SignedDocument,
     SubmissionBodies,
     Verdict,
@@ -40,15 +41,17 @@ TRIES = 4
 
 
 class Checking:
-    def __init__(self, context: Context, evaluating: Evaluating, showing: Showing) -> None:
+    def __init__(self, context: Context, work: Work, evaluating: Evaluating, showing: Showing) -> None:
         self._context = context
+        self._work = work
         self._evaluating = evaluating
         self._showing = showing
         self._owed = 0.0  # tokens of audits saved up for newcomers
 
     def audits(self, node: NodeRow, request: AuditRequest) -> AuditReply:
-        """Submissions to check, claimed for this validator until their deadline; and a slice of an evaluation, if it
-        wants one now, or if there is nothing to check. Audits do not wait for the tasks of a slice to be made."""
+        """Submissions to check, claimed for this validator until their deadline; units to generate that nobody could
+        judge; and a slice of an evaluation, if it wants one now, or if there is nothing to check. Audits do not wait
+        for the tasks of a slice to be made."""
         evaluates = request.evaluate != "no" and self._context.rules.evaluation is not None
         if evaluates and request.evaluate != "idle":
             self._evaluating.prepare(node)
@@ -59,7 +62,12 @@ class Checking:
             if not self._evaluating.prepare(node):
                 break
             reply = self._claim(node, request, evaluates)
-        return reply
+        generates = request.generates and request.evaluate != "only" and not reply.finished
+        leases = self._work.entrust(node, request) if generates else ()
+        if not leases:
+            return reply
+        self._context.waits.done(node_label(node))
+        return reply.model_copy(update={"generate": leases})
 
     def _claim(self, node: NodeRow, request: AuditRequest, evaluates: bool) -> AuditReply:
         context, slice_ = self._context, None
@@ -122,8 +130,9 @@ class Checking:
         pairs = list(zip(report.verdicts, rulings, strict=True))
         parts = _by_node(pairs) if self._context.storage.is_shared else [pairs]
         refused = [each for part in parts for each in self._rule(node, part)]
-        failed = any(isinstance(each, Ruling) and each.verdict.outcome == Outcome.REJECTED for each in rulings)
-        again = (Topic.AUDITS,) if failed else ()  # what waited for a light audit may wait for a full one now
+        failed = any(isinstance(each, Ruling) and each.verdict.outcome != Outcome.ACCEPTED for each in rulings)
+        # what waited for a light audit may wait for a full one now, and a unit for a validator to generate it
+        again = (Topic.AUDITS,) if failed else ()
         self._context.changes.notify(Topic.LEASES, Topic.BATCHES, *again)
         return VerdictReply(refused=tuple(refused))
 
@@ -135,19 +144,18 @@ class Checking:
             require_trusted(transaction, validator.public_key)
             transaction.lock_nodes(each.verdict.node for _, each in pairs if isinstance(each, Ruling))
             for signed, ruling in pairs:
+                if isinstance(ruling, Refusal):
+                    refused.append(_refused(signed, ruling))
+                    continue
                 try:
-                    if isinstance(ruling, Refusal):
-                        raise ruling
                     case = self._case(transaction, moment, ruling.verdict)
-                    moment = self._context.moment(transaction)
-                    commands = judge(moment, case, ruling)
-                    transaction.apply(commands)
-                    if commands:  # not the same verdict again
-                        _suspect(transaction, moment, case.node, ruling.verdict)
+                    transaction.apply(judge(self._context.moment(transaction), case, ruling))
                     if ruling.verdict.outcome == Outcome.ACCEPTED and case.node.on_probation:
                         self._context.turns.earned(case.node.network)
                 except Refusal as refusal:
                     refused.append(_refused(signed, refusal))
+                    if refusal.code == DECIDED:
+                        transaction.apply(disagreement(moment, case.submission, ruling))
             point("hub.verdict.before_commit")
         point("hub.verdict.after_commit")
         return refused
@@ -197,7 +205,12 @@ class Checking:
             light=tuple(transaction.light_audits(node.node)),
             pending=tuple(transaction.pending_credit(node.node)),
         )
-        return Case(submission, unit, node, tuple(transaction.holdings(node.node)), stake)
+        held, kin = transaction.holding(submission.lease), list[NodeRow]()
+        assert held is not None, "a foreign key ties a submission to its lease"
+        if verdict.severity is Severity.STATISTICAL:
+            kin = transaction.kin(node.kind, verdict.reason, moment.now_ms - kinds.WITHIN_MS)
+        holdings = tuple(transaction.holdings(node.node))
+        return Case(submission, unit, node, holdings, stake, held.lease.issued_at_ms, tuple(kin))
 
     def _audit(self, reader: Reader, row: SubmissionRow) -> Audit:
         holding, node = reader.holding(row.lease), reader.node(row.node)
@@ -213,33 +226,8 @@ class Checking:
             record=node.record,
             shown=self._showing.prefixes(reader, row.lease),
             newcomer=node.on_probation,
-            gains=node.gains,
-            distrusted=_distrusted(reader, node),
+            trusted=node.trusted,
         )
-
-
-def _suspicion(reader: Reader, key: str) -> gains.Suspicion:
-    stored = reader.setting(key)
-    return gains.Suspicion() if stored is None else gains.Suspicion.model_validate_json(stored)
-
-
-def _suspect(transaction: Writer, moment: Moment, node: NodeRow, verdict: Verdict) -> None:
-    """Count what a verdict says of branches for its node's owner and for all newer nodes, too."""
-    for key, whose in gains.groups_of(node).items():
-        before = _suspicion(transaction, key)
-        after = before.after(verdict)
-        if after != before:
-            transaction.put_setting(key, after.model_dump_json())
-        if after.distrusted and not before.distrusted:
-            transaction.apply([gains.alarm(moment, whose)])
-
-
-def _distrusted(reader: Reader, node: NodeRow) -> Literal["", "its owner", "newcomers"]:
-    """Whose evidence speaks against tokens of this node that pass only by tolerance. Of the newer ones' only nodes on
-    probation are held liable: others have been looked at."""
-    if node.owner and _suspicion(reader, f"gains/{node.owner}").distrusted:
-        return "its owner"
-    return "newcomers" if node.on_probation and _suspicion(reader, gains.NEWER).distrusted else ""
 
 
 def _by_node(

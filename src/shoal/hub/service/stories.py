@@ -15,7 +15,7 @@ from shoal.hub.state.machines import LeaseState, SubmissionState, UnitState
 from shoal.hub.state.orders import REVOKED
 from shoal.hub.state.refusals import Refusal
 from shoal.hub.state.rows import LeaseRow, NodeRow, SubmissionRow, UnitRow
-from shoal.hub.state.units import VOID_ATTEMPTS, VOID_INCARNATION, VOID_STALE
+from shoal.hub.state.units import TRUSTED_AFTER, VOID_ATTEMPTS, VOID_INCARNATION, VOID_STALE, is_entrusted
 from shoal.hub.storage import Reader, StoryReader
 from shoal.ledger import EVIDENCED, credit_for, node_subject, unit_subject
 from shoal.protocol import (
@@ -149,7 +149,7 @@ class Stories:
             depth=row.depth,
             reason=row.reason,
             message=row.message,
-            rule=rule_of(row, severity, self._context.rules.max_attempts),
+            rule=rule_of(row, severity),
             generated_tokens=row.generated_tokens,
             rewards=row.rewards,
             credit=credit_for(row.generated_tokens),
@@ -223,6 +223,8 @@ def lease_sentence(row: LeaseRow) -> str:
 
 def unit_sentence(unit: UnitRow, leases: Sequence[LeaseRow]) -> str:
     """How a unit stands."""
+    if unit.state == UnitState.OPEN and is_entrusted(unit):
+        return f"waits for a validator to generate it, after {unit.failures} attempts that nobody could judge"
     if unit.state == UnitState.OPEN:
         return "waits for a worker" if not leases else f"waits for a worker again, after {len(leases)} leases"
     if unit.state == UnitState.LEASED:
@@ -240,27 +242,27 @@ def unit_sentence(unit: UnitRow, leases: Sequence[LeaseRow]) -> str:
 
 def _void_sentence(unit: UnitRow) -> str:
     return {
-        VOID_ATTEMPTS: f"given up: {unit.failures} audits in a row could not decide about it; nobody is blamed",
+        VOID_ATTEMPTS: "given up: the validators themselves could not generate or score it; no worker is blamed",
         VOID_STALE: "void: the policy that generated it is too old to train on; what was accepted is paid all the same",
         VOID_INCARNATION: "void: the trainer began a new incarnation, and groups of the old one fit nowhere",
     }.get(unit.reason, f"void ({unit.reason})")
 
 
-def rule_of(row: SubmissionRow, severity: str, max_attempts: int) -> str:
+def rule_of(row: SubmissionRow, severity: str) -> str:
     """Which rule decided about a submission, and what it costs or brings, in words."""
     if row.state == SubmissionState.REJECTED:
         return {
             "certain": "one failure of this kind cannot happen by accident: the submission is worth nothing and its "
             "node is banned",
             "statistical": "honest work fails this check about once in ten thousand audits: the submission is worth "
-            "nothing, its node is on probation and suspended, and a second time it is banned",
+            "nothing, its node is on probation and suspended, and banned if work leased after that fails, too",
         }.get(severity, "a soft rejection: this submission is worth nothing; it costs no trust, unless several follow")
     return {
         SubmissionState.RECEIVED.value: "not judged yet: it waits for a validator",
         SubmissionState.AUDITING.value: "not judged yet: a validator is at it",
         Outcome.ACCEPTED.value: f"accepted by a {row.depth} audit: one credit for each generated token",
-        Outcome.UNSURE.value: "the check could not be made, and that is nobody's fault: no credit, no strike; "
-        f"after {max_attempts} of these the unit is given up",
+        Outcome.UNSURE.value: "nobody can tell whether it is honest work: no credit, no strike; the unit is given out "
+        f"again, and after {TRUSTED_AFTER} unsure attempts a validator generates it",
         SubmissionState.PULLED.value: "was accepted; then its node failed an audit before this group was in a batch: "
         "it is not trained on",
     }[row.state.value]

@@ -27,6 +27,7 @@ from shoal.hub.storage import Reader, Writer
 from shoal.ledger import head_of
 from shoal.protocol import (
     SUBMISSION_FORMAT,
+    AuditRequest,
     Lease,
     LeaseRelease,
     LeaseReply,
@@ -43,6 +44,8 @@ from shoal.runtime.crash import point
 
 TRIES = 8
 """Decisions on one request, if others are faster each time to take the units whose tasks were made for it."""
+ENTRUSTED = 4
+"""Units that a validator gets at once to generate: a batch worth an engine's while, and audits do not wait long."""
 
 
 class Work:
@@ -80,7 +83,7 @@ class Work:
         context = self._context
         alarms: list[Command] = []
         with context.decision(sweep=True) as (transaction, moment):
-            fresh = self._arrived(transaction, node, moment, network)
+            fresh = self._arrived(transaction, node, moment, network, request.profile)
             lost = self._abandon(transaction, moment, fresh, request)
             ask, open_units, moment = self._ask(transaction, moment, fresh, request)
             halted = "" if ask.granted else orders_of(transaction).halted(moment.now_ms)
@@ -109,11 +112,38 @@ class Work:
             held_back=granted.held_back,
         )
 
-    def _arrived(self, transaction: Writer, node: NodeRow, moment: Moment, network: str) -> NodeRow:
+    def entrust(self, node: NodeRow, request: AuditRequest) -> tuple[SignedDocument, ...]:
+        """Leases for a validator: those that it holds, or else some of the units that nobody could judge."""
+        with self._context.storage.read() as reader:
+            if not reader.open_units(1, entrusted=True) and not reader.holdings(node.node):
+                return ()
+        for _ in range(TRIES):
+            try:
+                return self._entrust(node, request)
+            except NotReady as missing:
+                self.drawing.prepare_again(missing.again)
+        return ()
+
+    def _entrust(self, node: NodeRow, request: AuditRequest) -> tuple[SignedDocument, ...]:
+        context, left = self._context, frozenset(request.left)
+        with context.decision(sweep=True) as (transaction, moment):
+            holdings = transaction.holdings(node.node)
+            transaction.apply(leases.give_up(moment, holdings, left))
+            held = tuple(each.lease for each in holdings if each.lease.lease not in left)
+            if not held and not orders_of(transaction).halted(moment.now_ms):
+                units = transaction.open_units(ENTRUSTED, entrusted=True)
+                drawn = self._draws(transaction, moment, request.generates, [], units)
+                granted = leases.entrust(moment, units, transaction.node(node.node) or node, drawn)
+                transaction.apply(granted.commands)
+                held = granted.leases
+        self.drawing.forget([lease.unit for lease in held])
+        return tuple(context.signed_before(lease.document) for lease in held)
+
+    def _arrived(self, transaction: Writer, node: NodeRow, moment: Moment, network: str, kind: str) -> NodeRow:
         """The node as it is now; a suspension that is over ends here, where that matters."""
         fresh, commands = sanctions.lift(transaction.node(node.node) or node, moment.now_ms)
-        if fresh.network != network:
-            fresh = replace(fresh, network=network)
+        if (fresh.network, fresh.kind) != (network, kind):
+            fresh = replace(fresh, network=network, kind=kind)
             commands.append(SaveNode(fresh, fresh.state))
         transaction.apply(commands)
         return fresh

@@ -2,7 +2,10 @@
 
     received ─ claim ─► auditing ─ verdict ─► accepted ─► credit; unit accepted, dropped (equal rewards) or void (stale)
        ▲                   │                  rejected ─► strike, perhaps a ban; unit open again; see `pulls`
-       └── claim ran out ──┘                  unsure ─► nothing for anybody; unit open again
+       └── claim ran out ──┘                  unsure ─► nothing for anybody; unit open again (`units`)
+
+A statistical rejection is unsure if most machines of that kind fail the same check (`kinds`). A validator's own group
+earns nothing and costs nothing: if it cannot be used, that is an attempt of ours that came to nothing.
 
 The first verdict on a submission stands. The same outcome again, also from another validator, is harmless. What is to
 be audited fully cannot be accepted after a light audit; it can be rejected, for a failed check is a failed check.
@@ -13,14 +16,14 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, replace
 
-from shoal.hub.state import credits, gains, nodes, pacing, pulls, reputation, windows
-from shoal.hub.state.commands import AddVerdict, Command, Record, SaveNode, SaveSubmission, SaveUnit
+from shoal.hub.state import credits, kinds, nodes, pacing, pulls, reputation, windows
+from shoal.hub.state.commands import AddVerdict, Command, RaiseAlarm, Record, SaveNode, SaveSubmission, SaveUnit
 from shoal.hub.state.machines import UNDECIDED_SUBMISSIONS, SubmissionState, UnitState
 from shoal.hub.state.refusals import Refusal
 from shoal.hub.state.rewards import has_equal_rewards, pass_rate
 from shoal.hub.state.rows import Holding, Moment, NodeRow, Rules, SubmissionRow, UnitRow
-from shoal.hub.state.units import VOID_STALE, fail, refill_alarm
-from shoal.protocol import Outcome, Tally, Verdict, document_hash
+from shoal.hub.state.units import UNJUDGED, VOID_STALE, fail, refill_alarm
+from shoal.protocol import Outcome, Severity, Tally, Verdict, document_hash
 
 
 def expire(submissions: Sequence[SubmissionRow], now_ms: int) -> list[Command]:
@@ -55,16 +58,21 @@ def claim(moment: Moment, waiting: Sequence[SubmissionRow], validator: str, coun
     ]
 
 
+DECIDED = "verdict.decided"
+
+
 @dataclass(frozen=True)
 class Case:
     """All that a verdict may touch: the submission, its unit, its node, the leases that the node holds, and what else
-    it has at stake."""
+    it has at stake. `leased_at_ms` is when the submission's lease was issued; `kin` are nodes of the same kind."""
 
     submission: SubmissionRow
     unit: UnitRow
     node: NodeRow
     holdings: tuple[Holding, ...] = ()
     stake: pulls.Stake = field(default_factory=pulls.Stake)
+    leased_at_ms: int = 0
+    kin: tuple[NodeRow, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -82,19 +90,20 @@ def judge(moment: Moment, case: Case, ruling: Ruling) -> list[Command]:
     _require_fitting(moment.rules, case, verdict)
     if submission.state not in UNDECIDED_SUBMISSIONS:
         return _judge_again(submission, verdict)
-    case = replace(case, node=gains.counted(case.node, verdict))
-    accepted = verdict.outcome == Outcome.ACCEPTED
+    spread = kinds.failing(moment, case.node, case.kin, verdict)
+    outcome = Outcome.UNSURE if spread else verdict.outcome
+    accepted, paid = outcome == Outcome.ACCEPTED, not case.node.trusted
     decided = submission.to(
-        SubmissionState(verdict.outcome.value),
+        SubmissionState(outcome.value),
         validator=ruling.validator,
         claimed_until_ms=None,
         rewards=tuple(reward.value for reward in verdict.rewards),
-        generated_tokens=verdict.generated_tokens if accepted else 0,
+        generated_tokens=verdict.generated_tokens if accepted and paid else 0,
         reason=verdict.reason,
         message=verdict.message,
         decided_at_ms=moment.now_ms,
         depth=verdict.depth,
-        matures_at_ms=credits.matures_at_ms(moment) if accepted else None,
+        matures_at_ms=credits.matures_at_ms(moment) if accepted and paid else None,
         pass_rate=pass_rate(verdict.rewards) if accepted else None,
     )
     commands: list[Command] = [
@@ -103,22 +112,61 @@ def judge(moment: Moment, case: Case, ruling: Ruling) -> list[Command]:
     ]
     if accepted:
         return commands + _accept(moment, case, decided, ruling)
-    if verdict.outcome == Outcome.REJECTED:
+    if case.node.trusted:
+        return commands + _wasted(moment, case, ruling)
+    if outcome == Outcome.REJECTED:
         return commands + _reject(moment, case, ruling)
-    record = reputation.of_late(case.node.record.plus(verdict.tally))  # so that accidents are not for the asking
-    counted = replace(case.node, unsure=case.node.unsure + 1, record=record)
-    failed = fail(moment, [case.unit], verdict.reason) if _is_current(case) else []
-    return [*commands, SaveNode(counted, case.node.state), *failed]
+    if spread:
+        return [*commands, *_unsure(moment, case, kinds.failed(case.node, verdict, moment.now_ms), ""), spread]
+    node = reputation.unsure(case.node, verdict, own_fault=verdict.reason not in UNJUDGED)
+    return commands + _unsure(moment, case, node, verdict.reason)
+
+
+def _unsure(moment: Moment, case: Case, node: NodeRow, reason: str) -> list[Command]:
+    failed = fail(moment, [case.unit], reason) if _is_current(case) else []
+    return [SaveNode(node, case.node.state), *failed]
+
+
+def _wasted(moment: Moment, case: Case, ruling: Ruling) -> list[Command]:
+    """A group that a validator generated cannot be used: an attempt of ours, and no sanction."""
+    verdict, rejected = ruling.verdict, ruling.verdict.outcome == Outcome.REJECTED
+    node = replace(case.node, rejected=case.node.rejected + rejected, unsure=case.node.unsure + (not rejected))
+    commands: list[Command] = [SaveNode(node, case.node.state)]
+    if rejected:
+        step = moment.progress.next_step
+        message = (
+            f"step {step}: a validator rejected a group that validator {node.name} had generated itself "
+            f"({verdict.reason}): one of the two is broken; `shoal why {case.unit.unit}` has the verdict"
+        )
+        commands.append(RaiseAlarm(step, f"trusted.{verdict.reason}", message, moment.now_ms))
+    return commands + (fail(moment, [case.unit], verdict.reason, trusted=True) if _is_current(case) else [])
 
 
 def _judge_again(submission: SubmissionRow, verdict: Verdict) -> list[Command]:
-    """The first verdict stands; what was pulled since had been accepted."""
+    """The first verdict stands; what was pulled since had been accepted, what its kind made unsure was rejected."""
     stands = "accepted" if submission.state == SubmissionState.PULLED else submission.state.value
-    if stands == verdict.outcome.value:
+    of_its_kind = verdict.severity is Severity.STATISTICAL and submission.reason == verdict.reason
+    if stands == verdict.outcome.value or (stands == Outcome.UNSURE.value and of_its_kind):
         return []
-    raise Refusal(
-        409, "verdict.decided", f"submission {submission.submission[:16]}… is {submission.state.value} already"
+    raise Refusal(409, DECIDED, f"submission {submission.submission[:16]}… is {submission.state.value} already")
+
+
+def disagreement(moment: Moment, submission: SubmissionRow, ruling: Ruling) -> list[Command]:
+    """An alarm if a refused verdict contradicts the one that stands: accepted by one validator, rejected by another."""
+    contradicts = {
+        SubmissionState.ACCEPTED: Outcome.REJECTED,
+        SubmissionState.PULLED: Outcome.REJECTED,
+        SubmissionState.REJECTED: Outcome.ACCEPTED,
+    }
+    if contradicts.get(submission.state) != ruling.verdict.outcome:
+        return []
+    step, reason = moment.progress.next_step, ruling.verdict.reason or submission.reason
+    message = (
+        f"step {step}: validators {submission.validator} and {ruling.validator} disagree about unit {submission.unit} "
+        f"({reason}); the first verdict stands. One of them is wrong: run `shoal doctor --selftest` on both, and stop "
+        "the one that fails"
     )
+    return [RaiseAlarm(step, "verdict.disagreement", message, moment.now_ms)]
 
 
 def _require_fitting(rules: Rules, case: Case, verdict: Verdict) -> None:
@@ -126,8 +174,6 @@ def _require_fitting(rules: Rules, case: Case, verdict: Verdict) -> None:
         raise Refusal(422, "verdict.mismatch", "the verdict names another unit or node than its submission")
     if verdict.outcome != Outcome.REJECTED:  # an unsure audit joins the record, too
         _require_possible(rules, verdict.tally)
-    if len(verdict.branches.differences) > verdict.branches.looked or verdict.branches.looked > rules.group_size:
-        raise Refusal(422, "verdict.branches", f"{verdict.branches.looked} branches of {rules.group_size} rollouts")
     if verdict.outcome != Outcome.ACCEPTED:
         return
     if len(verdict.rewards) != rules.group_size:
@@ -154,10 +200,7 @@ def _require_possible(rules: Rules, tally: Tally) -> None:
 
 def _accept(moment: Moment, case: Case, decided: SubmissionRow, ruling: Ruling) -> list[Command]:
     progress, verdict = moment.progress, ruling.verdict
-    trusted = windows.widened(moment.rules, reputation.passed(case.node, verdict))
-    node, record = credits.earn(trusted, decided, ruling.document, moment.now_ms)
-    joined = [] if case.node.on_chain else nodes.joined(node, moment.now_ms)
-    commands: list[Command] = [SaveNode(node, case.node.state), *joined, record]
+    commands = _paid(moment, case, decided, ruling)
     unit = case.unit
     if not _is_current(case):
         return commands  # the unit is void meanwhile; the work was done, so its credit stays
@@ -168,6 +211,16 @@ def _accept(moment: Moment, case: Case, decided: SubmissionRow, ruling: Ruling) 
         after = replace(progress, dropped=progress.dropped + 1)
         return [*commands, SaveUnit(dropped, unit.state), *refill_alarm(replace(moment, progress=after))]
     return [*commands, SaveUnit(unit.to(UnitState.ACCEPTED), unit.state)]
+
+
+def _paid(moment: Moment, case: Case, decided: SubmissionRow, ruling: Ruling) -> list[Command]:
+    """What an accepted submission does for its node: a validator's own is neither credit nor trust."""
+    if case.node.trusted:
+        return [SaveNode(replace(case.node, accepted=case.node.accepted + 1), case.node.state)]
+    widened = windows.widened(moment.rules, reputation.passed(case.node, ruling.verdict))
+    node, record = credits.earn(widened, decided, ruling.document, moment.now_ms)
+    joined = [] if case.node.on_chain else nodes.joined(node, moment.now_ms)
+    return [SaveNode(node, case.node.state), *joined, record]
 
 
 def _reject(moment: Moment, case: Case, ruling: Ruling) -> list[Command]:
@@ -183,18 +236,27 @@ def _reject(moment: Moment, case: Case, ruling: Ruling) -> list[Command]:
     }
     rejected = [Record("rejected", body, now_ms)] if case.node.on_chain else []
     reopened = [SaveUnit(case.unit.reopened(), case.unit.state)] if _is_current(case) else []  # the node failed, not it
-    if verdict.severity is None:  # soft: it costs the credit of this submission, and no trust
-        return [*rejected, *nodes.reject(case.node, verdict, case.holdings, now_ms), *reopened]
+    severity = _fresh_severity(case, verdict)
+    if severity is None:  # soft: it costs the credit of this submission, and no trust
+        return [*rejected, *nodes.reject(case.node, verdict, severity, case.holdings, now_ms), *reopened]
     node, voided = credits.void(case.node, stake.pending, verdict.reason, now_ms)
-    disbelieved = moment.rules.audit == "reputation" and nodes.is_over(reputation.failed(node, verdict.severity))
+    struck = reputation.failed(node, severity, verdict.reason, now_ms)
+    disbelieved = moment.rules.audit == "reputation" and nodes.is_over(struck)
     return [
         *rejected,
         *voided,
-        *nodes.reject(node, verdict, case.holdings, now_ms),
+        *nodes.reject(node, verdict, severity, case.holdings, now_ms),
         *pulls.pull(stake, verdict, disbelieved, now_ms),
         *pulls.deepen(stake.light, but=case.submission.submission),
         *reopened,
     ]
+
+
+def _fresh_severity(case: Case, verdict: Verdict) -> Severity | None:
+    """How much the rejection counts. A second statistical strike needs fresh data: work that was leased before the
+    first one comes of the same machine in the same state, and is rejected without a further strike."""
+    again = verdict.severity is Severity.STATISTICAL and case.node.statistical > 0
+    return None if again and case.leased_at_ms <= case.node.failed_at_ms else verdict.severity
 
 
 def _is_current(case: Case) -> bool:

@@ -6,6 +6,7 @@ worker asks ─► open units, lowest number first ─► then new ones, while p
 worker generates ─► its heartbeats say how many tokens (on probation, its chunks show them: `showing`)
                ─► more than before: `lease_s` from now, `lease_hard_s` in all
 deadline passes, the worker gives up or is gone ─► the unit is open again, task and seeds unchanged; a smaller window
+validator asks for audits ─► units that nobody could judge twice (`units`) ─► leases of its own, by the same deadlines
 
 A worker that says nothing, or always the same, has `lease_s`; one that lies about its progress `lease_hard_s`, which
 costs it as much of its window. Until its first group is accepted a worker has `FIRST_LEASE` × `lease_s` at most.
@@ -24,6 +25,7 @@ from shoal.hub.state.machines import LeaseState, UnitState
 from shoal.hub.state.nodes import require_welcome
 from shoal.hub.state.refusals import Refusal
 from shoal.hub.state.rows import PROBATION_AUDITS, Holding, LeaseRow, Moment, NodeRow, Rules, UnitRow
+from shoal.hub.state.units import fail
 from shoal.protocol import NodeState, PolicyRef
 
 FIRST_LEASE = 4
@@ -117,6 +119,23 @@ def grant(moment: Moment, open_units: Sequence[UnitRow], ask: Ask, draws: Draws)
     if not units:
         return Grant(waiting=why_no_unit(moment), held_back=len(again) < len(open_units), short=True)
     return _lease_units(moment, units, ask, policy, draws)
+
+
+def entrust(moment: Moment, units: Sequence[UnitRow], node: NodeRow, draws: Draws) -> Grant:
+    """Leases under the newest policy for a validator, of units that are open for validators only."""
+    policy = moment.progress.policy
+    if policy is None or not units or pacing.is_finished(moment.rules, moment.progress):
+        return Grant()
+    first = units[0]
+    ask = Ask(node=node, request=f"entrusted-u{first.unit}a{first.attempt}", max_units=len(units), held=0)
+    return _lease_units(moment, [(unit, False) for unit in units], ask, policy, draws)
+
+
+def give_up(moment: Moment, holdings: Sequence[Holding], left: Container[str]) -> list[Command]:
+    """End those of a validator's leases that it names: it could not generate their units."""
+    given = [held for held in holdings if held.lease.lease in left and held.lease.state is LeaseState.ACTIVE]
+    ended = [SaveLease(held.lease.to(LeaseState.RELEASED, moment.now_ms), held.lease.state) for held in given]
+    return [*ended, *fail(moment, _still_leased(given), trusted=True)]
 
 
 def _outdated(policy: PolicyRef, newest: PolicyRef) -> str:
@@ -266,21 +285,28 @@ def end(
 ) -> list[Command]:
     """End active leases: their time is over, or their node has lost them or is gone. Their units are open again.
 
-    `nodes` are those that hold them. Each pays once for all that lapses now (`windows`).
+    `nodes` are those that hold them. Each pays once for all that lapses now (`windows`), but for validators: theirs
+    count as attempts on the unit instead, so that no step waits for ever for what none of them can do.
     """
     now_ms = moment.now_ms
     commands: list[Command] = []
-    lapsed = [held.lease for held in holdings if absence is None or not absence.struck(held.lease)]
+    ours = [held for held in holdings if nodes[held.lease.node].trusted]
+    commands += fail(moment, _still_leased(ours), trusted=True)
+    theirs = [held for held in holdings if not nodes[held.lease.node].trusted]
+    lapsed = [held.lease for held in theirs if absence is None or not absence.struck(held.lease)]
     for name, count in windows.count_by_node(lapsed).items():
         commands += windows.lapse(moment.rules, nodes[name], count, now_ms)
     commands += [SaveLease(held.lease.to(LeaseState.EXPIRED, now_ms), held.lease.state) for held in holdings]
-    return commands + reopened(holdings)
+    return commands + reopened(theirs)
 
 
 def reopened(holdings: Sequence[Holding]) -> list[Command]:
     """The units of ended leases, open again: but for those that became too old to train on meanwhile."""
-    units = (held.unit for held in holdings)
-    return [SaveUnit(unit.reopened(), unit.state) for unit in units if unit.state is UnitState.LEASED]
+    return [SaveUnit(unit.reopened(), unit.state) for unit in _still_leased(holdings)]
+
+
+def _still_leased(holdings: Sequence[Holding]) -> list[UnitRow]:
+    return [held.unit for held in holdings if held.unit.state is UnitState.LEASED]
 
 
 def _is_overdue(lease: LeaseRow, now_ms: int) -> bool:

@@ -1,7 +1,8 @@
 """Nodes: registration, what rejected work costs them, and whether they are here.
 
     rejected, certain ──────► banned                                      (`sanctions`)
-    rejected, statistical ──► suspended and on probation; the second time banned
+    rejected, statistical ──► suspended and on probation, its record empty; banned for a second one that rests on work
+                              leased after the first
     rejected, no severity ──► costs the credit of this submission only; 4 in a row suspend
 
 A statistical strike is forgiven after many full audits passed in a row (`reputation`). A banned node gets no leases;
@@ -20,7 +21,7 @@ from shoal.hub.state import reputation, sanctions
 from shoal.hub.state.commands import Command, Record, SaveNode
 from shoal.hub.state.refusals import Refusal
 from shoal.hub.state.rows import Holding, NodeRow
-from shoal.protocol import NodeState, Registration, SignedDocument, Verdict, node_id
+from shoal.protocol import NodeState, Registration, Severity, SignedDocument, Verdict, node_id
 from shoal.protocol.node import Liveness
 
 CERTAIN_TO_BAN = 1
@@ -121,15 +122,17 @@ def is_over(node: NodeRow) -> bool:
     return node.certain >= CERTAIN_TO_BAN or node.statistical >= STATISTICAL_TO_BAN
 
 
-def reject(node: NodeRow, verdict: Verdict, holdings: Sequence[Holding], now_ms: int) -> list[Command]:
-    """Count a rejected submission; suspend or ban the node if that was one too many."""
-    struck = reputation.failed(node, verdict.severity)
+def reject(
+    node: NodeRow, verdict: Verdict, severity: Severity | None, holdings: Sequence[Holding], now_ms: int
+) -> list[Command]:
+    """Count a rejected submission, as `severity` says; suspend or ban the node if that was one too many."""
+    struck = reputation.failed(node, severity, verdict.reason, now_ms)
     if node.state is NodeState.BANNED:
         return [SaveNode(struck, node.state)]
     reason = f"{verdict.reason}: {verdict.message}" if verdict.message else verdict.reason
-    if verdict.severity is not None and is_over(struck):
+    if severity is not None and is_over(struck):
         return sanctions.ban(struck, reason, holdings, now_ms)
-    if verdict.severity is not None:
+    if severity is not None:
         return sanctions.suspend(struck, reason, now_ms)
     if node.state is NodeState.ACTIVE and struck.soft >= SOFT_TO_SUSPEND:
         return sanctions.suspend(struck, f"{struck.soft} groups in a row were rejected, the last for {reason}", now_ms)

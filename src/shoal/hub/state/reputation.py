@@ -2,8 +2,14 @@
 
     full audit passed ─► streak + 1, passed + 1; its tally joins the record
     light audit passed ─► nothing: it proved nothing
-    rejected ─► streak 0; by a strike also passed 0: on probation again
-    unsure ─► nothing
+    rejected ─► streak 0; by a strike also passed 0: on probation again; by a statistical one also an empty record
+    unsure ─► its tally joins the record; its doubt grows
+
+Doubt is a cumulative sum: + 1 for an unsure group that is not our own machinery's fault, - k for one that a full audit
+accepted, never below 0, where k is twice the rate at which honest work of that kind is unsure (`Verdict.unsure_rate`),
+and 1/64 at least. From `DOUBTED` on a node has one lease at a time (`windows`). Honest work of that rate gets there
+about once in 80 / rate groups¹ and leaves soon after; who is always unsure is there after four.
+¹ e^(-3.5 x) for each unsure group, where e^x - 1 = 2 x.
 
 Only full audits raise the streak. If light ones did, a sleeper would need 200 honest submissions to be audited at 5 %,
 about 40 of them fully; so it needs about 2,000, because at p = 10/streak the next full audit is streak/10 submissions
@@ -24,13 +30,17 @@ FORGIVEN_AFTER = 1_000
 Honest work fails such a check once in 10,000 audits or so: without this every honest node would be banned in the long
 run."""
 RECORD_TOKENS = 65_536
+DOUBTED, MOST_DOUBT, LEAST_FORGIVEN = 3.5, 4.5, 1 / 64
 
 
 def full_audit_probability(rules: Rules, node: NodeRow) -> float:
     """How likely it is that the next submission of `node` is audited fully.
 
-    Under `audit = "reputation"`: 1 on probation and up to a streak of 10, then 10/streak, and never below 5 %.
+    0 for a validator's own groups: its computing needs no proof. Under `audit = "reputation"`: 1 on probation and up to
+    a streak of 10, then 10/streak, and never below 5 %.
     """
+    if node.trusted:
+        return 0.0
     if rules.audit == "all" or node.on_probation or node.streak <= ALWAYS_UNTIL:
         return 1.0
     return max(LEAST, ALWAYS_UNTIL / node.streak)
@@ -54,11 +64,26 @@ def passed(node: NodeRow, verdict: Verdict) -> NodeRow:
         statistical=0 if streak >= FORGIVEN_AFTER else node.statistical,
         suspensions=0 if streak >= FORGIVEN_AFTER else node.suspensions,
         record=of_late(node.record.plus(verdict.tally)),
+        doubt=max(0.0, node.doubt - _forgiven(verdict)),
     )
 
 
-def failed(node: NodeRow, severity: Severity | None) -> NodeRow:
-    """The node after a rejected submission."""
+def unsure(node: NodeRow, verdict: Verdict, own_fault: bool) -> NodeRow:
+    """The node after an unsure audit; `own_fault` if it was not our own machinery that failed."""
+    record = of_late(node.record.plus(verdict.tally))  # so that accidents are not for the asking
+    doubt = min(MOST_DOUBT, node.doubt + 1 - _forgiven(verdict)) if own_fault else node.doubt
+    return replace(node, unsure=node.unsure + 1, record=record, doubt=doubt)
+
+
+def _forgiven(verdict: Verdict) -> float:
+    return min(1.0, max(LEAST_FORGIVEN, 2 * verdict.unsure_rate))
+
+
+def failed(node: NodeRow, severity: Severity | None, check: str = "", now_ms: int = 0) -> NodeRow:
+    """The node after a rejected submission, for the reason `check`. What led to a statistical strike never counts
+    again: the next one rests on a record of its own."""
+    if severity is Severity.STATISTICAL:
+        node = replace(node, record=Tally(), failed_check=check, failed_at_ms=now_ms)
     return replace(
         node,
         rejected=node.rejected + 1,

@@ -24,7 +24,6 @@ from shoal.hub.state.machines import (
     check_move,
 )
 from shoal.protocol import Depth, NodeState, PolicyRef, Role, Tally
-from shoal.protocol.branches import GainEvidence
 
 AuditPolicy = Literal["all", "reputation"]
 
@@ -68,7 +67,6 @@ class Rules:
     group_size: int
     max_staleness: int
     max_new_tokens: int
-    max_attempts: int
     refill_cap: int
     leases_per_node: int
     lease_ms: int
@@ -109,7 +107,8 @@ class Moment:
 
 @dataclass(frozen=True)
 class UnitRow:
-    """One group of one task. `task` never changes. `failures` counts what voids it; `attempt` numbers its leases.
+    """One group of one task. `task` never changes. `failures` counts attempts that nobody could judge (`units`);
+    `attempt` numbers its leases.
 
     `incarnation`, `version`, `submission` belong to the submission that fills it; `step` is the batch it is in;
     `lost_step` the step during which it was dropped or failed.
@@ -236,8 +235,9 @@ class NodeRow:
     newcomer may), `lapsed` how many it let lapse, `lapses` of these in a row, `pace_ms` what a
     group takes it, from lease to submission. `until_ms` ends the present suspension, of which there were `suspensions`.
     `soft` counts rejections without a strike since the last group that was accepted. `network` is where it last asked
-    for work from (/24 or /48; empty: from the hub's own machine); nobody is told. `gains` is the evidence that it buys
-    reward by tolerance.
+    for work from (/24 or /48; empty: from the hub's own machine); nobody is told. `kind` is what it last asked to
+    generate with. `failed_check` is the statistical check that it failed last, at `failed_at_ms`. `doubt` grows with
+    every unsure group and falls with every accepted one (`reputation`).
     """
 
     node: str
@@ -268,13 +268,21 @@ class NodeRow:
     soft: int = 0
     vouch: str = ""
     network: str = ""
-    gains: GainEvidence = field(default_factory=GainEvidence)
+    kind: str = ""
+    failed_check: str = ""
+    failed_at_ms: int = 0
+    doubt: float = 0.0
 
     @property
     def on_chain(self) -> bool:
         """Whether the ledger has rows about it: a worker from its first accepted group on. Keys cost nothing, rows of
         the ledger are kept for ever."""
         return self.role != "worker" or self.accepted > 0
+
+    @property
+    def trusted(self) -> bool:
+        """Whether the root key certified it: a validator that generates a unit is believed, and earns nothing."""
+        return self.role != "worker"
 
     @property
     def unproven(self) -> bool:

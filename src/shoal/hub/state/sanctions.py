@@ -23,7 +23,7 @@ from shoal.hub.state.commands import Command, Record, SaveLease, SaveNode, SaveU
 from shoal.hub.state.machines import LeaseState, UnitState
 from shoal.hub.state.refusals import Refusal
 from shoal.hub.state.rows import Holding, NodeRow
-from shoal.protocol import NodeState
+from shoal.protocol import NodeState, Tally
 
 FIRST_MS = 60_000
 LONGEST_MS = 24 * 60 * 60 * 1000
@@ -67,7 +67,7 @@ def ban(node: NodeRow, reason: str, holdings: Sequence[Holding], now_ms: int) ->
 
 
 def pardon(node: NodeRow, reason: str, now_ms: int) -> list[Command]:
-    """The owner takes a sanction back: active again, without strikes, and on probation like anybody new."""
+    """The owner takes a sanction back: active again, without strikes or record, and on probation like anybody new."""
     if node.state is NodeState.ACTIVE:
         return []
     row = replace(
@@ -79,6 +79,9 @@ def pardon(node: NodeRow, reason: str, now_ms: int) -> list[Command]:
         soft=0,
         lapses=0,
         suspensions=0,
+        record=Tally(),
+        doubt=0.0,
+        failed_check="",
     )
     return [SaveNode(row, node.state), *recorded(row, now_ms, reason=reason)]
 

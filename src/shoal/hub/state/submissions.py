@@ -14,6 +14,7 @@ from shoal.hub.state.commands import Command, SaveLease, SaveNode, SaveSubmissio
 from shoal.hub.state.machines import LeaseState, UnitState
 from shoal.hub.state.refusals import Refusal
 from shoal.hub.state.rows import Holding, LeaseRow, Moment, NodeRow, SubmissionRow
+from shoal.hub.state.units import is_entrusted
 from shoal.protocol import Depth
 
 CREATED = 201
@@ -63,7 +64,7 @@ def receive(
         if existing.submission != arrival.submission:
             raise Refusal(409, "submission.other_body", f"lease {arrival.lease} was already answered with another body")
         return Reception(SAME_AGAIN, existing)
-    _require_takeable(moment, holding)
+    _require_takeable(moment, node, holding)
     lease, unit = holding.lease, holding.unit
     row = new_row(lease, arrival, moment.now_ms)
     row = replace(row, receipt=receipt(row))
@@ -95,7 +96,7 @@ def new_row(lease: LeaseRow, arrival: Arrival, now_ms: int) -> SubmissionRow:
     )
 
 
-def _require_takeable(moment: Moment, holding: Holding) -> None:
+def _require_takeable(moment: Moment, node: NodeRow, holding: Holding) -> None:
     lease, unit = holding.lease, holding.unit
     if lease.state == LeaseState.ACTIVE:
         return
@@ -105,6 +106,8 @@ def _require_takeable(moment: Moment, holding: Holding) -> None:
         raise Refusal(410, "lease.released", f"lease {lease.lease} was given back")
     if unit.state != UnitState.OPEN:
         raise Refusal(410, LATE, f"lease {lease.lease} ran out and unit {unit.unit} is {unit.state.value} meanwhile")
+    if is_entrusted(unit) and not node.trusted:
+        raise Refusal(410, LATE, f"lease {lease.lease} ran out, and a validator generates unit {unit.unit} now")
     if pacing.is_stale(moment.rules, moment.progress.next_step, lease.version):
         raise Refusal(
             410,

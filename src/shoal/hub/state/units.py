@@ -1,7 +1,11 @@
-"""What becomes of a unit that could not be checked, and what the run's owner is told about it.
+"""What becomes of a unit that could not be judged, and what the run's owner is told about it.
 
-Only our own machinery counts against a unit. A worker that fails (late, rejected, banned) costs itself: no number of
-throwaway keys can void work.
+    unsure, by a worker ─► open again: same task, same seeds
+    unsure twice ────────► open for validators only: one of them generates the unit (`leases.entrust`)
+    our own attempt came to nothing, `TRUSTED_TRIES` times ─► void, with an alarm
+
+So no worker can void a unit or keep a step from it, however many keys it has: rejections and late leases never count,
+and what counts only hands the unit to a machine that is trusted.
 """
 
 from __future__ import annotations
@@ -27,8 +31,10 @@ UNJUDGED = {
 }
 """Reasons of unsure audits that their owner can mend. An accident of rounding is none."""
 
-NOT_COUNTED = frozenset({"machinery.profile"})
-"""Worker and validator do not match: not the unit's fault, and any worker could do that to any unit."""
+TRUSTED_AFTER = 2
+"""Unsure attempts of workers after which a validator generates the unit."""
+TRUSTED_TRIES = 4
+"""Attempts of validators (not scored, not generated, not handed in before the deadline) after which it is given up."""
 
 
 def no_units() -> dict[str, int]:
@@ -37,27 +43,36 @@ def no_units() -> dict[str, int]:
     return {**{state.value: 0 for state in UnitState}, **{f"void_{reason}": 0 for reason in reasons}}
 
 
-def after_failure(moment: Moment, unit: UnitRow, reason: str = "") -> UnitRow:
-    """Open again with the same task and seeds, or void after `max_attempts` failures that count."""
-    failures = unit.failures + (reason not in NOT_COUNTED)
-    if failures >= moment.rules.max_attempts:
+def is_entrusted(unit: UnitRow) -> bool:
+    """Whether only a validator may generate the unit now."""
+    return unit.failures >= TRUSTED_AFTER
+
+
+def after_failure(moment: Moment, unit: UnitRow, trusted: bool = False) -> UnitRow:
+    """Open again with the same task and seeds; void after too many attempts of our own (`trusted`), and only then."""
+    if not trusted:
+        return replace(unit.reopened(), failures=max(unit.failures, min(unit.failures + 1, TRUSTED_AFTER)))
+    failures = unit.failures + 1
+    if failures >= TRUSTED_AFTER + TRUSTED_TRIES:
         step = moment.progress.next_step
         return unit.to(UnitState.VOID, failures=failures, lost_step=step, reason=VOID_ATTEMPTS)
     return replace(unit.reopened(), failures=failures)
 
 
-def fail(moment: Moment, units: Sequence[UnitRow], reason: str = "") -> list[Command]:
-    """Count a failed attempt on each of `units`; `reason` is that of the verdict."""
-    rules, progress = moment.rules, moment.progress
+def fail(moment: Moment, units: Sequence[UnitRow], reason: str = "", trusted: bool = False) -> list[Command]:
+    """Count an attempt on each of `units` that came to nothing; `reason` is that of the verdict, if there was one."""
+    progress, step = moment.progress, moment.progress.next_step
     commands: list[Command] = unjudged_alarm(moment, reason)
-    given_up, step = 0, progress.next_step
+    given_up = 0
     for unit in units:
-        after = after_failure(moment, unit, reason)
+        after = after_failure(moment, unit, trusted)
         commands.append(SaveUnit(after, unit.state))
         given_up += after.state == UnitState.VOID
-    if given_up:
-        tries = f"{rules.max_attempts} unsure audits"  # no unit's number: the same words are said once
-        message = f"step {step}: units were given up, each after {tries}; look at the last verdicts"
+    if given_up:  # no unit's number: the same words are said once
+        message = (
+            f"step {step}: units were given up, each after {TRUSTED_TRIES} attempts of the validators themselves that "
+            "came to nothing: they could not generate or score them; the validators' logs say why"
+        )
         commands.append(RaiseAlarm(step, "unit.attempts", message, moment.now_ms))
         lost = replace(progress, failed=progress.failed + given_up)
         commands += refill_alarm(replace(moment, progress=lost))

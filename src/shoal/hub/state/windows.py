@@ -7,6 +7,7 @@
     leases are given back ────────────► half, at least one; nothing lapsed, unless the window is one already
     a group is handed in ─────────────► nothing has lapsed in a row any more
     8 lapsed in a row and a window of one ─► suspended
+    too many unsure groups (`reputation`) ─► one, until enough are accepted again
 
 What lapses at one time halves once, however many leases it was: a machine that is switched off with eight leases has
 failed once. Giving back halves too, because nobody can tell a worker that stops from one that takes units to keep them
@@ -21,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from shoal.hub.state import sanctions
+from shoal.hub.state import reputation, sanctions
 from shoal.hub.state.commands import Command, SaveNode
 from shoal.hub.state.rows import LeaseRow, NodeRow, Rules
 from shoal.protocol import NodeState
@@ -34,6 +35,8 @@ PACE_WEIGHT = 4
 
 def of(rules: Rules, node: NodeRow) -> int:
     """How many leases the node may hold now."""
+    if node.doubt >= reputation.DOUBTED:
+        return 1
     first = max(1, rules.leases_per_node // FIRST_PART)
     return min(node.window or first, rules.leases_per_node)
 

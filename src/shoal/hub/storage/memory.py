@@ -51,7 +51,7 @@ from shoal.hub.state.rows import (
     TaskRow,
     UnitRow,
 )
-from shoal.hub.state.units import no_units
+from shoal.hub.state.units import is_entrusted, no_units
 from shoal.hub.storage.indexed import Table
 from shoal.hub.storage.memory_tables import Tables
 from shoal.hub.storage.protocol import Outgoing, Presence, StaleRow
@@ -171,8 +171,17 @@ class MemoryReader(MemoryStories):
     def presences(self) -> dict[str, Presence]:
         return dict(self._tables.presences)
 
-    def open_units(self, limit: int) -> list[UnitRow]:
-        return [self._tables.units[number] for number in nsmallest(limit, self._tables.units.among(UnitState.OPEN))]
+    def open_units(self, limit: int, entrusted: bool = False) -> list[UnitRow]:
+        units = self._tables.units
+        numbers = (number for number in units.among(UnitState.OPEN) if is_entrusted(units[number]) == entrusted)
+        return [units[number] for number in nsmallest(limit, numbers)]
+
+    def kin(self, kind: str, check: str, since_ms: int) -> list[NodeRow]:
+        tables = self._tables
+        alike = [row for row in tables.nodes.values() if row.kind == kind and row.role == "worker"]
+        here = [row for row in alike if tables.presences.get(row.node, _UNHEARD).last_seen_ms >= since_ms]
+        found = [row for row in here if row.passed > 0 or (row.failed_check == check and row.failed_at_ms >= since_ms)]
+        return sorted(found, key=lambda row: row.node)
 
     def alive_units(self) -> list[UnitRow]:
         units = self._tables.units

@@ -91,8 +91,13 @@ class Reader(Protocol):
 
     def presences(self) -> dict[str, Presence]: ...
 
-    def open_units(self, limit: int) -> list[UnitRow]:
-        """The lowest-numbered open units."""
+    def open_units(self, limit: int, entrusted: bool = False) -> list[UnitRow]:
+        """The lowest-numbered open units that workers may have, or those that are `entrusted` to validators."""
+        ...
+
+    def kin(self, kind: str, check: str, since_ms: int) -> list[NodeRow]:
+        """Workers of one kind that were heard of since then, and have failed this statistical check since then, or
+        have passed an audit."""
         ...
 
     def alive_units(self) -> list[UnitRow]:

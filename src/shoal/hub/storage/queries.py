@@ -18,6 +18,7 @@ from sqlalchemy import (
     bindparam,
     case,
     func,
+    not_,
     or_,
     select,
     tuple_,
@@ -47,11 +48,10 @@ from shoal.hub.state.rows import (
     TaskRow,
     UnitRow,
 )
-from shoal.hub.state.units import no_units
+from shoal.hub.state.units import TRUSTED_AFTER, no_units
 from shoal.hub.storage import prepared, tables
 from shoal.hub.storage.protocol import Outgoing, Presence
 from shoal.protocol import Batch, LedgerEntry, NodeState, PolicyRef, StepReport, Tally
-from shoal.protocol.branches import GainEvidence
 
 _ALIVE = or_(
     tables.units.c.state.in_([state.value for state in UNDECIDED_UNITS]),
@@ -106,14 +106,15 @@ _IN_HAND: Select[Any] = (
     )
     # joined: what is in hand is little, fresh keys may be many
     .select_from(_HANDS.join(tables.nodes, tables.nodes.c.node == _HANDS.c.node))
-    .where(tables.nodes.c.passed < PROBATION_AUDITS)
+    .where(tables.nodes.c.passed < PROBATION_AUDITS, tables.nodes.c.role == "worker")
     .group_by(tables.nodes.c.network)
 )
-_OPEN = (
+_OPEN, _ENTRUSTED = (
     select(tables.units)
-    .where(tables.units.c.state == UnitState.OPEN.value)
+    .where(tables.units.c.state == UnitState.OPEN.value, side)
     .order_by(tables.units.c.unit)
     .limit(bindparam("most", type_=Integer))
+    for side in (tables.units.c.failures < TRUSTED_AFTER, tables.units.c.failures >= TRUSTED_AFTER)
 )
 _SETTING = select(tables.meta.c.value).where(tables.meta.c.key == bindparam("key"))
 _HOLDING = HOLDINGS.where(tables.leases.c.lease == bindparam("key"))
@@ -176,9 +177,18 @@ class SqlReader:
         rows = self._connection.execute(select(tables.presence))
         return {row.node: presence_of(row) for row in rows}
 
-    def open_units(self, limit: int) -> list[UnitRow]:
-        rows = self._run("open", lambda: self._locked(_OPEN, tables.units, skip=True), most=limit)
+    def open_units(self, limit: int, entrusted: bool = False) -> list[UnitRow]:
+        name, query = ("entrusted", _ENTRUSTED) if entrusted else ("open", _OPEN)
+        rows = self._run(name, lambda: self._locked(query, tables.units, skip=True), most=limit)
         return [_unit(row) for row in rows]
+
+    def kin(self, kind: str, check: str, since_ms: int) -> list[NodeRow]:
+        table, presence = tables.nodes, tables.presence
+        failed = and_(table.c.failed_check == check, table.c.failed_at_ms >= since_ms)
+        query = select(table).join(presence, presence.c.node == table.c.node)
+        here = query.where(table.c.kind == kind, table.c.role == "worker", presence.c.last_seen_ms >= since_ms)
+        rows = self._connection.execute(here.where(or_(failed, table.c.passed > 0)).order_by(table.c.node))
+        return [node_of(row) for row in rows]
 
     def alive_units(self) -> list[UnitRow]:
         query = select(tables.units).where(_ALIVE).order_by(tables.units.c.unit)
@@ -269,7 +279,8 @@ class SqlReader:
 
     def waiting_audits(self, on_probation: bool, limit: int) -> list[SubmissionRow]:
         table, nodes = tables.submissions, tables.nodes
-        side = nodes.c.passed < PROBATION_AUDITS if on_probation else nodes.c.passed >= PROBATION_AUDITS
+        newcomer = and_(nodes.c.passed < PROBATION_AUDITS, nodes.c.role == "worker")
+        side = newcomer if on_probation else not_(newcomer)
         query = select(table).join(nodes, nodes.c.node == table.c.node)
         waiting = query.where(table.c.state == SubmissionState.RECEIVED.value, side).order_by(table.c.unit)
         picked = self._locked(waiting.limit(limit), table, skip=True)
@@ -473,8 +484,8 @@ def presence_of(row: Row[Any]) -> Presence:
 
 def node_of(row: Row[Any]) -> NodeRow:
     values = columns_of(tables.nodes, row)
-    record, gains = Tally.model_validate_json(values["record"]), GainEvidence.model_validate_json(values["gains"])
-    return NodeRow(**{**values, "state": NodeState(values["state"]), "record": record, "gains": gains})
+    record = Tally.model_validate_json(values["record"])
+    return NodeRow(**{**values, "state": NodeState(values["state"]), "record": record})
 
 
 def _unit(row: Row[Any], start: int = 0) -> UnitRow:

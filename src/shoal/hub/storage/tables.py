@@ -60,7 +60,10 @@ nodes = Table(
     Column("soft", Integer, nullable=False),
     Column("vouch", Text, nullable=False),
     Column("network", String, nullable=False),
-    Column("gains", Text, nullable=False),
+    Column("kind", String, nullable=False),
+    Column("failed_check", String, nullable=False),
+    Column("failed_at_ms", BigInteger, nullable=False),
+    Column("doubt", Float, nullable=False),
     # Established nodes are few where fresh keys are many: whether one is here is asked with every lease.
     Index("nodes_by_passed", "passed"),
 )

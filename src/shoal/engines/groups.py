@@ -1,0 +1,62 @@
+"""The groups of leases: what an engine draws under their prompts, seeds and terms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+
+from shoal.engines.dialogue import dialogue_for
+from shoal.engines.protocol import Completion, GenerationRequest, OnChunks
+from shoal.engines.shelf import LoadedPolicy
+from shoal.errors import ProtocolError, ResourceError
+from shoal.protocol import Lease
+
+
+def is_finite(group: Sequence[Completion]) -> bool:
+    """Whether all log-probabilities of a group are numbers."""
+    return all(bool(np.isfinite(completion.logprobs).all()) for completion in group)
+
+
+def generate(
+    loaded: LoadedPolicy,
+    leases: Sequence[Lease],
+    on_tokens: Callable[[str, int], None] | None = None,
+    on_chunks: Callable[[Lease], OnChunks | None] | None = None,
+) -> list[list[Completion]]:
+    """The groups of leases of one policy, with proofs as the leases want them (a run wants all alike).
+
+    `on_tokens` hears now and then of a lease how many tokens it has; `on_chunks` says who hears of its finished chunks.
+    An engine's failure becomes one sentence.
+    """
+    groups: dict[str, list[Completion]] = {}
+    try:
+        for proof in dict.fromkeys(lease.proof for lease in leases):
+            alike = [lease for lease in leases if lease.proof == proof]
+            requests = [
+                GenerationRequest(
+                    lease.prompt_ids,
+                    lease.seed_numbers,
+                    lease.sampling,
+                    on_tokens=partial(on_tokens, lease.lease) if on_tokens is not None else None,
+                    on_chunks=on_chunks(lease) if on_chunks is not None else None,
+                    respond=talk.respond if (talk := dialogue_for(lease, loaded.files)) is not None else None,
+                )
+                for lease in alike
+            ]
+            drawn = loaded.engine.generate(requests, proof)
+            groups.update(zip((lease.lease for lease in alike), drawn, strict=True))
+        return [groups[lease.lease] for lease in leases]
+    except ResourceError as error:
+        raise ResourceError(
+            f"{error}; free some of it, compute elsewhere or in another format (--device, --dtype), or leave this run "
+            "to larger machines"
+        ) from error
+    except (RuntimeError, MemoryError) as error:
+        raise ResourceError(
+            f"the engine {loaded.engine.name} failed while generating {len(leases)} groups: {error}; "
+            "`shoal doctor --selftest` tells whether this machine computes rightly"
+        ) from error
+    except ValueError as error:
+        raise ProtocolError(f"the leased prompts do not fit policy {loaded.ref.label}: {error}") from error

@@ -1,0 +1,197 @@
+"""A worker against a hub that is a few lists, on the scripted engine."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shoal.engines.scripted import ScriptedEngine
+from shoal.engines.shelf import EngineShelf, LoadedPolicy
+from shoal.protocol import (
+    Heartbeat,
+    HeartbeatReply,
+    Lease,
+    LeaseRelease,
+    LeaseReply,
+    LeaseRequest,
+    Limits,
+    NodeState,
+    NodeView,
+    PolicyRef,
+    ProofParameters,
+    Receipt,
+    SamplingParameters,
+    SigningKey,
+    Submission,
+    TensorView,
+    sign_document,
+    submission_digest,
+    unpack,
+)
+from shoal.runtime.stop import StopToken
+from shoal.worker import Outbox, Worker, WorkerSettings
+
+HUB = SigningKey.from_seed(b"h" * 32)
+KEY = SigningKey.from_seed(b"n" * 32)
+RUN = "demo-000000000000"
+SAMPLING = SamplingParameters(temperature=1.0, max_new_tokens=6, eos_token_id=1)
+PROOFS = (ProofParameters(topk=8, rows=2), ProofParameters())
+FAST = WorkerSettings(
+    units_per_lease=4, lease_wait_s=0, heartbeat_s=0.05, hub_patience_s=20, outbox_limit=2, stop_flush_s=10
+)
+
+
+def policy(version: int = 0) -> PolicyRef:
+    return PolicyRef(incarnation=0, version=version, digest="d" * 64)
+
+
+def lease(unit: int, version: int = 0, lasts_ms: int = 60_000) -> Lease:
+    return Lease(
+        run=RUN, lease=f"lease-{unit}", node=KEY.node, unit=unit, attempt=0, policy=policy(version), task="t",
+        prompt_ids=(10 + unit, 11), seeds=(f"{unit:016x}", f"{unit + 99:016x}"), sampling=SAMPLING,
+        proof=PROOFS[unit % 2],
+        environment_digest="e" * 64, issued_at_ms=0, deadline_ms=lasts_ms,
+    )  # fmt: skip
+
+
+class _Info:
+    uploads = "hub"
+    run = RUN
+
+
+Reply = list[Lease] | Exception | Callable[[], list[Lease]]
+
+
+class ListHub:
+    """Stands where the client stands: leases come from a list (then the run is finished), submissions go to another."""
+
+    def __init__(self, *replies: Reply) -> None:
+        self.key = KEY
+        self.replies = list(replies)
+        self.requests: list[LeaseRequest] = []
+        self.released: list[LeaseRelease] = []
+        self.submitted: list[Submission] = []
+        self.refusals: dict[int, Exception] = {}
+        self.view = NodeView(node=KEY.node, name="n", role="worker", state=NodeState.ACTIVE)
+        self.beats: list[Heartbeat] = []
+        self.deadlines: dict[str, int] = {}
+        self.policy: PolicyRef | None = policy()
+        self.finished = False
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def run_info(self) -> _Info:
+        return _Info()
+
+    def patient(self, patience_s: float) -> ListHub:
+        return self
+
+    def heartbeat(self, heartbeat: Heartbeat) -> HeartbeatReply:
+        self.beats.append(heartbeat)
+        return HeartbeatReply(node=self.view, deadlines=self.deadlines, policy=self.policy, finished=self.finished)
+
+    def lease(self, request: LeaseRequest) -> LeaseReply:
+        self.requests.append(request)
+        self.granted: list[Lease] = []
+        if not self.replies:
+            return LeaseReply(finished=True, policy=self.policy)
+        reply = self.replies.pop(0)
+        if isinstance(reply, Exception):
+            raise reply
+        self.granted = reply() if callable(reply) else reply
+        signed = tuple(sign_document(granted, HUB) for granted in self.granted)
+        return LeaseReply(leases=signed, policy=self.policy)
+
+    def open_leases(self, reply: LeaseReply) -> list[tuple[Lease, Any]]:
+        return list(zip(self.granted, reply.leases, strict=True))
+
+    def release(self, release: LeaseRelease) -> None:
+        self.released.append(release)
+
+    def submit(self, lease_id: str, body: bytes) -> Receipt:
+        assert self.gate.wait(20)
+        submission = unpack(body, Submission, Limits())
+        assert submission.lease == lease_id
+        if submission.unit in self.refusals:
+            raise self.refusals[submission.unit]
+        self.submitted.append(submission)
+        return Receipt(
+            run=RUN, node=KEY.node, lease=lease_id, unit=submission.unit, submission=submission_digest(body),
+            size_bytes=len(body), received_at_ms=0,
+        )  # fmt: skip
+
+
+class CountingEngine(ScriptedEngine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[list[int]] = []
+        self.failure: Exception | None = None
+        self.broken: dict[int, float] = {}
+        data = memoryview(np.ones(1, dtype="<f4")).cast("B")
+        self.load_policy(policy(), {"w": TensorView("w", "F32", (1,), data)})
+
+    def generate(self, requests, proof=None):  # type: ignore[no-untyped-def]
+        if self.failure is not None:
+            raise self.failure
+        units = [request.prompt_ids[0] - 10 for request in requests]
+        self.calls.append(units)
+        groups = super().generate(requests, proof)
+        for unit, group in zip(units, groups, strict=True):
+            if unit in self.broken:
+                group[-1].logprobs[-1] = self.broken[unit]
+        return groups
+
+
+class ListShelf(EngineShelf):
+    def __init__(self, **missing: Exception) -> None:
+        self.engine = CountingEngine()
+        self.missing = missing
+        self.patience: list[float] = []
+        self.before_get: Callable[[], object] = lambda: None
+
+    def get(self, ref: PolicyRef, deadline_s: float) -> LoadedPolicy:
+        self.before_get()
+        self.patience.append(deadline_s)
+        if f"v{ref.version}" in self.missing:
+            raise self.missing[f"v{ref.version}"]
+        return LoadedPolicy(ref, self.engine, {})
+
+
+class Bench:
+    """A worker with everything around it."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *replies: Reply,
+        settings: WorkerSettings = FAST,
+        profile: str = "torch/cpu/float32",
+        **missing: Exception,
+    ) -> None:
+        self.hub = ListHub(*replies)
+        self.shelf = ListShelf(**missing)
+        self.outbox = Outbox(folder / "outbox", 10)
+        self.stop = StopToken()
+        client: Any = self.hub
+        self.worker = Worker(client, self.shelf, self.outbox, settings, self.stop, profile)
+
+    @property
+    def units(self) -> list[int]:
+        return sorted(submission.unit for submission in self.hub.submitted)
+
+    @property
+    def waiting(self) -> list[int]:
+        return [parcel.unit for parcel in self.outbox.waiting(RUN)]
+
+
+def eventually(holds: Callable[[], bool]) -> bool:
+    pause = threading.Event()
+    for _ in range(1000):
+        if holds():
+            return True
+        pause.wait(0.02)
+    return False
