@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from shoal.engines import Chunks, Completion, GenerationRequest, PrefillRequest
+from shoal.engines import Chunks, Completion, GenerationRequest, PrefillRequest, memory
 from shoal.engines import torch as engine_module
 from shoal.engines.memory import PATIENCE, Room, is_out_of_memory, release_memory
 from shoal.engines.torch import TorchEngine
@@ -253,3 +253,19 @@ def test_what_did_not_fit_is_forgotten_slowly() -> None:
     assert room.tokens == 600
     room.most = 500
     assert room.tokens == 500
+
+
+def test_a_share_of_a_gpu_bounds_what_counts_as_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 1,000 bytes 900 are free; this process has reserved 80 and uses 50 of them."""
+    told: list[float] = []
+    monkeypatch.setattr(memory, "_share", 1.0)  # and so afterwards
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (900, 1000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 80)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 50)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", told.append)
+    assert memory.keep_to_share("torch/cpu/float32", 0.3) == 0
+    assert memory.keep_to_share("torch/cuda/bfloat16", 1.0) == 0
+    assert memory.free_bytes("cuda") == 900 + 30
+    assert memory.keep_to_share("torch/cuda/bfloat16", 0.3) == 300
+    assert memory.free_bytes("cuda") == 300 - 80 + 30
+    assert told == [0.3]
