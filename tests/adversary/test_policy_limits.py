@@ -276,6 +276,15 @@ def test_prompts_computed_in_pieces_give_the_same_states(longest):
         CachedRows.after(model, prompts, torch.tensor([0]), max_tokens=2)
 
 
+def test_prompts_of_a_model_whose_layers_have_a_state_are_not_computed_in_pieces(monkeypatch):
+    model, prompts = load_model("tiny").model, [(3, 4, 5, 6), (3,)]
+    monkeypatch.setattr(model, "_is_stateful", True, raising=False)
+    with torch.inference_mode():
+        CachedRows.after(model, prompts, torch.tensor([0, 1]), max_tokens=8)
+        with pytest.raises(MemoryError, match="2 prompts of up to 4 tokens do not fit"):
+            CachedRows.after(model, prompts, torch.tensor([0, 1]), max_tokens=6)
+
+
 # ── tokenizers ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -289,7 +298,11 @@ def tokenizer(vocabulary: Sequence[str] = ("<unk>", "1+1", "2", "e"), **parts: o
     return TextTokenizer({"tokenizer.json": json.dumps(described).encode(), "config.json": b'{"eos_token_id": 3}'})
 
 
-def replacing(content: str, **pattern: str) -> dict[str, object]:
+def nested(depth: int) -> dict[str, object]:
+    return {"type": "Sequence", "pretokenizers": [nested(depth - 1)] if depth else []}
+
+
+def replacing(content: str, **pattern: object) -> dict[str, object]:
     return {"type": "Replace", "pattern": pattern, "content": content}
 
 
@@ -321,6 +334,15 @@ def test_padding_to_ten_million_tokens_is_ignored():
         ({"normalizer": charsmap(b"a", b"x" * 1000)}, "more than 64 bytes of one character"),
         ({"vocabulary": ["<unk>", "x" * 2000]}, "a token of more than 1024 characters"),
         ({"added_tokens": [{"id": 9, "content": "x" * 2000}]}, "a token of more than 1024 characters"),
+        ({"model": {"type": "Unigram", "unk_id": 0, "vocab": [["x" * 2000, 0.0]]}}, "a token of more than 1024"),
+        ({"model": {"type": "WordPiece", "vocab": {}, "unk_token": "x" * 2000}}, "a token of more than 1024"),
+        ({"normalizer": {"type": "Sequence", "normalizers": [{"type": "NFC"}] * 65}}, "normalizer has too many steps"),
+        ({"pre_tokenizer": nested(200)}, "its steps are nested too deep"),
+        ({"normalizer": replacing("z", Regex="z" * 3000)}, "a pattern that can take forever"),
+        ({"normalizer": replacing("z", Regex=5)}, "a pattern that can take forever"),
+        ({"normalizer": replacing("zz", Regex="z|zzz")}, "normalizer replaces"),
+        ({"normalizer": replacing("z", Regex="")}, "normalizer replaces"),
+        ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": 5}}, "more than 64 bytes of one character"),
     ],
 )
 def test_tokenizer_that_multiplies_texts_is_refused(parts, said):

@@ -27,7 +27,7 @@ UNUSUAL = re.compile(r"\(\?|[\[\]]|\)[+*{]|[+*?}][*{]|\}\+")  # a repeated group
 OPTIONAL_END = re.compile(r"(?:\([^()]*\)\?|[^()][?*])+$")
 LAST_REPETITION = re.compile(r"(?:\+|\{[^{}]*\})[?+]?$")
 LONG_REPETITION = re.compile(r"[+*]|\{(?!\d?,?\d\})")
-MAX_REPETITIONS, MAX_GROUPS, MAX_BRANCHES = 6, 2, 16  # in one alternative
+MAX_REPETITIONS, MAX_BRANCHES = 6, 8  # in one alternative
 
 
 def check_tokenizer(data: bytes) -> None:
@@ -88,7 +88,6 @@ def _is_slow_alternative(plain: str) -> bool:
     return (
         len(LONG_REPETITION.findall(certain)) > 1
         or len(re.findall(r"[+*?{]", plain)) > MAX_REPETITIONS
-        or plain.count("(") > MAX_GROUPS
         or plain.count("|") > MAX_BRANCHES
     )
 

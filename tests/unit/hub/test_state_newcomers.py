@@ -207,7 +207,11 @@ class TestTurns:
         for number in range(5_000):
             turns.asked(f"network-{number}", 1, now_ms=0)
         assert len(turns._networks) == 4096
-        turns.asked("honest", 0, now_ms=600_001)
+        turns.asked("network-904", 0, now_ms=1)  # the oldest of those that are left
+        turns.asked("another", 0, now_ms=1)
+        assert "network-904" in turns._networks, "who asked last is forgotten last"
+        assert "network-905" not in turns._networks
+        turns.asked("honest", 0, now_ms=600_002)
         assert list(turns._networks) == ["honest"]
 
 

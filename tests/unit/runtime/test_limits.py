@@ -19,7 +19,7 @@ def test_size_is_bytes(text, size):
     assert parse_size(text, "--max-disk") == size
 
 
-@pytest.mark.parametrize("text", ["", "much", "-1GB", "0", "8GBit/s", "8 apples", "50", "1e9", "nan", "iB"])
+@pytest.mark.parametrize("text", ["", "much", "-1GB", "0", "0GB", "8GBit/s", "8 apples", "50", "1e9", "nan", "iB"])
 def test_what_is_no_size_is_refused_with_an_example(text):
     with pytest.raises(ConfigError, match=r"--max-disk '.*' is no amount of bytes: write for example 500MB, 8GB"):
         parse_size(text, "--max-disk")
@@ -62,6 +62,16 @@ def test_without_options_a_share_of_what_is_free_is_allowed(tmp_path, monkeypatc
 
 def test_free_memory_is_some_and_not_more_than_there_is():
     assert 0 < free_memory_bytes() < 1 << 50
+
+
+def test_container_with_less_memory_than_the_machine_counts(tmp_path, monkeypatch):
+    monkeypatch.setattr(limits, "Path", lambda path: tmp_path if path == "/sys/fs/cgroup" else Path(path))
+    monkeypatch.setattr(limits, "_machine_bytes", lambda: 10_000)
+    assert free_memory_bytes() == 10_000, "no container"
+    said = {"memory.max": "1000", "memory.current": "800", "memory.stat": "anon 500\ninactive_file 300"}
+    for name, text in said.items():
+        (tmp_path / name).write_text(text)
+    assert free_memory_bytes() == 500, "files that are only cached can be given up"
 
 
 def test_sparse_file_counts_for_what_is_written(tmp_path):
