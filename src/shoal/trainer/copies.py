@@ -72,5 +72,6 @@ class Copies:
         return held.copy_(tensor, non_blocking=True)
 
 
-def published_type(learner: Learner) -> torch.dtype:
-    return DTYPES[learner.settings.publish_dtype]
+def published_type(learner: Learner) -> torch.dtype | None:
+    """The type that is published; None for adapters, which are small, and are merged exactly when they are exported."""
+    return DTYPES[learner.settings.publish_dtype] if learner.settings.lora is None else None

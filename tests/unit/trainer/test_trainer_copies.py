@@ -7,13 +7,14 @@ from typing import Any, cast
 
 import pytest
 import torch
-from trainer_stubs import RUN, SETTINGS, learner, make_group, same, weights
+from trainer_stubs import RUN, SETTINGS, learner, make_group, same, tiny_loaded, weights
 
 from shoal.trainer.checkpoint import CheckpointStore, Progress, restore
 from shoal.trainer.copies import Copies
 from shoal.trainer.crew import Alone
-from shoal.trainer.learner import Learner
+from shoal.trainer.learner import Learner, new_learner
 from shoal.trainer.publisher import snapshot_of
+from shoal.trainer.settings import LoraSettings
 from shoal.trainer.shares import SharedCopies
 from shoal.trainer.step import StepWork, train_step
 
@@ -57,6 +58,13 @@ def test_without_a_checkpoint_weights_are_copied_as_they_are_published() -> None
         [bytes(view.data) for view in snapshot_of(each, 1, {}, "bfloat16").tensors] for each in (narrow, exact)
     ]
     assert published[0] == published[1]
+
+
+def test_adapters_are_copied_exactly_since_they_are_merged_when_they_are_exported() -> None:
+    lora = LoraSettings(rank=2, targets=("q_proj",))
+    settings = SETTINGS.model_copy(update={"publish_dtype": "bfloat16", "lora": lora})
+    copied = Copies().take(new_learner(tiny_loaded(settings).model, settings), with_training=False)
+    assert {value.dtype for value in copied.weights.values()} == {torch.float32}
 
 
 @pytest.mark.parametrize("shared", [False, True])
