@@ -19,6 +19,7 @@ from shoal.worker.cheats.copies import Steal
 from shoal.worker.cheats.sleeper import HONEST_UNITS
 
 ELSEWHERE = {"steer", "loose"}  # caught by sums over many tokens: test_trials
+ELSEWHERE |= {"branch"}  # caught by rewards over many groups: test_steered_branches
 ELSEWHERE |= {"show-random", "show-other"}  # only of slow groups is anything shown: integration/test_shown_progress
 HERE = [name for name in CHEATS if name not in ELSEWHERE]
 AT_THE_DOOR = {"claim-node", "few"}  # refused by the hub: never judged, so nobody is banned

@@ -81,6 +81,12 @@ ATTACKS: dict[str, tuple[str, ...]] = {
         "cheat steer",
         "test_trials::test_steering_inside_the_tolerance_is_caught_by_its_sums",
     ),
+    "buying reward with tolerance": (
+        "cheat branch",
+        "test_steered_branches::test_every_group_of_it_passes_where_nobody_looks_at_branches",
+        "test_steered_branches::test_it_is_struck_once_the_seeds_branches_are_looked_at",
+        "test_steered_branches::test_fresh_keys_do_not_begin_anew",
+    ),
     "claiming the profile that forgives most": (
         "cheat loose",
         "test_trials::test_who_claims_the_profile_that_forgives_most_is_caught_by_its_sums",

@@ -23,7 +23,7 @@ from shoal.engines.protocol import Chunks, Completion
 from shoal.engines.rows import Rows
 from shoal.models.logprobs import Head
 from shoal.protocol import ProofParameters
-from shoal.sampling.stream import uniforms_matrix
+from shoal.sampling.stream import uniforms_at
 from shoal.toploc import PointBatch, commit, top_points
 
 # Chooses the next token of each row: (logits_RV, step, row indices) -> (tokens_R, logprobs_R).
@@ -31,10 +31,15 @@ Choose = Callable[[Tensor, int, Tensor], tuple[Tensor, Tensor]]
 
 
 class Uniforms:
-    """The streams of all rows, a block of positions at a time (a long limit would need gigabytes at once)."""
+    """The streams of all rows, a block of positions at a time (a long limit would need gigabytes at once).
 
-    def __init__(self, seeds: Sequence[int], block: int, device: torch.device) -> None:
-        self._seeds, self._block, self._device = seeds, block, device
+    Each row's stream begins at its own position, `begun`.
+    """
+
+    def __init__(self, seeds: Sequence[int], begun: Sequence[int], block: int, device: torch.device) -> None:
+        self._seeds_R1 = np.array(seeds, dtype=np.uint64)[:, None]
+        self._begun_R1 = np.array(begun, dtype=np.uint64)[:, None]
+        self._block, self._device = block, device
         self._start = -1
         self._values_RT = torch.empty(0)
 
@@ -42,7 +47,9 @@ class Uniforms:
         start = step - step % self._block
         if start != self._start:
             self._start = start
-            self._values_RT = torch.from_numpy(uniforms_matrix(self._seeds, start, self._block)).to(self._device)
+            positions_1T = np.arange(start, start + self._block, dtype=np.uint64)[None, :]
+            values_RT = uniforms_at(self._seeds_R1, self._begun_R1 + positions_1T)
+            self._values_RT = torch.from_numpy(values_RT).to(self._device)
         return self._values_RT[:, step - start]
 
 

@@ -49,7 +49,8 @@ class GenerationRequest:
     thread: a lease on which something happens is renewed. `on_chunks` is told in the same way when chunks of tokens are
     finished, if proofs are asked for; what it does not ask for within the call is not computed. `respond`, if given, is
     asked at every end-of-sequence token whether the completion is finished; what it gives instead is fed to the model,
-    not drawn (see `dialogue`).
+    not drawn (see `dialogue`). `begun` tokens at the end of the prompt are the first of the completion: the uniforms of
+    the first token that is drawn here are those of that position.
 
     >>> sampling = SamplingParameters(temperature=1.0, max_new_tokens=8, eos_token_id=1)
     >>> len(GenerationRequest(prompt_ids=(5, 6), seeds=(11, 12, 13), sampling=sampling).seeds)
@@ -62,6 +63,7 @@ class GenerationRequest:
     on_tokens: Callable[[int], None] | None = field(default=None, compare=False, repr=False)
     on_chunks: OnChunks | None = field(default=None, compare=False, repr=False)
     respond: Respond | None = field(default=None, compare=False, repr=False)
+    begun: int = 0
 
     def __post_init__(self) -> None:
         if not self.prompt_ids:

@@ -85,7 +85,7 @@ class ScriptedEngine:
         self, request: GenerationRequest, seed: int, proof: ProofParameters | None, finished: dict[int, Chunks]
     ) -> Completion:
         sampling = request.sampling
-        stream_T = uniforms(seed, 0, sampling.max_new_tokens)
+        stream_T = uniforms(seed, request.begun, sampling.max_new_tokens)
         line = Line(request.respond or _finished, sampling.eos_token_id, sampling.max_new_tokens)
         logprobs, states, goes_on = list[float](), list[npt.NDArray[np.float32]](), True
         while goes_on:

@@ -491,7 +491,9 @@ class _Drawing:
         if self.greedy:
             return _most_probable
         sampling = self.requests[decoding.rows[0].group].sampling
-        stream = Uniforms([row.seed for row in decoding.rows], min(UNIFORM_BLOCK, sampling.max_new_tokens), device)
+        begun = [self.requests[row.group].begun for row in decoding.rows]
+        block = min(UNIFORM_BLOCK, sampling.max_new_tokens)
+        stream = Uniforms([row.seed for row in decoding.rows], begun, block, device)
 
         def choose(logits_RV: Tensor, step: int, rows_R: Tensor) -> tuple[Tensor, Tensor]:
             return sample(logits_RV, stream.at(step)[rows_R], sampling.temperature)

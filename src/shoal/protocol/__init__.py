@@ -8,6 +8,7 @@
     submission  Submission, Rollout, Receipt (bulk, msgpack)
     progress    ShownProgress, ProgressReply: finished chunks of a lease at work (bulk)
     verdict     Verdict, VerdictReport, Outcome, Severity, CheckResult, Tally, Audit
+    branches    Branches, GainEvidence: does tolerance buy reward?
     batch       Batch, TrainingBatch, StepReport
     evidence    Evidence: the signed documents behind a ledger row; WitnessedHead
     evaluation  EvaluationSlice, EvaluationReport, Evaluation: held-out scores while training

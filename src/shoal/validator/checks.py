@@ -34,6 +34,7 @@ fail the surest decides: wrong weights show in the proofs, and beyond doubt in t
 | proofs.drift          | activations that are a little off all along, here or of late           | statistical |
 | sampling.seed         | tokens that the lease's seeds do not give under its policy             | see below   |
 | sampling.drift        | more rounding than honest work shows, in all that was handed in lately | statistical |
+| sampling.steered      | better rewards than the seeds' branches, where only tolerance decides  | statistical |
 | logprobs.mismatch     | log-probabilities that are not those of the policy                     | statistical |
 | likelihood.unlikely   | tokens likelier, or unlikelier, in sum than dice make them             | statistical |
 | environment.objection | the environment will not have it; costs credit only                    | none        |
@@ -56,14 +57,16 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from shoal.errors import ProofError
-from shoal.protocol import SUBMISSION_FORMAT, Severity, Tally, pack_tokens
+from shoal.protocol import SUBMISSION_FORMAT, Audit, Severity, Tally, pack_tokens
+from shoal.protocol.branches import Branches
 from shoal.sampling.check import distances
 from shoal.toploc import Comparisons, check_proofs
 from shoal.toploc.proofs import decode
+from shoal.validator.branches import by_tolerance
 from shoal.validator.case import Case, Finding, failed, passed, unsure
 from shoal.validator.dialogues import dialogue, ends_as_read
 from shoal.validator.progress import progress, talk
-from shoal.validator.verdicts import MACHINERY_ACCIDENT
+from shoal.validator.verdicts import MACHINERY_ACCIDENT, MACHINERY_DISTRUSTED
 
 Check = Callable[[Case], Finding]
 
@@ -393,6 +396,32 @@ def _one_chunk(sums: Tally) -> Comparisons:
 
 
 BEFORE_PREFILL: Sequence[Check] = (envelope, lease, policy, prompt, shape, progress, dialogue, termination, duplicate)
+
+
+def bought(case: Case, audit: Audit, branches: Branches) -> Finding:
+    """Where only the tolerance lets a token pass, the submission is worth no more than what the seed gives instead."""
+    gains = audit.gains.after(branches.differences)
+    evidence = {
+        "looked": branches.looked, "decoded": branches.tokens, "differing": gains.differing, "gained": gains.gained,
+        "evidence": gains.value,
+    }  # fmt: skip
+    if gains.suffices:
+        return failed(
+            "sampling.steered",
+            f"where rounding alone should decide between two tokens, the ones handed in led to better rewards: by "
+            f"{gains.gained:+.3g} in sum over {gains.differing} unequal pairs, which chance does once in "
+            f"{gains.value:.2g} nodes",
+            Severity.STATISTICAL,
+            **evidence,
+        )
+    if audit.distrusted and case.replay is not None and by_tolerance(case).any():
+        return unsure(
+            MACHINERY_DISTRUSTED,
+            f"some tokens pass only by the tolerance, and the work of {audit.distrusted} shows that such tokens are "
+            "chosen for their reward: until it does no more, groups with such tokens are given out again",
+            **evidence,
+        )
+    return passed("branches", **evidence)
 
 
 def accident(case: Case) -> Finding:

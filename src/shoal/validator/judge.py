@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import math
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from shoal.engines.dialogue import dialogue_for
@@ -25,15 +25,18 @@ from shoal.engines.shelf import LoadedPolicy
 from shoal.environments import Environment, budget_of, identity_of
 from shoal.errors import ConfigError, ScoringFailure
 from shoal.protocol import Lease, Severity, Tally, Verdict
+from shoal.protocol.branches import Branches
 from shoal.rewards import DirectScorer, NotBegun, Scorer
 from shoal.rewards.panel import Panel
 from shoal.runtime.clock import Clock, SystemClock
+from shoal.validator.branches import Lookout
 from shoal.validator.case import Case, Finding, Replay, read_body
 from shoal.validator.checks import (
     AFTER_PREFILL,
     BEFORE_PREFILL,
     SHOWN_AFTER_PREFILL,
     SHOWN_BEFORE_PREFILL,
+    bought,
     duplicate,
     run_all,
     run_checks,
@@ -49,6 +52,7 @@ from shoal.validator.verdicts import (
     MACHINERY_PREFILL,
     MACHINERY_PROFILE,
     MACHINERY_REWARD,
+    NO_BRANCHES,
     NOTHING_COUNTED,
     Docket,
 )
@@ -85,6 +89,7 @@ class Judge:
     panel: Panel = field(default_factory=Panel, repr=False)
     notebook: Notebook | None = field(default=None, repr=False)
     pick: Callable[[int], int] = field(default=secrets.randbelow, repr=False)
+    lookout: Lookout | None = field(default=None, repr=False)  # None: no branches are looked at
 
     def knows(self, lease: Lease) -> bool:
         """Whether the lease was made for this validator's environment: if not, it has nothing to say about it."""
@@ -105,8 +110,11 @@ class Judge:
         judged = [
             entry if isinstance(entry, Verdict) else self._judged(entry, replays.get(id(entry))) for entry in opened
         ]
-        rewarded = self._rewards([entry for entry in judged if isinstance(entry, _Open)], loaded)
-        decided = [self._decided(entry, next(rewarded)) if isinstance(entry, _Open) else entry for entry in judged]
+        held = [entry for entry in judged if isinstance(entry, _Open)]
+        rewarded = self._rewards([Group(entry.case.lease, entry.case.rollouts) for entry in held], loaded)
+        branches = self._branches(held, rewarded, loaded)
+        found = iter(zip(rewarded, branches, strict=True))
+        decided = [self._decided(entry, *next(found)) if isinstance(entry, _Open) else entry for entry in judged]
         said = [told(each) if each is not None and each.depth == "progress" else each for each in decided]
         return [verdict for verdict in said if verdict is not None]
 
@@ -192,14 +200,28 @@ class Judge:
             return docket.rejected(findings, self.clock.now_ms(), entry.tally)
         return entry
 
-    def _rewards(self, entries: Sequence[_Open], loaded: LoadedPolicy) -> Iterator[Scored | ScoringFailure]:
-        if not entries:
-            return iter(())
+    def _rewards(self, groups: Sequence[Group], loaded: LoadedPolicy) -> list[Scored | ScoringFailure]:
+        if not groups:
+            return []
         scoring = Scoring(self.environment, self.scorer or DirectScorer(self.environment), self.panel)
-        groups = [Group(entry.case.lease, entry.case.rollouts) for entry in entries]
-        return iter(scoring.score(groups, self.decoders.of(loaded.files)))
+        return scoring.score(groups, self.decoders.of(loaded.files))
 
-    def _decided(self, entry: _Open, scored: Scored | ScoringFailure) -> Verdict | None:
+    def _branches(
+        self, entries: Sequence[_Open], rewarded: Sequence[Scored | ScoringFailure], loaded: LoadedPolicy
+    ) -> list[Branches]:
+        """What the seeds' branches showed of each entry: of those that were replayed and scored."""
+        if self.lookout is None:
+            return [NO_BRANCHES] * len(entries)
+        judged = {
+            place: (entry.case, scored.rewards)
+            for place, (entry, scored) in enumerate(zip(entries, rewarded, strict=True))
+            if entry.case.replay is not None and isinstance(scored, Scored) and scored.objection is None
+        }
+        seen = self.lookout.look(list(judged.values()), loaded.engine, lambda groups: self._rewards(groups, loaded))
+        found = dict(zip(judged, seen, strict=True))
+        return [found.get(place, NO_BRANCHES) for place in range(len(entries))]
+
+    def _decided(self, entry: _Open, scored: Scored | ScoringFailure, branches: Branches) -> Verdict | None:
         docket, case, findings, tally = entry.docket, entry.case, entry.findings, entry.tally
         again = duplicate(case)  # of a neighbour in the batch, accepted since the first look
         if not again.passed:
@@ -211,6 +233,13 @@ class Judge:
             return docket.unsure(findings, MACHINERY_REWARD, NOT_SCORED, self.clock.now_ms())
         if scored.objection is not None:
             return docket.rejected([*findings, scored.objection], self.clock.now_ms(), tally)
+        docket = replace(docket, branches=branches)
+        gain = bought(case, docket.audit, branches)
+        if gain.unsure:
+            return docket.unsure([*findings, gain], gain.reason, gain.result.message, self.clock.now_ms(), tally)
+        if not gain.passed:
+            return docket.rejected([*findings, gain], self.clock.now_ms(), tally)
+        findings = [*findings, gain] if branches.looked else findings
         if case.replay is not None:  # what a light audit accepts may be anybody's: it must not speak against others
             self.seen.remember(case.marks)
         if self.notebook is not None:

@@ -54,6 +54,7 @@ from shoal.runtime.lock import FolderLock
 from shoal.runtime.stop import StopToken
 from shoal.shardcast import Prefetch
 from shoal.validator.ahead import Ahead
+from shoal.validator.branches import Lookout
 from shoal.validator.canary import Canary
 from shoal.validator.evaluating import Evaluating, SliceEvaluator
 from shoal.validator.generating import Generating
@@ -102,6 +103,7 @@ def _audit_with(client: HubClient, config: ValidatorConfig, stop: StopToken) -> 
             scorer=scorer,
             panel=panel,
             notebook=Notebook(config.folder),
+            lookout=Lookout(),
         )
         _judge_with(client, judge, config, stop)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from shoal.environments import Identity
 from shoal.protocol import Audit, CheckResult, Lease, Outcome, RolloutReward, Tally, Verdict
+from shoal.protocol.branches import Branches
 from shoal.rewards.pool import LIMIT_PART
 from shoal.validator.case import MESSAGE_LIMIT, Finding
 
@@ -17,6 +18,7 @@ MACHINERY_ENVIRONMENT = "machinery.environment"
 MACHINERY_PREFILL = "machinery.prefill"
 MACHINERY_REWARD = "reward.machinery"
 MACHINERY_ACCIDENT = "sampling.accident"
+MACHINERY_DISTRUSTED = "sampling.distrusted"
 
 MACHINERY = {
     MACHINERY_POLICY: "the validator could not fetch the lease's policy",
@@ -25,9 +27,11 @@ MACHINERY = {
     MACHINERY_PREFILL: "the validator's engine failed",
     MACHINERY_REWARD: "the reward could not be computed",
     MACHINERY_ACCIDENT: "a few tokens are far off, as happens by itself in the worker's number format (its profile)",
+    MACHINERY_DISTRUSTED: "tokens pass only by the tolerance, and by such tokens its owner, or newcomers, gain reward",
 }
 
 NOTHING_COUNTED = Tally()
+NO_BRANCHES = Branches()
 NO_ENVIRONMENT = Identity(name="", version=0, digest="")
 
 
@@ -36,7 +40,7 @@ class Docket:
     """One audit on the table: what was claimed from the hub, and the lease that it is measured by.
 
     `environment` is the one that it is scored with; every verdict names it. `unsure_rate` is how likely honest work of
-    this kind and length is to be unsure.
+    this kind and length is to be unsure. `branches` is what was seen of the seeds' branches, if any.
     """
 
     audit: Audit
@@ -44,6 +48,7 @@ class Docket:
     body: bytes
     environment: Identity = NO_ENVIRONMENT
     unsure_rate: float = 0.0
+    branches: Branches = NO_BRANCHES
 
     def accepted(
         self,
@@ -104,6 +109,7 @@ class Docket:
             node=self.lease.node,
             depth=self.audit.depth,
             decided_at_ms=now_ms,
+            branches=self.branches,
             environment=self.environment.name,
             environment_version=self.environment.version,
             environment_digest=self.environment.digest,

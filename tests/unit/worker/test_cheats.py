@@ -123,7 +123,7 @@ def test_its_words_and_reasons_are_for_people_and_for_the_tables_of_codes(name: 
 
 
 @pytest.mark.parametrize(
-    "name", sorted(CHEATS.keys() - ON_PAPER - FORGED - PATIENT - {"answer", "steer", "small-model"})
+    "name", sorted(CHEATS.keys() - ON_PAPER - FORGED - PATIENT - {"answer", "branch", "steer", "small-model"})
 )
 def test_the_tokens_of_an_engine_that_cheats_are_not_the_honest_ones(name: str) -> None:
     _, engine = loaded(name)

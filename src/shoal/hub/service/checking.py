@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 from shoal.errors import ProtocolError
 from shoal.hub.changes import Topic
@@ -11,7 +12,7 @@ from shoal.hub.service.evaluating import Evaluating, require_environment
 from shoal.hub.service.owner import require_trusted
 from shoal.hub.service.showing import Showing
 from shoal.hub.service.work import Work
-from shoal.hub.state import kinds, newcomers, pacing
+from shoal.hub.state import gains, kinds, newcomers, pacing
 from shoal.hub.state.audits import DECIDED, Case, Ruling, abandon, claim, disagreement, expire, judge
 from shoal.hub.state.machines import SubmissionState
 from shoal.hub.state.pulls import Stake
@@ -149,7 +150,11 @@ class Checking:
                     continue
                 try:
                     case = self._case(transaction, moment, ruling.verdict)
-                    transaction.apply(judge(self._context.moment(transaction), case, ruling))
+                    moment = self._context.moment(transaction)
+                    commands = judge(moment, case, ruling)
+                    transaction.apply(commands)
+                    if commands:  # not the same verdict again
+                        _suspect(transaction, moment, case.node, ruling.verdict)
                     if ruling.verdict.outcome == Outcome.ACCEPTED and case.node.on_probation:
                         self._context.turns.earned(case.node.network)
                 except Refusal as refusal:
@@ -227,7 +232,33 @@ class Checking:
             shown=self._showing.prefixes(reader, row.lease),
             newcomer=node.on_probation,
             trusted=node.trusted,
+            gains=node.gains,
+            distrusted=_distrusted(reader, node),
         )
+
+
+def _suspicion(reader: Reader, key: str) -> gains.Suspicion:
+    stored = reader.setting(key)
+    return gains.Suspicion() if stored is None else gains.Suspicion.model_validate_json(stored)
+
+
+def _suspect(transaction: Writer, moment: Moment, node: NodeRow, verdict: Verdict) -> None:
+    """Count what a verdict says of branches for its node's owner and for all newer nodes, too."""
+    for key, whose in gains.groups_of(node).items():
+        before = _suspicion(transaction, key)
+        after = before.after(verdict)
+        if after != before:
+            transaction.put_setting(key, after.model_dump_json())
+        if after.distrusted and not before.distrusted:
+            transaction.apply([gains.alarm(moment, whose)])
+
+
+def _distrusted(reader: Reader, node: NodeRow) -> Literal["", "its owner", "newcomers"]:
+    """Whose evidence speaks against tokens of this node that pass only by tolerance. Of the newer ones' only nodes on
+    probation are held liable: others have been looked at."""
+    if node.owner and _suspicion(reader, f"gains/{node.owner}").distrusted:
+        return "its owner"
+    return "newcomers" if node.on_probation and _suspicion(reader, gains.NEWER).distrusted else ""
 
 
 def _by_node(

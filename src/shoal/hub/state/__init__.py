@@ -12,6 +12,7 @@
     submissions  receive: new, the same again, another body, late, not yours
     audits       claim, expire, abandon, judge
     reputation   how deeply a node is audited, and what audits do to its record
+    gains        what follows when tolerance was used to buy reward
     credits      credit: at once, or pending, then matured or void
     pulls        what a failed audit does to the rest of its node's work
     nodes        register, what rejected work costs, liveness

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, replace
 
-from shoal.hub.state import credits, kinds, nodes, pacing, pulls, reputation, windows
+from shoal.hub.state import credits, gains, kinds, nodes, pacing, pulls, reputation, windows
 from shoal.hub.state.commands import AddVerdict, Command, RaiseAlarm, Record, SaveNode, SaveSubmission, SaveUnit
 from shoal.hub.state.machines import UNDECIDED_SUBMISSIONS, SubmissionState, UnitState
 from shoal.hub.state.refusals import Refusal
@@ -90,6 +90,7 @@ def judge(moment: Moment, case: Case, ruling: Ruling) -> list[Command]:
     _require_fitting(moment.rules, case, verdict)
     if submission.state not in UNDECIDED_SUBMISSIONS:
         return _judge_again(submission, verdict)
+    case = replace(case, node=gains.counted(case.node, verdict))
     spread = kinds.failing(moment, case.node, case.kin, verdict)
     outcome = Outcome.UNSURE if spread else verdict.outcome
     accepted, paid = outcome == Outcome.ACCEPTED, not case.node.trusted
@@ -174,6 +175,8 @@ def _require_fitting(rules: Rules, case: Case, verdict: Verdict) -> None:
         raise Refusal(422, "verdict.mismatch", "the verdict names another unit or node than its submission")
     if verdict.outcome != Outcome.REJECTED:  # an unsure audit joins the record, too
         _require_possible(rules, verdict.tally)
+    if len(verdict.branches.differences) > verdict.branches.looked or verdict.branches.looked > rules.group_size:
+        raise Refusal(422, "verdict.branches", f"{verdict.branches.looked} branches of {rules.group_size} rollouts")
     if verdict.outcome != Outcome.ACCEPTED:
         return
     if len(verdict.rewards) != rules.group_size:

@@ -24,6 +24,7 @@ from shoal.hub.state.machines import (
     check_move,
 )
 from shoal.protocol import Depth, NodeState, PolicyRef, Role, Tally
+from shoal.protocol.branches import GainEvidence
 
 AuditPolicy = Literal["all", "reputation"]
 
@@ -237,7 +238,8 @@ class NodeRow:
     `soft` counts rejections without a strike since the last group that was accepted. `network` is where it last asked
     for work from (/24 or /48; empty: from the hub's own machine); nobody is told. `kind` is what it last asked to
     generate with. `failed_check` is the statistical check that it failed last, at `failed_at_ms`. `doubt` grows with
-    every unsure group and falls with every accepted one (`reputation`).
+    every unsure group and falls with every accepted one (`reputation`). `gains` is the evidence that it buys reward by
+    tolerance.
     """
 
     node: str
@@ -272,6 +274,7 @@ class NodeRow:
     failed_check: str = ""
     failed_at_ms: int = 0
     doubt: float = 0.0
+    gains: GainEvidence = field(default_factory=GainEvidence)
 
     @property
     def on_chain(self) -> bool:

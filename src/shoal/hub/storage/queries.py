@@ -52,6 +52,7 @@ from shoal.hub.state.units import TRUSTED_AFTER, no_units
 from shoal.hub.storage import prepared, tables
 from shoal.hub.storage.protocol import Outgoing, Presence
 from shoal.protocol import Batch, LedgerEntry, NodeState, PolicyRef, StepReport, Tally
+from shoal.protocol.branches import GainEvidence
 
 _ALIVE = or_(
     tables.units.c.state.in_([state.value for state in UNDECIDED_UNITS]),
@@ -484,8 +485,8 @@ def presence_of(row: Row[Any]) -> Presence:
 
 def node_of(row: Row[Any]) -> NodeRow:
     values = columns_of(tables.nodes, row)
-    record = Tally.model_validate_json(values["record"])
-    return NodeRow(**{**values, "state": NodeState(values["state"]), "record": record})
+    record, gains = Tally.model_validate_json(values["record"]), GainEvidence.model_validate_json(values["gains"])
+    return NodeRow(**{**values, "state": NodeState(values["state"]), "record": record, "gains": gains})
 
 
 def _unit(row: Row[Any], start: int = 0) -> UnitRow:

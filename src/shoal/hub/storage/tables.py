@@ -64,6 +64,7 @@ nodes = Table(
     Column("failed_check", String, nullable=False),
     Column("failed_at_ms", BigInteger, nullable=False),
     Column("doubt", Float, nullable=False),
+    Column("gains", Text, nullable=False),
     # Established nodes are few where fresh keys are many: whether one is here is asked with every lease.
     Index("nodes_by_passed", "passed"),
 )

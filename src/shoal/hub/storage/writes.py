@@ -134,7 +134,8 @@ class SqlWriter(SqlReader):
         self._save(tables.submissions, "submission", values, command.was)
 
     def _save_node(self, command: SaveNode) -> None:
-        values = {**vars(command.row), "record": command.row.record.model_dump_json()}
+        row = command.row
+        values = {**vars(row), "record": row.record.model_dump_json(), "gains": row.gains.model_dump_json()}
         self._save(tables.nodes, "node", values, command.was)
 
     def _save_evaluation(self, command: SaveEvaluation) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from shoal.errors import ConfigError
-from shoal.worker.cheats import claims, copies, dice, progress, proofs, sleeper, steering, tokens, weights
+from shoal.worker.cheats import branching, claims, copies, dice, progress, proofs, sleeper, steering, tokens, weights
 from shoal.worker.cheats.base import Cheat
 
 CHEATS: Mapping[str, type[Cheat]] = {
@@ -14,7 +14,7 @@ CHEATS: Mapping[str, type[Cheat]] = {
         dice.BestOf, dice.OwnDice, dice.Grind, dice.Greedy, dice.Cold, dice.Loose,
         weights.Stale, weights.SmallModel, weights.Int8, weights.Int4, weights.SmallDecodes, weights.Int4Decodes,
         tokens.Edit, tokens.Answer, tokens.EarlyEnd, tokens.CutShort, tokens.Pad, tokens.RunOn, tokens.SwapPrompt,
-        steering.Steer,
+        steering.Steer, branching.Branch,
         copies.Copy, copies.Replay, copies.Steal,
         claims.Logprobs, claims.NotANumber, claims.Vocabulary, claims.ClaimPrompt, claims.ClaimPolicy,
         claims.ClaimNode, claims.ClaimGiven, claims.FewRollouts,

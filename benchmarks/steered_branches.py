@@ -1,0 +1,251 @@
+"""Does tolerance buy reward, and how soon is that seen? Honest groups and steered ones, with the seeds' branches.
+
+    python benchmarks/steered_branches.py --model FOLDER --device cuda --dtype bfloat16 --against cuda/float32
+    OMP_NUM_THREADS=1 python benchmarks/steered_branches.py --groups 8 --tokens 24      (the tiny model, on a CPU)
+
+A worker's engine draws groups, honestly and with the cheat `branch`: for each number in `--tries`, so many neighbours
+of tokens next to an edge are decoded, and the best completion is kept; one token of a rollout is changed at most. The
+reward is 1 for completions with a chosen property that about half of the honest ones have, else 0. The validator's
+engine replays the groups and looks at branches exactly as in a run, in passes over the same groups; nodes are resampled
+from what the passes saw. (What honest nodes would show is resampled with the signs of all differences drawn anew.)
+
+Reports: tokens that pass only by tolerance per 1,000, bits per token that a worker may choose, the reward bought,
+groups rejected by limits measured on honest groups, the differences, tokens spent, and after how many groups the
+evidence suffices. Takes about 150 s on an H200 with a model of 135 M weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import math
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from shoal.engines import Completion, Engine, GenerationRequest, build
+from shoal.engines.submission import submission_of
+from shoal.environments import EnvironmentSettings
+from shoal.environments import build as build_environment
+from shoal.errors import ScoringFailure
+from shoal.models.load import load_model
+from shoal.models.state import policy_views
+from shoal.protocol import ProofParameters, RolloutReward, SamplingParameters
+from shoal.protocol.branches import BETS, ENOUGH, MARGIN, Branches
+from shoal.sampling.check import distances
+from shoal.validator.bands import Bands, limits_from
+from shoal.validator.branches import Lookout, by_tolerance, choice_bits
+from shoal.validator.calibrate import OPENINGS
+from shoal.validator.case import Case
+from shoal.validator.checks import AFTER_PREFILL, run_all
+from shoal.validator.profiles import Profile
+from shoal.validator.replay import replay_all
+from shoal.validator.rewards import Group, Scored, completion_ids
+from shoal.validator.specimens import Machine, Terms
+from shoal.worker.cheats.branching import Branching
+
+GROUPS_AT_ONCE = 16
+NODES = 4_000
+
+Property = Callable[[str], float]
+
+
+def count_of(text: str) -> float:
+    """Spread over the whole completion: letters and digits that are vowels, commas or odd."""
+    return float(sum(text.count(mark) for mark in "aeio,13579"))
+
+
+def ending_of(text: str) -> float:
+    """Decided by the last few tokens."""
+    return float(sum(map(ord, text[-12:])) % 97)
+
+
+def opening_of(text: str) -> float:
+    """Decided by the first tokens."""
+    return count_of(text[:24])
+
+
+PROPERTIES: dict[str, Property] = {"count": count_of, "ending": ending_of, "opening": opening_of}
+
+
+@dataclass
+class Bench:
+    """Both engines, the prompts, and what completions are worth once the honest ones are known."""
+
+    worker: Engine
+    validator: Engine
+    decode: Callable[[Sequence[int]], str]
+    terms: Terms
+    prompts: Sequence[tuple[int, ...]]
+    tasks: Property
+    threshold: float = 0.0
+
+    def reward(self, token_ids: Sequence[int]) -> float:
+        return float(self.tasks(self.decode(token_ids)) > self.threshold)
+
+    def value_of(self, _prompt: tuple[int, ...]) -> Callable[[Completion], float]:
+        eos = self.terms.sampling.eos_token_id
+        return lambda each: self.reward([token for token in each.token_ids.tolist() if token != eos])
+
+    def score(self, groups: Sequence[Group]) -> list[Scored | ScoringFailure]:
+        return [Scored(tuple(map(self._rewarded, group.rollouts))) for group in groups]
+
+    def _rewarded(self, rollout: object) -> RolloutReward:
+        return RolloutReward(value=self.reward(completion_ids(rollout, self.terms.sampling.eos_token_id)))
+
+    def cases(self, engine: Engine, count: int) -> list[Case]:
+        """What a worker with this engine hands in, as the validator's engine sees it."""
+        found: list[Case] = []
+        for start in range(0, count, GROUPS_AT_ONCE):
+            numbers = range(start, min(start + GROUPS_AT_ONCE, count))
+            leases = [self.terms.lease(number, self.prompts[number % len(self.prompts)]) for number in numbers]
+            asked = [GenerationRequest(lease.prompt_ids, lease.seed_numbers, lease.sampling) for lease in leases]
+            for lease, group in zip(leases, engine.generate(asked, self.terms.proof), strict=True):
+                submission = submission_of(lease, group, engine.name)
+                sizes = (engine.vocabulary_size, engine.hidden_size)
+                found.append(Case(lease, submission, "", *sizes, Profile(key=self.worker.kind)))
+        for start in range(0, len(found), GROUPS_AT_ONCE):
+            part = found[start : start + GROUPS_AT_ONCE]
+            for case, replay in zip(part, replay_all(self.validator, part), strict=True):
+                if isinstance(replay, Exception):
+                    raise replay
+                case.replay = replay
+        return found
+
+    def rewards(self, case: Case) -> tuple[RolloutReward, ...]:
+        return tuple(map(self._rewarded, case.rollouts))
+
+
+def looked(bench: Bench, cases: Sequence[Case], passes: int, seed: int) -> tuple[list[Branches], float]:
+    """What so many passes over the groups saw, and the seconds that they took."""
+    judged = [(case, bench.rewards(case)) for case in cases]
+    lookout = Lookout(time_share=math.inf, rng=random.Random(seed))
+    began_s = time.monotonic()
+    found = [each for _ in range(passes) for each in lookout.look(judged, bench.validator, bench.score)]
+    return found, time.monotonic() - began_s
+
+
+def evidence(
+    seen: Sequence[Branches], groups: int, nodes: int, seed: int, symmetric: bool = False
+) -> npt.NDArray[np.float64]:
+    """The evidence of resampled nodes after each group [nodes, groups]; the same sums as `GainEvidence`."""
+    rng, most = np.random.default_rng(seed), max(1, max(len(each.differences) for each in seen))
+    table = np.array([[*each.differences, *[0.0] * (most - len(each.differences))] for each in seen])
+    stakes, count = np.zeros((nodes, len(BETS))), np.zeros(nodes)
+    found = np.ones((nodes, groups))
+    for group in range(groups):
+        for difference in table[rng.integers(len(table), size=nodes)].T:
+            difference = difference * rng.choice([-1.0, 1.0], size=nodes) if symmetric else difference
+            differs = difference != 0
+            count = count + differs
+            staked = np.where(differs, 1 / np.maximum(1, count * (count + 1)), 0.0)
+            outcome = difference - MARGIN * np.abs(difference)
+            stakes = (stakes + staked[:, None]) * (1 + np.outer(outcome, BETS))
+            stakes = np.minimum(stakes, 1e300)
+        found[:, group] = stakes.mean(axis=1) + 1 / (count + 1)
+    return found
+
+
+def report(name: str, bench: Bench, cases: Sequence[Case], options: argparse.Namespace, profile: Profile) -> float:
+    """One paragraph about honest or steered groups; returns their mean reward."""
+    tokens, outside = sum(len(case.tokens) for case in cases), sum(int(by_tolerance(case).sum()) for case in cases)
+    rewards = [reward.value for case in cases for reward in bench.rewards(case)]
+    outcomes: collections.Counter[str] = collections.Counter()
+    for case in cases:
+        last = run_all(AFTER_PREFILL, replace(case, profile=profile))[-1]
+        outcomes["unsure" if last.unsure else last.reason or "accepted"] += 1
+    seen, spent_s = looked(bench, cases, options.passes, options.seed)
+    differing = [value for each in seen for value in each.differences]
+    plus, looks = sum(value > 0 for value in differing), sum(each.looked for each in seen)
+    decoded = sum(each.tokens for each in seen)
+    print(f"\n{name}: {len(cases)} groups, {tokens} tokens, {1000 * outside / tokens:.2f} per 1,000 pass by tolerance")
+    print(f"  reward {np.mean(rewards):.4f}; groups {dict(outcomes)}")
+    print(
+        f"  {options.passes} passes: {looks / len(seen):.2f} branches a group, {decoded / len(seen):.1f} tokens "
+        f"({100 * decoded / (tokens * options.passes):.2f} % of those audited), {spent_s:.1f} s; "
+        f"{len(differing) / len(seen):.3f} unequal pairs a group, {plus} of {len(differing)} in its favour"
+    )
+    by_group = np.array([sum(each.differences) for each in seen]).reshape(options.passes, -1).mean(axis=0)
+    error = by_group.std() / math.sqrt(len(by_group))
+    print(f"  mean difference a group {by_group.mean():+.4f} ± {error:.4f} (standard error over groups)")
+    long = evidence(seen, 10 * options.within, NODES, options.seed, name == "honest")
+    reached = long >= ENOUGH
+    when = np.where(reached.any(axis=1), reached.argmax(axis=1) + 1.0, np.inf)
+    power = {n: float((when <= n).mean()) for n in (options.within // 2, options.within, 2 * options.within)}
+    half, most = (float(np.sort(when)[int(share * NODES)]) for share in (0.5, 0.95))
+    print(
+        f"  evidence of 10⁶ within n groups, share of {NODES} nodes: {power}; half after {half:g}, 95 % after {most:g}"
+    )
+    print(f"  largest evidence in {10 * options.within} groups: median {np.median(long.max(axis=1)):.3g}, "
+          f"most {long.max():.3g}")  # fmt: skip
+    return float(np.mean(rewards))
+
+
+def main() -> None:
+    options, began_s = parse_options(), time.monotonic()
+    bench = bench_of(options)
+    print(f"{Path(options.model).name}, worker {bench.worker.kind}, validator {options.against}, {options.property}")
+    honest = bench.cases(bench.worker, options.groups)
+    eos = bench.terms.sampling.eos_token_id
+    texts = [bench.decode(completion_ids(rollout, eos)) for case in honest for rollout in case.rollouts]
+    bench.threshold = float(np.median([bench.tasks(text) for text in texts]))
+    profile = limits_from(Bands.of(honest), bench.worker.kind)
+    found = [distances(case.replayed.uniforms, case.replayed.low, case.replayed.high) for case in honest]
+    outside = np.concatenate(found)[np.concatenate([by_tolerance(case) for case in honest])]
+    mean = float(outside.mean()) if len(outside) else 1e-6
+    print(f"tokens outside are so by {mean:.2g} on average, {outside.max() if len(outside) else 0:.2g} at most")
+    for label, reach in (("twice the mean distance", 2 * mean), ("the limit of one token", profile.sampling.distance)):
+        share, bits = choice_bits(honest, reach)
+        print(f"  within {label} ({reach:.2g}): {share:.4f} of tokens have a neighbour, {bits:.4f} bits a token")
+    base = report("honest", bench, honest, options, profile)
+    for tries in options.tries:
+        steered = Branching(bench.worker, bench.value_of, 2 * mean, tries)
+        cases = bench.cases(steered, options.groups)  # the same leases
+        gained = report(f"steered, {tries} neighbours", bench, cases, options, profile)
+        print(f"  bought: {gained - base:+.4f}; {time.monotonic() - began_s:.0f} s so far")
+
+
+def bench_of(options: argparse.Namespace) -> Bench:
+    loaded, against = load_model(options.model, options.dtype), Machine.parse(options.against)
+    engines = [
+        build("torch", loaded.files, options.device, options.dtype),
+        build("torch", loaded.files, against.device, against.dtype),
+    ]
+    for engine in engines:
+        engine.load_policy(None, policy_views(loaded.model))
+    sampling = SamplingParameters(
+        temperature=options.temperature, max_new_tokens=options.tokens, eos_token_id=loaded.eos_token_id
+    )
+    terms = Terms(f"branches/{options.seed}", options.group_size, sampling, ProofParameters(), engines[0].kind)
+    encode, texts = loaded.tokenizer.encode, OPENINGS
+    if options.model == "tiny":
+        texts = [task.prompt for task in build_environment(EnvironmentSettings(name="sort")).tasks("train")[:512]]
+    prompts = [tuple(encode(text)) for text in texts]
+    return Bench(*engines, loaded.tokenizer.decode, terms, prompts, PROPERTIES[options.property])
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", default="tiny")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--against", default="cpu/float32")
+    parser.add_argument("--groups", type=int, default=32)
+    parser.add_argument("--group-size", type=int, default=16)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--tries", type=int, nargs="*", default=[1, 4])
+    parser.add_argument("--passes", type=int, default=40, help="how often the validator looks at the same groups")
+    parser.add_argument("--within", type=int, default=100, help="groups within which steering is to be caught")
+    parser.add_argument("--property", choices=PROPERTIES, default="count")
+    parser.add_argument("--seed", type=int, default=0)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

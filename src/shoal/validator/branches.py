@@ -1,0 +1,213 @@
+"""Branches: at tokens that pass only by the tolerance, what the seed gives is decoded, scored, and compared.
+
+    accepted so far ─► which rollouts, where (`Blocks`) ─► engine.generate from there ─► scored ─► differences
+
+A worker that knows the tolerance may hand in the neighbour of a token whose uniform lies near an edge, draw honestly
+afterwards, and keep whichever branch pays. Every token of it passes. But of two branches that only rounding told apart,
+honest work has the better one half of the time (`protocol.branches` makes evidence of it).
+
+Where to look must not depend on how the submission went on, unless it depends in the same way on how the seed's branch
+goes on: otherwise the two cannot be exchanged, and short completions, say, would look chosen. So positions are cut into
+blocks of one size, from a random one on, all unknown to the worker. Of the block in which a rollout ends, the first
+token that passes only by the tolerance is taken, and a branch counts only if it ends in the same block. Thereby late
+tokens, whose branches are cheap, are looked at more often, and no rollout is exempt. The size is drawn anew for each
+call: small ones are likelier. The largest (`LONGEST`) is taken when tokens enough were saved up, as happens in float32,
+where few tokens need the tolerance.
+
+Decoded are `TOKEN_SHARE` of the tokens that were audited at most, in `TIME_SHARE` of the time.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from shoal.engines import Engine, GenerationRequest
+from shoal.engines.protocol import Finish
+from shoal.errors import ScoringFailure
+from shoal.protocol import Rollout, RolloutReward, pack_logprobs, pack_tokens
+from shoal.protocol.branches import Branches
+from shoal.runtime.clock import Clock, SystemClock
+from shoal.validator.case import Case
+from shoal.validator.replay import ENGINE_ERRORS
+from shoal.validator.rewards import Group, Scored
+from shoal.validator.verdicts import NO_BRANCHES
+
+log = logging.getLogger(__name__)
+
+TOKEN_SHARE = 0.03
+TIME_SHARE = 0.1
+SMALLEST = 4
+LONGEST = 512  # a block of so many steps of decoding takes up to 15 s
+MOST_SAVED = 16_384
+RICH = 8  # branches of the largest size that must have been saved up for
+
+Score = Callable[[Sequence[Group]], Sequence[Scored | ScoringFailure]]
+
+
+def by_tolerance(case: Case) -> npt.NDArray[np.bool_]:
+    """Which tokens pass only by the tolerance: u lies outside the interval that this validator computes."""
+    replay = case.replayed
+    inside = (replay.low <= replay.uniforms) & (replay.uniforms < replay.high)
+    return case.drawn & ~inside
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Positions cut into blocks of `size`, the first of which ends at `phase`.
+
+    >>> Blocks(size=8, phase=3).around(2), Blocks(size=8, phase=3).around(11)
+    ((0, 3), (11, 19))
+    """
+
+    size: int
+    phase: int
+
+    def around(self, position: int) -> tuple[int, int]:
+        """Where the block of a position begins, and where the next one does."""
+        if position < self.phase:
+            return 0, self.phase
+        begin = position - (position - self.phase) % self.size
+        return begin, begin + self.size
+
+
+@dataclass(frozen=True, eq=False)
+class Look:
+    """The branch of a rollout from `token` on; it has `limit` tokens to end in."""
+
+    case: Case
+    rollout: int
+    token: int
+    limit: int
+
+    def request(self, steps: int) -> GenerationRequest:
+        """What asks an engine for `steps` tokens of it: all of one call ask for equally many, to be decoded at once."""
+        lease, kept = self.case.lease, self.case.rollouts[self.rollout].token_ids[: self.token]
+        sampling = lease.sampling.model_copy(update={"max_new_tokens": steps})
+        prompt = (*lease.prompt_ids, *kept.tolist())
+        return GenerationRequest(prompt, (lease.seed_numbers[self.rollout],), sampling, begun=self.token)
+
+    def ended(self, tokens: npt.NDArray[np.int32]) -> Rollout | None:
+        """The whole completion with these tokens; None if it does not end in time."""
+        sampling = self.case.lease.sampling
+        tokens = tokens[: self.limit]
+        is_end = int(tokens[-1]) == sampling.eos_token_id
+        if not is_end and self.token + len(tokens) < sampling.max_new_tokens:
+            return None
+        ids = np.concatenate([self.case.rollouts[self.rollout].token_ids[: self.token], tokens])
+        finish: Finish = "eos" if is_end else "length"
+        return Rollout(tokens=pack_tokens(ids), logprobs=pack_logprobs(np.zeros(len(ids))), finish=finish)
+
+
+def look_at(case: Case, rollout: int, blocks: Blocks) -> Look | None:
+    """Where to branch off, if there is a token for it in the block in which the rollout ends."""
+    start, length = int(case.starts[rollout]), case.lengths[rollout]
+    begin, end = blocks.around(length - 1)
+    found = np.flatnonzero(by_tolerance(case)[start + begin : start + length])
+    if len(found) == 0:
+        return None
+    token = begin + int(found[0])
+    return Look(case, rollout, token, min(end, case.lease.sampling.max_new_tokens) - token)
+
+
+def differences(rewards: Sequence[float], branches: Sequence[tuple[int, float]]) -> tuple[float, ...]:
+    """Reward(submitted) - reward(branch) of each (rollout, reward), where they differ, as a share of the range of all.
+
+    The range is the same whichever of the two was handed in.
+
+    >>> differences([0.0, 1.0, 0.5], [(1, 0.5), (2, 2.0), (0, 0.0)])
+    (0.25, -0.75)
+    """
+    everything = [*rewards, *(reward for _, reward in branches)]
+    span = max(everything) - min(everything)
+    found = [rewards[rollout] - reward for rollout, reward in branches]
+    return tuple(each / span for each in found if each != 0.0)
+
+
+@dataclass
+class Lookout:
+    """Looks at branches as far as tokens and time allow; `rng` is this validator's secret."""
+
+    token_share: float = TOKEN_SHARE
+    time_share: float = TIME_SHARE
+    clock: Clock = field(default_factory=SystemClock)
+    rng: random.Random = field(default_factory=random.SystemRandom, repr=False)
+    saved: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._began_s, self._spent_s = self.clock.monotonic_s(), 0.0
+
+    def look(
+        self, judged: Sequence[tuple[Case, Sequence[RolloutReward]]], engine: Engine, score: Score
+    ) -> list[Branches]:
+        """What the branches of each case showed; most have none. Dialogues are left out: the tool's words differ."""
+        self.saved = min(MOST_SAVED, self.saved + self.token_share * sum(len(case.tokens) for case, _ in judged))
+        began_s, nothing = self.clock.monotonic_s(), [NO_BRANCHES] * len(judged)
+        if self._spent_s > self.time_share * (began_s - self._began_s):
+            return nothing
+        looks = self._chosen([case for case, _ in judged])
+        if not looks:
+            return nothing
+        try:
+            drawn = engine.generate([look.request(max(each.limit for each in looks)) for look in looks])
+        except ENGINE_ERRORS as error:
+            log.warning("%d branches could not be decoded: %s", len(looks), error)
+            return nothing
+        decoded = [(look, group[0].token_ids) for look, group in zip(looks, drawn, strict=True)]
+        self.saved += sum(look.limit - min(look.limit, len(tokens)) for look, tokens in decoded)
+        found = [self._compared(case, rewards, decoded, score) for case, rewards in judged]
+        self._spent_s += self.clock.monotonic_s() - began_s
+        return found
+
+    def _chosen(self, cases: Sequence[Case]) -> list[Look]:
+        """Of the rollouts in random order those that there are tokens for, one branch each."""
+        longest = max((case.lease.sampling.max_new_tokens for case in cases), default=SMALLEST)
+        sizes = [SMALLEST]
+        while sizes[-1] < min(longest, LONGEST):
+            sizes.append(2 * sizes[-1])
+        size = (
+            self.rng.choices(sizes, [each**-0.5 for each in sizes])[0] if self.saved < RICH * sizes[-1] else sizes[-1]
+        )
+        places = [(case, n) for case in cases if case.replay and not case.dialogue for n in range(len(case.rollouts))]
+        looks: list[Look] = []
+        for case, rollout in self.rng.sample(places, len(places)):
+            look = look_at(case, rollout, Blocks(size, self.rng.randrange(size)))
+            if look is not None and look.limit <= self.saved:
+                self.saved -= look.limit
+                looks.append(look)
+        return looks
+
+    def _compared(
+        self,
+        case: Case,
+        rewards: Sequence[RolloutReward],
+        decoded: Sequence[tuple[Look, npt.NDArray[np.int32]]],
+        score: Score,
+    ) -> Branches:
+        mine = [(look, tokens) for look, tokens in decoded if look.case is case]
+        ended = [(look.rollout, whole) for look, tokens in mine if (whole := look.ended(tokens)) is not None]
+        shown = Branches(looked=len(mine), tokens=sum(min(look.limit, len(tokens)) for look, tokens in mine))
+        if not ended:
+            return shown
+        [scored] = score([Group(case.lease, [whole for _, whole in ended])])
+        if isinstance(scored, ScoringFailure) or scored.objection is not None:
+            return shown
+        pairs = [(rollout, reward.value) for (rollout, _), reward in zip(ended, scored.rewards, strict=True)]
+        return shown.model_copy(update={"differences": differences([each.value for each in rewards], pairs)})
+
+
+def choice_bits(cases: Sequence[Case], reach: float) -> tuple[float, float]:
+    """What a worker may choose where it stays within `reach` of u: the share of tokens with a neighbour that near, and
+    bits per token (1 where one neighbour is, log2 3 where one is on either side; farther ones are not counted)."""
+    near = [
+        (case.replayed.uniforms - case.replayed.low < reach).astype(int)
+        + (case.replayed.high - case.replayed.uniforms < reach)
+        for case in cases
+    ]
+    edges = np.concatenate([each[case.drawn] for each, case in zip(near, cases, strict=True)])
+    return float((edges > 0).mean()), float(np.log2(1 + edges).mean())

@@ -1,0 +1,199 @@
+"""Buying reward with tolerance: wherever rounding may have decided, a worker decodes both branches and keeps one.
+
+The worker's engine rounds as coarsely as bfloat16 does: a tenth of its honest tokens lies outside the intervals that
+the validator computes. The limits are measured on its honest work. The reward is 1 for half of all completions.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from shoal.engines import Completion, Engine, GenerationRequest
+from shoal.engines.scripted import ScriptedEngine
+from shoal.engines.shelf import LoadedPolicy
+from shoal.environments import Score, Task
+from shoal.hub.state.gains import NEWER, Suspicion, groups_of
+from shoal.hub.state.rows import NodeRow
+from shoal.protocol import Lease, Outcome, ProofParameters, SamplingParameters, Severity, SigningKey, Verdict
+from shoal.protocol.branches import GainEvidence
+from shoal.sampling import uniforms
+from shoal.validator.bands import Bands, limits_from
+from shoal.validator.branches import Lookout
+from shoal.validator.case import Case, read_body
+from shoal.validator.judge import Judge
+from shoal.validator.profiles import Profile
+from shoal.validator.replay import replay_all
+from shoal.validator.specimens import POLICY, Terms, docket_of
+from shoal.validator.verdicts import Docket
+from shoal.worker.cheats.branching import Branching
+
+KEY = SigningKey.from_seed(b"k" * 32)
+EOS, TOKENS, GROUP = 1, 16, 16
+KIND = "scripted/cpu/float32"
+ROUNDING = 0.1
+REACH = 0.02
+GROUPS = 48
+SHARE = 0.5  # of the audited tokens may be decoded here, so that it takes few groups
+
+
+class Half:
+    """A completion is right if most of its characters come early in the alphabet."""
+
+    name, digest = "half", "e" * 64
+
+    def tasks(self, _split: str) -> list[Task]:
+        return []
+
+    def task(self, task_id: str) -> Task:
+        return Task(task_id, "prompt", "answer")
+
+    def score(self, _task: Task, completion: str) -> Score:
+        return Score(is_right([ord(character) for character in completion]))
+
+
+def is_right(token_ids: Sequence[int]) -> float:
+    return float(sum(token < 48 for token in token_ids) * 2 > len(token_ids))
+
+
+class Rounding(ScriptedEngine):
+    """Logits that are a little off, by noise that follows from the place and knows nothing of rewards."""
+
+    def _step(self, sequence: Sequence[int]) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+        logits_V, hidden_H = super()._step(sequence)
+        noise_V = uniforms(hash(tuple(sequence)) % 2**63, 0, len(logits_V)) - 0.5
+        return (logits_V + ROUNDING * noise_V).astype(np.float32), hidden_H
+
+
+def value_of(_prompt: tuple[int, ...]) -> object:
+    return lambda completion: is_right([token for token in completion.token_ids.tolist() if token != EOS])
+
+
+def ready(engine: ScriptedEngine) -> ScriptedEngine:
+    engine.load_policy(POLICY, {})
+    return engine
+
+
+def leases(first: int, count: int) -> list[Lease]:
+    sampling = SamplingParameters(temperature=1.0, max_new_tokens=TOKENS, eos_token_id=EOS)
+    terms = Terms("steered", GROUP, sampling, ProofParameters(), KIND, Half.digest)
+    return [terms.lease(n, (10 + n % 80, 20 + n // 80, 30), f"t/{n}") for n in range(first, first + count)]
+
+
+def handed_in(engine: Engine, asked: Sequence[Lease]) -> list[Docket]:
+    requests = [GenerationRequest(each.prompt_ids, each.seed_numbers, each.sampling) for each in asked]
+    groups: list[list[Completion]] = engine.generate(requests, asked[0].proof)
+    return [docket_of(lease, group, engine, KEY) for lease, group in zip(asked, groups, strict=True)]
+
+
+@cache
+def profile() -> Profile:
+    """Limits as they are measured: on honest groups of the same kind of worker."""
+    clean = ready(ScriptedEngine())
+    cases = [
+        Case(each.lease, read_body(each.body)[0], "", clean.vocabulary_size, clean.hidden_size, Profile(key=KIND))
+        for each in handed_in(ready(Rounding()), leases(4_000, 40))
+    ]
+    for case, replay in zip(cases, replay_all(clean, cases), strict=True):
+        assert not isinstance(replay, Exception)
+        case.replay = replay
+    return limits_from(Bands.of(cases), KIND)
+
+
+@dataclass
+class Node:
+    """A node as the hub keeps it, as far as branches go."""
+
+    verdicts: list[Verdict]
+    gains: GainEvidence
+
+    @property
+    def rewards(self) -> float:
+        return float(np.mean([reward.value for verdict in self.verdicts for reward in verdict.rewards]))
+
+    @property
+    def first_strike(self) -> int | None:
+        struck = [n for n, verdict in enumerate(self.verdicts, 1) if verdict.outcome is Outcome.REJECTED]
+        return struck[0] if struck else None
+
+
+def node_of(engine: Engine, lookout: Lookout | None, groups: int = GROUPS) -> Node:
+    """Its groups, judged 8 at a time, until it is struck."""
+    judge = Judge(Half(), {KIND: profile()}, lookout=lookout)  # type: ignore[arg-type]
+    node, truth = Node([], GainEvidence()), LoadedPolicy(POLICY, ready(ScriptedEngine()), {})
+    for start in range(0, groups, 8):
+        dockets = [
+            replace(each, audit=each.audit.model_copy(update={"gains": node.gains}))
+            for each in handed_in(engine, leases(start, 8))
+        ]
+        node.verdicts += judge.verdicts(dockets, truth)
+        if node.first_strike is not None:
+            break
+        for verdict in node.verdicts[start:]:
+            node.gains = node.gains.after(verdict.branches.differences)
+    return node
+
+
+def steering(tries: int = 4) -> Engine:
+    return Branching(ready(Rounding()), value_of, REACH, tries)  # type: ignore[arg-type]
+
+
+def looking(seed: int = 0) -> Lookout:
+    return Lookout(token_share=SHARE, time_share=1e9, rng=random.Random(seed))
+
+
+@pytest.fixture(scope="module")
+def steered() -> Node:
+    return node_of(steering(), looking())
+
+
+@pytest.fixture(scope="module")
+def honest() -> Node:
+    return node_of(ready(Rounding()), looking(1))
+
+
+def test_every_group_of_it_passes_where_nobody_looks_at_branches(honest: Node) -> None:
+    """And its rewards are much better than honest ones of the same leases: this is what is sold."""
+    unseen = node_of(steering(), None, groups=16)
+    assert {(verdict.outcome, verdict.reason) for verdict in unseen.verdicts} == {(Outcome.ACCEPTED, "")}
+    assert unseen.rewards > honest.rewards + 0.2
+
+
+def test_it_is_struck_once_the_seeds_branches_are_looked_at(steered: Node) -> None:
+    strike = steered.verdicts[-1] if steered.first_strike is None else steered.verdicts[steered.first_strike - 1]
+    assert (strike.outcome, strike.reason) == (Outcome.REJECTED, "sampling.steered")
+    assert strike.severity is Severity.STATISTICAL
+    differences = [value for verdict in steered.verdicts for value in verdict.branches.differences]
+    assert sum(value > 0 for value in differences) > 0.8 * len(differences)
+
+
+def test_honest_work_under_the_same_looks_shows_nothing(honest: Node) -> None:
+    assert {verdict.outcome for verdict in honest.verdicts} == {Outcome.ACCEPTED}
+    assert honest.gains.differing > 30
+    assert honest.gains.value < 100
+
+
+def test_fresh_keys_do_not_begin_anew(steered: Node) -> None:
+    """A key for every 4 groups: none has evidence of its own, all together do, and then nobody new is trusted."""
+    suspicion, alone = Suspicion(), list[float]()
+    told = [as_accepted(verdict) for verdict in steered.verdicts]
+    for start in range(0, len(told), 4):
+        row = NodeRow(f"{start:032x}", f"{start:064x}", "worker", f"n{start}", 0)
+        assert list(groups_of(row)) == [NEWER]
+        for verdict in told[start : start + 4]:
+            row = replace(row, gains=row.gains.after(verdict.branches.differences))
+            suspicion = suspicion.after(verdict)
+        alone.append(row.gains.value)
+    assert suspicion.distrusted
+    assert max(alone) < 1_000
+
+
+def as_accepted(verdict: Verdict) -> Verdict:
+    """What the same group shows of a key that nobody knows yet."""
+    return verdict.model_copy(update={"outcome": Outcome.ACCEPTED, "reason": "", "severity": None})

@@ -1,0 +1,237 @@
+"""Which branches are looked at, what they cost, and that honest work shows no gain by them, whatever rewards follow."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from honest import EOS, SAMPLING, LengthEnvironment, docket, engine, lease, loaded, submission
+
+from shoal.engines import GenerationRequest
+from shoal.engines.scripted import ScriptedEngine
+from shoal.engines.submission import submission_of
+from shoal.errors import ResourceError, ScoringFailure
+from shoal.protocol import Lease, Outcome, RolloutReward, Severity
+from shoal.protocol.branches import Branches, GainEvidence
+from shoal.runtime.clock import ManualClock
+from shoal.sampling import uniforms
+from shoal.validator.branches import Blocks, Look, Lookout, by_tolerance, choice_bits, differences, look_at
+from shoal.validator.case import Case
+from shoal.validator.judge import Judge
+from shoal.validator.profiles import BUILT_IN, Profile
+from shoal.validator.replay import replay_all
+from shoal.validator.rewards import Group, Scored
+
+WIDE = BUILT_IN["scripted/cpu/float32"].model_copy(
+    update={
+        "sampling": replace(
+            BUILT_IN["scripted/cpu/float32"].sampling, distance=1.0, outside_rate=1.0, outside_distance=0.1
+        )
+    }
+)
+
+
+class Rounding(ScriptedEngine):
+    """A worker whose logits are off by noise that depends on where it is, and that knows nothing of rewards."""
+
+    def _step(self, sequence: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        logits_V, hidden_H = super()._step(sequence)
+        noise_V = uniforms(hash(tuple(sequence)) % 2**63, 0, len(logits_V)) - 0.5
+        return (logits_V + 0.3 * noise_V).astype(np.float32), hidden_H
+
+
+def rounding() -> Rounding:
+    made = Rounding()
+    honest = engine()
+    made._digest, made.policy = honest._digest, honest.policy
+    return made
+
+
+def case_of(of: Lease, by: ScriptedEngine | None = None, profile: Profile = WIDE) -> Case:
+    worker, clean = by or rounding(), engine()
+    [group] = worker.generate([GenerationRequest(of.prompt_ids, of.seed_numbers, of.sampling)], of.proof)
+    case = Case(of, submission_of(of, group, "scripted"), "", clean.vocabulary_size, clean.hidden_size, profile)
+    [replay] = replay_all(clean, [case])
+    assert not isinstance(replay, Exception)
+    case.replay = replay
+    return case
+
+
+def nth_lease(unit: int) -> Lease:
+    return lease(unit=unit, seeds=32, prompt_ids=(10 + unit % 80, 20 + unit // 80, 30))
+
+
+def by_length(groups: Sequence[Group]) -> list[Scored | ScoringFailure]:
+    """The reward that short completions would look bought by, if places were chosen carelessly."""
+    return [Scored(tuple(RolloutReward(value=float(len(each.tokens))) for each in group.rollouts)) for group in groups]
+
+
+def rewards_of(case: Case) -> tuple[RolloutReward, ...]:
+    [scored] = by_length([Group(case.lease, case.rollouts)])
+    assert isinstance(scored, Scored)
+    return scored.rewards
+
+
+@pytest.mark.parametrize(
+    ("size", "phase", "position", "block"),
+    [(8, 0, 0, (0, 8)), (8, 0, 7, (0, 8)), (8, 3, 2, (0, 3)), (8, 3, 3, (3, 11)), (4, 1, 12, (9, 13))],
+)
+def test_the_block_of_a_position(size: int, phase: int, position: int, block: tuple[int, int]) -> None:
+    assert Blocks(size, phase).around(position) == block
+
+
+def test_the_first_token_by_tolerance_in_the_last_block_is_where_the_branch_begins() -> None:
+    case = case_of(lease(seeds=32))
+    for rollout, length in enumerate(case.lengths):
+        start = int(case.starts[rollout])
+        places = np.flatnonzero(by_tolerance(case)[start : start + length]).tolist()
+        begin, end = Blocks(4, 1).around(length - 1)
+        inside = [place for place in places if place >= begin]
+        look = look_at(case, rollout, Blocks(4, 1))
+        assert (look.token if look else None) == (inside[0] if inside else None)
+        if look is not None:
+            assert look.limit == min(end, SAMPLING.max_new_tokens) - look.token
+
+
+def test_a_branch_is_what_the_seed_gives_by_the_validators_own_interval() -> None:
+    """From the beginning it is the honest completion; from a token on, that with the tokens before it kept."""
+    of, clean = lease(seeds=4), engine()
+    case = case_of(of)
+    honest = clean.generate([GenerationRequest(of.prompt_ids, of.seed_numbers, of.sampling)])[0]
+    for rollout in range(4):
+        [[whole]] = clean.generate([Look(case, rollout, 0, 12).request(12)])
+        assert whole.token_ids.tolist() == honest[rollout].token_ids.tolist()
+        cut = min(3, len(honest[rollout].token_ids) - 1)
+        kept = case_of(of, clean)
+        [[rest]] = clean.generate([Look(kept, rollout, cut, 12).request(12 - cut)])
+        assert rest.token_ids.tolist() == honest[rollout].token_ids[cut:].tolist()
+
+
+def test_a_branch_that_does_not_end_in_its_block_is_none() -> None:
+    case = case_of(lease(seeds=1))
+    look = Look(case, 0, 0, 3)
+    assert look.ended(np.array([5, 6, 7], dtype=np.int32)) is None
+    ended = look.ended(np.array([5, 6, EOS], dtype=np.int32))
+    assert ended is not None
+    assert (ended.token_ids.tolist(), ended.finish) == ([5, 6, EOS], "eos")
+    at_the_limit = Look(case, 0, 0, 12).ended(np.arange(5, 17, dtype=np.int32))
+    assert at_the_limit is not None
+    assert at_the_limit.finish == "length"
+
+
+def test_differences_are_shares_of_the_range_that_all_rewards_have() -> None:
+    assert differences([0.0, 10.0, 4.0], [(0, 5.0), (1, 10.0), (2, 0.0)]) == (-0.5, 0.4)
+    assert differences([1.0, 1.0], [(0, 1.0)]) == ()
+
+
+def test_honest_work_gains_nothing_even_where_rewards_follow_from_lengths() -> None:
+    """Of 1,200 looks the sum of differences is within 4 standard errors of 0."""
+    lookout, found = Lookout(token_share=10.0, time_share=1e9, rng=random.Random(1)), list[float]()
+    unit, looked = 0, 0
+    while looked < 1_200:
+        case = case_of(nth_lease(unit))
+        [seen] = lookout.look([(case, rewards_of(case))], engine(), by_length)
+        found += seen.differences
+        looked, unit = looked + seen.looked, unit + 1
+    assert len(found) > 200
+    assert abs(np.sum(found)) < 4 * np.sqrt(np.square(found).sum())
+
+
+def test_no_more_tokens_are_decoded_than_the_share_of_those_audited() -> None:
+    lookout, audited, decoded = Lookout(time_share=1e9, rng=random.Random(2)), 0, 0
+    for unit in range(40):
+        case = case_of(nth_lease(unit))
+        [seen] = lookout.look([(case, rewards_of(case))], engine(), by_length)
+        audited, decoded = audited + len(case.tokens), decoded + seen.tokens
+        assert decoded <= 0.03 * audited
+    assert decoded > 0.015 * audited
+
+
+def test_no_more_time_is_taken_than_its_share() -> None:
+    clock = ManualClock()
+
+    class Slow(ScriptedEngine):
+        def generate(self, requests, proof=None):  # type: ignore[no-untyped-def]
+            clock.advance(5.0)
+            return engine().generate(requests, proof)
+
+    lookout, looked, case = Lookout(clock=clock, rng=random.Random(3)), 0, case_of(nth_lease(0))
+    for _ in range(100):
+        clock.advance(1.0)
+        [seen] = lookout.look([(case, rewards_of(case))], Slow(), by_length)
+        looked += seen.looked > 0
+    assert 2 <= looked <= 4  # 5 s each, of 100 s and more
+
+
+def test_dialogues_are_left_out() -> None:
+    case = replace(case_of(lease(seeds=32)), dialogue=object())
+    assert Lookout(token_share=1.0, rng=random.Random(4))._chosen([case]) == []
+
+
+def test_an_engine_that_fails_ends_no_audit() -> None:
+    class Full(ScriptedEngine):
+        def generate(self, requests, proof=None):  # type: ignore[no-untyped-def]
+            raise ResourceError("no memory")
+
+    case = case_of(lease(seeds=32))
+    assert Lookout(token_share=1.0, time_share=1e9).look([(case, rewards_of(case))], Full(), by_length) == [Branches()]
+
+
+def judge_with(lookout: Lookout | None) -> Judge:
+    profile = WIDE.model_copy(update={"logprobs": WIDE.logprobs.model_copy(update={"mean": 9.0, "largest": 9.0})})
+    return Judge(LengthEnvironment(), {"scripted/cpu/float32": profile}, lookout=lookout)  # type: ignore[arg-type]
+
+
+def handed_in(of: Lease):  # type: ignore[no-untyped-def]
+    [group] = rounding().generate([GenerationRequest(of.prompt_ids, of.seed_numbers, of.sampling)], of.proof)
+    return submission(of, group)
+
+
+def test_the_verdict_tells_what_the_branches_showed() -> None:
+    of = lease(seeds=32)
+    lookout = Lookout(token_share=1.0, time_share=1e9, rng=random.Random(5))
+    [verdict] = judge_with(lookout).verdicts([docket(of, handed_in(of))], loaded())
+    assert verdict.outcome is Outcome.ACCEPTED
+    assert verdict.branches.looked > 0
+    assert verdict.branches.tokens > 0
+    assert [check.evidence["looked"] for check in verdict.checks if check.check == "branches"] == [
+        verdict.branches.looked
+    ]
+
+
+def test_a_node_whose_evidence_suffices_is_struck() -> None:
+    of, steered = lease(seeds=32), GainEvidence().after([1.0] * 60)
+    [verdict] = judge_with(None).verdicts([docket(of, handed_in(of), gains=steered)], loaded())
+    assert (verdict.outcome, verdict.reason, verdict.severity) == (
+        Outcome.REJECTED,
+        "sampling.steered",
+        Severity.STATISTICAL,
+    )
+    assert "60 unequal pairs" in verdict.message
+
+
+def test_of_distrusted_nodes_only_groups_with_tokens_by_tolerance_are_unsure() -> None:
+    of = lease(seeds=32)
+    dockets = [docket(of, handed_in(of), distrusted="newcomers"), docket(of, distrusted="newcomers")]
+    verdicts = judge_with(Lookout()).verdicts(dockets, loaded())
+    assert [(each.outcome, each.reason) for each in verdicts] == [
+        (Outcome.UNSURE, "sampling.distrusted"),
+        (Outcome.ACCEPTED, ""),
+    ]
+
+
+def test_bits_that_may_be_chosen_by_hand() -> None:
+    """Of tokens with u near no edge, near one and between two: 0, 1 and log2 3 bits."""
+    case = case_of(lease(seeds=1))
+    assert case.replay is not None
+    count = len(case.tokens)
+    wide, narrow = np.zeros(count), np.zeros(count)
+    case.replay = replace(case.replay, uniforms=np.full(count, 0.5), low=wide, high=np.ones(count))
+    assert choice_bits([case], 0.1) == (0.0, 0.0)
+    case.replay = replace(case.replay, low=narrow + 0.45)
+    assert choice_bits([case], 0.1) == (1.0, 1.0)
+    case.replay = replace(case.replay, high=narrow + 0.55)
+    assert choice_bits([case], 0.1) == (1.0, pytest.approx(np.log2(3)))
