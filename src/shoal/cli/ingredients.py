@@ -22,7 +22,7 @@ from shoal.models import TextTokenizer, model_folder, read_files
 from shoal.models.folder import read_config
 from shoal.models.weights import check_targets, check_weights
 from shoal.runtime.clock import SystemClock
-from shoal.validator.profiles import load_profiles
+from shoal.validator.settings import measurable_kinds, profile_keys
 
 log = logging.getLogger(__name__)
 
@@ -67,21 +67,22 @@ def check_engines(recipe: Recipe) -> None:
             check_engine(settings.engine, settings.device, settings.dtype)
         except ConfigError as error:
             raise ConfigError(f"[{section}] {error}") from error
-    profiles = load_profiles(recipe.validator.profiles)
+    taken = taken_kinds(recipe)
     kinds = possible_kinds(recipe.worker.engine, recipe.worker.device, recipe.worker.dtype)
-    if recipe.worker.count == 0:
+    if recipe.worker.count == 0 or kinds & taken:
         return
-    if not kinds & profiles.keys():
-        raise ConfigError(
-            f"[worker] computes as {' or '.join(sorted(kinds))}, and this run has no profile for that, so nobody could "
-            f"check it: name the profile in validator.profiles, or compute as one of {', '.join(sorted(profiles))}"
-        )
-    fitting = {dtype for kind in kinds & profiles.keys() for dtype in profiles[kind].validators}
-    if recipe.validator.dtype not in fitting:
-        raise ConfigError(
-            f'[validator] dtype = "{recipe.validator.dtype}" is too coarse to judge workers that compute as '
-            f"{' or '.join(sorted(kinds & profiles.keys()))}: set it to {' or '.join(sorted(fitting))}"
-        )
+    coarse = "" if recipe.trainer.publish_dtype == "bfloat16" else "; bfloat16 needs trainer.publish_dtype = 'bfloat16'"
+    raise ConfigError(
+        f"[worker] computes as {' or '.join(sorted(kinds))}, and no validator of this recipe can judge that: compute "
+        f"as one of {', '.join(sorted(taken))} (worker.device, worker.dtype){coarse}"
+    )
+
+
+def taken_kinds(recipe: Recipe) -> set[str]:
+    """The kinds of workers that the recipe's validators can judge, by built-in limits or by what they measure."""
+    validator = recipe.validator
+    measurable = measurable_kinds(validator, recipe.trainer.publish_dtype) if validator.engine == "torch" else ()
+    return {*profile_keys(validator), *measurable}
 
 
 def possible_kinds(engine: str, device: str, dtype: str) -> set[str]:

@@ -83,7 +83,7 @@ def _hub(folder: RunFolder, _index: int, stop: StopToken) -> None:
     from shoal.hub import EvaluationPlan, HubConfig, run_hub
     from shoal.models import model_folder, read_files
     from shoal.models.weights import model_size
-    from shoal.validator import profile_keys
+    from shoal.validator import measurable_kinds, profile_keys
 
     recipe, endpoints = folder.recipe, folder.endpoints
     environment = build(recipe.environment)
@@ -110,6 +110,9 @@ def _hub(folder: RunFolder, _index: int, stop: StopToken) -> None:
             for kind in profile_keys(recipe.validator)
             if recipe.validator.engine == "scripted" or not kind.startswith("scripted/")
         ),
+        measurable=measurable_kinds(recipe.validator, trainer.publish_dtype)
+        if recipe.validator.engine == "torch"
+        else (),
         pools=recipe.environment.pools,
         evaluation=EvaluationPlan(trainer.evaluate_every, trainer.evaluate_tasks) if measured else None,
         model=model_size(model, trainer.publish_dtype, *adapters),

@@ -31,6 +31,7 @@ from shoal.protocol import (
     AuditRequest,
     BatchReply,
     BatchRequest,
+    Calibration,
     Document,
     EvaluationPage,
     EvaluationSlice,
@@ -62,6 +63,7 @@ from shoal.protocol import (
     UnitStory,
     VerdictReply,
     VerdictReport,
+    document_hash,
     first_problem,
     open_document,
     pack,
@@ -279,6 +281,23 @@ class HubClient:
 
     def verdicts(self, signed: Sequence[SignedDocument]) -> VerdictReply:
         return self._post("/verdicts", VerdictReport(verdicts=tuple(signed)), VerdictReply)
+
+    def publish_calibration(self, signed: SignedDocument) -> None:
+        """Put measured limits in force (`Calibration`); signed itself, so that the call is not."""
+        self._transport.send(Call("POST", "/calibrations", signed.model_dump_json().encode()))
+
+    def calibration(self, digest: str) -> Calibration:
+        """What this calibration says: signed by a validator of the run, or by its owner."""
+        signed = self._get(f"/calibrations/{digest}", SignedDocument)
+        if document_hash(signed) != digest:
+            raise SignatureError(f"the hub's calibration {digest[:16]}… is another one")
+        trusted = self.trusted_run()
+        if signed.signed_by not in trusted.validator_keys:
+            trusted = self._known.again(self._transport, trusted)
+        made = open_document(signed, Calibration, {trusted.info.root_key, *trusted.validator_keys})
+        if made.run != trusted.run:
+            raise SignatureError(f"calibration {digest[:16]}… is for run {made.run!r}, not for {trusted.run!r}")
+        return made
 
     def report_evaluation(self, signed: SignedDocument) -> None:
         """Say how a slice went (`EvaluationReport`)."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from html import escape
 from typing import Annotated
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Path, Query, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from shoal.hub.docs_page import docs_page
@@ -71,6 +71,15 @@ async def evaluations(
 ) -> EvaluationPage:
     """What validators measured while training went on, and what they are at; of each version its newest incarnation."""
     return await serve(hub.evaluating.page, since)
+
+
+@router.get("/calibrations/{digest}", summary="Measured limits, signed", **describes("run", (404, 422)))
+async def calibration(
+    digest: Annotated[str, Path(pattern="^[0-9a-f]{64}$", description="as a lease or a verdict names it")],
+    hub: HubDependency,
+) -> SignedDocument:
+    """A `Calibration` as a validator or the run's owner signed it: what work under leases that name it is judged by."""
+    return await serve(hub.calibrating.document, digest)
 
 
 @router.get("/ledger", summary="A page of the ledger", **describes("run", (422,)))

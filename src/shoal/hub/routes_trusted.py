@@ -7,7 +7,7 @@ from typing import Annotated
 from fastapi import APIRouter, Path, Query, Request, Response
 
 from shoal.hub.auth import authenticate
-from shoal.hub.bodies import parse_json
+from shoal.hub.bodies import parse_json, read_body
 from shoal.hub.changes import Topic
 from shoal.hub.gate import HubDependency, poll, serve
 from shoal.hub.openapi import BULK, bulk_answer, describes
@@ -27,6 +27,7 @@ router = APIRouter()
 
 MAX_REPORT_BYTES = 16 * 1024 * 1024
 """A verdict carries a reward with its parts for each of up to 1024 rollouts."""
+MAX_CALIBRATION_BYTES = 1024 * 1024
 
 Names = Annotated[list[str], Query(min_length=1, max_length=MAX_BODIES_PER_REQUEST, description="names of submissions")]
 
@@ -76,6 +77,19 @@ async def verdicts(request: Request, hub: HubDependency) -> VerdictReply:
     harmless. Those that were not taken are named in the answer."""
     caller = await authenticate(hub.context, request, roles=("validator",), max_bytes=MAX_REPORT_BYTES)
     return await serve(hub.checking.verdicts, caller.node, parse_json(caller.body, VerdictReport))
+
+
+@router.post(
+    "/calibrations",
+    summary="Put measured limits in force",
+    status_code=204,
+    **describes("validator", (400, 403, 409, 413, 422), SignedDocument),
+)
+async def calibrated(request: Request, hub: HubDependency) -> None:
+    """A `Calibration` signed by a validator, or by the run's root key. The request itself is not signed. A validator's
+    names the one that it replaces: 409 `calibration.outdated` if that is not in force. Later leases name it."""
+    body = await read_body(request, MAX_CALIBRATION_BYTES)
+    await serve(hub.calibrating.publish, parse_json(body, SignedDocument))
 
 
 @router.post(

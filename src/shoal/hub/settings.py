@@ -112,7 +112,8 @@ class HubConfig:
     """What a hub is made of: its folder, its run, and how prompts become token ids.
 
     `certificates` are the role certificates that `GET /run` hands out; `sources` where the weights are. Work goes to
-    nodes that generate with one of `profiles` (engine/device/number format): for others no check has a tolerance.
+    nodes that generate with one of `profiles` (engine/device/number format), whose limits are built in, or with one of
+    `measurable`, once a validator has measured it.
     `frame` are the tokens before and after what a tool says, in runs whose environment answers the model.
     `pools` says how difficulty decides which tasks are drawn, `evaluation` what validators measure meanwhile. `model`
     is how large policies are, as nodes are told.
@@ -131,6 +132,7 @@ class HubConfig:
     sources: tuple[str, ...] = ()
     last_resort: tuple[str, ...] = ()
     profiles: tuple[str, ...] = PROFILES
+    measurable: tuple[str, ...] = ()
     frame: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
     pools: PoolSettings | None = None
     evaluation: EvaluationPlan | None = None

@@ -7,6 +7,7 @@
                 DialogueTerms
     submission  Submission, Rollout, Receipt (bulk, msgpack)
     progress    ShownProgress, ProgressReply: finished chunks of a lease at work (bulk)
+    calibration Calibration, MeasuredKind: limits as trusted machines measured them
     verdict     Verdict, VerdictReport, Outcome, Severity, CheckResult, Tally, Audit
     branches    Branches, GainEvidence: does tolerance buy reward?
     batch       Batch, TrainingBatch, StepReport
@@ -35,6 +36,7 @@ from shoal.protocol.batch import (
     TrainingGroup,
     TrainingRollout,
 )
+from shoal.protocol.calibration import Calibration, MeasuredKind
 from shoal.protocol.codec import Limits, pack, unpack
 from shoal.protocol.evaluation import (
     Evaluation,
@@ -127,11 +129,13 @@ from shoal.protocol.versions import PROTOCOL_VERSION
 __all__ = [
     "DEFAULT_PROFILE", "PROTOCOL_VERSION", "SUBMISSION_FORMAT", "AdminAction", "AdminReply",
     "AdminRequest", "AdminVerb", "Audit", "AuditReply", "AuditRequest", "Batch", "BatchGroup", "BatchReply",
-    "BatchRequest", "BroadcastHead", "CheckResult", "Chunk", "Conduct", "Delta", "Depth", "DialogueTerms", "Document",
+    "BatchRequest", "BroadcastHead", "Calibration", "CheckResult", "Chunk", "Conduct", "Delta", "Depth",
+    "DialogueTerms", "Document",
     "Entry", "Evaluation", "EvaluationPage", "EvaluationReport", "EvaluationSlice", "EvaluationTask",
     "Evidence", "EvidencePage", "Heartbeat",
     "HeartbeatReply", "HubClock", "Lease", "LeaseRelease", "LeaseReply", "LeaseRequest", "LeaseStory", "LedgerEntry",
-    "LedgerHead", "LedgerPage", "Limits", "Message", "ModelSize", "NodePage", "NodeState", "NodeStory", "NodeView",
+    "LedgerHead", "LedgerPage", "Limits", "MeasuredKind", "Message", "ModelSize", "NodePage", "NodeState", "NodeStory",
+    "NodeView",
     "Outcome", "PolicyAnnouncement", "PolicyManifest", "PolicyRef", "Problem", "ProofParameters", "Receipt",
     "RecentVerdict",
     "RefusedVerdict", "Registration", "RequestSignature", "Role", "RoleCertificate", "Rollout", "RolloutReward",

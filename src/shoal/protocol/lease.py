@@ -55,6 +55,7 @@ class Lease(Document):
 
     A unit keeps its prompt and its seeds when it is issued again, whoever gets it. `deadline_ms` moves on with every
     heartbeat that shows progress, up to `hard_deadline_ms`. `length_target` is the one that the prompt names.
+    `calibration` is the one that the work is judged by, whatever is measured later; empty: by built-in limits.
     """
 
     kind: ClassVar[str] = "lease"
@@ -79,6 +80,7 @@ class Lease(Document):
     data_digest: str = Field(default="", max_length=64)
     length_target: int | None = Field(default=None, ge=1)
     dialogue: DialogueTerms | None = Field(default=None)
+    calibration: str = Field(default="", pattern=rf"^$|{HEX_256}")
 
     @property
     def seed_numbers(self) -> tuple[int, ...]:

@@ -91,6 +91,7 @@ class Verdict(Document):
 
     It names the environment that it was scored with. `unreproducible` are the parts of the rewards that nobody else can
     compute again: the word of a judge. `unsure_rate` is how likely honest work of this kind and length is to be unsure.
+    `calibration` is the lease's: what the limits were; `measured`, whether they are of the worker's very kind.
     """
 
     kind: ClassVar[str] = "verdict"
@@ -115,6 +116,8 @@ class Verdict(Document):
     data_digest: str = Field(default="", max_length=64)
     unreproducible: tuple[str, ...] = Field(default=(), max_length=64)
     unsure_rate: float = Field(default=0.0, ge=0, le=1, allow_inf_nan=False)
+    calibration: str = Field(default="", pattern=rf"^$|{HEX_256}")
+    measured: bool = True
 
 
 MAX_VERDICTS_PER_REPORT = 64
@@ -195,6 +198,7 @@ class AuditReply(Message):
 
     `generate` are leases of the validator itself: units to generate and hand in like a worker. Those that it has and
     has not answered come again with each reply.
+    `calibration` is the one in force; `wanted` are number formats that workers would work in if they were measured.
     """
 
     audits: tuple[Audit, ...] = ()
@@ -202,3 +206,5 @@ class AuditReply(Message):
     finished: bool = False
     evaluation: SignedDocument | None = Field(default=None)
     generate: tuple[SignedDocument, ...] = Field(default=(), max_length=16)
+    calibration: str = ""
+    wanted: tuple[str, ...] = Field(default=(), max_length=16)

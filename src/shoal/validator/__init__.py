@@ -1,6 +1,7 @@
 """The validator: checks every submission before it may be trained on, and computes its reward. Trusted.
 
-settings   ValidatorSettings, ValidatorConfig, profile_keys
+settings   ValidatorSettings, ValidatorConfig, profile_keys, measurable_kinds
+calibrate  measure: the limits of one kind of worker; calibrating: Calibrator, which keeps them in force
 profiles   Profile, load_profiles, to_toml: what honest rounding may explain, by what a worker generates with
 loop       run_validator, Validator: claim audits, judge, report
 judge      Judge: verdicts on the submissions of one policy, with one batched prefill
@@ -17,9 +18,9 @@ verdicts   Docket: findings to verdicts
 from shoal.validator.judge import Judge
 from shoal.validator.loop import Validator, run_validator
 from shoal.validator.profiles import Profile, load_profiles
-from shoal.validator.settings import ValidatorConfig, ValidatorSettings, profile_keys
+from shoal.validator.settings import ValidatorConfig, ValidatorSettings, measurable_kinds, profile_keys
 
 __all__ = [
-    "Judge", "Profile", "Validator", "ValidatorConfig", "ValidatorSettings", "load_profiles", "profile_keys",
-    "run_validator",
+    "Judge", "Profile", "Validator", "ValidatorConfig", "ValidatorSettings", "load_profiles", "measurable_kinds",
+    "profile_keys", "run_validator",
 ]  # fmt: skip

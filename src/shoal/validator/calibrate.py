@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -31,7 +32,7 @@ from shoal.models.quantize import INT4, INT8, Quantization, is_rounded
 from shoal.protocol import Lease, ProofParameters, SamplingParameters
 from shoal.sampling import check_seeded
 from shoal.toploc import Comparisons, check_proofs, chunk_rows
-from shoal.validator.bands import Bands, limits_from
+from shoal.validator.bands import MARGIN, Bands, limits_from
 from shoal.validator.case import Case, Replay
 from shoal.validator.checks import AFTER_PREFILL, run_checks
 from shoal.validator.profiles import Measured, Profile
@@ -69,6 +70,10 @@ LONGEST_PROMPT = 512
 PROMPTS_TRIED = 128
 DRAW_S = 10.0  # for one series of completions, where the machine is slow; the least is drawn all the same
 BATCH_GROUPS = 64
+PROBE_SEQUENCES = 128
+PROBE_ERRORS = 2.5
+HALF_MARGIN = 1 + (MARGIN - 1) / 2
+LEAST_MOVED = {"outside_rate": 1e-3, "exponent_rate": 5e-3, "mantissa_mean": 0.01}  # float32's limits, halved
 OPENINGS = (
     "The most surprising thing about the sea is", "Once upon a time, in a small town,", "To bake good bread you need",
     "Question: what is 17 + 25?\nAnswer:", "In physics, energy is", "Dear Sir or Madam,", "def add(a, b):\n",
@@ -174,6 +179,26 @@ def measure(
     )
 
 
+def has_moved(worker: Engine, validator: Engine, plan: Plan, limits: Profile) -> bool:
+    """Whether honest work has left, or is about to leave, what these limits were measured on: groups fail, or a mean
+    has used up half of its margin."""
+    tokens = min(VARIANT_TOKENS, plan.tokens)
+    cases = replayed(validator, Subject(worker, plan, log.debug).drawn("probe", PROBE_SEQUENCES, tokens))
+    if len(failed_checks(cases, limits)) > HONEST_FAILING * len(cases):
+        return True
+    now, before = Bands.of(cases), limits.measured.bands if limits.measured is not None else {}
+    spreads = {
+        "outside_rate": math.sqrt(now.outside_rate / now.tokens),
+        "exponent_rate": math.sqrt(now.exponent_rate * max(1.0, now.exponent_dispersion) / now.values),
+        "mantissa_mean": now.mantissa_spread / math.sqrt(now.values),
+    }
+    return any(
+        getattr(now, name) > max(before[name] * HALF_MARGIN + PROBE_ERRORS * spread, LEAST_MOVED[name])
+        for name, spread in spreads.items()
+        if name in before
+    )
+
+
 def _widest(seen: Mapping[str, Sequence[Case]]) -> Bands:
     """The bands of all kernels: each with enough tokens has its own, the others are counted with the main series.
     A group of one row only has to pass: bands are of whole groups."""
@@ -207,17 +232,13 @@ def bar_for(entropy: float) -> dict[str, int]:
 
 
 def _uncaught(catches: Sequence[Catch], bar: Mapping[str, int]) -> Iterator[str]:
-    """The cheats that pass too often, in words."""
-    for cheat, machine in dict.fromkeys((catch.cheat, catch.validator) for catch in catches):
-        [share] = [
-            each.by_either
-            for each in catches
-            if (each.cheat, each.validator, each.tokens) == (cheat, machine, bar[cheat])
-        ]
-        if share < CAUGHT:
+    """The cheats that pass too often, in words. Of a policy that leaves next to no choice too few tokens were drawn to
+    tell other temperatures: they change next to nothing."""
+    for catch in catches:
+        if catch.tokens == bar[catch.cheat] and catch.by_either < CAUGHT:
             yield (
-                f"{cheat} would be caught in {share:.1%} of blocks of {bar[cheat]} tokens by {machine}, and must be in "
-                f"{CAUGHT:.0%}"
+                f"{catch.cheat} would be caught in {catch.by_either:.1%} of blocks of {catch.tokens} tokens by "
+                f"{catch.validator}, and must be in {CAUGHT:.0%}"
             )
 
 
@@ -260,16 +281,16 @@ class Subject:
         tokens = min(VARIANT_TOKENS, plan.tokens)
         for rows in SMALL_BATCHES:
             began = time.monotonic()
-            found[f"batch {rows}"] = self._drawn(f"batch {rows}", rows, tokens)
+            found[f"batch {rows}"] = self.drawn(f"batch {rows}", rows, tokens)
             self._token_row_s = (time.monotonic() - began) / (rows * tokens)
             if (time.monotonic() - began) * rows > DRAW_S:
                 break
-        found[MAIN] = self._drawn(MAIN, plan.rows(plan.tokens, self._token_row_s), plan.tokens)
+        found[MAIN] = self.drawn(MAIN, plan.rows(plan.tokens, self._token_row_s), plan.tokens)
         for name, kernel in self._kernels():
             try:
                 with kernel:
                     rows = plan.rows(tokens, self._token_row_s)
-                    found[name] = self._drawn(name, rows, tokens, prompts=self._alike)
+                    found[name] = self.drawn(name, rows, tokens, prompts=self._alike)
             except RuntimeError as error:
                 log.debug("attention by %s cannot be measured here: %s", name, error)
         return found
@@ -284,9 +305,9 @@ class Subject:
         """What a cheat submits; as many tokens as honest ones at most."""
         tokens = min(CHEAT_TOKENS, self._plan.tokens)
         with nullcontext() if how.weights is None else rounded(model_of(self._worker), how.weights):
-            return self._drawn(name, self._plan.rows(tokens, self._token_row_s), tokens, how.temperature)
+            return self.drawn(name, self._plan.rows(tokens, self._token_row_s), tokens, how.temperature)
 
-    def _drawn(self, label: str, rows: int, tokens: int, temperature: float = 1.0, prompts: Prompts = ()) -> list[Case]:
+    def drawn(self, label: str, rows: int, tokens: int, temperature: float = 1.0, prompts: Prompts = ()) -> list[Case]:
         """Groups of this many sequences in all, drawn at `temperature` times what their leases say."""
         plan, prompts = self._plan, prompts or self._plan.prompts
         sampling = SamplingParameters(

@@ -106,9 +106,15 @@ class Canary:
         raise AssertionError("one of them always shows")
 
 
+def _limits(docket: Docket, judge: Judge, engine: Engine) -> Profile:
+    found = judge.limits(docket.lease, engine)
+    assert found is not None, "what was accepted was judged by them"
+    return found[0]
+
+
 def original_of(docket: Docket, judge: Judge, engine: Engine) -> Original:
     """A docket that was accepted, opened."""
-    submission, profile = unpack(docket.body, Submission, BODY_LIMITS), judge.profiles[docket.lease.profile]
+    submission, profile = unpack(docket.body, Submission, BODY_LIMITS), _limits(docket, judge, engine)
     return Original(docket, submission, profile, engine.vocabulary_size, engine.hidden_size)
 
 

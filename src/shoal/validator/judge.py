@@ -20,12 +20,14 @@ import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from shoal.engines import Engine
 from shoal.engines.dialogue import dialogue_for
 from shoal.engines.shelf import LoadedPolicy
 from shoal.environments import Environment, budget_of, identity_of
 from shoal.errors import ConfigError, ScoringFailure
 from shoal.protocol import Lease, Severity, Tally, Verdict
 from shoal.protocol.branches import Branches
+from shoal.protocol.calibration import format_of
 from shoal.rewards import DirectScorer, NotBegun, Scorer
 from shoal.rewards.panel import Panel
 from shoal.runtime.clock import Clock, SystemClock
@@ -42,13 +44,14 @@ from shoal.validator.checks import (
     run_checks,
 )
 from shoal.validator.notes import Notebook
-from shoal.validator.profiles import Profile, Profiles
+from shoal.validator.profiles import Profile, Profiles, limits_for
 from shoal.validator.progress import replayed, told, unfinished
 from shoal.validator.replay import replay_all
 from shoal.validator.rewards import Decoders, Group, Scored, Scoring, shuffled
 from shoal.validator.seen import Seen
 from shoal.validator.verdicts import (
     MACHINERY_ENVIRONMENT,
+    MACHINERY_KIND,
     MACHINERY_PREFILL,
     MACHINERY_PROFILE,
     MACHINERY_REWARD,
@@ -90,11 +93,19 @@ class Judge:
     notebook: Notebook | None = field(default=None, repr=False)
     pick: Callable[[int], int] = field(default=secrets.randbelow, repr=False)
     lookout: Lookout | None = field(default=None, repr=False)  # None: no branches are looked at
+    calibrations: Callable[[str], Profiles | None] = field(default=lambda _digest: None, repr=False)  # by digest
 
     def knows(self, lease: Lease) -> bool:
         """Whether the lease was made for this validator's environment: if not, it has nothing to say about it."""
         mine = identity_of(self.environment)
         return lease.environment_digest == mine.digest and lease.data_digest in ("", mine.data_digest)
+
+    def limits(self, lease: Lease, engine: Engine) -> tuple[Profile, bool] | None:
+        """What the lease is judged by, and whether it was measured for the worker's very kind; None: not known here."""
+        measured = self.calibrations(lease.calibration) if lease.calibration else {}
+        if measured is None:
+            return None
+        return limits_for(lease.profile, format_of(engine.kind), measured, self.profiles)
 
     def named(self, docket: Docket) -> Docket:
         """The docket, its verdict to name this environment."""
@@ -124,12 +135,13 @@ class Judge:
         problem = self._environment_problem(lease)
         if problem:
             return docket.unsure((), MACHINERY_ENVIRONMENT, problem, self.clock.now_ms())
-        profile = Profile(key=lease.profile) if docket.audit.trusted else self.profiles.get(lease.profile)
-        if profile is None:
-            message = f"the validator has no profile for {lease.profile}, so it cannot tell rounding from cheating"
+        limits = (Profile(key=lease.profile), True) if docket.audit.trusted else self.limits(lease, engine)
+        if limits is None:
+            message = f"the validator has no limits for {lease.profile}, so it cannot tell rounding from cheating"
             return docket.unsure((), MACHINERY_PROFILE, message, self.clock.now_ms())
-        if not docket.audit.trusted and engine.kind.rpartition("/")[2] not in profile.validators:
-            message = f"the validator computes as {engine.kind}, and the profile of {lease.profile} is not for that"
+        profile, is_measured = limits
+        if not docket.audit.trusted and format_of(engine.kind) not in profile.validators:
+            message = f"the validator computes as {engine.kind}, and the limits of {lease.profile} are not for that"
             return docket.unsure((), MACHINERY_PROFILE, message, self.clock.now_ms())
         try:
             dialogue = dialogue_for(lease, loaded.files)
@@ -146,7 +158,7 @@ class Judge:
         if not findings[-1].passed:
             return docket.rejected(findings, self.clock.now_ms())
         unsure_rate = 0.0 if is_shown else -math.expm1(-profile.accidents * case.generated)
-        return _Open(replace(docket, unsure_rate=unsure_rate), case, findings)
+        return _Open(replace(docket, unsure_rate=unsure_rate, measured=is_measured), case, findings)
 
     def _first_looks(self, opened: Sequence[_Open | Verdict], loaded: LoadedPolicy) -> list[_Open | Verdict]:
         """One rollout of each newcomer's group, which nobody can tell in advance: if it fails for certain, that is the
@@ -196,6 +208,12 @@ class Judge:
         last = findings[-1]
         if last.unsure:
             return docket.unsure(findings, last.reason, last.result.message, self.clock.now_ms(), entry.tally)
+        if not last.passed and last.severity is Severity.STATISTICAL and not docket.measured:
+            message = (
+                f"no trusted machine has measured {case.lease.profile}: by the limits of its number format "
+                f"{last.result.message}"
+            )
+            return docket.unsure(findings, MACHINERY_KIND, message, self.clock.now_ms(), entry.tally)
         if not last.passed:
             return docket.rejected(findings, self.clock.now_ms(), entry.tally)
         return entry

@@ -19,6 +19,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import replace
 
 from shoal.client import Activity, ClientOptions, HubClient, RegularHeartbeat
 from shoal.client.weights import Following, downloader_of
@@ -37,6 +38,7 @@ from shoal.errors import (
 )
 from shoal.protocol import (
     Audit,
+    AuditReply,
     AuditRequest,
     Outcome,
     PolicyRef,
@@ -55,13 +57,14 @@ from shoal.runtime.stop import StopToken
 from shoal.shardcast import Prefetch
 from shoal.validator.ahead import Ahead
 from shoal.validator.branches import Lookout
+from shoal.validator.calibrating import Calibrator
 from shoal.validator.canary import Canary
 from shoal.validator.evaluating import Evaluating, SliceEvaluator
 from shoal.validator.generating import Generating
 from shoal.validator.judge import Judge
 from shoal.validator.notes import Notebook
 from shoal.validator.profiles import load_profiles
-from shoal.validator.settings import ValidatorConfig, ValidatorSettings, profile_keys
+from shoal.validator.settings import ValidatorConfig, ValidatorSettings, measurable_kinds, profile_keys
 from shoal.validator.verdicts import MACHINERY_POLICY, MACHINERY_REWARD, Docket
 
 log = logging.getLogger(__name__)
@@ -112,7 +115,7 @@ def _judge_with(client: HubClient, judge: Judge, config: ValidatorConfig, stop: 
     settings = config.settings
     kind = kind_of(config.engine, settings.device, settings.dtype)  # says what is wrong before anything is fetched
     memory_bytes = keep_to_share(kind, settings.memory_share)
-    _check_profiles(client.run_info().profiles, settings)
+    _check_profiles(client.run_info().profiles, settings, config.engine)
     weights = downloader_of(client.trusted_run(), config.folder / "cache", stop, settings.held_versions)
     with closing(weights) as downloader, Prefetch(downloader, stop):
         shelf = EngineShelf(
@@ -124,17 +127,20 @@ def _judge_with(client: HubClient, judge: Judge, config: ValidatorConfig, stop: 
                 config.engine, files, entries, settings.device, settings.dtype, UNLIMITED_BYTES
             ),
         )
-        Validator(client, shelf, judge, settings, stop, kind=kind).run()
+        calibrator = Calibrator(client, shelf, judge, config.engine, settings, SystemClock())
+        judge = replace(judge, calibrations=calibrator.limits)
+        Validator(client, shelf, judge, settings, stop, kind=kind, calibrator=calibrator).run()
 
 
-def _check_profiles(taken: Sequence[str], settings: ValidatorSettings) -> None:
+def _check_profiles(taken: Sequence[str], settings: ValidatorSettings, engine: str) -> None:
     """A validator with other settings than the hub's recipe may be unable to judge what the run takes work of."""
-    known = profile_keys(settings)
+    measurable = measurable_kinds(settings, "bfloat16") if engine == "torch" else ()
+    known = {*profile_keys(settings), *measurable}
     blind = [kind for kind in taken if kind not in known]
     if not blind:
         return
-    sentence = f"this validator cannot judge work of {', '.join(blind)}, which the run takes: by its profiles and its "
-    sentence += f'number format (validator.profiles, validator.dtype = "{settings.dtype}") it judges {", ".join(known)}'
+    sentence = f"this validator cannot judge work of {', '.join(blind)}, which the run takes: by its engine and its "
+    sentence += f'number format (validator.dtype = "{settings.dtype}") it judges {", ".join(sorted(known))}'
     if len(blind) == len(taken):
         raise ConfigError(f"{sentence}; start it with the run's recipe")
     log.warning("%s; such audits will be unsure", sentence)
@@ -178,9 +184,11 @@ class Validator:
         stop: StopToken,
         clock: Clock = SystemClock(),
         kind: str = "",
+        calibrator: Calibrator | None = None,
     ) -> None:
         """`kind` is what it generates with; without it, it is given nothing to generate."""
         self._client = client
+        self._calibrator = calibrator
         self._shelf = shelf
         self._kind = kind
         self._judge = judge
@@ -210,6 +218,7 @@ class Validator:
                         reply = self._client.audits(self._request())
                     if reply.finished and not reply.audits:
                         return
+                    self._calibrate(reply)
                     with self._evaluating.auditing():
                         self.audit(reply.audits)
                         self._generating.generate(reply.generate)
@@ -219,6 +228,12 @@ class Validator:
             except DeadlineExceeded:
                 if not self._stop.is_set():
                     raise
+
+    def _calibrate(self, reply: AuditReply) -> None:
+        """See to it that there are limits to judge by."""
+        if self._calibrator is not None and self._ahead.is_ready:
+            with self.activity.busy("measuring how far honest work is off"):
+                self._calibrator.attend(reply, self._ahead.newest)
 
     def _prepare(self) -> None:
         """Nothing is to be audited: get ready for what comes next."""

@@ -11,6 +11,7 @@ says what its numbers come from. A file of a kind that is built in takes its pla
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
@@ -19,12 +20,14 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from shoal.errors import ConfigError
+from shoal.protocol.calibration import format_of
 from shoal.protocol.lease import PROFILE
 from shoal.runtime.config import dump_config, parse_config
 from shoal.sampling import SeedTolerance
 from shoal.toploc import ProofTolerance
 
 MAX_PROFILE_BYTES = 1_000_000
+SMALLER_IS_WIDER = frozenset({"floor", "significance"})
 
 
 class _Table(BaseModel):
@@ -139,6 +142,36 @@ _BFLOAT16: dict[str, Any] = {
 # Bands in bfloat16 depend on the model, and wide limits are what a cheater would ask for: a run takes these only if its
 # owner names them in `validator.profiles`.
 ON_REQUEST: Profiles = {key: Profile(key=key, **_BFLOAT16) for key in ("torch/cpu/bfloat16", "torch/cuda/bfloat16")}
+
+
+def widest(one: Profile, other: Profile) -> Profile:
+    """The wider of two limits of one kind, number by number: what either of two machines calls honest is honest."""
+    joined = _widest(one.model_dump(exclude={"measured", "validators"}), other.model_dump(exclude={"measured"}))
+    formats = tuple(sorted({*one.validators, *other.validators}))
+    return Profile.model_validate({**joined, "validators": formats, "measured": one.measured or other.measured})
+
+
+def _widest(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in one.items():
+        if isinstance(value, Mapping):
+            found[name] = _widest(value, other[name])
+        elif isinstance(value, int | float):
+            found[name] = (min if name in SMALLER_IS_WIDER else max)(value, other[name])
+        else:
+            found[name] = value
+    return found
+
+
+def limits_for(kind: str, number_format: str, measured: Profiles, known: Profiles) -> tuple[Profile, bool] | None:
+    """The limits for a kind of worker, as a validator that computes in `number_format` applies them; and whether they
+    are of that very kind. Otherwise they are the widest that were measured for its own number format."""
+    if kind in measured:
+        return measured[kind], True
+    if kind in known and number_format in known[kind].validators:
+        return known[kind], True
+    alike = [profile for each, profile in measured.items() if format_of(each) == format_of(kind)]
+    return (functools.reduce(widest, alike).model_copy(update={"key": kind}), False) if alike else None
 
 
 def load_profiles(paths: Iterable[Path] = ()) -> Profiles:

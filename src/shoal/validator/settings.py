@@ -9,13 +9,14 @@ from typing import Literal
 import httpx
 from pydantic import BaseModel, ConfigDict, Field
 
+from shoal.engines.registry import DTYPES
 from shoal.environments import Environment, EnvironmentSettings
 from shoal.protocol import SignedDocument, SigningKey
 from shoal.validator.profiles import load_profiles
 
 
 class ValidatorSettings(BaseModel):
-    """How a validator works. Its verdicts depend on `profiles` alone."""
+    """How a validator works. It measures by itself how far honest work may be off."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -32,7 +33,7 @@ class ValidatorSettings(BaseModel):
     hub_patience_s: float = Field(600.0, gt=0, description="how long a hub that does not answer is waited for")
     profiles: tuple[Path, ...] = Field(
         (),
-        description="files that say what rounding may explain, or keys of built-in ones (torch/cuda/bfloat16)",
+        description="files with limits for kinds of workers that no validator measures (shoal doctor --calibrate)",
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where to compute; auto: a GPU if there is one")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="what to compute in")
@@ -51,6 +52,15 @@ def profile_keys(settings: ValidatorSettings) -> tuple[str, ...]:
     """The kinds of workers that a validator with these settings can judge: the hub leases work to no others."""
     known = load_profiles(settings.profiles)
     return tuple(sorted(key for key, profile in known.items() if settings.dtype in profile.validators))
+
+
+def measurable_kinds(settings: ValidatorSettings, published: str) -> tuple[str, ...]:
+    """The other kinds that such a validator can measure, or judge by what it measured of their number format, in a run
+    that publishes its weights in the format `published`: nobody computes in a coarser one."""
+    formats = DTYPES if published == "bfloat16" else ("float32",)
+    kinds = [f"torch/{device}/{each}" for device in ("cpu", "cuda") for each in formats]
+    known = profile_keys(settings)
+    return tuple(kind for kind in kinds if kind not in known)
 
 
 @dataclass(frozen=True)

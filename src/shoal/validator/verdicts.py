@@ -14,6 +14,7 @@ from shoal.validator.case import MESSAGE_LIMIT, Finding
 
 MACHINERY_POLICY = "machinery.policy"
 MACHINERY_PROFILE = "machinery.profile"
+MACHINERY_KIND = "machinery.kind"
 MACHINERY_ENVIRONMENT = "machinery.environment"
 MACHINERY_PREFILL = "machinery.prefill"
 MACHINERY_REWARD = "reward.machinery"
@@ -23,6 +24,7 @@ MACHINERY_DISTRUSTED = "sampling.distrusted"
 MACHINERY = {
     MACHINERY_POLICY: "the validator could not fetch the lease's policy",
     MACHINERY_PROFILE: "the validator has no profile for what the worker generates with",
+    MACHINERY_KIND: "work of a kind that no trusted machine has measured is outside the limits of its number format",
     MACHINERY_ENVIRONMENT: "the validator has another environment than the lease was made for",
     MACHINERY_PREFILL: "the validator's engine failed",
     MACHINERY_REWARD: "the reward could not be computed",
@@ -49,6 +51,7 @@ class Docket:
     environment: Identity = NO_ENVIRONMENT
     unsure_rate: float = 0.0
     branches: Branches = NO_BRANCHES
+    measured: bool = True
 
     def accepted(
         self,
@@ -115,6 +118,8 @@ class Docket:
             environment_digest=self.environment.digest,
             data_digest=self.environment.data_digest,
             unsure_rate=self.unsure_rate,
+            measured=self.measured,
+            calibration=self.lease.calibration,
             **fields,
         )
 

@@ -176,12 +176,15 @@ def test_an_end_of_sequence_token_that_the_model_cannot_say(model: Path) -> None
             r"\[worker\] the engine scripted does not",
         ),
         ({"validator": {"engine": "scripted", "dtype": "bfloat16"}}, r"\[validator\] the engine scripted does not"),
-        ({"worker": {"dtype": "bfloat16"}}, "no profile for that, so nobody could check it: name the profile in"),
-        ({"worker": {"device": "cpu"}, "validator": {"dtype": "bfloat16"}}, "too coarse to judge workers"),
+        (
+            {"worker": {"dtype": "bfloat16"}},
+            r"no validator of this recipe can judge that: .* bfloat16 needs trainer\.publish_dtype",
+        ),
+        ({"worker": {"engine": "scripted"}, "validator": {"dtype": "bfloat16"}}, "can judge that: compute as one of"),
         ({"validator": {"profiles": ["nowhere.toml"]}}, r"cannot read the profile .*nowhere\.toml"),
         ({"hub": {"trusted_proxies": ["my-proxy"]}}, "hub.trusted_proxies: 'my-proxy' is neither an address"),
     ],
-    ids=["worker-dtype", "validator-dtype", "no-profile", "coarse-validator", "no-profile-file", "proxy"],
+    ids=["worker-dtype", "validator-dtype", "not-published", "other-engine", "no-profile-file", "proxy"],
 )
 def test_what_nobody_could_check_or_compute_in(changes: dict[str, object], sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
@@ -193,9 +196,11 @@ def test_what_nobody_could_check_or_compute_in(changes: dict[str, object], sente
     [
         {"worker": {"dtype": "bfloat16"}, "validator": {"profiles": ["torch/cpu/bfloat16"]}},
         {"worker": {"dtype": "bfloat16", "count": 0}},
+        {"worker": {"dtype": "bfloat16"}, "trainer": {"publish_dtype": "bfloat16"}},
+        {"worker": {"device": "cpu"}, "validator": {"dtype": "bfloat16"}},
         {"worker": {"engine": "scripted"}, "validator": {"engine": "scripted"}},
     ],
-    ids=["named", "no-workers", "scripted"],
+    ids=["named", "no-workers", "measured", "coarse-validator", "scripted"],
 )
 def test_what_can_be_checked(changes: dict[str, object]) -> None:
     check_engines(Recipe.model_validate(changes, strict=False))

@@ -150,6 +150,16 @@ def test_paths_are_meant_from_where_the_recipe_lies(tmp_path: Path) -> None:
     assert load_recipe(path, ["model.path=tiny"]).model.path == "tiny"
 
 
+def test_a_run_publishes_in_bfloat16_where_its_workers_compute_so_unless_the_recipe_says_otherwise(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text("[worker]\ndtype = 'bfloat16'\n")
+    assert load_recipe(path).trainer.publish_dtype == "bfloat16"
+    assert load_recipe(path, ["trainer.publish_dtype=float32"]).trainer.publish_dtype == "float32"
+    assert load_recipe(path, ["worker.dtype=auto"]).trainer.publish_dtype == "float32"
+
+
 def test_profiles_are_meant_from_where_the_recipe_lies_or_from_here(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

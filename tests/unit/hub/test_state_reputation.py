@@ -30,6 +30,17 @@ def passes(row: NodeRow, times: int = 1, depth: Depth = "full", **tally: Any) ->
     return row
 
 
+def test_work_of_a_kind_that_nobody_measured_ends_no_probation() -> None:
+    row = node(1)
+    for _ in range(20):
+        row = reputation.passed(row, verdict(submission(0), depth="full", measured=False))
+    assert row.on_probation
+    assert not row.unproven
+    assert not passes(row).on_probation, "one of a measured kind more"
+    established = proven(50)
+    assert reputation.passed(established, verdict(submission(0), depth="full", measured=False)).passed == 50
+
+
 class TestProbability:
     @pytest.mark.parametrize(
         ("streak", "expected"), [(0, 1), (8, 1), (10, 1), (11, 10 / 11), (20, 0.5), (200, 0.05), (100_000, 0.05)]

@@ -28,10 +28,12 @@ from shoal.client import ClientOptions, HubClient, split_join_url
 from shoal.client.http import REACH, open_http
 from shoal.client.known_hubs import known_root
 from shoal.errors import BroadcastError, LedgerError, ProtocolError, UserError
+from shoal.hub.service.owner import orders_of
 from shoal.hub.service.stories import evidence_of
 from shoal.hub.storage import open_blobs, open_storage
 from shoal.ledger import Pin, head_of
 from shoal.protocol import (
+    Calibration,
     Evidence,
     LedgerEntry,
     LedgerHead,
@@ -39,7 +41,9 @@ from shoal.protocol import (
     PolicyManifest,
     SignedDocument,
     SigningKey,
+    document_hash,
     first_problem,
+    open_document,
     sign_document,
 )
 from shoal.protocol.evidence import MAX_EVIDENCE_PER_PAGE
@@ -348,6 +352,18 @@ class FolderPlace:
         settings = self._folder.recipe.hub
         blobs = open_blobs(settings.storage, settings.storage_endpoint, self._folder.path / "hub" / "blobs")
         return SignedDocument.model_validate_json(holding.lease.document), blobs.get(submission)
+
+    def calibration(self, digest: str) -> Calibration | None:
+        """What this calibration says, as a validator or the owner signed it; None if it is not kept, or is none."""
+        text = self._reader.setting(f"calibration/{digest}")
+        if text is None or document_hash(text) != digest:
+            return None
+        signed = SignedDocument.model_validate_json(text)
+        return open_document(signed, Calibration, {self._folder.root_key, *self._validator_keys()})
+
+    def _validator_keys(self) -> set[str]:
+        certificates = [*self._folder.certificates, *orders_of(self._reader).certificates]
+        return {str(each.document["public_key"]) for each in certificates if each.document.get("role") == "validator"}
 
     def balances(self) -> dict[str, tuple[int, int]] | None:
         """Credit and pending credit of each node by the hub's own rows; None while entries wait to be appended."""

@@ -12,6 +12,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from shoal.cli.accounting.places import FolderPlace
@@ -28,6 +29,8 @@ from shoal.runtime.stop import StopToken
 from shoal.shardcast import Downloader
 from shoal.shardcast.server import run_origin
 from shoal.validator import Judge, ValidatorConfig, load_profiles
+from shoal.validator.calibrating import profiles_of
+from shoal.validator.profiles import Profiles
 from shoal.validator.recheck import Kept, Rechecked, recheck
 
 FETCH_S = 600.0
@@ -43,6 +46,7 @@ def recheck_ledger(path: Path, sample: int, seed: int, stop: StopToken) -> Itera
     with closing(FolderPlace(path)) as place, tempfile.TemporaryDirectory() as cache:
         drawn = _drawn(place, sample, seed)
         with _machinery(folder, validator_config(folder, 0), Path(cache), stop) as (judge, shelf):
+            judge = replace(judge, calibrations=lambda digest: _limits(place, digest))
             for entry in drawn:
                 found = _one(place, entry, judge, shelf)
                 states[found.state] += 1
@@ -60,6 +64,12 @@ def recheck_ledger(path: Path, sample: int, seed: int, stop: StopToken) -> Itera
         raise LedgerError(f"{states['different']} verdicts are others now: they were wrong, or this machine is")
     if not states["same"]:
         raise UserError("nothing could be rechecked, so nothing is shown: see above why")
+
+
+def _limits(place: FolderPlace, digest: str) -> Profiles | None:
+    """What the leases that name this calibration were judged by then."""
+    made = place.calibration(digest)
+    return None if made is None else profiles_of(made)
 
 
 def _drawn(place: FolderPlace, sample: int, seed: int) -> list[LedgerEntry]:

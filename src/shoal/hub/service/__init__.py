@@ -5,6 +5,7 @@
     work        Work: lease, release, submit                     (workers)
     uploads     Uploads: ticket, commit                          (workers, past the hub)
     showing     Showing: chunks of a lease at work               (workers on probation; looked at by validators)
+    calibrating Calibrating: terms, publish, document           (validators, the owner; documents: anyone)
     checking    Checking: audits, verdicts, bodies               (validators)
     evaluating  Evaluating: slices of evaluations, reports       (validators; results: anyone)
     drawing     Drawing: which task a unit gets, and its prompt
@@ -25,6 +26,7 @@ import logging
 
 from shoal.errors import ShoalError
 from shoal.hub.service.admin import Administration
+from shoal.hub.service.calibrating import Calibrating
 from shoal.hub.service.checking import Checking
 from shoal.hub.service.context import Context
 from shoal.hub.service.evaluating import Evaluating
@@ -52,11 +54,12 @@ class Hub:
         self.context = Context(config, clock, storage)
         self.posting = Posting(self.context)
         self.membership = Membership(self.context)
-        self.work = Work(self.context)
+        self.calibrating = Calibrating(self.context)
+        self.work = Work(self.context, self.calibrating)
         self.uploads = Uploads(self.context, self.work)
         self.evaluating = Evaluating(self.context, self.work.drawing)
         self.showing = Showing(self.context)
-        self.checking = Checking(self.context, self.work, self.evaluating, self.showing)
+        self.checking = Checking(self.context, self.work, self.evaluating, self.showing, self.calibrating)
         self.training = Training(self.context)
         self.reporting = Reporting(self.context, self.posting)
         self.stories = Stories(self.context, self.posting)
@@ -80,6 +83,7 @@ class Hub:
 
 __all__ = [
     "Administration",
+    "Calibrating",
     "Checking",
     "Context",
     "Evaluating",

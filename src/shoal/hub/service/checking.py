@@ -7,6 +7,7 @@ from typing import Literal
 
 from shoal.errors import ProtocolError
 from shoal.hub.changes import Topic
+from shoal.hub.service.calibrating import Calibrating, in_force_of
 from shoal.hub.service.context import Context, node_label
 from shoal.hub.service.evaluating import Evaluating, require_environment
 from shoal.hub.service.owner import require_trusted
@@ -42,9 +43,12 @@ TRIES = 4
 
 
 class Checking:
-    def __init__(self, context: Context, work: Work, evaluating: Evaluating, showing: Showing) -> None:
+    def __init__(
+        self, context: Context, work: Work, evaluating: Evaluating, showing: Showing, calibrating: Calibrating
+    ) -> None:
         self._context = context
         self._work = work
+        self._calibrating = calibrating
         self._evaluating = evaluating
         self._showing = showing
         self._owed = 0.0  # tokens of audits saved up for newcomers
@@ -65,10 +69,12 @@ class Checking:
             reply = self._claim(node, request, evaluates)
         generates = request.generates and request.evaluate != "only" and not reply.finished
         leases = self._work.entrust(node, request) if generates else ()
-        if not leases:
-            return reply
-        self._context.waits.done(node_label(node))
-        return reply.model_copy(update={"generate": leases})
+        if leases:
+            self._context.waits.done(node_label(node))
+        with self._context.storage.read() as reader:
+            digest = in_force_of(reader).digest
+        wanted = tuple(self._calibrating.wanted)
+        return reply.model_copy(update={"generate": leases, "calibration": digest, "wanted": wanted})
 
     def _claim(self, node: NodeRow, request: AuditRequest, evaluates: bool) -> AuditReply:
         context, slice_ = self._context, None

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from shoal import ledger
+from shoal.hub.service.calibrating import in_force_of
 from shoal.hub.service.context import Context, node_label, node_view
 from shoal.hub.service.owner import orders_of
 from shoal.hub.service.posting import Posting
 from shoal.hub.service.readiness import no_sample
-from shoal.hub.state import evaluations, pacing
+from shoal.hub.state import calibrations, evaluations, pacing
+from shoal.hub.state.calibrations import InForce
 from shoal.hub.state.machines import SubmissionState, UnitState
 from shoal.hub.state.orders import Orders
 from shoal.hub.state.rows import NodeRow, SubmissionRow
@@ -45,16 +47,17 @@ class Reporting:
     def __init__(self, context: Context, posting: Posting) -> None:
         self._context = context
         self._posting = posting
-        self._run_info: tuple[Orders, SignedDocument] | None = None
+        self._run_info: tuple[Orders, InForce, SignedDocument] | None = None
 
     def run_info(self) -> SignedDocument:
-        """The run, signed; anew whenever its owner has ordered something that everybody must know."""
+        """The run, signed; anew whenever its owner has ordered something that everybody must know, or what it takes has
+        changed."""
         with self._context.storage.read() as reader:
-            orders = orders_of(reader)
+            orders, in_force = orders_of(reader), in_force_of(reader)
         known = self._run_info
-        if known is None or known[0] != orders:
-            known = self._run_info = (orders, self._sign_run_info(orders))
-        return known[1]
+        if known is None or known[:2] != (orders, in_force):
+            known = self._run_info = (orders, in_force, self._sign_run_info(orders, in_force))
+        return known[2]
 
     def ledger_head(self) -> SignedDocument:
         self._posting.post_for_reader()
@@ -141,7 +144,7 @@ class Reporting:
     def _head(self, reader: Reader) -> LedgerHead:
         return ledger.head_of(self._context.config.run_id, reader.ledger_last())
 
-    def _sign_run_info(self, orders: Orders) -> SignedDocument:
+    def _sign_run_info(self, orders: Orders, in_force: InForce) -> SignedDocument:
         config = self._context.config
         info = RunInfo(
             run=config.run_id,
@@ -154,7 +157,7 @@ class Reporting:
             environment_digest=config.environment.digest,
             sampling=config.sampling,
             proof=config.proof,
-            profiles=config.profiles,
+            profiles=calibrations.taken(in_force, config.profiles, config.measurable),
             group_size=config.run.group_size,
             max_staleness=config.run.max_staleness,
             steps=config.run.steps,

@@ -15,6 +15,7 @@ from functools import partial
 from shoal.environments import identity_of
 from shoal.errors import CodecError, ConfigError, EnvironmentSetupError, ModelError
 from shoal.hub.changes import Topic
+from shoal.hub.service.calibrating import Calibrating
 from shoal.hub.service.context import Context, node_label
 from shoal.hub.service.drawing import Drawing, NotReady
 from shoal.hub.service.owner import orders_of
@@ -49,8 +50,9 @@ ENTRUSTED = 4
 
 
 class Work:
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, calibrating: Calibrating) -> None:
         self._context = context
+        self._calibrating = calibrating
         self._limits = context.config.submission_limits
         self.drawing = Drawing(context)
         # When an established node asked last, and who delivered when: of this process. A new hub waits for the next to
@@ -67,7 +69,6 @@ class Work:
 
         `network` is where it asks from; empty: this very machine.
         """
-        self._require_profile(request.profile)
         if self._next_unit is not None:
             self.drawing.prepare(self._next_unit, request.max_units)
         for _ in range(TRIES):
@@ -83,11 +84,13 @@ class Work:
         context = self._context
         alarms: list[Command] = []
         with context.decision(sweep=True) as (transaction, moment):
+            terms = self._calibrating.terms(transaction, request.profile)
             fresh = self._arrived(transaction, node, moment, network, request.profile)
             lost = self._abandon(transaction, moment, fresh, request)
             ask, open_units, moment = self._ask(transaction, moment, fresh, request)
-            halted = "" if ask.granted else orders_of(transaction).halted(moment.now_ms)
-            drawn = self._draws(transaction, moment, request.profile, alarms, open_units)
+            halted = "" if ask.granted else orders_of(transaction).halted(moment.now_ms) or terms.waiting
+            signs = partial(self._lease_document, profile=request.profile, calibration=terms.calibration)
+            drawn = self._draws(transaction, moment, signs, alarms, open_units)
             granted = leases.Grant(waiting=halted) if halted else leases.grant(moment, open_units, ask, drawn)
             transaction.apply([*granted.commands, *alarms])
             if granted.leases:
@@ -132,7 +135,8 @@ class Work:
             held = tuple(each.lease for each in holdings if each.lease.lease not in left)
             if not held and not orders_of(transaction).halted(moment.now_ms):
                 units = transaction.open_units(ENTRUSTED, entrusted=True)
-                drawn = self._draws(transaction, moment, request.generates, [], units)
+                signs = partial(self._lease_document, profile=request.generates, calibration="")
+                drawn = self._draws(transaction, moment, signs, [], units)
                 granted = leases.entrust(moment, units, transaction.node(node.node) or node, drawn)
                 transaction.apply(granted.commands)
                 held = granted.leases
@@ -178,17 +182,6 @@ class Work:
             found = [reader.batch(number) for number in range(max(0, step - pacing.LAST_BATCHES), step)]
             self._tempo_at = (step, pacing.tempo([batch.written_at_ms for batch in found if batch is not None]))
         return self._tempo_at[1]
-
-    def _require_profile(self, profile: str) -> None:
-        known = self._context.config.profiles
-        if profile not in known:
-            raise Refusal(
-                403,
-                "profile.unknown",
-                f"no validator of this run can judge work of {profile}; the run takes {', '.join(known)}: choose by "
-                "--device and --dtype (worker.device and worker.dtype of a recipe) one of these, or measure yours with "
-                "`shoal doctor --calibrate` and ask the run's owner to add it",
-            )
 
     def _crowd(self, transaction: Writer, moment: Moment, node: NodeRow, held: int) -> newcomers.Crowd:
         """How things stand between newcomers and established nodes.
@@ -349,7 +342,12 @@ class Work:
         self._next_unit = max([self._next_unit or 0, moment.progress.next_unit, *(unit + 1 for unit in units)])
 
     def _draws(
-        self, reader: Reader, moment: Moment, profile: str, alarms: list[Command], open_units: Sequence[UnitRow]
+        self,
+        reader: Reader,
+        moment: Moment,
+        signs: Callable[[LeaseRow, UnitRow], str],
+        alarms: list[Command],
+        open_units: Sequence[UnitRow],
     ) -> leases.Draws:
         """How this decision gets tasks and documents; what the owner should know of it is added to `alarms`.
 
@@ -370,14 +368,14 @@ class Work:
 
         def document(lease: LeaseRow, unit: UnitRow) -> str:
             try:
-                return self._lease_document(lease, unit, profile)
+                return signs(lease, unit)
             except NotReady as missing:
                 others = [each for each in open_units if not self.drawing.is_ready(each)]
                 raise NotReady(again=[*missing.again, *others]) from None
 
         return leases.Draws(task_of, document)
 
-    def _lease_document(self, lease: LeaseRow, unit: UnitRow, profile: str) -> str:
+    def _lease_document(self, lease: LeaseRow, unit: UnitRow, profile: str, calibration: str) -> str:
         config = self._context.config
         try:
             prompt = self.drawing.prompt_of(unit)
@@ -399,6 +397,7 @@ class Work:
                 sampling=config.sampling,
                 proof=config.proof,
                 profile=profile,
+                calibration=calibration,
                 environment=identity.name,
                 environment_version=identity.version,
                 environment_digest=identity.digest,

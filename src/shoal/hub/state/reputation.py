@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shoal.hub.state.rows import NodeRow, Rules
+from shoal.hub.state.rows import PROBATION_AUDITS, NodeRow, Rules
 from shoal.protocol import Depth, Severity, Tally, Verdict
 
 ALWAYS_UNTIL = 10
@@ -56,11 +56,13 @@ def passed(node: NodeRow, verdict: Verdict) -> NodeRow:
     after = replace(node, accepted=node.accepted + 1, soft=0)
     if verdict.depth != "full":
         return after
-    streak = node.streak + 1
+    streak, most = node.streak + 1, node.passed + 1
+    if not verdict.measured:  # by limits of its number format alone nobody is more than a newcomer
+        most = max(node.passed, min(most, PROBATION_AUDITS - 1))
     return replace(
         after,
         streak=streak,
-        passed=node.passed + 1,
+        passed=most,
         statistical=0 if streak >= FORGIVEN_AFTER else node.statistical,
         suspensions=0 if streak >= FORGIVEN_AFTER else node.suspensions,
         record=of_late(node.record.plus(verdict.tally)),

@@ -1,0 +1,97 @@
+"""Which calibration is in force, and what a worker of some kind gets by it.
+
+    kind measured, or opened by the owner ─► leases that name its calibration
+    kind with built-in limits             ─► leases at once; they name the calibration in force, if there is one
+    another kind of a measured format     ─► leases, as for newcomers: judged by all limits of its number format
+    kind that the run takes, not measured ─► waits until a validator has measured its number format
+
+The hub does not know what limits mean. The whole of it is one row (`meta.calibration`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from pydantic import Field
+
+from shoal.hub.state.refusals import Refusal
+from shoal.protocol import Calibration, Message, PolicyRef
+from shoal.protocol.calibration import MAX_KINDS, format_of
+
+
+class InForce(Message):
+    """The validators' calibration in force, and by kind those that the owner signed."""
+
+    digest: str = ""
+    policy: PolicyRef | None = None
+    kinds: tuple[str, ...] = ()
+    refused: dict[str, str] = Field(default={})
+    machines: tuple[str, ...] = ()
+    owners: dict[str, str] = Field(default={})
+
+    @property
+    def formats(self) -> set[str]:
+        return {format_of(kind) for kind in (*self.kinds, *self.owners)}
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a worker of some kind is judged by: a calibration (empty: built-in limits), measured for its very kind or
+    only for its number format. `waiting` says why it gets no leases yet."""
+
+    calibration: str = ""
+    measured: bool = True
+    waiting: str = ""
+
+
+def terms(in_force: InForce, kind: str, built_in: Collection[str]) -> Terms:
+    """The terms for a worker of this kind, which the run takes."""
+    if kind in in_force.owners:
+        return Terms(in_force.owners[kind])
+    if kind in in_force.kinds or kind in built_in:
+        return Terms(in_force.digest)
+    number_format = format_of(kind)
+    if number_format in {format_of(each) for each in in_force.kinds}:
+        return Terms(in_force.digest, measured=False)
+    for refused, why in in_force.refused.items():
+        if format_of(refused) == number_format:
+            return Terms(waiting=f"no work is taken in {number_format} for now: as {refused}, {why}")
+    return Terms(waiting=f"the run's validators have not measured work in {number_format} yet")
+
+
+def taken(in_force: InForce, built_in: Collection[str], measurable: Collection[str]) -> tuple[str, ...]:
+    """The kinds that a run takes work of: a worker chooses by them before it downloads anything."""
+    closed = {format_of(kind) for kind in in_force.refused} - in_force.formats
+    found = [*built_in, *(kind for kind in measurable if format_of(kind) not in closed), *in_force.owners]
+    return tuple(dict.fromkeys(found))
+
+
+def put_in_force(in_force: InForce, digest: str, made: Calibration, policy: PolicyRef | None) -> InForce:
+    """After a validator's calibration. Raises unless it follows the one in force, and was measured with this
+    incarnation of the policy."""
+    if made.replaces != in_force.digest:
+        raise Refusal(
+            409,
+            "calibration.outdated",
+            "another calibration came into force meanwhile: fetch it, join what was measured with it, and try again",
+        )
+    if policy is None or made.policy.incarnation != policy.incarnation or made.policy.version > policy.version:
+        raise Refusal(409, "calibration.policy", f"policy {made.policy.label} is none that this run has now")
+    return in_force.model_copy(
+        update={
+            "digest": digest,
+            "policy": made.policy,
+            "kinds": tuple(sorted(made.kinds)),
+            "refused": dict(made.refused),
+            "machines": made.machines,
+        }
+    )
+
+
+def open_kinds(in_force: InForce, digest: str, made: Calibration) -> InForce:
+    """After a calibration that the owner signed: its kinds are judged by it from now on, whatever is measured."""
+    owners = {**in_force.owners, **dict.fromkeys(made.kinds, digest)}
+    if len(owners) > MAX_KINDS:
+        raise Refusal(422, "calibration.kinds", f"no more than {MAX_KINDS} kinds can be opened")
+    return in_force.model_copy(update={"owners": owners})

@@ -1,0 +1,276 @@
+"""The run calibrates itself: a validator measures limits for the policy that it judges by, and puts them in force.
+
+    newest policy ─► is anything missing? ─► measured (`calibrate`) ─► joined with what other machines measured
+         │                                                                  │ signed; names the one that it replaces
+         └─ a later version ─► a small group of its own: do its bands       └─► hub ── 409 ─► joined with the newer one
+            leave those in force? ─► measured anew
+
+Formats without built-in limits are measured before anything is audited: nobody has leases for them yet. The others are
+measured when there is nothing to audit. Only this validator's own work is measured, never what a node submitted.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from shoal.client import HubClient
+from shoal.engines import ENGINES, kind_of
+from shoal.engines.memory import release_memory
+from shoal.engines.shelf import EngineShelf, LoadedPolicy
+from shoal.errors import BroadcastError, DeadlineExceeded, HubRefused, ProtocolError, ShoalError
+from shoal.protocol import AuditReply, Calibration, MeasuredKind, PolicyRef, sign_document
+from shoal.protocol.calibration import format_of
+from shoal.runtime.clock import Clock
+from shoal.validator.calibrate import Measurement, Plan, has_moved, measure, prompts_of
+from shoal.validator.judge import Judge
+from shoal.validator.profiles import Profile, Profiles, widest
+from shoal.validator.replay import ENGINE_ERRORS
+from shoal.validator.settings import ValidatorSettings
+
+log = logging.getLogger(__name__)
+
+POLICY_WAIT_S = 30.0
+RETRY_S = 60.0  # after a measurement failed
+PROBE_SHARE = 0.02  # of the time, at most, is spent on looking whether the policy has moved
+CPU_SEQUENCES = 64  # a processor takes as many times longer for more rows; a GPU does not
+SENTENCE = 500
+
+
+@dataclass
+class Measured:
+    """What this machine has measured with one policy, and not published yet."""
+
+    policy: PolicyRef
+    kinds: dict[str, MeasuredKind] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+class Calibrator:
+    """Keeps limits in force for the number formats of this machine."""
+
+    def __init__(
+        self,
+        client: HubClient,
+        shelf: EngineShelf,
+        judge: Judge,
+        engine: str,
+        settings: ValidatorSettings,
+        clock: Clock,
+    ) -> None:
+        self._client, self._shelf, self._judge, self._clock = client, shelf, judge, clock
+        self._kind = kind_of(engine, settings.device, settings.dtype)
+        self._known: dict[str, Calibration] = {}
+        self._unable: set[str] = set()
+        self._retry_s = 0.0
+        self._probed: PolicyRef | None = None
+        self._next_probe_s = 0.0
+        self._unpublished: Measured | None = None
+
+    @property
+    def machine(self) -> str:
+        """What this validator computes with: device/format."""
+        return self._kind.partition("/")[2]
+
+    def limits(self, digest: str) -> Profiles | None:
+        """The limits of a calibration, fetched once; None if it cannot be had."""
+        made = self._calibration(digest)
+        return None if made is None else profiles_of(made)
+
+    def _calibration(self, digest: str) -> Calibration | None:
+        if digest and digest not in self._known:
+            try:
+                self._known[digest] = self._client.calibration(digest)
+            except (HubRefused, ProtocolError) as error:
+                log.error("calibration %s… cannot be used: %s", digest[:16], error)
+        return self._known.get(digest)
+
+    def attend(self, reply: AuditReply, newest: PolicyRef | None) -> None:
+        """Measure what is missing, or has moved; before audits only what nobody can work without."""
+        if newest is None or self._clock.monotonic_s() < self._retry_s or not self._can_measure:
+            return
+        in_force = self._calibration(reply.calibration)
+        if reply.calibration and in_force is None:
+            return
+        if self._unpublished is not None and self._unpublished.policy.incarnation == newest.incarnation:
+            self._publish(self._unpublished, in_force, reply.calibration)
+            return
+        wanted = self._missing(in_force, newest, reply.wanted)
+        urgent = [
+            each
+            for each in wanted
+            if self._kind_in(each) not in self._judge.profiles or format_of(self._kind) != "float32"
+        ]
+        try:
+            if urgent or (wanted and not reply.audits):
+                self._measure(newest, urgent if reply.audits else wanted, in_force, reply.calibration)
+            elif in_force is not None and not reply.audits and not wanted:
+                self._probe(newest, in_force, reply.calibration)
+        except (BroadcastError, DeadlineExceeded, *ENGINE_ERRORS) as error:
+            self._retry_s = self._clock.monotonic_s() + RETRY_S
+            log.warning("limits could not be measured, tried again in %.0f s: %s", RETRY_S, error)
+
+    @property
+    def _can_measure(self) -> bool:
+        return self._kind.startswith(f"{ENGINES['torch'].profile}/")
+
+    @property
+    def _formats(self) -> tuple[str, ...]:
+        """The number formats of this machine's device."""
+        return ENGINES["torch"].formats(self.machine.partition("/")[0])
+
+    def _kind_in(self, number_format: str) -> str:
+        return f"{self._kind.rpartition('/')[0]}/{number_format}"
+
+    def _missing(self, in_force: Calibration | None, newest: PolicyRef, asked: tuple[str, ...]) -> list[str]:
+        """The number formats that this machine has to measure, the coarsest first: somebody may be waiting for it."""
+        open_formats = {format_of(kind) for kind in self._client.run_info().profiles} | set(asked)
+        formats = [each for each in self._formats if each in open_formats - self._unable]
+        if self.machine.startswith("cpu/"):  # coarse formats are slow there: nobody computes so who does not say so
+            formats = [each for each in formats if each == "float32" or each in asked]
+        is_mine = in_force is not None and self.machine in in_force.machines
+        if in_force is not None and is_mine and in_force.policy.incarnation == newest.incarnation:
+            done = {*in_force.kinds, *in_force.refused}
+            formats = [each for each in formats if self._kind_in(each) not in done]
+        return sorted(formats)
+
+    def _plan(self, loaded: LoadedPolicy) -> Plan:
+        run = self._client.run_info()
+        tokens = min(Plan.tokens, run.sampling.max_new_tokens)
+        sequences = Plan.sequences if self.machine.startswith("cuda/") else CPU_SEQUENCES
+        return Plan(
+            prompts_of(loaded.files, self._judge.environment, run.sampling.max_new_tokens),
+            run.sampling.eos_token_id,
+            sequences=sequences,
+            tokens=tokens,
+            temperature=run.sampling.temperature,
+            proof=run.proof,
+            model=run.run,
+        )
+
+    def _measure(self, policy: PolicyRef, formats: list[str], in_force: Calibration | None, digest: str) -> None:
+        began_s = self._clock.monotonic_s()
+        loaded = self._shelf.get(policy, POLICY_WAIT_S)
+        plan, found = self._plan(loaded), Measured(policy)
+        for number_format in formats:
+            try:
+                measured = self._one(loaded, number_format, plan)
+            except ShoalError as error:
+                self._unable.add(number_format)
+                log.warning("work in %s cannot be measured here: %s", number_format, error)
+                continue
+            _note(found, measured)
+        found.seconds = round(self._clock.monotonic_s() - began_s, 1)
+        log.info(
+            "limits of %s measured with policy %s in %.1f s%s",
+            ", ".join(found.kinds) or "nothing", policy.label, found.seconds,
+            "".join(f"; refused {kind}: {why}" for kind, why in found.refused.items()),
+        )  # fmt: skip
+        if found.kinds or found.refused:
+            self._publish(found, in_force, digest)
+
+    def _one(self, loaded: LoadedPolicy, number_format: str, plan: Plan) -> Measurement:
+        from shoal.engines.torch import TorchEngine
+
+        assert isinstance(loaded.engine, TorchEngine), "only torch's engine is measured"
+        try:
+            return measure(loaded.engine.copied(loaded.files, number_format), {self.machine: loaded.engine}, plan)
+        finally:
+            release_memory()
+
+    def _publish(self, found: Measured, in_force: Calibration | None, digest: str) -> None:
+        """Put it in force, joined with what is; if another one came into force meanwhile, that is joined next time."""
+        made = self._joined(found, in_force, digest)
+        try:
+            self._client.publish_calibration(sign_document(made, self._client.key))
+            self._unpublished = None
+        except HubRefused as refusal:
+            self._unpublished = found if refusal.code == "calibration.outdated" else None
+            log.info("the limits that were measured are not in force: %s", refusal)
+
+    def _joined(self, found: Measured, in_force: Calibration | None, digest: str) -> Calibration:
+        """What was measured here together with what is in force of other machines, or of other formats."""
+        kinds, refused, machines = dict(found.kinds), dict(found.refused), [self.machine]
+        if in_force is not None and in_force.policy.incarnation == found.policy.incarnation:
+            is_mine = self.machine in in_force.machines
+            machines = list(dict.fromkeys([*in_force.machines, self.machine]))
+            for kind, theirs in in_force.kinds.items():
+                mine = kinds.get(kind)
+                kinds[kind] = theirs if mine is None else mine if is_mine else _wider(mine, theirs)
+            refused = {**in_force.refused, **refused}
+            refused = {kind: why for kind, why in refused.items() if kind not in found.kinds or not is_mine}
+        return Calibration(
+            run=self._client.run_info().run,
+            policy=found.policy,
+            replaces=digest,
+            kinds={kind: each for kind, each in kinds.items() if kind not in refused},
+            refused=refused,
+            machines=tuple(machines),
+            seconds=found.seconds,
+            made_at_ms=self._clock.now_ms(),
+        )
+
+    def _probe(self, policy: PolicyRef, in_force: Calibration, digest: str) -> None:
+        """Of a new version: does honest work still look as it did when the limits were measured?"""
+        began_s = self._clock.monotonic_s()
+        if policy in (self._probed, in_force.policy) or began_s < self._next_probe_s:
+            return
+        self._probed = policy
+        loaded = self._shelf.get(policy, POLICY_WAIT_S)
+        limits, plan = profiles_of(in_force), self._plan(loaded)
+        mine = [
+            each
+            for each in map(self._kind_in, ENGINES["torch"].formats(self.machine.partition("/")[0]))
+            if each in limits
+        ]
+        moved = [kind for kind in mine if self._has_moved(loaded, limits[kind], plan)]
+        self._next_probe_s = began_s + (self._clock.monotonic_s() - began_s) / PROBE_SHARE
+        if moved:
+            log.info(
+                "honest work of %s has moved since policy %s: measured anew", ", ".join(moved), in_force.policy.label
+            )
+            self._measure(policy, sorted(map(format_of, mine)), in_force, digest)
+
+    def _has_moved(self, loaded: LoadedPolicy, limits: Profile, plan: Plan) -> bool:
+        from shoal.engines.torch import TorchEngine
+
+        assert isinstance(loaded.engine, TorchEngine), "only torch's engine is measured"
+        same = limits.key == loaded.engine.kind
+        worker = loaded.engine if same else loaded.engine.copied(loaded.files, format_of(limits.key))
+        try:
+            return has_moved(worker, loaded.engine, plan, limits)
+        finally:
+            del worker
+            release_memory()
+
+
+def profiles_of(made: Calibration) -> Profiles:
+    """The limits in a calibration, by kind."""
+    return {kind: Profile.model_validate(each.limits) for kind, each in made.kinds.items()}
+
+
+def _note(found: Measured, measured: Measurement) -> None:
+    kind = measured.profile.key
+    if measured.problems:
+        found.refused[kind] = "; ".join(measured.problems)[:SENTENCE]
+        return
+    found.kinds[kind] = measured_kind(measured)
+
+
+def measured_kind(measured: Measurement) -> MeasuredKind:
+    caught: Mapping[str, float] = {f"{each.cheat}, {each.tokens} tokens": each.by_either for each in measured.catches}
+    return MeasuredKind(
+        limits=measured.profile.model_dump(mode="json"),
+        caught=dict(caught),
+        tokens=measured.profile.measured.tokens if measured.profile.measured else 0,
+    )
+
+
+def _wider(mine: MeasuredKind, theirs: MeasuredKind) -> MeasuredKind:
+    """Of one kind, as two machines see it."""
+    joined = widest(Profile.model_validate(mine.limits), Profile.model_validate(theirs.limits))
+    caught = {name: min(share, theirs.caught.get(name, 1.0)) for name, share in mine.caught.items()}
+    tokens = min(mine.tokens, theirs.tokens)
+    return MeasuredKind(limits=joined.model_dump(mode="json"), caught=caught, tokens=tokens)
