@@ -33,6 +33,7 @@ SMALL = (
 )  # fmt: skip
 TOLD = re.compile(r"loaded ahead|rehearsed|is out, digest|submissions by policy|memory|calibrat|banned|unsure|rejected")
 SAID_LINES = 12
+GRACE_S = 30.0
 
 
 def main() -> None:
@@ -60,8 +61,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     command = [sys.executable, "-m", "shoal.cli", "run", str(RECIPE), "--dir", str(run)]
     command += [word for setting in [*chosen, *options.set] for word in ("--set", setting)]
     began_ms, began_s = time.time_ns() // 10**6, time.monotonic()
-    with log.open("wb") as output:
-        code = subprocess.run(command, stdout=output, stderr=output, timeout=options.limit_s, check=False).returncode
+    code = ended(command, log, options.limit_s)
     wall_s = time.monotonic() - began_s
     said = {path.stem: told(path) for path in sorted((run / "logs").glob("*.log"))}
     result = {
@@ -76,8 +76,26 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     return result if code == 0 else {**result, "end": log.read_text(errors="replace")[-2000:]}
 
 
+def ended(command: list[str], log: Path, limit_s: float) -> int:
+    """Run to its end, or stop it after `limit_s` (exit code 124): there are figures of what it did until then."""
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output)
+    try:
+        return process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        process.terminate()
+        try:
+            process.wait(GRACE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        return 124
+
+
 def from_database(path: Path, began_ms: int) -> dict[str, Any]:
     """When submissions came in and were decided, and how. Times are seconds since the command was started."""
+    if not path.exists():
+        return {"submissions": 0}
     with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as database:
         rows = database.execute(
             "select received_at_ms, decided_at_ms, state, reason, generated_tokens from submissions"
