@@ -321,6 +321,26 @@ def test_what_newcomers_have_in_hand_by_node_and_network(storage: Storage) -> No
     assert in_hand(1) == (0, {here: 1}, {here: 1})
 
 
+def test_leases_of_unproven_newcomers_that_last_longer_than_lease_s_by_network(storage: Storage) -> None:
+    def long() -> dict[str, int]:
+        with storage.read() as reader:
+            return {name: units for name, units in reader.newcomers_in_hand("").long.items() if units}
+
+    here, there = "192.0.2.0/24", "198.51.100.0/24"
+    apply(storage, *(SaveNode(replace(node(who), network=here), NodeState.ACTIVE) for who in (1, 2)))
+    (*made, last) = leased(1)
+    assert isinstance(last, SaveLease)
+    apply(storage, *leased(0), *made, SaveLease(replace(last.row, brief=True), None), *leased(2, who=2))
+    assert long() == {here: 2}
+    apply(storage, SaveNode(replace(node(2), network=there), NodeState.ACTIVE))
+    assert long() == {here: 1, there: 1}
+    apply(storage, SaveNode(replace(node(2), network=there, passed=1), NodeState.ACTIVE))
+    assert long() == {here: 1}
+    ended = replace(lease(0), state=LeaseState.SUBMITTED)
+    apply(storage, SaveLease(ended, LeaseState.ACTIVE), SaveSubmission(submission(0), None))
+    assert long() == {}, "handed in"
+
+
 def test_whether_an_established_worker_is_here(storage: Storage) -> None:
     def here(since_ms: int = 5) -> bool:
         with storage.read() as reader:

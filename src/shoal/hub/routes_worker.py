@@ -62,12 +62,13 @@ async def lease(request: Request, hub: HubDependency) -> LeaseReply:
     than the newest is told so at once."""
     caller = await authenticate(hub.context, request, roles=("worker",))
     ask = parse_json(caller.body, LeaseRequest)
+    client = visit_of(request.scope).client
     return await poll(
         hub,
         request,
         Topic.LEASES,
         ask.wait_s,
-        lambda: hub.work.lease(caller.node, ask, network_of(visit_of(request.scope).client)),
+        lambda: hub.work.lease(caller.node, ask, network_of(client), client),
         lambda reply: bool(reply.leases) or reply.finished or ask.policy not in (None, reply.policy),
         lambda reply: reply.held_back,
     )

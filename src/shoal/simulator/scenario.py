@@ -14,8 +14,9 @@ class Crew:
 
     Those that are `proven` are past probation when they arrive. `lies` is the part of its groups that fail the audit.
     One that does not `deliver` takes leases and hands in nothing. If it `pretends`, it says and shows that it
-    makes progress all the same. `network` is where they ask from. One that dies does so without a word after about
-    `lives_s`, and is back `away_s` later: with its key, or, if it is banned and `fresh_keys`, with a new one.
+    makes progress all the same. `network` and `address` are where they ask from. One that dies does so without a
+    word after about `lives_s`, and is back `away_s` later: with its key, or, if it is banned and `fresh_keys`, with a
+    new one.
     """
 
     count: int
@@ -27,6 +28,7 @@ class Crew:
     delivers: bool = True
     pretends: bool = False
     network: str = ""
+    address: str = ""
     lives_s: float = math.inf
     away_s: float = 120.0
     fresh_keys: bool = False

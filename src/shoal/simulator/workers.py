@@ -114,7 +114,7 @@ class Worker:
         try:
             row = self._world.signed_in(self.node)
             self.kind = self._kind(row)
-            reply = self._world.hub.work.lease(row, request, self._crew.network)
+            reply = self._world.hub.work.lease(row, request, self._crew.network, self._crew.address)
         except HubDown:
             self._later(RETRY_S, life)
             return
@@ -131,7 +131,8 @@ class Worker:
             return "established"
         judged = row.rejected + row.unsure
         waits = row.unproven and self._handed_in > judged
-        return f"newcomer of {self._crew.network}{', its first group is not judged' if waits else ''}"
+        where = f"{self._crew.network} {self._crew.address}"
+        return f"newcomer of {where}{', its first group is not judged' if waits else ''}"
 
     def _later(self, delay_s: float, life: int) -> None:
         self._world.at(delay_s, lambda: self.ask() if life == self._life else None)

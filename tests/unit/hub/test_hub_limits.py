@@ -248,7 +248,9 @@ def test_the_network_that_a_worker_asks_from_is_noted_and_told_nobody(tmp_path: 
                 assert reader.node(bench.alice.key.node).network == network
             if network:
                 pages = ["/status", "/ledger", f"/nodes/{bench.alice.key.node}", "/nodes", "/metrics"]
-                assert not any(network in ok(bench.http.get(page)).text for page in pages)
+                found = bench.app.state.hub.context.turns._networks.within[network].within
+                assert len(found) == 1, "the address is known while the hub runs"
+                assert not any(each in ok(bench.http.get(page)).text for page in pages for each in (network, *found))
     finally:
         bench.close()
 

@@ -8,8 +8,9 @@ import pytest
 from hubkit import fresh_request
 from machinekit import Play
 
+from shoal.hub.service.turns import Place
 from shoal.hub.state.rows import NodeRow
-from shoal.protocol import Lease, LeaseReply, LeaseRequest, Outcome, PolicyRef, Severity
+from shoal.protocol import Heartbeat, Lease, LeaseReply, LeaseRequest, Outcome, PolicyRef, Severity
 
 PROVEN = 8
 
@@ -128,15 +129,15 @@ def test_an_audit_says_whether_its_node_is_a_newcomer_and_the_hub_how_many_token
 
 
 def test_a_new_key_of_a_flooded_network_waits_and_one_of_another_network_is_served(play: Play) -> None:
-    """8 units may be alive in this young run: 4 for the new keys of one network."""
+    """8 units may be alive in this young run: 4 for the new keys of one network, 2 for those of one address."""
 
-    def asks(network: str) -> LeaseReply:
+    def asks(network: str, address: str = "") -> LeaseReply:
         worker = play.join(passed=0)
-        return play.hub.work.lease(worker, LeaseRequest(request=fresh_request(), max_units=8), network)
+        return play.hub.work.lease(worker, LeaseRequest(request=fresh_request(), max_units=8), network, address)
 
-    half = play.rules.groups_per_step // 2
-    assert [len(asks("192.0.2.0/24").leases) for _ in range(half)] == [1] * half
-    refused = asks("192.0.2.0/24")
+    for address in ("192.0.2.1", "192.0.2.2"):
+        assert [len(asks("192.0.2.0/24", address).leases) for _ in range(3)] == [1, 1, 0]
+    refused = asks("192.0.2.0/24", "192.0.2.3")
     assert (refused.leases, refused.held_back) == ((), True)
     assert len(asks("2001:db8:1::/48").leases) == 1
 
@@ -156,7 +157,39 @@ def test_a_key_that_asks_with_an_unknown_policy_keeps_no_newcomer_waiting(tmp_pa
     for _ in range(10):
         play.clock.advance(2)
         assert asks(idle, "198.51.100.0/24", unknown) == 0
-    assert play.hub.context.turns.ahead("203.0.113.0/24", play.hub.context.clock.now_ms(), 10_000) == 0
+    place = Place("203.0.113.0/24", "", honest.node)
+    assert play.hub.context.turns.ahead(place, play.hub.context.clock.now_ms(), 10_000) == (0, 0)
     assert asks(honest, "203.0.113.0/24") == 1
     assert asks(idle, "198.51.100.0/24", unknown) == 0
     assert asks(second, "203.0.113.0/24") == 1, "another machine behind the same router"
+
+
+def test_in_a_flooded_network_what_comes_free_goes_to_the_address_that_had_nothing_and_stays_with_who_delivers(
+    tmp_path: Path,
+) -> None:
+    """16 units may be alive, 4 of them with newcomers, 2 with the new keys of a network: two sitters have these."""
+    play = Play(tmp_path, {"groups_per_step": 16, "steps": 50}, {"lease_s": 60})
+    play.join(streak=PROVEN)
+    sitters, honest = [play.join(passed=0) for _ in range(3)], play.join(passed=0)
+    play.announce(0)
+    units(play, 0, 1)
+
+    def asks(worker: NodeRow, address: str) -> list[Lease]:
+        play.hub.membership.heartbeat(play.workers[0], Heartbeat())
+        request = LeaseRequest(request=fresh_request())
+        reply = play.hub.work.lease(worker, request, "203.0.113.0/24", address)
+        return [Lease.model_validate(signed.document) for signed in reply.leases]
+
+    (long,), (brief,) = asks(sitters[0], "203.0.113.1"), asks(sitters[1], "203.0.113.3")
+    assert (long.hard_deadline_ms - brief.hard_deadline_ms) == 180_000
+    assert asks(honest, "203.0.113.2") == []
+    for _ in range(12):
+        play.clock.advance(5)
+        assert asks(sitters[2], "203.0.113.1") == []
+        got = asks(honest, "203.0.113.2")
+    assert len(got) == 1, "the brief lease is over"
+    play.submit(got[0])
+    (audit,) = play.claim()
+    play.judge(audit, Outcome.ACCEPTED, (0.0, 1.0))
+    assert asks(sitters[2], "203.0.113.1") == [], "its place is kept for it"
+    assert len(asks(honest, "203.0.113.2")) == 1

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from statekit import moment, node, policy, submission, unit
 
-from shoal.hub.service.turns import Turns
+from shoal.hub.service.turns import Place, Turns
 from shoal.hub.state import leases, newcomers
 from shoal.hub.state.leases import Ask, Draws, Grant
 from shoal.hub.state.newcomers import Crowd, Queue
@@ -98,6 +98,74 @@ class TestFirstUnits:
         none = self.grant(InHand(0, flood | {HOME: 2}, flood))
         assert none.waiting.startswith("nodes on probation have 4 units in hand, and may have 4 together")
 
+    def test_half_of_what_new_keys_may_have_is_lent_for_lease_s_only(self) -> None:
+        """Of 8 for newcomers a network may have 4, of these 2 for longer, and all networks together 4."""
+
+        def hard_s(long: dict[str, int], network: str = HOME) -> float:
+            now = moment(progress=Progress(policy=policy()), groups_per_step=32)
+            asker = node(1, passed=0, network=network)
+            crowd = Crowd(InHand(0, long, long, long), established=True)
+            (row,) = leases.grant(now, [], Ask(asker, "request-1", 1, 0, crowd=crowd), DRAWS).leases
+            assert row.brief == (row.hard_deadline_ms - now.now_ms == row.deadline_ms - now.now_ms == 60_000)
+            return (row.hard_deadline_ms - now.now_ms) / 1000
+
+        assert [hard_s({HOME: units}) for units in range(4)] == [240, 240, 60, 60]
+        assert hard_s({"a": 2, "b": 1}) == 240
+        assert hard_s({"a": 2, "b": 2}) == 60
+        assert hard_s({"a": 4, "b": 1}) == 240, "more than two of one network are from another time"
+        assert hard_s({"a": 2, "b": 2}, network="") == 240, "this machine's own processes are no flood"
+
+    def test_who_let_its_last_lease_lapse_waits_for_one_that_lasts_longer(self) -> None:
+        now = moment(progress=Progress(policy=policy()), groups_per_step=32)
+        long = {"a": 2, "b": 2}
+        asker = node(1, passed=0, network=HOME, lapses=1)
+        crowd = Crowd(InHand(0, long, long, long), established=True)
+        found = leases.grant(now, [], Ask(asker, "request-1", 1, 0, crowd=crowd), DRAWS)
+        assert (found.leases, found.held_back, found.short, found.yields) == ((), True, "everywhere", False)
+        assert found.waiting.startswith("units are left for `lease_s` only")
+
+    def test_long_leases_of_other_networks_count_for_half_of_the_share_together(self) -> None:
+        """Three networks have 2 each, of a share of 4: from a time when nobody established was here."""
+        theirs = {"a": 2, "b": 2, "c": 2}
+        assert len(self.grant(InHand(0, theirs, theirs, theirs)).leases) == 1
+        assert self.grant(InHand(0, theirs, theirs)).leases == (), "short ones end soon"
+
+    @pytest.mark.parametrize(
+        ("taken", "in_hand", "units"), [(1, 3, 1), (2, 0, 1), (2, 1, 0), (9, 0, 1)], ids=["few", "2", "full", "many"]
+    )
+    def test_an_address_that_took_half_of_its_networks_units_for_nothing_gets_less(
+        self, taken: int, in_hand: int, units: int
+    ) -> None:
+        """A network may have 4: after two units without an accepted group that is one."""
+        now = moment(progress=Progress(policy=policy()), groups_per_step=32)
+        crowd = Crowd(hands(in_hand, 0, in_hand, HOME), established=True, taken=taken)
+        asker = Ask(node(1, passed=0, network=HOME), "request-1", 1, 0, crowd=crowd)
+        assert len(leases.grant(now, [], asker, DRAWS).leases) == units
+
+    def test_nothing_is_on_top_of_the_share_for_an_address_that_wastes_units(self) -> None:
+        flood = {"198.51.100.0/24": 8}
+        now = moment(progress=Progress(policy=policy()), groups_per_step=16)
+        crowd = Crowd(InHand(0, flood, flood), established=True)
+        asker = Ask(node(1, passed=0, network=HOME), "request-1", 1, 0, crowd=crowd)
+        assert len(leases.grant(now, [], asker, DRAWS).leases) == 1
+        wasteful = replace(asker, crowd=replace(crowd, taken=1))
+        assert leases.grant(now, [], wasteful, DRAWS).leases == ()
+
+    def test_in_its_network_a_node_leaves_a_place_to_each_that_is_before_it(self) -> None:
+        """Of 4 places for the new keys of a network two are left, and one other is before this node."""
+
+        def grant(ahead: int, unproven: int = 2, network: str = HOME) -> Grant:
+            now = moment(progress=Progress(policy=policy()), groups_per_step=32)
+            crowd = Crowd(hands(unproven, 0, unproven, network), established=True, ahead_inside=ahead)
+            asker = node(1, passed=0, network=network)
+            return leases.grant(now, [], Ask(asker, "request-1", 1, 0, crowd=crowd), DRAWS)
+
+        assert len(grant(ahead=1).leases) == 1
+        found = grant(ahead=2)
+        assert (found.leases, found.held_back, found.short, found.yields) == ((), True, "inside", True)
+        assert found.waiting == "other newcomers of this network are first: they had fewer units"
+        assert grant(ahead=0, unproven=4).short == "inside", "its own network lacks a place"
+
     def test_in_a_young_run_they_have_half_of_all_units(self) -> None:
         assert len(self.grant(hands(7, 0, 7, HOME), here=False).leases) == 1
         assert self.grant(hands(8, 0, 8, HOME), here=False).leases == ()
@@ -111,7 +179,7 @@ class TestFirstUnits:
             return leases.grant(now, [], Ask(node(1), "request-1", 8, 0, crowd=Crowd(ahead=ahead)), DRAWS)
 
         found = grant(alive=14, ahead=2)
-        assert (found.leases, found.held_back, found.short, found.yields) == ((), True, True, True)
+        assert (found.leases, found.held_back, found.short, found.yields) == ((), True, "everywhere", True)
         assert found.waiting == "newcomers of other networks are first: they had fewer units"
         assert len(grant(alive=13, ahead=2).leases) == 1, "one for each of them, and one more"
         assert not grant(alive=16, ahead=2).yields, "there is nothing to leave to others"
@@ -154,65 +222,119 @@ class TestFirstUnits:
         assert row.deadline_ms - now.now_ms == expected_ms
 
 
+def at(network: str, address: str = "", node: str = "") -> Place:
+    return Place(network, address, node)
+
+
+FLOOD, HONEST = at("flood"), at("honest")
+
+
 class TestTurns:
     def test_a_network_that_had_more_units_yields_to_one_that_waits(self) -> None:
         turns = Turns()
-        turns.asked("flood", 2, now_ms=0)
-        assert not turns.ahead("flood", 1, 60_000), "nobody waits"
-        turns.asked("honest", 0, now_ms=1)
-        assert turns.ahead("flood", 2, 60_000)
-        assert not turns.ahead("honest", 2, 60_000)
-        assert not turns.ahead("stranger", 2, 60_000), "who had nothing yields to nobody"
+        turns.asked(FLOOD, 2, now_ms=0)
+        assert turns.ahead(FLOOD, 1, 60_000) == (0, 0), "nobody waits"
+        turns.asked(HONEST, 0, now_ms=1)
+        assert turns.ahead(FLOOD, 2, 60_000) == (1, 0)
+        assert turns.ahead(HONEST, 2, 60_000) == (0, 0)
+        assert turns.ahead(at("stranger"), 2, 60_000) == (0, 0), "who had nothing yields to nobody"
 
     def test_it_yields_no_longer_once_the_other_is_served_or_gone(self) -> None:
         turns = Turns()
-        turns.asked("flood", 2, now_ms=0)
-        turns.asked("honest", 0, now_ms=1)
-        assert not turns.ahead("flood", 10_002, 60_000)
-        turns.asked("honest", 1, now_ms=10_003)
-        assert not turns.ahead("flood", 10_004, 60_000)
+        turns.asked(FLOOD, 2, now_ms=0)
+        turns.asked(HONEST, 0, now_ms=1)
+        assert turns.ahead(FLOOD, 10_002, 60_000) == (0, 0)
+        turns.asked(HONEST, 1, now_ms=10_003)
+        assert turns.ahead(FLOOD, 10_004, 60_000) == (0, 0)
 
-    def test_an_accepted_group_makes_a_network_first_again(self) -> None:
+    def test_an_accepted_group_makes_a_network_first_again_and_keeps_a_place_for_it(self) -> None:
         turns = Turns()
-        turns.asked("flood", 1, now_ms=0)
-        turns.asked("honest", 5, now_ms=0)
-        turns.asked("flood", 0, now_ms=1)
-        assert turns.ahead("honest", 2, 60_000)
-        turns.earned("honest")
-        assert not turns.ahead("honest", 2, 60_000)
+        turns.asked(FLOOD, 1, now_ms=0)
+        turns.asked(HONEST, 5, now_ms=0)
+        turns.asked(FLOOD, 0, now_ms=1)
+        assert turns.ahead(HONEST, 2, 60_000) == (1, 0)
+        turns.earned("honest", "", now_ms=2)
+        assert turns.ahead(HONEST, 2, 60_000) == (0, 0)
+        assert turns.ahead(FLOOD, 2, 60_000) == (1, 0), "before the other has asked again"
+        assert turns.ahead(at("stranger"), 2, 60_000) == (1, 0), "who has had nothing yet may never deliver"
+        assert turns.ahead(FLOOD, 10_003, 60_000) == (0, 0), "it did not ask again"
 
     def test_it_yields_for_lease_s_at_the_most_to_one_that_takes_nothing(self) -> None:
         turns = Turns()
-        turns.asked("honest", 1, now_ms=0)
+        turns.asked(HONEST, 1, now_ms=0)
         for now_ms in range(1_000, 61_000, 5_000):
-            turns.asked("idle", 0, now_ms)
-            assert turns.ahead("honest", now_ms, 60_000) == 1
-            turns.asked("honest", 0, now_ms, yielded=True)
-        turns.asked("idle", 0, now_ms=61_000)
-        assert turns.ahead("honest", 61_000, 60_000) == 0
-        turns.asked("honest", 1, now_ms=61_000)
-        assert turns.ahead("honest", 61_001, 60_000) == 1, "its next turn"
+            turns.asked(at("idle"), 0, now_ms)
+            assert turns.ahead(HONEST, now_ms, 60_000) == (1, 0)
+            turns.asked(HONEST, 0, now_ms, yielded=True)
+        turns.asked(at("idle"), 0, now_ms=61_000)
+        assert turns.ahead(HONEST, 61_000, 60_000) == (0, 0)
+        turns.asked(HONEST, 1, now_ms=61_000)
+        assert turns.ahead(HONEST, 61_001, 60_000) == (1, 0), "its next turn"
 
     def test_what_it_yielded_and_another_took_does_not_count_for_the_next_time(self) -> None:
         turns = Turns()
-        turns.asked("flood", 3, now_ms=0)
-        turns.asked("honest", 0, now_ms=1)
-        turns.asked("flood", 0, now_ms=2, yielded=True)
-        turns.asked("honest", 1, now_ms=3)
-        turns.asked("honest", 0, now_ms=70_000)
-        assert turns.ahead("flood", 70_001, 60_000) == 1
+        turns.asked(FLOOD, 3, now_ms=0)
+        turns.asked(HONEST, 0, now_ms=1)
+        turns.asked(FLOOD, 0, now_ms=2, yielded=True)
+        turns.asked(HONEST, 1, now_ms=3)
+        turns.asked(HONEST, 0, now_ms=70_000)
+        assert turns.ahead(FLOOD, 70_001, 60_000) == (1, 0)
 
-    def test_networks_are_forgotten(self) -> None:
+    def test_inside_a_network_an_address_that_had_more_units_yields_however_many_keys_it_has(self) -> None:
+        turns = Turns()
+        for key in "abc":
+            turns.asked(at("net", "flooding", key), 1, now_ms=0)
+        turns.asked(at("net", "honest", "d"), 0, now_ms=1, only_inside=True)
+        assert turns.ahead(at("net", "flooding", "a"), 2, 60_000) == (0, 1)
+        assert turns.ahead(at("net", "flooding", "a fresh key"), 2, 60_000) == (0, 1)
+        assert turns.ahead(at("net", "honest", "d"), 2, 60_000) == (0, 0)
+        assert turns.ahead(at("other", "flooding", "a"), 2, 60_000) == (0, 0), "of another network"
+
+    def test_at_an_address_a_key_that_had_more_units_yields(self) -> None:
+        turns = Turns()
+        turns.asked(at("net", "router", "sits"), 2, now_ms=0)
+        turns.asked(at("net", "router", "new"), 0, now_ms=1)
+        assert turns.ahead(at("net", "router", "sits"), 2, 60_000) == (0, 1)
+        assert turns.ahead(at("net", "router", "new"), 2, 60_000) == (0, 0)
+
+    def test_an_accepted_group_clears_its_own_key_and_address_only(self) -> None:
+        turns = Turns()
+        for address, key in (("one", "sits"), ("one", "works"), ("two", "sits too")):
+            turns.asked(at("net", address, key), 1, now_ms=0)
+        assert [turns.taken(at("net", address)) for address in ("one", "two", "three")] == [2, 1, 0]
+        turns.earned("net", "works", now_ms=1)
+        assert [turns.taken(at("net", address)) for address in ("one", "two", "three")] == [0, 1, 0]
+        assert turns.ahead(at("net", "one", "works"), 2, 60_000) == (0, 0)
+        assert turns.ahead(at("net", "one", "sits"), 2, 60_000) == (0, 1)
+        assert turns.ahead(at("net", "two", "sits too"), 2, 60_000) == (0, 1)
+
+    def test_a_network_does_not_wait_for_what_its_own_keys_hold(self) -> None:
+        turns = Turns()
+        turns.asked(HONEST, 1, now_ms=0)
+        turns.asked(at("flood", "one", "a"), 0, now_ms=1, only_inside=True)
+        assert turns.ahead(HONEST, 2, 60_000) == (0, 0)
+
+    def test_this_machines_own_keys_have_no_order_among_them(self) -> None:
+        turns = Turns()
+        turns.asked(at("", "", "a"), 1, now_ms=0)
+        turns.asked(at("", "", "b"), 0, now_ms=1)
+        assert turns.ahead(at("", "", "a"), 2, 60_000) == (0, 0)
+
+    def test_networks_addresses_and_keys_are_forgotten(self) -> None:
         turns = Turns()
         for number in range(5_000):
-            turns.asked(f"network-{number}", 1, now_ms=0)
-        assert len(turns._networks) == 4096
-        turns.asked("network-904", 0, now_ms=1)  # the oldest of those that are left
-        turns.asked("another", 0, now_ms=1)
-        assert "network-904" in turns._networks, "who asked last is forgotten last"
-        assert "network-905" not in turns._networks
-        turns.asked("honest", 0, now_ms=600_002)
-        assert list(turns._networks) == ["honest"]
+            turns.asked(at(f"network-{number}"), 1, now_ms=0)
+            turns.asked(at("one", f"address-{number}"), 1, now_ms=0)
+            turns.asked(at("one", "one", f"key-{number}"), 1, now_ms=0)
+        networks = turns._networks.within
+        levels = (turns._networks, networks["one"], networks["one"].within["one"])
+        assert [len(each.within) for each in levels] == [4096, 256, 256]
+        turns.asked(at("network-905"), 0, now_ms=1)  # the oldest of those that are left
+        turns.asked(at("another"), 0, now_ms=1)
+        assert "network-905" in networks, "who asked last is forgotten last"
+        assert "network-906" not in networks
+        turns.asked(HONEST, 0, now_ms=600_002)
+        assert list(networks) == ["honest"]
 
 
 def queue(established: int, fresh: int, owed: float = 0.0, cost: int = 1) -> Queue:

@@ -162,7 +162,7 @@ class Checking:
                     if commands:  # not the same verdict again
                         _suspect(transaction, moment, case.node, ruling.verdict)
                     if ruling.verdict.outcome == Outcome.ACCEPTED and case.node.on_probation:
-                        self._context.turns.earned(case.node.network)
+                        self._context.turns.earned(case.node.network, case.node.node, moment.now_ms)
                 except Refusal as refusal:
                     refused.append(_refused(signed, refusal))
                     if refusal.code == DECIDED:

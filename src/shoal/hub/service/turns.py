@@ -1,77 +1,140 @@
-"""Whose turn it is among newcomers: networks take turns, so that many keys of one network are not many turns.
+"""Whose turn it is among newcomers: networks take turns, in a network its addresses, at an address its keys.
 
-    a newcomer that could start at once asks in vain, only for want of a unit ──► its network waits
-    it is given units ────────► its network has had so many turns
-    a group is accepted ──────► its network has had none: who works well is never behind those who waste units
+    a newcomer that could start at once asks in vain, only for want of a unit ──► its network waits, and it does
+    it is given units ────────► its network, its address and itself have had so many turns
+    a group is accepted ──────► they are before all others, and a place is kept for them until they ask again: who works
+                                well is never behind those who waste units, or whom nobody knows
 
-A unit that comes free goes to a waiting network that had fewer turns, if there is not enough for all who wait. Nobody
-yields for longer than about `lease_s`: the others may wait for something that they do not take. Of this process, and
-forgotten when it ends: hubs that share a database each go by those who ask there.
+A unit that comes free goes to a waiting network that had fewer turns, if there is not enough for all who wait; inside
+the network in the same way to an address, and there to a key. So who takes units and delivers nothing yields to whoever
+delivers, and many keys of an address, or many addresses of a network, are not many turns. Nobody yields for longer than
+about `lease_s`: the others may wait for something that they do not take. Of this process, and forgotten when it ends:
+addresses are written nowhere, and hubs that share a database each go by those who ask there.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 WAITS_MS = 10_000
-"""A network of which nobody has asked for so long does not wait any more: workers ask every 5 s."""
+"""Of whom nothing has been heard for so long does not wait any more: workers ask every 5 s."""
 FORGOTTEN_MS = 600_000
-REMEMBERED = 4096
+REMEMBERED = (4096, 256, 256)
+"""Networks; addresses of one; keys of an address."""
 
 
 @dataclass
-class _Turns:
+class _Party:
+    """A network, an address, or a key; `within` are those inside it, who asked last is last."""
+
     taken: int = 0
     asked_ms: int = 0
-    waits: bool = False
+    waits_ms: int | None = None  # when it last asked in vain, if it has got nothing since
     yields_ms: int | None = None  # since when it has yielded, and nobody has taken what it left
+    within: OrderedDict[str, _Party] = field(default_factory=OrderedDict)
+
+    def before(self, own: _Party, now_ms: int) -> int:
+        """How many of those inside wait and have had fewer turns than `own`."""
+        return sum(
+            each.waits_ms is not None and each.taken < own.taken and now_ms - each.waits_ms <= WAITS_MS
+            for each in self.within.values()
+        )
+
+    def earned(self, now_ms: int) -> None:
+        self.taken, self.waits_ms = -1, now_ms  # before those who have had no turn yet: they may never deliver
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a newcomer asks from. This machine's own processes are of no network, and have no order among them."""
+
+    network: str
+    address: str
+    node: str
+
+    def names(self) -> tuple[str, ...]:
+        return (self.network, self.address, self.node) if self.network else (self.network,)
 
 
 class Turns:
-    """Turns of networks; the empty one (this machine's own) is one like any other. Threads may share it."""
+    """Turns of newcomers; the empty network (this machine's own) is one like any other. Threads may share it."""
 
     def __init__(self) -> None:
-        self._networks: OrderedDict[str, _Turns] = OrderedDict()  # who asked last is last
+        self._networks = _Party()
         self._lock = threading.Lock()
 
-    def ahead(self, network: str, now_ms: int, longest_ms: int) -> int:
-        """How many other networks wait and have had fewer turns; none if it has yielded for `longest_ms` in vain."""
-        with self._lock:
-            own = self._networks.get(network, _Turns())
-            if own.yields_ms is not None and now_ms - own.yields_ms >= longest_ms:
-                return 0
-            return sum(
-                each.waits and each.taken < own.taken and now_ms - each.asked_ms <= WAITS_MS
-                for each in self._networks.values()
-            )
+    def ahead(self, place: Place, now_ms: int, longest_ms: int) -> tuple[int, int]:
+        """How many other networks, and how many others inside this one, wait and have had fewer turns.
 
-    def asked(self, network: str, units: int, now_ms: int, yielded: bool = False) -> None:
-        """A newcomer of the network asked and got so many units; it waits if it got none."""
+        Who has yielded for `longest_ms` in vain is behind nobody.
+        """
         with self._lock:
-            turns = self._networks.setdefault(network, _Turns())
-            self._networks.move_to_end(network)
-            if units:
-                for each in self._networks.values():
-                    if each.taken > turns.taken:
-                        each.yields_ms = None  # it yielded to this one, and not in vain
-                turns.yields_ms = None
-            elif yielded and turns.yields_ms is None:
-                turns.yields_ms = now_ms
-            turns.taken += units
-            turns.asked_ms, turns.waits = now_ms, units == 0
-            self._forget(now_ms)
+            found = [0, 0]
+            for depth, (around, own) in enumerate(self._path(place)):
+                if own.yields_ms is None or now_ms - own.yields_ms < longest_ms:
+                    found[min(depth, 1)] += around.before(own, now_ms)
+            return found[0], found[1]
 
-    def earned(self, network: str) -> None:
+    def taken(self, place: Place) -> int:
+        """How many units newcomers at this address have got since a group of one of them was accepted."""
+        with self._lock:
+            path = [own.taken for _, own in self._path(place)]
+            return max(0, path[1]) if len(path) > 1 else 0
+
+    def _path(self, place: Place) -> Iterator[tuple[_Party, _Party]]:
+        around = self._networks
+        for name in place.names():
+            own = around.within.get(name, _Party())
+            yield around, own
+            around = own
+
+    def asked(self, place: Place, units: int, now_ms: int, yielded: bool = False, only_inside: bool = False) -> None:
+        """A newcomer asked and got so many units; it waits if it got none.
+
+        If it lacks a unit `only_inside` its network, because others there have them, the network does not wait.
+        """
+        with self._lock:
+            around = self._networks
+            for depth, name in enumerate(place.names()):
+                own = around.within.setdefault(name, _Party())
+                around.within.move_to_end(name)
+                own.asked_ms = now_ms
+                if units:
+                    _took(around, own, units)
+                elif depth or not only_inside:
+                    own.waits_ms = now_ms
+                if yielded and own.yields_ms is None and around.before(own, now_ms):
+                    own.yields_ms = now_ms
+                _forget(around, now_ms, REMEMBERED[depth])
+                around = own
+
+    def earned(self, network: str, node: str, now_ms: int) -> None:
         """A group of one of its newcomers was accepted."""
         with self._lock:
-            if network in self._networks:
-                self._networks[network].taken = 0
-
-    def _forget(self, now_ms: int) -> None:
-        while True:
-            name, oldest = next(iter(self._networks.items()))
-            if len(self._networks) <= REMEMBERED and now_ms - oldest.asked_ms <= FORGOTTEN_MS:
+            found = self._networks.within.get(network)
+            if found is None:
                 return
-            del self._networks[name]
+            found.earned(now_ms)
+            for address in found.within.values():
+                if node in address.within:
+                    address.earned(now_ms)
+                    address.within[node].earned(now_ms)
+
+
+def _took(around: _Party, own: _Party, units: int) -> None:
+    for each in around.within.values():
+        if each.taken > own.taken:
+            each.yields_ms = None  # it yielded to this one, and not in vain
+    own.taken += units
+    own.waits_ms = own.yields_ms = None
+
+
+def _forget(around: _Party, now_ms: int, most: int) -> None:
+    while True:
+        name, oldest = next(iter(around.within.items()))
+        if len(around.within) <= most and now_ms - oldest.asked_ms <= FORGOTTEN_MS:
+            return
+        del around.within[name]

@@ -19,6 +19,7 @@ from shoal.hub.service.calibrating import Calibrating
 from shoal.hub.service.context import Context, node_label
 from shoal.hub.service.drawing import Drawing, NotReady
 from shoal.hub.service.owner import orders_of
+from shoal.hub.service.turns import Place
 from shoal.hub.state import draws, leases, newcomers, pacing, reputation, sanctions, submissions, windows
 from shoal.hub.state.commands import Command, SaveNode
 from shoal.hub.state.nodes import require_welcome
@@ -64,30 +65,31 @@ class Work:
         self._next_unit: int | None = None  # as far as this process knows: whose task is wanted next
         self.late = 0  # submissions refused since the start because their unit had gone to somebody else
 
-    def lease(self, node: NodeRow, request: LeaseRequest, network: str = "") -> LeaseReply:
+    def lease(self, node: NodeRow, request: LeaseRequest, network: str = "", address: str = "") -> LeaseReply:
         """Leases for a worker, or none and why. Tasks are made before the decision, or between two of them.
 
-        `network` is where it asks from; empty: this very machine.
+        `network` is where it asks from (empty: this very machine), `address` from where in it; that is not kept.
         """
+        place = Place(network, address, node.node)
         if self._next_unit is not None:
             self.drawing.prepare(self._next_unit, request.max_units)
         for _ in range(TRIES):
             try:
-                return self._decide(node, request, network)
+                return self._decide(node, request, place)
             except NotReady as missing:
                 self.drawing.prepare_again(missing.again)
                 if missing.first is not None:
                     self.drawing.prepare(missing.first, request.max_units)
         return LeaseReply(waiting="a unit: others took those whose tasks were made meanwhile; ask again")
 
-    def _decide(self, node: NodeRow, request: LeaseRequest, network: str) -> LeaseReply:
+    def _decide(self, node: NodeRow, request: LeaseRequest, place: Place) -> LeaseReply:
         context = self._context
         alarms: list[Command] = []
         with context.decision(sweep=True) as (transaction, moment):
             terms = self._calibrating.terms(transaction, request.profile)
-            fresh = self._arrived(transaction, node, moment, network, request.profile)
+            fresh = self._arrived(transaction, node, moment, place.network, request.profile)
             lost = self._abandon(transaction, moment, fresh, request)
-            ask, open_units, moment = self._ask(transaction, moment, fresh, request)
+            ask, open_units, moment = self._ask(transaction, moment, fresh, request, place)
             halted = "" if ask.granted else orders_of(transaction).halted(moment.now_ms) or terms.waiting
             signs = partial(self._lease_document, profile=request.profile, calibration=terms.calibration)
             drawn = self._draws(transaction, moment, signs, alarms, open_units)
@@ -98,7 +100,7 @@ class Work:
         if granted.leases:
             point("hub.lease.after_commit")
         self._note_units(moment, granted)
-        self._note_turn(moment, ask, granted)
+        self._note_turn(moment, ask, granted, place)
         if lost:
             context.changes.notify(Topic.LEASES)  # others may have got nothing for want of these units
         finished = pacing.is_finished(moment.rules, moment.progress)
@@ -153,7 +155,7 @@ class Work:
         return fresh
 
     def _ask(
-        self, transaction: Writer, moment: Moment, node: NodeRow, request: LeaseRequest
+        self, transaction: Writer, moment: Moment, node: NodeRow, request: LeaseRequest, place: Place
     ) -> tuple[leases.Ask, list[UnitRow], Moment]:
         """The request with all that decides about it, the units that are open, and the moment to decide at."""
         fresh = transaction.node(node.node) or node  # what lapsed just now may have cost it something
@@ -168,7 +170,7 @@ class Work:
             max_units=request.max_units,
             held=held,
             granted=granted,
-            crowd=self._crowd(transaction, moment, fresh, held),
+            crowd=self._crowd(transaction, moment, fresh, held, place),
             tempo=self._tempo(transaction, moment),
             policy=request.policy,
             behind=request.behind and _is_known(transaction, request.policy),
@@ -183,7 +185,7 @@ class Work:
             self._tempo_at = (step, pacing.tempo([batch.written_at_ms for batch in found if batch is not None]))
         return self._tempo_at[1]
 
-    def _crowd(self, transaction: Writer, moment: Moment, node: NodeRow, held: int) -> newcomers.Crowd:
+    def _crowd(self, transaction: Writer, moment: Moment, node: NodeRow, held: int, place: Place) -> newcomers.Crowd:
         """How things stand between newcomers and established nodes.
 
         One that is at its limit is not asking, nor one that only asks: who delivers nothing must not keep work from
@@ -196,18 +198,21 @@ class Work:
             if delivers and held < windows.of(moment.rules, node) and node.state is NodeState.ACTIVE:
                 self._asked_ms = moment.now_ms
             return newcomers.Crowd()
+        ahead, ahead_inside = self._context.turns.ahead(place, moment.now_ms, moment.rules.lease_ms)
         return newcomers.Crowd(
             in_hand=transaction.newcomers_in_hand(node.node),
             established=transaction.is_established_here(since_ms),
             asking=self._asked_ms is not None and self._asked_ms >= since_ms,
-            ahead=self._context.turns.ahead(node.network, moment.now_ms, moment.rules.lease_ms),
+            ahead=ahead,
+            ahead_inside=ahead_inside,
+            taken=self._context.turns.taken(place),
         )
 
-    def _note_turn(self, moment: Moment, ask: leases.Ask, granted: leases.Grant) -> None:
+    def _note_turn(self, moment: Moment, ask: leases.Ask, granted: leases.Grant, place: Place) -> None:
         """Who got no unit for another reason than a lack of them does not wait, and nobody has to yield to it."""
         if ask.node.on_probation and not ask.granted and (granted.leases or granted.short):
-            turns = self._context.turns
-            turns.asked(ask.node.network, len(granted.leases), moment.now_ms, granted.yields)
+            inside = granted.short == "inside"
+            self._context.turns.asked(place, len(granted.leases), moment.now_ms, granted.yields, inside)
 
     def _note_delivery(self, node: str, moment: Moment) -> None:
         """Who delivered last is last in the dictionary, so that what no longer counts goes from its front."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from shoal.hub.state import newcomers, pacing, sanctions, windows
 from shoal.hub.state.absence import Absence
@@ -61,14 +62,14 @@ class Grant:
     """The leases, or none and the reason in words; `held_back` if the reason is in the node, not in a lack of units.
 
     `short` if the node could start at once and only a unit is wanting: there is none, newcomers have their share, or it
-    `yields` to others.
+    `yields` to others; "inside" if it is others of its own network that have them, or are first.
     """
 
     leases: tuple[LeaseRow, ...] = ()
     commands: tuple[Command, ...] = ()
     waiting: str = ""
     held_back: bool = False
-    short: bool = False
+    short: Literal["", "everywhere", "inside"] = ""
     yields: bool = False
 
 
@@ -107,17 +108,22 @@ def grant(moment: Moment, open_units: Sequence[UnitRow], ask: Ask, draws: Draws)
         return Grant(waiting=_too_slow(ask, policy), held_back=True)
     room = newcomers.room_for(moment, ask.node, ask.crowd)
     if room is not None and room < 1:
-        own = newcomers.own_room(moment, ask.node, ask.crowd)
-        return Grant(waiting=_crowded(moment, ask), held_back=True, short=own is None or own > 0)
+        return Grant(waiting=_crowded(moment, ask), held_back=True, short=_lacks(moment, ask))
     again = open_units if newcomers.may_try_again(moment, ask.node, ask.crowd) else ()
     free = len(again) + pacing.room(rules, moment.progress)
     left = newcomers.left_by_turns(moment, ask.node, ask.crowd, free)
     if left < 1 <= free:
         waiting = "newcomers of other networks are first: they had fewer units"
-        return Grant(waiting=waiting, held_back=True, short=True, yields=True)
+        return Grant(waiting=waiting, held_back=True, short="everywhere", yields=True)
+    left = min(left, newcomers.left_inside(moment, ask.node, ask.crowd, left))
+    if left < 1 <= free:
+        waiting = "other newcomers of this network are first: they had fewer units"
+        return Grant(waiting=waiting, held_back=True, short="inside", yields=True)
+    if ask.node.lapses and newcomers.is_brief(moment, ask.node, ask.crowd):
+        return Grant(waiting=_BRIEF, held_back=True, short="everywhere")
     units = _pick_units(moment, again, draws, min(count, left) if room is None else min(count, left, room))
     if not units:
-        return Grant(waiting=why_no_unit(moment), held_back=len(again) < len(open_units), short=True)
+        return Grant(waiting=why_no_unit(moment), held_back=len(again) < len(open_units), short="everywhere")
     return _lease_units(moment, units, ask, policy, draws)
 
 
@@ -136,6 +142,20 @@ def give_up(moment: Moment, holdings: Sequence[Holding], left: Container[str]) -
     given = [held for held in holdings if held.lease.lease in left and held.lease.state is LeaseState.ACTIVE]
     ended = [SaveLease(held.lease.to(LeaseState.RELEASED, moment.now_ms), held.lease.state) for held in given]
     return [*ended, *fail(moment, _still_leased(given), trusted=True)]
+
+
+_BRIEF = (
+    "units are left for `lease_s` only, and this node's last lease came to nothing: it gets one that lasts longer when "
+    "other new keys have finished theirs"
+)
+
+
+def _lacks(moment: Moment, ask: Ask) -> Literal["", "everywhere", "inside"]:
+    """What a node lacks that may have no unit as far as newcomers' share goes."""
+    own = newcomers.own_room(moment, ask.node, ask.crowd)
+    if own is None or own > 0:
+        return "everywhere"
+    return "" if ask.crowd.in_hand.own else "inside"
 
 
 def _outdated(policy: PolicyRef, newest: PolicyRef) -> str:
@@ -200,6 +220,7 @@ def _fresh_units(first: int, count: int, draws: Draws) -> list[UnitRow]:
 def _lease_units(moment: Moment, units: list[tuple[UnitRow, bool]], ask: Ask, policy: PolicyRef, draws: Draws) -> Grant:
     leases: list[LeaseRow] = []
     commands: list[Command] = []
+    brief = newcomers.is_brief(moment, ask.node, ask.crowd)
     for unit, is_new in units:
         lease = LeaseRow(
             lease=f"u{unit.unit}a{unit.attempt}",  # unique, because every lease of a unit has its own attempt
@@ -211,9 +232,10 @@ def _lease_units(moment: Moment, units: list[tuple[UnitRow, bool]], ask: Ask, po
             version=policy.version,
             digest=policy.digest,
             issued_at_ms=moment.now_ms,
-            deadline_ms=moment.now_ms + at_first_ms(moment.rules, ask.node, ask.held + len(units)),
-            hard_deadline_ms=moment.now_ms + longest_ms(moment.rules, ask.node),
+            deadline_ms=moment.now_ms + at_first_ms(moment.rules, ask.node, ask.held + len(units), brief),
+            hard_deadline_ms=moment.now_ms + longest_ms(moment.rules, ask.node, brief),
             granted=len(units),
+            brief=brief,
         )
         lease = replace(lease, document=draws.document(lease, unit))
         leases.append(lease)
@@ -222,13 +244,15 @@ def _lease_units(moment: Moment, units: list[tuple[UnitRow, bool]], ask: Ask, po
     return Grant(leases=tuple(leases), commands=tuple(commands))
 
 
-def longest_ms(rules: Rules, node: NodeRow) -> int:
+def longest_ms(rules: Rules, node: NodeRow, brief: bool = False) -> int:
     """How long a lease of this node lasts at the most, however much progress it makes."""
+    if brief:
+        return rules.lease_ms
     most_ms = max(rules.lease_ms, rules.lease_hard_ms)
     return min(most_ms, FIRST_LEASE * rules.lease_ms) if node.unproven else most_ms
 
 
-def at_first_ms(rules: Rules, node: NodeRow, units: int) -> int:
+def at_first_ms(rules: Rules, node: NodeRow, units: int, brief: bool = False) -> int:
     """How long a lease lasts before any progress, for a node that is to generate so many units together.
 
     On probation progress is shown in chunks of `proof_rows` tokens. With fewer than `FIRST_LEASE` of them, one may
@@ -236,7 +260,7 @@ def at_first_ms(rules: Rules, node: NodeRow, units: int) -> int:
     After that it is `PACE_MARGIN` times what the node has needed so far: an established one is believed, but its engine
     says something every few tokens only.
     """
-    most_ms = longest_ms(rules, node)
+    most_ms = longest_ms(rules, node, brief)
     if node.unproven and node.lapses < LONG_TRIES and rules.max_new_tokens < FIRST_LEASE * rules.proof_rows:
         return most_ms
     return min(most_ms, max(rules.lease_ms, PACE_MARGIN * node.pace_ms * units))

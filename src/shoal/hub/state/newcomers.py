@@ -4,8 +4,12 @@
                not judged yet. Who hands in rubbish at once must not get the next unit before the first is judged.
     first      a key that has passed no audit has one unit in hand until its first group is accepted. All such keys of
                one network (/24, /48) together have half of what newcomers may have.
+    brief      half of what such keys may have, and half of what those of one network may, is lent for `lease_s` only,
+               whatever progress is shown: else a few networks could hold all of it for `FIRST_LEASE` × `lease_s`. Who
+               let its last lease lapse gets none of these: a slow machine waits for one that lasts longer.
     turns      what comes free goes to the network that had fewest units since its last accepted group (`Turns`), while
-               there is not enough for all networks that wait, and for about `lease_s` at the most.
+               there is not enough for all networks that wait, and for about `lease_s` at the most; inside a network in
+               the same way to an address, and there to a key.
     again      a unit that was given out before goes to an established node while one is asking, and has delivered of
                late: a newcomer can delay a unit once, not as often as there are keys.
     audits     together they get `newcomer_share` of the tokens that are audited, and what established nodes leave: by
@@ -38,12 +42,15 @@ is submitted at once, and would bring the next unit."""
 @dataclass(frozen=True)
 class Crowd:
     """Nodes on probation, all together: the units in their hands; whether established nodes are here, and asking; and
-    how many other networks wait whose turn it is before this node's."""
+    how many other networks wait whose turn it is before this node's, and how many others inside its network;
+    and how many units were `taken` from its address since a group from there was accepted."""
 
     in_hand: InHand = field(default_factory=InHand)
     established: bool = False
     asking: bool = False
     ahead: int = 0
+    ahead_inside: int = 0
+    taken: int = 0
 
 
 def most_in_hand(moment: Moment) -> int:
@@ -63,16 +70,29 @@ def room_for(moment: Moment, node: NodeRow, crowd: Crowd) -> int | None:
 
 def counted(moment: Moment, node: NodeRow, crowd: Crowd) -> int:
     """How many units newcomers have in hand, as far as this node is concerned: another network counts for half of the
-    share at the most. It may have more, from before established nodes were here, or because nobody else wanted any."""
-    most = of_one_network(most_in_hand(moment))
-    return sum(
+    share at the most, and so do the long leases of all others together. They may have more, from before established
+    nodes were here, or because nobody else wanted any. Nothing is on top of the share for addresses that waste it."""
+    most = half(most_in_hand(moment))
+    if _rounds(crowd, most):
+        return sum(crowd.in_hand.networks.values())
+    units = sum(
         units if network in ("", node.network) else min(units, most)
         for network, units in crowd.in_hand.networks.items()
     )
+    return units - max(0, _long_elsewhere(node, crowd, most) - most) - _excess(node, crowd, most)
 
 
-def of_one_network(units: int) -> int:
+def _long_elsewhere(node: NodeRow, crowd: Crowd, most: int) -> int:
+    long = crowd.in_hand.long
+    return sum(min(units, most) for network, units in long.items() if network not in ("", node.network))
+
+
+def half(units: int) -> int:
     return max(1, units // 2)
+
+
+def all_together(moment: Moment, crowd: Crowd) -> int:
+    return most_in_hand(moment) if crowd.established else pacing.cap(moment.rules, moment.progress)
 
 
 def own_room(moment: Moment, node: NodeRow, crowd: Crowd) -> int | None:
@@ -81,9 +101,32 @@ def own_room(moment: Moment, node: NodeRow, crowd: Crowd) -> int | None:
         return None
     if not node.network:
         return FIRST_UNITS - crowd.in_hand.own
-    all_together = most_in_hand(moment) if crowd.established else pacing.cap(moment.rules, moment.progress)
-    unproven = crowd.in_hand.unproven.get(node.network, 0)
-    return min(FIRST_UNITS - crowd.in_hand.own, of_one_network(all_together) - unproven)
+    return min(FIRST_UNITS - crowd.in_hand.own, _network_room(moment, node, crowd))
+
+
+def _network_room(moment: Moment, node: NodeRow, crowd: Crowd) -> int:
+    most = half(all_together(moment, crowd))
+    rounds, unproven = _rounds(crowd, most), crowd.in_hand.unproven.get(node.network, 0)
+    return max(1, most >> 2 * rounds) - unproven if rounds else most - unproven + _excess(node, crowd, most)
+
+
+def _excess(node: NodeRow, crowd: Crowd, most: int) -> int:
+    """How many more long leases new keys of the node's network have than they may now that it may have `most` units."""
+    return max(0, crowd.in_hand.long.get(node.network, 0) - half(most)) if node.network else 0
+
+
+def _rounds(crowd: Crowd, most: int) -> int:
+    """How often this node's address has taken half of what its network may have, and no group of it was accepted."""
+    return crowd.taken // half(most)
+
+
+def is_brief(moment: Moment, node: NodeRow, crowd: Crowd) -> bool:
+    """Whether the next lease of this node is one of those that end after `lease_s`, whatever progress it makes."""
+    if not node.unproven or not node.network or moment.rules.newcomer_share >= 1:
+        return False
+    most, own = all_together(moment, crowd), crowd.in_hand.long.get(node.network, 0)
+    of_a_network = half(half(most))
+    return own >= of_a_network or own + _long_elsewhere(node, crowd, of_a_network) >= half(most)
 
 
 def left_by_turns(moment: Moment, node: NodeRow, crowd: Crowd, free: int) -> int:
@@ -93,6 +136,15 @@ def left_by_turns(moment: Moment, node: NodeRow, crowd: Crowd, free: int) -> int
     if is_bounded(moment, node, crowd):
         free = min(free, most_in_hand(moment) - counted(moment, node, crowd))
     return max(0, free - crowd.ahead)
+
+
+def left_inside(moment: Moment, node: NodeRow, crowd: Crowd, left: int) -> int:
+    """How many of the units that are `left` for its network are so for this node: one each for those before it."""
+    if not node.on_probation or not node.network or moment.rules.newcomer_share >= 1:
+        return left
+    if node.unproven:
+        left = min(left, _network_room(moment, node, crowd))
+    return max(0, left - crowd.ahead_inside)
 
 
 def may_try_again(moment: Moment, node: NodeRow, crowd: Crowd) -> bool:

@@ -146,6 +146,7 @@ class LeaseRow:
 
     `deadline_ms` is the soft one: it moves on while `progress` (tokens, as the node says) grows, up to the hard one.
     `granted` is how many leases its request got: they are generated together, so what they take is shared by them.
+    A `brief` one ends after `lease_s`, whatever progress is made (`newcomers.is_brief`).
     """
 
     lease: str
@@ -164,6 +165,7 @@ class LeaseRow:
     progress: int = 0
     ended_at_ms: int | None = None
     granted: int = 1
+    brief: bool = False
 
     @property
     def policy(self) -> PolicyRef:
@@ -308,11 +310,12 @@ class NodeRow:
 @dataclass(frozen=True)
 class InHand:
     """Units in the hands of nodes on probation, leased, or submitted and not judged yet: of one of them (`own`), by
-    network, and those of unproven nodes by network."""
+    network, and those of unproven nodes by network; `long` are leases of theirs that are not `brief`."""
 
     own: int = 0
     networks: Mapping[str, int] = field(default_factory=dict)
     unproven: Mapping[str, int] = field(default_factory=dict)
+    long: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

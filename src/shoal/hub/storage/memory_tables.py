@@ -97,11 +97,14 @@ class Hands:
     def __init__(self) -> None:
         self.networks: Counter[str] = Counter()
         self.unproven: Counter[str] = Counter()
+        self.long: Counter[str] = Counter()
         self._held: Counter[str] = Counter()
+        self._held_long: Counter[str] = Counter()
         self._newcomers: dict[str, NodeRow] = {}
         self.nodes: Told[str, NodeRow] = Told(lambda row: self._node(row, 1), lambda row: self._node(row, -1))
         self.leases: Told[str, LeaseRow] = Told(
-            lambda row: self._unit(row.node, _is_active(row)), lambda row: self._unit(row.node, -_is_active(row))
+            lambda row: self._unit(row.node, _is_active(row), _is_active(row) and not row.brief),
+            lambda row: self._unit(row.node, -_is_active(row), -(_is_active(row) and not row.brief)),
         )
         self.submissions: Told[str, SubmissionRow] = Told(
             lambda row: self._unit(row.node, _is_unjudged(row)), lambda row: self._unit(row.node, -_is_unjudged(row))
@@ -109,24 +112,26 @@ class Hands:
 
     def _node(self, row: NodeRow, sign: int) -> None:
         if row.on_probation:
-            self._count(row, sign * self._held[row.node])
+            self._count(row, sign * self._held[row.node], sign * self._held_long[row.node])
             if sign > 0:
                 self._newcomers[row.node] = row
             else:
                 del self._newcomers[row.node]
 
-    def _unit(self, node: str, sign: int) -> None:
-        self._held[node] += sign
+    def _unit(self, node: str, units: int, long: int = 0) -> None:
+        self._held[node] += units
+        self._held_long[node] += long
         if node in self._newcomers:
-            self._count(self._newcomers[node], sign)
+            self._count(self._newcomers[node], units, long)
 
-    def _count(self, row: NodeRow, units: int) -> None:
+    def _count(self, row: NodeRow, units: int, long: int) -> None:
         self.networks[row.network] += units
         self.unproven[row.network] += units * row.unproven
+        self.long[row.network] += long * row.unproven
 
     def of(self, node: str) -> InHand:
         own = self._held[node] if node in self._newcomers else 0
-        return InHand(own, +self.networks, +self.unproven)
+        return InHand(own, +self.networks, +self.unproven, +self.long)
 
 
 def _is_active(row: LeaseRow) -> bool:

@@ -21,6 +21,7 @@ from sqlalchemy import (
     not_,
     or_,
     select,
+    true,
     tuple_,
     union_all,
 )
@@ -93,8 +94,8 @@ _HELD_BY = _ACTIVE.where(tables.leases.c.node == bindparam("key")).order_by(
 )
 _OVERDUE = _ACTIVE.where(tables.leases.c.deadline_ms <= bindparam("now_ms")).order_by(tables.leases.c.unit)
 _HANDS = union_all(
-    select(tables.leases.c.node).where(tables.leases.c.state == LeaseState.ACTIVE.value),
-    select(tables.submissions.c.node).where(UNJUDGED),
+    select(tables.leases.c.node, tables.leases.c.brief).where(tables.leases.c.state == LeaseState.ACTIVE.value),
+    select(tables.submissions.c.node, true().label("brief")).where(UNJUDGED),
 ).subquery()
 _IN_HAND: Select[Any] = (
     select(
@@ -102,7 +103,11 @@ _IN_HAND: Select[Any] = (
         func.count(),
         *(
             func.sum(case((which, 1), else_=0))
-            for which in (tables.nodes.c.passed == 0, tables.nodes.c.node == bindparam("who"))
+            for which in (
+                tables.nodes.c.passed == 0,
+                and_(tables.nodes.c.passed == 0, _HANDS.c.brief.is_(False)),
+                tables.nodes.c.node == bindparam("who"),
+            )
         ),
     )
     # joined: what is in hand is little, fresh keys may be many
@@ -236,7 +241,8 @@ class SqlReader:
         return InHand(
             own=sum(int(own) for *_, own in rows),
             networks={network: int(units) for network, units, *_ in rows},
-            unproven={network: int(units) for network, _, units, _ in rows},
+            unproven={network: int(units) for network, _, units, *_ in rows},
+            long={network: int(units) for network, _, _, units, _ in rows},
         )
 
     def is_established_here(self, since_ms: int) -> bool:

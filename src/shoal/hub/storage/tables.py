@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from sqlalchemy import (
     BigInteger,
+    Boolean,
     Column,
     Float,
     ForeignKey,
@@ -109,6 +110,7 @@ leases = Table(
     Column("progress", BigInteger, nullable=False),
     Column("ended_at_ms", BigInteger),
     Column("granted", Integer, nullable=False),
+    Column("brief", Boolean, nullable=False),
     # One lease per attempt: two nodes that race for a unit cannot both get it.
     UniqueConstraint("unit", "attempt", name="one_lease_per_attempt"),
     # The same request gets the same leases: a retry cannot take a unit twice.
