@@ -1,10 +1,11 @@
 """What does a flood of fresh keys cost honest workers, and an honest newcomer?
 
-    python benchmarks/newcomer_flood.py [--seconds 180] [--staleness 1] [--floods 0,100,1000]
+    python benchmarks/newcomer_flood.py [--seconds 180] [--staleness 1] [--floods 0,100,1000] [--same-network]
 
 The real hub services over a real SQLite file, under a manual clock. Eight established workers take 4 s for a group; one
 validator audits 4 groups a second; a trainer takes 1 s for a step of 16 groups. After the warm-up an honest newcomer
-arrives that takes 4 s for a group, too. Beside them a number of fresh keys of another network that
+arrives that takes 4 s for a group, too. Beside them a number of fresh keys of another network (or of another
+address of its own, `--same-network`) that
 
     sit       lease all they are given, are heard of like anybody, say in every heartbeat that they have gone on (so
               that their leases should be renewed), and hand nothing in until their leases run out
@@ -70,6 +71,7 @@ SUSPENDED_S = 60.0
 GROUPS_PER_STEP, GROUP_SIZE, TOKENS = 16, 2, 4
 
 HOME, FLOOD = "192.0.2.0/24", "198.51.100.0/24"
+HOME_ADDRESS, FLOOD_ADDRESS = "192.0.2.7", "192.0.2.9"
 
 Flood = Literal["sit", "rubbish"]
 
@@ -112,6 +114,7 @@ class Scenario:
     keys: int
     share: float
     staleness: int
+    network: str = FLOOD
 
 
 @dataclass(frozen=True)
@@ -188,7 +191,7 @@ class World:
             row = replace(row, passed=PROBATION_AUDITS, streak=PROBATION_AUDITS, accepted=PROBATION_AUDITS)
             with self.hub.context.storage.write() as transaction:
                 transaction.apply([SaveNode(row, row.state)])
-        return Worker(row, [], honest=honest, network=HOME if honest else FLOOD)
+        return Worker(row, [], honest=honest, network=HOME if honest else self.scenario.network)
 
     @property
     def now_s(self) -> float:
@@ -298,7 +301,7 @@ class World:
         self.random.shuffle(idle)
         in_vain: set[str] = set()
         for worker in idle:
-            kind = "newcomer" if worker is self.newcomer else worker.network
+            kind = f"{worker.network} {worker.honest} {worker is self.newcomer}"
             if kind in in_vain:
                 continue
             waiting = self._lease(worker)
@@ -313,7 +316,7 @@ class World:
         with self.hub.context.storage.write(durable=False) as transaction:
             transaction.touch_presence(worker.node.node, self.hub.context.clock.now_ms())  # as with any signed call
         before_s = time.perf_counter()
-        reply = self.hub.work.lease(worker.node, ask, worker.network)
+        reply = self.hub.work.lease(worker.node, ask, worker.network, HOME_ADDRESS if worker.honest else FLOOD_ADDRESS)
         self.lease_times_s.append(time.perf_counter() - before_s)
         worker.leases = [Lease.model_validate(signed.document) for signed in reply.leases]
         worker.busy_until_s = self.now_s + GROUP_S
@@ -339,6 +342,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=180, help="simulated, after a warm-up of 30")
     parser.add_argument("--staleness", type=int, default=1)
     parser.add_argument("--floods", default="100,1000", help="numbers of fresh keys, beside none")
+    parser.add_argument("--same-network", action="store_true", help="the fresh keys are in the honest newcomer's /24")
     options = parser.parse_args()
     print(
         "| fresh keys | they | share | groups/s of the established | of a newcomer | steps/min | a lease takes |\n"
@@ -348,7 +352,7 @@ def main() -> None:
     floods = [int(text) for text in options.floods.split(",")]
     calm = [Scenario("sit", 0, 0.25, options.staleness)]
     loud = [
-        Scenario(flood, keys, share, options.staleness)
+        Scenario(flood, keys, share, options.staleness, HOME if options.same_network else FLOOD)
         for flood in ("sit", "rubbish")
         for keys in floods
         for share in (0.25, 1.0)
