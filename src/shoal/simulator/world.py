@@ -31,7 +31,7 @@ from shoal.simulator.blobs import MemoryBlobs
 from shoal.simulator.scenario import Scenario
 
 TICK_S = 1.0
-POLL_S = 5.0
+POLL_S = 20.0
 """A long poll that got nothing is made again after this time."""
 GATHER_S = 0.05
 IN_VAIN = 3
