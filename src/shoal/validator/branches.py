@@ -45,6 +45,7 @@ TIME_SHARE = 0.1
 SMALLEST = 4
 LONGEST = 512  # a block of so many steps of decoding takes up to 15 s
 MOST_SAVED = 16_384
+FIRST_S = 3.0  # counted as spent at first, so that the first verdicts of a process wait for no branch
 RICH = 8  # branches of the largest size that must have been saved up for
 
 Score = Callable[[Sequence[Group]], Sequence[Scored | ScoringFailure]]
@@ -140,7 +141,7 @@ class Lookout:
     saved: float = 0.0
 
     def __post_init__(self) -> None:
-        self._began_s, self._spent_s = self.clock.monotonic_s(), 0.0
+        self._began_s, self._spent_s = self.clock.monotonic_s(), FIRST_S
 
     def look(
         self, judged: Sequence[tuple[Case, Sequence[RolloutReward]]], engine: Engine, score: Score
