@@ -98,7 +98,7 @@ def profile() -> Profile:
     clean = ready(ScriptedEngine())
     cases = [
         Case(each.lease, read_body(each.body)[0], "", clean.vocabulary_size, clean.hidden_size, Profile(key=KIND))
-        for each in handed_in(ready(Rounding()), leases(4_000, 40))
+        for each in handed_in(ready(Rounding()), leases(4_000, 24))
     ]
     for case, replay in zip(cases, replay_all(clean, cases), strict=True):
         assert not isinstance(replay, Exception)

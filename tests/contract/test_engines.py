@@ -104,6 +104,21 @@ def test_it_remembers_the_policy_it_holds(engine, other_weights):
     assert engine.policy == OTHER
 
 
+def test_a_completion_that_has_begun_is_continued_with_the_uniforms_of_its_places(engine, tiny):
+    """Of different lengths, all in one call: what the same seed gave from there on."""
+    request = group(tiny)
+    whole = engine.generate([request])[0]
+    long = [(seed, each) for seed, each in zip(request.seeds, whole, strict=True) if len(each.token_ids) > 3]
+    begun = [
+        replace(request, prompt_ids=(*request.prompt_ids, *each.token_ids[:n].tolist()), seeds=(seed,), begun=n)
+        for n, (seed, each) in zip((1, 2, 3), long, strict=False)
+    ]
+    continued = engine.generate(begun)
+    assert len(continued) == 3
+    for n, (_, each), [rest] in zip((1, 2, 3), long, continued, strict=False):
+        assert rest.token_ids[: len(each.token_ids) - n].tolist() == each.token_ids[n:].tolist()
+
+
 def test_one_list_per_request_one_completion_per_seed_in_order(engine, tiny):
     requests = [group(tiny, prompt, range(i, i + 3 + i)) for i, prompt in enumerate(PROMPTS)]
     together = engine.generate(requests)

@@ -169,6 +169,8 @@ def calibration_report(measured: Measurement, out: Path) -> Iterator[str]:
             f" (limit {profile.proofs.drift_mantissa:g})"
         )
         yield (f"  log-probabilities  off by {bands.logprob_max:.2g} at most (limit {profile.logprobs.largest:g})")
+        share, bits = measured.choices[name]
+        yield f"  choice    {share:.2%} of tokens have a neighbour that passes unseen: {bits:.3f} bits a token"
         failures = measured.failures[name]
         yield f"  {len(failures)} of {measured.groups} honest groups fail" + (
             f": {', '.join(sorted(set(failures)))}" if failures else ""

@@ -33,6 +33,7 @@ from shoal.protocol import Lease, ProofParameters, SamplingParameters
 from shoal.sampling import check_seeded
 from shoal.toploc import Comparisons, check_proofs, chunk_rows
 from shoal.validator.bands import MARGIN, Bands, limits_from
+from shoal.validator.branches import choice_bits
 from shoal.validator.case import Case, Replay
 from shoal.validator.checks import AFTER_PREFILL, run_checks
 from shoal.validator.profiles import Measured, Profile
@@ -129,6 +130,7 @@ class Measurement:
 
     `bands` are those of each validator, `variants` those of each kernel or batch size. `failures` are the reasons for
     which honest groups would be rejected, by validator. `problems` are why the limits must not be used, in words.
+    `choices` are the share of tokens with a neighbour that would not show, and the bits per token to choose by it.
     """
 
     profile: Profile
@@ -139,6 +141,7 @@ class Measurement:
     catches: tuple[Catch, ...]
     problems: tuple[str, ...]
     seconds: float
+    choices: Mapping[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
 
 
 def measure(
@@ -174,9 +177,9 @@ def measure(
     )
     groups = sum(len(cases) for cases in honest.values())
     problems = (*_uncaught(catches, bar), *_rejected(groups, failures))
-    return Measurement(
-        profile, bands, variants, groups, failures, catches, problems, round(time.monotonic() - began, 1)
-    )
+    choices = {name: choice_bits(cases, 2 * bands[name].outside_distance) for name, cases in every.items()}
+    seconds = round(time.monotonic() - began, 1)
+    return Measurement(profile, bands, variants, groups, failures, catches, problems, seconds, choices)
 
 
 def has_moved(worker: Engine, validator: Engine, plan: Plan, limits: Profile) -> bool:

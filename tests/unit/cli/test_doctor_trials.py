@@ -26,6 +26,7 @@ def test_a_calibration_writes_a_profile_and_overwrites_none(tmp_path: Path, caps
     assert main(arguments) == 0
     shown = capsys.readouterr()
     assert "honest groups fail" in shown.out
+    assert "bits a token" in shown.out
     assert "int4 weights" in shown.out
     assert "main, 0 of 384 sequences" in shown.err
     profile = read_profile(out)
