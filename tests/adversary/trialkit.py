@@ -5,12 +5,15 @@ For what a run would take too long to show: many groups, many tokens, rates.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
+import torch
 
 from shoal.engines import Engine, GenerationRequest
+from shoal.engines import build as build_engine
 from shoal.engines.shelf import LoadedPolicy
 from shoal.engines.submission import submission_of
 from shoal.engines.torch import TorchEngine
@@ -115,7 +118,7 @@ class Court:
         self.loaded: LoadedModel = load_model(model)
         self.environment_name = environment
         self.environment = build(EnvironmentSettings(name=environment))
-        self.judge = Judge(self.environment, PROFILES)
+        self.judge = Judge(self.environment, PROFILES, second_engine=self.second_engine)
         self.profile = profile
         self.group_size = group_size
         self.sampling = SamplingParameters(
@@ -129,6 +132,13 @@ class Court:
     def engine(self) -> TorchEngine:
         """Shares the model's weights, whoever trains them."""
         return TorchEngine.wrap(self.loaded.model)
+
+    def second_engine(self, policy: PolicyRef, dtype: str) -> Engine:
+        """What the validator takes its second look with."""
+        engine = build_engine("torch", self.files, "cpu", dtype)
+        rounded = copy.deepcopy(self.loaded.model).to(getattr(torch, dtype))  # as a run of that format publishes it
+        engine.load_policy(policy, policy_views(rounded))
+        return engine
 
     def task(self, unit: int) -> Task:
         tasks = self.environment.tasks("train")

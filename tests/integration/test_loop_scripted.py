@@ -510,7 +510,8 @@ def test_a_unit_that_a_validator_left_goes_to_the_next_one(start: Callable[..., 
     again = dead.open_own_lease(second)
     assert (again.unit, again.seeds, again.attempt) == (unit, lease.seeds, lease.attempt + 1)
     run.validator()  # the same key: it takes over what is left
-    assert [group.unit for group in run.train(0).groups] == [unit]
+    done = ("accepted", "dropped")  # dropped: its rewards happen to be equal
+    eventually(lambda: run.trainer.unit(unit).state in done, lambda: run.trainer.unit(unit))
 
 
 def unsure_twice(run: Run) -> int:

@@ -5,7 +5,8 @@
                                    ├─ light: as it is claimed ──────────────────────┐
                                    └─ full: replay (one prefill for all) ─► after ─┬┴─► objection, reward ─► accepted
                                               │ the engine fails on it             └──► rejected    (all at once)
-                                              └► unsure
+                                              └► unsure                                 by statistics or unsure: after a
+                                                                                        second look (`second`)
     shown progress: a few of these checks on one rollout; rejected for certain, or no verdict (`progress`)
 
 What there was no time to score has no verdict: it is for later, or for somebody else. Pure but for the engine, the
@@ -31,6 +32,7 @@ from shoal.protocol.calibration import format_of
 from shoal.rewards import DirectScorer, NotBegun, Scorer
 from shoal.rewards.panel import Panel
 from shoal.runtime.clock import Clock, SystemClock
+from shoal.validator import second
 from shoal.validator.branches import Lookout
 from shoal.validator.case import Case, Finding, Replay, read_body
 from shoal.validator.checks import (
@@ -94,6 +96,7 @@ class Judge:
     pick: Callable[[int], int] = field(default=secrets.randbelow, repr=False)
     lookout: Lookout | None = field(default=None, repr=False)  # None: no branches are looked at
     calibrations: Callable[[str], Profiles | None] = field(default=lambda _digest: None, repr=False)  # by digest
+    second_engine: second.Engines = field(default=lambda _policy, _dtype: None, repr=False)
 
     def knows(self, lease: Lease) -> bool:
         """Whether the lease was made for this validator's environment: if not, it has nothing to say about it."""
@@ -119,7 +122,8 @@ class Judge:
         full = [entry for entry in opened if isinstance(entry, _Open) and entry.docket.audit.depth != "light"]
         replays = dict(zip(map(id, full), replay_all(loaded.engine, [entry.case for entry in full]), strict=True))
         judged = [
-            entry if isinstance(entry, Verdict) else self._judged(entry, replays.get(id(entry))) for entry in opened
+            entry if isinstance(entry, Verdict) else self._judged(entry, replays.get(id(entry)), loaded)
+            for entry in opened
         ]
         held = [entry for entry in judged if isinstance(entry, _Open)]
         rewarded = self._rewards([Group(entry.case.lease, entry.case.rollouts) for entry in held], loaded)
@@ -189,7 +193,7 @@ class Judge:
             return f"the lease says a length target of {lease.length_target}; by its run and unit it is {target}"
         return ""
 
-    def _judged(self, entry: _Open, replay: Replay | Exception | None) -> _Open | Verdict | None:
+    def _judged(self, entry: _Open, replay: Replay | Exception | None, loaded: LoadedPolicy) -> _Open | Verdict | None:
         """The checks after the prefill; a verdict unless all held. Shown progress that holds has none."""
         docket, case, findings = entry.docket, entry.case, entry.findings
         if isinstance(replay, Exception):
@@ -205,6 +209,8 @@ class Judge:
             case.replay = replay
             findings += run_all(AFTER_PREFILL, case)
             entry.tally = case.tally
+            if second.is_needed(findings):
+                findings[:], entry.tally = self._second_look(case, findings, loaded)
         last = findings[-1]
         if last.unsure:
             return docket.unsure(findings, last.reason, last.result.message, self.clock.now_ms(), entry.tally)
@@ -217,6 +223,19 @@ class Judge:
         if not last.passed:
             return docket.rejected(findings, self.clock.now_ms(), entry.tally)
         return entry
+
+    def _second_look(self, case: Case, first: list[Finding], loaded: LoadedPolicy) -> tuple[list[Finding], Tally]:
+        dtype, engine = format_of(case.lease.profile), loaded.engine
+        if format_of(engine.kind) != dtype:
+            other = self.second_engine(loaded.ref, dtype) if dtype in case.profile.validators else None
+            if other is None:
+                return second.settle(case, first, None, ())
+            engine = other
+        [replay] = replay_all(engine, [case])
+        if isinstance(replay, Exception) or not replay.is_finite:
+            return second.settle(case, first, None, ())
+        again = replace(case, replay=replay)
+        return second.settle(case, first, again, run_all(AFTER_PREFILL, again))
 
     def _rewards(self, groups: Sequence[Group], loaded: LoadedPolicy) -> list[Scored | ScoringFailure]:
         if not groups:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 
@@ -64,6 +64,7 @@ from shoal.validator.generating import Generating
 from shoal.validator.judge import Judge
 from shoal.validator.notes import Notebook
 from shoal.validator.profiles import load_profiles
+from shoal.validator.second import SecondEngines
 from shoal.validator.settings import ValidatorConfig, ValidatorSettings, measurable_kinds, profile_keys
 from shoal.validator.verdicts import MACHINERY_POLICY, MACHINERY_REWARD, Docket
 
@@ -118,8 +119,9 @@ def _judge_with(client: HubClient, judge: Judge, config: ValidatorConfig, stop: 
     _check_profiles(client.run_info().profiles, settings, config.engine)
     weights = downloader_of(client.trusted_run(), config.folder / "cache", stop, settings.held_versions)
     with closing(weights) as downloader, Prefetch(downloader, stop):
+        fetch = Following(client, downloader)
         shelf = EngineShelf(
-            Following(client, downloader),
+            fetch,
             lambda files: build(config.engine, files, settings.device, settings.dtype),
             settings.held_versions,
             memory_bytes // 2,
@@ -128,8 +130,9 @@ def _judge_with(client: HubClient, judge: Judge, config: ValidatorConfig, stop: 
             ),
         )
         calibrator = Calibrator(client, shelf, judge, config.engine, settings, SystemClock())
-        judge = replace(judge, calibrations=calibrator.limits)
-        Validator(client, shelf, judge, settings, stop, kind=kind, calibrator=calibrator).run()
+        others = SecondEngines(config.engine, settings.device, fetch)
+        judge = replace(judge, calibrations=calibrator.limits, second_engine=others.get)
+        Validator(client, shelf, judge, settings, stop, kind=kind, calibrator=calibrator, idle=others.drop).run()
 
 
 def _check_profiles(taken: Sequence[str], settings: ValidatorSettings, engine: str) -> None:
@@ -185,12 +188,15 @@ class Validator:
         clock: Clock = SystemClock(),
         kind: str = "",
         calibrator: Calibrator | None = None,
+        idle: Callable[[], None] = lambda: None,
     ) -> None:
-        """`kind` is what it generates with; without it, it is given nothing to generate."""
+        """`kind` is what it generates with; without it, it is given nothing to generate. `idle` is called when there
+        is nothing to audit."""
         self._client = client
         self._calibrator = calibrator
         self._shelf = shelf
         self._kind = kind
+        self._idle = idle
         self._judge = judge
         self._settings = settings
         self._stop = stop
@@ -223,6 +229,7 @@ class Validator:
                         self.audit(reply.audits)
                         self._generating.generate(reply.generate)
                     if not reply.audits:
+                        self._idle()
                         self._prepare()
                     self._evaluating.measure(reply.evaluation)
             except DeadlineExceeded:

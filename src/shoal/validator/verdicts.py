@@ -20,6 +20,8 @@ MACHINERY_PREFILL = "machinery.prefill"
 MACHINERY_REWARD = "reward.machinery"
 MACHINERY_ACCIDENT = "sampling.accident"
 MACHINERY_DISTRUSTED = "sampling.distrusted"
+MACHINERY_SECOND_PASSED = "second.passed"
+MACHINERY_SECOND_MISSING = "second.missing"
 
 MACHINERY = {
     MACHINERY_POLICY: "the validator could not fetch the lease's policy",
@@ -30,6 +32,8 @@ MACHINERY = {
     MACHINERY_REWARD: "the reward could not be computed",
     MACHINERY_ACCIDENT: "a few tokens are far off, as happens by itself in the worker's number format (its profile)",
     MACHINERY_DISTRUSTED: "tokens pass only by the tolerance, and by such tokens its owner, or newcomers, gain reward",
+    MACHINERY_SECOND_PASSED: "a statistical check failed, but not in a second look in the worker's own format",
+    MACHINERY_SECOND_MISSING: "a statistical check failed, and this validator has not the worker's own format",
 }
 
 NOTHING_COUNTED = Tally()

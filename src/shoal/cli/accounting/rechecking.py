@@ -32,6 +32,7 @@ from shoal.validator import Judge, ValidatorConfig, load_profiles
 from shoal.validator.calibrating import profiles_of
 from shoal.validator.profiles import Profiles
 from shoal.validator.recheck import Kept, Rechecked, recheck
+from shoal.validator.second import SecondEngines
 
 FETCH_S = 600.0
 START_S = 30.0
@@ -119,7 +120,10 @@ def _machinery(
             pool.start()
             panel.prepare()
             profiles = load_profiles(settings.profiles)
-            judge = Judge(environment, profiles, config.shuffle_rewards, scorer=pool, panel=panel)
+            others = SecondEngines(config.engine, settings.device, downloader.fetch)
+            judge = Judge(
+                environment, profiles, config.shuffle_rewards, scorer=pool, panel=panel, second_engine=others.get
+            )
             yield (
                 judge,
                 EngineShelf(

@@ -22,7 +22,7 @@ from shoal.hub.state.machines import UNDECIDED_SUBMISSIONS, SubmissionState, Uni
 from shoal.hub.state.refusals import Refusal
 from shoal.hub.state.rewards import has_equal_rewards, pass_rate
 from shoal.hub.state.rows import Holding, Moment, NodeRow, Rules, SubmissionRow, UnitRow
-from shoal.hub.state.units import UNJUDGED, VOID_STALE, fail, refill_alarm
+from shoal.hub.state.units import NOT_THE_NODES, VOID_STALE, fail, refill_alarm
 from shoal.protocol import Outcome, Severity, Tally, Verdict, document_hash
 
 
@@ -119,7 +119,7 @@ def judge(moment: Moment, case: Case, ruling: Ruling) -> list[Command]:
         return commands + _reject(moment, case, ruling)
     if spread:
         return [*commands, *_unsure(moment, case, kinds.failed(case.node, verdict, moment.now_ms), ""), spread]
-    node = reputation.unsure(case.node, verdict, own_fault=verdict.reason not in UNJUDGED)
+    node = reputation.unsure(case.node, verdict, own_fault=verdict.reason not in NOT_THE_NODES)
     return commands + _unsure(moment, case, node, verdict.reason)
 
 

@@ -28,8 +28,12 @@ UNJUDGED = {
     "machinery.profile": "could not be checked, as a validator has no profile for what generated them",
     "machinery.environment": "could not be scored, as a validator has another environment than the hub",
     "machinery.prefill": "could not be checked, as a validator's engine failed",
+    "second.missing": "failed a statistical check that a validator could not confirm in the worker's own number format",
 }
 """Reasons of unsure audits that their owner can mend. An accident of rounding is none."""
+
+NOT_THE_NODES = frozenset(UNJUDGED) - {"second.missing"}
+"""Those of them that say nothing about the node."""
 
 TRUSTED_AFTER = 2
 """Unsure attempts of workers after which a validator generates the unit."""

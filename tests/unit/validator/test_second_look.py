@@ -1,0 +1,139 @@
+"""The second look: no statistical rejection without one in the worker's own number format."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from honest import POLICY, LengthEnvironment, docket, engine, lease, loaded, weights
+
+from shoal.engines import Engine, Prefill, PrefillRequest
+from shoal.engines.scripted import ScriptedEngine
+from shoal.engines.shelf import LoadedPolicy
+from shoal.errors import ResourceError
+from shoal.protocol import Outcome, PolicyRef, ProofParameters, Severity, Verdict
+from shoal.validator import Judge, judge
+from shoal.validator.case import Case, Finding, failed, passed, unsure
+from shoal.validator.profiles import Profile
+from shoal.validator.second import SecondEngines
+
+COARSE = "scripted/cpu/bfloat16"
+RIGHT, WRONG = 3.0, 4.0
+PROFILES = {
+    COARSE: Profile(key=COARSE, validators=("float32", "bfloat16")),
+    "scripted/cpu/float32": Profile(key="scripted/cpu/float32"),
+}
+
+
+def drift(case: Case, severity: Severity | None = Severity.STATISTICAL) -> Finding:
+    """Fails if the engine that replayed has other weights than the worker."""
+    off = float(np.abs(case.claimed - case.replayed.logprobs).mean())
+    return passed("proofs", off=off) if off < 1e-3 else failed("proofs.drift", "a little off", severity, off=off)
+
+
+def certain(case: Case) -> Finding:
+    return drift(case, Severity.CERTAIN)
+
+
+def accident(case: Case) -> Finding:
+    return passed("accident") if drift(case).passed else unsure("sampling.accident", "nobody can tell")
+
+
+@pytest.fixture(autouse=True)
+def only_drift(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(judge, "AFTER_PREFILL", (drift,))
+
+
+def judged(first: LoadedPolicy, second: Engine | None, profile: str = COARSE, **profiles: Any) -> Verdict:
+    asked: list[tuple[PolicyRef, str]] = []
+
+    def engine_of(policy: PolicyRef, dtype: str) -> Engine | None:
+        asked.append((policy, dtype))
+        return second
+
+    found = Judge(LengthEnvironment(), {**PROFILES, **profiles}, second_engine=engine_of)
+    [verdict] = found.verdicts([docket(lease(profile=profile))], first)
+    assert set(asked) <= {(POLICY, "bfloat16")}
+    return verdict
+
+
+def test_what_passes_the_second_look_is_unsure() -> None:
+    verdict = judged(loaded(WRONG), engine(RIGHT))
+    assert (verdict.outcome, verdict.reason, verdict.severity) == (Outcome.UNSURE, "second.passed", None)
+    assert "in bfloat16, the worker's own number format, the group is in order: a little off" in verdict.message
+
+
+def test_what_fails_both_looks_is_rejected_and_both_are_in_the_verdict() -> None:
+    verdict = judged(loaded(WRONG), engine(WRONG + 1))
+    assert (verdict.outcome, verdict.reason) == (Outcome.REJECTED, "proofs.drift")
+    assert verdict.severity is Severity.STATISTICAL
+    failures = {check.check: check for check in verdict.checks if not check.passed}
+    assert list(failures) == ["second", "proofs"]
+    assert failures["second"].evidence["format"] == "bfloat16"
+    assert failures["second"].evidence["off"] != failures["proofs"].evidence["off"]
+
+
+def test_a_machine_that_cannot_look_again_is_unsure_and_says_why() -> None:
+    verdict = judged(loaded(WRONG), None)
+    assert (verdict.outcome, verdict.reason) == (Outcome.UNSURE, "second.missing")
+    assert "this validator cannot compute in bfloat16 to confirm it" in verdict.message
+
+
+def test_a_profile_that_is_not_for_the_workers_own_format_allows_no_second_look() -> None:
+    profile = Profile(key=COARSE, validators=("float32",))
+    assert judged(loaded(WRONG), engine(WRONG), **{COARSE: profile}).reason == "second.missing"
+
+
+def test_what_passes_the_first_look_is_looked_at_once() -> None:
+    assert judged(loaded(RIGHT), engine(WRONG)).outcome is Outcome.ACCEPTED
+
+
+def test_a_certain_failure_needs_no_second_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(judge, "AFTER_PREFILL", (certain,))
+    verdict = judged(loaded(WRONG), engine(RIGHT))
+    assert (verdict.outcome, verdict.severity) == (Outcome.REJECTED, Severity.CERTAIN)
+
+
+@pytest.mark.parametrize(("second", "outcome"), [(RIGHT, Outcome.ACCEPTED), (WRONG, Outcome.UNSURE)])
+def test_an_accident_that_the_second_look_does_not_see_is_accepted(
+    monkeypatch: pytest.MonkeyPatch, second: float, outcome: Outcome
+) -> None:
+    monkeypatch.setattr(judge, "AFTER_PREFILL", (accident,))
+    verdict = judged(loaded(WRONG), engine(second))
+    assert (verdict.outcome, verdict.reason) == (outcome, "" if outcome is Outcome.ACCEPTED else "sampling.accident")
+    assert judged(loaded(WRONG), None).reason == "sampling.accident"
+
+
+class FlawedOnce(ScriptedEngine):
+    """Its first prefill is of other weights: a flipped bit, or a kernel that fails in large batches."""
+
+    calls = 0
+
+    def prefill(self, requests: Sequence[PrefillRequest], proof: ProofParameters | None = None) -> list[Prefill]:
+        self.calls += 1
+        return engine(WRONG).prefill(requests, proof) if self.calls == 1 else super().prefill(requests, proof)
+
+
+def test_a_fault_of_one_prefill_strikes_nobody_where_both_have_the_same_format() -> None:
+    """Before, one bad batch of a validator was a strike for every node in it."""
+    flawed = FlawedOnce()
+    flawed.load_policy(POLICY, {tensor.name: tensor for tensor in weights(RIGHT)})
+    verdict = judged(LoadedPolicy(POLICY, flawed, {}), None, profile="scripted/cpu/float32")
+    assert (verdict.outcome, verdict.reason, flawed.calls) == (Outcome.UNSURE, "second.passed", 2)
+    assert judged(loaded(WRONG), None, profile="scripted/cpu/float32").outcome is Outcome.REJECTED
+
+
+class TestEngines:
+    def test_a_format_that_this_machine_lacks_is_tried_once_for_each_policy(self) -> None:
+        fetched: list[int] = []
+
+        def fetch(policy: PolicyRef, deadline_s: float) -> Any:
+            fetched.append(policy.version)
+            raise ResourceError("no memory")
+
+        others = SecondEngines("scripted", "cpu", fetch)
+        newer = POLICY.model_copy(update={"version": 4})
+        assert [others.get(policy, "bfloat16") for policy in (POLICY, POLICY, newer, newer)] == [None] * 4
+        assert fetched == [3, 4]
