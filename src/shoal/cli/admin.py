@@ -110,6 +110,20 @@ def add_validator(
 
 
 @admin.command()
+def calibrate(
+    run: Run,
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="Limits that `shoal doctor --calibrate --out FILE` measured.")
+    ],
+    keys: Keys = None,
+) -> None:
+    """Take work of a kind that no validator can measure, by limits that the root key signs."""
+    from shoal.cli.ordering import open_kind
+
+    typer.echo(visible(open_kind(run, file, keys)))
+
+
+@admin.command()
 def revoke(
     run: Run,
     key: Annotated[str, typer.Argument(metavar="KEY", help="A public key (64 hex digits), or validator-N.")],

@@ -1,7 +1,7 @@
 """Orders of a run's owner: made, signed, sent to the hub. The commands are in `shoal.cli.admin`.
 
     keys/admin.key + admin.json ──sign──► pause, drain, resume, sanctions, relays, revoke (of a validator)
-    keys/root.key ────────────────sign──► certificates (add-validator, rotate), revoke (of anybody)
+    keys/root.key ────────────────sign──► certificates (add-validator, rotate), revoke (of anybody), limits (calibrate)
 
 Rotating a key:  a new key beside the old ─► the root certifies it ─► the hub trusts both ─► the new one takes the
 place of the old (keys/NAME.old.key) ─► the process is restarted ─► the old key is revoked
@@ -27,9 +27,13 @@ from shoal.protocol import (
     AdminAction,
     AdminRequest,
     AdminVerb,
+    Calibration,
+    MeasuredKind,
+    PolicyRef,
     Role,
     SignedDocument,
     SigningKey,
+    document_hash,
     fingerprint,
     load_key,
     load_or_create_key,
@@ -40,6 +44,7 @@ from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.stop import StopToken
 
 WAIT_S = 10.0
+NO_POLICY = PolicyRef(incarnation=0, version=0, digest="0" * 64)  # an owner may open a kind before there is one
 ABOUT_NODES = (AdminVerb.SUSPEND, AdminVerb.BAN, AdminVerb.PARDON)
 
 
@@ -100,6 +105,26 @@ class Office:
 def give(run: str, order: Order, keys: Path | None = None) -> str:
     """Send an order as the owner of a run; returns what the hub says."""
     return send(Office.of(run, keys), order)
+
+
+def open_kind(run: str, file: Path, keys: Path | None = None, clock: Clock = SystemClock()) -> str:
+    """Sign the limits in a file as the owner, and put them in force for their kind of worker; returns what to say."""
+    from shoal.validator.profiles import read_profile
+
+    profile, office = read_profile(file), Office.of(run, keys)
+    root = office.signer(needs_root=True).key
+    with closing(office.client()) as client:
+        tokens = profile.measured.tokens if profile.measured is not None else 0
+        made = Calibration(
+            run=client.trusted_run().run,
+            policy=client.status().policy or NO_POLICY,
+            kinds={profile.key: MeasuredKind(limits=profile.model_dump(mode="json"), tokens=tokens)},
+            machines=profile.measured.validators if profile.measured is not None else (),
+            made_at_ms=clock.now_ms(),
+        )
+        signed = sign_document(made, root)
+        client.publish_calibration(signed)
+    return f"the run takes work of {profile.key} by calibration {document_hash(signed)}"
 
 
 def send(office: Office, order: Order, needs_root: bool = False, clock: Clock = SystemClock()) -> str:

@@ -183,4 +183,4 @@ def calibration_report(measured: Measurement, out: Path) -> Iterator[str]:
     for problem in measured.problems:
         yield f"refused: {problem}"
     if not measured.problems:
-        yield f"written to {out}; the run's owner adds it with validator.profiles = [{str(out)!r}]"
+        yield f"written to {out}; the run's owner opens it with `shoal admin calibrate RUN {out}`"

@@ -135,6 +135,9 @@ def submission_lines(submission: SubmissionStory) -> Iterator[str]:
     decided = f", decided {moment(submission.decided_at_ms)}" if submission.decided_at_ms is not None else ""
     yield f"submission {submission.submission[:16]}…, received {moment(submission.received_at_ms)}{decided}"
     verdict = submission.verdict.document if submission.verdict is not None else {}
+    if verdict.get("calibration"):
+        kind = "" if verdict.get("measured", True) else ", by the limits of its number format"
+        yield f"  judged by calibration {printable(verdict['calibration'])}{kind}"
     for check in verdict.get("checks", ()):
         yield f"  check {check_line(check)}"
     yield from (f"  {line}" for line in reward_lines(verdict))

@@ -115,7 +115,9 @@ class TorchEngine:
                 target.copy_(source)
                 if not torch.equal(target.to(source.dtype), source):
                     raise ModelError(f"weight {name} has values that {dtype} cannot hold{NARROWER}")
-        return TorchEngine.wrap(model, self._max_rows)
+        engine = TorchEngine.wrap(model, self._max_rows)
+        engine.memory_bytes = self.memory_bytes
+        return engine
 
     @property
     def model(self) -> Any:

@@ -32,7 +32,7 @@ from shoal.models.quantize import INT4, INT8, Quantization, is_rounded
 from shoal.protocol import Lease, ProofParameters, SamplingParameters
 from shoal.sampling import check_seeded
 from shoal.toploc import Comparisons, check_proofs, chunk_rows
-from shoal.validator.bands import MARGIN, Bands, limits_from
+from shoal.validator.bands import Bands, limits_from
 from shoal.validator.branches import choice_bits
 from shoal.validator.case import Case, Replay
 from shoal.validator.checks import AFTER_PREFILL, run_checks
@@ -73,7 +73,7 @@ DRAW_S = 10.0  # for one series of completions, where the machine is slow; the l
 BATCH_GROUPS = 64
 PROBE_SEQUENCES = 128
 PROBE_ERRORS = 2.5
-HALF_MARGIN = 1 + (MARGIN - 1) / 2
+HALF_MARGIN = 1.125
 LEAST_MOVED = {"outside_rate": 1e-3, "exponent_rate": 5e-3, "mantissa_mean": 0.01}  # float32's limits, halved
 OPENINGS = (
     "The most surprising thing about the sea is", "Once upon a time, in a small town,", "To bake good bread you need",
@@ -189,17 +189,23 @@ def has_moved(worker: Engine, validator: Engine, plan: Plan, limits: Profile) ->
     cases = replayed(validator, Subject(worker, plan, log.debug).drawn("probe", PROBE_SEQUENCES, tokens))
     if len(failed_checks(cases, limits)) > HONEST_FAILING * len(cases):
         return True
-    now, before = Bands.of(cases), limits.measured.bands if limits.measured is not None else {}
-    spreads = {
-        "outside_rate": math.sqrt(now.outside_rate / now.tokens),
-        "exponent_rate": math.sqrt(now.exponent_rate * max(1.0, now.exponent_dispersion) / now.values),
-        "mantissa_mean": now.mantissa_spread / math.sqrt(now.values),
-    }
+    before = limits.measured.bands if limits.measured is not None else {}
+    groups = np.array([_means(case.replayed) for case in cases])
+    errors = groups.std(axis=0, ddof=1) / math.sqrt(len(cases))
     return any(
-        getattr(now, name) > max(before[name] * HALF_MARGIN + PROBE_ERRORS * spread, LEAST_MOVED[name])
-        for name, spread in spreads.items()
+        mean > max(before[name] * HALF_MARGIN + PROBE_ERRORS * error, least)
+        for (name, least), mean, error in zip(LEAST_MOVED.items(), groups.mean(axis=0), errors, strict=True)
         if name in before
     )
+
+
+def _means(seen: Replay) -> tuple[float, float, float]:
+    """Of one group, what `LEAST_MOVED` names: tokens outside, other exponents, the mantissas' mean error."""
+    compared = seen.comparisons
+    outside = ~((seen.low <= seen.uniforms) & (seen.uniforms < seen.high))
+    values, others = int(compared.k.sum()), int(compared.exp_mismatches.sum())
+    mantissa = float(compared.mant_err_sum.sum()) / max(1, values - others)
+    return float(outside.mean()), others / max(1, values), mantissa
 
 
 def _widest(seen: Mapping[str, Sequence[Case]]) -> Bands:

@@ -19,6 +19,7 @@ from shoal.ledger import verify
 from shoal.protocol import AuditRequest, LeaseRequest, SigningKey, load_or_create_key
 from shoal.runtime.clock import SystemClock
 from shoal.runtime.stop import StopToken
+from shoal.validator.profiles import Profile, to_toml
 
 ALICE, BOB, CAROL = (SigningKey.from_seed(bytes([number]) * 32) for number in (1, 2, 3))
 
@@ -145,6 +146,20 @@ def test_a_validator_elsewhere_gets_its_certificate_as_a_file(
     assert there.certificate("validator-0").document["public_key"] == key.public_key
     assert there.endpoints.hub == folder.endpoints.hub
     assert order(folder, "add-validator", "no key") == 2
+
+
+def test_limits_of_a_kind_that_no_validator_has_are_signed_by_the_root_key_and_open_it(
+    folder: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kind = "vllm/cuda/bfloat16"
+    (tmp_path / "mine.toml").write_text(to_toml(Profile(key=kind)))
+    assert order(folder, "calibrate", str(tmp_path / "mine.toml")) == 0
+    digest = capsys.readouterr().out.rsplit(" ", 1)[1].strip()
+    client = client_of(folder, ALICE)
+    assert kind in client.refreshed_run().info.profiles
+    assert list(client.calibration(digest).kinds) == [kind]
+    assert client.calibration(digest).kinds[kind].limits == Profile(key=kind).model_dump(mode="json")
+    assert order(folder, "calibrate", str(tmp_path / "absent.toml")) == 2
 
 
 def test_without_the_root_key_nobody_is_certified(folder: RunFolder, tmp_path: Path) -> None:
