@@ -454,6 +454,17 @@ def test_a_store_whose_answer_drips_is_left(hub: HostileHub, monkeypatch: pytest
     assert hub.requests[-1].path == "/submissions/lease-1"
 
 
+def test_a_store_whose_answer_is_compressed_is_left(hub: HostileHub) -> None:
+    """Taken for a yes, it would be decompressed first."""
+    hub.become("demo", uploads="store")
+    hub.answers["/store"] = compressed(MIB)
+    with closing(client_of(hub)) as client:
+        hub.answers["/submissions/lease-1/upload"] = ticket(hub, client, url=f"{hub.url}/store")
+        with closing(Delivery(client)) as delivery, pytest.raises(HubRefused, match="no such thing"):
+            delivery.hand_in("lease-1", b"work")
+    assert [asked.path for asked in hub.requests][-2:] == ["/store", "/submissions/lease-1"]
+
+
 # ── sizes ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
