@@ -130,6 +130,12 @@ class TestFirstUnits:
         assert len(self.grant(InHand(0, theirs, theirs, theirs)).leases) == 1
         assert self.grant(InHand(0, theirs, theirs)).leases == (), "short ones end soon"
 
+    def test_long_leases_of_its_own_network_from_a_young_run_keep_no_other_address_out(self) -> None:
+        """Its network has 4, of a share of 4: all long, from a time when nobody established was here."""
+        theirs = {HOME: 4}
+        assert len(self.grant(InHand(0, theirs, theirs, theirs)).leases) == 1
+        assert self.grant(InHand(0, theirs, theirs)).leases == (), "short ones end soon"
+
     @pytest.mark.parametrize(
         ("taken", "in_hand", "units"), [(1, 3, 1), (2, 0, 1), (2, 1, 0), (9, 0, 1)], ids=["few", "2", "full", "many"]
     )
