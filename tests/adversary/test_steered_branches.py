@@ -7,13 +7,17 @@ the validator computes. The limits are measured on its honest work. The reward i
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import cycle
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import pytest
+from doorkit import Caller, Hub, ok, running_hub
 
 from shoal.engines import Completion, Engine, GenerationRequest
 from shoal.engines.scripted import ScriptedEngine
@@ -21,8 +25,21 @@ from shoal.engines.shelf import LoadedPolicy
 from shoal.environments import Score, Task
 from shoal.hub.state.gains import NEWER, Suspicion, groups_of
 from shoal.hub.state.rows import NodeRow
-from shoal.protocol import Lease, Outcome, ProofParameters, SamplingParameters, Severity, SigningKey, Verdict
-from shoal.protocol.branches import GainEvidence
+from shoal.protocol import (
+    Audit,
+    Lease,
+    NodeState,
+    NodeView,
+    Outcome,
+    ProofParameters,
+    RolloutReward,
+    RunStatus,
+    SamplingParameters,
+    Severity,
+    SigningKey,
+    Verdict,
+)
+from shoal.protocol.branches import Branches, GainEvidence
 from shoal.sampling import uniforms
 from shoal.validator.bands import Bands, limits_from
 from shoal.validator.branches import Lookout
@@ -197,3 +214,57 @@ def test_fresh_keys_do_not_begin_anew(steered: Node) -> None:
 def as_accepted(verdict: Verdict) -> Verdict:
     """What the same group shows of a key that nobody knows yet."""
     return verdict.model_copy(update={"outcome": Outcome.ACCEPTED, "reason": "", "severity": None})
+
+
+@contextmanager
+def wide_hub(folder: Path) -> Iterator[Hub]:
+    run = {"groups_per_step": 128, "group_size": GROUP, "max_staleness": 1}
+    with running_hub(folder / "run", run=run, hub={"newcomer_share": 1.0}) as hub:
+        yield hub
+
+
+def handed_over(worker: Caller, validator: Caller, seen: Iterator[Branches]) -> Audit:
+    """One group at a real hub: the validator has seen of its branches what the judge above saw of a steered one."""
+    [lease] = worker.lease()
+    ok(worker.submit(lease))
+    [audit] = validator.audits()
+    shown = next(seen)
+    if audit.gains.after(shown.differences).suffices:
+        struck = {"outcome": Outcome.REJECTED, "reason": "sampling.steered", "severity": Severity.STATISTICAL}
+        validator.judge(audit, branches=shown, rewards=(), generated_tokens=0, **struck)
+    else:
+        rewards = tuple(RolloutReward(value=float(number % 2)) for number in range(GROUP))
+        validator.judge(audit, branches=shown, rewards=rewards)
+    return audit
+
+
+def test_the_hub_suspends_it_by_evidence_that_it_kept(steered: Node, tmp_path: Path) -> None:
+    seen = cycle(verdict.branches for verdict in steered.verdicts)
+    with wide_hub(tmp_path) as hub:
+        worker, validator = hub.worker("steered"), hub.trusted("validator-0", "validator")
+        while node_view(hub).state is NodeState.ACTIVE:
+            handed_over(worker, validator, seen)
+        view = node_view(hub)
+    assert view.state is NodeState.SUSPENDED
+    assert view.reason.startswith("sampling.steered")
+    assert (view.rejected, view.strikes) == (1, 1)
+
+
+def node_view(hub: Hub) -> NodeView:
+    status = RunStatus.model_validate_json(ok(hub.http.get("/status")).content)
+    return next(node for node in status.nodes if node.name == "steered")
+
+
+def test_the_hub_distrusts_newcomers_when_keys_are_changed_every_four_groups(steered: Node, tmp_path: Path) -> None:
+    seen = cycle(verdict.branches for verdict in steered.verdicts)
+    with wide_hub(tmp_path) as hub:
+        validator, audit, keys = hub.trusted("validator-0", "validator"), None, 0
+        while audit is None or not audit.distrusted:
+            worker, keys = hub.worker(f"key-{keys}"), keys + 1
+            for _ in range(4):
+                audit = handed_over(worker, validator, seen)
+                assert not audit.gains.suffices
+            assert keys < 40
+        alarms = RunStatus.model_validate_json(ok(hub.http.get("/status")).content).alarms
+    assert audit.distrusted == "newcomers"
+    assert [alarm for alarm in alarms if "chosen for their reward" in alarm]

@@ -86,6 +86,8 @@ ATTACKS: dict[str, tuple[str, ...]] = {
         "test_steered_branches::test_every_group_of_it_passes_where_nobody_looks_at_branches",
         "test_steered_branches::test_it_is_struck_once_the_seeds_branches_are_looked_at",
         "test_steered_branches::test_fresh_keys_do_not_begin_anew",
+        "test_steered_branches::test_the_hub_suspends_it_by_evidence_that_it_kept",
+        "test_steered_branches::test_the_hub_distrusts_newcomers_when_keys_are_changed_every_four_groups",
     ),
     "claiming the profile that forgives most": (
         "cheat loose",
