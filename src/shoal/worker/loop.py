@@ -89,17 +89,35 @@ def run_worker(config: WorkerConfig, stop: StopToken) -> None:
         run = client.run_info()
         log.info("node %s works for run %s at %s", client.key.node, run.run, client.url)
         warm_up(config.engine, config.settings.device)
-        settings = fitted(config.settings, config.engine, run)
-        refuse_too_large(run, settings.device, settings.dtype, config.limits)
-        config = replace(config, settings=settings)
-        kind = kind_of(config.engine, settings.device, settings.dtype)
-        keep_to_share(kind, settings.memory_share)
-        profile = conduct.profile(kind, run.profiles)
+        fit = _fit(config, client)
         outbox = Outbox(config.folder / "outbox")
         weights = downloader_of(client.trusted_run(), config.folder / "cache", stop, CACHED_POLICIES, config.limits)
         with closing(weights) as downloader, Prefetch(downloader, stop):
-            shelf = _shelf(config, conduct, Following(client, downloader), run.environment)
-            Worker(client, shelf, outbox, config.settings, stop, profile, conduct=conduct).run()
+            fetch = Following(client, downloader)
+            while True:
+                kind = kind_of(fit.engine, fit.settings.device, fit.settings.dtype)
+                profile = conduct.profile(kind, client.run_info().profiles)
+                shelf = _shelf(fit, conduct, fetch, run.environment)
+                chosen = config.settings.dtype == "auto"
+                try:
+                    Worker(client, shelf, outbox, fit.settings, stop, profile, conduct=conduct, chosen=chosen).run()
+                    return
+                except NotTaken:
+                    log.warning("the run takes no work of %s any more: another number format is chosen", kind)
+                    fit = _fit(config, client)
+
+
+class NotTaken(Exception):
+    """The run has measured that work of this kind cannot be judged: this machine may have another kind."""
+
+
+def _fit(config: WorkerConfig, client: HubClient) -> WorkerConfig:
+    """The configuration with the device and the number format chosen, before anything is downloaded."""
+    run = client.run_info()
+    settings = fitted(config.settings, config.engine, run)
+    refuse_too_large(run, settings.device, settings.dtype, config.limits)
+    keep_to_share(kind_of(config.engine, settings.device, settings.dtype), settings.memory_share)
+    return replace(config, settings=settings)
 
 
 @contextmanager
@@ -170,8 +188,11 @@ class Worker:
         profile: str = DEFAULT_PROFILE,
         clock: Clock = SystemClock(),
         conduct: Cheat = Cheat(),
+        chosen: bool = False,
     ) -> None:
+        """`chosen`: the number format was chosen, so that another may be chosen before the first lease."""
         self._client = client
+        self._may_choose = chosen
         self._shelf = shelf
         self._outbox = outbox
         self._settings = settings
@@ -275,9 +296,16 @@ class Worker:
             self._newest.refused()
         self._finished = reply.finished and not reply.leases
         if reply.leases:
+            self._may_choose = False
             point("worker.lease.received")
         if not reply.leases and reply.waiting:
             log.debug("no work: %s", reply.waiting)
+            self._refuse_untaken()
+
+    def _refuse_untaken(self) -> None:
+        """Validators may have measured since the start that work of this kind cannot be judged."""
+        if self._may_choose and self._profile not in self._client.refreshed_run().info.profiles:
+            raise NotTaken
 
     def _ask(self, request: LeaseRequest) -> LeaseReply:
         try:

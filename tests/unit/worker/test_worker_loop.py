@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from shoal.protocol.given import unpack_spans
 from shoal.toploc import split_proofs
 from shoal.worker import loop as worker_loop
 from shoal.worker import newest
+from shoal.worker.loop import NotTaken
 
 
 def test_it_generates_what_was_leased_in_one_call_and_hands_it_in(tmp_path: Path) -> None:
@@ -362,3 +364,17 @@ def test_leases_with_a_tool_that_it_does_not_have_are_given_back_and_the_others_
     assert release.leases == ("lease-1", "lease-3")
     assert release.reason == r"this shoal has no tool aba\ncus; upgrade it with: pip install -U shoal"
     assert "2 leases cannot be done" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("profile", "chosen", "ends"),
+    [("torch/cpu/bfloat16", True, True), ("torch/cpu/bfloat16", False, False), ("torch/cpu/float32", True, False)],
+)
+def test_a_worker_without_work_chooses_again_if_the_run_does_not_take_its_kind(
+    tmp_path: Path, profile: str, chosen: bool, ends: bool
+) -> None:
+    """The hub's run takes float32 alone. A number format that its owner asked for stays."""
+    bench = Bench(tmp_path, [], [], profile=profile, chosen=chosen)
+    with pytest.raises(NotTaken) if ends else nullcontext():
+        bench.worker.run()
+    assert len(bench.hub.requests) == (1 if ends else 3)

@@ -61,6 +61,11 @@ def lease(unit: int, version: int = 0, lasts_ms: int = 60_000) -> Lease:
 class _Info:
     uploads = "hub"
     run = RUN
+    profiles: tuple[str, ...] = ("torch/cpu/float32",)
+
+
+class _Trusted:
+    info = _Info()
 
 
 Reply = list[Lease] | Exception | Callable[[], list[Lease]]
@@ -87,6 +92,9 @@ class ListHub:
     def run_info(self) -> _Info:
         return _Info()
 
+    def refreshed_run(self) -> _Trusted:
+        return _Trusted()
+
     def patient(self, patience_s: float) -> ListHub:
         return self
 
@@ -104,7 +112,7 @@ class ListHub:
             raise reply
         self.granted = reply() if callable(reply) else reply
         signed = tuple(sign_document(granted, HUB) for granted in self.granted)
-        return LeaseReply(leases=signed, policy=self.policy)
+        return LeaseReply(leases=signed, policy=self.policy, waiting="" if signed else "nobody says why")
 
     def open_leases(self, reply: LeaseReply) -> list[tuple[Lease, Any]]:
         return list(zip(self.granted, reply.leases, strict=True))
@@ -170,6 +178,7 @@ class Bench:
         *replies: Reply,
         settings: WorkerSettings = FAST,
         profile: str = "torch/cpu/float32",
+        chosen: bool = False,
         **missing: Exception,
     ) -> None:
         self.hub = ListHub(*replies)
@@ -177,7 +186,7 @@ class Bench:
         self.outbox = Outbox(folder / "outbox", 10)
         self.stop = StopToken()
         client: Any = self.hub
-        self.worker = Worker(client, self.shelf, self.outbox, settings, self.stop, profile)
+        self.worker = Worker(client, self.shelf, self.outbox, settings, self.stop, profile, chosen=chosen)
 
     @property
     def units(self) -> list[int]:
