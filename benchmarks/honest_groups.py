@@ -20,6 +20,7 @@ from shoal.engines import GenerationRequest, build
 from shoal.engines.shelf import LoadedPolicy
 from shoal.environments import EnvironmentSettings
 from shoal.environments import build as build_environment
+from shoal.hub.state.reputation import of_late
 from shoal.models.load import load_model
 from shoal.models.state import policy_views
 from shoal.protocol import ProofParameters, SamplingParameters, SigningKey, Tally
@@ -29,7 +30,6 @@ from shoal.validator.profiles import load_profiles
 from shoal.validator.specimens import POLICY, Machine, Terms, docket_of
 
 BATCH = 32
-RECORD_TOKENS = 65_536  # the hub halves a node's record beyond this
 
 
 def main() -> None:
@@ -70,7 +70,7 @@ def main() -> None:
             if verdict.reason:
                 print(f"  group {verdict.unit}: {verdict.reason}: {verdict.message}", flush=True)
             node = (start + index) % options.nodes
-            records[node] = grown(records[node], verdict.tally)
+            records[node] = of_late(records[node].plus(verdict.tally))
         tokens += sum(len(completion.token_ids) for group in groups for completion in group)
         proof_bytes += sum(len(completion.proofs) for group in groups for completion in group)
         body_bytes += sum(len(docket.body) for docket in dockets)
@@ -80,14 +80,6 @@ def main() -> None:
     print(f"{options.groups} groups of {options.group_size}, {tokens} tokens: {dict(outcomes)}")
     print(f"proof {proof_bytes / tokens:.2f} bytes a token, submission {body_bytes / tokens:.2f}")
     print(f"longest record: {records[0]}")
-
-
-def grown(record: Tally, tally: Tally) -> Tally:
-    """As the hub keeps it."""
-    total = record.plus(tally)
-    if total.tokens <= RECORD_TOKENS:
-        return total
-    return Tally(**{name: type(value)(value / 2) for name, value in total.model_dump().items()})
 
 
 def parse_options() -> argparse.Namespace:

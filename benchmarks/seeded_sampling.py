@@ -34,9 +34,8 @@ from transformers import DynamicCache
 
 from shoal.models.load import load_model
 from shoal.models.logprobs import Head
-from shoal.protocol import Tally
 from shoal.sampling import sampler, stream_torch
-from shoal.sampling.check import SeedTolerance, distances, measured_tolerance, noise_p_value
+from shoal.sampling.check import SeedTolerance, distances
 from shoal.sampling.steering import Steering
 
 TEXTS = (
@@ -58,6 +57,23 @@ FALSE_ALARM = 1e-4 / 1024  # per look; looked at after every token
 SHUFFLES = 100
 LONGEST = 4096
 Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class NoiseLimits(SeedTolerance):
+    """With a statistic that serves both schemes: `outside_rate` of tokens per nat, by `outside_distance` on average."""
+
+    outside_rate: float = 4e-3
+    outside_distance: float = 1e-6
+
+
+def noise_p_value(nats: float, outside: int, distance: float, limits: NoiseLimits) -> float:
+    """How likely a Poisson number of exponential distances has so many, or so large a sum (an upper bound)."""
+    expected = limits.outside_rate * nats
+    excess = math.sqrt(distance / limits.outside_distance) - math.sqrt(expected)
+    by_sum = math.exp(-excess * excess) if excess > 0 else 1.0
+    by_count = math.exp(outside - expected - outside * math.log(outside / expected)) if outside > expected > 0 else 1.0
+    return min(1.0, 2.0 * min(by_count, by_sum))
 
 
 @dataclass
@@ -286,7 +302,7 @@ class Scores:
     live: Array
     entropy: Array
 
-    def line(self, label: str, limits: SeedTolerance) -> str:
+    def line(self, label: str, limits: NoiseLimits) -> str:
         values, outside = self.values[self.live], self.outside[self.live]
         caught = tokens_until_caught(self, limits)
         spread = " / ".join(
@@ -313,16 +329,16 @@ def gumbel_scores(columns: dict[str, Array], margin: str = "margin") -> Scores:
     return Scores(values, values > 0, live[: len(values)], nats)
 
 
-def fitted(honest: Scores) -> SeedTolerance:
+def fitted(honest: Scores) -> NoiseLimits:
     """The same rule for both schemes: what honest tokens showed, with room, so that the two compare fairly."""
     values, outside = honest.values[honest.live], honest.outside[honest.live]
     count = int(outside.sum())
     mean = values[outside].mean() if count else 1e-6
     rate = (count + 2 * np.sqrt(count) + 1) / honest.entropy[honest.live].sum()
-    return SeedTolerance(4 * float(values.max()) + 1e-5, 0.0, float(rate), 1.5 * float(mean))
+    return NoiseLimits(4 * float(values.max()) + 1e-5, 0.0, float(rate), 1.5 * float(mean))
 
 
-def tokens_until_caught(scores: Scores, limits: SeedTolerance) -> Array:
+def tokens_until_caught(scores: Scores, limits: NoiseLimits) -> Array:
     """After how many tokens it is caught, over sequences drawn with replacement; inf: not in 4,096 tokens."""
     rng = np.random.default_rng(0)
     caught = []
@@ -334,17 +350,15 @@ def tokens_until_caught(scores: Scores, limits: SeedTolerance) -> Array:
         counts, sums = np.cumsum(outside), np.cumsum(np.minimum(values, 1e6))
         found = np.inf
         for at in np.flatnonzero(outside):  # evidence grows only there
-            tally = Tally(
-                tokens=int(at) + 1, entropy=float(nats[at]), outside=int(counts[at]), distance=float(sums[at])
-            )
-            if values[at] > limits.distance or noise_p_value(tally, limits) < FALSE_ALARM:
+            p_value = noise_p_value(float(nats[at]), int(counts[at]), float(sums[at]), limits)
+            if values[at] > limits.distance or p_value < FALSE_ALARM:
                 found = at + 1
                 break
         caught.append(found)
     return np.array(caught)
 
 
-def steering_table(honest: dict[str, Array], limits: SeedTolerance, loaded: Any, options: argparse.Namespace) -> None:
+def steering_table(honest: dict[str, Array], limits: NoiseLimits, loaded: Any, options: argparse.Namespace) -> None:
     """What is left to an attacker who stays within the tolerance, on the model's own distributions."""
     model, rng = loaded.model, np.random.default_rng(1)
     rows = min(16, len(honest["tokens"]))
@@ -441,7 +455,7 @@ def report(options: argparse.Namespace) -> None:
     profile_table(honest, limits)
 
 
-def profile_table(columns: dict[str, Array], limits: SeedTolerance) -> None:
+def profile_table(columns: dict[str, Array], limits: NoiseLimits) -> None:
     """The honest noise in more detail: what a profile's numbers come from."""
     scores = inverse_scores(columns)
     values = scores.values[scores.live & scores.outside]
@@ -460,11 +474,10 @@ def profile_table(columns: dict[str, Array], limits: SeedTolerance) -> None:
     }, indent=1))  # fmt: skip
 
 
-def _p_values(scores: Scores, limits: SeedTolerance) -> list[float]:
+def _p_values(scores: Scores, limits: NoiseLimits) -> list[float]:
     def p_value(values: Array, outside: Array, nats: Array) -> float:
-        sums = {"entropy": float(nats.sum()), "outside": int(outside.sum()), "distance": float(values.sum())}
-        tally = Tally(tokens=len(values), **sums)
-        return float(f"{noise_p_value(tally, limits):.3g}")
+        found = noise_p_value(float(nats.sum()), int(outside.sum()), float(values.sum()), limits)
+        return float(f"{found:.3g}")
 
     rows = zip(scores.values, scores.outside, scores.entropy, scores.live, strict=True)
     least = min(p_value(values[live], outside[live], nats[live]) for values, outside, nats, live in rows)
@@ -523,14 +536,15 @@ def model_folder(options: argparse.Namespace) -> Path:
     return fetch_model(options.folder)
 
 
-def profile_limits(options: argparse.Namespace, honest: dict[str, Array]) -> SeedTolerance:
+def profile_limits(options: argparse.Namespace, honest: dict[str, Array]) -> NoiseLimits:
     """What a profile would hold: the defaults for float32; else fitted to the honest tokens as calibration does."""
     scores = inverse_scores(honest)
     values, outside = scores.values[scores.live], scores.outside[scores.live]
-    base = SeedTolerance()
-    return (
-        base if options.dtype == "float32" else measured_tolerance(values, outside, scores.entropy[scores.live], base)
-    )
+    if options.dtype == "float32" or not outside.any():
+        return NoiseLimits()
+    rate = 1.25 * (outside.sum() + 2 * np.sqrt(outside.sum())) / scores.entropy[scores.live].sum()
+    mean = 1.25 * max(values[outside].mean(), np.sqrt(np.square(values[outside]).mean() / 2))
+    return NoiseLimits(2 * float(values.max()), SeedTolerance().floor, float(rate), float(mean))
 
 
 def parse_options() -> argparse.Namespace:

@@ -47,7 +47,7 @@ from shoal.validator import checks
 from shoal.validator.bands import Bands
 from shoal.validator.case import Case
 from shoal.validator.judge import Judge
-from shoal.validator.profiles import load_profiles
+from shoal.validator.profiles import AccidentLimits, load_profiles
 from shoal.validator.replay import replay_all
 from shoal.validator.verdicts import Docket
 from shoal.worker.loop import generate
@@ -191,7 +191,11 @@ def replayed(of: Lease, **profile: Any) -> Case:
 
 def test_dice_are_held_against_drawn_tokens_only() -> None:
     """One drawn token that is far off stands out: the tool's words, all far from any dice, are not counted with it."""
-    clean, odd, coarse = replayed(lease(1)), replayed(lease(1)), replayed(lease(1), accidents=1e-4)
+    clean, odd, coarse = (
+        replayed(lease(1)),
+        replayed(lease(1)),
+        replayed(lease(1), accidents=AccidentLimits(first=1e-4)),
+    )
     width_T = np.where(clean.drawn, clean.replayed.high - clean.replayed.low, 1.0)
     at = int(np.argmin(width_T))  # an unlikely token: most dice do not give it
     for case in (odd, coarse):
@@ -200,7 +204,7 @@ def test_dice_are_held_against_drawn_tokens_only() -> None:
     assert (found.reason, found.result.evidence["far_outside"]) == ("sampling.seed", 1)
     assert found.severity is Severity.STATISTICAL, "it takes several to be certain"
     assert (found.result.evidence["tokens"], found.result.evidence["outside"]) == (odd.generated, 1)
-    assert np.flatnonzero(coarse.accidents).tolist() == [at]
+    assert np.flatnonzero(coarse.odd.seeds).tolist() == [coarse.chunk_of[at]]
 
 
 def test_statistics_are_of_drawn_tokens_only() -> None:

@@ -31,7 +31,7 @@ from shoal.hub.state.machines import LeaseState, SubmissionState, UnitState
 from shoal.hub.state.rows import Progress, ShownRow, UnitRow
 from shoal.hub.storage import MemoryStorage, Presence, SqliteStorage, StaleRow, Storage
 from shoal.hub.storage.protocol import Outgoing
-from shoal.protocol import Batch, LedgerEntry, NodeState, PolicyRef, StepReport, Tally
+from shoal.protocol import Batch, LedgerEntry, NodeState, PolicyRef, StepReport, Sums, Tally
 
 IMPLEMENTATIONS: dict[str, Callable[[pytest.FixtureRequest, Path], Storage]] = {
     "sqlite": lambda _request, folder: SqliteStorage(folder / "hub.db"),
@@ -78,7 +78,7 @@ def test_rows_come_back_as_they_went_in(storage: Storage) -> None:
 
 
 def test_a_nodes_record_comes_back_as_it_went_in(storage: Storage) -> None:
-    tally = Tally(tokens=9, outside=2, distance=0.1, proof_values=256, exponent_mismatches=1, mantissa_error=0.3)
+    tally = Tally(tokens=9, proofs=2, accidents=1, channels={"mantissa": Sums(seen=0.3, expected=0.1, shared=0.5)})
     row = replace(node(1), pending=5, streak=12, passed=40, record=tally)
     apply(storage, SaveNode(row, NodeState.ACTIVE))
     with storage.read() as reader:

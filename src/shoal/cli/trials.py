@@ -166,7 +166,7 @@ def calibration_report(measured: Measurement, out: Path) -> Iterator[str]:
         )
         yield (
             f"  proofs    {bands.exponent_rate:.2%} other exponents, mantissa {bands.mantissa_mean:.2f} off on average"
-            f" (limit {profile.proofs.drift_mantissa:g})"
+            f" (limit {profile.noise.mantissa.rate:g})"
         )
         yield (f"  log-probabilities  off by {bands.logprob_max:.2g} at most (limit {profile.logprobs.largest:g})")
         share, bits = measured.choices[name]

@@ -8,7 +8,7 @@
     submission  Submission, Rollout, Receipt (bulk, msgpack)
     progress    ShownProgress, ProgressReply: finished chunks of a lease at work (bulk)
     calibration Calibration, MeasuredKind: limits as trusted machines measured them
-    verdict     Verdict, VerdictReport, Outcome, Severity, CheckResult, Tally, Audit
+    verdict     Verdict, VerdictReport, Outcome, Severity, CheckResult, Tally, Sums, Audit
     branches    Branches, GainEvidence: does tolerance buy reward?
     batch       Batch, TrainingBatch, StepReport
     evidence    Evidence: the signed documents behind a ledger row; WitnessedHead
@@ -119,6 +119,7 @@ from shoal.protocol.verdict import (
     RolloutReward,
     Severity,
     SubmissionBodies,
+    Sums,
     Tally,
     Verdict,
     VerdictReply,
@@ -140,7 +141,8 @@ __all__ = [
     "RecentVerdict",
     "RefusedVerdict", "Registration", "RequestSignature", "Role", "RoleCertificate", "Rollout", "RolloutReward",
     "RunInfo", "RunStatus", "SamplingParameters", "Severity", "SignedDocument", "SigningKey", "Standing", "StepReport",
-    "Submission", "SubmissionBodies", "SubmissionStory", "Tally", "TensorView", "TrainingBatch", "TrainingGroup",
+    "Submission", "SubmissionBodies", "SubmissionStory", "Sums", "Tally", "TensorView", "TrainingBatch",
+    "TrainingGroup",
     "TrainingRollout", "UnitStory", "Verdict", "VerdictReply", "VerdictReport", "Vouch", "Wait", "WitnessedHead",
     "canonical_json",
     "content_digest", "document_hash", "fingerprint", "first_problem", "load_key", "load_or_create_key", "node_id",

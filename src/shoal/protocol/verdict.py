@@ -50,35 +50,46 @@ class RolloutReward(Message):
     parts: dict[str, Reward] = Field(default={}, max_length=64)
 
 
-class Tally(Message):
-    """What audits saw of honest rounding, in sums: of one submission, or of all that a node handed in of late.
+class Sums(Message):
+    """One channel of the evidence, in units of its noise: what was `seen`, what is `expected` of honest work at most,
+    and the variance of what a submission shares (see `shoal.validator.evidence`)."""
 
-    `outside` tokens of `tokens`, drawn from distributions of `entropy` nats in sum, had their uniform outside the
-    interval, by `distance` in sum; `accidents` more were quite wrong, as happens in coarse arithmetic now and then, and
-    count nowhere else. The proofs compared `proof_values` values, of which `exponent_mismatches` had another exponent,
-    the rest `mantissa_error` in sum.
+    seen: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    expected: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    shared: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+
+    def plus(self, other: Sums) -> Sums:
+        return Sums(
+            seen=self.seen + other.seen, expected=self.expected + other.expected, shared=self.shared + other.shared
+        )
+
+
+NOTHING = Sums()
+
+
+class Tally(Message):
+    """What audits saw of rounding, in sums: of one submission, or of what a node handed in recently.
+
+    `accidents` of the `proofs` parts of rollouts (the tokens of one proof each) were quite wrong, as happens in coarse
+    arithmetic now and then; they count in the channel of that name and nowhere else.
     """
 
     tokens: int = Field(default=0, ge=0)
-    entropy: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    outside: int = Field(default=0, ge=0)
-    distance: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    proofs: int = Field(default=0, ge=0)
     accidents: int = Field(default=0, ge=0)
-    proof_values: int = Field(default=0, ge=0)
-    exponent_mismatches: int = Field(default=0, ge=0)
-    mantissa_error: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    channels: dict[str, Sums] = Field(default={}, max_length=16)
 
     def plus(self, other: Tally) -> Tally:
+        names = sorted({*self.channels, *other.channels})
         return Tally(
             tokens=self.tokens + other.tokens,
-            entropy=self.entropy + other.entropy,
-            outside=self.outside + other.outside,
-            distance=self.distance + other.distance,
+            proofs=self.proofs + other.proofs,
             accidents=self.accidents + other.accidents,
-            proof_values=self.proof_values + other.proof_values,
-            exponent_mismatches=self.exponent_mismatches + other.exponent_mismatches,
-            mantissa_error=self.mantissa_error + other.mantissa_error,
+            channels={name: self.of(name).plus(other.of(name)) for name in names},
         )
+
+    def of(self, channel: str) -> Sums:
+        return self.channels.get(channel, NOTHING)
 
 
 Depth = Literal["full", "light", "progress"]

@@ -5,21 +5,20 @@
     inverse       sample, intervals: inverse-CDF sampling in numpy, the statement of what is meant
     sampler       sample, token_statistics, intervals: the same on torch tensors (imports torch; not re-exported here)
     kernels       what the sampler does on CUDA: one read of the logits, float64 sums (triton_kernels: its Triton code)
-    check         SeedTolerance, SeedCheck, check_seeded, measured_tolerance: does a sequence follow its seed?
+    check         SeedTolerance, SeedCheck, check_seeded: does a sequence follow its seed?
     steering      Steering: the attacker who stays within the tolerance
 
 The token at position t is the one whose interval [CDF(k-1), CDF(k)) of softmax(logits / T), in vocabulary order,
 contains u[t]. The end-of-sequence token is a token like any other.
 """
 
-from shoal.sampling.check import SeedCheck, SeedTolerance, check_seeded, measured_tolerance
+from shoal.sampling.check import SeedCheck, SeedTolerance, check_seeded
 from shoal.sampling.stream import philox4x32, uniforms, uniforms_at, uniforms_matrix
 
 __all__ = [
     "SeedCheck",
     "SeedTolerance",
     "check_seeded",
-    "measured_tolerance",
     "philox4x32",
     "uniforms",
     "uniforms_at",

@@ -3,7 +3,9 @@
     malformed   bytes that no honest prover writes
     forged      a proof that says the same everywhere: made without computing anything
     mismatch    some chunk differs more than rounding explains: other weights, other tokens, another chunk's proof
-    drift       each chunk passes, all together differ more than rounding explains: weights of lower precision
+
+Whether chunks that pass one by one differ too much together (weights of lower precision) is for whoever knows how
+honest ones vary: `proof_sums` has the sums for it.
 
 The numbers are a profile's (model, engine, device, dtype). The defaults are for float32 on both sides, where only
 values next to a bfloat16 rounding boundary differ, by one, and seldom.
@@ -22,7 +24,7 @@ import numpy.typing as npt
 from shoal.toploc.compare import Comparisons
 from shoal.toploc.field import PRIME
 
-Reason = Literal["malformed", "forged", "mismatch", "drift"]
+Reason = Literal["malformed", "forged", "mismatch"]
 CHANCE = 256 / PRIME  # a field element drawn at random has a given exponent: 128 mantissas, two signs
 LARGEST_ERROR = 127
 SEVERAL = 4  # chunks
@@ -36,12 +38,6 @@ class ProofTolerance:
     may (values tied at the k-th place, where prover and verifier can choose differently); `mantissa_mean` and
     `mantissa_median` bound the errors of the others, in units of the last of bfloat16's 7 bits. `outside`: how
     unlikely the hits outside the points must be for a polynomial of noise before the proof is called forged.
-
-    All chunks together, n values: the share of exponents that differ is at most `drift_exponents`, the mean mantissa
-    error at most `drift_mantissa` (standard deviation of one error: `drift_spread`), each plus `sigmas` standard
-    errors, which shrink with n. Errors of one submission are not independent (they share a prompt): `drift_spread` and
-    `drift_dispersion` (the variance of the number of other exponents, as a multiple of a coin's) are measured over
-    submissions.
     """
 
     exponents: float = 0.05
@@ -50,11 +46,6 @@ class ProofTolerance:
     mantissa_mean: float = 0.5
     mantissa_median: float = 0.0
     outside: float = 1e-9
-    drift_exponents: float = 0.01
-    drift_mantissa: float = 0.02
-    drift_spread: float = 0.2
-    drift_dispersion: float = 1.0
-    sigmas: float = 5.0
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -87,7 +78,7 @@ class ProofCheck:
 
 
 def check_proofs(comparisons: Comparisons, tolerance: ProofTolerance | None = None) -> ProofCheck:
-    """Judge the proofs of one submission. (The sums see the more, the more chunks are given at once.)"""
+    """Judge the proofs of one submission."""
     limits = tolerance or ProofTolerance()
     reason, detail, chunk = _verdict(comparisons, limits)
     matches = int(comparisons.matches.sum())
@@ -116,7 +107,7 @@ def _verdict(comparisons: Comparisons, limits: ProofTolerance) -> tuple[Reason |
     if forged.any():
         chunk = int(np.argmax(forged))
         return "forged", f"the proof of chunk {chunk} says the same outside its points: nothing was computed", chunk
-    severity = _severity(comparisons, limits)
+    severity = severity_of(comparisons, limits)
     worst = int(np.argmax(severity))
     if float(severity[worst]) > 1:
         return (
@@ -124,8 +115,7 @@ def _verdict(comparisons: Comparisons, limits: ProofTolerance) -> tuple[Reason |
             f"the proof of chunk {worst} is not of these activations: {_describe(comparisons, worst)}",
             worst,
         )
-    drift = _drift(comparisons, limits)
-    return ("drift", drift, worst) if drift else (None, "as computed here", worst)
+    return None, "as computed here", worst
 
 
 def _hits_outside(comparisons: Comparisons, limits: ProofTolerance) -> npt.NDArray[np.bool_]:
@@ -152,7 +142,7 @@ def outside_limit(count: int, significance: float) -> int:
     return max(hits, 0)
 
 
-def _severity(comparisons: Comparisons, limits: ProofTolerance) -> npt.NDArray[np.float64]:
+def severity_of(comparisons: Comparisons, limits: ProofTolerance) -> npt.NDArray[np.float64]:
     """Of each chunk, the largest of its measures as a multiple of what is allowed: above 1 is too much.
 
     A point that only the verifier chose, at a tie, gives noise, which in one of 256 cases has the right exponent, and
@@ -175,20 +165,24 @@ def _ratio(
         return np.where(values == 0, 0.0, values / np.asarray(limit, dtype=np.float64))
 
 
-def _drift(comparisons: Comparisons, limits: ProofTolerance) -> str | None:
-    """What is wrong with the sums, if anything.
+@dataclass(frozen=True)
+class ProofSums:
+    """Over the chunks of a submission: `exponents` of `values` differ; the `matches` are off by `mantissa` in sum."""
 
-    Forgiven are twice the errors that noise is expected to give, and one more: of several chunks the worst is left out
-    of the mantissas' sum, of few it counts for one error less. So is one other exponent in every chunk: rollouts of a
-    group begin with the same state, and where that has a tie at the k-th place, all of them have it.
+    values: int
+    exponents: int
+    matches: int
+    mantissa: float
+
+
+def proof_sums(comparisons: Comparisons) -> ProofSums:
+    """The sums that show weights of lower precision, without what chance and ties put into them.
+
+    Forgiven are twice the mantissa errors that noise is expected to give, and one more: of several chunks the worst is
+    left out of the mantissas' sum, of few it counts for one error less. So is one other exponent in every chunk:
+    rollouts of a group begin with the same state, and where that has a tie at the k-th place, all of them have it.
     """
-    values, matches = int(comparisons.k.sum()), int(comparisons.matches.sum())
-    share = int(np.maximum(comparisons.exp_mismatches - 1, 0).sum()) / values
-    rate = limits.drift_exponents
-    share_limit = rate + limits.sigmas * math.sqrt(limits.drift_dispersion * rate * (1 - rate) / values)
-    if share > share_limit:
-        return f"{share:.2%} of {values} exponents differ, more than {share_limit:.2%}"
-    errors = int(comparisons.mant_err_sum.sum())
+    matches, errors = int(comparisons.matches.sum()), int(comparisons.mant_err_sum.sum())
     if len(comparisons) >= SEVERAL:
         worst = int(np.argmax(comparisons.mant_err_sum))
         errors -= int(comparisons.mant_err_sum[worst])
@@ -196,11 +190,12 @@ def _drift(comparisons: Comparisons, limits: ProofTolerance) -> str | None:
     else:
         errors -= LARGEST_ERROR
     noise = 2 * CHANCE * LARGEST_ERROR * int(comparisons.exp_mismatches.sum())
-    mean = max(0.0, errors - noise) / max(1, matches)
-    mean_limit = limits.drift_mantissa + limits.sigmas * limits.drift_spread / math.sqrt(max(1, matches))
-    if mean > mean_limit:
-        return f"the mean mantissa error over {matches} values is {mean:.3f}, more than {mean_limit:.3f}"
-    return None
+    return ProofSums(
+        values=int(comparisons.k.sum()),
+        exponents=int(np.maximum(comparisons.exp_mismatches - 1, 0).sum()),
+        matches=matches,
+        mantissa=max(0.0, errors - noise),
+    )
 
 
 def _describe(comparisons: Comparisons, chunk: int) -> str:

@@ -50,6 +50,11 @@ class Comparisons:
     def matches(self) -> Ints:
         return self.k - self.exp_mismatches
 
+    def only(self, chosen: npt.NDArray[np.bool_]) -> Comparisons:
+        """Those of some chunks."""
+        columns = {name: value[chosen] for name, value in vars(self).items() if name != "malformed"}
+        return Comparisons(**columns, malformed=[m for m, is_in in zip(self.malformed, chosen, strict=True) if is_in])
+
     @property
     def mant_err_mean(self) -> npt.NDArray[np.float64]:
         return np.where(self.matches > 0, self.mant_err_sum / np.maximum(self.matches, 1), NO_MATCH)

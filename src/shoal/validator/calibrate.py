@@ -30,12 +30,12 @@ from shoal.errors import ConfigError, UnusableTask
 from shoal.models import TextTokenizer
 from shoal.models.quantize import INT4, INT8, Quantization, is_rounded
 from shoal.protocol import Lease, ProofParameters, SamplingParameters
-from shoal.sampling import check_seeded
-from shoal.toploc import Comparisons, check_proofs, chunk_rows
+from shoal.toploc import Comparisons, chunk_rows
 from shoal.validator.bands import Bands, limits_from
 from shoal.validator.branches import choice_bits
-from shoal.validator.case import Case, Replay
+from shoal.validator.case import Case, Ints, Replay
 from shoal.validator.checks import AFTER_PREFILL, run_checks
+from shoal.validator.evidence import STRIKE, Kept, Measures, Odd, accident_sums, log_evidence
 from shoal.validator.profiles import Measured, Profile
 from shoal.validator.replay import part_of, replay_all
 from shoal.validator.specimens import Terms, seeds_of
@@ -415,24 +415,31 @@ def catches_of(
 ) -> Iterator[Catch]:
     """How much of it is caught, by the number of tokens looked at."""
     for size in sizes:
-        answers = [caught(block, profile) for block in blocks_of(cases, size)]
+        answers = [caught(block, lengths, profile) for block, lengths in blocks_of(cases, size)]
         if answers:
             sampling, proofs = (float(np.mean([answer[i] for answer in answers])) for i in (0, 1))
             either = float(np.mean([any(answer) for answer in answers]))
             yield Catch(cheat, validator, size, len(answers), sampling, proofs, either)
 
 
-def caught(block: Replay, profile: Profile) -> tuple[bool, bool]:
-    """Whether the check of seeds and that of proofs would each reject these tokens."""
-    seeds = check_seeded(
-        block.uniforms, block.low, block.high, block.logprobs, profile.sampling, entropy_T=block.entropy
-    )
-    return not seeds.passed, not check_proofs(block.comparisons, profile.proofs).passed
+def caught(block: Replay, lengths: Ints, profile: Profile) -> tuple[bool, bool]:
+    """Whether the check of seeds and that of proofs would each reject these tokens, of chunks of these lengths, as one
+    rollout with the right log-probabilities."""
+    drawn_T, chunk_of_T = np.ones(int(lengths.sum()), dtype=np.bool_), np.repeat(np.arange(len(lengths)), lengths)
+    odd = Odd.of(block, block.logprobs, drawn_T, chunk_of_T, profile)
+    kept_C = odd.left_in(profile.accidents)
+    measures = Measures.of(block, block.logprobs, np.zeros(1, np.int64), Kept(kept_C[chunk_of_T], kept_C))
+
+    def is_seen(points: Ints, *channels: str) -> bool:
+        accidents = log_evidence("accidents", accident_sums(points, 1, profile.accidents))
+        return max(accidents, *(log_evidence(name, measures.sums(name, profile)) for name in channels)) >= STRIKE
+
+    return is_seen(odd.unseeded, "outside", "distance"), is_seen(odd.proofs, "exponents", "mantissa")
 
 
-def blocks_of(cases: Sequence[Case], size: int) -> Iterator[Replay]:
-    """Blocks of at least `size` tokens, made of whole chunks. Few tokens make few blocks, so that the chunks are put
-    together in several orders, the same ones every time."""
+def blocks_of(cases: Sequence[Case], size: int) -> Iterator[tuple[Replay, Ints]]:
+    """Blocks of at least `size` tokens, made of whole chunks, and the lengths of these. Few tokens make few
+    blocks, so that the chunks are put together in several orders, the same ones every time."""
     lengths = np.array(
         [n for case in cases for length in case.lengths for n in chunk_rows(length, case.lease.proof.rows)]
     )
@@ -446,7 +453,8 @@ def blocks_of(cases: Sequence[Case], size: int) -> Iterator[Replay]:
         mixed, first_token, first_chunk = part_of(everything, tokens, order), 0, 0
         for chunk, token in enumerate(np.cumsum(lengths[order]).tolist()):
             if token - first_token >= size:
-                yield part_of(mixed, slice(first_token, token), slice(first_chunk, chunk + 1))
+                chunks = slice(first_chunk, chunk + 1)
+                yield part_of(mixed, slice(first_token, token), chunks), lengths[order][chunks]
                 first_token, first_chunk, made = token, chunk + 1, made + 1
         if made >= RESAMPLED:
             return

@@ -160,7 +160,7 @@ def other_temperature(original: Original) -> Docket | None:
     """The log-probabilities are those of a temperature of a half, about."""
     rollouts = original.submission.rollouts
     mean = float(np.abs(np.concatenate([rollout.logprob_values for rollout in rollouts])).mean())
-    if mean < SURELY * original.profile.logprobs.mean:
+    if mean < SURELY * original.profile.noise.logprobs.rate:
         return None
     halved = [
         msgspec.structs.replace(rollout, logprobs=pack_logprobs(2.0 * rollout.logprob_values)) for rollout in rollouts

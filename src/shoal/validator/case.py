@@ -24,6 +24,7 @@ from shoal.protocol import (
     Rollout,
     Severity,
     Submission,
+    Sums,
     Tally,
     pack_tokens,
     unpack,
@@ -31,10 +32,10 @@ from shoal.protocol import (
 from shoal.protocol.given import drawn_mask
 from shoal.protocol.progress import ShownPrefix
 from shoal.sampling import SeedCheck, check_seeded
-from shoal.sampling.check import distances, poisson_tail
 from shoal.toploc import Comparisons, chunk_rows, chunk_topk, split_proofs
 from shoal.toploc.proofs import proof_size
-from shoal.validator.profiles import Profile
+from shoal.validator.evidence import Kept, Measures, Odd, accident_sums, log_evidence
+from shoal.validator.profiles import NoiseLimits, Profile
 from shoal.validator.seen import Mark, Seen, digest
 
 MESSAGE_LIMIT = 500
@@ -80,7 +81,7 @@ class Case:
     be asked for once `shape` has passed, `drawn` once `dialogue` has, `replayed` after the prefill. `record` has the
     sums of what its node handed in before; `seen` is what others did. `dialogue` is None if nobody answers the model.
     `shown` is what its node showed of it before it was finished. Of a part of a submission (`only`), `first` is the
-    number of its first rollout, and `among` how many tokens were generated in all.
+    number of its first rollout.
     """
 
     lease: Lease
@@ -95,7 +96,6 @@ class Case:
     dialogue: Dialogue | None = None
     shown: tuple[ShownPrefix, ...] = ()
     first: int = 0
-    among: int = 0
 
     @property
     def claim(self) -> Submission:
@@ -200,56 +200,63 @@ class Case:
                     yield Mark("proof", digest("proof", proof), whose, (index, start // 4))
 
     @cached_property
-    def accidents(self) -> npt.NDArray[np.bool_]:
-        """Tokens that coarse arithmetic got quite wrong by itself: as many as the profile knows of, or none at all.
-
-        They are left out of everything else; that there are any makes the audit unsure.
-        """
-        replay, profile, nothing = self.replayed, self.profile, np.zeros(len(self.tokens), dtype=np.bool_)
-        if profile.accidents == 0:
-            return nothing
-        far = distances(replay.uniforms, replay.low, replay.high) > profile.sampling.distance
-        strange = self.drawn & (far | ~(np.abs(self.claimed - replay.logprobs) <= profile.logprobs.largest))
-        count, tokens, before = int(strange.sum()), max(self.generated, self.among), self.record
-        here = poisson_tail(count, profile.accidents * tokens)
-        of_late = poisson_tail(count + before.accidents, profile.accidents * (tokens + before.tokens))
-        return nothing if min(here, of_late) < profile.sampling.significance else strange
+    def odd(self) -> Odd:
+        return Odd.of(self.replayed, self.claimed, self.drawn, self.chunk_of, self.profile)
 
     @cached_property
-    def kept(self) -> Ints:
-        """The positions of all other tokens that were drawn."""
-        return np.flatnonzero(self.drawn & ~self.accidents)
+    def kept(self) -> Kept:
+        """What is measured: all that was drawn, where coarse arithmetic has accidents without the odd parts."""
+        kept_C = self.odd.left_in(self.profile.accidents)
+        return Kept(self.drawn & kept_C[self.chunk_of], kept_C)
 
     @cached_property
-    def seed_check(self) -> SeedCheck:
-        replay, lengths = self.replayed, self.lengths
-        columns = [replay.uniforms, replay.low, replay.high, replay.logprobs, replay.entropy]
-        if len(self.kept) < len(self.tokens):
-            columns = [column[self.kept] for column in columns]
-            kept_T = self.drawn & ~self.accidents
-            lengths = [n for n in np.add.reduceat(kept_T, self.starts, dtype=np.int64).tolist() if n]
-        uniforms, low, high, logprobs, entropy = columns
-        limits, record = self.profile.sampling, self.record
-        return check_seeded(uniforms, low, high, logprobs, limits, entropy_T=entropy, lengths=lengths, record=record)
+    def chunk_of(self) -> Ints:
+        """Which proof each token belongs to."""
+        rows, lengths = self.lease.proof.rows, np.array(self.lengths)
+        counts = -(-lengths // rows)
+        firsts, within = np.cumsum(counts) - counts, np.arange(len(self.tokens)) - np.repeat(self.starts, lengths)
+        return np.repeat(firsts, lengths) + within // rows
+
+    @cached_property
+    def measures(self) -> Measures:
+        return Measures.of(self.replayed, self.claimed, self.starts, self.kept)
+
+    def accidents(self, points: Ints) -> Sums:
+        return accident_sums(points, len(self.lengths), self.profile.accidents)
+
+    @property
+    def unsure_rate(self) -> float:
+        """How likely honest work of this kind and length is to be unsure: with two accidents, about."""
+        expected = self.accidents(np.zeros(len(self.proofs), dtype=np.int64)).expected
+        return 1.0 - (1.0 + expected) * math.exp(-expected)
 
     @cached_property
     def tally(self) -> Tally:
         """What this submission adds to its node's record."""
-        compared = self.replayed.comparisons
-        return self.seed_check.tally.model_copy(
-            update={
-                "accidents": int(self.accidents.sum()),
-                "proof_values": int(compared.k.sum()),
-                "exponent_mismatches": int(compared.exp_mismatches.sum()),
-                "mantissa_error": float(compared.mant_err_sum.sum()),
-            }
+        channels = {name: self.measures.sums(name, self.profile) for name in NoiseLimits.model_fields}
+        return Tally(
+            tokens=self.generated,
+            proofs=len(self.odd.proofs),
+            accidents=int((self.odd.worst > 0).sum()),
+            channels={**channels, "accidents": self.accidents(self.odd.worst)},
         )
+
+    def evidence(self, *channels: str) -> tuple[float, str]:
+        """The strongest log-evidence of these channels, by this submission alone, and which channel it is."""
+        return max((log_evidence(name, self.tally.of(name)), name) for name in channels)
+
+    @cached_property
+    def seed_check(self) -> SeedCheck:
+        """Of single tokens, without odd ones where those are accidents."""
+        replay, kept_T = self.replayed, self.kept.tokens
+        uniforms, low, high = replay.uniforms[kept_T], replay.low[kept_T], replay.high[kept_T]
+        return check_seeded(uniforms, low, high, replay.logprobs[kept_T], self.profile.sampling)
 
     def only(self, index: int) -> Case:
         """The case of one of its rollouts, under its own seed. What fails there for certain fails here for certain."""
         lease = self.lease.model_copy(update={"seeds": (self.lease.seeds[index],)})
         submission = msgspec.structs.replace(self.claim, rollouts=[self.rollouts[index]])
-        return replace(self, lease=lease, submission=submission, first=index, among=self.generated)
+        return replace(self, lease=lease, submission=submission, first=index)
 
     def place(self, position: int) -> tuple[int, int]:
         """Which (rollout, token) a position of `tokens` is."""

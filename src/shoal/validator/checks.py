@@ -57,14 +57,17 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from shoal.errors import ProofError
-from shoal.protocol import SUBMISSION_FORMAT, Audit, Severity, Tally, pack_tokens
+from shoal.protocol import SUBMISSION_FORMAT, Audit, Severity, pack_tokens
 from shoal.protocol.branches import Branches
 from shoal.sampling.check import distances
-from shoal.toploc import Comparisons, check_proofs
+from shoal.toploc import check_proofs
+from shoal.toploc.check import ProofSums
 from shoal.toploc.proofs import decode
 from shoal.validator.branches import by_tolerance
 from shoal.validator.case import Case, Finding, failed, passed, unsure
 from shoal.validator.dialogues import dialogue, ends_as_read
+from shoal.validator.evidence import CERTAIN, DOUBT, STRIKE, log_evidence
+from shoal.validator.profiles import CHANNELS, Profile
 from shoal.validator.progress import progress, talk
 from shoal.validator.verdicts import MACHINERY_ACCIDENT, MACHINERY_DISTRUSTED
 
@@ -256,77 +259,106 @@ def duplicate(case: Case) -> Finding:
 
 def proofs(case: Case) -> Finding:
     """The activations that the worker committed to are those of the policy, within the profile's limits."""
-    answer = check_proofs(case.replayed.comparisons, case.profile.proofs)
+    answer, sums = check_proofs(case.replayed.comparisons, case.profile.proofs), case.measures.proofs
+    mismatch = log_evidence("accidents", case.accidents(case.odd.proofs))
+    drift, channel = case.evidence("exponents", "mantissa")
     evidence = {
         "proofs": answer.chunks, "values": answer.values, "exponent_mismatches": answer.exponent_mismatches,
         "mantissa_mean": answer.mantissa_mean, "mantissa_median": answer.mantissa_median,
-        "sign_mismatches": answer.sign_mismatches, "outside_hits": answer.outside_hits,
+        "sign_mismatches": answer.sign_mismatches, "outside_hits": answer.outside_hits, "log_evidence": drift,
     }  # fmt: skip
-    if answer.reason is None:
+    reason: str | None = answer.reason
+    if reason == "mismatch" and mismatch < STRIKE:
+        reason = None  # an accident: counted, see `accident`
+    if reason is None and drift >= STRIKE:
+        reason = "drift"
+    if reason is None:
         return passed("proofs", **evidence)
     rollout, token = case.chunk_place(answer.chunk or 0)
+    detail = answer.detail if reason != "drift" else drift_detail(channel, sums, case.profile)
     return failed(
-        f"proofs.{answer.reason}",
-        f"{PROOF_FAILURES[answer.reason]} policy {case.lease.policy.label}; worst at rollout {rollout} from token "
-        f"{token} on: {answer.detail}",
-        Severity.CERTAIN if answer.reason in ("malformed", "forged") else Severity.STATISTICAL,
+        f"proofs.{reason}",
+        f"{PROOF_FAILURES[reason]} policy {case.lease.policy.label}; worst at rollout {rollout} from token "
+        f"{token} on: {detail}",
+        Severity.CERTAIN if reason in ("malformed", "forged") else Severity.STATISTICAL,
         **evidence,
         rollout=rollout,
         token=token,
     )
+
+
+def drift_detail(channel: str, sums: ProofSums, profile: Profile) -> str:
+    """Which sum is too large."""
+    if channel == "exponents":
+        limit = profile.noise.exponents.rate
+        return f"{sums.exponents / max(1, sums.values):.2%} of {sums.values} exponents differ; honest are {limit:.2%}"
+    mean = sums.mantissa / max(1, sums.matches)
+    limit = profile.noise.mantissa.rate
+    return f"the mean mantissa error over {sums.matches} values is {mean:.3f}; honest are {limit:.3g}"
 
 
 PROOF_FAILURES = {
     "malformed": "the proofs are none that a computation gives under",
     "forged": "the proofs were made without computing anything under",
     "mismatch": "the proofs are of other activations than those of",
-    "drift": "the activations are a little off all along (other weights, or another number format?) from those of",
+    "drift": "the activations are a little off everywhere (other weights, or another number format?) from those of",
 }
 
 
 def sampling(case: Case) -> Finding:
     """Every token is the one that the lease's seed draws from the policy: no choice was left to the worker."""
     answer, limits, replay = case.seed_check, case.profile.certain, case.replayed
+    accidents = log_evidence("accidents", case.accidents(case.odd.unseeded))
+    steered = max(case.evidence("outside", "distance")[0], *(case.measures.by_rollout(c, case.profile) for c in SEEDS))
     evidence = {
         "tokens": answer.n_tokens, "outside": answer.n_outside, "max_distance": answer.max_distance,
-        "sum_distance": answer.sum_distance, "p_value": answer.p_value,
+        "sum_distance": answer.sum_distance, "log_evidence": steered,
     }  # fmt: skip
-    if answer.reason is None or answer.reason == "drift":
+    kind = "beyond" if accidents >= STRIKE else answer.reason or ("steered" if steered >= STRIKE else "")
+    if not kind:
         return passed("sampling", **evidence)
-    far = int(((distances(replay.uniforms, replay.low, replay.high) > limits.distance) & case.drawn).sum())
-    rollout, token = case.place(int(case.kept[answer.position or 0]))
+    distance_T = np.where(case.drawn, distances(replay.uniforms, replay.low, replay.high), 0.0)
+    far = int((distance_T > limits.distance).sum())
+    rollout, token = case.place(int(np.argmax(distance_T)))
     return failed(
         "sampling.seed",
-        f"{answer.n_outside} of {answer.n_tokens} tokens are not those that the lease's seeds give under policy "
-        f"{case.lease.policy.label} (the worst is token {token} of rollout {rollout}): "
+        f"{int((distance_T > 0).sum())} of {case.generated} tokens are not those that the lease's seeds give under "
+        f"policy {case.lease.policy.label} (the worst is token {token} of rollout {rollout}): "
         "another policy, other seeds, or edited tokens",
-        Severity.CERTAIN if far >= limits.tokens else Severity.STATISTICAL,
+        Severity.CERTAIN if far >= limits.tokens and accidents >= CERTAIN else Severity.STATISTICAL,
         **evidence,
         far_outside=far,
-        kind=answer.reason,
+        kind=kind,
         rollout=rollout,
         token=token,
     )
 
 
+SEEDS = ("outside", "distance")
+
+
 def logprobs(case: Case) -> Finding:
-    """The reported log-probabilities are the policy's: training divides by them."""
-    error_T = np.abs(case.claimed - case.replayed.logprobs)
-    error_T[~np.isfinite(error_T)] = np.inf
-    error_T[case.accidents | ~case.drawn] = 0.0
-    mean, largest = float(error_T.sum()) / case.generated, float(error_T.max())
-    limits = case.profile.logprobs
-    if mean <= limits.mean and largest <= limits.largest:
-        return passed("logprobs", mean_error=mean, max_error=largest)
+    """The reported log-probabilities are the policy's, also on average over each rollout: training divides by them."""
+    delta_T = np.where(case.drawn, case.claimed - case.replayed.logprobs, 0.0)
+    error_T = np.where(np.isfinite(delta_T), np.abs(delta_T), np.inf)
+    far = log_evidence("accidents", case.accidents(case.odd.logprobs))
+    off, channel = case.evidence("logprobs", "bias")
+    scores = case.measures.scores(case.profile.logprobs)
+    evidence = {
+        "mean_error": float(error_T.sum()) / case.generated, "max_error": float(error_T.max()),
+        "worst_rollout": float(np.abs(scores).max()), "log_evidence": off,
+    }  # fmt: skip
+    if far < STRIKE and off < STRIKE:
+        return passed("logprobs", **evidence)
     rollout, token = case.place(int(np.argmax(error_T)))
+    how = "the sums over rollouts, up to" if channel == "bias" and far < STRIKE else "up to"
     return failed(
         "logprobs.mismatch",
-        f"the log-probabilities differ from those of policy {case.lease.policy.label} by {mean:.2g} on average and "
-        f"{largest:.2g} at most (token {token} of rollout {rollout}); {limits.mean:g} and {limits.largest:g} are "
-        "allowed",
+        f"the log-probabilities differ from those of policy {case.lease.policy.label} by "
+        f"{evidence['mean_error']:.2g} on average and {evidence['max_error']:.2g} at most (token {token} of rollout "
+        f"{rollout}); {how} {evidence['worst_rollout']:.3g} standard deviations: more than rounding explains",
         Severity.STATISTICAL,
-        mean_error=mean,
-        max_error=largest,
+        **evidence,
         rollout=rollout,
         token=token,
     )
@@ -355,44 +387,36 @@ def likelihood(case: Case) -> Finding:
 
 
 def record(case: Case) -> Finding:
-    """With all that the node handed in of late: cheating a little all the time shows where one submission does not."""
-    answer, before = case.seed_check, case.record
-    if answer.reason == "drift":
-        sums = before.plus(answer.tally)
-        return failed(
-            "sampling.drift",
-            f"of the last {sums.tokens} tokens of this node {sums.outside} are not quite those that its seeds give: "
-            "more than rounding explains (other weights or number formats than its profile's, or steering)",
-            Severity.STATISTICAL,
-            p_value=answer.record_p_value,
-            tokens=sums.tokens,
-            outside=sums.outside,
-            distance=sums.distance,
-        )
-    if before.proof_values:
-        sums = before.plus(case.tally)
-        of_late = check_proofs(_one_chunk(sums), case.profile.proofs)
-        if of_late.reason is not None:
-            return failed(
-                "proofs.drift",
-                "the activations that this node handed in of late are a little off all along (other weights or number "
-                f"formats than its profile's?): {of_late.detail}",
-                Severity.STATISTICAL,
-                values=sums.proof_values,
-                exponent_mismatches=sums.exponent_mismatches,
-                mantissa_error=sums.mantissa_error,
-            )
-    return passed("record", tokens=before.tokens, values=before.proof_values, p_value=answer.record_p_value)
+    """With what the node handed in before: cheating a little all the time shows where one submission does not."""
+    sums = case.record.plus(case.tally)
+    found = {name: log_evidence(name, sums.of(name)) for name in CHANNELS if name in case.record.channels}
+    worst = max(found, key=lambda name: found[name], default="")
+    if not worst or found[worst] < STRIKE:
+        return passed("record", tokens=case.record.tokens, log_evidence=found.get(worst, 0.0), channel=worst)
+    what = sums.of(worst)
+    return failed(
+        RECORD_REASONS[worst],
+        f"with what this node handed in before, {RECORD_FAILURES[worst]} more than rounding explains "
+        f"({what.seen:.4g} units, at most {what.expected:.4g} expected): other weights or number formats than those of "
+        f"{case.lease.profile}, or steering",
+        Severity.STATISTICAL,
+        channel=worst,
+        seen=what.seen,
+        expected=what.expected,
+        log_evidence=found[worst],
+    )
 
 
-def _one_chunk(sums: Tally) -> Comparisons:
-    """Sums as if they were those of one large chunk: what remains to be judged of it is drift."""
-    zero = np.zeros(1, dtype=np.int64)
-    return Comparisons(
-        k=np.array([sums.proof_values]), exp_mismatches=np.array([sums.exponent_mismatches]),
-        mant_err_sum=np.array([sums.mantissa_error]), mant_err_median=np.zeros(1), sign_mismatches=zero,
-        outside_hits=zero, outside_count=zero, constant=zero.astype(np.bool_), malformed=[None],
-    )  # fmt: skip
+RECORD_REASONS = {
+    "outside": "sampling.drift", "distance": "sampling.drift", "accidents": "sampling.seed",
+    "exponents": "proofs.drift", "mantissa": "proofs.drift", "logprobs": "logprobs.mismatch",
+    "bias": "logprobs.mismatch",
+}  # fmt: skip
+RECORD_FAILURES = {
+    "outside": "tokens are beside what its seeds give,", "distance": "tokens are beside what its seeds give,",
+    "accidents": "tokens or proofs are quite wrong", "exponents": "activations are off",
+    "mantissa": "activations are off", "logprobs": "log-probabilities are off", "bias": "log-probabilities lean",
+}  # fmt: skip
 
 
 BEFORE_PREFILL: Sequence[Check] = (envelope, lease, policy, prompt, shape, progress, dialogue, termination, duplicate)
@@ -425,16 +449,18 @@ def bought(case: Case, audit: Audit, branches: Branches) -> Finding:
 
 
 def accident(case: Case) -> Finding:
-    """No token is quite wrong. In coarse arithmetic some are, by themselves: too few to allow, too many to punish."""
-    count = int(case.accidents.sum())
-    if count == 0:
-        return passed("accident")
-    rollout, token = case.place(int(np.argmax(case.accidents)))
+    """Not more is quite wrong than coarse arithmetic gets wrong by itself. One such token or proof now and then costs
+    nothing; where there are a few, nobody can tell."""
+    odd_C, sums = case.odd.worst > 0, case.record.plus(case.tally).of("accidents")
+    doubt = max(log_evidence("accidents", sums), log_evidence("accidents", case.tally.of("accidents")))
+    if not odd_C.any() or doubt < DOUBT or case.profile.accidents.first == 0:
+        return passed("accident", accidents=int(odd_C.sum()))
+    rollout, token = case.chunk_place(int(np.argmax(odd_C)))
     return unsure(
         MACHINERY_ACCIDENT,
-        f"{count} of {len(case.tokens)} tokens are far off (the first is token {token} of rollout {rollout}), as "
-        f"happens now and then in {case.lease.profile}: it may be nobody's fault, so it costs nothing but this unit",
-        accidents=count,
+        f"{int(odd_C.sum())} of {len(odd_C)} parts of rollouts are far off (the first is rollout {rollout} from token "
+        f"{token} on), more than usually happens in {case.lease.profile}: it may be nobody's fault",
+        accidents=int(odd_C.sum()),
         rollout=rollout,
         token=token,
     )

@@ -16,7 +16,6 @@ scorer, and the memory of what was accepted (`Seen`): nothing here talks to the 
 from __future__ import annotations
 
 import logging
-import math
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -161,7 +160,7 @@ class Judge:
         findings = run_checks(SHOWN_BEFORE_PREFILL if is_shown else BEFORE_PREFILL, case)
         if not findings[-1].passed:
             return docket.rejected(findings, self.clock.now_ms())
-        unsure_rate = 0.0 if is_shown else -math.expm1(-profile.accidents * case.generated)
+        unsure_rate = 0.0 if is_shown else case.unsure_rate
         return _Open(replace(docket, unsure_rate=unsure_rate, measured=is_measured), case, findings)
 
     def _first_looks(self, opened: Sequence[_Open | Verdict], loaded: LoadedPolicy) -> list[_Open | Verdict]:

@@ -16,10 +16,12 @@ from shoal.hub.state.commands import SaveNode
 from shoal.hub.state.credits import due_until_ms
 from shoal.hub.state.machines import SubmissionState
 from shoal.hub.state.rows import Moment, NodeRow, Progress, SubmissionRow
-from shoal.protocol import Audit, AuditReply, Lease, LedgerEntry, NodeState, Outcome, Severity, Tally
+from shoal.protocol import Audit, AuditReply, Lease, LedgerEntry, NodeState, Outcome, Severity, Sums, Tally
 
 SETTINGS = {"audit": "reputation", "credit_window_s": 100, "audit_s": 30}
 CAUGHT = {"outcome": Outcome.REJECTED, "reason": "sampling.seed"}
+
+ABOVE = {"outside": Sums(seen=2.0, expected=1.0)}
 
 
 @pytest.fixture
@@ -94,36 +96,38 @@ class TestDepth:
     def test_a_full_verdict_on_a_light_one_counts_as_full(self, bench: Bench) -> None:
         hand_in(bench, bench.alice, 2)
         first, second = bench.audits()
-        ok(bench.judge(first, depth="full", tally=Tally(tokens=4, outside=1)))
+        ok(bench.judge(first, depth="full", tally=Tally(tokens=4, channels=ABOVE)))
         ok(bench.judge(second, depth="light", tally=Tally(tokens=4)))
         row = node_of(bench, bench.alice)
-        assert (row.streak, row.record) == (201, Tally(tokens=4, outside=1))
+        assert (row.streak, row.record) == (201, Tally(tokens=4, channels=ABOVE))
         assert (row_of(bench, first).depth, row_of(bench, second).depth) == ("full", "light")
 
     def test_the_record_goes_to_the_validator(self, bench: Bench) -> None:
         hand_in(bench, bench.bob)
-        accept(bench, bench.audits(), tally=Tally(tokens=6, outside=2, distance=0.25))
+        accept(bench, bench.audits(), tally=Tally(tokens=6, channels=ABOVE))
         hand_in(bench, bench.bob)
         (audit,) = bench.audits()
-        assert audit.record == Tally(tokens=6, outside=2, distance=0.25)
+        assert audit.record == Tally(tokens=6, channels=ABOVE)
         ok(bench.judge(audit, tally=Tally(tokens=6), **CAUGHT))
         assert node_of(bench, bench.bob).record == audit.record, "a rejection adds nothing"
 
     def test_what_was_unsure_is_remembered_so_that_accidents_are_not_for_the_asking(self, bench: Bench) -> None:
         hand_in(bench, bench.bob)
         (audit,) = bench.audits()
-        seen = {"outcome": Outcome.UNSURE, "reason": "sampling.accident", "tally": Tally(tokens=6, accidents=1)}
+        seen = {
+            "outcome": Outcome.UNSURE,
+            "reason": "sampling.accident",
+            "tally": Tally(tokens=6, proofs=3, accidents=1),
+        }
         ok(bench.judge(audit, (), **seen))
         node = node_of(bench, bench.bob)
-        assert (node.record, node.strikes, node.unsure) == (Tally(tokens=6, accidents=1), 0, 1)
+        assert (node.record, node.strikes, node.unsure) == (Tally(tokens=6, proofs=3, accidents=1), 0, 1)
 
     @pytest.mark.parametrize(
         "tally",
         [
-            Tally(tokens=3, outside=4),
-            Tally(proof_values=1, exponent_mismatches=2),
             Tally(tokens=2 * 16 + 1),
-            Tally(tokens=30, accidents=3),
+            Tally(tokens=30, proofs=2, accidents=3),
         ],
     )
     def test_an_impossible_tally_is_refused(self, bench: Bench, tally: Tally) -> None:

@@ -371,7 +371,7 @@ class TestRejected:
 
     def test_a_strike_empties_the_record_and_what_was_leased_before_it_is_no_second_strike(self) -> None:
         """Before, two groups of one round banned: the second rested on the same machine, state and record."""
-        row = node(1, record=Tally(tokens=900, outside=90))
+        row = node(1, record=Tally(tokens=900))
         (row,) = nodes_in(judge(case(node=row), outcome=Outcome.REJECTED, severity=Severity.STATISTICAL))
         assert row.record == Tally()
         for leased_at_ms in (NOW_MS - 5, NOW_MS):

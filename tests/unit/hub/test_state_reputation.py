@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import hypothesis.strategies as st
 import pytest
-from hypothesis import given
 from statekit import NOW_MS, moment, node, nodes_in, of_type, rules, submission, submissions_in, verdict
 
 from shoal.hub.state import credits, reputation
@@ -15,7 +13,7 @@ from shoal.hub.state.commands import Record
 from shoal.hub.state.draws import audit_fraction
 from shoal.hub.state.machines import SubmissionState
 from shoal.hub.state.rows import NodeRow
-from shoal.protocol import Depth, Severity, Tally, document_hash
+from shoal.protocol import Depth, Severity, Sums, Tally, document_hash
 
 REPUTATION = rules(audit="reputation")
 
@@ -105,20 +103,13 @@ class TestRecord:
         certain = reputation.failed(node(1), Severity.CERTAIN)
         assert passes(certain, 1000).certain == 1, "what is certain is not forgiven"
 
-    def test_tallies_add_up_and_weigh_less_with_time(self) -> None:
-        row = passes(node(1), 2, tokens=100, outside=3, distance=0.5, proof_values=10, exponent_mismatches=1)
-        assert row.record == Tally(tokens=200, outside=6, distance=1.0, proof_values=20, exponent_mismatches=2)
-        edge = passes(node(1, record=Tally(tokens=65_536, outside=8, distance=2.0)))
-        assert edge.record.tokens == 65_536
-        over = passes(edge, tokens=2, mantissa_error=3.0)
-        assert over.record == Tally(tokens=32_769, outside=4, distance=1.0, mantissa_error=1.5)
-
-    @given(st.lists(st.tuples(st.integers(0, 40_000), st.integers(0, 40_000)), max_size=30))
-    def test_a_record_is_always_possible_and_bounded(self, seen: list[tuple[int, int]]) -> None:
-        row = node(1)
-        for first, second in seen:
-            row = passes(row, tokens=max(first, second), outside=min(first, second))
-        assert row.record.outside <= row.record.tokens <= 65_536 + 40_000 // 2
+    def test_what_is_above_honest_work_adds_up_and_the_rest_begins_anew(self) -> None:
+        above, below = Sums(seen=3.0, expected=2.0, shared=0.5), Sums(seen=1.0, expected=2.0)
+        row = passes(node(1), 2, tokens=100, channels={"distance": above, "mantissa": below})
+        twice = Sums(seen=6.0, expected=4.0, shared=1.0)
+        assert row.record == Tally(tokens=200, channels={"distance": twice})
+        better = passes(row, tokens=1, channels={"distance": Sums(seen=0.0, expected=3.0)})
+        assert better.record == Tally(tokens=201), "good work ends the stretch, and is not saved up"
 
 
 class TestCredit:

@@ -21,15 +21,14 @@ from shoal.sampling import uniforms
 from shoal.validator.branches import Blocks, Look, Lookout, by_tolerance, choice_bits, differences, look_at
 from shoal.validator.case import Case
 from shoal.validator.judge import Judge
-from shoal.validator.profiles import BUILT_IN, Profile
+from shoal.validator.profiles import BUILT_IN, ChannelLimits, LogprobLimits, NoiseLimits, Profile
 from shoal.validator.replay import replay_all
 from shoal.validator.rewards import Group, Scored
 
 WIDE = BUILT_IN["scripted/cpu/float32"].model_copy(
     update={
-        "sampling": replace(
-            BUILT_IN["scripted/cpu/float32"].sampling, distance=1.0, outside_rate=1.0, outside_distance=0.1
-        )
+        "sampling": replace(BUILT_IN["scripted/cpu/float32"].sampling, distance=1.0),
+        "noise": NoiseLimits(**{name: ChannelLimits(rate=1e9, unit=1e9) for name in NoiseLimits.model_fields}),
     }
 )
 
@@ -181,7 +180,7 @@ def test_an_engine_that_fails_ends_no_audit() -> None:
 
 
 def judge_with(lookout: Lookout | None) -> Judge:
-    profile = WIDE.model_copy(update={"logprobs": WIDE.logprobs.model_copy(update={"mean": 9.0, "largest": 9.0})})
+    profile = WIDE.model_copy(update={"logprobs": LogprobLimits(largest=99.0)})
     return Judge(LengthEnvironment(), {"scripted/cpu/float32": profile}, lookout=lookout)  # type: ignore[arg-type]
 
 

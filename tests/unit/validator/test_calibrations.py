@@ -26,7 +26,7 @@ def judge(measured: Profiles, known: Profiles | None = None) -> Judge:
 
 def test_a_verdict_goes_by_the_limits_of_its_leases_calibration_and_names_it() -> None:
     of = lease(calibration=DIGEST)
-    narrow = BUILT_IN[OURS].model_copy(update={"logprobs": LogprobLimits(mean=1e-30, largest=1e-30)})
+    narrow = BUILT_IN[OURS].model_copy(update={"logprobs": LogprobLimits(largest=1e-30)})
     off = [
         msgspec.structs.replace(each, logprobs=pack_logprobs(each.logprob_values - 1e-6))
         for each in submission(of).rollouts
@@ -50,7 +50,7 @@ def test_work_of_a_kind_that_nobody_measured_passes_by_the_limits_of_its_format_
 
 def test_a_statistical_failure_of_a_kind_that_nobody_measured_is_unsure_and_a_certain_one_rejects() -> None:
     of = lease(calibration=DIGEST)
-    narrow = Profile(key=THEIRS, logprobs=LogprobLimits(mean=1e-30, largest=1e-30))
+    narrow = Profile(key=THEIRS, logprobs=LogprobLimits(largest=1e-30))
     off = [
         msgspec.structs.replace(each, logprobs=pack_logprobs(each.logprob_values - 1e-6))
         for each in submission(of).rollouts

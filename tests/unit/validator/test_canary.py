@@ -16,7 +16,7 @@ from shoal.toploc import ProofTolerance
 from shoal.validator import Judge, load_profiles
 from shoal.validator.canary import SPOILERS, Canary, Original
 from shoal.validator.case import BODY_LIMITS
-from shoal.validator.profiles import BUILT_IN, CertainLimits, LogprobLimits
+from shoal.validator.profiles import BUILT_IN, CertainLimits, ChannelLimits, LogprobLimits, NoiseLimits
 from shoal.validator.seen import Seen
 
 LONG = SamplingParameters(temperature=1.0, max_new_tokens=16, eos_token_id=500)
@@ -100,14 +100,12 @@ def blind(**limits: object) -> Judge:
 
 def test_a_profile_that_is_far_too_wide_is_noticed() -> None:
     by = blind(
-        sampling=SeedTolerance(distance=2.0, floor=0.0, outside_rate=0.999, outside_distance=1.0, significance=1e-300),
+        sampling=SeedTolerance(distance=2.0, floor=0.0),
         certain=CertainLimits(distance=2.0),
-        proofs=ProofTolerance(
-            exponents=1e9, signs=1e9, mantissa_mean=1e30, mantissa_median=1e30, outside=0.0, drift_exponents=0.999,
-            drift_mantissa=1e9, sigmas=1e9,
-        ),
-        logprobs=LogprobLimits(mean=1e9, largest=1e9),
-    )  # fmt: skip
+        proofs=ProofTolerance(exponents=1e9, signs=1e9, mantissa_mean=1e30, mantissa_median=1e30, outside=0.0),
+        logprobs=LogprobLimits(largest=1e9),
+        noise=NoiseLimits(**{name: ChannelLimits(rate=1e9, unit=1e9) for name in NoiseLimits.model_fields}),
+    )
     canary = Canary(by, every=1)
     dockets = [docket(lease(sampling=LONG))]
     verdicts = by.verdicts(dockets, loaded())

@@ -241,7 +241,7 @@ def test_rounding_within_the_tolerance_is_honest() -> None:
 
 
 def test_the_limits_are_the_profiles() -> None:
-    narrow = LogprobLimits(mean=1e-9, largest=1e-9)
+    narrow = LogprobLimits(largest=1e-9)
     profile = load_profiles()["scripted/cpu/float32"].model_copy(update={"logprobs": narrow})
     strict = Judge(LengthEnvironment(), {profile.key: profile})
     nudged = logprob_set(float(submission(lease()).rollouts[1].logprob_values[0]) - 1e-5)(lease())

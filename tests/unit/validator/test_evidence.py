@@ -13,11 +13,21 @@ from hypothesis import strategies as st
 
 from shoal.engines import Completion, PrefillRequest
 from shoal.environments import ObjectingEnvironment, Task
-from shoal.protocol import Lease, Outcome, ProofParameters, Rollout, SamplingParameters, Submission, Tally, Verdict
+from shoal.protocol import (
+    Lease,
+    Outcome,
+    ProofParameters,
+    Rollout,
+    SamplingParameters,
+    Submission,
+    Sums,
+    Tally,
+    Verdict,
+)
 from shoal.sampling import SeedTolerance
 from shoal.validator import Judge, load_profiles
 from shoal.validator.checks import AFTER_PREFILL, BEFORE_PREFILL
-from shoal.validator.profiles import BUILT_IN, CertainLimits, LikelihoodLimits
+from shoal.validator.profiles import BUILT_IN, CertainLimits, ChannelLimits, LikelihoodLimits, NoiseLimits
 
 KEY = "scripted/cpu/float32"
 NO_END = SamplingParameters(temperature=1.0, max_new_tokens=16, eos_token_id=500)
@@ -174,7 +184,8 @@ def reported(of: Lease, completion: Completion) -> np.ndarray:
 
 
 BLIND_TO_SEEDS = {
-    "sampling": SeedTolerance(distance=2.0, floor=0.0, outside_rate=0.999, outside_distance=1.0, significance=1e-300),
+    "sampling": SeedTolerance(distance=2.0, floor=0.0),
+    "noise": NoiseLimits(outside=ChannelLimits(rate=1e9, unit=1e9), distance=ChannelLimits(rate=1e9, unit=1e9)),
     "certain": CertainLimits(distance=2.0),
 }
 
@@ -215,22 +226,19 @@ def test_honest_deviations_are_those_of_a_bell() -> None:
 # ── the record ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_rounding_of_late_beyond_what_is_honest_is_drift() -> None:
-    off = Tally(tokens=100_000, entropy=100_000.0, outside=200, distance=0.002)
+@pytest.mark.parametrize(
+    ("channel", "reason"),
+    [
+        ("outside", "sampling.drift"), ("distance", "sampling.drift"), ("exponents", "proofs.drift"),
+        ("mantissa", "proofs.drift"), ("logprobs", "logprobs.mismatch"), ("bias", "logprobs.mismatch"),
+    ],
+)  # fmt: skip
+def test_more_than_rounding_explains_together_with_earlier_work_fails(channel: str, reason: str) -> None:
+    off = Tally(tokens=100_000, channels={channel: Sums(seen=2000.0, expected=500.0)})
     verdict = judged(lease(), record=off)
-    assert (verdict.reason, verdict.severity) == ("sampling.drift", "statistical")
-    assert verdict.checks[-1].evidence["outside"] == 200
-    assert (
-        judged(lease(), record=Tally(tokens=100_000, entropy=100_000.0, outside=5, distance=5e-6)).outcome
-        is Outcome.ACCEPTED
-    )
-
-
-def test_activations_of_late_beyond_what_is_honest_are_drift() -> None:
-    off = Tally(tokens=100_000, proof_values=400_000, exponent_mismatches=40_000, mantissa_error=2e6)
-    verdict = judged(lease(), record=off)
-    assert (verdict.reason, verdict.severity) == ("proofs.drift", "statistical")
-    fine = Tally(tokens=100_000, proof_values=400_000, exponent_mismatches=10, mantissa_error=100.0)
+    assert (verdict.reason, verdict.severity) == (reason, "statistical")
+    assert verdict.checks[-1].evidence["channel"] == channel
+    fine = Tally(tokens=100_000, channels={channel: Sums(seen=510.0, expected=500.0)})
     assert judged(lease(), record=fine).outcome is Outcome.ACCEPTED
 
 
@@ -238,12 +246,13 @@ def test_a_verdict_counts_what_its_audit_saw() -> None:
     verdict = judged(lease())
     tokens = sum(len(each.token_ids) for each in completions(lease()))
     assert verdict.tally.tokens == verdict.generated_tokens == tokens
-    assert verdict.tally.proof_values == sum(len(r.proofs) // 2 - 1 for r in submission(lease()).rollouts)
-    assert (verdict.tally.outside, verdict.tally.exponent_mismatches) == (0, 0)
-    assert verdict.tally.entropy > 10
+    assert verdict.tally.proofs == 12
+    assert verdict.tally.of("exponents").seen == verdict.tally.of("outside").seen == 0.0
+    assert verdict.tally.of("outside").expected > 10 * BUILT_IN[KEY].noise.outside.rate
+    assert set(verdict.tally.channels) == {*NoiseLimits.model_fields, "accidents"}
     bad = judged(lease(), submission(lease(), completions(lease(), seeds=range(12))))
     assert bad.outcome is Outcome.REJECTED
-    assert bad.tally.outside > 10
+    assert bad.tally.of("outside").seen > 10
     assert judged(lease(), b"garbage").tally == judged(lease(), depth="light").tally == Tally()  # type: ignore[arg-type]
 
 

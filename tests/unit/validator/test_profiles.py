@@ -62,7 +62,7 @@ def test_a_profile_survives_its_file(a: float, b: float, c: float, n: int, measu
         key="torch/cuda/bfloat16",
         sampling=SeedTolerance(distance=a, floor=b),
         proofs=ProofTolerance(exponents=c, boundary=n),
-        logprobs=LogprobLimits(mean=b, largest=c),
+        logprobs=LogprobLimits(spread=b, largest=c),
         measured=MEASURED if measured else None,
     )
     assert parse_config(to_toml(written), Profile, "it") == written
@@ -70,11 +70,11 @@ def test_a_profile_survives_its_file(a: float, b: float, c: float, n: int, measu
 
 def test_a_file_is_added_and_takes_the_place_of_a_built_in_one(tmp_path: Path) -> None:
     mine, other = tmp_path / "mine.toml", tmp_path / "other.toml"
-    mine.write_text('key = "torch/cpu/float32"\n[logprobs]\nmean = 0.5\n[measured]\nmodel = "m"\ntokens = 5\n'
+    mine.write_text('key = "torch/cpu/float32"\n[logprobs]\nlargest = 0.5\n[measured]\nmodel = "m"\ntokens = 5\n'
                     'date = 2026-11-15\nvalidators = ["cpu/float32"]\nbands = {distance = 1e-3}\n')  # fmt: skip
     other.write_text('key = "vllm/cuda/float16"\n')
     found = load_profiles([mine, other])
-    assert found["torch/cpu/float32"].logprobs.mean == 0.5
+    assert found["torch/cpu/float32"].logprobs.largest == 0.5
     assert found["torch/cpu/float32"].sampling == BUILT_IN["torch/cpu/float32"].sampling
     assert found["torch/cpu/float32"].measured == Measured(
         model="m", tokens=5, date="2026-11-15", validators=("cpu/float32",), bands={"distance": 1e-3}
@@ -92,11 +92,12 @@ def test_a_file_is_added_and_takes_the_place_of_a_built_in_one(tmp_path: Path) -
         ("key = 'a/b/c'\nkay = 1", r"p\.toml: there is no section \[kay\]; did you mean \[key\]"),
         ("key = 'a/b/c'\n[sampling]\ndistanze = 1.0", "there is no key 'distanze'; did you mean 'distance'"),
         ("key = 'a/b/c'\n[proofs]\nwidth = 1.0", "there is no key 'width'; there are exponents"),
-        ("key = 'a/b/c'\n[sampling]\ndistance = -1.0", "distance must be a number above 0, not -1.0"),
-        ("key = 'a/b/c'\n[sampling]\nsignificance = nan", "significance must be a number above 0, not nan"),
-        ("key = 'a/b/c'\n[sampling]\noutside_distance = 0.0", "outside_distance must be a number above 0"),
-        ("key = 'a/b/c'\n[proofs]\nsigmas = inf", "sigmas must be a number of at least 0, not inf"),
-        ("key = 'a/b/c'\n[logprobs]\nmean = inf", "mean"),
+        ("key = 'a/b/c'\n[sampling]\ndistance = -1.0", "distance must be a number of at least 0, not -1.0"),
+        ("key = 'a/b/c'\n[sampling]\nfloor = nan", "floor must be a number of at least 0, not nan"),
+        ("key = 'a/b/c'\n[proofs]\nsigns = inf", "signs must be a number of at least 0, not inf"),
+        ("key = 'a/b/c'\n[logprobs]\nspread = inf", "spread"),
+        ("key = 'a/b/c'\n[noise.bias]\nrate = 1.0", "unit"),
+        ("key = 'a/b/c'\n[noise.outside]\nrate = nan\nunit = 1.0", "rate"),
         ("key = 'a/b/c'\nvalidators = []", "validators"),
         ("key = 'a/b/c'\n[sampling]\ndistance = 'far'", r"sampling.*distance"),
         ("key = 'a/b/c'\n[logprobs]\nmean = 0", "mean"),

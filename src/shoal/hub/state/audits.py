@@ -191,13 +191,11 @@ def _require_fitting(rules: Rules, case: Case, verdict: Verdict) -> None:
 
 def _require_possible(rules: Rules, tally: Tally) -> None:
     """Sums that no group of this run can have would spoil their node's record, for or against it."""
-    too_many = tally.tokens + tally.accidents > rules.group_size * rules.max_new_tokens
-    if too_many or tally.outside > tally.tokens or tally.exponent_mismatches > tally.proof_values:
+    if tally.tokens > rules.group_size * rules.max_new_tokens or tally.accidents > tally.proofs:
         raise Refusal(
             422,
             "verdict.tally",
-            f"the tally is impossible: {tally.outside} of {tally.tokens} tokens outside, {tally.accidents} more by "
-            f"accident, {tally.exponent_mismatches} of {tally.proof_values} exponents off",
+            f"the tally is impossible: {tally.tokens} tokens, {tally.accidents} accidents in {tally.proofs} proofs",
         )
 
 

@@ -29,7 +29,6 @@ FORGIVEN_AFTER = 1_000
 """Full audits passed in a row after which a statistical strike is forgotten, and how often the node was suspended.
 Honest work fails such a check once in 10,000 audits or so: without this every honest node would be banned in the long
 run."""
-RECORD_TOKENS = 65_536
 DOUBTED, MOST_DOUBT, LEAST_FORGIVEN = 3.5, 4.5, 1 / 64
 
 
@@ -98,20 +97,13 @@ def failed(node: NodeRow, severity: Severity | None, check: str = "", now_ms: in
 
 
 def of_late(record: Tally) -> Tally:
-    """The record with what is long ago weighing less: all sums are halved once it is of more than 65,536 tokens.
+    """The record without channels that are no higher than honest work's: they begin anew.
 
-    >>> of_late(Tally(tokens=65_538, outside=7, distance=1.0)).outside
-    3
+    So honest work is not saved up to be spent later, and the evidence is always of one stretch of work.
+
+    >>> from shoal.protocol import Sums
+    >>> sorted(of_late(Tally(channels={"a": Sums(seen=2, expected=3), "b": Sums(seen=3, expected=2)})).channels)
+    ['b']
     """
-    if record.tokens <= RECORD_TOKENS:
-        return record
-    return Tally(
-        tokens=record.tokens // 2,
-        entropy=record.entropy / 2,
-        outside=record.outside // 2,
-        distance=record.distance / 2,
-        accidents=record.accidents // 2,
-        proof_values=record.proof_values // 2,
-        exponent_mismatches=record.exponent_mismatches // 2,
-        mantissa_error=record.mantissa_error / 2,
-    )
+    above = {name: sums for name, sums in record.channels.items() if sums.seen > sums.expected}
+    return record.model_copy(update={"channels": above})

@@ -18,12 +18,13 @@ import numpy.typing as npt
 
 from shoal.engines import Completion, Engine, GenerationRequest, PrefillRequest
 from shoal.protocol import ProofParameters, SamplingParameters
-from shoal.sampling import SeedTolerance, uniforms, uniforms_at
+from shoal.sampling import uniforms, uniforms_at
 from shoal.worker.cheats.base import Cheat, Disguise, Groups, Loot, vouched
 from shoal.worker.cheats.worth import Worth
 
 BRANCHES = 4
 SEEDS = 2**20
+REACH = 2e-6  # twice what float32 moves an interval by on average: farther ones show in the sum of distances
 SPACING = 2.0 / SEEDS  # so near there is a seed to every uniform
 
 Value = Callable[[Completion], float]
@@ -37,8 +38,8 @@ class Branch(Cheat):
     )
     reasons = frozenset({"sampling.seed", "sampling.drift", "sampling.steered"})
 
-    def __init__(self, tolerance: SeedTolerance | None = None, tries: int = BRANCHES) -> None:
-        self._reach = 2 * (tolerance or SeedTolerance()).outside_distance  # farther ones show in the sum of distances
+    def __init__(self, reach: float = REACH, tries: int = BRANCHES) -> None:
+        self._reach = reach
         self._tries = tries
 
     def engine(self, engine: Engine, loot: Loot, /) -> Engine:

@@ -1,0 +1,226 @@
+"""Evidence: one test per node that may be looked at after every submission (anytime-valid).
+
+    a submission ─► measures ─► per channel: seen, expected, shared ─► added to the node's record ─► log-evidence
+
+A channel is a sum of small errors. Of honest work of a measured kind its mean is at most `expected` (limits × exposure:
+nats of entropy, values, tokens, rollouts), it varies in lumps of one unit, and all of a submission shares a relative
+error of standard deviation `shared`, for it shares a prompt. Then for every bet θ
+
+    exp(θ · seen − ψ(θ) · expected − ψ(θ)² · shared² / 2),     ψ(θ) = e^θ − 1 for counts, θ / (1 − θ) for sums,
+
+has a mean of at most 1, and so has the product over submissions, and the mean over bets. By Ville's inequality such a
+product ever exceeds 1/α with a probability of at most α. ψ = e^θ − 1 is that of a Poisson number of units,
+θ / (1 − θ) that of a Poisson number of exponential ones: both tails are heavier than a bell's.
+
+A record whose sum is below what is expected begins anew (`reputation.of_late`): nobody saves up honest work to spend it
+later. So in n submissions there are n beginnings, and an honest node is struck with a probability of at most n · α.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from shoal.protocol import Sums
+from shoal.sampling.check import distances
+from shoal.toploc.check import ProofSums, proof_sums, severity_of
+from shoal.validator.profiles import CHANNELS, COUNTS, AccidentLimits, ChannelLimits, LogprobLimits, Profile
+
+if TYPE_CHECKING:
+    from shoal.validator.case import Replay
+
+Floats = npt.NDArray[np.float64]
+Bits = npt.NDArray[np.bool_]
+Ints = npt.NDArray[np.int64]
+
+ALPHA = 1e-6  # of one beginning: in 10⁴ nodes × 10³ groups 10 strikes are expected, and 0.005 nodes with two
+STRIKE = math.log(len(CHANNELS) / ALPHA)
+CERTAIN = math.log(1e12)
+DOUBT = math.log(100)
+COUNT_BETS = np.log([1.05, 1.15, 1.5, 3.0, 12.0, 128.0])
+SUM_BETS = np.array([0.03, 0.08, 0.2, 0.4, 0.6, 0.8])
+SUM_VARIANCE = 2.0  # the variance of such a sum, in units, by its mean
+NEARLY_CERTAIN = 0.03
+ENDS = (
+    2.0  # tokens' worth of noise that every rollout has beside its tokens': the log-probability of its end is special
+)
+MOST_POINTS = 6
+MOST_NATS = 9.0  # beyond it nearly every token is outside already
+MOST_SCORE = 8.0  # standard deviations that one rollout's bias counts for
+
+
+def log_evidence(channel: str, sums: Sums) -> float:
+    """The logarithm of the evidence against honest work; negative where all is well.
+
+    >>> round(log_evidence("outside", Sums(seen=30, expected=8.0)), 1)
+    11.3
+    """
+    return float(log_evidences(channel, *(np.array([x]) for x in (sums.seen, sums.expected, sums.shared)))[0])
+
+
+def log_evidences(channel: str, seen_N: Floats, expected_N: Floats, shared_N: Floats) -> Floats:
+    bets_B = COUNT_BETS if channel in COUNTS else SUM_BETS
+    cost_B = np.expm1(bets_B) if channel in COUNTS else bets_B / (1 - bets_B)
+    exponents_NB = np.outer(seen_N, bets_B) - np.outer(expected_N, cost_B) - np.outer(shared_N, cost_B**2) / 2
+    found = _log_mean_exp(exponents_NB)
+    return np.where(expected_N > 0, found, np.where(seen_N > 0, np.inf, 0.0))
+
+
+def _log_mean_exp(values: Floats) -> Floats:
+    largest = values.max(axis=-1)
+    found: Floats = largest + np.log(np.exp(values - largest[..., None]).mean(axis=-1))
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class Kept:
+    """Which tokens and proofs are measured."""
+
+    tokens: Bits
+    chunks: Bits
+
+
+@dataclass(frozen=True, eq=False)
+class Odd:
+    """What is quite wrong, in points for each part of a rollout (the tokens of one proof): one for a token that is far
+    outside its interval, or whose log-probability is far off, two for a proof, times how far it is
+    beyond its limit; six at most."""
+
+    seeds: Ints
+    logprobs: Ints
+    proofs: Ints
+
+    @classmethod
+    def of(cls, replay: Replay, claimed_T: Floats, drawn_T: Bits, chunk_of_T: Ints, limits: Profile) -> Odd:
+        far_T = distances(replay.uniforms, replay.low, replay.high) > limits.sampling.distance
+        error_T = np.abs(claimed_T - replay.logprobs) / weights(replay.logprobs)
+
+        def points(odd_T: Bits) -> Ints:
+            counts_C = np.bincount(chunk_of_T[drawn_T & odd_T], minlength=len(replay.comparisons))
+            return np.minimum(counts_C, MOST_POINTS)
+
+        severity_C = np.minimum(severity_of(replay.comparisons, limits.proofs), MOST_POINTS)
+        proofs_C = np.minimum(2 * np.where(severity_C > 1, np.floor(severity_C), 0).astype(np.int64), MOST_POINTS)
+        return cls(points(far_T), points(~(error_T <= limits.logprobs.largest)), proofs_C)
+
+    @property
+    def unseeded(self) -> Ints:
+        """Of parts with tokens that are far outside: there other activations speak against the tokens, too."""
+        return np.where(self.seeds > 0, self.worst, 0)
+
+    @property
+    def worst(self) -> Ints:
+        """Whatever it is, it happened once."""
+        found: Ints = np.max([self.seeds, self.logprobs, self.proofs], axis=0)
+        return found
+
+    def left_in(self, limits: AccidentLimits) -> Bits:
+        """The parts that are measured: all, or where there are accidents those without."""
+        found: Bits = (self.worst == 0) if limits.first > 0 else np.ones(len(self.seeds), dtype=np.bool_)
+        return found
+
+
+def accident_sums(points: Ints, rollouts: int, limits: AccidentLimits) -> Sums:
+    """So many points in the parts of so many rollouts, by two: an accident of one or two is the usual one."""
+    expected = limits.first * rollouts + limits.later * (len(points) - rollouts)
+    return Sums(seen=float(points.sum()) / 2, expected=expected)
+
+
+@dataclass(frozen=True, eq=False)
+class Measures:
+    """What a replay showed, summed by rollout, the proofs over the submission. No limit goes into it.
+
+    `nats` and `nats2`: entropy, and its squares. `outside`: tokens outside their interval, by `distance` in sum.
+    `error`: |δ| / w, where δ is what the reported log-probability is off by and w = 1 − p + 0.03. `bias`, `weight` and
+    `weight2`: the sums of δ, w and w².
+    """
+
+    tokens: Floats
+    nats: Floats
+    nats2: Floats
+    outside: Floats
+    distance: Floats
+    error: Floats
+    bias: Floats
+    weight: Floats
+    weight2: Floats
+    proofs: ProofSums
+
+    @classmethod
+    def of(cls, replay: Replay, claimed_T: Floats, starts: Ints, kept: Kept) -> Measures:
+        """Of the tokens and proofs that are kept."""
+        kept_T = kept.tokens
+        weight_T = weights(replay.logprobs)
+        delta_T = np.where(kept_T, np.nan_to_num(claimed_T - replay.logprobs, nan=1e9, posinf=1e9, neginf=-1e9), 0.0)
+        nats_T = np.clip(replay.entropy, 0.0, MOST_NATS)
+        outside_T = ~((replay.low <= replay.uniforms) & (replay.uniforms < replay.high))
+        distance_T = np.minimum(distances(replay.uniforms, replay.low, replay.high), 1.0)
+
+        def summed(values_T: npt.NDArray[np.generic]) -> Floats:
+            found: Floats = np.add.reduceat(np.where(kept_T, values_T, 0.0), starts, dtype=np.float64)
+            return found
+
+        return cls(
+            tokens=summed(kept_T), nats=summed(nats_T), nats2=summed(nats_T**2), outside=summed(outside_T),
+            distance=summed(distance_T), error=summed(np.abs(delta_T) / weight_T), bias=summed(delta_T),
+            weight=summed(weight_T), weight2=summed(weight_T**2),
+            proofs=proof_sums(replay.comparisons.only(kept.chunks)),
+        )  # fmt: skip
+
+    def seen(self, channel: str, limits: LogprobLimits) -> Floats:
+        """By rollout (of proofs: one number)."""
+        if channel == "bias":
+            return np.minimum(self.scores(limits) ** 2, MOST_SCORE**2)
+        if channel in ("exponents", "mantissa"):
+            return np.array([float(getattr(self.proofs, channel))])
+        found: Floats = self.error if channel == "logprobs" else getattr(self, channel)
+        return found
+
+    def expected(self, channel: str, limits: ChannelLimits) -> Floats:
+        """What honest work shows on average at most, likewise."""
+        if channel in ("outside", "distance"):
+            return limits.rate * self.nats + limits.curve * self.nats2
+        if channel in ("exponents", "mantissa"):
+            return limits.rate * np.array(
+                [float(self.proofs.values if channel == "exponents" else self.proofs.matches)]
+            )
+        is_there = np.minimum(self.tokens, 1.0)
+        return limits.rate * (is_there if channel == "bias" else self.tokens + ENDS * is_there)
+
+    def scores(self, limits: LogprobLimits) -> Floats:
+        """By how many standard deviations the sum of each rollout's reported log-probabilities is off."""
+        variance = limits.spread**2 * (self.weight2 + ENDS**2) + (limits.drift * self.weight) ** 2
+        found: Floats = (self.bias - limits.lean * self.weight) / np.sqrt(variance)
+        return found
+
+    def sums(self, channel: str, profile: Profile) -> Sums:
+        """The whole submission, in units."""
+        limits = channel_limits(profile, channel)
+        seen, expected = self.seen(channel, profile.logprobs), self.expected(channel, limits)
+        return in_units(float(seen.sum()), float(expected.sum()), limits)
+
+    def by_rollout(self, channel: str, profile: Profile) -> float:
+        """The log-evidence of the rollouts by themselves, their mean: for one that is steered among many."""
+        limits = channel_limits(profile, channel)
+        mean_R = self.expected(channel, limits) / limits.unit
+        seen_R = self.seen(channel, profile.logprobs) / limits.unit
+        return float(_log_mean_exp(log_evidences(channel, seen_R, mean_R, (limits.shared * mean_R) ** 2)))
+
+
+def channel_limits(profile: Profile, channel: str) -> ChannelLimits:
+    found: ChannelLimits = getattr(profile.noise, channel)
+    return found
+
+
+def in_units(seen: float, expected: float, limits: ChannelLimits) -> Sums:
+    mean = expected / limits.unit
+    return Sums(seen=min(seen / limits.unit, 1e12), expected=mean, shared=(limits.shared * mean) ** 2)
+
+
+def weights(logprobs_T: Floats) -> Floats:
+    """1 − p + 0.03: the noise of a log-probability is in proportion to it, measured for p from 0.001 to 0.97."""
+    return 1.0 - np.exp(np.minimum(logprobs_T, 0.0)) + NEARLY_CERTAIN
