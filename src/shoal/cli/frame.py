@@ -237,6 +237,7 @@ def _processes(scene: Scene, width: int) -> Iterator[RenderableType]:
     if status is not None:
         ordered = [line for line in (owner_line(status), lag_line(status)) if line]
         yield from _sentences("owner", ordered, "bold yellow", width)
+        yield from _sentences("standstill", [printable(each) for each in status.standstill], "bold red", width)
         yield from _sentences("alarm", [printable(alarm) for alarm in status.alarms[:MAX_ALARMS]], "bold red", width)
         yield from _sentences("waiting", [waits_line(status, LONG_WAIT_S, most=1)], "", width)
 

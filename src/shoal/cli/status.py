@@ -78,6 +78,7 @@ def render(status: RunStatus) -> list[str | Sheet]:
     parts: list[str | Sheet] = [_headline(status)]
     parts += [f"[bold yellow]owner[/] {escape(line)}" for line in (owner_line(status),) if line]
     parts += [f"[bold red]ledger[/] {escape(line)}" for line in (lag_line(status),) if line]
+    parts += [f"[bold red]standstill[/] {escape(sentence)}" for sentence in status.standstill]
     parts += [f"[bold red]alarm[/] {escape(alarm)}" for alarm in status.alarms]
     waits = waits_line(status, most=8)
     if waits:

@@ -132,6 +132,7 @@ class PlainDisplay:
         self._given_up: set[str] = set()
         self._restarts: dict[str, int] = {}
         self._ordered = ("running", False)
+        self._standstill: set[str] = set()
 
     def __enter__(self) -> Self:
         return self
@@ -150,6 +151,7 @@ class PlainDisplay:
         yield from self._processes(scene)
         if scene.status is not None:
             yield from self._orders(scene.status)
+            yield from self._nobody(scene.status)
             yield from self._progress(scene, scene.status)
             yield from self._refusals(scene, scene.status)
             for alarm in reversed(scene.status.alarms):  # they come newest first
@@ -163,6 +165,12 @@ class PlainDisplay:
         if ordered != self._ordered:
             self._ordered = ordered
             yield f"the run was {owner_line(status)}" if owner_line(status) else "the run goes on, as its owner ordered"
+
+    def _nobody(self, status: RunStatus) -> Iterator[str]:
+        """That the run stands still for want of somebody, when it is first seen: times in it change."""
+        told = {sentence.partition(":")[0]: sentence for sentence in status.standstill}
+        yield from (f"the run stands still: {printable(told[who])}" for who in told if who not in self._standstill)
+        self._standstill = set(told)
 
     def _processes(self, scene: Scene) -> Iterator[str]:
         """Who is in trouble and was not before, and who is back."""

@@ -4,6 +4,7 @@
     what the supervisor knows:   died, is being restarted, given up, shut out, stopped by a signal
     what the hub has not heard:  nodes without a heartbeat; and the hub itself, when it does not answer
     what the owner ordered:      a paused run, and one that has drained, waits for its owner and is left alone
+    who is missing:              nobody is left to train, check or work, as the hub tells it (`standstill`)
     what nobody appends:         ledger entries that wait too long, because no hub leads
 
 The first of them names the symptom, the others the cause. The hub being away is no error by itself: it may be on its
@@ -92,7 +93,8 @@ def blame(status: RunStatus | None, processes: Sequence[ProcessView], silent_s: 
     found = list(troubles(status, processes, silent_s).values())
     if status is None or silent_s >= SILENT_S:
         return "; ".join(found or ["the hub does not answer (see logs/hub.log)"])
-    lines = [line for line in (owner_line(status), waits_line(status), lag_line(status)) if line]
+    nobody = [printable(sentence) for sentence in status.standstill]
+    lines = [line for line in (*nobody, owner_line(status), waits_line(status), lag_line(status)) if line]
     said = [*lines, *found] or ["and nobody says that they wait for anything"]
     alarms = [f"alarms: {'; '.join(printable(alarm) for alarm in status.alarms)}"] if status.alarms else []
     return "; ".join([*said, *alarms])

@@ -64,7 +64,8 @@ class RunStatus(Message):
     is how many entries wait to be appended to the ledger, since `outbox_since_ms`. `pools` counts the tasks that were
     seen by difficulty (easy, hard, retired, normal); it is empty unless tasks are drawn by it. `evaluations` are those
     that validators made, or are making. `no_sample` is how many groups the validators that are known now could not
-    score since they were started: a failure of the machinery, which costs nobody anything but time.
+    score since they were started: a failure of the machinery, which costs nobody anything but time. `standstill` says
+    who is missing to train, check or work, why, and what to do.
     """
 
     run: str
@@ -90,6 +91,7 @@ class RunStatus(Message):
     pools: dict[str, int] = Field(default={})
     evaluations: tuple[Evaluation, ...] = Field(default=())
     no_sample: int = Field(default=0, ge=0)
+    standstill: tuple[str, ...] = Field(default=())
 
 
 class Problem(Message):

@@ -41,6 +41,14 @@ def test_a_line_says_where_the_run_stands() -> None:
     ]
 
 
+def test_that_nobody_is_left_to_work_is_said_once_and_again_when_it_happens_again() -> None:
+    banned = "nobody is left to work: worker-0 was banned for proofs.drift; start another with `shoal worker`"
+    later = banned.replace("proofs.drift", "proofs.drift, 9 s ago")
+    moments = [scene(status(standstill=each)) for each in ((banned,), (later,), (), (banned,))]
+    found = [[line for line in heard if "stands still" in line] for heard in lines(*moments)]
+    assert found == [[f"the run stands still: {banned}"], [], [], [f"the run stands still: {banned}"]]
+
+
 def test_a_line_is_said_again_only_to_break_a_long_silence() -> None:
     moments = [scene(status(), elapsed_s=elapsed_s) for elapsed_s in (10.0, 13.0, 19.0, 20.0, 23.0)]
     assert [len(heard) for heard in lines(*moments)] == [1, 0, 0, 1, 0]

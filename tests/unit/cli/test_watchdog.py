@@ -45,6 +45,16 @@ def test_the_watchdog_ends_a_run_that_stands_still_and_names_who_waits() -> None
     )
 
 
+def test_the_watchdog_says_first_that_nobody_is_left_to_work() -> None:
+    dog = Watchdog(patience_s=60)
+    banned = "nobody is left to work: worker-0 was banned for proofs.drift; start another with `shoal worker`"
+    stuck = status(waits=(wait("trainer", "3 more groups", 55),), standstill=(banned,))
+    dog.look(stuck, 0.0)
+    ending = dog.look(stuck, 60.0)
+    assert ending is not None
+    assert ending.message == f"no progress for 60 s: {banned}; trainer waits for 3 more groups (55 s)"
+
+
 @pytest.mark.parametrize(
     "change",
     [{"step": 3}, {"submissions": {"accepted": 6, "rejected": 1}}, {"reports": (report(0),)},

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hubkit import Bench, ok
+from hubkit import Bench, fresh_request, ok
 
 from shoal.errors import DiskError, ResourceError
 from shoal.hub.storage import SqliteStorage
+from shoal.protocol import Outcome, Severity
 
 
 @pytest.fixture
@@ -122,3 +123,57 @@ def test_what_could_not_be_scored_is_counted_in_status_and_metrics(bench: Bench)
     ok(bench.alice.call("POST", "/heartbeat", {"counters": {"no_sample": 40}}))
     assert bench.status().no_sample == 3
     assert "shoal_hub_no_sample 3.0" in bench.http.get("/metrics").text
+
+
+class TestStandstill:
+    """Nobody left to train, check or work: said within seconds, with what to do."""
+
+    def told(self, bench: Bench) -> list[str]:
+        found = list(bench.status().standstill)
+        assert bench.http.get("/ready").json()["standstill"] == found
+        return found
+
+    def work(self, bench: Bench) -> None:
+        ok(bench.alice.call("POST", "/heartbeat", {}))
+
+    def test_nothing_is_said_while_everybody_is_here(self, bench: Bench) -> None:
+        self.work(bench)
+        assert self.told(bench) == []
+
+    def test_the_only_worker_was_banned(self, bench: Bench) -> None:
+        self.work(bench)
+        (lease,) = bench.alice.lease(fresh_request())
+        ok(bench.alice.submit(lease))
+        (audit,) = bench.audits()
+        ok(bench.judge(audit, (), outcome=Outcome.REJECTED, reason="proofs.drift", severity=Severity.CERTAIN))
+        (sentence,) = self.told(bench)
+        assert sentence.startswith("nobody is left to work: worker")
+        assert "was banned for proofs.drift" in sentence
+        assert f"`shoal why {bench.alice.key.node[:8]}`" in sentence
+        assert "start another with `shoal worker` or `shoal join`" in sentence
+        assert problems(bench) == [], "workers must reach the hub to join"
+
+    def test_the_only_worker_is_suspended(self, bench: Bench) -> None:
+        self.work(bench)
+        (lease,) = bench.alice.lease(fresh_request())
+        ok(bench.alice.submit(lease))
+        (audit,) = bench.audits()
+        ok(bench.judge(audit, (), outcome=Outcome.REJECTED, reason="proofs.drift", severity=Severity.STATISTICAL))
+        (sentence,) = self.told(bench)
+        assert "is suspended for 60 s more: proofs.drift" in sentence
+
+    def test_who_is_silent_for_twenty_seconds_is_missed(self, bench: Bench) -> None:
+        self.work(bench)
+        bench.clock.advance(21)
+        missing = [sentence.partition(":")[0] for sentence in self.told(bench)]
+        assert missing == [f"nobody is left to {what}" for what in ("train", "check", "work")]
+        beat(bench)
+        (sentence,) = self.told(bench)
+        assert "was heard of 21 s ago for the last time" in sentence
+
+    def test_a_halted_or_finished_run_needs_nobody(self, bench: Bench) -> None:
+        bench.accept_groups(2)
+        assert bench.batch(0) is not None
+        ok(bench.announce(1))
+        bench.clock.advance(1000)
+        assert self.told(bench) == []

@@ -14,6 +14,7 @@
     stories     Stories: unit, node, nodes: why                  (anyone)
     admin       Administration: act                              (the owner; orders in force: owner)
     readiness   Ready: check                                     (anyone)
+    staffing    standstill: who is missing, and what to do       (readiness, reporting)
     posting     Posting: post (the ledger's outbox)              (upkeep, and whoever reads the ledger)
     upkeep      Upkeep: tick
 

@@ -59,6 +59,7 @@ class Context:
         self._shared_clock = SharedClock(clock)
         self._agree_on_time()
         self.clock = self._steady(self._shared_clock)
+        self.started_ms = self.clock.now_ms()
         self.changes = Changes()
         self.waits = Waits()
         self.turns = Turns()

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from shoal.errors import DiskError, ResourceError, ShoalError
 from shoal.hub.service.context import Context, node_label
 from shoal.hub.service.owner import orders_of
+from shoal.hub.service.staffing import standstill
 from shoal.hub.state import pacing
 from shoal.hub.state.rows import NodeRow
 from shoal.hub.storage import Presence, StoryReader
@@ -33,13 +34,15 @@ AUDITED = ("accepted", "rejected", "unsure")
 class Readiness(Message):
     """The answer of `GET /ready`: what is wrong, a sentence each; ready if nothing is.
 
-    A run that its owner has paused, or lets drain, is ready: `conduct` says so, and `halted` since when and why.
+    A run that its owner has paused, or lets drain, is ready: `conduct` says so, and `halted` since when and why. So is
+    one that nobody works for: workers must reach it to join. `standstill` says that, and whoever else is missing.
     """
 
     ready: bool
     problems: tuple[str, ...] = ()
     conduct: Conduct = "running"
     halted: str = ""
+    standstill: tuple[str, ...] = ()
 
 
 class Ready:
@@ -53,9 +56,11 @@ class Ready:
         now_ms = context.clock.now_ms()
         with context.storage.read() as reader:
             problems, orders = self._of_roles(reader, now_ms), orders_of(reader)
+            nobody = tuple(standstill(context, reader, now_ms))
         disk = self._of_disk(now_ms)
         found = (*problems, disk) if disk else tuple(problems)
-        return Readiness(ready=not found, problems=found, conduct=orders.conduct, halted=orders.halted(now_ms))
+        halted = orders.halted(now_ms)
+        return Readiness(ready=not found, problems=found, conduct=orders.conduct, halted=halted, standstill=nobody)
 
     def _of_roles(self, reader: StoryReader, now_ms: int) -> list[str]:
         trusted = reader.nodes_ranked("trusted", MAX_TRUSTED)

@@ -8,6 +8,7 @@ from shoal.hub.service.context import Context, node_label, node_view
 from shoal.hub.service.owner import orders_of
 from shoal.hub.service.posting import Posting
 from shoal.hub.service.readiness import no_sample
+from shoal.hub.service.staffing import standstill
 from shoal.hub.state import calibrations, evaluations, pacing
 from shoal.hub.state.calibrations import InForce
 from shoal.hub.state.machines import SubmissionState, UnitState
@@ -106,6 +107,7 @@ class Reporting:
                 pools=reader.pool_counts() if config.pools is not None else {},
                 evaluations=tuple(self._evaluations(reader)),
                 no_sample=no_sample(nodes, presences),
+                standstill=tuple(standstill(self._context, reader, now_ms)),
             )
 
     def _waits(self, reader: StoryReader, now_ms: int) -> list[Wait]:

@@ -47,7 +47,7 @@ def failing(moment: Moment, node: NodeRow, kin: Sequence[NodeRow], verdict: Verd
         f"step {step}: most machines of kind {node.kind} fail {verdict.reason}, so their work is unsure: nobody is "
         "struck for it, and it is neither paid nor trained on. Their driver, library or hardware differs from what was "
         "calibrated: calibrate that kind again, on a machine like theirs if there is one, and pardon who was banned "
-        "for it before (`shoal pardon NODE`)"
+        "for it before (`shoal admin pardon`)"
     )
     return RaiseAlarm(step, f"kind.{verdict.reason}", message, moment.now_ms)
 

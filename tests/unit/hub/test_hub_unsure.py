@@ -1,0 +1,133 @@
+"""Work that nobody can judge, by as many throwaway keys as there are: no unit is void, and no step waits for ever."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from machinekit import Play
+
+from shoal.hub.state.commands import SaveNode
+from shoal.hub.state.refusals import Refusal
+from shoal.protocol import Batch, Lease, NodeState, Outcome, Severity
+
+GROUPS = 3
+
+
+@pytest.fixture
+def play(tmp_path: Path) -> Play:
+    play = Play(tmp_path, {"steps": 2, "groups_per_step": GROUPS, "max_staleness": 0}, {"lease_s": 60})
+    play.announce(0)
+    return play
+
+
+def judge_all(play: Play, outcome: Outcome, trusted: Outcome = Outcome.ACCEPTED) -> None:
+    for audit in play.claim(16):
+        play.judge(audit, trusted if audit.trusted else outcome, (0.0, 1.0))
+
+
+def let_pass(play: Play, seconds: int) -> None:
+    for _ in range(0, seconds, 4):  # after a longer pause it was the hub that was away
+        play.clock.advance(4)
+        play.hub.upkeep.tick()
+
+
+def state_of(play: Play, unit: int) -> tuple[str, int]:
+    with play.storage.read() as reader:
+        row = reader.unit(unit)
+    assert row is not None
+    return row.state.value, row.failures
+
+
+def test_fresh_keys_whose_every_group_is_unsure_stop_no_step(play: Play) -> None:
+    """Before, four such groups voided a unit: steps took what was left, down to nothing."""
+    for step in range(2):
+        for _ in range(2 * GROUPS):
+            for lease in play.lease(play.join(), 1):
+                play.submit(lease)
+            judge_all(play, Outcome.UNSURE)
+        assert play.lease(play.join(), 4) == [], "workers do not get what was unsure twice"
+        for lease in play.entrust():
+            play.submit(lease)
+        judge_all(play, Outcome.UNSURE)
+        batch = play.batch(step)
+        assert isinstance(batch, Batch)
+        assert [group.unit for group in batch.groups] == [GROUPS * step + number for number in range(GROUPS)]
+        play.announce(step + 1)
+    status = play.hub.reporting.status()
+    assert (status.units["void"], status.units["trained"]) == (0, 2 * GROUPS)
+    rows = [play._node(worker.node) for worker in play.workers]
+    assert {(row.credit, row.strikes, row.state) for row in rows} == {(0, 0, NodeState.ACTIVE)}
+    assert {node.credit for node in status.nodes} == {0}, "the validator earns nothing either"
+
+
+def test_leases_that_lapsed_before_cannot_take_the_unit_from_the_validator(play: Play) -> None:
+    """Many keys let a lease of the unit lapse and keep their groups for when it is free again."""
+    lapsed: list[Lease] = []
+    for _ in range(4):
+        lapsed += [lease for lease in play.lease(play.join(), 1) if lease.unit == 0]
+        let_pass(play, 241)
+    assert len(lapsed) == 4
+    for lease in lapsed[:2]:
+        play.submit(lease)
+        judge_all(play, Outcome.UNSURE)
+    assert state_of(play, 0) == ("open", 2)
+    refused = [play.submit(lease) for lease in lapsed[2:]]
+    assert [each.code for each in refused if isinstance(each, Refusal)] == ["lease.late"] * 2
+    (lease,) = [each for each in play.entrust() if each.unit == 0]
+    play.submit(lease)
+    judge_all(play, Outcome.UNSURE)
+    assert state_of(play, 0)[0] == "accepted"
+
+
+def test_a_validator_that_dies_with_a_unit_is_not_blamed_and_the_unit_comes_again(play: Play) -> None:
+    for _ in range(2):
+        (lease,) = play.lease(play.join(), 1)
+        play.submit(lease)
+        judge_all(play, Outcome.UNSURE)
+    (first,) = play.entrust()
+    let_pass(play, 24)  # it is not heard of any more
+    assert state_of(play, first.unit) == ("open", 3)
+    (second,) = play.entrust()
+    assert (second.unit, second.seeds, second.attempt) == (first.unit, first.seeds, first.attempt + 1)
+    row = play._node(play.validator.node)
+    assert (row.state, row.lapsed, row.window) == (NodeState.ACTIVE, 0, 0)
+
+
+def test_only_four_attempts_of_validators_give_a_unit_up_with_an_alarm(play: Play) -> None:
+    for _ in range(2):
+        (lease,) = play.lease(play.join(), 1)
+        play.submit(lease)
+        judge_all(play, Outcome.UNSURE)
+    found = []
+    for _ in range(4):
+        (lease,) = play.entrust()
+        play.submit(lease, f"attempt {lease.attempt}")
+        judge_all(play, Outcome.UNSURE, trusted=Outcome.UNSURE)
+        found.append(state_of(play, lease.unit))
+    assert found == [("open", 3), ("open", 4), ("open", 5), ("void", 6)]
+    alarms = play.hub.reporting.status().alarms
+    assert any("units were given up, each after 4 attempts of the validators" in alarm for alarm in alarms)
+
+
+def test_a_kind_that_fails_together_is_unsure_and_the_alarm_names_it(play: Play) -> None:
+    """Three established machines of one kind fail one check: the first two are struck, from the third on nobody is."""
+    workers = [play.join(streak=8) for _ in range(3)]
+    with play.storage.write() as transaction:
+        for worker in workers:
+            transaction.touch_presence(worker.node, play.hub.context.clock.now_ms())
+    for worker in workers:
+        (lease,) = play.lease(worker, 1)
+        play.submit(lease)
+        (audit,) = [each for each in play.claim(4) if each.lease.document["node"] == worker.node]
+        with play.storage.write() as transaction:
+            row = transaction.node(worker.node)
+            assert row is not None
+            transaction.apply([SaveNode(replace(row, accepted=8), row.state)])
+        assert play.judge(audit, Outcome.REJECTED, (0.0, 1.0), Severity.STATISTICAL) is None
+    rows = [play._node(worker.node) for worker in workers]
+    assert [row.strikes for row in rows] == [1, 1, 0]
+    assert rows[2].unsure == 1
+    (alarm,) = [each for each in play.hub.reporting.status().alarms if "most machines of kind" in each]
+    assert "torch/cpu/float32 fail test" in alarm
