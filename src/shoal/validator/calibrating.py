@@ -12,8 +12,9 @@ measured when there is nothing to audit. Only this validator's own work is measu
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 from shoal.client import HubClient
 from shoal.engines import ENGINES, kind_of
@@ -33,6 +34,7 @@ log = logging.getLogger(__name__)
 
 POLICY_WAIT_S = 30.0
 RETRY_S = 60.0  # after a measurement failed
+LATEST_S = 60.0  # what has built-in limits waits so long for a time without audits
 PROBE_SHARE = 0.02  # of the time, at most, is spent on looking whether the policy has moved
 CPU_SEQUENCES = 64  # a processor takes as many times longer for more rows; a GPU does not
 SENTENCE = 500
@@ -67,6 +69,7 @@ class Calibrator:
         self._retry_s = 0.0
         self._probed: PolicyRef | None = None
         self._next_probe_s = 0.0
+        self._waits_s: float | None = None  # since when there is something to measure that can wait
         self._unpublished: Measured | None = None
 
     @property
@@ -87,27 +90,34 @@ class Calibrator:
                 log.error("calibration %s… cannot be used: %s", digest[:16], error)
         return self._known.get(digest)
 
-    def attend(self, reply: AuditReply, newest: PolicyRef | None) -> None:
-        """Measure what is missing, or has moved; before audits only what nobody can work without."""
-        if newest is None or self._clock.monotonic_s() < self._retry_s or not self._can_measure:
-            return
-        in_force = self._calibration(reply.calibration)
-        if reply.calibration and in_force is None:
-            return
-        if self._unpublished is not None and self._unpublished.policy.incarnation == newest.incarnation:
-            self._publish(self._unpublished, in_force, reply.calibration)
-            return
+    def due(self, reply: AuditReply, newest: PolicyRef | None) -> Callable[[], None] | None:
+        """What is to be done now, if anything: before audits what nobody can work without, and a look at whether the
+        policy has moved; what can wait, when there are none, or after a while."""
+        now_s = self._clock.monotonic_s()
+        if newest is None or now_s < self._retry_s or not self._can_measure:
+            return None
+        in_force, digest = self._calibration(reply.calibration), reply.calibration
+        if digest and in_force is None:
+            return None
+        found = self._unpublished
+        if found is not None and found.policy.incarnation == newest.incarnation:
+            return partial(self._publish, found, in_force, digest)
         wanted = self._missing(in_force, newest, reply.wanted)
-        urgent = [
-            each
-            for each in wanted
-            if self._kind_in(each) not in self._judge.profiles or format_of(self._kind) != "float32"
-        ]
+        if not wanted:
+            self._waits_s = None
+            if in_force is None or newest in (self._probed, in_force.policy) or now_s < self._next_probe_s:
+                return None
+            return partial(self._probe, newest, in_force, digest)
+        self._waits_s = now_s if self._waits_s is None else self._waits_s
+        if reply.audits and now_s < self._waits_s + LATEST_S:
+            own, known = format_of(self._kind), self._judge.profiles
+            wanted = [each for each in wanted if own != "float32" or self._kind_in(each) not in known]
+        return partial(self._measure, newest, wanted, in_force, digest) if wanted else None
+
+    def attempt(self, job: Callable[[], None]) -> None:
+        """Do what is due; if this machine cannot just now, it is tried again later."""
         try:
-            if urgent or (wanted and not reply.audits):
-                self._measure(newest, urgent if reply.audits else wanted, in_force, reply.calibration)
-            elif in_force is not None and not reply.audits and not wanted:
-                self._probe(newest, in_force, reply.calibration)
+            job()
         except (BroadcastError, DeadlineExceeded, *ENGINE_ERRORS) as error:
             self._retry_s = self._clock.monotonic_s() + RETRY_S
             log.warning("limits could not be measured, tried again in %.0f s: %s", RETRY_S, error)
@@ -214,10 +224,7 @@ class Calibrator:
 
     def _probe(self, policy: PolicyRef, in_force: Calibration, digest: str) -> None:
         """Of a new version: does honest work still look as it did when the limits were measured?"""
-        began_s = self._clock.monotonic_s()
-        if policy in (self._probed, in_force.policy) or began_s < self._next_probe_s:
-            return
-        self._probed = policy
+        began_s, self._probed = self._clock.monotonic_s(), policy
         loaded = self._shelf.get(policy, POLICY_WAIT_S)
         limits, plan = profiles_of(in_force), self._plan(loaded)
         mine = [

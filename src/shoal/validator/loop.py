@@ -238,9 +238,10 @@ class Validator:
 
     def _calibrate(self, reply: AuditReply) -> None:
         """See to it that there are limits to judge by."""
-        if self._calibrator is not None and self._ahead.is_ready:
+        job = self._calibrator.due(reply, self._ahead.newest) if self._calibrator is not None else None
+        if self._calibrator is not None and job is not None:
             with self.activity.busy("measuring how far honest work is off"):
-                self._calibrator.attend(reply, self._ahead.newest)
+                self._calibrator.attempt(job)
 
     def _prepare(self) -> None:
         """Nothing is to be audited: get ready for what comes next."""
