@@ -1,0 +1,193 @@
+"""What miners of live networks did, in float32: each is caught, or hands in what the seeds give, token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from minerkit import (
+    CoarseCache,
+    EarlyExit,
+    Mine,
+    Miner,
+    Rewritten,
+    Speculative,
+    above,
+    early_end,
+    exact,
+    fp8,
+    int8,
+    no_end,
+    repeated_ends,
+    typical,
+)
+from trialkit import Judged, Trial, docket
+
+from shoal.engines import Engine, GenerationRequest
+from shoal.engines.shelf import LoadedPolicy
+from shoal.protocol import Outcome, Rollout, Severity, Submission, Verdict, pack_logprobs, pack_tokens
+from shoal.worker.cheats import Cheat
+
+FILLER, SPACE = 5, 4  # the digit 0, and " "
+GROUPS = 16
+BANNED_BY = {  # groups that it takes at most; 2 statistical failures, or 1 that is certain
+    "repeated-ends": (lambda e: Rewritten(e, repeated_ends), 1, {"termination.past_eos"}),
+    "early-ends": (lambda e: Rewritten(e, early_end), 1, {"sampling.seed"}),
+    "one-early-end-in-each-group": (lambda e: Rewritten(e, early_end, most=1), 2, {"sampling.seed"}),
+    "one-end-suppressed-in-each-group": (lambda e: Rewritten(e, no_end(e, FILLER), most=1), 2, {"sampling.seed"}),
+    "int8-cache": (lambda e: CoarseCache(e, int8), 3, {"proofs.drift", "proofs.mismatch"}),
+    "fp8-cache": (lambda e: CoarseCache(e, fp8), 2, {"proofs.drift", "proofs.mismatch"}),
+    "int8-cache-vouched-for": (lambda e: CoarseCache(e, int8, vouching=True), GROUPS, {"sampling.seed"}),
+    "fp8-cache-vouched-for": (lambda e: CoarseCache(e, fp8, vouching=True), 8, {"sampling.seed"}),
+    "early-exit": (lambda e: EarlyExit(e), 2, {"sampling.seed"}),
+    "speculative-above-0.3": (lambda e: Speculative(e, above(0.3)), 8, {"sampling.seed"}),
+    "speculative-typical": (lambda e: Speculative(e, typical()), 8, {"sampling.seed"}),
+}
+
+
+@pytest.fixture(scope="module")
+def mine() -> Mine:
+    return Mine()
+
+
+@pytest.fixture(scope="module")
+def honest(mine: Mine) -> Trial:
+    """Groups of the same units, as they should be."""
+    return mine.tried(Cheat(), range(GROUPS))
+
+
+def tried(mine: Mine, make: Callable[[Engine], Engine]) -> Trial:
+    return mine.tried(Miner(lambda engine, _loot: make(engine)), range(GROUPS), stop_when_banned=True)
+
+
+def tokens_of(judged: Judged) -> list[bytes]:
+    return [rollout.tokens for rollout in judged.submission.rollouts]
+
+
+@pytest.mark.parametrize("name", BANNED_BY)
+def test_a_miner_is_banned_and_what_passes_before_is_what_the_seeds_give(name: str, mine: Mine, honest: Trial) -> None:
+    make, groups, reasons = BANNED_BY[name]
+    trial = tried(mine, make)
+    banned = trial.until_banned()
+    assert banned is not None
+    assert banned[0] <= groups
+    assert {each.verdict.reason for each in trial.rejected} <= reasons
+    for mined, asked in zip(trial.judged, honest.judged, strict=False):
+        assert mined.verdict.outcome is Outcome.REJECTED or tokens_of(mined) == tokens_of(asked)
+
+
+@pytest.mark.parametrize("accepts", [exact, above(0.9)])
+def test_speculative_decoding_that_takes_only_the_seeds_tokens_is_accepted(
+    accepts: Any, mine: Mine, honest: Trial
+) -> None:
+    """Drafts are not forbidden: whoever ends with the tokens that the seeds give has done what was asked, faster."""
+    made: list[Speculative] = []
+
+    def make(engine: Engine) -> Engine:
+        made.append(Speculative(engine, accepts))
+        return made[0]
+
+    trial = tried(mine, make)
+    assert [tokens_of(each) for each in trial.judged] == [tokens_of(each) for each in honest.judged]
+    assert {each.verdict.outcome for each in trial.judged} == {Outcome.ACCEPTED}
+    assert made[0].taken > 0.5 * made[0].drafts
+
+
+# ── what a worker declares ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def judged(mine: Mine, each: Judged, submission: Submission) -> Verdict:
+    truth = LoadedPolicy(each.lease.policy, mine.engine(), mine.files)
+    [verdict] = mine.judge.verdicts([docket(each.lease, submission)], truth)
+    return verdict
+
+
+def with_first(submission: Submission, **changes: Any) -> Submission:
+    first, *others = submission.rollouts
+    return msgspec.structs.replace(submission, rollouts=[msgspec.structs.replace(first, **changes), *others])
+
+
+def spans(*pairs: int) -> bytes:
+    return pack_tokens(np.array(pairs))
+
+
+ROLLOUT_FIELDS: dict[str, tuple[Callable[[Rollout], object], str]] = {
+    "tokens": (lambda r: pack_tokens(np.roll(r.token_ids, 1)), "termination.past_eos"),
+    "logprobs": (lambda r: pack_logprobs(r.logprob_values - np.float32(0.05)), "logprobs.mismatch"),
+    "finish": (lambda r: {"eos": "length", "length": "eos"}[r.finish], "termination.finish"),
+    "proofs": (lambda r: r.proofs[:-2], "proofs.malformed"),
+    "given": (lambda _: spans(1, 2), "dialogue.forged"),
+}
+SUBMISSION_FIELDS: dict[str, tuple[object, str]] = {
+    "format": (2, "envelope.format"),
+    "run": ("another", "lease.mismatch"),
+    "node": ("another", "lease.mismatch"),
+    "lease": ("another", "lease.mismatch"),
+    "unit": (10**6, "lease.mismatch"),
+    "incarnation": (1, "policy.mismatch"),
+    "version": (1, "policy.mismatch"),
+    "policy_digest": ("f" * 64, "policy.mismatch"),
+    "prompt": (pack_tokens(np.array([7, 8, 9])), "prompt.mismatch"),
+    "engine": ("a faster one", ""),  # nobody reads it but people
+}
+
+
+def test_every_field_that_a_worker_declares_is_checked_or_read_by_nobody(mine: Mine, honest: Trial) -> None:
+    """No field of a submission says what is trained on: a mask, an end or a length that is not so is rejected for
+    certain, but for log-probabilities, which rounding moves. A field that is added must be added here."""
+    each = honest.judged[0]
+    assert {field.name for field in msgspec.structs.fields(Rollout)} == set(ROLLOUT_FIELDS)
+    assert {field.name for field in msgspec.structs.fields(Submission)} == {*SUBMISSION_FIELDS, "rollouts"}
+    for name, (change, reason) in ROLLOUT_FIELDS.items():
+        lie = with_first(each.submission, **{name: change(each.submission.rollouts[0])})
+        verdict = judged(mine, each, lie)
+        assert (name, verdict.outcome, verdict.reason) == (name, Outcome.REJECTED, reason)
+        assert verdict.severity is (Severity.STATISTICAL if name == "logprobs" else Severity.CERTAIN)
+    for name, (value, reason) in SUBMISSION_FIELDS.items():
+        verdict = judged(mine, each, msgspec.structs.replace(each.submission, **{name: value}))
+        assert (name, verdict.reason) == (name, reason)
+    few = msgspec.structs.replace(each.submission, rollouts=each.submission.rollouts[1:])
+    assert judged(mine, each, few).reason == "shape.rollouts"
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        (spans(1, 1), "dialogue.forged"),  # the second token is not to be trained on
+        (spans(0, 1), "dialogue.malformed"),  # nor the first: no dialogue begins with the tool
+        (spans(0, 0), "dialogue.malformed"),
+        (spans(0, 10**6), "dialogue.malformed"),
+        (spans(0), "dialogue.malformed"),
+        (spans(1, 1, 0, 1), "dialogue.malformed"),
+    ],
+)
+def test_a_loss_mask_by_spans_of_tool_tokens_is_refused_where_no_tool_spoke(
+    given: bytes, reason: str, mine: Mine, honest: Trial
+) -> None:
+    each = honest.judged[1]
+    verdict = judged(mine, each, with_first(each.submission, given=given))
+    assert (verdict.reason, verdict.severity) == (reason, Severity.CERTAIN)
+
+
+# ── the same text in other tokens ────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_completion_spelt_with_more_tokens_is_rejected_though_it_says_the_same(mine: Mine, honest: Trial) -> None:
+    """The tiny policy has one token for each character, so a space stands for a token that was split: a grader that
+    reads over it sees the same text, and more tokens would be paid."""
+
+    def split(tokens: Any, request: GenerationRequest) -> Any:
+        fits = 1 < len(tokens) < request.sampling.max_new_tokens
+        return [*tokens[:1], SPACE, *tokens[1:]] if fits else None
+
+    def text(each: Judged) -> list[str]:
+        ids = [rollout.token_ids.tolist() for rollout in each.submission.rollouts]
+        return [mine.loaded.tokenizer.decode(tokens).replace(" ", "") for tokens in ids]
+
+    first = tried(mine, lambda engine: Rewritten(engine, split)).judged[0]
+    assert text(first) == text(honest.judged[0])
+    assert first.tokens > honest.judged[0].tokens
+    assert (first.verdict.reason, first.verdict.severity) == ("sampling.seed", Severity.CERTAIN)
