@@ -13,7 +13,6 @@ import msgspec
 import torch
 
 from shoal.engines import Engine, GenerationRequest
-from shoal.engines import build as build_engine
 from shoal.engines.shelf import LoadedPolicy
 from shoal.engines.submission import submission_of
 from shoal.engines.torch import TorchEngine
@@ -28,6 +27,7 @@ from shoal.protocol import (
     Audit,
     Lease,
     Outcome,
+    PolicyManifest,
     PolicyRef,
     ProofParameters,
     SamplingParameters,
@@ -40,8 +40,10 @@ from shoal.protocol import (
     sign_document,
     submission_digest,
 )
+from shoal.shardcast import Payload
 from shoal.validator.judge import Judge
 from shoal.validator.profiles import BUILT_IN, ON_REQUEST
+from shoal.validator.second import SecondEngines
 from shoal.validator.verdicts import Docket
 from shoal.worker.cheats import Cheat, Loot
 
@@ -118,7 +120,7 @@ class Court:
         self.loaded: LoadedModel = load_model(model)
         self.environment_name = environment
         self.environment = build(EnvironmentSettings(name=environment))
-        self.judge = Judge(self.environment, PROFILES, second_engine=self.second_engine)
+        self.judge = Judge(self.environment, PROFILES, second_engine=SecondEngines("torch", "cpu", self.fetch).get)
         self.profile = profile
         self.group_size = group_size
         self.sampling = SamplingParameters(
@@ -133,12 +135,13 @@ class Court:
         """Shares the model's weights, whoever trains them."""
         return TorchEngine.wrap(self.loaded.model)
 
-    def second_engine(self, policy: PolicyRef, dtype: str) -> Engine:
-        """What the validator takes its second look with."""
-        engine = build_engine("torch", self.files, "cpu", dtype)
-        rounded = copy.deepcopy(self.loaded.model).to(getattr(torch, dtype))  # as a run of that format publishes it
-        engine.load_policy(policy, policy_views(rounded))
-        return engine
+    def fetch(self, policy: PolicyRef, _deadline_s: float) -> Payload:
+        """The policy as a run that publishes in bfloat16 has it: for second looks in that format."""
+        rounded = copy.deepcopy(self.loaded.model).to(torch.bfloat16)
+        manifest = PolicyManifest(
+            run=RUN, policy=policy, created_at_ms=0, entries=(), chunk_size_bytes=1, chunks=(), size_bytes=0
+        )
+        return Payload(manifest, dict(self.files), list(policy_views(rounded).values()))
 
     def task(self, unit: int) -> Task:
         tasks = self.environment.tasks("train")
