@@ -113,7 +113,6 @@ def test_bfloat16_work_is_leased_once_it_is_measured_and_measured_anew_when_the_
 ) -> None:
     """The next version has far larger weights in its layers: honest rounding is several times as large as before."""
     monkeypatch.setattr(calibrating, "PROBE_SHARE", 1e9)
-    monkeypatch.setattr(calibrating, "CPU_SEQUENCES", 32)
     run = start()
     run.publish(0)
     run.bfloat16_worker()
