@@ -31,7 +31,7 @@ from shoal.worker.cheats import Cheat, Loot
 from shoal.worker.cheats.base import Disguise, Groups, Rewriter, vouched
 
 BFLOAT16 = "torch/cpu/bfloat16"
-NEVER = 94  # a token that the tiny policy does not say: rollouts that end with it have the full length
+NEVER = 96  # beyond the vocabulary of the tiny policy: rollouts that would end with it have the full length
 
 
 class Mine(Court):
@@ -48,19 +48,27 @@ class Mine(Court):
             self.loaded = load_model("tiny", worker)
         if long:
             self.sampling = self.sampling.model_copy(update={"eos_token_id": NEVER})
-        self._validator = TorchEngine.wrap(self.loaded.model).copied(self.files, validator)
+        self.engines = {dtype: self._copied(dtype) for dtype in {worker, validator}}
+        self._validator = self.engines[validator]
         if worker != "float32":
-            self.measurement = self._measured(validator)
-            self.judge = Judge(self.environment, {**PROFILES, self.profile: self.measurement.profile})
+            self.measurement = self._measured()
+            self.judge = Judge(
+                self.environment, {**PROFILES, self.profile: self.measurement.profile},
+                second_engine=lambda _policy, dtype: self.engines.get(dtype),
+            )  # fmt: skip
 
-    def _measured(self, validator: str) -> Measurement:
-        sampling, engine = self.sampling, TorchEngine.wrap(self.loaded.model).copied(self.files, self.worker)
+    def _copied(self, dtype: str) -> TorchEngine:
+        return TorchEngine.wrap(self.loaded.model).copied(self.files, dtype)
+
+    def _measured(self) -> Measurement:
+        """As the run's validator would measure: in its own format, and in the worker's for second looks."""
+        sampling = self.sampling
         prompts = [self.lease(unit).prompt_ids for unit in range(64)]
         plan = Plan(
             prompts, sampling.eos_token_id, tokens=sampling.max_new_tokens, temperature=sampling.temperature,
             group_size=self.group_size, sequences=max(64, 4 * self.group_size),
         )  # fmt: skip
-        return measure(engine, {f"cpu/{validator}": self._validator}, plan)
+        return measure(self._copied(self.worker), {f"cpu/{d}": each for d, each in self.engines.items()}, plan)
 
     def engine(self) -> TorchEngine:
         return self._validator

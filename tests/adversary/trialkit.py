@@ -74,9 +74,12 @@ class Trial:
     record: Tally = field(default_factory=Tally)
 
     def add(self, judged: Judged) -> None:
+        verdict = judged.verdict
         self.judged.append(judged)
-        if judged.verdict.outcome is Outcome.ACCEPTED:
-            self.record = of_late(self.record.plus(judged.verdict.tally))
+        if verdict.outcome is not Outcome.REJECTED:
+            self.record = of_late(self.record.plus(verdict.tally))
+        elif verdict.severity is Severity.STATISTICAL:
+            self.record = Tally()
 
     @property
     def rejected(self) -> list[Judged]:

@@ -449,17 +449,19 @@ def bought(case: Case, audit: Audit, branches: Branches) -> Finding:
 
 
 def accident(case: Case) -> Finding:
-    """Not more is quite wrong than coarse arithmetic gets wrong by itself. One such token or proof now and then costs
-    nothing; where there are a few, nobody can tell."""
+    """Not more is quite wrong than coarse arithmetic gets wrong by itself. One such proof now and then costs nothing;
+    where there are a few, nobody can tell. A token, or its log-probability, is trained on: one that is far off could
+    have been chosen (an end, an answer, a huge ratio), so a group with one is never accepted."""
     odd_C, sums = case.odd.worst > 0, case.record.plus(case.tally).of("accidents")
     doubt = max(log_evidence("accidents", sums), log_evidence("accidents", case.tally.of("accidents")))
-    if not odd_C.any() or doubt < DOUBT or case.profile.accidents.first == 0:
+    is_trained_on = bool(case.odd.seeds.any() or case.odd.logprobs.any())
+    if case.profile.accidents.first == 0 or not odd_C.any() or (doubt < DOUBT and not is_trained_on):
         return passed("accident", accidents=int(odd_C.sum()))
     rollout, token = case.chunk_place(int(np.argmax(odd_C)))
     return unsure(
         MACHINERY_ACCIDENT,
         f"{int(odd_C.sum())} of {len(odd_C)} parts of rollouts are far off (the first is rollout {rollout} from token "
-        f"{token} on), more than usually happens in {case.lease.profile}: it may be nobody's fault",
+        f"{token} on), as seldom happens in {case.lease.profile}: it may be nobody's fault",
         accidents=int(odd_C.sum()),
         rollout=rollout,
         token=token,

@@ -34,9 +34,10 @@ def with_wrong_tokens(count: int) -> Submission:
     return msgspec.structs.replace(honest, rollouts=rollouts)
 
 
-def test_one_token_that_is_far_off_costs_nothing_where_that_happens() -> None:
+def test_a_group_with_one_token_that_is_far_off_is_unsure_where_that_happens() -> None:
+    """Whoever may place one such token chooses an end, an answer, or a ratio that ruins a step."""
     verdict = judged(with_wrong_tokens(1))
-    assert verdict.outcome is Outcome.ACCEPTED
+    assert (verdict.outcome, verdict.reason) == (Outcome.UNSURE, "sampling.accident")
     assert verdict.tally.accidents == 1
     assert verdict.tally.of("accidents") == Sums(seen=0.5, expected=0.012)
     assert verdict.tally.of("logprobs").seen == pytest.approx(0.0, abs=1e-3), "it counts nowhere else"
@@ -61,7 +62,7 @@ def test_too_many_with_earlier_ones_are_unsure_and_then_a_failure() -> None:
     def record(seen: float) -> Tally:
         return Tally(tokens=2000, channels={"accidents": Sums(seen=seen, expected=0.1)})
 
-    assert judged(with_wrong_tokens(1), record=record(0.5)).outcome is Outcome.ACCEPTED
+    assert judged(with_wrong_tokens(1), record=record(0.5)).outcome is Outcome.UNSURE
     assert judged(with_wrong_tokens(1), record=record(3.0)).outcome is Outcome.UNSURE
     verdict = judged(with_wrong_tokens(1), record=record(8.0))
     assert (verdict.outcome, verdict.reason) == (Outcome.REJECTED, "sampling.seed")
