@@ -33,7 +33,7 @@ from shoal.protocol import (
     sign_document,
 )
 from shoal.shardcast import Content
-from shoal.validator import ValidatorConfig, ValidatorSettings, calibrating, run_validator
+from shoal.validator import ValidatorConfig, ValidatorSettings, calibrate, calibrating, run_validator
 from shoal.worker import WorkerConfig, WorkerSettings, run_worker
 
 KIND = "torch/cpu/bfloat16"
@@ -43,7 +43,7 @@ WAIT_S = 240
 class SelfCalibrating(Run):
     """A run that publishes in bfloat16 and takes work in it once that is measured."""
 
-    width = 128
+    width = 256
 
     def __post_init__(self) -> None:
         width, heads = self.width, self.width // 32
@@ -91,7 +91,8 @@ class SelfCalibrating(Run):
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., SelfCalibrating]]:
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., SelfCalibrating]]:
+    monkeypatch.setattr(calibrate, "DRAW_S", 1000.0)  # as many rows, however busy the machine is
     runs: list[SelfCalibrating] = []
 
     def make(kind: type[SelfCalibrating] = SelfCalibrating) -> SelfCalibrating:

@@ -36,7 +36,7 @@ POLICY_WAIT_S = 30.0
 RETRY_S = 60.0  # after a measurement failed
 LATEST_S = 60.0  # what has built-in limits waits so long for a time without audits
 PROBE_SHARE = 0.02  # of the time, at most, is spent on looking whether the policy has moved
-CPU_SEQUENCES = 32  # a processor takes as many times longer for more rows; a GPU does not
+CPU_SEQUENCES = 64  # a processor takes as many times longer for more rows; a GPU does not
 SENTENCE = 500
 
 
