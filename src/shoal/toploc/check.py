@@ -175,17 +175,19 @@ class ProofSums:
     mantissa: float
 
 
-def proof_sums(comparisons: Comparisons) -> ProofSums:
+def proof_sums(comparisons: Comparisons, most: float = math.inf) -> ProofSums:
     """The sums that show weights of lower precision, without what chance and ties put into them.
 
     Forgiven are twice the mantissa errors that noise is expected to give, and one more: of several chunks the worst is
     left out of the mantissas' sum, of few it counts for one error less. So is one other exponent in every chunk:
     rollouts of a group begin with the same state, and where that has a tie at the k-th place, all of them have it.
+    No chunk counts for more than a mean error of `most`.
     """
-    matches, errors = int(comparisons.matches.sum()), int(comparisons.mant_err_sum.sum())
+    errors_C = np.minimum(comparisons.mant_err_sum, most * comparisons.matches)
+    matches, errors = int(comparisons.matches.sum()), float(errors_C.sum())
     if len(comparisons) >= SEVERAL:
-        worst = int(np.argmax(comparisons.mant_err_sum))
-        errors -= int(comparisons.mant_err_sum[worst])
+        worst = int(np.argmax(errors_C))
+        errors -= float(errors_C[worst])
         matches -= int(comparisons.matches[worst])
     else:
         errors -= LARGEST_ERROR

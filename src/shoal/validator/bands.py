@@ -42,8 +42,9 @@ Floats = npt.NDArray[np.float64]
 ROOM: Mapping[str, float] = {"exponents": 1.5}  # they grow with the context, by 1.35 at 1,024 tokens
 USUAL_ROOM = 1.25
 STANDARD_ERRORS = 3.0
-TAIL_DECADES = 3  # from the 99.9 % quantile to one in a million
-TAIL_RATIO = (1.2, 2.5)
+TOKEN_DECADES, PROOF_DECADES = 3, 2  # from the 99.9 % quantile to one token in a million, one proof in 10⁵
+TAIL_RATIO = (1.2, 1.8)
+MOST = {"distance": 8.0, "logprobs": 16.0, "mantissa": 4.0}  # means that one token or proof counts for
 WHOLE_PROOF = 64  # values: shares and means of fewer have tails of their own
 ACCIDENTS = AccidentLimits(first=2e-3, later=1e-4)  # assumed in coarse formats before any is seen
 MOST_ACCIDENTS = AccidentLimits(first=0.02, later=2e-3)  # more would be an excuse
@@ -170,9 +171,10 @@ def _single_limits(pool: _Pool) -> Profile:
     chance = 0 if compared.k[whole].min() >= WHOLE_PROOF else LARGEST_ERROR  # as `severity_of` forgives it
     shares = (compared.exp_mismatches / compared.k)[whole]
     means = (np.maximum(compared.mant_err_sum - chance, 0) / np.maximum(compared.matches, 1))[whole]
-    distance = max(usual.sampling.distance, _tail(pool.distance[pool.outside]))
-    mantissa = max(usual.proofs.mantissa_mean, _tail(means))
+    distance = max(usual.sampling.distance, _tail(pool.distance[pool.outside], TOKEN_DECADES))
+    mantissa = max(usual.proofs.mantissa_mean, _tail(means, PROOF_DECADES))
     is_coarse = distance > usual.sampling.distance
+    error_T = np.abs(pool.delta) / weights(pool.logprobs)
     floor = float(np.exp(pool.logprobs[pool.outside]).min(initial=1.0)) / 1000
     return Profile(
         key=usual.key,
@@ -181,30 +183,51 @@ def _single_limits(pool: _Pool) -> Profile:
             distance=min(max(usual.certain.distance, 2 * distance), 0.7), tokens=usual.certain.tokens
         ),
         proofs=ProofTolerance(
-            exponents=max(usual.proofs.exponents, _tail(shares)),
+            exponents=max(usual.proofs.exponents, _tail(shares, PROOF_DECADES)),
             signs=max(usual.proofs.signs, 2.0 * float((compared.sign_mismatches / compared.k)[whole].max())),
             boundary=usual.proofs.boundary + is_coarse,
             mantissa_mean=mantissa,
             mantissa_median=max(usual.proofs.mantissa_median, math.ceil(mantissa)) if is_coarse else 0.0,
         ),
-        logprobs=LogprobLimits(largest=max(usual.logprobs.largest, _tail(np.abs(pool.delta) / weights(pool.logprobs)))),
+        logprobs=LogprobLimits(largest=max(usual.logprobs.largest, _tail(error_T, TOKEN_DECADES))),
         accidents=ACCIDENTS if is_coarse else usual.accidents,
+        noise=_capped(pool, error_T, means) if is_coarse else usual.noise,
     )
 
 
-def _tail(values: Floats) -> float:
-    """What one in a million exceeds."""
+def _capped(pool: _Pool, error_T: Floats, means: Floats) -> NoiseLimits:
+    """The float32 limits, with what one token or proof counts for at most, by the means that were seen."""
+    seen = {
+        "distance": float(pool.distance[pool.outside].mean()),
+        "logprobs": float(error_T.mean()),
+        "mantissa": float(means.mean()),
+    }
+    usual = NoiseLimits()
+    return NoiseLimits(
+        **{
+            name: getattr(usual, name).model_copy(update={"most": MOST[name] * mean})
+            for name, mean in seen.items()
+            if mean > 0
+        }
+    )
+
+
+def _tail(values: Floats, decades: int) -> float:
+    """What one in 1,000 · 10^decades exceeds."""
     if not len(values):
         return 0.0
     near, far = (float(np.quantile(values, share)) for share in (0.99, 0.999))
-    return far * min(max(far / near, TAIL_RATIO[0]), TAIL_RATIO[1]) ** TAIL_DECADES if near > 0 else far
+    return far * min(max(far / near, TAIL_RATIO[0]), TAIL_RATIO[1]) ** decades if near > 0 else far
 
 
 def _sum_limits(single: Profile, cases: Sequence[Case], pool: _Pool, odd: Sequence[npt.NDArray[np.bool_]]) -> Profile:
     """The same with the limits of sums, of cases that are judged by `single`."""
     measures = [case.measures for case in cases]
     logprobs = _leaning(measures, pool, single.logprobs)
-    noise = {name: _channel(name, measures, pool, logprobs) for name in NoiseLimits.model_fields}
+    caps = {name: getattr(single.noise, name).most for name in NoiseLimits.model_fields}
+    noise = {
+        name: _channel(name, measures, pool, logprobs).model_copy(update={"most": cap}) for name, cap in caps.items()
+    }
     parts = np.concatenate([_parts(case) for case in cases])
     odd_C, first = np.concatenate(odd), parts == 0
     accidents = single.accidents

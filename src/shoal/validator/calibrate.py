@@ -428,7 +428,9 @@ def caught(block: Replay, lengths: Ints, profile: Profile) -> tuple[bool, bool]:
     drawn_T, chunk_of_T = np.ones(int(lengths.sum()), dtype=np.bool_), np.repeat(np.arange(len(lengths)), lengths)
     odd = Odd.of(block, block.logprobs, drawn_T, chunk_of_T, profile)
     kept_C = odd.left_in(profile.accidents)
-    measures = Measures.of(block, block.logprobs, np.zeros(1, np.int64), Kept(kept_C[chunk_of_T], kept_C))
+    measures = Measures.of(
+        block, block.logprobs, np.zeros(1, np.int64), Kept(kept_C[chunk_of_T], kept_C), profile.noise
+    )
 
     def is_seen(points: Ints, *channels: str) -> bool:
         accidents = log_evidence("accidents", accident_sums(points, 1, profile.accidents))

@@ -219,7 +219,7 @@ class Case:
 
     @cached_property
     def measures(self) -> Measures:
-        return Measures.of(self.replayed, self.claimed, self.starts, self.kept)
+        return Measures.of(self.replayed, self.claimed, self.starts, self.kept, self.profile.noise)
 
     def accidents(self, points: Ints) -> Sums:
         return accident_sums(points, len(self.lengths), self.profile.accidents)

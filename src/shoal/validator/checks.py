@@ -314,7 +314,7 @@ def sampling(case: Case) -> Finding:
         "tokens": answer.n_tokens, "outside": answer.n_outside, "max_distance": answer.max_distance,
         "sum_distance": answer.sum_distance, "log_evidence": steered,
     }  # fmt: skip
-    kind = "beyond" if accidents >= STRIKE else answer.reason or ("steered" if steered >= STRIKE else "")
+    kind = answer.reason or ("beyond" if accidents >= STRIKE else "steered" if steered >= STRIKE else "")
     if not kind:
         return passed("sampling", **evidence)
     distance_T = np.where(case.drawn, distances(replay.uniforms, replay.low, replay.high), 0.0)

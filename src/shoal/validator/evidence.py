@@ -28,7 +28,15 @@ import numpy.typing as npt
 from shoal.protocol import Sums
 from shoal.sampling.check import distances
 from shoal.toploc.check import ProofSums, proof_sums, severity_of
-from shoal.validator.profiles import CHANNELS, COUNTS, AccidentLimits, ChannelLimits, LogprobLimits, Profile
+from shoal.validator.profiles import (
+    CHANNELS,
+    COUNTS,
+    AccidentLimits,
+    ChannelLimits,
+    LogprobLimits,
+    NoiseLimits,
+    Profile,
+)
 
 if TYPE_CHECKING:
     from shoal.validator.case import Replay
@@ -87,8 +95,8 @@ class Kept:
 @dataclass(frozen=True, eq=False)
 class Odd:
     """What is quite wrong, in points for each part of a rollout (the tokens of one proof): one for a token that is far
-    outside its interval, or whose log-probability is far off, two for a proof, times how far it is
-    beyond its limit; six at most."""
+    outside its interval, or outside it and implausible, or whose log-probability is far off; two for a proof, times
+    how far it is beyond its limit; six at most."""
 
     seeds: Ints
     logprobs: Ints
@@ -96,7 +104,9 @@ class Odd:
 
     @classmethod
     def of(cls, replay: Replay, claimed_T: Floats, drawn_T: Bits, chunk_of_T: Ints, limits: Profile) -> Odd:
-        far_T = distances(replay.uniforms, replay.low, replay.high) > limits.sampling.distance
+        distance_T = distances(replay.uniforms, replay.low, replay.high)
+        implausible_T = (distance_T > 0) & (replay.logprobs < math.log(max(limits.sampling.floor, 1e-300)))
+        far_T = (distance_T > limits.sampling.distance) | implausible_T
         error_T = np.abs(claimed_T - replay.logprobs) / weights(replay.logprobs)
 
         def points(odd_T: Bits) -> Ints:
@@ -104,7 +114,7 @@ class Odd:
             return np.minimum(counts_C, MOST_POINTS)
 
         severity_C = np.minimum(severity_of(replay.comparisons, limits.proofs), MOST_POINTS)
-        proofs_C = np.minimum(2 * np.where(severity_C > 1, np.floor(severity_C), 0).astype(np.int64), MOST_POINTS)
+        proofs_C = np.minimum(np.where(severity_C > 1, np.ceil(2 * severity_C), 0).astype(np.int64), MOST_POINTS)
         return cls(points(far_T), points(~(error_T <= limits.logprobs.largest)), proofs_C)
 
     @property
@@ -132,7 +142,8 @@ def accident_sums(points: Ints, rollouts: int, limits: AccidentLimits) -> Sums:
 
 @dataclass(frozen=True, eq=False)
 class Measures:
-    """What a replay showed, summed by rollout, the proofs over the submission. No limit goes into it.
+    """What a replay showed, summed by rollout, the proofs over the submission. Of the limits only what one token or
+    proof counts for at most goes into it: the tails of single errors are heavier than those of the test.
 
     `nats` and `nats2`: entropy, and its squares. `outside`: tokens outside their interval, by `distance` in sum.
     `error`: |δ| / w, where δ is what the reported log-probability is off by and w = 1 − p + 0.03. `bias`, `weight` and
@@ -151,14 +162,15 @@ class Measures:
     proofs: ProofSums
 
     @classmethod
-    def of(cls, replay: Replay, claimed_T: Floats, starts: Ints, kept: Kept) -> Measures:
+    def of(cls, replay: Replay, claimed_T: Floats, starts: Ints, kept: Kept, limits: NoiseLimits) -> Measures:
         """Of the tokens and proofs that are kept."""
         kept_T = kept.tokens
         weight_T = weights(replay.logprobs)
         delta_T = np.where(kept_T, np.nan_to_num(claimed_T - replay.logprobs, nan=1e9, posinf=1e9, neginf=-1e9), 0.0)
         nats_T = np.clip(replay.entropy, 0.0, MOST_NATS)
         outside_T = ~((replay.low <= replay.uniforms) & (replay.uniforms < replay.high))
-        distance_T = np.minimum(distances(replay.uniforms, replay.low, replay.high), 1.0)
+        distance_T = np.minimum(distances(replay.uniforms, replay.low, replay.high), min(1.0, limits.distance.most))
+        error_T = np.minimum(np.abs(delta_T) / weight_T, limits.logprobs.most)
 
         def summed(values_T: npt.NDArray[np.generic]) -> Floats:
             found: Floats = np.add.reduceat(np.where(kept_T, values_T, 0.0), starts, dtype=np.float64)
@@ -166,9 +178,9 @@ class Measures:
 
         return cls(
             tokens=summed(kept_T), nats=summed(nats_T), nats2=summed(nats_T**2), outside=summed(outside_T),
-            distance=summed(distance_T), error=summed(np.abs(delta_T) / weight_T), bias=summed(delta_T),
+            distance=summed(distance_T), error=summed(error_T), bias=summed(delta_T),
             weight=summed(weight_T), weight2=summed(weight_T**2),
-            proofs=proof_sums(replay.comparisons.only(kept.chunks)),
+            proofs=proof_sums(replay.comparisons.only(kept.chunks), limits.mantissa.most),
         )  # fmt: skip
 
     def seen(self, channel: str, limits: LogprobLimits) -> Floats:

@@ -68,6 +68,9 @@ class ChannelLimits(_Table):
     curve: float = Field(0.0, ge=0, allow_inf_nan=False, description="the same per square nat, added to it")
     unit: float = Field(gt=0, allow_inf_nan=False, description="the lumps that it varies in")
     shared: float = Field(0.0, ge=0, allow_inf_nan=False, description="relative error that a submission shares")
+    most: float = Field(
+        1e9, gt=0, allow_inf_nan=False, description="what one token, or a value of one proof, counts for"
+    )
 
 
 class NoiseLimits(_Table):
@@ -161,10 +164,10 @@ _BFLOAT16: dict[str, Any] = {
     "logprobs": LogprobLimits(largest=1.4, spread=0.053, lean=9e-4, drift=1e-3),
     "noise": NoiseLimits(
         outside=ChannelLimits(rate=0.0461, curve=0.0158, unit=1.0, shared=0.03),
-        distance=ChannelLimits(rate=2.2e-4, curve=8.6e-5, unit=0.005, shared=0.05),
+        distance=ChannelLimits(rate=2.2e-4, curve=8.6e-5, unit=0.005, shared=0.05, most=0.038),
         exponents=ChannelLimits(rate=0.015, unit=1.8, shared=0.13),
-        mantissa=ChannelLimits(rate=1.55, unit=1.8, shared=0.04),
-        logprobs=ChannelLimits(rate=0.046, unit=0.022, shared=0.03),
+        mantissa=ChannelLimits(rate=1.55, unit=1.8, shared=0.04, most=4.8),
+        logprobs=ChannelLimits(rate=0.046, unit=0.022, shared=0.03, most=0.58),
         bias=ChannelLimits(rate=1.3, unit=2.0, shared=0.3),
     ),
     "accidents": AccidentLimits(first=2e-3, later=1e-4),
