@@ -5,8 +5,9 @@
          └─ a later version ─► a small group of its own: do its bands       └─► hub ── 409 ─► joined with the newer one
             leave those in force? ─► measured anew
 
-Formats without built-in limits are measured before anything is audited: nobody has leases for them yet. The others are
-measured when there is nothing to audit. Only this validator's own work is measured, never what a node submitted.
+Each format is put in force as soon as it is measured. Formats without built-in limits are measured before anything
+else: nobody has leases for them yet. The others are measured when there is nothing to audit. Only this validator's own
+work is measured, never what a node submitted.
 """
 
 from __future__ import annotations
@@ -90,9 +91,10 @@ class Calibrator:
                 log.error("calibration %s… cannot be used: %s", digest[:16], error)
         return self._known.get(digest)
 
-    def due(self, reply: AuditReply, newest: PolicyRef | None) -> Callable[[], None] | None:
+    def due(self, reply: AuditReply, newest: PolicyRef | None, is_ready: bool = True) -> Callable[[], None] | None:
         """What is to be done now, if anything: before audits what nobody can work without, and a look at whether the
-        policy has moved; what can wait, when there are none, or after a while."""
+        policy has moved; what can wait, when there are none and this validator `is_ready` for them, or after a while.
+        """
         now_s = self._clock.monotonic_s()
         if newest is None or now_s < self._retry_s or not self._can_measure:
             return None
@@ -109,10 +111,10 @@ class Calibrator:
                 return None
             return partial(self._probe, newest, in_force, digest)
         self._waits_s = now_s if self._waits_s is None else self._waits_s
-        if reply.audits and now_s < self._waits_s + LATEST_S:
+        if (reply.audits or not is_ready) and now_s < self._waits_s + LATEST_S:
             own, known = format_of(self._kind), self._judge.profiles
             wanted = [each for each in wanted if own != "float32" or self._kind_in(each) not in known]
-        return partial(self._measure, newest, wanted, in_force, digest) if wanted else None
+        return partial(self._measure, newest, wanted[:1], in_force, digest) if wanted else None
 
     def attempt(self, job: Callable[[], None]) -> None:
         """Do what is due; if this machine cannot just now, it is tried again later."""
@@ -238,7 +240,7 @@ class Calibrator:
             log.info(
                 "honest work of %s has moved since policy %s: measured anew", ", ".join(moved), in_force.policy.label
             )
-            self._measure(policy, sorted(map(format_of, mine)), in_force, digest)
+            self._measure(policy, sorted(map(format_of, moved)), in_force, digest)
 
     def _has_moved(self, loaded: LoadedPolicy, limits: Profile, plan: Plan) -> bool:
         from shoal.engines.torch import TorchEngine

@@ -201,6 +201,7 @@ class Validator:
         self._settings = settings
         self._stop = stop
         self._clock = clock
+        self._is_measuring = False  # limits; there may be more to measure, so that nothing is waited for
         self._misses: Counter[str] = Counter()
         self._foreign: dict[str, None] = {}  # submissions for another environment, newest last
         self._most = settings.max_audits  # fewer while scoring does not get through as many in its time
@@ -220,6 +221,8 @@ class Validator:
                 while not self._stop.is_set():
                     if self._heartbeat.refusal is not None:
                         raise self._heartbeat.refusal
+                    if self._ahead.newest is None:
+                        self._heartbeat.once()  # names the newest policy; the regular one may be seconds away
                     with self.activity.waiting("submissions to audit"):
                         reply = self._client.audits(self._request())
                     if reply.finished and not reply.audits:
@@ -238,21 +241,22 @@ class Validator:
 
     def _calibrate(self, reply: AuditReply) -> None:
         """See to it that there are limits to judge by."""
-        job = self._calibrator.due(reply, self._ahead.newest) if self._calibrator is not None else None
-        if self._calibrator is not None and job is not None:
+        if self._calibrator is None:
+            return
+        job = self._calibrator.due(reply, self._ahead.newest, self._ahead.is_ready)
+        self._is_measuring = job is not None
+        if job is not None:
             with self.activity.busy("measuring how far honest work is off"):
                 self._calibrator.attempt(job)
 
     def _prepare(self) -> None:
         """Nothing is to be audited: get ready for what comes next."""
-        if self._ahead.newest is None:
-            self._heartbeat.once()  # the regular one may be seconds away
         if self._ahead.is_due:
             with self.activity.busy("loading the newest policy"):
                 self._ahead.prepare()
 
     def _request(self) -> AuditRequest:
-        settings, ready = self._settings, self._ahead.is_ready
+        settings, ready = self._settings, self._ahead.is_ready and not self._is_measuring
         left = (*tuple(self._misses)[-MAX_LEFT:], *self._foreign, *self._generating.left)
         return AuditRequest(
             max_audits=self._most,

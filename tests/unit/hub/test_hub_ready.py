@@ -171,6 +171,26 @@ class TestStandstill:
         (sentence,) = self.told(bench)
         assert "was heard of 21 s ago for the last time" in sentence
 
+    def test_workers_whose_format_is_still_measured_after_two_minutes(self, tmp_path: Path) -> None:
+        coarse = "torch/cpu/bfloat16"
+        bench = Bench(tmp_path / "coarse", {"steps": 1}, changes={"measurable": (coarse,)})
+        ok(bench.announce(0))
+        said = []
+        for _ in range(2):
+            beat(bench)
+            for worker in (bench.alice, bench.bob):
+                ok(worker.call("POST", "/heartbeat", {}))
+                ok(worker.call("POST", "/leases", {"request": fresh_request(), "profile": coarse}))
+            said.append(self.told(bench))
+            bench.clock.advance(121)
+        bench.close()
+        [sentence] = said[1]
+        assert said[0] == [], "a first calibration takes its time"
+        assert sentence == (
+            f"no worker here is of a kind that can be judged now ({coarse}): "
+            "the run's validators have not measured work in bfloat16 yet"
+        )
+
     def test_a_halted_or_finished_run_needs_nobody(self, bench: Bench) -> None:
         bench.accept_groups(2)
         assert bench.batch(0) is not None

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from functools import partial
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, cast
+
 import msgspec
 from honest import LengthEnvironment, completions, docket, lease, loaded, submission
 
-from shoal.protocol import Outcome, Severity, pack_logprobs
+from shoal.protocol import AuditReply, Calibration, MeasuredKind, Outcome, PolicyRef, Severity, pack_logprobs
 from shoal.runtime.clock import ManualClock
 from shoal.sampling import SeedTolerance
 from shoal.toploc import ProofTolerance
-from shoal.validator import Judge, Profile, load_profiles
+from shoal.validator import Judge, Profile, ValidatorSettings, load_profiles
+from shoal.validator.calibrating import Calibrator
 from shoal.validator.profiles import BUILT_IN, LogprobLimits, Profiles, limits_for, widest
+
+if TYPE_CHECKING:
+    from shoal.client import HubClient
+    from shoal.engines.shelf import EngineShelf
 
 DIGEST = "c" * 64
 OURS, THEIRS = "scripted/cpu/float32", "scripted/gpu/float32"
@@ -82,3 +91,43 @@ def test_built_in_limits_are_for_validators_of_the_formats_that_they_name() -> N
     found = limits_for(OURS, "bfloat16", measured, BUILT_IN)
     assert found is not None
     assert (found[0].key, found[0].validators, found[1]) == (OURS, ("bfloat16",), False)
+
+
+class Hub:
+    """What a calibrator asks a hub for: the run, and calibrations by their digest."""
+
+    def __init__(self, **made: Calibration) -> None:
+        self._made = made
+
+    def run_info(self) -> SimpleNamespace:
+        return SimpleNamespace(profiles=("torch/cpu/bfloat16", "torch/cpu/float32"))
+
+    def calibration(self, digest: str) -> Calibration:
+        return self._made[digest]
+
+
+def test_a_format_without_built_in_limits_is_measured_first_and_alone_the_others_once_the_validator_is_ready() -> None:
+    policy = PolicyRef(incarnation=0, version=0, digest="a" * 64)
+    limits = Profile(key="torch/cpu/bfloat16").model_dump(mode="json")
+    coarse = Calibration(
+        run="run",
+        policy=policy,
+        kinds={"torch/cpu/bfloat16": MeasuredKind(limits=limits)},
+        machines=("cpu/float32",),
+        made_at_ms=1,
+    )
+    known = cast("Judge", SimpleNamespace(profiles=load_profiles()))
+    calibrator = Calibrator(
+        cast("HubClient", Hub(c=coarse)), cast("EngineShelf", None), known, "torch", ValidatorSettings(device="cpu"),
+        ManualClock(),
+    )  # fmt: skip
+
+    def due(in_force: str, is_ready: bool) -> list[str]:
+        reply = AuditReply(calibration=in_force, wanted=("bfloat16",))
+        job = calibrator.due(reply, policy, is_ready)
+        return list(cast("partial[None]", job).args[1]) if job is not None else []
+
+    assert due("", is_ready=False) == ["bfloat16"]
+    assert due("", is_ready=True) == ["bfloat16"]
+    assert due("c", is_ready=False) == []
+    assert due("c", is_ready=True) == ["float32"]

@@ -18,6 +18,7 @@ from shoal.hub.storage import StoryReader
 from shoal.protocol import NodeState
 
 STARTING_MS = 60_000
+MEASURING_MS = 120_000  # a run's first calibration may take so long, and nothing is wrong
 NEWEST = 50
 DOING = {"trainer": "train", "validator": "check", "worker": "work"}
 
@@ -79,6 +80,8 @@ def _unjudgeable(context: Context, reader: StoryReader, now_ms: int) -> list[str
         and presences[row.node].last_seen_ms >= now_ms - HERE_MS
     ]
     in_force, profiles = in_force_of(reader), context.config.profiles
+    if not in_force.digest and now_ms - context.started_ms < MEASURING_MS:
+        return []
     kinds = sorted({row.kind for row in here if row.kind})
     waiting = [calibrations.terms(in_force, kind, profiles).waiting for kind in kinds]
     if not kinds or not all(waiting) or any(not row.kind for row in here):
