@@ -1,20 +1,17 @@
 """What an origin remembers of versions it has published, so that later ones can be told as differences to them.
 
     <tree>/.bases/0.12.json   a version's signed manifest
-    <tree>/.bases/0.12.bin    its payload, as one file, unless it is an anchor: then its chunks are here anyway
+    <tree>/.bases/0.12/3      chunk 3 of its payload, unless it is an anchor: then its chunks are in the tree anyway
 
-Only a few are kept (see `OriginSettings.delta_strides`). They are no part of what is served. A file that this process
-did not write itself is hashed from end to end before a delta is made from it: a torn one would give every client the
-wrong weights.
+A file for each chunk, since threads that write to one file wait for each other. Only a few versions are kept (see
+`OriginSettings.delta_strides`). They are no part of what is served. A payload that this process did not write itself is
+hashed from end to end before a delta is made from it: a torn one would give every client the wrong weights.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
-import threading
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from shoal.errors import ManifestRefused
@@ -28,18 +25,27 @@ from shoal.shardcast.tree import Tree, chunk_key, parse_label
 FOLDER = ".bases"
 
 
-class Base(ABC):
-    """A payload on the disk, read a part at a time."""
+class Base:
+    """A payload on the disk in files of one chunk each, read a part at a time. `path_of` names a chunk's file."""
 
-    def __init__(self, manifest: PolicyManifest) -> None:
+    def __init__(self, manifest: PolicyManifest, path_of: Callable[[int], Path]) -> None:
         self.manifest = manifest
+        self._path_of = path_of
 
-    @abstractmethod
     def read_into(self, offset: int, buffer: memoryview) -> bool:
         """Fill `buffer`; false if the payload is not all there."""
-
-    @abstractmethod
-    def close(self) -> None: ...
+        size = self.manifest.chunk_size_bytes
+        while buffer.nbytes:
+            inside = offset % size
+            count = min(size - inside, buffer.nbytes)
+            try:
+                with self._path_of(offset // size).open("rb", buffering=0) as file:
+                    if not read_fully(file.fileno(), inside, buffer[:count]):
+                        return False
+            except FileNotFoundError:
+                return False
+            offset, buffer = offset + count, buffer[count:]
+        return True
 
     def is_whole(self) -> bool:
         """Whether every chunk has the hash that was signed."""
@@ -52,46 +58,6 @@ class Base(ABC):
         return True
 
 
-class CopiedBase(Base):
-    """The copy of a payload that was offered as deltas alone."""
-
-    def __init__(self, path: Path, manifest: PolicyManifest) -> None:
-        super().__init__(manifest)
-        self._file = path.open("rb", buffering=0)
-
-    def read_into(self, offset: int, buffer: memoryview) -> bool:
-        return read_fully(self._file.fileno(), offset, buffer)
-
-    def close(self) -> None:
-        self._file.close()
-
-
-class AnchorBase(Base):
-    """The chunks of an anchor, for as long as they are offered: no second copy is needed."""
-
-    def __init__(self, tree: Tree, manifest: PolicyManifest) -> None:
-        super().__init__(manifest)
-        self._tree = tree
-
-    def read_into(self, offset: int, buffer: memoryview) -> bool:
-        size = self.manifest.chunk_size_bytes
-        while buffer.nbytes:
-            inside = offset % size
-            count = min(size - inside, buffer.nbytes)
-            try:
-                path = self._tree.path(chunk_key(self.manifest.chunks[offset // size].hash))
-                with path.open("rb", buffering=0) as file:
-                    if not read_fully(file.fileno(), inside, buffer[:count]):
-                        return False
-            except FileNotFoundError:
-                return False
-            offset, buffer = offset + count, buffer[count:]
-        return True
-
-    def close(self) -> None:
-        return
-
-
 class Bases:
     """The payloads that an origin can tell differences to."""
 
@@ -100,6 +66,7 @@ class Bases:
         self._folder = tree.folder / FOLDER
         self._run, self._key = run, key
         self._strides = sorted(set(strides))
+        self._new = self._folder / "new"
         self._written: set[Place] = set()  # by this process, so known to be whole
 
     def candidates(self, place: Place) -> list[Place]:
@@ -117,43 +84,51 @@ class Bases:
                 wanted.append(target)
         return wanted
 
-    @contextlib.contextmanager
-    def open(self, place: Place) -> Iterator[Base | None]:
+    def get(self, place: Place) -> Base | None:
         """The payload of `place`; None if it is not here or not what was signed (it is forgotten then)."""
-        path = self._path(place, "bin")
         try:
-            manifest = read_manifest(self._path(place, "json").read_bytes(), self._run, self._key)
-            file = AnchorBase(self._tree, manifest) if manifest.anchor else CopiedBase(path, manifest)
+            manifest = read_manifest(self._manifest(place).read_bytes(), self._run, self._key)
         except (OSError, ManifestRefused):
             self._forget(place)
-            yield None
-            return
-        try:
-            if place in self._written or file.is_whole():
-                self._written.add(place)
-                yield file
-            else:
-                self._forget(place)
-                yield None
-        finally:
-            file.close()
+            return None
+        offered, copied = self._tree.path, self._payload(place)
+        base = Base(manifest, lambda index: offered(chunk_key(manifest.chunks[index].hash)))
+        if not manifest.anchor:
+            base = Base(manifest, lambda index: copied / str(index))
+        if place not in self._written and not base.is_whole():
+            self._forget(place)
+            return None
+        self._written.add(place)
+        return base
 
-    def writer(self, anchor: bool) -> BaseWriter | None:
-        """Where the next payload is remembered; None if that needs no copy."""
+    def writer(self, anchor: bool) -> Callable[[int, memoryview], None] | None:
+        """What writes the chunks of the next payload, by their index; None if no copy is needed. They count for
+        nothing until they are remembered."""
         if anchor or not self._strides:
             return None
-        ensure_folder(self._folder)
-        return BaseWriter(self._folder / ".new")
+        self.sweep()
+        ensure_folder(self._new)
+        return self._write
 
-    def remember(self, writer: BaseWriter | None, manifest: PolicyManifest, data: bytes) -> None:
+    def _write(self, index: int, data: memoryview) -> None:
+        path = self._new / str(index)
+        try:
+            with path.open("wb", buffering=0) as file:
+                while data.nbytes:
+                    data = data[file.write(data) :]
+        except OSError as error:
+            raise resource_error("write", path, error) from error
+
+    def remember(self, manifest: PolicyManifest, data: bytes) -> None:
         """The payload just written is `manifest`'s, whose bytes are `data`; forget those no longer needed."""
         if not self._strides:
             return
         place = place_of(manifest)
         ensure_folder(self._folder)
-        if writer is not None:
-            writer.path.replace(self._path(place, "bin"))
-        write_atomically(self._path(place, "json"), data)
+        self._forget(place)
+        if not manifest.anchor:
+            self._new.replace(self._payload(place))
+        write_atomically(self._manifest(place), data)
         self._written.add(place)
         self.sweep()
         needed = {(place[0], place[1] - place[1] % stride) for stride in self._strides} | {place}
@@ -163,9 +138,9 @@ class Bases:
 
     def sweep(self) -> None:
         """Remove what a crash or a failure has left: a payload without its manifest, or half of one."""
-        for path in [*self._folder.glob("*.bin"), *self._folder.glob(".new")]:
-            if not path.with_suffix(".json").exists() or path.name == ".new":
-                path.unlink(missing_ok=True)
+        for path in self._folder.glob("*"):
+            if path.is_dir() and not path.with_name(f"{path.name}.json").exists():
+                shutil.rmtree(path, ignore_errors=True)
 
     def _known(self) -> set[Place]:
         names = (path.stem for path in self._folder.glob("*.json"))
@@ -173,32 +148,11 @@ class Bases:
 
     def _forget(self, place: Place) -> None:
         self._written.discard(place)
-        for suffix in ("bin", "json"):
-            self._path(place, suffix).unlink(missing_ok=True)
+        self._manifest(place).unlink(missing_ok=True)
+        shutil.rmtree(self._payload(place), ignore_errors=True)
 
-    def _path(self, place: Place, suffix: str) -> Path:
-        return self._folder / f"{place[0]}.{place[1]}.{suffix}"
+    def _manifest(self, place: Place) -> Path:
+        return self._folder / f"{place[0]}.{place[1]}.json"
 
-
-class BaseWriter:
-    """Writes a payload as one file, from several threads. It counts for nothing until it is remembered."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._writing = threading.Lock()
-        try:
-            self._file = path.open("wb", buffering=0)
-        except OSError as error:
-            raise resource_error("write", path, error) from error
-
-    def write_at(self, offset: int, data: memoryview) -> None:
-        try:
-            with self._writing:
-                written = 0
-                while written < data.nbytes:
-                    written += os.pwrite(self._file.fileno(), data[written:], offset + written)
-        except OSError as error:
-            raise resource_error("write", self.path, error) from error
-
-    def close(self) -> None:
-        self._file.close()
+    def _payload(self, place: Place) -> Path:
+        return self._folder / f"{place[0]}.{place[1]}"

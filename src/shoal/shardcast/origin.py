@@ -202,7 +202,7 @@ class Origin:
                 scratch.buffer = memoryview(bytearray(chunk_size))
             data = content.part(offset, min(chunk_size, content.size_bytes - offset), scratch.buffer)
             if writer is not None:
-                writer.write_at(offset, data)
+                writer(offset // chunk_size, data)
             return self._put(data) if anchor else chunk_of(data)
 
         chunks: list[Chunk] = []
@@ -220,10 +220,8 @@ class Origin:
         self._tree.sync_chunks(chunk.hash for chunk in offered(manifest))
         point("trainer.publish.before_manifest")
         self._tree.write(manifest_key(place), signed)
-        if writer is not None:
-            writer.close()
         if remembered:
-            self._bases.remember(writer, manifest, signed)
+            self._bases.remember(manifest, signed)
         return manifest
 
     def _chunk_size(self, content: Content) -> int:
@@ -254,10 +252,10 @@ class Origin:
         if not self._wants_deltas(content):
             return ()
         for base in self._bases.candidates(place):
-            with self._bases.open(base) as file:
-                if file is None or file.manifest.entries != content.entries:
-                    continue
-                delta = self._delta(file, content, chunk_size)
+            payload = self._bases.get(base)
+            if payload is None or payload.manifest.entries != content.entries:
+                continue
+            delta = self._delta(payload, content, chunk_size)
             if delta is not None:
                 deltas.append(delta)
             elif not deltas:

@@ -201,7 +201,7 @@ def test_a_base_damaged_on_the_origins_disk_is_not_used(tmp_path: Path, serve: S
     """After a crash: the new process hashes what the old one left."""
     run = Run(tmp_path / "origin")
     run.steps(2)
-    flip(run.folder / ".bases" / "0.2.bin")
+    flip(run.folder / ".bases" / "0.2" / "0")
     run.origin = Origin(run.folder, RUN, KEY, settings=run.origin._settings)
     third = run.step(3)
     assert 2 not in bases(third)
