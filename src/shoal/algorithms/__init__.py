@@ -1,6 +1,6 @@
 """How rollouts become a gradient: pure functions, one word each in the recipe.
 
-    advantages       group_mean, group_mean_std, rloo, dr_grpo, max_rl     rewards of a group → advantages
+    advantages       group_mean, group_mean_std, rloo, dr_grpo, max_rl …   rewards of a group → advantages
     losses           LossTokens, LossParameters → LossOutput, per token; two_sided_clip, ppo_clip
     losses_weighted  dppo, cispo, decoupled, tis, plain, cross_entropy
     losses_sequence  gspo, geometric_mask                    those that look at whole completions

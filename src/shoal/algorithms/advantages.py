@@ -33,6 +33,15 @@ def group_mean_std(rewards_G: Tensor) -> Tensor:
     return group_mean(rewards_G) / (rewards_G.std(correction=0) + STD_FLOOR)
 
 
+def group_mean_sample_std(rewards_G: Tensor) -> Tensor:
+    """`group_mean_std` with the sample's standard deviation: divided by G − 1, not G. A group of one: 0.
+
+    >>> group_mean_sample_std(torch.tensor([1.0, 0.0]))
+    tensor([ 0.7071, -0.7071])
+    """
+    return group_mean(rewards_G) / (rewards_G.std(correction=min(1, len(rewards_G) - 1)) + STD_FLOOR)
+
+
 def rloo(rewards_G: Tensor) -> Tensor:
     """`r − mean of the others` = G / (G − 1) · (r − mean): the baseline of a rollout does not know its own reward.
 

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TypeVar
 
-from shoal.algorithms.advantages import Advantage, dr_grpo, group_mean, group_mean_std, max_rl, rloo
+from shoal.algorithms.advantages import (
+    Advantage,
+    dr_grpo,
+    group_mean,
+    group_mean_sample_std,
+    group_mean_std,
+    max_rl,
+    rloo,
+)
 from shoal.algorithms.losses import Loss, ppo_clip, two_sided_clip
 from shoal.algorithms.losses_sequence import geometric_mask, gspo
 from shoal.algorithms.losses_weighted import cispo, cross_entropy, decoupled, dppo, plain, tis
@@ -16,6 +24,7 @@ T = TypeVar("T")
 ADVANTAGES: dict[str, Advantage] = {
     "group_mean": group_mean,
     "group_mean_std": group_mean_std,
+    "group_mean_sample_std": group_mean_sample_std,
     "rloo": rloo,
     "dr_grpo": dr_grpo,
     "max_rl": max_rl,

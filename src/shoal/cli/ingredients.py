@@ -13,7 +13,8 @@ from pathlib import Path
 from shoal.cli.recipe import Recipe
 from shoal.engines import ENGINES, check_engine
 from shoal.engines.asking import Asking
-from shoal.environments import Environment, EnvironmentSettings, Task, build, require_scoring
+from shoal.environments import Environment, EnvironmentSettings, Task, build, prompt_settings_of, require_scoring
+from shoal.environments.graders.thinking import OPENING
 from shoal.environments.mix import part_of
 from shoal.environments.protocol import SPLITS
 from shoal.errors import ConfigError, EnvironmentSetupError, ModelError, ScoringFailure, UnusableTask
@@ -37,10 +38,28 @@ GPU_FILES = ("nvidiactl", "nvidia0", "dxg", "kfd")
 """What a driver leaves in /dev: NVIDIA's, that of a Windows host, AMD's."""
 
 
-def check_ingredients(recipe: Recipe) -> Environment:
+def check_ingredients(recipe: Recipe, *, without_model: bool = False) -> Environment:
     """Raise a `UserError` for the first thing that would end the run; returns the environment, built."""
     check_engines(recipe)
     Addresses(recipe.hub.trusted_proxies)
+    files = None if without_model else _check_model(recipe)
+    _check_lengths(recipe)
+    _check_judges(recipe)
+    environment = build(recipe.environment)
+    asking = None if files is None else Asking(files, environment, recipe.run.max_new_tokens)
+    if asking is not None and asking.encoder.opens_thinking and not prompt_settings_of(environment).thinking:
+        log.warning(
+            "the model's chat template begins every answer with %s, and environment.prompt.thinking does not say so: a "
+            "completion that never closes it is graded as an answer. Set it to %r to make such completions worth 0",
+            OPENING,
+            f"{OPENING}\n",
+        )
+    _try_scores(recipe.environment, environment, _check_tasks(environment, asking))
+    return environment
+
+
+def _check_model(recipe: Recipe) -> dict[str, bytes]:
+    """The files that describe the model, which can be read and fit each other."""
     folder = model_folder(recipe.model.path)
     files = read_files(folder)
     tokenizer = TextTokenizer(files)
@@ -48,12 +67,7 @@ def check_ingredients(recipe: Recipe) -> Environment:
     if recipe.trainer.lora is not None:
         check_targets(folder, recipe.trainer.lora.targets)
     _check_vocabulary(folder, tokenizer, read_config(files).get("vocab_size"))
-    _check_lengths(recipe)
-    _check_judges(recipe)
-    environment = build(recipe.environment)
-    trials = _check_tasks(environment, Asking(files, environment, recipe.run.max_new_tokens))
-    _try_scores(recipe.environment, environment, trials)
-    return environment
+    return files
 
 
 def check_engines(recipe: Recipe) -> None:
@@ -130,8 +144,8 @@ def _check_vocabulary(folder: Path, tokenizer: TextTokenizer, embedded: object) 
         )
 
 
-def _check_tasks(environment: Environment, asking: Asking) -> list[Task]:
-    """Ask some tasks of each split; returns one of each kind.
+def _check_tasks(environment: Environment, asking: Asking | None) -> list[Task]:
+    """Ask some tasks of each split (without a model: read them); returns one of each kind.
 
     A row of data that cannot be asked is passed over when it is drawn, so that only many of them are a mistake; in an
     environment that makes its tasks, one is.
@@ -144,7 +158,8 @@ def _check_tasks(environment: Environment, asking: Asking) -> list[Task]:
             tried += 1
             try:
                 task = tasks[index]
-                asking.check(task)
+                if asking is not None:
+                    asking.check(task)
             except UnusableTask as error:
                 problems.append(error)
             else:

@@ -245,6 +245,6 @@ def _no_signal(rows: Sequence[Mapping[str, float]], unsure: int) -> list[str]:
     dropped = sum(int(row.get("dropped_groups", 0)) for row in trained)
     if unsure > dropped:
         return [f"{NOTHING_TRAINED}: {unsure} submissions could not be judged; logs/validator-0.log says why"]
-    why = f"all {dropped} groups had equal task rewards" if dropped else "no group was accepted"
+    why = f"all {dropped} groups had equal rewards" if dropped else "no group was accepted"
     hint = "; the tasks are too easy or too hard, or the reward is constant" if dropped else ""
     return [f"{NOTHING_TRAINED}: {why}{hint}"]

@@ -22,10 +22,15 @@ from shoal.cli.roles import command_of, role_names
 from shoal.cli.view import PlainDisplay, choose_display
 from shoal.environments import Environment
 from shoal.errors import ConfigError, ShoalError
+from shoal.models import BUILTIN
 from shoal.runtime.config import dump_config
 from shoal.runtime.metrics import MetricsLog
 from shoal.runtime.stop import stop_on_signals
 
+NO_MODEL = (
+    "there is no model folder {path}: what needs it was not checked (weights, tokenizer, chat template, and whether "
+    "prompts fit the model's context); all else was"
+)
 METRICS = Path("trainer") / "metrics.jsonl"
 
 
@@ -40,7 +45,10 @@ class RunRequest:
 def start(request: RunRequest, mode: str, patience_min: float) -> int:
     """Do what was asked; returns the exit code. `mode` is dry-run, prepare, many or one (processes)."""
     recipe = resolve(request)
-    environment = check_ingredients(recipe)
+    missing = mode == "dry-run" and recipe.model.path not in BUILTIN and not Path(recipe.model.path).exists()
+    environment = check_ingredients(recipe, without_model=missing)
+    if missing:
+        typer.echo(f"shoal: {NO_MODEL.format(path=recipe.model.path)}", err=True)
     for line in held_out_lines(recipe, len(environment.tasks("held_out"))):
         typer.echo(f"shoal: {line}", err=True)
     if mode == "dry-run":

@@ -45,7 +45,7 @@ class MixPart(Ingredient):
 
 class LengthSettings(Table):
     """Length budgets: the hub draws a target for every unit, the prompt says it, and the reward holds it against l,
-    the tokens that were generated (without the end-of-sequence token).
+    the tokens that were generated (the end-of-sequence token among them if `count_eos` says so).
 
         exact   r_task − α·|target − l|
         max     r_task · clip(α·(target − l) + δ, 0, 1)
@@ -58,6 +58,7 @@ class LengthSettings(Table):
     form: Literal["exact", "max", "clip"] = Field(default="exact", description="how the target counts")
     alpha: float = Field(default=0.0003, ge=0, le=1, description="what a token too many, or too few, costs")
     delta: float = Field(default=0.5, ge=0, le=1, description="what hitting the target is worth in the form max")
+    count_eos: bool = Field(default=False, description="the end-of-sequence token counts as a token of the length")
     text: str = Field(
         default="Think for {target} tokens before giving a response.", description="added to the prompt, at its end"
     )
@@ -138,7 +139,7 @@ class EnvironmentSettings(Ingredient):
     """
 
     mix: tuple[MixPart, ...] = Field(default=(), description="several ingredients with weights, instead of one")
-    length: LengthSettings | None = Field(default=None, description="length budgets: targets, form, alpha, delta, text")
+    length: LengthSettings | None = Field(default=None, description="length budgets: targets, form, alpha, …")
     prompt: PromptSettings | None = Field(default=None, description="how a task is asked: chat, system, thinking")
     judges: tuple[JudgeSettings, ...] = Field(default=(), description="reward models beside the task's own reward")
     pools: PoolSettings | None = Field(default=None, description="difficulty by recent pass rate: retire_after, …")

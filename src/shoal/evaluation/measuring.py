@@ -141,7 +141,8 @@ class Measurement:
             return nothing
         value, parts = score.value, {str(k): float(v) for k, v in score.parts.items() if math.isfinite(v)}
         if self._budget is not None and drawn.target is not None:
-            worth = self._budget.worth(score, drawn.target, sampled.tokens)
+            ended = self._budget.settings.count_eos and sampled.finish == "eos"
+            worth = self._budget.worth(score, drawn.target, sampled.tokens + ended)
             parts |= {"reward": worth.value, "target": float(drawn.target)}
         return SampleRecord(value, sampled.tokens, sampled.finish, parts, text)
 

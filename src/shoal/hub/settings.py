@@ -93,6 +93,9 @@ class HubSettings(BaseModel):
         0.25, ge=0, le=1, description="most of the units, and of the tokens audited, for nodes on probation together"
     )
     refill_cap: int = Field(4, ge=0, description="lost groups refilled per step, in multiples of groups_per_step")
+    drop_equal: Literal["task", "total"] = Field(
+        "task", description="rewards that make a group useless if all of it have the same: the task's, or the total"
+    )
     leases_per_node: int = Field(64, ge=1, description="leases that one node may hold at a time")
     max_submission_bytes: int = Field(16 * MIB, ge=1024, description="largest submission, as sent")
     max_inflated_bytes: int = Field(64 * MIB, ge=1024, description="largest submission, decompressed")
@@ -152,6 +155,7 @@ class HubConfig:
             lease_ms=round(settings.lease_s * 1000),
             audit_ms=round(settings.audit_s * 1000),
             audit=settings.audit,
+            drop_equal=settings.drop_equal,
             credit_window_ms=round(settings.credit_window_s * 1000),
             newcomer_share=settings.newcomer_share,
             lease_hard_ms=round(max(settings.lease_s, settings.lease_hard_s) * 1000),

@@ -83,6 +83,11 @@ class PromptEncoder:
     def uses_template(self) -> bool:
         return self._template is not None
 
+    @property
+    def opens_thinking(self) -> bool:
+        """Whether the chat template itself begins every answer with a thinking block."""
+        return self._template is not None and self._render([("user", "?")]).rstrip().endswith("<think>")
+
     def task(self, task: Asked) -> tuple[int, ...]:
         """The ids that ask a task."""
         return self.encode(task.prompt, task.history)

@@ -171,15 +171,17 @@ def _loss_parameters(settings: TrainerSettings) -> LossParameters:
     )
 
 
-def learning_rate(settings: TrainerSettings, step: int) -> float:
-    """The rate of a training step: a function of its number alone, so that a resume has no schedule to restore.
+def learning_rate(settings: TrainerSettings, step: int, minibatch: int = 0) -> float:
+    """The rate of an optimizer step: a function of its number alone, so that a resume has no schedule to restore.
 
-    >>> [learning_rate(TrainerSettings(learning_rate=1.0, warmup_steps=4), step) for step in (0, 1, 3, 9)]
-    [0.25, 0.5, 1.0, 1.0]
+    >>> warming = TrainerSettings(learning_rate=1.0, warmup_steps=4, minibatches=2)
+    >>> [learning_rate(warming, step, minibatch) for step in (0, 1, 9) for minibatch in (0, 1)]
+    [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
     """
     if settings.warmup_steps == 0:
         return settings.learning_rate
-    return settings.learning_rate * min(1.0, (step + 1) / settings.warmup_steps)
+    updates = step * settings.minibatches + minibatch + 1
+    return settings.learning_rate * min(1.0, updates / settings.warmup_steps)
 
 
 def starting_model(name: str, settings: TrainerSettings, device: str | None = None) -> LoadedModel:

@@ -10,7 +10,7 @@ from shoal.trainer.guard_settings import GuardSettings
 from shoal.trainer.real import Real, holds
 
 # The words of algorithms/registry.py, which imports torch and is therefore not asked; a test holds them equal.
-AdvantageName = Literal["group_mean", "group_mean_std", "rloo", "dr_grpo", "max_rl"]
+AdvantageName = Literal["group_mean", "group_mean_std", "group_mean_sample_std", "rloo", "dr_grpo", "max_rl"]
 LossName = Literal[
     "two_sided_clip",
     "ppo_clip",
@@ -115,7 +115,7 @@ class TrainerSettings(BaseModel):
         description="AdamW's decoupled weight decay, of all that is trained: norms, biases and embeddings, too; with "
         "[trainer.lora] of the adapters, which it pulls towards the model that training began with",
     )
-    warmup_steps: int = Field(default=0, ge=0, description="training steps over which the rate rises linearly")
+    warmup_steps: int = Field(default=0, ge=0, description="optimizer steps over which the rate rises linearly")
     grad_clip: Real = Field(default=0.1, gt=0, description="largest norm of an update's gradient")
     minibatches: int = Field(default=4, ge=1, description="optimizer steps per training step")
 

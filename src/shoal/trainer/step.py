@@ -99,13 +99,14 @@ def train_samples(
     veto: Veto = lambda _numbers: None,
 ) -> dict[str, float]:
     """The same for samples that no hub has sent. `veto` is asked before every optimizer step, with its numbers."""
-    rate = learning_rate(learner.settings, plan.step) * plan.rate_factor
-    for parameters in learner.optimizer.param_groups:
-        parameters["lr"] = rate
+    rate = 0.0
     update = Update(learner, plan, Totals(), interrupted, veto)
     parts = _parts(learner, prepared, plan)
     recomputed = _recomputed(update, parts)
     for number, batches in enumerate(parts):
+        rate = learning_rate(learner.settings, plan.step, number) * plan.rate_factor
+        for parameters in learner.optimizer.param_groups:
+            parameters["lr"] = rate
         update.run(batches, recomputed[number], first=number == 0)
     return {"learning_rate": rate, "tokens": float(prepared.tokens), **update.totals.metrics()}
 

@@ -66,10 +66,10 @@ def completion_ids(rollout: Rollout, eos_token_id: int) -> list[int]:
     return ids[:-1] if ids and ids[-1] == eos_token_id else ids
 
 
-def sampled_tokens(rollout: Rollout, eos_token_id: int) -> int:
+def sampled_tokens(rollout: Rollout, eos_token_id: int | None) -> int:
     """The length that a budget is held against: what the model drew, without the end-of-sequence token at the end.
 
-    What the environment said in between is not counted.
+    `eos_token_id` None: with it. What the environment said in between is not counted.
     """
     ids = rollout.token_ids
     given = sum(length for _start, length in unpack_spans(rollout.given, len(ids)))
@@ -139,7 +139,10 @@ class Scoring:
             return ScoringFailure(f"the environment does not know the lease's task: {error}")
         texts = decode([completion_ids(rollout, eos) for rollout in group.rollouts])
         jobs = tuple(Job(lease.task, text) for text in texts)
-        return _Text(task, lease.length_target, jobs, tuple(sampled_tokens(each, eos) for each in group.rollouts))
+        budget = budget_of(self.environment)
+        left_out = None if budget is not None and budget.settings.count_eos else eos
+        lengths = tuple(sampled_tokens(rollout, left_out) for rollout in group.rollouts)
+        return _Text(task, lease.length_target, jobs, lengths)
 
     def _objections(self, texts: Mapping[int, _Text]) -> dict[int, Scored | ScoringFailure]:
         """The groups that an objection, or the failure to ask for it, decides."""

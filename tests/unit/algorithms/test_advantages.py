@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.algorithms.advantages import dr_grpo, group_mean, group_mean_std, max_rl, rloo
+from shoal.algorithms.advantages import dr_grpo, group_mean, group_mean_sample_std, group_mean_std, max_rl, rloo
 from shoal.algorithms.registry import ADVANTAGES, LOSSES, advantage_named, loss_named
 from shoal.errors import ConfigError
 from shoal.protocol.verdict import MAX_REWARD
@@ -35,6 +35,14 @@ def test_group_mean_std_by_hand() -> None:
     # rewards 2, 0, 1, 1: mean 1, population variance (1 + 1 + 0 + 0) / 4 = 0.5, std 0.70710678; 1 / 0.70710778
     expected = [1.4142116, -1.4142116, 0.0, 0.0]
     assert group_mean_std(torch.tensor([2.0, 0.0, 1.0, 1.0])).tolist() == pytest.approx(expected, rel=1e-6, abs=1e-7)
+
+
+def test_group_mean_sample_std_by_hand() -> None:
+    # rewards 2, 0, 1, 1: mean 1, sample variance (1 + 1 + 0 + 0) / 3, std 0.81649658; 1 / 0.81649758
+    expected = [1.2247434, -1.2247434, 0.0, 0.0]
+    made = group_mean_sample_std(torch.tensor([2.0, 0.0, 1.0, 1.0], dtype=torch.float64))
+    assert made.tolist() == pytest.approx(expected, rel=1e-6, abs=1e-7)
+    assert group_mean_sample_std(torch.tensor([3.0])).tolist() == [0.0], "a group of one has no deviation"
 
 
 def test_rloo_by_hand() -> None:
@@ -120,7 +128,7 @@ def test_max_rl_is_bounded_by_the_size_of_the_group(rewards: list[float]) -> Non
 
 
 def test_an_unknown_word_is_refused_with_the_choices() -> None:
-    with pytest.raises(ConfigError, match="dr_grpo, group_mean, group_mean_std, max_rl, rloo"):
+    with pytest.raises(ConfigError, match="dr_grpo, group_mean, group_mean_sample_std, group_mean_std, max_rl, rloo"):
         advantage_named("grpo")
     with pytest.raises(ConfigError, match=r"no loss called 'clip'; choose one of: .*ppo_clip, tis, two_sided_clip"):
         loss_named("clip")

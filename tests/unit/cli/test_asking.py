@@ -73,6 +73,31 @@ def test_the_template_and_its_settings_count(chat_model: Path) -> None:
         check_ingredients(recipe(model={"path": str(chat_model)}))
 
 
+def test_a_template_that_opens_thinking_is_told_to_the_owner(
+    chat_model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = {"path": str(chat_model)}
+    check_ingredients(recipe(model=model))
+    assert "thinking" not in caplog.text
+    (chat_model / "chat_template.jinja").write_text(TEMPLATE + "<think>\n")
+    check_ingredients(recipe(model=model))
+    assert "graded as an answer. Set it to '<think>\\n'" in caplog.text
+    caplog.clear()
+    check_ingredients(recipe(model=model, environment={"prompt": {"thinking": "<think>\n"}}))
+    assert "thinking" not in caplog.text
+
+
+def test_thinking_must_close_where_the_answer_begins_with_it() -> None:
+    """The template has opened the block; what the model draws begins inside it."""
+    task = Task("t", "2+2=", "4", "mathematics")
+    data = {"name": "dataset", "data": "recipes/data/sums.jsonl"}
+    begun = build(EnvironmentSettings.model_validate({**data, "prompt": {"thinking": "<think>\n"}}))
+    plain = build(EnvironmentSettings.model_validate(data))
+    said = ["it is \\boxed{4}", "easy</think>\\boxed{4}", "\\boxed{4}</think>\\boxed{5}"]
+    assert [begun.score(task, completion).value for completion in said] == [0.0, 1.0, 0.0]
+    assert [plain.score(task, completion).value for completion in said] == [1.0, 1.0, 0.0]
+
+
 def rows(folder: Path, *prompts: str) -> dict[str, Any]:
     lines = [json.dumps({"question": prompt, "answer": "4"}) for prompt in prompts]
     (folder / "rows.jsonl").write_text("\n".join(lines) + "\n")

@@ -166,7 +166,7 @@ def test_how_a_run_ended_decides_what_to_do_next(folder: RunFolder) -> None:
     (folder.path / "trainer").mkdir()
     (folder.path / "trainer" / "metrics.jsonl").write_text('{"step": 0, "groups": 0, "dropped_groups": 4}\n')
     *_, why, where = conclusion(folder.path, Launched(Ending(0, ""), None, 1.0))
-    assert why.startswith("nothing was trained on: all 4 groups had equal task rewards")
+    assert why.startswith("nothing was trained on: all 4 groups had equal rewards")
     assert where == f"the unchanged model is in {folder.path}/trainer/export"
     assert last[130] == f"to go on: {shoal_command()} run --dir {folder.path}"
 

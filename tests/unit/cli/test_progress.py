@@ -236,7 +236,7 @@ def test_a_start_that_failed_does_not_claim_the_steps_before_it(tmp_path: Path) 
 def test_a_run_that_trained_on_nothing_says_so(tmp_path: Path) -> None:
     rows = [{"step": step, "groups": 0, "dropped_groups": 12} for step in range(3)]
     lines = summary(written(tmp_path / "metrics.jsonl", *rows), None, 1.0)
-    assert lines[-1].startswith("nothing was trained on: all 36 groups had equal task rewards; ")
+    assert lines[-1].startswith("nothing was trained on: all 36 groups had equal rewards; ")
 
 
 def test_a_run_without_any_group_says_so(tmp_path: Path) -> None:

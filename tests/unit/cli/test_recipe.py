@@ -1,6 +1,6 @@
 """The configuration surface is pinned: a new setting is a decision, taken here.
 
-There are 104 settings, and 76 more in tables that a recipe may have, or have several of (`[[environment.mix]]`).
+There are 105 settings, and 77 more in tables that a recipe may have, or have several of (`[[environment.mix]]`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ trainer.batch_deadline_s trainer.keep_best trainer.lora trainer.processes traine
 hub.host hub.port hub.lease_s hub.audit_s hub.refill_cap hub.leases_per_node hub.max_submission_bytes
 hub.max_inflated_bytes hub.concurrent_uploads hub.audit hub.credit_window_s hub.newcomer_share hub.lease_hard_s
 hub.advertise hub.trusted_proxies hub.database hub.storage hub.storage_endpoint hub.requests_per_key_s
-hub.requests_per_address_s hub.registrations_per_address_min hub.connections_per_address
+hub.requests_per_address_s hub.registrations_per_address_min hub.connections_per_address hub.drop_equal
 validator.max_audits validator.audit_wait_s validator.held_versions validator.heartbeat_s
 validator.hub_patience_s validator.count validator.engine
 validator.profiles validator.device validator.dtype validator.memory_share validator.canary_every
@@ -49,7 +49,7 @@ NESTED = """
 environment.mix.name environment.mix.file environment.mix.data environment.mix.options environment.mix.train_size
 environment.mix.held_out_size environment.mix.label environment.mix.weight
 environment.length.targets environment.length.form environment.length.alpha environment.length.delta
-environment.length.text
+environment.length.text environment.length.count_eos
 environment.prompt.chat environment.prompt.system environment.prompt.thinking
 environment.judges.label environment.judges.kind environment.judges.weight environment.judges.use
 environment.judges.path environment.judges.url environment.judges.model environment.judges.prompt

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from pathlib import Path
 
+import pytest
+
 from sandboxkit import needs_bubblewrap
 from shoal.cli.ingredients import check_ingredients
+from shoal.cli.main import main
 from shoal.cli.recipe import load_recipe
 
-PATH = Path(__file__).parents[3] / "recipes" / "intellect2.toml"
+ROOT = Path(__file__).parents[3]
+PATH = ROOT / "recipes" / "intellect2.toml"
+TWIN = ROOT / "recipes" / "intellect2-tiny.toml"
+PAGE = ROOT / "docs" / "concepts" / "intellect2.md"
 
 DESCRIBED = {
-    "run": {"groups_per_step": 256, "group_size": 16, "max_staleness": 2, "temperature": 0.6, "max_new_tokens": 32768},
+    "run": {"groups_per_step": 256, "group_size": 16, "max_staleness": 2, "temperature": 0.6, "max_new_tokens": 16000},
     "trainer": {
         "learning_rate": 3e-7,
         "betas": (0.9, 0.99),
@@ -20,20 +27,43 @@ DESCRIBED = {
         "warmup_steps": 25,
         "grad_clip": 0.1,
         "minibatches": 8,
-        "advantage": "group_mean_std",
+        "advantage": "group_mean_sample_std",
         "loss": "two_sided_clip",
         "clip_epsilon": 0.2,
         "clip_delta": 4.0,
+        "mask_truncated": False,
         "micro_batch_tokens": 32768,
     },
-    "trainer.objective": {"kl": 0.001, "entropy": 1e-4, "normalisation": "tokens", "clip_high": None},
+    "trainer.objective": {
+        "kl": 0.001,
+        "entropy": 1e-4,
+        "normalisation": "tokens",
+        "ratio_base": "recomputed",
+        "clip_high": None,
+    },
     "trainer.memory": {"precision": "bfloat16", "recompute": True, "compile": False},
     "environment.length": {
         "form": "exact",
         "alpha": 0.0003,
+        "count_eos": True,
         "targets": (2000, 4000, 6000, 8000, 10000),
         "text": "Think for {target} tokens before giving a response.",
     },
+    "environment.prompt": {"thinking": "<think>\n"},
+    "hub": {"drop_equal": "total"},
+}
+# In one source and not in the other: both numbers stand beside the setting.
+BOTH_SAID = {
+    "keep_solve_rate": "0.1 to 0.8",
+    "targets": "1000 to 5000",
+    "max_new_tokens": "16,000 with the prompt",
+    "warmup_steps": "optimizer steps",
+    "advantage": "std by n",
+    "ratio_base": '"behaviour"',
+    "kl": "0.002",
+    "entropy": "1e-3",
+    "drop_equal": '"task"',
+    "temperature": "1.0",
 }
 
 
@@ -47,9 +77,31 @@ def test_its_numbers_are_those_that_are_described() -> None:
     assert recipe.environment.options["keep_solve_rate"] == [0.125, 0.5]
 
 
-def test_what_is_not_described_is_chosen_openly() -> None:
-    written = tomllib.loads(PATH.read_text())["trainer"]
-    assert (written["mask_truncated"], written["processes"]) == (True, 8)
+@pytest.mark.parametrize("setting", sorted(BOTH_SAID))
+def test_where_sources_differ_both_numbers_stand_beside_the_setting(setting: str) -> None:
+    _before, _, after = PATH.read_text().partition(f"\n{setting} = ")
+    beside = "".join(re.findall(r"^.*#.*\n(?:^ +#.*\n)*", after, re.MULTILINE)[:1])
+    assert BOTH_SAID[setting] in beside
+
+
+def test_the_twin_has_the_same_mechanisms() -> None:
+    described, twin = load_recipe(PATH), load_recipe(TWIN)
+    for name in ("advantage", "loss", "minibatches", "warmup_steps", "clip_epsilon", "clip_delta", "mask_truncated"):
+        assert getattr(twin.trainer, name) == getattr(described.trainer, name), name
+    assert twin.trainer.objective == described.trainer.objective
+    assert twin.hub.drop_equal == described.hub.drop_equal
+    assert twin.run.max_staleness == described.run.max_staleness
+    assert twin.environment.length is not None
+    assert described.environment.length is not None
+    for name in ("form", "count_eos"):
+        assert getattr(twin.environment.length, name) == getattr(described.environment.length, name), name
+
+
+def test_the_page_names_files_that_exist() -> None:
+    """docs/concepts/intellect2.md: where each mechanism is."""
+    named = re.findall(r"`([a-z_]+(?:/[a-z_0-9.]+)+)`", PAGE.read_text())
+    assert len(named) > 80
+    assert [path for path in named if not (ROOT / "src" / "shoal" / path).exists() and path != "src/shoal"] == []
 
 
 def test_its_numbers_are_written_down_and_not_left_to_defaults() -> None:
@@ -59,6 +111,12 @@ def test_its_numbers_are_written_down_and_not_left_to_defaults() -> None:
         for name in table.split("."):
             section = section[name]
         assert {name for name, value in values.items() if value is not None} <= section.keys(), table
+
+
+@needs_bubblewrap
+def test_a_dry_run_needs_no_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", str(PATH), "--dry-run"]) == 0
+    assert "what needs it was not checked" in capsys.readouterr().err
 
 
 @needs_bubblewrap

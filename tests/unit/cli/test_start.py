@@ -36,6 +36,23 @@ def test_the_dry_run_says_it(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "held out" not in said.out, "what it prints is a recipe"
 
 
+def test_a_dry_run_without_the_model_says_what_it_could_not_check(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text('[model]\npath = "large"\n')
+    assert main(["run", str(recipe), "--dry-run"]) == 0
+    said = capsys.readouterr()
+    assert f"there is no model folder {tmp_path / 'large'}: what needs it was not checked" in said.err
+    assert "was not checked" not in said.out, "what it prints is a recipe"
+    recipe.write_text('[model]\npath = "large"\n[environment]\nname = "sorting"\n')
+    assert main(["run", str(recipe), "--dry-run"]) == 2, "all else is checked"
+    recipe.write_text('[model]\npath = "large"\n')
+    assert main(["run", str(recipe), "--prepare"]) == 2, "a run needs it"
+    (tmp_path / "large").mkdir()
+    assert main(["run", str(recipe), "--dry-run"]) == 2, "a folder that is there must be a model's"
+
+
 def test_the_dry_run_refuses_what_the_run_in_that_folder_would(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -138,16 +138,18 @@ class TestDrawing:
         assert summary["avg_at_k"]["value"] == 1.0
         assert any("left out: the prompt has no tokens" in line for line in table_lines(summary))
 
-    def test_a_length_budget_is_asked_for_and_held_against_the_answer(self, tmp_path: Path) -> None:
-        length = LengthSettings(targets=(7,), alpha=0.01, text="in {target}")
+    @pytest.mark.parametrize("count_eos", [False, True])
+    def test_a_length_budget_is_asked_for_and_held_against_the_answer(self, tmp_path: Path, count_eos: bool) -> None:
+        length = LengthSettings(targets=(7,), alpha=0.01, text="in {target}", count_eos=count_eos)
         environment = build(EnvironmentSettings(name="sort", length=length))
         engine = SortingEngine()
         run(tmp_path, evaluation(replace(SAMPLING, tasks=1), engine, environment))
 
         assert TOKENIZER.decode(engine.asked[0].prompt_ids).endswith("= in 7")
         row = rows(tmp_path)[0]
+        assert set(row["finish"]) == {"eos"}
         for score, tokens, parts in zip(row["scores"], row["tokens"], row["parts"], strict=True):
-            assert dict(parts)["reward"] == pytest.approx(score - 0.01 * abs(7 - tokens))
+            assert dict(parts)["reward"] == pytest.approx(score - 0.01 * abs(7 - tokens - count_eos))
             assert dict(parts)["target"] == 7
 
     def test_only_tasks_that_were_asked_for_the_same_length_are_compared(self, tmp_path: Path) -> None:

@@ -104,7 +104,7 @@ class TestAccepted:
         (alarm,) = of_type(judge(case(), now, rewards=(1, 1)), RaiseAlarm)
         assert alarm.code == "refill.exhausted"
         assert "step 0 lost more groups than the 8 that are refilled" in alarm.message
-        assert "Most had equal task rewards" in alarm.message
+        assert "Most had equal rewards" in alarm.message
 
     def test_one_more_drop_does_not_change_the_alarm(self) -> None:
         def said(dropped: int) -> str:
@@ -127,15 +127,25 @@ class TestAccepted:
         assert not audits.has_equal_rewards(judged), "a judge saw a difference"
         assert audits.has_equal_rewards(judged[:1] * 2)
 
-    def test_a_group_that_differs_in_length_only_is_dropped(self) -> None:
+    @pytest.mark.parametrize(("drop_equal", "state"), [("task", UnitState.DROPPED), ("total", UnitState.ACCEPTED)])
+    def test_a_group_that_differs_in_length_only_is_dropped_by_task_and_kept_by_total(
+        self, drop_equal: str, state: UnitState
+    ) -> None:
         rewards = tuple(RolloutReward(value=1 - cost, parts={"task": 1, "length": -cost}) for cost in (0.1, 0.2))
         row = case()
         ruling = Ruling(verdict(row.submission, rewards=()).model_copy(update={"rewards": rewards}), "v", "{}")
-        commands = audits.judge(moment(), row, ruling)
-        assert units_in(commands)[0].state is UnitState.DROPPED
+        commands = audits.judge(moment(drop_equal=drop_equal), row, ruling)
+        assert units_in(commands)[0].state is state
         (decided,) = submissions_in(commands)
         assert decided.rewards == (0.9, 0.8), "what is trained on, were it trained on, is the whole"
         assert decided.pass_rate == 1.0
+
+    def test_by_total_only_what_is_equal_as_a_whole_is_dropped(self) -> None:
+        solved = RolloutReward(value=0.7, parts={"task": 1, "length": -0.3})
+        failed = RolloutReward(value=0.7, parts={"task": 0, "length": 0.7})
+        assert audits.has_equal_rewards([solved, failed], "total"), "no rollout has an advantage"
+        assert not audits.has_equal_rewards([solved, failed], "task")
+        assert not audits.has_equal_rewards([solved], "total"), "a group of one has nothing to compare with"
 
     def test_a_group_that_became_too_stale_is_void_and_paid(self) -> None:
         commands = judge(case(), moment(progress=Progress(policy=policy(1), next_step=1)))

@@ -16,6 +16,7 @@ from shoal.protocol import TrainingGroup, TrainingRollout, pack_logprobs, pack_t
 from shoal.trainer.learner import Learner, choose_device, learning_rate
 from shoal.trainer.settings import TrainerSettings
 from shoal.trainer.step import StepWork, Stopped, train_step
+from shoal.trainer.update import Update
 
 STILL = SETTINGS.model_copy(update={"learning_rate": 1e-30, "weight_decay": 0.0, "grad_clip": 1e9})
 
@@ -244,8 +245,19 @@ def test_the_step_knows_no_algorithm(groups) -> None:
 
 def test_the_learning_rate_is_a_function_of_the_step() -> None:
     settings = SETTINGS.model_copy(update={"learning_rate": 8.0, "warmup_steps": 4})
-    assert [learning_rate(settings, step) for step in range(6)] == [2.0, 4.0, 6.0, 8.0, 8.0, 8.0]
+    one = settings.model_copy(update={"minibatches": 1})
+    assert [learning_rate(one, step) for step in range(6)] == [2.0, 4.0, 6.0, 8.0, 8.0, 8.0]
     assert learning_rate(settings.model_copy(update={"warmup_steps": 0}), 0) == 8.0
+
+
+def test_the_rate_rises_with_every_optimizer_step(groups, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 5 optimizer steps of warm-up, 2 a training step: step 1 has the third and the fourth, 3/5 and 4/5 of 10."""
+    made = learner(SETTINGS.model_copy(update={"learning_rate": 10.0, "warmup_steps": 5, "minibatches": 2}))
+    rates: list[float] = []
+    monkeypatch.setattr(Update, "run", lambda *_, **__: rates.append(made.optimizer.param_groups[0]["lr"]))
+    made.optimizer.param_groups[0]["lr"] = 0.0
+    metrics = train_step(made, work(groups, step=1, max_staleness=1))
+    assert (rates, metrics["learning_rate"]) == ([6.0, 8.0], 8.0)
 
 
 def test_a_missing_gpu_is_said_plainly(monkeypatch: pytest.MonkeyPatch) -> None:

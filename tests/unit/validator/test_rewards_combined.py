@@ -79,16 +79,18 @@ def seated(judge: Opinion, label: str = "taste", kind: str = "openai", **changes
 
 
 def test_the_length_counts_what_was_drawn_without_the_end_token_and_without_what_was_given() -> None:
-    def count(tokens: list[int], given: list[int] | None = None) -> int:
+    def count(tokens: list[int], given: list[int] | None = None, eos: int | None = 1) -> int:
         rollout = Rollout(pack_tokens(tokens), b"", "eos", given=pack_tokens(given or []))
-        return sampled_tokens(rollout, eos_token_id=1)
+        return sampled_tokens(rollout, eos)
 
     assert [count([7, 8, 1]), count([7, 8]), count([1]), count([])] == [2, 2, 0, 0]
     assert count([7, 1, 9, 9, 9, 8, 8, 1], [2, 3]) == 4
+    assert [count([7, 8, 1], eos=None), count([7, 1, 9, 9, 9, 8, 8, 1], [2, 3], eos=None)] == [3, 5], "with it"
 
 
-def test_a_length_budget_makes_of_the_score_what_the_formula_says(tmp_path: Path) -> None:
-    settings = LengthSettings(targets=(3, 6, 9), alpha=0.01)
+@pytest.mark.parametrize("count_eos", [False, True])
+def test_a_length_budget_makes_of_the_score_what_the_formula_says(tmp_path: Path, count_eos: bool) -> None:
+    settings = LengthSettings(targets=(3, 6, 9), alpha=0.01, count_eos=count_eos)
     environment = composed(tmp_path, length=settings)
     of = leased(environment)
     verdict = verdict_of(environment, of)
@@ -99,7 +101,8 @@ def test_a_length_budget_makes_of_the_score_what_the_formula_says(tmp_path: Path
         task = float(tokens % 3)  # the scripted engine's tokens are characters
         assert reward.parts["task"] == task
         assert reward.parts["target"] == target
-        assert reward.value == pytest.approx(task - 0.01 * abs(target - tokens))
+        counted = len(rollout.token_ids) if count_eos else tokens
+        assert reward.value == pytest.approx(task - 0.01 * abs(target - counted))
     assert len({reward.value for reward in verdict.rewards}) > 1
 
 

@@ -234,7 +234,7 @@ def unit_sentence(unit: UnitRow, leases: Sequence[LeaseRow]) -> str:
     return {
         UnitState.SUBMITTED: "handed in; waits for its verdict",
         UnitState.TRAINED: f"trained on in step {unit.step}",
-        UnitState.DROPPED: "accepted and paid, but not trained on: all task rewards of its group are equal, so it "
+        UnitState.DROPPED: "accepted and paid, but not trained on: the rewards of its group are equal, so it "
         f"teaches nothing; another unit took its place in step {unit.lost_step}",
         UnitState.VOID: _void_sentence(unit),
     }[unit.state]

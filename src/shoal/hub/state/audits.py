@@ -207,7 +207,7 @@ def _accept(moment: Moment, case: Case, decided: SubmissionRow, ruling: Ruling) 
         return commands  # the unit is void meanwhile; the work was done, so its credit stays
     if pacing.is_stale(moment.rules, progress.next_step, case.submission.version):
         return [*commands, SaveUnit(unit.to(UnitState.VOID, reason=VOID_STALE), unit.state)]
-    if has_equal_rewards(verdict.rewards):
+    if has_equal_rewards(verdict.rewards, moment.rules.drop_equal):
         dropped = unit.to(UnitState.DROPPED, lost_step=progress.next_step, reason="equal rewards")
         after = replace(progress, dropped=progress.dropped + 1)
         return [*commands, SaveUnit(dropped, unit.state), *refill_alarm(replace(moment, progress=after))]

@@ -28,7 +28,7 @@ class UnitState(StrEnum):
     LEASED = "leased"
     SUBMITTED = "submitted"
     ACCEPTED = "accepted"
-    DROPPED = "dropped"  # all task rewards equal: nothing to learn from
+    DROPPED = "dropped"  # equal rewards: nothing to learn from
     TRAINED = "trained"
     VOID = "void"
 

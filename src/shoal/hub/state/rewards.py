@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Literal
 
 from shoal.protocol import RolloutReward
 
@@ -22,13 +23,16 @@ def task_rewards(rewards: Sequence[RolloutReward]) -> list[float]:
     return [reward.value for reward in rewards]
 
 
-def has_equal_rewards(rewards: Sequence[RolloutReward]) -> bool:
-    """Whether a group teaches nothing: the task's part of the reward (else the whole) is the same everywhere.
+def has_equal_rewards(rewards: Sequence[RolloutReward], of: Literal["task", "total"] = "task") -> bool:
+    """Whether a group teaches nothing: the task's part of the reward (else the whole) is the same everywhere; or, `of`
+    the total, the whole is.
 
-    A length bonus may differ while the task's answer does not; such a group is dropped all the same. What judges say
-    is worth learning, also where the task's own reward is the same. A group of one rollout has nothing to compare with
-    and is kept.
+    By the task's part, a length bonus may differ while the task's answer does not; such a group is dropped all the
+    same. What judges say is worth learning, also where the task's own reward is the same. A group of one rollout has
+    nothing to compare with and is kept.
     """
+    if of == "total":
+        return len(rewards) > 1 and len({reward.value for reward in rewards}) == 1
     judged = [sorted(item for item in reward.parts.items() if item[0].startswith(JUDGE_PART)) for reward in rewards]
     told = {(task, *said) for task, said in zip(task_rewards(rewards), judged, strict=True)}
     return len(rewards) > 1 and len(told) == 1

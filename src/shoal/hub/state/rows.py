@@ -73,6 +73,7 @@ class Rules:
     lease_ms: int
     audit_ms: int
     audit: AuditPolicy = "all"
+    drop_equal: Literal["task", "total"] = "task"
     credit_window_ms: int = 600_000
     newcomer_share: float = 0.25
     lease_hard_ms: int = 600_000

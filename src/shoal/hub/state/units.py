@@ -99,7 +99,7 @@ def refill_alarm(moment: Moment) -> list[Command]:
         return []
     budget, why = rules.refill_cap * rules.groups_per_step, "were given up: nobody could judge them"
     if progress.dropped >= progress.failed:
-        why = "had equal task rewards: the tasks are too easy or too hard for the policy"
+        why = "had equal rewards: the tasks are too easy or too hard for the policy"
     message = (
         f"step {progress.next_step} lost more groups than the {budget} that are refilled, so it takes what there is. "
         f"Most {why}"
