@@ -39,9 +39,7 @@ def main() -> None:
         for version in range(options.versions):
             for tensor in tensors if version else ():
                 tensor[source.integers(0, tensor.size, round(options.changed * tensor.size))] += 1
-            content = Content.of_arrays(
-                {f"layer.{number}": tensor.view(np.float16) for number, tensor in enumerate(tensors)}
-            )
+            content = Content.of({}, [view_of(number, tensor) for number, tensor in enumerate(tensors)])
             began = time.monotonic()
             manifest = origin.publish(version, content)
             seconds = time.monotonic() - began
