@@ -350,7 +350,7 @@ def test_a_process_that_was_stopped_for_longer_than_its_child_has_loses_nothing(
 
 
 def first_life(what: str, completion: str = "") -> str:
-    """A reward file whose first process does `what` at this completion; at the empty one, that is before it is ready."""
+    """A reward file whose first process does `what` at this completion; if it is empty, before it is ready."""
     return f"""
 import os, time
 from pathlib import Path
