@@ -40,7 +40,7 @@ def test_the_same_command_gives_the_same_results(tmp_path: Path, capsys: pytest.
     assert "avg@4" in said
     assert "pass@2" in said
     found = summary_of(tmp_path / "a")
-    assert (found["scored_tasks"], found["samples"], found["no_sample"]["samples"]) == (24, 96, 0)
+    assert (found["scored_tasks"], found["samples"], found["unscored"]["samples"]) == (24, 96, 0)
     average = found["avg_at_k"]
     assert average["low"] < average["value"] < average["high"]
     assert average["value"] <= found["pass_at_k"]["2"]["value"] <= found["pass_at_k"]["4"]["value"]
@@ -72,10 +72,13 @@ def test_a_grader_that_fails_too_often_is_no_success(tmp_path: Path, capsys: pyt
     assert main([*EVAL, "--env", str(tmp_path / "flaky.py"), "--out", str(out)]) == 1
     said = capsys.readouterr()
     assert "14.3% of the samples have no score, more than 5%" in said.err
-    assert f"mend what the lines above name, then remove {out} and evaluate again" in said.err
-    assert "1 sample could not be scored" in said.out
-    assert summary_of(out)["no_sample"] == {"samples": 1, "share": pytest.approx(1 / 7)}
+    assert f"mend what the lines above name, then score them again: shoal eval --rescore {out}" in said.err
+    assert "1 sample unscored, in no number: scoring failed (flaky/5)" in said.out
+    assert summary_of(out)["unscored"] == {"samples": 1, "share": pytest.approx(1 / 7), "tasks": ["flaky/5"]}
     assert (summary_of(out)["scored_tasks"], "server" in (out / TASKS).read_bytes().decode("latin-1")) == (6, False)
+    (tmp_path / "flaky.py").write_text(FLAKY.replace('raise OSError("the server is away")', "return 0.0"))
+    assert main(["eval", "--rescore", str(out)]) == 0
+    assert (summary_of(out)["scored_tasks"], summary_of(out)["unscored"]["samples"]) == (7, 0)
 
 
 def a_run(path: Path) -> RunFolder:
@@ -142,7 +145,7 @@ def test_ended_in_the_middle_it_goes_on_bit_for_bit(tmp_path: Path, how: signal.
         _, error = first.communicate(timeout=DEADLINE_S)
         assert first.returncode == (-signal.SIGKILL if how == signal.SIGKILL else 130), error
         if how == signal.SIGINT:
-            assert "the same command goes on" in error
+            assert "the same command continues" in error
     assert not (tmp_path / "halves" / TASKS).exists()
     with start(tmp_path / "halves", *more) as second:
         _, error = second.communicate(timeout=DEADLINE_S)

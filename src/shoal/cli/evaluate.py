@@ -2,12 +2,15 @@
 
 shoal eval tiny --env sort                                 greedy, one completion per held-out task
 shoal eval runs/mine --env aime:aime24.jsonl --samples 8   avg@8 and pass@k, leaks looked for in what the run trained on
+shoal eval --rescore evals/mine                            its completions, scored again: a grader was mended, or failed
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,12 +28,12 @@ if TYPE_CHECKING:
     from shoal.evaluation.subject import Machine
 
 STOPPED_CODE = 130
+RESCORE = "score them again: shoal eval --rescore {}"
 DEFAULT_TOKENS = 1024
 SPEC_HELP = "An environment by name, a recipe, a run's folder, a reward file, a data file, or FORMAT:FILE (aime, …)."
 
-Model = Annotated[
-    str, typer.Argument(metavar="MODEL", help="A built-in name, a Hugging Face folder, or a run's folder.")
-]
+MODEL = typer.Argument(metavar="MODEL", help="A built-in name, a Hugging Face folder, or a run's folder.")
+Model = Annotated[str, MODEL]
 Tasks = Annotated[int, typer.Option("--tasks", min=0, help="How many tasks, chosen by the seed.  [default: all]")]
 Temperature = Annotated[
     float | None,
@@ -54,8 +57,8 @@ Overrides = Annotated[
 
 
 def evaluate(
-    model: Model,
-    env: Annotated[str, typer.Option("--env", metavar="SPEC", help=SPEC_HELP)],
+    model: Annotated[str | None, MODEL] = None,
+    env: Annotated[str | None, typer.Option("--env", metavar="SPEC", help=SPEC_HELP)] = None,
     samples: Annotated[int, typer.Option("--samples", help="Completions per task.")] = 1,
     tasks: Tasks = 0,
     temperature: Temperature = None,
@@ -68,7 +71,10 @@ def evaluate(
     out: Annotated[
         Path | None, typer.Option("--out", metavar="DIR", help="Where results go.  [default: evals/MODEL-ENV-…]")
     ] = None,
-    keep_text: Annotated[bool, typer.Option("--keep-text", help="Keep prompts and completions, too.")] = False,
+    rescore: Annotated[
+        Path | None,
+        typer.Option("--rescore", metavar="DIR", help="Score what is kept in DIR again; only --env and --set count."),
+    ] = None,
     trained_on: Annotated[
         str | None,
         typer.Option("--trained-on", metavar="RUN|SPEC", help="Look for leaks in this; a run's folder names its own."),
@@ -82,11 +88,17 @@ def evaluate(
     dtype: Dtype = "float32",
     batch_rows: BatchRows = 256,
 ) -> None:
-    """Measure a model: avg@k and pass@k with intervals, per task in a Parquet file. The same command goes on."""
+    """Measure a model: avg@k and pass@k with intervals, per task in a Parquet file. The same command continues."""
     from shoal.cli.sources import task_source
     from shoal.evaluation.subject import Machine
 
-    given = Given(samples, tasks, temperature, max_new_tokens, seed, split, batch_rows, keep_text)
+    if rescore is not None:
+        if model is not None:
+            raise UserError(f"--rescore {rescore} needs no model: leave {model} out")
+        raise typer.Exit(run_rescore(rescore, env, overrides or ()))
+    if model is None or env is None:
+        raise UserError("give a MODEL and --env SPEC, or --rescore DIR; see shoal eval --help")
+    given = Given(samples, tasks, temperature, max_new_tokens, seed, split, batch_rows)
     source = task_source(env, overrides or ())
     request = EvalRequest(model, source, given, out, trained_on, allow_leaks, Machine(engine, device, dtype))
     raise typer.Exit(run_eval(request))
@@ -103,7 +115,6 @@ class Given:
     seed: int
     split: str | None
     batch_rows: int
-    keep_text: bool = False
 
     def plan(self, source: TaskSource, positions: int | None) -> Plan:
         """The plan, with what was left open taken from the recipe, or from what the model has room for."""
@@ -118,7 +129,7 @@ class Given:
         tokens = self.max_new_tokens or (source.recipe.run.max_new_tokens if source.recipe else room)
         return Plan(
             samples=self.samples, tasks=self.tasks, temperature=temperature, max_new_tokens=tokens, seed=self.seed,
-            split=split, batch_rows=self.batch_rows, keep_text=self.keep_text,
+            split=split, batch_rows=self.batch_rows,
         )  # fmt: skip
 
 
@@ -148,16 +159,47 @@ def run_eval(request: EvalRequest) -> int:
         leaks = look_for_leaks(request, chosen, model)
         chosen = left_over(chosen, leaks, request.allow_leaks)
         subject = open_subject(model.name, model.where, request.machine, plan.rows)
-    evaluation = Evaluation(subject, chosen, leaks.known)
+    evaluation = Evaluation(subject, chosen, leaks.known, request.source.settings)
     out = request.out or default_out(evaluation, request.source.label)
     summary = measured(request, evaluation, out)
     if summary is None:
         return STOPPED_CODE
-    say(summary, request.source.label, leaks)
+    say(summary, request.source.label, leaks, out)
     unknown = request.trained_on is None and model.run is None and request.model not in BUILTIN
     if unknown and plan.split != "train":
         typer.echo(leaks_unknown(Path(model.where), environment, plan.split))
     typer.echo(f"wrote {out}")
+    refuse_if_hollow(summary, out)
+    return 0
+
+
+def run_rescore(out: Path, env: str | None, overrides: Sequence[str]) -> int:
+    """Score kept completions by the environment as it is now, and say the new numbers; returns the exit code."""
+    from rich.console import Console
+
+    from shoal.cli.counting import counted
+    from shoal.cli.sources import TaskSource, task_source
+    from shoal.evaluation.evaluating import SUMMARY
+    from shoal.evaluation.leaks import Leaks
+    from shoal.evaluation.rescoring import kept_settings, rescore
+    from shoal.runtime.lock import FolderLock
+    from shoal.runtime.stop import stop_on_signals
+
+    if not out.is_dir():
+        raise UserError(f"--rescore {out}: there is no such folder")
+    if env is None and overrides:
+        raise UserError(f"--set {overrides[0]}: say with --env what it changes")
+    source = TaskSource(kept_settings(out)) if env is None else task_source(env, overrides)
+    environment, stop = scorable(source), stop_on_signals()
+    with FolderLock(out).acquire(stop), counted("scoring", Console(stderr=True)) as report:
+        processes = partial(scorer_of, source, environment, stop)
+        summary = rescore(out, source.settings, environment, processes, stop, report)
+    if summary is None:
+        typer.echo(f"stopped; {out} is as it was", err=True)
+        return STOPPED_CODE
+    say(summary, source.label, Leaks(), out)
+    is_done = (out / SUMMARY).exists()
+    typer.echo(f"wrote {out}" if is_done else f"{out} has new scores; the command that drew these continues from there")
     refuse_if_hollow(summary, out)
     return 0
 
@@ -249,22 +291,23 @@ def measured(request: EvalRequest, evaluation: Evaluation, out: Path) -> dict[st
         return done
     stop = stop_on_signals()
     with FolderLock(out).acquire(stop), counted("evaluating", Console(stderr=True)) as report:
-        summary = run(evaluation, lambda: scorer_of(request.source, evaluation.chosen, stop), out, stop, report)
+        processes = partial(scorer_of, request.source, evaluation.chosen.environment, stop)
+        summary = run(evaluation, processes, out, stop, report)
     if summary is None:
-        typer.echo(f"stopped; what is done is kept in {out}, and the same command goes on", err=True)
+        typer.echo(f"stopped; what is done is kept in {out}, and the same command continues", err=True)
     return summary
 
 
-def scorer_of(source: TaskSource, chosen: Chosen, stop: Any) -> Any:
+def scorer_of(source: TaskSource, environment: Environment, stop: Any) -> Any:
     """Processes beside this one that score: a reward function, or a program under test, may do anything."""
     from shoal.rewards import Patience, ScoringPool
 
-    pool = ScoringPool(source.settings, chosen.environment, stop, Patience(all_s=86_400.0))
+    pool = ScoringPool(source.settings, environment, stop, Patience(all_s=86_400.0))
     pool.start()
     return pool
 
 
-def say(summary: dict[str, Any], tasks: str, leaks: Leaks) -> None:
+def say(summary: dict[str, Any], tasks: str, leaks: Leaks, out: Path) -> None:
     from shoal.evaluation.summary import table_lines
 
     model, environment, plan = summary["model"], summary["environment"], summary["plan"]
@@ -274,6 +317,8 @@ def say(summary: dict[str, Any], tasks: str, leaks: Leaks) -> None:
     )
     for line in table_lines(summary):
         typer.echo(line)
+    if summary["unscored"]["samples"]:
+        typer.echo(f"  {RESCORE.format(out)}")
     if leaks.known:
         typer.echo(f"  left out: {leaks.sentence}")
     if plan["split"] == "train":
@@ -289,9 +334,10 @@ def refuse_if_hollow(summary: dict[str, Any], out: Path) -> None:
     """Results of which much is missing are written and shown, and are no success."""
     from shoal.evaluation.summary import MAX_FAILURES
 
-    share = summary["no_sample"]["share"]
+    share, unscored = summary["unscored"]["share"], summary["unscored"]["samples"]
     if share > MAX_FAILURES:
+        remedy = RESCORE.format(out) if unscored else f"remove {out} and evaluate again"
         raise ScoringFailure(
             f"{share:.1%} of the samples have no score, more than {MAX_FAILURES:.0%}: these numbers are of what is "
-            f"left and may mislead; mend what the lines above name, then remove {out} and evaluate again"
+            f"left and may mislead; mend what the lines above name, then {remedy}"
         )

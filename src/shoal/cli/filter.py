@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shoal.cli.evaluate import (
+    RESCORE,
     STOPPED_CODE,
     BatchRows,
     Device,
@@ -67,7 +68,7 @@ def filter_tasks(
     dtype: Dtype = "float32",
     batch_rows: BatchRows = 256,
 ) -> None:
-    """Measure how often a model solves each task, and write those within a band. The same command goes on."""
+    """Measure how often a model solves each task, and write those within a band. The same command continues."""
     from shoal.cli.sources import task_source
     from shoal.evaluation.rates import Band
     from shoal.evaluation.subject import Machine
@@ -138,7 +139,8 @@ def prepared(request: FilterRequest) -> Evaluation:
     with model_source(request.model) as model:
         plan = request.given.plan(request.source, positions_of(model))
         chosen = choose(environment, plan)
-        return Evaluation(open_subject(model.name, model.where, request.machine, plan.rows), chosen)
+        subject = open_subject(model.name, model.where, request.machine, plan.rows)
+        return Evaluation(subject, chosen, settings=request.source.settings)
 
 
 def refuse_taken(request: FilterRequest, evaluation: Evaluation, columns: Columns) -> None:
@@ -168,18 +170,17 @@ def measured(request: FilterRequest, evaluation: Evaluation) -> Journal | None:
 
     stop = stop_on_signals()
     with FolderLock(request.work).acquire(stop), counted("filtering", Console(stderr=True)) as report:
-        journal = measure(
-            evaluation, partial(scorer_of, request.source, evaluation.chosen, stop), request.work, stop, report
-        )
+        processes = partial(scorer_of, request.source, evaluation.chosen.environment, stop)
+        journal = measure(evaluation, processes, request.work, stop, report)
     if journal is None:
-        typer.echo(f"stopped; what is done is kept in {request.work}, and the same command goes on", err=True)
+        typer.echo(f"stopped; what is done is kept in {request.work}, and the same command continues", err=True)
     return journal
 
 
 def conclude(
     request: FilterRequest, evaluation: Evaluation, journal: Journal, columns: Columns, about: dict[str, Any]
 ) -> None:
-    """Write the result and say what is in it. Measurements stay until something is written."""
+    """Write the result and say what is in it. Measurements stay until something is written, and all is scored."""
     from shoal.evaluation.rates import histogram_lines
     from shoal.evaluation.summary import MAX_FAILURES, Tally, missing_lines
 
@@ -189,7 +190,7 @@ def conclude(
     for line in histogram_lines(values, plan.samples, request.band):
         typer.echo(line)
     tally = Tally.of(plan, journal.records())
-    for line in missing_lines(tally.failed, tally.problems):
+    for line in missing_lines(tally.as_json()):
         typer.echo(line)
     rows = written(request, evaluation, selection, columns, about)
     inside = sum(request.band.holds(value) for value in values)
@@ -199,12 +200,17 @@ def conclude(
             f"no task is within --keep {request.band}: nothing was written; the same command with "
             "another band needs no new samples"
         )
-    shutil.rmtree(request.work, ignore_errors=True)
+    remedy = f"remove {request.out} and filter again"
+    if tally.unscored:
+        remedy = f"{RESCORE.format(request.work)}, then {remedy}: no new samples are drawn"
+        typer.echo(f"  {remedy}")
+    else:
+        shutil.rmtree(request.work, ignore_errors=True)
     typer.echo(f"wrote {request.out}: {rows:,} row{'' if rows == 1 else 's'}; the rate is the column {columns.rate}")
     if tally.failed_share > MAX_FAILURES:
         raise ScoringFailure(
             f"{tally.failed_share:.1%} of the samples have no score, more than {MAX_FAILURES:.0%}: these rates are of "
-            f"what is left; mend what the lines above name, then remove {request.out} and filter again"
+            f"what is left; mend what the lines above name, then {remedy}"
         )
 
 

@@ -26,7 +26,7 @@ from shoal.evaluation.summary import MAX_FAILURES
 
 SIGNIFICANT = 0.05
 MOVERS = 5
-LEFT_ALONE = ("tasks", "samples", "batch_rows", "keep_text", "seed")
+LEFT_ALONE = ("tasks", "samples", "batch_rows", "seed")
 """What two evaluations may differ in and still be about the same: how much of it was drawn, and with which dice."""
 
 

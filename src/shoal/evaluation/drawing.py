@@ -16,23 +16,14 @@ from shoal.engines import Engine, GenerationRequest
 from shoal.engines.asking import Asking, CannotBeAsked
 from shoal.engines.dialogue import Dialogue
 from shoal.engines.turns import Talks, greedy_lines
-from shoal.environments import Environment, Task, budget_of
+from shoal.environments import Environment, Task
 from shoal.errors import ModelError
-from shoal.evaluation.plan import Plan, sample_seed
+from shoal.evaluation.plan import Plan, as_asked, sample_seed
+from shoal.evaluation.records import SampleRecord
 from shoal.evaluation.subject import Subject, memory_errors
 from shoal.protocol import SamplingParameters
 
 ANY_TEMPERATURE = 1.0
-
-
-@dataclass(frozen=True)
-class Sampled:
-    """A completion: the text that is scored (of a dialogue, the model's last turn), how many tokens the model drew but
-    for the one that ended it, and whether it ended by itself."""
-
-    text: str
-    tokens: int
-    finish: str
 
 
 @dataclass(frozen=True)
@@ -41,8 +32,7 @@ class Drawn:
 
     task: Task
     problem: str = ""
-    target: int | None = None
-    samples: tuple[Sampled, ...] = ()
+    samples: tuple[SampleRecord, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -61,7 +51,7 @@ class Sampler:
         self._engine: Engine = subject.engine
         self._asking = Asking(subject.files, environment, plan.max_new_tokens)
         self._tokenizer = self._asking.encoder.tokenizer
-        self._budget = budget_of(environment)
+        self._environment = environment
         self._plan = plan
         self._sampling = SamplingParameters(
             temperature=plan.temperature or ANY_TEMPERATURE,  # greedy decoding does not look at it
@@ -72,27 +62,19 @@ class Sampler:
 
     def draw(self, tasks: Sequence[tuple[int, Task]]) -> list[Drawn]:
         """One result per (number, task), in order."""
-        targets = [self._target(number) for number, _ in tasks]
-        prompts = [self._prompt(task, target) for (_, task), target in zip(tasks, targets, strict=True)]
+        prompts = [self._prompt(number, task) for number, task in tasks]
         usable = [place for place, (_, problem) in enumerate(prompts) if not problem]
         asked = [Asked(tasks[place][1], prompts[place][0], self._talks.of(tasks[place][1])) for place in usable]
         with memory_errors("draw these completions"):
             found = self._greedy(asked) if self._plan.temperature == 0 else self._sample(asked)
         drawn = dict(zip(usable, found, strict=True))
-        return [
-            Drawn(task, prompts[place][1], targets[place], drawn.get(place, ()))
-            for place, (_, task) in enumerate(tasks)
-        ]
+        return [Drawn(task, prompts[place][1], drawn.get(place, ())) for place, (_, task) in enumerate(tasks)]
 
     # ── what is asked ────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _target(self, number: int) -> int | None:
-        """The length that a task is asked for: it follows from the plan's seed and the task's number."""
-        return None if self._budget is None else self._budget.target(f"shoal/eval/{self._plan.seed}", number)
-
-    def _prompt(self, task: Task, target: int | None) -> tuple[tuple[int, ...], str]:
+    def _prompt(self, number: int, task: Task) -> tuple[tuple[int, ...], str]:
         """Token ids, or what is wrong with the prompt."""
-        question = task if self._budget is None or target is None else self._budget.ask(task, target)
+        question = as_asked(self._environment, self._plan, number, task)
         try:
             return self._asking.ids(question), ""
         except CannotBeAsked as error:
@@ -102,7 +84,7 @@ class Sampler:
 
     # ── what is drawn ────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _sample(self, asked: Sequence[Asked]) -> list[tuple[Sampled, ...]]:
+    def _sample(self, asked: Sequence[Asked]) -> list[tuple[SampleRecord, ...]]:
         plan = self._plan
         requests, owners = [], []
         for owner, each in enumerate(asked):
@@ -112,19 +94,21 @@ class Sampler:
                 some = seeds[start : start + plan.rows]
                 requests.append(GenerationRequest(each.ids, some, self._sampling, respond=respond))
                 owners.append(owner)
-        found: list[list[Sampled]] = [[] for _ in asked]
+        found: list[list[SampleRecord]] = [[] for _ in asked]
         for owner, group in zip(owners, self._engine.generate(requests), strict=True):
             found[owner] += [self._sampled(one.token_ids.tolist(), one.finish, one.given) for one in group]
         return [tuple(samples) for samples in found]
 
-    def _greedy(self, asked: Sequence[Asked]) -> list[tuple[Sampled, ...]]:
+    def _greedy(self, asked: Sequence[Asked]) -> list[tuple[SampleRecord, ...]]:
         """As validators and the trainer answer held-out tasks."""
         prompts, talks = [each.ids for each in asked], [each.talk for each in asked]
         lines = greedy_lines(self._engine, prompts, talks, self._sampling)
         return [(self._sampled(line.tokens, line.finish, line.given),) for line in lines]
 
-    def _sampled(self, ids: list[int], finish: str, given: Sequence[tuple[int, int]]) -> Sampled:
+    def _sampled(self, ids: list[int], finish: str, given: Sequence[tuple[int, int]]) -> SampleRecord:
+        """Not scored yet: the text that is scored (of a dialogue, the model's last turn), and how many tokens the model
+        drew but for the one that ended it."""
         ended = ids[-1:] == [self._tokenizer.eos_token_id]
         last = sum(given[-1]) if given else 0
         drawn = len(ids) - sum(length for _, length in given) - ended
-        return Sampled(self._tokenizer.decode(ids[last:]), drawn, finish)
+        return SampleRecord(None, drawn, finish, text=self._tokenizer.decode(ids[last:]))

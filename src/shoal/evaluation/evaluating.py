@@ -1,8 +1,9 @@
 """One evaluation from beginning to end: what it is of, its folder, its results.
 
 out/evaluation.json   model, environment, plan: what the results are of
-out/progress.jsonl    while it goes on
-out/tasks.parquet     every task, with the score, parts, tokens and end of each of its samples
+out/environment.json  the settings of the environment, to score again by
+out/progress.jsonl    while it runs
+out/tasks.parquet     every task, with the text, score, parts, tokens and end of each of its samples
 out/summary.json      the numbers
 """
 
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal import __version__
-from shoal.environments import Environment, Task, identity_of
+from shoal.environments import Environment, EnvironmentSettings, Task, identity_of
 from shoal.errors import ConfigError, DeadlineExceeded, EnvironmentSetupError, UnusableTask
 from shoal.evaluation.drawing import Sampler
 from shoal.evaluation.journal import Journal, difference, dumped, read_identity, refuse_foreign
@@ -30,17 +31,22 @@ from shoal.rewards import Scorer
 from shoal.runtime.files import resource_error, sync_folder, write_atomically
 from shoal.runtime.stop import StopToken
 
+ENVIRONMENT = "environment.json"
 TASKS = "tasks.parquet"
 SUMMARY = "summary.json"
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What is evaluated: a model on tasks of an environment, by a plan. `left_out` are ids of leaked tasks."""
+    """What is evaluated: a model on tasks of an environment, by a plan. `left_out` are ids of leaked tasks.
+
+    `settings` are those of the environment, kept for whoever scores again.
+    """
 
     subject: Subject
     chosen: Chosen
     left_out: tuple[str, ...] = ()
+    settings: EnvironmentSettings | None = None
 
     @property
     def about(self) -> dict[str, Any]:
@@ -114,7 +120,7 @@ def evaluate(
 ) -> dict[str, Any] | None:
     """Run it, or the rest of it; the summary, or None if it was told to stop before the end."""
     journal = measure(evaluation, scorer, out, stop, report)
-    return None if journal is None else write_results(evaluation, journal, out)
+    return None if journal is None else write_results(evaluation.about, evaluation.chosen.plan, journal)
 
 
 def measure(
@@ -123,6 +129,8 @@ def measure(
     """Draw and score what `out` does not have yet; None if it was told to stop before the end."""
     journal = Journal(out)
     journal.open(evaluation.about)
+    if evaluation.settings is not None:
+        write_atomically(out / ENVIRONMENT, evaluation.settings.model_dump_json().encode())
     chosen = evaluation.chosen
     report(min(journal.batches * chosen.plan.tasks_per_batch, len(chosen.numbers)), len(chosen.numbers))
     if journal.batches == chosen.batches:
@@ -139,20 +147,19 @@ def measure(
     return journal if done else None
 
 
-def write_results(evaluation: Evaluation, journal: Journal, out: Path) -> dict[str, Any]:
+def write_results(about: dict[str, Any], plan: Plan, journal: Journal) -> dict[str, Any]:
     """The Parquet file, then the summary, then the journal goes: a crash in between loses nothing."""
-    plan = evaluation.chosen.plan
-    write_parquet(out / TASKS, journal, evaluation.about, plan.keep_text)
-    summary = {**evaluation.about, **Tally.of(plan, journal.records()).as_json()}
-    write_atomically(out / SUMMARY, dumped(summary))
+    write_parquet(journal.folder / TASKS, journal, about)
+    summary = {**about, **Tally.of(plan, journal.records()).as_json()}
+    write_atomically(journal.folder / SUMMARY, dumped(summary))
     journal.remove()
     return summary
 
 
-def write_parquet(path: Path, journal: Journal, about: dict[str, Any], keep_text: bool) -> None:
+def write_parquet(path: Path, journal: Journal, about: dict[str, Any]) -> None:
     hidden = path.with_name(f".{path.name}.writing")
     try:
-        write_records(hidden, journal.records(), about, keep_text)
+        write_records(hidden, journal.records(), about)
         with hidden.open("rb") as file:
             os.fsync(file.fileno())
         hidden.replace(path)

@@ -1,15 +1,17 @@
-"""Results as they come, kept: an evaluation that is stopped, or killed, goes on where it was.
+"""Results as they come, kept: an evaluation that is stopped, or killed, continues where it was.
 
     out/evaluation.json   what is evaluated, written before anything is; another evaluation is refused here
-    out/progress.jsonl    one line per batch of tasks, on the disk before the next batch counts; gone when all is done
+    out/progress.jsonl    two lines per batch of tasks: its completions, before they are scored; then their scores.
+                          Each is on the disk before anything else counts; the file is gone when all is done
 
-A line that a crash cut short is cut off, and its batch is drawn again, with the same dice.
+A line that a crash cut short is cut off. Completions without scores are scored, not drawn again.
 """
 
 from __future__ import annotations
 
 import json
 import os
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,23 +26,35 @@ IDENTITY = "evaluation.json"
 PROGRESS = "progress.jsonl"
 
 
-class Line(msgspec.Struct, frozen=True):
+Worth = tuple[float | None, dict[str, float]]
+"""The score of a sample, and its parts."""
+
+
+class Line(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What was drawn for a batch, or how it was scored: sample by sample of each task."""
+
     batch: int
-    tasks: tuple[TaskRecord, ...]
+    drawn: tuple[TaskRecord, ...] = ()
+    scored: tuple[tuple[Worth, ...], ...] = ()
 
 
 class Journal:
-    """The batches that are done, in order: batch 0, 1, 2, … Its one writer holds the lock on the folder."""
+    """The batches so far, in order: 0, 1, 2, … `drawn` of them have completions, `batches` of these have scores.
 
-    def __init__(self, folder: Path) -> None:
+    Its one writer holds the lock on the folder.
+    """
+
+    def __init__(self, folder: Path, name: str = PROGRESS) -> None:
         self.folder = folder
         self.batches = 0
-        self._path = folder / PROGRESS
+        self.drawn = 0
+        self.path = folder / name
+        self._waiting: deque[tuple[TaskRecord, ...]] = deque()
         self._encode = msgspec.json.Encoder().encode
         self._decoder = msgspec.json.Decoder(Line)
 
     def open(self, identity: Mapping[str, Any]) -> None:
-        """Begin, or go on with, the evaluation that `identity` names; a folder of another one is a `ConfigError`."""
+        """Begin, or continue, the evaluation that `identity` names; a folder of another one is a `ConfigError`."""
         ensure_folder(self.folder)
         stored = read_identity(self.folder)
         if stored is None:
@@ -51,52 +65,103 @@ class Journal:
         try:
             self._mend()
         except OSError as error:
-            raise resource_error("read", self._path, error) from error
+            raise resource_error("read", self.path, error) from error
 
-    def append(self, records: Sequence[TaskRecord]) -> None:
-        """Write down the next batch; when this returns it survives a crash."""
-        data = self._encode(Line(self.batches, tuple(records))) + b"\n"
-        try:
-            with self._path.open("ab") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            if self.batches == 0:
-                sync_folder(self.folder)
-        except OSError as error:
-            raise resource_error("write", self._path, error) from error
-        self.batches += 1
+    def waiting(self, number: int) -> tuple[TaskRecord, ...]:
+        """The completions of a batch that has no scores yet."""
+        return self._waiting[number - self.batches]
+
+    def append_drawn(self, records: Sequence[TaskRecord]) -> None:
+        """Keep the next batch's completions; when this returns they survive a crash."""
+        self._append(Line(self.drawn, drawn=tuple(records)))
+
+    def append_scored(self, records: Sequence[TaskRecord]) -> None:
+        """Keep the scores of the first batch that waits for them."""
+        scored = tuple(tuple((sample.score, sample.parts) for sample in record.samples) for record in records)
+        self._append(Line(self.batches, scored=scored))
 
     def records(self) -> Iterator[TaskRecord]:
-        """Every task so far, in order, a batch in memory at a time."""
-        if self._path.exists():
-            with self._path.open("rb") as file:
-                for raw in file:
-                    yield from self._decoder.decode(raw).tasks
+        """Every task that was scored, in order, a few batches in memory at a time."""
+        waiting: deque[tuple[TaskRecord, ...]] = deque()
+        for line in self._lines():
+            if line.drawn:
+                waiting.append(line.drawn)
+            else:
+                yield from map(_scored, waiting.popleft(), line.scored)
+
+    def kept(self) -> Iterator[tuple[TaskRecord, ...]]:
+        """Every batch as it was drawn, scored or not."""
+        return (line.drawn for line in self._lines() if line.drawn)
+
+    def replace(self, other: Journal) -> None:
+        """Take the lines of another one of this folder, which is no more then."""
+        try:
+            other.path.replace(self.path)
+            sync_folder(self.folder)
+        except OSError as error:
+            raise resource_error("write", self.path, error) from error
+        self.batches, self.drawn, self._waiting = other.batches, other.drawn, other._waiting
 
     def remove(self) -> None:
         """What was kept is in the results now."""
-        self._path.unlink(missing_ok=True)
+        self.path.unlink(missing_ok=True)
+
+    def _append(self, line: Line) -> None:
+        try:
+            with self.path.open("ab") as file:
+                file.write(self._encode(line) + b"\n")
+                file.flush()
+                os.fsync(file.fileno())
+            if self.drawn == 0:
+                sync_folder(self.folder)
+        except OSError as error:
+            raise resource_error("write", self.path, error) from error
+        self._count(line)
+
+    def _lines(self) -> Iterator[Line]:
+        if self.path.exists():
+            with self.path.open("rb") as file:
+                yield from map(self._decoder.decode, file)
 
     def _mend(self) -> None:
         """Count the whole lines, and cut off what comes after the last of them."""
-        self.batches, whole = 0, 0
-        if not self._path.exists():
+        self.batches, self.drawn, whole = 0, 0, 0
+        self._waiting.clear()
+        if not self.path.exists():
             return
-        with self._path.open("r+b") as file:
+        with self.path.open("r+b") as file:
             for raw in file:
-                if not self._is_next(raw):
+                line = self._next(raw)
+                if line is None:
                     break
-                self.batches += 1
+                self._count(line)
                 whole += len(raw)
             file.truncate(whole)
             os.fsync(file.fileno())
 
-    def _is_next(self, raw: bytes) -> bool:
+    def _count(self, line: Line) -> None:
+        if line.drawn:
+            self.drawn += 1
+            self._waiting.append(line.drawn)
+        else:
+            self.batches += 1
+            self._waiting.popleft()
+
+    def _next(self, raw: bytes) -> Line | None:
+        """The line, if it is whole and may come next."""
         try:
-            return raw.endswith(b"\n") and self._decoder.decode(raw).batch == self.batches
+            line = self._decoder.decode(raw)
         except msgspec.DecodeError:
-            return False
+            return None
+        is_next = line.batch == (self.drawn if line.drawn else self.batches)
+        fits = bool(line.drawn) or (bool(line.scored) and self.batches < self.drawn)
+        return line if raw.endswith(b"\n") and is_next and fits else None
+
+
+def _scored(record: TaskRecord, scored: Sequence[Worth]) -> TaskRecord:
+    pairs = zip(record.samples, scored, strict=True)
+    samples = tuple(msgspec.structs.replace(sample, score=worth[0], parts=worth[1]) for sample, worth in pairs)
+    return msgspec.structs.replace(record, samples=samples)
 
 
 def read_identity(folder: Path) -> dict[str, Any] | None:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, overload
 
-from shoal.environments import Environment, Task
+from shoal.environments import Environment, Task, budget_of
 from shoal.errors import ConfigError
 from shoal.sampling import uniforms
 
@@ -38,7 +38,6 @@ class Plan:
     seed: int = 0
     split: Part = "held_out"
     batch_rows: int = BATCH_ROWS
-    keep_text: bool = False
 
     def __post_init__(self) -> None:
         if not 1 <= self.samples <= MAX_SAMPLES:
@@ -110,6 +109,18 @@ def tasks_of(environment: Environment, part: Part) -> Sequence[Task]:
     if part == "all":
         return Joined(environment.tasks("held_out"), environment.tasks("train"))
     return environment.tasks(part)
+
+
+def length_target(environment: Environment, plan: Plan, number: int) -> int | None:
+    """The length that the task of this number is asked for, if there are budgets: it follows from the seed."""
+    budget = budget_of(environment)
+    return None if budget is None else budget.target(f"shoal/eval/{plan.seed}", number)
+
+
+def as_asked(environment: Environment, plan: Plan, number: int, task: Task) -> Task:
+    """The task with the length that it is asked for: with another seed that may be another one."""
+    budget, target = budget_of(environment), length_target(environment, plan, number)
+    return task if budget is None or target is None else budget.ask(task, target)
 
 
 def sample_seed(seed: int, task: str, sample: int) -> int:

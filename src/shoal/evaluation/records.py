@@ -24,7 +24,7 @@ PASSED = 1.0 - 1e-9
 
 
 class SampleRecord(msgspec.Struct, frozen=True):
-    """One completion. `score` is what the task itself is worth, None where the machinery failed: no sample.
+    """One completion. `score` is what the task itself is worth, None where scoring failed: unscored, never 0.
 
     `parts` are the grader's; with a length budget `reward` is among them, what training would have given.
     """
@@ -71,10 +71,9 @@ class TaskRecord(msgspec.Struct, frozen=True):
         return math.fsum(scores) / len(scores) if scores else None
 
 
-def schema(keep_text: bool) -> Any:
+def schema() -> Any:
     import pyarrow as pa
 
-    texts = [("prompt", pa.string()), ("completions", pa.list_(pa.string()))] if keep_text else []
     return pa.schema(
         [
             ("task", pa.string()),
@@ -87,38 +86,59 @@ def schema(keep_text: bool) -> Any:
             ("mean", pa.float64()),
             ("passes", pa.int32()),
             ("truncated", pa.int32()),
-            ("scores", pa.list_(pa.float64())),  # null: no sample
+            ("scores", pa.list_(pa.float64())),  # null: unscored
             ("tokens", pa.list_(pa.int32())),
             ("finish", pa.list_(pa.string())),
             ("parts", pa.list_(pa.map_(pa.string(), pa.float64()))),
-            *texts,
+            ("prompt", pa.string()),
+            ("completions", pa.list_(pa.string())),
         ]
     )
 
 
-def as_row(record: TaskRecord, keep_text: bool) -> dict[str, Any]:
+def as_row(record: TaskRecord) -> dict[str, Any]:
     samples = record.samples
-    row = {
+    return {
         "task": record.task, "index": record.index, "prompt_digest": record.prompt_digest, "kind": record.kind,
         "part": record.part, "problem": record.problem, "samples": len(record.scores), "mean": record.mean,
         "passes": record.passes, "truncated": sum(sample.finish == "length" for sample in samples),
         "scores": [sample.score for sample in samples], "tokens": [sample.tokens for sample in samples],
         "finish": [sample.finish for sample in samples],
         "parts": [sorted(sample.parts.items()) for sample in samples],
+        "prompt": record.prompt, "completions": [sample.text for sample in samples],
     }  # fmt: skip
-    return {**row, "prompt": record.prompt, "completions": [s.text for s in samples]} if keep_text else row
 
 
-def write_records(sink: Any, records: Iterable[TaskRecord], about: Mapping[str, Any], keep_text: bool) -> None:
+def write_records(sink: Any, records: Iterable[TaskRecord], about: Mapping[str, Any]) -> None:
     """Stream records into a Parquet file; `about` is what they are results of. The same ones give the same bytes."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    kind = schema(keep_text).with_metadata({METADATA: json.dumps(about, sort_keys=True).encode()})
-    rows = (as_row(record, keep_text) for record in records)
+    kind = schema().with_metadata({METADATA: json.dumps(about, sort_keys=True).encode()})
+    rows = (as_row(record) for record in records)
     with pq.ParquetWriter(sink, kind, compression="zstd") as writer:
         while group := list(islice(rows, ROWS_PER_GROUP)):
             writer.write_table(pa.Table.from_pylist(group, schema=kind))
+
+
+def read_records(path: Path) -> Iterator[TaskRecord]:
+    """The records that `write_records` wrote, in order, some in memory at a time."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(path) as file:
+            for batch in file.iter_batches(ROWS_PER_GROUP):
+                yield from map(_from_row, batch.to_pylist())
+    except (pa.ArrowException, OSError, KeyError) as error:
+        raise ConfigError(f"{path} holds no completions of shoal eval: {_first_line(error)}") from error
+
+
+def _from_row(row: Mapping[str, Any]) -> TaskRecord:
+    columns = zip(*(row[name] for name in ("scores", "tokens", "finish", "parts", "completions")), strict=True)
+    samples = tuple(SampleRecord(score, tokens, how, dict(parts), text) for score, tokens, how, parts, text in columns)
+    named = {name: row[name] for name in ("task", "index", "prompt_digest", "kind", "part", "problem", "prompt")}
+    return TaskRecord(**named, samples=samples)
 
 
 @dataclass(frozen=True)
@@ -170,10 +190,10 @@ def _scored(rows: Iterable[Mapping[str, Any]]) -> Iterator[TaskResult]:
             yield TaskResult(row["task"], row["prompt_digest"], row["samples"], row["mean"], row["passes"])
 
 
-def parquet_bytes(records: Iterable[TaskRecord], about: Mapping[str, Any], keep_text: bool) -> bytes:
+def parquet_bytes(records: Iterable[TaskRecord], about: Mapping[str, Any]) -> bytes:
     """The whole file in memory: for tests and small results."""
     sink = io.BytesIO()
-    write_records(sink, records, about, keep_text)
+    write_records(sink, records, about)
     return sink.getvalue()
 
 

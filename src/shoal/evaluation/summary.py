@@ -1,7 +1,7 @@
 """The numbers of an evaluation, from its records: for programs (summary.json) and for people (a table).
 
 avg@k is the mean over tasks of the mean over a task's samples. pass@k is the chance that one of k samples passes, a
-pass being a score of 1. What the machinery could not score is no sample: it is counted, and in no number.
+pass being a score of 1. A sample that could not be scored is unscored: it is counted, and in no number.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from shoal.evaluation.records import TaskRecord
 from shoal.evaluation.statistics import Estimate, ks_up_to, mean_estimate, pass_at_k, t_interval
 
 SHOWN_PROBLEMS = 20
+NAMED_TASKS = 3
 MAX_FAILURES = 0.05
 """The share of samples, or tasks, without a score from which on an evaluation does not count as one."""
 
@@ -60,7 +61,8 @@ class Tally:
     parts: dict[str, list[float]] = field(default_factory=dict)
     tasks: int = 0
     drawn: int = 0
-    failed: int = 0
+    unscored: int = 0
+    unscored_ids: list[str] = field(default_factory=list)
     tokens: int = 0
     problems: Counter[str] = field(default_factory=Counter)
     problem_ids: list[str] = field(default_factory=list)
@@ -78,13 +80,15 @@ class Tally:
             self.problems[record.problem] += 1
             if len(self.problem_ids) < SHOWN_PROBLEMS:
                 self.problem_ids.append(record.task)
+        if len(record.scores) < len(record.samples) and len(self.unscored_ids) < SHOWN_PROBLEMS:
+            self.unscored_ids.append(record.task)
         self.whole.add(record)
         for what, name in (("part", record.part), ("kind", record.kind)):
             if name:
                 self.by[what].setdefault(name, Group()).add(record)
         for sample in record.samples:
             self.drawn += 1
-            self.failed += sample.score is None
+            self.unscored += sample.score is None
             self.tokens += sample.tokens
             for name, value in sample.parts.items():
                 total = self.parts.setdefault(name, [0.0, 0.0])
@@ -94,7 +98,7 @@ class Tally:
     def failed_share(self) -> float:
         """Samples that should be there and have no score: not drawn, or not scored."""
         wanted = self.tasks * self.plan.samples
-        scored = self.drawn - self.failed
+        scored = self.drawn - self.unscored
         return (wanted - scored) / wanted if wanted else 0.0
 
     @property
@@ -108,7 +112,7 @@ class Tally:
             "tasks": self.tasks,
             "scored_tasks": len(self.whole.means),
             "samples": self.drawn,
-            "no_sample": {"samples": self.failed, "share": self.failed_share},
+            "unscored": {"samples": self.unscored, "share": self.failed_share, "tasks": self.unscored_ids},
             "problems": {"reasons": dict(sorted(self.problems.items())), "tasks": self.problem_ids},
             "avg_at_k": self._average(),
             "pass_at_k": {str(k): _estimate(self.whole.pass_at(k, seed)) for k in ks_up_to(self.plan.samples)},
@@ -158,7 +162,7 @@ def table_lines(summary: Mapping[str, Any]) -> Iterator[str]:
     rows = list(_numbered(summary)) if summary["avg_at_k"] is not None else [("", "nothing could be scored")]
     width = max(len(name) for name, _ in rows)
     yield from (f"  {name:<{width}}  {text}" if name else f"  {text}" for name, text in rows)
-    yield from missing_lines(summary["no_sample"]["samples"], summary["problems"]["reasons"])
+    yield from missing_lines(summary)
 
 
 def _numbered(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -177,11 +181,14 @@ def _numbered(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
                 yield f"{what} {name}", f"{shown(group['avg_at_k'])} of {_count(group['tasks'], 'task')}"
 
 
-def missing_lines(failed: int, reasons: Mapping[str, int]) -> Iterator[str]:
+def missing_lines(summary: Mapping[str, Any]) -> Iterator[str]:
     """What is in no number, and why."""
-    if failed:
-        yield f"  {_count(failed, 'sample')} could not be scored (a failure of the machinery) and count nowhere"
-    for reason, count in reasons.items():
+    unscored = summary["unscored"]
+    if unscored["samples"]:
+        more = ", …" if len(unscored["tasks"]) > NAMED_TASKS else ""
+        tasks = ", ".join(unscored["tasks"][:NAMED_TASKS]) + more
+        yield f"  {_count(unscored['samples'], 'sample')} unscored, in no number: scoring failed ({tasks})"
+    for reason, count in summary["problems"]["reasons"].items():
         yield f"  {_count(count, 'task')} left out: {reason}"
 
 

@@ -100,7 +100,12 @@ class ChannelClosed(Exception):
 
 @dataclass
 class Channel:
-    """The parent's end. Every wait has a deadline (`until_s` on the monotonic clock), and ends when `stop` is set."""
+    """The parent's end. Every wait has a limit (`within_s`), and ends when `stop` is set.
+
+    Only time in which this process looked counts: one look counts `LOOK_S` at most, however long it took. So a process
+    that was stopped for minutes, or a machine that slept, uses up nobody's time, and an answer that came meanwhile is
+    found.
+    """
 
     source: int
     sink: int
@@ -112,10 +117,10 @@ class Channel:
         os.set_blocking(self.source, False)
         os.set_blocking(self.sink, False)
 
-    def send(self, message: ToChild, until_s: float) -> None:
+    def send(self, message: ToChild, within_s: float) -> None:
         rest = memoryview(frame_of(message))
         while rest:
-            self._await(self.sink, select.POLLOUT, until_s)
+            within_s = self._await(self.sink, select.POLLOUT, within_s)
             try:
                 rest = rest[os.write(self.sink, rest) :]
             except BlockingIOError:
@@ -123,19 +128,21 @@ class Channel:
             except BrokenPipeError:
                 raise ChannelClosed from None
 
-    def receive(self, until_s: float) -> FromChild:
-        size = HEAD.unpack(self._take(HEAD.size, until_s))[0]
+    def receive(self, within_s: float) -> FromChild:
+        head, left_s = self._take(HEAD.size, within_s)
+        size = HEAD.unpack(head)[0]
         if size > MAX_FRAME_BYTES:
             raise ChannelClosed
         try:
-            message: FromChild = _from_child.decode(self._take(size, until_s))
+            message: FromChild = _from_child.decode(self._take(size, left_s)[0])
         except msgspec.DecodeError:
             raise ChannelClosed from None
         return message
 
-    def _take(self, size: int, until_s: float) -> bytes:
+    def _take(self, size: int, left_s: float) -> tuple[bytes, float]:
+        """So many bytes, and the time that is left."""
         while len(self._received) < size:
-            self._await(self.source, select.POLLIN, until_s)
+            left_s = self._await(self.source, select.POLLIN, left_s)
             try:
                 data = os.read(self.source, READ_BYTES)
             except BlockingIOError:
@@ -145,19 +152,22 @@ class Channel:
             self._received += data
         taken = bytes(self._received[:size])
         del self._received[:size]
-        return taken
+        return taken, left_s
 
-    def _await(self, descriptor: int, event: int, until_s: float) -> None:
+    def _await(self, descriptor: int, event: int, left_s: float) -> float:
+        """Wait until it can be read, or written to; the time that is left then."""
         waiter = select.poll()
         waiter.register(descriptor, event)
         while True:
             if self.stop.is_set():
                 raise DeadlineExceeded(f"scoring was given up: {self.stop.reason}")
-            left_s = until_s - self.clock.monotonic_s()
+            began_s = self.clock.monotonic_s()
+            found = waiter.poll(1000 * min(max(left_s, 0.0), LOOK_S))
+            left_s -= min(self.clock.monotonic_s() - began_s, LOOK_S)
+            if found:
+                return left_s
             if left_s <= 0:
                 raise TimeoutError
-            if waiter.poll(1000 * min(left_s, LOOK_S)):
-                return
 
 
 def read_message(source: int) -> ToChild | None:

@@ -16,7 +16,7 @@ MOST_PROCESSES = 8
 
 @dataclass(frozen=True)
 class Patience:
-    """How long the parent waits: for a process to start, for one job, and for all that is asked at once.
+    """How long the parent waits: for a process to be ready once it is asked, for one job, and for all asked at once.
 
     `job_s` is time on the clock, against jobs that wait for something; processor time has a limit of its own, which a
     busy machine does not use up. None: `AT_LEAST_S` more than three times that limit. A task whose grader allows more

@@ -9,7 +9,8 @@
 A job that ends its process twice is the completion's doing only if it was processor time, memory or a crash, and a
 fresh process answers the *empty* completion of the same task within the limits: then it is worth 0, with the part
 `limit`. In every other case (killed by somebody, too long by the clock, an environment that does not build, a function
-that raises) it is no sample. What there was no time to begin is neither: it is `NotBegun`, and may be asked again.
+that raises) it is unscored. What there was no time to begin is neither: it is `NotBegun`, and may be asked again.
+A process that never took work says nothing of any job: another one is started, and its jobs go to the other seats.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from shoal.environments import Environment, EnvironmentSettings, Score, scoring_
 from shoal.errors import DeadlineExceeded, ScoringFailure
 from shoal.rewards.frames import Answer, What, as_text
 from shoal.rewards.limits import Patience, child_settings, core_digest, process_count
-from shoal.rewards.process import BLAMABLE, Ended, Ground, ScoringProcess
+from shoal.rewards.process import BLAMABLE, Cause, Ended, Ground, NotReady, ScoringProcess
 from shoal.rewards.protocol import Job, NotBegun
 from shoal.runtime.retry import Backoff
 from shoal.runtime.stop import StopToken
@@ -35,6 +36,7 @@ log = logging.getLogger(__name__)
 MAX_CHUNK = 32
 CHUNK_BYTES = 8 * 1024 * 1024
 LIMIT_PART = "limit"
+STARTS = 3  # of processes that die before they are ready, until a seat is given up for the round
 
 Result = Answer | ScoringFailure
 Item = TypeVar("Item")
@@ -59,14 +61,27 @@ class Seat:
             self._process = ScoringProcess(self._ground)
 
     def take(self) -> ScoringProcess:
-        """A process that is ready, or `ScoringFailure`."""
+        """A process that is ready, or `ScoringFailure`. One that dies before it is ready is followed by another."""
+        starts = 0
+        while True:
+            try:
+                return self._ready()
+            except NotReady as failure:
+                starts += 1
+                if failure.was_late or starts == STARTS:
+                    raise
+                log.info("%s; another one is started", failure)
+
+    def _ready(self) -> ScoringProcess:
         if self._process is None and self._fruitless:
             self._ground.stop.wait(self._backoff.wait_s(self._fruitless - 1))
-        self.start()
-        assert self._process is not None
         try:
+            self.start()
+            assert self._process is not None
             self._process.ready()
         except ScoringFailure:
+            if self._process is None:
+                self._fruitless += 1
             self.clear()
             raise
         return self._process
@@ -95,9 +110,12 @@ class ScoringPool:
         self._busy = Lock()
 
     def start(self) -> None:
-        """Start the processes without waiting for them: they are ready sooner."""
-        for seat in self._seats:
-            seat.start()
+        """Start the processes without waiting for them: they are ready sooner. Whoever asks starts what is missing."""
+        try:
+            for seat in self._seats:
+                seat.start()
+        except NotReady as failure:
+            log.warning("%s; it is tried again when something is to be scored", failure)
 
     def close(self) -> None:
         for seat in self._seats:
@@ -141,38 +159,51 @@ class _Round:
         self._what: What = what
         self._jobs = jobs
         self._results: dict[Job, Result] = {}
-        self._suspects: deque[Job] = deque()
+        self._suspects: deque[tuple[Job, Cause]] = deque()
+        self._unready: dict[Seat, NotReady] = {}
         self._until_s = ground.clock.monotonic_s() + ground.patience.all_s
 
     def run(self, seats: Sequence[Seat]) -> dict[Job, Result]:
-        chunks = deque(_chunks(self._jobs, len(seats)))
-        _on_all(seats, chunks, lambda seat, chunk: self._chunk(seat, chunk, chunks))
-        _on_all(seats, self._suspects, self._suspect)
+        chunks, usable = deque(_chunks(self._jobs, len(seats))), list(seats)
+        for _ in range(2):  # what a seat without a process gives back, the others may have ended too early to take
+            _on_all(usable, chunks, lambda seat, chunk: self._chunk(seat, chunk, chunks))
+            usable = [seat for seat in seats if seat not in self._unready]
+        for chunk in chunks:
+            self._settle(chunk, next(iter(self._unready.values())))
+        _on_all(usable or seats, self._suspects, self._suspect)
         return self._results
 
-    def _chunk(self, seat: Seat, jobs: Sequence[Job], chunks: deque[Sequence[Job]]) -> None:
+    def _chunk(self, seat: Seat, jobs: Sequence[Job], chunks: deque[Sequence[Job]]) -> bool:
+        """Whether the seat can take another one."""
         if self._is_late():
             self._settle(jobs, NotBegun(f"{self._late}: this was not begun"))
-            return
+            return True
         done = 0
         try:
             for answer in seat.take().ask(self._what, jobs):
                 self._results[jobs[done]] = _result(answer)
                 done += 1
+        except NotReady as failure:
+            self._unready[seat] = failure
+            chunks.appendleft(jobs)
+            return False
         except ScoringFailure as failure:
             self._settle(jobs[done:], failure)
         except Ended as ended:
             log.debug("task %s is tried again, alone: its scoring process %s", jobs[done].task, ended.what)
             seat.clear()
-            self._suspects.append(jobs[done])
+            self._suspects.append((jobs[done], ended.cause))
             if jobs[done + 1 :]:
                 chunks.appendleft(jobs[done + 1 :])
+        return True
 
-    def _suspect(self, seat: Seat, job: Job) -> None:
-        if self._is_late():  # it has had its time: whoever asks again and again must come to an end
+    def _suspect(self, seat: Seat, suspect: tuple[Job, Cause]) -> bool:
+        job, cause = suspect
+        if cause is Cause.CLOCK and self._is_late():  # it has had its time: whoever asks again must come to an end
             self._results[job] = ScoringFailure(f"{self._late}, and task {job.task} ended its scoring process once")
         else:
             self._results[job] = self._judge(seat, job)
+        return True
 
     def _judge(self, seat: Seat, job: Job) -> Result:
         """The job alone; if that ends the process again, whether the completion is to blame."""
@@ -212,8 +243,9 @@ class _Round:
         return f"scoring took longer than {self._ground.patience.all_s:g} s in all"
 
 
-def _on_all(seats: Sequence[Seat], items: deque[Item], work: Callable[[Seat, Item], None]) -> None:
-    """Let every seat take one item after another until there are none. An item may bring further ones."""
+def _on_all(seats: Sequence[Seat], items: deque[Item], work: Callable[[Seat, Item], bool]) -> None:
+    """Let every seat take one item after another until there are none, or `work` says that it can take no more. An item
+    may bring further ones."""
 
     def serve(seat: Seat) -> None:
         while items:
@@ -221,10 +253,12 @@ def _on_all(seats: Sequence[Seat], items: deque[Item], work: Callable[[Seat, Ite
                 item = items.popleft()
             except IndexError:
                 return  # another seat was faster
-            work(seat, item)
+            if not work(seat, item):
+                return
 
-    if len(seats) == 1 or len(items) <= 1:
-        serve(seats[0])
+    if len(seats) <= 1 or len(items) <= 1:
+        for seat in seats[:1]:
+            serve(seat)
         return
     with ThreadPoolExecutor(len(seats), thread_name_prefix="scoring") as threads:
         for future in [threads.submit(serve, seat) for seat in seats]:

@@ -72,6 +72,14 @@ class Ended(Exception):
         self.what = what
 
 
+class NotReady(ScoringFailure):
+    """The process never took any work: nothing is known of a job. `was_late`: it had all its time to become ready."""
+
+    def __init__(self, message: str, was_late: bool = False) -> None:
+        super().__init__(message)
+        self.was_late = was_late
+
+
 @dataclass(frozen=True)
 class Ground:
     """What every life of a pool's processes has in common. `digest` is that of the environment they must build."""
@@ -92,7 +100,6 @@ class ScoringProcess:
         self._ready: Ready | None = None
         self._said: deque[str] = deque(maxlen=5)
         self.answered = 0
-        self._began_s = ground.clock.monotonic_s()
         environment = {name: value for name, value in os.environ.items() if name not in SECRETS}
         try:
             self._process = subprocess.Popen(
@@ -104,7 +111,7 @@ class ScoringProcess:
                 start_new_session=True,  # Ctrl-C is for the parent; what it starts can be ended with it
             )
         except OSError as error:
-            raise ScoringFailure(f"a scoring process could not be started: {error}") from error
+            raise NotReady(f"a scoring process could not be started: {error}") from error
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._channel = Channel(self._process.stdout.fileno(), self._process.stdin.fileno(), ground.stop, ground.clock)
@@ -122,24 +129,28 @@ class ScoringProcess:
     def _set_up(self) -> None:
         limits, settings = self._ground.limits, self._ground.settings.model_dump_json().encode()
         try:
-            self._channel.send(Setup(settings, limits.seconds, limits.memory_mb * MB), self._now_s() + SEND_S)
+            self._channel.send(Setup(settings, limits.seconds, limits.memory_mb * MB), SEND_S)
         except (ChannelClosed, TimeoutError):
             log.debug("the scoring process %d takes no settings", self.pid)  # `ready` finds out why
 
     def ready(self) -> Ready:
-        """Wait until the environment is built; what goes wrong with it is a `ScoringFailure`."""
+        """Wait until the environment is built; what goes wrong with it is a `ScoringFailure`.
+
+        The limit counts from here, not from the start: a process that nobody has asked yet cannot be late.
+        """
         if self._ready is not None:
             return self._ready
         within_s = self._ground.patience.start_s
         try:
-            message = self._channel.receive(self._began_s + within_s)
+            message = self._channel.receive(within_s)
         except TimeoutError:
-            raise ScoringFailure(
+            raise NotReady(
                 f"a scoring process was not ready within {within_s:g} s: it builds the environment and scores the "
-                "first tasks, so one of these hangs, or this machine is very busy"
+                "first tasks, so one of these hangs, or this machine is very busy",
+                was_late=True,
             ) from None
         except ChannelClosed:
-            raise ScoringFailure(f"a scoring process did not start: it {self._how_it_ended().what}") from None
+            raise NotReady(f"a scoring process did not start: it {self._how_it_ended().what}") from None
         if isinstance(message, Broken):
             raise ScoringFailure(f"a scoring process could not build the environment: {message.problem}")
         if not isinstance(message, Ready):
@@ -159,7 +170,7 @@ class ScoringProcess:
         within_s = self._ground.patience.job_within_s(self._ground.limits)
         try:
             work = Work(what, [(job.task, as_bytes(job.completion)) for job in jobs])
-            self._channel.send(work, self._now_s() + SEND_S)
+            self._channel.send(work, SEND_S)
             for _job in jobs:
                 answer = self._answer(within_s)
                 if answer.needs_memory:
@@ -184,7 +195,7 @@ class ScoringProcess:
 
     def _channel_said(self, within_s: float) -> FromChild:
         try:
-            return self._channel.receive(self._now_s() + within_s)
+            return self._channel.receive(within_s)
         except TimeoutError:
             raise Ended(
                 Cause.CLOCK,

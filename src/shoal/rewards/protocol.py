@@ -47,7 +47,8 @@ def settled(
 
     It comes to an end: a scorer that is asked begins something, and what it has begun it settles.
     """
-    found = dict(zip(jobs, ask(jobs), strict=True))
-    while left := [job for job, said in found.items() if isinstance(said, NotBegun)]:
-        found |= zip(left, ask(left), strict=True)
-    return [found[job] for job in jobs]
+    found = ask(jobs)
+    while left := [place for place, said in enumerate(found) if isinstance(said, NotBegun)]:
+        for place, said in zip(left, ask([jobs[place] for place in left]), strict=True):
+            found[place] = said
+    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -9,12 +10,14 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from sandboxkit import SHORT, children, gone, needs_bubblewrap, run, said, sandboxed
 from shoal.environments.graders.registry import grader
 from shoal.environments.sandbox import Ran, Sandbox, require_sandbox, view
+from shoal.environments.sandbox import exchange as exchange_module
 from shoal.environments.sandbox import limits as limits_module
 from shoal.environments.sandbox import process as process_module
 from shoal.errors import EnvironmentSetupError, ScoringFailure
@@ -206,6 +209,17 @@ def test_a_program_that_was_not_let_run_is_no_sample(monkeypatch: pytest.MonkeyP
         for other in others:
             other.kill()
             other.wait(timeout=20)
+
+
+@needs_bubblewrap
+def test_a_machine_that_slept_in_the_middle_of_a_test_does_not_fail_the_program(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hours = itertools.count(start=time.monotonic(), step=3600)  # the clock of a machine that sleeps at every look
+    monkeypatch.setattr(exchange_module, "time", SimpleNamespace(monotonic=lambda: next(hours)))
+
+    assert run("print(1)").ended == "well"
+    assert run("while True: pass").ended == "time"
 
 
 @needs_bubblewrap

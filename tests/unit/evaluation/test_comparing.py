@@ -26,7 +26,7 @@ ABOUT: dict[str, Any] = {
 
 def results(tmp_path: Path, name: str, records: list[TaskRecord], about: Mapping[str, Any] = ABOUT) -> Results:
     path = tmp_path / f"{name}.parquet"
-    path.write_bytes(parquet_bytes(records, about, keep_text=False))
+    path.write_bytes(parquet_bytes(records, about))
     return read_results(path, "tasks.parquet")
 
 

@@ -19,10 +19,10 @@ from shoal.evaluation.comparing import compare
 from shoal.evaluation.evaluating import SUMMARY, TASKS, Evaluation, choose, evaluate, finished, without
 from shoal.evaluation.journal import IDENTITY, PROGRESS
 from shoal.evaluation.plan import Plan, sample_seed, tasks_of
-from shoal.evaluation.records import read_results
+from shoal.evaluation.records import SampleRecord, TaskRecord, read_records, read_results
 from shoal.evaluation.subject import Machine, memory_errors, open_subject, plain_name
 from shoal.evaluation.summary import table_lines
-from shoal.rewards import DirectScorer, Job
+from shoal.rewards import DirectScorer, Job, NotBegun
 from shoal.runtime.stop import StopToken
 
 GREEDY = Plan(max_new_tokens=16)
@@ -134,7 +134,7 @@ class TestDrawing:
             "odd": "the prompt has characters that the model's tokenizer does not know",
             "none": "the prompt has no tokens",
         }
-        assert summary["no_sample"] == {"samples": 0, "share": 0.75}
+        assert summary["unscored"] == {"samples": 0, "share": 0.75, "tasks": []}
         assert summary["avg_at_k"]["value"] == 1.0
         assert any("left out: the prompt has no tokens" in line for line in table_lines(summary))
 
@@ -195,14 +195,18 @@ class Listed:
 
 
 class TestScoring:
-    def test_a_failure_of_the_machinery_is_no_sample(self, tmp_path: Path) -> None:
+    def test_a_completion_that_could_not_be_scored_is_unscored(self, tmp_path: Path) -> None:
         given = evaluation()
         scorer = FailingScorer(given.chosen.environment, frozenset({0, 1, 2, 3, 5}))
         summary = run(tmp_path, given, scorer)
         found = rows(tmp_path)
         assert (found[0]["scores"], found[0]["mean"], found[0]["samples"]) == ([None] * 4, None, 0)
         assert (found[1]["scores"][1], found[1]["samples"]) == (None, 3)
-        assert summary["no_sample"] == {"samples": 5, "share": pytest.approx(5 / 40)}
+        assert summary["unscored"] == {
+            "samples": 5,
+            "share": pytest.approx(5 / 40),
+            "tasks": [row["task"] for row in found[:2]],
+        }
         assert summary["scored_tasks"] == 9
         means = [row["mean"] for row in found[1:]]
         assert summary["avg_at_k"]["value"] == pytest.approx(sum(means) / 9)
@@ -214,27 +218,42 @@ class TestScoring:
         environment = Listed([Task("a", "21=", "12"), Task("b", "unusable", "secret")])
         summary = run(tmp_path, evaluation(GREEDY, environment=environment))
         assert summary["problems"] == {"reasons": {"its row cannot be used": 1}, "tasks": ["#1"]}
-        assert (summary["scored_tasks"], summary["no_sample"]["share"]) == (1, 0.5)
+        assert (summary["scored_tasks"], summary["unscored"]["share"]) == (1, 0.5)
         assert b"secret" not in b"".join(path.read_bytes() for path in tmp_path.iterdir())
         assert "a task of listed is left out: row 1: " in caplog.text  # by its row alone: nobody can look a position up
 
     def test_notes_of_graders_and_parts_that_are_no_numbers_are_not_written(self, tmp_path: Path) -> None:
         environment = Listed([Task("a", "21=", "12")])
-        run(tmp_path, evaluation(replace(GREEDY, keep_text=True), environment=environment))
+        run(tmp_path, evaluation(GREEDY, environment=environment))
         assert b"the answer is" not in b"".join(path.read_bytes() for path in tmp_path.iterdir())
         assert rows(tmp_path)[0]["parts"] == [[("exact", 1.0)]]
 
-    def test_texts_are_kept_where_asked_for(self, tmp_path: Path) -> None:
-        run(tmp_path / "with", evaluation(replace(GREEDY, tasks=2, keep_text=True)))
-        run(tmp_path / "without", evaluation(replace(GREEDY, tasks=2)))
-        row = rows(tmp_path / "with")[0]
-        assert row["completions"] == ["".join(sorted(row["prompt"].rstrip("=")))]
-        assert not {"prompt", "completions"} & set(rows(tmp_path / "without")[0])
+    def test_completions_are_kept_and_read_back(self, tmp_path: Path) -> None:
+        environment = Listed([Task("a", "21=", "12"), Task("b", "unusable", "")])
+        run(tmp_path, evaluation(GREEDY, environment=environment))
+        row = rows(tmp_path)[0]
+        assert (row["prompt"], row["completions"]) == ("21=", ["12"])
+        assert list(read_records(tmp_path / TASKS)) == [
+            TaskRecord("a", 0, row["prompt_digest"], samples=(SampleRecord(1.0, 2, "eos", {"exact": 1.0}, "12"),),
+                       prompt="21=", kind=row["kind"]),
+            TaskRecord("#1", 1, "", problem="its row cannot be used"),
+        ]  # fmt: skip
 
-    def test_a_score_that_is_no_number_is_no_sample(self, tmp_path: Path) -> None:
+    def test_what_there_was_no_time_for_is_asked_again(self, tmp_path: Path) -> None:
+        given = evaluation()
+        assert run(tmp_path, given, Hesitating(given.chosen.environment))["unscored"]["samples"] == 0
+
+    def test_a_score_that_is_no_number_is_unscored(self, tmp_path: Path) -> None:
         environment = Listed([Task("a", "21=", "12")])
         environment.score = lambda task, completion: Score(float("nan"))  # type: ignore[method-assign]
-        assert run(tmp_path, evaluation(GREEDY, environment=environment))["no_sample"]["samples"] == 1
+        assert run(tmp_path, evaluation(GREEDY, environment=environment))["unscored"]["samples"] == 1
+
+
+class Hesitating(DirectScorer):
+    """Begins one job at a time."""
+
+    def scores(self, jobs: Sequence[Job]) -> Any:
+        return [*super().scores(jobs[:1]), *(NotBegun("no time") for _ in jobs[1:])]
 
 
 class Interrupting:
@@ -264,8 +283,8 @@ class TestGoingOn:
         run(tmp_path / "whole")
         given, stop = evaluation(), StopToken()
         assert run(tmp_path / "halves", given, Interrupting(given.chosen.environment, stop, raises), stop) is None
-        kept = (tmp_path / "halves" / PROGRESS).read_bytes().count(b"\n")
-        assert 1 <= kept < given.chosen.batches
+        kept = (tmp_path / "halves" / PROGRESS).read_bytes().count(b'"drawn"')
+        assert 2 <= kept < given.chosen.batches
         assert not (tmp_path / "halves" / TASKS).exists()
         engine = SortingEngine()
         run(tmp_path / "halves", evaluation(engine=engine))
@@ -285,7 +304,14 @@ class TestGoingOn:
         assert run(tmp_path / "out") is not None
 
     @pytest.mark.parametrize(
-        "damage", [b'{"batch":2,"tasks":[{"ta', b"\x00" * 80, b'{"batch":7,"tasks":[]}\n', b"[]\n"]
+        "damage",
+        [
+            b'{"batch":2,"drawn":[{"ta',
+            b"\x00" * 80,
+            b'{"batch":7,"drawn":[]}\n',
+            b'{"batch":1,"scored":[[]]}\n',
+            b"[]\n",
+        ],
     )
     def test_what_a_crash_left_half_written_is_drawn_again(self, tmp_path: Path, damage: bytes) -> None:
         run(tmp_path / "whole")
@@ -384,7 +410,7 @@ class Talking(SortingEngine):
 class TestDialogues:
     def test_a_tool_answers_between_the_turns_and_the_last_turn_is_scored(self, tmp_path: Path) -> None:
         environment = build(EnvironmentSettings(name="calculator"))
-        plan = replace(GREEDY, tasks=5, max_new_tokens=64, keep_text=True)
+        plan = replace(GREEDY, tasks=5, max_new_tokens=64)
         summary = run(tmp_path, evaluation(plan, Talking(), environment))
         assert summary["avg_at_k"]["value"] == 1.0
         for row in rows(tmp_path):

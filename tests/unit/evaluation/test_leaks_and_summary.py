@@ -121,7 +121,7 @@ class TestSummary:
         found = Tally.of(Plan(samples=2, temperature=1), [record("a", 1.0, None), record("b", 0.0, 1.0)]).as_json()
         assert found["pass_at_k"]["1"]["value"] == 0.75
         assert found["pass_at_k"]["2"]["value"] == 1.0
-        assert found["no_sample"] == {"samples": 1, "share": 0.25}
+        assert found["unscored"] == {"samples": 1, "share": 0.25, "tasks": ["a"]}
 
     def test_parts_and_kinds_apart(self) -> None:
         records = [
@@ -142,7 +142,7 @@ class TestSummary:
         assert (found["avg_at_k"], found["pass_at_k"], tally.failed_share) == (None, {"1": None}, 1.0)
         assert list(table_lines(found))[1:] == [
             "  nothing could be scored",
-            "  1 sample could not be scored (a failure of the machinery) and count nowhere",
+            "  1 sample unscored, in no number: scoring failed (a)",
             "  1 task left out: too long",
         ]
 

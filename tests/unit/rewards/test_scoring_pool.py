@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -294,6 +295,115 @@ def test_children_end_with_their_parent_even_by_kill_9(tmp_path: Path, busy: str
         assert is_running(child)
         parent.kill()
     until(lambda: not is_running(child))
+
+
+SLOW_TO_START = """
+import time
+from pathlib import Path
+tasks = [{"prompt": "p", "id": "plain", "split": "train"}]
+folder = Path(__file__).parent
+
+def score(prompt, completion, answer):
+    (folder / "started").touch()
+    while not (folder / "gate").exists():
+        time.sleep(0.01)
+    return 1.0
+"""
+
+ASKING = """
+import sys
+from pathlib import Path
+from rewardkit import naughty
+from shoal.rewards import Job, Patience
+
+with naughty(Path(sys.argv[1]), patience=Patience(start_s=3.0)) as pool:
+    pool.start()
+    print(pool.pids[0], flush=True)
+    sys.stdin.readline()
+    print("asking", flush=True)
+    print(pool.scores([Job("plain", "fine")]), flush=True)
+"""
+
+
+@pytest.mark.parametrize("stopped", ["before it asks", slow("while it waits"), slow("with its child")])
+def test_a_process_that_was_stopped_for_longer_than_its_child_has_loses_nothing(tmp_path: Path, stopped: str) -> None:
+    (tmp_path / "reward.py").write_text(SLOW_TO_START)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, "-c", ASKING, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env) as parent:
+        assert parent.stdout is not None
+        assert parent.stdin is not None
+        child = int(parent.stdout.readline())
+        until((tmp_path / "started").exists)
+        if stopped != "before it asks":
+            print("go", file=parent.stdin, flush=True)
+            assert parent.stdout.readline() == "asking\n"
+        for pid in [parent.pid, *([child] if stopped == "with its child" else [])]:
+            os.kill(pid, signal.SIGSTOP)
+        resumes_s = time.monotonic() + 3.5
+        until(lambda: time.monotonic() > resumes_s)
+        (tmp_path / "gate").touch()
+        for pid in (child, parent.pid):
+            os.kill(pid, signal.SIGCONT)
+        said, _ = parent.communicate("go\n", timeout=60)
+        assert said.splitlines()[-1] == str([Score(1.0, {})])
+
+
+def first_life(what: str, completion: str = "") -> str:
+    """A reward file whose first process does `what` at this completion; if it is empty, before it is ready."""
+    return f"""
+import os, time
+from pathlib import Path
+tasks = [{{"prompt": "p", "id": "plain", "split": "train"}}]
+
+def score(prompt, completion, answer):
+    if completion != {completion!r}:
+        return 1.0
+    try:
+        Path(__file__).with_name("mark").touch(exist_ok=False)
+    except FileExistsError:
+        return 1.0
+    {what}
+"""
+
+
+def test_a_process_that_dies_before_it_is_ready_is_followed_by_another(tmp_path: Path) -> None:
+    (tmp_path / "reward.py").write_text(first_life("os._exit(9)"))
+    with naughty(tmp_path) as pool:
+        assert one(pool, "fine") == Score(1.0, {})
+    assert (tmp_path / "mark").exists()
+
+
+def test_the_jobs_of_a_process_that_is_never_ready_go_to_the_others(tmp_path: Path) -> None:
+    (tmp_path / "reward.py").write_text(first_life("time.sleep(1000)"))
+    two, jobs = LIMITS.model_copy(update={"processes": 2}), [Job("plain", f"fine {n}") for n in range(20)]
+    with naughty(tmp_path, two, Patience(start_s=4.0)) as pool:
+        pool.start()
+        assert pool.scores(jobs) == [Score(1.0, {})] * 20
+
+
+def test_a_process_that_cannot_be_started_at_first_is_started_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    popen, refused = subprocess.Popen, [OSError("no more processes"), OSError("no more processes")]
+
+    def flaky(*arguments: Any, **named: Any) -> subprocess.Popen[bytes]:
+        if refused:
+            raise refused.pop()
+        return popen(*arguments, **named)
+
+    with naughty(tmp_path) as pool:
+        monkeypatch.setattr(subprocess, "Popen", flaky)
+        pool.start()
+        assert (pool.pids, one(pool, "fine"), refused) == ([], Score(1.0, {}), [])
+
+
+def test_a_job_whose_process_somebody_killed_is_tried_again_however_late_it_is(tmp_path: Path) -> None:
+    (tmp_path / "reward.py").write_text(first_life("time.sleep(0.5); os.kill(os.getpid(), 9)", "go"))
+    with naughty(tmp_path, patience=Patience(start_s=60, all_s=0.3)) as pool:
+        assert one(pool, "fine") == Score(1.0, {})
+        assert one(pool, "go") == Score(1.0, {})
+    assert (tmp_path / "mark").exists()
 
 
 def test_keys_are_not_for_reward_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

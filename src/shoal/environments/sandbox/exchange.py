@@ -16,6 +16,7 @@ from shoal.errors import ScoringFailure
 CHUNK = 1 << 16
 ERRORS_KEPT = 4096
 REPORT_BYTES = 16
+LOOK_S = 0.25
 
 Cut = Literal["time", "output"]
 
@@ -68,16 +69,18 @@ class Pipes:
 
 @dataclass
 class Exchange:
-    """What goes in and comes out during one test, until `deadline` (monotonic) at the latest.
+    """What goes in and comes out during one test, for `within_s` at the latest.
 
-    All at once: a program may print before it has read everything.
+    All at once: a program may print before it has read everything. One look counts `LOOK_S` at most in `waited_s`,
+    however long it took: while the machine sleeps, the program does not run either.
     """
 
     control: socket.socket
     pipes: Pipes
     given: bytes
     most_bytes: int
-    deadline: float
+    within_s: float
+    waited_s: float = 0.0
     output: bytearray = field(default_factory=bytearray)
     returned: bytearray = field(default_factory=bytearray)
     errors: bytearray = field(default_factory=bytearray)
@@ -93,10 +96,12 @@ class Exchange:
         for descriptor in (self.control.fileno(), *reading):
             self._poll.register(descriptor, select.POLLIN)
         while len(self.said) < REPORT_BYTES or reading:
-            remaining_s = self.deadline - time.monotonic()
+            remaining_s, began_s = self.within_s - self.waited_s, time.monotonic()
             if remaining_s <= 0:
                 return "time"
-            for descriptor, _event in self._poll.poll(remaining_s * 1000):
+            ready = self._poll.poll(1000 * min(remaining_s, LOOK_S))
+            self.waited_s += min(time.monotonic() - began_s, LOOK_S)
+            for descriptor, _event in ready:
                 if self._served(descriptor):
                     reading.discard(descriptor)
             if max(len(self.output), len(self.returned), self._errors_size) > self.most_bytes:
