@@ -104,12 +104,13 @@ class Play:
         self.workers.append(self._node(row.node))
         return self.workers[-1]
 
-    def lease(self, worker: NodeRow, count: int, request: str | None = None) -> list[Lease]:
+    def lease(
+        self, worker: NodeRow, count: int, request: str | None = None, profile: str = "torch/cpu/float32"
+    ) -> list[Lease]:
         with self.storage.write() as transaction:
             transaction.touch_presence(worker.node, self.hub.context.clock.now_ms())  # as `auth` does
-        reply = attempt(
-            lambda: self.hub.work.lease(worker, LeaseRequest(request=request or fresh_request(), max_units=count))
-        )
+        asked = LeaseRequest(request=request or fresh_request(), max_units=count, profile=profile)
+        reply = attempt(lambda: self.hub.work.lease(worker, asked))
         if isinstance(reply, Refusal):
             assert reply.code == "node.banned"
             return []

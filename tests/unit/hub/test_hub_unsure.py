@@ -6,8 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hubkit import policy
 from machinekit import Play
 
+from shoal.hub.service.calibrating import SETTING
+from shoal.hub.state.calibrations import InForce
 from shoal.hub.state.commands import SaveNode
 from shoal.hub.state.refusals import Refusal
 from shoal.protocol import Batch, Lease, NodeState, Outcome, Severity
@@ -131,3 +134,42 @@ def test_a_kind_that_fails_together_is_unsure_and_the_alarm_names_it(play: Play)
     assert rows[2].unsure == 1
     (alarm,) = [each for each in play.hub.reporting.status().alarms if "most machines of kind" in each]
     assert "torch/cpu/float32 fail test" in alarm
+
+
+def test_the_kind_that_fails_is_that_of_the_lease_whatever_its_node_asks_for_since(play: Play) -> None:
+    """Three keys of a kind that most pass ask as a rarer one before their verdicts come: all three are struck."""
+    rare = "scripted/cpu/float32"
+    keys, honest = ([play.join(streak=8) for _ in range(3)] for _ in range(2))
+    for worker in [*honest, *keys]:
+        for lease in play.lease(worker, 1):
+            play.release(lease)
+        row = play._node(worker.node)
+        with play.storage.write() as transaction:
+            transaction.apply([SaveNode(replace(row, accepted=8), row.state)])
+    for worker in keys:
+        (lease,) = play.lease(worker, 1)
+        play.submit(lease)
+        play.lease(worker, 1, profile=rare)
+        assert play._node(worker.node).kind == rare
+        (audit,) = [each for each in play.claim(4) if each.lease.document["node"] == worker.node]
+        assert play.judge(audit, Outcome.REJECTED, (0.0, 1.0), Severity.STATISTICAL) is None
+    assert [play._node(worker.node).strikes for worker in keys] == [1, 1, 1]
+
+
+def test_who_works_as_a_kind_that_nobody_measured_is_a_newcomer_and_audited_fully(tmp_path: Path) -> None:
+    """By limits of a number format alone nobody is struck: a good name of another kind must buy no light audits."""
+    other = "torch/cpu/bfloat16"
+    run, hub = {"steps": 2, "groups_per_step": 8, "max_staleness": 0}, {"lease_s": 60, "audit": "reputation"}
+    play = Play(tmp_path, run, hub, measurable=(other, "torch/cuda/bfloat16"))
+    play.announce(0)
+    with play.storage.write() as transaction:
+        in_force = InForce(digest="c" * 64, policy=policy(0), kinds=("torch/cuda/bfloat16",))
+        transaction.put_setting(SETTING, in_force.model_dump_json())
+    worker = play.join(streak=10_000)
+    play.lease(worker, 1)
+    assert not play._node(worker.node).on_probation
+    (lease,) = play.lease(worker, 1, profile=other)
+    row = play._node(worker.node)
+    assert (row.on_probation, row.streak) == (True, 0)
+    play.submit(lease)
+    assert [audit.depth for audit in play.claim(4)] == ["full"]

@@ -340,6 +340,12 @@ class TestKinds:
         (row,) = nodes_in(judge(subject, outcome=Outcome.REJECTED, severity=Severity.CERTAIN, reason="proofs.drift"))
         assert row.state == NodeState.BANNED
 
+    def test_tokens_chosen_for_their_reward_are_a_strike_however_many_of_the_kind_choose(self) -> None:
+        """No driver knows the reward. Before, three such keys of a rare kind had their evidence begin anew for ever."""
+        failed = {"failed_check": "sampling.steered", "failed_at_ms": NOW_MS - 1}
+        (row, *_) = nodes_in(judge(case(kin=kin(9, accepted=8, **failed)), **{**STRIKE, "reason": "sampling.steered"}))
+        assert (row.strikes, row.state) == (1, NodeState.SUSPENDED)
+
     def test_the_same_verdict_again_is_harmless(self) -> None:
         decided = case(submission=submission(0, state=SubmissionState.UNSURE, reason="proofs.drift"))
         assert judge(decided, **STRIKE) == []

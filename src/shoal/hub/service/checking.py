@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 from shoal.errors import ProtocolError
@@ -219,6 +220,8 @@ class Checking:
         held, kin = transaction.holding(submission.lease), list[NodeRow]()
         assert held is not None, "a foreign key ties a submission to its lease"
         if verdict.severity is Severity.STATISTICAL:
+            profile = SignedDocument.model_validate_json(held.lease.document).document["profile"]
+            node = replace(node, kind=str(profile))  # it may have asked for another kind of lease since
             kin = transaction.kin(node.kind, verdict.reason, moment.now_ms - kinds.WITHIN_MS)
         holdings = tuple(transaction.holdings(node.node))
         return Case(submission, unit, node, holdings, stake, held.lease.issued_at_ms, tuple(kin))

@@ -87,7 +87,7 @@ class Work:
         alarms: list[Command] = []
         with context.decision(sweep=True) as (transaction, moment):
             terms = self._calibrating.terms(transaction, request.profile)
-            fresh = self._arrived(transaction, node, moment, place.network, request.profile)
+            fresh = self._arrived(transaction, node, moment, place.network, request.profile, terms.measured)
             lost = self._abandon(transaction, moment, fresh, request)
             ask, open_units, moment = self._ask(transaction, moment, fresh, request, place)
             halted = "" if ask.granted else orders_of(transaction).halted(moment.now_ms) or terms.waiting
@@ -145,11 +145,13 @@ class Work:
         self.drawing.forget([lease.unit for lease in held])
         return tuple(context.signed_before(lease.document) for lease in held)
 
-    def _arrived(self, transaction: Writer, node: NodeRow, moment: Moment, network: str, kind: str) -> NodeRow:
+    def _arrived(
+        self, transaction: Writer, node: NodeRow, moment: Moment, network: str, kind: str, measured: bool
+    ) -> NodeRow:
         """The node as it is now; a suspension that is over ends here, where that matters."""
-        fresh, commands = sanctions.lift(transaction.node(node.node) or node, moment.now_ms)
-        if (fresh.network, fresh.kind) != (network, kind):
-            fresh = replace(fresh, network=network, kind=kind)
+        before, commands = sanctions.lift(transaction.node(node.node) or node, moment.now_ms)
+        fresh = replace(before if measured else reputation.unmeasured(before), network=network, kind=kind)
+        if fresh != before:
             commands.append(SaveNode(fresh, fresh.state))
         transaction.apply(commands)
         return fresh

@@ -10,7 +10,8 @@ alarm says so.
             once together
 
 It protects no cheat: unsure work is neither trained on nor paid, gets its node one lease at a time, and after two
-attempts a validator generates the unit. Failures that are certain ban as ever. Whoever fakes a failing kind from three
+attempts a validator generates the unit. Failures that are certain ban as ever, and so do better rewards than the seeds'
+branches (`gains`): no driver or library knows the reward, and that evidence is of groups that were paid. Whoever fakes a failing kind from three
 networks buys nothing but that such keys are not banned; new keys are free anyhow.
 """
 
@@ -19,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from shoal.hub.state import reputation
+from shoal.hub.state import gains, reputation
 from shoal.hub.state.commands import RaiseAlarm
 from shoal.hub.state.rows import PROBATION_AUDITS, Moment, NodeRow
 from shoal.protocol import Outcome, Severity, Tally, Verdict
@@ -34,6 +35,8 @@ def failing(moment: Moment, node: NodeRow, kin: Sequence[NodeRow], verdict: Verd
     `kin` are the workers of the same kind that failed this check, or passed audits, within `WITHIN_MS`.
     """
     if verdict.outcome != Outcome.REJECTED or verdict.severity is not Severity.STATISTICAL or node.trusted:
+        return None
+    if verdict.reason == gains.STEERED:
         return None
     step, since_ms = moment.progress.next_step, moment.now_ms - WITHIN_MS
     others = [row for row in kin if row.node != node.node]

@@ -69,6 +69,12 @@ def passed(node: NodeRow, verdict: Verdict) -> NodeRow:
     )
 
 
+def unmeasured(node: NodeRow) -> NodeRow:
+    """The node as it asks to work as a kind that nobody has measured: a newcomer at most, whatever it was before. By
+    limits of its number format alone nothing it does is a statistical failure, so everything is audited fully."""
+    return node if node.on_probation else replace(node, passed=PROBATION_AUDITS - 1, streak=0)
+
+
 def unsure(node: NodeRow, verdict: Verdict, own_fault: bool) -> NodeRow:
     """The node after an unsure audit; `own_fault` if it was not our own machinery that failed."""
     record = of_late(node.record.plus(verdict.tally))  # so that accidents are not for the asking
