@@ -191,6 +191,14 @@ class TestStandstill:
             "the run's validators have not measured work in bfloat16 yet"
         )
 
+    def test_a_node_that_has_registered_and_is_loading_is_not_missed_for_a_minute(self, bench: Bench) -> None:
+        """Neither at the start nor when a run is resumed: `shoal run` shows the sentence as soon as there is one."""
+        assert self.told(bench) == []
+        bench.clock.advance(61)
+        beat(bench)
+        (sentence,) = self.told(bench)
+        assert "was heard of 61 s ago for the last time" in sentence
+
     def test_a_halted_or_finished_run_needs_nobody(self, bench: Bench) -> None:
         bench.accept_groups(2)
         assert bench.batch(0) is not None

@@ -1,7 +1,8 @@
 """Whether anybody is left to train, to check and to work; if not, who was, what became of them, and what to do.
 
 Told by `/status` and `/ready` at once when the last of a role is banned or suspended, and when it was not heard of for
-`HERE_MS`; of a role that nobody has filled yet, after `STARTING_MS`. `shoal run` shows it, and the watchdog repeats it.
+`HERE_MS`; of a role of which nobody was heard since the hub was started, after `STARTING_MS`. `shoal run` shows it, and
+the watchdog repeats it.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ def standstill(context: Context, reader: StoryReader, now_ms: int) -> list[str]:
     over = progress.policy is None or pacing.is_finished(context.rules, progress)
     if over or orders_of(reader).halted(now_ms):
         return []
-    fleet = reader.fleet(now_ms - HERE_MS)
+    fleet, since_start = reader.fleet(now_ms - HERE_MS), reader.fleet(context.started_ms)
     found = []
     for role in DOING:
         here = any(crew.role == role and crew.here and crew.state == NodeState.ACTIVE for crew in fleet)
-        known = any(crew.role == role for crew in fleet)
-        if not here and (known or now_ms - context.started_ms >= STARTING_MS):
+        lost = any(crew.role == role and (crew.here or crew.state != NodeState.ACTIVE) for crew in since_start)
+        if not here and (lost or now_ms - context.started_ms >= STARTING_MS):
             found.append(_nobody(context, reader, role, now_ms))
     return found or _unjudgeable(context, reader, now_ms)
 
@@ -57,7 +58,9 @@ def _taken(context: Context, reader: StoryReader) -> Sequence[str]:
 def _fate(reader: StoryReader, known: Sequence[NodeRow], now_ms: int) -> str:
     """What became of the one that was heard of last, a sanctioned one before others."""
     presences = reader.presences_named([row.node for row in known])
-    heard = {row.node: presences[row.node].last_seen_ms if row.node in presences else 0 for row in known}
+    heard = {
+        row.node: presences[row.node].last_seen_ms if row.node in presences else row.registered_at_ms for row in known
+    }
     row = max(known, key=lambda each: (heard[each.node], each.state is not NodeState.ACTIVE))
     who, see = node_label(row), f"`shoal why {row.node[:8]}` says more"
     if row.state is NodeState.BANNED:
