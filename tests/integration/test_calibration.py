@@ -124,6 +124,7 @@ def test_bfloat16_work_is_leased_once_it_is_measured_and_measured_anew_when_the_
     first = run.in_force()
     made = run.trainer.calibration(first)
     assert made.machines == ("cpu/float32",)
+    assert made.kinds[KIND].limits["validators"] == ["bfloat16", "float32"], "second looks are in the worker's format"
     assert min(made.kinds[KIND].caught.values()) >= 0.99
     with torch.no_grad():
         for name, weight in run.model.named_parameters():

@@ -151,8 +151,9 @@ def measure(
     tell: Progress = log.debug,
     sizes: Sequence[int] = (),
 ) -> Measurement:
-    """Measure the kind of `worker` as `validators` see it. The worker's engine is no validator's: its weights change
-    meanwhile. Of blocks of `sizes` tokens, too, it is told how many are caught."""
+    """Measure the kind of `worker` as `validators` see it. The worker's engine may be one of these, as for a second
+    look: its weights change while it draws, and are its own again when everything is seen. Of blocks of `sizes` tokens,
+    too, it is told how many are caught."""
     began = time.monotonic()
     subject = Subject(worker, plan, tell)
     honest = subject.honest()

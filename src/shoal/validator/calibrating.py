@@ -187,9 +187,12 @@ class Calibrator:
         from shoal.engines.torch import TorchEngine
 
         assert isinstance(loaded.engine, TorchEngine), "only torch's engine is measured"
+        worker = loaded.engine.copied(loaded.files, number_format)
+        second = self._kind_in(number_format).partition("/")[2]  # what a second look computes with
         try:
-            return measure(loaded.engine.copied(loaded.files, number_format), {self.machine: loaded.engine}, plan)
+            return measure(worker, {second: worker, self.machine: loaded.engine}, plan)
         finally:
+            del worker
             release_memory()
 
     def _publish(self, found: Measured, in_force: Calibration | None, digest: str) -> None:
@@ -203,11 +206,13 @@ class Calibrator:
             log.info("the limits that were measured are not in force: %s", refusal)
 
     def _joined(self, found: Measured, in_force: Calibration | None, digest: str) -> Calibration:
-        """What was measured here together with what is in force of other machines, or of other formats."""
+        """What was measured here together with what is in force of other machines, or of other formats. What was
+        measured anew, as the policy has moved, takes the place of all that was seen before: others measure it, too."""
         kinds, refused, machines = dict(found.kinds), dict(found.refused), [self.machine]
         if in_force is not None and in_force.policy.incarnation == found.policy.incarnation:
             is_mine = self.machine in in_force.machines
-            machines = list(dict.fromkeys([*in_force.machines, self.machine]))
+            if not (is_mine and found.kinds.keys() & in_force.kinds.keys()):
+                machines = list(dict.fromkeys([*in_force.machines, self.machine]))
             for kind, theirs in in_force.kinds.items():
                 mine = kinds.get(kind)
                 kinds[kind] = theirs if mine is None else mine if is_mine else _wider(mine, theirs)

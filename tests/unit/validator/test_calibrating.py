@@ -1,0 +1,97 @@
+"""Validators of several machines put limits in force together; each measures what it needs to judge by."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from honest import POLICY
+
+from shoal.engines import Engine
+from shoal.engines.shelf import LoadedPolicy
+from shoal.engines.torch import TorchEngine
+from shoal.models.load import load_model
+from shoal.protocol import AuditReply, Calibration, MeasuredKind, SignedDocument, SigningKey
+from shoal.runtime.clock import ManualClock
+from shoal.validator import ValidatorSettings, calibrating, load_profiles
+from shoal.validator.calibrating import Calibrator, Measured, profiles_of
+from shoal.validator.profiles import Profile
+
+FLOAT32, BFLOAT16 = "torch/cpu/float32", "torch/cpu/bfloat16"
+DIGEST = "c" * 64
+
+
+class Hub:
+    """What is in force, and who asks."""
+
+    key = SigningKey.from_seed(b"v" * 32)
+    in_force: Calibration | None = None
+
+    def run_info(self) -> Any:
+        return SimpleNamespace(run="a-run", profiles=(FLOAT32, BFLOAT16))
+
+    def publish_calibration(self, signed: SignedDocument) -> None:
+        self.in_force = Calibration.model_validate(signed.document)
+
+    def calibration(self, _digest: str) -> Calibration | None:
+        return self.in_force
+
+
+def calibrator(hub: Hub, dtype: Any) -> Calibrator:
+    judge: Any = SimpleNamespace(profiles=load_profiles())
+    settings = ValidatorSettings(device="cpu", dtype=dtype)
+    return Calibrator(hub, None, judge, "torch", settings, ManualClock())  # type: ignore[arg-type]
+
+
+def publish(by: Calibrator, hub: Hub, distance: float) -> None:
+    """What a validator does after it has measured: limits of bfloat16 workers as it sees them."""
+    profile = Profile(key=BFLOAT16, validators=(by.machine.rpartition("/")[2],))
+    limits = profile.model_dump(mode="json")
+    limits["sampling"]["distance"] = distance
+    kinds = {BFLOAT16: MeasuredKind(limits=limits), FLOAT32: MeasuredKind(limits={**limits, "key": FLOAT32})}
+    by._publish(Measured(POLICY, kinds), hub.in_force, DIGEST if hub.in_force else "")
+
+
+def is_due(by: Calibrator) -> bool:
+    by._known.clear()
+    return by.due(AuditReply(calibration=DIGEST, wanted=("bfloat16",)), POLICY) is not None
+
+
+def test_what_one_machine_measures_anew_every_other_one_measures_too() -> None:
+    """Before, limits for the eyes of the first alone stayed in force: the second could judge nothing by them."""
+    hub = Hub()
+    first, second = calibrator(hub, "float32"), calibrator(hub, "bfloat16")
+    publish(first, hub, 0.1)
+    assert (is_due(first), is_due(second)) == (False, True)
+    publish(second, hub, 0.2)
+    assert (is_due(first), is_due(second)) == (False, False)
+    publish(first, hub, 0.3)  # the policy has moved
+    assert (is_due(first), is_due(second)) == (False, True)
+    publish(second, hub, 0.2)
+    assert (is_due(first), is_due(second)) == (False, False)
+    assert hub.in_force is not None
+    limits = profiles_of(hub.in_force)[BFLOAT16]
+    assert (limits.validators, limits.sampling.distance) == (("bfloat16", "float32"), 0.3)
+
+
+@pytest.mark.parametrize(
+    ("number_format", "machines"), [("bfloat16", {"cpu/bfloat16", "cpu/float32"}), ("float32", {"cpu/float32"})]
+)
+def test_limits_are_measured_for_second_looks_in_the_workers_own_format_too(
+    number_format: str, machines: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, they were for the validator's own format alone: whatever failed by statistics was `second.missing`."""
+    seen: dict[str, Engine] = {}
+
+    def measure(_worker: Engine, validators: Mapping[str, Engine], _plan: object) -> None:
+        seen.update(validators)
+
+    monkeypatch.setattr(calibrating, "measure", measure)
+    model = load_model("tiny", "bfloat16")
+    engine = TorchEngine.wrap(model.model).copied(model.files, "float32")
+    calibrator(Hub(), "float32")._one(LoadedPolicy(POLICY, engine, model.files), number_format, None)  # type: ignore[arg-type]
+    assert set(seen) == machines
+    assert all(each.kind == f"torch/{machine}" for machine, each in seen.items())
+    assert seen["cpu/float32"] is engine
