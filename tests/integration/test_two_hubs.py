@@ -8,6 +8,7 @@ Same request at both hubs at once: the same leases. Same submission, same verdic
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import random
@@ -52,20 +53,23 @@ from shoal.errors import ConfigError, ResourceError
 from shoal.hub import run_hub
 from shoal.hub.service import Hub
 from shoal.hub.state.commands import SaveLease, SaveUnit
+from shoal.hub.state.gains import NEWER, Suspicion
 from shoal.hub.state.machines import LeaseState, SubmissionState, UnitState
 from shoal.hub.state.refusals import Refusal
-from shoal.hub.state.rows import LeaseRow, UnitRow
+from shoal.hub.state.rows import LeaseRow, NodeRow, UnitRow
 from shoal.hub.storage import postgres as postgres_module
 from shoal.hub.storage import tables
 from shoal.hub.storage.postgres import PostgresStorage
 from shoal.protocol import (
     Audit,
     AuditReply,
+    AuditRequest,
     Batch,
     HeartbeatReply,
     Lease,
     LeaseRelease,
     LeaseReply,
+    LeaseRequest,
     LedgerEntry,
     LedgerPage,
     NodeState,
@@ -77,10 +81,12 @@ from shoal.protocol import (
     SignedDocument,
     SigningKey,
     Verdict,
+    VerdictReply,
     VerdictReport,
     open_document,
     sign_document,
 )
+from shoal.protocol.branches import Branches
 from shoal.runtime.clock import ManualClock, SystemClock
 from shoal.runtime.stop import stop_on_signals
 
@@ -466,6 +472,13 @@ def check_rows(storage: PostgresStorage, scale: Scale, books: Books, accounts: l
     assert len(trained) == len(set(trained)) == scale.steps * scale.groups
 
 
+def row_of(hub: Hub, key: SigningKey) -> NodeRow:
+    with hub.context.storage.read() as reader:
+        row = reader.node(key.node)
+    assert row is not None
+    return row
+
+
 class TestTogether:
     """Two hubs in this process, on one database."""
 
@@ -486,6 +499,54 @@ class TestTogether:
         second.upkeep.tick()
         assert second.context.leads
         second.close()
+
+    def test_what_validators_see_of_branches_at_once_is_all_counted_for_newcomers(
+        self, tmp_path: Path, database_url: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Their evidence is in one row: before, each of two reports at one time put its own in place of the other's."""
+        clock = ManualClock()
+        hubs = [self.hub(tmp_path / "hub", database_url, clock) for _ in range(2)]
+        trusted = {TRAINER: "trainer", worker_key(11): "validator", worker_key(12): "validator"}
+        for key, role in trusted.items():
+            body = Registration(public_key=key.public_key, role=role, certificate=certificate(key, role))
+            hubs[0].membership.register(body)
+        announcement = PolicyAnnouncement(run=RUN_ID, policy=policy(0), created_at_ms=0)
+        hubs[0].training.announce(row_of(hubs[0], TRAINER), sign_document(announcement, TRAINER))
+        for number in (1, 2):
+            hubs[0].membership.register(Registration(public_key=worker_key(number).public_key))
+            worker = row_of(hubs[0], worker_key(number))
+            [signed] = hubs[0].work.lease(worker, LeaseRequest(request=fresh_request())).leases
+            lease = Lease.model_validate(signed.document)
+            hubs[0].work.submit(worker, lease.lease, submission_body(lease))
+        met, after = threading.Barrier(2), Suspicion.after
+
+        def meeting(suspicion: Suspicion, verdict: Verdict) -> Suspicion:
+            with contextlib.suppress(threading.BrokenBarrierError):
+                met.wait(2)  # both have read the row, unless one waits for the other
+            return after(suspicion, verdict)
+
+        def reported(hub: Hub, key: SigningKey) -> VerdictReply:
+            node = row_of(hub, key)
+            [audit] = hub.checking.audits(node, AuditRequest(max_audits=1)).audits
+            lease = Lease.model_validate(audit.lease.document)
+            verdict = Verdict(
+                run=RUN_ID, submission=audit.submission, unit=lease.unit, node=lease.node, outcome=Outcome.ACCEPTED,
+                rewards=(RolloutReward(value=0.0), RolloutReward(value=1.0)), generated_tokens=GROUP_TOKENS,
+                depth=audit.depth, decided_at_ms=1, environment_digest=lease.environment_digest,
+                branches=Branches(looked=1, differences=(1.0,)),
+            )  # fmt: skip
+            return hub.checking.verdicts(node, VerdictReport(verdicts=(sign_document(verdict, key),)))
+
+        monkeypatch.setattr(Suspicion, "after", meeting)
+        with ThreadPoolExecutor(2) as pool:
+            replies = list(pool.map(reported, hubs, (worker_key(11), worker_key(12))))
+        assert [reply.refused for reply in replies] == [(), ()]
+        with hubs[0].context.storage.read() as reader:
+            stored = reader.setting(NEWER)
+        assert stored is not None
+        assert Suspicion.model_validate_json(stored).evidence.differing == 2
+        for hub in hubs:
+            hub.close()
 
     def test_another_secret_is_refused(self, tmp_path: Path, database_url: str) -> None:
         clock = ManualClock()

@@ -13,7 +13,7 @@ from shoal.hub.service.calibrating import SETTING
 from shoal.hub.state.calibrations import InForce
 from shoal.hub.state.commands import SaveNode
 from shoal.hub.state.refusals import Refusal
-from shoal.protocol import Batch, Lease, NodeState, Outcome, Severity
+from shoal.protocol import AuditRequest, Batch, Lease, NodeState, Outcome, Severity
 
 GROUPS = 3
 
@@ -173,3 +173,12 @@ def test_who_works_as_a_kind_that_nobody_measured_is_a_newcomer_and_audited_full
     assert (row.on_probation, row.streak) == (True, 0)
     play.submit(lease)
     assert [audit.depth for audit in play.claim(4)] == ["full"]
+
+
+def test_a_format_that_was_asked_for_is_wanted_at_every_hub_and_after_a_restart(tmp_path: Path) -> None:
+    """The hub that a validator asks may be another one than that of the worker which waits."""
+    play = Play(tmp_path, {"steps": 2}, {}, measurable=("torch/cpu/bfloat16",))
+    play.announce(0)
+    assert play.lease(play.join(), 1, profile="torch/cpu/bfloat16") == []
+    play.restart()
+    assert play.hub.checking.audits(play.validator, AuditRequest()).wanted == ("bfloat16",)

@@ -60,7 +60,7 @@ class Hub:
         self.uploads = Uploads(self.context, self.work)
         self.evaluating = Evaluating(self.context, self.work.drawing)
         self.showing = Showing(self.context)
-        self.checking = Checking(self.context, self.work, self.evaluating, self.showing, self.calibrating)
+        self.checking = Checking(self.context, self.work, self.evaluating, self.showing)
         self.training = Training(self.context)
         self.reporting = Reporting(self.context, self.posting)
         self.stories = Stories(self.context, self.posting)

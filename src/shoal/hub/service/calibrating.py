@@ -20,17 +20,17 @@ from shoal.protocol import Calibration, SignedDocument, document_hash, open_docu
 from shoal.protocol.calibration import format_of
 
 SETTING = "calibration"
+WANTED = "calibrations.wanted"
 
 
 class Calibrating:
     def __init__(self, context: Context) -> None:
         self._context = context
-        self.wanted: dict[str, None] = {}  # formats that workers asked for in vain since this process was started
 
-    def terms(self, reader: Reader, kind: str) -> Terms:
+    def terms(self, transaction: Writer, kind: str) -> Terms:
         """What a worker of this kind is judged by; a format that is not measured yet is wanted from now on."""
         config = self._context.config
-        in_force = in_force_of(reader)
+        in_force = in_force_of(transaction)
         if kind not in calibrations.taken(InForce(owners=in_force.owners), config.profiles, config.measurable):
             known = calibrations.taken(in_force, config.profiles, config.measurable)
             raise Refusal(
@@ -41,8 +41,9 @@ class Calibrating:
                 "`shoal doctor --calibrate` and ask the run's owner to open it (`shoal admin calibrate`)",
             )
         found = calibrations.terms(in_force, kind, config.profiles)
-        if found.waiting:
-            self.wanted[format_of(kind)] = None
+        wanted = wanted_of(transaction)
+        if found.waiting and format_of(kind) not in wanted:
+            transaction.put_setting(WANTED, " ".join([*wanted, format_of(kind)]))
         return found
 
     def publish(self, signed: SignedDocument) -> None:
@@ -101,6 +102,11 @@ def _closed(kind: str, why: str) -> str:
 def in_force_of(reader: Reader) -> InForce:
     """What is in force; asked for with every lease, so that the last few are kept parsed."""
     return _parsed(reader.setting(SETTING) or "{}")
+
+
+def wanted_of(reader: Reader) -> tuple[str, ...]:
+    """The number formats that workers asked for before they were measured, at whichever hub."""
+    return tuple((reader.setting(WANTED) or "").split())
 
 
 @lru_cache(maxsize=8)

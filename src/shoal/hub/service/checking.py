@@ -8,7 +8,7 @@ from typing import Literal
 
 from shoal.errors import ProtocolError
 from shoal.hub.changes import Topic
-from shoal.hub.service.calibrating import Calibrating, in_force_of
+from shoal.hub.service.calibrating import in_force_of, wanted_of
 from shoal.hub.service.context import Context, node_label
 from shoal.hub.service.evaluating import Evaluating, require_environment
 from shoal.hub.service.owner import require_trusted
@@ -44,12 +44,9 @@ TRIES = 4
 
 
 class Checking:
-    def __init__(
-        self, context: Context, work: Work, evaluating: Evaluating, showing: Showing, calibrating: Calibrating
-    ) -> None:
+    def __init__(self, context: Context, work: Work, evaluating: Evaluating, showing: Showing) -> None:
         self._context = context
         self._work = work
-        self._calibrating = calibrating
         self._evaluating = evaluating
         self._showing = showing
         self._owed = 0.0  # tokens of audits saved up for newcomers
@@ -73,8 +70,7 @@ class Checking:
         if leases:
             self._context.waits.done(node_label(node))
         with self._context.storage.read() as reader:
-            digest = in_force_of(reader).digest
-        wanted = tuple(self._calibrating.wanted)
+            digest, wanted = in_force_of(reader).digest, wanted_of(reader)
         return reply.model_copy(update={"generate": leases, "calibration": digest, "wanted": wanted})
 
     def _claim(self, node: NodeRow, request: AuditRequest, evaluates: bool) -> AuditReply:
@@ -147,7 +143,7 @@ class Checking:
     def _rule(
         self, validator: NodeRow, pairs: Sequence[tuple[SignedDocument, Ruling | Refusal]]
     ) -> list[RefusedVerdict]:
-        refused: list[RefusedVerdict] = []
+        refused, counted = list[RefusedVerdict](), list[tuple[NodeRow, Verdict]]()
         with self._context.decision() as (transaction, moment):
             require_trusted(transaction, validator.public_key)
             transaction.lock_nodes(each.verdict.node for _, each in pairs if isinstance(each, Ruling))
@@ -160,14 +156,18 @@ class Checking:
                     moment = self._context.moment(transaction)
                     commands = judge(moment, case, ruling)
                     transaction.apply(commands)
-                    if commands:  # not the same verdict again
-                        _suspect(transaction, moment, case.node, ruling.verdict)
+                    if commands and gains.counts(ruling.verdict):  # not the same verdict again
+                        counted.append((case.node, ruling.verdict))
                     if ruling.verdict.outcome == Outcome.ACCEPTED and case.node.on_probation:
                         self._context.turns.earned(case.node.network, case.node.node, moment.now_ms)
                 except Refusal as refusal:
                     refused.append(_refused(signed, refusal))
                     if refusal.code == DECIDED:
                         transaction.apply(disagreement(moment, case.submission, ruling))
+            if counted:
+                transaction.frontier()  # one at a time: the evidence of many nodes is in one row
+            for each, verdict in counted:
+                _suspect(transaction, moment, each, verdict)
             point("hub.verdict.before_commit")
         point("hub.verdict.after_commit")
         return refused

@@ -46,6 +46,11 @@ def groups_of(node: NodeRow) -> dict[str, str]:
     return found | ({NEWER: "newcomers"} if node.passed < POOLED_AUDITS else {})
 
 
+def counts(verdict: Verdict) -> bool:
+    """Whether the verdict says anything of branches."""
+    return bool(verdict.branches.differences) or verdict.reason == STEERED
+
+
 def counted(node: NodeRow, verdict: Verdict) -> NodeRow:
     """The node with what the branches of its submission showed."""
     if verdict.outcome == Outcome.REJECTED:

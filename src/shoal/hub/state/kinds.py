@@ -11,8 +11,8 @@ alarm says so.
 
 It protects no cheat: unsure work is neither trained on nor paid, gets its node one lease at a time, and after two
 attempts a validator generates the unit. Failures that are certain ban as ever, and so do better rewards than the seeds'
-branches (`gains`): no driver or library knows the reward, and that evidence is of groups that were paid. Whoever fakes a failing kind from three
-networks buys nothing but that such keys are not banned; new keys are free anyhow.
+branches (`gains`): no driver or library knows the reward, and that evidence is of groups that were paid. Whoever fakes
+a failing kind from three networks buys nothing but that such keys are not banned; new keys are free anyhow.
 """
 
 from __future__ import annotations
