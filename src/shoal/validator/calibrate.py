@@ -171,6 +171,9 @@ def measure(
     every = {machine: [case for cases in each.values() for case in cases] for machine, each in seen.items()}
     failures = {machine: failed_checks(cases, profile) for machine, cases in every.items()}
     bar = bar_for(min(each.entropy_mean for each in bands.values()))
+    for name, cases in cheats.items():
+        if CHEATS[name].weights is not None:  # of few tokens one block: what nobody has seen caught is not
+            bar[name] = min(bar[name], _tokens(cases))
     catches = tuple(
         catch
         for (name, machine), cases in caught.items()

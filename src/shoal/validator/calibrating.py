@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 POLICY_WAIT_S = 30.0
 RETRY_S = 60.0  # after a measurement failed
 LATEST_S = 60.0  # what has built-in limits waits so long for a time without audits
-PROBE_SHARE = 0.02  # of the time, at most, is spent on looking whether the policy has moved
+PROBE_SHARE = 0.02  # of the time, at most, is spent on looking whether the policy has moved, and on what was refused
 CPU_SEQUENCES = 64  # a processor takes as many times longer for more rows; a GPU does not
 SENTENCE = 500
 
@@ -70,6 +70,7 @@ class Calibrator:
         self._retry_s = 0.0
         self._probed: PolicyRef | None = None
         self._next_probe_s = 0.0
+        self._next_refused_s = 0.0
         self._waits_s: float | None = None  # since when there is something to measure that can wait
         self._unpublished: Measured | None = None
 
@@ -86,8 +87,10 @@ class Calibrator:
     def _calibration(self, digest: str) -> Calibration | None:
         if digest and digest not in self._known:
             try:
-                self._known[digest] = self._client.calibration(digest)
-            except (HubRefused, ProtocolError) as error:
+                made = self._client.calibration(digest)
+                profiles_of(made)  # those of another release, or of a broken validator, may be none
+                self._known[digest] = made
+            except (HubRefused, ProtocolError, ValueError) as error:
                 log.error("calibration %s… cannot be used: %s", digest[:16], error)
         return self._known.get(digest)
 
@@ -99,8 +102,7 @@ class Calibrator:
         if newest is None or now_s < self._retry_s or not self._can_measure:
             return None
         in_force, digest = self._calibration(reply.calibration), reply.calibration
-        if digest and in_force is None:
-            return None
+        is_lost = bool(digest) and in_force is None  # its signer was revoked, say: nothing can be judged by it
         found = self._unpublished
         if found is not None and found.policy.incarnation == newest.incarnation:
             return partial(self._publish, found, in_force, digest)
@@ -111,7 +113,7 @@ class Calibrator:
                 return None
             return partial(self._probe, newest, in_force, digest)
         self._waits_s = now_s if self._waits_s is None else self._waits_s
-        if (reply.audits or not is_ready) and now_s < self._waits_s + LATEST_S:
+        if (reply.audits or not is_ready) and not is_lost and now_s < self._waits_s + LATEST_S:
             own, known = format_of(self._kind), self._judge.profiles
             wanted = [each for each in wanted if own != "float32" or self._kind_in(each) not in known]
         return partial(self._measure, newest, wanted[:1], in_force, digest) if wanted else None
@@ -137,14 +139,16 @@ class Calibrator:
         return f"{self._kind.rpartition('/')[0]}/{number_format}"
 
     def _missing(self, in_force: Calibration | None, newest: PolicyRef, asked: tuple[str, ...]) -> list[str]:
-        """The number formats that this machine has to measure, the coarsest first: somebody may be waiting for it."""
+        """The number formats that this machine has to measure, the coarsest first: somebody may be waiting for it. What
+        was refused is measured again with a later policy: cheats that passed may be caught then."""
         open_formats = {format_of(kind) for kind in self._client.run_info().profiles} | set(asked)
         formats = [each for each in self._formats if each in open_formats - self._unable]
         if self.machine.startswith("cpu/"):  # coarse formats are slow there: nobody computes so who does not say so
             formats = [each for each in formats if each == "float32" or each in asked]
         is_mine = in_force is not None and self.machine in in_force.machines
         if in_force is not None and is_mine and in_force.policy.incarnation == newest.incarnation:
-            done = {*in_force.kinds, *in_force.refused}
+            again = newest != in_force.policy and self._clock.monotonic_s() >= self._next_refused_s
+            done = {*in_force.kinds, *(() if again else in_force.refused)}
             formats = [each for each in formats if self._kind_in(each) not in done]
         return sorted(formats)
 
@@ -175,6 +179,7 @@ class Calibrator:
                 continue
             _note(found, measured)
         found.seconds = round(self._clock.monotonic_s() - began_s, 1)
+        self._next_refused_s = began_s + found.seconds / PROBE_SHARE
         log.info(
             "limits of %s measured with policy %s in %.1f s%s",
             ", ".join(found.kinds) or "nothing", policy.label, found.seconds,
@@ -203,6 +208,8 @@ class Calibrator:
             self._unpublished = None
         except HubRefused as refusal:
             self._unpublished = found if refusal.code == "calibration.outdated" else None
+            if refusal.code not in ("calibration.outdated", "calibration.policy"):
+                raise  # measured again later, not at once and for ever
             log.info("the limits that were measured are not in force: %s", refusal)
 
     def _joined(self, found: Measured, in_force: Calibration | None, digest: str) -> Calibration:

@@ -94,6 +94,16 @@ def test_in_bfloat16_another_kernel_widens_the_limits_and_limits_that_hide_int8_
     assert "of blocks of 512 tokens by cpu/bfloat16, and must be in 99%" in measurement.problems[0]
 
 
+def test_a_machine_too_slow_for_a_whole_block_of_cheaper_weights_tries_what_it_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before, less than 512 tokens of int8 weights were no block, and limits that nobody had tried were taken."""
+    monkeypatch.setattr(calibrate_module, "DRAW_S", 0.0)
+    measurement = measure(*engines("bfloat16", "float32", 4))
+    (int8,) = [catch for catch in measurement.catches if catch.cheat == calibrate_module.INT8_NAME]
+    assert (int8.tokens, int8.blocks > 0) == (4 * 32, True)
+
+
 def test_limits_that_honest_groups_do_not_keep_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     narrow = ProofTolerance(exponents=0.0, boundary=0, mantissa_median=0.0, mantissa_mean=0.0)
     too_narrow = BUILT_IN["torch/cpu/float32"].model_copy(

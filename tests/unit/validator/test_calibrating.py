@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,8 +13,9 @@ from honest import POLICY
 from shoal.engines import Engine
 from shoal.engines.shelf import LoadedPolicy
 from shoal.engines.torch import TorchEngine
+from shoal.errors import HubRefused, SignatureError
 from shoal.models.load import load_model
-from shoal.protocol import AuditReply, Calibration, MeasuredKind, SignedDocument, SigningKey
+from shoal.protocol import AuditReply, Calibration, MeasuredKind, PolicyRef, SignedDocument, SigningKey
 from shoal.runtime.clock import ManualClock
 from shoal.validator import ValidatorSettings, calibrating, load_profiles
 from shoal.validator.calibrating import Calibrator, Measured, profiles_of
@@ -28,6 +30,7 @@ class Hub:
 
     key = SigningKey.from_seed(b"v" * 32)
     in_force: Calibration | None = None
+    is_revoked = False
 
     def run_info(self) -> Any:
         return SimpleNamespace(run="a-run", profiles=(FLOAT32, BFLOAT16))
@@ -35,7 +38,9 @@ class Hub:
     def publish_calibration(self, signed: SignedDocument) -> None:
         self.in_force = Calibration.model_validate(signed.document)
 
-    def calibration(self, _digest: str) -> Calibration | None:
+    def calibration(self, _digest: str) -> Calibration:
+        if self.is_revoked or self.in_force is None:
+            raise SignatureError("signed by a key that is trusted for nothing")
         return self.in_force
 
 
@@ -95,3 +100,56 @@ def test_limits_are_measured_for_second_looks_in_the_workers_own_format_too(
     assert set(seen) == machines
     assert all(each.kind == f"torch/{machine}" for machine, each in seen.items())
     assert seen["cpu/float32"] is engine
+
+
+def test_what_was_refused_is_measured_again_with_a_later_policy_but_not_all_the_time() -> None:
+    """Before, one unlucky measurement closed a number format for as long as the run lasted."""
+    hub = Hub()
+    mine = calibrator(hub, "float32")
+    clock: Any = mine._clock
+    mine._next_refused_s = clock.monotonic_s() + 1000
+    mine._publish(
+        Measured(POLICY, {FLOAT32: MeasuredKind(limits={"key": FLOAT32})}, {BFLOAT16: "int8 passes"}), None, ""
+    )
+    later = POLICY.model_copy(update={"version": POLICY.version + 1})
+
+    def missing(policy: PolicyRef) -> list[str]:
+        return mine._missing(hub.in_force, policy, ("bfloat16",))
+
+    assert (missing(POLICY), missing(later)) == ([], [])
+    clock.advance(1000)
+    assert (missing(POLICY), missing(later)) == ([], ["bfloat16"])
+
+
+@pytest.mark.parametrize("how", ["its signer was revoked", "its limits mean nothing here"])
+def test_a_calibration_that_cannot_be_used_is_measured_anew_at_once(how: str) -> None:
+    """Before, nobody ever measured again: every group was unsure from then on, and validators generated all units. By
+    limits of another release every validator ended, and ended again when it was started."""
+    hub = Hub()
+    mine = calibrator(hub, "float32")
+    publish(mine, hub, 0.1)
+    assert hub.in_force is not None
+    if how == "its signer was revoked":
+        hub.is_revoked = True
+    else:
+        hub.in_force.kinds[FLOAT32].limits["a-later-limit"] = 1.0
+    mine._known.clear()
+    assert mine.limits(DIGEST) is None
+    audits = AuditReply.model_construct(audits=("one",), calibration=DIGEST, wanted=())  # type: ignore[arg-type]
+    job = mine.due(audits, POLICY)
+    assert isinstance(job, partial)
+    assert (job.func, job.args) == (mine._measure, (POLICY, ["float32"], None, DIGEST))
+
+
+def test_a_hub_that_takes_no_calibration_is_not_asked_again_for_a_minute() -> None:
+    hub = Hub()
+    mine = calibrator(hub, "float32")
+
+    def refused(_signed: SignedDocument) -> None:
+        raise HubRefused(404, "request.unknown", "there is no such route")
+
+    hub.publish_calibration = refused  # type: ignore[method-assign]
+    mine.attempt(lambda: publish(mine, hub, 0.1))
+    assert not is_due(mine)
+    mine._clock.advance(60)  # type: ignore[attr-defined]
+    assert is_due(mine)
