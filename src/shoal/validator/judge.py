@@ -5,8 +5,8 @@
                                    ├─ light: as it is claimed ──────────────────────┐
                                    └─ full: replay (one prefill for all) ─► after ─┬┴─► objection, reward ─► accepted
                                               │ the engine fails on it             └──► rejected    (all at once)
-                                              └► unsure                                 by statistics or unsure: after a
-                                                                                        second look (`second`)
+                                              └► unsure                                 or unsure: after a second look
+                                                                                        (`second`)
     shown progress: a few of these checks on one rollout; rejected for certain, or no verdict (`progress`)
 
 What there was no time to score has no verdict: it is for later, or for somebody else. Pure but for the engine, the
@@ -164,23 +164,32 @@ class Judge:
         return _Open(replace(docket, unsure_rate=unsure_rate, measured=is_measured), case, findings)
 
     def _first_looks(self, opened: Sequence[_Open | Verdict], loaded: LoadedPolicy) -> list[_Open | Verdict]:
-        """One rollout of each newcomer's group, which nobody can tell in advance: if it fails for certain, that is the
-        verdict, and the others are not computed. Rubbish costs as little as that."""
+        """One rollout of each newcomer's group, which nobody can tell in advance: if it fails for certain, twice, that
+        is the verdict, and the others are not computed. Rubbish costs as little as that."""
         of_newcomers = [entry for entry in opened if isinstance(entry, _Open) and entry.docket.audit.newcomer]
         looked = [
             entry for entry in of_newcomers if entry.docket.audit.depth == "full" and len(entry.case.rollouts) > 1
         ]
-        cases = [entry.case.only(self.pick(len(entry.case.rollouts))) for entry in looked]
-        failed: dict[int, Verdict] = {}
-        for entry, case, replay in zip(looked, cases, replay_all(loaded.engine, cases), strict=True):
-            if isinstance(replay, Exception) or not replay.is_finite:
-                continue  # the whole group will show it, and whose fault it is
-            case.replay = replay
-            findings = run_all(AFTER_PREFILL, case)
-            if findings[-1].severity is Severity.CERTAIN:
-                verdict = entry.docket.rejected([*entry.findings, *findings], self.clock.now_ms(), case.tally)
-                failed[id(entry)] = verdict
+        first = [(entry, entry.case.only(self.pick(len(entry.case.rollouts)))) for entry in looked]
+        once = self._certain(first, loaded.engine)
+        twice = self._certain([(entry, case) for entry, case, _ in once], loaded.engine)  # one prefill may be broken
+        failed = {
+            id(entry): entry.docket.rejected([*entry.findings, *findings], self.clock.now_ms(), case.tally)
+            for entry, case, findings in twice
+        }
         return [failed.get(id(entry), entry) for entry in opened]
+
+    def _certain(self, cases: Sequence[tuple[_Open, Case]], engine: Engine) -> list[tuple[_Open, Case, list[Finding]]]:
+        """Those that fail for certain, by one prefill. One that the engine fails on is none: the whole group will show
+        it, and whose fault it is."""
+        found = []
+        for (entry, case), replay in zip(cases, replay_all(engine, [case for _, case in cases]), strict=True):
+            if not isinstance(replay, Exception) and replay.is_finite:
+                seen = replace(case, replay=replay)
+                findings = run_all(AFTER_PREFILL, seen)
+                if findings[-1].severity is Severity.CERTAIN:
+                    found.append((entry, seen, findings))
+        return found
 
     def _environment_problem(self, lease: Lease) -> str:
         """Why the lease cannot be scored with this environment; empty if it can."""
@@ -203,7 +212,8 @@ class Judge:
             return docket.unsure(findings, MACHINERY_PREFILL, message, self.clock.now_ms())
         if replay is not None and docket.audit.depth == "progress":
             findings += run_all(SHOWN_AFTER_PREFILL, replayed(case, replay))
-            return None if findings[-1].passed else docket.rejected(findings, self.clock.now_ms())
+            is_bad = not findings[-1].passed and self._is_certain(case, loaded.engine)
+            return docket.rejected(findings, self.clock.now_ms()) if is_bad else None
         if replay is not None:
             case.replay = replay
             findings += run_all(AFTER_PREFILL, case)
@@ -223,13 +233,20 @@ class Judge:
             return docket.rejected(findings, self.clock.now_ms(), entry.tally)
         return entry
 
+    def _is_certain(self, shown: Case, engine: Engine) -> bool:
+        """Whether another prefill of shown progress fails for certain, too."""
+        [replay] = replay_all(engine, [shown])
+        if isinstance(replay, Exception) or not replay.is_finite:
+            return False
+        return run_all(SHOWN_AFTER_PREFILL, replayed(shown, replay))[-1].severity is Severity.CERTAIN
+
     def _second_look(self, case: Case, first: list[Finding], loaded: LoadedPolicy) -> tuple[list[Finding], Tally]:
         dtype, engine = format_of(case.lease.profile), loaded.engine
         if format_of(engine.kind) != dtype:
             other = self.second_engine(loaded.ref, dtype) if dtype in case.profile.validators else None
-            if other is None:
+            if other is None and first[-1].severity is not Severity.CERTAIN:
                 return second.settle(case, first, None, ())
-            engine = other
+            engine = other or engine
         [replay] = replay_all(engine, [case])
         if isinstance(replay, Exception) or not replay.is_finite:
             return second.settle(case, first, None, ())

@@ -1,7 +1,8 @@
-"""A second look at work that the first one would reject by statistics or leave open: in the worker's own number format.
+"""A second look at work that the first one would reject or leave open: in the worker's own number format.
 
     first look                 second look          verdict
-    fails for certain          none                 rejected
+    fails for certain          fails, too           rejected, certain
+                               passes or open       unsure (`second.passed`)
     fails by statistics        fails, too           rejected, statistical
                                passes or open       unsure (`second.passed`)
                                not possible here    unsure (`second.missing`)
@@ -9,8 +10,8 @@
                                anything else        unsure, as before
 
 A validator that computes in another format than the worker sees rounding of two formats; in the worker's own it sees
-less of it, and independently. Where both have the same format, the group is prefilled again alone: a fault of one batch
-or of the memory does not repeat itself.
+less of it, and independently. Where both have the same format, and to confirm what is certain where this machine has no
+other, the group is prefilled again alone: a fault of one batch or of the memory does not repeat itself.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class SecondEngines:
 def is_needed(findings: Sequence[Finding]) -> bool:
     """Whether the first look ended with something that a second one has to confirm or may resolve."""
     last = findings[-1]
-    return not last.passed and (last.unsure or last.severity is Severity.STATISTICAL)
+    return not last.passed and (last.unsure or last.severity is not None)
 
 
 def settle(
@@ -81,7 +82,7 @@ def settle(
     replay and `second` what was found of it; None if there is no second look."""
     last, dtype = first[-1], format_of(case.lease.profile)
     if again is None:
-        if last.unsure:
+        if last.unsure or last.severity is Severity.CERTAIN:
             return first, case.tally
         return [*first, unsure(MACHINERY_SECOND_MISSING, missing(last, dtype), format=dtype)], case.tally
     found = second[-1]

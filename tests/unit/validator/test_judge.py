@@ -76,7 +76,7 @@ def test_of_a_newcomers_group_one_rollout_is_computed_first_and_rubbish_costs_no
     made, policy = counting()
     dockets = [wrong_from(1, first=0), of_newcomer(docket(lease(2))), docket(lease(3))]
     first, second, third = judge(pick=lambda count: count - 1).verdicts(dockets, policy)
-    assert made.batches == [2, 24], "one rollout of each newcomer, then the two whole groups that are left"
+    assert made.batches == [2, 1, 24], "one rollout of each newcomer, the bad one again, then the two groups left"
     assert (first.outcome, first.reason, first.severity) == (Outcome.REJECTED, "sampling.seed", Severity.CERTAIN)
     assert first.checks[-1].evidence["rollout"] == 11
     [alone] = judge().verdicts([docket(lease(2))], loaded())
@@ -87,7 +87,7 @@ def test_of_a_newcomers_group_one_rollout_is_computed_first_and_rubbish_costs_no
 def test_a_newcomers_group_whose_first_look_holds_is_checked_as_a_whole() -> None:
     made, policy = counting()
     [verdict] = judge(pick=lambda _count: 0).verdicts([wrong_from(1, first=1)], policy)
-    assert made.batches == [1, 12]
+    assert made.batches == [1, 12, 12]
     assert (verdict.outcome, verdict.reason) == (Outcome.REJECTED, "sampling.seed")
 
 
@@ -97,7 +97,7 @@ def test_which_rollout_of_a_newcomer_is_looked_at_first_is_drawn_anew_each_time(
         made, policy = counting()
         judge().verdicts([cheat], policy)
         found.append(made.batches)
-    assert {tuple(batches) for batches in found} == {(1,), (1, 12)}, "half of the rollouts are honest"
+    assert {tuple(batches) for batches in found} == {(1, 1), (1, 12, 12)}, "half of the rollouts are honest"
 
 
 def test_a_first_look_that_the_engine_fails_on_decides_nothing() -> None:

@@ -114,6 +114,15 @@ def test_chunks_of_other_weights_fail_for_certain() -> None:
     assert verdict.reason == "progress.seed"
 
 
+def test_a_fault_of_one_prefill_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before, it banned: an honest node was shut out while it generated."""
+    of, right, wrong = long_lease(), loaded(), loaded(4.0)
+    engines = iter([wrong.engine.prefill, right.engine.prefill])
+    monkeypatch.setattr(right.engine, "prefill", lambda *asked: next(engines)(*asked))
+    assert verdicts(of, shown(of, 0, cut(of, submission(of).rollouts[0], 4)), right) == []
+    assert next(engines, None) is None
+
+
 def test_what_is_doubtful_is_left_to_the_audit_of_the_whole_group() -> None:
     of = long_lease()
     rollouts = submission(of).rollouts

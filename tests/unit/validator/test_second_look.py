@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from shoal.errors import ResourceError
 from shoal.protocol import Outcome, PolicyRef, ProofParameters, Severity, Verdict
 from shoal.validator import Judge, judge
 from shoal.validator.case import Case, Finding, failed, passed, unsure
+from shoal.validator.checks import AFTER_PREFILL
 from shoal.validator.profiles import Profile
 from shoal.validator.second import SecondEngines
 
@@ -90,10 +92,14 @@ def test_what_passes_the_first_look_is_looked_at_once() -> None:
     assert judged(loaded(RIGHT), engine(WRONG)).outcome is Outcome.ACCEPTED
 
 
-def test_a_certain_failure_needs_no_second_look(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_certain_failure_is_looked_at_again_too_if_need_be_by_the_same_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(judge, "AFTER_PREFILL", (certain,))
-    verdict = judged(loaded(WRONG), engine(RIGHT))
-    assert (verdict.outcome, verdict.severity) == (Outcome.REJECTED, Severity.CERTAIN)
+    assert judged(loaded(WRONG), engine(RIGHT)).reason == "second.passed"
+    for second in (engine(WRONG + 1), None):
+        verdict = judged(loaded(WRONG), second)
+        assert (verdict.outcome, verdict.severity) == (Outcome.REJECTED, Severity.CERTAIN)
 
 
 @pytest.mark.parametrize(("second", "outcome"), [(RIGHT, Outcome.ACCEPTED), (WRONG, Outcome.UNSURE)])
@@ -118,11 +124,32 @@ class FlawedOnce(ScriptedEngine):
 
 def test_a_fault_of_one_prefill_strikes_nobody_where_both_have_the_same_format() -> None:
     """Before, one bad batch of a validator was a strike for every node in it."""
-    flawed = FlawedOnce()
-    flawed.load_policy(POLICY, {tensor.name: tensor for tensor in weights(RIGHT)})
-    verdict = judged(LoadedPolicy(POLICY, flawed, {}), None, profile="scripted/cpu/float32")
-    assert (verdict.outcome, verdict.reason, flawed.calls) == (Outcome.UNSURE, "second.passed", 2)
+    policy = flawed()
+    verdict = judged(policy, None, profile="scripted/cpu/float32")
+    assert (verdict.outcome, verdict.reason, policy.engine.calls) == (Outcome.UNSURE, "second.passed", 2)  # type: ignore[attr-defined]
     assert judged(loaded(WRONG), None, profile="scripted/cpu/float32").outcome is Outcome.REJECTED
+
+
+def flawed() -> LoadedPolicy:
+    found = FlawedOnce()
+    found.load_policy(POLICY, {tensor.name: tensor for tensor in weights(RIGHT)})
+    return LoadedPolicy(POLICY, found, {})
+
+
+@pytest.mark.parametrize("newcomer", [False, True])
+def test_a_fault_of_one_prefill_bans_nobody_however_wrong_it_is(
+    newcomer: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, the worse the fault the surer the verdict: every node of a batch of nonsense was banned at once."""
+    monkeypatch.setattr(judge, "AFTER_PREFILL", AFTER_PREFILL)
+    handed_in = docket(lease(profile="scripted/cpu/float32"))
+    handed_in = replace(handed_in, audit=handed_in.audit.model_copy(update={"newcomer": newcomer}))
+    court = Judge(LengthEnvironment(), PROFILES)
+    [verdict] = court.verdicts([handed_in], loaded(WRONG))
+    assert (verdict.outcome, verdict.severity) == (Outcome.REJECTED, Severity.CERTAIN)
+    [verdict] = court.verdicts([handed_in], flawed())
+    expected = (Outcome.ACCEPTED, "") if newcomer else (Outcome.UNSURE, "second.passed")  # of whom two are looked at
+    assert (verdict.outcome, verdict.reason) == expected
 
 
 class TestEngines:
