@@ -13,7 +13,7 @@ from shoal.hub.state.commands import Record
 from shoal.hub.state.draws import audit_fraction
 from shoal.hub.state.machines import SubmissionState
 from shoal.hub.state.rows import NodeRow
-from shoal.protocol import Depth, Severity, Sums, Tally, document_hash
+from shoal.protocol import Depth, Outcome, Severity, Sums, Tally, document_hash
 
 REPUTATION = rules(audit="reputation")
 
@@ -51,6 +51,17 @@ class TestProbability:
     def test_everything_by_default_and_on_probation(self) -> None:
         assert reputation.full_audit_probability(rules(), proven(10_000)) == 1
         assert reputation.full_audit_probability(REPUTATION, proven(10_000, passed=7)) == 1
+
+    def test_after_an_unsure_audit_everything_for_a_while_unless_our_own_machinery_failed(self) -> None:
+        """In coarse formats a chosen token costs no more than that: before, 95 % of such groups were trained on."""
+        open_ = verdict(submission(0), outcome=Outcome.UNSURE)
+        row = reputation.unsure(proven(10_000), open_, own_fault=True)
+        assert [reputation.full_audit_probability(REPUTATION, passes(row, n)) for n in (0, 10)] == [1, 0.5]
+        ours = reputation.unsure(proven(10_000), open_, own_fault=False)
+        assert reputation.full_audit_probability(REPUTATION, ours) == reputation.LEAST
+        struck = reputation.failed(node(1), Severity.STATISTICAL)
+        again = passes(reputation.unsure(passes(struck, 500), open_, own_fault=True), 500)
+        assert again.statistical == 0, "it does not make a strike last longer"
 
     def test_the_draw_is_fixed_by_the_bytes_and_the_secret_and_is_fair(self) -> None:
         names = [f"{number:064x}" for number in range(4000)]

@@ -3,7 +3,7 @@
     full audit passed ─► streak + 1, passed + 1; its tally joins the record
     light audit passed ─► nothing: it proved nothing
     rejected ─► streak 0; by a strike also passed 0: on probation again; by a statistical one also an empty record
-    unsure ─► its tally joins the record; its doubt grows
+    unsure ─► its tally joins the record; its doubt grows; the streak is cut to 10: the next ones are audited fully
 
 Doubt is a cumulative sum: + 1 for an unsure group that is not our own machinery's fault, - k for one that a full audit
 accepted, never below 0, where k is twice the rate at which honest work of that kind is unsure (`Verdict.unsure_rate`),
@@ -26,7 +26,7 @@ from shoal.protocol import Depth, Severity, Tally, Verdict
 ALWAYS_UNTIL = 10
 LEAST = 0.05
 FORGIVEN_AFTER = 1_000
-"""Full audits passed in a row after which a statistical strike is forgotten, and how often the node was suspended.
+"""Full audits passed since a statistical strike after which it is forgotten, and how often the node was suspended.
 Honest work fails such a check once in 10,000 audits or so: without this every honest node would be banned in the long
 run."""
 DOUBTED, MOST_DOUBT, LEAST_FORGIVEN = 3.5, 4.5, 1 / 64
@@ -62,8 +62,8 @@ def passed(node: NodeRow, verdict: Verdict) -> NodeRow:
         after,
         streak=streak,
         passed=most,
-        statistical=0 if streak >= FORGIVEN_AFTER else node.statistical,
-        suspensions=0 if streak >= FORGIVEN_AFTER else node.suspensions,
+        statistical=0 if most >= FORGIVEN_AFTER else node.statistical,
+        suspensions=0 if most >= FORGIVEN_AFTER else node.suspensions,
         record=of_late(node.record.plus(verdict.tally)),
         doubt=max(0.0, node.doubt - _forgiven(verdict)),
     )
@@ -78,8 +78,10 @@ def unmeasured(node: NodeRow) -> NodeRow:
 def unsure(node: NodeRow, verdict: Verdict, own_fault: bool) -> NodeRow:
     """The node after an unsure audit; `own_fault` if it was not our own machinery that failed."""
     record = of_late(node.record.plus(verdict.tally))  # so that accidents are not for the asking
-    doubt = min(MOST_DOUBT, node.doubt + 1 - _forgiven(verdict)) if own_fault else node.doubt
-    return replace(node, unsure=node.unsure + 1, record=record, doubt=doubt)
+    if not own_fault:
+        return replace(node, unsure=node.unsure + 1, record=record)
+    doubt = min(MOST_DOUBT, node.doubt + 1 - _forgiven(verdict))
+    return replace(node, unsure=node.unsure + 1, record=record, doubt=doubt, streak=min(node.streak, ALWAYS_UNTIL))
 
 
 def _forgiven(verdict: Verdict) -> float:
