@@ -145,10 +145,10 @@ class Calibrator:
         formats = [each for each in self._formats if each in open_formats - self._unable]
         if self.machine.startswith("cpu/"):  # coarse formats are slow there: nobody computes so who does not say so
             formats = [each for each in formats if each == "float32" or each in asked]
-        is_mine = in_force is not None and self.machine in in_force.machines
-        if in_force is not None and is_mine and in_force.policy.incarnation == newest.incarnation:
+        if in_force is not None and in_force.policy.incarnation == newest.incarnation:
             again = newest != in_force.policy and self._clock.monotonic_s() >= self._next_refused_s
-            done = {*in_force.kinds, *(() if again else in_force.refused)}
+            seen = {kind for kind, each in in_force.kinds.items() if self.machine in seen_by(each)}
+            done = seen | set(() if again else in_force.refused)
             formats = [each for each in formats if self._kind_in(each) not in done]
         return sorted(formats)
 
@@ -217,13 +217,13 @@ class Calibrator:
         measured anew, as the policy has moved, takes the place of all that was seen before: others measure it, too."""
         kinds, refused, machines = dict(found.kinds), dict(found.refused), [self.machine]
         if in_force is not None and in_force.policy.incarnation == found.policy.incarnation:
-            is_mine = self.machine in in_force.machines
-            if not (is_mine and found.kinds.keys() & in_force.kinds.keys()):
-                machines = list(dict.fromkeys([*in_force.machines, self.machine]))
+            machines = list(dict.fromkeys([*in_force.machines, self.machine]))
             for kind, theirs in in_force.kinds.items():
                 mine = kinds.get(kind)
-                kinds[kind] = theirs if mine is None else mine if is_mine else _wider(mine, theirs)
+                is_anew = self.machine in seen_by(theirs)
+                kinds[kind] = theirs if mine is None else mine if is_anew else _wider(mine, theirs)
             refused = {**in_force.refused, **refused}
+            is_mine = self.machine in in_force.machines
             refused = {kind: why for kind, why in refused.items() if kind not in found.kinds or not is_mine}
         return Calibration(
             run=self._client.run_info().run,
@@ -265,6 +265,11 @@ class Calibrator:
         finally:
             del worker
             release_memory()
+
+
+def seen_by(kind: MeasuredKind) -> tuple[str, ...]:
+    """The machines by whose eyes its limits were measured: device/format."""
+    return tuple((kind.limits.get("measured") or {}).get("validators", ()))
 
 
 def profiles_of(made: Calibration) -> Profiles:

@@ -190,7 +190,11 @@ def widest(one: Profile, other: Profile) -> Profile:
     """The wider of two limits of one kind, number by number: what either of two machines calls honest is honest."""
     joined = _widest(one.model_dump(exclude={"measured", "validators"}), other.model_dump(exclude={"measured"}))
     formats = tuple(sorted({*one.validators, *other.validators}))
-    return Profile.model_validate({**joined, "validators": formats, "measured": one.measured or other.measured})
+    measured = one.measured or other.measured
+    if one.measured is not None and other.measured is not None:
+        machines = tuple(sorted({*one.measured.validators, *other.measured.validators}))
+        measured = one.measured.model_copy(update={"validators": machines})
+    return Profile.model_validate({**joined, "validators": formats, "measured": measured})
 
 
 def _widest(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -17,12 +17,13 @@ from shoal.errors import HubRefused, SignatureError
 from shoal.models.load import load_model
 from shoal.protocol import AuditReply, Calibration, MeasuredKind, PolicyRef, SignedDocument, SigningKey
 from shoal.runtime.clock import ManualClock
-from shoal.validator import ValidatorSettings, calibrating, load_profiles
+from shoal.validator import ValidatorSettings, calibrating, load_profiles, profiles
 from shoal.validator.calibrating import Calibrator, Measured, profiles_of
 from shoal.validator.profiles import Profile
 
 FLOAT32, BFLOAT16 = "torch/cpu/float32", "torch/cpu/bfloat16"
 DIGEST = "c" * 64
+SEEN = {"key": FLOAT32, "measured": {"model": "", "tokens": 1, "date": "", "validators": ["cpu/float32"]}}
 
 
 class Hub:
@@ -50,13 +51,16 @@ def calibrator(hub: Hub, dtype: Any) -> Calibrator:
     return Calibrator(hub, None, judge, "torch", settings, ManualClock())  # type: ignore[arg-type]
 
 
-def publish(by: Calibrator, hub: Hub, distance: float) -> None:
+def publish(by: Calibrator, hub: Hub, distance: float, formats: Sequence[str] = ("bfloat16", "float32")) -> None:
     """What a validator does after it has measured: limits of bfloat16 workers as it sees them."""
-    profile = Profile(key=BFLOAT16, validators=(by.machine.rpartition("/")[2],))
-    limits = profile.model_dump(mode="json")
-    limits["sampling"]["distance"] = distance
-    kinds = {BFLOAT16: MeasuredKind(limits=limits), FLOAT32: MeasuredKind(limits={**limits, "key": FLOAT32})}
-    by._publish(Measured(POLICY, kinds), hub.in_force, DIGEST if hub.in_force else "")
+    for number_format in formats:
+        key = f"torch/cpu/{number_format}"
+        measured = profiles.Measured(model="", tokens=1, date="", validators=(by.machine,))
+        profile = Profile(key=key, validators=(by.machine.rpartition("/")[2],), measured=measured)
+        limits = profile.model_dump(mode="json")
+        limits["sampling"]["distance"] = distance
+        found = Measured(POLICY, {key: MeasuredKind(limits=limits)})
+        by._publish(found, hub.in_force, DIGEST if hub.in_force else "")
 
 
 def is_due(by: Calibrator) -> bool:
@@ -70,7 +74,9 @@ def test_what_one_machine_measures_anew_every_other_one_measures_too() -> None:
     first, second = calibrator(hub, "float32"), calibrator(hub, "bfloat16")
     publish(first, hub, 0.1)
     assert (is_due(first), is_due(second)) == (False, True)
-    publish(second, hub, 0.2)
+    publish(second, hub, 0.2, ["bfloat16"])
+    assert is_due(second), "float32 workers it has not seen yet"
+    publish(second, hub, 0.2, ["float32"])
     assert (is_due(first), is_due(second)) == (False, False)
     publish(first, hub, 0.3)  # the policy has moved
     assert (is_due(first), is_due(second)) == (False, True)
@@ -108,9 +114,7 @@ def test_what_was_refused_is_measured_again_with_a_later_policy_but_not_all_the_
     mine = calibrator(hub, "float32")
     clock: Any = mine._clock
     mine._next_refused_s = clock.monotonic_s() + 1000
-    mine._publish(
-        Measured(POLICY, {FLOAT32: MeasuredKind(limits={"key": FLOAT32})}, {BFLOAT16: "int8 passes"}), None, ""
-    )
+    mine._publish(Measured(POLICY, {FLOAT32: MeasuredKind(limits=SEEN)}, {BFLOAT16: "int8 passes"}), None, "")
     later = POLICY.model_copy(update={"version": POLICY.version + 1})
 
     def missing(policy: PolicyRef) -> list[str]:

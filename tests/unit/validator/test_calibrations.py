@@ -15,7 +15,7 @@ from shoal.sampling import SeedTolerance
 from shoal.toploc import ProofTolerance
 from shoal.validator import Judge, Profile, ValidatorSettings, load_profiles
 from shoal.validator.calibrating import Calibrator
-from shoal.validator.profiles import BUILT_IN, LogprobLimits, Profiles, limits_for, widest
+from shoal.validator.profiles import BUILT_IN, LogprobLimits, Measured, Profiles, limits_for, widest
 
 if TYPE_CHECKING:
     from shoal.client import HubClient
@@ -108,7 +108,8 @@ class Hub:
 
 def test_a_format_without_built_in_limits_is_measured_first_and_alone_the_others_once_the_validator_is_ready() -> None:
     policy = PolicyRef(incarnation=0, version=0, digest="a" * 64)
-    limits = Profile(key="torch/cpu/bfloat16").model_dump(mode="json")
+    measured = Measured(model="", tokens=1, date="", validators=("cpu/float32",))
+    limits = Profile(key="torch/cpu/bfloat16", measured=measured).model_dump(mode="json")
     coarse = Calibration(
         run="run",
         policy=policy,
