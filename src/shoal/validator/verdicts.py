@@ -32,7 +32,7 @@ MACHINERY = {
     MACHINERY_REWARD: "the reward could not be computed",
     MACHINERY_ACCIDENT: "a few tokens are far off, as happens by itself in the worker's number format (its profile)",
     MACHINERY_DISTRUSTED: "tokens pass only by the tolerance, and by such tokens its owner, or newcomers, gain reward",
-    MACHINERY_SECOND_PASSED: "a statistical check failed, but not in a second look in the worker's own format",
+    MACHINERY_SECOND_PASSED: "a check failed, but not in a second look in the worker's own format",
     MACHINERY_SECOND_MISSING: "a statistical check failed, and this validator has not the worker's own format",
 }
 
