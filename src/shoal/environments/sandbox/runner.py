@@ -42,10 +42,10 @@ NOTHING = b"def nothing(): pass"
 RECURSION, DEEPEST_VALUE = 600_000, 1000
 STACK = 64 * MEGABYTE
 # What programs take for granted: LeetCode has these names, and other graders import them into every program.
-MODULES = frozenset(
-    "bisect collections copy datetime functools heapq io itertools json math operator random re statistics string sys"
-    " typing".split()
-)
+MODULES = {
+    "bisect", "collections", "copy", "datetime", "functools", "heapq", "io", "itertools", "json", "math", "operator",
+    "random", "re", "statistics", "string", "sys", "typing",
+}  # fmt: skip
 GRANTED = {
     "typing": "Any Callable DefaultDict Deque Dict FrozenSet Generator Generic Iterable Iterator List Literal Mapping"
     " NamedTuple Optional Sequence Set Text Tuple Type TypeVar Union cast overload",
