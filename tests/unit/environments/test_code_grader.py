@@ -163,7 +163,7 @@ GRANTED = {
     "standard input": "input = stdin.readline\nprint(max(map(int, deque(['4', input().strip() or '6']))))",
     "of its own": "def gcd(a, b):\n  return 6\npi = gcd\nprint(pi(1, 1))",
     "deep recursion": "def f(n):\n  return f(n - 1) + 1 if n else 0\nprint(f(100000) - 99994)",
-    "deep recursion through C": "@cache\ndef f(n):\n  return f(n - 1) + 1 if n else 0\nprint(f(20000) - 19994)",
+    "deep recursion through C": "@cache\ndef f(n):\n  return f(n - 1) + 1 if n else 0\nprint(f(50000) - 49994)",
 }
 
 

@@ -40,7 +40,6 @@ ASKED = b"\xff" * 8
 """In place of a status: what follows is the answer to a question."""
 NOTHING = b"def nothing(): pass"
 RECURSION, DEEPEST_VALUE = 600_000, 1000
-STACK = 64 * MEGABYTE
 # What programs take for granted: LeetCode has these names, and other graders import them into every program.
 MODULES = {
     "bisect", "collections", "copy", "datetime", "functools", "heapq", "io", "itertools", "json", "math", "operator",
@@ -192,7 +191,6 @@ def forbid(libc: ctypes.CDLL, program: Filter, limits: dict[int, int]) -> None:
         resource.RLIMIT_NOFILE: 64,
         resource.RLIMIT_MEMLOCK: 0,
         resource.RLIMIT_MSGQUEUE: 0,
-        resource.RLIMIT_STACK: STACK,
     }
     for kind, value in (fixed | limits).items():
         hard = resource.getrlimit(kind)[1]
