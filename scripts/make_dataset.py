@@ -129,7 +129,7 @@ def _spoil(row: Row, spoilt: frozenset[int]) -> Row:
     ways: list[Row] = [
         {"prompt": ""},
         {"prompt": None},
-        {"task_type": "riddle"},
+        {"task_type": None},
         {"verification_info": "{not JSON"},
         {"verification_info": None},
     ]

@@ -80,6 +80,8 @@ def _check(data: DatasetEnvironment) -> int:
             typer.echo(line)
         for reason, count in found.problems.reasons.most_common(10):
             typer.echo(f"{count:>10,} {'row' if count == 1 else 'rows'}: {reason}")
+    for line in data.kinds():
+        typer.echo(line)
     typer.echo(data.description)
     bad = sum(found.problems.count for found in findings)
     if not bad:

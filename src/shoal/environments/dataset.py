@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, overload
+from typing import TYPE_CHECKING, ClassVar, overload
 
 from shoal.environments.data.checking import Checked, check, known_check, usable_answer
 from shoal.environments.data.opening import Opened, open_data
@@ -27,8 +27,13 @@ from shoal.environments.protocol import Score, Split, Task
 from shoal.environments.settings import Ingredient
 from shoal.errors import EnvironmentSetupError, ScoringFailure, UnusableTask
 
+if TYPE_CHECKING:
+    from shoal.environments.data.scanning import Flags
+
 log = logging.getLogger("shoal.environments.rows")
 LONGEST_ID = 100
+PROBED = 16
+"""Rows of each kind whose answers are looked at when a data set is opened: one good one is enough."""
 ELSEWHERE = "held_out"
 """What begins the ids of tasks that come from a held-out file of their own."""
 
@@ -79,6 +84,7 @@ class DatasetEnvironment:
         self.data_digest = _joint_digest(self._main, self._other)
         self.digest = self._digest(held_out_size)
         self._checked = [self._known(opened) for opened in self._opened]
+        self._refuse_or_tell_kinds()
         if options.bad_rows == "refuse":
             self._refuse()
         self._tell()
@@ -168,7 +174,7 @@ class DatasetEnvironment:
 
     def prepare(self) -> None:
         """What the graders of its rows need of the machine."""
-        for kind in sorted({kind for opened in self._opened for kind in opened.found.kinds}):
+        for kind in sorted({kind for opened in self._opened for kind in opened.found.graders}):
             chosen = self._grader(kind)
             if isinstance(chosen, DemandingGrader):
                 chosen.prepare()
@@ -215,15 +221,14 @@ class DatasetEnvironment:
         main = self._main
         return (
             f"{main.path}: {count_of(self.row_count)} in {count_of(len(main.table.files), 'file')}, format"
-            f" {main.layout.name} ({', '.join(main.found.kinds)}): {'; '.join(self._counts())};"
+            f" {main.layout.name} ({', '.join(main.found.graders)}): {'; '.join(self._counts())};"
             f" data digest {self.data_digest}"
         )
 
     def _counts(self) -> Iterator[str]:
         """What became of the rows of each data set; the numbers add up. Rows that are known to be bad come first."""
         for opened, checked in zip(self._opened, self._checked, strict=True):
-            found, good = opened.found, opened.found.usable.copy()
-            good[list(checked.bad if checked else ())] = False
+            found, good = opened.found, _good(opened, checked)
             train = int(good[self.splits.train].sum()) if opened is self._main else 0
             held_out = int(good[self.splits.held_out].sum()) if opened is self._holder("held_out") else 0
             outside = int((good & ~found.kept).sum())
@@ -236,6 +241,53 @@ class DatasetEnvironment:
             told = ", ".join(f"{count:,} {what}" for what, count in counts.items() if count)
             yield told if opened is self._main else f"{count_of(opened.table.rows)} in {opened.path}: {told}"
 
+    def kinds(self) -> Iterator[str]:
+        """A line for each kind of rows: how many there are, can be used, are trained on."""
+        import numpy as np
+
+        for opened, checked in zip(self._opened, self._checked, strict=True):
+            found, good, trained = opened.found, _good(opened, checked), np.zeros(opened.table.rows, bool)
+            trained[self.splits.train if opened is self._main else []] = True
+            for number, kind in enumerate(found.kinds):
+                rows = found.kind_of == number
+                counts = f"{int((good & rows).sum()):,} can be used, {int((good & trained & rows).sum()):,} to train on"
+                yield f"{_kind_name(kind)}: {count_of(int(rows.sum()))}, {counts}"
+
+    def _refuse_or_tell_kinds(self) -> None:
+        """A kind of which no row can be used is dropped only by those who say so, and never silently."""
+        for opened, checked in zip(self._opened, self._checked, strict=True):
+            unusable = list(self._unusable_kinds(opened, checked))
+            if unusable and self.options.bad_rows != "skip":
+                raise EnvironmentSetupError(
+                    f"the data {opened.path} has kinds of tasks of which no row can be used: {'; '.join(unusable)}"
+                    ' (options.bad_rows = "skip" trains without them)'
+                )
+            for kind in unusable:
+                log.warning("%s: EVERY row of a kind is left out: %s", opened.path, kind)
+
+    def _unusable_kinds(self, opened: Opened, checked: Checked | None) -> Iterator[str]:
+        """Each with its number of rows and the reason of the first; of answers that nobody checked, a few are read."""
+        import numpy as np
+
+        good = _good(opened, checked)
+        for number, kind in enumerate(opened.found.kinds):
+            rows = np.flatnonzero(opened.found.kind_of == number)
+            usable = rows[good[rows]]
+            spread = np.linspace(0, len(usable) - 1, min(PROBED, len(usable))).astype(int)
+            looked = usable[spread].tolist()
+            if kind and not (looked and (checked or any(not self._wrong(opened, row) for row in looked))):
+                first = looked[0] if looked else int(rows[0])
+                why = self._wrong(opened, first) or "repeated ids"
+                yield f"all {count_of(len(rows))} of {_kind_name(kind)} ({why})"
+
+    def _wrong(self, opened: Opened, row: int) -> str:
+        """What is wrong with a row; empty if nothing is."""
+        try:
+            self._answer(opened, row, self._task(opened, row).kind)
+        except UnusableTask as error:
+            return str(error)
+        return ""
+
     @property
     def _opened(self) -> tuple[Opened, ...]:
         return (self._main,) if self._other is None else (self._main, self._other)
@@ -244,7 +296,7 @@ class DatasetEnvironment:
         return self._other if split == "held_out" and self._other is not None else self._main
 
     def _known(self, opened: Opened) -> Checked | None:
-        return known_check(opened.table, opened.layout, self._grader, opened.found.kinds)
+        return known_check(opened.table, opened.layout, self._grader, opened.found.graders)
 
     def _look(self, opened: Opened, progress: Callable[[int], None]) -> Checked:
         return check(opened.table, opened.layout, opened.found, self._grader, progress)
@@ -268,7 +320,7 @@ class DatasetEnvironment:
         return "all of its questions are held-out ones"
 
     def _digest(self, held_out_size: int) -> str:
-        kinds = sorted({kind for opened in self._opened for kind in opened.found.kinds})
+        kinds = sorted({kind for opened in self._opened for kind in opened.found.graders})
         options = self.options.model_dump(mode="json", exclude={"held_out", "bad_rows"})
         content = {
             "name": self.name, "version": self.version, "data": self.data_digest, "options": options,
@@ -323,6 +375,17 @@ class StoredTasks(Sequence[Task]):
 
     def __iter__(self) -> Iterator[Task]:
         return (self[position] for position in range(self._size))
+
+
+def _good(opened: Opened, checked: Checked | None) -> Flags:
+    """Which rows can be used, as far as is known."""
+    good = opened.found.usable.copy()
+    good[list(checked.bad if checked else ())] = False
+    return good
+
+
+def _kind_name(kind: str) -> str:
+    return f"kind {kind!r}" if kind else "no kind"
 
 
 def make_dataset(options: Options, given: Ingredient) -> DatasetEnvironment:

@@ -1,6 +1,7 @@
 """reasoning-gym: a hundred generators of reasoning tasks by name, alone or mixed, each with its own scorer.
 
     index ─► candidate numbers (a hash) ─► generator ─► entry ─► the first whose prompt is of the right split ─► task
+                                                                 and that can be answered
 
 The answer is what stands between <answer> and </answer> after the thinking; all that follows the thinking, if there are
 no such tags. Nothing is stored: a task is made again when it is scored.
@@ -71,7 +72,7 @@ class GymEnvironment:
     """Implements `Environment`. A task's `kind` is its generator; `answer` is one right answer, if one is known."""
 
     name: ClassVar[str] = "reasoning-gym"
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
 
     def __init__(self, options: GymOptions, sizes: dict[Split, int]) -> None:
         self.options = options
@@ -111,13 +112,13 @@ class GymEnvironment:
         return Score(value=value, parts={"generator": given}, notes=notes)
 
     def _find(self, split: Split, index: int) -> tuple[Generator, Mapping[str, Any]]:
-        """The first candidate of the index whose prompt belongs to the split."""
+        """The first candidate of the index whose prompt belongs to the split and that has an answer."""
         generator = self._generators[self._schedule.turn(index).part]
         for attempt in range(CANDIDATES_PER_TASK):
             label = f"shoal/gym/v1\n{self.options.seed}/{split}/{index}/{attempt}"
             number = int.from_bytes(hashlib.sha256(label.encode()).digest()[:4], "big") >> 1
             entry = generator.entry(number)
-            if is_held_out(self._prompt(entry)) == (split == "held_out"):
+            if is_held_out(self._prompt(entry)) == (split == "held_out") and generator.is_answerable(entry):
                 return generator, entry
         raise EnvironmentSetupError(
             f"reasoning-gym's {generator.name} has too few different tasks with these settings: among "

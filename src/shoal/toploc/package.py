@@ -16,7 +16,7 @@ import binascii
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -26,6 +26,9 @@ from shoal.toploc.field import PRIME, Ints
 from shoal.toploc.plain import evaluate
 from shoal.toploc.points import Activations, PointBatch, chunk_rows, points_of_chunks
 from shoal.toploc.proofs import commit, decode
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,8 @@ class ProofPoly:
 
     def __call__(self, x: int) -> int:
         """The value at an index."""
+        if not self.modulus:
+            raise ProofError("a null proof has no values")
         return int(evaluate(np.array([self.coeffs], dtype=np.int64), np.array([[x % self.modulus]]))[0, 0])
 
     def __len__(self) -> int:
@@ -65,6 +70,25 @@ class ProofPoly:
         sizes = np.array([max(x) + 1], dtype=np.int64)
         batch = PointBatch(np.array(x, dtype=np.int64), bits, np.array([len(x)], dtype=np.int64), sizes)
         return ProofPoly.from_bytes(commit(batch)[0])
+
+    @staticmethod
+    def from_points_tensor(x: torch.Tensor, y: torch.Tensor) -> ProofPoly:
+        """As `from_points`, of tensors: bfloat16 and float16 count by their bits, whole numbers as they are."""
+        import torch
+
+        if x.ndim != 1 or y.ndim != 1 or x.is_floating_point():
+            raise ProofError("indices and values are tensors of one dimension, the indices of whole numbers")
+        if y.dtype in (torch.bfloat16, torch.float16):
+            y = y.detach().contiguous().view(torch.uint16)
+        if y.is_floating_point():
+            raise ProofError(f"values are bfloat16, float16 or whole numbers, not {y.dtype}")
+        return ProofPoly.from_points(x.tolist(), y.tolist())
+
+    @staticmethod
+    def null(length: int) -> ProofPoly:
+        """What the package writes where it fails: zeros. No prover here makes one, and reading or verifying one is a
+        `ProofError`."""
+        return ProofPoly([0] * length, 0)
 
     @staticmethod
     def from_bytes(data: bytes) -> ProofPoly:

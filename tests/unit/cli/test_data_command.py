@@ -47,6 +47,21 @@ def test_bad_rows_are_listed_and_end_the_command_with_2(tmp_path: Path, capsys: 
     assert caught.err == "26 rows cannot be used\n"
 
 
+def test_kinds_are_told_with_their_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    kinds = ["MCQ"] * 3 + ["proof"] * 2
+    rows = [
+        {"question": f"{row} + 1?", "answer": "proof" if kind == "proof" else "B", "question_type": kind}
+        for row, kind in enumerate(kinds)
+    ]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(["data", "check", str(tmp_path / "a.jsonl")]) == 2
+    said = capsys.readouterr().out.splitlines()
+    assert "kind 'MCQ': 3 rows, 3 can be used, 3 to train on" in said
+    assert "kind 'proof': 2 rows, 0 can be used, 0 to train on" in said
+    assert main(["data", "order", str(tmp_path / "a.jsonl")]) == 2
+    assert "all 2 rows of kind 'proof' (row 3 (a.jsonl line 4) cannot be used" in capsys.readouterr().err
+
+
 def test_the_counts_add_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows: list[dict[str, object]] = [
         {"question": f"{row} + 1?", "answer": str(row + 1), "solve_rate": row / 100} for row in range(100)

@@ -156,6 +156,31 @@ def test_a_right_function_is_worth_one(style: str) -> None:
     assert score(PAIRS, GOLD_PAIRS[style]) == (1.0, 1.0, "")
 
 
+GRANTED = {
+    "a name of math": "print(gcd(12, 18) if isqrt(37) == 6 else 0)",
+    "a module": "print(math.gcd(12, 18))",
+    "in a function": "def f(a: List[int]) -> int:\n  return reduce(lambda x, y: x + y, a)\nprint(f([1, 2, 3]))",
+    "standard input": "input = stdin.readline\nprint(max(map(int, deque(['4', input().strip() or '6']))))",
+    "of its own": "def gcd(a, b):\n  return 6\npi = gcd\nprint(pi(1, 1))",
+    "deep recursion": "def f(n):\n  return f(n - 1) + 1 if n else 0\nprint(f(100000) - 99994)",
+    "deep recursion through C": "@cache\ndef f(n):\n  return f(n - 1) + 1 if n else 0\nprint(f(50000) - 49994)",
+}
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize("style", GRANTED)
+def test_a_script_may_take_names_and_deep_recursion_for_granted(style: str) -> None:
+    answer = json.dumps({"inputs": ["\n"], "outputs": ["6\n"]})
+
+    assert score(answer, GRANTED[style]) == (1.0, 1.0, "")
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize("code", ["print(gcdd(6, 12))", "def f(n):\n  return f(n + 1)\nf(0)", "print(os.getpid())"])
+def test_other_names_and_endless_recursion_are_worth_nothing(code: str) -> None:
+    assert score(json.dumps({"inputs": [""], "outputs": ["6"]}), code)[0] == 0.0
+
+
 def call_of(name: str, *given: Any, output: Any) -> str:
     case = {"type": "function_call", "fn_name": name, "input": list(given), "output": output}
     return json.dumps({"test_cases": [case]})

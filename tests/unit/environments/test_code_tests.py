@@ -69,6 +69,34 @@ def test_livecodebench_public_then_private() -> None:
     assert cases == [("1", b"2", ""), (call, [3], "join")]
 
 
+ADD_2_3 = json.dumps({"function": "add", "arguments": [2, 3]})
+
+
+@pytest.mark.parametrize(
+    ("info", "cases"),
+    [
+        # INTELLECT-2: the tests are JSON text in JSON text
+        ({"test_cases": '{"inputs": ["2 3\\n"], "outputs": ["5\\n"]}'}, [("2 3\n", b"5\n", "")]),
+        ({"test_cases": '{"fn_name": "add", "inputs": ["2\\n3"], "outputs": ["5"]}'}, [(ADD_2_3, 5, "add")]),
+        ({"test_cases": '{"fn_name": null, "inputs": ["2 3"], "outputs": ["5"]}'}, [("2 3", b"5", "")]),
+        ({"test_cases": {"inputs": ["2 3"], "outputs": ["5"]}}, [("2 3", b"5", "")]),
+        # Eurus-2-RL-Data: the reward model's ground truth
+        ({"ground_truth": '{"inputs": ["2 3"], "outputs": ["5"]}', "style": "rule"}, [("2 3", b"5", "")]),
+        # SYNTHETIC-1
+        ({"language": "Python", "test_cases": [{**PRINTED, "fn_name": None}]}, [("2 3\n", b"5\n", "")]),
+        # DeepCoder: bare lists
+        ([PRINTED, CALLED], [("2 3\n", b"5\n", ""), (ADD_2_3, 5, "add")]),
+        ([{"input": "2 3", "output": "5"}], [("2 3", b"5", "")]),
+        ([{"input": "2\n3", "output": "5", "testtype": "functional", "metadata": {"func_name": "add"}}],
+         [(ADD_2_3, 5, "add")]),
+    ],
+)  # fmt: skip
+def test_spellings_of_public_data_sets(info: Any, cases: list[tuple[str, Any, str]]) -> None:
+    found = read_tests(json.dumps(info)).cases
+
+    assert [(case.given.decode(), case.expected, case.function) for case in found] == cases
+
+
 def test_whole_numbers_may_be_of_any_length() -> None:
     long = "9" * 6000
     (case,) = read_tests(f'{{"test_cases": [{{"type": "function_call", "fn_name": "f", "input": [{long}, "9"],'
@@ -90,12 +118,16 @@ def test_limits_of_a_task() -> None:
 BAD: list[tuple[Any, str]] = [
     ("", "no JSON"),
     ("{", "no JSON"),
-    ("[]", "no JSON object"),
+    ("[]", "empty"),
+    ("5", "no JSON object"),
     ("9" * 5000, "no JSON"),
     ("[" * 100_000, "nested too deeply"),
     ({}, "no tests"),
     ({"test_cases": []}, "empty"),
-    ({"test_cases": None}, "no list"),
+    ({"test_cases": None}, "empty"),
+    ({"test_cases": 5}, "no list"),
+    ({"test_cases": "{}"}, "no tests"),
+    ({"ground_truth": "42"}, "no tests"),
     ({"test_cases": "x"}, "no JSON"),
     ({"test_cases": [5]}, "no input"),
     ({"test_cases": [{"input": "1"}]}, "no output"),
@@ -104,14 +136,16 @@ BAD: list[tuple[Any, str]] = [
     ({"test_cases": [{**PRINTED, "type": "shell"}]}, "stdin_stdout"),
     ({"test_cases": [{**CALLED, "fn_name": None}]}, "names no function"),
     ({"test_cases": [{**CALLED, "fn_name": "a b"}]}, "names no function"),
-    ({"test_cases": [{**CALLED, "input": 5}]}, "no list of arguments"),
+    ({"test_cases": [{**CALLED, "input": 5}]}, "list of arguments"),
+    ({"inputs": ["x"], "outputs": ["5"], "fn_name": "f"}, "an argument of a call is text, and no JSON"),
+    ({"inputs": ["5"], "outputs": ["x"], "fn_name": "f"}, "what a call returns is text, and no JSON"),
     ({"test_cases": [PRINTED], "language": "rust"}, "only Python"),
     ({"test_cases": [PRINTED], "limits": {"cpu_s": -1}}, "limits: cpu_s"),
     ({"test_cases": [PRINTED], "limits": {"files": 1}}, "limits: files"),
     ({"test_cases": [PRINTED] * 10_001}, "10001 tests"),
     ({"inputs": ["1"], "outputs": []}, "1 inputs and 0 outputs"),
     ({"inputs": ["1"]}, "outputs is no list"),
-    ({"public_test_cases": [{"input": 1, "output": "2"}]}, "public_test_cases"),
+    ({"public_test_cases": [{"input": 1, "output": "2"}]}, "no text"),
     ({"public_test_cases": [{"input": "x", "output": "2", "testtype": "functional"}], "metadata": {"func_name": "f"}},
      "no JSON"),
     ({"public_test_cases": [{"input": "1", "output": "2", "testtype": "functional"}], "metadata": "x"}, "metadata"),

@@ -45,7 +45,7 @@ def test_a_row_that_cannot_be_asked_is_left_out_and_shifts_nothing(
     path = write(
         tmp_path / ("a.parquet" if write is write_parquet else "a.jsonl"), described(20, **{column: {7: value}})
     )
-    environment = open_data(path)
+    environment = open_data(path, bad_rows="skip")
     (problem,) = environment.problems.first
     assert problem[0] == 7
     assert problem[1].startswith(said)
@@ -57,7 +57,7 @@ def test_a_row_that_cannot_be_asked_is_left_out_and_shifts_nothing(
     assert environment.task("8/p8").prompt == "What is 8 + 8?"
     with pytest.raises(UnusableTask):
         environment.task("7/p7")
-    with pytest.raises(EnvironmentSetupError, match=r"1 row of the data .* cannot be used: row 7"):
+    with pytest.raises(EnvironmentSetupError, match=r"1 row of .*row 7 "):
         open_data(path, bad_rows="refuse")
 
 

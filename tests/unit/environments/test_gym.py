@@ -228,14 +228,16 @@ def test_every_scorer_that_evaluates_is_known() -> None:
     assert found - harmless == known
 
 
-@pytest.mark.parametrize("text", ["x**2/2 + C", "-3*exp(2*x) + log(x)", "8*43 - 75 + 62", "1/2", "2**x", "1.5e3*y"])
+@pytest.mark.parametrize("text", ["x**2/2 + C", "-3*exp(2*x) + log(x)", "8*43 - 75 + 62", "1/2", "2**x", "1.5e3*y",
+                                  "9" * 100, "x**256", "x" + "+x" * 500, "+".join(["9**64"] * 64)])  # fmt: skip
 def test_mathematics_is_let_through(text: str) -> None:
     assert checked_expression(text) == text
 
 
 @pytest.mark.parametrize(
     "text",
-    ["", "x.y", "f(x)", "sin(x, y)", "[1]", "'a'", "x if y else z", "True", "1_0", "x; y", "9" * 25, "9**65", "2**2**2",
+    ["", "x.y", "f(x)", "sin(x, y)", "[1]", "'a'", "x if y else z", "True", "1_0", "x; y", "9" * 101, "9" * 25 + "**2",
+     "9**65", "x**257", "(x+1)**65", "+".join(["9**64"] * 65), "+".join(["9" * 99] * 81), "2**2**2",
      "((9**9)**9)**9", "x" + "+x" * 2000, "x ∧ y", "10**(64*64*64)", "x[0]", "1 < 2", "~1",
      "N.func", "-" * 90 + "1", "sin(x)(y)", "1j", "x := 1"],
 )  # fmt: skip
@@ -260,11 +262,31 @@ def test_what_is_soon_simplified_is_let_through(text: str) -> None:
      "(x**63+1)/(x**64-1)/(x**62+x+1)", "sqrt(" * 50 + "x" + ")" * 50, "(x+1)**64", "(x+1)**16*(x+2)**17",
      "(sin(x)+cos(x)+tan(x)+exp(x))**16", "*".join(f"(x+a+b+{number})" for number in range(9)), "x.y",
      "+".join(f"sin({number}*x)" for number in range(17)), "*".join(f"sin(x+{number})" for number in range(4)),
-     "(sin(x)+cos(x)+tan(x)+exp(x))**8"],
+     "(sin(x)+cos(x)+tan(x)+exp(x))**8", "x" + " " * 2000],
 )  # fmt: skip
 def test_what_would_take_minutes_to_simplify_is_not(text: str) -> None:
     with pytest.raises(ValueError):  # noqa: PT011
         checked_for_simplifying(text)
+
+
+@pytest.mark.parametrize("level", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
+def test_gold_products_of_long_polynomials_score_1(level: int) -> None:
+    made = Generator("polynomial_multiplication", {}, level)
+
+    golds = [(made.entry(number), example_answer(made.entry(number))) for number in range(1, 5)]
+
+    assert [made.score(entry, gold)[0] for entry, gold in golds] == [1.0] * 4
+
+
+def test_an_integral_whose_gold_is_an_integral_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Generator("simple_integration", {})
+    first = gym().task("reasoning-gym/train/0").prompt
+
+    assert made.is_answerable({"answer": "x**2/2 + C"})
+    assert not made.is_answerable({"answer": "Integral(sin(x)/x, x) + C"})
+
+    monkeypatch.setattr(Generator, "is_answerable", lambda _self, entry: not first.startswith(entry["question"]))
+    assert gym().task("reasoning-gym/train/0").prompt != first
 
 
 def test_the_scorers_that_simplify_are_not_given_it() -> None:

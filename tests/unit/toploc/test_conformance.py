@@ -53,6 +53,42 @@ def test_points_become_the_published_bytes(name: str) -> None:
     assert backwards == proof
 
 
+@pytest.mark.parametrize("name", NAMES["points"])
+def test_tensors_of_points_become_the_published_bytes(name: str) -> None:
+    vector = by_name("points", name)
+    whole = torch.tensor(vector["y"])
+    halves = torch.tensor(vector["y"], dtype=torch.int32).to(torch.uint16)
+    for values in (whole, halves.view(torch.bfloat16), halves.view(torch.float16)):
+        assert ProofPoly.from_points_tensor(torch.tensor(vector["x"]), values).to_base64() == vector["proof_b64"]
+
+
+@pytest.mark.parametrize("y", [torch.tensor([1.0, 2.0]), torch.tensor([[1, 2]]), torch.tensor([1])])
+def test_tensors_that_are_no_points_are_refused(y: torch.Tensor) -> None:
+    with pytest.raises(ProofError):
+        ProofPoly.from_points_tensor(torch.tensor([1, 2]), y)
+    with pytest.raises(ProofError):
+        ProofPoly.from_points_tensor(torch.tensor([1.0, 2.0]), torch.tensor([1, 2]))
+
+
+def test_a_null_proof_is_zeros_and_is_rejected() -> None:
+    null = ProofPoly.null(5)
+    assert (null.coeffs, null.modulus, len(null), null.to_bytes()) == ([0] * 5, 0, 5, bytes(12))
+    rows = torch.arange(96, dtype=torch.bfloat16).reshape(6, 16)
+    (honest,) = build_proofs(rows, 6, 5, skip_prefill=True)
+    for verify in (
+        lambda: verify_proofs(rows, [null], 6, 5, skip_prefill=True),
+        lambda: verify_proofs_bytes(rows, [null.to_bytes()], 6, 5, skip_prefill=True),
+        lambda: verify_proofs_base64(rows, [null.to_base64()], 6, 5, skip_prefill=True),
+    ):
+        with pytest.raises(ProofError, match="the modulus 0 is not between"):
+            verify()
+    with pytest.raises(ProofError, match="the modulus 0"):
+        ProofPoly.from_bytes(null.to_bytes())
+    with pytest.raises(ProofError, match="null proof"):
+        null(1)
+    assert verify_proofs(rows, [honest], 6, 5, skip_prefill=True) == [VerificationResult(0, 0.0, 0.0)]
+
+
 @pytest.mark.parametrize("number", range(len(vectors()["evaluations"])))
 def test_a_proof_evaluates_as_published(number: int) -> None:
     vector = vectors()["evaluations"][number]

@@ -63,7 +63,7 @@ def check(table: Table, layout: Format, found: Scan, graders: Graders, progress:
         except UnusableTask as error:
             bad[number] = str(error)
             problems.add(number, str(error))
-    name = _name(table, layout, graders, found.kinds)
+    name = _name(table, layout, graders, found.graders)
     store_arrays(
         name, {"bad": np.array(list(bad), np.int64)}, {"why": list(bad.values()), "problems": problems.as_json()}
     )

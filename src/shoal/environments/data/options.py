@@ -23,8 +23,10 @@ class DatasetOptions(Options):
     answer: str = Field(default="", description="the column that is the answer; empty: found by its name")
     id: str = Field(default="", description="the column that is the id; empty: found by its name, if there is one")
     split: str = Field(default="", description="which split of a folder that holds several; empty: train")
-    bad_rows: Literal["skip", "refuse"] = Field(
-        default="skip", description="leave rows out that cannot be used, or refuse the data set (checks every answer)"
+    bad_rows: Literal["", "skip", "refuse"] = Field(
+        default="",
+        description="rows that cannot be used; empty: leave single rows out, refuse a kind of which none can be used;"
+        " skip: leave both out; refuse: refuse both (checks every answer)",
     )
     held_out: Path | None = Field(
         default=None, description="another file or folder with the held-out tasks; unset: some rows of this one"

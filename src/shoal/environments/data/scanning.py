@@ -16,7 +16,6 @@ from shoal.environments.data.problems import Problems
 from shoal.environments.data.prompts import BLANK, DIGEST_BYTES, ascii_digest, prompt_digest, question_digest
 from shoal.environments.data.source import NOT_TEXT, ROW_LIMIT_BYTES, Batch, Broken
 from shoal.environments.data.table import Table
-from shoal.environments.formats.described import kind_of
 from shoal.environments.formats.protocol import Format
 from shoal.environments.graders.registry import GRADERS, TASK_TYPES
 from shoal.errors import EnvironmentSetupError, UnusableTask
@@ -27,7 +26,8 @@ if TYPE_CHECKING:
     Flags = np.ndarray[Any, np.dtype[np.bool_]]
     Digests = np.ndarray[Any, np.dtype[np.uint8]]
 
-VERSION = 2
+VERSION = 3
+MOST_KINDS = 1000
 SLACK = 1e-9  # of a solve rate that was written with fewer digits
 NONE = b"\0" * DIGEST_BYTES
 TOO_LARGE = f"the prompt has more than {ROW_LIMIT_BYTES // 2**20} MB"
@@ -44,12 +44,18 @@ class Band:
 
 @dataclass(frozen=True)
 class Scan:
-    """One entry per row: the prompt's digest, whether it can be asked, whether its solve rate is in the band."""
+    """One entry per row: the prompt's digest, whether it can be asked, whether its solve rate is in the band, its kind.
+
+    `graders` are those that the rows need. `kinds` are the kinds that rows call themselves (a row that names none is of
+    the kind ""), `kind_of` has the number of each row's.
+    """
 
     digests: Digests
     usable: Flags
     kept: Flags
+    kind_of: np.ndarray[Any, np.dtype[np.int32]]
     kinds: tuple[str, ...]
+    graders: tuple[str, ...]
     problems: Problems
 
 
@@ -62,25 +68,26 @@ def scan(table: Table, layout: Format, band: Band | None) -> Scan:
     if known is not None and len(known[0]["usable"]) == table.rows:
         arrays, beside = known
         problems = Problems.from_json(**beside["problems"])
-        return Scan(arrays["digests"], arrays["usable"], arrays["kept"], tuple(beside["kinds"]), problems)
+        return Scan(**arrays, kinds=tuple(beside["kinds"]), graders=tuple(beside["graders"]), problems=problems)
     found = _scan(table, layout, band)
-    beside = {"problems": found.problems.as_json(), "kinds": found.kinds}
-    store_arrays(name, {"digests": found.digests, "usable": found.usable, "kept": found.kept}, beside)
+    beside = {"problems": found.problems.as_json(), "kinds": found.kinds, "graders": found.graders}
+    store_arrays(name, {key: getattr(found, key) for key in ("digests", "usable", "kept", "kind_of")}, beside)
     return found
 
 
 def _scan(table: Table, layout: Format, band: Band | None) -> Scan:
     import numpy as np
 
-    problems, kinds, first = Problems(), set[str](), 0
-    digests, kept, hashes = bytearray(), [], []
+    problems, graders, first = Problems(), set[str](), 0
+    digests, kept, hashes, kinds, kind_of = bytearray(), [], [], dict[str, int](), []
     columns = tuple(
         dict.fromkeys([*layout.asks, *([layout.id] if layout.id else []), *([band.column] if band else [])])
     )
     for batch in table.scan(columns):
         found = _Batch(batch, layout, first, problems)
         digests += found.digests()
-        kinds |= found.kinds
+        graders |= found.graders
+        kind_of.append(np.fromiter((_numbered(kind, kinds) for kind in found.kinds()), np.int32, found.size))
         hashes.extend([_hashes(batch[layout.id], found.size)] if layout.id else [])
         kept.append(_within(batch[band.column], band) if band else np.ones(found.size, bool))
         first += found.size
@@ -88,7 +95,14 @@ def _scan(table: Table, layout: Format, band: Band | None) -> Scan:
     usable: Flags = np.asarray(matrix.any(axis=1))
     if layout.id:
         usable = usable & ~_repeats(np.concatenate(hashes), layout.id, table, problems, usable)
-    return Scan(matrix, usable, np.concatenate(kept), tuple(sorted(kinds)), problems)
+    return Scan(
+        matrix, usable, np.concatenate(kept), np.concatenate(kind_of), tuple(kinds), tuple(sorted(graders)), problems
+    )
+
+
+def _numbered(kind: str, kinds: dict[str, int]) -> int:
+    """The number of a kind; whatever comes after very many has none of its own."""
+    return kinds.setdefault(kind if kind in kinds or len(kinds) < MOST_KINDS else "", len(kinds))
 
 
 class _Batch:
@@ -97,7 +111,14 @@ class _Batch:
     def __init__(self, batch: Batch, layout: Format, first: int, problems: Problems) -> None:
         self._batch, self._layout, self._first, self._problems = batch, layout, first, problems
         self.size = len(batch[layout.asks[0]])
-        self.kinds: set[str] = set()
+        self.graders: set[str] = set()
+
+    def kinds(self) -> list[str]:
+        """What each row says of which kind it is; the grader, where rows say nothing."""
+        column = self._layout.kinds
+        if not column:
+            return [self._layout.grader] * self.size
+        return [value[:100] if isinstance(value, str) else "" for value in _values(self._batch[column])]
 
     def digests(self) -> bytes:
         texts = _texts(self._batch[self._layout.plain]) if self._layout.plain else None
@@ -139,13 +160,13 @@ class _Batch:
         """Row of the batch → what is wrong with its task type."""
         kinds = self._layout.kinds
         if not kinds:
-            self.kinds.add(self._layout.grader)
+            self.graders.add(self._layout.grader)
             return {}
         values = [value if isinstance(value, str) else _told_type(value) for value in _values(self._batch[kinds])]
         known: dict[str, str] = {}
         for value in set(values):
             try:
-                self.kinds.add(kind_of(value))
+                self.graders.add(self._layout.judge(value))
             except UnusableTask as error:
                 known[value] = str(error)
         return {number: known[value] for number, value in enumerate(values) if value in known} if known else {}
@@ -167,7 +188,7 @@ class _Batch:
         question = self._layout.question(row)
         if len(question.prompt) > ROW_LIMIT_BYTES:
             raise UnusableTask(TOO_LARGE)
-        self.kinds.add(question.kind)
+        self.graders.add(question.kind)
         return question_digest(question.prompt, question.history)
 
 

@@ -5,6 +5,7 @@ texts           values of a row as text
 described       problem_id, task_type, prompt, verification_info
 columns         question and answer columns, whatever they are called; AIME
 livecodebench   programs with public and private tests (packed ones are unpacked without unpickling)
+code            programs with one column of tests
 gpqa            one right and three wrong options
 ifeval          verifiable instructions
 registry        FORMATS, fit

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from functools import partial
 
 from shoal.environments.formats.protocol import Format, Question, Row, Wanted, first_of
@@ -9,7 +11,13 @@ from shoal.environments.formats.texts import answer_text, conversation, final_an
 from shoal.errors import EnvironmentSetupError, UnusableTask
 
 QUESTIONS = ("problem", "question", "prompt", "instruction", "query", "input", "messages")
-ANSWERS = ("answer", "final_answer", "ground_truth", "expected_answer", "gold", "target", "label", "solution", "output")
+ANSWERS = (
+    "answer", "final_answer", "ground_truth", "expected_answer", "gold", "target", "label", "solution", "output",
+    "reward_model",
+)  # fmt: skip
+KINDS = ("question_type", "problem_type", "ability")
+"""Columns that say of which kind a row is: those of NuminaMath and Eurus-2-RL-Data."""
+BY_KIND = {"code": "code", "coding": "code"}
 IDS = ("problem_id", "id", "task_id", "question_id", "unique_id", "uuid", "key")
 WORKED = ("answer", "solution")
 AIME_LARGEST = 999
@@ -19,10 +27,12 @@ def columns_format(columns: tuple[str, ...], wanted: Wanted) -> Format:
     """The first usual name that is there; which it should be can be said: options.question and options.answer."""
     question = _chosen(columns, wanted.question, QUESTIONS, "question")
     answer = _chosen(columns, wanted.answer, ANSWERS, "answer")
-    grader = wanted.grader or "mathematics"
+    grader, kinds = wanted.grader or "mathematics", "" if wanted.grader else first_of(columns, KINDS)
+    judge = partial(_judge, kinds, grader)
     return Format(
-        name="columns", asks=(question,), answers=(answer,), id=wanted.id or first_of(columns, IDS), plain=question,
-        question=partial(_question, question, grader), answer=partial(_answer, answer, grader), grader=grader,
+        name="columns", asks=(question, *((kinds,) if kinds else ())), answers=(answer,), plain=question,
+        id=wanted.id or first_of(columns, IDS), question=partial(_question, question, judge, kinds),
+        answer=partial(_answer, answer, grader), kinds=kinds, grader="" if kinds else grader, judge=judge,
     )  # fmt: skip
 
 
@@ -32,8 +42,8 @@ def aime(columns: tuple[str, ...], wanted: Wanted) -> Format:
     answer = _chosen(columns, wanted.answer, ("answer", "final_answer", "ground_truth", "expected_answer"), "answer")
     return Format(
         name="aime", asks=(question,), answers=(answer,), id=wanted.id or first_of(columns, IDS), plain=question,
-        question=partial(_question, question, "mathematics"), answer=partial(_whole_number, answer),
-        grader="mathematics",
+        question=partial(_question, question, partial(_judge, "", "mathematics"), ""),
+        answer=partial(_whole_number, answer), grader="mathematics",
     )  # fmt: skip
 
 
@@ -48,13 +58,25 @@ def _chosen(columns: tuple[str, ...], given: str, usual: tuple[str, ...], what: 
     return found
 
 
-def _question(column: str, grader: str, row: Row) -> Question:
+def _judge(column: str, grader: str, kind: object) -> str:
+    """Who grades a kind of rows: kinds that mean nothing here are graded like rows without one."""
+    word = str(kind).strip().lower()
+    if column and word == "proof":
+        raise UnusableTask(f"{column} is 'proof': no grader judges proofs")
+    return BY_KIND.get(word, grader) if column else grader
+
+
+def _question(column: str, judge: Callable[[object], str], kinds: str, row: Row) -> Question:
     prompt, history = conversation(row.get(column), column)
-    return Question(prompt, grader, history)
+    return Question(prompt, judge(row.get(kinds)), history)
 
 
 def _answer(column: str, grader: str, row: Row) -> str:
-    text = answer_text(row.get(column), column)
+    """Of a list of answers to a question of mathematics, any one is right."""
+    value = row.get(column)
+    if isinstance(value, list) and grader == "mathematics":
+        return json.dumps({"answers": value})
+    text = answer_text(value, column)
     return final_answer(text) if grader == "mathematics" and column.lower() in WORKED else text
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 from functools import partial
 
@@ -24,7 +25,7 @@ def described(columns: tuple[str, ...], wanted: Wanted) -> Format:
     return Format(
         name="described", asks=(prompt, *types), answers=(info,), id=identifier, plain=prompt,
         question=partial(_question, prompt, wanted.grader), answer=partial(_answer, info),
-        kinds="" if wanted.grader else TYPE, grader=wanted.grader,
+        kinds="" if wanted.grader else TYPE, grader=wanted.grader, judge=kind_of,
     )  # fmt: skip
 
 
@@ -37,7 +38,7 @@ def kind_of(task_type: object) -> str:
     known = TASK_TYPES.get(task_type, task_type) if isinstance(task_type, str) else None
     if known not in GRADERS:
         known_types = ", ".join([*TASK_TYPES, *GRADERS])
-        raise UnusableTask(f"task_type {str(task_type)[:60]!r} is unknown; there are {known_types}")
+        raise UnusableTask(f"task_type {str(task_type)[:60]!r} is unknown: no grader judges it; known: {known_types}")
     return str(known)
 
 
@@ -47,10 +48,26 @@ def _question(column: str, grader: str, row: Row) -> Question:
 
 
 def _answer(column: str, row: Row) -> str:
-    """The verification info as it is written: graders read JSON. That it is JSON is checked here."""
+    """The verification info as JSON, which graders read: an object, or a list of test cases."""
     value = row.get(column)
-    info = value if isinstance(value, dict) else parsed(required(value, column), column)
-    if not isinstance(info, dict):
+    text = json.dumps(value) if isinstance(value, dict | list) else required(value, column)
+    if text.startswith("{'"):
+        text = _json_of_literal(text, column)
+    info = parsed(text, column)
+    if isinstance(info, dict):
+        finite(info.get(GOLD), GOLD)
+    elif not (isinstance(info, list) and info and all(isinstance(case, dict) for case in info)):
         raise UnusableTask(f"{column} is no JSON object")
-    finite(info.get(GOLD), GOLD)
-    return json.dumps(value) if isinstance(value, dict) else str(value)
+    return text
+
+
+def _json_of_literal(text: str, column: str) -> str:
+    """What Python writes for a dictionary, which is how SYNTHETIC-1 has it: read, never run.
+
+    >>> _json_of_literal("{'ground_truth': '42'}", "verification_info")
+    '{"ground_truth": "42"}'
+    """
+    try:
+        return json.dumps(ast.literal_eval(text))
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        raise UnusableTask(f"{column} is neither JSON nor a dictionary as Python writes it") from None

@@ -38,11 +38,12 @@ def livecodebench(columns: tuple[str, ...], wanted: Wanted) -> Format:
     return Format(
         name="livecodebench", asks=asks, answers=(*tests, *further), grader="code",
         id=wanted.id or first_of(columns, ("question_id", "problem_id", "task_id", "id")),
-        question=partial(_question, question), answer=_answer,
+        question=partial(question_of, question), answer=_answer,
     )  # fmt: skip
 
 
-def _question(column: str, row: Row) -> Question:
+def question_of(column: str, row: Row) -> Question:
+    """The problem, and what is asked for: a program, or its starter code completed."""
     content, starter = required(row.get(column), column), row.get(STARTER) or ""
     if not isinstance(starter, str):
         raise UnusableTask(f"{STARTER} is {type(starter).__name__}, not text")

@@ -37,7 +37,8 @@ class Format:
     """How a row becomes a task. Both functions raise `UnusableTask` with the reason where a row does not fit.
 
     `asks` and `answers` are the columns that each of them reads: to look at every question, no answer is read.
-    `plain` names the column that is the prompt word for word, where it is text; `kinds` the one that names the grader.
+    `plain` names the column that is the prompt word for word, where it is text; `kinds` the one that says of which kind
+    a row is, and `judge` tells the grader of such a kind, or raises. Without it, `grader` is that of all rows.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Format:
     plain: str = ""
     kinds: str = ""
     grader: str = ""
+    judge: Callable[[object], str] = str
 
     @property
     def columns(self) -> tuple[str, ...]:

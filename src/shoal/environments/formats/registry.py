@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from shoal.environments.formats.code import TESTS, code
 from shoal.environments.formats.columns import aime, columns_format
 from shoal.environments.formats.described import described
 from shoal.environments.formats.gpqa import gpqa
 from shoal.environments.formats.ifeval import ifeval
 from shoal.environments.formats.livecodebench import livecodebench
-from shoal.environments.formats.protocol import Format, Wanted
+from shoal.environments.formats.protocol import Format, Wanted, first_of
 from shoal.errors import EnvironmentSetupError
 
 FORMATS: dict[str, Callable[[tuple[str, ...], Wanted], Format]] = {
@@ -17,6 +18,7 @@ FORMATS: dict[str, Callable[[tuple[str, ...], Wanted], Format]] = {
     "columns": columns_format,
     "aime": aime,
     "livecodebench": livecodebench,
+    "code": code,
     "gpqa": gpqa,
     "ifeval": ifeval,
 }
@@ -26,7 +28,7 @@ TELLING: tuple[tuple[str, frozenset[str]], ...] = (
     ("gpqa", frozenset({"Question", "Correct Answer", "Incorrect Answer 1"})),
     ("ifeval", frozenset({"prompt", "instruction_id_list"})),
 )
-"""Columns by which a format is known; any other data set has question and answer columns."""
+"""Columns by which a format is known; any other has a column of tests, or question and answer columns."""
 
 
 def fit(name: str, columns: tuple[str, ...], wanted: Wanted) -> Format:
@@ -45,4 +47,5 @@ def told_by(columns: tuple[str, ...]) -> str:
     >>> told_by(("id", "question", "answer"))
     'columns'
     """
-    return next((name for name, known in TELLING if known <= set(columns)), "columns")
+    other = "code" if first_of(columns, TESTS) else "columns"
+    return next((name for name, known in TELLING if known <= set(columns)), other)

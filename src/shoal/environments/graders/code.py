@@ -36,7 +36,7 @@ class CodeGrader:
     """Implements `Grader`. `parts` has the share of tests that were passed before the first failure."""
 
     name: ClassVar[str] = "code"
-    version: ClassVar[int] = 2
+    version: ClassVar[int] = 3
 
     def problem(self, answer: str) -> str:
         try:

@@ -4,9 +4,12 @@
                                           {"type": "function_call", "fn_name": "add", "input": [2, 3], "output": 5}]}
     {"inputs": ["2 3"], "outputs": ["5"]}                           APPS, TACO; with "fn_name": arguments, values
     {"public_test_cases": [{"input": "2 3", "output": "5", "testtype": "stdin"}], "private_test_cases": …,
-     "metadata": {"func_name": "add"}}                              LiveCodeBench; functional: a value per line
+     "metadata": {"func_name": "add"}}                              LiveCodeBench
 
-Lists may also be given as JSON text. `limits` may be added to any of them, and raises or lowers the usual ones.
+The list of cases may stand alone. Lists may also be given as JSON text; `test_cases` and `ground_truth` may hold, as
+JSON text or not, an object in any of the three spellings. The arguments of a call are a list, or a text with one JSON
+value per line, whose expected value is then JSON too. `limits` may be added to any of them, and raises or lowers the
+usual ones.
 """
 
 from __future__ import annotations
@@ -76,9 +79,11 @@ def read_tests(answer: str) -> Tests:
     """The tests in a task's answer; `BadTests` says what is wrong. The completions of a group share one reading."""
     try:
         info = read_value(answer)
+        if isinstance(info, list):
+            info = {"test_cases": info}
         if not isinstance(info, dict):
             raise BadTests("the verification info is no JSON object")
-        return _tests(info)
+        return _tests(_unwrapped(info))
     except RecursionError:
         raise BadTests("the verification info is nested too deeply") from None
     except BadTests:
@@ -87,16 +92,27 @@ def read_tests(answer: str) -> Tests:
         raise BadTests(f"the verification info is no JSON: {error}") from None
 
 
+def _unwrapped(info: dict[str, Any]) -> dict[str, Any]:
+    """The object that holds the tests, where another one wraps it."""
+    for field in ("test_cases", "ground_truth"):
+        inner = _parsed(info[field], field) if info.get(field) else None
+        if isinstance(inner, dict):
+            return _unwrapped({**{key: value for key, value in info.items() if key != field}, **inner})
+        if isinstance(inner, list):
+            return {**info, "test_cases": inner}
+    return info
+
+
 def _tests(info: dict[str, Any]) -> Tests:
     language = str(info.get("language") or "").lower()
     if language not in LANGUAGES:
         raise BadTests(f"the language is {language[:40]!r}; only Python is run")
     if "test_cases" in info:
-        cases = [_described(case) for case in _list(info["test_cases"], "test_cases")]
+        cases = _cases(info, "test_cases")
     elif "inputs" in info:
         cases = _apps(info)
     elif "public_test_cases" in info or "private_test_cases" in info:
-        cases = _livecodebench(info)
+        cases = [*_cases(info, "public_test_cases"), *_cases(info, "private_test_cases")]
     else:
         raise BadTests("there are no tests: neither test_cases, nor inputs and outputs, nor public_test_cases")
     if not cases:
@@ -117,15 +133,22 @@ def _limits(given: Any, tests: int) -> Limits:
     return limits.model_copy(update={"cpu_s": max(limits.cpu_s, math.ceil(CPU_S_A_TEST * tests))})
 
 
-def _described(case: Any) -> Test:
+def _cases(info: dict[str, Any], field: str) -> list[Test]:
+    """A list of cases. The function's name is in the case, in its metadata, or in those of all cases."""
+    function = info.get("fn_name") or _object(info.get("metadata")).get("func_name")
+    return [_case(case, function, field) for case in _list(info.get(field) or [], field)]
+
+
+def _case(case: Any, function: Any, field: str) -> Test:
     if not isinstance(case, dict) or "input" not in case or "output" not in case:
-        raise BadTests("a test has no input or no output")
-    kind = case.get("type", "stdin_stdout")
-    if kind == "stdin_stdout":
+        raise BadTests(f"{field}: a test has no input or no output")
+    named = case.get("fn_name") or _object(case.get("metadata")).get("func_name")
+    kind = case.get("type") or case.get("testtype") or ("function_call" if named else "stdin_stdout")
+    if kind in ("stdin_stdout", "stdin"):
         return _printed(case["input"], case["output"])
-    if kind == "function_call":
-        return _returned(_name(case.get("fn_name")), case["input"], case["output"])
-    raise BadTests(f"a test is of type {str(kind)[:40]!r}; there are stdin_stdout and function_call")
+    if kind in ("function_call", "functional"):
+        return _returned(_name(named or function), case["input"], case["output"])
+    raise BadTests(f"a test is of type {str(kind)[:40]!r}; there are stdin_stdout (stdin), function_call (functional)")
 
 
 def _apps(info: dict[str, Any]) -> list[Test]:
@@ -138,37 +161,16 @@ def _apps(info: dict[str, Any]) -> list[Test]:
     return [_printed(given, wanted) for given, wanted in pairs]
 
 
-def _livecodebench(info: dict[str, Any]) -> list[Test]:
-    metadata = _object(info.get("metadata"))
-    tests = []
-    for field in ("public_test_cases", "private_test_cases"):
-        for case in _list(info.get(field) or [], field):
-            if not isinstance(case, dict) or not isinstance(case.get("input"), str) or "output" not in case:
-                raise BadTests(f"{field}: a test has no input or no output")
-            if case.get("testtype") == "functional":
-                tests.append(_functional(_name(metadata.get("func_name")), case["input"], case["output"]))
-            else:
-                tests.append(_printed(case["input"], case["output"]))
-    return tests
-
-
-def _functional(function: str, given: str, wanted: Any) -> Test:
-    """One argument per line, each as JSON; what is expected as JSON too."""
-    try:
-        arguments = [read_value(line) for line in given.splitlines() if line.strip()]
-        value = read_value(wanted) if isinstance(wanted, str) else wanted
-    except ValueError as error:
-        raise BadTests(f"a functional test is no JSON: {error}") from None
-    return _returned(function, arguments, value)
-
-
 def _printed(given: Any, wanted: Any) -> Test:
     return Test(given=_text(given, "input"), expected=_text(wanted, "output"))
 
 
 def _returned(function: str, arguments: Any, wanted: Any, *, or_alone: bool = False) -> Test:
+    if isinstance(arguments, str):
+        arguments = [_parsed(line, "an argument of a call") for line in arguments.splitlines() if line.strip()]
+        wanted = _parsed(wanted, "what a call returns")
     if not isinstance(arguments, list):
-        raise BadTests("the input of a function call is no list of arguments")
+        raise BadTests("the input of a function call is neither a list of arguments nor a text with one on each line")
     given = written({"function": function, "arguments": arguments}).encode()
     size = len(written(wanted))
     return Test(given=given, expected=wanted, function=function, expected_bytes=size, or_alone=or_alone)
@@ -192,20 +194,22 @@ def _text(given: Any, what: str) -> bytes:
 
 
 def _list(given: Any, what: str) -> list[Any]:
-    if isinstance(given, str):
-        try:
-            given = read_value(given)
-        except ValueError:
-            raise BadTests(f"{what} is text, and no JSON") from None
+    given = _parsed(given, what)
     if not isinstance(given, list):
         raise BadTests(f"{what} is no list")
     return given
 
 
 def _object(given: Any) -> dict[str, Any]:
-    if isinstance(given, str):
-        try:
-            given = read_value(given)
-        except ValueError:
-            raise BadTests("metadata is text, and no JSON") from None
+    given = _parsed(given, "metadata") if given else {}
     return given if isinstance(given, dict) else {}
+
+
+def _parsed(given: Any, what: str) -> Any:
+    """A value, or the JSON of one."""
+    if not isinstance(given, str):
+        return given
+    try:
+        return read_value(given)
+    except ValueError:
+        raise BadTests(f"{what} is text, and no JSON") from None

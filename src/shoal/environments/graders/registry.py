@@ -47,8 +47,8 @@ GRADERS: dict[str, Callable[[], Grader]] = {
     "instructions": _instructions,
 }
 
-TASK_TYPES = {"verifiable_math": "mathematics", "prime_rl_code": "code"}
-"""What the described data set calls its kinds of tasks."""
+TASK_TYPES = {"verifiable_math": "mathematics", "prime_rl_code": "code", "verifiable_code": "code"}
+"""What INTELLECT-2's data set and SYNTHETIC-1 call those of their kinds of tasks that can be judged."""
 
 
 def grader(name: str) -> Grader:

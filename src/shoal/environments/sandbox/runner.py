@@ -27,6 +27,7 @@ import sys
 
 TYPE_CHECKING = False  # as typing says it, which takes long to load
 if TYPE_CHECKING:
+    import types
     from typing import Any
 
 SEALED = 3
@@ -38,17 +39,30 @@ INT_BYTES = 4
 ASKED = b"\xff" * 8
 """In place of a status: what follows is the answer to a question."""
 NOTHING = b"def nothing(): pass"
-# What LeetCode's programs take for granted: they are written against these names.
-PRELUDE = """
-from typing import *
-import bisect, collections, functools, heapq, itertools, math, operator, random, re, string
-from bisect import bisect_left, bisect_right, insort
-from collections import Counter, OrderedDict, defaultdict, deque
-from functools import cache, cmp_to_key, lru_cache, reduce
-from heapq import heapify, heappop, heappush
-from itertools import accumulate, combinations, permutations, product
-from math import ceil, floor, gcd, inf, sqrt
-"""
+RECURSION, DEEPEST_VALUE = 600_000, 1000
+# What programs take for granted: LeetCode has these names, and other graders import them into every program.
+MODULES = {
+    "bisect", "collections", "copy", "datetime", "functools", "heapq", "io", "itertools", "json", "math", "operator",
+    "random", "re", "statistics", "string", "sys", "typing",
+}  # fmt: skip
+GRANTED = {
+    "typing": "Any Callable DefaultDict Deque Dict FrozenSet Generator Generic Iterable Iterator List Literal Mapping"
+    " NamedTuple Optional Sequence Set Text Tuple Type TypeVar Union cast overload",
+    "bisect": "bisect_left bisect_right insort insort_left insort_right",
+    "collections": "ChainMap Counter OrderedDict UserDict defaultdict deque namedtuple",
+    "copy": "deepcopy",
+    "functools": "cache cached_property cmp_to_key lru_cache partial reduce wraps",
+    "heapq": "heapify heappop heappush heappushpop heapreplace merge nlargest nsmallest",
+    "itertools": "accumulate chain combinations combinations_with_replacement compress count cycle dropwhile"
+    " filterfalse groupby islice pairwise permutations product repeat starmap takewhile tee zip_longest",
+    "math": "acos acosh asin asinh atan atan2 atanh ceil comb copysign cos cosh degrees dist e erf exp expm1 fabs"
+    " factorial floor fmod frexp fsum gamma gcd hypot inf isclose isfinite isinf isnan isqrt lcm ldexp lgamma log log10"
+    " log1p log2 modf nan perm pi prod radians sin sinh sqrt tan tanh tau trunc",
+    "operator": "add itemgetter mul sub xor",
+    "random": "choice randint randrange shuffle",
+    "string": "ascii_letters ascii_lowercase ascii_uppercase digits",
+    "sys": "maxsize setrecursionlimit stdin stdout",
+}
 
 
 def main() -> None:
@@ -197,6 +211,7 @@ def run(code: bytes, *, called: bool) -> None:
         setattr(sys, f"__{name}__", stream)
     builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]
     sys.argv = ["solution.py"]
+    sys.setrecursionlimit(RECURSION)
     status = 0
     try:
         if called:
@@ -216,7 +231,9 @@ def main_module(code: bytes) -> dict[str, Any]:
     module = type(sys)("__main__")
     module.__dict__["__builtins__"] = builtins
     sys.modules["__main__"] = module
-    exec(compile(code, "solution.py", "exec", dont_inherit=True), module.__dict__)
+    compiled = compile(code, "solution.py", "exec", dont_inherit=True)
+    take_for_granted(mentioned(compiled))
+    exec(compiled, module.__dict__)
     return module.__dict__
 
 
@@ -226,20 +243,29 @@ def call(code: bytes) -> None:
 
     wanted = json.loads(sys.stdin.buffer.read())
     os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
-    take_for_granted()
     function = function_of(main_module(code), wanted["function"])
-    returned = json.dumps(function(*wanted["arguments"])).encode()
+    value = function(*wanted["arguments"])
+    sys.setrecursionlimit(DEEPEST_VALUE)
+    returned = json.dumps(value).encode()
     view = memoryview(returned)
     while view:
         view = view[os.write(SEALED, view) :]
 
 
-def take_for_granted() -> None:
-    """The names of PRELUDE, as builtins: among the program's own names they would pass for functions that it wrote."""
-    names: dict[str, Any] = {}
-    exec(PRELUDE, names)
-    del names["__builtins__"]
-    vars(builtins).update(names)
+def mentioned(code: types.CodeType) -> set[str]:
+    """Every name in a compiled program, those of its functions too."""
+    inner = (mentioned(constant) for constant in code.co_consts if isinstance(constant, type(code)))
+    return set(code.co_names).union(*inner)
+
+
+def take_for_granted(names: set[str]) -> None:
+    """Those of the names that are granted, as builtins: the program's own go before them, and they do not pass for
+    functions that it wrote."""
+    for name in names & MODULES:
+        setattr(builtins, name, __import__(name))
+    for module, granted in GRANTED.items():
+        for name in names.intersection(granted.split()):
+            setattr(builtins, name, getattr(__import__(module), name))
 
 
 def function_of(names: dict[str, Any], wanted: str) -> Any:

@@ -22,6 +22,8 @@ from shoal.errors import ScoringFailure
 _QUESTIONS = 6
 """How often one completion may need symbolic algebra."""
 _KEYS = ("ground_truth", "answer", "answers", "target", "solution")
+_NONE = ("proof", "notfound")
+"""What NuminaMath writes for an answer where there is none."""
 _LETTER = re.compile(r"(?:\\text ?\{ ?)?\(?([A-J])\)?\.?(?: ?\})?")
 _LETTER_FIRST = re.compile(r"(?:\\text ?\{ ?)?(?:\(([A-J])\)|([A-J])[).:])(?: ?\})?[).:]?\s*(.*)", re.DOTALL)
 
@@ -42,7 +44,7 @@ class MathematicsGrader:
     """
 
     name: ClassVar[str] = "mathematics"
-    version: ClassVar[int] = 2
+    version: ClassVar[int] = 3
     symbolic: Symbolic = symbolic.same
 
     def problem(self, answer: str) -> str:
@@ -145,6 +147,8 @@ def golds(answer: str) -> tuple[str, ...]:
     for text in found:
         if not text:
             raise ScoringFailure("the answer is empty")
+        if text.lower() in _NONE:
+            raise ScoringFailure(f"the answer is {text!r}, which is no answer to compare with")
         if len(text) > LONGEST:
             raise ScoringFailure(f"the answer has {len(text)} characters, and at most {LONGEST} can be compared")
         if not balanced(text):
