@@ -15,6 +15,7 @@ from rich.console import Console
 from shoal.cli.folder import RunFolder, without_passwords
 from shoal.cli.ingredients import check_ingredients, check_machine
 from shoal.cli.launch import Launched, LaunchOptions, launch
+from shoal.cli.planning import settled
 from shoal.cli.program import shoal_command
 from shoal.cli.progress import NOTHING_TRAINED, alarm_lines, steps_in, summary
 from shoal.cli.recipe import Recipe, load_recipe
@@ -24,6 +25,7 @@ from shoal.environments import Environment
 from shoal.errors import ConfigError, ShoalError
 from shoal.runtime.config import dump_config
 from shoal.runtime.metrics import MetricsLog
+from shoal.runtime.sizing import open_settings
 from shoal.runtime.stop import stop_on_signals
 
 METRICS = Path("trainer") / "metrics.jsonl"
@@ -46,7 +48,9 @@ def start(request: RunRequest, mode: str, patience_min: float) -> int:
     if mode == "dry-run":
         if request.directory is not None:
             RunFolder.refuse_other(request.directory.absolute(), recipe)
-        typer.echo(dump_config(without_passwords(recipe)), nl=False)
+        for line in derived_lines(recipe):
+            typer.echo(f"shoal: {line}", err=True)
+        typer.echo(dump_config(without_passwords(settled(recipe))), nl=False)
         return 0
     if mode != "prepare":
         check_machine(recipe)
@@ -93,6 +97,14 @@ def held_out_lines(recipe: Recipe, tasks: int) -> Iterator[str]:
         yield f"{few}, and trainer.evaluate_tasks is {wanted}: held-out scores will be rough"
     else:
         yield "no task is held out, so there will be no held-out score: give more tasks, or name the split of some"
+
+
+def derived_lines(recipe: Recipe) -> Iterator[str]:
+    """Which of the settings that are shown follow from the size of the model."""
+    sections = {"hub": recipe.hub, "validator": recipe.validator, "trainer": recipe.trainer}
+    names = [f"{section}.{name}" for section, settings in sections.items() for name in open_settings(settings)]
+    if names:
+        yield f"not set, so derived from the size of the model (`shoal plan` says how): {', '.join(names)}"
 
 
 def refuse_changed(folder: RunFolder, environment: Environment) -> None:
