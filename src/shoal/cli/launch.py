@@ -104,6 +104,8 @@ def remove_caches(folder: RunFolder) -> None:
         for name in ("chunks", "manifests"):
             shutil.rmtree(relay / name, ignore_errors=True)
         (relay / HEAD).unlink(missing_ok=True)
+    if not (folder.path / "origin").is_dir():
+        return
     try:
         Origin(folder.path / "origin", folder.run_id, folder.key("trainer")).keep_newest()
     except ShoalError as error:  # its key may be elsewhere

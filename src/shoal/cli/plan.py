@@ -35,7 +35,7 @@ def plan(
     ] = None,
     parameters: Annotated[
         float | None,
-        typer.Option("--parameters", min=1e5, help="Plan for a model of so many weights instead of model.path."),
+        typer.Option("--parameters", min=1e7, help="Plan for a model of so many weights instead of model.path."),
     ] = None,
     assumptions: Annotated[
         list[str] | None,

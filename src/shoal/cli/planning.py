@@ -20,6 +20,7 @@ from shoal.models.folder import BUILTIN, model_folder
 from shoal.models.weights import model_size, most_bytes
 from shoal.protocol import ModelSize
 from shoal.runtime.sizing import Derived, RunSize, Speeds, derive, open_settings, policies_loaded, settle
+from shoal.shardcast import OriginSettings
 
 if TYPE_CHECKING:
     from shoal.trainer.memory import Plan, Shape
@@ -27,7 +28,9 @@ if TYPE_CHECKING:
 GIB = 2**30
 PROCESS_BYTES = {"hub": 150 * 10**6, "relay": 85 * 10**6}  # resident, of a small run: plan_check.md
 BATCH_SHARE = 0.8  # of free GPU memory that a batch takes (engines/memory.py)
-ORIGIN_VERSIONS, RELAY_WHOLE, BASES, CACHED = 5, 2, 4, 2  # see `disk`
+CACHED = 2  # policies on a worker's disk (worker/loop.py)
+PROOF_BYTES = 8  # of a token as submitted; what is trained on has none
+DATABASE_LOG_BYTES = 4_300_000  # what SQLite writes ahead: plan_check.md
 AWAITED, FROM_BEFORE = 2, 2  # checkpoints kept beside the newest and the best (trainer/retention.py)
 WIDTHS = {"float32": 4, "bfloat16": 2, "auto": 2}
 
@@ -105,61 +108,57 @@ class Planning:
         return run.groups_per_step * run.group_size * run.max_new_tokens * self.speeds.length_share
 
     def disk(self) -> Iterator[Disk]:
-        """An origin keeps versions that leases may name, back to an anchor: where versions are deltas, two whole ones
-        and copies that the next deltas are made from (1, 2, 4 and 8 versions back)."""
-        run, trainer, payload = self.recipe.run, self.recipe.trainer, self.payload
-        newest = self.chosen.keep_checkpoints
-        best = trainer.keep_best + AWAITED if trainer.keep_best and trainer.evaluate_every else 0
-        most = min(run.steps + 1, newest + best + FROM_BEFORE + 1)  # and the one that is being written
-        ended = min(run.steps + 1, newest + (trainer.keep_best if trainer.evaluate_every else 0))
-        yield Disk("trainer: checkpoints", most * self.checkpoint, ended * self.checkpoint,
-                   f"{most} at most, {ended} in the end; {self.checkpoint / 1e9:,.3g} GB each")  # fmt: skip
+        """At most. An origin keeps the versions that leases may name, back to an anchor: where versions are deltas, two
+        whole ones, and copies that the next deltas are made from."""
+        run, payload, versions = self.recipe.run, self.payload, self.recipe.run.steps + 1
+        yield self._checkpoints()
         yield Disk("trainer: export", payload, payload, "the last version")
-        rollouts = self.tokens * run.steps * (self.speeds.submission_bytes - 8)
+        rollouts = self.tokens * run.steps * (self.speeds.submission_bytes - PROOF_BYTES)
         yield Disk("trainer: rollouts", rollouts, rollouts, "what each step was trained on")
-        kept = min(run.steps + 1, max(ORIGIN_VERSIONS, run.max_staleness + 2) + 1)
-        if self.is_told_by_deltas:
-            yield Disk(
-                "origin", (RELAY_WHOLE + BASES) * payload, 2 * payload, "2 whole versions, 4 to make deltas from"
-            )
-        else:
-            yield Disk("origin", kept * payload, payload, f"{kept} whole versions")
-        whole = RELAY_WHOLE if self.is_told_by_deltas else min(run.steps + 1, self.recipe.relay.kept_versions)
-        yield Disk("each relay", whole * payload, 0, f"{whole} whole versions")
-        held = min(run.steps + 1, self.chosen.held_versions + 1)
-        yield Disk("each validator", held * payload, 0, f"{held} versions")
-        cached = min(run.steps + 1, CACHED + 1)
-        yield Disk("each worker", cached * payload, 0, f"{cached} versions")
-        groups = run.groups_per_step * run.steps
-        hub = self.tokens * run.steps * self.speeds.submission_bytes + groups * self.speeds.group_row_bytes
-        yield Disk("hub", hub, hub, "submissions and rows of all steps; refused and dropped groups come on top")
+        anchors = min(2, 1 + run.steps // self.recipe.trainer.anchor_every)
+        kept = min(versions, max(OriginSettings().kept_versions, run.max_staleness + 2) + 1)
+        whole, bases = (anchors, _copies(run.steps)) if self.is_told_by_deltas else (kept, 0)
+        ended = 2 if self.is_told_by_deltas else 1
+        yield Disk("origin", (whole + bases) * payload, min(ended, whole) * payload,
+                   f"{whole} whole versions" + (f", {bases} to make deltas from" if bases else ""))  # fmt: skip
+        mirrored = anchors if self.is_told_by_deltas else min(versions, self.recipe.relay.kept_versions)
+        counts = {"relay": mirrored, "validator": self.chosen.held_versions + 1, "worker": CACHED + 1}
+        for role, count in counts.items():
+            held = min(versions, count)
+            yield Disk(f"each {role}", held * payload, 0, f"{held} versions; with the one that is being made")
+        submitted = self.tokens * run.steps * self.speeds.submission_bytes
+        hub = submitted + run.groups_per_step * run.steps * self.speeds.group_row_bytes
+        yield Disk("hub", hub + DATABASE_LOG_BYTES, hub, "of all steps; groups that are dropped or refused come on top")
+
+    def _checkpoints(self) -> Disk:
+        trainer, versions, newest = self.recipe.trainer, self.recipe.run.steps + 1, self.chosen.keep_checkpoints
+        best = trainer.keep_best if trainer.evaluate_every else 0
+        most = min(versions, newest + best + (AWAITED if best else 0) + FROM_BEFORE + 1)  # and the one being written
+        ended = min(versions, newest + best)
+        first = 8 * self.shape.trained if most == versions else 0  # version 0 has no moments
+        return Disk("trainer: checkpoints", most * self.checkpoint - first, ended * self.checkpoint,
+                    f"{most} at most, {ended} in the end; {self.checkpoint / 1e9:,.3g} GB each")  # fmt: skip
 
     def memory(self) -> Iterator[tuple[str, float, float, str]]:
-        """Role, bytes on its device, bytes of its host, and what they are."""
-        on_gpu, base = self.kind == "cuda", self.trainer.device["torch itself"]
+        """Role, bytes on its device, bytes of its host, and what they are. On a CPU all of it is in the first."""
+        base, on_gpu = self.trainer.device["torch itself"], self.kind == "cuda"
         first, other = sum(self.trainer.host.values()), sum(self.trainer.other_hosts.values())
-        alone = self.processes == 1
-        yield ("trainer" if alone else "trainer, first process", self.trainer.total,
-               (first + base if on_gpu else 0), "")  # fmt: skip
+        alone, total = self.processes == 1, self.trainer.total
+        yield "trainer" if alone else "trainer, first process", total, first + base if on_gpu else 0, ""
         if not alone:
-            yield "trainer, each other process", self.trainer.total, other + base if on_gpu else 0, ""
+            yield "trainer, each other process", total, other + base if on_gpu else 0, ""
             together = first + (self.processes - 1) * other + self.processes * base
-            yield (
-                f"trainer, {self.processes} on one host",
-                0,
-                together if on_gpu else self.processes * self.trainer.total,
-                "",
-            )
-        validator = self.loaded * self.shape.weights * WIDTHS[self.recipe.validator.dtype]
-        yield (
-            "validator",
-            validator + base,
-            base if on_gpu else 0,
-            f"{self.loaded} policies loaded; batches take the rest",
-        )
-        weights = self.shape.weights * WIDTHS[self.worker_dtype]
-        yield "worker", weights + base, base if on_gpu else 0, "weights; sequences take the rest"
-        yield "hub", 0, PROCESS_BYTES["hub"] + 16 * self.recipe.hub.max_submission_bytes, "and 16 uploads at a time"
+            yield f"trainer, {self.processes} on one host", 0, together if on_gpu else self.processes * total, ""
+        models = {
+            "validator": (self.loaded, self.recipe.validator.dtype, f"{self.loaded} loaded; batches take the rest"),
+            "worker": (1, self.worker_dtype, "weights; sequences take the rest"),
+        }
+        for role, (count, dtype, what) in models.items():
+            device, host = count * self.shape.weights * WIDTHS[dtype] + base, self.payload + base
+            yield role, device + (0 if on_gpu else self.payload), host if on_gpu else 0, f"{what}; a payload is mapped"
+        upload = self.recipe.run.group_size * self.recipe.run.max_new_tokens * self.speeds.submission_bytes
+        uploads = self.recipe.hub.concurrent_uploads
+        yield "hub", 0, PROCESS_BYTES["hub"] + uploads * upload, f"with {uploads} uploads"
         yield "origin, relay", 0, PROCESS_BYTES["relay"], "files are served from the disk"
 
     @property
@@ -244,6 +243,17 @@ class Planning:
         """Of the whole run: every trainer process, worker and validator has one GPU."""
         machines = self.processes + self.workers + self.validators
         return machines * gpu_hour * self.step_s * self.recipe.run.steps / 3600
+
+
+def _copies(steps: int) -> int:
+    """The most payloads that an origin keeps to make deltas from: 1, 2, 4 and 8 versions back, and the one being made.
+
+    >>> _copies(3), _copies(400)
+    (2, 4)
+    """
+    strides = OriginSettings().delta_strides
+    needed = [{last - last % stride for stride in strides} for last in range(min(steps, 16))]
+    return max(len((bases | {last + 1}) - {0, 16}) for last, bases in enumerate(needed))
 
 
 def announced_size(recipe: Recipe) -> ModelSize:
