@@ -31,6 +31,7 @@ from shoal.protocol import RunStatus
 from shoal.runtime import logs
 from shoal.runtime.clock import SystemClock
 from shoal.runtime.lock import FolderLock
+from shoal.runtime.sizing import kept_when_finished
 from shoal.runtime.stop import StopToken
 from shoal.runtime.supervise import Ending, ProcessSpec, ProcessView, Supervisor
 from shoal.shardcast import Origin
@@ -97,7 +98,8 @@ def launch(
 
 def remove_caches(folder: RunFolder) -> None:
     """What only a run that is going on needs: weights that its workers and validators fetched and its relays mirrored,
-    and at the origin all versions but the newest. If the run is continued, they are fetched and made again."""
+    and at the origin what is older than the groups of the last step, which can be checked again (`shoal ledger
+    recheck`). If the run is continued, they are fetched and made again."""
     for cache in (*folder.path.glob("worker-*/cache"), *folder.path.glob("validator-*/cache")):
         shutil.rmtree(cache, ignore_errors=True)
     for relay in folder.path.glob("relay-*"):
@@ -107,7 +109,8 @@ def remove_caches(folder: RunFolder) -> None:
     if not (folder.path / "origin").is_dir():
         return
     try:
-        Origin(folder.path / "origin", folder.run_id, folder.key("trainer")).keep_newest()
+        origin = Origin(folder.path / "origin", folder.run_id, folder.key("trainer"))
+        origin.keep_newest(kept_when_finished(folder.recipe.run.max_staleness))
     except ShoalError as error:  # its key may be elsewhere
         log.warning("old versions at the origin were not removed: %s", error)
 

@@ -19,7 +19,16 @@ from shoal.cli.recipe import Recipe
 from shoal.models.folder import BUILTIN, model_folder
 from shoal.models.weights import model_size, most_bytes
 from shoal.protocol import ModelSize
-from shoal.runtime.sizing import Derived, RunSize, Speeds, derive, open_settings, policies_loaded, settle
+from shoal.runtime.sizing import (
+    Derived,
+    RunSize,
+    Speeds,
+    derive,
+    kept_when_finished,
+    open_settings,
+    policies_loaded,
+    settle,
+)
 from shoal.shardcast import OriginSettings
 
 if TYPE_CHECKING:
@@ -30,7 +39,7 @@ PROCESS_BYTES = {"hub": 150 * 10**6, "relay": 85 * 10**6}  # resident, of a smal
 BATCH_SHARE = 0.8  # of free GPU memory that a batch takes (engines/memory.py)
 CACHED = 2  # policies on a worker's disk (worker/loop.py)
 PROOF_BYTES = 8  # of a token as submitted; what is trained on has none
-DATABASE_LOG_BYTES = 4_300_000  # what SQLite writes ahead: plan_check.md
+DATABASE_BYTES, DATABASE_LOG_BYTES = 300_000, 4_000_000  # empty, and what SQLite writes ahead: plan_check.md
 AWAITED, FROM_BEFORE = 2, 2  # checkpoints kept beside the newest and the best (trainer/retention.py)
 WIDTHS = {"float32": 4, "bfloat16": 2, "auto": 2}
 
@@ -118,8 +127,8 @@ class Planning:
         anchors = min(2, 1 + run.steps // self.recipe.trainer.anchor_every)
         kept = min(versions, max(OriginSettings().kept_versions, run.max_staleness + 2) + 1)
         whole, bases = (anchors, _copies(run.steps)) if self.is_told_by_deltas else (kept, 0)
-        ended = 2 if self.is_told_by_deltas else 1
-        yield Disk("origin", (whole + bases) * payload, min(ended, whole) * payload,
+        ended = anchors if self.is_told_by_deltas else min(versions, kept_when_finished(run.max_staleness))
+        yield Disk("origin", (whole + bases) * payload, ended * payload,
                    f"{whole} whole versions" + (f", {bases} to make deltas from" if bases else ""))  # fmt: skip
         mirrored = anchors if self.is_told_by_deltas else min(versions, self.recipe.relay.kept_versions)
         counts = {"relay": mirrored, "validator": self.chosen.held_versions + 1, "worker": CACHED + 1}
@@ -127,7 +136,7 @@ class Planning:
             held = min(versions, count)
             yield Disk(f"each {role}", held * payload, 0, f"{held} versions; with the one that is being made")
         submitted = self.tokens * run.steps * self.speeds.submission_bytes
-        hub = submitted + run.groups_per_step * run.steps * self.speeds.group_row_bytes
+        hub = DATABASE_BYTES + submitted + run.groups_per_step * run.steps * self.speeds.group_row_bytes
         yield Disk("hub", hub + DATABASE_LOG_BYTES, hub, "of all steps; groups that are dropped or refused come on top")
 
     def _checkpoints(self) -> Disk:

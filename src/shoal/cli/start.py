@@ -24,11 +24,13 @@ from shoal.cli.view import PlainDisplay, choose_display
 from shoal.environments import Environment
 from shoal.errors import ConfigError, ShoalError
 from shoal.runtime.config import dump_config
+from shoal.runtime.limits import folder_bytes, show_bytes
 from shoal.runtime.metrics import MetricsLog
 from shoal.runtime.sizing import open_settings
 from shoal.runtime.stop import stop_on_signals
 
 METRICS = Path("trainer") / "metrics.jsonl"
+KEPT_NAMED = 3
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ def start(request: RunRequest, mode: str, patience_min: float) -> int:
         typer.echo()
     lines = conclusion(folder.path, launched, before)
     if launched.ending.exit_code == 0:
-        lines.append(ledger_line(folder.path))
+        lines += [ledger_line(folder.path), kept_line(folder.path)]
     for line in lines:
         typer.echo(line)
     if launched.ending.message:
@@ -133,6 +135,14 @@ def ledger_line(path: Path) -> str:
         return f"the ledger could not be written out: {error}"
     check = f"{shoal_command()} ledger verify {path}"
     return f"the ledger is in {path / 'ledger.jsonl'}: {rows:,} entries; to check it: {check}"
+
+
+def kept_line(path: Path) -> str:
+    """What a finished run keeps on this disk: caches of its own workers, validators and relays are removed by now."""
+    sizes = {one.name: folder_bytes(one) for one in sorted(path.iterdir()) if one.is_dir()}
+    parts = sorted(sizes.items(), key=lambda item: -item[1])[:KEPT_NAMED]
+    named = ", ".join(f"{name} {show_bytes(size)}" for name, size in parts)
+    return f"{path} keeps {show_bytes(sum(sizes.values()))}: {named}"
 
 
 def conclusion(path: Path, launched: Launched, before: int = 0) -> list[str]:

@@ -138,6 +138,11 @@ def open_settings(settings: BaseModel) -> tuple[str, ...]:
     return tuple(name for name in names if name in type(settings).model_fields and getattr(settings, name) is None)
 
 
+def kept_when_finished(max_staleness: int) -> int:
+    """The versions that a finished run's origin keeps: the last, and all that the last step's groups may be of."""
+    return max_staleness + 2
+
+
 def policies_loaded(held: int, model_bytes: int, memory_bytes: int) -> int:
     """How many of the policies held on disk are loaded: as many as half of the free memory holds, but one at least.
 

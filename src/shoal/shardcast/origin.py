@@ -159,13 +159,13 @@ class Origin:
                 self._advance(manifest, self._settings.kept_versions)
             return manifest
 
-    def keep_newest(self) -> None:
-        """The run is finished: only the newest version stays, back to its anchor; nothing to make deltas from."""
+    def keep_newest(self, versions: int) -> None:
+        """The run is finished: so many versions stay, back to an anchor, and nothing to make deltas from."""
         with FolderLock(self._tree.folder).acquire(StopToken(), LOCK_WAIT_S):
             head = self.head()
             newest = None if head is None else self._published(place_of(head))
             if newest is not None:
-                self._advance(newest, kept_versions=1)
+                self._advance(newest, versions)
             self._bases.clear()
 
     def _again(
