@@ -294,6 +294,7 @@ def test_several_steps_with_honest_workers(start: Callable[..., Run], staleness:
     assert len(trained) == len(set(trained))
     assert all(node.rejected == node.unsure == node.strikes == 0 for node in run.nodes().values())
     assert run.status().finished
+    assert not list(run.folder.glob("*/cache/*.bin")), "nobody needs the weights of a finished run"
     check_accounts(run)
 
 

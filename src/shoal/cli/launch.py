@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import sys
 import threading
 from collections.abc import Mapping, Sequence
@@ -30,8 +31,11 @@ from shoal.protocol import RunStatus
 from shoal.runtime import logs
 from shoal.runtime.clock import SystemClock
 from shoal.runtime.lock import FolderLock
+from shoal.runtime.sizing import kept_when_finished
 from shoal.runtime.stop import StopToken
 from shoal.runtime.supervise import Ending, ProcessSpec, ProcessView, Supervisor
+from shoal.shardcast import Origin
+from shoal.shardcast.tree import HEAD
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +91,28 @@ def launch(
                 ending = _as_processes(folder, stop, reporter, extra)
             else:
                 ending = _as_threads(folder, stop, reporter)
+        if ending.exit_code == 0:
+            remove_caches(folder)
     return Launched(ending, reporter.status, reporter.elapsed_s, reporter.history)
+
+
+def remove_caches(folder: RunFolder) -> None:
+    """What only a run that is going on needs: weights that its workers and validators fetched and its relays mirrored,
+    and at the origin what is older than the groups of the last step, which can be checked again (`shoal ledger
+    recheck`). If the run is continued, they are fetched and made again."""
+    for cache in (*folder.path.glob("worker-*/cache"), *folder.path.glob("validator-*/cache")):
+        shutil.rmtree(cache, ignore_errors=True)
+    for relay in folder.path.glob("relay-*"):
+        for name in ("chunks", "manifests"):
+            shutil.rmtree(relay / name, ignore_errors=True)
+        (relay / HEAD).unlink(missing_ok=True)
+    if not (folder.path / "origin").is_dir():
+        return
+    try:
+        origin = Origin(folder.path / "origin", folder.run_id, folder.key("trainer"))
+        origin.keep_newest(kept_when_finished(folder.recipe.run.max_staleness))
+    except ShoalError as error:  # its key may be elsewhere
+        log.warning("old versions at the origin were not removed: %s", error)
 
 
 def _logs_to_stderr(options: LaunchOptions, display: Display) -> bool:

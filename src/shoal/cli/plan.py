@@ -1,16 +1,22 @@
-"""`shoal plan`: how much memory a recipe's training takes on each device, before anything is loaded."""
+"""`shoal plan`: what a recipe takes of memory, disk, links, time and money, before anything is loaded."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from shoal.errors import ConfigError
+from shoal.runtime.sizing import Speeds, open_settings
+
 if TYPE_CHECKING:
+    from shoal.cli.planning import Planning
     from shoal.cli.recipe import Recipe
-    from shoal.trainer.memory import Plan, Shape
+    from shoal.trainer.memory import Plan
 
 GIB = 2**30
 ERROR = 0.1  # of the activations; see benchmarks/results/memory_plan.md
@@ -27,61 +33,153 @@ def plan(
     memory_gb: Annotated[
         float | None, typer.Option("--memory", min=0.001, help="GiB of each device.  [default: what is here]")
     ] = None,
+    parameters: Annotated[
+        float | None,
+        typer.Option("--parameters", min=1e7, help="Plan for a model of so many weights instead of model.path."),
+    ] = None,
+    assumptions: Annotated[
+        list[str] | None,
+        typer.Option("--assume", metavar="NAME=NUMBER", help="Change an assumption that is printed; may be repeated."),
+    ] = None,
+    gpu_hour_price: Annotated[
+        float | None, typer.Option("--gpu-hour-price", min=0, help="Print what the run costs at this price.")
+    ] = None,
 ) -> None:
-    """Print the memory that training takes on each device, before anything is loaded; exit code 3: does not fit."""
+    """Print what a run takes before anything is loaded: memory of every role, disk, bytes on links, time by stage,
+    machines, money. Exit code 3: training does not fit."""
     from shoal.cli.recipe import load_recipe
-    from shoal.models.folder import model_folder, read_files
 
-    resolved = load_recipe(recipe, tuple(overrides or ()))
-    from shoal.trainer.memory import available, shape_of  # torch: only once the recipe is known to be sound
+    resolved, speeds = load_recipe(recipe, tuple(overrides or ())), _speeds(assumptions or ())
+    found = _planning(resolved, devices or resolved.trainer.processes, memory_gb, parameters, speeds)
+    lines = [*training_lines(found), "", *run_lines(found, gpu_hour_price)]
+    typer.echo("\n".join(lines))
+    raise typer.Exit(0 if found.trainer.total <= found.memory_bytes else 3)
 
-    settings, processes = resolved.trainer, devices or resolved.trainer.processes
-    shape = shape_of(read_files(model_folder(resolved.model.path)), settings)
-    kind, here = available(settings, processes)
+
+def _speeds(assumptions: list[str] | tuple[str, ...]) -> Speeds:
+    known, given = [one.name for one in fields(Speeds)], {}
+    for text in assumptions:
+        name, _, value = text.partition("=")
+        try:
+            given[name.strip()] = float(value)
+        except ValueError:
+            raise ConfigError(f"--assume {text}: expected NAME=NUMBER, for example --assume link_mbit=200") from None
+        if name.strip() not in known:
+            raise ConfigError(f"--assume {text}: there is no such assumption; there are {', '.join(known)}")
+    return replace(Speeds(), **given)
+
+
+def _planning(
+    recipe: Recipe, processes: int, memory_gb: float | None, parameters: float | None, speeds: Speeds
+) -> Planning:
+    from shoal.cli.planning import Planning
+    from shoal.trainer.memory import available, plan, shape_of  # torch: only once the recipe is known to be sound
+
+    shape = shape_of(_files(recipe, parameters), recipe.trainer)
+    kind, here = available(recipe.trainer, processes)
     if memory_gb is not None:
-        kind, here = ("cpu" if settings.device == "cpu" else "cuda"), int(memory_gb * GIB)
-    lines = list(plan_lines(resolved, shape, processes, kind, here))
-    typer.echo("\n".join(line for line, _ in lines))
-    raise typer.Exit(0 if all(fits for _, fits in lines) else 3)
+        kind, here = ("cpu" if recipe.trainer.device == "cpu" else "cuda"), int(memory_gb * GIB)
+    planned = plan(shape, recipe.trainer, processes, recipe.run.max_new_tokens, kind)
+    return Planning(recipe, shape, planned, processes, kind, here, speeds)
 
 
-def plan_lines(
-    recipe: Recipe, shape: Shape, processes: int, kind: str, memory_bytes: int
-) -> Iterator[tuple[str, bool]]:
-    """What is printed, line by line, each with whether it fits."""
-    from shoal.trainer.memory import alternatives, plan
+def _files(recipe: Recipe, parameters: float | None) -> Mapping[str, bytes]:
+    """What describes the model: its config.json is enough; without one, a usual shape of that many parameters."""
+    from shoal.cli.planning import usual_config
+    from shoal.models.folder import model_folder
 
-    settings, longest = recipe.trainer, recipe.run.max_new_tokens
-    planned = plan(shape, settings, processes, longest, kind)
-    fits = planned.total <= memory_bytes
+    if parameters is not None:
+        return {"config.json": json.dumps(usual_config(parameters)).encode()}
+    if not Path(recipe.model.path).is_dir() and recipe.model.path != "tiny":
+        raise ConfigError(
+            f"there is no model folder {recipe.model.path}: put the model's config.json there (no weights are needed), "
+            "or say how large it is: --parameters 32e9"
+        )
+    return {"config.json": (model_folder(recipe.model.path) / "config.json").read_bytes()}
+
+
+# ── training ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def training_lines(found: Planning) -> Iterator[str]:
+    """The memory of the trainer's processes by what it is for, and what would change it if it does not fit."""
+    from shoal.trainer.memory import alternatives
+
+    shape, planned, recipe = found.shape, found.trainer, found.recipe
+    settings, longest, processes = recipe.trainer, recipe.run.max_new_tokens, found.processes
+    fits = planned.total <= found.memory_bytes
     trained = "" if shape.trained == shape.weights else f", {shape.trained / 1e6:,.1f} M of them trained"
-    yield f"{shape.kind}, {shape.weights / 1e6:,.1f} M weights{trained}, {shape.layers} layers", fits
-    yield (
-        f"training in {settings.memory.precision} by {processes} process{'es' if processes > 1 else ''} on {kind}",
-        fits,
-    )
-    yield "on each device, GiB:", fits
-    tokens = f"{max(settings.micro_batch_tokens, longest):,} tokens" + (
-        ", recomputed" if settings.memory.recompute else ""
-    )
+    yield f"{shape.kind}, {shape.weights / 1e6:,.1f} M weights{trained}, {shape.layers} layers"
+    plural = "es" if processes > 1 else ""
+    yield f"training in {settings.memory.precision} by {processes} process{plural} on {found.kind}"
+    yield "on each device, GiB:"
+    tokens = f"{max(settings.micro_batch_tokens, longest):,} tokens"
+    tokens += ", recomputed" if settings.memory.recompute else ""
     for name, size in planned.device.items():
-        yield f"  {name:<26}{size / GIB:9.2f}" + (f"   {tokens}" if name == "activations" else ""), fits
-    yield f"  {'in all':<26}{planned.total / GIB:9.2f}   of {memory_bytes / GIB:.2f}: {_verdict(planned, fits)}", fits
-    if planned.host:
-        yield "on the host of the first process, GiB:", fits
-    for name, size in planned.host.items():
-        yield f"  {name:<26}{size / GIB:9.2f}", fits
+        yield f"  {name:<26}{size / GIB:9.2f}" + (f"   {tokens}" if name == "activations" else "")
+    yield f"  {'in all':<26}{planned.total / GIB:9.2f}   of {found.memory_bytes / GIB:.2f}: {_verdict(planned, fits)}"
+    for where, parts in (("the first process", planned.host), ("each other process", planned.other_hosts)):
+        if parts:
+            yield f"on the host, for {where}, GiB:"
+        for name, size in parts.items():
+            yield f"  {name:<26}{size / GIB:9.2f}"
     if fits:
         return
-    yield "each of these alone would change that to, GiB:", fits
-    for words, other in alternatives(shape, settings, processes, longest, kind).items():
-        room = "fits" if other.total <= memory_bytes else "does not fit yet"
-        yield f"  --set {words:<40}{other.total / GIB:9.2f}   {room}", fits
+    yield "each of these alone would change that to, GiB:"
+    for words, other in alternatives(shape, settings, processes, longest, found.kind).items():
+        room = "fits" if other.total <= found.memory_bytes else "does not fit yet"
+        yield f"  --set {words:<40}{other.total / GIB:9.2f}   {room}"
     if settings.lora is None:
-        yield "  a [trainer.lora] table: gradients, masters and moments of adapters only", fits
+        yield "  a [trainer.lora] table: gradients, masters and moments of adapters only"
 
 
 def _verdict(planned: Plan, fits: bool) -> str:
     if not fits:
         return "does not fit"
     return f"fits (activations are an estimate, ± {ERROR * planned.device['activations'] / GIB:.2f})"
+
+
+# ── the whole run ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def run_lines(found: Planning, gpu_hour_price: float | None = None) -> Iterator[str]:
+    """Every role: memory, disk, links, time, machines, money; then what is derived, and all that is assumed."""
+    run = found.recipe.run
+    yield f"memory, GiB:{'device':>32}{'host':>10}"
+    for name, device, host, what in found.memory():
+        yield f"  {name:<32}{_cell(device / GIB)}{_cell(host / GIB)}   {what}".rstrip()
+    yield f"disk, GB:{'running':>35}{'finished':>10}"
+    for disk in found.disk():
+        yield f"  {disk.name:<32}{_cell(disk.running / 1e9)}{_cell(disk.finished / 1e9)}   {disk.what}"
+    yield f"bytes of a version on each link, MB:{'delta':>8}{'whole':>10}"
+    for name, delta, whole in found.links():
+        yield f"  {name:<32}{_cell(delta / 1e6)}{_cell(whole / 1e6)}"
+    yield f"time of a step of {found.tokens:,.0f} tokens, s:"
+    for stage in found.stages():
+        yield f"  {stage.name:<32}{_cell(stage.seconds)}   {stage.what}"
+    yield f"  {'a step':<32}{_cell(found.step_s)}   training, or saving and publishing if longer; times {run.steps}"
+    machines = f"{found.processes} to train, {found.workers:,} workers, {found.validators:,} validators"
+    yield f"machines needed: {machines}"
+    if found.validators > (started := found.recipe.validator.count):
+        yield f"  the recipe starts {started} of the validators: raise validator.count, or every step waits for audits"
+    if gpu_hour_price is not None:
+        yield f"money: {found.cost(gpu_hour_price):,.0f}, at {gpu_hour_price:g} for a GPU and hour"
+    yield "settings that depend on the size:"
+    yield from _derived_lines(found)
+    yield "assumed (change with --assume NAME=NUMBER):"
+    for one in fields(Speeds):
+        yield f"  {one.name:<20}{getattr(found.speeds, one.name):>10g}   {one.metadata['source']}"
+
+
+def _derived_lines(found: Planning) -> Iterator[str]:
+    for section in ("hub", "validator", "trainer"):
+        settings = getattr(found.recipe, section)
+        derived = open_settings(settings)
+        for name in (name for name in type(settings).model_fields if name in vars(found.chosen)):
+            how = "derived" if name in derived else "set by the recipe"
+            yield f"  {f'{section}.{name}':<32}{getattr(found.chosen, name):>10g}   {how}"
+
+
+def _cell(number: float) -> str:
+    """Two decimals, where there are few digits before them; nothing for nothing."""
+    return f"{'-':>10}" if not number else f"{number:>10,.2f}" if number < 1000 else f"{number:>10,.0f}"

@@ -78,18 +78,17 @@ def begin(name: str, folder: Path | None, verbose: bool) -> StopToken:
 
 
 def _hub(folder: RunFolder, _index: int, stop: StopToken) -> None:
+    from shoal.cli.planning import announced_size
     from shoal.engines.asking import Asking
     from shoal.environments import build, has_dialogues
     from shoal.hub import EvaluationPlan, HubConfig, run_hub
     from shoal.models import model_folder, read_files
-    from shoal.models.weights import model_size
     from shoal.validator import measurable_kinds, profile_keys
 
     recipe, endpoints = folder.recipe, folder.endpoints
     environment = build(recipe.environment)
     model, trainer = model_folder(recipe.model.path), recipe.trainer
     asking = Asking(read_files(model), environment, recipe.run.max_new_tokens)
-    adapters = (trainer.lora.rank, trainer.lora.targets) if trainer.lora is not None else (0, ())
     measured = trainer.evaluate_by == "validators" and trainer.evaluate_every > 0
     config = HubConfig(
         folder=folder.path / "hub",
@@ -115,7 +114,7 @@ def _hub(folder: RunFolder, _index: int, stop: StopToken) -> None:
         else (),
         pools=recipe.environment.pools,
         evaluation=EvaluationPlan(trainer.evaluate_every, trainer.evaluate_tasks) if measured else None,
-        model=model_size(model, trainer.publish_dtype, *adapters),
+        model=announced_size(recipe),
     )
     run_hub(config, stop, _ready("the hub"))
 

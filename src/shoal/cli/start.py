@@ -15,6 +15,7 @@ from rich.console import Console
 from shoal.cli.folder import RunFolder, without_passwords
 from shoal.cli.ingredients import check_ingredients, check_machine
 from shoal.cli.launch import Launched, LaunchOptions, launch
+from shoal.cli.planning import settled
 from shoal.cli.program import shoal_command
 from shoal.cli.progress import NOTHING_TRAINED, alarm_lines, steps_in, summary
 from shoal.cli.recipe import Recipe, load_recipe
@@ -24,7 +25,9 @@ from shoal.environments import Environment
 from shoal.errors import ConfigError, ShoalError
 from shoal.models import BUILTIN
 from shoal.runtime.config import dump_config
+from shoal.runtime.limits import folder_bytes, show_bytes
 from shoal.runtime.metrics import MetricsLog
+from shoal.runtime.sizing import open_settings
 from shoal.runtime.stop import stop_on_signals
 
 NO_MODEL = (
@@ -32,6 +35,7 @@ NO_MODEL = (
     "prompts fit the model's context); all else was"
 )
 METRICS = Path("trainer") / "metrics.jsonl"
+KEPT_NAMED = 3
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,9 @@ def start(request: RunRequest, mode: str, patience_min: float) -> int:
     if mode == "dry-run":
         if request.directory is not None:
             RunFolder.refuse_other(request.directory.absolute(), recipe)
-        typer.echo(dump_config(without_passwords(recipe)), nl=False)
+        for line in derived_lines(recipe):
+            typer.echo(f"shoal: {line}", err=True)
+        typer.echo(dump_config(without_passwords(settled(recipe))), nl=False)
         return 0
     if mode != "prepare":
         check_machine(recipe)
@@ -79,7 +85,7 @@ def start(request: RunRequest, mode: str, patience_min: float) -> int:
         typer.echo()
     lines = conclusion(folder.path, launched, before)
     if launched.ending.exit_code == 0:
-        lines.append(ledger_line(folder.path))
+        lines += [ledger_line(folder.path), kept_line(folder.path)]
     for line in lines:
         typer.echo(line)
     if launched.ending.message:
@@ -101,6 +107,14 @@ def held_out_lines(recipe: Recipe, tasks: int) -> Iterator[str]:
         yield f"{few}, and trainer.evaluate_tasks is {wanted}: held-out scores will be rough"
     else:
         yield "no task is held out, so there will be no held-out score: give more tasks, or name the split of some"
+
+
+def derived_lines(recipe: Recipe) -> Iterator[str]:
+    """Which of the settings that are shown follow from the size of the model."""
+    sections = {"hub": recipe.hub, "validator": recipe.validator, "trainer": recipe.trainer}
+    names = [f"{section}.{name}" for section, settings in sections.items() for name in open_settings(settings)]
+    if names:
+        yield f"not set, so derived from the size of the model (`shoal plan` says how): {', '.join(names)}"
 
 
 def refuse_changed(folder: RunFolder, environment: Environment) -> None:
@@ -129,6 +143,14 @@ def ledger_line(path: Path) -> str:
         return f"the ledger could not be written out: {error}"
     check = f"{shoal_command()} ledger verify {path}"
     return f"the ledger is in {path / 'ledger.jsonl'}: {rows:,} entries; to check it: {check}"
+
+
+def kept_line(path: Path) -> str:
+    """What a finished run keeps on this disk: caches of its own workers, validators and relays are removed by now."""
+    sizes = {one.name: folder_bytes(one) for one in sorted(path.iterdir()) if one.is_dir()}
+    parts = sorted(sizes.items(), key=lambda item: -item[1])[:KEPT_NAMED]
+    named = ", ".join(f"{name} {show_bytes(size)}" for name, size in parts)
+    return f"{path} keeps {show_bytes(sum(sizes.values()))}: {named}"
 
 
 def conclusion(path: Path, launched: Launched, before: int = 0) -> list[str]:

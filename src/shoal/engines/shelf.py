@@ -47,6 +47,9 @@ class EngineShelf:
     >>> shelf.get(lease.policy, deadline_s=30).engine.generate(requests)                     # doctest: +SKIP
     """
 
+    wait_s = 30.0
+    """How long a caller that can do something else meanwhile waits for a policy."""
+
     def __init__(
         self,
         fetch: Fetch,

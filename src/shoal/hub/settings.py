@@ -22,6 +22,7 @@ from shoal.protocol import (
     SigningKey,
 )
 from shoal.protocol.lease import MAX_GROUP, MAX_NEW_TOKENS
+from shoal.runtime.sizing import DERIVED, RunSize, settle
 
 MIB = 1024 * 1024
 SUBMISSION_BASE_BYTES = MIB  # the longest prompt, and what frames it; zstd may add a little to what it cannot shrink
@@ -80,9 +81,13 @@ class HubSettings(BaseModel):
     database: str = Field("", description="postgresql://… shared by several hubs; empty: SQLite in the run's folder")
     storage: str = Field("", description="s3://bucket/prefix for submissions; empty: a folder of the run's")
     storage_endpoint: str = Field("", description="address of an S3-compatible server, if it is not Amazon's")
-    lease_s: float = Field(60, gt=0, description="time a worker has for one lease, from its last sign of progress")
-    lease_hard_s: float = Field(600, gt=0, description="time a worker has for one lease at the most")
-    audit_s: float = Field(60, gt=0, description="time a validator has for one audit")
+    lease_s: float | None = Field(
+        None, gt=0, description=f"time a worker has for one lease, from its last sign of progress; {DERIVED} 60"
+    )
+    lease_hard_s: float | None = Field(
+        None, gt=0, description=f"time a worker has for one lease at the most; {DERIVED} 600"
+    )
+    audit_s: float | None = Field(None, gt=0, description=f"time a validator has for one claim of audits; {DERIVED} 60")
     audit: Literal["all", "reputation"] = Field(
         "all", description="what is checked fully before it is trained on; reputation: long-proven nodes by sample"
     )
@@ -144,6 +149,7 @@ class HubConfig:
     @property
     def rules(self) -> Rules:
         run, settings = self.run, self.settings
+        chosen = settle(settings, RunSize.made_of(self.model, run.group_size, run.max_new_tokens, run.max_staleness))
         return Rules(
             steps=run.steps,
             groups_per_step=run.groups_per_step,
@@ -152,13 +158,13 @@ class HubConfig:
             max_new_tokens=run.max_new_tokens,
             refill_cap=settings.refill_cap,
             leases_per_node=settings.leases_per_node,
-            lease_ms=round(settings.lease_s * 1000),
-            audit_ms=round(settings.audit_s * 1000),
+            lease_ms=round(chosen.lease_s * 1000),
+            audit_ms=round(chosen.audit_s * 1000),
             audit=settings.audit,
             drop_equal=settings.drop_equal,
             credit_window_ms=round(settings.credit_window_s * 1000),
             newcomer_share=settings.newcomer_share,
-            lease_hard_ms=round(max(settings.lease_s, settings.lease_hard_s) * 1000),
+            lease_hard_ms=round(max(chosen.lease_s, chosen.lease_hard_s) * 1000),
             proof_rows=run.proof_rows,
             pools=None if self.pools is None else PoolRules(**self.pools.model_dump()),
             evaluation=self.evaluation,

@@ -72,7 +72,12 @@ def model_size(folder: Path, dtype: str, rank: int = 0, targets: Sequence[str] =
     if not parameters:
         return ModelSize()
     files = sum(path.stat().st_size for path in folder.iterdir() if path.name in DESCRIPTION_FILES)
-    return ModelSize(parameters=parameters, payload_bytes=int(payload * (1 + SLACK)) + files + SLACK_BYTES)
+    return ModelSize(parameters=parameters, payload_bytes=most_bytes(payload) + files)
+
+
+def most_bytes(payload_bytes: int) -> int:
+    """What is announced as the most that a policy takes whose weights take so much."""
+    return int(payload_bytes * (1 + SLACK)) + SLACK_BYTES
 
 
 def refuse_unknown_targets(targets: Iterable[str], known: Sequence[str]) -> None:

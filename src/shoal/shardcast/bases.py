@@ -142,6 +142,12 @@ class Bases:
             if path.is_dir() and not path.with_name(f"{path.name}.json").exists():
                 shutil.rmtree(path, ignore_errors=True)
 
+    def clear(self) -> None:
+        """Forget all of them: the next version is offered whole."""
+        for place in self._known():
+            self._forget(place)
+        self.sweep()
+
     def _known(self) -> set[Place]:
         names = (path.stem for path in self._folder.glob("*.json"))
         return {place for name in names if (place := parse_label(name)) is not None}

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -37,6 +37,7 @@ from shoal.shardcast.tree import HEAD
 
 log = logging.getLogger(__name__)
 
+FORGET_S = 10.0  # for a fetch in the background to give way
 BETWEEN_S = 5.0  # for the manifest of a version in between: without it there is another road
 
 
@@ -139,6 +140,11 @@ class Downloader:
             payload = self._cache.load(manifest)
             self._cache.retain(self._settings.kept_payloads)
             return payload
+
+    def forget(self) -> None:
+        """Remove every payload: the run is finished. What is mapped stays valid for as long as somebody holds it."""
+        with suppress(BroadcastError), self._turn(Deadline(FORGET_S), "the cache"):
+            self._cache.retain(0)
 
     def close(self) -> None:
         self._lookup.close()

@@ -156,8 +156,17 @@ class Origin:
                     self._clean_up()  # what it has written is of no use, and the disk may be full of it
                     raise
             if not superseded and (head is None or place_of(head) != place):
-                self._advance(manifest)
+                self._advance(manifest, self._settings.kept_versions)
             return manifest
+
+    def keep_newest(self, versions: int) -> None:
+        """The run is finished: so many versions stay, back to an anchor, and nothing to make deltas from."""
+        with FolderLock(self._tree.folder).acquire(StopToken(), LOCK_WAIT_S):
+            head = self.head()
+            newest = None if head is None else self._published(place_of(head))
+            if newest is not None:
+                self._advance(newest, versions)
+            self._bases.clear()
 
     def _again(
         self,
@@ -309,7 +318,7 @@ class Origin:
         data = self._tree.read(manifest_key(place))
         return None if data is None else read_manifest(data, self._run, self._key.public_key)
 
-    def _advance(self, manifest: PolicyManifest) -> None:
+    def _advance(self, manifest: PolicyManifest, kept_versions: int) -> None:
         """Make `manifest` the head, then remove what is no longer kept. Clients see the new head before that."""
         data = self._tree.read(manifest_key(place_of(manifest)))
         assert data is not None
@@ -319,7 +328,7 @@ class Origin:
             for place in self._tree.places()
             if place <= place_of(manifest)
         }
-        kept = kept_places(anchors, self._settings.kept_versions)
+        kept = kept_places(anchors, kept_versions)
         head = BroadcastHead(
             run=self._run,
             policy=manifest.policy,

@@ -146,6 +146,11 @@ class CheckpointStore:
             if place not in kept:
                 shutil.rmtree(self.folder / _name(place))
 
+    def prune_finished(self, scores: Mapping[int, float]) -> None:
+        """The run is finished: only the newest and the best stay; no guard looks back, no score is waited for."""
+        self._retention = Retention(self._retention.keep, self._retention.keep_best)
+        self.prune(scores)
+
     def newest(self) -> StoredCheckpoint | None:
         """The newest checkpoint that is undamaged; None if there is none at all."""
         found = self.places()

@@ -62,6 +62,7 @@ from shoal.protocol import (
 )
 from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.crash import point
+from shoal.runtime.sizing import RunSize, settle
 from shoal.runtime.stop import StopToken
 from shoal.trainer.archive import RolloutArchive
 from shoal.trainer.card import ModelCard, training_facts
@@ -141,6 +142,7 @@ class TrainingRun:
         self._parts = parts
         self._stop = stop
         self._info = parts.hub.run_info()
+        self._chosen = settle(self._settings, RunSize.of(self._info))
         self._store = CheckpointStore(parts.folder / "checkpoints", self._retention())
         self._record = RunRecord(parts.folder / "metrics.jsonl", parts.hub, parts.trackers, parts.clock)
         self._archive = RolloutArchive(parts.folder / "rollouts", TextTokenizer(parts.files).decode)
@@ -161,7 +163,7 @@ class TrainingRun:
     def _retention(self) -> Retention:
         settings = self._settings
         lookback = LOOKBACK if needs_lookback(settings.guards) else 0
-        return Retention(settings.keep_checkpoints, settings.keep_best, self._is_measured, lookback)
+        return Retention(self._chosen.keep_checkpoints, settings.keep_best, self._is_measured, lookback)
 
     def _is_measured(self, version: int) -> bool:
         """Whether a version gets a held-out score sooner or later."""
@@ -305,7 +307,7 @@ class TrainingRun:
     def _is_save_due(self) -> bool:
         """Whether this version is to be in a checkpoint and is in none; one that is measured may be the best."""
         version, settings = self.version, self._settings
-        asked_for = version % settings.checkpoint_every == 0 or version == self._info.steps
+        asked_for = version % self._chosen.checkpoint_every == 0 or version == self._info.steps
         return version != self._saved and (asked_for or (settings.keep_best > 0 and self._is_measured(version)))
 
     def _batch_of(self, step: int, publisher: Publisher) -> tuple[Batch, TrainingBatch]:
@@ -377,8 +379,8 @@ class TrainingRun:
             self._record.add(self.version, named(score), self._held_out.known(self.version))
             self._judge_scores(folder, publisher)
             self._record.report(self._record.take())
-            self._store.prune(self._record.scores)
             write_card(folder, self._card(manifest), dtype)
+        self._store.prune_finished(self._record.scores)
         log.info("the run is complete: version %d is exported to %s", self.version, folder)
 
     def _judge_scores(self, export: Path, publisher: Publisher) -> None:

@@ -5,7 +5,7 @@
     activations  what the backward pass keeps of one micro-batch: counted in a forward pass on torch's meta device,
                  which has shapes and no numbers; attention is taken to keep its inputs and output (flash)
     head         the tile of logits and what the softmax makes of it; on a CPU also copies of the head's size
-    copy         on a CPU: the state that is saved and published, which lies on the host of a GPU
+    copy         the state that is saved and published: in the memory of a GPU's host, or beside it all on a CPU
     holes        on a CPU: what is free, and is not given back to the system
 
 What is compiled keeps less, since cheap operations are computed again: by COMPILED. That and HOLES are measured, not
@@ -18,7 +18,7 @@ import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -27,12 +27,14 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
+from shoal.engines.memory import cached_token_bytes
 from shoal.errors import ResourceError
 from shoal.models.compiled import decoder_layers
 from shoal.models.folder import model_folder, read_files
 from shoal.models.load import DTYPES, model_from_files
 from shoal.models.logprobs import GPU_TILE_ELEMENTS, TILE_ELEMENTS
 from shoal.models.lora import adapted_layers
+from shoal.runtime.sizing import RunSize, settle
 from shoal.trainer.settings import TrainerSettings
 
 log = logging.getLogger(__name__)
@@ -62,14 +64,16 @@ class Shape:
     vocabulary: int
     activation_bytes: int
     dtype: torch.dtype
+    cached_bytes: int = 0  # of one token while it is decoded, in bfloat16
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Bytes by what they are for: on one device, and in the memory of the first process's host."""
+    """Bytes by what they are for: on one device, and in host memory, for the first process and for each other one."""
 
     device: Mapping[str, int]
     host: Mapping[str, int]
+    other_hosts: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def total(self) -> int:
@@ -102,6 +106,7 @@ def shape_of(files: Mapping[str, bytes], settings: TrainerSettings) -> Shape:
         vocabulary=config.vocab_size,
         activation_bytes=_kept_bytes(model),
         dtype=dtype,
+        cached_bytes=cached_token_bytes(config, 2),
     )
 
 
@@ -109,8 +114,7 @@ def plan(shape: Shape, settings: TrainerSettings, processes: int, longest: int =
     """What each of so many processes needs, for micro-batches as the settings say, or one sequence of `longest`."""
     tokens = max(settings.micro_batch_tokens, longest)
     on_host = kind == "cpu"
-    copied = {"copy of the state": 4 * shape.weights + 8 * shape.trained // processes}
-    loaded = {"model while it is loaded": 4 * shape.weights} if processes > 1 and not on_host else {}
+    copied = _copied(shape, settings, processes)
     return Plan(
         device={
             **_fixed(shape, settings, processes),
@@ -119,7 +123,8 @@ def plan(shape: Shape, settings: TrainerSettings, processes: int, longest: int =
             **(copied | _holes(shape, tokens) if on_host else {}),
             "torch itself": CONTEXT_BYTES[kind],
         },
-        host={} if on_host else copied | loaded,
+        host={} if on_host else copied,
+        other_hosts={} if on_host or processes == 1 else {"copy of its share": copied["copy of its share"]},
     )
 
 
@@ -224,6 +229,19 @@ def _fixed(shape: Shape, settings: TrainerSettings, processes: int) -> dict[str,
         "gathered": 0 if alone else (2 * shape.largest_layer + shape.outside_layers) * width + 4 * shape.largest_layer,
     }
     return {name: size for name, size in parts.items() if size}
+
+
+def _copied(shape: Shape, settings: TrainerSettings, processes: int) -> dict[str, int]:
+    """Host memory of the first process for saving and publishing (`copies`, `shares`). Weights that are published in
+    another type than they are saved in are there in both; where not every version is saved, page-locked once more."""
+    size = RunSize(parameters=shape.weights)
+    narrow = settings.publish_dtype == "bfloat16" and settings.lora is None
+    copies = 0 if not narrow else 1 if settle(settings, size).checkpoint_every == 1 else 2
+    published = {"published copy": 2 * copies * shape.weights} if copies else {}
+    if processes == 1:
+        return {"copy of the state": 4 * shape.weights + 8 * shape.trained, **published}
+    share = (4 * shape.weights + 8 * shape.trained) // processes
+    return {"whole weights": 4 * shape.weights, **published, "copy of its share": share}
 
 
 def _activations(shape: Shape, settings: TrainerSettings, tokens: int, kind: str) -> int:

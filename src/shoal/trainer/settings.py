@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from shoal.runtime.sizing import DERIVED
 from shoal.trainer.guard_settings import GuardSettings
 from shoal.trainer.real import Real, holds
 
@@ -158,9 +159,11 @@ class TrainerSettings(BaseModel):
         default=16, ge=1, le=60, description="versions between two that are offered whole; the others are deltas"
     )
 
-    checkpoint_every: int = Field(default=1, ge=1, description="steps between checkpoints; those between are replayed")
-    keep_checkpoints: int = Field(
-        default=2, ge=1, description="newest checkpoints kept; an older one helps if one breaks"
+    checkpoint_every: int | None = Field(
+        default=None, ge=1, description=f"steps between checkpoints; those between are replayed; {DERIVED} 1"
+    )
+    keep_checkpoints: int | None = Field(
+        default=None, ge=1, description=f"newest checkpoints kept; an older one helps if one breaks; {DERIVED} 2"
     )
     keep_best: int = Field(
         default=1,

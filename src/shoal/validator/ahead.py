@@ -28,7 +28,6 @@ from shoal.validator.specimens import Terms
 
 log = logging.getLogger(__name__)
 
-FIRST_WAIT_S = 30.0
 WAIT_S = 5.0  # for a later policy: audits of the one before may come in meanwhile
 CHUNKS = 2  # of each rehearsed rollout: a whole one, and what follows it
 PROMPT_TOKENS = 32
@@ -71,7 +70,7 @@ class Ahead:
         if newest is None or not self.is_due:
             return
         try:
-            loaded = self._shelf.get(newest, WAIT_S if self.is_ready else FIRST_WAIT_S)
+            loaded = self._shelf.get(newest, WAIT_S if self.is_ready else self._shelf.wait_s)
         except (BroadcastError, DeadlineExceeded) as error:
             log.info("policy %s could not be loaded ahead: %s", newest.label, error)
             return

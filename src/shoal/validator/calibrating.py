@@ -33,7 +33,6 @@ from shoal.validator.settings import ValidatorSettings
 
 log = logging.getLogger(__name__)
 
-POLICY_WAIT_S = 30.0
 RETRY_S = 60.0  # after a measurement failed
 LATEST_S = 60.0  # what has built-in limits waits so long for a time without audits
 PROBE_SHARE = 0.02  # of the time, at most, is spent on looking whether the policy has moved, and on what was refused
@@ -168,7 +167,7 @@ class Calibrator:
 
     def _measure(self, policy: PolicyRef, formats: list[str], in_force: Calibration | None, digest: str) -> None:
         began_s = self._clock.monotonic_s()
-        loaded = self._shelf.get(policy, POLICY_WAIT_S)
+        loaded = self._shelf.get(policy, self._shelf.wait_s)
         plan, found = self._plan(loaded), Measured(policy)
         for number_format in formats:
             try:
@@ -239,7 +238,7 @@ class Calibrator:
     def _probe(self, policy: PolicyRef, in_force: Calibration, digest: str) -> None:
         """Of a new version: does honest work still look as it did when the limits were measured?"""
         began_s, self._probed = self._clock.monotonic_s(), policy
-        loaded = self._shelf.get(policy, POLICY_WAIT_S)
+        loaded = self._shelf.get(policy, self._shelf.wait_s)
         limits, plan = profiles_of(in_force), self._plan(loaded)
         mine = [
             each

@@ -31,7 +31,6 @@ log = logging.getLogger(__name__)
 SHARE = 0.2
 """The part of a busy validator's time that slices get: the time that audits take saves up for them."""
 MOST_SAVED_S = 120.0
-POLICY_WAIT_S = 30.0
 PROBLEM_LIMIT = 200
 
 
@@ -91,7 +90,7 @@ class Evaluating:
     def _measured(self, part: EvaluationSlice) -> EvaluationReport | None:
         try:
             with self._activity.waiting(f"policy {part.policy.label}"):
-                loaded = self._shelf.get(part.policy, POLICY_WAIT_S)
+                loaded = self._shelf.get(part.policy, self._shelf.wait_s)
         except (BroadcastError, DeadlineExceeded) as error:
             if self._stop.is_set():
                 return None

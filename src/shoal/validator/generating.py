@@ -23,7 +23,6 @@ from shoal.runtime.stop import StopToken
 
 log = logging.getLogger(__name__)
 
-POLICY_WAIT_S = 30.0
 MAX_LEFT = 16
 
 
@@ -59,7 +58,7 @@ class Generating:
 
     def _generate(self, policy: PolicyRef, leases: Sequence[Lease]) -> None:
         with self._activity.waiting(f"policy {policy.label}"):
-            loaded = self._shelf.get(policy, POLICY_WAIT_S)
+            loaded = self._shelf.get(policy, self._shelf.wait_s)
         with self._activity.busy(f"generating {len(leases)} units that nobody could judge, by policy {policy.label}"):
             groups = generate(loaded, leases, self._activity.generated)
         for lease, completions in zip(leases, groups, strict=True):

@@ -24,7 +24,7 @@ from dataclasses import replace
 from shoal.client import Activity, ClientOptions, HubClient, RegularHeartbeat
 from shoal.client.weights import Following, downloader_of
 from shoal.engines import build, check_policy, kind_of, warm_up
-from shoal.engines.memory import keep_to_share
+from shoal.engines.memory import free_bytes, keep_to_share
 from shoal.engines.shelf import EngineShelf, LoadedPolicy
 from shoal.environments import identity_of, judges_of, require_scoring
 from shoal.errors import (
@@ -53,6 +53,7 @@ from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.crash import point
 from shoal.runtime.limits import UNLIMITED_BYTES
 from shoal.runtime.lock import FolderLock
+from shoal.runtime.sizing import Derived, RunSize, policies_loaded, settle
 from shoal.runtime.stop import StopToken
 from shoal.shardcast import Prefetch
 from shoal.validator.ahead import Ahead
@@ -73,7 +74,6 @@ log = logging.getLogger(__name__)
 LOCK_WAIT_S = 5.0
 PORTION_BYTES = 32 * 1024 * 1024  # well below what the hub hands out in one answer
 MAX_LEFT = 1024
-POLICY_WAIT_S = 30.0  # how long a policy is fetched before its audits are left for another time
 NOT_READY_POLL_S = 1.0  # one long poll for audits while no policy is loaded: there is hardly anything to audit
 POLICY_TRIES = 3  # claims of one submission that may fail for want of its policy before it is given up
 
@@ -117,22 +117,33 @@ def _judge_with(client: HubClient, judge: Judge, config: ValidatorConfig, stop: 
     kind = kind_of(config.engine, settings.device, settings.dtype)  # says what is wrong before anything is fetched
     memory_bytes = keep_to_share(kind, settings.memory_share)
     _check_profiles(client.run_info().profiles, settings, config.engine)
-    weights = downloader_of(client.trusted_run(), config.folder / "cache", stop, settings.held_versions)
+    chosen = settle(settings, RunSize.of(client.run_info()))
+    weights = downloader_of(client.trusted_run(), config.folder / "cache", stop, chosen.held_versions)
     with closing(weights) as downloader, Prefetch(downloader, stop):
         fetch = Following(client, downloader)
+        weight_bytes = 4 if settings.dtype == "float32" else 2
+        model_bytes = weight_bytes * client.run_info().model.parameters
+        loaded = policies_loaded(chosen.held_versions, model_bytes, free_bytes(kind.split("/")[1]))
         shelf = EngineShelf(
             fetch,
             lambda files: build(config.engine, files, settings.device, settings.dtype),
-            settings.held_versions,
+            loaded,
             memory_bytes // 2,
             lambda files, entries: check_policy(
                 config.engine, files, entries, settings.device, settings.dtype, UNLIMITED_BYTES
             ),
         )
+        shelf.wait_s = chosen.policy_wait_s
+        chosen = replace(chosen, held_versions=loaded)
         calibrator = Calibrator(client, shelf, judge, config.engine, settings, SystemClock())
         others = SecondEngines(config.engine, settings.device, fetch)
         judge = replace(judge, calibrations=calibrator.limits, second_engine=others.get)
-        Validator(client, shelf, judge, settings, stop, kind=kind, calibrator=calibrator, idle=others.drop).run()
+        role = Validator(
+            client, shelf, judge, settings, stop, kind=kind, calibrator=calibrator, idle=others.drop, chosen=chosen
+        )
+        role.run()
+    if role.finished:
+        weights.forget()
 
 
 def _check_profiles(taken: Sequence[str], settings: ValidatorSettings, engine: str) -> None:
@@ -189,9 +200,10 @@ class Validator:
         kind: str = "",
         calibrator: Calibrator | None = None,
         idle: Callable[[], None] = lambda: None,
+        chosen: Derived | None = None,
     ) -> None:
         """`kind` is what it generates with; without it, it is given nothing to generate. `idle` is called when there
-        is nothing to audit."""
+        is nothing to audit. `chosen` are the settings that depend on the size of the run."""
         self._client = client
         self._calibrator = calibrator
         self._shelf = shelf
@@ -204,10 +216,12 @@ class Validator:
         self._is_measuring = False  # limits; there may be more to measure, so that nothing is waited for
         self._misses: Counter[str] = Counter()
         self._foreign: dict[str, None] = {}  # submissions for another environment, newest last
-        self._most = settings.max_audits  # fewer while scoring does not get through as many in its time
+        self._chosen = chosen or settle(settings)
+        self.finished = False
+        self._most = self._chosen.max_audits  # fewer while scoring does not get through as many in its time
         self._canary = Canary(judge, settings.canary_every)
         self.activity = Activity(clock)
-        self._ahead = Ahead(client, shelf, judge, settings.held_versions > 1, clock)
+        self._ahead = Ahead(client, shelf, judge, self._chosen.held_versions > 1, clock)
         self._heartbeat = RegularHeartbeat(client, settings.heartbeat_s, self.activity, self._ahead.hear)
         self._generating = Generating(client, shelf, self.activity, stop)
         evaluator = SliceEvaluator(judge.environment, judge.decoders, judge.scorer)
@@ -226,6 +240,7 @@ class Validator:
                     with self.activity.waiting("submissions to audit"):
                         reply = self._client.audits(self._request())
                     if reply.finished and not reply.audits:
+                        self.finished = True
                         return
                     self._calibrate(reply)
                     with self._evaluating.auditing():
@@ -303,7 +318,7 @@ class Validator:
                 claimed - judged, claimed, self._most,
             )  # fmt: skip
         elif claimed >= self._most:
-            self._most = min(2 * self._most, self._settings.max_audits)
+            self._most = min(2 * self._most, self._chosen.max_audits)
 
     def _release_canary(self, dockets: Sequence[Docket], verdicts: Sequence[Verdict], loaded: LoadedPolicy) -> None:
         """Before anything is reported: does this validator still catch what it must?"""
@@ -352,7 +367,7 @@ class Validator:
         """The engine with this policy. Without it the claims run out; after a few times they are given up."""
         try:
             with self.activity.waiting(f"policy {policy.label}"):
-                return self._shelf.get(policy, POLICY_WAIT_S)
+                return self._shelf.get(policy, self._shelf.wait_s)
         except (BroadcastError, DeadlineExceeded) as error:
             if self._stop.is_set():
                 return None

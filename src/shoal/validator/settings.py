@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from shoal.engines.registry import DTYPES
 from shoal.environments import Environment, EnvironmentSettings
 from shoal.protocol import SignedDocument, SigningKey
+from shoal.runtime.sizing import DERIVED
 from shoal.validator.profiles import load_profiles
 
 
@@ -20,14 +21,23 @@ class ValidatorSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    max_audits: int = Field(
-        32, ge=1, le=256, description="submissions claimed at once; those of one policy share one batched prefill"
+    max_audits: int | None = Field(
+        None,
+        ge=1,
+        le=256,
+        description=f"submissions claimed at once; those of one policy share one batched prefill; {DERIVED} 32",
     )
     audit_wait_s: float = Field(
         5.0, ge=0, le=60, description="one long poll for audits; also the longest that an idle validator takes to stop"
     )
-    held_versions: int = Field(
-        3, ge=1, description="policies kept loaded and on disk; max_staleness + 1 avoids reloads"
+    held_versions: int | None = Field(
+        None,
+        ge=1,
+        description="policies kept on disk, and loaded while half of the memory that is free holds them; max_staleness "
+        f"+ 1 avoids reloads; {DERIVED} 3",
+    )
+    policy_wait_s: float | None = Field(
+        None, gt=0, description=f"how long a policy is fetched before its audits are left for later; {DERIVED} 30"
     )
     heartbeat_s: float = Field(5.0, gt=0, description="time between two heartbeats")
     hub_patience_s: float = Field(600.0, gt=0, description="how long a hub that does not answer is waited for")

@@ -100,11 +100,14 @@ def run_worker(config: WorkerConfig, stop: StopToken) -> None:
                 shelf = _shelf(fit, conduct, fetch, run.environment)
                 chosen = config.settings.dtype == "auto"
                 try:
-                    Worker(client, shelf, outbox, fit.settings, stop, profile, conduct=conduct, chosen=chosen).run()
-                    return
+                    worker = Worker(client, shelf, outbox, fit.settings, stop, profile, conduct=conduct, chosen=chosen)
+                    worker.run()
+                    break
                 except NotTaken:
                     log.warning("the run takes no work of %s any more: another number format is chosen", kind)
                     fit = _fit(config, client)
+        if worker.finished:
+            weights.forget()
 
 
 class NotTaken(Exception):
@@ -205,7 +208,7 @@ class Worker:
         self._deadlines_ms: dict[str, int] = {}
         self._broken_calls = 0
         self._units = 1  # to be asked for next: one, until it is known how long that takes
-        self._finished = False
+        self.finished = False
         self._earnings = Earnings(client, clock)
         self.activity = Activity(clock)
         self._newest = NewestPolicy(client, shelf, self.activity, stop)
@@ -228,7 +231,7 @@ class Worker:
         self._raise_failure()
 
     def _until_done(self) -> None:
-        while not self._stop.is_set() and not self._finished:
+        while not self._stop.is_set() and not self.finished:
             self._raise_failure()
             if not self._room_in_outbox():
                 continue
@@ -236,7 +239,7 @@ class Worker:
                 self._lease()
                 self._work()
             else:
-                self._finished = self._newest.finished
+                self.finished = self._newest.finished
 
     def _hear(self, reply: HeartbeatReply) -> None:
         """In the heartbeat's thread: what the hub thinks of this node, and the time it gives for leases at work."""
@@ -294,7 +297,7 @@ class Worker:
         self._newest.hear(reply)
         if not reply.leases and self._newest.behind:
             self._newest.refused()
-        self._finished = reply.finished and not reply.leases
+        self.finished = reply.finished and not reply.leases
         if reply.leases:
             self._may_choose = False
             point("worker.lease.received")
@@ -434,7 +437,7 @@ class Worker:
         """On the way out: give back what was not done, send what was."""
         self._release(list(self._hand), self._stop.reason or "the worker is ending")
         with self.activity.waiting("the hub to take the last groups"):
-            if self._finished:  # nothing else to do: as long as it takes, unless told to stop
+            if self.finished:  # nothing else to do: as long as it takes, unless told to stop
                 self._uploader.flush(self._settings.hub_patience_s, self._stop.is_set)
             else:
                 self._uploader.flush(self._settings.stop_flush_s, lambda: False)
@@ -442,7 +445,7 @@ class Worker:
     def _sum_up(self) -> None:
         """The last words, once the other threads have said theirs."""
         self._heartbeat.once()
-        log.info("%s: %s", "the run is finished" if self._finished else "this start", self._earnings.summary())
+        log.info("%s: %s", "the run is finished" if self.finished else "this start", self._earnings.summary())
         kept = len(self._outbox.waiting(self._run))
         if kept and self._earnings.shut_out is None:
             log.info("%d finished groups stay in the outbox; the next start sends them", kept)

@@ -21,6 +21,7 @@ from clikit import NODE, TINY, one_line, report, run_shoal, status, wait
 import forkkit
 from shoal.cli.folder import RunFolder
 from shoal.cli.main import command_names, explain, main
+from shoal.cli.planning import settled
 from shoal.cli.recipe import Recipe, load_recipe
 from shoal.cli.roles import run_role
 from shoal.client.trust import run_id
@@ -227,7 +228,10 @@ def test_a_dry_run_prints_the_recipe_and_touches_nothing(shoal: Shoal, tmp_path:
     ran = shoal("run", str(TINY), "--dry-run", "--workers", "5", "--set", "run.steps=7")
     assert ran.returncode == 0
     shown = parse_config(ran.stdout, Recipe, "shown")
-    assert shown == load_recipe(TINY, ["run.steps=7", "worker.count=5"])
+    assert shown == settled(load_recipe(TINY, ["run.steps=7", "worker.count=5"]))
+    assert (shown.hub.lease_s, shown.trainer.checkpoint_every) == (60, 1)
+    assert "not set, so derived from the size of the model" in ran.stderr
+    assert "hub.lease_s, hub.lease_hard_s" in ran.stderr
     ran = shoal("run", str(TINY), "--dry-run", "--set", "hub.database=postgresql://shoal:s3cret@db.example/run")
     assert "postgresql://shoal:***@db.example/run" in ran.stdout
     assert "s3cret" not in ran.stdout + ran.stderr

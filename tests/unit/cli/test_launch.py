@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import httpx
+import numpy as np
 import pytest
 from clikit import one_line
 from scenekit import Memory
@@ -31,6 +32,7 @@ from shoal.runtime.config import parse_config
 from shoal.runtime.lock import FolderLock
 from shoal.runtime.stop import SUPERVISED, StopToken
 from shoal.runtime.supervise import Ending, ProcessSpec
+from shoal.shardcast import Origin
 
 SERVE = "import signal, sys\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\nwhile True: signal.pause()"
 
@@ -99,6 +101,30 @@ def test_the_run_ends_well_with_its_trainer(monkeypatch: pytest.MonkeyPatch, fol
     assert [process.name for process in display.scenes[-1].processes] == role_names(folder)
     assert json.loads((folder.path / "processes.json").read_text()) == {}
     assert "trainer is done" in (folder.path / "logs" / "run.log").read_text()
+
+
+def test_only_a_finished_run_loses_its_caches_and_older_versions(
+    monkeypatch: pytest.MonkeyPatch, folder: RunFolder
+) -> None:
+    origin = Origin(folder.path / "origin", folder.run_id, folder.key("trainer"))
+    for version in range(5):
+        origin.publish(version, {"weight": np.frombuffer(np.random.default_rng(version).bytes(400_000), np.int16)})
+    caches = [folder.path / name for name in ("worker-7/cache", "validator-0/cache", "relay-0/chunks")]
+    kept = [folder.path / name for name in ("worker-7/outbox", "trainer/checkpoints/3.0", "trainer/export", "hub")]
+    for path in (*caches, *kept):
+        path.mkdir(parents=True)
+        (path / "file").write_bytes(b"data")
+    stand_ins(monkeypatch, "import sys; print('shoal: the model is broken', file=sys.stderr); sys.exit(2)")
+    assert start(folder).ending.exit_code == 2
+    assert all((path / "file").exists() for path in (*caches, *kept))
+    stand_ins(monkeypatch, "print('done')")
+    assert start(folder).ending.exit_code == 0
+    assert not any(path.exists() for path in caches)
+    assert all((path / "file").exists() for path in kept)
+    head = origin.head()
+    assert head is not None
+    assert head.kept_versions == ("0.2", "0.3", "0.4"), "the last, and two that its groups may be of"
+    assert not list((folder.path / "origin" / ".bases").iterdir())
 
 
 def test_further_processes_are_supervised_like_the_rest(monkeypatch: pytest.MonkeyPatch, folder: RunFolder) -> None:

@@ -36,7 +36,7 @@ hub.max_inflated_bytes hub.concurrent_uploads hub.audit hub.credit_window_s hub.
 hub.advertise hub.trusted_proxies hub.database hub.storage hub.storage_endpoint hub.requests_per_key_s
 hub.requests_per_address_s hub.registrations_per_address_min hub.connections_per_address hub.drop_equal
 validator.max_audits validator.audit_wait_s validator.held_versions validator.heartbeat_s
-validator.hub_patience_s validator.count validator.engine
+validator.hub_patience_s validator.policy_wait_s validator.count validator.engine
 validator.profiles validator.device validator.dtype validator.memory_share validator.canary_every
 worker.units_per_lease worker.lease_wait_s worker.heartbeat_s worker.hub_patience_s
 worker.outbox_limit worker.stop_flush_s worker.count worker.engine

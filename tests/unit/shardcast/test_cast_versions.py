@@ -123,6 +123,25 @@ def test_every_version_kept_is_reached_from_nothing_and_from_every_other(tmp_pat
     run.check(behind.fetch(run.published[15][0].policy, 20))
 
 
+def test_a_finished_run_offers_its_newest_versions_and_can_be_continued(tmp_path: Path, serve: Serve) -> None:
+    run = Run(tmp_path / "origin", anchor_every=4, kept_versions=5)
+    manifests = run.steps(7)
+    run.origin.keep_newest(2)
+    head = run.origin.head()
+    assert head is not None
+    assert head.kept_versions == ("0.5", "0.6", "0.7"), "the newest, back to its anchor"
+    assert not list((run.folder / ".bases").iterdir())
+    used = sum(path.stat().st_size for path in (run.folder / "chunks").rglob("*") if path.is_file())
+    assert manifests[-1].size_bytes <= used <= 2 * manifests[-1].size_bytes
+    downloader = make_downloader([serve(run.folder).url], tmp_path / "client")
+    run.check(fetched(downloader, manifests[-1])[0])
+    assert run.step(8).anchor, "there is nothing left to make a delta from"
+    run.check(fetched(downloader, run.published[8][0])[0])
+    downloader.forget()
+    assert not list((tmp_path / "client").glob("*.bin"))
+    run.check(fetched(downloader, run.published[8][0])[0])
+
+
 def test_nothing_is_offered_that_is_not_there_and_nothing_stays_that_is_not_offered(tmp_path: Path) -> None:
     run = Run(tmp_path, anchor_every=4, kept_versions=2)
     manifests = run.steps(11)

@@ -14,6 +14,7 @@ from trainer_stubs import SETTINGS, FakeHub, same, training_run, weights
 from shoal.errors import ResourceError
 from shoal.runtime import crash
 from shoal.runtime.files import write_atomically
+from shoal.runtime.sizing import settle
 from shoal.runtime.stop import StopToken
 from shoal.shardcast import origin
 from shoal.trainer import checkpoint, loop, publisher
@@ -146,7 +147,7 @@ def measured(folder: Path, scores: dict[int, float], steps: int = 8, **changes: 
     """A run whose versions 0, 2, 4, … have these scores, and whose checkpoints are counted whenever one goes out."""
     hub = FakeHub(steps, max_staleness=1)
     settings = PLAIN.model_copy(update={"minibatches": 1, **changes})
-    most = settings.keep_checkpoints + settings.keep_best + AWAITED
+    most = settle(settings).keep_checkpoints + settings.keep_best + AWAITED
 
     def count(_version: int) -> None:
         assert len(saved(folder)) <= most
@@ -162,6 +163,16 @@ SCORES = {0: 0.1, 2: 0.8, 4: 0.3, 6: 0.8, 8: 0.2}
 
 def test_the_best_by_held_out_score_is_kept_beside_the_newest(tmp_path: Path) -> None:
     measured(tmp_path, SCORES)
+    assert saved(tmp_path) == ["6.0", "7.0", "8.0"]
+
+
+def test_a_finished_run_keeps_the_newest_and_the_best_and_none_that_only_guards_look_back_to(tmp_path: Path) -> None:
+    during: list[list[str]] = []
+    hub, settings = FakeHub(8, max_staleness=1), SETTINGS.model_copy(update={"minibatches": 1})
+    hub.before["announce"] = lambda _version: during.append(saved(tmp_path))
+    run, _ = training_run(tmp_path, hub, settings, evaluate=lambda: SCORES[run.version])
+    run.run()
+    assert "0.0" in during[-1], "a guard that stops the run may need it"
     assert saved(tmp_path) == ["6.0", "7.0", "8.0"]
 
 

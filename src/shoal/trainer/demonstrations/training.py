@@ -24,6 +24,7 @@ from shoal.algorithms.registry import loss_named
 from shoal.errors import CheckpointError
 from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.metrics import MetricsLog
+from shoal.runtime.sizing import settle
 from shoal.runtime.stop import StopToken
 from shoal.trainer.checkpoint import CheckpointStore, Progress, restore
 from shoal.trainer.demonstrations.closing import LAST_BATCH, LastBatch, judge_last
@@ -76,7 +77,8 @@ class WarmStart:
         self._parts = replace(parts, learner=replace(parts.learner, loss=loss_named(LOSS)))
         self._stop = stop
         self._times = Timetable.of(parts.course, parts.corpus)
-        self._store = CheckpointStore(parts.folder / "checkpoints", self._settings.keep_checkpoints)
+        self._chosen = settle(self._settings)
+        self._store = CheckpointStore(parts.folder / "checkpoints", self._chosen.keep_checkpoints)
         self._metrics = MetricsLog(parts.folder / "metrics.jsonl")
         self._watch = Watch(self._settings.guards)
         self._saved: int | None = None  # the version that is in the newest checkpoint
@@ -137,7 +139,7 @@ class WarmStart:
         times = {"step_s": step_s, "tokens_per_s": metrics["tokens"] / step_s if step_s else 0.0}
         self._record(step, {**measured, **metrics, **judged.numbers, **times})
         self.version = step + 1
-        if self._due(self._settings.checkpoint_every, self.version) and self.version < self.steps:
+        if self._due(self._chosen.checkpoint_every, self.version) and self.version < self.steps:
             self._save()
         return f"loss {metrics['loss']:.4g}" if "loss" in metrics else "update skipped"
 

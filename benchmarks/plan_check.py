@@ -1,0 +1,134 @@
+"""Claim: `shoal plan` says what a run takes of disk and memory, role by role, to within a fifth.
+
+    .venv/bin/python benchmarks/plan_check.py                        # 20 M weights in float32, 3 steps, on a CPU
+    .venv/bin/python benchmarks/plan_check.py --publish bfloat16
+
+A real `shoal run` of a random model with the reward of recipes/sums.py. Its processes' peaks of resident memory
+(VmHWM) and the sizes of its folders are read twice a second while it runs, and once when it has ended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections import defaultdict
+from pathlib import Path
+
+from shoal.cli.plan import _planning
+from shoal.cli.recipe import load_recipe
+from shoal.models.tiny import build_tiny, build_tokenizer, tokenizer_config
+from shoal.runtime.sizing import Speeds
+
+ROOT = Path(__file__).parents[1]
+EVERY_S = 0.5
+FOLDERS = {
+    "trainer: checkpoints": "trainer/checkpoints", "trainer: export": "trainer/export", "origin": "origin",
+    "each relay": "relay-0", "each validator": "validator-0", "each worker": "worker-0", "hub": "hub",
+}  # fmt: skip
+ROLES = {"trainer": "trainer", "validator": "validator", "worker": "worker", "hub": "hub", "relay": "origin, relay"}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--publish", choices=["float32", "bfloat16"], default="float32")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="plan-check-") as temporary:
+        folder = Path(temporary)
+        make_model(folder / "model", options.width, options.layers)
+        overrides = [
+            f"model.path={folder / 'model'}", f"environment.file={ROOT / 'recipes' / 'sums.py'}",
+            f"run.steps={options.steps}", "run.groups_per_step=4", "run.group_size=4", "run.max_new_tokens=16",
+            f"trainer.publish_dtype={options.publish}", "trainer.micro_batch_tokens=256", "worker.dtype=float32",
+            "trainer.evaluate_tasks=8", "trainer.device=cpu",
+        ]  # fmt: skip
+        seen = measure(folder / "run", overrides)
+        recipe = load_recipe(ROOT / "recipes" / "tiny.toml", tuple(overrides))
+        print_tables(_planning(recipe, 1, None, None, Speeds(length_share=1.0)), *seen)
+
+
+def make_model(folder: Path, width: int, layers: int) -> None:
+    """A random model with the tokenizer of the tiny policy."""
+    heads = width // 64
+    model = build_tiny(
+        hidden_size=width, intermediate_size=3 * width, num_hidden_layers=layers, num_attention_heads=heads,
+        num_key_value_heads=heads, head_dim=64,
+    )  # fmt: skip
+    model.save_pretrained(folder)
+    build_tokenizer().save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(tokenizer_config())
+
+
+Sizes = dict[str, float]
+
+
+def measure(run: Path, overrides: list[str]) -> tuple[Sizes, Sizes, Sizes]:
+    """Peaks of resident memory by role, peaks of folders, and folders in the end."""
+    command = [sys.executable, "-m", "shoal.cli", "run", str(ROOT / "recipes" / "tiny.toml"), "--dir", str(run)]
+    ran = subprocess.Popen([*command, *(part for one in overrides for part in ("--set", one))], env=os.environ)
+    memory: Sizes = defaultdict(float)
+    disk: Sizes = defaultdict(float)
+    pause = threading.Event()
+    while ran.poll() is None:
+        for role, size in resident(run).items():
+            memory[role] = max(memory[role], size)
+        for name, size in folders(run).items():
+            disk[name] = max(disk[name], size)
+        pause.wait(EVERY_S)
+    if ran.returncode:
+        sys.exit(f"shoal run ended with exit code {ran.returncode}")
+    return memory, disk, folders(run)
+
+
+def resident(run: Path) -> Sizes:
+    found: Sizes = defaultdict(float)
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (process / "cmdline").read_text().split("\0")
+            status = (process / "status").read_text()
+        except OSError:
+            continue  # it has ended
+        if str(run) in words and "shoal.cli" in words and "VmHWM:" in status:
+            role = ROLES.get(words[words.index("shoal.cli") + 1], "")
+            found[role] = max(found[role], 1024.0 * int(status.partition("VmHWM:")[2].split()[0]))
+    return found
+
+
+def folders(run: Path) -> Sizes:
+    found = {}
+    for name, folder in FOLDERS.items():
+        size = 0
+        for path in (run / folder).rglob("*"):
+            try:
+                size += path.lstat().st_size if path.is_file() else 0
+            except OSError:
+                continue  # it was removed just now
+        found[name] = float(size)
+    return found
+
+
+def print_tables(planned: object, memory: Sizes, disk: Sizes, ended: Sizes) -> None:
+    print(f"\n{planned.shape.weights / 1e6:.1f} M weights, published in {planned.recipe.trainer.publish_dtype}\n")  # type: ignore[attr-defined]
+    print("| memory | planned, MB | measured, MB | planned / measured |\n|---|--:|--:|--:|")
+    for name, device, host, _ in planned.memory():  # type: ignore[attr-defined]
+        row("memory", name, device + host, memory[name])
+    print("\n| disk | planned, MB | measured, MB | planned / measured |\n|---|--:|--:|--:|")
+    for one in planned.disk():  # type: ignore[attr-defined]
+        if one.name in disk:
+            row("disk", one.name, one.running, disk[one.name])
+            row("disk", f"{one.name}, finished", one.finished, ended[one.name])
+
+
+def row(_kind: str, name: str, planned: float, measured: float) -> None:
+    ratio = f"{planned / measured:.2f}" if measured else "-"
+    print(f"| {name} | {planned / 1e6:,.1f} | {measured / 1e6:,.1f} | {ratio} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,162 @@
+"""What depends on the size of the model and on links, unless a recipe sets it: one function, from sizes and speeds.
+
+    RunSize, Speeds ─► derive ─► Derived ◄─ settle ─ what the recipe sets, which wins
+
+Small models have the values of `Derived`; a model for which those are too short or too many gets others. Every process
+of a run computes them from what the hub says of the run (`RunSize.of`), so that all of them agree.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields, replace
+from math import ceil
+from typing import Any
+
+from pydantic import BaseModel
+
+from shoal.protocol import ModelSize, RunInfo
+
+DERIVED = "if not set, by the model's size (`shoal plan`); of a small one"
+MARGIN = 1.5  # above what a transfer or a computation should take
+FIRST_LEASE = 4  # how often `lease_s` a worker has for its first group (hub/state/leases.py)
+CLAIM_S = 20.0  # what one claim of several audits should take; a single one may take longer
+HELD_BYTES = 48 * 10**9  # payloads on a validator's disk, up to which more are kept than are needed
+CHECKPOINT_S = 60.0  # of writing checkpoints for every step, on average
+TWO_CHECKPOINTS_BYTES = 240 * 10**9
+
+
+def _assumed(value: float, source: str) -> Any:
+    return field(default=value, metadata={"source": source})
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """What is assumed of machines and links, each with where it is from (files are in benchmarks/results).
+
+    GPU speeds are of one H200. `delta_share` is of a policy in bfloat16; in float32 nearly every value changes, and a
+    version is offered whole.
+    """
+
+    delta_share: float = _assumed(0.001, "delta_codec.md: one step at a learning rate of 1e-6; 1e-5: 0.0072")
+    publish_gb_s: float = _assumed(0.75, "swap_in_place.md: 0.54 to 0.81 GB/s of the whole policy")
+    apply_gb_s: float = _assumed(1.0, "swap_in_place.md: fetch, apply on disk, verify; 0.9 to 1.0")
+    load_gb_s: float = _assumed(2.7, "swap_in_place.md: a full load into the engine")
+    disk_gb_s: float = _assumed(1.0, "assumed: a checkpoint written and hashed (two cores: 0.2, publish_hidden.md)")
+    link_mbit: float = _assumed(1000.0, "assumed: the link of each machine")
+    link_overhead: float = _assumed(1.2, "cast_links.md: 1.25 to 1.31 times one link")
+    audit_tflops: float = _assumed(160.0, "check_overhead.md: 134,907 tokens/s of 0.6 B weights, 2 operations each")
+    train_tflops: float = _assumed(266.0, "train_throughput.md: 74,412 tokens/s, recomputed, 6 operations a weight")
+    token_s: float = _assumed(0.03, "assumed: least time for one token of all sequences")
+    worker_gb_s: float = _assumed(330.0, "assumed: weights read a second by the slowest worker, groups in parts")
+    generate_gb_s: float = _assumed(1500.0, "assumed: weights read a second by a worker that plans are made with")
+    worker_tokens_s: float = _assumed(0.0, "0: by the sequences that fit a worker's memory, and generate_gb_s")
+    workers_per_relay: float = _assumed(10.0, "assumed: workers that fetch from one relay (docs/concepts/broadcast.md)")
+    length_share: float = _assumed(0.25, "assumed: mean completion, as a part of run.max_new_tokens")
+    submission_bytes: float = _assumed(14.0, "a token as submitted: proof 8 (128 points of 32 tokens), number 4, id 2")
+    group_row_bytes: float = _assumed(10_000.0, "plan_check.md: rows of one group in the hub's database")
+
+    @property
+    def link_bytes_s(self) -> float:
+        return self.link_mbit * 125_000 / self.link_overhead
+
+
+@dataclass(frozen=True)
+class RunSize:
+    """What settings are derived from; 0 is unknown, and counts as small."""
+
+    parameters: int = 0
+    payload_bytes: int = 0
+    group_size: int = 0
+    max_new_tokens: int = 0
+    max_staleness: int = 1
+
+    @classmethod
+    def of(cls, run: RunInfo) -> RunSize:
+        return cls.made_of(run.model, run.group_size, run.sampling.max_new_tokens, run.max_staleness)
+
+    @classmethod
+    def made_of(cls, model: ModelSize, group_size: int, max_new_tokens: int, max_staleness: int) -> RunSize:
+        return cls(model.parameters, model.payload_bytes, group_size, max_new_tokens, max_staleness)
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Weights and two moments in float32."""
+        return 12 * self.parameters
+
+
+@dataclass(frozen=True)
+class Derived:
+    """Settings by the names that they have in a recipe; these are the values for small models."""
+
+    lease_s: float = 60.0
+    lease_hard_s: float = 600.0
+    audit_s: float = 60.0
+    policy_wait_s: float = 30.0
+    max_audits: int = 32
+    held_versions: int = 3
+    checkpoint_every: int = 1
+    keep_checkpoints: int = 2
+
+
+def derive(size: RunSize, speeds: Speeds = Speeds()) -> Derived:
+    """The settings for a run of that size.
+
+    * `policy_wait_s`: a whole policy over the link, and into the engine.
+    * `lease_s`: applying and loading a version; and four of them are a worker's first group (`FIRST_LEASE`).
+    * `lease_hard_s`: the longest group on the slowest worker, and the `lease_s` before its first token.
+    * `audit_s`: the policy, then the claim, which is of as many groups as take `CLAIM_S`.
+    """
+    small, gb = Derived(), size.payload_bytes / 1e9
+    load_s = gb / speeds.load_gb_s
+    wait_s = _at_least(small.policy_wait_s, MARGIN * (size.payload_bytes / speeds.link_bytes_s + load_s))
+    group_s = size.max_new_tokens * max(speeds.token_s, gb / speeds.worker_gb_s)
+    lease_s = _at_least(small.lease_s, MARGIN * (gb / speeds.apply_gb_s + load_s), group_s / FIRST_LEASE)
+    audit_s = 2 * size.parameters * size.group_size * size.max_new_tokens / (speeds.audit_tflops * 1e12)
+    audits = max(1, min(small.max_audits, int(CLAIM_S / audit_s))) if audit_s else small.max_audits
+    holds_more = small.held_versions * size.payload_bytes <= HELD_BYTES
+    return Derived(
+        lease_s=lease_s,
+        lease_hard_s=_at_least(small.lease_hard_s, lease_s + group_s),
+        audit_s=_at_least(small.audit_s, wait_s + MARGIN * audits * audit_s),
+        policy_wait_s=wait_s,
+        max_audits=audits,
+        held_versions=small.held_versions if holds_more else max(2, size.max_staleness + 1),
+        checkpoint_every=max(1, ceil(size.checkpoint_bytes / 1e9 / speeds.disk_gb_s / CHECKPOINT_S)),
+        keep_checkpoints=small.keep_checkpoints if 2 * size.checkpoint_bytes <= TWO_CHECKPOINTS_BYTES else 1,
+    )
+
+
+def settle(settings: BaseModel, size: RunSize = RunSize()) -> Derived:
+    """What holds: what the section of a recipe sets, and for the rest what is derived."""
+    given = {one.name: getattr(settings, one.name, None) for one in fields(Derived)}
+    return replace(derive(size), **{name: value for name, value in given.items() if value is not None})
+
+
+def open_settings(settings: BaseModel) -> tuple[str, ...]:
+    """The settings of a section that are left to be derived."""
+    names = (one.name for one in fields(Derived))
+    return tuple(name for name in names if name in type(settings).model_fields and getattr(settings, name) is None)
+
+
+def kept_when_finished(max_staleness: int) -> int:
+    """The versions that a finished run's origin keeps: the last, and all that the last step's groups may be of."""
+    return max_staleness + 2
+
+
+def policies_loaded(held: int, model_bytes: int, memory_bytes: int) -> int:
+    """How many of the policies held on disk are loaded: as many as half of the free memory holds, but one at least.
+
+    >>> policies_loaded(3, 61 * 2**30, 139 * 2**30), policies_loaded(3, 2**20, 2**30)
+    (1, 3)
+    """
+    return held if not model_bytes else max(1, min(held, memory_bytes // 2 // model_bytes))
+
+
+def _at_least(least: float, *seconds: float) -> float:
+    """In tens of seconds, above what small models have.
+
+    >>> _at_least(60.0, 12.0, 61.0)
+    70.0
+    """
+    most = max(seconds)
+    return least if most <= least else 10.0 * ceil(most / 10)
