@@ -306,6 +306,17 @@ def test_an_exported_file_holds_by_itself_and_damage_is_named(run: Path, tmp_pat
         check_ledger(str(out))
 
 
+@pytest.mark.parametrize("index", [None, "x", 2.5])
+def test_an_export_of_a_file_leaves_out_a_head_that_is_none(run: Path, tmp_path: Path, index: object) -> None:
+    out, head = tmp_path / "ledger.jsonl", tmp_path / "ledger.jsonl.head"
+    rows = export_ledger(str(run), out)
+    said = json.loads(head.read_bytes())
+    said["head"]["document"]["index"] = index
+    head.write_text(json.dumps(said))
+    assert export_ledger(str(out), tmp_path / "again.jsonl") == rows
+    assert not (tmp_path / "again.jsonl.head").exists()
+
+
 def test_an_export_is_whole_or_not_there(run: Path, tmp_path: Path) -> None:
     change_a_body(run)
     with pytest.raises(LedgerError, match="row 3 was changed"):
