@@ -26,7 +26,6 @@ from shoal.protocol import (
 from shoal.protocol.versions import check_spoken
 from shoal.runtime.crash import point
 
-
 MAX_VOUCH_BYTES = 2048
 """Kept with every key, in the end in the ledger: what else its signer put into the document would be, too."""
 
