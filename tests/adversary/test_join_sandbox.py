@@ -25,6 +25,7 @@ from sandboxkit import needs_bubblewrap
 from shoal.cli import sandbox
 from shoal.cli.main import main
 from shoal.client.http import open_http
+from shoal.errors import ResourceError
 from shoal.runtime import forwarder as forwarding
 from shoal.runtime import targets
 from shoal.runtime.forwarder import Forwarder
@@ -211,6 +212,18 @@ def test_without_a_sandbox_there_is_no_work(
     assert main(words) == 3
     assert complaint in capsys.readouterr().err
     assert {asked.path for asked in hub.requests} == {"/run"}, "nobody registered"
+
+
+def test_a_home_inside_what_the_worker_needs_is_not_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where shoal is installed into the system's own Python, in a container whose home is below it."""
+    home = tmp_path / "python" / "home"
+    home.mkdir(parents=True)
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / "python"))
+    with pytest.raises(ResourceError, match="and with it your home folder"):
+        sandbox._read_only()
+    monkeypatch.setattr(sys, "prefix", str(home / "venv"))
+    sandbox._read_only()
 
 
 @needs_bubblewrap
