@@ -148,7 +148,7 @@ def test_what_a_witness_signed_about_another_run_says_nothing(folder: RunFolder,
     path = tmp_path / "said.json"
     path.write_bytes(sign_document(other, witness).model_dump_json().encode())
     Tree(folder.path / "origin").write(witness_key(witness.public_key), path.read_bytes())
-    with pytest.raises(LedgerError, match="nothing that witness .* signed was found"):
+    with pytest.raises(LedgerError, match=r"nothing that witness .* signed was found"):
         check_ledger(str(folder.path), witnesses=[witness.public_key])
 
 
