@@ -26,7 +26,15 @@ from shoal.client import delivery as delivering
 from shoal.client.delivery import Delivery
 from shoal.client.http import open_http
 from shoal.client.weights import downloader_of
-from shoal.errors import BroadcastError, CodecError, DeadlineExceeded, HubRefused, HubUnreachable, ProtocolError
+from shoal.errors import (
+    BroadcastError,
+    CodecError,
+    DeadlineExceeded,
+    HubRefused,
+    HubUnreachable,
+    ProtocolError,
+    SignatureError,
+)
 from shoal.protocol import (
     HeartbeatReply,
     HubClock,
@@ -228,6 +236,19 @@ def test_a_public_hub_cannot_have_work_put_anywhere_else_than_to_a_store(
     asked = [request.path for request in public.requests]
     assert ("/store" in asked) == (how == "redirected")
     assert asked[-1] == "/submissions/lease-1"
+
+
+@pytest.mark.parametrize(
+    "changes", [{"node": "0" * 32}, {"lease": "lease-2"}, {"run": "other-0"}, {"submission": "0" * 64}]
+)
+def test_a_ticket_for_something_else_is_not_used(hub: HostileHub, changes: dict[str, str]) -> None:
+    """The hub signed it once for another: whoever is on the way could have work put where that one may write."""
+    hub.become("demo", uploads="store")
+    with closing(client_of(hub)) as client, closing(Delivery(client)) as delivery:
+        hub.answers["/submissions/lease-1/upload"] = ticket(hub, client, **changes)
+        with pytest.raises(SignatureError, match="is for something else"):
+            delivery.hand_in("lease-1", b"work")
+    assert "/store" not in [asked.path for asked in hub.requests]
 
 
 def test_a_public_hub_cannot_name_a_hub_on_loopback(public: HostileHub, inside: HostileHub) -> None:

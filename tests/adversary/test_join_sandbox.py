@@ -24,6 +24,8 @@ from hostilekit import HostileHub, hostile_hub
 from sandboxkit import needs_bubblewrap
 from shoal.cli import sandbox
 from shoal.cli.main import main
+from shoal.client.http import open_http
+from shoal.errors import ResourceError
 from shoal.runtime import forwarder as forwarding
 from shoal.runtime import targets
 from shoal.runtime.forwarder import Forwarder
@@ -212,6 +214,18 @@ def test_without_a_sandbox_there_is_no_work(
     assert {asked.path for asked in hub.requests} == {"/run"}, "nobody registered"
 
 
+def test_a_home_inside_what_the_worker_needs_is_not_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where shoal is installed into the system's own Python, in a container whose home is below it."""
+    home = tmp_path / "python" / "home"
+    home.mkdir(parents=True)
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / "python"))
+    with pytest.raises(ResourceError, match="and with it your home folder"):
+        sandbox._read_only()
+    monkeypatch.setattr(sys, "prefix", str(home / "venv"))
+    sandbox._read_only()
+
+
 @needs_bubblewrap
 def test_the_exit_code_of_the_worker_is_passed_on(
     hub: HostileHub, tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -244,6 +258,40 @@ def test_a_worker_that_misses_the_first_signal_while_it_starts_is_stopped_by_the
     stop = StopToken()
     stop.set("SIGTERM")
     assert sandbox._watched([str(program)], stop, lambda: None) == 7
+
+
+LOGGED_IN = """
+import ctypes, sys
+from shoal.cli import sandbox
+from shoal.runtime.stop import StopToken
+keyctl, add_key, mark, program = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3].encode(), sys.argv[4]
+libc = ctypes.CDLL(None)
+libc.syscall(keyctl, 1, b"login")
+libc.syscall(add_key, b"user", mark, b"secret", 6, -3)
+assert libc.syscall(keyctl, 10, -3, b"user", mark, 0) > 0, "no keyrings"
+sys.exit(sandbox._watched([program], StopToken(), lambda: None))
+"""
+LOOKS_FOR_A_KEY = """
+import ctypes, os, sys
+os.close(int(sys.argv[2]))
+sys.exit(9 if ctypes.CDLL(None).syscall(KEYCTL, 10, -3, b"user", b"MARK", 0) > 0 else 0)
+"""
+
+
+def test_the_worker_has_no_key_of_its_users_session(tmp_path: Path) -> None:
+    """By the function that starts it: the test above makes the sandbox, and its keyring, by itself."""
+    machine, mark = os.uname().machine, f"shoal-test-{os.urandom(8).hex()}"
+    keyctl, add_key = sandbox.KEYCTL.get(machine), {"x86_64": 248, "aarch64": 217}.get(machine)
+    program = tmp_path / "bwrap"
+    program.write_text(f"#!{sys.executable}\n{LOOKS_FOR_A_KEY.replace('KEYCTL', str(keyctl)).replace('MARK', mark)}")
+    program.chmod(0o755)
+    ran = subprocess.run(
+        [sys.executable, "-c", LOGGED_IN, str(keyctl), str(add_key), mark, str(program)],
+        capture_output=True, text=True, timeout=DEADLINE_S, check=False,
+    )  # fmt: skip
+    if "no keyrings" in ran.stderr or keyctl is None:
+        pytest.skip("this kernel, or its container, has no keyrings")
+    assert ran.returncode == 0, ran.stderr
 
 
 # ── the forwarder ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -281,6 +329,18 @@ def test_it_leads_to_what_is_allowed_for_as_long_as_it_is(
     assert asked("127.0.0.1", port_of(hub)).startswith(b"HTTP/1.1 200")
     with pytest.raises(TargetRefused):
         way_out("127.0.0.1", port_of(other))
+
+
+@pytest.mark.parametrize("host", ["b\u00fccher.example", "xn--bcher-kva.example", "B\u00dcCHER.example"])
+def test_a_name_in_another_script_has_one_way_out_however_it_is_written(
+    forwarder: Forwarder, hub: HostileHub, monkeypatch: pytest.MonkeyPatch, host: str
+) -> None:
+    known = socket.getaddrinfo
+    monkeypatch.setattr(socket, "getaddrinfo", lambda _, *rest, **options: known("127.0.0.1", *rest, **options))
+    url = hub.url.replace("127.0.0.1", host)
+    forwarder.allow([url], [], Reach(Nearness.LOOPBACK))
+    with closing(open_http()) as http:
+        assert http.get(f"{url}/run").status_code == 200
 
 
 def test_what_a_public_hub_may_not_name_has_no_way_out(

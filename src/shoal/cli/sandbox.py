@@ -147,7 +147,8 @@ def _watched(command: Sequence[str], stop: StopToken, look: Callable[[], None]) 
     with os.fdopen(reading, "rb") as info:
         process = subprocess.Popen(
             [command[0], "--info-fd", str(writing), *command[1:]], env=_environment(), pass_fds=[writing],
-            stdin=subprocess.DEVNULL, start_new_session=True,  # Ctrl-C reaches the worker once: passed on below
+            stdin=subprocess.DEVNULL, preexec_fn=_own_keyring,
+            start_new_session=True,  # Ctrl-C reaches the worker once: passed on below
         )  # fmt: skip
         os.close(writing)
         child = json.loads(info.read() or b"{}").get("child-pid")

@@ -78,7 +78,7 @@ def find_node(client: HubClient, what: str, kinds: str = "unit and no node") -> 
     if len(what) == 32 and set(what) <= set("0123456789abcdef"):
         return what
     found, after = [], ""
-    while page := client.nodes(after, 1000).nodes:
+    while (page := client.nodes(after, 1000).nodes) and page[-1].node > after:
         found += [
             view for view in page if view.name == what or (len(what) >= LEAST_PREFIX and view.node.startswith(what))
         ]

@@ -15,8 +15,8 @@ import httpx
 from shoal import __version__
 from shoal.protocol.versions import HEADER_PROTOCOL, PROTOCOL_VERSION
 from shoal.runtime.exchange import Network
-from shoal.runtime.proxies import DEFAULT_PORTS, Proxy, proxy_of
-from shoal.runtime.targets import Reach, addresses, check_behind_proxy, way_out
+from shoal.runtime.proxies import Proxy, proxy_of
+from shoal.runtime.targets import Reach, addresses, check_behind_proxy, endpoint_of, way_out
 
 HEADERS = {HEADER_PROTOCOL: str(PROTOCOL_VERSION), "user-agent": f"shoal/{__version__}", "accept-encoding": "identity"}
 REACH = "shoal.reach"
@@ -40,18 +40,18 @@ class _Routes(httpx.BaseTransport):
     def handle_request(self, request: httpx.Request) -> httpx.Response:
         reach, proxy = request.extensions.get(REACH), proxy_of(str(request.url))
         try:
-            inside = way_out(*_endpoint(request.url))
+            inside = way_out(*endpoint_of(request.url))
             if inside is not None:
                 return self._by(inside).handle_request(request)
             if proxy is not None:
-                check_behind_proxy(*_endpoint(request.url), reach)
+                check_behind_proxy(*endpoint_of(request.url), reach)
                 return self._by(proxy).handle_request(request)
             return self._direct.handle_request(request) if reach is None else self._checked(request, reach)
         except OSError as error:
             raise httpx.ConnectError(str(error), request=request) from error
 
     def _checked(self, request: httpx.Request, reach: Reach) -> httpx.Response:
-        host, port = _endpoint(request.url)
+        host, port = endpoint_of(request.url)
         *earlier, last = addresses(host, port, reach)
         for address in earlier:
             try:
@@ -92,7 +92,3 @@ def _at(request: httpx.Request, address: str) -> httpx.Request:
 def _as_proxy(proxy: Proxy) -> httpx.Proxy:
     headers = {"proxy-authorization": proxy.authorization} if proxy.authorization else {}
     return httpx.Proxy(proxy.shown, headers=headers)
-
-
-def _endpoint(url: httpx.URL) -> tuple[str, int]:
-    return url.host, url.port or DEFAULT_PORTS.get(url.scheme, 0)

@@ -28,7 +28,7 @@ from shoal.protocol import (
 )
 from shoal.protocol.identity import check_public_key
 from shoal.protocol.versions import check_spoken
-from shoal.runtime.targets import PUBLIC_ONLY, Reach
+from shoal.runtime.targets import PUBLIC_ONLY, Reach, is_address
 
 FINGERPRINT_HEX = 40
 RUN_SUFFIX_HEX = 12
@@ -79,9 +79,9 @@ def split_join_url(url: str) -> tuple[str, str | None]:
     >>> split_join_url("http://host:8470/#" + "ab" * 20)
     ('http://host:8470', 'abababababababababababababababababababab')
     """
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.netloc:
+    if not is_address(url):
         raise ConfigError(f"{url!r} is not a hub address; it should look like http://host:8470/#fingerprint")
+    parts = urlsplit(url)
     base = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}"
     pinned = parts.fragment
     if not pinned:

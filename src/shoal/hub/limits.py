@@ -161,6 +161,7 @@ class Addresses:
             parsed = ipaddress.ip_address(address.partition("%")[0])
         except ValueError:
             return False
+        parsed = getattr(parsed, "ipv4_mapped", None) or parsed  # of a socket for IPv6 and IPv4 alike
         return any(parsed in network for network in self._proxies)
 
 

@@ -87,7 +87,8 @@ async def verdicts(request: Request, hub: HubDependency) -> VerdictReply:
 )
 async def calibrated(request: Request, hub: HubDependency) -> None:
     """A `Calibration` signed by a validator, or by the run's root key. The request itself is not signed. A validator's
-    names the one that it replaces: 409 `calibration.outdated` if that is not in force. Later leases name it."""
+    names the one that it replaces: 409 `calibration.outdated` if that is not in force, or if the owner has signed a
+    later one. Later leases name it."""
     body = await read_body(request, MAX_CALIBRATION_BYTES)
     await serve(hub.calibrating.publish, parse_json(body, SignedDocument))
 

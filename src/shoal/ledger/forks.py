@@ -41,9 +41,9 @@ class ForkProof(Message):
 
 
 def is_run_of(run: str, root_key: str) -> bool:
-    """Whether a run's id holds this root key's fingerprint."""
+    """Whether a run's id, which becomes a file's name, holds this root key's fingerprint."""
     try:
-        return run.endswith(f"-{fingerprint(root_key)[:RUN_SUFFIX_HEX]}")
+        return run.isprintable() and run.endswith(f"-{fingerprint(root_key)[:RUN_SUFFIX_HEX]}")
     except ValueError:
         return False
 

@@ -54,7 +54,7 @@ def parse_size(text: str, option: str) -> int:
     >>> parse_size("8GB", "--max-memory"), parse_size("1.5 GiB", "--max-memory")
     (8000000000, 1610612736)
     """
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?i?)(b?)", text.strip().lower())
+    match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]+)?)\s*([kmgt]?i?)(b?)", text.strip().lower())
     if match is None or match[2] not in SCALES or not (match[2] or match[3]) or float(match[1]) <= 0:
         raise ConfigError(f"{option} {text!r} is no amount of bytes: write for example 500MB, 8GB or 16GiB")
     return int(float(match[1]) * SCALES[match[2]])
@@ -78,7 +78,7 @@ def parse_rate(text: str, option: str) -> float:
     >>> parse_rate("20Mbit/s", "--max-bandwidth"), parse_rate("2.5 MB/s", "--max-bandwidth")
     (2500000.0, 2500000.0)
     """
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?i?)(bit|b)(?:/s|ps)?", text.strip().lower())
+    match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]+)?)\s*([kmgt]?i?)(bit|b)(?:/s|ps)?", text.strip().lower())
     if match is None or match[2] not in SCALES:
         raise ConfigError(f"{option} {text!r} is no bandwidth: write for example 20Mbit/s or 2.5MB/s")
     rate = float(match[1]) * SCALES[match[2]] / (8 if match[3] == "bit" else 1)

@@ -27,7 +27,7 @@ from typing import Any
 
 from shoal.errors import ConfigError
 from shoal.runtime.files import resource_error
-from shoal.runtime.text import printable, visible, visible_json
+from shoal.runtime.text import clipped, printable, visible, visible_json
 
 LEVELS = {"WARNING": "WARN", "CRITICAL": "FATAL"}
 QUIET_LIBRARIES = ("httpx", "httpcore", "uvicorn", "uvicorn.access", "asyncio", "transformers", "urllib3")
@@ -75,13 +75,13 @@ class JsonFormatter(logging.Formatter):
             "level": record.levelname.lower(),
             "role": self._role,
             "logger": record.name,
-            "message": record.getMessage(),
+            "message": clipped(record.getMessage()),
         }
         fields = {**log_fields.get(), **getattr(record, "fields", {})}
         further = {name: value for name, value in fields.items() if value != "" and name not in said}
         if record.exc_info and record.exc_info[1] is not None:
             further["error"] = type(record.exc_info[1]).__name__
-            further["traceback"] = self.formatException(record.exc_info)
+            further["traceback"] = "\n".join(map(clipped, self.formatException(record.exc_info).splitlines()))
         return visible_json(json.dumps({**said, **further}, ensure_ascii=False, default=str))
 
 

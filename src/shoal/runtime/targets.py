@@ -6,6 +6,9 @@
     link-local          link-local, private and public ones
     loopback            loopback, private and public ones         (the user's own run, or a tunnel that the user opened)
 
+This machine's own addresses count as loopback, and IPv6 addresses of its own link (/64) as private, though they are
+global: firewalls let this machine through to them, and the hub knows their prefix.
+
 Otherwise a hub, which anyone may run, could read and write what only this machine can reach: a router's page, a
 database on loopback, a cloud's metadata service. The hub's own place is that of the address that answered. A name is
 resolved once, and what was checked is what is connected to; no redirect is followed. What the user named is the user's.
@@ -24,10 +27,15 @@ from enum import IntEnum
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import httpx
+
 from shoal.runtime.proxies import DEFAULT_PORTS, proxy_of
 
 SANDBOX = "SHOAL_SANDBOX"
 """Names the folder with the sockets that lead out of a sandbox, to a process inside; unset outside."""
+
+
+IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 class Nearness(IntEnum):
@@ -55,8 +63,9 @@ _PRIVATE = tuple(
 _GLOBAL_IPV6 = ipaddress.ip_network("2000::/3")
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 _NOBODYS = tuple(
-    ipaddress.ip_network(text) for text in ("192.88.99.0/24", "2001::/32", "2002::/16", "3fff::/20")
-)  # relays of 6to4 and Teredo, which carry an IPv4 address inside, and examples in documents
+    ipaddress.ip_network(text)
+    for text in ("192.88.99.0/24", "2001::/32", "2002::/16", "3fff::/20", "192.0.0.0/24", "168.63.129.16/32")
+)  # relays of 6to4 and Teredo, which carry an IPv4 address inside; examples in documents; two clouds' own services
 
 
 def nearness(address: str) -> Nearness:
@@ -80,7 +89,21 @@ def nearness(address: str) -> Nearness:
     outside = ip.version == 6 and ip not in _GLOBAL_IPV6
     if nobodys or outside or ip.is_multicast or ip.is_reserved or not ip.is_global:
         return Nearness.SPECIAL
-    return Nearness.PUBLIC
+    source = _source_of(str(ip))
+    if source == ip:
+        return Nearness.LOOPBACK
+    on_link = source is not None and ip.version == 6 and int(source) >> 64 == int(ip) >> 64
+    return Nearness.PRIVATE if on_link else Nearness.PUBLIC
+
+
+def _source_of(address: str) -> IPAddress | None:
+    """The address that this machine would have on the way there; its own address if it is there. Nothing is sent."""
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        try:
+            asking.connect((address, 9))
+        except OSError:  # there is no way there
+            return None
+        return ipaddress.ip_address(asking.getsockname()[0].partition("%")[0])
 
 
 @dataclass(frozen=True)
@@ -108,22 +131,30 @@ class Reach:
 PUBLIC_ONLY = Reach(Nearness.PUBLIC)
 
 
-def endpoint_of(url: str) -> tuple[str, int]:
-    """Host and port of a URL."""
-    parts = urlsplit(url)
-    return parts.hostname or "", parts.port or DEFAULT_PORTS.get(parts.scheme, 0)
+def endpoint_of(url: str | httpx.URL) -> tuple[str, int]:
+    """Host, as it is looked up, and port of a URL.
+
+    >>> endpoint_of("http://Hub.Example:8470/"), endpoint_of("https://bücher.example")
+    (('hub.example', 8470), ('xn--bcher-kva.example', 443))
+    """
+    parsed = httpx.URL(url)
+    return parsed.raw_host.decode("ascii"), parsed.port or DEFAULT_PORTS.get(parsed.scheme, 0)
+
+
+def is_address(url: str) -> bool:
+    """Whether this is an http:// or https:// URL of a host that can be looked up, whatever reads it."""
+    try:
+        parts, host, shown = urlsplit(url), endpoint_of(url)[0], httpx.URL(url).host
+        host.encode("idna")  # a label that is too long is a ValueError, and so is one that nobody can show
+        same = host == parts.hostname or not url.isascii()
+        return parts.scheme in DEFAULT_PORTS and bool(host and shown) and parts.port != 0 and same
+    except (ValueError, httpx.InvalidURL):
+        return False
 
 
 def check_url(url: str) -> None:
     """Raise `TargetRefused` unless this is an http:// or https:// URL without user and password."""
-    try:
-        parts = urlsplit(url)
-        (parts.hostname or "").encode("idna")  # a label that is too long is a ValueError, too
-        known = parts.scheme in DEFAULT_PORTS and parts.hostname and (parts.port or 1)
-        plain = known and "@" not in parts.netloc and url.isascii() and url.isprintable()
-    except ValueError:
-        plain = False
-    if not plain:
+    if not (is_address(url) and "@" not in urlsplit(url).netloc and url.isascii() and url.isprintable()):
         raise TargetRefused(f"{url[:200]!r} is no http:// or https:// URL without user and password")
 
 
@@ -136,7 +167,11 @@ def nearness_of_hub(url: str, peer: str | None) -> Nearness:
 
 def addresses(host: str, port: int, reach: Reach | None) -> list[str]:
     """The addresses of a host that may be connected to; `OSError` if there are none."""
-    found = list(dict.fromkeys(str(entry[4][0]) for entry in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)))
+    try:
+        entries = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except UnicodeError as error:
+        raise TargetRefused(f"{host[:200]!r} is no name of a host: {error}") from error
+    found = list(dict.fromkeys(str(entry[4][0]) for entry in entries))
     if reach is None or (host, port) in reach.given:
         return found
     for address in found:

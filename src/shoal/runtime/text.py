@@ -1,5 +1,5 @@
 """What others wrote, made fit for a terminal and a log: nothing in it moves the cursor, rings, sets a title or the
-clipboard, turns the line around, or begins another line.
+clipboard, turns the line around, or begins another line; and no line of it fills a disk.
 
 Hubs, nodes, sources, stores and model files are others. Logs are cleaned in one place (`runtime.logs`), errors in
 another (`cli.main`); whatever else prints others' words uses one of these.
@@ -11,6 +11,7 @@ import json
 
 STAND_IN = "�"
 BREAK = " ⏎ "
+MAX_LINE = 8192
 
 
 def visible(text: str) -> str:
@@ -19,8 +20,14 @@ def visible(text: str) -> str:
     >>> visible("a\\x1b[2Jb\\nc\\u202ed")
     'a�[2Jb ⏎ c�d'
     """
+    text = clipped(text)
     line = text if text.isprintable() else BREAK.join(text.splitlines())
     return "".join(letter if letter.isprintable() else STAND_IN for letter in line)
+
+
+def clipped(text: str) -> str:
+    """The same, if it is not too long for a line."""
+    return text if len(text) <= MAX_LINE else f"{text[:MAX_LINE]}… ({len(text):,} characters)"
 
 
 def printable(text: str) -> str:

@@ -17,12 +17,13 @@ from shoal.cli.accounting.checking import check_ledger
 from shoal.cli.accounting.exporting import export_ledger, leave_ledger
 from shoal.cli.accounting.heads import CertifiedHead, KeptHead, kept_path
 from shoal.cli.accounting.places import find_run
+from shoal.cli.accounting.telling import Book
 from shoal.cli.folder import RunFolder
 from shoal.cli.main import main
 from shoal.cli.start import ledger_line
 from shoal.errors import LedgerError, ResourceError, UserError
 from shoal.hub.service import Hub
-from shoal.ledger import append, head_of
+from shoal.ledger import Account, Accounts, append, head_of
 from shoal.protocol import LedgerEntry, SigningKey, Vouch, sign_document
 from shoal.runtime.clock import ManualClock
 
@@ -306,6 +307,17 @@ def test_an_exported_file_holds_by_itself_and_damage_is_named(run: Path, tmp_pat
         check_ledger(str(out))
 
 
+@pytest.mark.parametrize("index", [None, "x", 2.5])
+def test_an_export_of_a_file_leaves_out_a_head_that_is_none(run: Path, tmp_path: Path, index: object) -> None:
+    out, head = tmp_path / "ledger.jsonl", tmp_path / "ledger.jsonl.head"
+    rows = export_ledger(str(run), out)
+    said = json.loads(head.read_bytes())
+    said["head"]["document"]["index"] = index
+    head.write_text(json.dumps(said))
+    assert export_ledger(str(out), tmp_path / "again.jsonl") == rows
+    assert not (tmp_path / "again.jsonl.head").exists()
+
+
 def test_an_export_is_whole_or_not_there(run: Path, tmp_path: Path) -> None:
     change_a_body(run)
     with pytest.raises(LedgerError, match="row 3 was changed"):
@@ -359,6 +371,15 @@ def test_commands_end_with_5_when_anything_is_wrong(run: Path, capsys: pytest.Ca
     assert main(["ledger", "verify", str(run)]) == 5
     assert "it was rolled back" in capsys.readouterr().err
     assert main(["ledger", "verify", str(run / "nowhere")]) == 2
+
+
+def test_a_name_that_is_the_start_of_anothers_id_stands_for_neither() -> None:
+    """The tables show the first digits of ids, and anybody may choose them for a name."""
+    book = Book.__new__(Book)
+    book.accounts, book.names = Accounts({"aa" * 16: Account(), "bb" * 16: Account()}), {"aa" * 16: "bbbbbbbb"}
+    with pytest.raises(UserError, match="the name of one node and the start of another's id"):
+        book.find("bbbbbbbb")
+    assert book.find("bb" * 8) == ["bb" * 16]
 
 
 def test_accounts_and_shares_for_people_and_programs(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

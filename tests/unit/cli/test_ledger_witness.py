@@ -130,6 +130,28 @@ def test_a_witness_refuses_a_ledger_that_was_cut(folder: RunFolder, tmp_path: Pa
     assert look(folder, tmp_path / "w") == 5
 
 
+def test_a_witness_of_one_run_does_not_accuse_another(
+    folder: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where, other = tmp_path / "w", make_folder(tmp_path / "other")
+    assert look(folder, where) == 0
+    with opened(other) as hub:
+        record(hub, *(batch(step) for step in range(9)))
+    assert look(other, where) == 5
+    assert f"this folder watches run {folder.run_id}" in capsys.readouterr().err
+
+
+def test_what_a_witness_signed_about_another_run_says_nothing(folder: RunFolder, tmp_path: Path) -> None:
+    """One key may watch several runs: a source could have one ledger called rewritten by its word on another."""
+    witness = SigningKey.generate()
+    other = WitnessedHead(run="other-000000000000", index=1, hash="ab" * 32, at_ms=1)
+    path = tmp_path / "said.json"
+    path.write_bytes(sign_document(other, witness).model_dump_json().encode())
+    Tree(folder.path / "origin").write(witness_key(witness.public_key), path.read_bytes())
+    with pytest.raises(LedgerError, match=r"nothing that witness .* signed was found"):
+        check_ledger(str(folder.path), witnesses=[witness.public_key])
+
+
 def test_a_reader_takes_the_witness_that_it_trusts(folder: RunFolder, tmp_path: Path) -> None:
     where, origin = tmp_path / "w", folder.path / "origin"
     assert look(folder, where, origin) == 0

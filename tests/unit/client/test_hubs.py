@@ -11,11 +11,13 @@ from fake_run import key as key_of
 
 from shoal.client import ClientOptions, HubClient
 from shoal.client.hubs import FIRST_REST_S, LONGEST_REST_S, Hubs
+from shoal.client.known import KnownRun
 from shoal.client.trust import one_run, run_id
 from shoal.errors import ConfigError, HubRefused, HubUnreachable, SignatureError
 from shoal.protocol import Heartbeat, HeartbeatReply, NodeState, NodeView, SignedDocument, fingerprint
 from shoal.runtime.clock import ManualClock
 from shoal.runtime.retry import Backoff
+from shoal.runtime.targets import Nearness, Reach
 
 A, B, C = "http://a:1", "http://b:1", "http://c:1"
 REPLY = HeartbeatReply(node=NodeView(node=NODE.node, name="n", role="worker", state=NodeState.ACTIVE))
@@ -249,3 +251,14 @@ def test_strange_signatures_do_not_make_it_ask_all_the_time() -> None:
         with pytest.raises(SignatureError, match="not trusted"):
             client.open_lease(signed(lease(), STRANGER))
     assert net.asked == ["a/run", "a/run"]
+
+
+def test_what_a_near_hub_may_name_stays_so_after_an_answer_of_a_far_one() -> None:
+    """The relays of a run on a local network are there, whichever of its hubs answers."""
+    clock, content = ManualClock(), signed(run_info()).model_dump_json().encode()
+    known = KnownRun(None, Hubs([A, B], clock), clock)
+    found = []
+    for url, near in ((A, Nearness.PUBLIC), (B, Nearness.PRIVATE), (A, Nearness.PUBLIC)):
+        known.admit(url, content, near)
+        found.append(known.reach)
+    assert found == [Reach(Nearness.PUBLIC), Reach(Nearness.PRIVATE), Reach(Nearness.PRIVATE)]

@@ -94,9 +94,18 @@ def test_run_id_rule() -> None:
 def test_join_urls_are_taken_apart() -> None:
     assert split_join_url("http://h:8470/#" + "ab" * 20) == ("http://h:8470", "ab" * 20)
     assert split_join_url("https://h/prefix/") == ("https://h/prefix", None)
+    assert split_join_url("http://b\u00fccher.example:1") == ("http://b\u00fccher.example:1", None)
+    assert split_join_url("http://[2001:db8::1]:8470/") == ("http://[2001:db8::1]:8470", None)
 
 
-@pytest.mark.parametrize("url", ["h:8470", "ftp://h/", "http://", "http://h/#abc", "http://h/#" + "XY" * 20])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "h:8470", "ftp://h/", "http://", "http://h/#abc", "http://h/#" + "XY" * 20, "http://h:99999", "http://h:port",
+        "http://h:0", "http://[::1", "http://h[x]:8", "http://a..b:8470", "http://xn--99999:8470",
+        f"http://{'a' * 64}:1",
+    ],
+)  # fmt: skip
 def test_bad_join_urls_are_said_to_be_so(url: str) -> None:
     with pytest.raises(ConfigError):
         split_join_url(url)

@@ -89,6 +89,7 @@ def test_this_machines_own_processes_count_under_no_address() -> None:
 
 def test_a_proxy_that_is_none() -> None:
     assert Addresses(["10.0.0.0/8", "::1"]).is_proxy("10.255.0.1")
+    assert Addresses(["10.0.0.0/8"]).is_proxy("::ffff:10.255.0.1"), "of a socket for IPv6 and IPv4 alike"
     assert not Addresses(["10.0.0.0/8"]).is_proxy("11.0.0.1")
     assert not Addresses(["10.0.0.0/8"]).is_proxy("nonsense")
     with pytest.raises(ConfigError, match=r"hub\.trusted_proxies: 'my-proxy' is neither an address nor a network"):

@@ -12,6 +12,7 @@ from hubkit import TRAINER, Bench, certificate, code_of, fresh_request, ok, work
 
 from shoal.ledger import fold
 from shoal.protocol import LedgerEntry, LedgerPage, Registration, SignedDocument, SigningKey, Vouch, sign_document
+from shoal.protocol.signing import sign_values
 
 OWNER, OTHER = SigningKey.from_seed(b"o" * 32), SigningKey.from_seed(b"p" * 32)
 CAROL = worker_key(5)
@@ -97,6 +98,14 @@ def test_a_vouch_that_does_not_hold_is_refused_and_leaves_nothing(
     assert code_of(register(bench, CAROL, signed)) == (403, code)
     assert vouches(bench) == []
     assert CAROL.node not in [node.node for node in bench.status().nodes]
+
+
+def test_a_vouch_carries_no_load(bench: Bench) -> None:
+    """Keys are free, and what a key brings is kept: 60 a minute of 64 kB would be 5 GB a day for each address."""
+    values = {**vouch().document, "load": "x" * 2000}
+    signed = sign_values("vouch", values, OWNER)
+    assert code_of(register(bench, CAROL, signed)) == (422, "vouch.size")
+    ok(register(bench, CAROL, sign_values("vouch", {**vouch().document, "later": "field"}, OWNER)))
 
 
 def test_only_workers_have_owners(bench: Bench) -> None:

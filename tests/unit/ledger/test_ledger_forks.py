@@ -8,7 +8,7 @@ import pytest
 from evidencekit import ALICE, HUB, JUDGE, ROOT, RUN, STRANGER, TRAINER, Book, certificate, honest
 
 from shoal.errors import LedgerError
-from shoal.ledger import ForkProof, check_fork, head_of
+from shoal.ledger import ForkProof, check_fork, head_of, is_run_of
 from shoal.protocol import LedgerHead, SignedDocument, SigningKey, sign_document
 
 CERTIFICATES = (certificate(HUB, "hub"), certificate(TRAINER, "trainer"), certificate(JUDGE, "validator"))
@@ -73,3 +73,8 @@ def test_a_head_that_was_changed_after_it_was_signed_proves_nothing() -> None:
     forged = LedgerHead(run=RUN, index=15, hash="f" * 64).model_dump(mode="json")
     with pytest.raises(LedgerError, match="does not match the key"):
         check_fork(proof(head(ONE, 15), signed.model_copy(update={"document": forged})))
+
+
+def test_the_id_of_a_run_can_be_a_files_name() -> None:
+    assert is_run_of(RUN, ROOT.public_key)
+    assert not is_run_of(f"a\0{RUN}", ROOT.public_key)

@@ -19,7 +19,9 @@ def test_size_is_bytes(text, size):
     assert parse_size(text, "--max-disk") == size
 
 
-@pytest.mark.parametrize("text", ["", "much", "-1GB", "0", "0GB", "8GBit/s", "8 apples", "50", "1e9", "nan", "iB"])
+@pytest.mark.parametrize(
+    "text", ["", "much", "-1GB", "0", "0GB", "8GBit/s", "8 apples", "50", "1e9", "nan", "iB", f"{10**400}GB"]
+)
 def test_what_is_no_size_is_refused_with_an_example(text):
     with pytest.raises(ConfigError, match=r"--max-disk '.*' is no amount of bytes: write for example 500MB, 8GB"):
         parse_size(text, "--max-disk")

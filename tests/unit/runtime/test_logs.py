@@ -37,6 +37,23 @@ def test_a_record_is_one_line_on_stderr_and_in_the_file(tmp_path: Path, capsys: 
     assert line.endswith("INFO  hub        first ⏎ second 3")
 
 
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_a_long_record_takes_little_of_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], form: str
+) -> None:
+    """A hub's words may be as long as its answers, 64 MiB, and come with every attempt."""
+    monkeypatch.setenv(logs.FORMAT_VARIABLE, form)
+    logs.setup("worker", tmp_path / "log")
+    try:
+        raise ValueError("a" * 10**6)
+    except ValueError:
+        logging.getLogger("shoal").exception("the hub says %s", "b" * 10**6)
+    written = (tmp_path / "log").read_text()
+    assert "(1,000,013 characters)" in written
+    assert len(written) < 30_000
+    assert len(capsys.readouterr().err) < 30_000
+
+
 def test_a_traceback_goes_to_the_file_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "hub.log"
     logs.setup("hub", file)

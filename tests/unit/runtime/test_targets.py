@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import socket
 from contextlib import closing
 from typing import Any
@@ -33,6 +34,7 @@ OF = {
         "0.0.0.0", "0.1.2.3", "255.255.255.255", "224.0.0.1", "240.0.0.1", "192.0.2.1", "198.51.100.1", "203.0.113.1",
         "198.18.0.1", "192.0.0.1", "192.88.99.1", "::", "::7f00:1", "ff02::1", "fec0::1", "2001:db8::1", "2001::1",
         "2002:7f00:1::", "3fff::1", "64:ff9b:1::1", "100::1", "::ffff:0.0.0.0", "5f00::1",
+        "192.0.0.192", "168.63.129.16",
     ],
 }  # fmt: skip
 
@@ -40,6 +42,39 @@ OF = {
 @pytest.mark.parametrize(("address", "near"), [(address, near) for near, of in OF.items() for address in of])
 def test_how_near_an_address_is(address: str, near: Nearness) -> None:
     assert nearness(address) is near
+
+
+@pytest.mark.parametrize(
+    ("address", "source", "near"),
+    [
+        ("8.8.8.8", "8.8.8.8", Nearness.LOOPBACK),
+        ("8.8.8.8", "8.8.8.9", Nearness.PUBLIC),
+        ("8.8.8.8", None, Nearness.PUBLIC),
+        ("2606:4700::1", "2606:4700::1", Nearness.LOOPBACK),
+        ("2606:4700::1", "2606:4700:0:0:8000::2", Nearness.PRIVATE),
+        ("2606:4700::1", "2606:4700:0:1::1", Nearness.PUBLIC),
+        ("::ffff:8.8.8.8", "8.8.8.8", Nearness.LOOPBACK),
+    ],
+)
+def test_global_addresses_of_this_machine_and_its_link_are_near(
+    monkeypatch: pytest.MonkeyPatch, address: str, source: str | None, near: Nearness
+) -> None:
+    """A firewall that keeps the internet out lets this machine through: to itself, and to what is on its link."""
+    monkeypatch.setattr(targets, "_source_of", lambda _: None if source is None else ipaddress.ip_address(source))
+    assert nearness(address) is near
+    assert nearness_of_hub("http://hub.example", address) is near, "whoever runs the hub here may name this machine"
+
+
+def test_the_source_on_the_way_to_an_own_address_is_that_address() -> None:
+    own = str(targets._source_of("127.0.0.1"))
+    beyond = targets._source_of("192.0.2.1")  # this machine's own address on the way out, if there is one
+    assert own == "127.0.0.1"
+    assert beyond is None or targets._source_of(str(beyond)) == beyond
+
+
+def test_a_name_that_cannot_be_looked_up_is_no_target() -> None:
+    with pytest.raises(TargetRefused, match="is no name of a host"):
+        addresses("a..b", 80, None)
 
 
 MAY_NAME = {
@@ -77,8 +112,12 @@ def test_what_the_user_named_is_not_checked() -> None:
 
 @pytest.mark.parametrize(
     "url",
-    ["ftp://8.8.8.8/", "file:///etc/passwd", "http://a:b@8.8.8.8/", "http://a@8.8.8.8", "http://", "http://h:x/", ""],
-)
+    [
+        "ftp://8.8.8.8/", "file:///etc/passwd", "http://a:b@8.8.8.8/", "http://a@8.8.8.8", "http://", "http://h:x/", "",
+        "http://h:0/", "http://h:65536/", "http://[::1", "http://[v1.a]/", "http://xn--99999/", "http://a b/",
+        "http://a..b/", "http://a^b/", "http://b\u00fccher.example/",
+    ],
+)  # fmt: skip
 def test_only_plain_urls_are_targets(url: str) -> None:
     with pytest.raises(TargetRefused):
         check_url(url)

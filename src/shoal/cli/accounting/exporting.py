@@ -57,6 +57,7 @@ def write_ledger(place: Place, out: Path) -> int:
     finally:
         for path in hidden:
             path.unlink(missing_ok=True)
-    if signed is not None and signed.head.document["index"] <= chain.last.index:
+    index = None if signed is None else signed.head.document.get("index")  # of a file beside the ledger: unproven
+    if signed is not None and isinstance(index, int) and index <= chain.last.index:
         write_atomically(head_file(out), signed.model_dump_json(indent=2).encode() + b"\n")
     return chain.last.index + 1

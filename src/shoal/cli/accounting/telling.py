@@ -43,8 +43,10 @@ class Book:
         if who in nodes:
             return [who]
         named = [node for node, name in self.names.items() if name == who and node in nodes]
-        if named:
+        if named and not any(node.startswith(who) and node not in named for node in nodes):
             return named
+        if named:  # whoever chose that name may want to be taken for another
+            raise UserError(f"{who} is the name of one node and the start of another's id: give more of the id")
         if len(who) >= LEAST_PREFIX:
             owned = [node for node, account in nodes.items() if account.owner and account.owner.startswith(who)]
             if owned:

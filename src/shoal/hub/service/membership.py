@@ -26,6 +26,9 @@ from shoal.protocol import (
 from shoal.protocol.versions import check_spoken
 from shoal.runtime.crash import point
 
+MAX_VOUCH_BYTES = 2048
+"""Kept with every key, in the end in the ledger: what else its signer put into the document would be, too."""
+
 
 class Membership:
     def __init__(self, context: Context) -> None:
@@ -114,6 +117,8 @@ def check_vouch(registration: Registration) -> None:
         return
     if registration.role != "worker":
         raise Refusal(403, "vouch.role", f"only a worker earns, and can have an owner; this is a {registration.role}")
+    if len(signed.model_dump_json()) > MAX_VOUCH_BYTES:
+        raise Refusal(422, "vouch.size", f"a vouch has at most {MAX_VOUCH_BYTES} bytes")
     try:
         vouch = open_document(signed, Vouch, signed.signed_by)
     except ProtocolError as error:

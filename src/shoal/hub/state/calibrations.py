@@ -21,7 +21,7 @@ from shoal.protocol.calibration import MAX_KINDS, format_of
 
 
 class InForce(Message):
-    """The validators' calibration in force, and by kind those that the owner signed."""
+    """The validators' calibration in force, and by kind those that the owner signed, the last at `owners_at_ms`."""
 
     digest: str = ""
     policy: PolicyRef | None = None
@@ -29,6 +29,7 @@ class InForce(Message):
     refused: dict[str, str] = Field(default={})
     machines: tuple[str, ...] = ()
     owners: dict[str, str] = Field(default={})
+    owners_at_ms: int = 0
 
     @property
     def formats(self) -> set[str]:
@@ -90,8 +91,14 @@ def put_in_force(in_force: InForce, digest: str, made: Calibration, policy: Poli
 
 
 def open_kinds(in_force: InForce, digest: str, made: Calibration) -> InForce:
-    """After a calibration that the owner signed: its kinds are judged by it from now on, whatever is measured."""
+    """After a calibration that the owner signed: its kinds are judged by it from now on, whatever is measured.
+
+    Anyone can read an old one and send it again: it must not take the place of what the owner signed since."""
     owners = {**in_force.owners, **dict.fromkeys(made.kinds, digest)}
+    if owners == in_force.owners:
+        return in_force
+    if made.made_at_ms <= in_force.owners_at_ms:
+        raise Refusal(409, "calibration.outdated", "the owner has signed a later one: sign this anew to go back to it")
     if len(owners) > MAX_KINDS:
         raise Refusal(422, "calibration.kinds", f"no more than {MAX_KINDS} kinds can be opened")
-    return in_force.model_copy(update={"owners": owners})
+    return in_force.model_copy(update={"owners": owners, "owners_at_ms": made.made_at_ms})
