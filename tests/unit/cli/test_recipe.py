@@ -1,6 +1,6 @@
 """The configuration surface is pinned: a new setting is a decision, taken here.
 
-There are 105 settings, and 77 more in tables that a recipe may have, or have several of (`[[environment.mix]]`).
+There are 106 settings, and 77 more in tables that a recipe may have, or have several of (`[[environment.mix]]`).
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def test_their_numbers_are_said_above() -> None:
 
 
 def test_there_are_about_a_hundred() -> None:
-    assert len(SETTINGS.split()) <= 105
+    assert len(SETTINGS.split()) <= 106
 
 
 def test_defaults_survive_the_file() -> None:
