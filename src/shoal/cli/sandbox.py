@@ -158,7 +158,7 @@ def _watched(command: Sequence[str], stop: StopToken, look: Callable[[], None]) 
             looked_s = time.monotonic()
             look()
     while code is None:
-        with contextlib.suppress(ProcessLookupError):  # it has just ended by itself
+        with contextlib.suppress(ProcessLookupError, TypeError):  # it has just ended by itself, or never began
             os.kill(child, signal.SIGTERM)  # and again: before it listens, the sandbox's pid 1 hears no signal
         with contextlib.suppress(subprocess.TimeoutExpired):
             code = process.wait(STOP_EVERY_S)

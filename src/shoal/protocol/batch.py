@@ -8,7 +8,7 @@ import msgspec
 from pydantic import Field, FiniteFloat, StringConstraints
 
 from shoal.protocol.policy import PolicyRef
-from shoal.protocol.signing import Message
+from shoal.protocol.signing import Message, Milliseconds
 from shoal.protocol.submission import Completed, PackedTokens, unpack_tokens
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class Batch(Message):
     groups: tuple[BatchGroup, ...]
     dropped_groups: int = 0
     sampled_reward: FiniteFloat | None = None
-    written_at_ms: int
+    written_at_ms: Milliseconds
 
 
 class BatchRequest(Message):

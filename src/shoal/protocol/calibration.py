@@ -14,7 +14,7 @@ from pydantic import Field
 
 from shoal.protocol.lease import PRINTABLE, PROFILE
 from shoal.protocol.policy import HEX_256, PolicyRef
-from shoal.protocol.signing import Document, Message
+from shoal.protocol.signing import Document, Message, Milliseconds
 
 Kind = Annotated[str, Field(pattern=PROFILE)]
 Words = Annotated[str, Field(max_length=500, pattern=PRINTABLE)]
@@ -47,7 +47,7 @@ class Calibration(Document):
     refused: dict[Kind, Words] = Field(default={}, max_length=MAX_KINDS)
     machines: tuple[Annotated[str, Field(max_length=64)], ...] = Field(default=(), max_length=MAX_KINDS)
     seconds: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    made_at_ms: int = Field(ge=0)
+    made_at_ms: Milliseconds = Field(ge=0)
 
 
 def format_of(kind: str) -> str:

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from shoal.protocol.lease import MAX_PROMPT_TOKENS, PRINTABLE, SamplingParameters
 from shoal.protocol.policy import HEX_256, PolicyRef
-from shoal.protocol.signing import Document, Message
+from shoal.protocol.signing import Document, Message, Milliseconds
 from shoal.protocol.verdict import Reward
 
 MAX_SLICE = 64
@@ -34,7 +34,7 @@ class EvaluationSlice(Document):
     tasks: tuple[EvaluationTask, ...] = Field(max_length=MAX_SLICE)
     sampling: SamplingParameters
     environment_digest: str = Field(pattern=HEX_256)
-    deadline_ms: int
+    deadline_ms: Milliseconds
 
 
 class EvaluationReport(Document):
@@ -50,7 +50,7 @@ class EvaluationReport(Document):
     environment_digest: str = Field(pattern=HEX_256)
     scores: tuple[Reward | None, ...] = Field(default=(), max_length=MAX_SLICE)
     problem: str = Field(default="", max_length=200, pattern=PRINTABLE)
-    decided_at_ms: int
+    decided_at_ms: Milliseconds
 
 
 class Evaluation(Message):
@@ -67,7 +67,7 @@ class Evaluation(Message):
     mean: float | None = None
     complete: bool = False
     partial: bool = False
-    decided_at_ms: int = 0
+    decided_at_ms: Milliseconds = 0
 
 
 class EvaluationPage(Message):

@@ -7,7 +7,7 @@ from typing import ClassVar
 from pydantic import Field
 
 from shoal.protocol.policy import HEX_256
-from shoal.protocol.signing import Document, Message, SignedDocument
+from shoal.protocol.signing import Document, Message, Milliseconds, SignedDocument
 
 MAX_EVIDENCE_PER_PAGE = 200
 
@@ -33,4 +33,4 @@ class WitnessedHead(Document):
     run: str
     index: int = Field(ge=0)
     hash: str = Field(pattern=HEX_256)
-    at_ms: int = Field(ge=0)
+    at_ms: Milliseconds = Field(ge=0)

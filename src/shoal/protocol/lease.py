@@ -7,7 +7,7 @@ from typing import ClassVar
 from pydantic import Field
 
 from shoal.protocol.policy import HEX_256, PolicyRef
-from shoal.protocol.signing import Document, Message, SignedDocument
+from shoal.protocol.signing import Document, Message, Milliseconds, SignedDocument
 
 PROFILE = r"^[a-z0-9_.\-]{1,32}/[a-z0-9_.\-]{1,32}/[a-z0-9_.\-]{1,32}$"
 DEFAULT_PROFILE = "torch/cpu/float32"  # engine, device, number format: what rounding may explain depends on them
@@ -72,9 +72,9 @@ class Lease(Document):
     proof: ProofParameters = ProofParameters()
     profile: str = Field(default=DEFAULT_PROFILE, pattern=PROFILE)
     environment_digest: str = Field(pattern=HEX_256)
-    issued_at_ms: int
-    deadline_ms: int
-    hard_deadline_ms: int = Field(default=0)
+    issued_at_ms: Milliseconds
+    deadline_ms: Milliseconds
+    hard_deadline_ms: Milliseconds = Field(default=0)
     environment: str = Field(default="", max_length=256)
     environment_version: int = Field(default=0, ge=0)
     data_digest: str = Field(default="", max_length=64)

@@ -9,7 +9,7 @@ from pydantic import Field, FiniteFloat
 
 from shoal.protocol.lease import DEFAULT_PROFILE, MAX_HELD, PRINTABLE, ProofParameters, SamplingParameters
 from shoal.protocol.policy import PolicyRef
-from shoal.protocol.signing import Document, Message, PublicKey, SignedDocument
+from shoal.protocol.signing import Document, Message, Milliseconds, PublicKey, SignedDocument
 from shoal.protocol.versions import PROTOCOL_VERSION
 
 Role = Literal["hub", "trainer", "validator", "worker", "admin"]
@@ -33,7 +33,7 @@ class RoleCertificate(Document):
     run: str
     role: Role
     public_key: PublicKey
-    issued_at_ms: int
+    issued_at_ms: Milliseconds
 
 
 class Vouch(Document):
@@ -42,7 +42,7 @@ class Vouch(Document):
     kind: ClassVar[str] = "vouch"
     owner: PublicKey
     node: str = Field(pattern="^[0-9a-f]{32}$")
-    issued_at_ms: int
+    issued_at_ms: Milliseconds
 
 
 class ModelSize(Message):
@@ -102,7 +102,7 @@ class HubClock(Document):
     run: str
     node: str
     nonce: str
-    now_ms: int
+    now_ms: Milliseconds
 
 
 class NodeView(Message):
@@ -125,9 +125,9 @@ class NodeView(Message):
     on_probation: bool = False
     reason: str = ""
     doing: str = ""
-    last_seen_ms: int = 0
+    last_seen_ms: Milliseconds = 0
     liveness: Liveness = Field(default="here")
-    until_ms: int | None = Field(default=None)
+    until_ms: Milliseconds | None = Field(default=None)
     suspensions: int = Field(default=0)
     window: int = Field(default=0)
     owner: str = Field(default="")

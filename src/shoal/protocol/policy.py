@@ -12,7 +12,7 @@ from typing import ClassVar, Literal
 from blake3 import blake3
 from pydantic import Field, field_validator
 
-from shoal.protocol.signing import Document, Message, canonical_json
+from shoal.protocol.signing import Document, Message, Milliseconds, canonical_json
 
 HEX_256 = "^[0-9a-f]{64}$"
 MAX_NAME_BYTES = 1024
@@ -121,7 +121,7 @@ class PolicyManifest(Document):
     anchor: bool = True
     deltas: tuple[Delta, ...] = Field(default=(), max_length=16)
     ledger_head: LedgerHead | None = None
-    created_at_ms: int
+    created_at_ms: Milliseconds
 
 
 class BroadcastHead(Document):
@@ -132,7 +132,7 @@ class BroadcastHead(Document):
     policy: PolicyRef
     manifest_hash: str = Field(pattern=HEX_256)
     kept_versions: tuple[str, ...] = Field(max_length=1000)
-    created_at_ms: int
+    created_at_ms: Milliseconds
 
 
 class PolicyAnnouncement(Document):
@@ -141,7 +141,7 @@ class PolicyAnnouncement(Document):
     kind: ClassVar[str] = "policy-announcement"
     run: str
     policy: PolicyRef
-    created_at_ms: int
+    created_at_ms: Milliseconds
 
 
 def content_digest(entries: tuple[Entry, ...], chunk_size_bytes: int, chunks: tuple[Chunk, ...]) -> str:

@@ -14,7 +14,7 @@ from pydantic import Field
 
 from shoal.protocol.lease import MAX_GROUP, MAX_NEW_TOKENS
 from shoal.protocol.policy import HEX_256
-from shoal.protocol.signing import Message
+from shoal.protocol.signing import Message, Milliseconds
 from shoal.protocol.submission import PackedTokens, Proofs
 
 SHOWN_BYTES = 1024 * 1024
@@ -43,7 +43,7 @@ class ProgressReply(Message):
     """How many tokens of each rollout the hub has; the next chunks begin there. `deadline_ms` is the lease's now."""
 
     tokens: tuple[int, ...] = Field(max_length=MAX_GROUP)
-    deadline_ms: int
+    deadline_ms: Milliseconds
 
 
 class ShownPrefix(Message):

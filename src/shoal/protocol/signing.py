@@ -41,6 +41,10 @@ PublicKey = Annotated[str, Field(pattern="^[0-9a-f]{64}$"), AfterValidator(check
 """An Ed25519 key in hex, in its only encoding and not of small order."""
 
 
+Milliseconds = Annotated[int, Field(ge=-(2**53), le=2**53)]
+"""Of a time since 1970, or of a duration. Bounded, so that no time that a message names overflows anywhere."""
+
+
 class Message(BaseModel):
     """Base of every message that crosses a process: frozen, and unknown fields are refused."""
 

@@ -10,7 +10,7 @@ from shoal.protocol.batch import StepReport
 from shoal.protocol.evaluation import Evaluation
 from shoal.protocol.node import NodeView
 from shoal.protocol.policy import HEX_256, LedgerHead, PolicyRef
-from shoal.protocol.signing import Message, SignedDocument
+from shoal.protocol.signing import Message, Milliseconds, SignedDocument
 
 Conduct = Literal["running", "paused", "draining"]
 
@@ -21,7 +21,7 @@ class LedgerEntry(Message):
     index: int = Field(ge=0)
     kind: str
     body: dict[str, Any]
-    at_ms: int
+    at_ms: Milliseconds
     previous: str = Field(pattern=HEX_256)
     hash: str = Field(pattern=HEX_256)
 
@@ -36,7 +36,7 @@ class Wait(Message):
 
     who: str
     what: str
-    since_ms: int
+    since_ms: Milliseconds
 
 
 class RecentVerdict(Message):
@@ -45,14 +45,14 @@ class RecentVerdict(Message):
     outcome: str
     reason: str
     message: str
-    decided_at_ms: int
+    decided_at_ms: Milliseconds
 
 
 class Standing(Message):
     """What the run's owner has ordered, since when and why. `drained`: it drains, and nothing is out any more."""
 
     conduct: Conduct = "running"
-    since_ms: int = 0
+    since_ms: Milliseconds = 0
     reason: str = ""
     drained: bool = False
 
@@ -70,7 +70,7 @@ class RunStatus(Message):
 
     run: str
     name: str
-    now_ms: int
+    now_ms: Milliseconds
     finished: bool
     steps: int
     step: int
@@ -87,7 +87,7 @@ class RunStatus(Message):
     standing: Standing = Field(default=Standing())
     node_counts: dict[str, int] = Field(default={})
     outbox: int = Field(default=0)
-    outbox_since_ms: int | None = Field(default=None)
+    outbox_since_ms: Milliseconds | None = Field(default=None)
     pools: dict[str, int] = Field(default={})
     evaluations: tuple[Evaluation, ...] = Field(default=())
     no_sample: int = Field(default=0, ge=0)

@@ -15,7 +15,7 @@ from pydantic import Field
 
 from shoal.protocol.node import NodeView
 from shoal.protocol.policy import PolicyRef
-from shoal.protocol.signing import Message, SignedDocument
+from shoal.protocol.signing import Message, Milliseconds, SignedDocument
 from shoal.protocol.status import LedgerEntry
 from shoal.protocol.verdict import Tally
 
@@ -32,12 +32,12 @@ class LeaseStory(Message):
     node: str
     attempt: int
     policy: PolicyRef
-    issued_at_ms: int
-    deadline_ms: int
-    hard_deadline_ms: int
+    issued_at_ms: Milliseconds
+    deadline_ms: Milliseconds
+    hard_deadline_ms: Milliseconds
     progress: int
     state: str
-    ended_at_ms: int | None
+    ended_at_ms: Milliseconds | None
     sentence: str
     document: SignedDocument | None = None
 
@@ -54,8 +54,8 @@ class SubmissionStory(Message):
     node: str
     state: str
     size_bytes: int
-    received_at_ms: int
-    decided_at_ms: int | None
+    received_at_ms: Milliseconds
+    decided_at_ms: Milliseconds | None
     validator: str | None
     depth: str
     reason: str
@@ -65,7 +65,7 @@ class SubmissionStory(Message):
     rewards: tuple[float, ...]
     credit: int
     credit_state: CreditState
-    matures_at_ms: int | None
+    matures_at_ms: Milliseconds | None
     receipt: SignedDocument | None = None
     verdict: SignedDocument | None = None
 
@@ -98,14 +98,14 @@ class NodeStory(Message):
     run: str
     node: NodeView
     public_key: str
-    registered_at_ms: int
+    registered_at_ms: Milliseconds
     sentence: str
     streak: int
     passed: int
     certain: int
     statistical: int
     lapsed: int
-    pace_ms: int
+    pace_ms: Milliseconds
     record: Tally
     leases: tuple[LeaseStory, ...]
     recent: tuple[SubmissionStory, ...]

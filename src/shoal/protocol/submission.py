@@ -14,7 +14,7 @@ from pydantic import Field
 
 from shoal.protocol.lease import MAX_GROUP, MAX_NEW_TOKENS, MAX_PROMPT_TOKENS
 from shoal.protocol.policy import HEX_256, LedgerHead
-from shoal.protocol.signing import Document
+from shoal.protocol.signing import Document, Milliseconds
 
 if TYPE_CHECKING:
     import numpy as np
@@ -114,5 +114,5 @@ class Receipt(Document):
     unit: int
     submission: str = Field(pattern=HEX_256)
     size_bytes: int
-    received_at_ms: int
+    received_at_ms: Milliseconds
     ledger: LedgerHead | None = None

@@ -14,7 +14,7 @@ from typing import ClassVar
 from pydantic import Field
 
 from shoal.protocol.policy import HEX_256
-from shoal.protocol.signing import Document, Message
+from shoal.protocol.signing import Document, Message, Milliseconds
 
 MAX_UPLOAD_BYTES = 2**40
 
@@ -41,7 +41,7 @@ class UploadTicket(Document):
     needed: bool
     url: str = Field(default="", max_length=8192)
     headers: dict[str, str] = Field(default={}, max_length=16)
-    expires_at_ms: int = 0
+    expires_at_ms: Milliseconds = 0
 
 
 class UploadCommit(Message):

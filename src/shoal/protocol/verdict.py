@@ -12,7 +12,7 @@ from shoal.protocol.branches import Branches, GainEvidence
 from shoal.protocol.lease import MAX_GROUP, PROFILE
 from shoal.protocol.policy import HEX_256
 from shoal.protocol.progress import ShownPrefix
-from shoal.protocol.signing import Document, Message, SignedDocument
+from shoal.protocol.signing import Document, Message, Milliseconds, SignedDocument
 
 MAX_REWARD = 1e6
 
@@ -120,7 +120,7 @@ class Verdict(Document):
     depth: Depth = "full"
     tally: Tally = Tally()
     branches: Branches = Branches()
-    decided_at_ms: int
+    decided_at_ms: Milliseconds
     environment: str = Field(default="", max_length=256)
     environment_version: int = Field(default=0, ge=0)
     environment_digest: str = Field(default="", max_length=64)
@@ -193,8 +193,8 @@ class Audit(Message):
     submission: str
     size_bytes: int
     lease: SignedDocument
-    received_at_ms: int
-    deadline_ms: int
+    received_at_ms: Milliseconds
+    deadline_ms: Milliseconds
     depth: Depth = "full"
     record: Tally = Tally()
     shown: tuple[ShownPrefix, ...] = Field(default=(), max_length=MAX_GROUP)

@@ -143,3 +143,15 @@ def test_no_control_character_gets_into_what_is_stored_or_shown(text: str) -> No
         LeaseRelease(leases=(), reason=text)
     with pytest.raises(ValidationError):
         Registration(public_key="5f" * 32, software=text)
+
+
+def test_every_time_in_a_message_is_bounded() -> None:
+    """A certified hub may name any time; none of them may overflow where it is computed with."""
+    times = [
+        (f"{each.__name__}.{name}", f"{field.metadata} {field.annotation}")
+        for each in MESSAGES
+        for name, field in each.model_fields.items()
+        if name.endswith("_ms")
+    ]
+    assert len(times) > 20
+    assert [name for name, said in times if f"Le(le={2**53})" not in said] == []
