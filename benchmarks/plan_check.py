@@ -46,7 +46,7 @@ def main() -> None:
             f"model.path={folder / 'model'}", f"environment.file={ROOT / 'recipes' / 'sums.py'}",
             f"run.steps={options.steps}", "run.groups_per_step=4", "run.group_size=4", "run.max_new_tokens=16",
             f"trainer.publish_dtype={options.publish}", "trainer.micro_batch_tokens=256", "worker.dtype=float32",
-            "trainer.evaluate_tasks=8", "trainer.device=cpu",
+            "trainer.evaluate_tasks=8", "trainer.device=cpu", "trainer.learning_rate=1e-6",
         ]  # fmt: skip
         seen = measure(folder / "run", overrides)
         recipe = load_recipe(ROOT / "recipes" / "tiny.toml", tuple(overrides))

@@ -128,13 +128,16 @@ class Planning:
         kept = min(versions, max(OriginSettings().kept_versions, run.max_staleness + 2) + 1)
         whole, bases = (anchors, _copies(run.steps)) if self.is_told_by_deltas else (kept, 0)
         ended = anchors if self.is_told_by_deltas else min(versions, kept_when_finished(run.max_staleness))
-        yield Disk("origin", (whole + bases) * payload, ended * payload,
-                   f"{whole} whole versions" + (f", {bases} to make deltas from" if bases else ""))  # fmt: skip
+        told = _deltas(min(run.steps, anchors * self.recipe.trainer.anchor_every)) * self.delta
+        told = min(told, anchors * payload) if self.is_told_by_deltas else 0.0  # together less than what they save
+        yield Disk("origin", (whole + bases) * payload + told, ended * payload + told,
+                   f"{whole} whole versions" + (f", {bases} to make deltas from, deltas" if bases else ""))  # fmt: skip
         mirrored = anchors if self.is_told_by_deltas else min(versions, self.recipe.relay.kept_versions)
         counts = {"relay": mirrored, "validator": self.chosen.held_versions + 1, "worker": CACHED + 1}
         for role, count in counts.items():
             held = min(versions, count)
-            yield Disk(f"each {role}", held * payload, 0, f"{held} versions; with the one that is being made")
+            deltas = told if role == "relay" else held * self.delta if self.is_told_by_deltas else 0.0
+            yield Disk(f"each {role}", held * payload + deltas, 0, f"{held} versions; with the one that is being made")
         submitted = self.tokens * run.steps * self.speeds.submission_bytes
         hub = DATABASE_BYTES + submitted + run.groups_per_step * run.steps * self.speeds.group_row_bytes
         yield Disk("hub", hub + DATABASE_LOG_BYTES, hub, "of all steps; groups that are dropped or refused come on top")
@@ -159,7 +162,7 @@ class Planning:
             together = first + (self.processes - 1) * other + self.processes * base
             yield f"trainer, {self.processes} on one host", 0, together if on_gpu else self.processes * total, ""
         models = {
-            "validator": (self.loaded, self.recipe.validator.dtype, f"{self.loaded} loaded; batches take the rest"),
+            "validator": (self.loaded + 1, self.recipe.validator.dtype, f"{self.loaded} loaded, 1 for second looks"),
             "worker": (1, self.worker_dtype, "weights; sequences take the rest"),
         }
         for role, (count, dtype, what) in models.items():
@@ -263,6 +266,15 @@ def _copies(steps: int) -> int:
     strides = OriginSettings().delta_strides
     needed = [{last - last % stride for stride in strides} for last in range(min(steps, 16))]
     return max(len((bases | {last + 1}) - {0, 16}) for last, bases in enumerate(needed))
+
+
+def _deltas(versions: int) -> int:
+    """How many deltas so many versions in a row have: each to the one before, and some to one further back.
+
+    >>> _deltas(3), _deltas(16)
+    (4, 30)
+    """
+    return sum(versions // stride for stride in OriginSettings().delta_strides)
 
 
 def announced_size(recipe: Recipe) -> ModelSize:
