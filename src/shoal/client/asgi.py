@@ -40,10 +40,15 @@ class AsgiTransport(httpx.BaseTransport):
         self._app = app
         self._inner = httpx.ASGITransport(app=app, raise_app_exceptions=False)
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="asgi", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="asgi", daemon=True)
         self._thread.start()
         self._lifespan = _Lifespan(app)
         self._run(self._lifespan.start()).result(STOP_S)
+
+    def _serve(self) -> None:
+        """The thread holds on to all of this: the collector must never end a lifespan that nobody closed, since
+        CPython 3.11 crashes if another thread collects meanwhile."""
+        self._loop.run_forever()
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
         timeout_s = request.extensions.get("timeout", {}).get("read")

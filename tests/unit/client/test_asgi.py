@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -106,3 +108,23 @@ def test_an_app_without_lifespan_works_too() -> None:
 
     with httpx.Client(transport=AsgiTransport(bare)) as http:  # type: ignore[arg-type]
         assert http.get("http://app/").status_code == 204
+
+
+def test_a_transport_that_is_dropped_unclosed_is_not_ended_by_the_collector() -> None:
+    """CPython 3.11 crashes if one thread collects while another one's collector ends a coroutine."""
+    ended: list[str] = []
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            ended.append(type(error).__name__)
+            raise
+
+    dropped = weakref.ref(AsgiTransport(FastAPI(lifespan=lifespan)))
+    gc.collect()
+    transport = dropped()
+    assert transport is not None
+    transport.close()
+    assert ended == []
