@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from pgkit import database_url, postgres
+from shoal.runtime.logs import QUIET_LIBRARIES
 
 __all__ = ["database_url", "postgres"]  # fixtures for whoever names them
 
@@ -31,15 +32,16 @@ def own_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monke
 
 @pytest.fixture(autouse=True)
 def logging_as_before() -> Iterator[None]:
-    root, ours = logging.getLogger(), logging.getLogger("shoal")
-    handlers, levels = list(root.handlers), (root.level, ours.level)
+    root = logging.getLogger()
+    changed = [root, *(logging.getLogger(name) for name in ("shoal", *QUIET_LIBRARIES))]
+    handlers, levels = list(root.handlers), [each.level for each in changed]
     yield
     logging.captureWarnings(False)
     for handler in [handler for handler in root.handlers if handler not in handlers]:
         root.removeHandler(handler)
         handler.close()
-    root.setLevel(levels[0])
-    ours.setLevel(levels[1])
+    for each, level in zip(changed, levels, strict=True):
+        each.setLevel(level)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -358,10 +358,10 @@ Supervisor([spec], StopToken(), folder / "processes.json").run()
 
 def test_children_end_when_their_supervisor_is_killed(tmp_path: Path) -> None:
     supervisor = subprocess.Popen([sys.executable, "-c", ORPHANAGE, str(tmp_path)])
-    log = tmp_path / "child.log"
+    log, processes = tmp_path / "child.log", tmp_path / "processes.json"
     try:
-        eventually(lambda: log.exists() and "pid" in log.read_text(), "the child")
-        child = json.loads((tmp_path / "processes.json").read_text())["child"]
+        eventually(lambda: log.exists() and "pid" in log.read_text() and processes.exists(), "the child")
+        child = json.loads(processes.read_text())["child"]
         assert alive(child)
         supervisor.kill()
         supervisor.wait(DEADLINE_S)
