@@ -58,7 +58,7 @@ from shoal.protocol import (
 from shoal.runtime.metrics import MetricsLog
 from shoal.runtime.stop import StopToken
 from shoal.shardcast.origin import Origin
-from shoal.trainer.guard_settings import Divergence, GuardSettings
+from shoal.trainer.guards import GuardSettings
 from shoal.trainer.learner import make_deterministic, new_learner
 from shoal.trainer.loop import TrainingParts, TrainingRun
 from shoal.trainer.settings import MemorySettings, TrainerSettings
@@ -175,7 +175,7 @@ def run_once(options: argparse.Namespace, in_front: bool) -> tuple[int, list[dic
         micro_batch_tokens=options.micro,
         checkpoint_every=options.checkpoint_every,
         publish_dtype="float32" if options.shape == "tiny" else "bfloat16",
-        guards=GuardSettings(divergence=Divergence(react="off")),  # the recorded tokens are nobody's
+        guards=GuardSettings(divergence={"react": "off"}),  # the recorded tokens are nobody's
         memory=MemorySettings(precision="bfloat16" if options.device == "cuda" else "float32", compile=options.compile),
     )
     make_deterministic(settings)

@@ -17,7 +17,7 @@ from shoal.protocol import NodeState, NodeView, RecentVerdict, RunStatus, StepRe
 from shoal.runtime.metrics import MetricsLog
 from shoal.runtime.supervise import ProcessView
 from shoal.runtime.text import printable
-from shoal.trainer.guards import ALARM, standing, words_of
+from shoal.trainer.guards import standing
 
 RATE_WINDOW_S = 20.0  # credit comes in lumps, a batch of verdicts at a time
 PACE_STEPS = 8
@@ -232,8 +232,8 @@ def steps_in(metrics_file: Path) -> int:
 def alarm_lines(metrics_file: Path) -> list[str]:
     """The guards' alarms that had not ended when the run did, with since when: `ALARM divergence, since step 3 …`."""
     return [
-        f"ALARM {name}, since step {since}: {words_of(name, row[f'{ALARM}{name}'])} in step {row['step']}"
-        for name, (since, row) in standing(MetricsLog(metrics_file).rows()).items()
+        f"ALARM {name}, since step {since}: {seen}"
+        for name, (since, seen) in standing(MetricsLog(metrics_file).rows()).items()
     ]
 
 

@@ -1,16 +1,15 @@
 """Guards: a run that goes wrong says so early, and ends as a failure, not as a model.
 
     rows so far ──► rate_factor ─► the step's learning rate
-         │
          ├──► veto ◄─ each update's numbers, before it is made          skip, stop: it is not made
-         │
          ├──► judge ◄─ the step's numbers ──► alarm_NAME in the row, sentences for log and hub
          │                                    stop: TrainingDiverged, before the version is saved or published
-         │
          └──► at the end: conclude ◄─ how the last version sees its own batch; conclude_scores ◄─ held-out scores
 
-Everything is a function of the rows in metrics.jsonl (which a resume cuts back to its checkpoint) and of the numbers at
-hand: a resumed run decides as the uninterrupted one did, and no state is saved. What is measured is in `guard_rules`.
+One table has all guards: name, limit, measure, action, words; the [trainer.guards] settings are made of it. A measure
+is a function of the rows in metrics.jsonl (which a resume cuts back to its checkpoint) and of the numbers at hand:
+a resumed run decides as the uninterrupted one did. It is None where there is too little to judge by, and never looks at
+`held_out`, which may come at another moment after a resume. Imports no torch.
 """
 
 from __future__ import annotations
@@ -18,66 +17,282 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import re
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field, create_model
 
 from shoal.errors import TrainingDiverged
 from shoal.runtime.program import shoal_command
-from shoal.trainer.guard_rules import LOWER_RATE, RULES, Row, Rule, lost_score
-from shoal.trainer.guard_settings import GuardSettings
+from shoal.trainer.real import Real
 
 log = logging.getLogger(__name__)
 
+Row = Mapping[str, float]
+Measure = Callable[[Sequence[Row], Row], float | None]
+
+SMOOTH = 5  # rows that are averaged, so that one odd batch is no trend; the first rows: two at least
+SLOPE_ROWS = 16
+HISTORY = 2000  # rows that are looked back upon
+LEAST_FALL = 0.2  # of the entropy's peak: below that it has not fallen, it wavers
+LEAST_LOSS = 0.05  # of reward: what is smaller is noise, whatever its share
+NOISE = 4.0  # times the mean difference of two rows: small batches reach and lose an extreme by chance
 CALM = 5  # rows without it end an episode: what comes back after that is said again
 SETTLE = 10  # rows between two reductions of the rate: the effect of one shows after a while
 LOOKBACK = 20  # versions: more than any guard needs to notice; a checkpoint from before that is kept
-OLDEST_SHOWN = 15
 ALARM = "alarm_"
-NOT_FINITE = "not_finite"
 RUN_OF_NOT_FINITE = "not_finite_updates"  # how many there were in a row when the step ended
+
+
+# ── measures ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def values_of(rows: Sequence[Row], *names: str) -> list[float]:
+    """The numbers of this name, or of the next one where a row lacks it; rows without any are left out."""
+    found = (next((row[name] for name in names if name in row), None) for row in rows)
+    return [float(value) for value in found if isinstance(value, int | float) and math.isfinite(value)]
+
+
+def smoothed(values: Sequence[float]) -> list[float]:
+    """Means of the last five each: [1, 2, 3, 4] → [1.5, 2, 2.5]."""
+    return [_mean(values[max(0, end - SMOOTH) : end]) for end in range(2, len(values) + 1)]
+
+
+def latest(name: str) -> Measure:
+    return lambda _rows, row: next(iter(values_of([row], name)), None)
+
+
+def recent(name: str) -> Measure:
+    """Its mean over the last rows."""
+    return lambda rows, row: next(iter(smoothed(values_of([*rows[-SMOOTH + 1 :], row], name))[-1:]), None)
+
+
+def without_tokens(rows: Sequence[Row], row: Row) -> float | None:
+    """How many steps in a row, this one included, had no token to train on."""
+    newest_first = reversed(values_of([*rows[-HISTORY:], row], "tokens"))
+    return float(sum(1 for _ in itertools.takewhile(lambda tokens: tokens == 0, newest_first)))
+
+
+def spike(name: str) -> Measure:
+    """How many times the median gradient norm of the last rows it is."""
+
+    def measure(rows: Sequence[Row], row: Row) -> float | None:
+        before, now = values_of(rows[-SLOPE_ROWS:], "grad_norm"), values_of([row], name)
+        median = statistics.median(before) if len(before) >= SMOOTH else 0.0
+        return now[0] / median if now and median > 0 else None
+
+    return measure
+
+
+def growth(rows: Sequence[Row], row: Row) -> float | None:
+    """The factor that the gradient norm grew by over `SLOPE_ROWS` rows: the exponential that fits best, end to end."""
+    norms = [value for value in values_of([*rows[-SLOPE_ROWS + 1 :], row], "grad_norm") if value > 0]
+    if len(norms) < SLOPE_ROWS:
+        return None
+    slope = statistics.linear_regression(range(SLOPE_ROWS), list(map(math.log, norms))).slope
+    return math.exp(min(50.0, slope * (SLOPE_ROWS - 1)))  # beyond e^50 a growth needs no digits
+
+
+def rise_again(rows: Sequence[Row], row: Row) -> float | None:
+    """Which share of its fall the entropy has regained since its lowest point; None unless it has fallen."""
+    entropies = values_of([*rows[-HISTORY:], row], "entropy")
+    curve, noise = smoothed(entropies), NOISE * _waver(entropies)
+    if not curve:
+        return None
+    lowest = curve.index(min(curve))
+    peak = max(curve[: lowest + 1])
+    fall, rise = peak - curve[lowest], curve[-1] - curve[lowest]
+    if not max(LEAST_FALL * abs(peak), noise) < fall < math.inf:
+        return None
+    return rise / fall if rise > noise else 0.0
+
+
+def lost(rows: Sequence[Row], row: Row) -> float | None:
+    """Which share of the best mean reward is gone, counted from 0, or from the lowest reward if that is below."""
+    if not values_of([row], "sampled_reward", "reward_mean"):
+        return None
+    looked_at = [*rows[-HISTORY:], row]
+    rewards = values_of(looked_at, "sampled_reward", "reward_mean")
+    curve = smoothed(rewards)
+    if not curve or not max(curve) - curve[-1] > max(LEAST_LOSS, NOISE * _waver(rewards)):
+        return 0.0
+    scale = max(curve) - min(0.0, *rewards)
+    if min(rewards) < 0:  # the lowest one seen is no natural zero: the spread of single rewards is a scale, too
+        scale = max(scale, _mean(values_of(looked_at, "reward_std") or [0.0]))
+    share = (max(curve) - curve[-1]) / scale
+    return share if math.isfinite(share) else None
+
+
+def lost_score(scores: Mapping[int, float], version: int, tasks: int) -> float | None:
+    """Which share of the best held-out score a version has lost; 0 where the number of tasks leaves it to chance."""
+    if version not in scores or min(scores.values()) < 0:  # negative scores have no zero to count from
+        return None
+    best, last = max(scores.values()), scores[version]
+    spread = math.sqrt(best * (1 - best)) if best <= 1 else best / 2
+    noise = max(LEAST_LOSS, 3 * spread / math.sqrt(max(1, tasks)))  # three standard errors, at most
+    return (best - last) / best if best - last > noise else 0.0
+
+
+def _waver(values: Sequence[float]) -> float:
+    """How far one value is from the next on average: noise, but hardly any trend."""
+    return _mean([abs(after - before) for before, after in itertools.pairwise(values)] or [0.0])
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(value / len(values) for value in values)  # divided first: the sum of huge ones would be infinite
+
+
+# ── the table, and the settings made of it ───────────────────────────────────────────────────────────────────────
+
+Above0, Above1 = Annotated[Real, Field(gt=0)], Annotated[Real, Field(gt=1)]
+Share, Above0Int = Annotated[Real, Field(gt=0, le=1)], Annotated[int, Field(gt=0)]
+Count = Annotated[int, Field(ge=0, le=1000)]
+STRICT = ConfigDict(frozen=True, extra="forbid")
+LOWER = "What to do: lower trainer.learning_rate"
+
+
+@dataclass(frozen=True)
+class Guard:
+    """`of_step` judges a row, `of_update` one update before it is made; beyond the limit means above it, or `below`.
+
+    `seen` is formatted with the value. `rows`: so much older than the row that shows it trouble may be. `of_beginning`:
+    of the policy that a step begins with; it refuses all updates of the step, and judges the last version, too.
+    """
+
+    name: str
+    kind: Any
+    limit: float
+    of_step: Measure
+    of_update: Measure | None = None
+    react: str = "warn"
+    reactions: tuple[str, ...] = ("off", "warn", "slow", "stop")
+    seen: str = field(kw_only=True)
+    advice: str = field(kw_only=True)
+    below: bool = False
+    rows: int = SMOOTH
+    of_beginning: bool = False
+
+
+GUARDS = (
+    # It can't be off: such an update would destroy the weights. With skip, so many of them in a row stop the run.
+    Guard("not_finite", Above0Int, 3, lambda _rows, _row: None, None, "stop", ("skip", "stop"), rows=1,
+        seen="the loss or gradient of an update is NaN or infinite ({:.0f} in a row)",
+        advice=f"Weights, rewards or recorded log-probabilities are broken. {LOWER}, look at the rollouts of the step"),
+    Guard("gradient_spike", Above1, 20.0, spike("grad_norm_max"), spike("grad_norm"), rows=1,
+        seen="an update's gradient norm is {:.3g} times the median of the last 16 steps",
+        advice=f"Often a broken reward, or a few extreme ratios. {LOWER} or trainer.grad_clip, look at the rollouts"),
+    Guard("gradient_slope", Above1, 10.0, growth, rows=SLOPE_ROWS,
+        seen="the gradient norm grew {:.3g}-fold over 16 steps (fitted trend)",
+        advice=f"Steady growth precedes collapse by tens of steps. {LOWER} or trainer.grad_clip"),
+    Guard("entropy_rise", Above0, 0.5, rise_again, rows=SLOPE_ROWS,
+        seen="the entropy rose again by {:.0%} of its fall",
+        advice="Runs that collapsed showed this first, about 150 steps before: the policy becomes random, not curious. "
+        f"{LOWER} or run.max_staleness, and look at what it writes"),
+    Guard("clip_fraction", Share, 0.3, latest("clip_fraction"), latest("clip_fraction"), rows=1,
+        seen="{:.0%} of the tokens were clipped",
+        advice=f"So much of the batch teaches nothing. {LOWER}, trainer.minibatches or run.max_staleness"),
+    Guard("effective_samples", Share, 0.05, recent("effective_samples"), latest("effective_samples"), below=True,
+        seen="the weighted tokens are worth {:.1%} of their number",
+        advice="A few tokens with huge ratios decide the update: the data is too old, or workers compute otherwise. "
+        f"{LOWER}, run.max_staleness or trainer.minibatches; if mismatch is high, see mismatch_kl"),
+    Guard("mismatch_kl", Above0, 1.0, latest("mismatch_kl"), latest("mismatch_kl"), rows=1, of_beginning=True,
+        seen="trainer and recorded log-probabilities diverge by {:.3g} nats per token",
+        advice="Workers and trainer disagree on the same tokens, or the policy has jumped since they were drawn. "
+        f"{LOWER} or run.max_staleness, compare number types (trainer.publish_dtype, worker.dtype)"),
+    Guard("divergence", Above0, 3.0, latest("mismatch"), latest("mismatch"), "stop", rows=SLOPE_ROWS, of_beginning=True,
+        seen="the trainer's log-probabilities are {:.3g} nats per token away from the recorded ones",
+        advice="The policy that wrote these tokens is gone: an update has destroyed it, or workers run another model. "
+        f"{LOWER} or trainer.grad_clip, and begin again from an earlier version"),
+    Guard("truncation", Share, 0.5, recent("truncated_fraction"),
+        seen="{:.0%} of the completions were cut off by their length limit, over 5 steps",
+        advice="They earn nothing for what they would have said. What to do: raise run.max_new_tokens, or reward "
+        "shorter answers; trainer.mask_truncated: if they are trained on"),
+    Guard("no_signal", Count, 2, without_tokens,
+        seen="{:.0f} steps in a row had no token to train on",
+        advice="All rewards of each group were equal, or all completions were cut off. What to do: take easier or "
+        "harder tasks (shoal filter, environment.pools), larger groups (run.group_size), or raise run.max_new_tokens"),
+    Guard("staleness", Above0, 4.0, recent("staleness_mean"),
+        seen="groups are {:.2g} versions old on average, over 5 steps",
+        advice="Old groups teach less. What to do: lower run.max_staleness, or raise run.groups_per_step"),
+    Guard("reward_fall", Share, 0.5, lost,
+        seen="{:.0%} of the best mean reward of 5 steps was lost",
+        advice=f"The policy unlearns, unless the tasks became harder. {LOWER}, look at the rollouts"),
+    Guard("reward_collapse", Share, 0.9, lost, None, "stop",
+        seen="{:.0%} of the best mean reward of 5 steps was lost",
+        advice=f"Hardly any rollout earns anything. {LOWER}, and begin again from an earlier version"),
+)  # fmt: skip
+ENDINGS = (  # a warm start has no recorded log-probabilities: at its end, the loss of its last batch is judged
+    Guard("divergence", Above0, 3.0, latest("rise_by_step"), rows=1,
+        seen="the loss of its batch is {:.3g} nats per token higher than before it",
+        advice=f"The step has destroyed what the model knew. {LOWER} or trainer.grad_clip"),
+    Guard("divergence", Above0, 3.0, latest("rise_by_run"), rows=SLOPE_ROWS,
+        seen="the loss of its batch is {:.3g} nats per token higher than at the beginning",
+        advice=f"Earlier steps have destroyed what the model knew. {LOWER} or trainer.grad_clip"),
+)  # fmt: skip
+RULES = {guard.name: guard for guard in GUARDS}
+
+
+def _tables() -> dict[str, Any]:
+    """The table of each guard. Its limit is described by what the guard says: "groups are N versions old"."""
+    fields: dict[str, Any] = {}
+    for guard in GUARDS:
+        reactions = guard.reactions if guard.of_update is None else ("off", "warn", "skip", "slow", "stop")
+        what = f"fires {'below' if guard.below else 'above'} this N: {re.sub(r'{[^}]*}', 'N', guard.seen)}"
+        own: Any = {"limit": (guard.kind, Field(default=guard.limit, description=what))}
+        own["react"] = (Literal[reactions], Field(default=guard.react, description="what is done beyond the limit"))
+        table = create_model(guard.name, __config__=STRICT, **own)
+        fields[guard.name] = (table, Field(default_factory=table, description=what))
+    return fields
+
+
+class GuardSettings(create_model("Tables", __config__=STRICT, **_tables())):  # type: ignore[misc]
+    """The [trainer.guards] table. A guard is a table of its own: `[trainer.guards.entropy_rise]`, `react = "off"`.
+
+    `react` is off, warn (said once per episode: log, row, hub, display), skip (this update is not applied), slow (the
+    learning rate × `slow_factor` from the next step on), or stop (exit 5, before the version is saved or published).
+    """
+
+    slow_factor: Real = Field(
+        default=0.5, gt=0, lt=1, description="what slow multiplies the learning rate by, at most every 10 steps"
+    )
 
 
 @dataclass(frozen=True)
 class Alarm:
-    """A guard whose limit is passed. `is_new`: it was calm before, so people hear of it.
-
-    `seen` says what was seen, against which limit; `advice` what it usually means, and what to do.
-    """
+    """A guard whose limit is passed. `is_new`: it was calm before, so people hear of it. It may be `rows` old."""
 
     name: str
     step: int
     value: float
     react: str
     is_new: bool
-    seen: str
-    advice: str
-    way_back: str = ""  # which checkpoint to take, if it is known already
-
-    @property
-    def code(self) -> str:
-        return f"guard.{self.name}"
-
-    @property
-    def message(self) -> str:
-        return f"{self.seen}. {self.advice}"
+    message: str
+    rows: int = 1
+    way_back: str = ""
 
 
 @dataclass(frozen=True)
 class Judged:
-    """What the guards say of a step: numbers for its row, and alarms."""
+    """What the guards say of a step: alarms, and numbers for its row."""
 
     alarms: tuple[Alarm, ...]
     numbers: Mapping[str, float]
 
+    @classmethod
+    def of(cls, *alarms: Alarm, **numbers: float) -> Judged:
+        """News are logged now."""
+        judged = cls(alarms, numbers | {f"{ALARM}{alarm.name}": alarm.value for alarm in alarms})
+        for sentence in judged.news().values():
+            log.warning("%s", sentence)
+        return judged
+
     def news(self) -> dict[str, str]:
         """Code → sentence, of those that people should hear of now."""
-        return {alarm.code: alarm.message for alarm in self.alarms if alarm.is_new or alarm.react == "stop"}
-
-    def by_step(self) -> dict[int, dict[str, str]]:
-        """The same, if there is any, by the step that it is of."""
-        return {self.alarms[0].step: self.news()} if self.news() else {}
+        return {f"guard.{each.name}": each.message for each in self.alarms if each.is_new or each.react == "stop"}
 
     @property
     def stops(self) -> bool:
@@ -87,81 +302,57 @@ class Judged:
         """Raise `TrainingDiverged` if a guard stops the run; `versions` are those of the checkpoints in `folder`."""
         for alarm in self.alarms:
             if alarm.react == "stop":
-                raise TrainingDiverged(f"{alarm.message}. {alarm.way_back or _way_back(alarm, folder, versions)}")
+                way_back = alarm.way_back or _way_back(alarm, folder, sorted(versions))
+                raise TrainingDiverged(f"{alarm.message}. {way_back}")
 
 
-# ── pure functions of rows ───────────────────────────────────────────────────────────────────────────────────────
+def _way_back(alarm: Alarm, folder: Path, kept: Sequence[int]) -> str:
+    """Which checkpoint to go back to: the newest from before whatever the guard looked at."""
+    good = max((version for version in kept if version <= max(0, alarm.step - alarm.rows + 1)), default=None)
+    ended = f"The run was stopped at version {alarm.step}"
+    ended += "" if kept and kept[-1] > alarm.step else "; nothing newer was saved or published"
+    if good is None:
+        oldest = f", the oldest is version {kept[0]}" if kept else ""
+        return f"{ended}. There is no checkpoint from before it began in {folder}{oldest}"
+    named = f"{ended}. The last good checkpoint, from before it began, is version {good} in {folder}"
+    return named + _to_take(folder, f"--version {good}")
 
 
-def judge(settings: GuardSettings, rows: Sequence[Row], row: Row) -> tuple[Alarm, ...]:
-    """The alarms of a step, from the rows before it and its own numbers."""
-    found = []
-    for name, rule in RULES.items():
-        guard = getattr(settings, name)
-        value = rule.of_step(rows, row) if guard.react != "off" else None
-        if value is not None and rule.beyond(value, guard.limit):
-            found.append(_alarm(settings, name, value, rows, int(row.get("step", len(rows)))))
-    return tuple(found)
+def _to_take(folder: Path, which: str) -> str:
+    """The command that takes a checkpoint out, if the folder of checkpoints is that of a run."""
+    run = folder.parent
+    return f"; to take it out: {shoal_command()} export {run.parent} OUT {which}" if run.name == "trainer" else ""
 
 
 def rate_factor(settings: GuardSettings, rows: Sequence[Row]) -> float:
-    """What the next step's learning rate is multiplied by: the last one's factor, less if a guard slows.
-
-    It never rises again by itself: what was too fast once is too fast.
-    """
+    """What the next step's learning rate is multiplied by: the last one's factor, less if a guard slows; never more."""
     factor = float(rows[-1].get("rate_factor", 1.0)) if rows else 1.0
-    slowing = [name for name in RULES if getattr(settings, name).react == "slow"]
-    if not rows or not any(f"alarm_{name}" in rows[-1] for name in slowing):
-        return factor
+    slows = rows and any(f"{ALARM}{name}" in rows[-1] for name in RULES if getattr(settings, name).react == "slow")
     settled = all(row.get("rate_factor", 1.0) == factor for row in rows[-SETTLE:])
-    return factor * settings.slow_factor if settled else factor
+    return factor * settings.slow_factor if slows and settled else factor
 
 
-def is_new(name: str, rows: Sequence[Row]) -> bool:
-    return not any(f"alarm_{name}" in row for row in rows[-CALM:])
-
-
-def standing(rows: Sequence[Row]) -> dict[str, tuple[int, Row]]:
-    """Alarms whose episode has not ended with the last row: guard → the step that it began with, and its last row.
-
-    >>> standing([{"step": 0}, {"step": 1, "alarm_staleness": 5.0}, {"step": 2, "alarm_staleness": 6.0}, {"step": 3}])
-    {'staleness': (1, {'step': 2, 'alarm_staleness': 6.0})}
-    """
-    names = {name for row in rows[-CALM:] for name in row if name.startswith(ALARM)}
+def standing(rows: Sequence[Row]) -> dict[str, tuple[int, str]]:
+    """Alarms whose episode has not ended with the last row: guard → the step that it began with, and what was seen."""
     found = {}
-    for name in sorted(names):
-        fired = [index for index, row in enumerate(rows) if name in row]
-        breaks = [after for before, after in itertools.pairwise(fired) if after - before > CALM]
-        found[name.removeprefix(ALARM)] = (int(rows[(breaks or fired[:1])[-1]]["step"]), rows[fired[-1]])
+    for name, guard in RULES.items():
+        fired = [index for index, row in enumerate(rows) if f"{ALARM}{name}" in row]
+        if fired and fired[-1] >= len(rows) - CALM:
+            breaks = [after for before, after in itertools.pairwise(fired) if after - before > CALM]
+            last, begun = rows[fired[-1]], rows[(breaks or fired[:1])[-1]]
+            seen = f"{guard.seen.format(last[f'{ALARM}{name}'])} in step {last['step']}"
+            found[name] = (int(begun["step"]), seen)
     return found
-
-
-def words_of(name: str, value: float) -> str:
-    """What a guard has seen, for example "85% of the tokens were clipped"."""
-    return RULES[name].seen.format(value=value) if name in RULES else f"{value:g} (trainer.guards.{name})"
-
-
-def staleness_shares(ages: Sequence[int]) -> dict[str, float]:
-    """The histogram of a step's groups by age, as shares; the last one holds all that are older.
-
-    >>> staleness_shares([0, 1, 1, 1])
-    {'staleness_0': 0.25, 'staleness_1': 0.75}
-    """
-    counts = Counter(min(age, OLDEST_SHOWN) for age in ages)
-    return {f"staleness_{age}": counts[age] / len(ages) for age in range(max(counts, default=-1) + 1)}
 
 
 def needs_lookback(settings: GuardSettings) -> bool:
     """Whether an older checkpoint must be kept: some guard stops the run on what began some steps ago."""
-    return any(rule.rows > 1 and getattr(settings, name).react == "stop" for name, rule in RULES.items())
-
-
-# ── what a training run holds ────────────────────────────────────────────────────────────────────────────────────
+    return any(guard.rows > 1 and getattr(settings, guard.name).react == "stop" for guard in GUARDS)
 
 
 @dataclass
 class Watch:
-    """The guards of a run: `resume` with the rows there are, then for every step `begin`, `veto`, `judge`, `add`."""
+    """The guards of a run. `rows` are those of the steps so far; for every step: `begin`, `veto`, `judge`, its row."""
 
     settings: GuardSettings
     rows: list[Row] = field(default_factory=list)
@@ -170,9 +361,6 @@ class Watch:
     _not_finite: int = 0
     _refused: dict[str, Alarm] = field(default_factory=dict)
 
-    def resume(self, rows: Iterable[Row]) -> None:
-        self.rows = list(rows)
-
     def begin(self, step: int) -> float:
         """A step comes: what its learning rate is multiplied by."""
         self._step, self._refused = step, {}
@@ -180,133 +368,64 @@ class Watch:
         self._factor = rate_factor(self.settings, self.rows)
         return self._factor
 
-    def veto(self, numbers: Mapping[str, float]) -> str | None:
+    def veto(self, numbers: Row) -> str | None:
         """Why this update must not be made; None if it may. Called before each, with its numbers.
 
         A guard that stops, or that judges what the step began with, has refused the rest of the step, too.
         """
-        for alarm in self._refused.values():
-            if alarm.react == "stop" or (alarm.name in RULES and RULES[alarm.name].of_beginning):
-                return alarm.seen
-        if not all(math.isfinite(numbers.get(name, 0.0)) for name in ("loss", "grad_norm")):
-            return self._refuse(self._not_a_number())
-        self._not_finite = 0
-        for name, rule in RULES.items():
-            value = self._vetoed(name, rule, numbers)
-            if value is not None:
-                return self._refuse(_alarm(self.settings, name, value, self.rows, self._step))
-        return None
+        for refused in self._refused.values():
+            if refused.react == "stop" or RULES[refused.name].of_beginning:
+                return refused.message
+        if all(math.isfinite(numbers.get(name, 0.0)) for name in ("loss", "grad_norm")):
+            self._not_finite = 0
+            found = (self._alarm(each, each.of_update(self.rows, numbers)) for each in GUARDS if each.of_update)
+            alarm = next((alarm for alarm in found if alarm and alarm.react in ("skip", "stop")), None)
+        else:
+            self._not_finite += 1
+            own, count = self.settings.not_finite, float(self._not_finite)
+            react = "stop" if own.react == "stop" or count >= own.limit else "skip"
+            alarm = self._alarm(RULES["not_finite"], count, react=react)
+        if alarm:
+            self._refused[alarm.name] = alarm
+        return alarm and alarm.message
 
     def judge(self, metrics: Row) -> Judged:
         """What is wrong with the step that was trained, and the numbers that its row must hold."""
-        measured = judge(self.settings, self.rows, {**metrics, "step": self._step})
-        alarms = {alarm.name: alarm for alarm in measured} | self._refused
-        numbers = {"rate_factor": self._factor} | {f"alarm_{name}": alarm.value for name, alarm in alarms.items()}
-        if self._not_finite:
-            numbers[RUN_OF_NOT_FINITE] = float(self._not_finite)
-        return _said(Judged(tuple(alarms.values()), numbers))
+        measured = (self._alarm(guard, guard.of_step(self.rows, metrics)) for guard in GUARDS)
+        alarms = {alarm.name: alarm for alarm in measured if alarm} | self._refused
+        count = {RUN_OF_NOT_FINITE: float(self._not_finite)} if self._not_finite else {}
+        return Judged.of(*alarms.values(), rate_factor=self._factor, **count)
 
     def conclude(self, step: int, seen: Row) -> Judged:
         """What is wrong with the version that the last step made. `seen`: how it sees the batch that it was made of."""
-        alarms = [] if all(map(math.isfinite, seen.values())) else [self._ruined(step)]
-        for name, rule in RULES.items() if not alarms else ():
-            guard = getattr(self.settings, name)
-            value = rule.of_step(self.rows, seen) if rule.of_beginning and guard.react != "off" else None
-            if value is not None and rule.beyond(value, guard.limit):
-                alarms.append(_alarm(self.settings, name, value, self.rows, step, f"after step {step}, the last"))
-        return _said(Judged(tuple(alarms), {f"alarm_{alarm.name}": alarm.value for alarm in alarms}))
+        self._step, when = step, f"after step {step}, the last"
+        if not all(map(math.isfinite, seen.values())):
+            said = f"{when}: weights, or the log-probabilities that they give, are NaN, infinite or huge. "
+            said += f"The step has destroyed the policy. {LOWER} or trainer.grad_clip"
+            return Judged.of(Alarm("not_finite", step, 1.0, "stop", True, said))
+        judging = (*ENDINGS[::-1], *(guard for guard in GUARDS if guard.of_beginning))
+        found = (self._alarm(guard, guard.of_step(self.rows, seen), when) for guard in judging)
+        return Judged.of(*{alarm.name: alarm for alarm in found if alarm}.values())
 
     def conclude_scores(self, scores: Mapping[int, float], version: int, tasks: int, folder: Path) -> Judged:
         """Whether the last version has lost what an earlier one could, by held-out score; `folder` has checkpoints."""
-        name, guard = "reward_collapse", self.settings.reward_collapse
-        share = lost_score(scores, version, tasks) if guard.react != "off" else None
-        if share is None or not share > guard.limit:
-            return Judged((), {})
-        alarm = _lost_score(_alarm(self.settings, name, share, (), version), scores, folder)
-        return _said(Judged((alarm,), {f"alarm_{name}": share}))
+        name, own, share = "reward_collapse", self.settings.reward_collapse, lost_score(scores, version, tasks)
+        if own.react == "off" or share is None or not share > own.limit:
+            return Judged.of()
+        best = max(scores, key=lambda each: (scores[each], each))
+        said = f"{share:.0%} of the best held-out score was lost, from {scores[best]:.3g} of version {best} to "
+        said += f"{scores[version]:.3g} of version {version}, the last, above trainer.guards.{name}.limit = "
+        said += f"{own.limit:g}. The last steps have unlearnt what was there. {LOWER}, and take the best version"
+        kept = f"Version {version} is not exported, its checkpoint is in {folder}{_to_take(folder, '--best')}"
+        return Judged.of(Alarm(name, version, share, own.react, True, said, way_back=kept))
 
-    def add(self, row: Row) -> None:
-        """The row of the step, as it was written."""
-        self.rows.append(row)
-
-    def _vetoed(self, name: str, rule: Rule, numbers: Row) -> float | None:
-        guard = getattr(self.settings, name)
-        if rule.of_update is None or guard.react not in ("skip", "stop"):
+    def _alarm(self, guard: Guard, value: float | None, when: str = "", react: str = "") -> Alarm | None:
+        """The alarm of a guard that is not off and has measured something beyond its limit. `react`: it surely has."""
+        name, own = guard.name, getattr(self.settings, guard.name)
+        beyond = value is not None and (react or (value < own.limit if guard.below else value > own.limit))
+        if value is None or not beyond or own.react == "off":
             return None
-        value = rule.of_update(self.rows, numbers)
-        return value if rule.beyond(value, guard.limit) else None
-
-    def _ruined(self, step: int) -> Alarm:
-        said = f"after step {step}, the last: weights, or the log-probabilities that they give, are no usable numbers"
-        advice = f"The step has destroyed the policy. What to do: {LOWER_RATE} or trainer.grad_clip"
-        return Alarm(NOT_FINITE, step, 1.0, "stop", True, said, advice)
-
-    def _refuse(self, alarm: Alarm) -> str:
-        self._refused[alarm.name] = alarm
-        return alarm.seen
-
-    def _not_a_number(self) -> Alarm:
-        self._not_finite += 1
-        guard, count = self.settings.not_finite, self._not_finite
-        ends = guard.react == "stop" or count >= guard.limit
-        said = f"step {self._step} diverged: the loss or gradient of an update is no finite number ({count} in a row; "
-        said += f'trainer.guards.not_finite: react = "{guard.react}", limit = {guard.limit})'
-        advice = (
-            "The update was refused. Weights, rewards or recorded log-probabilities are broken. What to do: look at "
-            f"the rollouts of the step, {LOWER_RATE}"
-        )
-        react = "stop" if ends else "skip"
-        return Alarm(NOT_FINITE, self._step, float(count), react, is_new(NOT_FINITE, self.rows), said, advice)
-
-
-# ── words ────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _said(judged: Judged) -> Judged:
-    for sentence in judged.news().values():
-        log.warning("%s", sentence)
-    return judged
-
-
-def _alarm(
-    settings: GuardSettings, name: str, value: float, rows: Sequence[Row], step: int, when: str | None = None
-) -> Alarm:
-    rule, guard = RULES[name], getattr(settings, name)
-    side = "below" if rule.below else "above"
-    seen = f"{when or f'step {step}'}: {words_of(name, value)}, {side} trainer.guards.{name}.limit = {guard.limit:g}"
-    advice = f"{rule.meaning[0].upper()}{rule.meaning[1:]}. What to do: {rule.advice}"
-    return Alarm(name, step, value, guard.react, is_new(name, rows), seen, advice)
-
-
-def _lost_score(alarm: Alarm, scores: Mapping[int, float], folder: Path) -> Alarm:
-    """The same alarm, said of held-out scores."""
-    best = max(scores, key=lambda version: (scores[version], version))
-    was, now = f"{scores[best]:.3g} of version {best}", f"{scores[alarm.step]:.3g} of version {alarm.step}"
-    seen = f"{alarm.value:.0%} of the best held-out score was lost, from {was} to {now}, the last"
-    _, _, limit = alarm.seen.rpartition(", ")
-    advice = f"The last steps have unlearnt what was there. What to do: take the best version, {LOWER_RATE}"
-    kept = f"Version {alarm.step} is not exported, its checkpoint is in {folder}"
-    return replace(alarm, seen=f"{seen}, {limit}", advice=advice, way_back=kept + _to_take(folder, "--best"))
-
-
-def _to_take(folder: Path, which: str) -> str:
-    """The command that takes a checkpoint out, if the folder of checkpoints is that of a run."""
-    if folder.parent.name != "trainer":
-        return ""
-    what = "the best" if which == "--best" else "it"
-    return f"; to take {what} out: {shoal_command()} export {folder.parent.parent} OUT {which}"
-
-
-def _way_back(alarm: Alarm, folder: Path, versions: Iterable[int]) -> str:
-    """Which checkpoint to go back to: the newest from before whatever the guard looked at."""
-    before = alarm.step - (RULES[alarm.name].rows if alarm.name in RULES else 1) + 1
-    kept = sorted(versions)
-    good = [version for version in kept if version <= max(0, before)]
-    ended = f"The run was stopped at version {alarm.step}"
-    ended += "" if kept and kept[-1] > alarm.step else "; nothing newer was saved or published"
-    if not kept:
-        return f"{ended}. There is no checkpoint in {folder}"
-    if not good:
-        return f"{ended}. The oldest checkpoint in {folder} is version {kept[0]}, from after it may have begun"
-    named = f"{ended}. The last good checkpoint, from before it began, is version {good[-1]} in {folder}"
-    return named + _to_take(folder, f"--version {good[-1]}")
+        is_new = not any(f"{ALARM}{name}" in row for row in self.rows[-CALM:])
+        said = f"{when or f'step {self._step}'}: {guard.seen.format(value)} (trainer.guards.{name}.limit = "
+        said += f"{own.limit:g}). {guard.advice}"
+        return Alarm(name, self._step, value, react or own.react, is_new, said, guard.rows)

@@ -40,7 +40,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from shoal.algorithms.staleness import staleness
 from shoal.client import Activity
 from shoal.errors import CheckpointError, DeadlineExceeded, ProtocolError, ShoalError
 from shoal.models.tokenizer import TextTokenizer
@@ -71,7 +70,7 @@ from shoal.trainer.copies import Copied
 from shoal.trainer.destination import refuse_foreign
 from shoal.trainer.evaluate import Evaluator
 from shoal.trainer.export import beside_the_best, export_policy, write_card
-from shoal.trainer.guards import LOOKBACK, Judged, Watch, needs_lookback, staleness_shares
+from shoal.trainer.guards import LOOKBACK, Judged, Watch, needs_lookback
 from shoal.trainer.hands import Hands
 from shoal.trainer.held_out import ByTrainer, ByValidators, HeldOut
 from shoal.trainer.learner import Learner
@@ -213,7 +212,7 @@ class TrainingRun:
             self.version = self._saved = stored.progress.version
             incarnation = max(incarnation, stored.progress.incarnation)
             log.info("resuming at version %d from %s", self.version, stored.folder)
-        self._watch.resume(self._record.resume(self.version))
+        self._watch.rows = self._record.resume(self.version)
         return incarnation
 
     def _refuse_foreign_checkpoint(self, progress: Progress, published: PolicyRef | None) -> None:
@@ -260,7 +259,7 @@ class TrainingRun:
         row = {**held_out, **metrics, **times, **judged.numbers}
         self._record.add(step, row, self._held_out.known(step))
         self._heed(judged, publisher)
-        self._watch.add({"step": step, **metrics, **judged.numbers})
+        self._watch.rows.append({"step": step, **metrics, **judged.numbers})
         self.version = step + 1
 
     def _heed(self, judged: Judged, publisher: Publisher) -> None:
@@ -353,7 +352,7 @@ class TrainingRun:
         metrics["dropped_groups"] += batch.dropped_groups
         if batch.sampled_reward is not None:
             metrics["sampled_reward"] = batch.sampled_reward
-        return metrics | staleness_shares([staleness(batch.step, group.version) for group in rollouts.groups])
+        return metrics
 
     def _evaluate(self) -> float | None:
         """The score of the model as it is; None if it cannot be had. No evaluation ends training."""

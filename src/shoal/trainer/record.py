@@ -82,8 +82,8 @@ class RunRecord:
 
     def warn(self, judged: Judged) -> None:
         """What the guards have said goes to the hub with the report of its step."""
-        for step, news in judged.by_step().items():
-            self._alarms[step] = self._alarms.get(step, {}) | news
+        if news := judged.news():
+            self._alarms.setdefault(judged.alarms[0].step, {}).update(news)
 
     def take(self) -> list[Row]:
         """The rows that the hub does not know yet; whoever takes them reports them."""

@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from shoal.runtime.sizing import DERIVED
-from shoal.trainer.guard_settings import GuardSettings
+from shoal.trainer.guards import GuardSettings
 from shoal.trainer.real import Real, holds
 
 # The words of algorithms/registry.py, which imports torch and is therefore not asked; a test holds them equal.

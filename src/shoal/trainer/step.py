@@ -33,6 +33,7 @@ from shoal.trainer.update import Micro, StepPlan, Stopped, Update, Veto
 __all__ = ["StepPlan", "StepWork", "Stopped", "Veto", "look_back", "train_samples", "train_step"]
 
 
+OLDEST_SHOWN = 15  # of the shares of groups by age
 HUGE = 1e8  # a weight beyond that is none: the product of five is more than float32 holds
 
 
@@ -165,11 +166,13 @@ def _batch_metrics(work: StepWork, prepared: Prepared) -> Mapping[str, float]:
     rewards = np.array([value for value in values if math.isfinite(value)])
     with np.errstate(over="ignore"):  # rewards of 1e200 have no variance
         measured = {"reward_mean": float(rewards.mean()), "reward_std": float(rewards.std())} if len(rewards) else {}
-    ages = np.array([staleness(work.step, group.version) for group in work.groups] or [0])
+    ages = np.array([staleness(work.step, group.version) for group in work.groups], np.int64)
+    counts = np.bincount(np.minimum(ages, OLDEST_SHOWN))  # the last one holds all that are older
     return {
         **measured,
-        "staleness_mean": float(ages.mean()),
-        "staleness_max": float(ages.max()),
+        **{f"staleness_{age}": count / len(ages) for age, count in enumerate(counts.tolist())},
+        "staleness_mean": float(ages.mean()) if len(ages) else 0.0,
+        "staleness_max": float(ages.max(initial=0)),
         "groups": float(len(prepared.groups)),
         "dropped_groups": float(prepared.without_signal),
         "no_sample": float(prepared.no_sample),

@@ -14,9 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.errors import TrainingDiverged
-from shoal.trainer.guard_rules import RULES
-from shoal.trainer.guard_settings import GuardSettings
-from shoal.trainer.guards import LOOKBACK, Watch, judge, needs_lookback, rate_factor, staleness_shares
+from shoal.trainer.guards import LOOKBACK, RULES, Alarm, GuardSettings, Watch, needs_lookback, rate_factor
 from shoal.trainer.retention import Retention
 
 DATA = Path(__file__).parents[2] / "data" / "metrics"
@@ -30,6 +28,12 @@ def rows_of(name: str) -> Rows:
 
 def guarded(name: str, react: str, **more: Any) -> GuardSettings:
     return GuardSettings.model_validate({name: {"react": react, **more}})
+
+
+def judge(given: GuardSettings, rows: Rows, row: dict[str, float]) -> tuple[Alarm, ...]:
+    watch = Watch(given, list(rows))
+    watch.begin(int(row["step"]))
+    return watch.judge(row).alarms
 
 
 def alarms(rows: Rows, given: GuardSettings = DEFAULT) -> dict[str, list[int]]:
@@ -59,11 +63,6 @@ def bent(name: str, shape: Callable[[int], float], count: int = 60, begin: int =
     for row in rows[begin:]:
         row[name] = shape(int(row["step"]) - begin)
     return rows
-
-
-def test_every_rule_has_its_table_and_every_table_its_rule() -> None:
-    tables = set(GuardSettings.model_fields) - {"slow_factor", "not_finite"}
-    assert set(RULES) == tables
 
 
 @pytest.mark.parametrize("name", ["healthy", "healthy_async"])
@@ -154,11 +153,11 @@ def test_a_guard_that_is_off_says_nothing_and_limits_are_the_recipe_s() -> None:
 def test_a_warning_explains_itself() -> None:
     rows = bent("mismatch_kl", lambda after: 2.5)
     (alarm,) = judge(DEFAULT, rows[:30], rows[30])
-    for part in ("step 30", "2.5 nats", "above trainer.guards.mismatch_kl.limit = 1", "What to do", "max_staleness"):
+    for part in ("step 30", "2.5 nats", "trainer.guards.mismatch_kl.limit = 1", "What to do", "max_staleness"):
         assert part in alarm.message
     scarce = [{**row, "effective_samples": 0.01} for row in rows[:4]]
     (few,) = judge(DEFAULT, scarce[:3], scarce[3])
-    assert "below trainer.guards.effective_samples.limit = 0.05" in few.message
+    assert "trainer.guards.effective_samples.limit = 0.05" in few.message
 
 
 # ── a run that holds a watch ─────────────────────────────────────────────────────────────────────────────────────
@@ -169,12 +168,11 @@ def replayed(rows: Rows, given: GuardSettings, resumed_at: int | None = None) ->
     watch, written, news = Watch(given), [], []
     for row in rows:
         if row["step"] == resumed_at:
-            watch = Watch(given)
-            watch.resume(written)
+            watch = Watch(given, list(written))
         watch.begin(int(row["step"]))
         judged = watch.judge(row)
         written.append({**row, **judged.numbers})
-        watch.add(written[-1])
+        watch.rows.append(written[-1])
         news += [(int(row["step"]), code) for code in judged.news()]
     return written, news
 
@@ -211,8 +209,7 @@ def test_a_resumed_run_decides_as_an_uninterrupted_one(resumed_at: int) -> None:
 
 
 def test_skip_refuses_an_update_before_it_is_made() -> None:
-    watch = Watch(guarded("gradient_spike", "skip", limit=10))
-    watch.resume(steady(20))
+    watch = Watch(guarded("gradient_spike", "skip", limit=10), steady(20))
     watch.begin(20)
     assert watch.veto({"loss": 0.1, "grad_norm": 5.0}) is None
     assert "times the median" in (watch.veto({"loss": 0.1, "grad_norm": 50.0}) or "")
@@ -223,15 +220,13 @@ def test_skip_refuses_an_update_before_it_is_made() -> None:
 
 
 def test_warn_refuses_no_update() -> None:
-    watch = Watch(GuardSettings())
-    watch.resume(steady(20))
+    watch = Watch(GuardSettings(), steady(20))
     watch.begin(20)
     assert watch.veto({"loss": 0.1, "grad_norm": 1e6, "clip_fraction": 1.0, "mismatch_kl": 99.0}) is None
 
 
 def test_stop_refuses_the_update_and_all_that_follow_and_ends_the_run() -> None:
-    watch = Watch(guarded("gradient_spike", "stop", limit=10))
-    watch.resume(steady(20))
+    watch = Watch(guarded("gradient_spike", "stop", limit=10), steady(20))
     watch.begin(20)
     assert watch.veto({"loss": 0.1, "grad_norm": 50.0}) is not None
     assert watch.veto({"loss": 0.1, "grad_norm": 1.0}) is not None
@@ -243,15 +238,14 @@ def test_stop_refuses_the_update_and_all_that_follow_and_ends_the_run() -> None:
 def test_a_trend_goes_back_to_a_checkpoint_from_before_it_began() -> None:
     rows = bent("sampled_reward", lambda after: 0.0)
     step = alarms(rows)["reward_collapse"][0]
-    watch = Watch(DEFAULT)
-    watch.resume(rows[:step])
+    watch = Watch(DEFAULT, rows[:step])
     watch.begin(step)
     judged = watch.judge(rows[step])
     kept = Retention(2, lookback=LOOKBACK).kept([(version, 0) for version in range(step + 1)], {})
     with pytest.raises(TrainingDiverged, match="from before it began, is version 20 in") as caught:
         judged.refuse(Path("checkpoints"), [version for version, _ in kept])
     assert caught.value.exit_code == 5
-    with pytest.raises(TrainingDiverged, match="oldest checkpoint in checkpoints is version 34"):
+    with pytest.raises(TrainingDiverged, match="no checkpoint.*the oldest is version 34"):
         judged.refuse(Path("checkpoints"), [34, 35])
     with pytest.raises(TrainingDiverged, match="no checkpoint"):
         judged.refuse(Path("checkpoints"), [])
@@ -278,7 +272,7 @@ def test_an_update_that_is_no_number_stops_or_is_skipped_a_few_times_in_a_row() 
     broken, whole = {"loss": math.nan, "grad_norm": math.inf}, {"loss": 0.1, "grad_norm": 1.0}
     watch = Watch(DEFAULT)
     watch.begin(0)
-    assert "no finite number" in (watch.veto(broken) or "")
+    assert "NaN or infinite" in (watch.veto(broken) or "")
     with pytest.raises(TrainingDiverged, match="step 0"):
         watch.judge({}).refuse(Path("c"), [0])
     watch = Watch(guarded("not_finite", "skip", limit=3))
@@ -287,21 +281,13 @@ def test_an_update_that_is_no_number_stops_or_is_skipped_a_few_times_in_a_row() 
     judged = watch.judge({"step": 0})
     judged.refuse(Path("c"), [0])
     assert judged.numbers["not_finite_updates"] == 1
-    watch.add({"step": 0, **judged.numbers})
+    watch.rows.append({"step": 0, **judged.numbers})
     watch.begin(1)
     assert watch.veto(broken)
     assert watch.veto(broken), "the third in a row, counted over two steps"
     assert watch.veto(whole), "and nothing is trained after it"
     with pytest.raises(TrainingDiverged, match="3 in a row"):
         watch.judge({}).refuse(Path("c"), [1])
-
-
-def test_the_histogram_of_staleness() -> None:
-    assert staleness_shares([]) == {}
-    assert staleness_shares([2, 2, 0, 0]) == {"staleness_0": 0.5, "staleness_1": 0.0, "staleness_2": 0.5}
-    many = staleness_shares([3, 15, 40, 400])
-    assert many["staleness_15"] == 0.75
-    assert len(many) == 16
 
 
 # ── whatever the rows ────────────────────────────────────────────────────────────────────────────────────────────
@@ -312,18 +298,18 @@ NAMES = sorted(
 NUMBERS = st.floats(allow_nan=False, allow_infinity=False) | st.sampled_from([0.0, 1.0, -1.0, 1e308, -1e308, 5e-324])
 ANY_ROWS = st.lists(st.dictionaries(st.sampled_from(NAMES), NUMBERS), min_size=1, max_size=40)
 REACTIONS = st.sampled_from(["off", "warn", "slow", "stop"])
+JUDGED = sorted(set(RULES) - {"not_finite"})
 
 
 @settings(max_examples=60, deadline=None)
-@given(ANY_ROWS, st.dictionaries(st.sampled_from(sorted(RULES)), REACTIONS), st.integers(0, 39))
+@given(ANY_ROWS, st.dictionaries(st.sampled_from(JUDGED), REACTIONS), st.integers(0, 39))
 def test_guards_never_fail_and_always_decide_the_same(rows: Rows, reactions: dict[str, str], cut: int) -> None:
     given = GuardSettings.model_validate({name: {"react": react} for name, react in reactions.items()})
     numbered: Rows = [{**row, "step": step} for step, row in enumerate(rows)]
     written, news = replayed(numbered, given)
     assert (written, news) == replayed(numbered, given, resumed_at=cut)
     assert json.dumps(written, allow_nan=False)
-    watch = Watch(given)
-    watch.resume(written)
+    watch = Watch(given, written)
     assert math.isfinite(rate_factor(given, written))
     watch.begin(len(written))
     watch.veto(rows[-1])

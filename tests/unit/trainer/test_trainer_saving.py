@@ -18,7 +18,7 @@ from shoal.runtime.sizing import settle
 from shoal.runtime.stop import StopToken
 from shoal.shardcast import origin
 from shoal.trainer import checkpoint, loop, publisher
-from shoal.trainer.guard_settings import GuardSettings
+from shoal.trainer.guards import GuardSettings
 from shoal.trainer.retention import AWAITED
 
 STEPS = 3

@@ -122,6 +122,7 @@ def test_metrics_by_hand() -> None:
     assert (metrics["groups"], metrics["dropped_groups"]) == (1, 1)
     assert metrics["truncated_fraction"] == 0.25
     assert (metrics["staleness_mean"], metrics["staleness_max"]) == (0.5, 1)
+    assert (metrics["staleness_0"], metrics["staleness_1"]) == (0.5, 0.5)
     assert metrics["tokens"] == sum(len(rollout.token_ids) for rollout in groups[0].rollouts)
     # on policy, before any update: ratio 1, no mismatch, nothing clipped
     assert metrics["ratio_mean"] == pytest.approx(1.0, abs=1e-5)

@@ -27,7 +27,6 @@ from shoal.runtime.metrics import MetricsLog
 from shoal.runtime.sizing import settle
 from shoal.runtime.stop import StopToken
 from shoal.trainer.checkpoint import CheckpointStore, Progress, restore
-from shoal.trainer.demonstrations.closing import LAST_BATCH, LastBatch, judge_last
 from shoal.trainer.demonstrations.corpus import Corpus
 from shoal.trainer.demonstrations.course import Numbers, Timetable, decay_factor
 from shoal.trainer.demonstrations.settings import LOSS, Course
@@ -43,7 +42,7 @@ from shoal.trainer.tracking import Trackers
 
 log = logging.getLogger(__name__)
 
-VALIDATION = "validation_loss"
+VALIDATION, LAST_BATCH = "validation_loss", "last_batch_loss"
 
 
 @dataclass(frozen=True)
@@ -123,7 +122,7 @@ class WarmStart:
             log.info("going on after step %d of %d, from %s", self.version, self.steps, stored.folder)
         self._metrics.rewind(self.version)
         rows = self._metrics.rows()
-        self._watch.resume(rows)
+        self._watch.rows = list(rows)
         self._parts.trackers.begin(self.version, rows)
 
     def _advance(self) -> str:
@@ -148,10 +147,10 @@ class WarmStart:
         step, folder, kept = self.steps - 1, self._store.folder, self._kept()
         loss = self._mean_loss(self._times.batches[step])
         weights = look_back(self._parts.learner, StepWork(step, (), temperature=1.0, max_staleness=0))
-        judged = self._watch.conclude(step, {**weights, LAST_BATCH: loss})
-        if not judged.alarms:
-            seen = LastBatch.of(self._watch.rows, step, loss)
-            judged = judge_last(self._settings.guards, step, seen, folder, kept)
+        rows = {int(row["step"]): row for row in self._watch.rows}
+        known = {"rise_by_step": rows.get(step, {}).get("loss"), "rise_by_run": rows.get(0, {}).get(LAST_BATCH)}
+        rises = {name: loss - before for name, before in known.items() if before is not None}
+        judged = self._watch.conclude(step, {**weights, LAST_BATCH: loss, **rises})
         if judged.numbers and self._metrics.amend(step, judged.numbers) is not None:
             self._parts.trackers.amend(step, judged.numbers)
         judged.refuse(folder, kept)
@@ -195,7 +194,7 @@ class WarmStart:
 
     def _record(self, step: int, metrics: Mapping[str, float]) -> None:
         row = self._metrics.append(step, {**finite(step, metrics), "at_ms": float(self._parts.clock.now_ms())})
-        self._watch.add(row)
+        self._watch.rows.append(row)
         self._parts.trackers.write(row)
         shown = ("loss", VALIDATION, "grad_norm", "learning_rate")
         log.info("step %d: %s", step, ", ".join(f"{name} {metrics[name]:.4g}" for name in shown if name in metrics))
