@@ -241,7 +241,7 @@ def leaks_unknown(folder: Path, environment: Environment, split: str) -> str:
     """What to say of a model without its run. One of `shoal sft --env` tells whose held-out tasks were kept out."""
     import json
 
-    from shoal.cli.warm_start import ABOUT
+    from shoal.cli.sft import ABOUT
 
     with suppress(OSError, ValueError, LookupError, TypeError):
         if split == "held_out" and json.loads((folder / ABOUT).read_bytes())["environment"] == environment.digest:

@@ -1,102 +1,373 @@
-"""`shoal sft`: begin with imitation. Demonstrations are chosen by filters and trained on; RL goes on from the result.
+"""`shoal sft`: begin with imitation. Demonstrations are chosen by filters and trained on; RL continues from the result.
 
 shoal sft tiny --data demos.jsonl --out models/begun                 train, and write a Hugging Face folder
 shoal sft tiny --data demos.jsonl --out chosen.jsonl --select-only   only choose
+
+FOLDER.work/   chosen.json (what was asked for, what was chosen), corpus/, checkpoints/, metrics.jsonl; .shoal-sft
+               marks it, so that no folder of somebody else's is taken for one
+FOLDER/        appears whole at the end: a Hugging Face folder with sft.json and metrics.jsonl
+
+The same command resumes from FOLDER.work; any other is told what differs.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shoal.cli.evaluate import SPEC_HELP, Model, Seed
+from shoal.cli.evaluate import SPEC_HELP, STOPPED_CODE, Model, Seed
+from shoal.errors import ConfigError, EnvironmentSetupError
 
+if TYPE_CHECKING:
+    from shoal.cli.sources import ModelSource, TaskSource
+    from shoal.environments import Environment
+    from shoal.runtime.stop import StopToken
+    from shoal.trainer.demonstrations.choosing import Choice, Corpus, Outcome
+    from shoal.trainer.demonstrations.course import Course
+    from shoal.trainer.demonstrations.reading import Demonstrations
+    from shoal.trainer.demonstrations.training import WarmStartParts
+    from shoal.trainer.settings import TrainerSettings
+
+CHOSEN, ABOUT, MARK = "chosen.json", "sft.json", ".shoal-sft"
 Data = Annotated[
     list[Path],
     typer.Option(
-        "--data",
-        metavar="FILE",
+        "--data", metavar="FILE",
         help="Demonstrations: JSON lines, Parquet, a folder of them; columns messages, prompt and completion, or text. "
         "May be repeated.",
     ),
-]
-Env = Annotated[
-    str | None,
-    typer.Option("--env", metavar="SPEC", help=f"Whose held-out tasks stay out, and who verifies. {SPEC_HELP}"),
-]
-Settings = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="trainer.KEY=VALUE", help="Rate, clip, memory, …, or environment.KEY; repeatable."),
-]
-Require = Annotated[
-    list[str] | None,
-    typer.Option("--require", metavar="FORM", help="Last words must have: thinking, boxed, answer, or a pattern."),
-]
+]  # fmt: skip
 
 
 def sft(
     model: Model,
     data: Data,
-    out: Annotated[Path, typer.Option("--out", metavar="FOLDER", help="The model to write; chosen rows: FILE.jsonl.")],
-    env: Env = None,
-    settings: Settings = None,
-    epochs: Annotated[int, typer.Option("--epochs", min=1, max=10_000, help="Passes over all of them.")] = 1,
-    steps: Annotated[int | None, typer.Option("--steps", min=1, help="Steps, instead of epochs.")] = None,
-    batch: Annotated[int, typer.Option("--batch", min=1, help="Demonstrations per step.")] = 32,
-    batch_tokens: Annotated[int | None, typer.Option("--batch-tokens", min=1, help="Tokens per step, instead.")] = None,
-    decay: Annotated[str, typer.Option("--decay", help="Of the rate, to its end: none, linear or cosine.")] = "cosine",
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="The model to write; chosen rows: FILE.jsonl.")],
+    env: Annotated[
+        str | None, typer.Option(metavar="SPEC", help=f"Whose held-out tasks stay out, and who verifies. {SPEC_HELP}")
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="trainer.KEY=VALUE", help="Rate, clip, memory, …, or environment.KEY; repeatable."
+        ),
+    ] = None,
+    epochs: Annotated[int, typer.Option(min=1, max=10_000, help="Passes over all of them.")] = 1,
+    steps: Annotated[int | None, typer.Option(min=1, help="Steps, instead of epochs.")] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Demonstrations per step.")] = 32,
+    batch_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens per step, instead.")] = None,
+    decay: Annotated[str, typer.Option(help="Of the rate, to its end: none, linear or cosine.")] = "cosine",
     validation: Annotated[
-        int | None,
-        typer.Option("--validation", min=0, help="Demonstrations not trained on.  [default: a twentieth, at most 256]"),
+        int | None, typer.Option(min=0, help="Demonstrations not trained on.  [default: a twentieth, at most 256]")
     ] = None,
     seed: Seed = 0,
     chat: Annotated[
-        bool | None,
-        typer.Option("--chat/--no-chat", help="Ask by the model's chat template.  [default: if it has one]"),
+        bool | None, typer.Option(help="Ask by the model's chat template.  [default: if it has one]")
     ] = None,
-    min_tokens: Annotated[int, typer.Option("--min-tokens", min=1, help="Leave out what is shorter.")] = 1,
+    min_tokens: Annotated[int, typer.Option(min=1, help="Leave out what is shorter.")] = 1,
     max_tokens: Annotated[
-        int | None,
-        typer.Option("--max-tokens", min=2, help="Leave out what is longer.  [default: the model's context]"),
+        int | None, typer.Option(min=2, help="Leave out what is longer.  [default: the model's context]")
     ] = None,
     truncate: Annotated[bool, typer.Option("--truncate", help="Cut what is longer off instead.")] = False,
-    require: Require = None,
+    require: Annotated[
+        list[str] | None,
+        typer.Option(metavar="FORM", help="Last words must have: thinking, boxed, answer, or a pattern."),
+    ] = None,
     keep_duplicates: Annotated[bool, typer.Option("--keep-duplicates", help="Train on equal ones, too.")] = False,
     near_duplicates: Annotated[
-        float | None,
-        typer.Option("--near-duplicates", min=0.5, max=1, metavar="SHARE", help="Leave out what is so like another."),
+        float | None, typer.Option(min=0.5, max=1, metavar="SHARE", help="Leave out what is so like another.")
     ] = None,
     verify: Annotated[bool, typer.Option("--verify", help="Only what the environment of --env rewards.")] = False,
-    min_reward: Annotated[float, typer.Option("--min-reward", help="Least reward, with --verify.")] = 1.0,
-    rank: Annotated[
-        Path | None, typer.Option("--rank", metavar="FOLDER", help="A sequence classifier that ranks them.")
-    ] = None,
-    best: Annotated[float | None, typer.Option("--best", min=1e-6, max=1, help="Share to keep, by rank.")] = None,
+    min_reward: Annotated[float, typer.Option(help="Least reward, with --verify.")] = 1.0,
+    rank: Annotated[Path | None, typer.Option(metavar="FOLDER", help="A sequence classifier that ranks them.")] = None,
+    best: Annotated[float | None, typer.Option(min=1e-6, max=1, help="Share to keep, by rank.")] = None,
     best_per_prompt: Annotated[
-        int | None, typer.Option("--best-per-prompt", min=1, help="How many of each prompt to keep, by rank.")
+        int | None, typer.Option(min=1, help="How many of each prompt to keep, by rank.")
     ] = None,
-    report: Annotated[
-        Path | None, typer.Option("--report", metavar="FILE.parquet", help="What became of every row.")
-    ] = None,
+    report: Annotated[Path | None, typer.Option(metavar="FILE.parquet", help="What became of every row.")] = None,
     select_only: Annotated[
         bool, typer.Option("--select-only", help="Write the chosen rows to --out FILE.jsonl; train nothing.")
     ] = False,
 ) -> None:
-    """Train a model on demonstrations, chosen by filters, before RL. The same command goes on."""
+    """Train a model on demonstrations, chosen by filters, before RL. The same command resumes."""
     from shoal.runtime.stop import stop_on_signals
 
     stop = stop_on_signals()  # what follows takes a while to load
-    from shoal.cli.imitation import Choice, SftRequest
-    from shoal.cli.warm_start import run_sft
-    from shoal.trainer.demonstrations.settings import Course, named_decay
+    from shoal.trainer.demonstrations.choosing import Choice, Interrupted
+    from shoal.trainer.demonstrations.course import Course
 
     choice = Choice(
         min_tokens=min_tokens, max_tokens=max_tokens, truncate=truncate, require=tuple(require or ()),
         duplicates=not keep_duplicates, near_duplicates=near_duplicates, verify=verify, min_reward=min_reward,
         rank=rank, best=best, best_per_prompt=best_per_prompt, chat=chat,
     )  # fmt: skip
-    course = Course(epochs, steps, batch, batch_tokens, seed, named_decay(decay), validation)
-    request = SftRequest(model, tuple(data), out, env, tuple(settings or ()), choice, course, report, select_only)
-    raise typer.Exit(run_sft(request, stop))
+    course = Course(epochs, steps, batch, batch_tokens, seed, decay, validation)
+    request = Request(model, tuple(data), out, env, tuple(settings or ()), choice, course, report, stop)
+    request.refuse_mistakes(select_only)
+    from shoal.cli.sources import model_source
+
+    with model_source(model) as found:
+        try:
+            if request.demonstrations and stop.is_set():
+                raise Interrupted
+            raise typer.Exit(_select(request, found) if select_only else _train(request, found))
+        except Interrupted:
+            typer.echo("stopped before training; to continue, give the same command again", err=True)
+            raise typer.Exit(STOPPED_CODE) from None
+
+
+@dataclass(frozen=True)
+class Request:
+    """What was asked for; data and environment are opened when they are needed first."""
+
+    model: str
+    data: tuple[Path, ...]
+    out: Path
+    env: str | None
+    overrides: tuple[str, ...]
+    choice: Choice
+    course: Course
+    report: Path | None
+    stop: StopToken
+
+    @property
+    def work(self) -> Path:
+        """Where everything is kept until the model is written."""
+        return self.out.with_name(f"{self.out.name}.work")
+
+    @cached_property
+    def settings(self) -> TrainerSettings:
+        from shoal.cli.recipe import Recipe
+        from shoal.runtime.config import parse_config
+        from shoal.trainer.demonstrations.course import DEFAULTS, LOSS, refuse_unused
+
+        own = [override for override in self.overrides if not override.strip().startswith("environment.")]
+        for override in own:
+            refuse_unused(override)
+        asked = parse_config(f"[trainer]\n{DEFAULTS}", Recipe, "--set", own).trainer
+        return asked.model_copy(update={"loss": LOSS})  # no recipe may name it
+
+    @cached_property
+    def source(self) -> TaskSource | None:
+        from shoal.cli.sources import task_source
+
+        theirs = [override for override in self.overrides if override.strip().startswith("environment.")]
+        if self.env is None and theirs:
+            raise ConfigError(f"--set {theirs[0]}: there is no environment here; give one with --env")
+        return None if self.env is None else task_source(self.env, theirs)
+
+    @cached_property
+    def environment(self) -> Environment | None:
+        from shoal.cli.evaluate import scorable
+        from shoal.environments import build
+
+        if self.source is None:
+            return None
+        return scorable(self.source) if self.choice.verify else build(self.source.settings)
+
+    @cached_property
+    def demonstrations(self) -> Demonstrations:
+        from shoal.trainer.demonstrations.reading import Demonstrations
+
+        return Demonstrations(self.data)
+
+    def refuse_mistakes(self, select_only: bool) -> None:
+        """What can be refused is refused before anything is loaded."""
+        from shoal.trainer.destination import refuse_foreign
+        from shoal.trainer.tracking import require_trackers
+
+        if self.choice.verify and self.env is None:
+            raise ConfigError("--verify: give the environment that knows what is right, for example --env recipe.toml")
+        if self.report is not None and self.report.suffix != ".parquet":
+            raise ConfigError(f"--report {self.report}: it is a Parquet file; let its name end in .parquet")
+        if select_only:
+            refuse_taken(self.out)
+        else:
+            refuse_foreign(self.out)
+            self.refuse_foreign_work()
+        require_trackers(self.settings.tracking)
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            raise ConfigError("shoal sft trains in one process: start it without torchrun")
+        assert self.environment or not self.env
+
+    def refuse_foreign_work(self) -> None:
+        """The work folder is emptied in the end, so that it must be marked, empty, or not there."""
+        work = self.work
+        if not work.exists() and not work.is_symlink():
+            return
+        if not work.is_dir() or not ((work / MARK).is_file() or {path.name for path in work.iterdir()} <= {".lock"}):
+            raise ConfigError(f"{work} is there and is not of a warm start: move it away, or choose another --out")
+
+    def about(self, model: ModelSource) -> dict[str, Any]:
+        """All that decides what comes out, for comparison."""
+        from shoal.evaluation.subject import model_digest
+        from shoal.models.folder import model_folder
+        from shoal.trainer.demonstrations.course import HARMLESS, USED
+
+        about = {
+            "model": model_digest(model_folder(model.where)),
+            "data": self.demonstrations.digest,
+            "environment": None if self.environment is None else self.environment.digest,
+            "choice": asdict(self.choice),
+            "course": asdict(self.course),
+            "trainer": self.settings.model_dump(mode="json", include=set(USED - HARMLESS)),
+        }
+        found: dict[str, Any] = json.loads(json.dumps(about, default=str))
+        return found
+
+    def choose(self, model: ModelSource, folder: Path) -> tuple[Corpus, Outcome]:
+        """With a progress bar; scoring processes end with it."""
+        from rich.console import Console
+
+        from shoal.cli.counting import counted
+        from shoal.environments import prompt_settings_of
+        from shoal.environments.settings import PromptSettings
+        from shoal.models.folder import model_folder, read_files
+        from shoal.rewards import Patience, ScoringPool
+        from shoal.rewards.classifier import Classifier
+        from shoal.trainer.demonstrations.choosing import Asking, Choosing
+        from shoal.trainer.demonstrations.reading import Encoder
+
+        choice, data, environment = self.choice, self.demonstrations, self.environment
+        manner = PromptSettings() if environment is None else prompt_settings_of(environment)
+        manner = manner if choice.chat is None else manner.model_copy(update={"chat": choice.chat})
+        encoder = Encoder(read_files(model_folder(model.where)), manner, data.layout)
+        with ExitStack() as around:
+            pool, judge = None, None
+            if choice.verify and environment and self.source:
+                pool = ScoringPool(self.source.settings, environment, self.stop, Patience(all_s=86_400.0))
+                pool.start()
+                around.callback(pool.close)
+            if choice.rank is not None:
+                judge = Classifier(choice.rank, self.settings.device)
+                try:
+                    judge.prepare()  # what is wrong with it is said before rows are read
+                except EnvironmentSetupError as error:
+                    raise ConfigError(f"--rank {choice.rank}: {error}") from error
+            asking = Asking(environment, pool, choice.min_reward, data.has_tasks) if environment else None
+            progress = around.enter_context(counted("choosing", Console(stderr=True), unit="rows"))
+            corpus, outcome = Choosing(data, encoder, choice, asking, judge, progress, self.stop.is_set).run(folder)
+        if self.report is not None:
+            outcome.write(self.report)
+        return corpus, outcome
+
+
+def refuse_taken(out: Path) -> None:
+    """Rows are written to a new file of JSON lines."""
+    if out.suffix != ".jsonl":
+        raise ConfigError(f"--out {out}: rows are written as JSON lines; let its name end in .jsonl")
+    if out.exists():
+        raise ConfigError(f"{out} is there already: choose another --out, or move it away")
+
+
+def write_rows(out: Path, rows: Iterable[dict[str, Any]]) -> None:
+    from shoal.runtime.files import ensure_folder, write_atomically
+
+    ensure_folder(out.absolute().parent)
+    write_atomically(out, b"".join(json.dumps(row, ensure_ascii=False, default=str).encode() + b"\n" for row in rows))
+
+
+def _select(request: Request, model: ModelSource) -> int:
+    """Write the rows that stay, as they are in the data."""
+    with tempfile.TemporaryDirectory(prefix="shoal-sft-") as scratch:
+        _corpus, outcome = request.choose(model, Path(scratch) / "corpus")
+    typer.echo("\n".join(["demonstrations:", *outcome.lines()]))
+    write_rows(request.out, request.demonstrations.originals(outcome.kept))
+    typer.echo(f"wrote {request.out}: {len(outcome.kept):,} demonstrations")
+    return 0
+
+
+def _train(request: Request, model: ModelSource) -> int:
+    from rich.console import Console
+
+    from shoal.cli.counting import counted
+    from shoal.cli.program import shoal_command
+    from shoal.evaluation.journal import difference
+    from shoal.runtime.files import write_atomically
+    from shoal.runtime.lock import FolderLock
+    from shoal.runtime.metrics import MetricsLog
+    from shoal.trainer.demonstrations.training import METRICS, VALIDATION, WarmStart
+
+    out, work, about = request.out, request.work, request.about(model)
+    if (out / ABOUT).is_file():
+        stored = json.loads((out / ABOUT).read_bytes())
+        if stored != about:
+            raise ConfigError(f"{out} is another warm start: {difference(stored, about)}")
+        typer.echo(f"this is done already: {out}", err=True)
+        return 0
+    with FolderLock(work).acquire(request.stop):
+        request.refuse_foreign_work()
+        write_atomically(work / MARK, b"")
+        run = WarmStart(_parts(request, model, about, _chosen(request, model, about)), request.stop)
+        with counted("training", Console(stderr=True), unit="steps") as report:
+            finished = run.run(report)
+        if not finished:
+            typer.echo(f"stopped; what is done is kept in {work}, and the same command resumes", err=True)
+            return STOPPED_CODE
+        (work / CHOSEN).unlink(missing_ok=True)
+        for folder in (work / "corpus", work / "checkpoints", *(() if request.settings.tracking else (work,))):
+            shutil.rmtree(folder, ignore_errors=True)  # what trackers wrote stays
+    rows = MetricsLog(out / METRICS).rows()
+    for name, word in (("loss", "loss"), (VALIDATION, "validation loss")):
+        values = [row[name] for row in rows if name in row]
+        if values:
+            typer.echo(f"{word}: {values[0]:.4g} at the beginning, {values[-1]:.4g} at the end")
+    typer.echo(f"wrote {out}; to measure it: {shoal_command()} eval {out} --env {request.env or '…'}")
+    return 0
+
+
+def _chosen(request: Request, model: ModelSource, about: dict[str, Any]) -> Corpus:
+    """The corpus of this very request, if it was chosen before; else it is chosen now."""
+    from shoal.evaluation.journal import difference
+    from shoal.runtime.files import write_atomically
+    from shoal.trainer.demonstrations.choosing import Corpus
+
+    work, chosen = request.work, request.work / CHOSEN
+    stored = json.loads(chosen.read_bytes()) if chosen.is_file() else {}
+    if stored and stored["about"] != about and any((work / "checkpoints").glob("*")):
+        raise ConfigError(f"{work} is of another warm start: {difference(stored['about'], about)}")
+    if stored and stored["about"] == about:
+        corpus = Corpus(work / "corpus")
+    else:
+        chosen.unlink(missing_ok=True)  # nothing was trained with it, and nothing is lost
+        corpus, outcome = request.choose(model, work / "corpus")
+        stored = {"about": about, "lines": outcome.lines()}
+        write_atomically(chosen, json.dumps(stored, indent=2).encode())
+    typer.echo("\n".join(["demonstrations:", *stored["lines"]]))
+    return corpus
+
+
+def _parts(request: Request, model: ModelSource, about: dict[str, Any], corpus: Corpus) -> WarmStartParts:
+    from shoal.trainer.card import ModelCard, hub_name, training_facts
+    from shoal.trainer.checkpoint import Progress
+    from shoal.trainer.demonstrations.training import WarmStartParts
+    from shoal.trainer.learner import make_deterministic, new_learner, starting_model
+    from shoal.trainer.tracking import Tracked, open_trackers
+
+    settings = request.settings
+    make_deterministic(settings)
+    loaded = starting_model(str(model.where), settings)
+    text = json.dumps(about, indent=2).encode() + b"\n"
+    run = f"sft-{hashlib.sha256(text).hexdigest()[:12]}"
+    card = ModelCard(
+        Progress(run, 0), base_model=hub_name(model.name if model.run else model.where),
+        environment=request.source.label if request.source else "", datasets=[hub_name(path) for path in request.data],
+        training=training_facts(settings, **{key: said for key, said in about["course"].items() if said is not None}),
+        trained_on="demonstrations",
+    )  # fmt: skip
+    return WarmStartParts(
+        folder=request.work, out=request.out, run=run, learner=new_learner(loaded.model, settings), files=loaded.files,
+        corpus=corpus, course=request.course, card=card, extra={ABOUT: text},
+        trackers=open_trackers(settings.tracking, Tracked(request.work, run, about)),
+    )  # fmt: skip

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 Row = Mapping[str, float]
 
-SHOWN = ("sampled_reward", "reward_mean", "held_out", "loss", "grad_norm", "idle_fraction")
+SHOWN = ("sampled_reward", "reward_mean", "held_out", "loss", "validation_loss", "grad_norm", "idle_fraction")
 
 
 class Reports(Protocol):
@@ -38,9 +38,9 @@ class Reports(Protocol):
 
 
 class RunRecord:
-    """What is known of every step. `scores` are the held-out ones, by version."""
+    """What is known of every step. `scores` are the held-out ones, by version. A warm start reports to no hub."""
 
-    def __init__(self, path: Path, hub: Reports, trackers: Trackers, clock: Clock) -> None:
+    def __init__(self, path: Path, hub: Reports | None, trackers: Trackers, clock: Clock) -> None:
         self._metrics = MetricsLog(path)
         self._hub = hub
         self._trackers = trackers
@@ -92,6 +92,7 @@ class RunRecord:
 
     def report(self, rows: Iterable[Row]) -> None:
         for row in rows:
+            assert self._hub is not None, "somebody takes rows to report them"
             step, measured = int(row["step"]), {name: value for name, value in row.items() if name != "step"}
             self._hub.report(StepReport(step=step, metrics=measured, alarms=self._alarms.pop(step, {})))
 

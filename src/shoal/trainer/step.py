@@ -30,7 +30,7 @@ from shoal.trainer.samples import Prepared, Sample, all_recorded, check_stalenes
 from shoal.trainer.tally import Tally, Totals
 from shoal.trainer.update import Micro, StepPlan, Stopped, Update, Veto
 
-__all__ = ["StepPlan", "StepWork", "Stopped", "Veto", "look_back", "train_samples", "train_step"]
+__all__ = ["StepPlan", "StepWork", "Stopped", "Veto", "look_back", "mean_loss", "train_samples", "train_step"]
 
 
 OLDEST_SHOWN = 15  # of the shares of groups by age
@@ -84,6 +84,15 @@ def look_back(learner: Learner, work: StepWork, interrupted: Callable[[], bool] 
         update.look(batch, tally)
     broken = learner.crew.any(not all(map(_is_usable, learner.trained().values())))
     return {**(tally.reduced(learner.crew).means() if samples else {}), "weights": math.nan if broken else 0.0}
+
+
+def mean_loss(learner: Learner, samples: Sequence[Sample], interrupted: Callable[[], bool]) -> float:
+    """What the tokens of these samples cost the policy as it is, in nats each: forward passes only, in one process."""
+    update, total = Update(learner, StepPlan(0, 1.0), Totals(), interrupted, lambda _numbers: None), 0.0
+    for batch in _share(learner, samples, lambda _sample: 0.0):
+        update.stop_if_told()
+        total -= float(update.logprobs(batch).double().sum())
+    return total / sum(sample.trained for sample in samples)
 
 
 def _is_usable(weight: Tensor) -> bool:

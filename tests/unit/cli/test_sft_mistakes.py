@@ -40,16 +40,19 @@ def said(capsys: Capture, *arguments: object) -> str:
         (["--verify"], "--verify: give the environment that knows what is right"),
         (["--best", "0.5"], "--best and --best-per-prompt are by rank: give the classifier's folder with --rank"),
         (["--rank", "there"], "--rank: say how many to keep, with --best SHARE or --best-per-prompt K"),
-        (["--set", "trainer.loss=plain"], "trainer.loss means nothing to a warm start; what does: betas, "),
-        (["--set", "trainer.processes=2"], "trainer.processes means nothing to a warm start, which is one process;"),
+        (["--set", "trainer.loss=plain"], "trainer.loss means nothing to a warm start"),
+        (["--set", "trainer.processes=2"], "trainer.processes means nothing to a warm start, which is one process"),
         (["--set", "trainer.learning_rat=1"], "[trainer] has no key 'learning_rat'; did you mean 'learning_rate'?"),
         (["--set", "run.steps=3"], "only settings of [trainer] and [environment] matter here"),
         (["--set", "environment.options.max_digits=9"], "there is no environment here; give one with --env"),
         (["--decay", "fast"], "--decay fast: there are none, linear, cosine"),
         (["--report", "r.csv"], "let its name end in .parquet"),
-        (["--select-only"], "chosen rows are JSON lines; let its name end in .jsonl"),
+        (["--select-only"], "rows are written as JSON lines; let its name end in .jsonl"),
         (["--require", "("], "--require (: no regular expression"),
-        (["--max-tokens", "2"], "no demonstration is left of 4 (left out by: length 4); the first, row 0 (demos.jsonl"),
+        (
+            ["--max-tokens", "2"],
+            "no demonstration is left of 4 (left out by: length 4); for example by length: row 0 (demos.jsonl",
+        ),
         (["--env", "srt"], "there is no environment 'srt' (did you mean 'sort'?)"),
     ],
 )
@@ -62,7 +65,7 @@ def test_data_that_is_no_data(tmp_path: Path, capsys: Capture) -> None:
     out = ["--out", tmp_path / "out"]
     assert "there is no data at" in said(capsys, "tiny", "--data", tmp_path / "no.jsonl", *out)
     (tmp_path / "empty.jsonl").touch()
-    assert "is empty: there is nothing to learn from; check --data" in said(
+    assert "is empty: there is nothing to train on; check --data" in said(
         capsys, "tiny", "--data", tmp_path / "empty.jsonl", *out
     )
     (tmp_path / "chat.jsonl").write_text(

@@ -11,12 +11,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from trainer_stubs import tiny_files, tiny_model
 
 from shoal.environments.settings import PromptSettings
-from shoal.trainer.demonstrations.choosing import Choosing
-from shoal.trainer.demonstrations.corpus import Corpus
-from shoal.trainer.demonstrations.encoding import Encoder
-from shoal.trainer.demonstrations.filters import Filter
-from shoal.trainer.demonstrations.reading import Demonstrations
-from shoal.trainer.demonstrations.report import Outcome
+from shoal.trainer.demonstrations.choosing import Asking, Choice, Choosing, Corpus, Outcome
+from shoal.trainer.demonstrations.reading import Demonstrations, Encoder
 
 SPECIAL = ("<|end|>", "<|user|>", "<|bot|>", "<|sys|>")
 CHAT = (
@@ -73,10 +69,19 @@ def sort_rows(count: int) -> list[dict[str, Any]]:
 def chosen(
     tmp: Path,
     rows: Iterable[dict[str, Any] | str],
-    *filters: Filter,
     files: dict[str, bytes] | None = None,
-    **more: Any,
+    asking: Asking | None = None,
+    judge: Any = None,
+    interrupted: bool = False,
+    **choice: Any,
 ) -> tuple[Corpus, Outcome]:
+    """What `Choice(**choice)` makes of the rows; duplicates stay, unless that is asked for."""
     data = Demonstrations([put(tmp / "demos.jsonl", rows)])
     encoder = Encoder(files or sort_files(), PromptSettings(), data.layout)
-    return Choosing(data, encoder, filters, **more).run(tmp / "corpus")
+    wanted = Choice(**{"duplicates": False, "rank": tmp if judge else None, **choice})
+    return Choosing(data, encoder, wanted, asking, judge, interrupted=lambda: interrupted).run(tmp / "corpus")
+
+
+def left_out(outcome: Outcome) -> dict[int, tuple[str, str]]:
+    """By row, the filter that left it out, and why."""
+    return {row: (fate.filter, fate.reason) for row, fate in outcome.fates.items() if fate.filter}

@@ -207,7 +207,9 @@ def test_an_alarm_stands_until_enough_calm_rows_have_followed() -> None:
     for step in (1, 10, 13):
         rows[step]["alarm_staleness"] = float(step)
     assert standing(rows) == {}
-    assert standing(rows[: 13 + guards.CALM]) == {"staleness": (10, "groups are 13 versions old on average, over 5 steps in step 13")}
+    assert standing(rows[: 13 + guards.CALM]) == {
+        "staleness": (10, "groups are 13 versions old on average, over 5 steps in step 13")
+    }
 
 
 def test_the_end_of_a_run_says_which_alarms_stand(tmp_path: Path) -> None:

@@ -9,16 +9,16 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from sftkit import chat_files, chosen, put, sort_row
+from sftkit import chat_files, chosen, left_out, put, sort_row
 
 from shoal.environments import EnvironmentSettings, build
 from shoal.errors import ConfigError
-from shoal.trainer.demonstrations.course import Timetable
-from shoal.trainer.demonstrations.filters import Duplicates, Filter, NearDuplicates
-from shoal.trainer.demonstrations.judged import HeldOut
+from shoal.trainer.demonstrations.choosing import Asking
+from shoal.trainer.demonstrations.course import Course
 from shoal.trainer.demonstrations.likeness import PER_BUCKET, Lookalikes, bands_for, plain_text
 from shoal.trainer.demonstrations.reading import Demonstrations
-from shoal.trainer.demonstrations.settings import Course
+
+SAME, ALIKE = {"duplicates": True}, {"near_duplicates": 0.5}
 
 
 def talk(*texts: str, system: str = "") -> dict[str, Any]:
@@ -28,42 +28,41 @@ def talk(*texts: str, system: str = "") -> dict[str, Any]:
     return {"messages": [*([{"role": "system", "content": system}] if system else []), *said]}
 
 
-def left_out(tmp: Path, rows: list[dict[str, Any]], *filters: Filter) -> list[int]:
-    _, outcome = chosen(tmp, rows, *filters, files=chat_files())
-    return sorted(outcome.left_out)
+def gone(tmp: Path, rows: list[dict[str, Any]], **choice: Any) -> list[int]:
+    """The rows that are left out."""
+    return sorted(left_out(chosen(tmp, rows, files=chat_files(), **choice)[1]))
 
 
 # ── duplicates ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("each", [Duplicates(), NearDuplicates(0.5)])
-def test_where_the_prompt_ends_counts(tmp_path: Path, each: Filter) -> None:
+@pytest.mark.parametrize("choice", [SAME, ALIKE])
+def test_where_the_prompt_ends_counts(tmp_path: Path, choice: dict[str, Any]) -> None:
     rows = [{"prompt": "1", "completion": "23"}, {"prompt": "12", "completion": "3"}]
-    assert left_out(tmp_path, rows, each) == []
+    assert gone(tmp_path, rows, **choice) == []
 
 
 def test_where_there_is_space_counts_but_not_how_much(tmp_path: Path) -> None:
     prompts = ["add 1 11=", "add 11 1=", "add  1 \n11="]
-    assert left_out(tmp_path, [{"prompt": each, "completion": "12"} for each in prompts], Duplicates()) == [2]
+    assert gone(tmp_path, [{"prompt": each, "completion": "12"} for each in prompts], **SAME) == [2]
 
 
-@pytest.mark.parametrize("share", [None, 0.5])
-def test_the_system_message_counts(tmp_path: Path, share: float | None) -> None:
-    each = Duplicates() if share is None else NearDuplicates(share)
+@pytest.mark.parametrize("choice", [SAME, ALIKE])
+def test_the_system_message_counts(tmp_path: Path, choice: dict[str, Any]) -> None:
     rows = [talk("hi", "yo", system=system) for system in ("in french", "in german", "in french")]
-    assert left_out(tmp_path, rows, each) == [2]
+    assert gone(tmp_path, rows, **choice) == [2]
 
 
 def test_a_long_system_message_does_not_make_rows_alike(tmp_path: Path) -> None:
     system = " ".join(f"rule {number}" for number in range(300))
     rows = [talk("what is a fish?", "an animal", system=system), talk("who was Gauss?", "Carl", system=system)]
-    assert left_out(tmp_path, rows, NearDuplicates(0.5)) == []
+    assert gone(tmp_path, rows, **ALIKE) == []
 
 
 def test_who_says_it_and_what_is_learnt_counts(tmp_path: Path) -> None:
     first = {"prompt": [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}], "completion": "c"}
     other = {"prompt": [{"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}], "completion": "c"}
-    assert left_out(tmp_path, [first, other], Duplicates()) == []
+    assert gone(tmp_path, [first, other], **SAME) == []
 
 
 # ── near duplicates in bounded time ──────────────────────────────────────────────────────────────────────────────
@@ -71,7 +70,7 @@ def test_who_says_it_and_what_is_learnt_counts(tmp_path: Path) -> None:
 
 def templated(number: int) -> bytes:
     asked = f"Question {number}: what is {number}+{7 * number}? Explain in detail please, step by step."
-    return plain_text([asked, f"The answer to this is obtained by adding: {8 * number}"])
+    return plain_text([("user", asked), ("", f"The answer to this is obtained by adding: {8 * number}")])
 
 
 def test_templated_rows_take_the_time_of_their_number() -> None:
@@ -96,17 +95,17 @@ def test_bands_find_what_is_as_alike_as_the_threshold() -> None:
 # ── reading ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("key", ["tool_calls", "function_call"])
+@pytest.mark.parametrize("key", ["tool_calls", "function_call", "reasoning_content"])
 def test_calls_of_tools_are_not_lost_without_a_word(tmp_path: Path, key: str) -> None:
     called = talk("t", "y")
     called["messages"][1][key] = [{"name": "f"}]
     _, outcome = chosen(tmp_path, [talk("a", "b"), called], files=chat_files())
-    assert outcome.left_out == {
-        1: ("readable", f"a message has {key}, which would be lost: there is no way to learn it")
-    }
+    [(row, (by, reason))] = left_out(outcome).items()
+    assert (row, by) == (1, "readable")
+    assert f"{key}, which would be lost" in reason
     prompt = [*called["messages"], {"role": "user", "content": "so?"}]
     _, outcome = chosen(tmp_path, [sort_row("21"), {"prompt": prompt, "completion": "12"}])
-    assert list(outcome.left_out) == [1]
+    assert list(left_out(outcome)) == [1]
 
 
 def test_files_of_two_layouts_are_refused_by_name(tmp_path: Path) -> None:
@@ -134,13 +133,13 @@ def test_a_held_out_question_in_any_turn_is_left_out(tmp_path: Path) -> None:
         talk("hi", "hello", asked.upper(), "7"),
         talk("hi", "hello", trained, "7"),
     ]
-    assert left_out(tmp_path, rows, HeldOut(data)) == [0, 1, 2]
+    assert gone(tmp_path, rows, asking=Asking(data)) == [0, 1, 2]
 
 
 def sides(tmp: Path, rows: list[dict[str, Any]], validation: int | None = None) -> list[bool]:
     """Of each row whether it is kept for validation."""
     corpus, _ = chosen(tmp, rows, files=chat_files())
-    aside = set(Timetable.of(Course(validation=validation), corpus).validation.tolist())
+    aside = set(Course(validation=validation).timetable(corpus)[1].tolist())
     assert len(corpus) == len(rows)
     return [number in aside for number in range(len(rows))]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,27 +10,22 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from sftkit import chat_files, chosen, put, sort_files, sort_row, sort_rows
+from sftkit import chat_files, chosen, left_out, put, sort_files, sort_row, sort_rows
 
 from shoal.environments import EnvironmentSettings, build
 from shoal.environments.settings import PromptSettings
 from shoal.errors import CheckpointError, ConfigError, ScoringFailure
 from shoal.rewards import DirectScorer
 from shoal.rewards.panel import Piece
-from shoal.trainer.demonstrations.choosing import Choosing
-from shoal.trainer.demonstrations.corpus import Corpus
-from shoal.trainer.demonstrations.encoding import Encoder
-from shoal.trainer.demonstrations.filters import Duplicates, Form, Known, Length, NearDuplicates
-from shoal.trainer.demonstrations.judged import HeldOut, Ranked, Verified
-from shoal.trainer.demonstrations.reading import Demonstration, Demonstrations
-from shoal.trainer.demonstrations.settings import Interrupted
+from shoal.trainer.demonstrations.choosing import Asking, Choice, Choosing, Corpus, Interrupted
+from shoal.trainer.demonstrations.reading import Demonstration, Demonstrations, Encoder
 
 USER = {"role": "user", "content": "hi"}
 BOT = {"role": "assistant", "content": "ho"}
 
 
 def reasons(outcome: Any) -> dict[int, str]:
-    return {row: f"{by}: {reason}" for row, (by, reason) in outcome.left_out.items()}
+    return {row: f"{by}: {reason}" for row, (by, reason) in left_out(outcome).items()}
 
 
 # ── reading ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -53,7 +47,7 @@ def test_rows_that_are_no_demonstrations_are_counted_by_number(tmp_path: Path) -
     assert len(corpus) == 2
     said = reasons(outcome)
     assert said[1].startswith("readable: the line is no JSON object")
-    assert said[2] == "readable: messages has no turn of the assistant: there is nothing to learn"
+    assert said[2] == "readable: messages has no turn of the assistant: there is nothing to train on"
     assert said[3] == "readable: message 1 is of the role user, not assistant: turns must alternate"
     assert said[4] == "readable: the content of message 1 is empty"
     assert "reasoning_content, which would be lost" in said[5]
@@ -79,7 +73,7 @@ def test_wrong_columns_are_named(tmp_path: Path) -> None:
 def test_no_file_and_an_empty_one(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"there is no data at .*, as --data"):
         Demonstrations([tmp_path / "nothing.jsonl"])
-    with pytest.raises(ConfigError, match="is empty: there is nothing to learn from"):
+    with pytest.raises(ConfigError, match="is empty: there is nothing to train on"):
         Demonstrations([put(tmp_path / "a.jsonl", [])])
 
 
@@ -96,13 +90,13 @@ def test_a_prompt_may_be_a_conversation_of_which_only_the_end_is_learnt(tmp_path
 
 def test_length_leaves_out_or_cuts(tmp_path: Path) -> None:
     rows = [sort_row("21"), sort_row("321"), sort_row("7654321")]  # 6, 8 and 16 tokens
-    _, outcome = chosen(tmp_path, rows, Length(7, 9))
+    _, outcome = chosen(tmp_path, rows, min_tokens=7, max_tokens=9)
     assert reasons(outcome) == {0: "length: less than 7 tokens", 2: "length: more than 9 tokens"}
-    corpus, outcome = chosen(tmp_path, rows, Length(1, 10), cut_at=10)
+    corpus, outcome = chosen(tmp_path, rows, max_tokens=10, truncate=True)
     assert outcome.kept == [0, 1, 2]
     assert corpus.lengths.tolist() == [6, 8, 10]
-    _, outcome = chosen(tmp_path, rows, Length(1, 8), cut_at=8)
-    assert reasons(outcome) == {2: "length: no token of it would be learnt"}  # the prompt alone has 8
+    _, outcome = chosen(tmp_path, rows, max_tokens=8, truncate=True)
+    assert reasons(outcome) == {2: "length: no token of it would be trained on"}  # the prompt alone has 8
 
 
 @pytest.mark.parametrize(
@@ -116,19 +110,18 @@ def test_length_leaves_out_or_cuts(tmp_path: Path) -> None:
 )
 def test_form(tmp_path: Path, wanted: str, good: str, bad: str) -> None:
     rows = [{"text": good}, {"text": bad}]
-    _, outcome = chosen(tmp_path, rows, Form(wanted))
+    _, outcome = chosen(tmp_path, rows, files=chat_files(), require=(wanted,))
     assert reasons(outcome) == {1: f"form: no {wanted} in it"}
 
 
 def test_a_form_that_is_no_pattern() -> None:
     with pytest.raises(ConfigError, match=r"--require \(: no regular expression"):
-        Form("(")
+        Choice(require=("(",))
 
 
 def test_characters_that_the_tokenizer_does_not_know(tmp_path: Path) -> None:
-    encoder = Encoder(sort_files(), PromptSettings(), "text")
     rows = [{"text": "plain"}, {"text": "naïve"}]
-    _, outcome = chosen(tmp_path, rows, Known(encoder.tokenizer.unknown_token_id))
+    _, outcome = chosen(tmp_path, rows)
     assert reasons(outcome) == {1: "characters: characters that the tokenizer does not know"}
 
 
@@ -144,7 +137,7 @@ def test_duplicates_but_for_space_and_case(tmp_path: Path) -> None:
         },
         {"messages": [USER, {**BOT, "content": "he"}]},
     ]
-    _, outcome = chosen(tmp_path, rows, Duplicates(), files=chat_files())
+    _, outcome = chosen(tmp_path, rows, duplicates=True, files=chat_files())
     assert reasons(outcome) == {2: "duplicates: the same as row 0"}
 
 
@@ -156,7 +149,7 @@ def test_near_duplicates(tmp_path: Path) -> None:
         {"text": long.replace("word77 ", "")},
         {"text": long[: len(long) // 2]},
     ]
-    _, outcome = chosen(tmp_path, rows, NearDuplicates(0.8), files=chat_files())
+    _, outcome = chosen(tmp_path, rows, near_duplicates=0.8, files=chat_files())
     assert reasons(outcome) == {2: "near duplicates: nearly the same as row 0"}
 
 
@@ -164,7 +157,7 @@ def test_held_out_tasks_of_a_generator_and_of_a_data_set(tmp_path: Path) -> None
     sort = build(EnvironmentSettings(name="sort"))
     held_out, train = sort.tasks("held_out")[0], sort.tasks("train")[0]
     rows = [{"prompt": task.prompt, "completion": task.answer} for task in (train, held_out)]
-    _, outcome = chosen(tmp_path, rows, HeldOut(sort))
+    _, outcome = chosen(tmp_path, rows, asking=Asking(sort))
     assert reasons(outcome) == {1: "held out: the environment holds this task out"}
     questions = put(
         tmp_path / "q.jsonl", [{"question": f"{number} plus 1?", "answer": str(number + 1)} for number in range(20)]
@@ -172,8 +165,8 @@ def test_held_out_tasks_of_a_generator_and_of_a_data_set(tmp_path: Path) -> None
     data = build(EnvironmentSettings(name="dataset", data=questions, options={"grader": "exact"}))
     asked = data.tasks("held_out")[0].prompt
     rows = [{"prompt": asked.upper(), "completion": "1"}, {"prompt": data.tasks("train")[0].prompt, "completion": "1"}]
-    _, outcome = chosen(tmp_path, rows, HeldOut(data))
-    assert list(outcome.left_out) == [0]
+    _, outcome = chosen(tmp_path, rows, asking=Asking(data))
+    assert list(left_out(outcome)) == [0]
 
 
 class Failing(DirectScorer):
@@ -197,7 +190,7 @@ def test_verified_by_the_environment(tmp_path: Path) -> None:
         {"prompt": "another=", "completion": tasks[3].answer, "task": tasks[3].id},
         {"prompt": tasks[3].prompt, "completion": tasks[3].answer, "task": "sort/nowhere"},
     ]
-    _, outcome = chosen(tmp_path, rows, Verified(sort, Failing(sort), 1.0, has_tasks=True))
+    _, outcome = chosen(tmp_path, rows, asking=Asking(sort, Failing(sort), has_tasks=True), verify=True)
     assert reasons(outcome) == {
         1: "verified: its reward is below 1",
         2: "verified: could not be scored: broken",
@@ -213,11 +206,11 @@ def test_verified_by_the_question_where_no_task_is_named(tmp_path: Path) -> None
     data = build(EnvironmentSettings(name="dataset", data=questions, options={"grader": "exact"}))
     task = data.tasks("train")[3]
     rows = [{"prompt": task.prompt, "completion": task.answer}, {"prompt": "who knows", "completion": "x"}]
-    _, outcome = chosen(tmp_path, rows, Verified(data, DirectScorer(data), 1.0, has_tasks=False))
+    _, outcome = chosen(tmp_path, rows, asking=Asking(data, DirectScorer(data)), verify=True)
     assert reasons(outcome) == {1: "verified: no task of the environment asks this"}
     many = build(EnvironmentSettings(name="sort", train_size=2_000_000))
     with pytest.raises(ConfigError, match="name them in a column task"):
-        chosen(tmp_path, rows, Verified(many, DirectScorer(many), 1.0, has_tasks=False))
+        chosen(tmp_path, rows, asking=Asking(many, DirectScorer(many)), verify=True)
 
 
 class Longest:
@@ -236,12 +229,12 @@ def test_the_best_by_rank(tmp_path: Path) -> None:
         {"prompt": prompt, "completion": text}
         for prompt, text in [("a", "x"), ("a", "xxx"), ("a", "xxx."), ("b", "y"), ("b", "yy"), ("b", "?")]
     ]
-    corpus, outcome = chosen(tmp_path, rows, ranked=Ranked(Longest(), None, 1))
+    corpus, outcome = chosen(tmp_path, rows, judge=Longest(), best_per_prompt=1)
     assert outcome.kept == [2, 4]
-    assert outcome.counts == {"readable": 0, "rank": 4}
+    assert outcome.counts["rank"] == 4
     assert reasons(outcome)[5].startswith("rank: could not be judged")
     assert [corpus.sample(number).trained for number in range(len(corpus))] == [5, 3]
-    _, outcome = chosen(tmp_path, rows, ranked=Ranked(Longest(), 0.4, None))
+    _, outcome = chosen(tmp_path, rows, judge=Longest(), best=0.4)
     assert outcome.kept == [1, 2]
 
 
@@ -250,38 +243,40 @@ def test_the_best_by_rank(tmp_path: Path) -> None:
 
 def test_filters_see_only_what_those_before_have_kept(tmp_path: Path) -> None:
     rows = [sort_row("7654321"), sort_row("7654321"), sort_row("21"), sort_row("21")]
-    _, outcome = chosen(tmp_path, rows, Length(1, 9), Duplicates())
-    assert outcome.counts == {"readable": 0, "length": 2, "duplicates": 1}
+    _, outcome = chosen(tmp_path, rows, max_tokens=9, duplicates=True)
+    assert outcome.counts == {"readable": 0, "length": 2, "characters": 0, "duplicates": 1}
 
 
 def test_the_table_and_the_report(tmp_path: Path) -> None:
     rows: list[Any] = [sort_row("21"), "{", sort_row("7654321"), sort_row("21")]
-    _, outcome = chosen(tmp_path, rows, Length(1, 9), Duplicates())
-    lines = outcome.lines(4, lambda row: f"line {row + 1}")
-    assert [line.split()[:3] for line in lines[:1]] == [["read", "4"]]
-    assert lines[1].startswith("  - readable            1   e.g. row 1 (line 2): the line is no JSON object")
-    assert lines[2] == "  - length              1   e.g. row 2 (line 3): more than 9 tokens"
-    assert lines[3] == "  - duplicates          1   e.g. row 3 (line 4): the same as row 0"
-    assert lines[4].split() == ["kept", "1"]
-    outcome.write(tmp_path / "r.parquet", 4, lambda row: f"line {row + 1}")
+    _, outcome = chosen(tmp_path, rows, max_tokens=9, duplicates=True)
+    read, *by_filter, kept = outcome.lines()
+    assert (read.split(), kept.split()) == (["read", "4"], ["kept", "1"])
+    assert by_filter[0].startswith(
+        "  - readable            1   e.g. row 1 (demos.jsonl line 2): the line is no JSON object"
+    )
+    assert by_filter[1:] == [
+        "  - length              1   e.g. row 2 (demos.jsonl line 3): more than 9 tokens",
+        "  - characters          0",
+        "  - duplicates          1   e.g. row 3 (demos.jsonl line 4): the same as row 0",
+    ]
+    outcome.write(tmp_path / "r.parquet")
     found = pq.read_table(tmp_path / "r.parquet").to_pylist()
     assert [(row["row"], row["kept"], row["filter"]) for row in found] == [
         (0, True, ""), (1, False, "readable"), (2, False, "length"), (3, False, "duplicates"),
     ]  # fmt: skip
     assert [row["tokens"] for row in found] == [6, None, 16, 6]
-    assert found[0]["learnt"] == 3
+    assert found[0]["trained"] == 3
 
 
 def test_nothing_left_is_an_error_that_says_by_what(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"no demonstration is left of 3 \(left out by: length 3\); the first, row 0 "
-    ):
-        chosen(tmp_path, sort_rows(3), Length(1, 2))
+    with pytest.raises(ConfigError, match=r"no demonstration is left of 3 \(left out by: length 3\).*row 0 "):
+        chosen(tmp_path, sort_rows(3), max_tokens=2)
 
 
 def test_told_to_stop(tmp_path: Path) -> None:
     with pytest.raises(Interrupted):
-        chosen(tmp_path, sort_rows(3), interrupted=lambda: True)
+        chosen(tmp_path, sort_rows(3), interrupted=True)
 
 
 def test_samples_of_the_corpus_are_the_tokens_that_were_encoded(tmp_path: Path) -> None:
@@ -292,16 +287,15 @@ def test_samples_of_the_corpus_are_the_tokens_that_were_encoded(tmp_path: Path) 
     (expected,) = encoder.encode(Demonstration(0, said))
     sample = corpus.sample(0)
     assert np.array_equal(np.concatenate([sample.prompt_ids, sample.token_ids]), expected.ids)
-    assert np.array_equal(sample.drawn, expected.learnt[len(sample.prompt_ids) :])
+    assert np.array_equal(sample.drawn, expected.trained[len(sample.prompt_ids) :])
     assert bool(sample.drawn[0])
     assert sample.advantage == 1.0
-    assert len(corpus) == 2
-    assert Corpus(tmp_path / "corpus").hash == corpus.hash
+    assert len(corpus) == len(Corpus(tmp_path / "corpus")) == 2
 
 
 def test_a_damaged_corpus_is_not_trained_on(tmp_path: Path) -> None:
     chosen(tmp_path, sort_rows(4))
-    path = tmp_path / "corpus" / "ids.i32"
+    path = tmp_path / "corpus" / "corpus.arrow"
     path.write_bytes(b"\0" * path.stat().st_size)
     with pytest.raises(CheckpointError, match=r"are damaged; remove .* and begin again"):
         Corpus(tmp_path / "corpus")
@@ -313,8 +307,6 @@ def test_a_damaged_corpus_is_not_trained_on(tmp_path: Path) -> None:
 def test_progress_is_told(tmp_path: Path) -> None:
     told: list[tuple[int, int]] = []
     data = Demonstrations([put(tmp_path / "a.jsonl", sort_rows(300))])
-    Choosing(
-        data, Encoder(sort_files(), PromptSettings(), data.layout), [], progress=lambda *said: told.append(said)
-    ).run(tmp_path / "corpus")
+    encoder = Encoder(sort_files(), PromptSettings(), data.layout)
+    Choosing(data, encoder, progress=lambda *said: told.append(said)).run(tmp_path / "corpus")
     assert told == [(0, 300), (256, 300)]
-    assert json.loads((tmp_path / "corpus" / "corpus.json").read_text())

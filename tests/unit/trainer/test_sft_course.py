@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.errors import ConfigError
-from shoal.trainer.demonstrations.course import Timetable, decay_factor
-from shoal.trainer.demonstrations.settings import Course, named_decay, refuse_unused
+from shoal.trainer.demonstrations.course import Course, refuse_unused
 
 
 @dataclass(frozen=True)
@@ -26,13 +25,15 @@ class Lengths:
         return len(self.lengths)
 
 
-def table(course: Course, lengths: list[int], questions: list[int] | None = None) -> Timetable:
-    asked = np.array(range(len(lengths)) if questions is None else questions, np.uint64)
-    return Timetable.of(course, cast(Any, Lengths(np.array(lengths, np.int64), asked)))
+def table(course: Course, lengths: list[int], questions: list[int] | None = None) -> tuple[list[list[int]], list[int]]:
+    """The batches, and what is kept for validation."""
+    asked = np.array(range(len(lengths)) if questions is None else questions, np.int64)
+    found, aside = course.timetable(cast(Any, Lengths(np.array(lengths, np.int64), asked)))
+    return [batch.tolist() for batch in found], aside.tolist()
 
 
 def batches(course: Course, count: int) -> list[list[int]]:
-    return [batch.tolist() for batch in table(course, [1] * count).batches]
+    return table(course, [1] * count)[0]
 
 
 @given(st.integers(1, 60), st.integers(1, 20), st.integers(1, 3), st.integers(0, 5))
@@ -50,7 +51,7 @@ def test_every_epoch_has_every_sequence_once(count: int, size: int, epochs: int,
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(1, 80))
 def test_batches_by_tokens_are_as_full_as_they_may_be(lengths: list[int], most: int) -> None:
-    found = [batch.tolist() for batch in table(Course(batch_tokens=most, validation=0), lengths).batches]
+    found, _ = table(Course(batch_tokens=most, validation=0), lengths)
     assert sorted(number for batch in found for number in batch) == list(range(len(lengths)))
     sums = [sum(lengths[number] for number in batch) for batch in found]
     for index, (batch, total) in enumerate(zip(found, sums, strict=True)):
@@ -81,15 +82,11 @@ def test_steps_end_it_or_let_it_go_on() -> None:
 
 def test_validation_takes_whole_questions_and_is_never_trained_on() -> None:
     questions = [5, 1, 5, 2, 1, 9, 9, 7]
-    found = table(Course(validation=2), [1] * 8, questions)
-    assert found.validation.tolist() == [1, 4]
-    found = table(Course(validation=4), [1] * 8, questions)
-    assert found.validation.tolist() == [0, 1, 2, 3, 4]  # five: both answers to question 5
-    trained = {number for batch in found.batches for number in batch.tolist()}
-    assert trained == {5, 6, 7}
-    assert len(table(Course(), [1] * 100).validation) == 5
-    assert len(table(Course(), [1] * 10_000).validation) == 256
-    assert len(table(Course(), [1] * 19).validation) == 0
+    assert table(Course(validation=2), [1] * 8, questions)[1] == [1, 4]
+    found, aside = table(Course(validation=4), [1] * 8, questions)
+    assert aside == [0, 1, 2, 3, 4]  # five: both answers to question 5
+    assert {number for batch in found for number in batch} == {5, 6, 7}
+    assert [len(table(Course(), [1] * count)[1]) for count in (100, 10_000, 19)] == [5, 256, 0]
 
 
 def test_nothing_left_to_train_on() -> None:
@@ -98,16 +95,16 @@ def test_nothing_left_to_train_on() -> None:
 
 
 def test_decay_by_hand() -> None:
-    assert [decay_factor("none", step, 4, 0) for step in range(4)] == [1, 1, 1, 1]
-    assert [decay_factor("linear", step, 4, 0) for step in range(4)] == [1, 0.75, 0.5, 0.25]
-    assert [round(decay_factor("cosine", step, 6, 2), 4) for step in range(6)] == [1, 1, 1, 0.8536, 0.5, 0.1464]
-    assert decay_factor("cosine", 0, 1, 5) == 1
+    assert [Course(decay="none").rate_factor(step, 4, 0) for step in range(4)] == [1, 1, 1, 1]
+    assert [Course(decay="linear").rate_factor(step, 4, 0) for step in range(4)] == [1, 0.75, 0.5, 0.25]
+    assert [round(Course().rate_factor(step, 6, 2), 4) for step in range(6)] == [1, 1, 1, 0.8536, 0.5, 0.1464]
+    assert Course().rate_factor(0, 1, 5) == 1
 
 
 def test_words_that_mean_nothing() -> None:
     with pytest.raises(ConfigError, match="--decay quick: there are none, linear, cosine"):
-        named_decay("quick")
-    with pytest.raises(ConfigError, match=r"trainer\.clip_epsilon means nothing to a warm start; what does: betas, "):
+        Course(decay="quick")
+    with pytest.raises(ConfigError, match=r"trainer\.clip_epsilon means nothing to a warm start.*what does: betas, "):
         refuse_unused("trainer.clip_epsilon=0.1")
     refuse_unused("trainer.memory.recompute=true")
     refuse_unused("trainer.learning_rat=1")  # a name that there is not is said by whoever reads settings

@@ -10,8 +10,7 @@ from sftkit import BOT, CHAT, END, FORGETFUL, SYS, TOKENIZER, USER, chat_files, 
 from shoal.environments.settings import PromptSettings
 from shoal.errors import ModelError, UnusableTask
 from shoal.models import PromptEncoder, TextTokenizer
-from shoal.trainer.demonstrations.encoding import Encoder, Sequence
-from shoal.trainer.demonstrations.reading import Demonstration
+from shoal.trainer.demonstrations.reading import Demonstration, Encoder, Tokens
 
 TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\U0010fff0\U0010fff1"), min_size=1, max_size=12)
 
@@ -20,14 +19,14 @@ def spelt(text: str) -> list[int]:
     return list(TextTokenizer(chat_files()).encode_plain(text))
 
 
-def encode(*said: tuple[str, str], template: str | None = CHAT, given: int = 0, **manner: str) -> tuple[Sequence, ...]:
+def encode(*said: tuple[str, str], template: str | None = CHAT, given: int = 0, **manner: str) -> tuple[Tokens, ...]:
     encoder = Encoder(chat_files(template), PromptSettings(**manner), "messages")
     return encoder.encode(Demonstration(0, said, given))
 
 
-def learnt(sequence: Sequence) -> list[int]:
+def learnt(sequence: Tokens) -> list[int]:
     return [
-        token for token, is_learnt in zip(sequence.ids.tolist(), sequence.learnt.tolist(), strict=True) if is_learnt
+        token for token, is_learnt in zip(sequence.ids.tolist(), sequence.trained.tolist(), strict=True) if is_learnt
     ]
 
 
@@ -35,7 +34,7 @@ def test_one_turn_by_hand() -> None:
     (found,) = encode(("system", "S"), ("user", "2+2?"), ("assistant", "4!"))
     read = [SYS, *spelt("S"), END, USER, *spelt("2+2?"), END, BOT]
     assert found.ids.tolist() == [*read, *spelt("4!"), END]
-    assert found.learnt.tolist() == [False] * len(read) + [True] * 3
+    assert found.trained.tolist() == [False] * len(read) + [True] * 3
 
 
 def test_every_turn_of_a_conversation_is_learnt_in_one_sequence() -> None:
@@ -75,10 +74,10 @@ def test_each_turn_stands_behind_the_very_prompt_of_a_rollout(turns: list[tuple[
     for asked, answer in spans:  # some sequence has the prompt as its beginning and the answer, learnt, right after it
         size = len(asked)
         assert any(
-            each.ids.tolist()[: size + len(answer)] == asked + answer and each.learnt[size : size + len(answer)].all()
+            each.ids.tolist()[: size + len(answer)] == asked + answer and each.trained[size : size + len(answer)].all()
             for each in found
         )
-    assert sum(each.tokens_learnt for each in found) == sum(len(answer) for _, answer in spans)
+    assert sum(int(each.trained.sum()) for each in found) == sum(len(answer) for _, answer in spans)
 
 
 def test_words_that_look_like_control_tokens_are_spelt_out() -> None:
@@ -93,7 +92,7 @@ def test_bare_text_is_learnt_whole_but_for_its_first_token(template: str | None)
     encoder = Encoder(chat_files(template), PromptSettings(), "text")
     (found,) = encoder.encode(Demonstration(0, text="hey<|end|>"))
     assert found.ids.tolist() == [*spelt("hey<|end|>"), END]
-    assert found.learnt.tolist() == [False] + [True] * (len(found.ids) - 1)
+    assert found.trained.tolist() == [False] + [True] * (len(found.ids) - 1)
 
 
 def test_an_answer_that_the_prompt_has_begun_is_not_begun_twice() -> None:
@@ -122,7 +121,7 @@ def test_prompt_and_completion_without_a_template_are_their_texts() -> None:
     (found,) = encoder.encode(Demonstration(0, (("user", "312="), ("assistant", "123")), given=1))
     tokenizer = TextTokenizer(sort_files())
     assert found.ids.tolist() == [*tokenizer.encode("312=123"), tokenizer.eos_token_id]
-    assert found.learnt.tolist() == [False] * 4 + [True] * 4
+    assert found.trained.tolist() == [False] * 4 + [True] * 4
     assert encoder.positions == 256
 
 
@@ -130,4 +129,4 @@ def test_cutting_leaves_no_false_end() -> None:
     (found,) = encode(("user", "a"), ("assistant", "bcd"))
     cut = found.cut(6)
     assert learnt(cut) == spelt("bc")
-    assert found.cut(100) is found
+    assert learnt(found.cut(100)) == learnt(found.cut(None)) == learnt(found)

@@ -8,7 +8,12 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.trainer.demonstrations.likeness import Lookalikes, digest_of, likeness, plain_text, signature_of
+from shoal.trainer.demonstrations.likeness import Lookalikes, likeness, signature_of
+from shoal.trainer.demonstrations.likeness import plain_text as marked
+
+
+def plain_text(texts: list[str]) -> bytes:
+    return marked(("", text) for text in texts)
 
 
 def runs(plain: bytes) -> set[bytes]:
@@ -41,7 +46,6 @@ PINNED = [254_259_876, 193_770_999, 11_516_263, 28_262_786]
 def test_a_text_is_like_itself_however_it_is_spaced_and_capitalised(text: str) -> None:
     spaced = f" {text}\n"
     assert plain_text([text]) == plain_text([spaced])
-    assert digest_of(plain_text([text])) == digest_of(plain_text([spaced]))
     assert likeness(signature_of(plain_text([text])), signature_of(plain_text([spaced]))) == 1.0
 
 

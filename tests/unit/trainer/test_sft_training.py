@@ -18,8 +18,8 @@ from shoal.models.load import load_model
 from shoal.runtime.metrics import MetricsLog
 from shoal.runtime.stop import StopToken
 from shoal.trainer.checkpoint import Progress
-from shoal.trainer.demonstrations.corpus import Corpus
-from shoal.trainer.demonstrations.settings import Course
+from shoal.trainer.demonstrations.choosing import Corpus
+from shoal.trainer.demonstrations.course import Course
 from shoal.trainer.demonstrations.training import VALIDATION, WarmStart, WarmStartParts
 from shoal.trainer.export import ModelCard
 from shoal.trainer.learner import Learner, new_learner
@@ -68,8 +68,8 @@ def rows(of: WarmStartParts) -> list[dict[str, float]]:
 def test_it_learns_and_its_numbers_are_those_by_hand(tmp_path: Path, corpus: Corpus) -> None:
     given = parts(tmp_path, corpus)
     run = WarmStart(given, StopToken())
-    first = run._times.batches[0].tolist()
-    validation = run._times.validation.tolist()
+    first = run.batches[0].tolist()
+    validation = run.validation.tolist()
     expected = [mean_loss(given.learner, corpus, first), mean_loss(given.learner, corpus, validation)]
     told: list[tuple[int, int]] = []
     assert run.run(lambda done, steps, _note: told.append((done, steps)))

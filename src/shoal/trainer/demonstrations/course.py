@@ -1,5 +1,5 @@
 """Which sequences each step is trained on, and at which rate: functions of the settings alone, so that a resume has
-nothing to restore but the number of the step.
+nothing to restore but the number of the step. Imports no torch.
 
     corpus ─► validation, by question ─┐
            └► the others: epoch 0, an order by (seed, 0), cut into batches; epoch 1, …
@@ -10,87 +10,119 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import count, islice
 
 import numpy as np
 import numpy.typing as npt
 
 from shoal.errors import ConfigError
-from shoal.trainer.demonstrations.corpus import Corpus
-from shoal.trainer.demonstrations.settings import Course, Decay
+from shoal.trainer.demonstrations.choosing import Corpus
+from shoal.trainer.settings import LossName, TrainerSettings
 
 Numbers = npt.NDArray[np.int64]
+DECAYS = ("none", "linear", "cosine")
 VALIDATION_SHARE, MOST_VALIDATION = 20, 256
 LARGE_SHARE = 4  # what shares questions with a quarter of everything is put aside only if it is asked for
+LOSS: LossName = "cross_entropy"
+DEFAULTS = """
+learning_rate = 2e-5
+betas = [0.9, 0.999]
+warmup_steps = 10
+grad_clip = 1.0
+minibatches = 1
+checkpoint_every = 50
+evaluate_every = 50
+"""
+"""Of the [trainer] table, where imitation wants others than RL."""
+HARMLESS = frozenset({"tracking", "checkpoint_every", "keep_checkpoints", "evaluate_every"})
+"""Settings that may be others when a warm start continues."""
+USED = HARMLESS | {
+    "learning_rate", "betas", "weight_decay", "warmup_steps", "grad_clip", "memory", "lora", "guards",
+    "micro_batch_tokens", "device", "threads", "publish_dtype",
+}  # fmt: skip
+"""Settings of [trainer] that mean something here. The others are about rollouts, rewards and hubs."""
+
+
+def refuse_unused(override: str) -> None:
+    """An override that would change nothing is a mistake."""
+    table, key, *_ = [*override.partition("=")[0].strip().split("."), ""]
+    if table != "trainer":
+        raise ConfigError(f"--set {override}: only settings of [trainer] and [environment] matter here")
+    if key in TrainerSettings.model_fields and key not in USED:
+        raise ConfigError(
+            f"--set {override}: trainer.{key} means nothing to a warm start, which is one process without rollouts; "
+            f"what does: {', '.join(sorted(USED))}"
+        )
 
 
 @dataclass(frozen=True)
-class Timetable:
-    """The batches of every step, and what is kept for validation."""
+class Course:
+    """How long, in batches of how much, in which order. `steps` ends it whatever the epochs; None: all of them.
 
-    batches: tuple[Numbers, ...]
-    validation: Numbers
+    A batch has `batch` sequences, or, if `batch_tokens` is given, as many as have that many tokens.
+    `validation` sequences at least are kept for validation; None: a twentieth, 256 at most.
+    """
 
-    @classmethod
-    def of(cls, course: Course, corpus: Corpus) -> Timetable:
-        validation = _aside(course, corpus.questions)
-        others = np.setdiff1d(np.arange(len(corpus)), validation)
+    epochs: int = 1
+    steps: int | None = None
+    batch: int = 32
+    batch_tokens: int | None = None
+    seed: int = 0
+    decay: str = "cosine"
+    validation: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.decay not in DECAYS:
+            raise ConfigError(f"--decay {self.decay}: there are {', '.join(DECAYS)}")
+
+    def timetable(self, corpus: Corpus) -> tuple[tuple[Numbers, ...], Numbers]:
+        """The sequences of every step, and those that are kept for validation."""
+        aside = self._aside(corpus.questions)
+        others = np.setdiff1d(np.arange(len(corpus)), aside)
         if not len(others):
             raise ConfigError(
                 f"all {len(corpus)} sequences are kept for validation, so that none is left to train on: "
                 "lower --validation, or give more demonstrations"
             )
-        epochs = range(course.epochs) if course.steps is None else iter(int, 1)  # the latter never ends
-        every = (batch for number, _ in enumerate(epochs) for batch in _epoch(course, corpus.lengths, others, number))
-        return cls(tuple(islice(every, course.steps)), validation)
+        epochs = range(self.epochs) if self.steps is None else count()
+        every = (batch for epoch in epochs for batch in self._epoch(corpus.lengths, others, epoch))
+        return tuple(islice(every, self.steps)), aside
 
+    def _aside(self, questions: Numbers) -> Numbers:
+        """Those of the lowest questions, each with all its answers, until they are enough; questions with more answers
+        than are wanted come last, the fewest first."""
+        total = len(questions)
+        wanted = min(total // VALIDATION_SHARE, MOST_VALIDATION) if self.validation is None else self.validation
+        asked, answers = np.unique(questions, return_counts=True)
+        order = np.lexsort((asked, np.where(answers > wanted, answers, 0)))
+        if self.validation is None:
+            order = order[answers[order] <= max(wanted, total // LARGE_SHARE)]
+        enough = int(np.searchsorted(np.cumsum(answers[order]), wanted)) + 1 if wanted else 0
+        return np.flatnonzero(np.isin(questions, asked[order[:enough]])).astype(np.int64)
 
-def _aside(course: Course, questions: npt.NDArray[np.uint64]) -> Numbers:
-    """Sequences for validation: those of the lowest questions, each with all its answers, until they are enough.
+    def _epoch(self, lengths: Numbers, others: Numbers, epoch: int) -> Iterator[Numbers]:
+        # The raw bits of a counter-based generator: the same on every machine and in every version.
+        shuffle = np.random.Philox(key=[self.seed, epoch]).random_raw(len(others))
+        order = others[np.argsort(shuffle, kind="stable")]
+        if self.batch_tokens is None:
+            # As even as can be: a last batch of one sequence would weigh as much as one of many.
+            yield from np.array_split(order, math.ceil(len(order) / self.batch))
+            return
+        filled, start = np.cumsum(lengths[order]), 0
+        while start < len(order):
+            before = int(filled[start]) - int(lengths[order[start]])
+            end = int(np.searchsorted(filled, before + self.batch_tokens, side="right"))
+            end = max(end, start + 1)  # one that is longer than a batch is a batch
+            yield order[start:end]
+            start = end
 
-    Questions with more answers than are wanted come last, the fewest first.
-    """
-    count = len(questions)
-    wanted = min(count // VALIDATION_SHARE, MOST_VALIDATION) if course.validation is None else course.validation
-    if wanted <= 0:
-        return np.zeros(0, np.int64)
-    asked, answers = np.unique(questions, return_counts=True)
-    order = np.lexsort((asked, np.where(answers > wanted, answers, 0)))
-    if course.validation is None:
-        order = order[answers[order] <= max(wanted, count // LARGE_SHARE)]
-    enough = int(np.searchsorted(np.cumsum(answers[order]), wanted)) + 1
-    return np.flatnonzero(np.isin(questions, asked[order[:enough]])).astype(np.int64)
+    def rate_factor(self, step: int, steps: int, warmup: int) -> float:
+        """What the rate of a step is multiplied by: 1 while it warms up, then less, to almost 0.
 
-
-def _epoch(course: Course, lengths: Numbers, others: Numbers, epoch: int) -> Iterator[Numbers]:
-    order = others[np.argsort(_dice(course.seed, epoch, len(others)), kind="stable")]
-    if course.batch_tokens is None:
-        # As even as can be: a last batch of one sequence would weigh as much as one of many.
-        yield from np.array_split(order, math.ceil(len(order) / course.batch))
-        return
-    filled = np.cumsum(lengths[order])
-    start = 0
-    while start < len(order):
-        before = 0 if start == 0 else int(filled[start - 1])
-        end = int(np.searchsorted(filled, before + course.batch_tokens, side="right"))
-        end = max(end, start + 1)  # one that is longer than a batch is a batch
-        yield order[start:end]
-        start = end
-
-
-def _dice(seed: int, epoch: int, count: int) -> npt.NDArray[np.uint64]:
-    """The raw bits of a counter-based generator: the same on every machine and in every version."""
-    found: npt.NDArray[np.uint64] = np.random.Philox(key=[seed, epoch]).random_raw(count)
-    return found
-
-
-def decay_factor(decay: Decay, step: int, steps: int, warmup: int) -> float:
-    """What the rate of a step is multiplied by: 1 while it warms up, then less and less, a little above 0 at the end.
-
-    >>> [round(decay_factor("linear", step, 6, 2), 2) for step in range(6)]
-    [1.0, 1.0, 1.0, 0.75, 0.5, 0.25]
-    """
-    if decay == "none" or step < warmup:
-        return 1.0
-    done = (step - warmup) / max(1, steps - warmup)
-    return 1.0 - done if decay == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+        >>> [round(Course(decay="linear").rate_factor(step, 6, 2), 2) for step in range(6)]
+        [1.0, 1.0, 1.0, 0.75, 0.5, 0.25]
+        """
+        if self.decay == "none" or step < warmup:
+            return 1.0
+        done = (step - warmup) / max(1, steps - warmup)
+        return 1.0 - done if self.decay == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))

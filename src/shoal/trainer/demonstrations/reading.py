@@ -1,18 +1,24 @@
-"""Demonstrations in files: JSON lines, Parquet, Arrow or CSV, several of them, read a batch of rows at a time.
+"""Demonstrations in files (JSON lines, Parquet, Arrow, CSV) as conversations, and as token ids.
 
-    messages             [{role, content}, …]   every turn of the assistant is learnt
+    messages             [{role, content}, …]   every turn of the assistant is trained on
     prompt, completion   text, or messages that end with the user's, and what the assistant says then
-    text                 nothing but text, all of it learnt
+    text                 nothing but text, all of it trained on
 
-A column `task` (or `task_id`, `problem_id`) names the task of an environment that a demonstration answers.
+A column `task` (or `task_id`, `problem_id`) names the task of an environment that a demonstration answers. A prompt
+becomes the ids that a rollout of it begins with (PromptEncoder); what the assistant says becomes its own ids, no
+control token among them, then the end-of-sequence token. Nothing is searched for in rendered text.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from shoal.environments.data.digest import data_digest
 from shoal.environments.data.locating import locate
@@ -20,25 +26,20 @@ from shoal.environments.data.scanning import rows_of
 from shoal.environments.data.source import Broken
 from shoal.environments.data.table import Table
 from shoal.environments.formats.texts import conversation, messages_of, required
-from shoal.errors import ConfigError, EnvironmentSetupError, UnusableTask
+from shoal.errors import ConfigError, EnvironmentSetupError, ModelError, UnusableTask
+from shoal.models.folder import read_config
+from shoal.models.prompts import Manner, PromptEncoder
 
 Message = tuple[str, str]
-CALLS = ("tool_calls", "function_call")
+LAYOUTS = {"messages": ("messages",), "completion": ("prompt", "completion"), "text": ("text",)}
 TASK_COLUMNS = ("task", "task_id", "problem_id")
-LAYOUTS: dict[str, tuple[str, ...]] = {
-    "messages": ("messages",),
-    "completion": ("prompt", "completion"),
-    "text": ("text",),
-}
+LOST = ("tool_calls", "function_call", "reasoning_content")
+THINKING, TAIL = "<think>", 8  # tokens at the end of a prompt that tell how the answer was begun
 
 
 @dataclass(frozen=True)
 class Demonstration:
-    """What somebody said, to be imitated. Messages before number `given` are context; bare text has no messages.
-
-    >>> Demonstration(0, (("user", "2+2?"), ("assistant", "4"))).completion
-    '4'
-    """
+    """What somebody said, to be imitated. Messages before number `given` are context; bare text has no messages."""
 
     row: int
     messages: tuple[Message, ...] = ()
@@ -56,144 +57,89 @@ class Demonstration:
         """What the last words answer; empty for bare text."""
         return self.messages[-2][1] if self.messages else ""
 
-    @property
-    def history(self) -> tuple[Message, ...]:
-        """What was said before the prompt."""
-        return self.messages[:-2]
-
 
 class Demonstrations:
     """All rows of all files, numbered through. `digest` names their content, `layout` the columns that count."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
-        self._table = _opened(paths)
-        self.layout = _layout(self._table.columns)
-        self._columns = LAYOUTS[self.layout]
-        self._task = next((name for name in TASK_COLUMNS if name in self._table.columns), None)
-        try:
-            self._agree()
-            self._refuse_other_layouts()
-            self.digest = data_digest(self._table.paths)
-        except EnvironmentSetupError as error:
-            raise _for_people(error) from error
-
-    def _agree(self) -> None:
-        """Refuse files that lack a column that others have. Lines say no types, so that only files of a kind can."""
-        columns = [*self._columns, *([self._task] if self._task else [])]
-        for kind in {file.kind for file in self._table.files}:
-            alike = Table([file for file in self._table.files if file.kind == kind])
-            alike.agree(columns)
-            alike.close()
-
-    def _refuse_other_layouts(self) -> None:
-        """Rows of a file of another layout would all be left out."""
-        first, *others = self._table.columns_by_file
-        for path, columns in others:
-            lacking = next((name for name in self._columns if name not in columns), None)
-            if lacking:
+        with _named_on_the_command_line():
+            files = [file for path in paths for file in locate(path)]
+            empty = next((file.path for file in files if file.path.stat().st_size == 0), None)
+            if empty:
+                raise ConfigError(f"{empty} is empty: there is nothing to train on; check --data")
+            self._table = Table(files)
+            (_, first), *others = self._table.columns_by_file
+            self.layout = next((name for name, needed in LAYOUTS.items() if set(needed) <= set(first)), "")
+            if not self.layout:
                 raise ConfigError(
-                    f"the files differ: {path} has no column {lacking}, which {first[0]} has; it has "
-                    f"{', '.join(columns)}: train on files of one layout at a time, or rename columns"
+                    f"no demonstrations are in the columns {', '.join(first)}: there must be messages (a list of role "
+                    "and content), or prompt and completion, or text; rename the columns"
                 )
-
-    @property
-    def rows(self) -> int:
-        return self._table.rows
-
-    @property
-    def has_tasks(self) -> bool:
-        return self._task is not None
-
-    def where(self, row: int) -> str:
-        """Where a row is, for a person: `demos.jsonl line 18`."""
-        return self._table.where(row)
+            self._task = next((name for name in TASK_COLUMNS if name in first), None)
+            self._columns = [*LAYOUTS[self.layout], *([self._task] if self._task else [])]
+            for path, columns in others:
+                lacking = next((name for name in LAYOUTS[self.layout] if name not in columns), None)
+                if lacking:
+                    raise ConfigError(
+                        f"the files differ: {path} has no column {lacking}, which {self._table.paths[0]} has; it has "
+                        f"{', '.join(columns)}: train on files of one layout at a time, or rename columns"
+                    )
+            for kind in {file.kind for file in files}:  # lines say no types, so that only files of a kind can agree
+                Table([file for file in files if file.kind == kind]).agree(self._columns)
+            self.digest = data_digest(self._table.paths)
+        self.rows, self.where, self.has_tasks = self._table.rows, self._table.where, self._task is not None
 
     def read(self) -> Iterator[Demonstration | tuple[int, str]]:
         """Every row in order: a demonstration, or its number and what is wrong with it."""
-        columns = [*self._columns, *([self._task] if self._task else [])]
-        number = 0
-        for batch in self._table.scan(columns):
-            for row in rows_of(batch):
-                yield self._demonstration(number, row)
-                number += 1
+        scanned = (row for batch in self._table.scan(self._columns) for row in rows_of(batch))
+        for number, row in enumerate(scanned):
+            try:
+                yield (number, row.reason) if isinstance(row, Broken) else self._demonstration(number, row)
+            except UnusableTask as error:
+                yield number, str(error)
 
-    def originals(self, rows: Sequence[int]) -> Iterator[dict[str, Any]]:
-        """Rows as they are in the files, with all their columns; `rows` ascend."""
-        wanted, number = iter(rows), 0
-        following = next(wanted, None)
-        for batch in self._table.scan(self._table.columns):
-            for row in rows_of(batch):
-                if number == following:
-                    assert not isinstance(row, Broken), "a row that cannot be read was chosen"
-                    yield row
-                    following = next(wanted, None)
-                number += 1
+    def originals(self, rows: Sequence[int]) -> Iterator[Any]:
+        """Rows as they are in the files, with all their columns."""
+        wanted = frozenset(rows)
+        scanned = (row for batch in self._table.scan(self._table.columns) for row in rows_of(batch))
+        return (row for number, row in enumerate(scanned) if number in wanted)
 
-    def _demonstration(self, number: int, row: dict[str, Any] | Broken) -> Demonstration | tuple[int, str]:
-        if isinstance(row, Broken):
-            return number, row.reason
-        try:
-            task = "" if self._task is None or row[self._task] is None else str(row[self._task])
-            return _parsed(self.layout, number, row, task)
-        except UnusableTask as error:
-            return number, str(error)
+    def _demonstration(self, number: int, row: Mapping[str, Any]) -> Demonstration:
+        task = "" if self._task is None or row[self._task] is None else str(row[self._task])
+        if self.layout == "text":
+            return Demonstration(number, text=required(row["text"], "text"), task=task)
+        if self.layout == "completion":
+            prompt, history = conversation(row["prompt"], "prompt")
+            _refuse_losses(row["prompt"])
+            said = (*history, ("user", prompt), ("assistant", required(row["completion"], "completion")))
+            return Demonstration(number, said, len(said) - 1, task=task)
+        messages = messages_of(row["messages"], "messages")
+        _refuse_losses(row["messages"])
+        return Demonstration(number, _alternating(messages), task=task)
 
 
-def _opened(paths: Sequence[Path]) -> Table:
+@contextmanager
+def _named_on_the_command_line() -> Iterator[None]:
+    """Data is named in a recipe elsewhere, and here by --data."""
     try:
-        files = [file for path in paths for file in locate(path)]
-        for file in files:
-            if file.path.stat().st_size == 0:
-                raise ConfigError(f"{file.path} is empty: there is nothing to learn from; check --data")
-        return Table(files)
+        yield
     except EnvironmentSetupError as error:
-        raise _for_people(error) from error
+        said = str(error).replace("environment.options.split", "--data to the files of one split")
+        raise ConfigError(said.replace("environment.data", "--data")) from error
 
 
-def _for_people(error: EnvironmentSetupError) -> ConfigError:
-    """Data is named in a recipe elsewhere, and here on the command line."""
-    said = str(error).replace("environment.options.split", "--data to the files of one split")
-    return ConfigError(said.replace("environment.data", "--data"))
-
-
-def _layout(columns: Sequence[str]) -> str:
-    for name, needed in LAYOUTS.items():
-        if all(column in columns for column in needed):
-            return name
-    raise ConfigError(
-        f"no demonstrations are in the columns {', '.join(columns)}: there must be messages (a list of role and "
-        "content), or prompt and completion, or text; rename the columns"
-    )
-
-
-def _parsed(layout: str, number: int, row: Mapping[str, Any], task: str) -> Demonstration:
-    if layout == "text":
-        return Demonstration(number, text=required(row["text"], "text"), task=task)
-    if layout == "completion":
-        prompt, history = conversation(row["prompt"], "prompt")
-        _refuse_calls(row["prompt"])
-        said = (*history, ("user", prompt), ("assistant", required(row["completion"], "completion")))
-        return Demonstration(number, said, len(said) - 1, task=task)
-    messages = messages_of(row["messages"], "messages")
-    if any(message.get("reasoning_content") for message in row["messages"]):
-        raise UnusableTask("a message has reasoning_content, which would be lost: write it into its content")
-    _refuse_calls(row["messages"])
-    return Demonstration(number, _alternating(messages), task=task)
-
-
-def _refuse_calls(messages: str | Sequence[Mapping[str, Any]]) -> None:
-    """Without its call of a tool, a turn would be learnt as one that ends there."""
-    said = () if isinstance(messages, str) else messages
-    called = next((key for key in CALLS for message in said if message.get(key)), None)
-    if called:
-        raise UnusableTask(f"a message has {called}, which would be lost: there is no way to learn it")
+def _refuse_losses(messages: str | Sequence[Mapping[str, Any]]) -> None:
+    """Without its call of a tool, a turn would be trained on as one that ends there."""
+    for key in LOST if not isinstance(messages, str) else ():
+        if any(message.get(key) for message in messages):  # type: ignore[union-attr]
+            raise UnusableTask(f"a message has {key}, which would be lost: write it into the content, or drop the row")
 
 
 def _alternating(messages: tuple[Message, ...]) -> tuple[Message, ...]:
     """The messages up to the assistant's last, if roles are as they must be; what the user says after is left out."""
     last = max((index for index, (role, _text) in enumerate(messages) if role == "assistant"), default=-1)
     if last < 0:
-        raise UnusableTask("messages has no turn of the assistant: there is nothing to learn")
+        raise UnusableTask("messages has no turn of the assistant: there is nothing to train on")
     begin = 1 if messages[0][0] == "system" else 0
     for index, (role, text) in enumerate(messages[begin : last + 1]):
         due = ("user", "assistant")[index % 2]
@@ -201,3 +147,76 @@ def _alternating(messages: tuple[Message, ...]) -> tuple[Message, ...]:
             raise UnusableTask(f"message {begin + index} is of the role {role}, not {due}: turns must alternate")
         required(text, f"the content of message {begin + index}")
     return messages[: last + 1]
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Token ids, and which are trained on. The first never is: nothing comes before it that could predict it."""
+
+    ids: npt.NDArray[np.int32]
+    trained: npt.NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, ids: Sequence[int], trained: Sequence[bool]) -> Tokens:
+        return cls(np.array(ids, np.int32), np.array([False, *trained[1:]], np.bool_))
+
+    def cut(self, most: int | None) -> Tokens:
+        """Its beginning; what is cut off has no end of turn that would be trained on in the wrong place."""
+        return Tokens(self.ids[:most], self.trained[:most])
+
+
+class Encoder:
+    """Encodes demonstrations for one model."""
+
+    def __init__(self, files: Mapping[str, bytes], manner: Manner, layout: str) -> None:
+        self._prompts = PromptEncoder.of(files, manner)
+        self._thinking = manner.thinking.strip()
+        self.tokenizer = self._prompts.tokenizer
+        positions = read_config(files).get("max_position_embeddings")
+        self.positions = positions if isinstance(positions, int) and positions > 0 else None
+        if layout == "messages" and not self._prompts.uses_template:
+            raise ModelError(
+                "the demonstrations are messages, but the model has no chat template that says how to write them "
+                "(chat_template.jinja): add one to its folder, use a model that has one, or give prompt and completion"
+            )
+
+    def encode(self, demonstration: Demonstration) -> tuple[Tokens, ...]:
+        """The sequences of a demonstration: one, where the template allows it. `UnusableTask` if there is no way."""
+        try:
+            return tuple(self._turns(demonstration))
+        except (ModelError, UnicodeEncodeError) as error:
+            raise UnusableTask(str(error)) from error
+
+    def _turns(self, demonstration: Demonstration) -> Iterator[Tokens]:
+        """A turn is put behind the one before if the ids of its prompt begin with everything so far. Where they do not
+        (templates leave out earlier thinking, or end a turn otherwise), it becomes a sequence of its own. So each turn
+        is trained on behind the very ids that the model will be asked with."""
+        said = demonstration.messages
+        ids: tuple[int, ...] = () if said else self._spoken(demonstration.text)
+        trained = [True] * len(ids)
+        for index in (index for index, (role, _) in enumerate(said) if role == "assistant"):
+            if index < demonstration.given:
+                continue
+            asked = self._prompts.encode(said[index - 1][1], said[: index - 1])
+            if not asked:
+                raise UnusableTask("the prompt has no tokens")
+            if ids and asked[: len(ids)] != ids:
+                yield Tokens.of(ids, trained)
+                trained = []
+            spoken = self._spoken(self._unsaid(asked, said[index][1]))
+            trained += [False] * (len(asked) - len(trained)) + [True] * len(spoken)
+            ids = asked + spoken
+        yield Tokens.of(ids, trained)
+
+    def _spoken(self, text: str) -> tuple[int, ...]:
+        """Words of the assistant, with the end of its turn. Control tokens that they spell are spelt out."""
+        return (*self.tokenizer.encode_plain(text), self.tokenizer.eos_token_id)
+
+    def _unsaid(self, asked: tuple[int, ...], text: str) -> str:
+        """What is left to say where the prompt has begun the answer already (`<think>`)."""
+        tail, said = self.tokenizer.decode(asked[-TAIL:]), text.lstrip()
+        for begun in (self._thinking, THINKING):
+            if begun and tail.rstrip().endswith(begun) and said.startswith(begun):
+                rest = said.removeprefix(begun)
+                return rest.lstrip("\n") if tail.endswith("\n") else rest
+        return text
