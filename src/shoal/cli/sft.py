@@ -119,7 +119,7 @@ def sft(
 
     with model_source(model) as found:
         try:
-            if request.demonstrations and stop.is_set():
+            if stop.is_set():
                 raise Interrupted
             raise typer.Exit(_select(request, found) if select_only else _train(request, found))
         except Interrupted:
@@ -199,7 +199,7 @@ class Request:
         require_trackers(self.settings.tracking)
         if "TORCHELASTIC_RUN_ID" in os.environ:
             raise ConfigError("shoal sft trains in one process: start it without torchrun")
-        assert self.environment or not self.env
+        self.demonstrations, self.environment  # noqa: B018  # what is wrong with them is said before a model is loaded
 
     def refuse_foreign_work(self) -> None:
         """The work folder is emptied in the end, so that it must be marked, empty, or not there."""

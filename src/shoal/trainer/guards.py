@@ -2,14 +2,12 @@
 
     rows so far ──► rate_factor ─► the step's learning rate
          ├──► veto ◄─ each update's numbers, before it is made          skip, stop: it is not made
-         ├──► judge ◄─ the step's numbers ──► alarm_NAME in the row, sentences for log and hub
-         │                                    stop: TrainingDiverged, before the version is saved or published
+         ├──► judge ◄─ the step's numbers ──► alarm_NAME in the row, sentences for log and hub; stop: TrainingDiverged
          └──► at the end: conclude ◄─ how the last version sees its own batch; conclude_scores ◄─ held-out scores
 
 One table has all guards: name, limit, measure, action, words; the [trainer.guards] settings are made of it. A measure
-is a function of the rows in metrics.jsonl (which a resume cuts back to its checkpoint) and of the numbers at hand:
-a resumed run decides as the uninterrupted one did. It is None where there is too little to judge by, and never looks at
-`held_out`, which may come at another moment after a resume. Imports no torch.
+is a function of the rows in metrics.jsonl (never `held_out`, which may come later) and of the numbers at hand: a
+resumed run decides as the uninterrupted one did. It is None where there is too little to judge by. Imports no torch.
 """
 
 from __future__ import annotations
@@ -38,7 +36,6 @@ Measure = Callable[[Sequence[Row], Row], float | None]
 SMOOTH = 5  # rows that are averaged, so that one odd batch is no trend; the first rows: two at least
 SLOPE_ROWS = 16
 HISTORY = 2000  # rows that are looked back upon
-LEAST_FALL = 0.2  # of the entropy's peak: below that it has not fallen, it wavers
 LEAST_LOSS = 0.05  # of reward: what is smaller is noise, whatever its share
 NOISE = 4.0  # times the mean difference of two rows: small batches reach and lose an extreme by chance
 CALM = 5  # rows without it end an episode: what comes back after that is said again
@@ -46,9 +43,6 @@ SETTLE = 10  # rows between two reductions of the rate: the effect of one shows 
 LOOKBACK = 20  # versions: more than any guard needs to notice; a checkpoint from before that is kept
 ALARM = "alarm_"
 RUN_OF_NOT_FINITE = "not_finite_updates"  # how many there were in a row when the step ended
-
-
-# ── measures ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def values_of(rows: Sequence[Row], *names: str) -> list[float]:
@@ -93,7 +87,7 @@ def growth(rows: Sequence[Row], row: Row) -> float | None:
     norms = [value for value in values_of([*rows[-SLOPE_ROWS + 1 :], row], "grad_norm") if value > 0]
     if len(norms) < SLOPE_ROWS:
         return None
-    slope = statistics.linear_regression(range(SLOPE_ROWS), list(map(math.log, norms))).slope
+    slope, _ = statistics.linear_regression(range(SLOPE_ROWS), list(map(math.log, norms)))
     return math.exp(min(50.0, slope * (SLOPE_ROWS - 1)))  # beyond e^50 a growth needs no digits
 
 
@@ -106,7 +100,7 @@ def rise_again(rows: Sequence[Row], row: Row) -> float | None:
     lowest = curve.index(min(curve))
     peak = max(curve[: lowest + 1])
     fall, rise = peak - curve[lowest], curve[-1] - curve[lowest]
-    if not max(LEAST_FALL * abs(peak), noise) < fall < math.inf:
+    if not max(0.2 * abs(peak), noise) < fall < math.inf:  # less is no fall, it wavers
         return None
     return rise / fall if rise > noise else 0.0
 
@@ -146,22 +140,16 @@ def _mean(values: Sequence[float]) -> float:
     return sum(value / len(values) for value in values)  # divided first: the sum of huge ones would be infinite
 
 
-# ── the table, and the settings made of it ───────────────────────────────────────────────────────────────────────
-
 Above0, Above1 = Annotated[Real, Field(gt=0)], Annotated[Real, Field(gt=1)]
-Share, Above0Int = Annotated[Real, Field(gt=0, le=1)], Annotated[int, Field(gt=0)]
-Count = Annotated[int, Field(ge=0, le=1000)]
+Share, Count = Annotated[Real, Field(gt=0, le=1)], Annotated[int, Field(ge=0, le=1000)]
 STRICT = ConfigDict(frozen=True, extra="forbid")
 LOWER = "What to do: lower trainer.learning_rate"
 
 
 @dataclass(frozen=True)
 class Guard:
-    """`of_step` judges a row, `of_update` one update before it is made; beyond the limit means above it, or `below`.
-
-    `seen` is formatted with the value. `rows`: so much older than the row that shows it trouble may be. `of_beginning`:
-    of the policy that a step begins with; it refuses all updates of the step, and judges the last version, too.
-    """
+    """`of_step` judges a row, `of_update` one update before it is made. It may be `rows` older than what shows it.
+    `of_beginning`: of the policy that a step begins with: it refuses all its updates, and judges the last version."""
 
     name: str
     kind: Any
@@ -179,7 +167,7 @@ class Guard:
 
 GUARDS = (
     # It can't be off: such an update would destroy the weights. With skip, so many of them in a row stop the run.
-    Guard("not_finite", Above0Int, 3, lambda _rows, _row: None, None, "stop", ("skip", "stop"), rows=1,
+    Guard("not_finite", Annotated[int, Field(gt=0)], 3, lambda _rows, _: None, None, "stop", ("skip", "stop"), rows=1,
         seen="the loss or gradient of an update is NaN or infinite ({:.0f} in a row)",
         advice=f"Weights, rewards or recorded log-probabilities are broken. {LOWER}, look at the rollouts of the step"),
     Guard("gradient_spike", Above1, 20.0, spike("grad_norm_max"), spike("grad_norm"), rows=1,
@@ -190,31 +178,27 @@ GUARDS = (
         advice=f"Steady growth precedes collapse by tens of steps. {LOWER} or trainer.grad_clip"),
     Guard("entropy_rise", Above0, 0.5, rise_again, rows=SLOPE_ROWS,
         seen="the entropy rose again by {:.0%} of its fall",
-        advice="Runs that collapsed showed this first, about 150 steps before: the policy becomes random, not curious. "
-        f"{LOWER} or run.max_staleness, and look at what it writes"),
+        advice=f"Runs that collapsed showed this about 150 steps before. {LOWER} or run.max_staleness"),
     Guard("clip_fraction", Share, 0.3, latest("clip_fraction"), latest("clip_fraction"), rows=1,
         seen="{:.0%} of the tokens were clipped",
         advice=f"So much of the batch teaches nothing. {LOWER}, trainer.minibatches or run.max_staleness"),
     Guard("effective_samples", Share, 0.05, recent("effective_samples"), latest("effective_samples"), below=True,
         seen="the weighted tokens are worth {:.1%} of their number",
-        advice="A few tokens with huge ratios decide the update: the data is too old, or workers compute otherwise. "
-        f"{LOWER}, run.max_staleness or trainer.minibatches; if mismatch is high, see mismatch_kl"),
+        advice=f"A few tokens with huge ratios decide the update. {LOWER}, run.max_staleness or trainer.minibatches"),
     Guard("mismatch_kl", Above0, 1.0, latest("mismatch_kl"), latest("mismatch_kl"), rows=1, of_beginning=True,
         seen="trainer and recorded log-probabilities diverge by {:.3g} nats per token",
-        advice="Workers and trainer disagree on the same tokens, or the policy has jumped since they were drawn. "
-        f"{LOWER} or run.max_staleness, compare number types (trainer.publish_dtype, worker.dtype)"),
+        advice=f"{LOWER} or run.max_staleness, compare number types (trainer.publish_dtype, worker.dtype)"),
     Guard("divergence", Above0, 3.0, latest("mismatch"), latest("mismatch"), "stop", rows=SLOPE_ROWS, of_beginning=True,
         seen="the trainer's log-probabilities are {:.3g} nats per token away from the recorded ones",
-        advice="The policy that wrote these tokens is gone: an update has destroyed it, or workers run another model. "
-        f"{LOWER} or trainer.grad_clip, and begin again from an earlier version"),
+        advice=f"An update has destroyed the policy, or workers run another model. {LOWER} or trainer.grad_clip, and "
+        "begin again from an earlier version"),
     Guard("truncation", Share, 0.5, recent("truncated_fraction"),
         seen="{:.0%} of the completions were cut off by their length limit, over 5 steps",
-        advice="They earn nothing for what they would have said. What to do: raise run.max_new_tokens, or reward "
-        "shorter answers; trainer.mask_truncated: if they are trained on"),
+        advice="What to do: raise run.max_new_tokens, or reward shorter answers; see also trainer.mask_truncated"),
     Guard("no_signal", Count, 2, without_tokens,
         seen="{:.0f} steps in a row had no token to train on",
-        advice="All rewards of each group were equal, or all completions were cut off. What to do: take easier or "
-        "harder tasks (shoal filter, environment.pools), larger groups (run.group_size), or raise run.max_new_tokens"),
+        advice="Rewards were equal in each group. What to do: other tasks (shoal filter), raise run.group_size or "
+        "run.max_new_tokens"),
     Guard("staleness", Above0, 4.0, recent("staleness_mean"),
         seen="groups are {:.2g} versions old on average, over 5 steps",
         advice="Old groups teach less. What to do: lower run.max_staleness, or raise run.groups_per_step"),
@@ -250,15 +234,9 @@ def _tables() -> dict[str, Any]:
 
 
 class GuardSettings(create_model("Tables", __config__=STRICT, **_tables())):  # type: ignore[misc]
-    """The [trainer.guards] table. A guard is a table of its own: `[trainer.guards.entropy_rise]`, `react = "off"`.
+    """The [trainer.guards] table. A guard is a table of its own: `[trainer.guards.entropy_rise]`, `react = "off"`."""
 
-    `react` is off, warn (said once per episode: log, row, hub, display), skip (this update is not applied), slow (the
-    learning rate × `slow_factor` from the next step on), or stop (exit 5, before the version is saved or published).
-    """
-
-    slow_factor: Real = Field(
-        default=0.5, gt=0, lt=1, description="what slow multiplies the learning rate by, at most every 10 steps"
-    )
+    slow_factor: Real = Field(default=0.5, gt=0, lt=1, description="slow multiplies the rate by it, every 10 steps")
 
 
 @dataclass(frozen=True)
@@ -284,7 +262,6 @@ class Judged:
 
     @classmethod
     def of(cls, *alarms: Alarm, **numbers: float) -> Judged:
-        """News are logged now."""
         judged = cls(alarms, numbers | {f"{ALARM}{alarm.name}": alarm.value for alarm in alarms})
         for sentence in judged.news().values():
             log.warning("%s", sentence)
@@ -312,10 +289,9 @@ def _way_back(alarm: Alarm, folder: Path, kept: Sequence[int]) -> str:
     ended = f"The run was stopped at version {alarm.step}"
     ended += "" if kept and kept[-1] > alarm.step else "; nothing newer was saved or published"
     if good is None:
-        oldest = f", the oldest is version {kept[0]}" if kept else ""
-        return f"{ended}. There is no checkpoint from before it began in {folder}{oldest}"
-    named = f"{ended}. The last good checkpoint, from before it began, is version {good} in {folder}"
-    return named + _to_take(folder, f"--version {good}")
+        return f"{ended}. There is no checkpoint from before it began in {folder}; there are versions {list(kept)}"
+    take = _to_take(folder, f"--version {good}")
+    return f"{ended}. The last good checkpoint, from before it began, is version {good} in {folder}{take}"
 
 
 def _to_take(folder: Path, which: str) -> str:
@@ -340,8 +316,7 @@ def standing(rows: Sequence[Row]) -> dict[str, tuple[int, str]]:
         if fired and fired[-1] >= len(rows) - CALM:
             breaks = [after for before, after in itertools.pairwise(fired) if after - before > CALM]
             last, begun = rows[fired[-1]], rows[(breaks or fired[:1])[-1]]
-            seen = f"{guard.seen.format(last[f'{ALARM}{name}'])} in step {last['step']}"
-            found[name] = (int(begun["step"]), seen)
+            found[name] = (int(begun["step"]), f"{guard.seen.format(last[ALARM + name])} in step {last['step']}")
     return found
 
 
@@ -369,10 +344,7 @@ class Watch:
         return self._factor
 
     def veto(self, numbers: Row) -> str | None:
-        """Why this update must not be made; None if it may. Called before each, with its numbers.
-
-        A guard that stops, or that judges what the step began with, has refused the rest of the step, too.
-        """
+        """Why this update must not be made; None if it may. A stop, or `of_beginning`, refuses the whole step."""
         for refused in self._refused.values():
             if refused.react == "stop" or RULES[refused.name].of_beginning:
                 return refused.message
@@ -382,12 +354,12 @@ class Watch:
             alarm = next((alarm for alarm in found if alarm and alarm.react in ("skip", "stop")), None)
         else:
             self._not_finite += 1
-            own, count = self.settings.not_finite, float(self._not_finite)
-            react = "stop" if own.react == "stop" or count >= own.limit else "skip"
-            alarm = self._alarm(RULES["not_finite"], count, react=react)
+            own = self.settings.not_finite
+            react = "stop" if own.react == "stop" or self._not_finite >= own.limit else "skip"
+            alarm = self._alarm(RULES["not_finite"], float(self._not_finite), react=react)
         if alarm:
             self._refused[alarm.name] = alarm
-        return alarm and alarm.message
+        return alarm.message if alarm else None
 
     def judge(self, metrics: Row) -> Judged:
         """What is wrong with the step that was trained, and the numbers that its row must hold."""

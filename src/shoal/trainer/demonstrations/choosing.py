@@ -466,17 +466,12 @@ class Choosing:
                 if self.interrupted():
                     raise Interrupted
             try:
-                said = _readable(found)
-                sequences = tuple(each.cut(cut_at) for each in self.encoder.encode(said))
-                yield Candidate(said, tuple(each for each in sequences if each.trained.any()))
+                if isinstance(found, UnusableTask):
+                    raise found
+                sequences = tuple(each.cut(cut_at) for each in self.encoder.encode(found))
+                yield Candidate(found, tuple(each for each in sequences if each.trained.any()))
             except UnusableTask as error:
                 outcome.fates[number] = Fate(READABLE, str(error))
-
-
-def _readable(found: Demonstration | tuple[int, str]) -> Demonstration:
-    if isinstance(found, Demonstration):
-        return found
-    raise UnusableTask(found[1])
 
 
 def _through(candidates: Iterable[Candidate], filters: dict[str, Filter], outcome: Outcome) -> list[Candidate]:

@@ -89,14 +89,14 @@ class Demonstrations:
             self.digest = data_digest(self._table.paths)
         self.rows, self.where, self.has_tasks = self._table.rows, self._table.where, self._task is not None
 
-    def read(self) -> Iterator[Demonstration | tuple[int, str]]:
-        """Every row in order: a demonstration, or its number and what is wrong with it."""
+    def read(self) -> Iterator[Demonstration | UnusableTask]:
+        """Every row in order: a demonstration, or what is wrong with it."""
         scanned = (row for batch in self._table.scan(self._columns) for row in rows_of(batch))
         for number, row in enumerate(scanned):
             try:
-                yield (number, row.reason) if isinstance(row, Broken) else self._demonstration(number, row)
+                yield UnusableTask(row.reason) if isinstance(row, Broken) else self._demonstration(number, row)
             except UnusableTask as error:
-                yield number, str(error)
+                yield error
 
     def originals(self, rows: Sequence[int]) -> Iterator[Any]:
         """Rows as they are in the files, with all their columns."""
