@@ -29,10 +29,8 @@ from shoal.runtime.program import shoal_command
 from shoal.trainer.real import Real
 
 log = logging.getLogger(__name__)
-
 Row = Mapping[str, float]
 Measure = Callable[[Sequence[Row], Row], float | None]
-
 SMOOTH = 5  # rows that are averaged, so that one odd batch is no trend; the first rows: two at least
 SLOPE_ROWS = 16
 HISTORY = 2000  # rows that are looked back upon
@@ -190,8 +188,7 @@ GUARDS = (
         advice=f"{LOWER} or run.max_staleness, compare number types (trainer.publish_dtype, worker.dtype)"),
     Guard("divergence", Above0, 3.0, latest("mismatch"), latest("mismatch"), "stop", rows=SLOPE_ROWS, of_beginning=True,
         seen="the trainer's log-probabilities are {:.3g} nats per token away from the recorded ones",
-        advice=f"An update has destroyed the policy, or workers run another model. {LOWER} or trainer.grad_clip, and "
-        "begin again from an earlier version"),
+        advice=f"An update destroyed the policy, or workers run another model. {LOWER}; take an earlier version"),
     Guard("truncation", Share, 0.5, recent("truncated_fraction"),
         seen="{:.0%} of the completions were cut off by their length limit, over 5 steps",
         advice="What to do: raise run.max_new_tokens, or reward shorter answers; see also trainer.mask_truncated"),

@@ -125,6 +125,10 @@ def test_entropy_that_only_wavers_or_only_rises_is_none_of_it() -> None:
     assert alarms(bent("entropy", lambda after: 1.0 + 0.1 * math.sin(after))) == {}
     assert alarms(bent("entropy", lambda after: 1.0 + 0.05 * after)) == {}
     assert alarms(bent("entropy", lambda after: 0.9 + 0.01 * abs(after - 10), count=51)) == {}, "a tenth is no fall"
+    noisy = [
+        {**row, "entropy": (2.0, 1.0, 1.6)[step // 20] + 0.1 * (-1) ** step} for step, row in enumerate(steady(60))
+    ]
+    assert alarms(noisy) == {}, "0.6 of the fall, but less than four times what one row differs from the next"
 
 
 def test_a_gradient_beyond_all_measure_is_measured() -> None:
