@@ -208,9 +208,9 @@ def test_a_copy_that_differs_is_not_made(
         ("hub.storage=ftp://x", "s3://"),
     ],
 )
-def test_a_wrong_place_is_said_and_nothing_is_made(
-    taken: Taken, tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str, said: str
+def test_a_wrong_place_is_said_before_the_backup_is_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str, said: str
 ) -> None:
-    assert main(["restore", str(taken.tar), str(tmp_path / "run"), "--set", override]) == 2
+    assert main(["restore", str(tmp_path / "none.tar"), str(tmp_path / "run"), "--set", override]) == 2
     assert said in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

@@ -7,9 +7,9 @@
     restore  hidden folder, checked ─► submissions to hub.storage ─► rows to hub.database, marked ─► rename
 
 The order of a backup is what makes it continue exactly: its hub is never behind its trainer, as after any crash, so the
-trainer replays the batches since its checkpoint. A backup is always SQLite and files; a run moves to other places by
-being restored there. The rename decides: the hub of the folder that it makes takes the mark away, any other is refused.
-Killed before, the same command does it all again.
+trainer replays the batches since its checkpoint. A backup is always SQLite and files; a run moves by being restored
+elsewhere. The rename decides: the hub of the folder that it makes takes the mark away, any other is refused. If a
+restore is killed, the same command does it all again.
 """
 
 from __future__ import annotations
@@ -44,10 +44,8 @@ from shoal.trainer.retention import Retention, scores_of
 DATABASE, BLOB_FOLDER = "hub/hub.db", "hub/blobs"
 PLACES = ("database", "storage", "storage_endpoint")
 CHECKPOINT = re.compile(r"(0|[1-9]\d*)\.(0|[1-9]\d*)", re.ASCII)
-CHECKPOINTS_KEPT = 2
+CHECKPOINTS_KEPT, TRIES = 2, 5
 """The newest, and one before it should the disk have damaged that. Beside them: the best that the run keeps."""
-TRIES = 5
-SCRATCH = ".backup-"
 REST = (
     "endpoints.json", "keys/*", "hub/secret", "trainer/metrics.jsonl", "trainer/rollouts/*",
     "worker-*/node.key", "worker-*/outbox/*", "worker-*/outbox/refused/*",
@@ -77,11 +75,11 @@ def backup_run(directory: Path, out: Path, say: Callable[[str], None], clock: Cl
     """Write the backup of a run to `out`, and read it back."""
     folder = RunFolder.open(directory)
     run, recipe, hub = folder.path, folder.recipe, folder.recipe.hub
-    for left_over in run.glob(f"{SCRATCH}*"):  # of a backup that was killed
+    for left_over in run.glob(".backup-*"):  # of a backup that was killed
         shutil.rmtree(left_over, ignore_errors=True)
     with (
         new_bundle(out, folder.run_id, clock.now_ms()) as bundle,
-        tempfile.TemporaryDirectory(prefix=SCRATCH, dir=run) as name,  # on this disk: holding a file costs no space
+        tempfile.TemporaryDirectory(prefix=".backup-", dir=run) as name,  # on this disk: holding a file costs no space
     ):
         scratch = Path(name)
         _hold_checkpoints(run, scratch, recipe.trainer.keep_best)
@@ -115,8 +113,10 @@ def restore_run(path: Path, folder: Path, overrides: Sequence[str] = ()) -> Summ
     hub = parse_config("", Recipe, "--set", overrides).hub
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} is not empty: a restore replaces nothing; choose another folder")
+    if hub.storage:
+        open_blobs(hub.storage, hub.storage_endpoint, folder)
     if hub.database:
-        open_storage(hub.database, folder).close()  # what is wrong with it is said now, not after the first hour
+        open_storage(hub.database, folder).close()  # what is wrong with a place is said now, not after the first hour
     hidden = folder.with_name(f".{folder.name}.restoring")
     shutil.rmtree(hidden, ignore_errors=True)  # of a restore that was killed
     try:

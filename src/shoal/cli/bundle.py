@@ -69,8 +69,9 @@ class BundleWriter:
         """Bytes, or a file with its mode, as long as it is now: one that grows meanwhile is cut there."""
         info = tarfile.TarInfo(_proper(name))
         with source.open("rb") if isinstance(source, Path) else io.BytesIO(source) as file:
-            found = os.fstat(file.fileno()) if isinstance(source, Path) else None
-            info.size, info.mode = (found.st_size, found.st_mode & 0o777) if found else (len(source), mode)
+            info.mode = source.stat().st_mode & 0o777 if isinstance(source, Path) else mode
+            info.size = file.seek(0, os.SEEK_END)
+            file.seek(0)
             hashing = Hashing(file)
             self._tar.addfile(info, hashing)
         self.members[name] = hashing.digest.hexdigest()

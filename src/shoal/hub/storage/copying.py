@@ -35,8 +35,7 @@ INCOMING, RESTORED = "incoming", "restored"
 both hold the hash of the backup. The hub of that folder takes the setting away; until then all others are refused."""
 BLOB_STORE = "blob_store"
 """Names a blob that lies where this database's blobs are: a hub that does not find it there looks at another place."""
-OWN_SETTINGS = (INCOMING, BLOB_STORE, "schema_version")
-"""Of the database, not of the run: never copied."""
+OWN_SETTINGS = (INCOMING, BLOB_STORE, "schema_version")  # of the database, not of the run: never copied
 COPIED = {table: true() for table in tables.metadata.sorted_tables if table is not tables.leaders}
 COPIED[tables.meta] = tables.meta.c.key.not_in(OWN_SETTINGS)
 """Which rows of which tables, those that others refer to first. Who leads there says nothing here."""
