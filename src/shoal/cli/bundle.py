@@ -27,9 +27,8 @@ from shoal.protocol import Message, canonical_json, first_problem
 from shoal.runtime.crash import point
 from shoal.runtime.files import PRIVATE_FOLDER, ensure_folder, make_private, resource_error, sync_folder
 
-MANIFEST = "manifest.json"
+MANIFEST, MAX_MANIFEST_BYTES = "manifest.json", 2**30
 SECRET = ("hub/", "keys/", "worker-")
-MAX_MANIFEST_BYTES = 2**30
 
 
 class Manifest(Message):

@@ -17,7 +17,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, Table, delete, func, insert, select, text, true
+from sqlalchemy import ColumnElement, Connection, Table, delete, func, insert, select, text, true
 
 from shoal.errors import ConfigError, ResourceError, ShoalError
 from shoal.hub.storage import tables
@@ -36,8 +36,9 @@ both hold the hash of the backup. The hub of that folder takes the setting away;
 BLOB_STORE = "blob_store"
 """Names a blob that lies where this database's blobs are: a hub that does not find it there looks at another place."""
 OWN_SETTINGS = (INCOMING, BLOB_STORE, "schema_version")  # of the database, not of the run: never copied
-COPIED = {table: true() for table in tables.metadata.sorted_tables if table is not tables.leaders}
+COPIED: dict[Table, ColumnElement[bool]] = {table: true() for table in tables.metadata.sorted_tables}
 COPIED[tables.meta] = tables.meta.c.key.not_in(OWN_SETTINGS)
+del COPIED[tables.leaders]
 """Which rows of which tables, those that others refer to first. Who leads there says nothing here."""
 
 
