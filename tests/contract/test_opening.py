@@ -6,7 +6,7 @@ import contextlib
 from pathlib import Path
 
 import pytest
-from sqlalchemy import create_engine, text
+from sqlalchemy import create_engine, select, text
 
 from shoal.errors import ConfigError
 from shoal.hub.storage import StaleRow, opening, postgres, tables
@@ -54,6 +54,21 @@ def test_whole_tables_are_gone_through_without_a_hubs_limits(database_url: str, 
             assert connection_of(reader).execute(text("SHOW statement_timeout")).scalar_one() == "30s"
         copy_rows(other, storage)
         copy_rows(storage, other)
+
+
+def test_rows_after_a_copy_get_later_numbers_than_those_copied(database_url: str, tmp_path: Path) -> None:
+    outbox = tables.ledger_outbox
+    row = {"kind": "run", "body": "{}", "at_ms": 1}
+    with (
+        contextlib.closing(SqliteStorage(tmp_path / "hub.db")) as source,
+        contextlib.closing(open_storage(database_url, tmp_path)) as target,
+    ):
+        with source.write() as writer:
+            connection_of(writer).execute(outbox.insert(), [{"id": 5, **row}])
+        copy_rows(source, target)
+        with target.write(exclusive=True) as writer:
+            connection_of(writer).execute(outbox.insert(), [row])
+            assert connection_of(writer).execute(select(outbox.c.id).order_by(outbox.c.id)).scalars().all() == [5, 6]
 
 
 def test_a_database_that_is_busy_is_tried_again(

@@ -1,5 +1,5 @@
-"""Processes killed while a run moves, is saved, or is opened by a newer shoal; and a hub whose submissions come through
-an object store. Whatever died when: the same command again does it, and nothing is lost.
+"""Processes killed while a run is saved, or restored elsewhere; and a hub whose submissions come through an object
+store. Whatever died when: the same command again does it, and nothing is lost.
 """
 
 from __future__ import annotations
@@ -17,20 +17,18 @@ from crashkit import Place as HubPlace
 from folderkit import Play
 from s3kit import KEYS, Shop, s3_server
 from shoal.cli.backup import backup_run, restore_run, verify_backup
-from shoal.cli.folder import RunFolder
-from shoal.cli.migrate import Move, migrate_run
 from shoal.errors import ConfigError
 from shoal.protocol import Lease, SignedDocument, SigningKey, open_document, submission_digest
 from shoal.protocol.upload import UploadCommit, UploadRequest, UploadTicket
 from shoal.runtime.crash import POINTS
 
-MIGRATE = ("migrate.after_blobs", "migrate.after_rows", "migrate.after_recipe")
+RESTORE = ("restore.after_blobs", "restore.after_rows", "restore.before_rename")
 UPLOAD = ("hub.submit.after_blob", "hub.submit.after_commit", "hub.upload.after_commit")
-HERE = {*MIGRATE, UPLOAD[-1], "backup.before_rename", "restore.before_rename"}
+HERE = {*RESTORE, UPLOAD[-1], "backup.before_rename"}
 
 
 def test_every_point_of_these_is_tried_here() -> None:
-    prefixes = ("migrate.", "backup.", "restore.", "hub.upload.")
+    prefixes = ("backup.", "restore.", "hub.upload.")
     assert {name for name in POINTS if name.startswith(prefixes)} == HERE
 
 
@@ -75,44 +73,30 @@ def step(path: Path) -> int:
         play.close()
 
 
-def migrate(path: Path, move: Move, environment: dict[str, str]) -> None:
+def restore(file: Path, folder: Path, places: list[str], environment: dict[str, str]) -> None:
     os.environ.update(environment)
-    migrate_run(path, move, quiet)
+    restore_run(file, folder, places)
 
 
 @pytest.mark.parametrize(
-    "name", [MIGRATE[1], *(pytest.param(name, marks=pytest.mark.slow) for name in MIGRATE if name != MIGRATE[1])]
+    "name", [RESTORE[1], *(pytest.param(name, marks=pytest.mark.slow) for name in RESTORE if name != RESTORE[1])]
 )
-def test_migrate_killed(path: Path, database_url: str, shop: Shop, name: str) -> None:
-    """One of the places is in force after the crash, and the run goes on there; the same command then completes it."""
-    move = Move.of(database_url, shop.url, shop.endpoint)
-    assert dies_of(name, migrate, path, move, KEYS)
-    moved = RunFolder.open(path).recipe.hub.database == database_url
-    assert moved == (name == "migrate.after_recipe")
-    assert step(path) == 2
-    migrate_run(path, move, quiet)
-    assert RunFolder.open(path).recipe.hub.storage == shop.url
-    assert step(path) == 3
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["migrate.after_rows", "migrate.after_recipe"])
-def test_migrate_away_from_hubs_that_share_killed(path: Path, database_url: str, name: str) -> None:
-    """Nobody works on the database that was being left until somebody has said where the run goes on."""
-    migrate_run(path, Move.of(database_url, None, None), quiet)
-    left = (path / "recipe.toml").read_text()
-    assert dies_of(name, migrate, path, Move.of("sqlite", None, None), {})
-    moved = RunFolder.open(path).recipe.hub.database == ""
-    assert moved == (name == "migrate.after_recipe")
-    if moved:
-        assert step(path) == 2
-    arrived = (path / "recipe.toml").read_text()
-    (path / "recipe.toml").write_text(left)  # as on another machine
-    with pytest.raises(ConfigError, match="is being moved"):
-        Play(path)
-    (path / "recipe.toml").write_text(arrived)
-    migrate_run(path, Move.of("sqlite", None, None), quiet)
-    assert step(path) == 2 + moved
+def test_restore_elsewhere_killed(path: Path, tmp_path: Path, database_url: str, shop: Shop, name: str) -> None:
+    """There is no run until it is whole; no hub works on what is there of it; the same command then completes it."""
+    file, folder = tmp_path / "run.tar", tmp_path / "there"
+    places = [f"hub.database={database_url}", f"hub.storage={shop.url}", f"hub.storage_endpoint={shop.endpoint}"]
+    backup_run(path, file, quiet)
+    before = file.read_bytes()
+    assert dies_of(name, restore, file, folder, places, KEYS)
+    assert not folder.exists()
+    if name != "restore.after_blobs":
+        with pytest.raises(ConfigError, match=r"`shoal restore` has copied a run into hub\.database"):
+            Play(tmp_path / "other", {"database": database_url})
+    assert file.read_bytes() == before
+    restore_run(file, folder, places)
+    assert not list(tmp_path.glob(".there*"))
+    assert step(folder) == 2
+    assert step(path) == 2, "nothing of the source was touched"
 
 
 def test_backup_and_restore_killed(path: Path, tmp_path: Path) -> None:

@@ -1,13 +1,15 @@
-"""`shoal backup RUN OUT.tar` and `shoal restore OUT.tar FOLDER`: a whole run as one file, taken while it is going on.
+"""`shoal backup RUN OUT.tar`, `shoal restore OUT.tar FOLDER`: a whole run as one file, taken while it continues.
 
-    1. held     the newest and the best checkpoints and what the origin has published: immutable files, held by a
-                second name while the trainer may remove the first
-    2. rows     one snapshot of the database, of whichever kind, as an SQLite file
-    3. blobs    what the rows of that snapshot name: a blob is there before its row
-    4. rest     recipe, keys, the run's secret, addresses, metrics, the outboxes of workers that run here
+    backup   checkpoints and what is published, held by a second name while the trainer may remove the first
+             ─► one snapshot of the database, of whichever kind, as an SQLite file
+             ─► the submissions that this snapshot names: they were there before their rows
+             ─► recipe, keys, the run's secret, addresses, metrics, the outboxes of workers that run here
+    restore  hidden folder, checked ─► submissions to hub.storage ─► rows to hub.database, marked ─► rename
 
-The order is what makes it continue exactly: the hub of a backup is never behind its trainer, as after any crash, so the
-trainer replays the batches since its checkpoint. A restored run has SQLite and a folder (`shoal migrate` moves it on).
+The order of a backup is what makes it continue exactly: its hub is never behind its trainer, as after any crash, so the
+trainer replays the batches since its checkpoint. A backup is always SQLite and files; a run moves by being restored
+elsewhere. The rename decides: the hub of the folder that it makes takes the mark away, any other is refused. If a
+restore is killed, the same command does it all again.
 """
 
 from __future__ import annotations
@@ -19,36 +21,31 @@ import re
 import shutil
 import sqlite3
 import tempfile
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shoal import __version__
-from shoal.cli.bundle import BundleWriter, Contents, read_bundle, unpack
-from shoal.cli.folder import RunFolder
-from shoal.cli.recipe import Recipe, paths_of
-from shoal.errors import CheckpointError, LedgerError, ProtocolError
-from shoal.hub.storage import Blobs, open_blobs
-from shoal.hub.storage.copying import snapshot
-from shoal.ledger.chain import Chain
+from shoal.cli.bundle import BundleWriter, Manifest, new_bundle, read_bundle
+from shoal.cli.folder import RECIPE_MODE, RunFolder
+from shoal.cli.recipe import Recipe
+from shoal.errors import CheckpointError, ConfigError, LedgerError, ProtocolError
+from shoal.hub.settings import HubSettings
+from shoal.hub.storage import SqliteStorage, open_blobs, open_storage
+from shoal.hub.storage.copying import RESTORED, copy_rows, side_by_side, snapshot
+from shoal.ledger import verify
 from shoal.protocol import LedgerEntry
 from shoal.runtime.clock import Clock, SystemClock
-from shoal.runtime.config import dump_config
-from shoal.runtime.files import PRIVATE, resource_error
+from shoal.runtime.config import dump_config, parse_config
+from shoal.runtime.crash import point
+from shoal.runtime.files import ensure_folder, resource_error, sync_folder, write_atomically
 from shoal.runtime.metrics import MetricsLog
 from shoal.trainer.retention import Retention, scores_of
 
-Say = Callable[[str], None]
-
-DATABASE = "hub/hub.db"
-BLOB_FOLDER = "hub/blobs"
+DATABASE, BLOB_FOLDER = "hub/hub.db", "hub/blobs"
+PLACES = ("database", "storage", "storage_endpoint")
 CHECKPOINT = re.compile(r"(0|[1-9]\d*)\.(0|[1-9]\d*)", re.ASCII)
-CHECKPOINTS_KEPT = 2
+CHECKPOINTS_KEPT, TRIES = 2, 5
 """The newest, and one before it should the disk have damaged that. Beside them: the best that the run keeps."""
-TRIES = 5
-BLOBS_AT_A_TIME = 64
-SCRATCH = ".backup-"
 REST = (
     "endpoints.json", "keys/*", "hub/secret", "trainer/metrics.jsonl", "trainer/rollouts/*",
     "worker-*/node.key", "worker-*/outbox/*", "worker-*/outbox/refused/*",
@@ -59,95 +56,87 @@ REST = (
 class Summary:
     """What is in a backup, as its own database tells it."""
 
-    contents: Contents
-    submissions: int
+    manifest: Manifest
+    submissions: list[str]
     ledger: int
     version: int | None
+    size_bytes: int
 
     @property
     def line(self) -> str:
-        size = sum(member.size_bytes for member in self.contents.members.values())
         policy = "no policy yet" if self.version is None else f"policy version {self.version}"
         return (
-            f"run {self.contents.run}: {policy}, {self.submissions} submissions, {self.ledger} ledger rows, "
-            f"{len(self.contents.members)} files, {size / 1e6:.1f} MB"
+            f"run {self.manifest.run}: {policy}, {len(self.submissions)} submissions, {self.ledger} ledger rows, "
+            f"{len(self.manifest.members)} files, {self.size_bytes / 1e6:.1f} MB"
         )
 
 
-def backup_run(directory: Path, out: Path, say: Say, clock: Clock = SystemClock()) -> Summary:
+def backup_run(directory: Path, out: Path, say: Callable[[str], None], clock: Clock = SystemClock()) -> Summary:
     """Write the backup of a run to `out`, and read it back."""
     folder = RunFolder.open(directory)
-    hub = folder.recipe.hub
-    with BundleWriter(out) as bundle, _scratch(folder.path) as scratch:
-        _hold_checkpoints(folder.path, scratch, folder.recipe.trainer.keep_best)
-        _hold_origin(folder.path, scratch)
-        held_files = sorted(path for path in scratch.rglob("*") if path.is_file())
-        snapshot(hub.database, folder.path / "hub", scratch / "hub.db")
-        for path in held_files:
-            bundle.add_file(path.relative_to(scratch).as_posix(), path)
-        bundle.add_file(DATABASE, scratch / "hub.db")
-        names = _submissions(scratch / "hub.db")
+    run, recipe, hub = folder.path, folder.recipe, folder.recipe.hub
+    for left_over in run.glob(".backup-*"):  # of a backup that was killed
+        shutil.rmtree(left_over, ignore_errors=True)
+    with (
+        new_bundle(out, folder.run_id, clock.now_ms()) as bundle,
+        tempfile.TemporaryDirectory(prefix=".backup-", dir=run) as name,  # on this disk: holding a file costs no space
+    ):
+        scratch = Path(name)
+        _hold_checkpoints(run, scratch, recipe.trainer.keep_best)
+        _hold_origin(run, scratch)
+        ensure_folder(scratch / "hub")
+        snapshot(hub.database, run / "hub", scratch / DATABASE)
+        _add_files(bundle, scratch, ["**/*"])
+        with contextlib.closing(sqlite3.connect(scratch / DATABASE)) as file:
+            names = [name for (name,) in file.execute("SELECT submission FROM submissions ORDER BY unit")]
         say(f"copying {len(names)} submissions")
-        _add_blobs(bundle, open_blobs(hub.storage, hub.storage_endpoint, folder.path / BLOB_FOLDER), names)
-        _add_rest(bundle, folder)
-        bundle.seal(folder.run_id, clock.now_ms(), f"shoal {__version__}")
+        blobs = open_blobs(hub.storage, hub.storage_endpoint, run / BLOB_FOLDER)
+        for name, body in zip(names, side_by_side(blobs.get, names), strict=True):
+            bundle.add(f"{BLOB_FOLDER}/{name}", body)
+        here = hub.model_copy(update=dict.fromkeys(PLACES, ""))
+        bundle.add("recipe.toml", dump_config(recipe.model_copy(update={"hub": here})).encode(), RECIPE_MODE)
+        _add_files(bundle, run, REST)
     return verify_backup(out)
 
 
 def verify_backup(path: Path) -> Summary:
     """Read a backup as a restore would: every hash, the database, the ledger's chain, a blob for every row."""
     with tempfile.TemporaryDirectory(prefix="shoal-verify-") as scratch:
-        database = Path(scratch) / "hub.db"
-
-        def keep_database(name: str, _mode: int, data: Iterator[bytes]) -> None:
-            with (database if name == DATABASE else Path(os.devnull)).open("wb") as file:
-                file.writelines(data)
-
-        return _checked(path, read_bundle(path, keep_database), database)
+        return _summary(path, read_bundle(path, Path(scratch), only=DATABASE), Path(scratch) / DATABASE)
 
 
-def restore_run(path: Path, folder: Path) -> Summary:
-    """Make a run's folder of a backup. It goes on with `shoal run --dir FOLDER`."""
-    summary = verify_backup(path)  # before anything is there that looks like a run
-    unpack(path, folder)
-    return summary
-
-
-def missing_inputs(recipe: Recipe) -> list[str]:
-    """What the recipe names by its path and is not here: a backup has the run, not what it was made from."""
-    from shoal.models import BUILTIN
-    from shoal.validator.profiles import ON_REQUEST
-
-    named = [] if recipe.model.path in BUILTIN else [Path(recipe.model.path)]
-    named += paths_of(recipe.environment)
-    named += [file for file in recipe.validator.profiles if file.as_posix() not in ON_REQUEST]
-    return [str(found) for found in named if not found.exists()]
-
-
-# ── what is held while it is copied ──────────────────────────────────────────────────────────────────────────────
-
-
-@contextlib.contextmanager
-def _scratch(run: Path) -> Iterator[Path]:
-    """A hidden folder on the run's own disk, so that holding a file costs a name and no space."""
-    for left_over in run.glob(f"{SCRATCH}*"):  # of a backup that was killed
-        shutil.rmtree(left_over, ignore_errors=True)
+def restore_run(path: Path, folder: Path, overrides: Sequence[str] = ()) -> Summary:
+    """Make a run's folder of a backup; rows and submissions go where `overrides` (`hub.database=…`) say."""
+    for override in overrides:
+        if override.partition("=")[0].strip() not in {f"hub.{place}" for place in PLACES}:
+            raise ConfigError(f"--set {override}: a restore sets hub.{', hub.'.join(PLACES)} only")
+    hub = parse_config("", Recipe, "--set", overrides).hub
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{folder} is not empty: a restore replaces nothing; choose another folder")
+    if hub.storage:
+        open_blobs(hub.storage, hub.storage_endpoint, folder)
+    if hub.database:
+        open_storage(hub.database, folder).close()  # what is wrong with a place is said now, not after the first hour
+    hidden = folder.with_name(f".{folder.name}.restoring")
+    shutil.rmtree(hidden, ignore_errors=True)  # of a restore that was killed
     try:
-        scratch = Path(tempfile.mkdtemp(prefix=SCRATCH, dir=run))
+        summary = _summary(path, read_bundle(path, ensure_folder(hidden)), hidden / DATABASE)
+        _place(hidden, hub, summary)
+        os.sync()  # once for all: a folder of thousands of small files would wait for each
+        point("restore.before_rename")
+        hidden.rename(folder)
+        sync_folder(folder.absolute().parent)
     except OSError as error:
-        raise resource_error("write to the folder", run, error) from error
-    try:
-        yield scratch
+        raise resource_error("restore to", folder, error) from error
     finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        shutil.rmtree(hidden, ignore_errors=True)
+    return summary
 
 
 def _hold(path: Path, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         os.link(path, target)
-    except FileNotFoundError:
-        raise
     except OSError:  # a disk without second names
         shutil.copy2(path, target)
 
@@ -158,11 +147,10 @@ def _hold_checkpoints(run: Path, scratch: Path, keep_best: int) -> None:
     rule = Retention(CHECKPOINTS_KEPT, keep_best)
     for _ in range(TRIES):
         found = [match for entry in source.glob("*") if (match := CHECKPOINT.fullmatch(entry.name))]
-        places = [(int(version), int(incarnation)) for version, incarnation in (match.groups() for match in found)]
         scores = scores_of(MetricsLog(run / "trainer" / "metrics.jsonl"))
         try:
-            for version, incarnation in sorted(rule.kept(places, scores), reverse=True):
-                name = f"{version}.{incarnation}"
+            for place in sorted(rule.kept([(int(match[1]), int(match[2])) for match in found], scores), reverse=True):
+                name = "{}.{}".format(*place)
                 for path in sorted((source / name).iterdir()):
                     _hold(path, target / name / path.name)
             return
@@ -174,10 +162,7 @@ def _hold_checkpoints(run: Path, scratch: Path, keep_best: int) -> None:
 def _hold_origin(run: Path, scratch: Path) -> None:
     """The published tree. Manifests go before their chunks: one that is still there afterwards has all of its own."""
     source, target = run / "origin", scratch / "origin"
-    with contextlib.suppress(FileNotFoundError):  # nothing is published yet
-        target.mkdir(parents=True)
-        shutil.copy2(source / "head.json", target / "head.json")  # the one file that is replaced
-    for pattern in ("manifests/*.json", "chunks/??/*"):
+    for pattern in ("head.json", "manifests/*.json", "chunks/??/*"):
         for path in source.glob(pattern):
             if not path.name.startswith("."):
                 with contextlib.suppress(FileNotFoundError):
@@ -187,73 +172,56 @@ def _hold_origin(run: Path, scratch: Path) -> None:
             path.unlink()
 
 
-# ── what goes in ─────────────────────────────────────────────────────────────────────────────────────────────────
+def _add_files(bundle: BundleWriter, folder: Path, patterns: Sequence[str]) -> None:
+    for path in sorted(path for pattern in patterns for path in folder.glob(pattern)):
+        if path.is_file() and not path.name.startswith("."):
+            with contextlib.suppress(FileNotFoundError):  # delivered meanwhile
+                bundle.add(path.relative_to(folder).as_posix(), path)
 
 
-def _add_blobs(bundle: BundleWriter, blobs: Blobs, names: list[str]) -> None:
-    with ThreadPoolExecutor(max_workers=8, thread_name_prefix="backup") as pool:
-        for start in range(0, len(names), BLOBS_AT_A_TIME):
-            page = names[start : start + BLOBS_AT_A_TIME]
-            for name, body in zip(page, pool.map(blobs.get, page), strict=True):
-                bundle.add_bytes(f"{BLOB_FOLDER}/{name}", body)
-
-
-def _add_rest(bundle: BundleWriter, folder: RunFolder) -> None:
-    recipe = folder.recipe
-    here = recipe.hub.model_copy(update={"database": "", "storage": "", "storage_endpoint": ""})
-    bundle.add_bytes("recipe.toml", dump_config(recipe.model_copy(update={"hub": here})).encode(), PRIVATE)
-    for pattern in REST:
-        for path in sorted(folder.path.glob(pattern)):
-            if path.is_file() and not path.name.startswith("."):
-                with contextlib.suppress(FileNotFoundError):  # delivered meanwhile
-                    bundle.add_file(path.relative_to(folder.path).as_posix(), path)
-
-
-# ── what a backup's database says ────────────────────────────────────────────────────────────────────────────────
-
-
-def _submissions(database: Path) -> list[str]:
-    with contextlib.closing(sqlite3.connect(database)) as file:
-        return [row[0] for row in file.execute("SELECT submission FROM submissions ORDER BY unit")]
-
-
-def _checked(path: Path, contents: Contents, database: Path) -> Summary:
+def _summary(path: Path, manifest: Manifest, database: Path) -> Summary:
     if not database.exists():
         raise ProtocolError(f"the backup {path} has no database: it is not one of a run")
     try:
         with contextlib.closing(sqlite3.connect(database)) as file:
-            [said] = file.execute("PRAGMA integrity_check").fetchone()
+            [said] = file.execute("PRAGMA integrity_check(1)").fetchone()
             if said != "ok":
                 raise ProtocolError(f"the database in {path} is damaged: {said}")
-            ledger = _verify_ledger(file, path)
-            names = [row[0] for row in file.execute("SELECT submission FROM submissions")]
+            file.row_factory = sqlite3.Row
+            rows = file.execute('SELECT "index", kind, body, at_ms, previous, hash FROM ledger ORDER BY "index"')
+            verify(LedgerEntry(**{**dict(row), "body": json.loads(row["body"])}) for row in rows)
+            [ledger] = file.execute("SELECT count(*) FROM ledger").fetchone()
             [version] = file.execute("SELECT max(version) FROM policies").fetchone()
+            names = [name for (name,) in file.execute("SELECT submission FROM submissions")]
     except sqlite3.Error as error:
         raise ProtocolError(f"the database in {path} cannot be read: {error}") from error
-    lost = [name for name in names if f"{BLOB_FOLDER}/{name}" not in contents.members]
-    if lost:
-        raise ProtocolError(f"the backup {path} lacks {len(lost)} submissions that its database names, e.g. {lost[0]}")
-    return Summary(contents, len(names), ledger, version)
-
-
-def _verify_ledger(file: sqlite3.Connection, path: Path) -> int:
-    """How many rows the chain has, read one by one."""
-    columns = ("index", "kind", "body", "at_ms", "previous", "hash")
-    found = file.execute('SELECT "index", kind, body, at_ms, previous, hash FROM ledger ORDER BY "index"')
-    chain = Chain()
-    try:
-        for row in (dict(zip(columns, values, strict=True)) for values in found):
-            chain.add(LedgerEntry(**{**row, "body": json.loads(row["body"])}))
     except LedgerError as error:
         raise ProtocolError(f"the ledger in {path} does not hold: {error}") from error
-    return 0 if chain.last is None else chain.last.index + 1
+    lost = [name for name in names if f"{BLOB_FOLDER}/{name}" not in manifest.members]
+    if lost:
+        raise ProtocolError(f"the backup {path} lacks {len(lost)} submissions that its database names, e.g. {lost[0]}")
+    return Summary(manifest, names, ledger, version, path.stat().st_size)
 
 
-def file_lines(summary: Summary, path: Path, command: str) -> list[str]:
-    """What a person is told once a backup is there."""
-    return [
-        f"wrote {path}: {summary.line}",
-        "it holds this run's private keys and secret: keep it as safe as the run's folder, and never let the restored "
-        "run and this one go on at the same time",
-        f"to restore: {command} restore {path} FOLDER",
-    ]
+def _place(hidden: Path, hub: HubSettings, summary: Summary) -> None:
+    """Bring submissions and rows to the places that `hub` names, if it does, and let the recipe name them, too."""
+    if hub.storage:
+        here, store = (open_blobs(to, hub.storage_endpoint, hidden / BLOB_FOLDER) for to in ("", hub.storage))
+        for _ in side_by_side(lambda name: store.get(store.put(here.get(name))), summary.submissions):
+            pass  # each was read back
+        shutil.rmtree(hidden / BLOB_FOLDER)
+        point("restore.after_blobs")
+    if hub.database:
+        with (
+            contextlib.closing(SqliteStorage(hidden / DATABASE)) as source,
+            contextlib.closing(open_storage(hub.database, hidden)) as target,
+        ):
+            copy_rows(source, target, summary.manifest.hash)
+        for path in hidden.glob(f"{DATABASE}*"):
+            path.unlink()
+        write_atomically(hidden / "hub" / RESTORED, summary.manifest.hash.encode())
+        point("restore.after_rows")
+    recipe = RunFolder.open(hidden).recipe
+    placed = recipe.hub.model_copy(update={place: getattr(hub, place) for place in PLACES})
+    text = dump_config(recipe.model_copy(update={"hub": placed}))
+    write_atomically(hidden / "recipe.toml", text.encode(), RECIPE_MODE)

@@ -355,14 +355,15 @@ def _refuse_what_is_moved_otherwise(path: Path, stored: Recipe, given: Recipe) -
     if not _holds_anything(path):
         return
     before, now = stored.hub, given.hub
-    places = [("database", masked(before.database), masked(now.database), "sqlite")]  # a password may be another
-    places.append(("storage", before.storage, now.storage, "folder"))
-    for name, old, new, own in places:
-        if old != new:
-            raise ConfigError(
-                f"hub.{name} was {old!r}, is {new!r}: the run in {path} has begun, and what it holds is at the first; "
-                f"stop it and move it with: shoal migrate {path} --{name} {new or own}"
-            )
+    if (masked(before.database), before.storage) == (masked(now.database), now.storage):  # a password may be another
+        return
+    named = {"database": masked(now.database), "storage": now.storage, "storage_endpoint": now.storage_endpoint}
+    places = "".join(f" --set hub.{name}={value}" for name, value in named.items() if value)
+    raise ConfigError(
+        f"hub.database and hub.storage were {masked(before.database)!r} and {before.storage!r}, are "
+        f"{named['database']!r} and {now.storage!r}: the run in {path} has begun, and what it holds is at the first; "
+        f"to move it, stop it, then: shoal backup {path} FILE, shoal restore FILE FOLDER{places}"
+    )
 
 
 def _holds_anything(path: Path) -> bool:

@@ -431,7 +431,7 @@ def backup(
     ] = None,
 ) -> None:
     """Write a whole run, going on or not, to one file; it holds the run's private keys."""
-    from shoal.cli.backup import backup_run, file_lines, verify_backup
+    from shoal.cli.backup import backup_run, verify_backup
     from shoal.cli.program import shoal_command
 
     if verify is not None:
@@ -439,43 +439,38 @@ def backup(
     if directory is None or out is None:
         raise UserError("give the run's folder and the file to write, for example: shoal backup runs/mine mine.tar")
     summary = backup_run(directory.absolute(), out, lambda line: typer.echo(line, err=True))
-    return typer.echo("\n".join(file_lines(summary, out, shoal_command())))
+    return typer.echo(
+        f"wrote {out}: {summary.line}\n"
+        "it holds this run's private keys and secret: keep it as safe as the run's folder, and never let the restored "
+        f"run and this one continue at the same time\nto restore: {shoal_command()} restore {out} FOLDER"
+    )
 
 
 @app.command()
 def restore(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A backup.")],
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The run folder to make.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="hub.KEY=VALUE",
+            help="Where rows and submissions go, instead of the folder: hub.database, hub.storage, "
+            "hub.storage_endpoint; may be repeated.",
+        ),
+    ] = None,
 ) -> None:
-    """Make a run's folder of a backup; the run goes on from there."""
-    from shoal.cli.backup import missing_inputs, restore_run
+    """Make a run's folder of a backup, on another database or store if you name one; the run continues from there."""
+    from shoal.cli.backup import restore_run
     from shoal.cli.folder import RunFolder
     from shoal.cli.program import shoal_command
+    from shoal.cli.recipe import missing_inputs
 
-    summary = restore_run(file, folder)
+    summary = restore_run(file, folder.absolute(), overrides or ())
     typer.echo(f"{folder} is ready: {summary.line}")
     for path in missing_inputs(RunFolder.open(folder).recipe):
         typer.echo(f"shoal: the recipe names {path}, which is not here: put it back first", err=True)
     typer.echo(f"to go on: {shoal_command()} run --dir {folder} (only here: the run must not go on in two places)")
-
-
-@app.command()
-def migrate(
-    directory: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run that is stopped.")],
-    database: Annotated[
-        str | None, typer.Option("--database", metavar="URL", help="postgresql://…, or sqlite for the run's folder.")
-    ] = None,
-    storage: Annotated[
-        str | None, typer.Option("--storage", metavar="URL", help="s3://BUCKET/PREFIX, or folder for the run's own.")
-    ] = None,
-    endpoint: Annotated[
-        str | None, typer.Option("--storage-endpoint", metavar="URL", help="An S3 server that is not Amazon's.")
-    ] = None,
-) -> None:
-    """Move a stopped run to another database or store, or back; the old one stays in force until all is there."""
-    from shoal.cli.migrate import Move, migrate_run
-
-    migrate_run(directory.absolute(), Move.of(database, storage, endpoint), typer.echo)
 
 
 @app.command()

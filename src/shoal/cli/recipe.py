@@ -166,6 +166,16 @@ def paths_of(settings: EnvironmentSettings) -> list[Path]:
     return [path for path in named if path is not None]
 
 
+def missing_inputs(recipe: Recipe) -> list[str]:
+    """What the recipe names by its path and is not here: a backup has the run, not what it was made from."""
+    from shoal.models import BUILTIN
+
+    named = [] if recipe.model.path in BUILTIN else [Path(recipe.model.path)]
+    named += paths_of(recipe.environment)
+    named += [file for file in recipe.validator.profiles if file.as_posix() not in ON_REQUEST]
+    return [str(found) for found in named if not found.exists()]
+
+
 def _profile_path(base: Path, path: Path) -> Path:
     """A file is meant from where the recipe lies; the key of a built-in profile is no path."""
     return path if path.as_posix() in ON_REQUEST else base / path.expanduser()

@@ -70,10 +70,9 @@ POINTS: Mapping[str, str] = {
     "worker.outbox.after_receipt": "the hub has promised a parcel; its file is still there",
     "validator.verdict.before_report": "verdicts are made; nobody has heard of them",
     "validator.verdict.after_report": "verdicts are reported; the validator has not noted it",
-    "migrate.after_blobs": "all submissions are at the new place; nothing names it",
-    "migrate.after_rows": "all rows are in the new database; the recipe names the old one",
-    "migrate.after_recipe": "the recipe names the new places; the database that was left is not marked",
     "backup.before_rename": "a backup is whole, under a hidden name",
+    "restore.after_blobs": "all submissions are in the store; no row and no recipe names it",
+    "restore.after_rows": "all rows are in the database, marked; the folder that names it is hidden",
     "restore.before_rename": "a run is restored, under a hidden name",
 }
 

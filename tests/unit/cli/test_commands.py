@@ -57,7 +57,7 @@ def test_help_is_fast_and_loads_nothing_heavy() -> None:
 
 def test_the_commands_are_these() -> None:
     expected = (
-        "admin backup cast compare data demo doctor eval export filter hub join key ledger migrate plan relay restore "
+        "admin backup cast compare data demo doctor eval export filter hub join key ledger plan relay restore "
         "run sft status trainer validator why worker"
     )
     assert command_names() == expected.split()

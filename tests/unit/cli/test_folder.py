@@ -206,11 +206,14 @@ def begun(folder: RunFolder) -> RunFolder:
 @pytest.mark.parametrize(
     ("override", "command"),
     [
-        ("hub.database=postgresql://u:s3cret@h/d", r"migrate .* --database postgresql://u:\*\*\*@h/d"),
-        ("hub.storage=s3://bucket/x", "migrate .* --storage s3://bucket/x"),
+        (
+            "hub.database=postgresql://u:s3cret@h/d",
+            r"restore FILE FOLDER --set hub.database=postgresql://u:\*\*\*@h/d$",
+        ),
+        ("hub.storage=s3://bucket/x", "restore FILE FOLDER --set hub.storage=s3://bucket/x$"),
     ],
 )
-def test_only_a_migration_moves_a_run_that_has_begun(folder: RunFolder, override: str, command: str) -> None:
+def test_only_a_restore_moves_a_run_that_has_begun(folder: RunFolder, override: str, command: str) -> None:
     begun(folder)
     before = files(folder.path)
     with pytest.raises(ConfigError, match=command):
@@ -218,9 +221,9 @@ def test_only_a_migration_moves_a_run_that_has_begun(folder: RunFolder, override
     assert files(folder.path) == before
 
 
-def test_a_run_that_was_migrated_is_not_moved_back_by_its_first_recipe(tmp_path: Path) -> None:
+def test_a_run_that_was_moved_is_not_moved_back_by_its_first_recipe(tmp_path: Path) -> None:
     moved = begun(RunFolder.prepare(tmp_path / "run", recipe("hub.database=postgresql://u:old@h/d")))
-    with pytest.raises(ConfigError, match=r"migrate .* --database sqlite"):
+    with pytest.raises(ConfigError, match=r"shoal restore FILE FOLDER$"):
         RunFolder.prepare(moved.path, recipe())
     RunFolder.prepare(moved.path, recipe("hub.database=postgresql://u:new@h/d"))  # the password alone may change
     assert RunFolder.open(moved.path).recipe.hub.database == "postgresql://u:new@h/d"

@@ -23,7 +23,8 @@ from shoal.hub.state.commands import Record
 from shoal.hub.state.nodes import liveness
 from shoal.hub.state.rows import Holding, Moment, NodeRow, Rules
 from shoal.hub.storage import Presence, Reader, Storage, Writer, open_blobs, open_storage
-from shoal.hub.storage.copying import BLOB_STORE, holds_run, mark_blobs, moved_away
+from shoal.hub.storage.copying import BLOB_STORE, INCOMING, RESTORED
+from shoal.hub.storage.opening import DATABASE_FILE
 from shoal.hub.waits import Waits
 from shoal.protocol import Document, NodeView, SignedDocument, sign_document
 from shoal.protocol.signing import sign_values
@@ -72,13 +73,11 @@ class Context:
 
     def _is_new(self) -> bool:
         with self.storage.read() as reader:
+            self._require_restored(reader)
             return reader.setting("run") is None
 
     def lead(self) -> bool:
         """Whether this hub does the background work of the run; to be asked more often than every `LEADS_S`."""
-        if self.storage.is_shared:
-            with self.storage.read() as reader:
-                self._require_in_force(reader)
         led, self.leads = self.leads, self.storage.lead(LEADER, self.holder, LEADS_S)
         self._agree_on_time()
         if self.storage.is_shared and self.leads != led:
@@ -94,12 +93,14 @@ class Context:
         self.changes.close()
         self.storage.close()
 
-    def _require_in_force(self, reader: Reader) -> None:
-        """What is written to a database that the run is leaving would be lost: the hub ends instead."""
-        error = moved_away(reader)
-        if error is not None:
-            self.fail(error)
-            raise error
+    def _require_restored(self, reader: Reader) -> None:
+        """Rows that a restore copied belong to the folder that it made at its end: the hub there is the first."""
+        mark, restored = reader.setting(INCOMING), self.config.folder / RESTORED
+        if mark and not (restored.is_file() and restored.read_text() == mark):
+            raise ConfigError(
+                "a `shoal restore` has copied a run into hub.database, and was not completed, or its hub was not yet "
+                "started: start the hub of the restored folder first; if there is none, give the same command again"
+            )
 
     def fail(self, error: ShoalError) -> None:
         """The hub cannot keep its promises any more: the process ends with the first such error (`server`)."""
@@ -168,8 +169,6 @@ class Context:
         return sign_values(signed.kind, signed.document, self.config.key)
 
     def moment(self, transaction: Writer) -> Moment:
-        if self.storage.is_shared:
-            self._require_in_force(transaction)
         return Moment(self.rules, transaction.progress(), self.clock.now_ms())
 
     def _begin_run(self) -> None:
@@ -177,12 +176,14 @@ class Context:
         identity = self._identity()
         with self.storage.write(exclusive=True) as transaction:
             known = transaction.setting("run")
-            self._require_in_force(transaction)
+            self._require_restored(transaction)
+            if transaction.setting(INCOMING):
+                transaction.put_setting(INCOMING, "")
             if known is None:
-                if self.config.settings.database and holds_run(self.config.folder):
+                if self.config.settings.database and (self.config.folder / DATABASE_FILE).exists():
                     raise ConfigError(
-                        f"hub.database is empty, and {self.config.folder} holds the run: move it there with "
-                        "`shoal migrate RUN --database URL`, or leave hub.database as it was"
+                        f"hub.database is empty, and {self.config.folder} holds the run: leave hub.database as it was, "
+                        "or move the run with `shoal backup` and `shoal restore --set hub.database=URL`"
                     )
                 transaction.put_setting("run", json.dumps(identity))
                 transaction.apply([Record("run", self._first_row(identity), self.clock.now_ms())])
@@ -220,7 +221,8 @@ class Context:
         with self.storage.write(exclusive=True) as transaction:
             mark = transaction.setting(BLOB_STORE)
             if mark is None:
-                mark_blobs(transaction, self.blobs, self.config.run_id)
+                content = f"the blobs of shoal run {self.config.run_id} ({secrets.token_hex(8)})\n"
+                transaction.put_setting(BLOB_STORE, self.blobs.put(content.encode()))
             elif not self.blobs.has(mark):
                 raise ConfigError(
                     f"other hubs of this run keep submissions elsewhere than in {self._blobs_at()}: share one folder "

@@ -52,8 +52,8 @@ class Uploads:
             log.warning("the store cannot be asked now: %s", error)
             return
         raise ConfigError(
-            f"hub.storage = {self._context.config.settings.storage} has none of this run's submissions: move them with "
-            "`shoal migrate RUN --storage URL`, or leave hub.storage as it was"
+            f"hub.storage = {self._context.config.settings.storage} has none of this run's submissions: leave "
+            "hub.storage as it was, or move the run with `shoal backup` and `shoal restore --set hub.storage=URL`"
         )
 
     def ticket(self, node: NodeRow, lease: str, request: UploadRequest) -> SignedDocument:

@@ -4,7 +4,7 @@ protocol   Storage, Reader, StoryReader, Writer: what a database must do
 tables     the tables, with the reason on each constraint
 queries    SqlReader, over SQLAlchemy Core; story_queries, story_memory: for who asks why
 writes     SqlWriter, over SQLAlchemy Core
-schema     prepare: the tables made, or migrated (`migrations`), or refused
+schema     prepare: the tables made, or accepted, or refused
 sqlite     SqliteStorage: the database of one hub
 postgres   PostgresStorage: the database of several
 opening    open_storage: whichever the settings name

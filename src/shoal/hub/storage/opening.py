@@ -27,7 +27,7 @@ def open_storage(database: str, folder: Path, create: bool = True) -> Storage:
     for attempt in range(1, ATTEMPTS + 1):
         try:
             return PostgresStorage(database, create)
-        except StaleRow as error:  # another hub that starts, a migration: it ends by itself
+        except StaleRow as error:  # another hub that starts, a restore: it ends by itself
             if attempt == ATTEMPTS:
                 raise
             log.info("the database is busy, trying again: %s", error)

@@ -4,7 +4,7 @@
     write       READ COMMITTED, under the run's lock (an advisory lock of the database)
                   shared     by most: rows are locked as they are read, and what is merely picked (an open unit, a
                              submission to audit) skips what others have locked
-                  exclusive  by who changes what all rely on: policy, batch, sweep, posting, migration
+                  exclusive  by who changes what all rely on: policy, batch, sweep, posting, restore
     frontier    a second such lock, for making new units: two hubs never give out the same number, nor too many
 
 Locks are taken in one order: the run's, then nodes (several: sorted), then leases or submissions, then units, then the

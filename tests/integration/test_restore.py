@@ -1,0 +1,216 @@
+"""`shoal restore --set hub.database=… --set hub.storage=…`: a run moves from SQLite and a folder to PostgreSQL and S3,
+and back, and continues in each place. Both servers are real.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from folderkit import Play, body_of
+from s3kit import KEYS, Shop, s3_server
+from shoal.cli.backup import Summary, backup_run, restore_run
+from shoal.cli.folder import RunFolder
+from shoal.cli.main import main
+from shoal.errors import ConfigError, ShoalError
+from shoal.hub.service.context import Context
+from shoal.hub.storage import SqliteStorage, copying, open_storage
+from shoal.hub.storage.copying import INCOMING, copy_rows, extents
+from shoal.protocol import LeaseRequest
+
+
+@pytest.fixture(scope="module")
+def shop() -> Iterator[Shop]:
+    with s3_server() as found:
+        yield found
+
+
+@pytest.fixture(autouse=True)
+def keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in KEYS.items():
+        monkeypatch.setenv(name, value)
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A run on SQLite that stands at version 1, with two submissions that are promised and not judged; its backup."""
+
+    play: Play
+    tar: Path
+
+
+@pytest.fixture(scope="module")
+def taken(tmp_path_factory: pytest.TempPathFactory) -> Taken:
+    folder = tmp_path_factory.mktemp("taken")
+    play = Play(folder / "run")
+    play.step()
+    request = LeaseRequest(request="before-the-move", max_units=4)
+    for lease, _ in play.worker.open_leases(play.worker.lease(request)):
+        play.receipts.append(play.worker.submit(lease.lease, body_of(lease)))
+    assert len(play.receipts) == 4
+    play.close()
+    backup(folder / "run", folder / "run.tar")
+    return Taken(play, folder / "run.tar")
+
+
+def backup(run: Path, tar: Path) -> Summary:
+    return backup_run(run, tar, lambda _line: None)
+
+
+def continued(path: Path, before: Play) -> Play:
+    """One more step where the run is now; everything promised before is there."""
+    play = Play(path, receipts=list(before.receipts))
+    try:
+        play.step()
+        play.check()
+    finally:
+        play.close()
+    return play
+
+
+def at(database_url: str, shop: Shop | None = None) -> list[str]:
+    store = [] if shop is None else [f"hub.storage={shop.url}", f"hub.storage_endpoint={shop.endpoint}"]
+    return [f"hub.database={database_url}", *store]
+
+
+def test_a_run_moves_there_and_back(taken: Taken, database_url: str, shop: Shop, tmp_path: Path) -> None:
+    restore_run(taken.tar, tmp_path / "there", at(database_url, shop))
+    hub = RunFolder.open(tmp_path / "there").recipe.hub
+    assert (hub.database, hub.storage, hub.storage_endpoint) == (database_url, shop.url, shop.endpoint)
+    assert (tmp_path / "there" / "recipe.toml").stat().st_mode & 0o777 == 0o600
+    assert sorted(path.name for path in (tmp_path / "there" / "hub").iterdir()) == ["restored", "secret"]
+    assert len([key for key in shop.keys() if key.startswith("runs/one/blobs/")]) == 4  # noqa: SIM118 not a dict
+    there = continued(tmp_path / "there", taken.play)
+    assert there.version_at_end == 2
+    summary = backup(tmp_path / "there", tmp_path / "there.tar")
+    assert (summary.version, len(summary.submissions)) == (2, len(there.receipts))
+    assert not [name for name in summary.manifest.members if name.startswith("hub/hub.db-")]
+    restore_run(tmp_path / "there.tar", tmp_path / "back")
+    back = RunFolder.open(tmp_path / "back").recipe.hub
+    assert (back.database, back.storage, back.storage_endpoint) == ("", "", "")
+    assert continued(tmp_path / "back", there).version_at_end == 3
+
+
+def test_rows_and_submissions_move_by_themselves(taken: Taken, database_url: str, shop: Shop, tmp_path: Path) -> None:
+    restore_run(taken.tar, tmp_path / "rows", at(database_url))
+    continued(tmp_path / "rows", taken.play)
+    restore_run(taken.tar, tmp_path / "blobs", at("", shop))
+    assert not (tmp_path / "blobs" / "hub" / "blobs").exists()
+    continued(tmp_path / "blobs", taken.play)
+
+
+def test_a_database_that_holds_a_run_is_not_overwritten(taken: Taken, database_url: str, tmp_path: Path) -> None:
+    other = Play(tmp_path / "other", {"database": database_url})
+    other.close()
+    with pytest.raises(ConfigError, match=f"holds the run {other.folder.run_id} already"):
+        restore_run(taken.tar, tmp_path / "there", at(database_url))
+    assert [path.name for path in tmp_path.iterdir()] == ["other"]
+    Play(tmp_path / "other").close()
+
+
+def test_a_restored_run_is_not_overwritten_by_the_same_backup(taken: Taken, database_url: str, tmp_path: Path) -> None:
+    restore_run(taken.tar, tmp_path / "one", at(database_url))
+    Play(tmp_path / "one").close()
+    with pytest.raises(ConfigError, match="holds the run"):
+        restore_run(taken.tar, tmp_path / "two", at(database_url))
+
+
+def test_an_unfinished_restore_is_not_overwritten_by_another_backup(
+    taken: Taken, database_url: str, tmp_path: Path
+) -> None:
+    restore_run(taken.tar, tmp_path / "one", at(database_url))
+    backup(taken.play.path, tmp_path / "later.tar")
+    with pytest.raises(ConfigError, match="holds the run"):
+        restore_run(tmp_path / "later.tar", tmp_path / "two", at(database_url))
+    continued(tmp_path / "one", taken.play)
+
+
+def test_other_hubs_are_refused_until_the_restored_one_has_started(
+    taken: Taken, database_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    restore_run(taken.tar, tmp_path / "one", at(database_url))
+    restored = tmp_path / "one" / "hub" / "restored"
+    mark = restored.read_text()
+    restored.unlink()
+    refused = pytest.raises(ConfigError, match=r"`shoal restore` has copied a run into hub\.database")
+    with refused:
+        Play(tmp_path / "one")
+    restored.write_text("of another backup")
+    with refused:
+        Play(tmp_path / "one")
+    with monkeypatch.context() as patch, refused:
+        patch.setattr(Context, "_is_new", lambda _self: False)  # as if the rows had come after this first look
+        Play(tmp_path / "one")
+    restored.write_text(mark)
+    first = continued(tmp_path / "one", taken.play)
+    restored.unlink()  # as on another machine
+    continued(tmp_path / "one", first)
+    with contextlib.closing(open_storage(database_url, tmp_path)) as storage, storage.read() as reader:
+        assert not reader.setting(INCOMING)
+
+
+def test_a_database_is_not_changed_by_a_setting_alone(taken: Taken, database_url: str, tmp_path: Path) -> None:
+    restore_run(taken.tar, tmp_path / "run")
+    change(tmp_path / "run", database=database_url)
+    with pytest.raises(ConfigError, match=r"shoal restore --set hub\.database"):
+        Play(tmp_path / "run")
+
+
+def test_a_store_is_not_changed_by_a_setting_alone(taken: Taken, shop: Shop, tmp_path: Path) -> None:
+    restore_run(taken.tar, tmp_path / "run")
+    change(tmp_path / "run", storage=f"{shop.url}/empty", storage_endpoint=shop.endpoint)
+    with pytest.raises(ConfigError, match=r"shoal restore --set hub\.storage"):
+        Play(tmp_path / "run")
+
+
+def change(run: Path, **places: str) -> None:
+    text = (run / "recipe.toml").read_text()
+    for name, value in places.items():
+        assert f'\n{name} = ""' in text
+        text = text.replace(f'\n{name} = ""', f'\n{name} = "{value}"')
+    (run / "recipe.toml").write_text(text)
+
+
+def test_a_copy_that_differs_is_not_made(
+    taken: Taken, database_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = copying._rows
+    lost = iter([True])  # the first row of the first look at the nonces
+
+    def lossy(connection: object, table: object) -> Iterator[dict[str, object]]:
+        rows = honest(connection, table)  # type: ignore[arg-type]
+        if getattr(table, "name", "") == "nonces" and next(lost, False):
+            next(rows, None)
+        return rows
+
+    restore_run(taken.tar, tmp_path / "run")
+    monkeypatch.setattr(copying, "_rows", lossy)
+    with (
+        contextlib.closing(SqliteStorage(tmp_path / "run" / "hub" / "hub.db")) as source,
+        contextlib.closing(open_storage(database_url, tmp_path)) as target,
+    ):
+        with pytest.raises(ShoalError, match="the copy differs from what was copied, in nonces"):
+            copy_rows(source, target)
+        with target.read() as reader:
+            assert set(extents(reader).values()) == {0}
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("hub.database=mysql://x/y", "not for PostgreSQL"),
+        ("run.steps=4", "a restore sets hub.database, hub.storage, hub.storage_endpoint only"),
+        ("hub.storage", "expected section.key=value"),
+        ("hub.storage=ftp://x", "s3://"),
+    ],
+)
+def test_a_wrong_place_is_said_before_the_backup_is_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str, said: str
+) -> None:
+    assert main(["restore", str(tmp_path / "none.tar"), str(tmp_path / "run"), "--set", override]) == 2
+    assert said in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
