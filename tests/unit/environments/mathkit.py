@@ -1,11 +1,11 @@
-"""The table of pairs, and a grader whose symbolic algebra is cut off early."""
+"""The tables of pairs."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
 
-TABLE = Path(__file__).parents[2] / "data" / "math_pairs.txt"
+DATA = Path(__file__).parents[2] / "data"
 
 
 @dataclass(frozen=True)
@@ -19,8 +19,8 @@ class Pair:
         return f"{self.category}: {self.gold} {'=' if self.right else '!='} {self.completion}"
 
 
-def pairs() -> list[Pair]:
-    lines = TABLE.read_text(encoding="utf-8").splitlines()
+def pairs(name: str = "math_pairs.txt") -> list[Pair]:
+    lines = (DATA / name).read_text(encoding="utf-8").splitlines()
     return [_pair(line) for line in lines if line and not line.startswith("# ")]
 
 

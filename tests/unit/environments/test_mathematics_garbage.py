@@ -6,7 +6,16 @@ import pytest
 
 from shoal.environments.graders.mathematics import MathematicsGrader
 
-GOLDS = ("7", "x^2+1", "(1,2)", "Tuesday", "\\frac{\\sqrt{3}}{2}", "x > 3", "\\begin{pmatrix}1\\\\2\\end{pmatrix}")
+GOLDS = (
+    "7",
+    "10^{900}",
+    "x^2+1",
+    "(1,2)",
+    "Tuesday",
+    "\\frac{\\sqrt{3}}{2}",
+    "x > 3",
+    "\\begin{pmatrix}1\\\\2\\end{pmatrix}",
+)
 
 BOXED = {
     "nothing": "",
@@ -106,6 +115,7 @@ BOXED = {
     "fractions to a power": "*".join(["(2/3)^{30000}"] * 40),
     "large denominators": "+".join(f"1/{n}" for n in range(100_000_000, 100_000_150)),
     "large factorials": "*".join(["1999!"] * 60),
+    "slow functions to many digits": "10^{900}+0*" + "*".join(["\\binom{1999.5}{333.3}"] * 25),
     "seven and all else": "7, x^2+1, (1,2), Tuesday",
 }
 

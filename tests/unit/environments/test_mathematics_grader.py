@@ -6,8 +6,7 @@ import json
 
 import pytest
 
-from shoal.environments.graders.mathematics import MathematicsGrader
-from shoal.environments.graders.mathematics.symbolic import SECONDS, SymbolicEquality
+from shoal.environments.graders.mathematics import MathematicsGrader, MathVerifyGrader
 from shoal.environments.graders.protocol import Grader
 from shoal.environments.graders.registry import grader
 from shoal.errors import ScoringFailure
@@ -22,7 +21,7 @@ def test_the_registry_knows_it_by_name_and_by_the_data_sets_task_type() -> None:
     for name in ("mathematics", "verifiable_math"):
         found = grader(name)
         assert isinstance(found, Grader)
-        assert (found.name, found.version) == ("mathematics", 3)
+        assert (found.name, found.version) == ("mathematics", 4)
 
 
 @pytest.mark.parametrize(
@@ -107,33 +106,8 @@ def test_lists_cannot_ask_symbolic_algebra_for_every_pair() -> None:
 
     unread = ", ".join(f"\\sum_{{k=1}}^{{{n}}} k" for n in range(30))
     score = MathematicsGrader(symbolic=count).score(", ".join(map(str, range(30))), f"\\boxed{{{unread}}}")
-    assert (score.value, len(asked)) == (0.0, 6)
+    assert (score.value, len(asked)) == (0.0, 4)
     assert "limits" in score.notes
-
-
-class _Costly(SymbolicEquality):
-    """Says no to everything, after half of the processor time that a completion may use."""
-
-    def __init__(self) -> None:
-        self.asked: list[str] = []
-
-    def __call__(self, gold: str, given: str) -> bool:
-        self.asked.append(given)
-        return False
-
-    def cost_s(self, gold: str, given: str) -> float:
-        return SECONDS / 2
-
-
-def test_all_questions_of_a_completion_share_one_budget_of_processor_time() -> None:
-    costly = _Costly()
-    unread = ", ".join(f"\\sum_{{k=1}}^{{{n}}} k" for n in range(5))
-    grader = MathematicsGrader(symbolic=costly)
-    score = grader.score("1, 2, 3, 4, 5", f"\\boxed{{{unread}}}")
-    assert (score.value, len(costly.asked)) == (0.0, 2)
-    assert "limits" in score.notes
-    grader.score("1, 2, 3, 4, 5", f"\\boxed{{{unread}}}")
-    assert len(costly.asked) == 4  # each completion has its own
 
 
 def test_numbers_do_not_start_the_helper() -> None:
@@ -143,3 +117,21 @@ def test_numbers_do_not_start_the_helper() -> None:
     direct = MathematicsGrader(symbolic=refuse)
     for gold, given in [("1/2", "0.5"), ("\\sqrt{8}", "2\\sqrt{2}"), ("x^2-1", "(x+1)(x-1)"), ("(1,2]", "1<x\\le 2")]:
         assert direct.score(gold, f"\\boxed{{{given}}}").value == 1.0
+
+
+def test_the_other_grader_says_what_math_verify_says() -> None:
+    found = grader("math-verify")
+    assert (found.name, found.version) == ("math-verify", 1)
+    assert found.score("\\frac{1}{2}", "<think>\\boxed{1}</think> So $\\boxed{0.5}$.").value == 1.0
+    assert found.score("\\frac{1}{2}", "<think>\\boxed{0.5}</think> So $\\boxed{1}$.").value == 0.0
+    assert found.score(json.dumps({"answer": ["3", "-3"]}), "$-3$").value == 1.0
+    assert "empty" in found.problem("")
+    # Here the two differ: shoal's grader does not take units for each other, nor a decimal for a root.
+    for gold, given in [("5 cm", "5\\text{ m}"), ("\\sqrt{2}", "1.41421356237")]:
+        assert found.score(gold, f"$\\boxed{{{given}}}$").value == 1.0
+        assert MathematicsGrader().score(gold, f"$\\boxed{{{given}}}$").value == 0.0
+
+
+def test_what_exceeds_the_limits_of_math_verify_is_worth_nothing() -> None:
+    score = MathVerifyGrader().score("7", "\\boxed{9^{9^{9}}}")
+    assert (score.value, "limits" in score.notes) == (0.0, True)

@@ -73,11 +73,11 @@ def _question(column: str, judge: Callable[[object], str], kinds: str, row: Row)
 
 def _answer(column: str, grader: str, row: Row) -> str:
     """Of a list of answers to a question of mathematics, any one is right."""
-    value = row.get(column)
-    if isinstance(value, list) and grader == "mathematics":
+    value, mathematics = row.get(column), grader in ("mathematics", "math-verify")
+    if isinstance(value, list) and mathematics:
         return json.dumps({"answers": value})
     text = answer_text(value, column)
-    return final_answer(text) if grader == "mathematics" and column.lower() in WORKED else text
+    return final_answer(text) if mathematics and column.lower() in WORKED else text
 
 
 def _whole_number(column: str, row: Row) -> str:

@@ -2,7 +2,7 @@
 
 protocol       Grader: what every grader implements
 thinking       after_thinking: the part of a completion that is the answer
-mathematics    MathematicsGrader: the final answer, by symbolic equality
+mathematics    MathematicsGrader: the final answer, by value; MathVerifyGrader: what math-verify says
 code           CodeGrader: a Python program against tests, in a sandbox
 choice         ChoiceGrader: a letter among several (GPQA)
 instructions   InstructionsGrader: verifiable instructions (IFEval)

@@ -21,6 +21,12 @@ def _mathematics() -> Grader:
     return MathematicsGrader()
 
 
+def _math_verify() -> Grader:
+    from shoal.environments.graders.mathematics import MathVerifyGrader
+
+    return MathVerifyGrader()
+
+
 def _choice() -> Grader:
     from shoal.environments.graders.choice import ChoiceGrader
 
@@ -43,6 +49,7 @@ GRADERS: dict[str, Callable[[], Grader]] = {
     "code": _code,
     "exact": _exact,
     "mathematics": _mathematics,
+    "math-verify": _math_verify,
     "choice": _choice,
     "instructions": _instructions,
 }

@@ -1,16 +1,13 @@
 """Mathematics: the final answer of a completion against the gold answer, by value.
 
-grader      MathematicsGrader
-answer      final_answer: where the answer stands
-normal      plain: one spelling for many
-forms       Value, Group, Matrix, Relation, Words
-reading     readings: which of the forms a text has; values, units: what a single value says
-equality    Comparison: when two readings are the same answer, with the rules; relations
-expression  tree: formulas; tokens
-evaluate    same_value: formulas compared; exact, numeric
-symbolic    same: math-verify in a helper process, for what the grammar does not read; helper
+grader      MathematicsGrader, MathVerifyGrader
+answer      final_answer: where the answer stands; plain: one spelling for many
+reading     readings: what a text says: values with units, lists, brackets, relations
+equality    Comparison: when two readings are the same answer
+formula     tree, same_value: formulas, compared exactly or to sixty digits
+algebra     same: math-verify in a helper process, for what the grammar does not read
 """
 
-from shoal.environments.graders.mathematics.grader import MathematicsGrader
+from shoal.environments.graders.mathematics.grader import MathematicsGrader, MathVerifyGrader
 
-__all__ = ["MathematicsGrader"]
+__all__ = ["MathVerifyGrader", "MathematicsGrader"]

@@ -1,4 +1,4 @@
-r"""Where the final answer of a completion stands.
+r"""Where the final answer of a completion stands, and one spelling for what is spelled in many ways.
 
 After the thinking part, in this order:
 
@@ -6,26 +6,27 @@ After the thinking part, in this order:
    completion cannot win by boxing two guesses. A last box that is never closed is no answer: it was cut off.
 2. what the last `<answer>…</answer>` holds
 3. what follows the last "answer is", "answer:" or "####", up to the end of its sentence, or to "since" or "because"
-4. the last formula between dollar signs of the last line; else its last numbers; else that line itself. "It is not 7"
-   answers nothing.
+4. the displayed formula that ends the text
+5. the last formula of the last line; else its last numbers; else that line itself. "It is not 7" answers nothing.
 """
+
+# ruff: noqa: RUF001  (the signs that look like others are what is replaced here)
 
 from __future__ import annotations
 
 import re
+import unicodedata
 
-from shoal.environments.graders.mathematics.normal import closing
 from shoal.environments.graders.thinking import after_thinking
 
 LONGEST = 2_000
 """Characters of an answer. Anything longer is not what a person would call a final answer, and costs time to read."""
-_TAIL = 20_000
-"""Where an answer is looked for without a box: the last characters only, so that a long text costs no more."""
-_BOXES = 16
-"""Boxes that may form one answer."""
+_TAIL, _BOXES = 20_000, 16
+"""The last characters, where an answer without a box is looked for; boxes that may form one answer."""
 
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*")
-_PARTING = re.compile(r"(?:\s|\$|,|;|\\[,;()\[\] ]|\\q?quad|\band\b|\bor\b|\\text\s*\{\s*,?\s*(?:and|or)\s*\}|\*)*")
+_BARE = re.compile(r"[^\s$]{0,200}")
+_PARTING = re.compile(r"(?:\s|\$|,|;|\\[,;()\[\] ]|\\q?quad|\band\b|\bor\b|\\text\s*\{[^{}]*\b(?:and|or)\s*\}|\*)*")
 _MARK = re.compile(
     r"####|(?:answer|result|solution)\s{0,3}(?:\*\*)?\s{0,3}"
     r"(?:is(?![a-z])\s{0,3}(?:equal to\b)?|equals\b|:|=)\s{0,3}:?",
@@ -34,9 +35,14 @@ _MARK = re.compile(
 _SENTENCE_END = re.compile(r"\n|(?<=[^\s.])\.(?=\s+[A-Z]|\s*$)|,?\s(?:since|because)\s")
 _CLAUSE_END = re.compile(r"[,;:]|[.!?]\s|\b(?:but|so|hence|thus|therefore)\b", re.IGNORECASE)
 _DENIAL = re.compile(r"\b(?:not|never|cannot|neither|nor)\b|n't\b", re.IGNORECASE)
-_FORMULA = re.compile(r"\$\$?([^$\n]+)\$\$?|\\\((.+?)\\\)|\\\[(.+?)\\\]")
+_FORMULA = re.compile(r"\$\$?((?:\\\$|[^$\n])+)\$\$?|\\\((.+?)\\\)|\\\[(.+?)\\\]")
+_DISPLAYS = (("$$", "$$"), (r"\[", r"\]"))
 _NUMBER = r"[-\u2212]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)?(?:\.\d+|(?<=\d))(?:\s?/\s?\d+)?(?:\s?\\?%)?"
 _NUMBERS = re.compile(rf"(?<![\w.]){_NUMBER}(?:\s*(?:,\s*(?:and|or)?|and|or)\s+{_NUMBER})*")
+_TWO_WORDS = re.compile(r"[a-zA-Z]{2} [a-zA-Z]{2}")
+_PROSE = re.compile(r"[A-Za-z]+ [a-z$]+ ")
+_SAID = re.compile(r"\b(?:is|are|equals|by)\s+$")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 
 
 def final_answer(completion: str) -> str | None:
@@ -46,15 +52,10 @@ def final_answer(completion: str) -> str | None:
     '\\frac{1}{2}'
     >>> final_answer("\\boxed{1} or \\boxed{2}")
     '1, 2'
-    >>> final_answer("The answer is 12 apples.")
-    '12 apples'
     """
     text = after_thinking(completion)
     last = max(text.rfind("\\boxed"), text.rfind("\\fbox"))
-    if last >= 0:
-        found = _boxed(text, last)
-    else:
-        found = _unboxed(text[-_TAIL:])
+    found = _boxed(text, last) if last >= 0 else _unboxed(text[-_TAIL:])
     return found if found is not None and 0 < len(found) <= LONGEST else None
 
 
@@ -71,8 +72,7 @@ def _boxed(text: str, last: int) -> str | None:
             break
         contents.append(earlier[0])
         last = start
-    distinct = list(dict.fromkeys(content.strip() for content in reversed(contents)))
-    return ", ".join(distinct)
+    return ", ".join(dict.fromkeys(content.strip() for content in reversed(contents)))
 
 
 def _content(text: str, start: int) -> tuple[str, int] | None:
@@ -84,7 +84,7 @@ def _content(text: str, start: int) -> tuple[str, int] | None:
     if begin < len(text) and text[begin] == "{":
         end = closing(text[begin : begin + LONGEST + 2], 0)
         return None if end < 0 else (text[begin + 1 : begin + end], begin + end + 1)
-    bare = re.compile(r"[^\s$]{0,200}").match(text, begin)
+    bare = _BARE.match(text, begin)
     content = bare[0].rstrip(".,;)") if bare else ""
     return (content, begin + len(content)) if content else None
 
@@ -96,35 +96,49 @@ def _unboxed(text: str) -> str | None:
     marks = list(_MARK.finditer(text))
     if marks:
         rest = text[marks[-1].end() :].lstrip(" \t*:\n")
-        sentence = _SENTENCE_END.split(rest, maxsplit=1)[0]
-        return _of_sentence(sentence) or None
+        shown = rest.startswith(("$$", r"\[")) and _displayed(rest)
+        return shown or _of_sentence(_SENTENCE_END.split(rest, maxsplit=1)[0]) or None
     lines = [line for line in text.splitlines() if line.strip(" *`-_#.$")]
-    return _of_line(lines[-1].strip()) if lines else None
+    return _displayed(text) or (_of_line(lines[-1].strip()) if lines else None)
+
+
+def _displayed(text: str) -> str:
+    """What the last displayed formula holds, if nothing but a full stop comes after it."""
+    text = text.rstrip(" \n.*")
+    for opening, ending in _DISPLAYS:
+        start = text.rfind(opening, 0, len(text) - 2)
+        if text.endswith(ending) and start >= 0 and text.count("$$") % 2 == 0:
+            return " ".join(text[start + 2 : -2].split())
+    return ""
 
 
 def _of_sentence(sentence: str) -> str:
-    """The formula, if the sentence after "the answer is" begins with one; the sentence otherwise."""
+    """The formula, if the sentence after "the answer is" begins with one; the sentence, unless it is prose."""
     sentence = sentence[:LONGEST].strip(" *`_").rstrip(".")
     formulas = list(_FORMULA.finditer(sentence))
     if formulas and formulas[0].start() == 0:
-        return ", ".join(_inside(formula) for formula in formulas) + _unit_after(sentence, formulas[-1].end())
-    return sentence
-
-
-def _unit_after(sentence: str, end: int) -> str:
-    rest = sentence[end:].strip()
-    return f" {rest}" if re.fullmatch(r"\\?%|[a-z]{1,12}", rest) else ""
+        unit = re.fullmatch(r"\s*(\\?%|[a-z]{1,12})", sentence[formulas[-1].end() :])
+        return ", ".join(map(_inside, formulas)) + (f" {unit[1]}" if unit else "")
+    return _of_line(sentence) if _PROSE.match(sentence) else sentence
 
 
 def _of_line(line: str) -> str:
+    """The last formulas, or the numbers that come after them and are said to be something; the line if there is none,
+    or what it says is what the answer is not."""
     line = " ".join(line[-LONGEST:].split())
     formulas = list(_FORMULA.finditer(line))
-    if formulas:
-        return line if _denied(line, formulas[-1].start()) else _inside(formulas[-1])
-    if re.search(r"[a-zA-Z]{2} [a-zA-Z]{2}", line):  # prose: its last numbers
-        numbers = [found for found in _NUMBERS.finditer(line) if found[0].strip(" ,")]
-        return numbers[-1][0] if numbers and not _denied(line, numbers[-1].start()) else line
-    return line
+    after = formulas[-1].end() if formulas else 0
+    numbers = (
+        [found for found in _NUMBERS.finditer(line, after) if found[0].strip(" ,")] if _TWO_WORDS.search(line) else []
+    )
+    if numbers and (not formulas or _SAID.search(line, after, numbers[-1].start())):
+        return line if _denied(line, numbers[-1].start()) else numbers[-1][0]
+    if not formulas or _denied(line, formulas[-1].start()):
+        return line
+    kept = [formulas.pop()]
+    while formulas and _PARTING.fullmatch(line, formulas[-1].end(), kept[0].start()):
+        kept.insert(0, formulas.pop())
+    return ", ".join(map(_inside, kept))
 
 
 def _denied(line: str, at: int) -> bool:
@@ -134,3 +148,156 @@ def _denied(line: str, at: int) -> bool:
 
 def _inside(formula: re.Match[str]) -> str:
     return next(group for group in formula.groups() if group is not None).strip()
+
+
+# One spelling
+
+_UNICODE = {
+    "−": "-", "–": "-", "—": "-", "×": "*", "·": "*", "⋅": "*", "∙": "*", "÷": "/", "∕": "/", "⁄": "/",
+    "π": r"\pi ", "∞": r"\infty ", "≤": r"\le ", "⩽": r"\le ", "≥": r"\ge ", "⩾": r"\ge ", "≠": r"\ne ",
+    "≈": r"\approx ", "±": r"\pm ", "∓": r"\mp ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "∅": r"\emptyset ",
+    "°": r"^\circ ", "º": r"^\circ ", "ℝ": r"\mathbb{R}", "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ",
+    "γ": r"\gamma ", "λ": r"\lambda ", "μ": r"\mu ", "φ": r"\phi ", "ω": r"\omega ", "⟨": "(", "⟩": ")",
+    "′": "'", "″": "''", "\u200b": "", "“": "", "”": "", "’": "'",
+}  # fmt: skip
+_TRANSLATION = str.maketrans(_UNICODE)
+_RAISED = re.compile(r"[⁰¹²³⁴-⁹⁺⁻⁼⁽⁾ⁿⁱᵃ-ᵅᵇ-ᵉᵍʰʲᵏˡᵐᵒᵖʳˢᵗᵘᵛʷˣʸᶻ]+")
+_LOWERED = re.compile(r"[₀-₉₊₋₌₍₎ₐ-ₜᵢⱼᵣᵤᵥ]+")
+"""Signs that are written small: plain, 2ⁿ would be 2n and 10₂ would be 102."""
+_PARTS = re.compile(r"[¼-¾⅐-⅞]")
+_ROOT = re.compile(r"√\s*(?:\(([^()]*)\)|(\d+|[a-z]))")
+
+_SPACES = frozenset((",", ";", ":", " ", ">", "quad", "qquad", "enspace", "thinspace", "hfill", "newline", "\n", "\t",
+                     "rm", "bf", "it"))  # fmt: skip
+_NOTHING = frozenset(
+    "! ( ) [ ] Big Bigg Biggl Biggr Bigl Bigm Bigr Large big bigg biggl biggr bigl bigm bigr bm boldsymbol "  # noqa: SIM905
+    "boxed color displaystyle ensuremath fbox hat huge label large left limits mathbf mathcal mathit mathsf mathstrut "
+    "middle nolimits normalsize right small strut textstyle vec".split()
+)
+_SAME = {
+    "dfrac": r"\frac", "tfrac": r"\frac", "cfrac": r"\frac", "dbinom": r"\binom", "tbinom": r"\binom", "cdot": "*",
+    "times": "*", "ast": "*", "div": "/", "lbrace": r"\{", "rbrace": r"\}", "lbrack": "[", "rbrack": "]",
+    "lvert": "|", "rvert": "|", "vert": "|", "mid": "|", "leq": r"\le ", "leqslant": r"\le ", "geq": r"\ge ",
+    "geqslant": r"\ge ", "neq": r"\ne ", "lt": "<", "gt": ">", "simeq": r"\approx ", "degree": r"^\circ ", "%": "%",
+    "langle": "(", "rangle": ")", "textdegree": r"^\circ ", "R": r"\mathbb{R}", "varnothing": r"\emptyset ",
+    "empty": r"\emptyset ", "colon": ":", "land": r"\text{and}", "lor": r"\text{or}", "wedge": r"\text{and}",
+    "vee": r"\text{or}", "smallsetminus": r"\setminus ", "backslash": r"\setminus ", "&": "&", "#": "", "_": " ",
+    "euro": "€", "pounds": "£", "tg": r"\tan", "arctg": r"\arctan", "ctg": r"\cot", "varphi": r"\phi ",
+    "varepsilon": r"\epsilon ", "isin": r"\in ", "rightarrow": r"\to ", "longrightarrow": r"\to ", "i": "i",
+    "imath": "i", "dot": r"\overline", "infin": r"\infty ",
+}  # fmt: skip
+_TEXTS = frozenset("text textbf textrm textit textnormal textsf texttt mbox hbox mathrm operatorname".split())  # noqa: SIM905
+_FUNCTIONS = frozenset("sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh ln log exp lg".split())  # noqa: SIM905
+
+_COMMAND = re.compile(r"\\(?:([a-zA-Z]+)\*?|(.))", re.DOTALL)
+_TEXT = re.compile(r"\\text\s*\{([^{}]*)\}")
+_QUOTIENT = re.compile(r"\\frac ?\{ *\\text\{([^{}]*)\} *\} ?\{ *\\text\{([^{}]*)\} *\}")
+_SQUARED = re.compile(r"([a-zA-Z/ ]*/[a-zA-Z]+|[ckm]?m|ft|in)\^(\d)")
+_DIGIT_GAP = re.compile(r"(?<=\d)(?:(?:\{,\}|,)?\\!\s*|\\,|~)(?=\d{3}(?!\d))")
+_OPTION = re.compile(r"\\(?:hspace|vspace|phantom|color|label|tag)\*?\s*\{[^{}]*\}|\\(?:left|right)\s*\.")
+_CIRCLE = re.compile(r"\^\s*\{?\s*\\circ\s*\}?")
+_PRIMES = re.compile(r"\^\s*(?:\\prime(?![a-zA-Z])|\{(?:\s*\\prime(?![a-zA-Z]))+\s*\})")
+_COUNTED = re.compile(r"(-?\d+(?:[.,/]\d+)*) ([A-Za-z]++(?![^{}]*\b(?:and|or)\b)[A-Za-z ./]*)")
+_WORD = re.compile(r"[^\W\d_]{2,}")
+_REPEATING = re.compile(r"(?<![\d.])(\d{0,30}\.\d{0,30}?)(\d)\2{2,30} ?(?:\\[lc]?dots|\.\.\.)$")
+"""0.333… is 1/3: a digit that stands three times before the dots goes on for ever."""
+_SUBSCRIPT = re.compile(r"_ ?\{ ?(\w) ?\}")
+_DOUBLED = re.compile(r"(?<!\\)\\\\(?=(?:left|right|d?frac|sqrt|text|pi|begin|end|cdot|infty)(?![a-z]))")
+"""A command whose backslash was escaped once too often. After a row of a matrix there are three."""
+_SIMPLE = re.compile(r"-?\d+(?:\.\d+)?")
+
+
+def plain(text: str) -> str:
+    r"""The text in the one spelling that is read. Only spelling changes: no value, no order, no bracket.
+
+    >>> plain("$\\dfrac{1}{2}\\,\\text{cm}$")
+    '\\frac{1}{2} \\text{cm}'
+    """
+    text = _DOUBLED.sub(r"\\", text.strip())
+    if _SIMPLE.fullmatch(text) and text.isascii():
+        return text
+    if not text.isascii():
+        text = _ROOT.sub(lambda root: rf"\sqrt{{{root[1] or root[2]}}}", text)
+        text = _PARTS.sub(
+            lambda part: r"\frac{" + unicodedata.normalize("NFKC", part[0]).replace("⁄", "}{") + "}", text
+        )
+        text = _RAISED.sub(lambda run: f"^{{{_full_size(run[0])}}}", text)
+        text = _LOWERED.sub(lambda run: f"_{{{_full_size(run[0])}}}", text).translate(_TRANSLATION)
+        text = unicodedata.normalize("NFKC", text)
+    if "\\" in text or "~" in text:
+        text = _OPTION.sub("", _DIGIT_GAP.sub("", text)).replace("~", " ")
+        text = _CIRCLE.sub(r"^\\circ ", text).replace(r"\$", "USD ")
+        text = _PRIMES.sub(lambda primes: "'" * primes[0].count("prime"), text)
+        text = _QUOTIENT.sub(r"\\text{\1/\2}", _TEXT.sub(_words, _COMMAND.sub(_command, text)))
+    text = " ".join(text.replace("{,}", ",").replace("$", "").replace("**", "^").split())
+    if text.endswith(("dots", "...")):
+        text = _REPEATING.sub(r"\1\\overline{\2}", text)
+    return _unwrapped(_trimmed(_SUBSCRIPT.sub(r"_\1", text)))
+
+
+def _full_size(small: str) -> str:
+    return unicodedata.normalize("NFKC", small).replace("−", "-")
+
+
+def _command(found: re.Match[str]) -> str:
+    name = found[1] or found[2]
+    if name in _NOTHING:
+        return ""
+    if name in _SPACES:
+        return " "
+    return r"\text" if name in _TEXTS else _SAME.get(name, found[0])
+
+
+def _words(found: re.Match[str]) -> str:
+    r"""`\text{sin}` is a function, `\text{e}` a letter, `\text{ or }` a word: the word keeps its mark.
+
+    Where no word stands beside the digits, it is mathematics: `\text{-7}` is -7, and signs count in it.
+    """
+    words = found[1].strip()
+    if words in _FUNCTIONS:
+        return f"\\{words} "
+    if words in ("e", "i", "x", "y", "z", "n", ""):
+        return words or " "
+    squared = _SQUARED.fullmatch(words)
+    if squared:
+        return rf" \text{{{squared[1]}}}^{squared[2]} "
+    if any(sign.isdigit() for sign in words) and set(_WORD.findall(words)) <= {"and", "or"}:
+        return f" {words} "
+    counted = _COUNTED.fullmatch(words)
+    return rf" {counted[1]} \text{{{counted[2]}}} " if counted else rf" \text{{{words}}} "
+
+
+def _trimmed(text: str) -> str:
+    """Without what ends a sentence or a line. A bracket, a factorial and a digit stay."""
+    while text and (text[-1] in ".,;:\\*`" or text.endswith(" ")) and not text.endswith((r"\}", r"\|")):
+        text = text[:-1]
+    return text.strip("`").lstrip(":").strip()
+
+
+def _unwrapped(text: str) -> str:
+    """Without braces around the whole; with a comma in them they are a set whose backslashes were forgotten."""
+    for _layer in range(4):
+        whole = len(text) > 1 and text[0] == "{" and text[-1] == "}" and text[-2] != "\\" and "," not in text
+        if not whole or closing(text, 0) != len(text) - 1:
+            break
+        text = text[1:-1].strip()
+    return text
+
+
+def closing(text: str, start: int) -> int:
+    r"""Where the brace that opens at `start` is closed, or -1. `\{` and `\}` are no braces.
+
+    >>> closing("{a{b}}c", 0)
+    5
+    """
+    depth = 0
+    for found in _BRACE.finditer(text, start):
+        depth += (found[0] == "{") - (found[0] == "}")
+        if depth == 0 and found[0] == "}":
+            return found.start()
+    return -1
+
+
+def balanced(text: str) -> bool:
+    """Whether every brace that opens is closed, and none is closed that was not opened."""
+    return closing(f"{{{text}}}", 0) == len(text) + 1

@@ -16,32 +16,19 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any
 
-from shoal.environments.graders.mathematics.evaluate import exact_value, same_value
-from shoal.environments.graders.mathematics.exact import TooLarge, variables
-from shoal.environments.graders.mathematics.expression import Tree
-from shoal.environments.graders.mathematics.forms import Group, Matrix, Reading, Relation, Value, Words
-from shoal.environments.graders.mathematics.numeric import numeric_value
-from shoal.environments.graders.mathematics.relations import (
-    FLIPPED,
-    as_range,
-    difference,
-    exact_of,
-    is_label,
-    label,
-    label_of,
-    multiple,
-    names,
-    tree_of,
-    tree_of_text,
-    written,
-)
-from shoal.environments.graders.mathematics.units import Unit, units_agree
-from shoal.environments.graders.mathematics.values import folded
+from shoal.environments.graders.mathematics import formula
+from shoal.environments.graders.mathematics.formula import Tree, close, tree, variables
+from shoal.environments.graders.mathematics.reading import CLOCK, HIGH, LOW, RELATIONS, Form, folded, units_agree
 
 Symbolic = Callable[[str, str], bool]
 """Decides over two formulas that this package cannot read."""
 
+_NUMERAL = re.compile(r"(-?)(?:(\d+)(?:/(\d+))?|(\d*\.\d+)|\\frac\{(\d+)\}\{(\d+)\})")
+"""What most answers are. They are compared without being read as formulas."""
 _ROUNDED_FROM = 4
 """Decimal places from which on a gold answer counts as rounded."""
 _MOST_ITEMS = 200
@@ -49,16 +36,24 @@ _DECIMAL = re.compile(r"-?\d*\.(\d+)")
 _SPACE = re.compile(r"(?<!\d) | (?!\d)")
 """Spaces that part nothing: between two digits they do."""
 _SIDE_BY_SIDE = re.compile(r"\d \d")
-_DIRECTED = ("\\to", "\\in", "\\equiv")
 _PURE_WORDS = re.compile(r"[^\W\d_]+(?: [^\W\d_]+)*")
-_NAME = re.compile(r"[a-zA-Z]{2,3}")
+_LETTERS = re.compile(r"[a-zA-Z]{2,3}")
+_PLAIN_LETTERS = re.compile(r"[a-zA-Z ]{2,}")
 _QUOTED = re.compile(r"\\text ?\{[^{}]*[A-Za-z]{2}[^{}]*\}")
 _SHORT_WORDS = frozenset(
     "no on so to do go in is it at an as be by he if me my of or up us we am yes one two six ten net not now won own "  # noqa: SIM905
     "odd all any few low top red sun saw was tea eat ate act cat art rat tar arm ram dog god pot end and are can for "
     "day may nor the too who how".split()
 )
-_PLAIN_LETTERS = re.compile(r"[a-zA-Z ]{2,}")
+_LABEL = re.compile(
+    r"\\?[a-zA-Z]\w*(?:_\{?[\w,]+\}?)?'*|m?\\[a-zA-Z]+(?:\{\w+\}|[A-Z]+)?|[a-zA-Z]\w?'*(?:_\w)?\([^()=]*\)"
+    r"|\\frac\{d[a-z]?\}\{d[a-z]\}"
+)
+"""What an equation may say the value of: x, a_1, \\angle ABC, f(x), the derivative."""
+_NOTHING = ("num", Fraction(0))
+_FLIPPED = {"<": ">", ">": "<", "\\le": "\\ge", "\\ge": "\\le"}
+_DIRECTED = ("\\to", "\\in", "\\equiv")
+_UNORDERED = ({""}, {"{}"}, {"", "{}"}, {"or"}, {"and"})
 
 
 @dataclass(frozen=True)
@@ -67,95 +62,72 @@ class Comparison:
 
     symbolic: Symbolic
 
-    def same(self, gold: Reading, given: Reading) -> bool:
+    def same(self, gold: Form, given: Form) -> bool:
         if gold == given:
-            return not isinstance(gold, Value) or bool(gold.text)
-        if isinstance(given, Relation) and given.between and self._contradicts(given):
-            return False
-        if isinstance(gold, Relation) or isinstance(given, Relation):
-            return self._related(gold, given)
-        if isinstance(gold, Words) or isinstance(given, Words):
-            return self._worded(gold, given)
-        if isinstance(gold, Group) or isinstance(given, Group):
-            return self._grouped(gold, given)
-        if isinstance(gold, Matrix) or isinstance(given, Matrix):
-            return self._arrayed(gold, given)
-        return self._valued(gold, given)
-
-    # words
-
-    def _worded(self, gold: Reading, given: Reading) -> bool:
-        if isinstance(gold, Words) and isinstance(given, Words):
-            return gold.folded == given.folded
-        words, other = (gold, given) if isinstance(gold, Words) else (given, gold)
-        # Against a formula only if that is a word too: `\text{1 2}` must not be 1/2, 1.2 and 1-2 at once.
-        return (
-            isinstance(words, Words)
-            and isinstance(other, Value)
-            and bool(_PURE_WORDS.fullmatch(other.text))
-            and words.folded == folded(other.text)
-        )
-
-    # matrices
-
-    def _arrayed(self, gold: Reading, given: Reading) -> bool:
-        if isinstance(gold, Matrix) and isinstance(given, Matrix):
-            if gold.bars != given.bars or [len(row) for row in gold.rows] != [len(row) for row in given.rows]:
-                return False
-            return self._in_order(_cells(gold), _cells(given))
-        return isinstance(gold, Value) and isinstance(given, Value) and self.symbolic(gold.text, given.text)
+            return gold.kind != "value" or bool(gold.text)
+        if gold.kind == "\\approx":
+            return any(self.same(item, given) for item in gold.items)
+        if given.kind == "\\approx":
+            return _near(*given.items) and any(self.same(gold, item) for item in given.items)
+        kinds = {gold.kind, given.kind}
+        if kinds & RELATIONS:
+            return not self._contradicts(given) and self._related(gold, given)
+        if kinds == {"words"}:
+            return gold.text == given.text
+        if kinds == {"words", "value"}:  # only if the other is a word too: \text{1 2} must not be 1/2, 1.2 and 1-2
+            words, other = (gold, given) if gold.kind == "words" else (given, gold)
+            return bool(_PURE_WORDS.fullmatch(other.text)) and words.text == folded(other.text)
+        return self._valued(gold, given) if kinds == {"value"} else self._grouped(gold, given)
 
     # several values
 
-    def _grouped(self, gold: Reading, given: Reading) -> bool:
-        gold, given = _column(gold), _column(given)
-        if not isinstance(gold, Group) or not isinstance(given, Group):
-            return self._group_and_value(gold, given)
-        kinds = {gold.brackets, given.brackets}
+    def _grouped(self, gold: Form, given: Form) -> bool:
+        kinds = {gold.kind, given.kind}
         if max(len(gold.items), len(given.items)) > _MOST_ITEMS:
             return False
-        if kinds == {"time"}:
-            return _same_time(gold, given)
-        if kinds in ({""}, {"{}"}, {"", "{}"}, {"or"}, {"and"}):
+        if kinds in ({"row"}, {"matrix"}, {"bars"}):
+            return self._in_order(gold.items, given.items)
+        gold, given = _column(gold), _column(given)
+        kinds = {gold.kind, given.kind}
+        if kinds == {"matrix", "value"}:  # a sum or a product of matrices
+            return self.symbolic(gold.text, given.text)
+        if "value" in kinds:
+            return self._group_and_value(gold, given)
+        if kinds in _UNORDERED:
             return self._matched(gold, given)
-        if len(kinds) == 1 or kinds == {"", "()"}:
-            return self._ratio(gold, given) if kinds == {":"} else self._in_order(gold.items, given.items)
-        return False
+        clocks = CLOCK.fullmatch(gold.text) and CLOCK.fullmatch(given.text)  # 3:30 is a time or a ratio
+        if kinds == {":"} and not clocks and (first := _ratio(gold)) and (second := _ratio(given)):
+            return len(first) == len(second) and all(map(close, first, second))
+        return (len(kinds) == 1 or kinds == {"", "()"}) and self._in_order(gold.items, given.items)
 
-    def _group_and_value(self, gold: Reading, given: Reading) -> bool:
+    def _group_and_value(self, gold: Form, given: Form) -> bool:
         r"""One item in braces or a list of one is that item. A ratio may be written as a fraction."""
-        group, value = (gold, given) if isinstance(gold, Group) else (given, gold)
-        if not isinstance(group, Group) or not isinstance(value, Value):
-            return False
-        if group.brackets == ":" and len(group.items) == 2:
-            quotient = _quotient(group)
-            return quotient is not None and exact_of(value) == quotient
-        items = self._distinct(list(group.items)) if group.brackets == "{}" else list(group.items)
-        if group.brackets in ("", "{}") and len(items) == 1:
-            item = items[0]
-            return self.same(item, given) if group is gold else self.same(gold, item)
+        group, value = (gold, given) if given.kind == "value" else (given, gold)
+        if group.kind == ":" and len(group.items) == 2:
+            ratio = _ratio(group)
+            return (
+                ratio is not None
+                and ratio[1] != 0
+                and _number(value) is not None
+                and close(_number(value) * ratio[1], 1)
+            )
+        items = _distinct(group.items) if group.kind == "{}" else list(group.items)
+        if group.kind in ("", "{}") and len(items) == 1:
+            return self.same(items[0], given) if group is gold else self.same(gold, items[0])
         return False
 
-    def _ratio(self, gold: Group, given: Group) -> bool:
-        """3:2 is 6:4, and 1:2:3 is 2:4:6: each term is the same multiple of the other side's."""
-        golds, givens = [exact_of(item) for item in gold.items], [exact_of(item) for item in given.items]
-        if len(golds) == len(givens) and golds[0] and givens[0] and None not in (*golds, *givens):
-            return [term * givens[0] for term in golds if term is not None] == [
-                term * golds[0] for term in givens if term is not None
-            ]
-        return self._in_order(gold.items, given.items)
-
-    def _in_order(self, gold: Sequence[Reading], given: Sequence[Reading]) -> bool:
+    def _in_order(self, gold: Sequence[Form], given: Sequence[Form]) -> bool:
         return len(gold) == len(given) and all(map(self.same, gold, given))
 
-    def _matched(self, gold: Group, given: Group) -> bool:
+    def _matched(self, gold: Form, given: Form) -> bool:
         """In any order. Names make an order: "x = 1, y = 2" against "1, 2" is compared one by one."""
         golds, givens = list(gold.items), list(given.items)
-        if "{}" in (gold.brackets, given.brackets):
-            golds, givens = self._distinct(golds), self._distinct(givens)
+        if "{}" in (gold.kind, given.kind) or (len(golds) > 1 and len(_distinct(golds)) == len(golds)):
+            golds, givens = _distinct(golds), _distinct(givens)
         if len(golds) != len(givens):
             return False
-        if len(names(golds)) > 1 and not names(givens):
+        named = [{label(item.items[0]) for item in items if item.kind == "="} for items in (golds, givens)]
+        if (len(named[0]) > 1 and not named[1]) or (len(named[1]) > 1 and not named[0]):
             return self._in_order(golds, givens)
         for wanted in golds:
             found = next((item for item in givens if self.same(wanted, item)), None)
@@ -164,151 +136,210 @@ class Comparison:
             givens.remove(found)
         return True
 
-    def _distinct(self, items: list[Reading]) -> list[Reading]:
-        """Each once; 1 and 1.0 are the same."""
-        kept: dict[object, Reading] = {}
-        for item in items:
-            exact = exact_of(item)
-            known = isinstance(item, Value) and exact is not None and (exact, item.unit, item.percent)
-            kept.setdefault(known or item, item)
-        return list(kept.values())
-
     # equations and inequalities
 
-    def _contradicts(self, given: Relation) -> bool:
+    def _contradicts(self, given: Form) -> bool:
         """Whether a chain is false by its own numbers: x = 1 = 2 = 3. A formula on the way is a step, no number."""
-        if not _is_number(given.right):
+        if given.kind != "=" or not given.items[2:] or _number(given.items[1]) is None:
             return False
-        steps = [step for step in given.between if _is_number(step) and units_agree(_unit(step), _unit(given.right))]
-        return not all(self.same(step, given.right) for step in steps)
+        last = given.items[1]
+        steps = [step for step in given.items[2:] if _number(step) is not None]
+        return not all(self.same(step, last) for step in steps if units_agree(step.unit, last.unit))
 
-    def _related(self, gold: Reading, given: Reading) -> bool:
-        if any(isinstance(side, Relation) and side.sign in _DIRECTED for side in (gold, given)):
-            return (
-                isinstance(gold, Relation)
-                and isinstance(given, Relation)
-                and gold.sign == given.sign
-                and self._in_order((gold.left, gold.right), (given.left, given.right))
-            )
-        if isinstance(gold, Relation) and isinstance(given, Relation):
-            return self._two_relations(gold, given)
-        gold_range, given_range = as_range(gold), as_range(given)
-        if isinstance(gold_range, Group) and isinstance(given_range, Group):
-            return self._grouped(gold_range, given_range)
-        if isinstance(gold, Relation):
-            return gold.sign == "=" and is_label(gold.left, gold.right) and self.same(gold.right, given)
-        return isinstance(given, Relation) and given.sign == "=" and self._said(given) and self.same(gold, given.right)
-
-    def _said(self, given: Relation) -> bool:
-        """Whether the right side is what was answered: "x = 3", "f(x) = 3", and "1 + 2 = 3" if it holds."""
-        if is_label(given.left, given.right):
-            return True
-        left = tree_of(given.left)
-        return left is not None and not variables(left) and self.same(given.left, given.right)
-
-    def _two_relations(self, gold: Relation, given: Relation) -> bool:
-        if gold.sign == "=" == given.sign and label(gold.left) and label(gold.left) == label(given.left):
-            return self.same(gold.right, given.right) or self._proportional(gold, given)
+    def _related(self, gold: Form, given: Form) -> bool:
+        both = gold.kind in RELATIONS and given.kind in RELATIONS
+        if gold.kind in _DIRECTED or given.kind in _DIRECTED:
+            return both and gold.kind == given.kind and self._in_order(gold.items, given.items)
         ranges = as_range(gold), as_range(given)
-        if isinstance(ranges[0], Group) and isinstance(ranges[1], Group) and label_of(gold) == label_of(given):
-            return self._grouped(ranges[0], ranges[1])
+        if both:
+            return self._two_relations(gold, given, ranges)
+        if ranges != (gold, given):
+            return self.same(*ranges)
+        if gold.kind == "=" and self._answers(gold):
+            return self.same(gold.items[1], given)
+        return given.kind == "=" and self._answers(given) and self.same(gold, given.items[1])
+
+    def _answers(self, equation: Form) -> bool:
+        """Whether the right side is what was answered: "x = 3", "f(x) = 3", and "1 + 2 = 3" if it holds."""
+        left, right = equation.items[:2]
+        name, base = label(left), left.text.partition("'")[0]
+        if name.endswith("'") and base in variables(_tree(right) or _NOTHING):  # y'' = y
+            return False
+        if name or (left.items and all(map(label, left.items))):
+            return True
+        found, zero = _tree(left), _number(right) == 0
+        if found is None:
+            unread = left.kind == "words" or (left.kind == "value" and bool(re.search(r"\\[a-z]+|\(", left.text)))
+            return (unread and not zero) or left.kind in (":", "words")
+        names = variables(found)
+        if not names:
+            return self.same(left, right)
+        sides = variables(_tree(right) or _NOTHING)
+        return not (zero or sides or _has_numbers(found) or any("'" in name for name in names))
+
+    def _two_relations(self, gold: Form, given: Form, ranges: tuple[Form, Form]) -> bool:
+        names = [label(form.items[0]) or label(form.items[1]) for form in (gold, given)]
+        equal = gold.kind == "=" == given.kind
+        if equal and names[0] and _same_name(*names):
+            firsts = [form.items[1] if label(form.items[0]) else form.items[0] for form in (gold, given)]
+            if self.same(firsts[0], firsts[1]):
+                return True
+        elif not equal and names[0] == names[1] and all(form.kind not in RELATIONS for form in ranges):
+            return self._grouped(*ranges)
+        elif equal and all(map(self._answers, (gold, given))) and not names[0] and not names[1]:
+            return self._in_order(gold.items[:2], given.items[:2])
         return self._proportional(gold, given)
 
-    def _proportional(self, gold: Relation, given: Relation) -> bool:
+    def _proportional(self, gold: Form, given: Form) -> bool:
         """`2x - y = -1` is `y = 2x + 1`: the differences of the sides are a constant multiple of each other."""
-        first, second = difference(gold), difference(given)
+        first, second = _difference(gold), _difference(given)
         if first is None or second is None:
-            return self.symbolic(written(gold), written(given))
-        factor = multiple(first, second)
-        if factor is None or factor == 0:
+            texts = [f"{form.items[0].text} {form.kind} {form.items[1].text}" for form in (gold, given)]
+            return _comparable(*texts) and all(form.items[0].text for form in (gold, given)) and self.symbolic(*texts)
+        names = variables(first)
+        if not names or names != variables(second):
             return False
-        try:
-            same = same_value(first, ("mul", ("num", factor), second))
-        except TooLarge:
+        pairs = [[formula.value_at(side, point) for side in (first, second)] for point in formula.points(names)[:3]]
+        if not all(a and b for a, b in pairs):
             return False
-        sign = given.sign if factor > 0 else FLIPPED.get(given.sign, given.sign)
-        return bool(same) and gold.sign == sign
+        factor = pairs[0][0] / pairs[0][1]
+        sign = given.kind if factor.real > 0 else _FLIPPED.get(given.kind, given.kind)
+        return gold.kind == sign and all(close(a, factor * b) for a, b in pairs)
 
     # values
 
-    def _valued(self, gold: Reading, given: Reading) -> bool:
-        if not isinstance(gold, Value) or not isinstance(given, Value):
+    def _valued(self, gold: Form, given: Form) -> bool:
+        if not gold.text or not given.text:
             return False
-        if gold.infinite or given.infinite:
-            return gold.infinite == given.infinite
-        if not gold.text or not given.text or not units_agree(gold.unit, given.unit):
-            return False
-        if gold.percent != given.percent:
-            return self._percent(gold, given)
-        return self._same_formula(gold.text, given.text)
-
-    def _percent(self, gold: Value, given: Value) -> bool:
-        bare, marked = exact_of(given if gold.percent else gold), exact_of(gold if gold.percent else given)
-        if bare is None or marked is None:
-            return False
-        return marked == 100 * bare or (abs(bare) > 1 and marked == bare)
+        percents = gold.unit == ("%",), given.unit == ("%",)
+        if percents[0] != percents[1]:
+            return not (gold.unit and given.unit) and _percent(gold, given)
+        return units_agree(gold.unit, given.unit) and self._same_formula(gold.text, given.text)
 
     def _same_formula(self, gold: str, given: str) -> bool:
         if gold == given or _SPACE.sub("", gold) == _SPACE.sub("", given):
             return True
-        if _NAME.fullmatch(gold) and _NAME.fullmatch(given) and not _is_product(gold, given):
+        if _LETTERS.fullmatch(gold) and _LETTERS.fullmatch(given) and not _is_product(gold, given):
             return gold.casefold() == given.casefold() and gold.casefold() in _SHORT_WORDS
-        trees = tree_of_text(gold), tree_of_text(given)
-        if trees[0] is None or trees[1] is None:
+        numerals = _numeral(gold), _numeral(given)
+        if None not in numerals and (numerals[0] == numerals[1] or "." not in gold):
+            return numerals[0] == numerals[1]
+        first, second = tree(gold), tree(given)
+        if first is None or second is None:
             return _comparable(gold, given) and self.symbolic(gold, given)
-        same = same_value(trees[0], trees[1])
-        if same is None and not variables(trees[0]) and not variables(trees[1]):
-            return False  # 0^0 is no number, whatever algebra makes of it
-        if same is None:  # n! and n(n-1)! have no value at points between the whole numbers
-            return self.symbolic(gold, given)
-        return same or _rounds_to(gold, given, trees[1])
+        same = formula.same_value(first, second)
+        if same is None:  # n! has no value between the whole numbers; 0^0 has none, whatever algebra makes of it
+            return bool(variables(first) | variables(second)) and self.symbolic(gold, given)
+        return same or _rounds_to(gold, given, second)
 
 
-def _cells(matrix: Matrix) -> list[Reading]:
-    return [cell for row in matrix.rows for cell in row]
+@lru_cache(maxsize=16384)
+def _numeral(text: str) -> Fraction | None:
+    if len(text) < 100 and text.isdecimal():
+        return Fraction(int(text))
+    found = _NUMERAL.fullmatch(text) if len(text) < 100 else None
+    if found is None:
+        return None
+    top, bottom = found[2] or found[4] or found[5], int(found[3] or found[6] or 1)
+    return Fraction(found[1] + top) / bottom if bottom else None
 
 
-def _column(reading: Reading) -> Reading:
+def label(form: Form) -> str:
+    """The name that an equation gives a value: "x", "f(x)", "a_1", or words; empty if its left side is more."""
+    text = form.text.replace(" ", "")
+    if text.lstrip("\\") in formula.CALLS:
+        return ""
+    return text if form.kind == "words" or (form.kind == "value" and _LABEL.fullmatch(text)) else ""
+
+
+def _same_name(gold: str, given: str) -> bool:
+    """x_1 and x_2 are solutions for x."""
+    return gold == given or (gold.partition("_")[0] == given.partition("_")[0] and ("_" in gold) != ("_" in given))
+
+
+def as_range(form: Form) -> Form:
+    """`x > 3` as (3, ∞), `3 \\ge x` as (-∞, 3], `x \\ne 0` as a union; a union of such; anything else as it is."""
+    if form.kind == "or":
+        return Form("or", tuple(map(as_range, form.items)))
+    if form.kind not in (*_FLIPPED, "\\ne"):
+        return form
+    sign, (left, right) = form.kind, form.items
+    if not label(left):
+        if not label(right):
+            return form
+        sign, right = _FLIPPED.get(sign, sign), left
+    if sign == "\\ne":
+        items = right.items or (right,)
+        if any(_number(item) is None for item in items):
+            return form
+        edges = [LOW, *sorted(items, key=lambda item: _number(item).real), HIGH]
+        return Form("or", tuple(Form("()", pair) for pair in pairwise(edges)))
+    if sign in (">", "\\ge"):
+        return Form("()" if sign == ">" else "[)", (right, HIGH))
+    return Form("()" if sign == "<" else "(]", (LOW, right))
+
+
+def _tree(form: Form) -> Tree | None:
+    return tree(form.text) if form.kind == "value" else None
+
+
+def _number(form: Form) -> Any:
+    """The number that a value is; None if it is none."""
+    return formula.number(_tree(form))
+
+
+def _difference(form: Form) -> Tree | None:
+    left, right = _tree(form.items[0]), _tree(form.items[1])
+    return None if left is None or right is None else ("add", left, ("neg", right))
+
+
+def _has_numbers(found: Tree) -> bool:
+    return found[0] == "num" or any(_has_numbers(part) for part in found[1:] if isinstance(part, tuple))
+
+
+def _near(exact_value: Form, rounded: Form) -> bool:
+    """Whether the two sides of "≈" are within one percent of each other, where both are numbers."""
+    a, b = _number(exact_value), _number(rounded)
+    return a is None or b is None or abs(complex(a) - complex(b)) <= 0.01 * abs(complex(a))
+
+
+def _distinct(items: Sequence[Form]) -> list[Form]:
+    """Each once; 1 and 1.0 are the same."""
+    kept: dict[object, Form] = {}
+    for item in items:
+        value = _number(item)
+        kept.setdefault(item if value is None else (formula.MP.nstr(value, 40), item.unit), item)
+    return list(kept.values())
+
+
+def _column(form: Form) -> Form:
     """A matrix of one column, or of one row, is the vector that others write as a tuple."""
-    if isinstance(reading, Matrix) and not reading.bars and (len(reading.rows[0]) == 1 or len(reading.rows) == 1):
-        return Group("()", tuple(_cells(reading)))
-    return reading
+    if form.kind == "matrix" and 1 in (len(form.items), len(form.items[0].items)):
+        return Form("()", tuple(cell for row in form.items for cell in row.items))
+    return form
 
 
-def _same_time(gold: Group, given: Group) -> bool:
-    """A time without "am" or "pm" may be either."""
-    first, second = _clock(gold), _clock(given)
-    if first[1:3] != second[1:3]:
+def _ratio(form: Form) -> list[Any] | None:
+    """The terms in relation to the first: 3:2 is 6:4, and 1:2:3 is 2:4:6."""
+    terms = [_number(item) for item in form.items]
+    return [term / terms[0] for term in terms] if terms[0] and None not in terms else None
+
+
+def _percent(gold: Form, given: Form) -> bool:
+    marked, bare = (_number(gold), _number(given)) if gold.unit else (_number(given), _number(gold))
+    if bare is None or marked is None:
         return False
-    half = 24 if bool(first[3]) == bool(second[3]) else 12
-    return (first[0] - second[0]) % half == 0
-
-
-def _clock(group: Group) -> tuple[int, int, int, bool]:
-    hours, minutes, seconds = (int(item.text) for item in group.items if isinstance(item, Value))
-    first = group.items[0]
-    return hours, minutes, seconds, isinstance(first, Value) and bool(first.unit)
-
-
-def _quotient(group: Group) -> Fraction | None:
-    first, second = exact_of(group.items[0]), exact_of(group.items[1])
-    return first / second if first is not None and second else None
-
-
-def _mathematical(text: str) -> bool:
-    """Whether a formula may be there at all: words, and signs without any letter or digit, are none."""
-    return not _PLAIN_LETTERS.fullmatch(text) and any(sign.isalnum() for sign in text)
+    return close(marked, 100 * bare) or (abs(bare) > 1 and close(marked, bare))
 
 
 def _comparable(gold: str, given: str) -> bool:
     """Whether symbolic algebra may be asked. It leaves out words and primes: those must be the same on both sides. And
     it finds some sense in two numbers side by side, where there is none."""
+    both = (gold, given)
     return (
-        _mathematical(gold)
-        and _mathematical(given)
+        all(not _PLAIN_LETTERS.fullmatch(text) and any(sign.isalnum() for sign in text) for text in both)
         and gold.count("'") == given.count("'")
-        and not _SIDE_BY_SIDE.search(gold)
-        and not _SIDE_BY_SIDE.search(given)
+        and not any(map(_SIDE_BY_SIDE.search, both))
         and _QUOTED.findall(gold) == _QUOTED.findall(given)
     )
 
@@ -319,29 +350,15 @@ def _is_product(gold: str, given: str) -> bool:
     return all(text.islower() for text in both) and both.isdisjoint(_SHORT_WORDS)
 
 
-def _is_number(reading: Reading) -> bool:
-    found = tree_of(reading)
-    return found is not None and not variables(found)
-
-
-def _unit(reading: Reading) -> Unit:
-    return reading.unit if isinstance(reading, Value) else ()
-
-
 def _rounds_to(gold: str, given: str, answer: Tree) -> bool:
     """Whether the gold answer is a long decimal, and the given answer, more precise, rounds to it."""
-    decimal = _DECIMAL.fullmatch(gold)
+    decimal, written = _DECIMAL.fullmatch(gold), _DECIMAL.fullmatch(given)
     if decimal is None or len(decimal[1]) < _ROUNDED_FROM:
         return False
-    written = _DECIMAL.fullmatch(given)
-    if (written and len(written[1]) <= len(decimal[1])) or given.lstrip("-").isdigit() or variables(answer):
+    if (written and len(written[1]) <= len(decimal[1])) or given.lstrip("-").isdigit():
         return False
-    exact = exact_value(answer)
-    half = Fraction(1, 2 * 10 ** len(decimal[1]))
-    if exact is not None:
-        return abs(exact - Fraction(gold)) <= half
-    value = numeric_value(answer)
+    value = formula.number(answer)
     if value is None or value.imag != 0:
         return False
-    wanted = Fraction(gold)
-    return bool(abs(value.real * wanted.denominator - wanted.numerator) <= wanted.denominator * float(half))
+    half = formula.MP.mpf(10) ** -len(decimal[1]) * (0.5 + 1e-10)
+    return bool(abs(value - formula.MP.mpf(gold)) <= half)

@@ -1,35 +1,35 @@
-"""The grader: which answers count as gold, and what a completion is worth."""
+"""The graders: which answers count as gold, and what a completion is worth."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar
 
-from shoal.environments.graders.mathematics import symbolic
-from shoal.environments.graders.mathematics.answer import LONGEST, final_answer
+from shoal.environments.graders.mathematics import algebra
+from shoal.environments.graders.mathematics.answer import LONGEST, balanced, final_answer, plain
 from shoal.environments.graders.mathematics.equality import Comparison, Symbolic
-from shoal.environments.graders.mathematics.exact import TooLarge
-from shoal.environments.graders.mathematics.forms import Reading
-from shoal.environments.graders.mathematics.normal import balanced, plain
-from shoal.environments.graders.mathematics.reading import readings
+from shoal.environments.graders.mathematics.formula import TooLarge
+from shoal.environments.graders.mathematics.reading import Form, readings
+from shoal.environments.graders.thinking import after_thinking
 from shoal.environments.protocol import Score
 from shoal.errors import ScoringFailure
 
-_QUESTIONS = 6
-"""How often one completion may need symbolic algebra."""
+_QUESTIONS = 4
+"""How often one completion may need symbolic algebra: a list against a list would ask for every pair. A count, not a
+time: it ends at the same question on every machine."""
 _KEYS = ("ground_truth", "answer", "answers", "target", "solution")
 _NONE = ("proof", "notfound")
 """What NuminaMath writes for an answer where there is none."""
 _LETTER = re.compile(r"(?:\\text ?\{ ?)?\(?([A-J])\)?\.?(?: ?\})?")
 _LETTER_FIRST = re.compile(r"(?:\\text ?\{ ?)?(?:\(([A-J])\)|([A-J])[).:])(?: ?\})?[).:]?\s*(.*)", re.DOTALL)
-
 _OTHER = re.compile(r"(?<![A-Za-z0-9\\])(?:[B-HJ]|[AI](?! [a-z]))(?![A-Za-z0-9'])")
 """A second letter beside the one that was chosen: "A) B) C)" chooses none. "(B) A circle" has one only."""
 _MAYBE_SCIENTIFIC = re.compile(r"-?\d+e[+-]\d")
+_LIMITS = "comparing the answer took more than the limits allow"
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class MathematicsGrader:
     """
 
     name: ClassVar[str] = "mathematics"
-    version: ClassVar[int] = 3
-    symbolic: Symbolic = symbolic.same
+    version: ClassVar[int] = 4
+    symbolic: Symbolic = algebra.same
 
     def problem(self, answer: str) -> str:
         try:
@@ -62,36 +62,54 @@ class MathematicsGrader:
         notes, compare = "", Comparison(_Rationed(self.symbolic)).same
         for gold in accepted:
             try:
-                if _right(gold, given, compare):
+                if _right(gold, plain(given), compare):
                     return _score(True, "")
             except (TooLarge, RecursionError):
-                notes = "comparing the answer took more than the limits allow"
+                notes = _LIMITS
         return _score(False, notes)
+
+
+@dataclass(frozen=True)
+class MathVerifyGrader:
+    """What math-verify says of the completion without its thinking part, for scores that compare with others'. It runs
+    in the helper process, within the same limits.
+
+    >>> MathVerifyGrader().score("1/2", "It is $\\\\boxed{0.5}$.").value
+    1.0
+    """
+
+    name: ClassVar[str] = "math-verify"
+    version: ClassVar[int] = 1
+    verify: Symbolic = algebra.said
+
+    def problem(self, answer: str) -> str:
+        return MathematicsGrader().problem(answer)
+
+    def score(self, answer: str, completion: str) -> Score:
+        golds(answer)  # what cannot be used raises
+        given = after_thinking(completion)[-2 * LONGEST :]
+        try:
+            texts = [text if "$" in text or "\\boxed" in text else f"${text}$" for text in map(str, _named(answer))]
+            return _score(any(self.verify(gold, given) for gold in texts), "")
+        except TooLarge:
+            return _score(False, _LIMITS)
 
 
 @dataclass
 class _Rationed:
-    """Symbolic algebra, a few times per completion: a list against a list would ask it for every pair. All questions
-    have the processor time of one: once that is spent, nothing more is asked."""
+    """Symbolic algebra, a few times per completion."""
 
     symbolic: Symbolic
     left: int = _QUESTIONS
-    spent_s: float = 0.0
 
     def __call__(self, gold: str, given: str) -> bool:
-        if self.left == 0 or self.spent_s >= symbolic.SECONDS:
+        if self.left == 0:
             raise TooLarge
         self.left -= 1
-        if not isinstance(self.symbolic, symbolic.SymbolicEquality):
-            return self.symbolic(gold, given)
-        try:
-            return self.symbolic(gold, given)
-        finally:
-            self.spent_s += self.symbolic.cost_s(gold, given)
+        return self.symbolic(gold, given)
 
 
-def _right(gold: str, given: str, compare: Callable[[Reading, Reading], bool]) -> bool:
-    given = plain(given)
+def _right(gold: str, given: str, compare: Callable[[Form, Form], bool]) -> bool:
     if gold == given:
         return True
     choice = _chosen(gold, given)
@@ -103,11 +121,10 @@ def _right(gold: str, given: str, compare: Callable[[Reading, Reading], bool]) -
     return any(compare(wanted, said) for wanted in readings(gold) for said in _said(gold, given))
 
 
-def _said(gold: str, given: str) -> Iterator[Reading]:
+def _said(gold: str, given: str) -> tuple[Form, ...]:
     """The readings of an answer. `2e-1` may be 0.2 too, unless the gold answer has an e of its own."""
-    yield from readings(given)
-    if _MAYBE_SCIENTIFIC.fullmatch(given) and "e" not in gold:
-        yield from readings(given.replace("e", "E"))
+    scientific = _MAYBE_SCIENTIFIC.fullmatch(given) and "e" not in gold
+    return readings(given) + (readings(given.replace("e", "E")) if scientific else ())
 
 
 def _score(right: bool, notes: str) -> Score:
@@ -116,26 +133,16 @@ def _score(right: bool, notes: str) -> Score:
 
 def _chosen(gold: str, given: str) -> tuple[bool, str, str] | None:
     """Multiple choice: whether the letter is right, and what stands beside it in gold and answer, if both say."""
-    wanted = _LETTER.fullmatch(gold)
+    wanted, first = _LETTER.fullmatch(gold), _LETTER_FIRST.fullmatch(gold)
+    said, said_first = _LETTER.fullmatch(given), _LETTER_FIRST.fullmatch(given)
     if wanted:
-        said = _LETTER.fullmatch(given)
-        if said:
-            return said[1] == wanted[1], "", ""
-        said = _LETTER_FIRST.fullmatch(given)
-        if said is None:
-            return None
-        return (said[1] or said[2]) == wanted[1] and not _OTHER.search(said[3]), "", ""
-    first = _LETTER_FIRST.fullmatch(gold)
-    if first is None:
-        return None
-    letter = first[1] or first[2]
-    said = _LETTER.fullmatch(given)
-    if said:
-        return said[1] == letter, "", ""
-    said = _LETTER_FIRST.fullmatch(given)
-    if said:
-        return (said[1] or said[2]) == letter, first[3], said[3]
-    return True, first[3], given
+        if said or said_first is None:
+            return (said[1] == wanted[1], "", "") if said else None
+        return (said_first[1] or said_first[2]) == wanted[1] and not _OTHER.search(said_first[3]), "", ""
+    if first is None or said:
+        return (said[1] == (first[1] or first[2]), "", "") if first and said else None
+    right = said_first is None or (said_first[1] or said_first[2]) == (first[1] or first[2])
+    return right, first[3], said_first[3] if said_first else given
 
 
 @lru_cache(maxsize=16384)
@@ -162,18 +169,16 @@ def _text(item: Any) -> str:
     text = str(item)
     if len(text) > 10 * LONGEST:
         raise ScoringFailure(f"the answer has {len(text)} characters, and at most {LONGEST} can be compared")
-    worked = "\\boxed" in text or "####" in text  # a whole solution: its final answer is what counts
+    worked = "\\boxed" in text or "####" in text or "answer is" in text  # a solution: its final answer counts
     return plain((final_answer(text) if worked else None) or text)
 
 
 def _named(answer: str) -> list[Any]:
     """What the task's text says: JSON with a known key, or the text itself (`{1, 2}` is a set, not JSON)."""
-    if not answer.lstrip().startswith("{"):
-        return [answer]
     try:
-        info = json.loads(answer)
+        info = json.loads(answer) if answer.lstrip().startswith("{") else None
     except (ValueError, RecursionError):
-        return [answer]
+        info = None
     if not isinstance(info, dict):
         return [answer]
     key = next((key for key in _KEYS if key in info), None)

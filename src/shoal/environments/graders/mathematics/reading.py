@@ -1,38 +1,69 @@
-r"""What an answer's text says: which of the `forms` it has. This file tells lists, relations and brackets apart.
+r"""What an answer's text says. Some can be read in two ways ("1,234" is a number or a list): `readings` gives both.
 
-Some texts can be read in two ways ("1,234" is a number or a list): `readings` gives both, the likelier first.
+A unit that only one side writes does not matter ("5 cm" is "5"); two that differ do, and nothing is converted. Words
+that are no units ("12 apples") never matter. Single letters are units in `\text{…}` only: in "5m", m is a variable.
+Words that are numbers multiply: "5 million" is 5000000. What has words that say more ("5 squared") is no number.
 """
 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from functools import lru_cache
 
-from shoal.environments.graders.mathematics.forms import SHORT, Group, Matrix, Reading, Relation, Value
-from shoal.environments.graders.mathematics.normal import plain
-from shoal.environments.graders.mathematics.relations import exact_of
-from shoal.environments.graders.mathematics.values import THOUSANDS, TIME, time_of_day, value
+from shoal.environments.graders.mathematics.answer import plain
+from shoal.environments.graders.mathematics.formula import number, tree
 
+Unit = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Form:
+    r"""One reading of an answer. `kind` is one of
+
+    value      a formula, its text, with its unit
+    words      language, folded to letters and digits
+    matrix     its rows, which are of the kind "row"; bars: between bars, a determinant
+    () [] [) (] {}    brackets with their items; "" a bare list, ":" a ratio, "or" a union, "and"
+    = < > \le \ge \ne \to \in \equiv     a relation: left side, right side, and what a chain says on the way
+    \approx    an exact and a rounded value
+    """
+
+    kind: str
+    items: tuple[Form, ...] = ()
+    text: str = ""
+    unit: Unit = ()
+
+
+INEQUALITIES = ("<", ">", "\\le", "\\ge")
+RELATIONS = frozenset(("=", "\\ne", "\\to", "\\in", "\\equiv", *INEQUALITIES))
+INTERVALS = ("()", "[]", "(]", "[)")
+LOW, HIGH = Form("value", text="-\\infty"), Form("value", text="\\infty")
 _DEEPEST = 8
 """Brackets within brackets that are told apart as lists."""
 
-
-_WHOLE_THOUSANDS = re.compile(r"-?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
-_ZERO_COMMA = re.compile(r"(-?0),(\d+)")
+_GROUPED = r"\d{1,3}(?:,\d{3})+"
+_WHOLE_THOUSANDS = re.compile(rf"-?{_GROUPED}(?:\.\d+)?")
+_THOUSANDS = re.compile(rf"(?<![\d.,]){_GROUPED}(?![\d,])")
+_SPACED_THOUSANDS = re.compile(r"(-?\d{1,3}(?: \d{3})+)((?:\.\d+)?)")
+_DECIMAL_COMMA = re.compile(r"-?0,\d+|-?\d+,(?:\d\d|\d{4,})")
+_MIXED = re.compile(r"(-?)(\d+)(?: +| *\\text\{and\} *)(\d+) ?/ ?(\d+)")
+_BASE = re.compile(r"([0-9]+) ?_ ?\{? ?(?:\\text\{)?(\d+|[a-z]+)\}? ?\}?")
+_BASES = dict(zip("two three four five six seven eight nine ten".split(), map(str, range(2, 11)), strict=True))  # noqa: SIM905
+CLOCK = re.compile(r"\d{1,2}:[0-5]\d(?::[0-5]\d)?(?:\D.*)?")
 _RATIO = re.compile(r":|\\text\{to\}")
 _TERM = re.compile(r"[-\w.\\{}^()/ ]+")
-_SEPARATOR = re.compile(r",? ?\\text ?\{ ?,? ?(?:and|or) ?,? ?\} ?|,? (?:and|or) |\\text\{, \}")
+_SEPARATOR = re.compile(r",? ?\\text ?\{ ?,? ?(?:and|or) ?,? ?\} ?|,? (?:and|or) |(?<=\))(?:and|or)(?=\()|\\text\{, \}")
 _AND, _OR = re.compile(r"\band\b"), re.compile(r"\bor\b")
 _SIGNS = re.compile(r"\\(?:le|ge|ne|in|approx|equiv|to)(?![a-zA-Z])|(?<![<>!])=|<=|>=|!=|<|>")
-_NAMING = ("\\in", "\\to", "\\equiv")
+_SIGN_NAMES = {"<=": "\\le", ">=": "\\ge", "!=": "\\ne"}
 _NAMES = re.compile(r"\(? ?(?:\\?[a-zA-Z]++(?:_\{?\w++\}?)?'*+[ ,]*+){1,4}\)?|[a-zA-Z]\([^()=]*\)")
 """A name, or a few: x, a_1, \\theta, (x, y), f(x)."""
-_SIGN_NAMES = {"<=": "\\le", ">=": "\\ge", "!=": "\\ne"}
 _MATRIX = re.compile(
     r"[(\[]? ?\\begin ?\{([bpvV]?(?:small)?matrix|array)\}(?:\{[clr| ]*\})?(.*)\\end ?\{\1\} ?[)\]]?", re.DOTALL
 )
 _PLUS_MINUS = re.compile(r"\\(pm|mp)(?![a-zA-Z])")
-_INFINITY = re.compile(r"([+-]?) ?(?:\\(?:infty|infin)|\\text\{infinity\}|infinity)")
+_INFINITY = re.compile(r"([+-]?) ?(?:\\infty|\\text\{infinity\}|infinity)")
 _REALS = re.compile(r"\\mathbb ?\{? ?R ?\}?|\\text\{(?:all )?reals?(?: numbers)?\}|(?:all )?real numbers", re.I)
 _ALL_BUT = re.compile(r"(?:\\mathbb ?\{? ?R ?\}?) ?(?:\\setminus|-|\\ ) ?\\\{(.*)\\\}", re.DOTALL)
 _QUALIFIER = re.compile(
@@ -43,63 +74,64 @@ _BUILDER = re.compile(r"\\\{ ?[a-z](?: ?\\in ?\\mathbb ?\{? ?R ?\}?)? ?[:|] ?(.*
 _CASES = re.compile(r"(?:\\\{ ?)?\\begin ?\{(cases|aligned|align|gathered)\}([^&]*)\\end ?\{\1\}", re.DOTALL)
 _BRACKET = re.compile(r"[(\[]|\\\{|^[-\d,.]*$")
 """Where "1,234" is more than likely two items: in brackets, or in a list of bare numbers."""
+_OPENING = {"(": "(", "[": "[", "\\{": "{", "{": "", "]": "("}
+_CLOSING = {")": ")", "]": "]", "\\}": "}", "}": "", "[": ")"}
 
 
-def readings(text: str) -> tuple[Reading, ...]:
-    """The ways in which an answer can be read, likelier first; at least one. Short ones are remembered."""
-    return _remembered(text) if len(text) <= SHORT else _all(text)
-
-
-def _all(text: str) -> tuple[Reading, ...]:
+@lru_cache(maxsize=4096)
+def readings(text: str) -> tuple[Form, ...]:
+    """The ways in which an answer can be read, likelier first; at least one."""
     text = _QUALIFIER.sub("", plain(text))
     found = [_read(text, 0)]
     if _WHOLE_THOUSANDS.fullmatch(text):
         found.append(_group("", text.split(","), 0))
-    if _ZERO_COMMA.fullmatch(text):
-        found.insert(0, Value(text.replace(",", ".")))
-    time = TIME.fullmatch(text)
-    if time:
-        found = [time_of_day(time), *([] if time[4] else found)]
+    if _DECIMAL_COMMA.fullmatch(text):
+        found.insert(0 if text.lstrip("-")[0] == "0" else 1, Form("value", text=text.replace(",", ".")))
     return tuple(found)
 
 
-_remembered = lru_cache(maxsize=16384)(_all)
-
-
-def _read(text: str, depth: int) -> Reading:
+def _read(text: str, depth: int) -> Form:
     if depth > _DEEPEST:
-        return Value(text)
+        return Form("value", text=text)
     special = _special(text, depth)
     if special is not None:
         return special
+    if ";" in text and "=" in text and len(cases := _split(text, ";")) > 1 and all("," in case for case in cases):
+        return Form("", tuple(Form("()", _read(case, depth + 1).items) for case in cases))  # p=1,q=2; p=3,q=4
     items = _listed(text)
     if len(items) > 1:
         return _list(items, depth, both=bool(_AND.search(text)), either=bool(_OR.search(text)))
-    return _relation(text, depth) or _union(text, depth) or _bracketed(text, depth) or _single(text, depth)
+    parts = text.split("\\cup")
+    if len(parts) > 1 and "=" not in text and all(map(_whole, parts)):
+        return _group("or", parts, depth)
+    return _relation(text, depth) or _bracketed(text, depth) or _single(text, depth)
 
 
-def _special(text: str, depth: int) -> Reading | None:
+def _special(text: str, depth: int) -> Form | None:
     """Forms that are told by their whole text."""
     if text.isdigit():
-        return Value(text)
+        return Form("value", text=text)
     if text.startswith("]") or text.endswith("["):
         return _bracketed(text, depth)
     if _WHOLE_THOUSANDS.fullmatch(text):
-        return Value(text.replace(",", ""))
+        return Form("value", text=text.replace(",", ""))
     builder = _BUILDER.fullmatch(text) if text.startswith("\\{") else None
     if builder:
         return _read(plain(builder[1]), depth + 1)
-    cases = _CASES.fullmatch(text) if "\\begin" in text else None
-    if cases:
-        return _list([plain(row) for row in cases[2].split("\\\\") if row.strip()] or [""], depth + 1)
     if "\\begin" in text:
-        matrix = _MATRIX.fullmatch(text)
-        return _matrix(matrix[2], depth, "v" in matrix[1].lower()) if matrix and "\\begin" not in matrix[2] else None
+        cases, matrix = _CASES.fullmatch(text), _MATRIX.fullmatch(text)
+        if cases:
+            return _list([plain(row) for row in cases[2].split("\\\\") if row.strip()] or [""], depth + 1)
+        rows = re.split(r"\\\\(?:\[[^\]]*\])?", matrix[2].replace("\\hline", "")) if matrix else []
+        cells = tuple(_group("row", row.split("&"), depth) for row in rows if row.strip())
+        if matrix is None or "\\begin" in matrix[2] or len({len(row.items) for row in cells}) != 1:
+            return None
+        return Form("bars" if "v" in matrix[1].lower() else "matrix", cells, text)
     if "R" in text or "eal" in text:
         if _REALS.fullmatch(text):
-            return Group("()", (Value("-\\infty", infinite=-1), Value("\\infty", infinite=1)))
+            return Form("()", (LOW, HIGH))
         but = _ALL_BUT.fullmatch(text)
-        return Relation("\\ne", Value("x"), _list(_listed(but[1]), depth + 1)) if but else None
+        return Form("\\ne", (Form("value", text="x"), _list(_listed(but[1]), depth + 1))) if but else None
     return None
 
 
@@ -109,8 +141,8 @@ def _listed(text: str) -> list[str]:
         return [text]
     text = _SEPARATOR.sub(" , ", text)
     if ", " in text or ";" in text or not _BRACKET.search(text):
-        text = THOUSANDS.sub(lambda number: number[0].replace(",", ""), text)
-    return [part for part in _split(text, ",;") if part.strip()]
+        text = _THOUSANDS.sub(lambda number: number[0].replace(",", ""), text)
+    return [part for part in _split(text, ",;") if part]
 
 
 def _split(text: str, separators: str) -> list[str]:
@@ -122,107 +154,77 @@ def _split(text: str, separators: str) -> list[str]:
         elif sign in ")]}":
             depth -= 1
         elif sign in separators and depth <= 0:
-            parts.append(text[start:at])
+            parts.append(text[start:at].strip())
             start = at + 1
-    parts.append(text[start:])
-    return [part.strip() for part in parts]
+    return [*parts, text[start:].strip()]
 
 
-def _list(items: list[str], depth: int, both: bool = False, either: bool = False) -> Reading:
+def _list(items: list[str], depth: int, both: bool = False, either: bool = False) -> Form:
     """A bare list. "x = 1, 2" says that x is a list; "x < 1 or x > 2" is a union, "x > 1 and x < 2" an interval. Only
     a comma says either: "x > 1, x < 2" is an interval, since everything would be one or the other."""
     read = tuple(_read(plain(item), depth + 1) for item in items)
-    first = read[0]
-    if isinstance(first, Relation) and first.sign == "=" and not any(isinstance(item, Relation) for item in read[1:]):
-        return Relation("=", first.left, Group("", (first.right, *read[1:])))
-    if any(map(_is_inequality, read)) and all(_is_inequality(item) or _is_interval(item) for item in read):
+    if read[0].kind == "=" and len(read) > 1 and not any(item.kind in RELATIONS for item in read[1:]):
+        return Form("=", (read[0].items[0], Form("", (read[0].items[1], *read[1:]))))
+    unequal = [item.kind in INEQUALITIES for item in read]
+    if any(unequal) and all(item.kind in (*INEQUALITIES, *INTERVALS) for item in read):
         between = None if either else _between(read)
         if both:
-            return between or Group("and", read)
-        return between if isinstance(between, Group) and _rising(between) else Group("or", read)
-    return Group("", _flattened(read))
+            return between or Form("and", read)
+        return between if between and _rising(between) else Form("or", read)
+    return Form("", _flattened(read))
 
 
-def _is_inequality(item: Reading) -> bool:
-    return isinstance(item, Relation) and item.sign in ("<", ">", "\\le", "\\ge")
-
-
-def _is_interval(item: Reading) -> bool:
-    return isinstance(item, Group) and item.brackets in ("()", "[]", "(]", "[)") and len(item.items) == 2
-
-
-def _between(bounds: tuple[Reading, ...]) -> Reading | None:
+def _between(bounds: tuple[Form, ...]) -> Form | None:
     """The interval between a lower and an upper bound of the same name."""
-    lower = [bound for bound in bounds if isinstance(bound, Relation) and bound.sign in (">", "\\ge")]
-    upper = [bound for bound in bounds if isinstance(bound, Relation) and bound.sign in ("<", "\\le")]
-    if len(lower) != 1 or len(upper) != 1 or lower[0].left != upper[0].left:
+    lower = [bound for bound in bounds if bound.kind in (">", "\\ge")]
+    upper = [bound for bound in bounds if bound.kind in ("<", "\\le")]
+    if len(lower) != 1 or len(upper) != 1 or lower[0].items[0] != upper[0].items[0]:
         return None
-    opening, ending = "(" if lower[0].sign == ">" else "[", ")" if upper[0].sign == "<" else "]"
-    return Group(opening + ending, (lower[0].right, upper[0].right))
+    brackets = ("(" if lower[0].kind == ">" else "[") + (")" if upper[0].kind == "<" else "]")
+    return Form(brackets, (lower[0].items[1], upper[0].items[1]))
 
 
-def _rising(interval: Group) -> bool:
-    low, high = exact_of(interval.items[0]), exact_of(interval.items[1])
-    return low is not None and high is not None and low < high
+def _rising(interval: Form) -> bool:
+    low, high = (number(tree(item.text)) for item in interval.items)
+    return low is not None and high is not None and bool(low.real < high.real)
 
 
-def _flattened(items: tuple[Reading, ...]) -> tuple[Reading, ...]:
+def _flattened(items: tuple[Form, ...]) -> tuple[Form, ...]:
     r"""`\pm 2, 3` is three values."""
-    flat: list[Reading] = []
-    for item in items:
-        flat.extend(item.items if isinstance(item, Group) and item.brackets == "" else (item,))
-    return tuple(flat)
+    return tuple(part for item in items for part in (item.items if item.kind == "" else (item,)))
 
 
-def _group(brackets: str, items: list[str], depth: int) -> Group:
-    return Group(brackets, tuple(_read(plain(item), depth + 1) for item in items))
+def _group(kind: str, items: list[str], depth: int) -> Form:
+    return Form(kind, tuple(_read(plain(item), depth + 1) for item in items))
 
 
-def _relation(text: str, depth: int) -> Reading | None:
+def _relation(text: str, depth: int) -> Form | None:
     signs = [sign for sign in _SIGNS.finditer(text) if _outside(text, sign.start())]
     if not signs:
         return None
     names = [_SIGN_NAMES.get(sign[0], sign[0]) for sign in signs]
-    starts = [0, *(sign.end() for sign in signs)]
-    ends = [*(sign.start() for sign in signs), len(text)]
+    starts, ends = [0, *(sign.end() for sign in signs)], [*(sign.start() for sign in signs), len(text)]
     sides = [plain(text[start:end]) for start, end in zip(starts, ends, strict=True)]
-    if names[0] == "\\approx":
-        return _read(sides[0] or sides[1], depth + 1)
-    if names[0] in _NAMING:
-        return _named(names, sides, depth)
-    if "\\approx" in names:
-        cut = names.index("\\approx")
-        names, sides = names[:cut], sides[: cut + 1]
-    if not all(sides[:-1]) or not sides[-1]:
-        return _read(sides[-1] or sides[0], depth + 1) if len(sides) == 2 else None
-    if len(sides) == 2:
-        return Relation(names[0], _read(sides[0], depth + 1), _read(sides[1], depth + 1))
-    return _chain(names, sides, depth)
-
-
-def _named(names: list[str], sides: list[str], depth: int) -> Reading | None:
-    r"""`x \in [0,1]` says what x is, `x \equiv 7` too; `A \to B` and `5 \equiv 3` say something about both sides."""
-    if len(sides) != 2 or not sides[1]:
+    if len(sides) == 2 and not all(sides):
+        return _read(sides[1] or sides[0], depth + 1)
+    if not all(sides):
         return None
-    named = bool(_NAMES.fullmatch(sides[0]))
-    if names[0] == "\\in" and (named or not sides[0]):
-        return _read(sides[1], depth + 1)
-    sign = "=" if names[0] == "\\equiv" and named else names[0]
-    return Relation(sign, _read(sides[0], depth + 1), _read(sides[1], depth + 1))
-
-
-def _chain(names: list[str], sides: list[str], depth: int) -> Reading | None:
-    """`a = b = c` says what a is in the end; `1 < x \\le 2` is an interval."""
+    read = [_read(side, depth + 1) for side in sides]
+    if names[-1] == "\\approx" and (len(read) > 2 or not _NAMES.fullmatch(sides[0])):
+        read, names = [*read[:-2], Form("\\approx", (read[-2], read[-1]))], names[:-1]
+        if not names:
+            return read[0]
+    if len(read) == 2:  # x \in [0,1] and x \equiv 7 say what x is; A \to B and 5 \equiv 3 something else
+        named = bool(_NAMES.fullmatch(sides[0]))
+        if names[0] == "\\in" and named:
+            return read[1]
+        return Form("=" if names[0] in ("\\equiv", "\\approx") and named else names[0], tuple(read))
     if all(name == "=" for name in names):
-        read = [_read(side, depth + 1) for side in sides]
-        return Relation("=", read[0], read[-1], tuple(read[1:-1]))
-    if len(sides) != 3 or "=" in names or "\\ne" in names:
-        return None
-    low, high = _read(sides[0], depth + 1), _read(sides[2], depth + 1)
-    if all(name in ("<", "\\le") for name in names):
-        return Group(("(" if names[0] == "<" else "[") + (")" if names[1] == "<" else "]"), (low, high))
-    if all(name in (">", "\\ge") for name in names):
-        return Group(("(" if names[1] == ">" else "[") + (")" if names[0] == ">" else "]"), (high, low))
+        return Form("=", (read[0], read[-1], *read[1:-1]))
+    if len(read) == 3 and all(name in (">", "\\ge") for name in names):
+        read, names = read[::-1], [{">": "<", "\\ge": "\\le"}[name] for name in reversed(names)]
+    if len(read) == 3 and all(name in ("<", "\\le") for name in names):  # 1 < x \le 2 is an interval
+        return Form(("(" if names[0] == "<" else "[") + (")" if names[1] == "<" else "]"), (read[0], read[2]))
     return None
 
 
@@ -232,72 +234,210 @@ def _outside(text: str, at: int) -> bool:
     return before.count("{") == before.count("}") and before.count("(") <= before.count(")")
 
 
-def _union(text: str, depth: int) -> Reading | None:
-    if "\\cup" not in text:
-        return None
-    parts = text.split("\\cup")
-    return _group("or", parts, depth) if all(map(_whole, parts)) else None
-
-
-_OPENING = {"(": "(", "[": "[", "\\{": "{", "{": "{", "]": "("}
-_CLOSING = {")": ")", "]": "]", "\\}": "}", "}": "}", "[": ")"}
-
-
-def _bracketed(text: str, depth: int) -> Reading | None:
+def _bracketed(text: str, depth: int) -> Form | None:
     opening = next((sign for sign in _OPENING if text.startswith(sign)), None)
     ending = next((sign for sign in _CLOSING if text.endswith(sign)), None)
     if opening is None or ending is None:
         return None
     inner = text[len(opening) : len(text) - len(ending)]
-    if not _whole(inner):
+    brackets = _OPENING[opening] + _CLOSING[ending]
+    if not _whole(inner) or brackets not in (*INTERVALS, "{}", ""):
         return None
     items = [part for part in _split(_SEPARATOR.sub(",", inner), ",;") if part]
-    brackets = _OPENING[opening] + _CLOSING[ending]
-    if brackets not in ("()", "[]", "(]", "[)", "{}"):
-        return None
     if len(items) < 2 and brackets != "{}":
-        return _read(plain(inner), depth + 1) if brackets == "()" and items and "^" not in ending else None
-    return Group(
-        brackets,
-        _flattened(_group(brackets, items, depth).items) if brackets == "{}" else _group(brackets, items, depth).items,
-    )
+        return _read(plain(inner), depth + 1) if brackets == "()" and items else None
+    group = _group(brackets, items, depth)
+    return Form(brackets, _flattened(group.items)) if brackets in ("{}", "") else group
 
 
 def _whole(inner: str) -> bool:
     """Whether brackets are closed within the text: what "(1)(2)" leaves without its first and last is not."""
     depth = 0
     for sign in inner:
-        if sign in "([{":
-            depth += 1
-        elif sign in ")]}":
-            depth -= 1
-            if depth < 0:
-                return False
+        depth += (sign in "([{") - (sign in ")]}")
+        if depth < 0:
+            return False
     return depth == 0
 
 
-def _matrix(body: str, depth: int, bars: bool) -> Reading | None:
-    rows = [row for row in re.split(r"\\\\(?:\[[^\]]*\])?", body.replace("\\hline", "")) if row.strip()]
-    cells = tuple(tuple(_read(plain(cell), depth + 1) for cell in row.split("&")) for row in rows)
-    return Matrix(cells, bars) if cells and len({len(row) for row in cells}) == 1 else None
-
-
-def _single(text: str, depth: int) -> Reading:
+def _single(text: str, depth: int) -> Form:
     infinite = _INFINITY.fullmatch(text)
     if infinite:
-        return Value(text, infinite=-1 if infinite[1] == "-" else 1)
-    if _PLUS_MINUS.search(text):
-        return _both(text)
-    if text == "\\emptyset" or text == "\\{ \\}":
-        return Group("{}", ())
+        return LOW if infinite[1] == "-" else HIGH
+    if _PLUS_MINUS.search(text):  # 1 \pm 2 is 3 and -1; several signs go together
+        upper = _PLUS_MINUS.sub(lambda sign: "+" if sign[1] == "pm" else "-", text)
+        lower = _PLUS_MINUS.sub(lambda sign: "-" if sign[1] == "pm" else "+", text)
+        return Form("", (_value(plain(upper).lstrip("+ ")), _value(plain(lower).lstrip("+ "))))
+    if text in ("\\emptyset", "\\{ \\}"):
+        return Form("{}")
     terms = _RATIO.split(text)
     if len(terms) > 1 and all(map(_TERM.fullmatch, terms)):
-        return _group(":", terms, depth)
-    return value(text)
+        return Form(":", _group(":", terms, depth).items, text)
+    return _value(text)
 
 
-def _both(text: str) -> Reading:
-    r"""`1 \pm 2` is 3 and -1; several signs go together."""
-    upper = _PLUS_MINUS.sub(lambda sign: "+" if sign[1] == "pm" else "-", text)
-    lower = _PLUS_MINUS.sub(lambda sign: "-" if sign[1] == "pm" else "+", text)
-    return Group("", (value(plain(upper).lstrip("+ ")), value(plain(lower).lstrip("+ "))))
+# Single values: numbers in their many spellings, with units; words
+
+_TEXT = re.compile(r"\\text\s*\{([^{}]*)\}")
+_LETTERS = re.compile(r"[^\W\d_]{2,}")
+_NOT_FOLDED = re.compile(r"(?:(?![<>=^]|[+*/] ?\.?\d|(?<![^\W\d_]{2})[-.] ?\.?\d)[\W_])+")
+"""All but the signs that belong to a number or compare: "slope -2" is not "slope 2"."""
+_SIGN_SPACE = re.compile(r"(?<=[-+*/<>=^]) (?=[\w.])| (?=[<>=^])")
+_FUNCTION = re.compile(r"\b(?:sin|cos|tan|log|ln|sqrt|exp|arc\w+)\b|sqrt")
+
+
+def _value(text: str) -> Form:
+    body, unit = _split_unit(text)
+    if unit is None or _is_words(body):
+        return Form("words", text=folded(text))
+    base, spaced, mixed = _BASE.fullmatch(body), _SPACED_THOUSANDS.fullmatch(body), _MIXED.fullmatch(body)
+    if base:
+        body, unit = base[1], (f"base {_BASES.get(base[2], base[2])}",)
+    elif spaced:
+        body = spaced[1].replace(" ", "") + spaced[2]
+    elif mixed:
+        body = f"{mixed[1]}({mixed[2]}+{mixed[3]}/{mixed[4]})"
+    return Form("value", text=_THOUSANDS.sub(lambda number: number[0].replace(",", ""), body), unit=unit)
+
+
+def _is_words(text: str) -> bool:
+    r"""Whether a text is language: nothing is left of it once words and `\text{…}` are gone."""
+    if not any(letter.isalpha() for letter in text):
+        return False
+    rest = _TEXT.sub("", text)
+    if rest != text and not rest.strip(" .,-'^") and not rest.startswith("-"):
+        return True
+    letters = _LETTERS.findall(text)
+    bare = "\\" not in text and bool(letters) and not any(sign in text for sign in "^_=+*/<>|")
+    return bare and len(max(letters, key=len)) > 3 and not _FUNCTION.search(text)
+
+
+def folded(text: str) -> str:
+    r"""Only what words are told by: letters and numbers, in lower case. `\text{(B) Yes!}` is "b yes"."""
+    words = _SIGN_SPACE.sub("", _NOT_FOLDED.sub(" ", text.replace("\\text", " ")).strip())
+    return words if len(words) == 1 else words.casefold()  # a single letter is a name: C is not c
+
+
+_SPELLINGS = {
+    "cm": "cm centimeter centimetre", "mm": "mm millimeter millimetre", "m": "m meter metre", "%": "percent pct",
+    "km": "km kilometer kilometre", "in": "in inch inche", "ft": "ft foot feet", "yd": "yd yard", "mi": "mi mile",
+    "kg": "kg kilogram", "g": "g gm gram", "mg": "mg milligram", "t": "t ton tonne", "lb": "lb lbs pound",
+    "oz": "oz ounce", "l": "l liter litre", "ml": "ml milliliter millilitre", "gal": "gal gallon", "s": "s sec second",
+    "h": "h hr hrs hour", "min": "min minute", "day": "day", "week": "week", "month": "month", "year": "year yr",
+    "usd": "usd dollar buck", "cent": "cent", "eur": "€ eur euro", "gbp": "£ gbp", "jpy": "¥ jpy yen",
+    "inr": "₹ rs rupee", "cny": "yuan rmb", "deg": "deg degree", "rad": "rad radian", "J": "joule", "N": "newton",
+    "W": "watt", "V": "volt", "A": "amp ampere", "Hz": "hertz", "K": "kelvin", "C": "celsius centigrade",
+    "F": "fahrenheit", "mol": "mol mole", "Pa": "pascal", "bit": "bit", "B": "byte", "square": "square sq squared",
+    "cubic": "cubic cu cubed", "per": "per /", "am": "am a.m", "pm": "pm p.m", "mph": "mph", "kmh": "kmh kmph kph",
+}  # fmt: skip
+_UNITS = {spelling: unit for unit, names in _SPELLINGS.items() for spelling in names.split()}
+_COMPOUND: dict[Unit, Unit] = {("mph",): ("mi", "per", "h"), ("kmh",): ("km", "per", "h"), ("per",): ()}
+_PREFIXES = {"": "", "nano": "n", "micro": "u", "milli": "m", "kilo": "k", "mega": "M", "giga": "G", "tera": "T"}
+_FACTORS = {
+    "k": "1000", "ten": "10", "hundred": "100", "thousand": "1000", "million": "10^6", "billion": "10^9",
+    "trillion": "10^{12}", "dozen": "12", "lakh": "10^5", "crore": "10^7", "half": "2^{-1}", "halve": "2^{-1}",
+    "third": "3^{-1}", "quarter": "4^{-1}", "fourth": "4^{-1}", "fifth": "5^{-1}", "sixth": "6^{-1}",
+    "eighth": "8^{-1}", "tenth": "10^{-1}", "hundredth": "100^{-1}", "thousandth": "1000^{-1}",
+}  # fmt: skip
+_SAYS_MORE = frozenset(
+    "factorial factorials below negative minus plus under not no nor none never neither is isn are was be or but "  # noqa: SIM905
+    "wrong incorrect false maybe perhaps possibly probably actually instead rather if unless except than over choose "
+    "double doubled triple tripled halved twice modulo inverse gross googol and pi sqrt sin cos tan ln "
+    "log exp mod".split()
+)
+_NO_WORDS = re.compile(r"[\d,;:=<>+*!?(|]")
+_NUMERAL = re.compile(r"-? ?(?:\d[\d,]*(?:\.\d+)?|\.\d+|\\frac ?\{\d+\} ?\{\d+\}|\d+ ?/ ?\d+)")
+# Possessive (++): each sign of the unit can be read in one way only, or a long answer would be tried in all of them.
+_TRAILING = re.compile(
+    r"(?P<body>.*?(?:[\d)}!|\]]\s*|[A-Za-z]\s*(?=\\text)))(?=\\text|[A-Za-z€£¥₹])"
+    r"(?P<unit>(?:\\text\s*\{[^{}]*\}|[A-Za-z]++\.?|[€£¥₹]|/|\^\s*\{?-?[123]\}?|\s)++)",
+    re.DOTALL,
+)
+_WORD = re.compile(r"(/ ?)?([A-Za-z]+)")
+_PIECE = re.compile(r"[A-Za-z€£¥₹]+(?:\.[mM])?|/|\^\s*\{?(-?[123])\}?")
+_CURRENCY = re.compile(r"(-?)\s*(USD|€|£|¥|₹|Rs\.?)\s*(?=[\d.-])")
+_DEGREES = re.compile(r"\s*\^\\circ\s*(?:\\text ?\{)?([CF])?\}?$")
+_MODULUS = re.compile(r"\s*\(?\s*(?:\\p?mod|\\bmod|\\text ?\{mod\}|mod)\s*\{?\s*(\d{1,9})\s*\}?\s*\)?$")
+_TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)")
+
+
+def _split_unit(text: str) -> tuple[str, Unit | None]:
+    """The number's own text, and its unit: known units by their common name; empty if there is none. None if the words
+    behind the number say more than a unit does."""
+    if text.endswith("%"):
+        return text[:-1].strip(), ("%",)
+    if text.isascii() and not any(letter.isalpha() for letter in text):
+        return text, ()
+    currency, unit = _CURRENCY.match(text), ()  # type: re.Match[str] | None, Unit
+    if currency:
+        text, unit = currency[1] + text[currency.end() :], (_UNITS[currency[2].rstrip(".").lower()],)
+    degrees, modulus, trailing = _DEGREES.search(text), _MODULUS.search(text), _TRAILING.fullmatch(text)
+    if degrees and not _TRIGONOMETRIC.search(text):
+        return text[: degrees.start()], (degrees[1] or "deg",)
+    if modulus:
+        return text[: modulus.start()], (f"mod {modulus[1]}",)
+    if trailing is None:
+        return text, unit
+    words, quoted = trailing["unit"].replace("\\text", " "), " ".join(_TEXT.findall(trailing["unit"]))
+    known = re.findall(r"[a-z]+", words.lower())
+    more = known[:1] in (["squared"], ["cubed"]) or "times" in known[:-1] or not _SAYS_MORE.isdisjoint(known)
+    if more or len(known) > 5 or _NO_WORDS.search(quoted):
+        return text, None if quoted or not _MATHEMATICAL & set(known) else unit
+    if not all(map(_is_unit, _WORD.findall(_TEXT.sub(" ", trailing["unit"])))):
+        return text, unit
+    return _multiplied(trailing["body"].strip(), words, unit)
+
+
+_MATHEMATICAL = frozenset("pi sqrt sin cos tan ln log exp mod and or".split())  # noqa: SIM905
+
+
+def _is_unit(found: tuple[str, str]) -> bool:
+    """Whether a bare word is a unit, or long enough to be no product of variables."""
+    per, word = found
+    return len(word) > 3 or ((bool(per) or len(word) > 1) and word not in ("amp", "bit") and _singular(word) in _UNITS)
+
+
+def _singular(word: str) -> str:
+    """In lower case, without the plural's s. A letter is a sign: k is a thousand, K is not."""
+    lower = word.lower()
+    return word if len(word) < 3 and lower not in _UNITS else lower if lower in _UNITS else lower.removesuffix("s")
+
+
+def _multiplied(body: str, words: str, unit: Unit) -> tuple[str, Unit | None]:
+    """The number times what the first words say, and the unit that the other words are."""
+    pieces = list(_PIECE.finditer(words))
+    factors = [_FACTORS.get(_singular(piece[0])) for piece in pieces]
+    count = next((index for index, factor in enumerate(factors) if factor is None), len(factors))
+    if any(factors[count:]) or (count and not _NUMERAL.fullmatch(body)):
+        return body, None
+    if count:
+        body = "*".join([body.replace(",", ""), *(factor for factor in factors[:count] if factor)])
+    return body, unit or _canonical(pieces[count:])
+
+
+def _canonical(pieces: list[re.Match[str]]) -> Unit:
+    """`cm^2`, "sq cm" and "square centimeters" are ('cm', 'square'), kilojoules are "kJ". A short sign that is not in
+    the table is a unit too, as it is; other words are left out."""
+    found: list[str] = []
+    for piece in pieces:
+        sign, word = piece[0], _singular(piece[0])
+        prefix = next((name for name in _PREFIXES if name and word.startswith(name)), "")
+        if piece[1]:
+            found.extend({"2": ["square"], "3": ["cubic"], "1": []}.get(piece[1], [piece[1]]))
+        elif word in _UNITS or word.removeprefix(prefix) in _UNITS:
+            found.append(_UNITS.get(word) or _PREFIXES[prefix] + _UNITS[word.removeprefix(prefix)])
+        elif len(sign) <= 2 or (len(sign) <= 4 and not sign[1:].islower()):
+            found.append(sign)
+    if "deg" in found and ("C" in found or "F" in found):
+        found.remove("deg")
+    at = found.index("per") if "per" in found else len(found)
+    unit = (*sorted(found[:at]), *found[at : at + 1], *sorted(found[at + 1 :]))
+    return _COMPOUND.get(unit, unit)
+
+
+def units_agree(gold: Unit, given: Unit) -> bool:
+    """Whether two units may belong to the same answer: one is missing, or they are the same. A base may be left out by
+    the answer only: 101 is not 101_2, however many write 101 where 101_2 is asked for."""
+    if not gold:
+        return not given or not given[0].startswith("base ") or given == ("base 10",)
+    return not given or gold == given or {gold, given} in ({("deg",), ("C",)}, {("deg",), ("F",)})

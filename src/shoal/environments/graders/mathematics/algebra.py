@@ -1,0 +1,251 @@
+r"""Symbolic algebra where it can be stopped: a helper process with limits, asked over a pipe.
+
+    grader ──"gold\0given"──► helper ──fork──► worker (math-verify, limits on processor time and memory)
+           ◄──one byte───────        ◄── exit ──
+
+Why a process: symbolic algebra can take for ever, also where no signal handler of Python runs or where what it raises
+is swallowed; the timers of math-verify need the main thread. Processor time and memory are limited by the kernel
+(`ITIMER_PROF`, `RLIMIT_AS`): waiting for a busy machine does not count. What takes nearly the limit may be told on one
+machine and not on another; what shoal's own grammar decides never comes here.
+
+The helper reads the libraries and then only waits; what it forks does the work, one question after the other, until a
+limit kills it. Then it answers "limit" for it and forks again. If anything else kills the worker, both end without an
+answer: what somebody else did says nothing about the question. A helper that does not start, that somebody else ended
+twice, or that does not answer, is a failure of the machinery, and is not remembered.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import re
+import resource
+import select
+import signal
+import subprocess
+import sys
+import threading
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from shoal.environments.graders.mathematics.formula import TooLarge
+from shoal.errors import ScoringFailure
+
+SECONDS, ANSWER_S, _START_S = 2.0, 60.0, 120.0
+"""Processor time for one comparison; how long an answer is waited for (the limits end every worker long before, unless
+the machine stands still); how long the helper may take to read its libraries."""
+_MEMORY = 1 << 29
+"""Bytes that a worker may have beyond what it begins with."""
+LONGEST = 600
+"""Characters of a formula that is sent: time to read one grows faster than its length."""
+SAME, DIFFERENT, LIMIT, READY = b"1", b"0", b"L", b"R"
+WHOLE = "\1"
+"""Before the gold answer: what follows are whole texts, to be read as math-verify reads them."""
+
+
+class Helper:
+    """One helper process, started when first asked; safe to use from several threads. One that ended is replaced."""
+
+    def __init__(self, seconds: float = SECONDS, answer_s: float = ANSWER_S) -> None:
+        self._seconds, self._answer_s = seconds, answer_s
+        self._lock, self._owner = threading.Lock(), 0
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def same(self, gold: str, given: str) -> bool | None:
+        """Whether two formulas are equal; None if telling takes more than the limits allow."""
+        texts = [text.replace("\0", " ").replace("\n", " ") for text in (gold, given)]
+        question = ("\0".join(texts) + "\n").encode("utf-8", "replace")
+        with self._lock:
+            answer = self._ask(question) or self._ask(question)  # a helper that was killed by others: once more
+        if answer not in (SAME, DIFFERENT, LIMIT):
+            raise ScoringFailure(
+                "the helper for symbolic algebra ended twice without an answer: has this machine memory left?"
+            )
+        return None if answer == LIMIT else answer == SAME
+
+    def close(self) -> None:
+        process, self._process = self._process, None
+        if process is not None and self._owner == os.getpid():
+            process.kill()
+            process.wait()
+            for stream in (process.stdin, process.stdout):
+                if stream is not None:
+                    stream.close()
+
+    def _ask(self, question: bytes) -> bytes:
+        process = self._running()
+        assert process.stdin is not None
+        try:
+            process.stdin.write(question)
+            process.stdin.flush()
+            answer = self._read(process, self._answer_s)
+        except (BrokenPipeError, ValueError):
+            answer = b""
+        if not answer:
+            self.close()
+        return answer
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        if self._process is None or self._owner != os.getpid() or self._process.poll() is not None:
+            self.close()
+            self._process, self._owner = self._started(), os.getpid()
+            atexit.unregister(self.close)
+            atexit.register(self.close)
+            if self._read(self._process, _START_S) != READY:
+                self.close()
+                raise ScoringFailure("the helper for symbolic algebra does not start; is math-verify installed?")
+        return self._process
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        # A fixed hash seed: symbolic algebra goes over sets, and should go the same way everywhere.
+        environment = {**os.environ, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", __name__, str(self._seconds)]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        try:
+            return subprocess.Popen(command, env=environment, **pipes)  # type: ignore[call-overload,no-any-return]
+        except OSError as error:
+            raise ScoringFailure(f"the helper for symbolic algebra cannot be started: {error}") from error
+
+    def _read(self, process: subprocess.Popen[bytes], seconds: float) -> bytes:
+        assert process.stdout is not None
+        descriptor, waiting = process.stdout.fileno(), select.poll()
+        waiting.register(descriptor, select.POLLIN | select.POLLHUP)
+        return os.read(descriptor, 1) if waiting.poll(1000 * seconds) else b""
+
+
+_HUGE = re.compile(r"\^\s*\{?\s*-?\d{5,}|\^\s*\{?\s*\d+\s*\^|\d{5,}\s*[})]*\s*!|\d{100,}|!\s*!")
+"""What cannot be meant as an answer and takes long: towers of powers, factorials of large numbers."""
+
+
+class SymbolicEquality:
+    """Whether two formulas are equal, by math-verify, within limits. Remembered: a group asks the same again, and what
+    took too long once does so again.
+
+    >>> SymbolicEquality(Helper())(r"\\sum_{k=1}^{10} k", "55")
+    True
+    """
+
+    def __init__(self, helper: Helper, whole: bool = False) -> None:
+        self._remembered, self._whole = lru_cache(maxsize=16384)(helper.same), whole
+
+    def __call__(self, gold: str, given: str) -> bool:
+        """`TooLarge` if the given formula exceeds the limits, `ScoringFailure` if the gold one does."""
+        if not gold.strip() or not given.strip():
+            return False
+        if not self._whole and (len(given) > LONGEST or _HUGE.search(given)):
+            raise TooLarge
+        if not self._whole and (len(gold) > LONGEST or _HUGE.search(gold)):
+            return False
+        gold = WHOLE + gold if self._whole else gold
+        same = self._remembered(gold, given)
+        if same is None and self._remembered(gold, "0") is None:
+            raise ScoringFailure("comparing anything with the gold answer takes more than the limits allow")
+        if same is None:
+            raise TooLarge
+        return same
+
+
+_HELPER = Helper()
+same, said = SymbolicEquality(_HELPER), SymbolicEquality(_HELPER, whole=True)
+"""The ones that graders share, for formulas and for whole texts: their helper starts with the first question."""
+
+
+# The helper process
+
+_LIMITS = (signal.SIGPROF, signal.SIGSEGV, signal.SIGABRT)
+"""What a worker dies of by itself: its processor time, its stack, memory that C code was not given. Not SIGKILL: that
+is how a kernel without memory, or a person, ends a process."""
+_WARM = (("\\sqrt{8}", "2\\sqrt{2}"), ("x^2+2x+1", "(x+1)^2"), ("\\sum_{k=1}^{n} k", "\\frac{n(n+1)}{2}"))
+"""Compared before forking: what these load and remember, every worker then has."""
+
+
+class _Late(BaseException):
+    """The processor time of a question is used up. Not an Exception: algebra catches those."""
+
+
+def main(seconds: float) -> None:
+    logging.disable(logging.CRITICAL)
+    import math_verify  # type: ignore[import-untyped]  # noqa: F401  before forking: a worker must not pay for it
+
+    for gold, given in _WARM:
+        _compare(gold, given)
+    os.write(1, READY)
+    while True:
+        worker = os.fork()
+        if worker == 0:
+            try:
+                _work(seconds)
+            finally:
+                os._exit(0)  # whatever happened: never back into the loop that forks
+        _pid, status = os.waitpid(worker, 0)
+        if not os.WIFSIGNALED(status) or os.WTERMSIG(status) not in _LIMITS:
+            return
+        os.write(1, LIMIT)
+
+
+def _work(seconds: float) -> None:
+    """Answer until the pipe ends. Questions are read without a buffer: the next worker needs what this one leaves."""
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+    for kind, value in ((resource.RLIMIT_AS, pages * resource.getpagesize() + _MEMORY), (resource.RLIMIT_CORE, 0)):
+        hard = resource.getrlimit(kind)[1]
+        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(kind, (value, value))
+    signal.signal(signal.SIGVTALRM, _stop)
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # kills; whoever started us may have had it ignored, or blocked
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGPROF, signal.SIGVTALRM))
+    questions = open(0, "rb", buffering=0, closefd=False)  # noqa: SIM115  ends with the process
+    while question := questions.readline():
+        gold, _, given = question.decode("utf-8", "replace").rstrip("\n").partition("\0")
+        os.write(1, _answer(gold, given, seconds))
+
+
+def _answer(gold: str, given: str, seconds: float) -> bytes:
+    """Two timers, both of processor time: the first stops Python, the second the process, should it be in C."""
+    try:
+        signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+        signal.setitimer(signal.ITIMER_PROF, seconds * 1.5)
+        try:
+            return SAME if _compare(gold, given) else DIFFERENT
+        finally:
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+            signal.setitimer(signal.ITIMER_PROF, 0)
+    except (_Late, MemoryError, RecursionError):
+        return LIMIT
+
+
+def _stop(_signal: int, _frame: Any) -> None:
+    raise _Late
+
+
+def _compare(gold: str, given: str) -> bool:
+    """By math-verify, without its timers. Formulas are read from LaTeX only."""
+    from math_verify import parse, verify
+
+    if gold.startswith(WHOLE):
+        left, right = (parse(text, parsing_timeout=None) for text in (gold[1:], given))
+        return bool(verify(left, right, timeout_seconds=None))
+    left, right = _parsed(gold), _parsed(given)
+    return left is not None and right is not None and bool(verify(left, right, float_rounding=12, timeout_seconds=None))
+
+
+def _parsed(text: str) -> Any:
+    from latex2sympy2_extended.latex2sympy2 import (  # type: ignore[import-untyped]
+        NormalizationConfig,
+        normalize_latex,
+    )
+    from math_verify.parser import parse_latex_cached  # type: ignore[import-untyped]
+
+    config = NormalizationConfig(basic_latex=True, units=True, malformed_operators=True, nits=True, boxed="none")
+    try:
+        return parse_latex_cached(normalize_latex(text, config=config))
+    except Exception:  # noqa: BLE001  the parser raises bare Exceptions: this text is no formula to it
+        return None
+
+
+if __name__ == "__main__":
+    try:
+        main(float(sys.argv[1]))
+    except KeyboardInterrupt:
+        sys.exit(130)
