@@ -154,7 +154,7 @@ def run_lines(found: Planning, gpu_hour_price: float | None = None) -> Iterator[
     yield f"bytes of a version on each link, MB:{'delta':>8}{'whole':>10}"
     for name, delta, whole in found.links():
         yield f"  {name:<32}{_cell(delta / 1e6)}{_cell(whole / 1e6)}"
-    yield f"time of a step of {found.tokens:,.0f} tokens, s:"
+    yield f"time of a step of {found.tokens:,.0f} tokens, s, on GPUs of the speeds assumed below, not on this machine:"
     for stage in found.stages():
         yield f"  {stage.name:<32}{_cell(stage.seconds)}   {stage.what}"
     yield f"  {'a step':<32}{_cell(found.step_s)}   training, or saving and publishing if longer; times {run.steps}"

@@ -128,7 +128,10 @@ def _of_file(name: str, file: Path, overrides: Sequence[str]) -> EnvironmentSett
 def _settings(section: str, overrides: Sequence[str]) -> EnvironmentSettings:
     for override in overrides:
         if not override.strip().startswith("environment."):
-            raise ConfigError(f"--set {override}: only settings of [environment] matter here")
+            raise ConfigError(
+                f"--set {override}: only settings of [environment] matter here, by their whole name, as in "
+                "--set environment.options.bad_rows=skip"
+            )
     return parse_config(f"[environment]\n{section}\n", Recipe, "--env", overrides).environment
 
 

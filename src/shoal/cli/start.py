@@ -15,7 +15,7 @@ from rich.console import Console
 from shoal.cli.folder import RunFolder, without_passwords
 from shoal.cli.ingredients import check_ingredients, check_machine
 from shoal.cli.launch import Launched, LaunchOptions, launch
-from shoal.cli.planning import settled
+from shoal.cli.planning import announced_size, settled
 from shoal.cli.program import shoal_command
 from shoal.cli.progress import NOTHING_TRAINED, alarm_lines, steps_in, summary
 from shoal.cli.recipe import Recipe, load_recipe
@@ -113,8 +113,13 @@ def derived_lines(recipe: Recipe) -> Iterator[str]:
     """Which of the settings that are shown follow from the size of the model."""
     sections = {"hub": recipe.hub, "validator": recipe.validator, "trainer": recipe.trainer}
     names = [f"{section}.{name}" for section, settings in sections.items() for name in open_settings(settings)]
-    if names:
+    if names and announced_size(recipe).parameters:
         yield f"not set, so derived from the size of the model (`shoal plan` says how): {', '.join(names)}"
+    elif names:
+        yield (
+            f"not set, and the model is not here, so that these are a small model's: {', '.join(names)}; "
+            "`shoal plan RECIPE --parameters 32e9` says what they are for a model of 32 billion weights"
+        )
 
 
 def refuse_changed(folder: RunFolder, environment: Environment) -> None:

@@ -260,7 +260,7 @@ class DatasetEnvironment:
             if unusable and self.options.bad_rows != "skip":
                 raise EnvironmentSetupError(
                     f"the data {opened.path} has kinds of tasks of which no row can be used: {'; '.join(unusable)}"
-                    ' (options.bad_rows = "skip" trains without them)'
+                    ". To use the data without them, set environment.options.bad_rows to skip"
                 )
             for kind in unusable:
                 log.warning("%s: EVERY row of a kind is left out: %s", opened.path, kind)

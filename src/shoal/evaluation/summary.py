@@ -168,7 +168,7 @@ def table_lines(summary: Mapping[str, Any]) -> Iterator[str]:
 def _numbered(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     average = summary["avg_at_k"]
     yield f"avg@{average['k']}", shown(average)
-    for k, found in summary["pass_at_k"].items():
+    for k, found in sorted(summary["pass_at_k"].items(), key=lambda pair: int(pair[0])):
         if found is not None:
             yield f"pass@{k}", shown(found)
     yield "truncated", shown(summary["truncated"])
