@@ -89,7 +89,7 @@ def test_killed_and_stopped_it_comes_to_the_same_weights(demos: Path, tmp_path: 
     os.kill(stopped.pid, signal.SIGTERM)
     _, said = stopped.communicate(timeout=DEADLINE_S)
     assert stopped.returncode == 130
-    assert "the same command goes on" in said
+    assert "the same command resumes" in said
     assert main(command(demos, broken, *short, "--seed", "1")[3:]) == 2  # another one does not
     assert main(command(demos, broken, *short)[3:]) == 0
     one, two = load_file(whole / "model.safetensors"), load_file(broken / "model.safetensors")
