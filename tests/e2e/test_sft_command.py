@@ -123,7 +123,6 @@ def test_told_to_stop_while_it_loads_it_ends_in_good_order(demos: Path, tmp_path
     process.send_signal(signal.SIGTERM)
     _, said = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 130, said
-    assert b"the same command again" in said
     assert b"Traceback" not in said
     assert "libtorch" not in mapped
     assert not (tmp_path / "begun").exists()
