@@ -68,7 +68,7 @@ TAGS = [
     {"name": "worker", "description": "Leases and submissions."},
     {"name": "validator", "description": "Audits and verdicts."},
     {"name": "trainer", "description": "Policies, batches and reports."},
-    {"name": "owner", "description": "Orders of the run's owner: the order itself is signed."},
+    {"name": "owner", "description": "Orders of the run's owner, and calibrations: what is sent is signed itself, the request is not."},
 ]
 
 DESCRIPTION = f"""

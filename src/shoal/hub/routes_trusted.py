@@ -83,7 +83,7 @@ async def verdicts(request: Request, hub: HubDependency) -> VerdictReply:
     "/calibrations",
     summary="Put measured limits in force",
     status_code=204,
-    **describes("validator", (400, 403, 409, 413, 422), SignedDocument),
+    **describes("owner", (400, 401, 403, 409, 413, 422), SignedDocument),
 )
 async def calibrated(request: Request, hub: HubDependency) -> None:
     """A `Calibration` signed by a validator, or by the run's root key. The request itself is not signed. A validator's

@@ -325,7 +325,7 @@ class TestPages:
             "POST /batches/{step}", "GET /batches/{step}/rollouts", "POST /steps", "GET /metrics", "GET /units/{unit}",
             "GET /nodes", "GET /nodes/{node}", "POST /admin", "POST /submissions/{lease}/upload",
             "POST /submissions/{lease}/commit", "GET /evaluations", "POST /evaluations",
-            "POST /leases/{lease}/progress",
+            "POST /leases/{lease}/progress", "POST /calibrations", "GET /calibrations/{digest}",
         }  # fmt: skip
         known = document["components"]["schemas"]
         references = {
