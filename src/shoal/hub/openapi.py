@@ -68,7 +68,7 @@ TAGS = [
     {"name": "worker", "description": "Leases and submissions."},
     {"name": "validator", "description": "Audits and verdicts."},
     {"name": "trainer", "description": "Policies, batches and reports."},
-    {"name": "owner", "description": "Orders of the run's owner, and calibrations: what is sent is signed itself, the request is not."},
+    {"name": "owner", "description": "Orders of the owner, and calibrations: documents that are signed themselves."},
 ]
 
 DESCRIPTION = f"""
