@@ -19,6 +19,7 @@ import importlib.util
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib.machinery import SourceFileLoader
 from numbers import Real
 from pathlib import Path
 from types import ModuleType
@@ -117,13 +118,23 @@ def _read(file: Path) -> bytes:
         ) from None
 
 
+class _AsItIs(SourceFileLoader):
+    """Without compiled files, which Python takes for this one's if it was changed twice in a second."""
+
+    def path_stats(self, path: str) -> Mapping[str, Any]:
+        raise OSError(f"{path} is compiled anew")
+
+
 def _load(file: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"shoal_reward_{file.stem}", file)
-    if spec is None or spec.loader is None:
+    if file.suffix != ".py":
         raise EnvironmentSetupError(f"the reward file {file} is no Python file (its name must end in .py)")
+    name = f"shoal_reward_{file.stem}"
+    loader = _AsItIs(name, str(file))
+    spec = importlib.util.spec_from_loader(name, loader)
+    assert spec is not None
     module = importlib.util.module_from_spec(spec)
     try:
-        spec.loader.exec_module(module)
+        loader.exec_module(module)
     except (Exception, SystemExit) as error:  # a user's file may raise anything while it loads
         raise EnvironmentSetupError(f"the reward file {file} does not load: {_said(error)}") from error
     return module

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.cli.backup import missing_inputs
-from shoal.cli.recipe import Recipe, load_recipe, paths_of
+from shoal.cli.recipe import Recipe, load_recipe, missing_inputs, paths_of
 from shoal.errors import ConfigError
 from shoal.runtime.config import dump_config, parse_config
 

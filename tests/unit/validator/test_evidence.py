@@ -160,12 +160,7 @@ def test_the_surest_failure_decides_and_the_others_are_listed() -> None:
     verdict = judged(of, submission(of, completions(of, engine(99.0))))
     assert (verdict.reason, verdict.severity) == ("sampling.seed", "certain")
     failures = [check.check for check in verdict.checks if not check.passed]
-    assert failures == ["proofs", "logprobs", "sampling"] or failures == [
-        "proofs",
-        "logprobs",
-        "likelihood",
-        "sampling",
-    ]
+    assert [each for each in failures if each != "likelihood"] == ["proofs", "logprobs", "second", "sampling"]
 
 
 # ── likelihood ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -281,7 +276,7 @@ def test_light_and_full_in_one_batch() -> None:
     verdicts = judge().verdicts(dockets, loaded())
     assert [v.outcome.value for v in verdicts] == ["accepted", "rejected", "accepted"]
     cheap, all_ = len(BEFORE_PREFILL), len(BEFORE_PREFILL) + len(AFTER_PREFILL)
-    assert [len(v.checks) for v in verdicts] == [cheap + 1, all_, all_ + 1]
+    assert [len(v.checks) for v in verdicts] == [cheap + 1, all_ + 1, all_ + 1]  # a second look, and the reward
 
 
 # ── the environment ──────────────────────────────────────────────────────────────────────────────────────────────
