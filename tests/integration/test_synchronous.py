@@ -8,6 +8,8 @@ bit: the digests are compared.
 from __future__ import annotations
 
 import json
+import sqlite3
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -48,11 +50,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
 
 
 def published_digests(folder: RunFolder) -> list[str]:
-    """The digest of every version, from the ledger-recorded manifests that the origin signed."""
-    manifests = sorted(
-        (folder.path / "origin" / "manifests").glob("*.json"), key=lambda path: int(path.stem.split(".")[1])
-    )
-    return [json.loads(path.read_bytes())["document"]["policy"]["digest"] for path in manifests]
+    """The digest of every version, as the trainer signed and announced it; a finished run's origin keeps the last."""
+    with closing(sqlite3.connect(folder.path / "hub" / "hub.db")) as database:
+        return [digest for (digest,) in database.execute("select digest from policies order by version")]
 
 
 def synchronous_digests(folder: RunFolder) -> list[str]:
