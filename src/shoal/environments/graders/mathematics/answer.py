@@ -200,7 +200,7 @@ _PRIMES = re.compile(r"\^\s*(?:\\prime(?![a-zA-Z])|\{(?:\s*\\prime(?![a-zA-Z]))+
 _COUNTED = re.compile(r"(-?\d+(?:[.,/]\d+)*) ([A-Za-z]++(?![^{}]*\b(?:and|or)\b)[A-Za-z ./]*)")
 _WORD = re.compile(r"[^\W\d_]{2,}")
 _REPEATING = re.compile(r"(?<![\d.])(\d{0,30}\.\d{0,30}?)(\d)\2{2,30} ?(?:\\[lc]?dots|\.\.\.)$")
-"""0.333… is 1/3: a digit that stands three times before the dots goes on for ever."""
+"""0.333… is 1/3: a digit that stands three times before the dots repeats for ever."""
 _SUBSCRIPT = re.compile(r"_ ?\{ ?(\w) ?\}")
 _DOUBLED = re.compile(r"(?<!\\)\\\\(?=(?:left|right|d?frac|sqrt|text|pi|begin|end|cdot|infty)(?![a-z]))")
 """A command whose backslash was escaped once too often. After a row of a matrix there are three."""
