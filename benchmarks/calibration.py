@@ -90,7 +90,7 @@ def main() -> None:
         name = options.model
         if options.random:
             name = f"{scratch}/model"
-            make_model(Path(name), small=False, dtype="bfloat16")
+            make_model(Path(name), "0.6b", "bfloat16")
         title = "Qwen3-0.6B shape, random weights" if options.random else name.rstrip("/").rpartition("/")[2]
         where = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
         lines = [f"\n## {title} on {where}, {options.sequences} x {options.tokens} tokens"]

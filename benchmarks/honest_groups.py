@@ -1,85 +1,149 @@
 """How often honest work fails a check: every failed check of every group counts.
 
     OMP_NUM_THREADS=1 python benchmarks/honest_groups.py [--groups 10000] [--group-size 16] [--tokens 10]
-    OMP_NUM_THREADS=1 python benchmarks/honest_groups.py --model FOLDER --groups 125 --group-size 8 --tokens 64
-                      [--device cuda] [--dtype bfloat16] [--against cuda/float32] [--profile FILE.toml] [--nodes 4]
+    python benchmarks/honest_groups.py --model FOLDER --device cuda --dtype bfloat16 --calibrate --groups 2000
+                      --tokens 128 --against cuda/float32 cuda/bfloat16 [--endless] [--nodes 4] [--out FILE.json]
 
-A worker's engine draws groups by a key-value cache; a validator's engine, given their bytes, judges them as in a run,
-with all checks and with the record of the node that they are from (`--nodes` nodes take turns). Reports what was
-rejected and why, what was unsure, and the bytes of proof per token.
+A worker's engine draws groups by a key-value cache; the engine of each validator, given their bytes, judges them as in
+a run: with all checks, with the record of the node that they are from (`--nodes` nodes take turns), and with a second
+look in the worker's own number format. Limits are the built-in ones, those of `--profile`, or (`--calibrate`) what a
+validator of a run would have measured before the first group. `--endless`: no completion ends before its last token.
+Reports what was rejected and why, what was unsure, and the bytes of proof per token.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import dataclasses
+import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from shoal.engines import GenerationRequest, build
+from shoal.engines import Engine, GenerationRequest, build
 from shoal.engines.shelf import LoadedPolicy
+from shoal.engines.torch import TorchEngine
 from shoal.environments import EnvironmentSettings
 from shoal.environments import build as build_environment
 from shoal.hub.state.reputation import of_late
-from shoal.models.load import load_model
+from shoal.models.load import LoadedModel, load_model
 from shoal.models.state import policy_views
 from shoal.protocol import ProofParameters, SamplingParameters, SigningKey, Tally
-from shoal.validator.calibrate import OPENINGS
+from shoal.validator.calibrate import OPENINGS, Plan, measure, openings
 from shoal.validator.judge import Judge
-from shoal.validator.profiles import load_profiles
+from shoal.validator.profiles import Profiles, load_profiles
 from shoal.validator.specimens import POLICY, Machine, Terms, docket_of
+from shoal.validator.verdicts import Docket
 
-BATCH = 32
+
+class Bench:
+    """One validator: its engine, its limits, the records of the nodes, and what it has decided."""
+
+    def __init__(self, machine: Machine, loaded: LoadedModel, worker: Engine, options: argparse.Namespace) -> None:
+        self.machine, self.files = machine, loaded.files
+        same = str(machine) == f"{options.device}/{options.dtype}"
+        self.engine = worker if same else build("torch", loaded.files, machine.device, machine.dtype)
+        if not same:
+            self.engine.load_policy(None, policy_views(loaded.model))
+        self.measured: dict[str, Any] = {}
+        profiles = load_profiles(options.profile)
+        if options.calibrate:
+            profiles = {**profiles, **self.calibrated(loaded, worker)}
+        self.judge = Judge(
+            build_environment(EnvironmentSettings(name="sort")), profiles, second_engine=lambda _policy, _dtype: worker
+        )
+        self.records = [Tally()] * options.nodes
+        self.outcomes: collections.Counter[str] = collections.Counter()
+        self.seconds = 0.0
+
+    def calibrated(self, loaded: LoadedModel, worker: Engine) -> Profiles:
+        """What this validator would measure at the start of a run."""
+        assert isinstance(self.engine, TorchEngine)
+        copy = self.engine.copied(loaded.files, worker.kind.rpartition("/")[2])
+        second = worker.kind.partition("/")[2]
+        plan = Plan(openings(loaded.tokenizer), loaded.eos_token_id)
+        found = measure(copy, {second: copy, str(self.machine): self.engine}, plan)
+        self.measured = {"seconds": found.seconds, "problems": found.problems, "choices": dict(found.choices)}
+        print(f"{self.machine}: limits measured in {found.seconds} s; {found.problems or 'accepted'}", flush=True)
+        return {found.profile.key: found.profile}
+
+    def judged(self, start: int, dockets: Sequence[Docket]) -> None:
+        began_s = time.monotonic()
+        places = [(start + index) % len(self.records) for index in range(len(dockets))]
+        given = [
+            dataclasses.replace(each, audit=each.audit.model_copy(update={"record": self.records[place]}))
+            for place, each in zip(places, dockets, strict=True)
+        ]
+        verdicts = self.judge.verdicts(given, LoadedPolicy(POLICY, self.engine, self.files))
+        for place, verdict in zip(places, verdicts, strict=True):
+            self.outcomes[f"{verdict.outcome.value} {verdict.reason}".strip()] += 1
+            if verdict.reason:
+                print(f"  {self.machine}, group {verdict.unit}: {verdict.reason}: {verdict.message}", flush=True)
+            self.records[place] = of_late(self.records[place].plus(verdict.tally))
+        self.seconds += time.monotonic() - began_s
 
 
 def main() -> None:
     options = parse_options()
     loaded = load_model(options.model, options.dtype)
-    tensors = policy_views(loaded.model)
-    against = Machine.parse(options.against)
     worker = build("torch", loaded.files, options.device, options.dtype)
-    validator = build("torch", loaded.files, against.device, against.dtype)
-    for engine in (worker, validator):
-        engine.load_policy(None, tensors)
-    judge = Judge(build_environment(EnvironmentSettings(name="sort")), load_profiles(options.profile))
-    sampling = SamplingParameters(
-        temperature=options.temperature, max_new_tokens=options.tokens, eos_token_id=loaded.eos_token_id
-    )
+    worker.load_policy(None, policy_views(loaded.model))
+    benches = [Bench(Machine.parse(each), loaded, worker, options) for each in options.against]
+    eos = worker.vocabulary_size - 1 if options.endless else loaded.eos_token_id
+    sampling = SamplingParameters(temperature=options.temperature, max_new_tokens=options.tokens, eos_token_id=eos)
+    environment = benches[0].judge.environment
     terms = Terms(
-        f"honest/{options.seed}", options.group_size, sampling, ProofParameters(), worker.kind, judge.environment.digest
+        f"honest/{options.seed}", options.group_size, sampling, ProofParameters(), worker.kind, environment.digest
     )
-    tasks, encode, key = judge.environment.tasks("train"), loaded.tokenizer.encode, SigningKey.generate()
-    texts = None if options.model == "tiny" else OPENINGS
-    records = [Tally()] * options.nodes
-    outcomes: collections.Counter[str] = collections.Counter()
+    tasks, encode, key = environment.tasks("train"), loaded.tokenizer.encode, SigningKey.generate()
     tokens = proof_bytes = body_bytes = 0
-    started_s = time.monotonic()
-    for start in range(options.start, options.groups, BATCH):
+    drawn_s, started_s = 0.0, time.monotonic()
+    for start in range(options.start, options.groups, options.batch):
         leases = []
-        for number in range(start, min(start + BATCH, options.groups)):
+        for number in range(start, min(start + options.batch, options.groups)):
             task = tasks[number % len(tasks)]
-            leases.append(terms.lease(number, encode(texts[number % len(texts)] if texts else task.prompt), task.id))
+            opening = "" if options.model == "tiny" else OPENINGS[number % len(OPENINGS)]
+            text = (
+                task.prompt
+                if not opening or number % 3 == 0
+                else f"{opening} {task.prompt}"
+                if number % 3 == 1
+                else opening
+            )
+            leases.append(terms.lease(number, encode(text), task.id))
         requests = [GenerationRequest(lease.prompt_ids, lease.seed_numbers, sampling) for lease in leases]
+        began_s = time.monotonic()
         groups = worker.generate(requests, terms.proof)
+        drawn_s += time.monotonic() - began_s
         dockets = [docket_of(lease, group, worker, key) for lease, group in zip(leases, groups, strict=True)]
-        for index, docket in enumerate(dockets):
-            record = records[(start + index) % options.nodes]
-            object.__setattr__(docket, "audit", docket.audit.model_copy(update={"record": record}))
-        for index, verdict in enumerate(judge.verdicts(dockets, LoadedPolicy(POLICY, validator, loaded.files))):
-            outcomes[f"{verdict.outcome.value} {verdict.reason}".strip()] += 1
-            if verdict.reason:
-                print(f"  group {verdict.unit}: {verdict.reason}: {verdict.message}", flush=True)
-            node = (start + index) % options.nodes
-            records[node] = of_late(records[node].plus(verdict.tally))
+        for bench in benches:
+            bench.judged(start, dockets)
         tokens += sum(len(completion.token_ids) for group in groups for completion in group)
         proof_bytes += sum(len(completion.proofs) for group in groups for completion in group)
         body_bytes += sum(len(docket.body) for docket in dockets)
-        if start % (BATCH * 16) == 0:
-            print(f"  {start + len(leases)} groups, {time.monotonic() - started_s:.0f} s, {dict(outcomes)}", flush=True)
-    print(f"\nmodel {Path(options.model).name}, worker {worker.kind}, validator {against}, T {options.temperature:g}")
-    print(f"{options.groups} groups of {options.group_size}, {tokens} tokens: {dict(outcomes)}")
-    print(f"proof {proof_bytes / tokens:.2f} bytes a token, submission {body_bytes / tokens:.2f}")
-    print(f"longest record: {records[0]}")
+        passed_s = time.monotonic() - started_s
+        told = {str(bench.machine): dict(bench.outcomes) for bench in benches}
+        print(f"  {start + len(leases)} groups, {tokens} tokens, {passed_s:.0f} s, {told}", flush=True)
+        result = {
+            "model": Path(options.model).name, "worker": worker.kind, "groups": start + len(leases),
+            "group_size": options.group_size, "tokens_each": options.tokens, "endless": options.endless,
+            "tokens": tokens, "drawn_s": round(drawn_s, 1), "proof_bytes_a_token": round(proof_bytes / tokens, 2),
+            "submission_bytes_a_token": round(body_bytes / tokens, 2),
+            "validators": {
+                str(bench.machine): {
+                    "outcomes": dict(bench.outcomes), "judged_s": round(bench.seconds, 1), "limits": bench.measured,
+                    "record": str(bench.records[0]),
+                }
+                for bench in benches
+            },
+        }  # fmt: skip
+        if options.out:
+            options.out.write_text(json.dumps(result, indent=2) + "\n")
+        if options.limit_s and passed_s > options.limit_s:
+            break
+    print(json.dumps(result, indent=2))
 
 
 def parse_options() -> argparse.Namespace:
@@ -89,13 +153,18 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--start", type=int, default=0, help="begin with this group")
     parser.add_argument("--group-size", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=10)
+    parser.add_argument("--endless", action="store_true", help="no completion ends before its last token")
+    parser.add_argument("--batch", type=int, default=32, help="groups drawn and judged at a time")
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--nodes", type=int, default=4)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--against", default="cpu/float32")
+    parser.add_argument("--against", nargs="+", default=["cpu/float32"])
     parser.add_argument("--profile", type=Path, action="append", default=[])
+    parser.add_argument("--calibrate", action="store_true", help="measure the limits first, as a run does")
+    parser.add_argument("--limit-s", type=float, default=0, help="end after that, with what there is")
+    parser.add_argument("--out", type=Path, help="where the figures are written, as JSON")
     return parser.parse_args()
 
 

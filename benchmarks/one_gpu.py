@@ -53,7 +53,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     model = options.model
     if model is None:
         model = folder / "model"
-        make_model(model, options.small, "bfloat16")
+        make_model(model, "small" if options.small else "0.6b", "bfloat16")
     chosen = [f"model.path={model}", f"run.steps={options.steps}", *(SMALL if options.small else ())]
     if options.dtype:
         chosen += [f"worker.dtype={options.dtype}", f"validator.dtype={options.validator_dtype or options.dtype}"]

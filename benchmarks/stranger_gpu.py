@@ -39,25 +39,32 @@ def score(prompt: str, completion: str, answer: str) -> float:
 PATIENCE_S = 420.0
 
 
-def make_model(folder: Path, small: bool, dtype: str) -> None:
-    """A model folder of the shape of Qwen3-0.6B with random weights; its tokens are bytes and made-up words."""
+SHAPES = {
+    "small": (512, 64, 128, 2, 4, 2, 16),
+    "0.6b": (151_936, 1024, 3072, 28, 16, 8, 128),
+    "8b": (151_936, 4096, 12_288, 36, 32, 8, 128),
+}
+"""Qwen3 by its names: vocabulary, hidden size, inner size, layers, heads, key heads, head size."""
+
+
+def make_model(folder: Path, shape: str, dtype: str, device: str = "cpu") -> None:
+    """A model folder of this shape with random weights; its tokens are bytes and made-up words."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-    shape = (
-        {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
-         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-        if small
-        else {"vocab_size": 151_936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
-              "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
-    )  # fmt: skip
+    vocabulary_size, hidden, inner, layers, heads, key_heads, head = SHAPES[shape]
     torch.manual_seed(0)
-    config = Qwen3Config(**shape, tie_word_embeddings=True, max_position_embeddings=4096, eos_token_id=1)
-    model = Qwen3ForCausalLM(config).to(getattr(torch, dtype))
+    config = Qwen3Config(
+        vocab_size=vocabulary_size, hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=key_heads, head_dim=head, tie_word_embeddings=shape != "8b",
+        max_position_embeddings=4096, eos_token_id=1, dtype=dtype,
+    )  # fmt: skip
+    with torch.device(device):
+        model = Qwen3ForCausalLM(config).to(getattr(torch, dtype))
     model.save_pretrained(folder)
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    words = [f"Ġw{number}" for number in range(len(letters), shape["vocab_size"])]
+    words = [f"Ġw{number}" for number in range(len(letters), vocabulary_size)]
     vocabulary = {token: number for number, token in enumerate([*letters, *words])}
     tokenizer = Tokenizer(models.BPE(vocabulary, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -200,7 +207,7 @@ time.sleep(3600)
 
 
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    make_model(folder / "model", options.small, options.dtype)
+    make_model(folder / "model", "small" if options.small else "0.6b", options.dtype)
     (folder / "reward.py").write_text(REWARD)
     result: dict[str, Any] = {"machine": machine(options.device), "shape": "small" if options.small else "Qwen3-0.6B"}
     profile = None

@@ -37,7 +37,7 @@ from shoal.validator.case import Case, Ints, Replay
 from shoal.validator.checks import AFTER_PREFILL, run_checks
 from shoal.validator.evidence import STRIKE, Kept, Measures, Odd, accident_sums, log_evidence
 from shoal.validator.profiles import Measured, Profile
-from shoal.validator.replay import part_of, replay_all
+from shoal.validator.replay import part_of, replay_all, uniforms_of
 from shoal.validator.specimens import Terms, seeds_of
 
 log = logging.getLogger(__name__)
@@ -163,8 +163,9 @@ def measure(
     for machine, engine in validators.items():
         tell(f"{worker.kind}: everything seen by {machine}")
         seen[machine] = {name: replayed(engine, cases) for name, cases in honest.items()}
-        for name, cases in {**cheats, SEEDS_NAME: other_seeds(honest[MAIN])}.items():
+        for name, cases in cheats.items():
             caught[name, machine] = replayed(engine, cases)
+        caught[SEEDS_NAME, machine] = other_seeds(seen[machine][MAIN])
     variants = {(name, machine): Bands.of(cases) for machine, each in seen.items() for name, cases in each.items()}
     bands = {machine: _widest(each) for machine, each in seen.items()}
     profile = _profile(plan, worker.kind, bands)
@@ -399,13 +400,13 @@ def replayed(engine: Engine, cases: Sequence[Case]) -> list[Case]:
 
 
 def other_seeds(cases: Sequence[Case]) -> list[Case]:
-    """Honest work submitted under seeds that did not draw it."""
-    return [
-        replace(
-            case, lease=case.lease.model_copy(update={"seeds": seeds_of("other", case.lease.unit, len(case.seeds))})
-        )
-        for case in cases
-    ]
+    """Honest work that was seen already, under seeds that did not draw it."""
+    found = []
+    for case in cases:
+        seeds = seeds_of("other", case.lease.unit, len(case.seeds))
+        moved = replace(case, lease=case.lease.model_copy(update={"seeds": seeds}))
+        found.append(replace(moved, replay=replace(case.replayed, uniforms=uniforms_of([moved]))))
+    return found
 
 
 def failed_checks(cases: Sequence[Case], profile: Profile) -> list[str]:

@@ -1,6 +1,6 @@
 """Replays: what the validator's own engine says of the tokens and proofs of many submissions, from few large calls.
 
-    cases ─► one prefill per proof size ─► one comparison of all proofs, one draw of all dice ─► a `Replay` each
+    cases ─► one prefill per proof size ─► one comparison of all proofs, the uniforms of all seeds ─► a `Replay` each
                   │ the engine fails
                   └► each alone, to find the one it was
 
@@ -59,7 +59,7 @@ def _together(engine: Engine, cases: Sequence[Case], proof: ProofParameters) -> 
     comparisons = compare(points, [chunk for case in cases for chunk in case.proofs])
     names = ("logprobs", "cdf_low", "cdf_high", "entropy", "varentropy")
     logprobs, low, high, entropy, varentropy = (_joined(prefills, name) for name in names)
-    everything = Replay(logprobs, low, high, entropy, varentropy, _dice(cases), comparisons)
+    everything = Replay(logprobs, low, high, entropy, varentropy, uniforms_of(cases), comparisons)
     ends = np.cumsum([len(case.tokens) for case in cases]).tolist()
     chunk_ends = np.cumsum([len(case.proofs) for case in cases]).tolist()
     cuts = zip([0, *ends], ends, [0, *chunk_ends], chunk_ends, strict=False)
@@ -79,7 +79,7 @@ def _joined(prefills: Sequence[Prefill], name: str) -> Floats:
     return np.concatenate([getattr(prefill, name) for prefill in prefills]).astype(np.float64)
 
 
-def _dice(cases: Sequence[Case]) -> Floats:
+def uniforms_of(cases: Sequence[Case]) -> Floats:
     """The uniform that the lease gives for every token."""
     lengths = np.array([length for case in cases for length in case.lengths])
     starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])

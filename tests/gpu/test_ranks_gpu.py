@@ -1,0 +1,39 @@
+"""One rank on a GPU: NCCL, weights in shards (FSDP2) and compiled layers train what one process trains by itself.
+
+One machine with one GPU has a world of size 1; more ranks are tried on CPUs (tests/unit/trainer/test_crew_fsdp.py).
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Any:
+    """The kit of the trainer's own tests."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "trainer"))
+    return importlib.import_module("test_crew_fsdp")
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("precision", "apart"), [("float32", 2e-5), ("bfloat16", 2e-3)])
+def test_a_rank_with_nccl_and_shards_trains_as_one_process_does(
+    tmp_path: Path, ranks: Any, precision: str, apart: float, compiled: bool
+) -> None:
+    memory = ranks.SHARED.memory.model_copy(update={"precision": precision, "compile": compiled})
+    settings = ranks.SHARED.model_copy(update={"device": "cuda", "memory": memory})
+    ranks.run_crew(tmp_path / "rank", 1, steps=3, settings=settings)
+    plain = settings.model_copy(update={"memory": memory.model_copy(update={"compile": False}), "device": "cpu"})
+    expected = ranks.alone(tmp_path / "one", steps=3, settings=plain)
+    assert ranks.difference(ranks.newest(tmp_path / "rank"), expected) < apart
+    ours, theirs = ranks.rows(tmp_path / "rank"), ranks.rows(tmp_path / "one")
+    assert [row["tokens"] for row in ours] == [row["tokens"] for row in theirs]
+    assert [row["loss"] for row in ours] == pytest.approx([row["loss"] for row in theirs], abs=20 * apart)
