@@ -521,15 +521,15 @@ def test_presence_reports_and_alarms(storage: Storage) -> None:
         transaction.touch_presence("a", 9)
         for step, value in ((1, 1.0), (0, 2.0), (1, 3.0)):
             transaction.put_report(StepReport(step=step, metrics={"r": value}), 1)
-        transaction.apply(
-            [RaiseAlarm(0, "x", "first", 1), RaiseAlarm(1, "x", "second", 2), RaiseAlarm(0, "x", "third", 3)]
-        )
+        alarms = ((0, "kind.a", "first"), (1, "kind.b", "second"), (0, "kind.a", "third"))
+        transaction.apply([RaiseAlarm(*each, at_ms) for at_ms, each in enumerate(alarms)])
     with storage.read() as reader:
         assert reader.presences() == {"a": replace(said, last_seen_ms=9), "b": Presence("b", 1)}
         assert reader.presence("a") == replace(said, last_seen_ms=9)
         assert [(report.step, report.metrics["r"]) for report in reader.reports(5)] == [(0, 2.0), (1, 3.0)]
         assert [report.step for report in reader.reports(1)] == [1]
         assert reader.alarms(5) == ["third", "second"]
+        assert reader.alarm_counts() == {("kind",): 2}
 
 
 def test_exclusive_writers_exclude_each_other_from_their_first_read(storage: Storage) -> None:

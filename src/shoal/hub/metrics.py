@@ -85,6 +85,7 @@ def run_metrics(figures: Figures, intake: Intake) -> Sequence[Metric]:
         _by("units", "Units, by state.", ("state",), {(state,): count for state, count in figures.units.items()}),
         _by("submissions", "Submissions, by state.", ("state",), {(s,): n for s, n in figures.submissions.items()}),
         _by("nodes", "Registered nodes, by role, sanction and presence.", ("role", "state", "presence"), figures.nodes),
+        _by("alarms", "Alarms for the run's owner, by what they are about.", ("about",), figures.alarms),
         _gauge("credit", "Credit of all nodes that is final.", figures.credit),
         _gauge("credit_pending", "Credit of all nodes that an audit could still take.", figures.pending),
         _gauge("policy_version", "The newest policy that was announced.", figures.version),

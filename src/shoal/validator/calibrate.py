@@ -131,6 +131,7 @@ class Measurement:
     `bands` are those of each validator, `variants` those of each kernel or batch size. `failures` are the reasons for
     which honest groups would be rejected, by validator. `problems` are why the limits must not be used, in words.
     `choices` are the share of tokens with a neighbour that would not show, and the bits per token to choose by it.
+    `under` judges the same work by other limits.
     """
 
     profile: Profile
@@ -141,7 +142,8 @@ class Measurement:
     catches: tuple[Catch, ...]
     problems: tuple[str, ...]
     seconds: float
-    choices: Mapping[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
+    choices: Mapping[str, tuple[float, float]]
+    under: Callable[[Profile], Measurement]
 
 
 def measure(
@@ -168,23 +170,26 @@ def measure(
         caught[SEEDS_NAME, machine] = other_seeds(seen[machine][MAIN])
     variants = {(name, machine): Bands.of(cases) for machine, each in seen.items() for name, cases in each.items()}
     bands = {machine: _widest(each) for machine, each in seen.items()}
-    profile = _profile(plan, worker.kind, bands)
     every = {machine: [case for cases in each.values() for case in cases] for machine, each in seen.items()}
-    failures = {machine: failed_checks(cases, profile) for machine, cases in every.items()}
     bar = bar_for(min(each.entropy_mean for each in bands.values()))
     for name, cases in cheats.items():
         if CHEATS[name].weights is not None:  # of few tokens one block: what nobody has seen caught is not
             bar[name] = min(bar[name], _tokens(cases))
-    catches = tuple(
-        catch
-        for (name, machine), cases in caught.items()
-        for catch in catches_of(name, machine, cases, profile, sorted({*sizes, bar[name]}))
-    )
     groups = sum(len(cases) for cases in honest.values())
-    problems = (*_uncaught(catches, bar), *_rejected(groups, failures))
     choices = {name: choice_bits(cases, 2 * bands[name].outside_distance) for name, cases in every.items()}
-    seconds = round(time.monotonic() - began, 1)
-    return Measurement(profile, bands, variants, groups, failures, catches, problems, seconds, choices)
+
+    def under(profile: Profile) -> Measurement:
+        failures = {machine: failed_checks(cases, profile) for machine, cases in every.items()}
+        catches = tuple(
+            catch
+            for (name, machine), cases in caught.items()
+            for catch in catches_of(name, machine, cases, profile, sorted({*sizes, bar[name]}))
+        )
+        problems = (*_uncaught(catches, bar), *_rejected(groups, failures))
+        seconds = round(time.monotonic() - began, 1)
+        return Measurement(profile, bands, variants, groups, failures, catches, problems, seconds, choices, under)
+
+    return under(_profile(plan, worker.kind, bands))
 
 
 def has_moved(worker: Engine, validator: Engine, plan: Plan, limits: Profile) -> bool:

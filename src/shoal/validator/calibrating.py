@@ -8,12 +8,15 @@
 Each format is put in force as soon as it is measured. Formats without built-in limits are measured before anything
 else: nobody has leases for them yet. The others are measured when there is nothing to audit. Only this validator's own
 work is measured, never what a node submitted.
+
+Joined limits are wider than those of each machine. So the machine that joins them tests them with its own measurement
+before they are in force, and each other machine does when it sees them; where a cheat passes, the kind is refused.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -45,7 +48,7 @@ class Measured:
     """What this machine has measured with one policy, and not published yet."""
 
     policy: PolicyRef
-    kinds: dict[str, MeasuredKind] = field(default_factory=dict)
+    kinds: dict[str, Measurement] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
     seconds: float = 0.0
 
@@ -72,6 +75,7 @@ class Calibrator:
         self._next_refused_s = 0.0
         self._waits_s: float | None = None  # since when there is something to measure that can wait
         self._unpublished: Measured | None = None
+        self._tested: dict[str, Measurement] = {}  # by kind, under the limits that it was tested with last
 
     @property
     def machine(self) -> str:
@@ -105,6 +109,8 @@ class Calibrator:
         found = self._unpublished
         if found is not None and found.policy.incarnation == newest.incarnation:
             return partial(self._publish, found, in_force, digest)
+        if in_force is not None and (untested := self._untested(in_force)):
+            return partial(self._test, untested, in_force, digest)
         wanted = self._missing(in_force, newest, reply.wanted)
         if not wanted:
             self._waits_s = None
@@ -176,7 +182,10 @@ class Calibrator:
                 self._unable.add(number_format)
                 log.warning("work in %s cannot be measured here: %s", number_format, error)
                 continue
-            _note(found, measured)
+            refused = _problems([measured])
+            found.refused |= refused
+            if not refused:
+                found.kinds[measured.profile.key] = measured
         found.seconds = round(self._clock.monotonic_s() - began_s, 1)
         self._next_refused_s = began_s + found.seconds / PROBE_SHARE
         log.info(
@@ -214,16 +223,21 @@ class Calibrator:
     def _joined(self, found: Measured, in_force: Calibration | None, digest: str) -> Calibration:
         """What was measured here together with what is in force of other machines, or of other formats. What was
         measured anew, as the policy has moved, takes the place of all that was seen before: others measure it, too."""
-        kinds, refused, machines = dict(found.kinds), dict(found.refused), [self.machine]
+        self._tested |= found.kinds
+        kinds = {kind: measured_kind(each) for kind, each in found.kinds.items()}
+        refused, machines = dict(found.refused), [self.machine]
         if in_force is not None and in_force.policy.incarnation == found.policy.incarnation:
             machines = list(dict.fromkeys([*in_force.machines, self.machine]))
             for kind, theirs in in_force.kinds.items():
-                mine = kinds.get(kind)
-                is_anew = self.machine in seen_by(theirs)
-                kinds[kind] = theirs if mine is None else mine if is_anew else _wider(mine, theirs)
-            refused = {**in_force.refused, **refused}
+                mine = found.kinds.get(kind)
+                if mine is None:
+                    kinds[kind] = theirs
+                elif self.machine not in seen_by(theirs):
+                    self._tested[kind] = both = mine.under(widest(mine.profile, Profile.model_validate(theirs.limits)))
+                    kinds[kind] = measured_kind(both, theirs)
             is_mine = self.machine in in_force.machines
-            refused = {kind: why for kind, why in refused.items() if kind not in found.kinds or not is_mine}
+            before = {kind: why for kind, why in in_force.refused.items() if kind not in found.kinds or not is_mine}
+            refused = before | refused | _problems(self._tested[kind] for kind in found.kinds)
         return Calibration(
             run=self._client.run_info().run,
             policy=found.policy,
@@ -234,6 +248,19 @@ class Calibrator:
             seconds=found.seconds,
             made_at_ms=self._clock.now_ms(),
         )
+
+    def _untested(self, in_force: Calibration) -> Profiles:
+        """Limits in force that another machine has joined with this one's since this one tested them."""
+        mine = {kind for kind, each in in_force.kinds.items() if self.machine in seen_by(each)} & set(self._tested)
+        limits = profiles_of(in_force)
+        return {kind: limits[kind] for kind in mine if limits[kind] != self._tested[kind].profile}
+
+    def _test(self, limits: Profiles, in_force: Calibration, digest: str) -> None:
+        again = {kind: self._tested[kind].under(each) for kind, each in limits.items()}
+        self._tested |= again
+        if refused := _problems(again.values()):
+            log.warning("limits that another machine has joined are refused: %s", refused)
+            self._publish(Measured(in_force.policy, refused=refused), in_force, digest)
 
     def _probe(self, policy: PolicyRef, in_force: Calibration, digest: str) -> None:
         """Of a new version: does honest work still look as it did when the limits were measured?"""
@@ -276,26 +303,21 @@ def profiles_of(made: Calibration) -> Profiles:
     return {kind: Profile.model_validate(each.limits) for kind, each in made.kinds.items()}
 
 
-def _note(found: Measured, measured: Measurement) -> None:
-    kind = measured.profile.key
-    if measured.problems:
-        found.refused[kind] = "; ".join(measured.problems)[:SENTENCE]
-        return
-    found.kinds[kind] = measured_kind(measured)
+def _problems(tested: Iterable[Measurement]) -> dict[str, str]:
+    """Why limits must not be used, by kind."""
+    return {each.profile.key: "; ".join(each.problems)[:SENTENCE] for each in tested if each.problems}
 
 
-def measured_kind(measured: Measurement) -> MeasuredKind:
-    caught: Mapping[str, float] = {f"{each.cheat}, {each.tokens} tokens": each.by_either for each in measured.catches}
+def measured_kind(measured: Measurement, theirs: MeasuredKind | None = None) -> MeasuredKind:
+    """What is put in force; `theirs` is what another machine measured, under limits that were no wider than these. Of
+    each cheat the lowest share that any of them caught."""
+    caught = {} if theirs is None else dict(theirs.caught)
+    for each in measured.catches:
+        name = f"{each.cheat}, {each.tokens} tokens"
+        caught[name] = min(each.by_either, caught.get(name, 1.0))
+    tokens = measured.profile.measured.tokens if measured.profile.measured else 0
     return MeasuredKind(
         limits=measured.profile.model_dump(mode="json"),
-        caught=dict(caught),
-        tokens=measured.profile.measured.tokens if measured.profile.measured else 0,
+        caught=caught,
+        tokens=tokens if theirs is None else min(tokens, theirs.tokens),
     )
-
-
-def _wider(mine: MeasuredKind, theirs: MeasuredKind) -> MeasuredKind:
-    """Of one kind, as two machines see it."""
-    joined = widest(Profile.model_validate(mine.limits), Profile.model_validate(theirs.limits))
-    caught = {name: min(share, theirs.caught.get(name, 1.0)) for name, share in mine.caught.items()}
-    tokens = min(mine.tokens, theirs.tokens)
-    return MeasuredKind(limits=joined.model_dump(mode="json"), caught=caught, tokens=tokens)

@@ -193,7 +193,8 @@ def widest(one: Profile, other: Profile) -> Profile:
     measured = one.measured or other.measured
     if one.measured is not None and other.measured is not None:
         machines = tuple(sorted({*one.measured.validators, *other.measured.validators}))
-        measured = one.measured.model_copy(update={"validators": machines})
+        bands = {name: max(value, other.measured.bands.get(name, value)) for name, value in one.measured.bands.items()}
+        measured = one.measured.model_copy(update={"validators": machines, "bands": bands})
     return Profile.model_validate({**joined, "validators": formats, "measured": measured})
 
 

@@ -309,6 +309,7 @@ def test_metrics_tell_requests_refusals_and_how_the_run_stands(bench: Bench) -> 
     ok(bench.announce(0))
     [lease] = bench.alice.lease("request-one")
     ok(bench.alice.submit(lease))
+    ok(bench.trainer.call("POST", "/steps", {"step": 0, "metrics": {}, "alarms": {"guard.kl": "too far"}}))
     bench.http.get("/nowhere/at/all")
     bench.http.request("BREW", "/health")
     seen = metrics_of(bench)
@@ -322,6 +323,7 @@ def test_metrics_tell_requests_refusals_and_how_the_run_stands(bench: Bench) -> 
     assert seen['shoal_hub_nodes{presence="here",role="worker",state="active"}'] >= 1
     assert seen["shoal_hub_ledger_rows"] + seen["shoal_hub_outbox_rows"] >= 4  # run, trainer, validator, policy
     assert seen["shoal_hub_leader"] == 1
+    assert seen['shoal_hub_alarms{about="guard"}'] == 1
     assert seen["shoal_hub_bodies_held_bytes"] == 0
     assert seen["shoal_hub_bodies_bytes_total"] > 500
     assert seen["process_resident_memory_bytes"] > 10_000_000

@@ -192,6 +192,13 @@ class TestPulls:
         assert self.states(bench)["pulled"] == 2
         assert node_of(bench, bench.alice).on_probation
 
+    def test_what_was_leased_before_a_strike_does_not_join_the_record_after_it(self, bench: Bench) -> None:
+        self.fail(bench, Severity.STATISTICAL)
+        high = Tally(tokens=9, channels={"exponents": Sums(seen=9, expected=1)})
+        for audit in bench.audits():
+            ok(bench.judge(audit, tally=high))
+        assert node_of(bench, bench.alice).record == Tally()
+
     def test_what_is_in_a_batch_stays(self, bench: Bench) -> None:
         hand_in(bench, bench.alice, 8)
         accept(bench, bench.audits(8))

@@ -10,6 +10,7 @@ from hubkit import policy
 from machinekit import Play
 
 from shoal.hub.service.calibrating import SETTING
+from shoal.hub.service.figures import read_figures
 from shoal.hub.state.calibrations import InForce
 from shoal.hub.state.commands import SaveNode
 from shoal.hub.state.refusals import Refusal
@@ -114,8 +115,11 @@ def test_only_four_attempts_of_validators_give_a_unit_up_with_an_alarm(play: Pla
     assert any("units were given up, each after 4 attempts of the validators" in alarm for alarm in alarms)
 
 
-def test_a_kind_that_fails_together_is_unsure_and_the_alarm_names_it(play: Play) -> None:
-    """Three established machines of one kind fail one check: the first two are struck, from the third on nobody is."""
+def test_a_kind_that_fails_together_is_unsure_and_the_alarm_names_it(
+    play: Play, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Three established machines of one kind fail one check: the first two are struck, from the third on nobody is.
+    The alarm is in the status, in the hub's log once, among the metrics, and in what `shoal why` says of the third."""
     workers = [play.join(streak=8) for _ in range(3)]
     with play.storage.write() as transaction:
         for worker in workers:
@@ -134,6 +138,12 @@ def test_a_kind_that_fails_together_is_unsure_and_the_alarm_names_it(play: Play)
     assert rows[2].unsure == 1
     (alarm,) = [each for each in play.hub.reporting.status().alarms if "most machines of kind" in each]
     assert "torch/cpu/float32 fail test" in alarm
+    play.hub.upkeep.tick()
+    play.hub.upkeep.tick()
+    assert caplog.messages.count(f"alarm: {alarm}") == 1
+    assert read_figures(play.hub.context).alarms == {("kind",): 1}
+    (refused,) = play.hub.stories.node(workers[2].node).refused
+    assert refused.rule.startswith("most machines of its kind fail this check")
 
 
 def test_the_kind_that_fails_is_that_of_the_lease_whatever_its_node_asks_for_since(play: Play) -> None:

@@ -29,7 +29,8 @@ from shoal.hub.state.commands import AddVerdict, Command, RaiseAlarm, Record
 from shoal.hub.state.machines import LeaseState, SubmissionState, UnitState
 from shoal.hub.state.refusals import Refusal
 from shoal.hub.state.rows import NodeRow, Progress
-from shoal.protocol import NodeState, Outcome, RolloutReward, Severity, Tally, document_hash
+from shoal.protocol import NodeState, Outcome, RolloutReward, Severity, Sums, Tally, document_hash
+from shoal.protocol.branches import Branches
 
 VALIDATOR = "f" * 32
 SIGNED = '{"kind": "verdict"}'
@@ -185,7 +186,7 @@ class TestUnsure:
         assert (after.state, after.submission, after.version, after.failures) == (UnitState.OPEN, None, None, 1)
         assert of_type(commands, Record) == []
 
-    @pytest.mark.parametrize("reason", ["reward.machinery", "machinery.policy", "machinery.environment"])
+    @pytest.mark.parametrize("reason", ["reward.machinery", "machinery.policy", "machinery.kind"])
     def test_the_owner_is_told_once_a_step_that_nothing_can_be_judged(self, reason: str) -> None:
         texts = [f"unit {number}: ConnectError" for number in range(2)]
         first, second = (
@@ -308,7 +309,7 @@ class TestKinds:
         struck = nodes_in(commands)[0]
         assert struck.strikes == (row.state == SubmissionState.REJECTED)
         codes = [alarm.code for alarm in of_type(commands, RaiseAlarm)]
-        assert codes == ([] if struck.strikes else ["kind.proofs.drift"])
+        assert codes == ([] if struck.strikes else ["kind.proofs.drift.torch/cuda/bfloat16"])
         assert struck.failed_check == "proofs.drift", "counts for the next one of its kind"
         assert struck.record == Tally()
         return row.state
@@ -384,6 +385,17 @@ class TestRejected:
         fresh = case(node=first, leased_at_ms=NOW_MS + 1)
         second = nodes_in(judge(fresh, outcome=Outcome.REJECTED, severity=Severity.STATISTICAL))[0]
         assert (second.state, second.strikes) == (NodeState.BANNED, 2)
+
+    @pytest.mark.parametrize("outcome", [Outcome.ACCEPTED, Outcome.UNSURE])
+    def test_what_was_leased_before_a_strike_does_not_join_the_record_after_it(self, outcome: Outcome) -> None:
+        """Before, groups of the same round were in the record that a second strike rests on."""
+        high = Tally(tokens=9, channels={"exponents": Sums(seen=9, expected=1)})
+        gained = Branches(looked=1, differences=(1.0,))
+        row = node(1, statistical=1, failed_check="proofs.drift", failed_at_ms=NOW_MS)
+        for leased_at_ms, record, pairs in ((NOW_MS, Tally(), 0), (NOW_MS + 1, high, 1)):
+            of = case(node=row, leased_at_ms=leased_at_ms)
+            (after,) = nodes_in(judge(of, outcome=outcome, tally=high, branches=gained))
+            assert (after.record, after.gains.differing) == (record, pairs)
 
     def test_a_strike_empties_the_record_and_what_was_leased_before_it_is_no_second_strike(self) -> None:
         """Before, two groups of one round banned: the second rested on the same machine, state and record."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -15,9 +15,11 @@ from shoal.engines.shelf import LoadedPolicy
 from shoal.engines.torch import TorchEngine
 from shoal.errors import HubRefused, SignatureError
 from shoal.models.load import load_model
-from shoal.protocol import AuditReply, Calibration, MeasuredKind, PolicyRef, SignedDocument, SigningKey
+from shoal.protocol import AuditReply, Calibration, PolicyRef, SignedDocument, SigningKey
 from shoal.runtime.clock import ManualClock
+from shoal.sampling import SeedTolerance
 from shoal.validator import ValidatorSettings, calibrating, load_profiles, profiles
+from shoal.validator.calibrate import Catch, Measurement
 from shoal.validator.calibrating import Calibrator, Measured, profiles_of
 from shoal.validator.profiles import Profile
 
@@ -51,21 +53,45 @@ def calibrator(hub: Hub, dtype: Any) -> Calibrator:
     return Calibrator(hub, None, judge, "torch", settings, ManualClock())  # type: ignore[arg-type]
 
 
-def publish(by: Calibrator, hub: Hub, distance: float, formats: Sequence[str] = ("bfloat16", "float32")) -> None:
+def measurement(profile: Profile, blind_above: float = 1.0) -> Measurement:
+    """Of a machine that misses one block in ten of a cheat under limits wider than `blind_above`."""
+    share = 1.0 if profile.sampling.distance <= blind_above else 0.9
+    problems = () if share == 1.0 else ("int8 weights would be caught in 90.0% of blocks",)
+    catch = Catch("int8 weights", "cpu/float32", 512, 200, share, share, share)
+    under = partial(measurement, blind_above=blind_above)
+    return Measurement(profile, {}, {}, 1, {}, (catch,), problems, 0.0, {}, under)
+
+
+def publish(
+    by: Calibrator,
+    hub: Hub,
+    distance: float,
+    formats: Sequence[str] = ("bfloat16", "float32"),
+    blind_above: float = 1.0,
+) -> None:
     """What a validator does after it has measured: limits of bfloat16 workers as it sees them."""
     for number_format in formats:
         key = f"torch/cpu/{number_format}"
         measured = profiles.Measured(model="", tokens=1, date="", validators=(by.machine,))
-        profile = Profile(key=key, validators=(by.machine.rpartition("/")[2],), measured=measured)
-        limits = profile.model_dump(mode="json")
-        limits["sampling"]["distance"] = distance
-        found = Measured(POLICY, {key: MeasuredKind(limits=limits)})
+        sampling = SeedTolerance(distance=distance)
+        own = (by.machine.rpartition("/")[2],)
+        profile = Profile(key=key, validators=own, measured=measured, sampling=sampling)
+        found = Measured(POLICY, {key: measurement(profile, blind_above)})
         by._publish(found, hub.in_force, DIGEST if hub.in_force else "")
 
 
 def is_due(by: Calibrator) -> bool:
+    """Whether it has to measure something, once it has tested what others joined."""
+    job = due(by)
+    if isinstance(job, partial) and job.func == by._test:
+        job()
+        job = due(by)
+    return job is not None
+
+
+def due(by: Calibrator) -> Callable[[], None] | None:
     by._known.clear()
-    return by.due(AuditReply(calibration=DIGEST, wanted=("bfloat16",)), POLICY) is not None
+    return by.due(AuditReply(calibration=DIGEST, wanted=("bfloat16",)), POLICY)
 
 
 def test_what_one_machine_measures_anew_every_other_one_measures_too() -> None:
@@ -114,7 +140,8 @@ def test_what_was_refused_is_measured_again_with_a_later_policy_but_not_all_the_
     mine = calibrator(hub, "float32")
     clock: Any = mine._clock
     mine._next_refused_s = clock.monotonic_s() + 1000
-    mine._publish(Measured(POLICY, {FLOAT32: MeasuredKind(limits=SEEN)}, {BFLOAT16: "int8 passes"}), None, "")
+    found = Measured(POLICY, {FLOAT32: measurement(Profile.model_validate(SEEN))}, {BFLOAT16: "int8 passes"})
+    mine._publish(found, None, "")
     later = POLICY.model_copy(update={"version": POLICY.version + 1})
 
     def missing(policy: PolicyRef) -> list[str]:
@@ -123,6 +150,38 @@ def test_what_was_refused_is_measured_again_with_a_later_policy_but_not_all_the_
     assert (missing(POLICY), missing(later)) == ([], [])
     clock.advance(1000)
     assert (missing(POLICY), missing(later)) == ([], ["bfloat16"])
+
+
+@pytest.mark.parametrize(("blind_above", "is_refused"), [(0.2, False), (0.15, True)])
+def test_joined_limits_are_tested_again_by_the_machine_that_joins_them(blind_above: float, is_refused: bool) -> None:
+    """Before, they were in force with the catch rates of the narrower limits, and nobody had tried them."""
+    hub = Hub()
+    publish(calibrator(hub, "float32"), hub, 0.2, ["bfloat16"])
+    publish(calibrator(hub, "bfloat16"), hub, 0.1, ["bfloat16"], blind_above)
+    made = hub.in_force
+    assert made is not None
+    assert (BFLOAT16 in made.kinds, BFLOAT16 in made.refused) == (not is_refused, is_refused)
+    if is_refused:
+        assert made.refused[BFLOAT16] == "int8 weights would be caught in 90.0% of blocks"
+
+
+@pytest.mark.parametrize(("blind_above", "is_refused"), [(0.2, False), (0.15, True)])
+def test_limits_that_another_machine_joined_are_tested_once_by_the_first_one(
+    blind_above: float, is_refused: bool
+) -> None:
+    hub = Hub()
+    first, second = calibrator(hub, "float32"), calibrator(hub, "bfloat16")
+    publish(first, hub, 0.1, blind_above=blind_above)
+    assert due(first) is None, "its own limits are tested"
+    publish(second, hub, 0.2)
+    job = due(first)
+    assert isinstance(job, partial)
+    assert job.func == first._test
+    job()
+    assert due(first) is None
+    assert hub.in_force is not None
+    assert set(hub.in_force.refused) == ({BFLOAT16, FLOAT32} if is_refused else set())
+    assert set(hub.in_force.kinds) == (set() if is_refused else {BFLOAT16, FLOAT32})
 
 
 @pytest.mark.parametrize("how", ["its signer was revoked", "its limits mean nothing here"])

@@ -84,6 +84,18 @@ def test_two_machines_limits_are_joined_number_by_number() -> None:
     assert widest(other, one) == joined
 
 
+def test_joined_limits_keep_the_wider_band_so_that_neither_machine_sees_the_policy_move() -> None:
+    """Before, they were those of one machine: the other measured anew with each version."""
+
+    def seen(machine: str, rate: float) -> Profile:
+        bands = {"exponent_rate": rate}
+        return Profile(key=OURS, measured=Measured(model="", tokens=1, date="", validators=(machine,), bands=bands))
+
+    both = widest(seen("cpu/bfloat16", 0.01), seen("cpu/float32", 0.03)).measured
+    assert both is not None
+    assert (both.bands, both.validators) == ({"exponent_rate": 0.03}, ("cpu/bfloat16", "cpu/float32"))
+
+
 def test_built_in_limits_are_for_validators_of_the_formats_that_they_name() -> None:
     measured = {THEIRS: Profile(key=THEIRS, validators=("bfloat16",))}
     assert limits_for(OURS, "float32", {}, BUILT_IN) == (BUILT_IN[OURS], True)

@@ -210,21 +210,24 @@ class Checking:
         unit, node = transaction.unit(submission.unit), transaction.node(submission.node)
         assert unit is not None, "a foreign key ties a submission to its unit"
         assert node is not None, "a foreign key ties a submission to its node"
-        if verdict.outcome != Outcome.REJECTED:
+        if verdict.outcome != Outcome.REJECTED and not node.failed_at_ms:
             return Case(submission, unit, node)
+        held, kin = transaction.holding(submission.lease), list[NodeRow]()
+        assert held is not None, "a foreign key ties a submission to its lease"
+        leased_ms = held.lease.issued_at_ms
+        if verdict.outcome != Outcome.REJECTED:
+            return Case(submission, unit, node, leased_at_ms=leased_ms)
         stake = Stake(
             untrained=tuple(transaction.untrained(node.node)),
             light=tuple(transaction.light_audits(node.node)),
             pending=tuple(transaction.pending_credit(node.node)),
         )
-        held, kin = transaction.holding(submission.lease), list[NodeRow]()
-        assert held is not None, "a foreign key ties a submission to its lease"
         if verdict.severity is Severity.STATISTICAL:
             profile = SignedDocument.model_validate_json(held.lease.document).document["profile"]
             node = replace(node, kind=str(profile))  # it may have asked for another kind of lease since
             kin = transaction.kin(node.kind, verdict.reason, moment.now_ms - kinds.WITHIN_MS)
         holdings = tuple(transaction.holdings(node.node))
-        return Case(submission, unit, node, holdings, stake, held.lease.issued_at_ms, tuple(kin))
+        return Case(submission, unit, node, holdings, stake, leased_ms, tuple(kin))
 
     def _audit(self, reader: Reader, row: SubmissionRow) -> Audit:
         holding, node = reader.holding(row.lease), reader.node(row.node)

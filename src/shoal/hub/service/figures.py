@@ -22,7 +22,7 @@ class Figures:
 
     `nodes` is by (role, state, here or away); `waiting_s` is how long the longest of those that wait now has waited.
     `pools` are the tasks by difficulty, `measured` the newest evaluation that is complete, and
-    of all its tasks.
+    of all its tasks. `alarms` are by the first word of their code.
     """
 
     units: dict[str, int]
@@ -43,6 +43,7 @@ class Figures:
     unusable: int = 0
     measured: Evaluation | None = None
     no_sample: int = 0
+    alarms: Counter[tuple[str, ...]] = field(default_factory=Counter)
 
 
 def read_figures(context: Context, late: int = 0, unusable: int = 0) -> Figures:
@@ -52,7 +53,7 @@ def read_figures(context: Context, late: int = 0, unusable: int = 0) -> Figures:
     with context.storage.read() as reader:
         fleet, progress, last = reader.fleet(now_ms - HERE_MS), reader.progress(), reader.ledger_last()
         units, submissions, outbox_rows = reader.unit_counts(), reader.submission_counts(), reader.outbox_length()
-        orders = orders_of(reader)
+        orders, alarms = orders_of(reader), reader.alarm_counts()
         trusted = reader.nodes_ranked("trusted", MAX_TRUSTED)
         unscored = no_sample(trusted, reader.presences_named([node.node for node in trusted]))
         pools = reader.pool_counts() if context.config.pools is not None else {}
@@ -80,4 +81,5 @@ def read_figures(context: Context, late: int = 0, unusable: int = 0) -> Figures:
         unusable=unusable,
         measured=measured[-1] if measured else None,
         no_sample=unscored,
+        alarms=alarms,
     )

@@ -257,6 +257,11 @@ def rule_of(row: SubmissionRow, severity: str) -> str:
             "statistical": "honest work fails this check about once in ten thousand audits: the submission is worth "
             "nothing, its node is on probation and suspended, and banned if work leased after that fails, too",
         }.get(severity, "a soft rejection: this submission is worth nothing; it costs no trust, unless several follow")
+    if row.state == SubmissionState.UNSURE and severity == "statistical":
+        return (
+            "most machines of its kind fail this check, so it says nothing about this one: no credit, no strike; the "
+            "unit is given out again, and an alarm tells the run's owner to calibrate that kind"
+        )
     return {
         SubmissionState.RECEIVED.value: "not judged yet: it waits for a validator",
         SubmissionState.AUDITING.value: "not judged yet: a validator is at it",

@@ -1,5 +1,5 @@
 """What happens without being asked: leases and audits that ran out, workers that are gone, credit that is due, the
-ledger's outbox, nonces no longer needed. Of several hubs on one database, one does it: the leader.
+ledger's outbox, nonces no longer needed, alarms for the log. Of several hubs on one database, one does it: the leader.
 
 A lease lasts `lease_s`, but only while its worker is heard of: one that was switched off or cut off stops sending
 heartbeats, and nobody has to wait for its leases to run out. If it was merely slow, its work is taken while the unit is
@@ -25,6 +25,7 @@ FORGET_EVERY_MS = 60_000
 NONCES_PER_PAGE = 5_000
 MATURED_PER_TICK = 500
 """After a long pause of the hub much is due; others get their turn in between."""
+ALARMS_LOGGED = 20
 ASLEEP_MS = 5_000
 """Ticks come once a second. After a longer pause it was the hub that was away (stopped, suspended), not the workers."""
 
@@ -40,6 +41,7 @@ class Upkeep:
         self._evaluating = evaluating
         self._forgot_at_ms = 0
         self._ticked_ms = context.clock.now_ms()
+        self._alarms: list[str] = []
 
     def tick(self) -> None:
         """All that is due, each by itself: what fails is tried again with the next tick, and keeps nothing else."""
@@ -51,7 +53,7 @@ class Upkeep:
         if not leads:
             return
         failures: list[Exception] = []
-        for part in (self._end_overdue, self._end_silent, self._mature, self._post, self._forget):
+        for part in (self._end_overdue, self._end_silent, self._mature, self._post, self._forget, self._log_alarms):
             try:
                 part(now_ms)
             except Exception as error:  # noqa: BLE001  raised below
@@ -63,6 +65,14 @@ class Upkeep:
 
     def _post(self, _now_ms: int) -> None:
         self._posting.post()
+
+    def _log_alarms(self, _now_ms: int) -> None:
+        with self._context.storage.read() as reader:
+            newest = reader.alarms(ALARMS_LOGGED)
+        for message in reversed(newest):
+            if message not in self._alarms:
+                log.warning("alarm: %s", message)
+        self._alarms = newest
 
     def _forget(self, now_ms: int) -> None:
         """Nonces, in pages, and later than one hub would need: another hub's clock may be behind by as much as is

@@ -24,6 +24,7 @@ from shoal.hub.state.rewards import has_equal_rewards, pass_rate
 from shoal.hub.state.rows import Holding, Moment, NodeRow, Rules, SubmissionRow, UnitRow
 from shoal.hub.state.units import NOT_THE_NODES, VOID_STALE, fail, refill_alarm
 from shoal.protocol import Outcome, Severity, Tally, Verdict, document_hash
+from shoal.protocol.branches import Branches
 
 
 def expire(submissions: Sequence[SubmissionRow], now_ms: int) -> list[Command]:
@@ -64,7 +65,8 @@ DECIDED = "verdict.decided"
 @dataclass(frozen=True)
 class Case:
     """All that a verdict may touch: the submission, its unit, its node, the leases that the node holds, and what else
-    it has at stake. `leased_at_ms` is when the submission's lease was issued; `kin` are nodes of the same kind."""
+    it has at stake. `leased_at_ms` is when the submission's lease was issued, 0 where nothing has failed; `kin` are
+    nodes of the same kind."""
 
     submission: SubmissionRow
     unit: UnitRow
@@ -90,6 +92,9 @@ def judge(moment: Moment, case: Case, ruling: Ruling) -> list[Command]:
     _require_fitting(moment.rules, case, verdict)
     if submission.state not in UNDECIDED_SUBMISSIONS:
         return _judge_again(submission, verdict)
+    if _is_before_failure(case):  # the record has begun anew since: a second strike rests on fresh data alone
+        verdict = verdict.model_copy(update={"tally": Tally(), "branches": Branches()})
+        ruling = replace(ruling, verdict=verdict)
     case = replace(case, node=gains.counted(case.node, verdict))
     spread = kinds.failing(moment, case.node, case.kin, verdict)
     outcome = Outcome.UNSURE if spread else verdict.outcome
@@ -257,7 +262,12 @@ def _fresh_severity(case: Case, verdict: Verdict) -> Severity | None:
     """How much the rejection counts. A second statistical strike needs fresh data: work that was leased before the
     first one comes of the same machine in the same state, and is rejected without a further strike."""
     again = verdict.severity is Severity.STATISTICAL and case.node.statistical > 0
-    return None if again and case.leased_at_ms <= case.node.failed_at_ms else verdict.severity
+    return None if again and _is_before_failure(case) else verdict.severity
+
+
+def _is_before_failure(case: Case) -> bool:
+    """Whether the work was leased before its node last failed a statistical check."""
+    return case.node.failed_at_ms > 0 and case.leased_at_ms <= case.node.failed_at_ms
 
 
 def _is_current(case: Case) -> bool:

@@ -12,7 +12,8 @@ alarm says so.
 It protects no cheat: unsure work is neither trained on nor paid, gets its node one lease at a time, and after two
 attempts a validator generates the unit. Failures that are certain ban as ever, and so do better rewards than the seeds'
 branches (`gains`): no driver or library knows the reward, and that evidence is of groups that were paid. Whoever fakes
-a failing kind from three networks buys nothing but that such keys are not banned; new keys are free anyhow.
+a failing kind from three networks buys that such keys are not banned, and that their records begin anew: what one group
+does not show is paid until the record fails again, while they outnumber those of the kind that pass. The alarm says so.
 """
 
 from __future__ import annotations
@@ -52,11 +53,12 @@ def failing(moment: Moment, node: NodeRow, kin: Sequence[NodeRow], verdict: Verd
         "calibrated: calibrate that kind again, on a machine like theirs if there is one, and pardon who was banned "
         "for it before (`shoal admin pardon`)"
     )
-    return RaiseAlarm(step, f"kind.{verdict.reason}", message, moment.now_ms)
+    return RaiseAlarm(step, f"kind.{verdict.reason}.{node.kind}", message, moment.now_ms)
 
 
 def failed(node: NodeRow, verdict: Verdict, now_ms: int) -> NodeRow:
-    """The node after such a failure: no strike, but its record begins anew and the failure is remembered."""
+    """The node after such a failure: no strike, but its record begins anew and the failure is remembered. The record
+    was counted by limits that are in doubt now: kept, it would fail the node under better ones, too."""
     after = reputation.unsure(node, verdict, own_fault=True)
     return replace(after, record=Tally(), failed_check=verdict.reason, failed_at_ms=now_ms)
 

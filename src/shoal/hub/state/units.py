@@ -28,11 +28,13 @@ UNJUDGED = {
     "machinery.profile": "could not be checked, as a validator has no profile for what generated them",
     "machinery.environment": "could not be scored, as a validator has another environment than the hub",
     "machinery.prefill": "could not be checked, as a validator's engine failed",
+    "machinery.kind": "of a kind that no trusted machine has measured are outside the limits of their number format. "
+    "If such machines are honest, measure one (`shoal doctor --calibrate`) and open its kind (`shoal admin calibrate`)",
     "second.missing": "failed a statistical check that a validator could not confirm in the worker's own number format",
 }
 """Reasons of unsure audits that their owner can mend. An accident of rounding is none."""
 
-NOT_THE_NODES = frozenset(UNJUDGED) - {"second.missing"}
+NOT_THE_NODES = frozenset(UNJUDGED) - {"machinery.kind", "second.missing"}
 """Those of them that say nothing about the node."""
 
 TRUSTED_AFTER = 2

@@ -353,6 +353,9 @@ class MemoryReader(MemoryStories):
         rows = sorted(self._tables.alarms.values(), key=lambda row: (-row.at_ms, -row.step, row.code))
         return [row.message for row in rows[:limit]]
 
+    def alarm_counts(self) -> Counter[tuple[str, ...]]:
+        return Counter((row.code.partition(".")[0],) for row in self._tables.alarms.values())
+
     def ledger_last(self) -> LedgerEntry | None:
         return self._tables.ledger.get(len(self._tables.ledger) - 1)
 

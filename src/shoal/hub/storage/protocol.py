@@ -11,6 +11,7 @@ policy, the next step) only an `exclusive` one changes.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -242,6 +243,10 @@ class Reader(Protocol):
 
     def alarms(self, limit: int) -> list[str]:
         """The newest alarms, newest first."""
+        ...
+
+    def alarm_counts(self) -> Counter[tuple[str, ...]]:
+        """All alarms, by the first word of their code."""
         ...
 
     def ledger_last(self) -> LedgerEntry | None: ...

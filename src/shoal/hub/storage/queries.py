@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -431,6 +432,13 @@ class SqlReader:
         table = tables.alarms
         query = select(table.c.message).order_by(table.c.at_ms.desc(), table.c.step.desc(), table.c.code).limit(limit)
         return [row.message for row in self._connection.execute(query)]
+
+    def alarm_counts(self) -> Counter[tuple[str, ...]]:
+        counts: Counter[tuple[str, ...]] = Counter()
+        query = select(tables.alarms.c.code, func.count()).group_by(tables.alarms.c.code)
+        for code, count in self._connection.execute(query):
+            counts[(code.partition(".")[0],)] += count
+        return counts
 
     def ledger_last(self) -> LedgerEntry | None:
         row = self._first(select(tables.ledger).order_by(tables.ledger.c.index.desc()))
