@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from shoal.evaluation.plan import Plan
-from shoal.evaluation.records import TaskRecord
+from shoal.evaluation.records import UNUSABLE, TaskRecord
 from shoal.evaluation.statistics import Estimate, ks_up_to, mean_estimate, pass_at_k, t_interval
 
 SHOWN_PROBLEMS = 20
@@ -96,15 +96,10 @@ class Tally:
 
     @property
     def failed_share(self) -> float:
-        """Samples that should be there and have no score: not drawn, or not scored."""
-        wanted = self.tasks * self.plan.samples
+        """Samples that should be there and have no score: not drawn, or not scored. Unusable rows have no samples."""
+        wanted = (self.tasks - self.problems[UNUSABLE]) * self.plan.samples
         scored = self.drawn - self.unscored
-        return (wanted - scored) / wanted if wanted else 0.0
-
-    @property
-    def counts(self) -> bool:
-        """Whether so much was scored that the numbers mean something."""
-        return bool(self.whole.means) and self.failed_share <= MAX_FAILURES
+        return (wanted - scored) / wanted if wanted else 1.0
 
     def as_json(self) -> dict[str, Any]:
         seed, drawn = self.plan.seed, max(1, self.drawn)
