@@ -33,6 +33,7 @@ from shoal.cli.evaluate import (
     scorer_of,
 )
 from shoal.errors import ConfigError
+from shoal.runtime.text import count_of
 
 if TYPE_CHECKING:
     from shoal.cli.sources import TaskSource
@@ -208,7 +209,7 @@ def conclude(
         typer.echo(f"  {remedy}")
     else:
         shutil.rmtree(request.work, ignore_errors=True)
-    typer.echo(f"wrote {request.out}: {rows:,} row{'' if rows == 1 else 's'}; the rate is the column {columns.rate}")
+    typer.echo(f"wrote {request.out}: {count_of(rows, 'row')}; the rate is the column {columns.rate}")
     refuse_if_hollow(summary, request.source, remedy, remedy)
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shoal.errors import HubRefused, HubUnreachable, UserError
-from shoal.runtime.text import printable, visible, visible_json
+from shoal.runtime.text import count_of, printable, visible, visible_json
 
 if TYPE_CHECKING:
     from shoal.client import HubClient
@@ -186,14 +186,15 @@ def node_lines(story: NodeStory) -> Iterator[str]:
     name = f" ({printable(node.name)})" if node.name else ""
     yield f"node {node.node}{name}, {node.role}: {printable(story.sentence)}"
     yield (
-        f"trust: {'on probation' if node.on_probation else 'established'}, {story.passed} full audits passed since its "
-        f"last strike, {story.certain} certain and {story.statistical} statistical strikes"
+        f"trust: {'on probation' if node.on_probation else 'established'}, "
+        f"{count_of(story.passed, 'full audit')} passed since its last strike, "
+        f"{story.certain} certain and {story.statistical} statistical strikes"
     )
     yield f"liveness: {node.liveness}, last heard of {moment(node.last_seen_ms)}"
     until = f" until {moment(node.until_ms)}" if node.until_ms is not None else ""
-    yield f"sanction: {node.state.value}{until}, suspended {node.suspensions} times"
+    yield f"sanction: {node.state.value}{until}, suspended {count_of(node.suspensions, 'time')}"
     pace = f", a group takes it {story.pace_ms / 1000:.1f} s" if story.pace_ms else ""
-    yield f"work: may hold {node.window} leases, let {story.lapsed} lapse{pace}"
+    yield f"work: may hold {count_of(node.window, 'lease')}, let {story.lapsed} lapse{pace}"
     yield (
         f"earned: {node.credit:,} credit, {node.pending:,} pending; {node.accepted} accepted, {node.rejected} "
         f"rejected, {node.unsure} unsure" + (f"; for owner {node.owner[:16]}…" if node.owner else "")

@@ -51,6 +51,7 @@ from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.crash import point
 from shoal.runtime.lock import FolderLock
 from shoal.runtime.stop import StopToken
+from shoal.runtime.text import count_of
 from shoal.shardcast import Prefetch
 from shoal.worker.cheats import Cheat, Loot, find_cheat
 from shoal.worker.earnings import Earnings, shut_out
@@ -262,7 +263,7 @@ class Worker:
     def _report_leftovers(self) -> None:
         waiting = len(self._outbox.waiting(self._run))
         if waiting:
-            log.info("%d finished groups of an earlier start are sent first", waiting)
+            log.info("sending first what an earlier start finished: %s", count_of(waiting, "group"))
 
     def _raise_failure(self) -> None:
         """What the other threads found, raised here: this node is shut out, or the hub is gone."""
@@ -360,7 +361,7 @@ class Worker:
         leases = [held.lease for held in self._of(loaded.ref)]
         if not leases:
             return
-        with self.activity.busy(f"generating {len(leases)} groups by policy {loaded.ref.label}"):
+        with self.activity.busy(f"generating {count_of(len(leases), 'group')} by policy {loaded.ref.label}"):
             groups = generate(loaded, leases, self.activity.generated, self._showing.of)
         self._size_up(leases, self._clock.monotonic_s() - now_s, units_that_fit(loaded.engine, leases))
         for lease, completions in zip(leases, groups, strict=True):
@@ -390,7 +391,7 @@ class Worker:
         for tool in sorted({tool for held in self._of(loaded.ref) if (tool := unknown_tool(held.lease))}):
             names = [held.lease.lease for held in self._of(loaded.ref) if unknown_tool(held.lease) == tool]
             reason = f"this shoal has no tool {tool}; upgrade it with: pip install -U shoal"
-            log.warning("%d leases cannot be done: %s", len(names), reason)
+            log.warning("%s cannot be done: %s", count_of(len(names), "lease"), reason)
             self._release(names, reason)
             self._stop.wait(POLICY_PAUSE_S)  # the next leases will hardly be others
 
@@ -427,11 +428,11 @@ class Worker:
             self.activity.ended(lease)
         if not leases:
             return
-        log.info("%d leases are given back: %s", len(leases), reason)
+        log.info("%s given back: %s", count_of(len(leases), "lease"), reason)
         try:
             self._client.patient(RELEASE_PATIENCE_S).release(LeaseRelease(leases=tuple(leases), reason=reason[:200]))
         except (HubError, DeadlineExceeded) as error:
-            log.warning("%d leases could not be given back, they will run out: %s", len(leases), error)
+            log.warning("%s could not be given back and will run out: %s", count_of(len(leases), "lease"), error)
 
     def _leave(self) -> None:
         """On the way out: give back what was not done, send what was."""
@@ -448,4 +449,4 @@ class Worker:
         log.info("%s: %s", "the run is finished" if self.finished else "this start", self._earnings.summary())
         kept = len(self._outbox.waiting(self._run))
         if kept and self._earnings.shut_out is None:
-            log.info("%d finished groups stay in the outbox; the next start sends them", kept)
+            log.info("the outbox keeps %s for the next start", count_of(kept, "finished group"))
