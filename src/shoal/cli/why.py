@@ -46,6 +46,7 @@ def why(
 ) -> None:
     """Say what happened to a unit or a node: which check, which numbers, which rule, what it cost."""
     from shoal.cli.accounting.places import find_run
+    from shoal.cli.program import shoal_command
     from shoal.cli.status import client_of, when_stopped
 
     place = find_run(where)
@@ -59,7 +60,8 @@ def why(
         except HubUnreachable as error:
             if "://" in place:
                 raise
-            raise HubUnreachable(f"{when_stopped(Path(place))[1]}; only its hub can tell ({error})") from error
+            alone = f"start it alone with {shoal_command()} hub --dir {place}, then ask again"
+            raise HubUnreachable(f"{when_stopped(Path(place))[1]}. Only its hub can tell: {alone} ({error})") from error
     for line in [visible_json(text)] if as_json else map(visible, lines):
         typer.echo(line)
 
