@@ -55,11 +55,14 @@ class Earnings:
         elif now.state is NodeState.ACTIVE and before.state is NodeState.SUSPENDED:
             log.info("the suspension is over: this node gets work again")
 
-    def summary(self) -> str:
-        """What this start of the worker earned, for its last line."""
+    def summary(self, submitted: int = 0) -> str:
+        """What this start of the worker earned, for its last line; `submitted` groups were sent, of which some may not
+        be judged yet."""
         if self._first is None or self._last is None:
             return "the hub was not heard from"
-        return _gain(self._first, self._last)
+        waiting = submitted - _decided(self._last) + _decided(self._first)
+        verdicts = f"; {count_of(waiting, 'group')} not judged yet, which may still earn" if waiting > 0 else ""
+        return _gain(self._first, self._last) + verdicts
 
     def _why(self, view: NodeView) -> str:
         try:
@@ -88,6 +91,10 @@ def suspension(view: NodeView) -> str:
         return f"this node is suspended until the run's owner pardons it: {reason}; it waits"
     left_s = max(0, view.until_ms - view.last_seen_ms) / 1000
     return f"this node is suspended for {left_s:.0f} s more: {reason}; it waits, and goes on by itself"
+
+
+def _decided(view: NodeView) -> int:
+    return view.accepted + view.rejected + view.unsure
 
 
 def _gain(before: NodeView, now: NodeView) -> str:
