@@ -81,6 +81,21 @@ def test_a_grader_that_fails_too_often_is_no_success(tmp_path: Path, capsys: pyt
     assert (summary_of(out)["scored_tasks"], summary_of(out)["unscored"]["samples"]) == (7, 0)
 
 
+def test_rows_that_cannot_be_used_are_skipped_where_that_is_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, out = tmp_path / "data.jsonl", tmp_path / "out"
+    rows = [{"question": f"{n}1=", "answer": None if n < 3 else f"1{n}"} for n in range(9)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = [*EVAL, "--env", str(data), "--set", "environment.options.grader=exact", "--out", str(out)]
+    assert main(command) == 1
+    told = "3 of 9 rows cannot be used, more than 5%: shoal data check lists them; to leave them out: --set"
+    assert f"{told} environment.options.bad_rows=skip" in " ".join(capsys.readouterr().err.split())
+    assert main([*command, "--set", "environment.options.bad_rows=skip"]) == 0
+    assert "  3 tasks left out: its row cannot be used\n" in capsys.readouterr().out
+    assert (summary_of(out)["scored_tasks"], summary_of(out)["unscored"]["share"]) == (6, 0.0)
+
+
 def a_run(path: Path) -> RunFolder:
     """The folder of a run that has trained on two tasks of `sort`, with its export."""
     environment = EnvironmentSettings(name="sort", train_size=40, held_out_size=16)

@@ -50,7 +50,7 @@ SMALL = (
 )
 LATE = re.compile(
     r"was not taken: lease u\d+a\d+ ran out and unit \d+ is \w+ meanwhile"
-    r"|leases are given back: the lease ran out before it was begun"
+    r"|leases? given back: the lease ran out before it was begun"
 )
 FAKETIME = next(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"), None)
 

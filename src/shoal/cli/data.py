@@ -27,7 +27,7 @@ Settings = Annotated[
 
 @data.command()
 def check(where: WhereArgument, settings: Settings = None) -> None:
-    """Read every row and every answer; lists those that cannot be used, and exits with 2 if there are any."""
+    """Read every row and answer; lists those that cannot be used, and exits with 2 unless they are to be skipped."""
     from shoal.cli.datasets import check_data
 
     raise typer.Exit(check_data(where, settings or ()))

@@ -13,6 +13,7 @@ from shoal.cli.sources import TaskSource, task_source
 from shoal.environments import Environment, EnvironmentSettings, build, identity_of
 from shoal.errors import EnvironmentSetupError, UnusableTask, UserError
 from shoal.hub.state.draws import candidates
+from shoal.runtime.text import count_of
 
 if TYPE_CHECKING:
     from shoal.environments.dataset import DatasetEnvironment
@@ -38,7 +39,7 @@ def check_data(spec: str, overrides: Sequence[str]) -> int:
         raise UserError(
             f"{spec} trains on no data set: its environment is {settings.name}; give a data file or FORMAT:FILE"
         )
-    return max(_check(data) for data in found)
+    return max(_check(data, bad_rows) for data, bad_rows in found)
 
 
 @contextmanager
@@ -53,8 +54,8 @@ def _unsaid() -> Iterator[None]:
         opening.setLevel(before)
 
 
-def _data_sets(settings: EnvironmentSettings) -> Iterator[DatasetEnvironment]:
-    """The data set of a recipe, or those of its mixture."""
+def _data_sets(settings: EnvironmentSettings) -> Iterator[tuple[DatasetEnvironment, str]]:
+    """The data set of a recipe, or those of its mixture, opened whatever its rows are; with its own `bad_rows`."""
     from shoal.environments.dataset import DatasetEnvironment
     from shoal.environments.registry import build_ingredient
 
@@ -63,14 +64,13 @@ def _data_sets(settings: EnvironmentSettings) -> Iterator[DatasetEnvironment]:
             skipping = part.model_copy(update={"options": {**part.options, "bad_rows": "skip"}})
             environment = build_ingredient(skipping)
             assert isinstance(environment, DatasetEnvironment)
-            yield environment
+            yield environment, str(part.options.get("bad_rows", ""))
 
 
-def _check(data: DatasetEnvironment) -> int:
+def _check(data: DatasetEnvironment, bad_rows: str) -> int:
     from rich.console import Console
 
     from shoal.cli.counting import counted
-    from shoal.environments.data.problems import count_of
 
     with counted("checking answers", Console(stderr=True), unit="rows") as report:
         report(0, 0)  # it begins here; how many rows there are is told with the first of them
@@ -87,8 +87,19 @@ def _check(data: DatasetEnvironment) -> int:
     if not bad:
         typer.echo("every row can be used")
         return 0
-    typer.echo(f"{count_of(bad)} cannot be used", err=True)
-    return UserError.exit_code
+    kinds = [kind for _, unusable in data.useless_kinds() for kind in unusable]
+    typer.echo(f"{count_of(bad, 'row')} cannot be used: {_outcome(kinds, bad_rows)}", err=True)
+    return 0 if bad_rows == "skip" else UserError.exit_code
+
+
+def _outcome(kinds: Sequence[str], bad_rows: str) -> str:
+    """What a run with this `bad_rows` does with data that has bad rows; `kinds` are those without a good one."""
+    without = "; to run without them, set environment.options.bad_rows to skip"
+    if bad_rows == "refuse":
+        return f'a run refuses this data, as bad_rows = "refuse" says{without}'
+    if kinds and not bad_rows:
+        return f"a run REFUSES this data because of {'; '.join(kinds)}{without}"
+    return "a run leaves them out"
 
 
 # ── order ────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -169,7 +169,7 @@ def run_eval(request: EvalRequest) -> int:
     if unknown and plan.split != "train":
         typer.echo(leaks_unknown(Path(model.where), environment, plan.split))
     typer.echo(f"wrote {out}")
-    refuse_if_hollow(summary, out)
+    refuse_if_hollow(summary, request.source, RESCORE.format(out), f"remove {out} and evaluate again")
     return 0
 
 
@@ -198,9 +198,10 @@ def run_rescore(out: Path, env: str | None, overrides: Sequence[str]) -> int:
         typer.echo(f"stopped; {out} is as it was", err=True)
         return STOPPED_CODE
     say(summary, source.label, Leaks(), out)
-    is_done = (out / SUMMARY).exists()
-    typer.echo(f"wrote {out}" if is_done else f"{out} has new scores; the command that drew these continues from there")
-    refuse_if_hollow(summary, out)
+    drawn = f"{summary['tasks']:,} of {summary['chosen']['tasks']:,} tasks"
+    continues = f"{out} has new scores of {drawn}; the command that drew these continues from there"
+    typer.echo(f"wrote {out}" if (out / SUMMARY).exists() else continues)
+    refuse_if_hollow(summary, source, RESCORE.format(out), f"remove {out} and evaluate again")
     return 0
 
 
@@ -330,14 +331,23 @@ def _how(plan: dict[str, Any]) -> str:
     return f"{heat}, at most {plan['max_new_tokens']} tokens"
 
 
-def refuse_if_hollow(summary: dict[str, Any], out: Path) -> None:
-    """Results of which much is missing are written and shown, and are no success."""
+def refuse_if_hollow(summary: dict[str, Any], source: TaskSource, rescore: str, again: str) -> None:
+    """Results of which much is missing are written and shown, and are no success; `rescore` and `again` are remedies.
+
+    Rows that cannot be used are no failure where bad_rows = "skip" says to leave them out.
+    """
+    from shoal.evaluation.records import UNUSABLE
     from shoal.evaluation.summary import MAX_FAILURES
 
     share, unscored = summary["unscored"]["share"], summary["unscored"]["samples"]
+    unusable = summary["problems"]["reasons"].get(UNUSABLE, 0)
     if share > MAX_FAILURES:
-        remedy = RESCORE.format(out) if unscored else f"remove {out} and evaluate again"
         raise ScoringFailure(
             f"{share:.1%} of the samples have no score, more than {MAX_FAILURES:.0%}: these numbers are of what is "
-            f"left and may mislead; mend what the lines above name, then {remedy}"
+            f"left and may mislead; mend what the lines above name, then {rescore if unscored else again}"
+        )
+    if unusable > MAX_FAILURES * summary["tasks"] and not source.skips_rows:
+        raise ScoringFailure(
+            f"{unusable:,} of {summary['tasks']:,} rows cannot be used, more than {MAX_FAILURES:.0%}: shoal data check "
+            "lists them; to leave them out: --set environment.options.bad_rows=skip"
         )

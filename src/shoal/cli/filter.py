@@ -28,10 +28,12 @@ from shoal.cli.evaluate import (
     Tasks,
     Temperature,
     positions_of,
+    refuse_if_hollow,
     scorable,
     scorer_of,
 )
-from shoal.errors import ConfigError, ScoringFailure
+from shoal.errors import ConfigError
+from shoal.runtime.text import count_of
 
 if TYPE_CHECKING:
     from shoal.cli.sources import TaskSource
@@ -182,7 +184,7 @@ def conclude(
 ) -> None:
     """Write the result and say what is in it. Measurements stay until something is written, and all is scored."""
     from shoal.evaluation.rates import histogram_lines
-    from shoal.evaluation.summary import MAX_FAILURES, Tally, missing_lines
+    from shoal.evaluation.summary import Tally, missing_lines
 
     selection, plan = selected(request, evaluation, journal), evaluation.chosen.plan
     values = [rate.value for rate in selection.rates.values()]
@@ -190,7 +192,8 @@ def conclude(
     for line in histogram_lines(values, plan.samples, request.band):
         typer.echo(line)
     tally = Tally.of(plan, journal.records())
-    for line in missing_lines(tally.as_json()):
+    summary = tally.as_json()
+    for line in missing_lines(summary):
         typer.echo(line)
     rows = written(request, evaluation, selection, columns, about)
     inside = sum(request.band.holds(value) for value in values)
@@ -206,12 +209,8 @@ def conclude(
         typer.echo(f"  {remedy}")
     else:
         shutil.rmtree(request.work, ignore_errors=True)
-    typer.echo(f"wrote {request.out}: {rows:,} row{'' if rows == 1 else 's'}; the rate is the column {columns.rate}")
-    if tally.failed_share > MAX_FAILURES:
-        raise ScoringFailure(
-            f"{tally.failed_share:.1%} of the samples have no score, more than {MAX_FAILURES:.0%}: these rates are of "
-            f"what is left; mend what the lines above name, then {remedy}"
-        )
+    typer.echo(f"wrote {request.out}: {count_of(rows, 'row')}; the rate is the column {columns.rate}")
+    refuse_if_hollow(summary, request.source, remedy, remedy)
 
 
 def selected(request: FilterRequest, evaluation: Evaluation, journal: Journal) -> Selection:

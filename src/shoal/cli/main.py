@@ -352,10 +352,7 @@ def worker(
         find_cheat(cheat)
     limits = MachineLimits.of_options(max_memory, max_disk, max_bandwidth)
     if directory is not None:
-        if limits != MachineLimits() or sandbox:
-            raise UserError(
-                "--sandbox, --max-memory, --max-disk and --max-bandwidth go with a join URL, not with --dir"
-            )
+        _refuse_both(urls, directory, sandbox or limits != MachineLimits())
         _role(f"worker-{index}", directory, cheat)
         return 0
     from shoal.cli.join import JoinRequest, run_joined_worker
@@ -378,6 +375,17 @@ def worker(
         sandbox=sandbox,
     )
     return run_joined_worker(request, is_verbose())
+
+
+def _refuse_both(urls: list[str] | None, directory: Path, is_limited: bool) -> None:
+    """A worker belongs to a run's folder here, or to the run at a URL."""
+    if urls:
+        raise UserError(
+            f"{urls[0]} and --dir name two ways to work: leave --dir out to join that run (--folder {directory} would "
+            "keep keys and weights there), or the URL to be a worker of the run in that folder"
+        )
+    if is_limited:
+        raise UserError("--sandbox, --max-memory, --max-disk and --max-bandwidth go with a join URL, not with --dir")
 
 
 app.command(name="worker")(worker)

@@ -93,6 +93,12 @@ class TaskSource:
         named = settings.data or settings.file
         return "mix" if settings.mix else settings.name if named is None else named.name.partition(".")[0]
 
+    @property
+    def skips_rows(self) -> bool:
+        """Whether rows that cannot be used are to be left out, whatever their number."""
+        parts = self.settings.mix or (self.settings,)
+        return all(part.options.get("bad_rows") == "skip" for part in parts if part.name == "dataset")
+
 
 def task_source(spec: str, overrides: Sequence[str] = ()) -> TaskSource:
     """`sort`, `recipe.toml`, a run's folder, `reward.py`, `aime:FILE`, `dataset:FILE`, or a data file itself."""

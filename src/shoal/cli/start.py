@@ -27,7 +27,7 @@ from shoal.models import BUILTIN
 from shoal.runtime.config import dump_config
 from shoal.runtime.limits import folder_bytes, show_bytes
 from shoal.runtime.metrics import MetricsLog
-from shoal.runtime.sizing import open_settings
+from shoal.runtime.sizing import RunSize, Speeds, open_settings, validators_needed
 from shoal.runtime.stop import stop_on_signals
 
 NO_MODEL = (
@@ -54,6 +54,8 @@ def start(request: RunRequest, mode: str, patience_min: float) -> int:
     if missing:
         typer.echo(f"shoal: {NO_MODEL.format(path=recipe.model.path)}", err=True)
     for line in held_out_lines(recipe, len(environment.tasks("held_out"))):
+        typer.echo(f"shoal: {line}", err=True)
+    for line in validator_lines(recipe):
         typer.echo(f"shoal: {line}", err=True)
     if mode == "dry-run":
         if request.directory is not None:
@@ -107,6 +109,20 @@ def held_out_lines(recipe: Recipe, tasks: int) -> Iterator[str]:
         yield f"{few}, and trainer.evaluate_tasks is {wanted}: held-out scores will be rough"
     else:
         yield "no task is held out, so there will be no held-out score: give more tasks, or name the split of some"
+
+
+def validator_lines(recipe: Recipe) -> Iterator[str]:
+    """That the validators of the recipe would hold every step up, and how many would not."""
+    run, speeds = recipe.run, Speeds()
+    size = RunSize.made_of(announced_size(recipe), run.group_size, run.max_new_tokens, run.max_staleness)
+    tokens = run.groups_per_step * run.group_size * run.max_new_tokens * speeds.length_share
+    needed = validators_needed(size, tokens, recipe.trainer.processes, speeds)
+    if needed > recipe.validator.count:
+        yield (
+            f"validator.count is {recipe.validator.count}, and about {needed} validators keep up with the trainer "
+            f"(trainer.processes is {recipe.trainer.processes}): raise it, start others (shoal validator), or "
+            "every step waits for audits (`shoal plan` says how this is computed)"
+        )
 
 
 def derived_lines(recipe: Recipe) -> Iterator[str]:

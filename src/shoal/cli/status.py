@@ -68,7 +68,8 @@ def when_stopped(path: Path) -> tuple[bool, str]:
     score = f", held-out score {scores[0]:.3f} → {scores[-1]:.3f}" if scores else ""
     if done >= steps:
         export = path / "trainer" / "export"
-        return True, f"the run in {path} is finished: {steps} steps{score}; its model is in {export}"
+        measure = f"to measure it: {shoal_command()} eval {path} --env SPEC"
+        return True, f"the run in {path} is finished: {steps} steps{score}; its model is in {export}; {measure}"
     again = f"{shoal_command()} run --dir {path}"
     return False, f"the run in {path} is not running: {done} of {steps} steps{score}; go on with: {again}"
 

@@ -25,6 +25,7 @@ from shoal.cli.progress import Scene, duration, in_order, labels, latest, stopwa
 from shoal.cli.watchdog import SILENT_S, owner_line, troubles
 from shoal.protocol import RunStatus
 from shoal.runtime.text import printable
+from shoal.validator.settings import MEASURING
 
 __all__ = ["Display", "LiveDisplay", "PlainDisplay", "Scene", "choose_display"]
 
@@ -233,7 +234,8 @@ def progress_line(scene: Scene, status: RunStatus) -> str:
         return "starting: the trainer is loading the first policy"
     parts = [f"step {status.step}/{status.steps}"]
     parts += [f"{name} {value:.2f}" for name, value in numbers.items() if value is not None]
-    return "  ".join([*parts, groups_line(status)])
+    measuring = [f"{printable(node.name)}: {MEASURING}" for node in status.nodes if node.doing == MEASURING]
+    return "  ".join([*parts, groups_line(status), *measuring])
 
 
 def groups_line(status: RunStatus) -> str:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shoal.errors import HubRefused, HubUnreachable, UserError
-from shoal.runtime.text import printable, visible, visible_json
+from shoal.runtime.text import count_of, printable, visible, visible_json
 
 if TYPE_CHECKING:
     from shoal.client import HubClient
@@ -46,6 +46,7 @@ def why(
 ) -> None:
     """Say what happened to a unit or a node: which check, which numbers, which rule, what it cost."""
     from shoal.cli.accounting.places import find_run
+    from shoal.cli.program import shoal_command
     from shoal.cli.status import client_of, when_stopped
 
     place = find_run(where)
@@ -59,7 +60,8 @@ def why(
         except HubUnreachable as error:
             if "://" in place:
                 raise
-            raise HubUnreachable(f"{when_stopped(Path(place))[1]}; only its hub can tell ({error})") from error
+            alone = f"start it alone with {shoal_command()} hub --dir {place}, then ask again"
+            raise HubUnreachable(f"{when_stopped(Path(place))[1]}. Only its hub can tell: {alone} ({error})") from error
     for line in [visible_json(text)] if as_json else map(visible, lines):
         typer.echo(line)
 
@@ -186,14 +188,15 @@ def node_lines(story: NodeStory) -> Iterator[str]:
     name = f" ({printable(node.name)})" if node.name else ""
     yield f"node {node.node}{name}, {node.role}: {printable(story.sentence)}"
     yield (
-        f"trust: {'on probation' if node.on_probation else 'established'}, {story.passed} full audits passed since its "
-        f"last strike, {story.certain} certain and {story.statistical} statistical strikes"
+        f"trust: {'on probation' if node.on_probation else 'established'}, "
+        f"{count_of(story.passed, 'full audit')} passed since its last strike, "
+        f"{story.certain} certain and {story.statistical} statistical strikes"
     )
     yield f"liveness: {node.liveness}, last heard of {moment(node.last_seen_ms)}"
     until = f" until {moment(node.until_ms)}" if node.until_ms is not None else ""
-    yield f"sanction: {node.state.value}{until}, suspended {node.suspensions} times"
+    yield f"sanction: {node.state.value}{until}, suspended {count_of(node.suspensions, 'time')}"
     pace = f", a group takes it {story.pace_ms / 1000:.1f} s" if story.pace_ms else ""
-    yield f"work: may hold {node.window} leases, let {story.lapsed} lapse{pace}"
+    yield f"work: may hold {count_of(node.window, 'lease')}, let {story.lapsed} lapse{pace}"
     yield (
         f"earned: {node.credit:,} credit, {node.pending:,} pending; {node.accepted} accepted, {node.rejected} "
         f"rejected, {node.unsure} unsure" + (f"; for owner {node.owner[:16]}…" if node.owner else "")

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from shoal.engines.protocol import Engine
 from shoal.errors import ConfigError
 from shoal.protocol import Entry
 
+log = logging.getLogger(__name__)
+
+SAY_EVERY_S = 10.0
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("float32", "bfloat16")
 
@@ -16,13 +23,32 @@ Files = Mapping[str, bytes]
 
 
 def _start_torch(device: str) -> None:
-    import torch
-    import transformers.modeling_utils  # noqa: F401  what every model of theirs is built on
+    with _loading("torch"):
+        import torch
+        import transformers.modeling_utils  # noqa: F401  what every model of theirs is built on
 
-    import shoal.engines.torch  # noqa: F401
+        import shoal.engines.torch  # noqa: F401
 
     if device != "cpu" and torch.cuda.is_available():
         torch.ones(1, device="cuda")  # the first use of a GPU takes seconds
+
+
+@contextmanager
+def _loading(what: str) -> Iterator[None]:
+    """Say that it is being loaded, and every few seconds for how long: it may take a minute."""
+    began_s, done = time.monotonic(), threading.Event()
+
+    def tell() -> None:
+        while not done.wait(SAY_EVERY_S):
+            log.info("still loading %s, for %.0f s now", what, time.monotonic() - began_s)
+
+    log.info("loading %s", what)
+    threading.Thread(target=tell, name="loading", daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()
+    log.info("%s is loaded, after %.1f s", what, time.monotonic() - began_s)
 
 
 def _torch(files: Files, device: str, dtype: str) -> Engine:

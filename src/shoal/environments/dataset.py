@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, ClassVar, overload
 from shoal.environments.data.checking import Checked, check, known_check, usable_answer
 from shoal.environments.data.opening import Opened, open_data
 from shoal.environments.data.options import DatasetOptions
-from shoal.environments.data.problems import Problems, count_of
+from shoal.environments.data.problems import Problems
 from shoal.environments.data.splitting import Splits, split_one, split_two
 from shoal.environments.generated import Options
 from shoal.environments.graders.protocol import DemandingGrader, Grader
@@ -26,6 +26,7 @@ from shoal.environments.graders.registry import grader
 from shoal.environments.protocol import Score, Split, Task
 from shoal.environments.settings import Ingredient
 from shoal.errors import EnvironmentSetupError, ScoringFailure, UnusableTask
+from shoal.runtime.text import count_of
 
 if TYPE_CHECKING:
     from shoal.environments.data.scanning import Flags
@@ -220,7 +221,7 @@ class DatasetEnvironment:
         """The data set in a sentence."""
         main = self._main
         return (
-            f"{main.path}: {count_of(self.row_count)} in {count_of(len(main.table.files), 'file')}, format"
+            f"{main.path}: {count_of(self.row_count, 'row')} in {count_of(len(main.table.files), 'file')}, format"
             f" {main.layout.name} ({', '.join(main.found.graders)}): {'; '.join(self._counts())};"
             f" data digest {self.data_digest}"
         )
@@ -239,7 +240,7 @@ class DatasetEnvironment:
                 "that cannot be used": len(good) - int(good.sum()),
             }  # fmt: skip
             told = ", ".join(f"{count:,} {what}" for what, count in counts.items() if count)
-            yield told if opened is self._main else f"{count_of(opened.table.rows)} in {opened.path}: {told}"
+            yield told if opened is self._main else f"{count_of(opened.table.rows, 'row')} in {opened.path}: {told}"
 
     def kinds(self) -> Iterator[str]:
         """A line for each kind of rows: how many there are, can be used, are trained on."""
@@ -251,19 +252,24 @@ class DatasetEnvironment:
             for number, kind in enumerate(found.kinds):
                 rows = found.kind_of == number
                 counts = f"{int((good & rows).sum()):,} can be used, {int((good & trained & rows).sum()):,} to train on"
-                yield f"{_kind_name(kind)}: {count_of(int(rows.sum()))}, {counts}"
+                yield f"{_kind_name(kind)}: {count_of(int(rows.sum()), 'row')}, {counts}"
 
     def _refuse_or_tell_kinds(self) -> None:
         """A kind of which no row can be used is dropped only by those who say so, and never silently."""
-        for opened, checked in zip(self._opened, self._checked, strict=True):
-            unusable = list(self._unusable_kinds(opened, checked))
-            if unusable and self.options.bad_rows != "skip":
+        for opened, unusable in self.useless_kinds():
+            if self.options.bad_rows != "skip":
                 raise EnvironmentSetupError(
                     f"the data {opened.path} has kinds of tasks of which no row can be used: {'; '.join(unusable)}"
                     ". To use the data without them, set environment.options.bad_rows to skip"
                 )
             for kind in unusable:
                 log.warning("%s: EVERY row of a kind is left out: %s", opened.path, kind)
+
+    def useless_kinds(self) -> Iterator[tuple[Opened, list[str]]]:
+        """The data sets with kinds of which no row can be used: a run refuses them unless it skips bad rows."""
+        for opened, checked in zip(self._opened, self._checked, strict=True):
+            if unusable := list(self._unusable_kinds(opened, checked)):
+                yield opened, unusable
 
     def _unusable_kinds(self, opened: Opened, checked: Checked | None) -> Iterator[str]:
         """Each with its number of rows and the reason of the first; of answers that nobody checked, a few are read."""
@@ -278,7 +284,7 @@ class DatasetEnvironment:
             if kind and not (looked and (checked or any(not self._wrong(opened, row) for row in looked))):
                 first = looked[0] if looked else int(rows[0])
                 why = self._wrong(opened, first) or "repeated ids"
-                yield f"all {count_of(len(rows))} of {_kind_name(kind)} ({why})"
+                yield f"all {count_of(len(rows), 'row')} of {_kind_name(kind)} ({why})"
 
     def _wrong(self, opened: Opened, row: int) -> str:
         """What is wrong with a row; empty if nothing is."""
@@ -333,7 +339,7 @@ class DatasetEnvironment:
         for found in self.check(lambda _done, _total: None):
             if found.problems.count:
                 raise EnvironmentSetupError(
-                    f"{count_of(found.problems.count)} of the data {found.path} cannot be used:"
+                    f"{count_of(found.problems.count, 'row')} of the data {found.path} cannot be used:"
                     f' {found.problems.sentence(found.where)} (options.bad_rows = "skip" leaves them out;'
                     f" shoal data check {found.path} lists them)"
                 )
@@ -343,8 +349,9 @@ class DatasetEnvironment:
             problems, rows = opened.found.problems, opened.table.rows
             if problems.count:
                 log.warning(
-                    "%s: %d of %s cannot be used and %s left out: %s", opened.path, problems.count, count_of(rows),
-                    "is" if problems.count == 1 else "are", problems.sentence(opened.table.where),
+                    "%s: %d of %s cannot be used and %s left out: %s", opened.path,
+                    problems.count, count_of(rows, "row"), "is" if problems.count == 1 else "are",
+                    problems.sentence(opened.table.where),
                 )  # fmt: skip
         shared = self.splits.shared
         if shared:

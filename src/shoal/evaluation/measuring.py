@@ -26,7 +26,7 @@ from shoal.errors import DeadlineExceeded, ScoringFailure, UnusableTask
 from shoal.evaluation.drawing import Drawn, Sampler
 from shoal.evaluation.journal import Journal
 from shoal.evaluation.plan import Plan, as_asked, length_target, tasks_of
-from shoal.evaluation.records import SampleRecord, TaskRecord
+from shoal.evaluation.records import UNUSABLE, SampleRecord, TaskRecord
 from shoal.rewards import Job, Scorer
 from shoal.rewards.protocol import settled
 from shoal.runtime.stop import StopToken
@@ -150,7 +150,7 @@ class Measurement:
 
     def _record(self, index: int, drawn: Drawn | None) -> TaskRecord:
         if drawn is None:
-            return TaskRecord(f"#{index}", index, "", problem="its row cannot be used")
+            return TaskRecord(f"#{index}", index, "", problem=UNUSABLE)
         task, environment = drawn.task, self._chosen.environment
         return TaskRecord(
             task=task.id,

@@ -21,6 +21,8 @@ from shoal.errors import ConfigError
 METADATA = b"shoal"
 ROWS_PER_GROUP = 1024
 PASSED = 1.0 - 1e-9
+UNUSABLE = "its row cannot be used"
+"""The `problem` of a task that no completion was drawn for because its row has no proper answer."""
 
 
 class SampleRecord(msgspec.Struct, frozen=True):

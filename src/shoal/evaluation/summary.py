@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from shoal.evaluation.plan import Plan
-from shoal.evaluation.records import TaskRecord
+from shoal.evaluation.records import UNUSABLE, TaskRecord
 from shoal.evaluation.statistics import Estimate, ks_up_to, mean_estimate, pass_at_k, t_interval
+from shoal.runtime.text import count_of
 
 SHOWN_PROBLEMS = 20
 NAMED_TASKS = 3
@@ -96,15 +97,10 @@ class Tally:
 
     @property
     def failed_share(self) -> float:
-        """Samples that should be there and have no score: not drawn, or not scored."""
-        wanted = self.tasks * self.plan.samples
+        """Samples that should be there and have no score: not drawn, or not scored. Unusable rows have no samples."""
+        wanted = (self.tasks - self.problems[UNUSABLE]) * self.plan.samples
         scored = self.drawn - self.unscored
-        return (wanted - scored) / wanted if wanted else 0.0
-
-    @property
-    def counts(self) -> bool:
-        """Whether so much was scored that the numbers mean something."""
-        return bool(self.whole.means) and self.failed_share <= MAX_FAILURES
+        return (wanted - scored) / wanted if wanted else 1.0
 
     def as_json(self) -> dict[str, Any]:
         seed, drawn = self.plan.seed, max(1, self.drawn)
@@ -157,7 +153,7 @@ def _number(value: float) -> float | None:
 
 def table_lines(summary: Mapping[str, Any]) -> Iterator[str]:
     """`avg@4   0.412 [0.355, 0.470]` and so on, one number a line."""
-    counts = f"{_count(summary['scored_tasks'], 'task')}, {_count(summary['samples'], 'sample')}"
+    counts = f"{count_of(summary['scored_tasks'], 'task')}, {count_of(summary['samples'], 'sample')}"
     yield f"{counts}; 95 % intervals over tasks"
     rows = list(_numbered(summary)) if summary["avg_at_k"] is not None else [("", "nothing could be scored")]
     width = max(len(name) for name, _ in rows)
@@ -178,7 +174,7 @@ def _numbered(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for what, groups in summary["by"].items():
         for name, group in groups.items() if len(groups) > 1 else ():
             if group["avg_at_k"] is not None:
-                yield f"{what} {name}", f"{shown(group['avg_at_k'])} of {_count(group['tasks'], 'task')}"
+                yield f"{what} {name}", f"{shown(group['avg_at_k'])} of {count_of(group['tasks'], 'task')}"
 
 
 def missing_lines(summary: Mapping[str, Any]) -> Iterator[str]:
@@ -187,15 +183,11 @@ def missing_lines(summary: Mapping[str, Any]) -> Iterator[str]:
     if unscored["samples"]:
         more = ", …" if len(unscored["tasks"]) > NAMED_TASKS else ""
         tasks = ", ".join(unscored["tasks"][:NAMED_TASKS]) + more
-        yield f"  {_count(unscored['samples'], 'sample')} unscored, in no number: scoring failed ({tasks})"
+        yield f"  {count_of(unscored['samples'], 'sample')} unscored, in no number: scoring failed ({tasks})"
     for reason, count in summary["problems"]["reasons"].items():
-        yield f"  {_count(count, 'task')} left out: {reason}"
+        yield f"  {count_of(count, 'task')} left out: {reason}"
 
 
 def shown(found: Mapping[str, Any]) -> str:
     low, high = (math.nan if found[end] is None else found[end] for end in ("low", "high"))
     return str(Estimate(found["value"], low, high))
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}{'' if number == 1 else 's'}"

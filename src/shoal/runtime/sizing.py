@@ -126,6 +126,18 @@ def derive(size: RunSize, speeds: Speeds = Speeds()) -> Derived:
     )
 
 
+def validators_needed(size: RunSize, tokens: float, processes: int, speeds: Speeds = Speeds()) -> int:
+    """So many that checking the tokens of a step takes no longer than training on them, or publishing what comes of it.
+
+    >>> validators_needed(RunSize(parameters=32_000_000_000), 33e6, 8), validators_needed(RunSize(), 33e6, 8)
+    (5, 1)
+    """
+    operations = size.parameters * tokens / 1e12
+    train_s = 6 * operations / (processes * speeds.train_tflops)
+    step_s = max(train_s, size.payload_bytes / 1e9 / speeds.publish_gb_s)
+    return max(1, ceil(2 * operations / speeds.audit_tflops / step_s)) if step_s else 1
+
+
 def settle(settings: BaseModel, size: RunSize = RunSize()) -> Derived:
     """What holds: what the section of a recipe sets, and for the rest what is derived."""
     given = {one.name: getattr(settings, one.name, None) for one in fields(Derived)}

@@ -25,6 +25,14 @@ def visible(text: str) -> str:
     return "".join(letter if letter.isprintable() else STAND_IN for letter in line)
 
 
+def count_of(number: int, noun: str) -> str:
+    """
+    >>> count_of(1, "row"), count_of(3000, "row")
+    ('1 row', '3,000 rows')
+    """
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def clipped(text: str) -> str:
     """The same, if it is not too long for a line."""
     return text if len(text) <= MAX_LINE else f"{text[:MAX_LINE]}… ({len(text):,} characters)"

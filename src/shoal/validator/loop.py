@@ -66,7 +66,7 @@ from shoal.validator.judge import Judge
 from shoal.validator.notes import Notebook
 from shoal.validator.profiles import load_profiles
 from shoal.validator.second import SecondEngines
-from shoal.validator.settings import ValidatorConfig, ValidatorSettings, measurable_kinds, profile_keys
+from shoal.validator.settings import MEASURING, ValidatorConfig, ValidatorSettings, measurable_kinds, profile_keys
 from shoal.validator.verdicts import MACHINERY_POLICY, MACHINERY_REWARD, Docket
 
 log = logging.getLogger(__name__)
@@ -261,7 +261,7 @@ class Validator:
         job = self._calibrator.due(reply, self._ahead.newest, self._ahead.is_ready)
         self._is_measuring = job is not None
         if job is not None:
-            with self.activity.busy("measuring how far honest work is off"):
+            with self.activity.busy(MEASURING):
                 self._calibrator.attempt(job)
 
     def _prepare(self) -> None:

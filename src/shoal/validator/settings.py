@@ -15,6 +15,9 @@ from shoal.protocol import SignedDocument, SigningKey
 from shoal.runtime.sizing import DERIVED
 from shoal.validator.profiles import load_profiles
 
+MEASURING = "measuring the limits of honest work"
+"""What a validator says that it does while it calibrates: nothing is judged meanwhile."""
+
 
 class ValidatorSettings(BaseModel):
     """How a validator works. It measures by itself how far honest work may be off."""

@@ -12,6 +12,7 @@ from shoal.client import HubClient
 from shoal.errors import DeadlineExceeded, HubError, ProtocolError, ShutOut
 from shoal.protocol import HeartbeatReply, NodeState, NodeView
 from shoal.runtime.clock import Clock, SystemClock
+from shoal.runtime.text import count_of
 
 log = logging.getLogger(__name__)
 
@@ -37,9 +38,9 @@ class Earnings:
         self._first, self._last = self._first or now, now
         self._told = self._told or now
         if now.rejected > before.rejected:
-            log.warning("%s rejected: %s", _groups(now.rejected - before.rejected), self._why(now))
+            log.warning("%s rejected: %s", count_of(now.rejected - before.rejected, "group"), self._why(now))
         if now.unsure > before.unsure:
-            log.info("%s could not be judged; that costs nothing", _groups(now.unsure - before.unsure))
+            log.info("%s could not be judged; that costs nothing", count_of(now.unsure - before.unsure, "group"))
         if now.accepted > self._told.accepted and self._clock.monotonic_s() >= self._tell_at_s:
             log.info("%s", _gain(self._told, now))
             self._told, self._tell_at_s = now, self._clock.monotonic_s() + TELL_EVERY_S
@@ -54,11 +55,14 @@ class Earnings:
         elif now.state is NodeState.ACTIVE and before.state is NodeState.SUSPENDED:
             log.info("the suspension is over: this node gets work again")
 
-    def summary(self) -> str:
-        """What this start of the worker earned, for its last line."""
+    def summary(self, submitted: int = 0) -> str:
+        """What this start of the worker earned, for its last line; `submitted` groups were sent, of which some may not
+        be judged yet."""
         if self._first is None or self._last is None:
             return "the hub was not heard from"
-        return _gain(self._first, self._last)
+        waiting = submitted - _decided(self._last) + _decided(self._first)
+        verdicts = f"; {count_of(waiting, 'group')} not judged yet, which may still earn" if waiting > 0 else ""
+        return _gain(self._first, self._last) + verdicts
 
     def _why(self, view: NodeView) -> str:
         try:
@@ -89,12 +93,13 @@ def suspension(view: NodeView) -> str:
     return f"this node is suspended for {left_s:.0f} s more: {reason}; it waits, and goes on by itself"
 
 
-def _groups(count: int) -> str:
-    return f"{count} group{'' if count == 1 else 's'}"
+def _decided(view: NodeView) -> int:
+    return view.accepted + view.rejected + view.unsure
 
 
 def _gain(before: NodeView, now: NodeView) -> str:
     return (
-        f"{_groups(now.accepted - before.accepted)} accepted, credit +{now.credit - before.credit}; "
-        f"in all {_groups(now.accepted)}, credit {now.credit}" + (f" and {now.pending} pending" if now.pending else "")
+        f"{count_of(now.accepted - before.accepted, 'group')} accepted, credit +{now.credit - before.credit}; "
+        f"in all {count_of(now.accepted, 'group')}, credit {now.credit}"
+        + (f" and {now.pending} pending" if now.pending else "")
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 
 from shoal.engines import ENGINES, Engine, choose
 from shoal.engines.memory import free_bytes
@@ -38,6 +39,16 @@ def refuse_too_large(run: RunInfo, device: str, dtype: str, limits: MachineLimit
             f"the model of run {run.run} has {run.model.parameters:,} weights, which take "
             f"{show_bytes(needed)} in {dtype}, and {show_bytes(allowed)} of memory may be used on {device}: "
             "allow more (--max-memory), choose another --device, or use another machine"
+        )
+
+
+def refuse_too_little_disk(run: RunInfo, folder: Path, limits: MachineLimits) -> None:
+    """Raise `ResourceError` if not even 16-bit weights fit on the disk; what exactly is needed, a manifest tells."""
+    needed, allowed = 2 * run.model.parameters, limits.disk(folder)
+    if needed > allowed:
+        raise ResourceError(
+            f"the model of run {run.run} has {run.model.parameters:,} weights, which take at least "
+            f"{show_bytes(needed)} of disk, and {show_bytes(allowed)} are allowed in {folder}: allow more (--max-disk)"
         )
 
 

@@ -51,10 +51,11 @@ from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.crash import point
 from shoal.runtime.lock import FolderLock
 from shoal.runtime.stop import StopToken
+from shoal.runtime.text import count_of
 from shoal.shardcast import Prefetch
 from shoal.worker.cheats import Cheat, Loot, find_cheat
 from shoal.worker.earnings import Earnings, shut_out
-from shoal.worker.fitting import fitted, refuse_too_large, units_that_fit
+from shoal.worker.fitting import fitted, refuse_too_large, refuse_too_little_disk, units_that_fit
 from shoal.worker.folder import identity
 from shoal.worker.heads import KeptHeads
 from shoal.worker.newest import NewestPolicy
@@ -87,9 +88,11 @@ def run_worker(config: WorkerConfig, stop: StopToken) -> None:
         log.warning("this worker cheats (%s): it %s", config.cheat, conduct.what)
     with ending_quietly(stop), FolderLock(config.folder).acquire(stop, LOCK_WAIT_S), _connected(config, stop) as client:
         run = client.run_info()
-        log.info("node %s works for run %s at %s", client.key.node, run.run, client.url)
+        refuse_too_little_disk(run, config.folder, config.limits)
         warm_up(config.engine, config.settings.device)
         fit = _fit(config, client)
+        _register(config, client)
+        log.info("node %s works for run %s at %s", client.key.node, run.run, client.url)
         outbox = Outbox(config.folder / "outbox")
         weights = downloader_of(client.trusted_run(), config.folder / "cache", stop, CACHED_POLICIES, config.limits)
         with closing(weights) as downloader, Prefetch(downloader, stop):
@@ -155,19 +158,21 @@ def _shelf(config: WorkerConfig, conduct: Cheat, fetch: Fetch, environment: str)
 
 @contextmanager
 def _connected(config: WorkerConfig, stop: StopToken) -> Iterator[HubClient]:
-    """A registered client that insists on the run's root key."""
+    """A client that insists on the run's root key."""
     key = identity(config.folder)
     urls = (config.hub_url, *config.further_hubs)
     options = ClientOptions(patience_s=config.settings.hub_patience_s)
     client = HubClient(urls, key, stop, config.root_fingerprint, config.http, options=options)
     client.on_receipt = KeptHeads(config.folder).keep
-    try:
-        refusal = shut_out(client.register(config.name, "worker", None, config.vouch))
-        if refusal is not None:
-            raise refusal
+    with closing(client):
         yield client
-    finally:
-        client.close()
+
+
+def _register(config: WorkerConfig, client: HubClient) -> None:
+    """Once this machine is known to be fit: whoever is not leaves no trace in the run."""
+    refusal = shut_out(client.register(config.name, "worker", None, config.vouch))
+    if refusal is not None:
+        raise refusal
 
 
 @dataclass(frozen=True)
@@ -207,6 +212,7 @@ class Worker:
         self._hand: dict[str, Held] = {}
         self._deadlines_ms: dict[str, int] = {}
         self._broken_calls = 0
+        self._submitted = 0
         self._units = 1  # to be asked for next: one, until it is known how long that takes
         self.finished = False
         self._earnings = Earnings(client, clock)
@@ -262,7 +268,7 @@ class Worker:
     def _report_leftovers(self) -> None:
         waiting = len(self._outbox.waiting(self._run))
         if waiting:
-            log.info("%d finished groups of an earlier start are sent first", waiting)
+            log.info("sending first what an earlier start finished: %s", count_of(waiting, "group"))
 
     def _raise_failure(self) -> None:
         """What the other threads found, raised here: this node is shut out, or the hub is gone."""
@@ -360,7 +366,7 @@ class Worker:
         leases = [held.lease for held in self._of(loaded.ref)]
         if not leases:
             return
-        with self.activity.busy(f"generating {len(leases)} groups by policy {loaded.ref.label}"):
+        with self.activity.busy(f"generating {count_of(len(leases), 'group')} by policy {loaded.ref.label}"):
             groups = generate(loaded, leases, self.activity.generated, self._showing.of)
         self._size_up(leases, self._clock.monotonic_s() - now_s, units_that_fit(loaded.engine, leases))
         for lease, completions in zip(leases, groups, strict=True):
@@ -390,7 +396,7 @@ class Worker:
         for tool in sorted({tool for held in self._of(loaded.ref) if (tool := unknown_tool(held.lease))}):
             names = [held.lease.lease for held in self._of(loaded.ref) if unknown_tool(held.lease) == tool]
             reason = f"this shoal has no tool {tool}; upgrade it with: pip install -U shoal"
-            log.warning("%d leases cannot be done: %s", len(names), reason)
+            log.warning("%s cannot be done: %s", count_of(len(names), "lease"), reason)
             self._release(names, reason)
             self._stop.wait(POLICY_PAUSE_S)  # the next leases will hardly be others
 
@@ -417,6 +423,7 @@ class Worker:
     def _on_sent(self, parcel: Parcel, taken: bool) -> None:
         self.activity.ended(parcel.lease)
         self.activity.count("submitted" if taken else "refused")
+        self._submitted += taken
         log.debug("unit %d %s", parcel.unit, "submitted" if taken else "refused")
 
     def _release(self, leases: list[str], reason: str) -> None:
@@ -427,11 +434,11 @@ class Worker:
             self.activity.ended(lease)
         if not leases:
             return
-        log.info("%d leases are given back: %s", len(leases), reason)
+        log.info("%s given back: %s", count_of(len(leases), "lease"), reason)
         try:
             self._client.patient(RELEASE_PATIENCE_S).release(LeaseRelease(leases=tuple(leases), reason=reason[:200]))
         except (HubError, DeadlineExceeded) as error:
-            log.warning("%d leases could not be given back, they will run out: %s", len(leases), error)
+            log.warning("%s could not be given back and will run out: %s", count_of(len(leases), "lease"), error)
 
     def _leave(self) -> None:
         """On the way out: give back what was not done, send what was."""
@@ -445,7 +452,9 @@ class Worker:
     def _sum_up(self) -> None:
         """The last words, once the other threads have said theirs."""
         self._heartbeat.once()
-        log.info("%s: %s", "the run is finished" if self.finished else "this start", self._earnings.summary())
+        log.info(
+            "%s: %s", "the run is finished" if self.finished else "this start", self._earnings.summary(self._submitted)
+        )
         kept = len(self._outbox.waiting(self._run))
         if kept and self._earnings.shut_out is None:
-            log.info("%d finished groups stay in the outbox; the next start sends them", kept)
+            log.info("the outbox keeps %s for the next start", count_of(kept, "finished group"))

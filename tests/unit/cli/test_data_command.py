@@ -44,7 +44,7 @@ def test_bad_rows_are_listed_and_end_the_command_with_2(tmp_path: Path, capsys: 
     assert lines[20] == "and 6 more"
     assert lines[21].split() == ["25", "rows:", "question", "is", "empty"]
     assert " 1 row: answer is missing" in caught.out
-    assert caught.err == "26 rows cannot be used\n"
+    assert caught.err == "26 rows cannot be used: a run leaves them out\n"
 
 
 def test_kinds_are_told_with_their_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -55,11 +55,20 @@ def test_kinds_are_told_with_their_numbers(tmp_path: Path, capsys: pytest.Captur
     ]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert main(["data", "check", str(tmp_path / "a.jsonl")]) == 2
-    said = capsys.readouterr().out.splitlines()
+    caught = capsys.readouterr()
+    said = caught.out.splitlines()
+    reason = "a run REFUSES this data because of all 2 rows of kind 'proof' (row 3 (a.jsonl line 4) cannot be used: "
+    assert caught.err.startswith(f"2 rows cannot be used: {reason}")
+    without = "to run without them, set environment.options.bad_rows to skip\n"
+    assert caught.err.endswith(without)
     assert "kind 'MCQ': 3 rows, 3 can be used, 3 to train on" in said
     assert "kind 'proof': 2 rows, 0 can be used, 0 to train on" in said
     assert main(["data", "order", str(tmp_path / "a.jsonl")]) == 2
     assert "all 2 rows of kind 'proof' (row 3 (a.jsonl line 4) cannot be used" in capsys.readouterr().err
+    assert main(["data", "check", str(tmp_path / "a.jsonl"), "--set", "bad_rows=skip"]) == 0
+    assert capsys.readouterr().err == "2 rows cannot be used: a run leaves them out\n"
+    assert main(["data", "check", str(tmp_path / "a.jsonl"), "--set", "bad_rows=refuse"]) == 2
+    assert capsys.readouterr().err.endswith(f'a run refuses this data, as bad_rows = "refuse" says; {without}')
 
 
 def test_the_counts_add_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -79,7 +88,7 @@ def test_the_counts_add_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         "100 rows in 1 file, format columns (mathematics): 70 to train on, 18 outside the band of solve rates,"
         f" 9 with a held-out question, 3 that cannot be used; 11 rows in {other}: 9 held out, 2 that cannot be used;"
     ) in caught.out
-    assert caught.err == "5 rows cannot be used\n"
+    assert caught.err == "5 rows cannot be used: a run leaves them out\n"
 
 
 def test_a_check_says_what_is_wrong_once_and_anything_else_warns_when_it_opens_the_data(
@@ -87,7 +96,7 @@ def test_a_check_says_what_is_wrong_once_and_anything_else_warns_when_it_opens_t
 ) -> None:
     path = write(tmp_path / "a.jsonl", 20, {7: ""})
     main(["data", "check", str(path)])
-    assert capsys.readouterr().err == "1 row cannot be used\n"
+    assert capsys.readouterr().err == "1 row cannot be used: a run leaves them out\n"
     assert caplog.text == ""
     assert main(["data", "order", str(path), "--count", "1"]) == 0
     assert "1 of 20 rows cannot be used and is left out: row 7 (a.jsonl line 8)" in caplog.text

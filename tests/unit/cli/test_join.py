@@ -141,6 +141,7 @@ def test_policy_that_takes_more_than_it_may_ends_the_worker_with_the_option_to_c
     assert code == 3
     assert message in error
     assert option in error
+    assert served.workers() == []
     assert not list((tmp_path / "node").rglob("*.bin")) + list((tmp_path / "node").rglob("*.part"))
 
 
@@ -261,6 +262,10 @@ def test_of_several_hubs_one_that_answers_will_do_and_an_owners_key_is_vouched_b
     [
         (["http://a:1/#" + "ab" * 20, "http://b:1/#" + "cd" * 20], "these URLs are of different runs"),
         ([NOWHERE, "--owner", "a", "--vouch", "b"], "--owner and --vouch say the same thing"),
+        (
+            [NOWHERE, "--dir", "runs/x"],
+            "--dir name two ways to work: leave --dir out to join that run (--folder runs/x",
+        ),
     ],
 )
 def test_what_cannot_be_meant_is_refused_at_once(

@@ -8,6 +8,7 @@ import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -311,6 +312,26 @@ def test_a_hub_whose_run_grows_while_it_is_verified_was_not_rolled_back(
         checked = check_place(place, witnesses=[f"{key}@http://witness"])
     assert checked.last is not None
     assert checked.last.kind == "batch"
+
+
+def test_a_source_that_keeps_fewer_versions_than_its_head_names_is_no_failure(folder: RunFolder) -> None:
+    grow_and_publish(folder)
+    origin = folder.path / "origin"
+    first, second = sorted((origin / "manifests").rglob("*.json"))
+    first.unlink()  # as on a relay: the head that it mirrors names both
+    stop, urls = StopToken(), queue.Queue[str]()
+    server = threading.Thread(target=run_origin, args=(origin, "127.0.0.1", 0, stop, urls.put))
+    server.start()
+    try:
+        with serving(folder) as url, closing(HubPlace(url, 3.0)) as place:
+            info = place._run.info.model_copy(update={"sources": (urls.get(timeout=30),), "last_resort": ()})
+            place._run = replace(place._run, info=info)
+            pins = place.pins(folder.run_id, folder.root_key)
+    finally:
+        stop.set("the test is over")
+        server.join(30)
+    assert [pin.source for pin in pins] == ["the hub's signed head", "the manifest of policy 0.2"]
+    assert (place.notes, second.exists()) == ([], True)
 
 
 def test_relays_carry_what_a_witness_signed_and_cannot_change_it(folder: RunFolder, tmp_path: Path) -> None:

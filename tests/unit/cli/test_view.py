@@ -16,6 +16,7 @@ from shoal.cli.frame import Frame
 from shoal.cli.progress import History, Scene
 from shoal.cli.view import LiveDisplay, PlainDisplay, choose_display
 from shoal.protocol import NodeState, NodeView, Standing
+from shoal.validator.settings import MEASURING
 
 BANNED = worker(2, state=NodeState.BANNED, reason="sampling.seed: token 3 has another seed", rejected=7)
 REPORTS = (report(0, reward_mean=0.1, held_out=0.4), report(1, reward_mean=0.5, staleness_mean=0.25))
@@ -81,6 +82,13 @@ def test_long_waits_are_part_of_the_line_and_short_ones_are_not() -> None:
     waits = (wait("trainer", "a batch", 30), wait("worker", "work", 1))
     ((line,),) = lines(scene(status(waits=waits)))
     assert line.endswith("(trainer waits for a batch (30 s))")
+
+
+def test_that_limits_are_measured_is_part_of_the_line() -> None:
+    judge = worker(9, name="validator-0", doing=MEASURING)
+    assert (
+        "rejected  validator-0: measuring the limits of honest work  " in lines(scene(at_step(0, nodes=(judge,))))[0][0]
+    )
 
 
 def test_rejections_bans_and_alarms_are_said_once() -> None:

@@ -60,14 +60,32 @@ def unit(**changes: Any) -> UnitStory:
     return UnitStory(**{**values, **changes})
 
 
-@pytest.mark.parametrize(("step", "said"), [(2, "is finished: 2 steps"), (1, "is not running: 1 of 2 steps")])
-def test_a_hub_that_is_gone(tmp_path: Path, step: int, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("step", "said", "remedy"),
+    [
+        (2, "is finished: 2 steps", "to measure it: shoal eval {} --env SPEC"),
+        (1, "is not running: 1 of 2 steps", "go on with: shoal run --dir {}"),
+    ],
+)
+def test_a_hub_that_is_gone(
+    tmp_path: Path,
+    step: int,
+    said: str,
+    remedy: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("shoal.cli.program.shoal_command", lambda: "shoal")
+    monkeypatch.setattr("shoal.cli.status.shoal_command", lambda: "shoal")
     folder = RunFolder.prepare(tmp_path / "run", Recipe.model_validate({"run": {"steps": 2}, "hub": {"port": 0}}))
     folder.assign_endpoints()
     (folder.path / "trainer").mkdir()
     (folder.path / "trainer" / "metrics.jsonl").write_text(f'{{"step": {step}}}\n')
     assert main(["why", "0", str(folder.path), "--wait", "0"]) == 4
-    assert f"the run in {folder.path} {said}" in capsys.readouterr().err
+    told = " ".join(capsys.readouterr().err.split())
+    assert f"the run in {folder.path} {said}" in told
+    assert remedy.format(folder.path) in told
+    assert f"start it alone with shoal hub --dir {folder.path}, then ask again" in told
 
 
 def test_a_unit_in_words() -> None:

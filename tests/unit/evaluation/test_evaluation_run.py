@@ -218,7 +218,7 @@ class TestScoring:
         environment = Listed([Task("a", "21=", "12"), Task("b", "unusable", "secret")])
         summary = run(tmp_path, evaluation(GREEDY, environment=environment))
         assert summary["problems"] == {"reasons": {"its row cannot be used": 1}, "tasks": ["#1"]}
-        assert (summary["scored_tasks"], summary["unscored"]["share"]) == (1, 0.5)
+        assert (summary["scored_tasks"], summary["unscored"]["share"]) == (1, 0.0)
         assert b"secret" not in b"".join(path.read_bytes() for path in tmp_path.iterdir())
         assert "a task of listed is left out: row 1: " in caplog.text  # by its row alone: nobody can look a position up
 

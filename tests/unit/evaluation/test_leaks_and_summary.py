@@ -17,8 +17,9 @@ from shoal.environments.settings import MixPart
 from shoal.errors import LeakFound, UnusableTask
 from shoal.evaluation.leaks import Leaks, archived_ids, find_leaks, train_digests
 from shoal.evaluation.plan import Plan
+from shoal.evaluation.records import UNUSABLE
 from shoal.evaluation.statistics import mean_estimate
-from shoal.evaluation.summary import Tally, table_lines
+from shoal.evaluation.summary import MAX_FAILURES, Tally, table_lines
 
 
 def tasks(environment: Environment, split: str, count: int) -> list[Task]:
@@ -148,8 +149,14 @@ class TestSummary:
 
     def test_one_in_twenty_may_be_missing(self) -> None:
         good = [record(f"t{n}", 1.0) for n in range(18)]
-        assert Tally.of(Plan(), [*good, record("a", 1.0), record("b", None)]).counts
-        assert not Tally.of(Plan(), [*good, record("b", None)]).counts
+        assert Tally.of(Plan(), [*good, record("a", 1.0), record("b", None)]).failed_share <= MAX_FAILURES
+        assert Tally.of(Plan(), [*good, record("b", None)]).failed_share > MAX_FAILURES
+
+    def test_rows_that_cannot_be_used_are_no_missing_samples(self) -> None:
+        tally = Tally.of(Plan(), [record("a", 1.0), record("b", problem=UNUSABLE), record("c", problem="too long")])
+        assert tally.failed_share == 0.5
+        assert "  1 task left out: its row cannot be used" in table_lines(tally.as_json())
+        assert Tally.of(Plan(), [record("b", problem=UNUSABLE)]).failed_share == 1.0
 
     def test_one_task_has_no_interval(self) -> None:
         found = Tally.of(Plan(samples=2, temperature=1), [record("a", 1.0, 0.0)]).as_json()

@@ -124,7 +124,9 @@ def test_completions_of_another_prompt_are_not_rescored(tmp_path: Path) -> None:
         assert content(out) == before
 
 
-def test_an_interrupted_evaluation_keeps_its_completions_and_continues_with_the_new_scores(tmp_path: Path) -> None:
+def test_an_interrupted_evaluation_keeps_its_completions_and_continues_with_the_new_scores(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     broken = reward_file(tmp_path, "return 0.0")
     stop, out, first = StopToken(), tmp_path / "out", SortingEngine()
     assert measure(of(broken, first), lambda: Stopping(broken, stop), out, stop, lambda _done, _total: None) is None
@@ -133,6 +135,9 @@ def test_an_interrupted_evaluation_keeps_its_completions_and_continues_with_the_
     partial = again(out, mended)
     assert partial["samples"] == 4 * len(first.asked)  # what was drawn and not scored, too
     assert not (out / SUMMARY).exists()
+    assert main(["eval", "--rescore", str(out)]) == 0
+    whole = len(of(mended).chosen.numbers)
+    assert f"{out} has new scores of {len(first.asked)} of {whole} tasks; the command" in capsys.readouterr().out
     engine = SortingEngine()
     run(out, of(mended, engine))
     run(tmp_path / "whole", of(mended))

@@ -468,6 +468,19 @@ class TestTrainer:
         assert first == again
         assert not any("a batch" in wait.what for wait in started.status().waits)
 
+    def test_nobody_waits_for_anything_while_the_last_step_is_trained_but_its_trainer(self, started: Bench) -> None:
+        for step in range(3):
+            started.accept_groups(2)
+            assert started.batch(step) is not None
+            if step < 2:
+                ok(started.announce(step + 1))
+        assert started.alice.lease(fresh_request()) == []
+        assert started.audits() == ()
+        ok(started.alice.call("POST", "/heartbeat", {"waiting_for": "work from the hub"}))
+        assert started.status().waits == ()
+        ok(started.trainer.call("POST", "/heartbeat", {"waiting_for": "a publication"}))
+        assert [wait.what for wait in started.status().waits] == ["a publication"]
+
     def test_steps_come_in_order_and_end(self, started: Bench) -> None:
         assert code_of(started.trainer.call("POST", "/batches/1", {})) == (409, "batch.order")
         assert code_of(started.trainer.call("POST", "/batches/3", {})) == (409, "batch.finished")

@@ -110,7 +110,7 @@ def test_a_rejected_unit_says_which_check_which_numbers_and_which_rule(bench: Be
     ok(bench.alice.submit(bench.alice.lease(fresh_request())[0]))
     ok(bench.judge(bench.audits()[0], **FAILED))
     story = unit_story(bench, 0)
-    assert story.sentence == "waits for a worker again, after 1 leases"
+    assert story.sentence == "waits for a worker again, after 1 lease"
     [submission] = story.submissions
     assert "cannot happen by accident" in submission.rule
     assert submission.verdict is not None

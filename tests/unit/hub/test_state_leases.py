@@ -104,6 +104,7 @@ class TestGrant:
             "all groups for policy 0.2 are generated: waiting for the trainer to publish the next one": Progress(
                 policy=policy(2), next_step=3
             ),
+            "the run needs no more groups: its last step is being trained": Progress(policy=policy(9), next_step=10),
         }
         for expected, progress in waits.items():
             assert leases.grant(moment(progress=progress), [], ask(), DRAWS).waiting == expected

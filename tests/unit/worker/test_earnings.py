@@ -112,6 +112,13 @@ def test_a_suspension_from_before_this_start_is_told_too(caplog: pytest.LogCaptu
     assert caplog.records[-1].message == "this node is suspended until the run's owner pardons it: x; it waits"
 
 
+def test_groups_that_are_not_judged_yet_are_in_the_last_line() -> None:
+    earnings = heard(StatusHub(), ManualClock(), {"accepted": 12, "unsure": 1, "credit": 1020})
+    gained = "2 groups accepted, credit +20; in all 12 groups, credit 1020"
+    assert earnings.summary(submitted=5) == f"{gained}; 2 groups not judged yet, which may still earn"
+    assert earnings.summary(submitted=3) == gained
+
+
 def test_without_a_word_from_the_hub_there_is_nothing_to_sum_up() -> None:
     client: Any = StatusHub()
     assert Earnings(client).summary() == "the hub was not heard from"

@@ -99,7 +99,8 @@ def test_a_finished_run_is_said_to_be_finished_with_what_it_earned(
     bench = Bench(tmp_path, [lease(1)])
     bench.worker.run()
     nothing = "0 groups accepted, credit +0; in all 0 groups, credit 0"
-    assert caplog.records[-1].message == f"the run is finished: {nothing}"
+    waiting = "1 group not judged yet, which may still earn"
+    assert caplog.records[-1].message == f"the run is finished: {nothing}; {waiting}"
     stopped = Bench(tmp_path)
     stopped.stop.set("SIGTERM")
     stopped.worker.run()

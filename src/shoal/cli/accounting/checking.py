@@ -22,6 +22,7 @@ from shoal.cli.accounting.witnessing import witness_pins
 from shoal.errors import LedgerError, LedgerForked
 from shoal.ledger import EVIDENCED, Account, Accounts, Chain, Keys, Pin, Proofs, is_run_of
 from shoal.protocol import LedgerEntry
+from shoal.runtime.text import count_of
 
 
 @dataclass
@@ -49,10 +50,11 @@ class Checked:
         for account in accounts.by_node.values():
             total = total.plus(account)
         found = [
-            f"ledger of {self.run}: {rows:,} rows, every hash fits",
+            f"ledger of {self.run}: {count_of(rows, 'row')}, every hash fits",
             *_passed(self.pins),
-            f"accounts: {len(accounts.by_node):,} nodes, {owners} owners; {total.credit:,} credit, "
-            f"{total.pending:,} pending, {total.void:,} void; each by the formula, once per submission",
+            f"accounts: {count_of(len(accounts.by_node), 'node')}, {count_of(owners, 'owner')}; "
+            f"{total.credit:,} credit, {total.pending:,} pending, {total.void:,} void; "
+            "each by the formula, once per submission",
         ]
         found.append(self._evidence_line())
         if self.orders:
@@ -62,7 +64,7 @@ class Checked:
         return [*found, *(f"note: {note}" for note in self.notes)]
 
     def _evidence_line(self) -> str:
-        rows = f"{self.credited:,} rows of credit and {self.rejections:,} of rejections"
+        rows = f"{count_of(self.credited, 'row')} of credit and {self.rejections:,} of rejections"
         if self.is_proven:
             return (
                 f"evidence: {rows}, each with a verdict by a validator that the root key certified, credit also with "

@@ -209,13 +209,20 @@ class HubPlace:
             check_url(source)
             head = read_head(self._download(http, f"{source}/{HEAD}", MAX_HEAD_BYTES), run, key)
             places = [place for label in head.kept_versions if (place := parse_label(label)) is not None]
-            return [
-                _signed_manifest(self._download(http, f"{source}/{manifest_key(place)}", MAX_MANIFEST_BYTES), run, key)
-                for place in places
-            ]
+            kept = [self._manifest(http, f"{source}/{manifest_key(place)}") for place in places]
+            return [_signed_manifest(data, run, key) for data in kept if data is not None]
         except (httpx.HTTPError, BroadcastError, ProtocolError, TargetRefused) as error:
             self.notes.append(f"{source}: {error}")
             return []
+
+    def _manifest(self, http: httpx.Client, url: str) -> bytes | None:
+        """None where a source does not keep it: a relay keeps fewer versions than the trainer's head names."""
+        try:
+            return self._download(http, url, MAX_MANIFEST_BYTES)
+        except httpx.HTTPStatusError as error:
+            if error.response.status_code != httpx.codes.NOT_FOUND:
+                raise
+            return None
 
     def _download(self, http: httpx.Client, url: str, max_bytes: int) -> bytes:
         return _body(http, url, max_bytes, {REACH: self._run.reach})

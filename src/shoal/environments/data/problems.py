@@ -10,15 +10,6 @@ SHOWN = 20
 MOST_REASONS = 1000
 
 
-def count_of(number: int, noun: str = "row") -> str:
-    """How many of something.
-
-    >>> count_of(1), count_of(3000)
-    ('1 row', '3,000 rows')
-    """
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
 @dataclass
 class Problems:
     """The first rows by number with what is wrong, and how often each reason occurred."""

@@ -113,10 +113,13 @@ class Reporting:
     def _waits(self, reader: StoryReader, now_ms: int) -> list[Wait]:
         """Who polls for something, what nodes say they wait for, leases that are out, submissions not judged yet.
 
-        Of very many, those that have waited longest.
+        Of very many, those that have waited longest. Once the last batch is written, only the trainer counts.
         """
-        if pacing.is_finished(self._context.rules, reader.progress()):
+        progress, rules = reader.progress(), self._context.rules
+        if pacing.is_finished(rules, progress):
             return []
+        if progress.next_step >= rules.steps:
+            return self._trainers_waits(reader, now_ms)
         said = reader.waiting_presences(now_ms - SILENT_AFTER_MS, MAX_WAITING)
         held = reader.oldest_holdings(MAX_PENDING)
         pending = reader.submissions_in([SubmissionState.RECEIVED, SubmissionState.AUDITING], MAX_PENDING)
@@ -137,6 +140,16 @@ class Reporting:
             for row in pending
         ]
         return [*waits, *_folded("unit", leased), *_folded("submission of unit", checked)]
+
+    def _trainers_waits(self, reader: StoryReader, now_ms: int) -> list[Wait]:
+        """What a trainer says that it waits for: a publication to be taken, say."""
+        said = reader.waiting_presences(now_ms - SILENT_AFTER_MS, MAX_WAITING)
+        rows = reader.nodes_named([each.node for each in said])
+        return [
+            Wait(who=node_label(row), what=each.waiting_for, since_ms=each.waiting_since_ms)
+            for each in said
+            if (row := rows.get(each.node)) is not None and row.role == "trainer"
+        ]
 
     def _evaluations(self, reader: Reader) -> list[Evaluation]:
         if self._context.rules.evaluation is None:

@@ -32,6 +32,7 @@ from shoal.protocol import (
     UnitStory,
 )
 from shoal.protocol.story import CreditState
+from shoal.runtime.text import count_of
 
 LEASES_SHOWN = 50
 RECENT_SHOWN = 20
@@ -224,9 +225,13 @@ def lease_sentence(row: LeaseRow) -> str:
 def unit_sentence(unit: UnitRow, leases: Sequence[LeaseRow]) -> str:
     """How a unit stands."""
     if unit.state == UnitState.OPEN and is_entrusted(unit):
-        return f"waits for a validator to generate it, after {unit.failures} attempts that nobody could judge"
+        return (
+            f"waits for a validator to generate it, after {count_of(unit.failures, 'attempt')} that nobody could judge"
+        )
     if unit.state == UnitState.OPEN:
-        return "waits for a worker" if not leases else f"waits for a worker again, after {len(leases)} leases"
+        return (
+            "waits for a worker" if not leases else f"waits for a worker again, after {count_of(len(leases), 'lease')}"
+        )
     if unit.state == UnitState.LEASED:
         return f"is with node {leases[-1].node}" if leases else "is with a worker"
     if unit.state == UnitState.ACCEPTED:

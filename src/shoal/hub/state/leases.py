@@ -193,6 +193,8 @@ def why_no_unit(moment: Moment) -> str:
     most = pacing.cap(rules, progress)
     if pacing.room(rules, progress) > 0:
         return f"no task that was drawn for unit {progress.next_unit} can be used: the alarms say more"
+    if progress.next_step >= rules.steps:
+        return "the run needs no more groups: its last step is being trained"
     if most == 0:
         return f"all groups for policy {label} are generated: waiting for the trainer to publish the next one"
     return f"all {progress.alive} units of step {progress.next_step} (policy {label}) are given out or being checked"
