@@ -70,7 +70,7 @@ def _check(data: DatasetEnvironment) -> int:
     from rich.console import Console
 
     from shoal.cli.counting import counted
-    from shoal.environments.data.problems import count_of
+    from shoal.environments.data.checking import count_of
 
     with counted("checking answers", Console(stderr=True), unit="rows") as report:
         report(0, 0)  # it begins here; how many rows there are is told with the first of them

@@ -15,11 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, overload
 
-from shoal.environments.data.checking import Checked, check, known_check, usable_answer
-from shoal.environments.data.opening import Opened, open_data
-from shoal.environments.data.options import DatasetOptions
-from shoal.environments.data.problems import Problems, count_of
-from shoal.environments.data.splitting import Splits, split_one, split_two
+from shoal.environments.data.checking import Checked, Problems, check, count_of, known_check, usable_answer
+from shoal.environments.data.scanning import Opened, Splits, open_data, split_one, split_two
+from shoal.environments.formats.registry import DatasetOptions
 from shoal.environments.generated import Options
 from shoal.environments.graders.protocol import DemandingGrader, Grader
 from shoal.environments.graders.registry import grader

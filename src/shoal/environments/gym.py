@@ -20,8 +20,8 @@ from pydantic import Field, model_validator
 from shoal.environments.generated import GeneratedTasks, Options, is_held_out, numbered_task
 from shoal.environments.graders.thinking import after_thinking
 from shoal.environments.gym_source import VERSION, Generator, example_answer
+from shoal.environments.mix import Schedule
 from shoal.environments.protocol import Score, Split, Task
-from shoal.environments.schedule import Schedule
 from shoal.errors import EnvironmentSetupError
 
 CANDIDATES_PER_TASK = 512

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from shoal.environments.addition import AdditionEnvironment, AdditionOptions
 from shoal.environments.calculator import CalculatorEnvironment, CalculatorOptions
 from shoal.environments.composed import Composed, is_plain
-from shoal.environments.data import DatasetOptions
+from shoal.environments.formats.registry import DatasetOptions
 from shoal.environments.function import FunctionEnvironment
 from shoal.environments.generated import Options
 from shoal.environments.gym import GymEnvironment, GymOptions

@@ -15,7 +15,7 @@ import pytest
 import zstandard
 
 from shoal.environments import EnvironmentSettings, build
-from shoal.environments.data.problems import Problems
+from shoal.environments.data.checking import Problems
 from shoal.environments.dataset import DatasetEnvironment
 
 FORMATS = Path(__file__).parents[2] / "data" / "formats"

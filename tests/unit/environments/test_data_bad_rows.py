@@ -12,8 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 from datakit import checked, described, lines, open_data, own_cache, write_jsonl, write_parquet
 
-from shoal.environments.data import scanning, source
-from shoal.environments.data.problems import Problems
+from shoal.environments.data import checking, readers, scanning
+from shoal.environments.data.checking import Problems
 from shoal.environments.dataset import DatasetEnvironment
 from shoal.errors import EnvironmentSetupError, ScoringFailure, UnusableTask
 
@@ -203,14 +203,13 @@ def test_text_that_is_not_utf_8_in_parquet(tmp_path: Path) -> None:
 
 
 def test_rows_that_are_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (source, scanning):
+    for module in (readers, scanning):
         monkeypatch.setattr(module, "ROW_LIMIT_BYTES", 500)
-    monkeypatch.setattr("shoal.environments.data.jsonl.ROW_LIMIT_BYTES", 500)
     rows = described(10, prompt={3: "x" * 501})
     assert open_data(write_parquet(tmp_path / "a.parquet", rows)).problems.first == [(3, scanning.TOO_LARGE)]
     ((row, reason),) = open_data(write_jsonl(tmp_path / "a.jsonl", rows)).problems.first
     assert (row, reason) == (3, "the line has more than 0 MB")
-    monkeypatch.setattr("shoal.environments.data.checking.ROW_LIMIT_BYTES", 500)
+    monkeypatch.setattr(checking, "ROW_LIMIT_BYTES", 500)
     info = json.dumps({"ground_truth": "1", "notes": "x" * 600})
     environment = open_data(write_parquet(tmp_path / "b.parquet", described(10, verification_info={3: info})))
     with pytest.raises(UnusableTask, match="the answer has more than"):

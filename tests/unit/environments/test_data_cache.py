@@ -14,8 +14,7 @@ import pytest
 from blake3 import blake3
 from datakit import KINDS, described, lines, open_data, own_cache, write_jsonl, write_parquet
 
-from shoal.environments.data import cache, jsonl, unpacking
-from shoal.environments.data import parquet as parquet_module
+from shoal.environments.data import cache, readers
 from shoal.errors import EnvironmentSetupError
 
 __all__ = ["own_cache"]
@@ -80,7 +79,7 @@ def test_unpacked_data_that_is_not_what_was_written_is_unpacked_again(
 def test_a_large_row_group_that_was_deleted_or_changed_in_the_cache_is_unpacked_again(
     tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parquet_module, "PIECE_BYTES", 100)
+    monkeypatch.setattr(readers, "PIECE_BYTES", 100)
     rows = described(20)
     path = write_parquet(tmp_path / "a.parquet", rows)
     environment = open_data(path)
@@ -96,7 +95,7 @@ def test_a_large_row_group_that_was_deleted_or_changed_in_the_cache_is_unpacked_
 def test_what_was_unpacked_is_not_unpacked_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = packed(tmp_path)
     first = open_data(path)
-    monkeypatch.setattr(jsonl, "_unpack", lambda *_: pytest.fail("unpacked again"))
+    monkeypatch.setattr(readers, "_unpack", lambda *_: pytest.fail("unpacked again"))
     assert open_data(path).digest == first.digest
 
 
@@ -202,7 +201,7 @@ def test_an_entry_is_on_the_disk_before_it_has_its_name(own_cache: Path, monkeyp
 def test_a_packed_file_that_becomes_far_too_large_is_refused(
     tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(jsonl, "UNPACKS_TO_BYTES", 2**20)
+    monkeypatch.setattr(readers, "UNPACKS_TO_BYTES", 2**20)
     path = tmp_path / "bomb.jsonl.gz"
     path.write_bytes(gzip.compress(lines(described(1)) + b" " * (3 * 2**20)))
     with pytest.raises(EnvironmentSetupError, match=r"bomb\.jsonl\.gz .* unpacks to more than 1 MB"):
@@ -211,6 +210,6 @@ def test_a_packed_file_that_becomes_far_too_large_is_refused(
 
 
 def test_unpacking_stops_before_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unpacking, "SPARE_BYTES", 2**80)
+    monkeypatch.setattr(cache, "SPARE_BYTES", 2**80)
     with pytest.raises(EnvironmentSetupError, match="No space left on device; unpack it yourself"):
         open_data(packed(tmp_path))

@@ -13,8 +13,8 @@ import pytest
 from datakit import FORMATS, checked, open_data, own_cache, write_jsonl, write_parquet
 
 from shoal.environments.dataset import DatasetEnvironment
-from shoal.environments.formats.livecodebench import unpacked
-from shoal.environments.formats.texts import final_answer
+from shoal.environments.formats.programs import unpacked
+from shoal.environments.formats.protocol import final_answer
 from shoal.environments.protocol import Task
 from shoal.errors import EnvironmentSetupError, UnusableTask
 
@@ -195,7 +195,7 @@ def test_packed_things_that_are_no_text_are_refused(packed: str, said: str) -> N
 
 
 def test_packed_text_that_unpacks_to_too_much_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.environments.formats.livecodebench.UNPACKED_LIMIT_BYTES", 1000)
+    monkeypatch.setattr("shoal.environments.formats.programs.UNPACKED_LIMIT_BYTES", 1000)
     with pytest.raises(UnusableTask, match="unpacks to more than"):
         unpacked(pack("x" * 2000), "tests")
 

@@ -15,9 +15,9 @@ import pytest
 from datakit import KINDS, described, open_data, own_cache, write_jsonl, write_parquet, write_stream
 
 from shoal.environments import Environment, EnvironmentSettings, build, identity_of
-from shoal.environments.data import parquet as parquet_module
-from shoal.environments.data.digest import data_digest
-from shoal.environments.data.parquet import Pieces
+from shoal.environments.data import readers
+from shoal.environments.data.cache import data_digest
+from shoal.environments.data.readers import Pieces
 from shoal.environments.data.table import Table
 from shoal.errors import EnvironmentSetupError
 
@@ -109,8 +109,8 @@ def test_a_row_of_a_huge_row_group_is_found_without_decoding_all_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     rows = described(50)
-    monkeypatch.setattr(parquet_module, "PIECE_BYTES", 100)
-    monkeypatch.setattr(parquet_module, "LARGEST_BATCH", 7)
+    monkeypatch.setattr(readers, "PIECE_BYTES", 100)
+    monkeypatch.setattr(readers, "LARGEST_BATCH", 7)
     monkeypatch.setattr(pq.ParquetFile, "read_row_group", lambda *_: pytest.fail("decoded the whole row group"))
     environment = open_data(write_parquet(tmp_path / "a.parquet", rows))
     for number in (0, 6, 7, 49):

@@ -9,8 +9,8 @@ from datakit import described, open_data, own_cache, write_jsonl, write_parquet
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.environments.data.prompts import ascii_digest, prompt_digest, question_digest
 from shoal.environments.protocol import SPLITS
+from shoal.environments.questions import ascii_digest, prompt_digest, question_digest
 from shoal.errors import EnvironmentSetupError
 
 __all__ = ["own_cache"]

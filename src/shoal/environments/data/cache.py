@@ -8,18 +8,22 @@ What nobody used for a month, and what a process that was killed left half writt
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import json
 import logging
 import os
+import shutil
 import tempfile
 import time
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from blake3 import blake3
+
+from shoal.errors import EnvironmentSetupError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -158,3 +162,73 @@ def store_arrays(name: str, arrays: Mapping[str, np.ndarray[Any, Any]], beside: 
     buffer = io.BytesIO()
     np.savez(buffer, json=text, **arrays)  # type: ignore[arg-type]
     store(name, buffer.getvalue())
+
+
+CHUNK_BYTES = 8 * 2**20
+PREFIX = b"shoal/data/v1\n"
+
+
+def data_digest(paths: Sequence[Path]) -> str:
+    """Hex digest of a data set that consists of these files."""
+    return blake3(PREFIX + "\n".join(file_digest(path) for path in paths).encode()).hexdigest()
+
+
+def file_digest(path: Path) -> str:
+    """Hex BLAKE3 of a file's bytes, remembered until the file changes."""
+    name = entry_name("digest", identity(path))
+    known = load(name)
+    if known is not None:
+        return known.decode()
+    digest = _read(path)
+    if entry_name("digest", identity(path)) == name:  # it was not changed meanwhile
+        store(name, digest.encode())
+    return digest
+
+
+def _read(path: Path) -> str:
+    """Read into one buffer: a mapping of the file would count as this process's memory."""
+    hasher, buffer = blake3(max_threads=blake3.AUTO), bytearray(CHUNK_BYTES)
+    view = memoryview(buffer)
+    try:
+        with path.open("rb", buffering=0) as file:
+            while size := file.readinto(buffer):
+                hasher.update(view[:size])
+    except OSError as error:
+        raise EnvironmentSetupError(f"cannot read the data {path}: {error.strerror or error}") from None
+    return hasher.hexdigest()
+
+
+SPARE_BYTES = 64 * 2**20
+"""What is left free on the disk that holds the cache."""
+Write = Callable[[Path], None]
+
+
+def whole(name: str) -> Path | None:
+    """The unpacked file of that name, if it is there as it was written. Its digest is computed when it changed."""
+    wanted = load(name + SUM)
+    try:
+        path = cache_folder() / name
+        return path if wanted is not None and file_digest(path).encode() == wanted else None
+    except (OSError, EnvironmentSetupError):
+        return None
+
+
+def unpack(name: str, write: Write) -> Path:
+    """Have a file written into the cache folder; `OSError` if that fails."""
+    with placed(name) as scratch:
+        write(scratch)
+    path = cache_folder() / name
+    store(name + SUM, file_digest(path).encode())
+    return path
+
+
+def is_kept(path: Path) -> bool:
+    """Whether an unpacked file that is in use is still there: the cache may be deleted at any time."""
+    mark_used(path.with_name(path.name + SUM))
+    return path.exists()
+
+
+def leave_room(folder: Path) -> None:
+    """Refuse to go on writing when the disk is about to be full: others need it, too."""
+    if shutil.disk_usage(folder).free < SPARE_BYTES:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -6,18 +6,21 @@ table ─► batches of the asking columns ─► digest of each prompt, usable 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.environments.data.cache import entry_name, load_arrays, store_arrays
-from shoal.environments.data.problems import Problems
-from shoal.environments.data.prompts import BLANK, DIGEST_BYTES, ascii_digest, prompt_digest, question_digest
-from shoal.environments.data.source import NOT_TEXT, ROW_LIMIT_BYTES, Batch, Broken
+from shoal.environments.data.cache import data_digest, entry_name, load_arrays, store_arrays
+from shoal.environments.data.checking import Problems
+from shoal.environments.data.locating import locate
+from shoal.environments.data.readers import ROW_LIMIT_BYTES, Batch, Broken, rows_of, values_of
 from shoal.environments.data.table import Table
 from shoal.environments.formats.protocol import Format
+from shoal.environments.formats.registry import DatasetOptions, fit
 from shoal.environments.graders.registry import GRADERS, TASK_TYPES
+from shoal.environments.questions import BLANK, DIGEST_BYTES, ascii_digest, prompt_digest, question_digest
 from shoal.errors import EnvironmentSetupError, UnusableTask
 
 if TYPE_CHECKING:
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
 
     Flags = np.ndarray[Any, np.dtype[np.bool_]]
     Digests = np.ndarray[Any, np.dtype[np.uint8]]
+    Rows = np.ndarray[Any, np.dtype[np.int64]]
 
 VERSION = 3
 MOST_KINDS = 1000
@@ -118,7 +122,7 @@ class _Batch:
         column = self._layout.kinds
         if not column:
             return [self._layout.grader] * self.size
-        return [value[:100] if isinstance(value, str) else "" for value in _values(self._batch[column])]
+        return [value[:100] if isinstance(value, str) else "" for value in values_of(self._batch[column])]
 
     def digests(self) -> bytes:
         texts = _texts(self._batch[self._layout.plain]) if self._layout.plain else None
@@ -162,7 +166,7 @@ class _Batch:
         if not kinds:
             self.graders.add(self._layout.grader)
             return {}
-        values = [value if isinstance(value, str) else _told_type(value) for value in _values(self._batch[kinds])]
+        values = [value if isinstance(value, str) else _told_type(value) for value in values_of(self._batch[kinds])]
         known: dict[str, str] = {}
         for value in set(values):
             try:
@@ -192,35 +196,9 @@ class _Batch:
         return question_digest(question.prompt, question.history)
 
 
-def rows_of(batch: Batch) -> Iterator[dict[str, Any] | Broken]:
-    """The rows of a batch as mappings."""
-    names = list(batch)
-    lists = [_values(column) for column in batch.values()]
-    for values in zip(*lists, strict=True):
-        broken = next((value for value in values if isinstance(value, Broken)), None)
-        yield broken if broken is not None else dict(zip(names, values, strict=True))
-
-
-def _values(column: Any) -> list[Any]:
-    if isinstance(column, list):
-        return column
-    try:
-        values: list[Any] = column.to_pylist()
-    except UnicodeDecodeError:
-        return [_value(item) for item in column]
-    return values
-
-
 def _told_type(value: Any) -> str:
     """A task type that is no text, as text: a list or a record can be no key."""
     return value.reason if isinstance(value, Broken) else str(value)[:100]
-
-
-def _value(item: Any) -> Any:
-    try:
-        return item.as_py()
-    except UnicodeDecodeError:
-        return Broken(NOT_TEXT)
 
 
 def _texts(column: Any) -> list[bytes] | None:
@@ -286,3 +264,90 @@ def _within(column: Any, band: Band) -> Flags:
 
 def _rate(value: Any) -> float:
     return float(value) if isinstance(value, int | float) else float("nan")
+
+
+LARGEST_SHARE = 5
+"""At most a fifth of the questions is held out, of a data set that is small."""
+
+
+@dataclass(frozen=True)
+class Splits:
+    """Row numbers of each split, ascending. `shared` rows are in neither: their question is a held-out one."""
+
+    train: Rows
+    held_out: Rows
+    shared: int
+
+
+def split_one(found: Scan, held_out_size: int) -> Splits:
+    """Hold out the questions with the lowest digests, each by its first row; rows that repeat one are in no split."""
+    import numpy as np
+
+    rows = np.flatnonzero(found.usable & found.kept)
+    keys = _keys(found)[rows]
+    questions, firsts = np.unique(keys, return_index=True)
+    size = min(held_out_size, len(questions) // LARGEST_SHARE)
+    held_out = np.sort(rows[firsts[:size]])
+    aside = np.isin(keys, questions[:size])
+    return Splits(train=rows[~aside], held_out=held_out, shared=int(aside.sum()) - len(held_out))
+
+
+def split_two(found: Scan, held_out: Scan, held_out_size: int) -> Splits:
+    """Train on one data set and hold out another; rows of the first whose question the second has are left out.
+
+    All questions of the second count, also those beyond `held_out_size`: nobody can say later that they were clean.
+    """
+    import numpy as np
+
+    rows = np.flatnonzero(found.usable & found.kept)
+    aside = np.isin(_keys(found)[rows], _keys(held_out)[held_out.usable])
+    others = np.flatnonzero(held_out.usable)[:held_out_size]
+    return Splits(train=rows[~aside], held_out=others, shared=int(aside.sum()))
+
+
+def _keys(found: Scan) -> np.ndarray[Any, Any]:
+    """The first 64 bits of each digest as a number: two of a million questions share them with odds of 1 to 10^7."""
+    import numpy as np
+
+    return np.ascontiguousarray(found.digests[:, :8]).view(">u8").ravel().astype(np.uint64)
+
+
+SOLVE_RATE = "solve_rate"
+
+
+@dataclass(frozen=True, eq=False)
+class Opened:
+    """A data set that can be read: its table, how rows become tasks, what every row is, and which data it is."""
+
+    path: Path
+    table: Table
+    layout: Format
+    found: Scan
+    digest: str
+
+
+def open_data(path: Path, options: DatasetOptions) -> Opened:
+    """Open the data set at `path`. What is wrong with its columns is said first: reading all of it may take long.
+
+    The digest is computed in a thread beside the scan.
+    """
+    table = Table(locate(path, options.split))
+    layout = fit(options.format, table.columns, options.wanted)
+    band = band_of(options, table.columns)
+    table.agree([*layout.columns, *([band.column] if band else [])])
+    with ThreadPoolExecutor(1) as beside:
+        digest = beside.submit(data_digest, table.paths)
+        return Opened(path, table, layout, scan(table, layout, band), digest.result())
+
+
+def band_of(options: DatasetOptions, columns: tuple[str, ...]) -> Band | None:
+    """The solve rates to keep, with their column."""
+    if options.keep_solve_rate is None:
+        return None
+    named = [options.solve_rate] if options.solve_rate else [name for name in columns if name.startswith(SOLVE_RATE)]
+    if len(named) != 1 or named[0] not in columns:
+        raise EnvironmentSetupError(
+            f"keep_solve_rate needs one column of solve rates, not {', '.join(named) or 'none'};"
+            f" there are {', '.join(columns)}: set environment.options.solve_rate"
+        )
+    return Band(named[0], *options.keep_solve_rate)

@@ -8,12 +8,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shoal.environments.data.cache import identity
-from shoal.environments.data.digest import file_digest
-from shoal.environments.data.jsonl import JsonlSource, unpacked
+from shoal.environments.data.cache import file_digest, identity
 from shoal.environments.data.locating import DataFile
-from shoal.environments.data.parquet import ParquetSource, Pieces
-from shoal.environments.data.source import NOT_TEXT, Batch, Source
+from shoal.environments.data.readers import (
+    NOT_TEXT,
+    ArrowSource,
+    Batch,
+    CsvSource,
+    JsonlSource,
+    ParquetSource,
+    Pieces,
+    Source,
+    unpacked,
+)
 from shoal.errors import EnvironmentSetupError, UnusableTask
 
 OPEN_AT_ONCE = 64
@@ -113,12 +120,8 @@ def open_source(file: DataFile, pieces: Pieces) -> Source:
         if file.kind == "parquet":
             return ParquetSource(file.path, pieces)
         if file.kind == "arrow":
-            from shoal.environments.data.arrow import ArrowSource
-
             return ArrowSource(file.path)
         if file.kind == "csv":
-            from shoal.environments.data.csv import CsvSource
-
             return CsvSource(file.path)
         return JsonlSource(_plain(file))
     except OSError as error:

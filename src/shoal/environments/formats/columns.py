@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+import ast
+import hashlib
 import json
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
-from shoal.environments.formats.protocol import Format, Question, Row, Wanted, first_of
-from shoal.environments.formats.texts import answer_text, conversation, final_answer
+from shoal.environments.formats.protocol import (
+    Format,
+    Question,
+    Row,
+    Wanted,
+    answer_text,
+    conversation,
+    final_answer,
+    finite,
+    first_of,
+    need,
+    parsed,
+    required,
+)
+from shoal.environments.graders.registry import GRADERS, TASK_TYPES
 from shoal.errors import EnvironmentSetupError, UnusableTask
 
 QUESTIONS = ("problem", "question", "prompt", "instruction", "query", "input", "messages")
@@ -85,3 +101,141 @@ def _whole_number(column: str, row: Row) -> str:
     if not (text.isascii() and text.isdecimal() and int(text) <= AIME_LARGEST):
         raise UnusableTask(f"{column} is {text[:40]!r}, not a whole number from 0 to {AIME_LARGEST}")
     return str(int(text))
+
+
+TYPE = "task_type"
+INFO = "verification_info"
+GOLD = "ground_truth"
+
+
+def described(columns: tuple[str, ...], wanted: Wanted) -> Format:
+    """`task_type` names the grader of each row, unless one is given for all."""
+    prompt, info = wanted.question or "prompt", wanted.answer or INFO
+    types = () if wanted.grader else (TYPE,)
+    need(columns, prompt, info, *types, what="described")
+    identifier = wanted.id or ("problem_id" if "problem_id" in columns else "")
+    return Format(
+        name="described", asks=(prompt, *types), answers=(info,), id=identifier, plain=prompt,
+        question=partial(_described_question, prompt, wanted.grader), answer=partial(_verification, info),
+        kinds="" if wanted.grader else TYPE, grader=wanted.grader, judge=kind_of,
+    )  # fmt: skip
+
+
+def kind_of(task_type: object) -> str:
+    """The grader of a task type.
+
+    >>> kind_of("verifiable_math")
+    'mathematics'
+    """
+    known = TASK_TYPES.get(task_type, task_type) if isinstance(task_type, str) else None
+    if known not in GRADERS:
+        known_types = ", ".join([*TASK_TYPES, *GRADERS])
+        raise UnusableTask(f"task_type {str(task_type)[:60]!r} is unknown: no grader judges it; known: {known_types}")
+    return str(known)
+
+
+def _described_question(column: str, grader: str, row: Row) -> Question:
+    prompt, history = conversation(row.get(column), column)
+    return Question(prompt, grader or kind_of(row.get(TYPE)), history)
+
+
+def _verification(column: str, row: Row) -> str:
+    """The verification info as JSON, which graders read: an object, or a list of test cases."""
+    value = row.get(column)
+    text = json.dumps(value) if isinstance(value, dict | list) else required(value, column)
+    if text.startswith("{'"):
+        text = _json_of_literal(text, column)
+    info = parsed(text, column)
+    if isinstance(info, dict):
+        finite(info.get(GOLD), GOLD)
+    elif not (isinstance(info, list) and info and all(isinstance(case, dict) for case in info)):
+        raise UnusableTask(f"{column} is no JSON object")
+    return text
+
+
+def _json_of_literal(text: str, column: str) -> str:
+    """What Python writes for a dictionary, which is how SYNTHETIC-1 has it: read, never run.
+
+    >>> _json_of_literal("{'ground_truth': '42'}", "verification_info")
+    '{"ground_truth": "42"}'
+    """
+    try:
+        return json.dumps(ast.literal_eval(text))
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        raise UnusableTask(f"{column} is neither JSON nor a dictionary as Python writes it") from None
+
+
+QUESTION, CORRECT = "Question", "Correct Answer"
+INCORRECT = ("Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
+LETTERS = "ABCD"
+ASK = "Which option is right? End with a line of the form: Answer: X, where X is one of A, B, C and D."
+
+
+def gpqa(columns: tuple[str, ...], wanted: Wanted) -> Format:
+    """Options A to D in an order that the text alone fixes, so that everybody has the same letter."""
+    need(columns, QUESTION, CORRECT, *INCORRECT, what="gpqa")
+    everything = (QUESTION, CORRECT, *INCORRECT)
+    return Format(
+        name="gpqa", asks=everything, answers=everything, grader="choice",
+        id=wanted.id or first_of(columns, ("record_id", "id")), question=_gpqa_question, answer=_letter,
+    )  # fmt: skip
+
+
+def ordered(question: str, options: tuple[str, ...]) -> tuple[str, ...]:
+    """The options by their hash with the question: no place is likelier to be right."""
+    return tuple(
+        sorted(options, key=lambda text: hashlib.sha256(f"shoal/gpqa/v1\n{question}\n{text}".encode()).digest())
+    )
+
+
+def _options(row: Row) -> tuple[str, tuple[str, ...]]:
+    question = required(row.get(QUESTION), QUESTION).strip()
+    options = tuple(required(row.get(column), column).strip() for column in (CORRECT, *INCORRECT))
+    if len(set(options)) != len(options):
+        raise UnusableTask("two of its options are the same")
+    return question, options
+
+
+def _gpqa_question(row: Row) -> Question:
+    question, options = _options(row)
+    listed = "\n".join(f"{letter}) {text}" for letter, text in zip(LETTERS, ordered(question, options), strict=True))
+    return Question(f"{question}\n\n{listed}\n\n{ASK}", "choice")
+
+
+def _letter(row: Row) -> str:
+    question, options = _options(row)
+    return LETTERS[ordered(question, options).index(options[0])]
+
+
+NAMES, SETTINGS = "instruction_id_list", "kwargs"
+
+
+def ifeval(columns: tuple[str, ...], wanted: Wanted) -> Format:
+    """The answer is the list of instructions, each with its settings; whether they are possible, the grader knows."""
+    prompt = wanted.question or "prompt"
+    need(columns, prompt, NAMES, SETTINGS, what="ifeval")
+    return Format(
+        name="ifeval", asks=(prompt,), answers=(NAMES, SETTINGS), plain=prompt, grader="instructions",
+        id=wanted.id or first_of(columns, ("key", "id")),
+        question=partial(_ifeval_question, prompt), answer=_instructions,
+    )  # fmt: skip
+
+
+def _ifeval_question(column: str, row: Row) -> Question:
+    prompt, history = conversation(row.get(column), column)
+    return Question(prompt, "instructions", history)
+
+
+def _instructions(row: Row) -> str:
+    names, settings = parsed(row.get(NAMES), NAMES), parsed(row.get(SETTINGS), SETTINGS)
+    if not isinstance(names, list) or not isinstance(settings, list) or len(names) != len(settings) or not names:
+        raise UnusableTask(f"{NAMES} and {SETTINGS} must be lists of one length")
+    return json.dumps({"instructions": [_instruction(*pair) for pair in zip(names, settings, strict=True)]})
+
+
+def _instruction(name: object, settings: object) -> dict[str, Any]:
+    """Columnar files hold every setting of every instruction; those that are null were never given."""
+    given = parsed(settings, SETTINGS) if settings is not None else {}
+    if not isinstance(name, str) or not isinstance(given, dict):
+        raise UnusableTask(f"{NAMES} must hold names, and {SETTINGS} mappings")
+    return {"id": name, "settings": {key: value for key, value in given.items() if value is not None}}

@@ -1,8 +1,4 @@
-"""LiveCodeBench: question_content, starter_code, public_test_cases, private_test_cases, metadata.
-
-Private tests are JSON text, or that text packed as base64 of zlib of a *pickled* string. A pickle is a program, and is
-never run here: its instructions are listed, and one that does anything but hold one text is refused.
-"""
+"""Programming problems."""
 
 from __future__ import annotations
 
@@ -14,8 +10,18 @@ import zlib
 from functools import partial
 from typing import Any
 
-from shoal.environments.formats.protocol import Format, Question, Row, Wanted, first_of, need
-from shoal.environments.formats.texts import parsed, required
+from shoal.environments.formats.columns import IDS
+from shoal.environments.formats.protocol import (
+    Format,
+    Question,
+    Row,
+    Wanted,
+    answer_text,
+    first_of,
+    need,
+    parsed,
+    required,
+)
 from shoal.errors import UnusableTask
 
 PUBLIC, PRIVATE, STARTER, METADATA = "public_test_cases", "private_test_cases", "starter_code", "metadata"
@@ -113,3 +119,23 @@ def _text_of_pickle(data: bytes, column: str) -> str:
     if len(texts) != 1:
         raise UnusableTask(f"{column} holds a pickle of {len(texts)} texts instead of one: it is not used")
     return texts[0]
+
+
+TESTS = ("input_output", "tests", "test_cases", "official_tests")
+QUESTIONS = ("problem", "question", "prompt", "description")
+
+
+def code(columns: tuple[str, ...], wanted: Wanted) -> Format:
+    """The tests are in any spelling that the code grader reads; a program is asked for, or starter code completed."""
+    question = wanted.question or first_of(columns, QUESTIONS) or QUESTIONS[0]
+    tests = wanted.answer or first_of(columns, TESTS) or TESTS[0]
+    need(columns, question, tests, what="code")
+    return Format(
+        name="code", asks=tuple(name for name in (question, STARTER) if name in columns),
+        answers=tuple(name for name in (tests, METADATA) if name in columns), id=wanted.id or first_of(columns, IDS),
+        question=partial(question_of, question), answer=partial(_tests_answer, tests), grader="code",
+    )  # fmt: skip
+
+
+def _tests_answer(column: str, row: Row) -> str:
+    return json.dumps({"test_cases": answer_text(row.get(column), column), METADATA: row.get(METADATA)})
