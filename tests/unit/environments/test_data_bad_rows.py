@@ -198,7 +198,7 @@ def test_text_that_is_not_utf_8_in_parquet(tmp_path: Path) -> None:
     table = table.set_column(table.column_names.index("prompt"), "prompt", bad)
     pq.write_table(table, tmp_path / "a.parquet")
     environment = open_data(tmp_path / "a.parquet")
-    assert environment.problems.first == [(3, "the prompt is not UTF-8")]
+    assert environment.problems.first == [(3, "prompt is not UTF-8")]
     assert environment.task("4/p4").prompt == "What is 4 + 4?"
 
 

@@ -110,7 +110,7 @@ def test_a_row_of_a_huge_row_group_is_found_without_decoding_all_of_it(
 ) -> None:
     rows = described(50)
     monkeypatch.setattr(readers, "PIECE_BYTES", 100)
-    monkeypatch.setattr(readers, "LARGEST_BATCH", 7)
+    monkeypatch.setattr(readers, "BATCH_ROWS", 7)
     monkeypatch.setattr(pq.ParquetFile, "read_row_group", lambda *_: pytest.fail("decoded the whole row group"))
     environment = open_data(write_parquet(tmp_path / "a.parquet", rows))
     for number in (0, 6, 7, 49):

@@ -5,8 +5,3 @@ columns     the described schema; question and answer columns, whatever they are
 programs    LiveCodeBench, and programs with one column of tests
 registry    FORMATS, fit; DatasetOptions: what may be said about a data set in a recipe
 """
-
-from shoal.environments.formats.protocol import Format, Question, Row, Wanted
-from shoal.environments.formats.registry import FORMATS, fit
-
-__all__ = ["FORMATS", "Format", "Question", "Row", "Wanted", "fit"]

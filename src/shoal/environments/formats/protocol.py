@@ -1,4 +1,4 @@
-"""What a format is: how a row of a data set becomes a question and its answer."""
+"""What a format is: how a row of a data set becomes a question and its answer; and values of a row as text."""
 
 from __future__ import annotations
 
@@ -8,20 +8,24 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import Field
+
+from shoal.environments.generated import Options
 from shoal.errors import EnvironmentSetupError, UnusableTask
 
 Row = Mapping[str, Any]
+Messages = tuple[tuple[str, str], ...]
 ROLES = frozenset({"system", "user", "assistant"})
+BOXES = ("\\boxed{", "\\fbox{")
 
 
-@dataclass(frozen=True)
-class Wanted:
+class Wanted(Options):
     """What a user may say about the columns; empty means: find out."""
 
-    question: str = ""
-    answer: str = ""
-    id: str = ""
-    grader: str = ""
+    grader: str = Field(default="", description="who scores all rows; empty: by row (task_type), or by the format")
+    question: str = Field(default="", description="the column that is the prompt; empty: found by its name")
+    answer: str = Field(default="", description="the column that is the answer; empty: found by its name")
+    id: str = Field(default="", description="the column that is the id; empty: found by its name, if there is one")
 
 
 @dataclass(frozen=True)
@@ -30,28 +34,35 @@ class Question:
 
     prompt: str
     kind: str
-    history: tuple[tuple[str, str], ...] = ()
+    history: Messages = ()
 
 
 @dataclass(frozen=True)
 class Format:
-    """How a row becomes a task. Both functions raise `UnusableTask` with the reason where a row does not fit.
+    """How a row becomes a task. `question` and `answer` raise `UnusableTask` with the reason where a row does not fit.
 
     `asks` and `answers` are the columns that each of them reads: to look at every question, no answer is read.
-    `plain` names the column that is the prompt word for word, where it is text; `kinds` the one that says of which kind
-    a row is, and `judge` tells the grader of such a kind, or raises. Without it, `grader` is that of all rows.
+    The prompt is the column `plain` word for word, or a conversation that it holds; or else what `write` makes of a
+    row. `grader` is that of all rows; without it, `kinds` is the column that says of which kind a row is, and `judge`
+    tells the grader of such a kind, or raises.
     """
 
     name: str
     asks: tuple[str, ...]
     answers: tuple[str, ...]
-    question: Callable[[Row], Question]
     answer: Callable[[Row], str]
     id: str = ""
     plain: str = ""
+    write: Callable[[Row], str] | None = None
     kinds: str = ""
     grader: str = ""
     judge: Callable[[object], str] = str
+
+    def question(self, row: Row) -> Question:
+        if self.write is not None:
+            return Question(self.write(row), self.grader)
+        prompt, history = conversation(row.get(self.plain), self.plain)
+        return Question(prompt, self.grader or self.judge(row.get(self.kinds)), history)
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -61,8 +72,7 @@ class Format:
     @property
     def signature(self) -> str:
         """What two formats must share to give the same tasks."""
-        fields = (self.name, self.asks, self.answers, self.id, self.plain, self.kinds, self.grader)
-        return json.dumps(fields)
+        return json.dumps((self.name, self.asks, self.answers, self.id, self.plain, self.kinds, self.grader))
 
 
 def need(columns: tuple[str, ...], *names: str, what: str) -> None:
@@ -80,11 +90,10 @@ def first_of(columns: tuple[str, ...], names: tuple[str, ...]) -> str:
     return next((spelled[name] for name in names if name in spelled), "")
 
 
-Conversation = tuple[str, tuple[tuple[str, str], ...]]
-BOXES = ("\\boxed{", "\\fbox{")
+# ── values as text ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def conversation(value: object, column: str) -> Conversation:
+def conversation(value: object, column: str) -> tuple[str, Messages]:
     """A prompt and what was said before it, of a text or of a list of messages that ends with the user's.
 
     >>> conversation([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}], "prompt")
@@ -98,7 +107,7 @@ def conversation(value: object, column: str) -> Conversation:
     return required(said[-1][1], column), said[:-1]
 
 
-def messages_of(value: object, column: str) -> tuple[tuple[str, str], ...]:
+def messages_of(value: object, column: str) -> Messages:
     """A list of messages as (role, text); a system message is the first or none.
 
     >>> messages_of([{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}], "messages")
@@ -108,21 +117,17 @@ def messages_of(value: object, column: str) -> tuple[tuple[str, str], ...]:
         raise UnusableTask(f"{column} is missing")
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
         raise UnusableTask(f"{column} is {type(value).__name__}, neither text nor a list of messages")
-    said = [_message(message, column) for message in value]
-    if any(role == "system" for role, _ in said[1:]):
-        raise UnusableTask(f"{column} has a system message that is not its first")
-    return tuple(said)
-
-
-def _message(message: object, column: str) -> tuple[str, str]:
-    if not isinstance(message, Mapping):
-        raise UnusableTask(f"{column} holds a message that is no {{role, content}}")
-    role, content = message.get("role"), message.get("content")
-    if role not in ROLES:
-        raise UnusableTask(f"{column} holds a message of the role {role!r}; roles are {', '.join(sorted(ROLES))}")
-    if not isinstance(content, str):
-        raise UnusableTask(f"{column} holds a message whose content is no text")
-    return str(role), content
+    for number, message in enumerate(value):
+        if not isinstance(message, Mapping):
+            raise UnusableTask(f"{column} holds a message that is no {{role, content}}")
+        role, content = message.get("role"), message.get("content")
+        if role not in ROLES:
+            raise UnusableTask(f"{column} holds a message of the role {role!r}; roles are {', '.join(sorted(ROLES))}")
+        if not isinstance(content, str):
+            raise UnusableTask(f"{column} holds a message whose content is no text")
+        if role == "system" and number:
+            raise UnusableTask(f"{column} has a system message that is not its first")
+    return tuple((str(message["role"]), message["content"]) for message in value)
 
 
 def required(value: object, column: str) -> str:
@@ -143,30 +148,24 @@ def answer_text(value: object, column: str) -> str:
     """
     if isinstance(value, bool):
         raise UnusableTask(f"{column} is {json.dumps(value)}, neither text nor a number: write it as text")
-    if isinstance(value, int):
-        return str(value)
     if isinstance(value, float):
         finite(value, column)
         return str(int(value)) if value.is_integer() else repr(value)
-    if isinstance(value, list | dict):
-        return json.dumps(value)
-    return required(value, column)
+    return json.dumps(value) if isinstance(value, int | list | dict) else required(value, column)
 
 
 def finite(value: object, column: str) -> None:
-    """Refuse a number that is none: as text, `nan` would be an answer like any other."""
+    """Refuse a number that is NaN or infinite: as text, `nan` would be an answer like any other."""
     if isinstance(value, float) and not math.isfinite(value):
-        raise UnusableTask(f"{column} is {value}, which is no number")
+        raise UnusableTask(f"{column} is {value}, which is NaN or infinite")
 
 
 def parsed(value: object, column: str) -> Any:
     """What a column holds as JSON text, or already holds as a value."""
-    if not isinstance(value, str | bytes):
-        return value
     try:
-        return json.loads(value)
+        return json.loads(value) if isinstance(value, str | bytes) else value
     except (ValueError, RecursionError) as error:
-        raise UnusableTask(f"{column} is no JSON: {_short(error)}") from None
+        raise UnusableTask(f"{column} is no JSON: {' '.join(str(error).split())[:120]}") from None
 
 
 def final_answer(text: str) -> str:
@@ -178,20 +177,10 @@ def final_answer(text: str) -> str:
     _work, mark, after = text.rpartition("####")
     if mark:
         return after.strip()
-    return _last_box(text) or text
-
-
-def _last_box(text: str) -> str:
-    start = max(text.rfind(box) + len(box) if box in text else -1 for box in BOXES)
-    if start < 0:
-        return ""
+    start = max((text.rfind(box) + len(box) for box in BOXES if box in text), default=len(text))
     depth = 1
     for end in range(start, len(text)):
         depth += {"{": 1, "}": -1}.get(text[end], 0)
         if depth == 0:
-            return text[start:end].strip()
-    return ""
-
-
-def _short(error: Exception) -> str:
-    return " ".join(str(error).split())[:120]
+            return text[start:end].strip() or text
+    return text

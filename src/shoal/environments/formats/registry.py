@@ -1,4 +1,4 @@
-"""Which formats there are, and which one fits a data set's columns."""
+"""Which formats there are, which one fits a data set's columns, and what a recipe may say about a data set."""
 
 from __future__ import annotations
 
@@ -11,18 +11,12 @@ from pydantic import Field, model_validator
 from shoal.environments.formats.columns import aime, columns_format, described, gpqa, ifeval
 from shoal.environments.formats.programs import TESTS, code, livecodebench
 from shoal.environments.formats.protocol import Format, Wanted, first_of
-from shoal.environments.generated import Options
 from shoal.errors import EnvironmentSetupError
 
 FORMATS: dict[str, Callable[[tuple[str, ...], Wanted], Format]] = {
-    "described": described,
-    "columns": columns_format,
-    "aime": aime,
-    "livecodebench": livecodebench,
-    "code": code,
-    "gpqa": gpqa,
-    "ifeval": ifeval,
-}
+    "described": described, "columns": columns_format, "aime": aime, "livecodebench": livecodebench, "code": code,
+    "gpqa": gpqa, "ifeval": ifeval,
+}  # fmt: skip
 TELLING: tuple[tuple[str, frozenset[str]], ...] = (
     ("described", frozenset({"verification_info", "prompt"})),
     ("livecodebench", frozenset({"question_content", "public_test_cases"})),
@@ -32,37 +26,12 @@ TELLING: tuple[tuple[str, frozenset[str]], ...] = (
 """Columns by which a format is known; any other has a column of tests, or question and answer columns."""
 
 
-def fit(name: str, columns: tuple[str, ...], wanted: Wanted) -> Format:
-    """The format of that name, or the one that the columns tell of, with its columns found."""
-    if name and name not in FORMATS:
-        raise EnvironmentSetupError(f"there is no format {name!r}; there are {', '.join(FORMATS)}")
-    if wanted.id and wanted.id not in columns:
-        raise EnvironmentSetupError(f"there is no column {wanted.id!r} for the id; there are {', '.join(columns)}")
-    chosen = name or ("columns" if wanted.question and wanted.answer else told_by(columns))
-    return FORMATS[chosen](columns, wanted)
-
-
-def told_by(columns: tuple[str, ...]) -> str:
-    """Which format the columns tell of.
-
-    >>> told_by(("id", "question", "answer"))
-    'columns'
-    """
-    other = "code" if first_of(columns, TESTS) else "columns"
-    return next((name for name, known in TELLING if known <= set(columns)), other)
-
-
-class DatasetOptions(Options):
-    """How to read a data set; with none of these, the columns tell."""
+class DatasetOptions(Wanted):
+    """How to read a data set, [environment.options]; with none of these, the columns tell."""
 
     format: str = Field(
-        default="",
-        description=f"which schema the rows have ({', '.join(FORMATS)}); empty: told by the columns",
+        default="", description=f"which schema the rows have ({', '.join(FORMATS)}); empty: told by the columns"
     )
-    grader: str = Field(default="", description="who scores all rows; empty: by row (task_type), or by the format")
-    question: str = Field(default="", description="the column that is the prompt; empty: found by its name")
-    answer: str = Field(default="", description="the column that is the answer; empty: found by its name")
-    id: str = Field(default="", description="the column that is the id; empty: found by its name, if there is one")
     split: str = Field(default="", description="which split of a folder that holds several; empty: train")
     bad_rows: Literal["", "skip", "refuse"] = Field(
         default="",
@@ -83,6 +52,22 @@ class DatasetOptions(Options):
             raise ValueError("keep_solve_rate must be two numbers from 0 to 1, the lower first")
         return self
 
-    @property
-    def wanted(self) -> Wanted:
-        return Wanted(self.question, self.answer, self.id, self.grader)
+
+def fit(columns: tuple[str, ...], options: DatasetOptions) -> Format:
+    """The format that the options name, or the one that the columns tell of, with its columns found."""
+    if options.format and options.format not in FORMATS:
+        raise EnvironmentSetupError(f"there is no format {options.format!r}; there are {', '.join(FORMATS)}")
+    if options.id and options.id not in columns:
+        raise EnvironmentSetupError(f"there is no column {options.id!r} for the id; there are {', '.join(columns)}")
+    chosen = options.format or ("columns" if options.question and options.answer else told_by(columns))
+    return FORMATS[chosen](columns, options)
+
+
+def told_by(columns: tuple[str, ...]) -> str:
+    """Which format the columns tell of.
+
+    >>> told_by(("id", "question", "answer"))
+    'columns'
+    """
+    other = "code" if first_of(columns, TESTS) else "columns"
+    return next((name for name, known in TELLING if known <= set(columns)), other)
