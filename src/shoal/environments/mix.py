@@ -12,15 +12,16 @@ import hashlib
 import json
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import ClassVar, overload
+from typing import ClassVar
 
 from shoal.environments.composed import Composed
 from shoal.environments.dialogue import DialogueEnvironment, DialogueRule
 from shoal.environments.protocol import (
     Environment,
+    LazyTasks,
     ObjectingEnvironment,
     Score,
     Split,
@@ -184,7 +185,7 @@ class MixedEnvironment:
         return self._by_label[label], inner
 
 
-class MixedTasks(Sequence[Task]):
+class MixedTasks(LazyTasks):
     """One split of a mixture; a position is found when it is asked for."""
 
     def __init__(self, parts: Sequence[Part], split: Split, size: int, aside: Aside) -> None:
@@ -192,25 +193,13 @@ class MixedTasks(Sequence[Task]):
         self._schedule = Schedule([part.weight for part in parts])
         self._split = split
         self._aside = aside
-        self._size = size
+        super().__init__(size, self._at)
 
-    def __len__(self) -> int:
-        return self._size
-
-    @overload
-    def __getitem__(self, index: int) -> Task: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Task]: ...
-    def __getitem__(self, index: int | slice) -> Task | Sequence[Task]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(self._size))]
-        turn = self._schedule.turn(range(self._size)[index])
+    def _at(self, position: int) -> Task:
+        turn = self._schedule.turn(position)
         part, tasks = self._parts[turn.part]
         find = self._train if self._split == "train" else self._held_out
         return _labelled(part, find(part, tasks, turn.nth))
-
-    def __iter__(self) -> Iterator[Task]:
-        return (self[index] for index in range(self._size))
 
     def _train(self, part: Part, tasks: Sequence[Task], nth: int) -> Task:
         """The nth task of a part to train on: past those whose question a part holds out."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol, overload, runtime_checkable
 
 Split = Literal["train", "held_out"]
 SPLITS: tuple[Split, ...] = ("train", "held_out")
@@ -27,6 +27,28 @@ class Task:
     answer: str
     kind: str = ""
     history: tuple[tuple[str, str], ...] = ()
+
+
+class LazyTasks(Sequence[Task]):
+    """So many tasks, each made by its position when it is asked for; nothing is listed in advance."""
+
+    def __init__(self, size: int, make: Callable[[int], Task]) -> None:
+        self._size = size
+        self._make = make
+
+    def __len__(self) -> int:
+        return self._size
+
+    @overload
+    def __getitem__(self, index: int) -> Task: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Task]: ...
+    def __getitem__(self, index: int | slice) -> Task | Sequence[Task]:
+        positions = range(self._size)[index]
+        return self._make(positions) if isinstance(positions, int) else [self._make(each) for each in positions]
+
+    def __iter__(self) -> Iterator[Task]:
+        return map(self._make, range(self._size))
 
 
 @dataclass(frozen=True)
