@@ -78,12 +78,7 @@ def test_an_answer_is_not_read_before_somebody_asks(tmp_path: Path, monkeypatch:
     environment = open_data(write_parquet(tmp_path / "a.parquet", described(20)))
     asked: list[tuple[str, ...]] = []
     read = Table.row
-
-    def watched(self: Table, number: int, columns: tuple[str, ...]) -> dict[str, object]:
-        asked.append(tuple(columns))
-        return read(self, number, columns)
-
-    monkeypatch.setattr(Table, "row", watched)
+    monkeypatch.setattr(Table, "row", lambda table, *which: asked.append(which[1]) or read(table, *which))
     task = replace(environment.task("7/p7"), prompt="What is 7 + 7? Think for 10 tokens.")  # as a length budget does
     assert not any("verification_info" in columns for columns in asked)
     assert json.loads(task.answer) == {"ground_truth": "14"}
