@@ -156,6 +156,13 @@ def test_text_that_is_not_utf_8_in_a_column_of_text_is_a_bad_row(
     assert sorted(good) == [f"{row}/p{row}" for row in range(10) if row not in (4, 5)]
 
 
+def test_graders_of_rows_that_cannot_be_asked_are_part_of_the_environment(tmp_path: Path) -> None:
+    """Its digest names them, and must not change."""
+    rows = described(20, task_type={3: "verifiable_code"}, prompt={3: ""})
+    environment = open_data(write_parquet(tmp_path / "a.parquet", rows), bad_rows="skip")
+    assert "(code, mathematics)" in environment.description
+
+
 def test_a_row_is_told_by_one_number_where_one_is_enough(tmp_path: Path) -> None:
     for name in ("a", "b"):
         write_parquet(tmp_path / f"{name}.parquet", [{**row, "problem_id": None} for row in described(10)])

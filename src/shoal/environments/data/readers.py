@@ -283,11 +283,13 @@ class CsvSource(Source):
         if uneven is not None:
             raise EnvironmentSetupError(f"row {uneven} of {path} has {len(rows[uneven])} values, not {len(names)}")
         super().__init__(path, names, ["string"] * len(names), [len(rows)])
-        columns = [pa.array([row[place] for row in rows], pa.string()) for place in range(len(names))]
-        self._whole = pa.record_batch(columns, names=names)
+        self._values = {name: [row[place] for row in rows] for place, name in enumerate(names)}
 
-    def _batches(self, piece: int, columns: tuple[str, ...]) -> Iterator[Any]:  # noqa: ARG002 - there is one
-        yield self._whole.select(list(columns))
+    def scan(self, columns: Sequence[str]) -> Iterator[Batch]:
+        yield {name: self._values[name] for name in columns}
+
+    def row(self, index: int, columns: Sequence[str]) -> dict[str, Any]:
+        return {name: self._values[name][index] for name in columns}
 
 
 # ── JSON lines ───────────────────────────────────────────────────────────────────────────────────────────────────

@@ -147,20 +147,27 @@ def _scan(table: Table, layout: Format, band: Band | None) -> Scan:
 
 
 def _all_asked(batch: Batch, layout: Format, graders: set[str]) -> bytes:
-    """The digests of prompts that are a column of text, the quick way; nothing if something is wrong with a row."""
+    """The digests of prompts that are a column of text, the quick way; nothing if something is wrong with a row.
+
+    The graders of all rows count, also of those that turn out to be unusable: the environment's digest names them.
+    """
     texts = _texts(batch[layout.plain]) if layout.plain else None
-    if texts is None or max(map(len, texts), default=0) > ROW_LIMIT_BYTES:
+    if texts is None:
         return b""
+    kinds = values_of(batch[layout.kinds]) if layout.kinds else []
+    wrong = max(map(len, texts), default=0) > ROW_LIMIT_BYTES
+    for kind in {kind if isinstance(kind, str) else str(kind)[:100] for kind in kinds}:
+        try:
+            graders.add(layout.judge(kind))
+        except UnusableTask:
+            wrong = True
+    graders |= {layout.grader} - {""}
     try:
-        kinds = set(values_of(batch[layout.kinds])) if layout.kinds else set()
-        found = {layout.judge(kind) for kind in kinds} if kinds else {layout.grader}
-        digests = [ascii_digest(text) if text.isascii() else prompt_digest(text.decode()) for text in texts]
-    except (UnusableTask, UnicodeDecodeError, TypeError):  # a list or a record can be in no set
+        asked = () if wrong else texts
+        digests = [ascii_digest(text) if text.isascii() else prompt_digest(text.decode()) for text in asked]
+    except UnicodeDecodeError:
         return b""
-    if BLANK in digests or any(isinstance(kind, Broken) for kind in kinds):
-        return b""
-    graders |= found
-    return b"".join(digests)
+    return b"" if BLANK in digests else b"".join(digests)
 
 
 def _each_asked(batch: Batch, layout: Format, graders: set[str], problems: Problems, first: int) -> bytes:
