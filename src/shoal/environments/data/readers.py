@@ -21,6 +21,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -177,6 +178,7 @@ class ParquetSource(Source):
     def __init__(self, path: Path, pieces: Pieces) -> None:
         self._pieces = pieces
         self._unpacked: dict[tuple[object, ...], ArrowSource] = {}
+        self._size = lru_cache(maxsize=None)(self._unpacked_bytes)
         with _reading(path, self.kind):
             self._file = pq.ParquetFile(path, memory_map=False, pre_buffer=False, buffer_size=2**20)
             schema, found = self._file.schema_arrow, self._file.metadata
@@ -221,7 +223,7 @@ class ParquetSource(Source):
                 cache.leave_room(scratch.parent)
                 writer.write_batch(batch.select(list(columns)))
 
-    def _size(self, group: int, columns: Sequence[str]) -> int:
+    def _unpacked_bytes(self, group: int, columns: tuple[str, ...]) -> int:
         """Bytes of these columns of a row group, unpacked."""
         found = self._file.metadata.row_group(group)
         chunks = (found.column(number) for number in range(found.num_columns))
