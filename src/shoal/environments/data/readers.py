@@ -6,8 +6,8 @@
     CSV         read whole, every value as text, so only small ones
     JSON lines  where each line begins is found once, and a line is decoded when it is asked for: row n is line n + 1
 
-`pyarrow.dataset` decodes a whole row group before it gives the first batch of it (twice the memory, several times as
-slow, of a group of 400 MB), does not read Arrow streams, and does not say which line of JSON is bad.
+`pyarrow.dataset` decodes a whole row group before it gives the first batch of it (800 MB instead of 330 MB for one of
+400 MB), does not read Arrow streams, and does not say which line of JSON is bad.
 """
 
 from __future__ import annotations
