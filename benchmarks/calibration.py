@@ -25,7 +25,7 @@ from shoal.models.load import load_model
 from shoal.models.state import policy_views
 from shoal.validator.calibrate import BLOCKS, Measurement, Plan, measure, openings, prompts_of
 
-COLUMNS = ("outside_rate", "distance_max", "exponent_rate", "mantissa_mean", "mantissa_spread", "logprob_max")
+COLUMNS = ("outside_rate", "distance_max", "exponent_rate", "mantissa_mean", "logprob_max")
 
 
 def measured(options: argparse.Namespace, name: str) -> Iterator[tuple[str, str, Measurement, float]]:

@@ -15,7 +15,7 @@ from shoal.cli.folder import RunFolder
 from shoal.cli.recipe import Recipe, load_recipe
 from shoal.environments import ENVIRONMENTS, EnvironmentSettings
 from shoal.environments.data.locating import kind_of
-from shoal.environments.formats import FORMATS
+from shoal.environments.formats.registry import FORMATS
 from shoal.errors import ConfigError, EnvironmentSetupError
 from shoal.models import BUILTIN
 from shoal.runtime.config import parse_config

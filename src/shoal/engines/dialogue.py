@@ -14,16 +14,18 @@ Both ask `reply`, which depends on the tokens alone; so what a worker drew reads
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Literal, Protocol
 
-from shoal.engines.protocol import Finish, Respond
+from shoal.engines.protocol import Engine, Finish, Respond
+from shoal.environments import Environment, Task, dialogue_of, has_dialogues, prompt_settings_of
 from shoal.environments.tools import TOOLS, Tool
 from shoal.errors import ConfigError
+from shoal.models.prompts import PromptEncoder
 from shoal.models.tokenizer import TextTokenizer
-from shoal.protocol import DialogueTerms, Lease
+from shoal.protocol import DialogueTerms, Lease, SamplingParameters
 from shoal.protocol.given import Spans
 
 
@@ -83,51 +85,44 @@ class Dialogue:
         given = (*self.terms.before, *self.texts.encode_plain(said), *self.terms.after)
         return given[: self.max_new_tokens] or None  # what is longer leaves no room either way
 
-    def respond(self, token_ids: Sequence[int]) -> tuple[int, ...] | None:
-        """`GenerationRequest.respond`: the reply to a completion that has just come to the end of a turn."""
+    def _walk(self, token_ids: Sequence[int]) -> Iterator[tuple[Sequence[Sequence[int]], int, tuple[int, ...] | None]]:
+        """At each end of a turn: the turns so far, the place after it, and the reply, which is passed over."""
         turns, at = list[Sequence[int]](), 0
         while True:
-            end = _index(token_ids, self.eos_token_id, at)
-            if end is None:
-                return None
+            try:
+                end = token_ids.index(self.eos_token_id, at)
+            except ValueError:
+                return
             turns.append(token_ids[at:end])
             given = self.reply(turns)
-            if given is None or end == len(token_ids) - 1:
-                return given
+            yield turns, end + 1, given
+            if given is None:
+                return
             at = end + 1 + len(given)
+
+    def respond(self, token_ids: Sequence[int]) -> tuple[int, ...] | None:
+        """`GenerationRequest.respond`: the reply to a completion that has just come to the end of a turn."""
+        return next((given for _turns, at, given in self._walk(token_ids) if at == len(token_ids)), None)
 
     def read(self, token_ids: Sequence[int], whole: bool = True) -> Reading:
         """Take a completion apart, checking that exactly what the tool says stands where it must, and nothing else.
 
         One that is not `whole` may stop anywhere, also in the middle of the tool's words.
         """
-        spans, turns, at = list[tuple[int, int]](), list[Sequence[int]](), 0
-        while True:
-            end = _index(token_ids, self.eos_token_id, at)
-            if end is None:
-                cut = len(token_ids) == self.max_new_tokens
-                return Reading(tuple(spans), len(turns) + 1, "length" if cut else None)
-            turns.append(token_ids[at:end])
-            given = self.reply(turns)
-            at = end + 1
+        spans, count = list[tuple[int, int]](), 0
+        for turns, at, given in self._walk(token_ids):
+            count = len(turns)
             if given is None or at + len(given) >= self.max_new_tokens:
                 finish: Finish = "eos" if given is None else "length"
-                return Reading(tuple(spans), len(turns), finish, "" if at == len(token_ids) else "past end", at)
+                return Reading(tuple(spans), count, finish, "" if at == len(token_ids) else "past end", at)
             there = tuple(token_ids[at : at + len(given)])
             if not whole and len(there) < len(given) and there == given[: len(there)]:
-                begun = [(at, len(there))] if there else []
-                return Reading((*spans, *begun), len(turns), None)
+                return Reading((*spans, *([(at, len(there))] if there else [])), count, None)
             if there != given:
-                return Reading(tuple(spans), len(turns), None, "other words", at)
+                return Reading(tuple(spans), count, None, "other words", at)
             spans.append((at, len(given)))
-            at += len(given)
-
-
-def _index(token_ids: Sequence[int], token: int, start: int) -> int | None:
-    try:
-        return token_ids.index(token, start)
-    except ValueError:
-        return None
+        cut = len(token_ids) == self.max_new_tokens
+        return Reading(tuple(spans), count + 1, "length" if cut else None)
 
 
 @dataclass
@@ -197,24 +192,72 @@ def dialogue_for(lease: Lease, files: Mapping[str, bytes]) -> Dialogue | None:
     return Dialogue(lease.dialogue, sampling.eos_token_id, sampling.max_new_tokens, tool, texts_of(files))
 
 
-class _Files:
-    """A policy's files as a key: versions of a policy share them, and a tokenizer takes long to load."""
-
-    def __init__(self, files: Mapping[str, bytes]) -> None:
-        self.files = files
-
-    def __hash__(self) -> int:
-        return hash(self.files.get("tokenizer.json"))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Files) and self.files == other.files
-
-
 def texts_of(files: Mapping[str, bytes]) -> Texts:
-    """A policy's tokenizer, kept from one time to the next."""
-    return _texts(_Files(files))
+    """A policy's tokenizer, kept from one time to the next: versions share it, and it takes long to load."""
+    return _texts(tuple(sorted(files.items())))
 
 
 @lru_cache(maxsize=2)
-def _texts(key: _Files) -> Texts:
-    return TextTokenizer(key.files) if "tokenizer.json" in key.files else Characters()
+def _texts(files: tuple[tuple[str, bytes], ...]) -> Texts:
+    return TextTokenizer(dict(files)) if "tokenizer.json" in dict(files) else Characters()
+
+
+# ── where no lease says how they go, and nothing is drawn: evaluation ────────────────────────────────────────────
+
+
+class Talks:
+    """The dialogues of an environment's tasks by a model's files: the very terms that the hub puts into leases."""
+
+    def __init__(self, environment: Environment, files: Mapping[str, bytes], sampling: SamplingParameters) -> None:
+        self._environment, self._files, self._sampling = environment, files, sampling
+        self._frame: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+        if has_dialogues(environment) and "tokenizer.json" in files:
+            self._frame = PromptEncoder.of(files, prompt_settings_of(environment)).frame()
+
+    def of(self, task: str | Task) -> Dialogue | None:
+        """The dialogue of a task; None if nobody answers in it."""
+        if not has_dialogues(self._environment):
+            return None
+        known = self._environment.task(task) if isinstance(task, str) else task
+        rule, (before, after) = dialogue_of(self._environment, known), self._frame
+        if rule is None:
+            return None
+        terms = DialogueTerms(tool=rule.tool, max_turns=rule.max_turns, before=before, after=after)
+        sampling = self._sampling
+        return Dialogue(terms, sampling.eos_token_id, sampling.max_new_tokens, TOOLS[rule.tool], texts_of(self._files))
+
+
+def greedy_answers(
+    engine: Engine, prompts: Sequence[tuple[int, ...]], talks: Sequence[Dialogue | None], sampling: SamplingParameters
+) -> list[list[int]]:
+    """Of each greedy completion what the model says last, without the end-of-sequence token."""
+    lines = greedy_lines(engine, prompts, talks, sampling)
+    last = [line.tokens[sum(line.given[-1]) if line.given else 0 :] for line in lines]
+    return [turn[:-1] if turn[-1:] == [sampling.eos_token_id] else turn for turn in last]
+
+
+def greedy_lines(
+    engine: Engine, prompts: Sequence[tuple[int, ...]], talks: Sequence[Dialogue | None], sampling: SamplingParameters
+) -> list[Line]:
+    """The most probable token at every step, whatever the temperature: whole completions, with how they ended.
+
+    Turn by turn: engines decode greedily to the first end-of-sequence token, so what was said is put in front.
+    """
+    eos, limit = sampling.eos_token_id, sampling.max_new_tokens
+    lines = [Line(talk.respond if talk else lambda _tokens: None, eos, limit) for talk in talks]
+    unfinished = list(range(len(lines)))
+    while unfinished:
+        asked = [(*prompts[n], *lines[n].tokens) for n in unfinished]
+        room = limit - min(len(lines[n].tokens) for n in unfinished)
+        turns = engine.greedy(asked, room, eos)
+        unfinished = [n for n, turn in zip(unfinished, turns, strict=True) if _continues(lines[n], turn.tolist())]
+    return lines
+
+
+def _continues(line: Line, turn: Sequence[int]) -> bool:
+    """Take a turn, and what is said to it; whether there is another."""
+    if not all(line.take(token) for token in turn):
+        return False
+    while line.forced is not None:
+        line.take(line.forced)
+    return True

@@ -3,21 +3,18 @@
     protocol   Task, Score, Environment: what everything here implements; ObjectingEnvironment: what one may add
     settings   EnvironmentSettings: the [environment] section of a recipe, with its tables
     generated  GeneratedEnvironment: tasks computed from their index, none stored
-    sort       SortEnvironment: put digits in order (the demo's task)
-    addition   AdditionEnvironment: add two numbers
+    digits     SortEnvironment (the demo's task), AdditionEnvironment, CalculatorEnvironment (with a tool to compute)
     gym        GymEnvironment: the generators of reasoning-gym, by name
     mix        MixedEnvironment: several environments with weights
-    aside      what one part of a mixture holds out, no part trains on
+    questions  whether two prompts are the same question; what one part of a mixture holds out, no part trains on
     dataset    DatasetEnvironment: tasks from Parquet, JSON lines or Arrow, of any size
     data/      how data sets are found, read, scanned, checked and split
     formats/   how a row becomes a task: the described schema, question and answer, AIME, LiveCodeBench, GPQA, IFEval
     function   FunctionEnvironment: a reward of your own, one Python file
     graders/   what a completion of one kind of task is worth: mathematics, code, …
-    calculator CalculatorEnvironment: arithmetic, with a tool to compute it
     dialogue   DialogueEnvironment, DialogueRule: an environment that answers the model's turns
     tools/     what answers a model's turn, where an environment has several
-    length     LengthBudget: a target length per unit, in the prompt and in the reward
-    composed   Composed: an environment with how it is asked and what else counts
+    composed   Composed: an environment with how it is asked and what else counts; LengthBudget: a target per unit
     registry   ENVIRONMENTS, build
 
 An environment needs no tensor library: the hub reads tasks from it, the validator scores with it, and both compare

@@ -8,12 +8,47 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from shoal.environments.length import LengthBudget
 from shoal.environments.protocol import Environment, ObjectingEnvironment, Score, Split, Task, require_scoring
-from shoal.environments.settings import EnvironmentSettings, JudgeSettings, PromptSettings, ScoringSettings
+from shoal.environments.settings import (
+    EnvironmentSettings,
+    JudgeSettings,
+    LengthSettings,
+    PromptSettings,
+    ScoringSettings,
+)
 from shoal.errors import EnvironmentSetupError
+
+
+@dataclass(frozen=True)
+class LengthBudget:
+    """The rule of a run; see `LengthSettings` for the forms."""
+
+    settings: LengthSettings
+
+    def target(self, run: str, unit: int) -> int:
+        """The target of a unit; every one of `targets` equally often."""
+        digest = hashlib.sha256(f"shoal/length/v1\n{run}\n{unit}".encode()).digest()
+        return self.settings.targets[int.from_bytes(digest[:8], "big") % len(self.settings.targets)]
+
+    def ask(self, task: Task, target: int) -> Task:
+        """The task with its target in the prompt."""
+        said = self.settings.text.replace("{target}", str(target))
+        return replace(task, prompt=f"{task.prompt} {said}")
+
+    def worth(self, score: Score, target: int, tokens: int) -> Score:
+        """What a completion of so many tokens is worth; parts `task`, `length` and `target` say how it came about."""
+        settings, task = self.settings, score.value
+        if settings.form == "exact":
+            value = task - settings.alpha * abs(target - tokens)
+        elif settings.form == "max":
+            value = task * min(1.0, max(0.0, settings.alpha * (target - tokens) + settings.delta))
+        else:
+            value = task if tokens <= target else 0.0
+        parts = {**score.parts, "task": task, "length": value - task, "target": float(target)}
+        return replace(score, value=value, parts=parts)
 
 
 class Composed:
@@ -75,7 +110,7 @@ def _digest(inner: Environment, settings: EnvironmentSettings) -> str:
 
 def folder_digest(folder: Path) -> str:
     """Hex SHA-256 over the names and bytes of a model's files, hidden ones aside."""
-    from shoal.environments.data.digest import file_digest
+    from shoal.environments.data.cache import file_digest
 
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     shown = [name for name in names if not any(part.startswith(".") for part in name.split("/"))]

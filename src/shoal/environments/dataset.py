@@ -13,23 +13,20 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, overload
+from typing import ClassVar
 
-from shoal.environments.data.checking import Checked, check, known_check, usable_answer
-from shoal.environments.data.opening import Opened, open_data
-from shoal.environments.data.options import DatasetOptions
-from shoal.environments.data.problems import Problems
-from shoal.environments.data.splitting import Splits, split_one, split_two
+import numpy as np
+
+from shoal.environments.data.checking import Checked, Problems, check, known_check, usable_answer
+from shoal.environments.data.scanning import Flags, Numbers, Opened, Splits, open_data, split_one, split_two
+from shoal.environments.formats.registry import DatasetOptions
 from shoal.environments.generated import Options
 from shoal.environments.graders.protocol import DemandingGrader, Grader
 from shoal.environments.graders.registry import grader
-from shoal.environments.protocol import Score, Split, Task
+from shoal.environments.protocol import LazyTasks, Score, Split, Task
 from shoal.environments.settings import Ingredient
 from shoal.errors import EnvironmentSetupError, ScoringFailure, UnusableTask
 from shoal.runtime.text import count_of
-
-if TYPE_CHECKING:
-    from shoal.environments.data.scanning import Flags
 
 log = logging.getLogger("shoal.environments.rows")
 LONGEST_ID = 100
@@ -79,12 +76,18 @@ class DatasetEnvironment:
         self.options = options
         self._graders: dict[str, Grader] = {}
         self._main = open_data(path, options)
-        self._other = _open_held_out(options)
+        rest = options.model_copy(update={"split": "", "keep_solve_rate": None})
+        self._other = open_data(options.held_out, rest) if options.held_out else None
         self.problems: Problems = self._main.found.problems
         self.splits = self._divide(held_out_size)
-        self.data_digest = _joint_digest(self._main, self._other)
+        self.data_digest = self._main.digest
+        if self._other is not None:
+            both = f"shoal/dataset/two/v1\n{self._main.digest}\n{self._other.digest}"
+            self.data_digest = hashlib.sha256(both.encode()).hexdigest()
         self.digest = self._digest(held_out_size)
-        self._checked = [self._known(opened) for opened in self._opened]
+        self._checked = [
+            known_check(opened.table, opened.layout, self._grader, opened.found.graders) for opened in self._opened
+        ]
         self._refuse_or_tell_kinds()
         if options.bad_rows == "refuse":
             self._refuse()
@@ -93,11 +96,14 @@ class DatasetEnvironment:
     # ── tasks ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def tasks(self, split: Split) -> Sequence[Task]:
-        return StoredTasks(self, split)
+        return LazyTasks(len(self._rows(split)), lambda position: self.drawn(split, position))
+
+    def _rows(self, split: Split) -> Numbers:
+        return self.splits.train if split == "train" else self.splits.held_out
 
     def row_at(self, split: Split, position: int) -> int:
         """Which row of its data set a task is."""
-        return int((self.splits.train if split == "train" else self.splits.held_out)[position])
+        return int(self._rows(split)[position])
 
     def drawn(self, split: Split, position: int) -> Task:
         """The task at a position of a split; `UnusableTask` if its answer is no good (which is looked up once)."""
@@ -189,9 +195,8 @@ class DatasetEnvironment:
 
     def prompt_digests(self, split: Split) -> Iterable[bytes]:
         """The digest of every prompt of a split, without reading the prompts again."""
-        rows = self.splits.train if split == "train" else self.splits.held_out
         digests = self._holder(split).found.digests
-        return (digests[row].tobytes() for row in rows.tolist())
+        return (digests[row].tobytes() for row in self._rows(split).tolist())
 
     def check(self, progress: Callable[[int, int], None]) -> tuple[Finding, ...]:
         """Look at every answer of every row, of each data set (a held-out file is one of its own).
@@ -244,8 +249,6 @@ class DatasetEnvironment:
 
     def kinds(self) -> Iterator[str]:
         """A line for each kind of rows: how many there are, can be used, are trained on."""
-        import numpy as np
-
         for opened, checked in zip(self._opened, self._checked, strict=True):
             found, good, trained = opened.found, _good(opened, checked), np.zeros(opened.table.rows, bool)
             trained[self.splits.train if opened is self._main else []] = True
@@ -273,8 +276,6 @@ class DatasetEnvironment:
 
     def _unusable_kinds(self, opened: Opened, checked: Checked | None) -> Iterator[str]:
         """Each with its number of rows and the reason of the first; of answers that nobody checked, a few are read."""
-        import numpy as np
-
         good = _good(opened, checked)
         for number, kind in enumerate(opened.found.kinds):
             rows = np.flatnonzero(opened.found.kind_of == number)
@@ -300,9 +301,6 @@ class DatasetEnvironment:
 
     def _holder(self, split: Split) -> Opened:
         return self._other if split == "held_out" and self._other is not None else self._main
-
-    def _known(self, opened: Opened) -> Checked | None:
-        return known_check(opened.table, opened.layout, self._grader, opened.found.graders)
 
     def _look(self, opened: Opened, progress: Callable[[int], None]) -> Checked:
         return check(opened.table, opened.layout, opened.found, self._grader, progress)
@@ -359,31 +357,6 @@ class DatasetEnvironment:
             log.warning("%s: %s a held-out question and %s left out of training", self._main.path, repeat, are)
 
 
-class StoredTasks(Sequence[Task]):
-    """The tasks of one split, each read when it is asked for."""
-
-    def __init__(self, environment: DatasetEnvironment, split: Split) -> None:
-        self._environment = environment
-        self._split: Split = split
-        splits = environment.splits
-        self._size = len(splits.train if split == "train" else splits.held_out)
-
-    def __len__(self) -> int:
-        return self._size
-
-    @overload
-    def __getitem__(self, index: int) -> Task: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Task]: ...
-    def __getitem__(self, index: int | slice) -> Task | Sequence[Task]:
-        if isinstance(index, slice):
-            return [self[position] for position in range(*index.indices(self._size))]
-        return self._environment.drawn(self._split, range(self._size)[index])
-
-    def __iter__(self) -> Iterator[Task]:
-        return (self[position] for position in range(self._size))
-
-
 def _good(opened: Opened, checked: Checked | None) -> Flags:
     """Which rows can be used, as far as is known."""
     good = opened.found.usable.copy()
@@ -402,15 +375,3 @@ def make_dataset(options: Options, given: Ingredient) -> DatasetEnvironment:
     if given.data is None:
         raise EnvironmentSetupError("environment dataset needs data: a Parquet or JSON lines file, or a folder of them")
     return DatasetEnvironment(options, given.data, given.held_out_size)
-
-
-def _open_held_out(options: DatasetOptions) -> Opened | None:
-    if options.held_out is None:
-        return None
-    return open_data(options.held_out, options.model_copy(update={"split": "", "keep_solve_rate": None}))
-
-
-def _joint_digest(main: Opened, other: Opened | None) -> str:
-    if other is None:
-        return main.digest
-    return hashlib.sha256(f"shoal/dataset/two/v1\n{main.digest}\n{other.digest}".encode()).hexdigest()

@@ -26,8 +26,7 @@ from types import ModuleType
 from typing import Any, get_args
 
 from shoal.environments.dialogue import DEFAULT_TURNS, MAX_TURNS, DialogueRule
-from shoal.environments.parts import is_reserved, reserved_names
-from shoal.environments.protocol import Score, Split, Task
+from shoal.environments.protocol import Score, Split, Task, is_reserved, reserved_names
 from shoal.errors import EnvironmentSetupError, ScoringFailure
 
 TASK_KEYS = frozenset({"id", "prompt", "answer", "split"})

@@ -9,12 +9,12 @@ from __future__ import annotations
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from typing import ClassVar, Protocol, overload
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 from pydantic import BaseModel, ConfigDict
 
-from shoal.environments.protocol import SPLITS, Score, Split, Task
+from shoal.environments.protocol import SPLITS, LazyTasks, Score, Split, Task
 from shoal.errors import EnvironmentSetupError
 
 HELD_OUT_PER_256 = 32
@@ -91,7 +91,7 @@ class GeneratedEnvironment(ABC):
         return Score(value=exact, parts={"exact": exact})
 
     def tasks(self, split: Split) -> Sequence[Task]:
-        return GeneratedTasks(self, split, self._sizes[split])
+        return LazyTasks(self._sizes[split], lambda index: self.make(split, index))
 
     def task(self, task_id: str) -> Task:
         return self.make(*numbered_task(self.name, task_id, self._sizes))
@@ -105,34 +105,3 @@ class GeneratedEnvironment(ABC):
         raise EnvironmentSetupError(
             f"environment {self.name}: its options {self.options!r} leave no {split} task; allow more digits"
         )
-
-
-class Maker(Protocol):
-    """What makes tasks from their index."""
-
-    def make(self, split: Split, index: int) -> Task: ...
-
-
-class GeneratedTasks(Sequence[Task]):
-    """The tasks of one split, each made when it is asked for."""
-
-    def __init__(self, environment: Maker, split: Split, size: int) -> None:
-        self._environment = environment
-        self._split = split
-        self._size = size
-
-    def __len__(self) -> int:
-        return self._size
-
-    @overload
-    def __getitem__(self, index: int) -> Task: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Task]: ...
-    def __getitem__(self, index: int | slice) -> Task | Sequence[Task]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(self._size))]
-        position = range(self._size)[index]
-        return self._environment.make(self._split, position)
-
-    def __iter__(self) -> Iterator[Task]:
-        return (self._environment.make(self._split, index) for index in range(self._size))

@@ -17,11 +17,11 @@ from typing import Any, ClassVar, Self
 
 from pydantic import Field, model_validator
 
-from shoal.environments.generated import GeneratedTasks, Options, is_held_out, numbered_task
+from shoal.environments.generated import Options, is_held_out, numbered_task
 from shoal.environments.graders.thinking import after_thinking
 from shoal.environments.gym_source import VERSION, Generator, example_answer
-from shoal.environments.protocol import Score, Split, Task
-from shoal.environments.schedule import Schedule
+from shoal.environments.mix import Schedule
+from shoal.environments.protocol import LazyTasks, Score, Split, Task
 from shoal.errors import EnvironmentSetupError
 
 CANDIDATES_PER_TASK = 512
@@ -88,7 +88,7 @@ class GymEnvironment:
         self._found = lru_cache(maxsize=ENTRIES_KEPT)(self._find)
 
     def tasks(self, split: Split) -> Sequence[Task]:
-        return GeneratedTasks(self, split, self._sizes[split])
+        return LazyTasks(self._sizes[split], lambda index: self.make(split, index))
 
     def task(self, task_id: str) -> Task:
         return self.make(*numbered_task(self.name, task_id, self._sizes))

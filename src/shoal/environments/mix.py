@@ -12,18 +12,105 @@ import hashlib
 import json
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, overload
+from fractions import Fraction
+from typing import ClassVar
 
-from shoal.environments.aside import Aside, task_digest
 from shoal.environments.composed import Composed
 from shoal.environments.dialogue import DialogueEnvironment, DialogueRule
-from shoal.environments.parts import is_reserved, reserved_names
-from shoal.environments.protocol import Environment, ObjectingEnvironment, Score, Split, Task, require_scoring
-from shoal.environments.schedule import Schedule, permute
+from shoal.environments.protocol import (
+    Environment,
+    LazyTasks,
+    ObjectingEnvironment,
+    Score,
+    Split,
+    Task,
+    is_reserved,
+    require_scoring,
+    reserved_names,
+)
+from shoal.environments.questions import Aside, task_digest
 from shoal.environments.settings import EnvironmentSettings, Ingredient, MixPart
 from shoal.errors import EnvironmentSetupError, UnusableTask
+
+FEISTEL_ROUNDS = 4
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A position's part, and how many earlier positions were that part's."""
+
+    part: int
+    nth: int
+
+
+class Schedule:
+    """Positions dealt out by weights: the parts are split in two halves, again and again, each time evenly spread.
+
+    >>> [Schedule([2, 1]).turn(position).part for position in range(6)]
+    [1, 0, 0, 1, 0, 0]
+    """
+
+    def __init__(self, weights: Sequence[float]) -> None:
+        self._weights = [Fraction(weight).limit_denominator(10**6) or Fraction(1, 10**6) for weight in weights]
+        self._sums = [Fraction(0)]
+        for weight in self._weights:
+            self._sums.append(self._sums[-1] + weight)
+
+    def turn(self, position: int) -> Turn:
+        first, last, nth = 0, len(self._weights), position
+        while last - first > 1:
+            middle = (first + last) // 2
+            before, after = self._left(first, middle, last, nth), self._left(first, middle, last, nth + 1)
+            if after > before:
+                last, nth = middle, before
+            else:
+                first, nth = middle, nth - before
+        return Turn(first, nth)
+
+    def counts(self, positions: int) -> list[int]:
+        """How many of the first `positions` each part has."""
+        found = [0] * len(self._weights)
+        self._count(0, len(self._weights), positions, found)
+        return found
+
+    def _count(self, first: int, last: int, positions: int, found: list[int]) -> None:
+        if last - first == 1:
+            found[first] = positions
+            return
+        middle = (first + last) // 2
+        left = self._left(first, middle, last, positions)
+        self._count(first, middle, left, found)
+        self._count(middle, last, positions - left, found)
+
+    def _left(self, first: int, middle: int, last: int, positions: int) -> int:
+        """How many of so many positions go to the left half: rounded down, so that each step is 0 or 1."""
+        left, whole = self._sums[middle] - self._sums[first], self._sums[last] - self._sums[first]
+        return int(positions * left / whole)
+
+
+def permute(position: int, size: int, key: str) -> int:
+    """Where `position` of `range(size)` goes under the permutation that `key` names; each number is met once.
+
+    >>> sorted(permute(position, 5, "any") for position in range(5))
+    [0, 1, 2, 3, 4]
+    """
+    half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
+    value = _feistel(position, half_bits, key)
+    while value >= size:  # a permutation of a larger range, walked until it is inside: it must come back
+        value = _feistel(value, half_bits, key)
+    return value
+
+
+def _feistel(value: int, half_bits: int, key: str) -> int:
+    mask = (1 << half_bits) - 1
+    left, right = value >> half_bits, value & mask
+    for turn in range(FEISTEL_ROUNDS):
+        digest = hashlib.sha256(f"shoal/mix/v1\n{key}\n{turn}\n{right}".encode()).digest()
+        left, right = right, left ^ (int.from_bytes(digest[:8], "big") & mask)
+    return (left << half_bits) | right
+
 
 LONGEST = 10**12
 """Positions of a mixture at most, however rare a part is: no run is that long."""
@@ -98,7 +185,7 @@ class MixedEnvironment:
         return self._by_label[label], inner
 
 
-class MixedTasks(Sequence[Task]):
+class MixedTasks(LazyTasks):
     """One split of a mixture; a position is found when it is asked for."""
 
     def __init__(self, parts: Sequence[Part], split: Split, size: int, aside: Aside) -> None:
@@ -106,25 +193,13 @@ class MixedTasks(Sequence[Task]):
         self._schedule = Schedule([part.weight for part in parts])
         self._split = split
         self._aside = aside
-        self._size = size
+        super().__init__(size, self._at)
 
-    def __len__(self) -> int:
-        return self._size
-
-    @overload
-    def __getitem__(self, index: int) -> Task: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Task]: ...
-    def __getitem__(self, index: int | slice) -> Task | Sequence[Task]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(self._size))]
-        turn = self._schedule.turn(range(self._size)[index])
+    def _at(self, position: int) -> Task:
+        turn = self._schedule.turn(position)
         part, tasks = self._parts[turn.part]
         find = self._train if self._split == "train" else self._held_out
         return _labelled(part, find(part, tasks, turn.nth))
-
-    def __iter__(self) -> Iterator[Task]:
-        return (self[index] for index in range(self._size))
 
     def _train(self, part: Part, tasks: Sequence[Task], nth: int) -> Task:
         """The nth task of a part to train on: past those whose question a part holds out."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol, overload, runtime_checkable
 
 Split = Literal["train", "held_out"]
 SPLITS: tuple[Split, ...] = ("train", "held_out")
@@ -27,6 +27,28 @@ class Task:
     answer: str
     kind: str = ""
     history: tuple[tuple[str, str], ...] = ()
+
+
+class LazyTasks(Sequence[Task]):
+    """So many tasks, each made by its position when it is asked for; nothing is listed in advance."""
+
+    def __init__(self, size: int, make: Callable[[int], Task]) -> None:
+        self._size = size
+        self._make = make
+
+    def __len__(self) -> int:
+        return self._size
+
+    @overload
+    def __getitem__(self, index: int) -> Task: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Task]: ...
+    def __getitem__(self, index: int | slice) -> Task | Sequence[Task]:
+        positions = range(self._size)[index]
+        return self._make(positions) if isinstance(positions, int) else [self._make(each) for each in positions]
+
+    def __iter__(self) -> Iterator[Task]:
+        return map(self._make, range(self._size))
 
 
 @dataclass(frozen=True)
@@ -130,3 +152,26 @@ def identity_of(environment: Environment) -> Identity:
         digest=environment.digest,
         data_digest=str(getattr(environment, "data_digest", "")),
     )
+
+
+RESERVED = {
+    "task": "the reward before length and judges count",
+    "length": "what the length added",
+    "target": "the length that was asked for",
+    "limit": "scoring took too much time or memory",
+    "shuffled_from": "whose reward it is in the control run",
+}
+RESERVED_PREFIX = "judge."
+
+
+def is_reserved(name: str) -> bool:
+    """
+    >>> is_reserved("task"), is_reserved("judge.taste"), is_reserved("style")
+    (True, True, False)
+    """
+    return name in RESERVED or name.startswith(RESERVED_PREFIX)
+
+
+def reserved_names() -> str:
+    """For messages."""
+    return f"{', '.join(RESERVED)} and {RESERVED_PREFIX}*"

@@ -8,17 +8,22 @@ from difflib import get_close_matches
 
 from pydantic import ValidationError
 
-from shoal.environments.addition import AdditionEnvironment, AdditionOptions
-from shoal.environments.calculator import CalculatorEnvironment, CalculatorOptions
 from shoal.environments.composed import Composed, is_plain
-from shoal.environments.data import DatasetOptions
+from shoal.environments.digits import (
+    AdditionEnvironment,
+    AdditionOptions,
+    CalculatorEnvironment,
+    CalculatorOptions,
+    SortEnvironment,
+    SortOptions,
+)
+from shoal.environments.formats.registry import DatasetOptions
 from shoal.environments.function import FunctionEnvironment
 from shoal.environments.generated import Options
 from shoal.environments.gym import GymEnvironment, GymOptions
 from shoal.environments.mix import mixed
 from shoal.environments.protocol import Environment, Split
 from shoal.environments.settings import EnvironmentSettings, Ingredient
-from shoal.environments.sort import SortEnvironment, SortOptions
 from shoal.errors import EnvironmentSetupError
 
 GENERATED = 100_000

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 
 from shoal.engines import Engine, GenerationRequest
 from shoal.engines.asking import Asking, CannotBeAsked
-from shoal.engines.dialogue import Dialogue
-from shoal.engines.turns import Talks, greedy_lines
+from shoal.engines.dialogue import Dialogue, Talks, greedy_lines
 from shoal.environments import Environment, Task
 from shoal.errors import ModelError
 from shoal.evaluation.plan import Plan, as_asked, sample_seed

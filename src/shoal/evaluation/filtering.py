@@ -157,7 +157,7 @@ def _taken(values: Any, keep: Sequence[int], field: Any) -> Any:
 
 def _plain(values: Sequence[Any]) -> list[Any]:
     """Values of a JSON file; a line that could not be read has none."""
-    from shoal.environments.data.source import Broken
+    from shoal.environments.data.readers import Broken
 
     return [None if isinstance(value, Broken) else value for value in values]
 

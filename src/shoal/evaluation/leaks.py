@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.environments import Environment, Task
-from shoal.environments.aside import UNUSABLE, task_digest, task_digests
 from shoal.environments.composed import Composed
 from shoal.environments.mix import MixedEnvironment
+from shoal.environments.questions import UNUSABLE, task_digest, task_digests
 from shoal.errors import LeakFound
 
 SHOWN = 5

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from shoal.environments import Environment, Score, Task, budget_of
-from shoal.environments.data.prompts import prompt_digest
 from shoal.environments.mix import part_of
+from shoal.environments.questions import prompt_digest
 from shoal.errors import DeadlineExceeded, ScoringFailure, UnusableTask
 from shoal.evaluation.drawing import Drawn, Sampler
 from shoal.evaluation.journal import Journal

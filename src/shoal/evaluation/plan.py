@@ -9,9 +9,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
 from shoal.environments import Environment, Task, budget_of
+from shoal.environments.protocol import LazyTasks
 from shoal.errors import ConfigError
 from shoal.sampling import uniforms
 
@@ -83,32 +84,13 @@ class Plan:
         return sorted(found)
 
 
-class Joined(Sequence[Task]):
-    """Two splits, one after the other; nothing is listed in advance."""
-
-    def __init__(self, first: Sequence[Task], second: Sequence[Task]) -> None:
-        self._first = first
-        self._second = second
-
-    def __len__(self) -> int:
-        return len(self._first) + len(self._second)
-
-    @overload
-    def __getitem__(self, index: int) -> Task: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Task]: ...
-    def __getitem__(self, index: int | slice) -> Task | Sequence[Task]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        place = range(len(self))[index]
-        return self._first[place] if place < len(self._first) else self._second[place - len(self._first)]
-
-
 def tasks_of(environment: Environment, part: Part) -> Sequence[Task]:
     """The tasks of a split, or of both, those held out first: a file of a benchmark is evaluated whole."""
-    if part == "all":
-        return Joined(environment.tasks("held_out"), environment.tasks("train"))
-    return environment.tasks(part)
+    if part != "all":
+        return environment.tasks(part)
+    first, second = environment.tasks("held_out"), environment.tasks("train")
+    size = len(first)
+    return LazyTasks(size + len(second), lambda place: first[place] if place < size else second[place - size])
 
 
 def length_target(environment: Environment, plan: Plan, number: int) -> int | None:

@@ -21,8 +21,8 @@ from typing import Any
 from msgspec.structs import replace
 
 from shoal.environments import Environment, EnvironmentSettings, identity_of
-from shoal.environments.data.prompts import prompt_digest
 from shoal.environments.mix import part_of
+from shoal.environments.questions import prompt_digest
 from shoal.errors import ConfigError, DeadlineExceeded, EnvironmentSetupError
 from shoal.evaluation.evaluating import ENVIRONMENT, SUMMARY, TASKS, write_results
 from shoal.evaluation.journal import IDENTITY, Journal, dumped, read_identity

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from shoal.engines.dialogue import Talks, greedy_answers
 from shoal.engines.torch import TorchEngine
-from shoal.engines.turns import Talks, greedy_answers
 from shoal.environments import Environment, Task, budget_of
 from shoal.errors import EnvironmentSetupError, ModelError, ScoringFailure, UnusableTask
 from shoal.models.tokenizer import TextTokenizer

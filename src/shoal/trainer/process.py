@@ -9,7 +9,7 @@ from pathlib import Path
 
 from shoal.client import ClientOptions, HubClient, RegularHeartbeat
 from shoal.engines.asking import Asking
-from shoal.engines.turns import Talks
+from shoal.engines.dialogue import Talks
 from shoal.errors import ConfigError, DeadlineExceeded, ShoalError
 from shoal.models.load import LoadedModel
 from shoal.protocol import RunInfo

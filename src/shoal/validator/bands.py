@@ -12,6 +12,7 @@ submissions. Nothing is tighter than the float32 profile.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -75,20 +76,26 @@ class Bands:
     accidents: int
 
     @classmethod
-    def of(cls, cases: Sequence[Case]) -> Bands:
-        """The bands of cases that have been replayed. Tokens that nobody drew say nothing of seeds."""
+    def of(cls, cases: Sequence[Case], others: Sequence[Sequence[Case]] = ()) -> Bands:
+        """The bands of cases that have been replayed. Tokens that nobody drew say nothing of seeds.
+
+        `others` are shorter series, by other kernels: they count for single tokens and proofs, and raise means. How
+        errors vary is taken from the main series alone: of few tokens the estimates are so wide that cheats would pass.
+        """
         pool = _Pool.of(cases)
-        single = _single_limits(pool)
-        judged = [replace(case, profile=single) for case in cases]
-        odd = [case.odd.worst > 0 for case in judged]
+        single = _single_limits(_Pool.of([case for series in (cases, *others) for case in series]))
+        judged, *beside = ([replace(case, profile=single) for case in series] for series in (cases, *others))
+        every = [case for series in (judged, *beside) for case in series]
+        odd = [case.odd.worst > 0 for case in every]
         kept = _Pool.of(judged)
+        limits = _sum_limits(single, judged, kept).model_copy(update={"accidents": _accidents(single, every, odd)})
         compared = pool.compared
         mismatches, values = int(compared.exp_mismatches.sum()), int(compared.k.sum())
         return cls(
             tokens=len(pool.distance),
             chunks=len(compared),
             values=values,
-            limits=_sum_limits(single, judged, kept, odd),
+            limits=functools.reduce(_raised, beside, limits),
             entropy_mean=float(pool.nats.mean()),
             outside_rate=float(pool.outside.mean()),
             outside_distance=float(pool.distance.sum()) / max(1, int(pool.outside.sum())),
@@ -220,7 +227,7 @@ def _tail(values: Floats, decades: int) -> float:
     return far * min(max(far / near, TAIL_RATIO[0]), TAIL_RATIO[1]) ** decades if near > 0 else far
 
 
-def _sum_limits(single: Profile, cases: Sequence[Case], pool: _Pool, odd: Sequence[npt.NDArray[np.bool_]]) -> Profile:
+def _sum_limits(single: Profile, cases: Sequence[Case], pool: _Pool) -> Profile:
     """The same with the limits of sums, of cases that are judged by `single`."""
     measures = [case.measures for case in cases]
     logprobs = _leaning(measures, pool, single.logprobs)
@@ -228,15 +235,33 @@ def _sum_limits(single: Profile, cases: Sequence[Case], pool: _Pool, odd: Sequen
     noise = {
         name: _channel(name, measures, pool, logprobs).model_copy(update={"most": cap}) for name, cap in caps.items()
     }
-    parts = np.concatenate([_parts(case) for case in cases])
-    odd_C, first = np.concatenate(odd), parts == 0
+    return single.model_copy(update={"logprobs": logprobs, "noise": NoiseLimits(**noise)})
+
+
+def _accidents(single: Profile, cases: Sequence[Case], odd: Sequence[npt.NDArray[np.bool_]]) -> AccidentLimits:
+    """How often parts of rollouts are odd, where that happens at all."""
     accidents = single.accidents
-    if accidents.first > 0:
-        accidents = AccidentLimits(
-            first=min(MOST_ACCIDENTS.first, accidents.first + _share(odd_C[first])),
-            later=min(MOST_ACCIDENTS.later, accidents.later + _share(odd_C[~first])),
-        )
-    return single.model_copy(update={"logprobs": logprobs, "noise": NoiseLimits(**noise), "accidents": accidents})
+    if accidents.first == 0:
+        return accidents
+    odd_C, first = np.concatenate(odd), np.concatenate([_parts(case) for case in cases]) == 0
+    return AccidentLimits(
+        first=min(MOST_ACCIDENTS.first, accidents.first + _share(odd_C[first])),
+        later=min(MOST_ACCIDENTS.later, accidents.later + _share(odd_C[~first])),
+    )
+
+
+def _raised(limits: Profile, cases: Sequence[Case]) -> Profile:
+    """The limits with the means of these cases where they are larger; where each error is, not where there are more of
+    them, their spread grows with it."""
+    measures = [replace(case, profile=limits).measures for case in cases]
+    noise = {}
+    for name in NoiseLimits.model_fields:
+        own: ChannelLimits = getattr(limits.noise, name)
+        seen = sum(float(each.seen(name, limits.logprobs).sum()) for each in measures)
+        factor = max(1.0, seen / sum(float(each.expected(name, own).sum()) for each in measures))
+        grown = ["rate", "curve", *(["unit"] if name not in COUNTS else []), *(["most"] if name in MOST else [])]
+        noise[name] = own.model_copy(update={each: factor * getattr(own, each) for each in grown})
+    return limits.model_copy(update={"noise": NoiseLimits(**noise)})
 
 
 def _share(odd: npt.NDArray[np.bool_]) -> float:

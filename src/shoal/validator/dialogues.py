@@ -72,25 +72,15 @@ def dialogue(case: Case) -> Finding:
 def _unlike_the_tool(case: Case, index: int, claimed: Spans) -> Finding | None:
     """Where the spans of one rollout are not those that its tokens and the tool give."""
     reading = NOBODY_ANSWERS if case.dialogue is None else case.readings[index]
-    starts = {start for start, _ in claimed}
-    if reading.problem == "other words":
-        what = f"what the tool says to turn {reading.turns}, at token {reading.at}"
-        if reading.at in starts:
-            return _forged(index, reading.at, f"has other words than {what}")
-        return _missing(index, reading.at, f"is without {what}")
     wrong = sorted(set(claimed) ^ set(reading.given))
-    if not wrong:
+    if reading.problem == "other words":
+        at, what = reading.at, f"what the tool says to turn {reading.turns}, at token {reading.at}"
+        forged, missing = f"has other words than {what}", f"is without {what}"
+    elif wrong:
+        at, what = wrong[0][0], f"{wrong[0][1]} tokens from token {wrong[0][0]} on were given"
+        forged, missing = f"claims that {what}: they were for the model to draw", f"does not say that {what}"
+    else:
         return None
-    start, length = wrong[0]
-    which = f"{length} tokens from token {start} on were given"
-    if start in starts:
-        return _forged(index, start, f"claims that {which}: they were for the model to draw")
-    return _missing(index, start, f"does not say that {which}")
-
-
-def _forged(rollout: int, token: int, fault: str) -> Finding:
-    return failed("dialogue.forged", f"rollout {rollout} {fault}", rollout=rollout, token=token)
-
-
-def _missing(rollout: int, token: int, fault: str) -> Finding:
-    return failed("dialogue.missing", f"rollout {rollout} {fault}", rollout=rollout, token=token)
+    if at in {start for start, _ in claimed}:
+        return failed("dialogue.forged", f"rollout {index} {forged}", rollout=index, token=at)
+    return failed("dialogue.missing", f"rollout {index} {missing}", rollout=index, token=at)

@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from shoal.client import Activity, HubClient
+from shoal.engines.dialogue import Talks, greedy_answers
 from shoal.engines.shelf import EngineShelf, LoadedPolicy
-from shoal.engines.turns import Talks, greedy_answers
 from shoal.environments import Environment
 from shoal.errors import BroadcastError, DeadlineExceeded, HubRefused, ProtocolError, ScoringFailure
 from shoal.protocol import AuditRequest, EvaluationReport, EvaluationSlice, SignedDocument, sign_document

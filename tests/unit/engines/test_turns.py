@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shoal.engines import Engine, GenerationRequest, build
-from shoal.engines.dialogue import Characters, Dialogue
-from shoal.engines.turns import Talks, greedy_answers
+from shoal.engines.dialogue import Characters, Dialogue, Talks, greedy_answers
 from shoal.environments import EnvironmentSettings, has_dialogues
 from shoal.environments import build as build_environment
 from shoal.models.load import LoadedModel, load_model

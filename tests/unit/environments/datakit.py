@@ -14,9 +14,11 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from shoal.environments import EnvironmentSettings, build
-from shoal.environments.data.problems import Problems
+from shoal.environments import EnvironmentSettings, Task, build
+from shoal.environments.data.checking import Problems
 from shoal.environments.dataset import DatasetEnvironment
+from shoal.environments.protocol import SPLITS
+from shoal.errors import EnvironmentSetupError
 
 FORMATS = Path(__file__).parents[2] / "data" / "formats"
 Rows = Sequence[dict[str, Any]]
@@ -52,10 +54,36 @@ def open_data(path: Path, held_out_size: int = 2, **options: Any) -> DatasetEnvi
     return environment
 
 
+def refused(path: Path, **options: Any) -> str:
+    """Why a data set is refused."""
+    with pytest.raises(EnvironmentSetupError) as raised:
+        open_data(path, **options)
+    return str(raised.value)
+
+
 def checked(environment: DatasetEnvironment, progress: Callable[[int, int], None] = lambda *_: None) -> Problems:
     """Everything that is wrong with a data set that has no other beside it."""
     (found,) = environment.check(progress)
     return found.problems
+
+
+def tasks_of(environment: DatasetEnvironment) -> list[Task]:
+    """The tasks of both splits in the order of their rows."""
+    found = [task for split in SPLITS for task in environment.tasks(split)]
+    return sorted(found, key=lambda task: int(task.id.partition("/")[0]))
+
+
+def rows_in(name: str) -> list[dict[str, Any]]:
+    """The rows of one of the hand-made files."""
+    return [json.loads(line) for line in (FORMATS / f"{name}.jsonl").read_text().splitlines()]
+
+
+def fixture(name: str, folder: Path, packed: bool) -> Path:
+    """One of the hand-made files, or the same rows as Parquet."""
+    return write_parquet(folder / "a.parquet", rows_in(name)) if packed else FORMATS / f"{name}.jsonl"
+
+
+both_kinds = pytest.mark.parametrize("packed", [False, True])
 
 
 # ── one file of each kind ────────────────────────────────────────────────────────────────────────────────────────
@@ -65,9 +93,14 @@ def lines(rows: Rows) -> bytes:
     return "".join(json.dumps(row) + "\n" for row in rows).encode()
 
 
-def write_jsonl(path: Path, rows: Rows) -> Path:
-    path.write_bytes(lines(rows))
+def written(path: Path, content: bytes | str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
     return path
+
+
+def write_jsonl(path: Path, rows: Rows) -> Path:
+    return written(path, lines(rows))
 
 
 def write_parquet(path: Path, rows: Rows, **how: Any) -> Path:
@@ -76,40 +109,16 @@ def write_parquet(path: Path, rows: Rows, **how: Any) -> Path:
     return path
 
 
-def write_stream(path: Path, rows: Rows, batch_rows: int = 3) -> Path:
+def write_stream(path: Path, rows: Rows, writer: Callable[..., Any] = pa.ipc.new_stream) -> Path:
     table = pa.Table.from_pylist(list(rows))
-    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
-        writer.write_table(table, max_chunksize=batch_rows)
+    with pa.OSFile(str(path), "wb") as file, writer(file, table.schema) as out:
+        out.write_table(table, max_chunksize=3)
     return path
 
 
-def _plain(folder: Path, rows: Rows) -> Path:
-    return write_jsonl(folder / "data.jsonl", rows)
-
-
-def _gzip(folder: Path, rows: Rows) -> Path:
-    (folder / "data.jsonl.gz").write_bytes(gzip.compress(lines(rows)))
-    return folder / "data.jsonl.gz"
-
-
-def _zstd(folder: Path, rows: Rows) -> Path:
-    (folder / "data.jsonl.zst").write_bytes(zstandard.compress(lines(rows)))
-    return folder / "data.jsonl.zst"
-
-
-def _parquet(folder: Path, rows: Rows) -> Path:
-    return write_parquet(folder / "data.parquet", rows, row_group_size=3)
-
-
-def _stream(folder: Path, rows: Rows) -> Path:
-    return write_stream(folder / "data.arrow", rows)
-
-
-def _arrow_file(folder: Path, rows: Rows) -> Path:
-    table = pa.Table.from_pylist(list(rows))
-    with pa.OSFile(str(folder / "file.arrow"), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
-        writer.write_table(table, max_chunksize=3)
-    return folder / "file.arrow"
+def write_either(path: Path, rows: Rows) -> Path:
+    """Parquet or JSON lines, as the name says."""
+    return (write_parquet if path.suffix == ".parquet" else write_jsonl)(path, rows)
 
 
 def _csv(folder: Path, rows: Rows) -> Path:
@@ -121,48 +130,45 @@ def _shards(folder: Path, rows: Rows) -> Path:
     half = len(rows) // 2
     write_parquet(folder / "b-1.parquet", rows[half:])
     write_parquet(folder / "a-2.parquet", rows[:half])
-    (folder / "README.md").write_text("not data")
-    return folder
+    return written(folder / "README.md", "not data").parent
 
 
 def _saved(folder: Path, rows: Rows) -> Path:
     """As `save_to_disk` leaves it."""
+    folder.mkdir(exist_ok=True)
     half = len(rows) // 2
-    write_stream(folder / "data-00000-of-00002.arrow", rows[:half])
-    write_stream(folder / "data-00001-of-00002.arrow", rows[half:])
-    files = [{"filename": f"data-0000{number}-of-00002.arrow"} for number in (0, 1)]
-    (folder / "state.json").write_text(json.dumps({"_data_files": files, "_split": "train"}))
-    (folder / "dataset_info.json").write_text("{}")
-    return folder
+    names = [f"data-0000{number}-of-00002.arrow" for number in (0, 1)]
+    for name, part in zip(names, (rows[:half], rows[half:]), strict=True):
+        write_stream(folder / name, part)
+    written(folder / "dataset_info.json", "{}")
+    state = {"_data_files": [{"filename": name} for name in names], "_split": "train"}
+    return written(folder / "state.json", json.dumps(state)).parent
 
 
 def _saved_splits(folder: Path, rows: Rows) -> Path:
-    for name in ("train", "test"):
-        (folder / name).mkdir()
-        _saved(folder / name, rows if name == "train" else rows[:1])
-    (folder / "dataset_dict.json").write_text(json.dumps({"splits": ["train", "test"]}))
-    return folder
+    _saved(folder / "train", rows)
+    _saved(folder / "test", rows[:1])
+    return written(folder / "dataset_dict.json", json.dumps({"splits": ["train", "test"]})).parent
 
 
 def _repository(folder: Path, rows: Rows) -> Path:
     """A hub repository in the hub's cache: snapshots are links to blobs, one split per name."""
     half = len(rows) // 2
-    (folder / "refs").mkdir()
-    (folder / "refs" / "main").write_text("abc")
+    written(folder / "refs" / "main", "abc")
     data = folder / "snapshots" / "abc" / "data"
     data.mkdir(parents=True)
-    named = (
-        ("train-00000-of-00002", rows[:half]),
-        ("train-00001-of-00002", rows[half:]),
-        ("test-00000-of-00001", rows),
-    )
-    for number, (name, part) in enumerate(named):
-        write_parquet(folder / "blobs" / str(number), part)
-        (data / f"{name}.parquet").symlink_to(folder / "blobs" / str(number))
+    parts = {"train-00000-of-00002": rows[:half], "train-00001-of-00002": rows[half:], "test-00000-of-00001": rows}
+    for number, (name, part) in enumerate(parts.items()):
+        (data / f"{name}.parquet").symlink_to(write_parquet(folder / "blobs" / str(number), part))
     return folder
 
 
 KINDS: dict[str, Callable[[Path, Rows], Path]] = {
-    "jsonl": _plain, "gzip": _gzip, "zstd": _zstd, "parquet": _parquet, "stream": _stream, "arrow": _arrow_file,
+    "jsonl": lambda folder, rows: write_jsonl(folder / "data.jsonl", rows),
+    "gzip": lambda folder, rows: written(folder / "data.jsonl.gz", gzip.compress(lines(rows))),
+    "zstd": lambda folder, rows: written(folder / "data.jsonl.zst", zstandard.compress(lines(rows))),
+    "parquet": lambda folder, rows: write_parquet(folder / "data.parquet", rows, row_group_size=3),
+    "stream": lambda folder, rows: write_stream(folder / "data.arrow", rows),
+    "arrow": lambda folder, rows: write_stream(folder / "file.arrow", rows, pa.ipc.new_file),
     "csv": _csv, "shards": _shards, "saved": _saved, "splits": _saved_splits, "repository": _repository,
 }  # fmt: skip

@@ -14,7 +14,7 @@ LISTS = {
     "GRADERS": "shoal.environments.graders.registry",
     "FORMATS": "shoal.environments.formats.registry",
     "TELLING": "shoal.environments.formats.registry",
-    "TOOLS": "shoal.environments.tools.registry",
+    "TOOLS": "shoal.environments.tools",
     "PartJudge": "shoal.rewards.panel",
     "_judge": "shoal.rewards.panel",
 }

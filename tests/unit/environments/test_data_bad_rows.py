@@ -4,16 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from datakit import checked, described, lines, open_data, own_cache, write_jsonl, write_parquet
+from datakit import (
+    checked,
+    described,
+    lines,
+    open_data,
+    own_cache,
+    refused,
+    write_either,
+    write_jsonl,
+    write_parquet,
+)  # fmt: skip
 
-from shoal.environments.data import scanning, source
-from shoal.environments.data.problems import Problems
+from shoal.environments.data import checking, readers, scanning
+from shoal.environments.data.checking import Problems
 from shoal.environments.dataset import DatasetEnvironment
 from shoal.errors import EnvironmentSetupError, ScoringFailure, UnusableTask
 
@@ -38,18 +49,16 @@ DEEP: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("column", "value", "said"), SHALLOW)
-@pytest.mark.parametrize("write", [write_jsonl, write_parquet])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
 def test_a_row_that_cannot_be_asked_is_left_out_and_shifts_nothing(
-    write: Any, column: str, value: Any, said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    name: str, column: str, value: Any, said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = write(
-        tmp_path / ("a.parquet" if write is write_parquet else "a.jsonl"), described(20, **{column: {7: value}})
-    )
+    path = write_either(tmp_path / name, described(20, **{column: {7: value}}))
     environment = open_data(path, bad_rows="skip")
     (problem,) = environment.problems.first
     assert problem[0] == 7
     assert problem[1].startswith(said)
-    where = "a.parquet" if write is write_parquet else "a.jsonl line 8"
+    where = "a.parquet" if name == "a.parquet" else "a.jsonl line 8"
     assert f"1 of 20 rows cannot be used and is left out: row 7 ({where}): {said}" in caplog.text
     ids = {task.id for split in ("train", "held_out") for task in environment.tasks(split)}
     assert len(ids) == 19
@@ -62,13 +71,9 @@ def test_a_row_that_cannot_be_asked_is_left_out_and_shifts_nothing(
 
 
 @pytest.mark.parametrize(("info", "said"), DEEP)
-@pytest.mark.parametrize("write", [write_jsonl, write_parquet])
-def test_an_answer_that_cannot_be_used_makes_its_task_unusable(
-    write: Any, info: Any, said: str, tmp_path: Path
-) -> None:
-    path = write(
-        tmp_path / ("a.parquet" if write is write_parquet else "a.jsonl"), described(20, verification_info={7: info})
-    )
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
+def test_an_answer_that_cannot_be_used_makes_its_task_unusable(name: str, info: Any, said: str, tmp_path: Path) -> None:
+    path = write_either(tmp_path / name, described(20, verification_info={7: info}))
     environment = open_data(path)
     assert environment.problems.count == 0  # answers are not read when a data set is opened
     position = [environment.row_at("train", place) for place in range(len(environment.tasks("train")))].index(7)
@@ -125,10 +130,7 @@ def test_bad_rows_of_a_held_out_file_are_told_by_their_own_numbers(
 @pytest.mark.parametrize("value", [["verifiable_math"], {"name": "verifiable_math"}, 7, b"\xff"])
 def test_a_task_type_that_is_no_text_is_unknown(value: object, tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "a.parquet", described(10, task_type=dict.fromkeys(range(10), value)))
-    with pytest.raises(
-        EnvironmentSetupError, match=r"leaves no task to train on: row 0 \(a\.parquet\): task_type .* is"
-    ):
-        open_data(path)
+    assert re.search(r"leaves no task to train on: row 0 \(a\.parquet\): task_type .* is", refused(path))
 
 
 @pytest.mark.parametrize("column", ["task_type", "verification_info", "problem_id", "prompt"])
@@ -143,6 +145,8 @@ def test_text_that_is_not_utf_8_in_a_column_of_text_is_a_bad_row(
     columns[column] = pa.array(texts, pa.binary()).view(pa.string())
     pq.write_table(pa.table(columns), tmp_path / "a.parquet")
     environment, good = open_data(tmp_path / "a.parquet"), []
+    if column == "prompt":
+        assert environment.problems.first == [(row, "prompt is not UTF-8") for row in (4, 5)]
     if check_first:
         assert [row for row, _ in sorted(checked(environment).first)] == [4, 5]
     for tasks in (environment.tasks("train"), environment.tasks("held_out")):
@@ -152,15 +156,18 @@ def test_text_that_is_not_utf_8_in_a_column_of_text_is_a_bad_row(
     assert sorted(good) == [f"{row}/p{row}" for row in range(10) if row not in (4, 5)]
 
 
+def test_graders_of_rows_that_cannot_be_asked_are_part_of_the_environment(tmp_path: Path) -> None:
+    """Its digest names them, and must not change."""
+    rows = described(20, task_type={3: "verifiable_code"}, prompt={3: ""})
+    environment = open_data(write_parquet(tmp_path / "a.parquet", rows), bad_rows="skip")
+    assert "(code, mathematics)" in environment.description
+
+
 def test_a_row_is_told_by_one_number_where_one_is_enough(tmp_path: Path) -> None:
     for name in ("a", "b"):
-        write_parquet(tmp_path / f"{name}.parquet", described(10))
-    environment = open_data(tmp_path)
+        write_parquet(tmp_path / f"{name}.parquet", [{**row, "problem_id": None} for row in described(10)])
+    environment = open_data(tmp_path, bad_rows="refuse")  # which refuses no good data set
     assert [environment.where(row) for row in (7, 17)] == ["a.parquet", "b.parquet row 7"]
-
-
-def test_a_good_data_set_is_not_refused(tmp_path: Path) -> None:
-    assert len(open_data(write_parquet(tmp_path / "a.parquet", described(20)), bad_rows="refuse").tasks("train")) == 18
 
 
 def test_the_sequence_of_tasks_does_not_depend_on_whether_it_was_checked(tmp_path: Path) -> None:
@@ -190,27 +197,14 @@ def test_lines_that_are_no_rows(tmp_path: Path) -> None:
     assert environment.task("11/p11").prompt == "What is 11 + 11?"
 
 
-def test_text_that_is_not_utf_8_in_parquet(tmp_path: Path) -> None:
-    table = pa.Table.from_pylist(described(10))
-    prompts = [row["prompt"].encode() for row in described(10)]
-    prompts[3] = b"caf\xe9"
-    bad = pa.array(prompts, pa.binary()).cast(pa.string(), safe=False)
-    table = table.set_column(table.column_names.index("prompt"), "prompt", bad)
-    pq.write_table(table, tmp_path / "a.parquet")
-    environment = open_data(tmp_path / "a.parquet")
-    assert environment.problems.first == [(3, "the prompt is not UTF-8")]
-    assert environment.task("4/p4").prompt == "What is 4 + 4?"
-
-
 def test_rows_that_are_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (source, scanning):
+    for module in (readers, scanning):
         monkeypatch.setattr(module, "ROW_LIMIT_BYTES", 500)
-    monkeypatch.setattr("shoal.environments.data.jsonl.ROW_LIMIT_BYTES", 500)
     rows = described(10, prompt={3: "x" * 501})
     assert open_data(write_parquet(tmp_path / "a.parquet", rows)).problems.first == [(3, scanning.TOO_LARGE)]
     ((row, reason),) = open_data(write_jsonl(tmp_path / "a.jsonl", rows)).problems.first
     assert (row, reason) == (3, "the line has more than 0 MB")
-    monkeypatch.setattr("shoal.environments.data.checking.ROW_LIMIT_BYTES", 500)
+    monkeypatch.setattr(checking, "ROW_LIMIT_BYTES", 500)
     info = json.dumps({"ground_truth": "1", "notes": "x" * 600})
     environment = open_data(write_parquet(tmp_path / "b.parquet", described(10, verification_info={3: info})))
     with pytest.raises(UnusableTask, match="the answer has more than"):
@@ -219,8 +213,7 @@ def test_rows_that_are_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_nothing_left_is_an_error_that_says_why(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{**row, "prompt": ""} for row in described(30)])
-    with pytest.raises(EnvironmentSetupError, match=r"leaves no task to train on: row 0 .*; and 27 more"):
-        open_data(path)
+    assert re.search(r"leaves no task to train on: row 0 .*; and 27 more", refused(path))
 
 
 def test_only_the_first_problems_are_listed() -> None:

@@ -12,11 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 from blake3 import blake3
-from datakit import KINDS, described, lines, open_data, own_cache, write_jsonl, write_parquet
+from datakit import KINDS, described, lines, open_data, own_cache, refused, write_jsonl, write_parquet, written
 
-from shoal.environments.data import cache, jsonl, unpacking
-from shoal.environments.data import parquet as parquet_module
-from shoal.errors import EnvironmentSetupError
+from shoal.environments.data import cache, readers
 
 __all__ = ["own_cache"]
 DAY_S = 24 * 3600
@@ -60,27 +58,20 @@ def test_unpacked_data_that_is_not_what_was_written_is_unpacked_again(
     harm: str, tmp_path: Path, own_cache: Path
 ) -> None:
     path = packed(tmp_path)
-    digest = open_data(path).digest
-    target = unpacked_in(own_cache)
+    digest, target = open_data(path).digest, unpacked_in(own_cache)
     good = target.read_bytes()
-    if harm == "emptied":
-        target.write_bytes(b"")
-    elif harm == "tampered":
-        target.write_bytes(good.replace(b"What is 3", b"What is 4"))
-    elif harm == "unsigned":
-        target.with_name(target.name + cache.SUM).unlink()
+    if harm in ("emptied", "tampered"):
+        target.write_bytes(b"" if harm == "emptied" else good.replace(b"What is 3", b"What is 4"))
     else:
-        target.unlink()
+        target.with_name(target.name + (cache.SUM if harm == "unsigned" else "")).unlink()
     again = open_data(path)
-    assert again.task("3/p3").prompt == "What is 3 + 3?"
-    assert again.digest == digest
-    assert target.read_bytes() == good
+    assert (again.task("3/p3").prompt, again.digest, target.read_bytes()) == ("What is 3 + 3?", digest, good)
 
 
 def test_a_large_row_group_that_was_deleted_or_changed_in_the_cache_is_unpacked_again(
     tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parquet_module, "PIECE_BYTES", 100)
+    monkeypatch.setattr(readers, "PIECE_BYTES", 100)
     rows = described(20)
     path = write_parquet(tmp_path / "a.parquet", rows)
     environment = open_data(path)
@@ -96,7 +87,7 @@ def test_a_large_row_group_that_was_deleted_or_changed_in_the_cache_is_unpacked_
 def test_what_was_unpacked_is_not_unpacked_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = packed(tmp_path)
     first = open_data(path)
-    monkeypatch.setattr(jsonl, "_unpack", lambda *_: pytest.fail("unpacked again"))
+    monkeypatch.setattr(readers, "_unpack", lambda *_: pytest.fail("unpacked again"))
     assert open_data(path).digest == first.digest
 
 
@@ -124,18 +115,23 @@ def test_an_entry_with_a_right_hash_that_is_none_costs_time_only(
 
 def test_what_nobody_used_for_a_month_goes_when_something_new_is_kept(tmp_path: Path, own_cache: Path) -> None:
     open_data(packed(tmp_path))
-    old = [aged(path, 31) for path in own_cache.iterdir()]
-    mine = own_cache / "notes.txt"
-    mine.write_text("of a person")
-    aged(mine, 400)
-    recent = own_cache / "digest-recent"
-    recent.write_bytes(b"")
-    aged(recent, 29)
+    old = [aged(path, 31) for path in own_cache.iterdir() if path.name != cache.TIDIED]
+    aged(own_cache / cache.TIDIED, 1)
+    kept = [aged(written(own_cache / name, b""), days) for name, days in (("notes.txt", 400), ("digest-recent", 29))]
+    scratch = [aged(written(own_cache / f".new-{days}", b"half"), days) for days in (1.1, 0.9)]  # of killed processes
     cache.store("digest-new", b"x")
-    assert not [path.name for path in old if path.name != cache.TIDIED and path.exists()]
-    assert mine.exists()
-    assert recent.exists()
     assert cache.load("digest-new") == b"x"
+    assert [path.name for path in (*old, *kept, *scratch) if path.exists()] == [
+        "notes.txt",
+        "digest-recent",
+        ".new-0.9",
+    ]
+    aged(own_cache / "digest-recent", 31)
+    cache.store("digest-new", b"x")
+    assert kept[1].exists()  # the folder is looked through once an hour
+    aged(own_cache / cache.TIDIED, 0.1)
+    cache.store("digest-new", b"x")
+    assert not kept[1].exists()
 
 
 def test_what_is_used_stays_however_old_it_is(tmp_path: Path, own_cache: Path) -> None:
@@ -151,27 +147,6 @@ def test_what_is_used_stays_however_old_it_is(tmp_path: Path, own_cache: Path) -
     assert data.stat().st_mtime < time.time() - 30 * DAY_S  # touching it would mean reading it again
     assert len(kept) >= 5
     assert [entry.name for entry in kept if not entry.exists()] == []
-
-
-def test_the_folder_is_looked_through_once_an_hour(own_cache: Path) -> None:
-    cache.store("digest-a", b"x")
-    aged(own_cache / "digest-a", 31)
-    cache.store("digest-b", b"x")
-    assert (own_cache / "digest-a").exists()
-    aged(own_cache / cache.TIDIED, 0.1)
-    cache.store("digest-c", b"x")
-    assert not (own_cache / "digest-a").exists()
-
-
-def test_what_a_killed_process_left_half_written_goes_a_day_later(own_cache: Path) -> None:
-    own_cache.mkdir(parents=True)
-    dead, alive = own_cache / ".new-dead", own_cache / ".new-alive"
-    for path in (dead, alive):
-        path.write_bytes(b"half")
-    aged(dead, 1.1)
-    cache.store("digest-a", b"x")
-    assert not dead.exists()
-    assert alive.exists()
 
 
 def test_a_write_that_fails_leaves_nothing(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,15 +177,11 @@ def test_an_entry_is_on_the_disk_before_it_has_its_name(own_cache: Path, monkeyp
 def test_a_packed_file_that_becomes_far_too_large_is_refused(
     tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(jsonl, "UNPACKS_TO_BYTES", 2**20)
-    path = tmp_path / "bomb.jsonl.gz"
-    path.write_bytes(gzip.compress(lines(described(1)) + b" " * (3 * 2**20)))
-    with pytest.raises(EnvironmentSetupError, match=r"bomb\.jsonl\.gz .* unpacks to more than 1 MB"):
-        open_data(path)
+    monkeypatch.setattr(readers, "UNPACKS_TO_BYTES", 2**20)
+    path = written(tmp_path / "bomb.jsonl.gz", gzip.compress(lines(described(1)) + b" " * (3 * 2**20)))
+    message = refused(path)
+    assert "bomb.jsonl.gz" in message
+    assert "unpacks to more than 1 MB" in message
+    monkeypatch.setattr(cache, "SPARE_BYTES", 2**80)
+    assert "No space left on device; unpack it yourself" in refused(packed(tmp_path))
     assert not [entry for entry in own_cache.iterdir() if entry.name.startswith((".new-", "unpacked-"))]
-
-
-def test_unpacking_stops_before_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unpacking, "SPARE_BYTES", 2**80)
-    with pytest.raises(EnvironmentSetupError, match="No space left on device; unpack it yourself"):
-        open_data(packed(tmp_path))

@@ -8,16 +8,28 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from datakit import KINDS, described, open_data, own_cache, write_jsonl, write_parquet, write_stream
+from datakit import (
+    KINDS,
+    described,
+    open_data,
+    own_cache,
+    refused,
+    write_either,
+    write_jsonl,
+    write_parquet,
+    write_stream,
+    written,
+)  # fmt: skip
 
 from shoal.environments import Environment, EnvironmentSettings, build, identity_of
-from shoal.environments.data import parquet as parquet_module
-from shoal.environments.data.digest import data_digest
-from shoal.environments.data.parquet import Pieces
+from shoal.environments.data import readers
+from shoal.environments.data.cache import data_digest
+from shoal.environments.data.readers import Pieces
 from shoal.environments.data.table import Table
 from shoal.errors import EnvironmentSetupError
 
@@ -66,12 +78,7 @@ def test_an_answer_is_not_read_before_somebody_asks(tmp_path: Path, monkeypatch:
     environment = open_data(write_parquet(tmp_path / "a.parquet", described(20)))
     asked: list[tuple[str, ...]] = []
     read = Table.row
-
-    def watched(self: Table, number: int, columns: tuple[str, ...]) -> dict[str, object]:
-        asked.append(tuple(columns))
-        return read(self, number, columns)
-
-    monkeypatch.setattr(Table, "row", watched)
+    monkeypatch.setattr(Table, "row", lambda table, *which: asked.append(which[1]) or read(table, *which))
     task = replace(environment.task("7/p7"), prompt="What is 7 + 7? Think for 10 tokens.")  # as a length budget does
     assert not any("verification_info" in columns for columns in asked)
     assert json.loads(task.answer) == {"ground_truth": "14"}
@@ -109,8 +116,8 @@ def test_a_row_of_a_huge_row_group_is_found_without_decoding_all_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     rows = described(50)
-    monkeypatch.setattr(parquet_module, "PIECE_BYTES", 100)
-    monkeypatch.setattr(parquet_module, "LARGEST_BATCH", 7)
+    monkeypatch.setattr(readers, "PIECE_BYTES", 100)
+    monkeypatch.setattr(readers, "BATCH_ROWS", 7)
     monkeypatch.setattr(pq.ParquetFile, "read_row_group", lambda *_: pytest.fail("decoded the whole row group"))
     environment = open_data(write_parquet(tmp_path / "a.parquet", rows))
     for number in (0, 6, 7, 49):
@@ -196,20 +203,15 @@ def test_a_damaged_or_missing_cache_costs_nothing_but_time(
 # ── what cannot be read ──────────────────────────────────────────────────────────────────────────────────────────
 
 
-def refused(path: Path, **options: object) -> str:
-    with pytest.raises(EnvironmentSetupError) as raised:
-        open_data(path, **options)
-    return str(raised.value)
-
-
-def test_files_that_are_not_what_their_names_say(tmp_path: Path) -> None:
-    whole = write_parquet(tmp_path / "whole.parquet", described(10)).read_bytes()
-    for name, content, said in [
-        ("cut.parquet", whole[:-100], "is no Parquet file, or was cut off"),
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("cut.parquet", lambda folder: KINDS["parquet"](folder, described(10)).read_bytes()[:-100],
+         "is no Parquet file, or was cut off"),
         ("magic.parquet", b"PK\x03\x04" * 100, "is no Parquet file, or was cut off"),
         ("empty.parquet", b"", "is empty"),
         ("lfs.parquet", b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
-        ("cut.arrow", write_stream(tmp_path / "s.arrow", described(10)).read_bytes()[:-200], "is no Arrow file"),
+        ("cut.arrow", lambda folder: KINDS["stream"](folder, described(10)).read_bytes()[:-200], "is no Arrow file"),
         ("empty.arrow", b"", "is empty"),
         ("empty.jsonl", b"", "is empty"),
         ("blank.jsonl", b"\n \n\n", "none of its first lines is a JSON object"),
@@ -218,11 +220,15 @@ def test_files_that_are_not_what_their_names_say(tmp_path: Path) -> None:
         ("cut.jsonl.gz", b"\x1f\x8b\x08\x00", "cannot unpack"),
         ("notes.txt", b"hello", "is of no kind that is known by its name"),
         ("uneven.csv", b"question,answer\na,1\nb\n", "row 1 of"),
-    ]:
-        (tmp_path / name).write_bytes(content)
-        message = refused(tmp_path / name)
-        assert said in message, (name, message)
-        assert name in message
+        ("bytes.csv", b"question,answer\n\xff,1\n", "is no CSV file"),
+        ("empty.csv", b"", "is empty"),
+        ("twice.csv", b"question,answer,question\na,1,b\n", "has more than one column named 'question'"),
+    ],
+)  # fmt: skip
+def test_files_that_are_not_what_their_names_say(name: str, content: Any, said: str, tmp_path: Path) -> None:
+    message = refused(written(tmp_path / name, content(tmp_path) if callable(content) else content))
+    assert said in message
+    assert name in message
 
 
 def test_a_page_that_is_damaged_is_found_when_it_is_read(tmp_path: Path) -> None:
@@ -234,38 +240,44 @@ def test_a_page_that_is_damaged_is_found_when_it_is_read(tmp_path: Path) -> None
         _ = [task.answer for task in open_data(path).tasks("train")]
 
 
-def test_folders_that_are_no_data_set(tmp_path: Path) -> None:
-    (tmp_path / "none").mkdir()
-    assert "holds no Parquet, JSON lines or Arrow file" in refused(tmp_path / "none")
-    for folder in ("a", "b"):
-        write_parquet(tmp_path / "several" / folder / "x.parquet", described(3))
-    assert "several folders (a, b)" in refused(tmp_path / "several")
-    write_parquet(tmp_path / "mixed" / "x.parquet", described(3))
-    write_jsonl(tmp_path / "mixed" / "y.jsonl", described(3))
-    assert "files of several kinds (jsonl, parquet)" in refused(tmp_path / "mixed")
-    for name in ("test-00000-of-00001", "dev-00000-of-00001"):
-        write_parquet(tmp_path / "splits" / f"{name}.parquet", described(3))
-    assert "has no split 'train'; it has dev, test" in refused(tmp_path / "splits")
-    assert len(open_data(tmp_path / "splits", split="dev").tasks("train")) == 3
+FOLDERS: dict[str, tuple[dict[str, Any], str]] = {
+    "nothing": ({"README.md": b""}, "holds no Parquet, JSON lines or Arrow file"),
+    "several folders": ({"a/x.parquet": 3, "b/x.parquet": 3}, "several folders (a, b)"),
+    "several kinds": ({"x.parquet": 3, "y.jsonl": 3}, "files of several kinds (jsonl, parquet)"),
+    "other splits": ({"test-00000-of-00001.parquet": 3, "dev-00000-of-00001.parquet": 3},
+                     "has no split 'train'; it has dev, test"),
+    "other types": ({"a.parquet": 3, "b.parquet": [{**row, "prompt": 7} for row in described(3)]},
+                    "column prompt is int64 in"),
+    "other columns": ({"a.parquet": 3, "b.parquet": [{"prompt": "x"}]}, "has no column problem_id"),
+    "no state": ({"state.json": b"{"}, "cannot be read"),
+    "files elsewhere": ({"state.json": b'{"_data_files": [{"filename": "../../secret"}]}'},
+                        "names no files of its folder"),
+    "files missing": ({"state.json": b'{"_data_files": [{"filename": "a.arrow"}]}'},
+                      "is missing, though state.json names it"),
+    "indices": ({"state.json": b'{"_indices_files": ["a"]}'}, "save it again after flatten_indices()"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FOLDERS)
+def test_folders_that_are_no_data_set(case: str, tmp_path: Path) -> None:
+    files, said = FOLDERS[case]
+    for name, content in files.items():
+        if isinstance(content, bytes):
+            written(tmp_path / name, content)
+        else:
+            write_either(tmp_path / name, described(content) if isinstance(content, int) else content)
+    assert said in refused(tmp_path)
+    if case == "other splits":
+        assert len(open_data(tmp_path, split="dev").tasks("train")) == 3
 
 
 def test_links_that_go_nowhere_or_in_a_circle(tmp_path: Path) -> None:
-    (tmp_path / "loop.parquet").symlink_to(tmp_path / "loop.parquet")
-    assert "cannot open the data" in refused(tmp_path / "loop.parquet")
-    (tmp_path / "dangling.parquet").symlink_to(tmp_path / "gone.parquet")
-    assert "link to nowhere" in refused(tmp_path / "dangling.parquet")
+    for name, target, said in [("loop", "loop", "cannot open the data"), ("dangling", "gone", "link to nowhere")]:
+        (tmp_path / f"{name}.parquet").symlink_to(tmp_path / f"{target}.parquet")
+        assert said in refused(tmp_path / f"{name}.parquet")
     folder = write_parquet(tmp_path / "folder" / "x.parquet", described(10)).parent
     (folder / "again").symlink_to(folder)
     assert len(open_data(folder).tasks("train")) == 8
-
-
-def test_shards_must_agree(tmp_path: Path) -> None:
-    write_parquet(tmp_path / "types" / "a.parquet", described(3))
-    write_parquet(tmp_path / "types" / "b.parquet", [{**row, "prompt": 7} for row in described(3)])
-    assert "column prompt is int64 in" in refused(tmp_path / "types")
-    write_parquet(tmp_path / "names" / "a.parquet", described(3))
-    write_parquet(tmp_path / "names" / "b.parquet", [{"prompt": "x"}])
-    assert "has no column problem_id" in refused(tmp_path / "names")
 
 
 def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
@@ -274,46 +286,36 @@ def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
     pq.write_table(table, tmp_path / "a.parquet")
     with pa.OSFile(str(tmp_path / "a.arrow"), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
         writer.write_table(table)
-    (tmp_path / "a.csv").write_text("question,answer,question\na,1,b\n")
-    for name in ("a.parquet", "a.arrow", "a.csv"):
-        message = refused(tmp_path / name)
-        assert f"{name} has more than one column named 'question'" in message
+    for name in ("a.parquet", "a.arrow"):
+        assert f"{name} has more than one column named 'question'" in refused(tmp_path / name)
 
 
-def test_a_name_with_a_zero_byte_is_refused(tmp_path: Path) -> None:
-    assert "cannot open the data" in refused(Path("a\0b.jsonl"))
-    assert "cannot open the data" in refused(write_jsonl(tmp_path / "a.jsonl", described(10)), held_out="a\0b.jsonl")
-
-
-def test_a_split_of_what_has_none_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "saved").mkdir()
+def test_paths_and_splits_that_are_not_there_are_refused(tmp_path: Path) -> None:
     saved = KINDS["saved"](tmp_path / "saved", described(10))
-    assert "saved is the split 'train', so it has no split 'zz'" in refused(saved, split="zz")
-    assert open_data(saved, split="train").row_count == 10
     path = write_jsonl(tmp_path / "a.jsonl", described(10))
-    assert "a.jsonl is not in splits, so it has no split 'zz'" in refused(path, split="zz")
     named = write_jsonl(tmp_path / "test-00000-of-00001.jsonl", described(10))
-    assert "is the split 'test', so it has no split 'train'" in refused(named, split="train")
-    assert open_data(named, split="test").row_count == 10
-
-
-def test_a_name_of_the_hub_is_told_from_a_missing_file(tmp_path: Path) -> None:
-    assert "download it first" in refused(Path("some-org/some-data"))
-    assert "there is no data at" in refused(tmp_path / "missing.parquet")
+    for data, options, said in [
+        (Path("a\0b.jsonl"), {}, "cannot open the data"),
+        (path, {"held_out": "a\0b.jsonl"}, "cannot open the data"),
+        (Path("some-org/some-data"), {}, "download it first"),
+        (tmp_path / "missing.parquet", {}, "there is no data at"),
+        (saved, {"split": "zz"}, "saved is the split 'train', so it has no split 'zz'"),
+        (path, {"split": "zz"}, "a.jsonl is not in splits, so it has no split 'zz'"),
+        (named, {"split": "train"}, "is the split 'test', so it has no split 'train'"),
+    ]:
+        assert said in refused(data, **options)  # type: ignore[arg-type]
+    assert open_data(saved, split="train").row_count == open_data(named, split="test").row_count == 10
     with pytest.raises(EnvironmentSetupError, match="needs data"):
         build(EnvironmentSettings(name="dataset"))
     with pytest.raises(EnvironmentSetupError, match=r'sort reads no data: set environment\.name = "dataset"'):
         build(EnvironmentSettings(data=tmp_path / "forgotten-name.parquet"))
 
 
-def test_saved_data_sets_that_are_incomplete(tmp_path: Path) -> None:
-    folder = KINDS["saved"](tmp_path, described(10))
-    (folder / "data-00001-of-00002.arrow").unlink()
-    assert "is missing, though state.json names it" in refused(folder)
-    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": "../../secret"}]}))
-    assert "names no files of its folder" in refused(folder)
-    (folder / "state.json").write_text("{")
-    assert "cannot be read" in refused(folder)
+def test_files_without_a_split_in_their_name_come_before_others(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "some.jsonl", described(10))
+    write_jsonl(tmp_path / "test.jsonl", described(5))
+    assert open_data(tmp_path).row_count == 10
+    assert open_data(tmp_path, split="test").row_count == 5
 
 
 def test_opening_loads_nothing_heavy_before_there_is_data() -> None:

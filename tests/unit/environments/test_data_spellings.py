@@ -6,16 +6,15 @@ import json
 from pathlib import Path
 
 import pytest
-from datakit import FORMATS, checked, described, open_data, own_cache, write_jsonl, write_parquet
+from datakit import both_kinds, checked, described, fixture, open_data, own_cache, refused, write_jsonl, write_parquet
 
 from sandboxkit import needs_bubblewrap
 from shoal.environments.dataset import DatasetEnvironment
-from shoal.environments.protocol import Split, Task
+from shoal.environments.protocol import SPLITS, Task
 from shoal.errors import EnvironmentSetupError
 
 __all__ = ["own_cache"]
 
-SPLITS: tuple[Split, ...] = ("train", "held_out")
 PRINTS = "```python\nprint(sum(map(int, input().split())))\n```"
 RETURNS = "```python\ndef add(a, b):\n    return a + b\n```"
 METHOD = "```python\nclass Solution:\n    def add(self, a: int, b: int) -> int:\n        return a + b\n```"
@@ -50,14 +49,9 @@ KINDS = {
 }  # fmt: skip
 
 
-def fixture(name: str, folder: Path, *, packed: bool) -> Path:
-    path = FORMATS / f"{name}.jsonl"
-    return write_parquet(folder / "a.parquet", [json.loads(line) for line in path.open()]) if packed else path
-
-
-def opened(name: str, folder: Path, *, packed: bool) -> tuple[DatasetEnvironment, dict[int, Task]]:
+def opened(name: str, folder: Path, packed: bool) -> tuple[DatasetEnvironment, dict[int, Task]]:
     """The data set, and its tasks by their rows."""
-    environment = open_data(fixture(name, folder, packed=packed), bad_rows="skip")
+    environment = open_data(fixture(name, folder, packed), bad_rows="skip")
     wanted, tasks = {**MATHEMATICS.get(name, {}), **CODE.get(name, {})}, {}
     for split in SPLITS:
         for place in range(len(environment.tasks(split))):
@@ -68,10 +62,10 @@ def opened(name: str, folder: Path, *, packed: bool) -> tuple[DatasetEnvironment
     return environment, tasks
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@both_kinds
 @pytest.mark.parametrize("name", MATHEMATICS)
 def test_mathematics_is_read_and_judged(name: str, packed: bool, tmp_path: Path) -> None:
-    environment, tasks = opened(name, tmp_path, packed=packed)
+    environment, tasks = opened(name, tmp_path, packed)
     for row, answers in MATHEMATICS[name].items():
         for answer in answers:
             assert environment.score(tasks[row], f"\\boxed{{{answer}}}").value == 1.0, (row, answer)
@@ -81,7 +75,7 @@ def test_mathematics_is_read_and_judged(name: str, packed: bool, tmp_path: Path)
 @needs_bubblewrap
 @pytest.mark.parametrize("name", CODE)
 def test_code_is_read_and_judged(name: str, tmp_path: Path) -> None:
-    environment, tasks = opened(name, tmp_path, packed=name == "eurus2")
+    environment, tasks = opened(name, tmp_path, name == "eurus2")
     for row, program in CODE[name].items():
         score = environment.score(tasks[row], program)
         assert (score.value, score.notes) == (1.0, ""), row
@@ -89,10 +83,10 @@ def test_code_is_read_and_judged(name: str, tmp_path: Path) -> None:
         assert environment.score(tasks[row], wrong).value == 0.0, row
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@both_kinds
 @pytest.mark.parametrize("name", KINDS)
 def test_kinds_are_counted(name: str, packed: bool, tmp_path: Path) -> None:
-    environment = open_data(fixture(name, tmp_path, packed=packed), bad_rows="skip")
+    environment = open_data(fixture(name, tmp_path, packed), bad_rows="skip")
     environment.check(lambda *_: None)
     lines, trained = zip(
         *(line.removesuffix(" to train on").rsplit(", ", 1) for line in environment.kinds()), strict=True
@@ -114,15 +108,14 @@ def can_be_used(line: str) -> int:
         ("numinamath15", ("all 2 rows of kind 'proof' (row 3 ", "no grader judges proofs")),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("packed", [False, True])
+@both_kinds
 def test_kinds_that_nobody_can_judge_are_refused_unless_asked_for(
     name: str, said: tuple[str, ...], packed: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = fixture(name, tmp_path, packed=packed)
+    path = fixture(name, tmp_path, packed)
     for bad_rows in ("", "refuse"):
-        with pytest.raises(EnvironmentSetupError) as refused:
-            open_data(path, bad_rows=bad_rows)
-        assert all(each in str(refused.value) for each in said)
+        message = refused(path, bad_rows=bad_rows)
+        assert all(each in message for each in said)
     assert "EVERY row" not in caplog.text
     open_data(path, bad_rows="skip")
     assert all(any("EVERY row" in line and each in line for line in caplog.text.splitlines()) for each in said)

@@ -5,13 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from datakit import described, open_data, own_cache, write_jsonl, write_parquet
+from datakit import described, open_data, own_cache, refused, write_jsonl, write_parquet
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.environments.data.prompts import ascii_digest, prompt_digest, question_digest
 from shoal.environments.protocol import SPLITS
-from shoal.errors import EnvironmentSetupError
+from shoal.environments.questions import ascii_digest, prompt_digest, question_digest
 
 __all__ = ["own_cache"]
 
@@ -40,15 +39,8 @@ def test_what_was_said_before_makes_another_question(tmp_path: Path) -> None:
         "And doubled?", first
     )
     assert question_digest("2+2?", [("system", "Be brief.")]) == prompt_digest("2+2?")
-    talks = [
-        [
-            {"role": "user", "content": f"{n}+1?"},
-            {"role": "assistant", "content": "?"},
-            {"role": "user", "content": "So?"},
-        ]
-        for n in range(20)
-    ]
-    rows = [{"prompt": talk, "answer": "1"} for talk in talks]
+    said = [[("user", f"{n}+1?"), ("assistant", "?"), ("user", "So?")] for n in range(20)]
+    rows = [{"prompt": [{"role": role, "content": text} for role, text in talk], "answer": "1"} for talk in said]
     environment = open_data(write_jsonl(tmp_path / "a.jsonl", rows), held_out_size=4)
     assert (len(environment.tasks("train")), len(environment.tasks("held_out"))) == (16, 4)
     assert list(environment.prompt_digests("train")) == [
@@ -105,8 +97,7 @@ def test_a_held_out_file_of_its_own(tmp_path: Path, caplog: pytest.LogCaptureFix
 
 def test_all_questions_of_a_held_out_file_count_as_held_out(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "a.parquet", described(10))
-    with pytest.raises(EnvironmentSetupError, match="all of its questions are held-out ones"):
-        open_data(path, held_out_size=1, held_out=path)
+    assert "all of its questions are held-out ones" in refused(path, held_out_size=1, held_out=path)
 
 
 def test_solve_rates_outside_the_band_are_left_out(tmp_path: Path) -> None:
@@ -116,20 +107,19 @@ def test_solve_rates_outside_the_band_are_left_out(tmp_path: Path) -> None:
         kept = {int(task.id.partition("/")[0]) for split in ("train", "held_out") for task in environment.tasks(split)}
         assert kept == {row for row in range(27) if 1 <= row % 9 <= 4 and row != 1}
         assert environment.problems.count == 0
-    with pytest.raises(EnvironmentSetupError, match="no row has a solve rate within"):
-        open_data(tmp_path / "a.parquet", keep_solve_rate=[0.13, 0.2])
 
 
 def test_which_column_holds_the_solve_rates_must_be_clear(tmp_path: Path) -> None:
     rows = [{**row, "solve_rate_large": 0.5} for row in described(10)]
     path = write_parquet(tmp_path / "a.parquet", rows)
-    with pytest.raises(EnvironmentSetupError, match="one column of solve rates, not solve_rate_tiny, solve_rate_large"):
-        open_data(path, keep_solve_rate=[0.0, 1.0])
     assert len(open_data(path, keep_solve_rate=[0.5, 0.5], solve_rate="solve_rate_large").tasks("train")) == 8
-    with pytest.raises(EnvironmentSetupError, match="holds text, not solve rates"):
-        open_data(path, keep_solve_rate=[0.5, 0.5], solve_rate="prompt")
-    with pytest.raises(EnvironmentSetupError, match="the lower first"):
-        open_data(path, keep_solve_rate=[0.5, 0.1])
+    for band, column, said in [
+        ([0.0, 1.0], "", "one column of solve rates, not solve_rate_tiny, solve_rate_large"),
+        ([0.5, 0.5], "prompt", "holds text, not solve rates"),
+        ([0.5, 0.1], "", "the lower first"),
+        ([0.13, 0.2], "solve_rate_tiny", "no row has a solve rate within"),
+    ]:
+        assert said in refused(path, keep_solve_rate=band, solve_rate=column)
 
 
 def test_the_digests_of_a_split_are_those_of_its_prompts(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from shoal.environments import EnvironmentSettings, Score, Task, budget_of, build
-from shoal.environments.length import LengthBudget
+from shoal.environments.composed import LengthBudget
 from shoal.environments.settings import LengthSettings
 
 lengths = st.integers(0, 100_000)

@@ -13,12 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.environments import Environment, EnvironmentSettings, Score, Split, Task, build, identity_of
-from shoal.environments.data import prompt_digest
 from shoal.environments.dialogue import DialogueRule, dialogue_of
 from shoal.environments.generated import GeneratedEnvironment
-from shoal.environments.mix import MixedEnvironment, Part, part_of
+from shoal.environments.mix import MixedEnvironment, Part, Schedule, part_of, permute
 from shoal.environments.protocol import ObjectingEnvironment
-from shoal.environments.schedule import Schedule, permute
+from shoal.environments.questions import prompt_digest
 from shoal.errors import EnvironmentSetupError, UnusableTask
 from shoal.evaluation.leaks import Leaks, find_leaks
 

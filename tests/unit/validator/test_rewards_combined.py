@@ -12,7 +12,7 @@ import pytest
 from honest import RUN, LengthEnvironment, docket, lease, loaded, submission
 
 from shoal.environments import Environment, EnvironmentSettings, Score, Task, budget_of, build, identity_of
-from shoal.environments.length import LengthBudget
+from shoal.environments.composed import LengthBudget
 from shoal.environments.settings import JudgeSettings, LengthSettings, PromptSettings, ScoringSettings
 from shoal.errors import ScoringFailure
 from shoal.protocol import Lease, Outcome, Rollout, Verdict, pack_tokens

@@ -8,18 +8,22 @@ What nobody used for a month, and what a process that was killed left half writt
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import json
 import logging
 import os
+import shutil
 import tempfile
 import time
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from blake3 import blake3
+
+from shoal.errors import EnvironmentSetupError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -36,6 +40,9 @@ SUM = ".sum"
 TIDIED = ".tidied"
 HOUR_S, DAY_S = 3600, 24 * 3600
 KEPT_S = 30 * DAY_S
+CHUNK_BYTES = 8 * 2**20
+SPARE_BYTES = 64 * 2**20
+"""What is left free on the disk that holds the cache."""
 
 
 def cache_folder() -> Path:
@@ -120,17 +127,17 @@ def tidy(folder: Path) -> None:
     try:
         stamp.touch()
         with os.scandir(folder) as found:
-            names = {entry.name: entry.stat(follow_symlinks=False).st_mtime for entry in found if _removable(entry)}
+            names = {
+                entry.name: entry.stat(follow_symlinks=False).st_mtime
+                for entry in found
+                if entry.is_file(follow_symlinks=False) and entry.name.startswith((*KINDS, SCRATCH))
+            }
         for name, modified_s in names.items():
             used_s = max(modified_s, names.get(name + SUM, 0.0))
             if now_s - used_s > (DAY_S if name.startswith(SCRATCH) else KEPT_S):
                 (folder / name).unlink(missing_ok=True)
     except OSError as error:
         log.debug("cannot tidy %s: %s", folder, error)
-
-
-def _removable(entry: os.DirEntry[str]) -> bool:
-    return entry.is_file(follow_symlinks=False) and entry.name.startswith((*KINDS, SCRATCH))
 
 
 # ── arrays ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -158,3 +165,57 @@ def store_arrays(name: str, arrays: Mapping[str, np.ndarray[Any, Any]], beside: 
     buffer = io.BytesIO()
     np.savez(buffer, json=text, **arrays)  # type: ignore[arg-type]
     store(name, buffer.getvalue())
+
+
+# ── which data it is ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def data_digest(paths: Sequence[Path]) -> str:
+    """Hex BLAKE3 over the bytes of a data set's files, in their order. Their names and places do not matter."""
+    return blake3(b"shoal/data/v1\n" + "\n".join(file_digest(path) for path in paths).encode()).hexdigest()
+
+
+def file_digest(path: Path) -> str:
+    """Hex BLAKE3 of a file's bytes, remembered until the file changes."""
+    name = entry_name("digest", identity(path))
+    known = load(name)
+    if known is not None:
+        return known.decode()
+    hasher, buffer = blake3(max_threads=blake3.AUTO), bytearray(CHUNK_BYTES)
+    view = memoryview(buffer)
+    try:
+        with path.open("rb", buffering=0) as file:  # a mapping of the file would count as this process's memory
+            while size := file.readinto(buffer):
+                hasher.update(view[:size])
+    except OSError as error:
+        raise EnvironmentSetupError(f"cannot read the data {path}: {error.strerror or error}") from None
+    if entry_name("digest", identity(path)) == name:  # it was not changed meanwhile
+        store(name, hasher.hexdigest().encode())
+    return hasher.hexdigest()
+
+
+# ── files that were unpacked, because a row in the middle of a packed one cannot be reached ──────────────────────
+
+
+def unpacked(name: str, write: Callable[[Path], None]) -> Path:
+    """A file in the cache folder; `write` makes it anew if it is not there, or not as it was written (`OSError`)."""
+    path, wanted = cache_folder() / name, load(name + SUM)
+    with contextlib.suppress(OSError, EnvironmentSetupError):
+        if wanted is not None and file_digest(path).encode() == wanted:
+            return path
+    with placed(name) as scratch:
+        write(scratch)
+    store(name + SUM, file_digest(path).encode())
+    return path
+
+
+def is_kept(path: Path) -> bool:
+    """Whether an unpacked file that is in use is still there: the cache may be deleted at any time."""
+    mark_used(path.with_name(path.name + SUM))
+    return path.exists()
+
+
+def leave_room(folder: Path) -> None:
+    """Refuse to continue writing when the disk is about to be full: others need it, too."""
+    if shutil.disk_usage(folder).free < SPARE_BYTES:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

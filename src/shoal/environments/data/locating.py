@@ -24,7 +24,7 @@ SUFFIXES: dict[str, Kind] = {
     ".parquet": "parquet", ".pq": "parquet", ".arrow": "arrow", ".feather": "arrow", ".ipc": "arrow",
     ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".csv": "csv",
 }  # fmt: skip
-PACKED = (".gz", ".zst")
+PACKED = {".gz": "gzip", ".zst": "zstd"}
 SHARD = re.compile(r"^(?P<split>[A-Za-z][A-Za-z0-9_.]*?)-\d{4,}-of-\d{4,}")
 SPLIT_WORDS = frozenset({"train", "test", "validation", "valid", "val", "dev", "eval"})
 HUB_NAME = re.compile(r"^[A-Za-z0-9][\w.-]*/[\w.-]+$")
@@ -39,53 +39,20 @@ class DataFile:
     path: Path
     kind: Kind
 
-    @property
-    def is_packed(self) -> bool:
-        return self.path.suffix in PACKED
-
 
 def locate(path: Path, split: str = "") -> tuple[DataFile, ...]:
     """The files of the data set at `path`, in the order of their rows."""
     path = path.expanduser()
-    if not _exists(path):
-        raise EnvironmentSetupError(_nowhere(path))
+    _require(path)
     if path.is_dir():
         return _folder(path, split)
-    file = _file(path)
-    _only_split(_split_of(path), split, path)
-    return (file,)
-
-
-def _exists(path: Path) -> bool:
-    try:
-        path.stat()
-    except FileNotFoundError:
-        return False
-    except (OSError, ValueError) as error:  # a name with a zero byte is a ValueError
-        said = (error.strerror if isinstance(error, OSError) else None) or error
-        raise EnvironmentSetupError(f"cannot open the data {str(path)!r}: {said}; check environment.data") from None
-    return True
-
-
-def _nowhere(path: Path) -> str:
-    if path.is_symlink():
-        return f"the data {path} is a link to nowhere; check environment.data"
-    name = "/".join(path.parts[-2:])
-    if HUB_NAME.match(str(path)) or (HUB_NAME.match(name) and not path.parent.exists()):
-        return (
-            f"there is no file or folder {path}; if it is a data set of a hub, download it first (for example:"
-            f" hf download --repo-type dataset {name} --local-dir FOLDER) and give the folder as environment.data"
-        )
-    return f"there is no data at {path}; give a Parquet or JSON lines file, or a folder of them, as environment.data"
-
-
-def _file(path: Path) -> DataFile:
     kind = kind_of(path)
     if kind is None:
         raise EnvironmentSetupError(
             f"{path} is of no kind that is known by its name: .parquet, .jsonl (also .gz, .zst), .arrow or .csv"
         )
-    return DataFile(path, kind)
+    _only_split(_split_of(path), split, path)
+    return (DataFile(path, kind),)
 
 
 def kind_of(path: Path) -> Kind | None:
@@ -99,14 +66,42 @@ def kind_of(path: Path) -> Kind | None:
     return kind if not packed or kind == "jsonl" else None
 
 
+def _require(path: Path) -> None:
+    """Refuse a path at which nothing is, or nothing that can be looked at."""
+    name = "/".join(path.parts[-2:])
+    try:
+        path.stat()
+        return
+    except FileNotFoundError:
+        if path.is_symlink():
+            said = f"the data {path} is a link to nowhere; check environment.data"
+        elif HUB_NAME.match(str(path)) or (HUB_NAME.match(name) and not path.parent.exists()):
+            said = (
+                f"there is no file or folder {path}; if it is a data set of a hub, download it first (for example:"
+                f" hf download --repo-type dataset {name} --local-dir FOLDER) and give the folder as environment.data"
+            )
+        else:
+            said = f"there is no data at {path}; give a Parquet or JSON lines file, or a folder, as environment.data"
+    except (OSError, ValueError) as error:  # a name with a zero byte is a ValueError
+        why = (error.strerror if isinstance(error, OSError) else None) or error
+        said = f"cannot open the data {str(path)!r}: {why}; check environment.data"
+    raise EnvironmentSetupError(said)
+
+
 def _folder(path: Path, split: str) -> tuple[DataFile, ...]:
     if (path / "dataset_dict.json").is_file():
         return _folder(path / _one_split(_json(path / "dataset_dict.json").get("splits"), split, path), "")
     if (path / "state.json").is_file():
         return _saved(path, split)
-    if (path / "snapshots").is_dir():
-        return _folder(_snapshot(path), split)
-    return _shards(path, split)
+    if not (path / "snapshots").is_dir():
+        return _shards(path, split)
+    main = path / "refs" / "main"
+    if main.is_file():
+        return _folder(path / "snapshots" / main.read_text().strip(), split)
+    found = sorted(entry for entry in (path / "snapshots").iterdir() if entry.is_dir())
+    if len(found) != 1:
+        raise EnvironmentSetupError(f"{path} holds {len(found)} snapshots; give one of them: {path}/snapshots/REVISION")
+    return _folder(found[0], split)
 
 
 def _saved(path: Path, split: str) -> tuple[DataFile, ...]:
@@ -119,43 +114,13 @@ def _saved(path: Path, split: str) -> tuple[DataFile, ...]:
     names = [entry.get("filename") for entry in listed] if isinstance(listed, list) else []
     if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
         raise EnvironmentSetupError(f"{path / 'state.json'} names no files of its folder: save the data set again")
-    files = tuple(DataFile(path / name, "arrow") for name in names)
-    for file in files:
-        if not _exists(file.path):
-            raise EnvironmentSetupError(f"{file.path} is missing, though state.json names it: copy the whole folder")
-    return files
-
-
-def _snapshot(path: Path) -> Path:
-    """The revision that `main` points to, or the only one."""
-    main = path / "refs" / "main"
-    if main.is_file():
-        return path / "snapshots" / main.read_text().strip()
-    found = sorted(entry for entry in (path / "snapshots").iterdir() if entry.is_dir())
-    if len(found) != 1:
-        raise EnvironmentSetupError(f"{path} holds {len(found)} snapshots; give one of them: {path}/snapshots/REVISION")
-    return found[0]
+    missing = next((path / name for name in names if not (path / name).exists()), None)
+    if missing:
+        raise EnvironmentSetupError(f"{missing} is missing, though state.json names it: copy the whole folder")
+    return tuple(DataFile(path / name, "arrow") for name in names)
 
 
 def _shards(path: Path, split: str) -> tuple[DataFile, ...]:
-    found = _walk(path)
-    if not found:
-        raise EnvironmentSetupError(f"{path} holds no Parquet, JSON lines or Arrow file; check environment.data")
-    folders = sorted({file.path.parent for file in found})
-    if len(folders) > 1:
-        names = ", ".join(str(folder.relative_to(path)) for folder in folders[:10])
-        raise EnvironmentSetupError(f"{path} holds data in several folders ({names}): give one of them")
-    kinds = sorted({file.kind for file in found})
-    if len(kinds) > 1:
-        raise EnvironmentSetupError(f"{path} holds files of several kinds ({', '.join(kinds)}): give one of the files")
-    by_split: dict[str, list[DataFile]] = {}
-    for file in found:
-        by_split.setdefault(_split_of(file.path), []).append(file)
-    chosen = _one_split(sorted(by_split), split, path) if len(by_split) > 1 or split else next(iter(by_split))
-    return tuple(sorted(by_split[chosen], key=lambda file: file.path.name))
-
-
-def _walk(path: Path) -> list[DataFile]:
     """Data files below a folder. Folders that are links are not followed: no loop, nothing from elsewhere."""
     found: list[DataFile] = []
     for folder, folders, names in os.walk(path):
@@ -163,24 +128,28 @@ def _walk(path: Path) -> list[DataFile]:
         for name in names:
             kind = kind_of(Path(name))
             if kind is not None and name not in NOT_DATA and not name.startswith((".", "_")):
-                _readable(Path(folder) / name)
+                _require(Path(folder) / name)
                 found.append(DataFile(Path(folder) / name, kind))
         if len(found) > MOST_FILES:
             raise EnvironmentSetupError(f"{path} holds more than {MOST_FILES:,} data files; give a folder of its own")
-    return found
-
-
-def _readable(path: Path) -> None:
-    if not _exists(path):
-        raise EnvironmentSetupError(_nowhere(path))
+    if not found:
+        raise EnvironmentSetupError(f"{path} holds no Parquet, JSON lines or Arrow file; check environment.data")
+    places = sorted({file.path.parent for file in found})
+    if len(places) > 1:
+        listed = ", ".join(str(folder.relative_to(path)) for folder in places[:10])
+        raise EnvironmentSetupError(f"{path} holds data in several folders ({listed}): give one of them")
+    kinds = sorted({file.kind for file in found})
+    if len(kinds) > 1:
+        raise EnvironmentSetupError(f"{path} holds files of several kinds ({', '.join(kinds)}): give one of the files")
+    splits = sorted({_split_of(file.path) for file in found})
+    chosen = _one_split(splits, split, path) if len(splits) > 1 or split else splits[0]
+    return tuple(sorted((file for file in found if _split_of(file.path) == chosen), key=lambda file: file.path.name))
 
 
 def _split_of(path: Path) -> str:
     match = SHARD.match(path.name)
-    if match is not None:
-        return match["split"]
     word = path.name.partition(".")[0].lower()
-    return word if word in SPLIT_WORDS else ""
+    return match["split"] if match else word if word in SPLIT_WORDS else ""
 
 
 def _only_split(name: str, wanted: str, path: Path) -> None:
@@ -194,16 +163,11 @@ def _only_split(name: str, wanted: str, path: Path) -> None:
 
 def _one_split(splits: object, wanted: str, path: Path) -> str:
     names = [str(name) for name in splits] if isinstance(splits, list) else []
-    if wanted in names:
-        return wanted
-    if not wanted and "train" in names:
-        return "train"
-    if not wanted and len(names) == 1:
-        return names[0]
+    chosen = wanted if wanted in names else wanted or (names[0] if len(names) == 1 else "train")
+    if chosen in names:
+        return chosen
     listed = ", ".join(name or "(no name)" for name in names) or "none"
-    raise EnvironmentSetupError(
-        f"{path} has no split {wanted or 'train'!r}; it has {listed}: set environment.options.split"
-    )
+    raise EnvironmentSetupError(f"{path} has no split {chosen!r}; it has {listed}: set environment.options.split")
 
 
 def _json(path: Path) -> dict[str, object]:

@@ -1,34 +1,40 @@
 """What must be known of every row before the first task is drawn: can it be asked, and what question is it?
 
-table ─► batches of the asking columns ─► digest of each prompt, usable or not, within the band or not
-                                          (answers are not read: that would be most of the bytes)
+    path ─► files ─► table ─► format ─► scan ─► Opened ─► Splits: no question is in both
+                 └─► digest (beside it) ──────────┘
+
+A scan reads the columns that ask, in batches. Answers are not read: that would be most of the bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
-from shoal.environments.data.cache import entry_name, load_arrays, store_arrays
-from shoal.environments.data.problems import Problems
-from shoal.environments.data.prompts import BLANK, DIGEST_BYTES, ascii_digest, prompt_digest, question_digest
-from shoal.environments.data.source import NOT_TEXT, ROW_LIMIT_BYTES, Batch, Broken
+import numpy as np
+
+from shoal.environments.data.cache import data_digest, entry_name, load_arrays, store_arrays
+from shoal.environments.data.checking import Problems
+from shoal.environments.data.locating import locate
+from shoal.environments.data.readers import ROW_LIMIT_BYTES, Batch, Broken, rows_of, values_of
 from shoal.environments.data.table import Table
 from shoal.environments.formats.protocol import Format
+from shoal.environments.formats.registry import DatasetOptions, fit
 from shoal.environments.graders.registry import GRADERS, TASK_TYPES
+from shoal.environments.questions import BLANK, DIGEST_BYTES, ascii_digest, prompt_digest, question_digest
 from shoal.errors import EnvironmentSetupError, UnusableTask
 
-if TYPE_CHECKING:
-    import numpy as np
-
-    Flags = np.ndarray[Any, np.dtype[np.bool_]]
-    Digests = np.ndarray[Any, np.dtype[np.uint8]]
-
-VERSION = 3
+Flags = np.ndarray[Any, np.dtype[np.bool_]]
+Numbers = np.ndarray[Any, np.dtype[np.int64]]
+VERSION = 4
 MOST_KINDS = 1000
 SLACK = 1e-9  # of a solve rate that was written with fewer digits
+LARGEST_SHARE = 5
+"""At most a fifth of the questions is held out, of a data set that is small."""
 NONE = b"\0" * DIGEST_BYTES
 TOO_LARGE = f"the prompt has more than {ROW_LIMIT_BYTES // 2**20} MB"
 
@@ -41,6 +47,14 @@ class Band:
     low: float
     high: float
 
+    def holds(self, column: Any) -> Flags:
+        """Which values of a column are within the band."""
+        values = values_of(column)
+        if any(isinstance(value, str) for value in values):
+            raise EnvironmentSetupError(f"column {self.column} holds text, not solve rates; check options.solve_rate")
+        rates = np.array([value if isinstance(value, int | float) else np.nan for value in values], float)
+        return (rates >= self.low - SLACK) & (rates <= self.high + SLACK)
+
 
 @dataclass(frozen=True)
 class Scan:
@@ -50,7 +64,7 @@ class Scan:
     the kind ""), `kind_of` has the number of each row's.
     """
 
-    digests: Digests
+    digests: np.ndarray[Any, np.dtype[np.uint8]]
     usable: Flags
     kept: Flags
     kind_of: np.ndarray[Any, np.dtype[np.int32]]
@@ -58,12 +72,50 @@ class Scan:
     graders: tuple[str, ...]
     problems: Problems
 
+    @property
+    def keys(self) -> np.ndarray[Any, np.dtype[np.uint64]]:
+        """The first 64 bits of each digest: two of a million questions share them with odds of 1 to 10^7."""
+        return np.ascontiguousarray(self.digests[:, :8]).view(">u8").ravel().astype(np.uint64)
+
+
+@dataclass(frozen=True, eq=False)
+class Opened:
+    """A data set that can be read: its table, how rows become tasks, what every row is, and which data it is."""
+
+    path: Path
+    table: Table
+    layout: Format
+    found: Scan
+    digest: str
+
+
+def open_data(path: Path, options: DatasetOptions) -> Opened:
+    """Open the data set at `path`. What is wrong with its columns is said first: reading all of it may take long."""
+    table = Table(locate(path, options.split))
+    layout, band = fit(table.columns, options), _band(options, table.columns)
+    table.agree([*layout.columns, *([band.column] if band else [])])
+    with ThreadPoolExecutor(1) as beside:
+        digest = beside.submit(data_digest, table.paths)
+        return Opened(path, table, layout, scan(table, layout, band), digest.result())
+
+
+def _band(options: DatasetOptions, columns: tuple[str, ...]) -> Band | None:
+    """The solve rates to keep, with their column."""
+    if options.keep_solve_rate is None:
+        return None
+    named = [options.solve_rate] if options.solve_rate else [name for name in columns if name.startswith("solve_rate")]
+    if len(named) != 1 or named[0] not in columns:
+        raise EnvironmentSetupError(
+            f"keep_solve_rate needs one column of solve rates, not {', '.join(named) or 'none'};"
+            f" there are {', '.join(columns)}: set environment.options.solve_rate"
+        )
+    return Band(named[0], *options.keep_solve_rate)
+
 
 def scan(table: Table, layout: Format, band: Band | None) -> Scan:
     """Look at all rows; what was found is remembered until a file changes."""
     chosen = band and [band.column, band.low, band.high]
-    about = (VERSION, table.identities(), layout.signature, chosen, sorted({*GRADERS, *TASK_TYPES}))
-    name = entry_name("scan", *about)
+    name = entry_name("scan", VERSION, table.identities(), layout.signature, chosen, sorted({*GRADERS, *TASK_TYPES}))
     known = load_arrays(name)
     if known is not None and len(known[0]["usable"]) == table.rows:
         arrays, beside = known
@@ -76,28 +128,71 @@ def scan(table: Table, layout: Format, band: Band | None) -> Scan:
 
 
 def _scan(table: Table, layout: Format, band: Band | None) -> Scan:
-    import numpy as np
-
-    problems, graders, first = Problems(), set[str](), 0
-    digests, kept, hashes, kinds, kind_of = bytearray(), [], [], dict[str, int](), []
-    columns = tuple(
-        dict.fromkeys([*layout.asks, *([layout.id] if layout.id else []), *([band.column] if band else [])])
-    )
-    for batch in table.scan(columns):
-        found = _Batch(batch, layout, first, problems)
-        digests += found.digests()
-        graders |= found.graders
-        kind_of.append(np.fromiter((_numbered(kind, kinds) for kind in found.kinds()), np.int32, found.size))
-        hashes.extend([_hashes(batch[layout.id], found.size)] if layout.id else [])
-        kept.append(_within(batch[band.column], band) if band else np.ones(found.size, bool))
-        first += found.size
+    problems, graders, kinds, first = Problems(), set[str](), dict[str, int](), 0
+    digests, kept, hashes, kind_of = bytearray(), list[Any](), list[Any](), list[Any]()
+    columns = dict.fromkeys([*layout.asks, *([layout.id] if layout.id else []), *([band.column] if band else [])])
+    for batch in table.scan(tuple(columns)):
+        size = len(batch[layout.asks[0]])
+        digests += _all_asked(batch, layout, graders) or _each_asked(batch, layout, graders, problems, first)
+        kind_of.append(np.fromiter((_numbered(kind, kinds) for kind in _kinds(batch, layout, size)), np.int32, size))
+        hashes.append(_hashes(batch[layout.id], size) if layout.id else [])
+        kept.append(band.holds(batch[band.column]) if band else np.ones(size, bool))
+        first += size
     matrix = np.frombuffer(bytes(digests), np.uint8).reshape(first, DIGEST_BYTES)
     usable: Flags = np.asarray(matrix.any(axis=1))
     if layout.id:
         usable = usable & ~_repeats(np.concatenate(hashes), layout.id, table, problems, usable)
-    return Scan(
-        matrix, usable, np.concatenate(kept), np.concatenate(kind_of), tuple(kinds), tuple(sorted(graders)), problems
-    )
+    flat = np.concatenate(kept), np.concatenate(kind_of)
+    return Scan(matrix, usable, *flat, tuple(kinds), tuple(sorted(graders)), problems)
+
+
+def _all_asked(batch: Batch, layout: Format, graders: set[str]) -> bytes:
+    """The digests of prompts that are a column of text, the quick way; nothing if something is wrong with a row.
+
+    The graders of all rows count, also of those that turn out to be unusable: the environment's digest names them.
+    """
+    texts = _texts(batch[layout.plain]) if layout.plain else None
+    if texts is None:
+        return b""
+    kinds = values_of(batch[layout.kinds]) if layout.kinds else []
+    wrong = max(map(len, texts), default=0) > ROW_LIMIT_BYTES
+    for kind in {kind if isinstance(kind, str) else str(kind)[:100] for kind in kinds}:
+        try:
+            graders.add(layout.judge(kind))
+        except UnusableTask:
+            wrong = True
+    graders |= {layout.grader} - {""}
+    try:
+        asked = () if wrong else texts
+        digests = [ascii_digest(text) if text.isascii() else prompt_digest(text.decode()) for text in asked]
+    except UnicodeDecodeError:
+        return b""
+    return b"" if BLANK in digests else b"".join(digests)
+
+
+def _each_asked(batch: Batch, layout: Format, graders: set[str], problems: Problems, first: int) -> bytes:
+    """The digests row by row; one that cannot be asked has the digest of zeros and is a problem."""
+    digests = bytearray()
+    for number, row in enumerate(rows_of(batch), first):
+        try:
+            if isinstance(row, Broken):
+                raise UnusableTask(row.reason)
+            question = layout.question(row)
+            if len(question.prompt) > ROW_LIMIT_BYTES:
+                raise UnusableTask(TOO_LARGE)
+            graders.add(question.kind)
+            digests += question_digest(question.prompt, question.history)
+        except UnusableTask as error:
+            problems.add(number, str(error))
+            digests += NONE
+    return bytes(digests)
+
+
+def _kinds(batch: Batch, layout: Format, size: int) -> Iterable[str]:
+    """What each row says of which kind it is; the grader, where rows say nothing."""
+    if not layout.kinds:
+        return [layout.grader] * size
+    return (value[:100] if isinstance(value, str) else "" for value in values_of(batch[layout.kinds]))
 
 
 def _numbered(kind: str, kinds: dict[str, int]) -> int:
@@ -105,128 +200,8 @@ def _numbered(kind: str, kinds: dict[str, int]) -> int:
     return kinds.setdefault(kind if kind in kinds or len(kinds) < MOST_KINDS else "", len(kinds))
 
 
-class _Batch:
-    """One batch on its way to digests; a row that cannot be asked has the digest of zeros and is a problem."""
-
-    def __init__(self, batch: Batch, layout: Format, first: int, problems: Problems) -> None:
-        self._batch, self._layout, self._first, self._problems = batch, layout, first, problems
-        self.size = len(batch[layout.asks[0]])
-        self.graders: set[str] = set()
-
-    def kinds(self) -> list[str]:
-        """What each row says of which kind it is; the grader, where rows say nothing."""
-        column = self._layout.kinds
-        if not column:
-            return [self._layout.grader] * self.size
-        return [value[:100] if isinstance(value, str) else "" for value in _values(self._batch[column])]
-
-    def digests(self) -> bytes:
-        texts = _texts(self._batch[self._layout.plain]) if self._layout.plain else None
-        return self._one_by_one() if texts is None else self._plain(texts)
-
-    def _plain(self, texts: list[bytes]) -> bytes:
-        """Prompts that are a column of text: the quick way, and one by one only where something is wrong."""
-        wrong = self._unknown_kinds()
-        if all(map(bytes.isascii, texts)) and max(map(len, texts), default=0) <= ROW_LIMIT_BYTES:
-            digests: list[bytes | str] = [ascii_digest(text) for text in texts]
-        else:
-            digests = [self._digest(text) for text in texts]
-        if wrong or BLANK in digests or any(isinstance(digest, str) for digest in digests):
-            self._leave_out(digests, texts, wrong)
-        return b"".join(digests)  # type: ignore[arg-type]
-
-    def _leave_out(self, digests: list[bytes | str], texts: list[bytes], wrong: dict[int, str]) -> None:
-        for number, (digest, text) in enumerate(zip(digests, texts, strict=True)):
-            if number in wrong or isinstance(digest, str) or digest == BLANK:
-                reason = wrong.get(number) or (digest if isinstance(digest, str) else self._blank(number, text))
-                self._problems.add(self._first + number, reason)
-                digests[number] = NONE
-
-    @staticmethod
-    def _digest(text: bytes) -> bytes | str:
-        """The prompt's digest, or what is wrong with it."""
-        if len(text) > ROW_LIMIT_BYTES:
-            return TOO_LARGE
-        try:
-            return prompt_digest(text.decode())
-        except UnicodeDecodeError:
-            return "the prompt is not UTF-8"
-
-    def _blank(self, number: int, text: bytes) -> str:
-        missing = not text and not self._batch[self._layout.plain][number].is_valid
-        return f"{self._layout.plain} is {'missing' if missing else 'empty'}"
-
-    def _unknown_kinds(self) -> dict[int, str]:
-        """Row of the batch → what is wrong with its task type."""
-        kinds = self._layout.kinds
-        if not kinds:
-            self.graders.add(self._layout.grader)
-            return {}
-        values = [value if isinstance(value, str) else _told_type(value) for value in _values(self._batch[kinds])]
-        known: dict[str, str] = {}
-        for value in set(values):
-            try:
-                self.graders.add(self._layout.judge(value))
-            except UnusableTask as error:
-                known[value] = str(error)
-        return {number: known[value] for number, value in enumerate(values) if value in known} if known else {}
-
-    def _one_by_one(self) -> bytes:
-        """Prompts that are made of several columns, or are conversations."""
-        digests = bytearray()
-        for number, row in enumerate(rows_of(self._batch)):
-            try:
-                digests += self._asked(row)
-            except UnusableTask as error:
-                self._problems.add(self._first + number, str(error))
-                digests += NONE
-        return bytes(digests)
-
-    def _asked(self, row: dict[str, Any] | Broken) -> bytes:
-        if isinstance(row, Broken):
-            raise UnusableTask(row.reason)
-        question = self._layout.question(row)
-        if len(question.prompt) > ROW_LIMIT_BYTES:
-            raise UnusableTask(TOO_LARGE)
-        self.graders.add(question.kind)
-        return question_digest(question.prompt, question.history)
-
-
-def rows_of(batch: Batch) -> Iterator[dict[str, Any] | Broken]:
-    """The rows of a batch as mappings."""
-    names = list(batch)
-    lists = [_values(column) for column in batch.values()]
-    for values in zip(*lists, strict=True):
-        broken = next((value for value in values if isinstance(value, Broken)), None)
-        yield broken if broken is not None else dict(zip(names, values, strict=True))
-
-
-def _values(column: Any) -> list[Any]:
-    if isinstance(column, list):
-        return column
-    try:
-        values: list[Any] = column.to_pylist()
-    except UnicodeDecodeError:
-        return [_value(item) for item in column]
-    return values
-
-
-def _told_type(value: Any) -> str:
-    """A task type that is no text, as text: a list or a record can be no key."""
-    return value.reason if isinstance(value, Broken) else str(value)[:100]
-
-
-def _value(item: Any) -> Any:
-    try:
-        return item.as_py()
-    except UnicodeDecodeError:
-        return Broken(NOT_TEXT)
-
-
 def _texts(column: Any) -> list[bytes] | None:
     """The bytes of every value of a column of text, without making strings of them; None if it is no such column."""
-    import numpy as np
-
     kind = "list" if isinstance(column, list) else str(column.type)
     if kind not in ("string", "large_string"):
         return None
@@ -237,52 +212,58 @@ def _texts(column: Any) -> list[bytes] | None:
     return [blob[begin:end] for begin, end in pairwise((cuts - cuts[0]).tolist())]
 
 
-def _hashes(column: Any, size: int) -> np.ndarray[Any, Any]:
-    """A number for each id; 0 where there is none."""
-    import numpy as np
-
-    texts = _texts(column)
-    if texts is not None:  # the hash of nothing is 0
-        return np.fromiter(map(hash, texts), np.int64, size)
-    values = column if isinstance(column, list) else column.to_pylist()
-    return np.fromiter(
-        (0 if value is None else hash(str(value).encode(errors="replace")) for value in values), np.int64, size
+def _hashes(column: Any, size: int) -> Numbers:
+    """A number for each id; 0 where there is none, for the hash of nothing is 0."""
+    texts = _texts(column) or (
+        b"" if value is None else str(value).encode(errors="replace") for value in values_of(column)
     )
+    return np.fromiter(map(hash, texts), np.int64, size)
 
 
-def _repeats(hashes: np.ndarray[Any, Any], column: str, table: Table, problems: Problems, usable: Flags) -> Flags:
+def _repeats(hashes: Numbers, column: str, table: Table, problems: Problems, usable: Flags) -> Flags:
     """Rows whose id an earlier row has. Equal hashes of 64 bits are taken for equal ids."""
-    import numpy as np
-
     order = np.argsort(hashes, kind="stable")
     again = np.zeros(len(hashes), bool)
     same = (hashes[order][1:] == hashes[order][:-1]) & (hashes[order][1:] != 0)
     again[order[1:][same]] = True
     again &= usable
     for count, row in enumerate(np.flatnonzero(again).tolist()):
-        problems.add(row, f"{column} {_told(table, row, column)}is that of an earlier row" if count < 100 else REPEATED)
+        try:
+            told = f"{column} {str(table.row(row, (column,))[column])[:60]!r}" if count < 100 else "its id"
+        except UnusableTask:  # an id that is no text
+            told = column
+        problems.add(row, f"{told} is that of an earlier row")
     return again
 
 
-REPEATED = "its id is that of an earlier row"
+# ── train and held out ───────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _told(table: Table, row: int, column: str) -> str:
-    try:
-        return f"{str(table.row(row, (column,))[column])[:60]!r} "
-    except UnusableTask:
-        return ""  # an id that is no text
+@dataclass(frozen=True)
+class Splits:
+    """Row numbers of each split, ascending. `shared` rows are in neither: their question is a held-out one."""
+
+    train: Numbers
+    held_out: Numbers
+    shared: int
 
 
-def _within(column: Any, band: Band) -> Flags:
-    import numpy as np
+def split_one(found: Scan, held_out_size: int) -> Splits:
+    """Hold out the questions with the lowest digests, each by its first row; rows that repeat one are in no split."""
+    rows = np.flatnonzero(found.usable & found.kept)
+    keys = found.keys[rows]
+    questions, firsts = np.unique(keys, return_index=True)
+    size = min(held_out_size, len(questions) // LARGEST_SHARE)
+    aside = np.isin(keys, questions[:size])
+    return Splits(train=rows[~aside], held_out=np.sort(rows[firsts[:size]]), shared=int(aside.sum()) - size)
 
-    values = column if isinstance(column, list) else column.to_pylist()
-    if any(isinstance(value, str) for value in values):
-        raise EnvironmentSetupError(f"column {band.column} holds text, not solve rates; check options.solve_rate")
-    rates = np.array([_rate(value) for value in values], float)
-    return (rates >= band.low - SLACK) & (rates <= band.high + SLACK)
 
+def split_two(found: Scan, held_out: Scan, held_out_size: int) -> Splits:
+    """Train on one data set and hold out another; rows of the first whose question the second has are left out.
 
-def _rate(value: Any) -> float:
-    return float(value) if isinstance(value, int | float) else float("nan")
+    All questions of the second count, also those beyond `held_out_size`: nobody can say later that they were clean.
+    """
+    rows = np.flatnonzero(found.usable & found.kept)
+    aside = np.isin(found.keys[rows], held_out.keys[held_out.usable])
+    others = np.flatnonzero(held_out.usable)[:held_out_size]
+    return Splits(train=rows[~aside], held_out=others, shared=int(aside.sum()))

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import bisect
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from shoal.environments.data import readers
 from shoal.environments.data.cache import identity
-from shoal.environments.data.digest import file_digest
-from shoal.environments.data.jsonl import JsonlSource, unpacked
 from shoal.environments.data.locating import DataFile
-from shoal.environments.data.parquet import ParquetSource, Pieces
-from shoal.environments.data.source import NOT_TEXT, Batch, Source
 from shoal.errors import EnvironmentSetupError, UnusableTask
 
 OPEN_AT_ONCE = 64
@@ -26,34 +23,31 @@ class Table:
     def __init__(self, files: Sequence[DataFile]) -> None:
         self.files = tuple(files)
         self.paths = tuple(file.path for file in files)
-        self._pieces = Pieces()
-        self._open: dict[int, Source] = {}
+        self._pieces = readers.Pieces()
+        self._open: dict[int, readers.Source] = {}
         self._lock = threading.RLock()
         self._starts: list[int] = []
-        self._columns: list[tuple[str, ...]] = []
-        self._types: list[Mapping[str, str]] = []
+        self._types: list[dict[str, str]] = []
+        columns: list[tuple[str, ...]] = []
         self.rows = 0
         for number in range(len(self.files)):
             source = self._source(number)
             self._starts.append(self.rows)
-            self._columns.append(source.columns)
+            columns.append(source.columns)
             self._types.append(source.types)
             self.rows += source.rows
+        self.columns_by_file = tuple(zip(self.paths, columns, strict=True))
         if not self.rows:
             raise EnvironmentSetupError(f"{self.paths[0]} has no rows; check environment.data")
 
     @property
     def columns(self) -> tuple[str, ...]:
         """The columns of the first file; `agree` says whether the others have those that matter."""
-        return self._columns[0]
-
-    @property
-    def columns_by_file(self) -> tuple[tuple[Path, tuple[str, ...]], ...]:
-        return tuple(zip(self.paths, self._columns, strict=True))
+        return self.columns_by_file[0][1]
 
     def agree(self, columns: Sequence[str]) -> None:
-        """Refuse files that lack one of these columns, or hold another type in it."""
-        for path, names, types in zip(self.paths, self._columns, self._types, strict=True):
+        """Refuse files that lack one of these columns, or hold another type in it. JSON lines have no types."""
+        for (path, names), types in zip(self.columns_by_file, self._types, strict=True):
             for name in columns:
                 if name not in names and types:
                     raise EnvironmentSetupError(
@@ -69,7 +63,7 @@ class Table:
     def identities(self) -> list[tuple[object, ...]]:
         return [identity(path) for path in self.paths]
 
-    def scan(self, columns: Sequence[str]) -> Iterator[Batch]:
+    def scan(self, columns: Sequence[str]) -> Iterator[readers.Batch]:
         """All rows in order."""
         for number in range(len(self.files)):
             with self._lock:
@@ -83,7 +77,7 @@ class Table:
             try:
                 return self._source(file).row(number - self._starts[file], columns)
             except UnicodeDecodeError:
-                raise UnusableTask(NOT_TEXT) from None
+                raise UnusableTask("a value is not UTF-8") from None
 
     def where(self, number: int) -> str:
         """Where a row is, for a person who knows its number: `train.jsonl line 18`, `b.parquet row 3`, `a.parquet`."""
@@ -93,37 +87,19 @@ class Table:
             return f"{name} line {inside + 1}"
         return name if inside == number else f"{name} row {inside}"
 
-    def _source(self, number: int) -> Source:
+    def _source(self, number: int) -> readers.Source:
         if number not in self._open:
             if len(self._open) >= OPEN_AT_ONCE:
                 self._open.pop(next(iter(self._open))).close()
-            self._open[number] = open_source(self.files[number], self._pieces)
+            self._open[number] = _opened(self.files[number].path, self.files[number].kind, self._pieces)
         return self._open[number]
 
-    def close(self) -> None:
-        with self._lock:
-            for source in self._open.values():
-                source.close()
-            self._open.clear()
 
-
-def open_source(file: DataFile, pieces: Pieces) -> Source:
-    """What reads a file of that kind."""
+def _opened(path: Path, kind: str, pieces: readers.Pieces) -> readers.Source:
     try:
-        if file.kind == "parquet":
-            return ParquetSource(file.path, pieces)
-        if file.kind == "arrow":
-            from shoal.environments.data.arrow import ArrowSource
-
-            return ArrowSource(file.path)
-        if file.kind == "csv":
-            from shoal.environments.data.csv import CsvSource
-
-            return CsvSource(file.path)
-        return JsonlSource(_plain(file))
+        if kind == "parquet":
+            return readers.ParquetSource(path, pieces)
+        kinds = {"arrow": readers.ArrowSource, "csv": readers.CsvSource, "jsonl": readers.JsonlSource}
+        return kinds[kind](path)
     except OSError as error:
-        raise EnvironmentSetupError(f"cannot read {file.path}: {error.strerror or error}") from None
-
-
-def _plain(file: DataFile) -> Path:
-    return unpacked(file.path, file_digest(file.path)) if file.is_packed else file.path
+        raise EnvironmentSetupError(f"cannot read {path}: {error.strerror or error}") from None

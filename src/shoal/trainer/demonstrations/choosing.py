@@ -30,12 +30,11 @@ import pyarrow.parquet as pq
 from blake3 import blake3
 
 from shoal.environments import Environment, prompt_settings_of
-from shoal.environments.aside import task_digest, task_digests
 from shoal.environments.composed import Composed
-from shoal.environments.data.prompts import prompt_digest, question_digest
 from shoal.environments.graders.thinking import after_thinking
 from shoal.environments.mix import MixedEnvironment
 from shoal.environments.protocol import GeneratingEnvironment
+from shoal.environments.questions import prompt_digest, question_digest, task_digest, task_digests
 from shoal.errors import CheckpointError, ConfigError, EnvironmentSetupError, ScoringFailure, UnusableTask
 from shoal.rewards import Job, Scorer
 from shoal.rewards.panel import PartJudge, Piece

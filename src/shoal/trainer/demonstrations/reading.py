@@ -20,12 +20,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shoal.environments.data.digest import data_digest
+from shoal.environments.data.cache import data_digest
 from shoal.environments.data.locating import locate
-from shoal.environments.data.scanning import rows_of
-from shoal.environments.data.source import Broken
+from shoal.environments.data.readers import Broken, rows_of
 from shoal.environments.data.table import Table
-from shoal.environments.formats.texts import conversation, messages_of, required
+from shoal.environments.formats.protocol import conversation, messages_of, required
 from shoal.errors import ConfigError, EnvironmentSetupError, ModelError, UnusableTask
 from shoal.models.folder import read_config
 from shoal.models.prompts import Manner, PromptEncoder

@@ -1,7 +1,7 @@
-"""LiveCodeBench: question_content, starter_code, public_test_cases, private_test_cases, metadata.
+"""Programming problems: LiveCodeBench, and those with one column of tests (APPS, TACO, DeepCoder and others).
 
-Private tests are JSON text, or that text packed as base64 of zlib of a *pickled* string. A pickle is a program, and is
-never run here: its instructions are listed, and one that does anything but hold one text is refused.
+LiveCodeBench's private tests are JSON text, or that text packed as base64 of zlib of a *pickled* string. A pickle is a
+program, and is never run here: its instructions are listed, and one that does anything but hold one text is refused.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ import zlib
 from functools import partial
 from typing import Any
 
-from shoal.environments.formats.protocol import Format, Question, Row, Wanted, first_of, need
-from shoal.environments.formats.texts import parsed, required
+from shoal.environments.formats.columns import IDS
+from shoal.environments.formats.protocol import Format, Row, Wanted, answer_text, first_of, need, parsed, required
 from shoal.errors import UnusableTask
 
 PUBLIC, PRIVATE, STARTER, METADATA = "public_test_cases", "private_test_cases", "starter_code", "metadata"
+TESTS = ("input_output", "tests", "test_cases", "official_tests")
+QUESTIONS = ("problem", "question", "prompt", "description")
 UNPACKED_LIMIT_BYTES = 256 * 2**20
 HARMLESS = frozenset({"PROTO", "FRAME", "MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT", "STOP"})
 TEXTS = frozenset({"SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "UNICODE"})
@@ -26,38 +28,50 @@ ASK = "Write a Python program that reads standard input and prints the answer, i
 ASK_STARTER = "Complete this Python code so that it solves the problem, and put all of it in a ```python block:"
 
 
-def livecodebench(columns: tuple[str, ...], wanted: Wanted) -> Format:
-    """Programs are read from standard input, or called by name where there is starter code (metadata.func_name)."""
-    question = wanted.question or first_of(columns, ("question_content", "question", "prompt"))
-    need(columns, question or "question_content", what="livecodebench")
-    tests = tuple(name for name in (PUBLIC, PRIVATE) if name in columns)
-    if not tests:
-        need(columns, PUBLIC, what="livecodebench")
-    asks = tuple(name for name in (question, STARTER) if name in columns)
-    further = tuple(name for name in (METADATA,) if name in columns)
+def code(columns: tuple[str, ...], wanted: Wanted) -> Format:
+    """The tests are in any spelling that the code grader reads; a program is asked for, or starter code completed."""
+    question = wanted.question or first_of(columns, QUESTIONS) or QUESTIONS[0]
+    tests = wanted.answer or first_of(columns, TESTS) or TESTS[0]
+    need(columns, question, tests, what="code")
     return Format(
-        name="livecodebench", asks=asks, answers=(*tests, *further), grader="code",
-        id=wanted.id or first_of(columns, ("question_id", "problem_id", "task_id", "id")),
-        question=partial(question_of, question), answer=_answer,
+        name="code", asks=tuple(name for name in (question, STARTER) if name in columns),
+        answers=tuple(name for name in (tests, METADATA) if name in columns), id=wanted.id or first_of(columns, IDS),
+        write=partial(_prompt, question), answer=partial(_tests, tests), grader="code",
     )  # fmt: skip
 
 
-def question_of(column: str, row: Row) -> Question:
+def livecodebench(columns: tuple[str, ...], wanted: Wanted) -> Format:
+    """Programs are read from standard input, or called by name where there is starter code (metadata.func_name)."""
+    question = wanted.question or first_of(columns, ("question_content", "question", "prompt")) or "question_content"
+    need(columns, question, *(() if PRIVATE in columns else (PUBLIC,)), what="livecodebench")
+    return Format(
+        name="livecodebench", asks=tuple(name for name in (question, STARTER) if name in columns),
+        answers=tuple(name for name in (PUBLIC, PRIVATE, METADATA) if name in columns), grader="code",
+        id=wanted.id or first_of(columns, ("question_id", "problem_id", "task_id", "id")),
+        write=partial(_prompt, question), answer=_cases_answer,
+    )  # fmt: skip
+
+
+def _prompt(column: str, row: Row) -> str:
     """The problem, and what is asked for: a program, or its starter code completed."""
     content, starter = required(row.get(column), column), row.get(STARTER) or ""
     if not isinstance(starter, str):
         raise UnusableTask(f"{STARTER} is {type(starter).__name__}, not text")
     asked = f"{ASK_STARTER}\n\n```python\n{starter.rstrip()}\n```" if starter.strip() else ASK
-    return Question(f"{content.rstrip()}\n\n{asked}", "code")
+    return f"{content.rstrip()}\n\n{asked}"
 
 
-def _answer(row: Row) -> str:
+def _tests(column: str, row: Row) -> str:
+    return json.dumps({"test_cases": answer_text(row.get(column), column), METADATA: row.get(METADATA)})
+
+
+def _cases_answer(row: Row) -> str:
     metadata = parsed(row.get(METADATA) or "{}", METADATA)
     name = metadata.get("func_name") if isinstance(metadata, dict) else None
-    cases = [*_cases(row.get(PUBLIC), PUBLIC), *_cases(row.get(PRIVATE), PRIVATE)]
+    cases = [_case(case, name) for column in (PUBLIC, PRIVATE) for case in _cases(row.get(column), column)]
     if not cases:
         raise UnusableTask("there is no test case")
-    return json.dumps({"language": "python", "test_cases": [_case(case, name) for case in cases]})
+    return json.dumps({"language": "python", "test_cases": cases})
 
 
 def _cases(value: object, column: str) -> list[Any]:
@@ -88,27 +102,22 @@ def _case(case: dict[str, Any], name: object) -> dict[str, Any]:
 def unpacked(text: str, column: str) -> str:
     """The text in base64 of zlib of a pickled string, without running the pickle."""
     try:
-        packed = base64.b64decode(text, validate=True)
         inflater = zlib.decompressobj()
-        data = inflater.decompress(packed, UNPACKED_LIMIT_BYTES)
+        data = inflater.decompress(base64.b64decode(text, validate=True), UNPACKED_LIMIT_BYTES)
     except (binascii.Error, ValueError, zlib.error) as error:
         raise UnusableTask(f"{column} is neither JSON nor packed JSON ({error})") from None
     if not inflater.eof:
         raise UnusableTask(f"{column} is cut off, or unpacks to more than {UNPACKED_LIMIT_BYTES // 2**20} MB")
-    return data.decode(errors="replace") if data[:1] in (b"[", b"{") else _text_of_pickle(data, column)
-
-
-def _text_of_pickle(data: bytes, column: str) -> str:
+    if data[:1] in (b"[", b"{"):
+        return data.decode(errors="replace")
     texts: list[str] = []
     try:
         for operation, argument, _position in pickletools.genops(data):
             if operation.name in TEXTS:
                 texts.append(str(argument))
             elif operation.name not in HARMLESS:
-                raise UnusableTask(
-                    f"{column} holds a pickle that is more than a text ({operation.name}): it is not run"
-                )
-    except (ValueError, UnicodeDecodeError) as error:
+                raise UnusableTask(f"{column} holds a pickle of more than a text ({operation.name}): it is not run")
+    except ValueError as error:
         raise UnusableTask(f"{column} is no JSON, packed or not ({str(error)[:80]})") from None
     if len(texts) != 1:
         raise UnusableTask(f"{column} holds a pickle of {len(texts)} texts instead of one: it is not used")

@@ -1,20 +1,65 @@
-"""Arithmetic with a calculator: the model may have expressions computed before it says what the value is.
-
-12*(3+4)=  ─►  model: 12*(3+4)  ─►  calculator: 84  ─►  model: 84
-"""
+"""Small tasks that are made of digits: sort them, add numbers, compute an expression with a calculator."""
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from shoal.environments.dialogue import DEFAULT_TURNS, MAX_TURNS, DialogueRule
 from shoal.environments.generated import GeneratedEnvironment, Numbers, Options
 from shoal.environments.protocol import Score, Task
-from shoal.environments.tools.arithmetic import evaluate, is_number, shown
+from shoal.environments.tools.calculator import evaluate, is_number, shown
 
 PAIR_PER_8 = 3  # of two neighbours, this many eighths are in parentheses
+
+
+class SortOptions(Options):
+    """How many digits a list has."""
+
+    min_digits: int = Field(default=6, ge=1, le=64)
+    max_digits: int = Field(default=8, ge=1, le=64)
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.min_digits > self.max_digits:
+            raise ValueError(f"min_digits ({self.min_digits}) is above max_digits ({self.max_digits})")
+        return self
+
+
+class SortEnvironment(GeneratedEnvironment):
+    """Put digits in ascending order, `3142=` wants `1234`: `min_digits` to `max_digits`, every length equally often.
+
+    The smallest task on which a policy visibly learns something. The built-in tiny policy was shown lists of up to five
+    digits; the default tasks have six to eight, longer than any demonstration, and nobody shows it an answer.
+    """
+
+    name: ClassVar[str] = "sort"
+    options: SortOptions
+
+    def question(self, numbers: Numbers) -> tuple[str, str]:
+        low, high = self.options.min_digits, self.options.max_digits
+        length = low + numbers.below(high - low + 1)
+        digits = [str(numbers.below(10)) for _ in range(length)]
+        return "".join(digits) + "=", "".join(sorted(digits))
+
+
+class AdditionOptions(Options):
+    """How large the two numbers may be."""
+
+    max_digits: int = Field(default=2, ge=1, le=64)
+
+
+class AdditionEnvironment(GeneratedEnvironment):
+    """Add two numbers below 10**max_digits, drawn uniformly: `17+25=` wants `42`."""
+
+    name: ClassVar[str] = "addition"
+    options: AdditionOptions
+
+    def question(self, numbers: Numbers) -> tuple[str, str]:
+        bound: int = 10**self.options.max_digits
+        left, right = numbers.below(bound), numbers.below(bound)
+        return f"{left}+{right}=", str(left + right)
 
 
 class CalculatorOptions(Options):
@@ -32,7 +77,12 @@ class CalculatorOptions(Options):
 
 
 class CalculatorEnvironment(GeneratedEnvironment):
-    """Expressions of whole numbers; 1 for the value as the last turn says it, 0 for what is no number."""
+    """Expressions of whole numbers, which the model may have computed before it says what the value is.
+
+    12*(3+4)=  ─►  model: 12*(3+4)  ─►  calculator: 84  ─►  model: 84
+
+    1 for the value as the last turn says it, 0 for what is no number.
+    """
 
     name: ClassVar[str] = "calculator"
     options: CalculatorOptions

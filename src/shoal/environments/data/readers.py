@@ -1,0 +1,408 @@
+"""What reads one file of a data set: rows by number, and all rows in batches; only the columns that are asked for.
+
+    Parquet     its row groups are decoded when one of their rows is asked for, and kept within a bound in bytes; the
+                columns of one that is too large for that are unpacked into the cache folder once, as Arrow
+    Arrow       the stream that `save_to_disk` writes, or the file format: a batch is mapped while it is read only
+    CSV         read whole, every value as text, so only small ones
+    JSON lines  where each line begins is found once, and a line is decoded when it is asked for: row n is line n + 1
+
+`pyarrow.dataset` decodes a whole row group before it gives the first batch of it (800 MB instead of 330 MB for one of
+400 MB), does not read Arrow streams, and does not say which line of JSON is bad.
+"""
+
+from __future__ import annotations
+
+import bisect
+import csv
+import io
+import logging
+import os
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import msgspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from shoal.environments.data import cache
+from shoal.environments.data.locating import PACKED
+from shoal.errors import EnvironmentSetupError, UnusableTask
+from shoal.runtime.files import resource_error
+
+if TYPE_CHECKING:
+    import numpy as np
+
+log = logging.getLogger("shoal.environments")
+ROW_LIMIT_BYTES = 16 * 2**20
+"""Of one row's text: what is larger is no task."""
+BATCH_ROWS, BATCH_BYTES = 8192, 16 * 2**20
+KEPT_BYTES, PIECE_BYTES = 96 * 2**20, 80 * 2**20
+"""Of decoded row groups: all that are kept, and the largest."""
+CSV_BYTES = 64 * 2**20
+CHUNK_BYTES = 8 * 2**20
+LINES_AT_ONCE, LOOKED_AT = 1024, 100  # lines that tell which columns there are
+UNPACKS_TO, UNPACKS_TO_BYTES = 200, 2**30
+"""A packed file may become this many times as large, or this large: what becomes more is no text of people."""
+
+
+@dataclass(frozen=True)
+class Broken:
+    """Stands in a batch for every value of a row that cannot be read at all."""
+
+    reason: str
+
+
+Batch = Mapping[str, Any]
+"""Column → a `pyarrow.Array`, or a list of values. All of one length."""
+
+
+def rows_of(batch: Batch) -> Iterator[dict[str, Any] | Broken]:
+    """The rows of a batch as mappings."""
+    for values in zip(*(values_of(column, name) for name, column in batch.items()), strict=True):
+        broken = next((value for value in values if isinstance(value, Broken)), None)
+        yield broken or dict(zip(batch, values, strict=True))
+
+
+def values_of(column: Any, name: str = "a value") -> list[Any]:
+    """The values of a column of a batch."""
+
+    def value(item: Any) -> Any:
+        try:
+            return item.as_py()
+        except UnicodeDecodeError:
+            return Broken(f"{name} is not UTF-8")
+
+    if isinstance(column, list):
+        return column
+    try:
+        return list(column.to_pylist())
+    except UnicodeDecodeError:
+        return [value(item) for item in column]
+
+
+class Source:
+    """One file in pieces of these `sizes`. `types` says what a column holds, if the file does: shards must agree."""
+
+    kind: ClassVar[str]
+
+    def __init__(self, path: Path, columns: Sequence[str], types: Sequence[Any], sizes: Sequence[int]) -> None:
+        self.path, self.columns = path, tuple(columns)
+        twice = [name for name, count in Counter(columns).items() if count > 1]
+        if twice:  # nobody could say which is meant
+            raise EnvironmentSetupError(f"{path} has more than one column named {twice[0]!r}: rename or drop one")
+        self.types = dict(zip(columns, map(str, types), strict=False))
+        self._starts = [0, *accumulate(sizes)]
+        self.rows = self._starts[-1]
+
+    def scan(self, columns: Sequence[str]) -> Iterator[Batch]:
+        """All rows in order, a bounded number at a time."""
+        with _reading(self.path, self.kind):
+            for piece in range(len(self._starts) - 1):
+                for batch in self._batches(piece, tuple(columns)):
+                    yield {name: batch.column(name) for name in columns}
+
+    def row(self, index: int, columns: Sequence[str]) -> dict[str, Any]:
+        """One row. Raises `UnusableTask` if it cannot be read, `EnvironmentSetupError` if the file cannot."""
+        piece = bisect.bisect_right(self._starts, index) - 1
+        with _reading(self.path, self.kind):
+            return self._row(piece, index - self._starts[piece], tuple(columns))
+
+    def _row(self, piece: int, offset: int, columns: tuple[str, ...]) -> dict[str, Any]:
+        return dict(next(self._batches(piece, columns)).slice(offset, 1).to_pylist()[0])
+
+    def _batches(self, piece: int, columns: tuple[str, ...]) -> Iterator[Any]:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Let go of what is open between calls, if anything is."""
+
+
+@contextmanager
+def _reading(path: Path, kind: str) -> Iterator[None]:
+    """Say what is wrong with a file that is not what its name says."""
+    try:
+        yield
+    except (pa.ArrowException, OSError, csv.Error) as error:
+        raise _unreadable(path, kind, error) from None
+
+
+def _unreadable(path: Path, kind: str, error: Exception) -> EnvironmentSetupError:
+    try:
+        with path.open("rb") as file:
+            begins = file.read(64)
+    except OSError as failure:
+        return EnvironmentSetupError(f"cannot read {path}: {failure.strerror or failure}; check environment.data")
+    if not begins:
+        return EnvironmentSetupError(f"{path} is empty; fetch it again, or take it out of the folder")
+    if begins.startswith(b"version https://git-lfs"):
+        return EnvironmentSetupError(f"{path} is a pointer of git-lfs, not the data: run git lfs pull")
+    said = " ".join(str(error).split())[:160]
+    return EnvironmentSetupError(f"{path} is no {kind} file, or was cut off or damaged: fetch it again ({said})")
+
+
+# ── Parquet ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Pieces:
+    """Decoded row groups, the last used ones, of all files together."""
+
+    def __init__(self, limit_bytes: int = KEPT_BYTES) -> None:
+        self._limit_bytes = limit_bytes
+        self._kept: OrderedDict[tuple[object, ...], Any] = OrderedDict()
+        self.size_bytes = 0
+
+    def get(self, key: tuple[object, ...]) -> Any | None:
+        if key in self._kept:
+            self._kept.move_to_end(key)
+        return self._kept.get(key)
+
+    def put(self, key: tuple[object, ...], piece: Any) -> None:
+        """Keep a piece; the longest unused ones go until all fit."""
+        self._kept[key] = piece
+        self.size_bytes += piece.nbytes
+        while self.size_bytes > self._limit_bytes and len(self._kept) > 1:
+            self.size_bytes -= self._kept.popitem(last=False)[1].nbytes
+
+
+class ParquetSource(Source):
+    """Row groups are the pieces. Files are read, not mapped: mapped pages would count as this process's memory."""
+
+    kind = "Parquet"
+
+    def __init__(self, path: Path, pieces: Pieces) -> None:
+        self._pieces = pieces
+        self._unpacked: dict[tuple[object, ...], ArrowSource] = {}
+        self._size = lru_cache(maxsize=None)(self._unpacked_bytes)
+        with _reading(path, self.kind):
+            self._file = pq.ParquetFile(path, memory_map=False, pre_buffer=False, buffer_size=2**20)
+            schema, found = self._file.schema_arrow, self._file.metadata
+        sizes = [found.row_group(group).num_rows for group in range(found.num_row_groups)]
+        super().__init__(path, schema.names, schema.types, sizes)
+
+    def _batches(self, piece: int, columns: tuple[str, ...]) -> Iterator[Any]:
+        rows = self._starts[piece + 1] - self._starts[piece]
+        row_bytes = max(1, self._size(piece, columns) // max(1, rows))
+        at_once = max(1, min(BATCH_ROWS, BATCH_BYTES // row_bytes))
+        yield from self._file.iter_batches(batch_size=at_once, row_groups=[piece], columns=list(columns))
+
+    def _row(self, piece: int, offset: int, columns: tuple[str, ...]) -> dict[str, Any]:
+        if self._size(piece, columns) > PIECE_BYTES:
+            return self._large(piece, columns).row(offset, columns)
+        decoded = self._pieces.get((self.path, piece, columns))
+        if decoded is None:
+            decoded = self._file.read_row_group(piece, columns=list(columns), use_threads=False)
+            self._pieces.put((self.path, piece, columns), decoded)
+        return dict(decoded.slice(offset, 1).to_pylist()[0])
+
+    def _large(self, group: int, columns: tuple[str, ...]) -> Source:
+        """A row group that is too large to be decoded for one row, as an Arrow file in the cache folder."""
+        source = self._unpacked.get((group, columns))
+        if source is None or not cache.is_kept(source.path):
+            name = f"{cache.entry_name('rows', cache.identity(self.path), group, columns)}.arrow"
+            try:
+                path = cache.unpacked(name, lambda scratch: self._write(group, columns, scratch))
+            except OSError as error:
+                raise resource_error("unpack a large row group into", cache.cache_folder(), error) from None
+            source = self._unpacked[group, columns] = ArrowSource(path)
+        return source
+
+    def _write(self, group: int, columns: tuple[str, ...], scratch: Path) -> None:
+        log.warning(
+            "%s has row groups above %d MB: they are unpacked into %s once; row_group_size=1000 avoids it",
+            self.path, PIECE_BYTES // 2**20, scratch.parent,
+        )  # fmt: skip
+        schema = pa.schema([self._file.schema_arrow.field(name) for name in columns])
+        with pa.OSFile(str(scratch), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
+            for batch in self._batches(group, columns):
+                cache.leave_room(scratch.parent)
+                writer.write_batch(batch.select(list(columns)))
+
+    def _unpacked_bytes(self, group: int, columns: tuple[str, ...]) -> int:
+        """Bytes of these columns of a row group, unpacked."""
+        found = self._file.metadata.row_group(group)
+        chunks = (found.column(number) for number in range(found.num_columns))
+        return sum(one.total_uncompressed_size for one in chunks if one.path_in_schema.partition(".")[0] in columns)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+# ── Arrow and CSV ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class ArrowSource(Source):
+    """Record batches are the pieces. Where each begins is found once; its columns are touched when asked for."""
+
+    kind = "Arrow"
+
+    def __init__(self, path: Path) -> None:
+        with _reading(path, self.kind), path.open("rb") as raw, pa.memory_map(str(path)) as file:
+            self._is_stream = raw.read(6) != b"ARROW1"
+            reader = pa.ipc.open_stream(file) if self._is_stream else pa.ipc.open_file(file)
+            batches = reader if self._is_stream else map(reader.get_batch, range(reader.num_record_batches))
+            self._places, sizes = [file.tell()], []
+            for batch in batches:
+                sizes.append(batch.num_rows)
+                self._places.append(file.tell())
+            self._schema = reader.schema
+        super().__init__(path, self._schema.names, self._schema.types, sizes)
+
+    def _batches(self, piece: int, columns: tuple[str, ...]) -> Iterator[Any]:
+        coded = next((name for name in columns if self.types.get(name, "").startswith("dictionary")), None)
+        if coded and self._is_stream:
+            raise EnvironmentSetupError(f"column {coded} of {self.path} is dictionary-encoded: save it as plain text")
+        with pa.memory_map(str(self.path)) as file:
+            if self._is_stream:
+                file.seek(self._places[piece])
+                batch = pa.ipc.read_record_batch(pa.ipc.read_message(file), self._schema)
+            else:
+                batch = pa.ipc.open_file(file).get_batch(piece)
+            yield batch.select(list(columns))
+
+
+class CsvSource(Source):
+    """One piece. The first line names the columns; a value may hold line ends, between quotes."""
+
+    kind = "CSV"
+
+    def __init__(self, path: Path) -> None:
+        size = path.stat().st_size
+        if size > CSV_BYTES:
+            raise EnvironmentSetupError(f"{path} is CSV of {size // 2**20} MB: write it as Parquet or JSON lines")
+        with _reading(path, self.kind):
+            try:
+                text = path.read_text(encoding="utf-8-sig")
+                names, *rows = csv.reader(io.StringIO(text, newline=""), strict=True)
+            except ValueError as error:  # not UTF-8, or without a line
+                raise csv.Error(str(error)) from None
+        uneven = next((number for number, row in enumerate(rows) if len(row) != len(names)), None)
+        if uneven is not None:
+            raise EnvironmentSetupError(f"row {uneven} of {path} has {len(rows[uneven])} values, not {len(names)}")
+        super().__init__(path, names, ["string"] * len(names), [len(rows)])
+        self._values = {name: [row[place] for row in rows] for place, name in enumerate(names)}
+
+    def scan(self, columns: Sequence[str]) -> Iterator[Batch]:
+        yield {name: self._values[name] for name in columns}
+
+    def row(self, index: int, columns: Sequence[str]) -> dict[str, Any]:
+        return {name: self._values[name][index] for name in columns}
+
+
+# ── JSON lines ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class JsonlSource(Source):
+    """A row is a line, also after a bad one. A packed file is unpacked into the cache folder: there is no other way to
+    reach a row in the middle of it."""
+
+    kind = "JSON lines"
+
+    def __init__(self, path: Path) -> None:
+        self._file = (_plain(path) if path.suffix in PACKED else path).open("rb")
+        self._begins = _line_starts(Path(self._file.name))
+        self._decoders: dict[tuple[str, ...], msgspec.json.Decoder[Any]] = {}
+        super().__init__(path, self._look(path), (), [len(self._begins) - 1])
+
+    def scan(self, columns: Sequence[str]) -> Iterator[Batch]:
+        for start in range(0, self.rows, LINES_AT_ONCE):
+            stop = min(start + LINES_AT_ONCE, self.rows)
+            rows = [self._values(index, tuple(columns)) for index in range(start, stop)]
+            yield {
+                name: [row if isinstance(row, Broken) else row[number] for row in rows]
+                for number, name in enumerate(columns)
+            }
+
+    def row(self, index: int, columns: Sequence[str]) -> dict[str, Any]:
+        values = self._values(index, tuple(columns))
+        if isinstance(values, Broken):
+            raise UnusableTask(values.reason)
+        return dict(zip(columns, values, strict=True))
+
+    def _values(self, index: int, columns: tuple[str, ...]) -> tuple[Any, ...] | Broken:
+        """The columns of one line; null where it has none. Fields are numbered: a column may have any name."""
+        if columns not in self._decoders:
+            names = {f"column_{number}": name for number, name in enumerate(columns)}
+            kind = msgspec.defstruct("Line", [(field, Any, None) for field in names], rename=names)
+            self._decoders[columns] = msgspec.json.Decoder(kind)
+        found = self._decoded(index, self._decoders[columns])
+        return found if isinstance(found, Broken) else msgspec.structs.astuple(found)
+
+    def _decoded(self, index: int, decoder: msgspec.json.Decoder[Any]) -> Any:
+        begin, end = int(self._begins[index]), int(self._begins[index + 1])
+        if end - begin > ROW_LIMIT_BYTES:
+            return Broken(f"the line has more than {ROW_LIMIT_BYTES // 2**20} MB")
+        line = os.pread(self._file.fileno(), end - begin, begin)
+        line = line.removeprefix(b"\xef\xbb\xbf") if index == 0 else line
+        try:
+            return decoder.decode(line) if line.strip() else Broken("the line is empty")
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            said = " ".join(str(error).split())[:120]
+            is_text = line.decode(errors="ignore").encode() == line
+            return Broken(f"the line is no JSON object: {said}" if is_text else "the line is not UTF-8")
+
+    def _look(self, path: Path) -> tuple[str, ...]:
+        """The columns that the first lines have."""
+        found: dict[str, None] = {}
+        for index in range(min(len(self._begins) - 1, LOOKED_AT)):
+            value = self._decoded(index, msgspec.json.Decoder())
+            if isinstance(value, list) and index == 0:
+                raise EnvironmentSetupError(f"{path} is one JSON list: write one object per line instead")
+            found |= dict.fromkeys(value) if isinstance(value, dict) else {}
+        if not found:
+            raise _unreadable(path, self.kind, ValueError("none of its first lines is a JSON object"))
+        return tuple(found)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _line_starts(path: Path) -> np.ndarray[Any, Any]:
+    """Where lines begin, and where the last one ends; blank lines at the end of the file are none."""
+    import numpy as np
+
+    name = cache.entry_name("lines", cache.identity(path))
+    known = cache.load_arrays(name)
+    if known is not None:
+        return known[0]["begins"]
+    found, size = [np.zeros(1, np.int64)], 0
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK_BYTES):
+            found.append(np.flatnonzero(np.frombuffer(chunk, np.uint8) == ord("\n")) + size + 1)
+            size += len(chunk)
+        begins = np.concatenate(found)
+        if begins[-1] != size:  # the last line has no end of line
+            begins = np.append(begins, size)
+        while len(begins) > 1 and begins[-1] - begins[-2] <= ROW_LIMIT_BYTES:
+            if os.pread(file.fileno(), int(begins[-1] - begins[-2]), int(begins[-2])).strip():
+                break
+            begins = begins[:-1]
+    cache.store_arrays(name, {"begins": begins}, None)
+    return begins
+
+
+def _plain(path: Path) -> Path:
+    """The unpacked file in the cache folder, named by the digest of the packed one."""
+    try:
+        return cache.unpacked(f"unpacked-{cache.file_digest(path)[:32]}.jsonl", lambda scratch: _unpack(path, scratch))
+    except (pa.ArrowException, OSError) as error:
+        said = " ".join(str(error).split())[:160]
+        raise EnvironmentSetupError(
+            f"cannot unpack {path} into {cache.cache_folder()}: {said}; unpack it yourself"
+        ) from None
+
+
+def _unpack(path: Path, scratch: Path) -> None:
+    log.info("unpacking %s into %s", path, scratch.parent)
+    most_bytes = max(UNPACKS_TO_BYTES, UNPACKS_TO * path.stat().st_size)
+    with pa.CompressedInputStream(pa.OSFile(str(path)), PACKED[path.suffix]) as packed, scratch.open("wb") as out:
+        while chunk := packed.read(CHUNK_BYTES):
+            cache.leave_room(scratch.parent)
+            if out.tell() + len(chunk) > most_bytes:
+                raise OSError(f"it unpacks to more than {most_bytes // 2**20:,} MB")
+            out.write(chunk)
