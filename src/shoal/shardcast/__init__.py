@@ -35,12 +35,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shoal.protocol.tensor import TensorView
-    from shoal.shardcast.config import RelayConfig, RelaySettings
     from shoal.shardcast.content import Content, digest_of
-    from shoal.shardcast.download import Downloader, DownloadSettings
+    from shoal.shardcast.download import Downloader, DownloadSettings, Prefetch
+    from shoal.shardcast.limits import RelayConfig, RelaySettings
     from shoal.shardcast.origin import Origin, OriginSettings
     from shoal.shardcast.payload import ChangedValues, Payload
-    from shoal.shardcast.prefetch import Prefetch
     from shoal.shardcast.relay import run_relay
     from shoal.shardcast.server import run_origin
     from shoal.shardcast.sources import SourceScores
@@ -55,10 +54,10 @@ _HOME = {
     "Origin": "origin",
     "OriginSettings": "origin",
     "Payload": "payload",
-    "Prefetch": "prefetch",
+    "Prefetch": "download",
     "Progress": "transfer",
-    "RelayConfig": "config",
-    "RelaySettings": "config",
+    "RelayConfig": "limits",
+    "RelaySettings": "limits",
     "run_origin": "server",
     "run_relay": "relay",
     "SourceScores": "sources",

@@ -29,13 +29,13 @@ from shoal.errors import DeltaRefused, ManifestRefused, ResourceError
 from shoal.protocol import Chunk, PolicyManifest, PolicyRef
 from shoal.runtime.files import ensure_folder, open_in_place, resource_error, write_atomically
 from shoal.runtime.limits import MachineLimits, show_bytes
+from shoal.shardcast.catalogue import PayloadCatalogue
+from shoal.shardcast.lookup import Road, Step
 from shoal.shardcast.manifest import read_manifest
 from shoal.shardcast.payload import Payload, open_payload, read_fully
-from shoal.shardcast.road import Road, Step
-from shoal.shardcast.share import PayloadCatalogue
 
 if TYPE_CHECKING:
-    from shoal.shardcast.making import Made
+    from shoal.shardcast.delta import Made
 
 OnArrival = Callable[[Chunk, Path, int], None]  # a verified chunk, the file it lies in, and where
 
@@ -200,7 +200,7 @@ class PayloadCache:
 
         Every chunk made is hashed; `DeltaRefused` if one is not what was signed. Memory is one block.
         """
-        from shoal.shardcast.making import make_payload  # needs numpy; a client that never sees a delta does not
+        from shoal.shardcast.delta import make_payload  # needs numpy; a client that never sees a delta does not
 
         target = steps[-1].manifest
         if not all(step.manifest.entries == target.entries for step in steps):

@@ -23,21 +23,21 @@ from blake3 import blake3
 
 from shoal.errors import ManifestRefused, ProtocolError
 from shoal.protocol import BroadcastHead, Chunk, PolicyManifest, SignedDocument, WitnessedHead, open_document
-from shoal.shardcast.budget import Selection, select_versions, size_of
-from shoal.shardcast.catalogue import Arrivals, Blob
-from shoal.shardcast.config import RelayConfig
+from shoal.shardcast.catalogue import Arrivals, Blob, Inventory, Metric
 from shoal.shardcast.connection import Timeouts
-from shoal.shardcast.inventory import Inventory
+from shoal.shardcast.limits import RelayConfig
 from shoal.shardcast.manifest import (
     Place,
+    Selection,
     check_not_rolled_back,
     manifest_hash,
     offered,
     place_of,
     read_head,
     read_manifest,
+    select_versions,
+    size_of,
 )
-from shoal.shardcast.metrics import Metric
 from shoal.shardcast.pool import ChunkPool, PoolSettings
 from shoal.shardcast.sources import SourceScores
 from shoal.shardcast.tree import CHUNK, HEAD, WITNESS, Tree, chunk_key, have_key, manifest_key, parse_label, witness_key

@@ -26,8 +26,8 @@ from shoal.runtime.lock import FolderLock
 from shoal.runtime.retry import Backoff
 from shoal.runtime.stop import StopToken
 from shoal.shardcast.catalogue import Arrivals
-from shoal.shardcast.config import RelayConfig
 from shoal.shardcast.connection import Address, Connection, Deadline, Timeouts
+from shoal.shardcast.limits import RelayConfig
 from shoal.shardcast.lookup import MANIFEST_S, get_document
 from shoal.shardcast.manifest import (
     MAX_HEAD_BYTES,

@@ -11,6 +11,11 @@
 Back-pressure: a client that reads slowly holds only its own connection, and no longer than `min_rate_bytes_s` allows;
 a client that sends nothing is cut off after `idle_s`; one that reads faster than its share waits for its bucket
 (`limits`). A held request costs a future: what arrives wakes it, and so does a client that hangs up.
+
+The little of HTTP that a tree's server speaks: requests without a body, answers whose length is known.
+
+A range is understood if it is a single one (`bytes=a-b`, `bytes=a-`, `bytes=-n`), as caches and resuming clients ask;
+anything else in its place is answered with the whole, as HTTP allows.
 """
 
 from __future__ import annotations
@@ -22,21 +27,30 @@ import io
 import json
 import logging
 import os
+import re
 import secrets
 import socket
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import parse_qs
 
 from shoal.errors import ResourceError
 from shoal.runtime.files import resource_error
 from shoal.runtime.stop import StopToken
-from shoal.shardcast.catalogue import Arrivals, Blob, Catalogue, FolderCatalogue
+from shoal.shardcast.catalogue import (
+    CONTENT_TYPE,
+    Arrivals,
+    Blob,
+    Catalogue,
+    FolderCatalogue,
+    Metric,
+    PayloadCatalogue,
+    render,
+)
 from shoal.shardcast.limits import Guest, Guests, ServerLimits
 from shoal.shardcast.manifest import MAX_HEAD_BYTES, MAX_WITNESS_BYTES, Place
-from shoal.shardcast.metrics import CONTENT_TYPE, Metric, render
-from shoal.shardcast.request import Request, answer_head, byte_range
 from shoal.shardcast.tree import HEAD, WITNESS, Tree, have_key, is_key, parse_have_key, parse_label
 
 log = logging.getLogger(__name__)
@@ -423,6 +437,18 @@ def run_origin(folder: Path, host: str, port: int, stop: StopToken, on_ready: Ca
     asyncio.run(serve(TreeServer(FolderCatalogue(folder), Arrivals()), host, port, stop.is_set, on_ready))
 
 
+def run_share(
+    catalogue: PayloadCatalogue,
+    host: str,
+    port: int,
+    stop: StopToken,
+    on_ready: Callable[[str], None],
+    limits: ServerLimits = ServerLimits(),
+) -> None:
+    """Serve what a client holds until `stop`; for a thread beside the `Downloader`. Port 0 is any free one."""
+    asyncio.run(serve(TreeServer(catalogue, catalogue.arrivals, limits), host, port, stop.is_set, on_ready))
+
+
 def _place_in(head: bytes | None) -> Place | None:
     """Which version a head names. The file is our own or was verified before it was written."""
     try:
@@ -450,3 +476,84 @@ def _listen_error(host: str, port: int, error: OSError) -> ResourceError:
     if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
         return ResourceError(f"cannot listen on {host}: it is not an address of this machine")
     return resource_error("listen on", Path(f"{host}:{port}"), error)
+
+
+MAX_QUERY_FIELDS = 8
+RANGE = re.compile(r"bytes=([0-9]{0,18})-([0-9]{0,18})", re.ASCII)
+REASONS = {
+    200: "OK",
+    206: "Partial Content",
+    400: "Bad Request",
+    404: "Not Found",
+    405: "Method Not Allowed",
+    416: "Range Not Satisfiable",
+    429: "Too Many Requests",
+    503: "Service Unavailable",
+}
+
+
+@dataclass(frozen=True)
+class Request:
+    method: str
+    path: str
+    query: dict[str, list[str]]
+    keep_alive: bool
+    range: str = ""
+
+    @classmethod
+    def parse(cls, head: bytes) -> Request | None:
+        """None if it is not a request that this server understands: HTTP/1, no body."""
+        lines = head.decode("latin-1").split("\r\n")
+        parts = lines[0].split(" ")
+        headers = {
+            name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines[1:])
+        }
+        has_body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
+        if len(parts) != 3 or parts[2] not in ("HTTP/1.0", "HTTP/1.1") or not parts[1].startswith("/") or has_body:
+            return None
+        path, _, query = parts[1].partition("?")
+        connection = headers.get("connection", "keep-alive" if parts[2] == "HTTP/1.1" else "close").lower()
+        wanted = "" if "if-range" in headers else headers.get("range", "")
+        try:
+            fields = parse_qs(query, max_num_fields=MAX_QUERY_FIELDS) if query else {}
+        except ValueError:
+            return None
+        return cls(parts[0], path, fields, connection == "keep-alive", wanted)
+
+    def field(self, name: str, default: str) -> str:
+        return self.query.get(name, [default])[0]
+
+    def seconds(self, name: str, most_s: float) -> float:
+        """A field as seconds from 0 to `most_s`; 0 if it is absent or nonsense."""
+        try:
+            seconds = float(self.field(name, "0"))
+        except ValueError:
+            return 0.0
+        return min(max(seconds, 0.0), most_s) if seconds == seconds else 0.0
+
+
+def byte_range(text: str, size_bytes: int) -> range | None:
+    """Which bytes a `Range` header asks for; None for the whole, an empty range if there are no such bytes.
+
+    >>> byte_range("bytes=2-3", 10), byte_range("bytes=-4", 10), byte_range("bytes=10-", 10), byte_range("", 10)
+    (range(2, 4), range(6, 10), range(10, 10), None)
+    """
+    match = RANGE.fullmatch(text)
+    if match is None or text == "bytes=-":
+        return None
+    first, last = match[1], match[2]
+    if not first:
+        return range(max(0, size_bytes - int(last)), size_bytes)
+    end = min(int(last) + 1, size_bytes) if last else size_bytes
+    if last and int(last) < int(first):
+        return None
+    start = min(int(first), size_bytes)
+    return range(start, max(start, end))
+
+
+def answer_head(status: int, size_bytes: int, request: Request | None, headers: Mapping[str, str]) -> bytes:
+    """The head of an answer; without a request (it was not understood) the connection ends after it."""
+    connection = "keep-alive" if request is not None and request.keep_alive else "close"
+    lines = [f"HTTP/1.1 {status} {REASONS[status]}", f"Content-Length: {size_bytes}", f"Connection: {connection}"]
+    lines += [f"{name}: {value}" for name, value in headers.items()]
+    return "\r\n".join([*lines, "", ""]).encode()

@@ -15,11 +15,10 @@ from shoal.errors import BroadcastError, ChunkCorrupt, VersionNotFound
 from shoal.protocol import PolicyManifest, PolicyRef
 from shoal.runtime.stop import StopToken
 from shoal.shardcast.cache import PayloadCache, PayloadFile, PayloadFiles
+from shoal.shardcast.catalogue import PayloadCatalogue
 from shoal.shardcast.connection import Deadline
-from shoal.shardcast.lookup import Lookup
+from shoal.shardcast.lookup import Lookup, Road
 from shoal.shardcast.pool import ChunkPool, PoolSettings
-from shoal.shardcast.road import Road
-from shoal.shardcast.share import PayloadCatalogue
 from shoal.shardcast.sources import SourceScores
 
 log = logging.getLogger(__name__)

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.shardcast.metrics import Metric, render
-from shoal.shardcast.request import Request, byte_range
+from shoal.shardcast.catalogue import Metric, render
+from shoal.shardcast.server import Request, byte_range
 
 
 @pytest.mark.parametrize(

@@ -19,10 +19,9 @@ from castkit import Running, chunk_paths, eventually, make_origin, publish
 from shoal.errors import ResourceError
 from shoal.runtime.stop import StopToken
 from shoal.shardcast import Content, run_origin
-from shoal.shardcast.catalogue import Arrivals, Blob, Catalogue, FolderCatalogue
+from shoal.shardcast.catalogue import Arrivals, Blob, Catalogue, FolderCatalogue, Metric
 from shoal.shardcast.limits import ServerLimits
 from shoal.shardcast.manifest import Place
-from shoal.shardcast.metrics import Metric
 from shoal.shardcast.server import TreeServer, serve
 from shoal.shardcast.tree import chunk_key, have_key
 

@@ -29,8 +29,9 @@ from castkit import (
 from shoal.protocol import Chunk, PolicyManifest
 from shoal.runtime.stop import StopToken
 from shoal.shardcast import Downloader
+from shoal.shardcast.catalogue import PayloadCatalogue
 from shoal.shardcast.connection import Connection, Deadline
-from shoal.shardcast.share import PayloadCatalogue, run_share
+from shoal.shardcast.server import run_share
 from shoal.shardcast.tree import chunk_key, manifest_key
 
 Scripted = Callable[[Handler], ScriptedSource]
