@@ -26,7 +26,7 @@ from itertools import count
 from shoal.errors import BroadcastError, ManifestRefused, VersionNotFound
 from shoal.protocol import BroadcastHead, Delta, PolicyManifest, PolicyRef
 from shoal.runtime.stop import StopToken
-from shoal.shardcast.connection import Connection, Deadline, Timeouts
+from shoal.shardcast.connection import Connection, Connections, Deadline, Timeouts
 from shoal.shardcast.manifest import (
     MAX_HEAD_BYTES,
     MAX_MANIFEST_BYTES,
@@ -73,8 +73,7 @@ class Lookup:
         self.run = run  # None: the run that the first head names
         self._trusted_key = trusted_key
         self._stop = stop
-        self._timeouts = timeouts
-        self._connections: dict[str, Connection] = {}
+        self._connections = Connections(stop, timeouts)
         self._refusal: ManifestRefused | None = None  # of the last head that was refused
 
     def manifest(self, ref: PolicyRef, deadline: Deadline) -> tuple[PolicyManifest, bytes]:
@@ -124,7 +123,7 @@ class Lookup:
         heads: dict[str, SignedHead] = {}
         for source in sorted(self._scores.usable()):
             try:
-                data = get_document(self._to(source), HEAD, MAX_HEAD_BYTES, deadline.tighter(HEAD_S))
+                data = get_document(self._connections.to(source), HEAD, MAX_HEAD_BYTES, deadline.tighter(HEAD_S))
                 if data is not None:
                     heads[source] = self._read_head(data)
             except ManifestRefused as error:
@@ -156,7 +155,7 @@ class Lookup:
         after = "" if known is None else f"&after={known.policy.label}"
         try:
             target = f"{HEAD}?wait_s={wait_s:g}{after}"
-            data = get_document(self._to(source), target, MAX_HEAD_BYTES, Deadline(wait_s + HEAD_S))
+            data = get_document(self._connections.to(source), target, MAX_HEAD_BYTES, Deadline(wait_s + HEAD_S))
             found = None if data is None else self._read_head(data)
         except BroadcastError as error:
             self._scores.note(source, str(error))
@@ -175,13 +174,11 @@ class Lookup:
                 )
 
     def close(self) -> None:
-        for connection in self._connections.values():
-            connection.close()
-        self._connections.clear()
+        self._connections.close()
 
     def _ask_manifest(self, source: str, ref: PolicyRef, deadline: Deadline) -> tuple[PolicyManifest, bytes] | None:
         key = manifest_key((ref.incarnation, ref.version))
-        data = get_document(self._to(source), key, MAX_MANIFEST_BYTES, deadline.tighter(MANIFEST_S))
+        data = get_document(self._connections.to(source), key, MAX_MANIFEST_BYTES, deadline.tighter(MANIFEST_S))
         if data is None:
             return None
         manifest = read_manifest(data, self.run, self._trusted_key)
@@ -205,11 +202,6 @@ class Lookup:
         if not answered:
             return BroadcastError(f"no source could be asked for policy {ref.label}: {self._scores.describe()}")
         return VersionNotFound(f"no source had policy {ref.label} before the deadline: {self._scores.describe()}")
-
-    def _to(self, source: str) -> Connection:
-        if source not in self._connections:
-            self._connections[source] = Connection(source, self._stop, self._timeouts)
-        return self._connections[source]
 
 
 MAX_STEPS = 64  # deltas applied in one go; their files are open at the same time

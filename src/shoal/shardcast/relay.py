@@ -25,7 +25,6 @@ from shoal.protocol import BroadcastHead
 from shoal.runtime.lock import FolderLock
 from shoal.runtime.retry import Backoff
 from shoal.runtime.stop import StopToken
-from shoal.shardcast.catalogue import Arrivals
 from shoal.shardcast.connection import Address, Connection, Deadline, Timeouts
 from shoal.shardcast.limits import RelayConfig
 from shoal.shardcast.lookup import MANIFEST_S, get_document
@@ -38,10 +37,9 @@ from shoal.shardcast.manifest import (
     place_of,
     read_head,
 )
-from shoal.shardcast.mirror import CountingScores, Mirror
+from shoal.shardcast.mirror import Mirror
 from shoal.shardcast.server import TreeServer, serve
-from shoal.shardcast.sources import SourceScores
-from shoal.shardcast.tree import HEAD, Tree, manifest_key, witness_key
+from shoal.shardcast.tree import HEAD, manifest_key, witness_key
 
 log = logging.getLogger(__name__)
 
@@ -65,11 +63,8 @@ class Relay:
 
     def __init__(self, config: RelayConfig) -> None:
         self._config = config
-        self._arrivals = Arrivals()
-        self._scores = CountingScores(config.upstreams)
-        self._tree = Tree(config.folder)
-        self._mirror = Mirror(config, self._tree, self._arrivals, self._scores)
-        self._server = TreeServer(self._mirror, self._arrivals, config.settings.limits)
+        self._mirror = Mirror(config)
+        self._server = TreeServer(self._mirror, config.settings.limits)
         self._closing = StopToken()
         self._error: Exception | None = None
         self._met: set[str] = set()
@@ -78,7 +73,6 @@ class Relay:
             Address.parse(peer)
 
     def run(self, stop: StopToken, on_ready: Callable[[str], None]) -> None:
-        self._tree.prepare()
         self._mirror.load()
         followed = [*self._config.upstreams, *(peer for peer in self._config.peers if self._is_another(peer))]
         followers = [threading.Thread(target=self._follow, args=(source,), daemon=True) for source in followed]
@@ -111,7 +105,7 @@ class Relay:
         try:
             if self._is_another(source) and not self._meet(source):
                 return
-            Follower(source, self._config, self._mirror, self._scores, self._closing).run()
+            Follower(source, self._config, self._mirror, self._closing).run()
         except Exception as error:  # noqa: BLE001  a full disk, or a bug: `run` raises it
             self._error = error
 
@@ -128,8 +122,8 @@ class Relay:
             return True
         with self._lock:
             self._met.add(peer)
-            self._scores.set_sources(self._config.upstreams, peers=sorted(self._met))
-        self._mirror.watch_again()
+            self._mirror.scores.set_sources(self._config.upstreams, peers=sorted(self._met))
+        self._mirror.pool.follow_sources()
         log.info("trading chunks with %s", peer)
         return True
 
@@ -162,13 +156,10 @@ def _instance_in(health: bytes) -> str | None:
 class Follower:
     """Keeps asking one upstream for a newer head, and hands it to the mirror with its manifest."""
 
-    def __init__(
-        self, upstream: str, config: RelayConfig, mirror: Mirror, scores: SourceScores, stop: StopToken
-    ) -> None:
+    def __init__(self, upstream: str, config: RelayConfig, mirror: Mirror, stop: StopToken) -> None:
         self._upstream = upstream
         self._config = config
         self._mirror = mirror
-        self._scores = scores
         self._stop = stop
         timeouts = Timeouts(stall_s=config.settings.long_poll_s + Timeouts().stall_s, reach=config.reach)
         self._connection = Connection(upstream, stop, timeouts)
@@ -257,7 +248,7 @@ class Follower:
     def _forgive(self) -> None:
         if time.monotonic() - self._forgiven_s > FORGIVE_S:
             self._forgiven_s = time.monotonic()
-            self._scores.restore()
+            self._mirror.scores.restore()
 
     def _say(self, sentence: str, level: int = logging.INFO) -> None:
         """Log a state once, not once per attempt."""

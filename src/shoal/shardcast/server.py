@@ -39,16 +39,7 @@ from urllib.parse import parse_qs
 from shoal.errors import ResourceError
 from shoal.runtime.files import resource_error
 from shoal.runtime.stop import StopToken
-from shoal.shardcast.catalogue import (
-    CONTENT_TYPE,
-    Arrivals,
-    Blob,
-    Catalogue,
-    FolderCatalogue,
-    Metric,
-    PayloadCatalogue,
-    render,
-)
+from shoal.shardcast.catalogue import Blob, Catalogue, FolderCatalogue, Metric, PayloadCatalogue
 from shoal.shardcast.limits import Guest, Guests, ServerLimits
 from shoal.shardcast.manifest import MAX_HEAD_BYTES, MAX_WITNESS_BYTES, Place
 from shoal.shardcast.tree import HEAD, WITNESS, Tree, have_key, is_key, parse_have_key, parse_label
@@ -64,6 +55,7 @@ PART_S = 1.0
 BACKLOG = 1024
 RETRY_AFTER_S = 2
 NO_STORE = {"Cache-Control": "no-store"}
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class _Protocol(asyncio.StreamReaderProtocol):
@@ -109,9 +101,9 @@ class TreeServer:
     `instance` is in /health, so that a relay which finds its own address in a list of others can tell.
     """
 
-    def __init__(self, catalogue: Catalogue, arrivals: Arrivals, limits: ServerLimits = ServerLimits()) -> None:
+    def __init__(self, catalogue: Catalogue, limits: ServerLimits = ServerLimits()) -> None:
         self._catalogue = catalogue
-        self._arrivals = arrivals
+        self._arrivals = catalogue.arrivals
         self._limits = limits
         self._guests = Guests(limits.connections_per_client, limits.rate_bytes_s)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -215,8 +207,8 @@ class TreeServer:
         elif key == "health":
             await self._say_health(request, client)
         elif key == "metrics":
-            body = render([*self._metrics(), *self._catalogue.metrics()]).encode()
-            await self._send(client.writer, body, {"Content-Type": CONTENT_TYPE, **NO_STORE}, request)
+            body = "".join(one.render() for one in [*self._metrics(), *self._catalogue.metrics()]).encode()
+            await self._send(client.writer, body, {"Content-Type": METRICS_TYPE, **NO_STORE}, request)
         elif place is not None:
             await self._send_have(place, request, client)
         elif not is_key(key):
@@ -300,15 +292,16 @@ class TreeServer:
             async with asyncio.timeout(request.seconds("wait_s", MAX_HAVE_WAIT_S)):
                 while True:
                     with self._arrivals.waiter(have_key(place)) as arrived:
-                        count = self._catalogue.have_count(place)
-                        if count is None or count > more_than:
+                        inventory = self._catalogue.inventory(place)
+                        if inventory is None or inventory.count > more_than:
                             break
                         await client.wait_for(arrived)
                     await asyncio.sleep(HAVE_PAUSE_S)
-        maps = self._catalogue.have(place)
-        if maps is None:
+        inventory = self._catalogue.inventory(place)
+        if inventory is None:
             await self._say(client.writer, 404, "there is no map of this version here", request)
             return
+        maps = inventory.body(self._catalogue.announced())
         await self._send(client.writer, maps, {"Content-Type": "application/octet-stream", **NO_STORE}, request)
 
     async def _send_blob(self, blob: Blob, key: str, request: Request, client: _Client) -> bool:
@@ -434,7 +427,7 @@ async def _part(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 def run_origin(folder: Path, host: str, port: int, stop: StopToken, on_ready: Callable[[str], None]) -> None:
     """Serve the tree in `folder`, which an `Origin` publishes into, until `stop`. Port 0 is any free one."""
     Tree(folder).prepare()
-    asyncio.run(serve(TreeServer(FolderCatalogue(folder), Arrivals()), host, port, stop.is_set, on_ready))
+    asyncio.run(serve(TreeServer(FolderCatalogue(folder)), host, port, stop.is_set, on_ready))
 
 
 def run_share(
@@ -446,7 +439,7 @@ def run_share(
     limits: ServerLimits = ServerLimits(),
 ) -> None:
     """Serve what a client holds until `stop`; for a thread beside the `Downloader`. Port 0 is any free one."""
-    asyncio.run(serve(TreeServer(catalogue, catalogue.arrivals, limits), host, port, stop.is_set, on_ready))
+    asyncio.run(serve(TreeServer(catalogue, limits), host, port, stop.is_set, on_ready))
 
 
 def _place_in(head: bytes | None) -> Place | None:

@@ -99,21 +99,19 @@ class Transfer:
 
     def _fill(self, road: Road, files: PayloadFiles) -> ChunkPool:
         pool = ChunkPool(self._parts.scores, files, self._parts.pool)
-        for manifest in road.manifests():
-            pool.watch(manifest)
         if road.whole is not None:
-            pool.want(road.whole.chunks)
-        for step in reversed(road.steps):
-            pool.want(step.delta.chunks)
+            pool.want(road.whole, road.whole.chunks)
+        for step in road.steps:
+            pool.want(step.manifest, step.delta.chunks)
         if self._parts.share is not None:
-            self._parts.share.announced = pool.announced
+            self._parts.share.fetching = pool.announced
         pool.start()
         try:
             self._await(road, pool)
         finally:
             pool.close(self._parts.stop.reason or "done")
             if self._parts.share is not None:
-                self._parts.share.announced = tuple
+                self._parts.share.fetching = tuple
             files.close()
         return pool
 
@@ -136,7 +134,7 @@ class Transfer:
             raise BroadcastError(f"stopped ({stop.reason}) while fetching policy {self._ref.label}")
         if self._give_way():
             raise Superseded(f"the fetch of policy {self._ref.label} gives way to another; what has come stays")
-        if not scores.usable() and scores.sources():
+        if not scores.usable() and scores.kinds():
             raise ChunkCorrupt(
                 f"policy {self._ref.label} cannot be fetched: every source is dropped: {scores.describe()}"
             )

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from shoal.protocol import Chunk, PolicyManifest, PolicyRef
-from shoal.shardcast.have import Question
-from shoal.shardcast.plan import Flight, Plan
+from shoal.shardcast.plan import Flight, Plan, Question
 from shoal.shardcast.sources import SourceScores
 
 STEP_S = 0.02
@@ -77,11 +76,9 @@ class Node:
         self.questions: dict[str, tuple[Question, float]] = {}
         world.nodes.append(self)
 
-    def want(self, manifest: PolicyManifest, watch: bool = True) -> None:
+    def want(self, manifest: PolicyManifest) -> None:
         self.manifest = manifest
-        self.plan.want(manifest.chunks, True)
-        if watch:
-            self.plan.watch(manifest, self.world.now_s)
+        self.plan.want(manifest, manifest.chunks, self.world.now_s)
 
     def step(self) -> None:
         self._ask_for_maps()
@@ -105,7 +102,7 @@ class Node:
             self._end(flight, False)
             return
         self.scores.succeeded(flight.source, SIZE, self.world.now_s - flight.started_s)
-        won = self.plan.win(flight)
+        won = self.plan.win(flight) is not None
         if won:
             self.kept.add(flight.chunk.hash)
         self._end(flight, won)
@@ -213,5 +210,5 @@ class _Mirrored(Source):
 
     def map(self, chunks: Sequence[Chunk]) -> bytes | None:
         assert self.node is not None
-        self.announces = {chunk.hash for chunk in chunks if self.node.plan.soon(chunk.hash)}
+        self.announces = self.node.plan.announced()
         return super().map(chunks)
