@@ -19,7 +19,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from shoal.protocol import Chunk, PolicyManifest
@@ -34,8 +34,8 @@ WORTH = 0.25  # a peer with less than this share of upstream's bandwidth is not 
 # Eight chunks at a time over a slow link all arrive late; so a source begins with few, and gets as many as its link
 # bears at this rate each.
 FEW_FLIGHTS, FLIGHT_BYTES_S = 3, 128 * 1024
-UNKEPT, BUSY = 3, 10  # claims found empty, and answers "busy" in a row where there is another, that drop a source
-PACE_S, HUNGRY_PACE_S, WAIT_S = 0.1, 0.01, 1.0  # between two questions for a map; how long one may be held
+UNKEPT = 3  # claims that turn out empty before a source is dropped
+WAIT_S = 1.0  # how long a question for a map may be held
 
 
 @dataclass(frozen=True)
@@ -57,10 +57,6 @@ class Question:
     size: int
     count: int = 0
     wait_s: float = 0.0
-
-    @property
-    def target(self) -> str:
-        return f"/have/{self.place[0]}.{self.place[1]}?count={self.count}&wait_s={self.wait_s:g}"
 
 
 @dataclass(eq=False)
@@ -122,7 +118,6 @@ class Plan:
     def __init__(self, scores: SourceScores, connections: int, chance: random.Random) -> None:
         self.absent: set[str] = set()  # sources that lacked a chunk since the last one arrived
         self.kept_bytes = self.wanted_bytes = 0
-        self.hungry = False  # whether there are threads without work
         self.crowded: set[str] = set()  # sources that let no more connections of ours in
         self._scores = scores
         self._most_looks = max(1, connections // 2)
@@ -136,7 +131,6 @@ class Plan:
         self._most_flights: dict[str, int] = {}  # what a source's link bears, by what it has delivered so far
         self._doubts: dict[str, tuple[Wanted, float]] = {}  # by source: a chunk claimed and not delivered, since when
         self._unkept: Counter[str] = Counter()
-        self._busy: Counter[str] = Counter()
         self._progress_s = 0.0  # when an ordinary source last delivered a chunk, or got one
 
     # What is wanted
@@ -244,7 +238,6 @@ class Plan:
         self.absent.clear()
         if flight.kind is not Kind.LAST_RESORT:
             self._progress_s = now_s
-        self._busy.pop(source, None)
         rate = self.flights_at(source) * flight.chunk.size_bytes / max(now_s - flight.started_s, 1e-3)
         if source not in self.crowded:
             self._most_flights[source] = max(FEW_FLIGHTS, int(rate / FLIGHT_BYTES_S))
@@ -271,9 +264,6 @@ class Plan:
             self._scores.failed(source, f"{sentence}, although its map says so")
             return True
         self._scores.failed(source, f"{source} is busy (HTTP {status})")
-        self._busy[source] += 1
-        if self._busy[source] >= BUSY and len(self._scores.usable()) > 1:
-            self._scores.drop(source, f"{source} was busy (HTTP {status}) {BUSY} times in a row; it is dropped")
         return False
 
     def should_leave(self, flight: Flight, now_s: float) -> bool:
@@ -301,36 +291,28 @@ class Plan:
         if grown > 0:
             self._progress_s = now_s
         doubted, since_s = self._doubts.get(source, (None, now_s))
-        if doubted is not None and doubted.version is version and since_s < asked_s:
+        if doubted is not None and since_s < asked_s and (doubted.version is version or not doubted.version.pending):
             del self._doubts[source]
-            self._unkept[source] += after.have >> doubted.position & 1
+            self._unkept[source] += doubted.version is version and after.have >> doubted.position & 1
             if self._unkept[source] >= UNKEPT:
                 problem = f"{source} claims chunks that it does not deliver, {UNKEPT} times by now; it is dropped"
                 self._scores.drop(source, problem)
         return max(1, grown)
 
-    def question(self, source: str, kind: Kind, now_s: float) -> Question | float:
-        """What to ask this source for its map now; or for how many seconds there is nothing to ask."""
-        places, pause_s = self.places(), WAIT_S
-        for place in reversed(places):  # the newest last: it is the one whose question may be held
-            version, newest = self._versions[place], place == places[0]
-            seen, size = self.map(source, version), len(version.hashes)
-            if seen.asked_s is None:
-                return Question(place, size)
-            count, doubted = seen.have.bit_count(), self._is_doubted(source, version)
-            pace_s = HUNGRY_PACE_S if self.hungry or kind is Kind.PEER else PACE_S
-            if seen.misses or not newest:
-                pace_s = min(5.0, PACE_S * 2.0 ** min(1 + seen.misses, 10)) if seen.misses else WAIT_S
-            due_s = seen.asked_s + pace_s
-            if doubted or (count < size and now_s >= due_s):
-                return Question(place, size, count, WAIT_S if newest and not doubted else 0.0)
-            if count < size:
-                pause_s = min(pause_s, max(0.001, due_s - now_s))
-        return pause_s
-
-    def _is_doubted(self, source: str, version: Version) -> bool:
-        """A source is not asked for chunks of a version while its map is in doubt."""
-        return source in self._doubts and self._doubts[source][0].version is version
+    def question(self, source: str) -> Question | None:
+        """What to ask this source for: of the maps that may still grow, or are in doubt, the one asked for longest ago.
+        Several are held for a shorter time each."""
+        open_ones = [
+            (seen.asked_s or 0.0, Question(version.place, len(version.hashes), seen.have.bit_count()))
+            for version in self._versions.values()
+            if version.pending
+            and ((seen := self.map(source, version)).have.bit_count() < len(version.hashes) or source in self._doubts)
+        ]
+        if not open_ones:
+            return None
+        asked_s, question = min(open_ones, key=lambda one: one[0])
+        at_once = asked_s == 0.0 or source in self._doubts
+        return question if at_once else replace(question, wait_s=WAIT_S / len(open_ones))
 
     def _offers(self, source: str, kind: Kind, version: Version, now_s: float) -> int:
         """The chunks of a version that this source can be asked for, as bits."""
@@ -338,7 +320,7 @@ class Plan:
         if kind is Kind.LAST_RESORT:
             return -1
         if seen.asked_s is not None and not seen.misses:
-            return 0 if self._is_doubted(source, version) else seen.have
+            return 0 if source in self._doubts else seen.have
         # Before its map has come, a source is asked for one chunk: the request may be held until the chunk is there.
         heard = seen.misses or now_s - version.since_s > UNKNOWN_S or not self.flights_at(source)
         return -1 if heard and kind is Kind.UPSTREAM else 0

@@ -28,6 +28,7 @@ from blake3 import blake3
 
 from shoal.errors import BroadcastError, ChunkCorrupt
 from shoal.protocol import Chunk, PolicyManifest
+from shoal.runtime.retry import Backoff
 from shoal.runtime.stop import StopToken
 from shoal.runtime.targets import Reach
 from shoal.shardcast.connection import Connection, Connections, Deadline, Timeouts
@@ -40,6 +41,7 @@ log = logging.getLogger(__name__)
 
 TICK_S = 0.1  # how often somebody looks for what has become overdue, or too slow
 IDLE_S = 10.0
+PACE_S, MISSED = 0.02, Backoff(first_s=0.5, most_s=5.0)  # between two questions for a map; where there was none
 CLOSE_S = 5.0
 ABSENT = (403, 404)  # a public bucket says 403 of what it does not hold
 LATER = (429, 503)
@@ -91,8 +93,7 @@ class ChunkPool:
         self._started = False
         self._lines: dict[Flight, Connection] = {}  # who may be hung up on
         self._map_lines: dict[str, Connection] = {}  # of the threads that ask for maps
-        self._idle_threads = 0
-        self._looking_at_clock = False  # one of them, if there are any, while something is wanted
+        self._looking_at_clock = False  # one of those without work, if there are any, while something is wanted
         self._at_keeper = 0
         self.error: Exception | None = None
         self.fetched_bytes: Counter[str] = Counter()  # of chunks that were kept
@@ -163,27 +164,29 @@ class ChunkPool:
 
     def _ask_for_maps(self, source: str) -> None:
         connection = self._map_lines[source]
+        misses = 0
         while (question := self._next_question(source)) is not None:
-            asked_s = time.monotonic()
-            body = None
+            asked_s, body = time.monotonic(), None
             try:
                 body = ask_for_map(connection, question)
             except BroadcastError as error:
                 if connection.hung_up or self._closing.is_set():
                     continue  # its answer is wanted now, or never
                 self._scores.note(source, str(error))
+            misses = 0 if body is not None else misses + 1
             with self._lock:
                 more = self._plan.see(source, question.place, body, asked_s, time.monotonic())
                 self._work_there.notify(more)  # not all: each look around costs time
+                self._question_there.wait(MISSED.wait_s(misses - 1) if misses else PACE_S)
         connection.close()
 
     def _next_question(self, source: str) -> Question | None:
         with self._lock:
-            while not self._closing.is_set() and (kind := self._scores.kinds().get(source)) is not None:
-                question = self._plan.question(source, kind, time.monotonic())
-                if isinstance(question, Question):
+            while not self._closing.is_set() and source in self._scores.kinds():
+                question = self._plan.question(source)
+                if question is not None:
                     return question
-                self._question_there.wait(question)
+                self._question_there.wait(WAIT_S)
             del self._map_lines[source]
         return None
 
@@ -215,20 +218,12 @@ class ChunkPool:
                     return flight
                 connections.close(self._plan.crowded)  # an idle one would keep a busy one out
                 on_duty = self._plan.pending() > 0 and not self._looking_at_clock
-                self._idle(on_duty)
+                self._looking_at_clock |= on_duty
+                self._work_there.wait(TICK_S if on_duty else IDLE_S)
+                self._looking_at_clock &= not on_duty
             if on_duty:
                 self.follow_sources()
         return None
-
-    def _idle(self, on_duty: bool) -> None:
-        """Wait until there may be work; who is on duty, also until something may be overdue. Under the lock."""
-        self._idle_threads += 1
-        self._plan.hungry = True
-        self._looking_at_clock |= on_duty
-        self._work_there.wait(TICK_S if on_duty else IDLE_S)
-        self._looking_at_clock &= not on_duty
-        self._idle_threads -= 1
-        self._plan.hungry = self._idle_threads > 0
 
     def _carry_out(self, flight: Flight, connections: Connections, buffer: memoryview) -> Flight | None:
         """One attempt at one chunk. Perhaps the next one, chosen before this one is kept: whoever hears that this one
@@ -308,7 +303,13 @@ class ChunkPool:
             connection.drain(deadline)
             if answer.status not in ABSENT + LATER:
                 raise BroadcastError(f"{source} answers {answer.status} to a request for a chunk")
-            self._lacks(flight, 404 if answer.status in ABSENT else answer.status)
+            with self._lock:
+                if self._plan.lacks(flight, 404 if answer.status in ABSENT else answer.status, time.monotonic()):
+                    self._question_there.notify_all()
+                    if source in self._map_lines:
+                        self._map_lines[source].hang_up()  # a question that is held: its answer is wanted now
+                if source in self._plan.crowded:
+                    self._work_there.notify_all()  # those without work leave it
             return False
         if answer.size_bytes != chunk.size_bytes:
             connection.close()
@@ -340,16 +341,6 @@ class ChunkPool:
         slow = f"is far slower than the others ({rate:.2f} MB/s) and was left in the middle of a chunk"
         return slow if flight.slow else None
 
-    def _lacks(self, flight: Flight, status: int) -> None:
-        with self._lock:
-            doubtful = self._plan.lacks(flight, status, time.monotonic())
-            if status == 429:
-                self._work_there.notify_all()  # those without work leave it
-            if doubtful:
-                self._question_there.notify_all()
-                if flight.source in self._map_lines:
-                    self._map_lines[flight.source].hang_up()  # a question that is held: its answer is wanted now
-
     # Under the lock
 
     def _wake(self) -> None:
@@ -374,7 +365,8 @@ class ChunkPool:
 def ask_for_map(connection: Connection, question: Question) -> bytes | None:
     """HAVE and SOON of a version; None if the source sends no maps."""
     deadline = Deadline(question.wait_s + Timeouts().stall_s)
-    answer = connection.get(question.target, deadline)
+    where = f"{question.place[0]}.{question.place[1]}"
+    answer = connection.get(f"/have/{where}?count={question.count}&wait_s={question.wait_s:g}", deadline)
     expected = 2 * -(-question.size // 8)
     if answer.status == 200 and answer.size_bytes == expected:
         return connection.read(expected, deadline)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from shoal.protocol import Chunk, PolicyManifest, PolicyRef
 from shoal.shardcast.plan import Flight, Plan, Question
-from shoal.shardcast.sources import SourceScores
+from shoal.shardcast.sources import Kind, SourceScores
 
 STEP_S = 0.02
 SIZE = 1000
@@ -87,7 +87,6 @@ class Node:
                 self._end(flight, False)
         while len(self.flights) < self.connections:
             flight = self.plan.take(self.world.now_s)
-            self.plan.hungry = flight is None
             if flight is None:
                 break
             self.flights.append(flight)
@@ -111,9 +110,9 @@ class Node:
         """A question that is held is answered when the map has grown or the time is over."""
         for source, kind in self.scores.kinds().items():
             if source not in self.questions:
-                question = self.plan.question(source, kind, self.world.now_s)
-                if isinstance(question, Question):
-                    self.questions[source] = (question, self.world.now_s)
+                asked = self.plan.question(source)
+                if asked is not None and kind is not Kind.LAST_RESORT:
+                    self.questions[source] = (asked, self.world.now_s)
             if source in self.questions and self.manifest is not None and not self.world.sources[source].silent:
                 question, asked_s = self.questions[source]
                 body = self.world.sources[source].map(self.manifest.chunks)
