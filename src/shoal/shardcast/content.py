@@ -6,8 +6,6 @@
 
 Tensors lie first, so that a longer `config.json` moves no weights into other chunks and tensors of one type stay
 aligned. Files may be bytes in memory or lie on a disk; a folder is all the files in it, by their paths.
-
-Work on many parts in a few threads, results in order, never more than a few parts in memory.
 """
 
 from __future__ import annotations

@@ -19,12 +19,10 @@ and what it makes is believed only when its digest is the one that was signed.
     >>> bytes(old) == new
     True
 
-Telling a payload as a difference to another: block by block, in chunks, given up as soon as it does not pay.
+A payload is made out of another by deltas in one pass, every block through all of them, hashed on the way out:
 
-Making a payload out of another by deltas, in one pass: every block through all of them, hashed on the way out.
-
-base, a block at a time ─► delta ─► delta ─► … ─► hashed by chunk ─► file
-                             └── what changed is remembered, for an engine that holds the base
+    base, a block at a time ─► delta ─► delta ─► … ─► hashed by chunk ─► file
+                                 └── what changed is remembered, for an engine that holds the base
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ from shoal.shardcast.manifest import place_of, read_head
 from shoal.shardcast.payload import Payload
 from shoal.shardcast.pool import PoolSettings
 from shoal.shardcast.sources import SourceScores
-from shoal.shardcast.transfer import OnProgress, RoadClosed, Superseded, Transfer, TransferParts
+from shoal.shardcast.transfer import OnProgress, RoadClosed, Superseded, Transfer
 from shoal.shardcast.tree import HEAD
 
 log = logging.getLogger(__name__)
@@ -89,9 +89,9 @@ class Downloader:
     ) -> None:
         folder = Path(folder)
         self._scores = SourceScores(sources, peers, last_resort)
-        self._cache = PayloadCache(folder, run, trusted_key, share)
+        self._share = share or PayloadCatalogue()
+        self._cache = PayloadCache(folder, run, trusted_key, self._share)
         self._cache.remember_changes = settings.remember_changes
-        self._share = share
         self._trusted_key = trusted_key
         self._lookup = Lookup(self._scores, run, trusted_key, stop, settings.pool.timeouts)
         self._stop = stop
@@ -192,8 +192,10 @@ class Downloader:
         closed: set[str] = set()
         refusal: DeltaRefused | None = None
         give_way = (lambda: self._waiting > 0) if background else (lambda: False)
-        parts = TransferParts(self._cache, self._scores, self._lookup, self._stop, self._settings.pool, self._share)
-        transfer = Transfer(parts, manifest, deadline, on_progress, give_way)
+        transfer = Transfer(
+            self._cache, self._scores, self._lookup, self._stop, self._settings.pool, self._share, manifest, deadline,
+            on_progress, give_way,
+        )  # fmt: skip
         while True:
             try:
                 road = self._plan(manifest, closed, deadline)
@@ -212,9 +214,7 @@ class Downloader:
                 return
 
     def _plan(self, manifest: PolicyManifest, closed: set[str], deadline: Deadline) -> Road:
-        held = {
-            digest for digest, other in self._cache.held().items() if other.entries == manifest.entries
-        }  # fmt: skip
+        held = {digest for digest, other in self._cache.held().items() if other.entries == manifest.entries}
         size = len(manifest.model_dump_json())  # that of a version in between is about as large
         return plan(manifest, held, lambda ref: self._between(ref, deadline), closed, size)
 

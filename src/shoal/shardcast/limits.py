@@ -5,8 +5,7 @@
 
 A client that limits itself has one bucket for all that it receives (`Throttle`).
 An address of IPv4 is one client. Of IPv6 it is the /64 network, because whoever has one address there has all of them.
-
-How a relay is set up: the settings of a recipe, and with them what only the machine knows.
+And how a relay is set up: the settings of a recipe, and with them what only the machine knows.
 """
 
 from __future__ import annotations

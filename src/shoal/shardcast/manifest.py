@@ -2,14 +2,10 @@
 
 Nothing in a manifest is used before its signature, its caps and its layout have been checked.
 
-Which versions stay: the newest few, and behind them what they are reached from.
+Which versions stay: the newest few, and behind them what they are reached from. Of these a relay mirrors as many as its
+disk budget allows:
 
-anchor 8 ── 9 ── 10 ── 11 ── anchor 12 ── 13        newest three: 11, 12, 13; kept: 8 … 13
-└────── 11 is reached from 8 ──────┘
-
-Which versions a relay mirrors, given how many it should keep and how much of its disk it may use.
-
-    wanted    the newest `count`, back to an anchor (`retention`)       0.4 0.5 0.6 0.7 0.8 0.9
+    wanted    the newest `count`, back to an anchor                     0.4 0.5 0.6 0.7 0.8 0.9
     mirrored  of them as many as fit, the oldest left out first                 0.6 0.7 0.8 0.9
     road      what the newest one needs to be reached at all                        0.7 0.8 0.9
 

@@ -6,7 +6,7 @@
 Invariants: the head never goes back; a manifest is served only with a valid signature; a chunk is served only if this
 process has seen its hash match; only what a version offers is fetched; no chunk of a mirrored version is removed.
 
-Which versions those are is decided anew whenever a head or manifest arrives (`budget`): the newest few, back to an
+Which versions those are is decided anew whenever a head or manifest arrives (`manifest`): the newest few, back to an
 anchor, as far as the disk budget reaches.
 """
 
@@ -111,9 +111,8 @@ class Mirror(Catalogue):
 
     def metrics(self) -> list[Metric]:
         standings = self.scores.ready()
-        measured = {source: one for source, one in standings.items() if one.bandwidth_bytes_s}
-        bandwidth = {source: one.bandwidth_bytes_s or 0.0 for source, one in measured.items()}
-        success = {source: one.weight / bandwidth[source] for source, one in measured.items()}
+        bandwidth = {source: rate for source, one in standings.items() if (rate := one.bandwidth_bytes_s)}
+        success = {source: standings[source].success for source in bandwidth}
         ready = {source: float(source in standings) for source in self.scores.kinds()}
         received, wasted = dict(self.pool.fetched_bytes), dict(self.pool.wasted_bytes)
         return [
@@ -127,8 +126,8 @@ class Mirror(Catalogue):
             Metric("disk_bytes", "gauge", "Bytes of chunks on disk.", self._disk_bytes()),
             Metric("within_budget", "gauge", "1 if the newest version fits.", float(self._selection.fits)),
             Metric("source_ready", "gauge", "1 if a source may be asked: neither resting nor dropped.", by=ready),
-            Metric("source_success", "gauge", "Share of successes of late.", by=success),
-            Metric("source_bytes_per_second", "gauge", "Bandwidth of one connection of late.", by=bandwidth),
+            Metric("source_success", "gauge", "Share of successes recently.", by=success),
+            Metric("source_bytes_per_second", "gauge", "Bandwidth of one connection recently.", by=bandwidth),
         ]
 
     # What the pool asks

@@ -24,7 +24,7 @@ from __future__ import annotations
 import logging
 import shutil
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,6 @@ from shoal.protocol import (
     BroadcastHead,
     Chunk,
     Delta,
-    Entry,
     LedgerHead,
     PolicyManifest,
     PolicyRef,
@@ -86,20 +85,14 @@ class OriginSettings(BaseModel):
 
 
 @dataclass(frozen=True)
-class _Content:
-    """What is known of a payload once it has been read."""
+class _Draft:
+    """A version that is to be published, and what was there when it began."""
 
-    entries: tuple[Entry, ...]
+    place: Place
+    content: Content
     chunk_size_bytes: int
-    chunks: tuple[Chunk, ...]
-
-    @property
-    def digest(self) -> str:
-        return content_digest(self.entries, self.chunk_size_bytes, self.chunks)
-
-    @property
-    def size_bytes(self) -> int:
-        return sum(chunk.size_bytes for chunk in self.chunks)
+    head: BroadcastHead | None
+    ledger_head: LedgerHead | None
 
 
 class Origin:
@@ -157,13 +150,17 @@ class Origin:
             superseded = head is not None and place < place_of(head)
             if head is None or place > place_of(head):
                 published = None  # written before a crash and never announced: nobody knows it
+            size = self._settings.chunk_size_bytes or chunk_size_for(content.size_bytes)
+            size = size if published is None else published.chunk_size_bytes
+            draft = _Draft(place, content, size, head, ledger_head)
             if published is not None or superseded:
-                manifest = self._again(place, content, published, head, ledger_head)
+                manifest = self._again(draft, published)
             else:
                 try:
-                    manifest = self._first_time(place, content, head, ledger_head, on_progress)
+                    manifest = self._first_time(draft, on_progress)
                 except Exception:
-                    self._clean_up()  # what it has written is of no use, and the disk may be full of it
+                    self._collect(self._known())  # what it has written is of no use, and the disk may be full of it
+                    self._bases.sweep()
                     raise
             if not superseded and (head is None or place_of(head) != place):
                 self._advance(manifest, self._settings.kept_versions)
@@ -178,40 +175,26 @@ class Origin:
                 self._advance(newest, versions)
             self._bases.clear()
 
-    def _again(
-        self,
-        place: Place,
-        content: Content,
-        published: PolicyManifest | None,
-        head: BroadcastHead | None,
-        ledger_head: LedgerHead | None,
-    ) -> PolicyManifest:
+    def _again(self, draft: _Draft, published: PolicyManifest | None) -> PolicyManifest:
         """A version that was published before, or is too old to be: nothing is written."""
-        size = published.chunk_size_bytes if published is not None else self._chunk_size(content)
-        read = _Content(content.entries, size, tuple(chunk_of(data) for data in content.cut(size)))
+        chunks = [chunk_of(data) for data in draft.content.cut(draft.chunk_size_bytes)]
+        manifest = self._manifest(draft, chunks, True, ())
         if published is None:
-            log.info("policy %d.%d is behind the head and not kept: signed, not served", *place)
-            return self._manifest(place, read, True, (), head, ledger_head)
-        if published.policy.digest != read.digest:
+            log.info("policy %d.%d is behind the head and not kept: signed, not served", *draft.place)
+            return manifest
+        if published.policy.digest != manifest.policy.digest:
             raise PolicyMismatch(
-                f"policy {published.policy.label} is already published with digest "
-                f"{published.policy.digest[:16]}…, not {read.digest[:16]}…; "
-                "continue under a new incarnation"
+                f"policy {published.policy.label} is already published with digest {published.policy.digest[:16]}…, "
+                f"not {manifest.policy.digest[:16]}…; continue under a new incarnation"
             )
         return published
 
-    def _first_time(
-        self,
-        place: Place,
-        content: Content,
-        head: BroadcastHead | None,
-        ledger_head: LedgerHead | None,
-        on_progress: OnProgress | None,
-    ) -> PolicyManifest:
-        chunk_size = self._chunk_size(content)
-        deltas = self._deltas(place, content, chunk_size)
-        anchor = self._must_be_anchor(place, deltas, content.size_bytes)
-        remembered = self._wants_deltas(content)
+    def _first_time(self, draft: _Draft, on_progress: OnProgress | None) -> PolicyManifest:
+        content, chunk_size = draft.content, draft.chunk_size_bytes
+        # A small payload (an adapter) travels whole: one chunk more or less costs nobody anything.
+        remembered = bool(content.entries) and content.size_bytes > self._settings.delta_from_bytes
+        deltas = self._deltas(draft) if remembered else ()
+        anchor = self._must_be_anchor(draft.place, deltas, content.size_bytes)
         writer = self._bases.writer(anchor) if remembered else None
         scratch = threading.local()
 
@@ -231,24 +214,16 @@ class Origin:
             done += chunk.size_bytes
             if on_progress is not None:
                 on_progress(done, content.size_bytes)
-        read = _Content(content.entries, chunk_size, tuple(chunks))
         content.check_unchanged()
-        manifest = self._manifest(place, read, anchor, deltas, head, ledger_head)
+        manifest = self._manifest(draft, chunks, anchor, deltas)
         signed = encode(manifest, self._key)
         read_manifest(signed, self._run, self._key.public_key)  # what nobody could read is not announced
         self._tree.sync_chunks(chunk.hash for chunk in offered(manifest))
         point("trainer.publish.before_manifest")
-        self._tree.write(manifest_key(place), signed)
+        self._tree.write(manifest_key(draft.place), signed)
         if remembered:
             self._bases.remember(manifest, signed)
         return manifest
-
-    def _chunk_size(self, content: Content) -> int:
-        return self._settings.chunk_size_bytes or chunk_size_for(content.size_bytes)
-
-    def _wants_deltas(self, content: Content) -> bool:
-        """A small payload (an adapter) travels whole: one chunk more or less costs nobody anything."""
-        return bool(content.entries) and content.size_bytes > self._settings.delta_from_bytes
 
     def _must_be_anchor(self, place: Place, deltas: Sequence[Delta], size_bytes: int) -> bool:
         """Whether the whole payload has to be offered: so that every version kept can be reached from an anchor, by
@@ -265,34 +240,25 @@ class Origin:
             cost[other] = min(reached, default=size_bytes + 1)
         return cost[place] > size_bytes
 
-    def _deltas(self, place: Place, content: Content, chunk_size: int) -> tuple[Delta, ...]:
+    def _deltas(self, draft: _Draft) -> tuple[Delta, ...]:
         """The deltas that pay, written as chunks; none if not even the one to the version before does."""
         deltas: list[Delta] = []
-        if not self._wants_deltas(content):
-            return ()
-        for base in self._bases.candidates(place):
-            payload = self._bases.get(base)
-            if payload is None or payload.manifest.entries != content.entries:
+        for place in self._bases.candidates(draft.place):
+            base = self._bases.get(place)
+            if base is None or base.manifest.entries != draft.content.entries:
                 continue
-            delta = self._delta(payload, content, chunk_size)
-            if delta is not None:
-                deltas.append(delta)
-            elif not deltas:
-                break  # a longer stride pays even less
+            from shoal.shardcast.delta import DoesNotPay, difference  # needs numpy; a first version does not
+
+            try:
+                parts = difference(base, draft.content, draft.chunk_size_bytes, DELTA_PAYS)
+                chunks = tuple(self._put(part) for part in parts)
+            except DoesNotPay:
+                if not deltas:
+                    break  # a longer stride pays even less
+                continue
+            size = sum(chunk.size_bytes for chunk in chunks)
+            deltas.append(Delta(base=base.manifest.policy, size_bytes=size, chunks=chunks))
         return tuple(deltas)
-
-    def _delta(self, base: Base, content: Content, chunk_size: int) -> Delta | None:
-        """The difference to `base`, its chunks written; None as soon as it is known not to pay."""
-        from shoal.shardcast.delta import DoesNotPay, difference  # needs numpy; a first version does not
-
-        chunks: list[Chunk] = []
-        try:
-            for part in difference(base, content, chunk_size, DELTA_PAYS):
-                chunks.append(self._put(part))
-        except DoesNotPay:
-            return None
-        size = sum(chunk.size_bytes for chunk in chunks)
-        return Delta(base=base.manifest.policy, size_bytes=size, chunks=tuple(chunks))
 
     def _put(self, data: memoryview) -> Chunk:
         chunk = chunk_of(data)
@@ -301,26 +267,22 @@ class Origin:
         return chunk
 
     def _manifest(
-        self,
-        place: Place,
-        content: _Content,
-        anchor: bool,
-        deltas: tuple[Delta, ...],
-        head: BroadcastHead | None,
-        ledger_head: LedgerHead | None,
+        self, draft: _Draft, chunks: Sequence[Chunk], anchor: bool, deltas: tuple[Delta, ...]
     ) -> PolicyManifest:
-        same_incarnation = head is not None and head.policy.incarnation == place[0]
+        (incarnation, version), head, entries = draft.place, draft.head, draft.content.entries
+        digest = content_digest(entries, draft.chunk_size_bytes, tuple(chunks))
+        same_incarnation = head is not None and head.policy.incarnation == incarnation
         return PolicyManifest(
             run=self._run,
-            policy=PolicyRef(incarnation=place[0], version=place[1], digest=content.digest),
+            policy=PolicyRef(incarnation=incarnation, version=version, digest=digest),
             parent_version=head.policy.version if head is not None and same_incarnation else None,
-            entries=content.entries,
-            chunk_size_bytes=content.chunk_size_bytes,
-            chunks=content.chunks,
-            size_bytes=content.size_bytes,
+            entries=entries,
+            chunk_size_bytes=draft.chunk_size_bytes,
+            chunks=tuple(chunks),
+            size_bytes=draft.content.size_bytes,
             anchor=anchor,
             deltas=deltas,
-            ledger_head=ledger_head,
+            ledger_head=draft.ledger_head,
             created_at_ms=self._clock.now_ms(),
         )
 
@@ -363,25 +325,18 @@ class Origin:
                 known[place] = manifest
         return known
 
-    def _clean_up(self) -> None:
-        """Remove the chunks of no manifest, and what is half written."""
-        known = self._known()
-        if set(self._tree.places()) == known.keys():
-            self._tree.remove_chunks_except({chunk.hash for other in known.values() for chunk in offered(other)})
-        self._tree.sweep_temporaries()
-        self._bases.sweep()
-
-    def _collect(self, known: dict[Place, PolicyManifest], kept: set[Place]) -> None:
-        """Remove the manifests that are not kept, then the chunks of none: no manifest here ever lacks a chunk."""
+    def _collect(self, known: dict[Place, PolicyManifest], kept: Collection[Place] = ()) -> None:
+        """Remove the manifests behind those that are kept, then the chunks of none: no manifest here ever lacks a
+        chunk. Then what is half written."""
         for place in self._tree.places():
-            if place not in kept and place < max(kept):
+            if kept and place not in kept and place < max(kept):
                 self._tree.remove_manifest(place)
                 known.pop(place, None)
+        self._tree.sweep_temporaries()
         if set(self._tree.places()) - known.keys():
             log.warning("old chunks are not removed this time: a manifest here cannot be read")
             return
         self._tree.remove_chunks_except({chunk.hash for manifest in known.values() for chunk in offered(manifest)})
-        self._tree.sweep_temporaries()
 
 
 def _as_content(content: Content | Path | str | Mapping[str, Any] | Sequence[TensorView]) -> Content:

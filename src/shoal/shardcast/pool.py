@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 TICK_S = 0.1  # how often somebody looks for what has become overdue, or too slow
 IDLE_S = 10.0
-PACE_S, MISSED = 0.02, Backoff(first_s=0.5, most_s=5.0)  # between two questions for a map; where there was none
+PACE_S, MISSED = 0.01, Backoff(first_s=0.5, most_s=5.0)  # between two questions for a map; where there was none
 CLOSE_S = 5.0
 ABSENT = (403, 404)  # a public bucket says 403 of what it does not hold
 LATER = (429, 503)

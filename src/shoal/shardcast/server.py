@@ -12,10 +12,8 @@ Back-pressure: a client that reads slowly holds only its own connection, and no 
 a client that sends nothing is cut off after `idle_s`; one that reads faster than its share waits for its bucket
 (`limits`). A held request costs a future: what arrives wakes it, and so does a client that hangs up.
 
-The little of HTTP that a tree's server speaks: requests without a body, answers whose length is known.
-
-A range is understood if it is a single one (`bytes=a-b`, `bytes=a-`, `bytes=-n`), as caches and resuming clients ask;
-anything else in its place is answered with the whole, as HTTP allows.
+Of HTTP it speaks little: requests without a body, answers whose length is known. A range is understood if it is a
+single one (`bytes=a-b`, `bytes=a-`, `bytes=-n`); anything else in its place is answered with the whole, as HTTP allows.
 """
 
 from __future__ import annotations
