@@ -134,7 +134,11 @@ class Downloader:
             manifest = self._cache.manifest(ref)
             if manifest is None:
                 manifest, data = self._lookup.manifest(ref, deadline)
-                self._refuse_too_large(manifest)
+                if self._is_too_large(manifest):
+                    raise ManifestRefused(
+                        f"the manifest of policy {ref.label} is refused: it announces {manifest.size_bytes} bytes, "
+                        f"and a policy of this run has at most {self._settings.max_payload_bytes}"
+                    )
                 self._cache.run = manifest.run
                 self._cache.remember(manifest, data)
             else:
@@ -229,13 +233,6 @@ class Downloader:
         most = self._settings.max_payload_bytes
         return most is not None and manifest.size_bytes > most
 
-    def _refuse_too_large(self, manifest: PolicyManifest) -> None:
-        if self._is_too_large(manifest):
-            raise ManifestRefused(
-                f"the manifest of policy {manifest.policy.label} is refused: it announces {manifest.size_bytes} bytes, "
-                f"and a policy of this run has at most {self._settings.max_payload_bytes}"
-            )
-
     def _close(self, road: Road, closed: set[str]) -> None:
         """Do not take this road again: what it began with is at fault if it is damaged, else its steps are."""
         if road.whole is None and not self._cache.is_whole(road.begin):
@@ -245,23 +242,21 @@ class Downloader:
             closed.update(step.name for step in road.steps)
 
 
+@dataclass
 class Follower:
     """Asks for newer heads. Used by one thread."""
 
-    def __init__(self, lookup: Lookup, known: BroadcastHead | None) -> None:
-        self._lookup = lookup
-        self._known = known
+    lookup: Lookup
+    known: BroadcastHead | None
 
     def newer(self, wait_s: float) -> PolicyRef | None:
         """A version newer than all before; None if there is none within about `wait_s` (or at once: ask at a pace)."""
-        found = self._lookup.newer_than(self._known, wait_s)
-        if found is None:
-            return None
-        self._known = found.head
-        return found.head.policy
+        found = self.lookup.newer_than(self.known, wait_s)
+        self.known = self.known if found is None else found.head
+        return None if found is None else found.head.policy
 
     def close(self) -> None:
-        self._lookup.close()
+        self.lookup.close()
 
 
 WAIT_S = 10.0  # how long a source may hold the question; below the time after which silence counts as failure

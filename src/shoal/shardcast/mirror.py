@@ -16,6 +16,8 @@ import logging
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from blake3 import blake3
@@ -160,7 +162,10 @@ class Mirror(Catalogue):
         self._tree.sweep_temporaries()
         for place in self._tree.places():
             try:
-                self._manifests[place] = self._read_own_manifest(place)
+                manifest = read_manifest(self._tree.read(manifest_key(place)) or b"", self._run, self._trusted_key)
+                if place_of(manifest) != place:
+                    raise ManifestRefused(f"the manifest of policy {manifest.policy.label} lies under another name")
+                self._manifests[place] = manifest
             except ManifestRefused as error:
                 log.warning("%s; it is fetched again", error)
                 self._tree.remove_manifest(place)
@@ -223,11 +228,14 @@ class Mirror(Catalogue):
         with self._lock:
             return sorted(self._selection.wanted - self._manifests.keys(), reverse=True)
 
-    def promise(self, place: Place, promised: bool) -> None:
+    @contextmanager
+    def promised(self, place: Place) -> Iterator[None]:
         """Hold requests for this manifest while it is being fetched; when that ends, let go those still waiting."""
-        with self._lock:
-            (self._promised.add if promised else self._promised.discard)(manifest_key(place))
-        if not promised:
+        self._promised.add(manifest_key(place))
+        try:
+            yield
+        finally:
+            self._promised.discard(manifest_key(place))
             self.arrivals.notify(manifest_key(place))
 
     def lost(self, key: str) -> None:
@@ -255,12 +263,6 @@ class Mirror(Catalogue):
         self.arrivals.notify(chunk_key(chunk.hash))
         for place in told:
             self.arrivals.notify(have_key(place))
-
-    def _read_own_manifest(self, place: Place) -> PolicyManifest:
-        manifest = read_manifest(self._tree.read(manifest_key(place)) or b"", self._run, self._trusted_key)
-        if place_of(manifest) != place:
-            raise ManifestRefused(f"the manifest of policy {manifest.policy.label} lies under another name")
-        return manifest
 
     # Deciding what to mirror; all of it under the lock
 

@@ -29,7 +29,7 @@ import re
 import secrets
 import socket
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import parse_qs
@@ -205,7 +205,7 @@ class TreeServer:
         elif key == "health":
             await self._say_health(request, client)
         elif key == "metrics":
-            body = "".join(one.render() for one in [*self._metrics(), *self._catalogue.metrics()]).encode()
+            body = "".join(one.render() for one in self._metrics()).encode()
             await self._send(client.writer, body, {"Content-Type": METRICS_TYPE, **NO_STORE}, request)
         elif place is not None:
             await self._send_have(place, request, client)
@@ -214,7 +214,9 @@ class TreeServer:
         elif key == HEAD:
             await self._send_head(request, client)
         elif WITNESS.fullmatch(key):
-            await self._send_witness(key, request, client)
+            blob = self._catalogue.find(key)
+            data = None if blob is None or blob.size_bytes > MAX_WITNESS_BYTES else blob.path.read_bytes()
+            await self._send_replaced(data, "there is nothing of this witness here", request, client)
         else:
             await self._send_key(key, request, client)
 
@@ -254,23 +256,16 @@ class TreeServer:
                     with self._arrivals.waiter(HEAD) as arrived:
                         if not self._newer_than(after):
                             await client.wait_for(arrived)
-        data = self._read_head()
+        await self._send_replaced(self._read_head(), "nothing has been published yet", request, client)
+
+    async def _send_replaced(self, data: bytes | None, if_none: str, request: Request, client: _Client) -> None:
+        """A head, or what a witness signed: small, and replaced now and then."""
         if data is None:
-            await self._say(client.writer, 404, "nothing has been published yet", request)
+            await self._say(client.writer, 404, if_none, request)
             return
         headers = {"Content-Type": "application/json", "Cache-Control": "no-cache"}
         await self._send(client.writer, data, headers, request)
         self.sent_bytes += len(data) if request.method == "GET" else 0
-
-    async def _send_witness(self, key: str, request: Request, client: _Client) -> None:
-        """What a witness signed: small, and replaced now and then."""
-        blob = self._catalogue.find(key)
-        data = None if blob is None or blob.size_bytes > MAX_WITNESS_BYTES else blob.path.read_bytes()
-        if data is None:
-            await self._say(client.writer, 404, "there is nothing of this witness here", request)
-            return
-        headers = {"Content-Type": "application/json", "Cache-Control": "no-cache"}
-        await self._send(client.writer, data, headers, request)
 
     def _newer_than(self, after: Place | None) -> bool:
         place = _place_in(self._read_head())
@@ -285,7 +280,8 @@ class TreeServer:
             return None
 
     async def _send_have(self, place: Place, request: Request, client: _Client) -> None:
-        more_than = _whole_number(request.field("count", "-1"), -1)
+        count = request.field("count", "")
+        more_than = int(count) if count.isascii() and count.isdigit() and len(count) < 10 else -1
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(request.seconds("wait_s", MAX_HAVE_WAIT_S)):
                 while True:
@@ -351,22 +347,18 @@ class TreeServer:
                 sent += moved
                 self.sent_bytes += moved
 
-    def _metrics(self) -> Sequence[Metric]:
+    def _metrics(self) -> list[Metric]:
         by_status = {str(status): count for status, count in sorted(self.answers.items())}
         return [
+            *self._catalogue.metrics(),
             Metric("sent_bytes_total", "counter", "Bytes of heads, manifests and chunks sent.", self.sent_bytes),
             Metric("connections", "gauge", "Connections open now.", self.connections),
             Metric("requests_total", "counter", "Answers by HTTP status.", by=by_status, label="status"),
         ]
 
     async def _say_health(self, request: Request, client: _Client) -> None:
-        counters = {
-            "ok": True,
-            "instance": self.instance,
-            "bytes_out": self.sent_bytes,
-            "connections": self.connections,
-        }
-        body = json.dumps(counters | self._catalogue.health()).encode()
+        own = {"ok": True, "instance": self.instance, "bytes_out": self.sent_bytes, "connections": self.connections}
+        body = json.dumps(own | self._catalogue.health()).encode()
         await self._send(client.writer, body, {"Content-Type": "application/json", **NO_STORE}, request)
 
     async def _say(
@@ -447,10 +439,6 @@ def _place_in(head: bytes | None) -> Place | None:
         return int(policy["incarnation"]), int(policy["version"])
     except (ValueError, KeyError, TypeError):
         return None
-
-
-def _whole_number(text: str, otherwise: int) -> int:
-    return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else otherwise
 
 
 def _url(host: str, listening: socket.socket) -> str:
