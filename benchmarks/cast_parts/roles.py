@@ -17,7 +17,8 @@ from typing import Any
 from shoal.protocol import load_or_create_key
 from shoal.runtime.stop import StopToken
 from shoal.shardcast import Downloader, Origin, RelayConfig, RelaySettings, run_origin, run_relay
-from shoal.shardcast.share import PayloadCatalogue, run_share
+from shoal.shardcast.catalogue import PayloadCatalogue
+from shoal.shardcast.server import run_share
 
 RUN = "benchmark"
 POLL_S = 0.1

@@ -149,7 +149,7 @@ def test_several_steps_behind_the_engine_ends_with_exactly_the_new_weights(run: 
 
 
 def test_a_change_that_is_too_large_to_remember_costs_a_full_load(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.shardcast.making.REMEMBERED_SHARE", 0.0001)
+    monkeypatch.setattr("shoal.shardcast.delta.REMEMBERED_SHARE", 0.0001)
     shelf = EngineShelf(run.downloader.fetch, spied, held=1)
     engine = shelf.get(run.step(1).policy, WITHIN_S).engine
     assert isinstance(engine, Spied)

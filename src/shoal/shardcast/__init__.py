@@ -34,61 +34,40 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shoal.protocol.tensor import TensorView
-    from shoal.shardcast.config import RelayConfig, RelaySettings
-    from shoal.shardcast.content import Content, digest_of
-    from shoal.shardcast.download import Downloader, DownloadSettings
-    from shoal.shardcast.origin import Origin, OriginSettings
-    from shoal.shardcast.payload import ChangedValues, Payload
-    from shoal.shardcast.prefetch import Prefetch
-    from shoal.shardcast.relay import run_relay
-    from shoal.shardcast.server import run_origin
-    from shoal.shardcast.sources import SourceScores
-    from shoal.shardcast.transfer import Progress
+    from shoal.protocol.tensor import TensorView as TensorView
+    from shoal.shardcast.content import Content as Content
+    from shoal.shardcast.content import digest_of as digest_of
+    from shoal.shardcast.download import Downloader as Downloader
+    from shoal.shardcast.download import DownloadSettings as DownloadSettings
+    from shoal.shardcast.download import Prefetch as Prefetch
+    from shoal.shardcast.limits import RelayConfig as RelayConfig
+    from shoal.shardcast.limits import RelaySettings as RelaySettings
+    from shoal.shardcast.origin import Origin as Origin
+    from shoal.shardcast.origin import OriginSettings as OriginSettings
+    from shoal.shardcast.payload import ChangedValues as ChangedValues
+    from shoal.shardcast.payload import Payload as Payload
+    from shoal.shardcast.relay import run_relay as run_relay
+    from shoal.shardcast.server import run_origin as run_origin
+    from shoal.shardcast.sources import SourceScores as SourceScores
+    from shoal.shardcast.transfer import Progress as Progress
 
-_HOME = {
-    "ChangedValues": "payload",
-    "Content": "content",
-    "digest_of": "content",
-    "Downloader": "download",
-    "DownloadSettings": "download",
-    "Origin": "origin",
-    "OriginSettings": "origin",
-    "Payload": "payload",
-    "Prefetch": "prefetch",
-    "Progress": "transfer",
-    "RelayConfig": "config",
-    "RelaySettings": "config",
-    "run_origin": "server",
-    "run_relay": "relay",
-    "SourceScores": "sources",
-    "TensorView": "content",
+_NAMES = {
+    "content": ("Content", "TensorView", "digest_of"),
+    "download": ("DownloadSettings", "Downloader", "Prefetch"),
+    "limits": ("RelayConfig", "RelaySettings"),
+    "origin": ("Origin", "OriginSettings"),
+    "payload": ("ChangedValues", "Payload"),
+    "relay": ("run_relay",),
+    "server": ("run_origin",),
+    "sources": ("SourceScores",),
+    "transfer": ("Progress",),
 }
-
-__all__ = [
-    "ChangedValues",
-    "Content",
-    "DownloadSettings",
-    "Downloader",
-    "Origin",
-    "OriginSettings",
-    "Payload",
-    "Prefetch",
-    "Progress",
-    "RelayConfig",
-    "RelaySettings",
-    "SourceScores",
-    "TensorView",
-    "digest_of",
-    "run_origin",
-    "run_relay",
-]
 
 
 def __getattr__(name: str) -> Any:
     """Each name is imported when it is first used: a relay needs neither numpy nor what publishes and fetches."""
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
-    globals()[name] = value
-    return value
+    for module, names in _NAMES.items():
+        if name in names:
+            globals()[name] = value = getattr(import_module(f"{__name__}.{module}"), name)
+            return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

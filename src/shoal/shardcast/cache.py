@@ -29,13 +29,13 @@ from shoal.errors import DeltaRefused, ManifestRefused, ResourceError
 from shoal.protocol import Chunk, PolicyManifest, PolicyRef
 from shoal.runtime.files import ensure_folder, open_in_place, resource_error, write_atomically
 from shoal.runtime.limits import MachineLimits, show_bytes
+from shoal.shardcast.catalogue import PayloadCatalogue
+from shoal.shardcast.lookup import Road, Step
 from shoal.shardcast.manifest import read_manifest
 from shoal.shardcast.payload import Payload, open_payload, read_fully
-from shoal.shardcast.road import Road, Step
-from shoal.shardcast.share import PayloadCatalogue
 
 if TYPE_CHECKING:
-    from shoal.shardcast.making import Made
+    from shoal.shardcast.delta import Made
 
 OnArrival = Callable[[Chunk, Path, int], None]  # a verified chunk, the file it lies in, and where
 
@@ -119,9 +119,9 @@ class PayloadFiles:
 
 
 class PayloadCache:
-    """The payloads in one folder, which belongs to one process. What is verified is also told to `share`, if given."""
+    """The payloads in one folder, which belongs to one process. What is verified is also told to `share`."""
 
-    def __init__(self, folder: Path, run: str | None, trusted_key: str, share: PayloadCatalogue | None = None) -> None:
+    def __init__(self, folder: Path, run: str | None, trusted_key: str, share: PayloadCatalogue) -> None:
         self._folder = ensure_folder(folder)
         self.run = run
         self.remember_changes = True  # for an engine that holds the version before
@@ -157,8 +157,7 @@ class PayloadCache:
 
     def offer(self, manifest: PolicyManifest) -> None:
         """From now on others may take what is here of it, if anything is shared at all."""
-        if self._share is not None:
-            self._share.offer(manifest, self._path(manifest.policy.digest, "json"))
+        self._share.offer(manifest, self._path(manifest.policy.digest, "json"))
 
     def adopt(self, manifest: PolicyManifest) -> bool:
         """Take over a whole payload that an earlier process left; false if it is not here, or is damaged.
@@ -177,13 +176,13 @@ class PayloadCache:
         whole, part = (self._path(manifest.policy.digest, suffix) for suffix in ("bin", "part"))
         self._reopen(whole, part)
         donors = self._find_donors(manifest)
-        return PayloadFile(part, manifest.chunks, manifest.chunk_size_bytes, donors, self._on_arrival())
+        return PayloadFile(part, manifest.chunks, manifest.chunk_size_bytes, donors, self._share.arrived)
 
     def fill_delta(self, step: Step) -> PayloadFile:
         """The file of a delta, to be filled."""
         whole, part = self._delta_path(step), self._delta_path(step, ".part")
         self._reopen(whole, part)
-        return PayloadFile(part, step.delta.chunks, step.manifest.chunk_size_bytes, on_arrival=self._on_arrival())
+        return PayloadFile(part, step.delta.chunks, step.manifest.chunk_size_bytes, on_arrival=self._share.arrived)
 
     def finish(self, manifest: PolicyManifest) -> None:
         """The file is whole: every chunk of it has been verified."""
@@ -200,7 +199,7 @@ class PayloadCache:
 
         Every chunk made is hashed; `DeltaRefused` if one is not what was signed. Memory is one block.
         """
-        from shoal.shardcast.making import make_payload  # needs numpy; a client that never sees a delta does not
+        from shoal.shardcast.delta import make_payload  # needs numpy; a client that never sees a delta does not
 
         target = steps[-1].manifest
         if not all(step.manifest.entries == target.entries for step in steps):
@@ -309,30 +308,23 @@ class PayloadCache:
             source.replace(target)
         except OSError as error:
             raise resource_error("rename", source, error) from error
-        if self._share is not None:
-            self._share.moved(source, target)
+        self._share.moved(source, target)
 
     def _reopen(self, whole: Path, part: Path) -> None:
         """What an earlier process left as whole is only believed after another look."""
         if whole.exists():
-            if self._share is not None:
-                self._share.withdraw(whole)
+            self._share.withdraw(whole)
             whole.replace(part)
 
     def _remove(self, path: Path) -> None:
-        if self._share is not None:
-            self._share.withdraw(path)
+        self._share.withdraw(path)
         path.unlink(missing_ok=True)
-
-    def _on_arrival(self) -> OnArrival | None:
-        return None if self._share is None else self._share.arrived
 
     def _share_all(self, manifest: PolicyManifest) -> None:
         """A payload made out of deltas is as good as one that was fetched."""
-        if self._share is not None and manifest.anchor:
-            for index, chunk in enumerate(manifest.chunks):
-                path = self._path(manifest.policy.digest, "bin")
-                self._share.arrived(chunk, path, index * manifest.chunk_size_bytes)
+        path = self._path(manifest.policy.digest, "bin")
+        for index, chunk in enumerate(manifest.chunks if manifest.anchor else ()):
+            self._share.arrived(chunk, path, index * manifest.chunk_size_bytes)
 
     def _path(self, digest: str, suffix: str) -> Path:
         return self._folder / f"{digest}.{suffix}"

@@ -1,7 +1,10 @@
-"""What a server may hand out, and how a request waits for what is on its way.
+"""What a server may hand out, which chunks of a version are here, and how a request waits for what is on its way.
 
-A catalogue answers three questions: is a name there, will it come, and which chunks of a version are there? The
-origin's folder only knows the first; a relay knows all, because a signed manifest told it what to expect.
+    offered(manifest)   c0 c1 c2 c3 c4 c5 c6 c7 │ c8 …       one bit each, the lowest bit of the first byte is c0
+    HAVE                 1  1  0  1  0  0  0  0 │ 0          verified and served now
+    SOON                 0  0  1  0  0  0  0  0 │ 0          being fetched from upstream now
+
+A folder that somebody publishes into, a client that shares (`PayloadCatalogue`), a relay (`mirror`).
 """
 
 from __future__ import annotations
@@ -9,14 +12,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal
 
-from shoal.shardcast.manifest import Place
-from shoal.shardcast.metrics import Metric
-from shoal.shardcast.tree import Tree
+from shoal.protocol import Chunk, PolicyManifest
+from shoal.shardcast.manifest import Place, offered, place_of
+from shoal.shardcast.tree import CHUNK, Tree, chunk_key, have_key, manifest_key
 
 
 @dataclass(frozen=True)
@@ -36,57 +39,66 @@ class Blob:
             return None
 
 
-class Catalogue(Protocol):
-    """What a server may hand out. Asked on the event loop, so no answer may wait for a disk that others write to."""
+@dataclass(frozen=True)
+class Metric:
+    """One number, or one per value of a label. A counter only grows (and its name ends in `_total`)."""
 
-    def find(self, key: str) -> Blob | None:
-        """The bytes of this name, if they may be served now."""
+    name: str
+    type: Literal["counter", "gauge"]
+    what: str
+    value: float | None = None
+    by: Mapping[str, float] = field(default_factory=dict)
+    label: str = "source"
 
-    def expects(self, key: str) -> bool:
-        """Whether a name that is not there now is on its way."""
-
-    def have(self, place: Place) -> bytes | None:
-        """The two maps of a version (see `Inventory`); None if it is not known here."""
-
-    def have_count(self, place: Place) -> int | None:
-        """How many bits are set in the first of them."""
-
-    def lost(self, key: str) -> None:
-        """A file that was found is not there, or too short: whoever can get it again does. Not in the event loop."""
-
-    def health(self) -> dict[str, Any]:
-        """Numbers for /health; `ok` is false if a person has to look after it."""
-
-    def metrics(self) -> Sequence[Metric]:
-        """Numbers for /metrics."""
+    def render(self) -> str:
+        """As text that Prometheus and its relatives read."""
+        name = f"shoal_cast_{self.name}"
+        lines = [f"# HELP {name} {self.what}", f"# TYPE {name} {self.type}"]
+        values = {} if self.value is None else {"": self.value}
+        for key, value in self.by.items():
+            escaped = key.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+            values[f'{{{self.label}="{escaped}"}}'] = value
+        lines += [f"{name}{of} {int(value) if value == int(value) else repr(value)}" for of, value in values.items()]
+        return "\n".join([*lines, ""])
 
 
-class FolderCatalogue:
-    """A tree that somebody publishes into: what is there is whole, and nothing else is promised."""
+class Inventory:
+    """Which chunks of one version are here. One thread adds at a time; any thread may read. Kept up to date chunk by
+    chunk, so that telling it costs a copy of the map and not a walk over the version.
 
-    def __init__(self, folder: Path) -> None:
-        self._tree = Tree(folder)
+    >>> chunks = [Chunk(hash=character * 64, size_bytes=1) for character in "aba"]
+    >>> inventory = Inventory(chunks)
+    >>> inventory.add("a" * 64), inventory.count, inventory.body(soon=["b" * 64])
+    (True, 2, b'\\x05\\x02')
+    """
 
-    def find(self, key: str) -> Blob | None:
-        return Blob.whole(self._tree.path(key))
+    def __init__(self, chunks: Sequence[Chunk], here: Container[str] = ()) -> None:
+        self._have = bytearray(-(-len(chunks) // 8))
+        self._missing: dict[str, list[int]] = {}
+        self.count = 0  # bits that are set
+        for index, chunk in enumerate(chunks):
+            self._missing.setdefault(chunk.hash, []).append(index)
+        for chunk_hash in [one for one in self._missing if one in here]:
+            self.add(chunk_hash)
 
-    def expects(self, key: str) -> bool:  # noqa: ARG002
-        return False
+    @property
+    def complete(self) -> bool:
+        return not self._missing
 
-    def have(self, place: Place) -> bytes | None:  # noqa: ARG002
-        return None
+    def add(self, chunk_hash: str) -> bool:
+        """Note that a chunk is here; false if it is none of this version's, or was here already."""
+        indices = self._missing.pop(chunk_hash, [])
+        for index in indices:
+            self._have[index // 8] |= 1 << index % 8
+        self.count += len(indices)
+        return bool(indices)
 
-    def have_count(self, place: Place) -> int | None:  # noqa: ARG002
-        return None
-
-    def lost(self, key: str) -> None:  # noqa: ARG002
-        return  # retention, or somebody who tidies up: nothing here can mend it
-
-    def health(self) -> dict[str, Any]:
-        return {"role": "origin", "versions": [f"{place[0]}.{place[1]}" for place in self._tree.places()]}
-
-    def metrics(self) -> Sequence[Metric]:
-        return [Metric("versions", "gauge", "Versions held.", len(self._tree.places()))]
+    def body(self, soon: Iterable[str]) -> bytes:
+        """HAVE, then SOON."""
+        coming = bytearray(len(self._have))
+        for index in (index for chunk_hash in soon for index in self._missing.get(chunk_hash, ())):
+            coming[index // 8] |= 1 << index % 8
+        return bytes(self._have) + bytes(coming)
 
 
 class Arrivals:
@@ -105,13 +117,13 @@ class Arrivals:
         with self._lock:
             self._loop = loop
 
-    def notify(self, key: str) -> None:
+    def notify(self, *keys: str) -> None:
         """From any thread. Before `attach` nobody can be waiting, so nothing is lost."""
-        if key not in self._waiting:
-            return
-        with self._lock:
-            if self._loop is not None:
-                self._loop.call_soon_threadsafe(self._wake, key)
+        for key in keys:
+            if key in self._waiting:
+                with self._lock:
+                    if self._loop is not None:
+                        self._loop.call_soon_threadsafe(self._wake, key)
 
     def waited_for(self, key: str) -> bool:
         return key in self._waiting
@@ -133,3 +145,135 @@ class Arrivals:
         for future in self._waiting.pop(key, set()):
             if not future.done():
                 future.set_result(None)
+
+
+class Catalogue:
+    """What a server may hand out. Asked on the event loop, so no answer may wait for a disk that others write to."""
+
+    def __init__(self, role: str) -> None:
+        self.role = role
+        self.arrivals = Arrivals()
+        self._inventories: dict[Place, Inventory] = {}  # of the versions known here
+
+    def find(self, key: str) -> Blob | None:
+        """The bytes of this name, if they may be served now."""
+        raise NotImplementedError
+
+    def expects(self, key: str) -> bool:  # noqa: ARG002
+        """Whether a name that is not there now is on its way."""
+        return False
+
+    def inventory(self, place: Place) -> Inventory | None:
+        """Which chunks of a version are here; None if it is not known here."""
+        return self._inventories.get(place)
+
+    def announced(self) -> Iterable[str]:
+        """The chunks that are being fetched from upstream."""
+        return ()
+
+    def lost(self, key: str) -> None:
+        """A file that was found is not there, or too short: whoever can get it again does. Not in the event loop."""
+
+    def places(self) -> list[Place]:
+        return sorted(self._inventories)
+
+    def health(self) -> dict[str, Any]:
+        """Numbers for /health; `ok` is false if a person has to look after it."""
+        return {"role": self.role, "versions": [f"{place[0]}.{place[1]}" for place in self.places()]}
+
+    def metrics(self) -> list[Metric]:
+        """Numbers for /metrics."""
+        return [Metric("versions", "gauge", "Versions held, whole or not.", len(self.places()))]
+
+
+class FolderCatalogue(Catalogue):
+    """A tree that somebody publishes into: what is there is whole, and nothing else is promised."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__("origin")
+        self._tree = Tree(folder)
+
+    def find(self, key: str) -> Blob | None:
+        return Blob.whole(self._tree.path(key))
+
+    def places(self) -> list[Place]:
+        return self._tree.places()
+
+
+class PayloadCatalogue(Catalogue):
+    """What a client shares out of the very files that it fills. Any thread may call it. Whoever shares shows its
+    address to its peers; that is why nobody does without being asked. Only chunks that a signed manifest offers are
+    served, only after their hash was seen to match, and nothing but spans of the client's own files.
+
+    >>> catalogue = PayloadCatalogue()
+    >>> catalogue.offer(manifest, Path("cache/<digest>.json"))             # before its chunks arrive
+    >>> catalogue.arrived(chunk, Path("cache/<digest>.part"), offset=0)    # its hash has been seen to match
+    >>> catalogue.moved(Path("cache/<digest>.part"), Path("cache/<digest>.bin"))
+    """
+
+    def __init__(self) -> None:
+        super().__init__("client")
+        self.fetching: Callable[[], Iterable[str]] = tuple  # `ChunkPool.announced`, while something is fetched
+        self._lock = threading.Lock()
+        self._manifests: dict[Place, tuple[PolicyManifest, Path]] = {}
+        self._offered: set[str] = set()
+        # Looked at without the lock: each look is at one object.
+        self._documents: dict[str, Path] = {}  # manifests, by their keys
+        self._blobs: dict[str, Blob] = {}
+
+    def offer(self, manifest: PolicyManifest, document: Path) -> None:
+        """From now on peers may ask for this version; `document` is its manifest's file. Again is harmless."""
+        with self._lock:
+            self._manifests[place_of(manifest)] = manifest, document
+            self._take_stock()
+
+    def arrived(self, chunk: Chunk, path: Path, offset: int) -> None:
+        """A chunk has been verified and lies in the file at `path`. One that no version offers is not shared."""
+        with self._lock:
+            if chunk.hash not in self._offered:
+                return
+            self._blobs[chunk.hash] = Blob(path, offset, chunk.size_bytes)
+            told = [place for place, inventory in self._inventories.items() if inventory.add(chunk.hash)]
+        self.arrivals.notify(chunk_key(chunk.hash), *map(have_key, told))
+
+    def moved(self, before: Path, after: Path) -> None:
+        """A file has another name now. A request in between finds nothing and comes again."""
+        with self._lock:
+            moved = {key: replace(blob, path=after) for key, blob in self._blobs.items() if blob.path == before}
+            self._blobs = self._blobs | moved
+
+    def withdraw(self, path: Path) -> None:
+        """A file is about to be removed or written anew: nothing of it is served any more.
+
+        A version goes with its manifest's file. What is being sent at this moment is sent to its end.
+        """
+        with self._lock:
+            self._manifests = {place: one for place, one in self._manifests.items() if one[1] != path}
+            self._blobs = {chunk_hash: blob for chunk_hash, blob in self._blobs.items() if blob.path != path}
+            self._take_stock()
+
+    def find(self, key: str) -> Blob | None:
+        if match := CHUNK.fullmatch(key):
+            return self._blobs.get(match[2])
+        document = self._documents.get(key)
+        return None if document is None else Blob.whole(document)
+
+    def announced(self) -> Iterable[str]:
+        return self.fetching()
+
+    def health(self) -> dict[str, Any]:
+        return {**super().health(), "chunks": len(self._blobs)}
+
+    def metrics(self) -> list[Metric]:
+        return [*super().metrics(), Metric("chunks", "gauge", "Chunks shared.", len(self._blobs))]
+
+    def _take_stock(self) -> None:
+        """After versions or files have come or gone."""
+        before = list(self._inventories)
+        self._offered = {chunk.hash for manifest, _ in self._manifests.values() for chunk in offered(manifest)}
+        self._documents = {manifest_key(place): document for place, (_, document) in self._manifests.items()}
+        self._blobs = {chunk_hash: blob for chunk_hash, blob in self._blobs.items() if chunk_hash in self._offered}
+        self._inventories = {
+            place: Inventory(offered(manifest), self._blobs) for place, (manifest, _) in self._manifests.items()
+        }
+        self.arrivals.notify(*map(have_key, {*before, *self._inventories}))

@@ -12,7 +12,7 @@ import contextlib
 import socket
 import ssl
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from typing import Protocol
 from urllib.parse import urlsplit
@@ -317,3 +317,23 @@ class Connection:
     def _broken(self, problem: str) -> BroadcastError:
         self.close()
         return BroadcastError(f"{self.source} {problem}")
+
+
+class Connections:
+    """One connection to each source that was asked. Used by one thread at a time."""
+
+    def __init__(self, stop: StopToken, timeouts: Timeouts) -> None:
+        self._stop = stop
+        self._timeouts = timeouts
+        self._connections: dict[str, Connection] = {}
+
+    def to(self, source: str) -> Connection:
+        if source not in self._connections:
+            self._connections[source] = Connection(source, self._stop, self._timeouts)
+        return self._connections[source]
+
+    def close(self, sources: Container[str] | None = None) -> None:
+        """Close those to these sources, or all. One that is asked for again is opened again."""
+        for source, connection in self._connections.items():
+            if sources is None or source in sources:
+                connection.close()

@@ -13,10 +13,12 @@ from __future__ import annotations
 import os
 import stat
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from blake3 import blake3
 from pydantic import ValidationError
@@ -252,3 +254,29 @@ def _kind(path: Path) -> str:
     mode = path.lstat().st_mode
     kinds = {"a socket": stat.S_ISSOCK, "a pipe": stat.S_ISFIFO}
     return next((name for name, matches in kinds.items() if matches(mode)), "a device")
+
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+THREADS = min(8, os.cpu_count() or 1)  # hashing, comparing, compressing and writing all let go of the interpreter
+
+
+def in_order(work: Callable[[T], R], items: Iterable[T], threads: int = THREADS) -> Iterator[R]:
+    """`work` of every item, in the items' order. What one of them raises is raised here, and no more are begun.
+
+    >>> list(in_order(len, ["a", "bb", "ccc"]))
+    [1, 2, 3]
+    """
+    waiting: deque[Future[R]] = deque()
+    with ThreadPoolExecutor(threads, thread_name_prefix="in-order") as pool:
+        try:
+            for item in items:
+                waiting.append(pool.submit(work, item))
+                if len(waiting) > threads:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            for future in waiting:
+                future.cancel()

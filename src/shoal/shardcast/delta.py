@@ -18,23 +18,39 @@ and what it makes is believed only when its digest is the one that was signed.
     [3]
     >>> bytes(old) == new
     True
+
+A payload is made out of another by deltas in one pass, every block through all of them, hashed on the way out:
+
+    base, a block at a time ─► delta ─► delta ─► … ─► hashed by chunk ─► file
+                                 └── what changed is remembered, for an engine that holds the base
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import struct
+import threading
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, BinaryIO
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 import zstandard
+from blake3 import blake3
 
 from shoal.errors import CodecError, DeltaRefused
-from shoal.protocol import Entry
+from shoal.protocol import Chunk, Entry, PolicyManifest, PolicyRef
 from shoal.protocol.codec import inflate_exactly
 from shoal.protocol.tensor import ITEM_BYTES
+from shoal.shardcast.content import Content, in_order
+from shoal.shardcast.payload import ChangedValues, read_fully
+
+if TYPE_CHECKING:
+    from shoal.shardcast.origin import Base
 
 Bits = npt.NDArray[Any]
 Integers = npt.NDArray[np.int64]
@@ -265,3 +281,148 @@ def _from_planes(planes: Sequence[npt.NDArray[np.uint8]]) -> Integers:
     for index, plane in enumerate(planes[1:], 1):
         values |= plane.astype(np.int64) << (8 * index)
     return values
+
+
+JUDGED_AFTER_BYTES = 32 * 1024 * 1024  # of the payload: before, a few blocks that changed much say little
+
+
+class DoesNotPay(Exception):
+    """The difference is too large, or its base is not all there."""
+
+
+def difference(base: Base, content: Content, chunk_size_bytes: int, pays: float) -> Iterator[memoryview]:
+    """The delta from `base` to `content`, cut into chunks; a few blocks are held in memory.
+
+    Raises `DoesNotPay` when it needs more than the share `pays` of the bytes that it has told so far.
+    """
+    scratch = threading.local()
+
+    def tell(block: Block) -> bytes:
+        if not hasattr(scratch, "old"):
+            scratch.old, scratch.new = (memoryview(bytearray(BLOCK_BYTES)) for _ in range(2))
+        old = scratch.old[: block.size_bytes]
+        if not base.read_into(block.offset, old):
+            raise DoesNotPay
+        return encode_block(old, content.part(block.offset, block.size_bytes, scratch.new), block.width)
+
+    pending, size = bytearray(MAGIC), len(MAGIC)
+    for block, told in zip(blocks_of(content.entries), in_order(tell, blocks_of(content.entries)), strict=True):
+        pending, size = pending + told, size + len(told)
+        if size > pays * max(block.end, min(JUDGED_AFTER_BYTES, content.size_bytes)):
+            raise DoesNotPay
+        while len(pending) >= chunk_size_bytes:
+            yield memoryview(bytes(pending[:chunk_size_bytes]))
+            del pending[:chunk_size_bytes]
+    if pending:
+        yield memoryview(bytes(pending))
+
+
+# What may be remembered of how a payload differs from the one before: a share of its size, and no more than this.
+REMEMBERED_SHARE, REMEMBERED_BYTES = 0.25, 1 << 30
+
+
+def make_payload(
+    target: PolicyManifest, base: Path, deltas: Sequence[Path], output: Path, begin: PolicyRef, remember: bool = True
+) -> Made:
+    """Write the payload of `target` into `output`; `DeltaRefused` if that would not be what was signed."""
+    room = min(int(REMEMBERED_SHARE * target.size_bytes), REMEMBERED_BYTES) if remember else -1
+    made = Made(begin, target, room, forgotten=not remember)
+    scratch = memoryview(bytearray(BLOCK_BYTES))
+    with contextlib.ExitStack() as stack:
+        source = stack.enter_context(base.open("rb", buffering=0))
+        readers = [DeltaReader(stack.enter_context(delta.open("rb"))) for delta in deltas]
+        verifying = _Verifying(stack.enter_context(output.open("wb", buffering=0)).fileno(), target)
+        for block in blocks_of(target.entries):
+            part = scratch[: block.size_bytes]
+            if not read_fully(source.fileno(), block.offset, part):
+                raise DeltaRefused("the payload that a delta starts from is shorter than its manifest says")
+            where = [apply_block(part, reader.next(block), block.width) for reader in readers]
+            verifying.write(part)
+            made.note(block, where, part)
+        for reader in readers:
+            reader.finish()
+        verifying.finish()
+    return made
+
+
+@dataclass(frozen=True, eq=False)
+class _BlockChanges:
+    """What changed in one block: positions, and the bits there now."""
+
+    block: Block
+    where: npt.NDArray[np.int32]
+    values: Bits
+
+
+@dataclass
+class Made:
+    """How a payload was made: from which one, and what changed, unless that is too much to remember."""
+
+    begin: PolicyRef
+    target: PolicyManifest
+    room_bytes: int
+    forgotten: bool = False
+    _changed: list[_BlockChanges] = field(default_factory=list)
+
+    def note(self, block: Block, where: Sequence[Integers], data: memoryview) -> None:
+        for positions in where:
+            self.room_bytes -= positions.size * (4 + block.width)
+            if self.room_bytes < 0:
+                self.forgotten = True
+                self._changed.clear()
+            if positions.size and not self.forgotten:
+                values = np.frombuffer(data, UNSIGNED[block.width])[positions]
+                self._changed.append(_BlockChanges(block, positions.astype(np.int32), values))
+
+    def changes(self) -> Iterator[ChangedValues]:
+        """Tensor by tensor, positions from the start of each."""
+        tensors = [entry for entry in self.target.entries if entry.type == "tensor"]
+        for part in self._changed:
+            for entry in _in_block(tensors, part.block):
+                origin, width = entry.offset - part.block.offset, part.block.width
+                inside = (part.where >= origin // width) & (part.where < (origin + entry.size_bytes) // width)
+                where = part.where[inside].astype(np.int64) - origin // width
+                if where.size:
+                    yield ChangedValues(entry.name, entry.dtype or "", width, where, part.values[inside])
+
+
+def _in_block(tensors: Sequence[Entry], block: Block) -> Sequence[Entry]:
+    first = bisect_right(tensors, block.offset, key=lambda entry: entry.offset + entry.size_bytes)
+    last = bisect_left(tensors, block.end, key=lambda entry: entry.offset)
+    return tensors[first:last]
+
+
+class _Verifying:
+    """Writes a payload in order and hashes it chunk by chunk on the way."""
+
+    def __init__(self, descriptor: int, manifest: PolicyManifest) -> None:
+        self._descriptor = descriptor
+        self._manifest = manifest
+        self._hasher = blake3()
+        self._index = 0
+        self._filled = 0
+
+    def write(self, data: memoryview) -> None:
+        while data.nbytes:
+            chunk = self._manifest.chunks[self._index]
+            piece = data[: chunk.size_bytes - self._filled]
+            self._hasher.update(piece)
+            self._filled += piece.nbytes
+            if self._filled == chunk.size_bytes:
+                self._close_chunk(chunk)
+            data = data[piece.nbytes :]
+            while piece.nbytes:
+                piece = piece[os.write(self._descriptor, piece) :]
+
+    def finish(self) -> None:
+        if self._index != len(self._manifest.chunks):
+            raise DeltaRefused(f"the deltas to policy {self._manifest.policy.label} give too few bytes")
+
+    def _close_chunk(self, chunk: Chunk) -> None:
+        if self._hasher.hexdigest() != chunk.hash:
+            raise DeltaRefused(
+                f"the deltas to policy {self._manifest.policy.label} give other bytes than were signed, "
+                f"in chunk {self._index}"
+            )
+        self._hasher = blake3()
+        self._index, self._filled = self._index + 1, 0

@@ -7,6 +7,13 @@
 
 What has arrived stays in the folder whatever happens, so that the next attempt continues from there. The newest head
 ever seen stays there too: not even after a restart does a source get away with an older one.
+
+Fetching ahead: as soon as a version is out it is fetched in the background, while work on the one before goes on.
+
+    source ──(long poll)──► a newer head ─► downloader.fetch in the background ─► on this disk when it is asked for
+                                             gives way at once to a fetch that somebody waits for
+
+Whatever goes wrong here costs nothing but time: whoever needs the version fetches it then, and hears of the failure.
 """
 
 from __future__ import annotations
@@ -17,6 +24,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
 from shoal.errors import BroadcastError, DeltaRefused, ManifestRefused, ShoalError, VersionNotFound
 from shoal.protocol import BroadcastHead, PolicyManifest, PolicyRef
@@ -24,15 +33,14 @@ from shoal.runtime.files import write_atomically
 from shoal.runtime.limits import MachineLimits
 from shoal.runtime.stop import StopToken
 from shoal.shardcast.cache import PayloadCache
+from shoal.shardcast.catalogue import PayloadCatalogue
 from shoal.shardcast.connection import Deadline
-from shoal.shardcast.lookup import Lookup, SignedHead
+from shoal.shardcast.lookup import Lookup, Road, SignedHead, plan
 from shoal.shardcast.manifest import place_of, read_head
 from shoal.shardcast.payload import Payload
 from shoal.shardcast.pool import PoolSettings
-from shoal.shardcast.road import Road, plan
-from shoal.shardcast.share import PayloadCatalogue
 from shoal.shardcast.sources import SourceScores
-from shoal.shardcast.transfer import OnProgress, RoadClosed, Transfer, TransferParts
+from shoal.shardcast.transfer import OnProgress, RoadClosed, Superseded, Transfer
 from shoal.shardcast.tree import HEAD
 
 log = logging.getLogger(__name__)
@@ -81,9 +89,9 @@ class Downloader:
     ) -> None:
         folder = Path(folder)
         self._scores = SourceScores(sources, peers, last_resort)
-        self._cache = PayloadCache(folder, run, trusted_key, share)
+        self._share = share or PayloadCatalogue()
+        self._cache = PayloadCache(folder, run, trusted_key, self._share)
         self._cache.remember_changes = settings.remember_changes
-        self._share = share
         self._trusted_key = trusted_key
         self._lookup = Lookup(self._scores, run, trusted_key, stop, settings.pool.timeouts)
         self._stop = stop
@@ -126,7 +134,11 @@ class Downloader:
             manifest = self._cache.manifest(ref)
             if manifest is None:
                 manifest, data = self._lookup.manifest(ref, deadline)
-                self._refuse_too_large(manifest)
+                if self._is_too_large(manifest):
+                    raise ManifestRefused(
+                        f"the manifest of policy {ref.label} is refused: it announces {manifest.size_bytes} bytes, "
+                        f"and a policy of this run has at most {self._settings.max_payload_bytes}"
+                    )
                 self._cache.run = manifest.run
                 self._cache.remember(manifest, data)
             else:
@@ -184,8 +196,10 @@ class Downloader:
         closed: set[str] = set()
         refusal: DeltaRefused | None = None
         give_way = (lambda: self._waiting > 0) if background else (lambda: False)
-        parts = TransferParts(self._cache, self._scores, self._lookup, self._stop, self._settings.pool, self._share)
-        transfer = Transfer(parts, manifest, deadline, on_progress, give_way)
+        transfer = Transfer(
+            self._cache, self._scores, self._lookup, self._stop, self._settings.pool, self._share, manifest, deadline,
+            on_progress, give_way,
+        )  # fmt: skip
         while True:
             try:
                 road = self._plan(manifest, closed, deadline)
@@ -204,9 +218,7 @@ class Downloader:
                 return
 
     def _plan(self, manifest: PolicyManifest, closed: set[str], deadline: Deadline) -> Road:
-        held = {
-            digest for digest, other in self._cache.held().items() if other.entries == manifest.entries
-        }  # fmt: skip
+        held = {digest for digest, other in self._cache.held().items() if other.entries == manifest.entries}
         size = len(manifest.model_dump_json())  # that of a version in between is about as large
         return plan(manifest, held, lambda ref: self._between(ref, deadline), closed, size)
 
@@ -221,13 +233,6 @@ class Downloader:
         most = self._settings.max_payload_bytes
         return most is not None and manifest.size_bytes > most
 
-    def _refuse_too_large(self, manifest: PolicyManifest) -> None:
-        if self._is_too_large(manifest):
-            raise ManifestRefused(
-                f"the manifest of policy {manifest.policy.label} is refused: it announces {manifest.size_bytes} bytes, "
-                f"and a policy of this run has at most {self._settings.max_payload_bytes}"
-            )
-
     def _close(self, road: Road, closed: set[str]) -> None:
         """Do not take this road again: what it began with is at fault if it is damaged, else its steps are."""
         if road.whole is None and not self._cache.is_whole(road.begin):
@@ -237,20 +242,83 @@ class Downloader:
             closed.update(step.name for step in road.steps)
 
 
+@dataclass
 class Follower:
     """Asks for newer heads. Used by one thread."""
 
-    def __init__(self, lookup: Lookup, known: BroadcastHead | None) -> None:
-        self._lookup = lookup
-        self._known = known
+    lookup: Lookup
+    known: BroadcastHead | None
 
     def newer(self, wait_s: float) -> PolicyRef | None:
         """A version newer than all before; None if there is none within about `wait_s` (or at once: ask at a pace)."""
-        found = self._lookup.newer_than(self._known, wait_s)
-        if found is None:
-            return None
-        self._known = found.head
-        return found.head.policy
+        found = self.lookup.newer_than(self.known, wait_s)
+        self.known = self.known if found is None else found.head
+        return None if found is None else found.head.policy
 
     def close(self) -> None:
-        self._lookup.close()
+        self.lookup.close()
+
+
+WAIT_S = 10.0  # how long a source may hold the question; below the time after which silence counts as failure
+PACE_S = 1.0  # between two questions to a source that does not hold them
+FETCH_S = 3600.0
+END_S = 5.0
+
+
+class Prefetch:
+    """A thread that keeps the newest version on this disk.
+
+    >>> with Prefetch(downloader, stop):                                 # doctest: +SKIP
+    ...     work()
+    """
+
+    def __init__(self, downloader: Downloader, stop: StopToken) -> None:
+        self._downloader = downloader
+        self._stop = stop
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="prefetch", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """The thread ends when its question does; nobody waits longer than `END_S` for it."""
+        self._closing.set()
+        if self._stop.is_set():
+            self._thread.join(END_S)
+
+    def _run(self) -> None:
+        follower = self._downloader.follower()
+        unfetched: PolicyRef | None = None  # it gave way to somebody who may have given up since
+        try:
+            while not self._ended():
+                newer = follower.newer(0.0 if unfetched else WAIT_S) or unfetched
+                if newer is not None and not self._ended():
+                    unfetched = None if self._fetch(newer) else newer
+                if newer is None or unfetched:
+                    self._closing.wait(PACE_S)
+        finally:
+            follower.close()
+
+    def _fetch(self, ref: PolicyRef) -> bool:
+        """Fetch it, or fail to; false if that had to give way."""
+        try:
+            self._downloader.fetch(ref, FETCH_S, background=True)
+        except Superseded as error:
+            log.debug("%s", error)
+            return False
+        except BroadcastError as error:
+            log.info("could not be fetched ahead: %s", error)
+        except ShoalError as error:  # a full disk, say: whoever needs the version ends by it
+            log.warning("fetching ahead has ended; versions are fetched when they are needed: %s", error)
+            self._closing.set()
+        except Exception:
+            log.exception("fetching ahead has ended; versions are fetched when they are needed")
+            self._closing.set()
+        return True
+
+    def _ended(self) -> bool:
+        return self._closing.is_set() or self._stop.is_set()

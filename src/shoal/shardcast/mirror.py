@@ -6,7 +6,7 @@
 Invariants: the head never goes back; a manifest is served only with a valid signature; a chunk is served only if this
 process has seen its hash match; only what a version offers is fetched; no chunk of a mirrored version is removed.
 
-Which versions those are is decided anew whenever a head or manifest arrives (`budget`): the newest few, back to an
+Which versions those are is decided anew whenever a head or manifest arrives (`manifest`): the newest few, back to an
 anchor, as far as the disk budget reaches.
 """
 
@@ -16,28 +16,29 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from blake3 import blake3
 
 from shoal.errors import ManifestRefused, ProtocolError
 from shoal.protocol import BroadcastHead, Chunk, PolicyManifest, SignedDocument, WitnessedHead, open_document
-from shoal.shardcast.budget import Selection, select_versions, size_of
-from shoal.shardcast.catalogue import Arrivals, Blob
-from shoal.shardcast.config import RelayConfig
+from shoal.shardcast.catalogue import Blob, Catalogue, Inventory, Metric
 from shoal.shardcast.connection import Timeouts
-from shoal.shardcast.inventory import Inventory
+from shoal.shardcast.limits import RelayConfig
 from shoal.shardcast.manifest import (
     Place,
+    Selection,
     check_not_rolled_back,
     manifest_hash,
     offered,
     place_of,
     read_head,
     read_manifest,
+    select_versions,
+    size_of,
 )
-from shoal.shardcast.metrics import Metric
 from shoal.shardcast.pool import ChunkPool, PoolSettings
 from shoal.shardcast.sources import SourceScores
 from shoal.shardcast.tree import CHUNK, HEAD, WITNESS, Tree, chunk_key, have_key, manifest_key, parse_label, witness_key
@@ -45,31 +46,21 @@ from shoal.shardcast.tree import CHUNK, HEAD, WITNESS, Tree, chunk_key, have_key
 log = logging.getLogger(__name__)
 
 
-class CountingScores(SourceScores):
-    """Counts what was refused, for /metrics."""
-
-    refused = 0
-
-    def drop(self, source: str, problem: str) -> None:
-        self.refused += 1
-        super().drop(source, problem)
-
-
-class Mirror:
+class Mirror(Catalogue):
     """A relay's catalogue and the keeper of its pool. Any thread may call it."""
 
-    def __init__(self, config: RelayConfig, tree: Tree, arrivals: Arrivals, scores: CountingScores) -> None:
-        self._tree = tree
+    def __init__(self, config: RelayConfig) -> None:
+        super().__init__("relay")
+        self._tree = Tree(config.folder)
+        self._tree.prepare()
+        self.scores = SourceScores(config.upstreams)
         self._run, self._trusted_key = config.run, config.trusted_key
         self._settings = config.settings
-        self._arrivals = arrivals
-        self._scores = scores
         self._lock = threading.RLock()
         self._promised: set[str] = set()  # keys of manifests that are being fetched
         # Replaced as a whole, never changed, so that the event loop can look at them at any time:
         self._manifests: dict[Place, PolicyManifest] = {}
         self._sizes: dict[str, int] = {}  # of every chunk of every mirrored version, by hash
-        self._inventories: dict[Place, Inventory] = {}
         self._selection = Selection()
         # Changed in place, looked at one element at a time:
         self._complete: set[str] = set()  # chunks that this process has verified
@@ -77,7 +68,7 @@ class Mirror:
         self.head: BroadcastHead | None = None
         self.verified = 0
         pool = PoolSettings(config.settings.connections, timeouts=Timeouts(reach=config.reach))
-        self.pool = ChunkPool(scores, self, pool)
+        self.pool = ChunkPool(self.scores, self, pool)
 
     # What the server asks. Without the lock: it is held while files are written, and the event loop must not wait for
     # a disk. Each look is at one object, which is enough; a file that is removed just then is answered with 404.
@@ -100,48 +91,45 @@ class Mirror:
             return key in self._promised
         return match[2] in self._sizes and match[2] not in self._complete
 
-    def have(self, place: Place) -> bytes | None:
-        inventory = self._inventories.get(place)
-        return None if inventory is None else inventory.body(self.pool.announced())
+    def announced(self) -> set[str]:
+        return self.pool.announced()
 
-    def have_count(self, place: Place) -> int | None:
-        inventory = self._inventories.get(place)
-        return None if inventory is None else inventory.count
+    def places(self) -> list[Place]:
+        """Versions whose chunks are here or coming, oldest first."""
+        return sorted(self._selection.mirrored & self._manifests.keys())
 
     def health(self) -> dict[str, Any]:
         head, problem = self.head, self._budget_problem(self._selection)
         return {
             "ok": not problem,
             **({"problem": problem} if problem else {}),
-            "role": "relay",
+            **super().health(),
             "head": None if head is None else head.policy.label,
-            "versions": [f"{place[0]}.{place[1]}" for place in self._mirrored()],
             "missing_versions": len(self.missing_places()),
             "missing_chunks": self._missing_chunks(),
             "disk_bytes": self._disk_bytes(),
             "bytes_in": sum(self.pool.fetched_bytes.values()),
         }
 
-    def metrics(self) -> Sequence[Metric]:
-        standings = self._scores.ready()
-        measured = {source: one for source, one in standings.items() if one.bandwidth_bytes_s}
-        bandwidth = {source: one.bandwidth_bytes_s or 0.0 for source, one in measured.items()}
-        success = {source: one.weight / bandwidth[source] for source, one in measured.items()}
-        ready = {source: float(source in standings) for source in self._scores.sources()}
+    def metrics(self) -> list[Metric]:
+        standings = self.scores.ready()
+        bandwidth = {source: rate for source, one in standings.items() if (rate := one.bandwidth_bytes_s)}
+        success = {source: standings[source].success for source in bandwidth}
+        ready = {source: float(source in standings) for source in self.scores.kinds()}
         received, wasted = dict(self.pool.fetched_bytes), dict(self.pool.wasted_bytes)
         return [
+            *super().metrics(),
             Metric("received_bytes_total", "counter", "Bytes of verified chunks, by who sent them.", by=received),
             Metric("chunks_verified_total", "counter", "Chunks fetched whose hash matched.", self.verified),
             Metric("wasted_bytes_total", "counter", "Bytes not kept: late, slow or corrupt.", by=wasted),
-            Metric("chunks_refused_total", "counter", "Chunks whose hash did not match.", self._scores.refused),
-            Metric("versions", "gauge", "Versions mirrored.", len(self._mirrored())),
+            Metric("chunks_refused_total", "counter", "Chunks whose hash did not match.", self.scores.drops),
             Metric("missing_versions", "gauge", "Manifests that are not here yet.", len(self.missing_places())),
             Metric("missing_chunks", "gauge", "Chunks of them that are not here yet.", self._missing_chunks()),
             Metric("disk_bytes", "gauge", "Bytes of chunks on disk.", self._disk_bytes()),
             Metric("within_budget", "gauge", "1 if the newest version fits.", float(self._selection.fits)),
             Metric("source_ready", "gauge", "1 if a source may be asked: neither resting nor dropped.", by=ready),
-            Metric("source_success", "gauge", "Share of successes of late.", by=success),
-            Metric("source_bytes_per_second", "gauge", "Bandwidth of one connection of late.", by=bandwidth),
+            Metric("source_success", "gauge", "Share of successes recently.", by=success),
+            Metric("source_bytes_per_second", "gauge", "Bandwidth of one connection recently.", by=bandwidth),
         ]
 
     # What the pool asks
@@ -174,7 +162,10 @@ class Mirror:
         self._tree.sweep_temporaries()
         for place in self._tree.places():
             try:
-                self._manifests[place] = self._read_own_manifest(place)
+                manifest = read_manifest(self._tree.read(manifest_key(place)) or b"", self._run, self._trusted_key)
+                if place_of(manifest) != place:
+                    raise ManifestRefused(f"the manifest of policy {manifest.policy.label} lies under another name")
+                self._manifests[place] = manifest
             except ManifestRefused as error:
                 log.warning("%s; it is fetched again", error)
                 self._tree.remove_manifest(place)
@@ -204,8 +195,8 @@ class Mirror:
             self.head = head
             self._manifests = self._manifests | {place_of(head): manifest}
             self._settle()
-        self._arrivals.notify(manifest_key(place_of(head)))
-        self._arrivals.notify(HEAD)
+        self.arrivals.notify(manifest_key(place_of(head)))
+        self.arrivals.notify(HEAD)
         return True
 
     def adopt_manifest(self, place: Place, data: bytes) -> None:
@@ -219,7 +210,7 @@ class Mirror:
             self._tree.write(manifest_key(place), data)
             self._manifests = self._manifests | {place: manifest}
             self._settle()
-        self._arrivals.notify(manifest_key(place))
+        self.arrivals.notify(manifest_key(place))
 
     def adopt_witness(self, key: str, data: bytes) -> None:
         """Take what a witness signed about this run's ledger, unless what is here is as new."""
@@ -232,23 +223,20 @@ class Mirror:
         except (ValueError, ProtocolError) as error:
             raise ManifestRefused(f"what was offered as signed by witness {key[:16]}… is not: {error}") from error
 
-    def watch_again(self) -> None:
-        """Ask the sources what they have of the versions that are wanted; to be called when there are new ones."""
-        with self._lock:
-            for place in self._incomplete():
-                self.pool.watch(self._manifests[place])
-
     def missing_places(self) -> list[Place]:
         """The older versions whose manifests should be here besides the head's, newest first."""
         with self._lock:
             return sorted(self._selection.wanted - self._manifests.keys(), reverse=True)
 
-    def promise(self, place: Place, promised: bool) -> None:
+    @contextmanager
+    def promised(self, place: Place) -> Iterator[None]:
         """Hold requests for this manifest while it is being fetched; when that ends, let go those still waiting."""
-        with self._lock:
-            (self._promised.add if promised else self._promised.discard)(manifest_key(place))
-        if not promised:
-            self._arrivals.notify(manifest_key(place))
+        self._promised.add(manifest_key(place))
+        try:
+            yield
+        finally:
+            self._promised.discard(manifest_key(place))
+            self.arrivals.notify(manifest_key(place))
 
     def lost(self, key: str) -> None:
         """A chunk that was here has vanished from the disk: it is fetched again, and no longer promised."""
@@ -272,15 +260,9 @@ class Mirror:
             told = [place for place, one in self._inventories.items() if one.add(chunk.hash)]
             for place in told:
                 self._say_if_whole(place)
-        self._arrivals.notify(chunk_key(chunk.hash))
+        self.arrivals.notify(chunk_key(chunk.hash))
         for place in told:
-            self._arrivals.notify(have_key(place))
-
-    def _read_own_manifest(self, place: Place) -> PolicyManifest:
-        manifest = read_manifest(self._tree.read(manifest_key(place)) or b"", self._run, self._trusted_key)
-        if place_of(manifest) != place:
-            raise ManifestRefused(f"the manifest of policy {manifest.policy.label} lies under another name")
-        return manifest
+            self.arrivals.notify(have_key(place))
 
     # Deciding what to mirror; all of it under the lock
 
@@ -292,7 +274,7 @@ class Mirror:
             log.warning("%s", problem or "the newest version fits into the disk budget again")
         gone = self._manifests.keys() - self._selection.wanted
         self._manifests = {place: one for place, one in self._manifests.items() if place not in gone}
-        chunks = (chunk for place in self._mirrored() for chunk in offered(self._manifests[place]))
+        chunks = (chunk for place in self.places() for chunk in offered(self._manifests[place]))
         self._sizes = {chunk.hash: chunk.size_bytes for chunk in chunks}
         self._complete = {chunk_hash for chunk_hash in self._complete if chunk_hash in self._sizes}
         self._take_stock(before)
@@ -302,7 +284,7 @@ class Mirror:
         self._tree.remove_chunks_except(set(self._sizes))
         self._want_all()
         for place in gone:
-            self._arrivals.notify(have_key(place))
+            self.arrivals.notify(have_key(place))
 
     def _select(self) -> Selection:
         """Of what the head offers, and of what is whole here although it is offered no more."""
@@ -321,23 +303,16 @@ class Mirror:
             for place, manifest in self._manifests.items()
         }
         now = time.monotonic(), Counter(self.pool.fetched_bytes)
-        self._began = {place: self._began.get(place, now) for place in self._mirrored()}
+        self._began = {place: self._began.get(place, now) for place in self.places()}
 
     def _want_all(self) -> None:
         """Want what is not complete, newest version first."""
-        wanted: dict[str, Chunk] = {}
         for place in self._incomplete():
             chunks = offered(self._manifests[place])
-            wanted.update({one.hash: one for one in chunks if one.hash not in self._complete})
-        self.pool.want(wanted.values())
-        self.watch_again()
+            self.pool.want(self._manifests[place], [one for one in chunks if one.hash not in self._complete])
 
     def _incomplete(self) -> list[Place]:
-        return [place for place in reversed(self._mirrored()) if not self._inventories[place].complete]
-
-    def _mirrored(self) -> list[Place]:
-        """Versions whose chunks are here or coming, oldest first."""
-        return sorted(self._selection.mirrored & self._manifests.keys())
+        return [place for place in reversed(self.places()) if not self._inventories[place].complete]
 
     def _missing_chunks(self) -> int:
         return sum(chunk_hash not in self._complete for chunk_hash in self._sizes)

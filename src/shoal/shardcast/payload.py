@@ -16,8 +16,7 @@ from shoal.protocol import Entry, PolicyManifest, PolicyRef, TensorView
 from shoal.runtime.files import ensure_folder, resource_error
 
 if TYPE_CHECKING:
-    from shoal.shardcast.delta import Bits, Integers
-    from shoal.shardcast.making import Made
+    from shoal.shardcast.delta import Bits, Integers, Made
 
 COPY_BYTES = 8 * 1024 * 1024
 

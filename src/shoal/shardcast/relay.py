@@ -25,9 +25,8 @@ from shoal.protocol import BroadcastHead
 from shoal.runtime.lock import FolderLock
 from shoal.runtime.retry import Backoff
 from shoal.runtime.stop import StopToken
-from shoal.shardcast.catalogue import Arrivals
-from shoal.shardcast.config import RelayConfig
 from shoal.shardcast.connection import Address, Connection, Deadline, Timeouts
+from shoal.shardcast.limits import RelayConfig
 from shoal.shardcast.lookup import MANIFEST_S, get_document
 from shoal.shardcast.manifest import (
     MAX_HEAD_BYTES,
@@ -38,10 +37,9 @@ from shoal.shardcast.manifest import (
     place_of,
     read_head,
 )
-from shoal.shardcast.mirror import CountingScores, Mirror
+from shoal.shardcast.mirror import Mirror
 from shoal.shardcast.server import TreeServer, serve
-from shoal.shardcast.sources import SourceScores
-from shoal.shardcast.tree import HEAD, Tree, manifest_key, witness_key
+from shoal.shardcast.tree import HEAD, manifest_key, witness_key
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +53,8 @@ def run_relay(config: RelayConfig, stop: StopToken, on_ready: Callable[[str], No
     """Mirror and serve until `stop`. `on_ready` gets the URL as soon as it listens, whatever it holds by then."""
     if not config.upstreams:
         raise ConfigError("a relay needs at least one upstream: the URL of an origin or of another relay")
+    for peer in config.peers:
+        Address.parse(peer)
     relay = Relay(config)
     with FolderLock(config.folder).acquire(stop, LOCK_WAIT_S):
         relay.run(stop, on_ready)
@@ -65,23 +65,21 @@ class Relay:
 
     def __init__(self, config: RelayConfig) -> None:
         self._config = config
-        self._arrivals = Arrivals()
-        self._scores = CountingScores(config.upstreams)
-        self._tree = Tree(config.folder)
-        self._mirror = Mirror(config, self._tree, self._arrivals, self._scores)
-        self._server = TreeServer(self._mirror, self._arrivals, config.settings.limits)
+        self._mirror = Mirror(config)
+        self._server = TreeServer(self._mirror, config.settings.limits)
         self._closing = StopToken()
         self._error: Exception | None = None
         self._met: set[str] = set()
         self._lock = threading.Lock()
-        for peer in config.peers:
-            Address.parse(peer)
+        self._peers = [peer for peer in config.peers if peer not in config.upstreams]
 
     def run(self, stop: StopToken, on_ready: Callable[[str], None]) -> None:
-        self._tree.prepare()
         self._mirror.load()
-        followed = [*self._config.upstreams, *(peer for peer in self._config.peers if self._is_another(peer))]
+        followed = [*self._config.upstreams, *self._peers]
         followers = [threading.Thread(target=self._follow, args=(source,), daemon=True) for source in followed]
+
+        def ended() -> bool:
+            return stop.is_set() or self._error is not None or self._mirror.pool.error is not None
 
         def ready(url: str) -> None:  # only once the port is ours
             self._mirror.pool.start()
@@ -90,7 +88,7 @@ class Relay:
             on_ready(url)
 
         try:
-            asyncio.run(serve(self._server, self._config.host, self._config.port, lambda: self._ended(stop), ready))
+            asyncio.run(serve(self._server, self._config.host, self._config.port, ended, ready))
         finally:
             self._closing.set(stop.reason or "closed")
             self._mirror.pool.close()
@@ -101,17 +99,10 @@ class Relay:
         if error is not None:
             raise error
 
-    def _is_another(self, peer: str) -> bool:
-        return peer not in self._config.upstreams
-
-    def _ended(self, stop: StopToken) -> bool:
-        return stop.is_set() or self._error is not None or self._mirror.pool.error is not None
-
     def _follow(self, source: str) -> None:
         try:
-            if self._is_another(source) and not self._meet(source):
-                return
-            Follower(source, self._config, self._mirror, self._scores, self._closing).run()
+            if source not in self._peers or self._meet(source):
+                Follower(source, self._config, self._mirror, self._closing).run()
         except Exception as error:  # noqa: BLE001  a full disk, or a bug: `run` raises it
             self._error = error
 
@@ -128,8 +119,8 @@ class Relay:
             return True
         with self._lock:
             self._met.add(peer)
-            self._scores.set_sources(self._config.upstreams, peers=sorted(self._met))
-        self._mirror.watch_again()
+            self._mirror.scores.set_sources(self._config.upstreams, peers=sorted(self._met))
+        self._mirror.pool.follow_sources()
         log.info("trading chunks with %s", peer)
         return True
 
@@ -142,7 +133,11 @@ def instance_of(source: str, stop: StopToken) -> str | None:
         try:
             data = get_document(connection, "health", MAX_HEALTH_BYTES, Deadline(MANIFEST_S))
             connection.close()
-            return None if data is None else _instance_in(data)
+            said = json.loads(data or b"null")
+            instance = said.get("instance") if isinstance(said, dict) else None
+            return instance if isinstance(instance, str) else None
+        except ValueError:
+            return None
         except BroadcastError as error:
             log.debug("%s", error)
             stop.wait(AGAIN.wait_s(attempt))
@@ -150,25 +145,13 @@ def instance_of(source: str, stop: StopToken) -> str | None:
     return None
 
 
-def _instance_in(health: bytes) -> str | None:
-    try:
-        said = json.loads(health)
-    except ValueError:
-        return None
-    instance = said.get("instance") if isinstance(said, dict) else None
-    return instance if isinstance(instance, str) else None
-
-
 class Follower:
     """Keeps asking one upstream for a newer head, and hands it to the mirror with its manifest."""
 
-    def __init__(
-        self, upstream: str, config: RelayConfig, mirror: Mirror, scores: SourceScores, stop: StopToken
-    ) -> None:
+    def __init__(self, upstream: str, config: RelayConfig, mirror: Mirror, stop: StopToken) -> None:
         self._upstream = upstream
         self._config = config
         self._mirror = mirror
-        self._scores = scores
         self._stop = stop
         timeouts = Timeouts(stall_s=config.settings.long_poll_s + Timeouts().stall_s, reach=config.reach)
         self._connection = Connection(upstream, stop, timeouts)
@@ -178,8 +161,10 @@ class Follower:
     def run(self) -> None:
         attempt = 0
         while not self._stop.is_set():
-            self._forgive()
             started_s = time.monotonic()
+            if started_s - self._forgiven_s > FORGIVE_S:
+                self._forgiven_s = started_s
+                self._mirror.scores.restore()
             try:
                 news = self._poll()
             except BroadcastError as error:
@@ -206,20 +191,17 @@ class Follower:
         head = read_head(data, self._config.run, self._config.trusted_key)
         check_not_rolled_back(head, self._mirror.head)
         news = self._take_head(head, data)
-        self._take_witnesses()
-        return self._take_older() or news
-
-    def _take_witnesses(self) -> None:
         for key in self._config.witnesses:
-            data = get_document(self._connection, witness_key(key), MAX_WITNESS_BYTES, Deadline(MANIFEST_S))
-            if data is not None:
-                self._mirror.adopt_witness(key, data)
+            signed = get_document(self._connection, witness_key(key), MAX_WITNESS_BYTES, Deadline(MANIFEST_S))
+            if signed is not None:
+                self._mirror.adopt_witness(key, signed)
+        return self._take_older() or news
 
     def _take_head(self, head: BroadcastHead, data: bytes) -> bool:
         known = self._mirror.head
         if known is not None and place_of(head) == place_of(known):
             return False
-        manifest = self._get_manifest(manifest_key(place_of(head)))
+        manifest = self._get_manifest(place_of(head))
         if manifest is None:
             raise BroadcastError(f"{self._upstream} names policy {head.policy.label} but does not have its manifest")
         news = self._mirror.adopt_head(head, data, manifest)
@@ -237,27 +219,15 @@ class Follower:
         while places := [place for place in self._mirror.missing_places() if place not in asked]:
             asked.update(places)
             for place in places:
-                news = self._take_one_older(place) or news
+                with self._mirror.promised(place):
+                    data = self._get_manifest(place)
+                    if data is not None:
+                        self._mirror.adopt_manifest(place, data)
+                        news = True
         return news
 
-    def _take_one_older(self, place: Place) -> bool:
-        self._mirror.promise(place, True)
-        try:
-            data = self._get_manifest(manifest_key(place))
-            if data is None:
-                return False
-            self._mirror.adopt_manifest(place, data)
-            return True
-        finally:
-            self._mirror.promise(place, False)
-
-    def _get_manifest(self, key: str) -> bytes | None:
-        return get_document(self._connection, key, MAX_MANIFEST_BYTES, Deadline(MANIFEST_S))
-
-    def _forgive(self) -> None:
-        if time.monotonic() - self._forgiven_s > FORGIVE_S:
-            self._forgiven_s = time.monotonic()
-            self._scores.restore()
+    def _get_manifest(self, place: Place) -> bytes | None:
+        return get_document(self._connection, manifest_key(place), MAX_MANIFEST_BYTES, Deadline(MANIFEST_S))
 
     def _say(self, sentence: str, level: int = logging.INFO) -> None:
         """Log a state once, not once per attempt."""

@@ -11,6 +11,9 @@
 Back-pressure: a client that reads slowly holds only its own connection, and no longer than `min_rate_bytes_s` allows;
 a client that sends nothing is cut off after `idle_s`; one that reads faster than its share waits for its bucket
 (`limits`). A held request costs a future: what arrives wakes it, and so does a client that hangs up.
+
+Of HTTP it speaks little: requests without a body, answers whose length is known. A range is understood if it is a
+single one (`bytes=a-b`, `bytes=a-`, `bytes=-n`); anything else in its place is answered with the whole, as HTTP allows.
 """
 
 from __future__ import annotations
@@ -22,21 +25,21 @@ import io
 import json
 import logging
 import os
+import re
 import secrets
 import socket
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import parse_qs
 
 from shoal.errors import ResourceError
 from shoal.runtime.files import resource_error
 from shoal.runtime.stop import StopToken
-from shoal.shardcast.catalogue import Arrivals, Blob, Catalogue, FolderCatalogue
+from shoal.shardcast.catalogue import Blob, Catalogue, FolderCatalogue, Metric, PayloadCatalogue
 from shoal.shardcast.limits import Guest, Guests, ServerLimits
 from shoal.shardcast.manifest import MAX_HEAD_BYTES, MAX_WITNESS_BYTES, Place
-from shoal.shardcast.metrics import CONTENT_TYPE, Metric, render
-from shoal.shardcast.request import Request, answer_head, byte_range
 from shoal.shardcast.tree import HEAD, WITNESS, Tree, have_key, is_key, parse_have_key, parse_label
 
 log = logging.getLogger(__name__)
@@ -50,6 +53,7 @@ PART_S = 1.0
 BACKLOG = 1024
 RETRY_AFTER_S = 2
 NO_STORE = {"Cache-Control": "no-store"}
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class _Protocol(asyncio.StreamReaderProtocol):
@@ -95,9 +99,9 @@ class TreeServer:
     `instance` is in /health, so that a relay which finds its own address in a list of others can tell.
     """
 
-    def __init__(self, catalogue: Catalogue, arrivals: Arrivals, limits: ServerLimits = ServerLimits()) -> None:
+    def __init__(self, catalogue: Catalogue, limits: ServerLimits = ServerLimits()) -> None:
         self._catalogue = catalogue
-        self._arrivals = arrivals
+        self._arrivals = catalogue.arrivals
         self._limits = limits
         self._guests = Guests(limits.connections_per_client, limits.rate_bytes_s)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -201,8 +205,8 @@ class TreeServer:
         elif key == "health":
             await self._say_health(request, client)
         elif key == "metrics":
-            body = render([*self._metrics(), *self._catalogue.metrics()]).encode()
-            await self._send(client.writer, body, {"Content-Type": CONTENT_TYPE, **NO_STORE}, request)
+            body = "".join(one.render() for one in self._metrics()).encode()
+            await self._send(client.writer, body, {"Content-Type": METRICS_TYPE, **NO_STORE}, request)
         elif place is not None:
             await self._send_have(place, request, client)
         elif not is_key(key):
@@ -210,7 +214,9 @@ class TreeServer:
         elif key == HEAD:
             await self._send_head(request, client)
         elif WITNESS.fullmatch(key):
-            await self._send_witness(key, request, client)
+            blob = self._catalogue.find(key)
+            data = None if blob is None or blob.size_bytes > MAX_WITNESS_BYTES else blob.path.read_bytes()
+            await self._send_replaced(data, "there is nothing of this witness here", request, client)
         else:
             await self._send_key(key, request, client)
 
@@ -250,23 +256,16 @@ class TreeServer:
                     with self._arrivals.waiter(HEAD) as arrived:
                         if not self._newer_than(after):
                             await client.wait_for(arrived)
-        data = self._read_head()
+        await self._send_replaced(self._read_head(), "nothing has been published yet", request, client)
+
+    async def _send_replaced(self, data: bytes | None, if_none: str, request: Request, client: _Client) -> None:
+        """A head, or what a witness signed: small, and replaced now and then."""
         if data is None:
-            await self._say(client.writer, 404, "nothing has been published yet", request)
+            await self._say(client.writer, 404, if_none, request)
             return
         headers = {"Content-Type": "application/json", "Cache-Control": "no-cache"}
         await self._send(client.writer, data, headers, request)
         self.sent_bytes += len(data) if request.method == "GET" else 0
-
-    async def _send_witness(self, key: str, request: Request, client: _Client) -> None:
-        """What a witness signed: small, and replaced now and then."""
-        blob = self._catalogue.find(key)
-        data = None if blob is None or blob.size_bytes > MAX_WITNESS_BYTES else blob.path.read_bytes()
-        if data is None:
-            await self._say(client.writer, 404, "there is nothing of this witness here", request)
-            return
-        headers = {"Content-Type": "application/json", "Cache-Control": "no-cache"}
-        await self._send(client.writer, data, headers, request)
 
     def _newer_than(self, after: Place | None) -> bool:
         place = _place_in(self._read_head())
@@ -281,20 +280,22 @@ class TreeServer:
             return None
 
     async def _send_have(self, place: Place, request: Request, client: _Client) -> None:
-        more_than = _whole_number(request.field("count", "-1"), -1)
+        count = request.field("count", "")
+        more_than = int(count) if count.isascii() and count.isdigit() and len(count) < 10 else -1
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(request.seconds("wait_s", MAX_HAVE_WAIT_S)):
                 while True:
                     with self._arrivals.waiter(have_key(place)) as arrived:
-                        count = self._catalogue.have_count(place)
-                        if count is None or count > more_than:
+                        inventory = self._catalogue.inventory(place)
+                        if inventory is None or inventory.count > more_than:
                             break
                         await client.wait_for(arrived)
                     await asyncio.sleep(HAVE_PAUSE_S)
-        maps = self._catalogue.have(place)
-        if maps is None:
+        inventory = self._catalogue.inventory(place)
+        if inventory is None:
             await self._say(client.writer, 404, "there is no map of this version here", request)
             return
+        maps = inventory.body(self._catalogue.announced())
         await self._send(client.writer, maps, {"Content-Type": "application/octet-stream", **NO_STORE}, request)
 
     async def _send_blob(self, blob: Blob, key: str, request: Request, client: _Client) -> bool:
@@ -346,22 +347,18 @@ class TreeServer:
                 sent += moved
                 self.sent_bytes += moved
 
-    def _metrics(self) -> Sequence[Metric]:
+    def _metrics(self) -> list[Metric]:
         by_status = {str(status): count for status, count in sorted(self.answers.items())}
         return [
+            *self._catalogue.metrics(),
             Metric("sent_bytes_total", "counter", "Bytes of heads, manifests and chunks sent.", self.sent_bytes),
             Metric("connections", "gauge", "Connections open now.", self.connections),
             Metric("requests_total", "counter", "Answers by HTTP status.", by=by_status, label="status"),
         ]
 
     async def _say_health(self, request: Request, client: _Client) -> None:
-        counters = {
-            "ok": True,
-            "instance": self.instance,
-            "bytes_out": self.sent_bytes,
-            "connections": self.connections,
-        }
-        body = json.dumps(counters | self._catalogue.health()).encode()
+        own = {"ok": True, "instance": self.instance, "bytes_out": self.sent_bytes, "connections": self.connections}
+        body = json.dumps(own | self._catalogue.health()).encode()
         await self._send(client.writer, body, {"Content-Type": "application/json", **NO_STORE}, request)
 
     async def _say(
@@ -420,7 +417,19 @@ async def _part(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 def run_origin(folder: Path, host: str, port: int, stop: StopToken, on_ready: Callable[[str], None]) -> None:
     """Serve the tree in `folder`, which an `Origin` publishes into, until `stop`. Port 0 is any free one."""
     Tree(folder).prepare()
-    asyncio.run(serve(TreeServer(FolderCatalogue(folder), Arrivals()), host, port, stop.is_set, on_ready))
+    asyncio.run(serve(TreeServer(FolderCatalogue(folder)), host, port, stop.is_set, on_ready))
+
+
+def run_share(
+    catalogue: PayloadCatalogue,
+    host: str,
+    port: int,
+    stop: StopToken,
+    on_ready: Callable[[str], None],
+    limits: ServerLimits = ServerLimits(),
+) -> None:
+    """Serve what a client holds until `stop`; for a thread beside the `Downloader`. Port 0 is any free one."""
+    asyncio.run(serve(TreeServer(catalogue, limits), host, port, stop.is_set, on_ready))
 
 
 def _place_in(head: bytes | None) -> Place | None:
@@ -430,10 +439,6 @@ def _place_in(head: bytes | None) -> Place | None:
         return int(policy["incarnation"]), int(policy["version"])
     except (ValueError, KeyError, TypeError):
         return None
-
-
-def _whole_number(text: str, otherwise: int) -> int:
-    return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else otherwise
 
 
 def _url(host: str, listening: socket.socket) -> str:
@@ -450,3 +455,84 @@ def _listen_error(host: str, port: int, error: OSError) -> ResourceError:
     if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
         return ResourceError(f"cannot listen on {host}: it is not an address of this machine")
     return resource_error("listen on", Path(f"{host}:{port}"), error)
+
+
+MAX_QUERY_FIELDS = 8
+RANGE = re.compile(r"bytes=([0-9]{0,18})-([0-9]{0,18})", re.ASCII)
+REASONS = {
+    200: "OK",
+    206: "Partial Content",
+    400: "Bad Request",
+    404: "Not Found",
+    405: "Method Not Allowed",
+    416: "Range Not Satisfiable",
+    429: "Too Many Requests",
+    503: "Service Unavailable",
+}
+
+
+@dataclass(frozen=True)
+class Request:
+    method: str
+    path: str
+    query: dict[str, list[str]]
+    keep_alive: bool
+    range: str = ""
+
+    @classmethod
+    def parse(cls, head: bytes) -> Request | None:
+        """None if it is not a request that this server understands: HTTP/1, no body."""
+        lines = head.decode("latin-1").split("\r\n")
+        parts = lines[0].split(" ")
+        headers = {
+            name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines[1:])
+        }
+        has_body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
+        if len(parts) != 3 or parts[2] not in ("HTTP/1.0", "HTTP/1.1") or not parts[1].startswith("/") or has_body:
+            return None
+        path, _, query = parts[1].partition("?")
+        connection = headers.get("connection", "keep-alive" if parts[2] == "HTTP/1.1" else "close").lower()
+        wanted = "" if "if-range" in headers else headers.get("range", "")
+        try:
+            fields = parse_qs(query, max_num_fields=MAX_QUERY_FIELDS) if query else {}
+        except ValueError:
+            return None
+        return cls(parts[0], path, fields, connection == "keep-alive", wanted)
+
+    def field(self, name: str, default: str) -> str:
+        return self.query.get(name, [default])[0]
+
+    def seconds(self, name: str, most_s: float) -> float:
+        """A field as seconds from 0 to `most_s`; 0 if it is absent or nonsense."""
+        try:
+            seconds = float(self.field(name, "0"))
+        except ValueError:
+            return 0.0
+        return min(max(seconds, 0.0), most_s) if seconds == seconds else 0.0
+
+
+def byte_range(text: str, size_bytes: int) -> range | None:
+    """Which bytes a `Range` header asks for; None for the whole, an empty range if there are no such bytes.
+
+    >>> byte_range("bytes=2-3", 10), byte_range("bytes=-4", 10), byte_range("bytes=10-", 10), byte_range("", 10)
+    (range(2, 4), range(6, 10), range(10, 10), None)
+    """
+    match = RANGE.fullmatch(text)
+    if match is None or text == "bytes=-":
+        return None
+    first, last = match[1], match[2]
+    if not first:
+        return range(max(0, size_bytes - int(last)), size_bytes)
+    end = min(int(last) + 1, size_bytes) if last else size_bytes
+    if last and int(last) < int(first):
+        return None
+    start = min(int(first), size_bytes)
+    return range(start, max(start, end))
+
+
+def answer_head(status: int, size_bytes: int, request: Request | None, headers: Mapping[str, str]) -> bytes:
+    """The head of an answer; without a request (it was not understood) the connection ends after it."""
+    connection = "keep-alive" if request is not None and request.keep_alive else "close"
+    lines = [f"HTTP/1.1 {status} {REASONS[status]}", f"Content-Length: {size_bytes}", f"Connection: {connection}"]
+    lines += [f"{name}: {value}" for name, value in headers.items()]
+    return "\r\n".join([*lines, "", ""]).encode()

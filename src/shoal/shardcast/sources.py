@@ -17,7 +17,9 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
 from enum import Enum
 
@@ -38,29 +40,34 @@ class Kind(Enum):
     LAST_RESORT = "last resort"
 
 
-@dataclass(frozen=True)
-class Standing:
-    """A source that may be asked now. `bandwidth_bytes_s` is that of one connection, as far as it is known."""
-
-    kind: Kind
-    weight: float
-    bandwidth_bytes_s: float | None
-    failures: int = 0  # in a row, up to now
-
-
 @dataclass
-class _Score:
+class Standing:
+    """What is known of a source. `bandwidth_bytes_s` is that of one connection, as far as it is known."""
+
     kind: Kind = Kind.UPSTREAM
     success: float = 1.0
     bandwidth_bytes_s: float | None = None
-    failures: int = 0
+    failures: int = 0  # in a row, up to now
     resting_until_s: float = 0.0
     dropped: bool = False
     problem: str = ""
+    weight: float = 0.0
+
+    def judge(self, success: float) -> None:
+        self.success = min(1.0, (1 - SMOOTHING) * self.success + SMOOTHING * success + HEALING)
+
+    def measure(self, size_bytes: int, seconds: float) -> None:
+        rate = max(1.0, size_bytes / max(seconds, 1e-6))  # never 0, which would read as "not known"
+        self.bandwidth_bytes_s = (1 - SMOOTHING) * (self.bandwidth_bytes_s or rate) + SMOOTHING * rate
+
+    def rest(self, now_s: float) -> None:
+        if self.resting_until_s <= now_s:  # several connections failing at once are one failure
+            self.resting_until_s = now_s + REST.wait_s(self.failures)
+            self.failures += 1
 
 
 class SourceScores:
-    """What is known of each source. Used from many threads.
+    """What is known of each source. Used from many threads. What is said of a source that is gone does no harm.
 
     >>> scores = SourceScores(["http://a:8471", "http://b:8471"], last_resort=["http://origin:8471"])
     >>> scores.drop("http://a:8471", "sent a corrupt chunk")
@@ -77,7 +84,8 @@ class SourceScores:
     ) -> None:
         self._now_s = now_s
         self._lock = threading.Lock()
-        self._scores: dict[str, _Score] = {}
+        self._scores: dict[str, Standing] = {}
+        self.drops = 0  # so far
         self.set_sources(sources, peers, last_resort)
 
     def set_sources(self, sources: Sequence[str], peers: Sequence[str] = (), last_resort: Sequence[str] = ()) -> None:
@@ -88,13 +96,9 @@ class SourceScores:
                 Address.parse(source)
                 kinds.setdefault(source, kind)
         with self._lock:
-            self._scores = {source: self._scores.get(source, _Score()) for source in kinds}
+            self._scores = {source: self._scores.get(source, Standing()) for source in kinds}
             for source, kind in kinds.items():
                 self._scores[source].kind = kind
-
-    def sources(self) -> list[str]:
-        with self._lock:
-            return list(self._scores)
 
     def kinds(self) -> dict[str, Kind]:
         with self._lock:
@@ -108,64 +112,60 @@ class SourceScores:
     def ready(self) -> dict[str, Standing]:
         """Those that may be asked now: neither dropped nor resting."""
         with self._lock:
-            now = self._now_s()
-            known = [score.bandwidth_bytes_s for score in self._scores.values() if score.bandwidth_bytes_s]
-            best = max(known, default=1.0)
-            return {
-                source: Standing(
-                    score.kind,
-                    max(score.success, FLOOR) * (score.bandwidth_bytes_s or best),
-                    score.bandwidth_bytes_s,
-                    score.failures,
-                )
-                for source, score in self._scores.items()
-                if not score.dropped and score.resting_until_s <= now
-            }
+            now_s = self._now_s()
+            best = max((score.bandwidth_bytes_s or 0.0 for score in self._scores.values()), default=0.0) or 1.0
+            for score in self._scores.values():
+                score.weight = max(score.success, FLOOR) * (score.bandwidth_bytes_s or best)
+            scores = self._scores.items()
+            return {source: copy(one) for source, one in scores if not one.dropped and one.resting_until_s <= now_s}
 
-    def choose(self, without: Container[str] = ()) -> str | None:
+    def choose(self) -> str | None:
         """A source to ask now, by chance in proportion to its weight; None if all of them rest or are dropped.
 
         A last resort is chosen only where there is no other.
         """
-        ready = {source: standing for source, standing in self.ready().items() if source not in without}
-        ordinary = {source: standing for source, standing in ready.items() if standing.kind is not Kind.LAST_RESORT}
-        chosen = ordinary or ready
+        ready = self.ready()
+        chosen = {source: one for source, one in ready.items() if one.kind is not Kind.LAST_RESORT} or ready
         return random.choices(list(chosen), [standing.weight for standing in chosen.values()])[0] if chosen else None
 
     def succeeded(self, source: str, size_bytes: int, seconds: float) -> None:
-        with self._lock:
-            score = self._scores.get(source)
-            if score is None:
-                return
-            _book_rate(score, size_bytes, seconds)
-            score.success = _smoothed(score.success, 1.0)
+        with self._score(source) as score:
+            score.measure(size_bytes, seconds)
+            score.judge(1.0)
             score.failures, score.resting_until_s = 0, 0.0
 
     def failed(self, source: str, problem: str) -> None:
-        self._rest(source, problem, blame=True)
+        with self._score(source, problem) as score:
+            score.judge(0.0)
+            score.rest(self._now_s())
 
     def not_ready(self, source: str, problem: str) -> None:
         """It answered, but does not have it (yet): asked again after a rest, its success rate unharmed."""
-        self._rest(source, problem, blame=False)
+        with self._score(source, problem) as score:
+            score.rest(self._now_s())
 
     def slow(self, source: str, size_bytes: int, seconds: float, problem: str) -> None:
         """It was left in the middle of a chunk, of which `size_bytes` had come: that much is known of its bandwidth."""
-        with self._lock:
-            if source in self._scores:
-                _book_rate(self._scores[source], size_bytes, seconds)
-        self._rest(source, problem, blame=False)
+        with self._score(source, problem) as score:
+            score.measure(size_bytes, seconds)
+            score.rest(self._now_s())
+
+    def drop(self, source: str, problem: str) -> None:
+        with self._score(source, problem) as score:
+            score.dropped = True
+            self.drops += 1
 
     def note(self, source: str, problem: str) -> None:
         """Remember a problem for `describe`, without any consequence."""
-        with self._lock:
-            if source in self._scores:
-                self._scores[source].problem = problem
+        with self._score(source, problem):
+            pass
 
-    def drop(self, source: str, problem: str) -> None:
+    @contextmanager
+    def _score(self, source: str, problem: str = "") -> Iterator[Standing]:
         with self._lock:
-            if source in self._scores:
-                self._scores[source].dropped = True
-                self._scores[source].problem = problem
+            score = self._scores.get(source, Standing())
+            score.problem = problem or score.problem
+            yield score
 
     def restore(self) -> None:
         """Forgive those that were dropped."""
@@ -178,25 +178,3 @@ class SourceScores:
         with self._lock:
             lines = [score.problem for score in self._scores.values() if score.problem]
             return "; ".join(lines) or ("no source has failed" if self._scores else "no source is known")
-
-    def _rest(self, source: str, problem: str, blame: bool) -> None:
-        with self._lock:
-            score = self._scores.get(source)
-            if score is None:
-                return
-            score.problem = problem
-            if blame:
-                score.success = _smoothed(score.success, 0.0)
-            if score.resting_until_s <= self._now_s():  # several connections failing at once are one failure
-                score.resting_until_s = self._now_s() + REST.wait_s(score.failures)
-                score.failures += 1
-
-
-def _book_rate(score: _Score, size_bytes: int, seconds: float) -> None:
-    rate = max(1.0, size_bytes / max(seconds, 1e-6))  # never 0, which would read as "not known"
-    old = score.bandwidth_bytes_s
-    score.bandwidth_bytes_s = rate if old is None else (1 - SMOOTHING) * old + SMOOTHING * rate
-
-
-def _smoothed(old: float, new: float) -> float:
-    return min(1.0, (1 - SMOOTHING) * old + SMOOTHING * new + HEALING)

@@ -9,17 +9,16 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from shoal.errors import BroadcastError, ChunkCorrupt, VersionNotFound
-from shoal.protocol import PolicyManifest, PolicyRef
+from shoal.protocol import PolicyManifest
 from shoal.runtime.stop import StopToken
-from shoal.shardcast.cache import PayloadCache, PayloadFile, PayloadFiles
+from shoal.shardcast.cache import PayloadCache, PayloadFiles
+from shoal.shardcast.catalogue import PayloadCatalogue
 from shoal.shardcast.connection import Deadline
-from shoal.shardcast.lookup import Lookup
+from shoal.shardcast.lookup import Lookup, Road
 from shoal.shardcast.pool import ChunkPool, PoolSettings
-from shoal.shardcast.road import Road
-from shoal.shardcast.share import PayloadCatalogue
 from shoal.shardcast.sources import SourceScores
 
 log = logging.getLogger(__name__)
@@ -51,43 +50,26 @@ class Superseded(BroadcastError):
     """A fetch in the background has given way to one that somebody waits for."""
 
 
-@dataclass(frozen=True)
-class TransferParts:
-    """What a downloader lends to its transfers."""
+@dataclass
+class Transfer:
+    """Takes roads to one target until one of them leads there. `give_way`: somebody waits for another fetch."""
 
     cache: PayloadCache
     scores: SourceScores
     lookup: Lookup
     stop: StopToken
     pool: PoolSettings
-    share: PayloadCatalogue | None = None
-
-
-class Transfer:
-    """Takes roads to one target until one of them leads there."""
-
-    def __init__(
-        self,
-        parts: TransferParts,
-        target: PolicyManifest,
-        deadline: Deadline,
-        on_progress: OnProgress | None,
-        give_way: Callable[[], bool],
-    ) -> None:
-        self._parts = parts
-        self._ref = target.policy
-        self._target = target
-        self._deadline = deadline
-        self._on_progress = on_progress
-        self._give_way = give_way
-        self._started_s = time.monotonic()
+    share: PayloadCatalogue
+    target: PolicyManifest
+    deadline: Deadline
+    on_progress: OnProgress | None
+    give_way: Callable[[], bool]
+    started_s: float = field(default_factory=time.monotonic)
 
     def take(self, road: Road) -> None:
         """Fetch what the road needs and travel it. Raises `RoadClosed` or `DeltaRefused` if another may be better."""
-        cache = self._parts.cache
-        files: list[PayloadFile] = []
-        if road.whole is not None:
-            files.append(cache.fill(road.whole))
+        cache = self.cache
+        files = [] if road.whole is None else [cache.fill(road.whole)]
         files += [cache.fill_delta(step) for step in road.steps]
         pool = self._fill(road, PayloadFiles(files))
         if road.whole is not None:
@@ -99,22 +81,18 @@ class Transfer:
         self._report(road, pool)
 
     def _fill(self, road: Road, files: PayloadFiles) -> ChunkPool:
-        pool = ChunkPool(self._parts.scores, files, self._parts.pool)
-        for manifest in road.manifests():
-            pool.watch(manifest)
+        pool = ChunkPool(self.scores, files, self.pool)
         if road.whole is not None:
-            pool.want(road.whole.chunks)
-        for step in reversed(road.steps):
-            pool.want(step.delta.chunks)
-        if self._parts.share is not None:
-            self._parts.share.announced = pool.announced
+            pool.want(road.whole, road.whole.chunks)
+        for step in road.steps:
+            pool.want(step.manifest, step.delta.chunks)
+        self.share.fetching = pool.announced
         pool.start()
         try:
             self._await(road, pool)
         finally:
-            pool.close(self._parts.stop.reason or "done")
-            if self._parts.share is not None:
-                self._parts.share.announced = tuple
+            pool.close(self.stop.reason or "done")
+            self.share.fetching = tuple
             files.close()
         return pool
 
@@ -123,7 +101,7 @@ class Transfer:
         while not pool.wait(TICK_S):
             self._tell(road, pool)
             self._raise_if_pointless(pool)
-            usable = self._parts.scores.usable()
+            usable = self.scores.usable()
             if usable and usable <= pool.absent and next_check.passed():
                 self._check_not_gone(road)
                 next_check = Deadline(GONE_CHECK_S)
@@ -132,43 +110,37 @@ class Transfer:
         self._tell(road, pool)
 
     def _raise_if_pointless(self, pool: ChunkPool) -> None:
-        stop, scores = self._parts.stop, self._parts.scores
-        if stop.is_set():
-            raise BroadcastError(f"stopped ({stop.reason}) while fetching policy {self._ref.label}")
-        if self._give_way():
-            raise Superseded(f"the fetch of policy {self._ref.label} gives way to another; what has come stays")
-        if not scores.usable() and scores.sources():
-            raise ChunkCorrupt(
-                f"policy {self._ref.label} cannot be fetched: every source is dropped: {scores.describe()}"
-            )
-        if self._deadline.passed():
-            raise BroadcastError(
-                f"policy {self._ref.label} did not arrive before the deadline: {pool.pending()} chunks are missing; "
-                f"{scores.describe()}"
-            )
+        policy, why = f"policy {self.target.policy.label}", self.scores.describe()
+        if self.stop.is_set():
+            raise BroadcastError(f"stopped ({self.stop.reason}) while fetching {policy}")
+        if self.give_way():
+            raise Superseded(f"the fetch of {policy} gives way to another; what has come stays")
+        if not self.scores.usable() and self.scores.kinds():
+            raise ChunkCorrupt(f"{policy} cannot be fetched: every source is dropped: {why}")
+        if self.deadline.passed():
+            missing = f"{pool.pending()} chunks are missing"
+            raise BroadcastError(f"{policy} did not arrive before the deadline: {missing}; {why}")
 
     def _check_not_gone(self, road: Road) -> None:
         """Nobody has a chunk: is a version of this road no longer offered?"""
-        self._parts.lookup.check_not_gone(self._ref, self._deadline)
-        between: list[PolicyRef] = [manifest.policy for manifest in road.manifests() if manifest.policy != self._ref]
-        for ref in between:
+        self.lookup.check_not_gone(self.target.policy, self.deadline)
+        for ref in {manifest.policy for manifest in road.manifests()} - {self.target.policy}:
             try:
-                self._parts.lookup.check_not_gone(ref, self._deadline)
+                self.lookup.check_not_gone(ref, self.deadline)
             except VersionNotFound as error:
                 raise RoadClosed(str(error)) from error
 
     def _tell(self, road: Road, pool: ChunkPool) -> None:
-        if self._on_progress is None:
-            return
-        done, total = pool.progress()
-        seconds = time.monotonic() - self._started_s
-        self._on_progress(Progress(self._ref.label, done, total, seconds, dict(pool.fetched_bytes), road.describe()))
+        if self.on_progress is not None:
+            sizes, seconds = pool.progress(), time.monotonic() - self.started_s
+            by_source = dict(pool.fetched_bytes)
+            self.on_progress(Progress(self.target.policy.label, *sizes, seconds, by_source, road.describe()))
 
     def _report(self, road: Road, pool: ChunkPool) -> None:
         fetched = sum(pool.fetched_bytes.values())
         parts = ", ".join(f"{source}: {size / 1e6:.1f} MB" for source, size in pool.fetched_bytes.most_common())
         log.info(
             "policy %s: %.1f MB (of %.1f MB) in %.1f s by %s; from %s",
-            self._ref.label, fetched / 1e6, self._target.size_bytes / 1e6, time.monotonic() - self._started_s,
+            self.target.policy.label, fetched / 1e6, self.target.size_bytes / 1e6, time.monotonic() - self.started_s,
             road.describe(), parts or "nobody",
         )  # fmt: skip

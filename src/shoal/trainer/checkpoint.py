@@ -40,7 +40,7 @@ from shoal.errors import CheckpointError
 from shoal.protocol import canonical_json
 from shoal.runtime.crash import point
 from shoal.runtime.files import ensure_folder, resource_error, sync_folder, write_atomically
-from shoal.shardcast.inorder import in_order
+from shoal.shardcast.content import in_order
 from shoal.trainer.learner import Learner
 from shoal.trainer.retention import Place, Retention
 from shoal.trainer.sharded import part_name, read_full

@@ -60,7 +60,6 @@ from shoal.protocol import (
     TrainingBatch,
 )
 from shoal.runtime.clock import Clock, SystemClock
-from shoal.runtime.crash import point
 from shoal.runtime.sizing import RunSize, settle
 from shoal.runtime.stop import StopToken
 from shoal.trainer.archive import RolloutArchive
@@ -74,7 +73,7 @@ from shoal.trainer.guards import LOOKBACK, Judged, Watch, needs_lookback
 from shoal.trainer.hands import Hands
 from shoal.trainer.held_out import ByTrainer, ByValidators, HeldOut
 from shoal.trainer.learner import Learner
-from shoal.trainer.publisher import PolicyHub, PolicyOrigin, Publication, Publisher, Snapshot, snapshot_of
+from shoal.trainer.publisher import Handover, PolicyHub, PolicyOrigin, Publication, Publisher
 from shoal.trainer.record import RunRecord, finite, named
 from shoal.trainer.reference import hold_start
 from shoal.trainer.retention import Retention
@@ -240,6 +239,10 @@ class TrainingRun:
                 incarnation=incarnation,
                 republished_until=max(seen, default=-1),
                 deadline_s=self._settings.batch_deadline_s,
+                record=self._record,
+                store=self._store,
+                files=self._parts.files,
+                dtype=self._settings.publish_dtype,
                 clock=self._parts.clock,
             )
         )
@@ -289,19 +292,9 @@ class TrainingRun:
         publisher.wait()
         with self._stopwatch.lap("copy_s"):
             copied = self._copies.take(self._parts.learner, self._is_save_due())
-        version, rows, scores = self.version, self._record.take(), dict(self._record.scores)
         self._copied = copied
-        self._saved = version if copied.training is not None else self._saved
-
-        def prepare() -> Snapshot | None:
-            self._record.report(rows)
-            point("trainer.step.recorded")
-            if (captured := copied.captured()) is not None:
-                progress = Progress(self._info.run, version, publisher.incarnation)
-                self._store.write(captured, progress, self._parts.files, scores)
-            return self._snapshot(copied, version) if publish else None
-
-        publisher.submit(prepare)
+        self._saved = self.version if copied.training is not None else self._saved
+        publisher.submit(Handover(self.version, copied, self._record.take(), dict(self._record.scores), publish))
 
     def _is_save_due(self) -> bool:
         """Whether this version is to be in a checkpoint and is in none; one that is measured may be the best."""
@@ -415,9 +408,6 @@ class TrainingRun:
             max_staleness=info.max_staleness,
             temperature=info.sampling.temperature,
         )
-
-    def _snapshot(self, copied: Copied, version: int) -> Snapshot:
-        return snapshot_of(copied.weights, version, self._parts.files, self._settings.publish_dtype)
 
 
 def _refuse_mixed_up(batch: Batch, rollouts: TrainingBatch) -> None:

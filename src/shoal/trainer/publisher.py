@@ -1,7 +1,7 @@
 """Saving and publishing beside training: weights are copied in front (`copies`), everything slow happens in a thread.
 
     main thread                                 publisher thread (one version at a time)
-    copy ─► submit(prepare) ──────────────────► prepare: rows to the hub ─► checkpoint durable ─► cast
+    copy ─► submit(Handover) ─────────────────► rows to the hub ─► checkpoint durable, if due ─► cast
     … waits for rollouts, trains …              hub.ledger_head ─► origin.publish ─► hub.announce
     check() at every wait ◄── failure, raised ◄─────┘  hash, write, sign       workers learn of it
     wait() before the next copy: never more than one version on its way, and its memory is free again
@@ -13,11 +13,11 @@ Another digest means that the weights could not be reproduced (a GPU, another to
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -37,6 +37,11 @@ from shoal.protocol import (
 from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.crash import point
 from shoal.shardcast import Content
+from shoal.trainer.checkpoint import CheckpointStore, Progress
+from shoal.trainer.copies import Copied
+
+if TYPE_CHECKING:
+    from shoal.trainer.record import Row, RunRecord
 
 log = logging.getLogger(__name__)
 
@@ -81,8 +86,21 @@ def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @dataclass(frozen=True)
+class Handover:
+    """A version as the loop hands it over: its state, copied; the rows up to it; held-out scores by version. One that
+    is only replayed is not published."""
+
+    version: int
+    copied: Copied
+    rows: Sequence[Row] = ()
+    scores: Mapping[int, float] = field(default_factory=dict)
+    publish: bool = True
+
+
+@dataclass(frozen=True)
 class Publication:
-    """To whom, as whom, and from where: `incarnation` is the one to begin with.
+    """To whom, as whom, and from where: `incarnation` is the one to begin with. Rows go through `record`, checkpoints
+    into `store`; `files` travel with the weights, which travel as `dtype`.
 
     Up to version `republished_until` a digest conflict is expected to be possible: that version, or one before it,
     was out before this process started. Past it a conflict means a second trainer, and is an error.
@@ -95,6 +113,10 @@ class Publication:
     incarnation: int
     republished_until: int
     deadline_s: float
+    record: RunRecord
+    store: CheckpointStore
+    files: Mapping[str, bytes]
+    dtype: str
     clock: Clock = field(default_factory=SystemClock)
 
 
@@ -112,13 +134,10 @@ class Publisher:
         self.incarnation = publication.incarnation
         self.worked_s = self.saved_s = 0.0
 
-    def submit(self, prepare: Callable[[], Snapshot | None]) -> None:
-        """Start publishing, once the version before is out (or has failed: then its failure is raised).
-
-        `prepare` is called in the thread; if it returns None, it has done all there is to do.
-        """
+    def submit(self, handover: Handover) -> None:
+        """Report, save and publish, once the version before is out (or has failed: then its failure is raised)."""
         self.wait()
-        self._current = self._pool.submit(self._work, prepare)
+        self._current = self._pool.submit(self._work, handover)
 
     def check(self) -> None:
         """Raise the failure of the version on its way, if it has failed by now. Never waits."""
@@ -142,11 +161,16 @@ class Publisher:
         if self._current is not None and (failure := self._current.exception()) is not None:
             log.info("the last publication did not complete: %s", failure)
 
-    def _work(self, prepare: Callable[[], Snapshot | None]) -> PolicyManifest | None:
-        began_s = self._to.clock.monotonic_s()
-        snapshot = prepare()
-        saved_s = self._to.clock.monotonic_s() - began_s
-        manifest = None if snapshot is None else self._publish(snapshot)
+    def _work(self, handover: Handover) -> PolicyManifest | None:
+        to, version = self._to, handover.version
+        began_s = to.clock.monotonic_s()
+        to.record.report(handover.rows)
+        point("trainer.step.recorded")
+        if (captured := handover.copied.captured()) is not None:
+            to.store.write(captured, Progress(to.run, version, self.incarnation), to.files, handover.scores)
+        manifest, saved_s = None, to.clock.monotonic_s() - began_s
+        if handover.publish:
+            manifest = self._publish(snapshot_of(handover.copied.weights, version, to.files, to.dtype))
         self.worked_s, self.saved_s = self._to.clock.monotonic_s() - began_s, saved_s
         if manifest is not None:
             log.info(

@@ -32,8 +32,7 @@ from shoal.protocol import LedgerPage, SignedDocument, SigningKey, WitnessedHead
 from shoal.runtime.clock import ManualClock
 from shoal.runtime.stop import StopToken
 from shoal.shardcast import RelayConfig
-from shoal.shardcast.catalogue import Arrivals
-from shoal.shardcast.mirror import CountingScores, Mirror
+from shoal.shardcast.mirror import Mirror
 from shoal.shardcast.relay import Follower
 from shoal.shardcast.server import run_origin
 from shoal.shardcast.tree import Tree, witness_key
@@ -340,14 +339,12 @@ def test_relays_carry_what_a_witness_signed_and_cannot_change_it(folder: RunFold
     assert look(folder, where, origin) == 0
     key, stop, urls = key_of(where), StopToken(), queue.Queue[str]()
     config = RelayConfig(tmp_path / "relay", (), folder.run_id, folder.trainer_key, witnesses=(key,))
-    tree, scores = Tree(config.folder), CountingScores(())
-    tree.prepare()
-    mirror = Mirror(config, tree, Arrivals(), scores)
+    tree, mirror = Tree(config.folder), Mirror(config)
     server = threading.Thread(target=run_origin, args=(origin, "127.0.0.1", 0, stop, urls.put))
     server.start()
     try:
         url = urls.get(timeout=30)
-        Follower(url, config, mirror, scores, StopToken())._poll()
+        Follower(url, config, mirror, StopToken())._poll()
         checked = check_ledger(str(folder.path), witnesses=[f"{key}@{url}"])
         assert sum("witness" in pin.source for pin in checked.pins) == 2, "in the folder, and by its address"
     finally:

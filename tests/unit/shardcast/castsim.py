@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from shoal.protocol import Chunk, PolicyManifest, PolicyRef
-from shoal.shardcast.have import Question
-from shoal.shardcast.plan import Flight, Plan
-from shoal.shardcast.sources import SourceScores
+from shoal.shardcast.plan import Flight, Plan, Question
+from shoal.shardcast.sources import Kind, SourceScores
 
 STEP_S = 0.02
 SIZE = 1000
@@ -77,11 +76,9 @@ class Node:
         self.questions: dict[str, tuple[Question, float]] = {}
         world.nodes.append(self)
 
-    def want(self, manifest: PolicyManifest, watch: bool = True) -> None:
+    def want(self, manifest: PolicyManifest) -> None:
         self.manifest = manifest
-        self.plan.want(manifest.chunks, True)
-        if watch:
-            self.plan.watch(manifest, self.world.now_s)
+        self.plan.want(manifest, manifest.chunks, self.world.now_s)
 
     def step(self) -> None:
         self._ask_for_maps()
@@ -90,7 +87,6 @@ class Node:
                 self._end(flight, False)
         while len(self.flights) < self.connections:
             flight = self.plan.take(self.world.now_s)
-            self.plan.hungry = flight is None
             if flight is None:
                 break
             self.flights.append(flight)
@@ -105,7 +101,7 @@ class Node:
             self._end(flight, False)
             return
         self.scores.succeeded(flight.source, SIZE, self.world.now_s - flight.started_s)
-        won = self.plan.win(flight)
+        won = self.plan.win(flight) is not None
         if won:
             self.kept.add(flight.chunk.hash)
         self._end(flight, won)
@@ -114,9 +110,9 @@ class Node:
         """A question that is held is answered when the map has grown or the time is over."""
         for source, kind in self.scores.kinds().items():
             if source not in self.questions:
-                question = self.plan.question(source, kind, self.world.now_s)
-                if isinstance(question, Question):
-                    self.questions[source] = (question, self.world.now_s)
+                asked = self.plan.question(source)
+                if asked is not None and kind is not Kind.LAST_RESORT:
+                    self.questions[source] = (asked, self.world.now_s)
             if source in self.questions and self.manifest is not None and not self.world.sources[source].silent:
                 question, asked_s = self.questions[source]
                 body = self.world.sources[source].map(self.manifest.chunks)
@@ -213,5 +209,5 @@ class _Mirrored(Source):
 
     def map(self, chunks: Sequence[Chunk]) -> bytes | None:
         assert self.node is not None
-        self.announces = {chunk.hash for chunk in chunks if self.node.plan.soon(chunk.hash)}
+        self.announces = self.node.plan.announced()
         return super().map(chunks)

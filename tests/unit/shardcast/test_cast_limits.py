@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.shardcast import limits
-from shoal.shardcast.config import RelaySettings
-from shoal.shardcast.limits import Guest, Guests, ServerLimits, client_of
+from shoal.shardcast.limits import Guest, Guests, RelaySettings, ServerLimits, client_of
 
 
 @pytest.mark.parametrize(

@@ -38,8 +38,8 @@ from shoal.shardcast import Content, Origin, OriginSettings, RelayConfig, RelayS
 from shoal.shardcast.catalogue import Arrivals
 from shoal.shardcast.connection import Connection, Deadline
 from shoal.shardcast.manifest import offered, read_head
-from shoal.shardcast.mirror import CountingScores, Mirror
-from shoal.shardcast.tree import HEAD, Tree, chunk_key
+from shoal.shardcast.mirror import Mirror
+from shoal.shardcast.tree import HEAD, chunk_key
 
 Scripted = Callable[[Handler], ScriptedSource]
 StartOrigin = Callable[[Path], Running]
@@ -222,17 +222,16 @@ def test_arrivals_are_told_to_those_who_wait_for_a_chunk_and_for_a_map_of_a_vers
     told: list[str] = []
 
     class Listening(Arrivals):
-        def notify(self, key: str) -> None:
-            told.append(key)
-            super().notify(key)
+        def notify(self, *keys: str) -> None:
+            told.extend(keys)
+            super().notify(*keys)
 
     folder = tmp_path / "origin"
     origin = make_origin(folder)
     settings = RelaySettings(kept_versions=1)
     config = RelayConfig(tmp_path / "relay", (NOWHERE,), RUN, KEY.public_key, settings=settings)
-    tree = Tree(config.folder)
-    tree.prepare()
-    mirror = Mirror(config, tree, Listening(), CountingScores(config.upstreams))
+    mirror = Mirror(config)
+    mirror.arrivals = Listening()
     for version in (1, 2):
         manifest = publish(origin, version)
         data = (folder / HEAD).read_bytes()
@@ -243,7 +242,7 @@ def test_arrivals_are_told_to_those_who_wait_for_a_chunk_and_for_a_map_of_a_vers
             assert {chunk_key(manifest.chunks[0].hash), "have/0.1"} <= set(told)
             told.clear()
     assert "have/0.1" in told
-    assert mirror.have((0, 1)) is None
+    assert mirror.inventory((0, 1)) is None
 
 
 def test_only_what_a_version_offers_is_mirrored_and_every_version_kept_can_be_reached(

@@ -107,8 +107,7 @@ def fetch_all(scores: SourceScores, **settings: int) -> ChunkPool:
     """Everything, or an error that says what was in the way."""
     shelf = Shelf()
     with pool_of(scores, shelf, **settings) as pool:
-        pool.want(CHUNKS)
-        pool.watch(MANIFEST)
+        pool.want(MANIFEST, CHUNKS)
         pool.start()
         assert pool.wait(WITHIN_S), scores.describe()
         assert pool.error is None
@@ -146,8 +145,7 @@ def test_no_connection_is_held_by_a_chunk_that_a_relay_does_not_have_yet(scripte
 
     kept = Shelf()
     with pool_of(SourceScores([scripted(hold).url]), kept, 3) as pool:
-        pool.want(CHUNKS)
-        pool.watch(MANIFEST)
+        pool.want(MANIFEST, CHUNKS)
         pool.start()
         eventually(lambda: len(kept.chunks) == 20)
         with shelf.changed:
@@ -175,15 +173,16 @@ def test_two_relays_that_trade_need_about_one_copy_from_upstream(scripted: Scrip
 
     origin = scripted(throttled)
     shelves, pools = [Shelf(), Shelf()], []
-    relays = [scripted(serving(shelf, lambda key, at=at: pools[at].soon(key))) for at, shelf in enumerate(shelves)]
+    relays = [
+        scripted(serving(shelf, lambda key, at=at: key in pools[at].announced())) for at, shelf in enumerate(shelves)
+    ]
     with (
         pool_of(SourceScores([origin.url], peers=[relays[1].url]), shelves[0]) as first,
         pool_of(SourceScores([origin.url], peers=[relays[0].url]), shelves[1]) as second,
     ):
         pools += [first, second]
         for pool in pools:
-            pool.want(CHUNKS)
-            pool.watch(MANIFEST)
+            pool.want(MANIFEST, CHUNKS)
             pool.start()
         assert all(pool.wait(WITHIN_S) for pool in pools)
         assert all(shelf.chunks == DATA for shelf in shelves)
@@ -203,15 +202,13 @@ def test_what_is_fetched_from_upstream_is_announced_until_it_is_here(scripted: S
         honest(target, to)
 
     with pool_of(SourceScores([scripted(wait).url]), Shelf(), 2) as pool:
-        pool.want(CHUNKS[:1])
-        assert not pool.soon(CHUNKS[0].hash)
+        pool.want(MANIFEST, CHUNKS[:1])
+        assert pool.announced() == set()
         pool.start()
         assert asked.wait(WITHIN_S)
-        assert pool.soon(CHUNKS[0].hash)
         assert pool.announced() == {CHUNKS[0].hash}
         go.set()
         assert pool.wait(WITHIN_S)
-        assert not pool.soon(CHUNKS[0].hash)
         assert pool.announced() == set()
 
 
@@ -224,8 +221,15 @@ def test_the_next_chunk_is_announced_before_the_last_has_arrived(scripted: Scrip
             announced.append(pool.announced() - {chunk.hash})
             super().keep(chunk, data)
 
-    with pool_of(SourceScores([scripted(static(DATA)).url]), Listening(), 1) as pool:
-        pool.want(CHUNKS)
+    def map_first(target: str, to: socket.socket) -> None:
+        """Before a source has said that it sends no maps, it is asked for one chunk at a time."""
+        if target.startswith("/chunks/"):
+            eventually(lambda: bool(pool._plan._maps), WITHIN_S)
+        honest(target, to)
+
+    honest = static(DATA)
+    with pool_of(SourceScores([scripted(map_first).url]), Listening(), 1) as pool:
+        pool.want(MANIFEST, CHUNKS)
         pool.start()
         assert pool.wait(WITHIN_S)
     assert [len(others) for others in announced] == [1] * 23 + [0]
@@ -297,8 +301,7 @@ def test_a_liar_about_its_map_is_dropped_by_name(scripted: Scripted) -> None:
     liar = scripted(lambda target, to: honest(target, to) if target.startswith("/have/") else reply(to, 404, b""))
     scores = SourceScores([liar.url])
     with pool_of(scores, Shelf()) as pool:
-        pool.want(CHUNKS)
-        pool.watch(MANIFEST)
+        pool.want(MANIFEST, CHUNKS)
         pool.start()
         eventually(lambda: not scores.usable(), WITHIN_S)
     assert scores.describe() == f"{liar.url} claims chunks that it does not deliver, 3 times by now; it is dropped"
@@ -321,15 +324,23 @@ def test_the_last_resort_is_asked_when_no_relay_is_left(scripted: Scripted, trou
 
 def test_a_source_that_appears_later_is_asked_for_its_map_and_its_chunks(scripted: Scripted) -> None:
     scores, shelf = SourceScores([]), Shelf()
-    source = scripted(serving(full()))
+    honest, asked = serving(full()), threading.Event()
+
+    def map_first(target: str, to: socket.socket) -> None:
+        """However busy the machine, no chunk arrives before the map was asked for."""
+        if target.startswith("/have/0.1?"):
+            asked.set()
+        assert asked.wait(WITHIN_S)
+        honest(target, to)
+
+    source = scripted(map_first)
     with pool_of(scores, shelf) as pool:
-        pool.want(CHUNKS)
-        pool.watch(MANIFEST)
+        pool.want(MANIFEST, CHUNKS)
         pool.start()
         assert not pool.wait(0.05)
         scores.set_sources([source.url])
         assert pool.wait(WITHIN_S)
-    assert any(target.startswith("/have/0.1?") for target in source.seen)
+    assert set(chunks_asked(source)) == set(DATA)
 
 
 def test_a_closed_pool_calls_its_keeper_no_more_and_its_threads_end(scripted: Scripted) -> None:
@@ -337,8 +348,7 @@ def test_a_closed_pool_calls_its_keeper_no_more_and_its_threads_end(scripted: Sc
     holding = scripted(lambda target, to: (asked.set(), holding.closed.wait(WITHIN_S)))  # type: ignore[arg-type, return-value]
     before = set(threading.enumerate())
     with pool_of(SourceScores([holding.url]), Shelf()) as pool:
-        pool.want(CHUNKS)
-        pool.watch(MANIFEST)
+        pool.want(MANIFEST, CHUNKS)
         pool.start()
         assert asked.wait(WITHIN_S)
         ours = [one for one in set(threading.enumerate()) - before if one.name.startswith(("chunks-", "have-map"))]
@@ -357,7 +367,7 @@ def test_what_is_no_longer_wanted_is_left_on_its_way(scripted: Scripted) -> None
             left.set()
 
     with pool_of(SourceScores([scripted(stall).url]), Shelf(), 1) as pool:
-        pool.want(CHUNKS[:1])
+        pool.want(MANIFEST, CHUNKS[:1])
         pool.start()
         assert asked.wait(WITHIN_S)
         pool.forget_except(set())

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.shardcast.metrics import Metric, render
-from shoal.shardcast.request import Request, byte_range
+from shoal.shardcast.catalogue import Metric
+from shoal.shardcast.server import Request, byte_range
 
 
 @pytest.mark.parametrize(
@@ -75,14 +75,12 @@ def test_seconds_are_bounded_whatever_is_asked(query: str, seconds: float) -> No
 
 
 def test_numbers_are_written_as_prometheus_reads_them() -> None:
-    text = render(
-        [
-            Metric("sent_bytes_total", "counter", "Bytes sent.", 12345678901),
-            Metric("source_success", "gauge", "Success.", by={'http://a:1/"x\\\n': 0.25, "b": 1}),
-            Metric("requests_total", "counter", "Answers.", by={"200": 7}, label="status"),
-        ]
+    metrics = (
+        Metric("sent_bytes_total", "counter", "Bytes sent.", 12345678901),
+        Metric("source_success", "gauge", "Success.", by={'http://a:1/"x\\\n': 0.25, "b": 1}),
+        Metric("requests_total", "counter", "Answers.", by={"200": 7}, label="status"),
     )
-    assert text == (
+    assert "".join(metric.render() for metric in metrics) == (
         "# HELP shoal_cast_sent_bytes_total Bytes sent.\n"
         "# TYPE shoal_cast_sent_bytes_total counter\n"
         "shoal_cast_sent_bytes_total 12345678901\n"

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from shoal.errors import VersionNotFound
 from shoal.protocol import Chunk, Delta, PolicyManifest, PolicyRef
-from shoal.shardcast.retention import kept_places
-from shoal.shardcast.road import Road, Step, plan
+from shoal.shardcast.lookup import Road, Step, plan
+from shoal.shardcast.manifest import kept_places
 
 FULL = 1000
 

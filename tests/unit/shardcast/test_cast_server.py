@@ -8,7 +8,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,12 @@ import pytest
 from castkit import Running, chunk_paths, eventually, make_origin, publish
 
 from shoal.errors import ResourceError
+from shoal.protocol import Chunk
 from shoal.runtime.stop import StopToken
 from shoal.shardcast import Content, run_origin
-from shoal.shardcast.catalogue import Arrivals, Blob, Catalogue, FolderCatalogue
+from shoal.shardcast.catalogue import Blob, Catalogue, FolderCatalogue, Inventory
 from shoal.shardcast.limits import ServerLimits
 from shoal.shardcast.manifest import Place
-from shoal.shardcast.metrics import Metric
 from shoal.shardcast.server import TreeServer, serve
 from shoal.shardcast.tree import chunk_key, have_key
 
@@ -57,16 +57,16 @@ def serving(server: TreeServer, host: str = "127.0.0.1") -> Iterator[str]:
 
 def limited(folder: Path, limits: ServerLimits) -> AbstractContextManager[str]:
     """A server with its own limits."""
-    return serving(TreeServer(FolderCatalogue(folder), Arrivals(), limits))
+    return serving(TreeServer(FolderCatalogue(folder), limits))
 
 
-class Shelf:
+class Shelf(Catalogue):
     """A catalogue of one version of one chunk, which lies in the middle of a file and is there when the test says."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "payload.part"
         self.path.write_bytes(b"before" + b"chunk" + b"after")
-        self.arrivals = Arrivals()
+        super().__init__("shelf")
         self.known: dict[Place, int] = {(0, 1): 0}
         self.looks = 0
         self.missed: list[str] = []
@@ -77,21 +77,25 @@ class Shelf:
     def expects(self, key: str) -> bool:
         return key == SHELVED
 
-    def have(self, place: Place) -> bytes | None:
-        return bytes([self.known[place], 255]) if place in self.known else None
-
-    def have_count(self, place: Place) -> int | None:
+    def inventory(self, place: Place) -> Inventory | None:
+        """Bits of as many chunks as the test says; one more is announced."""
         self.looks += 1
-        return self.known.get(place)
+        if place not in self.known:
+            return None
+        chunks = [Chunk(hash=f"{index:064x}", size_bytes=1) for index in range(8)]
+        return Inventory(chunks, {chunk.hash for chunk in chunks[: self.known[place]]})
+
+    def announced(self) -> list[str]:
+        return [f"{7:064x}"]
 
     def lost(self, key: str) -> None:
         self.missed.append(key)
 
     def health(self) -> dict[str, Any]:
-        return {"ok": False, "problem": "too little disk"}
+        return {**super().health(), "ok": False, "problem": "too little disk"}
 
-    def metrics(self) -> Sequence[Metric]:
-        return [Metric("versions", "gauge", "Versions held.", len(self.known))]
+    def places(self) -> list[Place]:
+        return list(self.known)
 
     def set_count(self, place: Place, count: int | None) -> None:
         if count is None:
@@ -105,8 +109,7 @@ SHELVED = chunk_key("ab" * 32)
 
 
 def shelved(shelf: Shelf, limits: ServerLimits = ServerLimits()) -> AbstractContextManager[str]:
-    catalogue: Catalogue = shelf
-    return serving(TreeServer(catalogue, shelf.arrivals, limits))
+    return serving(TreeServer(shelf, limits))
 
 
 def test_head_manifests_and_chunks_are_served_with_the_right_caching(tmp_path: Path, start_origin: Start) -> None:
@@ -359,8 +362,8 @@ def test_ranges_of_a_chunk_can_be_asked_for(tmp_path: Path) -> None:
 def test_a_map_is_held_until_more_chunks_are_there(tmp_path: Path) -> None:
     shelf = Shelf(tmp_path)
     with shelved(shelf) as url:
-        assert get(url, "/have/0.1")[::2] == (200, b"\x00\xff")
-        assert get(url, "/have/0.1?count=0&wait_s=0.05")[::2] == (200, b"\x00\xff")
+        assert get(url, "/have/0.1")[::2] == (200, b"\x00\x80")
+        assert get(url, "/have/0.1?count=0&wait_s=0.05")[::2] == (200, b"\x00\x80")
         answers: list[tuple[int, bytes]] = []
         asking = threading.Thread(target=lambda: answers.append(get(url, "/have/0.1?count=1&wait_s=20")[::2]))  # type: ignore[arg-type]
         asking.start()
@@ -371,7 +374,7 @@ def test_a_map_is_held_until_more_chunks_are_there(tmp_path: Path) -> None:
         assert answers == []
         shelf.set_count((0, 1), 2)
         asking.join(5)
-        assert answers == [(200, b"\x02\xff")]
+        assert answers == [(200, b"\x03\x80")]
         headers = get(url, "/have/0.1")[1]
         assert headers["cache-control"] == "no-store"
 
@@ -439,7 +442,7 @@ def test_ipv6_clients_are_let_in_and_counted_by_network(tmp_path: Path) -> None:
     if not socket.has_ipv6 or not _can_listen_on_ipv6():
         pytest.skip("this machine has no IPv6 loopback")
     publish(make_origin(tmp_path), 1)
-    server = TreeServer(FolderCatalogue(tmp_path), Arrivals(), ServerLimits(connections_per_client=1))
+    server = TreeServer(FolderCatalogue(tmp_path), ServerLimits(connections_per_client=1))
     with serving(server, "::1") as url:
         port = int(url.rsplit(":", 1)[1])
         with socket.create_connection(("::1", port), timeout=5) as first:

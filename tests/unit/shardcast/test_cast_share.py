@@ -29,8 +29,9 @@ from castkit import (
 from shoal.protocol import Chunk, PolicyManifest
 from shoal.runtime.stop import StopToken
 from shoal.shardcast import Downloader
+from shoal.shardcast.catalogue import PayloadCatalogue
 from shoal.shardcast.connection import Connection, Deadline
-from shoal.shardcast.share import PayloadCatalogue, run_share
+from shoal.shardcast.server import run_share
 from shoal.shardcast.tree import chunk_key, manifest_key
 
 Scripted = Callable[[Handler], ScriptedSource]
@@ -80,7 +81,7 @@ def test_what_has_arrived_is_served_out_of_the_one_file(sharing: Sharing) -> Non
     assert sharing.get("have/0.1") == (200, bytes([0, 0]))
     assert not any(sharing.has(index) for index in range(5))
     sharing.arrive(1, 4)
-    sharing.catalogue.announced = lambda: {sharing.manifest.chunks[2].hash}
+    sharing.catalogue.fetching = lambda: {sharing.manifest.chunks[2].hash}
     assert sharing.get("have/0.1?count=1&wait_s=20") == (200, bytes([0b10010, 0b00100]))
     assert [sharing.has(index) for index in range(5)] == [False, True, False, False, True]
     assert sharing.get(manifest_key((0, 1))) == (200, sharing.document.read_bytes())

@@ -15,7 +15,7 @@ from castkit import Handler, ScriptedSource, reply
 from shoal.errors import BroadcastError, ConfigError
 from shoal.runtime.stop import StopToken
 from shoal.shardcast.connection import Address, Connection, Deadline, Timeouts
-from shoal.shardcast.sources import Kind, SourceScores, Standing
+from shoal.shardcast.sources import Kind, SourceScores
 
 A, B, C = "http://a:1", "http://b:2", "http://c:3"
 Scripted = Callable[[Handler], ScriptedSource]
@@ -79,14 +79,13 @@ def test_failure_lowers_the_weight_and_success_heals_it() -> None:
     assert 350 < Counter(scores.choose() for _ in range(1000))[B] < 650
 
 
-def test_a_dropped_source_is_not_asked_until_restored_and_others_may_be_excluded() -> None:
+def test_a_dropped_source_is_not_asked_until_restored() -> None:
     scores = SourceScores([A, B])
     scores.drop(A, "lied")
     assert {scores.choose() for _ in range(50)} == {B}
     assert scores.usable() == {B}
-    assert scores.choose(without={B}) is None
     scores.restore()
-    assert scores.choose(without={B}) == A
+    assert {scores.choose() for _ in range(50)} == {A, B}
 
 
 def test_what_is_known_of_a_source_survives_a_new_list() -> None:
@@ -117,15 +116,14 @@ def test_a_last_resort_is_chosen_only_where_there_is_no_other() -> None:
     assert {scores.choose() for _ in range(50)} == {C}
     now[0] += 10
     assert {scores.choose() for _ in range(50)} == {A}
-    assert scores.choose(without={A}) == C
 
 
 def test_those_ready_come_with_what_is_known_of_them() -> None:
     scores = SourceScores([A, B], peers=[C])
     scores.succeeded(A, 1000, 2.0)
     scores.failed(B, "is broken")
-    ready = scores.ready()
-    assert ready == {A: Standing(Kind.UPSTREAM, 500.0, 500.0), C: Standing(Kind.PEER, 500.0, None)}
+    ready = {source: (one.kind, one.weight, one.bandwidth_bytes_s) for source, one in scores.ready().items()}
+    assert ready == {A: (Kind.UPSTREAM, 500.0, 500.0), C: (Kind.PEER, 500.0, None)}
     scores.succeeded(B, 1000, 1.0)
     assert scores.ready()[B].failures == 0
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from shoal.errors import BroadcastError, ConfigError, DeltaRefused, ManifestRefused, VersionNotFound
 from shoal.protocol import PolicyManifest, TensorView
 from shoal.runtime.stop import StopToken
-from shoal.shardcast import Content, Downloader, Origin, OriginSettings, Payload, Progress, differing, run_origin
+from shoal.shardcast import Content, Downloader, Origin, OriginSettings, Payload, Progress, delta, run_origin
 from shoal.shardcast.delta import encode_block
 from shoal.shardcast.manifest import offered, place_of
 from shoal.shardcast.tree import chunk_key
@@ -257,7 +257,7 @@ def test_a_payload_damaged_on_the_clients_disk_costs_another_road(tmp_path: Path
 def test_a_wrong_delta_costs_another_road(tmp_path: Path, serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(tmp_path / "origin", anchor_every=1)
     first = run.step(1)
-    monkeypatch.setattr(differing, "encode_block", wrong_block)
+    monkeypatch.setattr(delta, "encode_block", wrong_block)
     second = run.step(2)
     downloader = make_downloader([serve(run.folder).url], tmp_path / "client")
     downloader.fetch(first.policy, 20)
@@ -271,7 +271,7 @@ def test_a_wrong_delta_without_another_road_is_an_error(
 ) -> None:
     run = Run(tmp_path / "origin")
     run.step(1)
-    monkeypatch.setattr(differing, "encode_block", wrong_block)
+    monkeypatch.setattr(delta, "encode_block", wrong_block)
     second = run.step(2)
     downloader = make_downloader([serve(run.folder).url], tmp_path / "client")
     with pytest.raises((DeltaRefused, VersionNotFound), match=r"no road|other bytes"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,19 +11,26 @@ from trainer_stubs import KEY, RUN, FakeHub, tiny_files, tiny_model
 
 from shoal.errors import DeadlineExceeded, HubRefused, PolicyMismatch, ResourceError
 from shoal.models.state import policy_state, to_torch
+from shoal.runtime.clock import SystemClock
 from shoal.shardcast.origin import Origin
-from shoal.trainer.publisher import Publication, Publisher, Snapshot, snapshot_of
+from shoal.trainer.checkpoint import CheckpointStore
+from shoal.trainer.copies import Copied
+from shoal.trainer.publisher import Handover, Publication, Publisher, snapshot_of
+from shoal.trainer.record import RunRecord
+from shoal.trainer.tracking import Trackers
 
 
-def snapshot(version: int = 0, seed: int = 0) -> Callable[[], Snapshot]:
-    model = tiny_model(seed)
-    return lambda: snapshot_of(policy_state(model), version, tiny_files(model), "float32")
+def handover(version: int = 0, seed: int = 0, publish: bool = True) -> Handover:
+    rows = [{"step": 0, "loss": 1.0}]
+    return Handover(version, Copied(policy_state(tiny_model(seed)), None), rows, publish=publish)
 
 
 def publisher(tmp_path: Path, hub: FakeHub, **changes: object) -> Publisher:
     given: dict[str, object] = {
         "origin": Origin(tmp_path / "origin", RUN, KEY), "hub": hub, "key": KEY, "run": RUN, "incarnation": 0,
-        "republished_until": -1, "deadline_s": 20.0,
+        "republished_until": -1, "deadline_s": 20.0, "files": tiny_files(tiny_model()), "dtype": "float32",
+        "record": RunRecord(tmp_path / "metrics.jsonl", hub, Trackers(), SystemClock()),
+        "store": CheckpointStore(tmp_path / "checkpoints", 1),
     }  # fmt: skip
     return Publisher(Publication(**{**given, **changes}))  # type: ignore[arg-type]
 
@@ -36,7 +42,7 @@ def hub() -> FakeHub:
 
 def test_a_version_is_written_with_the_ledgers_head_then_announced(tmp_path: Path, hub: FakeHub) -> None:
     made = publisher(tmp_path, hub)
-    made.submit(snapshot(0))
+    made.submit(handover(0))
     manifest = made.wait()
     made.close()
     assert manifest is not None
@@ -47,22 +53,22 @@ def test_a_version_is_written_with_the_ledgers_head_then_announced(tmp_path: Pat
     assert (tmp_path / "origin" / "manifests" / "0.0.json").is_file()
 
 
-def test_what_is_only_prepared_is_not_published(tmp_path: Path, hub: FakeHub) -> None:
-    done = threading.Event()
+def test_what_is_replayed_is_reported_and_not_published(tmp_path: Path, hub: FakeHub) -> None:
     made = publisher(tmp_path, hub)
-    made.submit(lambda: done.set())
+    made.submit(handover(1, publish=False))
     assert made.wait() is None
     made.close()
-    assert done.is_set()
+    assert hub.reports == {0: {"loss": 1.0}}
     assert hub.policies == {}
 
 
-def test_what_fails_while_it_is_prepared_is_not_published(tmp_path: Path, hub: FakeHub) -> None:
-    def full() -> Snapshot:
-        raise ResourceError("cannot write the checkpoint: the disk is full")
+def test_what_could_not_be_reported_is_not_published(tmp_path: Path, hub: FakeHub) -> None:
+    def full(_step: int) -> None:
+        raise ResourceError("cannot write the report: the disk is full")
 
+    hub.before["report"] = full
     made = publisher(tmp_path, hub)
-    made.submit(full)
+    made.submit(handover(1))
     with pytest.raises(ResourceError, match="the disk is full"):
         made.wait()
     made.close()
@@ -86,7 +92,7 @@ def test_training_goes_on_while_a_version_is_on_its_way(tmp_path: Path, hub: Fak
 
     hub.before["announce"] = hold
     made = publisher(tmp_path, hub)
-    made.submit(snapshot(0))
+    made.submit(handover(0))
     assert reached.wait(20)
     made.check()  # does not wait, does not raise
     assert hub.policies == {}
@@ -101,8 +107,8 @@ def test_a_failure_surfaces_at_check_at_wait_and_at_the_next_submit(tmp_path: Pa
 
     hub.before["announce"] = full
     made = publisher(tmp_path, hub)
-    made.submit(snapshot(0))
-    for look in (made.wait, made.check, lambda: made.submit(snapshot(1))):
+    made.submit(handover(0))
+    for look in (made.wait, made.check, lambda: made.submit(handover(1))):
         with pytest.raises(ResourceError, match="disk is full"):
             look()
     made.close()
@@ -112,7 +118,7 @@ def test_a_publication_that_hangs_ends_in_a_deadline(tmp_path: Path, hub: FakeHu
     go = threading.Event()
     hub.before["announce"] = lambda _version: assert_set(go)
     made = publisher(tmp_path, hub, deadline_s=0.05)
-    made.submit(snapshot(0))
+    made.submit(handover(0))
     with pytest.raises(DeadlineExceeded, match="publishing a policy took longer"):
         made.wait()
     go.set()
@@ -126,7 +132,7 @@ def assert_set(event: threading.Event) -> None:
 def test_publishing_the_same_again_is_harmless(tmp_path: Path, hub: FakeHub) -> None:
     for _ in range(2):
         made = publisher(tmp_path, hub, republished_until=0)
-        made.submit(snapshot(0))
+        made.submit(handover(0))
         made.wait()
         made.close()
         assert made.incarnation == 0
@@ -138,12 +144,12 @@ def test_another_digest_for_a_published_version_begins_an_incarnation(
     tmp_path: Path, hub: FakeHub, origin_lost: bool
 ) -> None:
     first = publisher(tmp_path, hub)
-    first.submit(snapshot(0, seed=0))
+    first.submit(handover(0, seed=0))
     first.wait()
     first.close()
     # with the origin's folder lost, only the hub's 409 tells that the digest differs
     second = publisher(tmp_path / "lost" if origin_lost else tmp_path, hub, republished_until=0)
-    second.submit(snapshot(0, seed=1))
+    second.submit(handover(0, seed=1))
     manifest = second.wait()
     second.close()
     assert manifest is not None
@@ -155,11 +161,11 @@ def test_another_digest_for_a_published_version_begins_an_incarnation(
 def test_a_conflict_on_a_version_never_published_before_is_an_error(tmp_path: Path, hub: FakeHub) -> None:
     """It means that a second trainer is at work; new incarnations would only hide it."""
     first = publisher(tmp_path, hub)
-    first.submit(snapshot(0, seed=0))
+    first.submit(handover(0, seed=0))
     first.wait()
     first.close()
     second = publisher(tmp_path, hub, republished_until=-1)
-    second.submit(snapshot(0, seed=1))
+    second.submit(handover(0, seed=1))
     with pytest.raises(PolicyMismatch):
         second.wait()
     second.close()
@@ -171,7 +177,7 @@ def test_any_other_refusal_of_the_hub_is_an_error(tmp_path: Path, hub: FakeHub) 
 
     hub.before["announce"] = refuse
     made = publisher(tmp_path, hub, republished_until=5)
-    made.submit(snapshot(0))
+    made.submit(handover(0))
     with pytest.raises(HubRefused, match="only the trainer"):
         made.wait()
     made.close()
@@ -184,7 +190,7 @@ def test_an_endless_conflict_ends(tmp_path: Path, hub: FakeHub) -> None:
 
     hub.before["announce"] = conflict
     made = publisher(tmp_path, hub, republished_until=5)
-    made.submit(snapshot(0))
+    made.submit(handover(0))
     with pytest.raises(PolicyMismatch, match="another trainer"):
         made.wait()
     made.close()

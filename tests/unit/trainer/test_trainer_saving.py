@@ -75,7 +75,7 @@ def die_at(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         if name in wanted and reached.count(name) == 2:
             raise Killed
 
-    for module in (loop, checkpoint, publisher, origin):
+    for module in (checkpoint, publisher, origin):
         monkeypatch.setattr(module, "point", point)
     yield wanted
     assert set(wanted) <= set(reached), "the point was never reached"

@@ -9,7 +9,8 @@ import threading
 from concurrent.futures import Future
 
 from shoal.runtime.stop import StopToken
-from shoal.shardcast.share import PayloadCatalogue, run_share
+from shoal.shardcast.catalogue import PayloadCatalogue
+from shoal.shardcast.server import run_share
 
 READY_S = 10.0
 
