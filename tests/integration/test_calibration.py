@@ -120,7 +120,7 @@ def test_bfloat16_work_is_leased_once_it_is_measured_and_measured_anew_when_the_
     eventually(lambda: "have not measured work in bfloat16 yet" in waits(run), run.status)
     assert run.status().units.get("leased", 0) == 0
     run.torch_validator()
-    eventually_measured(run, lambda digest: {KIND, "torch/cpu/float32"} <= run.trainer.calibration(digest).kinds.keys())
+    eventually_measured(run, lambda digest: KIND in run.trainer.calibration(digest).kinds)
     first = run.in_force()
     made = run.trainer.calibration(first)
     assert made.machines == ("cpu/float32",)

@@ -6,8 +6,8 @@
             leave those in force? ─► measured anew
 
 Each format is put in force as soon as it is measured. Formats without built-in limits are measured before anything
-else: nobody has leases for them yet. The others are measured when there is nothing to audit. Only this validator's own
-work is measured, never what a node submitted.
+else: nobody has leases for them yet. The others are measured once somebody computes so, when there is nothing to
+audit. Only this validator's own work is measured, never what a node submitted.
 
 Joined limits are wider than those of each machine. So the machine that joins them tests them with its own measurement
 before they are in force, and each other machine does when it sees them; where a cheat passes, the kind is refused.
@@ -30,7 +30,7 @@ from shoal.protocol.calibration import format_of
 from shoal.runtime.clock import Clock
 from shoal.validator.calibrate import Measurement, Plan, has_moved, measure, prompts_of
 from shoal.validator.judge import Judge
-from shoal.validator.profiles import Profile, Profiles, widest
+from shoal.validator.profiles import Profile, Profiles, limits_for, widest
 from shoal.validator.replay import ENGINE_ERRORS
 from shoal.validator.settings import ValidatorSettings
 
@@ -148,8 +148,10 @@ class Calibrator:
         was refused is measured again with a later policy: cheats that passed may be caught then."""
         open_formats = {format_of(kind) for kind in self._client.run_info().profiles} | set(asked)
         formats = [each for each in self._formats if each in open_formats - self._unable]
-        if self.machine.startswith("cpu/"):  # coarse formats are slow there: nobody computes so who does not say so
-            formats = [each for each in formats if each == "float32" or each in asked]
+        # What has limits already can wait until somebody computes so; on a CPU, where coarse formats are slow, all can.
+        known, own, slow = self._judge.profiles, format_of(self._kind), self.machine.startswith("cpu/")
+        can_wait = {each for each in formats if slow or limits_for(self._kind_in(each), own, {}, known)}
+        formats = [each for each in formats if each in asked or each not in can_wait]
         if in_force is not None and in_force.policy.incarnation == newest.incarnation:
             again = newest != in_force.policy and self._clock.monotonic_s() >= self._next_refused_s
             seen = {kind for kind, each in in_force.kinds.items() if self.machine in seen_by(each)}

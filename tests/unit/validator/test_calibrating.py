@@ -91,7 +91,7 @@ def is_due(by: Calibrator) -> bool:
 
 def due(by: Calibrator) -> Callable[[], None] | None:
     by._known.clear()
-    return by.due(AuditReply(calibration=DIGEST, wanted=("bfloat16",)), POLICY)
+    return by.due(AuditReply(calibration=DIGEST, wanted=("bfloat16", "float32")), POLICY)
 
 
 def test_what_one_machine_measures_anew_every_other_one_measures_too() -> None:
@@ -152,6 +152,13 @@ def test_what_was_refused_is_measured_again_with_a_later_policy_but_not_all_the_
     assert (missing(POLICY), missing(later)) == ([], ["bfloat16"])
 
 
+def test_what_has_limits_already_is_measured_once_somebody_computes_so() -> None:
+    """Before, the first submission of bfloat16 workers waited 25 s on an H200 for limits of float32, used by nobody."""
+    mine = calibrator(Hub(), "float32")
+    assert mine._missing(None, POLICY, ()) == []
+    assert mine._missing(None, POLICY, ("float32",)) == ["float32"]
+
+
 @pytest.mark.parametrize(("blind_above", "is_refused"), [(0.2, False), (0.15, True)])
 def test_joined_limits_are_tested_again_by_the_machine_that_joins_them(blind_above: float, is_refused: bool) -> None:
     """Before, they were in force with the catch rates of the narrower limits, and nobody had tried them."""
@@ -198,7 +205,7 @@ def test_a_calibration_that_cannot_be_used_is_measured_anew_at_once(how: str) ->
         hub.in_force.kinds[FLOAT32].limits["a-later-limit"] = 1.0
     mine._known.clear()
     assert mine.limits(DIGEST) is None
-    audits = AuditReply.model_construct(audits=("one",), calibration=DIGEST, wanted=())  # type: ignore[arg-type]
+    audits = AuditReply.model_construct(audits=("one",), calibration=DIGEST, wanted=("float32",))  # type: ignore[arg-type]
     job = mine.due(audits, POLICY)
     assert isinstance(job, partial)
     assert (job.func, job.args) == (mine._measure, (POLICY, ["float32"], None, DIGEST))

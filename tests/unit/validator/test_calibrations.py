@@ -136,7 +136,7 @@ def test_a_format_without_built_in_limits_is_measured_first_and_alone_the_others
     )  # fmt: skip
 
     def due(in_force: str, is_ready: bool) -> list[str]:
-        reply = AuditReply(calibration=in_force, wanted=("bfloat16",))
+        reply = AuditReply(calibration=in_force, wanted=("bfloat16", "float32"))
         job = calibrator.due(reply, policy, is_ready)
         return list(cast("partial[None]", job).args[1]) if job is not None else []
 

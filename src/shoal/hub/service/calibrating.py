@@ -28,7 +28,7 @@ class Calibrating:
         self._context = context
 
     def terms(self, transaction: Writer, kind: str) -> Terms:
-        """What a worker of this kind is judged by; a format that is not measured yet is wanted from now on."""
+        """What a worker of this kind is judged by; limits of its number format are wanted from now on."""
         config = self._context.config
         in_force = in_force_of(transaction)
         if kind not in calibrations.taken(InForce(owners=in_force.owners), config.profiles, config.measurable):
@@ -42,7 +42,7 @@ class Calibrating:
             )
         found = calibrations.terms(in_force, kind, config.profiles)
         wanted = wanted_of(transaction)
-        if found.waiting and format_of(kind) not in wanted:
+        if format_of(kind) not in wanted:
             transaction.put_setting(WANTED, " ".join([*wanted, format_of(kind)]))
         return found
 
@@ -105,7 +105,7 @@ def in_force_of(reader: Reader) -> InForce:
 
 
 def wanted_of(reader: Reader) -> tuple[str, ...]:
-    """The number formats that workers asked for before they were measured, at whichever hub."""
+    """The number formats that workers have asked for leases with, at whichever hub."""
     return tuple((reader.setting(WANTED) or "").split())
 
 
