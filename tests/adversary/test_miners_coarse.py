@@ -17,6 +17,7 @@ import pytest
 from minerkit import EarlyExit, Mine, Miner, Rewritten, early_end, no_end
 from trialkit import Judged, Trial, docket
 
+from shoal.adversary import Cheat
 from shoal.engines import Engine, PrefillRequest
 from shoal.engines.shelf import LoadedPolicy
 from shoal.protocol import Outcome, Rollout, Submission, Verdict, pack_logprobs
@@ -24,7 +25,6 @@ from shoal.sampling import uniforms
 from shoal.sampling.check import distances
 from shoal.validator.canary import SPOILERS, original_of
 from shoal.validator.seen import Seen
-from shoal.worker.cheats import Cheat
 
 FILLER = 5
 GROUPS = 12

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from test_loop_scripted import DEADLINE_S, URL, Run, check_accounts, eventually
 
+from shoal.adversary import CHEATS
 from shoal.client import HubClient
 from shoal.engines.registry import ENGINES
 from shoal.engines.scripted import ScriptedEngine
@@ -22,7 +23,6 @@ from shoal.errors import HubRefused
 from shoal.hub import RunSettings
 from shoal.protocol import NodeState, NodeStory
 from shoal.worker import WorkerConfig, WorkerSettings, run_worker
-from shoal.worker.cheats import CHEATS
 
 LEASE_S = 2.5
 STEP_S = 0.06

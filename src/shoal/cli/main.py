@@ -347,7 +347,7 @@ def worker(
 ) -> int:
     """Contribute this machine to a run: all you need is its join URL."""
     if cheat is not None:
-        from shoal.worker.cheats import find_cheat
+        from shoal.adversary import find_cheat
 
         find_cheat(cheat)
     limits = MachineLimits.of_options(max_memory, max_disk, max_bandwidth)

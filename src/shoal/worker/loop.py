@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 
+from shoal.adversary import Cheat, Loot, find_cheat
 from shoal.client import Activity, ClientOptions, HubClient, RegularHeartbeat
 from shoal.client.weights import Following, downloader_of
 from shoal.engines import Completion, Engine, build, check_policy, kind_of, warm_up
@@ -53,7 +54,6 @@ from shoal.runtime.lock import FolderLock
 from shoal.runtime.stop import StopToken
 from shoal.runtime.text import count_of
 from shoal.shardcast import Prefetch
-from shoal.worker.cheats import Cheat, Loot, find_cheat
 from shoal.worker.earnings import Earnings, shut_out
 from shoal.worker.fitting import fitted, refuse_too_large, refuse_too_little_disk, units_that_fit
 from shoal.worker.folder import identity

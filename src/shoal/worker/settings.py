@@ -9,11 +9,11 @@ from typing import Literal
 import httpx
 from pydantic import BaseModel, ConfigDict, Field
 
+from shoal.adversary import find_cheat
 from shoal.engines import check_engine
 from shoal.protocol import SignedDocument
 from shoal.protocol.lease import MAX_LEASES_PER_REQUEST
 from shoal.runtime.limits import MachineLimits
-from shoal.worker.cheats import find_cheat
 
 
 class WorkerSettings(BaseModel):
@@ -45,7 +45,7 @@ class WorkerConfig:
     """One worker: its folder (key, outbox, cache), its engine, and the hub it works for.
 
     Without `root_fingerprint` the first hub that answers is believed. `http` is given only by tests and one-process
-    runs. `cheat` makes it a dishonest one (`worker.cheats`), to attack one's own run. `further_hubs` are addresses
+    runs. `cheat` makes it a dishonest one (`adversary`), to attack one's own run. `further_hubs` are addresses
     of the same run; `vouch` is an owner's word that this machine is theirs; `limits` is what it may take of it.
     """
 

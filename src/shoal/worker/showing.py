@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from shoal.adversary import Cheat
 from shoal.client import HubClient
 from shoal.engines import Chunks, Completion
 from shoal.engines.protocol import OnChunks
@@ -26,7 +27,6 @@ from shoal.errors import DeadlineExceeded, HubRefused, HubUnreachable, ProtocolE
 from shoal.protocol import HeartbeatReply, Lease, pack_tokens
 from shoal.protocol.progress import ShownChunks, ShownProgress
 from shoal.runtime.clock import Clock, SystemClock
-from shoal.worker.cheats import Cheat
 
 log = logging.getLogger(__name__)
 

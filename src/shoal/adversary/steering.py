@@ -12,11 +12,11 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
+from shoal.adversary.base import Cheat, Disguise, Groups, Loot, vouched
 from shoal.engines import Completion, Engine, GenerationRequest, Prefill, PrefillRequest
 from shoal.engines.protocol import Finish
 from shoal.protocol import ProofParameters
 from shoal.sampling import SeedTolerance, uniforms
-from shoal.worker.cheats.base import Cheat, Disguise, Groups, Loot, vouched
 
 MAX_VOCABULARY = 4096  # it looks at every token of the vocabulary, one by one
 

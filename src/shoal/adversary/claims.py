@@ -8,10 +8,10 @@ import numpy as np
 import numpy.typing as npt
 from msgspec.structs import replace
 
+from shoal.adversary.base import OTHER_TOKENS, Cheat
+from shoal.adversary.dice import OwnDice
 from shoal.protocol import Lease, Rollout, Submission, pack_logprobs, pack_tokens
 from shoal.protocol.given import pack_spans
-from shoal.worker.cheats.base import OTHER_TOKENS, Cheat
-from shoal.worker.cheats.dice import OwnDice
 
 NUDGE = 0.05
 FAR_TOKEN = 2**31

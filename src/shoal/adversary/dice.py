@@ -6,10 +6,10 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from shoal.adversary.base import OTHER_TOKENS, Cheat, Disguise, Groups, Loot, vouched
+from shoal.adversary.worth import Worth
 from shoal.engines import Completion, Engine, GenerationRequest
 from shoal.protocol import ProofParameters, SamplingParameters
-from shoal.worker.cheats.base import OTHER_TOKENS, Cheat, Disguise, Groups, Loot, vouched
-from shoal.worker.cheats.worth import Worth
 
 TRIES = 4  # completions from which best-of and grind choose one
 COLD = 0.7

@@ -6,10 +6,10 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, cached_property
 
+from shoal.adversary.base import Loot
 from shoal.engines import Completion
 from shoal.environments import ENVIRONMENTS, Environment, EnvironmentSettings, Task, build
 from shoal.models import TextTokenizer
-from shoal.worker.cheats.base import Loot
 
 _listing = threading.Lock()
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from shoal.adversary import branching, claims, copies, dice, progress, proofs, sleeper, steering, tokens, weights
+from shoal.adversary.base import Cheat
 from shoal.errors import ConfigError
-from shoal.worker.cheats import branching, claims, copies, dice, progress, proofs, sleeper, steering, tokens, weights
-from shoal.worker.cheats.base import Cheat
 
 CHEATS: Mapping[str, type[Cheat]] = {
     cheat.name: cheat

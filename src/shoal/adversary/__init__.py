@@ -17,7 +17,7 @@ Each pays if nobody looks: a better reward, less work, or no downloads. What is 
 can be done: tokens that were never drawn come with the right policy's log-probabilities and proofs.
 """
 
-from shoal.worker.cheats.base import Cheat, Disguise, Loot
-from shoal.worker.cheats.registry import CHEATS, find_cheat
+from shoal.adversary.base import Cheat, Disguise, Loot
+from shoal.adversary.registry import CHEATS, find_cheat
 
 __all__ = ["CHEATS", "Cheat", "Disguise", "Loot", "find_cheat"]

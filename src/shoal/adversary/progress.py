@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 from msgspec.structs import replace
 
+from shoal.adversary.base import OTHER_TOKENS, Cheat
 from shoal.protocol import Lease, Submission, pack_tokens, unpack_tokens
 from shoal.protocol.progress import ShownChunks, ShownProgress
-from shoal.worker.cheats.base import OTHER_TOKENS, Cheat
 
 LIES = frozenset({"progress.seed", "progress.prefix"})
 

@@ -8,9 +8,9 @@ from typing import ClassVar
 
 from msgspec.structs import replace as replaced
 
+from shoal.adversary.base import OTHER_TOKENS, OTHER_WEIGHTS, Cheat, Disguise, Groups, Loot
 from shoal.engines import Engine, GenerationRequest
 from shoal.protocol import Lease, ProofParameters, Rollout, Submission
-from shoal.worker.cheats.base import OTHER_TOKENS, OTHER_WEIGHTS, Cheat, Disguise, Groups, Loot
 
 COPIED = frozenset({"duplicate.rollout", "duplicate.proof", "proofs.malformed"})
 

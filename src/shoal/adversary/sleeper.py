@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from shoal.adversary.base import OTHER_TOKENS, Cheat, Disguise, Groups, Loot
+from shoal.adversary.dice import Choosing
 from shoal.engines import Engine, GenerationRequest
 from shoal.protocol import ProofParameters
-from shoal.worker.cheats.base import OTHER_TOKENS, Cheat, Disguise, Groups, Loot
-from shoal.worker.cheats.dice import Choosing
 
 HONEST_UNITS = 12
 

@@ -8,10 +8,10 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
+from shoal.adversary.base import OTHER_TOKENS, OTHER_WEIGHTS, Cheat, Disguise, Groups, Loot, Rewriter
+from shoal.adversary.worth import Worth
 from shoal.engines import Completion, Engine, GenerationRequest
 from shoal.protocol import ProofParameters
-from shoal.worker.cheats.base import OTHER_TOKENS, OTHER_WEIGHTS, Cheat, Disguise, Groups, Loot, Rewriter
-from shoal.worker.cheats.worth import Worth
 
 Tokens = npt.NDArray[np.int32]
 
