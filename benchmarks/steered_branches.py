@@ -42,10 +42,9 @@ from shoal.sampling.check import distances
 from shoal.validator.bands import Bands, limits_from
 from shoal.validator.branches import Lookout, by_tolerance, choice_bits
 from shoal.validator.calibrate import OPENINGS
-from shoal.validator.case import Case
+from shoal.validator.case import Case, replay_all
 from shoal.validator.checks import AFTER_PREFILL, run_all
 from shoal.validator.profiles import Profile
-from shoal.validator.replay import replay_all
 from shoal.validator.rewards import Group, Scored, completion_ids
 from shoal.validator.specimens import Machine, Terms
 

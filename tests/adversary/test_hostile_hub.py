@@ -55,8 +55,7 @@ from shoal.protocol import (
     sign_document,
     submission_digest,
 )
-from shoal.protocol.progress import ProgressReply
-from shoal.protocol.upload import UploadTicket
+from shoal.protocol.submission import ProgressReply, UploadTicket
 from shoal.runtime import exchange, targets
 from shoal.runtime.clock import SystemClock
 from shoal.runtime.stop import StopToken

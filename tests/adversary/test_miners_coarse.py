@@ -24,7 +24,7 @@ from shoal.protocol import Outcome, Rollout, Submission, Verdict, pack_logprobs
 from shoal.sampling import uniforms
 from shoal.sampling.check import distances
 from shoal.validator.canary import SPOILERS, original_of
-from shoal.validator.seen import Seen
+from shoal.validator.case import Seen
 
 FILLER = 5
 GROUPS = 12

@@ -44,10 +44,9 @@ from shoal.protocol.branches import Branches, GainEvidence
 from shoal.sampling import uniforms
 from shoal.validator.bands import Bands, limits_from
 from shoal.validator.branches import Lookout
-from shoal.validator.case import Case, read_body
+from shoal.validator.case import Case, read_body, replay_all
 from shoal.validator.judge import Judge
 from shoal.validator.profiles import Profile
-from shoal.validator.replay import replay_all
 from shoal.validator.specimens import POLICY, Terms, docket_of
 from shoal.validator.verdicts import Docket
 

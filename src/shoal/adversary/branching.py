@@ -16,8 +16,7 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
-from shoal.adversary.base import Cheat, Disguise, Groups, Loot, vouched
-from shoal.adversary.worth import Worth
+from shoal.adversary.base import Cheat, Disguise, Groups, Loot, Worth, vouched
 from shoal.engines import Completion, Engine, GenerationRequest, PrefillRequest
 from shoal.protocol import ProofParameters, SamplingParameters
 from shoal.sampling import uniforms, uniforms_at

@@ -6,8 +6,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from shoal.adversary.base import OTHER_TOKENS, Cheat, Disguise, Groups, Loot, vouched
-from shoal.adversary.worth import Worth
+from shoal.adversary.base import OTHER_TOKENS, Cheat, Disguise, Groups, Loot, Worth, vouched
 from shoal.engines import Completion, Engine, GenerationRequest
 from shoal.protocol import ProofParameters, SamplingParameters
 

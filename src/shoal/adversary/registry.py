@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from shoal.adversary import branching, claims, copies, dice, progress, proofs, sleeper, steering, tokens, weights
+from shoal.adversary import branching, claims, copies, dice, proofs, sleeper, steering, tokens, weights
 from shoal.adversary.base import Cheat
 from shoal.errors import ConfigError
 
@@ -20,7 +20,7 @@ CHEATS: Mapping[str, type[Cheat]] = {
         claims.ClaimNode, claims.ClaimGiven, claims.FewRollouts,
         proofs.NoProofs, proofs.NullProofs, proofs.ConstantProofs, proofs.ModulusOne, proofs.RandomProofs,
         proofs.SwappedProofs, proofs.ReplayedProofs, proofs.HalfProofs, proofs.LongProofs,
-        progress.ShowRandom, progress.ShowOther, progress.ShowAndSwap,
+        claims.ShowRandom, claims.ShowOther, claims.ShowAndSwap,
         sleeper.Sleeper,
     )
 }  # fmt: skip

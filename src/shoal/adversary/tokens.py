@@ -8,8 +8,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from shoal.adversary.base import OTHER_TOKENS, OTHER_WEIGHTS, Cheat, Disguise, Groups, Loot, Rewriter
-from shoal.adversary.worth import Worth
+from shoal.adversary.base import OTHER_TOKENS, OTHER_WEIGHTS, Cheat, Disguise, Groups, Loot, Rewriter, Worth
 from shoal.engines import Completion, Engine, GenerationRequest
 from shoal.protocol import ProofParameters
 

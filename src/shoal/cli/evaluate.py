@@ -21,7 +21,7 @@ from shoal.errors import ScoringFailure, UserError
 if TYPE_CHECKING:
     from shoal.cli.sources import ModelSource, TaskSource
     from shoal.environments import Environment
-    from shoal.evaluation.evaluating import Evaluation
+    from shoal.evaluation.job import Evaluation
     from shoal.evaluation.leaks import Leaks
     from shoal.evaluation.measuring import Chosen
     from shoal.evaluation.plan import Plan
@@ -147,7 +147,7 @@ class EvalRequest:
 def run_eval(request: EvalRequest) -> int:
     """Find everything, look for leaks, sample and score, say the numbers; returns the exit code."""
     from shoal.cli.sources import model_source
-    from shoal.evaluation.evaluating import Evaluation, choose
+    from shoal.evaluation.job import Evaluation, choose
     from shoal.evaluation.subject import open_subject
     from shoal.models import BUILTIN
 
@@ -179,7 +179,7 @@ def run_rescore(out: Path, env: str | None, overrides: Sequence[str]) -> int:
 
     from shoal.cli.counting import counted
     from shoal.cli.sources import TaskSource, task_source
-    from shoal.evaluation.evaluating import SUMMARY
+    from shoal.evaluation.job import SUMMARY
     from shoal.evaluation.leaks import Leaks
     from shoal.evaluation.rescoring import kept_settings, rescore
     from shoal.runtime.lock import FolderLock
@@ -224,7 +224,7 @@ def positions_of(model: ModelSource) -> int | None:
 def look_for_leaks(request: EvalRequest, chosen: Chosen, model: ModelSource) -> Leaks:
     """Evaluated tasks that are in the training set: of --trained-on, or of the run that the model is of."""
     from shoal.cli.sources import TaskSource, task_source
-    from shoal.evaluation.evaluating import chosen_tasks
+    from shoal.evaluation.job import chosen_tasks
     from shoal.evaluation.leaks import Leaks, archived_ids, find_leaks
 
     if request.trained_on is not None:
@@ -258,7 +258,7 @@ def _training(source: TaskSource) -> Environment:
 
 
 def left_over(chosen: Chosen, leaks: Leaks, allowed: bool) -> Chosen:
-    from shoal.evaluation.evaluating import without
+    from shoal.evaluation.job import without
 
     if not allowed:
         leaks.refuse()
@@ -281,8 +281,8 @@ def measured(request: EvalRequest, evaluation: Evaluation, out: Path) -> dict[st
     from rich.console import Console
 
     from shoal.cli.counting import counted
-    from shoal.evaluation.evaluating import evaluate as run
-    from shoal.evaluation.evaluating import finished
+    from shoal.evaluation.job import evaluate as run
+    from shoal.evaluation.job import finished
     from shoal.runtime.lock import FolderLock
     from shoal.runtime.stop import stop_on_signals
 

@@ -38,8 +38,8 @@ from shoal.runtime.text import count_of
 if TYPE_CHECKING:
     from shoal.cli.sources import TaskSource
     from shoal.environments.data.table import Table
-    from shoal.evaluation.evaluating import Evaluation
     from shoal.evaluation.filtering import Columns, Selection
+    from shoal.evaluation.job import Evaluation
     from shoal.evaluation.journal import Journal
     from shoal.evaluation.rates import Band
     from shoal.evaluation.subject import Machine
@@ -129,8 +129,8 @@ def run_filter(request: FilterRequest) -> int:
 
 def prepared(request: FilterRequest) -> Evaluation:
     from shoal.cli.sources import model_source
-    from shoal.evaluation.evaluating import Evaluation, choose
     from shoal.evaluation.filtering import data_of
+    from shoal.evaluation.job import Evaluation, choose
     from shoal.evaluation.subject import open_subject
 
     request.given.plan(request.source, None)  # mistakes on the command line, before anything is loaded
@@ -166,7 +166,7 @@ def measured(request: FilterRequest, evaluation: Evaluation) -> Journal | None:
     from rich.console import Console
 
     from shoal.cli.counting import counted
-    from shoal.evaluation.evaluating import measure
+    from shoal.evaluation.job import measure
     from shoal.runtime.lock import FolderLock
     from shoal.runtime.stop import stop_on_signals
 

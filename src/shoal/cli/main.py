@@ -33,7 +33,7 @@ from shoal.cli.sft import sft
 from shoal.cli.why import why
 from shoal.errors import ShoalError, UserError
 from shoal.runtime import crash
-from shoal.runtime.home import home
+from shoal.runtime.files import home
 from shoal.runtime.limits import MachineLimits
 from shoal.runtime.stop import SUPERVISED, TOLD_TO_STOP_CODE, end_at_start
 from shoal.runtime.text import printable, visible

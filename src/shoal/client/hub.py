@@ -70,8 +70,7 @@ from shoal.protocol import (
     submission_digest,
     unpack,
 )
-from shoal.protocol.progress import ProgressReply, ShownProgress
-from shoal.protocol.upload import UploadCommit, UploadRequest, UploadTicket
+from shoal.protocol.submission import ProgressReply, ShownProgress, UploadCommit, UploadRequest, UploadTicket
 from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.stop import StopToken
 

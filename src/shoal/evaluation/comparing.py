@@ -15,13 +15,7 @@ import numpy as np
 
 from shoal.errors import ConfigError
 from shoal.evaluation.records import Results, TaskResult
-from shoal.evaluation.statistics import (
-    Estimate,
-    bootstrap_means,
-    detectable_difference,
-    mcnemar_p,
-    sign_flip_p,
-)
+from shoal.evaluation.statistics import Estimate, bootstrap_means, detectable_difference, mcnemar_p, sign_flip_p
 from shoal.evaluation.summary import MAX_FAILURES
 
 SIGNIFICANT = 0.05

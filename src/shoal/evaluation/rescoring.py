@@ -24,7 +24,7 @@ from shoal.environments import Environment, EnvironmentSettings, identity_of
 from shoal.environments.mix import part_of
 from shoal.environments.questions import prompt_digest
 from shoal.errors import ConfigError, DeadlineExceeded, EnvironmentSetupError
-from shoal.evaluation.evaluating import ENVIRONMENT, SUMMARY, TASKS, write_results
+from shoal.evaluation.job import ENVIRONMENT, SUMMARY, TASKS, write_results
 from shoal.evaluation.journal import IDENTITY, Journal, dumped, read_identity
 from shoal.evaluation.measuring import Report, Scoring
 from shoal.evaluation.plan import Plan, as_asked

@@ -3,11 +3,14 @@
     bytes ─► compressed cap ─► zstd frame header: declared size cap ─► bounded inflate ─► typed, strict msgpack
 
 A frame without a declared size, with a size over the cap, or with trailing bytes is refused unread.
+
+`TensorView` is a tensor without a tensor library: name, type, shape and raw little-endian bytes, as it travels.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import TypeVar
 
 import msgspec
@@ -74,3 +77,22 @@ def _bounded_inflate(data: bytes, declared: int) -> bytes:
     if len(raw) != declared:
         raise CodecError("the zstd frame is truncated, or its size is not the one declared")
     return raw
+
+
+ITEM_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+
+
+@dataclass(frozen=True)
+class TensorView:
+    """Raw values of one tensor; `data` is borrowed, not copied. Types are named as safetensors names them."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    data: memoryview
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ITEM_BYTES:
+            raise ValueError(f"tensor {self.name}: unknown type {self.dtype}")
+        if self.data.nbytes != ITEM_BYTES[self.dtype] * prod(self.shape):
+            raise ValueError(f"tensor {self.name}: {self.data.nbytes} bytes do not fill {self.dtype}{list(self.shape)}")

@@ -27,10 +27,9 @@ import httpx
 from shoal.environments.settings import JudgeSettings
 from shoal.errors import DeadlineExceeded, EnvironmentSetupError, ScoringFailure
 from shoal.rewards.panel import Piece
-from shoal.runtime.clock import Clock, SystemClock
+from shoal.runtime.clock import Backoff, Clock, SystemClock
 from shoal.runtime.exchange import check_plain
 from shoal.runtime.proxies import is_own
-from shoal.runtime.retry import Backoff
 from shoal.runtime.stop import StopToken
 
 log = logging.getLogger(__name__)
@@ -233,11 +232,7 @@ def question(template: str, piece: Piece) -> str:
     'say {answer}|secret'
     """
     fence = f"=== {hashlib.sha256(piece.completion.encode(errors='replace')).hexdigest()[:24]} ==="
-    fill = {
-        "prompt": piece.prompt,
-        "completion": f"{fence}\n{piece.completion}\n{fence}",
-        "answer": piece.answer,
-    }
+    fill = {"prompt": piece.prompt, "completion": f"{fence}\n{piece.completion}\n{fence}", "answer": piece.answer}
     text = HOLES.sub(lambda hole: fill[hole[1]], template)
     return text.encode(errors="replace").decode()
 

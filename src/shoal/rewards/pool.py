@@ -28,7 +28,7 @@ from shoal.rewards.frames import Answer, What, as_text
 from shoal.rewards.limits import Patience, child_settings, core_digest, process_count
 from shoal.rewards.process import BLAMABLE, Cause, Ended, Ground, NotReady, ScoringProcess
 from shoal.rewards.protocol import Job, NotBegun
-from shoal.runtime.retry import Backoff
+from shoal.runtime.clock import Backoff
 from shoal.runtime.stop import StopToken
 
 log = logging.getLogger(__name__)

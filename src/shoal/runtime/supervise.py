@@ -26,9 +26,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from shoal.runtime.clock import Clock, SystemClock
+from shoal.runtime.clock import Backoff, Clock, SystemClock
 from shoal.runtime.files import is_full, resource_error, write_atomically
-from shoal.runtime.retry import Backoff
 from shoal.runtime.stop import SUPERVISED, TOLD_TO_STOP_CODE, StopToken
 
 log = logging.getLogger(__name__)

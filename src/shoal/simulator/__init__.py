@@ -5,7 +5,6 @@
     world       World: the heap of events, the hub, who waits for what, what is written down
     workers     Worker: asks, generates, hands in; sits on leases, lies, dies, comes back
     trusted     Validator, Trainer
-    blobs       MemoryBlobs
     invariants  problems: what must hold, whatever happened
 
     heap ─ next event ─► clock ─► actor ─ calls ─► hub.service ─► hub.state (the real decisions) ─► MemoryStorage

@@ -18,7 +18,7 @@ from shoal.hub.changes import Topic
 from shoal.hub.state.refusals import Refusal
 from shoal.hub.state.rows import NodeRow
 from shoal.protocol import Heartbeat, Lease, LeaseRequest, Receipt, pack, pack_tokens, submission_digest
-from shoal.protocol.progress import ShownChunks, ShownProgress
+from shoal.protocol.submission import ShownChunks, ShownProgress
 from shoal.simulator.scenario import Crew
 from shoal.simulator.world import HubDown, World
 

@@ -4,6 +4,9 @@ at(delay, action) ─► heap ─► the clock jumps to the next event ─► ac
                                                                    │
 waiting (like long polls) ◄── nothing to do ◄──────────────────────┤
     └─ the hub notes a change ─► those who waited longest ask again, until asking is in vain
+
+Submissions stay in this process (`MemoryBlobs`): a simulated hour hands in hundreds of thousands, and trains on none of
+them.
 """
 
 from __future__ import annotations
@@ -13,22 +16,58 @@ import heapq
 import math
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
 from shoal.environments import Score, Split, Task
+from shoal.errors import ResourceError
 from shoal.hub import HubConfig
 from shoal.hub.changes import Topic
 from shoal.hub.service import Hub
 from shoal.hub.state.commands import SaveNode
 from shoal.hub.state.rows import PROBATION_AUDITS, NodeRow, Rules
 from shoal.hub.storage import MemoryStorage
-from shoal.protocol import Batch, Receipt, Registration, Role, RoleCertificate, SigningKey, sign_document
+from shoal.hub.storage.blobs import Inbox
+from shoal.protocol import (
+    Batch,
+    Receipt,
+    Registration,
+    Role,
+    RoleCertificate,
+    SigningKey,
+    sign_document,
+    submission_digest,
+)
 from shoal.runtime.clock import ManualClock
-from shoal.simulator.blobs import MemoryBlobs
 from shoal.simulator.scenario import Scenario
+
+
+class MemoryBlobs:
+    """Implements `storage.blobs.Blobs`."""
+
+    inbox: Inbox | None = None
+
+    def __init__(self) -> None:
+        self._bodies: dict[str, bytes] = {}
+
+    def put(self, body: bytes) -> str:
+        name = submission_digest(body)
+        self._bodies[name] = body
+        return name
+
+    def get(self, name: str) -> bytes:
+        if name not in self._bodies:
+            raise ResourceError(f"there is no submission {name}")
+        return self._bodies[name]
+
+    def has(self, name: str) -> bool:
+        return name in self._bodies
+
+    def names(self) -> Iterator[str]:
+        return iter(self._bodies)
+
 
 TICK_S = 1.0
 POLL_S = 20.0

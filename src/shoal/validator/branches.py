@@ -33,8 +33,7 @@ from shoal.errors import ScoringFailure
 from shoal.protocol import Rollout, RolloutReward, pack_logprobs, pack_tokens
 from shoal.protocol.branches import Branches
 from shoal.runtime.clock import Clock, SystemClock
-from shoal.validator.case import Case
-from shoal.validator.replay import ENGINE_ERRORS
+from shoal.validator.case import ENGINE_ERRORS, Case
 from shoal.validator.rewards import Group, Scored
 from shoal.validator.verdicts import NO_BRANCHES
 

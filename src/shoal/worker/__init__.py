@@ -4,7 +4,6 @@ settings   WorkerSettings, WorkerConfig
 loop       run_worker, Worker: lease, generate, hand in
 outbox     Outbox, Parcel: finished work on disk until the hub has promised to keep it
 uploader   Uploader: sends the outbox beside generation
-folder     identity: the key in a worker's folder
 earnings   Earnings: credit and refusals, said to the node's owner
 """
 

@@ -30,23 +30,8 @@ from shoal.engines.memory import keep_to_share
 from shoal.engines.protocol import BoundedEngine
 from shoal.engines.shelf import EngineShelf, Fetch, LoadedPolicy
 from shoal.engines.submission import submission_of
-from shoal.errors import (
-    BroadcastError,
-    ConfigError,
-    DeadlineExceeded,
-    HubError,
-    HubRefused,
-    ResourceError,
-)
-from shoal.protocol import (
-    Entry,
-    HeartbeatReply,
-    Lease,
-    LeaseRelease,
-    LeaseReply,
-    LeaseRequest,
-    PolicyRef,
-)
+from shoal.errors import BroadcastError, ConfigError, DeadlineExceeded, HubError, HubRefused, ResourceError
+from shoal.protocol import Entry, HeartbeatReply, Lease, LeaseRelease, LeaseReply, LeaseRequest, PolicyRef
 from shoal.protocol.lease import DEFAULT_PROFILE, MAX_HELD, MAX_LEASES_PER_REQUEST
 from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.crash import point
@@ -56,11 +41,9 @@ from shoal.runtime.text import count_of
 from shoal.shardcast import Prefetch
 from shoal.worker.earnings import Earnings, shut_out
 from shoal.worker.fitting import fitted, refuse_too_large, refuse_too_little_disk, units_that_fit
-from shoal.worker.folder import identity
-from shoal.worker.heads import KeptHeads
 from shoal.worker.newest import NewestPolicy
-from shoal.worker.outbox import Outbox, Parcel
-from shoal.worker.settings import WorkerConfig, WorkerSettings, check_choices
+from shoal.worker.outbox import KeptHeads, Outbox, Parcel
+from shoal.worker.settings import WorkerConfig, WorkerSettings, check_choices, identity
 from shoal.worker.showing import Showing
 from shoal.worker.uploader import Uploader
 

@@ -12,19 +12,19 @@ import numpy as np
 import pytest
 
 from shoal.adversary import CHEATS, Cheat, Loot, find_cheat
+from shoal.adversary.base import Worth
 from shoal.adversary.copies import Steal
 from shoal.adversary.dice import TRIES, own_seeds
 from shoal.adversary.proofs import FIELD, chunks_of
 from shoal.adversary.sleeper import HONEST_UNITS, Sleeper
 from shoal.adversary.steering import Steer
 from shoal.adversary.weights import shallow_files
-from shoal.adversary.worth import Worth
 from shoal.engines import Completion, Engine, GenerationRequest, PrefillRequest
 from shoal.engines.scripted import ScriptedEngine
 from shoal.engines.submission import submission_of
 from shoal.errors import ConfigError
 from shoal.hub.service import work as hub_work
-from shoal.models.tensors import from_numpy
+from shoal.models.weights import from_numpy
 from shoal.protocol import Lease, PolicyRef, ProofParameters, SamplingParameters, Submission
 from shoal.runtime.stop import StopToken
 from shoal.sampling import SeedTolerance, uniforms

@@ -12,7 +12,7 @@ import numpy as np
 from shoal.engines import Completion, GenerationRequest
 from shoal.environments import Environment, EnvironmentSettings, Score, Task, build
 from shoal.errors import ScoringFailure
-from shoal.evaluation.evaluating import Evaluation, choose
+from shoal.evaluation.job import Evaluation, choose
 from shoal.evaluation.plan import Plan
 from shoal.evaluation.records import SampleRecord, TaskRecord
 from shoal.evaluation.subject import Subject

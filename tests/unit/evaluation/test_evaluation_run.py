@@ -16,7 +16,7 @@ from shoal.environments import Environment, EnvironmentSettings, Score, Task, bu
 from shoal.environments.settings import LengthSettings
 from shoal.errors import ConfigError, DeadlineExceeded, EnvironmentSetupError, ResourceError, UnusableTask
 from shoal.evaluation.comparing import compare
-from shoal.evaluation.evaluating import SUMMARY, TASKS, Evaluation, choose, evaluate, finished, without
+from shoal.evaluation.job import SUMMARY, TASKS, Evaluation, choose, evaluate, finished, without
 from shoal.evaluation.journal import IDENTITY, PROGRESS
 from shoal.evaluation.plan import Plan, sample_seed, tasks_of
 from shoal.evaluation.records import SampleRecord, TaskRecord, read_records, read_results

@@ -19,7 +19,7 @@ from shoal.environments import EnvironmentSettings, build
 from shoal.environments.settings import LengthSettings
 from shoal.errors import ConfigError, DeadlineExceeded
 from shoal.evaluation import rescoring
-from shoal.evaluation.evaluating import SUMMARY, TASKS, Evaluation, choose, evaluate, finished, measure
+from shoal.evaluation.job import SUMMARY, TASKS, Evaluation, choose, evaluate, finished, measure
 from shoal.evaluation.journal import IDENTITY, PROGRESS, Journal
 from shoal.evaluation.rescoring import rescore
 from shoal.rewards import DirectScorer, Job

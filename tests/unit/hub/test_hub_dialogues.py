@@ -23,7 +23,7 @@ from shoal.protocol import (
     pack_tokens,
     unpack,
 )
-from shoal.protocol.given import pack_spans
+from shoal.protocol.submission import pack_spans
 
 
 class Talking(FakeEnvironment):

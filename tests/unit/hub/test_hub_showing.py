@@ -27,7 +27,7 @@ from shoal.protocol import (
     submission_digest,
     unpack,
 )
-from shoal.protocol.progress import ProgressReply, ShownChunks, ShownProgress, shown_digest
+from shoal.protocol.submission import ProgressReply, ShownChunks, ShownProgress, shown_digest
 
 ROWS = 32
 LEASE_S = 10.0

@@ -14,7 +14,7 @@ from shoal.hub.state import showing
 from shoal.hub.state.refusals import Refusal
 from shoal.hub.state.rows import ShownRow
 from shoal.protocol import Limits, ProofParameters, pack, pack_tokens, unpack
-from shoal.protocol.progress import ShownChunks, ShownProgress, shown_digest
+from shoal.protocol.submission import ShownChunks, ShownProgress, shown_digest
 
 PROOF = ProofParameters(topk=8, rows=4)
 RULES = rules(group_size=2, max_new_tokens=16)

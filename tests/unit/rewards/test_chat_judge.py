@@ -16,7 +16,7 @@ from shoal.environments.settings import JudgeSettings
 from shoal.errors import DeadlineExceeded, EnvironmentSetupError, ScoringFailure
 from shoal.rewards.chat import MAX_ANSWER_BYTES, ChatJudge, Unreadable, grade, question
 from shoal.rewards.panel import Piece
-from shoal.runtime.retry import Backoff
+from shoal.runtime.clock import Backoff
 from shoal.runtime.stop import StopToken
 
 pytestmark = pytest.mark.timeout(60)

@@ -19,10 +19,9 @@ from shoal.protocol.branches import Branches, GainEvidence
 from shoal.runtime.clock import ManualClock
 from shoal.sampling import uniforms
 from shoal.validator.branches import Blocks, Look, Lookout, by_tolerance, choice_bits, differences, look_at
-from shoal.validator.case import Case
+from shoal.validator.case import Case, replay_all
 from shoal.validator.judge import Judge
 from shoal.validator.profiles import BUILT_IN, ChannelLimits, LogprobLimits, NoiseLimits, Profile
-from shoal.validator.replay import replay_all
 from shoal.validator.rewards import Group, Scored
 
 WIDE = BUILT_IN["scripted/cpu/float32"].model_copy(

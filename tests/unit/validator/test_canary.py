@@ -15,9 +15,8 @@ from shoal.sampling import SeedTolerance
 from shoal.toploc import ProofTolerance
 from shoal.validator import Judge, load_profiles
 from shoal.validator.canary import SPOILERS, Canary, Original
-from shoal.validator.case import BODY_LIMITS
+from shoal.validator.case import BODY_LIMITS, Seen
 from shoal.validator.profiles import BUILT_IN, CertainLimits, ChannelLimits, LogprobLimits, NoiseLimits
-from shoal.validator.seen import Seen
 
 LONG = SamplingParameters(temperature=1.0, max_new_tokens=16, eos_token_id=500)
 REASONS = {

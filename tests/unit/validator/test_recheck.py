@@ -10,7 +10,7 @@ from honest import LengthEnvironment, docket, lease, loaded, proved, submission
 from shoal.protocol import Outcome, RolloutReward, Verdict, pack, submission_digest
 from shoal.rewards.panel import Panel
 from shoal.validator import Judge, load_profiles
-from shoal.validator.recheck import Kept, recheck
+from shoal.validator.judge import Kept, recheck
 from shoal.validator.verdicts import Docket
 
 UNIT = lease(5)

@@ -20,8 +20,7 @@ from shoal.rewards import DirectScorer, Job, NotBegun
 from shoal.rewards.panel import Entry, Panel, Piece, Seated
 from shoal.runtime.clock import ManualClock
 from shoal.validator import Judge, load_profiles
-from shoal.validator.notes import Notebook
-from shoal.validator.rewards import Decoders, Group, Scored, Scoring, sampled_tokens
+from shoal.validator.rewards import Decoders, Group, Notebook, Scored, Scoring, sampled_tokens
 
 REWARD = """
 tasks = [{"id": "t/%d" % n, "prompt": "p", "answer": "secret", "split": "train"} for n in range(9)]

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from shoal.engines import Completion
 from shoal.protocol import Lease, Outcome, SamplingParameters, Submission, Verdict
 from shoal.validator import Judge, load_profiles
-from shoal.validator.case import IMPROBABLE_NATS, Case
+from shoal.validator.case import IMPROBABLE_NATS, Case, Mark, Seen
 from shoal.validator.profiles import BUILT_IN
-from shoal.validator.seen import Mark, Seen
 
 # Hot, and with an end token that is never drawn: every rollout is improbable, and of the same length.
 LONG = SamplingParameters(temperature=5.0, max_new_tokens=16, eos_token_id=500)

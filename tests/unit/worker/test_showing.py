@@ -25,7 +25,7 @@ from shoal.protocol import (
     TensorView,
     pack_tokens,
 )
-from shoal.protocol.progress import ProgressReply, ShownChunks, ShownProgress
+from shoal.protocol.submission import ProgressReply, ShownChunks, ShownProgress
 from shoal.runtime.clock import ManualClock
 from shoal.worker import showing
 from shoal.worker.showing import Showing

@@ -40,7 +40,7 @@ from shoal.protocol import (
     submission_digest,
     unpack,
 )
-from shoal.protocol.progress import SHOWN_BYTES, ProgressReply, ShownPrefix, ShownProgress
+from shoal.protocol.submission import SHOWN_BYTES, ProgressReply, ShownPrefix, ShownProgress
 
 SHOWN_LIMITS = Limits(compressed_bytes=SHOWN_BYTES, inflated_bytes=SHOWN_BYTES)
 AUDIT_SHARE = 1 / 16

@@ -24,8 +24,8 @@ from shoal.protocol import (
 )
 from shoal.runtime.clock import ManualClock
 from shoal.runtime.stop import StopToken
-from shoal.validator.evaluating import SHARE, Evaluating, SliceEvaluator
 from shoal.validator.rewards import Decoders
+from shoal.validator.side_jobs import SHARE, Evaluating, SliceEvaluator
 
 KEY = SigningKey.from_seed(b"v" * 32)
 

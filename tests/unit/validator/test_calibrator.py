@@ -18,9 +18,10 @@ from shoal.models.load import load_model
 from shoal.protocol import AuditReply, Calibration, PolicyRef, SignedDocument, SigningKey
 from shoal.runtime.clock import ManualClock
 from shoal.sampling import SeedTolerance
-from shoal.validator import ValidatorSettings, calibrating, load_profiles, profiles
+from shoal.validator import ValidatorSettings, load_profiles, profiles
+from shoal.validator import limits as limits_module
 from shoal.validator.calibrate import Catch, Measurement
-from shoal.validator.calibrating import Calibrator, Measured, profiles_of
+from shoal.validator.limits import Calibrator, Measured, profiles_of
 from shoal.validator.profiles import Profile
 
 FLOAT32, BFLOAT16 = "torch/cpu/float32", "torch/cpu/bfloat16"
@@ -125,7 +126,7 @@ def test_limits_are_measured_for_second_looks_in_the_workers_own_format_too(
     def measure(_worker: Engine, validators: Mapping[str, Engine], _plan: object) -> None:
         seen.update(validators)
 
-    monkeypatch.setattr(calibrating, "measure", measure)
+    monkeypatch.setattr(limits_module, "measure", measure)
     model = load_model("tiny", "bfloat16")
     engine = TorchEngine.wrap(model.model).copied(model.files, "float32")
     calibrator(Hub(), "float32")._one(LoadedPolicy(POLICY, engine, model.files), number_format, None)  # type: ignore[arg-type]

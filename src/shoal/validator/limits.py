@@ -29,9 +29,9 @@ from shoal.protocol import AuditReply, Calibration, MeasuredKind, PolicyRef, sig
 from shoal.protocol.calibration import format_of
 from shoal.runtime.clock import Clock
 from shoal.validator.calibrate import Measurement, Plan, has_moved, measure, prompts_of
+from shoal.validator.case import ENGINE_ERRORS
 from shoal.validator.judge import Judge
 from shoal.validator.profiles import Profile, Profiles, widest
-from shoal.validator.replay import ENGINE_ERRORS
 from shoal.validator.settings import ValidatorSettings
 
 log = logging.getLogger(__name__)
