@@ -44,12 +44,12 @@ from shoal.protocol import (
     Message,
     NodeState,
     NodeView,
+    OwnerOrders,
     PolicyRef,
     Problem,
     RecentVerdict,
     RunStatus,
     SigningKey,
-    Standing,
     UnitStory,
     Wait,
     sign_document,
@@ -302,7 +302,7 @@ def nasty_status(hub: HostileHub) -> RunStatus:
         units={NASTY: 1}, submissions={NASTY: 1}, nodes=(node,), waits=(Wait(who=NASTY, what=NASTY, since_ms=0),),
         verdicts=(RecentVerdict(unit=0, node=NASTY, outcome=NASTY, reason=NASTY, message=NASTY, decided_at_ms=0),),
         reports=(), alarms=(NASTY,), ledger=LedgerHead(run=hub.run, index=0, hash="0" * 64),
-        standing=Standing(conduct="paused", reason=NASTY), node_counts={NASTY: 9}, pools={NASTY: 1},
+        standing=OwnerOrders(conduct="paused", reason=NASTY), node_counts={NASTY: 9}, pools={NASTY: 1},
     )  # fmt: skip
 
 

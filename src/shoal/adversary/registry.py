@@ -13,9 +13,9 @@ CHEATS: Mapping[str, type[Cheat]] = {
     for cheat in (
         dice.BestOf, dice.OwnDice, dice.Grind, dice.Greedy, dice.Cold, dice.Loose,
         weights.Stale, weights.SmallModel, weights.Int8, weights.Int4, weights.SmallDecodes, weights.Int4Decodes,
-        tokens.Edit, tokens.Answer, tokens.EarlyEnd, tokens.CutShort, tokens.Pad, tokens.RunOn, tokens.SwapPrompt,
+        tokens.Edit, tokens.RightAnswer, tokens.EarlyEnd, tokens.CutShort, tokens.Pad, tokens.RunOn, tokens.SwapPrompt,
         steering.Steer, branching.Branch,
-        copies.Copy, copies.Replay, copies.Steal,
+        copies.CopyOne, copies.ReplayFirst, copies.Steal,
         claims.Logprobs, claims.NotANumber, claims.Vocabulary, claims.ClaimPrompt, claims.ClaimPolicy,
         claims.ClaimNode, claims.ClaimGiven, claims.FewRollouts,
         proofs.NoProofs, proofs.NullProofs, proofs.ConstantProofs, proofs.ModulusOne, proofs.RandomProofs,

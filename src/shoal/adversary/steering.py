@@ -30,10 +30,10 @@ class Steer(Cheat):
         self._tolerance = tolerance or SeedTolerance()
 
     def engine(self, engine: Engine, _loot: Loot, /) -> Engine:
-        return Steering(engine, self._tolerance)
+        return SteeringEngine(engine, self._tolerance)
 
 
-class Steering(Disguise):
+class SteeringEngine(Disguise):
     """Stays within `distance` of the dice, and away from tokens below `floor`: no single token gives it away."""
 
     def __init__(self, engine: Engine, tolerance: SeedTolerance) -> None:

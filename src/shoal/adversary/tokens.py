@@ -40,7 +40,7 @@ def _after(token: int, count: int) -> list[int]:
     return [(token + step) % count for step in range(1, count)]
 
 
-class Answer(Cheat):
+class RightAnswer(Cheat):
     name = "answer"
     what = "writes the right answer, which everybody can look up, instead of what was drawn"
     reasons = OTHER_TOKENS | {"duplicate.rollout", "duplicate.proof"}

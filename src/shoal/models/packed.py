@@ -184,7 +184,7 @@ def packed_attention(
     packed_longest: int = 0,
     packed_rows: tuple[Tensor, ...] = (),
     packed_places: Tensor | None = None,
-    packed_layers: _Seen | None = None,
+    packed_layers: _AttendedLayers | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention within the bounds; without any, what "sdpa" does. Returns [1, T, G, D] as the interface asks."""
@@ -279,7 +279,7 @@ def supports_packing(model: Any) -> bool:
     return _known[model]
 
 
-class _Seen:
+class _AttendedLayers:
     """How many layers have attended. No list: FSDP copies the containers among a layer's arguments."""
 
     count = 0
@@ -297,7 +297,7 @@ def _agrees(model: Any) -> bool:
     device = next(model.parameters()).device
     ids = torch.arange(15, device=device) % model.config.get_text_config().vocab_size
     first, other, second = ids[:5], ids[5:10], ids[10:]
-    layers = _Seen()
+    layers = _AttendedLayers()
     packed_TH = _states(model, Packed.of([first, second]), packed_layers=layers)[5:]
     beside_TH = _states(model, Packed.of([other, second]))[5:]
     alone_TH = _states(model, Packed.of([second]))

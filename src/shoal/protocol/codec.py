@@ -24,7 +24,7 @@ MIB = 1024 * 1024
 
 
 @dataclass(frozen=True)
-class Limits:
+class BodyLimits:
     """Caps on one bulk body."""
 
     compressed_bytes: int = 16 * MIB
@@ -35,7 +35,7 @@ def pack(value: msgspec.Struct, level: int = 3) -> bytes:
     return zstandard.ZstdCompressor(level=level, write_content_size=True).compress(msgspec.msgpack.encode(value))
 
 
-def unpack(data: bytes, kind: type[T], limits: Limits) -> T:
+def unpack(data: bytes, kind: type[T], limits: BodyLimits) -> T:
     """Decode `data` as `kind`, or raise `CodecError` with what is wrong; never uses more than the limits."""
     raw = _inflate(data, limits)
     try:
@@ -46,10 +46,10 @@ def unpack(data: bytes, kind: type[T], limits: Limits) -> T:
 
 def inflate_exactly(data: bytes, size_bytes: int) -> bytes:
     """The content of one zstd frame that declares and has exactly `size_bytes`; `CodecError` if it is another."""
-    return _inflate(data, Limits(compressed_bytes=len(data), inflated_bytes=size_bytes), exactly=True)
+    return _inflate(data, BodyLimits(compressed_bytes=len(data), inflated_bytes=size_bytes), exactly=True)
 
 
-def _inflate(data: bytes, limits: Limits, exactly: bool = False) -> bytes:
+def _inflate(data: bytes, limits: BodyLimits, exactly: bool = False) -> bytes:
     if len(data) > limits.compressed_bytes:
         raise CodecError(f"the body has {len(data)} bytes; at most {limits.compressed_bytes} are allowed")
     try:

@@ -51,7 +51,7 @@ class RecentVerdict(Message):
     decided_at_ms: Milliseconds
 
 
-class Standing(Message):
+class OwnerOrders(Message):
     """What the run's owner has ordered, since when and why. `drained`: it drains, and nothing is out any more."""
 
     conduct: Conduct = "running"
@@ -87,7 +87,7 @@ class RunStatus(Message):
     reports: tuple[StepReport, ...]
     alarms: tuple[str, ...]
     ledger: LedgerHead
-    standing: Standing = Field(default=Standing())
+    standing: OwnerOrders = Field(default=OwnerOrders())
     node_counts: dict[str, int] = Field(default={})
     outbox: int = Field(default=0)
     outbox_since_ms: Milliseconds | None = Field(default=None)

@@ -5,7 +5,7 @@
     process     ScoringProcess: one life of such a process, seen from its parent
     child       what runs in it
     frames      what the two say to each other
-    limits      Patience, and what a process has to build
+    limits      ScoringPatience, and what a process has to build
     panel       Panel: judges beside the task's own reward, and how their words count
     classifier  Classifier: a Hugging Face sequence classifier, run here
     chat        ChatJudge: a model behind an OpenAI-compatible address
@@ -13,8 +13,8 @@
 Needs no tensor library unless a classifier is asked for.
 """
 
-from shoal.rewards.limits import Patience
+from shoal.rewards.limits import ScoringPatience
 from shoal.rewards.pool import ScoringPool
 from shoal.rewards.protocol import DirectScorer, Job, NotBegun, Scorer
 
-__all__ = ["DirectScorer", "Job", "NotBegun", "Patience", "Scorer", "ScoringPool"]
+__all__ = ["DirectScorer", "Job", "NotBegun", "Scorer", "ScoringPatience", "ScoringPool"]

@@ -19,7 +19,7 @@ from shoal.hub.state.refusals import Refusal
 from shoal.hub.state.rows import NodeRow
 from shoal.protocol import Heartbeat, Lease, LeaseRequest, Receipt, pack, pack_tokens, submission_digest
 from shoal.protocol.submission import ShownChunks, ShownProgress
-from shoal.simulator.scenario import Crew
+from shoal.simulator.scenario import WorkerKind
 from shoal.simulator.world import HubDown, World
 
 RETRY_S = 2.0
@@ -27,10 +27,10 @@ TOKENS = 16
 _DRAWN = Completion(np.arange(TOKENS, dtype=np.int32), np.full(TOKENS, -0.5, dtype=np.float32), "eos", bytes(4))
 
 
-class Worker:
+class SimulatedWorker:
     """One machine. `_life` grows with every death: what an earlier life had planned does not happen."""
 
-    def __init__(self, world: World, crew: Crew) -> None:
+    def __init__(self, world: World, crew: WorkerKind) -> None:
         self._world, self._crew = world, crew
         self._pace_s = crew.group_s * math.exp(world.random.gauss(0, crew.spread))  # all its life
         self._life = 0

@@ -6,10 +6,10 @@ profiles   Profile, load_profiles, to_toml: what honest rounding may explain, by
 loop       run_validator, Validator: claim audits, judge, report
 judge      Judge: verdicts on the submissions of one policy, with one batched prefill; recheck: once more, later
 checks     BEFORE_PREFILL, AFTER_PREFILL: every check, cheapest first, and the table of reason codes
-case       Case, Finding: what a check sees and says; replay_all: the prefill; Seen: so that copies show
+case       Case, Finding: what a check sees and says; replay_all: the prefill; SeenWork: so that copies show
 canary     Canary: a known cheat now and then, which must be caught; SelfTest: the same before joining
 rewards    Scoring, shuffled, Decoders: the reward, computed here and nowhere else; Notebook: its notes, for the owner
-side_jobs  Evaluating, Generating, Ahead: what a validator does beside audits
+side_jobs  SliceRunner, Generating, Ahead: what a validator does beside audits
 verdicts   Docket: findings to verdicts
 """
 

@@ -43,7 +43,7 @@ from shoal.protocol import (
     unpack,
 )
 from shoal.toploc import chunk_rows
-from shoal.validator.case import BODY_LIMITS, IMPROBABLE_NATS, Case, Seen
+from shoal.validator.case import BODY_LIMITS, IMPROBABLE_NATS, Case, SeenWork
 from shoal.validator.judge import Judge
 from shoal.validator.profiles import ON_REQUEST, Profile, Profiles
 from shoal.validator.specimens import POLICY, Machine, Terms, docket_of
@@ -90,7 +90,7 @@ class Canary:
 
     def _release(self, docket: Docket, loaded: LoadedPolicy) -> str | None:
         name, twin = self._twin(docket, loaded.engine)
-        [verdict] = replace(self.judge, seen=Seen()).verdicts([twin], loaded)
+        [verdict] = replace(self.judge, seen=SeenWork()).verdicts([twin], loaded)
         if verdict.outcome is Outcome.UNSURE:
             return None
         if verdict.outcome is Outcome.ACCEPTED:
@@ -300,7 +300,7 @@ def _caught(name: str, accepted: list[Docket], judge: Judge, loaded: LoadedPolic
     for docket in accepted:
         twin = SPOILERS[name](original_of(docket, judge, loaded.engine))
         if twin is not None:
-            [verdict] = replace(judge, seen=Seen()).verdicts([twin], loaded)
+            [verdict] = replace(judge, seen=SeenWork()).verdicts([twin], loaded)
             caught = verdict.outcome is Outcome.REJECTED
             return Trial(name, caught, f"caught: {verdict.reason}" if caught else "NOT caught")
     return Trial(name, True, "skipped: it would not surely show with this policy's completions")

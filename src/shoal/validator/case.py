@@ -12,7 +12,7 @@ large calls.
 Everything is computed for all cases laid end to end, and cut afterwards: a group has few tokens, and a call of numpy on
 few tokens costs as much as on many.
 
-What was seen recently (`Seen`): a bounded index of digests that makes copied work show, one's own or another's.
+What was seen recently (`SeenWork`): a bounded index of digests that makes copied work show, one's own or another's.
 
 Equal completions are ordinary (easy tasks have one answer), so only what seeds cannot repeat is remembered:
 
@@ -45,9 +45,9 @@ from shoal.engines import Engine, Prefill, PrefillRequest
 from shoal.engines.dialogue import Dialogue, Reading
 from shoal.errors import CodecError, ShoalError
 from shoal.protocol import (
+    BodyLimits,
     CheckResult,
     Lease,
-    Limits,
     ProofParameters,
     Rollout,
     Severity,
@@ -88,10 +88,10 @@ def digest(kind: str, *parts: bytes) -> bytes:
 
 
 @dataclass
-class Seen:
+class SeenWork:
     """The marks of accepted submissions; beyond its capacity the ones least lately met are forgotten.
 
-    >>> seen = Seen()
+    >>> seen = SeenWork()
     >>> seen.remember([Mark("rollout", b"tokens", b"seed 1", (0, 0))])
     >>> seen.copied([Mark("rollout", b"tokens", b"seed 2", (3, 0))]).place
     (3, 0)
@@ -126,7 +126,7 @@ MESSAGE_LIMIT = 500
 GIB = 2**30
 # The hub has enforced the run's own caps before it gave a receipt; these only bound this process's memory, and must
 # never be the tighter ones: a body that the hub took is not malformed for being large.
-BODY_LIMITS = Limits(compressed_bytes=GIB, inflated_bytes=4 * GIB)
+BODY_LIMITS = BodyLimits(compressed_bytes=GIB, inflated_bytes=4 * GIB)
 
 IMPROBABLE_NATS = -35.0  # two rollouts of this log-probability do not come out alike: 10⁻¹⁵
 PROOF_BYTES_TOLD_APART = 2 + 2 * 16  # of 16 values on: fewer may agree by chance
@@ -174,7 +174,7 @@ class Case:
     vocabulary_size: int
     hidden_size: int
     profile: Profile
-    seen: Seen = field(default_factory=Seen)
+    seen: SeenWork = field(default_factory=SeenWork)
     record: Tally = NO_RECORD
     replay: Replay | None = None
     dialogue: Dialogue | None = None

@@ -10,7 +10,7 @@
     shown progress: a few of these checks on one rollout; rejected for certain, or no verdict (`progress`)
 
 What there was no time to score has no verdict: it is for later, or for somebody else. Pure but for the engine, the
-scorer, and the memory of what was accepted (`Seen`): nothing here talks to the hub.
+scorer, and the memory of what was accepted (`SeenWork`): nothing here talks to the hub.
 
 Judging again (`recheck`) what was accepted: the same checks on the kept bytes, against the verdict that was signed
 then. A difference means that the validator of then, or this machine, is wrong. What this machine cannot decide (another
@@ -38,7 +38,7 @@ from shoal.rewards.panel import Panel
 from shoal.runtime.clock import Clock, SystemClock
 from shoal.validator import second
 from shoal.validator.branches import Lookout
-from shoal.validator.case import Case, Finding, Replay, Seen, read_body, replay_all
+from shoal.validator.case import Case, Finding, Replay, SeenWork, read_body, replay_all
 from shoal.validator.checks import (
     AFTER_PREFILL,
     BEFORE_PREFILL,
@@ -90,7 +90,7 @@ class Judge:
     shuffle_rewards: bool = False
     clock: Clock = field(default_factory=SystemClock)
     decoders: Decoders = field(default_factory=Decoders, repr=False)
-    seen: Seen = field(default_factory=Seen, repr=False)
+    seen: SeenWork = field(default_factory=SeenWork, repr=False)
     scorer: Scorer | None = field(default=None, repr=False)  # None: the environment is called in this process
     panel: Panel = field(default_factory=Panel, repr=False)
     notebook: Notebook | None = field(default=None, repr=False)
@@ -309,7 +309,7 @@ REWARD_TOLERANCE = 1e-6
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptSubmission:
     """An accepted submission: the verdict on it, its signed lease, and its bytes."""
 
     verdict: Verdict
@@ -323,7 +323,7 @@ class Rechecked:
     sentence: str
 
 
-def recheck(judge: Judge, kept: Kept, loaded: LoadedPolicy) -> Rechecked:
+def recheck(judge: Judge, kept: KeptSubmission, loaded: LoadedPolicy) -> Rechecked:
     """Judge it fully, whatever depth it was audited with then, and compare outcome, tokens and rewards."""
     then, lease = kept.verdict, Lease.model_validate(kept.lease.document, extra="ignore")
     if submission_digest(kept.body) != then.submission:

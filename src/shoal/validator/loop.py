@@ -55,7 +55,7 @@ from shoal.validator.profiles import load_profiles
 from shoal.validator.rewards import Notebook
 from shoal.validator.second import SecondEngines
 from shoal.validator.settings import MEASURING, ValidatorConfig, ValidatorSettings, measurable_kinds, profile_keys
-from shoal.validator.side_jobs import Ahead, Evaluating, Generating, SliceEvaluator
+from shoal.validator.side_jobs import Ahead, Generating, SliceEvaluator, SliceRunner
 from shoal.validator.verdicts import MACHINERY_POLICY, MACHINERY_REWARD, Docket
 
 log = logging.getLogger(__name__)
@@ -214,7 +214,7 @@ class Validator:
         self._heartbeat = RegularHeartbeat(client, settings.heartbeat_s, self.activity, self._ahead.hear)
         self._generating = Generating(client, shelf, self.activity, stop)
         evaluator = SliceEvaluator(judge.environment, judge.decoders, judge.scorer)
-        self._evaluating = Evaluating(client, shelf, evaluator, self.activity, stop, clock)
+        self._evaluating = SliceRunner(client, shelf, evaluator, self.activity, stop, clock)
 
     def run(self) -> None:
         """Claim, judge, report; until finished or stopped."""

@@ -29,7 +29,7 @@ from shoal.protocol import Lease, Rollout, RolloutReward
 from shoal.protocol.submission import unpack_spans
 from shoal.protocol.verdict import MAX_REWARD
 from shoal.rewards import Job, NotBegun, Scorer
-from shoal.rewards.panel import Entry, Panel, Piece
+from shoal.rewards.panel import Panel, Piece, ScoredPiece
 from shoal.rewards.protocol import settled
 from shoal.runtime.files import is_full
 from shoal.validator.case import Finding, failed
@@ -166,7 +166,7 @@ class Scoring:
 
     def _rewards(self, texts: Mapping[int, _Text]) -> dict[int, Scored | ScoringFailure]:
         results: dict[int, Scored | ScoringFailure] = {}
-        entries: dict[int, list[Entry]] = {}
+        entries: dict[int, list[ScoredPiece]] = {}
         for index, scores in _in_time(self.scorer.scores, texts).items():
             if isinstance(scores, ScoringFailure):
                 results[index] = scores
@@ -176,13 +176,13 @@ class Scoring:
             results[index] = judged if isinstance(judged, ScoringFailure) else self._final(texts[index].task, judged)
         return results
 
-    def _entries(self, text: _Text, scores: Sequence[Score]) -> list[Entry]:
+    def _entries(self, text: _Text, scores: Sequence[Score]) -> list[ScoredPiece]:
         budget, begun = budget_of(self.environment), prompt_settings_of(self.environment).thinking
         if budget is not None and text.target is not None:
             pairs = zip(scores, text.lengths, strict=True)
             scores = [budget.worth(score, text.target, tokens) for score, tokens in pairs]
         return [
-            Entry(Piece.of(text.task, begun + job.completion), score)
+            ScoredPiece(Piece.of(text.task, begun + job.completion), score)
             for job, score in zip(text.jobs, scores, strict=True)
         ]
 

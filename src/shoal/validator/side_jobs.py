@@ -1,6 +1,6 @@
 """What a validator does beside audits: it evaluates, generates what nobody could judge, and loads ahead.
 
-Evaluation (`Evaluating`): a slice of held-out tasks, answered greedily by a published policy and scored.
+Evaluation (`SliceRunner`): a slice of held-out tasks, answered greedily by a published policy and scored.
 
     audits come first ─► nothing to check ─► a slice
           └─ slices have had less than their `SHARE` of the time ─► slices all the same: a busy validator measures too
@@ -73,7 +73,7 @@ MOST_SAVED_S = 120.0
 PROBLEM_LIMIT = 200
 
 
-class Evaluating:
+class SliceRunner:
     """A validator's part in evaluations: when it is ready for a slice, and one slice from the hub to the hub."""
 
     def __init__(

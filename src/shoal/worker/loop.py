@@ -44,7 +44,7 @@ from shoal.worker.fitting import fitted, refuse_too_large, refuse_too_little_dis
 from shoal.worker.newest import NewestPolicy
 from shoal.worker.outbox import KeptHeads, Outbox, Parcel
 from shoal.worker.settings import WorkerConfig, WorkerSettings, check_choices, identity
-from shoal.worker.showing import Showing
+from shoal.worker.showing import ProgressSender
 from shoal.worker.uploader import Uploader
 
 log = logging.getLogger(__name__)
@@ -202,7 +202,7 @@ class Worker:
         self.activity = Activity(clock)
         self._newest = NewestPolicy(client, shelf, self.activity, stop)
         self._uploader = Uploader(client, outbox, self._on_sent, clock)
-        self._showing = Showing(client, self._deadlines_ms.__setitem__, conduct, clock)
+        self._showing = ProgressSender(client, self._deadlines_ms.__setitem__, conduct, clock)
         self._heartbeat = RegularHeartbeat(client, settings.heartbeat_s, self.activity, self._hear)
 
     def run(self) -> None:

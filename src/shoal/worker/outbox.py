@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.errors import CodecError
-from shoal.protocol import Limits, SignedDocument, Submission, pack, submission_digest, unpack
+from shoal.protocol import BodyLimits, SignedDocument, Submission, pack, submission_digest, unpack
 from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.crash import point
 from shoal.runtime.files import ensure_folder, open_in_place, resource_error, sync_folder, write_atomically
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 SUFFIX = ".submission"
 REASON_SUFFIX = ".reason.json"
 REFUSED_KEPT = 100  # the newest of those that the hub would not have
-OWN_LIMITS = Limits(compressed_bytes=2**30, inflated_bytes=2**32)  # files that this worker wrote itself
+OWN_LIMITS = BodyLimits(compressed_bytes=2**30, inflated_bytes=2**32)  # files that this worker wrote itself
 
 
 @dataclass(frozen=True)
