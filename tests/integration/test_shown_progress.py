@@ -124,7 +124,7 @@ def test_who_submits_otherwise_than_it_showed_is_banned(run: Run) -> None:
 
 
 def test_a_newcomer_that_only_says_so_loses_its_lease(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.worker.showing.Showing.of", lambda *_: None)
+    monkeypatch.setattr("shoal.worker.showing.ProgressSender.of", lambda *_: None)
     run.publish(0)
     slow_worker(run, "talker")
     eventually(lambda: "talker" in run.nodes() and bool(story(run, "talker").leases), run.status)

@@ -219,7 +219,10 @@ def write_rows(path: Path, tables: Iterable[Any], about: Mapping[str, Any]) -> i
         if writer is None:
             return 0
         writer.close()
-        _put_in_place(hidden, path)
+        with hidden.open("rb") as file:
+            os.fsync(file.fileno())
+        hidden.replace(path)
+        sync_folder(path.absolute().parent)
     except OSError as error:
         raise resource_error("write", path, error) from error
     return rows
@@ -237,13 +240,6 @@ def _grouped(tables: Iterable[Any]) -> Iterator[Any]:
             held = []
     if held:
         yield pa.concat_tables(held)
-
-
-def _put_in_place(hidden: Path, path: Path) -> None:
-    with hidden.open("rb") as file:
-        os.fsync(file.fileno())
-    hidden.replace(path)
-    sync_folder(path.absolute().parent)
 
 
 def stored_about(path: Path) -> dict[str, Any] | None:

@@ -89,7 +89,11 @@ def packed_states(model: Any, packed: Packed) -> Tensor:
 
 
 def _states(model: Any, packed: Packed, **options: Any) -> Tensor:
-    _install(model)
+    # From now on this model asks for our attention. Other models, and this one's plain calls, are as before.
+    if model.config._attn_implementation != ATTENTION:
+        AttentionInterface.register(ATTENTION, packed_attention)
+        AttentionMaskInterface.register(ATTENTION, sdpa_mask)
+        model.config._attn_implementation = ATTENTION
     tokens = packed.bounds[-1]
     filled = packed.filled(GPU_MULTIPLE) if packed.ids_T.is_cuda else packed
     # A mask of four dimensions is passed on as it is, and packed attention does not look at it: none is built.
@@ -99,14 +103,6 @@ def _states(model: Any, packed: Packed, **options: Any) -> Tensor:
         model, filled.ids_T[None], position_ids=filled.positions_T[None], attention_mask=no_mask, **layout
     )
     return states_1TH[0, :tokens]
-
-
-def _install(model: Any) -> None:
-    """From now on this model asks for our attention. Other models, and this one's plain calls, are as before."""
-    if model.config._attn_implementation != ATTENTION:
-        AttentionInterface.register(ATTENTION, packed_attention)
-        AttentionMaskInterface.register(ATTENTION, sdpa_mask)
-        model.config._attn_implementation = ATTENTION
 
 
 # -- which way ---------------------------------------------------------------------------------------------------------

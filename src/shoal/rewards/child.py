@@ -80,7 +80,9 @@ def _answer(
 ) -> JobAnswer:
     try:
         task = environment.task(task_id)
-        allowed_s = _allowed_s(task)
+        # What the task allows its grader by the clock: a program in a sandbox has limits of its own, which count
+        patient = _patient(task.kind)
+        allowed_s = 0.0 if patient is None else patient.clock_s(task.answer)
         if allowed_s > 0:
             write_message(sink, Allows(allowed_s))
         with _Timer(seconds):
@@ -92,12 +94,6 @@ def _answer(
             return JobAnswer(needs_memory=True)
         told = str(error) if isinstance(error, ScoringFailure) else f"scoring raised {type(error).__name__}: {error}"
         return JobAnswer(failure=told[:1000].encode(errors="replace").decode())
-
-
-def _allowed_s(task: Task) -> float:
-    """What the task allows its grader by the clock: a program in a sandbox has limits of its own, which count."""
-    patient = _patient(task.kind)
-    return 0.0 if patient is None else patient.clock_s(task.answer)
 
 
 @lru_cache

@@ -235,10 +235,7 @@ class Supervisor:
             child.why = f"was shut out by the hub: {said}"
             log.warning("%s %s; the run goes on without it", spec.name, child.why)
             return None
-        return self._try_again(child, code)
-
-    def _try_again(self, child: _Child, code: int) -> Ending | None:
-        """Start it again after a pause, unless it has died too often."""
+        # Start it again after a pause, unless it has died too often
         lived_s = self._clock.monotonic_s() - child.started_s
         child.short_lives = child.short_lives + 1 if lived_s < self._policy.healthy_s else 0
         if child.short_lives >= self._policy.max_short_lives:

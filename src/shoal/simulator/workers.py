@@ -119,7 +119,15 @@ class SimulatedWorker:
             self._later(RETRY_S, life)
             return
         except Refusal as refusal:
-            self._shut_out(refusal, life)
+            self._world.counts[refusal.code] += 1
+            if refusal.code == "node.suspended":
+                until_ms = self._world.known(self.node).until_ms or 0
+                left_s = (until_ms - self._world.hub.context.clock.now_ms()) / 1000
+                self._later(max(RETRY_S, left_s), life)
+            elif self._crew.fresh_keys:
+                self.node = ""
+                self._life += 1
+                self._world.at(RETRY_S, self.arrive)
             return
         for signed in reply.leases:
             self._take(Lease.model_validate(signed.document), life)
@@ -136,17 +144,6 @@ class SimulatedWorker:
 
     def _later(self, delay_s: float, life: int) -> None:
         self._world.at(delay_s, lambda: self.ask() if life == self._life else None)
-
-    def _shut_out(self, refusal: Refusal, life: int) -> None:
-        self._world.counts[refusal.code] += 1
-        if refusal.code == "node.suspended":
-            until_ms = self._world.known(self.node).until_ms or 0
-            left_s = (until_ms - self._world.hub.context.clock.now_ms()) / 1000
-            self._later(max(RETRY_S, left_s), life)
-        elif self._crew.fresh_keys:
-            self.node = ""
-            self._life += 1
-            self._world.at(RETRY_S, self.arrive)
 
     def _take(self, lease: Lease, life: int) -> None:
         self._world.counts["leases"] += 1

@@ -60,7 +60,15 @@ class Outbox:
         self._changed = threading.Condition()
         self._parcels: dict[Path, Parcel] = {}
         self._taken: set[Path] = set()
-        self._recover()
+        # Find what an earlier process left: whole parcels are kept, half-written files are not ours to send
+        try:
+            for path in sorted(self._folder.iterdir()):
+                if path.is_file() and path.name.startswith("."):
+                    path.unlink()  # a temporary of a process that died before its rename
+                elif path.name.endswith(SUFFIX):
+                    self._admit(path)
+        except OSError as error:
+            raise resource_error("read the outbox", self._folder, error) from error
 
     def put(self, submission: Submission) -> Parcel:
         """Make a finished submission durable; when this returns no crash loses it."""
@@ -124,17 +132,6 @@ class Outbox:
             self._parcels.pop(parcel.path, None)
             self._taken.discard(parcel.path)
             self._changed.notify_all()
-
-    def _recover(self) -> None:
-        """Find what an earlier process left: whole parcels are kept, half-written files are not ours to send."""
-        try:
-            for path in sorted(self._folder.iterdir()):
-                if path.is_file() and path.name.startswith("."):
-                    path.unlink()  # a temporary of a process that died before its rename
-                elif path.name.endswith(SUFFIX):
-                    self._admit(path)
-        except OSError as error:
-            raise resource_error("read the outbox", self._folder, error) from error
 
     def _admit(self, path: Path) -> None:
         try:

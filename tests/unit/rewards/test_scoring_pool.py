@@ -274,9 +274,9 @@ PARENT = """
 import sys, threading
 from pathlib import Path
 from rewardkit import naughty
-from shoal.rewards import Job, Patience
+from shoal.rewards import Job, ScoringPatience
 
-with naughty(Path(sys.argv[1]), patience=Patience(job_s=100)) as pool:
+with naughty(Path(sys.argv[1]), patience=ScoringPatience(job_s=100)) as pool:
     pool.scores([Job("plain", "fine")])
     print(pool.pids[0], flush=True)
     if sys.argv[2]:
@@ -314,9 +314,9 @@ ASKING = """
 import sys
 from pathlib import Path
 from rewardkit import naughty
-from shoal.rewards import Job, Patience
+from shoal.rewards import Job, ScoringPatience
 
-with naughty(Path(sys.argv[1]), patience=Patience(start_s=3.0)) as pool:
+with naughty(Path(sys.argv[1]), patience=ScoringPatience(start_s=3.0)) as pool:
     pool.start()
     print(pool.pids[0], flush=True)
     sys.stdin.readline()
