@@ -31,6 +31,9 @@ sys.path.insert(0, str(ROOT / "tests" / "adversary"))
 from attackkit import Attacked, table  # noqa: E402
 from trialkit import PROFILES, Court, Judged, Trial, docket  # noqa: E402
 
+from shoal.adversary import CHEATS, Cheat, find_cheat  # noqa: E402
+from shoal.adversary.copies import Steal  # noqa: E402
+from shoal.adversary.steering import Steer  # noqa: E402
 from shoal.cli.recipe import Recipe, load_recipe  # noqa: E402
 from shoal.engines.shelf import LoadedPolicy  # noqa: E402
 from shoal.protocol import (  # noqa: E402
@@ -42,9 +45,6 @@ from shoal.protocol import (  # noqa: E402
 )
 from shoal.trainer.learner import new_learner  # noqa: E402
 from shoal.trainer.step import StepWork, train_step  # noqa: E402
-from shoal.worker.cheats import CHEATS, Cheat, find_cheat  # noqa: E402
-from shoal.worker.cheats.copies import Steal  # noqa: E402
-from shoal.worker.cheats.steering import Steer  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "adversaries.md"
 RECIPE = ROOT / "recipes" / "tiny.toml"

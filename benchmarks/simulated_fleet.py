@@ -18,16 +18,16 @@ import time
 from pathlib import Path
 
 from shoal.hub import HubSettings, RunSettings
-from shoal.simulator import Crew, Scenario, Simulation, problems
+from shoal.simulator import Scenario, Simulation, WorkerKind, problems
 
 
 def scenario(workers: int, minutes: float, group_s: float, seed: int) -> Scenario:
     return Scenario(
         crews=(
-            Crew(workers * 80 // 100, group_s=group_s, lives_s=3600, away_s=300),
-            Crew(workers * 10 // 100, group_s=3 * group_s, spread=0.5),
-            Crew(workers * 5 // 100, group_s=group_s / 2, lies=0.2, fresh_keys=True),
-            Crew(workers * 5 // 100, delivers=False),
+            WorkerKind(workers * 80 // 100, group_s=group_s, lives_s=3600, away_s=300),
+            WorkerKind(workers * 10 // 100, group_s=3 * group_s, spread=0.5),
+            WorkerKind(workers * 5 // 100, group_s=group_s / 2, lies=0.2, fresh_keys=True),
+            WorkerKind(workers * 5 // 100, delivers=False),
         ),
         seed=seed,
         seconds=minutes * 60,

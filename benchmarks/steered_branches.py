@@ -28,6 +28,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from shoal.adversary.branching import Branching
 from shoal.engines import Completion, Engine, GenerationRequest, build
 from shoal.engines.submission import submission_of
 from shoal.environments import EnvironmentSettings
@@ -41,13 +42,11 @@ from shoal.sampling.check import distances
 from shoal.validator.bands import Bands, limits_from
 from shoal.validator.branches import Lookout, by_tolerance, choice_bits
 from shoal.validator.calibrate import OPENINGS
-from shoal.validator.case import Case
+from shoal.validator.case import Case, replay_all
 from shoal.validator.checks import AFTER_PREFILL, run_all
 from shoal.validator.profiles import Profile
-from shoal.validator.replay import replay_all
 from shoal.validator.rewards import Group, Scored, completion_ids
 from shoal.validator.specimens import Machine, Terms
-from shoal.worker.cheats.branching import Branching
 
 GROUPS_AT_ONCE = 16
 NODES = 4_000

@@ -35,7 +35,7 @@ from shoal.hub.state import pacing
 from shoal.hub.state.refusals import Refusal
 from shoal.protocol import Heartbeat, Lease, LeaseRequest, pack
 from shoal.simulator import Scenario
-from shoal.simulator.trusted import Trainer, Validator
+from shoal.simulator.trusted import SimulatedTrainer, SimulatedValidator
 from shoal.simulator.workers import TOKENS
 from shoal.simulator.world import World
 
@@ -119,7 +119,7 @@ def measure(staleness: int, paced: bool, seconds: float, seed: int) -> Result:
     with tempfile.TemporaryDirectory() as folder, _as_many_as_asked_for(not paced):
         world = World(Path(folder), scenario)
         fleet = [Machine(world, kind, each, group_s) for kind, count, group_s in FLEET for each in range(count)]
-        for actor in (Trainer(world), Validator(world, 0), *fleet):
+        for actor in (SimulatedTrainer(world), SimulatedValidator(world, 0), *fleet):
             world.at(world.random.uniform(0, 1), actor.arrive)
         outcome = world.run(lambda: False)
         with world.storage.read() as reader:

@@ -45,7 +45,7 @@ from shoal.protocol import (
 )
 from shoal.runtime.stop import StopToken
 from shoal.shardcast import Origin
-from shoal.worker.folder import identity
+from shoal.worker.settings import identity
 
 TOKENS = 3
 SIZES = {"name": "kept", "steps": 3, "groups_per_step": 2, "group_size": 2, "max_staleness": 0, "max_new_tokens": 4}

@@ -20,7 +20,7 @@ LAYERS = [
     {"cli"},
     {"dashboard", "simulator"},
     {"trainer", "worker", "validator", "hub"},
-    {"evaluation"},
+    {"evaluation", "adversary"},
     {"engines", "client", "rewards"},
     {"algorithms", "environments", "toploc", "sampling", "shardcast", "ledger", "models"},
     {"runtime"},

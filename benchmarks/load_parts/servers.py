@@ -20,7 +20,7 @@ from pathlib import Path
 from shoal.hub import HubConfig, HubSettings, RunSettings
 from shoal.protocol import SigningKey
 from shoal.runtime.stop import StopToken
-from shoal.simulator.world import Numbers
+from shoal.simulator.world import NumberedTasks
 
 RUN = "load"
 READY_S = 60.0
@@ -52,7 +52,7 @@ def hub_config(folder: Path, database: str) -> HubConfig:
             registrations_per_address_min=0,
             connections_per_address=0,
         ),
-        environment=Numbers(),
+        environment=NumberedTasks(),
         encode=lambda task: list(task.prompt.encode()),
         eos_token_id=0,
         key=key_of("hub"),

@@ -23,6 +23,7 @@ from unittest.mock import patch
 import numpy as np
 
 import shoal.trainer.loop  # noqa: F401 - torch and transformers cannot be imported first by several threads at once
+from shoal.adversary import Disguise
 from shoal.cli.folder import RunFolder
 from shoal.cli.recipe import Recipe
 from shoal.cli.roles import run_role
@@ -49,7 +50,6 @@ from shoal.sampling import uniforms
 from shoal.validator.case import BODY_LIMITS
 from shoal.validator.judge import Judge
 from shoal.validator.verdicts import Docket
-from shoal.worker.cheats import Disguise
 
 DEADLINE_S = 200
 ATTACK_S = 60.0

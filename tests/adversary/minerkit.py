@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 from trialkit import PROFILES, Court
 
+from shoal.adversary import Cheat, Loot
+from shoal.adversary.base import Disguise, Groups, Rewriter, vouched
 from shoal.engines import Completion, Engine, GenerationRequest, PrefillRequest
 from shoal.engines.cache import GrowingLayer
 from shoal.engines.torch import TorchEngine
@@ -27,8 +29,6 @@ from shoal.models.load import load_model
 from shoal.protocol import PolicyRef, ProofParameters, TensorView
 from shoal.validator.calibrate import Measurement, Plan, measure
 from shoal.validator.judge import Judge
-from shoal.worker.cheats import Cheat, Loot
-from shoal.worker.cheats.base import Disguise, Groups, Rewriter, vouched
 
 BFLOAT16 = "torch/cpu/bfloat16"
 NEVER = 96  # beyond the vocabulary of the tiny policy: rollouts that would end with it have the full length

@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator
 import pytest
 from attackkit import HONEST, Attack, Attacked, Result, results, table
 
+from shoal.adversary import CHEATS
+from shoal.adversary.copies import Steal
+from shoal.adversary.sleeper import HONEST_UNITS
 from shoal.errors import ShutOut
 from shoal.ledger import Account, fold
 from shoal.protocol import LedgerEntry, NodeState, SubmissionStory
-from shoal.worker.cheats import CHEATS
-from shoal.worker.cheats.copies import Steal
-from shoal.worker.cheats.sleeper import HONEST_UNITS
 
 ELSEWHERE = {"steer", "loose"}  # caught by sums over many tokens: test_trials
 ELSEWHERE |= {"branch"}  # caught by rewards over many groups: test_steered_branches

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 from attackkit import Counting
 
+from shoal.adversary import Loot, find_cheat
+from shoal.adversary.dice import TRIES
 from shoal.engines import Completion, Engine, GenerationRequest, PrefillRequest
 from shoal.engines.torch import TorchEngine
 from shoal.environments import EnvironmentSettings, Task, build
 from shoal.models.load import LoadedModel, load_model
 from shoal.protocol import PolicyManifest, PolicyRef, SamplingParameters
 from shoal.shardcast import Payload
-from shoal.worker.cheats import Loot, find_cheat
-from shoal.worker.cheats.dice import TRIES
 
 GROUPS, GROUP_SIZE = 24, 16
 ENVIRONMENT = build(EnvironmentSettings(name="sort"))

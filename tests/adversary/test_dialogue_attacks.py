@@ -41,14 +41,13 @@ from shoal.protocol import (
     sign_document,
     submission_digest,
 )
-from shoal.protocol.given import drawn_mask, pack_spans, unpack_spans
+from shoal.protocol.submission import drawn_mask, pack_spans, unpack_spans
 from shoal.toploc import commit, split_proofs
 from shoal.validator import checks
 from shoal.validator.bands import Bands
-from shoal.validator.case import Case
+from shoal.validator.case import Case, replay_all
 from shoal.validator.judge import Judge
 from shoal.validator.profiles import AccidentLimits, load_profiles
-from shoal.validator.replay import replay_all
 from shoal.validator.verdicts import Docket
 from shoal.worker.loop import generate
 

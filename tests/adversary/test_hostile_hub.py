@@ -44,19 +44,18 @@ from shoal.protocol import (
     Message,
     NodeState,
     NodeView,
+    OwnerOrders,
     PolicyRef,
     Problem,
     RecentVerdict,
     RunStatus,
     SigningKey,
-    Standing,
     UnitStory,
     Wait,
     sign_document,
     submission_digest,
 )
-from shoal.protocol.progress import ProgressReply
-from shoal.protocol.upload import UploadTicket
+from shoal.protocol.submission import ProgressReply, UploadTicket
 from shoal.runtime import exchange, targets
 from shoal.runtime.clock import SystemClock
 from shoal.runtime.stop import StopToken
@@ -303,7 +302,7 @@ def nasty_status(hub: HostileHub) -> RunStatus:
         units={NASTY: 1}, submissions={NASTY: 1}, nodes=(node,), waits=(Wait(who=NASTY, what=NASTY, since_ms=0),),
         verdicts=(RecentVerdict(unit=0, node=NASTY, outcome=NASTY, reason=NASTY, message=NASTY, decided_at_ms=0),),
         reports=(), alarms=(NASTY,), ledger=LedgerHead(run=hub.run, index=0, hash="0" * 64),
-        standing=Standing(conduct="paused", reason=NASTY), node_counts={NASTY: 9}, pools={NASTY: 1},
+        standing=OwnerOrders(conduct="paused", reason=NASTY), node_counts={NASTY: 9}, pools={NASTY: 1},
     )  # fmt: skip
 
 

@@ -26,10 +26,10 @@ from minerkit import (
 )
 from trialkit import Judged, Trial, docket
 
+from shoal.adversary import Cheat
 from shoal.engines import Engine, GenerationRequest
 from shoal.engines.shelf import LoadedPolicy
 from shoal.protocol import Outcome, Rollout, Severity, Submission, Verdict, pack_logprobs, pack_tokens
-from shoal.worker.cheats import Cheat
 
 FILLER, SPACE = 5, 4  # the digit 0, and " "
 GROUPS = 16

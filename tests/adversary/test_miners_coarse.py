@@ -17,14 +17,14 @@ import pytest
 from minerkit import EarlyExit, Mine, Miner, Rewritten, early_end, no_end
 from trialkit import Judged, Trial, docket
 
+from shoal.adversary import Cheat
 from shoal.engines import Engine, PrefillRequest
 from shoal.engines.shelf import LoadedPolicy
 from shoal.protocol import Outcome, Rollout, Submission, Verdict, pack_logprobs
 from shoal.sampling import uniforms
 from shoal.sampling.check import distances
 from shoal.validator.canary import SPOILERS, original_of
-from shoal.validator.seen import Seen
-from shoal.worker.cheats import Cheat
+from shoal.validator.case import SeenWork
 
 FILLER = 5
 GROUPS = 12
@@ -54,7 +54,7 @@ def judged(mine: Mine, each: Judged, submission: Submission) -> Verdict:
 
 def verdict_on(mine: Mine, on_table: Any) -> Verdict:
     truth = LoadedPolicy(on_table.lease.policy, mine.engine(), mine.files)
-    [verdict] = replace(mine.judge, seen=Seen()).verdicts([on_table], truth)
+    [verdict] = replace(mine.judge, seen=SeenWork()).verdicts([on_table], truth)
     return verdict
 
 

@@ -32,7 +32,7 @@ from shoal.shardcast import Content, Downloader, DownloadSettings
 from shoal.shardcast.cache import PayloadFile
 from shoal.shardcast.content import chunk_of
 from shoal.shardcast.tree import HEAD, chunk_key, manifest_key
-from shoal.worker.heads import KeptHeads
+from shoal.worker.outbox import KeptHeads
 
 MIB = 2**20
 

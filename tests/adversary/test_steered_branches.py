@@ -19,6 +19,7 @@ import numpy.typing as npt
 import pytest
 from doorkit import Caller, Hub, ok, running_hub
 
+from shoal.adversary.branching import Branching
 from shoal.engines import Completion, Engine, GenerationRequest
 from shoal.engines.scripted import ScriptedEngine
 from shoal.engines.shelf import LoadedPolicy
@@ -43,13 +44,11 @@ from shoal.protocol.branches import Branches, GainEvidence
 from shoal.sampling import uniforms
 from shoal.validator.bands import Bands, limits_from
 from shoal.validator.branches import Lookout
-from shoal.validator.case import Case, read_body
+from shoal.validator.case import Case, read_body, replay_all
 from shoal.validator.judge import Judge
 from shoal.validator.profiles import Profile
-from shoal.validator.replay import replay_all
 from shoal.validator.specimens import POLICY, Terms, docket_of
 from shoal.validator.verdicts import Docket
-from shoal.worker.cheats.branching import Branching
 
 KEY = SigningKey.from_seed(b"k" * 32)
 EOS, TOKENS, GROUP = 1, 16, 16

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.worker.cheats import CHEATS
+from shoal.adversary import CHEATS
 
 HERE = Path(__file__).parent
 

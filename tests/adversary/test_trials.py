@@ -11,10 +11,10 @@ import pytest
 from attackkit import HONEST, Attacked, results
 from trialkit import PROFILES, Court, Judged, Trial
 
+from shoal.adversary import CHEATS, Cheat, find_cheat
+from shoal.adversary.sleeper import Sleeper
+from shoal.adversary.steering import Steer
 from shoal.protocol import Outcome
-from shoal.worker.cheats import CHEATS, Cheat, find_cheat
-from shoal.worker.cheats.sleeper import Sleeper
-from shoal.worker.cheats.steering import Steer
 
 FLOAT32, BFLOAT16 = "torch/cpu/float32", "torch/cpu/bfloat16"
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import msgspec
 import torch
 
+from shoal.adversary import Cheat, Loot
 from shoal.engines import Engine, GenerationRequest
 from shoal.engines.shelf import LoadedPolicy
 from shoal.engines.submission import submission_of
@@ -45,7 +46,6 @@ from shoal.validator.judge import Judge
 from shoal.validator.profiles import BUILT_IN, ON_REQUEST
 from shoal.validator.second import SecondEngines
 from shoal.validator.verdicts import Docket
-from shoal.worker.cheats import Cheat, Loot
 
 RUN, SECRET, SEED = "trial-000000000000", b"trial", 0
 KEY = SigningKey.from_seed(b"k" * 32)

@@ -10,7 +10,7 @@ from runkit import rows
 from shoal.cli.folder import RunFolder
 from shoal.models.load import load_model
 from shoal.models.state import policy_views
-from shoal.protocol import Batch, Limits, Submission, TrainingGroup, TrainingRollout, unpack
+from shoal.protocol import Batch, BodyLimits, Submission, TrainingGroup, TrainingRollout, unpack
 from shoal.shardcast import digest_of
 from shoal.trainer.learner import make_deterministic, new_learner
 from shoal.trainer.step import StepWork, train_step
@@ -49,7 +49,7 @@ def batches(folder: Path) -> list[Batch]:
 
 def training_group(folder: Path, batch: Batch, index: int) -> TrainingGroup:
     group = batch.groups[index]
-    submission = unpack((folder / "hub" / "blobs" / group.submission).read_bytes(), Submission, Limits())
+    submission = unpack((folder / "hub" / "blobs" / group.submission).read_bytes(), Submission, BodyLimits())
     rollouts = [
         TrainingRollout(tokens=rollout.tokens, logprobs=rollout.logprobs, finish=rollout.finish, reward=reward)
         for rollout, reward in zip(submission.rollouts, group.rewards, strict=True)

@@ -20,7 +20,7 @@ from shoal.cli.folder import RunFolder
 from shoal.cli.main import main
 from shoal.cli.recipe import Recipe
 from shoal.environments import EnvironmentSettings
-from shoal.evaluation.evaluating import SUMMARY, TASKS
+from shoal.evaluation.job import SUMMARY, TASKS
 from shoal.evaluation.journal import PROGRESS
 from shoal.models import model_folder
 

@@ -33,7 +33,8 @@ from shoal.protocol import (
     sign_document,
 )
 from shoal.shardcast import Content
-from shoal.validator import ValidatorConfig, ValidatorSettings, calibrate, calibrating, run_validator
+from shoal.validator import ValidatorConfig, ValidatorSettings, calibrate, run_validator
+from shoal.validator import limits as limits_module
 from shoal.worker import WorkerConfig, WorkerSettings, run_worker
 
 KIND = "torch/cpu/bfloat16"
@@ -113,7 +114,7 @@ def test_bfloat16_work_is_leased_once_it_is_measured_and_measured_anew_when_the_
     start: Callable[..., SelfCalibrating], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The next version has far larger weights in its layers: honest rounding is several times as large as before."""
-    monkeypatch.setattr(calibrating, "PROBE_SHARE", 1e9)
+    monkeypatch.setattr(limits_module, "PROBE_SHARE", 1e9)
     run = start()
     run.publish(0)
     run.bfloat16_worker()

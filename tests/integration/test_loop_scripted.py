@@ -56,7 +56,7 @@ from shoal.validator import ValidatorConfig, ValidatorSettings, judge, profile_k
 from shoal.validator.case import Case, Finding, unsure
 from shoal.validator.verdicts import Docket
 from shoal.worker import Outbox, WorkerConfig, WorkerSettings, run_worker
-from shoal.worker.folder import identity
+from shoal.worker.settings import identity
 
 DEADLINE_S = 60
 EOS = 1

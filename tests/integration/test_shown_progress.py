@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from test_loop_scripted import DEADLINE_S, URL, Run, check_accounts, eventually
 
+from shoal.adversary import CHEATS
 from shoal.client import HubClient
 from shoal.engines.registry import ENGINES
 from shoal.engines.scripted import ScriptedEngine
@@ -22,7 +23,6 @@ from shoal.errors import HubRefused
 from shoal.hub import RunSettings
 from shoal.protocol import NodeState, NodeStory
 from shoal.worker import WorkerConfig, WorkerSettings, run_worker
-from shoal.worker.cheats import CHEATS
 
 LEASE_S = 2.5
 STEP_S = 0.06
@@ -124,7 +124,7 @@ def test_who_submits_otherwise_than_it_showed_is_banned(run: Run) -> None:
 
 
 def test_a_newcomer_that_only_says_so_loses_its_lease(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.worker.showing.Showing.of", lambda *_: None)
+    monkeypatch.setattr("shoal.worker.showing.ProgressSender.of", lambda *_: None)
     run.publish(0)
     slow_worker(run, "talker")
     eventually(lambda: "talker" in run.nodes() and bool(story(run, "talker").leases), run.status)

@@ -16,7 +16,7 @@ from shoal.hub.storage import MemoryStorage, StaleRow
 from shoal.hub.storage.indexed import Counted, Grouped, Ordered, Unique
 from shoal.hub.storage.memory_tables import Tables
 from shoal.protocol import NodeState
-from shoal.simulator import Crew, Scenario, Simulation
+from shoal.simulator import Scenario, Simulation, WorkerKind
 
 
 def contents(tables: Tables) -> dict[str, Any]:
@@ -41,7 +41,11 @@ def _plain(index: object) -> Any:
 
 @pytest.fixture(scope="module")
 def storage(tmp_path_factory: pytest.TempPathFactory) -> MemoryStorage:
-    crews = (Crew(6, group_s=12, lives_s=90), Crew(2, group_s=8, lies=0.3, fresh_keys=True), Crew(1, delivers=False))
+    crews = (
+        WorkerKind(6, group_s=12, lives_s=90),
+        WorkerKind(2, group_s=8, lies=0.3, fresh_keys=True),
+        WorkerKind(1, delivers=False),
+    )
     simulation = Simulation(tmp_path_factory.mktemp("run"), Scenario(crews=crews, seconds=200, equal=5))
     simulation.run()
     return simulation.world.storage

@@ -18,8 +18,8 @@ import pytest
 from shoal.hub import HubSettings, RunSettings
 from shoal.hub.state.rows import NodeRow
 from shoal.protocol import Lease, LeaseRelease
-from shoal.simulator import Crew, Scenario, Simulation
-from shoal.simulator.workers import TOKENS, Worker
+from shoal.simulator import Scenario, Simulation, WorkerKind
+from shoal.simulator.workers import TOKENS, SimulatedWorker
 
 HOME, ADDRESS, FLOOD = "192.0.2.0/24", "192.0.2.7", "198.51.100.0/24"
 THREE = (FLOOD, "203.0.113.0/24", "2001:db8:1::/48")
@@ -27,7 +27,7 @@ SECONDS = 300.0
 KEYS = 12
 
 
-class GivesBack(Worker):
+class GivesBack(SimulatedWorker):
     """Takes units and gives them back a second later, with a fresh key once it is suspended."""
 
     def _take(self, lease: Lease, life: int) -> None:
@@ -46,7 +46,7 @@ class GivesBack(Worker):
             self.ask()
 
 
-class AllAtOnce(Worker):
+class AllAtOnce(SimulatedWorker):
     """Like an engine that decodes all rollouts together: progress is there only with a whole chunk of each of them."""
 
     def _progress(self) -> dict[str, int]:
@@ -71,20 +71,20 @@ class Registers:
 Flood = Callable[[Simulation, str], None]
 
 
-def come(simulation: Simulation, crew: Crew, kind: type[Worker] = Worker) -> None:
+def come(simulation: Simulation, crew: WorkerKind, kind: type[SimulatedWorker] = SimulatedWorker) -> None:
     for _ in range(crew.count):
         simulation.world.at(0, kind(simulation.world, crew).arrive)
 
 
 FLOODS: dict[str, Flood] = {
-    "sit on leases": lambda simulation, network: come(simulation, Crew(KEYS, delivers=False, network=network)),
+    "sit on leases": lambda simulation, network: come(simulation, WorkerKind(KEYS, delivers=False, network=network)),
     "pretend to make progress": lambda simulation, network: come(
-        simulation, Crew(KEYS, delivers=False, pretends=True, network=network)
+        simulation, WorkerKind(KEYS, delivers=False, pretends=True, network=network)
     ),
     "submit rubbish at once": lambda simulation, network: come(
-        simulation, Crew(KEYS, group_s=0.1, lies=1.0, fresh_keys=True, network=network)
+        simulation, WorkerKind(KEYS, group_s=0.1, lies=1.0, fresh_keys=True, network=network)
     ),
-    "give leases back": lambda simulation, network: come(simulation, Crew(KEYS, network=network), GivesBack),
+    "give leases back": lambda simulation, network: come(simulation, WorkerKind(KEYS, network=network), GivesBack),
     "register only": lambda simulation, _network: simulation.world.at(0, Registers(simulation).arrive),
 }
 
@@ -97,11 +97,11 @@ def newcomer_after(
     lease_s: float = 60,
     seconds: float = SECONDS,
     tokens: int = 16,
-    kind: type[Worker] = Worker,
+    kind: type[SimulatedWorker] = SimulatedWorker,
 ) -> NodeRow:
     """The honest newcomer when the time is over. It comes two seconds after the flood."""
-    crew = Crew(1, group_s=group_s, spread=0.0, network=HOME, address=ADDRESS)
-    crews = (Crew(established, group_s=10, proven=True),)
+    crew = WorkerKind(1, group_s=group_s, spread=0.0, network=HOME, address=ADDRESS)
+    crews = (WorkerKind(established, group_s=10, proven=True),)
     scenario = Scenario(
         crews=crews,
         seconds=seconds,

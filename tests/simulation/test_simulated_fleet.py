@@ -14,14 +14,14 @@ from shoal.hub import HubSettings, RunSettings
 from shoal.hub.state.commands import SaveNode, SaveSubmission
 from shoal.hub.state.machines import SubmissionState
 from shoal.protocol import NodeState
-from shoal.simulator import Crew, Scenario, Simulation, problems
+from shoal.simulator import Scenario, Simulation, WorkerKind, problems
 
 RUN = RunSettings(steps=6, groups_per_step=8, group_size=2, max_staleness=1)
 MIXED = (
-    Crew(8, group_s=20, lives_s=200, away_s=30),
-    Crew(2, group_s=90),
-    Crew(2, group_s=10, lies=0.4, fresh_keys=True),
-    Crew(2, delivers=False),
+    WorkerKind(8, group_s=20, lives_s=200, away_s=30),
+    WorkerKind(2, group_s=90),
+    WorkerKind(2, group_s=10, lies=0.4, fresh_keys=True),
+    WorkerKind(2, delivers=False),
 )
 
 
@@ -103,7 +103,11 @@ def test_the_same_seed_is_the_same_run_in_another_process(tmp_path: Path) -> Non
 
 
 def test_nobody_who_sits_on_leases_or_lies_earns_and_the_honest_do(tmp_path: Path) -> None:
-    honest, liars, sitters = Crew(6, group_s=15), Crew(2, group_s=15, lies=1.0), Crew(2, delivers=False)
+    honest, liars, sitters = (
+        WorkerKind(6, group_s=15),
+        WorkerKind(2, group_s=15, lies=1.0),
+        WorkerKind(2, delivers=False),
+    )
     simulation = Simulation(tmp_path, scenario(1, crews=(honest, liars, sitters), restarts_s=400))
     simulation.run()
     with simulation.world.storage.read() as reader:
@@ -119,7 +123,7 @@ class TestTheInvariantsCanFail:
 
     @pytest.fixture
     def simulation(self, tmp_path: Path) -> Simulation:
-        simulation = Simulation(tmp_path, scenario(2, seconds=120, crews=(Crew(6, group_s=8),), restarts_s=500))
+        simulation = Simulation(tmp_path, scenario(2, seconds=120, crews=(WorkerKind(6, group_s=8),), restarts_s=500))
         simulation.run()
         assert problems(simulation.world) == []
         return simulation
@@ -154,10 +158,10 @@ class TestTheInvariantsCanFail:
 @pytest.mark.slow
 def test_a_thousand_workers_for_ten_minutes(tmp_path: Path) -> None:
     crews = (
-        Crew(800, group_s=60, lives_s=1200),
-        Crew(50, group_s=30, lies=0.3, fresh_keys=True),
-        Crew(50, delivers=False),
-        Crew(100, group_s=300),
+        WorkerKind(800, group_s=60, lives_s=1200),
+        WorkerKind(50, group_s=30, lies=0.3, fresh_keys=True),
+        WorkerKind(50, delivers=False),
+        WorkerKind(100, group_s=300),
     )
     run = RunSettings(steps=1000, groups_per_step=512, group_size=2, max_staleness=2)
     simulation = Simulation(

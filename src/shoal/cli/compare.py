@@ -20,7 +20,7 @@ def compare(
 
     from shoal.evaluation.comparing import compare as compared
     from shoal.evaluation.comparing import comparison_lines
-    from shoal.evaluation.evaluating import TASKS
+    from shoal.evaluation.job import TASKS
     from shoal.evaluation.records import read_results
 
     first, second = read_results(a, TASKS), read_results(b, TASKS)

@@ -21,11 +21,11 @@ from shoal.errors import ScoringFailure, UserError
 if TYPE_CHECKING:
     from shoal.cli.sources import ModelSource, TaskSource
     from shoal.environments import Environment
-    from shoal.evaluation.evaluating import Evaluation
+    from shoal.evaluation.job import EvaluationJob
     from shoal.evaluation.leaks import Leaks
     from shoal.evaluation.measuring import Chosen
-    from shoal.evaluation.plan import Plan
-    from shoal.evaluation.subject import Machine
+    from shoal.evaluation.plan import SamplingPlan
+    from shoal.evaluation.subject import EngineChoice
 
 STOPPED_CODE = 130
 RESCORE = "score them again: shoal eval --rescore {}"
@@ -90,7 +90,7 @@ def evaluate(
 ) -> None:
     """Measure a model: avg@k and pass@k with intervals, per task in a Parquet file. The same command continues."""
     from shoal.cli.sources import task_source
-    from shoal.evaluation.subject import Machine
+    from shoal.evaluation.subject import EngineChoice
 
     if rescore is not None:
         if model is not None:
@@ -100,7 +100,7 @@ def evaluate(
         raise UserError("give a MODEL and --env SPEC, or --rescore DIR; see shoal eval --help")
     given = Given(samples, tasks, temperature, max_new_tokens, seed, split, batch_rows)
     source = task_source(env, overrides or ())
-    request = EvalRequest(model, source, given, out, trained_on, allow_leaks, Machine(engine, device, dtype))
+    request = EvalRequest(model, source, given, out, trained_on, allow_leaks, EngineChoice(engine, device, dtype))
     raise typer.Exit(run_eval(request))
 
 
@@ -116,9 +116,9 @@ class Given:
     split: str | None
     batch_rows: int
 
-    def plan(self, source: TaskSource, positions: int | None) -> Plan:
+    def plan(self, source: TaskSource, positions: int | None) -> SamplingPlan:
         """The plan, with what was left open taken from the recipe, or from what the model has room for."""
-        from shoal.evaluation.plan import PARTS, Plan
+        from shoal.evaluation.plan import PARTS, SamplingPlan
 
         split = self.split or ("all" if source.whole else "held_out")
         if split not in PARTS:
@@ -127,7 +127,7 @@ class Given:
         temperature = self.temperature if self.temperature is not None else 0.0 if self.samples == 1 else warm
         room = DEFAULT_TOKENS if positions is None else max(1, min(DEFAULT_TOKENS, positions // 2))
         tokens = self.max_new_tokens or (source.recipe.run.max_new_tokens if source.recipe else room)
-        return Plan(
+        return SamplingPlan(
             samples=self.samples, tasks=self.tasks, temperature=temperature, max_new_tokens=tokens, seed=self.seed,
             split=split, batch_rows=self.batch_rows,
         )  # fmt: skip
@@ -141,13 +141,13 @@ class EvalRequest:
     out: Path | None
     trained_on: str | None
     allow_leaks: bool
-    machine: Machine
+    machine: EngineChoice
 
 
 def run_eval(request: EvalRequest) -> int:
     """Find everything, look for leaks, sample and score, say the numbers; returns the exit code."""
     from shoal.cli.sources import model_source
-    from shoal.evaluation.evaluating import Evaluation, choose
+    from shoal.evaluation.job import EvaluationJob, choose
     from shoal.evaluation.subject import open_subject
     from shoal.models import BUILTIN
 
@@ -159,7 +159,7 @@ def run_eval(request: EvalRequest) -> int:
         leaks = look_for_leaks(request, chosen, model)
         chosen = left_over(chosen, leaks, request.allow_leaks)
         subject = open_subject(model.name, model.where, request.machine, plan.rows)
-    evaluation = Evaluation(subject, chosen, leaks.known, request.source.settings)
+    evaluation = EvaluationJob(subject, chosen, leaks.known, request.source.settings)
     out = request.out or default_out(evaluation, request.source.label)
     summary = measured(request, evaluation, out)
     if summary is None:
@@ -179,7 +179,7 @@ def run_rescore(out: Path, env: str | None, overrides: Sequence[str]) -> int:
 
     from shoal.cli.counting import counted
     from shoal.cli.sources import TaskSource, task_source
-    from shoal.evaluation.evaluating import SUMMARY
+    from shoal.evaluation.job import SUMMARY
     from shoal.evaluation.leaks import Leaks
     from shoal.evaluation.rescoring import kept_settings, rescore
     from shoal.runtime.lock import FolderLock
@@ -224,7 +224,7 @@ def positions_of(model: ModelSource) -> int | None:
 def look_for_leaks(request: EvalRequest, chosen: Chosen, model: ModelSource) -> Leaks:
     """Evaluated tasks that are in the training set: of --trained-on, or of the run that the model is of."""
     from shoal.cli.sources import TaskSource, task_source
-    from shoal.evaluation.evaluating import chosen_tasks
+    from shoal.evaluation.job import chosen_tasks
     from shoal.evaluation.leaks import Leaks, archived_ids, find_leaks
 
     if request.trained_on is not None:
@@ -258,14 +258,14 @@ def _training(source: TaskSource) -> Environment:
 
 
 def left_over(chosen: Chosen, leaks: Leaks, allowed: bool) -> Chosen:
-    from shoal.evaluation.evaluating import without
+    from shoal.evaluation.job import without
 
     if not allowed:
         leaks.refuse()
     return without(chosen, leaks.known) if leaks.known else chosen
 
 
-def default_out(evaluation: Evaluation, tasks: str) -> Path:
+def default_out(evaluation: EvaluationJob, tasks: str) -> Path:
     """A folder that follows from what is evaluated: the same command finds it again."""
     import hashlib
 
@@ -276,13 +276,13 @@ def default_out(evaluation: Evaluation, tasks: str) -> Path:
     return Path("evals") / f"{plain_name(evaluation.subject.name)}-{plain_name(tasks)}-{digest[:8]}"
 
 
-def measured(request: EvalRequest, evaluation: Evaluation, out: Path) -> dict[str, Any] | None:
+def measured(request: EvalRequest, evaluation: EvaluationJob, out: Path) -> dict[str, Any] | None:
     """The summary: that of a finished evaluation, or of one that is run, or gone on with, now."""
     from rich.console import Console
 
     from shoal.cli.counting import counted
-    from shoal.evaluation.evaluating import evaluate as run
-    from shoal.evaluation.evaluating import finished
+    from shoal.evaluation.job import evaluate as run
+    from shoal.evaluation.job import finished
     from shoal.runtime.lock import FolderLock
     from shoal.runtime.stop import stop_on_signals
 
@@ -301,9 +301,9 @@ def measured(request: EvalRequest, evaluation: Evaluation, out: Path) -> dict[st
 
 def scorer_of(source: TaskSource, environment: Environment, stop: Any) -> Any:
     """Processes beside this one that score: a reward function, or a program under test, may do anything."""
-    from shoal.rewards import Patience, ScoringPool
+    from shoal.rewards import ScoringPatience, ScoringPool
 
-    pool = ScoringPool(source.settings, environment, stop, Patience(all_s=86_400.0))
+    pool = ScoringPool(source.settings, environment, stop, ScoringPatience(all_s=86_400.0))
     pool.start()
     return pool
 

@@ -38,11 +38,11 @@ from shoal.runtime.text import count_of
 if TYPE_CHECKING:
     from shoal.cli.sources import TaskSource
     from shoal.environments.data.table import Table
-    from shoal.evaluation.evaluating import Evaluation
-    from shoal.evaluation.filtering import Columns, Selection
-    from shoal.evaluation.journal import Journal
-    from shoal.evaluation.rates import Band
-    from shoal.evaluation.subject import Machine
+    from shoal.evaluation.filtering import Columns, RowSelection
+    from shoal.evaluation.job import EvaluationJob
+    from shoal.evaluation.journal import EvaluationJournal
+    from shoal.evaluation.rates import RateBand
+    from shoal.evaluation.subject import EngineChoice
 
 
 def filter_tasks(
@@ -72,13 +72,13 @@ def filter_tasks(
 ) -> None:
     """Measure how often a model solves each task, and write those within a band. The same command continues."""
     from shoal.cli.sources import task_source
-    from shoal.evaluation.rates import Band
-    from shoal.evaluation.subject import Machine
+    from shoal.evaluation.rates import RateBand
+    from shoal.evaluation.subject import EngineChoice
 
     source = task_source(data, overrides or ())
     given = Given(samples, tasks, temperature, max_new_tokens, seed, split or _split(source), batch_rows)
     request = FilterRequest(
-        model, source, given, out, Band.parse(keep), everything, name, Machine(engine, device, dtype)
+        model, source, given, out, RateBand.parse(keep), everything, name, EngineChoice(engine, device, dtype)
     )
     raise typer.Exit(run_filter(request))
 
@@ -89,10 +89,10 @@ class FilterRequest:
     source: TaskSource
     given: Given
     out: Path
-    band: Band
+    band: RateBand
     everything: bool
     name: str | None
-    machine: Machine
+    machine: EngineChoice
 
     @property
     def work(self) -> Path:
@@ -127,10 +127,10 @@ def run_filter(request: FilterRequest) -> int:
     return 0
 
 
-def prepared(request: FilterRequest) -> Evaluation:
+def prepared(request: FilterRequest) -> EvaluationJob:
     from shoal.cli.sources import model_source
-    from shoal.evaluation.evaluating import Evaluation, choose
     from shoal.evaluation.filtering import data_of
+    from shoal.evaluation.job import EvaluationJob, choose
     from shoal.evaluation.subject import open_subject
 
     request.given.plan(request.source, None)  # mistakes on the command line, before anything is loaded
@@ -142,16 +142,16 @@ def prepared(request: FilterRequest) -> Evaluation:
         plan = request.given.plan(request.source, positions_of(model))
         chosen = choose(environment, plan)
         subject = open_subject(model.name, model.where, request.machine, plan.rows)
-        return Evaluation(subject, chosen, settings=request.source.settings)
+        return EvaluationJob(subject, chosen, settings=request.source.settings)
 
 
-def refuse_taken(request: FilterRequest, evaluation: Evaluation, columns: Columns) -> None:
+def refuse_taken(request: FilterRequest, evaluation: EvaluationJob, columns: Columns) -> None:
     table = table_of(request, evaluation)
     if table is not None:
         columns.refuse_taken(table.columns)
 
 
-def table_of(request: FilterRequest, evaluation: Evaluation) -> Table | None:
+def table_of(request: FilterRequest, evaluation: EvaluationJob) -> Table | None:
     """The original rows, if the tasks are rows of a data set."""
     from shoal.environments.data.locating import locate
     from shoal.environments.data.table import Table
@@ -161,12 +161,12 @@ def table_of(request: FilterRequest, evaluation: Evaluation) -> Table | None:
     return None if data is None or path is None else Table(locate(path, data.options.split))
 
 
-def measured(request: FilterRequest, evaluation: Evaluation) -> Journal | None:
+def measured(request: FilterRequest, evaluation: EvaluationJob) -> EvaluationJournal | None:
     """All rates, kept in the work folder; None if it was told to stop before the end."""
     from rich.console import Console
 
     from shoal.cli.counting import counted
-    from shoal.evaluation.evaluating import measure
+    from shoal.evaluation.job import measure
     from shoal.runtime.lock import FolderLock
     from shoal.runtime.stop import stop_on_signals
 
@@ -180,18 +180,22 @@ def measured(request: FilterRequest, evaluation: Evaluation) -> Journal | None:
 
 
 def conclude(
-    request: FilterRequest, evaluation: Evaluation, journal: Journal, columns: Columns, about: dict[str, Any]
+    request: FilterRequest,
+    evaluation: EvaluationJob,
+    journal: EvaluationJournal,
+    columns: Columns,
+    about: dict[str, Any],
 ) -> None:
     """Write the result and say what is in it. Measurements stay until something is written, and all is scored."""
     from shoal.evaluation.rates import histogram_lines
-    from shoal.evaluation.summary import Tally, missing_lines
+    from shoal.evaluation.summary import SummaryTally, missing_lines
 
     selection, plan = selected(request, evaluation, journal), evaluation.chosen.plan
     values = [rate.value for rate in selection.rates.values()]
     typer.echo(f"pass rates of {len(values):,} tasks, {plan.samples} samples each:")
     for line in histogram_lines(values, plan.samples, request.band):
         typer.echo(line)
-    tally = Tally.of(plan, journal.records())
+    tally = SummaryTally.of(plan, journal.records())
     summary = tally.as_json()
     for line in missing_lines(summary):
         typer.echo(line)
@@ -213,9 +217,9 @@ def conclude(
     refuse_if_hollow(summary, request.source, remedy, remedy)
 
 
-def selected(request: FilterRequest, evaluation: Evaluation, journal: Journal) -> Selection:
+def selected(request: FilterRequest, evaluation: EvaluationJob, journal: EvaluationJournal) -> RowSelection:
     """The rates by row of the data set, or by number where there are no rows."""
-    from shoal.evaluation.filtering import Selection, data_of, row_of
+    from shoal.evaluation.filtering import RowSelection, data_of, row_of
     from shoal.evaluation.rates import rates
 
     data, split = data_of(evaluation.chosen.environment), evaluation.chosen.plan.split
@@ -223,11 +227,11 @@ def selected(request: FilterRequest, evaluation: Evaluation, journal: Journal) -
         record.index if data is None else row_of(data, split, record.index): rate
         for record, rate in rates(journal.records())
     }
-    return Selection(found, request.band, request.everything)
+    return RowSelection(found, request.band, request.everything)
 
 
 def written(
-    request: FilterRequest, evaluation: Evaluation, selection: Selection, columns: Columns, about: dict[str, Any]
+    request: FilterRequest, evaluation: EvaluationJob, selection: RowSelection, columns: Columns, about: dict[str, Any]
 ) -> int:
     from shoal.evaluation.filtering import original_rows, task_rows, write_rows
 

@@ -187,11 +187,11 @@ def _try_scores(settings: EnvironmentSettings, environment: Environment, tasks: 
 
     A reward of one's own may hang: it is tried where it can be ended.
     """
-    from shoal.rewards import DirectScorer, Job, Patience, ScoringPool
+    from shoal.rewards import DirectScorer, Job, ScoringPatience, ScoringPool
 
     require_scoring(environment)
     is_own = settings.file is not None or any(part.file is not None for part in settings.mix)
-    patience = Patience(start_s=TRIAL_S, job_s=TRIAL_S, all_s=4 * TRIAL_S)
+    patience = ScoringPatience(start_s=TRIAL_S, job_s=TRIAL_S, all_s=4 * TRIAL_S)
     scorer = ScoringPool(settings, environment, patience=patience) if is_own else DirectScorer(environment)
     with closing(scorer):
         jobs = [Job(task.id, completion) for task in tasks for completion in TRIAL_COMPLETIONS]

@@ -22,7 +22,7 @@ from shoal.client.known_hubs import known_root, remember_root
 from shoal.client.trust import one_run
 from shoal.errors import ResourceError, UserError
 from shoal.protocol import SigningKey
-from shoal.runtime.home import make_home
+from shoal.runtime.files import make_home
 from shoal.runtime.limits import MachineLimits
 from shoal.runtime.stop import StopToken
 from shoal.runtime.targets import endpoint_of
@@ -67,9 +67,8 @@ def run_joined_worker(request: JoinRequest, verbose: bool) -> int:
     """
     from shoal.cli.keyring import vouch_of
     from shoal.engines import check_engine
-    from shoal.worker.folder import identity
     from shoal.worker.loop import ending_quietly, run_worker
-    from shoal.worker.settings import WorkerConfig, WorkerSettings, check_choices
+    from shoal.worker.settings import WorkerConfig, WorkerSettings, check_choices, identity
 
     urls, pinned = one_run(request.urls)
     if request.owner is not None and request.vouch is not None:

@@ -33,7 +33,7 @@ from shoal.cli.sft import sft
 from shoal.cli.why import why
 from shoal.errors import ShoalError, UserError
 from shoal.runtime import crash
-from shoal.runtime.home import home
+from shoal.runtime.files import home
 from shoal.runtime.limits import MachineLimits
 from shoal.runtime.stop import SUPERVISED, TOLD_TO_STOP_CODE, end_at_start
 from shoal.runtime.text import printable, visible
@@ -347,7 +347,7 @@ def worker(
 ) -> int:
     """Contribute this machine to a run: all you need is its join URL."""
     if cheat is not None:
-        from shoal.worker.cheats import find_cheat
+        from shoal.adversary import find_cheat
 
         find_cheat(cheat)
     limits = MachineLimits.of_options(max_memory, max_disk, max_bandwidth)

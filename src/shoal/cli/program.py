@@ -1,7 +1,7 @@
-"""How the person at the terminal calls this program again; see `shoal.runtime.program`."""
+"""How the person at the terminal calls this program again; see `shoal.runtime.text`."""
 
 from __future__ import annotations
 
-from shoal.runtime.program import python_command, shoal_command
+from shoal.runtime.text import python_command, shoal_command
 
 __all__ = ["python_command", "shoal_command"]

@@ -106,7 +106,7 @@ def _inner(request: JoinRequest, urls: Sequence[str], folder: Path, root: str) -
     """The same for the worker inside. An owner's key stays outside: what goes in is its word for this machine."""
     from shoal.cli.keyring import vouch_of
     from shoal.runtime.files import write_atomically
-    from shoal.worker.folder import identity
+    from shoal.worker.settings import identity
 
     vouch = vouch_of(identity(folder), request.owner, request.vouch)
     file = folder / "vouch.json"

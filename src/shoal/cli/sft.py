@@ -234,7 +234,7 @@ class Request:
         from shoal.environments import prompt_settings_of
         from shoal.environments.settings import PromptSettings
         from shoal.models.folder import model_folder, read_files
-        from shoal.rewards import Patience, ScoringPool
+        from shoal.rewards import ScoringPatience, ScoringPool
         from shoal.rewards.classifier import Classifier
         from shoal.trainer.demonstrations.choosing import Asking, Choosing
         from shoal.trainer.demonstrations.reading import Encoder
@@ -246,7 +246,7 @@ class Request:
         with ExitStack() as around:
             pool, judge = None, None
             if choice.verify and environment and self.source:
-                pool = ScoringPool(self.source.settings, environment, self.stop, Patience(all_s=86_400.0))
+                pool = ScoringPool(self.source.settings, environment, self.stop, ScoringPatience(all_s=86_400.0))
                 pool.start()
                 around.callback(pool.close)
             if choice.rank is not None:

@@ -23,8 +23,8 @@ from shoal.protocol import ProofParameters, SigningKey
 from shoal.runtime.files import write_atomically
 from shoal.runtime.stop import StopToken
 from shoal.validator.calibrate import BLOCKS, Measurement, Plan, measure, openings, prompts_of
+from shoal.validator.canary import SelfTest
 from shoal.validator.profiles import load_profiles, to_toml
-from shoal.validator.selftest import SelfTest
 from shoal.validator.specimens import Machine
 
 POLICY_PATIENCE_S = 600.0

@@ -19,7 +19,7 @@ from shoal.client.http import REACH, open_http
 from shoal.client.hub import HubClient
 from shoal.errors import HubRefused, ShoalError
 from shoal.protocol import Receipt, submission_digest
-from shoal.protocol.upload import UploadRequest, UploadTicket
+from shoal.protocol.submission import UploadRequest, UploadTicket
 from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.exchange import LEAST_BYTES_PER_S, check_plain, limited
 from shoal.runtime.targets import Reach, check_url

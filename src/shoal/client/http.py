@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 
 from shoal import __version__
-from shoal.protocol.versions import HEADER_PROTOCOL, PROTOCOL_VERSION
+from shoal.protocol.node import HEADER_PROTOCOL, PROTOCOL_VERSION
 from shoal.runtime.exchange import Network
 from shoal.runtime.proxies import Proxy, proxy_of
 from shoal.runtime.targets import Reach, addresses, check_behind_proxy, endpoint_of, way_out

@@ -31,6 +31,7 @@ from shoal.protocol import (
     AuditRequest,
     BatchReply,
     BatchRequest,
+    BodyLimits,
     Calibration,
     Document,
     EvaluationPage,
@@ -45,7 +46,6 @@ from shoal.protocol import (
     LeaseRequest,
     LedgerHead,
     LedgerPage,
-    Limits,
     Message,
     NodePage,
     NodeStory,
@@ -70,8 +70,7 @@ from shoal.protocol import (
     submission_digest,
     unpack,
 )
-from shoal.protocol.progress import ProgressReply, ShownProgress
-from shoal.protocol.upload import UploadCommit, UploadRequest, UploadTicket
+from shoal.protocol.submission import ProgressReply, ShownProgress, UploadCommit, UploadRequest, UploadTicket
 from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.stop import StopToken
 
@@ -79,8 +78,8 @@ M = TypeVar("M", bound=Message)
 D = TypeVar("D", bound=Document)
 
 BULK = "application/msgpack+zstd"
-SUBMISSION_BODIES_LIMITS = Limits(compressed_bytes=2**27, inflated_bytes=2**27)
-TRAINING_BATCH_LIMITS = Limits(compressed_bytes=2**30, inflated_bytes=2**32)  # from the hub, which is trusted
+SUBMISSION_BODIES_LIMITS = BodyLimits(compressed_bytes=2**27, inflated_bytes=2**27)
+TRAINING_BATCH_LIMITS = BodyLimits(compressed_bytes=2**30, inflated_bytes=2**32)  # from the hub, which is trusted
 
 
 class HubClient:

@@ -15,8 +15,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from shoal.errors import ConfigError
-from shoal.runtime.files import write_atomically
-from shoal.runtime.home import home, make_home
+from shoal.runtime.files import home, make_home, write_atomically
 
 log = logging.getLogger(__name__)
 

@@ -40,9 +40,8 @@ from shoal.errors import (
 )
 from shoal.protocol import HubClock, Problem, SignedDocument, SigningKey, sign_request
 from shoal.protocol.signing import HEADER_NONCE, HEADER_TIME
-from shoal.runtime.clock import Clock
+from shoal.runtime.clock import Backoff, Clock
 from shoal.runtime.exchange import LEAST_BYTES_PER_S, limited, read_body
-from shoal.runtime.retry import Backoff
 from shoal.runtime.stop import StopToken
 from shoal.runtime.targets import Nearness, Reach, nearness_of_hub
 

@@ -27,7 +27,7 @@ from shoal.protocol import (
     open_document,
 )
 from shoal.protocol.identity import check_public_key
-from shoal.protocol.versions import check_spoken
+from shoal.protocol.node import check_spoken
 from shoal.runtime.targets import PUBLIC_ONLY, Reach, is_address
 
 FINGERPRINT_HEX = 40

@@ -26,7 +26,7 @@ from shoal.errors import ConfigError
 from shoal.models.prompts import PromptEncoder
 from shoal.models.tokenizer import TextTokenizer
 from shoal.protocol import DialogueTerms, Lease, SamplingParameters
-from shoal.protocol.given import Spans
+from shoal.protocol.submission import Spans
 
 
 class Texts(Protocol):

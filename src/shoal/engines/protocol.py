@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shoal.protocol import PolicyRef, ProofParameters, SamplingParameters, TensorView
-from shoal.protocol.given import Spans
+from shoal.protocol.submission import Spans
 from shoal.shardcast import ChangedValues
 from shoal.toploc import PointBatch
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from shoal.engines.protocol import Completion
 from shoal.protocol import SUBMISSION_FORMAT, Lease, Rollout, Submission, pack_logprobs, pack_tokens
-from shoal.protocol.given import pack_spans
+from shoal.protocol.submission import pack_spans
 
 
 def submission_of(lease: Lease, completions: Sequence[Completion], engine: str) -> Submission:

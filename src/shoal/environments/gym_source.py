@@ -31,7 +31,7 @@ from typing import Any
 
 from shoal.environments.arithmetic_text import checked_expression, checked_for_simplifying
 from shoal.errors import EnvironmentSetupError, ScoringFailure
-from shoal.runtime.program import install_command
+from shoal.runtime.text import install_command
 
 VERSION = "0.1.25"
 SOLVER = "pycosat"

@@ -8,7 +8,7 @@
     records     TaskRecord, SampleRecord, and the Parquet file of them
     summary     Tally: avg@k, pass@k and the rest, for programs and for people
     statistics  intervals and tests: pure functions
-    evaluating  Evaluation, evaluate: one from beginning to end
+    job         Evaluation, evaluate: one from beginning to end
     rescoring   rescore: kept completions, scored again
     comparing   compare: two evaluations of the same tasks
     leaks       find_leaks: evaluated tasks that are in a training set

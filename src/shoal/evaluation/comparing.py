@@ -15,13 +15,7 @@ import numpy as np
 
 from shoal.errors import ConfigError
 from shoal.evaluation.records import Results, TaskResult
-from shoal.evaluation.statistics import (
-    Estimate,
-    bootstrap_means,
-    detectable_difference,
-    mcnemar_p,
-    sign_flip_p,
-)
+from shoal.evaluation.statistics import Estimate, bootstrap_means, detectable_difference, mcnemar_p, sign_flip_p
 from shoal.evaluation.summary import MAX_FAILURES
 
 SIGNIFICANT = 0.05
@@ -43,7 +37,7 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class PairedComparison:
     """B against A over the tasks of both. `mcnemar` is there where each task was tried once and solved or not."""
 
     pairs: tuple[Pair, ...]
@@ -107,7 +101,7 @@ class Comparison:
         }
 
 
-def compare(a: Results, b: Results, force: bool = False, seed: int = 0) -> Comparison:
+def compare(a: Results, b: Results, force: bool = False, seed: int = 0) -> PairedComparison:
     """Pair the tasks and test the difference; results of other tasks or scoring are a `ConfigError` unless forced."""
     problem = incomparable(a.about, b.about) or hollow(a) or hollow(b)
     if problem and not force:
@@ -120,7 +114,7 @@ def compare(a: Results, b: Results, force: bool = False, seed: int = 0) -> Compa
         same = "--env and --seed, which decides the lengths asked for" if shared else "--env"
         raise ConfigError(f"{a.path} and {b.path} have no task in common: evaluate both models with the same {same}")
     differences = np.array([pair.difference for pair in pairs])
-    return Comparison(
+    return PairedComparison(
         pairs,
         only_a=len(ours) - len(shared),
         only_b=len(theirs) - len(shared),
@@ -163,7 +157,7 @@ def hollow(results: Results) -> str:
     return f"{share:.1%} of the samples of {results.path} have no score, so what is left may be the easy part of it"
 
 
-def comparison_lines(a: Results, b: Results, found: Comparison) -> Iterator[str]:
+def comparison_lines(a: Results, b: Results, found: PairedComparison) -> Iterator[str]:
     """The report for people; its last line is what may be concluded."""
     numbers = found.as_json()
     yield f"A  {_name(a)}: {numbers['mean_a']:.3f}"
@@ -179,7 +173,7 @@ def comparison_lines(a: Results, b: Results, found: Comparison) -> Iterator[str]
     yield found.sentence
 
 
-def _unpaired(found: Comparison) -> tuple[tuple[int, str], ...]:
+def _unpaired(found: PairedComparison) -> tuple[tuple[int, str], ...]:
     return (
         (found.only_a, "only in A"),
         (found.only_b, "only in B"),

@@ -17,9 +17,9 @@ from shoal.engines.asking import Asking, CannotBeAsked
 from shoal.engines.dialogue import Dialogue, Talks, greedy_lines
 from shoal.environments import Environment, Task
 from shoal.errors import ModelError
-from shoal.evaluation.plan import Plan, as_asked, sample_seed
+from shoal.evaluation.plan import SamplingPlan, as_asked, sample_seed
 from shoal.evaluation.records import SampleRecord
-from shoal.evaluation.subject import Subject, memory_errors
+from shoal.evaluation.subject import EvaluatedModel, memory_errors
 from shoal.protocol import SamplingParameters
 
 ANY_TEMPERATURE = 1.0
@@ -35,7 +35,7 @@ class Drawn:
 
 
 @dataclass(frozen=True)
-class Asked:
+class AskedTask:
     """A task as the model is asked it."""
 
     task: Task
@@ -46,7 +46,7 @@ class Asked:
 class Sampler:
     """Draws `plan.samples` completions of each task given. Which tasks come together changes no dice."""
 
-    def __init__(self, subject: Subject, environment: Environment, plan: Plan) -> None:
+    def __init__(self, subject: EvaluatedModel, environment: Environment, plan: SamplingPlan) -> None:
         self._engine: Engine = subject.engine
         self._asking = Asking(subject.files, environment, plan.max_new_tokens)
         self._tokenizer = self._asking.encoder.tokenizer
@@ -63,7 +63,7 @@ class Sampler:
         """One result per (number, task), in order."""
         prompts = [self._prompt(number, task) for number, task in tasks]
         usable = [place for place, (_, problem) in enumerate(prompts) if not problem]
-        asked = [Asked(tasks[place][1], prompts[place][0], self._talks.of(tasks[place][1])) for place in usable]
+        asked = [AskedTask(tasks[place][1], prompts[place][0], self._talks.of(tasks[place][1])) for place in usable]
         with memory_errors("draw these completions"):
             found = self._greedy(asked) if self._plan.temperature == 0 else self._sample(asked)
         drawn = dict(zip(usable, found, strict=True))
@@ -83,7 +83,7 @@ class Sampler:
 
     # ── what is drawn ────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _sample(self, asked: Sequence[Asked]) -> list[tuple[SampleRecord, ...]]:
+    def _sample(self, asked: Sequence[AskedTask]) -> list[tuple[SampleRecord, ...]]:
         plan = self._plan
         requests, owners = [], []
         for owner, each in enumerate(asked):
@@ -98,7 +98,7 @@ class Sampler:
             found[owner] += [self._sampled(one.token_ids.tolist(), one.finish, one.given) for one in group]
         return [tuple(samples) for samples in found]
 
-    def _greedy(self, asked: Sequence[Asked]) -> list[tuple[SampleRecord, ...]]:
+    def _greedy(self, asked: Sequence[AskedTask]) -> list[tuple[SampleRecord, ...]]:
         """As validators and the trainer answer held-out tasks."""
         prompts, talks = [each.ids for each in asked], [each.talk for each in asked]
         lines = greedy_lines(self._engine, prompts, talks, self._sampling)

@@ -22,7 +22,7 @@ from shoal.environments.dataset import DatasetEnvironment
 from shoal.errors import ConfigError
 from shoal.evaluation.journal import difference
 from shoal.evaluation.plan import Part, tasks_of
-from shoal.evaluation.rates import Band, Rate
+from shoal.evaluation.rates import Rate, RateBand
 from shoal.evaluation.records import METADATA
 from shoal.runtime.files import ensure_folder, resource_error, sync_folder
 
@@ -52,11 +52,11 @@ class Columns:
 
 
 @dataclass(frozen=True)
-class Selection:
+class RowSelection:
     """Which rows stay: by their rates, which are found by row; `everything` keeps those outside the band, too."""
 
     rates: Mapping[int, Rate]
-    band: Band
+    band: RateBand
     everything: bool = False
 
     def keeps(self, row: int) -> bool:
@@ -82,7 +82,7 @@ def row_of(environment: DatasetEnvironment, part: Part, index: int) -> int:
 # ── the original rows ────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def original_rows(table: Table, selection: Selection, columns: Columns) -> Iterator[Any]:
+def original_rows(table: Table, selection: RowSelection, columns: Columns) -> Iterator[Any]:
     """The rows that stay, as Arrow tables of one schema, with the new columns."""
     import pyarrow as pa
 
@@ -174,7 +174,7 @@ def _with_rates(table: Any, found: Sequence[Rate | None], columns: Columns) -> A
 # ── tasks of environments that have no rows ──────────────────────────────────────────────────────────────────────
 
 
-def task_rows(environment: Environment, part: Part, selection: Selection, columns: Columns) -> Iterator[Any]:
+def task_rows(environment: Environment, part: Part, selection: RowSelection, columns: Columns) -> Iterator[Any]:
     """The tasks that stay, with prompt and answer as columns; rows are their numbers in the split."""
     tasks = tasks_of(environment, part)
     kept = [number for number in sorted(selection.rates) if selection.keeps(number)]
@@ -219,7 +219,10 @@ def write_rows(path: Path, tables: Iterable[Any], about: Mapping[str, Any]) -> i
         if writer is None:
             return 0
         writer.close()
-        _put_in_place(hidden, path)
+        with hidden.open("rb") as file:
+            os.fsync(file.fileno())
+        hidden.replace(path)
+        sync_folder(path.absolute().parent)
     except OSError as error:
         raise resource_error("write", path, error) from error
     return rows
@@ -237,13 +240,6 @@ def _grouped(tables: Iterable[Any]) -> Iterator[Any]:
             held = []
     if held:
         yield pa.concat_tables(held)
-
-
-def _put_in_place(hidden: Path, path: Path) -> None:
-    with hidden.open("rb") as file:
-        os.fsync(file.fileno())
-    hidden.replace(path)
-    sync_folder(path.absolute().parent)
 
 
 def stored_about(path: Path) -> dict[str, Any] | None:

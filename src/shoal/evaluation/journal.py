@@ -30,7 +30,7 @@ Worth = tuple[float | None, dict[str, float]]
 """The score of a sample, and its parts."""
 
 
-class Line(msgspec.Struct, frozen=True, omit_defaults=True):
+class JournalLine(msgspec.Struct, frozen=True, omit_defaults=True):
     """What was drawn for a batch, or how it was scored: sample by sample of each task."""
 
     batch: int
@@ -38,7 +38,7 @@ class Line(msgspec.Struct, frozen=True, omit_defaults=True):
     scored: tuple[tuple[Worth, ...], ...] = ()
 
 
-class Journal:
+class EvaluationJournal:
     """The batches so far, in order: 0, 1, 2, … `drawn` of them have completions, `batches` of these have scores.
 
     Its one writer holds the lock on the folder.
@@ -51,7 +51,7 @@ class Journal:
         self.path = folder / name
         self._waiting: deque[tuple[TaskRecord, ...]] = deque()
         self._encode = msgspec.json.Encoder().encode
-        self._decoder = msgspec.json.Decoder(Line)
+        self._decoder = msgspec.json.Decoder(JournalLine)
 
     def open(self, identity: Mapping[str, Any]) -> None:
         """Begin, or continue, the evaluation that `identity` names; a folder of another one is a `ConfigError`."""
@@ -73,12 +73,12 @@ class Journal:
 
     def append_drawn(self, records: Sequence[TaskRecord]) -> None:
         """Keep the next batch's completions; when this returns they survive a crash."""
-        self._append(Line(self.drawn, drawn=tuple(records)))
+        self._append(JournalLine(self.drawn, drawn=tuple(records)))
 
     def append_scored(self, records: Sequence[TaskRecord]) -> None:
         """Keep the scores of the first batch that waits for them."""
         scored = tuple(tuple((sample.score, sample.parts) for sample in record.samples) for record in records)
-        self._append(Line(self.batches, scored=scored))
+        self._append(JournalLine(self.batches, scored=scored))
 
     def records(self) -> Iterator[TaskRecord]:
         """Every task that was scored, in order, a few batches in memory at a time."""
@@ -93,7 +93,7 @@ class Journal:
         """Every batch as it was drawn, scored or not."""
         return (line.drawn for line in self._lines() if line.drawn)
 
-    def replace(self, other: Journal) -> None:
+    def replace(self, other: EvaluationJournal) -> None:
         """Take the lines of another one of this folder, which is no more then."""
         try:
             other.path.replace(self.path)
@@ -106,7 +106,7 @@ class Journal:
         """What was kept is in the results now."""
         self.path.unlink(missing_ok=True)
 
-    def _append(self, line: Line) -> None:
+    def _append(self, line: JournalLine) -> None:
         try:
             with self.path.open("ab") as file:
                 file.write(self._encode(line) + b"\n")
@@ -118,7 +118,7 @@ class Journal:
             raise resource_error("write", self.path, error) from error
         self._count(line)
 
-    def _lines(self) -> Iterator[Line]:
+    def _lines(self) -> Iterator[JournalLine]:
         if self.path.exists():
             with self.path.open("rb") as file:
                 yield from map(self._decoder.decode, file)
@@ -139,7 +139,7 @@ class Journal:
             file.truncate(whole)
             os.fsync(file.fileno())
 
-    def _count(self, line: Line) -> None:
+    def _count(self, line: JournalLine) -> None:
         if line.drawn:
             self.drawn += 1
             self._waiting.append(line.drawn)
@@ -147,7 +147,7 @@ class Journal:
             self.batches += 1
             self._waiting.popleft()
 
-    def _next(self, raw: bytes) -> Line | None:
+    def _next(self, raw: bytes) -> JournalLine | None:
         """The line, if it is whole and may come next."""
         try:
             line = self._decoder.decode(raw)

@@ -50,7 +50,7 @@ def find_leaks(tasks: Iterable[Task], training: Environment, trained_ids: Iterab
     for task in tasks:
         ids_by_digest.setdefault(task_digest(task), []).append(task.id)
     known = _held(ids_by_digest, train_digests(training))
-    trained = _held(ids_by_digest, _digests_of(training, trained_ids))
+    trained = _held(ids_by_digest, (task_digest(training.task(task_id)) for task_id in trained_ids))
     return Leaks(tuple(sorted(known | trained)), tuple(sorted(trained)))
 
 
@@ -66,10 +66,6 @@ def train_digests(environment: Environment) -> Iterator[bytes]:
             yield from (found for found in train_digests(part.environment) if found not in inner.aside.held_out)
         return
     yield from (found for found in task_digests(inner, "train") if found != UNUSABLE)
-
-
-def _digests_of(environment: Environment, ids: Iterable[str]) -> Iterator[bytes]:
-    return (task_digest(environment.task(task_id)) for task_id in ids)
 
 
 def archived_ids(rollouts: Path) -> set[str]:

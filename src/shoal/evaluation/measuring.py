@@ -24,8 +24,8 @@ from shoal.environments.mix import part_of
 from shoal.environments.questions import prompt_digest
 from shoal.errors import DeadlineExceeded, ScoringFailure, UnusableTask
 from shoal.evaluation.drawing import Drawn, Sampler
-from shoal.evaluation.journal import Journal
-from shoal.evaluation.plan import Plan, as_asked, length_target, tasks_of
+from shoal.evaluation.journal import EvaluationJournal
+from shoal.evaluation.plan import SamplingPlan, as_asked, length_target, tasks_of
 from shoal.evaluation.records import UNUSABLE, SampleRecord, TaskRecord
 from shoal.rewards import Job, Scorer
 from shoal.rewards.protocol import settled
@@ -42,7 +42,7 @@ class Chosen:
     """The tasks that an evaluation is of: an environment's split, and their numbers in it."""
 
     environment: Environment
-    plan: Plan
+    plan: SamplingPlan
     numbers: Sequence[int]
 
     @property
@@ -67,10 +67,10 @@ class Chosen:
         return hashlib.sha256(",".join(map(str, self.numbers)).encode()).hexdigest()[:16]
 
 
-class Scoring:
+class RecordScoring:
     """Scores completions that were drawn, now or again later: all that it needs is in their records."""
 
-    def __init__(self, environment: Environment, plan: Plan, scorer: Scorer) -> None:
+    def __init__(self, environment: Environment, plan: SamplingPlan, scorer: Scorer) -> None:
         self._environment = environment
         self._plan = plan
         self._scorer = scorer
@@ -104,13 +104,13 @@ class Scoring:
             log.warning("a completion of task %s is unscored: %s", task, why)
 
 
-class Measurement:
+class RunningEvaluation:
     """One evaluation under way."""
 
-    def __init__(self, chosen: Chosen, sampler: Sampler, scorer: Scorer, journal: Journal) -> None:
+    def __init__(self, chosen: Chosen, sampler: Sampler, scorer: Scorer, journal: EvaluationJournal) -> None:
         self._chosen = chosen
         self._sampler = sampler
-        self._scoring = Scoring(chosen.environment, chosen.plan, scorer)
+        self._scoring = RecordScoring(chosen.environment, chosen.plan, scorer)
         self._journal = journal
 
     def run(self, stop: StopToken, report: Report = lambda _done, _total: None) -> bool:

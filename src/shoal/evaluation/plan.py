@@ -25,7 +25,7 @@ DRAWN_AT_ONCE = 4096
 
 
 @dataclass(frozen=True)
-class Plan:
+class SamplingPlan:
     """How a model is sampled. `temperature` 0 is greedy; `tasks` 0 is all of the split.
 
     `batch_rows` completions are drawn together. It is part of the plan because the last digits of a sum depend on
@@ -93,13 +93,13 @@ def tasks_of(environment: Environment, part: Part) -> Sequence[Task]:
     return LazyTasks(size + len(second), lambda place: first[place] if place < size else second[place - size])
 
 
-def length_target(environment: Environment, plan: Plan, number: int) -> int | None:
+def length_target(environment: Environment, plan: SamplingPlan, number: int) -> int | None:
     """The length that the task of this number is asked for, if there are budgets: it follows from the seed."""
     budget = budget_of(environment)
     return None if budget is None else budget.target(f"shoal/eval/{plan.seed}", number)
 
 
-def as_asked(environment: Environment, plan: Plan, number: int, task: Task) -> Task:
+def as_asked(environment: Environment, plan: SamplingPlan, number: int, task: Task) -> Task:
     """The task with the length that it is asked for: with another seed that may be another one."""
     budget, target = budget_of(environment), length_target(environment, plan, number)
     return task if budget is None or target is None else budget.ask(task, target)

@@ -19,10 +19,10 @@ BAR = 40
 
 
 @dataclass(frozen=True)
-class Band:
+class RateBand:
     """Pass rates to keep, both ends included.
 
-    >>> Band.parse("0.125:0.5").holds(0.5), Band.parse("0.125:0.5").holds(0.625)
+    >>> RateBand.parse("0.125:0.5").holds(0.5), RateBand.parse("0.125:0.5").holds(0.625)
     (True, False)
     """
 
@@ -30,7 +30,7 @@ class Band:
     high: float
 
     @classmethod
-    def parse(cls, text: str) -> Band:
+    def parse(cls, text: str) -> RateBand:
         low, colon, high = text.partition(":")
         try:
             band = cls(float(low), float(high))
@@ -67,7 +67,7 @@ def rates(records: Iterable[TaskRecord]) -> Iterator[tuple[TaskRecord, Rate]]:
             yield record, Rate(record.passes, samples)
 
 
-def histogram_lines(values: Sequence[float], samples: int, band: Band) -> Iterator[str]:
+def histogram_lines(values: Sequence[float], samples: int, band: RateBand) -> Iterator[str]:
     """How many tasks have which rate; those in the band are marked.
 
     0.125 ▏████████ 312 ◂

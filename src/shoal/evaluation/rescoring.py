@@ -24,12 +24,12 @@ from shoal.environments import Environment, EnvironmentSettings, identity_of
 from shoal.environments.mix import part_of
 from shoal.environments.questions import prompt_digest
 from shoal.errors import ConfigError, DeadlineExceeded, EnvironmentSetupError
-from shoal.evaluation.evaluating import ENVIRONMENT, SUMMARY, TASKS, write_results
-from shoal.evaluation.journal import IDENTITY, Journal, dumped, read_identity
-from shoal.evaluation.measuring import Report, Scoring
-from shoal.evaluation.plan import Plan, as_asked
+from shoal.evaluation.job import ENVIRONMENT, SUMMARY, TASKS, write_results
+from shoal.evaluation.journal import IDENTITY, EvaluationJournal, dumped, read_identity
+from shoal.evaluation.measuring import RecordScoring, Report
+from shoal.evaluation.plan import SamplingPlan, as_asked
 from shoal.evaluation.records import TaskRecord, read_records
-from shoal.evaluation.summary import Tally
+from shoal.evaluation.summary import SummaryTally
 from shoal.rewards import Scorer
 from shoal.runtime.files import write_atomically
 from shoal.runtime.stop import StopToken
@@ -51,14 +51,14 @@ def rescore(
 ) -> dict[str, Any] | None:  # fmt: skip
     """Score everything that `out` keeps; the summary, or None if it was told to stop: then nothing has changed."""
     stored, plan = _stored(out)
-    journal, fresh = Journal(out), Journal(out, RESCORED)
+    journal, fresh = EvaluationJournal(out), EvaluationJournal(out, RESCORED)
     journal.open(stored)
     fresh.remove()
     total = stored["chosen"]["tasks"]
     report(0, total)
     try:
         with closing(scorer()) as started:
-            scoring = Scoring(environment, plan, started)
+            scoring = RecordScoring(environment, plan, started)
             for batch in _batches(out, journal, plan):
                 fresh.append_drawn(records := [_as_now(environment, plan, record) for record in batch])
                 fresh.append_scored(scoring.scored(records))
@@ -71,17 +71,17 @@ def rescore(
     return _replaced(journal, fresh, {**stored, "environment": asdict(identity_of(environment))}, plan, settings)
 
 
-def _stored(out: Path) -> tuple[dict[str, Any], Plan]:
+def _stored(out: Path) -> tuple[dict[str, Any], SamplingPlan]:
     stored = read_identity(out)
     if stored is None:
         raise ConfigError(f"{out} holds no evaluation: give the folder that shoal eval wrote, or FILE.work of a filter")
     try:
-        return stored, Plan(**stored["plan"])
+        return stored, SamplingPlan(**stored["plan"])
     except (KeyError, TypeError) as error:
         raise ConfigError(f"{out} was written by another version of shoal: evaluate again") from error
 
 
-def _batches(out: Path, journal: Journal, plan: Plan) -> Iterator[Sequence[TaskRecord]]:
+def _batches(out: Path, journal: EvaluationJournal, plan: SamplingPlan) -> Iterator[Sequence[TaskRecord]]:
     """What was drawn, in the batches that it was drawn in."""
     if journal.drawn:
         yield from journal.kept()
@@ -93,7 +93,7 @@ def _batches(out: Path, journal: Journal, plan: Plan) -> Iterator[Sequence[TaskR
         yield batch
 
 
-def _as_now(environment: Environment, plan: Plan, record: TaskRecord) -> TaskRecord:
+def _as_now(environment: Environment, plan: SamplingPlan, record: TaskRecord) -> TaskRecord:
     """The record with what the environment says of its task now; a task with another prompt is a `ConfigError`."""
     if not record.samples:
         return record
@@ -111,7 +111,11 @@ def _as_now(environment: Environment, plan: Plan, record: TaskRecord) -> TaskRec
 
 
 def _replaced(
-    journal: Journal, fresh: Journal, about: dict[str, Any], plan: Plan, settings: EnvironmentSettings
+    journal: EvaluationJournal,
+    fresh: EvaluationJournal,
+    about: dict[str, Any],
+    plan: SamplingPlan,
+    settings: EnvironmentSettings,
 ) -> dict[str, Any]:
     """The new scores in the place of the old ones. Killed in between, the same command continues from the new ones."""
     out = journal.folder
@@ -122,5 +126,5 @@ def _replaced(
     write_atomically(out / ENVIRONMENT, settings.model_dump_json().encode())
     if is_whole and (out / TASKS).exists():
         return write_results(about, plan, journal)
-    summary: dict[str, Any] = json.loads(dumped({**about, **Tally.of(plan, journal.records()).as_json()}))
+    summary: dict[str, Any] = json.loads(dumped({**about, **SummaryTally.of(plan, journal.records()).as_json()}))
     return summary

@@ -19,7 +19,7 @@ NAME_LENGTH = 48
 
 
 @dataclass(frozen=True)
-class Subject:
+class EvaluatedModel:
     """A model ready to be sampled. `positions` is how many tokens it can attend to, where its configuration says."""
 
     name: str
@@ -34,7 +34,7 @@ class Subject:
 
 
 @dataclass(frozen=True)
-class Machine:
+class EngineChoice:
     """What to compute with."""
 
     engine: str = "torch"
@@ -42,7 +42,7 @@ class Machine:
     dtype: str = "float32"
 
 
-def open_subject(name: str, where: str | Path, machine: Machine, rows: int) -> Subject:
+def open_subject(name: str, where: str | Path, machine: EngineChoice, rows: int) -> EvaluatedModel:
     """Load the model of a folder, or of a built-in name, into an engine that decodes at most `rows` at a time."""
     check_engine(machine.engine, machine.device, machine.dtype)
     folder = model_folder(where)
@@ -50,10 +50,10 @@ def open_subject(name: str, where: str | Path, machine: Machine, rows: int) -> S
     check_weights(folder)
     with memory_errors("load the model"):
         engine = _engine(folder, files, machine, rows)
-    return Subject(name, model_digest(folder), files, engine)
+    return EvaluatedModel(name, model_digest(folder), files, engine)
 
 
-def _engine(folder: Path, files: Mapping[str, bytes], machine: Machine, rows: int) -> Engine:
+def _engine(folder: Path, files: Mapping[str, bytes], machine: EngineChoice, rows: int) -> Engine:
     if machine.engine != "torch":
         engine = build(machine.engine, files, machine.device, machine.dtype)
         engine.load_policy(None, {})

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from shoal.evaluation.plan import Plan
+from shoal.evaluation.plan import SamplingPlan
 from shoal.evaluation.records import UNUSABLE, TaskRecord
 from shoal.evaluation.statistics import Estimate, ks_up_to, mean_estimate, pass_at_k, t_interval
 from shoal.runtime.text import count_of
@@ -26,7 +26,7 @@ MAX_FAILURES = 0.05
 
 
 @dataclass
-class Group:
+class TaskResults:
     """The tasks of an evaluation, or of one part or kind of it: what is needed of each, and no more."""
 
     means: list[float] = field(default_factory=list)
@@ -53,12 +53,12 @@ class Group:
 
 
 @dataclass
-class Tally:
+class SummaryTally:
     """All that a summary says, taken in record by record."""
 
-    plan: Plan
-    whole: Group = field(default_factory=Group)
-    by: dict[str, dict[str, Group]] = field(default_factory=lambda: {"part": {}, "kind": {}})
+    plan: SamplingPlan
+    whole: TaskResults = field(default_factory=TaskResults)
+    by: dict[str, dict[str, TaskResults]] = field(default_factory=lambda: {"part": {}, "kind": {}})
     parts: dict[str, list[float]] = field(default_factory=dict)
     tasks: int = 0
     drawn: int = 0
@@ -69,7 +69,7 @@ class Tally:
     problem_ids: list[str] = field(default_factory=list)
 
     @classmethod
-    def of(cls, plan: Plan, records: Iterable[TaskRecord]) -> Tally:
+    def of(cls, plan: SamplingPlan, records: Iterable[TaskRecord]) -> SummaryTally:
         tally = cls(plan)
         for record in records:
             tally.add(record)
@@ -86,7 +86,7 @@ class Tally:
         self.whole.add(record)
         for what, name in (("part", record.part), ("kind", record.kind)):
             if name:
-                self.by[what].setdefault(name, Group()).add(record)
+                self.by[what].setdefault(name, TaskResults()).add(record)
         for sample in record.samples:
             self.drawn += 1
             self.unscored += sample.score is None
@@ -127,7 +127,7 @@ class Tally:
         check = t_interval(np.array(self.whole.means))
         return {"k": self.plan.samples, **_numbers(found), "t_interval": [_number(check.low), _number(check.high)]}
 
-    def _group(self, group: Group) -> dict[str, Any]:
+    def _group(self, group: TaskResults) -> dict[str, Any]:
         seed = self.plan.seed
         return {
             "tasks": len(group.means),

@@ -27,7 +27,7 @@ from shoal.protocol import (
     VerdictReport,
 )
 from shoal.protocol.signing import HEADER_BODY, HEADER_NODE, HEADER_NONCE, HEADER_SIGNATURE, HEADER_TIME
-from shoal.protocol.upload import UploadCommit, UploadRequest
+from shoal.protocol.submission import UploadCommit, UploadRequest
 
 BULK = "application/msgpack+zstd"
 

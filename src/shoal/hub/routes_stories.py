@@ -9,7 +9,7 @@ from fastapi import APIRouter, Path, Query
 from shoal.hub.gate import HubDependency, serve
 from shoal.hub.openapi import describes
 from shoal.protocol import EvidencePage, NodePage, NodeStory, UnitStory
-from shoal.protocol.evidence import MAX_EVIDENCE_PER_PAGE
+from shoal.protocol.status import MAX_EVIDENCE_PER_PAGE
 from shoal.protocol.story import MAX_NODES_PER_PAGE
 
 router = APIRouter()

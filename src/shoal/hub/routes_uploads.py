@@ -10,7 +10,7 @@ from shoal.hub.gate import HubDependency, serve
 from shoal.hub.openapi import describes
 from shoal.hub.slots import UploadSlots
 from shoal.protocol import SignedDocument
-from shoal.protocol.upload import UploadCommit, UploadRequest
+from shoal.protocol.submission import UploadCommit, UploadRequest
 
 router = APIRouter()
 

@@ -21,7 +21,7 @@ from shoal.protocol import (
     Registration,
     SignedDocument,
 )
-from shoal.protocol.progress import SHOWN_BYTES, ProgressReply
+from shoal.protocol.submission import SHOWN_BYTES, ProgressReply
 
 router = APIRouter()
 

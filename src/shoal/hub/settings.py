@@ -14,7 +14,7 @@ from shoal.environments.settings import PoolSettings
 from shoal.hub.state.rows import EvaluationPlan, PoolRules, Rules
 from shoal.protocol import (
     DEFAULT_PROFILE,
-    Limits,
+    BodyLimits,
     ModelSize,
     ProofParameters,
     SamplingParameters,
@@ -175,13 +175,13 @@ class HubConfig:
         return ProofParameters(topk=self.run.proof_topk, rows=self.run.proof_rows)
 
     @property
-    def submission_limits(self) -> Limits:
+    def submission_limits(self) -> BodyLimits:
         """Caps on a submission: what a group of this run can need, and never more than the settings allow."""
         run, settings = self.run, self.settings
         proofs = -(-run.max_new_tokens // run.proof_rows) * proof_bytes(run.proof_topk)
         rollout = ROLLOUT_BYTES + TOKEN_BYTES * run.max_new_tokens + proofs
         needed = SUBMISSION_BASE_BYTES + run.group_size * rollout
-        return Limits(min(settings.max_submission_bytes, needed), min(settings.max_inflated_bytes, needed))
+        return BodyLimits(min(settings.max_submission_bytes, needed), min(settings.max_inflated_bytes, needed))
 
     @property
     def sampling(self) -> SamplingParameters:

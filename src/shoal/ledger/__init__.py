@@ -3,8 +3,6 @@
     chain     GENESIS, append, verify, head_of; Chain and Pin, entry by entry and through any number of heads
     accounts  CREDIT_PER_TOKEN, Account, Accounts, fold
     shares    Share, Shares, shares_of: which part of the run is whose
-    subjects  subjects: what an entry is about, for an index
-    orders    open_order: what the run's owner ordered, verified from the root key down
     evidence  Keys, Proofs: each row against the signed receipt and verdict that it points to
     forks     ForkProof, check_fork: two signed documents that cannot both be about one ledger
 
@@ -14,12 +12,22 @@ believed.
 """
 
 from shoal.ledger.accounts import CREDIT_PER_TOKEN, Account, Accounts, credit_for, fold
-from shoal.ledger.chain import EVIDENCED, GENESIS, KINDS, Chain, Pin, append, head_of, verify
-from shoal.ledger.evidence import Keys, Proofs
+from shoal.ledger.chain import (
+    EVIDENCED,
+    GENESIS,
+    KINDS,
+    Chain,
+    Pin,
+    append,
+    head_of,
+    node_subject,
+    subjects,
+    unit_subject,
+    verify,
+)
+from shoal.ledger.evidence import Keys, Proofs, open_order
 from shoal.ledger.forks import ForkProof, check_fork, is_run_of
-from shoal.ledger.orders import open_order
 from shoal.ledger.shares import Share, Shares, shares_of
-from shoal.ledger.subjects import node_subject, subjects, unit_subject
 
 __all__ = [
     "CREDIT_PER_TOKEN", "EVIDENCED", "GENESIS", "KINDS", "Account", "Accounts", "Chain", "ForkProof", "Keys", "Pin",

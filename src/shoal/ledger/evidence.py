@@ -7,6 +7,9 @@
 
 Who holds the hub's key alone can sign receipts and heads, and no verdict: credit that no validator accepted does not
 pass. What this cannot show: an owner, who certifies validators, can have one accept what nobody computed.
+
+What the run's owner ordered (`open_order`): `admin` entries carry the signed document, so nobody else can have written
+them.
 """
 
 from __future__ import annotations
@@ -17,8 +20,9 @@ from typing import Any, TypeVar
 
 from shoal.errors import LedgerError, LedgerForked, ProtocolError
 from shoal.ledger.chain import KINDS, Chain
-from shoal.ledger.orders import open_order
 from shoal.protocol import (
+    AdminAction,
+    AdminRequest,
     AdminVerb,
     Document,
     Evidence,
@@ -32,6 +36,7 @@ from shoal.protocol import (
     Vouch,
     document_hash,
     node_id,
+    open_admin,
     open_document,
 )
 from shoal.protocol.lease import MAX_GROUP, MAX_NEW_TOKENS
@@ -289,3 +294,11 @@ _HANDLERS: dict[str, Callable[[Proofs, LedgerEntry, Evidence | None], None]] = {
     "pulled": Proofs._pulled,
     "sanction": Proofs._sanction,
 }
+
+
+def open_order(body: dict[str, Any], run: str, root_key: str) -> AdminAction:
+    """The action in the body of an `admin` entry, if the run's root key, or a key that it certified, signed it."""
+    try:
+        return open_admin(AdminRequest.model_validate(body["order"]), run, root_key)
+    except (KeyError, ValueError, ProtocolError) as error:
+        raise LedgerError(f"an order of the run's owner does not hold: {error}") from error

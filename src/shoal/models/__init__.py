@@ -3,8 +3,7 @@
     folder     model_folder, read_files, eos_token_id, BUILTIN: find and read a Hugging Face folder (no torch)
     tokenizer  TextTokenizer: text to ids and back, from tokenizer.json alone (no torch)
     prompts    PromptEncoder: a task as the model's prompt, by its chat template if it has one (no torch)
-    weights    check_weights: whether *.safetensors files are whole, from their headers (no torch)
-    tensors    TensorView, as_numpy, from_numpy: raw tensors (no torch)
+    weights    check_weights: whether *.safetensors files are whole, from their headers; as_numpy, from_numpy (no torch)
     state      policy_state, apply_state, to_torch, to_view: a model's weights, named, tied ones once
     locked     transformers without its ways to run code of a model or to reach a hub
     rules      check_values, without_loading_keys: what a config.json may say (no torch)
@@ -22,8 +21,9 @@ The package itself imports without torch; `state`, `locked`, `load`, `logprobs`,
 
 from shoal.models.folder import BUILTIN, eos_token_id, model_folder, read_files
 from shoal.models.prompts import PromptEncoder
-from shoal.models.tensors import TensorView, as_numpy, from_numpy
 from shoal.models.tokenizer import TextTokenizer
+from shoal.models.weights import as_numpy, from_numpy
+from shoal.protocol import TensorView
 
 __all__ = [
     "BUILTIN", "PromptEncoder", "TensorView", "TextTokenizer", "as_numpy", "eos_token_id", "from_numpy", "model_folder",

@@ -27,7 +27,7 @@ SLOPE_BLOCK = 2048
 LEAST_LOGPROB = -200.0  # as in the kernels: e to its power is 0 in float32, and 0 · −∞ would be no number
 
 
-class Measured(NamedTuple):
+class TokenMeasures(NamedTuple):
     """Per token: its log-probability, the entropy of its distribution, and log Σ exp(logit / temperature)."""
 
     logprobs_N: Tensor
@@ -43,18 +43,18 @@ class Slopes:
     entropy_N: Tensor | None
 
 
-def measure(logits_NV: Tensor, targets_N: Tensor, temperature: float) -> Measured:
+def measure(logits_NV: Tensor, targets_N: Tensor, temperature: float) -> TokenMeasures:
     if usable(logits_NV):
         return _measure_fused(logits_NV, targets_N, temperature)
     all_NV = functional.log_softmax(logits_NV / temperature, dim=-1)
     chosen_N = all_NV.gather(1, targets_N[:, None])[:, 0]
     all_NV.clamp_(min=LEAST_LOGPROB)
     entropy_N = -all_NV.exp().mul_(all_NV).sum(dim=-1)
-    return Measured(chosen_N, entropy_N, torch.zeros_like(chosen_N))
+    return TokenMeasures(chosen_N, entropy_N, torch.zeros_like(chosen_N))
 
 
 def slopes(
-    logits_NV: Tensor, targets_N: Tensor, measured: Measured, given: Slopes, temperature: float, dtype: torch.dtype
+    logits_NV: Tensor, targets_N: Tensor, measured: TokenMeasures, given: Slopes, temperature: float, dtype: torch.dtype
 ) -> Tensor:
     """How the sum of (given slope × value) changes with each logit: [N, V] of `dtype`.
 
@@ -94,7 +94,7 @@ def _compiles(device: torch.device) -> bool:
     return True
 
 
-def _measure_fused(logits_NV: Tensor, targets_N: Tensor, temperature: float) -> Measured:
+def _measure_fused(logits_NV: Tensor, targets_N: Tensor, temperature: float) -> TokenMeasures:
     from shoal.models.head_kernels import measure_rows  # there may be no Triton
 
     count, vocabulary = logits_NV.shape
@@ -104,11 +104,11 @@ def _measure_fused(logits_NV: Tensor, targets_N: Tensor, temperature: float) -> 
         logits_NV, targets_N, logprobs_N, entropy_N, logsum_N, 1 / temperature, vocabulary, logits_NV.stride(0),
         BLOCK=BLOCK, num_warps=8,
     )  # fmt: skip
-    return Measured(logprobs_N, entropy_N, logsum_N)
+    return TokenMeasures(logprobs_N, entropy_N, logsum_N)
 
 
 def _slopes_fused(
-    logits_NV: Tensor, targets_N: Tensor, measured: Measured, given: Slopes, temperature: float, dtype: torch.dtype
+    logits_NV: Tensor, targets_N: Tensor, measured: TokenMeasures, given: Slopes, temperature: float, dtype: torch.dtype
 ) -> Tensor:
     from shoal.models.head_kernels import slope_rows
 

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from shoal.errors import ModelError
-from shoal.models.head_tables import Measured, Slopes, measure, slopes
+from shoal.models.head_tables import Slopes, TokenMeasures, measure, slopes
 
 TILE_ELEMENTS = 2**24
 GPU_TILE_ELEMENTS = 2**28
@@ -173,7 +173,7 @@ class _TokenLogprobs(torch.autograd.Function):
             measure(head.logits(hidden), targets, how.temperature)
             for hidden, targets in zip(torch.split(hidden_NH, how.rows), torch.split(targets_N, how.rows), strict=True)
         ]
-        measured = Measured(*(each[0] if len(each) == 1 else torch.cat(each) for each in zip(*tiles, strict=True)))
+        measured = TokenMeasures(*(each[0] if len(each) == 1 else torch.cat(each) for each in zip(*tiles, strict=True)))
         ctx.save_for_backward(hidden_NH, weight_VH, bias_V, targets_N, *measured)
         ctx.how = how
         return measured.logprobs_N, measured.entropy_N
@@ -186,7 +186,7 @@ class _TokenLogprobs(torch.autograd.Function):
             return (None,) * 5
         slopes_N = torch.zeros_like(measured[0]) if logprobs_N is None else logprobs_N.contiguous()
         given = Slopes(slopes_N, entropy_N)
-        whole = _Whole(hidden_NH, targets_N, Measured(*measured), given)
+        whole = _Whole(hidden_NH, targets_N, TokenMeasures(*measured), given)
         wanted = (ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[2])
         head = Head(weight_VH, bias_V, ctx.how.scale, ctx.how.cap)
         return (*_gradients(head, whole, wanted, ctx.how.temperature, ctx.how.rows), None, None)
@@ -197,13 +197,13 @@ class _Whole(NamedTuple):
 
     hidden_NH: Tensor
     targets_N: Tensor
-    measured: Measured
+    measured: TokenMeasures
     given: Slopes
 
     def part(self, tile: slice) -> _Whole:
         entropy_N = self.given.entropy_N
         given = Slopes(self.given.logprobs_N[tile], None if entropy_N is None else entropy_N[tile].contiguous())
-        measured = Measured(*(each[tile] for each in self.measured))
+        measured = TokenMeasures(*(each[tile] for each in self.measured))
         return _Whole(self.hidden_NH[tile], self.targets_N[tile], measured, given)
 
 

@@ -89,7 +89,11 @@ def packed_states(model: Any, packed: Packed) -> Tensor:
 
 
 def _states(model: Any, packed: Packed, **options: Any) -> Tensor:
-    _install(model)
+    # From now on this model asks for our attention. Other models, and this one's plain calls, are as before.
+    if model.config._attn_implementation != ATTENTION:
+        AttentionInterface.register(ATTENTION, packed_attention)
+        AttentionMaskInterface.register(ATTENTION, sdpa_mask)
+        model.config._attn_implementation = ATTENTION
     tokens = packed.bounds[-1]
     filled = packed.filled(GPU_MULTIPLE) if packed.ids_T.is_cuda else packed
     # A mask of four dimensions is passed on as it is, and packed attention does not look at it: none is built.
@@ -99,14 +103,6 @@ def _states(model: Any, packed: Packed, **options: Any) -> Tensor:
         model, filled.ids_T[None], position_ids=filled.positions_T[None], attention_mask=no_mask, **layout
     )
     return states_1TH[0, :tokens]
-
-
-def _install(model: Any) -> None:
-    """From now on this model asks for our attention. Other models, and this one's plain calls, are as before."""
-    if model.config._attn_implementation != ATTENTION:
-        AttentionInterface.register(ATTENTION, packed_attention)
-        AttentionMaskInterface.register(ATTENTION, sdpa_mask)
-        model.config._attn_implementation = ATTENTION
 
 
 # -- which way ---------------------------------------------------------------------------------------------------------
@@ -184,7 +180,7 @@ def packed_attention(
     packed_longest: int = 0,
     packed_rows: tuple[Tensor, ...] = (),
     packed_places: Tensor | None = None,
-    packed_layers: _Seen | None = None,
+    packed_layers: _AttendedLayers | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention within the bounds; without any, what "sdpa" does. Returns [1, T, G, D] as the interface asks."""
@@ -279,7 +275,7 @@ def supports_packing(model: Any) -> bool:
     return _known[model]
 
 
-class _Seen:
+class _AttendedLayers:
     """How many layers have attended. No list: FSDP copies the containers among a layer's arguments."""
 
     count = 0
@@ -297,7 +293,7 @@ def _agrees(model: Any) -> bool:
     device = next(model.parameters()).device
     ids = torch.arange(15, device=device) % model.config.get_text_config().vocab_size
     first, other, second = ids[:5], ids[5:10], ids[10:]
-    layers = _Seen()
+    layers = _AttendedLayers()
     packed_TH = _states(model, Packed.of([first, second]), packed_layers=layers)[5:]
     beside_TH = _states(model, Packed.of([other, second]))[5:]
     alone_TH = _states(model, Packed.of([second]))

@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from shoal.models.tensors import TensorView, as_numpy, from_numpy
+from shoal.models.weights import as_numpy, from_numpy
+from shoal.protocol import TensorView
 
 UNTOUCHED = ("embed", "lm_head", "norm")
 

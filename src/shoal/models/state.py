@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.errors import ModelError
-from shoal.models.tensors import TensorView
+from shoal.protocol import TensorView
 
 TORCH_TYPES: dict[str, torch.dtype] = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,

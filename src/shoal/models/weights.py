@@ -3,6 +3,8 @@
     8 bytes: length of the header ─ the header, JSON: name → dtype, shape, data_offsets ─ the data, to the last byte
 
 A download that broke off, or a pointer that git-lfs left in a file's place, is found here, before anything is started.
+
+Raw tensors as numpy arrays (`as_numpy`): no torch here, so that whoever only moves weights need not import it.
 """
 
 from __future__ import annotations
@@ -13,10 +15,13 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from shoal.errors import ModelError
 from shoal.models.folder import DESCRIPTION_FILES
-from shoal.protocol import ModelSize
-from shoal.protocol.tensor import ITEM_BYTES
+from shoal.protocol import ModelSize, TensorView
+from shoal.protocol.codec import ITEM_BYTES
 
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000
@@ -138,3 +143,25 @@ def _end_of_data(file: Path, header: bytes) -> int:
 
 def _damaged(file: Path, how: str) -> ModelError:
     return ModelError(f"the weights {file} are damaged or cut short: {how}; {REMEDY}")
+
+
+NUMPY_TYPES: dict[str, str] = {
+    "F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "i1",
+    "U8": "u1", "BOOL": "?",
+}  # fmt: skip
+
+
+def as_numpy(view: TensorView) -> npt.NDArray[Any]:
+    """The values without a copy, read-only; bfloat16 as the uint16 that holds its bits (numpy has no such type)."""
+    array = np.frombuffer(view.data, dtype=NUMPY_TYPES[view.dtype]).reshape(view.shape)
+    array.flags.writeable = False
+    return array
+
+
+def from_numpy(name: str, array: npt.NDArray[Any], dtype: str | None = None) -> TensorView:
+    """A view of an array's bytes; `dtype` must be given where numpy's type does not say it (BF16 as uint16)."""
+    for known, code in NUMPY_TYPES.items():
+        if ((dtype is None and known != "BF16") or dtype == known) and array.dtype == np.dtype(code):
+            flat = np.ascontiguousarray(array).reshape(-1)
+            return TensorView(name, known, tuple(array.shape), flat.view(np.uint8).data)
+    raise ValueError(f"tensor {name}: numpy type {array.dtype} does not travel as {dtype or 'any known type'}")

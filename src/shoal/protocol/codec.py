@@ -3,11 +3,14 @@
     bytes ─► compressed cap ─► zstd frame header: declared size cap ─► bounded inflate ─► typed, strict msgpack
 
 A frame without a declared size, with a size over the cap, or with trailing bytes is refused unread.
+
+`TensorView` is a tensor without a tensor library: name, type, shape and raw little-endian bytes, as it travels.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import TypeVar
 
 import msgspec
@@ -21,7 +24,7 @@ MIB = 1024 * 1024
 
 
 @dataclass(frozen=True)
-class Limits:
+class BodyLimits:
     """Caps on one bulk body."""
 
     compressed_bytes: int = 16 * MIB
@@ -32,7 +35,7 @@ def pack(value: msgspec.Struct, level: int = 3) -> bytes:
     return zstandard.ZstdCompressor(level=level, write_content_size=True).compress(msgspec.msgpack.encode(value))
 
 
-def unpack(data: bytes, kind: type[T], limits: Limits) -> T:
+def unpack(data: bytes, kind: type[T], limits: BodyLimits) -> T:
     """Decode `data` as `kind`, or raise `CodecError` with what is wrong; never uses more than the limits."""
     raw = _inflate(data, limits)
     try:
@@ -43,10 +46,10 @@ def unpack(data: bytes, kind: type[T], limits: Limits) -> T:
 
 def inflate_exactly(data: bytes, size_bytes: int) -> bytes:
     """The content of one zstd frame that declares and has exactly `size_bytes`; `CodecError` if it is another."""
-    return _inflate(data, Limits(compressed_bytes=len(data), inflated_bytes=size_bytes), exactly=True)
+    return _inflate(data, BodyLimits(compressed_bytes=len(data), inflated_bytes=size_bytes), exactly=True)
 
 
-def _inflate(data: bytes, limits: Limits, exactly: bool = False) -> bytes:
+def _inflate(data: bytes, limits: BodyLimits, exactly: bool = False) -> bytes:
     if len(data) > limits.compressed_bytes:
         raise CodecError(f"the body has {len(data)} bytes; at most {limits.compressed_bytes} are allowed")
     try:
@@ -74,3 +77,22 @@ def _bounded_inflate(data: bytes, declared: int) -> bytes:
     if len(raw) != declared:
         raise CodecError("the zstd frame is truncated, or its size is not the one declared")
     return raw
+
+
+ITEM_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+
+
+@dataclass(frozen=True)
+class TensorView:
+    """Raw values of one tensor; `data` is borrowed, not copied. Types are named as safetensors names them."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    data: memoryview
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ITEM_BYTES:
+            raise ValueError(f"tensor {self.name}: unknown type {self.dtype}")
+        if self.data.nbytes != ITEM_BYTES[self.dtype] * prod(self.shape):
+            raise ValueError(f"tensor {self.name}: {self.data.nbytes} bytes do not fill {self.dtype}{list(self.shape)}")

@@ -86,9 +86,7 @@ class SigningKey:
 
     def to_pem(self) -> bytes:
         return self._key.private_bytes(
-            serialization.Encoding.PEM,
-            serialization.PrivateFormat.PKCS8,
-            serialization.NoEncryption(),
+            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
         )
 
     @classmethod

@@ -1,8 +1,11 @@
-"""The run as a person sees it: ledger entries, who waits for whom, recent verdicts."""
+"""The run as a person sees it: ledger entries, who waits for whom, recent verdicts.
+
+`Evidence` proves credit: the signed documents that a ledger row points to by their hashes; and who saw the ledger when.
+"""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -10,7 +13,7 @@ from shoal.protocol.batch import StepReport
 from shoal.protocol.evaluation import Evaluation
 from shoal.protocol.node import NodeView
 from shoal.protocol.policy import HEX_256, LedgerHead, PolicyRef
-from shoal.protocol.signing import Message, Milliseconds, SignedDocument
+from shoal.protocol.signing import Document, Message, Milliseconds, SignedDocument
 
 Conduct = Literal["running", "paused", "draining"]
 
@@ -48,7 +51,7 @@ class RecentVerdict(Message):
     decided_at_ms: Milliseconds
 
 
-class Standing(Message):
+class OwnerOrders(Message):
     """What the run's owner has ordered, since when and why. `drained`: it drains, and nothing is out any more."""
 
     conduct: Conduct = "running"
@@ -84,7 +87,7 @@ class RunStatus(Message):
     reports: tuple[StepReport, ...]
     alarms: tuple[str, ...]
     ledger: LedgerHead
-    standing: Standing = Field(default=Standing())
+    standing: OwnerOrders = Field(default=OwnerOrders())
     node_counts: dict[str, int] = Field(default={})
     outbox: int = Field(default=0)
     outbox_since_ms: Milliseconds | None = Field(default=None)
@@ -103,3 +106,30 @@ class Problem(Message):
     code: str
     message: str
     clock: SignedDocument | None = None
+
+
+MAX_EVIDENCE_PER_PAGE = 200
+
+
+class Evidence(Message):
+    """The documents behind ledger row `row`: the hub's signed `Receipt`, the validator's signed `Verdict`."""
+
+    row: int = Field(ge=0)
+    receipt: SignedDocument | None = None
+    verdict: SignedDocument | None = None
+
+
+class EvidencePage(Message):
+    """Evidence in order of its rows."""
+
+    evidence: tuple[Evidence, ...] = Field(max_length=MAX_EVIDENCE_PER_PAGE)
+
+
+class WitnessedHead(Document):
+    """A witness says: at this time the ledger ended with this row, and everything that I had seen before led to it."""
+
+    kind: ClassVar[str] = "ledger-witness"
+    run: str
+    index: int = Field(ge=0)
+    hash: str = Field(pattern=HEX_256)
+    at_ms: Milliseconds = Field(ge=0)

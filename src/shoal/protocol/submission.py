@@ -2,19 +2,39 @@
 
 Token ids travel as little-endian uint32, log-probabilities as little-endian float32: compact, and no list of a
 million Python integers is ever built while decoding.
+
+Spans (`pack_spans`) of a completion that the environment said: how they travel, and which tokens are left to the model.
+
+(start, length) pairs as little-endian uint32, in order, apart from each other. A span never begins a completion, for
+the model speaks first, and never ends one.
+
+Uploads (`UploadTicket`) past the hub: the bytes go to an object store, the promise still comes from the hub.
+
+worker ── UploadRequest (hash, size) ──► hub      would it be taken at all? refused here like any submission
+       ◄── signed UploadTicket ─────────          one URL for one object, of this size and this hash
+       ── PUT, these headers ─────────► store
+       ── UploadCommit (hash) ────────► hub       reads the object once, checks it like any submission
+       ◄── signed Receipt ──────────────          the same that `PUT /submissions/{lease}` gives
+
+Progress that is shown (`ShownProgress`): the finished chunks of a lease that a node on probation is still generating.
+
+Anyone can say how many tokens are generated. Token ids with their proofs can be checked before the group is finished,
+and must be the first ones of what is submitted later. Bulk, like submissions: msgpack + zstd.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import msgspec
 from pydantic import Field
 
+from shoal.errors import ProtocolError
 from shoal.protocol.lease import MAX_GROUP, MAX_NEW_TOKENS, MAX_PROMPT_TOKENS
 from shoal.protocol.policy import HEX_256, LedgerHead
-from shoal.protocol.signing import Document, Milliseconds
+from shoal.protocol.signing import Document, Message, Milliseconds
 
 if TYPE_CHECKING:
     import numpy as np
@@ -116,3 +136,125 @@ class Receipt(Document):
     size_bytes: int
     received_at_ms: Milliseconds
     ledger: LedgerHead | None = None
+
+
+Spans = tuple[tuple[int, int], ...]
+PAIR_BYTES = 8
+
+
+def pack_spans(spans: Iterable[tuple[int, int]]) -> bytes:
+    """
+    >>> pack_spans([(2, 3)]).hex()
+    '0200000003000000'
+    """
+    flat = [number for span in spans for number in span]
+    return pack_tokens(flat) if flat else b""
+
+
+def unpack_spans(data: bytes, tokens: int) -> Spans:
+    """The spans of a completion of so many tokens, or a `ProtocolError` that says why they are none.
+
+    >>> unpack_spans(pack_spans([(2, 3), (7, 1)]), tokens=9)
+    ((2, 3), (7, 1))
+    """
+    if not data:
+        return ()
+    if len(data) % PAIR_BYTES:
+        raise ProtocolError(f"{len(data)} bytes are no pairs of numbers")
+    flat = unpack_tokens(data).tolist()
+    spans, end = tuple(zip(flat[::2], flat[1::2], strict=True)), 0
+    for start, length in spans:
+        if length == 0 or start <= end or start + length >= tokens:
+            raise ProtocolError(
+                f"{length} tokens from token {start} on cannot have been given: they are none, touch what was given "
+                f"before, or begin or end the {tokens} tokens"
+            )
+        end = start + length
+    return spans
+
+
+def drawn_mask(data: bytes, tokens: int) -> npt.NDArray[np.bool_]:
+    """Which of a completion's tokens the model drew; the others were given."""
+    import numpy as np
+
+    mask = np.ones(tokens, dtype=np.bool_)
+    for start, length in unpack_spans(data, tokens):
+        mask[start : start + length] = False
+    return mask
+
+
+MAX_UPLOAD_BYTES = 2**40
+
+
+class UploadRequest(Message):
+    """I have a submission for this lease: these many bytes, of this SHA-256."""
+
+    submission: str = Field(pattern=HEX_256)
+    size_bytes: int = Field(ge=1, le=MAX_UPLOAD_BYTES)
+
+
+class UploadTicket(Document):
+    """Leave to put one object into the run's store: a PUT to `url` with exactly these `headers`, before it expires.
+
+    `needed` is false if the hub has these very bytes already: there is nothing to send, only to commit again.
+    """
+
+    kind: ClassVar[str] = "upload-ticket"
+    run: str
+    node: str
+    lease: str
+    submission: str = Field(pattern=HEX_256)
+    size_bytes: int
+    needed: bool
+    url: str = Field(default="", max_length=8192)
+    headers: dict[str, str] = Field(default={}, max_length=16)
+    expires_at_ms: Milliseconds = 0
+
+
+class UploadCommit(Message):
+    """The bytes of this SHA-256 are in the store: take them in."""
+
+    submission: str = Field(pattern=HEX_256)
+
+
+SHOWN_BYTES = 1024 * 1024
+"""The most that one message may be, packed or not; senders send much less at a time (`worker.showing`)."""
+
+
+class ShownChunks(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Finished chunks of one rollout from token `start` on: `tokens` (uint32 LE), and their proofs back to back.
+
+    A chunk has `proof.rows` tokens; only the last one of a finished rollout may have fewer.
+    """
+
+    rollout: Annotated[int, msgspec.Meta(ge=0, lt=MAX_GROUP)]
+    start: Annotated[int, msgspec.Meta(ge=0, le=MAX_NEW_TOKENS)]
+    tokens: PackedTokens
+    proofs: Proofs
+
+
+class ShownProgress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What is new of a lease since the last message, a rollout at most once. The same again is harmless."""
+
+    chunks: Annotated[list[ShownChunks], msgspec.Meta(min_length=1, max_length=MAX_GROUP)]
+
+
+class ProgressReply(Message):
+    """How many tokens of each rollout the hub has; the next chunks begin there. `deadline_ms` is the lease's now."""
+
+    tokens: tuple[int, ...] = Field(max_length=MAX_GROUP)
+    deadline_ms: Milliseconds
+
+
+class ShownPrefix(Message):
+    """What was shown of a rollout: so many tokens and bytes of proofs, and the hash of both (`shown_digest`)."""
+
+    rollout: int = Field(ge=0)
+    tokens: int = Field(ge=1)
+    proof_bytes: int = Field(ge=0)
+    digest: str = Field(pattern=HEX_256)
+
+
+def shown_digest(tokens: bytes, proofs: bytes) -> str:
+    """The SHA-256 of packed tokens followed by their proofs."""
+    return hashlib.sha256(tokens + proofs).hexdigest()

@@ -11,8 +11,8 @@ from pydantic import Field
 from shoal.protocol.branches import Branches, GainEvidence
 from shoal.protocol.lease import MAX_GROUP, PROFILE
 from shoal.protocol.policy import HEX_256
-from shoal.protocol.progress import ShownPrefix
 from shoal.protocol.signing import Document, Message, Milliseconds, SignedDocument
+from shoal.protocol.submission import ShownPrefix
 
 MAX_REWARD = 1e6
 

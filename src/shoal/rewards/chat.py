@@ -27,10 +27,9 @@ import httpx
 from shoal.environments.settings import JudgeSettings
 from shoal.errors import DeadlineExceeded, EnvironmentSetupError, ScoringFailure
 from shoal.rewards.panel import Piece
-from shoal.runtime.clock import Clock, SystemClock
+from shoal.runtime.clock import Backoff, Clock, SystemClock
 from shoal.runtime.exchange import check_plain
 from shoal.runtime.proxies import is_own
-from shoal.runtime.retry import Backoff
 from shoal.runtime.stop import StopToken
 
 log = logging.getLogger(__name__)
@@ -66,7 +65,7 @@ TRIAL = Piece("What is 2 + 2?", "4", "4")
 BUSY = frozenset({408, 425, 429})
 
 
-class Unreadable(Exception):
+class UnreadableAnswer(Exception):
     """The judge answered, and there is no number in it."""
 
 
@@ -99,7 +98,7 @@ class ChatJudge:
             log.warning("%s answers with HTTP %d; until that changes, no group gets a reward", name, status)
         except (httpx.HTTPError, httpx.StreamError) as error:
             log.warning("%s does not answer (%s); until it does, no group gets a reward", name, type(error).__name__)
-        except Unreadable as error:
+        except UnreadableAnswer as error:
             log.warning("%s gave no number from 0 to 10 in its last line when it was tried: %s", name, error)
 
     def values(self, pieces: Sequence[Piece]) -> list[float | ScoringFailure]:
@@ -135,7 +134,7 @@ class ChatJudge:
             pause_s = self._backoff.wait_s(attempt)
             try:
                 return grade(self._ask(piece, until_s))
-            except Unreadable as error:
+            except UnreadableAnswer as error:
                 said, unreadable = f"gave no number from 0 to 10 in its last line ({error})", unreadable + 1
                 if unreadable > 1:
                     break
@@ -173,7 +172,7 @@ class ChatJudge:
             for part in response.iter_bytes():
                 answer += part
                 if len(answer) > MAX_ANSWER_BYTES:
-                    raise Unreadable(f"more than {MAX_ANSWER_BYTES} bytes")
+                    raise UnreadableAnswer(f"more than {MAX_ANSWER_BYTES} bytes")
                 if self._clock.monotonic_s() > ends_s or self._stop.is_set():
                     raise httpx.ReadTimeout("the answer came too slowly")
         return _content(bytes(answer))
@@ -233,17 +232,13 @@ def question(template: str, piece: Piece) -> str:
     'say {answer}|secret'
     """
     fence = f"=== {hashlib.sha256(piece.completion.encode(errors='replace')).hexdigest()[:24]} ==="
-    fill = {
-        "prompt": piece.prompt,
-        "completion": f"{fence}\n{piece.completion}\n{fence}",
-        "answer": piece.answer,
-    }
+    fill = {"prompt": piece.prompt, "completion": f"{fence}\n{piece.completion}\n{fence}", "answer": piece.answer}
     text = HOLES.sub(lambda hole: fill[hole[1]], template)
     return text.encode(errors="replace").decode()
 
 
 def grade(text: str) -> float:
-    """The number in the last line, from 0 to 10, as 0 to 1; `Unreadable` if there is none, or more than one.
+    """The number in the last line, from 0 to 10, as 0 to 1; `UnreadableAnswer` if there is none, or more than one.
 
     >>> grade("Good, 9 of 9 steps hold.\\n7.5"), grade('{"score": 3}'), grade("Score: 10/10")
     (0.75, 0.3, 1.0)
@@ -257,7 +252,7 @@ def grade(text: str) -> float:
                 last = str(known.get("score", ""))
     numbers = NUMBER.findall(last)
     if len(numbers) != 1 or not 0 <= float(numbers[0]) <= MOST:
-        raise Unreadable(repr(last[:80]))
+        raise UnreadableAnswer(repr(last[:80]))
     return float(numbers[0]) / MOST
 
 
@@ -265,9 +260,9 @@ def _content(answer: bytes) -> str:
     try:
         text = json.loads(answer)["choices"][0]["message"]["content"]
     except (ValueError, LookupError, TypeError, RecursionError):
-        raise Unreadable("not the shape of a chat completion") from None
+        raise UnreadableAnswer("not the shape of a chat completion") from None
     if not isinstance(text, str):
-        raise Unreadable("no text")
+        raise UnreadableAnswer("no text")
     return text
 
 

@@ -27,12 +27,12 @@ from shoal.errors import EnvironmentSetupError, ScoringFailure
 from shoal.rewards.frames import (
     EXIT_MEMORY,
     Allows,
-    Answer,
-    Broken,
-    Ready,
+    JobAnswer,
+    JobBatch,
     Setup,
+    SetupDone,
+    SetupFailed,
     What,
-    Work,
     as_bytes,
     as_text,
     read_message,
@@ -61,13 +61,13 @@ def _serve(source: int, sink: int) -> None:
     try:
         environment = build(EnvironmentSettings.model_validate_json(setup.settings))
     except Exception as error:  # noqa: BLE001 - data and files of the owner's: whatever it is, the parent must hear it
-        write_message(sink, Broken(f"{type(error).__name__}: {error}"[:1000]))
+        write_message(sink, SetupFailed(f"{type(error).__name__}: {error}"[:1000]))
         return
     _warm_up(environment)
     unlimited = _limit_memory(setup.memory_bytes)
-    write_message(sink, Ready(core_digest(environment), _objects(environment), unlimited))
+    write_message(sink, SetupDone(core_digest(environment), _objects(environment), unlimited))
     pid = os.getpid()
-    while isinstance(work := read_message(source), Work):
+    while isinstance(work := read_message(source), JobBatch):
         for task, completion in work.jobs:
             answer = _answer(environment, work.what, task, as_text(completion), setup.seconds, sink)
             if os.getpid() != pid:
@@ -75,27 +75,25 @@ def _serve(source: int, sink: int) -> None:
             write_message(sink, answer)
 
 
-def _answer(environment: Environment, what: What, task_id: str, completion: str, seconds: float, sink: int) -> Answer:
+def _answer(
+    environment: Environment, what: What, task_id: str, completion: str, seconds: float, sink: int
+) -> JobAnswer:
     try:
         task = environment.task(task_id)
-        allowed_s = _allowed_s(task)
+        # What the task allows its grader by the clock: a program in a sandbox has limits of its own, which count
+        patient = _patient(task.kind)
+        allowed_s = 0.0 if patient is None else patient.clock_s(task.answer)
         if allowed_s > 0:
             write_message(sink, Allows(allowed_s))
         with _Timer(seconds):
             return _asked(environment, what, task, completion)
     except EnvironmentSetupError as error:
-        return Answer(failure=f"the environment does not know the task: {error}")
+        return JobAnswer(failure=f"the environment does not know the task: {error}")
     except Exception as error:  # noqa: BLE001 - whatever an environment raises, it is no score
         if any(isinstance(each, MemoryError) for each in _causes(error)):
-            return Answer(needs_memory=True)
+            return JobAnswer(needs_memory=True)
         told = str(error) if isinstance(error, ScoringFailure) else f"scoring raised {type(error).__name__}: {error}"
-        return Answer(failure=told[:1000].encode(errors="replace").decode())
-
-
-def _allowed_s(task: Task) -> float:
-    """What the task allows its grader by the clock: a program in a sandbox has limits of its own, which count."""
-    patient = _patient(task.kind)
-    return 0.0 if patient is None else patient.clock_s(task.answer)
+        return JobAnswer(failure=told[:1000].encode(errors="replace").decode())
 
 
 @lru_cache
@@ -106,13 +104,13 @@ def _patient(kind: str) -> PatientGrader | None:
     return chosen if isinstance(chosen, PatientGrader) else None
 
 
-def _asked(environment: Environment, what: What, task: Task, completion: str) -> Answer:
+def _asked(environment: Environment, what: What, task: Task, completion: str) -> JobAnswer:
     if what == "objection":
         assert isinstance(environment, ObjectingEnvironment), "only what objects is asked"
-        return Answer(text=as_bytes(environment.objection(task, completion)))
+        return JobAnswer(text=as_bytes(environment.objection(task, completion)))
     score = environment.score(task, completion)
     parts = {str(name): float(value) for name, value in score.parts.items()}
-    return Answer(float(score.value), parts, as_bytes(score.notes[:1000]))
+    return JobAnswer(float(score.value), parts, as_bytes(score.notes[:1000]))
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

@@ -39,7 +39,7 @@ class Setup(msgspec.Struct, frozen=True, tag=True):
     memory_bytes: int
 
 
-class Ready(msgspec.Struct, frozen=True, tag=True):
+class SetupDone(msgspec.Struct, frozen=True, tag=True):
     """The environment is built. `objects`: it may object to completions. `unlimited` is what cannot be limited here."""
 
     digest: str
@@ -47,11 +47,11 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     unlimited: str = ""
 
 
-class Broken(msgspec.Struct, frozen=True, tag=True):
+class SetupFailed(msgspec.Struct, frozen=True, tag=True):
     problem: str
 
 
-class Work(msgspec.Struct, frozen=True, tag=True):
+class JobBatch(msgspec.Struct, frozen=True, tag=True):
     what: What
     jobs: list[tuple[str, bytes]]
 
@@ -62,7 +62,7 @@ class Allows(msgspec.Struct, frozen=True, tag=True):
     seconds: float
 
 
-class Answer(msgspec.Struct, frozen=True, tag=True):
+class JobAnswer(msgspec.Struct, frozen=True, tag=True):
     """A score, an objection, a `failure` of the machinery, or that the job needed too much memory."""
 
     value: float = 0.0
@@ -72,8 +72,8 @@ class Answer(msgspec.Struct, frozen=True, tag=True):
     needs_memory: bool = False
 
 
-ToChild = Setup | Work
-FromChild = Ready | Broken | Allows | Answer
+ToChild = Setup | JobBatch
+FromChild = SetupDone | SetupFailed | Allows | JobAnswer
 
 _to_child = msgspec.msgpack.Decoder(ToChild)
 _from_child = msgspec.msgpack.Decoder(FromChild)

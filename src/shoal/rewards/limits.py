@@ -15,7 +15,7 @@ MOST_PROCESSES = 8
 
 
 @dataclass(frozen=True)
-class Patience:
+class ScoringPatience:
     """How long the parent waits: for a process to be ready once it is asked, for one job, and for all asked at once.
 
     `job_s` is time on the clock, against jobs that wait for something; processor time has a limit of its own, which a

@@ -69,7 +69,7 @@ class Seated:
 
 
 @dataclass(frozen=True)
-class Entry:
+class ScoredPiece:
     """A completion with what it is worth so far."""
 
     piece: Piece
@@ -89,7 +89,7 @@ class Panel:
         """The parts that nobody else can compute again. A classifier's folder is in the environment's digest."""
         return tuple(seat.part for seat in self.seats if seat.settings.kind == "openai")
 
-    def add(self, groups: Sequence[Sequence[Entry]]) -> list[list[Score] | ScoringFailure]:
+    def add(self, groups: Sequence[Sequence[ScoredPiece]]) -> list[list[Score] | ScoringFailure]:
         """The scores of each group with what every judge says; a group that one of them fails on has none.
 
         At least the first groups are judged, however long it takes.
@@ -105,7 +105,7 @@ class Panel:
                 results += self._judged(portion)
         return results
 
-    def _judged(self, groups: Sequence[Sequence[Entry]]) -> list[list[Score] | ScoringFailure]:
+    def _judged(self, groups: Sequence[Sequence[ScoredPiece]]) -> list[list[Score] | ScoringFailure]:
         results: list[list[Score] | ScoringFailure] = [[entry.score for entry in group] for group in groups]
         for seat in self.seats:
             open_ = [index for index, result in enumerate(results) if isinstance(result, list)]
@@ -126,8 +126,8 @@ class Panel:
             seat.judge.close()
 
 
-def _portions(groups: Sequence[Sequence[Entry]]) -> Iterator[Sequence[Sequence[Entry]]]:
-    portion: list[Sequence[Entry]] = []
+def _portions(groups: Sequence[Sequence[ScoredPiece]]) -> Iterator[Sequence[Sequence[ScoredPiece]]]:
+    portion: list[Sequence[ScoredPiece]] = []
     for group in groups:
         if portion and sum(map(len, portion)) + len(group) > PORTION:
             yield portion

@@ -24,11 +24,11 @@ from typing import TypeVar
 
 from shoal.environments import Environment, EnvironmentSettings, Score, scoring_of
 from shoal.errors import DeadlineExceeded, ScoringFailure
-from shoal.rewards.frames import Answer, What, as_text
-from shoal.rewards.limits import Patience, child_settings, core_digest, process_count
-from shoal.rewards.process import BLAMABLE, Cause, Ended, Ground, NotReady, ScoringProcess
+from shoal.rewards.frames import JobAnswer, What, as_text
+from shoal.rewards.limits import ScoringPatience, child_settings, core_digest, process_count
+from shoal.rewards.process import BLAMABLE, Cause, Ended, Ground, NeverReady, ScoringProcess
 from shoal.rewards.protocol import Job, NotBegun
-from shoal.runtime.retry import Backoff
+from shoal.runtime.clock import Backoff
 from shoal.runtime.stop import StopToken
 
 log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ CHUNK_BYTES = 8 * 1024 * 1024
 LIMIT_PART = "limit"
 STARTS = 3  # of processes that die before they are ready, until a seat is given up for the round
 
-Result = Answer | ScoringFailure
+Result = JobAnswer | ScoringFailure
 Item = TypeVar("Item")
 
 
@@ -66,7 +66,7 @@ class Seat:
         while True:
             try:
                 return self._ready()
-            except NotReady as failure:
+            except NeverReady as failure:
                 starts += 1
                 if failure.was_late or starts == STARTS:
                     raise
@@ -102,7 +102,7 @@ class ScoringPool:
         settings: EnvironmentSettings,
         environment: Environment,
         stop: StopToken | None = None,
-        patience: Patience = Patience(),
+        patience: ScoringPatience = ScoringPatience(),
     ) -> None:
         limits = scoring_of(environment)
         self._ground = Ground(child_settings(settings), limits, core_digest(environment), patience, stop or StopToken())
@@ -114,7 +114,7 @@ class ScoringPool:
         try:
             for seat in self._seats:
                 seat.start()
-        except NotReady as failure:
+        except NeverReady as failure:
             log.warning("%s; it is tried again when something is to be scored", failure)
 
     def close(self) -> None:
@@ -139,7 +139,7 @@ class ScoringPool:
         except ScoringFailure as failure:
             return [failure] * len(jobs)
         results = self._run("objection", jobs)
-        return [as_text(each.text) if isinstance(each, Answer) else each for each in map(results.__getitem__, jobs)]
+        return [as_text(each.text) if isinstance(each, JobAnswer) else each for each in map(results.__getitem__, jobs)]
 
     def _run(self, what: What, jobs: Sequence[Job]) -> dict[Job, Result]:
         """The result of every job; equal ones are scored once."""
@@ -160,7 +160,7 @@ class _Round:
         self._jobs = jobs
         self._results: dict[Job, Result] = {}
         self._suspects: deque[tuple[Job, Cause]] = deque()
-        self._unready: dict[Seat, NotReady] = {}
+        self._unready: dict[Seat, NeverReady] = {}
         self._until_s = ground.clock.monotonic_s() + ground.patience.all_s
 
     def run(self, seats: Sequence[Seat]) -> dict[Job, Result]:
@@ -183,7 +183,7 @@ class _Round:
             for answer in seat.take().ask(self._what, jobs):
                 self._results[jobs[done]] = _result(answer)
                 done += 1
-        except NotReady as failure:
+        except NeverReady as failure:
             self._unready[seat] = failure
             chunks.appendleft(jobs)
             return False
@@ -214,9 +214,9 @@ class _Round:
         if again.cause not in BLAMABLE:
             return ScoringFailure(f"{about}, twice")
         empty = self._alone(seat, Job(job.task, ""))
-        if isinstance(empty, Answer):
+        if isinstance(empty, JobAnswer):
             log.info("%s, twice; the completion is worth 0 for it", about)
-            return Answer(0.0, {LIMIT_PART: 1.0}, f"scoring it {again.what}".encode())
+            return JobAnswer(0.0, {LIMIT_PART: 1.0}, f"scoring it {again.what}".encode())
         told = str(empty) if isinstance(empty, ScoringFailure) else empty.what
         return ScoringFailure(f"{about}, and so does an empty completion ({told}): the reward function is at fault")
 
@@ -280,7 +280,7 @@ def _chunks(jobs: Sequence[Job], seats: int) -> Iterator[Sequence[Job]]:
         yield chunk
 
 
-def _result(answer: Answer) -> Result:
+def _result(answer: JobAnswer) -> Result:
     return answer if answer.failure is None else ScoringFailure(answer.failure)
 
 

@@ -19,18 +19,18 @@ from shoal.errors import CodecError, ScoringFailure
 from shoal.rewards.frames import (
     EXIT_MEMORY,
     Allows,
-    Answer,
-    Broken,
     Channel,
     ChannelClosed,
     FromChild,
-    Ready,
+    JobAnswer,
+    JobBatch,
     Setup,
+    SetupDone,
+    SetupFailed,
     What,
-    Work,
     as_bytes,
 )
-from shoal.rewards.limits import MB, Patience
+from shoal.rewards.limits import MB, ScoringPatience
 from shoal.rewards.protocol import Job
 from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.stop import StopToken
@@ -72,7 +72,7 @@ class Ended(Exception):
         self.what = what
 
 
-class NotReady(ScoringFailure):
+class NeverReady(ScoringFailure):
     """The process never took any work: nothing is known of a job. `was_late`: it had all its time to become ready."""
 
     def __init__(self, message: str, was_late: bool = False) -> None:
@@ -87,7 +87,7 @@ class Ground:
     settings: EnvironmentSettings
     limits: ScoringSettings
     digest: str
-    patience: Patience
+    patience: ScoringPatience
     stop: StopToken
     clock: Clock = field(default_factory=SystemClock)
 
@@ -97,7 +97,7 @@ class ScoringProcess:
 
     def __init__(self, ground: Ground) -> None:
         self._ground = ground
-        self._ready: Ready | None = None
+        self._ready: SetupDone | None = None
         self._said: deque[str] = deque(maxlen=5)
         self.answered = 0
         environment = {name: value for name, value in os.environ.items() if name not in SECRETS}
@@ -111,7 +111,7 @@ class ScoringProcess:
                 start_new_session=True,  # Ctrl-C is for the parent; what it starts can be ended with it
             )
         except OSError as error:
-            raise NotReady(f"a scoring process could not be started: {error}") from error
+            raise NeverReady(f"a scoring process could not be started: {error}") from error
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._channel = Channel(self._process.stdout.fileno(), self._process.stdin.fileno(), ground.stop, ground.clock)
@@ -133,7 +133,7 @@ class ScoringProcess:
         except (ChannelClosed, TimeoutError):
             log.debug("the scoring process %d takes no settings", self.pid)  # `ready` finds out why
 
-    def ready(self) -> Ready:
+    def ready(self) -> SetupDone:
         """Wait until the environment is built; what goes wrong with it is a `ScoringFailure`.
 
         The limit counts from here, not from the start: a process that nobody has asked yet cannot be late.
@@ -144,16 +144,16 @@ class ScoringProcess:
         try:
             message = self._channel.receive(within_s)
         except TimeoutError:
-            raise NotReady(
+            raise NeverReady(
                 f"a scoring process was not ready within {within_s:g} s: it builds the environment and scores the "
                 "first tasks, so one of these hangs, or this machine is very busy",
                 was_late=True,
             ) from None
         except ChannelClosed:
-            raise NotReady(f"a scoring process did not start: it {self._how_it_ended().what}") from None
-        if isinstance(message, Broken):
+            raise NeverReady(f"a scoring process did not start: it {self._how_it_ended().what}") from None
+        if isinstance(message, SetupFailed):
             raise ScoringFailure(f"a scoring process could not build the environment: {message.problem}")
-        if not isinstance(message, Ready):
+        if not isinstance(message, SetupDone):
             raise ScoringFailure("a scoring process says what it should not")
         if message.digest != self._ground.digest:
             raise ScoringFailure(
@@ -165,11 +165,11 @@ class ScoringProcess:
         self._ready = message
         return message
 
-    def ask(self, what: What, jobs: Sequence[Job]) -> Iterator[Answer]:
+    def ask(self, what: What, jobs: Sequence[Job]) -> Iterator[JobAnswer]:
         """An answer for each job, in order. `Ended` is raised at the job that the process did not survive."""
         within_s = self._ground.patience.job_within_s(self._ground.limits)
         try:
-            work = Work(what, [(job.task, as_bytes(job.completion)) for job in jobs])
+            work = JobBatch(what, [(job.task, as_bytes(job.completion)) for job in jobs])
             self._channel.send(work, SEND_S)
             for _job in jobs:
                 answer = self._answer(within_s)
@@ -184,12 +184,12 @@ class ScoringProcess:
         except CodecError as error:
             raise ScoringFailure(str(error)) from error
 
-    def _answer(self, within_s: float) -> Answer:
+    def _answer(self, within_s: float) -> JobAnswer:
         """The next answer: within so many seconds by the clock, and what the task allows beside them."""
         message = self._channel_said(within_s)
         if isinstance(message, Allows):
             message = self._channel_said(within_s + message.seconds)
-        if not isinstance(message, Answer):
+        if not isinstance(message, JobAnswer):
             raise Ended(Cause.LEFT, "said what it should not")
         return message
 

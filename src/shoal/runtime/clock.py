@@ -2,12 +2,16 @@
 
 Wall time jumps: NTP sets it, a laptop sleeps, a virtual machine is restored. Whoever writes deadlines down in wall time
 reads it from a `SteadyClock`.
+
+`Backoff`, to try again: exponential back-off with jitter. Whoever waits for it keeps the deadline and the way to stop.
 """
 
 from __future__ import annotations
 
+import random
 import threading
 import time
+from dataclasses import dataclass
 from typing import Protocol
 
 
@@ -115,3 +119,14 @@ class ManualClock:
         """Set the wall clock, as NTP does; what is measured by the monotonic one goes on."""
         with self._lock:
             self._jumped_ms += round(seconds * 1000)
+
+
+@dataclass(frozen=True)
+class Backoff:
+    """Waits of `first_s`, doubling up to `most_s`, each drawn from the upper half so that crowds spread out."""
+
+    first_s: float = 0.1
+    most_s: float = 5.0
+
+    def wait_s(self, attempt: int) -> float:
+        return min(self.most_s, self.first_s * 2.0 ** min(attempt, 30)) * random.uniform(0.5, 1.0)

@@ -77,7 +77,7 @@ POINTS: Mapping[str, str] = {
 }
 
 
-_plan: _Plan | None = None
+_plan: _CrashPlan | None = None
 
 
 def arm(environment: Mapping[str, str] = os.environ) -> None:
@@ -85,7 +85,7 @@ def arm(environment: Mapping[str, str] = os.environ) -> None:
     global _plan
     asked, folder = environment.get(CRASH_AT, ""), environment.get(CRASH_FOLDER, "")
     last = dict(_parse(part.strip()) for part in asked.split(",") if part.strip())
-    _plan = _Plan(last, Path(folder) if folder else None) if last else None
+    _plan = _CrashPlan(last, Path(folder) if folder else None) if last else None
 
 
 def point(name: str) -> None:
@@ -100,7 +100,7 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-class _Plan:
+class _CrashPlan:
     """Point → the how manieth time is its last, and how often each was reached; `folder` is what processes share."""
 
     def __init__(self, last: Mapping[str, int], folder: Path | None) -> None:

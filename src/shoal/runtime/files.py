@@ -2,6 +2,8 @@
 
 Whatever reports a failed write in whatever words (the operating system, a library in Rust, SQLite), a person reads the
 same sentence about it: `resource_error`.
+
+The user's own folder (`home`): identities, known hubs, kept ledger heads. `SHOAL_HOME` names another place for it.
 """
 
 from __future__ import annotations
@@ -120,3 +122,25 @@ def write_atomically(path: Path, data: bytes, mode: int = 0o644) -> None:
         with contextlib.suppress(OSError):  # the first error is the one that tells
             temporary.unlink(missing_ok=True)
         raise resource_error("write", path, error) from error
+
+
+VARIABLE = "SHOAL_HOME"
+
+
+def home() -> Path:
+    """`~/.shoal`, or the folder that SHOAL_HOME names."""
+    given = os.environ.get(VARIABLE)
+    try:
+        return Path(given).absolute() if given else Path.home() / ".shoal"
+    except RuntimeError as error:
+        raise ResourceError(f"this user has no home folder ({error}): name a folder in {VARIABLE}") from error
+
+
+def make_home() -> Path:
+    """The same, made if need be; nobody else may look inside."""
+    path = home()
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise resource_error("make the folder", path, error) from error
+    return path

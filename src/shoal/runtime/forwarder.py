@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
 
-from shoal.runtime.proxies import Proxy, proxy_of
+from shoal.runtime.proxies import Proxy, connect_to, open_tunnel, proxy_of
 from shoal.runtime.targets import (
     Reach,
     TargetRefused,
@@ -30,7 +30,6 @@ from shoal.runtime.targets import (
     first_answer,
     socket_name,
 )
-from shoal.runtime.tunnel import connect_to, open_tunnel
 
 log = logging.getLogger(__name__)
 

@@ -1,18 +1,23 @@
 """Which proxy leads to a URL: HTTP_PROXY, HTTPS_PROXY, ALL_PROXY and NO_PROXY, as other programs read them.
 
 This machine's own addresses are never asked for through a proxy: it could not reach them.
+
+The way through it (`open_tunnel`): plain sources are asked for by their whole URL, secure ones through a tunnel.
+
+http://source   ─ GET http://source/head.json ─► proxy ─► source
+https://source  ─ CONNECT source:443 ──────────► proxy ═► TLS with the source, which the proxy cannot read
 """
 
 from __future__ import annotations
 
 import ipaddress
+import socket
+import ssl
+import time
 from base64 import b64encode
 from dataclasses import dataclass, field
 from urllib.parse import unquote, urlsplit
-from urllib.request import (  # type: ignore[attr-defined]  # the second is in every Python, and in no stub
-    getproxies_environment,
-    proxy_bypass_environment,
-)
+from urllib.request import getproxies_environment, proxy_bypass_environment  # type: ignore[attr-defined]  # the second is in every Python, and in no stub
 
 from shoal.errors import ConfigError
 
@@ -75,3 +80,44 @@ def parse_proxy(text: str) -> Proxy:
         pair = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
         authorization = "Basic " + b64encode(pair.encode()).decode()
     return Proxy(parts.hostname, port, parts.scheme == "https", authorization)
+
+
+MAX_ANSWER_BYTES = 16 * 1024
+WANTS_PASSWORD = 407
+
+
+def connect_to(proxy: Proxy, timeout_s: float) -> socket.socket:
+    """A connection to the proxy itself; `OSError` if there is none."""
+    plain = socket.create_connection((proxy.host, proxy.port), timeout=timeout_s)
+    if not proxy.secure:
+        return plain
+    try:
+        return ssl.create_default_context().wrap_socket(plain, server_hostname=proxy.host)
+    except OSError:
+        plain.close()
+        raise
+
+
+def open_tunnel(connection: socket.socket, proxy: Proxy, target: str, timeout_s: float) -> None:
+    """Ask the proxy to connect to `target` (host:port) and pass on bytes from then on; `OSError` if it does not."""
+    ends_at_s = time.monotonic() + timeout_s
+    lines = [f"CONNECT {target} HTTP/1.1", f"Host: {target}", *authorization_lines(proxy)]
+    connection.sendall("\r\n".join([*lines, "", ""]).encode("latin-1"))
+    head = b""
+    while b"\r\n\r\n" not in head:
+        left_s = ends_at_s - time.monotonic()
+        if left_s <= 0 or len(head) > MAX_ANSWER_BYTES:
+            raise OSError(f"the proxy {proxy.shown} gives no answer to CONNECT")
+        connection.settimeout(left_s)
+        piece = connection.recv(1)  # byte by byte: what follows the head belongs to the tunnel
+        if not piece:
+            raise OSError(f"the proxy {proxy.shown} closed the connection")
+        head += piece
+    status = head.split(b" ", 2)[1:2]
+    if status != [b"200"]:
+        said = head.split(b"\r\n", 1)[0].decode("latin-1")[:80]
+        raise OSError(f"the proxy {proxy.shown} opens no way to {target}: {said}")
+
+
+def authorization_lines(proxy: Proxy) -> list[str]:
+    return [f"Proxy-Authorization: {proxy.authorization}"] if proxy.authorization else []

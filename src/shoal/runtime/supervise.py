@@ -26,9 +26,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from shoal.runtime.clock import Clock, SystemClock
+from shoal.runtime.clock import Backoff, Clock, SystemClock
 from shoal.runtime.files import is_full, resource_error, write_atomically
-from shoal.runtime.retry import Backoff
 from shoal.runtime.stop import SUPERVISED, TOLD_TO_STOP_CODE, StopToken
 
 log = logging.getLogger(__name__)
@@ -236,10 +235,7 @@ class Supervisor:
             child.why = f"was shut out by the hub: {said}"
             log.warning("%s %s; the run goes on without it", spec.name, child.why)
             return None
-        return self._try_again(child, code)
-
-    def _try_again(self, child: _Child, code: int) -> Ending | None:
-        """Start it again after a pause, unless it has died too often."""
+        # Start it again after a pause, unless it has died too often
         lived_s = self._clock.monotonic_s() - child.started_s
         child.short_lives = child.short_lives + 1 if lived_s < self._policy.healthy_s else 0
         if child.short_lives >= self._policy.max_short_lives:

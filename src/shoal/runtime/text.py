@@ -3,11 +3,18 @@ clipboard, turns the line around, or begins another line; and no line of it fill
 
 Hubs, nodes, sources, stores and model files are others. Logs are cleaned in one place (`runtime.logs`), errors in
 another (`cli.main`); whatever else prints others' words uses one of these.
+
+`shoal_command` is how the person at the terminal calls programs of this installation: advice that is printed must work
+when copied.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import sys
+from pathlib import Path
 
 STAND_IN = "�"
 BREAK = " ⏎ "
@@ -52,3 +59,27 @@ def visible_json(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(letter if letter.isprintable() or letter == "\n" else json.dumps(letter)[1:-1] for letter in text)
+
+
+def shoal_command() -> str:
+    """`shoal` if that is found and is this one, else its path: `.venv/bin/shoal`."""
+    return command("shoal")
+
+
+def python_command() -> str:
+    """The interpreter that shoal runs in."""
+    return command("python")
+
+
+def install_command(package: str) -> str:
+    """What installs a package where shoal is: `.venv/bin/python -m pip install tensorboard`."""
+    return f"{python_command()} -m pip install {package}"
+
+
+def command(name: str) -> str:
+    ours = Path(sys.executable).parent / name
+    found = shutil.which(name)
+    if not ours.exists() or (found is not None and Path(found).parent.absolute() == ours.parent.absolute()):
+        return name
+    relative = os.path.relpath(ours)
+    return str(ours) if relative.startswith("..") else relative

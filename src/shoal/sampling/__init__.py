@@ -15,12 +15,4 @@ contains u[t]. The end-of-sequence token is a token like any other.
 from shoal.sampling.check import SeedCheck, SeedTolerance, check_seeded
 from shoal.sampling.stream import philox4x32, uniforms, uniforms_at, uniforms_matrix
 
-__all__ = [
-    "SeedCheck",
-    "SeedTolerance",
-    "check_seeded",
-    "philox4x32",
-    "uniforms",
-    "uniforms_at",
-    "uniforms_matrix",
-]
+__all__ = ["SeedCheck", "SeedTolerance", "check_seeded", "philox4x32", "uniforms", "uniforms_at", "uniforms_matrix"]

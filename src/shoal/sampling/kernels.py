@@ -48,7 +48,7 @@ def compiles(device: torch.device) -> bool:
 
 def token_statistics(logits_NV: Tensor, tokens_N: Tensor, inverse_N: Tensor) -> tuple[Tensor, ...]:
     """low, high, logprobs, entropy, varentropy of given tokens; `inverse_N` is 1 / temperature."""
-    blocks = _Blocks(logits_NV, inverse_N)
+    blocks = _KernelBlocks(logits_NV, inverse_N)
     block_N = torch.div(tokens_N, BLOCK, rounding_mode="floor")
     before_N, at_N = blocks.within(block_N, tokens_N)
     low_N = blocks.before(block_N) + before_N
@@ -66,7 +66,7 @@ def token_statistics(logits_NV: Tensor, tokens_N: Tensor, inverse_N: Tensor) -> 
 
 def sample(logits_NV: Tensor, uniforms_N: Tensor, inverse_N: Tensor) -> tuple[Tensor, Tensor]:
     """Token and log-probability: the first token whose running sum exceeds u times the total."""
-    blocks = _Blocks(logits_NV, inverse_N)
+    blocks = _KernelBlocks(logits_NV, inverse_N)
     total_N = blocks.total_N
     # u < 1, but the product may round up to the total, which no running sum exceeds.
     target_N = torch.minimum(uniforms_N * total_N, torch.nextafter(total_N, torch.zeros_like(total_N)))
@@ -76,7 +76,7 @@ def sample(logits_NV: Tensor, uniforms_N: Tensor, inverse_N: Tensor) -> tuple[Te
     return tokens_N, torch.log(at_N / total_N).float()
 
 
-class _Blocks:
+class _KernelBlocks:
     """The sums of every block of every row, brought to the scale of the row's maximum. K: blocks of a row."""
 
     def __init__(self, logits_NV: Tensor, inverse_N: Tensor) -> None:

@@ -34,7 +34,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shoal.protocol.tensor import TensorView as TensorView
+    from shoal.protocol.codec import TensorView as TensorView
     from shoal.shardcast.content import Content as Content
     from shoal.shardcast.content import digest_of as digest_of
     from shoal.shardcast.download import Downloader as Downloader

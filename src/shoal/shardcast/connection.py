@@ -18,10 +18,9 @@ from typing import Protocol
 from urllib.parse import urlsplit
 
 from shoal.errors import BroadcastError, ConfigError
-from shoal.runtime.proxies import proxy_of
+from shoal.runtime.proxies import WANTS_PASSWORD, authorization_lines, connect_to, open_tunnel, proxy_of
 from shoal.runtime.stop import StopToken
 from shoal.runtime.targets import Reach, check_behind_proxy, connect
-from shoal.runtime.tunnel import WANTS_PASSWORD, authorization_lines, connect_to, open_tunnel
 from shoal.shardcast.limits import Throttle
 
 SLICE_S = 0.2

@@ -44,8 +44,7 @@ from blake3 import blake3
 
 from shoal.errors import CodecError, DeltaRefused
 from shoal.protocol import Chunk, Entry, PolicyManifest, PolicyRef
-from shoal.protocol.codec import inflate_exactly
-from shoal.protocol.tensor import ITEM_BYTES
+from shoal.protocol.codec import ITEM_BYTES, inflate_exactly
 from shoal.shardcast.content import Content, in_order
 from shoal.shardcast.payload import ChangedValues, read_fully
 

@@ -36,7 +36,7 @@ from shoal.protocol import (
     open_document,
     sign_document,
 )
-from shoal.protocol.tensor import ITEM_BYTES
+from shoal.protocol.codec import ITEM_BYTES
 
 MIB = 1024 * 1024
 CHUNK_SIZE_BYTES = 4 * MIB

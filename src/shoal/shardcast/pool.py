@@ -28,7 +28,7 @@ from blake3 import blake3
 
 from shoal.errors import BroadcastError, ChunkCorrupt
 from shoal.protocol import Chunk, PolicyManifest
-from shoal.runtime.retry import Backoff
+from shoal.runtime.clock import Backoff
 from shoal.runtime.stop import StopToken
 from shoal.runtime.targets import Reach
 from shoal.shardcast.connection import Connection, Connections, Deadline, Timeouts

@@ -22,8 +22,8 @@ from collections.abc import Callable
 
 from shoal.errors import BroadcastError, ConfigError, ManifestRefused
 from shoal.protocol import BroadcastHead
+from shoal.runtime.clock import Backoff
 from shoal.runtime.lock import FolderLock
-from shoal.runtime.retry import Backoff
 from shoal.runtime.stop import StopToken
 from shoal.shardcast.connection import Address, Connection, Deadline, Timeouts
 from shoal.shardcast.limits import RelayConfig

@@ -23,7 +23,7 @@ from copy import copy
 from dataclasses import dataclass
 from enum import Enum
 
-from shoal.runtime.retry import Backoff
+from shoal.runtime.clock import Backoff
 from shoal.shardcast.connection import Address
 
 SMOOTHING = 0.3

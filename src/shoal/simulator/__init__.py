@@ -1,11 +1,10 @@
 """A fleet without machines: the real hub under a manual clock, and actors who do to it what processes would.
 
     simulation  Simulation: a scenario, played
-    scenario    Scenario, Crew: who takes part, how fast, how honest, how long; and what breaks
+    scenario    Scenario, WorkerKind: who takes part, how fast, how honest, how long; and what breaks
     world       World: the heap of events, the hub, who waits for what, what is written down
     workers     Worker: asks, generates, hands in; sits on leases, lies, dies, comes back
     trusted     Validator, Trainer
-    blobs       MemoryBlobs
     invariants  problems: what must hold, whatever happened
 
     heap ─ next event ─► clock ─► actor ─ calls ─► hub.service ─► hub.state (the real decisions) ─► MemoryStorage
@@ -17,8 +16,8 @@ the network between actors and hub: requests are not signed, and none is lost.
 """
 
 from shoal.simulator.invariants import problems
-from shoal.simulator.scenario import Crew, Scenario
+from shoal.simulator.scenario import Scenario, WorkerKind
 from shoal.simulator.simulation import Simulation
-from shoal.simulator.world import Outcome, World
+from shoal.simulator.world import SimulationResult, World
 
-__all__ = ["Crew", "Outcome", "Scenario", "Simulation", "World", "problems"]
+__all__ = ["Scenario", "Simulation", "SimulationResult", "WorkerKind", "World", "problems"]

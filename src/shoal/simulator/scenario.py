@@ -9,7 +9,7 @@ from shoal.hub import HubSettings, RunSettings
 
 
 @dataclass(frozen=True)
-class Crew:
+class WorkerKind:
     """Workers of one kind. Times are means; each worker's pace is its own, and `spread` says how much they differ.
 
     Those that are `proven` are past probation when they arrive. `lies` is the part of its groups that fail the audit.
@@ -43,7 +43,7 @@ class Scenario:
     `trainer_dies`. The hub is stopped every `restarts_s` and is back after `down_s`.
     """
 
-    crews: tuple[Crew, ...]
+    crews: tuple[WorkerKind, ...]
     seed: int = 0
     seconds: float = 600.0
     run: RunSettings = field(default_factory=lambda: RunSettings(steps=20, groups_per_step=16, group_size=2))

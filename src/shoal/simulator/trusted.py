@@ -29,7 +29,7 @@ from shoal.simulator.workers import RETRY_S, TOKENS
 from shoal.simulator.world import RUN, HubDown, World
 
 
-class Validator:
+class SimulatedValidator:
     kind = "validator"
 
     def __init__(self, world: World, number: int) -> None:
@@ -94,7 +94,7 @@ class Validator:
         return sign_document(verdict, self._key)
 
 
-class Trainer:
+class SimulatedTrainer:
     kind = "trainer"
 
     def __init__(self, world: World) -> None:

@@ -18,8 +18,8 @@ from shoal.hub.changes import Topic
 from shoal.hub.state.refusals import Refusal
 from shoal.hub.state.rows import NodeRow
 from shoal.protocol import Heartbeat, Lease, LeaseRequest, Receipt, pack, pack_tokens, submission_digest
-from shoal.protocol.progress import ShownChunks, ShownProgress
-from shoal.simulator.scenario import Crew
+from shoal.protocol.submission import ShownChunks, ShownProgress
+from shoal.simulator.scenario import WorkerKind
 from shoal.simulator.world import HubDown, World
 
 RETRY_S = 2.0
@@ -27,10 +27,10 @@ TOKENS = 16
 _DRAWN = Completion(np.arange(TOKENS, dtype=np.int32), np.full(TOKENS, -0.5, dtype=np.float32), "eos", bytes(4))
 
 
-class Worker:
+class SimulatedWorker:
     """One machine. `_life` grows with every death: what an earlier life had planned does not happen."""
 
-    def __init__(self, world: World, crew: Crew) -> None:
+    def __init__(self, world: World, crew: WorkerKind) -> None:
         self._world, self._crew = world, crew
         self._pace_s = crew.group_s * math.exp(world.random.gauss(0, crew.spread))  # all its life
         self._life = 0
@@ -119,7 +119,15 @@ class Worker:
             self._later(RETRY_S, life)
             return
         except Refusal as refusal:
-            self._shut_out(refusal, life)
+            self._world.counts[refusal.code] += 1
+            if refusal.code == "node.suspended":
+                until_ms = self._world.known(self.node).until_ms or 0
+                left_s = (until_ms - self._world.hub.context.clock.now_ms()) / 1000
+                self._later(max(RETRY_S, left_s), life)
+            elif self._crew.fresh_keys:
+                self.node = ""
+                self._life += 1
+                self._world.at(RETRY_S, self.arrive)
             return
         for signed in reply.leases:
             self._take(Lease.model_validate(signed.document), life)
@@ -136,17 +144,6 @@ class Worker:
 
     def _later(self, delay_s: float, life: int) -> None:
         self._world.at(delay_s, lambda: self.ask() if life == self._life else None)
-
-    def _shut_out(self, refusal: Refusal, life: int) -> None:
-        self._world.counts[refusal.code] += 1
-        if refusal.code == "node.suspended":
-            until_ms = self._world.known(self.node).until_ms or 0
-            left_s = (until_ms - self._world.hub.context.clock.now_ms()) / 1000
-            self._later(max(RETRY_S, left_s), life)
-        elif self._crew.fresh_keys:
-            self.node = ""
-            self._life += 1
-            self._world.at(RETRY_S, self.arrive)
 
     def _take(self, lease: Lease, life: int) -> None:
         self._world.counts["leases"] += 1

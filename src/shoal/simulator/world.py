@@ -4,6 +4,9 @@ at(delay, action) ─► heap ─► the clock jumps to the next event ─► ac
                                                                    │
 waiting (like long polls) ◄── nothing to do ◄──────────────────────┤
     └─ the hub notes a change ─► those who waited longest ask again, until asking is in vain
+
+Submissions stay in this process (`MemoryBlobs`): a simulated hour hands in hundreds of thousands, and trains on none of
+them.
 """
 
 from __future__ import annotations
@@ -13,22 +16,58 @@ import heapq
 import math
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
 from shoal.environments import Score, Split, Task
+from shoal.errors import ResourceError
 from shoal.hub import HubConfig
 from shoal.hub.changes import Topic
 from shoal.hub.service import Hub
 from shoal.hub.state.commands import SaveNode
 from shoal.hub.state.rows import PROBATION_AUDITS, NodeRow, Rules
 from shoal.hub.storage import MemoryStorage
-from shoal.protocol import Batch, Receipt, Registration, Role, RoleCertificate, SigningKey, sign_document
+from shoal.hub.storage.blobs import Inbox
+from shoal.protocol import (
+    Batch,
+    Receipt,
+    Registration,
+    Role,
+    RoleCertificate,
+    SigningKey,
+    sign_document,
+    submission_digest,
+)
 from shoal.runtime.clock import ManualClock
-from shoal.simulator.blobs import MemoryBlobs
 from shoal.simulator.scenario import Scenario
+
+
+class MemoryBlobs:
+    """Implements `storage.blobs.Blobs`."""
+
+    inbox: Inbox | None = None
+
+    def __init__(self) -> None:
+        self._bodies: dict[str, bytes] = {}
+
+    def put(self, body: bytes) -> str:
+        name = submission_digest(body)
+        self._bodies[name] = body
+        return name
+
+    def get(self, name: str) -> bytes:
+        if name not in self._bodies:
+            raise ResourceError(f"there is no submission {name}")
+        return self._bodies[name]
+
+    def has(self, name: str) -> bool:
+        return name in self._bodies
+
+    def names(self) -> Iterator[str]:
+        return iter(self._bodies)
+
 
 TICK_S = 1.0
 POLL_S = 20.0
@@ -43,7 +82,7 @@ class HubDown(Exception):
     """The hub does not answer at the moment."""
 
 
-class Waiter(Protocol):
+class WaitingActor(Protocol):
     """Somebody who asked in vain. `kind` tells those apart whom the hub treats differently."""
 
     @property
@@ -55,7 +94,7 @@ class Waiter(Protocol):
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SimulationResult:
     """What a simulated run came to."""
 
     seconds: float
@@ -83,7 +122,7 @@ class World:
         self._began_ms = self._now_ms = self.clock.now_ms()
         self._heap: list[tuple[int, int, Callable[[], None]]] = []
         self._made = 0
-        self._waiting: dict[Topic, deque[Waiter]] = {topic: deque() for topic in Topic}
+        self._waiting: dict[Topic, deque[WaitingActor]] = {topic: deque() for topic in Topic}
         self._seen: dict[Topic, int] = {}
         self._due: set[Topic] = set()
         self._root = self.key("root")
@@ -110,7 +149,7 @@ class World:
         """A random time with that mean."""
         return self.random.expovariate(1 / mean_s) if mean_s < math.inf else math.inf
 
-    def run(self, until: Callable[[], bool]) -> Outcome:
+    def run(self, until: Callable[[], bool]) -> SimulationResult:
         """Let it happen until the scenario's time is over, or `until` says so."""
         end_ms = self._began_ms + round(self.scenario.seconds * 1000)
         while self._heap and self._heap[0][0] <= end_ms and not until():
@@ -122,13 +161,13 @@ class World:
             self._notice()
         return self.outcome()
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> SimulationResult:
         if self._hub is not None:
             self._hub.posting.post()
         with self.storage.read() as reader:
             last = reader.ledger_last()
             steps = reader.progress().next_step
-        return Outcome(self.now_s, self.events, steps, last.hash if last else "", dict(self.counts))
+        return SimulationResult(self.now_s, self.events, steps, last.hash if last else "", dict(self.counts))
 
     # The hub, and whoever waits for it
 
@@ -171,7 +210,7 @@ class World:
     def key(self, name: str) -> SigningKey:
         return SigningKey.from_seed(hashlib.sha256(f"{self.scenario.seed}/{name}".encode()).digest())
 
-    def wait(self, topic: Topic, waiter: Waiter) -> None:
+    def wait(self, topic: Topic, waiter: WaitingActor) -> None:
         self._waiting[topic].append(waiter)
 
     def _notice(self) -> None:
@@ -190,7 +229,7 @@ class World:
         self._due.discard(topic)
         waiting, self._waiting[topic] = self._waiting[topic], deque()
         in_vain: Counter[str] = Counter()
-        skipped: list[Waiter] = []
+        skipped: list[WaitingActor] = []
         for waiter in waiting:
             if in_vain[waiter.kind] >= IN_VAIN:
                 skipped.append(waiter)
@@ -233,7 +272,7 @@ class World:
             run_id=RUN,
             run=self.scenario.run,
             settings=self.scenario.hub,
-            environment=Numbers(),
+            environment=NumberedTasks(),
             encode=lambda task: list(task.prompt.encode()),
             eos_token_id=0,
             key=self.key("hub"),
@@ -245,7 +284,7 @@ class World:
         return self._config.rules
 
 
-class Numbers:
+class NumberedTasks:
     """Tasks without content: nobody generates anything here."""
 
     name = "numbers"

@@ -36,23 +36,7 @@ from shoal.toploc.points import PointBatch, chunk_rows, chunk_topk, top_points
 from shoal.toploc.proofs import commit, split_proofs
 
 __all__ = [
-    "Comparisons",
-    "PointBatch",
-    "ProofCheck",
-    "ProofPoly",
-    "ProofTolerance",
-    "VerificationResult",
-    "build_proofs",
-    "build_proofs_base64",
-    "build_proofs_bytes",
-    "check_proofs",
-    "chunk_rows",
-    "chunk_topk",
-    "commit",
-    "compare",
-    "split_proofs",
-    "top_points",
-    "verify_proofs",
-    "verify_proofs_base64",
-    "verify_proofs_bytes",
-]
+    "Comparisons", "PointBatch", "ProofCheck", "ProofPoly", "ProofTolerance", "VerificationResult", "build_proofs",
+    "build_proofs_base64", "build_proofs_bytes", "check_proofs", "chunk_rows", "chunk_topk", "commit", "compare",
+    "split_proofs", "top_points", "verify_proofs", "verify_proofs_base64", "verify_proofs_bytes",
+]  # fmt: skip

@@ -25,7 +25,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, create_model
 
 from shoal.errors import TrainingDiverged
-from shoal.runtime.program import shoal_command
+from shoal.runtime.text import shoal_command
 from shoal.trainer.real import Real
 
 log = logging.getLogger(__name__)

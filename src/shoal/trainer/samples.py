@@ -23,7 +23,7 @@ from shoal.algorithms.filters import carries_signal, is_truncated
 from shoal.algorithms.staleness import allowed
 from shoal.errors import ProtocolError
 from shoal.protocol import TrainingGroup, TrainingRollout
-from shoal.protocol.given import drawn_mask
+from shoal.protocol.submission import drawn_mask
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from typing import Any, Protocol, cast
 
 from shoal.errors import ConfigError
 from shoal.runtime.files import ensure_folder, write_atomically
-from shoal.runtime.program import install_command
+from shoal.runtime.text import install_command
 
 log = logging.getLogger(__name__)
 

@@ -1,17 +1,15 @@
 """The validator: checks every submission before it may be trained on, and computes its reward. Trusted.
 
 settings   ValidatorSettings, ValidatorConfig, profile_keys, measurable_kinds
-calibrate  measure: the limits of one kind of worker; calibrating: Calibrator, which keeps them in force
+calibrate  measure: the limits of one kind of worker; limits: Calibrator, which keeps them in force
 profiles   Profile, load_profiles, to_toml: what honest rounding may explain, by what a worker generates with
 loop       run_validator, Validator: claim audits, judge, report
-judge      Judge: verdicts on the submissions of one policy, with one batched prefill
-replay     replay_all: that prefill, and all that is measured by it
+judge      Judge: verdicts on the submissions of one policy, with one batched prefill; recheck: once more, later
 checks     BEFORE_PREFILL, AFTER_PREFILL: every check, cheapest first, and the table of reason codes
-case       Case, Replay, Finding: what a check sees and says
-seen       Seen, Mark: what was accepted of late, so that copies show
-canary     Canary: a known cheat now and then, which must be caught
-rewards    Scoring, shuffled, Decoders: the reward, computed here and nowhere else
-notes      Notebook: what the reward says about completions, for the owner
+case       Case, Finding: what a check sees and says; replay_all: the prefill; SeenWork: so that copies show
+canary     Canary: a known cheat now and then, which must be caught; SelfTest: the same before joining
+rewards    Scoring, shuffled, Decoders: the reward, computed here and nowhere else; Notebook: its notes, for the owner
+side_jobs  SliceRunner, Generating, Ahead: what a validator does beside audits
 verdicts   Docket: findings to verdicts
 """
 

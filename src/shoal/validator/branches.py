@@ -33,8 +33,7 @@ from shoal.errors import ScoringFailure
 from shoal.protocol import Rollout, RolloutReward, pack_logprobs, pack_tokens
 from shoal.protocol.branches import Branches
 from shoal.runtime.clock import Clock, SystemClock
-from shoal.validator.case import Case
-from shoal.validator.replay import ENGINE_ERRORS
+from shoal.validator.case import ENGINE_ERRORS, Case
 from shoal.validator.rewards import Group, Scored
 from shoal.validator.verdicts import NO_BRANCHES
 
@@ -78,7 +77,7 @@ class Blocks:
 
 
 @dataclass(frozen=True, eq=False)
-class Look:
+class BranchLook:
     """The branch of a rollout from `token` on; it has `limit` tokens to end in."""
 
     case: Case
@@ -105,7 +104,7 @@ class Look:
         return Rollout(tokens=pack_tokens(ids), logprobs=pack_logprobs(np.zeros(len(ids))), finish=finish)
 
 
-def look_at(case: Case, rollout: int, blocks: Blocks) -> Look | None:
+def look_at(case: Case, rollout: int, blocks: Blocks) -> BranchLook | None:
     """Where to branch off, if there is a token for it in the block in which the rollout ends."""
     start, length = int(case.starts[rollout]), case.lengths[rollout]
     begin, end = blocks.around(length - 1)
@@ -113,7 +112,7 @@ def look_at(case: Case, rollout: int, blocks: Blocks) -> Look | None:
     if len(found) == 0:
         return None
     token = begin + int(found[0])
-    return Look(case, rollout, token, min(end, case.lease.sampling.max_new_tokens) - token)
+    return BranchLook(case, rollout, token, min(end, case.lease.sampling.max_new_tokens) - token)
 
 
 def differences(rewards: Sequence[float], branches: Sequence[tuple[int, float]]) -> tuple[float, ...]:
@@ -165,7 +164,7 @@ class Lookout:
         self._spent_s += self.clock.monotonic_s() - began_s
         return found
 
-    def _chosen(self, cases: Sequence[Case]) -> list[Look]:
+    def _chosen(self, cases: Sequence[Case]) -> list[BranchLook]:
         """Of the rollouts in random order those that there are tokens for, one branch each."""
         longest = max((case.lease.sampling.max_new_tokens for case in cases), default=SMALLEST)
         sizes = [SMALLEST]
@@ -175,7 +174,7 @@ class Lookout:
             self.rng.choices(sizes, [each**-0.5 for each in sizes])[0] if self.saved < RICH * sizes[-1] else sizes[-1]
         )
         places = [(case, n) for case in cases if case.replay and not case.dialogue for n in range(len(case.rollouts))]
-        looks: list[Look] = []
+        looks: list[BranchLook] = []
         for case, rollout in self.rng.sample(places, len(places)):
             look = look_at(case, rollout, Blocks(size, self.rng.randrange(size)))
             if look is not None and look.limit <= self.saved:
@@ -187,7 +186,7 @@ class Lookout:
         self,
         case: Case,
         rewards: Sequence[RolloutReward],
-        decoded: Sequence[tuple[Look, npt.NDArray[np.int32]]],
+        decoded: Sequence[tuple[BranchLook, npt.NDArray[np.int32]]],
         score: Score,
     ) -> Branches:
         mine = [(look, tokens) for look, tokens in decoded if look.case is case]

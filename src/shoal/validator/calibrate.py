@@ -33,11 +33,10 @@ from shoal.protocol import Lease, ProofParameters, SamplingParameters
 from shoal.toploc import Comparisons, chunk_rows
 from shoal.validator.bands import Bands, limits_from
 from shoal.validator.branches import choice_bits
-from shoal.validator.case import Case, Ints, Replay
+from shoal.validator.case import Case, Ints, Replay, part_of, replay_all, uniforms_of
 from shoal.validator.checks import AFTER_PREFILL, run_checks
 from shoal.validator.evidence import STRIKE, Kept, Measures, Odd, accident_sums, log_evidence
 from shoal.validator.profiles import Measured, Profile
-from shoal.validator.replay import part_of, replay_all, uniforms_of
 from shoal.validator.specimens import Terms, seeds_of
 
 log = logging.getLogger(__name__)

@@ -1,26 +1,54 @@
 """A case: everything that the checks of one submission may look at, and what a check finds.
 
 Arrays are of all rollouts laid end to end: one value per token, or one per proof (a proof is of a chunk of tokens).
+
+Replays (`replay_all`): what the validator's own engine says of the tokens and proofs of many submissions, from few
+large calls.
+
+    cases ─► one prefill per proof size ─► one comparison of all proofs, the uniforms of all seeds ─► a `Replay` each
+                  │ the engine fails
+                  └► each alone, to find the one it was
+
+Everything is computed for all cases laid end to end, and cut afterwards: a group has few tokens, and a call of numpy on
+few tokens costs as much as on many.
+
+What was seen recently (`SeenWork`): a bounded index of digests that makes copied work show, one's own or another's.
+
+Equal completions are ordinary (easy tasks have one answer), so only what seeds cannot repeat is remembered:
+
+    a rollout  so improbable that no two seeds give it: its tokens, and the seed that gave them
+    a proof    of enough values that no two computations give it: its bytes, and the tokens that it was made from
+
+Something is a copy if it is here already under another seed, or made from other tokens. A unit that is issued again
+keeps its seeds, and a submission that is judged again is its own: both find themselves here, and that is no copy.
+Only accepted work is remembered: otherwise a cheater could make an honest node look like its copyist.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
+import logging
 import math
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
+from typing import Literal, NamedTuple
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from shoal.engines import Engine, Prefill, PrefillRequest
 from shoal.engines.dialogue import Dialogue, Reading
-from shoal.errors import CodecError
+from shoal.errors import CodecError, ShoalError
 from shoal.protocol import (
+    BodyLimits,
     CheckResult,
     Lease,
-    Limits,
+    ProofParameters,
     Rollout,
     Severity,
     Submission,
@@ -29,20 +57,76 @@ from shoal.protocol import (
     pack_tokens,
     unpack,
 )
-from shoal.protocol.given import drawn_mask
-from shoal.protocol.progress import ShownPrefix
+from shoal.protocol.submission import ShownPrefix, drawn_mask
 from shoal.sampling import SeedCheck, check_seeded
-from shoal.toploc import Comparisons, chunk_rows, chunk_topk, split_proofs
+from shoal.sampling.stream import uniforms_at
+from shoal.toploc import Comparisons, PointBatch, chunk_rows, chunk_topk, compare, split_proofs
 from shoal.toploc.proofs import proof_size
 from shoal.validator.evidence import Kept, Measures, Odd, accident_sums, log_evidence
 from shoal.validator.profiles import NoiseLimits, Profile
-from shoal.validator.seen import Mark, Seen, digest
+
+log = logging.getLogger(__name__)
+
+CAPACITY = 2**18  # entries; about 200 bytes each
+DIGEST_BYTES = 16
+
+
+class Mark(NamedTuple):
+    """One thing to remember: what it is, whose it is, and where it is in its submission (rollout, token)."""
+
+    kind: Literal["rollout", "proof"]
+    what: bytes
+    whose: bytes
+    place: tuple[int, int]
+
+
+def digest(kind: str, *parts: bytes) -> bytes:
+    hashed = hashlib.blake2b(kind.encode(), digest_size=DIGEST_BYTES)
+    for part in parts:
+        hashed.update(part)
+    return hashed.digest()
+
+
+@dataclass
+class SeenWork:
+    """The marks of accepted submissions; beyond its capacity the ones least lately met are forgotten.
+
+    >>> seen = SeenWork()
+    >>> seen.remember([Mark("rollout", b"tokens", b"seed 1", (0, 0))])
+    >>> seen.copied([Mark("rollout", b"tokens", b"seed 2", (3, 0))]).place
+    (3, 0)
+    """
+
+    capacity: int = CAPACITY
+    _whose: OrderedDict[bytes, bytes] = field(default_factory=OrderedDict, repr=False)
+
+    def __len__(self) -> int:
+        return len(self._whose)
+
+    def copied(self, marks: Iterable[Mark]) -> Mark | None:
+        """The first mark that is somebody else's already: of an accepted submission, or earlier in this one."""
+        own: dict[bytes, bytes] = {}
+        for mark in marks:
+            if own.setdefault(mark.what, mark.whose) != mark.whose:
+                return mark
+            known = self._whose.get(mark.what)
+            if known is not None and known != mark.whose:
+                return mark
+        return None
+
+    def remember(self, marks: Iterable[Mark]) -> None:
+        for mark in marks:
+            self._whose.setdefault(mark.what, mark.whose)
+            self._whose.move_to_end(mark.what)
+        while len(self._whose) > self.capacity:
+            self._whose.popitem(last=False)
+
 
 MESSAGE_LIMIT = 500
 GIB = 2**30
 # The hub has enforced the run's own caps before it gave a receipt; these only bound this process's memory, and must
 # never be the tighter ones: a body that the hub took is not malformed for being large.
-BODY_LIMITS = Limits(compressed_bytes=GIB, inflated_bytes=4 * GIB)
+BODY_LIMITS = BodyLimits(compressed_bytes=GIB, inflated_bytes=4 * GIB)
 
 IMPROBABLE_NATS = -35.0  # two rollouts of this log-probability do not come out alike: 10⁻¹⁵
 PROOF_BYTES_TOLD_APART = 2 + 2 * 16  # of 16 values on: fewer may agree by chance
@@ -90,7 +174,7 @@ class Case:
     vocabulary_size: int
     hidden_size: int
     profile: Profile
-    seen: Seen = field(default_factory=Seen)
+    seen: SeenWork = field(default_factory=SeenWork)
     record: Tally = NO_RECORD
     replay: Replay | None = None
     dialogue: Dialogue | None = None
@@ -331,3 +415,87 @@ def _finite(evidence: dict[str, Evidence]) -> dict[str, Evidence]:
         key: str(value) if isinstance(value, float) and not math.isfinite(value) else value
         for key, value in evidence.items()
     }
+
+
+ENGINE_ERRORS = (ShoalError, RuntimeError, ValueError, MemoryError)  # torch reports a full device as RuntimeError
+
+
+def replay_all(engine: Engine, cases: Sequence[Case]) -> list[Replay | Exception]:
+    """The replay of every case from as few engine calls as it takes; if a call fails, from one call each."""
+    found: dict[int, Replay | Exception] = {}
+    for proof in dict.fromkeys(case.lease.proof for case in cases):
+        alike = [case for case in cases if case.lease.proof == proof]
+        found.update(zip(map(id, alike), _replays(engine, alike, proof), strict=True))
+    return [found[id(case)] for case in cases]
+
+
+def _replays(engine: Engine, cases: Sequence[Case], proof: ProofParameters) -> Sequence[Replay | Exception]:
+    try:
+        return _together(engine, cases, proof)
+    except ENGINE_ERRORS as error:
+        log.warning("a prefill of %d submissions failed (%s); trying each alone", len(cases), error)
+        return [_alone(engine, case, proof) for case in cases]
+
+
+def _alone(engine: Engine, case: Case, proof: ProofParameters) -> Replay | Exception:
+    try:
+        return _together(engine, [case], proof)[0]
+    except ENGINE_ERRORS as error:
+        log.warning("the prefill of unit %d failed: %s", case.lease.unit, error)
+        return error
+
+
+def _together(engine: Engine, cases: Sequence[Case], proof: ProofParameters) -> list[Replay]:
+    prefills = engine.prefill([request for case in cases for request in _requests(case)], proof)
+    points = PointBatch.concat([prefill.points for prefill in prefills if prefill.points is not None])
+    comparisons = compare(points, [chunk for case in cases for chunk in case.proofs])
+    names = ("logprobs", "cdf_low", "cdf_high", "entropy", "varentropy")
+    logprobs, low, high, entropy, varentropy = (_joined(prefills, name) for name in names)
+    everything = Replay(logprobs, low, high, entropy, varentropy, uniforms_of(cases), comparisons)
+    ends = np.cumsum([len(case.tokens) for case in cases]).tolist()
+    chunk_ends = np.cumsum([len(case.proofs) for case in cases]).tolist()
+    cuts = zip([0, *ends], ends, [0, *chunk_ends], chunk_ends, strict=False)
+    return [part_of(everything, slice(first, last), slice(begin, end)) for first, last, begin, end in cuts]
+
+
+def _requests(case: Case) -> list[PrefillRequest]:
+    lease, tokens_T = case.lease, case.tokens.astype(np.int32)
+    starts = case.starts.tolist()
+    return [
+        PrefillRequest(lease.prompt_ids, tokens_T[start : start + length], lease.sampling.temperature)
+        for start, length in zip(starts, case.lengths, strict=True)
+    ]
+
+
+def _joined(prefills: Sequence[Prefill], name: str) -> Floats:
+    return np.concatenate([getattr(prefill, name) for prefill in prefills]).astype(np.float64)
+
+
+def uniforms_of(cases: Sequence[Case]) -> Floats:
+    """The uniform that the lease gives for every token."""
+    lengths = np.array([length for case in cases for length in case.lengths])
+    starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])
+    positions_T = np.arange(lengths.sum()) - np.repeat(starts, lengths)
+    seeds = np.array([seed for case in cases for seed in case.seeds], dtype=np.uint64)
+    return uniforms_at(np.repeat(seeds, lengths), positions_T.astype(np.uint64))
+
+
+def part_of(replay: Replay, tokens: slice | Ints, chunks: slice | Ints) -> Replay:
+    """The replay of some of the tokens, and of the chunks that they make, in this order."""
+    compared = replay.comparisons
+    parts = {field.name: getattr(compared, field.name) for field in dataclasses.fields(compared)}
+    parts = {
+        name: [part[chunk] for chunk in chunks]
+        if isinstance(part, list) and not isinstance(chunks, slice)
+        else part[chunks]
+        for name, part in parts.items()
+    }
+    return Replay(
+        logprobs=replay.logprobs[tokens],
+        low=replay.low[tokens],
+        high=replay.high[tokens],
+        entropy=replay.entropy[tokens],
+        varentropy=replay.varentropy[tokens],
+        uniforms=replay.uniforms[tokens],
+        comparisons=Comparisons(**parts),
+    )

@@ -13,7 +13,7 @@ import numpy as np
 
 from shoal.engines.dialogue import Reading
 from shoal.errors import ProtocolError
-from shoal.protocol.given import Spans, unpack_spans
+from shoal.protocol.submission import Spans, unpack_spans
 from shoal.validator.case import Case, Finding, failed, passed
 
 NOBODY_ANSWERS = Reading(given=(), turns=1, finish=None)

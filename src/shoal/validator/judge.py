@@ -10,7 +10,11 @@
     shown progress: a few of these checks on one rollout; rejected for certain, or no verdict (`progress`)
 
 What there was no time to score has no verdict: it is for later, or for somebody else. Pure but for the engine, the
-scorer, and the memory of what was accepted (`Seen`): nothing here talks to the hub.
+scorer, and the memory of what was accepted (`SeenWork`): nothing here talks to the hub.
+
+Judging again (`recheck`) what was accepted: the same checks on the kept bytes, against the verdict that was signed
+then. A difference means that the validator of then, or this machine, is wrong. What this machine cannot decide (another
+number format, a judge that does not answer) is unknown, and proves nothing.
 """
 
 from __future__ import annotations
@@ -19,13 +23,14 @@ import logging
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from shoal.engines import Engine
 from shoal.engines.dialogue import dialogue_for
 from shoal.engines.shelf import LoadedPolicy
 from shoal.environments import Environment, budget_of, identity_of
 from shoal.errors import ConfigError, ScoringFailure
-from shoal.protocol import Lease, Severity, Tally, Verdict
+from shoal.protocol import Audit, Lease, Outcome, Severity, SignedDocument, Tally, Verdict, submission_digest
 from shoal.protocol.branches import Branches
 from shoal.protocol.calibration import format_of
 from shoal.rewards import DirectScorer, NotBegun, Scorer
@@ -33,7 +38,7 @@ from shoal.rewards.panel import Panel
 from shoal.runtime.clock import Clock, SystemClock
 from shoal.validator import second
 from shoal.validator.branches import Lookout
-from shoal.validator.case import Case, Finding, Replay, read_body
+from shoal.validator.case import Case, Finding, Replay, SeenWork, read_body, replay_all
 from shoal.validator.checks import (
     AFTER_PREFILL,
     BEFORE_PREFILL,
@@ -44,12 +49,9 @@ from shoal.validator.checks import (
     run_all,
     run_checks,
 )
-from shoal.validator.notes import Notebook
 from shoal.validator.profiles import Profile, Profiles, limits_for
 from shoal.validator.progress import replayed, told, unfinished
-from shoal.validator.replay import replay_all
-from shoal.validator.rewards import Decoders, Group, Scored, Scoring, shuffled
-from shoal.validator.seen import Seen
+from shoal.validator.rewards import Decoders, Group, Notebook, Scored, Scoring, shuffled
 from shoal.validator.verdicts import (
     MACHINERY_ENVIRONMENT,
     MACHINERY_KIND,
@@ -88,7 +90,7 @@ class Judge:
     shuffle_rewards: bool = False
     clock: Clock = field(default_factory=SystemClock)
     decoders: Decoders = field(default_factory=Decoders, repr=False)
-    seen: Seen = field(default_factory=Seen, repr=False)
+    seen: SeenWork = field(default_factory=SeenWork, repr=False)
     scorer: Scorer | None = field(default=None, repr=False)  # None: the environment is called in this process
     panel: Panel = field(default_factory=Panel, repr=False)
     notebook: Notebook | None = field(default=None, repr=False)
@@ -301,3 +303,59 @@ class Judge:
         if self.shuffle_rewards:
             rewards = shuffled(rewards, case.lease.run, case.lease.unit)
         return docket.accepted(findings, rewards, case.generated, self.clock.now_ms(), tally, self.panel.unreproducible)
+
+
+REWARD_TOLERANCE = 1e-6
+
+
+@dataclass(frozen=True)
+class KeptSubmission:
+    """An accepted submission: the verdict on it, its signed lease, and its bytes."""
+
+    verdict: Verdict
+    lease: SignedDocument
+    body: bytes
+
+
+@dataclass(frozen=True)
+class Rechecked:
+    state: Literal["same", "different", "unknown"]
+    sentence: str
+
+
+def recheck(judge: Judge, kept: KeptSubmission, loaded: LoadedPolicy) -> Rechecked:
+    """Judge it fully, whatever depth it was audited with then, and compare outcome, tokens and rewards."""
+    then, lease = kept.verdict, Lease.model_validate(kept.lease.document, extra="ignore")
+    if submission_digest(kept.body) != then.submission:
+        return Rechecked("different", "the kept bytes are not those that the verdict names")
+    if (lease.run, lease.unit, lease.node) != (then.run, then.unit, then.node):
+        return Rechecked("different", "the lease is of another unit or node than the verdict")
+    audit = Audit(
+        submission=then.submission, size_bytes=len(kept.body), lease=kept.lease, received_at_ms=0, deadline_ms=0
+    )
+    verdicts = judge.verdicts([Docket(audit, lease, kept.body)], loaded)
+    if not verdicts or verdicts[0].outcome is Outcome.UNSURE:
+        why = f"{verdicts[0].reason}: {verdicts[0].message}" if verdicts else "its reward could not be computed"
+        return Rechecked("unknown", f"this machine cannot decide about it ({why})")
+    return _compared(then, verdicts[0])
+
+
+def _compared(then: Verdict, now: Verdict) -> Rechecked:
+    if (now.outcome, now.generated_tokens) != (then.outcome, then.generated_tokens):
+        reason = f" ({now.reason}: {now.message})" if now.reason else ""
+        return Rechecked(
+            "different",
+            f"it was {then.outcome.value} with {then.generated_tokens} tokens, and is {now.outcome.value} with "
+            f"{now.generated_tokens}{reason}",
+        )
+    if then.unreproducible != now.unreproducible:
+        said, found = (", ".join(each.unreproducible) or "none" for each in (then, now))
+        return Rechecked("different", f"rewards that nobody can compute again: it named {said}, and there are {found}")
+    if now.unreproducible:
+        return Rechecked(
+            "unknown", f"its rewards cannot be computed again: {now.unreproducible[0]}; the rest is the same"
+        )
+    rewards = [(one.value, other.value) for one, other in zip(then.rewards, now.rewards, strict=False)]
+    if len(then.rewards) != len(now.rewards) or any(abs(one - other) > REWARD_TOLERANCE for one, other in rewards):
+        return Rechecked("different", "its rewards are others now")
+    return Rechecked("same", f"{then.outcome.value}, {then.generated_tokens} tokens, the same rewards")

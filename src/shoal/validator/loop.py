@@ -36,16 +36,7 @@ from shoal.errors import (
     HubRefused,
     ProtocolError,
 )
-from shoal.protocol import (
-    Audit,
-    AuditReply,
-    AuditRequest,
-    Outcome,
-    PolicyRef,
-    RefusedVerdict,
-    Verdict,
-    sign_document,
-)
+from shoal.protocol import Audit, AuditReply, AuditRequest, Outcome, PolicyRef, RefusedVerdict, Verdict, sign_document
 from shoal.protocol.verdict import MAX_BODIES_PER_REQUEST, MAX_VERDICTS_PER_REPORT
 from shoal.rewards import DirectScorer, Scorer, ScoringPool
 from shoal.rewards.panel import Panel, panel_of
@@ -56,17 +47,15 @@ from shoal.runtime.lock import FolderLock
 from shoal.runtime.sizing import Derived, RunSize, policies_loaded, settle
 from shoal.runtime.stop import StopToken
 from shoal.shardcast import Prefetch
-from shoal.validator.ahead import Ahead
 from shoal.validator.branches import Lookout
-from shoal.validator.calibrating import Calibrator
 from shoal.validator.canary import Canary
-from shoal.validator.evaluating import Evaluating, SliceEvaluator
-from shoal.validator.generating import Generating
 from shoal.validator.judge import Judge
-from shoal.validator.notes import Notebook
+from shoal.validator.limits import Calibrator
 from shoal.validator.profiles import load_profiles
+from shoal.validator.rewards import Notebook
 from shoal.validator.second import SecondEngines
 from shoal.validator.settings import MEASURING, ValidatorConfig, ValidatorSettings, measurable_kinds, profile_keys
+from shoal.validator.side_jobs import Ahead, Generating, SliceEvaluator, SliceRunner
 from shoal.validator.verdicts import MACHINERY_POLICY, MACHINERY_REWARD, Docket
 
 log = logging.getLogger(__name__)
@@ -225,7 +214,7 @@ class Validator:
         self._heartbeat = RegularHeartbeat(client, settings.heartbeat_s, self.activity, self._ahead.hear)
         self._generating = Generating(client, shelf, self.activity, stop)
         evaluator = SliceEvaluator(judge.environment, judge.decoders, judge.scorer)
-        self._evaluating = Evaluating(client, shelf, evaluator, self.activity, stop, clock)
+        self._evaluating = SliceRunner(client, shelf, evaluator, self.activity, stop, clock)
 
     def run(self) -> None:
         """Claim, judge, report; until finished or stopped."""

@@ -16,8 +16,7 @@ from dataclasses import replace
 import msgspec
 
 from shoal.protocol import Outcome, Severity, Verdict, pack_logprobs
-from shoal.protocol.given import pack_spans
-from shoal.protocol.progress import shown_digest
+from shoal.protocol.submission import pack_spans, shown_digest
 from shoal.validator.case import Case, Finding, Replay, failed, passed
 
 REASONS: Mapping[str, str] = {

@@ -5,13 +5,19 @@
 
 A failure of the scoring machinery is `ScoringFailure`: the group then yields no sample, never a reward of 0. Groups
 for which there was no time are `NotBegun`: they are left for later.
+
+Notes of the reward go to a file in the validator's folder (`Notebook`), and nowhere else: a reward function may name
+the answer in them, and contributors read verdicts.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
@@ -20,12 +26,15 @@ from shoal.environments import Environment, Score, Task, budget_of, prompt_setti
 from shoal.errors import EnvironmentSetupError, ScoringFailure
 from shoal.models import TextTokenizer
 from shoal.protocol import Lease, Rollout, RolloutReward
-from shoal.protocol.given import unpack_spans
+from shoal.protocol.submission import unpack_spans
 from shoal.protocol.verdict import MAX_REWARD
 from shoal.rewards import Job, NotBegun, Scorer
-from shoal.rewards.panel import Entry, Panel, Piece
+from shoal.rewards.panel import Panel, Piece, ScoredPiece
 from shoal.rewards.protocol import settled
+from shoal.runtime.files import is_full
 from shoal.validator.case import Finding, failed
+
+log = logging.getLogger(__name__)
 
 Decode = Callable[[Sequence[list[int]]], list[str]]
 Said = TypeVar("Said", Score, str)
@@ -157,7 +166,7 @@ class Scoring:
 
     def _rewards(self, texts: Mapping[int, _Text]) -> dict[int, Scored | ScoringFailure]:
         results: dict[int, Scored | ScoringFailure] = {}
-        entries: dict[int, list[Entry]] = {}
+        entries: dict[int, list[ScoredPiece]] = {}
         for index, scores in _in_time(self.scorer.scores, texts).items():
             if isinstance(scores, ScoringFailure):
                 results[index] = scores
@@ -167,13 +176,13 @@ class Scoring:
             results[index] = judged if isinstance(judged, ScoringFailure) else self._final(texts[index].task, judged)
         return results
 
-    def _entries(self, text: _Text, scores: Sequence[Score]) -> list[Entry]:
+    def _entries(self, text: _Text, scores: Sequence[Score]) -> list[ScoredPiece]:
         budget, begun = budget_of(self.environment), prompt_settings_of(self.environment).thinking
         if budget is not None and text.target is not None:
             pairs = zip(scores, text.lengths, strict=True)
             scores = [budget.worth(score, text.target, tokens) for score, tokens in pairs]
         return [
-            Entry(Piece.of(text.task, begun + job.completion), score)
+            ScoredPiece(Piece.of(text.task, begun + job.completion), score)
             for job, score in zip(text.jobs, scores, strict=True)
         ]
 
@@ -239,3 +248,37 @@ def shuffled(rewards: Sequence[RolloutReward], run: str, unit: int) -> tuple[Rol
         RolloutReward(value=rewards[i].value, parts={**rewards[i].parts, "shuffled_from": float(i)})
         for i in order.tolist()
     )
+
+
+MOST_BYTES = 16 * 1024 * 1024
+NOTES_NAME = "notes.jsonl"
+
+
+class Notebook:
+    """Lines of JSON: unit, task, rollout, note. The newest `most_bytes` or so are kept, in two files.
+
+    >>> import tempfile; folder = Path(tempfile.mkdtemp())
+    >>> Notebook(folder).write(7, "sort/train/3", [(0, "too long")]); (folder / NOTES_NAME).read_text()
+    '{"unit": 7, "task": "sort/train/3", "rollout": 0, "note": "too long"}\\n'
+    """
+
+    def __init__(self, folder: Path, most_bytes: int = MOST_BYTES) -> None:
+        self._file = folder / NOTES_NAME
+        self._most_bytes = most_bytes
+        self._failed = False
+
+    def write(self, unit: int, task: str, notes: Sequence[tuple[int, str]]) -> None:
+        """Add the notes of a group. A disk that takes nothing is no reason to stop judging: it is said once."""
+        lines = [{"unit": unit, "task": task, "rollout": rollout, "note": note} for rollout, note in notes]
+        if not lines:
+            return
+        try:
+            if self._file.exists() and self._file.stat().st_size >= self._most_bytes // 2:
+                self._file.replace(self._file.with_suffix(".1.jsonl"))
+            with self._file.open("a", encoding="utf-8") as file:
+                file.write("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+        except OSError as error:
+            if not self._failed:
+                full = " (the disk is full)" if is_full(self._file.parent) else ""
+                log.warning("notes of the reward cannot be written to %s: %s%s", self._file, error.strerror, full)
+            self._failed = True

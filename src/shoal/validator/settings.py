@@ -45,8 +45,7 @@ class ValidatorSettings(BaseModel):
     heartbeat_s: float = Field(5.0, gt=0, description="time between two heartbeats")
     hub_patience_s: float = Field(600.0, gt=0, description="how long a hub that does not answer is waited for")
     profiles: tuple[Path, ...] = Field(
-        (),
-        description="files with limits for kinds of workers that no validator measures (shoal doctor --calibrate)",
+        (), description="files with limits for kinds of workers that no validator measures (shoal doctor --calibrate)"
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where to compute; auto: a GPU if there is one")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="what to compute in")

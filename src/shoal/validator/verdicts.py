@@ -91,12 +91,7 @@ class Docket:
         )
 
     def unsure(
-        self,
-        findings: Sequence[Finding],
-        reason: str,
-        message: str,
-        now_ms: int,
-        tally: Tally = NOTHING_COUNTED,
+        self, findings: Sequence[Finding], reason: str, message: str, now_ms: int, tally: Tally = NOTHING_COUNTED
     ) -> Verdict:
         """The validator could not tell: no credit, no training, no punishment."""
         return self._verdict(

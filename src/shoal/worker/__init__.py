@@ -4,9 +4,7 @@ settings   WorkerSettings, WorkerConfig
 loop       run_worker, Worker: lease, generate, hand in
 outbox     Outbox, Parcel: finished work on disk until the hub has promised to keep it
 uploader   Uploader: sends the outbox beside generation
-folder     identity: the key in a worker's folder
 earnings   Earnings: credit and refusals, said to the node's owner
-cheats     CHEATS, Cheat, find_cheat: dishonest workers, for attacking your own run
 """
 
 from shoal.worker.loop import Worker, run_worker

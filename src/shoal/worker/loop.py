@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 
+from shoal.adversary import Cheat, Loot, find_cheat
 from shoal.client import Activity, ClientOptions, HubClient, RegularHeartbeat
 from shoal.client.weights import Following, downloader_of
 from shoal.engines import Completion, Engine, build, check_policy, kind_of, warm_up
@@ -29,23 +30,8 @@ from shoal.engines.memory import keep_to_share
 from shoal.engines.protocol import BoundedEngine
 from shoal.engines.shelf import EngineShelf, Fetch, LoadedPolicy
 from shoal.engines.submission import submission_of
-from shoal.errors import (
-    BroadcastError,
-    ConfigError,
-    DeadlineExceeded,
-    HubError,
-    HubRefused,
-    ResourceError,
-)
-from shoal.protocol import (
-    Entry,
-    HeartbeatReply,
-    Lease,
-    LeaseRelease,
-    LeaseReply,
-    LeaseRequest,
-    PolicyRef,
-)
+from shoal.errors import BroadcastError, ConfigError, DeadlineExceeded, HubError, HubRefused, ResourceError
+from shoal.protocol import Entry, HeartbeatReply, Lease, LeaseRelease, LeaseReply, LeaseRequest, PolicyRef
 from shoal.protocol.lease import DEFAULT_PROFILE, MAX_HELD, MAX_LEASES_PER_REQUEST
 from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.crash import point
@@ -53,15 +39,12 @@ from shoal.runtime.lock import FolderLock
 from shoal.runtime.stop import StopToken
 from shoal.runtime.text import count_of
 from shoal.shardcast import Prefetch
-from shoal.worker.cheats import Cheat, Loot, find_cheat
 from shoal.worker.earnings import Earnings, shut_out
 from shoal.worker.fitting import fitted, refuse_too_large, refuse_too_little_disk, units_that_fit
-from shoal.worker.folder import identity
-from shoal.worker.heads import KeptHeads
 from shoal.worker.newest import NewestPolicy
-from shoal.worker.outbox import Outbox, Parcel
-from shoal.worker.settings import WorkerConfig, WorkerSettings, check_choices
-from shoal.worker.showing import Showing
+from shoal.worker.outbox import KeptHeads, Outbox, Parcel
+from shoal.worker.settings import WorkerConfig, WorkerSettings, check_choices, identity
+from shoal.worker.showing import ProgressSender
 from shoal.worker.uploader import Uploader
 
 log = logging.getLogger(__name__)
@@ -219,7 +202,7 @@ class Worker:
         self.activity = Activity(clock)
         self._newest = NewestPolicy(client, shelf, self.activity, stop)
         self._uploader = Uploader(client, outbox, self._on_sent, clock)
-        self._showing = Showing(client, self._deadlines_ms.__setitem__, conduct, clock)
+        self._showing = ProgressSender(client, self._deadlines_ms.__setitem__, conduct, clock)
         self._heartbeat = RegularHeartbeat(client, settings.heartbeat_s, self.activity, self._hear)
 
     def run(self) -> None:

@@ -6,26 +6,34 @@
 
 A file appears whole or not at all (written beside, fsynced, renamed, folder fsynced). Sending twice is harmless: the
 hub answers the same bytes with the same receipt.
+
+`KeptHeads` are the ledger heads that a hub named in its receipts, kept in the worker's folder: `heads.jsonl`, one
+receipt per line. Whoever holds one notices a ledger that was rewritten or cut later, and can prove it: `shoal ledger
+verify --head FILE`.
 """
 
 from __future__ import annotations
 
 import json
+import logging
+import os
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.errors import CodecError
-from shoal.protocol import Limits, Submission, pack, submission_digest, unpack
+from shoal.protocol import BodyLimits, SignedDocument, Submission, pack, submission_digest, unpack
 from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.crash import point
-from shoal.runtime.files import ensure_folder, resource_error, sync_folder, write_atomically
+from shoal.runtime.files import ensure_folder, open_in_place, resource_error, sync_folder, write_atomically
+
+log = logging.getLogger(__name__)
 
 SUFFIX = ".submission"
 REASON_SUFFIX = ".reason.json"
 REFUSED_KEPT = 100  # the newest of those that the hub would not have
-OWN_LIMITS = Limits(compressed_bytes=2**30, inflated_bytes=2**32)  # files that this worker wrote itself
+OWN_LIMITS = BodyLimits(compressed_bytes=2**30, inflated_bytes=2**32)  # files that this worker wrote itself
 
 
 @dataclass(frozen=True)
@@ -52,7 +60,15 @@ class Outbox:
         self._changed = threading.Condition()
         self._parcels: dict[Path, Parcel] = {}
         self._taken: set[Path] = set()
-        self._recover()
+        # Find what an earlier process left: whole parcels are kept, half-written files are not ours to send
+        try:
+            for path in sorted(self._folder.iterdir()):
+                if path.is_file() and path.name.startswith("."):
+                    path.unlink()  # a temporary of a process that died before its rename
+                elif path.name.endswith(SUFFIX):
+                    self._admit(path)
+        except OSError as error:
+            raise resource_error("read the outbox", self._folder, error) from error
 
     def put(self, submission: Submission) -> Parcel:
         """Make a finished submission durable; when this returns no crash loses it."""
@@ -117,17 +133,6 @@ class Outbox:
             self._taken.discard(parcel.path)
             self._changed.notify_all()
 
-    def _recover(self) -> None:
-        """Find what an earlier process left: whole parcels are kept, half-written files are not ours to send."""
-        try:
-            for path in sorted(self._folder.iterdir()):
-                if path.is_file() and path.name.startswith("."):
-                    path.unlink()  # a temporary of a process that died before its rename
-                elif path.name.endswith(SUFFIX):
-                    self._admit(path)
-        except OSError as error:
-            raise resource_error("read the outbox", self._folder, error) from error
-
     def _admit(self, path: Path) -> None:
         try:
             submission = unpack(path.read_bytes(), Submission, OWN_LIMITS)
@@ -146,3 +151,42 @@ class Outbox:
         for old in kept[: max(0, len(kept) - self._refused_kept)]:
             old.unlink(missing_ok=True)
             old.with_name(old.name + REASON_SUFFIX).unlink(missing_ok=True)
+
+
+HEADS = "heads.jsonl"
+KEPT = 1000
+"""Receipts kept at least; once there are twice as many, the older half goes. A head covers all rows before it."""
+
+
+class KeptHeads:
+    """`keep` may be called by several threads. A disk that takes nothing costs a head, never the work."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / HEADS
+        self._lock = threading.Lock()
+        self._newest = ""
+        self._lines = _count_lines(self._path)
+
+    def keep(self, receipt: SignedDocument) -> None:
+        """Append a receipt, unless the ledger has not grown since the last one."""
+        head = receipt.document.get("ledger")
+        with self._lock:
+            if not isinstance(head, dict) or head.get("hash") == self._newest:
+                return
+            try:
+                with os.fdopen(open_in_place(self._path, os.O_WRONLY | os.O_APPEND), "ab") as file:
+                    file.write(receipt.model_dump_json().encode() + b"\n")
+                self._newest, self._lines = str(head.get("hash")), self._lines + 1
+                if self._lines >= 2 * KEPT:
+                    newest = self._path.read_bytes().splitlines(keepends=True)[-KEPT:]
+                    write_atomically(self._path, b"".join(newest))
+                    self._lines = len(newest)
+            except OSError as error:
+                log.warning("the ledger head in a receipt could not be kept in %s: %s", self._path, error)
+
+
+def _count_lines(path: Path) -> int:
+    try:
+        return path.read_bytes().count(b"\n")
+    except OSError:
+        return 0

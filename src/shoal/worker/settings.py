@@ -1,4 +1,13 @@
-"""What a worker can be told: the [worker] section of a recipe, and who it is in which run."""
+"""What a worker can be told: the [worker] section of a recipe, and who it is in which run.
+
+A worker's folder: its identity, its outbox, its cache of weights. One process at a time.
+
+node.key           who this node is; credit belongs to it, so keep it
+heads.jsonl        receipts with the ledger heads that they name, the newest thousand or more (`outbox`)
+outbox/            finished work not yet promised by a hub
+cache/             weights
+.lock              held while a worker runs here: two with one key and one outbox would answer for each other
+"""
 
 from __future__ import annotations
 
@@ -9,11 +18,11 @@ from typing import Literal
 import httpx
 from pydantic import BaseModel, ConfigDict, Field
 
+from shoal.adversary import find_cheat
 from shoal.engines import check_engine
-from shoal.protocol import SignedDocument
+from shoal.protocol import SignedDocument, SigningKey, load_or_create_key
 from shoal.protocol.lease import MAX_LEASES_PER_REQUEST
 from shoal.runtime.limits import MachineLimits
-from shoal.worker.cheats import find_cheat
 
 
 class WorkerSettings(BaseModel):
@@ -45,7 +54,7 @@ class WorkerConfig:
     """One worker: its folder (key, outbox, cache), its engine, and the hub it works for.
 
     Without `root_fingerprint` the first hub that answers is believed. `http` is given only by tests and one-process
-    runs. `cheat` makes it a dishonest one (`worker.cheats`), to attack one's own run. `further_hubs` are addresses
+    runs. `cheat` makes it a dishonest one (`adversary`), to attack one's own run. `further_hubs` are addresses
     of the same run; `vouch` is an owner's word that this machine is theirs; `limits` is what it may take of it.
     """
 
@@ -68,3 +77,7 @@ def check_choices(engine: str, cheat: str | None, settings: WorkerSettings | Non
     check_engine(engine, chosen.device, chosen.dtype)
     if cheat is not None:
         find_cheat(cheat)
+
+
+def identity(folder: Path) -> SigningKey:
+    return load_or_create_key(folder / "node.key")

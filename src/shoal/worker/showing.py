@@ -1,8 +1,8 @@
 """Showing progress: on probation a lease gets more time for finished chunks, token ids with proofs, and nothing else.
 
-    engine ── chunks finished ──► Showing: due? ── snapshot ──► sender thread ── what the hub lacks, in parts ──► hub
-              (engine's thread)    a few times a lease              ▲                                              │
-                                                                    └── what it has of each rollout, the deadline ─┘
+    engine ── chunks finished ──► due? ── snapshot ──► `ProgressSender` ── what the hub lacks, in parts ──► hub
+              (engine's thread)   a few times a lease  (a thread) ▲                                          │
+                                                                  └── what it has of each rollout, deadline ─┘
 
 Everything is shown, for whoever shows a part could make up the rest: 12 bytes a token, as fast as the machine
 generates, and only of groups that take longer than a part of `lease_s`. Parts are small, so that a slow line brings one
@@ -19,14 +19,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from shoal.adversary import Cheat
 from shoal.client import HubClient
 from shoal.engines import Chunks, Completion
 from shoal.engines.protocol import OnChunks
 from shoal.errors import DeadlineExceeded, HubRefused, HubUnreachable, ProtocolError
 from shoal.protocol import HeartbeatReply, Lease, pack_tokens
-from shoal.protocol.progress import ShownChunks, ShownProgress
+from shoal.protocol.submission import ShownChunks, ShownProgress
 from shoal.runtime.clock import Clock, SystemClock
-from shoal.worker.cheats import Cheat
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ JOIN_S = 5.0
 
 
 @dataclass
-class _Shown:
+class _SentProgress:
     """One lease: its newest snapshot, what may have reached the hub of it, and what the hub says it has, by rollout."""
 
     lease: Lease
@@ -82,7 +82,7 @@ def _agree(sent: Chunks, found: Chunks) -> bool:
     return same and sent.proofs[:both] == found.proofs[:both]
 
 
-class Showing:
+class ProgressSender:
     """Use as a context manager. `on_deadline` hears of a lease's deadline, in the sender's thread."""
 
     def __init__(
@@ -96,13 +96,13 @@ class Showing:
         self._on_deadline = on_deadline
         self._conduct = conduct
         self._clock = clock
-        self._leases: dict[str, _Shown] = {}
+        self._leases: dict[str, _SentProgress] = {}
         self._changed = threading.Condition()
         self._closing = False
         self._on_probation = True  # until the hub says otherwise: shown in vain does no harm
         self._thread = threading.Thread(target=self._run, name="showing", daemon=True)
 
-    def __enter__(self) -> Showing:
+    def __enter__(self) -> ProgressSender:
         self._thread.start()
         return self
 
@@ -120,10 +120,12 @@ class Showing:
         if not self._on_probation:
             return None
         with self._changed:
-            shown = self._leases.setdefault(lease.lease, _Shown(lease, self._clock.monotonic_s() + _every_s(lease)))
+            shown = self._leases.setdefault(
+                lease.lease, _SentProgress(lease, self._clock.monotonic_s() + _every_s(lease))
+            )
         return partial(self._see, shown)
 
-    def _see(self, shown: _Shown, take: Callable[[], dict[int, Chunks]]) -> None:
+    def _see(self, shown: _SentProgress, take: Callable[[], dict[int, Chunks]]) -> None:
         """In the engine's thread: keep a snapshot for the sender, if it is time for one."""
         now_s = self._clock.monotonic_s()
         if shown.ended or now_s < shown.due_s or not self._on_probation:
@@ -162,10 +164,10 @@ class Showing:
             if part is not None:
                 self._send(shown, part)
 
-    def _next(self) -> _Shown | None:
+    def _next(self) -> _SentProgress | None:
         return next((shown for shown in self._leases.values() if shown.fresh and not shown.ended), None)
 
-    def _send(self, shown: _Shown, part: ShownProgress) -> None:
+    def _send(self, shown: _SentProgress, part: ShownProgress) -> None:
         name, before = shown.lease.lease, list(shown.have)
         try:
             reply = self._client.patient(PATIENCE_S).show(name, self._conduct.shown(part, shown.lease))

@@ -34,11 +34,7 @@ class Uploader:
     """Use as a context manager. `failure` is what the worker should end with, if anything."""
 
     def __init__(
-        self,
-        client: HubClient,
-        outbox: Outbox,
-        on_sent: Callable[[Parcel, bool], None],
-        clock: Clock = SystemClock(),
+        self, client: HubClient, outbox: Outbox, on_sent: Callable[[Parcel, bool], None], clock: Clock = SystemClock()
     ) -> None:
         self._outbox = outbox
         self._run = client.run_info().run

@@ -23,6 +23,7 @@ from clikit import one_line, run_shoal
 
 from forkkit import Forked, clean_environment
 from sandboxkit import gone, needs_bubblewrap, sandboxed
+from shoal.adversary import CHEATS
 from shoal.cli.folder import RunFolder
 from shoal.cli.keyring import vouch_for
 from shoal.cli.main import main
@@ -33,7 +34,6 @@ from shoal.errors import ConfigError, ShutOut
 from shoal.protocol import PolicyAnnouncement, SigningKey, TensorView, load_key, load_or_create_key, sign_document
 from shoal.runtime.stop import StopToken
 from shoal.shardcast import Origin
-from shoal.worker.cheats import CHEATS
 
 DEADLINE_S = 60
 NOWHERE = "http://127.0.0.1:9"  # the discard port: nobody listens there

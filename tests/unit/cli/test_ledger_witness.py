@@ -36,7 +36,7 @@ from shoal.shardcast.mirror import Mirror
 from shoal.shardcast.relay import Follower
 from shoal.shardcast.server import run_origin
 from shoal.shardcast.tree import Tree, witness_key
-from shoal.worker.heads import HEADS, KEPT, KeptHeads
+from shoal.worker.outbox import HEADS, KEPT, KeptHeads
 
 ALICE = SigningKey.from_seed(b"\1" * 32)
 

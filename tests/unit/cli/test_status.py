@@ -14,7 +14,7 @@ from shoal.cli.recipe import Recipe
 from shoal.cli.sheet import Sheet, console
 from shoal.cli.status import render, show_status
 from shoal.errors import HubUnreachable
-from shoal.protocol import LedgerHead, NodeState, NodeView, RecentVerdict, RunStatus, Standing, StepReport, Wait
+from shoal.protocol import LedgerHead, NodeState, NodeView, OwnerOrders, RecentVerdict, RunStatus, StepReport, Wait
 
 
 def status(**changes: object) -> RunStatus:
@@ -112,7 +112,7 @@ def test_a_finished_run_is_no_error(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 def test_what_the_owner_ordered_and_how_many_nodes_there_are() -> None:
     node = NodeView(node="n" * 32, name="a", role="worker", state=NodeState.ACTIVE, liveness="silent")
-    standing = Standing(conduct="paused", since_ms=0, reason="[/power] cut")
+    standing = OwnerOrders(conduct="paused", since_ms=0, reason="[/power] cut")
     counts = {"worker.active": 998, "worker.banned": 2}
     shown = io.StringIO()
     for part in render(status(nodes=(node,), standing=standing, node_counts=counts)):

@@ -15,7 +15,7 @@ from scenekit import at_step, process, scene, verdict, worker
 from shoal.cli.frame import Frame
 from shoal.cli.progress import History, Scene
 from shoal.cli.view import LiveDisplay, PlainDisplay, choose_display
-from shoal.protocol import NodeState, NodeView, Standing
+from shoal.protocol import NodeState, NodeView, OwnerOrders
 from shoal.validator.settings import MEASURING
 
 BANNED = worker(2, state=NodeState.BANNED, reason="sampling.seed: token 3 has another seed", rejected=7)
@@ -423,8 +423,8 @@ def test_one_that_is_given_up_after_its_restarts_is_told_of_again() -> None:
 def test_what_the_owner_orders_is_said_once() -> None:
     said: list[str] = []
     display = PlainDisplay(said.append)
-    paused = Standing(conduct="paused", since_ms=98_000, reason="power cut")
-    for standing in (Standing(), paused, paused, Standing(conduct="draining", drained=True), Standing()):
+    paused = OwnerOrders(conduct="paused", since_ms=98_000, reason="power cut")
+    for standing in (OwnerOrders(), paused, paused, OwnerOrders(conduct="draining", drained=True), OwnerOrders()):
         display.show(scene(at_step(2, standing=standing)))
     ordered = [line for line in said if line.startswith("the run ")]
     assert ordered == [

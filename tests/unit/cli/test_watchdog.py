@@ -14,7 +14,7 @@ from clikit import report, status, wait
 from scenekit import at_step, process, worker
 
 from shoal.cli.watchdog import Watchdog, blame, is_stopped, lag_line, troubles
-from shoal.protocol import LedgerHead, NodeView, RunStatus, Standing
+from shoal.protocol import LedgerHead, NodeView, OwnerOrders, RunStatus
 from shoal.runtime.supervise import ProcessView
 
 HUB = process("hub", pid=None)
@@ -192,11 +192,11 @@ def test_a_halted_process_is_recognised() -> None:
 
 def test_a_paused_or_drained_run_is_left_alone_for_as_long_as_it_takes() -> None:
     watchdog = Watchdog(patience_s=10.0)
-    paused = status(standing=Standing(conduct="paused", since_ms=40_000, reason="power cut"))
-    drained = status(standing=Standing(conduct="draining", drained=True))
+    paused = status(standing=OwnerOrders(conduct="paused", since_ms=40_000, reason="power cut"))
+    drained = status(standing=OwnerOrders(conduct="draining", drained=True))
     for now_s, seen in ((0.0, paused), (1000.0, paused), (2000.0, drained), (3000.0, drained)):
         assert watchdog.look(seen, now_s) is None
-    draining = status(standing=Standing(conduct="draining", since_ms=40_000, reason="moving"))
+    draining = status(standing=OwnerOrders(conduct="draining", since_ms=40_000, reason="moving"))
     assert watchdog.look(draining, 3001.0) is None
     ending = watchdog.look(draining, 3011.0)
     assert ending is not None

@@ -27,8 +27,7 @@ from shoal.protocol import (
     verify_body,
     verify_request,
 )
-from shoal.runtime.clock import ManualClock
-from shoal.runtime.retry import Backoff
+from shoal.runtime.clock import Backoff, ManualClock
 from shoal.runtime.stop import StopToken
 
 SAMPLING = SamplingParameters(temperature=1.0, max_new_tokens=8, eos_token_id=0)

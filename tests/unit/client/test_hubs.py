@@ -15,8 +15,7 @@ from shoal.client.known import KnownRun
 from shoal.client.trust import one_run, run_id
 from shoal.errors import ConfigError, HubRefused, HubUnreachable, SignatureError
 from shoal.protocol import Heartbeat, HeartbeatReply, NodeState, NodeView, SignedDocument, fingerprint
-from shoal.runtime.clock import ManualClock
-from shoal.runtime.retry import Backoff
+from shoal.runtime.clock import Backoff, ManualClock
 from shoal.runtime.targets import Nearness, Reach
 
 A, B, C = "http://a:1", "http://b:1", "http://c:1"

@@ -23,8 +23,7 @@ from shoal.protocol import (
     Receipt,
     submission_digest,
 )
-from shoal.runtime.clock import ManualClock
-from shoal.runtime.retry import Backoff
+from shoal.runtime.clock import Backoff, ManualClock
 
 A, B = "http://a:1", "http://b:1"
 PERIOD_S = 5.0

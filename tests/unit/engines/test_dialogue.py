@@ -13,7 +13,7 @@ from shoal.engines.dialogue import Characters, Dialogue, Line, Reading, dialogue
 from shoal.errors import ConfigError, ProtocolError
 from shoal.models import TextTokenizer, model_folder, read_files
 from shoal.protocol import DialogueTerms, Lease, PolicyRef, SamplingParameters
-from shoal.protocol.given import drawn_mask, pack_spans, unpack_spans
+from shoal.protocol.submission import drawn_mask, pack_spans, unpack_spans
 
 EOS = 1
 TINY = read_files(model_folder("tiny"))

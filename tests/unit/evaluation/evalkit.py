@@ -12,16 +12,16 @@ import numpy as np
 from shoal.engines import Completion, GenerationRequest
 from shoal.environments import Environment, EnvironmentSettings, Score, Task, build
 from shoal.errors import ScoringFailure
-from shoal.evaluation.evaluating import Evaluation, choose
-from shoal.evaluation.plan import Plan
+from shoal.evaluation.job import EvaluationJob, choose
+from shoal.evaluation.plan import SamplingPlan
 from shoal.evaluation.records import SampleRecord, TaskRecord
-from shoal.evaluation.subject import Subject
+from shoal.evaluation.subject import EvaluatedModel
 from shoal.models import TextTokenizer, model_folder, read_files
 from shoal.rewards import DirectScorer, Job
 
 FILES = read_files(model_folder("tiny"))
 TOKENIZER = TextTokenizer(FILES)
-SAMPLING = Plan(samples=4, tasks=10, temperature=1.0, max_new_tokens=16, batch_rows=8)
+SAMPLING = SamplingPlan(samples=4, tasks=10, temperature=1.0, max_new_tokens=16, batch_rows=8)
 
 
 @dataclass
@@ -50,16 +50,18 @@ class SortingEngine:
         return [*TOKENIZER.encode(text), *([TOKENIZER.eos_token_id] if self.ending else [])]
 
 
-def subject(engine: Any = None, name: str = "stub", digest: str = "ab" * 32) -> Subject:
-    return Subject(name, digest, FILES, engine or SortingEngine())
+def subject(engine: Any = None, name: str = "stub", digest: str = "ab" * 32) -> EvaluatedModel:
+    return EvaluatedModel(name, digest, FILES, engine or SortingEngine())
 
 
 def sort(**settings: Any) -> Environment:
     return build(EnvironmentSettings(name="sort", **settings))
 
 
-def evaluation(plan: Plan = SAMPLING, engine: Any = None, environment: Environment | None = None) -> Evaluation:
-    return Evaluation(subject(engine), choose(environment or sort(), plan))
+def evaluation(
+    plan: SamplingPlan = SAMPLING, engine: Any = None, environment: Environment | None = None
+) -> EvaluationJob:
+    return EvaluationJob(subject(engine), choose(environment or sort(), plan))
 
 
 @dataclass

@@ -13,7 +13,7 @@ from evalkit import record
 
 from shoal.cli.main import main
 from shoal.errors import ConfigError
-from shoal.evaluation.comparing import Comparison, compare, comparison_lines
+from shoal.evaluation.comparing import PairedComparison, compare, comparison_lines
 from shoal.evaluation.records import Results, TaskRecord, parquet_bytes, read_results
 from shoal.evaluation.statistics import mcnemar_p
 
@@ -128,7 +128,7 @@ def test_what_is_not_about_the_same_is_compared_only_by_force(
     b = results(tmp_path, "b", [record("t", 0.0)], {**ABOUT, **change})
     with pytest.raises(ConfigError, match=said):
         compare(a, b)
-    assert isinstance(compare(a, b, force=True), Comparison)
+    assert isinstance(compare(a, b, force=True), PairedComparison)
 
 
 def test_more_samples_and_other_dice_are_about_the_same(tmp_path: Path) -> None:

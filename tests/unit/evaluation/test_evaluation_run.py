@@ -16,19 +16,19 @@ from shoal.environments import Environment, EnvironmentSettings, Score, Task, bu
 from shoal.environments.settings import LengthSettings
 from shoal.errors import ConfigError, DeadlineExceeded, EnvironmentSetupError, ResourceError, UnusableTask
 from shoal.evaluation.comparing import compare
-from shoal.evaluation.evaluating import SUMMARY, TASKS, Evaluation, choose, evaluate, finished, without
+from shoal.evaluation.job import SUMMARY, TASKS, EvaluationJob, choose, evaluate, finished, without
 from shoal.evaluation.journal import IDENTITY, PROGRESS
-from shoal.evaluation.plan import Plan, sample_seed, tasks_of
+from shoal.evaluation.plan import SamplingPlan, sample_seed, tasks_of
 from shoal.evaluation.records import SampleRecord, TaskRecord, read_records, read_results
-from shoal.evaluation.subject import Machine, memory_errors, open_subject, plain_name
+from shoal.evaluation.subject import EngineChoice, memory_errors, open_subject, plain_name
 from shoal.evaluation.summary import table_lines
 from shoal.rewards import DirectScorer, Job, NotBegun
 from shoal.runtime.stop import StopToken
 
-GREEDY = Plan(max_new_tokens=16)
+GREEDY = SamplingPlan(max_new_tokens=16)
 
 
-def run(out: Path, given: Evaluation | None = None, scorer: Any = None, stop: StopToken | None = None) -> Any:
+def run(out: Path, given: EvaluationJob | None = None, scorer: Any = None, stop: StopToken | None = None) -> Any:
     given = given or evaluation()
     chosen = scorer or DirectScorer(given.chosen.environment)
     return evaluate(given, lambda: chosen, out, stop or StopToken())
@@ -41,16 +41,16 @@ def rows(out: Path) -> list[dict[str, Any]]:
 
 class TestPlan:
     def test_all_tasks_or_a_choice_that_follows_from_the_seed(self) -> None:
-        assert list(Plan().chosen(5)) == [0, 1, 2, 3, 4]
-        assert list(Plan(tasks=9).chosen(5)) == [0, 1, 2, 3, 4]
-        chosen = list(Plan(tasks=50, seed=3).chosen(100_000))
-        assert chosen == sorted(set(chosen)) == list(Plan(tasks=50, seed=3).chosen(100_000))
+        assert list(SamplingPlan().chosen(5)) == [0, 1, 2, 3, 4]
+        assert list(SamplingPlan(tasks=9).chosen(5)) == [0, 1, 2, 3, 4]
+        chosen = list(SamplingPlan(tasks=50, seed=3).chosen(100_000))
+        assert chosen == sorted(set(chosen)) == list(SamplingPlan(tasks=50, seed=3).chosen(100_000))
         assert len(chosen) == 50
         assert chosen[-1] > 50_000  # not the first ones
-        assert chosen != list(Plan(tasks=50, seed=4).chosen(100_000))
+        assert chosen != list(SamplingPlan(tasks=50, seed=4).chosen(100_000))
 
     def test_nearly_all_can_be_chosen(self) -> None:
-        assert len(Plan(tasks=999).chosen(1000)) == 999
+        assert len(SamplingPlan(tasks=999).chosen(1000)) == 999
 
     def test_dice_are_public_and_of_their_own_for_every_sample(self) -> None:
         seeds = {sample_seed(s, task, k) for s in (0, 1) for task in ("a", "b", "a\n1") for k in range(4)}
@@ -70,12 +70,12 @@ class TestPlan:
     )
     def test_what_cannot_be_is_said(self, changes: dict[str, Any], said: str) -> None:
         with pytest.raises(ConfigError, match=said):
-            Plan(**changes)
+            SamplingPlan(**changes)
 
     def test_long_completions_leave_memory_for_fewer_rows(self) -> None:
-        assert Plan(samples=4, temperature=1, batch_rows=256).tasks_per_batch == 64
-        assert Plan(samples=4, temperature=1, batch_rows=256, max_new_tokens=32_768).tasks_per_batch == 16
-        assert Plan(samples=300, temperature=1, batch_rows=256).tasks_per_batch == 1
+        assert SamplingPlan(samples=4, temperature=1, batch_rows=256).tasks_per_batch == 64
+        assert SamplingPlan(samples=4, temperature=1, batch_rows=256, max_new_tokens=32_768).tasks_per_batch == 16
+        assert SamplingPlan(samples=300, temperature=1, batch_rows=256).tasks_per_batch == 1
 
     def test_both_splits_as_one(self) -> None:
         environment = sort(train_size=3, held_out_size=2)
@@ -91,7 +91,7 @@ class TestPlan:
                 return ()
 
         with pytest.raises(EnvironmentSetupError, match=r"mine has no held_out tasks.*--split train"):
-            choose(Empty(), Plan())  # type: ignore[arg-type]
+            choose(Empty(), SamplingPlan())  # type: ignore[arg-type]
 
 
 class TestDrawing:
@@ -340,13 +340,13 @@ class TestGoingOn:
     @pytest.mark.parametrize(
         ("other", "said"),
         [
-            (Evaluation(subject(digest="00" * 32), evaluation().chosen), "model.digest is abab"),
+            (EvaluationJob(subject(digest="00" * 32), evaluation().chosen), "model.digest is abab"),
             (evaluation(replace(SAMPLING, seed=1)), "plan.seed is 0, here it would be 1"),
             (evaluation(environment=sort(options={"max_digits": 9})), "environment.digest"),
             (replace(evaluation(), left_out=("a",)), "left_out"),
         ],
     )
-    def test_another_evaluation_is_refused(self, tmp_path: Path, other: Evaluation, said: str) -> None:
+    def test_another_evaluation_is_refused(self, tmp_path: Path, other: EvaluationJob, said: str) -> None:
         run(tmp_path)
         before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
         for attempt in (lambda: run(tmp_path, other), lambda: finished(tmp_path, other.about)):
@@ -380,7 +380,7 @@ class TestSubject:
 
     def test_the_scripted_engine_is_one_too(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="there is no engine 'none'"):
-            open_subject("tiny", "tiny", Machine(engine="none"), 8)
+            open_subject("tiny", "tiny", EngineChoice(engine="none"), 8)
 
     def test_memory_that_runs_out_is_said_with_what_to_lower(self) -> None:
         for error in (

@@ -19,7 +19,7 @@ from shoal.errors import ConfigError, ResourceError
 from shoal.evaluation import filtering
 from shoal.evaluation.filtering import (
     Columns,
-    Selection,
+    RowSelection,
     data_of,
     original_rows,
     row_of,
@@ -29,14 +29,14 @@ from shoal.evaluation.filtering import (
     written_before,
 )
 from shoal.evaluation.plan import tasks_of
-from shoal.evaluation.rates import Band, Rate, histogram_lines, rates
+from shoal.evaluation.rates import Rate, RateBand, histogram_lines, rates
 
 COLUMNS = Columns("m")
-MIDDLE = Band(0.25, 0.5)
+MIDDLE = RateBand(0.25, 0.5)
 
 
-def selection(found: dict[int, tuple[int, int]], everything: bool = False) -> Selection:
-    return Selection({row: Rate(*rate) for row, rate in found.items()}, MIDDLE, everything)
+def selection(found: dict[int, tuple[int, int]], everything: bool = False) -> RowSelection:
+    return RowSelection({row: Rate(*rate) for row, rate in found.items()}, MIDDLE, everything)
 
 
 def table_of(path: Path) -> Table:
@@ -56,10 +56,10 @@ class TestRates:
     @pytest.mark.parametrize("text", ["", "0.5", "a:b", "0.5:0.1", "-0.1:1", "0:1.1", "nan:1"])
     def test_what_is_no_band(self, text: str) -> None:
         with pytest.raises(ConfigError, match="give two rates from 0 to 1"):
-            Band.parse(text)
+            RateBand.parse(text)
 
     def test_ends_belong_to_the_band(self) -> None:
-        band = Band.parse("0.1:0.3")
+        band = RateBand.parse("0.1:0.3")
         assert [band.holds(value) for value in (0.1, 3 / 10, 0.0999, 0.3001)] == [True, True, False, False]
 
     def test_the_histogram_counts_and_marks(self) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from evalkit import SAMPLING, SortingEngine, evaluation
 
-from shoal.evaluation.evaluating import TASKS, evaluate
+from shoal.evaluation.job import TASKS, evaluate
 from shoal.evaluation.journal import PROGRESS
 from shoal.rewards import DirectScorer
 from shoal.runtime.stop import StopToken
@@ -19,7 +19,7 @@ CHILD = """
 import sys
 from pathlib import Path
 from evalkit import SortingEngine, evaluation
-from shoal.evaluation.evaluating import evaluate
+from shoal.evaluation.job import evaluate
 from shoal.rewards import DirectScorer
 from shoal.runtime.stop import StopToken
 

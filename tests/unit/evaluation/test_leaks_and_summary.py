@@ -16,10 +16,10 @@ from shoal.environments import Environment, EnvironmentSettings, Task, build
 from shoal.environments.settings import MixPart
 from shoal.errors import LeakFound, UnusableTask
 from shoal.evaluation.leaks import Leaks, archived_ids, find_leaks, train_digests
-from shoal.evaluation.plan import Plan
+from shoal.evaluation.plan import SamplingPlan
 from shoal.evaluation.records import UNUSABLE
 from shoal.evaluation.statistics import mean_estimate
-from shoal.evaluation.summary import MAX_FAILURES, Tally, table_lines
+from shoal.evaluation.summary import MAX_FAILURES, SummaryTally, table_lines
 
 
 def tasks(environment: Environment, split: str, count: int) -> list[Task]:
@@ -105,7 +105,7 @@ class TestLeaks:
 class TestSummary:
     def test_the_numbers_by_hand(self) -> None:
         records = [record("a", 1.0, 0.0), record("b", 0.0, 0.0), record("c", 1.0, 1.0)]
-        found = Tally.of(Plan(samples=2, temperature=1), records).as_json()
+        found = SummaryTally.of(SamplingPlan(samples=2, temperature=1), records).as_json()
         assert found["avg_at_k"]["value"] == 0.5
         assert found["pass_at_k"]["1"]["value"] == 0.5
         assert found["pass_at_k"]["2"]["value"] == pytest.approx(2 / 3)
@@ -114,12 +114,16 @@ class TestSummary:
         assert (found["parts"], found["mean_tokens"]) == ({"exact": 0.5}, 5.0)
 
     def test_partial_scores_count_in_the_mean_and_are_no_pass(self) -> None:
-        found = Tally.of(Plan(samples=2, temperature=1), [record("a", 0.5, 0.999), record("b", 1.0, 0.0)]).as_json()
+        found = SummaryTally.of(
+            SamplingPlan(samples=2, temperature=1), [record("a", 0.5, 0.999), record("b", 1.0, 0.0)]
+        ).as_json()
         assert found["avg_at_k"]["value"] == pytest.approx((0.7495 + 0.5) / 2)
         assert found["pass_at_k"]["2"]["value"] == 0.5
 
     def test_pass_at_k_is_of_tasks_with_as_many_samples(self) -> None:
-        found = Tally.of(Plan(samples=2, temperature=1), [record("a", 1.0, None), record("b", 0.0, 1.0)]).as_json()
+        found = SummaryTally.of(
+            SamplingPlan(samples=2, temperature=1), [record("a", 1.0, None), record("b", 0.0, 1.0)]
+        ).as_json()
         assert found["pass_at_k"]["1"]["value"] == 0.75
         assert found["pass_at_k"]["2"]["value"] == 1.0
         assert found["unscored"] == {"samples": 1, "share": 0.25, "tasks": ["a"]}
@@ -130,7 +134,7 @@ class TestSummary:
             record("c:b", 0.0, part="c", kind="code"),
             record("m:c", 0.0, part="m", kind="mathematics"),
         ]
-        found = Tally.of(Plan(), records).as_json()
+        found = SummaryTally.of(SamplingPlan(), records).as_json()
         assert found["by"]["part"]["m"]["avg_at_k"]["value"] == 0.5
         assert found["by"]["kind"]["code"]["tasks"] == 1
         text = "\n".join(table_lines(found))
@@ -138,7 +142,7 @@ class TestSummary:
         assert "kind code" in text
 
     def test_nothing_scored_is_no_number(self) -> None:
-        tally = Tally.of(Plan(), [record("a", None), record("b", problem="too long")])
+        tally = SummaryTally.of(SamplingPlan(), [record("a", None), record("b", problem="too long")])
         found = tally.as_json()
         assert (found["avg_at_k"], found["pass_at_k"], tally.failed_share) == (None, {"1": None}, 1.0)
         assert list(table_lines(found))[1:] == [
@@ -149,16 +153,20 @@ class TestSummary:
 
     def test_one_in_twenty_may_be_missing(self) -> None:
         good = [record(f"t{n}", 1.0) for n in range(18)]
-        assert Tally.of(Plan(), [*good, record("a", 1.0), record("b", None)]).failed_share <= MAX_FAILURES
-        assert Tally.of(Plan(), [*good, record("b", None)]).failed_share > MAX_FAILURES
+        assert (
+            SummaryTally.of(SamplingPlan(), [*good, record("a", 1.0), record("b", None)]).failed_share <= MAX_FAILURES
+        )
+        assert SummaryTally.of(SamplingPlan(), [*good, record("b", None)]).failed_share > MAX_FAILURES
 
     def test_rows_that_cannot_be_used_are_no_missing_samples(self) -> None:
-        tally = Tally.of(Plan(), [record("a", 1.0), record("b", problem=UNUSABLE), record("c", problem="too long")])
+        tally = SummaryTally.of(
+            SamplingPlan(), [record("a", 1.0), record("b", problem=UNUSABLE), record("c", problem="too long")]
+        )
         assert tally.failed_share == 0.5
         assert "  1 task left out: its row cannot be used" in table_lines(tally.as_json())
-        assert Tally.of(Plan(), [record("b", problem=UNUSABLE)]).failed_share == 1.0
+        assert SummaryTally.of(SamplingPlan(), [record("b", problem=UNUSABLE)]).failed_share == 1.0
 
     def test_one_task_has_no_interval(self) -> None:
-        found = Tally.of(Plan(samples=2, temperature=1), [record("a", 1.0, 0.0)]).as_json()
+        found = SummaryTally.of(SamplingPlan(samples=2, temperature=1), [record("a", 1.0, 0.0)]).as_json()
         assert (found["avg_at_k"]["low"], found["avg_at_k"]["t_interval"]) == (None, [None, None])
         assert "  avg@2      0.500" in list(table_lines(found))

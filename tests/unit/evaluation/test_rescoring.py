@@ -19,8 +19,8 @@ from shoal.environments import EnvironmentSettings, build
 from shoal.environments.settings import LengthSettings
 from shoal.errors import ConfigError, DeadlineExceeded
 from shoal.evaluation import rescoring
-from shoal.evaluation.evaluating import SUMMARY, TASKS, Evaluation, choose, evaluate, finished, measure
-from shoal.evaluation.journal import IDENTITY, PROGRESS, Journal
+from shoal.evaluation.job import SUMMARY, TASKS, EvaluationJob, choose, evaluate, finished, measure
+from shoal.evaluation.journal import IDENTITY, PROGRESS, EvaluationJournal
 from shoal.evaluation.rescoring import rescore
 from shoal.rewards import DirectScorer, Job
 from shoal.runtime.stop import StopToken
@@ -35,11 +35,11 @@ def score(prompt, completion, answer):
 """
 
 
-def of(settings: EnvironmentSettings, engine: Any = None) -> Evaluation:
-    return Evaluation(subject(engine), choose(build(settings), SAMPLING), settings=settings)
+def of(settings: EnvironmentSettings, engine: Any = None) -> EvaluationJob:
+    return EvaluationJob(subject(engine), choose(build(settings), SAMPLING), settings=settings)
 
 
-def run(out: Path, given: Evaluation, scorer: Any = None) -> Any:
+def run(out: Path, given: EvaluationJob, scorer: Any = None) -> Any:
     return evaluate(given, lambda: scorer or DirectScorer(given.chosen.environment), out, StopToken())
 
 
@@ -177,7 +177,7 @@ def test_a_measurement_of_a_filter_has_its_scores_replaced(tmp_path: Path) -> No
 def test_what_has_nothing_to_score_again_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds no evaluation"):
         again(tmp_path, SORT)
-    Journal(tmp_path).open(of(SORT).about)
+    EvaluationJournal(tmp_path).open(of(SORT).about)
     with pytest.raises(ConfigError, match="keeps no completions"):
         again(tmp_path, SORT)
     about = replace(of(SORT), settings=None).about

@@ -13,8 +13,8 @@ from hubkit import Bench, FakeEnvironment, fresh_request, ok
 
 from shoal.environments import DialogueRule, Task
 from shoal.protocol import (
+    BodyLimits,
     Lease,
-    Limits,
     Rollout,
     Submission,
     TrainingBatch,
@@ -23,7 +23,7 @@ from shoal.protocol import (
     pack_tokens,
     unpack,
 )
-from shoal.protocol.given import pack_spans
+from shoal.protocol.submission import pack_spans
 
 
 class Talking(FakeEnvironment):
@@ -67,7 +67,7 @@ def test_what_was_given_reaches_the_trainer(bench: Bench) -> None:
         ok(bench.judge(audit))
     assert bench.batch(0) is not None
     answer = ok(bench.trainer.call("GET", "/batches/0/rollouts"))
-    batch = unpack(answer.content, TrainingBatch, Limits())
+    batch = unpack(answer.content, TrainingBatch, BodyLimits())
     given = [rollout.given for group in batch.groups for rollout in group.rollouts]
     assert len(given) == 16
     assert set(given) == {pack_spans([(2, 1)])}

@@ -11,8 +11,8 @@ from hubkit import HUB, RUN_ID, TOKENS_PER_ROLLOUT, Bench, fresh_request, ok
 
 from shoal import ledger
 from shoal.protocol import (
+    BodyLimits,
     LedgerPage,
-    Limits,
     Receipt,
     RunInfo,
     SignedDocument,
@@ -54,7 +54,7 @@ def test_the_trainer_gets_the_rollouts_with_the_validators_rewards(bench: Bench)
     leases = bench.accept_groups(2)
     assert bench.batch(0) is not None
     body = ok(bench.trainer.call("GET", "/batches/0/rollouts")).content
-    batch = unpack(body, TrainingBatch, Limits())
+    batch = unpack(body, TrainingBatch, BodyLimits())
     assert [group.unit for group in batch.groups] == [0, 1]
     for group, lease in zip(batch.groups, leases, strict=True):
         assert group.task == lease.task
@@ -111,7 +111,7 @@ def test_a_receipt_is_signed_by_the_hub_and_names_what_it_is_for(bench: Bench) -
     receipt = open_document(SignedDocument.model_validate_json(response.content), Receipt, HUB.public_key)
     assert (receipt.run, receipt.node, receipt.lease, receipt.unit) == (RUN_ID, lease.node, lease.lease, lease.unit)
     answer = ok(bench.validator.call("GET", f"/submissions?name={receipt.submission}")).content
-    (body,) = unpack(answer, SubmissionBodies, Limits()).bodies
+    (body,) = unpack(answer, SubmissionBodies, BodyLimits()).bodies
     assert len(body) == receipt.size_bytes
 
 

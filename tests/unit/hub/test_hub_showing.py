@@ -13,10 +13,10 @@ from hubkit import pack_logprobs as logprobs
 from shoal.ledger import Chain, Keys, Proofs
 from shoal.protocol import (
     Audit,
+    BodyLimits,
     Evidence,
     Lease,
     LedgerEntry,
-    Limits,
     NodeState,
     Outcome,
     Severity,
@@ -27,7 +27,7 @@ from shoal.protocol import (
     submission_digest,
     unpack,
 )
-from shoal.protocol.progress import ProgressReply, ShownChunks, ShownProgress, shown_digest
+from shoal.protocol.submission import ProgressReply, ShownChunks, ShownProgress, shown_digest
 
 ROWS = 32
 LEASE_S = 10.0
@@ -62,7 +62,7 @@ def leased(bench: Bench) -> Lease:
 def bodies(bench: Bench, *names: str) -> list[bytes]:
     query = "&".join(f"name={name}" for name in names)
     answer = ok(bench.validator.call("GET", f"/submissions?{query}")).content
-    return unpack(answer, SubmissionBodies, Limits()).bodies
+    return unpack(answer, SubmissionBodies, BodyLimits()).bodies
 
 
 def failed(bench: Bench, audit: Audit, **changes: Any) -> Any:
@@ -107,7 +107,7 @@ def test_a_validator_is_given_one_shown_rollout_and_again_after_each_doubling(be
     assert (audit.depth, audit.shown) == ("progress", ())
     [body] = bodies(bench, audit.submission)
     assert submission_digest(body) == audit.submission
-    claim = unpack(body, Submission, Limits())
+    claim = unpack(body, Submission, BodyLimits())
     assert (claim.lease, claim.unit, claim.node, claim.policy_digest) == (
         lease.lease,
         0,

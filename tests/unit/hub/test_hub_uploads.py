@@ -15,7 +15,7 @@ from shoal.errors import ResourceError
 from shoal.hub.service.uploads import SWEEP_EVERY_MS
 from shoal.hub.slots import UploadSlots
 from shoal.protocol import Lease, Receipt, RunInfo, SignedDocument, open_document, submission_digest
-from shoal.protocol.upload import UploadTicket
+from shoal.protocol.submission import UploadTicket
 
 
 @pytest.fixture(scope="module")

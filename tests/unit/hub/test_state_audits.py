@@ -24,7 +24,7 @@ from statekit import (
 )
 
 from shoal.hub.state import audits, reputation, windows
-from shoal.hub.state.audits import Case, Ruling
+from shoal.hub.state.audits import Ruling, VerdictCase
 from shoal.hub.state.commands import AddVerdict, Command, RaiseAlarm, Record
 from shoal.hub.state.machines import LeaseState, SubmissionState, UnitState
 from shoal.hub.state.refusals import Refusal
@@ -36,14 +36,14 @@ VALIDATOR = "f" * 32
 SIGNED = '{"kind": "verdict"}'
 
 
-def case(**changes: Any) -> Case:
+def case(**changes: Any) -> VerdictCase:
     row = submission(0)
     filled = unit(0, UnitState.SUBMITTED, attempt=1, incarnation=0, version=0, submission=row.submission)
     fields: dict[str, Any] = {"submission": row, "unit": filled, "node": node(1)}
-    return Case(**{**fields, **changes})
+    return VerdictCase(**{**fields, **changes})
 
 
-def judge(subject: Case, now: Any = None, rewards: tuple[float, ...] = (0, 1), **changes: Any) -> list[Command]:
+def judge(subject: VerdictCase, now: Any = None, rewards: tuple[float, ...] = (0, 1), **changes: Any) -> list[Command]:
     ruling = Ruling(verdict(subject.submission, rewards, **changes), VALIDATOR, SIGNED)
     return audits.judge(now or moment(), subject, ruling)
 

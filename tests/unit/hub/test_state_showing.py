@@ -13,8 +13,8 @@ from statekit import NOW_MS, lease, rules
 from shoal.hub.state import showing
 from shoal.hub.state.refusals import Refusal
 from shoal.hub.state.rows import ShownRow
-from shoal.protocol import Limits, ProofParameters, pack, pack_tokens, unpack
-from shoal.protocol.progress import ShownChunks, ShownProgress, shown_digest
+from shoal.protocol import BodyLimits, ProofParameters, pack, pack_tokens, unpack
+from shoal.protocol.submission import ShownChunks, ShownProgress, shown_digest
 
 PROOF = ProofParameters(topk=8, rows=4)
 RULES = rules(group_size=2, max_new_tokens=16)
@@ -85,7 +85,7 @@ def test_however_messages_are_cut_lost_and_repeated_the_copy_becomes_the_group(d
             last, bodies = replace(row_, body=body), [*bodies, body]
         if data.draw(st.booleans()):
             have = (0, 0) if last is None else last.tokens  # what the next answer says
-    found = showing.joined([unpack(body, ShownProgress, Limits()).chunks for body in bodies])
+    found = showing.joined([unpack(body, ShownProgress, BodyLimits()).chunks for body in bodies])
     for row, (tokens, proof) in found.items():
         assert pack_tokens(whole[row]).startswith(tokens)
         assert b"".join(proofs[row]).startswith(proof)

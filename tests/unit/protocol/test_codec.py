@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.errors import CodecError
-from shoal.protocol import Limits, Rollout, Submission, TrainingBatch, pack, pack_logprobs, pack_tokens, unpack
+from shoal.protocol import BodyLimits, Rollout, Submission, TrainingBatch, pack, pack_logprobs, pack_tokens, unpack
 from shoal.protocol.lease import MAX_GROUP, MAX_NEW_TOKENS, MAX_PROMPT_TOKENS
 
-LIMITS = Limits(compressed_bytes=2**20, inflated_bytes=2**22)
+LIMITS = BodyLimits(compressed_bytes=2**20, inflated_bytes=2**22)
 
 token_lists = st.lists(st.integers(0, 2**32 - 1), max_size=40)
 rollouts = st.builds(
@@ -47,7 +47,7 @@ def frame(content: object) -> bytes:
     return zstandard.ZstdCompressor(write_content_size=True).compress(msgspec.msgpack.encode(content))
 
 
-def refused(data: bytes, limits: Limits = LIMITS) -> str:
+def refused(data: bytes, limits: BodyLimits = LIMITS) -> str:
     with pytest.raises(CodecError) as caught:
         unpack(data, Submission, limits)
     return str(caught.value)
@@ -100,16 +100,17 @@ def test_a_flipped_bit_never_raises_anything_else(submission: Submission, data: 
 
 def test_a_body_at_the_compressed_cap_passes_and_one_byte_more_does_not() -> None:
     body = pack(example())
-    assert unpack(body, Submission, Limits(len(body), 2**20)) == example()
-    message = refused(body, Limits(len(body) - 1, 2**20))
+    assert unpack(body, Submission, BodyLimits(len(body), 2**20)) == example()
+    message = refused(body, BodyLimits(len(body) - 1, 2**20))
     assert message == f"the body has {len(body)} bytes; at most {len(body) - 1} are allowed"
 
 
 def test_a_body_at_the_inflated_cap_passes_and_one_byte_more_does_not() -> None:
     body, size = pack(example()), len(msgspec.msgpack.encode(example()))
-    assert unpack(body, Submission, Limits(2**20, size)) == example()
+    assert unpack(body, Submission, BodyLimits(2**20, size)) == example()
     assert (
-        refused(body, Limits(2**20, size - 1)) == f"the body inflates to {size} bytes; at most {size - 1} are allowed"
+        refused(body, BodyLimits(2**20, size - 1))
+        == f"the body inflates to {size} bytes; at most {size - 1} are allowed"
     )
 
 
@@ -164,7 +165,7 @@ def test_a_frame_that_inflates_past_what_it_declares_uses_no_more_than_that() ->
 def test_a_large_honest_body_passes() -> None:
     noise = np.random.default_rng(0).integers(0, 256, 12 * 2**20, dtype=np.uint8).tobytes()
     large = example(rollouts=[Rollout(b"", b"", "eos", proofs=noise)])
-    assert unpack(pack(large), Submission, Limits()) == large
+    assert unpack(pack(large), Submission, BodyLimits()) == large
 
 
 def test_a_frame_with_a_dictionary_is_refused() -> None:

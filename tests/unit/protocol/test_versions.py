@@ -6,7 +6,7 @@ import pytest
 
 from shoal.errors import ProtocolError
 from shoal.protocol import PROTOCOL_VERSION, Heartbeat
-from shoal.protocol.versions import check_spoken
+from shoal.protocol.node import check_spoken
 
 NEWER, OLDER = PROTOCOL_VERSION + 1, PROTOCOL_VERSION - 1
 

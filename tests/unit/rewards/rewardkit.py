@@ -10,7 +10,7 @@ from pathlib import Path
 from shoal.environments import EnvironmentSettings, Score, build
 from shoal.environments.settings import ScoringSettings
 from shoal.errors import ScoringFailure
-from shoal.rewards import Job, Patience, ScoringPool
+from shoal.rewards import Job, ScoringPatience, ScoringPool
 from shoal.runtime.stop import StopToken
 
 REWARD = """
@@ -64,13 +64,15 @@ def score(prompt, completion, answer):
 """
 
 LIMITS = ScoringSettings(seconds=0.25, memory_mb=100, processes=1)
-PATIENCE = Patience(start_s=60.0, job_s=60.0, all_s=120.0)
-IMPATIENT = Patience(start_s=60.0, job_s=1.5, all_s=120.0)  # for jobs that wait; a busy machine must not look like one
+PATIENCE = ScoringPatience(start_s=60.0, job_s=60.0, all_s=120.0)
+IMPATIENT = ScoringPatience(
+    start_s=60.0, job_s=1.5, all_s=120.0
+)  # for jobs that wait; a busy machine must not look like one
 
 
 @contextmanager
 def naughty(
-    folder: Path, limits: ScoringSettings = LIMITS, patience: Patience = PATIENCE, stop: StopToken | None = None
+    folder: Path, limits: ScoringSettings = LIMITS, patience: ScoringPatience = PATIENCE, stop: StopToken | None = None
 ) -> Iterator[ScoringPool]:
     file = folder / "reward.py"
     if not file.exists():

@@ -14,9 +14,9 @@ import pytest
 
 from shoal.environments.settings import JudgeSettings
 from shoal.errors import DeadlineExceeded, EnvironmentSetupError, ScoringFailure
-from shoal.rewards.chat import MAX_ANSWER_BYTES, ChatJudge, Unreadable, grade, question
+from shoal.rewards.chat import MAX_ANSWER_BYTES, ChatJudge, UnreadableAnswer, grade, question
 from shoal.rewards.panel import Piece
-from shoal.runtime.retry import Backoff
+from shoal.runtime.clock import Backoff
 from shoal.runtime.stop import StopToken
 
 pytestmark = pytest.mark.timeout(60)
@@ -299,7 +299,7 @@ def test_a_grade_is_the_one_number_of_the_last_line(text: str, worth: float) -> 
     ],
 )
 def test_what_is_no_grade_is_not_guessed_at(text: str) -> None:
-    with pytest.raises(Unreadable):
+    with pytest.raises(UnreadableAnswer):
         grade(text)
 
 

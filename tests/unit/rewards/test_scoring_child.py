@@ -14,7 +14,7 @@ from shoal.environments.settings import PromptSettings, ScoringSettings
 from shoal.errors import CodecError, EnvironmentSetupError, ScoringFailure
 from shoal.rewards import DirectScorer, Job, ScoringPool
 from shoal.rewards.child import _answer, _objects
-from shoal.rewards.frames import HEAD, Allows, Answer, Channel, ChannelClosed, Work, frame_of, read_message
+from shoal.rewards.frames import HEAD, Allows, Channel, ChannelClosed, JobAnswer, JobBatch, frame_of, read_message
 from shoal.rewards.limits import core_digest
 from shoal.runtime.clock import ManualClock
 from shoal.runtime.stop import StopToken
@@ -47,15 +47,15 @@ class Strict:
         return "it speaks of the grader" if "grader" in completion else ""
 
 
-def asked(what: str, completion: str, task: str = "t") -> Answer:
+def asked(what: str, completion: str, task: str = "t") -> JobAnswer:
     return _answer(Strict(), what, task, completion, 10.0, -1)  # type: ignore[arg-type]
 
 
 def test_a_job_is_a_score_an_objection_a_failure_or_too_much() -> None:
-    assert asked("score", "x") == Answer(1.0, {"whole": 1.0}, b"fine")
-    assert asked("objection", "dear grader") == Answer(text=b"it speaks of the grader")
-    assert asked("objection", "x") == Answer()
-    assert asked("score", "elephant") == Answer(needs_memory=True)
+    assert asked("score", "x") == JobAnswer(1.0, {"whole": 1.0}, b"fine")
+    assert asked("objection", "dear grader") == JobAnswer(text=b"it speaks of the grader")
+    assert asked("objection", "x") == JobAnswer()
+    assert asked("score", "elephant") == JobAnswer(needs_memory=True)
     assert asked("score", "zero").failure == "scoring raised ZeroDivisionError: division by zero"
     assert "does not know the task" in (asked("score", "x", "u").failure or "")
 
@@ -115,7 +115,7 @@ def test_a_channel_does_not_wait_for_ever_for_somebody_who_does_not_read() -> No
     source, other = os.pipe()
     channel = Channel(source, sink, StopToken())
     with pytest.raises(TimeoutError):
-        channel.send(Work("score", [("t", b"x" * 10**6)]), 0.05)
+        channel.send(JobBatch("score", [("t", b"x" * 10**6)]), 0.05)
     with pytest.raises(TimeoutError):
         channel.receive(0.01)
     for each in (source, sink, theirs, other):
@@ -133,14 +133,14 @@ class Stopped(ManualClock):
         self.advance(3600)
         self.looks += 1
         if self.looks == 5:
-            os.write(self._sink, frame_of(Answer(1.0)))
+            os.write(self._sink, frame_of(JobAnswer(1.0)))
         return super().monotonic_s()
 
 
 def test_time_in_which_the_process_was_stopped_is_not_waited() -> None:
     source, theirs = os.pipe()
     nothing, sink = os.pipe()
-    assert Channel(source, sink, StopToken(), Stopped(theirs)).receive(2.0) == Answer(1.0)
+    assert Channel(source, sink, StopToken(), Stopped(theirs)).receive(2.0) == JobAnswer(1.0)
     with pytest.raises(TimeoutError):  # every look counts something: it comes to an end
         Channel(source, sink, StopToken(), Stopped(nothing)).receive(0.5)
     for each in (source, sink, theirs, nothing):
@@ -149,9 +149,9 @@ def test_time_in_which_the_process_was_stopped_is_not_waited() -> None:
 
 def test_the_childs_end_reads_whole_messages_or_none() -> None:
     source, sink = os.pipe()
-    os.write(sink, frame_of(Work("score", [("t", b"x")])) + b"\0\0")
+    os.write(sink, frame_of(JobBatch("score", [("t", b"x")])) + b"\0\0")
     os.close(sink)
-    assert read_message(source) == Work("score", [("t", b"x")])
+    assert read_message(source) == JobBatch("score", [("t", b"x")])
     assert read_message(source) is None
     os.close(source)
 
@@ -159,7 +159,7 @@ def test_the_childs_end_reads_whole_messages_or_none() -> None:
 def test_a_message_that_is_too_large_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shoal.rewards.frames.MAX_FRAME_BYTES", 10)
     with pytest.raises(CodecError):
-        frame_of(Work("score", [("t", b"x" * 20)]))
+        frame_of(JobBatch("score", [("t", b"x" * 20)]))
 
 
 def test_the_example_scores_the_same_in_processes_of_its_own() -> None:

@@ -20,7 +20,7 @@ from rewardkit import IMPATIENT, LIMITS, PATIENCE, is_running, naughty, one, unt
 from shoal.environments import EnvironmentSettings, Score, build
 from shoal.environments.settings import ScoringSettings
 from shoal.errors import DeadlineExceeded, ScoringFailure
-from shoal.rewards import DirectScorer, Job, NotBegun, Patience, Scorer, ScoringPool
+from shoal.rewards import DirectScorer, Job, NotBegun, Scorer, ScoringPatience, ScoringPool
 from shoal.rewards.limits import process_count
 from shoal.rewards.protocol import settled
 from shoal.runtime.stop import StopToken
@@ -100,7 +100,7 @@ def test_a_right_program_that_its_task_allows_more_time_than_the_pool_gets_it(tm
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     settings = EnvironmentSettings(name="dataset", data=tmp_path / "rows.jsonl", scoring=LIMITS)
     environment = build(settings)
-    with closing(ScoringPool(settings, environment, patience=Patience(job_s=2.0))) as pool:
+    with closing(ScoringPool(settings, environment, patience=ScoringPatience(job_s=2.0))) as pool:
         program = "```python\nimport time\ntime.sleep(3)\nprint(5)\n```"
         [score] = pool.scores([Job(environment.tasks("train")[0].id, program)])
     assert isinstance(score, Score)
@@ -207,14 +207,14 @@ def test_an_environment_that_no_longer_builds_is_no_sample(own: ScoringPool, tmp
 
 
 def test_a_child_that_takes_too_long_to_start_is_no_sample(tmp_path: Path) -> None:
-    with naughty(tmp_path, patience=Patience(start_s=0.01)) as pool:
+    with naughty(tmp_path, patience=ScoringPatience(start_s=0.01)) as pool:
         failure = one(pool, "fine")
         assert isinstance(failure, ScoringFailure)
         assert "not ready within 0.01 s" in str(failure)
 
 
 def test_all_together_have_a_deadline(tmp_path: Path) -> None:
-    with naughty(tmp_path, patience=Patience(start_s=60, job_s=0.5, all_s=0.2)) as pool:
+    with naughty(tmp_path, patience=ScoringPatience(start_s=60, job_s=0.5, all_s=0.2)) as pool:
         one(pool, "fine")
         begun, left = pool.scores([Job("plain", "sleep"), Job("plain", "sleep:2")])
         assert isinstance(begun, ScoringFailure)
@@ -260,7 +260,7 @@ def test_a_stop_while_it_starts_leaves_nobody(tmp_path: Path, monkeypatch: pytes
 
 def test_a_stop_ends_the_wait_and_leaves_nobody(tmp_path: Path) -> None:
     stop = StopToken()
-    with naughty(tmp_path, patience=Patience(job_s=100), stop=stop) as pool:
+    with naughty(tmp_path, patience=ScoringPatience(job_s=100), stop=stop) as pool:
         one(pool, "fine")
         [child] = pool.pids
         timer = threading.Timer(0.1, stop.set, ["SIGTERM"])
@@ -274,9 +274,9 @@ PARENT = """
 import sys, threading
 from pathlib import Path
 from rewardkit import naughty
-from shoal.rewards import Job, Patience
+from shoal.rewards import Job, ScoringPatience
 
-with naughty(Path(sys.argv[1]), patience=Patience(job_s=100)) as pool:
+with naughty(Path(sys.argv[1]), patience=ScoringPatience(job_s=100)) as pool:
     pool.scores([Job("plain", "fine")])
     print(pool.pids[0], flush=True)
     if sys.argv[2]:
@@ -314,9 +314,9 @@ ASKING = """
 import sys
 from pathlib import Path
 from rewardkit import naughty
-from shoal.rewards import Job, Patience
+from shoal.rewards import Job, ScoringPatience
 
-with naughty(Path(sys.argv[1]), patience=Patience(start_s=3.0)) as pool:
+with naughty(Path(sys.argv[1]), patience=ScoringPatience(start_s=3.0)) as pool:
     pool.start()
     print(pool.pids[0], flush=True)
     sys.stdin.readline()
@@ -377,7 +377,7 @@ def test_a_process_that_dies_before_it_is_ready_is_followed_by_another(tmp_path:
 def test_the_jobs_of_a_process_that_is_never_ready_go_to_the_others(tmp_path: Path) -> None:
     (tmp_path / "reward.py").write_text(first_life("time.sleep(1000)"))
     two, jobs = LIMITS.model_copy(update={"processes": 2}), [Job("plain", f"fine {n}") for n in range(20)]
-    with naughty(tmp_path, two, Patience(start_s=4.0)) as pool:
+    with naughty(tmp_path, two, ScoringPatience(start_s=4.0)) as pool:
         pool.start()
         assert pool.scores(jobs) == [Score(1.0, {})] * 20
 
@@ -400,7 +400,7 @@ def test_a_process_that_cannot_be_started_at_first_is_started_later(
 
 def test_a_job_whose_process_somebody_killed_is_tried_again_however_late_it_is(tmp_path: Path) -> None:
     (tmp_path / "reward.py").write_text(first_life("time.sleep(0.5); os.kill(os.getpid(), 9)", "go"))
-    with naughty(tmp_path, patience=Patience(start_s=60, all_s=0.3)) as pool:
+    with naughty(tmp_path, patience=ScoringPatience(start_s=60, all_s=0.3)) as pool:
         assert one(pool, "fine") == Score(1.0, {})
         assert one(pool, "go") == Score(1.0, {})
     assert (tmp_path / "mark").exists()

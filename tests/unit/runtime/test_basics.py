@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 
 from shoal.errors import ResourceError
-from shoal.runtime.clock import ManualClock, SystemClock
+from shoal.runtime.clock import Backoff, ManualClock, SystemClock
 from shoal.runtime.files import ensure_folder, write_atomically
-from shoal.runtime.retry import Backoff
 from shoal.runtime.stop import StopToken
 
 NO_PAUSE = Backoff(first_s=0.0, most_s=0.0)

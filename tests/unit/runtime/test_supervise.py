@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from shoal.errors import ResourceError
-from shoal.runtime.retry import Backoff
+from shoal.runtime.clock import Backoff
 from shoal.runtime.stop import TOLD_TO_STOP_CODE, StopToken
 from shoal.runtime.supervise import (
     Ending,

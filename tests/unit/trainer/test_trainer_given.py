@@ -22,7 +22,7 @@ from shoal.protocol import (
     pack_logprobs,
     pack_tokens,
 )
-from shoal.protocol.given import drawn_mask, pack_spans
+from shoal.protocol.submission import drawn_mask, pack_spans
 from shoal.trainer.archive import as_table
 from shoal.trainer.step import StepWork, train_step
 

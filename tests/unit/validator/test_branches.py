@@ -18,11 +18,10 @@ from shoal.protocol import Lease, Outcome, RolloutReward, Severity
 from shoal.protocol.branches import Branches, GainEvidence
 from shoal.runtime.clock import ManualClock
 from shoal.sampling import uniforms
-from shoal.validator.branches import Blocks, Look, Lookout, by_tolerance, choice_bits, differences, look_at
-from shoal.validator.case import Case
+from shoal.validator.branches import Blocks, BranchLook, Lookout, by_tolerance, choice_bits, differences, look_at
+from shoal.validator.case import Case, replay_all
 from shoal.validator.judge import Judge
 from shoal.validator.profiles import BUILT_IN, ChannelLimits, LogprobLimits, NoiseLimits, Profile
-from shoal.validator.replay import replay_all
 from shoal.validator.rewards import Group, Scored
 
 WIDE = BUILT_IN["scripted/cpu/float32"].model_copy(
@@ -101,22 +100,22 @@ def test_a_branch_is_what_the_seed_gives_by_the_validators_own_interval() -> Non
     case = case_of(of)
     honest = clean.generate([GenerationRequest(of.prompt_ids, of.seed_numbers, of.sampling)])[0]
     for rollout in range(4):
-        [[whole]] = clean.generate([Look(case, rollout, 0, 12).request(12)])
+        [[whole]] = clean.generate([BranchLook(case, rollout, 0, 12).request(12)])
         assert whole.token_ids.tolist() == honest[rollout].token_ids.tolist()
         cut = min(3, len(honest[rollout].token_ids) - 1)
         kept = case_of(of, clean)
-        [[rest]] = clean.generate([Look(kept, rollout, cut, 12).request(12 - cut)])
+        [[rest]] = clean.generate([BranchLook(kept, rollout, cut, 12).request(12 - cut)])
         assert rest.token_ids.tolist() == honest[rollout].token_ids[cut:].tolist()
 
 
 def test_a_branch_that_does_not_end_in_its_block_is_none() -> None:
     case = case_of(lease(seeds=1))
-    look = Look(case, 0, 0, 3)
+    look = BranchLook(case, 0, 0, 3)
     assert look.ended(np.array([5, 6, 7], dtype=np.int32)) is None
     ended = look.ended(np.array([5, 6, EOS], dtype=np.int32))
     assert ended is not None
     assert (ended.token_ids.tolist(), ended.finish) == ([5, 6, EOS], "eos")
-    at_the_limit = Look(case, 0, 0, 12).ended(np.arange(5, 17, dtype=np.int32))
+    at_the_limit = BranchLook(case, 0, 0, 12).ended(np.arange(5, 17, dtype=np.int32))
     assert at_the_limit is not None
     assert at_the_limit.finish == "length"
 

@@ -33,6 +33,7 @@ from shoal.validator.calibrate import (
     model_of,
     prompts_of,
 )
+from shoal.validator.canary import SelfTest, Trial
 from shoal.validator.profiles import (
     BUILT_IN,
     ChannelLimits,
@@ -42,7 +43,6 @@ from shoal.validator.profiles import (
     read_profile,
     to_toml,
 )
-from shoal.validator.selftest import SelfTest, Trial
 from shoal.validator.specimens import Machine
 
 CPU = Machine("cpu", "float32")

@@ -14,7 +14,7 @@ from shoal.runtime.clock import ManualClock
 from shoal.sampling import SeedTolerance
 from shoal.toploc import ProofTolerance
 from shoal.validator import Judge, Profile, ValidatorSettings, load_profiles
-from shoal.validator.calibrating import Calibrator
+from shoal.validator.limits import Calibrator
 from shoal.validator.profiles import BUILT_IN, LogprobLimits, Measured, Profiles, limits_for, widest
 
 if TYPE_CHECKING:

@@ -15,9 +15,8 @@ from shoal.sampling import SeedTolerance
 from shoal.toploc import ProofTolerance
 from shoal.validator import Judge, load_profiles
 from shoal.validator.canary import SPOILERS, Canary, Original
-from shoal.validator.case import BODY_LIMITS
+from shoal.validator.case import BODY_LIMITS, SeenWork
 from shoal.validator.profiles import BUILT_IN, CertainLimits, ChannelLimits, LogprobLimits, NoiseLimits
-from shoal.validator.seen import Seen
 
 LONG = SamplingParameters(temperature=1.0, max_new_tokens=16, eos_token_id=500)
 REASONS = {
@@ -95,7 +94,7 @@ def test_the_twin_leaves_no_trace_in_the_judges_memory() -> None:
 def blind(**limits: object) -> Judge:
     """A judge whose profile allows anything in one respect or more."""
     profile = BUILT_IN["scripted/cpu/float32"].model_copy(update=limits)
-    return replace(judge(), profiles={profile.key: profile}, seen=Seen())
+    return replace(judge(), profiles={profile.key: profile}, seen=SeenWork())
 
 
 def test_a_profile_that_is_far_too_wide_is_noticed() -> None:

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from shoal.engines import Completion, PrefillRequest
 from shoal.errors import CodecError
 from shoal.protocol import (
+    BodyLimits,
     Lease,
-    Limits,
     Outcome,
     Rollout,
     Severity,
@@ -258,7 +258,7 @@ def test_no_bytes_crash_the_validator_or_get_accepted(data: st.DataObject) -> No
     body = body[: data.draw(st.integers(0, len(body)))]
     verdict = judged(lease(seeds=2), bytes(body))
     try:
-        decoded = unpack(bytes(body), Submission, Limits())
+        decoded = unpack(bytes(body), Submission, BodyLimits())
     except CodecError:
         assert verdict.reason == "envelope.malformed"
     else:

@@ -20,11 +20,10 @@ from shoal.hub.state.reputation import of_late
 from shoal.protocol import ProofParameters, SamplingParameters, Sums, Tally, pack_logprobs
 from shoal.sampling import uniforms
 from shoal.validator.bands import Bands, limits_from
-from shoal.validator.case import Case
+from shoal.validator.case import Case, replay_all
 from shoal.validator.checks import AFTER_PREFILL, run_all
 from shoal.validator.evidence import COUNT_BETS, STRIKE, SUM_BETS, log_evidence
 from shoal.validator.profiles import CHANNELS, Profile
-from shoal.validator.replay import replay_all
 from shoal.validator.specimens import Terms
 
 KIND = "scripted/cpu/bfloat16"

@@ -22,7 +22,7 @@ from shoal.protocol import (
     Verdict,
     pack_tokens,
 )
-from shoal.protocol.progress import ShownPrefix, shown_digest
+from shoal.protocol.submission import ShownPrefix, shown_digest
 from shoal.runtime.clock import ManualClock
 from shoal.toploc import split_proofs
 from shoal.validator.judge import Judge

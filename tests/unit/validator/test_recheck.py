@@ -10,7 +10,7 @@ from honest import LengthEnvironment, docket, lease, loaded, proved, submission
 from shoal.protocol import Outcome, RolloutReward, Verdict, pack, submission_digest
 from shoal.rewards.panel import Panel
 from shoal.validator import Judge, load_profiles
-from shoal.validator.recheck import Kept, recheck
+from shoal.validator.judge import KeptSubmission, recheck
 from shoal.validator.verdicts import Docket
 
 UNIT = lease(5)
@@ -25,8 +25,8 @@ def verdict_on(what: Docket) -> Verdict:
     return found
 
 
-def kept(what: Docket, **changes: Any) -> Kept:
-    return Kept(verdict_on(what).model_copy(update=changes), what.audit.lease, what.body)
+def kept(what: Docket, **changes: Any) -> KeptSubmission:
+    return KeptSubmission(verdict_on(what).model_copy(update=changes), what.audit.lease, what.body)
 
 
 def test_an_honest_verdict_is_the_same_again() -> None:
@@ -54,7 +54,7 @@ def test_a_verdict_that_says_more_than_was_done_is_found(changes: dict[str, Any]
 def test_a_lie_that_was_waved_through_is_found() -> None:
     lie = docket(UNIT, proved(UNIT, submission(UNIT), value=4.0))
     paid = kept(docket(UNIT), submission=lie.audit.submission)
-    found = recheck(judge(), Kept(paid.verdict, lie.audit.lease, lie.body), loaded())
+    found = recheck(judge(), KeptSubmission(paid.verdict, lie.audit.lease, lie.body), loaded())
     assert found.state == "different"
     assert "and is rejected with 0" in found.sentence
 
@@ -62,7 +62,7 @@ def test_a_lie_that_was_waved_through_is_found() -> None:
 def test_what_this_machine_cannot_decide_is_unknown() -> None:
     elsewhere = docket(lease(5, profile="torch/cuda/nothing"))
     verdict = verdict_on(docket(UNIT)).model_copy(update={"submission": elsewhere.audit.submission})
-    found = recheck(judge(), Kept(verdict, elsewhere.audit.lease, elsewhere.body), loaded())
+    found = recheck(judge(), KeptSubmission(verdict, elsewhere.audit.lease, elsewhere.body), loaded())
     assert found.state == "unknown"
 
 
@@ -78,7 +78,7 @@ def test_rewards_that_nobody_can_compute_again_are_unknown(monkeypatch: pytest.M
     monkeypatch.setattr(Panel, "unreproducible", ("judge",))
     assert recheck(judge(), what, loaded()).state == "different", "the verdict of then hid the judge"
     verdict = what.verdict.model_copy(update={"unreproducible": ("judge",)})
-    found = recheck(judge(), Kept(verdict, what.lease, what.body), loaded())
+    found = recheck(judge(), KeptSubmission(verdict, what.lease, what.body), loaded())
     assert found.state == "unknown"
     assert "judge" in found.sentence
     assert submission_digest(pack(submission(UNIT))) == docket(UNIT).audit.submission

@@ -17,11 +17,10 @@ from shoal.environments.settings import JudgeSettings, LengthSettings, PromptSet
 from shoal.errors import ScoringFailure
 from shoal.protocol import Lease, Outcome, Rollout, Verdict, pack_tokens
 from shoal.rewards import DirectScorer, Job, NotBegun
-from shoal.rewards.panel import Entry, Panel, Piece, Seated
+from shoal.rewards.panel import Panel, Piece, ScoredPiece, Seated
 from shoal.runtime.clock import ManualClock
 from shoal.validator import Judge, load_profiles
-from shoal.validator.notes import Notebook
-from shoal.validator.rewards import Decoders, Group, Scored, Scoring, sampled_tokens
+from shoal.validator.rewards import Decoders, Group, Notebook, Scored, Scoring, sampled_tokens
 
 REWARD = """
 tasks = [{"id": "t/%d" % n, "prompt": "p", "answer": "secret", "split": "train"} for n in range(9)]
@@ -308,7 +307,7 @@ def test_judges_are_asked_about_a_few_groups_at_a_time_and_what_they_have_no_tim
             clock.advance(400)
             return opinion.values(pieces)
 
-    group = [Entry(Piece("p", f"{n}"), Score(1.0)) for n in range(40)]
+    group = [ScoredPiece(Piece("p", f"{n}"), Score(1.0)) for n in range(40)]
     panel = Panel((seated(Slow()),), all_s=600.0, clock=clock)
     first, second, third = panel.add([group, group, group])
     assert isinstance(first, list)

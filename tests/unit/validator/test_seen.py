@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from shoal.engines import Completion
 from shoal.protocol import Lease, Outcome, SamplingParameters, Submission, Verdict
 from shoal.validator import Judge, load_profiles
-from shoal.validator.case import IMPROBABLE_NATS, Case
+from shoal.validator.case import IMPROBABLE_NATS, Case, Mark, SeenWork
 from shoal.validator.profiles import BUILT_IN
-from shoal.validator.seen import Mark, Seen
 
 # Hot, and with an end token that is never drawn: every rollout is improbable, and of the same length.
 LONG = SamplingParameters(temperature=5.0, max_new_tokens=16, eos_token_id=500)
@@ -125,14 +124,14 @@ def test_rollouts_that_part_late_may_have_the_same_proof() -> None:
     group[1] = Completion(other, group[0].logprobs, "length")
     twins = proved(hot(), submission(hot(), group))
     assert twins.rollouts[0].proofs == twins.rollouts[1].proofs
-    assert Seen().copied(case(hot(), twins).marks) is None
+    assert SeenWork().copied(case(hot(), twins).marks) is None
     other[-2] = (other[-2] + 1) % 90
     group[1] = Completion(other.copy(), group[0].logprobs, "length", twins.rollouts[0].proofs)
-    assert Seen().copied(case(hot(), submission(hot(), group)).marks) is None
+    assert SeenWork().copied(case(hot(), submission(hot(), group)).marks) is None
     other[0] = (other[0] + 1) % 90
     group[1] = Completion(other, group[0].logprobs, "length", twins.rollouts[0].proofs)
     group[0] = Completion(group[0].token_ids, group[0].logprobs, "length", twins.rollouts[0].proofs)
-    mark = Seen().copied(case(hot(), submission(hot(), group)).marks)
+    mark = SeenWork().copied(case(hot(), submission(hot(), group)).marks)
     assert mark is not None
     assert (mark.kind, mark.place) == ("proof", (1, 0))
 
@@ -151,7 +150,7 @@ def test_short_and_constant_proofs_tell_nothing() -> None:
 
 
 def test_the_index_is_bounded_and_forgets_what_was_met_least_lately() -> None:
-    seen = Seen(capacity=3)
+    seen = SeenWork(capacity=3)
     for what in (b"a", b"b", b"c", b"a", b"d"):
         seen.remember([Mark("rollout", what, b"1", (0, 0))])
     assert len(seen) == 3
@@ -165,7 +164,7 @@ names = st.sampled_from([b"a", b"b", b"c"])
 @given(st.lists(st.lists(st.tuples(names, names), max_size=4), max_size=6))
 def test_a_mark_is_copied_exactly_if_another_had_it_first(groups: list[list[tuple[bytes, bytes]]]) -> None:
     """Against the plain statement, submissions accepted one after the other."""
-    seen, owners = Seen(), dict[bytes, bytes]()
+    seen, owners = SeenWork(), dict[bytes, bytes]()
     for group in groups:
         marks = [Mark("rollout", what, whose, (index, 0)) for index, (what, whose) in enumerate(group)]
         trial, first_copy = dict(owners), None

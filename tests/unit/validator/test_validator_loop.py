@@ -49,7 +49,7 @@ from shoal.rewards import DirectScorer, Job
 from shoal.runtime.clock import SystemClock
 from shoal.runtime.stop import StopToken
 from shoal.validator import Judge, Validator, ValidatorConfig, ValidatorSettings, load_profiles, run_validator
-from shoal.validator.ahead import Ahead
+from shoal.validator.side_jobs import Ahead
 from shoal.validator.verdicts import Docket
 
 KEY = SigningKey.from_seed(b"v" * 32)

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.errors import ResourceError
-from shoal.protocol import SUBMISSION_FORMAT, Limits, Rollout, Submission, pack, unpack
+from shoal.protocol import SUBMISSION_FORMAT, BodyLimits, Rollout, Submission, pack, unpack
 from shoal.runtime.clock import ManualClock
 from shoal.worker import Outbox
 
@@ -35,7 +35,7 @@ def test_what_is_put_is_found_by_the_next_process_with_the_same_bytes(tmp_path: 
     body = Outbox(tmp_path, 3).put(submission(4)).read()
     [parcel] = Outbox(tmp_path, 3).waiting("run-1")
     assert (parcel.unit, parcel.lease, parcel.read()) == (4, "lease-4", body)
-    assert unpack(body, Submission, Limits()) == submission(4)
+    assert unpack(body, Submission, BodyLimits()) == submission(4)
 
 
 def test_oldest_first_and_delivered_ones_are_gone(tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_only_the_last_refused_parcels_are_kept(tmp_path: Path) -> None:
         outbox.refuse(outbox.put(submission(unit)), "x", "y")
         clock.advance(1)
     kept = sorted((tmp_path / "refused").glob("*.submission"))
-    assert [unpack(path.read_bytes(), Submission, Limits()).unit for path in kept] == [3, 4]
+    assert [unpack(path.read_bytes(), Submission, BodyLimits()).unit for path in kept] == [3, 4]
     assert len(list((tmp_path / "refused").glob("*.reason.json"))) == 2
 
 

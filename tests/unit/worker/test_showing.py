@@ -25,10 +25,10 @@ from shoal.protocol import (
     TensorView,
     pack_tokens,
 )
-from shoal.protocol.progress import ProgressReply, ShownChunks, ShownProgress
+from shoal.protocol.submission import ProgressReply, ShownChunks, ShownProgress
 from shoal.runtime.clock import ManualClock
 from shoal.worker import showing
-from shoal.worker.showing import Showing
+from shoal.worker.showing import ProgressSender
 
 POLICY = PolicyRef(incarnation=0, version=0, digest="d" * 64)
 PROOF = ProofParameters(topk=16, rows=4)
@@ -98,8 +98,8 @@ def deadlines() -> dict[str, int]:
 
 
 @pytest.fixture
-def shows(hub: ShownHub, clock: ManualClock, deadlines: dict[str, int]) -> Iterator[Showing]:
-    with Showing(hub, deadlines.__setitem__, clock=clock) as shows:  # type: ignore[arg-type]
+def shows(hub: ShownHub, clock: ManualClock, deadlines: dict[str, int]) -> Iterator[ProgressSender]:
+    with ProgressSender(hub, deadlines.__setitem__, clock=clock) as shows:  # type: ignore[arg-type]
         yield shows
 
 
@@ -117,12 +117,12 @@ def drawn() -> tuple[list[dict[int, Chunks]], list[Completion]]:
 SHOTS, GROUP = drawn()
 
 
-def hear(shows: Showing, on_probation: bool) -> None:
+def hear(shows: ProgressSender, on_probation: bool) -> None:
     view = NodeView(node="n", name="", role="worker", state=NodeState.ACTIVE, on_probation=on_probation)
     shows.hear(HeartbeatReply(node=view))
 
 
-def see(shows: Showing, clock: ManualClock, *shots: dict[int, Chunks], every_s: float = 2.0) -> None:
+def see(shows: ProgressSender, clock: ManualClock, *shots: dict[int, Chunks], every_s: float = 2.0) -> None:
     told = shows.of(LEASE)
     assert told is not None
     for shot in shots:

@@ -29,7 +29,7 @@ from shoal.protocol import (
     LeaseRelease,
     NodeState,
 )
-from shoal.protocol.given import unpack_spans
+from shoal.protocol.submission import unpack_spans
 from shoal.toploc import split_proofs
 from shoal.worker import loop as worker_loop
 from shoal.worker import newest

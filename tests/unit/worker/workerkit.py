@@ -12,13 +12,13 @@ import numpy as np
 from shoal.engines.scripted import ScriptedEngine
 from shoal.engines.shelf import EngineShelf, LoadedPolicy
 from shoal.protocol import (
+    BodyLimits,
     Heartbeat,
     HeartbeatReply,
     Lease,
     LeaseRelease,
     LeaseReply,
     LeaseRequest,
-    Limits,
     NodeState,
     NodeView,
     PolicyRef,
@@ -122,7 +122,7 @@ class ListHub:
 
     def submit(self, lease_id: str, body: bytes) -> Receipt:
         assert self.gate.wait(20)
-        submission = unpack(body, Submission, Limits())
+        submission = unpack(body, Submission, BodyLimits())
         assert submission.lease == lease_id
         if submission.unit in self.refusals:
             raise self.refusals[submission.unit]

@@ -14,8 +14,7 @@ from shoal.cli.accounting.places import Place
 from shoal.errors import LedgerError, LedgerForked, ShoalError
 from shoal.ledger import ForkProof, Keys, check_fork
 from shoal.protocol import LedgerEntry, SignedDocument
-from shoal.runtime.files import ensure_folder, write_atomically
-from shoal.runtime.home import home
+from shoal.runtime.files import ensure_folder, home, write_atomically
 
 MAX_ROWS = 100_000
 """Rows between the two statements that a proof may hold: with more it would be too long to hand on."""

@@ -13,8 +13,7 @@ from shoal.errors import ConfigError, LedgerError, ProtocolError
 from shoal.ledger import Pin
 from shoal.protocol import LedgerHead, Receipt, RoleCertificate, SignedDocument, open_document
 from shoal.runtime.clock import Clock, SystemClock
-from shoal.runtime.files import ensure_folder, write_atomically
-from shoal.runtime.home import home, make_home
+from shoal.runtime.files import ensure_folder, home, make_home, write_atomically
 
 
 class KeptHead(BaseModel):

@@ -46,7 +46,7 @@ from shoal.protocol import (
     open_document,
     sign_document,
 )
-from shoal.protocol.evidence import MAX_EVIDENCE_PER_PAGE
+from shoal.protocol.status import MAX_EVIDENCE_PER_PAGE
 from shoal.runtime.exchange import limited, read_body
 from shoal.runtime.stop import StopToken
 from shoal.runtime.targets import TargetRefused, check_url

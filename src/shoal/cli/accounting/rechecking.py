@@ -29,9 +29,9 @@ from shoal.runtime.stop import StopToken
 from shoal.shardcast import Downloader
 from shoal.shardcast.server import run_origin
 from shoal.validator import Judge, ValidatorConfig, load_profiles
-from shoal.validator.calibrating import profiles_of
+from shoal.validator.judge import KeptSubmission, Rechecked, recheck
+from shoal.validator.limits import profiles_of
 from shoal.validator.profiles import Profiles
-from shoal.validator.recheck import Kept, Rechecked, recheck
 from shoal.validator.second import SecondEngines
 
 FETCH_S = 600.0
@@ -98,7 +98,7 @@ def _one(place: FolderPlace, entry: LedgerEntry, judge: Judge, shelf: EngineShel
     except BroadcastError as error:
         return Rechecked("unknown", f"policy {policy.label} is no longer kept ({error})")
     verdict = Verdict.model_validate(evidence.verdict.document, extra="ignore")
-    return recheck(judge, Kept(verdict, lease, body), loaded)
+    return recheck(judge, KeptSubmission(verdict, lease, body), loaded)
 
 
 @contextmanager

@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from shoal.adversary import Cheat
 from shoal.cli.demo.recount import Recount
 from shoal.ledger import Account
 from shoal.protocol import LedgerEntry
-from shoal.worker.cheats import Cheat
 
 LEAST_RISE = 0.20
 SCORE_TOLERANCE_TASKS = 1  # another engine may break one tie between two next tokens otherwise

@@ -16,6 +16,7 @@ from pathlib import Path
 import typer
 from rich.console import Console
 
+from shoal.adversary import Cheat, find_cheat
 from shoal.cli.demo.claims import Cast
 from shoal.cli.demo.conclude import conclude
 from shoal.cli.demo.place import make_room
@@ -29,7 +30,6 @@ from shoal.cli.view import choose_display
 from shoal.protocol import load_key
 from shoal.runtime.config import parse_config
 from shoal.runtime.stop import StopToken, stop_on_signals
-from shoal.worker.cheats import Cheat, find_cheat
 
 
 @dataclass(frozen=True)

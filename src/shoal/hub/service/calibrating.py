@@ -12,7 +12,7 @@ from shoal.hub.changes import Topic
 from shoal.hub.service.context import Context
 from shoal.hub.service.owner import orders_of
 from shoal.hub.state import calibrations
-from shoal.hub.state.calibrations import InForce, Terms
+from shoal.hub.state.calibrations import CalibrationTerms, InForce
 from shoal.hub.state.commands import RaiseAlarm
 from shoal.hub.state.refusals import Refusal
 from shoal.hub.storage import Reader, Writer
@@ -27,7 +27,7 @@ class Calibrating:
     def __init__(self, context: Context) -> None:
         self._context = context
 
-    def terms(self, transaction: Writer, kind: str) -> Terms:
+    def terms(self, transaction: Writer, kind: str) -> CalibrationTerms:
         """What a worker of this kind is judged by; limits of its number format are wanted from now on."""
         config = self._context.config
         in_force = in_force_of(transaction)

@@ -15,7 +15,7 @@ from shoal.hub.service.owner import require_trusted
 from shoal.hub.service.showing import Showing
 from shoal.hub.service.work import Work
 from shoal.hub.state import gains, kinds, newcomers, pacing
-from shoal.hub.state.audits import DECIDED, Case, Ruling, abandon, claim, disagreement, expire, judge
+from shoal.hub.state.audits import DECIDED, Ruling, VerdictCase, abandon, claim, disagreement, expire, judge
 from shoal.hub.state.machines import SubmissionState
 from shoal.hub.state.pulls import Stake
 from shoal.hub.state.refusals import Refusal
@@ -200,7 +200,7 @@ class Checking:
             return refusal
         return Ruling(verdict, node.node, signed.model_dump_json())
 
-    def _case(self, transaction: Writer, moment: Moment, verdict: Verdict) -> Case:
+    def _case(self, transaction: Writer, moment: Moment, verdict: Verdict) -> VerdictCase:
         submission = transaction.submission(verdict.submission)
         if submission is None:
             self._showing.receive(transaction, moment, verdict)
@@ -211,12 +211,12 @@ class Checking:
         assert unit is not None, "a foreign key ties a submission to its unit"
         assert node is not None, "a foreign key ties a submission to its node"
         if verdict.outcome != Outcome.REJECTED and not node.failed_at_ms:
-            return Case(submission, unit, node)
+            return VerdictCase(submission, unit, node)
         held, kin = transaction.holding(submission.lease), list[NodeRow]()
         assert held is not None, "a foreign key ties a submission to its lease"
         leased_ms = held.lease.issued_at_ms
         if verdict.outcome != Outcome.REJECTED:
-            return Case(submission, unit, node, leased_at_ms=leased_ms)
+            return VerdictCase(submission, unit, node, leased_at_ms=leased_ms)
         stake = Stake(
             untrained=tuple(transaction.untrained(node.node)),
             light=tuple(transaction.light_audits(node.node)),
@@ -227,7 +227,7 @@ class Checking:
             node = replace(node, kind=str(profile))  # it may have asked for another kind of lease since
             kin = transaction.kin(node.kind, verdict.reason, moment.now_ms - kinds.WITHIN_MS)
         holdings = tuple(transaction.holdings(node.node))
-        return Case(submission, unit, node, holdings, stake, leased_ms, tuple(kin))
+        return VerdictCase(submission, unit, node, holdings, stake, leased_ms, tuple(kin))
 
     def _audit(self, reader: Reader, row: SubmissionRow) -> Audit:
         holding, node = reader.holding(row.lease), reader.node(row.node)

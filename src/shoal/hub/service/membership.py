@@ -23,7 +23,7 @@ from shoal.protocol import (
     node_id,
     open_document,
 )
-from shoal.protocol.versions import check_spoken
+from shoal.protocol.node import check_spoken
 from shoal.runtime.crash import point
 
 MAX_VOUCH_BYTES = 2048

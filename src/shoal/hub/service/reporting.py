@@ -20,11 +20,11 @@ from shoal.protocol import (
     Evaluation,
     LedgerHead,
     LedgerPage,
+    OwnerOrders,
     RecentVerdict,
     RunInfo,
     RunStatus,
     SignedDocument,
-    Standing,
     Wait,
     sign_document,
 )
@@ -194,7 +194,7 @@ def _notable(reader: StoryReader, total: int) -> list[NodeRow]:
     return list(found.values())[:NODES_SHOWN]
 
 
-def _standing(orders: Orders, units: dict[str, int]) -> Standing:
+def _standing(orders: Orders, units: dict[str, int]) -> OwnerOrders:
     """What the owner ordered; a run that drains is drained once nothing is out and nothing waits for a verdict."""
     out = units[UnitState.LEASED.value] + units[UnitState.SUBMITTED.value]
     return orders.standing.model_copy(update={"drained": orders.conduct == "draining" and out == 0})

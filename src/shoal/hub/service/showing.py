@@ -27,8 +27,8 @@ from shoal.hub.storage import Reader, Writer
 from shoal.protocol import (
     SUBMISSION_FORMAT,
     Audit,
+    BodyLimits,
     Lease,
-    Limits,
     Outcome,
     Rollout,
     Severity,
@@ -40,9 +40,9 @@ from shoal.protocol import (
     submission_digest,
     unpack,
 )
-from shoal.protocol.progress import SHOWN_BYTES, ProgressReply, ShownPrefix, ShownProgress
+from shoal.protocol.submission import SHOWN_BYTES, ProgressReply, ShownPrefix, ShownProgress
 
-SHOWN_LIMITS = Limits(compressed_bytes=SHOWN_BYTES, inflated_bytes=SHOWN_BYTES)
+SHOWN_LIMITS = BodyLimits(compressed_bytes=SHOWN_BYTES, inflated_bytes=SHOWN_BYTES)
 AUDIT_SHARE = 1 / 16
 """What shown progress may take of the bytes that validators are given while submissions wait; bytes are tokens."""
 MOST_GIVEN = 64
@@ -93,7 +93,7 @@ class Showing:
         return showing.prefixes(self._shown(reader, lease))
 
     def _shown(self, reader: Reader, lease: str) -> dict[int, tuple[bytes, bytes]]:
-        limits = Limits(inflated_bytes=2 * SHOWN_BYTES)
+        limits = BodyLimits(inflated_bytes=2 * SHOWN_BYTES)
         return showing.joined([unpack(part.body, ShownProgress, limits).chunks for part in reader.shown(lease)])
 
     def audit(self, reader: Reader, moment: Moment, claimed: Iterable[int], idle: bool) -> Audit | None:

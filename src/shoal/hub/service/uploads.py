@@ -21,7 +21,7 @@ from shoal.hub.state.refusals import Refusal
 from shoal.hub.state.rows import NodeRow
 from shoal.hub.storage.blobs import Inbox
 from shoal.protocol import SignedDocument, submission_digest
-from shoal.protocol.upload import UploadCommit, UploadRequest, UploadTicket
+from shoal.protocol.submission import UploadCommit, UploadRequest, UploadTicket
 from shoal.runtime.crash import point
 
 log = logging.getLogger("shoal.hub")

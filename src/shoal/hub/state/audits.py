@@ -63,7 +63,7 @@ DECIDED = "verdict.decided"
 
 
 @dataclass(frozen=True)
-class Case:
+class VerdictCase:
     """All that a verdict may touch: the submission, its unit, its node, the leases that the node holds, and what else
     it has at stake. `leased_at_ms` is when the submission's lease was issued, 0 where nothing has failed; `kin` are
     nodes of the same kind."""
@@ -86,7 +86,7 @@ class Ruling:
     document: str
 
 
-def judge(moment: Moment, case: Case, ruling: Ruling) -> list[Command]:
+def judge(moment: Moment, case: VerdictCase, ruling: Ruling) -> list[Command]:
     """Apply a verdict."""
     verdict, submission = ruling.verdict, case.submission
     _require_fitting(moment.rules, case, verdict)
@@ -128,12 +128,12 @@ def judge(moment: Moment, case: Case, ruling: Ruling) -> list[Command]:
     return commands + _unsure(moment, case, node, verdict.reason)
 
 
-def _unsure(moment: Moment, case: Case, node: NodeRow, reason: str) -> list[Command]:
+def _unsure(moment: Moment, case: VerdictCase, node: NodeRow, reason: str) -> list[Command]:
     failed = fail(moment, [case.unit], reason) if _is_current(case) else []
     return [SaveNode(node, case.node.state), *failed]
 
 
-def _wasted(moment: Moment, case: Case, ruling: Ruling) -> list[Command]:
+def _wasted(moment: Moment, case: VerdictCase, ruling: Ruling) -> list[Command]:
     """A group that a validator generated cannot be used: an attempt of ours, and no sanction."""
     verdict, rejected = ruling.verdict, ruling.verdict.outcome == Outcome.REJECTED
     node = replace(case.node, rejected=case.node.rejected + rejected, unsure=case.node.unsure + (not rejected))
@@ -175,7 +175,7 @@ def disagreement(moment: Moment, submission: SubmissionRow, ruling: Ruling) -> l
     return [RaiseAlarm(step, "verdict.disagreement", message, moment.now_ms)]
 
 
-def _require_fitting(rules: Rules, case: Case, verdict: Verdict) -> None:
+def _require_fitting(rules: Rules, case: VerdictCase, verdict: Verdict) -> None:
     if (verdict.unit, verdict.node) != (case.submission.unit, case.submission.node):
         raise Refusal(422, "verdict.mismatch", "the verdict names another unit or node than its submission")
     if verdict.outcome != Outcome.REJECTED:  # an unsure audit joins the record, too
@@ -204,7 +204,7 @@ def _require_possible(rules: Rules, tally: Tally) -> None:
         )
 
 
-def _accept(moment: Moment, case: Case, decided: SubmissionRow, ruling: Ruling) -> list[Command]:
+def _accept(moment: Moment, case: VerdictCase, decided: SubmissionRow, ruling: Ruling) -> list[Command]:
     progress, verdict = moment.progress, ruling.verdict
     commands = _paid(moment, case, decided, ruling)
     unit = case.unit
@@ -219,7 +219,7 @@ def _accept(moment: Moment, case: Case, decided: SubmissionRow, ruling: Ruling) 
     return [*commands, SaveUnit(unit.to(UnitState.ACCEPTED), unit.state)]
 
 
-def _paid(moment: Moment, case: Case, decided: SubmissionRow, ruling: Ruling) -> list[Command]:
+def _paid(moment: Moment, case: VerdictCase, decided: SubmissionRow, ruling: Ruling) -> list[Command]:
     """What an accepted submission does for its node: a validator's own is neither credit nor trust."""
     if case.node.trusted:
         return [SaveNode(replace(case.node, accepted=case.node.accepted + 1), case.node.state)]
@@ -229,7 +229,7 @@ def _paid(moment: Moment, case: Case, decided: SubmissionRow, ruling: Ruling) ->
     return [SaveNode(node, case.node.state), *joined, record]
 
 
-def _reject(moment: Moment, case: Case, ruling: Ruling) -> list[Command]:
+def _reject(moment: Moment, case: VerdictCase, ruling: Ruling) -> list[Command]:
     verdict, stake, now_ms = ruling.verdict, case.stake, moment.now_ms
     body = {
         "node": case.node.node,
@@ -258,17 +258,17 @@ def _reject(moment: Moment, case: Case, ruling: Ruling) -> list[Command]:
     ]
 
 
-def _fresh_severity(case: Case, verdict: Verdict) -> Severity | None:
+def _fresh_severity(case: VerdictCase, verdict: Verdict) -> Severity | None:
     """How much the rejection counts. A second statistical strike needs fresh data: work that was leased before the
     first one comes of the same machine in the same state, and is rejected without a further strike."""
     again = verdict.severity is Severity.STATISTICAL and case.node.statistical > 0
     return None if again and _is_before_failure(case) else verdict.severity
 
 
-def _is_before_failure(case: Case) -> bool:
+def _is_before_failure(case: VerdictCase) -> bool:
     """Whether the work was leased before its node last failed a statistical check."""
     return case.node.failed_at_ms > 0 and case.leased_at_ms <= case.node.failed_at_ms
 
 
-def _is_current(case: Case) -> bool:
+def _is_current(case: VerdictCase) -> bool:
     return case.unit.state == UnitState.SUBMITTED and case.unit.submission == case.submission.submission

@@ -37,7 +37,7 @@ class InForce(Message):
 
 
 @dataclass(frozen=True)
-class Terms:
+class CalibrationTerms:
     """What a worker of some kind is judged by: a calibration (empty: built-in limits), measured for its very kind or
     only for its number format. `waiting` says why it gets no leases yet."""
 
@@ -46,19 +46,19 @@ class Terms:
     waiting: str = ""
 
 
-def terms(in_force: InForce, kind: str, built_in: Collection[str]) -> Terms:
+def terms(in_force: InForce, kind: str, built_in: Collection[str]) -> CalibrationTerms:
     """The terms for a worker of this kind, which the run takes."""
     if kind in in_force.owners:
-        return Terms(in_force.owners[kind])
+        return CalibrationTerms(in_force.owners[kind])
     if kind in in_force.kinds or kind in built_in:
-        return Terms(in_force.digest)
+        return CalibrationTerms(in_force.digest)
     number_format = format_of(kind)
     if number_format in {format_of(each) for each in in_force.kinds}:
-        return Terms(in_force.digest, measured=False)
+        return CalibrationTerms(in_force.digest, measured=False)
     for refused, why in in_force.refused.items():
         if format_of(refused) == number_format:
-            return Terms(waiting=f"no work is taken in {number_format} for now: as {refused}, {why}")
-    return Terms(waiting=f"the run's validators have not measured work in {number_format} yet")
+            return CalibrationTerms(waiting=f"no work is taken in {number_format} for now: as {refused}, {why}")
+    return CalibrationTerms(waiting=f"the run's validators have not measured work in {number_format} yet")
 
 
 def taken(in_force: InForce, built_in: Collection[str], measurable: Collection[str]) -> tuple[str, ...]:

@@ -25,9 +25,9 @@ from shoal.protocol import (
     AdminVerb,
     Conduct,
     Message,
+    OwnerOrders,
     RoleCertificate,
     SignedDocument,
-    Standing,
     open_document,
 )
 from shoal.protocol.admin import MAX_RELAYS
@@ -60,8 +60,8 @@ class Orders(Message):
     seen: tuple[tuple[str, int], ...] = ()
 
     @property
-    def standing(self) -> Standing:
-        return Standing(conduct=self.conduct, since_ms=self.since_ms, reason=self.reason)
+    def standing(self) -> OwnerOrders:
+        return OwnerOrders(conduct=self.conduct, since_ms=self.since_ms, reason=self.reason)
 
     def halted(self, now_ms: int) -> str:
         """Why no work is given out, in words; empty if it is."""

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from shoal.hub.state.refusals import Refusal
 from shoal.hub.state.rows import LeaseRow, Rules, ShownRow
 from shoal.protocol import ProofParameters
-from shoal.protocol.progress import ShownChunks, ShownPrefix, shown_digest
+from shoal.protocol.submission import ShownChunks, ShownPrefix, shown_digest
 
 GROWTH = 2
 """A lease that was looked at is looked at again when it has shown so many times as many tokens."""

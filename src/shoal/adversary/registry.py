@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from shoal.adversary import branching, claims, copies, dice, proofs, sleeper, steering, tokens, weights
+from shoal.adversary.base import Cheat
 from shoal.errors import ConfigError
-from shoal.worker.cheats import branching, claims, copies, dice, progress, proofs, sleeper, steering, tokens, weights
-from shoal.worker.cheats.base import Cheat
 
 CHEATS: Mapping[str, type[Cheat]] = {
     cheat.name: cheat
     for cheat in (
         dice.BestOf, dice.OwnDice, dice.Grind, dice.Greedy, dice.Cold, dice.Loose,
         weights.Stale, weights.SmallModel, weights.Int8, weights.Int4, weights.SmallDecodes, weights.Int4Decodes,
-        tokens.Edit, tokens.Answer, tokens.EarlyEnd, tokens.CutShort, tokens.Pad, tokens.RunOn, tokens.SwapPrompt,
+        tokens.Edit, tokens.RightAnswer, tokens.EarlyEnd, tokens.CutShort, tokens.Pad, tokens.RunOn, tokens.SwapPrompt,
         steering.Steer, branching.Branch,
-        copies.Copy, copies.Replay, copies.Steal,
+        copies.CopyOne, copies.ReplayFirst, copies.Steal,
         claims.Logprobs, claims.NotANumber, claims.Vocabulary, claims.ClaimPrompt, claims.ClaimPolicy,
         claims.ClaimNode, claims.ClaimGiven, claims.FewRollouts,
         proofs.NoProofs, proofs.NullProofs, proofs.ConstantProofs, proofs.ModulusOne, proofs.RandomProofs,
         proofs.SwappedProofs, proofs.ReplayedProofs, proofs.HalfProofs, proofs.LongProofs,
-        progress.ShowRandom, progress.ShowOther, progress.ShowAndSwap,
+        claims.ShowRandom, claims.ShowOther, claims.ShowAndSwap,
         sleeper.Sleeper,
     )
 }  # fmt: skip

@@ -21,12 +21,12 @@ from shoal import __version__
 from shoal.environments import Environment, EnvironmentSettings, Task, identity_of
 from shoal.errors import ConfigError, DeadlineExceeded, EnvironmentSetupError, UnusableTask
 from shoal.evaluation.drawing import Sampler
-from shoal.evaluation.journal import Journal, difference, dumped, read_identity, refuse_foreign
-from shoal.evaluation.measuring import Chosen, Measurement, Report
-from shoal.evaluation.plan import Plan, tasks_of
+from shoal.evaluation.journal import EvaluationJournal, difference, dumped, read_identity, refuse_foreign
+from shoal.evaluation.measuring import Chosen, Report, RunningEvaluation
+from shoal.evaluation.plan import SamplingPlan, tasks_of
 from shoal.evaluation.records import write_records
-from shoal.evaluation.subject import Subject
-from shoal.evaluation.summary import Tally
+from shoal.evaluation.subject import EvaluatedModel
+from shoal.evaluation.summary import SummaryTally
 from shoal.rewards import Scorer
 from shoal.runtime.files import resource_error, sync_folder, write_atomically
 from shoal.runtime.stop import StopToken
@@ -37,13 +37,13 @@ SUMMARY = "summary.json"
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class EvaluationJob:
     """What is evaluated: a model on tasks of an environment, by a plan. `left_out` are ids of leaked tasks.
 
     `settings` are those of the environment, kept for whoever scores again.
     """
 
-    subject: Subject
+    subject: EvaluatedModel
     chosen: Chosen
     left_out: tuple[str, ...] = ()
     settings: EnvironmentSettings | None = None
@@ -61,7 +61,7 @@ class Evaluation:
         }
 
 
-def choose(environment: Environment, plan: Plan) -> Chosen:
+def choose(environment: Environment, plan: SamplingPlan) -> Chosen:
     """The tasks that the plan asks for; a split without any is an `EnvironmentSetupError`."""
     available = len(tasks_of(environment, plan.split))
     if available == 0:
@@ -112,7 +112,7 @@ def finished(out: Path, about: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def evaluate(
-    evaluation: Evaluation,
+    evaluation: EvaluationJob,
     scorer: Callable[[], Scorer],
     out: Path,
     stop: StopToken,
@@ -124,10 +124,10 @@ def evaluate(
 
 
 def measure(
-    evaluation: Evaluation, scorer: Callable[[], Scorer], out: Path, stop: StopToken, report: Report
-) -> Journal | None:
+    evaluation: EvaluationJob, scorer: Callable[[], Scorer], out: Path, stop: StopToken, report: Report
+) -> EvaluationJournal | None:
     """Draw and score what `out` does not have yet; None if it was told to stop before the end."""
-    journal = Journal(out)
+    journal = EvaluationJournal(out)
     journal.open(evaluation.about)
     if evaluation.settings is not None:
         write_atomically(out / ENVIRONMENT, evaluation.settings.model_dump_json().encode())
@@ -143,20 +143,20 @@ def measure(
             return None
         raise
     with closing(processes) as started:
-        done = Measurement(chosen, sampler, started, journal).run(stop, report)
+        done = RunningEvaluation(chosen, sampler, started, journal).run(stop, report)
     return journal if done else None
 
 
-def write_results(about: dict[str, Any], plan: Plan, journal: Journal) -> dict[str, Any]:
+def write_results(about: dict[str, Any], plan: SamplingPlan, journal: EvaluationJournal) -> dict[str, Any]:
     """The Parquet file, then the summary, then the journal goes: a crash in between loses nothing."""
     write_parquet(journal.folder / TASKS, journal, about)
-    summary = {**about, **Tally.of(plan, journal.records()).as_json()}
+    summary = {**about, **SummaryTally.of(plan, journal.records()).as_json()}
     write_atomically(journal.folder / SUMMARY, dumped(summary))
     journal.remove()
     return summary
 
 
-def write_parquet(path: Path, journal: Journal, about: dict[str, Any]) -> None:
+def write_parquet(path: Path, journal: EvaluationJournal, about: dict[str, Any]) -> None:
     hidden = path.with_name(f".{path.name}.writing")
     try:
         write_records(hidden, journal.records(), about)

@@ -18,9 +18,10 @@ from shoal.models.load import load_model
 from shoal.protocol import AuditReply, Calibration, PolicyRef, SignedDocument, SigningKey
 from shoal.runtime.clock import ManualClock
 from shoal.sampling import SeedTolerance
-from shoal.validator import ValidatorSettings, calibrating, load_profiles, profiles
+from shoal.validator import ValidatorSettings, load_profiles, profiles
+from shoal.validator import limits as limits_module
 from shoal.validator.calibrate import Catch, Measurement
-from shoal.validator.calibrating import Calibrator, Measured, profiles_of
+from shoal.validator.limits import Calibrator, UnpublishedLimits, profiles_of
 from shoal.validator.profiles import Profile
 
 FLOAT32, BFLOAT16 = "torch/cpu/float32", "torch/cpu/bfloat16"
@@ -76,7 +77,7 @@ def publish(
         sampling = SeedTolerance(distance=distance)
         own = (by.machine.rpartition("/")[2],)
         profile = Profile(key=key, validators=own, measured=measured, sampling=sampling)
-        found = Measured(POLICY, {key: measurement(profile, blind_above)})
+        found = UnpublishedLimits(POLICY, {key: measurement(profile, blind_above)})
         by._publish(found, hub.in_force, DIGEST if hub.in_force else "")
 
 
@@ -125,7 +126,7 @@ def test_limits_are_measured_for_second_looks_in_the_workers_own_format_too(
     def measure(_worker: Engine, validators: Mapping[str, Engine], _plan: object) -> None:
         seen.update(validators)
 
-    monkeypatch.setattr(calibrating, "measure", measure)
+    monkeypatch.setattr(limits_module, "measure", measure)
     model = load_model("tiny", "bfloat16")
     engine = TorchEngine.wrap(model.model).copied(model.files, "float32")
     calibrator(Hub(), "float32")._one(LoadedPolicy(POLICY, engine, model.files), number_format, None)  # type: ignore[arg-type]
@@ -140,7 +141,7 @@ def test_what_was_refused_is_measured_again_with_a_later_policy_but_not_all_the_
     mine = calibrator(hub, "float32")
     clock: Any = mine._clock
     mine._next_refused_s = clock.monotonic_s() + 1000
-    found = Measured(POLICY, {FLOAT32: measurement(Profile.model_validate(SEEN))}, {BFLOAT16: "int8 passes"})
+    found = UnpublishedLimits(POLICY, {FLOAT32: measurement(Profile.model_validate(SEEN))}, {BFLOAT16: "int8 passes"})
     mine._publish(found, None, "")
     later = POLICY.model_copy(update={"version": POLICY.version + 1})
 

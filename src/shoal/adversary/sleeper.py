@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from shoal.adversary.base import OTHER_TOKENS, Cheat, Disguise, Groups, Loot
+from shoal.adversary.dice import ChoosingEngine
 from shoal.engines import Engine, GenerationRequest
 from shoal.protocol import ProofParameters
-from shoal.worker.cheats.base import OTHER_TOKENS, Cheat, Disguise, Groups, Loot
-from shoal.worker.cheats.dice import Choosing
 
 HONEST_UNITS = 12
 
@@ -21,7 +21,7 @@ class Sleeper(Cheat):
         self._honest_units = honest_units
 
     def engine(self, engine: Engine, loot: Loot, /) -> Engine:
-        return Sleeping(engine, Choosing(engine, loot), self._honest_units)
+        return Sleeping(engine, ChoosingEngine(engine, loot), self._honest_units)
 
 
 class Sleeping(Disguise):

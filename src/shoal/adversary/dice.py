@@ -6,10 +6,9 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from shoal.adversary.base import OTHER_TOKENS, Cheat, Disguise, Groups, Loot, Worth, vouched
 from shoal.engines import Completion, Engine, GenerationRequest
 from shoal.protocol import ProofParameters, SamplingParameters
-from shoal.worker.cheats.base import OTHER_TOKENS, Cheat, Disguise, Groups, Loot, vouched
-from shoal.worker.cheats.worth import Worth
 
 TRIES = 4  # completions from which best-of and grind choose one
 COLD = 0.7
@@ -36,10 +35,10 @@ class BestOf(Cheat):
     reasons = OTHER_TOKENS
 
     def engine(self, engine: Engine, loot: Loot, /) -> Engine:
-        return Choosing(engine, loot)
+        return ChoosingEngine(engine, loot)
 
 
-class Choosing(Disguise):
+class ChoosingEngine(Disguise):
     """Rolls dice of its own, several times for every rollout, and hands in the completion that is worth most."""
 
     def __init__(self, engine: Engine, loot: Loot) -> None:
@@ -75,7 +74,7 @@ class Grind(Cheat):
         return Grinding(engine, loot)
 
 
-class Grinding(Choosing):
+class Grinding(ChoosingEngine):
     """Every completion is one that some seed of the very lease gives, under the right policy: but not this seed."""
 
     def generate(self, requests: Sequence[GenerationRequest], proof: ProofParameters | None = None) -> Groups:

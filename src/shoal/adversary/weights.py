@@ -7,12 +7,12 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from shoal.adversary.base import OTHER_TOKENS, OTHER_WEIGHTS, Cheat, Disguise, Groups, Loot, vouched
 from shoal.engines import Engine, GenerationRequest
 from shoal.engines.shelf import Fetch
 from shoal.models.quantize import INT4, INT8, Quantization, quantized
 from shoal.protocol import PolicyRef, ProofParameters, TensorView
 from shoal.shardcast import Payload
-from shoal.worker.cheats.base import OTHER_TOKENS, OTHER_WEIGHTS, Cheat, Disguise, Groups, Loot, vouched
 
 LAYER = re.compile(r"\.(?:layers|h|blocks)\.(\d+)\.")
 

@@ -12,11 +12,11 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
+from shoal.adversary.base import Cheat, Disguise, Groups, Loot, vouched
 from shoal.engines import Completion, Engine, GenerationRequest, Prefill, PrefillRequest
 from shoal.engines.protocol import Finish
 from shoal.protocol import ProofParameters
 from shoal.sampling import SeedTolerance, uniforms
-from shoal.worker.cheats.base import Cheat, Disguise, Groups, Loot, vouched
 
 MAX_VOCABULARY = 4096  # it looks at every token of the vocabulary, one by one
 
@@ -30,10 +30,10 @@ class Steer(Cheat):
         self._tolerance = tolerance or SeedTolerance()
 
     def engine(self, engine: Engine, _loot: Loot, /) -> Engine:
-        return Steering(engine, self._tolerance)
+        return SteeringEngine(engine, self._tolerance)
 
 
-class Steering(Disguise):
+class SteeringEngine(Disguise):
     """Stays within `distance` of the dice, and away from tokens below `floor`: no single token gives it away."""
 
     def __init__(self, engine: Engine, tolerance: SeedTolerance) -> None:

@@ -11,25 +11,25 @@ import msgspec
 import numpy as np
 import pytest
 
+from shoal.adversary import CHEATS, Cheat, Loot, find_cheat
+from shoal.adversary.base import Worth
+from shoal.adversary.copies import Steal
+from shoal.adversary.dice import TRIES, own_seeds
+from shoal.adversary.proofs import FIELD, chunks_of
+from shoal.adversary.sleeper import HONEST_UNITS, Sleeper
+from shoal.adversary.steering import Steer
+from shoal.adversary.weights import shallow_files
 from shoal.engines import Completion, Engine, GenerationRequest, PrefillRequest
 from shoal.engines.scripted import ScriptedEngine
 from shoal.engines.submission import submission_of
 from shoal.errors import ConfigError
 from shoal.hub.service import work as hub_work
-from shoal.models.tensors import from_numpy
+from shoal.models.weights import from_numpy
 from shoal.protocol import Lease, PolicyRef, ProofParameters, SamplingParameters, Submission
 from shoal.runtime.stop import StopToken
 from shoal.sampling import SeedTolerance, uniforms
 from shoal.validator import checks
 from shoal.worker import WorkerConfig, WorkerSettings, run_worker
-from shoal.worker.cheats import CHEATS, Cheat, Loot, find_cheat
-from shoal.worker.cheats.copies import Steal
-from shoal.worker.cheats.dice import TRIES, own_seeds
-from shoal.worker.cheats.proofs import FIELD, chunks_of
-from shoal.worker.cheats.sleeper import HONEST_UNITS, Sleeper
-from shoal.worker.cheats.steering import Steer
-from shoal.worker.cheats.weights import shallow_files
-from shoal.worker.cheats.worth import Worth
 
 SAMPLING = SamplingParameters(temperature=1.0, max_new_tokens=6, eos_token_id=1)
 REQUESTS = [GenerationRequest((10, 11), (1, 2, 3), SAMPLING), GenerationRequest((12,), (4, 5), SAMPLING)]

@@ -3,12 +3,16 @@
 profile ─► lease ─► fetch ──► shelf ──► engine ──► chunks shown ──► group ──► submission ──► outbox
   │                   │                   │             │                         │
 loose               stale         best-of, int8    show-random         forged proofs, copies    the loop is unchanged
+
+`Worth` is what a completion is worth to a cheat that chooses, and what the right answer would be.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from typing import ClassVar
 
 import numpy as np
@@ -16,8 +20,10 @@ import numpy.typing as npt
 
 from shoal.engines import Completion, Engine, GenerationRequest, Prefill, PrefillRequest
 from shoal.engines.shelf import Fetch
+from shoal.environments import ENVIRONMENTS, Environment, EnvironmentSettings, Task, build
+from shoal.models import TextTokenizer
 from shoal.protocol import Lease, PolicyRef, ProofParameters, Submission, TensorView
-from shoal.protocol.progress import ShownProgress
+from shoal.protocol.submission import ShownProgress
 from shoal.toploc import commit
 
 Groups = list[list[Completion]]
@@ -149,3 +155,60 @@ def _told(completion: Completion, answers: Iterator[Prefill]) -> Completion:
     for start, length in completion.given:
         logprobs[start : start + length] = 0.0
     return replace(completion, logprobs=logprobs, proofs=proofs)
+
+
+_listing = threading.Lock()
+
+
+class Worth:
+    """A completion's reward if the task can be found, else how likely the policy finds it.
+
+    Prompts are all that a lease gives away, but a built-in environment is public, its tasks and answers with it.
+    """
+
+    def __init__(self, loot: Loot) -> None:
+        self._loot = loot
+
+    def of(self, prompt_ids: Sequence[int]) -> Callable[[Completion], float]:
+        """How to value completions of this prompt."""
+        task = self.task(prompt_ids)
+        if task is None:
+            return likelihood
+        environment, tokenizer = _environment(self._loot.environment), self.tokenizer
+        return lambda completion: environment.score(task, tokenizer.decode(_last_turn(completion))).value
+
+    def task(self, prompt_ids: Sequence[int]) -> Task | None:
+        """The task of this prompt, if anyone can know it."""
+        if self._loot.environment not in ENVIRONMENTS or "tokenizer.json" not in self._loot.files:
+            return None
+        return _tasks(self._loot.environment).get(self.tokenizer.decode(prompt_ids))
+
+    @cached_property
+    def tokenizer(self) -> TextTokenizer:
+        return TextTokenizer(self._loot.files)
+
+
+def _last_turn(completion: Completion) -> list[int]:
+    """What is scored: of a dialogue what the model says last."""
+    ids: list[int] = completion.token_ids.tolist()
+    return ids[sum(completion.given[-1]) :] if completion.given else ids
+
+
+@cache
+def _environment(name: str) -> Environment:
+    return build(EnvironmentSettings(name=name))
+
+
+def _tasks(name: str) -> Mapping[str, Task]:
+    """Every training task by its prompt; listing them takes seconds, once."""
+    with _listing:
+        return _listed(name)
+
+
+@cache
+def _listed(name: str) -> Mapping[str, Task]:
+    return {task.prompt: task for task in _environment(name).tasks("train")}
+
+
+def likelihood(completion: Completion) -> float:
+    return float(completion.logprobs.sum())

@@ -8,14 +8,14 @@ from typing import ClassVar
 
 from msgspec.structs import replace as replaced
 
+from shoal.adversary.base import OTHER_TOKENS, OTHER_WEIGHTS, Cheat, Disguise, Groups, Loot
 from shoal.engines import Engine, GenerationRequest
 from shoal.protocol import Lease, ProofParameters, Rollout, Submission
-from shoal.worker.cheats.base import OTHER_TOKENS, OTHER_WEIGHTS, Cheat, Disguise, Groups, Loot
 
 COPIED = frozenset({"duplicate.rollout", "duplicate.proof", "proofs.malformed"})
 
 
-class Copy(Cheat):
+class CopyOne(Cheat):
     name = "copy"
     what = "generates one completion of every group and hands it in for all of them"
     reasons = OTHER_TOKENS | COPIED
@@ -33,7 +33,7 @@ class Copying(Disguise):
         return [group * len(request.seeds) for request, group in zip(requests, drawn, strict=True)]
 
 
-class Replay(Cheat):
+class ReplayFirst(Cheat):
     name = "replay"
     what = "generates for its first lease and hands that in for every later one"
     reasons = OTHER_WEIGHTS | COPIED

@@ -8,10 +8,9 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
+from shoal.adversary.base import OTHER_TOKENS, OTHER_WEIGHTS, Cheat, Disguise, Groups, Loot, Rewriter, Worth
 from shoal.engines import Completion, Engine, GenerationRequest
 from shoal.protocol import ProofParameters
-from shoal.worker.cheats.base import OTHER_TOKENS, OTHER_WEIGHTS, Cheat, Disguise, Groups, Loot, Rewriter
-from shoal.worker.cheats.worth import Worth
 
 Tokens = npt.NDArray[np.int32]
 
@@ -41,7 +40,7 @@ def _after(token: int, count: int) -> list[int]:
     return [(token + step) % count for step in range(1, count)]
 
 
-class Answer(Cheat):
+class RightAnswer(Cheat):
     name = "answer"
     what = "writes the right answer, which everybody can look up, instead of what was drawn"
     reasons = OTHER_TOKENS | {"duplicate.rollout", "duplicate.proof"}

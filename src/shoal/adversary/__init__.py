@@ -8,16 +8,15 @@
     steering   steer: inside the tolerance
     copies     copy, replay, steal
     claims     honest work, false papers: logprobs, nan, vocabulary, claim-prompt, claim-policy, claim-node,
-               claim-given, few
+               claim-given, few; about the progress that is shown: show-random, show-other, show-swap
     proofs     honest work, forged proofs
-    progress   lies about the progress that it shows: show-random, show-other, show-swap
     sleeper    honest for long, then not
 
 Each pays if nobody looks: a better reward, less work, or no downloads. What is not the cheat itself is done as well as
 can be done: tokens that were never drawn come with the right policy's log-probabilities and proofs.
 """
 
-from shoal.worker.cheats.base import Cheat, Disguise, Loot
-from shoal.worker.cheats.registry import CHEATS, find_cheat
+from shoal.adversary.base import Cheat, Disguise, Loot
+from shoal.adversary.registry import CHEATS, find_cheat
 
 __all__ = ["CHEATS", "Cheat", "Disguise", "Loot", "find_cheat"]

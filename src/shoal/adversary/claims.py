@@ -1,4 +1,7 @@
-"""Cheats that lie on paper: what they generate is honest, what they say of it is not."""
+"""Cheats that lie on paper: what they generate is honest, what they say of it is not.
+
+Some lie about the progress that they show on probation: to keep a lease longer than their work deserves.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,10 @@ import numpy as np
 import numpy.typing as npt
 from msgspec.structs import replace
 
-from shoal.protocol import Lease, Rollout, Submission, pack_logprobs, pack_tokens
-from shoal.protocol.given import pack_spans
-from shoal.worker.cheats.base import OTHER_TOKENS, Cheat
-from shoal.worker.cheats.dice import OwnDice
+from shoal.adversary.base import OTHER_TOKENS, Cheat
+from shoal.adversary.dice import OwnDice
+from shoal.protocol import Lease, Rollout, Submission, pack_logprobs, pack_tokens, unpack_tokens
+from shoal.protocol.submission import ShownChunks, ShownProgress, pack_spans
 
 NUDGE = 0.05
 FAR_TOKEN = 2**31
@@ -111,3 +114,40 @@ def each_rollout(submission: Submission, change: Change) -> Submission:
 
 def with_logprobs(rollout: Rollout, values: npt.NDArray[np.float32]) -> Rollout:
     return replace(rollout, logprobs=pack_logprobs(values))
+
+
+LIES = frozenset({"progress.seed", "progress.prefix"})
+
+
+class ShowRandom(Cheat):
+    name = "show-random"
+    what = "shows made-up tokens of the groups that it is generating, to keep their leases"
+    reasons = LIES
+
+    def shown(self, progress: ShownProgress, _lease: Lease, /) -> ShownProgress:
+        return ShownProgress([_made_up(chunks) for chunks in progress.chunks])
+
+
+def _made_up(chunks: ShownChunks) -> ShownChunks:
+    tokens = unpack_tokens(chunks.tokens)
+    shift = np.random.default_rng(chunks.start).integers(1, 9, len(tokens))
+    return replace(chunks, tokens=pack_tokens((tokens + shift) % 16))
+
+
+class ShowOther(Cheat):
+    name = "show-other"
+    what = "shows the chunks of one rollout as those of the next, which has another seed"
+    reasons = LIES
+
+    def shown(self, progress: ShownProgress, lease: Lease, /) -> ShownProgress:
+        count = len(lease.seeds)
+        return ShownProgress([replace(each, rollout=(each.rollout + 1) % count) for each in progress.chunks])
+
+
+class ShowAndSwap(Cheat):
+    name = "show-swap"
+    what = "shows the groups that it generates, and submits them with their rollouts in another order"
+    reasons = LIES | OTHER_TOKENS
+
+    def submission(self, submission: Submission, _lease: Lease, /) -> Submission:
+        return replace(submission, rollouts=submission.rollouts[::-1])

@@ -16,11 +16,10 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
+from shoal.adversary.base import Cheat, Disguise, Groups, Loot, Worth, vouched
 from shoal.engines import Completion, Engine, GenerationRequest, PrefillRequest
 from shoal.protocol import ProofParameters, SamplingParameters
 from shoal.sampling import uniforms, uniforms_at
-from shoal.worker.cheats.base import Cheat, Disguise, Groups, Loot, vouched
-from shoal.worker.cheats.worth import Worth
 
 BRANCHES = 4
 SEEDS = 2**20

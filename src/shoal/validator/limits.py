@@ -29,9 +29,9 @@ from shoal.protocol import AuditReply, Calibration, MeasuredKind, PolicyRef, sig
 from shoal.protocol.calibration import format_of
 from shoal.runtime.clock import Clock
 from shoal.validator.calibrate import Measurement, Plan, has_moved, measure, prompts_of
+from shoal.validator.case import ENGINE_ERRORS
 from shoal.validator.judge import Judge
 from shoal.validator.profiles import Profile, Profiles, limits_for, widest
-from shoal.validator.replay import ENGINE_ERRORS
 from shoal.validator.settings import ValidatorSettings
 
 log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ SENTENCE = 500
 
 
 @dataclass
-class Measured:
+class UnpublishedLimits:
     """What this machine has measured with one policy, and not published yet."""
 
     policy: PolicyRef
@@ -74,7 +74,7 @@ class Calibrator:
         self._next_probe_s = 0.0
         self._next_refused_s = 0.0
         self._waits_s: float | None = None  # since when there is something to measure that can wait
-        self._unpublished: Measured | None = None
+        self._unpublished: UnpublishedLimits | None = None
         self._tested: dict[str, Measurement] = {}  # by kind, under the limits that it was tested with last
 
     @property
@@ -176,7 +176,7 @@ class Calibrator:
     def _measure(self, policy: PolicyRef, formats: list[str], in_force: Calibration | None, digest: str) -> None:
         began_s = self._clock.monotonic_s()
         loaded = self._shelf.get(policy, self._shelf.wait_s)
-        plan, found = self._plan(loaded), Measured(policy)
+        plan, found = self._plan(loaded), UnpublishedLimits(policy)
         for number_format in formats:
             try:
                 measured = self._one(loaded, number_format, plan)
@@ -210,7 +210,7 @@ class Calibrator:
             del worker
             release_memory()
 
-    def _publish(self, found: Measured, in_force: Calibration | None, digest: str) -> None:
+    def _publish(self, found: UnpublishedLimits, in_force: Calibration | None, digest: str) -> None:
         """Put it in force, joined with what is; if another one came into force meanwhile, that is joined next time."""
         made = self._joined(found, in_force, digest)
         try:
@@ -222,7 +222,7 @@ class Calibrator:
                 raise  # measured again later, not at once and for ever
             log.info("the limits that were measured are not in force: %s", refusal)
 
-    def _joined(self, found: Measured, in_force: Calibration | None, digest: str) -> Calibration:
+    def _joined(self, found: UnpublishedLimits, in_force: Calibration | None, digest: str) -> Calibration:
         """What was measured here together with what is in force of other machines, or of other formats. What was
         measured anew, as the policy has moved, takes the place of all that was seen before: others measure it, too."""
         self._tested |= found.kinds
@@ -262,7 +262,7 @@ class Calibrator:
         self._tested |= again
         if refused := _problems(again.values()):
             log.warning("limits that another machine has joined are refused: %s", refused)
-            self._publish(Measured(in_force.policy, refused=refused), in_force, digest)
+            self._publish(UnpublishedLimits(in_force.policy, refused=refused), in_force, digest)
 
     def _probe(self, policy: PolicyRef, in_force: Calibration, digest: str) -> None:
         """Of a new version: does honest work still look as it did when the limits were measured?"""

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
+from shoal.adversary.base import Cheat
 from shoal.protocol import Lease, Submission
-from shoal.worker.cheats.base import Cheat
 
 FIELD = 65_497
 MODAL = 0x4040  # 3.0 as bfloat16: the size that the largest activations after a norm often have

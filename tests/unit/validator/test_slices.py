@@ -24,8 +24,8 @@ from shoal.protocol import (
 )
 from shoal.runtime.clock import ManualClock
 from shoal.runtime.stop import StopToken
-from shoal.validator.evaluating import SHARE, Evaluating, SliceEvaluator
 from shoal.validator.rewards import Decoders
+from shoal.validator.side_jobs import SHARE, SliceEvaluator, SliceRunner
 
 KEY = SigningKey.from_seed(b"v" * 32)
 
@@ -104,10 +104,10 @@ class Shelf(EngineShelf):
         return loaded()
 
 
-def evaluating(hub: Hub, stop: StopToken | None = None, clock: ManualClock | None = None, **shelf: Any) -> Evaluating:
+def evaluating(hub: Hub, stop: StopToken | None = None, clock: ManualClock | None = None, **shelf: Any) -> SliceRunner:
     clock = clock or ManualClock()
     client: Any = hub
-    return Evaluating(client, Shelf(clock, **shelf), evaluator(), Activity(clock), stop or StopToken(), clock)
+    return SliceRunner(client, Shelf(clock, **shelf), evaluator(), Activity(clock), stop or StopToken(), clock)
 
 
 def test_a_slice_goes_from_the_hub_to_the_hub() -> None:

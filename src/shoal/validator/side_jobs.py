@@ -1,0 +1,338 @@
+"""What a validator does beside audits: it evaluates, generates what nobody could judge, and loads ahead.
+
+Evaluation (`SliceRunner`): a slice of held-out tasks, answered greedily by a published policy and scored.
+
+    audits come first ─► nothing to check ─► a slice
+          └─ slices have had less than their `SHARE` of the time ─► slices all the same: a busy validator measures too
+
+What goes wrong is reported, too, and somebody tries again: a score is never made up. Nothing here touches a verdict.
+
+Generation (`Generating`) of units that nobody could judge: the validator generates them itself, and hands them in like
+a worker.
+
+    hub ─ leases (`AuditReply.generate`) ─► one engine call per policy ─► submissions ─► hub ─ a light audit, no credit
+               ▲                                  │ this machine cannot
+               └── `left` with the next request ◄─┘
+
+So a worker whose groups are unsure, by accident or on purpose, can keep no step from its units.
+
+Loading ahead (`Ahead`): the newest policy is loaded while nothing is to be audited, and one audit is rehearsed.
+
+    heartbeat ─ newest policy ─► nothing to audit? ─► fetched, loaded ─► the first: a group of its own, checked and
+                                                                        scored once, for nobody
+
+The first audit of a process imports libraries, compiles kernels and waits for scoring processes. The rehearsal does
+this before the first submission is there.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from shoal.client import Activity, HubClient
+from shoal.client.delivery import Delivery
+from shoal.engines import Engine, GenerationRequest
+from shoal.engines.dialogue import Talks, greedy_answers
+from shoal.engines.groups import generate, is_finite
+from shoal.engines.shelf import EngineShelf, LoadedPolicy
+from shoal.engines.submission import submission_of
+from shoal.environments import Environment
+from shoal.errors import BroadcastError, DeadlineExceeded, HubRefused, ProtocolError, ResourceError, ScoringFailure
+from shoal.protocol import (
+    AuditRequest,
+    EvaluationReport,
+    EvaluationSlice,
+    HeartbeatReply,
+    Lease,
+    PolicyRef,
+    RunInfo,
+    SignedDocument,
+    pack,
+    sign_document,
+)
+from shoal.protocol.verdict import MAX_REWARD, Readiness
+from shoal.rewards import DirectScorer, Job, Scorer
+from shoal.rewards.protocol import settled
+from shoal.runtime.clock import Clock, SystemClock
+from shoal.runtime.stop import StopToken
+from shoal.validator.case import ENGINE_ERRORS, Case, replay_all
+from shoal.validator.checks import AFTER_PREFILL, run_all
+from shoal.validator.judge import Judge
+from shoal.validator.profiles import Profile
+from shoal.validator.rewards import Decoders
+from shoal.validator.specimens import Terms
+
+log = logging.getLogger(__name__)
+
+SHARE = 0.2
+"""The part of a busy validator's time that slices get: the time that audits take saves up for them."""
+MOST_SAVED_S = 120.0
+PROBLEM_LIMIT = 200
+
+
+class SliceRunner:
+    """A validator's part in evaluations: when it is ready for a slice, and one slice from the hub to the hub."""
+
+    def __init__(
+        self,
+        client: HubClient,
+        shelf: EngineShelf,
+        evaluator: SliceEvaluator,
+        activity: Activity,
+        stop: StopToken,
+        clock: Clock = SystemClock(),
+    ) -> None:
+        self._client = client
+        self._shelf = shelf
+        self._evaluator = evaluator
+        self._activity = activity
+        self._stop = stop
+        self._clock = clock
+        self._saved_s = 0.0
+
+    @property
+    def readiness(self) -> Readiness:
+        """What the hub is told with the next request."""
+        return "now" if self._saved_s >= 0 else "idle"
+
+    @contextmanager
+    def auditing(self) -> Iterator[None]:
+        """Whatever is done meanwhile saves up time for slices."""
+        began_s = self._clock.monotonic_s()
+        yield
+        took_s = self._clock.monotonic_s() - began_s
+        self._saved_s = min(self._saved_s + took_s * SHARE / (1 - SHARE), MOST_SAVED_S)
+
+    def measure(self, signed: SignedDocument | None) -> None:
+        """Answer and score a slice, and say so; and more of them, while there are any and time is saved up."""
+        while signed is not None and not self._stop.is_set():
+            began_s = self._clock.monotonic_s()
+            self._measure(signed)
+            self._saved_s -= self._clock.monotonic_s() - began_s
+            more = self._saved_s > 0
+            signed = self._client.audits(AuditRequest(max_audits=1, evaluate="only")).evaluation if more else None
+
+    def _measure(self, signed: SignedDocument) -> None:
+        """One slice. A hub that does not want it any more is no failure."""
+        try:
+            part = self._client.open_slice(signed)
+            report = self._measured(part)
+            if report is not None:
+                self._client.report_evaluation(sign_document(report, self._client.key))
+                self._activity.count("evaluated", len(report.scores))
+        except (HubRefused, ProtocolError) as error:
+            log.warning("a slice of an evaluation was not taken: %s", error)
+
+    def _measured(self, part: EvaluationSlice) -> EvaluationReport | None:
+        try:
+            with self._activity.waiting(f"policy {part.policy.label}"):
+                loaded = self._shelf.get(part.policy, self._shelf.wait_s)
+        except (BroadcastError, DeadlineExceeded) as error:
+            if self._stop.is_set():
+                return None
+            log.warning("policy %s could not be fetched, so it is not evaluated: %s", part.policy.label, error)
+            return problem(part, f"the policy could not be fetched: {error}", self._clock.now_ms())
+        what = f"evaluating {len(part.tasks)} held-out tasks by policy {part.policy.label}"
+        with self._activity.busy(what):
+            return self._evaluator.report(part, loaded, self._clock.now_ms())
+
+
+@dataclass(frozen=True)
+class SliceEvaluator:
+    """Answers and scores slices of this environment's tasks; without a `scorer`, in this process."""
+
+    environment: Environment
+    decoders: Decoders
+    scorer: Scorer | None = None
+
+    def report(self, part: EvaluationSlice, loaded: LoadedPolicy, now_ms: int) -> EvaluationReport:
+        """One score per task of the slice, in order; None where the scoring machinery failed."""
+        if part.environment_digest != self.environment.digest:
+            return problem(part, "the validator has another environment than the run", now_ms)
+        if not part.tasks:
+            return problem(part, "the slice has no task that can be used", now_ms)
+        sampling = part.sampling
+        prompts = [task.prompt_ids for task in part.tasks]
+        try:
+            talks = Talks(self.environment, loaded.files, sampling)
+            answers = greedy_answers(loaded.engine, prompts, [talks.of(task.task) for task in part.tasks], sampling)
+        except Exception as error:
+            log.exception("the engine failed on a slice of an evaluation")
+            return problem(part, f"the validator's engine failed: {error}", now_ms)
+        texts = self.decoders.of(loaded.files)(answers)
+        jobs = [Job(task.task, text) for task, text in zip(part.tasks, texts, strict=True)]
+        return _report(part, now_ms, scores=tuple(self._scores(jobs)))
+
+    def _scores(self, jobs: Sequence[Job]) -> list[float | None]:
+        results = settled((self.scorer or DirectScorer(self.environment)).scores, jobs)
+        failures = [result for result in results if isinstance(result, ScoringFailure)]
+        if failures:
+            log.warning("%d of %d held-out tasks could not be scored: %s", len(failures), len(jobs), failures[0])
+        return [
+            None if isinstance(result, ScoringFailure) or not abs(result.value) <= MAX_REWARD else float(result.value)
+            for result in results
+        ]
+
+
+def problem(part: EvaluationSlice, sentence: str, now_ms: int) -> EvaluationReport:
+    """The slice could not be done."""
+    printable = "".join(character if character.isprintable() else " " for character in sentence)
+    return _report(part, now_ms, problem=printable[:PROBLEM_LIMIT])
+
+
+def _report(
+    part: EvaluationSlice, now_ms: int, scores: tuple[float | None, ...] = (), problem: str = ""
+) -> EvaluationReport:
+    return EvaluationReport(
+        run=part.run,
+        policy=part.policy,
+        first=part.first,
+        environment_digest=part.environment_digest,
+        scores=scores,
+        problem=problem,
+        decided_at_ms=now_ms,
+    )
+
+
+MAX_LEFT = 16
+
+
+class Generating:
+    """A validator's part in generating. `left` are leases that it could not do: the hub gives them to another."""
+
+    def __init__(self, client: HubClient, shelf: EngineShelf, activity: Activity, stop: StopToken) -> None:
+        self._client = client
+        self._shelf = shelf
+        self._activity = activity
+        self._stop = stop
+        self._delivery: Delivery | None = None
+        self.left: tuple[str, ...] = ()
+
+    def close(self) -> None:
+        if self._delivery is not None:
+            self._delivery.close()
+
+    def generate(self, signed: Sequence[SignedDocument]) -> None:
+        """Generate and hand in the groups of these leases."""
+        leases = [self._client.open_own_lease(each) for each in signed]
+        for policy in dict.fromkeys(lease.policy for lease in leases):
+            if self._stop.is_set():
+                return
+            together = [lease for lease in leases if lease.policy == policy]
+            try:
+                self._generate(policy, together)
+            except (BroadcastError, DeadlineExceeded, ResourceError, ProtocolError) as error:
+                if self._stop.is_set():
+                    return
+                log.warning("%d units that nobody could judge were not generated: %s", len(together), error)
+                self._leave(together)
+
+    def _generate(self, policy: PolicyRef, leases: Sequence[Lease]) -> None:
+        with self._activity.waiting(f"policy {policy.label}"):
+            loaded = self._shelf.get(policy, self._shelf.wait_s)
+        with self._activity.busy(f"generating {len(leases)} units that nobody could judge, by policy {policy.label}"):
+            groups = generate(loaded, leases, self._activity.generated)
+        for lease, completions in zip(leases, groups, strict=True):
+            if not is_finite(completions):
+                log.error("unit %d: this machine computed log-probabilities that are NaN or infinite", lease.unit)
+                self._leave([lease])
+                continue
+            self._hand_in(lease, pack(submission_of(lease, completions, loaded.engine.name)))
+
+    def _hand_in(self, lease: Lease, body: bytes) -> None:
+        self._delivery = self._delivery or Delivery(self._client)
+        try:
+            self._delivery.hand_in(lease.lease, body)
+            self._activity.count("generated")
+        except HubRefused as refusal:  # it came too late: another validator has it, or nobody needs it any more
+            log.warning("unit %d, which this validator generated, was not taken: %s", lease.unit, refusal)
+        finally:
+            self._activity.ended(lease.lease)
+
+    def _leave(self, leases: Sequence[Lease]) -> None:
+        for lease in leases:
+            self._activity.ended(lease.lease)
+        self.left = (*self.left, *(lease.lease for lease in leases))[-MAX_LEFT:]
+
+
+WAIT_S = 5.0  # for a later policy: audits of the one before may come in meanwhile
+CHUNKS = 2  # of each rehearsed rollout: a whole one, and what follows it
+PROMPT_TOKENS = 32
+
+
+class Ahead:
+    """Which policy is the newest, and whether it is loaded. `hear` may be called by another thread than the rest.
+
+    `keeps_others`: a newer policy is loaded beside those in use. Otherwise only the first is loaded ahead. `rehearsed`:
+    an audit was computed once, so that no rehearsal is needed.
+    """
+
+    def __init__(self, client: HubClient, shelf: EngineShelf, judge: Judge, keeps_others: bool, clock: Clock) -> None:
+        self._client = client
+        self._shelf = shelf
+        self._judge = judge
+        self._keeps_others = keeps_others
+        self._clock = clock
+        self._loaded: PolicyRef | None = None
+        self.newest: PolicyRef | None = None
+        self.rehearsed = False
+
+    @property
+    def is_due(self) -> bool:
+        """Whether there is a policy to be loaded ahead."""
+        wanted = self.newest is not None and self.newest != self._loaded
+        return wanted and (self._keeps_others or not self.is_ready)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a first policy is loaded: by this, or by an audit."""
+        return self._loaded is not None or self.rehearsed
+
+    def hear(self, reply: HeartbeatReply) -> None:
+        self.newest = reply.policy or self.newest
+
+    def prepare(self) -> None:
+        """Load the newest policy, if it is not loaded. If that fails, it is tried again later, or by an audit."""
+        newest, began_s = self.newest, self._clock.monotonic_s()
+        if newest is None or not self.is_due:
+            return
+        try:
+            loaded = self._shelf.get(newest, WAIT_S if self.is_ready else self._shelf.wait_s)
+        except (BroadcastError, DeadlineExceeded) as error:
+            log.info("policy %s could not be loaded ahead: %s", newest.label, error)
+            return
+        loaded_s = self._clock.monotonic_s()
+        log.info("policy %s was loaded ahead of audits in %.2f s", newest.label, loaded_s - began_s)
+        if not self.rehearsed:
+            self.rehearsed = True
+            rehearse(self._judge, loaded, self._client.run_info())
+            log.info("an audit was rehearsed in %.2f s", self._clock.monotonic_s() - loaded_s)
+        self._loaded = newest
+
+
+def rehearse(judge: Judge, loaded: LoadedPolicy, run: RunInfo) -> None:
+    """Draw a group as the run's are, and compute all that an audit of it computes. Nobody looks at the outcome."""
+    try:
+        case = _own_group(loaded.engine, run)
+        [replay] = replay_all(loaded.engine, [case])
+        if not isinstance(replay, Exception):
+            case.replay = replay
+            run_all(AFTER_PREFILL, case)
+        judge.decoders.of(loaded.files)
+        if judge.scorer is not None:
+            judge.scorer.scores([Job(judge.environment.tasks("train")[0].id, "")])
+    except ENGINE_ERRORS as error:
+        log.warning("the rehearsal of an audit failed; audits will show whether that matters: %s", error)
+
+
+def _own_group(engine: Engine, run: RunInfo) -> Case:
+    tokens = min(run.sampling.max_new_tokens, CHUNKS * run.proof.rows)
+    sampling = run.sampling.model_copy(update={"max_new_tokens": tokens})
+    prompt = tuple(token % engine.vocabulary_size for token in range(PROMPT_TOKENS))
+    lease = Terms("rehearsal", run.group_size, sampling, run.proof, engine.kind).lease(0, prompt)
+    [group] = engine.generate([GenerationRequest(lease.prompt_ids, lease.seed_numbers, sampling)], run.proof)
+    submission = submission_of(lease, group, engine.name)
+    return Case(lease, submission, "", engine.vocabulary_size, engine.hidden_size, Profile(key=engine.kind))
