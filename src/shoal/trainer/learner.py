@@ -104,7 +104,7 @@ def new_learner(model: Any, settings: TrainerSettings, crew: Crew | None = None,
     model.eval()
     crew = crew or Alone()
     masters = None
-    if settings.memory.precision != "float32" and crew.world == 1:
+    if settings.memory.precision != "float32" and isinstance(crew, Alone):  # FSDP rounds what it gathers by itself
         masters = Masters(model)
         masters.attach(DTYPES[settings.memory.precision])
     if settings.objective.kl > 0 and reference is None:

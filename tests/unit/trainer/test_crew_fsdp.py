@@ -103,6 +103,17 @@ def test_two_processes_train_as_one_does(tmp_path: Path) -> None:
     assert difference(alone(tmp_path / "two", steps=5), alone(tmp_path / "one", steps=5)) < 5e-6
 
 
+def test_one_rank_with_shards_keeps_its_weights_in_float32_and_rounds_what_it_gathers(tmp_path: Path) -> None:
+    """A group of one: FSDP holds float32 weights, and there are no masters beside them."""
+    torch.set_num_threads(1)
+    memory = SHARED.memory.model_copy(update={"precision": "bfloat16"})
+    rounded = SHARED.model_copy(update={"memory": memory})
+    run_crew(tmp_path / "rank", 1, steps=2, settings=rounded)
+    ours, exact = newest(tmp_path / "rank"), alone(tmp_path / "exact", 2)
+    assert {value.dtype for value in ours.tensors().values()} == {torch.float32}
+    assert 0 < distance(ours, exact) <= 1.3 * distance(alone(tmp_path / "one", 2, rounded), exact)
+
+
 @pytest.mark.slow
 def test_a_checkpoint_is_loaded_by_any_number_of_processes(tmp_path: Path) -> None:
     """One process, then two, then three, then one again: the same run as by one alone."""
