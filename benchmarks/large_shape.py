@@ -35,7 +35,7 @@ from shoal.models.state import policy_views
 from shoal.protocol import PolicyManifest, ProofParameters, SamplingParameters, SigningKey
 from shoal.runtime.stop import StopToken
 from shoal.shardcast import Content, Downloader, Origin, OriginSettings, digest_of, run_origin
-from shoal.trainer.copies import Copies
+from shoal.trainer.checkpoint import Copies
 from shoal.trainer.learner import Learner, new_learner, starting_model
 from shoal.trainer.publisher import snapshot_of
 from shoal.trainer.samples import Prepared, Sample

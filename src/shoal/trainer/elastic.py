@@ -32,7 +32,7 @@ from torch.distributed.elastic.rendezvous import registry as rendezvous
 from shoal.errors import ShoalError
 from shoal.runtime.stop import SUPERVISED, StopToken
 from shoal.runtime.supervise import HOPELESS_CODES, describe_exit
-from shoal.trainer.ranks import TELLER
+from shoal.trainer.settings import TELLER
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,6 @@
-"""Guards: a run that goes wrong says so early, and ends as a failure, not as a model.
+"""Numbers of settings that end in arithmetic with float32: finite, and no larger than that type holds.
+
+Guards: a run that goes wrong says so early, and ends as a failure, not as a model.
 
     rows so far ──► rate_factor ─► the step's learning rate
          ├──► veto ◄─ each update's numbers, before it is made          skip, stop: it is not made
@@ -22,13 +24,39 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, create_model
+from pydantic import AfterValidator, ConfigDict, Field, create_model
 
 from shoal.errors import TrainingDiverged
 from shoal.runtime.program import shoal_command
-from shoal.trainer.real import Real
 
 log = logging.getLogger(__name__)
+
+# ── real ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+LARGEST = 3.4028234663852886e38
+
+
+def holds(value: float) -> bool:
+    """
+    >>> [holds(value) for value in (1e-6, 1e39, float("inf"), float("nan"))]
+    [True, False, False, False]
+    """
+    return -LARGEST <= value <= LARGEST
+
+
+def _check(value: float) -> float:
+    if not holds(value):
+        raise ValueError(f"{value} is not a finite number that float32 holds (at most {LARGEST:.3g})")
+    return value
+
+
+Real = Annotated[float, AfterValidator(_check)]
+
+
+# ── guards ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
 Row = Mapping[str, float]
 Measure = Callable[[Sequence[Row], Row], float | None]
 SMOOTH = 5  # rows that are averaged, so that one odd batch is no trend; the first rows: two at least

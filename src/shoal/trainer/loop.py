@@ -63,24 +63,17 @@ from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.sizing import RunSize, settle
 from shoal.runtime.stop import StopToken
 from shoal.trainer.archive import RolloutArchive
-from shoal.trainer.card import ModelCard, training_facts
-from shoal.trainer.checkpoint import CheckpointStore, Progress
-from shoal.trainer.copies import Copied
-from shoal.trainer.destination import refuse_foreign
-from shoal.trainer.evaluate import Evaluator
-from shoal.trainer.export import beside_the_best, export_policy, write_card
+from shoal.trainer.checkpoint import CheckpointStore, Copied, hold_start
+from shoal.trainer.export import ModelCard, beside_the_best, export_policy, training_facts, write_card
+from shoal.trainer.folder import Progress, Retention, refuse_foreign
 from shoal.trainer.guards import LOOKBACK, Judged, Watch, needs_lookback
-from shoal.trainer.hands import Hands
-from shoal.trainer.held_out import ByTrainer, ByValidators, HeldOut
+from shoal.trainer.held_out import ByTrainer, ByValidators, Evaluator, HeldOut
 from shoal.trainer.learner import Learner
 from shoal.trainer.publisher import Handover, PolicyHub, PolicyOrigin, Publication, Publisher
-from shoal.trainer.record import RunRecord, finite, named
-from shoal.trainer.reference import hold_start
-from shoal.trainer.retention import Retention
+from shoal.trainer.record import RunRecord, Stopwatch, Trackers, finite, named
 from shoal.trainer.settings import TrainerSettings
+from shoal.trainer.shards import Hands
 from shoal.trainer.step import StepWork, Stopped
-from shoal.trainer.stopwatch import Stopwatch
-from shoal.trainer.tracking import Trackers
 
 log = logging.getLogger(__name__)
 

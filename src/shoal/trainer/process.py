@@ -18,17 +18,16 @@ from shoal.runtime.files import ensure_folder
 from shoal.runtime.lock import FolderLock
 from shoal.runtime.stop import StopToken
 from shoal.shardcast.origin import Origin, OriginSettings
-from shoal.trainer.card import hub_name
-from shoal.trainer.config import TrainerConfig
-from shoal.trainer.evaluate import GreedyEvaluator
-from shoal.trainer.follower import lead, leading_hands
+from shoal.trainer.checkpoint import weights_digest
+from shoal.trainer.export import hub_name
+from shoal.trainer.held_out import GreedyEvaluator
 from shoal.trainer.learner import make_deterministic, new_learner, starting_model
 from shoal.trainer.loop import TrainingParts, TrainingRun
 from shoal.trainer.memory import within_memory
-from shoal.trainer.ranks import in_group
-from shoal.trainer.reference import weights_digest
-from shoal.trainer.together import Together, join_crew, lost_peer
-from shoal.trainer.tracking import Tracked, Trackers, open_trackers, require_trackers
+from shoal.trainer.ranks import Together, join_crew, lost_peer
+from shoal.trainer.record import Tracked, Trackers, open_trackers, require_trackers
+from shoal.trainer.settings import TrainerConfig, in_group
+from shoal.trainer.shards import lead, leading_hands
 
 log = logging.getLogger(__name__)
 

@@ -37,8 +37,8 @@ from shoal.protocol import (
 from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.crash import point
 from shoal.shardcast import Content
-from shoal.trainer.checkpoint import CheckpointStore, Progress
-from shoal.trainer.copies import Copied
+from shoal.trainer.checkpoint import CheckpointStore, Copied
+from shoal.trainer.folder import Progress
 
 if TYPE_CHECKING:
     from shoal.trainer.record import Row, RunRecord

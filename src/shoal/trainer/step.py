@@ -27,8 +27,7 @@ from shoal.errors import ConfigError
 from shoal.protocol import TrainingGroup
 from shoal.trainer.learner import Learner, learning_rate
 from shoal.trainer.samples import Prepared, Sample, all_recorded, check_staleness, check_tokens, prepare
-from shoal.trainer.tally import Tally, Totals
-from shoal.trainer.update import Micro, StepPlan, Stopped, Update, Veto
+from shoal.trainer.update import Micro, StepPlan, Stopped, Tally, Totals, Update, Veto
 
 __all__ = ["StepPlan", "StepWork", "Stopped", "Veto", "look_back", "mean_loss", "train_samples", "train_step"]
 

@@ -19,10 +19,10 @@ from shoal.runtime.files import ensure_folder
 from shoal.runtime.stop import StopToken, stop_on_signals
 from shoal.shardcast.origin import Origin
 from shoal.trainer import update
-from shoal.trainer.follower import follow, lead, leading_hands
 from shoal.trainer.loop import TrainingParts, TrainingRun
+from shoal.trainer.ranks import Together, join_crew
 from shoal.trainer.settings import TrainerSettings
-from shoal.trainer.together import Together, join_crew
+from shoal.trainer.shards import follow, lead, leading_hands
 
 
 def main() -> None:

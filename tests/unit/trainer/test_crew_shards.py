@@ -17,10 +17,10 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from shoal.cli.main import main
 from shoal.errors import CheckpointError, DeadlineExceeded
 from shoal.runtime.clock import ManualClock
-from shoal.trainer import elastic, ranks, shares
-from shoal.trainer.crew import Alone
-from shoal.trainer.sharded import Parts, Rows, part_files, part_name, read_full, write_part
-from shoal.trainer.sharding import rows_of
+from shoal.trainer import elastic, settings, shards
+from shoal.trainer.checkpoint import Parts, Rows, part_files, part_name, read_full, write_part
+from shoal.trainer.ranks import Alone
+from shoal.trainer.shards import rows_of
 
 FILE = "model.safetensors"
 
@@ -83,7 +83,7 @@ def test_rank_0_does_not_wait_for_ever_for_the_part_of_another(tmp_path: Path) -
     advance = clock.monotonic_s
     clock.monotonic_s = lambda: (clock.advance(400), advance())[1]  # type: ignore[method-assign]
     with pytest.raises(DeadlineExceeded, match="do all trainer processes see the folder"):
-        shares._fetch(tmp_path, ".part-0", tmp_path / "x" / FILE, clock)
+        shards._fetch(tmp_path, ".part-0", tmp_path / "x" / FILE, clock)
 
 
 def test_a_process_by_itself_has_nobody_to_ask() -> None:
@@ -120,8 +120,8 @@ def test_a_killed_rank_is_named_and_may_be_started_again(tmp_path: Path) -> None
 
 def test_a_rank_tells_its_agent_why_it_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "error.json"
-    ranks.tell_agent("nobody listens")
-    monkeypatch.setenv(ranks.ERROR_FILE, str(path))
+    settings.tell_agent("nobody listens")
+    monkeypatch.setenv(settings.ERROR_FILE, str(path))
     assert main(["trainer", "--dir", str(tmp_path / "nowhere")]) == 2
     found = ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file=str(path))
     error = elastic.group_error({0: found})

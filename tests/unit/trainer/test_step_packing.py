@@ -14,10 +14,9 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from shoal.models.packed import supports_packing
 from shoal.protocol import TrainingGroup
-from shoal.trainer.crew import Alone
-from shoal.trainer.forward import lay, score
 from shoal.trainer.learner import Learner, cost_of, new_learner
-from shoal.trainer.samples import Sample
+from shoal.trainer.ranks import Alone
+from shoal.trainer.samples import Sample, lay, score
 from shoal.trainer.settings import MemorySettings, ObjectiveSettings
 from shoal.trainer.step import StepWork, train_step
 from shoal.trainer.update import DUMMY

@@ -26,7 +26,7 @@ from shoal.protocol import (
 )
 from shoal.trainer import loop
 from shoal.trainer.archive import SCHEMA, RolloutArchive
-from shoal.trainer.hands import Hands
+from shoal.trainer.shards import Hands
 
 TOKENIZER = TextTokenizer(tiny_files(tiny_model()))
 EOS = TOKENIZER.eos_token_id

@@ -9,13 +9,13 @@ import pytest
 import torch
 from trainer_stubs import RUN, SETTINGS, learner, make_group, same, tiny_loaded, weights
 
-from shoal.trainer.checkpoint import CheckpointStore, Progress, restore
-from shoal.trainer.copies import Copies
-from shoal.trainer.crew import Alone
+from shoal.trainer.checkpoint import CheckpointStore, Copies, restore
+from shoal.trainer.folder import Progress
 from shoal.trainer.learner import Learner, new_learner
 from shoal.trainer.publisher import snapshot_of
+from shoal.trainer.ranks import Alone
 from shoal.trainer.settings import LoraSettings
-from shoal.trainer.shares import SharedCopies
+from shoal.trainer.shards import SharedCopies
 from shoal.trainer.step import StepWork, train_step
 
 

@@ -28,11 +28,11 @@ from shoal.models.lora import ADAPTER_FILE, AdapterShape
 from shoal.models.tokenizer import TextTokenizer
 from shoal.runtime.stop import StopToken
 from shoal.shardcast.origin import Origin, OriginSettings
-from shoal.trainer import follower, loop
-from shoal.trainer.copies import Copies
-from shoal.trainer.crew import Alone
+from shoal.trainer import loop, shards
+from shoal.trainer.checkpoint import Copies
 from shoal.trainer.learner import Learner, new_learner
 from shoal.trainer.publisher import snapshot_of
+from shoal.trainer.ranks import Alone
 from shoal.trainer.settings import LoraSettings, MemorySettings, ObjectiveSettings, TrainerSettings
 from shoal.trainer.step import StepWork, train_step
 
@@ -160,7 +160,7 @@ def test_several_processes_spread_a_second_model_only_without_adapters(
 ) -> None:
     held = settings.model_copy(update={"objective": ObjectiveSettings(kl=0.5)})
     made: list[Any] = []
-    monkeypatch.setattr(follower, "spread", lambda *_given: made.append(tiny_loaded(settings).model) or made[-1])
-    found = follower._learner(None, held, {}, cast(Any, Alone()))
+    monkeypatch.setattr(shards, "spread", lambda *_given: made.append(tiny_loaded(settings).model) or made[-1])
+    found = shards._learner(None, held, {}, cast(Any, Alone()))
     assert len(made) == models
     assert (found.reference is found.model) == (models == 1)

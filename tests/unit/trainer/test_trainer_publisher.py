@@ -13,11 +13,9 @@ from shoal.errors import DeadlineExceeded, HubRefused, PolicyMismatch, ResourceE
 from shoal.models.state import policy_state, to_torch
 from shoal.runtime.clock import SystemClock
 from shoal.shardcast.origin import Origin
-from shoal.trainer.checkpoint import CheckpointStore
-from shoal.trainer.copies import Copied
+from shoal.trainer.checkpoint import CheckpointStore, Copied
 from shoal.trainer.publisher import Handover, Publication, Publisher, snapshot_of
-from shoal.trainer.record import RunRecord
-from shoal.trainer.tracking import Trackers
+from shoal.trainer.record import RunRecord, Trackers
 
 
 def handover(version: int = 0, seed: int = 0, publish: bool = True) -> Handover:
