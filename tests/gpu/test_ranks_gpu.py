@@ -1,6 +1,6 @@
 """One rank on a GPU: NCCL, weights in shards (FSDP2) and compiled layers train what one process trains by itself.
 
-One machine with one GPU has a world of size 1; more ranks are tried on CPUs (tests/unit/trainer/test_crew_fsdp.py).
+One machine with one GPU has a world of size 1; more ranks are tried on CPUs (tests/unit/trainer/test_ranks_fsdp.py).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 def ranks() -> Any:
     """The kit of the trainer's own tests."""
     sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "trainer"))
-    return importlib.import_module("test_crew_fsdp")
+    return importlib.import_module("test_ranks_fsdp")
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -32,7 +32,7 @@ def test_a_rank_with_nccl_and_shards_trains_as_one_process_does(
     much further from the float32 run than one process is in bfloat16."""
     memory = ranks.SHARED.memory.model_copy(update={"precision": precision, "compile": compiled})
     settings = ranks.SHARED.model_copy(update={"device": "cuda", "memory": memory})
-    ranks.run_crew(tmp_path / "rank", 1, steps=3, settings=settings)
+    ranks.run_ranks(tmp_path / "rank", 1, steps=3, settings=settings)
     plain = settings.model_copy(update={"memory": memory.model_copy(update={"compile": False}), "device": "cpu"})
     expected, ours = ranks.alone(tmp_path / "one", steps=3, settings=plain), ranks.newest(tmp_path / "rank")
     if precision == "float32":

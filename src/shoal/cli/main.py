@@ -72,9 +72,9 @@ def guarded(command: Callable[[], object], debug: bool) -> int:
         return 130
     except Exception as error:  # noqa: BLE001 - the top: whatever it is becomes a line and an exit code
         line, code = explain(error)
-        from shoal.trainer.settings import tell_agent
+        from shoal.trainer.settings import report_to_agent
 
-        tell_agent(line)
+        report_to_agent(line)
         with contextlib.suppress(OSError):  # the disk that its log is on may be what is full
             if debug or (supervised and not _is_known(error)):  # a supervised role's stderr is its log
                 for text in traceback.format_exc().splitlines():

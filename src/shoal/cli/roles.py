@@ -182,9 +182,9 @@ def _trainer_group(folder: RunFolder, stop: StopToken) -> None:
 
 def follow_trainer(stop: StopToken) -> None:
     """Be a process of the trainer that is not its first one: what it does, it is told by that."""
-    from shoal.trainer.shards import run_follower
+    from shoal.trainer.shards import run_rank
 
-    run_follower(stop)
+    run_rank(stop)
 
 
 def _validator(folder: RunFolder, index: int, stop: StopToken) -> None:

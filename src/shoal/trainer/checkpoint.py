@@ -1,13 +1,4 @@
-"""Tensors of which each process writes its own rows, read again by any number of processes.
-
-    model-00001-of-00002.safetensors      rows 0…4 of every weight, written by rank 0
-    model-00002-of-00002.safetensors      rows 5…9, written by rank 1
-      └ metadata "shoal.rows": {name: {"shape": [10, 64], "start": 5}, …}: the whole shape, and the first row here
-
-A tensor without such an entry is whole in its file (a count of updates, the state of a generator). Rows that are in no
-file are an error, never zeros. No pickle: nothing in these files can run code.
-
-Checkpoints: everything that a resume needs, whole or not at all, and never trusted unread.
+"""Checkpoints: everything that a resume needs, whole or not at all, and never trusted unread.
 
     checkpoints/12.0/                     version 12 of incarnation 0; a Hugging Face folder by itself
       checkpoint.json                     run, version, incarnation, hash of every file, hash of this
@@ -16,26 +7,21 @@ Checkpoints: everything that a resume needs, whole or not at all, and never trus
       config.json tokenizer.json …        what describes the model
 
     hidden folder ─► files, several at a time, each synced and hashed ─► checkpoint.json ─► rename ─► parent synced
-                                                                                     `retention` removes others ◄─┘
+                                                                              `folder.Retention` removes others ◄─┘
 
-What is written is a copy (`Captured`), so that it may be written while training goes on (`copies`).
-
-The learning rate and the order of minibatches follow from the version, metrics rows and batches are found by it, so
-that the version is the only cursor. No pickle: nothing in a checkpoint can run code.
-
-A learner's state copied to the CPU, so that it can be saved and published while training goes on.
+What is written is a copy (`Captured`), so that it may be written while training continues (`Copies`):
 
     weights, moments (CPU or GPU) ─ one pass, in front of the next step ─► memory that every later copy uses again
 
-The memory is as large as the state itself: 4 bytes per weight, 12 with the moments. On a GPU it is page-locked, so that
-the copy runs at the speed of the bus. Weights that are not trained are copied once. Where no checkpoint is due, weights
-are rounded to the type that is published before they leave the device: fewer bytes, and no rounding on the CPU.
+Several ranks each write a part, with their own rows; any number of ranks reads them again:
 
-The reference of a KL term is the policy that training began with: after a resume, too.
+    model-00001-of-00002.safetensors      rows 0…4 of every weight, written by rank 0
+    model-00002-of-00002.safetensors      rows 5…9, written by rank 1
+      └ metadata "shoal.rows": {name: {"shape": [10, 64], "start": 5}, …}: the whole shape, and the first row here
 
-A checkpoint holds what has been learnt, so the reference is read from the model folder again. `start.json` in the
-trainer's folder says what was in it when the run began; another content is refused, since the objective would change
-in the middle of a run.
+A tensor without such an entry is whole in its file (a count of updates, the state of a generator). Rows that are in no
+file are an error, never zeros. The learning rate and the order of minibatches follow from the version, metrics rows and
+batches are found by it, so that the version is the only cursor. No pickle: nothing in a checkpoint can run code.
 """
 
 from __future__ import annotations
@@ -52,7 +38,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 from blake3 import blake3
@@ -73,10 +59,23 @@ from shoal.trainer.learner import Learner
 
 log = logging.getLogger(__name__)
 
-# ── sharded ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
+FORMAT = 1
+MANIFEST = "checkpoint.json"
+MODEL = "model.safetensors"
+TRAINING = "training.safetensors"
+NAME = re.compile(r"(0|[1-9]\d*)\.(0|[1-9]\d*)", re.ASCII)
+HIDDEN = ".saving-"
+MOMENTS = "optimizer/"
+PART_BYTES = 2**30
 ROWS = "shoal.rows"
+START = "start.json"
+
+Captured = Mapping[str, Callable[[Path], None]]
+"""The large files of a checkpoint by name, each as that which writes it to a path; nobody changes their contents before
+they are written. Several ranks may each bring files of their own."""
+
+
+# ── files of tensors ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True)
@@ -111,13 +110,15 @@ def part_files(folder: Path, name: str) -> list[Path]:
     return [folder / part for part in sorted(found)]
 
 
-def write_part(path: Path, tensors: Mapping[str, Tensor | Rows]) -> None:
-    """Write one rank's file. The caller makes it durable."""
-    shares = {name: value for name, value in tensors.items() if isinstance(value, Rows)}
-    entries = {name: {"shape": list(rows.shape), "start": rows.start} for name, rows in shares.items()}
+def save_tensors(path: Path, tensors: Mapping[str, Tensor | Rows]) -> None:
+    """A safetensors file that is on the disk when the call returns."""
+    rows = {name: value for name, value in tensors.items() if isinstance(value, Rows)}
+    entries = {name: {"shape": list(value.shape), "start": value.start} for name, value in rows.items()}
     values = {name: value.values if isinstance(value, Rows) else value for name, value in tensors.items()}
-    metadata = {"format": "pt", ROWS: json.dumps(entries)}
+    metadata = {"format": "pt", **({ROWS: json.dumps(entries)} if entries else {})}
     save_file({name: value.contiguous() for name, value in values.items()}, path, metadata=metadata)
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
 
 
 def read_full(folder: Path, name: str) -> dict[str, Tensor]:
@@ -159,18 +160,20 @@ class Parts:
         """A tensor, or some of its rows, put together from the parts that hold them."""
         spans, shape = self._where[name], self._shapes[name]
         if not shape:
-            number: Tensor = spans[0].file.get_tensor(name)
-            return number
+            return cast(Tensor, spans[0].file.get_tensor(name))
         wanted = rows or slice(0, shape[0])
         values = torch.empty((wanted.stop - wanted.start, *shape[1:]), dtype=spans[0].dtype)
         filled = wanted.start
         for span in sorted(spans, key=lambda span: span.start):
             first, last = max(filled, span.start), min(wanted.stop, span.stop)
             if span.start <= filled and first < last:
-                values[first - wanted.start : last - wanted.start] = span.read(name, first, last)
+                values[first - wanted.start : last - wanted.start] = span.file.get_slice(name)[
+                    first - span.start : last - span.start
+                ]
                 filled = last
         if filled != wanted.stop:
-            raise CheckpointError(f"rows {filled}…{wanted.stop - 1} of {name} are in none of {self._named()}")
+            files = ", ".join(path.name for path in self._files)
+            raise CheckpointError(f"rows {filled}…{wanted.stop - 1} of {name} are in none of {files}")
         return values
 
     def _index(self, file: Any) -> None:
@@ -185,12 +188,8 @@ class Parts:
             stop = start + (local[0] if local else 0)
             self._where.setdefault(name, []).append(_Span(file, start, stop, TORCH_TYPES[part.get_dtype()]))
 
-    def _named(self) -> str:
-        return ", ".join(path.name for path in self._files)
 
-
-@dataclass(frozen=True)
-class _Span:
+class _Span(NamedTuple):
     """Rows `start` to `stop` of a tensor lie in this open file."""
 
     file: Any
@@ -198,36 +197,22 @@ class _Span:
     stop: int
     dtype: torch.dtype
 
-    def read(self, name: str, first: int, last: int) -> Tensor:
-        values: Tensor = self.file.get_slice(name)[first - self.start : last - self.start]
-        return values
+
+# ── checkpoints ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-# ── checkpoint ──────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-FORMAT = 1
-MANIFEST = "checkpoint.json"
-MODEL = "model.safetensors"
-TRAINING = "training.safetensors"
-NAME = re.compile(r"(0|[1-9]\d*)\.(0|[1-9]\d*)", re.ASCII)
-HIDDEN = ".saving-"
-MOMENTS = "optimizer/"
-PART_BYTES = 2**30
-
-
-@dataclass(frozen=True)
-class Captured:
-    """The large files of a checkpoint by name, each as that which writes it to a path; nobody changes their contents
-    before they are written. Several processes may each bring files of their own."""
-
-    parts: Mapping[str, Callable[[Path], None]]
-
-    @classmethod
-    def of(cls, weights: Mapping[str, Tensor], training: Mapping[str, Tensor]) -> Captured:
-        """The state of a learner in this process: its weights, and what `training_state` says of it."""
-        files = {MODEL: weights, **_in_parts(training)}
-        return cls({name: partial(save_tensors, tensors=tensors) for name, tensors in files.items()})
+def captured_files(weights: Mapping[str, Tensor], training: Mapping[str, Tensor]) -> Captured:
+    """The state of a learner in this process: its weights, and what `training_state` says of it, in parts of about
+    `PART_BYTES` where it is large, which are written and hashed at the same time."""
+    sizes = list(accumulate((tensor.nbytes for tensor in training.values()), initial=0))
+    count = max(1, -(-sizes[-1] // PART_BYTES))
+    parts: list[dict[str, Tensor]] = [{} for _ in range(count)]
+    for begins, (name, tensor) in zip(sizes, training.items(), strict=False):
+        parts[begins * count // sizes[-1]][name] = tensor
+    parts = [part for part in parts if part]
+    names = [TRAINING] if count == 1 else [part_name(TRAINING, number, len(parts)) for number in range(len(parts))]
+    files = {MODEL: weights, **dict(zip(names, parts, strict=True))}
+    return {name: partial(save_tensors, tensors=tensors) for name, tensors in files.items()}
 
 
 @dataclass(frozen=True)
@@ -253,7 +238,7 @@ class CheckpointStore:
 
     def save(self, learner: Learner, progress: Progress, files: Mapping[str, bytes]) -> Path:
         """Make the learner's state durable, while nobody trains it. When the call returns, no crash loses it."""
-        return self.write(Captured.of(learner.state(), training_state(learner)), progress, files)
+        return self.write(captured_files(learner.state(), training_state(learner)), progress, files)
 
     def write(
         self,
@@ -270,7 +255,7 @@ class CheckpointStore:
             hidden.mkdir()
             for name, data in files.items():
                 write_atomically(hidden / name, data)
-            hashes = dict(in_order(lambda part: _put(hidden, *part), captured.parts.items()))
+            hashes = dict(in_order(lambda part: _put(hidden, *part), captured.items()))
             write_atomically(hidden / MANIFEST, _manifest(hidden, progress, hashes))
             point("trainer.checkpoint.before_rename")
             target = self._put_in_place(hidden, progress)
@@ -290,7 +275,7 @@ class CheckpointStore:
         kept = self._retention.kept(sound, scores) | set(written)
         for place in sound:
             if place not in kept:
-                shutil.rmtree(self.folder / _name(place))
+                shutil.rmtree(self.folder / "{}.{}".format(*place))
 
     def prune_finished(self, scores: Mapping[int, float]) -> None:
         """The run is finished: only the newest and the best stay; no guard looks back, no score is waited for."""
@@ -316,8 +301,22 @@ class CheckpointStore:
         )
 
     def at(self, place: Place) -> StoredCheckpoint:
-        """The checkpoint of one version and incarnation; `CheckpointError` if it is not there or damaged."""
-        return _read(self.folder / _name(place))
+        """The checkpoint of one version and incarnation, if all its bytes are as they were written; else a
+        `CheckpointError` that names the file that is not."""
+        folder = self.folder / "{}.{}".format(*place)
+        content = _read_manifest(folder)
+        for name, expected in content["files"].items():
+            try:
+                found = _file_hash(folder / name)
+            except OSError as error:
+                raise CheckpointError(f"the checkpoint {folder} is damaged: {name}: {error.strerror}") from error
+            if found != expected:
+                raise CheckpointError(f"the checkpoint {folder} is damaged: {name} does not match its hash")
+        progress = Progress(content["run"], content["version"], content["incarnation"])
+        if progress.name != folder.name:
+            raise CheckpointError(f"the checkpoint {folder} is damaged: it says that it is {progress.name}")
+        described = {name for name in content["files"] if not name.endswith(".safetensors")}
+        return StoredCheckpoint(folder, progress, {name: (folder / name).read_bytes() for name in described})
 
     def places(self) -> list[Place]:
         """Version and incarnation of the checkpoints, newest first."""
@@ -373,34 +372,10 @@ def restore_generators(training: Mapping[str, Tensor]) -> None:
             torch.cuda.set_rng_state(state, index)
 
 
-def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """A safetensors file that is on the disk when the call returns."""
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-
-
-def _name(place: Place) -> str:
-    return f"{place[0]}.{place[1]}"
-
-
 def _put(folder: Path, name: str, put: Callable[[Path], None]) -> tuple[str, str]:
     """Write one large file; its name and its hash, as it can be read."""
     put(folder / name)
     return name, _file_hash(folder / name)
-
-
-def _in_parts(training: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """The file of `training`, or parts of about `PART_BYTES`, which are written and hashed at the same time."""
-    sizes = list(accumulate((tensor.nbytes for tensor in training.values()), initial=0))
-    count = max(1, -(-sizes[-1] // PART_BYTES))
-    if count == 1:
-        return {TRAINING: dict(training)}
-    parts: list[dict[str, Tensor]] = [{} for _ in range(count)]
-    for begins, (name, tensor) in zip(sizes, training.items(), strict=False):
-        parts[begins * count // sizes[-1]][name] = tensor
-    parts = [part for part in parts if part]
-    return {part_name(TRAINING, number, len(parts)): part for number, part in enumerate(parts)}
 
 
 def _manifest(folder: Path, progress: Progress, hashes: Mapping[str, str]) -> bytes:
@@ -415,23 +390,6 @@ def _content_hash(content: Mapping[str, Any]) -> str:
 
 def _file_hash(path: Path) -> str:
     return blake3().update_mmap(path).hexdigest()
-
-
-def _read(folder: Path) -> StoredCheckpoint:
-    """A checkpoint, if all its bytes are as they were written; else `CheckpointError` with the file that is not."""
-    content = _read_manifest(folder)
-    for name, expected in content["files"].items():
-        try:
-            found = _file_hash(folder / name)
-        except OSError as error:
-            raise CheckpointError(f"the checkpoint {folder} is damaged: {name}: {error.strerror}") from error
-        if found != expected:
-            raise CheckpointError(f"the checkpoint {folder} is damaged: {name} does not match its hash")
-    progress = Progress(content["run"], content["version"], content["incarnation"])
-    if progress.name != folder.name:
-        raise CheckpointError(f"the checkpoint {folder} is damaged: it says that it is {progress.name}")
-    described = {name for name in content["files"] if not name.endswith(".safetensors")}
-    return StoredCheckpoint(folder, progress, {name: (folder / name).read_bytes() for name in described})
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
@@ -450,24 +408,25 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     return content
 
 
-# ── copies ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── copies ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True)
 class Copied:
-    """The state of one version; good until the next copy is taken. `training` is None where no checkpoint is due, and
+    """The state of one version; good until the next copy is taken. `captured` is None where no checkpoint is due, and
     `weights` are then of the type that is published."""
 
     weights: Mapping[str, Tensor]
-    training: Mapping[str, Tensor] | None
-
-    def captured(self) -> Captured | None:
-        """As the large files of a checkpoint."""
-        return None if self.training is None else Captured.of(self.weights, self.training)
+    captured: Captured | None
 
 
 class Copies:
-    """Takes copies, each into the memory of the one before: whoever uses that must have finished."""
+    """Takes copies, each into the memory of the one before: whoever uses that must have finished.
+
+    The memory is as large as the state itself: 4 bytes per weight, 12 with the moments. On a GPU it is page-locked, so
+    that the copy runs at the speed of the bus. Weights that are not trained are copied once. Where no checkpoint is
+    due, weights are rounded to the type that is published before they leave the device.
+    """
 
     def __init__(self) -> None:
         self._memory: dict[tuple[str, torch.dtype], Tensor] = {}
@@ -491,7 +450,7 @@ class Copies:
         if not with_training:
             return Copied(weights, None)
         training = {name: self._copy_one(name, value, False) for name, value in training_state(learner).items()}
-        return Copied(weights, training)
+        return Copied(weights, captured_files(weights, training))
 
     def _copy_one(self, name: str, tensor: Tensor, unchanging: bool, floating: torch.dtype | None = None) -> Tensor:
         """`floating` is what floating-point numbers are rounded to, on the device where they are."""
@@ -510,10 +469,7 @@ def published_type(learner: Learner) -> torch.dtype | None:
     return DTYPES[learner.settings.publish_dtype] if learner.settings.lora is None else None
 
 
-# ── reference ───────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-START = "start.json"
+# ── the start of a run ───────────────────────────────────────────────────────────────────────────────────────────
 
 
 def weights_digest(model: str | Path) -> str:

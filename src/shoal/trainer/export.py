@@ -1,17 +1,13 @@
-"""The card of an exported model: README.md for people and for the Hugging Face hub, shoal.json for programs.
-
-front matter   library, task, tags; what it was trained from and on, where the hub has it; its held-out score
-facts          run, version, which of the run's versions this is and why, digest, head of the ledger
-training       the recipe, as far as it decides what was learnt
-results        the held-out score by version, the last value of every number measured
-
-Export: a Hugging Face folder that plain `transformers` loads, with a card that says where it came from.
+"""Export: a Hugging Face folder that plain `transformers` loads, with a card that says where it came from.
 
     hidden folder ─► weights, configuration, tokenizer, README.md, shoal.json, all synced ─► rename
 
 `shoal.json` marks an export and lists its files. A folder without it is somebody's and is never overwritten. In one
 that is an export already, or empty, files take the places of the older ones, the weights last; whatever else is there
 (LICENSE, .git) stays. A kill in between leaves a folder without weights, which nobody takes for a model.
+
+The card is README.md for people and for the Hugging Face hub: front matter, facts, the recipe as far as it decides what
+was learnt, results.
 """
 
 from __future__ import annotations
@@ -46,7 +42,7 @@ from shoal.trainer.settings import HARMLESS, TrainerSettings
 
 log = logging.getLogger(__name__)
 
-# ── card ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the card ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 SHOWN_SCORES = 24
@@ -60,6 +56,13 @@ KINDS = {
     "demonstrations": "Trained with shoal to imitate demonstrations.",
 }
 UNTRAINED = "The model that the run began with: version 0, before any training."
+USAGE = """```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("path/to/this/folder")
+tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")
+```
+"""
 IMITATION = "cross_entropy"  # the loss of demonstrations, which have no advantages
 
 
@@ -96,9 +99,11 @@ class ModelCard:
     def as_readme(self, dtype: str) -> str:
         progress = self.progress
         kind = KINDS[self.trained_on] if self.is_trained else UNTRAINED
+        recipe = f"## Training\n\n{_table(('setting', 'value'), self.training)}\n"
         return (
             f"{_front_matter(self)}\n# {progress.run}, version {progress.version}\n\n{kind}\n\n"
-            f"{_table(('fact', 'value'), _facts(self, dtype))}\n{_usage()}\n{_training(self)}{_results(self)}"
+            f"{_table(('fact', 'value'), _facts(self, dtype))}\n{USAGE}\n"
+            f"{recipe if self.training and self.is_trained else ''}{_results(self)}"
             "## Licence\n\nThat of the model it was trained from, where nothing else was agreed.\n"
         )
 
@@ -160,7 +165,10 @@ def _front_matter(card: ModelCard) -> str:
 
 
 def _facts(card: ModelCard, dtype: str) -> dict[str, str]:
-    progress = card.progress
+    progress, head, published = card.progress, card.ledger_head, {}
+    if card.trained_on == "rollouts":  # demonstrations need no hub: nothing is published, and there is no ledger
+        published["policy digest"] = f"`{card.digest}`" if card.digest else "not recorded"
+        published["ledger head (index / hash)"] = f"{head.index} / `{head.hash}`" if head else "not recorded"
     return {
         "run": f"`{progress.run}`",
         "version": f"{progress.version} (incarnation {progress.incarnation})",
@@ -169,7 +177,7 @@ def _facts(card: ModelCard, dtype: str) -> dict[str, str]:
         "environment": card.environment or "not recorded",
         **({"data": ", ".join(card.datasets)} if card.datasets else {}),
         "weights": dtype,
-        **(_published(card) if card.trained_on == "rollouts" else {}),
+        **published,
     }
 
 
@@ -178,29 +186,6 @@ def _origin(base_model: str) -> str:
     if not base_model or ON_THE_HUB.fullmatch(base_model):
         return base_model or "not recorded"
     return f"{base_model} (a local model, not one of the Hugging Face hub: there is no `base_model` above)"
-
-
-def _published(card: ModelCard) -> dict[str, str]:
-    """Demonstrations are learnt without a hub: nothing is published, and there is no ledger."""
-    head = card.ledger_head
-    return {
-        "policy digest": f"`{card.digest}`" if card.digest else "not recorded",
-        "ledger head (index / hash)": f"{head.index} / `{head.hash}`" if head else "not recorded",
-    }
-
-
-def _usage() -> str:
-    return (
-        "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-        'model = AutoModelForCausalLM.from_pretrained("path/to/this/folder")\n'
-        'tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")\n```\n'
-    )
-
-
-def _training(card: ModelCard) -> str:
-    return (
-        f"## Training\n\n{_table(('setting', 'value'), card.training)}\n" if card.training and card.is_trained else ""
-    )
 
 
 def _results(card: ModelCard) -> str:
@@ -226,7 +211,7 @@ def _table(header: tuple[str, str], rows: Mapping[str, str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-# ── export ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the folder ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 MODEL = "model.safetensors"
@@ -265,11 +250,18 @@ def export_policy(
         (hidden / MODEL).chmod(0o644)  # the library makes it private; a model is there to be read
         with (hidden / MODEL).open("rb") as file:
             os.fsync(file.fileno())
-        for name, data in {**files, "config.json": _config(files, dtype)}.items():
+        # With the type of the exported weights, so that a loader does not cast them.
+        config = {key: value for key, value in read_config(files).items() if key != "torch_dtype"} | {"dtype": dtype}
+        for name, data in {**files, "config.json": json.dumps(config, indent=2).encode() + b"\n"}.items():
             write_atomically(hidden / name, data)
         write_atomically(hidden / "README.md", card.as_readme(dtype).encode())
         write_atomically(hidden / MARK, card.as_json())
-        _put_in_place(hidden, destination, card.files)
+        sync_folder(hidden)
+        if there:
+            _replace_files(hidden, destination, card.files)
+        else:
+            hidden.rename(destination)
+            sync_folder(destination.parent)
     except (SafetensorError, OSError) as error:
         raise resource_error("write the export", destination, error) from error
     finally:
@@ -372,15 +364,6 @@ def beside_the_best(version: int, scores: Mapping[int, float]) -> str:
     return f" ({own}; the run's best is {scores[best]:.4g}, of version {best})"
 
 
-def _put_in_place(hidden: Path, destination: Path, names: Sequence[str]) -> None:
-    sync_folder(hidden)
-    if hidden.parent == destination:
-        _replace_files(hidden, destination, names)
-    else:
-        hidden.rename(destination)
-        sync_folder(destination.parent)
-
-
 def _replace_files(hidden: Path, destination: Path, names: Sequence[str]) -> None:
     """One after the other. The mark is always there; weights are never beside a configuration that is not theirs."""
     earlier = set(written_files(destination)) - {*names}
@@ -390,9 +373,3 @@ def _replace_files(hidden: Path, destination: Path, names: Sequence[str]) -> Non
     for name in sorted(names, key=lambda name: (name == MODEL, name == MARK)):
         (hidden / name).replace(destination / name)
     sync_folder(destination)
-
-
-def _config(files: Mapping[str, bytes], dtype: str) -> bytes:
-    """config.json with the type of the exported weights, so that a loader does not cast them."""
-    config = {key: value for key, value in read_config(files).items() if key != "torch_dtype"}
-    return json.dumps({**config, "dtype": dtype}, indent=2).encode() + b"\n"

@@ -1,4 +1,6 @@
-"""Which checkpoints are kept. A function of their numbers and of the scores known, so that a resume decides the same.
+"""What is in a trainer's folder, without torch: where a run stands, which checkpoints are kept, where an export may go.
+
+Which checkpoints are kept is a function of their numbers and of the scores known, so that a resume decides the same:
 
     newest `keep`                  what a resume needs, and one more should it be damaged
     best `keep_best`               by held-out score; of equal ones the newer, which has learnt from more
@@ -7,8 +9,6 @@
                                    for, there is a checkpoint from before it began
 
 Never more than the sum of all. A version that was trained twice (two incarnations) counts as the newer one.
-
-Where an export may go. Apart from `export` because the answer is wanted before torch is loaded.
 """
 
 from __future__ import annotations
@@ -21,9 +21,6 @@ from typing import Any
 
 from shoal.errors import ConfigError
 from shoal.runtime.metrics import MetricsLog
-
-# ── retention ───────────────────────────────────────────────────────────────────────────────────────────────────────
-
 
 Place = tuple[int, int]
 """Version and incarnation: newer ones are greater."""
@@ -96,7 +93,7 @@ def _last_lives(places: Sequence[Place]) -> list[Place]:
     return sorted(dict(sorted(places)).items(), reverse=True)
 
 
-# ── destination ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── exports ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 MARK = "shoal.json"

@@ -1,6 +1,4 @@
-"""Numbers of settings that end in arithmetic with float32: finite, and no larger than that type holds.
-
-Guards: a run that goes wrong says so early, and ends as a failure, not as a model.
+"""Guards: a run that goes wrong says so early, and ends as a failure, not as a model.
 
     rows so far ──► rate_factor ─► the step's learning rate
          ├──► veto ◄─ each update's numbers, before it is made          skip, stop: it is not made
@@ -31,10 +29,19 @@ from shoal.runtime.program import shoal_command
 
 log = logging.getLogger(__name__)
 
-# ── real ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-LARGEST = 3.4028234663852886e38
+Row = Mapping[str, float]
+Measure = Callable[[Sequence[Row], Row], float | None]
+SMOOTH = 5  # rows that are averaged, so that one odd batch is no trend; the first rows: two at least
+SLOPE_ROWS = 16
+HISTORY = 2000  # rows that are looked back upon
+LEAST_LOSS = 0.05  # of reward: what is smaller is noise, whatever its share
+NOISE = 4.0  # times the mean difference of two rows: small batches reach and lose an extreme by chance
+CALM = 5  # rows without it end an episode: what comes back after that is said again
+SETTLE = 10  # rows between two reductions of the rate: the effect of one shows after a while
+LOOKBACK = 20  # versions: more than any guard needs to notice; a checkpoint from before that is kept
+ALARM = "alarm_"
+RUN_OF_NOT_FINITE = "not_finite_updates"  # how many there were in a row when the step ended
+LARGEST = 3.4028234663852886e38  # that float32 holds
 
 
 def holds(value: float) -> bool:
@@ -52,23 +59,7 @@ def _check(value: float) -> float:
 
 
 Real = Annotated[float, AfterValidator(_check)]
-
-
-# ── guards ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-Row = Mapping[str, float]
-Measure = Callable[[Sequence[Row], Row], float | None]
-SMOOTH = 5  # rows that are averaged, so that one odd batch is no trend; the first rows: two at least
-SLOPE_ROWS = 16
-HISTORY = 2000  # rows that are looked back upon
-LEAST_LOSS = 0.05  # of reward: what is smaller is noise, whatever its share
-NOISE = 4.0  # times the mean difference of two rows: small batches reach and lose an extreme by chance
-CALM = 5  # rows without it end an episode: what comes back after that is said again
-SETTLE = 10  # rows between two reductions of the rate: the effect of one shows after a while
-LOOKBACK = 20  # versions: more than any guard needs to notice; a checkpoint from before that is kept
-ALARM = "alarm_"
-RUN_OF_NOT_FINITE = "not_finite_updates"  # how many there were in a row when the step ended
+"""A number of the settings that ends in arithmetic with float32."""
 
 
 def values_of(rows: Sequence[Row], *names: str) -> list[float]:

@@ -1,10 +1,8 @@
-"""The greedy score on held-out tasks: what the run is for. Sampled reward can rise while this stands still.
-
-Who measures versions on held-out tasks, and how the scores reach the metrics.
+"""The greedy score on held-out tasks, who measures it, and how it reaches the metrics.
 
     trainer      due ─► training pauses ─► score ─► the row of that version
     validators   due ─► the hub offers it ─► slices between audits ─► complete ─┬─► before its row: into it
-                                                   (training goes on)           └─► later: into the row that is there
+                                                   (training continues)         └─► later: into the row that is there
                  the last version: waited for, `LAST_WAIT_S` at most; then the trainer measures it itself
 
 A score that comes twice, or again after a resume, changes nothing. One of a part of the tasks (`Evaluation.partial`)
@@ -16,7 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -33,9 +31,6 @@ from shoal.runtime.stop import StopToken
 from shoal.trainer.step import Stopped
 
 log = logging.getLogger(__name__)
-
-# ── evaluate ────────────────────────────────────────────────────────────────────────────────────────────────────────
-
 
 Evaluator = Callable[[], float | None]
 
@@ -106,53 +101,35 @@ class GreedyEvaluator:
         return ids
 
 
-# ── held_out ────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 LAST_WAIT_S = 120.0
 LOOK_S = 0.5
 
 
-class HeldOut(Protocol):
-    """What a training run asks: each answer is the score of a version, if it is known by then."""
-
-    def before(self, version: int) -> float | None:
-        """Training from this version is about to begin."""
-        ...
-
-    def known(self, version: int) -> dict[int, float]:
-        """The row of this version is about to be written: its score, and those of earlier ones that came since."""
-        ...
-
-    def last(self, version: int) -> float | None:
-        """The run is over: the score of its last version."""
-        ...
-
-
-@dataclass(frozen=True)
-class ByTrainer:
-    """Implements `HeldOut`: every so many versions the trainer stops and looks."""
+@dataclass
+class HeldOut:
+    """Every so many versions the trainer stops and looks. Each answer is the score of a version, if known by then."""
 
     evaluate: Evaluator
     every: int
 
     def before(self, version: int) -> float | None:
+        """Training from this version is about to begin."""
         return self.evaluate() if self.every and version % self.every == 0 else None
 
     def known(self, version: int) -> dict[int, float]:  # noqa: ARG002  nobody else measures
+        """The row of this version is about to be written: its score, and those of earlier ones that came since."""
         return {}
 
     def last(self, version: int) -> float | None:  # noqa: ARG002  the model is at its last version
+        """The run is over: the score of its last version."""
         return self.evaluate() if self.every else None
 
 
 @dataclass
-class ByValidators:
-    """Implements `HeldOut`: the hub has validators measure; `evaluate` is for the last version, should none do it."""
+class ByValidators(HeldOut):
+    """The hub has validators measure; `evaluate` is for the last version, should none do it."""
 
     page: Callable[[int], EvaluationPage]
-    evaluate: Evaluator
-    every: int
     clock: Clock
     stop: StopToken
     _told: dict[int, float] = field(default_factory=dict)

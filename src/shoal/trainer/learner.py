@@ -1,18 +1,13 @@
-"""bfloat16 weights that compute, float32 ones that learn.
+"""What training changes (weights, moments), and by which rules (advantage, loss, schedule).
 
     model (bfloat16) ──forward, backward──► gradient of one weight ──added in float32──► master.grad
          ▲                                                                                  │ optimizer, on masters
          └───────────────────────────── rounded once ──────────────────────── master ◄──────┘
 
 A step of training moves most weights by less than bfloat16 can tell apart; the masters keep what would be rounded away.
-A gradient is taken over as soon as it is there, so that those in bfloat16 never exist all at once.
-
-Weights that are not trained have no masters. What they were before they were rounded is kept in the host's memory: it
-is what is saved, published and exported.
-
-Activations computed twice instead of kept: memory of one layer instead of all, for a third more computing.
-
-What training changes (weights, moments), and by which rules (advantage, loss, schedule).
+A gradient is taken over as soon as it is there, so that those in bfloat16 never exist all at once. Weights that are not
+trained have no masters. What they were before they were rounded is kept in the host's memory: it is what is saved,
+published and exported.
 """
 
 from __future__ import annotations
@@ -38,12 +33,10 @@ from shoal.models.load import DTYPES, LoadedModel, adapted, load_model
 from shoal.models.lora import AdapterShape
 from shoal.models.packed import attends_by_flash, supports_packing
 from shoal.models.state import overwrite, policy_state
-from shoal.trainer.ranks import Alone, Crew
+from shoal.trainer.ranks import Ranks
 from shoal.trainer.settings import TrainerSettings
 
 log = logging.getLogger(__name__)
-
-# ── precision ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Masters:
@@ -99,9 +92,6 @@ def _hand_over(master: Tensor) -> Callable[[Tensor], None]:
     return take
 
 
-# ── recompute ───────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def recompute_layers(model: Any) -> None:
     """From now on the backward pass computes every decoder layer again. The gradients are the same.
 
@@ -118,9 +108,6 @@ def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
         return checkpoint(forward, *values, use_reentrant=False, preserve_rng_state=False, **named)
 
     return call
-
-
-# ── learner ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 NOT_COMPILED = (
@@ -142,7 +129,7 @@ class Learner:
     advantage: Advantage
     loss: Loss
     loss_parameters: LossParameters
-    crew: Crew = Alone()  # noqa: RUF009 - it has no state
+    ranks: Ranks = Ranks()  # noqa: RUF009 - it has no state
     masters: Masters | None = None
     # The policy that training began with, if the objective is held near it; `model` itself, if without its adapters.
     reference: Any = None
@@ -189,30 +176,30 @@ class Learner:
             self.optimizer.state[trained[weight]][slot] = value if count_stays else value.to(trained[weight].device)
 
 
-def new_learner(model: Any, settings: TrainerSettings, crew: Crew | None = None, reference: Any = None) -> Learner:
+def new_learner(model: Any, settings: TrainerSettings, ranks: Ranks | None = None, reference: Any = None) -> Learner:
     """A learner that has not learnt yet. The model is put in evaluation mode: dropout would be noise in the ratio.
 
-    A model whose weights are spread over the crew already comes in float32 and with its `reference`, if that is
+    A model whose weights are spread over the ranks already comes in float32 and with its `reference`, if that is
     another model; they are not touched here.
     """
     model.eval()
-    crew = crew or Alone()
+    ranks = ranks or Ranks()
     masters = None
-    if settings.memory.precision != "float32" and isinstance(crew, Alone):  # FSDP rounds what it gathers by itself
+    if settings.memory.precision != "float32" and not ranks.sharded:  # FSDP rounds what it gathers by itself
         masters = Masters(model)
         masters.attach(DTYPES[settings.memory.precision])
     if settings.objective.kl > 0 and reference is None:
-        reference = frozen_copy(model) if settings.lora is None else model
+        reference = copy.deepcopy(model).requires_grad_(False) if settings.lora is None else model
     with torch.no_grad():
-        packed = crew.run(model, lambda: supports_packing(model))
-        one_program = not packed or crew.run(model, lambda: attends_by_flash(model))
+        packed = ranks.run(model, lambda: supports_packing(model))
+        one_program = not packed or ranks.run(model, lambda: attends_by_flash(model))
     if settings.memory.compile and one_program:
         compile_layers(model)
     elif settings.memory.compile:
         log.warning(NOT_COMPILED)
     if settings.memory.recompute:
         recompute_layers(model)
-    trained = [weight for weight in model.parameters() if weight.requires_grad]
+    objective, trained = settings.objective, [weight for weight in model.parameters() if weight.requires_grad]
     optimizer = torch.optim.AdamW(
         trained if masters is None else masters.named.values(),
         lr=settings.learning_rate,
@@ -226,8 +213,18 @@ def new_learner(model: Any, settings: TrainerSettings, crew: Crew | None = None,
         settings=settings,
         advantage=advantage_named(settings.advantage),
         loss=loss_named(settings.loss),
-        loss_parameters=_loss_parameters(settings),
-        crew=crew,
+        loss_parameters=LossParameters(
+            epsilon=settings.clip_epsilon,
+            delta=settings.clip_delta,
+            epsilon_high=objective.clip_high,
+            ratio_cap=objective.ratio_cap,
+            mask_low=objective.mask_low,
+            mask_high=objective.mask_high,
+            move_limit=objective.move_limit,
+            log_ratio_penalty=objective.log_ratio_penalty,
+            recomputed_base=objective.ratio_base == "recomputed",
+        ),
+        ranks=ranks,
         masters=masters,
         reference=reference,
         packed=packed,
@@ -243,26 +240,6 @@ def cost_of(model: Any) -> Cost:
     size = vars(shape).get("head_dim") or shape.hidden_size // max(1, heads)  # layers of some models differ in it
     weights = sum(weight.numel() for weight in model.parameters())
     return Cost(linear=weights, quadratic=shape.num_hidden_layers * heads * size)
-
-
-def frozen_copy(model: Any) -> Any:
-    """The model as it is now, in memory of its own, never to be trained."""
-    return copy.deepcopy(model).requires_grad_(False)
-
-
-def _loss_parameters(settings: TrainerSettings) -> LossParameters:
-    objective = settings.objective
-    return LossParameters(
-        epsilon=settings.clip_epsilon,
-        delta=settings.clip_delta,
-        epsilon_high=objective.clip_high,
-        ratio_cap=objective.ratio_cap,
-        mask_low=objective.mask_low,
-        mask_high=objective.mask_high,
-        move_limit=objective.move_limit,
-        log_ratio_penalty=objective.log_ratio_penalty,
-        recomputed_base=objective.ratio_base == "recomputed",
-    )
 
 
 def learning_rate(settings: TrainerSettings, step: int, minibatch: int = 0) -> float:

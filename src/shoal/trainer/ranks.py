@@ -1,13 +1,11 @@
-"""The processes that train together: one by default, several under `torchrun`.
+"""The ranks that train together: one process by default, several under `torchrun`.
 
 Everything a step needs of the others is here, so that the step itself reads the same on one CPU and on many GPUs.
 
-    Alone     one process: every answer is its own
-    Together  `together.py`: all processes of a `torchrun` group, each with a share of every weight
+    Ranks       one process: every answer is its own
+    RankGroup   a `torchrun` group, each with a shard of every weight: gloo between CPUs, NCCL between GPUs
 
-Implements `Crew` for the processes of one `torchrun` group: gloo between CPUs, NCCL between GPUs.
-
-    rank 0 ──tell──► the store: "message n, so many bytes" ──► every other rank: hear
+    rank 0 ──send──► the store: "message n, so many bytes" ──► every other rank: receive
            └───────────────── broadcast of its bytes ────────────────┘
 
 The others wait at the store and not in a collective: a wait that Python can leave when it is told to stop, and that may
@@ -23,7 +21,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -36,83 +34,7 @@ from shoal.errors import DeadlineExceeded, ResourceError
 from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.stop import StopToken
 
-# ── crew ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 T = TypeVar("T")
-
-
-class Crew(Protocol):
-    """The trainer's processes. All of them call the collective methods in the same order.
-
-    Rank 0 leads: it alone talks to the hub, and `tell`s the others what to do next (`follower.py`).
-    """
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def world(self) -> int: ...
-
-    def total(self, values: Tensor) -> Tensor:
-        """The sum over all processes, the same in each."""
-        ...
-
-    def peak(self, values: Tensor) -> Tensor:
-        """The largest over all processes, the same in each."""
-        ...
-
-    def any(self, flag: bool) -> bool:
-        """Whether it is true in any of them; the same answer in each."""
-        ...
-
-    def run(self, model: Any, call: Callable[[], T]) -> T:
-        """`call()` with the model's weights whole: every use of a model, or of its head, happens inside one."""
-        ...
-
-    def norm(self, gradients: Sequence[Tensor]) -> Tensor:
-        """The norm of a gradient of which each process may hold a share; the same in each."""
-        ...
-
-    def whole(self, tensor: Tensor) -> Tensor:
-        """A tensor with all its rows, where each process may hold a share of them."""
-        ...
-
-    def tell(self, command: bytes) -> None:
-        """Rank 0: what the others do next. Nothing, if there are none."""
-        ...
-
-
-class Alone:
-    """Implements `Crew`: a process by itself."""
-
-    rank = 0
-    world = 1
-
-    def total(self, values: Tensor) -> Tensor:
-        return values
-
-    def peak(self, values: Tensor) -> Tensor:
-        return values
-
-    def any(self, flag: bool) -> bool:
-        return flag
-
-    def run(self, model: Any, call: Callable[[], T]) -> T:  # noqa: ARG002
-        return call()
-
-    def norm(self, gradients: Sequence[Tensor]) -> Tensor:
-        return torch.nn.utils.get_total_norm(gradients)
-
-    def whole(self, tensor: Tensor) -> Tensor:
-        return tensor
-
-    def tell(self, command: bytes) -> None:  # noqa: ARG002
-        return None
-
-
-# ── together ────────────────────────────────────────────────────────────────────────────────────────────────────────
-
 
 COLLECTIVE_S = 600.0  # ranks do the same work at the same time: none waits longer for another than for one micro-batch
 LISTEN_S = 0.02
@@ -121,8 +43,48 @@ OVER = "over"
 RUN_METHOD = "run_with_weights"
 
 
-class Together:
+class Ranks:
+    """The trainer's processes, of which this is the only one. All of them call these methods in the same order.
+
+    Rank 0 leads: it alone talks to the hub, and sends the others what to do next (`shards`).
+    """
+
+    rank = 0
+    world = 1
+    sharded = False
+
+    def total(self, values: Tensor) -> Tensor:
+        """The sum over all processes, the same in each."""
+        return values
+
+    def peak(self, values: Tensor) -> Tensor:
+        """The largest over all processes, the same in each."""
+        return values
+
+    def any(self, flag: bool) -> bool:
+        """Whether it is true in any of them; the same answer in each."""
+        return flag
+
+    def run(self, model: Any, call: Callable[[], T]) -> T:  # noqa: ARG002
+        """`call()` with the model's weights whole: every use of a model, or of its head, happens inside one."""
+        return call()
+
+    def norm(self, gradients: Sequence[Tensor]) -> Tensor:
+        """The norm of a gradient of which each process may hold a shard; the same in each."""
+        return self.whole(torch.nn.utils.get_total_norm(gradients))
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        """A tensor with all its rows, where each process may hold a shard of them."""
+        return tensor
+
+    def send(self, command: bytes) -> None:
+        """Rank 0: what the others do next. Nothing, if there are none."""
+
+
+class RankGroup(Ranks):
     """A process of a group. `device` is where its weights are, e.g. `cuda:3`; `use` chooses it."""
+
+    sharded = True
 
     def __init__(self, store: Store, rank: int, world: int) -> None:
         self.rank = rank
@@ -146,18 +108,15 @@ class Together:
             model.reshard()
         return result
 
-    def norm(self, gradients: Sequence[Tensor]) -> Tensor:
-        return self.whole(torch.nn.utils.get_total_norm(gradients))
-
     def whole(self, tensor: Tensor) -> Tensor:
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
-    def tell(self, command: bytes) -> None:
+    def send(self, command: bytes) -> None:
         self._store.set(f"message-{self._messages}", str(len(command)))
         self.broadcast(torch.frombuffer(bytearray(command), dtype=torch.uint8))
         self._messages += 1
 
-    def hear(self, stop: StopToken, silence_s: float, clock: Clock = SystemClock()) -> bytes | None:
+    def receive(self, stop: StopToken, silence_s: float, clock: Clock = SystemClock()) -> bytes | None:
         """The next message of rank 0; None if there will be none, or this process is told to stop."""
         key, end_s = f"message-{self._messages}", clock.monotonic_s() + silence_s
         pause = threading.Event()
@@ -178,7 +137,7 @@ class Together:
         self._messages += 1
         return message.numpy().tobytes()
 
-    def dismiss(self) -> None:
+    def end(self) -> None:
         """Rank 0: there is nothing more to do. No collective, so that it can be said after one that failed."""
         self._store.set(f"message-{self._messages}", OVER)
 
@@ -210,7 +169,7 @@ class Together:
         return reduced
 
 
-def join_crew(collective_s: float = COLLECTIVE_S) -> Together:
+def join_ranks(collective_s: float = COLLECTIVE_S) -> RankGroup:
     """Meet the other processes; what `torchrun` put into the environment says who and where they are."""
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     limit = timedelta(seconds=collective_s)
@@ -221,7 +180,7 @@ def join_crew(collective_s: float = COLLECTIVE_S) -> Together:
         life = PrefixStore(f"life-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         group = PrefixStore("group", life)
         dist.init_process_group(backend, store=group, rank=rank, world_size=world, timeout=limit)
-    return Together(PrefixStore("shoal", life), rank, world)
+    return RankGroup(PrefixStore("shoal", life), rank, world)
 
 
 @contextmanager

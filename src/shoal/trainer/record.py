@@ -1,23 +1,16 @@
-"""Where a trainer's time goes between two rows of its metrics.
+"""The rows of a run: written to metrics.jsonl at once, told to the trackers, reported to the hub a version later.
 
-Metrics for those who look at them elsewhere: TensorBoard, Weights & Biases. One word each in `trainer.tracking`.
-
-    row written to metrics.jsonl ─► write ─┬─► tensorboard/events.out.tfevents.N.shoal      one file per start
-    held-out score that came later ─► amend┘└─► wandb/…          online with a key, else offline (`wandb sync` later)
-
-metrics.jsonl is the truth: a tracker that fails is warned about once and left alone, and training goes on. A resume
-continues where the checkpoint is: no step appears twice, and one that was never tracked is made up for, which `Cursor`
-tells. Nothing here imports torch, and nothing waits for a person, or without end.
-
-The rows of a run: written to metrics.jsonl at once, told to the trackers, reported to the hub a version later.
-
-    record(step) ─► row in the file, trackers                amend(step) ─► the same row, when more is known of it
+    add(step) ─► row in the file, trackers                amend(step) ─► the same row, when more is known of it
          └──────────────────── unreported ◄─────────────────────┘
                                     │ take()
                                     ▼
                                 report(rows) ─► the hub, which keeps the newest report of a step, with its alarms
 
-The file is what a resume relies on. Reports go out in the publisher's thread, before the version that came of them.
+The file is what a resume relies on: a tracker that fails is warned about once and left alone. Reports go out in the
+publisher's thread, before the version that came of them. Trackers (`trainer.tracking`) are TensorBoard, in
+tensorboard/events.out.tfevents.N.shoal, one file per start, and Weights & Biases, online with a key, else offline
+(`wandb sync` later). A resume continues where the checkpoint is: no step appears twice, and one that was never tracked
+is made up for, which `Cursor` tells. Nothing here imports torch, and nothing waits for a person, or without end.
 """
 
 from __future__ import annotations
@@ -45,9 +38,6 @@ from shoal.trainer.folder import scores_of
 from shoal.trainer.guards import Judged
 
 log = logging.getLogger(__name__)
-
-# ── stopwatch ───────────────────────────────────────────────────────────────────────────────────────────────────────
-
 
 ALWAYS = ("wait_s", "train_s", "copy_s", "publish_wait_s")
 
@@ -85,7 +75,7 @@ class Stopwatch:
         return {**laps, "step_s": step_s, **fractions}
 
 
-# ── tracking ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── trackers ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 Row = Mapping[str, float]
@@ -187,9 +177,6 @@ def require_trackers(words: Iterable[str]) -> None:
             )
 
 
-# ── TensorBoard ──────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 class TensorBoard:
     """Implements `Tracker`: event files in `tensorboard/`, readable while training goes on.
 
@@ -244,9 +231,6 @@ class TensorBoard:
         """To the system at once: what a kill leaves is whole."""
         self._events.write(event.SerializeToString())
         self._events.flush()
-
-
-# ── Weights & Biases ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class WeightsAndBiases:
@@ -333,7 +317,7 @@ def _has_key() -> bool:
 TRACKERS: dict[str, Callable[[Tracked], Tracker]] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
 
 
-# ── record ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── rows ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 SHOWN = ("sampled_reward", "reward_mean", "held_out", "loss", "validation_loss", "grad_norm", "idle_fraction")

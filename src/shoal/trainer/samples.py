@@ -1,17 +1,13 @@
-"""From the hub's groups to samples: advantages, filters, and a count of everything that is left out.
+"""From the hub's groups to samples, and from samples to log-probabilities. Knows no loss.
 
-TrainingGroup ─► a reward missing? ─► equal? ─► advantage per rollout ─► truncated and masked? ─► Sample
-                   └ counted: no_sample  └ counted: without_signal         └ counted: truncated
+    TrainingGroup ─► a reward missing? ─► equal? ─► advantage per rollout ─► truncated and masked? ─► Sample
+                       └ counted: no_sample  └ counted: without_signal         └ counted: truncated
+    samples ─lay─► Laid (tensors on the device) ─score(model)─► log-probability and entropy of every drawn token
 
 The hub has dropped, and replaced, groups whose *task* rewards are equal. What is left out here has no advantage to
 learn from, whatever its parts are: the rewards as a whole are equal, or `advantage` makes 0 of all of them. With one
-reward missing, the mean of a group means nothing: none of it is trained on.
-
-Samples → log-probabilities: how a micro-batch is laid out, computed and scored. Knows no loss.
-
-    samples ─lay─► Laid (tensors on the device) ─score(model)─► log-probability and entropy of every drawn token
-
-Packed where the model can be (`models.packed`), in padded rows elsewhere: the same numbers up to rounding.
+reward missing, the mean of a group means nothing: none of it is trained on. Samples are packed where the model can be
+(`models.packed`), in padded rows elsewhere: the same numbers up to rounding.
 
 Legend: T tokens end to end, B rows, L positions, N completion tokens that the model drew (flat), H hidden size.
 """
@@ -38,8 +34,6 @@ from shoal.models.logprobs import Head, TokenLogprobs, hidden_states, token_logp
 from shoal.models.packed import Packed, packed_states
 from shoal.protocol import TrainingGroup, TrainingRollout
 from shoal.protocol.given import drawn_mask
-
-# ── samples ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True)
@@ -86,11 +80,6 @@ class Prepared:
     def tokens(self) -> int:
         """Tokens that carry loss: the step's global count, by which its loss is normalised."""
         return sum(sample.trained for group in self.groups for sample in group)
-
-    @property
-    def completions(self) -> int:
-        """Completions that carry loss. None is without a token that does: what is given never begins or ends one."""
-        return sum(len(group) for group in self.groups)
 
 
 def prepare(groups: Sequence[TrainingGroup], advantage: Advantage, mask_truncated: bool) -> Prepared:
@@ -162,7 +151,7 @@ def _sample(group: TrainingGroup, rollout: TrainingRollout, advantage: float) ->
     return Sample(group.prompt_ids, token_ids, behaviour, advantage, drawn)
 
 
-# ── forward ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── log-probabilities ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True)

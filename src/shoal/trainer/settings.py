@@ -1,17 +1,5 @@
-"""The [trainer] section of a recipe: one declaration per setting. Imports no torch, since the CLI reads it.
-
-Which settings of [trainer] may be others when a run goes on. Imports no torch, since the CLI asks.
-
-    harmless     nothing of what is learnt depends on it
-    rounding     the same is computed in another order or place: learnt alike, not bit for bit
-    guards       "skip" and "slow" decide what is learnt from then on: the owner's decision, and it is said
-
-Everything else is what the run is. `trainer.publish_dtype` is, too, though nothing is learnt from it: workers generate
-with what was published. `trainer.evaluate_tasks` is, since scores of other tasks could not be compared.
-
-What one trainer process needs to start; put together by the CLI, or by a test.
-
-Which process of a group this is, told from what `torchrun` puts into the environment. Imports no torch.
+"""The [trainer] section of a recipe, one declaration per setting; what one trainer process needs to start, and which
+process of a group it is. Imports no torch, since the CLI reads it.
 """
 
 from __future__ import annotations
@@ -33,23 +21,12 @@ if TYPE_CHECKING:
     from shoal.environments import Environment, EnvironmentSettings
     from shoal.protocol import SignedDocument, SigningKey
 
-# ── settings ────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 # The words of algorithms/registry.py, which imports torch and is therefore not asked; a test holds them equal.
 AdvantageName = Literal["group_mean", "group_mean_std", "group_mean_sample_std", "rloo", "dr_grpo", "max_rl"]
 LossName = Literal[
-    "two_sided_clip",
-    "ppo_clip",
-    "dppo",
-    "gspo",
-    "cispo",
-    "decoupled",
-    "tis",
-    "geometric_mask",
-    "plain",
+    "two_sided_clip", "ppo_clip", "dppo", "gspo", "cispo", "decoupled", "tis", "geometric_mask", "plain",
     "cross_entropy",
-]
+]  # fmt: skip
 Normalisation = Literal["tokens", "samples", "constant"]
 
 # What a word brings along where the recipe does not say otherwise: without it, it would not be its authors' algorithm.
@@ -241,9 +218,13 @@ class TrainerSettings(BaseModel):
         return self
 
 
-# ── changeable ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── what may change when a run continues ────────────────────────────────────────────────────────────────────────────
 
 
+# Harmless: nothing of what is learnt depends on it. Rounding: the same is computed in another order or place, so learnt
+# alike, not bit for bit. Guards: "skip" and "slow" decide what is learnt from then on: the owner's decision, and it is
+# said. Everything else is what the run is: `publish_dtype`, too, since workers generate with what was published, and
+# `evaluate_tasks`, since scores of other tasks could not be compared.
 ROUNDING = ("device", "threads", "processes", "micro_batch_tokens", "memory.compile", "memory.recompute")
 HARMLESS = (
     "tracking", "batch_deadline_s", "checkpoint_every", "keep_checkpoints", "keep_best", "anchor_every", "evaluate_by",
@@ -259,9 +240,6 @@ def is_changeable(key: str) -> bool:
     [True, True, False]
     """
     return key in HARMLESS or key in ROUNDING or key.split(".")[0] == GUARDS
-
-
-# ── config ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True)
@@ -284,11 +262,11 @@ class TrainerConfig:
     scored_by: EnvironmentSettings | None = None
 
 
-# ── ranks ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── a trainer process ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-TELLER = "shoal"
+REPORTER = "shoal"
 
 
 def own_rank(environment: Mapping[str, str] | None = None) -> int | None:
@@ -311,8 +289,8 @@ def in_group(environment: Mapping[str, str] | None = None) -> bool:
     return own_rank(values) is not None and int(values["WORLD_SIZE"]) > 1
 
 
-def tell_agent(why: str) -> None:
+def report_to_agent(why: str) -> None:
     """In a rank that ends: why, left where its agent looks for it. Does nothing in a process that has no agent."""
     if path := os.environ.get(ERROR_FILE):
         with contextlib.suppress(OSError):  # the exit code still tells
-            Path(path).write_text(json.dumps({"message": why, "timestamp": 0, "by": TELLER}))
+            Path(path).write_text(json.dumps({"message": why, "timestamp": 0, "by": REPORTER}))

@@ -1,11 +1,4 @@
-"""The numbers of a step: summed over tokens, micro-batches, ranks and updates, in that order.
-
-    micro-batch ─add─► Tally (tensors, so that a GPU is not waited for) ─reduced─► Numbers (floats, the same in every
-    rank) ─veto, then add─► Totals ─► the row of metrics
-
-Legend: N tokens.
-
-One optimizer step: the gradient of one minibatch, summed over its micro-batches and over all processes.
+"""One optimizer step: the gradient of one minibatch, summed over its micro-batches and over all processes.
 
     for each micro-batch: forward, loss, backward (summed) ─► norm ─► numbers, the same in every process
         veto(numbers) says why not? ─► skipped, counted
@@ -13,6 +6,10 @@ One optimizer step: the gradient of one minibatch, summed over its micro-batches
         else                        ─► clip, optimizer step
 
 A process with fewer micro-batches than the others computes dummies: a forward and backward pass that adds zero.
+Numbers are summed over tokens, micro-batches, ranks and updates, in that order:
+
+    micro-batch ─add─► Tally (tensors, so that a GPU is not waited for) ─reduced─► Numbers (floats, the same in every
+    rank) ─veto, then add─► Totals ─► the row of metrics
 
 Legend: N completion tokens that the model drew (flat).
 """
@@ -36,12 +33,12 @@ from shoal.errors import TrainingDiverged
 from shoal.models.logprobs import TokenLogprobs
 from shoal.models.lora import without_adapters
 from shoal.trainer.learner import Learner
-from shoal.trainer.ranks import Crew
+from shoal.trainer.ranks import Ranks
 from shoal.trainer.samples import Laid, Sample, lay, score
 
 log = logging.getLogger(__name__)
 
-# ── tally ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── numbers ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 # Sums that become something else than a mean over tokens.
@@ -67,10 +64,10 @@ class Tally:
             peak = values_N.max() if counted else values_N.new_full((), -torch.inf)
             self.peaks[name] = torch.maximum(self.peaks[name], peak) if name in self.peaks else peak
 
-    def reduced(self, crew: Crew) -> Numbers:
+    def reduced(self, ranks: Ranks) -> Numbers:
         """Over all processes. This is where a GPU is waited for: once an update."""
-        sums = crew.total(torch.stack(list(self.sums.values()))).tolist()
-        peaks = crew.peak(torch.stack(list(self.peaks.values()))).tolist() if self.peaks else []
+        sums = ranks.total(torch.stack(list(self.sums.values()))).tolist()
+        peaks = ranks.peak(torch.stack(list(self.peaks.values()))).tolist() if self.peaks else []
         return Numbers(dict(zip(self.sums, sums, strict=True)), dict(zip(self.peaks, peaks, strict=True)))
 
 
@@ -127,7 +124,7 @@ def _means(sums: Mapping[str, float], tokens: Mapping[str, float]) -> dict[str, 
     return means
 
 
-# ── update ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the step ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 Veto = Callable[[Mapping[str, float]], str | None]
@@ -190,11 +187,11 @@ class Update:
             self.stop_if_told()
             self._accumulate(batch, tally, recomputed[number] if recomputed else None, first=first)
         gradients = [weight.grad for weight in learner.trained().values() if weight.grad is not None]
-        self._finish(tally.reduced(learner.crew), learner.crew.norm(gradients))
+        self._finish(tally.reduced(learner.ranks), learner.ranks.norm(gradients))
         learner.optimizer.zero_grad(set_to_none=True)
 
     def stop_if_told(self) -> None:
-        if self.learner.crew.any(self.interrupted()):
+        if self.learner.ranks.any(self.interrupted()):
             raise Stopped
 
     @torch.no_grad()
@@ -215,7 +212,7 @@ class Update:
         return lay(batch.samples or [DUMMY], self.learner.device, packed=self.learner.packed)
 
     def _score(self, model: object, laid: Laid) -> TokenLogprobs:
-        return self.learner.crew.run(model, lambda: score(model, laid, self.plan.temperature))
+        return self.learner.ranks.run(model, lambda: score(model, laid, self.plan.temperature))
 
     def _accumulate(self, batch: Micro, tally: Tally, recomputed_N: Tensor | None, *, first: bool) -> None:
         """Forward and backward of one micro-batch."""
@@ -277,7 +274,7 @@ class Update:
         seen = {**numbers.means(), "grad_norm": float(norm)}
         finite = math.isfinite(seen["grad_norm"]) and math.isfinite(seen["loss"])
         reason = self.veto(seen)
-        refused = learner.crew.any(reason is not None)
+        refused = learner.ranks.any(reason is not None)
         if finite:
             self.totals.add(numbers, seen["grad_norm"], made=not refused)
         if refused:
