@@ -35,9 +35,9 @@ from shoal.models.state import policy_views
 from shoal.protocol import PolicyManifest, ProofParameters, SamplingParameters, SigningKey
 from shoal.runtime.stop import StopToken
 from shoal.shardcast import Content, Downloader, Origin, OriginSettings, digest_of, run_origin
-from shoal.trainer.copies import Copies
+from shoal.trainer.checkpoint import Copies
 from shoal.trainer.learner import Learner, new_learner, starting_model
-from shoal.trainer.publisher import snapshot_of
+from shoal.trainer.publisher import views_of
 from shoal.trainer.samples import Prepared, Sample
 from shoal.trainer.settings import LoraSettings, MemorySettings, TrainerSettings
 from shoal.trainer.step import StepPlan, train_samples
@@ -166,12 +166,9 @@ def published(folder: Path, settings: TrainerSettings, log: Log, files: dict[str
 
     def publish(version: int, learner: Learner) -> PolicyManifest:
         copied = log.timed(f"trainer: copy {version}", lambda: copies.take(learner, False))
-        snapshot = log.timed(
-            f"trainer: round {version}",
-            lambda: snapshot_of(copied.weights, version, files, settings.publish_dtype),
-        )
-        content = Content.of(files, list(snapshot.tensors))
-        size = sum(view.data.nbytes for view in snapshot.tensors)
+        views = log.timed(f"trainer: round {version}", lambda: views_of(copied.weights, settings.publish_dtype))
+        content = Content.of(files, views)
+        size = sum(view.data.nbytes for view in views)
         manifest: PolicyManifest = log.timed(f"publish {version}", lambda: origin.publish(version, content), bytes=size)
         return manifest
 

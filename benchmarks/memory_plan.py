@@ -23,7 +23,7 @@ import torch
 from shoal.models.load import model_from_files
 from shoal.models.lora import AdapterShape, add_adapters
 from shoal.protocol import TrainingGroup, TrainingRollout, pack_logprobs, pack_tokens
-from shoal.trainer.copies import Copies
+from shoal.trainer.checkpoint import Copies
 from shoal.trainer.learner import new_learner
 from shoal.trainer.memory import GIB, plan, shape_of
 from shoal.trainer.settings import TrainerSettings

@@ -32,7 +32,7 @@ from shoal.models.state import policy_views
 from shoal.protocol import SamplingParameters
 from shoal.protocol.batch import TrainingGroup, TrainingRollout
 from shoal.protocol.submission import pack_logprobs, pack_tokens
-from shoal.trainer.evaluate import GreedyEvaluator
+from shoal.trainer.held_out import GreedyEvaluator
 from shoal.trainer.learner import make_deterministic, new_learner
 from shoal.trainer.settings import TrainerSettings
 from shoal.trainer.step import StepWork, train_step

@@ -1,6 +1,6 @@
 """One rank on a GPU: NCCL, weights in shards (FSDP2) and compiled layers train what one process trains by itself.
 
-One machine with one GPU has a world of size 1; more ranks are tried on CPUs (tests/unit/trainer/test_crew_fsdp.py).
+One machine with one GPU has a world of size 1; more ranks are tried on CPUs (tests/unit/trainer/test_ranks_fsdp.py).
 """
 
 from __future__ import annotations
@@ -20,20 +20,28 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 def ranks() -> Any:
     """The kit of the trainer's own tests."""
     sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "trainer"))
-    return importlib.import_module("test_crew_fsdp")
+    return importlib.import_module("test_ranks_fsdp")
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize(("precision", "apart"), [("float32", 2e-5), ("bfloat16", 2e-3)])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_a_rank_with_nccl_and_shards_trains_as_one_process_does(
-    tmp_path: Path, ranks: Any, precision: str, apart: float, compiled: bool
+    tmp_path: Path, ranks: Any, precision: str, compiled: bool
 ) -> None:
+    """In bfloat16 AdamW may move a weight whose gradient is mostly rounding the other way: the rank may then not be
+    much further from the float32 run than one process is in bfloat16."""
     memory = ranks.SHARED.memory.model_copy(update={"precision": precision, "compile": compiled})
     settings = ranks.SHARED.model_copy(update={"device": "cuda", "memory": memory})
-    ranks.run_crew(tmp_path / "rank", 1, steps=3, settings=settings)
+    ranks.run_ranks(tmp_path / "rank", 1, steps=3, settings=settings)
     plain = settings.model_copy(update={"memory": memory.model_copy(update={"compile": False}), "device": "cpu"})
-    expected = ranks.alone(tmp_path / "one", steps=3, settings=plain)
-    assert ranks.difference(ranks.newest(tmp_path / "rank"), expected) < apart
-    ours, theirs = ranks.rows(tmp_path / "rank"), ranks.rows(tmp_path / "one")
-    assert [row["tokens"] for row in ours] == [row["tokens"] for row in theirs]
-    assert [row["loss"] for row in ours] == pytest.approx([row["loss"] for row in theirs], abs=20 * apart)
+    expected, ours = ranks.alone(tmp_path / "one", steps=3, settings=plain), ranks.newest(tmp_path / "rank")
+    if precision == "float32":
+        assert ranks.difference(ours, expected) < 2e-5
+    else:
+        wide = plain.model_copy(update={"memory": ranks.SHARED.memory})
+        exact = ranks.alone(tmp_path / "exact", steps=3, settings=wide)
+        assert 0 < ranks.distance(ours, exact) <= 1.5 * ranks.distance(expected, exact)
+    rows, theirs = ranks.rows(tmp_path / "rank"), ranks.rows(tmp_path / "one")
+    assert [row["tokens"] for row in rows] == [row["tokens"] for row in theirs]
+    apart = {"float32": 4e-4, "bfloat16": 4e-2}[precision]
+    assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in theirs], abs=apart)

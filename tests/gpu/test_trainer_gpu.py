@@ -12,7 +12,7 @@ from shoal.models.logprobs import Head, hidden_states, token_logprobs
 from shoal.models.lora import ADAPTER_FILE, AdapterShape, add_adapters, merged
 from shoal.models.packed import Packed, packed_states, supports_packing
 from shoal.models.tiny import build_tiny
-from shoal.trainer.copies import Copies
+from shoal.trainer.checkpoint import Copies
 from shoal.trainer.learner import new_learner
 from shoal.trainer.samples import Prepared, Sample
 from shoal.trainer.settings import LoraSettings, MemorySettings, TrainerSettings

@@ -39,7 +39,7 @@ from shoal.runtime.config import dump_config, parse_config
 from shoal.runtime.crash import point
 from shoal.runtime.files import ensure_folder, resource_error, sync_folder, write_atomically
 from shoal.runtime.metrics import MetricsLog
-from shoal.trainer.retention import Retention, scores_of
+from shoal.trainer.folder import Retention, scores_of
 
 DATABASE, BLOB_FOLDER = "hub/hub.db", "hub/blobs"
 PLACES = ("database", "storage", "storage_endpoint")

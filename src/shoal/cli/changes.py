@@ -10,7 +10,7 @@ from pathlib import Path
 
 from shoal.cli.recipe import Recipe, settings_of
 from shoal.errors import ConfigError
-from shoal.trainer.changeable import GUARDS, ROUNDING, is_changeable
+from shoal.trainer.settings import GUARDS, ROUNDING, is_changeable
 
 CHANGEABLE_SECTIONS = ("hub", "validator", "worker", "relay")
 CHANGEABLE_KEYS = ("run.steps",)

@@ -10,7 +10,7 @@ from shoal.protocol import PolicyManifest
 from shoal.runtime.files import ensure_folder
 from shoal.shardcast.manifest import read_manifest
 from shoal.shardcast.tree import Tree, manifest_key
-from shoal.trainer.destination import refuse_foreign
+from shoal.trainer.folder import refuse_foreign
 
 
 def export_run(directory: Path, out: Path, best: bool = False, version: int | None = None) -> Path:
@@ -27,9 +27,8 @@ def export_run(directory: Path, out: Path, best: bool = False, version: int | No
     refuse_foreign(out)
     place = out.resolve()
     ensure_folder(place if place.is_dir() else place.parent)
-    from shoal.trainer.card import ModelCard, hub_name, training_facts
-    from shoal.trainer.checkpoint import Progress
-    from shoal.trainer.export import Which, export_checkpoint
+    from shoal.trainer.export import ModelCard, Which, export_checkpoint, hub_name, training_facts
+    from shoal.trainer.folder import Progress
 
     recipe = folder.recipe
     unknown = Progress(folder.run_id, 0, 0)  # which version it is, the checkpoint says

@@ -113,7 +113,7 @@ def possible_kinds(engine: str, device: str, dtype: str) -> set[str]:
 def check_machine(recipe: Recipe, devices: Path = Path("/dev")) -> None:
     """What is wrong with starting it all here: a GPU that is asked for and cannot be there, seen without torch; metrics
     that are to go where nothing is installed for it."""
-    from shoal.trainer.tracking import require_trackers
+    from shoal.trainer.record import require_trackers
 
     require_trackers(recipe.trainer.tracking)
     asked = {

@@ -37,7 +37,6 @@ from shoal.runtime.files import home
 from shoal.runtime.limits import MachineLimits
 from shoal.runtime.stop import SUPERVISED, TOLD_TO_STOP_CODE, end_at_start
 from shoal.runtime.text import printable, visible
-from shoal.trainer.ranks import tell_agent
 
 app = typer.Typer(
     name="shoal",
@@ -73,7 +72,9 @@ def guarded(command: Callable[[], object], debug: bool) -> int:
         return 130
     except Exception as error:  # noqa: BLE001 - the top: whatever it is becomes a line and an exit code
         line, code = explain(error)
-        tell_agent(line)
+        from shoal.trainer.settings import report_to_agent
+
+        report_to_agent(line)
         with contextlib.suppress(OSError):  # the disk that its log is on may be what is full
             if debug or (supervised and not _is_known(error)):  # a supervised role's stderr is its log
                 for text in traceback.format_exc().splitlines():
@@ -218,7 +219,7 @@ def hub(directory: RunDir) -> None:
 @app.command()
 def trainer(directory: RunDir) -> None:
     """Train on accepted groups and publish policies. Also by torchrun: torchrun … -m shoal.cli trainer --dir RUN."""
-    from shoal.trainer.ranks import own_rank
+    from shoal.trainer.settings import own_rank
 
     if rank := own_rank():
         return _follower(rank, directory)

@@ -40,7 +40,7 @@ BATCH_SHARE = 0.8  # of free GPU memory that a batch takes (engines/memory.py)
 CACHED = 2  # policies on a worker's disk (worker/loop.py)
 PROOF_BYTES = 8  # of a token as submitted; what is trained on has none
 DATABASE_BYTES, DATABASE_LOG_BYTES = 300_000, 4_000_000  # empty, and what SQLite writes ahead: plan_check.md
-AWAITED, FROM_BEFORE = 2, 2  # checkpoints kept beside the newest and the best (trainer/retention.py)
+AWAITED, FROM_BEFORE = 2, 2  # checkpoints kept beside the newest and the best (trainer/folder.py)
 WIDTHS = {"float32": 4, "bfloat16": 2, "auto": 2}
 
 

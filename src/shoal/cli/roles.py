@@ -146,14 +146,14 @@ def _relay(folder: RunFolder, index: int, stop: StopToken) -> None:
 
 
 def _trainer(folder: RunFolder, _index: int, stop: StopToken) -> None:
-    from shoal.trainer.ranks import own_rank
+    from shoal.trainer.settings import own_rank
 
     recipe = folder.recipe
     if recipe.trainer.processes > 1 and own_rank() is None:
         return _trainer_group(folder, stop)
     from shoal.environments import build
-    from shoal.trainer.config import TrainerConfig
     from shoal.trainer.process import run_trainer
+    from shoal.trainer.settings import TrainerConfig
 
     config = TrainerConfig(
         folder=folder.path / "trainer",
@@ -182,9 +182,9 @@ def _trainer_group(folder: RunFolder, stop: StopToken) -> None:
 
 def follow_trainer(stop: StopToken) -> None:
     """Be a process of the trainer that is not its first one: what it does, it is told by that."""
-    from shoal.trainer.follower import run_follower
+    from shoal.trainer.shards import run_rank
 
-    run_follower(stop)
+    run_rank(stop)
 
 
 def _validator(folder: RunFolder, index: int, stop: StopToken) -> None:

@@ -184,8 +184,8 @@ class Request:
 
     def refuse_mistakes(self, select_only: bool) -> None:
         """What can be refused is refused before anything is loaded."""
-        from shoal.trainer.destination import refuse_foreign
-        from shoal.trainer.tracking import require_trackers
+        from shoal.trainer.folder import refuse_foreign
+        from shoal.trainer.record import require_trackers
 
         if self.choice.verify and self.env is None:
             raise ConfigError("--verify: give the environment that knows what is right, for example --env recipe.toml")
@@ -349,11 +349,11 @@ def _chosen(request: Request, model: ModelSource, about: dict[str, Any]) -> Corp
 
 
 def _parts(request: Request, model: ModelSource, about: dict[str, Any], corpus: Corpus) -> WarmStartParts:
-    from shoal.trainer.card import ModelCard, hub_name, training_facts
-    from shoal.trainer.checkpoint import Progress
     from shoal.trainer.demonstrations.training import WarmStartParts
+    from shoal.trainer.export import ModelCard, hub_name, training_facts
+    from shoal.trainer.folder import Progress
     from shoal.trainer.learner import make_deterministic, new_learner, starting_model
-    from shoal.trainer.tracking import Tracked, open_trackers
+    from shoal.trainer.record import Tracked, open_trackers
 
     settings = request.settings
     make_deterministic(settings)

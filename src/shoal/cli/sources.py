@@ -19,7 +19,7 @@ from shoal.environments.formats.registry import FORMATS
 from shoal.errors import ConfigError, EnvironmentSetupError
 from shoal.models import BUILTIN
 from shoal.runtime.config import parse_config
-from shoal.trainer.destination import MARK
+from shoal.trainer.folder import MARK
 
 RECIPE = "recipe.toml"
 CHECKPOINT = re.compile(r"(\d+)\.(\d+)")

@@ -7,12 +7,21 @@
       config.json tokenizer.json …        what describes the model
 
     hidden folder ─► files, several at a time, each synced and hashed ─► checkpoint.json ─► rename ─► parent synced
-                                                                                     `retention` removes others ◄─┘
+                                                                              `folder.Retention` removes others ◄─┘
 
-What is written is a copy (`Captured`), so that it may be written while training goes on (`copies`).
+What is written is a copy (`Captured`), so that it may be written while training continues (`Copies`):
 
-The learning rate and the order of minibatches follow from the version, metrics rows and batches are found by it, so
-that the version is the only cursor. No pickle: nothing in a checkpoint can run code.
+    weights, moments (CPU or GPU) ─ one pass, in front of the next step ─► memory that every later copy uses again
+
+Several ranks each write a part, with their own rows; any number of ranks reads them again:
+
+    model-00001-of-00002.safetensors      rows 0…4 of every weight, written by rank 0
+    model-00002-of-00002.safetensors      rows 5…9, written by rank 1
+      └ metadata "shoal.rows": {name: {"shape": [10, 64], "start": 5}, …}: the whole shape, and the first row here
+
+A tensor without such an entry is whole in its file (a count of updates, the state of a generator). Rows that are in no
+file are an error, never zeros. The learning rate and the order of minibatches follow from the version, metrics rows and
+batches are found by it, so that the version is the only cursor. No pickle: nothing in a checkpoint can run code.
 """
 
 from __future__ import annotations
@@ -23,27 +32,30 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 from blake3 import blake3
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from shoal.errors import CheckpointError
+from shoal.models.folder import model_folder
+from shoal.models.load import DTYPES
+from shoal.models.state import TORCH_TYPES
 from shoal.protocol import canonical_json
 from shoal.runtime.crash import point
 from shoal.runtime.files import ensure_folder, resource_error, sync_folder, write_atomically
 from shoal.shardcast.content import in_order
+from shoal.trainer.folder import Place, Progress, Retention
 from shoal.trainer.learner import Learner
-from shoal.trainer.retention import Place, Retention
-from shoal.trainer.sharded import part_name, read_full
 
 log = logging.getLogger(__name__)
 
@@ -55,33 +67,152 @@ NAME = re.compile(r"(0|[1-9]\d*)\.(0|[1-9]\d*)", re.ASCII)
 HIDDEN = ".saving-"
 MOMENTS = "optimizer/"
 PART_BYTES = 2**30
+ROWS = "shoal.rows"
+START = "start.json"
+
+Captured = Mapping[str, Callable[[Path], None]]
+"""The large files of a checkpoint by name, each as that which writes it to a path; nobody changes their contents before
+they are written. Several ranks may each bring files of their own."""
+
+
+# ── files of tensors ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True)
-class Progress:
-    """Where a run stands: `version` steps are done."""
+class Rows:
+    """Some rows of a tensor: those from `start` on. `shape` is that of the whole."""
 
-    run: str
-    version: int
-    incarnation: int = 0
+    values: Tensor
+    shape: tuple[int, ...]
+    start: int
+
+
+def part_name(name: str, rank: int, world: int) -> str:
+    """The file of one rank.
+
+    >>> part_name("model.safetensors", 0, 2)
+    'model-00001-of-00002.safetensors'
+    """
+    stem, _, suffix = name.rpartition(".")
+    return f"{stem}-{rank + 1:05d}-of-{world:05d}.{suffix}"
+
+
+def part_files(folder: Path, name: str) -> list[Path]:
+    """The files that together are `name`: itself if it is there whole, else one for each rank that wrote it."""
+    if (folder / name).is_file():
+        return [folder / name]
+    stem, _, suffix = name.rpartition(".")
+    pattern = re.compile(rf"{re.escape(stem)}-(\d{{5}})-of-(\d{{5}})\.{re.escape(suffix)}", re.ASCII)
+    found = {match[0]: int(match[2]) for path in folder.iterdir() if (match := pattern.fullmatch(path.name))}
+    worlds = set(found.values())
+    if len(worlds) != 1 or len(found) != next(iter(worlds)):
+        raise CheckpointError(f"the checkpoint {folder} is damaged: of {name} there are the parts {sorted(found)}")
+    return [folder / part for part in sorted(found)]
+
+
+def save_tensors(path: Path, tensors: Mapping[str, Tensor | Rows]) -> None:
+    """A safetensors file that is on the disk when the call returns."""
+    rows = {name: value for name, value in tensors.items() if isinstance(value, Rows)}
+    entries = {name: {"shape": list(value.shape), "start": value.start} for name, value in rows.items()}
+    values = {name: value.values if isinstance(value, Rows) else value for name, value in tensors.items()}
+    metadata = {"format": "pt", **({ROWS: json.dumps(entries)} if entries else {})}
+    save_file({name: value.contiguous() for name, value in values.items()}, path, metadata=metadata)
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def read_full(folder: Path, name: str) -> dict[str, Tensor]:
+    """All tensors, whole, whoever wrote them."""
+    with Parts(part_files(folder, name)) as parts:
+        return {tensor: parts.read(tensor) for tensor in parts.names}
+
+
+class Parts:
+    """The parts of one file, open for reading: whole tensors, or only the rows that somebody needs."""
+
+    def __init__(self, files: Iterable[Path]) -> None:
+        self._files = list(files)
+        self._open = ExitStack()
+        self._where: dict[str, list[_Span]] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
+
+    def __enter__(self) -> Parts:
+        try:
+            for path in self._files:
+                self._index(self._open.enter_context(safe_open(path, framework="pt")))
+        except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+            self._open.close()
+            raise CheckpointError(f"{path} is not a part of a checkpoint: {error}") from error
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
 
     @property
-    def name(self) -> str:
-        return f"{self.version}.{self.incarnation}"
+    def names(self) -> list[str]:
+        return list(self._where)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of the whole."""
+        return self._shapes[name]
+
+    def read(self, name: str, rows: slice | None = None) -> Tensor:
+        """A tensor, or some of its rows, put together from the parts that hold them."""
+        spans, shape = self._where[name], self._shapes[name]
+        if not shape:
+            return cast(Tensor, spans[0].file.get_tensor(name))
+        wanted = rows or slice(0, shape[0])
+        values = torch.empty((wanted.stop - wanted.start, *shape[1:]), dtype=spans[0].dtype)
+        filled = wanted.start
+        for span in sorted(spans, key=lambda span: span.start):
+            first, last = max(filled, span.start), min(wanted.stop, span.stop)
+            if span.start <= filled and first < last:
+                values[first - wanted.start : last - wanted.start] = span.file.get_slice(name)[
+                    first - span.start : last - span.start
+                ]
+                filled = last
+        if filled != wanted.stop:
+            files = ", ".join(path.name for path in self._files)
+            raise CheckpointError(f"rows {filled}…{wanted.stop - 1} of {name} are in none of {files}")
+        return values
+
+    def _index(self, file: Any) -> None:
+        entries = json.loads((file.metadata() or {}).get(ROWS, "{}"))
+        for name in file.keys():  # noqa: SIM118 - no dictionary
+            part = file.get_slice(name)
+            local = tuple(part.get_shape())
+            entry = entries.get(name, {"shape": local, "start": 0})
+            start, shape = int(entry["start"]), tuple(map(int, entry["shape"]))
+            if self._shapes.setdefault(name, shape) != shape or local[1:] != shape[1:]:
+                raise ValueError(f"{name} has another shape here than in another part")
+            stop = start + (local[0] if local else 0)
+            self._where.setdefault(name, []).append(_Span(file, start, stop, TORCH_TYPES[part.get_dtype()]))
 
 
-@dataclass(frozen=True)
-class Captured:
-    """The large files of a checkpoint by name, each as that which writes it to a path; nobody changes their contents
-    before they are written. Several processes may each bring files of their own."""
+class _Span(NamedTuple):
+    """Rows `start` to `stop` of a tensor lie in this open file."""
 
-    parts: Mapping[str, Callable[[Path], None]]
+    file: Any
+    start: int
+    stop: int
+    dtype: torch.dtype
 
-    @classmethod
-    def of(cls, weights: Mapping[str, Tensor], training: Mapping[str, Tensor]) -> Captured:
-        """The state of a learner in this process: its weights, and what `training_state` says of it."""
-        files = {MODEL: weights, **_in_parts(training)}
-        return cls({name: partial(save_tensors, tensors=tensors) for name, tensors in files.items()})
+
+# ── checkpoints ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def captured_files(weights: Mapping[str, Tensor], training: Mapping[str, Tensor]) -> Captured:
+    """The state of a learner in this process: its weights, and what `training_state` says of it, in parts of about
+    `PART_BYTES` where it is large, which are written and hashed at the same time."""
+    sizes = list(accumulate((tensor.nbytes for tensor in training.values()), initial=0))
+    count = max(1, -(-sizes[-1] // PART_BYTES))
+    parts: list[dict[str, Tensor]] = [{} for _ in range(count)]
+    for begins, (name, tensor) in zip(sizes, training.items(), strict=False):
+        parts[begins * count // sizes[-1]][name] = tensor
+    parts = [part for part in parts if part]
+    names = [TRAINING] if count == 1 else [part_name(TRAINING, number, len(parts)) for number in range(len(parts))]
+    files = {MODEL: weights, **dict(zip(names, parts, strict=True))}
+    return {name: partial(save_tensors, tensors=tensors) for name, tensors in files.items()}
 
 
 @dataclass(frozen=True)
@@ -107,7 +238,7 @@ class CheckpointStore:
 
     def save(self, learner: Learner, progress: Progress, files: Mapping[str, bytes]) -> Path:
         """Make the learner's state durable, while nobody trains it. When the call returns, no crash loses it."""
-        return self.write(Captured.of(learner.state(), training_state(learner)), progress, files)
+        return self.write(captured_files(learner.state(), training_state(learner)), progress, files)
 
     def write(
         self,
@@ -124,7 +255,7 @@ class CheckpointStore:
             hidden.mkdir()
             for name, data in files.items():
                 write_atomically(hidden / name, data)
-            hashes = dict(in_order(lambda part: _put(hidden, *part), captured.parts.items()))
+            hashes = dict(in_order(lambda part: _put(hidden, *part), captured.items()))
             write_atomically(hidden / MANIFEST, _manifest(hidden, progress, hashes))
             point("trainer.checkpoint.before_rename")
             target = self._put_in_place(hidden, progress)
@@ -144,7 +275,7 @@ class CheckpointStore:
         kept = self._retention.kept(sound, scores) | set(written)
         for place in sound:
             if place not in kept:
-                shutil.rmtree(self.folder / _name(place))
+                shutil.rmtree(self.folder / "{}.{}".format(*place))
 
     def prune_finished(self, scores: Mapping[int, float]) -> None:
         """The run is finished: only the newest and the best stay; no guard looks back, no score is waited for."""
@@ -170,8 +301,22 @@ class CheckpointStore:
         )
 
     def at(self, place: Place) -> StoredCheckpoint:
-        """The checkpoint of one version and incarnation; `CheckpointError` if it is not there or damaged."""
-        return _read(self.folder / _name(place))
+        """The checkpoint of one version and incarnation, if all its bytes are as they were written; else a
+        `CheckpointError` that names the file that is not."""
+        folder = self.folder / "{}.{}".format(*place)
+        content = _read_manifest(folder)
+        for name, expected in content["files"].items():
+            try:
+                found = _file_hash(folder / name)
+            except OSError as error:
+                raise CheckpointError(f"the checkpoint {folder} is damaged: {name}: {error.strerror}") from error
+            if found != expected:
+                raise CheckpointError(f"the checkpoint {folder} is damaged: {name} does not match its hash")
+        progress = Progress(content["run"], content["version"], content["incarnation"])
+        if progress.name != folder.name:
+            raise CheckpointError(f"the checkpoint {folder} is damaged: it says that it is {progress.name}")
+        described = {name for name in content["files"] if not name.endswith(".safetensors")}
+        return StoredCheckpoint(folder, progress, {name: (folder / name).read_bytes() for name in described})
 
     def places(self) -> list[Place]:
         """Version and incarnation of the checkpoints, newest first."""
@@ -227,34 +372,10 @@ def restore_generators(training: Mapping[str, Tensor]) -> None:
             torch.cuda.set_rng_state(state, index)
 
 
-def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """A safetensors file that is on the disk when the call returns."""
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-
-
-def _name(place: Place) -> str:
-    return f"{place[0]}.{place[1]}"
-
-
 def _put(folder: Path, name: str, put: Callable[[Path], None]) -> tuple[str, str]:
     """Write one large file; its name and its hash, as it can be read."""
     put(folder / name)
     return name, _file_hash(folder / name)
-
-
-def _in_parts(training: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """The file of `training`, or parts of about `PART_BYTES`, which are written and hashed at the same time."""
-    sizes = list(accumulate((tensor.nbytes for tensor in training.values()), initial=0))
-    count = max(1, -(-sizes[-1] // PART_BYTES))
-    if count == 1:
-        return {TRAINING: dict(training)}
-    parts: list[dict[str, Tensor]] = [{} for _ in range(count)]
-    for begins, (name, tensor) in zip(sizes, training.items(), strict=False):
-        parts[begins * count // sizes[-1]][name] = tensor
-    parts = [part for part in parts if part]
-    return {part_name(TRAINING, number, len(parts)): part for number, part in enumerate(parts)}
 
 
 def _manifest(folder: Path, progress: Progress, hashes: Mapping[str, str]) -> bytes:
@@ -271,23 +392,6 @@ def _file_hash(path: Path) -> str:
     return blake3().update_mmap(path).hexdigest()
 
 
-def _read(folder: Path) -> StoredCheckpoint:
-    """A checkpoint, if all its bytes are as they were written; else `CheckpointError` with the file that is not."""
-    content = _read_manifest(folder)
-    for name, expected in content["files"].items():
-        try:
-            found = _file_hash(folder / name)
-        except OSError as error:
-            raise CheckpointError(f"the checkpoint {folder} is damaged: {name}: {error.strerror}") from error
-        if found != expected:
-            raise CheckpointError(f"the checkpoint {folder} is damaged: {name} does not match its hash")
-    progress = Progress(content["run"], content["version"], content["incarnation"])
-    if progress.name != folder.name:
-        raise CheckpointError(f"the checkpoint {folder} is damaged: it says that it is {progress.name}")
-    described = {name for name in content["files"] if not name.endswith(".safetensors")}
-    return StoredCheckpoint(folder, progress, {name: (folder / name).read_bytes() for name in described})
-
-
 def _read_manifest(folder: Path) -> dict[str, Any]:
     try:
         content: dict[str, Any] = json.loads((folder / MANIFEST).read_bytes())
@@ -302,3 +406,105 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     if content["format"] != FORMAT:
         raise CheckpointError(f"the checkpoint {folder} has format {content['format']}; this shoal reads {FORMAT}")
     return content
+
+
+# ── copies ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class Copied:
+    """The state of one version; good until the next copy is taken. `captured` is None where no checkpoint is due, and
+    `weights` are then of the type that is published."""
+
+    weights: Mapping[str, Tensor]
+    captured: Captured | None
+
+
+class Copies:
+    """Takes copies, each into the memory of the one before: whoever uses that must have finished.
+
+    The memory is as large as the state itself: 4 bytes per weight, 12 with the moments. On a GPU it is page-locked, so
+    that the copy runs at the speed of the bus. Weights that are not trained are copied once. Where no checkpoint is
+    due, weights are rounded to the type that is published before they leave the device.
+    """
+
+    def __init__(self) -> None:
+        self._memory: dict[tuple[str, torch.dtype], Tensor] = {}
+
+    def take(self, learner: Learner, with_training: bool) -> Copied:
+        """The state as it is now; training may go on at once."""
+        copied = self._begin(learner, with_training)
+        if learner.device.type == "cuda":
+            torch.cuda.synchronize(learner.device)  # the copies were only begun
+        return copied
+
+    def _begin(self, learner: Learner, with_training: bool) -> Copied:
+        """Nobody reads what it returns before the device has been waited for."""
+        frozen = {name for name, weight in learner.model.named_parameters() if not weight.requires_grad}
+        kept = {} if learner.masters is None else learner.masters.frozen  # on the CPU already, and nobody changes them
+        dtype = None if with_training else published_type(learner)
+        weights = {
+            name: value if name in kept else self._copy_one(name, value, name in frozen, dtype)
+            for name, value in learner.state().items()
+        }
+        if not with_training:
+            return Copied(weights, None)
+        training = {name: self._copy_one(name, value, False) for name, value in training_state(learner).items()}
+        return Copied(weights, captured_files(weights, training))
+
+    def _copy_one(self, name: str, tensor: Tensor, unchanging: bool, floating: torch.dtype | None = None) -> Tensor:
+        """`floating` is what floating-point numbers are rounded to, on the device where they are."""
+        dtype = floating if floating is not None and tensor.is_floating_point() else tensor.dtype
+        held = self._memory.get((name, dtype))
+        if held is not None and unchanging:
+            return held
+        if held is None or held.shape != tensor.shape:
+            held = torch.empty(tensor.shape, dtype=dtype, device="cpu", pin_memory=tensor.is_cuda)
+            self._memory[name, dtype] = held
+        return held.copy_(tensor, non_blocking=True)
+
+
+def published_type(learner: Learner) -> torch.dtype | None:
+    """The type that is published; None for adapters, which are small, and are merged exactly when they are exported."""
+    return DTYPES[learner.settings.publish_dtype] if learner.settings.lora is None else None
+
+
+# ── the start of a run ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def weights_digest(model: str | Path) -> str:
+    """Of all weight files of a model folder, names included: the same folder, or a copy of it, has the same digest."""
+    digest = blake3()
+    for path in sorted(model_folder(model).glob("*.safetensors")):
+        content = blake3().update_mmap(path).hexdigest()
+        digest.update(f"{path.name} {content}\n".encode())
+    return digest.hexdigest()
+
+
+def hold_start(folder: Path, digest: Callable[[], str], *, begins: bool, needed: bool) -> None:
+    """When a run begins, write down from what; when it goes on and the reference is needed, compare.
+
+    For example after `model.path` was pointed at another folder: with a KL term that is an error, without one it
+    changes nothing, since the weights come from the checkpoint.
+    """
+    path = folder / START
+    if begins:
+        ensure_folder(folder)
+        write_atomically(path, json.dumps({"weights": digest()}).encode() + b"\n")
+    elif needed and digest() != (recorded := _recorded(path)):
+        raise CheckpointError(
+            f"the model folder does not hold the weights that this run began with ({path} says {recorded[:16]}…), and "
+            "trainer.objective.kl is measured from them; put that model back, or begin a new run from an export of "
+            "this one (shoal export)"
+        )
+
+
+def _recorded(path: Path) -> str:
+    try:
+        return str(json.loads(path.read_bytes())["weights"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"trainer.objective.kl is measured from the policy that the run began with, and {path}, which says which "
+            "one that was, cannot be read; put it back from a backup, or begin a new run from an export of this one "
+            "(shoal export)"
+        ) from error

@@ -32,7 +32,7 @@ from torch.distributed.elastic.rendezvous import registry as rendezvous
 from shoal.errors import ShoalError
 from shoal.runtime.stop import SUPERVISED, StopToken
 from shoal.runtime.supervise import HOPELESS_CODES, describe_exit
-from shoal.trainer.ranks import TELLER
+from shoal.trainer.settings import REPORTER
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ def group_error(failures: Mapping[int, ProcessFailure]) -> ShoalError:
     ordered = sorted(failures.items(), key=lambda item: (item[1].exitcode not in HOPELESS_CODES, item[1].timestamp))
     rank, failure = ordered[0]
     named = f"rank {rank} of the trainer {describe_exit(failure.exitcode)}"
-    told = failure.message if failure.error_file_data.get("by") == TELLER else ""
+    told = failure.message if failure.error_file_data.get("by") == REPORTER else ""
     error = ShoalError(told if failure.exitcode in HOPELESS_CODES and told else ": ".join(filter(None, (named, told))))
     error.exit_code = failure.exitcode if failure.exitcode in HOPELESS_CODES else 1
     return error

@@ -22,13 +22,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, create_model
+from pydantic import AfterValidator, ConfigDict, Field, create_model
 
 from shoal.errors import TrainingDiverged
 from shoal.runtime.text import shoal_command
-from shoal.trainer.real import Real
 
 log = logging.getLogger(__name__)
+
 Row = Mapping[str, float]
 Measure = Callable[[Sequence[Row], Row], float | None]
 SMOOTH = 5  # rows that are averaged, so that one odd batch is no trend; the first rows: two at least
@@ -41,6 +41,25 @@ SETTLE = 10  # rows between two reductions of the rate: the effect of one shows 
 LOOKBACK = 20  # versions: more than any guard needs to notice; a checkpoint from before that is kept
 ALARM = "alarm_"
 RUN_OF_NOT_FINITE = "not_finite_updates"  # how many there were in a row when the step ended
+LARGEST = 3.4028234663852886e38  # that float32 holds
+
+
+def holds(value: float) -> bool:
+    """
+    >>> [holds(value) for value in (1e-6, 1e39, float("inf"), float("nan"))]
+    [True, False, False, False]
+    """
+    return -LARGEST <= value <= LARGEST
+
+
+def _check(value: float) -> float:
+    if not holds(value):
+        raise ValueError(f"{value} is not a finite number that float32 holds (at most {LARGEST:.3g})")
+    return value
+
+
+Real = Annotated[float, AfterValidator(_check)]
+"""A number of the settings that ends in arithmetic with float32."""
 
 
 def values_of(rows: Sequence[Row], *names: str) -> list[float]:

@@ -1,33 +1,114 @@
-"""What training changes (weights, moments), and by which rules (advantage, loss, schedule)."""
+"""What training changes (weights, moments), and by which rules (advantage, loss, schedule).
+
+    model (bfloat16) ──forward, backward──► gradient of one weight ──added in float32──► master.grad
+         ▲                                                                                  │ optimizer, on masters
+         └───────────────────────────── rounded once ──────────────────────── master ◄──────┘
+
+A step of training moves most weights by less than bfloat16 can tell apart; the masters keep what would be rounded away.
+A gradient is taken over as soon as it is there, so that those in bfloat16 never exist all at once. Weights that are not
+trained have no masters. What they were before they were rounded is kept in the host's memory: it is what is saved,
+published and exported.
+"""
 
 from __future__ import annotations
 
 import copy
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from shoal.algorithms.advantages import Advantage
 from shoal.algorithms.losses import Loss, LossParameters
 from shoal.algorithms.packing import Cost
 from shoal.algorithms.registry import advantage_named, loss_named
 from shoal.errors import CheckpointError, ConfigError
-from shoal.models.compiled import compile_layers
+from shoal.models.compiled import compile_layers, decoder_layers
 from shoal.models.load import DTYPES, LoadedModel, adapted, load_model
 from shoal.models.lora import AdapterShape
 from shoal.models.packed import attends_by_flash, supports_packing
 from shoal.models.state import overwrite, policy_state
-from shoal.trainer.crew import Alone, Crew
-from shoal.trainer.precision import Masters
-from shoal.trainer.recompute import recompute_layers
+from shoal.trainer.ranks import Ranks
 from shoal.trainer.settings import TrainerSettings
 
 log = logging.getLogger(__name__)
+
+
+class Masters:
+    """The float32 weights behind a model's 16-bit ones, by name: `named` are trained, `frozen` are not."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+        self.named: Mapping[str, Tensor] = {
+            name: nn.Parameter(weight.detach().to(torch.float32, copy=True)) for name, weight in trained.items()
+        }
+        untrained = {name: weight for name, weight in model.named_parameters() if not weight.requires_grad}
+        # On a CPU the memory that they lay in: `attach` gives the model other.
+        self.frozen: Mapping[str, Tensor] = {
+            name: weight.detach().to("cpu", torch.float32) for name, weight in untrained.items()
+        }
+        self._untrained: list[Tensor] = list(untrained.values())
+        self._weights: list[Tensor] = list(trained.values())
+        self._masters: list[Tensor] = list(self.named.values())
+
+    def attach(self, dtype: torch.dtype) -> None:
+        """Round the model's weights to `dtype`, and take over their gradients from now on.
+
+        Buffers keep their type: the frequencies of rotary positions would lose what tells far positions apart.
+        """
+        for own in self._model.parameters():
+            own.data = own.data.to(dtype)
+        for weight, master in zip(self._weights, self._masters, strict=True):
+            weight.register_post_accumulate_grad_hook(_hand_over(master))  # type: ignore[no-untyped-call]
+
+    @torch.no_grad()
+    def write_back(self) -> None:
+        """The model computes with what the masters have become."""
+        torch._foreach_copy_(self._weights, self._masters)
+
+    @torch.no_grad()
+    def write_back_all(self) -> None:
+        """The same, and with what was loaded into the weights that are not trained."""
+        self.write_back()
+        for weight, exact in zip(self._untrained, self.frozen.values(), strict=True):
+            weight.copy_(exact)
+
+
+def _hand_over(master: Tensor) -> Callable[[Tensor], None]:
+    def take(weight: Tensor) -> None:
+        assert weight.grad is not None
+        if master.grad is None:
+            master.grad = weight.grad.to(torch.float32)
+        else:
+            master.grad.add_(weight.grad)
+        weight.grad = None
+
+    return take
+
+
+def recompute_layers(model: Any) -> None:
+    """From now on the backward pass computes every decoder layer again. The gradients are the same.
+
+    transformers' own switch works in training mode only, where dropout would be noise in the ratio.
+    """
+    for layer in decoder_layers(model):
+        layer.forward = _recomputed(layer.forward)
+
+
+def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*values: Any, **named: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*values, **named)
+        return checkpoint(forward, *values, use_reentrant=False, preserve_rng_state=False, **named)
+
+    return call
+
 
 NOT_COMPILED = (
     "trainer.memory.compile has no effect: packs are compiled only on a GPU, in bfloat16 (trainer.memory.precision), "
@@ -48,7 +129,7 @@ class Learner:
     advantage: Advantage
     loss: Loss
     loss_parameters: LossParameters
-    crew: Crew = Alone()  # noqa: RUF009 - it has no state
+    ranks: Ranks = Ranks()  # noqa: RUF009 - it has no state
     masters: Masters | None = None
     # The policy that training began with, if the objective is held near it; `model` itself, if without its adapters.
     reference: Any = None
@@ -95,30 +176,30 @@ class Learner:
             self.optimizer.state[trained[weight]][slot] = value if count_stays else value.to(trained[weight].device)
 
 
-def new_learner(model: Any, settings: TrainerSettings, crew: Crew | None = None, reference: Any = None) -> Learner:
+def new_learner(model: Any, settings: TrainerSettings, ranks: Ranks | None = None, reference: Any = None) -> Learner:
     """A learner that has not learnt yet. The model is put in evaluation mode: dropout would be noise in the ratio.
 
-    A model whose weights are spread over the crew already comes in float32 and with its `reference`, if that is
+    A model whose weights are spread over the ranks already comes in float32 and with its `reference`, if that is
     another model; they are not touched here.
     """
     model.eval()
-    crew = crew or Alone()
+    ranks = ranks or Ranks()
     masters = None
-    if settings.memory.precision != "float32" and crew.world == 1:
+    if settings.memory.precision != "float32" and not ranks.sharded:  # FSDP rounds what it gathers by itself
         masters = Masters(model)
         masters.attach(DTYPES[settings.memory.precision])
     if settings.objective.kl > 0 and reference is None:
-        reference = frozen_copy(model) if settings.lora is None else model
+        reference = copy.deepcopy(model).requires_grad_(False) if settings.lora is None else model
     with torch.no_grad():
-        packed = crew.run(model, lambda: supports_packing(model))
-        one_program = not packed or crew.run(model, lambda: attends_by_flash(model))
+        packed = ranks.run(model, lambda: supports_packing(model))
+        one_program = not packed or ranks.run(model, lambda: attends_by_flash(model))
     if settings.memory.compile and one_program:
         compile_layers(model)
     elif settings.memory.compile:
         log.warning(NOT_COMPILED)
     if settings.memory.recompute:
         recompute_layers(model)
-    trained = [weight for weight in model.parameters() if weight.requires_grad]
+    objective, trained = settings.objective, [weight for weight in model.parameters() if weight.requires_grad]
     optimizer = torch.optim.AdamW(
         trained if masters is None else masters.named.values(),
         lr=settings.learning_rate,
@@ -132,8 +213,18 @@ def new_learner(model: Any, settings: TrainerSettings, crew: Crew | None = None,
         settings=settings,
         advantage=advantage_named(settings.advantage),
         loss=loss_named(settings.loss),
-        loss_parameters=_loss_parameters(settings),
-        crew=crew,
+        loss_parameters=LossParameters(
+            epsilon=settings.clip_epsilon,
+            delta=settings.clip_delta,
+            epsilon_high=objective.clip_high,
+            ratio_cap=objective.ratio_cap,
+            mask_low=objective.mask_low,
+            mask_high=objective.mask_high,
+            move_limit=objective.move_limit,
+            log_ratio_penalty=objective.log_ratio_penalty,
+            recomputed_base=objective.ratio_base == "recomputed",
+        ),
+        ranks=ranks,
         masters=masters,
         reference=reference,
         packed=packed,
@@ -149,26 +240,6 @@ def cost_of(model: Any) -> Cost:
     size = vars(shape).get("head_dim") or shape.hidden_size // max(1, heads)  # layers of some models differ in it
     weights = sum(weight.numel() for weight in model.parameters())
     return Cost(linear=weights, quadratic=shape.num_hidden_layers * heads * size)
-
-
-def frozen_copy(model: Any) -> Any:
-    """The model as it is now, in memory of its own, never to be trained."""
-    return copy.deepcopy(model).requires_grad_(False)
-
-
-def _loss_parameters(settings: TrainerSettings) -> LossParameters:
-    objective = settings.objective
-    return LossParameters(
-        epsilon=settings.clip_epsilon,
-        delta=settings.clip_delta,
-        epsilon_high=objective.clip_high,
-        ratio_cap=objective.ratio_cap,
-        mask_low=objective.mask_low,
-        mask_high=objective.mask_high,
-        move_limit=objective.move_limit,
-        log_ratio_penalty=objective.log_ratio_penalty,
-        recomputed_base=objective.ratio_base == "recomputed",
-    )
 
 
 def learning_rate(settings: TrainerSettings, step: int, minibatch: int = 0) -> float:

@@ -9,7 +9,7 @@
 
 Beside training: what a step is trained on is put down for people (`archive`), rows are reported, checkpoints written,
 versions published (`publisher`), held-out scores measured by validators (`held_out`). In front of it: the copy of the
-weights (`copies`), the row in the metrics, and the wait for the batch, which is only asked for when it is wanted: the
+weights (`Copies`), the row in the metrics, and the wait for the batch, which is only asked for when it is wanted: the
 hub writes a batch down when it is asked for, and rollouts would be older than they need be.
 
 Who waits for whom: the trainer waits for the batch of its step (up to `batch_deadline_s`, naming what the hub waits
@@ -38,77 +38,36 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 from shoal.client import Activity
 from shoal.errors import CheckpointError, DeadlineExceeded, ProtocolError, ShoalError
 from shoal.models.tokenizer import TextTokenizer
 from shoal.protocol import (
     Batch,
-    BatchReply,
-    BroadcastHead,
-    EvaluationPage,
-    NodeView,
     PolicyManifest,
     PolicyRef,
-    Role,
-    RunInfo,
-    RunStatus,
-    SignedDocument,
     SigningKey,
-    StepReport,
     TrainingBatch,
 )
 from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.sizing import RunSize, settle
 from shoal.runtime.stop import StopToken
 from shoal.trainer.archive import RolloutArchive
-from shoal.trainer.card import ModelCard, training_facts
-from shoal.trainer.checkpoint import CheckpointStore, Progress
-from shoal.trainer.copies import Copied
-from shoal.trainer.destination import refuse_foreign
-from shoal.trainer.evaluate import Evaluator
-from shoal.trainer.export import beside_the_best, export_policy, write_card
+from shoal.trainer.checkpoint import CheckpointStore, Copied, hold_start
+from shoal.trainer.export import ModelCard, beside_the_best, export_policy, training_facts, write_card
+from shoal.trainer.folder import Progress, Retention, refuse_foreign
 from shoal.trainer.guards import LOOKBACK, Judged, Watch, needs_lookback
-from shoal.trainer.hands import Hands
-from shoal.trainer.held_out import ByTrainer, ByValidators, HeldOut
+from shoal.trainer.held_out import ByValidators, Evaluator, HeldOut
 from shoal.trainer.learner import Learner
-from shoal.trainer.publisher import Handover, PolicyHub, PolicyOrigin, Publication, Publisher
-from shoal.trainer.record import RunRecord, finite, named
-from shoal.trainer.reference import hold_start
-from shoal.trainer.retention import Retention
+from shoal.trainer.publisher import Handover, Publication, Publisher, TrainerHub, TrainerOrigin
+from shoal.trainer.record import RunRecord, Stopwatch, Trackers, finite, named
 from shoal.trainer.settings import TrainerSettings
+from shoal.trainer.shards import Actions
 from shoal.trainer.step import StepWork, Stopped
-from shoal.trainer.stopwatch import Stopwatch
-from shoal.trainer.tracking import Trackers
 
 log = logging.getLogger(__name__)
 
 POLL_S = 2.0  # a failed publication, or a request to stop, is noticed within this
-
-
-class TrainerHub(PolicyHub, Protocol):
-    """The part of the hub that a trainer uses (`client.HubClient`)."""
-
-    def run_info(self) -> RunInfo: ...
-
-    def status(self) -> RunStatus: ...
-
-    def register(self, name: str, role: Role, certificate: SignedDocument | None) -> NodeView: ...
-
-    def batch(self, step: int, wait_s: float) -> BatchReply: ...
-
-    def rollouts(self, step: int) -> TrainingBatch: ...
-
-    def report(self, report: StepReport) -> None: ...
-
-    def evaluations(self, since: int) -> EvaluationPage: ...
-
-
-class TrainerOrigin(PolicyOrigin, Protocol):
-    """The origin as a trainer sees it (`shardcast.Origin`)."""
-
-    def head(self) -> BroadcastHead | None: ...
 
 
 @dataclass(frozen=True)
@@ -125,7 +84,7 @@ class TrainingParts:
     base_model: str = ""
     seed: int = 0
     clock: Clock = field(default_factory=SystemClock)
-    hands: Hands = field(default_factory=Hands)
+    actions: Actions = field(default_factory=Actions)
     trackers: Trackers = field(default_factory=Trackers)
     # How many held-out tasks there are; None: as many as are asked for.
     held_out_tasks: int | None = None
@@ -141,61 +100,54 @@ class TrainingRun:
         self._stop = stop
         self._info = parts.hub.run_info()
         self._chosen = settle(self._settings, RunSize.of(self._info))
-        self._store = CheckpointStore(parts.folder / "checkpoints", self._retention())
+        settings, lookback = self._settings, LOOKBACK if needs_lookback(self._settings.guards) else 0
+        kept = Retention(self._chosen.keep_checkpoints, settings.keep_best, self._is_measured, lookback)
+        self._store = CheckpointStore(parts.folder / "checkpoints", kept)
         self._record = RunRecord(parts.folder / "metrics.jsonl", parts.hub, parts.trackers, parts.clock)
         self._archive = RolloutArchive(parts.folder / "rollouts", TextTokenizer(parts.files).decode)
-        self._copies = parts.hands.copies
         self._copied: Copied | None = None  # of the version that was handed over last
         self._saved: int | None = None  # the newest version that is in a checkpoint, or on its way into one
         self._last: StepWork | None = None  # what the run's last step was trained on
-        self._watch = Watch(self._settings.guards)
+        self._watch = Watch(settings.guards)
         self._stopwatch = Stopwatch(parts.clock)
         self.activity = Activity(parts.clock)
         self.version = 0
-        self._held_out = self._measuring()
+        self._held_out = HeldOut(self._evaluate, settings.evaluate_every)
+        if settings.evaluate_by == "validators":
+            page, every = parts.hub.evaluations, settings.evaluate_every
+            self._held_out = ByValidators(self._evaluate, every, page, parts.clock, stop)
 
     @property
     def _settings(self) -> TrainerSettings:
         return self._parts.learner.settings
-
-    def _retention(self) -> Retention:
-        settings = self._settings
-        lookback = LOOKBACK if needs_lookback(settings.guards) else 0
-        return Retention(self._chosen.keep_checkpoints, settings.keep_best, self._is_measured, lookback)
 
     def _is_measured(self, version: int) -> bool:
         """Whether a version gets a held-out score sooner or later."""
         every = self._settings.evaluate_every
         return every > 0 and (version % every == 0 or version == self._info.steps)
 
-    def _measuring(self) -> HeldOut:
-        every = self._settings.evaluate_every
-        if self._settings.evaluate_by == "trainer":
-            return ByTrainer(self._evaluate, every)
-        return ByValidators(self._parts.hub.evaluations, self._evaluate, every, self._parts.clock, self._stop)
-
     def run(self) -> None:
         """The story: resume, catch up with what the hub has seen, go on to the last step, export."""
         refuse_foreign(self._parts.folder / "export")
         self._archive.open()
         published = self._parts.hub.status().policy
-        publisher = self._publisher(self._resume(published), published)
+        self._publisher = self._new_publisher(self._resume(published), published)
         try:
             while published is not None and self.version < published.version:
-                self._advance(publisher)  # a replay: the batches are those of the first time
+                self._advance()  # a replay: the batches are those of the first time
                 if self.version < published.version:
-                    self._hand_over(publisher, publish=False)
+                    self._hand_over(publish=False)
             while self.version < self._info.steps:
-                self._hand_over(publisher)
-                self._advance(publisher)
-            self._look_back(publisher)
-            self._hand_over(publisher)
-            self._finish(publisher)
+                self._hand_over()
+                self._advance()
+            self._look_back()
+            self._hand_over()
+            self._finish()
         except Stopped:
             log.info("the trainer stopped (%s) at version %d", self._stop.reason, self.version)
         finally:
             self._parts.trackers.close()
-            publisher.close()
+            self._publisher.close()
 
     def _resume(self, published: PolicyRef | None) -> int:
         """Load the newest checkpoint, if there is one; returns the incarnation to go on with."""
@@ -207,7 +159,7 @@ class TrainingRun:
             log.info("no checkpoint: starting from %s", parts.base_model or "the model")
         else:
             self._refuse_foreign_checkpoint(stored.progress, published)
-            parts.hands.restore(parts.learner, stored)
+            parts.actions.restore(parts.learner, stored)
             self.version = self._saved = stored.progress.version
             incarnation = max(incarnation, stored.progress.incarnation)
             log.info("resuming at version %d from %s", self.version, stored.folder)
@@ -227,74 +179,75 @@ class TrainingRun:
                 "most; restore the hub's folder, or move the checkpoints away to train on what the hub has"
             )
 
-    def _publisher(self, incarnation: int, published: PolicyRef | None) -> Publisher:
+    def _new_publisher(self, incarnation: int, published: PolicyRef | None) -> Publisher:
         head = self._parts.origin.head()
         seen = [ref.version for ref in (published, head.policy if head else None) if ref is not None]
         return Publisher(
             Publication(
                 origin=self._parts.origin,
                 hub=self._parts.hub,
+                record=self._record,
+                store=self._store,
+                files=self._parts.files,
+                dtype=self._settings.publish_dtype,
                 key=self._parts.key,
                 run=self._info.run,
                 incarnation=incarnation,
                 republished_until=max(seen, default=-1),
                 deadline_s=self._settings.batch_deadline_s,
-                record=self._record,
-                store=self._store,
-                files=self._parts.files,
-                dtype=self._settings.publish_dtype,
                 clock=self._parts.clock,
             )
         )
 
-    def _advance(self, publisher: Publisher) -> None:
+    def _advance(self) -> None:
         """One step: wait for the batch, train, write the row. Saving and publishing begin when it is handed over."""
         step, watch = self.version, self._stopwatch
         held_out = named(self._held_out.before(step))
         with watch.lap("wait_s"):
-            batch, rollouts = self._batch_of(step, publisher)
+            batch, rollouts = self._batch_of(step)
         metrics = finite(step, self._train(batch, rollouts))
         with watch.lap("publish_wait_s"):
-            publisher.wait()  # so that the hub is never more than one version behind a checkpoint
-        times = {"hidden_s": publisher.worked_s, "save_s": publisher.saved_s, **watch.row()}
+            self._publisher.wait()  # so that the hub is never more than one version behind a checkpoint
+        times = {"hidden_s": self._publisher.worked_s, "save_s": self._publisher.saved_s, **watch.row()}
         times["tokens_per_s"] = metrics["tokens"] / times["train_s"] if times["train_s"] else 0.0
         judged = self._watch.judge(metrics)
         row = {**held_out, **metrics, **times, **judged.numbers}
         self._record.add(step, row, self._held_out.known(step))
-        self._heed(judged, publisher)
+        self._heed(judged)
         self._watch.rows.append({"step": step, **metrics, **judged.numbers})
         self.version = step + 1
 
-    def _heed(self, judged: Judged, publisher: Publisher) -> None:
+    def _heed(self, judged: Judged) -> None:
         """A guard may end the run here, before the version is saved or published; the hub hears why first."""
         self._record.warn(judged)
         if judged.stops:
-            publisher.wait()
+            self._publisher.wait()
             self._record.report(self._record.take())
             judged.refuse(self._store.folder, [version for version, _ in self._store.sound()])
 
-    def _look_back(self, publisher: Publisher) -> None:
+    def _look_back(self) -> None:
         """The last version is judged as if a step began with it: by the batch that it was made of, forward only."""
         step = self._info.steps - 1
-        work = self._last or self._work(*self._batch_of(step, publisher))
+        work = self._last or self._work(*self._batch_of(step))
         with self.activity.busy(f"looking at version {self.version}, the last"):
-            seen = self._parts.hands.look_back(self._parts.learner, work, self._stop.is_set)
+            seen = self._parts.actions.look_back(self._parts.learner, work, self._stop.is_set)
         judged = self._watch.conclude(step, seen)
         self._record.amend(step, judged.numbers)
-        self._heed(judged, publisher)
+        self._heed(judged)
         self._last = None
 
-    def _hand_over(self, publisher: Publisher, publish: bool = True) -> None:
+    def _hand_over(self, publish: bool = True) -> None:
         """Copy this version. The publisher's thread reports the rows before it, saves it if that is due, publishes it.
 
         Nothing that the thread uses changes before it is done: the next copy waits for it.
         """
-        publisher.wait()
+        self._publisher.wait()
         with self._stopwatch.lap("copy_s"):
-            copied = self._copies.take(self._parts.learner, self._is_save_due())
-        self._copied = copied
-        self._saved = self.version if copied.training is not None else self._saved
-        publisher.submit(Handover(self.version, copied, self._record.take(), dict(self._record.scores), publish))
+            self._copied = self._parts.actions.copies.take(self._parts.learner, self._is_save_due())
+        if self._copied.captured is not None:
+            self._saved = self.version
+        rows, scores = self._record.take(), dict(self._record.scores)
+        self._publisher.submit(Handover(self.version, self._copied, rows, scores, publish))
 
     def _is_save_due(self) -> bool:
         """Whether this version is to be in a checkpoint and is in none; one that is measured may be the best."""
@@ -302,13 +255,13 @@ class TrainingRun:
         asked_for = version % self._chosen.checkpoint_every == 0 or version == self._info.steps
         return version != self._saved and (asked_for or (settings.keep_best > 0 and self._is_measured(version)))
 
-    def _batch_of(self, step: int, publisher: Publisher) -> tuple[Batch, TrainingBatch]:
+    def _batch_of(self, step: int) -> tuple[Batch, TrainingBatch]:
         """The written-down batch of a step and its rollouts."""
         clock, hub = self._parts.clock, self._parts.hub
         deadline_s = self._settings.batch_deadline_s
         began_s, waiting = clock.monotonic_s(), "nothing was said"
         while True:
-            publisher.check()
+            self._publisher.check()
             if self._stop.is_set():
                 raise Stopped
             left_s = began_s + deadline_s - clock.monotonic_s()
@@ -340,7 +293,7 @@ class TrainingRun:
         with ThreadPoolExecutor(max_workers=1, thread_name_prefix="archive") as beside:
             archived = beside.submit(self._archive.write, batch, rollouts)
             with self.activity.busy(f"training step {batch.step}"), self._stopwatch.lap("train_s"):
-                metrics = self._parts.hands.train(self._parts.learner, work, self._stop.is_set, self._watch.veto)
+                metrics = self._parts.actions.train(self._parts.learner, work, self._stop.is_set, self._watch.veto)
             archived.result()
         metrics["dropped_groups"] += batch.dropped_groups
         if batch.sampled_reward is not None:
@@ -358,9 +311,9 @@ class TrainingRun:
                 log.warning("version %d could not be measured on held-out tasks: %s", self.version, error)
                 return None
 
-    def _finish(self, publisher: Publisher) -> None:
+    def _finish(self) -> None:
         """The last version is out: export it, then measure it. Nothing that may fail or wait comes before."""
-        manifest = publisher.wait()
+        manifest = self._publisher.wait()
         assert manifest is not None, "a version was handed over before"
         assert self._copied is not None
         folder, dtype = self._parts.folder / "export", self._settings.publish_dtype
@@ -369,13 +322,13 @@ class TrainingRun:
             with self.activity.waiting(f"the score of version {self.version}"):
                 score = self._held_out.last(self.version)
             self._record.add(self.version, named(score), self._held_out.known(self.version))
-            self._judge_scores(folder, publisher)
+            self._judge_scores(folder)
             self._record.report(self._record.take())
             write_card(folder, self._card(manifest), dtype)
         self._store.prune_finished(self._record.scores)
         log.info("the run is complete: version %d is exported to %s", self.version, folder)
 
-    def _judge_scores(self, export: Path, publisher: Publisher) -> None:
+    def _judge_scores(self, export: Path) -> None:
         """A last version that has lost nearly all of the best score is not handed out: its checkpoint is enough."""
         asked = self._settings.evaluate_tasks
         tasks = min(asked, asked if self._parts.held_out_tasks is None else self._parts.held_out_tasks)
@@ -384,29 +337,26 @@ class TrainingRun:
         if judged.stops:
             self._store.prune(self._record.scores)
             shutil.rmtree(export)
-        self._heed(judged, publisher)
+        self._heed(judged)
 
     def _card(self, manifest: PolicyManifest) -> ModelCard:
+        info = self._info
         return ModelCard(
-            progress=Progress(self._info.run, self.version, manifest.policy.incarnation),
+            progress=Progress(info.run, self.version, manifest.policy.incarnation),
             base_model=self._parts.base_model,
-            environment=self._info.environment,
+            environment=info.environment,
             digest=manifest.policy.digest,
             ledger_head=manifest.ledger_head,
             metrics=self._record.latest(self.version),
             scores=self._record.scores,
             chosen="the last of the run" + beside_the_best(self.version, self._record.scores),
-            training=self._training_facts(),
-        )
-
-    def _training_facts(self) -> dict[str, str]:
-        info = self._info
-        return training_facts(
-            self._settings,
-            steps=info.steps,
-            group_size=info.group_size,
-            max_staleness=info.max_staleness,
-            temperature=info.sampling.temperature,
+            training=training_facts(
+                self._settings,
+                steps=info.steps,
+                group_size=info.group_size,
+                max_staleness=info.max_staleness,
+                temperature=info.sampling.temperature,
+            ),
         )
 
 

@@ -11,24 +11,22 @@ from shoal.client import ClientOptions, HubClient, RegularHeartbeat
 from shoal.engines.asking import Asking
 from shoal.engines.dialogue import Talks
 from shoal.errors import ConfigError, DeadlineExceeded, ShoalError
-from shoal.models.load import LoadedModel
 from shoal.protocol import RunInfo
 from shoal.rewards import DirectScorer, Scorer, ScoringPool
 from shoal.runtime.files import ensure_folder
 from shoal.runtime.lock import FolderLock
 from shoal.runtime.stop import StopToken
 from shoal.shardcast.origin import Origin, OriginSettings
-from shoal.trainer.card import hub_name
-from shoal.trainer.config import TrainerConfig
-from shoal.trainer.evaluate import GreedyEvaluator
-from shoal.trainer.follower import lead, leading_hands
+from shoal.trainer.checkpoint import weights_digest
+from shoal.trainer.export import hub_name
+from shoal.trainer.held_out import Evaluator, GreedyEvaluator
 from shoal.trainer.learner import make_deterministic, new_learner, starting_model
 from shoal.trainer.loop import TrainingParts, TrainingRun
 from shoal.trainer.memory import within_memory
-from shoal.trainer.ranks import in_group
-from shoal.trainer.reference import weights_digest
-from shoal.trainer.together import Together, join_crew, lost_peer
-from shoal.trainer.tracking import Tracked, Trackers, open_trackers, require_trackers
+from shoal.trainer.ranks import RankGroup, join_ranks, lost_peer
+from shoal.trainer.record import Tracked, Trackers, open_trackers, require_trackers
+from shoal.trainer.settings import TrainerConfig, in_group
+from shoal.trainer.shards import Actions, lead, leading_actions
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +42,7 @@ def run_trainer(config: TrainerConfig, stop: StopToken) -> None:
     ensure_folder(config.folder)
     options = ClientOptions(patience_s=settings.batch_deadline_s)
     with (
-        _crewed() as crew,
+        _in_ranks() as ranks,
         FolderLock(config.folder).acquire(stop, LOCK_WAIT_S),
         closing(HubClient(config.hub_url, config.key, stop, config.root_fingerprint, options=options)) as hub,
         closing(_scorer(config, stop)) as scorer,
@@ -52,12 +50,8 @@ def run_trainer(config: TrainerConfig, stop: StopToken) -> None:
         try:
             hub.register("trainer", "trainer", config.certificate)
             info = hub.run_info()
-            with within_memory(config.model, settings, crew.world if crew else 1):
-                if crew is None:
-                    parts = _parts(config, hub, info, starting_model(config.model, settings), scorer)
-                else:
-                    parts = _leading_parts(config, hub, info, crew)
-                run = TrainingRun(parts, stop)
+            with within_memory(config.model, settings, ranks.world if ranks else 1):
+                run = TrainingRun(_parts(config, hub, info, scorer, ranks), stop)
                 with RegularHeartbeat(hub, HEARTBEAT_S, run.activity, lambda _reply: None):
                     run.run()
         except DeadlineExceeded:
@@ -67,20 +61,20 @@ def run_trainer(config: TrainerConfig, stop: StopToken) -> None:
 
 
 @contextmanager
-def _crewed() -> Iterator[Together | None]:
+def _in_ranks() -> Iterator[RankGroup | None]:
     """The other processes that `torchrun` has started, of which this is the first; None without it."""
     if not in_group():
         yield None
         return
-    crew = join_crew()
+    ranks = join_ranks()
     try:
-        yield crew
+        yield ranks
     except RuntimeError as error:
         if not lost_peer(error):
             raise
-        raise ShoalError(f"the trainer has lost another of its {crew.world} processes: {error}") from error
+        raise ShoalError(f"the trainer has lost another of its {ranks.world} processes: {error}") from error
     finally:
-        crew.dismiss()
+        ranks.end()
 
 
 def _scorer(config: TrainerConfig, stop: StopToken) -> Scorer:
@@ -90,54 +84,44 @@ def _scorer(config: TrainerConfig, stop: StopToken) -> Scorer:
     return ScoringPool(config.scored_by, config.environment, stop)
 
 
-def _parts(config: TrainerConfig, hub: HubClient, info: RunInfo, loaded: LoadedModel, scorer: Scorer) -> TrainingParts:
-    evaluate = GreedyEvaluator(
-        loaded.model,
-        loaded.tokenizer,
-        config.environment,
-        info.sampling,
-        config.settings.evaluate_tasks,
-        Asking(loaded.files, config.environment, info.sampling.max_new_tokens).ids,
-        Talks(config.environment, loaded.files, info.sampling),
-        scorer,
-    )
+def _parts(
+    config: TrainerConfig, hub: HubClient, info: RunInfo, scorer: Scorer, ranks: RankGroup | None
+) -> TrainingParts:
+    """Of several processes none has the whole model, so that none of them can generate with it."""
+    settings, checkpoints = config.settings, config.folder / "checkpoints"
+    evaluate: Evaluator = lambda: None  # noqa: E731
+    if ranks is None:
+        loaded, actions = starting_model(config.model, settings), Actions()
+        learner = new_learner(loaded.model, settings)
+        evaluate = GreedyEvaluator(
+            loaded.model,
+            loaded.tokenizer,
+            config.environment,
+            info.sampling,
+            settings.evaluate_tasks,
+            Asking(loaded.files, config.environment, info.sampling.max_new_tokens).ids,
+            Talks(config.environment, loaded.files, info.sampling),
+            scorer,
+        )
+    elif settings.evaluate_by == "trainer" and settings.evaluate_every:
+        raise ConfigError(
+            f"a trainer of {ranks.world} processes cannot evaluate by itself; set trainer.evaluate_by to "
+            '"validators", or trainer.evaluate_every to 0'
+        )
+    else:
+        loaded, actions = starting_model(config.model, settings, device="cpu"), leading_actions(ranks, checkpoints)
+        learner = lead(loaded, settings, ensure_folder(checkpoints), ranks)
     return TrainingParts(
         folder=config.folder,
         hub=hub,
         origin=_origin(config, info),
-        learner=new_learner(loaded.model, config.settings),
+        learner=learner,
         files=loaded.files,
         key=config.key,
         evaluate=evaluate,
         base_model=hub_name(config.model),
         seed=config.seed,
-        trackers=_trackers(config, info),
-        held_out_tasks=len(config.environment.tasks("held_out")),
-        start=lambda: weights_digest(config.model),
-    )
-
-
-def _leading_parts(config: TrainerConfig, hub: HubClient, info: RunInfo, crew: Together) -> TrainingParts:
-    """The same at the head of a crew. No process has the whole model, so none of them can generate with it."""
-    settings = config.settings
-    if settings.evaluate_by == "trainer" and settings.evaluate_every:
-        raise ConfigError(
-            f"a trainer of {crew.world} processes cannot evaluate by itself; set trainer.evaluate_by to "
-            '"validators", or trainer.evaluate_every to 0'
-        )
-    loaded = starting_model(config.model, settings, device="cpu")
-    checkpoints = ensure_folder(config.folder / "checkpoints")
-    return TrainingParts(
-        folder=config.folder,
-        hub=hub,
-        origin=_origin(config, info),
-        learner=lead(loaded, settings, checkpoints, crew),
-        files=loaded.files,
-        key=config.key,
-        evaluate=lambda: None,
-        base_model=hub_name(config.model),
-        seed=config.seed,
-        hands=leading_hands(crew, checkpoints),
+        actions=actions,
         trackers=_trackers(config, info),
         held_out_tasks=len(config.environment.tasks("held_out")),
         start=lambda: weights_digest(config.model),

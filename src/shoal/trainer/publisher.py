@@ -1,4 +1,4 @@
-"""Saving and publishing beside training: weights are copied in front (`copies`), everything slow happens in a thread.
+"""Saving and publishing beside training: weights are copied in front (`checkpoint.Copies`), what is slow is done here.
 
     main thread                                 publisher thread (one version at a time)
     copy ─► submit(Handover) ─────────────────► rows to the hub ─► checkpoint durable, if due ─► cast
@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -26,22 +26,27 @@ from shoal.errors import DeadlineExceeded, HubRefused, PolicyMismatch
 from shoal.models.load import DTYPES
 from shoal.models.state import lent_view
 from shoal.protocol import (
+    BatchReply,
+    BroadcastHead,
+    EvaluationPage,
     LedgerHead,
     PolicyAnnouncement,
     PolicyManifest,
+    RunInfo,
+    RunStatus,
     SignedDocument,
     SigningKey,
+    StepReport,
     TensorView,
+    TrainingBatch,
     sign_document,
 )
 from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.crash import point
 from shoal.shardcast import Content
-from shoal.trainer.checkpoint import CheckpointStore, Progress
-from shoal.trainer.copies import Copied
-
-if TYPE_CHECKING:
-    from shoal.trainer.record import Row, RunRecord
+from shoal.trainer.checkpoint import CheckpointStore, Copied
+from shoal.trainer.folder import Progress
+from shoal.trainer.record import Row, RunRecord
 
 log = logging.getLogger(__name__)
 
@@ -49,16 +54,30 @@ DIGEST_CONFLICT = "policy.digest"
 MAX_NEW_INCARNATIONS = 8
 
 
-class PolicyOrigin(Protocol):
+class TrainerOrigin(Protocol):
     """Where policies are published (`shardcast.Origin`)."""
+
+    def head(self) -> BroadcastHead | None: ...
 
     def publish(
         self, version: int, content: Content, *, incarnation: int = 0, ledger_head: LedgerHead | None = None
     ) -> PolicyManifest: ...
 
 
-class PolicyHub(Protocol):
-    """The part of the hub that publishing needs."""
+class TrainerHub(Protocol):
+    """The part of the hub that a trainer uses (`client.HubClient`)."""
+
+    def run_info(self) -> RunInfo: ...
+
+    def status(self) -> RunStatus: ...
+
+    def batch(self, step: int, wait_s: float) -> BatchReply: ...
+
+    def rollouts(self, step: int) -> TrainingBatch: ...
+
+    def report(self, report: StepReport) -> None: ...
+
+    def evaluations(self, since: int) -> EvaluationPage: ...
 
     def ledger_head(self) -> LedgerHead: ...
 
@@ -66,29 +85,9 @@ class PolicyHub(Protocol):
 
 
 @dataclass(frozen=True)
-class Snapshot:
-    """A version's weights as they travel, in memory that nobody writes to before they are out."""
-
-    version: int
-    files: Mapping[str, bytes]
-    tensors: Sequence[TensorView]
-
-
-def snapshot_of(weights: Mapping[str, Tensor], version: int, files: Mapping[str, bytes], dtype: str) -> Snapshot:
-    """The weights in the type that travels; those that have it already are lent, not copied."""
-    views = [lent_view(name, cast(tensor, DTYPES[dtype])) for name, tensor in weights.items()]
-    return Snapshot(version, files, views)
-
-
-def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Floating-point values in `dtype`; counters and masks keep their type."""
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor
-
-
-@dataclass(frozen=True)
 class Handover:
-    """A version as the loop hands it over: its state, copied; the rows up to it; held-out scores by version. One that
-    is only replayed is not published."""
+    """A version on its way out, in memory that nobody writes to before it is out: `rows` are reported first, with
+    `scores` it is saved if `copied` is captured, and then published, unless that is not asked for."""
 
     version: int
     copied: Copied
@@ -97,26 +96,35 @@ class Handover:
     publish: bool = True
 
 
+def views_of(weights: Mapping[str, Tensor], dtype: str) -> list[TensorView]:
+    """The weights in the type that travels; those that have it already are lent, not copied."""
+    return [lent_view(name, cast(tensor, DTYPES[dtype])) for name, tensor in weights.items()]
+
+
+def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Floating-point values in `dtype`; counters and masks keep their type."""
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
 @dataclass(frozen=True)
 class Publication:
-    """To whom, as whom, and from where: `incarnation` is the one to begin with. Rows go through `record`, checkpoints
-    into `store`; `files` travel with the weights, which travel as `dtype`.
+    """To whom, as whom, and from where: `files` describe the model, `incarnation` is the one to begin with.
 
     Up to version `republished_until` a digest conflict is expected to be possible: that version, or one before it,
     was out before this process started. Past it a conflict means a second trainer, and is an error.
     """
 
-    origin: PolicyOrigin
-    hub: PolicyHub
+    origin: TrainerOrigin
+    hub: TrainerHub
+    record: RunRecord
+    store: CheckpointStore
+    files: Mapping[str, bytes]
+    dtype: str
     key: SigningKey
     run: str
     incarnation: int
     republished_until: int
     deadline_s: float
-    record: RunRecord
-    store: CheckpointStore
-    files: Mapping[str, bytes]
-    dtype: str
     clock: Clock = field(default_factory=SystemClock)
 
 
@@ -135,7 +143,7 @@ class Publisher:
         self.worked_s = self.saved_s = 0.0
 
     def submit(self, handover: Handover) -> None:
-        """Report, save and publish, once the version before is out (or has failed: then its failure is raised)."""
+        """Start with a version, once the one before is out (or has failed: then its failure is raised)."""
         self.wait()
         self._current = self._pool.submit(self._work, handover)
 
@@ -161,17 +169,17 @@ class Publisher:
         if self._current is not None and (failure := self._current.exception()) is not None:
             log.info("the last publication did not complete: %s", failure)
 
-    def _work(self, handover: Handover) -> PolicyManifest | None:
-        to, version = self._to, handover.version
-        began_s = to.clock.monotonic_s()
-        to.record.report(handover.rows)
+    def _work(self, given: Handover) -> PolicyManifest | None:
+        to, began_s = self._to, self._to.clock.monotonic_s()
+        to.record.report(given.rows)
         point("trainer.step.recorded")
-        if (captured := handover.copied.captured()) is not None:
-            to.store.write(captured, Progress(to.run, version, self.incarnation), to.files, handover.scores)
-        manifest, saved_s = None, to.clock.monotonic_s() - began_s
-        if handover.publish:
-            manifest = self._publish(snapshot_of(handover.copied.weights, version, to.files, to.dtype))
-        self.worked_s, self.saved_s = self._to.clock.monotonic_s() - began_s, saved_s
+        if given.copied.captured is not None:
+            progress = Progress(to.run, given.version, self.incarnation)
+            to.store.write(given.copied.captured, progress, to.files, given.scores)
+        content = Content.of(to.files, views_of(given.copied.weights, to.dtype)) if given.publish else None
+        saved_s = to.clock.monotonic_s() - began_s
+        manifest = None if content is None else self._publish(given.version, content)
+        self.worked_s, self.saved_s = to.clock.monotonic_s() - began_s, saved_s
         if manifest is not None:
             log.info(
                 "policy %s is out, digest %s…: %.2f s for reports and a checkpoint if due, %.2f s to publish %.3g GB",
@@ -180,37 +188,29 @@ class Publisher:
             )  # fmt: skip
         return manifest
 
-    def _publish(self, snapshot: Snapshot) -> PolicyManifest:
+    def _publish(self, version: int, content: Content) -> PolicyManifest:
         for _ in range(MAX_NEW_INCARNATIONS):
             try:
-                return self._publish_once(snapshot)
+                return self._publish_once(version, content)
             except (PolicyMismatch, HubRefused) as conflict:
-                if not self._begins_incarnation(snapshot.version, conflict):
+                refused = isinstance(conflict, HubRefused) and conflict.code != DIGEST_CONFLICT
+                if refused or version > self._to.republished_until:
                     raise
                 self.incarnation += 1
                 log.warning(
                     "version %d could not be reproduced bit for bit; it goes out as incarnation %d: %s",
-                    snapshot.version, self.incarnation, conflict,
+                    version, self.incarnation, conflict,
                 )  # fmt: skip
         raise PolicyMismatch(
-            f"version {snapshot.version} conflicts with what is published under {MAX_NEW_INCARNATIONS} incarnations; "
+            f"version {version} conflicts with what is published under {MAX_NEW_INCARNATIONS} incarnations; "
             "is another trainer publishing to the same origin or hub?"
         )
 
-    def _begins_incarnation(self, version: int, conflict: Exception) -> bool:
-        refused = isinstance(conflict, HubRefused) and conflict.code != DIGEST_CONFLICT
-        return not refused and version <= self._to.republished_until
-
-    def _publish_once(self, snapshot: Snapshot) -> PolicyManifest:
-        head = self._to.hub.ledger_head()
-        content = Content.of(snapshot.files, snapshot.tensors)
-        manifest = self._to.origin.publish(
-            snapshot.version, content, incarnation=self.incarnation, ledger_head=head
-        )  # fmt: skip
-        announcement = PolicyAnnouncement(
-            run=self._to.run, policy=manifest.policy, created_at_ms=self._to.clock.now_ms()
-        )
+    def _publish_once(self, version: int, content: Content) -> PolicyManifest:
+        to, head = self._to, self._to.hub.ledger_head()
+        manifest = to.origin.publish(version, content, incarnation=self.incarnation, ledger_head=head)
+        announcement = PolicyAnnouncement(run=to.run, policy=manifest.policy, created_at_ms=to.clock.now_ms())
         point("trainer.publish.before_announce")
-        self._to.hub.announce(sign_document(announcement, self._to.key))
+        to.hub.announce(sign_document(announcement, to.key))
         point("trainer.publish.after_announce")
         return manifest

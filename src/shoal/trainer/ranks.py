@@ -1,39 +1,202 @@
-"""Which process of a group this is, told from what `torchrun` puts into the environment. Imports no torch."""
+"""The ranks that train together: one process by default, several under `torchrun`.
+
+Everything a step needs of the others is here, so that the step itself reads the same on one CPU and on many GPUs.
+
+    Ranks       one process: every answer is its own
+    RankGroup   a `torchrun` group, each with a shard of every weight: gloo between CPUs, NCCL between GPUs
+
+    rank 0 ──send──► the store: "message n, so many bytes" ──► every other rank: receive
+           └───────────────── broadcast of its bytes ────────────────┘
+
+The others wait at the store and not in a collective: a wait that Python can leave when it is told to stop, and that may
+last as long as rank 0 waits for rollouts. Collectives have a deadline of their own, so that nothing hangs; a process
+that dies closes its connections, which ends the collectives of the others at once.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
-from collections.abc import Mapping
-from pathlib import Path
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, TypeVar
 
-ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-TELLER = "shoal"
+import torch
+from torch import Tensor
+from torch import distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+from torch.distributed.tensor import DTensor
+
+from shoal.errors import DeadlineExceeded, ResourceError
+from shoal.runtime.clock import Clock, SystemClock
+from shoal.runtime.stop import StopToken
+
+T = TypeVar("T")
+
+COLLECTIVE_S = 600.0  # ranks do the same work at the same time: none waits longer for another than for one micro-batch
+LISTEN_S = 0.02
+GRACE_S = 10.0  # rank 0, told to stop as well, needs a moment to say so
+OVER = "over"
+RUN_METHOD = "run_with_weights"
 
 
-def own_rank(environment: Mapping[str, str] | None = None) -> int | None:
-    """The number of this process in its group; None if `torchrun` did not start it.
+class Ranks:
+    """The trainer's processes, of which this is the only one. All of them call these methods in the same order.
 
-    >>> own_rank({"RANK": "1", "WORLD_SIZE": "2"}), own_rank({})
-    (1, None)
+    Rank 0 leads: it alone talks to the hub, and sends the others what to do next (`shards`).
     """
-    values = os.environ if environment is None else environment
-    return int(values["RANK"]) if "RANK" in values and "WORLD_SIZE" in values else None
+
+    rank = 0
+    world = 1
+    sharded = False
+
+    def total(self, values: Tensor) -> Tensor:
+        """The sum over all processes, the same in each."""
+        return values
+
+    def peak(self, values: Tensor) -> Tensor:
+        """The largest over all processes, the same in each."""
+        return values
+
+    def any(self, flag: bool) -> bool:
+        """Whether it is true in any of them; the same answer in each."""
+        return flag
+
+    def run(self, model: Any, call: Callable[[], T]) -> T:  # noqa: ARG002
+        """`call()` with the model's weights whole: every use of a model, or of its head, happens inside one."""
+        return call()
+
+    def norm(self, gradients: Sequence[Tensor]) -> Tensor:
+        """The norm of a gradient of which each process may hold a shard; the same in each."""
+        return self.whole(torch.nn.utils.get_total_norm(gradients))
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        """A tensor with all its rows, where each process may hold a shard of them."""
+        return tensor
+
+    def send(self, command: bytes) -> None:
+        """Rank 0: what the others do next. Nothing, if there are none."""
 
 
-def in_group(environment: Mapping[str, str] | None = None) -> bool:
-    """Whether there are other processes beside this one.
+class RankGroup(Ranks):
+    """A process of a group. `device` is where its weights are, e.g. `cuda:3`; `use` chooses it."""
 
-    >>> in_group({"RANK": "0", "WORLD_SIZE": "2"}), in_group({"RANK": "0", "WORLD_SIZE": "1"}), in_group({})
-    (True, False, False)
-    """
-    values = os.environ if environment is None else environment
-    return own_rank(values) is not None and int(values["WORLD_SIZE"]) > 1
+    sharded = True
+
+    def __init__(self, store: Store, rank: int, world: int) -> None:
+        self.rank = rank
+        self.world = world
+        self.device = torch.device("cpu")
+        self._store = store
+        self._messages = 0
+
+    def total(self, values: Tensor) -> Tensor:
+        return self._reduced(values, dist.ReduceOp.SUM)
+
+    def peak(self, values: Tensor) -> Tensor:
+        return self._reduced(values, dist.ReduceOp.MAX)
+
+    def any(self, flag: bool) -> bool:
+        return bool(self.peak(torch.tensor([int(flag)], dtype=torch.int64)).item())
+
+    def run(self, model: Any, call: Callable[[], T]) -> T:
+        result: T = getattr(model, RUN_METHOD)(call)
+        if not torch.is_grad_enabled():  # a backward pass lets go of the weights; without one somebody has to
+            model.reshard()
+        return result
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+    def send(self, command: bytes) -> None:
+        self._store.set(f"message-{self._messages}", str(len(command)))
+        self.broadcast(torch.frombuffer(bytearray(command), dtype=torch.uint8))
+        self._messages += 1
+
+    def receive(self, stop: StopToken, silence_s: float, clock: Clock = SystemClock()) -> bytes | None:
+        """The next message of rank 0; None if there will be none, or this process is told to stop."""
+        key, end_s = f"message-{self._messages}", clock.monotonic_s() + silence_s
+        pause = threading.Event()
+        while not self._store.check([key]):
+            pause.wait(LISTEN_S)
+            now_s = clock.monotonic_s()
+            if stop.is_set():
+                end_s = min(end_s, now_s + GRACE_S)
+            if now_s >= end_s and stop.is_set():
+                return None
+            if now_s >= end_s:
+                raise DeadlineExceeded(f"rank {self.rank} has heard nothing of rank 0 for {silence_s:.0f} s")
+        size = self._store.get(key).decode()
+        if size == OVER:
+            return None
+        message = torch.empty(int(size), dtype=torch.uint8)
+        self.broadcast(message)
+        self._messages += 1
+        return message.numpy().tobytes()
+
+    def end(self) -> None:
+        """Rank 0: there is nothing more to do. No collective, so that it can be said after one that failed."""
+        self._store.set(f"message-{self._messages}", OVER)
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Every process gets rank 0's values, in place."""
+        if tensor.numel():
+            dist.broadcast(tensor, src=0)
+
+    def use(self, kind: str) -> None:
+        """Compute on the CPU, or on the GPU that is this process's own ("cuda")."""
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        if kind != "cuda":
+            return
+        if local_rank >= torch.cuda.device_count():
+            raise ResourceError(
+                f"there are {torch.cuda.device_count()} GPUs here, and process {local_rank + 1} needs one of its own; "
+                "set trainer.processes (torchrun: --nproc-per-node) to the number of GPUs"
+            )
+        self.device = torch.device(f"cuda:{local_rank}")
+        torch.cuda.set_device(self.device)
+
+    def leave(self) -> None:
+        """Let go of the group; the others are expected to do the same."""
+        dist.destroy_process_group()
+
+    def _reduced(self, values: Tensor, operation: Any) -> Tensor:
+        reduced = values.detach().clone()
+        dist.all_reduce(reduced, operation)
+        return reduced
 
 
-def tell_agent(why: str) -> None:
-    """In a rank that ends: why, left where its agent looks for it. Does nothing in a process that has no agent."""
-    if path := os.environ.get(ERROR_FILE):
-        with contextlib.suppress(OSError):  # the exit code still tells
-            Path(path).write_text(json.dumps({"message": why, "timestamp": 0, "by": TELLER}))
+def join_ranks(collective_s: float = COLLECTIVE_S) -> RankGroup:
+    """Meet the other processes; what `torchrun` put into the environment says who and where they are."""
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    limit = timedelta(seconds=collective_s)
+    with _ended_at_once():
+        store, rank, world = next(rendezvous("env://", timeout=limit))
+        store.set_timeout(limit)
+        # An agent's store outlives the processes: what those of an earlier life left there is not for these.
+        life = PrefixStore(f"life-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        group = PrefixStore("group", life)
+        dist.init_process_group(backend, store=group, rank=rank, world_size=world, timeout=limit)
+    return RankGroup(PrefixStore("shoal", life), rank, world)
+
+
+@contextmanager
+def _ended_at_once() -> Iterator[None]:
+    """SIGTERM ends the process here: it waits for others inside torch, where no handler of ours would run."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def lost_peer(error: BaseException) -> bool:
+    """Whether a collective failed because another process is gone, which is no fault of this one."""
+    said = str(error)
+    return isinstance(error, dist.DistError) or "gloo" in said or "Connection closed by peer" in said

@@ -1,29 +1,32 @@
-"""The [trainer] section of a recipe: one declaration per setting. Imports no torch, since the CLI reads it."""
+"""The [trainer] section of a recipe, one declaration per setting; what one trainer process needs to start, and which
+process of a group it is. Imports no torch, since the CLI reads it.
+"""
 
 from __future__ import annotations
 
-from typing import Literal
+import contextlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from shoal.runtime.sizing import DERIVED
-from shoal.trainer.guards import GuardSettings
-from shoal.trainer.real import Real, holds
+from shoal.trainer.guards import GuardSettings, Real, holds
+
+if TYPE_CHECKING:
+    from shoal.environments import Environment, EnvironmentSettings
+    from shoal.protocol import SignedDocument, SigningKey
 
 # The words of algorithms/registry.py, which imports torch and is therefore not asked; a test holds them equal.
 AdvantageName = Literal["group_mean", "group_mean_std", "group_mean_sample_std", "rloo", "dr_grpo", "max_rl"]
 LossName = Literal[
-    "two_sided_clip",
-    "ppo_clip",
-    "dppo",
-    "gspo",
-    "cispo",
-    "decoupled",
-    "tis",
-    "geometric_mask",
-    "plain",
+    "two_sided_clip", "ppo_clip", "dppo", "gspo", "cispo", "decoupled", "tis", "geometric_mask", "plain",
     "cross_entropy",
-]
+]  # fmt: skip
 Normalisation = Literal["tokens", "samples", "constant"]
 
 # What a word brings along where the recipe does not say otherwise: without it, it would not be its authors' algorithm.
@@ -213,3 +216,81 @@ class TrainerSettings(BaseModel):
         if not holds(self.learning_rate / (1 - self.betas[0])):  # AdamW's first update divides by that
             raise ValueError(f"learning_rate ({self.learning_rate}) / (1 - betas[0]) is more than float32 holds")
         return self
+
+
+# ── what may change when a run continues ────────────────────────────────────────────────────────────────────────────
+
+
+# Harmless: nothing of what is learnt depends on it. Rounding: the same is computed in another order or place, so learnt
+# alike, not bit for bit. Guards: "skip" and "slow" decide what is learnt from then on: the owner's decision, and it is
+# said. Everything else is what the run is: `publish_dtype`, too, since workers generate with what was published, and
+# `evaluate_tasks`, since scores of other tasks could not be compared.
+ROUNDING = ("device", "threads", "processes", "micro_batch_tokens", "memory.compile", "memory.recompute")
+HARMLESS = (
+    "tracking", "batch_deadline_s", "checkpoint_every", "keep_checkpoints", "keep_best", "anchor_every", "evaluate_by",
+    "evaluate_every",
+)  # fmt: skip
+GUARDS = "guards"
+
+
+def is_changeable(key: str) -> bool:
+    """Whether a run may go on with another value of `trainer.KEY`.
+
+    >>> [is_changeable(key) for key in ("keep_best", "guards.clip_fraction.react", "objective.kl")]
+    [True, True, False]
+    """
+    return key in HARMLESS or key in ROUNDING or key.split(".")[0] == GUARDS
+
+
+@dataclass(frozen=True)
+class TrainerConfig:
+    """`folder` is the trainer's own (checkpoints, metrics, export); `seed` is the run's and orders minibatches.
+
+    `scored_by` is the [environment] section: what the trainer evaluates itself is then scored in processes with limits.
+    """
+
+    folder: Path
+    settings: TrainerSettings
+    model: str
+    environment: Environment
+    origin_folder: Path
+    hub_url: str
+    root_fingerprint: str | None
+    key: SigningKey
+    certificate: SignedDocument
+    seed: int = 0
+    scored_by: EnvironmentSettings | None = None
+
+
+# ── a trainer process ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+REPORTER = "shoal"
+
+
+def own_rank(environment: Mapping[str, str] | None = None) -> int | None:
+    """The number of this process in its group; None if `torchrun` did not start it.
+
+    >>> own_rank({"RANK": "1", "WORLD_SIZE": "2"}), own_rank({})
+    (1, None)
+    """
+    values = os.environ if environment is None else environment
+    return int(values["RANK"]) if "RANK" in values and "WORLD_SIZE" in values else None
+
+
+def in_group(environment: Mapping[str, str] | None = None) -> bool:
+    """Whether there are other processes beside this one.
+
+    >>> in_group({"RANK": "0", "WORLD_SIZE": "2"}), in_group({"RANK": "0", "WORLD_SIZE": "1"}), in_group({})
+    (True, False, False)
+    """
+    values = os.environ if environment is None else environment
+    return own_rank(values) is not None and int(values["WORLD_SIZE"]) > 1
+
+
+def report_to_agent(why: str) -> None:
+    """In a rank that ends: why, left where its agent looks for it. Does nothing in a process that has no agent."""
+    if path := os.environ.get(ERROR_FILE):
+        with contextlib.suppress(OSError):  # the exit code still tells
+            Path(path).write_text(json.dumps({"message": why, "timestamp": 0, "by": REPORTER}))

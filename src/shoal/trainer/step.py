@@ -27,8 +27,7 @@ from shoal.errors import ConfigError
 from shoal.protocol import TrainingGroup
 from shoal.trainer.learner import Learner, learning_rate
 from shoal.trainer.samples import Prepared, Sample, all_recorded, check_staleness, check_tokens, prepare
-from shoal.trainer.tally import Tally, Totals
-from shoal.trainer.update import Micro, StepPlan, Stopped, Update, Veto
+from shoal.trainer.update import Micro, StepPlan, Stopped, Tally, Totals, Update, Veto
 
 __all__ = ["StepPlan", "StepWork", "Stopped", "Veto", "look_back", "mean_loss", "train_samples", "train_step"]
 
@@ -82,8 +81,8 @@ def look_back(learner: Learner, work: StepWork, interrupted: Callable[[], bool] 
     for batch in _share(learner, samples, lambda _sample: 0.0) if samples else ():
         update.stop_if_told()
         update.look(batch, tally)
-    broken = learner.crew.any(not all(map(_is_usable, learner.trained().values())))
-    return {**(tally.reduced(learner.crew).means() if samples else {}), "weights": math.nan if broken else 0.0}
+    broken = learner.ranks.any(not all(map(_is_usable, learner.trained().values())))
+    return {**(tally.reduced(learner.ranks).means() if samples else {}), "weights": math.nan if broken else 0.0}
 
 
 def mean_loss(learner: Learner, samples: Sequence[Sample], interrupted: Callable[[], bool]) -> float:
@@ -132,11 +131,11 @@ def _parts(learner: Learner, prepared: Prepared, plan: StepPlan) -> list[list[Mi
 
 
 def _share(learner: Learner, samples: Sequence[Sample], weight: Callable[[Sample], float]) -> list[Micro]:
-    budget, ranks = learner.settings.micro_batch_tokens, learner.crew.world
+    budget, world = learner.settings.micro_batch_tokens, learner.ranks.world
     lengths = [sample.length for sample in samples]
-    bins = packs(lengths, budget, learner.cost, ranks) if learner.packed else micro_batches(lengths, budget, ranks)
+    bins = packs(lengths, budget, learner.cost, world) if learner.packed else micro_batches(lengths, budget, world)
     costs = [sum(learner.cost.of(lengths[index]) for index in rows) for rows in bins]
-    own = shares(bins, costs, ranks)[learner.crew.rank]
+    own = shares(bins, costs, world)[learner.ranks.rank]
     batches = [[samples[index] for index in rows] for rows in own]
     return [Micro(batch, [weight(sample) for sample in batch]) for batch in batches]
 

@@ -17,9 +17,9 @@ from shoal.errors import DeadlineExceeded, EnvironmentSetupError, ModelError, Sc
 from shoal.models.load import load_model
 from shoal.protocol import SamplingParameters
 from shoal.runtime.stop import StopToken
-from shoal.trainer.checkpoint import Progress
-from shoal.trainer.evaluate import GreedyEvaluator
 from shoal.trainer.export import ModelCard, export_policy
+from shoal.trainer.folder import Progress
+from shoal.trainer.held_out import GreedyEvaluator
 
 TASKS, NEW_TOKENS = 96, 10
 # Three to eight digits: prompts of six lengths, so that padding matters; the built-in policy sorts some of them.

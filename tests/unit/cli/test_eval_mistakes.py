@@ -19,7 +19,7 @@ from shoal.cli.sources import model_source, task_source
 from shoal.environments import EnvironmentSettings, build
 from shoal.errors import ConfigError, EnvironmentSetupError, ModelError
 from shoal.models import model_folder
-from shoal.trainer.destination import MARK
+from shoal.trainer.folder import MARK
 
 RECIPE = '[environment]\nname = "addition"\n[run]\nmax_new_tokens = 9\ntemperature = 0.7\n'
 

@@ -1,4 +1,4 @@
-"""One process of a crew, as `torchrun` would start it: `python rank_program.py FOLDER STEPS SETTINGS-JSON`.
+"""One process of a group of ranks, as `torchrun` would start it: `python rank_program.py FOLDER STEPS SETTINGS-JSON`.
 
 Rank 0 trains a tiny model against a hub in memory; the others follow it. What comes of it is in FOLDER/trainer.
 `SHOAL_TEST_DIE=RANK.STEP` kills that rank (SIGKILL) in the middle of that step, in the group's first life only.
@@ -19,29 +19,29 @@ from shoal.runtime.files import ensure_folder
 from shoal.runtime.stop import StopToken, stop_on_signals
 from shoal.shardcast.origin import Origin
 from shoal.trainer import update
-from shoal.trainer.follower import follow, lead, leading_hands
 from shoal.trainer.loop import TrainingParts, TrainingRun
+from shoal.trainer.ranks import RankGroup, join_ranks
 from shoal.trainer.settings import TrainerSettings
-from shoal.trainer.together import Together, join_crew
+from shoal.trainer.shards import follow, lead, leading_actions
 
 
 def main() -> None:
     folder, steps, settings = Path(sys.argv[1]), int(sys.argv[2]), TrainerSettings.model_validate_json(sys.argv[3])
     stop = stop_on_signals()
-    crew = join_crew(collective_s=60)
-    _die_if_told(crew)
+    ranks = join_ranks(collective_s=60)
+    _die_if_told(ranks)
     try:
-        if crew.rank == 0:
-            _lead(folder, steps, settings, crew, stop)
+        if ranks.rank == 0:
+            _lead(folder, steps, settings, ranks, stop)
         else:
-            follow(crew, stop)
+            follow(ranks, stop)
     finally:
-        if crew.rank == 0:
-            crew.dismiss()
-    crew.leave()
+        if ranks.rank == 0:
+            ranks.end()
+    ranks.leave()
 
 
-def _lead(folder: Path, steps: int, settings: TrainerSettings, crew: Together, stop: StopToken) -> None:
+def _lead(folder: Path, steps: int, settings: TrainerSettings, ranks: RankGroup, stop: StopToken) -> None:
     loaded = tiny_loaded(settings)
     checkpoints = ensure_folder(folder / "trainer" / "checkpoints")
     origin = Origin(folder / "origin", RUN, KEY)
@@ -51,11 +51,11 @@ def _lead(folder: Path, steps: int, settings: TrainerSettings, crew: Together, s
         folder=folder / "trainer",
         hub=hub,
         origin=origin,
-        learner=lead(loaded, settings, checkpoints, crew),
+        learner=lead(loaded, settings, checkpoints, ranks),
         files=dict(loaded.files),
         key=KEY,
         evaluate=lambda: None,
-        hands=leading_hands(crew, checkpoints),
+        actions=leading_actions(ranks, checkpoints),
     )
     TrainingRun(parts, stop).run()
 
@@ -68,9 +68,9 @@ def _remember(hub: FakeHub, origin: Origin) -> None:
         hub.policies[ref.incarnation, ref.version] = ref.digest
 
 
-def _die_if_told(crew: Together) -> None:
+def _die_if_told(ranks: RankGroup) -> None:
     rank, _, step = os.environ.get("SHOAL_TEST_DIE", "-1.0").partition(".")
-    if int(rank) != crew.rank or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+    if int(rank) != ranks.rank or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
         return
     finish = update.Update._finish
 

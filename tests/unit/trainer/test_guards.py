@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.errors import TrainingDiverged
+from shoal.trainer.folder import Retention
 from shoal.trainer.guards import LOOKBACK, RULES, Alarm, GuardSettings, Watch, needs_lookback, rate_factor
-from shoal.trainer.retention import Retention
 
 DATA = Path(__file__).parents[2] / "data" / "metrics"
 DEFAULT = GuardSettings()

@@ -12,11 +12,12 @@ from trainer_stubs import tiny_model
 
 from shoal.errors import TrainingDiverged
 from shoal.runtime.stop import StopToken
-from shoal.trainer.checkpoint import CheckpointStore, Progress
+from shoal.trainer.checkpoint import CheckpointStore
 from shoal.trainer.demonstrations.choosing import Corpus
 from shoal.trainer.demonstrations.course import Course
 from shoal.trainer.demonstrations.training import LAST_BATCH, WarmStart, WarmStartParts
 from shoal.trainer.export import ModelCard
+from shoal.trainer.folder import Progress
 from shoal.trainer.guards import GuardSettings, Watch
 from shoal.trainer.learner import new_learner
 from shoal.trainer.settings import TrainerSettings

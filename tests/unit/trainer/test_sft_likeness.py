@@ -8,12 +8,16 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.trainer.demonstrations.likeness import Lookalikes, likeness, signature_of
+from shoal.trainer.demonstrations.likeness import HASHES, Lookalikes, Signature, signature_of
 from shoal.trainer.demonstrations.likeness import plain_text as marked
 
 
 def plain_text(texts: list[str]) -> bytes:
     return marked(("", text) for text in texts)
+
+
+def likeness(one: Signature, other: Signature) -> float:
+    return np.count_nonzero(one == other) / HASHES
 
 
 def runs(plain: bytes) -> set[bytes]:
@@ -47,13 +51,6 @@ def test_a_text_is_like_itself_however_it_is_spaced_and_capitalised(text: str) -
     spaced = f" {text}\n"
     assert plain_text([text]) == plain_text([spaced])
     assert likeness(signature_of(plain_text([text])), signature_of(plain_text([spaced]))) == 1.0
-
-
-@given(st.binary(max_size=60), st.binary(max_size=60))
-def test_likeness_is_symmetric_and_a_share(one: bytes, two: bytes) -> None:
-    a, b = signature_of(one), signature_of(two)
-    assert likeness(a, b) == likeness(b, a)
-    assert 0 <= likeness(a, b) <= 1
 
 
 def test_the_first_of_a_family_stays_and_strangers_are_strangers() -> None:

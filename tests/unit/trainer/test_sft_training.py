@@ -17,11 +17,11 @@ from shoal.errors import CheckpointError, TrainingDiverged
 from shoal.models.load import load_model
 from shoal.runtime.metrics import MetricsLog
 from shoal.runtime.stop import StopToken
-from shoal.trainer.checkpoint import Progress
 from shoal.trainer.demonstrations.choosing import Corpus
 from shoal.trainer.demonstrations.course import Course
 from shoal.trainer.demonstrations.training import VALIDATION, WarmStart, WarmStartParts
 from shoal.trainer.export import ModelCard
+from shoal.trainer.folder import Progress
 from shoal.trainer.learner import Learner, new_learner
 from shoal.trainer.settings import TrainerSettings
 

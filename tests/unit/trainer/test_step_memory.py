@@ -22,10 +22,9 @@ from shoal.models.state import policy_state
 from shoal.protocol import TrainingGroup, TrainingRollout, pack_logprobs, pack_tokens
 from shoal.runtime.stop import StopToken
 from shoal.trainer import memory
-from shoal.trainer.learner import Learner, new_learner
+from shoal.trainer.checkpoint import START, hold_start, weights_digest
+from shoal.trainer.learner import Learner, new_learner, recompute_layers
 from shoal.trainer.publisher import cast
-from shoal.trainer.recompute import recompute_layers
-from shoal.trainer.reference import START, hold_start, weights_digest
 from shoal.trainer.settings import LoraSettings, MemorySettings, ObjectiveSettings, TrainerSettings
 from shoal.trainer.step import StepWork, train_step
 

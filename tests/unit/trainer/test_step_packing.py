@@ -14,10 +14,9 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from shoal.models.packed import supports_packing
 from shoal.protocol import TrainingGroup
-from shoal.trainer.crew import Alone
-from shoal.trainer.forward import lay, score
 from shoal.trainer.learner import Learner, cost_of, new_learner
-from shoal.trainer.samples import Sample
+from shoal.trainer.ranks import Ranks
+from shoal.trainer.samples import Sample, lay, score
 from shoal.trainer.settings import MemorySettings, ObjectiveSettings
 from shoal.trainer.step import StepWork, train_step
 from shoal.trainer.update import DUMMY
@@ -104,8 +103,8 @@ def test_a_sequence_of_a_pack_changes_no_others_gradient(name: str) -> None:
             torch.testing.assert_close(value, alone[weight], rtol=1e-4, atol=1e-6)
 
 
-class OneOf(Alone):
-    """Implements `Crew`: one of several processes, whose numbers nobody adds up."""
+class OneOf(Ranks):
+    """One of several processes, whose numbers nobody adds up."""
 
     def __init__(self, rank: int, world: int) -> None:
         self.rank, self.world = rank, world
@@ -121,7 +120,7 @@ def test_the_shares_of_all_processes_add_up_to_the_gradient_of_one(groups, world
     model = model_called("llama")  # not the tiny one, whose token 0 is a row of zeros and has no gradient anyway
     one = replace(new_learner(model, settings), packed=packed)
     whole, _metrics = gradient(one, groups)
-    ranks = [replace(one, crew=OneOf(rank, world)) for rank in range(world)]
+    ranks = [replace(one, ranks=OneOf(rank, world)) for rank in range(world)]
     found = [_own_gradient(each, groups) for each in ranks]
     for weight, expected in whole.items():
         torch.testing.assert_close(sum(own[weight] for own in found), expected, rtol=1e-4, atol=1e-6)
@@ -141,9 +140,9 @@ def _own_gradient(made: Learner, groups: list[TrainingGroup]) -> dict[str, Tenso
             taken.update({name: value.grad.clone() for name, value in made.trained().items()})
             raise Taken
 
-    crew = Recording(made.crew.rank, made.crew.world)
+    ranks = Recording(made.ranks.rank, made.ranks.world)
     with pytest.raises(Taken):
-        train_step(replace(made, crew=crew), StepWork(0, groups, temperature=0.8, max_staleness=0))
+        train_step(replace(made, ranks=ranks), StepWork(0, groups, temperature=0.8, max_staleness=0))
     return taken
 
 

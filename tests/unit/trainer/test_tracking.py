@@ -19,9 +19,9 @@ from trainer_stubs import RUN, SETTINGS, FakeHub, training_run
 from shoal.cli.ingredients import check_machine
 from shoal.cli.recipe import Recipe
 from shoal.errors import ConfigError
-from shoal.trainer import tracking
+from shoal.trainer import record
+from shoal.trainer.record import Row, Tracked, Trackers, choose_mode, open_trackers, require_trackers
 from shoal.trainer.settings import TrainerSettings
-from shoal.trainer.tracking import Row, Tracked, Trackers, choose_mode, open_trackers, require_trackers
 
 
 def row(step: int, loss: float) -> dict[str, float]:
@@ -47,8 +47,8 @@ def tensorboard(folder: Path, at: int = 0, rows: Sequence[Row] = ()) -> Trackers
 
 
 def test_every_word_of_the_recipe_has_a_tracker() -> None:
-    words = TrainerSettings.model_validate({"tracking": list(tracking.TRACKERS)}).tracking
-    assert set(words) == set(tracking.TRACKERS)
+    words = TrainerSettings.model_validate({"tracking": list(record.TRACKERS)}).tracking
+    assert set(words) == set(record.TRACKERS)
 
 
 def test_tensorboard_shows_the_rows_and_what_came_later(tmp_path: Path) -> None:
@@ -180,7 +180,7 @@ def test_a_run_is_tracked_step_by_step_with_late_scores(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("word", ["tensorboard", "wandb"])
 def test_a_missing_package_is_said_before_anything_starts(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracking, "find_spec", lambda _name: None)
+    monkeypatch.setattr(record, "find_spec", lambda _name: None)
     with pytest.raises(ConfigError, match=rf"with: \S*python -m pip install {word}, or"):
         require_trackers([word])
     recipe = Recipe.model_validate({"trainer": {"tracking": [word]}})
@@ -190,7 +190,7 @@ def test_a_missing_package_is_said_before_anything_starts(word: str, monkeypatch
 
 def test_tracking_imports_neither_torch_nor_what_it_tracks_with() -> None:
     heavy = "('torch', 'wandb', 'tensorboard')"
-    code = f"import sys, shoal.trainer.tracking; sys.exit(any(name in sys.modules for name in {heavy}))"
+    code = f"import sys, shoal.trainer.record; sys.exit(any(name in sys.modules for name in {heavy}))"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
@@ -211,7 +211,7 @@ def test_tracking_imports_neither_torch_nor_what_it_tracks_with() -> None:
 def test_no_key_means_no_network_and_no_question(
     environ: dict[str, str], key: bool, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tracking, "_has_key", lambda: key)
+    monkeypatch.setattr(record, "_has_key", lambda: key)
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "unset")
     assert choose_mode(environ) == mode
 
@@ -239,8 +239,8 @@ def test_wandb_gets_each_step_once_and_its_own_count_only_rises(
         made.append(FakeRun())
         return made[-1]
 
-    monkeypatch.setattr(tracking.WeightsAndBiases, "_start", start)
-    monkeypatch.setattr(tracking, "choose_mode", lambda _environ: "offline")
+    monkeypatch.setattr(record.WeightsAndBiases, "_start", start)
+    monkeypatch.setattr(record, "choose_mode", lambda _environ: "offline")
     for at, rows in ((0, []), (2, [row(0, 0.0), row(1, 1.0)])):
         trackers = open_trackers(["wandb"], Tracked(tmp_path, RUN))
         trackers.begin(at, rows)
@@ -260,7 +260,7 @@ def refused(self, address, *rest):
     assert self.family == socket.AF_UNIX or address[0] in ("127.0.0.1", "localhost", "::1"), address
     return connect(self, address, *rest)
 connect, socket.socket.connect = socket.socket.connect, refused
-from shoal.trainer.tracking import Tracked, open_trackers
+from shoal.trainer.record import Tracked, open_trackers
 trackers = open_trackers(["wandb"], Tracked(Path(sys.argv[1]), "tiny-0123", {"learning_rate": 1e-4}))
 first = int(sys.argv[2])
 trackers.begin(first, [])
@@ -300,11 +300,11 @@ def test_wandb_offline_writes_one_run_over_two_starts(tmp_path: Path, monkeypatc
     files = sorted((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
     assert len(files) == 2
     steps, names, runs = [], set(), set()
-    for record in (each for file in files for each in records(file)):
-        if record.HasField("run"):
-            runs.add(record.run.run_id)
-        if record.HasField("history"):
-            items = {".".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
+    for kept in (each for file in files for each in records(file)):
+        if kept.HasField("run"):
+            runs.add(kept.run.run_id)
+        if kept.HasField("history"):
+            items = {".".join(item.nested_key) or item.key: json.loads(item.value_json) for item in kept.history.item}
             names |= items.keys()
             steps += [items["step"]] if "loss" in items else []
     assert runs == {"tiny-0123"}

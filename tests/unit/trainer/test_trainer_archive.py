@@ -26,7 +26,7 @@ from shoal.protocol import (
 )
 from shoal.trainer import loop
 from shoal.trainer.archive import SCHEMA, RolloutArchive
-from shoal.trainer.hands import Hands
+from shoal.trainer.shards import Actions
 
 TOKENIZER = TextTokenizer(tiny_files(tiny_model()))
 EOS = TOKENIZER.eos_token_id
@@ -194,7 +194,7 @@ def test_the_batch_of_a_step_that_diverges_can_be_looked_at(tmp_path: Path) -> N
         raise TrainingDiverged("step 0 diverged")
 
     with pytest.raises(TrainingDiverged):
-        training_run(tmp_path, FakeHub(1), hands=Hands(train=diverges))[0].run()
+        training_run(tmp_path, FakeHub(1), actions=Actions(train=diverges))[0].run()
     table: pa.Table = pq.read_table(tmp_path / "trainer" / "rollouts" / "step-00000.parquet")
     assert table.num_rows == 12
 

@@ -17,7 +17,8 @@ from shoal.errors import CheckpointError, ModelError, ResourceError
 from shoal.protocol import TrainingGroup
 from shoal.runtime.files import write_atomically
 from shoal.trainer import checkpoint
-from shoal.trainer.checkpoint import CheckpointStore, Progress, restore
+from shoal.trainer.checkpoint import CheckpointStore, restore
+from shoal.trainer.folder import Progress
 from shoal.trainer.learner import Learner
 from shoal.trainer.step import StepWork, train_step
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 from trainer_stubs import RUN, SETTINGS, learner, make_group, same, tiny_loaded, weights
 
-from shoal.trainer.checkpoint import CheckpointStore, Progress, restore
-from shoal.trainer.copies import Copies
-from shoal.trainer.crew import Alone
+from shoal.trainer.checkpoint import TRAINING, CheckpointStore, Copies, restore
+from shoal.trainer.folder import Progress
 from shoal.trainer.learner import Learner, new_learner
-from shoal.trainer.publisher import snapshot_of
+from shoal.trainer.publisher import views_of
+from shoal.trainer.ranks import Ranks
 from shoal.trainer.settings import LoraSettings
-from shoal.trainer.shares import SharedCopies
+from shoal.trainer.shards import ShardedCopies
 from shoal.trainer.step import StepWork, train_step
 
 
@@ -24,15 +24,18 @@ def train(made: Learner, step: int) -> None:
     train_step(made, StepWork(step, groups, temperature=1.0, max_staleness=99))
 
 
-def test_a_copy_does_not_follow_the_model() -> None:
+def test_a_copy_does_not_follow_the_model(tmp_path: Path) -> None:
     made = learner()
     train(made, 0)
     copied = Copies().take(made, with_training=True)
-    assert copied.training is not None
-    before = {name: value.clone() for name, value in {**copied.weights, **copied.training}.items()}
+    assert copied.captured is not None
+    copied.captured[TRAINING](tmp_path / "before")
+    before = {name: value.clone() for name, value in copied.weights.items()}
     train(made, 1)
     torch.rand(1)
-    assert same({**copied.weights, **copied.training}, before)
+    copied.captured[TRAINING](tmp_path / "after")
+    assert same(copied.weights, before)
+    assert (tmp_path / "after").read_bytes() == (tmp_path / "before").read_bytes()
     assert not same(copied.weights, weights(made))
 
 
@@ -54,9 +57,7 @@ def test_without_a_checkpoint_weights_are_copied_as_they_are_published() -> None
     exact = copies.take(made, with_training=True).weights
     assert {value.dtype for value in narrow.values()} == {torch.bfloat16}
     assert same(exact, weights(made))
-    published = [
-        [bytes(view.data) for view in snapshot_of(each, 1, {}, "bfloat16").tensors] for each in (narrow, exact)
-    ]
+    published = [[bytes(view.data) for view in views_of(each, "bfloat16")] for each in (narrow, exact)]
     assert published[0] == published[1]
 
 
@@ -78,7 +79,7 @@ def test_copies_from_a_gpu_have_arrived_before_anybody_reads_them(
     monkeypatch.setattr(Copies, "_copy_one", lambda *given: (events.append("copy"), copy_one(*given))[1])
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: events.append(f"wait for {device}"))
     monkeypatch.setattr(Learner, "device", torch.device("cuda:3"))
-    copies = SharedCopies(cast(Any, Alone()), tmp_path, lambda *_told: None) if shared else Copies()
+    copies = ShardedCopies(cast(Any, Ranks()), tmp_path) if shared else Copies()
     copies.take(learner(), with_training)
     assert events[-1] == "wait for cuda:3"
     assert events.count("wait for cuda:3") == 1
@@ -86,7 +87,7 @@ def test_copies_from_a_gpu_have_arrived_before_anybody_reads_them(
 
 
 def test_moments_are_copied_only_for_a_checkpoint() -> None:
-    assert Copies().take(learner(), with_training=False).captured() is None
+    assert Copies().take(learner(), with_training=False).captured is None
 
 
 def test_weights_that_are_not_trained_are_copied_once() -> None:
@@ -104,7 +105,7 @@ def test_weights_that_are_not_trained_are_copied_once() -> None:
 def test_a_checkpoint_of_a_copy_is_one_of_the_moment_it_was_taken(tmp_path: Path) -> None:
     made, store = learner(), CheckpointStore(tmp_path, 1)
     train(made, 0)
-    captured = Copies().take(made, with_training=True).captured()
+    captured = Copies().take(made, with_training=True).captured
     assert captured is not None
     train(made, 1)
     expected = weights(made)

@@ -12,7 +12,7 @@ from trainer_stubs import EOS, SAMPLING, tiny_files, tiny_model
 from shoal.environments import Score, Split, Task
 from shoal.errors import ModelError, ScoringFailure, UnusableTask
 from shoal.models.tokenizer import TextTokenizer
-from shoal.trainer.evaluate import GreedyEvaluator
+from shoal.trainer.held_out import GreedyEvaluator
 
 
 class Recorder:

@@ -16,12 +16,11 @@ from shoal.errors import CheckpointError, ConfigError, ResourceError
 from shoal.models.state import policy_state
 from shoal.protocol import LedgerHead
 from shoal.runtime.metrics import MetricsLog
-from shoal.trainer.card import ModelCard, training_facts
-from shoal.trainer.checkpoint import CheckpointStore, Progress, StoredCheckpoint
-from shoal.trainer.destination import HIDDEN
-from shoal.trainer.export import Which, export_checkpoint, export_policy, latest_metrics, write_card
+from shoal.trainer.checkpoint import CheckpointStore, StoredCheckpoint
+from shoal.trainer.export import ModelCard, Which, export_checkpoint, export_policy, training_facts, write_card
+from shoal.trainer.folder import HIDDEN, Progress, Retention
 from shoal.trainer.learner import Learner
-from shoal.trainer.retention import Retention
+from shoal.trainer.record import latest_metrics
 from shoal.trainer.settings import TrainerSettings
 
 CARD = ModelCard(

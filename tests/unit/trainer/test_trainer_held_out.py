@@ -88,7 +88,7 @@ def test_validators_that_never_come_are_not_waited_for_without_end() -> None:
         clock.advance(30)
 
     hub.before["evaluations"] = look
-    assert ByValidators(hub.evaluations, lambda: 0.25, 2, clock, StopToken()).last(STEPS) == 0.25
+    assert ByValidators(lambda: 0.25, 2, hub.evaluations, clock, StopToken()).last(STEPS) == 0.25
     assert len(looks) == held_out.LAST_WAIT_S / 30
 
 
@@ -97,7 +97,7 @@ def test_who_is_told_to_stop_does_not_wait() -> None:
     hub.measure(STEPS, None, complete=False)
     stop.set("enough")
     with pytest.raises(Stopped):
-        ByValidators(hub.evaluations, never, 2, ManualClock(), stop).last(STEPS)
+        ByValidators(never, 2, hub.evaluations, ManualClock(), stop).last(STEPS)
 
 
 def test_a_resume_takes_up_what_came_meanwhile_and_nothing_twice(tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_the_hub_is_asked_only_for_what_is_not_known_yet(tmp_path: Path) -> None
     hub, asked = FakeHub(STEPS), []
     hub.before["evaluations"] = asked.append
     hub.measure(0, 0.1)
-    measuring = ByValidators(hub.evaluations, never, 2, ManualClock(), StopToken())
+    measuring = ByValidators(never, 2, hub.evaluations, ManualClock(), StopToken())
     assert measuring.known(0) == {0: 0.1}
     assert measuring.known(1) == {}
     hub.measure(2, None, complete=False)
@@ -137,7 +137,7 @@ def test_what_was_told_is_not_told_again_while_an_older_version_is_awaited() -> 
     hub = FakeHub(STEPS)
     hub.measure(0, None, complete=False)
     hub.measure(2, 0.3)
-    measuring = ByValidators(hub.evaluations, never, 2, ManualClock(), StopToken())
+    measuring = ByValidators(never, 2, hub.evaluations, ManualClock(), StopToken())
     assert measuring.known(3) == {2: 0.3}
     assert measuring.known(4) == {}
     hub.measure(0, 0.1)
@@ -148,7 +148,7 @@ def test_a_replay_tells_scores_that_were_there_before_it_came_to_them() -> None:
     hub = FakeHub(8)
     for version in (0, 2, 4, 6):
         hub.measure(version, version / 10)
-    measuring = ByValidators(hub.evaluations, never, 2, ManualClock(), StopToken())
+    measuring = ByValidators(never, 2, hub.evaluations, ManualClock(), StopToken())
     told = [measuring.known(version) for version in range(7)]
     assert told == [{0: 0.0}, {}, {2: 0.2}, {}, {4: 0.4}, {}, {6: 0.6}]
 
@@ -174,7 +174,7 @@ def test_a_mean_of_a_part_of_the_tasks_is_no_score() -> None:
     hub.measure(0, 1.0, partial=True)
     hub.measure(2, 0.5)
     hub.measure(STEPS, 1.0, partial=True)
-    measuring = ByValidators(hub.evaluations, lambda: 0.25, 2, ManualClock(), StopToken())
+    measuring = ByValidators(lambda: 0.25, 2, hub.evaluations, ManualClock(), StopToken())
     assert measuring.known(3) == {2: 0.5}
     assert measuring.last(STEPS) == 0.25, "the trainer measures all of it"
 

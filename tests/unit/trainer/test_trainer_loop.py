@@ -18,7 +18,8 @@ from shoal.runtime.clock import ManualClock
 from shoal.runtime.stop import StopToken
 from shoal.shardcast.origin import Origin
 from shoal.trainer import loop
-from shoal.trainer.checkpoint import CheckpointStore, Progress
+from shoal.trainer.checkpoint import CheckpointStore
+from shoal.trainer.folder import Progress
 from shoal.trainer.settings import TrainerSettings
 from shoal.trainer.step import StepWork, train_step
 

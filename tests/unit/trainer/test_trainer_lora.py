@@ -28,11 +28,11 @@ from shoal.models.lora import ADAPTER_FILE, AdapterShape
 from shoal.models.tokenizer import TextTokenizer
 from shoal.runtime.stop import StopToken
 from shoal.shardcast.origin import Origin, OriginSettings
-from shoal.trainer import follower, loop
-from shoal.trainer.copies import Copies
-from shoal.trainer.crew import Alone
+from shoal.trainer import loop, shards
+from shoal.trainer.checkpoint import Copies
 from shoal.trainer.learner import Learner, new_learner
-from shoal.trainer.publisher import snapshot_of
+from shoal.trainer.publisher import views_of
+from shoal.trainer.ranks import Ranks
 from shoal.trainer.settings import LoraSettings, MemorySettings, ObjectiveSettings, TrainerSettings
 from shoal.trainer.step import StepWork, train_step
 
@@ -92,9 +92,8 @@ def test_only_adapters_travel(finished) -> None:
 def test_whoever_has_the_policy_computes_what_the_trainer_does(finished) -> None:
     _, made = finished
     files = with_adapters()[1]
-    snapshot = snapshot_of(made.state(), STEPS, files, "float32")
-    engine = TorchEngine(snapshot.files)
-    engine.load_policy(None, {view.name: view for view in snapshot.tensors})
+    engine = TorchEngine(files)
+    engine.load_policy(None, {view.name: view for view in views_of(made.state(), "float32")})
     ids = torch.arange(5, 25)[None]
     with torch.no_grad():
         assert torch.equal(engine._model(ids).logits, made.model(ids).logits)
@@ -160,7 +159,7 @@ def test_several_processes_spread_a_second_model_only_without_adapters(
 ) -> None:
     held = settings.model_copy(update={"objective": ObjectiveSettings(kl=0.5)})
     made: list[Any] = []
-    monkeypatch.setattr(follower, "spread", lambda *_given: made.append(tiny_loaded(settings).model) or made[-1])
-    found = follower._learner(None, held, {}, cast(Any, Alone()))
+    monkeypatch.setattr(shards, "spread", lambda *_given: made.append(tiny_loaded(settings).model) or made[-1])
+    found = shards._learner(None, held, {}, cast(Any, Ranks()))
     assert len(made) == models
     assert (found.reference is found.model) == (models == 1)

@@ -20,8 +20,8 @@ from shoal.runtime.lock import FolderLock
 from shoal.runtime.stop import StopToken
 from shoal.shardcast.origin import Origin
 from shoal.trainer import loop, process
-from shoal.trainer.config import TrainerConfig
 from shoal.trainer.process import run_trainer
+from shoal.trainer.settings import TrainerConfig
 
 
 class FakeClient(FakeHub):

@@ -13,11 +13,9 @@ from shoal.errors import DeadlineExceeded, HubRefused, PolicyMismatch, ResourceE
 from shoal.models.state import policy_state, to_torch
 from shoal.runtime.clock import SystemClock
 from shoal.shardcast.origin import Origin
-from shoal.trainer.checkpoint import CheckpointStore
-from shoal.trainer.copies import Copied
-from shoal.trainer.publisher import Handover, Publication, Publisher, snapshot_of
-from shoal.trainer.record import RunRecord
-from shoal.trainer.tracking import Trackers
+from shoal.trainer.checkpoint import CheckpointStore, Copied
+from shoal.trainer.publisher import Handover, Publication, Publisher, views_of
+from shoal.trainer.record import RunRecord, Trackers
 
 
 def handover(version: int = 0, seed: int = 0, publish: bool = True) -> Handover:
@@ -75,11 +73,23 @@ def test_what_could_not_be_reported_is_not_published(tmp_path: Path, hub: FakeHu
     assert hub.policies == {}
 
 
+def test_what_cannot_be_saved_is_not_published(tmp_path: Path, hub: FakeHub) -> None:
+    def full(_path: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    made = publisher(tmp_path, hub)
+    made.submit(Handover(0, Copied(policy_state(tiny_model()), {"model.safetensors": full})))
+    with pytest.raises(ResourceError, match="the disk is full"):
+        made.wait()
+    made.close()
+    assert hub.policies == {}
+
+
 def test_the_published_type_is_the_one_asked_for() -> None:
     model = tiny_model()
-    half = snapshot_of(policy_state(model), 0, {}, "bfloat16")
-    assert {view.dtype for view in half.tensors} == {"BF16"}
-    view = next(view for view in half.tensors if view.name == "lm_head.weight")
+    half = views_of(policy_state(model), "bfloat16")
+    assert {view.dtype for view in half} == {"BF16"}
+    view = next(view for view in half if view.name == "lm_head.weight")
     assert torch.equal(to_torch(view), model.lm_head.weight.to(torch.bfloat16))
 
 

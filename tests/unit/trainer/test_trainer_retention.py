@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.trainer.retention import AWAITED, Place, Retention, ranked
+from shoal.trainer.folder import AWAITED, Place, Retention, ranked
 
 EVERY = 5
 

@@ -32,7 +32,7 @@ def of(*groups: TrainingGroup, advantage: str = "group_mean", mask_truncated: bo
 def test_samples_carry_the_advantages_of_their_rollouts() -> None:
     made = of(group(rollout(1.0, tokens=2), rollout(0.0, tokens=5)), group(rollout(0.5), rollout(0.0), unit=1))
     assert [[sample.advantage for sample in samples] for samples in made.groups] == [[0.5, -0.5], [0.25, -0.25]]
-    assert (made.tokens, made.completions, made.rollouts) == (13, 4, 4)
+    assert (made.tokens, sum(map(len, made.groups)), made.rollouts) == (13, 4, 4)
     assert (made.without_signal, made.truncated, made.no_sample) == (0, 0, 0)
 
 
@@ -47,7 +47,7 @@ def test_a_rollout_whose_log_probability_is_no_number_is_no_sample_and_counted()
     made = of(group(broken, rollout(0.0), rollout(0.0)))
     # its reward is a real outcome, and stays in the mean
     assert [sample.advantage for sample in made.groups[0]] == pytest.approx([-1 / 3, -1 / 3])
-    assert (made.no_sample, made.without_signal, made.completions) == (1, 0, 2)
+    assert (made.no_sample, made.without_signal, sum(map(len, made.groups))) == (1, 0, 2)
     assert of(group(broken, rollout(0.0, logprobs=[-math.inf] * 3))).no_sample == 2
 
 
@@ -61,7 +61,7 @@ def test_what_was_said_of_given_tokens_is_not_looked_at() -> None:
 def test_a_completion_without_tokens_is_no_completion() -> None:
     made = of(group(rollout(1.0, tokens=0), rollout(0.0)))
     assert [sample.advantage for sample in made.groups[0]] == [-0.5]
-    assert made.completions == 1
+    assert sum(map(len, made.groups)) == 1
 
 
 def test_equal_rewards_teach_nothing_and_are_counted() -> None:
@@ -93,14 +93,14 @@ def test_the_hubs_rule_for_task_rewards_is_not_applied_a_second_time() -> None:
     ]
     for rewards in (judged, solved):
         assert not has_equal_rewards(rewards)
-        assert of(group(*(rollout(reward.value) for reward in rewards))).completions == 2
+        assert sum(map(len, of(group(*(rollout(reward.value) for reward in rewards))).groups)) == 2
     penalised = [RolloutReward(value=value, parts={"task": 1.0, "length": value - 1}) for value in (0.9, 0.7)]
     assert has_equal_rewards(penalised), "such a group never comes here"
 
 
 def test_truncated_samples_are_masked_if_so_wanted_and_always_counted() -> None:
     cut = group(rollout(1.0), rollout(0.0, finish="length"), rollout(0.5))
-    assert (of(cut).completions, of(cut).truncated) == (3, 1)
+    assert (sum(map(len, of(cut).groups)), of(cut).truncated) == (3, 1)
     masked = of(cut, mask_truncated=True)
     assert [sample.advantage for sample in masked.groups[0]] == [0.5, 0.0]  # the mean is still over all three
     assert (masked.truncated, masked.without_signal) == (1, 0)

@@ -18,8 +18,8 @@ from shoal.runtime.sizing import settle
 from shoal.runtime.stop import StopToken
 from shoal.shardcast import origin
 from shoal.trainer import checkpoint, loop, publisher
+from shoal.trainer.folder import AWAITED
 from shoal.trainer.guards import GuardSettings
-from shoal.trainer.retention import AWAITED
 
 STEPS = 3
 POINTS = [name for name in crash.POINTS if name.startswith("trainer.")]

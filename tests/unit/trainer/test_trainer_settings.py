@@ -10,7 +10,7 @@ import pytest
 from pydantic import AfterValidator, BaseModel, ValidationError
 
 from shoal.algorithms.registry import ADVANTAGES, LOSSES
-from shoal.trainer.card import training_facts
+from shoal.trainer.export import training_facts
 from shoal.trainer.settings import AdvantageName, LossName, TrainerSettings
 
 
@@ -107,6 +107,6 @@ def test_every_number_with_a_point_is_one_that_float32_holds() -> None:
     assert plain == []
 
 
-def test_settings_and_config_are_read_without_torch() -> None:
-    code = "import sys, shoal.trainer.settings, shoal.trainer.config; sys.exit('torch' in sys.modules)"
+def test_settings_and_folder_are_read_without_torch() -> None:
+    code = "import sys, shoal.trainer.settings, shoal.trainer.folder; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

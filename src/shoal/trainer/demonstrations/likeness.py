@@ -85,11 +85,6 @@ class Lookalikes:
         return None
 
 
-def likeness(one: Signature, other: Signature) -> float:
-    """The estimated share of runs that two texts have in common."""
-    return np.count_nonzero(one == other) / HASHES
-
-
 def signature_of(plain: bytes) -> Signature:
     """The smallest hash of the text's runs, by each of the functions; a text shorter than a run is one."""
     data = np.frombuffer(plain.ljust(RUN_BYTES, b"\0"), np.uint8).astype(np.uint64)

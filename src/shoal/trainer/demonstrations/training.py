@@ -22,16 +22,16 @@ from shoal.errors import CheckpointError
 from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.sizing import settle
 from shoal.runtime.stop import StopToken
-from shoal.trainer.checkpoint import CheckpointStore, Progress, restore
+from shoal.trainer.checkpoint import CheckpointStore, restore
 from shoal.trainer.demonstrations.choosing import Corpus
 from shoal.trainer.demonstrations.course import LOSS, Course, Numbers
 from shoal.trainer.export import ModelCard, export_policy
+from shoal.trainer.folder import Progress
 from shoal.trainer.guards import Judged, Watch
 from shoal.trainer.learner import Learner
-from shoal.trainer.record import RunRecord, finite
+from shoal.trainer.record import RunRecord, Trackers, finite
 from shoal.trainer.samples import Prepared
 from shoal.trainer.step import StepPlan, StepWork, Stopped, look_back, mean_loss, train_samples
-from shoal.trainer.tracking import Trackers
 
 log = logging.getLogger(__name__)
 

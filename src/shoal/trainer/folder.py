@@ -1,4 +1,6 @@
-"""Which checkpoints are kept. A function of their numbers and of the scores known, so that a resume decides the same.
+"""What is in a trainer's folder, without torch: where a run stands, which checkpoints are kept, where an export may go.
+
+Which checkpoints are kept is a function of their numbers and of the scores known, so that a resume decides the same:
 
     newest `keep`                  what a resume needs, and one more should it be damaged
     best `keep_best`               by held-out score; of equal ones the newer, which has learnt from more
@@ -11,9 +13,13 @@ Never more than the sum of all. A version that was trained twice (two incarnatio
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+from shoal.errors import ConfigError
 from shoal.runtime.metrics import MetricsLog
 
 Place = tuple[int, int]
@@ -21,6 +27,19 @@ Place = tuple[int, int]
 
 AWAITED = 2
 """The hub never has more versions than that measured at a time."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run stands: `version` steps are done."""
+
+    run: str
+    version: int
+    incarnation: int = 0
+
+    @property
+    def name(self) -> str:
+        return f"{self.version}.{self.incarnation}"
 
 
 @dataclass(frozen=True)
@@ -72,3 +91,43 @@ def ranked(places: Sequence[Place], scores: Mapping[int, float]) -> list[Place]:
 def _last_lives(places: Sequence[Place]) -> list[Place]:
     """The newest incarnation of every version, newest first: scores are of that one."""
     return sorted(dict(sorted(places)).items(), reverse=True)
+
+
+# ── exports ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+MARK = "shoal.json"
+"""Marks an export, by what is in it. A folder without it is somebody's and is never overwritten."""
+
+HIDDEN = ".exporting"
+"""Where an export into a folder that is there is written first."""
+
+
+def refuse_foreign(destination: Path) -> None:
+    """Whatever is at the destination must be an export, an empty folder, or nothing."""
+    if not destination.exists() and not destination.is_symlink():
+        return
+    if destination.is_dir():
+        names = {entry.name for entry in destination.iterdir()}
+        if names <= {HIDDEN} or _facts(destination) is not None:
+            return
+    raise ConfigError(f"{destination} exists and is not an export of shoal; choose another folder, or move it away")
+
+
+def written_files(folder: Path) -> tuple[str, ...]:
+    """The files that the export in a folder consists of, as it says itself; none if it does not say so."""
+    listed = (_facts(folder) or {}).get("files")
+    names = [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
+    return tuple(name for name in names if name not in ("", ".", "..") and Path(name).name == name)
+
+
+def _facts(folder: Path) -> dict[str, Any] | None:
+    """What the mark of an export says; None if there is none, or a file of that name that no export wrote."""
+    try:
+        facts = json.loads((folder / MARK).read_bytes())
+        progress = facts["progress"]
+        named = isinstance(progress["run"], str)
+        counted = all(type(progress[name]) is int for name in ("version", "incarnation"))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return facts if named and counted else None

@@ -17,10 +17,10 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from shoal.cli.main import main
 from shoal.errors import CheckpointError, DeadlineExceeded
 from shoal.runtime.clock import ManualClock
-from shoal.trainer import elastic, ranks, shares
-from shoal.trainer.crew import Alone
-from shoal.trainer.sharded import Parts, Rows, part_files, part_name, read_full, write_part
-from shoal.trainer.sharding import rows_of
+from shoal.trainer import elastic, settings, shards
+from shoal.trainer.checkpoint import Parts, Rows, part_files, part_name, read_full, save_tensors
+from shoal.trainer.ranks import Ranks
+from shoal.trainer.shards import rows_of
 
 FILE = "model.safetensors"
 
@@ -30,7 +30,7 @@ def write(folder: Path, tensors: dict[str, Tensor], world: int) -> None:
         own = {name: rows_of(len(value), rank, world) for name, value in tensors.items()}
         shares = {name: Rows(tensors[name][rows], tuple(tensors[name].shape), rows.start) for name, rows in own.items()}
         whole = {"count": torch.tensor(7.0)} if rank == 0 else {}
-        write_part(folder / part_name(FILE, rank, world), {**shares, **whole})
+        save_tensors(folder / part_name(FILE, rank, world), {**shares, **whole})
 
 
 @given(st.integers(1, 5), st.integers(1, 5), st.integers(1, 9))
@@ -69,8 +69,8 @@ def test_missing_parts_and_rows_are_errors_never_zeros(tmp_path: Path) -> None:
 
 
 def test_parts_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
-    write_part(tmp_path / part_name(FILE, 0, 2), {"weight": Rows(torch.ones(2, 3), (4, 3), 0)})
-    write_part(tmp_path / part_name(FILE, 1, 2), {"weight": Rows(torch.ones(2, 3), (5, 3), 2)})
+    save_tensors(tmp_path / part_name(FILE, 0, 2), {"weight": Rows(torch.ones(2, 3), (4, 3), 0)})
+    save_tensors(tmp_path / part_name(FILE, 1, 2), {"weight": Rows(torch.ones(2, 3), (5, 3), 2)})
     with pytest.raises(CheckpointError, match="another shape here"):
         read_full(tmp_path, FILE)
     (tmp_path / part_name(FILE, 1, 2)).write_bytes(b"no safetensors")
@@ -83,16 +83,16 @@ def test_rank_0_does_not_wait_for_ever_for_the_part_of_another(tmp_path: Path) -
     advance = clock.monotonic_s
     clock.monotonic_s = lambda: (clock.advance(400), advance())[1]  # type: ignore[method-assign]
     with pytest.raises(DeadlineExceeded, match="do all trainer processes see the folder"):
-        shares._fetch(tmp_path, ".part-0", tmp_path / "x" / FILE, clock)
+        shards._fetch(tmp_path, ".part-0", tmp_path / "x" / FILE, clock)
 
 
 def test_a_process_by_itself_has_nobody_to_ask() -> None:
-    crew, values = Alone(), torch.tensor([3.0, 4.0])
-    assert crew.total(values) is crew.peak(values) is crew.whole(values) is values
-    assert (crew.any(True), crew.any(False)) == (True, False)
-    assert float(crew.norm([values])) == 5
-    assert crew.run(None, lambda: 7) == 7
-    crew.tell(b"nobody listens")
+    ranks, values = Ranks(), torch.tensor([3.0, 4.0])
+    assert ranks.total(values) is ranks.peak(values) is ranks.whole(values) is values
+    assert (ranks.any(True), ranks.any(False)) == (True, False)
+    assert float(ranks.norm([values])) == 5
+    assert ranks.run(None, lambda: 7) == 7
+    ranks.send(b"nobody listens")
 
 
 # -- how a group ends --------------------------------------------------------------------------------------------------
@@ -120,8 +120,8 @@ def test_a_killed_rank_is_named_and_may_be_started_again(tmp_path: Path) -> None
 
 def test_a_rank_tells_its_agent_why_it_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "error.json"
-    ranks.tell_agent("nobody listens")
-    monkeypatch.setenv(ranks.ERROR_FILE, str(path))
+    settings.report_to_agent("nobody listens")
+    monkeypatch.setenv(settings.ERROR_FILE, str(path))
     assert main(["trainer", "--dir", str(tmp_path / "nowhere")]) == 2
     found = ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file=str(path))
     error = elastic.group_error({0: found})

@@ -24,8 +24,8 @@ LIMIT_S = 240
 LORA = {"rank": 2, "alpha": 4.0, "targets": ["q_proj", "up_proj"]}
 
 
-def run_crew(folder: Path, world: int, steps: int, settings: TrainerSettings = SHARED) -> None:
-    """All processes of a crew, from start to end."""
+def run_ranks(folder: Path, world: int, steps: int, settings: TrainerSettings = SHARED) -> None:
+    """All processes of a group of ranks, from start to end."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -87,7 +87,7 @@ def rows(folder: Path) -> list[dict[str, float]]:
 def test_two_processes_train_as_one_does(tmp_path: Path) -> None:
     """Three steps with clipped gradients and tied embeddings; then one process goes on where the two have ended."""
     torch.set_num_threads(1)
-    run_crew(tmp_path / "two", 2, steps=3)
+    run_ranks(tmp_path / "two", 2, steps=3)
     stored, expected = newest(tmp_path / "two"), alone(tmp_path / "one", steps=3)
     parts = [path.name for path in stored.folder.glob("model*")]
     assert sorted(parts) == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
@@ -103,13 +103,24 @@ def test_two_processes_train_as_one_does(tmp_path: Path) -> None:
     assert difference(alone(tmp_path / "two", steps=5), alone(tmp_path / "one", steps=5)) < 5e-6
 
 
+def test_one_rank_with_shards_keeps_its_weights_in_float32_and_rounds_what_it_gathers(tmp_path: Path) -> None:
+    """A group of one: FSDP holds float32 weights, and there are no masters beside them."""
+    torch.set_num_threads(1)
+    memory = SHARED.memory.model_copy(update={"precision": "bfloat16"})
+    rounded = SHARED.model_copy(update={"memory": memory})
+    run_ranks(tmp_path / "rank", 1, steps=2, settings=rounded)
+    ours, exact = newest(tmp_path / "rank"), alone(tmp_path / "exact", 2)
+    assert {value.dtype for value in ours.tensors().values()} == {torch.float32}
+    assert 0 < distance(ours, exact) <= 1.3 * distance(alone(tmp_path / "one", 2, rounded), exact)
+
+
 @pytest.mark.slow
 def test_a_checkpoint_is_loaded_by_any_number_of_processes(tmp_path: Path) -> None:
     """One process, then two, then three, then one again: the same run as by one alone."""
     torch.set_num_threads(1)
     alone(tmp_path / "run", steps=1)
-    run_crew(tmp_path / "run", 2, steps=2)
-    run_crew(tmp_path / "run", 3, steps=3)
+    run_ranks(tmp_path / "run", 2, steps=2)
+    run_ranks(tmp_path / "run", 3, steps=3)
     stored, expected = alone(tmp_path / "run", steps=4), alone(tmp_path / "one", steps=4)
     assert stored.progress.version == 4
     assert difference(stored, expected) < 5e-6
@@ -137,7 +148,7 @@ def test_every_kind_of_step_in_two_processes(tmp_path: Path, changes: dict[str, 
     """
     torch.set_num_threads(1)
     settings = TrainerSettings.model_validate({**SHARED.model_dump(), **changes})
-    run_crew(tmp_path / "two", 2, 3, settings)
+    run_ranks(tmp_path / "two", 2, 3, settings)
     two, one = newest(tmp_path / "two"), alone(tmp_path / "one", 3, settings)
     rounds = settings.memory.precision == "bfloat16"
     wide = settings.model_copy(update={"memory": settings.memory.model_copy(update={"precision": "float32"})})
