@@ -18,6 +18,7 @@ SRC = Path(__file__).parent.parent / "src"
 
 LAYERS = [
     {"cli"},
+    {"run"},
     {"dashboard", "simulator"},
     {"trainer", "worker", "validator", "hub"},
     {"evaluation", "adversary"},
@@ -30,6 +31,7 @@ LAYERS = [
 LEVEL = {package: level for level, packages in enumerate(LAYERS) for package in packages}
 TORCH_FREE = (
     "cli",
+    "run",
     "hub",
     "dashboard",
     "client",
