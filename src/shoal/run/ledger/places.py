@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 import httpx
-import typer
 from pydantic import ValidationError
 
 from shoal.client import HubClient, split_join_url
@@ -225,11 +224,13 @@ def _counted(rows: Iterator[LedgerEntry], total: int) -> Iterator[LedgerEntry]:
         for row in rows:
             if time.monotonic() - shown_s >= every_s:
                 shown_s = time.monotonic()
-                typer.echo(f"{start}{row.index:,} of {total:,} rows read{end}", err=True, nl=False)
+                sys.stderr.write(f"{start}{row.index:,} of {total:,} rows read{end}")
+                sys.stderr.flush()
             yield row
     finally:
         if is_live:
-            typer.echo("\r\x1b[K", err=True, nl=False)
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()
 
 
 def download(url: str, max_bytes: int) -> bytes:

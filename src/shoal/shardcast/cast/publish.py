@@ -71,7 +71,7 @@ def run_publish(request: PublishRequest, begin: Callable[[], StopToken], termina
     had_key = request.key_path.exists()
     key = load_or_create_key(request.key_path)
     head = _head(request.directory, key)
-    if request.serve and _port_is_taken(request) and not _serves(request, key, head):
+    if request.serve and _port_is_taken(request) and (head is None or _served(request, key) != head.policy):
         raise ResourceError(
             f"port {request.port} on {request.host} is taken: nothing was published; choose another with --port"
         )
@@ -88,7 +88,7 @@ def run_publish(request: PublishRequest, begin: Callable[[], StopToken], termina
     try:
         run_origin(request.directory, request.host, request.port, stop, lambda url: _say(request, url, key, terminal))
     except ResourceError:
-        if not _serves_this(request, manifest, key):
+        if _served(request, key) != manifest.policy:
             raise
         terminal.say("a server that already runs there has picked it up; this command is done")
         _say(request, local_url(request.host, request.port), key, terminal)
@@ -224,7 +224,7 @@ def _say(request: PublishRequest, url: str, key: SigningKey, terminal: Terminal)
 
 
 def _say_where(request: PublishRequest, manifest: PolicyManifest, key: SigningKey, terminal: Terminal) -> None:
-    if _serves_this(request, manifest, key):
+    if _served(request, key) == manifest.policy:
         _say(request, local_url(request.host, request.port), key, terminal)
         return
     terminal.say(
@@ -239,16 +239,6 @@ def _port_is_taken(request: PublishRequest) -> bool:
     except OSError as error:
         return error.errno == errno.EADDRINUSE
     return False
-
-
-def _serves(request: PublishRequest, key: SigningKey, head: BroadcastHead | None) -> bool:
-    """Whether what has the port serves this very folder."""
-    return head is not None and _served(request, key) == head.policy
-
-
-def _serves_this(request: PublishRequest, manifest: PolicyManifest, key: SigningKey) -> bool:
-    """Whether somebody on this machine already serves the version just published under this port."""
-    return _served(request, key) == manifest.policy
 
 
 def _served(request: PublishRequest, key: SigningKey) -> PolicyRef | None:
