@@ -20,7 +20,6 @@ import sys
 from pathlib import Path
 from evalkit import SortingEngine, evaluation
 from shoal.evaluation.job import evaluate
-from shoal.evaluation.job import evaluate
 from shoal.rewards import DirectScorer
 from shoal.runtime.stop import StopToken
 
