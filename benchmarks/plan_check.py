@@ -19,8 +19,8 @@ from collections import defaultdict
 from pathlib import Path
 
 from shoal.cli.plan import _planning
-from shoal.cli.recipe import load_recipe
 from shoal.models.tiny import build_tiny, build_tokenizer, tokenizer_config
+from shoal.run.recipe import load_recipe
 from shoal.runtime.sizing import Speeds
 
 ROOT = Path(__file__).parents[1]

@@ -18,7 +18,6 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from shoal.cli.main import app as cli
-from shoal.cli.recipe import Recipe
 from shoal.hub import (
     openapi,
     routes_admin,
@@ -28,6 +27,7 @@ from shoal.hub import (
     routes_uploads,
     routes_worker,
 )
+from shoal.run.recipe import Recipe
 from shoal.validator import checks, verdicts
 
 REFERENCE = Path(__file__).parents[1] / "docs" / "reference"

@@ -18,8 +18,6 @@ from typing import Any
 import httpx
 import numpy as np
 
-from shoal.cli.folder import RunFolder
-from shoal.cli.recipe import Recipe
 from shoal.client import AsgiTransport, HubClient
 from shoal.environments import build
 from shoal.hub import HubConfig, create_app
@@ -43,6 +41,8 @@ from shoal.protocol import (
     pack_tokens,
     sign_document,
 )
+from shoal.run.folder import RunFolder
+from shoal.run.recipe import Recipe
 from shoal.runtime.stop import StopToken
 from shoal.shardcast import Origin
 from shoal.worker.settings import identity

@@ -18,6 +18,7 @@ SRC = Path(__file__).parent.parent / "src"
 
 LAYERS = [
     {"cli"},
+    {"run"},
     {"dashboard", "simulator"},
     {"trainer", "worker", "validator", "hub"},
     {"evaluation", "adversary"},
@@ -30,6 +31,7 @@ LAYERS = [
 LEVEL = {package: level for level, packages in enumerate(LAYERS) for package in packages}
 TORCH_FREE = (
     "cli",
+    "run",
     "hub",
     "dashboard",
     "client",
@@ -48,6 +50,7 @@ PURE_LIBRARY = {
     "__future__", "abc", "bisect", "collections", "dataclasses", "enum", "functools", "hashlib", "heapq", "hmac",
     "itertools", "json", "math", "operator", "pydantic", "types", "typing",
 }  # fmt: skip
+PRINTERS = {"typer", "click", "rich"}
 UNPICKLERS = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 SANDBOXED = "shoal.environments.sandbox.runner"
 """Its text is handed to an interpreter inside the sandbox, where it runs programs; nobody may import it."""
@@ -182,6 +185,17 @@ def torch_violations(sources: Sources) -> list[str]:
     return bad
 
 
+def printing_violations(sources: Sources) -> list[str]:
+    """The command line parses and prints; nobody else does."""
+    return [
+        f"{module} imports {target}"
+        for module, source in sources.items()
+        if package_of(module) != "cli"
+        for target in imports(module, source, sources)
+        if target.split(".")[0] in PRINTERS
+    ]
+
+
 def unsafe_violations(sources: Sources) -> list[str]:
     """Nothing is unpickled or evaluated, whoever it came from. What runs strangers' programs runs in the sandbox."""
     bad = []
@@ -220,6 +234,7 @@ RULES = [
     mutual_import_violations,
     purity_violations,
     torch_violations,
+    printing_violations,
     unsafe_violations,
     size_violations,
 ]
@@ -256,6 +271,8 @@ BROKEN = [
     (torch_violations, "shoal.client.bad", "try:\n    from shoal.models.load import x\nexcept ImportError:\n    pass"),
     (torch_violations, "shoal.hub.bad", "class A:\n    import torch"),
     (torch_violations, "shoal.worker.settings", "from safetensors.torch import save"),
+    (printing_violations, "shoal.runtime.bad", "import typer"),
+    (printing_violations, "shoal.worker.bad", "def f():\n    from rich.console import Console"),
     (unsafe_violations, "shoal.worker.bad", "import pickle"),
     (unsafe_violations, "shoal.worker.bad", "def f():\n    from cloudpickle import loads"),
     (unsafe_violations, "shoal.worker.bad", "eval('1')"),
@@ -270,6 +287,7 @@ BROKEN = [
     (size_violations, "shoal.worker.bad", "x = 1\n" * (MAX_FILE_LINES + 1)),
 ]
 FINE = [
+    ("shoal.cli", "import typer\nfrom rich.text import Text"),
     ("shoal.worker.good", "from shoal.client import x\nfrom shoal.runtime.x import y\nimport shoal.errors"),
     ("shoal.client.good", "def f():\n    import torch"),
     ("shoal.client.good", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch"),

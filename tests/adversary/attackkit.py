@@ -24,9 +24,6 @@ import numpy as np
 
 import shoal.trainer.loop  # noqa: F401 - torch and transformers cannot be imported first by several threads at once
 from shoal.adversary import Disguise
-from shoal.cli.folder import RunFolder
-from shoal.cli.recipe import Recipe
-from shoal.cli.roles import run_role
 from shoal.client import ClientOptions, HubClient
 from shoal.engines import Completion, Engine, GenerationRequest, PrefillRequest
 from shoal.engines.shelf import LoadedPolicy
@@ -45,6 +42,9 @@ from shoal.protocol import (
     fingerprint,
     unpack,
 )
+from shoal.run.folder import RunFolder
+from shoal.run.recipe import Recipe
+from shoal.run.roles import run_role
 from shoal.runtime.stop import StopToken
 from shoal.sampling import uniforms
 from shoal.validator.case import BODY_LIMITS

@@ -15,9 +15,6 @@ import httpx
 import msgspec
 import zstandard
 
-from shoal.cli.folder import RunFolder
-from shoal.cli.recipe import Recipe
-from shoal.cli.roles import run_role
 from shoal.protocol import (
     SUBMISSION_FORMAT,
     Audit,
@@ -40,6 +37,9 @@ from shoal.protocol import (
     sign_document,
     sign_request,
 )
+from shoal.run.folder import RunFolder
+from shoal.run.recipe import Recipe
+from shoal.run.roles import run_role
 from shoal.runtime.stop import StopToken
 
 START_S = 60.0

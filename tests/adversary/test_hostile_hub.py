@@ -17,10 +17,7 @@ import pytest
 from hostilekit import Answer, Asked, HostileHub, hostile_hub
 from pydantic import ValidationError
 
-from shoal.cli import reporter
-from shoal.cli.accounting.places import download
 from shoal.cli.main import main
-from shoal.cli.reporter import fetch_status
 from shoal.client import ClientOptions, HubClient
 from shoal.client import delivery as delivering
 from shoal.client.delivery import Delivery
@@ -56,6 +53,9 @@ from shoal.protocol import (
     submission_digest,
 )
 from shoal.protocol.submission import ProgressReply, UploadTicket
+from shoal.run import reporter
+from shoal.run.ledger.places import download
+from shoal.run.reporter import fetch_status
 from shoal.runtime import exchange, targets
 from shoal.runtime.clock import SystemClock
 from shoal.runtime.stop import StopToken

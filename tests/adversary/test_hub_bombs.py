@@ -19,9 +19,9 @@ import pytest
 import zstandard
 from doorkit import POLICY, RECIPE, START_S, Caller, Hub, ok, packed, refusal, submission
 
-from shoal.cli.folder import RunFolder
-from shoal.cli.recipe import Recipe
 from shoal.protocol import PolicyAnnouncement, sign_document
+from shoal.run.folder import RunFolder
+from shoal.run.recipe import Recipe
 
 MIB = 2**20
 ANYONES_MIB, TRUSTED_MIB = 48, 384

@@ -22,10 +22,10 @@ import pytest
 from hostilekit import HostileHub, hostile_hub
 
 from sandboxkit import needs_bubblewrap
-from shoal.cli import sandbox
 from shoal.cli.main import main
 from shoal.client.http import open_http
 from shoal.errors import ResourceError
+from shoal.run import sandbox
 from shoal.runtime import forwarder as forwarding
 from shoal.runtime import targets
 from shoal.runtime.forwarder import Forwarder
@@ -262,7 +262,7 @@ def test_a_worker_that_misses_the_first_signal_while_it_starts_is_stopped_by_the
 
 LOGGED_IN = """
 import ctypes, sys
-from shoal.cli import sandbox
+from shoal.run import sandbox
 from shoal.runtime.stop import StopToken
 keyctl, add_key, mark, program = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3].encode(), sys.argv[4]
 libc = ctypes.CDLL(None)

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 from doorkit import Hub, ok, refusal, running_hub
 
-from shoal.cli.recipe import Recipe
 from shoal.hub.state.draws import audit_fraction
 from shoal.hub.state.reputation import depth_for, full_audit_probability
 from shoal.hub.state.rows import NodeRow, Rules
 from shoal.ledger import fold
 from shoal.protocol import LedgerEntry, LedgerPage, NodeState, NodeView, RunStatus, Severity
+from shoal.run.recipe import Recipe
 
 TRUSTED_AFTER = 30  # full audits passed: the next are p = 1/3
 CERTAIN = {

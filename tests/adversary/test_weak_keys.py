@@ -15,7 +15,6 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from doorkit import Hub, refusal, running_hub
 from pydantic import ValidationError
 
-from shoal.cli.casting.trust import Sources
 from shoal.client.trust import open_run_info
 from shoal.errors import SignatureError, UserError
 from shoal.hub.storage.sqlite import SqliteStorage
@@ -23,6 +22,7 @@ from shoal.protocol import Registration, RoleCertificate, SignedDocument, Signin
 from shoal.protocol.identity import check_public_key
 from shoal.protocol.signing import RequestSignature, body_hash, request_bytes
 from shoal.runtime.clock import SystemClock
+from shoal.shardcast.cast.trust import Sources
 
 P = 2**255 - 19
 D = -121665 * pow(121666, -1, P) % P

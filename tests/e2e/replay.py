@@ -7,10 +7,10 @@ from pathlib import Path
 
 from runkit import rows
 
-from shoal.cli.folder import RunFolder
 from shoal.models.load import load_model
 from shoal.models.state import policy_views
 from shoal.protocol import Batch, BodyLimits, Submission, TrainingGroup, TrainingRollout, unpack
+from shoal.run.folder import RunFolder
 from shoal.shardcast import digest_of
 from shoal.trainer.learner import make_deterministic, new_learner
 from shoal.trainer.step import StepWork, train_step

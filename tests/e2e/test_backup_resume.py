@@ -13,8 +13,8 @@ import pytest
 from replay import batches
 from runkit import glimpse, ledger, rows, start_run
 
-from shoal.cli.backup import backup_run, restore_run
 from shoal.ledger import fold, verify
+from shoal.run.backup import backup_run, restore_run
 
 STEPS = 5
 OVERRIDES = (

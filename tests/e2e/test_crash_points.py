@@ -15,9 +15,9 @@ import pytest
 from replay import announced_digests, batches, replayed_digests
 from runkit import ledger, metrics, processes_of, receipts, rows, start_run
 
-from shoal.cli.folder import RunFolder
 from shoal.ledger import fold, verify
 from shoal.protocol import submission_digest
+from shoal.run.folder import RunFolder
 from shoal.runtime.crash import CRASH_AT, CRASH_FOLDER, POINTS
 
 STEPS = 8

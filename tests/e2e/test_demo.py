@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 from runkit import Run, end, ledger, metrics, processes_of
 
-from shoal.cli.accounting.checking import check_ledger
-from shoal.cli.demo.records import read_standing, rollouts_archived, signed_manifest
-from shoal.cli.folder import RunFolder
 from shoal.cli.main import main
 from shoal.errors import LedgerError
 from shoal.ledger import append, verify
 from shoal.protocol import LedgerEntry, load_key
+from shoal.run.demo.records import read_standing, rollouts_archived, signed_manifest
+from shoal.run.folder import RunFolder
+from shoal.run.ledger.check import check_ledger
 
 pytestmark = pytest.mark.slow  # continuous integration runs the demo itself, at full length
 

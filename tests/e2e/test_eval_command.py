@@ -16,13 +16,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from shoal.cli.folder import RunFolder
 from shoal.cli.main import main
-from shoal.cli.recipe import Recipe
 from shoal.environments import EnvironmentSettings
 from shoal.evaluation.job import SUMMARY, TASKS
 from shoal.evaluation.journal import PROGRESS
 from shoal.models import model_folder
+from shoal.run.folder import RunFolder
+from shoal.run.recipe import Recipe
 
 EVAL = ["eval", "tiny", "--max-new-tokens", "16", "--device", "cpu"]
 DEADLINE_S = 280.0

@@ -27,8 +27,8 @@ from pathlib import Path
 import pytest
 from runkit import Run, glimpse, ledger, metrics, processes_of, rows, start_run
 
-from shoal.cli.folder import RunFolder, port_of
 from shoal.ledger import verify
+from shoal.run.folder import RunFolder, port_of
 from smalldisk import in_own_namespace, small_disk
 
 REWARD = """

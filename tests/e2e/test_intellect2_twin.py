@@ -10,8 +10,8 @@ import pytest
 from runkit import metrics, rows, start_run
 
 from sandboxkit import needs_bubblewrap
-from shoal.cli.recipe import load_recipe
 from shoal.environments import build
+from shoal.run.recipe import load_recipe
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "intellect2-tiny.toml"
 

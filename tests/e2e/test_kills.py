@@ -41,10 +41,10 @@ from runkit import (
     wait_for,
 )
 
-from shoal.cli.folder import RunFolder
 from shoal.cli.main import main
 from shoal.ledger import fold, verify
 from shoal.protocol import submission_digest
+from shoal.run.folder import RunFolder
 
 STALENESS = 2
 WORKERS = 2

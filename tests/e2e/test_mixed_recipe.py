@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from runkit import ledger, metrics, rows, start_run
 
-from shoal.cli.ingredients import check_ingredients
-from shoal.cli.recipe import load_recipe
 from shoal.environments import Environment, build
 from shoal.environments.sandbox import require_sandbox
 from shoal.errors import EnvironmentSetupError
+from shoal.run.preflight import check_ingredients
+from shoal.run.recipe import load_recipe
 
 pytest.importorskip("reasoning_gym")
 RECIPE = Path(__file__).parents[2] / "recipes" / "mixed.toml"

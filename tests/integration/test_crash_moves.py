@@ -16,10 +16,10 @@ from crashkit import Place as HubPlace
 
 from folderkit import Play
 from s3kit import KEYS, Shop, s3_server
-from shoal.cli.backup import backup_run, restore_run, verify_backup
 from shoal.errors import ConfigError
 from shoal.protocol import Lease, SignedDocument, SigningKey, open_document, submission_digest
 from shoal.protocol.submission import UploadCommit, UploadRequest, UploadTicket
+from shoal.run.backup import backup_run, restore_run, verify_backup
 from shoal.runtime.crash import POINTS
 
 RESTORE = ("restore.after_blobs", "restore.after_rows", "restore.before_rename")

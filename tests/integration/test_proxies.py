@@ -29,14 +29,14 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from forkkit import clean_environment
-from shoal.cli.doctor import examine
-from shoal.cli.folder import RunFolder, port_of
-from shoal.cli.recipe import Recipe
-from shoal.cli.roles import run_role
 from shoal.client import ClientOptions, HubClient
 from shoal.client.http import REACH, open_http
 from shoal.errors import BroadcastError, ConfigError, HubUnreachable
 from shoal.protocol import PROTOCOL_VERSION, PolicyAnnouncement, SigningKey, TensorView, sign_document
+from shoal.run.doctor import examine
+from shoal.run.folder import RunFolder, port_of
+from shoal.run.recipe import Recipe
+from shoal.run.roles import run_role
 from shoal.runtime.proxies import Proxy, parse_proxy, proxy_of
 from shoal.runtime.stop import StopToken
 from shoal.runtime.targets import Nearness, Reach

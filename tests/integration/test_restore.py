@@ -13,14 +13,14 @@ import pytest
 
 from folderkit import Play, body_of
 from s3kit import KEYS, Shop, s3_server
-from shoal.cli.backup import Summary, backup_run, restore_run
-from shoal.cli.folder import RunFolder
 from shoal.cli.main import main
 from shoal.errors import ConfigError, ShoalError
 from shoal.hub.service.context import Context
 from shoal.hub.storage import SqliteStorage, copying, open_storage
 from shoal.hub.storage.copying import INCOMING, copy_rows, extents
 from shoal.protocol import LeaseRequest
+from shoal.run.backup import Summary, backup_run, restore_run
+from shoal.run.folder import RunFolder
 
 
 @pytest.fixture(scope="module")

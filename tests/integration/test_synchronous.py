@@ -14,9 +14,6 @@ from contextlib import closing
 import numpy as np
 import pytest
 
-from shoal.cli.folder import RunFolder
-from shoal.cli.launch import LaunchOptions, launch
-from shoal.cli.recipe import Recipe
 from shoal.cli.view import PlainDisplay
 from shoal.engines import GenerationRequest
 from shoal.engines.torch import TorchEngine
@@ -25,6 +22,9 @@ from shoal.hub.state.draws import task_index, unit_seeds
 from shoal.models.load import LoadedModel, load_model
 from shoal.models.state import policy_views
 from shoal.protocol import SamplingParameters, TrainingGroup, TrainingRollout, pack_logprobs, pack_tokens
+from shoal.run.folder import RunFolder
+from shoal.run.launch import LaunchOptions, launch
+from shoal.run.recipe import Recipe
 from shoal.runtime.stop import StopToken
 from shoal.shardcast import digest_of
 from shoal.trainer.learner import new_learner

@@ -1,4 +1,4 @@
-"""`shoal admin`: act as the owner of a run. What each command sends is made in `shoal.cli.ordering`.
+"""`shoal admin`: act as the owner of a run. What each command sends is made in `shoal.run.orders`.
 
 RUN is the run's folder, whose keys/admin.key signs (keys/root.key where the root is needed). To act from elsewhere,
 give the hub's join URL and a folder with the keys: `--keys FOLDER`.
@@ -30,7 +30,7 @@ Address = Annotated[str, typer.Argument(metavar="URL", help="The relay's address
 
 
 def _order(run: str, verb: str, keys: Path | None, target: str = "", reason: str = "", for_s: float = 0.0) -> None:
-    from shoal.cli.ordering import Order, give
+    from shoal.run.orders import Order, give
 
     typer.echo(visible(give(run, Order(verb, target, reason, for_s), keys)))
 
@@ -103,7 +103,7 @@ def add_validator(
     reason: Reason = "",
 ) -> None:
     """Have the root key certify one validator more; the hub trusts it at once."""
-    from shoal.cli.ordering import add_validator as add
+    from shoal.run.orders import add_validator as add
 
     for line in add(run, public_key, out, reason):
         typer.echo(visible(line))
@@ -118,7 +118,7 @@ def calibrate(
     keys: Keys = None,
 ) -> None:
     """Take work of a kind that no validator can measure, by limits that the root key signs."""
-    from shoal.cli.ordering import open_kind
+    from shoal.run.orders import open_kind
 
     typer.echo(visible(open_kind(run, file, keys)))
 
@@ -131,7 +131,7 @@ def revoke(
     keys: Keys = None,
 ) -> None:
     """Trust a key for nothing any more; a validator's by the admin key, others' by the root key."""
-    from shoal.cli.ordering import revoke as give_revocation
+    from shoal.run.orders import revoke as give_revocation
 
     typer.echo(visible(give_revocation(run, key, reason, keys)))
 
@@ -143,7 +143,7 @@ def rotate(
     reason: Reason = "",
 ) -> None:
     """Give a process another key; the old one is trusted until it is revoked, so that nothing is interrupted."""
-    from shoal.cli.ordering import rotate as give_rotation
+    from shoal.run.orders import rotate as give_rotation
 
     for line in give_rotation(run, name, reason):
         typer.echo(visible(line))

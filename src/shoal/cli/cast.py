@@ -1,12 +1,19 @@
-"""`shoal cast`: broadcast any file or folder. What each command does is in `shoal.cli.casting`."""
+"""`shoal cast`: broadcast any file or folder. What each command does is in `shoal.shardcast.cast`."""
 
 from __future__ import annotations
 
-import os
+import logging
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from shoal.runtime.logs import is_verbose
+
+if TYPE_CHECKING:
+    from shoal.runtime.stop import StopToken
+    from shoal.shardcast.cast.serving import Terminal
 
 cast = typer.Typer(
     name="cast",
@@ -42,9 +49,10 @@ def publish(
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port to listen on.")] = 8471,
 ) -> None:
     """Publish a file or folder as the next version, and serve it."""
-    from shoal.cli.casting.publish import PublishRequest, run_publish
+    from shoal.shardcast.cast.publish import PublishRequest, run_publish
 
-    run_publish(PublishRequest(path, directory, version, key, name, keep, serve, host, port), _verbose())
+    request = PublishRequest(path, directory, version, key, name, keep, serve, host, port)
+    run_publish(request, lambda: _begin("cast"), _terminal())
 
 
 @cast.command()
@@ -70,8 +78,6 @@ def relay(
     ] = None,
 ) -> None:
     """Mirror a broadcast, verify every chunk, and serve it on."""
-    from shoal.cli.casting.relay import RelayRequest, run_cast_relay
-
     settings = {
         "kept_versions": keep,
         "disk_budget_gb": disk_budget_gb,
@@ -79,7 +85,22 @@ def relay(
         "rate_per_client_mbit": rate_per_client_mbit,
     }
     given = {name: value for name, value in settings.items() if value is not None}
-    run_cast_relay(RelayRequest(tuple(upstreams), tuple(peers or ()), directory, host, port, given), _verbose())
+    mirror(upstreams, peers, directory, host, port, given)
+
+
+def mirror(
+    upstreams: Sequence[str],
+    peers: Sequence[str] | None,
+    directory: Path,
+    host: str,
+    port: int,
+    settings: Mapping[str, float | None],
+) -> None:
+    """What `shoal cast relay` does, and `shoal relay` where no run is named."""
+    from shoal.shardcast.cast.relay import RelayRequest, run_cast_relay
+
+    request = RelayRequest(tuple(upstreams), tuple(peers or ()), directory, host, port, settings)
+    run_cast_relay(request, lambda: _begin("relay"), _terminal())
 
 
 @cast.command()
@@ -109,13 +130,27 @@ def fetch(
     force: Annotated[bool, typer.Option("--force", help="Replace files that were not fetched from here.")] = False,
 ) -> None:
     """Bring a version here. Ctrl-C and the same command again continues; a second time costs nothing."""
-    from shoal.cli.casting.fetch import FetchRequest, run_fetch
+    from shoal.shardcast.cast.fetch import FetchRequest, run_fetch
 
     request = FetchRequest(
         tuple(sources), tuple(peers or ()), output, version, share, follow, wait_s, patience_s, host, force
     )
-    raise typer.Exit(run_fetch(request, _verbose()))
+    raise typer.Exit(run_fetch(request, lambda: _begin("fetch"), _terminal()))
 
 
-def _verbose() -> bool:
-    return os.environ.get("SHOAL_DEBUG", "") not in ("", "0")
+def _begin(role: str) -> StopToken:
+    """Listen to signals, and log to stderr; a fetch says what matters itself."""
+    from shoal.runtime import logs
+    from shoal.runtime.stop import stop_on_signals
+
+    stop = stop_on_signals()
+    logs.setup(role, None, is_verbose())
+    if role == "fetch" and not is_verbose():
+        logging.getLogger("shoal").setLevel(logging.WARNING)
+    return stop
+
+
+def _terminal() -> Terminal:
+    from shoal.cli.printing import CastTerminal
+
+    return CastTerminal()

@@ -1,11 +1,24 @@
-"""`shoal data`: look at a data set before training on it. What each command does is in `shoal.cli.datasets`."""
+"""`shoal data`: look at a data set before training on it; write right answers of its tasks as demonstrations."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from shoal.errors import ConfigError, EnvironmentSetupError, ScoringFailure, UnusableTask, UserError
+from shoal.runtime.text import count_of
+
+if TYPE_CHECKING:
+    from shoal.environments import Environment, EnvironmentSettings
+    from shoal.environments.dataset import DatasetEnvironment
+    from shoal.run.sources import TaskSource
+
+PLACE, RIGHT = "{answer}", 1.0 - 1e-9
 
 data = typer.Typer(
     name="data",
@@ -28,8 +41,6 @@ Settings = Annotated[
 @data.command()
 def check(where: WhereArgument, settings: Settings = None) -> None:
     """Read every row and answer; lists those that cannot be used, and exits with 2 unless they are to be skipped."""
-    from shoal.cli.datasets import check_data
-
     raise typer.Exit(check_data(where, settings or ()))
 
 
@@ -42,8 +53,6 @@ def order(
     count: Annotated[int, typer.Option("--count", min=1, max=10_000_000, help="How many units to show.")] = 20,
 ) -> None:
     """Show which task each unit is: unit, row, id. Anyone with the data and the seed can check a run's leases by it."""
-    from shoal.cli.datasets import show_order
-
     show_order(where, settings or (), seed, range(start, start + count))
 
 
@@ -61,6 +70,169 @@ def demos(
     ] = None,
 ) -> None:
     """Write right answers of training tasks as demonstrations for `shoal sft`; each is scored before."""
-    from shoal.cli.demonstrating import write_demos
-
     write_demos(spec, settings or (), out, count, form)
+
+
+def source_at(spec: str, overrides: Sequence[str]) -> TaskSource:
+    """What the specification means; an override is of an option of the data set: `keep_solve_rate=[0.1, 0.5]`."""
+    for override in overrides:
+        if "=" not in override:
+            raise UserError(f"expected OPTION=VALUE, not {override!r}; for example: --set format=aime")
+    from shoal.run.sources import task_source
+
+    return task_source(spec, [f"environment.options.{override.strip()}" for override in overrides])
+
+
+# ── check ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def check_data(spec: str, overrides: Sequence[str]) -> int:
+    """Read everything, say what is wrong; 0 or 2."""
+    settings = source_at(spec, overrides).settings
+    with _unsaid():
+        found = list(_data_sets(settings))
+    if not found:
+        raise UserError(
+            f"{spec} trains on no data set: its environment is {settings.name}; give a data file or FORMAT:FILE"
+        )
+    return max(_check(data, bad_rows) for data, bad_rows in found)
+
+
+@contextmanager
+def _unsaid() -> Iterator[None]:
+    """Opening a data set warns of rows that cannot be asked. Here all bad rows are told, once, at the end."""
+    opening = logging.getLogger("shoal.environments.rows")
+    before = opening.level
+    opening.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        opening.setLevel(before)
+
+
+def _data_sets(settings: EnvironmentSettings) -> Iterator[tuple[DatasetEnvironment, str]]:
+    """The data set of a recipe, or those of its mixture, opened whatever its rows are; with its own `bad_rows`."""
+    from shoal.environments.dataset import DatasetEnvironment
+    from shoal.environments.registry import build_ingredient
+
+    for part in settings.mix or (settings,):
+        if part.name == "dataset" and part.file is None:
+            skipping = part.model_copy(update={"options": {**part.options, "bad_rows": "skip"}})
+            environment = build_ingredient(skipping)
+            assert isinstance(environment, DatasetEnvironment)
+            yield environment, str(part.options.get("bad_rows", ""))
+
+
+def _check(data: DatasetEnvironment, bad_rows: str) -> int:
+    from rich.console import Console
+
+    from shoal.cli.printing import counted
+
+    with counted("checking answers", Console(stderr=True), unit="rows") as report:
+        report(0, 0)  # it begins here; how many rows there are is told with the first of them
+        findings = data.check(report)
+    for found in findings:
+        for line in found.problems.lines(found.where):
+            typer.echo(line)
+        for reason, count in found.problems.reasons.most_common(10):
+            typer.echo(f"{count:>10,} {'row' if count == 1 else 'rows'}: {reason}")
+    for line in data.kinds():
+        typer.echo(line)
+    typer.echo(data.description)
+    bad = sum(found.problems.count for found in findings)
+    if not bad:
+        typer.echo("every row can be used")
+        return 0
+    kinds = [kind for _, unusable in data.useless_kinds() for kind in unusable]
+    typer.echo(f"{count_of(bad, 'row')} cannot be used: {_outcome(kinds, bad_rows)}", err=True)
+    return 0 if bad_rows == "skip" else UserError.exit_code
+
+
+def _outcome(kinds: Sequence[str], bad_rows: str) -> str:
+    """What a run with this `bad_rows` does with data that has bad rows; `kinds` are those without a good one."""
+    without = "; to run without them, set environment.options.bad_rows to skip"
+    if bad_rows == "refuse":
+        return f'a run refuses this data, as bad_rows = "refuse" says{without}'
+    if kinds and not bad_rows:
+        return f"a run REFUSES this data because of {'; '.join(kinds)}{without}"
+    return "a run leaves them out"
+
+
+# ── order ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def show_order(spec: str, overrides: Sequence[str], seed: int | None, units: range) -> None:
+    """One line per unit: its number, the row (where there are rows), the id."""
+    from shoal.environments import build, identity_of
+
+    source = source_at(spec, overrides)
+    environment = build(source.settings)
+    if source.settings.pools is not None:
+        typer.echo("difficulty pools are on: a run may take a later candidate of a unit than the one shown", err=True)
+    tasks = len(environment.tasks("train"))
+    chosen = seed if seed is not None else source.recipe.run.seed if source.recipe else 0
+    identity = identity_of(environment)
+    data = f", data digest {identity.data_digest}" if identity.data_digest else ""
+    typer.echo(f"# {tasks} tasks, seed {chosen}, environment digest {identity.digest}{data}")
+    typer.echo("unit\trow\tid")
+    for unit in units:
+        typer.echo(f"{unit}\t" + "\t".join(_drawn(environment, chosen, unit, tasks)))
+
+
+def _drawn(environment: Environment, seed: int, unit: int, count: int) -> tuple[str, str]:
+    """The row and id of the first candidate that can be used."""
+    from shoal.environments.composed import Composed
+    from shoal.environments.dataset import DatasetEnvironment
+    from shoal.hub.state.draws import candidates
+
+    inner = environment.inner if isinstance(environment, Composed) else environment
+    tasks = environment.tasks("train")
+    for position in candidates(count, seed, unit):
+        try:
+            task = tasks[position]
+        except UnusableTask:
+            continue
+        row = inner.row_at("train", position) if isinstance(inner, DatasetEnvironment) else position
+        return str(row), task.id
+    raise EnvironmentSetupError(f"none of the tasks that unit {unit} may be can be used: run shoal data check")
+
+
+# ── demos: answers of training tasks in their order, in a form of one's choice; only what scores as right is written ──
+
+
+def write_demos(spec: str, overrides: Sequence[str], out: Path, count: int, form: str) -> None:
+    """Demonstrations of the first `count` training tasks whose answer, so written, is right."""
+    from shoal.cli.eval import scorable
+    from shoal.cli.sft import refuse_taken, write_rows
+    from shoal.run.sources import task_source
+
+    refuse_taken(out)
+    if PLACE not in form:
+        raise ConfigError(f"--form {form}: say with {PLACE} where the answer goes")
+    environment = scorable(task_source(spec, overrides))
+    tasks, rows, left_out, example = environment.tasks("train"), [], 0, "none could be scored"
+    for index in range(len(tasks)):
+        try:
+            task = tasks[index]
+            completion = form.replace(PLACE, task.answer)
+            value = environment.score(task, completion).value
+        except (EnvironmentSetupError, ScoringFailure):
+            value = None
+        if value is not None and value >= RIGHT:
+            said = [{"role": role, "content": text} for role, text in (*task.history, ("user", task.prompt))]
+            rows.append({"task": task.id, "prompt": said if task.history else task.prompt, "completion": completion})
+            if len(rows) == count:
+                break
+            continue
+        left_out += 1
+        if value is not None and left_out:
+            example = f"for example {task.id}: {completion[:60]!r} is worth {value:g}"
+    if not rows:
+        raise ConfigError(
+            f"none of the {len(tasks):,} tasks has an answer that, written as {form!r}, is right ({example}): give "
+            "another --form"
+        )
+    write_rows(out, rows)
+    typer.echo(f"wrote {out}: {len(rows):,} demonstrations of {environment.name}")
+    if left_out:
+        typer.echo(f"left out: {left_out:,} whose answer is not right so, or that cannot be scored ({example})")

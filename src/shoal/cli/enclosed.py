@@ -11,8 +11,9 @@ def main() -> int:
     end_at_start(["join"])
     from pydantic import TypeAdapter
 
-    from shoal.cli.join import JoinRequest, run_joined_worker
-    from shoal.cli.main import guarded, is_verbose
+    from shoal.cli.main import guarded
+    from shoal.run.join import JoinRequest, run_joined_worker
+    from shoal.runtime.logs import is_verbose
 
     request = TypeAdapter(JoinRequest).validate_json(sys.argv[1])
     return guarded(lambda: run_joined_worker(request, is_verbose()), is_verbose())

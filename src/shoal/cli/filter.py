@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shoal.cli.evaluate import (
+from shoal.cli.eval import (
     RESCORE,
     STOPPED_CODE,
     BatchRows,
@@ -36,13 +36,13 @@ from shoal.errors import ConfigError
 from shoal.runtime.text import count_of
 
 if TYPE_CHECKING:
-    from shoal.cli.sources import TaskSource
     from shoal.environments.data.table import Table
-    from shoal.evaluation.filtering import Columns, RowSelection
     from shoal.evaluation.job import EvaluationJob
     from shoal.evaluation.journal import EvaluationJournal
     from shoal.evaluation.rates import RateBand
+    from shoal.evaluation.selection import Columns, RowSelection
     from shoal.evaluation.subject import EngineChoice
+    from shoal.run.sources import TaskSource
 
 
 def filter_tasks(
@@ -71,9 +71,9 @@ def filter_tasks(
     batch_rows: BatchRows = 256,
 ) -> None:
     """Measure how often a model solves each task, and write those within a band. The same command continues."""
-    from shoal.cli.sources import task_source
     from shoal.evaluation.rates import RateBand
     from shoal.evaluation.subject import EngineChoice
+    from shoal.run.sources import task_source
 
     source = task_source(data, overrides or ())
     given = Given(samples, tasks, temperature, max_new_tokens, seed, split or _split(source), batch_rows)
@@ -107,7 +107,7 @@ def _split(source: TaskSource) -> str:
 
 def run_filter(request: FilterRequest) -> int:
     """Measure, or go on measuring; write what stays; say how many that are. Returns the exit code."""
-    from shoal.evaluation.filtering import Columns, stored_about, written_before
+    from shoal.evaluation.selection import Columns, stored_about, written_before
     from shoal.evaluation.subject import plain_name
 
     if request.out.suffix != ".parquet":
@@ -128,10 +128,10 @@ def run_filter(request: FilterRequest) -> int:
 
 
 def prepared(request: FilterRequest) -> EvaluationJob:
-    from shoal.cli.sources import model_source
-    from shoal.evaluation.filtering import data_of
     from shoal.evaluation.job import EvaluationJob, choose
+    from shoal.evaluation.selection import data_of
     from shoal.evaluation.subject import open_subject
+    from shoal.run.sources import model_source
 
     request.given.plan(request.source, None)  # mistakes on the command line, before anything is loaded
     environment = scorable(request.source)
@@ -155,7 +155,7 @@ def table_of(request: FilterRequest, evaluation: EvaluationJob) -> Table | None:
     """The original rows, if the tasks are rows of a data set."""
     from shoal.environments.data.locating import locate
     from shoal.environments.data.table import Table
-    from shoal.evaluation.filtering import data_of
+    from shoal.evaluation.selection import data_of
 
     data, path = data_of(evaluation.chosen.environment), request.source.settings.data
     return None if data is None or path is None else Table(locate(path, data.options.split))
@@ -165,7 +165,7 @@ def measured(request: FilterRequest, evaluation: EvaluationJob) -> EvaluationJou
     """All rates, kept in the work folder; None if it was told to stop before the end."""
     from rich.console import Console
 
-    from shoal.cli.counting import counted
+    from shoal.cli.printing import counted
     from shoal.evaluation.job import measure
     from shoal.runtime.lock import FolderLock
     from shoal.runtime.stop import stop_on_signals
@@ -219,8 +219,8 @@ def conclude(
 
 def selected(request: FilterRequest, evaluation: EvaluationJob, journal: EvaluationJournal) -> RowSelection:
     """The rates by row of the data set, or by number where there are no rows."""
-    from shoal.evaluation.filtering import RowSelection, data_of, row_of
     from shoal.evaluation.rates import rates
+    from shoal.evaluation.selection import RowSelection, data_of, row_of
 
     data, split = data_of(evaluation.chosen.environment), evaluation.chosen.plan.split
     found = {
@@ -233,7 +233,7 @@ def selected(request: FilterRequest, evaluation: EvaluationJob, journal: Evaluat
 def written(
     request: FilterRequest, evaluation: EvaluationJob, selection: RowSelection, columns: Columns, about: dict[str, Any]
 ) -> int:
-    from shoal.evaluation.filtering import original_rows, task_rows, write_rows
+    from shoal.evaluation.selection import original_rows, task_rows, write_rows
 
     environment, plan = evaluation.chosen.environment, evaluation.chosen.plan
     table = table_of(request, evaluation)

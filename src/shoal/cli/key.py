@@ -24,7 +24,7 @@ PassphraseFile = Annotated[
 @key.command()
 def new(where: Where) -> None:
     """Make a key where there is none yet: of an owner, or of a machine that is to work."""
-    from shoal.cli.keyring import new_key
+    from shoal.run.keyring import new_key
 
     typer.echo("\n".join(new_key(where)))
 
@@ -32,7 +32,7 @@ def new(where: Where) -> None:
 @key.command()
 def show(where: Where) -> None:
     """Say whose key it is: its node id and its public key, which are no secret."""
-    from shoal.cli.keyring import show_key
+    from shoal.run.keyring import show_key
 
     typer.echo("\n".join(show_key(where)))
 
@@ -44,7 +44,7 @@ def export_(
     passphrase_file: PassphraseFile = None,
 ) -> None:
     """Write a key, sealed with a passphrase, as one line of text: to keep it, or to move to another machine."""
-    from shoal.cli.keyring import export_key
+    from shoal.run.keyring import export_key
 
     text = export_key(where, out, passphrase_file)
     typer.echo(text if text is not None else f"wrote {out}; without its passphrase nobody can open it")
@@ -57,7 +57,7 @@ def import_(
     passphrase_file: PassphraseFile = None,
 ) -> None:
     """Open an exported key and write it as a key file. None is ever overwritten."""
-    from shoal.cli.keyring import import_key
+    from shoal.run.keyring import import_key
 
     typer.echo("\n".join(import_key(sealed, to, passphrase_file)))
 
@@ -68,7 +68,7 @@ def vouch(
     owner: Annotated[Path, typer.Option("--owner", metavar="FILE", help="The owner's key.")],
 ) -> None:
     """Say that a machine is yours, as a line of text for `shoal join --vouch`: your key need not go there."""
-    from shoal.cli.keyring import node_of, vouch_for
     from shoal.protocol import load_key
+    from shoal.run.keyring import node_of, vouch_for
 
     typer.echo(vouch_for(node_of(node), load_key(owner)).model_dump_json())

@@ -1,13 +1,22 @@
-"""`shoal ledger`: verify, export and read the ledger. What each command does is in `shoal.cli.accounting`."""
+"""`shoal ledger`: verify, export and read the ledger. What each command does is in `shoal.run.ledger`."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shoal.runtime.text import visible, visible_json
+from shoal.runtime.text import count_of, printable, visible, visible_json
+
+if TYPE_CHECKING:
+    from shoal.cli.printing import Sheet
+    from shoal.ledger import Account, Pin, Shares
+    from shoal.ledger.verification import Checked
+
+MAX_ROWS = 50
 
 ledger = typer.Typer(
     name="ledger",
@@ -44,9 +53,9 @@ def verify(
     wait_s: Wait = 3,
 ) -> None:
     """Check every hash, account, order, receipt and verdict, and every head; exit 5 if anything is wrong."""
-    from shoal.cli.accounting.checking import check_ledger
+    from shoal.run.ledger.check import check_ledger
 
-    for line in check_ledger(where, head, wait_s, not without_evidence, witnesses or ()).lines:
+    for line in checked_lines(check_ledger(where, head, wait_s, not without_evidence, witnesses or ())):
         typer.echo(visible(line))
 
 
@@ -57,8 +66,8 @@ def export(
     wait_s: Wait = 3,
 ) -> None:
     """Write the ledger to a file; beside it the signed receipts and verdicts, and the hub's signed head."""
-    from shoal.cli.accounting.exporting import export_ledger
-    from shoal.cli.accounting.places import evidence_file, head_file
+    from shoal.run.ledger.export import export_ledger
+    from shoal.run.ledger.places import evidence_file, head_file
 
     rows = export_ledger(where, out, wait_s)
     beside = [path.name for path in (evidence_file(out), head_file(out)) if path.exists()]
@@ -73,11 +82,8 @@ def show(
     wait_s: Wait = 3,
 ) -> None:
     """Show what a node, or all nodes of an owner, have earned and lost."""
-    import json
-
-    from shoal.cli.accounting.places import find_run
-    from shoal.cli.accounting.telling import account_of
-    from shoal.cli.sheet import console
+    from shoal.cli.printing import console
+    from shoal.run.folder import find_run
 
     table, values = account_of(find_run(where), who, wait_s)
     if as_json:
@@ -96,15 +102,15 @@ def shares(
     wait_s: Wait = 3,
 ) -> None:
     """Show which part of the run is whose: credit by owner, as exact fractions."""
-    from shoal.cli.accounting.places import find_run
-    from shoal.cli.accounting.telling import shares_at
-    from shoal.cli.sheet import console
+    from shoal.cli.printing import console
+    from shoal.run.folder import find_run
+    from shoal.run.ledger.book import shares_at
 
-    table, text = shares_at(find_run(where), step, wait_s)
+    found, names = shares_at(find_run(where), step, wait_s)
     if as_json:
-        typer.echo(visible_json(text))
+        typer.echo(visible_json(json.dumps(_shares_values(found), indent=2)))
     else:
-        console().print(table)
+        console().print(_shares_table(found, names))
 
 
 @ledger.command()
@@ -121,8 +127,8 @@ def witness(
     once: Annotated[bool, typer.Option("--once", help="Look once, sign and end.")] = False,
 ) -> None:
     """Watch that a ledger only grows, and sign its head with a key of your own; exit 5 if it was rewritten."""
-    from shoal.cli.accounting.witnessing import run_witness
-    from shoal.cli.roles import begin
+    from shoal.run.ledger.witness import run_witness
+    from shoal.run.roles import begin
 
     run_witness(url, folder, out or (), every_s, once, begin("witness", None, verbose=False))
 
@@ -136,9 +142,126 @@ def recheck(
     """Judge accepted units again, drawn at random, and compare with the signed verdicts; exit 5 if one differs."""
     import secrets
 
-    from shoal.cli.accounting.rechecking import recheck_ledger
-    from shoal.cli.roles import begin
+    from shoal.run.ledger.recheck import recheck_ledger
+    from shoal.run.roles import begin
 
     stop = begin("recheck", None, verbose=False)
     for line in recheck_ledger(run, sample, secrets.randbelow(2**31) if seed is None else seed, stop):
         typer.echo(visible(line))
+
+
+# ── what was verified ─
+
+
+def checked_lines(checked: Checked) -> list[str]:
+    """What was verified, and what could not be."""
+    from shoal.ledger import Account
+
+    accounts, rows = checked.accounts, 0 if checked.last is None else checked.last.index + 1
+    owners = len({account.owner for account in accounts.by_node.values() if account.owner})
+    total = Account()
+    for account in accounts.by_node.values():
+        total = total.plus(account)
+    found = [
+        f"ledger of {checked.run}: {count_of(rows, 'row')}, every hash fits",
+        *_passed(checked.pins),
+        f"accounts: {count_of(len(accounts.by_node), 'node')}, {count_of(owners, 'owner')}; "
+        f"{total.credit:,} credit, {total.pending:,} pending, {total.void:,} void; "
+        "each by the formula, once per submission",
+    ]
+    found.append(_evidence_line(checked))
+    if checked.orders:
+        found.append(f"orders of the owner: {checked.orders}, each signed by the root key or an admin it certified")
+    if checked.compared:
+        found.append("the hub's own rows agree with the accounts")
+    return [*found, *(f"note: {note}" for note in checked.notes)]
+
+
+def _evidence_line(checked: Checked) -> str:
+    rows = f"{count_of(checked.credited, 'row')} of credit and {checked.rejections:,} of rejections"
+    if checked.is_proven:
+        return (
+            f"evidence: {rows}, each with a verdict by a validator that the root key certified, credit also with "
+            "the hub's receipt; each node registered before, each unit paid once, within the run's limits"
+        )
+    return (
+        f"NOT PROVEN: {rows}. Their signed receipts and verdicts were not looked at (--without-evidence): whoever "
+        "holds the hub's key may have invented them"
+    )
+
+
+def _passed(pins: list[Pin]) -> list[str]:
+    """A line for each head; those inside policy manifests, of which there may be many, share one."""
+    from shoal.run.ledger.places import MANIFEST
+
+    signed = [pin for pin in pins if pin.source.startswith(MANIFEST)]
+    lines = [f"passes through row {pin.head.index}: {pin.source}" for pin in pins if pin not in signed]
+    if signed:
+        versions = ", ".join(pin.source.removeprefix(MANIFEST) for pin in (signed[0], signed[-1]))
+        what = f"{len(signed)} policy manifests ({versions})" if len(signed) > 1 else signed[0].source
+        first, last = signed[0].head.index, signed[-1].head.index
+        rows = f"rows {first} to {last}" if len(signed) > 1 else f"row {first}"
+        lines.insert(0, f"passes through {rows}: {what}")
+    return lines
+
+
+# ── accounts and shares as people read them ──────────────────────────────────────────────────────────────────────
+
+
+def account_of(where: str, who: str, wait_s: float) -> tuple[Sheet, dict[str, Any]]:
+    """What the ledger says about a node, or about all nodes of an owner: as a table, and for programs."""
+    from dataclasses import asdict
+
+    from shoal.cli.printing import Sheet
+    from shoal.ledger import Account
+    from shoal.run.ledger.book import Book
+
+    book = Book(where, wait_s)
+    nodes = book.find(who)
+    heads = ("node", "name", "credit", "pending", "void", "accepted", "rejected", "standing")
+    total, rows = Account(), []
+    for node in nodes:
+        account = book.accounts.by_node[node]
+        total = total.plus(account)
+        rows.append((node[:16], book.names.get(node, ""), *_sums(account), _standing(account)))
+    if len(nodes) > 1:
+        rows.append(("together", f"owner {total.owner[:16]}…" if total.owner else "", *_sums(total), ""))
+    values = {node: asdict(book.accounts.by_node[node]) for node in nodes}
+    sheet = Sheet(heads, rows, {"standing": len("suspended:"), "name": 8})
+    return sheet, {"nodes": values, "together": asdict(total)}
+
+
+def _sums(account: Account) -> tuple[str, ...]:
+    return tuple(
+        f"{number:,}" for number in (account.credit, account.pending, account.void, account.accepted, account.rejected)
+    )
+
+
+def _standing(account: Account) -> str:
+    if account.banned:
+        return f"banned: {printable(account.reason)}"
+    return f"suspended: {printable(account.reason)}" if account.suspended_until_ms is not None else ""
+
+
+def _shares_table(shares: Shares, names: Mapping[str, str]) -> Sheet:
+    from shoal.cli.printing import Sheet
+
+    rows = []
+    for share in shares.shares[:MAX_ROWS]:
+        part, whole = share.fraction
+        owner = share.holder not in share.nodes
+        whose = f"owner {share.holder[:16]}…" if owner else f"{names.get(share.holder, '')} {share.holder[:8]}"
+        counted = f"{share.credit:,}", whose.strip(), str(len(share.nodes))
+        rows.append((f"{share.credit / share.total:.2%}", f"{part}/{whole}", *counted))
+    if len(shares.shares) > MAX_ROWS:
+        rows.append(("", "", "", f"and {len(shares.shares) - MAX_ROWS} more (--json has all)", ""))
+    title = f"rows 0–{shares.index}, {shares.total:,} credit"  # noqa: RUF001
+    return Sheet(("share", "exactly", "credit", "whose", "machines"), rows, {"whose": 12}, title)
+
+
+def _shares_values(shares: Shares) -> dict[str, Any]:
+    rows = [
+        {"holder": each.holder, "nodes": list(each.nodes), "credit": each.credit, "fraction": list(each.fraction)}
+        for each in shares.shares
+    ]
+    return {"index": shares.index, "total": shares.total, "shares": rows}

@@ -14,8 +14,8 @@ from shoal.errors import ConfigError
 from shoal.runtime.sizing import Speeds, open_settings
 
 if TYPE_CHECKING:
-    from shoal.cli.planning import Planning
-    from shoal.cli.recipe import Recipe
+    from shoal.run.estimate import Planning
+    from shoal.run.recipe import Recipe
     from shoal.trainer.memory import Plan
 
 GIB = 2**30
@@ -47,7 +47,7 @@ def plan(
 ) -> None:
     """Print what a run takes before anything is loaded: memory of every role, disk, bytes on links, time by stage,
     machines, money. Exit code 3: training does not fit."""
-    from shoal.cli.recipe import load_recipe
+    from shoal.run.recipe import load_recipe
 
     resolved, speeds = load_recipe(recipe, tuple(overrides or ())), _speeds(assumptions or ())
     found = _planning(resolved, devices or resolved.trainer.processes, memory_gb, parameters, speeds)
@@ -72,7 +72,7 @@ def _speeds(assumptions: list[str] | tuple[str, ...]) -> Speeds:
 def _planning(
     recipe: Recipe, processes: int, memory_gb: float | None, parameters: float | None, speeds: Speeds
 ) -> Planning:
-    from shoal.cli.planning import Planning
+    from shoal.run.estimate import Planning
     from shoal.trainer.memory import available, plan, shape_of  # torch: only once the recipe is known to be sound
 
     shape = shape_of(_files(recipe, parameters), recipe.trainer)
@@ -85,8 +85,8 @@ def _planning(
 
 def _files(recipe: Recipe, parameters: float | None) -> Mapping[str, bytes]:
     """What describes the model: its config.json is enough; without one, a usual shape of that many parameters."""
-    from shoal.cli.planning import usual_config
     from shoal.models.folder import model_folder
+    from shoal.run.estimate import usual_config
 
     if parameters is not None:
         return {"config.json": json.dumps(usual_config(parameters)).encode()}

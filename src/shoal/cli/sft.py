@@ -26,12 +26,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shoal.cli.evaluate import SPEC_HELP, STOPPED_CODE, Model, Seed
+from shoal.cli.eval import SPEC_HELP, STOPPED_CODE, Model, Seed
 from shoal.errors import ConfigError, EnvironmentSetupError
 
 if TYPE_CHECKING:
-    from shoal.cli.sources import ModelSource, TaskSource
     from shoal.environments import Environment
+    from shoal.run.sources import ModelSource, TaskSource
     from shoal.runtime.stop import StopToken
     from shoal.trainer.demonstrations.choosing import Choice, Corpus, Outcome
     from shoal.trainer.demonstrations.course import Course
@@ -115,7 +115,7 @@ def sft(
     course = Course(epochs, steps, batch, batch_tokens, seed, decay, validation)
     request = Request(model, tuple(data), out, env, tuple(settings or ()), choice, course, report, stop)
     request.refuse_mistakes(select_only)
-    from shoal.cli.sources import model_source
+    from shoal.run.sources import model_source
 
     with model_source(model) as found:
         try:
@@ -148,7 +148,7 @@ class Request:
 
     @cached_property
     def settings(self) -> TrainerSettings:
-        from shoal.cli.recipe import Recipe
+        from shoal.run.recipe import Recipe
         from shoal.runtime.config import parse_config
         from shoal.trainer.demonstrations.course import DEFAULTS, LOSS, refuse_unused
 
@@ -160,7 +160,7 @@ class Request:
 
     @cached_property
     def source(self) -> TaskSource | None:
-        from shoal.cli.sources import task_source
+        from shoal.run.sources import task_source
 
         theirs = [override for override in self.overrides if override.strip().startswith("environment.")]
         if self.env is None and theirs:
@@ -169,7 +169,7 @@ class Request:
 
     @cached_property
     def environment(self) -> Environment | None:
-        from shoal.cli.evaluate import scorable
+        from shoal.cli.eval import scorable
         from shoal.environments import build
 
         if self.source is None:
@@ -230,7 +230,7 @@ class Request:
         """With a progress bar; scoring processes end with it."""
         from rich.console import Console
 
-        from shoal.cli.counting import counted
+        from shoal.cli.printing import counted
         from shoal.environments import prompt_settings_of
         from shoal.environments.settings import PromptSettings
         from shoal.models.folder import model_folder, read_files
@@ -291,12 +291,12 @@ def _select(request: Request, model: ModelSource) -> int:
 def _train(request: Request, model: ModelSource) -> int:
     from rich.console import Console
 
-    from shoal.cli.counting import counted
-    from shoal.cli.program import shoal_command
+    from shoal.cli.printing import counted
     from shoal.evaluation.journal import difference
     from shoal.runtime.files import write_atomically
     from shoal.runtime.lock import FolderLock
     from shoal.runtime.metrics import MetricsLog
+    from shoal.runtime.text import shoal_command
     from shoal.trainer.demonstrations.training import METRICS, VALIDATION, WarmStart
 
     out, work, about = request.out, request.work, request.about(model)

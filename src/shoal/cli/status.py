@@ -8,17 +8,15 @@ from pathlib import Path
 import typer
 from rich.markup import escape
 
-from shoal.cli.program import shoal_command
-from shoal.cli.progress import in_order, labels, latest, reward_of, verdict_line, waits_line
-from shoal.cli.sheet import Sheet, console
-from shoal.cli.watchdog import lag_line, owner_line
-from shoal.client import ClientOptions, HubClient, split_join_url
+from shoal.cli.printing import Sheet, console
+from shoal.client import HubClient, split_join_url
 from shoal.client.known_hubs import known_root
 from shoal.errors import HubUnreachable
-from shoal.protocol import NodeState, NodeView, RunStatus, SigningKey, fingerprint
+from shoal.protocol import NodeState, NodeView, RunStatus, fingerprint
+from shoal.run.progress import in_order, labels, latest, reward_of, verdict_line, waits_line
+from shoal.run.watchdog import lag_line, owner_line
 from shoal.runtime.metrics import MetricsLog
-from shoal.runtime.stop import StopToken
-from shoal.runtime.text import visible, visible_json
+from shoal.runtime.text import shoal_command, visible, visible_json
 
 MAX_ROWS = 40
 MAX_REFUSED = 5
@@ -51,16 +49,16 @@ def client_of(where: str, wait_s: float) -> HubClient:
         url, pinned = split_join_url(where)
         root = known_root([url], pinned)
     else:
-        from shoal.cli.folder import RunFolder
+        from shoal.run.folder import RunFolder
 
         folder = RunFolder.open(Path(where))
         url, root = folder.endpoints.hub, fingerprint(folder.root_key)
-    return HubClient(url, SigningKey.generate(), StopToken(), root, options=ClientOptions.of_a_person(wait_s))
+    return HubClient.of_a_person(url, wait_s, root)
 
 
 def when_stopped(path: Path) -> tuple[bool, str]:
     """What a folder can say of a run whose hub does not answer: whether it is finished, and how it stands."""
-    from shoal.cli.folder import RunFolder
+    from shoal.run.folder import RunFolder
 
     steps, rows = RunFolder.open(path).recipe.run.steps, MetricsLog(path / "trainer" / "metrics.jsonl").rows()
     done = max((int(row["step"]) for row in rows), default=0)

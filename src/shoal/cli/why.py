@@ -22,10 +22,7 @@ if TYPE_CHECKING:
     from shoal.client import HubClient
     from shoal.protocol import LeaseStory, LedgerEntry, NodeStory, SubmissionStory, UnitStory
 
-LEAST_PREFIX = 4
-LEDGER_PAGES = 20
 UNKNOWN = 404
-NAMED = "; a node is named by its id, the start of it, or its name"
 MAX_EVIDENCE = 8
 MAX_LEASES = 10
 MAX_REWARDS = 16
@@ -45,9 +42,9 @@ def why(
     wait_s: Annotated[float, typer.Option("--wait", min=0, max=86_400, help="Seconds to try to reach the hub.")] = 3,
 ) -> None:
     """Say what happened to a unit or a node: which check, which numbers, which rule, what it cost."""
-    from shoal.cli.accounting.places import find_run
-    from shoal.cli.program import shoal_command
     from shoal.cli.status import client_of, when_stopped
+    from shoal.run.folder import find_run
+    from shoal.runtime.text import shoal_command
 
     place = find_run(where)
     with closing(client_of(place, wait_s)) as client:
@@ -71,42 +68,10 @@ def _told(client: HubClient, what: str) -> tuple[str, Iterator[str]]:
     if what.isascii() and what.isdigit():
         unit = client.unit(int(what))
         return unit.model_dump_json(indent=2), unit_lines(unit)
+    from shoal.run.orders import find_node
+
     node = client.node(find_node(client, what))
     return node.model_dump_json(indent=2), node_lines(node)
-
-
-def find_node(client: HubClient, what: str, kinds: str = "unit and no node") -> str:
-    """The id of a node: given whole, by its start, or by its name. `kinds` is what there is none of, for errors."""
-    if len(what) == 32 and set(what) <= set("0123456789abcdef"):
-        return what
-    found, after = [], ""
-    while (page := client.nodes(after, 1000).nodes) and page[-1].node > after:
-        found += [
-            view for view in page if view.name == what or (len(what) >= LEAST_PREFIX and view.node.startswith(what))
-        ]
-        after = page[-1].node
-    if len(found) == 1:
-        return found[0].node
-    if found:
-        several = ", ".join(view.node[:12] for view in found[:4])
-        raise UserError(f"{len(found)} nodes are called {what!r} ({several}, …): give the start of an id")
-    earlier = _once_called(client, what)
-    hint = f"; {earlier} was called that when it came: give the start of that id" if earlier else ""
-    raise UserError(f"there is no {kinds} {what!r} in this run{hint or NAMED}")
-
-
-def _once_called(client: HubClient, name: str) -> str:
-    """The node that registered under a name which no node has now, by the first rows of the ledger; empty if none."""
-    after = -1
-    for _ in range(LEDGER_PAGES):
-        entries = client.ledger(after, 1000).entries
-        for entry in entries:
-            if entry.kind == "node" and entry.body.get("name") == name:
-                return f"node {entry.body['node']!s}"
-        if not entries:
-            break
-        after = entries[-1].index
-    return ""
 
 
 # ── a unit ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -218,20 +183,17 @@ def _events(story: NodeStory) -> Iterator[tuple[tuple[int, int], list[str]]]:
     lost = [lease for lease in story.leases if lease.state in ("expired", "void")]
     for lease in lost[:MAX_LEASES]:
         yield (lease.ended_at_ms or lease.deadline_ms, -1), [lease_line(lease)]
+    ordered = [order for entry in story.ledger if entry.kind == "sanction" for order in _orders(entry, story)]
     for entry in story.ledger:
         if entry.kind == "sanction":
             yield (entry.at_ms, entry.index), list(sanction_lines(entry, story))
-        elif entry.kind != "rejected" and not _is_told_as_sanction(entry, story):
+        elif entry.kind != "rejected" and entry not in ordered:  # those are told with their sanction
             yield (entry.at_ms, entry.index), list(entry_lines([entry]))
 
 
 def _orders(sanction: LedgerEntry, story: NodeStory) -> list[LedgerEntry]:
     """The owner's orders that a sanction is of: both are written down in the same moment."""
     return [entry for entry in story.ledger if entry.kind == "admin" and entry.at_ms == sanction.at_ms]
-
-
-def _is_told_as_sanction(entry: LedgerEntry, story: NodeStory) -> bool:
-    return any(other.kind == "sanction" and entry in _orders(other, story) for other in story.ledger)
 
 
 def sanction_lines(entry: LedgerEntry, story: NodeStory) -> Iterator[str]:

@@ -121,6 +121,14 @@ class HubClient:
             insists=root_fingerprint is not None,
         )
 
+    @classmethod
+    def of_a_person(
+        cls, url: str | Sequence[str], wait_s: float, root_fingerprint: str | None, stop: StopToken | None = None
+    ) -> HubClient:
+        """For a command that somebody waits for: with a key of its own, and patience for `wait_s`."""
+        options = ClientOptions.of_a_person(wait_s)
+        return cls(url, SigningKey.generate(), stop or StopToken(), root_fingerprint, options=options)
+
     @property
     def url(self) -> str:
         """The address of the hub that is asked now."""

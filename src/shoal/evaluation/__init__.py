@@ -13,7 +13,7 @@
     comparing   compare: two evaluations of the same tasks
     leaks       find_leaks: evaluated tasks that are in a training set
     rates       Band, Rate: how often tasks are solved
-    filtering   the data set that a filter writes
+    selection   the data set that a filter writes
 
 Importing it does not import torch.
 """

@@ -5,6 +5,7 @@
     shares    Share, Shares, shares_of: which part of the run is whose
     evidence  Keys, Proofs: each row against the signed receipt and verdict that it points to
     forks     ForkProof, check_fork: two signed documents that cannot both be about one ledger
+    verification  check_rows: all of it in one pass over a ledger
 
 Anyone can fetch the ledger from the hub, verify it against a head that a signed policy manifest carries, check every
 row of credit against the receipt and the verdict behind it, and recompute every account: no number of the hub has to be

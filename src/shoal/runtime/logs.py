@@ -123,3 +123,8 @@ def _handler(handler: logging.Handler, role: str, tracebacks: bool) -> logging.H
     as_json = chosen_format() == "json"
     handler.setFormatter(JsonFormatter(role) if as_json else LineFormatter(role, tracebacks))
     return handler
+
+
+def is_verbose() -> bool:
+    """Whether --debug or SHOAL_DEBUG=1 asks for tracebacks and more log."""
+    return os.environ.get("SHOAL_DEBUG", "") not in ("", "0")

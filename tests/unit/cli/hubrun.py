@@ -10,8 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from shoal.cli.folder import RunFolder, port_of
-from shoal.cli.recipe import Recipe
 from shoal.environments import Score, Split, Task
 from shoal.hub import HubConfig, run_hub
 from shoal.hub.service import Hub
@@ -31,6 +29,8 @@ from shoal.protocol import (
     Verdict,
     sign_document,
 )
+from shoal.run.folder import RunFolder, port_of
+from shoal.run.recipe import Recipe
 from shoal.runtime.config import parse_config
 from shoal.runtime.stop import StopToken
 from shoal.shardcast import Origin

@@ -6,8 +6,8 @@ from typing import Any, Self
 
 from clikit import status
 
-from shoal.cli.progress import History, Scene
 from shoal.protocol import NodeState, NodeView, PolicyRef, RecentVerdict, RunStatus
+from shoal.run.progress import History, Scene
 from shoal.runtime.supervise import ProcessView
 
 POLICY = PolicyRef(incarnation=0, version=0, digest="ab" * 32)

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 from hubrun import earn, hub_config, join, join_validator, make_folder, serving
 
-from shoal.cli.folder import RunFolder
 from shoal.cli.main import main
 from shoal.client import ClientOptions, HubClient
 from shoal.errors import HubRefused, UserError
 from shoal.hub.service import Hub
 from shoal.ledger import verify
 from shoal.protocol import AuditRequest, LeaseRequest, SigningKey, load_or_create_key
+from shoal.run.folder import RunFolder
 from shoal.runtime.clock import SystemClock
 from shoal.runtime.stop import StopToken
 from shoal.validator.profiles import Profile, to_toml
@@ -205,7 +205,7 @@ def test_keys_are_rotated_without_an_interruption(tmp_path: Path, capsys: pytest
 
 def test_a_hub_that_is_not_running_takes_no_orders(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "run")
-    from shoal.cli import ordering
+    from shoal.run import orders as ordering
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ordering, "WAIT_S", 0.0)

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from shoal.cli.ingredients import check_ingredients
-from shoal.cli.recipe import Recipe
 from shoal.engines.asking import Asking
 from shoal.environments import EnvironmentSettings, Task, build
 from shoal.errors import UnusableTask, UserError
 from shoal.models import TextTokenizer, model_folder, read_files
+from shoal.run.preflight import check_ingredients
+from shoal.run.recipe import Recipe
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
 

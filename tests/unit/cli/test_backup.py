@@ -11,13 +11,12 @@ from pathlib import Path
 import pytest
 
 from folderkit import Play
-from shoal.cli import backup
-from shoal.cli.backup import backup_run, restore_run, verify_backup
-from shoal.cli.bundle import MANIFEST, new_bundle, read_bundle
-from shoal.cli.folder import RunFolder
 from shoal.cli.main import main
-from shoal.cli.recipe import missing_inputs
 from shoal.errors import ConfigError, ProtocolError, ResourceError
+from shoal.run import backup
+from shoal.run.backup import MANIFEST, backup_run, new_bundle, read_bundle, restore_run, verify_backup
+from shoal.run.folder import RunFolder
+from shoal.run.recipe import missing_inputs
 from shoal.runtime.metrics import MetricsLog
 from shoal.shardcast.tree import Tree
 

@@ -15,16 +15,16 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from shoal.cli.casting.delivery import Delivery
-from shoal.cli.casting.fetch import Patience
-from shoal.cli.casting.meter import LINE_EVERY_S, megabytes, metered, shares
-from shoal.cli.casting.serving import local_url, public_url, say_commands
-from shoal.cli.casting.trust import Sources, Trust, meet
 from shoal.cli.main import main
+from shoal.cli.printing import BYTES_EVERY_S, CastTerminal, metered
 from shoal.errors import BroadcastError, ManifestRefused, UserError
 from shoal.protocol import SigningKey
 from shoal.runtime.stop import StopToken
 from shoal.shardcast import Content, Downloader, Origin, Payload
+from shoal.shardcast.cast.delivery import Delivery
+from shoal.shardcast.cast.fetch import Patience, shares
+from shoal.shardcast.cast.serving import local_url, megabytes, public_url, say_commands
+from shoal.shardcast.cast.trust import Sources, Trust, meet
 
 KEY, OTHER = SigningKey.from_seed(b"\x21" * 32), SigningKey.from_seed(b"\x22" * 32)
 NOWHERE = "http://127.0.0.1:9"
@@ -231,7 +231,7 @@ def test_a_log_gets_a_line_every_few_seconds() -> None:
             report(second * 1_000_000, 20_000_000)
     lines = file.getvalue().splitlines()
     assert lines[0] == "fetching [x]: 25 %, 5.00 MB of 20.00 MB, 1.0 MB/s"
-    assert len(lines) == int(11 / LINE_EVERY_S)
+    assert len(lines) == int(11 / BYTES_EVERY_S)
 
 
 def test_a_terminal_gets_a_bar_that_goes_away() -> None:
@@ -249,10 +249,9 @@ def test_who_sent_how_much() -> None:
     assert megabytes(1_234_567_890) == "1,234.57 MB"
 
 
-def test_the_commands_name_an_address_that_others_can_reach() -> None:
-    file = io.StringIO()
-    say_commands(Console(file=file, soft_wrap=True), "http://127.0.0.1:7", "192.0.2.5", "ab" * 32, "my file")
-    assert f"shoal cast fetch http://192.0.2.5:7/#{'ab' * 32} -o 'my file'\n" in file.getvalue()
+def test_the_commands_name_an_address_that_others_can_reach(capsys: pytest.CaptureFixture[str]) -> None:
+    say_commands(CastTerminal(), "http://127.0.0.1:7", "192.0.2.5", "ab" * 32, "my file")
+    assert f"shoal cast fetch http://192.0.2.5:7/#{'ab' * 32} -o 'my file'\n" in capsys.readouterr().out
     assert public_url("http://127.0.0.1:7", "0.0.0.0").endswith(":7")
     assert public_url("http://[::1]:7", "fe80::1") == "http://[fe80::1]:7"
     assert local_url("0.0.0.0", 7) == "http://127.0.0.1:7"

@@ -19,15 +19,15 @@ import pytest
 from clikit import NODE, TINY, one_line, report, run_shoal, status, wait
 
 import forkkit
-from shoal.cli.folder import RunFolder
 from shoal.cli.main import command_names, explain, main
-from shoal.cli.planning import settled
-from shoal.cli.recipe import Recipe, load_recipe
-from shoal.cli.roles import run_role
 from shoal.client.trust import run_id
 from shoal.errors import ConfigError, DeadlineExceeded, HubRefused, ResourceError
 from shoal.hub import HubConfig
 from shoal.protocol import RoleCertificate, RunInfo, SamplingParameters, SigningKey, fingerprint, sign_document
+from shoal.run.estimate import settled
+from shoal.run.folder import RunFolder
+from shoal.run.recipe import Recipe, load_recipe
+from shoal.run.roles import run_role
 from shoal.runtime.config import parse_config
 from shoal.runtime.stop import SUPERVISED, TOLD_TO_STOP_CODE, StopToken
 
@@ -202,12 +202,12 @@ def test_a_supervised_role_shows_the_traceback_of_a_bug_and_of_nothing_else(
         (DeadlineExceeded("no batch for step 3"), 1),
     )
     for error, code in known:
-        monkeypatch.setattr("shoal.cli.main._role", _failing(error))
+        monkeypatch.setattr("shoal.cli.run._role", _failing(error))
         assert main(["trainer", "--dir", "run"]) == code
         assert capsys.readouterr().err == f"shoal: {error}\n"
     assert main(["trainer", "--nonsense"]) == 2
     assert "Traceback" not in capsys.readouterr().err
-    monkeypatch.setattr("shoal.cli.main._role", _failing(KeyError("oops")))
+    monkeypatch.setattr("shoal.cli.run._role", _failing(KeyError("oops")))
     assert main(["trainer", "--dir", "run"]) == 1
     said = capsys.readouterr().err
     assert "Traceback" in said
@@ -382,9 +382,9 @@ sys.exit(begin())
     ("words", "module", "supervised", "code"),
     [
         (["join", NOWHERE], "shoal.cli.main", False, 0),
-        (["join", NOWHERE], "shoal.cli.join", False, 0),
+        (["join", NOWHERE], "shoal.run.join", False, 0),
         (["--debug", "join", NOWHERE], "shoal.worker.loop", False, 0),
-        (["worker", "--dir", "nowhere"], "shoal.cli.roles", True, TOLD_TO_STOP_CODE),
+        (["worker", "--dir", "nowhere"], "shoal.run.roles", True, TOLD_TO_STOP_CODE),
         (["status", NOWHERE], "shoal.cli.main", False, TOLD_TO_STOP_CODE),
         (["status", NOWHERE], "shoal.cli.status", False, TOLD_TO_STOP_CODE),
     ],

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from shoal.adversary import CHEATS
-from shoal.cli.demo import claims
-from shoal.cli.demo.claims import Cast, Claim, Standing, learned, model_scores_as_claimed
-from shoal.cli.demo.recount import Recount
 from shoal.ledger import append, fold
 from shoal.protocol import LedgerEntry
+from shoal.run.demo import claims
+from shoal.run.demo.claims import Cast, Claim, Standing, learned, model_scores_as_claimed
+from shoal.run.demo.recount import Recount
 
 CAST = Cast(honest={"worker-0": "aa", "worker-1": "bb"}, cheater="cc", cheater_name="worker-2", cheat=CHEATS["best-of"])
 START_MS = 1_000_000

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from shoal.cli.demo import place
-from shoal.cli.demo.place import MARK, make_room
 from shoal.errors import ConfigError, ResourceError
+from shoal.run.demo import place
+from shoal.run.demo.place import MARK, make_room
 from shoal.runtime.lock import FolderLock
 from shoal.runtime.stop import StopToken
 

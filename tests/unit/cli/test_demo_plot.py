@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from shoal.cli.demo import plot
-from shoal.cli.demo.plot import Point, curves_of, draw_plot, step_ticks
 from shoal.errors import ResourceError, ShoalError
+from shoal.run.demo import plot
+from shoal.run.demo.plot import Point, curves_of, draw_plot, step_ticks
 
 START_MS = 1_700_000_000_000
 ROWS: list[dict[str, float]] = [
@@ -127,5 +127,5 @@ def size_of(png: Path) -> tuple[int, int]:
 
 
 def test_matplotlib_is_imported_by_who_draws_only() -> None:
-    check = "import sys, shoal.cli.demo.plot; sys.exit('matplotlib' in sys.modules)"
+    check = "import sys, shoal.run.demo.plot; sys.exit('matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check], timeout=60).returncode == 0

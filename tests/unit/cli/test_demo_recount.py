@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from shoal.cli.demo import recount as module
-from shoal.cli.demo.recount import Question, recount, score, until
-from shoal.cli.recipe import Recipe
 from shoal.environments import EnvironmentSettings, build
 from shoal.errors import DeadlineExceeded, EnvironmentSetupError, ModelError, ScoringFailure, ShoalError
 from shoal.models.load import load_model
 from shoal.protocol import SamplingParameters
+from shoal.run.demo import recount as module
+from shoal.run.demo.recount import Question, recount, score, until
+from shoal.run.recipe import Recipe
 from shoal.runtime.stop import StopToken
 from shoal.trainer.export import ModelCard, export_policy
 from shoal.trainer.folder import Progress

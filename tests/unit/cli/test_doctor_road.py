@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from shoal.cli import doctor
-from shoal.cli.doctor import cuda_devices, examine
 from shoal.errors import ResourceError
 from shoal.protocol.node import ModelSize
+from shoal.run import doctor
+from shoal.run.doctor import cuda_devices, examine
 from shoal.runtime.targets import PUBLIC_ONLY, Nearness, Reach
 
 NOWHERE = "http://127.0.0.1:9"

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from shoal.cli.recipe import Recipe, load_recipe, missing_inputs, paths_of
 from shoal.errors import ConfigError
+from shoal.run.recipe import Recipe, load_recipe, missing_inputs, paths_of
 from shoal.runtime.config import dump_config, parse_config
 
 EVERYTHING = """

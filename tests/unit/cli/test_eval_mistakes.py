@@ -12,13 +12,13 @@ import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
-from shoal.cli.counting import counted
-from shoal.cli.evaluate import leaks_unknown
+from shoal.cli.eval import leaks_unknown
 from shoal.cli.main import main
-from shoal.cli.sources import model_source, task_source
+from shoal.cli.printing import counted
 from shoal.environments import EnvironmentSettings, build
 from shoal.errors import ConfigError, EnvironmentSetupError, ModelError
 from shoal.models import model_folder
+from shoal.run.sources import model_source, task_source
 from shoal.trainer.folder import MARK
 
 RECIPE = '[environment]\nname = "addition"\n[run]\nmax_new_tokens = 9\ntemperature = 0.7\n'

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 import forkkit
-from shoal.cli.export import export_run
-from shoal.cli.folder import RunFolder
-from shoal.cli.recipe import Recipe
 from shoal.errors import ConfigError
+from shoal.run.export import export_run
+from shoal.run.folder import RunFolder
+from shoal.run.recipe import Recipe
 
 
 def export(run: Path, out: Path) -> tuple[int, str]:

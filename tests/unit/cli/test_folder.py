@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from shoal.cli.folder import Endpoints, RunFolder, masked, port_of, without_passwords
-from shoal.cli.recipe import Recipe
 from shoal.errors import ConfigError, KeyFileError, ResourceError
 from shoal.protocol import RoleCertificate, SigningKey, fingerprint, load_or_create_key, open_document, sign_document
+from shoal.run.folder import Endpoints, RunFolder, masked, port_of, without_passwords
+from shoal.run.recipe import Recipe
 from shoal.runtime.config import dump_config, parse_config
 from shoal.runtime.lock import FolderLock
 from shoal.runtime.stop import StopToken
@@ -111,7 +111,7 @@ def test_a_folder_in_which_nothing_has_happened_takes_a_corrected_recipe(folder:
 
 
 def test_a_run_that_is_going_on_keeps_its_recipe(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.cli.folder.LOCK_WAIT_S", 0.0)
+    monkeypatch.setattr("shoal.run.folder.LOCK_WAIT_S", 0.0)
     before = files(folder.path)
     with FolderLock(folder.path).acquire(StopToken()), pytest.raises(ResourceError, match="in use by process"):
         RunFolder.prepare(folder.path, recipe("worker.count=3"))

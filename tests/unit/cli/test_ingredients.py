@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 from clikit import TINY
 
-from shoal.cli.ingredients import check_engines, check_ingredients, check_machine
 from shoal.cli.main import main
-from shoal.cli.recipe import Recipe
 from shoal.environments import EnvironmentSettings, build
 from shoal.errors import ModelError, UserError
 from shoal.models import model_folder
 from shoal.models.weights import check_targets
+from shoal.run.preflight import check_engines, check_ingredients, check_machine
+from shoal.run.recipe import Recipe
 
 SCORE = "\ndef score(prompt, completion, answer):\n    return 1.0\n"
 
@@ -51,7 +51,7 @@ def test_an_environment_that_cannot_work(tmp_path: Path, source: str, sentence: 
 
 def test_a_colon_in_an_id_makes_no_mixture(tmp_path: Path) -> None:
     """One task of each kind is tried: ids must not use up the tries before the last kind has come."""
-    from shoal.cli.ingredients import _check_tasks
+    from shoal.run.preflight import _check_tasks
 
     rows = [{"id": f"src{n}:{n}", "question": f"{n}+1=", "answer": str(n + 1)} for n in range(60)]
     path = tmp_path / "data.jsonl"

@@ -24,14 +24,14 @@ from clikit import one_line, run_shoal
 from forkkit import Forked, clean_environment
 from sandboxkit import gone, needs_bubblewrap, sandboxed
 from shoal.adversary import CHEATS
-from shoal.cli.folder import RunFolder
-from shoal.cli.keyring import vouch_for
 from shoal.cli.main import main
-from shoal.cli.recipe import Recipe
-from shoal.cli.roles import command_of, run_role
 from shoal.client import HubClient
 from shoal.errors import ConfigError, ShutOut
 from shoal.protocol import PolicyAnnouncement, SigningKey, TensorView, load_key, load_or_create_key, sign_document
+from shoal.run.folder import RunFolder
+from shoal.run.keyring import vouch_for
+from shoal.run.recipe import Recipe
+from shoal.run.roles import command_of, run_role
 from shoal.runtime.stop import StopToken
 from shoal.shardcast import Origin
 
@@ -278,8 +278,8 @@ def test_what_cannot_be_meant_is_refused_at_once(
 def test_a_machine_that_cannot_work_is_told_before_it_registers(
     served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("shoal.cli.doctor.NO_DISK_BYTES", 2**62)
-    monkeypatch.setattr("shoal.cli.doctor.LEAST_DISK_BYTES", 2**62)
+    monkeypatch.setattr("shoal.run.doctor.NO_DISK_BYTES", 2**62)
+    monkeypatch.setattr("shoal.run.doctor.LEAST_DISK_BYTES", 2**62)
     arguments = ["join", served.endpoints.join, "--engine", "scripted", "--folder", str(tmp_path / "node")]
     assert main(arguments) == 3
     assert "this machine cannot work" in (said := capsys.readouterr().err)

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from shoal.cli.keyring import PASSPHRASE, node_of, read_vouch, vouch_of
 from shoal.cli.main import main
 from shoal.errors import UserError
 from shoal.protocol import SignedDocument, SigningKey, Vouch, load_key, open_document
+from shoal.run.keyring import PASSPHRASE, node_of, read_vouch, vouch_of
 
 Shown = pytest.CaptureFixture[str]
 

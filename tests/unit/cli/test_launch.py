@@ -20,18 +20,18 @@ from clikit import one_line
 from scenekit import Memory
 
 import forkkit
-from shoal.cli import launch as launch_module
-from shoal.cli.folder import RunFolder
-from shoal.cli.launch import Launched, LaunchOptions, launch, process_spec
-from shoal.cli.program import shoal_command
-from shoal.cli.recipe import Recipe
-from shoal.cli.roles import command_of, role_names, run_role
-from shoal.cli.start import conclusion
 from shoal.errors import ConfigError, ResourceError
+from shoal.run import launch as launch_module
+from shoal.run.folder import RunFolder
+from shoal.run.launch import Launched, LaunchOptions, launch, process_spec
+from shoal.run.outcome import conclusion
+from shoal.run.recipe import Recipe
+from shoal.run.roles import command_of, role_names, run_role
 from shoal.runtime.config import parse_config
 from shoal.runtime.lock import FolderLock
 from shoal.runtime.stop import SUPERVISED, StopToken
 from shoal.runtime.supervise import Ending, ProcessSpec
+from shoal.runtime.text import shoal_command
 from shoal.shardcast import Origin
 
 SERVE = "import signal, sys\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\nwhile True: signal.pause()"
@@ -356,7 +356,7 @@ def test_a_join_url_that_pins_another_root_is_refused(folder: RunFolder, tmp_pat
 BEGIN = """
 import logging, sys
 from pathlib import Path
-from shoal.cli.roles import begin
+from shoal.run.roles import begin
 begin("hub", Path(sys.argv[1]), False)
 logging.getLogger("shoal").info("hello")
 """

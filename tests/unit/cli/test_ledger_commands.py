@@ -12,19 +12,18 @@ from pathlib import Path
 import pytest
 from hubrun import batch, earn, forged, hub_config, join, join_validator, make_folder, publish, record, serving
 
-from shoal.cli.accounting import places
-from shoal.cli.accounting.checking import check_ledger
-from shoal.cli.accounting.exporting import export_ledger, leave_ledger
-from shoal.cli.accounting.heads import CertifiedHead, KeptHead, kept_path
-from shoal.cli.accounting.places import find_run
-from shoal.cli.accounting.telling import Book
-from shoal.cli.folder import RunFolder
 from shoal.cli.main import main
-from shoal.cli.start import ledger_line
 from shoal.errors import LedgerError, ResourceError, UserError
 from shoal.hub.service import Hub
 from shoal.ledger import Account, Accounts, append, head_of
 from shoal.protocol import LedgerEntry, SigningKey, Vouch, sign_document
+from shoal.run.folder import RunFolder, find_run
+from shoal.run.ledger import places
+from shoal.run.ledger.book import Book
+from shoal.run.ledger.check import check_ledger
+from shoal.run.ledger.export import export_ledger, leave_ledger
+from shoal.run.ledger.heads import CertifiedHead, KeptHead, kept_path
+from shoal.run.outcome import ledger_line
 from shoal.runtime.clock import ManualClock
 
 ALICE, BOB = (SigningKey.from_seed(bytes([number]) * 32) for number in (1, 2))
@@ -184,7 +183,7 @@ def test_tampering_is_found(run: Path, tamper: Callable[[Path], None], words: st
 @pytest.mark.parametrize("tamper", [cut_off_the_end, forge_the_end])
 def test_without_manifests_the_head_from_last_time_finds_it(run: Path, tamper: Callable[[Path], None]) -> None:
     shutil.rmtree(run / "origin")
-    assert "no head to compare with" in check_ledger(str(run)).lines[-1]
+    assert "no head to compare with" in check_ledger(str(run)).notes[-1]
     tamper(run)
     with pytest.raises(LedgerError, match="the head kept here since"):
         check_ledger(str(run))

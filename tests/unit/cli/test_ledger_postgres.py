@@ -6,10 +6,10 @@ from pathlib import Path
 
 from hubrun import batch, earn, hub_config, join, join_validator, make_folder, publish, record
 
-from shoal.cli.accounting.checking import check_ledger
 from shoal.cli.main import main
 from shoal.hub.service import Hub
 from shoal.protocol import SigningKey
+from shoal.run.ledger.check import check_ledger
 from shoal.runtime.clock import ManualClock
 
 

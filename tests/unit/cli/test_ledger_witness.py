@@ -15,13 +15,6 @@ from typing import Any, cast
 import pytest
 from hubrun import batch, earn, hub_config, join, join_validator, make_folder, publish, record, serving
 
-from shoal.cli.accounting import witnessing
-from shoal.cli.accounting.checking import check_ledger, check_place
-from shoal.cli.accounting.exporting import export_ledger
-from shoal.cli.accounting.forks import proven_fork
-from shoal.cli.accounting.places import FolderPlace, HubPlace
-from shoal.cli.accounting.witnessing import Witness
-from shoal.cli.folder import RunFolder
 from shoal.cli.main import main
 from shoal.client import HubClient
 from shoal.errors import HubUnreachable, LedgerError, LedgerForked, ManifestRefused
@@ -29,6 +22,13 @@ from shoal.hub.service import Hub
 from shoal.hub.storage import SqliteStorage
 from shoal.ledger import Keys, Pin
 from shoal.protocol import LedgerPage, SignedDocument, SigningKey, WitnessedHead, load_key, open_document, sign_document
+from shoal.run.folder import RunFolder
+from shoal.run.ledger import witness as witnessing
+from shoal.run.ledger.check import check_ledger, check_place
+from shoal.run.ledger.export import export_ledger
+from shoal.run.ledger.heads import proven_fork
+from shoal.run.ledger.places import FolderPlace, HubPlace
+from shoal.run.ledger.witness import Witness
 from shoal.runtime.clock import ManualClock
 from shoal.runtime.stop import StopToken
 from shoal.shardcast import RelayConfig

@@ -10,9 +10,9 @@ import torch
 from clikit import TINY
 
 from shoal.cli.main import main
-from shoal.cli.planning import Planning, usual_config
-from shoal.cli.recipe import Recipe
 from shoal.models.load import model_from_files
+from shoal.run.estimate import Planning, usual_config
+from shoal.run.recipe import Recipe
 from shoal.runtime.config import parse_config
 from shoal.runtime.sizing import Speeds
 from shoal.trainer.memory import GIB, Shape, plan

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.cli.program import python_command, shoal_command
-from shoal.runtime.text import install_command
+from shoal.runtime.text import install_command, python_command, shoal_command
 
 
 @pytest.fixture

@@ -9,20 +9,19 @@ import pytest
 from clikit import NODE, report, status, wait
 from scenekit import at_step, verdict, worker
 
-from shoal.cli.progress import (
+from shoal.protocol import NodeState, NodeView
+from shoal.run.outcome import steps_in, summary
+from shoal.run.progress import (
     History,
     duration,
     labels,
     latest,
     printable,
     sparkline,
-    steps_in,
     stopwatch,
-    summary,
     verdict_line,
     waits_line,
 )
-from shoal.protocol import NodeState, NodeView
 
 # ── history ──────────────────────────────────────────────────────────────────────────────────────────────────────
 

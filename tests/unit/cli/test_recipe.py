@@ -13,8 +13,8 @@ from typing import get_args
 import pytest
 from pydantic import BaseModel
 
-from shoal.cli.recipe import Recipe, load_recipe, settings_of
 from shoal.errors import ConfigError
+from shoal.run.recipe import Recipe, load_recipe, settings_of
 from shoal.runtime.config import dump_config, parse_config
 
 ROOT = Path(__file__).parents[3]

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from sandboxkit import needs_bubblewrap
-from shoal.cli.ingredients import check_ingredients
 from shoal.cli.main import main
-from shoal.cli.recipe import load_recipe
+from shoal.run.preflight import check_ingredients
+from shoal.run.recipe import load_recipe
 
 ROOT = Path(__file__).parents[3]
 PATH = ROOT / "recipes" / "intellect2.toml"

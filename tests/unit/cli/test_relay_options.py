@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-import shoal.cli.join
+import shoal.run.join
 import shoal.shardcast
 from shoal.cli.main import main
 from shoal.runtime.stop import StopToken
@@ -29,8 +29,8 @@ def configs(monkeypatch: pytest.MonkeyPatch) -> list[RelayConfig]:
     def remember(config: RelayConfig, *_: Any) -> None:
         found.append(config)
 
-    monkeypatch.setattr(shoal.cli.join, "meet", lambda *_: trusted)
-    monkeypatch.setattr(shoal.cli.join, "begin", lambda *_: StopToken())
+    monkeypatch.setattr(shoal.run.join, "meet", lambda *_: trusted)
+    monkeypatch.setattr(shoal.run.join, "begin", lambda *_: StopToken())
     monkeypatch.setattr(shoal.shardcast, "run_relay", remember)
     return found
 

@@ -12,9 +12,9 @@ import pytest
 from clikit import status, wait
 from scenekit import Memory, at_step, process
 
-from shoal.cli.reporter import Reporter, StatusPoller, fetch_status
-from shoal.cli.watchdog import Watchdog
 from shoal.protocol import RunStatus
+from shoal.run.reporter import Reporter, StatusPoller, fetch_status
+from shoal.run.watchdog import Watchdog
 from shoal.runtime.clock import ManualClock
 
 DEADLINE_S = 20.0

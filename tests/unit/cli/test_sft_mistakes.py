@@ -13,8 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
-from shoal.cli.counting import counted
 from shoal.cli.main import main
+from shoal.cli.printing import counted
 from shoal.environments import EnvironmentSettings, build
 from shoal.trainer.demonstrations import reading
 

@@ -10,11 +10,11 @@ import pytest
 from hubrun import Tasks, hub_config, make_folder
 
 from shoal.cli.main import main
-from shoal.cli.recipe import Recipe
-from shoal.cli.start import held_out_lines, refuse_changed, validator_lines
 from shoal.errors import ConfigError
 from shoal.hub.service import Hub
 from shoal.protocol import ModelSize
+from shoal.run.preflight import held_out_lines, refuse_changed, validator_lines
+from shoal.run.recipe import Recipe
 from shoal.runtime.clock import SystemClock
 
 TINY = Path(__file__).parents[3] / "recipes" / "tiny.toml"
@@ -33,7 +33,7 @@ def test_validators_that_cannot_keep_up_are_said_with_the_number_that_can(
 ) -> None:
     """33.6 M tokens of 32 B weights: 8 GPUs of 266 TFLOP/s train for 3,027 s, one of 160 checks for 13,422 s."""
     large = ModelSize(parameters=32 * 10**9, payload_bytes=64 * 10**9)
-    monkeypatch.setattr("shoal.cli.start.announced_size", lambda _recipe: large)
+    monkeypatch.setattr("shoal.run.preflight.announced_size", lambda _recipe: large)
     run, words = {"groups_per_step": 256, "group_size": 16, "max_new_tokens": 32768}, "and about 5 validators keep up"
     recipes = [
         Recipe.model_validate({"run": run, "trainer": {"processes": 8}, "validator": {"count": count}})

@@ -9,12 +9,21 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from shoal.cli.folder import RunFolder
-from shoal.cli.recipe import Recipe
-from shoal.cli.sheet import Sheet, console
+from shoal.cli.printing import Sheet, console
 from shoal.cli.status import render, show_status
 from shoal.errors import HubUnreachable
-from shoal.protocol import LedgerHead, NodeState, NodeView, OwnerOrders, RecentVerdict, RunStatus, StepReport, Wait
+from shoal.protocol import (
+    LedgerHead,
+    NodeState,
+    NodeView,
+    OwnerOrders,
+    RecentVerdict,
+    RunStatus,
+    StepReport,
+    Wait,
+)
+from shoal.run.folder import RunFolder
+from shoal.run.recipe import Recipe
 
 
 def status(**changes: object) -> RunStatus:

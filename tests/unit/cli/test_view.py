@@ -12,10 +12,9 @@ from ptykit import Terminal
 from rich.console import Console
 from scenekit import at_step, process, scene, verdict, worker
 
-from shoal.cli.frame import Frame
-from shoal.cli.progress import History, Scene
-from shoal.cli.view import LiveDisplay, PlainDisplay, choose_display
+from shoal.cli.view import Frame, LiveDisplay, PlainDisplay, choose_display
 from shoal.protocol import NodeState, NodeView, OwnerOrders
+from shoal.run.progress import History, Scene
 from shoal.validator.settings import MEASURING
 
 BANNED = worker(2, state=NodeState.BANNED, reason="sampling.seed: token 3 has another seed", rejected=7)

@@ -13,8 +13,8 @@ import pytest
 from clikit import report, status, wait
 from scenekit import at_step, process, worker
 
-from shoal.cli.watchdog import Watchdog, blame, is_stopped, lag_line, troubles
 from shoal.protocol import LedgerHead, NodeView, OwnerOrders, RunStatus
+from shoal.run.watchdog import Watchdog, blame, is_stopped, lag_line, troubles
 from shoal.runtime.supervise import ProcessView
 
 HUB = process("hub", pid=None)
@@ -22,7 +22,7 @@ HUB = process("hub", pid=None)
 
 @pytest.fixture(autouse=True)
 def nobody_is_halted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.cli.watchdog.is_stopped", lambda pid: pid == 666)
+    monkeypatch.setattr("shoal.run.watchdog.is_stopped", lambda pid: pid == 666)
 
 
 def sentence(of: ProcessView, seen: RunStatus | None = None, silent_s: float = 0.0) -> str:

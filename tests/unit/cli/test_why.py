@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 
-from shoal.cli.folder import RunFolder
 from shoal.cli.main import main
-from shoal.cli.recipe import Recipe
 from shoal.cli.why import check_line, entry_lines, node_lines, unit_lines
 from shoal.ledger import append
 from shoal.protocol import (
@@ -24,6 +22,8 @@ from shoal.protocol import (
     Tally,
     UnitStory,
 )
+from shoal.run.folder import RunFolder
+from shoal.run.recipe import Recipe
 
 NODE = "ab" * 16
 LEASE = LeaseStory(
@@ -75,7 +75,7 @@ def test_a_hub_that_is_gone(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("shoal.cli.program.shoal_command", lambda: "shoal")
+    monkeypatch.setattr("shoal.runtime.text.shoal_command", lambda: "shoal")
     monkeypatch.setattr("shoal.cli.status.shoal_command", lambda: "shoal")
     folder = RunFolder.prepare(tmp_path / "run", Recipe.model_validate({"run": {"steps": 2}, "hub": {"port": 0}}))
     folder.assign_endpoints()

@@ -16,8 +16,10 @@ from shoal.environments import EnvironmentSettings, build
 from shoal.environments.data.locating import locate
 from shoal.environments.data.table import Table
 from shoal.errors import ConfigError, ResourceError
-from shoal.evaluation import filtering
-from shoal.evaluation.filtering import (
+from shoal.evaluation import selection as filtering
+from shoal.evaluation.plan import tasks_of
+from shoal.evaluation.rates import Rate, RateBand, histogram_lines, rates
+from shoal.evaluation.selection import (
     Columns,
     RowSelection,
     data_of,
@@ -28,8 +30,6 @@ from shoal.evaluation.filtering import (
     write_rows,
     written_before,
 )
-from shoal.evaluation.plan import tasks_of
-from shoal.evaluation.rates import Rate, RateBand, histogram_lines, rates
 
 COLUMNS = Columns("m")
 MIDDLE = RateBand(0.25, 0.5)

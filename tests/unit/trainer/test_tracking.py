@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 from trainer_stubs import RUN, SETTINGS, FakeHub, training_run
 
-from shoal.cli.ingredients import check_machine
-from shoal.cli.recipe import Recipe
 from shoal.errors import ConfigError
+from shoal.run.preflight import check_machine
+from shoal.run.recipe import Recipe
 from shoal.trainer import record
 from shoal.trainer.record import Row, Tracked, Trackers, choose_mode, open_trackers, require_trackers
 from shoal.trainer.settings import TrainerSettings

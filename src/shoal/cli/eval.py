@@ -1,0 +1,377 @@
+"""`shoal eval`: how good is a model at tasks that it was not trained on, and how sure is that?
+
+shoal eval tiny --env sort                                 greedy, one completion per held-out task
+shoal eval runs/mine --env aime:aime24.jsonl --samples 8   avg@8 and pass@k, leaks looked for in what the run trained on
+shoal eval --rescore evals/mine                            its completions, scored again: a grader was mended, or failed
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from shoal.errors import ScoringFailure, UserError
+
+if TYPE_CHECKING:
+    from shoal.environments import Environment
+    from shoal.evaluation.job import EvaluationJob
+    from shoal.evaluation.leaks import Leaks
+    from shoal.evaluation.measuring import Chosen
+    from shoal.evaluation.plan import SamplingPlan
+    from shoal.evaluation.subject import EngineChoice
+    from shoal.run.sources import ModelSource, TaskSource
+
+STOPPED_CODE = 130
+RESCORE = "score them again: shoal eval --rescore {}"
+DEFAULT_TOKENS = 1024
+SPEC_HELP = "An environment by name, a recipe, a run's folder, a reward file, a data file, or FORMAT:FILE (aime, …)."
+
+MODEL = typer.Argument(metavar="MODEL", help="A built-in name, a Hugging Face folder, or a run's folder.")
+Model = Annotated[str, MODEL]
+Tasks = Annotated[int, typer.Option("--tasks", min=0, help="How many tasks, chosen by the seed.  [default: all]")]
+Temperature = Annotated[
+    float | None,
+    typer.Option(
+        "--temperature", min=0, max=10, help="0: greedy.  [default: 0 for one sample, else the recipe's, or 1]"
+    ),
+]
+MaxTokens = Annotated[
+    int | None,
+    typer.Option("--max-new-tokens", min=1, max=131_072, help="Longest completion.  [default: the recipe's, or 1024]"),
+]
+Seed = Annotated[int, typer.Option("--seed", min=0, max=2**31, help="Other dice, another choice of tasks.")]
+Engine = Annotated[str, typer.Option("--engine", help="What to generate with.")]
+Device = Annotated[str, typer.Option("--device", help="Where to compute: cpu, cuda or auto.")]
+Dtype = Annotated[str, typer.Option("--dtype", help="What to compute in: float32, bfloat16 or auto.")]
+BatchRows = Annotated[int, typer.Option("--batch-rows", min=1, max=65_536, help="Completions drawn together.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="environment.KEY=VALUE", help="Change the environment; may be repeated."),
+]
+
+
+def evaluate(
+    model: Annotated[str | None, MODEL] = None,
+    env: Annotated[str | None, typer.Option("--env", metavar="SPEC", help=SPEC_HELP)] = None,
+    samples: Annotated[int, typer.Option("--samples", help="Completions per task.")] = 1,
+    tasks: Tasks = 0,
+    temperature: Temperature = None,
+    max_new_tokens: MaxTokens = None,
+    seed: Seed = 0,
+    split: Annotated[
+        str | None,
+        typer.Option("--split", help="held_out, train or all.  [default: held_out; all of a data file]"),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="DIR", help="Where results go.  [default: evals/MODEL-ENV-…]")
+    ] = None,
+    rescore: Annotated[
+        Path | None,
+        typer.Option("--rescore", metavar="DIR", help="Score what is kept in DIR again; only --env and --set count."),
+    ] = None,
+    trained_on: Annotated[
+        str | None,
+        typer.Option("--trained-on", metavar="RUN|SPEC", help="Look for leaks in this; a run's folder names its own."),
+    ] = None,
+    allow_leaks: Annotated[
+        bool, typer.Option("--allow-leaks", help="Leave tasks out that are in the training set, and go on.")
+    ] = False,
+    overrides: Overrides = None,
+    engine: Engine = "torch",
+    device: Device = "auto",
+    dtype: Dtype = "float32",
+    batch_rows: BatchRows = 256,
+) -> None:
+    """Measure a model: avg@k and pass@k with intervals, per task in a Parquet file. The same command continues."""
+    from shoal.evaluation.subject import EngineChoice
+    from shoal.run.sources import task_source
+
+    if rescore is not None:
+        if model is not None:
+            raise UserError(f"--rescore {rescore} needs no model: leave {model} out")
+        raise typer.Exit(run_rescore(rescore, env, overrides or ()))
+    if model is None or env is None:
+        raise UserError("give a MODEL and --env SPEC, or --rescore DIR; see shoal eval --help")
+    given = Given(samples, tasks, temperature, max_new_tokens, seed, split, batch_rows)
+    source = task_source(env, overrides or ())
+    request = EvalRequest(model, source, given, out, trained_on, allow_leaks, EngineChoice(engine, device, dtype))
+    raise typer.Exit(run_eval(request))
+
+
+@dataclass(frozen=True)
+class Given:
+    """What was asked for on the command line; None: what fits."""
+
+    samples: int
+    tasks: int
+    temperature: float | None
+    max_new_tokens: int | None
+    seed: int
+    split: str | None
+    batch_rows: int
+
+    def plan(self, source: TaskSource, positions: int | None) -> SamplingPlan:
+        """The plan, with what was left open taken from the recipe, or from what the model has room for."""
+        from shoal.evaluation.plan import PARTS, SamplingPlan
+
+        split = self.split or ("all" if source.whole else "held_out")
+        if split not in PARTS:
+            raise UserError(f"--split {split}: there are {', '.join(PARTS)}")
+        warm = source.recipe.run.temperature if source.recipe else 1.0
+        temperature = self.temperature if self.temperature is not None else 0.0 if self.samples == 1 else warm
+        room = DEFAULT_TOKENS if positions is None else max(1, min(DEFAULT_TOKENS, positions // 2))
+        tokens = self.max_new_tokens or (source.recipe.run.max_new_tokens if source.recipe else room)
+        return SamplingPlan(
+            samples=self.samples, tasks=self.tasks, temperature=temperature, max_new_tokens=tokens, seed=self.seed,
+            split=split, batch_rows=self.batch_rows,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class EvalRequest:
+    model: str
+    source: TaskSource
+    given: Given
+    out: Path | None
+    trained_on: str | None
+    allow_leaks: bool
+    machine: EngineChoice
+
+
+def run_eval(request: EvalRequest) -> int:
+    """Find everything, look for leaks, sample and score, say the numbers; returns the exit code."""
+    from shoal.evaluation.job import EvaluationJob, choose
+    from shoal.evaluation.subject import open_subject
+    from shoal.models import BUILTIN
+    from shoal.run.sources import model_source
+
+    request.given.plan(request.source, None)  # mistakes on the command line, before anything is loaded
+    environment = scorable(request.source)
+    with model_source(request.model) as model:
+        plan = request.given.plan(request.source, positions_of(model))
+        chosen = choose(environment, plan)
+        leaks = look_for_leaks(request, chosen, model)
+        chosen = left_over(chosen, leaks, request.allow_leaks)
+        subject = open_subject(model.name, model.where, request.machine, plan.rows)
+    evaluation = EvaluationJob(subject, chosen, leaks.known, request.source.settings)
+    out = request.out or default_out(evaluation, request.source.label)
+    summary = measured(request, evaluation, out)
+    if summary is None:
+        return STOPPED_CODE
+    say(summary, request.source.label, leaks, out)
+    unknown = request.trained_on is None and model.run is None and request.model not in BUILTIN
+    if unknown and plan.split != "train":
+        typer.echo(leaks_unknown(Path(model.where), environment, plan.split))
+    typer.echo(f"wrote {out}")
+    refuse_if_hollow(summary, request.source, RESCORE.format(out), f"remove {out} and evaluate again")
+    return 0
+
+
+def run_rescore(out: Path, env: str | None, overrides: Sequence[str]) -> int:
+    """Score kept completions by the environment as it is now, and say the new numbers; returns the exit code."""
+    from rich.console import Console
+
+    from shoal.cli.printing import counted
+    from shoal.evaluation.job import SUMMARY
+    from shoal.evaluation.leaks import Leaks
+    from shoal.evaluation.rescoring import kept_settings, rescore
+    from shoal.run.sources import TaskSource, task_source
+    from shoal.runtime.lock import FolderLock
+    from shoal.runtime.stop import stop_on_signals
+
+    if not out.is_dir():
+        raise UserError(f"--rescore {out}: there is no such folder")
+    if env is None and overrides:
+        raise UserError(f"--set {overrides[0]}: say with --env what it changes")
+    source = TaskSource(kept_settings(out)) if env is None else task_source(env, overrides)
+    environment, stop = scorable(source), stop_on_signals()
+    with FolderLock(out).acquire(stop), counted("scoring", Console(stderr=True)) as report:
+        processes = partial(scorer_of, source, environment, stop)
+        summary = rescore(out, source.settings, environment, processes, stop, report)
+    if summary is None:
+        typer.echo(f"stopped; {out} is as it was", err=True)
+        return STOPPED_CODE
+    say(summary, source.label, Leaks(), out)
+    drawn = f"{summary['tasks']:,} of {summary['chosen']['tasks']:,} tasks"
+    continues = f"{out} has new scores of {drawn}; the command that drew these continues from there"
+    typer.echo(f"wrote {out}" if (out / SUMMARY).exists() else continues)
+    refuse_if_hollow(summary, source, RESCORE.format(out), f"remove {out} and evaluate again")
+    return 0
+
+
+def scorable(source: TaskSource) -> Environment:
+    """The environment, if this machine can score its tasks: who cannot is told before a model is loaded."""
+    from shoal.environments import build, require_scoring
+
+    environment = build(source.settings)
+    require_scoring(environment)
+    return environment
+
+
+def positions_of(model: ModelSource) -> int | None:
+    from shoal.models.folder import model_folder, read_config, read_files
+
+    value = read_config(read_files(model_folder(model.where))).get("max_position_embeddings")
+    return value if isinstance(value, int) and value > 0 else None
+
+
+def look_for_leaks(request: EvalRequest, chosen: Chosen, model: ModelSource) -> Leaks:
+    """Evaluated tasks that are in the training set: of --trained-on, or of the run that the model is of."""
+    from shoal.evaluation.job import chosen_tasks
+    from shoal.evaluation.leaks import Leaks, archived_ids, find_leaks
+    from shoal.run.sources import TaskSource, task_source
+
+    if request.trained_on is not None:
+        training = task_source(request.trained_on)
+    elif model.run is not None and chosen.plan.split != "train":
+        training = TaskSource(model.run.recipe.environment, run=model.run)
+    else:
+        return Leaks()
+    ids = archived_ids(training.run.path / "trainer" / "rollouts") if training.run else set[str]()
+    tasks = (task for _, task in chosen_tasks(chosen))
+    return find_leaks(tasks, _training(training), sorted(ids))
+
+
+def leaks_unknown(folder: Path, environment: Environment, split: str) -> str:
+    """What to say of a model without its run. One of `shoal sft --env` tells whose held-out tasks were kept out."""
+    import json
+
+    from shoal.cli.sft import ABOUT
+
+    with suppress(OSError, ValueError, LookupError, TypeError):
+        if split == "held_out" and json.loads((folder / ABOUT).read_bytes())["environment"] == environment.digest:
+            said = "its demonstrations have none of the tasks held out here; what it was trained on before is not known"
+            return f"  {said} ({ABOUT})"
+    return "  leaks were not looked for: --trained-on names the run or recipe that the model was trained by"
+
+
+def _training(source: TaskSource) -> Environment:
+    from shoal.environments import build
+
+    return build(source.settings)
+
+
+def left_over(chosen: Chosen, leaks: Leaks, allowed: bool) -> Chosen:
+    from shoal.evaluation.job import without
+
+    if not allowed:
+        leaks.refuse()
+    return without(chosen, leaks.known) if leaks.known else chosen
+
+
+def default_out(evaluation: EvaluationJob, tasks: str) -> Path:
+    """A folder that follows from what is evaluated: the same command finds it again."""
+    import hashlib
+
+    from shoal.evaluation.journal import dumped
+    from shoal.evaluation.subject import plain_name
+
+    digest = hashlib.sha256(dumped(evaluation.about)).hexdigest()
+    return Path("evals") / f"{plain_name(evaluation.subject.name)}-{plain_name(tasks)}-{digest[:8]}"
+
+
+def measured(request: EvalRequest, evaluation: EvaluationJob, out: Path) -> dict[str, Any] | None:
+    """The summary: that of a finished evaluation, or of one that is run, or gone on with, now."""
+    from rich.console import Console
+
+    from shoal.cli.printing import counted
+    from shoal.evaluation.job import evaluate as run
+    from shoal.evaluation.job import finished
+    from shoal.runtime.lock import FolderLock
+    from shoal.runtime.stop import stop_on_signals
+
+    done = finished(out, evaluation.about)
+    if done is not None:
+        typer.echo(f"this evaluation is done already: {out}", err=True)
+        return done
+    stop = stop_on_signals()
+    with FolderLock(out).acquire(stop), counted("evaluating", Console(stderr=True)) as report:
+        processes = partial(scorer_of, request.source, evaluation.chosen.environment, stop)
+        summary = run(evaluation, processes, out, stop, report)
+    if summary is None:
+        typer.echo(f"stopped; what is done is kept in {out}, and the same command continues", err=True)
+    return summary
+
+
+def scorer_of(source: TaskSource, environment: Environment, stop: Any) -> Any:
+    """Processes beside this one that score: a reward function, or a program under test, may do anything."""
+    from shoal.rewards import ScoringPatience, ScoringPool
+
+    pool = ScoringPool(source.settings, environment, stop, ScoringPatience(all_s=86_400.0))
+    pool.start()
+    return pool
+
+
+def say(summary: dict[str, Any], tasks: str, leaks: Leaks, out: Path) -> None:
+    from shoal.evaluation.summary import table_lines
+
+    model, environment, plan = summary["model"], summary["environment"], summary["plan"]
+    typer.echo(
+        f"{model['name']} ({model['digest'][:12]}) on {tasks} ({environment['digest'][:12]}, "
+        f"{plan['split']}), {_how(plan)}"
+    )
+    for line in table_lines(summary):
+        typer.echo(line)
+    if summary["unscored"]["samples"]:
+        typer.echo(f"  {RESCORE.format(out)}")
+    if leaks.known:
+        typer.echo(f"  left out: {leaks.sentence}")
+    if plan["split"] == "train":
+        typer.echo("  these are training tasks: the numbers say nothing about unseen ones")
+
+
+def _how(plan: dict[str, Any]) -> str:
+    heat = "greedy" if plan["temperature"] == 0 else f"temperature {plan['temperature']:g}, seed {plan['seed']}"
+    return f"{heat}, at most {plan['max_new_tokens']} tokens"
+
+
+def refuse_if_hollow(summary: dict[str, Any], source: TaskSource, rescore: str, again: str) -> None:
+    """Results of which much is missing are written and shown, and are no success; `rescore` and `again` are remedies.
+
+    Rows that cannot be used are no failure where bad_rows = "skip" says to leave them out.
+    """
+    from shoal.evaluation.records import UNUSABLE
+    from shoal.evaluation.summary import MAX_FAILURES
+
+    share, unscored = summary["unscored"]["share"], summary["unscored"]["samples"]
+    unusable = summary["problems"]["reasons"].get(UNUSABLE, 0)
+    if share > MAX_FAILURES:
+        raise ScoringFailure(
+            f"{share:.1%} of the samples have no score, more than {MAX_FAILURES:.0%}: these numbers are of what is "
+            f"left and may mislead; mend what the lines above name, then {rescore if unscored else again}"
+        )
+    if unusable > MAX_FAILURES * summary["tasks"] and not source.skips_rows:
+        raise ScoringFailure(
+            f"{unusable:,} of {summary['tasks']:,} rows cannot be used, more than {MAX_FAILURES:.0%}: shoal data check "
+            "lists them; to leave them out: --set environment.options.bad_rows=skip"
+        )
+
+
+def compare(
+    a: Annotated[Path, typer.Argument(metavar="A", help="Results of `shoal eval`: their folder, or tasks.parquet.")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="Others, of another model.")],
+    force: Annotated[bool, typer.Option("--force", help="Compare what is not about the same.")] = False,
+    seed: Annotated[int, typer.Option("--seed", min=0, max=2**31, help="Of the resampling.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """Say whether B is better than A, task by task, with an interval and a significance test."""
+    import json
+
+    from shoal.evaluation.comparing import compare as compared
+    from shoal.evaluation.comparing import comparison_lines
+    from shoal.evaluation.job import TASKS
+    from shoal.evaluation.records import read_results
+
+    first, second = read_results(a, TASKS), read_results(b, TASKS)
+    found = compared(first, second, force, seed)
+    if as_json:
+        typer.echo(json.dumps(found.as_json(), indent=2))
+        return
+    for line in comparison_lines(first, second, found):
+        typer.echo(line)

@@ -1,0 +1,325 @@
+"""`shoal run`, and one command for each role: what starts something that lasts.
+
+A role is of a run's folder (--dir), or takes part in a run that is elsewhere (`shoal join URL`, `relay --run-info`).
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Iterable
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from shoal.errors import UserError
+from shoal.runtime.limits import MachineLimits
+from shoal.runtime.logs import is_verbose
+from shoal.runtime.stop import SUPERVISED, TOLD_TO_STOP_CODE
+
+if TYPE_CHECKING:
+    from shoal.run.folder import RunFolder
+
+
+class ProcessesChoice(StrEnum):
+    many = "many"
+    one = "one"
+
+
+Device = Annotated[str, typer.Option("--device", help="Where a worker computes: cpu, cuda or auto.")]
+Dtype = Annotated[str, typer.Option("--dtype", help="What it computes in: float32, bfloat16 or auto.")]
+RecipeArgument = Annotated[Path | None, typer.Argument(metavar="[RECIPE]", help="A recipe (TOML).")]
+RunDir = Annotated[Path, typer.Option("--dir", metavar="RUN", help="The run's folder.")]
+OptionalRunDir = Annotated[Path | None, typer.Option("--dir", metavar="RUN", help="The run's folder.")]
+Index = Annotated[int, typer.Option("--index", min=0, help="Which of several.")]
+PatienceMin = Annotated[
+    float, typer.Option("--patience-min", min=0.1, max=100_000, help="End a run without progress for so long.")
+]
+Wait = Annotated[float, typer.Option("--wait", min=0, max=86_400, help="Seconds to try to reach the hub.")]
+
+
+def run(
+    recipe: RecipeArgument = None,
+    directory: Annotated[
+        Path | None, typer.Option("--dir", metavar="RUN", help="The run's folder.  [default: runs/NAME]")
+    ] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change a setting; may be repeated.")
+    ] = None,
+    workers: Annotated[int | None, typer.Option("--workers", min=0, help="Workers to start here.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved recipe and do nothing.")] = False,
+    prepare: Annotated[
+        bool, typer.Option("--prepare", help="Make the folder, then start each role yourself: shoal hub --dir RUN, …")
+    ] = False,
+    processes: Annotated[
+        ProcessesChoice, typer.Option("--processes", help="one: all roles as threads, for a debugger.")
+    ] = ProcessesChoice.many,
+    patience_min: PatienceMin = 10,
+) -> None:
+    """Start and supervise a whole run on this machine. An existing folder is resumed."""
+    mode = "dry-run" if dry_run else "prepare" if prepare else processes.value
+    changes = (*(overrides or ()), *(() if workers is None else (f"worker.count={workers}",)))
+    raise typer.Exit(_start(recipe, directory, changes, mode, patience_min))
+
+
+def _start(source: Path | None, directory: Path | None, overrides: tuple[str, ...], mode: str, patience: float) -> int:
+    """Do what was asked; returns the exit code. `mode` is dry-run, prepare, many or one (processes)."""
+    from shoal.models import BUILTIN
+    from shoal.run.estimate import settled
+    from shoal.run.folder import RunFolder, resolve, without_passwords
+    from shoal.run.preflight import advice, check_ingredients, check_machine, derived_lines, refuse_changed
+    from shoal.runtime.config import dump_config
+
+    recipe = resolve(source, directory, overrides)
+    missing = mode == "dry-run" and recipe.model.path not in BUILTIN and not Path(recipe.model.path).exists()
+    environment = check_ingredients(recipe, without_model=missing)
+    _warn(advice(recipe, environment, missing))
+    if mode == "dry-run":
+        if directory is not None:
+            RunFolder.refuse_other(directory.absolute(), recipe)
+        _warn(derived_lines(recipe))
+        typer.echo(dump_config(without_passwords(settled(recipe))), nl=False)
+        return 0
+    if mode != "prepare":
+        check_machine(recipe)
+    directory = directory or Path("runs") / recipe.run.name
+    changes = RunFolder.changes(directory.absolute(), recipe)
+    folder = RunFolder.prepare(directory.absolute(), recipe)
+    _warn(changes)
+    refuse_changed(folder, environment)
+    return _prepared(folder, directory) if mode == "prepare" else _launch(folder, mode, patience * 60)
+
+
+def _warn(lines: Iterable[str]) -> None:
+    for line in lines:
+        typer.echo(f"shoal: {line}", err=True)
+
+
+def _prepared(folder: RunFolder, directory: Path) -> int:
+    from shoal.run.roles import command_of, role_names
+    from shoal.runtime.text import shoal_command
+
+    typer.echo(f"{directory} is ready; everything that has to run, in this order:")
+    for name in role_names(folder):
+        typer.echo(f"  {shoal_command()} {shlex.join(command_of(directory, name))}")
+    typer.echo(f"to contribute: {shoal_command()} join {folder.assign_endpoints().join}")
+    return 0
+
+
+def _launch(folder: RunFolder, mode: str, patience_s: float) -> int:
+    """Run it all to its end, show it, and say what it came to."""
+    from rich.console import Console
+
+    from shoal.cli.view import PlainDisplay, choose_display
+    from shoal.run.launch import LaunchOptions, launch
+    from shoal.run.outcome import METRICS, NOTHING_TRAINED, conclusion, kept_line, ledger_line, steps_in
+    from shoal.runtime.stop import stop_on_signals
+
+    options = LaunchOptions("one" if mode == "one" else "many", patience_s)
+    display = choose_display(Console()) if mode == "many" else PlainDisplay(typer.echo)  # a debugger needs the terminal
+    before = steps_in(folder.path / METRICS)
+    with display:
+        launched = launch(folder, options, stop_on_signals(supervising=True), display)
+    if display.live:
+        typer.echo()
+    lines = conclusion(folder.path, launched, before)
+    if launched.ending.exit_code == 0:
+        lines += [ledger_line(folder.path), kept_line(folder.path)]
+    for line in lines:
+        typer.echo(line)
+    if launched.ending.message:
+        _warn([launched.ending.message])
+    return launched.ending.exit_code or int(any(line.startswith(NOTHING_TRAINED) for line in lines))
+
+
+def hub(directory: RunDir) -> None:
+    """Hand out work, take it in, write the ledger."""
+    _role("hub", directory)
+
+
+def trainer(directory: RunDir) -> None:
+    """Train on accepted groups and publish policies. Also by torchrun: torchrun … -m shoal.cli trainer --dir RUN."""
+    from shoal.trainer.settings import own_rank
+
+    rank = own_rank()
+    _role(f"trainer-rank-{rank}" if rank else "trainer", directory)
+
+
+def validator(directory: RunDir, index: Index = 0) -> None:
+    """Check submissions and compute their rewards."""
+    _role(f"validator-{index}", directory)
+
+
+def relay(
+    directory: OptionalRunDir = None,
+    origin: Annotated[bool, typer.Option("--origin", help="Serve what the trainer of RUN publishes.")] = False,
+    index: Index = 0,
+    hub_url: Annotated[str | None, typer.Option("--run-info", metavar="URL", help="The hub of the run.")] = None,
+    upstreams: Annotated[
+        list[str] | None, typer.Option("--upstream", metavar="URL", help="Where to mirror from; may be repeated.")
+    ] = None,
+    peers: Annotated[
+        list[str] | None,
+        typer.Option("--peer", metavar="URL", help="A relay beside this one, to trade chunks with; may be repeated."),
+    ] = None,
+    witnesses: Annotated[
+        list[str] | None,
+        typer.Option("--witness", metavar="KEY", help="A ledger witness whose heads to mirror; may be repeated."),
+    ] = None,
+    folder: Annotated[Path | None, typer.Option("--folder", help="Where to keep the mirror.")] = None,
+    host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = "0.0.0.0",
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port to listen on.")] = 8472,
+    keep: Annotated[int, typer.Option("--keep", min=1, max=1000, help="Newest versions to keep.")] = 3,
+    disk_budget_gb: Annotated[
+        float | None,
+        typer.Option(
+            "--disk-budget-gb",
+            min=1e-6,
+            help="Disk for chunks; the oldest versions go first.  [default: all; with --run-info 80 % of the free]",
+        ),
+    ] = None,
+    connections_per_client: Annotated[
+        int | None, typer.Option("--connections-per-client", min=1, help="Connections that one address may have.")
+    ] = 256,
+    rate_per_client_mbit: Annotated[
+        float | None, typer.Option("--rate-per-client-mbit", min=0.001, help="Mbit/s that one address is sent.")
+    ] = None,
+    wait_s: Wait = 10,
+) -> None:
+    """Mirror weights: of a run's folder (--dir), a run anywhere (--run-info), or any source (--upstream URL#KEY)."""
+    if directory is not None:
+        return _role("origin" if origin else f"relay-{index}", directory)
+    if hub_url is None and not upstreams:
+        raise UserError(
+            "give --dir RUN for a run on this machine, --run-info URL for one elsewhere, "
+            "or --upstream URL#KEY for any source"
+        )
+    settings = {
+        "kept_versions": keep,
+        "disk_budget_gb": disk_budget_gb,
+        "connections_per_client": connections_per_client,
+        "rate_per_client_mbit": rate_per_client_mbit,
+    }
+    if hub_url is None:
+        from shoal.cli.cast import mirror
+
+        return mirror(upstreams or (), peers, folder or Path("mirror"), host, port, settings)
+    from shoal.run.join import StandaloneRelay, run_standalone_relay
+
+    further, mirrored = tuple(peers or ()), tuple(witnesses or ())
+    standalone = StandaloneRelay(
+        hub_url, tuple(upstreams or ()), folder, host, port, wait_s, further, mirrored, settings
+    )
+    return run_standalone_relay(standalone, is_verbose())
+
+
+def worker(
+    urls: Annotated[
+        list[str] | None, typer.Argument(metavar="[URL]...", help="The join URL http://host:port/#…, or several.")
+    ] = None,
+    directory: OptionalRunDir = None,
+    index: Index = 0,
+    folder: Annotated[
+        Path | None, typer.Option("--folder", help="Keys, weights and unsent work.  [default: ~/.shoal/RUN]")
+    ] = None,
+    engine: Annotated[str, typer.Option("--engine", help="What to generate with.")] = "torch",
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    name: Annotated[
+        str | None, typer.Option("--name", help="How to be called, in public.  [default: node- and its id's start]")
+    ] = None,
+    wait_s: Wait = 10,
+    cheat: Annotated[
+        str | None, typer.Option("--cheat", metavar="NAME", help="Cheat in this way, to attack a run of your own.")
+    ] = None,
+    owner: Annotated[
+        Path | None, typer.Option("--owner", metavar="FILE", help="Your key: what this machine earns is yours.")
+    ] = None,
+    vouch: Annotated[
+        Path | None, typer.Option("--vouch", metavar="FILE", help="The same, by what `shoal key vouch` wrote.")
+    ] = None,
+    check: Annotated[bool, typer.Option("--check/--no-check", help="Look at this machine first.")] = True,
+    sandbox: Annotated[
+        bool,
+        typer.Option("--sandbox", help="Work without network, home and other processes in sight (needs bubblewrap)."),
+    ] = False,
+    max_memory: Annotated[
+        str | None,
+        typer.Option(
+            "--max-memory", metavar="SIZE", help="Most memory for the model, e.g. 8GB.  [default: 80 % of the free]"
+        ),
+    ] = None,
+    max_disk: Annotated[
+        str | None,
+        typer.Option(
+            "--max-disk", metavar="SIZE", help="Most disk for weights, e.g. 40GB.  [default: 80 % of the free]"
+        ),
+    ] = None,
+    max_bandwidth: Annotated[
+        str | None,
+        typer.Option("--max-bandwidth", metavar="RATE", help="Fastest download, e.g. 20Mbit/s.  [default: no limit]"),
+    ] = None,
+) -> int:
+    """Contribute this machine to a run: all you need is its join URL."""
+    if cheat is not None:
+        from shoal.adversary import find_cheat
+
+        find_cheat(cheat)
+    limits = MachineLimits.of_options(max_memory, max_disk, max_bandwidth)
+    if directory is not None:
+        _refuse_both(urls, directory, sandbox or limits != MachineLimits())
+        _role(f"worker-{index}", directory, cheat)
+        return 0
+    from shoal.run.join import JoinRequest, run_joined_worker
+
+    if not urls:
+        raise UserError("give the run's join URL, for example: shoal join http://host:8470/#0123…")
+    request = JoinRequest(
+        tuple(urls),
+        folder,
+        engine,
+        device,
+        dtype,
+        name,
+        wait_s,
+        cheat,
+        owner=owner,
+        vouch=vouch,
+        check=check,
+        limits=limits,
+        sandbox=sandbox,
+    )
+    return run_joined_worker(request, is_verbose())
+
+
+def _refuse_both(urls: list[str] | None, directory: Path, is_limited: bool) -> None:
+    """A worker belongs to a run's folder here, or to the run at a URL."""
+    if urls:
+        raise UserError(
+            f"{urls[0]} and --dir name two ways to work: leave --dir out to join that run (--folder {directory} would "
+            "keep keys and weights there), or the URL to be a worker of the run in that folder"
+        )
+    if is_limited:
+        raise UserError("--sandbox, --max-memory, --max-disk and --max-bandwidth go with a join URL, not with --dir")
+
+
+def _role(name: str, directory: Path, cheat: str | None = None) -> None:
+    """One role of a run folder, in this process; or a process of the trainer beside its first one, which needs no run
+    folder: on another machine there may be none."""
+    from shoal.run.roles import begin
+
+    supervised = SUPERVISED in os.environ
+    stop = begin(name, directory if (directory / "recipe.toml").is_file() else None, is_verbose())
+    if name.startswith("trainer-rank-"):
+        from shoal.trainer.shards import run_rank
+
+        run_rank(stop)
+    else:
+        from shoal.run.folder import RunFolder
+        from shoal.run.roles import run_role
+
+        run_role(RunFolder.open(directory.absolute()), name, stop, cheat)
+    if supervised and stop.is_set():  # so that the supervisor does not take it for done
+        raise typer.Exit(TOLD_TO_STOP_CODE)

@@ -1,0 +1,142 @@
+"""`shoal status`, `export`, `backup`, `restore` and `doctor`: what is asked of a run or of a machine, and answered."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shoal.cli.run import Device, Dtype, Wait
+from shoal.errors import UserError
+from shoal.runtime.files import home
+from shoal.runtime.text import visible
+
+
+def status(
+    where: Annotated[str, typer.Argument(metavar="URL|RUN", help="A hub's address or a run's folder.")],
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    wait_s: Wait = 3,
+) -> None:
+    """Show how a run stands: steps, nodes, verdicts, who waits for whom."""
+    from shoal.cli.status import show_status
+
+    show_status(where, as_json, wait_s)
+
+
+def export(
+    directory: Annotated[Path, typer.Argument(metavar="RUN", help="The run's folder.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.")],
+    best: Annotated[bool, typer.Option("--best", help="The one with the best held-out score.")] = False,
+    version: Annotated[int | None, typer.Option("--version", min=0, help="The one of this version.")] = None,
+) -> None:
+    """Write a checkpoint, the newest by default, as a Hugging Face folder."""
+    from shoal.run.export import export_run
+
+    typer.echo(f"wrote {export_run(directory, out, best, version)}")
+
+
+def backup(
+    directory: Annotated[Path | None, typer.Argument(metavar="[RUN]", help="The run's folder.")] = None,
+    out: Annotated[Path | None, typer.Argument(metavar="[OUT.tar]", help="The file to write.")] = None,
+    verify: Annotated[
+        Path | None, typer.Option("--verify", metavar="FILE", help="Check a backup instead of making one.")
+    ] = None,
+) -> None:
+    """Write a whole run, going on or not, to one file; it holds the run's private keys."""
+    from shoal.run.backup import backup_run, verify_backup
+    from shoal.runtime.text import shoal_command
+
+    if verify is not None:
+        return typer.echo(f"{verify} is whole: {verify_backup(verify).line}")
+    if directory is None or out is None:
+        raise UserError("give the run's folder and the file to write, for example: shoal backup runs/mine mine.tar")
+    summary = backup_run(directory.absolute(), out, lambda line: typer.echo(line, err=True))
+    return typer.echo(
+        f"wrote {out}: {summary.line}\n"
+        "it holds this run's private keys and secret: keep it as safe as the run's folder, and never let the restored "
+        f"run and this one continue at the same time\nto restore: {shoal_command()} restore {out} FOLDER"
+    )
+
+
+def restore(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A backup.")],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The run folder to make.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="hub.KEY=VALUE",
+            help="Where rows and submissions go, instead of the folder: hub.database, hub.storage, "
+            "hub.storage_endpoint; may be repeated.",
+        ),
+    ] = None,
+) -> None:
+    """Make a run's folder of a backup, on another database or store if you name one; the run continues from there."""
+    from shoal.run.backup import restore_run
+    from shoal.run.folder import RunFolder
+    from shoal.run.recipe import missing_inputs
+    from shoal.runtime.text import shoal_command
+
+    summary = restore_run(file, folder.absolute(), overrides or ())
+    typer.echo(f"{folder} is ready: {summary.line}")
+    for path in missing_inputs(RunFolder.open(folder).recipe):
+        typer.echo(f"shoal: the recipe names {path}, which is not here: put it back first", err=True)
+    typer.echo(f"to go on: {shoal_command()} run --dir {folder} (only here: the run must not go on in two places)")
+
+
+def doctor(
+    urls: Annotated[
+        list[str] | None, typer.Argument(metavar="[URL]...", help="Also check the road to this run's hubs.")
+    ] = None,
+    folder: Annotated[
+        Path | None,
+        typer.Option("--folder", help="The folder to be written to.  [default: with a URL ~/.shoal, as join; or this]"),
+    ] = None,
+    selftest: Annotated[
+        bool, typer.Option("--selftest", help="Run the validator's checks on this machine's own work.")
+    ] = False,
+    calibrate: Annotated[
+        bool, typer.Option("--calibrate", help="Measure honest work of this machine, and write a profile.")
+    ] = False,
+    model: Annotated[str, typer.Option("--model", help="Model folder to try, if there is no URL.")] = "tiny",
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    against: Annotated[
+        list[str] | None,
+        typer.Option("--against", help="What a validator computes with, e.g. cuda/bfloat16 [cpu/float32]; repeatable."),
+    ] = None,
+    profile: Annotated[
+        list[Path] | None, typer.Option("--profile", help="A profile file to be judged by; repeatable.")
+    ] = None,
+    sequences: Annotated[int, typer.Option("--sequences", min=32, help="Completions to measure.")] = 256,
+    tokens: Annotated[int, typer.Option("--tokens", min=1, help="Longest completion to measure.")] = 128,
+    temperature: Annotated[float, typer.Option("--temperature", min=0.01, help="Sampling temperature.")] = 1.0,
+    out: Annotated[Path | None, typer.Option("--out", help="Where the measured profile goes.")] = None,
+) -> None:
+    """Check this machine, and say what to do about each problem."""
+    from shoal.run.doctor import examine
+
+    if selftest and calibrate:
+        raise UserError("--selftest and --calibrate are two things: ask for one of them")
+    findings = examine(urls or (), folder or (home() if urls else Path()), device=device, dtype=dtype)
+    for finding in findings:
+        typer.echo(visible(finding.line))
+    ok = all(finding.ok for finding in findings)
+    if not (selftest or calibrate):
+        raise typer.Exit(0 if ok else 1)
+    from shoal.run.trials import CalibrationOptions, TrialOptions, calibration_report, run_calibration, run_selftest
+    from shoal.runtime.stop import stop_on_signals
+
+    options = TrialOptions(urls[0] if urls else None, model, device, dtype, tuple(against or ()), tuple(profile or ()))
+    if selftest:
+        for finding in run_selftest(options, stop_on_signals()):
+            typer.echo(visible(finding.line))
+            ok = ok and finding.ok
+    else:
+        how = CalibrationOptions(sequences, tokens, temperature, out)
+        calibration, written = run_calibration(options, how, lambda line: typer.echo(line, err=True))
+        for line in calibration_report(calibration, written):
+            typer.echo(line)
+        ok = ok and not calibration.problems
+    raise typer.Exit(0 if ok else 1)

@@ -1,0 +1,313 @@
+"""The figures of a run before it begins: memory, disk, bytes on links, time by stage, machines, money. No I/O.
+
+    recipe, shape of the model, speeds ─► Planning ─► rows (name, figures), which `plan` prints
+
+Speeds and shares are assumptions (`runtime/sizing.Speeds`); each can be changed. What a run was measured to take
+against these figures is in benchmarks/results/plan_check.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import ceil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shoal.models.folder import BUILTIN, model_folder
+from shoal.models.weights import model_size, most_bytes
+from shoal.protocol import ModelSize
+from shoal.run.recipe import Recipe
+from shoal.runtime.sizing import (
+    Derived,
+    RunSize,
+    Speeds,
+    derive,
+    kept_when_finished,
+    open_settings,
+    policies_loaded,
+    settle,
+)
+from shoal.shardcast import OriginSettings
+
+if TYPE_CHECKING:
+    from shoal.trainer.memory import Plan, Shape
+
+GIB = 2**30
+PROCESS_BYTES = {"hub": 150 * 10**6, "relay": 85 * 10**6}  # resident, of a small run: plan_check.md
+BATCH_SHARE = 0.8  # of free GPU memory that a batch takes (engines/memory.py)
+CACHED = 2  # policies on a worker's disk (worker/loop.py)
+PROOF_BYTES = 8  # of a token as submitted; what is trained on has none
+DATABASE_BYTES, DATABASE_LOG_BYTES = 300_000, 4_000_000  # empty, and what SQLite writes ahead: plan_check.md
+AWAITED, FROM_BEFORE = 2, 2  # checkpoints kept beside the newest and the best (trainer/folder.py)
+WIDTHS = {"float32": 4, "bfloat16": 2, "auto": 2}
+
+
+@dataclass(frozen=True)
+class Disk:
+    """Bytes of one process's folder, or of all processes of a kind: at most while it runs, and when it has ended."""
+
+    name: str
+    running: float
+    finished: float
+    what: str
+
+
+@dataclass(frozen=True)
+class Stage:
+    name: str
+    seconds: float
+    what: str
+
+
+@dataclass(frozen=True)
+class Planning:
+    """`memory_bytes` is what one device has, of trainers, validators and workers alike."""
+
+    recipe: Recipe
+    shape: Shape
+    trainer: Plan
+    processes: int
+    kind: str
+    memory_bytes: int
+    speeds: Speeds = field(default_factory=Speeds)
+
+    @property
+    def size(self) -> RunSize:
+        run = self.recipe.run
+        announced = most_bytes(self.payload)
+        return RunSize(self.shape.weights, announced, run.group_size, run.max_new_tokens, run.max_staleness)
+
+    @cached_property
+    def chosen(self) -> Derived:
+        """What holds of the settings that are derived; speeds that were given change what is derived."""
+        found = derive(self.size, self.speeds)
+        sections = (self.recipe.hub, self.recipe.validator, self.recipe.trainer)
+        given = {name: value for one in sections for name, value in one if name in vars(found) and value is not None}
+        return Derived(**{**vars(found), **given})
+
+    # Bytes
+
+    @property
+    def payload(self) -> int:
+        """A whole version, as it is published."""
+        adapters = 0 if self.recipe.trainer.lora is None else 4 * self.shape.trained
+        return self.shape.weights * WIDTHS[self.recipe.trainer.publish_dtype] + adapters
+
+    @property
+    def is_told_by_deltas(self) -> bool:
+        return self.recipe.trainer.publish_dtype == "bfloat16" or self.recipe.trainer.lora is not None
+
+    @property
+    def delta(self) -> float:
+        """What most versions travel as."""
+        if self.recipe.trainer.lora is not None:
+            return 4.0 * self.shape.trained
+        return self.payload * (self.speeds.delta_share if self.is_told_by_deltas else 1.0)
+
+    @property
+    def checkpoint(self) -> int:
+        return 4 * self.shape.weights + 8 * self.shape.trained
+
+    @property
+    def tokens(self) -> float:
+        """Of one step, as trained on."""
+        run = self.recipe.run
+        return run.groups_per_step * run.group_size * run.max_new_tokens * self.speeds.length_share
+
+    def disk(self) -> Iterator[Disk]:
+        """At most. An origin keeps the versions that leases may name, back to an anchor: where versions are deltas, two
+        whole ones, and copies that the next deltas are made from."""
+        run, payload, versions = self.recipe.run, self.payload, self.recipe.run.steps + 1
+        yield self._checkpoints()
+        yield Disk("trainer: export", payload, payload, "the last version")
+        rollouts = self.tokens * run.steps * (self.speeds.submission_bytes - PROOF_BYTES)
+        yield Disk("trainer: rollouts", rollouts, rollouts, "what each step was trained on")
+        anchors = min(2, 1 + run.steps // self.recipe.trainer.anchor_every)
+        kept = min(versions, max(OriginSettings().kept_versions, run.max_staleness + 2) + 1)
+        whole, bases = (anchors, _copies(run.steps)) if self.is_told_by_deltas else (kept, 0)
+        ended = anchors if self.is_told_by_deltas else min(versions, kept_when_finished(run.max_staleness))
+        told = _deltas(min(run.steps, anchors * self.recipe.trainer.anchor_every)) * self.delta
+        told = min(told, anchors * payload) if self.is_told_by_deltas else 0.0  # together less than what they save
+        yield Disk("origin", (whole + bases) * payload + told, ended * payload + told,
+                   f"{whole} whole versions" + (f", {bases} to make deltas from, deltas" if bases else ""))  # fmt: skip
+        mirrored = anchors if self.is_told_by_deltas else min(versions, self.recipe.relay.kept_versions)
+        counts = {"relay": mirrored, "validator": self.chosen.held_versions + 1, "worker": CACHED + 1}
+        for role, count in counts.items():
+            held = min(versions, count)
+            deltas = told if role == "relay" else held * self.delta if self.is_told_by_deltas else 0.0
+            yield Disk(f"each {role}", held * payload + deltas, 0, f"{held} versions; with the one that is being made")
+        submitted = self.tokens * run.steps * self.speeds.submission_bytes
+        hub = DATABASE_BYTES + submitted + run.groups_per_step * run.steps * self.speeds.group_row_bytes
+        yield Disk("hub", hub + DATABASE_LOG_BYTES, hub, "of all steps; groups that are dropped or refused come on top")
+
+    def _checkpoints(self) -> Disk:
+        trainer, versions, newest = self.recipe.trainer, self.recipe.run.steps + 1, self.chosen.keep_checkpoints
+        best = trainer.keep_best if trainer.evaluate_every else 0
+        most = min(versions, newest + best + (AWAITED if best else 0) + FROM_BEFORE + 1)  # and the one being written
+        ended = min(versions, newest + best)
+        first = 8 * self.shape.trained if most == versions else 0  # version 0 has no moments
+        return Disk("trainer: checkpoints", most * self.checkpoint - first, ended * self.checkpoint,
+                    f"{most} at most, {ended} in the end; {self.checkpoint / 1e9:,.3g} GB each")  # fmt: skip
+
+    def memory(self) -> Iterator[tuple[str, float, float, str]]:
+        """Role, bytes on its device, bytes of its host, and what they are. On a CPU all of it is in the first."""
+        base, on_gpu = self.trainer.device["torch itself"], self.kind == "cuda"
+        first, other = sum(self.trainer.host.values()), sum(self.trainer.other_hosts.values())
+        alone, total = self.processes == 1, self.trainer.total
+        yield "trainer" if alone else "trainer, first process", total, first + base if on_gpu else 0, ""
+        if not alone:
+            yield "trainer, each other process", total, other + base if on_gpu else 0, ""
+            together = first + (self.processes - 1) * other + self.processes * base
+            yield f"trainer, {self.processes} on one host", 0, together if on_gpu else self.processes * total, ""
+        models = {
+            "validator": (self.loaded + 1, self.recipe.validator.dtype, f"{self.loaded} loaded, 1 for second looks"),
+            "worker": (1, self.worker_dtype, "weights; sequences take the rest"),
+        }
+        for role, (count, dtype, what) in models.items():
+            device, host = count * self.shape.weights * WIDTHS[dtype] + base, self.payload + base
+            yield role, device + (0 if on_gpu else self.payload), host if on_gpu else 0, f"{what}; a payload is mapped"
+        upload = self.recipe.run.group_size * self.recipe.run.max_new_tokens * self.speeds.submission_bytes
+        uploads = self.recipe.hub.concurrent_uploads
+        yield "hub", 0, PROCESS_BYTES["hub"] + uploads * upload, f"with {uploads} uploads"
+        yield "origin, relay", 0, PROCESS_BYTES["relay"], "files are served from the disk"
+
+    @property
+    def worker_dtype(self) -> str:
+        return self.recipe.trainer.publish_dtype if self.recipe.worker.dtype == "auto" else self.recipe.worker.dtype
+
+    @property
+    def loaded(self) -> int:
+        each = self.shape.weights * WIDTHS[self.recipe.validator.dtype]
+        return policies_loaded(self.chosen.held_versions, each, self.memory_bytes)
+
+    def links(self) -> Iterator[tuple[str, float, float]]:
+        """Link, bytes of a version as a delta, and as a whole one."""
+        copies = self.speeds.workers_per_relay + 1
+        yield "origin to each relay", self.delta, self.payload
+        yield f"out of a relay ({copies:g} copies)", copies * self.delta, copies * self.payload
+        yield "into each worker and validator", self.delta, self.payload
+
+    # Time, machines, money
+
+    @property
+    def worker_tokens_s(self) -> float:
+        """The sequences that fit together, each a token further whenever the weights were read once."""
+        if self.speeds.worker_tokens_s:
+            return self.speeds.worker_tokens_s
+        run, weights = self.recipe.run, self.shape.weights * WIDTHS[self.worker_dtype]
+        row = max(1, self.shape.cached_bytes * run.max_new_tokens)
+        fit = int(BATCH_SHARE * max(0, self.memory_bytes - weights) / row)
+        rows = max(1, min(fit, run.group_size * self.recipe.worker.units_per_lease))
+        return rows / max(self.speeds.token_s, weights / 1e9 / self.speeds.generate_gb_s)
+
+    @property
+    def audit_tokens_s(self) -> float:
+        return self.speeds.audit_tflops * 1e12 / (2 * self.shape.weights)
+
+    @property
+    def train_s(self) -> float:
+        return self.tokens * 6 * self.shape.weights / (self.processes * self.speeds.train_tflops * 1e12)
+
+    @property
+    def publish_s(self) -> float:
+        return self.payload / 1e9 / self.speeds.publish_gb_s
+
+    @property
+    def step_s(self) -> float:
+        """The trainer decides how long a step takes, where there are as many machines as are needed."""
+        return max(self.train_s, self.publish_s + self._saving_s)
+
+    @property
+    def _saving_s(self) -> float:
+        return self.checkpoint / 1e9 / self.speeds.disk_gb_s / self.chosen.checkpoint_every
+
+    @property
+    def workers(self) -> int:
+        return ceil(self.tokens / self.worker_tokens_s / self.step_s)
+
+    @property
+    def validators(self) -> int:
+        return ceil(self.tokens / self.audit_tokens_s / self.step_s)
+
+    def stages(self) -> Iterator[Stage]:
+        speeds, gb = self.speeds, self.payload / 1e9
+        copies = speeds.workers_per_relay + 1
+        yield Stage("generate", self.tokens / self.worker_tokens_s / self.workers,
+                    f"{self.workers:,} workers of {self.worker_tokens_s:,.0f} tokens/s")  # fmt: skip
+        yield Stage("audit", self.tokens / self.audit_tokens_s / self.validators,
+                    f"{self.validators:,} validators of {self.audit_tokens_s:,.0f} tokens/s")  # fmt: skip
+        yield Stage("train", self.train_s, f"{self.processes} devices of {speeds.train_tflops:g} TFLOP/s")
+        yield Stage("save", self._saving_s, f"a checkpoint every {self.chosen.checkpoint_every} steps, per step")
+        yield Stage("publish", self.publish_s, f"{gb:,.3g} GB at {speeds.publish_gb_s:g} GB/s")
+        yield Stage("transfer", copies * self.delta / speeds.link_bytes_s,
+                    f"out of a relay with {speeds.workers_per_relay:g} workers; a whole version: "
+                    f"{copies * self.payload / speeds.link_bytes_s:,.0f} s")  # fmt: skip
+        applied = gb / speeds.apply_gb_s if self.is_told_by_deltas else 0.0
+        yield Stage(
+            "apply",
+            applied,
+            f"on a worker's disk at {speeds.apply_gb_s:g} GB/s; a whole version is checked as it comes",
+        )
+
+    def cost(self, gpu_hour: float) -> float:
+        """Of the whole run: every trainer process, worker and validator has one GPU."""
+        machines = self.processes + self.workers + self.validators
+        return machines * gpu_hour * self.step_s * self.recipe.run.steps / 3600
+
+
+def _copies(steps: int) -> int:
+    """The most payloads that an origin keeps to make deltas from: 1, 2, 4 and 8 versions back, and the one being made.
+
+    >>> _copies(3), _copies(400)
+    (2, 4)
+    """
+    strides = OriginSettings().delta_strides
+    needed = [{last - last % stride for stride in strides} for last in range(min(steps, 16))]
+    return max(len((bases | {last + 1}) - {0, 16}) for last, bases in enumerate(needed))
+
+
+def _deltas(versions: int) -> int:
+    """How many deltas so many versions in a row have: each to the one before, and some to one further back.
+
+    >>> _deltas(3), _deltas(16)
+    (4, 30)
+    """
+    return sum(versions // stride for stride in OriginSettings().delta_strides)
+
+
+def announced_size(recipe: Recipe) -> ModelSize:
+    """How large policies are, as the hub tells everybody; unknown while the model is not here."""
+    trainer = recipe.trainer
+    adapters = (trainer.lora.rank, trainer.lora.targets) if trainer.lora is not None else (0, ())
+    is_here = recipe.model.path in BUILTIN or Path(recipe.model.path).is_dir()
+    return model_size(model_folder(recipe.model.path), trainer.publish_dtype, *adapters) if is_here else ModelSize()
+
+
+def settled(recipe: Recipe) -> Recipe:
+    """The recipe with every derived setting filled in, as `--dry-run` shows it."""
+    run, changes = recipe.run, {}
+    size = RunSize.made_of(announced_size(recipe), run.group_size, run.max_new_tokens, run.max_staleness)
+    for name in ("hub", "validator", "trainer"):
+        section = getattr(recipe, name)
+        chosen = vars(settle(section, size))
+        changes[name] = section.model_copy(update={key: chosen[key] for key in open_settings(section)})
+    return recipe.model_copy(update=changes)
+
+
+def usual_config(parameters: float) -> dict[str, object]:
+    """A config.json of about so many parameters, where there is none: the usual decoder, a hundred times as wide as it
+    is deep. Activations and caches of a real model of that size may be others."""
+    vocabulary = 151_936 if parameters > 3e8 else 32_000
+    layers = max(2, round((parameters / (12 * 100**2)) ** (1 / 3)))
+    hidden = 1024 * round(100 * layers / 1024) if layers > 10 else 128 * layers
+    tied = parameters < 4e9
+    embeddings = min(vocabulary * hidden, parameters / 2) * (1 if tied else 2)
+    attention = 2.25 * hidden * hidden  # keys and values have an eighth of the heads
+    inner = max(64, round(((parameters - embeddings) / layers - attention) / (3 * hidden)))
+    return {
+        "model_type": "qwen2", "hidden_size": hidden, "num_hidden_layers": layers, "intermediate_size": inner,
+        "num_attention_heads": hidden // 128, "num_key_value_heads": max(1, hidden // 1024), "head_dim": 128,
+        "vocab_size": int(embeddings / hidden / (1 if tied else 2)), "tie_word_embeddings": tied,
+    }  # fmt: skip

@@ -1,0 +1,387 @@
+"""A run on disk: its recipe, its keys with their certificates, its addresses. Made once, then opened by every role.
+
+    recipe.toml      resolved; a folder belongs to one recipe, and a run is resumed by opening it again
+    keys/            root.key signs a certificate for hub.key, trainer.key, admin.key and every validator-N.key
+    endpoints.json   where hub, origin and relays listen; written before anything is started
+
+The root key is needed only here, to make certificates: move it off the machine once they exist.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from shoal.client.trust import run_id
+from shoal.errors import ConfigError, ProtocolError, ResourceError, UserError
+from shoal.protocol import (
+    Role,
+    RoleCertificate,
+    SignedDocument,
+    SigningKey,
+    fingerprint,
+    first_problem,
+    load_key,
+    load_or_create_key,
+    open_document,
+    sign_document,
+)
+from shoal.run.recipe import Recipe, consequences, load_recipe, refuse_other_recipe
+from shoal.runtime.clock import Clock, SystemClock
+from shoal.runtime.config import dump_config, load_config
+from shoal.runtime.files import ensure_folder, write_atomically
+from shoal.runtime.lock import FolderLock
+from shoal.runtime.stop import StopToken
+from shoal.runtime.targets import own_address
+
+EVERYWHERE = ("0.0.0.0", "::", "")
+ADMIN = "admin"
+
+BEFOREHAND = (".lock", "demo.json")  # may lie in a folder before a run is made in it
+LOCK_WAIT_S = 15.0  # for a run in this folder that is just ending
+RECIPE_MODE = 0o600  # hub.database may hold a password
+
+
+class Endpoints(BaseModel):
+    """Where the run's servers listen. `bind` is the address that they listen on, the URLs are how they are reached."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    run: str
+    root_key: str
+    bind: str
+    hub: str
+    origin: str
+    relays: tuple[str, ...]
+    advertise: tuple[str, ...] = ()
+
+    @property
+    def join(self) -> str:
+        """What a contributor needs: the hub's address and the fingerprint of the root key that it must answer for."""
+        url = self.advertise[0].rstrip("/") if self.advertise else self.hub
+        return f"{url}/#{fingerprint(self.root_key)}"
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Where weights are fetched from: the relays, or the origin itself if there are none."""
+        return self.relays or (self.origin,)
+
+    @property
+    def last_resort(self) -> tuple[str, ...]:
+        """The origin is there for the relays, and for when they are gone."""
+        return (self.origin,) if self.relays else ()
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """An existing run folder."""
+
+    path: Path
+    recipe: Recipe
+
+    @classmethod
+    def prepare(cls, path: Path, recipe: Recipe, clock: Clock = SystemClock()) -> RunFolder:
+        """Make the folder, or open one that this recipe made; afterwards every key and certificate is there."""
+        stored = path / "recipe.toml"
+        if not stored.exists() and path.is_dir() and any(entry.name not in BEFOREHAND for entry in path.iterdir()):
+            raise ConfigError(f"the folder {path} is not empty and not a run's; choose another with --dir")
+        with FolderLock(path).acquire(StopToken(), LOCK_WAIT_S):  # a run that is going on must not lose its recipe
+            cls.refuse_other(path, recipe)
+            ensure_folder(path / "logs")
+            ensure_folder(path / "keys", private=True)
+            folder = cls(path, recipe)
+            folder._certify(clock)
+            write_atomically(stored, dump_config(recipe).encode(), RECIPE_MODE)
+        return folder
+
+    @classmethod
+    def open(cls, path: Path) -> RunFolder:
+        stored = path / "recipe.toml"
+        if not stored.is_file():
+            raise ConfigError(f"{path} is not a run folder (it has no recipe.toml); make one with: shoal run RECIPE")
+        return cls(path, _stored_recipe(stored))
+
+    @staticmethod
+    def refuse_other(path: Path, recipe: Recipe) -> None:
+        """If a run has begun in this folder, it can go on with this recipe."""
+        stored = path / "recipe.toml"
+        if stored.exists() and (path / "hub").exists():  # nothing has happened yet in a folder without a hub's
+            refuse_other_recipe(path, _stored_recipe(stored), recipe)
+            _refuse_what_is_moved_otherwise(path, _stored_recipe(stored), recipe)
+
+    @staticmethod
+    def changes(path: Path, recipe: Recipe) -> tuple[str, ...]:
+        """What there is to say if the run in this folder, should there be one, goes on with this recipe."""
+        stored = path / "recipe.toml"
+        if not stored.is_file() or not (path / "hub").exists():
+            return ()
+        return tuple(consequences(_stored_recipe(stored), recipe))
+
+    # Keys
+
+    @property
+    def trusted_roles(self) -> dict[str, Role]:
+        """Names of the processes that the root key vouches for, with their roles."""
+        count = max(self.recipe.validator.count, self._validators_added())
+        validators: dict[str, Role] = {f"validator-{index}": "validator" for index in range(count)}
+        return {"hub": "hub", "trainer": "trainer", **validators}
+
+    def _validators_added(self) -> int:
+        """How many validators have a certificate, with those that were added while the run went on."""
+        index = 0
+        while self._certificate_path(f"validator-{index}").exists():
+            index += 1
+        return index
+
+    @property
+    def root_key(self) -> str:
+        """The root's public key, from the hub's certificate: the private one need not be here any more."""
+        return self._signed("hub").signed_by
+
+    @property
+    def trainer_key(self) -> str:
+        """The trainer's public key, from its certificate."""
+        return open_document(self._signed("trainer"), RoleCertificate, self.root_key).public_key
+
+    @property
+    def run_id(self) -> str:
+        return run_id(self.recipe.run.name, fingerprint(self.root_key))
+
+    def key(self, name: str) -> SigningKey:
+        return load_key(self.path / "keys" / f"{name}.key")
+
+    def certificate(self, name: str) -> SignedDocument:
+        """The certificate of a trusted process, checked against the root key, its own key and this run."""
+        signed, role = self._signed(name), self._role_of(name)
+        try:
+            document = open_document(signed, RoleCertificate, self.root_key)
+        except ProtocolError as error:
+            raise ConfigError(f"{self._certificate_path(name)}: {error}; remove it to get a new one") from error
+        if (document.run, document.role, document.public_key) != (self.run_id, role, self.key(name).public_key):
+            raise ConfigError(f"{self._certificate_path(name)} is for another key, role or run; remove it")
+        return signed
+
+    @property
+    def certificates(self) -> tuple[SignedDocument, ...]:
+        return tuple(self.certificate(name) for name in self.trusted_roles)
+
+    def _role_of(self, name: str) -> Role:
+        return "admin" if name == ADMIN else self.trusted_roles[name]
+
+    def certify(self, role: Role, public_key: str, clock: Clock = SystemClock()) -> SignedDocument:
+        """A certificate by the root key, whose private half must be here; it is not written anywhere."""
+        root = self._root()
+        run = run_id(self.recipe.run.name, fingerprint(root.public_key))
+        document = RoleCertificate(run=run, role=role, public_key=public_key, issued_at_ms=clock.now_ms())
+        return sign_document(document, root)
+
+    def put_certificate(self, name: str, signed: SignedDocument) -> Path:
+        """Write a certificate down where its process looks for it."""
+        path = self._certificate_path(name)
+        write_atomically(path, signed.model_dump_json(indent=2).encode() + b"\n")
+        return path
+
+    def _certificate_path(self, name: str) -> Path:
+        return self.path / "keys" / f"{name}.json"
+
+    def _signed(self, name: str) -> SignedDocument:
+        path = self._certificate_path(name)
+        try:
+            return SignedDocument.model_validate_json(path.read_bytes())
+        except OSError as error:
+            raise ConfigError(f"cannot read the certificate {path}: {error.strerror}") from error
+        except ValidationError as error:
+            raise ConfigError(
+                f"{path} is not a certificate: {first_problem(error)}; remove it to get a new one"
+            ) from error
+
+    def _certify(self, clock: Clock) -> None:
+        """Make the keys and certificates that are missing. The root key is asked for only if one is."""
+        missing = [name for name in self.trusted_roles if not self._certificate_path(name).exists()]
+        if not self._certificate_path(ADMIN).exists() and (missing or self.root_path.exists()):
+            missing.append(ADMIN)  # an older folder has none; the run goes on without one if the root key is elsewhere
+        if missing:
+            self._root()  # says what is wrong with it before any key is made
+        for name in missing:
+            key = load_or_create_key(self.path / "keys" / f"{name}.key")
+            self.put_certificate(name, self.certify(self._role_of(name), key.public_key, clock))
+
+    @property
+    def root_path(self) -> Path:
+        return self.path / "keys" / "root.key"
+
+    def _root(self) -> SigningKey:
+        """The private root key. It is made for a new run only: a second one would split the run in two."""
+        path = self.root_path
+        is_new = not (self.path / "hub" / "hub.db").exists() and not any(path.parent.glob("*.json"))
+        if is_new:
+            return load_or_create_key(path)
+        if not path.exists():
+            raise ConfigError(f"a certificate is missing and so is the root key: put it back at {path}, then try again")
+        root = load_key(path)
+        if self._certificate_path("hub").exists() and root.public_key != self.root_key:
+            raise ConfigError(
+                f"{path} is not the root key that this run's certificates are signed with; put that one back"
+            )
+        return root
+
+    # Addresses
+
+    @property
+    def endpoints(self) -> Endpoints:
+        path = self.path / "endpoints.json"
+        try:
+            return Endpoints.model_validate_json(path.read_bytes())
+        except FileNotFoundError as error:
+            raise ConfigError(f"{self.path} has no endpoints.json; prepare the run with: shoal run") from error
+        except (OSError, ValidationError) as error:
+            raise ConfigError(f"{path} is damaged; remove it and start the run again") from error
+
+    def assign_endpoints(self) -> Endpoints:
+        """Choose where everything listens, and write it down. Earlier ports are kept while they are free."""
+        hub, earlier = self.recipe.hub, self._earlier_ports()
+        ports = Ports(hub.host, earlier)
+        host = _reachable(hub.host)
+        endpoints = Endpoints(
+            run=self.run_id,
+            root_key=self.root_key,
+            bind=hub.host,
+            hub=f"http://{host}:{ports.fixed(hub.port) if hub.port else ports.free('hub')}",
+            origin=f"http://{host}:{ports.free('origin')}",
+            advertise=hub.advertise,
+            relays=tuple(f"http://{host}:{ports.free(f'relay-{i}')}" for i in range(self.recipe.relay.count)),
+        )
+        write_atomically(self.path / "endpoints.json", endpoints.model_dump_json(indent=2).encode() + b"\n")
+        return endpoints
+
+    def _earlier_ports(self) -> dict[str, int]:
+        try:
+            stored = json.loads((self.path / "endpoints.json").read_bytes())
+            relays = {f"relay-{index}": url for index, url in enumerate(stored["relays"])}
+            urls = {"hub": stored["hub"], "origin": stored["origin"], **relays}
+            return {name: port_of(url) for name, url in urls.items()}
+        except (OSError, ValueError, KeyError, TypeError):
+            return {}  # none, or damaged: they are chosen anew
+
+
+class Ports:
+    """Ports that are free now; no two calls return the same one."""
+
+    def __init__(self, host: str, earlier: dict[str, int]) -> None:
+        self._host = host
+        self._earlier = earlier
+        self._given: set[int] = set()
+
+    def fixed(self, port: int) -> int:
+        try:
+            return self._bind(port)
+        except OSError as error:
+            raise ResourceError(
+                f"cannot listen on port {port} of {self._host} ({error.strerror}): stop what uses it, or choose "
+                "another (--set hub.port=0 takes any that is free)"
+            ) from error
+
+    def free(self, name: str) -> int:
+        for port in (self._earlier.get(name, 0), 0, 0, 0):
+            try:
+                chosen = self._bind(port)
+            except OSError:
+                continue
+            if chosen not in self._given:
+                self._given.add(chosen)
+                return chosen
+        raise ResourceError(f"there is no free port on {self._host}; is that an address of this machine?")
+
+    def _bind(self, port: int) -> int:
+        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: a port just closed is free
+            probe.bind((self._host, port))
+            bound: int = probe.getsockname()[1]
+            return bound
+
+
+def _stored_recipe(path: Path) -> Recipe:
+    """The recipe that a run was made with. One without a [run] was not written by us: defaults would be another run."""
+    recipe = load_config(path, Recipe)
+    if "[run]" not in path.read_text():
+        raise ConfigError(f"{path} is damaged: it has no [run] section; put back the recipe that the run was made with")
+    return recipe
+
+
+def find_run(where: str | None) -> str:
+    """What was named; else the run in this folder, or the only one in runs/."""
+    if where is not None:
+        return where
+    if Path("recipe.toml").is_file() and Path("keys").is_dir():
+        return "."
+    runs = [path.parent for path in Path("runs").glob("*/recipe.toml")] if Path("runs").is_dir() else []
+    if len(runs) == 1:
+        return str(runs[0])
+    found = f"runs/ has {len(runs)}" if runs else "there is none in runs/"
+    raise UserError(f"which run? give its folder or its hub's address ({found})")
+
+
+def resolve(source: Path | None, directory: Path | None, overrides: Sequence[str]) -> Recipe:
+    """The recipe that was named, or that of the folder to resume, with everything that was changed on the way."""
+    if source is None:
+        source = directory / "recipe.toml" if directory is not None else None
+        if directory is not None and not directory.is_dir():
+            raise ConfigError(f"there is no run folder {directory}; to make one: shoal run RECIPE --dir FOLDER")
+        if source is None or not source.is_file():
+            raise ConfigError("which recipe? for example: shoal run recipes/tiny.toml (or --dir RUN to resume a run)")
+        RunFolder.open(source.parent)  # says what is wrong with a recipe that was damaged
+    return load_recipe(source, overrides)
+
+
+def without_passwords(recipe: Recipe) -> Recipe:
+    """The recipe as it may be shown: `hub.database` can hold a password, in its address or after the question mark."""
+    return recipe.model_copy(update={"hub": recipe.hub.model_copy(update={"database": masked(recipe.hub.database)})})
+
+
+def masked(url: str) -> str:
+    """A URL without its passwords.
+
+    >>> masked("postgresql://shoal:s3cr@t@db.example/run?sslpassword=other&sslmode=require")
+    'postgresql://shoal:***@db.example/run?sslpassword=***&sslmode=require'
+    """
+    return re.sub(r"(?i)([?&]\w*password=)[^&]*", r"\1***", re.sub(r"(://[^:/@]*):.*@", r"\1:***@", url))
+
+
+def port_of(url: str) -> int:
+    return int(url.rsplit(":", 1)[1].rstrip("/"))
+
+
+def _reachable(host: str) -> str:
+    """How others reach a server that listens on `host`: for "everywhere", this machine's own address."""
+    if host not in EVERYWHERE:
+        return f"[{host}]" if ":" in host else host
+    return own_address()
+
+
+def _refuse_what_is_moved_otherwise(path: Path, stored: Recipe, given: Recipe) -> None:
+    """Nothing is written down that a begun run could not go on with: a place without its rows, or an end it is past."""
+    if given.run.steps < stored.run.steps:
+        raise ConfigError(
+            f"run.steps was {stored.run.steps}, is {given.run.steps}: a run that has begun can be continued for "
+            f"longer, never for less; to end it earlier, stop it (go on with: shoal run --dir {path})"
+        )
+    manifests = path / "origin" / "manifests"
+    if not (path / "hub" / "hub.db").exists() and not (manifests.is_dir() and any(manifests.iterdir())):
+        return  # it holds nothing yet: a mistyped address of a first start can be mended
+    before, now = stored.hub, given.hub
+    if (masked(before.database), before.storage) == (masked(now.database), now.storage):  # a password may be another
+        return
+    named = {"database": masked(now.database), "storage": now.storage, "storage_endpoint": now.storage_endpoint}
+    places = "".join(f" --set hub.{name}={value}" for name, value in named.items() if value)
+    raise ConfigError(
+        f"hub.database and hub.storage were {masked(before.database)!r} and {before.storage!r}, are "
+        f"{named['database']!r} and {now.storage!r}: the run in {path} has begun, and what it holds is at the first; "
+        f"to move it, stop it, then: shoal backup {path} FILE, shoal restore FILE FOLDER{places}"
+    )

@@ -1,0 +1,168 @@
+"""Taking part in a run that is elsewhere, knowing nothing but its URL: a worker, or a relay.
+
+    choices ─► hub (its root key pinned) ─► this machine (doctor) ─► key, vouch ─► register, fetch, work
+    exit 2      exit 1, 4                    exit 3, else warnings                  worker/loop
+
+First what is wrong here, then whether there is a hub, then whether this machine is fit; nothing is written before.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from shoal.client import HubClient, TrustedRun, split_join_url
+from shoal.client.known_hubs import known_root, remember_root
+from shoal.client.trust import one_run
+from shoal.errors import ResourceError, UserError
+from shoal.run.roles import begin
+from shoal.runtime.files import make_home
+from shoal.runtime.limits import MachineLimits
+from shoal.runtime.stop import StopToken
+from shoal.runtime.targets import endpoint_of
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class JoinRequest:
+    urls: tuple[str, ...]
+    folder: Path | None
+    engine: str
+    device: str
+    dtype: str
+    name: str | None
+    wait_s: float
+    cheat: str | None = None
+    owner: Path | None = None
+    vouch: Path | None = None
+    check: bool = True
+    limits: MachineLimits = field(default_factory=MachineLimits)
+    sandbox: bool = False
+
+
+@dataclass(frozen=True)
+class StandaloneRelay:
+    hub_url: str
+    upstreams: tuple[str, ...]
+    folder: Path | None
+    host: str
+    port: int
+    wait_s: float
+    peers: tuple[str, ...] = ()
+    witnesses: tuple[str, ...] = ()
+    settings: Mapping[str, float | None] = field(default_factory=dict)  # of `RelaySettings`; the others as usual
+
+
+def run_joined_worker(request: JoinRequest, verbose: bool) -> int:
+    """Work for the run at the URLs until it ends or this process is stopped; the exit code.
+
+    First what is wrong here, then whether there is a hub; torch is loaded (seconds) when there is work to do.
+    """
+    from shoal.engines import check_engine
+    from shoal.run.keyring import vouch_of
+    from shoal.worker.loop import ending_quietly, run_worker
+    from shoal.worker.settings import WorkerConfig, WorkerSettings, check_choices, identity
+
+    urls, pinned = one_run(request.urls)
+    if request.owner is not None and request.vouch is not None:
+        raise UserError("--owner and --vouch say the same thing: give one of them")
+    check_engine(request.engine, request.device, request.dtype)
+    settings = WorkerSettings.model_validate({"device": request.device, "dtype": request.dtype})
+    check_choices(request.engine, request.cheat, settings)
+    stop = begin("worker", None, verbose)
+    if "SHOAL_SANDBOX" not in os.environ:  # else the process around the sandbox says it
+        threading.Thread(target=_say_when_stopping, args=(stop,), name="stopping", daemon=True).start()
+    with ending_quietly(stop):
+        folder, root_fingerprint = arrive(urls, pinned, request, stop)
+        if request.sandbox:
+            from shoal.run.sandbox import run_in_sandbox
+
+            return run_in_sandbox(request, urls, stop, folder.absolute(), root_fingerprint)
+        config = WorkerConfig(
+            folder=folder,
+            settings=settings,
+            engine=request.engine,
+            hub_url=urls[0],
+            root_fingerprint=root_fingerprint,
+            name=(request.name or f"node-{identity(folder).node[:8]}")[:64],
+            cheat=request.cheat,
+            further_hubs=urls[1:],
+            vouch=vouch_of(identity(folder), request.owner, request.vouch),
+            limits=request.limits,
+        )
+        run_worker(config, stop)
+    return 0
+
+
+def _say_when_stopping(stop: StopToken) -> None:
+    """At once: the group that is being generated may take long to end."""
+    while not stop.wait(60):
+        pass
+    log.info("stopping (%s): finished groups are sent, leases given back; a second time ends at once", stop.reason)
+
+
+def run_standalone_relay(request: StandaloneRelay, verbose: bool) -> None:
+    """Mirror the run's weights; without upstreams, from wherever the hub says that they are."""
+    url, pinned = split_join_url(request.hub_url)
+    stop = begin("relay", None, verbose)
+    trusted = meet(url, pinned, request.wait_s, stop)
+    from shoal.shardcast import RelayConfig, RelaySettings, run_relay
+
+    folder = request.folder or run_home(trusted.run) / "relay"
+    settings = RelaySettings.model_validate(request.settings)
+    if settings.disk_budget_gb is None:  # whoever publishes could fill the disk of a stranger
+        settings = settings.model_copy(update={"disk_budget_gb": MachineLimits().disk(folder) / 1e9})
+    config = RelayConfig(
+        folder=folder,
+        upstreams=request.upstreams or (*trusted.info.sources, *trusted.info.last_resort),
+        run=trusted.run,
+        trusted_key=trusted.trainer_key,
+        host=request.host,
+        port=request.port,
+        settings=settings,
+        peers=request.peers,
+        witnesses=request.witnesses,
+        reach=replace(trusted.reach, given=frozenset(map(endpoint_of, (*request.upstreams, *request.peers)))),
+    )
+    run_relay(config, stop, lambda _url: None)
+
+
+def arrive(urls: Sequence[str], pinned: str | None, request: JoinRequest, stop: StopToken) -> tuple[Path, str]:
+    """Meet the hub, then look at this machine; the folder to work in, and the run's root fingerprint.
+
+    Raises what makes work impossible.
+    """
+    from shoal.run.doctor import examine_worker
+
+    with closing(HubClient.of_a_person(urls, request.wait_s, known_root(urls, pinned), stop)) as client:
+        trusted = client.trusted_run()  # whoever is no hub of the run is told before anything is written here
+        remember_root(client.url, trusted.root_fingerprint)
+        folder = request.folder or run_home(trusted.run) / "worker"
+        findings = examine_worker(client, folder) if request.check else []
+    for finding in findings:
+        if not finding.ok and finding.stops:
+            raise ResourceError(
+                f"this machine cannot work: {finding.text} (shoal doctor says more, --no-check skips this)"
+            )
+        if not finding.ok:
+            log.warning("%s: %s", finding.name, finding.text)
+    return folder, trusted.root_fingerprint
+
+
+def meet(url: str, pinned: str | None, wait_s: float, stop: StopToken) -> TrustedRun:
+    """Ask the hub what it runs, verified against the pinned root key. A wrong address is noticed within `wait_s`."""
+    with closing(HubClient.of_a_person(url, wait_s, known_root([url], pinned), stop)) as client:
+        trusted = client.trusted_run()
+        remember_root(client.url, trusted.root_fingerprint)
+        return trusted
+
+
+def run_home(run: str) -> Path:
+    """Where a contributor's files of one run are. The run's id was checked when its description was opened."""
+    return make_home() / Path(run).name

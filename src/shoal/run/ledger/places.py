@@ -1,0 +1,446 @@
+"""Where a ledger is read: a hub's address, a run's folder, a file that was exported.
+
+URL     GET /ledger, page by page; heads: the hub's signed one, and those in the manifests that the sources have
+folder  the hub's database, running or not; heads: those in the manifests in origin/
+file    one entry per line; beside it, `FILE.evidence`: the signed documents behind the rows, one line for each row
+        that has some; and `FILE.head`: the hub's signed head as it was when the file was written, and the root key's
+        certificate for the key that signed it
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+import httpx
+from pydantic import ValidationError
+
+from shoal.client import HubClient, split_join_url
+from shoal.client.http import REACH, open_http
+from shoal.client.known_hubs import known_root
+from shoal.errors import BroadcastError, LedgerError, ProtocolError, UserError
+from shoal.hub.service.owner import orders_of
+from shoal.hub.service.stories import evidence_of
+from shoal.hub.storage import open_blobs, open_storage
+from shoal.ledger import Pin, head_of
+from shoal.ledger.verification import Rows
+from shoal.protocol import (
+    Calibration,
+    Evidence,
+    LedgerEntry,
+    LedgerHead,
+    Message,
+    PolicyManifest,
+    SignedDocument,
+    document_hash,
+    first_problem,
+    open_document,
+    sign_document,
+)
+from shoal.protocol.status import MAX_EVIDENCE_PER_PAGE
+from shoal.run.folder import RunFolder
+from shoal.run.ledger.heads import CertifiedHead
+from shoal.runtime.exchange import limited, read_body
+from shoal.runtime.targets import TargetRefused, check_url
+from shoal.shardcast.manifest import MAX_HEAD_BYTES, MAX_MANIFEST_BYTES, MAX_WITNESS_BYTES, read_head, read_manifest
+from shoal.shardcast.tree import HEAD, Tree, manifest_key, parse_label, witness_key
+
+M = TypeVar("M", bound=Message)
+
+PAGE = 1000
+ASK_S = 10.0
+TELL_EVERY_S = 5.0
+MAX_LINE_BYTES = 2**20
+MANIFEST = "the manifest of policy "
+
+
+class Place(Rows, Protocol):
+    """A ledger somewhere. `notes` are what could not be fetched, in words; it is filled while pins are looked for.
+
+    A ledger may grow meanwhile: its rows are read as of the last call of `pins`.
+    """
+
+    notes: list[str]
+
+    def pins(self, run: str, root_key: str) -> list[Pin]:
+        """Heads that others signed for, which the entries must pass through; `run` and root key are those of row 0."""
+        ...
+
+    def signed_head(self) -> CertifiedHead | None:
+        """The hub's own head, signed, if it can be had."""
+        ...
+
+    def certificates(self) -> tuple[SignedDocument, ...]:
+        """What the root key signed for this run's keys, as far as it is at hand beside the rows."""
+        ...
+
+    def witnessed(self, public_key: str) -> list[bytes]:
+        """What a witness published, from every source that has it; nothing of it is verified yet."""
+        ...
+
+    def missing_evidence(self) -> str:
+        """Why there is no evidence at all here; empty if there is."""
+        ...
+
+    def trusted(self, last: LedgerEntry) -> LedgerHead | None:
+        """What may be remembered once everything was verified up to `last`: no more than somebody answers for."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def open_place(where: str, wait_s: float = 3.0) -> Place:
+    """The ledger at a URL, in a run's folder or in a file."""
+    if "://" in where:
+        return HubPlace(where, wait_s)
+    path = Path(where)
+    if path.is_dir():
+        return FolderPlace(path)
+    if path.is_file():
+        return FilePlace(path)
+    raise UserError(f"{where} is no hub's address, no run's folder and no exported ledger")
+
+
+# ── a hub ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class HubPlace:
+    def __init__(self, where: str, wait_s: float) -> None:
+        url, pinned = split_join_url(where)
+        self.label = url
+        self.notes: list[str] = []
+        self._client = HubClient.of_a_person(url, wait_s, known_root([url], pinned))
+        self._run = self._client.trusted_run()
+        self.root_key: str | None = self._run.info.root_key
+        self._head = self._client.signed_ledger_head()
+
+    def entries(self) -> Iterator[LedgerEntry]:
+        """Up to the head that was signed last: a running run continues meanwhile."""
+        last = int(self._head.document["index"])
+        return _counted(served_rows(self._client, -1, last), last + 1)
+
+    def evidence(self, entries: Sequence[LedgerEntry]) -> dict[int, Evidence]:
+        after, last, found = entries[0].index - 1, entries[-1].index, dict[int, Evidence]()
+        while after < last:
+            limit = min(MAX_EVIDENCE_PER_PAGE, last - after)
+            found |= {each.row: each for each in self._client.evidence(after, limit).evidence}
+            after += limit
+        return found
+
+    def missing_evidence(self) -> str:
+        return ""
+
+    def certificates(self) -> tuple[SignedDocument, ...]:
+        return self._run.info.certificates
+
+    def witnessed(self, public_key: str) -> list[bytes]:
+        found = []
+        with closing(open_http()) as http:
+            for source in (*self._run.info.sources, *self._run.info.last_resort):
+                try:
+                    check_url(source)
+                    url = f"{source.rstrip('/')}/{witness_key(public_key)}"
+                    found.append(self._download(http, url, MAX_WITNESS_BYTES))
+                except (httpx.HTTPError, ProtocolError, TargetRefused) as error:
+                    self.notes.append(f"{source}: {error}")
+        return found
+
+    def pins(self, run: str, root_key: str) -> list[Pin]:  # noqa: ARG002  the client has checked both
+        manifests = self._manifests()
+        self._head = self._client.signed_ledger_head()  # after every other head: those of an honest hub are not ahead
+        head = LedgerHead.model_validate(self._head.document)
+        if not manifests:
+            self.notes.append("no source of this run could be asked for policy manifests, which carry heads")
+        return [Pin(head, "the hub's signed head", self._head), *_pins_of(manifests)]
+
+    def signed_head(self) -> CertifiedHead | None:
+        hubs = tuple(each for each in self._run.info.certificates if each.document.get("role") == "hub")
+        return CertifiedHead(head=self._head, certificates=hubs)
+
+    def trusted(self, last: LedgerEntry) -> LedgerHead | None:
+        return head_of(self._run.run, last)
+
+    def _manifests(self) -> list[SignedDocument]:
+        info = self._run.info
+        with closing(open_http()) as http:
+            for source in (*info.sources, *info.last_resort):
+                found = self._manifests_at(http, source.rstrip("/"))
+                if found:
+                    return found
+        return []
+
+    def _manifests_at(self, http: httpx.Client, source: str) -> list[SignedDocument]:
+        """Those that a source still keeps; none if it does not answer, or not as the trainer would."""
+        run, key = self._run.run, self._run.trainer_key
+        try:
+            check_url(source)
+            head = read_head(self._download(http, f"{source}/{HEAD}", MAX_HEAD_BYTES), run, key)
+            places = [place for label in head.kept_versions if (place := parse_label(label)) is not None]
+            kept = [self._manifest(http, f"{source}/{manifest_key(place)}") for place in places]
+            return [_signed_manifest(data, run, key) for data in kept if data is not None]
+        except (httpx.HTTPError, BroadcastError, ProtocolError, TargetRefused) as error:
+            self.notes.append(f"{source}: {error}")
+            return []
+
+    def _manifest(self, http: httpx.Client, url: str) -> bytes | None:
+        """None where a source does not keep it: a relay keeps fewer versions than the trainer's head names."""
+        try:
+            return self._download(http, url, MAX_MANIFEST_BYTES)
+        except httpx.HTTPStatusError as error:
+            if error.response.status_code != httpx.codes.NOT_FOUND:
+                raise
+            return None
+
+    def _download(self, http: httpx.Client, url: str, max_bytes: int) -> bytes:
+        return _body(http, url, max_bytes, {REACH: self._run.reach})
+
+    def close(self) -> None:
+        self._client.close()
+
+
+def served_rows(client: HubClient, after: int, last: int) -> Iterator[LedgerEntry]:
+    """The rows behind `after` up to `last` as a hub serves them. Each must be the next one: otherwise it could answer
+    with the same page for ever."""
+    while after < last and (page := client.ledger(after, PAGE).entries):
+        for entry in page:
+            if entry.index != after + 1:
+                raise LedgerError(f"ledger row {after + 1} is missing: row {entry.index} comes next")
+            if entry.index > last:
+                return
+            yield entry
+            after = entry.index
+
+
+def _counted(rows: Iterator[LedgerEntry], total: int) -> Iterator[LedgerEntry]:
+    """The same rows; stderr says every few seconds how many were read: a terminal in one line that changes."""
+    is_live, shown_s = sys.stderr.isatty(), time.monotonic()
+    every_s, start, end = (0.5, "\r", "") if is_live else (TELL_EVERY_S, "", "\n")
+    try:
+        for row in rows:
+            if time.monotonic() - shown_s >= every_s:
+                shown_s = time.monotonic()
+                sys.stderr.write(f"{start}{row.index:,} of {total:,} rows read{end}")
+                sys.stderr.flush()
+            yield row
+    finally:
+        if is_live:
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()
+
+
+def download(url: str, max_bytes: int) -> bytes:
+    """What lies at an address that the reader named."""
+    with closing(open_http()) as http:
+        return _body(http, url, max_bytes, {})
+
+
+def _body(http: httpx.Client, url: str, max_bytes: int, extensions: dict[str, object]) -> bytes:
+    with limited(ASK_S), http.stream("GET", url, timeout=ASK_S, extensions=extensions) as answer:
+        answer.raise_for_status()
+        return read_body(answer, max_bytes)
+
+
+def _signed_manifest(data: bytes, run: str, key: str) -> SignedDocument:
+    """A manifest as its trainer signed it, if it holds."""
+    read_manifest(data, run, key)
+    return SignedDocument.model_validate_json(data)
+
+
+def _pins_of(manifests: Iterable[SignedDocument]) -> list[Pin]:
+    read = [(PolicyManifest.model_validate(signed.document, extra="ignore"), signed) for signed in manifests]
+    return [
+        Pin(manifest.ledger_head, f"{MANIFEST}{manifest.policy.label}", signed)
+        for manifest, signed in read
+        if manifest.ledger_head is not None
+    ]
+
+
+# ── a folder ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class FolderPlace:
+    def __init__(self, path: Path) -> None:
+        self._folder = RunFolder.open(path)
+        self.label = str(path)
+        self.notes: list[str] = []
+        self.root_key: str | None = self._folder.root_key
+        database, hub = self._folder.recipe.hub.database, path / "hub"
+        if not database and not (hub / "hub.db").is_file():
+            raise LedgerError(f"there is no hub database {hub / 'hub.db'}: has the run begun?")
+        self._storage, self._view = open_storage(database, hub), ExitStack()
+        self._look()
+
+    def _look(self) -> None:
+        """Take one view of the whole database as of now: the run may continue meanwhile."""
+        self._view.close()
+        self._reader = self._view.enter_context(self._storage.read())
+
+    def entries(self) -> Iterator[LedgerEntry]:
+        after = -1
+        while page := self._reader.ledger_after(after, PAGE):
+            yield from page
+            after = page[-1].index
+
+    def evidence(self, entries: Sequence[LedgerEntry]) -> dict[int, Evidence]:
+        return {each.row: each for each in evidence_of(self._reader, entries)}
+
+    def missing_evidence(self) -> str:
+        return ""
+
+    def certificates(self) -> tuple[SignedDocument, ...]:
+        return self._folder.certificate("hub"), self._folder.certificate("trainer")
+
+    def witnessed(self, public_key: str) -> list[bytes]:
+        trees = [Tree(path) for path in (self._folder.path / "origin", *sorted(self._folder.path.glob("relay-*")))]
+        return [data for tree in trees if (data := tree.read(witness_key(public_key))) is not None]
+
+    def pins(self, run: str, root_key: str) -> list[Pin]:  # noqa: ARG002  the folder's own
+        tree, key = Tree(self._folder.path / "origin"), self._folder.trainer_key
+        found = []
+        for path in sorted((self._folder.path / "origin" / "manifests").glob("*.json")):
+            place = parse_label(path.stem)
+            data = None if place is None else tree.read(manifest_key(place))
+            if data is None:
+                continue
+            try:
+                found.append(_signed_manifest(data, self._folder.run_id, key))
+            except BroadcastError as error:
+                raise LedgerError(f"{path} is not a manifest that this run's trainer signed: {error}") from error
+        if not found:
+            self.notes.append("origin/ has no policy manifest yet, which would carry a head")
+        self._look()  # after every other head: those of an honest run are not ahead
+        return _pins_of(found)
+
+    def signed_head(self) -> CertifiedHead | None:
+        """Signed with the hub's key, which is in the folder."""
+        signed = sign_document(head_of(self._folder.run_id, self._reader.ledger_last()), self._folder.key("hub"))
+        return CertifiedHead(head=signed, certificates=(self._folder.certificate("hub"),))
+
+    def trusted(self, last: LedgerEntry) -> LedgerHead | None:
+        return head_of(self._folder.run_id, last)
+
+    def kept(self, submission: str) -> tuple[SignedDocument, bytes]:
+        """The lease of a submission as it was signed, and the bytes that were submitted."""
+        row = self._reader.submission(submission)
+        holding = None if row is None else self._reader.holding(row.lease)
+        if holding is None:
+            raise LedgerError(f"the hub has no submission {submission[:16]}…")
+        settings = self._folder.recipe.hub
+        blobs = open_blobs(settings.storage, settings.storage_endpoint, self._folder.path / "hub" / "blobs")
+        return SignedDocument.model_validate_json(holding.lease.document), blobs.get(submission)
+
+    def calibration(self, digest: str) -> Calibration | None:
+        """What this calibration says, as a validator or the owner signed it; None if it is not kept, or is none."""
+        text = self._reader.setting(f"calibration/{digest}")
+        if text is None or document_hash(text) != digest:
+            return None
+        signed = SignedDocument.model_validate_json(text)
+        return open_document(signed, Calibration, {self._folder.root_key, *self._validator_keys()})
+
+    def _validator_keys(self) -> set[str]:
+        certificates = [*self._folder.certificates, *orders_of(self._reader).certificates]
+        return {str(each.document["public_key"]) for each in certificates if each.document.get("role") == "validator"}
+
+    def balances(self) -> dict[str, tuple[int, int]] | None:
+        """Credit and pending credit of each node by the hub's own rows; None while entries wait to be appended."""
+        if self._reader.outbox_length():
+            return None
+        return {row.node: (row.credit, row.pending) for row in self._reader.nodes()}
+
+    def close(self) -> None:
+        self._view.close()
+        self._storage.close()
+
+
+# ── a file ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass
+class FilePlace:
+    path: Path
+
+    def __post_init__(self) -> None:
+        self.label = str(self.path)
+        self.notes: list[str] = []
+        self.root_key: str | None = None
+        self._head: LedgerHead | None = None
+        self._documents: Iterator[Evidence] | None = None
+        self._ahead: Evidence | None = None
+
+    def entries(self) -> Iterator[LedgerEntry]:
+        return _lines(self.path, LedgerEntry, "a ledger entry")
+
+    def evidence(self, entries: Sequence[LedgerEntry]) -> dict[int, Evidence]:
+        """Read on as far as these rows go; the file has them in order."""
+        if self._documents is None:
+            self._documents = _lines(evidence_file(self.path), Evidence, "evidence of a ledger row")
+        found: dict[int, Evidence] = {}
+        while True:
+            each = self._ahead or next(self._documents, None)
+            self._ahead = None
+            if each is None:
+                return found
+            if each.row > entries[-1].index:
+                self._ahead = each
+                return found
+            found[each.row] = each
+
+    def certificates(self) -> tuple[SignedDocument, ...]:
+        found = self.signed_head()
+        return () if found is None else found.certificates
+
+    def witnessed(self, public_key: str) -> list[bytes]:  # noqa: ARG002  a file has no sources
+        return []
+
+    def missing_evidence(self) -> str:
+        path = evidence_file(self.path)
+        return "" if path.is_file() else f"there is no {path.name} beside {self.path}"
+
+    def pins(self, run: str, root_key: str) -> list[Pin]:
+        name, found = head_file(self.path).name, self.signed_head()
+        if found is None:
+            self.notes.append(f"there is no {name} beside it, with the hub's signed head: anybody may have written it")
+            return []
+        self._head = found.opened(run, root_key, name)
+        return [Pin(self._head, name)]
+
+    def signed_head(self) -> CertifiedHead | None:
+        try:
+            return CertifiedHead.model_validate_json(head_file(self.path).read_bytes())
+        except FileNotFoundError:
+            return None
+        except (OSError, ValidationError) as error:
+            raise LedgerError(f"{head_file(self.path)} is damaged, or no head of an export: {error}") from error
+
+    def trusted(self, last: LedgerEntry) -> LedgerHead | None:  # noqa: ARG002  rows behind the head are unproven
+        return self._head
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def head_file(ledger: Path) -> Path:
+    return ledger.with_name(f"{ledger.name}.head")
+
+
+def evidence_file(ledger: Path) -> Path:
+    return ledger.with_name(f"{ledger.name}.evidence")
+
+
+def _lines(path: Path, kind: type[M], what: str) -> Iterator[M]:
+    """One message per line, streamed."""
+    number = 0
+    try:
+        with path.open("rb") as file:
+            while line := file.readline(MAX_LINE_BYTES):
+                number += 1
+                yield kind.model_validate_json(line)
+    except ValidationError as error:
+        raise LedgerError(f"{path}, line {number}: not {what}: {first_problem(error)}") from error
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error

@@ -1,0 +1,135 @@
+"""`shoal ledger recheck`: units drawn at random are judged again, from what the run's folder has kept.
+
+ledger ─► sample ─► verdict, lease, bytes (hub) ─┐
+origin ─► policy, if it is still kept ───────────┴─► the validator's own checks ─► same, different, or unknown
+"""
+
+from __future__ import annotations
+
+import queue
+import random
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from shoal.engines import build
+from shoal.engines.shelf import EngineShelf
+from shoal.environments import judges_of
+from shoal.errors import BroadcastError, LedgerError, ShoalError, UserError
+from shoal.protocol import Lease, LedgerEntry, PolicyRef, Verdict
+from shoal.rewards import ScoringPool
+from shoal.rewards.panel import panel_of
+from shoal.run.folder import RunFolder
+from shoal.run.ledger.places import FolderPlace
+from shoal.run.roles import validator_config
+from shoal.runtime.stop import StopToken
+from shoal.shardcast import Downloader
+from shoal.shardcast.server import run_origin
+from shoal.validator import Judge, ValidatorConfig, load_profiles
+from shoal.validator.judge import KeptSubmission, Rechecked, recheck
+from shoal.validator.limits import profiles_of
+from shoal.validator.profiles import Profiles
+from shoal.validator.second import SecondEngines
+
+FETCH_S = 600.0
+START_S = 30.0
+TRIES = 64  # units drawn for each that is wanted: of a long run only the last policies are kept
+
+
+def recheck_ledger(path: Path, sample: int, seed: int, stop: StopToken) -> Iterator[str]:
+    """A line for each unit, and a last one that sums up; raises `LedgerError` if any verdict was another."""
+    folder = RunFolder.open(path)
+    states: dict[str, int] = {"same": 0, "different": 0, "unknown": 0}
+    reason = ""
+    with closing(FolderPlace(path)) as place, tempfile.TemporaryDirectory() as cache:
+        drawn = _drawn(place, sample, seed)
+        with _machinery(folder, validator_config(folder, 0), Path(cache), stop) as (judge, shelf):
+            judge = replace(judge, calibrations=lambda digest: _limits(place, digest))
+            for entry in drawn:
+                found = _one(place, entry, judge, shelf)
+                states[found.state] += 1
+                if found.state == "unknown":
+                    reason = f"; of unit {entry.body['unit']} {found.sentence}"
+                    continue
+                yield f"unit {entry.body['unit']} (row {entry.index}): {found.state}: {found.sentence}"
+                if states["same"] + states["different"] == sample:
+                    break
+    yield (
+        f"{sum(states.values())} accepted units were drawn (--seed {seed}): {states['same']} the same, "
+        f"{states['different']} different, {states['unknown']} could not be rechecked{reason}"
+    )
+    if states["different"]:
+        raise LedgerError(f"{states['different']} verdicts are others now: they were wrong, or this machine is")
+    if not states["same"]:
+        raise UserError("nothing could be rechecked, so nothing is shown: see above why")
+
+
+def _limits(place: FolderPlace, digest: str) -> Profiles | None:
+    """What the leases that name this calibration were judged by then."""
+    made = place.calibration(digest)
+    return None if made is None else profiles_of(made)
+
+
+def _drawn(place: FolderPlace, sample: int, seed: int) -> list[LedgerEntry]:
+    """Accepted units by lot, one of each submission; more than wanted, as not all can be rechecked."""
+    rows: dict[str, LedgerEntry] = {}
+    for entry in place.entries():
+        if entry.kind in ("credit", "pending"):
+            rows.setdefault(str(entry.body["submission"]), entry)
+    if not rows:
+        raise UserError("no unit was accepted yet: there is nothing to recheck")
+    return random.Random(seed).sample(list(rows.values()), min(TRIES * sample, len(rows)))
+
+
+def _one(place: FolderPlace, entry: LedgerEntry, judge: Judge, shelf: EngineShelf) -> Rechecked:
+    evidence = place.evidence([entry]).get(entry.index)
+    if evidence is None or evidence.verdict is None:
+        return Rechecked("different", "there is no verdict behind it")
+    try:
+        lease, body = place.kept(str(entry.body["submission"]))
+    except (OSError, ShoalError) as error:
+        return Rechecked("unknown", f"its bytes are not kept: {error}")
+    policy: PolicyRef = Lease.model_validate(lease.document, extra="ignore").policy
+    try:
+        loaded = shelf.get(policy, FETCH_S)
+    except BroadcastError as error:
+        return Rechecked("unknown", f"policy {policy.label} is no longer kept ({error})")
+    verdict = Verdict.model_validate(evidence.verdict.document, extra="ignore")
+    return recheck(judge, KeptSubmission(verdict, lease, body), loaded)
+
+
+@contextmanager
+def _machinery(
+    folder: RunFolder, config: ValidatorConfig, cache: Path, stop: StopToken
+) -> Iterator[tuple[Judge, EngineShelf]]:
+    """A validator's judge, and policies from the run's origin, which is served here for as long."""
+    settings, environment = config.settings, config.environment
+    ended, urls = StopToken(), queue.Queue[str]()
+    server = threading.Thread(target=run_origin, args=(folder.path / "origin", "127.0.0.1", 0, ended, urls.put))
+    server.start()
+    try:
+        url = urls.get(timeout=START_S)
+        downloader = Downloader([url], folder.run_id, folder.trainer_key, cache, stop)
+        panel = panel_of(judges_of(environment), stop, settings.device)
+        assert config.scored_by is not None, "a run's folder says how it is scored"
+        pool = ScoringPool(config.scored_by, environment, stop)
+        with closing(downloader), closing(panel), closing(pool):
+            pool.start()
+            panel.prepare()
+            profiles = load_profiles(settings.profiles)
+            others = SecondEngines(config.engine, settings.device, downloader.fetch)
+            judge = Judge(
+                environment, profiles, config.shuffle_rewards, scorer=pool, panel=panel, second_engine=others.get
+            )
+            yield (
+                judge,
+                EngineShelf(
+                    downloader.fetch, lambda files: build(config.engine, files, settings.device, settings.dtype), held=1
+                ),
+            )
+    finally:
+        ended.set("rechecked")
+        server.join(START_S)

@@ -1,0 +1,178 @@
+"""`shoal ledger witness`: somebody who watches that a ledger only grows, and signs for it with a key of their own.
+
+    hub ── rows since last time ─► chain ─► state (durable) ─► signed head ─► witness/KEY.json, in one folder or several
+                                     └ they do not follow: exit 5, with the proof if there is one
+
+The folders are those that relays or any web server serve (`shoal relay --witness KEY` mirrors the file from its
+upstream). Neither hub nor relay can change it: readers give the witness's key themselves (`verify --witness KEY`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+
+import httpx
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from shoal.client import HubClient, split_join_url
+from shoal.client.known_hubs import known_root
+from shoal.errors import ConfigError, HubUnreachable, LedgerError, ProtocolError, ShoalError, UserError
+from shoal.ledger import Chain, Keys, Pin
+from shoal.protocol import (
+    LedgerEntry,
+    LedgerHead,
+    SignedDocument,
+    SigningKey,
+    WitnessedHead,
+    load_or_create_key,
+    open_document,
+    sign_document,
+)
+from shoal.run.ledger.heads import MAX_ROWS, save_proof
+from shoal.run.ledger.places import Place, download, served_rows
+from shoal.runtime.clock import Clock, SystemClock
+from shoal.runtime.files import ensure_folder, write_atomically
+from shoal.runtime.lock import FolderLock
+from shoal.runtime.stop import StopToken
+from shoal.shardcast.manifest import MAX_WITNESS_BYTES
+from shoal.shardcast.tree import Tree, witness_key
+
+log = logging.getLogger("shoal.witness")
+
+LOCK_WAIT_S = 5.0
+KEY_HEX = 64
+
+
+class Seen(BaseModel):
+    """The last row that was signed for, and the head that the hub had signed for it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    run: str
+    root_key: str
+    last: LedgerEntry
+    head: SignedDocument
+
+
+@dataclass
+class Witness:
+    """Keeps `witness.key` and `seen.json` in its folder; publishes into the folders `out`."""
+
+    client: HubClient
+    folder: Path
+    out: Sequence[Path]
+    clock: Clock = field(default_factory=SystemClock)
+
+    def __post_init__(self) -> None:
+        self.key: SigningKey = load_or_create_key(self.folder / "witness.key")
+        self._path = self.folder / "seen.json"
+
+    def look(self) -> WitnessedHead:
+        """Check that the ledger has only grown, then sign for its newest row and publish that."""
+        run, seen = self.client.trusted_run(), self._seen()
+        keys = Keys(run.run, run.info.root_key)
+        if seen is not None and (seen.run, seen.root_key) != (keys.run, keys.root_key):
+            raise LedgerError(f"this folder watches run {seen.run}; {keys.run} needs another --folder")
+        signed = self.client.signed_ledger_head()
+        last = self._grown(keys, seen, signed)
+        now = Seen(run=keys.run, root_key=keys.root_key, last=last, head=signed)
+        write_atomically(self._path, now.model_dump_json(indent=2).encode() + b"\n")
+        witnessed = WitnessedHead(run=keys.run, index=last.index, hash=last.hash, at_ms=self.clock.now_ms())
+        document = sign_document(witnessed, self.key).model_dump_json().encode() + b"\n"
+        for folder in self.out:
+            Tree(folder).write(witness_key(self.key.public_key), document)
+        return witnessed
+
+    def _grown(self, keys: Keys, seen: Seen | None, signed: SignedDocument) -> LedgerEntry:
+        """The last row, if everything since last time follows from what was there then."""
+        head, before = LedgerHead.model_validate(signed.document), None if seen is None else seen.last
+        try:
+            if before is not None and head.index < before.index:
+                raise LedgerError(f"the ledger ends at row {head.index}; it had {before.index}: it was rolled back")
+            chain = Chain([Pin(head, "the hub's signed head", signed)], before)
+            for entry in served_rows(self.client, -1 if before is None else before.index, head.index):
+                chain.add(entry)
+            chain.finish()
+        except LedgerError as error:
+            raise LedgerError(f"{error}{self._proof(keys, seen, signed, head)}") from error
+        if chain.last is None:
+            raise LedgerError("the ledger is empty: not even the run is written down")
+        return chain.last
+
+    def _proof(self, keys: Keys, seen: Seen | None, signed: SignedDocument, head: LedgerHead) -> str:
+        if seen is None or head.index < seen.last.index:
+            return ""
+        try:
+            rows = list(islice(served_rows(self.client, seen.last.index - 1, head.index), MAX_ROWS))
+            path = save_proof(keys, self.client.trusted_run().info.certificates, seen.head, signed, rows)
+        except ShoalError:  # the hub does not help to prove it: the error stands without
+            return ""
+        return f". The proof is in {path}"
+
+    def _seen(self) -> Seen | None:
+        try:
+            return Seen.model_validate_json(self._path.read_bytes())
+        except FileNotFoundError:
+            return None
+        except (OSError, ValidationError) as error:
+            raise ConfigError(f"cannot read {self._path}: {error}; restore it: it is what you vouched for") from error
+
+
+def run_witness(url: str, folder: Path, out: Sequence[Path], every_s: float, once: bool, stop: StopToken) -> None:
+    """Watch until told to stop; a hub that does not answer is asked again."""
+    where, pinned = split_join_url(url)
+    ensure_folder(folder)
+    with (
+        FolderLock(folder).acquire(stop, LOCK_WAIT_S),
+        closing(HubClient.of_a_person(where, 10, known_root([where], pinned), stop)) as client,
+    ):
+        witness = Witness(client, folder, out or [folder])
+        log.info("witness %s: readers give this key with verify --witness", witness.key.public_key)
+        while not stop.is_set():
+            try:
+                seen = witness.look()
+                log.info("row %d of %s was signed for", seen.index, seen.run)
+            except HubUnreachable as error:
+                if once:
+                    raise
+                log.warning("%s; asked again in %.0f s", error, every_s)
+            if once:
+                return
+            stop.wait(every_s)
+
+
+def witness_pins(place: Place, witness: str, run: str, given: Sequence[Pin] = ()) -> list[Pin]:
+    """What a witness, named `KEY` or `KEY@URL`, signed about this run, from every source that has it, and from what was
+    `given` by --head; at least one."""
+    key, _, url = witness.partition("@")
+    if len(key) != KEY_HEX or not set(key) <= set("0123456789abcdef"):
+        raise UserError(f"{key[:80]!r} is no public key of a witness: 64 hex digits, perhaps with @URL after them")
+    found = place.witnessed(key)
+    statements = [pin.statement for pin in given if pin.statement is not None and pin.statement.signed_by == key]
+    found += [statement.model_dump_json().encode() for statement in statements]
+    if url:
+        try:
+            found.append(download(f"{url.rstrip('/')}/{witness_key(key)}", MAX_WITNESS_BYTES))
+        except (httpx.HTTPError, ProtocolError) as error:
+            place.notes.append(f"{url}: {error}")
+    pins = []
+    for data in found:
+        try:
+            signed = SignedDocument.model_validate_json(data)
+            head = open_document(signed, WitnessedHead, key)
+        except (ValidationError, ProtocolError) as error:
+            place.notes.append(f"what was found as signed by witness {key[:16]}… is not: {error}")
+            continue
+        if head.run == run:
+            pins.append(Pin(LedgerHead(run=run, index=head.index, hash=head.hash), f"witness {key[:16]}…", signed))
+    if not pins:
+        raise LedgerError(
+            f"nothing that witness {key[:16]}… signed was found: the run's sources do not have it. Name the address "
+            f"that it publishes to (--witness {key[:16]}…@URL), or give its document with --head FILE"
+        )
+    return pins

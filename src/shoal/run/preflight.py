@@ -1,0 +1,296 @@
+"""Before anything is made or started: can the model, the environment and the engines of a recipe be had, and fit they?
+
+What is wrong with them is said here in one line, not in six log files a minute later. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+
+from shoal.engines import ENGINES, check_engine
+from shoal.engines.asking import Asking
+from shoal.environments import Environment, EnvironmentSettings, Task, build, prompt_settings_of, require_scoring
+from shoal.environments.graders.thinking import OPENING
+from shoal.environments.mix import part_of
+from shoal.environments.protocol import SPLITS
+from shoal.errors import ConfigError, EnvironmentSetupError, ModelError, ScoringFailure, UnusableTask
+from shoal.hub.limits import Addresses
+from shoal.models import TextTokenizer, model_folder, read_files
+from shoal.models.folder import read_config
+from shoal.models.weights import check_targets, check_weights
+from shoal.run.estimate import announced_size
+from shoal.run.folder import RunFolder
+from shoal.run.recipe import Recipe
+from shoal.runtime.clock import SystemClock
+from shoal.runtime.sizing import RunSize, Speeds, open_settings, validators_needed
+from shoal.validator.settings import measurable_kinds, profile_keys
+
+log = logging.getLogger(__name__)
+
+PROMPTS_TRIED = 1000
+SECONDS_TRIED = 4.0
+MOST_UNUSABLE = 0.5
+"""The part of a data set's first rows that may be unusable for this model."""
+KINDS_TRIED = 16
+TRIAL_S = 30.0
+TRIAL_COMPLETIONS = ("", "```python\npass\n```", "\\boxed{1}")
+GPU_FILES = ("nvidiactl", "nvidia0", "dxg", "kfd")
+"""What a driver leaves in /dev: NVIDIA's, that of a Windows host, AMD's."""
+
+
+def check_ingredients(recipe: Recipe, *, without_model: bool = False) -> Environment:
+    """Raise a `UserError` for the first thing that would end the run; returns the environment, built."""
+    check_engines(recipe)
+    Addresses(recipe.hub.trusted_proxies)
+    files = None if without_model else _check_model(recipe)
+    _check_lengths(recipe)
+    _check_judges(recipe)
+    environment = build(recipe.environment)
+    asking = None if files is None else Asking(files, environment, recipe.run.max_new_tokens)
+    if asking is not None and asking.encoder.opens_thinking and not prompt_settings_of(environment).thinking:
+        log.warning(
+            "the model's chat template begins every answer with %s, and environment.prompt.thinking does not say so: a "
+            "completion that never closes it is graded as an answer. Set it to %r to make such completions worth 0",
+            OPENING,
+            f"{OPENING}\n",
+        )
+    _try_scores(recipe.environment, environment, _check_tasks(environment, asking))
+    return environment
+
+
+def _check_model(recipe: Recipe) -> dict[str, bytes]:
+    """The files that describe the model, which can be read and fit each other."""
+    folder = model_folder(recipe.model.path)
+    files = read_files(folder)
+    tokenizer = TextTokenizer(files)
+    check_weights(folder)
+    if recipe.trainer.lora is not None:
+        check_targets(folder, recipe.trainer.lora.targets)
+    _check_vocabulary(folder, tokenizer, read_config(files).get("vocab_size"))
+    return files
+
+
+def check_engines(recipe: Recipe) -> None:
+    """Names, number formats and profiles: a worker that nobody can judge, or a validator that cannot judge its workers,
+    would be found out when the first unit is asked for, or never."""
+    for section, settings in (("worker", recipe.worker), ("validator", recipe.validator)):
+        if settings.engine not in ENGINES:
+            known = ", ".join(sorted(ENGINES))
+            raise ConfigError(f"[{section}] engine = {settings.engine!r}: there is no such engine; there are {known}")
+        try:
+            check_engine(settings.engine, settings.device, settings.dtype)
+        except ConfigError as error:
+            raise ConfigError(f"[{section}] {error}") from error
+    taken = taken_kinds(recipe)
+    kinds = possible_kinds(recipe.worker.engine, recipe.worker.device, recipe.worker.dtype)
+    if recipe.worker.count == 0 or kinds & taken:
+        return
+    coarse = "" if recipe.trainer.publish_dtype == "bfloat16" else "; bfloat16 needs trainer.publish_dtype = 'bfloat16'"
+    raise ConfigError(
+        f"[worker] computes as {' or '.join(sorted(kinds))}, and no validator of this recipe can judge that: compute "
+        f"as one of {', '.join(sorted(taken))} (worker.device, worker.dtype){coarse}"
+    )
+
+
+def taken_kinds(recipe: Recipe) -> set[str]:
+    """The kinds of workers that the recipe's validators can judge, by built-in limits or by what they measure."""
+    validator = recipe.validator
+    measurable = measurable_kinds(validator, recipe.trainer.publish_dtype) if validator.engine == "torch" else ()
+    return {*profile_keys(validator), *measurable}
+
+
+def possible_kinds(engine: str, device: str, dtype: str) -> set[str]:
+    """What a worker may turn out to be, before torch has said whether there is a GPU.
+
+    >>> sorted(possible_kinds("torch", "auto", "float32"))
+    ['torch/cpu/float32', 'torch/cuda/float32']
+    """
+    devices = ["cpu"] if engine == "scripted" else ["cpu", "cuda"] if device == "auto" else [device]
+    formats = ENGINES[engine].dtypes if dtype == "auto" else (dtype,)
+    return {f"{ENGINES[engine].profile}/{each}/{one}" for each in devices for one in formats}
+
+
+def check_machine(recipe: Recipe, devices: Path = Path("/dev")) -> None:
+    """What is wrong with starting it all here: a GPU that is asked for and cannot be there, seen without torch; metrics
+    that are to go where nothing is installed for it."""
+    from shoal.trainer.record import require_trackers
+
+    require_trackers(recipe.trainer.tracking)
+    asked = {
+        "trainer.device": recipe.trainer.device,
+        "validator.device": recipe.validator.device,
+        "worker.device": recipe.worker.device if recipe.worker.count else "auto",
+    }
+    wanted = [name for name, device in asked.items() if device == "cuda"]
+    if wanted and not any((devices / name).exists() for name in GPU_FILES):
+        raise ConfigError(
+            f'{" and ".join(wanted)} is "cuda", but this machine has no GPU, or no driver for it: set it to "cpu" or '
+            '"auto" (--set), or run that role where there is one'
+        )
+
+
+def _check_vocabulary(folder: Path, tokenizer: TextTokenizer, embedded: object) -> None:
+    """A token without an embedding would end a process in the middle of a step, with an index error."""
+    known = tokenizer.vocabulary_size
+    if isinstance(embedded, int) and known > embedded:
+        raise ModelError(
+            f"the tokenizer in {folder} knows {known} tokens, but the model has embeddings for {embedded}: use the "
+            "tokenizer that belongs to the model, or enlarge the model (resize_token_embeddings) and save it again"
+        )
+    if isinstance(embedded, int) and tokenizer.eos_token_id >= embedded:
+        raise ModelError(
+            f"the end-of-sequence token of the model in {folder} is {tokenizer.eos_token_id}, beyond the {embedded} "
+            "tokens that it has embeddings for: correct eos_token_id in generation_config.json or config.json"
+        )
+
+
+def _check_tasks(environment: Environment, asking: Asking | None) -> list[Task]:
+    """Ask some tasks of each split (without a model: read them); returns one of each kind.
+
+    A row of data that cannot be asked is passed over when it is drawn, so that only many of them are a mistake; in an
+    environment that makes its tasks, one is.
+    """
+    trials: dict[str, Task] = {}
+    for split in SPLITS:
+        tasks, tried = environment.tasks(split), 0
+        problems: list[UnusableTask] = []
+        for index in _first(len(tasks)):
+            tried += 1
+            try:
+                task = tasks[index]
+                if asking is not None:
+                    asking.check(task)
+            except UnusableTask as error:
+                problems.append(error)
+            else:
+                trials.setdefault(f"{part_of(environment, task.id)}/{task.kind}", task)
+        if problems and (not getattr(environment, "data_digest", "") or len(problems) > tried * MOST_UNUSABLE):
+            raise problems[0]
+        if problems:
+            among = f"the first {tried}" if tried < len(tasks) else f"all {tried}"
+            log.warning("%d of %s %s tasks cannot be asked: %s", len(problems), among, split, problems[0])
+    return list(trials.values())[:KINDS_TRIED]
+
+
+def _first(size: int) -> Iterator[int]:
+    """The first positions of so many, until a few seconds have passed: some generators take one for each task."""
+    clock = SystemClock()
+    ends_s = clock.monotonic_s() + SECONDS_TRIED
+    for index in range(min(PROMPTS_TRIED, size)):
+        yield index
+        if clock.monotonic_s() > ends_s:
+            return
+
+
+def _try_scores(settings: EnvironmentSettings, environment: Environment, tasks: Sequence[Task]) -> None:
+    """Score completions that say nothing: scoring that cannot do that would fail on every group, one log line each.
+
+    A reward of one's own may hang: it is tried where it can be ended.
+    """
+    from shoal.rewards import DirectScorer, Job, ScoringPatience, ScoringPool
+
+    require_scoring(environment)
+    is_own = settings.file is not None or any(part.file is not None for part in settings.mix)
+    patience = ScoringPatience(start_s=TRIAL_S, job_s=TRIAL_S, all_s=4 * TRIAL_S)
+    scorer = ScoringPool(settings, environment, patience=patience) if is_own else DirectScorer(environment)
+    with closing(scorer):
+        jobs = [Job(task.id, completion) for task in tasks for completion in TRIAL_COMPLETIONS]
+        for result in scorer.scores(jobs):
+            if isinstance(result, ScoringFailure):
+                raise EnvironmentSetupError(f"the reward function does not work: {result}")
+
+
+def _check_lengths(recipe: Recipe) -> None:
+    length, most = recipe.environment.length, recipe.run.max_new_tokens
+    if length is not None and max(length.targets) > most:
+        raise ConfigError(
+            f"environment.length.targets has {max(length.targets)}, but run.max_new_tokens is {most}: no completion "
+            "can be that long; raise the one or lower the other"
+        )
+
+
+def _check_judges(recipe: Recipe) -> None:
+    from shoal.rewards.chat import check_address
+
+    for judge in recipe.environment.judges:
+        if judge.kind == "openai":
+            check_address(judge)
+        if judge.path is not None and not judge.path.is_dir():
+            raise ConfigError(f"environment.judges: the path of {judge.label} is no folder: {judge.path}")
+
+
+# ── what there is to say before a run starts ─
+
+
+def advice(recipe: Recipe, environment: Environment, without_model: bool) -> Iterator[str]:
+    """What whoever starts this run should know."""
+    if without_model:
+        yield (
+            f"there is no model folder {recipe.model.path}: what needs it was not checked (weights, tokenizer, chat "
+            "template, and whether prompts fit the model's context); all else was"
+        )
+    yield from held_out_lines(recipe, len(environment.tasks("held_out")))
+    yield from validator_lines(recipe)
+
+
+def held_out_lines(recipe: Recipe, tasks: int) -> Iterator[str]:
+    """That the held-out score will be of few tasks, or that there will be none: a score alone looks like any other.
+
+    >>> list(held_out_lines(Recipe(), 7))
+    ['only 7 tasks are held out, and trainer.evaluate_tasks is 128: held-out scores will be rough']
+    """
+    wanted = recipe.trainer.evaluate_tasks
+    if recipe.trainer.evaluate_every == 0 or tasks >= wanted:
+        return
+    if tasks:
+        few = f"only {tasks} task{' is' if tasks == 1 else 's are'} held out"
+        yield f"{few}, and trainer.evaluate_tasks is {wanted}: held-out scores will be rough"
+    else:
+        yield "no task is held out, so there will be no held-out score: give more tasks, or name the split of some"
+
+
+def validator_lines(recipe: Recipe) -> Iterator[str]:
+    """That the validators of the recipe would hold every step up, and how many would not."""
+    run, speeds = recipe.run, Speeds()
+    size = RunSize.made_of(announced_size(recipe), run.group_size, run.max_new_tokens, run.max_staleness)
+    tokens = run.groups_per_step * run.group_size * run.max_new_tokens * speeds.length_share
+    needed = validators_needed(size, tokens, recipe.trainer.processes, speeds)
+    if needed > recipe.validator.count:
+        yield (
+            f"validator.count is {recipe.validator.count}, and about {needed} validators keep up with the trainer "
+            f"(trainer.processes is {recipe.trainer.processes}): raise it, start others (shoal validator), or "
+            "every step waits for audits (`shoal plan` says how this is computed)"
+        )
+
+
+def derived_lines(recipe: Recipe) -> Iterator[str]:
+    """Which of the settings that are shown follow from the size of the model."""
+    sections = {"hub": recipe.hub, "validator": recipe.validator, "trainer": recipe.trainer}
+    names = [f"{section}.{name}" for section, settings in sections.items() for name in open_settings(settings)]
+    if names and announced_size(recipe).parameters:
+        yield f"not set, so derived from the size of the model (`shoal plan` says how): {', '.join(names)}"
+    elif names:
+        yield (
+            f"not set, and the model is not here, so that these are a small model's: {', '.join(names)}; "
+            "`shoal plan RECIPE --parameters 32e9` says what they are for a model of 32 billion weights"
+        )
+
+
+def refuse_changed(folder: RunFolder, environment: Environment) -> None:
+    """Other tasks or rewards than the run began with are refused by its hub; here before anything is started for it."""
+    from shoal.hub.storage.opening import DATABASE_FILE, open_storage
+
+    hub = folder.path / "hub"
+    if folder.recipe.hub.database or not (hub / DATABASE_FILE).is_file():
+        return  # a database elsewhere may be busy: there the hub says it
+    with closing(open_storage("", hub)) as storage, storage.read() as reader:
+        began = json.loads(reader.setting("run") or "{}").get("environment_digest", environment.digest)
+    if began != environment.digest:
+        raise ConfigError(
+            f"the environment {environment.name} (tasks, options or reward file) has changed since the run in "
+            f"{folder.path} began: put it back, or start a new run with another --dir"
+        )

@@ -1,0 +1,239 @@
+"""The roles of a run folder: what each is made of, and running one in this process.
+
+`shoal hub --dir RUN` and its likes, the children of `shoal run` and the threads of `shoal run --processes one` all come
+through here, so that they cannot differ.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shoal.errors import ConfigError
+from shoal.protocol import fingerprint
+from shoal.run.folder import RunFolder, port_of
+from shoal.runtime import logs
+from shoal.runtime.limits import UNLIMITED_BYTES, MachineLimits
+from shoal.runtime.stop import SUPERVISED, StopToken, stop_on_signals
+from shoal.runtime.supervise import close_standard_input, follow_supervisor
+
+if TYPE_CHECKING:
+    from shoal.validator import ValidatorConfig
+
+log = logging.getLogger(__name__)
+
+
+def role_names(folder: RunFolder) -> list[str]:
+    """Every process of the run, in the order in which they are started: servers first."""
+    recipe = folder.recipe
+    return [
+        "hub",
+        "origin",
+        *(f"relay-{index}" for index in range(recipe.relay.count)),
+        "trainer",
+        *(f"validator-{index}" for index in range(recipe.validator.count)),
+        *(f"worker-{index}" for index in range(recipe.worker.count)),
+    ]
+
+
+def run_role(folder: RunFolder, name: str, stop: StopToken, cheat: str | None = None) -> None:
+    """Be the process `name` (for example `hub` or `validator-0`) of the run until it ends or `stop` is set.
+
+    A worker may have any number, also one that the recipe does not start, and may be made to `cheat`.
+    """
+    role, _, index = name.partition("-")
+    if role not in _ROLES:
+        raise ConfigError(f"there is no role {role!r}; there are {', '.join(_ROLES)}")
+    if cheat is not None and role != "worker":
+        raise ConfigError(f"only a worker can be told to cheat, not the {role}")
+    be = _ROLES[role] if cheat is None else partial(_worker, cheat=cheat)
+    be(folder, int(index or 0), stop)
+
+
+def command_of(path: Path, name: str, cheat: str | None = None) -> list[str]:
+    """The arguments after `shoal` that make a process this role."""
+    role, _, index = name.partition("-")
+    command = {"origin": ["relay", "--origin"]}.get(role, [role])
+    options = [*(["--index", index] if index else []), *(["--cheat", cheat] if cheat is not None else [])]
+    return [*command, "--dir", str(path), *options]
+
+
+def begin(name: str, folder: Path | None, verbose: bool) -> StopToken:
+    """What every role does first: follow its supervisor, listen to signals, log (a supervisor keeps the file).
+
+    No role reads standard input, so it is closed: nothing that a role loads can ask the person at the terminal.
+    """
+    supervised = SUPERVISED in os.environ
+    stop = stop_on_signals()
+    follow_supervisor(stop)
+    close_standard_input()
+    file = None if supervised or folder is None else folder / "logs" / f"{name}.log"
+    logs.setup(name, file, verbose)
+    return stop
+
+
+def _hub(folder: RunFolder, _index: int, stop: StopToken) -> None:
+    from shoal.engines.asking import Asking
+    from shoal.environments import build, has_dialogues
+    from shoal.hub import EvaluationPlan, HubConfig, run_hub
+    from shoal.models import model_folder, read_files
+    from shoal.run.estimate import announced_size
+    from shoal.validator import measurable_kinds, profile_keys
+
+    recipe, endpoints = folder.recipe, folder.endpoints
+    environment = build(recipe.environment)
+    model, trainer = model_folder(recipe.model.path), recipe.trainer
+    asking = Asking(read_files(model), environment, recipe.run.max_new_tokens)
+    measured = trainer.evaluate_by == "validators" and trainer.evaluate_every > 0
+    config = HubConfig(
+        folder=folder.path / "hub",
+        run_id=folder.run_id,
+        run=recipe.run,
+        settings=recipe.hub.model_copy(update={"port": port_of(endpoints.hub)}),
+        environment=environment,
+        encode=asking.ids,
+        frame=asking.encoder.frame() if has_dialogues(environment) else ((), ()),
+        eos_token_id=asking.encoder.tokenizer.eos_token_id,
+        key=folder.key("hub"),
+        root_key=folder.root_key,
+        certificates=folder.certificates,
+        sources=endpoints.sources,
+        last_resort=endpoints.last_resort,
+        profiles=tuple(
+            kind
+            for kind in profile_keys(recipe.validator)
+            if recipe.validator.engine == "scripted" or not kind.startswith("scripted/")
+        ),
+        measurable=measurable_kinds(recipe.validator, trainer.publish_dtype)
+        if recipe.validator.engine == "torch"
+        else (),
+        pools=recipe.environment.pools,
+        evaluation=EvaluationPlan(trainer.evaluate_every, trainer.evaluate_tasks) if measured else None,
+        model=announced_size(recipe),
+    )
+    run_hub(config, stop, _ready("the hub"))
+
+
+def _origin(folder: RunFolder, _index: int, stop: StopToken) -> None:
+    from shoal.shardcast import run_origin
+
+    endpoints = folder.endpoints
+    run_origin(folder.path / "origin", endpoints.bind, port_of(endpoints.origin), stop, _ready("the origin"))
+
+
+def _relay(folder: RunFolder, index: int, stop: StopToken) -> None:
+    from shoal.shardcast import RelayConfig, run_relay
+
+    endpoints = folder.endpoints
+    if index >= len(endpoints.relays):
+        raise ConfigError(f"this run has {len(endpoints.relays)} relays; there is no --index {index}")
+    config = RelayConfig(
+        folder=folder.path / f"relay-{index}",
+        upstreams=(endpoints.origin,),
+        run=folder.run_id,
+        trusted_key=folder.key("trainer").public_key,
+        host=endpoints.bind,
+        port=port_of(endpoints.relays[index]),
+        settings=folder.recipe.relay,
+        peers=endpoints.relays,
+    )
+    run_relay(config, stop, _ready("the relay"))
+
+
+def _trainer(folder: RunFolder, _index: int, stop: StopToken) -> None:
+    from shoal.trainer.settings import own_rank
+
+    recipe = folder.recipe
+    if recipe.trainer.processes > 1 and own_rank() is None:
+        return _trainer_group(folder, stop)
+    from shoal.environments import build
+    from shoal.trainer.process import run_trainer
+    from shoal.trainer.settings import TrainerConfig
+
+    config = TrainerConfig(
+        folder=folder.path / "trainer",
+        settings=recipe.trainer,
+        model=recipe.model.path,
+        environment=build(recipe.environment),
+        origin_folder=folder.path / "origin",
+        hub_url=folder.endpoints.hub,
+        root_fingerprint=fingerprint(folder.root_key),
+        key=folder.key("trainer"),
+        certificate=folder.certificate("trainer"),
+        seed=recipe.run.seed,
+        scored_by=recipe.environment,
+    )
+    return run_trainer(config, stop)
+
+
+def _trainer_group(folder: RunFolder, stop: StopToken) -> None:
+    """The same in several processes, which this one watches."""
+    if threading.current_thread() is not threading.main_thread():
+        raise ConfigError("a trainer of several processes is no thread: use --processes many, or trainer.processes=1")
+    from shoal.trainer.elastic import run_group
+
+    run_group(command_of(folder.path, "trainer"), folder.recipe.trainer.processes, stop)
+
+
+def _validator(folder: RunFolder, index: int, stop: StopToken) -> None:
+    from shoal.validator import run_validator
+
+    run_validator(validator_config(folder, index), stop)
+
+
+def validator_config(folder: RunFolder, index: int) -> ValidatorConfig:
+    """How a validator of this folder judges."""
+    from shoal.environments import build
+    from shoal.validator import ValidatorConfig
+
+    recipe, name = folder.recipe, f"validator-{index}"
+    if name not in folder.trusted_roles:
+        raise ConfigError(f"this run has {recipe.validator.count} validators; there is no --index {index}")
+    return ValidatorConfig(
+        folder=folder.path / name,
+        settings=recipe.validator,
+        environment=build(recipe.environment),
+        engine=recipe.validator.engine,
+        hub_url=folder.endpoints.hub,
+        root_fingerprint=fingerprint(folder.root_key),
+        key=folder.key(name),
+        certificate=folder.certificate(name),
+        shuffle_rewards=recipe.environment.shuffle_rewards,
+        scored_by=recipe.environment,
+    )
+
+
+def _worker(folder: RunFolder, index: int, stop: StopToken, cheat: str | None = None) -> None:
+    from shoal.worker import WorkerConfig, run_worker
+
+    recipe, name = folder.recipe, f"worker-{index}"
+    config = WorkerConfig(
+        folder=folder.path / name,
+        settings=recipe.worker,
+        engine=recipe.worker.engine,
+        hub_url=folder.endpoints.hub,
+        root_fingerprint=fingerprint(folder.root_key),
+        name=name,
+        cheat=cheat,
+        limits=MachineLimits(memory_bytes=UNLIMITED_BYTES),  # whoever runs the trainer runs this, too
+    )
+    run_worker(config, stop)
+
+
+def _ready(what: str) -> Callable[[str], None]:
+    return lambda url: log.info("%s listens at %s", what, url)
+
+
+_ROLES: dict[str, Callable[[RunFolder, int, StopToken], None]] = {
+    "hub": _hub,
+    "origin": _origin,
+    "relay": _relay,
+    "trainer": _trainer,
+    "validator": _validator,
+    "worker": _worker,
+}

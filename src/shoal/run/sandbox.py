@@ -1,0 +1,239 @@
+"""`shoal join --sandbox`: the worker in a sandbox of bubblewrap's, without a network; this process is its way out.
+
+    this process                                            sandbox
+    meets the hub, verifies the run, makes the vouch        no network, no home, no other processes, read-only system
+    Forwarder: hubs and sources of the run only ◄─ sockets ─ the same worker; it may write to its own folder and /tmp
+    passes on SIGTERM and the exit code                     GPU devices, if there are any
+
+Where no such sandbox can be made there is none, and no work: never a weaker one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import logging
+import os
+import shutil
+import signal
+import site
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pydantic import TypeAdapter
+
+import shoal
+from shoal.client import HubClient
+from shoal.environments.sandbox.probe import advice
+from shoal.environments.sandbox.view import INSTALL
+from shoal.errors import ResourceError, ShoalError
+from shoal.runtime.forwarder import Forwarder
+from shoal.runtime.stop import StopToken
+from shoal.runtime.targets import SANDBOX
+from shoal.runtime.text import printable
+
+if TYPE_CHECKING:
+    from shoal.run.join import JoinRequest
+
+log = logging.getLogger(__name__)
+
+SOCKETS = "/run/shoal"
+SYSTEM = (
+    "/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/nix/store", "/opt/rocm", "/sys/devices",
+    "/sys/bus/pci",
+)  # fmt: skip
+SETTINGS = (
+    "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "alternatives", "localtime", "ssl/certs", "ssl/openssl.cnf",
+    "pki/tls/certs", "pki/ca-trust", "ca-certificates",
+)  # fmt: skip
+"""Of /etc; not all of /etc/ssl, where a machine's private keys are too."""
+GPUS = ("nvidia*", "dri", "kfd", "dxg")
+KEPT = ("PATH", "LANG", "LC_ALL", "TERM", "TZ", "LD_LIBRARY_PATH", "SHOAL_DEBUG", "SHOAL_LOG_FORMAT", "SSL_CERT_FILE")
+KEPT_FAMILIES = ("CUDA_", "NVIDIA_", "OMP_", "MKL_", "PYTORCH_", "TORCH_", "ROCM_", "HIP_")
+SECRETS = ("KEY", "TOKEN", "SECRET", "PASSWORD")
+# Root could change these without a capability. All of /proc cannot be read only: CUDA writes to its threads' own files.
+KERNEL = tuple(
+    f"/proc/{name}"
+    for name in (
+        "acpi",
+        "asound",
+        "bus",
+        "driver",
+        "fs",
+        "irq",
+        "mtrr",
+        "pressure",
+        "scsi",
+        "sys",
+        "sysrq-trigger",
+        "tty",
+    )
+)
+TMP_BYTES = 2 * 2**30  # of /tmp and /dev/shm, which are memory
+_LIBC = ctypes.CDLL(None)  # loaded before a fork
+KEYCTL = {"x86_64": 250, "aarch64": 219}
+PROBE_S = 60.0
+LOOK_EVERY_S = 60.0
+TICK_S = 0.2
+STOP_EVERY_S = 5.0
+
+
+def run_in_sandbox(request: JoinRequest, urls: Sequence[str], stop: StopToken, folder: Path, root: str) -> int:
+    """Work as `request` says, inside; the exit code. The hub was met already: `root` is the run's root fingerprint."""
+    inner = _inner(request, urls, folder, root)
+    bubblewrap = _bubblewrap()
+    with (
+        closing(HubClient.of_a_person(urls, 10.0, root, stop)) as client,
+        _forwarder() as forwarder,
+    ):
+        _open_ways(forwarder, urls, client)
+        around = [bubblewrap, *_options(folder, forwarder.folder)]
+        _probe(around)
+        words = ["-m", "shoal.cli.enclosed", TypeAdapter(type(inner)).dump_json(inner).decode()]
+        return _watched([*around, "--", sys.executable, *words], stop, lambda: _open_ways(forwarder, urls, client))
+
+
+def _inner(request: JoinRequest, urls: Sequence[str], folder: Path, root: str) -> JoinRequest:
+    """The same for the worker inside. An owner's key stays outside: what goes in is its word for this machine."""
+    from shoal.run.keyring import vouch_of
+    from shoal.runtime.files import write_atomically
+    from shoal.worker.settings import identity
+
+    vouch = vouch_of(identity(folder), request.owner, request.vouch)
+    file = folder / "vouch.json"
+    if vouch is not None:
+        write_atomically(file, vouch.model_dump_json().encode(), mode=0o600)
+    return replace(
+        request,
+        urls=tuple(f"{url}/#{root}" for url in urls),
+        folder=folder,
+        owner=None,
+        vouch=None if vouch is None else file,
+        check=False,
+        sandbox=False,
+    )
+
+
+@contextmanager
+def _forwarder() -> Iterator[Forwarder]:
+    with tempfile.TemporaryDirectory(prefix="shoal-") as folder, closing(Forwarder(Path(folder))) as forwarder:
+        yield forwarder
+
+
+def _open_ways(forwarder: Forwarder, urls: Sequence[str], client: HubClient) -> None:
+    """To the hubs that the user gave, and to what the run names now. A hub that does not answer changes nothing."""
+    try:
+        trusted = client.refreshed_run()
+    except ShoalError as error:
+        log.debug("the hub was not asked for further hubs and sources: %s", error)
+        return
+    info = trusted.info
+    forwarder.allow(urls, (*info.hubs, *info.sources, *info.last_resort), trusted.reach)
+
+
+def _watched(command: Sequence[str], stop: StopToken, look: Callable[[], None]) -> int:
+    """Run it to its end. A stop is passed on to the worker, which ends in good order; a second one ends this process,
+    and with it the sandbox."""
+    reading, writing = os.pipe()
+    with os.fdopen(reading, "rb") as info:
+        process = subprocess.Popen(
+            [command[0], "--info-fd", str(writing), *command[1:]], env=_environment(), pass_fds=[writing],
+            stdin=subprocess.DEVNULL, preexec_fn=_own_keyring,
+            start_new_session=True,  # Ctrl-C reaches the worker once: passed on below
+        )  # fmt: skip
+        os.close(writing)
+        child = json.loads(info.read() or b"{}").get("child-pid")
+    looked_s = time.monotonic()
+    while (code := process.poll()) is None and not stop.wait(TICK_S):
+        if time.monotonic() - looked_s >= LOOK_EVERY_S:
+            looked_s = time.monotonic()
+            look()
+    while code is None:
+        with contextlib.suppress(ProcessLookupError, TypeError):  # it has just ended by itself, or never began
+            os.kill(child, signal.SIGTERM)  # and again: before it listens, the sandbox's pid 1 hears no signal
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = process.wait(STOP_EVERY_S)
+    return code if code >= 0 else 128 - code
+
+
+# ── what is in there ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _bubblewrap() -> str:
+    found = shutil.which("bwrap") if sys.platform.startswith("linux") else None
+    if found is None:
+        raise ResourceError(f"there is no sandbox here: bwrap is not on the PATH of a Linux machine; {INSTALL}")
+    return found
+
+
+def _probe(around: Sequence[str]) -> None:
+    """Make the sandbox once, around an interpreter that does nothing: what is not permitted is said here."""
+    try:
+        ran = subprocess.run(
+            [*around, "--", sys.executable, "-c", "import shoal"], env=_environment(), stdin=subprocess.DEVNULL,
+            capture_output=True, timeout=PROBE_S, check=False, preexec_fn=_own_keyring,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ResourceError(f"there is no sandbox here: {error}") from error
+    if ran.returncode:
+        said = printable(ran.stderr.decode(errors="replace").strip().rpartition("\n")[2])
+        todo = "Install bubblewrap 0.8 or newer" if "Unknown option" in said else advice(said)
+        raise ResourceError(f"the sandbox cannot be made here: {said or 'bwrap failed'}. {todo}")
+
+
+def _options(folder: Path, sockets: Path) -> list[str]:
+    """What the sandbox is made of. Whatever is not named here is not there."""
+    words = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
+    words += ["--die-with-parent", "--new-session", "--as-pid-1", "--hostname", "sandbox", "--cap-drop", "ALL"]
+    words += ["--unshare-user", "--disable-userns", "--size", str(TMP_BYTES), "--tmpfs", "/tmp"]
+    words += ["--proc", "/proc", *(word for path in KERNEL for word in ("--ro-bind-try", path, path)), "--dev", "/dev"]
+    words += ["--size", str(TMP_BYTES), "--tmpfs", "/dev/shm"]
+    for path in _read_only():
+        link = path.is_symlink()
+        words += ["--symlink", str(path.readlink()), str(path)] if link else ["--ro-bind", str(path), str(path)]
+    for device in (found for pattern in GPUS for found in sorted(Path("/dev").glob(pattern))):
+        words += ["--dev-bind-try", str(device), str(device)]
+    words += ["--ro-bind", str(sockets), SOCKETS, "--bind", str(folder), str(folder)]
+    return [*words, "--remount-ro", "/", "--chdir", str(folder)]
+
+
+def _read_only() -> list[Path]:
+    """The system, the interpreter with its packages, and shoal. Nothing that would show the user's home folder."""
+    etc = [Path("/etc") / name for name in SETTINGS]
+    own = [Path(sys.prefix), Path(sys.base_prefix), Path(shoal.__file__).parent]
+    own += [Path(path) for path in (site.getusersitepackages(), os.environ.get("SSL_CERT_FILE", "")) if path]
+    found: list[Path] = [path for path in (*map(Path, SYSTEM), *etc) if path.exists()]
+    home = Path(os.path.realpath(Path.home()))
+    for path in (each for given in own for each in dict.fromkeys((given.absolute(), Path(os.path.realpath(given))))):
+        if path.exists() and not any(path.is_relative_to(other) for other in found if not other.is_symlink()):
+            if home.is_relative_to(os.path.realpath(path)):
+                raise ResourceError(
+                    f"there is no sandbox here: it would have to show {path}, and with it your home folder; "
+                    "install shoal in a virtual environment of its own"
+                )
+            found.append(path)
+    return found
+
+
+def _own_keyring() -> None:
+    """In the child: an empty session keyring of the kernel's, instead of the user's. Without keyrings there is none."""
+    number = KEYCTL.get(os.uname().machine)
+    if number is not None:
+        _LIBC.syscall(number, 1, None)  # KEYCTL_JOIN_SESSION_KEYRING
+
+
+def _environment() -> dict[str, str]:
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if (name in KEPT or name.startswith(KEPT_FAMILIES)) and not any(word in name for word in SECRETS)
+    }
+    return {**kept, "HOME": "/tmp", "LOGNAME": "shoal", SANDBOX: SOCKETS}

@@ -1,0 +1,157 @@
+"""What `shoal eval`, `shoal filter` and `shoal data` are given, found: a model, tasks, a run's or a recipe's."""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+
+from shoal.environments import ENVIRONMENTS, EnvironmentSettings
+from shoal.environments.data.locating import kind_of
+from shoal.environments.formats.registry import FORMATS
+from shoal.errors import ConfigError, EnvironmentSetupError
+from shoal.models import BUILTIN
+from shoal.run.folder import RunFolder
+from shoal.run.recipe import Recipe, load_recipe
+from shoal.runtime.config import parse_config
+from shoal.trainer.folder import MARK
+
+RECIPE = "recipe.toml"
+CHECKPOINT = re.compile(r"(\d+)\.(\d+)")
+
+
+def is_run(path: Path) -> bool:
+    return (path / RECIPE).is_file()
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """Where a model lies, what to call it, and the run that trained it, if it is a run's."""
+
+    name: str
+    where: str | Path
+    run: RunFolder | None = None
+
+
+@contextmanager
+def model_source(text: str) -> Iterator[ModelSource]:
+    """A built-in name, a Hugging Face folder, or a run's folder: that is its newest policy, called as the folder is.
+
+    Not by `run.name`: all runs of recipes/tiny.toml have that of the built-in model.
+    """
+    path = Path(text).expanduser()
+    if text in BUILTIN or not is_run(path):
+        yield ModelSource(Path(text).name if text not in BUILTIN else text, text)
+        return
+    run = RunFolder.open(path.absolute())
+    export = run.path / "trainer" / "export"
+    if _version(export) >= _newest_checkpoint(run.path / "trainer" / "checkpoints"):
+        yield ModelSource(run.path.name, export, run)
+        return
+    from shoal.run.export import export_run
+
+    with tempfile.TemporaryDirectory(prefix="shoal-model-") as folder:
+        yield ModelSource(run.path.name, export_run(run.path, Path(folder) / "model"), run)
+
+
+def _version(export: Path) -> tuple[int, int]:
+    """Which policy an export is of; less than any if there is none."""
+    try:
+        progress = json.loads((export / MARK).read_bytes())["progress"]
+        return int(progress["version"]), int(progress["incarnation"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return -1, 0
+
+
+def _newest_checkpoint(folder: Path) -> tuple[int, int]:
+    names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
+    found = [match for name in names if (match := CHECKPOINT.fullmatch(name))]
+    return max(((int(match[1]), int(match[2])) for match in found), default=(0, 0))
+
+
+@dataclass(frozen=True)
+class TaskSource:
+    """Tasks by their settings; the recipe that they came with, and the run, if they came with one.
+
+    `whole` marks a file of its own, whose tasks are all meant, however an environment would divide them for training.
+    """
+
+    settings: EnvironmentSettings
+    recipe: Recipe | None = None
+    run: RunFolder | None = None
+    whole: bool = False
+
+    @property
+    def label(self) -> str:
+        """What to call the tasks: a data set by its file, anything else by its environment."""
+        settings = self.settings
+        named = settings.data or settings.file
+        return "mix" if settings.mix else settings.name if named is None else named.name.partition(".")[0]
+
+    @property
+    def skips_rows(self) -> bool:
+        """Whether rows that cannot be used are to be left out, whatever their number."""
+        parts = self.settings.mix or (self.settings,)
+        return all(part.options.get("bad_rows") == "skip" for part in parts if part.name == "dataset")
+
+
+def task_source(spec: str, overrides: Sequence[str] = ()) -> TaskSource:
+    """`sort`, `recipe.toml`, a run's folder, `reward.py`, `aime:FILE`, `dataset:FILE`, or a data file itself."""
+    path = Path(spec).expanduser()
+    name, colon, file = spec.partition(":")
+    if is_run(path):
+        if overrides:
+            raise ConfigError(f"--set {overrides[0]}: a run's environment is what it is; give its recipe instead")
+        run = RunFolder.open(path.absolute())
+        return TaskSource(run.recipe.environment, run.recipe, run)
+    if colon and (name in FORMATS or name in ENVIRONMENTS):
+        return TaskSource(_of_file(name, Path(file).expanduser(), overrides), whole=True)
+    if path.suffix == ".toml":
+        recipe = load_recipe(path, overrides)
+        return TaskSource(recipe.environment, recipe)
+    if spec in ENVIRONMENTS:
+        return TaskSource(_settings(f"name = {json.dumps(spec)}", overrides))
+    if path.suffix == ".py":
+        return TaskSource(_settings(f"file = {_quoted(path)}", overrides))
+    if kind_of(path) is not None or path.is_dir():
+        return TaskSource(_of_file("dataset", path, overrides), whole=True)
+    raise EnvironmentSetupError(f"there is no environment {spec!r}{_meant(spec)}; {_choices()}")
+
+
+def _of_file(name: str, file: Path, overrides: Sequence[str]) -> EnvironmentSettings:
+    if not file.exists():
+        raise EnvironmentSetupError(f"there is no data at {file}")
+    options = f'\noptions = {{ format = "{name}" }}' if name in FORMATS else ""
+    environment = "dataset" if name in FORMATS else name
+    return _settings(f"name = {json.dumps(environment)}\ndata = {_quoted(file)}{options}", overrides)
+
+
+def _settings(section: str, overrides: Sequence[str]) -> EnvironmentSettings:
+    for override in overrides:
+        if not override.strip().startswith("environment."):
+            raise ConfigError(
+                f"--set {override}: only settings of [environment] matter here, by their whole name, as in "
+                "--set environment.options.bad_rows=skip"
+            )
+    return parse_config(f"[environment]\n{section}\n", Recipe, "--env", overrides).environment
+
+
+def _quoted(path: Path) -> str:
+    return json.dumps(str(path.absolute()))
+
+
+def _meant(spec: str) -> str:
+    close = get_close_matches(spec.partition(":")[0], [*ENVIRONMENTS, *FORMATS], n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def _choices() -> str:
+    return (
+        f"give one of {', '.join(sorted(ENVIRONMENTS))}, a recipe (.toml), a run's folder, a reward file (.py), a data "
+        f"file, or FORMAT:FILE with {', '.join(FORMATS)}"
+    )

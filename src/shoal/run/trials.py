@@ -1,0 +1,185 @@
+"""`shoal doctor --selftest` and `--calibrate`: the validator's checks on this machine's own work. Needs torch."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from shoal.client import HubClient, split_join_url
+from shoal.client.known_hubs import known_root
+from shoal.client.weights import downloader_of
+from shoal.engines import Engine, build, choose, kind_of
+from shoal.engines.registry import resolved
+from shoal.environments import EnvironmentSettings
+from shoal.environments import build as build_environment
+from shoal.errors import ConfigError, HubUnreachable
+from shoal.models import BUILTIN, TensorView, TextTokenizer
+from shoal.protocol import ProofParameters
+from shoal.run.doctor import Finding
+from shoal.runtime.files import write_atomically
+from shoal.runtime.stop import StopToken
+from shoal.validator.calibrate import BLOCKS, Measurement, Plan, measure, openings, prompts_of
+from shoal.validator.canary import SelfTest
+from shoal.validator.profiles import load_profiles, to_toml
+from shoal.validator.specimens import Machine
+
+POLICY_PATIENCE_S = 600.0
+
+
+@dataclass(frozen=True)
+class TrialOptions:
+    """What is tried: a policy (of a run, or of a model folder), this machine as a worker, and who judges it."""
+
+    url: str | None
+    model: str
+    device: str
+    dtype: str
+    against: tuple[str, ...]
+    profiles: tuple[Path, ...] = ()
+
+    @property
+    def worker(self) -> Machine:
+        return _machine(self.device, self.dtype)
+
+    @property
+    def validators(self) -> tuple[Machine, ...]:
+        parsed = (Machine.parse(text) for text in self.against or ("cpu/float32",))
+        return tuple(_machine(each.device, each.dtype) for each in parsed)
+
+
+def _machine(device: str, dtype: str) -> Machine:
+    """The machine itself, where "auto" was asked for."""
+    return Machine(*resolved("torch", device, dtype))
+
+
+def run_selftest(options: TrialOptions, stop: StopToken) -> Iterator[Finding]:
+    """Honest work must pass, every canary must be caught."""
+    if len(options.validators) > 1:
+        raise ConfigError("a self-test is judged by one validator: give --against once")
+    worker, profiles = options.worker, load_profiles(options.profiles)
+    proof = ProofParameters()
+    if options.url is not None:
+        files, tensors, proof, known = _policy_of_run(options.url, stop)
+        try:
+            worker = Machine(*choose("torch", options.device, options.dtype, known))
+        except ConfigError as error:
+            yield Finding("run", False, str(error))
+            return
+        yield Finding("run", True, f"computes as torch/{worker}")
+    else:
+        if options.dtype == "auto":
+            worker = Machine(*choose("torch", options.device, "auto", profiles))
+        files, tensors = _policy_of_folder(options.model, worker.dtype)
+    test = SelfTest(files, tensors, worker, options.validators[0], profiles, proof)
+    for trial in test.run():
+        yield Finding("selftest", trial.ok, f"{trial.name}: {trial.text}")
+
+
+def _policy_of_folder(model: str, dtype: str) -> tuple[Mapping[str, bytes], Mapping[str, TensorView]]:
+    from shoal.models.load import load_model
+    from shoal.models.state import policy_views
+
+    loaded = load_model(model, dtype)
+    return loaded.files, policy_views(loaded.model)
+
+
+def _policy_of_run(
+    url: str, stop: StopToken
+) -> tuple[Mapping[str, bytes], Mapping[str, TensorView], ProofParameters, tuple[str, ...]]:
+    """The newest policy of a run, fetched as a worker would fetch it."""
+    base, pinned = split_join_url(url)
+    with closing(HubClient.of_a_person(base, 10.0, known_root([base], pinned), stop)) as hub:
+        trusted, status = hub.trusted_run(), hub.status()
+    if status.policy is None:
+        raise HubUnreachable(f"the run at {base} has not published a policy yet: try again when it has")
+    with tempfile.TemporaryDirectory(prefix="shoal-selftest-") as folder:
+        with closing(downloader_of(trusted, Path(folder), stop, 1)) as downloader:
+            payload = downloader.fetch(status.policy, POLICY_PATIENCE_S)
+            tensors = {view.name: _copied(view) for view in payload.tensors}
+        return dict(payload.files), tensors, trusted.info.proof, trusted.info.profiles
+
+
+def _copied(view: TensorView) -> TensorView:
+    """The payload's bytes are borrowed from a file that is about to go."""
+    return TensorView(view.name, view.dtype, view.shape, memoryview(bytes(view.data)))
+
+
+@dataclass(frozen=True)
+class CalibrationOptions:
+    """How much is measured, and where the profile goes."""
+
+    sequences: int
+    tokens: int
+    temperature: float
+    out: Path | None
+
+
+def run_calibration(
+    options: TrialOptions, how: CalibrationOptions, tell: Callable[[str], None]
+) -> tuple[Measurement, Path]:
+    """Measure, and write the profile, unless cheats would pass. Nothing is overwritten."""
+    if options.url is not None:
+        raise ConfigError("a profile is measured on a model folder (--model), not on a run: leave the URL away")
+    out = how.out or Path(kind_of("torch", options.device, options.dtype).replace("/", "-") + ".toml")
+    if out.exists():
+        raise ConfigError(f"{out} exists already: remove it, or give another file with --out")
+    files, tensors = _policy_of_folder(options.model, options.worker.dtype)
+    tokenizer = TextTokenizer(files)
+    is_builtin = options.model in BUILTIN  # the built-in model knows its own task only
+    environment = build_environment(EnvironmentSettings(name="sort"))
+    plan = Plan(
+        prompts=prompts_of(files, environment, how.tokens) if is_builtin else openings(tokenizer),
+        eos_token_id=tokenizer.eos_token_id,
+        sequences=how.sequences,
+        tokens=how.tokens,
+        temperature=how.temperature,
+        model=options.model.rstrip("/").rpartition("/")[2],
+        date=datetime.now(UTC).date().isoformat(),
+    )
+    engines = [_engine(machine, files, tensors) for machine in (options.worker, *options.validators)]
+    validators = dict(zip(map(str, options.validators), engines[1:], strict=True))
+    measured = measure(engines[0], validators, plan, tell, BLOCKS)
+    if not measured.problems:
+        write_atomically(out, to_toml(measured.profile).encode())
+    return measured, out
+
+
+def _engine(machine: Machine, files: Mapping[str, bytes], tensors: Mapping[str, TensorView]) -> Engine:
+    engine = build("torch", files, machine.device, machine.dtype)
+    engine.load_policy(None, tensors)
+    return engine
+
+
+def calibration_report(measured: Measurement, out: Path) -> Iterator[str]:
+    """What was measured, for people."""
+    profile = measured.profile
+    for name, bands in measured.bands.items():
+        yield f"honest {profile.key}, seen by {name}: {bands.tokens} tokens, {bands.chunks} proofs"
+        yield (
+            f"  seeds     {bands.outside_rate:.2%} of tokens outside, by {bands.distance_max:.2g} at most"
+            f" (limit {profile.sampling.distance:g})"
+        )
+        yield (
+            f"  proofs    {bands.exponent_rate:.2%} other exponents, mantissa {bands.mantissa_mean:.2f} off on average"
+            f" (limit {profile.noise.mantissa.rate:g})"
+        )
+        yield (f"  log-probabilities  off by {bands.logprob_max:.2g} at most (limit {profile.logprobs.largest:g})")
+        share, bits = measured.choices[name]
+        yield f"  choice    {share:.2%} of tokens have a neighbour that passes unseen: {bits:.3f} bits a token"
+        failures = measured.failures[name]
+        yield f"  {len(failures)} of {measured.groups} honest groups fail" + (
+            f": {', '.join(sorted(set(failures)))}" if failures else ""
+        )
+    yield "what this profile catches, by the number of tokens looked at:"
+    for cheat in dict.fromkeys((catch.cheat, catch.validator) for catch in measured.catches):
+        mine = [catch for catch in measured.catches if (catch.cheat, catch.validator) == cheat]
+        shares = "  ".join(f"{catch.tokens}: {catch.by_either:.0%}" for catch in mine)
+        yield f"  {cheat[0]:<18} seen by {cheat[1]:<14}  {shares}"
+    for problem in measured.problems:
+        yield f"refused: {problem}"
+    if not measured.problems:
+        yield f"written to {out}; the run's owner opens it with `shoal admin calibrate RUN {out}`"

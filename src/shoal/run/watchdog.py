@@ -1,0 +1,173 @@
+"""Naming who waits for whom, and ending a run in which nothing happens.
+
+    waits as the hub tells them: trainer ─► 3 more groups ─► validator-0 …
+    what the supervisor knows:   died, is being restarted, given up, shut out, stopped by a signal
+    what the hub has not heard:  nodes without a heartbeat; and the hub itself, when it does not answer
+    what the owner ordered:      a paused run, and one that has drained, waits for its owner and is left alone
+    who is missing:              nobody is left to train, check or work, as the hub tells it (`standstill`)
+    what nobody appends:         ledger entries that wait too long, because no hub leads
+
+The first of them names the symptom, the others the cause. The hub being away is no error by itself: it may be on its
+way back up. `Watchdog` decides when it has been too long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from shoal.protocol import RunStatus
+from shoal.run.progress import duration, waits_line
+from shoal.runtime.supervise import Ending, ProcessView
+from shoal.runtime.text import printable
+
+QUIET_S = 30.0  # six heartbeats
+LOADING_S = 90.0  # torch from a cold disk, on a busy machine
+SILENT_S = 10.0  # a busy machine makes a hub slow, not silent
+LAG_MS = 15_000  # the leader appends every second; another takes over within a few
+REPORTING = ("trainer", "validator", "worker")
+
+
+@dataclass
+class Watchdog:
+    """Ends a run in which nothing happens: no step, no verdict, no submission, not even a ledger entry."""
+
+    patience_s: float
+    _seen: tuple[object, ...] = ()
+    _since_s: float | None = None
+
+    def look(
+        self, status: RunStatus | None, now_s: float, processes: Sequence[ProcessView] = (), silent_s: float = 0.0
+    ) -> Ending | None:
+        """`status` is the hub's last answer; it has not given another for `silent_s`."""
+        mark = _mark(status)
+        if self._since_s is None or mark != self._seen or is_halted(status):
+            self._since_s, self._seen = now_s, mark
+            return None
+        still_s = now_s - self._since_s
+        if still_s < self.patience_s:
+            return None
+        return Ending(1, f"no progress for {duration(still_s)}: {blame(status, processes, silent_s)}")
+
+    def begin_again(self, now_s: float) -> None:
+        """Patience counts from now."""
+        self._since_s = now_s
+
+
+def is_halted(status: RunStatus | None) -> bool:
+    """Whether nothing is meant to happen: the run's owner has said so."""
+    standing = None if status is None else status.standing
+    return standing is not None and (standing.conduct == "paused" or standing.drained)
+
+
+def owner_line(status: RunStatus) -> str:
+    """What the owner ordered, in words: `paused by its owner for 5 min: power cut`; empty if nothing."""
+    standing = status.standing
+    if standing.conduct == "running":
+        return ""
+    state = "drained" if standing.drained else standing.conduct
+    since = duration(max(0, status.now_ms - standing.since_ms) / 1000)
+    why = f": {printable(standing.reason)}" if standing.reason else ""
+    return f"{state} by its owner, {since} ago{why}; to go on: shoal admin resume"
+
+
+def lag_line(status: RunStatus) -> str:
+    """That ledger entries wait to be appended for longer than a leader would let them; empty if they do not."""
+    if status.outbox_since_ms is None or status.now_ms - status.outbox_since_ms < LAG_MS:
+        return ""
+    since = duration((status.now_ms - status.outbox_since_ms) / 1000)
+    return f"{status.outbox} ledger entries wait to be appended, for {since}: no hub leads (see logs/hub.log)"
+
+
+def _mark(status: RunStatus | None) -> tuple[object, ...]:
+    """What changes when anything is done in the run."""
+    if status is None:
+        return ()
+    counts = tuple(sorted(status.submissions.items()))
+    return (status.step, status.policy and status.policy.label, counts, status.ledger.index, len(status.reports))
+
+
+def blame(status: RunStatus | None, processes: Sequence[ProcessView], silent_s: float) -> str:
+    """Everything that may explain why nothing happens, in one line."""
+    found = list(troubles(status, processes, silent_s).values())
+    if status is None or silent_s >= SILENT_S:
+        return "; ".join(found or ["the hub does not answer (see logs/hub.log)"])
+    nobody = [printable(sentence) for sentence in status.standstill]
+    lines = [line for line in (*nobody, owner_line(status), waits_line(status), lag_line(status)) if line]
+    said = [*lines, *found] or ["and nobody says that they wait for anything"]
+    alarms = [f"alarms: {'; '.join(printable(alarm) for alarm in status.alarms)}"] if status.alarms else []
+    return "; ".join([*said, *alarms])
+
+
+def troubles(status: RunStatus | None, processes: Sequence[ProcessView], silent_s: float) -> dict[str, str]:
+    """What is wrong with the processes of this machine: name → sentence."""
+    found = {}
+    heard_s = min((process.since_s for process in processes if process.name == "hub"), default=0.0)
+    for process in processes:
+        sentence = _trouble(process)
+        if not sentence and process.name == "hub":
+            sentence = _silent(process, silent_s)
+        if not sentence and status is not None and silent_s < SILENT_S:
+            sentence = _quiet(process, status, heard_s)
+        if sentence:
+            found[process.name] = sentence
+    return found
+
+
+def _trouble(process: ProcessView) -> str:
+    """What the supervisor alone can say; empty if it runs as it should."""
+    name, (exit_, _, said) = process.name, process.why.partition(": ")
+    said = f": {printable(said)}" if said else ""
+    if process.state == "restarting" and process.why:
+        ago = f"{',' if exit_[-1].isdigit() else ''} {duration(process.since_s)} ago"
+        return f"{name} {exit_}{ago} and is being restarted ({_ordinal(process.restarts + 1)} time){said}"
+    if process.state == "given up":
+        return f"{name} was given up after it {exit_}{said}"
+    if process.state == "resting" and process.why != "is done":
+        return f"{name} {exit_} and is not started again{said}"
+    if process.pid is not None and is_stopped(process.pid):
+        return f"{_who(process)} was halted by a signal and does nothing; to let it go on: kill -CONT {process.pid}"
+    if process.state == "running" and process.restarts > 1 and process.since_s < QUIET_S:
+        return f"{name} was restarted {process.restarts} times, {duration(process.since_s)} ago after it {exit_}{said}"
+    return ""
+
+
+def _silent(hub: ProcessView, silent_s: float) -> str:
+    """That the hub does not answer, for longer than it may take; one that was just started needs a while."""
+    answered = silent_s < hub.since_s
+    since_s = silent_s if answered else hub.since_s
+    if since_s < (SILENT_S if answered else QUIET_S):
+        return ""
+    return f"{_who(hub)} has not answered for {duration(since_s)}: is it stuck? (see logs/hub.log)"
+
+
+def _quiet(process: ProcessView, status: RunStatus, heard_s: float) -> str:
+    """That the hub, which has listened for `heard_s`, has not heard of a running process for long; empty if it has."""
+    role = process.name.partition("-")[0]
+    if role not in REPORTING or process.state != "running" or status.finished:
+        return ""
+    if process.since_s < LOADING_S or heard_s < QUIET_S:
+        return ""
+    seen_ms = [node.last_seen_ms for node in status.nodes if node.role == role and node.name == process.name]
+    if not seen_ms:
+        return f"{_who(process)} has not reached the hub in the {duration(process.since_s)} since it started"
+    quiet_s = (status.now_ms - max(seen_ms)) / 1000
+    return f"{_who(process)} has said nothing for {duration(quiet_s)}: is it stuck?" if quiet_s >= QUIET_S else ""
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process was halted by SIGSTOP or a debugger (where the system tells: Linux)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
+    except (OSError, IndexError):
+        return False
+
+
+def _who(process: ProcessView) -> str:
+    return process.name if process.pid is None else f"{process.name} (pid {process.pid})"
+
+
+def _ordinal(number: int) -> str:
+    suffix = {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th") if number % 100 not in (11, 12, 13) else "th"
+    return f"{number}{suffix}"
