@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -359,3 +360,50 @@ def test_the_blocker_of_torch_blocks() -> None:
     )
     assert ran.returncode != 0
     assert "torch is absent in this test" in ran.stderr
+
+
+# -- how large the house may be ----------------------------------------------------------------------------------------
+
+# These only go down. A commit that raises one says why.
+RATCHETS = {
+    "lines": 75_640,
+    "statements": 47_607,
+    "files": 453,
+    "files in the fullest folder": 28,
+    "names of classes used twice": 28,
+    "test lines": 74_100,
+}
+
+
+def sizes(root: Path = SRC) -> dict[str, int]:
+    """How large the sources are, by what `RATCHETS` names; the tests beside them are counted in lines."""
+    paths = sorted(root.rglob("*.py"))
+    trees = [ast.parse(path.read_text()) for path in paths]
+    folders = Counter(path.parent for path in paths if path.name != "__init__.py")
+    classes = Counter(node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+    tests = (root.parent / "tests").rglob("*.py")
+    return {
+        "lines": sum(len(path.read_text().splitlines()) for path in paths),
+        "statements": sum(isinstance(node, ast.stmt) for tree in trees for node in ast.walk(tree)),
+        "files": len(paths),
+        "files in the fullest folder": max(folders.values(), default=0),
+        "names of classes used twice": sum(count > 1 for count in classes.values()),
+        "test lines": sum(len(path.read_text().splitlines()) for path in tests),
+    }
+
+
+def test_the_house_does_not_grow() -> None:
+    """Settings and commands have ratchets of their own in tests/unit/cli."""
+    found = sizes()
+    grown = {name: (found[name], most) for name, most in RATCHETS.items() if found[name] > most}
+    assert not grown, f"(found, allowed): {grown}; shrink something else, or raise RATCHETS and say why"
+
+
+def test_what_grows_is_noticed(tmp_path: Path) -> None:
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "one.py").write_text("class A:\n    x = 1\n")
+    (tmp_path / "src" / "two.py").write_text("class A: ...\n")
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_one.py").write_text("x = 1\n")
+    expected = {"lines": 3, "statements": 4, "files": 2, "files in the fullest folder": 2}
+    assert sizes(tmp_path / "src") == {**expected, "names of classes used twice": 1, "test lines": 1}
