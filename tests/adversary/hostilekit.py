@@ -64,6 +64,7 @@ class HostileHub:
             "certificates": (self.certificate("hub", self.key), self.certificate("trainer", self.trainer)),
             "sources": (), "environment": "sort", "environment_digest": "e" * 64,
             "sampling": SAMPLING, "group_size": 2, "max_staleness": 1, "steps": 3,
+            "profiles": ("torch/cpu/float32", "scripted/cpu/float32"),
         }  # fmt: skip
         self.info = RunInfo(**{**fields, **changes})
 
