@@ -366,8 +366,8 @@ def test_the_blocker_of_torch_blocks() -> None:
 
 # These only go down. A commit that raises one says why.
 RATCHETS = {
-    "lines": 75_640,
-    "statements": 47_607,
+    "lines": 75_644,
+    "statements": 47_609,
     "files": 453,
     "files in the fullest folder": 28,
     "names of classes used twice": 28,

@@ -85,7 +85,7 @@ def test_the_same_seed_is_the_same_run_in_another_process(tmp_path: Path) -> Non
     """No set or hash of this process decides anything."""
     script = (
         "import sys; from pathlib import Path; from shoal.simulator import *; "
-        "print(Simulation(Path(sys.argv[1]), Scenario(crews=(Crew(6, group_s=9, lies=0.2),), seconds=90, seed=5))"
+        "print(Simulation(Path(sys.argv[1]), Scenario(crews=(WorkerKind(6, group_s=9, lies=0.2),), seconds=90, seed=5))"
         ".run().ledger)"
     )
     heads = {

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shoal.errors import ConfigError
-from shoal.runtime.sizing import Speeds, open_settings
 
 if TYPE_CHECKING:
     from shoal.run.estimate import Planning
     from shoal.run.recipe import Recipe
+    from shoal.runtime.sizing import Speeds
     from shoal.trainer.memory import Plan
 
 GIB = 2**30
@@ -57,6 +57,8 @@ def plan(
 
 
 def _speeds(assumptions: list[str] | tuple[str, ...]) -> Speeds:
+    from shoal.runtime.sizing import Speeds
+
     known, given = [one.name for one in fields(Speeds)], {}
     for text in assumptions:
         name, _, value = text.partition("=")
@@ -167,11 +169,13 @@ def run_lines(found: Planning, gpu_hour_price: float | None = None) -> Iterator[
     yield "settings that depend on the size:"
     yield from _derived_lines(found)
     yield "assumed (change with --assume NAME=NUMBER):"
-    for one in fields(Speeds):
+    for one in fields(found.speeds):
         yield f"  {one.name:<20}{getattr(found.speeds, one.name):>10g}   {one.metadata['source']}"
 
 
 def _derived_lines(found: Planning) -> Iterator[str]:
+    from shoal.runtime.sizing import open_settings
+
     for section in ("hub", "validator", "trainer"):
         settings = getattr(found.recipe, section)
         derived = open_settings(settings)
