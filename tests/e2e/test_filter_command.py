@@ -47,7 +47,7 @@ def test_rows_of_a_data_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert not out.exists()
     assert main([*command, "--keep", "0.125:0.875"]) == 0  # another band of what was measured
     said = capsys.readouterr()
-    assert "filtering: goes on: 40 of 40 tasks are done" in said.err
+    assert "filtering: continues: 40 of 40 tasks are done" in said.err
     kept = pq.read_table(out)
     assert kept.column_names == ["id", "question", "answer", "meta", "empty", "solve_rate_tiny", "samples_tiny"]
     rates = kept.column("solve_rate_tiny").to_pylist()

@@ -32,7 +32,7 @@ def demo(
     keep: Annotated[
         bool, typer.Option("--keep", help="Move an earlier demo in FOLDER aside instead of replacing it.")
     ] = False,
-    seed: Annotated[int, typer.Option("--seed", min=0, max=2**31, help="Other tasks, other dice.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", min=0, max=2**31, help="Other tasks, other samples.")] = 0,
     staleness: Annotated[int, typer.Option("--staleness", min=0, max=16, help="0: synchronous.")] = 2,
     steps: Annotated[int, typer.Option("--steps", min=1, max=100_000, help="Training steps.")] = 20,
     cheat: Annotated[

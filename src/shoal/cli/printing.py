@@ -161,7 +161,7 @@ class _Counts(_Lines):
         if self._began is None:
             self._began, self._said_s = (now_s, done), now_s
             if done:
-                self._say(f"goes on: {done:,} of {total:,} {self._unit} are done")
+                self._say(f"continues: {done:,} of {total:,} {self._unit} are done")
             return
         if now_s - self._said_s < COUNT_EVERY_S:
             return

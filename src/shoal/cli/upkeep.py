@@ -87,7 +87,7 @@ def restore(
 
 def doctor(
     urls: Annotated[
-        list[str] | None, typer.Argument(metavar="[URL]...", help="Also check the road to this run's hubs.")
+        list[str] | None, typer.Argument(metavar="[URL]...", help="Also check the connection to this run's hubs.")
     ] = None,
     folder: Annotated[
         Path | None,

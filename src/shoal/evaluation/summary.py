@@ -183,7 +183,7 @@ def missing_lines(summary: Mapping[str, Any]) -> Iterator[str]:
     if unscored["samples"]:
         more = ", …" if len(unscored["tasks"]) > NAMED_TASKS else ""
         tasks = ", ".join(unscored["tasks"][:NAMED_TASKS]) + more
-        yield f"  {count_of(unscored['samples'], 'sample')} unscored, in no number: scoring failed ({tasks})"
+        yield f"  {count_of(unscored['samples'], 'sample')} unscored, counted in no figure: scoring failed ({tasks})"
     for reason, count in summary["problems"]["reasons"].items():
         yield f"  {count_of(count, 'task')} left out: {reason}"
 

@@ -171,7 +171,7 @@ def test_progress_in_a_log_is_a_line_now_and_then() -> None:
         for now[0], done in ((5.0, 30), (10.0, 40), (15.0, 50), (20.0, 60)):
             report(done, 100)
     assert file.getvalue().splitlines() == [
-        "evaluating: goes on: 20 of 100 tasks are done",
+        "evaluating: continues: 20 of 100 tasks are done",
         "evaluating: 40 of 100 tasks, 30 s left",
         "evaluating: 60 of 100 tasks, 20 s left",
     ]

@@ -147,7 +147,7 @@ class TestSummary:
         assert (found["avg_at_k"], found["pass_at_k"], tally.failed_share) == (None, {"1": None}, 1.0)
         assert list(table_lines(found))[1:] == [
             "  nothing could be scored",
-            "  1 sample unscored, in no number: scoring failed (a)",
+            "  1 sample unscored, counted in no figure: scoring failed (a)",
             "  1 task left out: too long",
         ]
 

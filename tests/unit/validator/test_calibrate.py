@@ -34,6 +34,7 @@ from shoal.validator.calibrate import (
     prompts_of,
 )
 from shoal.validator.canary import SelfTest, Trial
+from shoal.validator.case import failed, unsure
 from shoal.validator.profiles import (
     BUILT_IN,
     ChannelLimits,
@@ -291,3 +292,29 @@ def test_a_profile_that_lets_everything_pass_fails_the_self_test() -> None:
     assert trials["honest work"].ok
     assert not trials["edited tokens"].ok
     assert "NOT caught" in trials["edited tokens"].text
+
+
+def test_rows_that_cost_nothing_are_all_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU a batch takes as long with one row as with many. Before, 32 sequences were drawn there, not 256."""
+    now_s, drawn = [0.0], dict[str, int]()
+
+    def draw(_subject: object, label: str, rows: int, *_arguments: object, **_options: object) -> list[Any]:
+        now_s[0] += 2.0
+        drawn[label] = rows
+        return []
+
+    monkeypatch.setattr(calibrate_module.time, "monotonic", lambda: now_s[0])
+    monkeypatch.setattr(calibrate_module.Subject, "drawn", draw)
+    monkeypatch.setattr(calibrate_module.Subject, "_kernels", lambda _subject: iter(()))
+    worker: Any = None
+    calibrate_module.Subject(worker, Plan([(1, 2)], 0), lambda _text: None).honest()
+    assert drawn == {"warm-up": 1, "batch 1": 1, "batch 8": 8, "batch 64": 64, "main": 256}
+
+
+def test_a_group_that_is_only_unsure_does_not_count_as_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two accidents in 139 honest groups would have refused the limits that they were measured for."""
+    findings = iter([unsure("sampling.accident", "far off"), failed("sampling.seed", "other tokens")])
+    monkeypatch.setattr(calibrate_module, "run_checks", lambda _checks, _case: [next(findings)])
+    worker, _, plan = engines("float32", "float32", sequences=32)
+    case = calibrate_module.Subject(worker, plan, lambda _text: None).drawn("two", 8, 4)[0]
+    assert calibrate_module.failed_checks([case, case], BUILT_IN["torch/cpu/float32"]) == ["sampling.seed"]
