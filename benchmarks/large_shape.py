@@ -150,7 +150,7 @@ def run(options: argparse.Namespace, folder: Path) -> None:
 def published(folder: Path, settings: TrainerSettings, log: Log, files: dict[str, bytes]) -> Iterator[Any]:
     """A function that publishes a learner's weights, and a shelf that fetches what it published over loopback."""
     key, stop, copies = SigningKey.generate(), StopToken(), Copies()
-    origin = Origin(folder / "origin", "large", key, settings=OriginSettings(delta_strides=(1,)))
+    origin = Origin(folder / "origin", "large", key, settings=OriginSettings())
     urls: list[str] = []
     ready = threading.Event()
     serving = threading.Thread(

@@ -61,7 +61,7 @@ def test_disk_of_every_role() -> None:
     assert found["trainer: checkpoints"] == (7 * 384, 2 * 384)
     assert found["trainer: export"] == (64, 64)
     deltas = (32 + 16 + 8 + 4) * 0.064  # of 32 versions, to one 1, 2, 4 and 8 back
-    assert found["origin"] == pytest.approx((6 * 64 + deltas, 2 * 64 + deltas))
+    assert found["origin"] == pytest.approx((2 * 64 + deltas, 2 * 64 + deltas))
     assert found["each relay"] == pytest.approx((2 * 64 + deltas, 0))
     assert found["each validator"] == pytest.approx((4 * 64 + 4 * 0.064, 0))
     assert found["each worker"] == pytest.approx((3 * 64 + 3 * 0.064, 0))
