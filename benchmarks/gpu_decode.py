@@ -1,6 +1,6 @@
 """How fast rollouts are drawn on a GPU, with seeds and proofs: pages and captured steps against the plain path.
 
-    python benchmarks/gpu_decode.py [--shape 0.6b] [--rows 64 256 1024] [--prompt 128] [--tokens 512] [--mixed] [--out FILE.json]
+    python benchmarks/gpu_decode.py [--rows 64 256 1024] [--prompt 128] [--tokens 512] [--mixed] [--out F.json]
     python benchmarks/gpu_decode.py --profile          # which kernels a step of 256 rows spends its time in
 
 Groups of 16; every completion runs to its full length, but for `--mixed` (limits of 64 … 2,048 tokens, geometric).
