@@ -1,6 +1,6 @@
 """Tasks and rewards: what the policy is asked, and what its answer is worth.
 
-    protocol   Task, Score, Environment: what everything here implements; ObjectingEnvironment: what one may add
+    protocol   Task, Score, Environment: what everything here implements; what one may add
     settings   EnvironmentSettings: the [environment] section of a recipe, with its tables
     generated  GeneratedEnvironment: tasks computed from their index, none stored
     digits     SortEnvironment (the demo's task), AdditionEnvironment, CalculatorEnvironment (with a tool to compute)
@@ -26,7 +26,6 @@ from shoal.environments.dialogue import DialogueRule, dialogue_of, has_dialogues
 from shoal.environments.protocol import (
     Environment,
     Identity,
-    ObjectingEnvironment,
     Score,
     Split,
     Task,
@@ -37,7 +36,7 @@ from shoal.environments.registry import ENVIRONMENTS, build
 from shoal.environments.settings import EnvironmentSettings
 
 __all__ = [
-    "ENVIRONMENTS", "DialogueRule", "Environment", "EnvironmentSettings", "Identity", "ObjectingEnvironment", "Score",
+    "ENVIRONMENTS", "DialogueRule", "Environment", "EnvironmentSettings", "Identity", "Score",
     "Split", "Task", "budget_of", "build", "dialogue_of", "has_dialogues", "identity_of", "judges_of",
     "prompt_settings_of", "require_scoring", "scoring_of",
 ]  # fmt: skip

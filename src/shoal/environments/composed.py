@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from shoal.environments.protocol import Environment, ObjectingEnvironment, Score, Split, Task, require_scoring
+from shoal.environments.protocol import Environment, Score, Split, Task, require_scoring
 from shoal.environments.settings import (
     EnvironmentSettings,
     JudgeSettings,
@@ -76,11 +76,6 @@ class Composed:
 
     def prepare(self) -> None:
         require_scoring(self.inner)
-
-    def objection(self, task: Task, completion: str) -> str:
-        if isinstance(self.inner, ObjectingEnvironment):
-            return self.inner.objection(task, self.prompt.thinking + completion)
-        return ""
 
 
 def is_plain(settings: EnvironmentSettings) -> bool:

@@ -29,7 +29,7 @@ from fractions import Fraction
 from types import ModuleType
 from typing import Any
 
-from shoal.environments.arithmetic_text import checked_expression, checked_for_simplifying
+from shoal.environments.arithmetic_text import checked_expression
 from shoal.errors import EnvironmentSetupError, ScoringFailure
 from shoal.runtime.text import install_command
 
@@ -338,8 +338,6 @@ PARSERS = {
     "algebra.intermediate_integration": "sympy",
 }
 """Modules whose scorer gives the answer to sympy's parser, which evaluates it; and by which name they call it."""
-SIMPLIFIERS = ("algebra.simple_integration", "algebra.intermediate_integration")
-"""Those of them that simplify it too."""
 LISTERS_OF_SETS = (
     "algorithmic.isomorphic_strings", "algorithmic.ransom_note", "algebra.polynomial_multiplication",
 )  # fmt: skip
@@ -359,11 +357,10 @@ def _mend() -> None:
     for name, called in PARSERS.items():
         module = _module(name)
         original = getattr(module, called)
-        check = checked_for_simplifying if name in SIMPLIFIERS else checked_expression
         if called == "parse_expr":
-            module.parse_expr = _guarded(original, check)  # type: ignore[attr-defined]
+            module.parse_expr = _guarded(original)  # type: ignore[attr-defined]
         else:
-            setattr(module, called, _Instead(original, parse_expr=_guarded(original.parse_expr, check)))
+            setattr(module, called, _Instead(original, parse_expr=_guarded(original.parse_expr)))
     for name in PRINTERS:
         vars(_module(name))["print"] = lambda *_words, **_options: None
     for name in LISTERS_OF_SETS:
@@ -378,8 +375,8 @@ def _module(name: str) -> ModuleType:
     return importlib.import_module(f"reasoning_gym.{name}")
 
 
-def _guarded(parse: Callable[..., Any], check: Callable[[str], str]) -> Callable[..., Any]:
+def _guarded(parse: Callable[..., Any]) -> Callable[..., Any]:
     def parse_checked(text: str, *rest: Any, **options: Any) -> Any:
-        return parse(check(text), *rest, **options)
+        return parse(checked_expression(text), *rest, **options)
 
     return parse_checked

@@ -22,7 +22,6 @@ from shoal.environments.dialogue import DialogueEnvironment, DialogueRule
 from shoal.environments.protocol import (
     Environment,
     LazyTasks,
-    ObjectingEnvironment,
     Score,
     Split,
     Task,
@@ -165,12 +164,6 @@ class MixedEnvironment:
     def prepare(self) -> None:
         for part in self.parts:
             require_scoring(part.environment)
-
-    def objection(self, task: Task, completion: str) -> str:
-        part, inner = self._part(task.id)
-        if isinstance(part.environment, ObjectingEnvironment):
-            return part.environment.objection(replace(task, id=inner), completion)
-        return ""
 
     def dialogue(self, task: Task) -> DialogueRule | None:
         part, inner = self._part(task.id)

@@ -88,19 +88,6 @@ class Environment(Protocol):
 
 
 @runtime_checkable
-class ObjectingEnvironment(Environment, Protocol):
-    """An environment that may refuse a completion whatever its score: one that attacks the grader, say."""
-
-    def objection(self, task: Task, completion: str) -> str:
-        """What is wrong with the completion, in a sentence for whoever generated it; empty if nothing is.
-
-        An objection rejects the whole group: no reward, no credit, no strike. It must be deterministic, and must not
-        depend on who generated: dice alone may come to such a completion.
-        """
-        ...
-
-
-@runtime_checkable
 class DigestedEnvironment(Environment, Protocol):
     """An environment that knows the digests of its questions without making tasks of them."""
 

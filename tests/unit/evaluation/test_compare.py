@@ -96,7 +96,6 @@ def test_only_tasks_of_both_with_the_same_prompt_are_paired(tmp_path: Path) -> N
     assert "one task says nothing" in lines[-1]
 
 
-
 def test_the_tasks_that_moved_most(tmp_path: Path) -> None:
     a = results(tmp_path, "a", [record(f"t{n}", 0.5) for n in range(9)])
     b = results(tmp_path, "b", [record(f"t{n}", n / 8) for n in range(9)])

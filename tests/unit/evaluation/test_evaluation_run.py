@@ -269,9 +269,6 @@ class Interrupting:
                 raise DeadlineExceeded("told to stop")
         return self._inner.scores(jobs)
 
-    def objections(self, jobs: Sequence[Job]) -> list[str]:
-        return [""] * len(jobs)
-
     def close(self) -> None:
         """Nothing is open."""
 

@@ -100,7 +100,6 @@ class TestBootstrap:
         assert bootstrap_means(values, 5) == bootstrap_means(values, 5)
         assert bootstrap_means(values, 5) != bootstrap_means(values, 6)
 
-
     def test_few_tasks_have_as_wide_an_interval_as_student_says(self) -> None:
         values = np.arange(10) / 10
         ours, check = bootstrap_means(values[:, None], 0)[0], t_interval(values)
@@ -166,7 +165,6 @@ class TestSignFlips:
         dice = np.random.default_rng(8)
         rejected = sum(sign_flip_p(dice.choice([-0.25, 0.0, 0.25, 0.5, -0.5], 15), 0) < 0.05 for _ in range(400))
         assert rejected / 400 < 0.08
-
 
 
 def test_the_difference_that_could_be_told_is_told_four_times_in_five() -> None:

@@ -1,4 +1,7 @@
-"""A letter among several: `Answer: B`. The last letter that is given as the answer counts, and only one may be."""
+"""A letter among several: `Answer: B`. The last letter that is given as the answer counts, and only one may be.
+
+And the very text: what the completion says after thinking, spaces around it aside.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +28,20 @@ SECOND = re.compile(
     r"(?![A-Za-z0-9'])"
 )
 """Another letter beside the one that was given. Where nothing joins them, "A" or "I" may begin a sentence."""
+
+
+class ExactGrader:
+    """1 for the very text of the answer."""
+
+    name: ClassVar[str] = "exact"
+    version: ClassVar[int] = 2
+
+    def problem(self, answer: str) -> str:
+        return "" if answer.strip() else "the answer is empty"
+
+    def score(self, answer: str, completion: str) -> Score:
+        exact = float(after_thinking(completion).strip() == answer.strip())
+        return Score(value=exact, parts={"exact": exact})
 
 
 class ChoiceGrader:

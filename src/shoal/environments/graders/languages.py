@@ -6,11 +6,11 @@ refused as one that cannot be decided, instead of being scored by chance.
 
 from __future__ import annotations
 
+import re
 import unicodedata
 from collections import Counter
 
-from shoal.environments.graders.instructions.words import words
-
+WORD = re.compile(r"\w+")
 LOOKED_AT = 20_000
 SCRIPTS = {
     "LATIN": "LATIN", "CYRILLIC": "CYRILLIC", "ARABIC": "ARABIC", "DEVANAGARI": "DEVANAGARI", "BENGALI": "BENGALI",
@@ -98,7 +98,7 @@ def _has_its_words(text: str, code: str, script: str) -> bool:
 
 
 def _hits(text: str, script: str) -> dict[str, int]:
-    counts = Counter(word.lower() for word in words(text))
+    counts = Counter(word.lower() for word in WORD.findall(text))
     return {code: sum(counts[word] for word in known) for code, known in FREQUENT[script].items()}
 
 
