@@ -36,7 +36,7 @@ from shoal.errors import ConfigError
 from shoal.runtime.text import count_of
 
 if TYPE_CHECKING:
-    from shoal.environments.data.table import Table
+    from shoal.environments.data.readers import Table
     from shoal.evaluation.filter import Columns, RateBand, RowSelection
     from shoal.evaluation.job import EvaluationJob
     from shoal.evaluation.records import EvaluationJournal
@@ -153,7 +153,7 @@ def refuse_taken(request: FilterRequest, evaluation: EvaluationJob, columns: Col
 def table_of(request: FilterRequest, evaluation: EvaluationJob) -> Table | None:
     """The original rows, if the tasks are rows of a data set."""
     from shoal.environments.data.locating import locate
-    from shoal.environments.data.table import Table
+    from shoal.environments.data.readers import Table
     from shoal.evaluation.filter import data_of
 
     data, path = data_of(evaluation.chosen.environment), request.source.settings.data

@@ -20,7 +20,7 @@ from typing import Any
 
 from shoal.environments import Environment
 from shoal.environments.composed import Composed
-from shoal.environments.data.table import Table
+from shoal.environments.data.readers import Table
 from shoal.environments.dataset import DatasetEnvironment
 from shoal.errors import ConfigError
 from shoal.evaluation.plan import Part, tasks_of

@@ -14,7 +14,7 @@ from evalkit import record, sort
 
 from shoal.environments import EnvironmentSettings, build
 from shoal.environments.data.locating import locate
-from shoal.environments.data.table import Table
+from shoal.environments.data.readers import Table
 from shoal.errors import ConfigError, ResourceError
 from shoal.evaluation import filter as filtering
 from shoal.evaluation.filter import (
