@@ -132,7 +132,8 @@ def _of_line(line: str) -> str:
         [found for found in _NUMBERS.finditer(line, after) if found[0].strip(" ,")] if _TWO_WORDS.search(line) else []
     )
     if numbers and (not formulas or _SAID.search(line, after, numbers[-1].start())):
-        return line if _denied(line, numbers[-1].start()) else numbers[-1][0]
+        before = numbers[-2].end() if len(numbers) > 1 else 0
+        return line if _denied(line, numbers[-1].start(), before) else numbers[-1][0]
     if not formulas or _denied(line, formulas[-1].start()):
         return line
     kept = [formulas.pop()]
@@ -141,9 +142,9 @@ def _of_line(line: str) -> str:
     return ", ".join(map(_inside, kept))
 
 
-def _denied(line: str, at: int) -> bool:
-    """Whether the clause that leads to this place says what the answer is not."""
-    return bool(_DENIAL.search(_CLAUSE_END.split(line[:at])[-1]))
+def _denied(line: str, at: int, after: int = 0) -> bool:
+    """Whether the clause that leads to this place says what the answer is not: "not 10" denies no later number."""
+    return bool(_DENIAL.search(_CLAUSE_END.split(line[after:at])[-1]))
 
 
 def _inside(formula: re.Match[str]) -> str:
