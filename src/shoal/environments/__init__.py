@@ -12,7 +12,6 @@
     formats/   how a row becomes a task: the described schema, question and answer, AIME, LiveCodeBench, GPQA, IFEval
     function   FunctionEnvironment: a reward of your own, one Python file
     graders/   what a completion of one kind of task is worth: mathematics, code, …
-    dialogue   DialogueEnvironment, DialogueRule: an environment that answers the model's turns
     tools/     what answers a model's turn, where an environment has several
     composed   Composed: an environment with how it is asked and what else counts; LengthBudget: a target per unit
     registry   ENVIRONMENTS, build
@@ -22,8 +21,9 @@ its `digest` so that they cannot disagree about what is being trained.
 """
 
 from shoal.environments.composed import budget_of, judges_of, prompt_settings_of, scoring_of
-from shoal.environments.dialogue import DialogueRule, dialogue_of, has_dialogues
+from shoal.environments.mix import dialogue_of, has_dialogues
 from shoal.environments.protocol import (
+    DialogueRule,
     Environment,
     Identity,
     Score,

@@ -115,6 +115,11 @@ def folder_digest(folder: Path) -> str:
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
+def inner_of(environment: Environment) -> Environment:
+    """The tasks and their scoring, without how they are asked."""
+    return environment.inner if isinstance(environment, Composed) else environment
+
+
 def budget_of(environment: Environment) -> LengthBudget | None:
     """The length budget of an environment, if it has one."""
     return environment.length if isinstance(environment, Composed) else None

@@ -53,9 +53,6 @@ class StoredTask(Task):
     """A task whose answer is read from the data set when somebody asks for it, and then kept.
 
     Drawing one looks at its answer, unless the data set has been checked; making one by its id does not.
-
-    >>> StoredTask(id="0", prompt="2+2?", load=lambda: "4").answer
-    '4'
     """
 
     answer: str = field(init=False, repr=False, compare=False)

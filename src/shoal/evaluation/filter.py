@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.environments import Environment
-from shoal.environments.composed import Composed
+from shoal.environments.composed import inner_of
 from shoal.environments.data.readers import Table
 from shoal.environments.dataset import DatasetEnvironment
 from shoal.errors import ConfigError
@@ -37,11 +37,7 @@ BAR = 40
 
 @dataclass(frozen=True)
 class RateBand:
-    """Pass rates to keep, both ends included.
-
-    >>> RateBand.parse("0.125:0.5").holds(0.5), RateBand.parse("0.125:0.5").holds(0.625)
-    (True, False)
-    """
+    """Pass rates to keep, both ends included."""
 
     low: float
     high: float
@@ -134,7 +130,7 @@ class RowSelection:
 
 def data_of(environment: Environment) -> DatasetEnvironment | None:
     """The data set that the tasks are rows of, if they are."""
-    inner = environment.inner if isinstance(environment, Composed) else environment
+    inner = inner_of(environment)
     return inner if isinstance(inner, DatasetEnvironment) else None
 
 

@@ -10,7 +10,6 @@ noted is written down: notes may tell the answers, and results are there to be s
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import os
@@ -53,11 +52,7 @@ class SampleRecord(msgspec.Struct, frozen=True):
 
 
 class TaskRecord(msgspec.Struct, frozen=True):
-    """One task. `part` is its label in a mixture; `problem` says why it has no samples, empty if it has.
-
-    >>> TaskRecord("a", 0, "", samples=(SampleRecord(1.0, 3, "eos"), SampleRecord(None, 3, "eos"))).scores
-    [1.0]
-    """
+    """One task. `part` is its label in a mixture; `problem` says why it has no samples, empty if it has."""
 
     task: str
     index: int
@@ -253,11 +248,7 @@ def dumped(value: Mapping[str, Any]) -> bytes:
 
 
 def difference(stored: Mapping[str, Any], wanted: Mapping[str, Any], what: str = "that folder") -> str:
-    """Where two identities part, in words: the first value that differs.
-
-    >>> difference({"plan": {"seed": 1}}, {"plan": {"seed": 2}})
-    'its plan.seed is 1, here it would be 2; choose another --out, or remove that folder'
-    """
+    """Where two identities part, in words: the first value that differs."""
     before, after = dict(_flat(stored)), dict(_flat(wanted))
     for key in dict.fromkeys((*after, *before)):
         if before.get(key) != after.get(key):
@@ -314,13 +305,6 @@ def write_records(sink: Any, records: Iterable[TaskRecord], about: Mapping[str, 
     with pq.ParquetWriter(sink, schema, compression="zstd") as writer:
         while group := list(islice(rows, ROWS_PER_GROUP)):
             writer.write_table(pa.Table.from_pylist(group, schema=schema))
-
-
-def parquet_bytes(records: Iterable[TaskRecord], about: Mapping[str, Any]) -> bytes:
-    """The whole file in memory: for tests and small results."""
-    sink = io.BytesIO()
-    write_records(sink, records, about)
-    return sink.getvalue()
 
 
 def read_records(path: Path) -> Iterator[TaskRecord]:

@@ -27,11 +27,7 @@ BOOTSTRAP_TASKS = 20_000
 
 @dataclass(frozen=True)
 class Estimate:
-    """A number with its 95 % interval; `low` and `high` are no numbers (nan) where nothing can be said, as of one task.
-
-    >>> str(Estimate(0.5, 0.25, 0.75))
-    '0.500 [0.250, 0.750]'
-    """
+    """A number with its 95 % interval; `low` and `high` are NaN where nothing can be said, as of one task."""
 
     value: float
     low: float
@@ -50,9 +46,6 @@ def pass_at_k(samples: int, passes: int, k: int) -> float:
     """The chance that at least one of `k` samples, drawn without replacement from `samples`, is one that passed.
 
     Unbiased for the chance that `k` fresh samples hold one: 1 − C(n−c, k) / C(n, k), as a product that cannot overflow.
-
-    >>> pass_at_k(samples=4, passes=1, k=2)
-    0.5
     """
     if not 0 <= passes <= samples or not 1 <= k <= samples:
         raise ValueError(f"no pass@{k} of {passes} passes in {samples} samples")
@@ -63,11 +56,7 @@ def pass_at_k(samples: int, passes: int, k: int) -> float:
 
 
 def ks_up_to(samples: int) -> list[int]:
-    """1, 2, 4, … and the number of samples itself.
-
-    >>> ks_up_to(6)
-    [1, 2, 4, 6]
-    """
+    """1, 2, 4, … and the number of samples itself."""
     powers = [2**i for i in range(samples.bit_length()) if 2**i <= samples]
     return powers if not powers or powers[-1] == samples else [*powers, samples]
 
@@ -131,9 +120,6 @@ def mean_estimate(values: Floats, seed: int) -> Estimate:
     Tasks that all scored the same have no spread to resample, and an interval of no width would claim too much. From 0
     to 1 nothing spreads more than trials that pass or fail, so that theirs (Wilson's) is wide enough; beyond, none is
     known.
-
-    >>> str(mean_estimate(np.full(10, 0.5), seed=0))
-    '0.500 [0.237, 0.763]'
     """
     if len(values) and bool(np.isin(values, (0.0, 1.0)).all()):
         return wilson(int(values.sum()), len(values))
@@ -183,11 +169,7 @@ MANY_FREEDOM = 1000
 
 
 def t_quantile(p: float, freedom: int) -> float:
-    """The quantile of Student's distribution, by bisection; p from 0.5 to 1.
-
-    >>> round(t_quantile(0.975, 29), 3)
-    2.045
-    """
+    """The quantile of Student's distribution, by bisection; p from 0.5 to 1."""
     if freedom > MANY_FREEDOM:
         z = NormalDist().inv_cdf(p)
         return z + (z**3 + z) / (4 * freedom)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from shoal.environments import Environment, EnvironmentSettings, Score
-from shoal.environments.composed import Composed
+from shoal.environments.composed import inner_of
 from shoal.environments.settings import ScoringSettings
 from shoal.errors import EnvironmentSetupError, ScoringFailure
 
@@ -107,4 +107,4 @@ def child_settings(settings: EnvironmentSettings) -> EnvironmentSettings:
 
 def core_digest(environment: Environment) -> str:
     """The digest of what `child_settings` leaves: a file that was edited since must not score for this run."""
-    return environment.inner.digest if isinstance(environment, Composed) else environment.digest
+    return inner_of(environment).digest

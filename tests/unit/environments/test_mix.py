@@ -12,8 +12,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.environments import Environment, EnvironmentSettings, Score, Split, Task, build, identity_of
-from shoal.environments.dialogue import DialogueRule, dialogue_of
+from shoal.environments import (
+    DialogueRule,
+    Environment,
+    EnvironmentSettings,
+    Score,
+    Split,
+    Task,
+    build,
+    dialogue_of,
+    identity_of,
+)
 from shoal.environments.generated import GeneratedEnvironment
 from shoal.environments.mix import MixedEnvironment, Part, Schedule, part_of, permute
 from shoal.environments.questions import prompt_digest

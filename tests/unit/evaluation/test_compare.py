@@ -14,7 +14,7 @@ from evalkit import record
 from shoal.cli.main import main
 from shoal.errors import ConfigError
 from shoal.evaluation.compare import PairedComparison, compare, comparison_lines
-from shoal.evaluation.records import Results, TaskRecord, parquet_bytes, read_results
+from shoal.evaluation.records import Results, TaskRecord, read_results, write_records
 
 ABOUT: dict[str, Any] = {
     "model": {"name": "base", "digest": "ab" * 32},
@@ -25,7 +25,7 @@ ABOUT: dict[str, Any] = {
 
 def results(tmp_path: Path, name: str, records: list[TaskRecord], about: Mapping[str, Any] = ABOUT) -> Results:
     path = tmp_path / f"{name}.parquet"
-    path.write_bytes(parquet_bytes(records, about))
+    write_records(path, records, about)
     return read_results(path, "tasks.parquet")
 
 

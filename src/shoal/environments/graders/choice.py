@@ -60,11 +60,7 @@ class ChoiceGrader:
 
 
 def chosen_letter(text: str) -> str:
-    """The letter that a text gives as its answer; empty if it gives none, or two at once, or says which it is not.
-
-    >>> chosen_letter("B looks right, but no. Answer: (C)"), chosen_letter("**D**"), chosen_letter("Answer: A or B")
-    ('C', 'D', '')
-    """
+    """The letter that a text gives as its answer; empty if it gives none, or two at once, or says which it is not."""
     end = text[-READ_CHARACTERS:]
     found = [*_matches(ANSWER, end), *_matches(BOXED, end)] or _matches(OPTION, end)
     if found:

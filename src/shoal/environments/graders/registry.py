@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from difflib import get_close_matches
-
 from shoal.environments.graders.protocol import Grader
 from shoal.errors import EnvironmentSetupError
+from shoal.runtime.text import meant
 
 GRADERS = ("code", "exact", "mathematics", "math-verify", "choice", "instructions")
 
@@ -36,6 +35,5 @@ def grader(name: str) -> Grader:
             from shoal.environments.graders.choice import ChoiceGrader, ExactGrader
 
             return ChoiceGrader() if plain == "choice" else ExactGrader()
-    close = get_close_matches(name, [*GRADERS, *TASK_TYPES], n=1)
-    meant = f" (did you mean {close[0]!r}?)" if close else ""
-    raise EnvironmentSetupError(f"there is no grader {name!r}{meant}; there are {', '.join(sorted(GRADERS))}")
+    near = meant(name, [*GRADERS, *TASK_TYPES])
+    raise EnvironmentSetupError(f"there is no grader {name!r}{near}; there are {', '.join(sorted(GRADERS))}")

@@ -60,9 +60,6 @@ class Limits(BaseModel):
 
     Time is processor time, so that a busy machine does not fail a good program; what it takes to start a test is not
     counted. A program that only waits is ended by the clock: after four times its processor time and five seconds more.
-
-    >>> Limits(test_cpu_s=2).test_wall_s
-    13.0
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -85,11 +82,7 @@ class Limits(BaseModel):
 
 @dataclass(frozen=True)
 class Ran:
-    """How one test ended, and what came out of it.
-
-    >>> Ran(ended="well", output=b"5").output
-    b'5'
-    """
+    """How one test ended, and what came out of it."""
 
     ended: Ended
     output: bytes = b""
