@@ -18,7 +18,7 @@ import pytest
 from sandboxkit import SHORT, children, gone, needs_bubblewrap, said
 from shoal.environments.graders.code import CodeGrader
 from shoal.environments.sandbox import Limits, Sandbox
-from shoal.environments.sandbox import limits as limits_module
+from shoal.environments.sandbox import process as process_module
 
 pytestmark = needs_bubblewrap
 
@@ -39,7 +39,7 @@ CALL = json.dumps({
 @pytest.fixture(autouse=True)
 def nothing_stays_behind(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Whatever a program does: when it is over there is no process of it, and no descriptor open here."""
-    monkeypatch.setattr(limits_module, "WALL_GRACE_S", 120.0)  # other tests may keep the processors busy
+    monkeypatch.setattr(process_module, "WALL_GRACE_S", 120.0)  # other tests may keep the processors busy
     before = {path.name for path in Path("/proc/self/fd").iterdir()}
     yield
     assert not children()
@@ -120,8 +120,8 @@ SLEEPERS = [
 
 @pytest.mark.parametrize("code", SLEEPERS)
 def test_a_program_that_only_waits_is_ended_by_the_clock(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits_module, "WALL_FACTOR", 0)
-    monkeypatch.setattr(limits_module, "WALL_GRACE_S", 1.0)
+    monkeypatch.setattr(process_module, "WALL_FACTOR", 0)
+    monkeypatch.setattr(process_module, "WALL_GRACE_S", 1.0)
 
     value, notes = worth(code)
 

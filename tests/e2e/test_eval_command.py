@@ -19,7 +19,7 @@ import pytest
 from shoal.cli.main import main
 from shoal.environments import EnvironmentSettings
 from shoal.evaluation.job import SUMMARY, TASKS
-from shoal.evaluation.journal import PROGRESS
+from shoal.evaluation.records import PROGRESS
 from shoal.models import model_folder
 from shoal.run.folder import RunFolder
 from shoal.run.recipe import Recipe

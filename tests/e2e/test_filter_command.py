@@ -16,7 +16,7 @@ import pytest
 
 from shoal.cli.main import main
 from shoal.environments import EnvironmentSettings, build
-from shoal.evaluation.journal import PROGRESS
+from shoal.evaluation.records import PROGRESS
 
 EXACT = ["--set", "environment.options.grader=exact"]
 SAMPLING = ["--max-new-tokens", "16", "--device", "cpu"]

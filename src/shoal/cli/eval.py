@@ -20,9 +20,8 @@ from shoal.errors import ScoringFailure, UserError
 
 if TYPE_CHECKING:
     from shoal.environments import Environment
-    from shoal.evaluation.job import EvaluationJob
+    from shoal.evaluation.job import Chosen, EvaluationJob
     from shoal.evaluation.leaks import Leaks
-    from shoal.evaluation.measuring import Chosen
     from shoal.evaluation.plan import SamplingPlan
     from shoal.evaluation.subject import EngineChoice
     from shoal.run.sources import ModelSource, TaskSource
@@ -180,7 +179,7 @@ def run_rescore(out: Path, env: str | None, overrides: Sequence[str]) -> int:
     from shoal.cli.printing import counted
     from shoal.evaluation.job import SUMMARY
     from shoal.evaluation.leaks import Leaks
-    from shoal.evaluation.rescoring import kept_settings, rescore
+    from shoal.evaluation.rescore import kept_settings, rescore
     from shoal.run.sources import TaskSource, task_source
     from shoal.runtime.lock import FolderLock
     from shoal.runtime.stop import stop_on_signals
@@ -269,7 +268,7 @@ def default_out(evaluation: EvaluationJob, tasks: str) -> Path:
     """A folder that follows from what is evaluated: the same command finds it again."""
     import hashlib
 
-    from shoal.evaluation.journal import dumped
+    from shoal.evaluation.records import dumped
     from shoal.evaluation.subject import plain_name
 
     digest = hashlib.sha256(dumped(evaluation.about)).hexdigest()
@@ -363,8 +362,8 @@ def compare(
     """Say whether B is better than A, task by task, with an interval and a significance test."""
     import json
 
-    from shoal.evaluation.comparing import compare as compared
-    from shoal.evaluation.comparing import comparison_lines
+    from shoal.evaluation.compare import compare as compared
+    from shoal.evaluation.compare import comparison_lines
     from shoal.evaluation.job import TASKS
     from shoal.evaluation.records import read_results
 

@@ -36,11 +36,10 @@ from shoal.errors import ConfigError
 from shoal.runtime.text import count_of
 
 if TYPE_CHECKING:
-    from shoal.environments.data.table import Table
+    from shoal.environments.data.readers import Table
+    from shoal.evaluation.filter import Columns, RateBand, RowSelection
     from shoal.evaluation.job import EvaluationJob
-    from shoal.evaluation.journal import EvaluationJournal
-    from shoal.evaluation.rates import RateBand
-    from shoal.evaluation.selection import Columns, RowSelection
+    from shoal.evaluation.records import EvaluationJournal
     from shoal.evaluation.subject import EngineChoice
     from shoal.run.sources import TaskSource
 
@@ -71,7 +70,7 @@ def filter_tasks(
     batch_rows: BatchRows = 256,
 ) -> None:
     """Measure how often a model solves each task, and write those within a band. The same command continues."""
-    from shoal.evaluation.rates import RateBand
+    from shoal.evaluation.filter import RateBand
     from shoal.evaluation.subject import EngineChoice
     from shoal.run.sources import task_source
 
@@ -107,7 +106,7 @@ def _split(source: TaskSource) -> str:
 
 def run_filter(request: FilterRequest) -> int:
     """Measure, or go on measuring; write what stays; say how many that are. Returns the exit code."""
-    from shoal.evaluation.selection import Columns, stored_about, written_before
+    from shoal.evaluation.filter import Columns, stored_about, written_before
     from shoal.evaluation.subject import plain_name
 
     if request.out.suffix != ".parquet":
@@ -128,8 +127,8 @@ def run_filter(request: FilterRequest) -> int:
 
 
 def prepared(request: FilterRequest) -> EvaluationJob:
+    from shoal.evaluation.filter import data_of
     from shoal.evaluation.job import EvaluationJob, choose
-    from shoal.evaluation.selection import data_of
     from shoal.evaluation.subject import open_subject
     from shoal.run.sources import model_source
 
@@ -154,8 +153,8 @@ def refuse_taken(request: FilterRequest, evaluation: EvaluationJob, columns: Col
 def table_of(request: FilterRequest, evaluation: EvaluationJob) -> Table | None:
     """The original rows, if the tasks are rows of a data set."""
     from shoal.environments.data.locating import locate
-    from shoal.environments.data.table import Table
-    from shoal.evaluation.selection import data_of
+    from shoal.environments.data.readers import Table
+    from shoal.evaluation.filter import data_of
 
     data, path = data_of(evaluation.chosen.environment), request.source.settings.data
     return None if data is None or path is None else Table(locate(path, data.options.split))
@@ -187,7 +186,7 @@ def conclude(
     about: dict[str, Any],
 ) -> None:
     """Write the result and say what is in it. Measurements stay until something is written, and all is scored."""
-    from shoal.evaluation.rates import histogram_lines
+    from shoal.evaluation.filter import histogram_lines
     from shoal.evaluation.summary import SummaryTally, missing_lines
 
     selection, plan = selected(request, evaluation, journal), evaluation.chosen.plan
@@ -219,8 +218,7 @@ def conclude(
 
 def selected(request: FilterRequest, evaluation: EvaluationJob, journal: EvaluationJournal) -> RowSelection:
     """The rates by row of the data set, or by number where there are no rows."""
-    from shoal.evaluation.rates import rates
-    from shoal.evaluation.selection import RowSelection, data_of, row_of
+    from shoal.evaluation.filter import RowSelection, data_of, rates, row_of
 
     data, split = data_of(evaluation.chosen.environment), evaluation.chosen.plan.split
     found = {
@@ -233,7 +231,7 @@ def selected(request: FilterRequest, evaluation: EvaluationJob, journal: Evaluat
 def written(
     request: FilterRequest, evaluation: EvaluationJob, selection: RowSelection, columns: Columns, about: dict[str, Any]
 ) -> int:
-    from shoal.evaluation.selection import original_rows, task_rows, write_rows
+    from shoal.evaluation.filter import original_rows, task_rows, write_rows
 
     environment, plan = evaluation.chosen.environment, evaluation.chosen.plan
     table = table_of(request, evaluation)

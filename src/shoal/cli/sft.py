@@ -292,7 +292,7 @@ def _train(request: Request, model: ModelSource) -> int:
     from rich.console import Console
 
     from shoal.cli.printing import counted
-    from shoal.evaluation.journal import difference
+    from shoal.evaluation.records import difference
     from shoal.runtime.files import write_atomically
     from shoal.runtime.lock import FolderLock
     from shoal.runtime.metrics import MetricsLog
@@ -329,7 +329,7 @@ def _train(request: Request, model: ModelSource) -> int:
 
 def _chosen(request: Request, model: ModelSource, about: dict[str, Any]) -> Corpus:
     """The corpus of this very request, if it was chosen before; else it is chosen now."""
-    from shoal.evaluation.journal import difference
+    from shoal.evaluation.records import difference
     from shoal.runtime.files import write_atomically
     from shoal.trainer.demonstrations.choosing import Corpus
 

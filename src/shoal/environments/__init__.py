@@ -1,6 +1,6 @@
 """Tasks and rewards: what the policy is asked, and what its answer is worth.
 
-    protocol   Task, Score, Environment: what everything here implements; ObjectingEnvironment: what one may add
+    protocol   Task, Score, Environment: what everything here implements; what one may add
     settings   EnvironmentSettings: the [environment] section of a recipe, with its tables
     generated  GeneratedEnvironment: tasks computed from their index, none stored
     digits     SortEnvironment (the demo's task), AdditionEnvironment, CalculatorEnvironment (with a tool to compute)
@@ -12,7 +12,6 @@
     formats/   how a row becomes a task: the described schema, question and answer, AIME, LiveCodeBench, GPQA, IFEval
     function   FunctionEnvironment: a reward of your own, one Python file
     graders/   what a completion of one kind of task is worth: mathematics, code, …
-    dialogue   DialogueEnvironment, DialogueRule: an environment that answers the model's turns
     tools/     what answers a model's turn, where an environment has several
     composed   Composed: an environment with how it is asked and what else counts; LengthBudget: a target per unit
     registry   ENVIRONMENTS, build
@@ -22,11 +21,11 @@ its `digest` so that they cannot disagree about what is being trained.
 """
 
 from shoal.environments.composed import budget_of, judges_of, prompt_settings_of, scoring_of
-from shoal.environments.dialogue import DialogueRule, dialogue_of, has_dialogues
+from shoal.environments.mix import dialogue_of, has_dialogues
 from shoal.environments.protocol import (
+    DialogueRule,
     Environment,
     Identity,
-    ObjectingEnvironment,
     Score,
     Split,
     Task,
@@ -37,7 +36,7 @@ from shoal.environments.registry import ENVIRONMENTS, build
 from shoal.environments.settings import EnvironmentSettings
 
 __all__ = [
-    "ENVIRONMENTS", "DialogueRule", "Environment", "EnvironmentSettings", "Identity", "ObjectingEnvironment", "Score",
+    "ENVIRONMENTS", "DialogueRule", "Environment", "EnvironmentSettings", "Identity", "Score",
     "Split", "Task", "budget_of", "build", "dialogue_of", "has_dialogues", "identity_of", "judges_of",
     "prompt_settings_of", "require_scoring", "scoring_of",
 ]  # fmt: skip

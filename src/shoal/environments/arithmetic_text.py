@@ -4,9 +4,7 @@ read, so that anything else in it would be run, and a short text could ask for a
 from __future__ import annotations
 
 import ast
-import math
 import string
-from dataclasses import dataclass
 
 FUNCTIONS = frozenset({
     "sin", "cos", "tan", "cot", "sec", "csc", "asin", "acos", "atan", "acot", "asec", "acsc", "sinh", "cosh", "tanh",
@@ -14,24 +12,18 @@ FUNCTIONS = frozenset({
 })  # fmt: skip
 NAMES = FUNCTIONS | {"pi", "E", "I"} | set(string.ascii_letters)
 OPERATORS = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.Pow, ast.UAdd, ast.USub)
-MOST_CHARACTERS, MOST_CHARACTERS_TO_SIMPLIFY = 8_000, 2_000
+MOST_CHARACTERS, MOST_TERMS = 8_000, 512
 MOST_DIGITS, MOST_DIGITS_OF_A_POWER = 100, 24
 LARGEST_EXPONENT, LARGEST_EXPONENT_OF_A_LETTER = 64, 256
 MOST_POWERS_OF_NUMBERS = 64
 DEEPEST = 60
 """Products of polynomials have many terms with long numbers; powers of long numbers, and many of them, take minutes."""
-HIGHEST_DEGREE, MOST_TERMS, DEEPEST_CALL, MOST_CALLS, MOST_FACTORS = 32, 512, 4, 16, 3
-"""What simplifying an expression may come to: its degree where it multiplies sums out, how many terms that makes, how
-many functions are within each other, how many there are, and how many in a product. Each alone can take minutes."""
 
 
 def checked_expression(text: str) -> str:
     """The text itself, if it is made of numbers, one-letter names, `+ - * / **`, brackets and known functions.
 
     Anything else is a `ValueError`; so is a power of numbers whose exponent is large.
-
-    >>> checked_expression("x**2/2 + sin(x) + C")
-    'x**2/2 + sin(x) + C'
     """
     if len(text) > MOST_CHARACTERS or not text.isascii() or "_" in text:
         raise ValueError("not an expression of numbers and letters")
@@ -100,79 +92,3 @@ def _check_power(node: ast.BinOp) -> None:
 def _is_power_of_numbers(node: ast.AST) -> bool:
     is_power = isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow)
     return is_power and not any(isinstance(part, ast.Name) for part in ast.walk(node.left))  # type: ignore[attr-defined]
-
-
-# ── what it would be to simplify it ──────────────────────────────────────────────────────────────────────────────
-
-
-@dataclass(frozen=True)
-class Extent:
-    """How large an expression becomes when it is multiplied out: of x*(x+1)**2 the degree is 3, and there are 3 terms.
-
-    `calls` is how many functions are within each other, and `factors` how many are multiplied with each other.
-    """
-
-    degree: int = 0
-    terms: int = 1
-    calls: int = 0
-    factors: int = 0
-
-    def times(self, other: Extent) -> Extent:
-        calls, factors = max(self.calls, other.calls), self.factors + other.factors
-        product = Extent(self.degree + other.degree, self.terms * other.terms, calls, factors)
-        return product.checked() if self.degree and other.degree else product
-
-    def plus(self, other: Extent) -> Extent:
-        degree, calls = max(self.degree, other.degree), max(self.calls, other.calls)
-        return Extent(degree, self.terms + other.terms if degree else 1, calls, max(self.factors, other.factors))
-
-    def to_the(self, power: int, calls: int) -> Extent:
-        if self.terms == 1:
-            return Extent(self.degree * power, 1, max(self.calls, calls), self.factors)
-        terms = math.comb(self.terms + power - 1, power)
-        return Extent(self.degree * power, terms, max(self.calls, calls), self.factors * power).checked()
-
-    def checked(self) -> Extent:
-        if self.terms > 1 and (self.degree > HIGHEST_DEGREE or self.terms > MOST_TERMS):
-            raise ValueError("too much to multiply out")
-        if self.factors > MOST_FACTORS:
-            raise ValueError("too many functions multiplied with each other")
-        return self
-
-
-def checked_for_simplifying(text: str) -> str:
-    """As `checked_expression`, and small enough for a computer algebra system to simplify: that is no matter of length.
-
-    >>> checked_for_simplifying("(3*x + 2)**5/15 + C")
-    '(3*x + 2)**5/15 + C'
-    """
-    if len(text) > MOST_CHARACTERS_TO_SIMPLIFY:
-        raise ValueError("too long to simplify")
-    tree = ast.parse(checked_expression(text).strip(), mode="eval")
-    if sum(isinstance(node, ast.Call) for node in ast.walk(tree)) > MOST_CALLS:
-        raise ValueError("too many functions")
-    _extent(tree.body)
-    return text
-
-
-def _extent(node: ast.expr) -> Extent:
-    if isinstance(node, ast.UnaryOp):
-        return _extent(node.operand)
-    if isinstance(node, ast.Call):
-        inner = _extent(node.args[0])
-        if inner.calls >= DEEPEST_CALL:
-            raise ValueError("too many functions within each other")
-        return Extent(max(1, inner.degree), 1, inner.calls + 1, 1)
-    if not isinstance(node, ast.BinOp):
-        return Extent(degree=int(isinstance(node, ast.Name)))
-    one, other = _extent(node.left), _extent(node.right)
-    if isinstance(node.op, ast.Pow):
-        return one.to_the(_power(node.right), other.calls)
-    return one.plus(other) if isinstance(node.op, ast.Add | ast.Sub) else one.times(other)
-
-
-def _power(node: ast.expr) -> int:
-    """How often something is multiplied by itself, at most: the product of the exponent's numbers. A root is one more
-    function, and its own power."""
-    numbers = [abs(part.value) for part in ast.walk(node) if isinstance(part, ast.Constant)]  # type: ignore[arg-type]
-    return max(1, math.ceil(math.prod(numbers)))

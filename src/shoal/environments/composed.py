@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from shoal.environments.protocol import Environment, ObjectingEnvironment, Score, Split, Task, require_scoring
+from shoal.environments.protocol import Environment, Score, Split, Task, require_scoring
 from shoal.environments.settings import (
     EnvironmentSettings,
     JudgeSettings,
@@ -77,11 +77,6 @@ class Composed:
     def prepare(self) -> None:
         require_scoring(self.inner)
 
-    def objection(self, task: Task, completion: str) -> str:
-        if isinstance(self.inner, ObjectingEnvironment):
-            return self.inner.objection(task, self.prompt.thinking + completion)
-        return ""
-
 
 def is_plain(settings: EnvironmentSettings) -> bool:
     """Whether nothing is added to the ingredient: a table that says what is so anyway adds nothing."""
@@ -118,6 +113,11 @@ def folder_digest(folder: Path) -> str:
         raise EnvironmentSetupError(f"the classifier's folder {folder} is not there, or empty: check the judge's path")
     lines = [f"{file_digest(folder / name)} {name}\n" for name in shown]
     return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def inner_of(environment: Environment) -> Environment:
+    """The tasks and their scoring, without how they are asked."""
+    return environment.inner if isinstance(environment, Composed) else environment
 
 
 def budget_of(environment: Environment) -> LengthBudget | None:

@@ -6,9 +6,8 @@ from typing import ClassVar, Self
 
 from pydantic import Field, model_validator
 
-from shoal.environments.dialogue import DEFAULT_TURNS, MAX_TURNS, DialogueRule
 from shoal.environments.generated import GeneratedEnvironment, Numbers, Options
-from shoal.environments.protocol import Score, Task
+from shoal.environments.protocol import DEFAULT_TURNS, MAX_TURNS, DialogueRule, Score, Task
 from shoal.environments.tools.calculator import evaluate, is_number, shown
 
 PAIR_PER_8 = 3  # of two neighbours, this many eighths are in parentheses

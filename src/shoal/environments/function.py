@@ -25,8 +25,16 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, get_args
 
-from shoal.environments.dialogue import DEFAULT_TURNS, MAX_TURNS, DialogueRule
-from shoal.environments.protocol import Score, Split, Task, is_reserved, reserved_names
+from shoal.environments.protocol import (
+    DEFAULT_TURNS,
+    MAX_TURNS,
+    DialogueRule,
+    Score,
+    Split,
+    Task,
+    is_reserved,
+    reserved_names,
+)  # fmt: skip
 from shoal.errors import EnvironmentSetupError, ScoringFailure
 
 TASK_KEYS = frozenset({"id", "prompt", "answer", "split"})
@@ -73,11 +81,7 @@ class FunctionEnvironment:
 
 
 def _as_score(result: object) -> Score:
-    """What a user's function may return, as a `Score` of finite numbers; `TypeError`, `ValueError` say what is wrong.
-
-    >>> _as_score({"value": 0.5, "parts": {"style": 1}}).parts
-    {'style': 1.0}
-    """
+    """What a user's function may return, as a `Score` of finite numbers; else a `TypeError` or `ValueError`."""
     if isinstance(result, Mapping):
         unknown = sorted(str(key) for key in result if key not in SCORE_KEYS)
         if unknown or "value" not in result:

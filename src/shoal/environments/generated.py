@@ -41,11 +41,7 @@ def is_held_out(prompt: str) -> bool:
 
 
 def numbered_task(name: str, task_id: str, sizes: Mapping[Split, int]) -> tuple[Split, int]:
-    """Split and index of the id `name/split/index`; any other id, or an index too large, is no task.
-
-    >>> numbered_task("sort", "sort/train/17", {"train": 100, "held_out": 10})
-    ('train', 17)
-    """
+    """Split and index of the id `name/split/index`; any other id, or an index too large, is no task."""
     said, _, rest = task_id.partition("/")
     split, _, index = rest.partition("/")
     canonical = index.isdecimal() and len(index) < 20 and str(int(index)) == index

@@ -131,11 +131,7 @@ class GymEnvironment:
 
 
 def final_answer(completion: str) -> str:
-    """The answer within a completion: after the thinking, in the last pair of tags if there is one.
-
-    >>> final_answer("<think>4 or 5?</think>It is <answer> 5 </answer>.")
-    '5'
-    """
+    """The answer within a completion: after the thinking, in the last pair of tags if there is one."""
     said = after_thinking(completion)
     before, closing, _rest = said.rpartition(CLOSING)
     if closing and OPENING in before:

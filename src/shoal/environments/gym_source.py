@@ -23,15 +23,14 @@ import random
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from difflib import get_close_matches
+from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
 from types import ModuleType
 from typing import Any
 
-from shoal.environments.arithmetic_text import checked_expression, checked_for_simplifying
+from shoal.environments.arithmetic_text import checked_expression
 from shoal.errors import EnvironmentSetupError, ScoringFailure
-from shoal.runtime.text import install_command
+from shoal.runtime.text import install_command, meant
 
 VERSION = "0.1.25"
 SOLVER = "pycosat"
@@ -55,11 +54,7 @@ _lock = threading.RLock()
 
 
 class Generator:
-    """A generator with its settings. `entry(number)` is the same everywhere and always for the same number.
-
-    >>> Generator("chain_sum", {"min_terms": 2}).entry(7)["question"]                     # doctest: +SKIP
-    'State the final answer to the following arithmetic problem: 36 + 1 ='
-    """
+    """A generator with its settings. `entry(number)` is the same everywhere and always for the same number."""
 
     def __init__(self, name: str, settings: Mapping[str, Any], level: int | None = None) -> None:
         factory = _library().factory
@@ -69,7 +64,7 @@ class Generator:
         known = generator_names()
         if name not in known:
             raise EnvironmentSetupError(
-                f"reasoning-gym has no generator {name!r}{_meant(name, known)}; it has {len(known)}, which its own "
+                f"reasoning-gym has no generator {name!r}{meant(name, known)}; it has {len(known)}, which its own "
                 "documentation shows (python -c 'import reasoning_gym.factory as f; print(sorted(f.DATASETS))')"
             )
         self.name = name
@@ -106,7 +101,8 @@ class Generator:
             return 0.0, "the answer is too long"
         try:
             value = float(self._first.score_answer(answer, dict(entry)))
-            if value > 0 and not CONDITIONS.get(self.name, _always)(answer, entry):
+            condition = CONDITIONS.get(self.name)
+            if value > 0 and condition is not None and not condition(answer, entry):
                 return 0.0, "the generator's scorer would take this for an answer to any of its tasks"
         except UNREADABLE as error:
             self._refuse_if_broken(entry)
@@ -163,44 +159,23 @@ def example_answer(entry: Mapping[str, Any]) -> str:
     return str(found)
 
 
-# ── what some scorers forget ─────────────────────────────────────────────────────────────────────────────────────
-
-
-def _always(_answer: str, _entry: Mapping[str, Any]) -> bool:
-    return True
-
-
-def _the_very_answer(answer: str, entry: Mapping[str, Any]) -> bool:
-    return bool(answer == str(entry["answer"]).strip())
-
-
-def _near(answer: str, entry: Mapping[str, Any]) -> bool:
-    return abs(float(Fraction(answer.replace(",", ""))) - float(Fraction(entry["answer"]))) <= 1e-4
-
-
-def _finite(answer: str, _entry: Mapping[str, Any]) -> bool:
-    return not re.search("nan|inf", answer, re.IGNORECASE)
-
-
-def _the_given_numbers(answer: str, entry: Mapping[str, Any]) -> bool:
-    used = [int(number) for number in re.findall(r"\b\d+\b", answer)]
-    return sorted(used) == sorted(entry["metadata"]["numbers"])
-
-
-def _the_right_sign(answer: str, entry: Mapping[str, Any]) -> bool:
-    return str(entry["answer"]).startswith("-") or not re.match(r"\s*[-\u2212]", answer)
-
-
 CONDITIONS: dict[str, Callable[[str, Mapping[str, Any]], bool]] = {
-    "game_of_life_halting": _the_very_answer,  # its scorer asks whether there is an answer
-    "coin_flip": _near,  # its scorer takes "0" for the beginning of every probability
-    "complex_arithmetic": _finite,  # its scorer finds nan close to everything
-    "puzzle24": _the_given_numbers,  # its scorer takes any four numbers
-    "gsm_symbolic": _the_right_sign,  # its scorer reads -120 as 120
+    # its scorer asks whether there is an answer
+    "game_of_life_halting": lambda answer, entry: answer == str(entry["answer"]).strip(),
+    # its scorer takes "0" for the beginning of every probability
+    "coin_flip": lambda answer, entry: (
+        abs(float(Fraction(answer.replace(",", ""))) - float(Fraction(entry["answer"]))) <= 1e-4
+    ),
+    # its scorer finds nan close to everything
+    "complex_arithmetic": lambda answer, _entry: not re.search("nan|inf", answer, re.IGNORECASE),
+    # its scorer takes any four numbers
+    "puzzle24": lambda answer, entry: (
+        sorted(map(int, re.findall(r"\b\d+\b", answer))) == sorted(entry["metadata"]["numbers"])
+    ),
+    # its scorer reads -120 as 120
+    "gsm_symbolic": lambda answer, entry: str(entry["answer"]).startswith("-") or not re.match(r"\s*[-\u2212]", answer),
 }
-
-
-# ── settings ─────────────────────────────────────────────────────────────────────────────────────────────────────
+"""What some scorers forget: a full score must pass these, too."""
 
 
 def _maker(
@@ -212,7 +187,7 @@ def _maker(
         if key not in fields or key in ("seed", "size"):
             allowed = [field for field in fields if field not in ("seed", "size")]
             raise EnvironmentSetupError(
-                f"reasoning-gym's {name} has no setting {key!r}{_meant(key, allowed)}; it has {', '.join(allowed)}"
+                f"reasoning-gym's {name} has no setting {key!r}{meant(key, allowed)}; it has {', '.join(allowed)}"
             )
     values = _levelled(name, level) | {key: _fitted(name, fields[key], value) for key, value in settings.items()}
     return lambda seed, size: config(**{**values, "seed": seed, "size": size})
@@ -249,14 +224,6 @@ def _fitted(name: str, field: dataclasses.Field[Any], value: Any) -> Any:
     return value
 
 
-def _meant(word: str, known: list[str]) -> str:
-    close = get_close_matches(word, known, n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""
-
-
-# ── the library, with its traps taken out ────────────────────────────────────────────────────────────────────────
-
-
 class _Instead:
     """A module with a few of its names replaced."""
 
@@ -278,10 +245,6 @@ class _OrderedSet(set[Any]):
 class _OrderedFrozenset(frozenset[Any]):
     def __iter__(self) -> Iterator[Any]:
         return iter(sorted(super().__iter__()))
-
-
-def _sorted_list(items: Iterable[Any] = ()) -> list[Any]:
-    return sorted(items, key=str)
 
 
 _own_random = random.Random(0)
@@ -338,8 +301,6 @@ PARSERS = {
     "algebra.intermediate_integration": "sympy",
 }
 """Modules whose scorer gives the answer to sympy's parser, which evaluates it; and by which name they call it."""
-SIMPLIFIERS = ("algebra.simple_integration", "algebra.intermediate_integration")
-"""Those of them that simplify it too."""
 LISTERS_OF_SETS = (
     "algorithmic.isomorphic_strings", "algorithmic.ransom_note", "algebra.polynomial_multiplication",
 )  # fmt: skip
@@ -359,15 +320,14 @@ def _mend() -> None:
     for name, called in PARSERS.items():
         module = _module(name)
         original = getattr(module, called)
-        check = checked_for_simplifying if name in SIMPLIFIERS else checked_expression
         if called == "parse_expr":
-            module.parse_expr = _guarded(original, check)  # type: ignore[attr-defined]
+            module.parse_expr = _guarded(original)  # type: ignore[attr-defined]
         else:
-            setattr(module, called, _Instead(original, parse_expr=_guarded(original.parse_expr, check)))
+            setattr(module, called, _Instead(original, parse_expr=_guarded(original.parse_expr)))
     for name in PRINTERS:
         vars(_module(name))["print"] = lambda *_words, **_options: None
     for name in LISTERS_OF_SETS:
-        vars(_module(name))["list"] = _sorted_list
+        vars(_module(name))["list"] = lambda items=(): sorted(items, key=str)
     vars(_module("games.knight_swap"))["frozenset"] = _OrderedFrozenset
     vars(_module("algorithmic.word_ladder"))["set"] = _OrderedSet
     _module("induction.list_functions.generators").random = _own_random  # type: ignore[attr-defined]
@@ -378,8 +338,8 @@ def _module(name: str) -> ModuleType:
     return importlib.import_module(f"reasoning_gym.{name}")
 
 
-def _guarded(parse: Callable[..., Any], check: Callable[[str], str]) -> Callable[..., Any]:
+def _guarded(parse: Callable[..., Any]) -> Callable[..., Any]:
     def parse_checked(text: str, *rest: Any, **options: Any) -> Any:
-        return parse(check(text), *rest, **options)
+        return parse(checked_expression(text), *rest, **options)
 
     return parse_checked

@@ -17,12 +17,12 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import ClassVar
 
-from shoal.environments.composed import Composed
-from shoal.environments.dialogue import DialogueEnvironment, DialogueRule
+from shoal.environments.composed import inner_of
 from shoal.environments.protocol import (
+    DialogueEnvironment,
+    DialogueRule,
     Environment,
     LazyTasks,
-    ObjectingEnvironment,
     Score,
     Split,
     Task,
@@ -46,11 +46,7 @@ class Turn:
 
 
 class Schedule:
-    """Positions dealt out by weights: the parts are split in two halves, again and again, each time evenly spread.
-
-    >>> [Schedule([2, 1]).turn(position).part for position in range(6)]
-    [1, 0, 0, 1, 0, 0]
-    """
+    """Positions dealt out by weights: the parts are split in two halves, again and again, each time evenly spread."""
 
     def __init__(self, weights: Sequence[float]) -> None:
         self._weights = [Fraction(weight).limit_denominator(10**6) or Fraction(1, 10**6) for weight in weights]
@@ -91,11 +87,7 @@ class Schedule:
 
 
 def permute(position: int, size: int, key: str) -> int:
-    """Where `position` of `range(size)` goes under the permutation that `key` names; each number is met once.
-
-    >>> sorted(permute(position, 5, "any") for position in range(5))
-    [0, 1, 2, 3, 4]
-    """
+    """Where `position` of `range(size)` goes under the permutation that `key` names; each number is met once."""
     half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
     value = _feistel(position, half_bits, key)
     while value >= size:  # a permutation of a larger range, walked until it is inside: it must come back
@@ -165,12 +157,6 @@ class MixedEnvironment:
     def prepare(self) -> None:
         for part in self.parts:
             require_scoring(part.environment)
-
-    def objection(self, task: Task, completion: str) -> str:
-        part, inner = self._part(task.id)
-        if isinstance(part.environment, ObjectingEnvironment):
-            return part.environment.objection(replace(task, id=inner), completion)
-        return ""
 
     def dialogue(self, task: Task) -> DialogueRule | None:
         part, inner = self._part(task.id)
@@ -268,8 +254,21 @@ def _labels(parts: Sequence[MixPart]) -> list[str]:
 
 def part_of(environment: Environment, task_id: str) -> str:
     """The label of the part of a mixture that a task is of; empty if the environment is no mixture."""
-    inner = environment.inner if isinstance(environment, Composed) else environment
-    return task_id.partition(":")[0] if isinstance(inner, MixedEnvironment) else ""
+    return task_id.partition(":")[0] if isinstance(inner_of(environment), MixedEnvironment) else ""
+
+
+def has_dialogues(environment: Environment) -> bool:
+    """Whether some task of the environment may be a dialogue: what is asked before tasks are looked up."""
+    inner = inner_of(environment)
+    if isinstance(inner, MixedEnvironment):
+        return any(has_dialogues(part.environment) for part in inner.parts)
+    return isinstance(inner, DialogueEnvironment)
+
+
+def dialogue_of(environment: Environment, task: Task) -> DialogueRule | None:
+    """How the environment answers in this task; None if it does not."""
+    inner = inner_of(environment)
+    return inner.dialogue(task) if isinstance(inner, DialogueEnvironment) else None
 
 
 def _one_pass(parts: Sequence[Part]) -> int:
@@ -285,11 +284,7 @@ def _one_pass(parts: Sequence[Part]) -> int:
 
 
 def _past(nth: int, skipped: Sequence[int]) -> int:
-    """The nth number that is not among `skipped`, which ascend.
-
-    >>> [_past(nth, [1, 2, 4]) for nth in range(3)]
-    [0, 3, 5]
-    """
+    """The nth number that is not among `skipped`, which ascend."""
     return nth + bisect_right(range(len(skipped)), nth, key=lambda before: skipped[before] - before)
 
 

@@ -7,6 +7,11 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal, Protocol, overload, runtime_checkable
 
+from shoal.environments.tools import TOOLS
+from shoal.errors import EnvironmentSetupError
+
+DEFAULT_TURNS = 3
+MAX_TURNS = 64  # as many as a lease can say
 Split = Literal["train", "held_out"]
 SPLITS: tuple[Split, ...] = ("train", "held_out")
 
@@ -87,17 +92,29 @@ class Environment(Protocol):
     def score(self, task: Task, completion: str) -> Score: ...
 
 
+@dataclass(frozen=True)
+class DialogueRule:
+    """Which tool answers, and how many turns the model has at most. `max_turns` 1 is no dialogue.
+
+        prompt ─► turn ─► tool ─┬─ an answer ─► turn ─► tool ─► …
+                                └─ none, or `max_turns` ─► the last turn is what is scored
+
+    Only tools that ship with shoal can be named: contributors run them, and nothing that an owner or a model wrote.
+    """
+
+    tool: str
+    max_turns: int
+
+    def __post_init__(self) -> None:
+        if self.tool not in TOOLS:
+            raise EnvironmentSetupError(f"there is no tool {self.tool!r}; there are {', '.join(sorted(TOOLS))}")
+
+
 @runtime_checkable
-class ObjectingEnvironment(Environment, Protocol):
-    """An environment that may refuse a completion whatever its score: one that attacks the grader, say."""
+class DialogueEnvironment(Environment, Protocol):
+    """An environment whose tasks, or some of them, are dialogues. What is scored is the model's last turn."""
 
-    def objection(self, task: Task, completion: str) -> str:
-        """What is wrong with the completion, in a sentence for whoever generated it; empty if nothing is.
-
-        An objection rejects the whole group: no reward, no credit, no strike. It must be deterministic, and must not
-        depend on who generated: dice alone may come to such a completion.
-        """
-        ...
+    def dialogue(self, task: Task) -> DialogueRule | None: ...
 
 
 @runtime_checkable

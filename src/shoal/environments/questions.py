@@ -21,11 +21,7 @@ SPACES = bytes([*range(9, 14), *range(28, 33)])
 
 
 def prompt_digest(text: str) -> bytes:
-    """Sixteen bytes that name a question, however it is spaced and capitalised.
-
-    >>> prompt_digest("What is  2 + 2?\\n") == prompt_digest("what is 2+2?")
-    True
-    """
+    """Sixteen bytes that name a question, however it is spaced and capitalised."""
     if text.isascii():
         return ascii_digest(text.encode())
     plain = "".join(unicodedata.normalize("NFKC", text).casefold().split())
@@ -36,9 +32,6 @@ def question_digest(prompt: str, history: Iterable[tuple[str, str]] = ()) -> byt
     """The digest of a prompt with what was said before it: the same last words ask for something else after others.
 
     What the system said does not count: it tells how to answer, not what is asked.
-
-    >>> question_digest("And doubled?", [("user", "2+2?"), ("assistant", "4")]) == question_digest("And doubled?")
-    False
     """
     before = [role.encode() + prompt_digest(text) for role, text in history if role != "system"]
     asked = prompt_digest(prompt)

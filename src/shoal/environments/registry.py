@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from difflib import get_close_matches
 
 from pydantic import ValidationError
 
@@ -25,6 +24,7 @@ from shoal.environments.mix import mixed
 from shoal.environments.protocol import Environment, Split
 from shoal.environments.settings import EnvironmentSettings, Ingredient
 from shoal.errors import EnvironmentSetupError
+from shoal.runtime.text import meant
 
 GENERATED = 100_000
 """Tasks that a generating environment trains on, unless told otherwise."""
@@ -77,7 +77,7 @@ def build_ingredient(settings: Ingredient) -> Environment:
     builtin = ENVIRONMENTS.get(settings.name)
     if builtin is None:
         raise EnvironmentSetupError(
-            f"there is no environment {settings.name!r}{_suggest(settings.name, ENVIRONMENTS)};"
+            f"there is no environment {settings.name!r}{meant(settings.name, ENVIRONMENTS)};"
             f" there are {', '.join(sorted(ENVIRONMENTS))}, or set environment.file"
         )
     if settings.data is not None and settings.name != "dataset":  # or it would train on something else in silence
@@ -89,7 +89,7 @@ def _options(model: type[Options], settings: Ingredient) -> Options:
     for key in settings.options:
         if key not in model.model_fields:
             raise EnvironmentSetupError(
-                f"environment {settings.name} has no option {key!r}{_suggest(key, model.model_fields)};"
+                f"environment {settings.name} has no option {key!r}{meant(key, model.model_fields)};"
                 f" it has {', '.join(model.model_fields)}"
             )
     try:
@@ -98,8 +98,3 @@ def _options(model: type[Options], settings: Ingredient) -> Options:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "options"
         raise EnvironmentSetupError(f"environment {settings.name}: {where}: {first['msg']}") from None
-
-
-def _suggest(word: str, known: object) -> str:
-    close = get_close_matches(word, list(known), n=1)  # type: ignore[call-overload]
-    return f" (did you mean {close[0]!r}?)" if close else ""

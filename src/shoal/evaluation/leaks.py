@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.environments import Environment, Task
-from shoal.environments.composed import Composed
+from shoal.environments.composed import inner_of
 from shoal.environments.mix import MixedEnvironment
 from shoal.environments.questions import UNUSABLE, task_digest, task_digests
 from shoal.errors import LeakFound
@@ -60,7 +60,7 @@ def _held(ids_by_digest: Mapping[bytes, list[str]], digests: Iterable[bytes]) ->
 
 def train_digests(environment: Environment) -> Iterator[bytes]:
     """The digest of every prompt of the training split that can be used; a data set has them without reading again."""
-    inner = environment.inner if isinstance(environment, Composed) else environment
+    inner = inner_of(environment)
     if isinstance(inner, MixedEnvironment):  # all that a part may come to, however long the run is
         for part in inner.parts:  # but for what another part holds out: that is passed over
             yield from (found for found in train_digests(part.environment) if found not in inner.aside.held_out)

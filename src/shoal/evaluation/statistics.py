@@ -17,7 +17,8 @@ import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
 
-CONFIDENCE = 0.95
+UPPER = 0.975
+"""The upper end of a 95 % interval."""
 RESAMPLINGS = 10_000
 ELEMENTS_AT_ONCE = 2**22
 BOOTSTRAP_TASKS = 20_000
@@ -26,11 +27,7 @@ BOOTSTRAP_TASKS = 20_000
 
 @dataclass(frozen=True)
 class Estimate:
-    """A number with its 95 % interval; `low` and `high` are no numbers (nan) where nothing can be said, as of one task.
-
-    >>> str(Estimate(0.5, 0.25, 0.75))
-    '0.500 [0.250, 0.750]'
-    """
+    """A number with its 95 % interval; `low` and `high` are NaN where nothing can be said, as of one task."""
 
     value: float
     low: float
@@ -40,13 +37,15 @@ class Estimate:
         return f"{self.value:.3f}" if math.isnan(self.low) else f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
 
 
+def finite(value: float) -> float | None:
+    """For JSON, which has no NaN."""
+    return None if math.isnan(value) else value
+
+
 def pass_at_k(samples: int, passes: int, k: int) -> float:
     """The chance that at least one of `k` samples, drawn without replacement from `samples`, is one that passed.
 
     Unbiased for the chance that `k` fresh samples hold one: 1 − C(n−c, k) / C(n, k), as a product that cannot overflow.
-
-    >>> pass_at_k(samples=4, passes=1, k=2)
-    0.5
     """
     if not 0 <= passes <= samples or not 1 <= k <= samples:
         raise ValueError(f"no pass@{k} of {passes} passes in {samples} samples")
@@ -57,20 +56,16 @@ def pass_at_k(samples: int, passes: int, k: int) -> float:
 
 
 def ks_up_to(samples: int) -> list[int]:
-    """1, 2, 4, … and the number of samples itself.
-
-    >>> ks_up_to(6)
-    [1, 2, 4, 6]
-    """
+    """1, 2, 4, … and the number of samples itself."""
     powers = [2**i for i in range(samples.bit_length()) if 2**i <= samples]
     return powers if not powers or powers[-1] == samples else [*powers, samples]
 
 
-def wilson(passes: float, trials: int, confidence: float = CONFIDENCE) -> Estimate:
+def wilson(passes: float, trials: int) -> Estimate:
     """A proportion of independent trials with Wilson's interval, which holds for few trials and near 0 and 1."""
     if trials < 1 or not 0 <= passes <= trials:
         raise ValueError(f"no proportion of {passes} in {trials}")
-    z, p = normal_quantile(0.5 + confidence / 2), passes / trials
+    z, p = NormalDist().inv_cdf(UPPER), passes / trials
     scale = 1 + z * z / trials
     centre = (p + z * z / (2 * trials)) / scale
     half = z * math.sqrt(p * (1 - p) / trials + z * z / (4 * trials * trials)) / scale
@@ -78,12 +73,12 @@ def wilson(passes: float, trials: int, confidence: float = CONFIDENCE) -> Estima
     return Estimate(p, low, 1.0 if passes == trials else min(1.0, centre + half))
 
 
-def t_interval(values: Floats, confidence: float = CONFIDENCE) -> Estimate:
-    """The mean with Student's interval: exact for normal values, the cross-check of the bootstrap."""
+def t_interval(values: Floats) -> Estimate:
+    """The mean with Student's interval: exact for normal values."""
     mean = float(values.mean())
     if len(values) < 2:
         return Estimate(mean, math.nan, math.nan)
-    half = t_quantile(0.5 + confidence / 2, len(values) - 1) * standard_error(values)
+    half = t_quantile(UPPER, len(values) - 1) * standard_error(values)
     return Estimate(mean, mean - half, mean + half)
 
 
@@ -91,7 +86,7 @@ def standard_error(values: Floats) -> float:
     return float(values.std(ddof=1)) / math.sqrt(len(values))
 
 
-def bootstrap_means(values_TM: Floats, seed: int, confidence: float = CONFIDENCE) -> list[Estimate]:
+def bootstrap_means(values_TM: Floats, seed: int) -> list[Estimate]:
     """The mean of every column with a bootstrap interval over rows: one row per task, resampled whole.
 
     The percentiles taken are a little wider than the confidence says, by as much as Student's interval is wider than
@@ -99,20 +94,14 @@ def bootstrap_means(values_TM: Floats, seed: int, confidence: float = CONFIDENCE
     """
     tasks = len(values_TM)
     if tasks < 2 or tasks > BOOTSTRAP_TASKS:
-        return [t_interval(column, confidence) for column in values_TM.T]
-    tail = widened_tail(tasks, confidence)
+        return [t_interval(column) for column in values_TM.T]
+    tail = NormalDist().cdf(-math.sqrt(tasks / (tasks - 1)) * t_quantile(UPPER, tasks - 1))
     means_BM = _resampled_means(values_TM, np.random.default_rng([tasks, seed]))
     ends = np.quantile(means_BM, [tail, 1 - tail], axis=0)
     return [
         Estimate(float(mean), float(low), float(high))
         for mean, low, high in zip(values_TM.mean(axis=0), *ends, strict=True)
     ]
-
-
-def widened_tail(tasks: int, confidence: float = CONFIDENCE) -> float:
-    """What to leave out at either end of a bootstrap distribution of a mean over so many tasks."""
-    quantile = t_quantile(0.5 + confidence / 2, tasks - 1)
-    return NormalDist().cdf(-math.sqrt(tasks / (tasks - 1)) * quantile)
 
 
 def _resampled_means(values_TM: Floats, dice: np.random.Generator) -> Floats:
@@ -131,9 +120,6 @@ def mean_estimate(values: Floats, seed: int) -> Estimate:
     Tasks that all scored the same have no spread to resample, and an interval of no width would claim too much. From 0
     to 1 nothing spreads more than trials that pass or fail, so that theirs (Wilson's) is wide enough; beyond, none is
     known.
-
-    >>> str(mean_estimate(np.full(10, 0.5), seed=0))
-    '0.500 [0.237, 0.763]'
     """
     if len(values) and bool(np.isin(values, (0.0, 1.0)).all()):
         return wilson(int(values.sum()), len(values))
@@ -143,8 +129,6 @@ def mean_estimate(values: Floats, seed: int) -> Estimate:
         return Estimate(same, ends.low, ends.high)
     return bootstrap_means(values[:, None], seed)[0]
 
-
-# ── differences ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 EXACT_FLIPS = 20
 RANDOM_FLIPS = 100_000
@@ -173,40 +157,21 @@ def sign_flip_p(differences: Floats, seed: int) -> float:
     return extreme / (RANDOM_FLIPS + 1)
 
 
-def mcnemar_p(only_first: int, only_second: int) -> float:
-    """Two-sided exact p of McNemar's test: tasks that only one of the two solved, against a fair coin."""
-    trials, fewer = only_first + only_second, min(only_first, only_second)
-    tail = sum(math.comb(trials, i) for i in range(fewer + 1))
-    return float(min(1.0, 2 * tail / 2**trials))
-
-
 def detectable_difference(differences: Floats) -> float:
     """The difference that as many tasks would have told from 0 in four of five comparisons, with the spread seen."""
     if len(differences) < 2:
         return math.nan
-    tasks = len(differences)
-    return (t_quantile(0.5 + CONFIDENCE / 2, tasks - 1) + normal_quantile(POWER)) * standard_error(differences)
-
-
-# ── quantiles ────────────────────────────────────────────────────────────────────────────────────────────────────
+    return (t_quantile(UPPER, len(differences) - 1) + NormalDist().inv_cdf(POWER)) * standard_error(differences)
 
 
 MANY_FREEDOM = 1000
 """Beyond this the first correction to the normal quantile is exact to five digits, and the sums below are long."""
 
 
-def normal_quantile(p: float) -> float:
-    return NormalDist().inv_cdf(p)
-
-
 def t_quantile(p: float, freedom: int) -> float:
-    """The quantile of Student's distribution, by bisection; p from 0.5 to 1.
-
-    >>> round(t_quantile(0.975, 29), 3)
-    2.045
-    """
+    """The quantile of Student's distribution, by bisection; p from 0.5 to 1."""
     if freedom > MANY_FREEDOM:
-        z = normal_quantile(p)
+        z = NormalDist().inv_cdf(p)
         return z + (z**3 + z) / (4 * freedom)
     low, high = 0.0, 1.0
     while _t_cdf(high, freedom) < p:

@@ -83,11 +83,7 @@ def model_digest(folder: Path) -> str:
 
 
 def plain_name(text: str) -> str:
-    """A name that may be part of a file's or a column's.
-
-    >>> plain_name("Qwen/Qwen3 0.6B")
-    'Qwen3-0.6B'
-    """
+    """A name that may be part of a file's or a column's."""
     last = text.rstrip("/").rpartition("/")[2]
     return re.sub(r"[^A-Za-z0-9._-]+", "-", last).strip("-.")[:NAME_LENGTH] or "model"
 

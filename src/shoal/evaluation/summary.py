@@ -16,7 +16,7 @@ import numpy as np
 
 from shoal.evaluation.plan import SamplingPlan
 from shoal.evaluation.records import UNUSABLE, TaskRecord
-from shoal.evaluation.statistics import Estimate, ks_up_to, mean_estimate, pass_at_k, t_interval
+from shoal.evaluation.statistics import Estimate, finite, ks_up_to, mean_estimate, pass_at_k
 from shoal.runtime.text import count_of
 
 SHOWN_PROBLEMS = 20
@@ -36,7 +36,7 @@ class TaskResults:
 
     def add(self, record: TaskRecord) -> None:
         if record.samples:
-            self.truncated.append(sum(s.finish == "length" for s in record.samples) / len(record.samples))
+            self.truncated.append(record.truncated / len(record.samples))
         if record.mean is not None:
             self.means.append(record.mean)
             self.samples.append(len(record.scores))
@@ -104,13 +104,14 @@ class SummaryTally:
 
     def as_json(self) -> dict[str, Any]:
         seed, drawn = self.plan.seed, max(1, self.drawn)
+        average = _estimate(self.whole.average(seed))
         return {
             "tasks": self.tasks,
             "scored_tasks": len(self.whole.means),
             "samples": self.drawn,
             "unscored": {"samples": self.unscored, "share": self.failed_share, "tasks": self.unscored_ids},
             "problems": {"reasons": dict(sorted(self.problems.items())), "tasks": self.problem_ids},
-            "avg_at_k": self._average(),
+            "avg_at_k": None if average is None else {"k": self.plan.samples, **average},
             "pass_at_k": {str(k): _estimate(self.whole.pass_at(k, seed)) for k in ks_up_to(self.plan.samples)},
             "truncated": _estimate(mean_estimate(np.array(self.whole.truncated), seed)) if self.drawn else None,
             "mean_tokens": self.tokens / drawn,
@@ -119,13 +120,6 @@ class SummaryTally:
                 what: {name: self._group(group) for name, group in sorted(g.items())} for what, g in self.by.items()
             },
         }
-
-    def _average(self) -> dict[str, Any] | None:
-        found = self.whole.average(self.plan.seed)
-        if found is None:
-            return None
-        check = t_interval(np.array(self.whole.means))
-        return {"k": self.plan.samples, **_numbers(found), "t_interval": [_number(check.low), _number(check.high)]}
 
     def _group(self, group: TaskResults) -> dict[str, Any]:
         seed = self.plan.seed
@@ -137,18 +131,7 @@ class SummaryTally:
 
 
 def _estimate(found: Estimate | None) -> dict[str, Any] | None:
-    return None if found is None else _numbers(found)
-
-
-def _numbers(found: Estimate) -> dict[str, Any]:
-    return {"value": found.value, "low": _number(found.low), "high": _number(found.high)}
-
-
-def _number(value: float) -> float | None:
-    return None if math.isnan(value) else value
-
-
-# ── for people ───────────────────────────────────────────────────────────────────────────────────────────────────
+    return None if found is None else {"value": found.value, "low": finite(found.low), "high": finite(found.high)}
 
 
 def table_lines(summary: Mapping[str, Any]) -> Iterator[str]:

@@ -1,11 +1,10 @@
 """What completions are worth, computed: scoring in processes with limits, length budgets, judges, and their sum.
 
-    protocol    Job, Scorer, NotBegun: completions in, scores or failures out
+    protocol    Job, Scorer, NotBegun: completions in, scores or failures out; ScoringPatience
     pool        ScoringPool: in processes of their own, with limits; who is to blame for a job that ends its process
     process     ScoringProcess: one life of such a process, seen from its parent
     child       what runs in it
     frames      what the two say to each other
-    limits      ScoringPatience, and what a process has to build
     panel       Panel: judges beside the task's own reward, and how their words count
     classifier  Classifier: a Hugging Face sequence classifier, run here
     chat        ChatJudge: a model behind an OpenAI-compatible address
@@ -13,8 +12,7 @@
 Needs no tensor library unless a classifier is asked for.
 """
 
-from shoal.rewards.limits import ScoringPatience
 from shoal.rewards.pool import ScoringPool
-from shoal.rewards.protocol import DirectScorer, Job, NotBegun, Scorer
+from shoal.rewards.protocol import DirectScorer, Job, NotBegun, Scorer, ScoringPatience
 
 __all__ = ["DirectScorer", "Job", "NotBegun", "Scorer", "ScoringPatience", "ScoringPool"]

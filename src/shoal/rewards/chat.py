@@ -226,11 +226,7 @@ def _advice(status: int) -> str:
 
 
 def question(template: str, piece: Piece) -> str:
-    """The template with its holes filled in one go: what is filled in may look like a hole, and is none.
-
-    >>> question("{prompt}|{answer}", Piece("say {answer}", "", "secret"))
-    'say {answer}|secret'
-    """
+    """The template with its holes filled in one go: what is filled in may look like a hole, and is none."""
     fence = f"=== {hashlib.sha256(piece.completion.encode(errors='replace')).hexdigest()[:24]} ==="
     fill = {"prompt": piece.prompt, "completion": f"{fence}\n{piece.completion}\n{fence}", "answer": piece.answer}
     text = HOLES.sub(lambda hole: fill[hole[1]], template)
@@ -238,11 +234,7 @@ def question(template: str, piece: Piece) -> str:
 
 
 def grade(text: str) -> float:
-    """The number in the last line, from 0 to 10, as 0 to 1; `UnreadableAnswer` if there is none, or more than one.
-
-    >>> grade("Good, 9 of 9 steps hold.\\n7.5"), grade('{"score": 3}'), grade("Score: 10/10")
-    (0.75, 0.3, 1.0)
-    """
+    """The number in the last line, from 0 to 10, as 0 to 1; `UnreadableAnswer` if there is none, or more than one."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     last = lines[-1] if lines else ""
     if len(last) <= LONGEST_LINE:

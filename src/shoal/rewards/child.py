@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 
-from shoal.environments import Environment, EnvironmentSettings, ObjectingEnvironment, Task, build
+from shoal.environments import Environment, EnvironmentSettings, build
 from shoal.environments.graders.protocol import PatientGrader
 from shoal.environments.graders.registry import GRADERS, TASK_TYPES, grader
 from shoal.errors import EnvironmentSetupError, ScoringFailure
@@ -32,13 +32,12 @@ from shoal.rewards.frames import (
     Setup,
     SetupDone,
     SetupFailed,
-    What,
     as_bytes,
     as_text,
     read_message,
     write_message,
 )
-from shoal.rewards.limits import core_digest
+from shoal.rewards.protocol import core_digest
 
 TASKS_TRIED = 32
 
@@ -65,19 +64,17 @@ def _serve(source: int, sink: int) -> None:
         return
     _warm_up(environment)
     unlimited = _limit_memory(setup.memory_bytes)
-    write_message(sink, SetupDone(core_digest(environment), _objects(environment), unlimited))
+    write_message(sink, SetupDone(core_digest(environment), unlimited))
     pid = os.getpid()
     while isinstance(work := read_message(source), JobBatch):
         for task, completion in work.jobs:
-            answer = _answer(environment, work.what, task, as_text(completion), setup.seconds, sink)
+            answer = _answer(environment, task, as_text(completion), setup.seconds, sink)
             if os.getpid() != pid:
                 os._exit(0)  # the reward function has forked, and this is the copy
             write_message(sink, answer)
 
 
-def _answer(
-    environment: Environment, what: What, task_id: str, completion: str, seconds: float, sink: int
-) -> JobAnswer:
+def _answer(environment: Environment, task_id: str, completion: str, seconds: float, sink: int) -> JobAnswer:
     try:
         task = environment.task(task_id)
         # What the task allows its grader by the clock: a program in a sandbox has limits of its own, which count
@@ -85,8 +82,12 @@ def _answer(
         allowed_s = 0.0 if patient is None else patient.clock_s(task.answer)
         if allowed_s > 0:
             write_message(sink, Allows(allowed_s))
-        with _Timer(seconds):
-            return _asked(environment, what, task, completion)
+        # Processor time of all threads; the signal's default action ends the process, C code or not
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)  # a profiler of the owner's may have taken it
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+        score = environment.score(task, completion)
+        parts = {str(name): float(value) for name, value in score.parts.items()}
+        return JobAnswer(float(score.value), parts, as_bytes(score.notes[:1000]))
     except EnvironmentSetupError as error:
         return JobAnswer(failure=f"the environment does not know the task: {error}")
     except Exception as error:  # noqa: BLE001 - whatever an environment raises, it is no score
@@ -94,6 +95,8 @@ def _answer(
             return JobAnswer(needs_memory=True)
         told = str(error) if isinstance(error, ScoringFailure) else f"scoring raised {type(error).__name__}: {error}"
         return JobAnswer(failure=told[:1000].encode(errors="replace").decode())
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 @lru_cache
@@ -104,38 +107,10 @@ def _patient(kind: str) -> PatientGrader | None:
     return chosen if isinstance(chosen, PatientGrader) else None
 
 
-def _asked(environment: Environment, what: What, task: Task, completion: str) -> JobAnswer:
-    if what == "objection":
-        assert isinstance(environment, ObjectingEnvironment), "only what objects is asked"
-        return JobAnswer(text=as_bytes(environment.objection(task, completion)))
-    score = environment.score(task, completion)
-    parts = {str(name): float(value) for name, value in score.parts.items()}
-    return JobAnswer(float(score.value), parts, as_bytes(score.notes[:1000]))
-
-
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
-
-
-class _Timer:
-    """Processor time of all threads; the default action of its signal ends the process, C code or not."""
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-
-    def __enter__(self) -> None:
-        signal.signal(signal.SIGPROF, signal.SIG_DFL)  # a profiler of the owner's may have taken it
-        signal.setitimer(signal.ITIMER_PROF, self._seconds)
-
-    def __exit__(self, *_exception: object) -> None:
-        signal.setitimer(signal.ITIMER_PROF, 0)
-
-
-def _objects(environment: Environment) -> bool:
-    inner = getattr(environment, "inner", None)
-    return isinstance(environment, ObjectingEnvironment) and (inner is None or _objects(inner))
 
 
 def _warm_up(environment: Environment) -> None:

@@ -14,7 +14,6 @@ import os
 import select
 import struct
 from dataclasses import dataclass, field
-from typing import Literal
 
 import msgspec
 
@@ -28,8 +27,6 @@ LOOK_S = 0.25  # how often a wait looks at the stop token
 READ_BYTES = 1 << 20
 EXIT_MEMORY = 77  # of a child that has not even the memory to say so
 
-What = Literal["score", "objection"]
-
 
 class Setup(msgspec.Struct, frozen=True, tag=True):
     """The [environment] section as JSON, and the limits of one job; 0: none."""
@@ -40,10 +37,9 @@ class Setup(msgspec.Struct, frozen=True, tag=True):
 
 
 class SetupDone(msgspec.Struct, frozen=True, tag=True):
-    """The environment is built. `objects`: it may object to completions. `unlimited` is what cannot be limited here."""
+    """The environment is built. `unlimited` is what cannot be limited here."""
 
     digest: str
-    objects: bool
     unlimited: str = ""
 
 
@@ -52,7 +48,6 @@ class SetupFailed(msgspec.Struct, frozen=True, tag=True):
 
 
 class JobBatch(msgspec.Struct, frozen=True, tag=True):
-    what: What
     jobs: list[tuple[str, bytes]]
 
 
@@ -63,11 +58,11 @@ class Allows(msgspec.Struct, frozen=True, tag=True):
 
 
 class JobAnswer(msgspec.Struct, frozen=True, tag=True):
-    """A score, an objection, a `failure` of the machinery, or that the job needed too much memory."""
+    """A score, a `failure` of the machinery, or that the job needed too much memory."""
 
     value: float = 0.0
     parts: dict[str, float] = {}
-    text: bytes = b""
+    notes: bytes = b""
     failure: str | None = None
     needs_memory: bool = False
 

@@ -28,11 +28,7 @@ ALL_S = 600.0
 
 @dataclass(frozen=True)
 class Piece:
-    """What a judge sees: what was asked, and what was answered. The thinking part is not shown.
-
-    >>> Piece.of(Task("t/1", "2+2=", "4"), "<think>easy</think>4").completion
-    '4'
-    """
+    """What a judge sees: what was asked, and what was answered. The thinking part is not shown."""
 
     prompt: str
     completion: str
@@ -154,11 +150,7 @@ def _with(seat: Seated, score: Score, number: float) -> Score:
 
 
 def ranks(numbers: Sequence[float]) -> list[float]:
-    """The place of each among all, from 0 (the least) to 1; equal ones share theirs. One alone is in the middle.
-
-    >>> ranks([0.3, 7.0, 0.3, -2.0])
-    [0.5, 1.0, 0.5, 0.0]
-    """
+    """The place of each among all, from 0 (the least) to 1; equal ones share theirs. One alone is in the middle."""
     others = len(numbers) - 1
     if others == 0:
         return [0.5]

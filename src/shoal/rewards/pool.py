@@ -24,10 +24,9 @@ from typing import TypeVar
 
 from shoal.environments import Environment, EnvironmentSettings, Score, scoring_of
 from shoal.errors import DeadlineExceeded, ScoringFailure
-from shoal.rewards.frames import JobAnswer, What, as_text
-from shoal.rewards.limits import ScoringPatience, child_settings, core_digest, process_count
+from shoal.rewards.frames import JobAnswer, as_text
 from shoal.rewards.process import BLAMABLE, Cause, Ended, Ground, NeverReady, ScoringProcess
-from shoal.rewards.protocol import Job, NotBegun
+from shoal.rewards.protocol import Job, NotBegun, ScoringPatience, child_settings, core_digest, process_count
 from shoal.runtime.clock import Backoff
 from shoal.runtime.stop import StopToken
 
@@ -127,36 +126,20 @@ class ScoringPool:
 
     def scores(self, jobs: Sequence[Job]) -> list[Score | ScoringFailure]:
         """What each is worth. `DeadlineExceeded` if the process is told to stop meanwhile."""
-        results = self._run("score", jobs)
-        return [_score(results[job]) for job in jobs]
-
-    def objections(self, jobs: Sequence[Job]) -> list[str | ScoringFailure]:
-        if not jobs:
-            return []
-        try:
-            if not self._seats[0].take().ready().objects:
-                return [""] * len(jobs)
-        except ScoringFailure as failure:
-            return [failure] * len(jobs)
-        results = self._run("objection", jobs)
-        return [as_text(each.text) if isinstance(each, JobAnswer) else each for each in map(results.__getitem__, jobs)]
-
-    def _run(self, what: What, jobs: Sequence[Job]) -> dict[Job, Result]:
-        """The result of every job; equal ones are scored once."""
         with self._busy:
             try:
-                return _Round(self._ground, what, list(dict.fromkeys(jobs))).run(self._seats)
+                results = _Round(self._ground, list(dict.fromkeys(jobs))).run(self._seats)  # equal ones are scored once
             except DeadlineExceeded:
                 self.close()  # they are in the middle of something that nobody waits for
                 raise
+        return [_score(results[job]) for job in jobs]
 
 
 class _Round:
     """All that is asked at once: over the seats, each in a thread, until nothing is open or the time is up."""
 
-    def __init__(self, ground: Ground, what: What, jobs: Sequence[Job]) -> None:
+    def __init__(self, ground: Ground, jobs: Sequence[Job]) -> None:
         self._ground = ground
-        self._what: What = what
         self._jobs = jobs
         self._results: dict[Job, Result] = {}
         self._suspects: deque[tuple[Job, Cause]] = deque()
@@ -180,7 +163,7 @@ class _Round:
             return True
         done = 0
         try:
-            for answer in seat.take().ask(self._what, jobs):
+            for answer in seat.take().ask(jobs):
                 self._results[jobs[done]] = _result(answer)
                 done += 1
         except NeverReady as failure:
@@ -198,15 +181,13 @@ class _Round:
         return True
 
     def _suspect(self, seat: Seat, suspect: tuple[Job, Cause]) -> bool:
-        job, cause = suspect
-        if cause is Cause.CLOCK and self._is_late():  # it has had its time: whoever asks again must come to an end
-            self._results[job] = ScoringFailure(f"{self._late}, and task {job.task} ended its scoring process once")
-        else:
-            self._results[job] = self._judge(seat, job)
+        self._results[suspect[0]] = self._judge(seat, *suspect)
         return True
 
-    def _judge(self, seat: Seat, job: Job) -> Result:
+    def _judge(self, seat: Seat, job: Job, cause: Cause) -> Result:
         """The job alone; if that ends the process again, whether the completion is to blame."""
+        if cause is Cause.CLOCK and self._is_late():  # it has had its time: whoever asks again must come to an end
+            return ScoringFailure(f"{self._late}, and task {job.task} ended its scoring process once")
         again = self._alone(seat, job)
         if not isinstance(again, Ended):
             return again
@@ -224,7 +205,7 @@ class _Round:
         """In a process that has scored nothing before."""
         seat.clear()
         try:
-            return _result(next(seat.take().ask(self._what, [job])))
+            return _result(next(seat.take().ask([job])))
         except ScoringFailure as failure:
             return failure
         except Ended as ended:
@@ -285,4 +266,4 @@ def _result(answer: JobAnswer) -> Result:
 
 
 def _score(result: Result) -> Score | ScoringFailure:
-    return result if isinstance(result, ScoringFailure) else Score(result.value, result.parts, as_text(result.text))
+    return result if isinstance(result, ScoringFailure) else Score(result.value, result.parts, as_text(result.notes))

@@ -27,11 +27,9 @@ from shoal.rewards.frames import (
     Setup,
     SetupDone,
     SetupFailed,
-    What,
     as_bytes,
 )
-from shoal.rewards.limits import MB, ScoringPatience
-from shoal.rewards.protocol import Job
+from shoal.rewards.protocol import Job, ScoringPatience
 from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.stop import StopToken
 from shoal.runtime.supervise import describe_exit
@@ -129,7 +127,7 @@ class ScoringProcess:
     def _set_up(self) -> None:
         limits, settings = self._ground.limits, self._ground.settings.model_dump_json().encode()
         try:
-            self._channel.send(Setup(settings, limits.seconds, limits.memory_mb * MB), SEND_S)
+            self._channel.send(Setup(settings, limits.seconds, limits.memory_mb * 10**6), SEND_S)
         except (ChannelClosed, TimeoutError):
             log.debug("the scoring process %d takes no settings", self.pid)  # `ready` finds out why
 
@@ -165,14 +163,18 @@ class ScoringProcess:
         self._ready = message
         return message
 
-    def ask(self, what: What, jobs: Sequence[Job]) -> Iterator[JobAnswer]:
+    def ask(self, jobs: Sequence[Job]) -> Iterator[JobAnswer]:
         """An answer for each job, in order. `Ended` is raised at the job that the process did not survive."""
         within_s = self._ground.patience.job_within_s(self._ground.limits)
         try:
-            work = JobBatch(what, [(job.task, as_bytes(job.completion)) for job in jobs])
+            work = JobBatch([(job.task, as_bytes(job.completion)) for job in jobs])
             self._channel.send(work, SEND_S)
             for _job in jobs:
-                answer = self._answer(within_s)
+                answer = self._received(within_s)
+                if isinstance(answer, Allows):  # what the task allows beside that
+                    answer = self._received(within_s + answer.seconds)
+                if not isinstance(answer, JobAnswer):
+                    raise Ended(Cause.LEFT, "said what it should not")
                 if answer.needs_memory:
                     raise Ended(Cause.MEMORY, self._too_much)
                 self.answered += 1
@@ -184,16 +186,7 @@ class ScoringProcess:
         except CodecError as error:
             raise ScoringFailure(str(error)) from error
 
-    def _answer(self, within_s: float) -> JobAnswer:
-        """The next answer: within so many seconds by the clock, and what the task allows beside them."""
-        message = self._channel_said(within_s)
-        if isinstance(message, Allows):
-            message = self._channel_said(within_s + message.seconds)
-        if not isinstance(message, JobAnswer):
-            raise Ended(Cause.LEFT, "said what it should not")
-        return message
-
-    def _channel_said(self, within_s: float) -> FromChild:
+    def _received(self, within_s: float) -> FromChild:
         try:
             return self._channel.receive(within_s)
         except TimeoutError:
@@ -207,7 +200,10 @@ class ScoringProcess:
         """Kill it and all that it started. May be called again."""
         if self._process.returncode is not None:
             return
-        self._kill_group()
+        try:
+            os.killpg(self.pid, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):
+            log.debug("the group of process %d is gone", self.pid)
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
@@ -237,20 +233,14 @@ class ScoringProcess:
 
     def _status(self, within_s: float) -> int | None:
         """Its exit status, without reaping it; None if it has none yet."""
-        until_s = self._now_s() + within_s
+        until_s = self._ground.clock.monotonic_s() + within_s
         while True:
             found = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if found is not None:
                 return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
-            if self._now_s() >= until_s:
+            if self._ground.clock.monotonic_s() >= until_s:
                 return None
             time.sleep(0.002)
-
-    def _kill_group(self) -> None:
-        try:
-            os.killpg(self.pid, signal.SIGKILL)
-        except (ProcessLookupError, PermissionError):
-            log.debug("the group of process %d is gone", self.pid)
 
     def _drain(self) -> None:
         """What its code prints: the first lines are logged, the last ones kept, and it never waits for a reader."""
@@ -264,6 +254,3 @@ class ScoringProcess:
                     log.info("scoring process %d says: %s", self.pid, text)
                 if number == LINES_LOGGED:
                     log.info("scoring process %d says more; it is not shown", self.pid)
-
-    def _now_s(self) -> float:
-        return self._ground.clock.monotonic_s()

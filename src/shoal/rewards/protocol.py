@@ -1,13 +1,19 @@
-"""What a scorer is; and the one that scores in this process: no limits, nothing to start."""
+"""What a scorer is; what one job may take; and the scorer that scores in this process: no limits, nothing to start."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import Protocol, runtime_checkable
 
-from shoal.environments import Environment, ObjectingEnvironment, Score, Task
+from shoal.environments import Environment, EnvironmentSettings, Score
+from shoal.environments.composed import inner_of
+from shoal.environments.settings import ScoringSettings
 from shoal.errors import EnvironmentSetupError, ScoringFailure
+
+MOST_PROCESSES = 8
+"""Unless the settings ask for more: every process builds the environment, which takes memory."""
 
 
 class NotBegun(ScoringFailure):
@@ -30,19 +36,12 @@ class Scorer(Protocol):
         """One result per job, in order. Equal jobs have equal results."""
         ...
 
-    def objections(self, jobs: Sequence[Job]) -> list[str | ScoringFailure]:
-        """What the environment objects to in each, in order; empty where it does not."""
-        ...
-
     def close(self) -> None: ...
 
 
-Said = TypeVar("Said")
-
-
 def settled(
-    ask: Callable[[Sequence[Job]], list[Said | ScoringFailure]], jobs: Sequence[Job]
-) -> list[Said | ScoringFailure]:
+    ask: Callable[[Sequence[Job]], list[Score | ScoringFailure]], jobs: Sequence[Job]
+) -> list[Score | ScoringFailure]:
     """What is said of each job, in order, however long it takes: what was not begun is asked again until it was.
 
     It comes to an end: a scorer that is asked begins something, and what it has begun it settles.
@@ -54,9 +53,6 @@ def settled(
     return found
 
 
-Result = TypeVar("Result", Score, str)
-
-
 @dataclass(frozen=True)
 class DirectScorer:
     """Implements `Scorer` by calling the environment."""
@@ -64,23 +60,51 @@ class DirectScorer:
     environment: Environment
 
     def scores(self, jobs: Sequence[Job]) -> list[Score | ScoringFailure]:
-        results = {job: self._call(self.environment.score, job) for job in dict.fromkeys(jobs)}
-        return [results[job] for job in jobs]
-
-    def objections(self, jobs: Sequence[Job]) -> list[str | ScoringFailure]:
-        environment = self.environment
-        if not isinstance(environment, ObjectingEnvironment):
-            return [""] * len(jobs)
-        results = {job: self._call(environment.objection, job) for job in dict.fromkeys(jobs)}
+        results = {job: self._score(job) for job in dict.fromkeys(jobs)}
         return [results[job] for job in jobs]
 
     def close(self) -> None:
         """Nothing is open."""
 
-    def _call(self, function: Callable[[Task, str], Result], job: Job) -> Result | ScoringFailure:
+    def _score(self, job: Job) -> Score | ScoringFailure:
         try:
-            return function(self.environment.task(job.task), job.completion)
+            return self.environment.score(self.environment.task(job.task), job.completion)
         except EnvironmentSetupError as error:
             return ScoringFailure(f"the environment does not know the task: {error}")
         except ScoringFailure as failure:
             return failure
+
+
+@dataclass(frozen=True)
+class ScoringPatience:
+    """How long the parent waits: for a process to be ready once it is asked, for one job, and for all asked at once.
+
+    `job_s` is time on the clock, against jobs that wait for something; processor time has a limit of its own, which a
+    busy machine does not use up. None: `AT_LEAST_S` more than three times that limit. A task whose grader allows more
+    (a program in a sandbox) gets that in addition.
+    """
+
+    start_s: float = 120.0
+    job_s: float | None = None
+    all_s: float = 600.0
+
+    AT_LEAST_S = 60.0
+
+    def job_within_s(self, settings: ScoringSettings) -> float:
+        return self.AT_LEAST_S + 3 * settings.seconds if self.job_s is None else self.job_s
+
+
+def process_count(settings: ScoringSettings) -> int:
+    """How many processes score: what the settings say, or one for each core that this process may use."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return settings.processes or min(MOST_PROCESSES, usable)
+
+
+def child_settings(settings: EnvironmentSettings) -> EnvironmentSettings:
+    """What scores a completion: judges and length budgets are added by the parent, and judges may take long to load."""
+    return settings.model_copy(update={"judges": (), "length": None, "pools": None})
+
+
+def core_digest(environment: Environment) -> str:
+    """The digest of what `child_settings` leaves: a file that was edited since must not score for this run."""
+    return inner_of(environment).digest

@@ -32,7 +32,7 @@ from pydantic import TypeAdapter
 
 import shoal
 from shoal.client import HubClient
-from shoal.environments.sandbox.probe import advice
+from shoal.environments.sandbox.process import advice
 from shoal.environments.sandbox.view import INSTALL
 from shoal.errors import ResourceError, ShoalError
 from shoal.runtime.forwarder import Forwarder

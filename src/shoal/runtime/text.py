@@ -14,6 +14,8 @@ import json
 import os
 import shutil
 import sys
+from collections.abc import Iterable
+from difflib import get_close_matches
 from pathlib import Path
 
 STAND_IN = "�"
@@ -38,6 +40,12 @@ def count_of(number: int, noun: str) -> str:
     ('1 row', '3,000 rows')
     """
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def meant(word: str, known: Iterable[str]) -> str:
+    """` (did you mean 'sort'?)` if one of the known words is near; else empty."""
+    close = get_close_matches(word, list(known), n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def clipped(text: str) -> str:

@@ -195,7 +195,7 @@ class Lookout:
         if not ended:
             return shown
         [scored] = score([Group(case.lease, [whole for _, whole in ended])])
-        if isinstance(scored, ScoringFailure) or scored.objection is not None:
+        if isinstance(scored, ScoringFailure):
             return shown
         pairs = [(rollout, reward.value) for (rollout, _), reward in zip(ended, scored.rewards, strict=True)]
         return shown.model_copy(update={"differences": differences([each.value for each in rewards], pairs)})

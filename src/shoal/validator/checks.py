@@ -5,7 +5,7 @@ fail the surest decides: wrong weights show in the proofs, and beyond doubt in t
 
     before the prefill (bytes and integers; a failure is certain)      after it (numbers of the right policy)
     envelope → lease → policy → prompt → shape → progress       ───►   proofs → sampling → logprobs
-             → dialogue → termination → duplicate                       → likelihood → record   ───► objection → reward
+             → dialogue → termination → duplicate                       → likelihood → record   ───► reward
 
 | reason                | what it means                                                          | severity    |
 |-----------------------|------------------------------------------------------------------------|-------------|
@@ -37,7 +37,6 @@ fail the surest decides: wrong weights show in the proofs, and beyond doubt in t
 | sampling.steered      | better rewards than the seeds' branches, where only tolerance decides  | statistical |
 | logprobs.mismatch     | log-probabilities that are not those of the policy                     | statistical |
 | likelihood.unlikely   | tokens likelier, or unlikelier, in sum than dice make them             | statistical |
-| environment.objection | the environment will not have it; costs credit only                    | none        |
 | progress.shape        | shown of a lease at work: tokens or proofs that cannot be              | certain     |
 | progress.dialogue     | shown of a lease at work: other words than the tool's                  | certain     |
 | progress.proofs       | shown of a lease at work: proofs that no computation gives             | certain     |

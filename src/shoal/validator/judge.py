@@ -3,7 +3,7 @@
     dockets ─► before the prefill ─┬─ failed ─────────────────────────────────────────► rejected
                                    ├─ a newcomer's: one rollout, replayed, fails for certain ─► rejected
                                    ├─ light: as it is claimed ──────────────────────┐
-                                   └─ full: replay (one prefill for all) ─► after ─┬┴─► objection, reward ─► accepted
+                                   └─ full: replay (one prefill for all) ─► after ─┬┴─► reward ─► accepted
                                               │ the engine fails on it             └──► rejected    (all at once)
                                               └► unsure                                 or unsure: after a second look
                                                                                         (`second`)
@@ -270,7 +270,7 @@ class Judge:
         judged = {
             place: (entry.case, scored.rewards)
             for place, (entry, scored) in enumerate(zip(entries, rewarded, strict=True))
-            if entry.case.replay is not None and isinstance(scored, Scored) and scored.objection is None
+            if entry.case.replay is not None and isinstance(scored, Scored)
         }
         seen = self.lookout.look(list(judged.values()), loaded.engine, lambda groups: self._rewards(groups, loaded))
         found = dict(zip(judged, seen, strict=True))
@@ -286,8 +286,6 @@ class Judge:
         if isinstance(scored, ScoringFailure):
             log.warning("unit %d could not be scored: %s", case.lease.unit, scored)
             return docket.unsure(findings, MACHINERY_REWARD, NOT_SCORED, self.clock.now_ms())
-        if scored.objection is not None:
-            return docket.rejected([*findings, scored.objection], self.clock.now_ms(), tally)
         docket = replace(docket, branches=branches)
         gain = bought(case, docket.audit, branches)
         if gain.unsure:

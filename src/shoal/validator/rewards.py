@@ -1,7 +1,6 @@
 """The reward, computed here and nowhere else: tokens to text by the policy's own tokenizer, text to score.
 
-    group ─► texts ─► objections ─┬─ one: the group is rejected
-                                  └─► scores ─► length budget ─► judges ─► rewards with their parts
+    group ─► texts ─► scores ─► length budget ─► judges ─► rewards with their parts
 
 A failure of the scoring machinery is `ScoringFailure`: the group then yields no sample, never a reward of 0. Groups
 for which there was no time are `NotBegun`: they are left for later.
@@ -18,7 +17,6 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 
@@ -32,12 +30,10 @@ from shoal.rewards import Job, NotBegun, Scorer
 from shoal.rewards.panel import Panel, Piece, ScoredPiece
 from shoal.rewards.protocol import settled
 from shoal.runtime.files import is_full
-from shoal.validator.case import Finding, failed
 
 log = logging.getLogger(__name__)
 
 Decode = Callable[[Sequence[list[int]]], list[str]]
-Said = TypeVar("Said", Score, str)
 
 MAX_PARTS = 64
 MAX_NOTE = 200
@@ -95,13 +91,12 @@ class Group:
 
 @dataclass(frozen=True)
 class Scored:
-    """What the environment says of a group: its rewards, or what it objects to.
+    """What the environment says of a group: its rewards.
 
     `notes` (rollout, note) are for the owner: a reward function may name the answer in them, so no verdict has them.
     """
 
     rewards: tuple[RolloutReward, ...] = ()
-    objection: Finding | None = None
     notes: tuple[tuple[int, str], ...] = ()
 
 
@@ -136,8 +131,7 @@ class Scoring:
                 results[index] = read
             else:
                 texts[index] = read
-        results |= self._objections(texts)
-        results |= self._rewards({index: text for index, text in texts.items() if index not in results})
+        results |= self._rewards(texts)
         return [results[index] for index in range(len(groups))]
 
     def _read(self, group: Group, decode: Decode) -> _Text | ScoringFailure:
@@ -152,17 +146,6 @@ class Scoring:
         left_out = None if budget is not None and budget.settings.count_eos else eos
         lengths = tuple(sampled_tokens(rollout, left_out) for rollout in group.rollouts)
         return _Text(task, lease.length_target, jobs, lengths)
-
-    def _objections(self, texts: Mapping[int, _Text]) -> dict[int, Scored | ScoringFailure]:
-        """The groups that an objection, or the failure to ask for it, decides."""
-        decided: dict[int, Scored | ScoringFailure] = {}
-        for index, said in _in_time(self.scorer.objections, texts).items():
-            if isinstance(said, ScoringFailure):
-                decided[index] = said
-            elif any(said):
-                first = next(number for number, objection in enumerate(said) if objection)
-                decided[index] = Scored(objection=_objected(first, said[first]))
-        return decided
 
     def _rewards(self, texts: Mapping[int, _Text]) -> dict[int, Scored | ScoringFailure]:
         results: dict[int, Scored | ScoringFailure] = {}
@@ -202,8 +185,8 @@ class Scoring:
 
 
 def _in_time(
-    ask: Callable[[Sequence[Job]], list[Said | ScoringFailure]], texts: Mapping[int, _Text]
-) -> dict[int, list[Said] | ScoringFailure]:
+    ask: Callable[[Sequence[Job]], list[Score | ScoringFailure]], texts: Mapping[int, _Text]
+) -> dict[int, list[Score] | ScoringFailure]:
     """What is said of each group, all asked at once. If there is time for none of them, the first gets it all the same:
     a group that is always too slow would never be decided."""
     jobs = [job for text in texts.values() for job in text.jobs]
@@ -217,7 +200,7 @@ def _in_time(
     return groups
 
 
-def _whole(results: Sequence[Said | ScoringFailure]) -> list[Said] | ScoringFailure:
+def _whole(results: Sequence[Score | ScoringFailure]) -> list[Score] | ScoringFailure:
     """All that was said; or the first failure, `NotBegun` only if there is no other: more time would not help."""
     said = [result for result in results if not isinstance(result, ScoringFailure)]
     failures = [result for result in results if isinstance(result, ScoringFailure)]
@@ -228,12 +211,6 @@ def _whole(results: Sequence[Said | ScoringFailure]) -> list[Said] | ScoringFail
 
 def _printable(text: str) -> str:
     return "".join(each if each.isprintable() else " " for each in text[:MAX_NOTE])
-
-
-def _objected(rollout: int, objection: str) -> Finding:
-    return failed(
-        "environment.objection", f"rollout {rollout}: the environment objects: {objection}", None, rollout=rollout
-    )
 
 
 def shuffled(rewards: Sequence[RolloutReward], run: str, unit: int) -> tuple[RolloutReward, ...]:

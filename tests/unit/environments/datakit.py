@@ -15,7 +15,7 @@ import pytest
 import zstandard
 
 from shoal.environments import EnvironmentSettings, Task, build
-from shoal.environments.data.checking import Problems
+from shoal.environments.data.scanning import Problems
 from shoal.environments.dataset import DatasetEnvironment
 from shoal.environments.protocol import SPLITS
 from shoal.errors import EnvironmentSetupError

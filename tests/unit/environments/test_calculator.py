@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.environments import EnvironmentSettings, build, dialogue_of, has_dialogues
-from shoal.environments.dialogue import DialogueRule
+from shoal.environments.protocol import DialogueRule
 from shoal.environments.settings import LengthSettings
 from shoal.environments.tools import TOOLS
 from shoal.environments.tools.calculator import MAX_BITS, MAX_CHARACTERS, MAX_DEPTH, NoValue, evaluate, shown

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from shoal.environments.graders.code_compare import same_text, same_value
+from shoal.environments.graders.code_tests import same_text, same_value
 
 SAME_TEXT = [
     (b"5", b"5\n"),

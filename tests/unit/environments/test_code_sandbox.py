@@ -17,8 +17,6 @@ import pytest
 from sandboxkit import SHORT, children, gone, needs_bubblewrap, run, said, sandboxed
 from shoal.environments.graders.registry import grader
 from shoal.environments.sandbox import Ran, Sandbox, require_sandbox, view
-from shoal.environments.sandbox import exchange as exchange_module
-from shoal.environments.sandbox import limits as limits_module
 from shoal.environments.sandbox import process as process_module
 from shoal.errors import EnvironmentSetupError, ScoringFailure
 
@@ -194,8 +192,8 @@ def test_killed_long_before_its_time_is_no_sample(monkeypatch: pytest.MonkeyPatc
 @needs_bubblewrap
 def test_a_program_that_was_not_let_run_is_no_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs that want the processor all the time, more of them than there are processors, by a short clock."""
-    monkeypatch.setattr(limits_module, "WALL_FACTOR", 0)
-    monkeypatch.setattr(limits_module, "WALL_GRACE_S", 0.5)
+    monkeypatch.setattr(process_module, "WALL_FACTOR", 0)
+    monkeypatch.setattr(process_module, "WALL_GRACE_S", 0.5)
     cpus = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, cpus[:1])
     # each in a session of its own, as a sandbox is: the kernel may share processors by session
@@ -216,7 +214,7 @@ def test_a_machine_that_slept_in_the_middle_of_a_test_does_not_fail_the_program(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     hours = itertools.count(start=time.monotonic(), step=3600)  # the clock of a machine that sleeps at every look
-    monkeypatch.setattr(exchange_module, "time", SimpleNamespace(monotonic=lambda: next(hours)))
+    monkeypatch.setattr(process_module, "time", SimpleNamespace(monotonic=lambda: next(hours)))
 
     assert run("print(1)").ended == "well"
     assert run("while True: pass").ended == "time"

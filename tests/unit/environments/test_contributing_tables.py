@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 TEXT = (ROOT / "CONTRIBUTING.md").read_text()
-INTERFACES = ("shoal.environments.protocol", "shoal.environments.dialogue", "shoal.environments.graders.protocol")
+INTERFACES = ("shoal.environments.protocol", "shoal.environments.graders.protocol")
 LISTS = {
     "GRADERS": "shoal.environments.graders.registry",
     "FORMATS": "shoal.environments.formats.registry",

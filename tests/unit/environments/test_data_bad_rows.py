@@ -23,8 +23,8 @@ from datakit import (
     write_parquet,
 )  # fmt: skip
 
-from shoal.environments.data import checking, readers, scanning
-from shoal.environments.data.checking import Problems
+from shoal.environments.data import readers, scanning
+from shoal.environments.data.scanning import Problems
 from shoal.environments.dataset import DatasetEnvironment
 from shoal.errors import EnvironmentSetupError, ScoringFailure, UnusableTask
 
@@ -204,7 +204,7 @@ def test_rows_that_are_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert open_data(write_parquet(tmp_path / "a.parquet", rows)).problems.first == [(3, scanning.TOO_LARGE)]
     ((row, reason),) = open_data(write_jsonl(tmp_path / "a.jsonl", rows)).problems.first
     assert (row, reason) == (3, "the line has more than 0 MB")
-    monkeypatch.setattr(checking, "ROW_LIMIT_BYTES", 500)
+    monkeypatch.setattr(scanning, "ROW_LIMIT_BYTES", 500)
     info = json.dumps({"ground_truth": "1", "notes": "x" * 600})
     environment = open_data(write_parquet(tmp_path / "b.parquet", described(10, verification_info={3: info})))
     with pytest.raises(UnusableTask, match="the answer has more than"):

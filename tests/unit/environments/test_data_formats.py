@@ -26,6 +26,7 @@ from datakit import (
 
 from shoal.environments.formats.programs import unpacked
 from shoal.environments.formats.protocol import final_answer
+from shoal.environments.graders.code_tests import read_tests
 from shoal.errors import UnusableTask
 
 __all__ = ["own_cache"]
@@ -139,16 +140,15 @@ def test_livecodebench(packed: bool, tmp_path: Path) -> None:
     tasks = tasks_of(open_data(fixture("livecodebench", tmp_path, packed)))
     assert [task.id for task in tasks] == [f"{number}/lcb_{number}" for number in range(5)]
     assert {task.kind for task in tasks} == {"code"}
-    cases = [json.loads(task.answer)["test_cases"] for task in tasks]
-    assert cases[0] == [
-        {"type": "stdin_stdout", "input": "2\n", "output": "4\n"},
-        {"type": "stdin_stdout", "input": "-7\n", "output": "-14\n"},
-        {"type": "stdin_stdout", "input": "0\n", "output": "0\n"},
+    cases = [read_tests(task.answer).cases for task in tasks]
+    assert [(case.given, case.expected) for case in cases[0]] == [
+        (b"2\n", b"4\n"),
+        (b"-7\n", b"-14\n"),
+        (b"0\n", b"0\n"),
     ]
-    assert cases[4] == [
-        {"type": "function_call", "fn_name": "addPair", "input": [1, 2], "output": 3},
-        {"type": "function_call", "fn_name": "addPair", "input": [-1, 1], "output": 0},
-    ]
+    assert [(case.function, json.loads(case.given)["arguments"], case.expected) for case in cases[4]] == [
+        ("addPair", [1, 2], 3), ("addPair", [-1, 1], 0),
+    ]  # fmt: skip
     assert [len(case) for case in cases] == [3, 2, 3, 3, 2]
     assert "reads standard input" in tasks[0].prompt
     assert "def addPair(self, a: int, b: int) -> int:" in tasks[4].prompt
@@ -200,10 +200,10 @@ def test_packed_text_that_unpacks_to_too_much_is_refused(monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"public_test_cases": "[]", "private_test_cases": ""}, "no test case"),
+        ({"public_test_cases": "[]", "private_test_cases": ""}, "there are no tests"),
         ({"public_test_cases": '{"a": 1}'}, "no list of test cases"),
-        ({"public_test_cases": '[{"input": 1, "output": "2"}]'}, "no text as its input"),
-        ({"public_test_cases": '[{"input": "1", "output": "2", "testtype": "oral"}]'}, "of the type 'oral'"),
+        ({"public_test_cases": '[{"input": 1, "output": "2"}]'}, "input is no text"),
+        ({"public_test_cases": '[{"input": "1", "output": "2", "testtype": "oral"}]'}, "of type 'oral'"),
         ({"public_test_cases": '[{"input": "1", "output": "2", "testtype": "functional"}]'}, "metadata.func_name"),
         ({"private_test_cases": "[{]"}, "private_test_cases is no JSON"),
     ],

@@ -29,8 +29,7 @@ from datakit import (
 from shoal.environments import Environment, EnvironmentSettings, build, identity_of
 from shoal.environments.data import readers
 from shoal.environments.data.cache import data_digest
-from shoal.environments.data.readers import Pieces
-from shoal.environments.data.table import Table
+from shoal.environments.data.readers import Pieces, Table
 from shoal.errors import EnvironmentSetupError
 
 __all__ = ["own_cache"]
@@ -153,7 +152,7 @@ def test_a_large_shard_opens_in_little_memory(tmp_path: Path) -> None:
 
 
 def test_many_shards_need_few_handles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.environments.data.table.OPEN_AT_ONCE", 2)
+    monkeypatch.setattr("shoal.environments.data.readers.OPEN_AT_ONCE", 2)
     for number, row in enumerate(described(9)):
         write_parquet(tmp_path / f"part-{number}.parquet", [row])
     environment = open_data(tmp_path, held_out_size=1)

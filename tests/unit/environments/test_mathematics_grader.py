@@ -21,7 +21,7 @@ def test_the_registry_knows_it_by_name_and_by_the_data_sets_task_type() -> None:
     for name in ("mathematics", "verifiable_math"):
         found = grader(name)
         assert isinstance(found, Grader)
-        assert (found.name, found.version) == ("mathematics", 4)
+        assert (found.name, found.version) == ("mathematics", 5)
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.environments import Environment, EnvironmentSettings, Score, Split, Task, build, identity_of
-from shoal.environments.dialogue import DialogueRule, dialogue_of
+from shoal.environments import (
+    DialogueRule,
+    Environment,
+    EnvironmentSettings,
+    Score,
+    Split,
+    Task,
+    build,
+    dialogue_of,
+    identity_of,
+)
 from shoal.environments.generated import GeneratedEnvironment
 from shoal.environments.mix import MixedEnvironment, Part, Schedule, part_of, permute
-from shoal.environments.protocol import ObjectingEnvironment
 from shoal.environments.questions import prompt_digest
 from shoal.errors import EnvironmentSetupError, UnusableTask
 from shoal.evaluation.leaks import Leaks, find_leaks
@@ -67,9 +75,6 @@ class Fixed:
         self.seen.append(task.id)
         return Score(0.25, {"exact": 0.25}, "note")
 
-    def objection(self, task: Task, completion: str) -> str:
-        return f"bad in {task.id}" if completion == "bad" else ""
-
     def dialogue(self, task: Task) -> DialogueRule | None:
         return DialogueRule("calculator", 2)
 
@@ -101,16 +106,13 @@ def test_held_out_tasks_are_in_proportion_and_never_twice() -> None:
     assert len(mixture(empty).tasks("held_out")) == 0
 
 
-def test_scores_objections_and_talk_are_the_parts_own() -> None:
+def test_scores_and_talk_are_the_parts_own() -> None:
     inner = Fixed("a", 9, 9)
     mixed = mixture(Part("maths", 1.0, inner), Part("sort", 1.0, build(EnvironmentSettings())))
     task = mixed.task("maths:train/3")
     assert mixed.score(task, "x") == Score(0.25, {"exact": 0.25, "maths": 0.25}, "note")
     assert inner.seen == ["train/3"]
-    assert isinstance(mixed, ObjectingEnvironment)
-    assert mixed.objection(task, "bad") == "bad in train/3"
     sort = mixed.task("sort:sort/train/0")
-    assert mixed.objection(sort, "bad") == ""
     assert dialogue_of(mixed, task) == DialogueRule("calculator", 2)
     assert dialogue_of(mixed, sort) is None
     assert mixed.score(sort, sort.answer).parts == {"exact": 1.0, "sort": 1.0}

@@ -79,9 +79,6 @@ class FailingScorer:
         self.seen += len(jobs)
         return [ScoringFailure("no") if n in self.failing else s for n, s in zip(numbers, found, strict=True)]
 
-    def objections(self, jobs: Sequence[Job]) -> list[str]:
-        return [""] * len(jobs)
-
     def close(self) -> None:
         self.closed = True
 

@@ -15,11 +15,10 @@ from evalkit import FILES, SAMPLING, TOKENIZER, FailingScorer, SortingEngine, ev
 from shoal.environments import Environment, EnvironmentSettings, Score, Task, build
 from shoal.environments.settings import LengthSettings
 from shoal.errors import ConfigError, DeadlineExceeded, EnvironmentSetupError, ResourceError, UnusableTask
-from shoal.evaluation.comparing import compare
+from shoal.evaluation.compare import compare
 from shoal.evaluation.job import SUMMARY, TASKS, EvaluationJob, choose, evaluate, finished, without
-from shoal.evaluation.journal import IDENTITY, PROGRESS
 from shoal.evaluation.plan import SamplingPlan, sample_seed, tasks_of
-from shoal.evaluation.records import SampleRecord, TaskRecord, read_records, read_results
+from shoal.evaluation.records import IDENTITY, PROGRESS, SampleRecord, TaskRecord, read_records, read_results
 from shoal.evaluation.subject import EngineChoice, memory_errors, open_subject, plain_name
 from shoal.evaluation.summary import table_lines
 from shoal.rewards import DirectScorer, Job, NotBegun
@@ -269,9 +268,6 @@ class Interrupting:
             if self._raises:
                 raise DeadlineExceeded("told to stop")
         return self._inner.scores(jobs)
-
-    def objections(self, jobs: Sequence[Job]) -> list[str]:
-        return [""] * len(jobs)
 
     def close(self) -> None:
         """Nothing is open."""

@@ -14,22 +14,25 @@ from evalkit import record, sort
 
 from shoal.environments import EnvironmentSettings, build
 from shoal.environments.data.locating import locate
-from shoal.environments.data.table import Table
+from shoal.environments.data.readers import Table
 from shoal.errors import ConfigError, ResourceError
-from shoal.evaluation import selection as filtering
-from shoal.evaluation.plan import tasks_of
-from shoal.evaluation.rates import Rate, RateBand, histogram_lines, rates
-from shoal.evaluation.selection import (
+from shoal.evaluation import filter as filtering
+from shoal.evaluation.filter import (
     Columns,
+    Rate,
+    RateBand,
     RowSelection,
     data_of,
+    histogram_lines,
     original_rows,
+    rates,
     row_of,
     stored_about,
     task_rows,
     write_rows,
     written_before,
 )
+from shoal.evaluation.plan import tasks_of
 
 COLUMNS = Columns("m")
 MIDDLE = RateBand(0.25, 0.5)

@@ -11,7 +11,7 @@ import pytest
 from evalkit import SAMPLING, SortingEngine, evaluation
 
 from shoal.evaluation.job import TASKS, evaluate
-from shoal.evaluation.journal import PROGRESS
+from shoal.evaluation.records import PROGRESS
 from shoal.rewards import DirectScorer
 from shoal.runtime.stop import StopToken
 

@@ -18,10 +18,10 @@ from shoal.cli.main import main
 from shoal.environments import EnvironmentSettings, build
 from shoal.environments.settings import LengthSettings
 from shoal.errors import ConfigError, DeadlineExceeded
-from shoal.evaluation import rescoring
+from shoal.evaluation import rescore as rescoring
 from shoal.evaluation.job import SUMMARY, TASKS, EvaluationJob, choose, evaluate, finished, measure
-from shoal.evaluation.journal import IDENTITY, PROGRESS, EvaluationJournal
-from shoal.evaluation.rescoring import rescore
+from shoal.evaluation.records import IDENTITY, PROGRESS, EvaluationJournal
+from shoal.evaluation.rescore import rescore
 from shoal.rewards import DirectScorer, Job
 from shoal.runtime.stop import StopToken
 

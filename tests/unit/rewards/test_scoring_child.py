@@ -9,13 +9,12 @@ from pathlib import Path
 import pytest
 
 from shoal.environments import EnvironmentSettings, Score, Task, build
-from shoal.environments.composed import Composed
-from shoal.environments.settings import PromptSettings, ScoringSettings
+from shoal.environments.settings import ScoringSettings
 from shoal.errors import CodecError, EnvironmentSetupError, ScoringFailure
 from shoal.rewards import DirectScorer, Job, ScoringPool
-from shoal.rewards.child import _answer, _objects
+from shoal.rewards.child import _answer
 from shoal.rewards.frames import HEAD, Allows, Channel, ChannelClosed, JobAnswer, JobBatch, frame_of, read_message
-from shoal.rewards.limits import core_digest
+from shoal.rewards.protocol import core_digest
 from shoal.runtime.clock import ManualClock
 from shoal.runtime.stop import StopToken
 
@@ -23,7 +22,7 @@ EXAMPLE = Path(__file__).parents[3] / "examples" / "custom_reward.py"
 
 
 class Strict:
-    """Objects to completions that speak of the grader; needs too much memory for those that speak of elephants."""
+    """Needs too much memory for those that speak of elephants."""
 
     name = "strict"
     digest = "5" * 64
@@ -43,21 +42,16 @@ class Strict:
             return Score(1 / 0)
         return Score(1, {"whole": 1}, "fine")
 
-    def objection(self, task: Task, completion: str) -> str:
-        return "it speaks of the grader" if "grader" in completion else ""
+
+def asked(completion: str, task: str = "t") -> JobAnswer:
+    return _answer(Strict(), task, completion, 10.0, -1)
 
 
-def asked(what: str, completion: str, task: str = "t") -> JobAnswer:
-    return _answer(Strict(), what, task, completion, 10.0, -1)  # type: ignore[arg-type]
-
-
-def test_a_job_is_a_score_an_objection_a_failure_or_too_much() -> None:
-    assert asked("score", "x") == JobAnswer(1.0, {"whole": 1.0}, b"fine")
-    assert asked("objection", "dear grader") == JobAnswer(text=b"it speaks of the grader")
-    assert asked("objection", "x") == JobAnswer()
-    assert asked("score", "elephant") == JobAnswer(needs_memory=True)
-    assert asked("score", "zero").failure == "scoring raised ZeroDivisionError: division by zero"
-    assert "does not know the task" in (asked("score", "x", "u").failure or "")
+def test_a_job_is_a_score_a_failure_or_too_much() -> None:
+    assert asked("x") == JobAnswer(1.0, {"whole": 1.0}, b"fine")
+    assert asked("elephant") == JobAnswer(needs_memory=True)
+    assert asked("zero").failure == "scoring raised ZeroDivisionError: division by zero"
+    assert "does not know the task" in (asked("x", "u").failure or "")
 
 
 class Programs(Strict):
@@ -70,25 +64,17 @@ class Programs(Strict):
 
 def test_a_task_with_limits_of_its_own_says_so_before_it_is_scored() -> None:
     source, sink = os.pipe()
-    answer = _answer(Programs(), "score", "t", "x", 10.0, sink)
+    answer = _answer(Programs(), "t", "x", 10.0, sink)
     channel = Channel(source, sink, StopToken())
     said = channel.receive(5)
     assert isinstance(said, Allows)
     assert said.seconds >= 4 * 60
     assert answer.value == 1.0
-    assert _answer(Strict(), "score", "t", "x", 10.0, sink).value == 1.0
+    assert _answer(Strict(), "t", "x", 10.0, sink).value == 1.0
     with pytest.raises(TimeoutError):  # other tasks say nothing
         channel.receive(0.01)
     os.close(source)
     os.close(sink)
-
-
-def test_only_what_has_objections_is_asked_for_them() -> None:
-    settings = EnvironmentSettings(prompt=PromptSettings(thinking="<think>"))
-    assert _objects(Strict())
-    assert _objects(Composed(Strict(), settings))
-    assert not _objects(Composed(build(EnvironmentSettings()), settings))
-    assert not _objects(build(EnvironmentSettings()))
 
 
 def test_the_digest_that_a_child_must_have_is_that_of_the_scoring_alone() -> None:
@@ -115,7 +101,7 @@ def test_a_channel_does_not_wait_for_ever_for_somebody_who_does_not_read() -> No
     source, other = os.pipe()
     channel = Channel(source, sink, StopToken())
     with pytest.raises(TimeoutError):
-        channel.send(JobBatch("score", [("t", b"x" * 10**6)]), 0.05)
+        channel.send(JobBatch([("t", b"x" * 10**6)]), 0.05)
     with pytest.raises(TimeoutError):
         channel.receive(0.01)
     for each in (source, sink, theirs, other):
@@ -149,9 +135,9 @@ def test_time_in_which_the_process_was_stopped_is_not_waited() -> None:
 
 def test_the_childs_end_reads_whole_messages_or_none() -> None:
     source, sink = os.pipe()
-    os.write(sink, frame_of(JobBatch("score", [("t", b"x")])) + b"\0\0")
+    os.write(sink, frame_of(JobBatch([("t", b"x")])) + b"\0\0")
     os.close(sink)
-    assert read_message(source) == JobBatch("score", [("t", b"x")])
+    assert read_message(source) == JobBatch([("t", b"x")])
     assert read_message(source) is None
     os.close(source)
 
@@ -159,7 +145,7 @@ def test_the_childs_end_reads_whole_messages_or_none() -> None:
 def test_a_message_that_is_too_large_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shoal.rewards.frames.MAX_FRAME_BYTES", 10)
     with pytest.raises(CodecError):
-        frame_of(JobBatch("score", [("t", b"x" * 20)]))
+        frame_of(JobBatch([("t", b"x" * 20)]))
 
 
 def test_the_example_scores_the_same_in_processes_of_its_own() -> None:

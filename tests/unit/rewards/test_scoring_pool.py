@@ -15,14 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rewardkit import IMPATIENT, LIMITS, PATIENCE, is_running, naughty, one, until
+from rewardkit import IMPATIENT, LIMITS, is_running, naughty, one, until
 
 from shoal.environments import EnvironmentSettings, Score, build
 from shoal.environments.settings import ScoringSettings
 from shoal.errors import DeadlineExceeded, ScoringFailure
 from shoal.rewards import DirectScorer, Job, NotBegun, Scorer, ScoringPatience, ScoringPool
-from shoal.rewards.limits import process_count
-from shoal.rewards.protocol import settled
+from shoal.rewards.protocol import process_count, settled
 from shoal.runtime.stop import StopToken
 
 pytestmark = pytest.mark.timeout(120)
@@ -202,8 +201,6 @@ def test_an_environment_that_no_longer_builds_is_no_sample(own: ScoringPool, tmp
     assert isinstance(failure, ScoringFailure)
     assert "could not build the environment" in str(failure)
     assert "oops" in str(failure)
-    [objection] = own.objections([Job("plain", "fine")])
-    assert isinstance(objection, ScoringFailure)
 
 
 def test_a_child_that_takes_too_long_to_start_is_no_sample(tmp_path: Path) -> None:
@@ -414,9 +411,3 @@ def test_keys_are_not_for_reward_functions(tmp_path: Path, monkeypatch: pytest.M
     )
     with naughty(tmp_path) as pool:
         assert one(pool, "") == Score(0.0, {})
-
-
-def test_objections_come_from_the_environment_and_only_where_it_has_any(tmp_path: Path) -> None:
-    with naughty(tmp_path, patience=PATIENCE) as pool:
-        assert pool.objections([Job("plain", "x"), Job("plain", "y")]) == ["", ""]
-        assert pool.objections([]) == []

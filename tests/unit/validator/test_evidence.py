@@ -12,12 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.engines import Completion, PrefillRequest
-from shoal.environments import ObjectingEnvironment, Task
 from shoal.protocol import (
     Lease,
     Outcome,
     ProofParameters,
-    Rollout,
     SamplingParameters,
     Submission,
     Sums,
@@ -280,29 +278,6 @@ def test_light_and_full_in_one_batch() -> None:
 
 
 # ── the environment ──────────────────────────────────────────────────────────────────────────────────────────────
-
-
-class Squeamish(LengthEnvironment):
-    def objection(self, task: Task, completion: str) -> str:
-        return "it swears" if completion == self.bad else ""
-
-    bad = ""
-
-
-@pytest.mark.parametrize("depth", ["full", "light"])
-def test_an_objection_costs_credit_and_nothing_else(depth: str) -> None:
-    environment = Squeamish()
-    assert isinstance(environment, ObjectingEnvironment)
-    assert not isinstance(LengthEnvironment(), ObjectingEnvironment)
-    environment.bad = "never"
-    assert judged(lease(), by=judge(environment), depth=depth).outcome is Outcome.ACCEPTED
-    rollout: Rollout = submission(lease()).rollouts[4]
-    ids = rollout.token_ids.tolist()
-    environment.bad = "".join(map(chr, ids[:-1] if ids[-1] == 1 else ids))
-    verdict = judged(lease(), by=judge(environment), depth=depth)
-    assert (verdict.outcome, verdict.reason, verdict.severity) == (Outcome.REJECTED, "environment.objection", None)
-    assert "rollout 4: the environment objects: it swears" in verdict.message
-    assert (verdict.rewards, verdict.generated_tokens) == ((), 0)
 
 
 @pytest.mark.parametrize("depth", ["full", "light"])

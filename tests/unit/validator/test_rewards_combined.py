@@ -11,7 +11,7 @@ from typing import ClassVar
 import pytest
 from honest import RUN, LengthEnvironment, docket, lease, loaded, submission
 
-from shoal.environments import Environment, EnvironmentSettings, Score, Task, budget_of, build, identity_of
+from shoal.environments import Environment, EnvironmentSettings, Score, budget_of, build, identity_of
 from shoal.environments.composed import LengthBudget
 from shoal.environments.settings import JudgeSettings, LengthSettings, PromptSettings, ScoringSettings
 from shoal.errors import ScoringFailure
@@ -313,22 +313,6 @@ def test_judges_are_asked_about_a_few_groups_at_a_time_and_what_they_have_no_tim
     assert isinstance(first, list)
     assert isinstance(second, list)
     assert isinstance(third, NotBegun)
-
-
-class Objecting(LengthEnvironment):
-    def objection(self, task: Task, completion: str) -> str:
-        if task.id == "t/2":
-            return "it attacks the grader"
-        if task.id == "t/3":
-            raise ScoringFailure("cannot tell")
-        return ""
-
-
-def test_an_objection_rejects_its_group_alone_and_one_that_cannot_be_asked_for_is_no_sample() -> None:
-    verdicts = Judge(Objecting(), load_profiles()).verdicts([docket(lease(unit)) for unit in (1, 2, 3)], loaded())
-    assert [(verdict.outcome.value, verdict.reason) for verdict in verdicts] == [
-        ("accepted", ""), ("rejected", "environment.objection"), ("unsure", "reward.machinery"),
-    ]  # fmt: skip
 
 
 def test_a_lease_for_other_data_is_not_this_validators() -> None:

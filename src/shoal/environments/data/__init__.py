@@ -2,10 +2,8 @@
 
 locating    locate: which files it consists of, in which order
 cache       what was found out about files, kept for the next time; digests of files; what packed ones were unpacked to
-readers     Source: what reads one file, of each kind
-table       Table: all files as one, rows numbered through
-scanning    open_data: what must be known of every row; train and held out, without a question in both
-checking    check: every answer, on request; Problems: rows that cannot be used
+readers     Source: what reads one file, of each kind; Table: all files as one, rows numbered through
+scanning    open_data: what must be known of every row; Splits: no question is in both; check: every answer, on request
 
 Nothing here is imported before a data set is opened: numpy and pyarrow take a moment to load.
 """

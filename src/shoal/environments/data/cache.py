@@ -113,9 +113,6 @@ def placed(name: str) -> Iterator[Path]:
         scratch.unlink(missing_ok=True)
 
 
-# ── what goes ────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def tidy(folder: Path) -> None:
     """Remove what was not used for a month, and half written files of yesterday; looks at most once an hour."""
     now_s, stamp = time.time(), folder / TIDIED
@@ -138,9 +135,6 @@ def tidy(folder: Path) -> None:
                 (folder / name).unlink(missing_ok=True)
     except OSError as error:
         log.debug("cannot tidy %s: %s", folder, error)
-
-
-# ── arrays ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def load_arrays(name: str) -> tuple[Mapping[str, np.ndarray[Any, Any]], Any] | None:
@@ -167,9 +161,6 @@ def store_arrays(name: str, arrays: Mapping[str, np.ndarray[Any, Any]], beside: 
     store(name, buffer.getvalue())
 
 
-# ── which data it is ─────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def data_digest(paths: Sequence[Path]) -> str:
     """Hex BLAKE3 over the bytes of a data set's files, in their order. Their names and places do not matter."""
     return blake3(b"shoal/data/v1\n" + "\n".join(file_digest(path) for path in paths).encode()).hexdigest()
@@ -192,9 +183,6 @@ def file_digest(path: Path) -> str:
     if entry_name("digest", identity(path)) == name:  # it was not changed meanwhile
         store(name, hasher.hexdigest().encode())
     return hasher.hexdigest()
-
-
-# ── files that were unpacked, because a row in the middle of a packed one cannot be reached ──────────────────────
 
 
 def unpacked(name: str, write: Callable[[Path], None]) -> Path:

@@ -56,11 +56,7 @@ def locate(path: Path, split: str = "") -> tuple[DataFile, ...]:
 
 
 def kind_of(path: Path) -> Kind | None:
-    """What a file is, by its name.
-
-    >>> kind_of(Path("a/train.jsonl.zst")), kind_of(Path("README.md"))
-    ('jsonl', None)
-    """
+    """What a file is, by its name."""
     packed = path.suffix in PACKED
     kind = SUFFIXES.get(path.with_suffix("").suffix if packed else path.suffix)
     return kind if not packed or kind == "jsonl" else None

@@ -1,5 +1,6 @@
-"""What reads one file of a data set: rows by number, and all rows in batches; only the columns that are asked for.
+"""What reads the files of a data set: rows by number, and all rows in batches; only the columns that are asked for.
 
+    Table       all files as one: rows are numbered through, in the order of the files
     Parquet     its row groups are decoded when one of their rows is asked for, and kept within a bound in bytes; the
                 columns of one that is too large for that are unpacked into the cache folder once, as Arrow
     Arrow       the stream that `save_to_disk` writes, or the file format: a batch is mapped while it is read only
@@ -17,8 +18,9 @@ import csv
 import io
 import logging
 import os
+import threading
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -31,7 +33,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from shoal.environments.data import cache
-from shoal.environments.data.locating import PACKED
+from shoal.environments.data.locating import PACKED, DataFile
 from shoal.errors import EnvironmentSetupError, UnusableTask
 from shoal.runtime.files import resource_error
 
@@ -146,7 +148,7 @@ def _unreadable(path: Path, kind: str, error: Exception) -> EnvironmentSetupErro
     return EnvironmentSetupError(f"{path} is no {kind} file, or was cut off or damaged: fetch it again ({said})")
 
 
-# ── Parquet ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# Parquet
 
 
 class Pieces:
@@ -233,7 +235,7 @@ class ParquetSource(Source):
         self._file.close()
 
 
-# ── Arrow and CSV ────────────────────────────────────────────────────────────────────────────────────────────────
+# Arrow and CSV
 
 
 class ArrowSource(Source):
@@ -294,7 +296,7 @@ class CsvSource(Source):
         return {name: self._values[name][index] for name in columns}
 
 
-# ── JSON lines ───────────────────────────────────────────────────────────────────────────────────────────────────
+# JSON lines
 
 
 class JsonlSource(Source):
@@ -406,3 +408,95 @@ def _unpack(path: Path, scratch: Path) -> None:
             if out.tell() + len(chunk) > most_bytes:
                 raise OSError(f"it unpacks to more than {most_bytes // 2**20:,} MB")
             out.write(chunk)
+
+
+# All files
+
+OPEN_AT_ONCE = 64
+"""Files whose handles are kept; a data set of a thousand shards must not use up what a process may open."""
+
+
+class Table:
+    """Rows by number over all files. Threads may share it: one reads at a time."""
+
+    def __init__(self, files: Sequence[DataFile]) -> None:
+        self.files = tuple(files)
+        self.paths = tuple(file.path for file in files)
+        self._pieces = Pieces()
+        self._open: dict[int, Source] = {}
+        self._lock = threading.RLock()
+        self._starts: list[int] = []
+        self._types: list[dict[str, str]] = []
+        columns: list[tuple[str, ...]] = []
+        self.rows = 0
+        for number in range(len(self.files)):
+            source = self._source(number)
+            self._starts.append(self.rows)
+            columns.append(source.columns)
+            self._types.append(source.types)
+            self.rows += source.rows
+        self.columns_by_file = tuple(zip(self.paths, columns, strict=True))
+        if not self.rows:
+            raise EnvironmentSetupError(f"{self.paths[0]} has no rows; check environment.data")
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns of the first file; `agree` says whether the others have those that matter."""
+        return self.columns_by_file[0][1]
+
+    def agree(self, columns: Sequence[str]) -> None:
+        """Refuse files that lack one of these columns, or hold another type in it. JSON lines have no types."""
+        for (path, names), types in zip(self.columns_by_file, self._types, strict=True):
+            for name in columns:
+                if name not in names and types:
+                    raise EnvironmentSetupError(
+                        f"the files differ: {path} has no column {name}, which {self.paths[0]} has; it has"
+                        f" {', '.join(names)}"
+                    )
+                mine, first = types.get(name, ""), self._types[0].get(name, "")
+                if mine.removeprefix("large_") != first.removeprefix("large_"):
+                    raise EnvironmentSetupError(
+                        f"the files differ: column {name} is {mine} in {path} and {first} in {self.paths[0]}"
+                    )
+
+    def identities(self) -> list[tuple[object, ...]]:
+        return [cache.identity(path) for path in self.paths]
+
+    def scan(self, columns: Sequence[str]) -> Iterator[Batch]:
+        """All rows in order."""
+        for number in range(len(self.files)):
+            with self._lock:
+                source = self._source(number)
+            yield from source.scan(columns)
+
+    def row(self, number: int, columns: Sequence[str]) -> dict[str, Any]:
+        """One row, of these columns; `UnusableTask` if it cannot be read."""
+        with self._lock:
+            file = bisect.bisect_right(self._starts, number) - 1
+            try:
+                return self._source(file).row(number - self._starts[file], columns)
+            except UnicodeDecodeError:
+                raise UnusableTask("a value is not UTF-8") from None
+
+    def where(self, number: int) -> str:
+        """Where a row is, for a person who knows its number: `train.jsonl line 18`, `b.parquet row 3`, `a.parquet`."""
+        file = bisect.bisect_right(self._starts, number) - 1
+        inside, name = number - self._starts[file], self.paths[file].name
+        if self.files[file].kind == "jsonl":
+            return f"{name} line {inside + 1}"
+        return name if inside == number else f"{name} row {inside}"
+
+    def _source(self, number: int) -> Source:
+        if number not in self._open:
+            if len(self._open) >= OPEN_AT_ONCE:
+                self._open.pop(next(iter(self._open))).close()
+            self._open[number] = _opened(self.files[number].path, self.files[number].kind, self._pieces)
+        return self._open[number]
+
+
+def _opened(path: Path, kind: str, pieces: Pieces) -> Source:
+    kinds: dict[str, Callable[[Path], Source]] = {"arrow": ArrowSource, "csv": CsvSource, "jsonl": JsonlSource}
+    try:
+        return ParquetSource(path, pieces) if kind == "parquet" else kinds[kind](path)
+    except OSError as error:
+        raise EnvironmentSetupError(f"cannot read {path}: {error.strerror or error}") from None

@@ -1,4 +1,5 @@
-"""What must be known of every row before the first task is drawn: can it be asked, and what question is it?
+"""What must be known of every row before the first task is drawn: can it be asked, and what question is it? And, on
+request, for that reads everything: is every answer one that its grader can use?
 
     path ─► files ─► table ─► format ─► scan ─► Opened ─► Splits: no question is in both
                  └─► digest (beside it) ──────────┘
@@ -8,9 +9,10 @@ A scan reads the columns that ask, in batches. Answers are not read: that would 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,25 +20,69 @@ from typing import Any
 import numpy as np
 
 from shoal.environments.data.cache import data_digest, entry_name, load_arrays, store_arrays
-from shoal.environments.data.checking import Problems
 from shoal.environments.data.locating import locate
-from shoal.environments.data.readers import ROW_LIMIT_BYTES, Batch, Broken, rows_of, values_of
-from shoal.environments.data.table import Table
+from shoal.environments.data.readers import ROW_LIMIT_BYTES, Batch, Broken, Table, rows_of, values_of
 from shoal.environments.formats.protocol import Format
 from shoal.environments.formats.registry import DatasetOptions, fit
+from shoal.environments.graders.protocol import Grader
 from shoal.environments.graders.registry import GRADERS, TASK_TYPES
 from shoal.environments.questions import BLANK, DIGEST_BYTES, ascii_digest, prompt_digest, question_digest
 from shoal.errors import EnvironmentSetupError, UnusableTask
 
 Flags = np.ndarray[Any, np.dtype[np.bool_]]
 Numbers = np.ndarray[Any, np.dtype[np.int64]]
-VERSION = 4
-MOST_KINDS = 1000
+VERSION, CHECK_VERSION = 4, 1
+MOST_KINDS = MOST_REASONS = 1000
+SHOWN = 20
 SLACK = 1e-9  # of a solve rate that was written with fewer digits
 LARGEST_SHARE = 5
 """At most a fifth of the questions is held out, of a data set that is small."""
 NONE = b"\0" * DIGEST_BYTES
 TOO_LARGE = f"the prompt has more than {ROW_LIMIT_BYTES // 2**20} MB"
+
+
+Graders = Callable[[str], Grader]
+
+
+@dataclass
+class Problems:
+    """The first rows by number with what is wrong, and how often each reason occurred."""
+
+    first: list[tuple[int, str]] = field(default_factory=list)
+    reasons: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def count(self) -> int:
+        return self.reasons.total()
+
+    def add(self, row: int, reason: str) -> None:
+        """Remember a row; rows may come in any order, those with the lowest numbers are shown."""
+        known = reason if reason in self.reasons or len(self.reasons) < MOST_REASONS else "other reasons"
+        self.reasons[known] += 1
+        self.first.append((row, reason))
+        if len(self.first) > 4 * SHOWN:
+            self.first = sorted(self.first)[:SHOWN]
+
+    def add_all(self, others: Problems) -> None:
+        self.reasons += others.reasons
+        self.first = sorted({*self.first, *others.first})[:SHOWN]
+
+    def lines(self, where: Callable[[int], str], most: int = SHOWN) -> list[str]:
+        """One line for each of the first rows, and one for the rest."""
+        shown = sorted(self.first)[:most]
+        lines = [f"row {row} ({where(row)}): {reason}" for row, reason in shown]
+        return [*lines, *([f"and {self.count - len(shown):,} more"] if self.count > len(shown) else [])]
+
+    def sentence(self, where: Callable[[int], str]) -> str:
+        """The first few in one sentence: `row 7 (a.jsonl line 8): prompt is empty; row 9 …; and 12 more`."""
+        return "; ".join(self.lines(where, 3))
+
+    def as_json(self) -> dict[str, object]:
+        return {"first": sorted(self.first)[:SHOWN], "reasons": dict(self.reasons)}
+
+    @classmethod
+    def from_json(cls, first: Iterable[tuple[int, str]], reasons: dict[str, int]) -> Problems:
+        return cls([(int(row), str(reason)) for row, reason in first], Counter(reasons))
 
 
 @dataclass(frozen=True)
@@ -78,15 +124,25 @@ class Scan:
         return np.ascontiguousarray(self.digests[:, :8]).view(">u8").ravel().astype(np.uint64)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Opened:
-    """A data set that can be read: its table, how rows become tasks, what every row is, and which data it is."""
+    """A data set that can be read: its table, how rows become tasks, what every row is, and which data it is.
+
+    `checked` is what a check of every answer found, once there was one.
+    """
 
     path: Path
     table: Table
     layout: Format
     found: Scan
     digest: str
+    checked: Checked | None = None
+
+    def good(self) -> Flags:
+        """Which rows can be used, as far as is known."""
+        good = self.found.usable.copy()
+        good[list(self.checked.bad if self.checked else ())] = False
+        return good
 
 
 def open_data(path: Path, options: DatasetOptions) -> Opened:
@@ -236,7 +292,7 @@ def _repeats(hashes: Numbers, column: str, table: Table, problems: Problems, usa
     return again
 
 
-# ── train and held out ───────────────────────────────────────────────────────────────────────────────────────────
+# train and held out
 
 
 @dataclass(frozen=True)
@@ -267,3 +323,61 @@ def split_two(found: Scan, held_out: Scan, held_out_size: int) -> Splits:
     aside = np.isin(found.keys[rows], held_out.keys[held_out.usable])
     others = np.flatnonzero(held_out.usable)[:held_out_size]
     return Splits(train=rows[~aside], held_out=others, shared=int(aside.sum()))
+
+
+# Every answer
+
+
+@dataclass(frozen=True)
+class Checked:
+    """Rows whose answer is no good, beyond those that cannot be asked."""
+
+    bad: dict[int, str]
+    problems: Problems
+
+
+def usable_answer(layout: Format, row: dict[str, Any], kind: str, graders: Graders) -> str:
+    """The answer of a row, or `UnusableTask` with what is wrong with it."""
+    answer = layout.answer(row)
+    if len(answer) > ROW_LIMIT_BYTES:
+        raise UnusableTask(f"the answer has more than {ROW_LIMIT_BYTES // 2**20} MB")
+    problem = graders(kind).problem(answer)
+    if problem:
+        raise UnusableTask(problem)
+    return answer
+
+
+def known_check(opened: Opened, graders: Graders) -> Checked | None:
+    """What an earlier check of these files with these graders found."""
+    known = load_arrays(_check_name(opened, graders))
+    if known is None:
+        return None
+    arrays, beside = known
+    bad = dict(zip(arrays["bad"].tolist(), beside["why"], strict=True))
+    return Checked(bad, Problems.from_json(**beside["problems"]))
+
+
+def check(opened: Opened, graders: Graders, progress: Callable[[int], None]) -> Checked:
+    """Look at every answer; `progress` is told how many rows are done."""
+    bad, problems, first, layout, found = dict[int, str](), Problems(), 0, opened.layout, opened.found
+    for batch in opened.table.scan(layout.columns):
+        for number, row in enumerate(rows_of(batch), first):
+            try:
+                if found.usable[number] and isinstance(row, Broken):
+                    raise UnusableTask(row.reason)
+                if found.usable[number] and not isinstance(row, Broken):
+                    usable_answer(layout, row, layout.grader or layout.question(row).kind, graders)
+            except UnusableTask as error:
+                bad[number] = str(error)
+                problems.add(number, str(error))
+        first += len(next(iter(batch.values())))
+        progress(first)
+    name = _check_name(opened, graders)
+    beside = {"why": list(bad.values()), "problems": problems.as_json()}
+    store_arrays(name, {"bad": np.array(list(bad), np.int64)}, beside)
+    return Checked(bad, problems)
+
+
+def _check_name(opened: Opened, graders: Graders) -> str:
+    versions = [[kind, graders(kind).version] for kind in opened.found.graders]
+    return entry_name("check", CHECK_VERSION, opened.table.identities(), opened.layout.signature, versions)

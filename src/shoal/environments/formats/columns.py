@@ -25,8 +25,6 @@ from shoal.errors import EnvironmentSetupError, UnusableTask
 
 IDS = ("problem_id", "id", "task_id", "question_id", "unique_id", "uuid", "key")
 
-# ── the described schema: problem_id, task_type, prompt, verification_info (a JSON string), solve_rate_… ─────────
-
 TYPE, INFO, GOLD = "task_type", "verification_info", "ground_truth"
 
 
@@ -43,11 +41,7 @@ def described(columns: tuple[str, ...], wanted: Wanted) -> Format:
 
 
 def kind_of(task_type: object) -> str:
-    """The grader of a task type.
-
-    >>> kind_of("verifiable_math")
-    'mathematics'
-    """
+    """The grader of a task type."""
     known = TASK_TYPES.get(task_type, task_type) if isinstance(task_type, str) else None
     if known not in GRADERS:
         known_types = ", ".join([*TASK_TYPES, *GRADERS])
@@ -71,8 +65,6 @@ def _verification(column: str, row: Row) -> str:
         raise UnusableTask(f"{column} is no JSON object")
     return text
 
-
-# ── question and answer columns; AIME is that with whole numbers from 0 to 999 ───────────────────────────────────
 
 QUESTIONS = ("problem", "question", "prompt", "instruction", "query", "input", "messages")
 ANSWERS = (
@@ -141,8 +133,6 @@ def _whole_number(column: str, row: Row) -> str:
     return str(int(text))
 
 
-# ── GPQA: the order of the options follows from the row's text alone, so that everybody has the same letter ──────
-
 GPQA = ("Question", "Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
 ASK = "Which option is right? End with a line of the form: Answer: X, where X is one of A, B, C and D."
 
@@ -172,8 +162,6 @@ def _options_prompt(row: Row) -> str:
     listed = "\n".join(f"{letter}) {text}" for letter, text in zip("ABCD", options, strict=True))
     return f"{question}\n\n{listed}\n\n{ASK}"
 
-
-# ── IFEval: key, prompt, instruction_id_list, kwargs ─────────────────────────────────────────────────────────────
 
 NAMES, SETTINGS = "instruction_id_list", "kwargs"
 

@@ -90,15 +90,8 @@ def first_of(columns: tuple[str, ...], names: tuple[str, ...]) -> str:
     return next((spelled[name] for name in names if name in spelled), "")
 
 
-# ── values as text ───────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def conversation(value: object, column: str) -> tuple[str, Messages]:
-    """A prompt and what was said before it, of a text or of a list of messages that ends with the user's.
-
-    >>> conversation([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}], "prompt")
-    ('2+2?', (('system', 'Be brief.'),))
-    """
+    """A prompt and what was said before it, of a text or of a list of messages that ends with the user's."""
     if isinstance(value, str):
         return required(value, column), ()
     said = messages_of(value, column)
@@ -108,11 +101,7 @@ def conversation(value: object, column: str) -> tuple[str, Messages]:
 
 
 def messages_of(value: object, column: str) -> Messages:
-    """A list of messages as (role, text); a system message is the first or none.
-
-    >>> messages_of([{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}], "messages")
-    (('user', '2+2?'), ('assistant', '4'))
-    """
+    """A list of messages as (role, text); a system message is the first or none."""
     if value is None:
         raise UnusableTask(f"{column} is missing")
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
@@ -169,11 +158,7 @@ def parsed(value: object, column: str) -> Any:
 
 
 def final_answer(text: str) -> str:
-    """What a worked solution comes to: what follows `####`, or the last box; the text itself if it has neither.
-
-    >>> final_answer("3 times 4 is 12. #### 12"), final_answer("so $x=\\\\boxed{\\\\frac{1}{2}}$."), final_answer("7")
-    ('12', '\\\\frac{1}{2}', '7')
-    """
+    """What a worked solution comes to: what follows `####`, or the last box; the text itself if it has neither."""
     _work, mark, after = text.rpartition("####")
     if mark:
         return after.strip()

@@ -64,10 +64,6 @@ def fit(columns: tuple[str, ...], options: DatasetOptions) -> Format:
 
 
 def told_by(columns: tuple[str, ...]) -> str:
-    """Which format the columns tell of.
-
-    >>> told_by(("id", "question", "answer"))
-    'columns'
-    """
+    """Which format the columns tell of."""
     other = "code" if first_of(columns, TESTS) else "columns"
     return next((name for name, known in TELLING if known <= set(columns)), other)

@@ -4,9 +4,8 @@ protocol       Grader: what every grader implements
 thinking       after_thinking: the part of a completion that is the answer
 mathematics    MathematicsGrader: the final answer, by value; MathVerifyGrader: what math-verify says
 code           CodeGrader: a Python program against tests, in a sandbox
-choice         ChoiceGrader: a letter among several (GPQA)
+choice         ChoiceGrader: a letter among several (GPQA); ExactGrader: the very text
 instructions   InstructionsGrader: verifiable instructions (IFEval)
-exact          ExactGrader: the very text
 registry       GRADERS, grader
 """
 

@@ -1,4 +1,7 @@
-"""A letter among several: `Answer: B`. The last letter that is given as the answer counts, and only one may be."""
+"""A letter among several: `Answer: B`. The last letter that is given as the answer counts, and only one may be.
+
+And the very text: what the completion says after thinking, spaces around it aside.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +30,20 @@ SECOND = re.compile(
 """Another letter beside the one that was given. Where nothing joins them, "A" or "I" may begin a sentence."""
 
 
+class ExactGrader:
+    """1 for the very text of the answer."""
+
+    name: ClassVar[str] = "exact"
+    version: ClassVar[int] = 2
+
+    def problem(self, answer: str) -> str:
+        return "" if answer.strip() else "the answer is empty"
+
+    def score(self, answer: str, completion: str) -> Score:
+        exact = float(after_thinking(completion).strip() == answer.strip())
+        return Score(value=exact, parts={"exact": exact})
+
+
 class ChoiceGrader:
     """The answer of a task is the letter. Two letters at once (`A or B`) are none."""
 
@@ -43,11 +60,7 @@ class ChoiceGrader:
 
 
 def chosen_letter(text: str) -> str:
-    """The letter that a text gives as its answer; empty if it gives none, or two at once, or says which it is not.
-
-    >>> chosen_letter("B looks right, but no. Answer: (C)"), chosen_letter("**D**"), chosen_letter("Answer: A or B")
-    ('C', 'D', '')
-    """
+    """The letter that a text gives as its answer; empty if it gives none, or two at once, or says which it is not."""
     end = text[-READ_CHARACTERS:]
     found = [*_matches(ANSWER, end), *_matches(BOXED, end)] or _matches(OPTION, end)
     if found:

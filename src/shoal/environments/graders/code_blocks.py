@@ -64,12 +64,6 @@ def program(completion: str, functions: Collection[str] = ()) -> str:
     """The program: the last block that defines the functions, if some are wanted; otherwise the last one.
 
     Blocks that are marked as Python go before those that are not marked at all; others are none. A block of a session
-    (">>>") is an example. Empty if there is no block.
-
-    >>> program("So:\\n```python\\nprint(1)\\n```\\nIt prints 1.")
-    'print(1)\\n'
-    >>> program("~~~py\\ndef f(): pass\\n~~~\\nTry:\\n~~~py\\nprint(f())\\n~~~", functions=["f"])
-    'def f(): pass\\n'
     """
     found = [block for block in blocks(completion) if block.code.strip()]
     marked = [block.code for block in found if block.python]
@@ -101,11 +95,7 @@ def blocks(completion: str) -> Iterator[Block]:
 
 
 def defines(code: str, name: str) -> bool:
-    """Whether it looks as if the code defined this name: a function, a method, an assignment or an import.
-
-    >>> defines("class Solution:\\n  def f(self): ...", "f"), defines("print(f(2))", "f")
-    (True, False)
-    """
+    """Whether it looks as if the code defined this name: a function, a method, an assignment or an import."""
     quoted = re.escape(name)
     kinds = (
         rf"(?:async[ \t]+)?def[ \t]+{quoted}\b|{quoted}[ \t]*(?::[^=\n]*)?=(?!=)|(?:from|import)\b[^#\n]*\b{quoted}\b"

@@ -14,13 +14,6 @@ def after_thinking(completion: str) -> str:
 
     Without any `</think>`: nothing if the completion begins with `<think>`, all of it otherwise. A `<think>` further
     down is text, and so is either of the two within a block of code.
-
-    >>> after_thinking("<think>2+2</think> It is 4.")
-    ' It is 4.'
-    >>> after_thinking("<think>perhaps 4")
-    ''
-    >>> after_thinking("4, surely</think> It is 4. <think>Or 5?")
-    ' It is 4. '
     """
     begun, end = completion.lstrip().startswith(OPENING), completion.find(CLOSING)
     if end < 0:

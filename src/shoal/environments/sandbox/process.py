@@ -14,22 +14,33 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import select
 import signal
 import socket
 import subprocess
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from types import TracebackType
 from typing import Literal, Self
 
+from pydantic import BaseModel, ConfigDict, Field
+
 from shoal.environments.sandbox import seccomp, view
-from shoal.environments.sandbox.exchange import CHUNK, ERRORS_KEPT, REPORT_BYTES, Cut, Exchange, Pipes
-from shoal.environments.sandbox.limits import Limits
 from shoal.errors import EnvironmentSetupError, ScoringFailure
 
-Ended = Literal["well", "error", "signal", "time", "output"]
+WALL_FACTOR = 4
+WALL_GRACE_S = 5.0
+TEST_COST_S = 0.01
+"""Processor time that a test takes besides the program's own, generously: the clock waits for that too."""
 
+
+CHUNK = 1 << 16
+ERRORS_KEPT = 4096
+REPORT_BYTES = 16
+LOOK_S = 0.25
+Cut = Literal["time", "output"]
+Ended = Literal["well", "error", "signal", "time", "output"]
 START_S = 30.0
 """How long a sandbox may take to start. One that is slower is a machine in trouble, not a bad program."""
 STOP_S = 10.0
@@ -44,13 +55,34 @@ CLOCKS_AGREE = 0.75
 """How much of the time that the limit saw the account may see: the kernel keeps two clocks, and one only by ticks."""
 
 
+class Limits(BaseModel):
+    """Limits of one program, all of its tests together unless it says otherwise. More than these is worth 0.
+
+    Time is processor time, so that a busy machine does not fail a good program; what it takes to start a test is not
+    counted. A program that only waits is ended by the clock: after four times its processor time and five seconds more.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    cpu_s: int = Field(default=10, ge=1, le=600, description="processor seconds of all tests together")
+    test_cpu_s: int = Field(default=4, ge=1, le=120, description="processor seconds of one test")
+    memory_mb: int = Field(default=512, ge=64, le=16_384, description="address space of the program")
+    threads: int = Field(default=64, ge=1, le=1024, description="threads; other processes cannot be started at all")
+    output_bytes: int = Field(default=10_000_000, ge=1, le=1_000_000_000, description="what one test may print")
+
+    def wall_s(self, tests: int) -> float:
+        """How long so many tests may take by the clock, all together."""
+        return WALL_FACTOR * (self.cpu_s + TEST_COST_S * tests) + WALL_GRACE_S
+
+    @property
+    def test_wall_s(self) -> float:
+        """How long one test may take by the clock."""
+        return WALL_FACTOR * self.test_cpu_s + WALL_GRACE_S
+
+
 @dataclass(frozen=True)
 class Ran:
-    """How one test ended, and what came out of it.
-
-    >>> Ran(ended="well", output=b"5").output
-    b'5'
-    """
+    """How one test ended, and what came out of it."""
 
     ended: Ended
     output: bytes = b""
@@ -58,6 +90,142 @@ class Ran:
     errors: bytes = b""
     status: int = 0
     cpu_s: float = 0.0
+
+
+class Pipes:
+    """Our ends of a test's pipes, which do not block, and theirs. Every descriptor is closed exactly once."""
+
+    def __init__(self, *, owner: int, called: bool) -> None:
+        """`owner` is the user that the program runs as, if it is not ours: it may then open /dev/stdin."""
+        self._ours: list[int] = []
+        self.theirs: list[int] = []
+        try:
+            for number in range(4 if called else 3):
+                reading, writing = os.pipe()
+                mine, given_away = (writing, reading) if number == 0 else (reading, writing)
+                self._ours.append(mine)
+                self.theirs.append(given_away)
+                os.set_blocking(mine, False)
+                if owner:
+                    os.fchown(given_away, owner, owner)
+        except OSError as error:
+            self.close()
+            raise ScoringFailure(f"no pipe for a program: {error}") from error
+        self.given, self.output, self.errors = self._ours[:3]
+        self.returned = self._ours[3] if called else -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self.close()
+
+    def hand_over(self) -> None:
+        """Closes their ends here: they have them."""
+        while self.theirs:
+            os.close(self.theirs.pop())
+
+    def end_of_input(self) -> None:
+        self._ours.remove(self.given)
+        os.close(self.given)
+        self.given = -1
+
+    def close(self) -> None:
+        self.hand_over()
+        while self._ours:
+            os.close(self._ours.pop())
+
+
+@dataclass
+class Exchange:
+    """What goes in and comes out during one test, for `within_s` at the latest.
+
+    All at once: a program may print before it has read everything. One look counts `LOOK_S` at most in `waited_s`,
+    however long it took: while the machine sleeps, the program does not run either.
+    """
+
+    control: socket.socket
+    pipes: Pipes
+    given: bytes
+    most_bytes: int
+    within_s: float
+    waited_s: float = 0.0
+    output: bytearray = field(default_factory=bytearray)
+    returned: bytearray = field(default_factory=bytearray)
+    errors: bytearray = field(default_factory=bytearray)
+    said: bytearray = field(default_factory=bytearray)
+    _errors_size: int = 0
+    _written: int = 0
+    _poll: select.poll = field(default_factory=select.poll)
+
+    def until_over(self) -> Cut | None:
+        """None when the program has ended and everything was read; otherwise why it was not waited for."""
+        reading = {self.pipes.output, self.pipes.errors, self.pipes.returned} - {-1}
+        self._poll.register(self.pipes.given, select.POLLOUT)
+        for descriptor in (self.control.fileno(), *reading):
+            self._poll.register(descriptor, select.POLLIN)
+        while len(self.said) < REPORT_BYTES or reading:
+            remaining_s, began_s = self.within_s - self.waited_s, time.monotonic()
+            if remaining_s <= 0:
+                return "time"
+            ready = self._poll.poll(1000 * min(remaining_s, LOOK_S))
+            self.waited_s += min(time.monotonic() - began_s, LOOK_S)
+            for descriptor, _event in ready:
+                if self._served(descriptor):
+                    reading.discard(descriptor)
+            if max(len(self.output), len(self.returned), self._errors_size) > self.most_bytes:
+                return "output"
+        return None
+
+    def report(self) -> tuple[int, float]:
+        """The kernel's status of the program, and its processor seconds."""
+        return int.from_bytes(self.said[:8], "little"), int.from_bytes(self.said[8:], "little") / 1e6
+
+    def _served(self, descriptor: int) -> bool:
+        """Whether this was the last of it."""
+        if descriptor == self.control.fileno():
+            over = self._listened()
+        elif descriptor == self.pipes.given:
+            over = self._wrote()
+        else:
+            over = self._read(descriptor)
+        if over:
+            self._poll.unregister(descriptor)
+            if descriptor == self.pipes.given:
+                self.pipes.end_of_input()
+        return over
+
+    def _listened(self) -> bool:
+        part = self.control.recv(REPORT_BYTES - len(self.said))
+        if not part:
+            raise ScoringFailure("the sandbox ended in the middle of a test; something on this machine killed it")
+        self.said += part
+        return len(self.said) == REPORT_BYTES
+
+    def _wrote(self) -> bool:
+        try:
+            self._written += os.write(self.pipes.given, self.given[self._written : self._written + CHUNK])
+        except BrokenPipeError:
+            # The program does not read what it is given; that is its own business.
+            return True
+        except BlockingIOError:
+            return False
+        return self._written >= len(self.given)
+
+    def _read(self, descriptor: int) -> bool:
+        part = b""
+        with contextlib.suppress(BlockingIOError):
+            part = os.read(descriptor, CHUNK)
+            if not part:
+                return True
+        if descriptor == self.pipes.output:
+            self.output += part
+        elif descriptor == self.pipes.returned:
+            self.returned += part
+        else:
+            self._errors_size += len(part)
+            self.errors[:] = (self.errors + part)[-ERRORS_KEPT:]
+        return False
 
 
 class Sandbox:
@@ -88,9 +256,7 @@ class Sandbox:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_exception: object) -> None:
         self.close()
 
     def run(self, given: bytes, *, called: bool = False) -> Ran:
@@ -225,3 +391,42 @@ def _runner() -> str:
 @cache
 def _filter() -> str:
     return seccomp.assemble(os.uname().machine).hex()
+
+
+# Two threads: kernels before 5.14 count a user's processes across namespaces, and a limit on them is then none of ours.
+HELLO = b"""
+import threading
+words = []
+threads = [threading.Thread(target=words.append, args=(word,)) for word in ("hello", "there")]
+for thread in threads:
+    thread.start()
+    thread.join()
+print(*words, input())
+"""
+
+
+def require_sandbox() -> None:
+    """Runs one program. An `EnvironmentSetupError` says what is missing and how to get it."""
+    view.bubblewrap()
+    try:
+        with Sandbox(HELLO, Limits()) as sandbox:
+            ran = sandbox.run(b"world\n")
+    except ScoringFailure as failure:
+        raise EnvironmentSetupError(f"programs cannot be run safely here: {failure}. {advice(str(failure))}") from None
+    if ran.output != b"hello there world\n":
+        said = ran.errors.decode(errors="replace").strip().splitlines()
+        raise EnvironmentSetupError(
+            f"programs cannot be run safely here: one that starts a thread and says hello ended with {ran.ended!r}"
+            f" ({said[-1] if said else 'it said nothing'}); this needs Linux 5.14 or later"
+        )
+
+
+def advice(failure: str) -> str:
+    """What to do where bubblewrap fails with these words."""
+    if "namespace" in failure or "not permitted" in failure or "Permission denied" in failure:
+        return (
+            "bubblewrap may not make namespaces: allow user namespaces"
+            " (sysctl user.max_user_namespaces, kernel.unprivileged_userns_clone=1,"
+            " kernel.apparmor_restrict_unprivileged_userns=0), or, in a container, start it with them allowed"
+        )
+    return "See docs/guides/code-rewards.md"

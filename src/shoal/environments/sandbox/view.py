@@ -30,6 +30,7 @@ STACK_KB = 65_536
 """A stack for deep recursion; it counts as memory once it is used."""
 SHELL = f'ulimit -c 0; ulimit -S -s {STACK_KB} 2>/dev/null; exec "$@"'
 
+_AS_ROOT = ("--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID")
 ENVIRON = {
     "PATH": "/nowhere",
     "LC_ALL": "C.UTF-8",
@@ -92,18 +93,14 @@ def command(inside: list[str], *, uid: int) -> list[str]:
         *("/bin/sh", "-c", SHELL, "sandbox", bubblewrap()),
         *("--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"),
         *("--die-with-parent", "--new-session", "--as-pid-1", "--hostname", "sandbox", "--cap-drop", "ALL"),
-        *(_as_root() if uid else ("--unshare-user", "--uid", "65534", "--gid", "65534")),
+        # as root: what it takes to become somebody else inside, and no more; it is gone once that is done
+        *(_AS_ROOT if uid else ("--unshare-user", "--uid", "65534", "--gid", "65534")),
         *_files(python),
         *("--proc", "/proc", "--remount-ro", "/proc"),
         *_devices(),
         *("--remount-ro", "/", "--chdir", "/", "--"),
         *(str(python.executable), *PYTHON_OPTIONS, *inside),
     ]
-
-
-def _as_root() -> tuple[str, ...]:
-    """What it takes to become somebody else inside, and no more; it is gone once that is done."""
-    return ("--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID")
 
 
 @cache

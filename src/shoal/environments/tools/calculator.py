@@ -41,9 +41,6 @@ def calculator(turns: Sequence[str]) -> str | None:
     """What is said to the last turn. A bare number is a question the first time, and an answer ever after.
 
     So a dialogue is: calculate once or more, then say the result; or say in words what it is at once.
-
-    >>> calculator(["12*(3+4)="]), calculator(["12*("]), calculator(["12*(3+4)=", "84"]), calculator(["it is 84"])
-    ('84', 'error', None, None)
     """
     turn = turns[-1].strip(_BLANK)
     if not _DIGITS & set(turn) or not set(turn) <= _SIGNS:
@@ -57,11 +54,7 @@ def calculator(turns: Sequence[str]) -> str | None:
 
 
 def evaluate(text: str) -> Fraction:
-    """The exact value of an expression; `NoValue` for whatever has none.
-
-    >>> evaluate("2 * (3 + 4) ^ 2 / 7")
-    Fraction(14, 1)
-    """
+    """The exact value of an expression; `NoValue` for whatever has none."""
     parser = _Parser(_tokens(text))
     value = parser.sum(0)
     if parser.peek():
@@ -70,11 +63,7 @@ def evaluate(text: str) -> Fraction:
 
 
 def shown(value: Fraction) -> str:
-    """A value as text: whole numbers whole, others with up to six decimals, halves to even.
-
-    >>> shown(Fraction(7, 2)), shown(Fraction(2, 3)), shown(Fraction(-8, 2))
-    ('3.5', '0.666667', '-4')
-    """
+    """A value as text: whole numbers whole, others with up to six decimals, halves to even."""
     scaled = round(value * 10**DECIMALS)  # of a Fraction: exact, halves to even
     whole, rest = divmod(abs(scaled), 10**DECIMALS)
     decimals = f"{rest:0{DECIMALS}d}".rstrip("0")
@@ -83,11 +72,7 @@ def shown(value: Fraction) -> str:
 
 
 def is_number(text: str) -> bool:
-    """Whether a text is digits, with at most one sign before and one point among them, as `shown` writes them.
-
-    >>> is_number("-12.5"), is_number("--1"), is_number("1e5"), is_number("")
-    (True, False, False, False)
-    """
+    """Whether a text is digits, with at most one sign before and one point among them, as `shown` writes them."""
     return _NUMBER.fullmatch(text) is not None
 
 

@@ -46,13 +46,7 @@ _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 
 
 def final_answer(completion: str) -> str | None:
-    r"""What the completion answers in the end; None if it does not.
-
-    >>> final_answer("<think>\\boxed{3}?</think> So it is \\boxed{\\frac{1}{2}}.")
-    '\\frac{1}{2}'
-    >>> final_answer("\\boxed{1} or \\boxed{2}")
-    '1, 2'
-    """
+    r"""What the completion answers in the end; None if it does not."""
     text = after_thinking(completion)
     last = max(text.rfind("\\boxed"), text.rfind("\\fbox"))
     found = _boxed(text, last) if last >= 0 else _unboxed(text[-_TAIL:])
@@ -132,7 +126,8 @@ def _of_line(line: str) -> str:
         [found for found in _NUMBERS.finditer(line, after) if found[0].strip(" ,")] if _TWO_WORDS.search(line) else []
     )
     if numbers and (not formulas or _SAID.search(line, after, numbers[-1].start())):
-        return line if _denied(line, numbers[-1].start()) else numbers[-1][0]
+        before = numbers[-2].end() if len(numbers) > 1 else 0
+        return line if _denied(line, numbers[-1].start(), before) else numbers[-1][0]
     if not formulas or _denied(line, formulas[-1].start()):
         return line
     kept = [formulas.pop()]
@@ -141,9 +136,9 @@ def _of_line(line: str) -> str:
     return ", ".join(map(_inside, kept))
 
 
-def _denied(line: str, at: int) -> bool:
-    """Whether the clause that leads to this place says what the answer is not."""
-    return bool(_DENIAL.search(_CLAUSE_END.split(line[:at])[-1]))
+def _denied(line: str, at: int, after: int = 0) -> bool:
+    """Whether the clause that leads to this place says what the answer is not: "not 10" denies no later number."""
+    return bool(_DENIAL.search(_CLAUSE_END.split(line[after:at])[-1]))
 
 
 def _inside(formula: re.Match[str]) -> str:
@@ -208,11 +203,7 @@ _SIMPLE = re.compile(r"-?\d+(?:\.\d+)?")
 
 
 def plain(text: str) -> str:
-    r"""The text in the one spelling that is read. Only spelling changes: no value, no order, no bracket.
-
-    >>> plain("$\\dfrac{1}{2}\\,\\text{cm}$")
-    '\\frac{1}{2} \\text{cm}'
-    """
+    r"""The text in the one spelling that is read. Only spelling changes: no value, no order, no bracket."""
     text = _DOUBLED.sub(r"\\", text.strip())
     if _SIMPLE.fullmatch(text) and text.isascii():
         return text
@@ -285,11 +276,7 @@ def _unwrapped(text: str) -> str:
 
 
 def closing(text: str, start: int) -> int:
-    r"""Where the brace that opens at `start` is closed, or -1. `\{` and `\}` are no braces.
-
-    >>> closing("{a{b}}c", 0)
-    5
-    """
+    r"""Where the brace that opens at `start` is closed, or -1. `\{` and `\}` are no braces."""
     depth = 0
     for found in _BRACE.finditer(text, start):
         depth += (found[0] == "{") - (found[0] == "}")

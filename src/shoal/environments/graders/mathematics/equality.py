@@ -157,7 +157,11 @@ class Comparison:
             return self.same(*ranges)
         if gold.kind == "=" and self._answers(gold):
             return self.same(gold.items[1], given)
-        return given.kind == "=" and self._answers(given) and self.same(gold, given.items[1])
+        if given.kind != "=" or not self._answers(given):
+            return False
+        if gold.unit == ("%",) and not given.items[1].unit:  # x = 7 says what x is: not seven hundredths
+            return _percent(gold, given.items[1]) and _number(gold) != _number(given.items[1])
+        return self.same(gold, given.items[1])
 
     def _answers(self, equation: Form) -> bool:
         """Whether the right side is what was answered: "x = 3", "f(x) = 3", and "1 + 2 = 3" if it holds."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar
 
+from shoal.environments.graders.choice import chosen_letter
 from shoal.environments.graders.mathematics import algebra
 from shoal.environments.graders.mathematics.answer import LONGEST, balanced, final_answer, plain
 from shoal.environments.graders.mathematics.equality import Comparison, Symbolic
@@ -44,7 +45,7 @@ class MathematicsGrader:
     """
 
     name: ClassVar[str] = "mathematics"
-    version: ClassVar[int] = 4
+    version: ClassVar[int] = 5
     symbolic: Symbolic = algebra.same
 
     def problem(self, answer: str) -> str:
@@ -55,10 +56,14 @@ class MathematicsGrader:
         return ""
 
     def score(self, answer: str, completion: str) -> Score:
-        accepted = golds(answer)
+        accepted, said = golds(answer), after_thinking(completion).strip()
+        if len(said) <= LONGEST and plain(said) in accepted:  # prose that is the gold answer word for word
+            return _score(True, "")
         given = final_answer(completion)
         if given is None:
             return _score(False, "no final answer was found")
+        if "\\boxed" not in said and any(map(_LETTER.fullmatch, accepted)):
+            given = chosen_letter(said) or given  # "D, since it cannot be A"
         notes, compare = "", Comparison(_Rationed(self.symbolic)).same
         for gold in accepted:
             try:

@@ -3,32 +3,96 @@
     pass rates by row ─┐
     original rows ─────┴─► those within the band ─► Parquet, streamed, in place when it is whole
 
-The result is a data set like any other: it can be trained on, looked at, and filtered again.
+A task that is always solved, or never, teaches nothing: all rewards of its group are equal. The result is a data set
+like any other: it can be trained on, looked at, and filtered again.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shoal.environments import Environment, Task
-from shoal.environments.composed import Composed
-from shoal.environments.data.table import Table
+from shoal.environments import Environment
+from shoal.environments.composed import inner_of
+from shoal.environments.data.readers import Table
 from shoal.environments.dataset import DatasetEnvironment
 from shoal.errors import ConfigError
-from shoal.evaluation.journal import difference
 from shoal.evaluation.plan import Part, tasks_of
-from shoal.evaluation.rates import Rate, RateBand
-from shoal.evaluation.records import METADATA
+from shoal.evaluation.records import METADATA, TaskRecord, difference
 from shoal.runtime.files import ensure_folder, resource_error, sync_folder
 
 GROUP_BYTES = 32 * 2**20
 GROUP_ROWS = 4096
 BATCH_TASKS = 1024
+NEAR = 1e-9
+BINS = 10
+BAR = 40
+
+
+@dataclass(frozen=True)
+class RateBand:
+    """Pass rates to keep, both ends included."""
+
+    low: float
+    high: float
+
+    @classmethod
+    def parse(cls, text: str) -> RateBand:
+        low, colon, high = text.partition(":")
+        try:
+            band = cls(float(low), float(high))
+        except ValueError:
+            band = cls(math.nan, math.nan)
+        if not colon or not 0 <= band.low <= band.high <= 1:
+            raise ConfigError(f"--keep {text}: give two rates from 0 to 1, the lower first, for example 0.125:0.5")
+        return band
+
+    def holds(self, rate: float) -> bool:
+        return self.low - NEAR <= rate <= self.high + NEAR
+
+    def __str__(self) -> str:
+        return f"{self.low:g}:{self.high:g}"
+
+
+@dataclass(frozen=True)
+class Rate:
+    """How often a task was solved, of so many samples that could be scored."""
+
+    passes: int
+    samples: int
+
+    @property
+    def value(self) -> float:
+        return self.passes / self.samples
+
+
+def rates(records: Iterable[TaskRecord]) -> Iterator[tuple[TaskRecord, Rate]]:
+    """The rate of every task that could be measured."""
+    for record in records:
+        samples = len(record.scores)
+        if samples:
+            yield record, Rate(record.passes, samples)
+
+
+def histogram_lines(values: Sequence[float], samples: int, band: RateBand) -> Iterator[str]:
+    """How many tasks have which rate; those in the band are marked.
+
+    0.125 ▏████████ 312 ◂
+    """
+    steps = samples if samples <= BINS else BINS
+    counts = Counter(min(steps, round(value * steps)) for value in values)
+    largest = max(counts.values(), default=1)
+    for step in range(steps + 1):
+        count = counts.get(step, 0)
+        bar = "█" * round(BAR * count / largest)
+        marked = " ◂" if band.holds(step / steps) else ""
+        yield f"  {step / steps:5.3f} ▏{bar:<{BAR}} {count:,}{marked}"
 
 
 @dataclass(frozen=True)
@@ -66,7 +130,7 @@ class RowSelection:
 
 def data_of(environment: Environment) -> DatasetEnvironment | None:
     """The data set that the tasks are rows of, if they are."""
-    inner = environment.inner if isinstance(environment, Composed) else environment
+    inner = inner_of(environment)
     return inner if isinstance(inner, DatasetEnvironment) else None
 
 
@@ -77,9 +141,6 @@ def row_of(environment: DatasetEnvironment, part: Part, index: int) -> int:
         return int(splits.train[index])
     before = len(splits.held_out)
     return int(splits.held_out[index] if part == "held_out" or index < before else splits.train[index - before])
-
-
-# ── the original rows ────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def original_rows(table: Table, selection: RowSelection, columns: Columns) -> Iterator[Any]:
@@ -109,18 +170,10 @@ def _schema(table: Table) -> Any:
             kinds[name] = _joined(kinds[name], kind) if name in kinds else kind
         if all(isinstance(values, pa.Array | pa.ChunkedArray) for values in batch.values()):
             break  # files that say their types say the same ones throughout
-    return pa.schema([(name, kinds[name] if _storable(kinds[name]) else pa.string()) for name in table.columns])
-
-
-def _storable(kind: Any) -> bool:
-    """Parquet has no records without fields, which is what `{}` in a JSON file becomes."""
-    import pyarrow as pa
-
-    if pa.types.is_struct(kind):
-        return kind.num_fields > 0 and all(_storable(kind.field(number).type) for number in range(kind.num_fields))
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        return _storable(kind.value_type)
-    return True
+    # Parquet has no records without fields, which is what `{}` in a JSON file becomes
+    return pa.schema(
+        [(name, kinds[name] if "struct<>" not in str(kinds[name]) else pa.string()) for name in table.columns]
+    )
 
 
 def _inferred(values: Sequence[Any]) -> Any:
@@ -171,32 +224,21 @@ def _with_rates(table: Any, found: Sequence[Rate | None], columns: Columns) -> A
     return table.append_column(columns.samples, pa.array(samples, pa.int32()))
 
 
-# ── tasks of environments that have no rows ──────────────────────────────────────────────────────────────────────
-
-
 def task_rows(environment: Environment, part: Part, selection: RowSelection, columns: Columns) -> Iterator[Any]:
     """The tasks that stay, with prompt and answer as columns; rows are their numbers in the split."""
+    import pyarrow as pa
+
     tasks = tasks_of(environment, part)
     kept = [number for number in sorted(selection.rates) if selection.keeps(number)]
     for start in range(0, len(kept), BATCH_TASKS):
         numbers = kept[start : start + BATCH_TASKS]
-        table = _task_table([tasks[number] for number in numbers])
+        rows = [
+            {"problem_id": task.id, "prompt": task.prompt, "answer": task.answer}
+            for task in map(tasks.__getitem__, numbers)
+        ]
+        schema = pa.schema([(name, pa.string()) for name in ("problem_id", "prompt", "answer")])
+        table = pa.Table.from_pylist(rows, schema)
         yield _with_rates(table, [selection.rates[number] for number in numbers], columns)
-
-
-def _task_table(tasks: Sequence[Task]) -> Any:
-    import pyarrow as pa
-
-    return pa.table(
-        {
-            "problem_id": pa.array([task.id for task in tasks], pa.string()),
-            "prompt": pa.array([task.prompt for task in tasks], pa.string()),
-            "answer": pa.array([task.answer for task in tasks], pa.string()),
-        }
-    )
-
-
-# ── the file ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def write_rows(path: Path, tables: Iterable[Any], about: Mapping[str, Any]) -> int:

@@ -24,11 +24,9 @@ from shoal.environments import Environment, EnvironmentSettings, identity_of
 from shoal.environments.mix import part_of
 from shoal.environments.questions import prompt_digest
 from shoal.errors import ConfigError, DeadlineExceeded, EnvironmentSetupError
-from shoal.evaluation.job import ENVIRONMENT, SUMMARY, TASKS, write_results
-from shoal.evaluation.journal import IDENTITY, EvaluationJournal, dumped, read_identity
-from shoal.evaluation.measuring import RecordScoring, Report
+from shoal.evaluation.job import ENVIRONMENT, SUMMARY, TASKS, RecordScoring, Report, write_results
 from shoal.evaluation.plan import SamplingPlan, as_asked
-from shoal.evaluation.records import TaskRecord, read_records
+from shoal.evaluation.records import IDENTITY, EvaluationJournal, TaskRecord, dumped, read_identity, read_records
 from shoal.evaluation.summary import SummaryTally
 from shoal.rewards import Scorer
 from shoal.runtime.files import write_atomically

@@ -13,9 +13,8 @@ from evalkit import record
 
 from shoal.cli.main import main
 from shoal.errors import ConfigError
-from shoal.evaluation.comparing import PairedComparison, compare, comparison_lines
-from shoal.evaluation.records import Results, TaskRecord, parquet_bytes, read_results
-from shoal.evaluation.statistics import mcnemar_p
+from shoal.evaluation.compare import PairedComparison, compare, comparison_lines
+from shoal.evaluation.records import Results, TaskRecord, read_results, write_records
 
 ABOUT: dict[str, Any] = {
     "model": {"name": "base", "digest": "ab" * 32},
@@ -26,7 +25,7 @@ ABOUT: dict[str, Any] = {
 
 def results(tmp_path: Path, name: str, records: list[TaskRecord], about: Mapping[str, Any] = ABOUT) -> Results:
     path = tmp_path / f"{name}.parquet"
-    path.write_bytes(parquet_bytes(records, about))
+    write_records(path, records, about)
     return read_results(path, "tasks.parquet")
 
 
@@ -95,15 +94,6 @@ def test_only_tasks_of_both_with_the_same_prompt_are_paired(tmp_path: Path) -> N
     lines = list(comparison_lines(a, b, found))
     assert lines[2] == "1 tasks in both (1 only in A, 2 only in B, 1 with another prompt in each)"
     assert "one task says nothing" in lines[-1]
-
-
-def test_mcnemar_where_every_task_was_tried_once(tmp_path: Path) -> None:
-    a = results(tmp_path, "a", [record(f"t{n}", float(n < 3)) for n in range(20)])
-    b = results(tmp_path, "b", [record(f"t{n}", float(n >= 2)) for n in range(20)])
-    found = compare(a, b)
-    assert found.mcnemar == mcnemar_p(2, 17) == pytest.approx(found.p_value)
-    twice = results(tmp_path, "c", [record(f"t{n}", 1.0, 1.0) for n in range(20)])
-    assert compare(a, twice).mcnemar is None
 
 
 def test_the_tasks_that_moved_most(tmp_path: Path) -> None:

@@ -15,13 +15,13 @@ import numpy as np
 
 from shoal.errors import ConfigError
 from shoal.evaluation.records import Results, TaskResult
-from shoal.evaluation.statistics import Estimate, bootstrap_means, detectable_difference, mcnemar_p, sign_flip_p
+from shoal.evaluation.statistics import Estimate, bootstrap_means, detectable_difference, finite, sign_flip_p
 from shoal.evaluation.summary import MAX_FAILURES
 
 SIGNIFICANT = 0.05
 MOVERS = 5
 LEFT_ALONE = ("tasks", "samples", "batch_rows", "seed")
-"""What two evaluations may differ in and still be about the same: how much of it was drawn, and with which dice."""
+"""What two evaluations may differ in and still be about the same: how much of it was drawn, and with which seed."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class PairedComparison:
-    """B against A over the tasks of both. `mcnemar` is there where each task was tried once and solved or not."""
+    """B against A over the tasks of both."""
 
     pairs: tuple[Pair, ...]
     only_a: int
@@ -46,7 +46,6 @@ class PairedComparison:
     other_prompt: int
     difference: Estimate
     p_value: float
-    mcnemar: float | None
     detectable: float
 
     @property
@@ -60,9 +59,9 @@ class PairedComparison:
     @property
     def sentence(self) -> str:
         """What may be concluded."""
-        d, p = self.difference, f"p = {self.p_value:.3g}"
+        d = self.difference
         interval = "" if math.isnan(d.low) else f" [{d.low:+.3f}, {d.high:+.3f}]"
-        numbers = f"{d.value:+.3f}{interval}, {p}"
+        numbers = f"{d.value:+.3f}{interval}, p = {self.p_value:.3g}"
         if self.verdict != "none":
             return f"B is {self.verdict}: {numbers}"
         if all(pair.difference == 0 for pair in self.pairs):
@@ -81,29 +80,24 @@ class PairedComparison:
         return [pair for pair in reversed(ranked[-MOVERS:]) if pair.difference > 0], lost
 
     def as_json(self) -> dict[str, Any]:
-        gained, lost = self.movers()
-        d = self.difference
+        gained, lost = (
+            [{"task": pair.first.task, "a": pair.first.mean, "b": pair.second.mean} for pair in moved]
+            for moved in self.movers()
+        )
+        d, count = self.difference, len(self.pairs)
         return {
-            "tasks": len(self.pairs),
-            "only_in_a": self.only_a,
-            "only_in_b": self.only_b,
-            "other_prompt": self.other_prompt,
-            "mean_a": math.fsum(pair.first.mean for pair in self.pairs) / len(self.pairs),
-            "mean_b": math.fsum(pair.second.mean for pair in self.pairs) / len(self.pairs),
-            "difference": {"value": d.value, "low": _number(d.low), "high": _number(d.high)},
-            "p_value": self.p_value,
-            "mcnemar_p_value": self.mcnemar,
-            "detectable_difference": _number(self.detectable),
-            "verdict": self.verdict,
-            "sentence": self.sentence,
-            "gained": [_mover(pair) for pair in gained],
-            "lost": [_mover(pair) for pair in lost],
-        }
+            "tasks": count, "only_in_a": self.only_a, "only_in_b": self.only_b, "other_prompt": self.other_prompt,
+            "mean_a": math.fsum(pair.first.mean for pair in self.pairs) / count,
+            "mean_b": math.fsum(pair.second.mean for pair in self.pairs) / count,
+            "difference": {"value": d.value, "low": finite(d.low), "high": finite(d.high)},
+            "p_value": self.p_value, "detectable_difference": finite(self.detectable),
+            "verdict": self.verdict, "sentence": self.sentence, "gained": gained, "lost": lost,
+        }  # fmt: skip
 
 
 def compare(a: Results, b: Results, force: bool = False, seed: int = 0) -> PairedComparison:
     """Pair the tasks and test the difference; results of other tasks or scoring are a `ConfigError` unless forced."""
-    problem = incomparable(a.about, b.about) or hollow(a) or hollow(b)
+    problem = _incomparable(a.about, b.about) or _hollow(a) or _hollow(b)
     if problem and not force:
         raise ConfigError(f"{a.path} and {b.path} cannot be compared: {problem}; --force compares them all the same")
     ours = {result.task: result for result in a.tasks}
@@ -121,20 +115,11 @@ def compare(a: Results, b: Results, force: bool = False, seed: int = 0) -> Paire
         other_prompt=len(shared) - len(pairs),
         difference=bootstrap_means(differences[:, None], seed)[0],
         p_value=sign_flip_p(differences, seed),
-        mcnemar=_mcnemar(pairs),
         detectable=detectable_difference(differences),
     )
 
 
-def _mcnemar(pairs: tuple[Pair, ...]) -> float | None:
-    both = [result for pair in pairs for result in (pair.first, pair.second)]
-    if any(result.samples != 1 or result.mean not in (0.0, 1.0) for result in both):
-        return None
-    gained = sum(pair.difference > 0 for pair in pairs)
-    return mcnemar_p(sum(pair.difference < 0 for pair in pairs), gained)
-
-
-def incomparable(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
+def _incomparable(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
     """Why two evaluations are not about the same, in words; empty if they are."""
     first, second = a.get("environment", {}), b.get("environment", {})
     if first.get("digest") != second.get("digest"):
@@ -149,7 +134,7 @@ def incomparable(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
     return ""
 
 
-def hollow(results: Results) -> str:
+def _hollow(results: Results) -> str:
     """That an evaluation is of what was left after many failures, in words; empty if it is whole."""
     share = results.missing_share
     if share <= MAX_FAILURES:
@@ -160,35 +145,15 @@ def hollow(results: Results) -> str:
 def comparison_lines(a: Results, b: Results, found: PairedComparison) -> Iterator[str]:
     """The report for people; its last line is what may be concluded."""
     numbers = found.as_json()
-    yield f"A  {_name(a)}: {numbers['mean_a']:.3f}"
-    yield f"B  {_name(b)}: {numbers['mean_b']:.3f}"
-    left = [f"{count} {what}" for count, what in _unpaired(found) if count]
-    yield f"{len(found.pairs)} tasks in both" + (f" ({', '.join(left)})" if left else "")
-    gained, lost = found.movers()
-    for word, pairs in (("gained", gained), ("lost", lost)):
-        for pair in pairs:
-            yield f"  {word}  {pair.first.task}: {pair.first.mean:.3f} → {pair.second.mean:.3f}"
-    if found.mcnemar is not None:
-        yield f"McNemar's test: p = {found.mcnemar:.3g}"
+    for name, results, mean in (("A", a, numbers["mean_a"]), ("B", b, numbers["mean_b"])):
+        model = results.about.get("model", {})
+        yield f"{name}  {model.get('name', '?')} ({str(model.get('digest', ''))[:12]}, {results.path}): {mean:.3f}"
+    unpaired = {
+        "only in A": found.only_a, "only in B": found.only_b, "with another prompt in each": found.other_prompt
+    }  # fmt: skip
+    left = ", ".join(f"{count} {what}" for what, count in unpaired.items() if count)
+    yield f"{len(found.pairs)} tasks in both" + (f" ({left})" if left else "")
+    for word in ("gained", "lost"):
+        for mover in numbers[word]:
+            yield f"  {word}  {mover['task']}: {mover['a']:.3f} → {mover['b']:.3f}"
     yield found.sentence
-
-
-def _unpaired(found: PairedComparison) -> tuple[tuple[int, str], ...]:
-    return (
-        (found.only_a, "only in A"),
-        (found.only_b, "only in B"),
-        (found.other_prompt, "with another prompt in each"),
-    )
-
-
-def _name(results: Results) -> str:
-    model = results.about.get("model", {})
-    return f"{model.get('name', '?')} ({str(model.get('digest', ''))[:12]}, {results.path})"
-
-
-def _mover(pair: Pair) -> dict[str, Any]:
-    return {"task": pair.first.task, "a": pair.first.mean, "b": pair.second.mean}
-
-
-def _number(value: float) -> float | None:
-    return None if math.isnan(value) else value

@@ -6,11 +6,11 @@ refused as one that cannot be decided, instead of being scored by chance.
 
 from __future__ import annotations
 
+import re
 import unicodedata
 from collections import Counter
 
-from shoal.environments.graders.instructions.words import words
-
+WORD = re.compile(r"\w+")
 LOOKED_AT = 20_000
 SCRIPTS = {
     "LATIN": "LATIN", "CYRILLIC": "CYRILLIC", "ARABIC": "ARABIC", "DEVANAGARI": "DEVANAGARI", "BENGALI": "BENGALI",
@@ -66,11 +66,7 @@ def can_tell(language: str) -> bool:
 
 
 def is_language(text: str, language: str) -> bool:
-    """Whether a text is in the language, as far as its script and its commonest words tell.
-
-    >>> is_language("Das ist nicht der Hund, den ich gesehen habe.", "de"), is_language("It is the dog.", "de")
-    (True, False)
-    """
+    """Whether a text is in the language, as far as its script and its commonest words tell."""
     code = language.lower()
     counts = _scripts(text[:LOOKED_AT])
     if not counts or code not in SCRIPT_OF:
@@ -98,7 +94,7 @@ def _has_its_words(text: str, code: str, script: str) -> bool:
 
 
 def _hits(text: str, script: str) -> dict[str, int]:
-    counts = Counter(word.lower() for word in words(text))
+    counts = Counter(word.lower() for word in WORD.findall(text))
     return {code: sum(counts[word] for word in known) for code, known in FREQUENT[script].items()}
 
 
