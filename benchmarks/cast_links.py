@@ -7,7 +7,7 @@ Machines are network namespaces, links are token buckets (`tc tbf`): needs root.
     links    origin ═ one uplink ═ switch ═ relay, relay;  every relay ═ own link ═ every client
              One copy must leave the origin; a plain tree sends one per relay. Relays that trade need about one.
     strict   every machine has exactly one link, in each direction, to one switch.
-             Two relays must send four copies: with four clients a tree needs 2, unless clients share what they have.
+             Two relays must send four copies: with four clients a tree needs 2.
     far      origin ═ relay ═ client, 1 Gbit/s, 100 ms round trip (packets are held by this process: no netem needed)
 
 The last client's file counts, from the start of publishing. Copies are the bytes that left the origin's machine,
@@ -43,7 +43,6 @@ class Case:
     words: str
     package: bool = False
     trade: bool = True
-    share: bool = False
 
 
 CASES = (
@@ -51,7 +50,6 @@ CASES = (
     Case("links-tree", "links", "shoal, relays do not trade", trade=False),
     Case("links-package", "links", "shardcast 0.3.2", package=True),
     Case("strict-shoal", "strict", "shoal"),
-    Case("strict-share", "strict", "shoal, clients share", share=True),
     Case("strict-tree", "strict", "shoal, relays do not trade", trade=False),
     Case("far-shoal", "far", "shoal"),
     Case("far-package", "far", "shardcast 0.3.2", package=True),
@@ -116,15 +114,12 @@ def strict(network: Network, case: Case, mbit: float, delay: Delay) -> Shape:  #
     """One link for every machine."""
     origin = _origin(network, mbit)
     relays = [_relay(network, number, origin, case, mbit) for number in range(RELAYS)]
-    urls = [f"http://10.9.2.{client + 1}:{PORT}" for client in range(CLIENTS)]
     clients = []
     for number in range(CLIENTS):
         name, host = f"client-{number}", f"10.9.2.{number + 1}"
         network.machine(name, host, mbit)
-        peers = tuple(url for url in urls if url != urls[number]) if case.share else ()
         sources = tuple(relay.url for relay in relays)
-        node = Node(name, host, PORT, sources, peers, (origin.url,), case.share, network.prefix(name))
-        clients.append(node)
+        clients.append(Node(name, host, PORT, sources, (), (origin.url,), network.prefix(name)))
     return Shape(origin, tuple(relays), tuple(clients))
 
 

@@ -27,7 +27,6 @@ def main() -> None:
     for words, size, touched in (("delta", options.delta_share * model_bytes, True), ("full", model_bytes, False)):
         for depth in (1, 2, 3):
             rows.append(_row(options, f"{words}, {size / 1e9:.2f} GB", depth, size, touched))
-        rows.append(_row(options, f"{words}, workers share", 2, size, touched, shares=True))
     print(
         f"{options.parameters:.3g} parameters in bfloat16 ({model_bytes / 1e9:.0f} GB), {options.workers} workers,"
         f" {options.relay_mbit:.0f} Mbit/s relays and origin, {options.per_relay} workers per relay:\n"
@@ -35,12 +34,10 @@ def main() -> None:
     print(table(["", "levels", "relays", "publish", "transfer", "apply and verify", "together"], rows))
 
 
-def _row(
-    options: argparse.Namespace, words: str, depth: int, size: float, touched: bool, shares: bool = False
-) -> list[object]:
+def _row(options: argparse.Namespace, words: str, depth: int, size: float, touched: bool) -> list[object]:
     counts = _levels(options, depth)
     rate = options.relay_mbit * 125_000
-    below = options.trade_copies if shares else options.workers / counts[-1]  # what a relay sends to its workers,
+    below = options.workers / counts[-1]  # what a relay sends to its workers,
     trading = 1.0  # and what it sends to the other relays of its level; an upper relay or the origin sends less
     transfer_s = (below + trading) * size / rate * options.overhead + depth * options.level_s
     model_mb = 2 * options.parameters / 1e6
@@ -68,7 +65,6 @@ def parse_options() -> argparse.Namespace:
         "--publish-mb-s", type=float, default=750, help="swap_in_place.py, 16 cores: compare, hash, write"
     )
     parser.add_argument("--apply-mb-s", type=float, default=1000, help="swap_in_place.py: read, apply, hash, write")
-    parser.add_argument("--trade-copies", type=float, default=1.2, help="copies that leave the origin, cast_links.py")
     parser.add_argument("--overhead", type=float, default=1.2, help="transfer above the ideal, cast_links.py")
     parser.add_argument("--level-s", type=float, default=0.3, help="what one more level costs, cast_fanout.py")
     return parser.parse_args()

@@ -18,7 +18,8 @@ from typing import Any
 import httpx
 import numpy as np
 
-from shoal.client import AsgiTransport, HubClient
+from asgikit import AsgiTransport
+from shoal.client import HubClient
 from shoal.environments import build
 from shoal.hub import HubConfig, create_app
 from shoal.ledger import Accounts, fold, verify

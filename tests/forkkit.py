@@ -35,7 +35,6 @@ PRELOADED = (
     "shoal.run.outcome",
     "shoal.run.preflight",
     "shoal.cli.status",
-    "shoal.client.asgi",
     "shoal.hub.app",
     "shoal.hub.server",
 )

@@ -38,7 +38,6 @@ class Node:
     sources: tuple[str, ...] = ()
     peers: tuple[str, ...] = ()
     last_resort: tuple[str, ...] = ()
-    shares: bool = False
     prefix: tuple[str, ...] = ()
 
     @property
@@ -150,7 +149,7 @@ def _start(kind: Kind, role: str, node: Node, work: Path, children: dict[str, Ch
     """Start one process and wait until it is ready: one after the other, as the package's constructors need it."""
     options = {
         "folder": str(work / node.name), "host": node.host, "port": node.port, "upstreams": node.sources,
-        "sources": node.sources, "peers": node.peers, "last_resort": node.last_resort, "shares": node.shares, **more,
+        "sources": node.sources, "peers": node.peers, "last_resort": node.last_resort, **more,
     }  # fmt: skip
     command, environment = kind.command(role, options)
     environment = {**(environment or os.environ), "PYTHONDONTWRITEBYTECODE": ""}  # nobody compiles at every start

@@ -17,8 +17,6 @@ from typing import Any
 from shoal.protocol import load_or_create_key
 from shoal.runtime.stop import StopToken
 from shoal.shardcast import Downloader, Origin, RelayConfig, RelaySettings, run_origin, run_relay
-from shoal.shardcast.catalogue import PayloadCatalogue
-from shoal.shardcast.server import run_share
 
 RUN = "benchmark"
 POLL_S = 0.1
@@ -67,27 +65,21 @@ def relay(options: Options, stop: StopToken) -> None:
 
 
 def client(options: Options, stop: StopToken) -> None:
-    share = PayloadCatalogue() if options["shares"] else None
     downloader = Downloader(
         options["sources"],
         RUN,
         options["trusted_key"],
         Path(options["folder"]),
         stop,
-        peers=options.get("peers", ()),
         last_resort=options.get("last_resort", ()),
-        share=share,
     )
-    if share is not None:
-        _serve(lambda: run_share(share, options["host"], options["port"], stop, lambda url: say(sharing=url)))
     downloader.fetch(downloader.newest(DEADLINE_S), DEADLINE_S)
     say(ready="")
     if _told_to_go():
         while (ref := downloader.newest(DEADLINE_S)).version == 0:
             time.sleep(POLL_S)
         payload = downloader.fetch(ref, DEADLINE_S)
-        exported = payload.export(Path(options["folder"]), link=True)
-        say(done=time.monotonic(), file=str(exported[0]))
+        say(done=time.monotonic(), file=str(payload.path))
         _told_to_go()
     stop.set("the benchmark is over")
     downloader.close()

@@ -284,9 +284,9 @@ class Lab:
         return self.run(partial(run_origin, self.www, "127.0.0.1", 0))
 
     def relay(self, name: str, *upstreams: str, peers: Sequence[str] = (), **settings: Any) -> Running:
-        chosen = RelaySettings.model_validate({"poll_s": 0.05, **settings})
+        chosen = RelaySettings.model_validate(settings)
         config = RelayConfig(
-            self.folder / name, upstreams, RUN, KEY.public_key, "127.0.0.1", 0, chosen, peers=tuple(peers)
+            self.folder / name, upstreams, RUN, KEY.public_key, "127.0.0.1", 0, chosen, peers=tuple(peers), poll_s=0.05
         )
         return self.run(partial(run_relay, config))
 
@@ -306,10 +306,10 @@ class Lab:
         """Honest about the tree, but for targets that contain one of these words."""
         return self.source(except_for(tree(self.www), lies))
 
-    def client(self, *sources: str, name: str = "cache", peers: Sequence[str] = (), **pool: float) -> Downloader:
+    def client(self, *sources: str, name: str = "cache", **pool: float) -> Downloader:
         timeouts = Timeouts(connect_s=2, stall_s=pool.pop("stall_s", 5))
         settings = DownloadSettings(pool=PoolSettings(timeouts=timeouts, **pool))  # type: ignore[arg-type]
-        return Downloader(sources, RUN, KEY.public_key, self.folder / name, StopToken(), settings, peers=peers)
+        return Downloader(sources, RUN, KEY.public_key, self.folder / name, StopToken(), settings)
 
     def close(self) -> None:
         for running in reversed(self._running):

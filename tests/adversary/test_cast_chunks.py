@@ -265,7 +265,7 @@ def test_a_peer_whose_map_lies_starves_nobody(lab: Lab, map_name: str, chunks: s
     liar = lab.liar({"/have/": says(MAPS[map_name](manifest)), "/chunks/": handler})
     relay = lab.relay("relay", honest.url, peers=[liar.url])
     assert_files(lab.client(relay.url).fetch(manifest.policy, 2 * WITHIN_S), files_of(1))
-    client = lab.client(honest.url, name="other", peers=[liar.url], **IMPATIENT)
+    client = lab.client(honest.url, liar.url, name="other", **IMPATIENT)
     assert_files(client.fetch(manifest.policy, 2 * WITHIN_S), files_of(1))
 
 

@@ -77,8 +77,8 @@ def static_server(folder: Path) -> Iterator[str]:
 @contextmanager
 def relay_server(folder: Path, upstream: Callable[[Path], AbstractContextManager[str]]) -> Iterator[str]:
     with upstream(folder) as url:
-        settings = RelaySettings(poll_s=0.05, kept_versions=KEPT)
-        config = RelayConfig(folder.parent / "relay", (url,), RUN, KEY.public_key, "127.0.0.1", 0, settings)
+        settings, relay = RelaySettings(kept_versions=KEPT), folder.parent / "relay"
+        config = RelayConfig(relay, (url,), RUN, KEY.public_key, "127.0.0.1", 0, settings, poll_s=0.05)
         with running(partial(run_relay, config)) as relay_url:
             yield relay_url
 

@@ -379,36 +379,6 @@ def test_following_brings_every_new_version(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("again", [False, True], ids=["just fetched", "fetched before"])
-def test_what_was_fetched_can_be_shared_with_peers(tmp_path: Path, again: bool) -> None:
-    """The publisher hands out its documents only: every chunk must come from the peer."""
-    data = random_file(tmp_path / "a.bin", 5, 12_000_000)
-    with ExitStack() as stack:
-        origin = stack.enter_context(publisher(tmp_path, "a.bin"))
-        url = url_of(origin)
-        if again:
-            fetch(tmp_path, url, "-o", "first.bin")
-        first = stack.enter_context(Process(tmp_path, "cast", "fetch", url, "-o", "first.bin", "--share", "0"))
-        peer = "http://127.0.0.1:" + first.until(r"--peer http://\S+:(\d+)\n")[1]
-        first.until(r"first\.bin version 1")
-        shutil.rmtree(tmp_path / "www" / "chunks")
-        line = fetch(tmp_path, url, "-o", "second.bin", "--peer", peer)
-        assert line.endswith(f"from {peer} 100 %"), line
-        assert first.end() == 0
-    assert (tmp_path / "second.bin").read_bytes() == data
-
-
-@pytest.mark.slow
-def test_a_port_to_share_at_that_is_taken(tmp_path: Path) -> None:
-    random_file(tmp_path / "a.bin", 5, 1000)
-    with publisher(tmp_path, "a.bin") as origin, socket.create_server(("0.0.0.0", 0)) as other:
-        port = str(other.getsockname()[1])
-        ran = shoal(tmp_path, "cast", "fetch", url_of(origin), "-o", "out.bin", "--share", port)
-    assert ran.returncode == 3
-    assert f"port {port} on 0.0.0.0 is taken" in ran.stderr.splitlines()[-1]
-
-
-@pytest.mark.slow
 def test_trust_on_first_use_is_said_once_and_held(tmp_path: Path) -> None:
     random_file(tmp_path / "a.bin", 1, 50_000)
     port = free_port()

@@ -210,7 +210,7 @@ def site(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Site]:
 def relay(folder: Path, upstream: str) -> Iterator[str]:
     stop, url, done = StopToken(), Future[str](), Future[None]()
     config = RelayConfig(
-        folder, (upstream,), RUN, KEY.public_key, "127.0.0.1", 0, RelaySettings(poll_s=0.05, kept_versions=2)
+        folder, (upstream,), RUN, KEY.public_key, "127.0.0.1", 0, RelaySettings(kept_versions=2), poll_s=0.05
     )
 
     def run() -> None:

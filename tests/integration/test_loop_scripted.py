@@ -18,7 +18,8 @@ import httpx
 import numpy as np
 import pytest
 
-from shoal.client import AsgiTransport, ClientOptions, HubClient
+from asgikit import AsgiTransport
+from shoal.client import ClientOptions, HubClient
 from shoal.client.trust import run_id
 from shoal.client.weights import Following
 from shoal.engines import Completion, GenerationRequest

@@ -73,16 +73,12 @@ def relay(
     connections_per_client: Annotated[
         int | None, typer.Option("--connections-per-client", min=1, help="At the same time, by address.")
     ] = None,
-    rate_per_client_mbit: Annotated[
-        float | None, typer.Option("--rate-per-client-mbit", min=0.1, help="Megabits per second, by address.")
-    ] = None,
 ) -> None:
     """Mirror a broadcast, verify every chunk, and serve it on."""
     settings = {
         "kept_versions": keep,
         "disk_budget_gb": disk_budget_gb,
         "connections_per_client": connections_per_client,
-        "rate_per_client_mbit": rate_per_client_mbit,
     }
     given = {name: value for name, value in settings.items() if value is not None}
     mirror(upstreams, peers, directory, host, port, given)
@@ -110,31 +106,17 @@ def fetch(
     ],
     output: Annotated[str, typer.Option("--output", "-o", metavar="PATH", help="The file or folder to write.")],
     version: Annotated[str, typer.Option("--version", metavar="N", help="Which one.")] = "newest",
-    peers: Peers = None,
-    share: Annotated[
-        int | None,
-        typer.Option(
-            "--share",
-            metavar="PORT",
-            min=0,
-            max=65535,
-            help="Let others take from here what was fetched; stays until stopped.",
-        ),
-    ] = None,
     follow: Annotated[bool, typer.Option("--follow", help="Keep fetching new versions.")] = False,
     wait_s: Annotated[float, typer.Option("--wait", min=0, max=86_400, help="Seconds to try to reach a source.")] = 10,
     patience_s: Annotated[
         float, typer.Option("--patience", min=1, max=86_400, help="Give up when nothing arrives for so many seconds.")
     ] = 60,
-    host: Annotated[str, typer.Option("--host", help="Address that --share listens on.")] = "0.0.0.0",
     force: Annotated[bool, typer.Option("--force", help="Replace files that were not fetched from here.")] = False,
 ) -> None:
     """Bring a version here. Ctrl-C and the same command again continues; a second time costs nothing."""
     from shoal.shardcast.cast.fetch import FetchRequest, run_fetch
 
-    request = FetchRequest(
-        tuple(sources), tuple(peers or ()), output, version, share, follow, wait_s, patience_s, host, force
-    )
+    request = FetchRequest(tuple(sources), output, version, follow, wait_s, patience_s, force)
     raise typer.Exit(run_fetch(request, lambda: _begin("fetch"), _terminal()))
 
 

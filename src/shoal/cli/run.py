@@ -183,9 +183,6 @@ def relay(
     connections_per_client: Annotated[
         int | None, typer.Option("--connections-per-client", min=1, help="Connections that one address may have.")
     ] = 256,
-    rate_per_client_mbit: Annotated[
-        float | None, typer.Option("--rate-per-client-mbit", min=0.001, help="Mbit/s that one address is sent.")
-    ] = None,
     wait_s: Wait = 10,
 ) -> None:
     """Mirror weights: of a run's folder (--dir), a run anywhere (--run-info), or any source (--upstream URL#KEY)."""
@@ -200,7 +197,6 @@ def relay(
         "kept_versions": keep,
         "disk_budget_gb": disk_budget_gb,
         "connections_per_client": connections_per_client,
-        "rate_per_client_mbit": rate_per_client_mbit,
     }
     if hub_url is None:
         from shoal.cli.cast import mirror

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 from shoal.errors import LedgerError, LedgerForked, ProtocolError
 from shoal.ledger.chain import KINDS, Chain
@@ -40,8 +40,6 @@ from shoal.protocol import (
     open_document,
 )
 from shoal.protocol.lease import MAX_GROUP, MAX_NEW_TOKENS
-
-D = TypeVar("D", bound=Document)
 
 _FIXED = ("node", "unit", "tokens", "validator", "receipt", "verdict")
 _DEPTHS = {"all": ("full",), "reputation": ("full", "light")}

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from shoal.shardcast.download import Downloader as Downloader
     from shoal.shardcast.download import DownloadSettings as DownloadSettings
     from shoal.shardcast.download import Prefetch as Prefetch
+    from shoal.shardcast.download import Progress as Progress
     from shoal.shardcast.limits import RelayConfig as RelayConfig
     from shoal.shardcast.limits import RelaySettings as RelaySettings
     from shoal.shardcast.origin import Origin as Origin
@@ -49,18 +50,16 @@ if TYPE_CHECKING:
     from shoal.shardcast.relay import run_relay as run_relay
     from shoal.shardcast.server import run_origin as run_origin
     from shoal.shardcast.sources import SourceScores as SourceScores
-    from shoal.shardcast.transfer import Progress as Progress
 
 _NAMES = {
     "content": ("Content", "TensorView", "digest_of"),
-    "download": ("DownloadSettings", "Downloader", "Prefetch"),
+    "download": ("DownloadSettings", "Downloader", "Prefetch", "Progress"),
     "limits": ("RelayConfig", "RelaySettings"),
     "origin": ("Origin", "OriginSettings"),
     "payload": ("ChangedValues", "Payload"),
     "relay": ("run_relay",),
     "server": ("run_origin",),
     "sources": ("SourceScores",),
-    "transfer": ("Progress",),
 }
 
 

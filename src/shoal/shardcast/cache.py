@@ -18,7 +18,7 @@ import os
 import shutil
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,15 +29,12 @@ from shoal.errors import DeltaRefused, ManifestRefused, ResourceError
 from shoal.protocol import Chunk, PolicyManifest, PolicyRef
 from shoal.runtime.files import ensure_folder, open_in_place, resource_error, write_atomically
 from shoal.runtime.limits import MachineLimits, show_bytes
-from shoal.shardcast.catalogue import PayloadCatalogue
 from shoal.shardcast.lookup import Road, Step
 from shoal.shardcast.manifest import read_manifest
 from shoal.shardcast.payload import Payload, open_payload, read_fully
 
 if TYPE_CHECKING:
     from shoal.shardcast.delta import Made
-
-OnArrival = Callable[[Chunk, Path, int], None]  # a verified chunk, the file it lies in, and where
 
 
 class PayloadFile:
@@ -49,10 +46,8 @@ class PayloadFile:
         chunks: Sequence[Chunk],
         chunk_size_bytes: int,
         donors: Mapping[str, _Donor] | None = None,
-        on_arrival: OnArrival | None = None,
     ) -> None:
         self.path = path
-        self._on_arrival = on_arrival
         self._donors = donors or {}
         self._offsets: dict[str, list[int]] = defaultdict(list)
         for index, chunk in enumerate(chunks):
@@ -71,22 +66,21 @@ class PayloadFile:
     def has(self, chunk: Chunk, scratch: memoryview) -> bool:
         offsets = self._offsets[chunk.hash]
         if self._resumed and _holds(self._file.fileno(), offsets[0], chunk, scratch):
-            self._write(chunk, scratch, offsets[1:])
+            self._write(scratch, offsets[1:])
             return True
         donor = self._donors.get(chunk.hash)
         if donor is None or not _donated(donor, chunk, scratch):
             return False
-        self._write(chunk, scratch, offsets)
+        self._write(scratch, offsets)
         return True
 
     def keep(self, chunk: Chunk, data: memoryview) -> None:
-        self._write(chunk, data, self._offsets[chunk.hash])
+        self._write(data, self._offsets[chunk.hash])
 
     def close(self) -> None:
         self._file.close()
 
-    def _write(self, chunk: Chunk, data: memoryview, offsets: list[int]) -> None:
-        """Put a verified chunk in all its places; it is here then, and may be shared."""
+    def _write(self, data: memoryview, offsets: list[int]) -> None:
         try:
             with self._writing:
                 for offset in offsets:
@@ -95,8 +89,6 @@ class PayloadFile:
                         written += os.pwrite(self._file.fileno(), data[written:], offset + written)
         except OSError as error:
             raise resource_error("write", self.path, error) from error
-        if self._on_arrival is not None:
-            self._on_arrival(chunk, self.path, self._offsets[chunk.hash][0])
 
 
 class PayloadFiles:
@@ -119,14 +111,13 @@ class PayloadFiles:
 
 
 class PayloadCache:
-    """The payloads in one folder, which belongs to one process. What is verified is also told to `share`."""
+    """The payloads in one folder, which belongs to one process."""
 
-    def __init__(self, folder: Path, run: str | None, trusted_key: str, share: PayloadCatalogue) -> None:
+    def __init__(self, folder: Path, run: str | None, trusted_key: str, remember_changes: bool = True) -> None:
         self._folder = ensure_folder(folder)
         self.run = run
-        self.remember_changes = True  # for an engine that holds the version before
+        self._remember_changes = remember_changes  # for an engine that holds the version before
         self._trusted_key = trusted_key
-        self._share = share
         self._verified: dict[str, PolicyManifest] = {}  # payloads that this process has hashed from end to end
         self._made: dict[str, Made] = {}  # how those that came by deltas did so
 
@@ -146,7 +137,6 @@ class PayloadCache:
     def remember(self, manifest: PolicyManifest, data: bytes) -> None:
         digest = manifest.policy.digest
         write_atomically(self._path(digest, "json"), data)
-        self.offer(manifest)
         if digest in self._verified:  # the same weights under another version
             self._verified[digest] = manifest
 
@@ -154,10 +144,6 @@ class PayloadCache:
         """Remove a manifest of which nothing has arrived: it may be large, and is fetched again if it is wanted."""
         if not any(path.stat().st_blocks for path in self._files_of(ref.digest) if path.suffix != ".json"):
             self._forget(ref.digest)
-
-    def offer(self, manifest: PolicyManifest) -> None:
-        """From now on others may take what is here of it, if anything is shared at all."""
-        self._share.offer(manifest, self._path(manifest.policy.digest, "json"))
 
     def adopt(self, manifest: PolicyManifest) -> bool:
         """Take over a whole payload that an earlier process left; false if it is not here, or is damaged.
@@ -168,21 +154,19 @@ class PayloadCache:
             self._reopen(*(self._path(manifest.policy.digest, suffix) for suffix in ("bin", "part")))
             return False
         self._verified[manifest.policy.digest] = manifest
-        self._share_all(manifest)
         return True
 
     def fill(self, manifest: PolicyManifest) -> PayloadFile:
         """The payload's file, to be filled. A whole one left by an earlier process is filled again: by looking."""
         whole, part = (self._path(manifest.policy.digest, suffix) for suffix in ("bin", "part"))
         self._reopen(whole, part)
-        donors = self._find_donors(manifest)
-        return PayloadFile(part, manifest.chunks, manifest.chunk_size_bytes, donors, self._share.arrived)
+        return PayloadFile(part, manifest.chunks, manifest.chunk_size_bytes, self._find_donors(manifest))
 
     def fill_delta(self, step: Step) -> PayloadFile:
         """The file of a delta, to be filled."""
         whole, part = self._delta_path(step), self._delta_path(step, ".part")
         self._reopen(whole, part)
-        return PayloadFile(part, step.delta.chunks, step.manifest.chunk_size_bytes, on_arrival=self._share.arrived)
+        return PayloadFile(part, step.delta.chunks, step.manifest.chunk_size_bytes)
 
     def finish(self, manifest: PolicyManifest) -> None:
         """The file is whole: every chunk of it has been verified."""
@@ -205,17 +189,16 @@ class PayloadCache:
         if not all(step.manifest.entries == target.entries for step in steps):
             raise DeltaRefused(f"a delta to policy {target.policy.label} starts from a payload of another shape")
         part = self._path(target.policy.digest, "part")
-        self._remove(part)
+        part.unlink(missing_ok=True)
         deltas = [self._delta_path(step) for step in steps]
         try:
-            made = make_payload(target, self._path(begin.digest, "bin"), deltas, part, begin, self.remember_changes)
+            made = make_payload(target, self._path(begin.digest, "bin"), deltas, part, begin, self._remember_changes)
         except OSError as error:
             raise resource_error("write", part, error) from error
         except DeltaRefused:
-            self._remove(part)
+            part.unlink(missing_ok=True)
             raise
         self.finish(target)
-        self._share_all(target)
         self._made = {target.policy.digest: made}  # an engine is never further back than one version
 
     def is_whole(self, ref: PolicyRef) -> bool:
@@ -233,7 +216,7 @@ class PayloadCache:
     def discard(self, ref: PolicyRef) -> None:
         """Remove a payload that has turned out to be damaged."""
         self._verified.pop(ref.digest, None)
-        self._remove(self._path(ref.digest, "bin"))
+        self._path(ref.digest, "bin").unlink(missing_ok=True)
 
     def load(self, manifest: PolicyManifest) -> Payload:
         """Map a verified payload."""
@@ -301,30 +284,18 @@ class PayloadCache:
     def _forget(self, digest: str) -> None:
         self._verified.pop(digest, None)
         for path in self._files_of(digest):
-            self._remove(path)
+            path.unlink(missing_ok=True)
 
     def _rename(self, source: Path, target: Path) -> None:
         try:
             source.replace(target)
         except OSError as error:
             raise resource_error("rename", source, error) from error
-        self._share.moved(source, target)
 
     def _reopen(self, whole: Path, part: Path) -> None:
         """What an earlier process left as whole is only believed after another look."""
         if whole.exists():
-            self._share.withdraw(whole)
             whole.replace(part)
-
-    def _remove(self, path: Path) -> None:
-        self._share.withdraw(path)
-        path.unlink(missing_ok=True)
-
-    def _share_all(self, manifest: PolicyManifest) -> None:
-        """A payload made out of deltas is as good as one that was fetched."""
-        path = self._path(manifest.policy.digest, "bin")
-        for index, chunk in enumerate(manifest.chunks if manifest.anchor else ()):
-            self._share.arrived(chunk, path, index * manifest.chunk_size_bytes)
 
     def _path(self, digest: str, suffix: str) -> Path:
         return self._folder / f"{digest}.{suffix}"

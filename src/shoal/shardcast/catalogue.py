@@ -4,7 +4,7 @@
     HAVE                 1  1  0  1  0  0  0  0 │ 0          verified and served now
     SOON                 0  0  1  0  0  0  0  0 │ 0          being fetched from upstream now
 
-A folder that somebody publishes into, a client that shares (`PayloadCatalogue`), a relay (`mirror`).
+A folder that somebody publishes into, or a relay (`mirror`).
 """
 
 from __future__ import annotations
@@ -12,54 +12,30 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from shoal.protocol import Chunk, PolicyManifest
-from shoal.shardcast.manifest import Place, offered, place_of
-from shoal.shardcast.tree import CHUNK, Tree, chunk_key, have_key, manifest_key
+from shoal.protocol import Chunk
+from shoal.shardcast.manifest import Place
+from shoal.shardcast.tree import Tree
 
 
 @dataclass(frozen=True)
 class Blob:
-    """Bytes on disk: a whole file, or a span of one."""
+    """A file on disk, of this size."""
 
     path: Path
-    offset: int
     size_bytes: int
 
     @classmethod
     def whole(cls, path: Path) -> Blob | None:
         """The file at `path`, if there is one."""
         try:
-            return cls(path, 0, path.stat().st_size)
+            return cls(path, path.stat().st_size)
         except FileNotFoundError:
             return None
-
-
-@dataclass(frozen=True)
-class Metric:
-    """One number, or one per value of a label. A counter only grows (and its name ends in `_total`)."""
-
-    name: str
-    type: Literal["counter", "gauge"]
-    what: str
-    value: float | None = None
-    by: Mapping[str, float] = field(default_factory=dict)
-    label: str = "source"
-
-    def render(self) -> str:
-        """As text that Prometheus and its relatives read."""
-        name = f"shoal_cast_{self.name}"
-        lines = [f"# HELP {name} {self.what}", f"# TYPE {name} {self.type}"]
-        values = {} if self.value is None else {"": self.value}
-        for key, value in self.by.items():
-            escaped = key.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
-            values[f'{{{self.label}="{escaped}"}}'] = value
-        lines += [f"{name}{of} {int(value) if value == int(value) else repr(value)}" for of, value in values.items()]
-        return "\n".join([*lines, ""])
 
 
 class Inventory:
@@ -181,10 +157,6 @@ class Catalogue:
         """Numbers for /health; `ok` is false if a person has to look after it."""
         return {"role": self.role, "versions": [f"{place[0]}.{place[1]}" for place in self.places()]}
 
-    def metrics(self) -> list[Metric]:
-        """Numbers for /metrics."""
-        return [Metric("versions", "gauge", "Versions held, whole or not.", len(self.places()))]
-
 
 class FolderCatalogue(Catalogue):
     """A tree that somebody publishes into: what is there is whole, and nothing else is promised."""
@@ -198,82 +170,3 @@ class FolderCatalogue(Catalogue):
 
     def places(self) -> list[Place]:
         return self._tree.places()
-
-
-class PayloadCatalogue(Catalogue):
-    """What a client shares out of the very files that it fills. Any thread may call it. Whoever shares shows its
-    address to its peers; that is why nobody does without being asked. Only chunks that a signed manifest offers are
-    served, only after their hash was seen to match, and nothing but spans of the client's own files.
-
-    >>> catalogue = PayloadCatalogue()
-    >>> catalogue.offer(manifest, Path("cache/<digest>.json"))             # before its chunks arrive
-    >>> catalogue.arrived(chunk, Path("cache/<digest>.part"), offset=0)    # its hash has been seen to match
-    >>> catalogue.moved(Path("cache/<digest>.part"), Path("cache/<digest>.bin"))
-    """
-
-    def __init__(self) -> None:
-        super().__init__("client")
-        self.fetching: Callable[[], Iterable[str]] = tuple  # `ChunkPool.announced`, while something is fetched
-        self._lock = threading.Lock()
-        self._manifests: dict[Place, tuple[PolicyManifest, Path]] = {}
-        self._offered: set[str] = set()
-        # Looked at without the lock: each look is at one object.
-        self._documents: dict[str, Path] = {}  # manifests, by their keys
-        self._blobs: dict[str, Blob] = {}
-
-    def offer(self, manifest: PolicyManifest, document: Path) -> None:
-        """From now on peers may ask for this version; `document` is its manifest's file. Again is harmless."""
-        with self._lock:
-            self._manifests[place_of(manifest)] = manifest, document
-            self._take_stock()
-
-    def arrived(self, chunk: Chunk, path: Path, offset: int) -> None:
-        """A chunk has been verified and lies in the file at `path`. One that no version offers is not shared."""
-        with self._lock:
-            if chunk.hash not in self._offered:
-                return
-            self._blobs[chunk.hash] = Blob(path, offset, chunk.size_bytes)
-            told = [place for place, inventory in self._inventories.items() if inventory.add(chunk.hash)]
-        self.arrivals.notify(chunk_key(chunk.hash), *map(have_key, told))
-
-    def moved(self, before: Path, after: Path) -> None:
-        """A file has another name now. A request in between finds nothing and comes again."""
-        with self._lock:
-            moved = {key: replace(blob, path=after) for key, blob in self._blobs.items() if blob.path == before}
-            self._blobs = self._blobs | moved
-
-    def withdraw(self, path: Path) -> None:
-        """A file is about to be removed or written anew: nothing of it is served any more.
-
-        A version goes with its manifest's file. What is being sent at this moment is sent to its end.
-        """
-        with self._lock:
-            self._manifests = {place: one for place, one in self._manifests.items() if one[1] != path}
-            self._blobs = {chunk_hash: blob for chunk_hash, blob in self._blobs.items() if blob.path != path}
-            self._take_stock()
-
-    def find(self, key: str) -> Blob | None:
-        if match := CHUNK.fullmatch(key):
-            return self._blobs.get(match[2])
-        document = self._documents.get(key)
-        return None if document is None else Blob.whole(document)
-
-    def announced(self) -> Iterable[str]:
-        return self.fetching()
-
-    def health(self) -> dict[str, Any]:
-        return {**super().health(), "chunks": len(self._blobs)}
-
-    def metrics(self) -> list[Metric]:
-        return [*super().metrics(), Metric("chunks", "gauge", "Chunks shared.", len(self._blobs))]
-
-    def _take_stock(self) -> None:
-        """After versions or files have come or gone."""
-        before = list(self._inventories)
-        self._offered = {chunk.hash for manifest, _ in self._manifests.values() for chunk in offered(manifest)}
-        self._documents = {manifest_key(place): document for place, (_, document) in self._manifests.items()}
-        self._blobs = {chunk_hash: blob for chunk_hash, blob in self._blobs.items() if chunk_hash in self._offered}
-        self._inventories = {
-            place: Inventory(offered(manifest), self._blobs) for place, (manifest, _) in self._manifests.items()
-        }
-        self.arrivals.notify(*map(have_key, {*before, *self._inventories}))

@@ -304,7 +304,7 @@ class Connection:
         """Wait as long as the throttle says; TCP then slows the source down."""
         throttle = self._timeouts.throttle
         if throttle is not None and received:
-            self._stop.wait(max(0.0, min(throttle.take(received), deadline.remaining_s())))
+            self._stop.wait(max(0.0, min(throttle.take(received, time.monotonic()), deadline.remaining_s())))
         return received
 
     def _finish(self) -> None:

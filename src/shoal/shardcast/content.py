@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from blake3 import blake3
 from pydantic import ValidationError
@@ -27,40 +27,13 @@ from shoal.errors import BroadcastError, ConfigError
 from shoal.protocol import Chunk, Entry, TensorView, content_digest, first_problem
 from shoal.runtime.files import resource_error
 from shoal.shardcast.manifest import chunk_size_for, entries_problem
+from shoal.shardcast.payload import read_fully
 
 SMALL_BYTES = 64 * 1024
 TYPES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
     "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
 }  # fmt: skip
-
-
-class Span(Protocol):
-    """The bytes of one entry."""
-
-    @property
-    def size_bytes(self) -> int: ...
-
-    def view(self, offset: int, size: int) -> memoryview | None:
-        """These bytes where they lie, if they lie in memory."""
-
-    def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` from `offset` on."""
-
-
-@dataclass(frozen=True)
-class MemorySpan:
-    data: memoryview
-
-    @property
-    def size_bytes(self) -> int:
-        return self.data.nbytes
-
-    def view(self, offset: int, size: int) -> memoryview | None:
-        return self.data[offset : offset + size]
-
-    def read_into(self, offset: int, buffer: memoryview) -> None:
-        buffer[:] = self.data[offset : offset + buffer.nbytes]
 
 
 @dataclass(frozen=True)
@@ -70,9 +43,6 @@ class FileSpan:
     path: Path
     size_bytes: int
     changed_ns: int
-
-    def view(self, offset: int, size: int) -> memoryview | None:  # noqa: ARG002
-        return None
 
     def check(self) -> None:
         """Raise `BroadcastError` if the file is not what it was when it was first looked at."""
@@ -89,15 +59,15 @@ class FileSpan:
     def read_into(self, offset: int, buffer: memoryview) -> None:
         try:
             with self.path.open("rb", buffering=0) as file:
-                whole = os.fstat(file.fileno()).st_size == self.size_bytes
-                filled = 0
-                while whole and filled < buffer.nbytes:
-                    count = os.preadv(file.fileno(), [buffer[filled:]], offset + filled)
-                    filled, whole = filled + count, count > 0
+                same = os.fstat(file.fileno()).st_size == self.size_bytes
+                whole = same and read_fully(file.fileno(), offset, buffer)
         except OSError as error:
             raise resource_error("read", self.path, error) from error
         if not whole:
             raise self._changed()
+
+
+Span = memoryview | FileSpan
 
 
 class Content:
@@ -117,9 +87,9 @@ class Content:
     def of(cls, files: Mapping[str, bytes], tensors: Sequence[TensorView] = ()) -> Content:
         """Tensors and small files in memory, borrowed."""
         parts: list[tuple[str, TensorView | None, Span]] = [
-            (tensor.name, tensor, MemorySpan(_flat(tensor.name, tensor.data))) for tensor in tensors
+            (tensor.name, tensor, _flat(tensor.name, tensor.data)) for tensor in tensors
         ]
-        parts += [(name, None, MemorySpan(memoryview(files[name]))) for name in sorted(files)]
+        parts += [(name, None, memoryview(files[name])) for name in sorted(files)]
         return cls._laid_out(parts)
 
     @classmethod
@@ -149,8 +119,9 @@ class Content:
         offset = 0
         try:
             for name, tensor, span in parts:
-                entries.append(_entry(name, tensor, offset, span.size_bytes))
-                offset += span.size_bytes
+                size = span.size_bytes if isinstance(span, FileSpan) else span.nbytes
+                entries.append(_entry(name, tensor, offset, size))
+                offset += size
         except ValidationError as error:
             raise BroadcastError(f"{name!r} cannot be published: {first_problem(error)}") from error
         problem = entries_problem(tuple(entries), offset)
@@ -166,15 +137,15 @@ class Content:
         """A part of the payload: where it lies if it lies in one piece of memory, else copied into `scratch`."""
         index = bisect_right(self._offsets, offset) - 1
         inside = offset - self._offsets[index]
-        if inside + size <= self._spans[index].size_bytes:
-            view = self._spans[index].view(inside, size)
-            if view is not None:
-                return view
+        span = self._spans[index]
+        if isinstance(span, memoryview) and inside + size <= span.nbytes:
+            return span[inside : inside + size]
         filled = 0
         while filled < size:
-            span = self._spans[index]
-            count = min(size - filled, span.size_bytes - inside)
-            if count > 0:
+            span, count = self._spans[index], min(size - filled, self.entries[index].size_bytes - inside)
+            if isinstance(span, memoryview):
+                scratch[filled : filled + count] = span[inside : inside + count]
+            elif count:
                 span.read_into(inside, scratch[filled : filled + count])
             filled, inside, index = filled + count, 0, index + 1
         return scratch[:size]

@@ -19,34 +19,59 @@ Whatever goes wrong here costs nothing but time: whoever needs the version fetch
 from __future__ import annotations
 
 import logging
+import math
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from shoal.errors import BroadcastError, DeltaRefused, ManifestRefused, ShoalError, VersionNotFound
+from shoal.errors import BroadcastError, ChunkCorrupt, DeltaRefused, ManifestRefused, ShoalError, VersionNotFound
 from shoal.protocol import BroadcastHead, PolicyManifest, PolicyRef
 from shoal.runtime.files import write_atomically
 from shoal.runtime.limits import MachineLimits
 from shoal.runtime.stop import StopToken
-from shoal.shardcast.cache import PayloadCache
-from shoal.shardcast.catalogue import PayloadCatalogue
+from shoal.shardcast.cache import PayloadCache, PayloadFiles
 from shoal.shardcast.connection import Deadline
 from shoal.shardcast.lookup import Lookup, Road, SignedHead, plan
 from shoal.shardcast.manifest import place_of, read_head
 from shoal.shardcast.payload import Payload
-from shoal.shardcast.pool import PoolSettings
+from shoal.shardcast.pool import ChunkPool, PoolSettings
 from shoal.shardcast.sources import SourceScores
-from shoal.shardcast.transfer import OnProgress, RoadClosed, Superseded, Transfer
 from shoal.shardcast.tree import HEAD
 
 log = logging.getLogger(__name__)
 
+TICK_S = 0.1
+GONE_CHECK_S = 1.0
 FORGET_S = 10.0  # for a fetch in the background to give way
 BETWEEN_S = 5.0  # for the manifest of a version in between: without it there is another road
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a fetch has come: of the bytes that its road needs, those that are here."""
+
+    label: str
+    done_bytes: int
+    total_bytes: int
+    seconds: float
+    by_source: Mapping[str, int]
+    road: str
+
+
+OnProgress = Callable[[Progress], None]
+
+
+class RoadClosed(Exception):
+    """A version in between is gone; another road may lead to the target."""
+
+
+class Superseded(BroadcastError):
+    """A fetch in the background has given way to one that somebody waits for."""
 
 
 @dataclass(frozen=True)
@@ -55,11 +80,13 @@ class DownloadSettings:
 
     `remember_changes`: keep in memory what changed, for an engine that holds the version before
     (`Payload.changes_from`). No version may be larger than `max_payload_bytes`; `limits` says how much disk the folder
-    may take. Both are looked at before a byte of a version is fetched; None is no limit.
+    may take. Both are looked at before a byte of a version is fetched; None is no limit. A fetch of which nothing
+    arrives for `patience_s` fails.
     """
 
     kept_payloads: int = 3
     remember_changes: bool = True
+    patience_s: float = math.inf
     pool: PoolSettings = field(default_factory=PoolSettings)
     max_payload_bytes: int | None = None
     limits: MachineLimits | None = None
@@ -83,15 +110,11 @@ class Downloader:
         folder: Path | str,
         stop: StopToken,
         settings: DownloadSettings = DownloadSettings(),
-        peers: Sequence[str] = (),
         last_resort: Sequence[str] = (),
-        share: PayloadCatalogue | None = None,
     ) -> None:
         folder = Path(folder)
-        self._scores = SourceScores(sources, peers, last_resort)
-        self._share = share or PayloadCatalogue()
-        self._cache = PayloadCache(folder, run, trusted_key, self._share)
-        self._cache.remember_changes = settings.remember_changes
+        self._scores = SourceScores(sources, last_resort=last_resort)
+        self._cache = PayloadCache(folder, run, trusted_key, settings.remember_changes)
         self._trusted_key = trusted_key
         self._lookup = Lookup(self._scores, run, trusted_key, stop, settings.pool.timeouts)
         self._stop = stop
@@ -106,9 +129,9 @@ class Downloader:
         """The run that is fetched from; known after the first head if it was not given."""
         return self._lookup.run
 
-    def set_sources(self, sources: Sequence[str], peers: Sequence[str] = (), last_resort: Sequence[str] = ()) -> None:
+    def set_sources(self, sources: Sequence[str], last_resort: Sequence[str] = ()) -> None:
         """From now on ask these, also in a fetch that is under way."""
-        self._scores.set_sources(sources, peers, last_resort)
+        self._scores.set_sources(sources, last_resort=last_resort)
 
     def newest(self, deadline_s: float) -> PolicyRef:
         """The newest version that any source offers; `ManifestRefused` if that is older than one seen before."""
@@ -133,7 +156,7 @@ class Downloader:
             self._scores.restore()
             manifest = self._cache.manifest(ref)
             if manifest is None:
-                manifest, data = self._lookup.manifest(ref, deadline)
+                manifest, data = self._lookup.manifest(ref, deadline.tighter(self._settings.patience_s))
                 if self._is_too_large(manifest):
                     raise ManifestRefused(
                         f"the manifest of policy {ref.label} is refused: it announces {manifest.size_bytes} bytes, "
@@ -141,8 +164,6 @@ class Downloader:
                     )
                 self._cache.run = manifest.run
                 self._cache.remember(manifest, data)
-            else:
-                self._cache.offer(manifest)
             if not self._cache.is_verified(ref) and not self._cache.adopt(manifest):
                 try:
                     self._obtain(manifest, deadline, on_progress, background)
@@ -197,8 +218,8 @@ class Downloader:
         refusal: DeltaRefused | None = None
         give_way = (lambda: self._waiting > 0) if background else (lambda: False)
         transfer = Transfer(
-            self._cache, self._scores, self._lookup, self._stop, self._settings.pool, self._share, manifest, deadline,
-            on_progress, give_way,
+            self._cache, self._scores, self._lookup, self._stop, self._settings, manifest, deadline, on_progress,
+            give_way,
         )  # fmt: skip
         while True:
             try:
@@ -225,8 +246,7 @@ class Downloader:
     def _between(self, ref: PolicyRef, deadline: Deadline) -> PolicyManifest | None:
         found = self._cache.manifest(ref)
         if found is None:
-            answer = self._lookup.manifest_now(ref, deadline.tighter(BETWEEN_S))
-            found = None if answer is None else answer[0]
+            found = self._lookup.manifest_now(ref, deadline.tighter(BETWEEN_S))
         return None if found is None or self._is_too_large(found) else found
 
     def _is_too_large(self, manifest: PolicyManifest) -> bool:
@@ -240,6 +260,104 @@ class Downloader:
             self._cache.discard(road.begin)
         else:
             closed.update(step.name for step in road.steps)
+
+
+@dataclass
+class Transfer:
+    """Takes roads to one target until one of them leads there. `give_way`: somebody waits for another fetch."""
+
+    cache: PayloadCache
+    scores: SourceScores
+    lookup: Lookup
+    stop: StopToken
+    settings: DownloadSettings
+    target: PolicyManifest
+    deadline: Deadline
+    on_progress: OnProgress | None
+    give_way: Callable[[], bool]
+    started_s: float = field(default_factory=time.monotonic)
+
+    def take(self, road: Road) -> None:
+        """Fetch what the road needs and travel it. Raises `RoadClosed` or `DeltaRefused` if another may be better."""
+        cache = self.cache
+        files = [] if road.whole is None else [cache.fill(road.whole)]
+        files += [cache.fill_delta(step) for step in road.steps]
+        pool = self._fill(road, PayloadFiles(files))
+        if road.whole is not None:
+            cache.finish(road.whole)
+        for step in road.steps:
+            cache.finish_delta(step)
+        if road.steps:
+            cache.travel(road.begin, road.steps)
+        self._report(road, pool)
+
+    def _fill(self, road: Road, files: PayloadFiles) -> ChunkPool:
+        pool = ChunkPool(self.scores, files, self.settings.pool)
+        if road.whole is not None:
+            pool.want(road.whole, road.whole.chunks)
+        for step in road.steps:
+            pool.want(step.manifest, step.delta.chunks)
+        pool.start()
+        try:
+            self._await(road, pool)
+        finally:
+            pool.close(self.stop.reason or "done")
+            files.close()
+        return pool
+
+    def _await(self, road: Road, pool: ChunkPool) -> None:
+        next_check, patience, here = Deadline(0), Deadline(self.settings.patience_s), -1
+        while not pool.wait(TICK_S):
+            self._tell(road, pool)
+            self._raise_if_pointless(pool)
+            if (done := pool.progress()[0]) != here:
+                patience, here = Deadline(self.settings.patience_s), done
+            elif patience.passed():
+                seconds = self.settings.patience_s
+                raise BroadcastError(f"nothing has arrived for {seconds:.0f} s: {self.scores.describe()}")
+            usable = self.scores.usable()
+            if usable and usable <= pool.absent and next_check.passed():
+                self._check_not_gone(road)
+                next_check = Deadline(GONE_CHECK_S)
+        if pool.error is not None:
+            raise pool.error
+        self._tell(road, pool)
+
+    def _raise_if_pointless(self, pool: ChunkPool) -> None:
+        policy, why = f"policy {self.target.policy.label}", self.scores.describe()
+        if self.stop.is_set():
+            raise BroadcastError(f"stopped ({self.stop.reason}) while fetching {policy}")
+        if self.give_way():
+            raise Superseded(f"the fetch of {policy} gives way to another; what has come stays")
+        if not self.scores.usable() and self.scores.kinds():
+            raise ChunkCorrupt(f"{policy} cannot be fetched: every source is dropped: {why}")
+        if self.deadline.passed():
+            missing = f"{pool.pending()} chunks are missing"
+            raise BroadcastError(f"{policy} did not arrive before the deadline: {missing}; {why}")
+
+    def _check_not_gone(self, road: Road) -> None:
+        """Nobody has a chunk: is a version of this road no longer offered?"""
+        self.lookup.check_not_gone(self.target.policy, self.deadline)
+        for ref in {manifest.policy for manifest in road.manifests()} - {self.target.policy}:
+            try:
+                self.lookup.check_not_gone(ref, self.deadline)
+            except VersionNotFound as error:
+                raise RoadClosed(str(error)) from error
+
+    def _tell(self, road: Road, pool: ChunkPool) -> None:
+        if self.on_progress is not None:
+            sizes, seconds = pool.progress(), time.monotonic() - self.started_s
+            by_source = dict(pool.fetched_bytes)
+            self.on_progress(Progress(self.target.policy.label, *sizes, seconds, by_source, road.describe()))
+
+    def _report(self, road: Road, pool: ChunkPool) -> None:
+        fetched = sum(pool.fetched_bytes.values())
+        parts = ", ".join(f"{source}: {size / 1e6:.1f} MB" for source, size in pool.fetched_bytes.most_common())
+        log.info(
+            "policy %s: %.1f MB (of %.1f MB) in %.1f s by %s; from %s",
+            self.target.policy.label, fetched / 1e6, self.target.size_bytes / 1e6, time.monotonic() - self.started_s,
+            road.describe(), parts or "nobody",
+        )  # fmt: skip
 
 
 @dataclass

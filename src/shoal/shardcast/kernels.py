@@ -65,4 +65,4 @@ def change(bits: Any, gaps: Any, codes: Any, lowest: int, where: Any) -> int:
             return count
         bits[at] = value if value >= 0 else lowest - value - 1
         where[count] = at
-    return where.size
+    return int(where.size)

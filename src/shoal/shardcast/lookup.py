@@ -30,6 +30,7 @@ from shoal.shardcast.connection import Connection, Connections, Deadline, Timeou
 from shoal.shardcast.manifest import (
     MAX_HEAD_BYTES,
     MAX_MANIFEST_BYTES,
+    Place,
     check_not_rolled_back,
     place_of,
     read_head,
@@ -106,16 +107,16 @@ class Lookup:
                 absent.clear()
         raise self._failure(ref, refusal, answered)
 
-    def manifest_now(self, ref: PolicyRef, deadline: Deadline) -> tuple[PolicyManifest, bytes] | None:
-        """The same, every source asked at most once: None if none of them has it now."""
+    def manifest_now(self, which: PolicyRef | Place, deadline: Deadline) -> PolicyManifest | None:
+        """The manifest of exactly that, or of that version, every source asked at most once: None if none has it."""
         for source in sorted(self._scores.usable()):
             try:
-                found = self._ask_manifest(source, ref, deadline)
+                found = self._ask_manifest(source, which, deadline)
             except BroadcastError as error:
                 self._scores.note(source, str(error))
                 continue
             if found is not None:
-                return found
+                return found[0]
         return None
 
     def heads(self, deadline: Deadline) -> dict[str, SignedHead]:
@@ -176,16 +177,20 @@ class Lookup:
     def close(self) -> None:
         self._connections.close()
 
-    def _ask_manifest(self, source: str, ref: PolicyRef, deadline: Deadline) -> tuple[PolicyManifest, bytes] | None:
-        key = manifest_key((ref.incarnation, ref.version))
-        data = get_document(self._connections.to(source), key, MAX_MANIFEST_BYTES, deadline.tighter(MANIFEST_S))
+    def _ask_manifest(
+        self, source: str, which: PolicyRef | Place, deadline: Deadline
+    ) -> tuple[PolicyManifest, bytes] | None:
+        place = (which.incarnation, which.version) if isinstance(which, PolicyRef) else which
+        target, connection = manifest_key(place), self._connections.to(source)
+        data = get_document(connection, target, MAX_MANIFEST_BYTES, deadline.tighter(MANIFEST_S))
         if data is None:
             return None
         manifest = read_manifest(data, self.run, self._trusted_key)
-        if manifest.policy != ref:
+        if which not in (manifest.policy, place_of(manifest)):
+            asked = f"{which.label} with {which.digest[:16]}…" if isinstance(which, PolicyRef) else f"{place}"
             raise ManifestRefused(
                 f"the manifest is for policy {manifest.policy.label} with digest {manifest.policy.digest[:16]}…, "
-                f"not {ref.label} with {ref.digest[:16]}…"
+                f"not {asked}"
             )
         return manifest, data
 

@@ -24,7 +24,7 @@ from blake3 import blake3
 
 from shoal.errors import ManifestRefused, ProtocolError
 from shoal.protocol import BroadcastHead, Chunk, PolicyManifest, SignedDocument, WitnessedHead, open_document
-from shoal.shardcast.catalogue import Blob, Catalogue, Inventory, Metric
+from shoal.shardcast.catalogue import Blob, Catalogue, Inventory
 from shoal.shardcast.connection import Timeouts
 from shoal.shardcast.limits import RelayConfig
 from shoal.shardcast.manifest import (
@@ -66,7 +66,6 @@ class Mirror(Catalogue):
         self._complete: set[str] = set()  # chunks that this process has verified
         self._began: dict[Place, tuple[float, Counter[str]]] = {}
         self.head: BroadcastHead | None = None
-        self.verified = 0
         pool = PoolSettings(config.settings.connections, timeouts=Timeouts(reach=config.reach))
         self.pool = ChunkPool(self.scores, self, pool)
 
@@ -77,7 +76,7 @@ class Mirror(Catalogue):
         match = CHUNK.fullmatch(key)
         if match is not None:
             size = self._sizes.get(match[2])
-            return Blob(self._tree.path(key), 0, size) if size is not None and match[2] in self._complete else None
+            return Blob(self._tree.path(key), size) if size is not None and match[2] in self._complete else None
         if key == HEAD:
             return Blob.whole(self._tree.path(key)) if self.head is not None else None
         if WITNESS.fullmatch(key):
@@ -109,28 +108,8 @@ class Mirror(Catalogue):
             "missing_chunks": self._missing_chunks(),
             "disk_bytes": self._disk_bytes(),
             "bytes_in": sum(self.pool.fetched_bytes.values()),
+            "sources": dict.fromkeys(self.scores.kinds(), False) | dict.fromkeys(self.scores.ready(), True),
         }
-
-    def metrics(self) -> list[Metric]:
-        standings = self.scores.ready()
-        bandwidth = {source: rate for source, one in standings.items() if (rate := one.bandwidth_bytes_s)}
-        success = {source: standings[source].success for source in bandwidth}
-        ready = {source: float(source in standings) for source in self.scores.kinds()}
-        received, wasted = dict(self.pool.fetched_bytes), dict(self.pool.wasted_bytes)
-        return [
-            *super().metrics(),
-            Metric("received_bytes_total", "counter", "Bytes of verified chunks, by who sent them.", by=received),
-            Metric("chunks_verified_total", "counter", "Chunks fetched whose hash matched.", self.verified),
-            Metric("wasted_bytes_total", "counter", "Bytes not kept: late, slow or corrupt.", by=wasted),
-            Metric("chunks_refused_total", "counter", "Chunks whose hash did not match.", self.scores.drops),
-            Metric("missing_versions", "gauge", "Manifests that are not here yet.", len(self.missing_places())),
-            Metric("missing_chunks", "gauge", "Chunks of them that are not here yet.", self._missing_chunks()),
-            Metric("disk_bytes", "gauge", "Bytes of chunks on disk.", self._disk_bytes()),
-            Metric("within_budget", "gauge", "1 if the newest version fits.", float(self._selection.fits)),
-            Metric("source_ready", "gauge", "1 if a source may be asked: neither resting nor dropped.", by=ready),
-            Metric("source_success", "gauge", "Share of successes recently.", by=success),
-            Metric("source_bytes_per_second", "gauge", "Bandwidth of one connection recently.", by=bandwidth),
-        ]
 
     # What the pool asks
 
@@ -152,7 +131,6 @@ class Mirror(Catalogue):
         with self._lock:  # a retirement may have removed it just now, although it has become wanted again
             if chunk.hash in self._sizes and not self._tree.has_chunk(chunk.hash, chunk.size_bytes):
                 self._tree.put_chunk(chunk.hash, data, durable=False)
-            self.verified += 1
             self._arrived(chunk)
 
     # What the followers say

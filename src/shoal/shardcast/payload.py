@@ -80,21 +80,17 @@ class Payload:
             return None
         return self.made.changes()
 
-    def export(self, target: Path, link: bool = False) -> list[Path]:
+    def export(self, target: Path) -> list[Path]:
         """Write the files into the folder `target`; no name leaves it, not even through a link that lies in it.
 
-        Tensors are no files: they are in `tensors`. With `link`, a file that is the whole payload is not copied but
-        given a second name: do not change it then.
+        Tensors are no files: they are in `tensors`.
         """
         ensure_folder(target)
         written = []
         for entry in self.manifest.entries:
             if entry.type == "file":
                 path = _place_for(target, entry.name)
-                if link and self.path is not None and entry.size_bytes == self.manifest.size_bytes > 0:
-                    copy_or_link(self.path, path)
-                else:
-                    self._copy(entry, path)
+                self._copy(entry, path)
                 written.append(path)
         return written
 

@@ -153,7 +153,7 @@ class Follower:
         self._config = config
         self._mirror = mirror
         self._stop = stop
-        timeouts = Timeouts(stall_s=config.settings.long_poll_s + Timeouts().stall_s, reach=config.reach)
+        timeouts = Timeouts(stall_s=config.long_poll_s + Timeouts().stall_s, reach=config.reach)
         self._connection = Connection(upstream, stop, timeouts)
         self._said = ""
         self._forgiven_s = time.monotonic()
@@ -175,15 +175,15 @@ class Follower:
             attempt = 0
             held_s = time.monotonic() - started_s
             if not news:  # a plain file server answers at once, so the pace has to be ours
-                self._stop.wait(max(0.0, self._config.settings.poll_s - held_s))
+                self._stop.wait(max(0.0, self._config.poll_s - held_s))
         self._connection.close()
 
     def _poll(self) -> bool:
         """Ask once; true if something new was taken."""
         known = self._mirror.head
         after = "" if known is None else f"&after={known.policy.label}"
-        target = f"{HEAD}?wait_s={self._config.settings.long_poll_s:g}{after}"
-        deadline = Deadline(self._config.settings.long_poll_s + MANIFEST_S)
+        target = f"{HEAD}?wait_s={self._config.long_poll_s:g}{after}"
+        deadline = Deadline(self._config.long_poll_s + MANIFEST_S)
         data = get_document(self._connection, target, MAX_HEAD_BYTES, deadline)
         if data is None:
             self._say(f"{self._upstream} has nothing published yet")

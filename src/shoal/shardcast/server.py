@@ -6,14 +6,13 @@
 
     GET /head.json?after=0.12&wait_s=20       held until the head is newer than 0.12, at most wait_s seconds
     GET /have/0.12?count=5&wait_s=20          which chunks are here (`Inventory`); held until they are more than 5
-    GET /health, /metrics                     counters, as JSON and for Prometheus
+    GET /health                               counters, as JSON
 
 Back-pressure: a client that reads slowly holds only its own connection, and no longer than `min_rate_bytes_s` allows;
-a client that sends nothing is cut off after `idle_s`; one that reads faster than its share waits for its bucket
-(`limits`). A held request costs a future: what arrives wakes it, and so does a client that hangs up.
+a client that sends nothing is cut off after `idle_s`. A held request costs a future: what arrives wakes it, and so does
+a client that hangs up.
 
-Of HTTP it speaks little: requests without a body, answers whose length is known. A range is understood if it is a
-single one (`bytes=a-b`, `bytes=a-`, `bytes=-n`); anything else in its place is answered with the whole, as HTTP allows.
+Of HTTP it speaks little: requests without a body, answers whose length is known. A range is answered with the whole.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ import io
 import json
 import logging
 import os
-import re
 import secrets
 import socket
 from collections import Counter
@@ -37,8 +35,8 @@ from urllib.parse import parse_qs
 from shoal.errors import ResourceError
 from shoal.runtime.files import resource_error
 from shoal.runtime.stop import StopToken
-from shoal.shardcast.catalogue import Blob, Catalogue, FolderCatalogue, Metric, PayloadCatalogue
-from shoal.shardcast.limits import Guest, Guests, ServerLimits
+from shoal.shardcast.catalogue import Blob, Catalogue, FolderCatalogue
+from shoal.shardcast.limits import ServerLimits, client_of
 from shoal.shardcast.manifest import MAX_HEAD_BYTES, MAX_WITNESS_BYTES, Place
 from shoal.shardcast.tree import HEAD, WITNESS, Tree, have_key, is_key, parse_have_key, parse_label
 
@@ -53,7 +51,6 @@ PART_S = 1.0
 BACKLOG = 1024
 RETRY_AFTER_S = 2
 NO_STORE = {"Cache-Control": "no-store"}
-METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class _Protocol(asyncio.StreamReaderProtocol):
@@ -83,7 +80,6 @@ class _Client:
 
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
-    guest: Guest
     gone: asyncio.Future[None]
 
     async def wait_for(self, arrived: asyncio.Future[None]) -> None:
@@ -103,13 +99,12 @@ class TreeServer:
         self._catalogue = catalogue
         self._arrivals = catalogue.arrivals
         self._limits = limits
-        self._guests = Guests(limits.connections_per_client, limits.rate_bytes_s)
+        self._by_client: Counter[str] = Counter()  # connections
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
         self.instance = secrets.token_hex(8)
         self.sent_bytes = 0
         self.connections = 0
-        self.answers: Counter[int] = Counter()  # by status
 
     async def start(self, host: str, port: int) -> str:
         """Listen; the URL under which the tree is reached on this machine."""
@@ -162,20 +157,22 @@ class TreeServer:
         """Let a connection in, or say why not; beyond twice the cap not even that."""
         if self.connections >= self._limits.max_connections:
             return await self._refuse(reader, writer, 503, "this server has as many connections as it allows")
-        address = (writer.get_extra_info("peername") or ("",))[0]
-        guest = self._guests.enter(address, asyncio.get_running_loop().time())
-        if guest is None:
+        address = client_of((writer.get_extra_info("peername") or ("",))[0])
+        most = self._limits.connections_per_client
+        if most is not None and self._by_client[address] >= most:
             return await self._refuse(reader, writer, 429, "your address has as many connections as it may have")
         protocol = writer.transport.get_protocol()
         assert isinstance(protocol, _Protocol)
-        client = _Client(reader, writer, guest, protocol.gone)
+        client = _Client(reader, writer, protocol.gone)
         self.connections += 1
+        self._by_client[address] += 1
         try:
             await self._converse(client)
             await _part(reader, writer)
         finally:
             self.connections -= 1
-            self._guests.leave(guest)
+            self._by_client[address] -= 1
+            self._by_client += Counter()  # without those that are 0
 
     async def _refuse(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, status: int, sentence: str
@@ -204,9 +201,6 @@ class TreeServer:
             await self._say(client.writer, 405, "only GET and HEAD are allowed", request)
         elif key == "health":
             await self._say_health(request, client)
-        elif key == "metrics":
-            body = "".join(one.render() for one in self._metrics()).encode()
-            await self._send(client.writer, body, {"Content-Type": METRICS_TYPE, **NO_STORE}, request)
         elif place is not None:
             await self._send_have(place, request, client)
         elif not is_key(key):
@@ -305,56 +299,25 @@ class TreeServer:
         except FileNotFoundError:
             return False
         with file:
-            if os.fstat(file.fileno()).st_size < blob.offset + blob.size_bytes:
+            if os.fstat(file.fileno()).st_size < blob.size_bytes:
                 return False
-            wanted = byte_range(request.range, blob.size_bytes)
-            if wanted is not None and not wanted:
-                await self._say(client.writer, 416, f"there are {blob.size_bytes} bytes of it", request)
-                return True
-            span = range(blob.size_bytes) if wanted is None else wanted
             headers = {
                 "Content-Type": "application/json" if key.endswith(".json") else "application/octet-stream",
                 "Cache-Control": "public, max-age=31536000, immutable",
-                "Accept-Ranges": "bytes",
             }
-            if wanted is not None:
-                headers["Content-Range"] = f"bytes {span.start}-{span.stop - 1}/{blob.size_bytes}"
-            status = 200 if wanted is None else 206
-            self.answers[status] += 1
-            client.writer.write(answer_head(status, len(span), request, headers))
-            size = len(span) if request.method == "GET" else 0
-            await self._pour(client, file, blob.offset + span.start, size)
+            client.writer.write(answer_head(200, blob.size_bytes, request, headers))
+            await self._pour(client.writer, file, blob.size_bytes if request.method == "GET" else 0)
         return True
 
-    async def _pour(self, client: _Client, file: io.FileIO, offset: int, size_bytes: int) -> None:
-        """Send a span of a file, in slices if the client's rate is limited; waiting for its bucket costs it no time."""
-        loop, transport, sent = asyncio.get_running_loop(), client.writer.transport, 0
-        async with asyncio.timeout(self._limits.idle_s + size_bytes / self._limits.min_rate_bytes_s) as deadline:
-            await client.writer.drain()
-            while sent < size_bytes:
-                part = client.guest.slice_of(size_bytes - sent)
-                wait_s = client.guest.take(part, loop.time())
-                if wait_s:
-                    left_s = (deadline.when() or 0.0) - loop.time()
-                    deadline.reschedule(None)
-                    await asyncio.sleep(wait_s)
-                    deadline.reschedule(loop.time() + left_s)
-                if transport.is_closing():
-                    raise ConnectionResetError("the client hung up")
-                moved = await loop.sendfile(transport, file, offset + sent, part)
-                if moved == 0:
-                    raise ConnectionAbortedError("a file became shorter while it was sent")
-                sent += moved
+    async def _pour(self, writer: asyncio.StreamWriter, file: io.FileIO, size_bytes: int) -> None:
+        """Send a file, no slower than the least rate."""
+        async with asyncio.timeout(self._limits.idle_s + size_bytes / self._limits.min_rate_bytes_s):
+            await writer.drain()
+            if size_bytes:
+                moved = await asyncio.get_running_loop().sendfile(writer.transport, file, 0, size_bytes)
                 self.sent_bytes += moved
-
-    def _metrics(self) -> list[Metric]:
-        by_status = {str(status): count for status, count in sorted(self.answers.items())}
-        return [
-            *self._catalogue.metrics(),
-            Metric("sent_bytes_total", "counter", "Bytes of heads, manifests and chunks sent.", self.sent_bytes),
-            Metric("connections", "gauge", "Connections open now.", self.connections),
-            Metric("requests_total", "counter", "Answers by HTTP status.", by=by_status, label="status"),
-        ]
+                if moved < size_bytes:
+                    raise ConnectionAbortedError("a file became shorter while it was sent")
 
     async def _say_health(self, request: Request, client: _Client) -> None:
         own = {"ok": True, "instance": self.instance, "bytes_out": self.sent_bytes, "connections": self.connections}
@@ -383,7 +346,6 @@ class TreeServer:
         request: Request | None,
         status: int = 200,
     ) -> None:
-        self.answers[status] += 1
         head = answer_head(status, len(body), request, headers)
         if request is not None and request.method == "HEAD":
             body = b""
@@ -420,18 +382,6 @@ def run_origin(folder: Path, host: str, port: int, stop: StopToken, on_ready: Ca
     asyncio.run(serve(TreeServer(FolderCatalogue(folder)), host, port, stop.is_set, on_ready))
 
 
-def run_share(
-    catalogue: PayloadCatalogue,
-    host: str,
-    port: int,
-    stop: StopToken,
-    on_ready: Callable[[str], None],
-    limits: ServerLimits = ServerLimits(),
-) -> None:
-    """Serve what a client holds until `stop`; for a thread beside the `Downloader`. Port 0 is any free one."""
-    asyncio.run(serve(TreeServer(catalogue, limits), host, port, stop.is_set, on_ready))
-
-
 def _place_in(head: bytes | None) -> Place | None:
     """Which version a head names. The file is our own or was verified before it was written."""
     try:
@@ -458,14 +408,11 @@ def _listen_error(host: str, port: int, error: OSError) -> ResourceError:
 
 
 MAX_QUERY_FIELDS = 8
-RANGE = re.compile(r"bytes=([0-9]{0,18})-([0-9]{0,18})", re.ASCII)
 REASONS = {
     200: "OK",
-    206: "Partial Content",
     400: "Bad Request",
     404: "Not Found",
     405: "Method Not Allowed",
-    416: "Range Not Satisfiable",
     429: "Too Many Requests",
     503: "Service Unavailable",
 }
@@ -477,7 +424,6 @@ class Request:
     path: str
     query: dict[str, list[str]]
     keep_alive: bool
-    range: str = ""
 
     @classmethod
     def parse(cls, head: bytes) -> Request | None:
@@ -492,12 +438,11 @@ class Request:
             return None
         path, _, query = parts[1].partition("?")
         connection = headers.get("connection", "keep-alive" if parts[2] == "HTTP/1.1" else "close").lower()
-        wanted = "" if "if-range" in headers else headers.get("range", "")
         try:
             fields = parse_qs(query, max_num_fields=MAX_QUERY_FIELDS) if query else {}
         except ValueError:
             return None
-        return cls(parts[0], path, fields, connection == "keep-alive", wanted)
+        return cls(parts[0], path, fields, connection == "keep-alive")
 
     def field(self, name: str, default: str) -> str:
         return self.query.get(name, [default])[0]
@@ -509,25 +454,6 @@ class Request:
         except ValueError:
             return 0.0
         return min(max(seconds, 0.0), most_s) if seconds == seconds else 0.0
-
-
-def byte_range(text: str, size_bytes: int) -> range | None:
-    """Which bytes a `Range` header asks for; None for the whole, an empty range if there are no such bytes.
-
-    >>> byte_range("bytes=2-3", 10), byte_range("bytes=-4", 10), byte_range("bytes=10-", 10), byte_range("", 10)
-    (range(2, 4), range(6, 10), range(10, 10), None)
-    """
-    match = RANGE.fullmatch(text)
-    if match is None or text == "bytes=-":
-        return None
-    first, last = match[1], match[2]
-    if not first:
-        return range(max(0, size_bytes - int(last)), size_bytes)
-    end = min(int(last) + 1, size_bytes) if last else size_bytes
-    if last and int(last) < int(first):
-        return None
-    start = min(int(first), size_bytes)
-    return range(start, max(start, end))
 
 
 def answer_head(status: int, size_bytes: int, request: Request | None, headers: Mapping[str, str]) -> bytes:

@@ -85,7 +85,6 @@ class SourceScores:
         self._now_s = now_s
         self._lock = threading.Lock()
         self._scores: dict[str, Standing] = {}
-        self.drops = 0  # so far
         self.set_sources(sources, peers, last_resort)
 
     def set_sources(self, sources: Sequence[str], peers: Sequence[str] = (), last_resort: Sequence[str] = ()) -> None:
@@ -153,7 +152,6 @@ class SourceScores:
     def drop(self, source: str, problem: str) -> None:
         with self._score(source, problem) as score:
             score.dropped = True
-            self.drops += 1
 
     def note(self, source: str, problem: str) -> None:
         """Remember a problem for `describe`, without any consequence."""

@@ -22,7 +22,7 @@ from shoal.protocol import SigningKey
 from shoal.runtime.stop import StopToken
 from shoal.shardcast import Content, Downloader, Origin, Payload
 from shoal.shardcast.cast.delivery import Delivery
-from shoal.shardcast.cast.fetch import Patience, shares
+from shoal.shardcast.cast.fetch import shares
 from shoal.shardcast.cast.serving import local_url, megabytes, public_url, say_commands
 from shoal.shardcast.cast.trust import Sources, Trust, meet
 
@@ -255,26 +255,6 @@ def test_the_commands_name_an_address_that_others_can_reach(capsys: pytest.Captu
     assert public_url("http://127.0.0.1:7", "0.0.0.0").endswith(":7")
     assert public_url("http://[::1]:7", "fe80::1") == "http://[fe80::1]:7"
     assert local_url("0.0.0.0", 7) == "http://127.0.0.1:7"
-
-
-def test_patience_ends_when_nothing_arrives_and_only_then() -> None:
-    patience = Patience(StopToken(), 0.3)
-    with patience.running():
-        patience.note(10, 10)  # all is here: what follows is our own work
-        assert not patience.token.wait(1.0)
-        patience.note(3, 10)
-        assert patience.token.wait(10)
-    assert patience.token.reason == "nothing has arrived for 0 s"
-    patience.close()
-
-
-def test_patience_passes_a_stop_on() -> None:
-    stop = StopToken()
-    patience = Patience(stop, 1000)
-    stop.set("SIGINT")
-    assert patience.token.wait(10)
-    assert patience.token.reason == "SIGINT"
-    patience.close()
 
 
 # ── mistakes ─────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -1,6 +1,6 @@
 """The configuration surface is pinned: a new setting is a decision, taken here.
 
-There are 106 settings, and 77 more in tables that a recipe may have, or have several of (`[[environment.mix]]`).
+There are 102 settings, and 77 more in tables that a recipe may have, or have several of (`[[environment.mix]]`).
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ validator.profiles validator.device validator.dtype validator.memory_share valid
 worker.units_per_lease worker.lease_wait_s worker.heartbeat_s worker.hub_patience_s
 worker.outbox_limit worker.stop_flush_s worker.count worker.engine
 worker.device worker.dtype worker.memory_share
-relay.kept_versions relay.connections relay.max_clients relay.long_poll_s relay.poll_s relay.count
-relay.disk_budget_gb relay.connections_per_client relay.rate_per_client_mbit
+relay.kept_versions relay.connections relay.count
+relay.disk_budget_gb relay.connections_per_client
 """
 
 NESTED = """

@@ -45,11 +45,10 @@ def test_every_option_reaches_the_relay(configs: list[RelayConfig], tmp_path: Pa
         "--keep": ["4"],
         "--disk-budget-gb": ["1.5"],
         "--connections-per-client": ["9"],
-        "--rate-per-client-mbit": ["80"],
     }
     arguments = [word for name, values in options.items() for value in values for word in (name, value)]
     assert main(["relay", "--run-info", HUB, *arguments]) == 0
-    settings = RelaySettings(kept_versions=4, disk_budget_gb=1.5, connections_per_client=9, rate_per_client_mbit=80)
+    settings = RelaySettings(kept_versions=4, disk_budget_gb=1.5, connections_per_client=9)
     upstreams, peers = ("http://a:1", "http://b:1"), ("http://c:1", "http://d:1")
     named = Reach(Nearness.PUBLIC, frozenset((name, 1) for name in "abcd"))  # the user's own choice is not checked
     assert configs == [
@@ -69,7 +68,7 @@ def test_without_options_a_relay_is_as_a_recipe_would_have_it(configs: list[Rela
 
 @pytest.mark.parametrize(
     "option",
-    [["--keep", "0"], ["--disk-budget-gb", "0"], ["--connections-per-client", "0"], ["--rate-per-client-mbit", "-1"]],
+    [["--keep", "0"], ["--disk-budget-gb", "0"], ["--connections-per-client", "0"]],
 )
 def test_a_limit_that_cannot_be_is_a_mistake_of_the_user(configs: list[RelayConfig], option: list[str]) -> None:
     assert main(["relay", "--run-info", HUB, *option]) == 2

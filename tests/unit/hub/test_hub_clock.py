@@ -9,8 +9,8 @@ import httpx
 import pytest
 from hubkit import HUB, ROOT, Actor, Bench, code_of, fresh_request, make_config, ok, worker_key
 
+from asgikit import AsgiTransport
 from shoal.client import HubClient
-from shoal.client.asgi import AsgiTransport
 from shoal.hub import create_app
 from shoal.ledger import verify
 from shoal.protocol import HubClock, LeaseRequest, LedgerPage, RunStatus, SignedDocument, fingerprint, open_document

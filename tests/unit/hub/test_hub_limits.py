@@ -15,7 +15,7 @@ from hubkit import Actor, Bench, code_of, fresh_request, ok, worker_key
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.client.asgi import AsgiTransport
+from asgikit import AsgiTransport
 from shoal.errors import ConfigError
 from shoal.hub.connections import Gatekeeper
 from shoal.hub.limits import Addresses, Buckets, Connections, Intake, TooMuch, Turns

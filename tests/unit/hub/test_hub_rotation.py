@@ -9,7 +9,7 @@ import httpx
 import pytest
 from hubkit import HUB, VALIDATOR, Actor, Bench, certificate, fresh_request, make_config, ok, worker_key
 
-from shoal.client.asgi import AsgiTransport
+from asgikit import AsgiTransport
 from shoal.client.http import HEADERS
 from shoal.errors import SignatureError
 from shoal.hub import create_app

@@ -29,9 +29,9 @@ def start_origin(started: list[Running]) -> Callable[[Path], Running]:
 
 @pytest.fixture
 def start_relay(started: list[Running]) -> Callable[..., Running]:
-    def start(folder: Path, *upstreams: str, port: int = 0, **settings: float) -> Running:
-        chosen = RelaySettings.model_validate({"poll_s": 0.05, **settings})
-        config = RelayConfig(folder, upstreams, RUN, KEY.public_key, "127.0.0.1", port, chosen)
+    def start(folder: Path, *upstreams: str, port: int = 0, long_poll_s: float = 20.0, **settings: float) -> Running:
+        chosen, pace = RelaySettings.model_validate(settings), {"long_poll_s": long_poll_s, "poll_s": 0.05}
+        config = RelayConfig(folder, upstreams, RUN, KEY.public_key, "127.0.0.1", port, chosen, **pace)  # type: ignore[arg-type]
         started.append(Running(partial(run_relay, config)))
         return started[-1]
 

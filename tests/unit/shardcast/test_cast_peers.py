@@ -78,9 +78,9 @@ def start_peer(started: list[Running]) -> StartPeer:
     def start(
         folder: Path, upstreams: list[str], peers: list[str] | None = None, port: int = 0, **settings: float
     ) -> Running:
-        chosen = RelaySettings.model_validate({"poll_s": 0.05, **settings})
+        chosen = RelaySettings.model_validate(settings)
         config = RelayConfig(
-            folder, tuple(upstreams), RUN, KEY.public_key, "127.0.0.1", port, chosen, tuple(peers or ())
+            folder, tuple(upstreams), RUN, KEY.public_key, "127.0.0.1", port, chosen, tuple(peers or ()), poll_s=0.05
         )
         started.append(Running(partial(run_relay, config)))
         return started[-1]
@@ -139,12 +139,8 @@ def test_relays_given_the_same_list_leave_themselves_out(
     for relay in relays:
         eventually(lambda one=relay: is_complete(one, "0.1"))  # type: ignore[misc]
 
-    def sources(relay: Running) -> set[str]:
-        lines = fetch(relay.url, "/metrics")[1].decode().splitlines()
-        return {line.split('"')[1] for line in lines if line.startswith("shoal_cast_source_ready{")}
-
     for relay, url in zip(relays, urls, strict=True):
-        eventually(lambda one=relay, own=url: sources(one) == {upstream, *urls} - {own})  # type: ignore[misc]
+        eventually(lambda one=relay, own=url: set(health(one)["sources"]) == {upstream, *urls} - {own})  # type: ignore[misc]
         assert f"{url} is this relay itself: left out of its peers" in caplog.text
 
 
@@ -184,7 +180,7 @@ def test_two_peers_take_each_chunk_from_upstream_about_once(
     urls = [f"http://127.0.0.1:{port}" for port in ports]
     relays = [start_peer(tmp_path / str(port), [upstream.url], urls, port=port, connections=2) for port in ports]
     for relay, other in zip(relays, reversed(urls), strict=True):
-        eventually(lambda one=relay, url=other: url in fetch(one.url, "/metrics")[1].decode())  # type: ignore[misc]
+        eventually(lambda one=relay, url=other: url in health(one)["sources"])  # type: ignore[misc]
         eventually(lambda one=relay: is_complete(one, "0.1"))  # type: ignore[misc]
     before = len(upstream.seen)
     manifest = origin.publish(2, Content.of(*content(2, sizes=(25_000,))))
@@ -328,53 +324,8 @@ def test_a_version_that_does_not_fit_is_told_with_numbers_and_what_is_there_is_s
         assert fetch(relay.url, f"/{path.relative_to(folder)}") == (200, path.read_bytes())
     assert fetch(relay.url, f"/{chunk_key(large.chunks[0].hash)}")[0] == 404
     assert fetch(relay.url, "/have/0.2") == (200, bytes(2 * -(-len(large.chunks) // 8)))
-    assert "shoal_cast_within_budget 0" in fetch(relay.url, "/metrics")[1].decode()
     publish(origin, 3)  # small again
     eventually(lambda: health(relay)["ok"] is True and is_complete(relay, "0.3"))
-
-
-def numbers(relay: Running) -> dict[str, float]:
-    """What /metrics says, by name and label."""
-    lines = fetch(relay.url, "/metrics")[1].decode().splitlines()
-    return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
-
-
-def of_source(name: str, source: ScriptedSource) -> str:
-    return f'shoal_cast_{name}{{source="{source.url}"}}'
-
-
-def test_metrics_tell_of_upstreams_chunks_and_disk(tmp_path: Path, start_peer: StartPeer, scripted: Scripted) -> None:
-    folder = tmp_path / "origin"
-    manifest = publish(make_origin(folder), 1)
-    upstream = scripted(from_folder(folder))
-    relay = start_peer(tmp_path / "relay", [upstream.url])
-    eventually(lambda: is_complete(relay, "0.1"))
-    found = numbers(relay)
-    size = sum(chunk.size_bytes for chunk in manifest.chunks)
-    assert found["shoal_cast_chunks_verified_total"] == len(manifest.chunks)
-    assert found["shoal_cast_chunks_refused_total"] == 0
-    assert found[of_source("received_bytes_total", upstream)] == size
-    assert found["shoal_cast_disk_bytes"] == size
-    assert found["shoal_cast_versions"] == 1
-    assert found["shoal_cast_missing_versions"] == 0
-    assert found["shoal_cast_missing_chunks"] == 0
-    assert found["shoal_cast_within_budget"] == 1
-    assert found[of_source("source_ready", upstream)] == 1
-    assert found[of_source("source_success", upstream)] == pytest.approx(1)
-    assert found[of_source("source_bytes_per_second", upstream)] > 0
-
-
-def test_metrics_tell_of_an_upstream_that_lies(tmp_path: Path, start_peer: StartPeer, scripted: Scripted) -> None:
-    folder = tmp_path / "origin"
-    manifest = publish(make_origin(folder), 1)
-    liar = scripted(instead(from_folder(folder), {"/chunks/": partial(answer_with, 200, b"x" * CHUNK)}))
-    relay = start_peer(tmp_path / "relay", [liar.url])
-    eventually(lambda: numbers(relay)["shoal_cast_chunks_refused_total"] >= 1)
-    eventually(lambda: numbers(relay)[of_source("source_ready", liar)] == 0)
-    found = numbers(relay)
-    assert found["shoal_cast_chunks_verified_total"] == 0
-    assert found["shoal_cast_missing_chunks"] == len(manifest.chunks)
-    assert found["shoal_cast_disk_bytes"] == 0
 
 
 def test_a_relay_says_a_line_for_every_version_that_is_whole(

@@ -281,20 +281,6 @@ def test_the_last_chunk_is_fetched_twice_and_the_slower_is_hung_up_on(scripted: 
     assert hung_up.wait(WITHIN_S)
 
 
-@pytest.mark.parametrize("status", [404, 503])
-def test_a_relay_that_claims_what_it_does_not_deliver_is_booked_as_failing(scripted: Scripted, status: int) -> None:
-    honest = serving(full())
-
-    def claim(target: str, to: socket.socket) -> None:
-        honest(target, to) if target.startswith("/have/") else reply(to, status, b"")
-
-    liar, other = scripted(claim), scripted(serving(full()))
-    scores = SourceScores([liar.url, other.url])
-    fetch_all(scores)
-    assert liar.url in scores.describe()
-    assert len(chunks_asked(liar)) < 20
-
-
 def test_a_liar_about_its_map_is_dropped_by_name(scripted: Scripted) -> None:
     """Alone it is asked again and again, until its claims have been found empty three times."""
     honest = serving(full())

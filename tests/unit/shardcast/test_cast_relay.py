@@ -17,7 +17,6 @@ import pytest
 from castkit import (
     CHUNK,
     KEY,
-    OTHER_KEY,
     RUN,
     Handler,
     Running,
@@ -32,7 +31,6 @@ from castkit import (
     make_origin,
     manifest_path,
     publish,
-    reply,
 )
 
 from shoal.errors import ConfigError, ResourceError
@@ -41,7 +39,6 @@ from shoal.runtime.stop import StopToken
 from shoal.shardcast import Content, RelayConfig, run_relay
 from shoal.shardcast.connection import Connection, Deadline
 from shoal.shardcast.mirror import Mirror
-from shoal.shardcast.tree import HEAD
 
 Scripted = Callable[[Handler], ScriptedSource]
 StartOrigin = Callable[[Path], Running]
@@ -179,82 +176,6 @@ def test_a_request_for_a_chunk_on_its_way_is_held_and_an_unknown_one_is_not(
     release.set()
     client.join(10)
     assert answers == [(200, chunk_paths(folder, manifest)[0].read_bytes())]
-
-
-def test_nothing_corrupt_is_served_and_an_honest_upstream_mends_it(
-    tmp_path: Path, start_relay: StartRelay, scripted: Scripted
-) -> None:
-    folder = tmp_path / "origin"
-    manifest = publish(make_origin(folder), 1)
-    liar = scripted(instead(from_folder(folder), {"/chunks/": lambda target, to: reply(to, 200, b"x" * CHUNK)}))
-    relay = start_relay(tmp_path / "relay", liar.url, scripted(from_folder(folder)).url)
-    eventually(lambda: is_complete(relay, "0.1"))
-    for path in chunk_paths(folder, manifest):
-        assert fetch(relay.url, f"/{path.relative_to(folder)}") == (200, path.read_bytes())
-
-
-ATTACKS = ["wrong key", "tampered", "manifest of another head", "manifest rewritten", "rolled back", "endless"]
-
-
-@pytest.mark.parametrize("attack", ATTACKS)
-def test_a_bad_head_is_refused_and_the_good_one_kept(
-    tmp_path: Path, start_relay: StartRelay, scripted: Scripted, attack: str
-) -> None:
-    folder, forged = tmp_path / "origin", tmp_path / "forged"
-    origin = make_origin(folder)
-    publish(origin, 1)
-    old = (folder / HEAD).read_bytes()
-    publish(origin, 2)
-    good = (folder / HEAD).read_bytes()
-    publish(make_origin(forged, key=OTHER_KEY), 3)
-    published = json.loads(good)
-    published["document"]["policy"]["version"] = 3
-    heads = {
-        "wrong key": (forged / HEAD).read_bytes(),
-        "tampered": json.dumps(published).encode(),
-        "rolled back": old,
-        "endless": b" " * (1 << 20),
-    }
-    evil = threading.Event()
-    honest = from_folder(folder)
-
-    def head(target: str, to: socket.socket) -> None:
-        reply(to, 200, heads[attack] if evil.is_set() and attack in heads else (folder / HEAD).read_bytes())
-
-    def manifest(target: str, to: socket.socket) -> None:
-        other = manifest_path(folder, publish(origin, 2)).read_bytes()
-        if attack == "manifest rewritten" and evil.is_set():  # still signed, but not the bytes that the head names
-            other = json.dumps(json.loads((folder / target.lstrip("/")).read_bytes()), indent=1).encode()
-        reply(to, 200, other) if evil.is_set() and attack.startswith("manifest") else honest(target, to)
-
-    upstream = scripted(instead(honest, {"head.json": head, "manifests": manifest}))
-    relay = start_relay(tmp_path / "relay", upstream.url, long_poll_s=0)
-    eventually(lambda: is_complete(relay, "0.2"))
-    evil.set()
-    if attack.startswith("manifest"):
-        publish(origin, 3)
-    asked = len(upstream.seen)
-    eventually(lambda: len(upstream.seen) > asked + 3)
-    assert fetch(relay.url, "/head.json") == (200, good)
-    assert (tmp_path / "relay" / HEAD).read_bytes() == good
-
-
-def test_a_head_never_goes_back_even_after_a_restart(
-    tmp_path: Path, start_relay: StartRelay, scripted: Scripted
-) -> None:
-    folder = tmp_path / "origin"
-    origin = make_origin(folder)
-    publish(origin, 1)
-    old = (folder / HEAD).read_bytes()
-    publish(origin, 2)
-    first = start_relay(tmp_path / "relay", scripted(from_folder(folder)).url)
-    eventually(lambda: is_complete(first, "0.2"))
-    first.end()
-    (folder / HEAD).write_bytes(old)
-    upstream = scripted(from_folder(folder))
-    second = start_relay(tmp_path / "relay", upstream.url, long_poll_s=0)
-    eventually(lambda: len(upstream.seen) > 3)
-    assert health(second)["head"] == "0.2"
 
 
 def test_an_upstream_that_lags_does_not_hold_up_one_that_does_not(

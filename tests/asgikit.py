@@ -1,0 +1,80 @@
+"""A hub in this process: a synchronous httpx transport over its app, without a socket.
+
+    thread of a role ─► AsgiTransport.handle_request ─► event loop in a background thread ─► the app
+                        (waits for the whole answer)
+
+Tests go through the same client, routes and signatures as separate processes do. Requests of several threads run
+concurrently on the one loop, so a long poll blocks nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+from typing import Any
+
+import httpx
+from fastapi import FastAPI
+
+STOP_S = 10.0
+
+
+class AsgiTransport(httpx.BaseTransport):
+    """`httpx.Client(transport=AsgiTransport(app))` talks to `app`, whose lifespan is from construction to `close()`."""
+
+    def __init__(self, app: FastAPI) -> None:
+        self._inner = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._serve, name="asgi", daemon=True)
+        self._thread.start()
+        self._lifespan = app.router.lifespan_context(app)
+        self._run(self._lifespan.__aenter__()).result(STOP_S)
+
+    def _serve(self) -> None:
+        """The thread holds on to all of this: the collector must never end a lifespan that nobody closed, since
+        CPython 3.11 crashes if another thread collects meanwhile."""
+        self._loop.run_forever()
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        timeout_s = request.extensions.get("timeout", {}).get("read")
+        future = self._run(self._answer(request, request.read()))
+        try:
+            response: httpx.Response = future.result(timeout_s)
+            return response
+        except concurrent.futures.TimeoutError as error:
+            future.cancel()
+            raise httpx.ReadTimeout(f"no answer within {timeout_s} s", request=request) from error
+        except concurrent.futures.CancelledError as error:
+            raise httpx.ConnectError("the app was closed", request=request) from error
+
+    async def _answer(self, request: httpx.Request, body: bytes) -> httpx.Response:
+        inner = httpx.Request(request.method, request.url, headers=request.headers, content=body)
+        response = await self._inner.handle_async_request(inner)
+        try:
+            content = await response.aread()
+        finally:
+            await response.aclose()
+        return httpx.Response(response.status_code, headers=response.headers, content=content)
+
+    def _run(self, coroutine: Any) -> concurrent.futures.Future[Any]:
+        if self._loop.is_closed() or not self._thread.is_alive():
+            coroutine.close()
+            raise httpx.ConnectError("the app was closed")
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def close(self) -> None:
+        """End the app: its lifespan, requests still running, and the loop. Calls made later fail to connect."""
+        if self._loop.is_closed():
+            return
+        self._run(self._shut_down()).result(STOP_S)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(STOP_S)
+        self._loop.close()
+
+    async def _shut_down(self) -> None:
+        await self._lifespan.__aexit__(None, None, None)
+        others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
