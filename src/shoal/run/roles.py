@@ -139,7 +139,7 @@ def _relay(folder: RunFolder, index: int, stop: StopToken) -> None:
         trusted_key=folder.key("trainer").public_key,
         host=endpoints.bind,
         port=port_of(endpoints.relays[index]),
-        settings=folder.recipe.relay,
+        settings=folder.recipe.relay.settings,
         peers=endpoints.relays,
     )
     run_relay(config, stop, _ready("the relay"))

@@ -133,7 +133,7 @@ def test_how_a_run_is_served_and_for_how_long_may_change(folder: RunFolder) -> N
 
 CHANGEABLE = (
     'trainer.tracking=["tensorboard"]', "trainer.batch_deadline_s=60.0", "trainer.keep_checkpoints=3",
-    "trainer.keep_best=2", "trainer.checkpoint_every=5", "trainer.anchor_every=4", "trainer.evaluate_by=trainer",
+    "trainer.keep_best=2", "trainer.checkpoint_every=5", "trainer.evaluate_by=trainer",
     "trainer.evaluate_every=3", "trainer.guards.staleness.limit=9.0", "trainer.guards.divergence.react=warn",
 )  # fmt: skip
 
@@ -170,7 +170,6 @@ def test_a_limit_counts_where_the_guard_skips(tmp_path: Path) -> None:
     folder = begun(RunFolder.prepare(tmp_path / "run", recipe(*skips)))
     for override, lines in {
         "trainer.guards.clip_fraction.limit=0.5": 1,
-        "trainer.guards.slow_factor=0.1": 1,
         "trainer.guards.staleness.limit=9.0": 0,
         "trainer.guards.clip_fraction.react=off": 1,
     }.items():
