@@ -204,7 +204,7 @@ class Validator:
         self._judge = judge
         self._stop = stop
         self._clock = clock
-        self._pace = pace
+        self._polling = pace
         self._is_measuring = False  # limits; there may be more to measure, so that nothing is waited for
         self._misses: Counter[str] = Counter()
         self._foreign: dict[str, None] = {}  # submissions for another environment, newest last
@@ -267,7 +267,7 @@ class Validator:
         left = (*tuple(self._misses)[-MAX_LEFT:], *self._foreign, *self._generating.left)
         return AuditRequest(
             max_audits=self._most,
-            wait_s=self._pace.poll_s if ready else min(NOT_READY_POLL_S, self._pace.poll_s),
+            wait_s=self._polling.poll_s if ready else min(NOT_READY_POLL_S, self._polling.poll_s),
             left=left,
             evaluate=self._evaluating.readiness if ready else "no",
             generates=self._kind,
