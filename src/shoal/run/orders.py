@@ -1,4 +1,4 @@
-"""Orders of a run's owner: made, signed, sent to the hub. The commands are in `shoal.cli.admin`.
+"""Orders of a run's owner: made, signed, sent to the hub (`shoal admin`).
 
     keys/admin.key + admin.json ──sign──► pause, drain, resume, sanctions, relays, revoke (of a validator)
     keys/root.key ────────────────sign──► certificates (add-validator, rotate), revoke (of anybody), limits (calibrate)
@@ -102,11 +102,6 @@ class Office:
         return HubClient.of_a_person(self.url, WAIT_S, self.pinned)
 
 
-def give(run: str, order: Order, keys: Path | None = None) -> str:
-    """Send an order as the owner of a run; returns what the hub says."""
-    return send(Office.of(run, keys), order)
-
-
 def open_kind(run: str, file: Path, keys: Path | None = None, clock: Clock = SystemClock()) -> str:
     """Sign the limits in a file as the owner, and put them in force for their kind of worker; returns what to say."""
     from shoal.validator.profiles import read_profile
@@ -128,6 +123,7 @@ def open_kind(run: str, file: Path, keys: Path | None = None, clock: Clock = Sys
 
 
 def send(office: Office, order: Order, needs_root: bool = False, clock: Clock = SystemClock()) -> str:
+    """Give an order as the owner of a run; returns what the hub says."""
     signer, verb = office.signer(needs_root), AdminVerb(order.verb)
     with closing(office.client()) as client:
         target = find_node(client, order.target, "node") if verb in ABOUT_NODES else order.target

@@ -278,16 +278,16 @@ class FolderPlace:
     def _look(self) -> None:
         """Take one view of the whole database as of now: the run may continue meanwhile."""
         self._view.close()
-        self._reader = self._view.enter_context(self._storage.read())
+        self.reader = self._view.enter_context(self._storage.read())
 
     def entries(self) -> Iterator[LedgerEntry]:
         after = -1
-        while page := self._reader.ledger_after(after, PAGE):
+        while page := self.reader.ledger_after(after, PAGE):
             yield from page
             after = page[-1].index
 
     def evidence(self, entries: Sequence[LedgerEntry]) -> dict[int, Evidence]:
-        return {each.row: each for each in evidence_of(self._reader, entries)}
+        return {each.row: each for each in evidence_of(self.reader, entries)}
 
     def missing_evidence(self) -> str:
         return ""
@@ -318,7 +318,7 @@ class FolderPlace:
 
     def signed_head(self) -> CertifiedHead | None:
         """Signed with the hub's key, which is in the folder."""
-        signed = sign_document(head_of(self._folder.run_id, self._reader.ledger_last()), self._folder.key("hub"))
+        signed = sign_document(head_of(self._folder.run_id, self.reader.ledger_last()), self._folder.key("hub"))
         return CertifiedHead(head=signed, certificates=(self._folder.certificate("hub"),))
 
     def trusted(self, last: LedgerEntry) -> LedgerHead | None:
@@ -326,8 +326,8 @@ class FolderPlace:
 
     def kept(self, submission: str) -> tuple[SignedDocument, bytes]:
         """The lease of a submission as it was signed, and the bytes that were submitted."""
-        row = self._reader.submission(submission)
-        holding = None if row is None else self._reader.holding(row.lease)
+        row = self.reader.submission(submission)
+        holding = None if row is None else self.reader.holding(row.lease)
         if holding is None:
             raise LedgerError(f"the hub has no submission {submission[:16]}…")
         settings = self._folder.recipe.hub
@@ -336,21 +336,21 @@ class FolderPlace:
 
     def calibration(self, digest: str) -> Calibration | None:
         """What this calibration says, as a validator or the owner signed it; None if it is not kept, or is none."""
-        text = self._reader.setting(f"calibration/{digest}")
+        text = self.reader.setting(f"calibration/{digest}")
         if text is None or document_hash(text) != digest:
             return None
         signed = SignedDocument.model_validate_json(text)
         return open_document(signed, Calibration, {self._folder.root_key, *self._validator_keys()})
 
     def _validator_keys(self) -> set[str]:
-        certificates = [*self._folder.certificates, *orders_of(self._reader).certificates]
+        certificates = [*self._folder.certificates, *orders_of(self.reader).certificates]
         return {str(each.document["public_key"]) for each in certificates if each.document.get("role") == "validator"}
 
     def balances(self) -> dict[str, tuple[int, int]] | None:
         """Credit and pending credit of each node by the hub's own rows; None while entries wait to be appended."""
-        if self._reader.outbox_length():
+        if self.reader.outbox_length():
             return None
-        return {row.node: (row.credit, row.pending) for row in self._reader.nodes()}
+        return {row.node: (row.credit, row.pending) for row in self.reader.nodes()}
 
     def close(self) -> None:
         self._view.close()
