@@ -28,6 +28,20 @@ Peers = Annotated[
     list[str] | None,
     typer.Option("--peer", metavar="URL", help="Trade chunks with this one of the same level; may be repeated."),
 ]
+DiskBudget = Annotated[
+    float | None,
+    typer.Option(
+        "--disk-budget-gb",
+        min=1e-6,
+        help="Keep fewer versions rather than use more.  [default: no limit; of a run elsewhere 80 % of the free]",
+    ),
+]
+ConnectionsPerClient = Annotated[
+    int | None, typer.Option("--connections-per-client", min=1, help="Connections that one address may have.")
+]
+RatePerClient = Annotated[
+    float | None, typer.Option("--rate-per-client-mbit", min=0.001, help="Mbit/s that one address is sent.")
+]
 
 
 @cast.command()
@@ -67,15 +81,9 @@ def relay(
     host: Host = "0.0.0.0",
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port to listen on.")] = 8472,
     keep: Annotated[int, typer.Option("--keep", min=1, max=500, help="Newest versions kept.")] = 3,
-    disk_budget_gb: Annotated[
-        float | None, typer.Option("--disk-budget-gb", min=0.001, help="Keep fewer versions rather than use more.")
-    ] = None,
-    connections_per_client: Annotated[
-        int | None, typer.Option("--connections-per-client", min=1, help="At the same time, by address.")
-    ] = None,
-    rate_per_client_mbit: Annotated[
-        float | None, typer.Option("--rate-per-client-mbit", min=0.1, help="Megabits per second, by address.")
-    ] = None,
+    disk_budget_gb: DiskBudget = None,
+    connections_per_client: ConnectionsPerClient = 256,
+    rate_per_client_mbit: RatePerClient = None,
 ) -> None:
     """Mirror a broadcast, verify every chunk, and serve it on."""
     settings = {
@@ -84,8 +92,7 @@ def relay(
         "connections_per_client": connections_per_client,
         "rate_per_client_mbit": rate_per_client_mbit,
     }
-    given = {name: value for name, value in settings.items() if value is not None}
-    mirror(upstreams, peers, directory, host, port, given)
+    mirror(upstreams, peers, directory, host, port, settings)
 
 
 def mirror(

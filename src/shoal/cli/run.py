@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from shoal.cli.cast import ConnectionsPerClient, DiskBudget, RatePerClient
 from shoal.errors import UserError
 from shoal.runtime.limits import MachineLimits
 from shoal.runtime.logs import is_verbose
@@ -161,20 +162,9 @@ def relay(
     host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = "0.0.0.0",
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port to listen on.")] = 8472,
     keep: Annotated[int, typer.Option("--keep", min=1, max=1000, help="Newest versions to keep.")] = 3,
-    disk_budget_gb: Annotated[
-        float | None,
-        typer.Option(
-            "--disk-budget-gb",
-            min=1e-6,
-            help="Disk for chunks; the oldest versions go first.  [default: all; with --run-info 80 % of the free]",
-        ),
-    ] = None,
-    connections_per_client: Annotated[
-        int | None, typer.Option("--connections-per-client", min=1, help="Connections that one address may have.")
-    ] = 256,
-    rate_per_client_mbit: Annotated[
-        float | None, typer.Option("--rate-per-client-mbit", min=0.001, help="Mbit/s that one address is sent.")
-    ] = None,
+    disk_budget_gb: DiskBudget = None,
+    connections_per_client: ConnectionsPerClient = 256,
+    rate_per_client_mbit: RatePerClient = None,
     wait_s: Wait = 10,
 ) -> None:
     """Mirror weights: of a run's folder (--dir), a run anywhere (--run-info), or any source (--upstream URL#KEY)."""
