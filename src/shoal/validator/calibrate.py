@@ -320,8 +320,10 @@ class Subject:
     def _kernels(self) -> Iterator[tuple[str, Any]]:
         from shoal.engines.kernels import attention, attention_kernels
 
-        model = model_of(self._worker)
-        return ((name, attention(model, name)) for name in attention_kernels(model))
+        model, plainly = model_of(self._worker), getattr(self._worker, "without_pages", nullcontext)
+        for name in ("", *attention_kernels(model)) if model.device.type == "cuda" else attention_kernels(model):
+            with plainly():
+                yield name or "plain", attention(model, name)
 
     def cheating(self, name: str, how: Cheating) -> list[Case]:
         """What a cheat submits; as many tokens as honest ones at most."""
