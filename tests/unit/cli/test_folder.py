@@ -362,20 +362,6 @@ def test_an_emptied_recipe_is_refused_and_left_alone(folder: RunFolder) -> None:
     assert (folder.path / "recipe.toml").read_text() == ""
 
 
-def test_a_folder_from_before_there_were_admins_gets_one_while_the_root_key_is_there(folder: RunFolder) -> None:
-    admin = [folder.path / "keys" / name for name in ("admin.key", "admin.json")]
-    for path in admin:
-        path.unlink()
-    root = (folder.path / "keys" / "root.key").rename(folder.path / "root.key")
-    RunFolder.prepare(folder.path, recipe())  # the run goes on without one
-    assert not any(path.exists() for path in admin)
-    root.rename(folder.path / "keys" / "root.key")
-    again = RunFolder.prepare(folder.path, recipe())
-    document = open_document(again.certificate("admin"), RoleCertificate, folder.root_key)
-    assert (document.role, document.public_key) == ("admin", again.key("admin").public_key)
-    assert all(signed.document["role"] != "admin" for signed in again.certificates)
-
-
 def test_the_address_that_others_use_goes_into_the_join_url(tmp_path: Path) -> None:
     given = ("https://shoal.example.org/", "https://two.example.org")
     folder = RunFolder.prepare(tmp_path / "run", recipe(f"hub.advertise={list(given)}".replace("'", '"')))
