@@ -44,8 +44,6 @@ from shoal.runtime.text import shoal_command
 WAIT_S = 10.0
 NO_POLICY = PolicyRef(incarnation=0, version=0, digest="0" * 64)  # an owner may open a kind before there is one
 LEAST_PREFIX = 4
-LEDGER_PAGES = 20
-NAMED = "; a node is named by its id, the start of it, or its name"
 ABOUT_NODES = (AdminVerb.SUSPEND, AdminVerb.BAN, AdminVerb.PARDON)
 
 
@@ -156,23 +154,9 @@ def find_node(client: HubClient, what: str, kinds: str = "unit and no node") -> 
     if found:
         several = ", ".join(view.node[:12] for view in found[:4])
         raise UserError(f"{len(found)} nodes are called {what!r} ({several}, …): give the start of an id")
-    earlier = _once_called(client, what)
-    hint = f"; {earlier} was called that when it came: give the start of that id" if earlier else ""
-    raise UserError(f"there is no {kinds} {what!r} in this run{hint or NAMED}")
-
-
-def _once_called(client: HubClient, name: str) -> str:
-    """The node that registered under a name which no node has now, by the first rows of the ledger; empty if none."""
-    after = -1
-    for _ in range(LEDGER_PAGES):
-        entries = client.ledger(after, 1000).entries
-        for entry in entries:
-            if entry.kind == "node" and entry.body.get("name") == name:
-                return f"node {entry.body['node']!s}"
-        if not entries:
-            break
-        after = entries[-1].index
-    return ""
+    raise UserError(
+        f"there is no {kinds} {what!r} in this run; a node is named by its id, the start of it, or its name"
+    )
 
 
 # ── whom the run trusts ──────────────────────────────────────────────────────────────────────────────────────────
