@@ -19,7 +19,7 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
@@ -250,6 +250,10 @@ class GuardSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="allow")
     __pydantic_extra__: dict[str, GuardRule]
 
+    def rule(self, name: str) -> Any:
+        """A guard's rule, with its limit and its reaction."""
+        return self.__pydantic_extra__[name]
+
     @model_validator(mode="after")
     def _complete(self) -> GuardSettings:
         rules = self.__pydantic_extra__
@@ -331,7 +335,7 @@ def _to_take(folder: Path, which: str) -> str:
 def rate_factor(settings: GuardSettings, rows: Sequence[Row]) -> float:
     """What the next step's learning rate is multiplied by: the last one's factor, less if a guard slows; never more."""
     factor = float(rows[-1].get("rate_factor", 1.0)) if rows else 1.0
-    slows = rows and any(f"{ALARM}{name}" in rows[-1] for name in RULES if getattr(settings, name).react == "slow")
+    slows = rows and any(f"{ALARM}{name}" in rows[-1] for name in RULES if settings.rule(name).react == "slow")
     settled = all(row.get("rate_factor", 1.0) == factor for row in rows[-SETTLE:])
     return factor * SLOW if slows and settled else factor
 
@@ -350,7 +354,7 @@ def standing(rows: Sequence[Row]) -> dict[str, tuple[int, str]]:
 
 def needs_lookback(settings: GuardSettings) -> bool:
     """Whether an older checkpoint must be kept: some guard stops the run on what began some steps ago."""
-    return any(guard.rows > 1 and getattr(settings, guard.name).react == "stop" for guard in GUARDS)
+    return any(guard.rows > 1 and settings.rule(guard.name).react == "stop" for guard in GUARDS)
 
 
 @dataclass
@@ -382,7 +386,7 @@ class Watch:
             alarm = next((alarm for alarm in found if alarm and alarm.react in ("skip", "stop")), None)
         else:
             self._not_finite += 1
-            own = self.settings.not_finite
+            own = self.settings.rule("not_finite")
             react = "stop" if own.react == "stop" or self._not_finite >= own.limit else "skip"
             alarm = self._alarm(RULES["not_finite"], float(self._not_finite), react=react)
         if alarm:
@@ -409,7 +413,8 @@ class Watch:
 
     def conclude_scores(self, scores: Mapping[int, float], version: int, tasks: int, folder: Path) -> Judged:
         """Whether the last version has lost what an earlier one could, by held-out score; `folder` has checkpoints."""
-        name, own, share = "reward_collapse", self.settings.reward_collapse, lost_score(scores, version, tasks)
+        name, share = "reward_collapse", lost_score(scores, version, tasks)
+        own = self.settings.rule(name)
         if own.react == "off" or share is None or not share > own.limit:
             return Judged.of()
         best = max(scores, key=lambda each: (scores[each], each))
@@ -421,7 +426,7 @@ class Watch:
 
     def _alarm(self, guard: Guard, value: float | None, when: str = "", react: str = "") -> Alarm | None:
         """The alarm of a guard that is not off and has measured something beyond its limit. `react`: it surely has."""
-        name, own = guard.name, getattr(self.settings, guard.name)
+        name, own = guard.name, self.settings.rule(guard.name)
         beyond = value is not None and (react or (value < own.limit if guard.below else value > own.limit))
         if value is None or not beyond or own.react == "off":
             return None
