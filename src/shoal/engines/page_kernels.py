@@ -54,3 +54,56 @@ def attend_pages(
     tl.store(parts + out[:, None] * SIZE + size[None, :], found / norm[:, None], mask=mine[:, None])
     if SPLITS > 1:
         tl.store(sums + out, tl.where(some, largest + tl.log(norm), -float("inf")), mask=mine)
+
+
+@triton.jit
+def store_pages(
+    key, value, keys, values, pages, offsets, key_row, key_head, value_row, value_head,
+    KEY_HEADS: tl.constexpr, SIZE: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
+    """One token's keys and values of one head, to their place."""
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    size = tl.arange(0, SIZE)
+    at = ((tl.load(pages + row) * KEY_HEADS + head) * PAGE + tl.load(offsets + row)) * SIZE + size
+    tl.store(keys + at, tl.load(key + row * key_row + head * key_head + size))
+    tl.store(values + at, tl.load(value + row * value_row + head * value_head + size))
+
+
+@triton.jit
+def normalise(values, weight, out, eps, count, heads, outer, inner, ROOM: tl.constexpr, PLUS_ONE: tl.constexpr):
+    """RMSNorm of one line of `count` values; line n begins at (n // heads) * outer + n % heads * inner. Rounds where
+    transformers does: before the weight, or with 1 + weight only once."""
+    line = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, ROOM)
+    mine = place < count
+    value = tl.load(values + line // heads * outer + line % heads * inner + place, mask=mine, other=0.0)
+    scaled = value.to(tl.float32)
+    scaled = scaled * tl.rsqrt(tl.sum(scaled * scaled, axis=0) / count + eps)
+    factor = tl.load(weight + place, mask=mine, other=0.0).to(tl.float32)
+    if PLUS_ONE:
+        found = scaled * (1.0 + factor)
+    else:
+        found = scaled.to(value.dtype).to(tl.float32) * factor
+    tl.store(out + line * count + place, found.to(value.dtype), mask=mine)
+
+
+@triton.jit
+def rotate(
+    values, cosines, sines, out, row_stride, head_stride, table_stride, HEADS: tl.constexpr, SIZE: tl.constexpr
+):  # fmt: skip
+    """Rotary positions of one head of one row; products are rounded as transformers rounds them."""
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    HALF: tl.constexpr = SIZE // 2
+    place = tl.arange(0, HALF)
+    start = values + row * row_stride + head * head_stride
+    first, second = tl.load(start + place), tl.load(start + HALF + place)
+    kind = first.dtype
+    x, y = first.to(tl.float32), second.to(tl.float32)
+    table = row * table_stride + place
+    cos_x, cos_y = tl.load(cosines + table).to(tl.float32), tl.load(cosines + table + HALF).to(tl.float32)
+    sin_x, sin_y = tl.load(sines + table).to(tl.float32), tl.load(sines + table + HALF).to(tl.float32)
+    left = (x * cos_x).to(kind).to(tl.float32) - (y * sin_x).to(kind).to(tl.float32)
+    right = (y * cos_y).to(kind).to(tl.float32) + (x * sin_y).to(kind).to(tl.float32)
+    target = out + (row * HEADS + head) * SIZE + place
+    tl.store(target, left.to(kind))
+    tl.store(target + HALF, right.to(kind))

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.engines.fused import fuse
 from shoal.engines.memory import release_memory
 from shoal.engines.pages import PAGE, PagedCache, decoding, shapes_of
 from shoal.models.logprobs import Head
@@ -91,6 +92,8 @@ class PagedDecoder:
         self.head = Head.of(model)
         self.vocabulary, self.hidden = self.head.weight.shape
         self._shapes = shapes_of(model)
+        if self.device.type == "cuda":
+            fuse(model)
         self._tile = max(1, LOGIT_ELEMENTS // self.vocabulary)
         self._graphs: dict[tuple[int, bool, bool], torch.cuda.CUDAGraph] = {}
         self._memory: Any = None
@@ -119,6 +122,7 @@ class PagedDecoder:
         pages = min(1 + rows * pages_each, 1 + size * pages_each, int(POOL_SHARE * memory_bytes) // self.page_bytes)
         if pages <= pages_each:
             return None
+        width = 1 << (pages_each - 1).bit_length()  # so that longer prompts seldom need another pool
         there = self._pool
         fits = there is not None and len(there.slots) >= size and there.slots.table_SW.shape[1] >= pages_each
         if there is None or not fits or there.cache.pages < pages or chunk not in (0, there.chunk):
@@ -126,7 +130,7 @@ class PagedDecoder:
             device, chunk = self.device, max(1, chunk)
             there = self._pool = Pool(
                 PagedCache(self._shapes, pages, torch.empty(0, dtype=self.model.dtype, device=device)),
-                Slots.empty(size, pages_each, chunk, self.hidden, device),
+                Slots.empty(size, width, chunk, self.hidden, device),
                 torch.zeros(size, WINDOW, dtype=torch.int32, device=device),
                 torch.zeros(size, WINDOW, dtype=torch.float32, device=device),
                 torch.zeros(1, dtype=torch.long, device=device),

@@ -48,6 +48,9 @@ class PagedCache(DynamicCache):  # type: ignore[misc]  # the library is untyped
     ) -> tuple[Tensor, Tensor]:
         """Store what a layer computed; `at` are the page and the offset of each token, and which of them count."""
         page, offset, *which = self.at
+        if key_states.device.type == "cuda" and not which:
+            _store_cuda(key_states, value_states, self.stored[layer_idx], page, offset)
+            return key_states, value_states
         for stored, states in zip(self.stored[layer_idx], (key_states, value_states), strict=True):
             tokens = states.transpose(1, 2)
             stored[page, :, offset] = tokens[which[0]] if which else tokens[:, 0]
@@ -96,6 +99,11 @@ def decoding(model: Any, cache: PagedCache) -> Iterator[None]:
         del _active.cache
 
 
+def is_decoding() -> bool:
+    """Whether this thread decodes with pages."""
+    return hasattr(_active, "cache")
+
+
 def _attention(
     module: Any,
     query: Tensor,
@@ -142,6 +150,17 @@ def attend(
         enable_gqa=True,
     )  # fmt: skip
     return found[:, :, 0]
+
+
+def _store_cuda(key: Tensor, value: Tensor, stored: tuple[Tensor, Tensor], page_R: Tensor, offset_R: Tensor) -> None:
+    """Keys and values [R, K, 1, D] to the pages and offsets of their rows."""
+    from shoal.engines.page_kernels import store_pages
+
+    rows, heads, _, size = key.shape
+    strides = (key.stride(0), key.stride(1), value.stride(0), value.stride(1))
+    store_pages[(rows, heads)](
+        key, value, *stored, page_R, offset_R, *strides, KEY_HEADS=heads, SIZE=size, PAGE=PAGE, num_warps=1
+    )
 
 
 def _attend_cuda(
