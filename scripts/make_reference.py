@@ -28,6 +28,7 @@ from shoal.hub import (
     routes_worker,
 )
 from shoal.run.recipe import Recipe
+from shoal.trainer.guards import GuardRule, GuardSettings
 from shoal.validator import checks, verdicts
 
 REFERENCE = Path(__file__).parents[1] / "docs" / "reference"
@@ -93,6 +94,8 @@ def settings(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, 
             yield from settings(info.annotation, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", info
+    if section is GuardSettings:
+        yield from settings(GuardRule, f"{prefix}NAME.")
 
 
 def default_of(info: FieldInfo) -> str:

@@ -49,7 +49,6 @@ def hub_config(folder: Path, database: str) -> HubConfig:
             port=0,
             database=database,
             requests_per_address_s=0,
-            registrations_per_address_min=0,
             connections_per_address=0,
         ),
         environment=NumberedTasks(),

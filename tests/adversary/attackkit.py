@@ -64,8 +64,7 @@ RECIPE: dict[str, dict[str, Any]] = {
     "trainer": {"learning_rate": 1e-4, "grad_clip": 1.0, "weight_decay": 0, "minibatches": 2, "evaluate_every": 0},
     "hub": {"port": 0, "newcomer_share": 0.5},
     "relay": {"count": 0},
-    "worker": {"count": 1, "units_per_lease": 2, "lease_wait_s": 1.0, "heartbeat_s": 1.5},
-    "validator": {"audit_wait_s": 1.0},
+    "worker": {"count": 1, "units_per_lease": 2},
 }
 
 

@@ -26,7 +26,7 @@ from shoal.protocol import Registration
 
 MALLORY, ALICE = "127.0.0.2", "127.0.0.3"
 DEADLINE_S = 30.0
-SETTINGS = {"requests_per_address_s": 20, "connections_per_address": 40, "registrations_per_address_min": 6}
+SETTINGS = {"requests_per_address_s": 20, "connections_per_address": 40}
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from shoal.cli.main import main
 from shoal.errors import LedgerError
 from shoal.ledger import append, verify
 from shoal.protocol import LedgerEntry, load_key
-from shoal.run.demo.records import read_standing, rollouts_archived, signed_manifest
+from shoal.run.demo.records import rollouts_archived, signed_manifest, standing_of
 from shoal.run.folder import RunFolder
 from shoal.run.ledger.check import check_ledger
 
@@ -97,7 +97,7 @@ def test_it_ran_anew_with_the_seed_that_was_asked_for(demo: Demo) -> None:
 
 
 def test_the_cheater_was_caught_from_its_bytes_and_nobody_else_was_punished(demo: Demo) -> None:
-    accounts = read_standing(demo.folder / "hub" / "hub.db", ledger(demo.folder)).accounts
+    accounts = standing_of(demo.folder)[1].accounts
     cheater = accounts[demo.node("worker-2")]
     assert cheater.banned
     assert cheater.reason.startswith("sampling.seed: ")

@@ -95,7 +95,6 @@ SETTINGS = {
     "credit_window_s": 0.3,
     "requests_per_key_s": 0,  # the cast is quick
     "requests_per_address_s": 0,
-    "registrations_per_address_min": 0,
 }
 FINAL = {Outcome.ACCEPTED.value, Outcome.REJECTED.value, Outcome.UNSURE.value}
 T = TypeVar("T", bound=Message)

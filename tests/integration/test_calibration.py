@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_loop_scripted import URL, ParityEnvironment, Run, eventually
+from test_loop_scripted import PACE, URL, ParityEnvironment, Run, eventually
 
 from shoal.errors import HubRefused
 from shoal.hub import HubConfig, RunSettings
@@ -67,20 +67,16 @@ class SelfCalibrating(Run):
         return policy
 
     def bfloat16_worker(self) -> Future[None]:
-        settings = WorkerSettings(
-            units_per_lease=2, lease_wait_s=0.5, heartbeat_s=0.2, hub_patience_s=WAIT_S, device="cpu", dtype="bfloat16"
-        )
-        config = WorkerConfig(self.folder / "w", settings, "torch", URL, self.fingerprint, "w", self.http)
+        settings = WorkerSettings(units_per_lease=2, device="cpu", dtype="bfloat16")
+        config = WorkerConfig(self.folder / "w", settings, "torch", URL, self.fingerprint, "w", self.http, pace=PACE)
         return self._start(run_worker, config)
 
     def torch_validator(self, dtype: str = "float32") -> Future[None]:
-        settings = ValidatorSettings(
-            audit_wait_s=0.5, heartbeat_s=0.2, hub_patience_s=WAIT_S, device="cpu", dtype=dtype
-        )
+        settings = ValidatorSettings(device="cpu", dtype=dtype)
         config = ValidatorConfig(
             folder=self.folder / "validator-0", settings=settings, environment=ParityEnvironment(), engine="torch",
             hub_url=URL, root_fingerprint=self.fingerprint, key=self.validator_key,
-            certificate=self.certificates["validator"], http=self.http,
+            certificate=self.certificates["validator"], http=self.http, pace=PACE,
         )  # fmt: skip
         return self._start(run_validator, config)
 

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from asgikit import AsgiTransport
-from shoal.client import ClientOptions, HubClient
+from shoal.client import ClientOptions, HubClient, Pace
 from shoal.client.trust import run_id
 from shoal.client.weights import Following
 from shoal.engines import Completion, GenerationRequest
@@ -60,6 +60,7 @@ from shoal.worker import Outbox, WorkerConfig, WorkerSettings, run_worker
 from shoal.worker.settings import identity
 
 DEADLINE_S = 60
+PACE = Pace(poll_s=0.5, heartbeat_s=0.2, patience_s=DEADLINE_S)
 EOS = 1
 URL = "http://hub"
 KIND = "scripted/cpu/float32"
@@ -127,6 +128,7 @@ class Run:
     roles: list[Future[None]] = field(default_factory=list)
     profiles: tuple[str, ...] = profile_keys(ValidatorSettings())
     lease_s: float = 20
+    proof: ProofParameters = field(default_factory=ProofParameters)
 
     def __post_init__(self) -> None:
         self.root, self.hub_key, self.trainer_key, self.validator_key = (
@@ -163,6 +165,7 @@ class Run:
             encode=encode,
             eos_token_id=EOS, key=self.hub_key, root_key=self.root.public_key,
             certificates=tuple(self.certificates.values()), sources=(self.source,), profiles=self.profiles,
+            proof=self.proof,
         )  # fmt: skip
 
     def hub_up(self) -> None:
@@ -187,16 +190,16 @@ class Run:
     # Roles
 
     def worker(self, name: str, engine: str = "scripted") -> Future[None]:
-        settings = WorkerSettings(units_per_lease=3, lease_wait_s=0.5, heartbeat_s=0.2, hub_patience_s=DEADLINE_S)
-        config = WorkerConfig(self.folder / name, settings, engine, URL, self.fingerprint, name, self.http)
+        settings = WorkerSettings(units_per_lease=3)
+        config = WorkerConfig(self.folder / name, settings, engine, URL, self.fingerprint, name, self.http, pace=PACE)
         return self._start(run_worker, config)
 
     def validator(self) -> Future[None]:
-        settings = ValidatorSettings(audit_wait_s=0.5, heartbeat_s=0.2, hub_patience_s=DEADLINE_S)
         config = ValidatorConfig(
-            folder=self.folder / "validator-0", settings=settings, environment=ParityEnvironment(), engine="scripted",
+            folder=self.folder / "validator-0", settings=ValidatorSettings(), environment=ParityEnvironment(),
+            engine="scripted",
             hub_url=URL, root_fingerprint=self.fingerprint, key=self.validator_key,
-            certificate=self.certificates["validator"], http=self.http,
+            certificate=self.certificates["validator"], http=self.http, pace=PACE,
         )  # fmt: skip
         return self._start(run_validator, config)
 
@@ -435,8 +438,8 @@ def test_a_worker_that_the_run_has_no_profile_for_says_so_before_it_downloads_an
     start: Callable[..., Run],
 ) -> None:
     run = start()
-    settings = WorkerSettings(hub_patience_s=DEADLINE_S)
-    config = WorkerConfig(run.folder / "w", settings, "torch", URL, run.fingerprint, "w", run.http)
+    settings = WorkerSettings()
+    config = WorkerConfig(run.folder / "w", settings, "torch", URL, run.fingerprint, "w", run.http, pace=PACE)
     run.hub_down()
     run.profiles = (KIND,)
     run.hub_up()
@@ -452,8 +455,8 @@ def test_float32_workers_void_no_unit_of_a_run_whose_validators_compute_in_bfloa
     run.profiles = profile_keys(ValidatorSettings(dtype="bfloat16", profiles=(Path("torch/cpu/bfloat16"),)))
     run.hub_up()
     run.publish(0)
-    settings = WorkerSettings(hub_patience_s=DEADLINE_S, dtype="float32", device="cpu")
-    config = WorkerConfig(run.folder / "w", settings, "torch", URL, run.fingerprint, "w", run.http)
+    settings = WorkerSettings(dtype="float32", device="cpu")
+    config = WorkerConfig(run.folder / "w", settings, "torch", URL, run.fingerprint, "w", run.http, pace=PACE)
     with pytest.raises(ConfigError, match="no validator of the run can judge what this machine computes") as told:
         run_worker(config, StopToken())
     assert "--dtype" in str(told.value), "an option that `shoal join` has"

@@ -48,8 +48,8 @@ RECIPE = {
     "run": {"steps": 1, "groups_per_step": 1, "group_size": 2, "max_new_tokens": 6},
     "hub": {"port": 0, "refill_cap": 0},
     "relay": {"count": 0},
-    "validator": {"engine": "scripted", "audit_wait_s": 0.2},
-    "worker": {"engine": "scripted", "lease_wait_s": 0.2},
+    "validator": {"engine": "scripted"},
+    "worker": {"engine": "scripted"},
 }
 
 

@@ -55,13 +55,11 @@ memory_mb = 200
 processes = 2
 [[environment.judges]]
 label = "model"
-kind = "classifier"
 path = "classifier"
 weight = 0.1
 use = "rank"
 [[environment.judges]]
 label = "taste"
-kind = "openai"
 url = "URL"
 model = "m"
 weight = 0.1

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from test_loop_scripted import DEADLINE_S, URL, Run, check_accounts, eventually
+from test_loop_scripted import DEADLINE_S, PACE, URL, Run, check_accounts, eventually
 
 from shoal.adversary import CHEATS
 from shoal.client import HubClient
@@ -21,12 +21,12 @@ from shoal.engines.registry import ENGINES
 from shoal.engines.scripted import ScriptedEngine
 from shoal.errors import HubRefused
 from shoal.hub import RunSettings
-from shoal.protocol import NodeState, NodeStory
+from shoal.protocol import NodeState, NodeStory, ProofParameters
 from shoal.worker import WorkerConfig, WorkerSettings, run_worker
 
 LEASE_S = 2.5
 STEP_S = 0.06
-SETTINGS = RunSettings(name="shown", steps=4, groups_per_step=8, group_size=4, max_new_tokens=32, proof_rows=8)
+SETTINGS = RunSettings(name="shown", steps=4, groups_per_step=8, group_size=4, max_new_tokens=32)
 
 
 class Long(ScriptedEngine):
@@ -54,15 +54,17 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
     monkeypatch.setitem(ENGINES, "scripted", replace(entry, make=lambda files, *_: Long(files)))
     monkeypatch.setitem(ENGINES, "slow", replace(entry, make=lambda files, *_: Slow(files)))
     Slow.hurry.clear()
-    run = Run(tmp_path, SETTINGS, lease_s=LEASE_S)
+    run = Run(tmp_path, SETTINGS, lease_s=LEASE_S, proof=ProofParameters(rows=8))
     yield run
     Slow.hurry.set()
     run.close()
 
 
 def slow_worker(run: Run, name: str, cheat: str | None = None) -> Future[None]:
-    settings = WorkerSettings(units_per_lease=1, lease_wait_s=0.5, heartbeat_s=0.2, hub_patience_s=DEADLINE_S)
-    config = WorkerConfig(run.folder / name, settings, "slow", URL, run.fingerprint, name, run.http, cheat=cheat)
+    settings = WorkerSettings(units_per_lease=1)
+    config = WorkerConfig(
+        run.folder / name, settings, "slow", URL, run.fingerprint, name, run.http, cheat=cheat, pace=PACE
+    )
     return run._start(run_worker, config)
 
 

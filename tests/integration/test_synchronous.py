@@ -1,6 +1,6 @@
 """Staleness 0 is ordinary synchronous reinforcement learning, number for number.
 
-The same run twice: once through hub, worker, validator, relay and trainer (real HTTP, all roles as threads), once as
+The same run twice: once through hub, worker, validator, relay and trainer (real processes, real HTTP), once as
 the plain loop below, which knows no lease, no hub and no process. Every version's weights must be the same, bit for
 bit: the digests are compared.
 """
@@ -23,7 +23,7 @@ from shoal.models.load import LoadedModel, load_model
 from shoal.models.state import policy_views
 from shoal.protocol import SamplingParameters, TrainingGroup, TrainingRollout, pack_logprobs, pack_tokens
 from shoal.run.folder import RunFolder
-from shoal.run.launch import LaunchOptions, launch
+from shoal.run.launch import launch
 from shoal.run.recipe import Recipe
 from shoal.runtime.stop import StopToken
 from shoal.shardcast import digest_of
@@ -44,7 +44,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
         }
     )
     folder = RunFolder.prepare(tmp_path_factory.mktemp("run") / "sync", recipe)
-    ending = launch(folder, LaunchOptions("one", patience_s=120), StopToken(), PlainDisplay(lambda line: None)).ending
+    ending = launch(folder, 120, StopToken(), PlainDisplay(lambda line: None)).ending
     assert ending.exit_code == 0, ending.message
     return folder
 

@@ -17,7 +17,7 @@ import pytest
 
 from shoal.hub import HubSettings, RunSettings
 from shoal.hub.state.rows import NodeRow
-from shoal.protocol import Lease, LeaseRelease
+from shoal.protocol import Lease, LeaseRelease, ProofParameters
 from shoal.simulator import Scenario, Simulation, WorkerKind
 from shoal.simulator.workers import TOKENS, SimulatedWorker
 
@@ -51,7 +51,7 @@ class AllAtOnce(SimulatedWorker):
 
     def _progress(self) -> dict[str, int]:
         run = self._world.scenario.run
-        wanted, chunks = TOKENS * run.group_size, run.max_new_tokens // run.proof_rows
+        wanted, chunks = TOKENS * run.group_size, run.max_new_tokens // ProofParameters().rows
         said = super()._progress()
         return {name: tokens * chunks // wanted * wanted // max(1, chunks) for name, tokens in said.items()}
 

@@ -52,6 +52,8 @@ class Cheat:
     name: ClassVar[str]
     what: ClassVar[str]
     reasons: ClassVar[frozenset[str]]
+    disguise: ClassVar[type[Disguise] | None] = None
+    """What its engine is made, if that takes nothing but the engine."""
 
     def profile(self, profile: str, _known: Sequence[str], /) -> str:
         """What it says that it generates with; `_known` are those that the run takes work of."""
@@ -63,7 +65,7 @@ class Cheat:
 
     def engine(self, engine: Engine, _loot: Loot, /) -> Engine:
         """What generates; `engine` has no policy yet."""
-        return engine
+        return engine if self.disguise is None else self.disguise(engine)
 
     def shown(self, progress: ShownProgress, _lease: Lease, /) -> ShownProgress:
         """What is shown of a group that is being generated."""

@@ -8,20 +8,11 @@ from typing import ClassVar
 
 from msgspec.structs import replace as replaced
 
-from shoal.adversary.base import OTHER_TOKENS, OTHER_WEIGHTS, Cheat, Disguise, Groups, Loot
-from shoal.engines import Engine, GenerationRequest
+from shoal.adversary.base import OTHER_TOKENS, OTHER_WEIGHTS, Cheat, Disguise, Groups
+from shoal.engines import GenerationRequest
 from shoal.protocol import Lease, ProofParameters, Rollout, Submission
 
 COPIED = frozenset({"duplicate.rollout", "duplicate.proof", "proofs.malformed"})
-
-
-class CopyOne(Cheat):
-    name = "copy"
-    what = "generates one completion of every group and hands it in for all of them"
-    reasons = OTHER_TOKENS | COPIED
-
-    def engine(self, engine: Engine, _loot: Loot, /) -> Engine:
-        return Copying(engine)
 
 
 class Copying(Disguise):
@@ -31,6 +22,13 @@ class Copying(Disguise):
         asked = [replace(request, seeds=request.seeds[:1]) for request in requests]
         drawn = self._engine.generate(asked, proof)
         return [group * len(request.seeds) for request, group in zip(requests, drawn, strict=True)]
+
+
+class CopyOne(Cheat):
+    name = "copy"
+    what = "generates one completion of every group and hands it in for all of them"
+    reasons = OTHER_TOKENS | COPIED
+    disguise = Copying
 
 
 class ReplayFirst(Cheat):

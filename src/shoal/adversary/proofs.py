@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 from msgspec.structs import replace
 
@@ -25,6 +26,8 @@ class ForgedProofs(Cheat):
     """Replaces the proofs of every rollout, or only some chunks of them."""
 
     reasons = MALFORMED
+    chunk: ClassVar[Callable[[bytes], bytes]]
+    """One proof, given what the honest one would be."""
 
     def submission(self, submission: Submission, lease: Lease, /) -> Submission:
         proofs = self.forge([rollout.proofs for rollout in submission.rollouts], lease)
@@ -33,12 +36,8 @@ class ForgedProofs(Cheat):
 
     def forge(self, honest: Sequence[bytes], lease: Lease, /) -> list[bytes]:
         """One string of proofs per rollout, given what honest ones would be."""
-        full = 2 + 2 * lease.proof.topk
-        return [b"".join(map(self.chunk, chunks_of(proofs, full))) for proofs in honest]
-
-    def chunk(self, honest: bytes, /) -> bytes:
-        """One proof, given what the honest one would be."""
-        return honest
+        full, chunk = 2 + 2 * lease.proof.topk, type(self).chunk
+        return [b"".join(map(chunk, chunks_of(proofs, full))) for proofs in honest]
 
 
 def chunks_of(proofs: bytes, full_bytes: int) -> list[bytes]:
@@ -51,48 +50,36 @@ def constant_polynomial(modulus: int, value: int, size_bytes: int) -> bytes:
     return struct.pack(">HH", modulus, value).ljust(size_bytes, b"\0")
 
 
-class NoProofs(ForgedProofs):
-    name = "no-proofs"
-    what = "hands in its work without any proofs"
-
-    def chunk(self, _honest: bytes, /) -> bytes:
-        return b""
+def _random(honest: bytes) -> bytes:
+    noise = hashlib.shake_128(honest).digest(len(honest))
+    numbers = struct.unpack(f">{len(honest) // 2}H", noise)
+    return struct.pack(f">{len(numbers)}H", FIELD, *(number % FIELD for number in numbers[1:]))
 
 
-class NullProofs(ForgedProofs):
-    name = "null-proofs"
-    what = "hands in proofs that are nothing but zeros"
-
-    def chunk(self, honest: bytes, /) -> bytes:
-        return bytes(len(honest))
+def _forging(
+    name: str, what: str, chunk: Callable[[bytes], bytes], reasons: frozenset[str] = MALFORMED
+) -> type[ForgedProofs]:
+    return type(name, (ForgedProofs,), {"name": name, "what": what, "chunk": staticmethod(chunk), "reasons": reasons})
 
 
-class ConstantProofs(ForgedProofs):
-    name = "constant-proofs"
-    what = "hands in polynomials that have one plausible value everywhere, which takes no computation at all"
-    reasons = frozenset({"proofs.forged"})
-
-    def chunk(self, honest: bytes, /) -> bytes:
-        return constant_polynomial(FIELD, MODAL, len(honest))
-
-
-class ModulusOne(ForgedProofs):
-    name = "modulus-one"
-    what = "chooses 1 as the modulus of its proofs, so that every index falls on the same value"
-
-    def chunk(self, honest: bytes, /) -> bytes:
-        return struct.pack(">HH", 1, MODAL) + honest[4:]
-
-
-class RandomProofs(ForgedProofs):
-    name = "random-proofs"
-    what = "hands in well-formed proofs of random numbers"
-    reasons = frozenset({"proofs.mismatch"})
-
-    def chunk(self, honest: bytes, /) -> bytes:
-        noise = hashlib.shake_128(honest).digest(len(honest))
-        numbers = struct.unpack(f">{len(honest) // 2}H", noise)
-        return struct.pack(f">{len(numbers)}H", FIELD, *(number % FIELD for number in numbers[1:]))
+BY_CHUNK = (
+    _forging("no-proofs", "hands in its work without any proofs", lambda _honest: b""),
+    _forging("null-proofs", "hands in proofs that are nothing but zeros", lambda honest: bytes(len(honest))),
+    _forging(
+        "constant-proofs",
+        "hands in polynomials that have one plausible value everywhere, which takes no computation at all",
+        lambda honest: constant_polynomial(FIELD, MODAL, len(honest)),
+        frozenset({"proofs.forged"}),
+    ),
+    _forging(
+        "modulus-one",
+        "chooses 1 as the modulus of its proofs, so that every index falls on the same value",
+        lambda honest: struct.pack(">HH", 1, MODAL) + honest[4:],
+    ),
+    _forging("random-proofs", "hands in well-formed proofs of random numbers", _random, frozenset({"proofs.mismatch"})),
+    _forging("half-proofs", "hands in the first half of every proof", lambda honest: honest[: len(honest) // 2]),
+    _forging("long-proofs", "hands in more proofs than there are chunks", lambda honest: honest * 2),
+)
 
 
 class SwappedProofs(ForgedProofs):
@@ -112,22 +99,8 @@ class ReplayedProofs(ForgedProofs):
     def __init__(self) -> None:
         self._kept: dict[int, bytes] = {}
 
-    def chunk(self, honest: bytes, /) -> bytes:
-        """The first proof of that size that it ever made."""
-        return self._kept.setdefault(len(honest), honest)
-
-
-class HalfProofs(ForgedProofs):
-    name = "half-proofs"
-    what = "hands in the first half of every proof"
-
-    def chunk(self, honest: bytes, /) -> bytes:
-        return honest[: len(honest) // 2]
-
-
-class LongProofs(ForgedProofs):
-    name = "long-proofs"
-    what = "hands in more proofs than there are chunks"
-
-    def chunk(self, honest: bytes, /) -> bytes:
-        return honest * 2
+    def forge(self, honest: Sequence[bytes], lease: Lease, /) -> list[bytes]:
+        """Of each size the first proof that it ever made."""
+        full = 2 + 2 * lease.proof.topk
+        parts = ([self._kept.setdefault(len(each), each) for each in chunks_of(proofs, full)] for proofs in honest)
+        return [b"".join(part) for part in parts]

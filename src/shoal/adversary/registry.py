@@ -18,8 +18,7 @@ CHEATS: Mapping[str, type[Cheat]] = {
         copies.CopyOne, copies.ReplayFirst, copies.Steal,
         claims.Logprobs, claims.NotANumber, claims.Vocabulary, claims.ClaimPrompt, claims.ClaimPolicy,
         claims.ClaimNode, claims.ClaimGiven, claims.FewRollouts,
-        proofs.NoProofs, proofs.NullProofs, proofs.ConstantProofs, proofs.ModulusOne, proofs.RandomProofs,
-        proofs.SwappedProofs, proofs.ReplayedProofs, proofs.HalfProofs, proofs.LongProofs,
+        *proofs.BY_CHUNK, proofs.SwappedProofs, proofs.ReplayedProofs,
         claims.ShowRandom, claims.ShowOther, claims.ShowAndSwap,
         sleeper.Sleeper,
     )

@@ -15,15 +15,6 @@ from shoal.protocol import ProofParameters
 Tokens = npt.NDArray[np.int32]
 
 
-class Edit(Cheat):
-    name = "edit"
-    what = "changes one token in the middle of every completion"
-    reasons = OTHER_TOKENS
-
-    def engine(self, engine: Engine, _loot: Loot, /) -> Engine:
-        return Editing(engine)
-
-
 class Editing(Rewriter):
     def rewrite(self, request: GenerationRequest, group: list[Completion], /) -> list[Completion]:
         return [self._edited(each, request.sampling.eos_token_id) for each in group]
@@ -34,6 +25,13 @@ class Editing(Rewriter):
         if tokens[at] != eos:
             tokens[at] = next(token for token in _after(int(tokens[at]), self.vocabulary_size) if token != eos)
         return replace(completion, token_ids=tokens)
+
+
+class Edit(Cheat):
+    name = "edit"
+    what = "changes one token in the middle of every completion"
+    reasons = OTHER_TOKENS
+    disguise = Editing
 
 
 def _after(token: int, count: int) -> list[int]:
@@ -63,15 +61,6 @@ class Answering(Rewriter):
         return [replace(each, token_ids=tokens, finish="eos") for each in group]
 
 
-class CutShort(Cheat):
-    name = "cut-short"
-    what = "stops halfway and says that the length limit was reached"
-    reasons = frozenset({"termination.early"})
-
-    def engine(self, engine: Engine, _loot: Loot, /) -> Engine:
-        return CuttingShort(engine)
-
-
 class CuttingShort(Rewriter):
     def rewrite(self, _request: GenerationRequest, group: list[Completion], /) -> list[Completion]:
         return [
@@ -80,13 +69,11 @@ class CuttingShort(Rewriter):
         ]
 
 
-class EarlyEnd(Cheat):
-    name = "early-end"
-    what = "ends every completion halfway by writing the end-of-sequence token"
-    reasons = OTHER_TOKENS
-
-    def engine(self, engine: Engine, _loot: Loot, /) -> Engine:
-        return EndingEarly(engine)
+class CutShort(Cheat):
+    name = "cut-short"
+    what = "stops halfway and says that the length limit was reached"
+    reasons = frozenset({"termination.early"})
+    disguise = CuttingShort
 
 
 class EndingEarly(Rewriter):
@@ -98,13 +85,11 @@ class EndingEarly(Rewriter):
         return replace(completion, token_ids=np.append(kept, np.int32(eos)), finish="eos")
 
 
-class Pad(Cheat):
-    name = "pad"
-    what = "goes on after the end-of-sequence token until the length limit, to be paid for more tokens"
-    reasons = frozenset({"termination.past_eos"})
-
-    def engine(self, engine: Engine, _loot: Loot, /) -> Engine:
-        return Padding(engine)
+class EarlyEnd(Cheat):
+    name = "early-end"
+    what = "ends every completion halfway by writing the end-of-sequence token"
+    reasons = OTHER_TOKENS
+    disguise = EndingEarly
 
 
 class Padding(Rewriter):
@@ -123,6 +108,13 @@ class Padding(Rewriter):
         return completion.token_ids
 
 
+class Pad(Cheat):
+    name = "pad"
+    what = "goes on after the end-of-sequence token until the length limit, to be paid for more tokens"
+    reasons = frozenset({"termination.past_eos"})
+    disguise = Padding
+
+
 def _filled(completion: Completion, kept: Tokens, filling: Tokens, request: GenerationRequest) -> Completion:
     """As many of the likeliest tokens behind it as there is room for, none of them an end."""
     sampling = request.sampling
@@ -133,27 +125,16 @@ def _filled(completion: Completion, kept: Tokens, filling: Tokens, request: Gene
     return replace(completion, token_ids=np.append(kept, added).astype(np.int32), finish="length")
 
 
-class RunOn(Cheat):
-    name = "run-on"
-    what = "never ends a completion: it writes on until the length limit instead, to be paid for more tokens"
-    reasons = OTHER_TOKENS | {"duplicate.rollout"}
-
-    def engine(self, engine: Engine, _loot: Loot, /) -> Engine:
-        return RunningOn(engine)
-
-
 class RunningOn(Padding):
     def kept(self, completion: Completion) -> Tokens:
         return completion.token_ids[:-1] if completion.finish == "eos" else completion.token_ids
 
 
-class SwapPrompt(Cheat):
-    name = "swap-prompt"
-    what = "answers the first prompt that it was given again and again, whatever its leases ask"
-    reasons = OTHER_WEIGHTS | {"duplicate.rollout", "duplicate.proof"}
-
-    def engine(self, engine: Engine, _loot: Loot, /) -> Engine:
-        return Swapping(engine)
+class RunOn(Cheat):
+    name = "run-on"
+    what = "never ends a completion: it writes on until the length limit instead, to be paid for more tokens"
+    reasons = OTHER_TOKENS | {"duplicate.rollout"}
+    disguise = RunningOn
 
 
 class Swapping(Disguise):
@@ -164,3 +145,10 @@ class Swapping(Disguise):
     def generate(self, requests: Sequence[GenerationRequest], proof: ProofParameters | None = None) -> Groups:
         self._prompt = self._prompt or requests[0].prompt_ids
         return self._engine.generate([replace(request, prompt_ids=self._prompt) for request in requests], proof)
+
+
+class SwapPrompt(Cheat):
+    name = "swap-prompt"
+    what = "answers the first prompt that it was given again and again, whatever its leases ask"
+    reasons = OTHER_WEIGHTS | {"duplicate.rollout", "duplicate.proof"}
+    disguise = Swapping

@@ -28,6 +28,17 @@ Peers = Annotated[
     list[str] | None,
     typer.Option("--peer", metavar="URL", help="Trade chunks with this one of the same level; may be repeated."),
 ]
+DiskBudget = Annotated[
+    float | None,
+    typer.Option(
+        "--disk-budget-gb",
+        min=1e-6,
+        help="Keep fewer versions rather than use more.  [default: no limit; of a run elsewhere 80 % of the free]",
+    ),
+]
+ConnectionsPerClient = Annotated[
+    int | None, typer.Option("--connections-per-client", min=1, help="Connections that one address may have.")
+]
 
 
 @cast.command()
@@ -67,12 +78,8 @@ def relay(
     host: Host = "0.0.0.0",
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port to listen on.")] = 8472,
     keep: Annotated[int, typer.Option("--keep", min=1, max=500, help="Newest versions kept.")] = 3,
-    disk_budget_gb: Annotated[
-        float | None, typer.Option("--disk-budget-gb", min=0.001, help="Keep fewer versions rather than use more.")
-    ] = None,
-    connections_per_client: Annotated[
-        int | None, typer.Option("--connections-per-client", min=1, help="At the same time, by address.")
-    ] = None,
+    disk_budget_gb: DiskBudget = None,
+    connections_per_client: ConnectionsPerClient = 256,
 ) -> None:
     """Mirror a broadcast, verify every chunk, and serve it on."""
     settings = {
@@ -80,8 +87,7 @@ def relay(
         "disk_budget_gb": disk_budget_gb,
         "connections_per_client": connections_per_client,
     }
-    given = {name: value for name, value in settings.items() if value is not None}
-    mirror(upstreams, peers, directory, host, port, given)
+    mirror(upstreams, peers, directory, host, port, settings)
 
 
 def mirror(
@@ -106,17 +112,31 @@ def fetch(
     ],
     output: Annotated[str, typer.Option("--output", "-o", metavar="PATH", help="The file or folder to write.")],
     version: Annotated[str, typer.Option("--version", metavar="N", help="Which one.")] = "newest",
+    peers: Peers = None,
+    share: Annotated[
+        int | None,
+        typer.Option(
+            "--share",
+            metavar="PORT",
+            min=0,
+            max=65535,
+            help="Let others take from here what was fetched; stays until stopped.",
+        ),
+    ] = None,
     follow: Annotated[bool, typer.Option("--follow", help="Keep fetching new versions.")] = False,
     wait_s: Annotated[float, typer.Option("--wait", min=0, max=86_400, help="Seconds to try to reach a source.")] = 10,
     patience_s: Annotated[
         float, typer.Option("--patience", min=1, max=86_400, help="Give up when nothing arrives for so many seconds.")
     ] = 60,
+    host: Annotated[str, typer.Option("--host", help="Address that --share listens on.")] = "0.0.0.0",
     force: Annotated[bool, typer.Option("--force", help="Replace files that were not fetched from here.")] = False,
 ) -> None:
     """Bring a version here. Ctrl-C and the same command again continues; a second time costs nothing."""
     from shoal.shardcast.cast.fetch import FetchRequest, run_fetch
 
-    request = FetchRequest(tuple(sources), output, version, follow, wait_s, patience_s, force)
+    request = FetchRequest(
+        tuple(sources), tuple(peers or ()), output, version, share, follow, wait_s, patience_s, host, force
+    )
     raise typer.Exit(run_fetch(request, lambda: _begin("fetch"), _terminal()))
 
 

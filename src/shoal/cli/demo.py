@@ -66,13 +66,13 @@ def demo(
 def _launch(folder: RunFolder, cheat: Cheat, patience_s: float, stop: StopToken, console: Console) -> Launched:
     from shoal.cli.view import choose_display
     from shoal.run.demo.place import cheater_name
-    from shoal.run.launch import LaunchOptions, launch, process_spec
+    from shoal.run.launch import launch, process_spec
 
     cheater = cheater_name(folder)
     spec = process_spec(folder.path, cheater, cheat.name)
     notes = {cheater: f"cheats: {cheat.what}"}
     with choose_display(console) as display:
-        return launch(folder, LaunchOptions(patience_s=patience_s), stop, display, (spec,), notes)
+        return launch(folder, patience_s, stop, display, (spec,), notes)
 
 
 def _say_why(launched: Launched, folder: RunFolder) -> int:

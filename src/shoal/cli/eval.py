@@ -145,7 +145,7 @@ class EvalRequest:
 
 def run_eval(request: EvalRequest) -> int:
     """Find everything, look for leaks, sample and score, say the numbers; returns the exit code."""
-    from shoal.evaluation.job import EvaluationJob, choose
+    from shoal.evaluation.job import EvaluationJob, choose, without
     from shoal.evaluation.subject import open_subject
     from shoal.models import BUILTIN
     from shoal.run.sources import model_source
@@ -156,7 +156,9 @@ def run_eval(request: EvalRequest) -> int:
         plan = request.given.plan(request.source, positions_of(model))
         chosen = choose(environment, plan)
         leaks = look_for_leaks(request, chosen, model)
-        chosen = left_over(chosen, leaks, request.allow_leaks)
+        if not request.allow_leaks:
+            leaks.refuse()
+        chosen = without(chosen, leaks.known) if leaks.known else chosen
         subject = open_subject(model.name, model.where, request.machine, plan.rows)
     evaluation = EvaluationJob(subject, chosen, leaks.known, request.source.settings)
     out = request.out or default_out(evaluation, request.source.label)
@@ -222,6 +224,7 @@ def positions_of(model: ModelSource) -> int | None:
 
 def look_for_leaks(request: EvalRequest, chosen: Chosen, model: ModelSource) -> Leaks:
     """Evaluated tasks that are in the training set: of --trained-on, or of the run that the model is of."""
+    from shoal.environments import build
     from shoal.evaluation.job import chosen_tasks
     from shoal.evaluation.leaks import Leaks, archived_ids, find_leaks
     from shoal.run.sources import TaskSource, task_source
@@ -234,7 +237,7 @@ def look_for_leaks(request: EvalRequest, chosen: Chosen, model: ModelSource) -> 
         return Leaks()
     ids = archived_ids(training.run.path / "trainer" / "rollouts") if training.run else set[str]()
     tasks = (task for _, task in chosen_tasks(chosen))
-    return find_leaks(tasks, _training(training), sorted(ids))
+    return find_leaks(tasks, build(training.settings), sorted(ids))
 
 
 def leaks_unknown(folder: Path, environment: Environment, split: str) -> str:
@@ -248,20 +251,6 @@ def leaks_unknown(folder: Path, environment: Environment, split: str) -> str:
             said = "its demonstrations have none of the tasks held out here; what it was trained on before is not known"
             return f"  {said} ({ABOUT})"
     return "  leaks were not looked for: --trained-on names the run or recipe that the model was trained by"
-
-
-def _training(source: TaskSource) -> Environment:
-    from shoal.environments import build
-
-    return build(source.settings)
-
-
-def left_over(chosen: Chosen, leaks: Leaks, allowed: bool) -> Chosen:
-    from shoal.evaluation.job import without
-
-    if not allowed:
-        leaks.refuse()
-    return without(chosen, leaks.known) if leaks.known else chosen
 
 
 def default_out(evaluation: EvaluationJob, tasks: str) -> Path:
@@ -311,9 +300,10 @@ def say(summary: dict[str, Any], tasks: str, leaks: Leaks, out: Path) -> None:
     from shoal.evaluation.summary import table_lines
 
     model, environment, plan = summary["model"], summary["environment"], summary["plan"]
+    heat = "greedy" if plan["temperature"] == 0 else f"temperature {plan['temperature']:g}, seed {plan['seed']}"
     typer.echo(
-        f"{model['name']} ({model['digest'][:12]}) on {tasks} ({environment['digest'][:12]}, "
-        f"{plan['split']}), {_how(plan)}"
+        f"{model['name']} ({model['digest'][:12]}) on {tasks} ({environment['digest'][:12]}, {plan['split']}), {heat}, "
+        f"at most {plan['max_new_tokens']} tokens"
     )
     for line in table_lines(summary):
         typer.echo(line)
@@ -323,11 +313,6 @@ def say(summary: dict[str, Any], tasks: str, leaks: Leaks, out: Path) -> None:
         typer.echo(f"  left out: {leaks.sentence}")
     if plan["split"] == "train":
         typer.echo("  these are training tasks: the numbers say nothing about unseen ones")
-
-
-def _how(plan: dict[str, Any]) -> str:
-    heat = "greedy" if plan["temperature"] == 0 else f"temperature {plan['temperature']:g}, seed {plan['seed']}"
-    return f"{heat}, at most {plan['max_new_tokens']} tokens"
 
 
 def refuse_if_hollow(summary: dict[str, Any], source: TaskSource, rescore: str, again: str) -> None:

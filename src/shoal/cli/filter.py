@@ -75,7 +75,8 @@ def filter_tasks(
     from shoal.run.sources import task_source
 
     source = task_source(data, overrides or ())
-    given = Given(samples, tasks, temperature, max_new_tokens, seed, split or _split(source), batch_rows)
+    part = split or ("all" if source.whole else "train")  # held-out rows of a recipe must stay out of training
+    given = Given(samples, tasks, temperature, max_new_tokens, seed, part, batch_rows)
     request = FilterRequest(
         model, source, given, out, RateBand.parse(keep), everything, name, EngineChoice(engine, device, dtype)
     )
@@ -99,11 +100,6 @@ class FilterRequest:
         return self.out.with_name(f"{self.out.name}.work")
 
 
-def _split(source: TaskSource) -> str:
-    """Held-out rows of a file belong to the file; those of a recipe must stay out of training."""
-    return "all" if source.whole else "train"
-
-
 def run_filter(request: FilterRequest) -> int:
     """Measure, or go on measuring; write what stays; say how many that are. Returns the exit code."""
     from shoal.evaluation.filter import Columns, stored_about, written_before
@@ -118,7 +114,8 @@ def run_filter(request: FilterRequest) -> int:
     if written_before(request.out, about):
         typer.echo(f"this is done already: {request.out}", err=True)
         return 0
-    refuse_taken(request, evaluation, columns)
+    if (table := table_of(request, evaluation)) is not None:
+        columns.refuse_taken(table.columns)
     journal = measured(request, evaluation)
     if journal is None:
         return STOPPED_CODE
@@ -142,12 +139,6 @@ def prepared(request: FilterRequest) -> EvaluationJob:
         chosen = choose(environment, plan)
         subject = open_subject(model.name, model.where, request.machine, plan.rows)
         return EvaluationJob(subject, chosen, settings=request.source.settings)
-
-
-def refuse_taken(request: FilterRequest, evaluation: EvaluationJob, columns: Columns) -> None:
-    table = table_of(request, evaluation)
-    if table is not None:
-        columns.refuse_taken(table.columns)
 
 
 def table_of(request: FilterRequest, evaluation: EvaluationJob) -> Table | None:

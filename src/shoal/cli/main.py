@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import typer
 
 from shoal import __version__
-from shoal.cli.admin import admin
+from shoal.cli.admin import EPILOG, admin
 from shoal.cli.cast import cast
 from shoal.cli.data import data
 from shoal.cli.demo import demo
@@ -150,8 +150,8 @@ app.command(name="join", help=JOIN)(worker)
 for group in (cast, data, ledger):
     app.add_typer(group)
 app.command()(why)
-for group in (admin, key):
-    app.add_typer(group)
+app.command(epilog=EPILOG)(admin)
+app.add_typer(key)
 app.command(name="eval")(evaluate)
 app.command()(compare)
 app.command()(plan)

@@ -35,12 +35,10 @@ from rich.progress import (
 from rich.text import Text
 
 from shoal.runtime.text import printable
-from shoal.shardcast.cast.serving import megabytes, percent
 
 GAP = 2
 UNBOUND = 100_000
-COUNT_EVERY_S = 10.0
-BYTES_EVERY_S = 5.0
+EVERY_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -111,14 +109,16 @@ def counted(
     """A function to be told how many tasks are done, and of how many; the first call is where it begins."""
     counts = (MofNCompleteColumn(), TextColumn(unit), TimeRemainingColumn(), TextColumn("{task.fields[note]}"))
     with _bar(what, console, counts) as bar:
-        yield bar or _Counts(what, console, now_s, unit)
+        yield bar or _Lines(what, console, now_s, unit)
 
 
 @contextmanager
 def metered(what: str, console: Console, now_s: Callable[[], float] = time.monotonic) -> Iterator[Report]:
     """A function to be told how many bytes are done, as often as one likes."""
     with _bar(what, console, (DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())) as bar:
-        yield bar or _Bytes(what, console, now_s)
+        lines = _Lines(what, console, now_s, "MB")
+        lines(0, 0)
+        yield bar or (lambda done, total, note="": lines(done // 10**6, total // 10**6, note))
 
 
 @contextmanager
@@ -138,23 +138,12 @@ def _bar(what: str, console: Console, further: Sequence[ProgressColumn]) -> Iter
 
 
 class _Lines:
-    """Lines in a log."""
-
-    def __init__(self, what: str, console: Console, now_s: Callable[[], float]) -> None:
-        self._what, self._console, self._now_s = what, console, now_s
-        self._said_s = now_s()
-
-    def _say(self, text: str) -> None:
-        self._console.print(f"{self._what}: {text}", highlight=False, soft_wrap=True, markup=False)
-
-
-class _Counts(_Lines):
-    """One line every few seconds, with the time left at the pace so far."""
+    """Lines in a log: one every few seconds, with the time left at the pace so far."""
 
     def __init__(self, what: str, console: Console, now_s: Callable[[], float], unit: str) -> None:
-        super().__init__(what, console, now_s)
-        self._unit = unit
+        self._what, self._console, self._now_s, self._unit = what, console, now_s, unit
         self._began: tuple[float, int] | None = None
+        self._said_s = 0.0
 
     def __call__(self, done: int, total: int, note: str = "") -> None:
         now_s = self._now_s()
@@ -162,27 +151,14 @@ class _Counts(_Lines):
             self._began, self._said_s = (now_s, done), now_s
             if done:
                 self._say(f"continues: {done:,} of {total:,} {self._unit} are done")
-            return
-        if now_s - self._said_s < COUNT_EVERY_S:
-            return
-        self._said_s = now_s
-        began_s, before = self._began
-        left = f", {span((now_s - began_s) * (total - done) / (done - before))} left" if done > before else ""
-        self._say(f"{done:,} of {total:,} {self._unit}{left}{f', {note}' if note else ''}")
+        elif now_s - self._said_s >= EVERY_S:
+            self._said_s = now_s
+            began_s, before = self._began
+            left = f", {span((now_s - began_s) * (total - done) / (done - before))} left" if done > before else ""
+            self._say(f"{done:,} of {total:,} {self._unit}{left}{f', {note}' if note else ''}")
 
-
-class _Bytes(_Lines):
-    """One line every few seconds, none for what is done sooner."""
-
-    _said_bytes = 0
-
-    def __call__(self, done: int, total: int, note: str = "") -> None:  # noqa: ARG002  a count of bytes has none
-        seconds = self._now_s() - self._said_s
-        if seconds < BYTES_EVERY_S:
-            return
-        rate = max(0, done - self._said_bytes) / seconds
-        self._say(f"{percent(done, total)}, {megabytes(done)} of {megabytes(total)}, {rate / 1e6:.1f} MB/s")
-        self._said_s, self._said_bytes = self._now_s(), done
+    def _say(self, text: str) -> None:
+        self._console.print(f"{self._what}: {text}", highlight=False, soft_wrap=True, markup=False)
 
 
 def span(seconds: float) -> str:

@@ -8,12 +8,12 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Iterable
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from shoal.cli.cast import ConnectionsPerClient, DiskBudget
 from shoal.errors import UserError
 from shoal.runtime.limits import MachineLimits
 from shoal.runtime.logs import is_verbose
@@ -21,11 +21,6 @@ from shoal.runtime.stop import SUPERVISED, TOLD_TO_STOP_CODE
 
 if TYPE_CHECKING:
     from shoal.run.folder import RunFolder
-
-
-class ProcessesChoice(StrEnum):
-    many = "many"
-    one = "one"
 
 
 Device = Annotated[str, typer.Option("--device", help="Where a worker computes: cpu, cuda or auto.")]
@@ -53,19 +48,16 @@ def run(
     prepare: Annotated[
         bool, typer.Option("--prepare", help="Make the folder, then start each role yourself: shoal hub --dir RUN, …")
     ] = False,
-    processes: Annotated[
-        ProcessesChoice, typer.Option("--processes", help="one: all roles as threads, for a debugger.")
-    ] = ProcessesChoice.many,
     patience_min: PatienceMin = 10,
 ) -> None:
     """Start and supervise a whole run on this machine. An existing folder is resumed."""
-    mode = "dry-run" if dry_run else "prepare" if prepare else processes.value
+    mode = "dry-run" if dry_run else "prepare" if prepare else "start"
     changes = (*(overrides or ()), *(() if workers is None else (f"worker.count={workers}",)))
     raise typer.Exit(_start(recipe, directory, changes, mode, patience_min))
 
 
 def _start(source: Path | None, directory: Path | None, overrides: tuple[str, ...], mode: str, patience: float) -> int:
-    """Do what was asked; returns the exit code. `mode` is dry-run, prepare, many or one (processes)."""
+    """Do what was asked; returns the exit code. `mode` is dry-run, prepare or start."""
     from shoal.models import BUILTIN
     from shoal.run.estimate import settled
     from shoal.run.folder import RunFolder, resolve, without_passwords
@@ -89,7 +81,7 @@ def _start(source: Path | None, directory: Path | None, overrides: tuple[str, ..
     folder = RunFolder.prepare(directory.absolute(), recipe)
     _warn(changes)
     refuse_changed(folder, environment)
-    return _prepared(folder, directory) if mode == "prepare" else _launch(folder, mode, patience * 60)
+    return _prepared(folder, directory) if mode == "prepare" else _launch(folder, patience * 60)
 
 
 def _warn(lines: Iterable[str]) -> None:
@@ -108,20 +100,18 @@ def _prepared(folder: RunFolder, directory: Path) -> int:
     return 0
 
 
-def _launch(folder: RunFolder, mode: str, patience_s: float) -> int:
+def _launch(folder: RunFolder, patience_s: float) -> int:
     """Run it all to its end, show it, and say what it came to."""
     from rich.console import Console
 
-    from shoal.cli.view import PlainDisplay, choose_display
-    from shoal.run.launch import LaunchOptions, launch
+    from shoal.cli.view import choose_display
+    from shoal.run.launch import launch
     from shoal.run.outcome import METRICS, NOTHING_TRAINED, conclusion, kept_line, ledger_line, steps_in
     from shoal.runtime.stop import stop_on_signals
 
-    options = LaunchOptions("one" if mode == "one" else "many", patience_s)
-    display = choose_display(Console()) if mode == "many" else PlainDisplay(typer.echo)  # a debugger needs the terminal
-    before = steps_in(folder.path / METRICS)
+    display, before = choose_display(Console()), steps_in(folder.path / METRICS)
     with display:
-        launched = launch(folder, options, stop_on_signals(supervising=True), display)
+        launched = launch(folder, patience_s, stop_on_signals(supervising=True), display)
     if display.live:
         typer.echo()
     lines = conclusion(folder.path, launched, before)
@@ -172,17 +162,8 @@ def relay(
     host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = "0.0.0.0",
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port to listen on.")] = 8472,
     keep: Annotated[int, typer.Option("--keep", min=1, max=1000, help="Newest versions to keep.")] = 3,
-    disk_budget_gb: Annotated[
-        float | None,
-        typer.Option(
-            "--disk-budget-gb",
-            min=1e-6,
-            help="Disk for chunks; the oldest versions go first.  [default: all; with --run-info 80 % of the free]",
-        ),
-    ] = None,
-    connections_per_client: Annotated[
-        int | None, typer.Option("--connections-per-client", min=1, help="Connections that one address may have.")
-    ] = 256,
+    disk_budget_gb: DiskBudget = None,
+    connections_per_client: ConnectionsPerClient = 256,
     wait_s: Wait = 10,
 ) -> None:
     """Mirror weights: of a run's folder (--dir), a run anywhere (--run-info), or any source (--upstream URL#KEY)."""

@@ -6,32 +6,18 @@
     with choose_display(console) as display:
         launch(folder, options, stop, display)
 
-A frame fits the terminal, whatever its size:
-
-    numbers     what runs, for how long still; step, reward, held-out score, staleness, tokens per second
-    workers     a row each; when there are too many, those in trouble and those that did most
-    processes   the others, what they do, what is wrong with them, who waits long for whom
-    verdicts    the last rejections stay, however many acceptances come after them
-
-Every part is made of rows of one line, so its height is known: workers and verdicts share what the others leave, and
-whatever still does not fit is cut off below. A frame never scrolls.
-
 Names, reasons and messages come from other people's machines: they are shown as text, never as markup or control codes.
 """
 
 from __future__ import annotations
 
-import os
-import termios
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import IO, Any, Self
+from typing import Self
 
-from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
-from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
@@ -60,8 +46,7 @@ LABEL_WIDTH = 12
 SPARK_WIDTH = 40
 REJECTIONS_KEPT = 3
 VERDICTS_SHOWN = 5
-LEAST_WORKERS = 3
-FEW_WORKERS = 6  # in order of their names, so that rows do not jump
+MAX_WORKERS = 8  # so few are in order of their names, so that rows do not jump
 MAX_TROUBLES = 4
 MAX_ALARMS = 2
 VERDICT_STYLES = {"rejected": "red", "accepted": ""}
@@ -76,60 +61,29 @@ def choose_display(console: Console) -> Display:
     return PlainDisplay(lambda line: console.print(Text(line), soft_wrap=True))
 
 
-class QuietKeys:
-    """Until it is left, keys that are typed do not show in the frame, and Ctrl-C does not throw away half of one."""
-
-    def __init__(self, file: IO[str]) -> None:
-        self._file = file
-        self._before: list[Any] | None = None
-
-    def __enter__(self) -> Self:
-        if self._in_foreground():
-            self._before = termios.tcgetattr(self._file)
-            local = self._before[3] & ~termios.ECHO | termios.NOFLSH
-            termios.tcsetattr(self._file, termios.TCSANOW, [*self._before[:3], local, *self._before[4:]])
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._before is not None and self._in_foreground():
-            termios.tcsetattr(self._file, termios.TCSANOW, self._before)
-
-    def _in_foreground(self) -> bool:
-        """Who changes a terminal from the background is stopped by the system."""
-        try:
-            return os.tcgetpgrp(self._file.fileno()) == os.getpgrp()
-        except OSError:  # no terminal, or not ours
-            return False
-
-
 class LiveDisplay:
-    """One frame, drawn in place. However it is left, the last frame stays and the cursor is back."""
+    """One frame, drawn in place and cut off where the terminal ends. However it is left, the last frame stays."""
 
     live = True
     every_s = 0.25
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._keys = QuietKeys(console.file)
         self._live = Live(console=console, auto_refresh=False, vertical_overflow="crop")
 
     def __enter__(self) -> Self:
-        self._keys.__enter__()
         self._live.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        try:
-            self._live.stop()
-        finally:
-            self._keys.__exit__()
+        self._live.stop()
 
     def say(self, text: str) -> None:
         """A line above the frame, whole even if it is longer than the terminal is wide."""
         self._console.print(Text(printable(text)), soft_wrap=True)
 
     def show(self, scene: Scene) -> None:
-        self._live.update(Frame(scene), refresh=True)
+        self._live.update(frame(scene, self._console.width), refresh=True)
 
 
 class PlainDisplay:
@@ -263,165 +217,75 @@ def groups_line(status: RunStatus) -> str:
 # ── the live frame ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@dataclass(frozen=True)
-class Frame:
-    """A picture of a scene, one line lower than the terminal: the last line is the cursor's."""
-
-    scene: Scene
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        height = max(1, console.size.height - 1)
-        shown: list[list[Segment]] = []
-        for part in _parts(self.scene, height, options.max_width):
-            shown += console.render_lines(part, options.update(height=None), pad=False)
-        for index, line in enumerate(shown[:height]):
-            yield from [Segment.line()] * (index > 0)
-            yield from line
-
-
-def _parts(scene: Scene, height: int, width: int) -> Iterator[RenderableType]:
-    """The parts of a frame from top to bottom; `height` decides how many workers and verdicts there are."""
-    top, low = list(_numbers(scene, width)), [*_notes(scene, width), "", *_processes(scene, width)]
-    workers = _workers(scene)
-    free = height - len(top) - len(low) - 2  # a blank line and the table's heading
-    shown = workers[: max(LEAST_WORKERS, free - REJECTIONS_KEPT - 1)]
-    yield from [*top, ""]
-    if workers:
-        yield _worker_table(shown, len(workers) - len(shown))
-    yield from low
-    yield from _verdicts(scene, max(1, free - len(shown) - (len(shown) < len(workers))))
-
-
-# ── numbers ──────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _numbers(scene: Scene, width: int) -> Iterator[RenderableType]:
-    status, history = scene.status, scene.history
-    yield _header(scene)
-    if status is None:
-        yield _row("starting", Text("the hub does not answer yet"))
-        return
-    yield _bar(status, width)
-    yield ""
-    if status.policy is None:
-        yield _row("starting", Text("the trainer is loading the first policy"))
-        return
-    spark_width = min(SPARK_WIDTH, width - LABEL_WIDTH - 8)
-    if history.rewards:
-        values = [value for _, value in sorted(history.rewards.items())]
-        spark = (sparkline(values, spark_width), "cyan")
-        yield _row("reward", Text.assemble((f"{values[-1]:.2f}", "bold"), "  ", spark))
-    if history.held_out:
-        yield _row("held out", _held_out([value for _, value in sorted(history.held_out.items())]))
-    yield _row("staleness", _pace(scene, status))
-
-
-def _header(scene: Scene) -> RenderableType:
+def frame(scene: Scene, width: int) -> Group:
+    """Numbers, workers, the other processes and what is wrong, the last verdicts; every row is one line."""
     status = scene.status
+    times = stopwatch(scene.elapsed_s)
     left_s = scene.history.left_s(scene.elapsed_s)
-    times = Text(stopwatch(scene.elapsed_s), style="bold")
     if status is not None and status.finished:
-        times.append(", finished", style="green")
+        times += ", finished"
     elif left_s is not None:
-        times.append(f", about {stopwatch(left_s)} left", style="dim")
-    grid = Table.grid(expand=True)
-    grid.add_column(no_wrap=True, overflow="ellipsis")
-    grid.add_column(no_wrap=True, justify="right")
-    grid.add_row(Text.assemble(("shoal ", "bold cyan"), printable(status.run) if status is not None else ""), times)
-    return grid
+        times += f", about {stopwatch(left_s)} left"
+    run = f"shoal {printable(status.run)}  " if status is not None else "shoal  "
+    rows: list[RenderableType] = [Text(f"{run}{times}", "bold", no_wrap=True, overflow="ellipsis")]
+    if status is None or status.policy is None:
+        why = "the hub does not answer yet" if status is None else "the trainer is loading the first policy"
+        rows.append(_row("starting", why))
+    else:
+        step, bar = f"  step {status.step}/{status.steps}", Table.grid()
+        bar.add_row(ProgressBar(max(1, status.steps), status.step, max(1, width - len(step))), Text(step, "bold"))
+        rows += [bar, "", *_numbers(scene, status)]
+    rows += ["", _workers(scene), *_notes(scene), "", *_processes(scene, width), *_verdicts(scene)]
+    return Group(*rows)
 
 
-def _bar(status: RunStatus, width: int) -> RenderableType:
-    label = f"step {status.step}/{status.steps}"
-    bar = ProgressBar(total=max(1, status.steps), completed=status.step, width=max(1, width - len(label) - 2))
-    grid = Table.grid()
-    grid.add_row(bar, Text(f"  {label}", style="bold"))
-    return grid
-
-
-def _held_out(values: Sequence[float]) -> Text:
-    text = Text(f"{values[0]:.2f}")
-    if len(values) > 1:
-        points = 100 * (values[-1] - values[0])
-        text.append(" → ").append(f"{values[-1]:.2f}", style="bold green" if points > 0 else "bold")
-        text.append(f"  {points:+.0f} points", style="green" if points > 0 else "dim")
-        text.append(f"  {sparkline(values, SPARK_WIDTH // 2)}", style="green")
-    return text
-
-
-def _pace(scene: Scene, status: RunStatus) -> Text:
+def _numbers(scene: Scene, status: RunStatus) -> Iterator[Text]:
+    history = scene.history
+    rewards, scores = ([values[step] for step in sorted(values)] for values in (history.rewards, history.held_out))
+    if rewards:
+        yield _row("reward", f"{rewards[-1]:.2f}  {sparkline(rewards, SPARK_WIDTH)}")
+    if scores:
+        rise = f" → {scores[-1]:.2f}  {100 * (scores[-1] - scores[0]):+.0f} points" if len(scores) > 1 else ""
+        yield _row("held out", f"{scores[0]:.2f}{rise}  {sparkline(scores, SPARK_WIDTH // 2)}", "green")
     stale = latest(in_order(status), "staleness_mean")
-    counts = status.submissions
-    text = Text("not known" if stale is None else f"{stale:.2f}")
-    text.append(f" of {status.max_staleness}" if stale is not None else "", style="dim")
-    text.append("   tokens/s ", style="dim").append(f"{scene.history.tokens_per_s():,.0f}", style="bold")
-    text.append("   groups ", style="dim").append(f"{counts.get('accepted', 0):,} accepted")
-    rejected = counts.get("rejected", 0)
-    return text.append(f", {rejected:,} rejected", style="red" if rejected else "")
+    age = "not known" if stale is None else f"{stale:.2f} of {status.max_staleness}"
+    rate = f"{scene.history.tokens_per_s():,.0f} tokens/s"
+    yield _row("staleness", f"{age}   {rate}   {groups_line(status)}")
 
 
-# ── workers ──────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@dataclass(frozen=True)
-class _Worker:
-    name: str
-    state: str
-    doing: str
-    noted: bool
-    node: NodeView | None
-
-    @property
-    def style(self) -> str:
-        return STATE_STYLES.get(self.state, "red" if self.state in ("banned", "suspended", "given up") else "yellow")
-
-
-def _workers(scene: Scene) -> list[_Worker]:
+def _workers(scene: Scene) -> Table:
     """Those that the hub knows, and those started here that it does not know yet: trouble first, then by credit."""
     nodes = [node for node in scene.status.nodes if node.role == "worker"] if scene.status is not None else []
-    processes = {process.name: process for process in scene.processes if _is_worker(process)}
+    processes = {process.name: process for process in scene.processes if process.name.startswith("worker-")}
     names = labels(nodes)
-    rows = [_worker(node, names[node.node], processes.get(node.name), scene) for node in nodes]
+    found = [_worker(node, names[node.node], processes.get(node.name), scene) for node in nodes]
     for name in processes.keys() - {node.name for node in nodes}:
         state = processes[name].state
-        rows.append(_Worker(name, "starting" if state == "running" else state, "", name in scene.notes, None))
-    if len(rows) <= FEW_WORKERS:
-        return sorted(rows, key=lambda row: row.name)
-    return sorted(rows, key=lambda row: (row.state in STATE_STYLES, -(row.node.credit if row.node else 0), row.name))
+        found.append((name, 0, 0, 0, "starting" if state == "running" else state, ""))
+    few = len(found) <= MAX_WORKERS
+    found.sort(key=lambda row: (0, 0, row[0]) if few else (row[4] in STATE_STYLES, -row[3], row[0]))
+    table = Table(box=None, expand=True, pad_edge=False, header_style="dim", padding=(0, 1, 0, 0))
+    for name in ("worker", "accepted", "rejected", "credit", "state"):
+        table.add_column(name, no_wrap=True, overflow="ellipsis", justify="right" if name[-1] in "dt" else "left")
+    table.add_column("doing", no_wrap=True, overflow="ellipsis", ratio=1)
+    for name, accepted, rejected, credit, state, doing in found[:MAX_WORKERS]:
+        style = STATE_STYLES.get(state, "red" if state in ("banned", "suspended", "given up") else "yellow")
+        cells = (name, f"{accepted:,}", f"{rejected:,}", f"{credit:,}")
+        table.add_row(*map(Text, cells), Text(state, style), Text(doing, "red" if style == "red" else ""))
+    if not few:
+        table.add_row(Text(f"and {len(found) - MAX_WORKERS} more", "dim"))
+    return table
 
 
-def _is_worker(process: ProcessView) -> bool:
-    return process.name.startswith("worker-")
-
-
-def _worker(node: NodeView, name: str, process: ProcessView | None, scene: Scene) -> _Worker:
+def _worker(
+    node: NodeView, name: str, process: ProcessView | None, scene: Scene
+) -> tuple[str, int, int, int, str, str]:
     state, doing = node.state.value, _doing(node, scene)
     if node.state != NodeState.ACTIVE:
         doing = printable(node.reason)
     elif process is not None and process.state != "running":
         state, doing = ("done", "") if process.why == "is done" else (process.state, printable(process.why))
-    return _Worker(name, state, doing, node.name in scene.notes, node)
-
-
-def _worker_table(rows: Sequence[_Worker], left_out: int) -> Table:
-    table = Table(box=None, expand=True, pad_edge=False, header_style="dim", padding=(0, 1, 0, 0))
-    table.add_column("worker", no_wrap=True, overflow="ellipsis", min_width=LABEL_WIDTH - 1, max_width=24)
-    for name in ("accepted", "rejected", "credit"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column(" state", no_wrap=True)
-    table.add_column("doing", no_wrap=True, overflow="ellipsis", ratio=1)
-    for row in rows:
-        table.add_row(*_cells(row))
-    if left_out > 0:
-        table.add_row(Text(f"and {left_out} more", style="dim"))
-    return table
-
-
-def _cells(row: _Worker) -> list[Text]:
-    counts = (row.node.accepted, row.node.rejected, row.node.credit) if row.node is not None else (0, 0, 0)
-    name = Text(row.name, style="magenta" if row.noted else "")
-    doing = Text(row.doing, style="red" if row.style == "red" else "")
-    return [name, *(Text(f"{count:,}") for count in counts), Text(f" {row.state}", style=row.style), doing]
+    return name, node.accepted, node.rejected, node.credit, state, doing
 
 
 def _doing(node: NodeView, scene: Scene) -> str:
@@ -432,73 +296,52 @@ def _doing(node: NodeView, scene: Scene) -> str:
     return printable(node.doing or waiting)
 
 
-def _notes(scene: Scene, width: int) -> Iterator[RenderableType]:
+def _notes(scene: Scene) -> Iterator[Text]:
     for name, note in scene.notes.items():
-        for line in textwrap.wrap(f"{name} {printable(note)}", max(10, width), max_lines=2, placeholder=" …"):
-            yield Text(line, style="magenta", no_wrap=True, overflow="ellipsis")
+        yield Text(f"{name} {printable(note)}", style="magenta", no_wrap=True, overflow="ellipsis")
 
 
-# ── processes and verdicts ───────────────────────────────────────────────────────────────────────────────────────
-
-
-def _processes(scene: Scene, width: int) -> Iterator[RenderableType]:
+def _processes(scene: Scene, width: int) -> Iterator[Text]:
     """The processes that are no workers, what is wrong with any, alarms, and long waits."""
-    yield from _rows("processes", [line] if (line := _others(scene)) else [])
     status = scene.status
-    found = troubles(status, scene.processes, scene.silent_s)
+    doing = {node.name: _doing(node, scene) for node in status.nodes} if status is not None else {}
+    others = []
+    for process in scene.processes:
+        if not process.name.startswith("worker-"):
+            said = "done" if process.why == "is done" else process.state
+            said = doing.get(process.name, "") if process.state == "running" else said
+            others.append(f"{process.name}: {said}" if said else process.name)
+    yield _row("processes", " · ".join(others))
     banned = {node.name for node in status.nodes if node.state != NodeState.ACTIVE} if status else set()
-    wrong = [sentence for name, sentence in found.items() if name not in banned]  # their row says why
+    found = troubles(status, scene.processes, scene.silent_s).items()
+    wrong = [sentence for name, sentence in found if name not in banned]  # their row says why
     yield from _sentences("trouble", wrong[:MAX_TROUBLES], "yellow", width)
     if status is not None:
-        ordered = [line for line in (owner_line(status), lag_line(status)) if line]
-        yield from _sentences("owner", ordered, "bold yellow", width)
-        yield from _sentences("standstill", [printable(each) for each in status.standstill], "bold red", width)
-        yield from _sentences("alarm", [printable(alarm) for alarm in status.alarms[:MAX_ALARMS]], "bold red", width)
+        yield from _sentences("owner", [owner_line(status), lag_line(status)], "bold yellow", width)
+        yield from _sentences("standstill", status.standstill, "bold red", width)
+        yield from _sentences("alarm", status.alarms[:MAX_ALARMS], "bold red", width)
         yield from _sentences("waiting", [waits_line(status, LONG_WAIT_S, most=1)], "", width)
 
 
-def _sentences(label: str, sentences: Sequence[str], style: str, width: int) -> Iterator[RenderableType]:
+def _sentences(label: str, sentences: Sequence[str], style: str, width: int) -> Iterator[Text]:
     """Sentences that one must be able to read to their end: over two lines if need be."""
-    room = max(10, width - LABEL_WIDTH)
-    lines = [line for text in sentences for line in textwrap.wrap(text, room, max_lines=2, placeholder=" …")]
-    yield from _rows(label, [Text(line, style=style) for line in lines])
+    for sentence in sentences:
+        for line in textwrap.wrap(printable(sentence), max(10, width - LABEL_WIDTH), max_lines=2, placeholder=" …"):
+            yield _row(label, line, style)
 
 
-def _others(scene: Scene) -> Text:
-    """`hub · origin · trainer: training step 7 · validator-0: restarting`."""
-    nodes = scene.status.nodes if scene.status is not None else ()
-    doing = {node.name: _doing(node, scene) for node in nodes if node.role != "worker"}
-    line = Text()
-    for process in scene.processes:
-        if not _is_worker(process):
-            running = process.state == "running"
-            said = doing.get(process.name, "") if running else "done" if process.why == "is done" else process.state
-            style = "" if running else "dim" if said == "done" else "yellow"
-            line.append(" · " if line else "", style="dim").append(process.name, style=style)
-            line.append(f": {said}" if said else "", style="dim")
-    return line
-
-
-def _verdicts(scene: Scene, room: int) -> Iterator[RenderableType]:
+def _verdicts(scene: Scene) -> Iterator[Text]:
     """The newest verdicts in words, oldest first; the last few rejections are always among them."""
     if scene.status is None:
         return
-    names, room = labels(scene.status.nodes), min(room, VERDICTS_SHOWN)
-    refused = scene.history.rejections[-min(REJECTIONS_KEPT, room) :]
+    names, refused = labels(scene.status.nodes), scene.history.rejections[-REJECTIONS_KEPT:]
     others = [verdict for verdict in scene.status.verdicts if verdict.outcome != "rejected"]
     others.sort(key=lambda verdict: -verdict.decided_at_ms)
-    shown = sorted([*refused, *others[: room - len(refused)]], key=lambda verdict: verdict.decided_at_ms)
-    yield from _rows(
-        "verdicts",
-        [Text(verdict_line(verdict, names), style=VERDICT_STYLES.get(verdict.outcome, "yellow")) for verdict in shown],
-    )
+    shown = [*refused, *others[: VERDICTS_SHOWN - len(refused)]]
+    for verdict in sorted(shown, key=lambda verdict: verdict.decided_at_ms):
+        yield _row("verdict", verdict_line(verdict, names), VERDICT_STYLES.get(verdict.outcome, "yellow"))
 
 
-def _rows(label: str, texts: Sequence[Text]) -> Iterator[RenderableType]:
-    for index, text in enumerate(texts):
-        yield _row(label if index == 0 else "", text)
-
-
-def _row(label: str, text: Text) -> RenderableType:
+def _row(label: str, text: str, style: str = "") -> Text:
     row = Text(no_wrap=True, overflow="ellipsis")
-    return row.append(f"{label:<{LABEL_WIDTH}}", style="dim").append_text(text)
+    return row.append(f"{label:<{LABEL_WIDTH}}", style="dim").append(text, style=style)

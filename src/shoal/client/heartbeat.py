@@ -13,6 +13,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from shoal.client.hub import HubClient
 from shoal.errors import DeadlineExceeded, HubRefused, HubUnreachable, ProtocolError
@@ -94,6 +95,16 @@ class Activity:
                 counters=counters,
                 progress=dict(self._progress),
             )
+
+
+@dataclass(frozen=True)
+class Pace:
+    """`poll_s`: one long poll, and so the longest that an idle process takes to stop. A hub that hears nothing for 20 s
+    ends a worker's leases. `patience_s`: how long a hub that does not answer is waited for."""
+
+    poll_s: float = 5.0
+    heartbeat_s: float = 5.0
+    patience_s: float = 600.0
 
 
 class RegularHeartbeat:

@@ -87,25 +87,26 @@ class JudgeSettings(Table):
     """
 
     label: str = Field(pattern=r"^[a-z0-9_.\-]{1,32}$", description="the part's name in the record")
-    kind: Literal["classifier", "openai"] = Field(description="a Hugging Face folder, or an OpenAI-compatible address")
     weight: float = Field(default=1.0, ge=-1e3, le=1e3, description="added to the reward times this")
     use: Literal["score", "rank"] = Field(
         default="score", description="its number, or its rank within the group, 0 to 1"
     )
-    path: Path | None = Field(default=None, description="folder of the classifier")
-    url: str = Field(default="", description="address of the judge, up to and including /v1")
+    path: Path | None = Field(default=None, description="folder of a classifier in Hugging Face's format")
+    url: str = Field(default="", description="or an OpenAI-compatible address, up to and including /v1")
     model: str = Field(default="", description="name of the judge's model at that address")
     prompt: str = Field(
         default="", description="what the judge is asked; {prompt}, {completion} and {answer} are filled in"
     )
     timeout_s: float = Field(default=60.0, gt=0, le=3600, description="how long one answer of the judge may take")
 
+    @property
+    def kind(self) -> Literal["classifier", "openai"]:
+        return "openai" if self.path is None else "classifier"
+
     @model_validator(mode="after")
     def _complete(self) -> Self:
-        if self.kind == "classifier" and self.path is None:
-            raise ValueError("a classifier needs path, the folder of its model")
-        if self.kind == "openai" and not (self.url and self.model):
-            raise ValueError("a judge needs url and model")
+        if (self.path is None) == (not self.url) or bool(self.url) != bool(self.model):
+            raise ValueError("a judge has either path, the folder of a classifier, or url and model")
         return self
 
 
@@ -115,8 +116,6 @@ class PoolSettings(Table):
     retire_after: int = Field(
         default=2, ge=0, description="wholly solved groups in a row after which a task is retired; 0: never"
     )
-    easy: float = Field(default=0.9, ge=0, le=1, description="pass rate from which on a task counts as easy")
-    hard: float = Field(default=0.05, ge=0, le=1, description="pass rate up to which a task counts as hard")
     easy_share: float = Field(default=0.25, ge=0, le=1, description="how many of the drawn easy tasks are taken")
     hard_share: float = Field(default=0.5, ge=0, le=1, description="how many of the drawn hard tasks are taken")
 

@@ -35,7 +35,7 @@ from shoal.hub.limits import TooMuch
 from shoal.hub.metrics import StateMetrics, run_metrics
 from shoal.hub.service import Hub
 from shoal.hub.service.figures import Figures, read_figures
-from shoal.hub.settings import HubConfig
+from shoal.hub.settings import CONCURRENT_UPLOADS, HubConfig
 from shoal.hub.slots import Busy, UploadSlots
 from shoal.hub.state.refusals import Refusal
 from shoal.protocol import Problem, SignedDocument
@@ -53,7 +53,7 @@ def create_app(config: HubConfig, clock: Clock = SystemClock()) -> FastAPI:
     app = FastAPI(title=title, version=__version__, lifespan=_lifespan, docs_url=None, redoc_url=None)
     app.state.hub = Hub(config, clock)
     # Bodies of submissions are held in memory while they are checked: this bounds how many at a time.
-    app.state.uploads = UploadSlots(config.settings.concurrent_uploads)
+    app.state.uploads = UploadSlots(CONCURRENT_UPLOADS)
     for routes in (routes_public, routes_stories, routes_worker, routes_uploads, routes_trusted, routes_admin):
         app.router.routes.extend(routes.router.routes)  # as they are: `include_router` would build each anew
     edge = app.state.edge = Edge(config)

@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from shoal.hub.answers import KEPT_S, Answers
 from shoal.hub.limits import Addresses, Buckets, Intake, Receiving, Turns
 from shoal.hub.metrics import HubMetrics
-from shoal.hub.settings import HubConfig
+from shoal.hub.settings import CONCURRENT_UPLOADS, HubConfig
 from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.logs import log_fields
 
@@ -31,6 +31,7 @@ HOLD_S = 1.0
 SHOWN_PER_S = 5.0
 """Refusals in the log, at most, over a while: an attacker does not decide how much is written to the disk."""
 SHOWN_PATH_BYTES = 120
+REGISTRATIONS = 1 / 200  # new keys of an address, by its requests: one a second where 200 requests are allowed
 LEAST_INTAKE_BYTES = 64 * 1024 * 1024
 READ_AT_ONCE = 4
 """Pages that anyone may read (the status, the ledger) cost the hub more than anything a stranger may send. Nobody who
@@ -82,9 +83,9 @@ class Edge:
         self.answers = Answers(clock)
         self._warned = False
         self.keys = Buckets(settings.requests_per_key_s)
-        self.newcomers = Buckets(settings.registrations_per_address_min / 60, burst_s=60.0)
+        self.newcomers = Buckets(settings.requests_per_address_s * REGISTRATIONS, burst_s=60.0)
         body_bytes = config.submission_limits.compressed_bytes
-        self.intake = Intake(max(LEAST_INTAKE_BYTES, settings.concurrent_uploads * body_bytes))
+        self.intake = Intake(max(LEAST_INTAKE_BYTES, CONCURRENT_UPLOADS * body_bytes))
 
     def client_of(self, scope: Scope) -> str:
         """The address that a request is counted under; empty: none."""

@@ -25,6 +25,8 @@ from shoal.protocol.lease import MAX_GROUP, MAX_NEW_TOKENS
 from shoal.runtime.sizing import DERIVED, RunSize, settle
 
 MIB = 1024 * 1024
+MAX_SUBMISSION_BYTES, MAX_INFLATED_BYTES = 16 * MIB, 64 * MIB  # as sent, and decompressed
+CONCURRENT_UPLOADS = 16  # submissions stored at the same time; others wait
 SUBMISSION_BASE_BYTES = MIB  # the longest prompt, and what frames it; zstd may add a little to what it cannot shrink
 ROLLOUT_BYTES = 256  # what frames one rollout
 TOKEN_BYTES = 8  # a token id and its log-probability
@@ -49,8 +51,6 @@ class RunSettings(BaseModel):
     max_staleness: int = Field(1, ge=0, le=64, description="how many versions old a group may be; 0 is synchronous")
     temperature: float = Field(1.0, gt=0, le=10, description="sampling temperature")
     max_new_tokens: int = Field(16, ge=1, le=MAX_NEW_TOKENS, description="longest completion, in tokens")
-    proof_topk: int = Field(128, ge=8, le=1024, description="activations that each proof commits to")
-    proof_rows: int = Field(32, ge=1, le=1024, description="tokens that each proof covers")
 
     @model_validator(mode="before")
     @classmethod
@@ -102,15 +102,9 @@ class HubSettings(BaseModel):
         "task", description="rewards that make a group useless if all of it have the same: the task's, or the total"
     )
     leases_per_node: int = Field(64, ge=1, description="leases that one node may hold at a time")
-    max_submission_bytes: int = Field(16 * MIB, ge=1024, description="largest submission, as sent")
-    max_inflated_bytes: int = Field(64 * MIB, ge=1024, description="largest submission, decompressed")
-    concurrent_uploads: int = Field(16, ge=1, description="submissions stored at the same time; others wait")
     requests_per_key_s: float = Field(50, ge=0, description="requests a second that one key may make; 0: no limit")
     requests_per_address_s: float = Field(
-        200, ge=0, description="requests a second that one address may make; 0: no limit"
-    )
-    registrations_per_address_min: float = Field(
-        60, ge=0, description="new keys a minute that one address may register; 0: no limit"
+        200, ge=0, description="requests a second that one address may make; a 200th of them may register; 0: no limit"
     )
     connections_per_address: int = Field(512, ge=0, description="connections that one address may have; 0: no limit")
 
@@ -145,6 +139,7 @@ class HubConfig:
     pools: PoolSettings | None = None
     evaluation: EvaluationPlan | None = None
     model: ModelSize = field(default_factory=ModelSize)
+    proof: ProofParameters = field(default_factory=ProofParameters)
 
     @property
     def rules(self) -> Rules:
@@ -165,23 +160,19 @@ class HubConfig:
             credit_window_ms=round(settings.credit_window_s * 1000),
             newcomer_share=settings.newcomer_share,
             lease_hard_ms=round(max(chosen.lease_s, chosen.lease_hard_s) * 1000),
-            proof_rows=run.proof_rows,
+            proof_rows=self.proof.rows,
             pools=None if self.pools is None else PoolRules(**self.pools.model_dump()),
             evaluation=self.evaluation,
         )
 
     @property
-    def proof(self) -> ProofParameters:
-        return ProofParameters(topk=self.run.proof_topk, rows=self.run.proof_rows)
-
-    @property
     def submission_limits(self) -> BodyLimits:
-        """Caps on a submission: what a group of this run can need, and never more than the settings allow."""
-        run, settings = self.run, self.settings
-        proofs = -(-run.max_new_tokens // run.proof_rows) * proof_bytes(run.proof_topk)
+        """Caps on a submission: what a group of this run can need, and never more than anybody may send."""
+        run = self.run
+        proofs = -(-run.max_new_tokens // self.proof.rows) * proof_bytes(self.proof.topk)
         rollout = ROLLOUT_BYTES + TOKEN_BYTES * run.max_new_tokens + proofs
         needed = SUBMISSION_BASE_BYTES + run.group_size * rollout
-        return BodyLimits(min(settings.max_submission_bytes, needed), min(settings.max_inflated_bytes, needed))
+        return BodyLimits(min(MAX_SUBMISSION_BYTES, needed), min(MAX_INFLATED_BYTES, needed))
 
     @property
     def sampling(self) -> SamplingParameters:

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -89,15 +89,9 @@ def _python() -> Finding:
 
 def _torch() -> Finding:
     """Read from the package's metadata: importing torch takes seconds."""
-    version = _torch_version()
-    if version is None:
-        return Finding(
-            "torch", False, "not installed; install it (see README), unless this machine is only a relay or hub"
-        )
-    numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
-    return _judged(
-        "torch", numbers >= LEAST_TORCH, version, f"install torch {'.'.join(map(str, LEAST_TORCH))} or newer"
-    )
+    version = _torch_version() or "0.0 (not installed; a relay or a hub does without)"
+    numbers = tuple(int(part) for part in version.split()[0].split("+")[0].split(".")[:2])
+    return _judged("torch", numbers >= LEAST_TORCH, version, "install torch 2.11 or newer (see README)")
 
 
 def _torch_version() -> str | None:
@@ -145,15 +139,15 @@ def cuda_devices(library: str = CUDA_LIBRARY) -> list[str]:
 
 
 def _disk(folder: Path) -> Finding:
-    existing = next(
-        (parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists()), Path("/")
-    )
+    existing = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
     free = shutil.disk_usage(existing).free
-    text = f"{free / GIB:.1f} GiB free at {existing}"
-    if free >= LEAST_DISK_BYTES:
-        return Finding("disk", True, text)
-    stops = ResourceError.exit_code if free < NO_DISK_BYTES else 0
-    return Finding("disk", False, f"{text}; free some space, or use another folder", stops)
+    found = _judged(
+        "disk",
+        free >= LEAST_DISK_BYTES,
+        f"{free / GIB:.1f} GiB free at {existing}",
+        "free some space, or use another folder",
+    )
+    return replace(found, stops=ResourceError.exit_code) if free < NO_DISK_BYTES else found
 
 
 def _writable(folder: Path) -> Finding:
@@ -171,7 +165,8 @@ def _road(urls: Sequence[str], clock: Clock, device: str, dtype: str) -> Iterato
     try:
         bases, given = one_run(urls)
         pinned = known_root(bases, given)
-        yield _proxy(bases[0])
+        proxy = proxy_of(bases[0])
+        yield Finding("proxy", True, "none" if proxy is None else f"{proxy.shown} (by the environment)")
     except UserError as error:
         yield Finding("hub", False, str(error), error.exit_code)
         return
@@ -203,11 +198,6 @@ def _compute(info: RunInfo, device: str, dtype: str) -> Finding:
         return Finding("compute", False, str(error), error.exit_code)
     free_gib = free_bytes(device) / GIB
     return Finding("compute", True, f"on {device} in {dtype}, with {free_gib:.1f} GiB of free memory")
-
-
-def _proxy(url: str) -> Finding:
-    proxy = proxy_of(url)
-    return Finding("proxy", True, "none" if proxy is None else f"{proxy.shown} (by the environment)")
 
 
 def _hub(client: HubClient) -> Finding:

@@ -15,6 +15,7 @@ from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shoal.hub.settings import CONCURRENT_UPLOADS
 from shoal.models.folder import BUILTIN, model_folder
 from shoal.models.weights import model_size, most_bytes
 from shoal.protocol import ModelSize
@@ -124,16 +125,17 @@ class Planning:
         yield Disk("trainer: export", payload, payload, "the last version")
         rollouts = self.tokens * run.steps * (self.speeds.submission_bytes - PROOF_BYTES)
         yield Disk("trainer: rollouts", rollouts, rollouts, "what each step was trained on")
-        anchors = min(2, 1 + run.steps // self.recipe.trainer.anchor_every)
+        every = OriginSettings().anchor_every
+        anchors = min(2, 1 + run.steps // every)
         kept = min(versions, max(OriginSettings().kept_versions, run.max_staleness + 2) + 1)
         whole = anchors if self.is_told_by_deltas else kept
         ended = anchors if self.is_told_by_deltas else min(versions, kept_when_finished(run.max_staleness))
-        told = _deltas(min(run.steps, anchors * self.recipe.trainer.anchor_every)) * self.delta
+        told = _deltas(min(run.steps, anchors * every)) * self.delta
         told = min(told, anchors * payload) if self.is_told_by_deltas else 0.0  # together less than what they save
         yield Disk("origin", whole * payload + told, ended * payload + told,
                    f"{whole} whole versions" + (", deltas" if self.is_told_by_deltas else ""))  # fmt: skip
-        mirrored = anchors if self.is_told_by_deltas else min(versions, self.recipe.relay.kept_versions)
-        counts = {"relay": mirrored, "validator": self.chosen.held_versions + 1, "worker": CACHED + 1}
+        mirrored = anchors if self.is_told_by_deltas else min(versions, self.recipe.relay.keep_versions)
+        counts = {"relay": mirrored, "validator": self.chosen.keep_versions + 1, "worker": CACHED + 1}
         for role, count in counts.items():
             held = min(versions, count)
             deltas = told if role == "relay" else held * self.delta if self.is_told_by_deltas else 0.0
@@ -169,8 +171,7 @@ class Planning:
             device, host = count * self.shape.weights * WIDTHS[dtype] + base, self.payload + base
             yield role, device + (0 if on_gpu else self.payload), host if on_gpu else 0, f"{what}; a payload is mapped"
         upload = self.recipe.run.group_size * self.recipe.run.max_new_tokens * self.speeds.submission_bytes
-        uploads = self.recipe.hub.concurrent_uploads
-        yield "hub", 0, PROCESS_BYTES["hub"] + uploads * upload, f"with {uploads} uploads"
+        yield "hub", 0, PROCESS_BYTES["hub"] + CONCURRENT_UPLOADS * upload, f"with {CONCURRENT_UPLOADS} uploads"
         yield "origin, relay", 0, PROCESS_BYTES["relay"], "files are served from the disk"
 
     @property
@@ -180,7 +181,7 @@ class Planning:
     @property
     def loaded(self) -> int:
         each = self.shape.weights * WIDTHS[self.recipe.validator.dtype]
-        return policies_loaded(self.chosen.held_versions, each, self.memory_bytes)
+        return policies_loaded(self.chosen.keep_versions, each, self.memory_bytes)
 
     def links(self) -> Iterator[tuple[str, float, float]]:
         """Link, bytes of a version as a delta, and as a whole one."""

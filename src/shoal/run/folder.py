@@ -203,22 +203,16 @@ class RunFolder:
 
     def _certify(self, clock: Clock) -> None:
         """Make the keys and certificates that are missing. The root key is asked for only if one is."""
-        missing = [name for name in self.trusted_roles if not self._certificate_path(name).exists()]
-        if not self._certificate_path(ADMIN).exists() and (missing or self.root_path.exists()):
-            missing.append(ADMIN)  # an older folder has none; the run goes on without one if the root key is elsewhere
+        missing = [name for name in (*self.trusted_roles, ADMIN) if not self._certificate_path(name).exists()]
         if missing:
             self._root()  # says what is wrong with it before any key is made
         for name in missing:
             key = load_or_create_key(self.path / "keys" / f"{name}.key")
             self.put_certificate(name, self.certify(self._role_of(name), key.public_key, clock))
 
-    @property
-    def root_path(self) -> Path:
-        return self.path / "keys" / "root.key"
-
     def _root(self) -> SigningKey:
         """The private root key. It is made for a new run only: a second one would split the run in two."""
-        path = self.root_path
+        path = self.path / "keys" / "root.key"
         is_new = not (self.path / "hub" / "hub.db").exists() and not any(path.parent.glob("*.json"))
         if is_new:
             return load_or_create_key(path)

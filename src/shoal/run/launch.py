@@ -1,8 +1,7 @@
 """All roles of a run on this machine, supervised, until the trainer is done: what `shoal run` and `shoal demo` do.
 
 recipe ─► run folder ─► endpoints ─► hub, origin, relays, trainer, validators, workers
-                                       │ as processes: restarted when they die     (--processes many)
-                                       │ as threads: for a debugger                 (--processes one)
+                                       │ processes, restarted when they die
                                        ▼
                 trainer exits 0 ─► success; exit 2, 3 or 5, a crash loop or no progress ─► the run ends, and says why
 """
@@ -13,9 +12,8 @@ import logging
 import os
 import shutil
 import sys
-import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -24,14 +22,13 @@ from shoal.protocol import RunStatus
 from shoal.run.folder import RunFolder
 from shoal.run.progress import Display, History
 from shoal.run.reporter import Reporter, StatusPoller
-from shoal.run.roles import command_of, role_names, run_role
+from shoal.run.roles import command_of, role_names
 from shoal.run.watchdog import Watchdog
 from shoal.runtime import logs
-from shoal.runtime.clock import SystemClock
 from shoal.runtime.lock import FolderLock
 from shoal.runtime.sizing import kept_when_finished
 from shoal.runtime.stop import StopToken
-from shoal.runtime.supervise import Ending, ProcessSpec, ProcessView, Supervisor
+from shoal.runtime.supervise import Ending, ProcessSpec, Supervisor
 from shoal.runtime.text import shoal_command
 from shoal.shardcast import Origin
 from shoal.shardcast.tree import HEAD
@@ -39,17 +36,8 @@ from shoal.shardcast.tree import HEAD
 log = logging.getLogger(__name__)
 
 LOCK_WAIT_S = 15.0  # a supervisor that was killed leaves children that need a moment to end
-THREAD_GRACE_S = 30.0
 # Many processes share these cores, and perhaps one GPU: there, memory in pieces that nobody can use is others' memory.
 SHARED_MACHINE = {"OMP_NUM_THREADS": "1", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-POLL_S = 0.1
-
-
-@dataclass(frozen=True)
-class LaunchOptions:
-    processes: Literal["many", "one"] = "many"
-    patience_s: float = 600.0
-    verbose: bool = False
 
 
 @dataclass(frozen=True)
@@ -64,7 +52,7 @@ class Launched:
 
 def launch(
     folder: RunFolder,
-    options: LaunchOptions,
+    patience_s: float,
     stop: StopToken,
     display: Display,
     extra: Sequence[ProcessSpec] = (),
@@ -73,14 +61,10 @@ def launch(
     """Run everything to its end, shown by `display` (which the caller enters and leaves).
 
     `extra` are further processes, supervised like the recipe's own; `notes` are remarks on workers by name. No process
-    and no thread is left when this returns or raises.
+    is left when this returns or raises.
     """
-    if extra and options.processes == "one":
-        raise ConfigError("processes that the recipe does not name cannot run as threads: use --processes many")
     with FolderLock(folder.path).acquire(stop, LOCK_WAIT_S):
-        # A live display has the terminal for itself; lines say what the log says of processes, unless there are none.
-        to_stderr = not display.live and (options.verbose or options.processes == "one")
-        logs.setup("run", folder.path / "logs" / "run.log", options.verbose, stderr=to_stderr)
+        logs.setup("run", folder.path / "logs" / "run.log", stderr=False)  # the display says it in the terminal
         if RunFolder.open(folder.path).recipe != folder.recipe:
             raise ConfigError(f"another start has just made another run in {folder.path}; choose another folder")
         await_predecessors(folder, stop, [spec.name for spec in extra])
@@ -88,11 +72,11 @@ def launch(
         display.say(f"run {endpoints.run} in {folder.path}, hub at {endpoints.hub}, logs in {folder.path / 'logs'}")
         display.say(f"to contribute: {shoal_command()} join {endpoints.join}")
         with StatusPoller(endpoints.hub) as source:
-            reporter = Reporter(source, display, Watchdog(options.patience_s), notes or {})
-            if options.processes == "many":
-                ending = _as_processes(folder, stop, reporter, extra)
-            else:
-                ending = _as_threads(folder, stop, reporter)
+            reporter = Reporter(source, display, Watchdog(patience_s), notes or {})
+            specs = [*(process_spec(folder.path, name) for name in role_names(folder)), *extra]
+            supervisor = Supervisor(specs, stop, folder.path / "processes.json")
+            reporter.processes = supervisor.processes
+            ending = supervisor.run(reporter.tick, on_end=lambda: _last_look(reporter, stop))
         if ending.exit_code == 0:
             remove_caches(folder)
     return Launched(ending, reporter.status, reporter.elapsed_s, reporter.history)
@@ -124,16 +108,6 @@ def await_predecessors(folder: RunFolder, stop: StopToken, extra: Sequence[str] 
             FolderLock(folder.path / name).acquire(stop, LOCK_WAIT_S).release()
 
 
-# ── as processes ─────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _as_processes(folder: RunFolder, stop: StopToken, reporter: Reporter, extra: Sequence[ProcessSpec]) -> Ending:
-    specs = [*(process_spec(folder.path, name) for name in role_names(folder)), *extra]
-    supervisor = Supervisor(specs, stop, folder.path / "processes.json")
-    reporter.processes = supervisor.processes
-    return supervisor.run(reporter.tick, on_end=lambda: _last_look(reporter, stop))
-
-
 def _last_look(reporter: Reporter, stop: StopToken) -> None:
     """While everything still runs; whoever has pressed Ctrl-C is told that it was heard."""
     if stop.is_set():
@@ -153,71 +127,3 @@ def process_spec(path: Path, name: str, cheat: str | None = None) -> ProcessSpec
         when_done=when_done.get(role, "restart"),
         env={name: os.environ.get(name, value) for name, value in SHARED_MACHINE.items()},
     )
-
-
-# ── as threads ───────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-class RoleThread(threading.Thread):
-    """A role in this process; `error` is what ended it, if anything did."""
-
-    def __init__(self, folder: RunFolder, name: str, stop: StopToken) -> None:
-        super().__init__(name=name, daemon=True)
-        self._folder = folder
-        self._stop_token = stop
-        self._started_s = SystemClock().monotonic_s()
-        self.error: BaseException | None = None
-
-    def run(self) -> None:
-        try:
-            run_role(self._folder, self.name, self._stop_token)
-        except BaseException as error:  # handed to the main thread, which decides
-            if isinstance(error, ShoalError):  # its line says it all; of a bug one wants to see where
-                log.error("%s failed: %s", self.name, error)
-            else:
-                log.exception("%s failed", self.name)
-            self.error = error
-
-    def view(self) -> ProcessView:
-        state: Literal["running", "resting"] = "running" if self.is_alive() else "resting"
-        since_s = SystemClock().monotonic_s() - self._started_s
-        return ProcessView(self.name, state, None, 0, "" if self.is_alive() else "is done", since_s)
-
-
-def _as_threads(folder: RunFolder, stop: StopToken, reporter: Reporter) -> Ending:
-    from transformers import AutoModelForCausalLM  # noqa: F401 - lazily loaded there, by one thread at a time only
-
-    threads = [RoleThread(folder, name, stop) for name in role_names(folder)]
-    reporter.processes = lambda: [thread.view() for thread in threads]
-    for thread in threads:
-        thread.start()
-    ending = None
-    try:
-        while ending is None:
-            ending = _thread_ending(threads, stop) or reporter.tick()
-            stop.wait(POLL_S)
-        _last_look(reporter, stop)
-    finally:
-        stop.set("the run ended")
-        _join(threads, stop)
-    late = [thread.name for thread in threads if thread.is_alive()]
-    return replace(ending, message=f"{ending.message} (still running: {', '.join(late)})".strip()) if late else ending
-
-
-def _join(threads: Sequence[RoleThread], stop: StopToken) -> None:
-    """Wait for all of them, but no longer than the grace period, and not if somebody is in a hurry."""
-    end_s = SystemClock().monotonic_s() + THREAD_GRACE_S
-    while any(thread.is_alive() for thread in threads) and SystemClock().monotonic_s() < end_s:
-        if stop.hurry.wait(POLL_S):
-            return
-
-
-def _thread_ending(threads: list[RoleThread], stop: StopToken) -> Ending | None:
-    """Unlike a process, a thread that failed is not restarted: whoever debugs wants to see it."""
-    for thread in threads:
-        if thread.error is not None:
-            code = thread.error.exit_code if isinstance(thread.error, ShoalError) else 1
-            return Ending(code, f"{thread.name}: {thread.error}")
-        if thread.name == "trainer" and not thread.is_alive() and not stop.is_set():
-            return Ending(0, "")
-    return Ending(130, f"stopped ({stop.reason})") if stop.is_set() else None

@@ -1,4 +1,4 @@
-"""Orders of a run's owner: made, signed, sent to the hub. The commands are in `shoal.cli.admin`.
+"""Orders of a run's owner: made, signed, sent to the hub (`shoal admin`).
 
     keys/admin.key + admin.json ──sign──► pause, drain, resume, sanctions, relays, revoke (of a validator)
     keys/root.key ────────────────sign──► certificates (add-validator, rotate), revoke (of anybody), limits (calibrate)
@@ -44,8 +44,6 @@ from shoal.runtime.text import shoal_command
 WAIT_S = 10.0
 NO_POLICY = PolicyRef(incarnation=0, version=0, digest="0" * 64)  # an owner may open a kind before there is one
 LEAST_PREFIX = 4
-LEDGER_PAGES = 20
-NAMED = "; a node is named by its id, the start of it, or its name"
 ABOUT_NODES = (AdminVerb.SUSPEND, AdminVerb.BAN, AdminVerb.PARDON)
 
 
@@ -102,11 +100,6 @@ class Office:
         return HubClient.of_a_person(self.url, WAIT_S, self.pinned)
 
 
-def give(run: str, order: Order, keys: Path | None = None) -> str:
-    """Send an order as the owner of a run; returns what the hub says."""
-    return send(Office.of(run, keys), order)
-
-
 def open_kind(run: str, file: Path, keys: Path | None = None, clock: Clock = SystemClock()) -> str:
     """Sign the limits in a file as the owner, and put them in force for their kind of worker; returns what to say."""
     from shoal.validator.profiles import read_profile
@@ -128,6 +121,7 @@ def open_kind(run: str, file: Path, keys: Path | None = None, clock: Clock = Sys
 
 
 def send(office: Office, order: Order, needs_root: bool = False, clock: Clock = SystemClock()) -> str:
+    """Give an order as the owner of a run; returns what the hub says."""
     signer, verb = office.signer(needs_root), AdminVerb(order.verb)
     with closing(office.client()) as client:
         target = find_node(client, order.target, "node") if verb in ABOUT_NODES else order.target
@@ -160,23 +154,9 @@ def find_node(client: HubClient, what: str, kinds: str = "unit and no node") -> 
     if found:
         several = ", ".join(view.node[:12] for view in found[:4])
         raise UserError(f"{len(found)} nodes are called {what!r} ({several}, …): give the start of an id")
-    earlier = _once_called(client, what)
-    hint = f"; {earlier} was called that when it came: give the start of that id" if earlier else ""
-    raise UserError(f"there is no {kinds} {what!r} in this run{hint or NAMED}")
-
-
-def _once_called(client: HubClient, name: str) -> str:
-    """The node that registered under a name which no node has now, by the first rows of the ledger; empty if none."""
-    after = -1
-    for _ in range(LEDGER_PAGES):
-        entries = client.ledger(after, 1000).entries
-        for entry in entries:
-            if entry.kind == "node" and entry.body.get("name") == name:
-                return f"node {entry.body['node']!s}"
-        if not entries:
-            break
-        after = entries[-1].index
-    return ""
+    raise UserError(
+        f"there is no {kinds} {what!r} in this run; a node is named by its id, the start of it, or its name"
+    )
 
 
 # ── whom the run trusts ──────────────────────────────────────────────────────────────────────────────────────────

@@ -58,8 +58,27 @@ class WorkerSection(WorkerSettings):
     engine: str = Field(default="torch", description="what they generate with")
 
 
-class RelaySection(RelaySettings):
+class RelaySection(BaseModel):
+    """How relays mirror and serve."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
     count: int = Field(default=1, ge=0, le=64, description="relays that `shoal run` starts beside the origin")
+    keep_versions: int = Field(default=3, ge=1, le=1000, description="newest versions kept on disk")
+    disk_budget_gb: float | None = Field(
+        default=None, gt=0, description="bytes of chunks kept on disk at most; the oldest versions go first"
+    )
+    rate_per_client_mbit: float | None = Field(
+        default=None, gt=0, description="what one address is sent per second at most"
+    )
+
+    @property
+    def settings(self) -> RelaySettings:
+        return RelaySettings(
+            kept_versions=self.keep_versions,
+            disk_budget_gb=self.disk_budget_gb,
+            rate_per_client_mbit=self.rate_per_client_mbit,
+        )
 
 
 class Recipe(BaseModel):
@@ -103,8 +122,7 @@ def _published(recipe: Recipe) -> Recipe:
 
 def settings_of(model: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Every setting as (`section.key`, value), sections within sections taken apart."""
-    for name in type(model).model_fields:
-        value = getattr(model, name)
+    for name, value in model:
         if isinstance(value, BaseModel):
             yield from settings_of(value, f"{prefix}{name}.")
         else:
@@ -226,8 +244,6 @@ def _decides(key: str, before: Mapping[str, object], now: Mapping[str, object]) 
     if not key.startswith(prefix):
         return False
     guard = key.removeprefix(prefix).partition(".")[0]
-    if guard == "slow_factor":
-        return any(name.startswith(prefix) and value == "slow" for name, value in now.items())
     return any(values.get(f"{prefix}{guard}.react") in DECIDING for values in (before, now))
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, Self
+from typing import Self
 
 import httpx
 from pydantic import ValidationError
@@ -44,16 +44,6 @@ def fetch_status(url: str, http: httpx.Client, timeout_s: float = TIMEOUT_S) -> 
         return None
 
 
-class StatusSource(Protocol):
-    def take(self) -> RunStatus | None:
-        """The newest answer, unless it was taken before."""
-        ...
-
-    def ask(self) -> RunStatus | None:
-        """Ask now and wait for the answer, not for long."""
-        ...
-
-
 class StatusPoller:
     """Asks the hub about once a second from `__enter__` to `__exit__`."""
 
@@ -67,11 +57,13 @@ class StatusPoller:
         self._thread = threading.Thread(target=self._poll, name="status", daemon=True)
 
     def take(self) -> RunStatus | None:
+        """The newest answer, unless it was taken before."""
         with self._lock:
             newest, self._newest = self._newest, None
         return newest
 
     def ask(self) -> RunStatus | None:
+        """Ask now and wait for the answer, not for long."""
         return fetch_status(self._url, self._http, LAST_TIMEOUT_S)
 
     def __enter__(self) -> Self:
@@ -95,7 +87,7 @@ class StatusPoller:
 class Reporter:
     """What `launch` calls ten times a second: takes in what is new, has it shown, and may end the run."""
 
-    source: StatusSource
+    source: StatusPoller
     display: Display
     watchdog: Watchdog
     notes: Mapping[str, str] = field(default_factory=dict)

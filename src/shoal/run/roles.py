@@ -1,14 +1,12 @@
 """The roles of a run folder: what each is made of, and running one in this process.
 
-`shoal hub --dir RUN` and its likes, the children of `shoal run` and the threads of `shoal run --processes one` all come
-through here, so that they cannot differ.
+`shoal hub --dir RUN` and its likes and the children of `shoal run` all come through here, so that they cannot differ.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -139,7 +137,7 @@ def _relay(folder: RunFolder, index: int, stop: StopToken) -> None:
         trusted_key=folder.key("trainer").public_key,
         host=endpoints.bind,
         port=port_of(endpoints.relays[index]),
-        settings=folder.recipe.relay,
+        settings=folder.recipe.relay.settings,
         peers=endpoints.relays,
     )
     run_relay(config, stop, _ready("the relay"))
@@ -149,8 +147,10 @@ def _trainer(folder: RunFolder, _index: int, stop: StopToken) -> None:
     from shoal.trainer.settings import own_rank
 
     recipe = folder.recipe
-    if recipe.trainer.processes > 1 and own_rank() is None:
-        return _trainer_group(folder, stop)
+    if recipe.trainer.processes > 1 and own_rank() is None:  # the same in several processes, which this one watches
+        from shoal.trainer.elastic import run_group
+
+        return run_group(command_of(folder.path, "trainer"), recipe.trainer.processes, stop)
     from shoal.environments import build
     from shoal.trainer.process import run_trainer
     from shoal.trainer.settings import TrainerConfig
@@ -169,15 +169,6 @@ def _trainer(folder: RunFolder, _index: int, stop: StopToken) -> None:
         scored_by=recipe.environment,
     )
     return run_trainer(config, stop)
-
-
-def _trainer_group(folder: RunFolder, stop: StopToken) -> None:
-    """The same in several processes, which this one watches."""
-    if threading.current_thread() is not threading.main_thread():
-        raise ConfigError("a trainer of several processes is no thread: use --processes many, or trainer.processes=1")
-    from shoal.trainer.elastic import run_group
-
-    run_group(command_of(folder.path, "trainer"), folder.recipe.trainer.processes, stop)
 
 
 def _validator(folder: RunFolder, index: int, stop: StopToken) -> None:

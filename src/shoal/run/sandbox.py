@@ -62,20 +62,7 @@ SECRETS = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 # Root could change these without a capability. All of /proc cannot be read only: CUDA writes to its threads' own files.
 KERNEL = tuple(
     f"/proc/{name}"
-    for name in (
-        "acpi",
-        "asound",
-        "bus",
-        "driver",
-        "fs",
-        "irq",
-        "mtrr",
-        "pressure",
-        "scsi",
-        "sys",
-        "sysrq-trigger",
-        "tty",
-    )
+    for name in "acpi asound bus driver fs irq mtrr pressure scsi sys sysrq-trigger tty".split()  # noqa: SIM905
 )
 TMP_BYTES = 2 * 2**30  # of /tmp and /dev/shm, which are memory
 _LIBC = ctypes.CDLL(None)  # loaded before a fork

@@ -93,7 +93,7 @@ class Derived:
     audit_s: float = 60.0
     policy_wait_s: float = 30.0
     max_audits: int = 32
-    held_versions: int = 3
+    keep_versions: int = 3
     checkpoint_every: int = 1
     keep_checkpoints: int = 2
 
@@ -113,14 +113,14 @@ def derive(size: RunSize, speeds: Speeds = Speeds()) -> Derived:
     lease_s = _at_least(small.lease_s, MARGIN * (gb / speeds.apply_gb_s + load_s), group_s / FIRST_LEASE)
     audit_s = 2 * size.parameters * size.group_size * size.max_new_tokens / (speeds.audit_tflops * 1e12)
     audits = max(1, min(small.max_audits, int(CLAIM_S / audit_s))) if audit_s else small.max_audits
-    holds_more = small.held_versions * size.payload_bytes <= HELD_BYTES
+    holds_more = small.keep_versions * size.payload_bytes <= HELD_BYTES
     return Derived(
         lease_s=lease_s,
         lease_hard_s=_at_least(small.lease_hard_s, lease_s + group_s),
         audit_s=_at_least(small.audit_s, wait_s + MARGIN * audits * audit_s),
         policy_wait_s=wait_s,
         max_audits=audits,
-        held_versions=small.held_versions if holds_more else max(2, size.max_staleness + 1),
+        keep_versions=small.keep_versions if holds_more else max(2, size.max_staleness + 1),
         checkpoint_every=max(1, ceil(size.checkpoint_bytes / 1e9 / speeds.disk_gb_s / CHECKPOINT_S)),
         keep_checkpoints=small.keep_checkpoints if 2 * size.checkpoint_bytes <= TWO_CHECKPOINTS_BYTES else 1,
     )

@@ -15,14 +15,13 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-import re
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, ConfigDict, Field, create_model
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from shoal.errors import TrainingDiverged
 from shoal.runtime.text import shoal_command
@@ -38,6 +37,7 @@ LEAST_LOSS = 0.05  # of reward: what is smaller is noise, whatever its share
 NOISE = 4.0  # times the mean difference of two rows: small batches reach and lose an extreme by chance
 CALM = 5  # rows without it end an episode: what comes back after that is said again
 SETTLE = 10  # rows between two reductions of the rate: the effect of one shows after a while
+SLOW = 0.5  # what `slow` multiplies the rate by
 LOOKBACK = 20  # versions: more than any guard needs to notice; a checkpoint from before that is kept
 ALARM = "alarm_"
 RUN_OF_NOT_FINITE = "not_finite_updates"  # how many there were in a row when the step ended
@@ -157,8 +157,6 @@ def _mean(values: Sequence[float]) -> float:
     return sum(value / len(values) for value in values)  # divided first: the sum of huge ones would be infinite
 
 
-Above0, Above1 = Annotated[Real, Field(gt=0)], Annotated[Real, Field(gt=1)]
-Share, Count = Annotated[Real, Field(gt=0, le=1)], Annotated[int, Field(ge=0, le=1000)]
 STRICT = ConfigDict(frozen=True, extra="forbid")
 LOWER = "What to do: lower trainer.learning_rate"
 
@@ -169,7 +167,6 @@ class Guard:
     `of_beginning`: of the policy that a step begins with: it refuses all its updates, and judges the last version."""
 
     name: str
-    kind: Any
     limit: float
     of_step: Measure
     of_update: Measure | None = None
@@ -180,79 +177,98 @@ class Guard:
     below: bool = False
     rows: int = SMOOTH
     of_beginning: bool = False
+    least: float = 0.0  # limits are above this, and no more than `most`
+    most: float = LARGEST
 
 
 GUARDS = (
     # It can't be off: such an update would destroy the weights. With skip, so many of them in a row stop the run.
-    Guard("not_finite", Annotated[int, Field(gt=0)], 3, lambda _rows, _: None, None, "stop", ("skip", "stop"), rows=1,
+    Guard("not_finite", 3, lambda _rows, _: None, None, "stop", ("skip", "stop"), rows=1,
         seen="the loss or gradient of an update is NaN or infinite ({:.0f} in a row)",
         advice=f"Weights, rewards or recorded log-probabilities are broken. {LOWER}, look at the rollouts of the step"),
-    Guard("gradient_spike", Above1, 20.0, spike("grad_norm_max"), spike("grad_norm"), rows=1,
+    Guard("gradient_spike", 20.0, spike("grad_norm_max"), spike("grad_norm"), rows=1, least=1.0,
         seen="an update's gradient norm is {:.3g} times the median of the last 16 steps",
         advice=f"Often a broken reward, or a few extreme ratios. {LOWER} or trainer.grad_clip, look at the rollouts"),
-    Guard("gradient_slope", Above1, 10.0, growth, rows=SLOPE_ROWS,
+    Guard("gradient_slope", 10.0, growth, rows=SLOPE_ROWS, least=1.0,
         seen="the gradient norm grew {:.3g}-fold over 16 steps (fitted trend)",
         advice=f"Steady growth precedes collapse by tens of steps. {LOWER} or trainer.grad_clip"),
-    Guard("entropy_rise", Above0, 0.5, rise_again, rows=SLOPE_ROWS,
+    Guard("entropy_rise", 0.5, rise_again, rows=SLOPE_ROWS,
         seen="the entropy rose again by {:.0%} of its fall",
         advice=f"Runs that collapsed showed this about 150 steps before. {LOWER} or run.max_staleness"),
-    Guard("clip_fraction", Share, 0.3, latest("clip_fraction"), latest("clip_fraction"), rows=1,
+    Guard("clip_fraction", 0.3, latest("clip_fraction"), latest("clip_fraction"), rows=1, most=1.0,
         seen="{:.0%} of the tokens were clipped",
         advice=f"So much of the batch teaches nothing. {LOWER}, trainer.minibatches or run.max_staleness"),
-    Guard("effective_samples", Share, 0.05, recent("effective_samples"), latest("effective_samples"), below=True,
+    Guard("effective_samples", 0.05, recent("effective_samples"), latest("effective_samples"), below=True, most=1.0,
         seen="the weighted tokens are worth {:.1%} of their number",
         advice=f"A few tokens with huge ratios decide the update. {LOWER}, run.max_staleness or trainer.minibatches"),
-    Guard("mismatch_kl", Above0, 1.0, latest("mismatch_kl"), latest("mismatch_kl"), rows=1, of_beginning=True,
+    Guard("mismatch_kl", 1.0, latest("mismatch_kl"), latest("mismatch_kl"), rows=1, of_beginning=True,
         seen="trainer and recorded log-probabilities diverge by {:.3g} nats per token",
         advice=f"{LOWER} or run.max_staleness, compare number types (trainer.publish_dtype, worker.dtype)"),
-    Guard("divergence", Above0, 3.0, latest("mismatch"), latest("mismatch"), "stop", rows=SLOPE_ROWS, of_beginning=True,
+    Guard("divergence", 3.0, latest("mismatch"), latest("mismatch"), "stop", rows=SLOPE_ROWS, of_beginning=True,
         seen="the trainer's log-probabilities are {:.3g} nats per token away from the recorded ones",
         advice=f"An update destroyed the policy, or workers run another model. {LOWER}; take an earlier version"),
-    Guard("truncation", Share, 0.5, recent("truncated_fraction"),
+    Guard("truncation", 0.5, recent("truncated_fraction"), most=1.0,
         seen="{:.0%} of the completions were cut off by their length limit, over 5 steps",
         advice="What to do: raise run.max_new_tokens, or reward shorter answers; see also trainer.mask_truncated"),
-    Guard("no_signal", Count, 2, without_tokens,
+    Guard("no_signal", 2, without_tokens, least=-1.0,
         seen="{:.0f} steps in a row had no token to train on",
         advice="Rewards were equal in each group. What to do: other tasks (shoal filter), raise run.group_size or "
         "run.max_new_tokens"),
-    Guard("staleness", Above0, 4.0, recent("staleness_mean"),
+    Guard("staleness", 4.0, recent("staleness_mean"),
         seen="groups are {:.2g} versions old on average, over 5 steps",
         advice="Old groups teach less. What to do: lower run.max_staleness, or raise run.groups_per_step"),
-    Guard("reward_fall", Share, 0.5, lost,
+    Guard("reward_fall", 0.5, lost, most=1.0,
         seen="{:.0%} of the best mean reward of 5 steps was lost",
         advice=f"The policy unlearns, unless the tasks became harder. {LOWER}, look at the rollouts"),
-    Guard("reward_collapse", Share, 0.9, lost, None, "stop",
+    Guard("reward_collapse", 0.9, lost, None, "stop", most=1.0,
         seen="{:.0%} of the best mean reward of 5 steps was lost",
         advice=f"Hardly any rollout earns anything. {LOWER}, and begin again from an earlier version"),
 )  # fmt: skip
 ENDINGS = (  # a warm start has no recorded log-probabilities: at its end, the loss of its last batch is judged
-    Guard("divergence", Above0, 3.0, latest("rise_by_step"), rows=1,
+    Guard("divergence", 3.0, latest("rise_by_step"), rows=1,
         seen="the loss of its batch is {:.3g} nats per token higher than before it",
         advice=f"The step has destroyed what the model knew. {LOWER} or trainer.grad_clip"),
-    Guard("divergence", Above0, 3.0, latest("rise_by_run"), rows=SLOPE_ROWS,
+    Guard("divergence", 3.0, latest("rise_by_run"), rows=SLOPE_ROWS,
         seen="the loss of its batch is {:.3g} nats per token higher than at the beginning",
         advice=f"Earlier steps have destroyed what the model knew. {LOWER} or trainer.grad_clip"),
 )  # fmt: skip
 RULES = {guard.name: guard for guard in GUARDS}
 
 
-def _tables() -> dict[str, Any]:
-    """The table of each guard. Its limit is described by what the guard says: "groups are N versions old"."""
-    fields: dict[str, Any] = {}
-    for guard in GUARDS:
-        reactions = guard.reactions if guard.of_update is None else ("off", "warn", "skip", "slow", "stop")
-        what = f"fires {'below' if guard.below else 'above'} this N: {re.sub(r'{[^}]*}', 'N', guard.seen)}"
-        own: Any = {"limit": (guard.kind, Field(default=guard.limit, description=what))}
-        own["react"] = (Literal[reactions], Field(default=guard.react, description="what is done beyond the limit"))
-        table = create_model(guard.name, __config__=STRICT, **own)
-        fields[guard.name] = (table, Field(default_factory=table, description=what))
-    return fields
+class GuardRule(BaseModel):
+    """`[trainer.guards.NAME]`: what is not given is as the table of guards says (docs/guides/guards.md)."""
+
+    model_config = STRICT
+
+    limit: Real | None = Field(default=None, description="what the guard fires beyond")
+    react: Literal["off", "warn", "skip", "slow", "stop"] | None = Field(default=None, description="what is done then")
 
 
-class GuardSettings(create_model("Tables", __config__=STRICT, **_tables())):  # type: ignore[misc]
+class GuardSettings(BaseModel):
     """The [trainer.guards] table. A guard is a table of its own: `[trainer.guards.entropy_rise]`, `react = "off"`."""
 
-    slow_factor: Real = Field(default=0.5, gt=0, lt=1, description="slow multiplies the rate by it, every 10 steps")
+    model_config = ConfigDict(frozen=True, extra="allow")
+    __pydantic_extra__: dict[str, GuardRule]
+
+    def rule(self, name: str) -> Any:
+        """A guard's rule, with its limit and its reaction."""
+        return self.__pydantic_extra__[name]
+
+    @model_validator(mode="after")
+    def _complete(self) -> GuardSettings:
+        rules = self.__pydantic_extra__
+        if unknown := sorted(set(rules) - set(RULES)):
+            raise ValueError(f"there is no guard {unknown[0]!r}; there are {', '.join(RULES)}")
+        for name, guard in RULES.items():
+            given = rules.pop(name, GuardRule())
+            limit = guard.limit if given.limit is None else given.limit
+            react = given.react or guard.react
+            if not guard.least < limit <= guard.most:
+                raise ValueError(f"{name}.limit = {limit:g} must be above {guard.least:g}, at most {guard.most:g}")
+            if react not in guard.reactions and not (guard.of_update and react == "skip"):
+                raise ValueError(f"{name}.react = {react!r}: it may be {', '.join(guard.reactions)}")
+            rules[name] = given.model_copy(update={"limit": limit, "react": react})
+        return self
 
 
 @dataclass(frozen=True)
@@ -319,9 +335,9 @@ def _to_take(folder: Path, which: str) -> str:
 def rate_factor(settings: GuardSettings, rows: Sequence[Row]) -> float:
     """What the next step's learning rate is multiplied by: the last one's factor, less if a guard slows; never more."""
     factor = float(rows[-1].get("rate_factor", 1.0)) if rows else 1.0
-    slows = rows and any(f"{ALARM}{name}" in rows[-1] for name in RULES if getattr(settings, name).react == "slow")
+    slows = rows and any(f"{ALARM}{name}" in rows[-1] for name in RULES if settings.rule(name).react == "slow")
     settled = all(row.get("rate_factor", 1.0) == factor for row in rows[-SETTLE:])
-    return factor * settings.slow_factor if slows and settled else factor
+    return factor * SLOW if slows and settled else factor
 
 
 def standing(rows: Sequence[Row]) -> dict[str, tuple[int, str]]:
@@ -338,7 +354,7 @@ def standing(rows: Sequence[Row]) -> dict[str, tuple[int, str]]:
 
 def needs_lookback(settings: GuardSettings) -> bool:
     """Whether an older checkpoint must be kept: some guard stops the run on what began some steps ago."""
-    return any(guard.rows > 1 and getattr(settings, guard.name).react == "stop" for guard in GUARDS)
+    return any(guard.rows > 1 and settings.rule(guard.name).react == "stop" for guard in GUARDS)
 
 
 @dataclass
@@ -370,7 +386,7 @@ class Watch:
             alarm = next((alarm for alarm in found if alarm and alarm.react in ("skip", "stop")), None)
         else:
             self._not_finite += 1
-            own = self.settings.not_finite
+            own = self.settings.rule("not_finite")
             react = "stop" if own.react == "stop" or self._not_finite >= own.limit else "skip"
             alarm = self._alarm(RULES["not_finite"], float(self._not_finite), react=react)
         if alarm:
@@ -397,7 +413,8 @@ class Watch:
 
     def conclude_scores(self, scores: Mapping[int, float], version: int, tasks: int, folder: Path) -> Judged:
         """Whether the last version has lost what an earlier one could, by held-out score; `folder` has checkpoints."""
-        name, own, share = "reward_collapse", self.settings.reward_collapse, lost_score(scores, version, tasks)
+        name, share = "reward_collapse", lost_score(scores, version, tasks)
+        own = self.settings.rule(name)
         if own.react == "off" or share is None or not share > own.limit:
             return Judged.of()
         best = max(scores, key=lambda each: (scores[each], each))
@@ -409,7 +426,7 @@ class Watch:
 
     def _alarm(self, guard: Guard, value: float | None, when: str = "", react: str = "") -> Alarm | None:
         """The alarm of a guard that is not off and has measured something beyond its limit. `react`: it surely has."""
-        name, own = guard.name, getattr(self.settings, guard.name)
+        name, own = guard.name, self.settings.rule(guard.name)
         beyond = value is not None and (react or (value < own.limit if guard.below else value > own.limit))
         if value is None or not beyond or own.react == "off":
             return None

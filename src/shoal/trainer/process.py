@@ -136,6 +136,5 @@ def _trackers(config: TrainerConfig, info: RunInfo) -> Trackers:
 def _origin(config: TrainerConfig, info: RunInfo) -> Origin:
     kept = OriginSettings(
         kept_versions=max(OriginSettings().kept_versions, info.max_staleness + 2),
-        anchor_every=config.settings.anchor_every,
     )
     return Origin(config.origin_folder, info.run, config.key, settings=kept)

@@ -61,16 +61,6 @@ class ObjectiveSettings(BaseModel):
         gt=1,
         description="where an importance weight is cut off (tis, cispo, decoupled, geometric_mask, kl)",
     )
-    mask_low: Real = Field(
-        default=0.99, gt=0, lt=1, description="geometric_mask: least geometric mean of a sequence's ratios"
-    )
-    mask_high: Real = Field(
-        default=1.01, gt=1, description="geometric_mask: largest geometric mean of a sequence's ratios"
-    )
-    move_limit: Real = Field(
-        default=0.2, gt=0, lt=1, description="dppo: how far a token's probability may move in its advantage's direction"
-    )
-    log_ratio_penalty: Real = Field(default=1e-3, ge=0, description="dppo: weight of (log ratio)²")
     kl: Real = Field(
         default=0.0, ge=0, description="weight of the divergence KL(policy ‖ the one that training began with)"
     )
@@ -158,9 +148,6 @@ class TrainerSettings(BaseModel):
     publish_dtype: Literal["float32", "bfloat16"] = Field(
         default="float32", description="number type that is published and exported"
     )
-    anchor_every: int = Field(
-        default=16, ge=1, le=60, description="versions between two that are offered whole; the others are deltas"
-    )
 
     checkpoint_every: int | None = Field(
         default=None, ge=1, description=f"steps between checkpoints; those between are replayed; {DERIVED} 1"
@@ -227,7 +214,7 @@ class TrainerSettings(BaseModel):
 # `evaluate_tasks`, since scores of other tasks could not be compared.
 ROUNDING = ("device", "threads", "processes", "micro_batch_tokens", "memory.compile", "memory.recompute")
 HARMLESS = (
-    "tracking", "batch_deadline_s", "checkpoint_every", "keep_checkpoints", "keep_best", "anchor_every", "evaluate_by",
+    "tracking", "batch_deadline_s", "checkpoint_every", "keep_checkpoints", "keep_best", "evaluate_by",
     "evaluate_every",
 )  # fmt: skip
 GUARDS = "guards"

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 
-from shoal.client import Activity, ClientOptions, HubClient, RegularHeartbeat
+from shoal.client import Activity, ClientOptions, HubClient, Pace, RegularHeartbeat
 from shoal.client.weights import Following, downloader_of
 from shoal.engines import build, check_policy, kind_of, warm_up
 from shoal.engines.memory import free_bytes, keep_to_share
@@ -63,6 +63,7 @@ log = logging.getLogger(__name__)
 LOCK_WAIT_S = 5.0
 PORTION_BYTES = 32 * 1024 * 1024  # well below what the hub hands out in one answer
 MAX_LEFT = 1024
+CANARY_EVERY = 64  # full audits after which a known cheat is judged too; one that passes ends the validator
 NOT_READY_POLL_S = 1.0  # one long poll for audits while no policy is loaded: there is hardly anything to audit
 POLICY_TRIES = 3  # claims of one submission that may fail for want of its policy before it is given up
 
@@ -107,12 +108,12 @@ def _judge_with(client: HubClient, judge: Judge, config: ValidatorConfig, stop: 
     memory_bytes = keep_to_share(kind, settings.memory_share)
     _check_profiles(client.run_info().profiles, settings, config.engine)
     chosen = settle(settings, RunSize.of(client.run_info()))
-    weights = downloader_of(client.trusted_run(), config.folder / "cache", stop, chosen.held_versions)
+    weights = downloader_of(client.trusted_run(), config.folder / "cache", stop, chosen.keep_versions)
     with closing(weights) as downloader, Prefetch(downloader, stop):
         fetch = Following(client, downloader)
         weight_bytes = 4 if settings.dtype == "float32" else 2
         model_bytes = weight_bytes * client.run_info().model.parameters
-        loaded = policies_loaded(chosen.held_versions, model_bytes, free_bytes(kind.split("/")[1]))
+        loaded = policies_loaded(chosen.keep_versions, model_bytes, free_bytes(kind.split("/")[1]))
         shelf = EngineShelf(
             fetch,
             lambda files: build(config.engine, files, settings.device, settings.dtype),
@@ -123,13 +124,14 @@ def _judge_with(client: HubClient, judge: Judge, config: ValidatorConfig, stop: 
             ),
         )
         shelf.wait_s = chosen.policy_wait_s
-        chosen = replace(chosen, held_versions=loaded)
+        chosen = replace(chosen, keep_versions=loaded)
         calibrator = Calibrator(client, shelf, judge, config.engine, settings, SystemClock())
         others = SecondEngines(config.engine, settings.device, fetch)
         judge = replace(judge, calibrations=calibrator.limits, second_engine=others.get)
         role = Validator(
-            client, shelf, judge, settings, stop, kind=kind, calibrator=calibrator, idle=others.drop, chosen=chosen
-        )
+            client, shelf, judge, settings, stop, kind=kind, calibrator=calibrator, idle=others.drop, chosen=chosen,
+            pace=config.pace,
+        )  # fmt: skip
         role.run()
     if role.finished:
         weights.forget()
@@ -166,7 +168,7 @@ def _panel(config: ValidatorConfig, stop: StopToken) -> Panel:
 
 @contextmanager
 def _connected(config: ValidatorConfig, stop: StopToken) -> Iterator[HubClient]:
-    options = ClientOptions(patience_s=config.settings.hub_patience_s)
+    options = ClientOptions(patience_s=config.pace.patience_s)
     client = HubClient(config.hub_url, config.key, stop, config.root_fingerprint, config.http, options=options)
     try:
         client.register(config.folder.name, "validator", config.certificate)
@@ -190,6 +192,7 @@ class Validator:
         calibrator: Calibrator | None = None,
         idle: Callable[[], None] = lambda: None,
         chosen: Derived | None = None,
+        pace: Pace = Pace(),
     ) -> None:
         """`kind` is what it generates with; without it, it is given nothing to generate. `idle` is called when there
         is nothing to audit. `chosen` are the settings that depend on the size of the run."""
@@ -199,19 +202,19 @@ class Validator:
         self._kind = kind
         self._idle = idle
         self._judge = judge
-        self._settings = settings
         self._stop = stop
         self._clock = clock
+        self._polling = pace
         self._is_measuring = False  # limits; there may be more to measure, so that nothing is waited for
         self._misses: Counter[str] = Counter()
         self._foreign: dict[str, None] = {}  # submissions for another environment, newest last
         self._chosen = chosen or settle(settings)
         self.finished = False
         self._most = self._chosen.max_audits  # fewer while scoring does not get through as many in its time
-        self._canary = Canary(judge, settings.canary_every)
+        self._canary = Canary(judge, CANARY_EVERY)
         self.activity = Activity(clock)
-        self._ahead = Ahead(client, shelf, judge, self._chosen.held_versions > 1, clock)
-        self._heartbeat = RegularHeartbeat(client, settings.heartbeat_s, self.activity, self._ahead.hear)
+        self._ahead = Ahead(client, shelf, judge, self._chosen.keep_versions > 1, clock)
+        self._heartbeat = RegularHeartbeat(client, pace.heartbeat_s, self.activity, self._ahead.hear)
         self._generating = Generating(client, shelf, self.activity, stop)
         evaluator = SliceEvaluator(judge.environment, judge.decoders, judge.scorer)
         self._evaluating = SliceRunner(client, shelf, evaluator, self.activity, stop, clock)
@@ -260,11 +263,11 @@ class Validator:
                 self._ahead.prepare()
 
     def _request(self) -> AuditRequest:
-        settings, ready = self._settings, self._ahead.is_ready and not self._is_measuring
+        ready = self._ahead.is_ready and not self._is_measuring
         left = (*tuple(self._misses)[-MAX_LEFT:], *self._foreign, *self._generating.left)
         return AuditRequest(
             max_audits=self._most,
-            wait_s=settings.audit_wait_s if ready else min(NOT_READY_POLL_S, settings.audit_wait_s),
+            wait_s=self._polling.poll_s if ready else min(NOT_READY_POLL_S, self._polling.poll_s),
             left=left,
             evaluate=self._evaluating.readiness if ready else "no",
             generates=self._kind,

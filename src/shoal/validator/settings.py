@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 import httpx
 from pydantic import BaseModel, ConfigDict, Field
 
+from shoal.client import Pace
 from shoal.engines.registry import DTYPES
 from shoal.environments import Environment, EnvironmentSettings
 from shoal.protocol import SignedDocument, SigningKey
@@ -30,20 +31,12 @@ class ValidatorSettings(BaseModel):
         le=256,
         description=f"submissions claimed at once; those of one policy share one batched prefill; {DERIVED} 32",
     )
-    audit_wait_s: float = Field(
-        5.0, ge=0, le=60, description="one long poll for audits; also the longest that an idle validator takes to stop"
-    )
-    held_versions: int | None = Field(
+    keep_versions: int | None = Field(
         None,
         ge=1,
         description="policies kept on disk, and loaded while half of the memory that is free holds them; max_staleness "
         f"+ 1 avoids reloads; {DERIVED} 3",
     )
-    policy_wait_s: float | None = Field(
-        None, gt=0, description=f"how long a policy is fetched before its audits are left for later; {DERIVED} 30"
-    )
-    heartbeat_s: float = Field(5.0, gt=0, description="time between two heartbeats")
-    hub_patience_s: float = Field(600.0, gt=0, description="how long a hub that does not answer is waited for")
     profiles: tuple[Path, ...] = Field(
         (), description="files with limits for kinds of workers that no validator measures (shoal doctor --calibrate)"
     )
@@ -54,9 +47,6 @@ class ValidatorSettings(BaseModel):
         gt=0,
         le=1,
         description="part of the GPU's memory that it may take, half of it for weights; for several roles on one GPU",
-    )
-    canary_every: int = Field(
-        64, ge=1, description="full audits after which a known cheat is judged too; one that passes ends the validator"
     )
 
 
@@ -81,7 +71,7 @@ class ValidatorConfig:
 
     `shuffle_rewards` comes from the [environment] section: the control run that must not learn. `scored_by` is that
     section: completions are scored in processes that build the environment from it; without it, in this process. `http`
-    is given only by tests and one-process runs.
+    and `pace` are given only by tests and one-process runs.
     """
 
     folder: Path
@@ -95,3 +85,4 @@ class ValidatorConfig:
     shuffle_rewards: bool = False
     scored_by: EnvironmentSettings | None = None
     http: httpx.Client | None = None
+    pace: Pace = field(default_factory=Pace)

@@ -8,7 +8,7 @@
 
 Back-pressure: the worker leases only when it is about to generate (it never hoards), as much as it can generate within
 the time of a lease by its measured speed, and generates only while the outbox has room. Whatever it waits for, its
-heartbeat says so. A hub that is away is waited for (`hub_patience_s`); finished work survives anything on disk; leases
+heartbeat says so. A hub that is away is waited for (`Pace.patience_s`); finished work survives anything on disk; leases
 in hand are given back on the way out.
 """
 
@@ -21,7 +21,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 
 from shoal.adversary import Cheat, Loot, find_cheat
-from shoal.client import Activity, ClientOptions, HubClient, RegularHeartbeat
+from shoal.client import Activity, ClientOptions, HubClient, Pace, RegularHeartbeat
 from shoal.client.weights import Following, downloader_of
 from shoal.engines import Completion, Engine, build, check_policy, kind_of, warm_up
 from shoal.engines.dialogue import unknown_tool
@@ -51,6 +51,8 @@ log = logging.getLogger(__name__)
 
 LOCK_WAIT_S = 5.0
 RELEASE_PATIENCE_S = 5.0
+OUTBOX_LIMIT = 64  # finished groups that may wait for the hub; then work pauses
+STOP_FLUSH_S = 5.0  # how long a stopping worker still sends finished groups
 CACHED_POLICIES = 2  # on disk: the one at work, and the next
 LOADED_POLICIES = 1  # leases name the newest policy: a second copy of the weights would hardly ever be used
 PROFILE_UNKNOWN = "profile.unknown"  # the hub's code for a kind of worker that the run has not measured
@@ -86,7 +88,10 @@ def run_worker(config: WorkerConfig, stop: StopToken) -> None:
                 shelf = _shelf(fit, conduct, fetch, run.environment)
                 chosen = config.settings.dtype == "auto"
                 try:
-                    worker = Worker(client, shelf, outbox, fit.settings, stop, profile, conduct=conduct, chosen=chosen)
+                    worker = Worker(
+                        client, shelf, outbox, fit.settings, stop, profile, conduct=conduct, chosen=chosen,
+                        pace=config.pace,
+                    )  # fmt: skip
                     worker.run()
                     break
                 except NotTaken:
@@ -144,7 +149,7 @@ def _connected(config: WorkerConfig, stop: StopToken) -> Iterator[HubClient]:
     """A client that insists on the run's root key."""
     key = identity(config.folder)
     urls = (config.hub_url, *config.further_hubs)
-    options = ClientOptions(patience_s=config.settings.hub_patience_s)
+    options = ClientOptions(patience_s=config.pace.patience_s)
     client = HubClient(urls, key, stop, config.root_fingerprint, config.http, options=options)
     client.on_receipt = KeptHeads(config.folder).keep
     with closing(client):
@@ -180,6 +185,7 @@ class Worker:
         clock: Clock = SystemClock(),
         conduct: Cheat = Cheat(),
         chosen: bool = False,
+        pace: Pace = Pace(),
     ) -> None:
         """`chosen`: the number format was chosen, so that another may be chosen before the first lease."""
         self._client = client
@@ -187,6 +193,7 @@ class Worker:
         self._shelf = shelf
         self._outbox = outbox
         self._settings = settings
+        self._pace = pace
         self._stop = stop
         self._profile = profile
         self._clock = clock
@@ -203,7 +210,7 @@ class Worker:
         self._newest = NewestPolicy(client, shelf, self.activity, stop)
         self._uploader = Uploader(client, outbox, self._on_sent, clock)
         self._showing = ProgressSender(client, self._deadlines_ms.__setitem__, conduct, clock)
-        self._heartbeat = RegularHeartbeat(client, settings.heartbeat_s, self.activity, self._hear)
+        self._heartbeat = RegularHeartbeat(client, pace.heartbeat_s, self.activity, self._hear)
 
     def run(self) -> None:
         """Lease, generate, hand in; until finished, stopped or shut out."""
@@ -260,18 +267,17 @@ class Worker:
                 raise failure
 
     def _room_in_outbox(self) -> bool:
-        limit = self._settings.outbox_limit
-        if self._outbox.wait_until_below(self._run, limit, 0):
+        if self._outbox.wait_until_below(self._run, OUTBOX_LIMIT, 0):
             return True
-        with self.activity.waiting(f"the hub to take {limit} finished groups"):
-            return self._outbox.wait_until_below(self._run, limit, self._settings.heartbeat_s)
+        with self.activity.waiting(f"the hub to take {OUTBOX_LIMIT} finished groups"):
+            return self._outbox.wait_until_below(self._run, OUTBOX_LIMIT, self._pace.heartbeat_s)
 
     def _lease(self) -> None:
         policy = self._newest.loaded
         request = LeaseRequest(
             request=uuid.uuid4().hex,
             max_units=self._units,
-            wait_s=self._settings.lease_wait_s,
+            wait_s=self._pace.poll_s,
             held=self._known_leases(),
             profile=self._profile,
             policy=policy,
@@ -428,9 +434,9 @@ class Worker:
         self._release(list(self._hand), self._stop.reason or "the worker is ending")
         with self.activity.waiting("the hub to take the last groups"):
             if self.finished:  # nothing else to do: as long as it takes, unless told to stop
-                self._uploader.flush(self._settings.hub_patience_s, self._stop.is_set)
+                self._uploader.flush(self._pace.patience_s, self._stop.is_set)
             else:
-                self._uploader.flush(self._settings.stop_flush_s, lambda: False)
+                self._uploader.flush(STOP_FLUSH_S, lambda: False)
 
     def _sum_up(self) -> None:
         """The last words, once the other threads have said theirs."""

@@ -19,6 +19,7 @@ import httpx
 from pydantic import BaseModel, ConfigDict, Field
 
 from shoal.adversary import find_cheat
+from shoal.client import Pace
 from shoal.engines import check_engine
 from shoal.protocol import SignedDocument, SigningKey, load_or_create_key
 from shoal.protocol.lease import MAX_LEASES_PER_REQUEST
@@ -31,15 +32,6 @@ class WorkerSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     units_per_lease: int = Field(8, ge=1, le=MAX_LEASES_PER_REQUEST, description="most groups in one engine call")
-    lease_wait_s: float = Field(
-        5.0, ge=0, le=60, description="one long poll for work; also the longest that an idle worker takes to stop"
-    )
-    heartbeat_s: float = Field(
-        5.0, gt=0, le=10, description="time between two heartbeats; a hub that hears nothing for 20 s ends the leases"
-    )
-    hub_patience_s: float = Field(600.0, gt=0, description="how long a hub that does not answer is waited for")
-    outbox_limit: int = Field(64, ge=1, description="finished groups that may wait for the hub; then work pauses")
-    stop_flush_s: float = Field(5.0, ge=0, description="how long a stopping worker still sends finished groups")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where to generate; auto: a GPU if there is one")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="what to compute in; auto: the fastest that this machine has and the run takes work of"
@@ -53,9 +45,9 @@ class WorkerSettings(BaseModel):
 class WorkerConfig:
     """One worker: its folder (key, outbox, cache), its engine, and the hub it works for.
 
-    Without `root_fingerprint` the first hub that answers is believed. `http` is given only by tests and one-process
-    runs. `cheat` makes it a dishonest one (`adversary`), to attack one's own run. `further_hubs` are addresses
-    of the same run; `vouch` is an owner's word that this machine is theirs; `limits` is what it may take of it.
+    Without `root_fingerprint` the first hub that answers is believed. `http` and `pace` are given only by tests and
+    one-process runs. `cheat` makes it a dishonest one (`adversary`), to attack one's own run. `further_hubs` are
+    addresses of the same run; `vouch` is an owner's word that this machine is theirs; `limits` what it may take of it.
     """
 
     folder: Path
@@ -69,6 +61,7 @@ class WorkerConfig:
     further_hubs: tuple[str, ...] = ()
     vouch: SignedDocument | None = None
     limits: MachineLimits = field(default_factory=MachineLimits)
+    pace: Pace = field(default_factory=Pace)
 
 
 def check_choices(engine: str, cheat: str | None, settings: WorkerSettings | None = None) -> None:

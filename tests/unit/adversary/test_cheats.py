@@ -163,7 +163,7 @@ def test_a_name_that_is_not_there_makes_nothing_anywhere(tmp_path: Path, engine:
     asked: list[httpx.Request] = []
     http = httpx.Client(transport=httpx.MockTransport(lambda request: asked.append(request) or httpx.Response(500)))
     folder = tmp_path / "node"
-    config = WorkerConfig(folder, WorkerSettings(hub_patience_s=1), engine, "http://hub", None, "n", http, cheat)
+    config = WorkerConfig(folder, WorkerSettings(), engine, "http://hub", None, "n", http, cheat)
     with pytest.raises(ConfigError, match="there is no"):
         run_worker(config, StopToken())
     assert asked == []

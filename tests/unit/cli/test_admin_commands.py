@@ -88,14 +88,6 @@ def test_what_is_not_there_is_the_askers_mistake(folder: RunFolder, capsys: pyte
     assert main(["why", "nobody", str(folder.path)]) == 2
 
 
-def test_a_name_that_was_given_up_leads_to_the_node_that_had_it(
-    folder: RunFolder, capsys: pytest.CaptureFixture[str]
-) -> None:
-    client_of(folder, CAROL).register("dora", "worker", None)
-    assert order(folder, "ban", "carol") == 2
-    assert f"node {CAROL.node} was called that when it came" in capsys.readouterr().err
-
-
 def test_from_elsewhere_with_the_keys_alone(folder: RunFolder, tmp_path: Path) -> None:
     join_url, keys = folder.endpoints.join, tmp_path / "keys"
     assert main(["admin", "pause", join_url]) == 2

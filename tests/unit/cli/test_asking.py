@@ -116,6 +116,6 @@ def test_a_few_rows_that_cannot_be_asked_are_passed_over_and_many_are_a_mistake(
 
 
 def test_a_judge_that_is_not_there_is_said(tmp_path: Path) -> None:
-    judge = {"label": "taste", "kind": "classifier", "path": str(tmp_path / "none")}
+    judge = {"label": "taste", "path": str(tmp_path / "none")}
     with pytest.raises(UserError, match="the path of taste is no folder"):
         check_ingredients(recipe(environment={"judges": [judge]}))

@@ -14,12 +14,14 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 from clikit import NODE, TINY, one_line, report, run_shoal, status, wait
 
 import forkkit
-from shoal.cli.main import command_names, explain, main
+from shoal.cli.main import app, command_names, explain, main
 from shoal.client.trust import run_id
 from shoal.errors import ConfigError, DeadlineExceeded, HubRefused, ResourceError
 from shoal.hub import HubConfig
@@ -33,6 +35,7 @@ from shoal.runtime.stop import SUPERVISED, TOLD_TO_STOP_CODE, StopToken
 
 Shoal = Callable[..., subprocess.CompletedProcess[str]]
 NOWHERE = "http://127.0.0.1:9"  # the discard port: nobody listens there
+MOST_COMMANDS = 37  # those of groups included; only goes down, unless a commit says why
 
 
 @pytest.fixture
@@ -55,12 +58,18 @@ def test_help_is_fast_and_loads_nothing_heavy() -> None:
     assert spent_s < 1.0
 
 
+def count_of_commands(group: Any = None) -> int:
+    found = (group or typer.main.get_command(app)).commands.values()
+    return sum(count_of_commands(each) if hasattr(each, "commands") else 1 for each in found)
+
+
 def test_the_commands_are_these() -> None:
     expected = (
         "admin backup cast compare data demo doctor eval export filter hub join key ledger plan relay restore "
         "run sft status trainer validator why worker"
     )
     assert command_names() == expected.split()
+    assert count_of_commands() <= MOST_COMMANDS
 
 
 @pytest.mark.parametrize("command", command_names())

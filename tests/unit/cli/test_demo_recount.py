@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from shoal.environments import EnvironmentSettings, build
-from shoal.errors import DeadlineExceeded, EnvironmentSetupError, ModelError, ScoringFailure, ShoalError
+from shoal.errors import DeadlineExceeded, ModelError, ShoalError
 from shoal.models.load import load_model
 from shoal.protocol import SamplingParameters
 from shoal.run.demo import recount as module
-from shoal.run.demo.recount import Question, recount, score, until
+from shoal.run.demo.recount import Question, recount, score
 from shoal.run.recipe import Recipe
 from shoal.runtime.stop import StopToken
 from shoal.trainer.export import ModelCard, export_policy
@@ -53,12 +53,6 @@ def trainers_score(environment: EnvironmentSettings, tasks: int = TASKS) -> floa
     return value
 
 
-def reward_file(folder: Path, body: str) -> EnvironmentSettings:
-    path = folder / "reward.py"
-    path.write_text(body)
-    return EnvironmentSettings(file=path)
-
-
 @pytest.mark.parametrize("tasks", [1, 63, 65, 1000])
 def test_it_comes_to_what_the_trainer_says(export: Path, tasks: int) -> None:
     counted = score(question(export, tasks=tasks), StopToken())
@@ -76,48 +70,21 @@ def test_the_folders_own_sampling_settings_do_not_count(export: Path, tmp_path: 
     assert score(question(copy), StopToken()) == score(question(export), StopToken())
 
 
-@pytest.mark.slow
-def test_a_reward_of_ones_own_that_prints_and_sometimes_fails(export: Path, tmp_path: Path) -> None:
-    """In a process of its own. What is printed is no answer; a task that it fails on is no sample, as in training."""
-    environment = reward_file(
-        tmp_path,
-        "splits = ['held_out'] * 4 + ['train'] * 5\n"
-        "tasks = [{'prompt': f'{n}1=', 'answer': str(n), 'split': split} for n, split in enumerate(splits)]\n"
-        "import atexit, sys\n"
-        "'pytest' in sys.modules or atexit.register(print, 'after the answer')\n"
-        "def score(prompt, completion, answer):\n"
-        "    print('scoring', completion)\n"
-        "    if answer == '0':\n"
-        "        raise RuntimeError('no zero')\n"
-        "    return float(completion[:1] == min(answer, '1'))\n",
-    )
-    counted = recount(export, recipe(environment), 120, StopToken())
-    assert counted.tasks == 3
-    assert counted.score == trainers_score(environment)
-
-
-def test_nothing_that_could_be_scored(export: Path, tmp_path: Path) -> None:
-    body = "tasks = [('a', 'b')] * 1\ndef score(prompt, completion, answer):\n    return 0.0\n"
-    with pytest.raises(ScoringFailure, match="no held-out task could be scored: environment reward has none"):
-        score(question(export, reward_file(tmp_path, body)), StopToken())
-
-
-class TestFoldersThatDoNotLoad:
-    def test_none_at_all(self, tmp_path: Path) -> None:
-        with pytest.raises(ModelError, match=r"there is no export .*nowhere; a run exports its model when"):
-            score(question(tmp_path / "nowhere"), StopToken())
-
-    @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
-    def test_a_damaged_file(self, export: Path, tmp_path: Path, name: str) -> None:
-        copy = tmp_path / "export"
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json", ""])
+def test_a_damaged_or_absent_export_does_not_load(export: Path, tmp_path: Path, name: str) -> None:
+    copy = tmp_path / "export"
+    if name:
         shutil.copytree(export, copy)
         (copy / name).write_bytes(b"{damaged")
-        with pytest.raises(ModelError, match=r"the export .*export does not load with transformers: \w+: "):
-            score(question(copy), StopToken())
+    with pytest.raises(ModelError, match=r"the export .*export does not load with transformers: \w+: "):
+        score(question(copy), StopToken())
 
-    def test_the_error_crosses_the_process_as_what_it_is(self, tmp_path: Path) -> None:
-        with pytest.raises(EnvironmentSetupError, match=r"cannot read the reward file .*absent\.py"):
-            recount(tmp_path, recipe(EnvironmentSettings(file=tmp_path / "absent.py")), 120, StopToken())
+
+@pytest.mark.slow
+def test_in_a_process_of_its_own(export: Path, tmp_path: Path) -> None:
+    assert recount(export, recipe(), 120, StopToken()) == score(question(export), StopToken())
+    with pytest.raises(ShoalError, match=r"could not be scored: the export .* does not load"):
+        recount(tmp_path, recipe(), 120, StopToken())
 
 
 class TestItsEnd:
@@ -135,9 +102,8 @@ class TestItsEnd:
         return processes
 
     def test_a_deadline(self, tmp_path: Path, started: list[subprocess.Popen[bytes]]) -> None:
-        endless = reward_file(tmp_path, "import threading\nthreading.Event().wait(600)\n")
-        with pytest.raises(DeadlineExceeded, match=r"96 held-out tasks of .* were not scored within 1 s"):
-            recount(tmp_path, recipe(endless), 1, StopToken())
+        with pytest.raises(DeadlineExceeded, match=r"was not scored within 0 s"):
+            recount(tmp_path, recipe(), 0.01, StopToken())
         assert [process.returncode for process in started] == [-9]
 
     def test_a_stop(self, tmp_path: Path, started: list[subprocess.Popen[bytes]]) -> None:
@@ -146,18 +112,6 @@ class TestItsEnd:
         with pytest.raises(DeadlineExceeded, match=r"stopped \(SIGINT\) before .* was scored"):
             recount(tmp_path, recipe(), 600, stop)
         assert [process.returncode for process in started] == [-9]
-
-    def test_a_crash(self, tmp_path: Path, started: list[subprocess.Popen[bytes]]) -> None:
-        crashing = reward_file(tmp_path, "import os, sys\nprint('the reason', file=sys.stderr)\nos._exit(7)\n")
-        with pytest.raises(ShoalError, match=r"ended with exit code 7 without an answer: the reason"):
-            recount(tmp_path, recipe(crashing), 120, StopToken())
-        assert [process.returncode for process in started] == [7]
-
-
-def test_a_completion_ends_at_its_first_end_token() -> None:
-    assert until([5, 6, 1, 0, 1], end=1) == [5, 6]
-    assert until([1], end=1) == []
-    assert until([5, 6], end=1) == [5, 6]
 
 
 def test_the_model_side_is_plain_transformers() -> None:

@@ -42,12 +42,10 @@ thinking = "<think>\\n"
 
 [[environment.judges]]
 label = "taste"
-kind = "classifier"
 path = "judge"
 
 [[environment.judges]]
 label = "word"
-kind = "openai"
 url = "http://127.0.0.1:1/v1"
 model = "m"
 

@@ -133,7 +133,7 @@ def test_how_a_run_is_served_and_for_how_long_may_change(folder: RunFolder) -> N
 
 CHANGEABLE = (
     'trainer.tracking=["tensorboard"]', "trainer.batch_deadline_s=60.0", "trainer.keep_checkpoints=3",
-    "trainer.keep_best=2", "trainer.checkpoint_every=5", "trainer.anchor_every=4", "trainer.evaluate_by=trainer",
+    "trainer.keep_best=2", "trainer.checkpoint_every=5", "trainer.evaluate_by=trainer",
     "trainer.evaluate_every=3", "trainer.guards.staleness.limit=9.0", "trainer.guards.divergence.react=warn",
 )  # fmt: skip
 
@@ -170,7 +170,6 @@ def test_a_limit_counts_where_the_guard_skips(tmp_path: Path) -> None:
     folder = begun(RunFolder.prepare(tmp_path / "run", recipe(*skips)))
     for override, lines in {
         "trainer.guards.clip_fraction.limit=0.5": 1,
-        "trainer.guards.slow_factor=0.1": 1,
         "trainer.guards.staleness.limit=9.0": 0,
         "trainer.guards.clip_fraction.react=off": 1,
     }.items():
@@ -361,20 +360,6 @@ def test_an_emptied_recipe_is_refused_and_left_alone(folder: RunFolder) -> None:
     with pytest.raises(ConfigError, match=r"recipe\.toml is damaged: it has no \[run\] section"):
         RunFolder.open(folder.path)
     assert (folder.path / "recipe.toml").read_text() == ""
-
-
-def test_a_folder_from_before_there_were_admins_gets_one_while_the_root_key_is_there(folder: RunFolder) -> None:
-    admin = [folder.path / "keys" / name for name in ("admin.key", "admin.json")]
-    for path in admin:
-        path.unlink()
-    root = (folder.path / "keys" / "root.key").rename(folder.path / "root.key")
-    RunFolder.prepare(folder.path, recipe())  # the run goes on without one
-    assert not any(path.exists() for path in admin)
-    root.rename(folder.path / "keys" / "root.key")
-    again = RunFolder.prepare(folder.path, recipe())
-    document = open_document(again.certificate("admin"), RoleCertificate, folder.root_key)
-    assert (document.role, document.public_key) == ("admin", again.key("admin").public_key)
-    assert all(signed.document["role"] != "admin" for signed in again.certificates)
 
 
 def test_the_address_that_others_use_goes_into_the_join_url(tmp_path: Path) -> None:

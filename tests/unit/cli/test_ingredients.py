@@ -71,9 +71,9 @@ class Anything:
 @pytest.mark.parametrize(
     ("judge", "sentence"),
     [
-        ({"kind": "openai", "url": "http://host:port/v1", "model": "m"}, "is no address"),
-        ({"kind": "openai", "url": "http://judge.test/v1", "model": "m"}, "SHOAL_JUDGE_KEY"),
-        ({"kind": "classifier", "path": "/nowhere"}, "is no folder"),
+        ({"url": "http://host:port/v1", "model": "m"}, "is no address"),
+        ({"url": "http://judge.test/v1", "model": "m"}, "SHOAL_JUDGE_KEY"),
+        ({"path": "/nowhere"}, "is no folder"),
     ],
 )
 def test_a_judge_that_could_never_judge(judge: dict[str, str], sentence: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ import forkkit
 from shoal.errors import ConfigError, ResourceError
 from shoal.run import launch as launch_module
 from shoal.run.folder import RunFolder
-from shoal.run.launch import Launched, LaunchOptions, launch, process_spec
+from shoal.run.launch import Launched, launch, process_spec
 from shoal.run.outcome import conclusion
 from shoal.run.recipe import Recipe
 from shoal.run.roles import command_of, role_names, run_role
@@ -79,8 +79,8 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch, trainer: str) -> None:
     monkeypatch.setattr(launch_module, "process_spec", spec)
 
 
-def start(folder: RunFolder, options: LaunchOptions = LaunchOptions(), stop: StopToken | None = None) -> Launched:
-    return launch(folder, options, stop or StopToken(), Memory())
+def start(folder: RunFolder, patience_s: float = 600.0) -> Launched:
+    return launch(folder, patience_s, StopToken(), Memory())
 
 
 def test_a_cheater_is_a_worker_with_one_more_option() -> None:
@@ -92,7 +92,7 @@ def test_a_cheater_is_a_worker_with_one_more_option() -> None:
 def test_the_run_ends_well_with_its_trainer(monkeypatch: pytest.MonkeyPatch, folder: RunFolder) -> None:
     stand_ins(monkeypatch, "print('done')")
     display = Memory()
-    launched = launch(folder, LaunchOptions(), StopToken(), display)
+    launched = launch(folder, 600.0, StopToken(), display)
     assert launched.ending == Ending(0, "")
     assert launched.status is None
     assert 0 < launched.elapsed_s < 60
@@ -134,26 +134,18 @@ def test_further_processes_are_supervised_like_the_rest(monkeypatch: pytest.Monk
         "worker-2", (sys.executable, "-S", "-c", f"print('up', flush=True)\n{SERVE}"), log, False, "rest"
     )
     display = Memory()
-    launched = launch(folder, LaunchOptions(), StopToken(), display, (extra,), {"worker-2": "cheats"})
+    launched = launch(folder, 600.0, StopToken(), display, (extra,), {"worker-2": "cheats"})
     assert launched.ending == Ending(0, "")
     assert [process.name for process in display.scenes[-1].processes] == [*role_names(folder), "worker-2"]
     assert display.scenes[-1].notes == {"worker-2": "cheats"}
-    with pytest.raises(ConfigError, match="cannot run as threads"):
-        launch(folder, LaunchOptions("one"), StopToken(), display, (extra,))
 
 
-@pytest.mark.parametrize(
-    ("live", "verbose", "heard"), [(False, False, False), (False, True, True), (True, True, False)]
-)
 def test_the_log_leaves_the_terminal_to_the_display(
-    monkeypatch: pytest.MonkeyPatch, folder: RunFolder, capfd: pytest.CaptureFixture[str], live: bool, verbose: bool,
-    heard: bool,
-) -> None:  # fmt: skip
+    monkeypatch: pytest.MonkeyPatch, folder: RunFolder, capfd: pytest.CaptureFixture[str]
+) -> None:
     stand_ins(monkeypatch, "print('done')")
-    display = Memory()
-    display.live = live
-    launch(folder, LaunchOptions(verbose=verbose), StopToken(), display)
-    assert ("trainer is done" in capfd.readouterr().err) is heard
+    start(folder)
+    assert "trainer is done" not in capfd.readouterr().err
     assert "trainer is done" in (folder.path / "logs" / "run.log").read_text()
 
 
@@ -166,7 +158,7 @@ def test_the_run_ends_with_the_sentence_of_the_role_that_cannot(
 
 def test_a_run_without_progress_ends_and_says_so(monkeypatch: pytest.MonkeyPatch, folder: RunFolder) -> None:
     stand_ins(monkeypatch, SERVE)
-    ending = start(folder, LaunchOptions(patience_s=0.5)).ending
+    ending = start(folder, 0.5).ending
     assert ending.exit_code == 1
     assert "the hub does not answer" in ending.message
 
@@ -176,7 +168,7 @@ def test_stopping_is_neither_success_nor_a_crash(monkeypatch: pytest.MonkeyPatch
     stop, display = StopToken(), Memory()
     timer = threading.Timer(0.3, stop.set, ["SIGINT"])
     timer.start()
-    launched = launch(folder, LaunchOptions(), stop, display)
+    launched = launch(folder, 600.0, stop, display)
     timer.join()
     assert launched.ending == Ending(130, "stopped (SIGINT)")
     assert display.said[-1].startswith("stopping (SIGINT)")
@@ -221,7 +213,7 @@ def test_a_better_version_than_the_last_is_pointed_at(
 def test_a_folder_that_another_start_has_made_its_own_meanwhile_is_refused(folder: RunFolder) -> None:
     other = folder.recipe.model_copy(update={"run": folder.recipe.run.model_copy(update={"seed": 7})})
     with pytest.raises(ConfigError, match="another start has just made another run"):
-        launch(RunFolder(folder.path, other), LaunchOptions(), StopToken(), Memory())
+        launch(RunFolder(folder.path, other), 600.0, StopToken(), Memory())
     assert not (folder.path / "endpoints.json").exists()
 
 
@@ -241,51 +233,6 @@ def test_a_start_waits_for_what_an_earlier_one_left_running(monkeypatch: pytest.
         with pytest.raises(ResourceError, match="worker-1 is in use"):
             start(folder)
     assert start(folder).ending.exit_code == 0
-
-
-# ── as threads ───────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def threads(monkeypatch: pytest.MonkeyPatch, fails: str = "") -> list[str]:
-    ended: list[str] = []
-
-    def role(_folder: RunFolder, name: str, stop: StopToken) -> None:
-        if name == fails:
-            raise ConfigError("the engine is out of steam")
-        if name != "trainer" or fails:
-            assert stop.wait(20)
-        ended.append(name)
-
-    monkeypatch.setattr(launch_module, "run_role", role)
-    return ended
-
-
-def test_one_process_runs_every_role_as_a_thread(monkeypatch: pytest.MonkeyPatch, folder: RunFolder) -> None:
-    ended = threads(monkeypatch)
-    assert start(folder, LaunchOptions("one")).ending == Ending(0, "")
-    assert sorted(ended) == sorted(role_names(folder))
-
-
-def test_a_thread_that_fails_ends_the_run_with_its_sentence(monkeypatch: pytest.MonkeyPatch, folder: RunFolder) -> None:
-    ended = threads(monkeypatch, fails="worker-1")
-    assert start(folder, LaunchOptions("one")).ending == Ending(2, "worker-1: the engine is out of steam")
-    assert len(ended) == len(role_names(folder)) - 1
-
-
-def test_threads_that_do_not_end_are_named_and_nobody_in_a_hurry_waits_for_them(
-    monkeypatch: pytest.MonkeyPatch, folder: RunFolder
-) -> None:
-    gate = threading.Event()
-    monkeypatch.setattr(launch_module, "run_role", lambda _folder, name, _stop: name == "trainer" or gate.wait(60))
-    stop = StopToken()
-    stop.hurry.set()
-    began_s = time.monotonic()
-    try:
-        ending = start(folder, LaunchOptions("one"), stop).ending
-    finally:
-        gate.set()
-    assert time.monotonic() - began_s < launch_module.THREAD_GRACE_S
-    assert ending.message.startswith("(still running: hub, origin, ")
 
 
 # ── roles ────────────────────────────────────────────────────────────────────────────────────────────────────────

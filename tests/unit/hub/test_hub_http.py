@@ -35,8 +35,9 @@ from shoal.protocol import (
 
 
 @pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
-    bench = Bench(tmp_path / "hub", settings={"max_submission_bytes": 4096})
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    monkeypatch.setattr("shoal.hub.settings.MAX_SUBMISSION_BYTES", 4096)
+    bench = Bench(tmp_path / "hub")
     yield bench
     bench.close()
 

@@ -257,7 +257,7 @@ def test_the_network_that_a_worker_asks_from_is_noted_and_told_nobody(tmp_path: 
 
 
 def test_new_keys_of_one_address_are_counted_and_known_ones_are_not(tmp_path: Path) -> None:
-    bench = Bench(tmp_path / "hub", settings={"registrations_per_address_min": 3})
+    bench = Bench(tmp_path / "hub", settings={"requests_per_address_s": 10})
     try:
         away = Elsewhere(bench)
         with away.http("192.0.2.7") as http, away.http("192.0.2.8") as neighbour:

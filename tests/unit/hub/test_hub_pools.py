@@ -27,7 +27,7 @@ from shoal.hub.storage import MemoryStorage
 from shoal.protocol import Batch, Outcome
 from shoal.runtime.clock import ManualClock
 
-POOLS = PoolSettings(retire_after=2, easy=0.9, hard=0.1, easy_share=0.25, hard_share=0.5)
+POOLS = PoolSettings(retire_after=2, easy_share=0.25, hard_share=0.5)
 RUN = {"steps": 6, "groups_per_step": 3, "group_size": 4}
 
 
@@ -225,7 +225,7 @@ def test_a_run_keeps_its_pools(tmp_path: Path) -> None:
     storage, config = MemoryStorage(), make_config(tmp_path)
     Hub(replace(config, pools=POOLS), ManualClock(), storage)
     Hub(replace(config, pools=POOLS), ManualClock(), storage)
-    for other in (None, POOLS.model_copy(update={"easy": 0.8})):
+    for other in (None, POOLS.model_copy(update={"easy_share": 0.8})):
         with pytest.raises(ConfigError, match="whose pools is"):
             Hub(replace(config, pools=other), ManualClock(), storage)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -10,7 +11,8 @@ from hubkit import make_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.protocol import Rollout, Submission
+from shoal.hub.settings import MAX_INFLATED_BYTES, MAX_SUBMISSION_BYTES
+from shoal.protocol import ProofParameters, Rollout, Submission
 from shoal.protocol.lease import MAX_PROMPT_TOKENS
 
 
@@ -25,8 +27,8 @@ from shoal.protocol.lease import MAX_PROMPT_TOKENS
 def test_an_honest_submission_is_never_too_big(group: int, tokens: int, topk: int, rows: int, seed: int) -> None:
     """Nothing in it can be compressed, every completion has its full length and every proof all its points."""
     noise = random.Random(seed)
-    run = {"group_size": group, "max_new_tokens": tokens, "proof_topk": topk, "proof_rows": rows}
-    config = make_config(Path("unused"), run)
+    run = {"group_size": group, "max_new_tokens": tokens}
+    config = replace(make_config(Path("unused"), run), proof=ProofParameters(topk=topk, rows=rows))
     proofs = noise.randbytes(-(-tokens // rows) * (2 + 2 * topk))
     rollout = Rollout(noise.randbytes(4 * tokens), noise.randbytes(4 * tokens), "length", proofs)
     submission = Submission(
@@ -44,9 +46,9 @@ def test_an_honest_submission_is_never_too_big(group: int, tokens: int, topk: in
     )
     inflated = len(msgspec.msgpack.encode(submission))
     compressed = inflated + inflated // 256 + 64  # the most that zstd makes of it
-    limits, roof = config.submission_limits, config.settings
-    assert inflated <= limits.inflated_bytes or limits.inflated_bytes == roof.max_inflated_bytes
-    assert compressed <= limits.compressed_bytes or limits.compressed_bytes == roof.max_submission_bytes
+    limits = config.submission_limits
+    assert inflated <= limits.inflated_bytes or limits.inflated_bytes == MAX_INFLATED_BYTES
+    assert compressed <= limits.compressed_bytes or limits.compressed_bytes == MAX_SUBMISSION_BYTES
 
 
 def test_it_is_not_much_larger_either() -> None:
@@ -55,7 +57,6 @@ def test_it_is_not_much_larger_either() -> None:
     assert config.submission_limits.inflated_bytes == 1024 * 1024 + 16 * (256 + 8 * 16 + 258)
 
 
-def test_the_settings_have_the_last_word() -> None:
-    config = make_config(Path("unused"), {}, {"max_submission_bytes": 4096, "max_inflated_bytes": 8192})
-    limits = config.submission_limits
-    assert (limits.compressed_bytes, limits.inflated_bytes) == (4096, 8192)
+def test_nobody_may_send_more_than_the_limits() -> None:
+    limits = make_config(Path("unused"), {"group_size": 256, "max_new_tokens": 131_072}).submission_limits
+    assert (limits.compressed_bytes, limits.inflated_bytes) == (MAX_SUBMISSION_BYTES, MAX_INFLATED_BYTES)

@@ -87,7 +87,7 @@ def serving(reply: Callable[[int, dict[str, Any]], Reply]) -> Iterator[Server]:
 
 
 def judge(url: str, stop: StopToken | None = None, **changes: Any) -> ChatJudge:
-    settings = JudgeSettings(label="taste", kind="openai", url=url, model="m", **{"timeout_s": 5.0, **changes})
+    settings = JudgeSettings(label="taste", url=url, model="m", **{"timeout_s": 5.0, **changes})
     return ChatJudge(settings, stop or StopToken(), AT_ONCE_S)
 
 

@@ -181,7 +181,7 @@ def test_the_classifiers_files_are_part_of_what_hub_and_validator_agree_on(tmp_p
         bert(tmp_path / name, num_labels=1)
 
     def digest(name: str, **changes: Any) -> str:
-        judge = JudgeSettings(label="rm", kind="classifier", path=tmp_path / name, **changes)
+        judge = JudgeSettings(label="rm", path=tmp_path / name, **changes)
         return build(EnvironmentSettings(judges=(judge,))).digest
 
     assert digest("here") == digest("there") == digest("here", timeout_s=1.0)

@@ -16,8 +16,8 @@ from shoal.rewards.classifier import Classifier
 from shoal.rewards.panel import Panel, panel_of, ranks
 from shoal.runtime.stop import StopToken
 
-FAR = JudgeSettings(label="far", kind="openai", url="http://judge.test/v1", model="m")
-NEAR = JudgeSettings(label="near", kind="classifier", path=Path("nowhere"))
+FAR = JudgeSettings(label="far", url="http://judge.test/v1", model="m")
+NEAR = JudgeSettings(label="near", path=Path("nowhere"))
 
 
 @given(st.lists(st.integers(-5, 5).map(float), min_size=2, max_size=20))

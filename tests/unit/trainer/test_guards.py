@@ -208,7 +208,7 @@ def test_slow_lowers_the_rate_from_the_next_step_on_and_again_if_it_lasts() -> N
 @pytest.mark.parametrize("resumed_at", [1, 31, 36, 42, 59])
 def test_a_resumed_run_decides_as_an_uninterrupted_one(resumed_at: int) -> None:
     rows = bent("clip_fraction", lambda after: 0.9 if after % 7 else 0.02)
-    given = GuardSettings.model_validate({"clip_fraction": {"react": "slow"}, "slow_factor": 0.3})
+    given = GuardSettings.model_validate({"clip_fraction": {"react": "slow"}})
     assert replayed(rows, given, resumed_at) == replayed(rows, given)
 
 

@@ -10,6 +10,7 @@ import httpx
 import pytest
 from honest import HUB, POLICY, RUN, SAMPLING, LengthEnvironment, docket, engine, lease, weights
 
+from shoal.client import Pace
 from shoal.engines import Prefill
 from shoal.engines.scripted import ScriptedEngine
 from shoal.engines.shelf import EngineShelf, LoadedPolicy
@@ -171,7 +172,7 @@ def test_an_idle_validator_loads_the_first_policy_and_rehearses_an_audit_before_
     assert shelf.engine.prefills == 1
     assert [(request.wait_s, request.evaluate) for request in hub.requests] == [
         (1.0, "no"),
-        (ValidatorSettings().audit_wait_s, "now"),
+        (Pace().poll_s, "now"),
     ]
     assert not hub.taken
 

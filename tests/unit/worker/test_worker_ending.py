@@ -6,7 +6,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from workerkit import FAST, RUN, SAMPLING, Bench, CountingEngine, eventually, lease
+from workerkit import RUN, SAMPLING, Bench, CountingEngine, eventually, lease
 
 from shoal.engines import GenerationRequest
 from shoal.engines.submission import submission_of
@@ -23,6 +23,7 @@ from shoal.protocol import (
     pack,
     submission_digest,
 )
+from shoal.worker import loop
 
 
 def test_a_stop_gives_back_what_was_not_begun_and_sends_what_was_done(tmp_path: Path) -> None:
@@ -38,9 +39,11 @@ def test_a_stop_gives_back_what_was_not_begun_and_sends_what_was_done(tmp_path: 
     assert bench.hub.released == [LeaseRelease(leases=("lease-3", "lease-4"), reason="SIGTERM")]
 
 
-def test_a_stop_while_the_hub_is_away_keeps_the_outbox_for_the_next_start(tmp_path: Path) -> None:
-    settings = FAST.model_copy(update={"stop_flush_s": 0.0})
-    bench = Bench(tmp_path, [lease(1)], settings=settings)
+def test_a_stop_while_the_hub_is_away_keeps_the_outbox_for_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "STOP_FLUSH_S", 0.0)
+    bench = Bench(tmp_path, [lease(1)])
     bench.hub.refusals[1] = DeadlineExceeded("stopped")
     bench.hub.replies.append(lambda: bench.stop.set("SIGTERM") or [])
     bench.worker.run()
@@ -142,7 +145,8 @@ def test_a_hub_that_is_gone_ends_it_and_keeps_the_work(tmp_path: Path) -> None:
     assert bench.waiting == [1]
 
 
-def test_a_full_outbox_pauses_work(tmp_path: Path) -> None:
+def test_a_full_outbox_pauses_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "OUTBOX_LIMIT", 2)
     bench = Bench(tmp_path, [lease(1), lease(2), lease(3)], [lease(4)])
     bench.hub.gate.clear()
     thread = threading.Thread(target=bench.worker.run)
@@ -157,8 +161,7 @@ def test_a_full_outbox_pauses_work(tmp_path: Path) -> None:
 
 
 def test_generation_goes_on_while_an_upload_hangs(tmp_path: Path) -> None:
-    settings = FAST.model_copy(update={"outbox_limit": 50})
-    bench = Bench(tmp_path, [lease(1)], [lease(2)], [lease(3)], settings=settings)
+    bench = Bench(tmp_path, [lease(1)], [lease(2)], [lease(3)])
     bench.hub.gate.clear()
     thread = threading.Thread(target=bench.worker.run)
     thread.start()

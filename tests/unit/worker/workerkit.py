@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from shoal.client import Pace
 from shoal.engines.scripted import ScriptedEngine
 from shoal.engines.shelf import EngineShelf, LoadedPolicy
 from shoal.protocol import (
@@ -40,9 +41,7 @@ KEY = SigningKey.from_seed(b"n" * 32)
 RUN = "demo-000000000000"
 SAMPLING = SamplingParameters(temperature=1.0, max_new_tokens=6, eos_token_id=1)
 PROOFS = (ProofParameters(topk=8, rows=2), ProofParameters())
-FAST = WorkerSettings(
-    units_per_lease=4, lease_wait_s=0, heartbeat_s=0.05, hub_patience_s=20, outbox_limit=2, stop_flush_s=10
-)
+FAST = Pace(poll_s=0, heartbeat_s=0.05, patience_s=20)
 
 
 def policy(version: int = 0) -> PolicyRef:
@@ -176,7 +175,6 @@ class Bench:
         self,
         folder: Path,
         *replies: Reply,
-        settings: WorkerSettings = FAST,
         profile: str = "torch/cpu/float32",
         chosen: bool = False,
         **missing: Exception,
@@ -186,7 +184,8 @@ class Bench:
         self.outbox = Outbox(folder / "outbox", 10)
         self.stop = StopToken()
         client: Any = self.hub
-        self.worker = Worker(client, self.shelf, self.outbox, settings, self.stop, profile, chosen=chosen)
+        settings = WorkerSettings(units_per_lease=4)
+        self.worker = Worker(client, self.shelf, self.outbox, settings, self.stop, profile, chosen=chosen, pace=FAST)
 
     @property
     def units(self) -> list[int]:

@@ -74,20 +74,22 @@ def cheater_caught(entries: Sequence[LedgerEntry], standing: Standing, cast: Cas
     sentence = (
         f"{who} was banned {after_s:.0f} s after the hub began, for {account.reason}; {account.rejected} rejected"
     )
-    return Claim(name, True, f"{sentence}, {_passed(account.accepted, _groups_trained(entries, cast.cheater))}")
-
-
-def _passed(accepted: int, trained: int) -> str:
-    """What got through is what an honest worker would have handed in, the dice deciding nothing there."""
-    if not accepted:
-        return "none accepted"
-    return f"{accepted} accepted, being what honest dice give as well ({trained} of them trained on)"
+    if not account.accepted:
+        return Claim(name, True, f"{sentence}, none accepted")
+    theirs = {entry.body["unit"] for entry in entries if entry.kind == "credit" and entry.body["node"] == cast.cheater}
+    trained = sum(unit in theirs for entry in entries if entry.kind == "batch" for unit in entry.body["units"])
+    passed = f"{account.accepted} accepted, being what honest dice give as well ({trained} of them trained on)"
+    return Claim(name, True, f"{sentence}, {passed}")
 
 
 def honest_unpunished(standing: Standing, cast: Cast) -> Claim:
     """No honest worker lost a group, let alone its place; and each did something."""
     of = {name: standing.accounts.get(node, Account()) for name, node in cast.honest.items()}
-    punished = [f"{name}: {_record(account)}" for name, account in of.items() if account.banned or account.rejected]
+    punished = [
+        f"{name}: {account.rejected} rejected{f', banned: {account.reason}' if account.banned else ''}"
+        for name, account in of.items()
+        if account.banned or account.rejected
+    ]
     idle = [name for name, account in of.items() if not account.accepted]
     if punished:
         return Claim("the honest", False, "punished without cause: " + "; ".join(punished))
@@ -106,14 +108,3 @@ def model_scores_as_claimed(claimed: float | None, counted: Recount) -> Claim:
     if off > SCORE_TOLERANCE_TASKS + 1e-6:
         return Claim("the model", False, f"{sentence}; the trainer claimed {claimed:.3f}")
     return Claim("the model", True, f"{sentence}, as claimed")
-
-
-def _record(account: Account) -> str:
-    return f"{account.rejected} rejected" + (f", banned: {account.reason}" if account.banned else "")
-
-
-def _groups_trained(entries: Sequence[LedgerEntry], node: str) -> int:
-    """How many units of a node's accepted groups are in a batch."""
-    theirs = {entry.body["unit"] for entry in entries if entry.kind == "credit" and entry.body["node"] == node}
-    batched = [unit for entry in entries if entry.kind == "batch" for unit in entry.body["units"]]
-    return sum(unit in theirs for unit in batched)

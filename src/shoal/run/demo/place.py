@@ -6,6 +6,7 @@ nobody runs in it.
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from importlib.resources import files
@@ -31,17 +32,10 @@ def make_room(path: Path, keep: bool, facts: dict[str, object]) -> Path | None:
     """An empty, marked folder at `path`; returns where an earlier demo was moved to, if one was kept."""
     if path.is_symlink() or (path.exists() and not path.is_dir()):
         raise ConfigError(f"{path} is not a folder; choose another with --dir")
-    moved = _clear(path, keep) if path.exists() and _has_content(path) else None
+    moved = _clear(path, keep) if path.exists() and any(ensure_folder(path).iterdir()) else None
     ensure_folder(path)
     write_atomically(path / MARK, json.dumps(facts, indent=2).encode() + b"\n")
     return moved
-
-
-def _has_content(path: Path) -> bool:
-    try:
-        return any(path.iterdir())
-    except OSError as error:
-        raise resource_error("look into the folder", path, error) from error
 
 
 def _clear(path: Path, keep: bool) -> Path | None:
@@ -49,7 +43,8 @@ def _clear(path: Path, keep: bool) -> Path | None:
         raise ConfigError(f"the folder {path} is not empty and not an earlier demo's; choose another with --dir")
     if Path.cwd().is_relative_to(path.resolve()):
         raise ConfigError(f"this is called from within {path}, which it replaces: go to another folder, or use --dir")
-    aside = free_name(path) if keep else None
+    numbered = (path.with_name(f"{path.name}-{number}") for number in itertools.count(1))
+    aside = next(name for name in numbered if not name.exists()) if keep else None
     with FolderLock(path).acquire(StopToken(), LOCK_WAIT_S):
         for lock in path.glob("*/.lock"):  # a supervisor that was killed leaves processes that need a moment to end
             FolderLock(lock.parent).acquire(StopToken(), LOCK_WAIT_S).release()
@@ -61,14 +56,6 @@ def _clear(path: Path, keep: bool) -> Path | None:
         except OSError as error:
             raise resource_error("replace the earlier demo in", path, error) from error
     return aside
-
-
-def free_name(path: Path) -> Path:
-    """`runs/demo` → `runs/demo-1`, or the first number that is not taken."""
-    number = 1
-    while (candidate := path.with_name(f"{path.name}-{number}")).exists():
-        number += 1
-    return candidate
 
 
 def demo_recipe(seed: int, staleness: int, steps: int) -> Recipe:

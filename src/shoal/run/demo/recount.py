@@ -1,11 +1,5 @@
 """The exported model, scored again: by a process of its own, with nothing of shoal between it and `transformers`.
 
-    recount ──question (argument)──► python -m shoal.run.demo.recount
-       │                               load the folder ─► greedy completions ─► the environment's scores
-       │ waits, up to a deadline,        │
-       │ and kills it when told to stop  │
-       └──◄──answer (one line of JSON)───┘   a closed stdin: whoever asked is gone, and so is this process
-
 The trainer's score comes from its own engine and the weights in its memory, this one from the files alone. The two
 agree only if what was exported is what was trained, and anybody else gets it to do the same.
 """
@@ -16,32 +10,26 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from shoal.environments import EnvironmentSettings, Task, build
-from shoal.errors import DeadlineExceeded, EnvironmentSetupError, ModelError, ScoringFailure, ShoalError
+from shoal.errors import DeadlineExceeded, ModelError, ShoalError
 from shoal.run.recipe import Recipe
 from shoal.runtime.clock import SystemClock
-from shoal.runtime.files import resource_error
 from shoal.runtime.stop import SUPERVISED, StopToken
 from shoal.runtime.supervise import describe_exit, follow_supervisor
 
 POLL_S = 0.05
 PROMPTS_AT_ONCE = 64
-ERRORS: dict[str, type[ShoalError]] = {
-    error.__name__: error for error in (ModelError, EnvironmentSetupError, ScoringFailure)
-}
-QUIET = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+QUIET = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", SUPERVISED: "1"}
 
 
-@dataclass(frozen=True)
-class Recount:
+class Recount(BaseModel):
     """The mean score, over how many tasks."""
 
     score: float
@@ -51,24 +39,11 @@ class Recount:
 class Question(BaseModel):
     """All that the other process is told."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     export: Path
     environment: EnvironmentSettings
     tasks: int
     max_new_tokens: int
-    threads: int
-
-
-class Answer(BaseModel):
-    """What it says: a score, or what went wrong and the name of that error."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    score: float = 0.0
-    tasks: int = 0
-    error: str = ""
-    kind: str = ""
+    threads: int = 1
 
 
 def recount(export: Path, recipe: Recipe, timeout_s: float, stop: StopToken) -> Recount:
@@ -80,108 +55,41 @@ def recount(export: Path, recipe: Recipe, timeout_s: float, stop: StopToken) -> 
         max_new_tokens=recipe.run.max_new_tokens,
         threads=recipe.trainer.threads,
     )
-    answer = _ask(question, timeout_s, stop)
-    if answer.error:
-        raise ERRORS.get(answer.kind, ShoalError)(answer.error)
-    return Recount(answer.score, answer.tasks)
-
-
-# ── the process that asks ────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _ask(question: Question, timeout_s: float, stop: StopToken) -> Answer:
-    argv = [sys.executable, "-m", "shoal.run.demo.recount", question.model_dump_json()]
-    try:
-        with tempfile.TemporaryFile() as said, tempfile.TemporaryFile() as complained:
-            process = subprocess.Popen(
-                argv,
-                stdin=subprocess.PIPE,
-                stdout=said,
-                stderr=complained,
-                env={**os.environ, **QUIET, SUPERVISED: "1"},
-                start_new_session=True,  # Ctrl-C in the terminal reaches this process alone
-            )
-            _await(process, question, timeout_s, stop)
-            return _answer(process.returncode, _last_line(said), _last_line(complained))
-    except OSError as error:
-        raise resource_error("score the export in a process of its own, started from", Path.cwd(), error) from error
-
-
-def _await(process: subprocess.Popen[bytes], question: Question, timeout_s: float, stop: StopToken) -> None:
-    """Until it ends by itself. However this returns or raises, it has ended."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "shoal.run.demo.recount", question.model_dump_json()],
+        stdin=subprocess.PIPE,  # closed when this process is gone, and then the other one ends, too
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, **QUIET},
+        start_new_session=True,  # Ctrl-C in the terminal reaches this process alone
+    )
     clock = SystemClock()
     end_s = clock.monotonic_s() + timeout_s
     try:
         while process.poll() is None:
             if stop.wait(POLL_S):
-                raise DeadlineExceeded(f"stopped ({stop.reason}) before {question.export} was scored")
+                raise DeadlineExceeded(f"stopped ({stop.reason}) before {export} was scored")
             if clock.monotonic_s() > end_s:
-                raise DeadlineExceeded(
-                    f"{question.tasks} held-out tasks of {question.export} were not scored within {timeout_s:.0f} s"
-                )
+                raise DeadlineExceeded(f"{export} was not scored within {timeout_s:.0f} s")
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)  # not reaped yet, so the id is still its own
-            process.wait()
-        if process.stdin is not None:
-            process.stdin.close()
+        said, complained = (text.decode(errors="replace").strip() for text in process.communicate())
+    with suppress(ValidationError):
+        return Recount.model_validate_json(said.rpartition("\n")[2])
+    why = complained.rpartition("\n")[2] or describe_exit(process.returncode)
+    raise ShoalError(f"the export could not be scored: {why}")
 
 
-def _answer(code: int, said: str, complained: str) -> Answer:
-    try:
-        return Answer.model_validate_json(said)
-    except ValidationError:
-        raise ShoalError(
-            f"the process that scores the export {describe_exit(code)} without an answer: {complained or 'no message'}"
-        ) from None
-
-
-def _last_line(file: IO[bytes]) -> str:
-    file.seek(0)
-    lines = [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
-    return lines[-1] if lines else ""
-
-
-# ── the process that answers ─────────────────────────────────────────────────────────────────────────────────────
-
-
-def main(arguments: Sequence[str]) -> int:
-    stop = StopToken()
-    follow_supervisor(stop)
-    out = _own_stdout()
-    try:
-        question = Question.model_validate_json(arguments[0])
-        answer = Answer(**vars(score(question, stop)))
-    except ShoalError as error:
-        answer = Answer(error=str(error), kind=type(error).__name__)
-    with out:
-        out.write(answer.model_dump_json() + "\n")
-    return 1 if answer.error else 0
-
-
-def _own_stdout() -> IO[str]:
-    """Standard output for the answer alone: what a library or a reward function prints goes to standard error."""
-    out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    return out
+# ── the process that answers ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 def score(question: Question, stop: StopToken) -> Recount:
-    """Complete and score; like in training, a failure of the machinery is no sample, never 0."""
     environment = build(question.environment)
     split = environment.tasks("held_out")
     tasks = [split[index] for index in range(min(question.tasks, len(split)))]
-    values: list[float] = []
-    failures: list[ScoringFailure] = []
-    for task, completion in _completions(question, tasks, stop):
-        try:
-            values.append(environment.score(task, completion).value)
-        except ScoringFailure as failure:
-            failures.append(failure)
-    if not values:
-        why = str(failures[0]) if failures else f"environment {environment.name} has none"
-        raise ScoringFailure(f"no held-out task could be scored: {why}")
-    return Recount(sum(values) / len(values), len(values))
+    values = [environment.score(task, text).value for task, text in _completions(question, tasks, stop)]
+    return Recount(score=sum(values) / len(values), tasks=len(values))
 
 
 def _completions(question: Question, tasks: Sequence[Task], stop: StopToken) -> Iterator[tuple[Task, str]]:
@@ -205,17 +113,15 @@ def _completions(question: Question, tasks: Sequence[Task], stop: StopToken) -> 
         prompts = [task.prompt for task in some]
         encoded = tokenizer(prompts, add_special_tokens=False, padding=True, return_tensors="pt")
         output = model.generate(input_ids=encoded["input_ids"], attention_mask=encoded["attention_mask"])
-        rows = output[:, encoded["input_ids"].shape[1] :].tolist()
-        for task, row in zip(some, rows, strict=True):
-            yield task, tokenizer.decode(until(row, end), clean_up_tokenization_spaces=False)
+        for task, row in zip(some, output[:, encoded["input_ids"].shape[1] :].tolist(), strict=True):
+            ids = row[: row.index(end)] if end in row else row
+            yield task, tokenizer.decode(ids, clean_up_tokenization_spaces=False)
 
 
 def _load(export: Path) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils.logging import disable_progress_bar
 
-    if not export.is_dir():
-        raise ModelError(f"there is no export {export}; a run exports its model when its last step is done")
     disable_progress_bar()
     try:
         model = AutoModelForCausalLM.from_pretrained(export, local_files_only=True, use_safetensors=True)
@@ -227,15 +133,10 @@ def _load(export: Path) -> tuple[Any, Any]:
         ) from error
 
 
-def until(token_ids: Sequence[int], end: int) -> list[int]:
-    """A completion without its end token and the padding after it.
-
-    >>> until([5, 6, 1, 0, 0], end=1)
-    [5, 6]
-    """
-    ids = list(token_ids)
-    return ids[: ids.index(end)] if end in ids else ids
-
-
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+    stop = StopToken()
+    follow_supervisor(stop)
+    try:
+        sys.stdout.write(score(Question.model_validate_json(sys.argv[1]), stop).model_dump_json() + "\n")
+    except ShoalError as error:
+        sys.exit(str(error))

@@ -33,7 +33,11 @@ def check_ledger(
 
 
 def check_place(
-    place: Place, head: Path | None = None, needs_documents: bool = True, witnesses: Sequence[str] = ()
+    place: Place,
+    head: Path | None = None,
+    needs_documents: bool = True,
+    witnesses: Sequence[str] = (),
+    remember: bool = True,
 ) -> Checked:
     missing = place.missing_evidence() if needs_documents else ""
     if missing:
@@ -61,7 +65,7 @@ def check_place(
     checked.notes += place.notes
     if not checked.pins:
         checked.notes.append("no head to compare with: only from now on would a rewritten ledger be noticed")
-    trusted = place.trusted(checked.last) if checked.last is not None else None
+    trusted = place.trusted(checked.last) if checked.last is not None and remember else None
     if trusted is not None:
         signed = place.signed_head()
         keep(checked.root_key, trusted, None if signed is None else signed.head)

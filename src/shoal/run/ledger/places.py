@@ -9,13 +9,11 @@ file    one entry per line; beside it, `FILE.evidence`: the signed documents beh
 
 from __future__ import annotations
 
-import sys
-import time
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import httpx
 from pydantic import ValidationError
@@ -54,44 +52,47 @@ M = TypeVar("M", bound=Message)
 
 PAGE = 1000
 ASK_S = 10.0
-TELL_EVERY_S = 5.0
 MAX_LINE_BYTES = 2**20
 MANIFEST = "the manifest of policy "
 
 
-class Place(Rows, Protocol):
+class Place(Rows):
     """A ledger somewhere. `notes` are what could not be fetched, in words; it is filled while pins are looked for.
 
     A ledger may grow meanwhile: its rows are read as of the last call of `pins`.
     """
 
-    notes: list[str]
+    def __init__(self, label: str, root_key: str | None = None) -> None:
+        self.label = label
+        self.root_key = root_key
+        self.notes: list[str] = []
 
+    @abstractmethod
     def pins(self, run: str, root_key: str) -> list[Pin]:
         """Heads that others signed for, which the entries must pass through; `run` and root key are those of row 0."""
-        ...
 
+    @abstractmethod
     def signed_head(self) -> CertifiedHead | None:
         """The hub's own head, signed, if it can be had."""
-        ...
 
+    @abstractmethod
     def certificates(self) -> tuple[SignedDocument, ...]:
         """What the root key signed for this run's keys, as far as it is at hand beside the rows."""
-        ...
 
-    def witnessed(self, public_key: str) -> list[bytes]:
+    @abstractmethod
+    def trusted(self, last: LedgerEntry) -> LedgerHead | None:
+        """What may be remembered once everything was verified up to `last`: no more than somebody answers for."""
+
+    def witnessed(self, public_key: str) -> list[bytes]:  # noqa: ARG002  a file has no sources
         """What a witness published, from every source that has it; nothing of it is verified yet."""
-        ...
+        return []
 
     def missing_evidence(self) -> str:
         """Why there is no evidence at all here; empty if there is."""
-        ...
+        return ""
 
-    def trusted(self, last: LedgerEntry) -> LedgerHead | None:
-        """What may be remembered once everything was verified up to `last`: no more than somebody answers for."""
-        ...
-
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """A file is open only while it is read."""
 
 
 def open_place(where: str, wait_s: float = 3.0) -> Place:
@@ -109,20 +110,17 @@ def open_place(where: str, wait_s: float = 3.0) -> Place:
 # ── a hub ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class HubPlace:
+class HubPlace(Place):
     def __init__(self, where: str, wait_s: float) -> None:
         url, pinned = split_join_url(where)
-        self.label = url
-        self.notes: list[str] = []
         self._client = HubClient.of_a_person(url, wait_s, known_root([url], pinned))
         self._run = self._client.trusted_run()
-        self.root_key: str | None = self._run.info.root_key
+        super().__init__(url, self._run.info.root_key)
         self._head = self._client.signed_ledger_head()
 
     def entries(self) -> Iterator[LedgerEntry]:
         """Up to the head that was signed last: a running run continues meanwhile."""
-        last = int(self._head.document["index"])
-        return _counted(served_rows(self._client, -1, last), last + 1)
+        return served_rows(self._client, -1, int(self._head.document["index"]))
 
     def evidence(self, entries: Sequence[LedgerEntry]) -> dict[int, Evidence]:
         after, last, found = entries[0].index - 1, entries[-1].index, dict[int, Evidence]()
@@ -132,23 +130,12 @@ class HubPlace:
             after += limit
         return found
 
-    def missing_evidence(self) -> str:
-        return ""
-
     def certificates(self) -> tuple[SignedDocument, ...]:
         return self._run.info.certificates
 
     def witnessed(self, public_key: str) -> list[bytes]:
-        found = []
-        with closing(open_http()) as http:
-            for source in (*self._run.info.sources, *self._run.info.last_resort):
-                try:
-                    check_url(source)
-                    url = f"{source.rstrip('/')}/{witness_key(public_key)}"
-                    found.append(self._download(http, url, MAX_WITNESS_BYTES))
-                except (httpx.HTTPError, ProtocolError, TargetRefused) as error:
-                    self.notes.append(f"{source}: {error}")
-        return found
+        found = (self._download(source, witness_key(public_key), MAX_WITNESS_BYTES) for source in self._sources)
+        return [data for data in found if data is not None]
 
     def pins(self, run: str, root_key: str) -> list[Pin]:  # noqa: ARG002  the client has checked both
         manifests = self._manifests()
@@ -165,39 +152,36 @@ class HubPlace:
     def trusted(self, last: LedgerEntry) -> LedgerHead | None:
         return head_of(self._run.run, last)
 
+    @property
+    def _sources(self) -> tuple[str, ...]:
+        return *self._run.info.sources, *self._run.info.last_resort
+
     def _manifests(self) -> list[SignedDocument]:
-        info = self._run.info
-        with closing(open_http()) as http:
-            for source in (*info.sources, *info.last_resort):
-                found = self._manifests_at(http, source.rstrip("/"))
-                if found:
+        """Those that the first source which answers as the trainer would still keeps: a relay has fewer versions."""
+        run, key = self._run.run, self._run.trainer_key
+        for source in self._sources:
+            try:
+                head = self._download(source, HEAD, MAX_HEAD_BYTES)
+                labels = () if head is None else read_head(head, run, key).kept_versions
+                keys = [manifest_key(place) for label in labels if (place := parse_label(label)) is not None]
+                kept = [self._download(source, name, MAX_MANIFEST_BYTES) for name in keys]
+                if found := [_signed_manifest(data, run, key) for data in kept if data is not None]:
                     return found
+            except (BroadcastError, ProtocolError) as error:
+                self.notes.append(f"{source}: {error}")
         return []
 
-    def _manifests_at(self, http: httpx.Client, source: str) -> list[SignedDocument]:
-        """Those that a source still keeps; none if it does not answer, or not as the trainer would."""
-        run, key = self._run.run, self._run.trainer_key
+    def _download(self, source: str, name: str, max_bytes: int) -> bytes | None:
+        """None where a source does not have it, or does not answer: that is noted."""
         try:
             check_url(source)
-            head = read_head(self._download(http, f"{source}/{HEAD}", MAX_HEAD_BYTES), run, key)
-            places = [place for label in head.kept_versions if (place := parse_label(label)) is not None]
-            kept = [self._manifest(http, f"{source}/{manifest_key(place)}") for place in places]
-            return [_signed_manifest(data, run, key) for data in kept if data is not None]
-        except (httpx.HTTPError, BroadcastError, ProtocolError, TargetRefused) as error:
-            self.notes.append(f"{source}: {error}")
-            return []
-
-    def _manifest(self, http: httpx.Client, url: str) -> bytes | None:
-        """None where a source does not keep it: a relay keeps fewer versions than the trainer's head names."""
-        try:
-            return self._download(http, url, MAX_MANIFEST_BYTES)
-        except httpx.HTTPStatusError as error:
-            if error.response.status_code != httpx.codes.NOT_FOUND:
-                raise
+            with closing(open_http()) as http:
+                return _body(http, f"{source.rstrip('/')}/{name}", max_bytes, {REACH: self._run.reach})
+        except (httpx.HTTPError, ProtocolError, TargetRefused) as error:
+            absent = isinstance(error, httpx.HTTPStatusError) and error.response.status_code == httpx.codes.NOT_FOUND
+            if not absent or name == HEAD:
+                self.notes.append(f"{source}: {error}")
             return None
-
-    def _download(self, http: httpx.Client, url: str, max_bytes: int) -> bytes:
-        return _body(http, url, max_bytes, {REACH: self._run.reach})
 
     def close(self) -> None:
         self._client.close()
@@ -214,23 +198,6 @@ def served_rows(client: HubClient, after: int, last: int) -> Iterator[LedgerEntr
                 return
             yield entry
             after = entry.index
-
-
-def _counted(rows: Iterator[LedgerEntry], total: int) -> Iterator[LedgerEntry]:
-    """The same rows; stderr says every few seconds how many were read: a terminal in one line that changes."""
-    is_live, shown_s = sys.stderr.isatty(), time.monotonic()
-    every_s, start, end = (0.5, "\r", "") if is_live else (TELL_EVERY_S, "", "\n")
-    try:
-        for row in rows:
-            if time.monotonic() - shown_s >= every_s:
-                shown_s = time.monotonic()
-                sys.stderr.write(f"{start}{row.index:,} of {total:,} rows read{end}")
-                sys.stderr.flush()
-            yield row
-    finally:
-        if is_live:
-            sys.stderr.write("\r\x1b[K")
-            sys.stderr.flush()
 
 
 def download(url: str, max_bytes: int) -> bytes:
@@ -263,12 +230,10 @@ def _pins_of(manifests: Iterable[SignedDocument]) -> list[Pin]:
 # ── a folder ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class FolderPlace:
+class FolderPlace(Place):
     def __init__(self, path: Path) -> None:
         self._folder = RunFolder.open(path)
-        self.label = str(path)
-        self.notes: list[str] = []
-        self.root_key: str | None = self._folder.root_key
+        super().__init__(str(path), self._folder.root_key)
         database, hub = self._folder.recipe.hub.database, path / "hub"
         if not database and not (hub / "hub.db").is_file():
             raise LedgerError(f"there is no hub database {hub / 'hub.db'}: has the run begun?")
@@ -278,19 +243,16 @@ class FolderPlace:
     def _look(self) -> None:
         """Take one view of the whole database as of now: the run may continue meanwhile."""
         self._view.close()
-        self._reader = self._view.enter_context(self._storage.read())
+        self.reader = self._view.enter_context(self._storage.read())
 
     def entries(self) -> Iterator[LedgerEntry]:
         after = -1
-        while page := self._reader.ledger_after(after, PAGE):
+        while page := self.reader.ledger_after(after, PAGE):
             yield from page
             after = page[-1].index
 
     def evidence(self, entries: Sequence[LedgerEntry]) -> dict[int, Evidence]:
-        return {each.row: each for each in evidence_of(self._reader, entries)}
-
-    def missing_evidence(self) -> str:
-        return ""
+        return {each.row: each for each in evidence_of(self.reader, entries)}
 
     def certificates(self) -> tuple[SignedDocument, ...]:
         return self._folder.certificate("hub"), self._folder.certificate("trainer")
@@ -318,7 +280,7 @@ class FolderPlace:
 
     def signed_head(self) -> CertifiedHead | None:
         """Signed with the hub's key, which is in the folder."""
-        signed = sign_document(head_of(self._folder.run_id, self._reader.ledger_last()), self._folder.key("hub"))
+        signed = sign_document(head_of(self._folder.run_id, self.reader.ledger_last()), self._folder.key("hub"))
         return CertifiedHead(head=signed, certificates=(self._folder.certificate("hub"),))
 
     def trusted(self, last: LedgerEntry) -> LedgerHead | None:
@@ -326,8 +288,8 @@ class FolderPlace:
 
     def kept(self, submission: str) -> tuple[SignedDocument, bytes]:
         """The lease of a submission as it was signed, and the bytes that were submitted."""
-        row = self._reader.submission(submission)
-        holding = None if row is None else self._reader.holding(row.lease)
+        row = self.reader.submission(submission)
+        holding = None if row is None else self.reader.holding(row.lease)
         if holding is None:
             raise LedgerError(f"the hub has no submission {submission[:16]}…")
         settings = self._folder.recipe.hub
@@ -336,21 +298,21 @@ class FolderPlace:
 
     def calibration(self, digest: str) -> Calibration | None:
         """What this calibration says, as a validator or the owner signed it; None if it is not kept, or is none."""
-        text = self._reader.setting(f"calibration/{digest}")
+        text = self.reader.setting(f"calibration/{digest}")
         if text is None or document_hash(text) != digest:
             return None
         signed = SignedDocument.model_validate_json(text)
         return open_document(signed, Calibration, {self._folder.root_key, *self._validator_keys()})
 
     def _validator_keys(self) -> set[str]:
-        certificates = [*self._folder.certificates, *orders_of(self._reader).certificates]
+        certificates = [*self._folder.certificates, *orders_of(self.reader).certificates]
         return {str(each.document["public_key"]) for each in certificates if each.document.get("role") == "validator"}
 
     def balances(self) -> dict[str, tuple[int, int]] | None:
         """Credit and pending credit of each node by the hub's own rows; None while entries wait to be appended."""
-        if self._reader.outbox_length():
+        if self.reader.outbox_length():
             return None
-        return {row.node: (row.credit, row.pending) for row in self._reader.nodes()}
+        return {row.node: (row.credit, row.pending) for row in self.reader.nodes()}
 
     def close(self) -> None:
         self._view.close()
@@ -360,14 +322,10 @@ class FolderPlace:
 # ── a file ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@dataclass
-class FilePlace:
-    path: Path
-
-    def __post_init__(self) -> None:
-        self.label = str(self.path)
-        self.notes: list[str] = []
-        self.root_key: str | None = None
+class FilePlace(Place):
+    def __init__(self, path: Path) -> None:
+        super().__init__(str(path))
+        self.path = path
         self._head: LedgerHead | None = None
         self._documents: Iterator[Evidence] | None = None
         self._ahead: Evidence | None = None
@@ -380,22 +338,16 @@ class FilePlace:
         if self._documents is None:
             self._documents = _lines(evidence_file(self.path), Evidence, "evidence of a ledger row")
         found: dict[int, Evidence] = {}
-        while True:
-            each = self._ahead or next(self._documents, None)
-            self._ahead = None
-            if each is None:
-                return found
-            if each.row > entries[-1].index:
-                self._ahead = each
-                return found
+        while (each := self._ahead or next(self._documents, None)) is not None:
+            self._ahead = each if each.row > entries[-1].index else None
+            if self._ahead is not None:
+                break
             found[each.row] = each
+        return found
 
     def certificates(self) -> tuple[SignedDocument, ...]:
         found = self.signed_head()
         return () if found is None else found.certificates
-
-    def witnessed(self, public_key: str) -> list[bytes]:  # noqa: ARG002  a file has no sources
-        return []
 
     def missing_evidence(self) -> str:
         path = evidence_file(self.path)
@@ -419,9 +371,6 @@ class FilePlace:
 
     def trusted(self, last: LedgerEntry) -> LedgerHead | None:  # noqa: ARG002  rows behind the head are unproven
         return self._head
-
-    def close(self) -> None:
-        """Nothing is open."""
 
 
 def head_file(ledger: Path) -> Path:
