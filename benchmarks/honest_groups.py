@@ -31,7 +31,7 @@ from shoal.hub.state.reputation import of_late
 from shoal.models.load import LoadedModel, load_model
 from shoal.models.state import policy_views
 from shoal.protocol import ProofParameters, SamplingParameters, SigningKey, Tally
-from shoal.validator.calibrate import OPENINGS, Plan, measure, openings
+from shoal.validator.calibrate import OPENINGS, Plan, measure
 from shoal.validator.judge import Judge
 from shoal.validator.profiles import Profiles, load_profiles
 from shoal.validator.specimens import POLICY, Machine, Terms, docket_of
@@ -42,7 +42,7 @@ class Bench:
     """One validator: its engine, its limits, the records of the nodes, and what it has decided."""
 
     def __init__(self, machine: Machine, loaded: LoadedModel, worker: Engine, options: argparse.Namespace) -> None:
-        self.machine, self.files = machine, loaded.files
+        self.machine, self.files, self.begin = machine, loaded.files, options.begin
         same = str(machine) == f"{options.device}/{options.dtype}"
         self.engine = worker if same else build("torch", loaded.files, machine.device, machine.dtype)
         if not same:
@@ -63,7 +63,8 @@ class Bench:
         assert isinstance(self.engine, TorchEngine)
         copy = self.engine.copied(loaded.files, worker.kind.rpartition("/")[2])
         second = worker.kind.partition("/")[2]
-        plan = Plan(openings(loaded.tokenizer), loaded.eos_token_id)
+        prompts = [tuple(loaded.tokenizer.encode(self.begin + text)) for text in OPENINGS]
+        plan = Plan(prompts, loaded.eos_token_id)
         found = measure(copy, {second: copy, str(self.machine): self.engine}, plan)
         self.measured = {"seconds": found.seconds, "problems": found.problems, "choices": dict(found.choices)}
         print(f"{self.machine}: limits measured in {found.seconds} s; {found.problems or 'accepted'}", flush=True)
@@ -112,7 +113,7 @@ def main() -> None:
                 if number % 3 == 1
                 else opening
             )
-            leases.append(terms.lease(number, encode(text), task.id))
+            leases.append(terms.lease(number, encode(options.begin + text), task.id))
         requests = [GenerationRequest(lease.prompt_ids, lease.seed_numbers, sampling) for lease in leases]
         began_s = time.monotonic()
         groups = worker.generate(requests, terms.proof)
@@ -163,6 +164,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--against", nargs="+", default=["cpu/float32"])
     parser.add_argument("--profile", type=Path, action="append", default=[])
     parser.add_argument("--calibrate", action="store_true", help="measure the limits first, as a run does")
+    parser.add_argument("--begin", default="", help="what every prompt begins with; of Gemma, <bos>")
     parser.add_argument("--limit-s", type=float, default=0, help="end after that, with what there is")
     parser.add_argument("--out", type=Path, help="where the figures are written, as JSON")
     return parser.parse_args()

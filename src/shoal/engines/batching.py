@@ -34,8 +34,8 @@ log = logging.getLogger(__name__)
 PREFILL_TOKENS = 16_384  # of prompts computed at once
 PROBE_TOKENS = 12
 PROBE_PROMPT = 40  # more than a page
-PROBE_BOUND = {torch.float32: 0.02}  # of the largest value; states are kept in bfloat16
-USUAL_BOUND = 0.1
+PROBE_BOUND = {torch.float32: 0.02}  # of the mean size of a value; states are kept in bfloat16
+USUAL_BOUND = 0.2
 
 
 @dataclass(eq=False)
@@ -307,8 +307,8 @@ def paged_decoder(model: Any, memory_bytes: int) -> PagedDecoder | None:
         kept_TH = pool.slots.hidden_SCH[1, :PROBE_TOKENS].float()
         ids = torch.tensor([[*prompt, *rows[1].completion.token_ids.tolist()]], device=model.device)
         alone_TH = hidden_states(model, ids)[0, len(prompt) - 1 : -1].float()
-        bound = PROBE_BOUND.get(model.dtype, USUAL_BOUND) * float(alone_TH.abs().max())
-        if float((kept_TH - alone_TH).abs().max()) <= bound:
+        bound = PROBE_BOUND.get(model.dtype, USUAL_BOUND) * float(alone_TH.abs().mean())
+        if float((kept_TH - alone_TH).abs().mean()) <= bound:
             return decoder
         why = "its states are not those of the whole sequence"
     except (*PROBE_ERRORS, NotImplementedError, ImportError, OSError) as error:
