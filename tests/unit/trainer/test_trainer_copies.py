@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, cast
 
 import pytest
 import torch
@@ -94,8 +93,8 @@ def late(monkeypatch: pytest.MonkeyPatch) -> Late:
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_taking_a_copy_waits_for_nothing(late: Late, tmp_path: Path, sharded: bool) -> None:
-    copies = ShardedCopies(cast(Any, Ranks()), tmp_path) if sharded else Copies()
+def test_taking_a_copy_waits_for_nothing(late: Late, sharded: bool) -> None:
+    copies = ShardedCopies(Ranks()) if sharded else Copies()
     copied = copies.take(made := learner(), with_training=False)
     assert len(late.begun) == len(copied.weights)
     copied.arrived()
