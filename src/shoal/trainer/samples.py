@@ -26,9 +26,8 @@ import torch
 from torch import Tensor
 
 from shoal.algorithms.advantages import Advantage
-from shoal.algorithms.filters import carries_signal, is_truncated
+from shoal.algorithms.filters import allowed, carries_signal, is_truncated
 from shoal.algorithms.packing import PackedBatch, PaddedBatch, flatten, pad
-from shoal.algorithms.staleness import allowed
 from shoal.errors import ProtocolError
 from shoal.models.logprobs import Head, TokenLogprobs, hidden_states, token_logprobs
 from shoal.models.packed import Packed, packed_states

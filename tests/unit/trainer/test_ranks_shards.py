@@ -14,8 +14,8 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from shoal.cli.main import main
 from shoal.errors import CheckpointError
-from shoal.trainer import checkpoint, elastic, settings
-from shoal.trainer.checkpoint import captured_files, part_name, read_tensors
+from shoal.trainer import elastic, settings
+from shoal.trainer.checkpoint import part_name, read_tensors
 from shoal.trainer.ranks import Ranks
 from shoal.trainer.shards import rows_of
 
@@ -24,18 +24,6 @@ FILE = "training.safetensors"
 
 def tensors(count: int) -> dict[str, Tensor]:
     return {f"w{number}": torch.full((2, 3), number, dtype=torch.bfloat16) for number in range(count)}
-
-
-@pytest.mark.parametrize("size", [1, 30, 10**6])
-def test_a_file_may_be_written_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    monkeypatch.setattr(checkpoint, "PART_BYTES", size)
-    training = tensors(5) | {"step": torch.tensor(3.0)}
-    for name, write in captured_files({}, training).items():
-        write(tmp_path / name)
-    found = {name: (shape, read()) for name, shape, read in read_tensors(tmp_path, FILE)}
-    assert found.keys() == training.keys()
-    assert all(torch.equal(value, training[name]) for name, (_, value) in found.items())
-    assert all(shape == tuple(training[name].shape) for name, (shape, _) in found.items())
 
 
 def test_rows_of_a_tensor_are_read_alone(tmp_path: Path) -> None:

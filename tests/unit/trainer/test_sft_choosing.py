@@ -17,7 +17,7 @@ from shoal.environments.settings import PromptSettings
 from shoal.errors import ConfigError, ScoringFailure
 from shoal.rewards import DirectScorer
 from shoal.rewards.panel import Piece
-from shoal.trainer.demonstrations.choosing import Asking, Choice, Choosing, Corpus, Interrupted
+from shoal.trainer.demonstrations.choosing import Asking, Choosing, Corpus, Interrupted
 from shoal.trainer.demonstrations.reading import Demonstration, Demonstrations, Encoder
 
 USER = {"role": "user", "content": "hi"}
@@ -70,13 +70,6 @@ def test_wrong_columns_are_named(tmp_path: Path) -> None:
         Demonstrations([put(tmp_path / "a.jsonl", [{"question": "a", "answer": "b"}])])
 
 
-def test_no_file_and_an_empty_one(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"there is no data at .*, as --data"):
-        Demonstrations([tmp_path / "nothing.jsonl"])
-    with pytest.raises(ConfigError, match="is empty: there is nothing to train on"):
-        Demonstrations([put(tmp_path / "a.jsonl", [])])
-
-
 def test_a_prompt_may_be_a_conversation_of_which_only_the_end_is_learnt(tmp_path: Path) -> None:
     before = [USER, BOT, {"role": "user", "content": "and?"}]
     found = next(Demonstrations([put(tmp_path / "a.jsonl", [{"prompt": before, "completion": "so"}])]).read())
@@ -107,11 +100,6 @@ def test_form(tmp_path: Path, wanted: str, good: str, bad: str) -> None:
     rows = [{"text": good}, {"text": bad}]
     _, outcome = chosen(tmp_path, rows, files=chat_files(), require=(wanted,))
     assert reasons(outcome) == {1: f"form: no {wanted} in it"}
-
-
-def test_a_form_that_is_no_pattern() -> None:
-    with pytest.raises(ConfigError, match=r"--require \(: no regular expression"):
-        Choice(require=("(",))
 
 
 def test_characters_that_the_tokenizer_does_not_know(tmp_path: Path) -> None:
@@ -243,11 +231,6 @@ def test_the_table(tmp_path: Path) -> None:
         "  - characters          0",
         "  - duplicates          1   e.g. row 3 (demos.jsonl line 4): the same as row 0",
     ]
-
-
-def test_nothing_left_is_an_error_that_says_by_what(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no demonstration is left of 3 \(left out by: length 3\).*row 0 "):
-        chosen(tmp_path, sort_rows(3), max_tokens=2)
 
 
 def test_told_to_stop(tmp_path: Path) -> None:

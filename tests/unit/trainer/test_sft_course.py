@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.errors import ConfigError
-from shoal.trainer.demonstrations.course import Course, refuse_unused
+from shoal.trainer.demonstrations.course import Course
 
 
 def table(course: Course, questions: list[int]) -> tuple[list[list[int]], list[int]]:
@@ -75,12 +75,3 @@ def test_decay_by_hand() -> None:
     assert [Course(decay="linear").rate_factor(step, 4, 0) for step in range(4)] == [1, 0.75, 0.5, 0.25]
     assert [round(Course().rate_factor(step, 6, 2), 4) for step in range(6)] == [1, 1, 1, 0.8536, 0.5, 0.1464]
     assert Course().rate_factor(0, 1, 5) == 1
-
-
-def test_words_that_mean_nothing() -> None:
-    with pytest.raises(ConfigError, match="--decay quick: there are none, linear, cosine"):
-        Course(decay="quick")
-    with pytest.raises(ConfigError, match=r"trainer\.clip_epsilon means nothing to a warm start.*what does: betas, "):
-        refuse_unused("trainer.clip_epsilon=0.1")
-    refuse_unused("trainer.memory.recompute=true")
-    refuse_unused("trainer.learning_rat=1")  # a name that there is not is said by whoever reads settings

@@ -129,10 +129,6 @@ def test_the_memory_of_a_checkpoint_is_there_before_there_are_moments() -> None:
     assert all(later[name] == where for name, where in reserved.items())
 
 
-def test_moments_are_copied_only_for_a_checkpoint() -> None:
-    assert Copies().take(learner(), with_training=False).captured is None
-
-
 def test_weights_that_are_not_trained_are_copied_once() -> None:
     made, copies = learner(), Copies()
     made.model.lm_head.weight.requires_grad_(False)
