@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from vectors import activations, by_name, vectors
+from vectors import activations, by_name, numbers_of, vectors
 
 from shoal.errors import ProofError
 from shoal.toploc import (
@@ -47,7 +47,7 @@ def proof_of(x: list[int], y: list[int]) -> bytes:
 
 
 def evaluated(proof: bytes, x: list[int]) -> list[int]:
-    modulus, *coefficients = np.frombuffer(proof, ">u2").astype(np.int64).tolist()
+    modulus, coefficients = numbers_of(proof)
     found: list[int] = evaluate(np.array([coefficients]), np.array([x]) % modulus)[0].tolist()
     return found
 
@@ -56,7 +56,7 @@ def evaluated(proof: bytes, x: list[int]) -> list[int]:
 def test_points_become_the_published_bytes(name: str) -> None:
     vector = by_name("points", name)
     proof = proof_of(vector["x"], vector["y"])
-    assert (int.from_bytes(proof[:2], "big"), proof) == (vector["modulus"], base64.b64decode(vector["proof_b64"]))
+    assert (numbers_of(proof)[0], proof) == (vector["modulus"], base64.b64decode(vector["proof_b64"]))
     assert len(proof) == vector["bytes"]
     assert proof_of(vector["x"][::-1], vector["y"][::-1]) == proof
 
@@ -136,7 +136,7 @@ def test_a_modulus_below_the_prime_is_used() -> None:
     chosen = [10, 65507, 20, 65516, 30, 65525]  # the published collision chain: modulus 65494
     bits.reshape(-1)[chosen] = np.arange(16256, 16262)
     (proof,) = build_proofs_bytes(bits, 32, 6, skip_prefill=True)
-    assert int.from_bytes(proof[:2], "big") == 65494
+    assert numbers_of(proof)[0] == 65494
     assert verify_proofs_bytes(bits, [proof], 32, 6, skip_prefill=True) == [VerificationResult(0, 0.0, 0.0)]
 
 
