@@ -367,8 +367,8 @@ class GpuTransfer(Transfer):
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)
-        self._done = torch.cuda.Event(blocking=True)
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
 
     @contextmanager
     def copying(self) -> Iterator[None]:

@@ -283,7 +283,7 @@ def restore_shard(learner: Learner, folder: Path, ranks: RankGroup) -> None:
         local, rows = own_rows(target, ranks) if isinstance(target, DTensor) else (target, None)
         with torch.no_grad():
             local.copy_(read(rows))
-    moments, generators = {}, {}
+    moments, generators = dict[str, Tensor](), dict[str, Tensor]()
     for name, shape, read in checkpoint.read_tensors(folder, TRAINING):
         weight = trained.get(name.removeprefix(MOMENTS).rpartition("/")[0])
         if not name.startswith(MOMENTS):
