@@ -343,7 +343,7 @@ class Copied:
     arrived: Callable[[], None] = lambda: None
 
 
-class Transfer:
+class CopyStream:
     """How copies reach the host. Those of a CPU's memory are there at once."""
 
     @contextmanager
@@ -361,7 +361,7 @@ class Transfer:
         """Until the host may read the copies."""
 
 
-class GpuTransfer(Transfer):
+class GpuCopyStream(CopyStream):
     """A stream of its own: copies run beside the next step's forward and backward passes, which only read weights. The
     optimizer waits for them on the device, the publisher's thread on the host; the main thread waits for nothing."""
 
@@ -394,29 +394,29 @@ class Copies:
 
     def __init__(self) -> None:
         self._memory: dict[tuple[str, torch.dtype], Tensor] = {}
-        self._transfer: Transfer | None = None
+        self._stream: CopyStream | None = None
         self._reserving: threading.Thread | None = None
 
     def take(self, learner: Learner, with_training: bool) -> Copied:
         """The state as it is now; training may go on at once."""
-        if self._transfer is None:
-            self._transfer = self._new_transfer(learner.device)
+        if self._stream is None:
+            self._stream = self._new_stream(learner.device)
             learner.optimizer.register_step_pre_hook(self._before_update)
         if self._reserving is not None:
             self._reserving.join()
-        with self._transfer.copying():
+        with self._stream.copying():
             copied = self._begin(learner, with_training)
         if self._reserving is None and learner.device.type == "cuda":
             self._reserving = threading.Thread(target=self._reserve, args=(learner,), name="page-locking", daemon=True)
             self._reserving.start()
-        return replace(copied, arrived=self._transfer.wait)
+        return replace(copied, arrived=self._stream.wait)
 
-    def _new_transfer(self, device: torch.device) -> Transfer:
-        return GpuTransfer(device) if device.type == "cuda" else Transfer()
+    def _new_stream(self, device: torch.device) -> CopyStream:
+        return GpuCopyStream(device) if device.type == "cuda" else CopyStream()
 
     def _before_update(self, *_: object) -> None:
-        assert self._transfer is not None
-        self._transfer.before_update()
+        assert self._stream is not None
+        self._stream.before_update()
 
     def _begin(self, learner: Learner, with_training: bool) -> Copied:
         """Nobody reads what it returns before it has arrived."""
@@ -445,8 +445,8 @@ class Copies:
         copied = unchanging and (name, dtype) in self._memory
         held = self._room(name, tensor, dtype)
         if not copied:
-            assert self._transfer is not None
-            self._transfer.copy(held, tensor)
+            assert self._stream is not None
+            self._stream.copy(held, tensor)
         return held
 
     def _room(self, name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:

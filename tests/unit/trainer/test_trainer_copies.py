@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from trainer_stubs import RUN, SETTINGS, learner, make_group, same, tiny_loaded, weights
 
-from shoal.trainer.checkpoint import MODEL, MOMENTS, TRAINING, CheckpointStore, Copies, Transfer, restore
+from shoal.trainer.checkpoint import MODEL, MOMENTS, TRAINING, CheckpointStore, Copies, CopyStream, restore
 from shoal.trainer.folder import Progress
 from shoal.trainer.learner import Learner, new_learner
 from shoal.trainer.ranks import Ranks
@@ -68,7 +68,7 @@ def test_adapters_are_copied_exactly_since_they_are_merged_when_they_are_exporte
     assert {value.dtype for value in copied.weights.values()} == {torch.float32}
 
 
-class Late(Transfer):
+class Late(CopyStream):
     """A device whose copies arrive as late as they may: when somebody waits for them."""
 
     def __init__(self) -> None:
@@ -88,7 +88,7 @@ class Late(Transfer):
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> Late:
     transfer = Late()
-    monkeypatch.setattr(Copies, "_new_transfer", lambda *_: transfer)
+    monkeypatch.setattr(Copies, "_new_stream", lambda *_: transfer)
     return transfer
 
 
