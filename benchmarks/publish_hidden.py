@@ -77,7 +77,7 @@ GROUP = 8
 
 @dataclass
 class PlentyHub:
-    """Implements `TrainerHub`: batches made before, given at once, or once their policy is out (`in_front`)."""
+    """In place of `HubClient`: batches made before, given at once, or once their policy is out (`in_front`)."""
 
     batches: Sequence[Sequence[TrainingGroup]]
     in_front: bool

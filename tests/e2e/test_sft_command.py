@@ -97,12 +97,6 @@ def test_killed_and_stopped_it_comes_to_the_same_weights(demos: Path, tmp_path: 
     assert all(bool((one[name] == two[name]).all()) for name in one)
 
 
-def test_divergence_ends_with_code_5(demos: Path, tmp_path: Path) -> None:
-    ran = run(command(demos, tmp_path / "broken", "--set", "trainer.learning_rate=1e30"))
-    assert ran.returncode == 5, ran.stderr
-    assert not (tmp_path / "broken").exists()
-
-
 def test_a_last_step_that_destroys_the_model_ends_with_code_5(demos: Path, tmp_path: Path) -> None:
     ran = run(command(demos, tmp_path / "broken", "--steps", "1", "--set", "trainer.learning_rate=100"))
     assert ran.returncode == 5, ran.stderr

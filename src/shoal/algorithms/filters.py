@@ -1,4 +1,4 @@
-"""Filters: which groups and which samples are trained on. What they leave out is counted, never silent."""
+"""Which groups and which samples are trained on, and how old they may be. What is left out is counted, never silent."""
 
 from __future__ import annotations
 
@@ -19,3 +19,17 @@ def is_truncated(finish: str) -> bool:
     """Whether a completion ended by its length limit. Its reward still counts in the group's mean: it is a real
     outcome; but what its tokens would have led to is unknown, so masking it is an option."""
     return finish == "length"
+
+
+def staleness(step: int, version: int) -> int:
+    """Step `n` improves version `n`, so a group of version `v` is `n − v` steps old in it.
+
+    >>> staleness(step=7, version=5)
+    2
+    """
+    return step - version
+
+
+def allowed(step: int, version: int, bound: int) -> bool:
+    """Whether step `step` may train on a group of `version`: neither too old nor from the future."""
+    return 0 <= staleness(step, version) <= bound

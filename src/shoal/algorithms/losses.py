@@ -4,10 +4,10 @@
     base: what was recorded when the token was drawn (behaviour), or what the trainer itself says when the step begins
           (recomputed), if `recomputed_base` says so
 
-Here: what a loss is given and gives, and those that clip. Weights and masks: `losses_weighted`; losses that look at
-whole completions: `losses_sequence`. On policy (r = 1) every one of them has the gradient −A.
+On policy (r = 1) every one of them has the gradient −A.
 
-Legend: N tokens, laid out flat: only tokens that are trained on are here, so no loss needs a padding mask.
+Legend: N tokens, laid out flat: only tokens that are trained on are here, so no loss needs a padding mask; S
+completions. A completion is whole in every call: packing never parts one.
 """
 # ruff: noqa: N815 - dimension suffixes on fields
 
@@ -152,3 +152,121 @@ def reported(loss_N: Tensor, ratio_N: Tensor, stopped_N: Tensor, **means: Tensor
         mean={name: values_N.detach().to(ratio_N.dtype) for name, values_N in mean.items()},
         peak={"ratio_max": ratio_N},
     )
+
+
+# ── weights and masks of single tokens; no gradient flows through a weight: −w·A·log π has the gradient −w·A ──
+
+
+def plain(tokens: LossTokens, parameters: LossParameters) -> LossOutput:
+    """`−A·log π`: the policy gradient as if every token had just been drawn.
+
+    For comparison: nothing stops a token that has moved enough, so that it breaks down under staleness.
+    """
+    ratio_N = ratio(tokens, parameters)
+    return reported(-tokens.advantages_N * tokens.logprobs_N, ratio_N, torch.zeros_like(ratio_N))
+
+
+def cross_entropy(tokens: LossTokens, parameters: LossParameters) -> LossOutput:  # noqa: ARG001 - a `Loss`
+    """`−A·log π` of tokens that nobody drew: A is the weight of a demonstration. No ratio is looked at."""
+    return LossOutput(loss_N=-tokens.advantages_N * tokens.logprobs_N)
+
+
+def tis(tokens: LossTokens, parameters: LossParameters) -> LossOutput:
+    """Truncated importance sampling: `−min(r, cap)·A·log π`, the minimum without gradient.
+
+    Exact where r ≤ cap; beyond, a token counts less than it should, which bounds the variance. With cap = 2, A = 1 and
+    r = 10 the gradient is −2.
+    """
+    return _capped(tokens, parameters, parameters.ratio_cap)
+
+
+def cispo(tokens: LossTokens, parameters: LossParameters) -> LossOutput:
+    """`−min(r, 1 + ε_high)·A·log π`, the minimum without gradient: no token loses its gradient by a clip.
+
+    As its authors run it, without a floor. The cap is 1 + `epsilon_high` where that is given, else `ratio_cap`: then
+    the same as `tis`, which others came to from importance sampling.
+    """
+    high = parameters.epsilon_high
+    return _capped(tokens, parameters, parameters.ratio_cap if high is None else 1 + high)
+
+
+def decoupled(tokens: LossTokens, parameters: LossParameters) -> LossOutput:
+    """Decoupled PPO: `−w·min(u·A, clip(u, 1−ε, 1+ε)·A)`, u = π / proximal, w = min(proximal / behaviour, cap).
+
+    The proximal policy is the one that the step began with: the clip bounds what this step changes, w corrects for the
+    staleness before it. So `recomputed_N` is always needed, and `recomputed_base` says nothing.
+    """
+    proximal_N, advantages_N = recomputed(tokens), tokens.advantages_N
+    before_N = bounded_exp(proximal_N - tokens.behaviour_N).detach()
+    weight_N = before_N.clamp(max=parameters.ratio_cap)
+    moved_N = bounded_exp(tokens.logprobs_N - proximal_N)
+    objective_N = torch.minimum(moved_N * advantages_N, clipped(moved_N, parameters) * advantages_N)
+    stopped_N = beyond_clip(moved_N, advantages_N, parameters) | (before_N > parameters.ratio_cap)
+    return reported(-weight_N * objective_N, moved_N, stopped_N, weight_mean=weight_N)
+
+
+def dppo(tokens: LossTokens, parameters: LossParameters) -> LossOutput:
+    """`−r·A + λ·(log r)²`, the first term masked where the probability has moved enough in A's direction.
+
+    "Enough" is `move_limit` in probability, not in ratio: a token that went from 0.001 to 0.003 is no danger, one from
+    0.9 to 0.6 is, though its ratio moved less. The second term (λ = `log_ratio_penalty`) pulls every token back, also
+    those that are masked or have no advantage; its gradient is 2λ·log r, nothing on policy.
+    """
+    log_ratio_N, advantages_N = log_ratio(tokens, parameters), tokens.advantages_N
+    ratio_N = bounded_exp(log_ratio_N)
+    moved_N = tokens.logprobs_N.detach().exp() - base(tokens, parameters).exp()
+    masked_N = moved_N * advantages_N.sign() > parameters.move_limit
+    policy_N = torch.where(masked_N, torch.zeros_like(ratio_N), -ratio_N * advantages_N)
+    loss_N = policy_N + parameters.log_ratio_penalty * log_ratio_N.square()
+    return reported(loss_N, ratio_N, masked_N, masked_fraction=masked_N)
+
+
+def _capped(tokens: LossTokens, parameters: LossParameters, cap: float) -> LossOutput:
+    ratio_N = ratio(tokens, parameters).detach()
+    loss_N = -ratio_N.clamp(max=cap) * tokens.advantages_N * tokens.logprobs_N
+    return reported(loss_N, ratio_N, (ratio_N > cap) & (tokens.advantages_N != 0))
+
+
+# ── whole completions, by the geometric mean of their ratios, s = exp(mean of log r) ──
+
+
+def gspo(tokens: LossTokens, parameters: LossParameters) -> LossOutput:
+    """`−min(s·A, clip(s, 1−ε, 1+ε)·A)` at every token of a completion: its mean is the loss of the completion.
+
+    The gradient flows through s to all tokens of the completion: each gets −A·s, or nothing if s is clipped. Its
+    authors take ε = 3e-4, `epsilon_high` = 4e-4 (a mean of logarithms moves far less than one of them) and the
+    normalisation "samples": with these, which `TrainerSettings` fills in, the step's loss is exactly theirs.
+    """
+    advantages_N = tokens.advantages_N
+    mean_N = bounded_exp(sequence_mean(log_ratio(tokens, parameters), tokens.sequence_N))
+    objective_N = torch.minimum(mean_N * advantages_N, clipped(mean_N, parameters) * advantages_N)
+    return reported(-objective_N, mean_N, beyond_clip(mean_N, advantages_N, parameters))
+
+
+def geometric_mask(tokens: LossTokens, parameters: LossParameters) -> LossOutput:
+    """A completion is trained on iff `mask_low ≤ s ≤ mask_high`; what stays has the loss of `tis`.
+
+    A completion that today's policy would hardly write says little about it, whichever of its tokens it is. With
+    [0.99, 1.01], four tokens of ratio 1 and one of 1.1: s = 1.1^(1/5) = 1.0192, so that all five are left out.
+    """
+    log_ratio_N = log_ratio(tokens, parameters).detach()
+    ratio_N, mean_N = bounded_exp(log_ratio_N), bounded_exp(sequence_mean(log_ratio_N, tokens.sequence_N))
+    masked_N = (mean_N < parameters.mask_low) | (mean_N > parameters.mask_high)
+    weight_N = torch.where(masked_N, torch.zeros_like(ratio_N), ratio_N.clamp(max=parameters.ratio_cap))
+    stopped_N = masked_N | (ratio_N > parameters.ratio_cap)
+    loss_N = -weight_N * tokens.advantages_N * tokens.logprobs_N
+    return reported(loss_N, ratio_N, stopped_N, masked_fraction=masked_N)
+
+
+def sequence_mean(values_N: Tensor, sequence_N: Tensor | None) -> Tensor:
+    """At every token the mean over its completion's tokens. Carries the gradient.
+
+    >>> sequence_mean(torch.tensor([1.0, 3.0, 7.0]), torch.tensor([0, 0, 1]))
+    tensor([2., 2., 7.])
+    """
+    if sequence_N is None:
+        return values_N.mean().expand_as(values_N)
+    none_S = torch.zeros_like(values_N)  # as many as tokens: enough, and a GPU need not be asked how many there are
+    sum_S = none_S.index_add(0, sequence_N, values_N)
+    count_S = none_S.index_add(0, sequence_N, torch.ones_like(values_N))
+    return (sum_S / count_S.clamp(min=1))[sequence_N]

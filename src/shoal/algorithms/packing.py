@@ -146,70 +146,52 @@ def shares(bins: Sequence[list[int]], costs: Sequence[int], ranks: int) -> list[
 
 
 @dataclass(frozen=True)
-class PackedBatch:
-    """Sequences end to end, each without its last token, which predicts nothing that is known.
+class Layout:
+    """The sequences of one forward pass. Token `targets_N[i]` is predicted at the position before its own, place
+    `places_N[i]` of `ids` (counted through all rows). The N tokens are the completions, one after the other.
 
-    Token `targets_N[i]` is predicted at `ids_T[columns_N[i]]`, the position before its own. The N tokens are the
-    completions of the sequences, one after the other.
+    Packed, `ids` [T] lie end to end, each sequence without its last token, which predicts nothing that is known. Else
+    (no `positions_T`) they are rows [B, L], padded on the right: under causal attention no real token sees the padding.
     """
 
-    ids_T: Tensor
-    positions_T: Tensor
-    bounds: tuple[int, ...]
-    columns_N: Tensor
+    ids: Tensor
+    places_N: Tensor
     targets_N: Tensor
+    positions_T: Tensor | None = None
+    bounds: tuple[int, ...] = ()
 
 
-def flatten(sequences: Sequences, device: torch.device | str = "cpu") -> PackedBatch:
-    """Lay out (prompt, completion) pairs. A prompt has a token at least: it predicts the first of the completion."""
+def flatten(sequences: Sequences) -> Layout:
+    """Lay out (prompt, completion) pairs end to end. A prompt has a token at least: it predicts the first of the
+    completion."""
     _refuse_empty_prompts(sequences)
     lengths = [len(prompt) + len(completion) - 1 for prompt, completion in sequences]
     bounds = np.concatenate([[0], np.cumsum(lengths)])
     ids = [np.concatenate([prompt, completion])[:-1] for prompt, completion in sequences]
-    columns = [
-        np.arange(len(completion)) + start + len(prompt) - 1
-        for start, (prompt, completion) in zip(bounds, sequences, strict=False)
-    ]
-    return PackedBatch(
-        ids_T=torch.from_numpy(np.concatenate(ids)).to(device),
-        positions_T=torch.from_numpy(np.concatenate([np.arange(length) for length in lengths])).to(device),
-        bounds=tuple(bounds.tolist()),
-        columns_N=torch.from_numpy(np.concatenate(columns)).to(device),
-        targets_N=torch.from_numpy(np.concatenate([completion for _, completion in sequences])).to(device),
+    positions_T = torch.from_numpy(np.concatenate([np.arange(length) for length in lengths]))
+    return Layout(
+        torch.from_numpy(np.concatenate(ids)), *_completions(sequences, bounds), positions_T, tuple(bounds.tolist())
     )
 
 
-@dataclass(frozen=True)
-class PaddedBatch:
-    """Sequences side by side, padded on the right. Under causal attention no real token sees the padding, so that no
-    attention mask is needed.
-
-    Token `targets_N[i]` is predicted at `input_ids_BL[rows_N[i], columns_N[i]]`, the position before its own. The N
-    tokens are the completions of the sequences, one after the other.
-    """
-
-    input_ids_BL: Tensor
-    rows_N: Tensor
-    columns_N: Tensor
-    targets_N: Tensor
-
-
-def pad(sequences: Sequences, device: torch.device | str = "cpu") -> PaddedBatch:
-    """Lay out (prompt, completion) pairs. A prompt has a token at least: it predicts the first of the completion."""
+def pad(sequences: Sequences) -> Layout:
+    """The same side by side, in rows as long as the longest."""
     _refuse_empty_prompts(sequences)
     longest = max(len(prompt) + len(completion) for prompt, completion in sequences)
-    input_ids_BL = np.zeros((len(sequences), longest), dtype=np.int64)
-    rows, columns = [], []
+    ids_BL = np.zeros((len(sequences), longest), dtype=np.int64)
     for row, (prompt, completion) in enumerate(sequences):
-        input_ids_BL[row, : len(prompt) + len(completion)] = np.concatenate([prompt, completion])
-        rows.append(np.full(len(completion), row, dtype=np.int64))
-        columns.append(np.arange(len(completion), dtype=np.int64) + len(prompt) - 1)
-    return PaddedBatch(
-        input_ids_BL=torch.from_numpy(input_ids_BL).to(device),
-        rows_N=torch.from_numpy(np.concatenate(rows)).to(device),
-        columns_N=torch.from_numpy(np.concatenate(columns)).to(device),
-        targets_N=torch.from_numpy(np.concatenate([completion for _, completion in sequences])).to(device),
-    )
+        ids_BL[row, : len(prompt) + len(completion)] = np.concatenate([prompt, completion])
+    return Layout(torch.from_numpy(ids_BL), *_completions(sequences, np.arange(len(sequences)) * longest))
+
+
+def _completions(sequences: Sequences, starts: npt.NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+    """Places and ids of the completions' tokens, of sequences that start there."""
+    places = [
+        np.arange(len(completion)) + start + len(prompt) - 1
+        for start, (prompt, completion) in zip(starts, sequences, strict=False)
+    ]
+    targets = [completion for _, completion in sequences]
+    return torch.from_numpy(np.concatenate(places)), torch.from_numpy(np.concatenate(targets))
 
 
 def _refuse_empty_prompts(sequences: Sequences) -> None:

@@ -14,9 +14,19 @@ from shoal.algorithms.advantages import (
     max_rl,
     rloo,
 )
-from shoal.algorithms.losses import Loss, ppo_clip, two_sided_clip
-from shoal.algorithms.losses_sequence import geometric_mask, gspo
-from shoal.algorithms.losses_weighted import cispo, cross_entropy, decoupled, dppo, plain, tis
+from shoal.algorithms.losses import (
+    Loss,
+    cispo,
+    cross_entropy,
+    decoupled,
+    dppo,
+    geometric_mask,
+    gspo,
+    plain,
+    ppo_clip,
+    tis,
+    two_sided_clip,
+)
 from shoal.errors import ConfigError
 
 T = TypeVar("T")

@@ -120,11 +120,10 @@ def training_lines(found: Planning) -> Iterator[str]:
     for name, size in planned.device.items():
         yield f"  {name:<26}{size / GIB:9.2f}" + (f"   {tokens}" if name == "activations" else "")
     yield f"  {'in all':<26}{planned.total / GIB:9.2f}   of {found.memory_bytes / GIB:.2f}: {_verdict(planned, fits)}"
-    for where, parts in (("the first process", planned.host), ("each other process", planned.other_hosts)):
-        if parts:
-            yield f"on the host, for {where}, GiB:"
-        for name, size in parts.items():
-            yield f"  {name:<26}{size / GIB:9.2f}"
+    if planned.host:
+        yield "on the host, for the first process, GiB:"
+    for name, size in planned.host.items():
+        yield f"  {name:<26}{size / GIB:9.2f}"
     if fits:
         return
     yield "each of these alone would change that to, GiB:"

@@ -3,7 +3,7 @@
 shoal sft tiny --data demos.jsonl --out models/begun                 train, and write a Hugging Face folder
 shoal sft tiny --data demos.jsonl --out chosen.jsonl --select-only   only choose
 
-FOLDER.work/   chosen.json (what was asked for, what was chosen), corpus/, checkpoints/, metrics.jsonl; .shoal-sft
+FOLDER.work/   chosen.json (what was asked for, what was chosen), corpus.arrow, checkpoints/, metrics.jsonl; .shoal-sft
                marks it, so that no folder of somebody else's is taken for one
 FOLDER/        appears whole at the end: a Hugging Face folder with sft.json and metrics.jsonl
 
@@ -16,7 +16,6 @@ import hashlib
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -27,7 +26,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shoal.cli.eval import SPEC_HELP, STOPPED_CODE, Model, Seed
-from shoal.errors import ConfigError, EnvironmentSetupError
+from shoal.errors import CheckpointError, ConfigError, EnvironmentSetupError
 
 if TYPE_CHECKING:
     from shoal.environments import Environment
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
     from shoal.trainer.demonstrations.training import WarmStartParts
     from shoal.trainer.settings import TrainerSettings
 
-CHOSEN, ABOUT, MARK = "chosen.json", "sft.json", ".shoal-sft"
+CHOSEN, CORPUS, ABOUT, MARK = "chosen.json", "corpus.arrow", "sft.json", ".shoal-sft"
 Data = Annotated[
     list[Path],
     typer.Option(
@@ -66,7 +65,6 @@ def sft(
     epochs: Annotated[int, typer.Option(min=1, max=10_000, help="Passes over all of them.")] = 1,
     steps: Annotated[int | None, typer.Option(min=1, help="Steps, instead of epochs.")] = None,
     batch: Annotated[int, typer.Option(min=1, help="Demonstrations per step.")] = 32,
-    batch_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens per step, instead.")] = None,
     decay: Annotated[str, typer.Option(help="Of the rate, to its end: none, linear or cosine.")] = "cosine",
     validation: Annotated[
         int | None, typer.Option(min=0, help="Demonstrations not trained on.  [default: a twentieth, at most 256]")
@@ -79,15 +77,11 @@ def sft(
     max_tokens: Annotated[
         int | None, typer.Option(min=2, help="Leave out what is longer.  [default: the model's context]")
     ] = None,
-    truncate: Annotated[bool, typer.Option("--truncate", help="Cut what is longer off instead.")] = False,
     require: Annotated[
         list[str] | None,
         typer.Option(metavar="FORM", help="Last words must have: thinking, boxed, answer, or a pattern."),
     ] = None,
     keep_duplicates: Annotated[bool, typer.Option("--keep-duplicates", help="Train on equal ones, too.")] = False,
-    near_duplicates: Annotated[
-        float | None, typer.Option(min=0.5, max=1, metavar="SHARE", help="Leave out what is so like another.")
-    ] = None,
     verify: Annotated[bool, typer.Option("--verify", help="Only what the environment of --env rewards.")] = False,
     min_reward: Annotated[float, typer.Option(help="Least reward, with --verify.")] = 1.0,
     rank: Annotated[Path | None, typer.Option(metavar="FOLDER", help="A sequence classifier that ranks them.")] = None,
@@ -95,7 +89,6 @@ def sft(
     best_per_prompt: Annotated[
         int | None, typer.Option(min=1, help="How many of each prompt to keep, by rank.")
     ] = None,
-    report: Annotated[Path | None, typer.Option(metavar="FILE.parquet", help="What became of every row.")] = None,
     select_only: Annotated[
         bool, typer.Option("--select-only", help="Write the chosen rows to --out FILE.jsonl; train nothing.")
     ] = False,
@@ -108,12 +101,11 @@ def sft(
     from shoal.trainer.demonstrations.course import Course
 
     choice = Choice(
-        min_tokens=min_tokens, max_tokens=max_tokens, truncate=truncate, require=tuple(require or ()),
-        duplicates=not keep_duplicates, near_duplicates=near_duplicates, verify=verify, min_reward=min_reward,
-        rank=rank, best=best, best_per_prompt=best_per_prompt, chat=chat,
+        min_tokens=min_tokens, max_tokens=max_tokens, require=tuple(require or ()), duplicates=not keep_duplicates,
+        verify=verify, min_reward=min_reward, rank=rank, best=best, best_per_prompt=best_per_prompt, chat=chat,
     )  # fmt: skip
-    course = Course(epochs, steps, batch, batch_tokens, seed, decay, validation)
-    request = Request(model, tuple(data), out, env, tuple(settings or ()), choice, course, report, stop)
+    course = Course(epochs, steps, batch, seed, decay, validation)
+    request = Request(model, tuple(data), out, env, tuple(settings or ()), choice, course, stop)
     request.refuse_mistakes(select_only)
     from shoal.run.sources import model_source
 
@@ -138,7 +130,6 @@ class Request:
     overrides: tuple[str, ...]
     choice: Choice
     course: Course
-    report: Path | None
     stop: StopToken
 
     @property
@@ -189,8 +180,6 @@ class Request:
 
         if self.choice.verify and self.env is None:
             raise ConfigError("--verify: give the environment that knows what is right, for example --env recipe.toml")
-        if self.report is not None and self.report.suffix != ".parquet":
-            raise ConfigError(f"--report {self.report}: it is a Parquet file; let its name end in .parquet")
         if select_only:
             refuse_taken(self.out)
         else:
@@ -226,7 +215,7 @@ class Request:
         found: dict[str, Any] = json.loads(json.dumps(about, default=str))
         return found
 
-    def choose(self, model: ModelSource, folder: Path) -> tuple[Corpus, Outcome]:
+    def choose(self, model: ModelSource) -> tuple[Corpus, Outcome]:
         """With a progress bar; scoring processes end with it."""
         from rich.console import Console
 
@@ -257,10 +246,7 @@ class Request:
                     raise ConfigError(f"--rank {choice.rank}: {error}") from error
             asking = Asking(environment, pool, choice.min_reward, data.has_tasks) if environment else None
             progress = around.enter_context(counted("choosing", Console(stderr=True), unit="rows"))
-            corpus, outcome = Choosing(data, encoder, choice, asking, judge, progress, self.stop.is_set).run(folder)
-        if self.report is not None:
-            outcome.write(self.report)
-        return corpus, outcome
+            return Choosing(data, encoder, choice, asking, judge, progress, self.stop.is_set).run()
 
 
 def refuse_taken(out: Path) -> None:
@@ -280,8 +266,7 @@ def write_rows(out: Path, rows: Iterable[dict[str, Any]]) -> None:
 
 def _select(request: Request, model: ModelSource) -> int:
     """Write the rows that stay, as they are in the data."""
-    with tempfile.TemporaryDirectory(prefix="shoal-sft-") as scratch:
-        _corpus, outcome = request.choose(model, Path(scratch) / "corpus")
+    _corpus, outcome = request.choose(model)
     typer.echo("\n".join(["demonstrations:", *outcome.lines()]))
     write_rows(request.out, request.demonstrations.originals(outcome.kept))
     typer.echo(f"wrote {request.out}: {len(outcome.kept):,} demonstrations")
@@ -315,8 +300,9 @@ def _train(request: Request, model: ModelSource) -> int:
         if not finished:
             typer.echo(f"stopped; what is done is kept in {work}, and the same command resumes", err=True)
             return STOPPED_CODE
-        (work / CHOSEN).unlink(missing_ok=True)
-        for folder in (work / "corpus", work / "checkpoints", *(() if request.settings.tracking else (work,))):
+        for name in (CHOSEN, CORPUS):
+            (work / name).unlink(missing_ok=True)
+        for folder in (work / "checkpoints", *(() if request.settings.tracking else (work,))):
             shutil.rmtree(folder, ignore_errors=True)  # what trackers wrote stays
     rows = MetricsLog(out / METRICS).rows()
     for name, word in (("loss", "loss"), (VALIDATION, "validation loss")):
@@ -333,19 +319,21 @@ def _chosen(request: Request, model: ModelSource, about: dict[str, Any]) -> Corp
     from shoal.runtime.files import write_atomically
     from shoal.trainer.demonstrations.choosing import Corpus
 
-    work, chosen = request.work, request.work / CHOSEN
+    work, chosen, path = request.work, request.work / CHOSEN, request.work / CORPUS
     stored = json.loads(chosen.read_bytes()) if chosen.is_file() else {}
     if stored and stored["about"] != about and any((work / "checkpoints").glob("*")):
         raise ConfigError(f"{work} is of another warm start: {difference(stored['about'], about)}")
-    if stored and stored["about"] == about:
-        corpus = Corpus(work / "corpus")
-    else:
+    if not stored or stored["about"] != about:
         chosen.unlink(missing_ok=True)  # nothing was trained with it, and nothing is lost
-        corpus, outcome = request.choose(model, work / "corpus")
-        stored = {"about": about, "lines": outcome.lines()}
+        corpus, outcome = request.choose(model)
+        data = corpus.as_bytes()
+        write_atomically(path, data)
+        stored = {"about": about, "lines": outcome.lines(), "sha256": hashlib.sha256(data).hexdigest()}
         write_atomically(chosen, json.dumps(stored, indent=2).encode())
+    if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != stored["sha256"]:
+        raise CheckpointError(f"the chosen demonstrations in {path} are damaged; remove {work} and begin again")
     typer.echo("\n".join(["demonstrations:", *stored["lines"]]))
-    return corpus
+    return Corpus.read(path)
 
 
 def _parts(request: Request, model: ModelSource, about: dict[str, Any], corpus: Corpus) -> WarmStartParts:

@@ -212,10 +212,19 @@ def _control_tokens(files: Mapping[str, bytes]) -> dict[str, int]:
 def _compiled(source: str) -> Template:
     """The template, in a sandbox, with what templates of this format expect to find."""
     import jinja2
-    from jinja2.ext import loopcontrols
+    from jinja2 import nodes
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.parser import Parser
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    from shoal.models.template_tags import Generation
+    class Generation(Extension):
+        """`{% generation %}…{% endgeneration %}` marks what an assistant said; here it is just its content."""
+
+        tags = {"generation"}  # noqa: RUF012
+
+        def parse(self, parser: Parser) -> list[nodes.Node]:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation]

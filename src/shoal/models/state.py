@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
@@ -92,27 +91,11 @@ def _holds(target: torch.dtype, source: torch.dtype) -> bool:
     return target == source or (target == torch.float32 and source in (torch.bfloat16, torch.float16))
 
 
-class Changed(Protocol):
-    """Values of one tensor that differ: positions in units of `width` bytes, and the bits to put there."""
+def change_state(model: nn.Module, changes: Iterable[Any]) -> None:
+    """Overwrite the values that differ, where they lie: nothing else is read, copied or moved to a device.
 
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def dtype(self) -> str: ...
-
-    @property
-    def width(self) -> int: ...
-
-    @property
-    def where(self) -> npt.NDArray[np.int64]: ...
-
-    @property
-    def values(self) -> npt.NDArray[Any]: ...
-
-
-def change_state(model: nn.Module, changes: Iterable[Changed]) -> None:
-    """Overwrite the values that differ, where they lie: nothing else is read, copied or moved to a device."""
+    `changes` (`shardcast.ChangedValues`) have positions in units of `width` bytes, and the bits to put there.
+    """
     state = policy_state(model)
     with torch.no_grad():
         for change in changes:

@@ -156,12 +156,12 @@ class Planning:
     def memory(self) -> Iterator[tuple[str, float, float, str]]:
         """Role, bytes on its device, bytes of its host, and what they are. On a CPU all of it is in the first."""
         base, on_gpu = self.trainer.device["torch itself"], self.kind == "cuda"
-        first, other = sum(self.trainer.host.values()), sum(self.trainer.other_hosts.values())
+        first = sum(self.trainer.host.values())
         alone, total = self.processes == 1, self.trainer.total
         yield "trainer" if alone else "trainer, first process", total, first + base if on_gpu else 0, ""
         if not alone:
-            yield "trainer, each other process", total, other + base if on_gpu else 0, ""
-            together = first + (self.processes - 1) * other + self.processes * base
+            yield "trainer, each other process", total, base if on_gpu else 0, ""
+            together = first + self.processes * base
             yield f"trainer, {self.processes} on one host", 0, together if on_gpu else self.processes * total, ""
         models = {
             "validator": (self.loaded + 1, self.recipe.validator.dtype, f"{self.loaded} loaded, 1 for second looks"),

@@ -3,10 +3,9 @@
     stream        uniforms, uniforms_matrix, uniforms_at, philox4x32: one uniform per (seed, position), integers only
     stream_torch  uniforms_block: the same bits, made on a device (imports torch; not re-exported here)
     inverse       sample, intervals: inverse-CDF sampling in numpy, the statement of what is meant
-    sampler       sample, token_statistics, intervals: the same on torch tensors (imports torch; not re-exported here)
+    sampler       sample, token_statistics: the same on torch tensors (imports torch; not re-exported here)
     kernels       what the sampler does on CUDA: one read of the logits, float64 sums (triton_kernels: its Triton code)
     check         SeedTolerance, SeedCheck, check_seeded: does a sequence follow its seed?
-    steering      Steering: the attacker who stays within the tolerance
 
 The token at position t is the one whose interval [CDF(k-1), CDF(k)) of softmax(logits / T), in vocabulary order,
 contains u[t]. The end-of-sequence token is a token like any other.

@@ -29,14 +29,6 @@ class Draw(NamedTuple):
     logprobs: Tensor
 
 
-class Intervals(NamedTuple):
-    """Where given tokens lie on the unit interval (float64), and their log-probabilities (float32)."""
-
-    low: Tensor
-    high: Tensor
-    logprobs: Tensor
-
-
 class TokenStatistics(NamedTuple):
     """All that the checks want to know of given tokens, one value per row.
 
@@ -68,11 +60,6 @@ def token_statistics(logits_NV: Tensor, tokens_N: Tensor, temperature: float | T
         return TokenStatistics(*kernels.token_statistics(logits_NV.float(), tokens_N, inverse_N))
     parts = _cpu_tiles(logits_NV, tokens_N, inverse_N)
     return TokenStatistics(*_joined([_statistics_tile(*part) for part in parts]))
-
-
-def intervals(logits_NV: Tensor, tokens_N: Tensor, temperature: float | Tensor) -> Intervals:
-    """The interval [low, high) of each given token, and its log-probability; `temperature` may differ by row."""
-    return Intervals(*token_statistics(logits_NV, tokens_N, temperature)[:3])
 
 
 def _inverse_temperature(logits_NV: Tensor, temperature: float | Tensor) -> Tensor:

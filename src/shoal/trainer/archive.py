@@ -22,7 +22,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from shoal.algorithms.staleness import staleness
+from shoal.algorithms.filters import staleness
 from shoal.protocol import Batch, TrainingBatch, TrainingGroup, TrainingRollout, unpack_tokens
 from shoal.runtime.files import ensure_folder, resource_error, write_atomically
 

@@ -14,14 +14,9 @@ What is written is a copy (`Captured`), so that it may be written while training
     weights, moments of a CPU ─── copied in front of the next step ──► host memory that every later copy uses again
                      of a GPU ─── copied beside it, on a stream of its own; the optimizer waits for the copy ──┘
 
-Several ranks each write a part, with their own rows; any number of ranks reads them again:
+Of several ranks the first gathers all rows and writes; any number of ranks reads them again, each its own rows.
 
-    model-00001-of-00002.safetensors      rows 0…4 of every weight, written by rank 0
-    model-00002-of-00002.safetensors      rows 5…9, written by rank 1
-      └ metadata "shoal.rows": {name: {"shape": [10, 64], "start": 5}, …}: the whole shape, and the first row here
-
-A tensor without such an entry is whole in its file (a count of updates, the state of a generator). Rows that are in no
-file are an error, never zeros. The learning rate and the order of minibatches follow from the version, metrics rows and
+The learning rate and the order of minibatches follow from the version, metrics rows and
 batches are found by it, so that the version is the only cursor. No pickle: nothing in a checkpoint can run code.
 """
 
@@ -35,13 +30,13 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any
 
 import torch
 from blake3 import blake3
@@ -52,7 +47,6 @@ from torch import Tensor
 from shoal.errors import CheckpointError
 from shoal.models.folder import model_folder
 from shoal.models.load import DTYPES
-from shoal.models.state import TORCH_TYPES
 from shoal.protocol import canonical_json
 from shoal.runtime.crash import point
 from shoal.runtime.files import ensure_folder, resource_error, sync_folder, write_atomically
@@ -70,135 +64,60 @@ NAME = re.compile(r"(0|[1-9]\d*)\.(0|[1-9]\d*)", re.ASCII)
 HIDDEN = ".saving-"
 MOMENTS = "optimizer/"
 PART_BYTES = 2**30
-ROWS = "shoal.rows"
 START = "start.json"
 
 Captured = Mapping[str, Callable[[Path], None]]
 """The large files of a checkpoint by name, each as that which writes it to a path; nobody changes their contents before
-they are written. Several ranks may each bring files of their own."""
+they are written."""
 
 
 # ── files of tensors ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@dataclass(frozen=True)
-class Rows:
-    """Some rows of a tensor: those from `start` on. `shape` is that of the whole."""
-
-    values: Tensor
-    shape: tuple[int, ...]
-    start: int
-
-
-def part_name(name: str, rank: int, world: int) -> str:
-    """The file of one rank.
+def part_name(name: str, number: int, count: int) -> str:
+    """The file of one part.
 
     >>> part_name("model.safetensors", 0, 2)
     'model-00001-of-00002.safetensors'
     """
     stem, _, suffix = name.rpartition(".")
-    return f"{stem}-{rank + 1:05d}-of-{world:05d}.{suffix}"
+    return f"{stem}-{number + 1:05d}-of-{count:05d}.{suffix}"
 
 
 def part_files(folder: Path, name: str) -> list[Path]:
-    """The files that together are `name`: itself if it is there whole, else one for each rank that wrote it."""
+    """The files that together are `name`: itself if it is there whole, else its parts."""
     if (folder / name).is_file():
         return [folder / name]
     stem, _, suffix = name.rpartition(".")
     pattern = re.compile(rf"{re.escape(stem)}-(\d{{5}})-of-(\d{{5}})\.{re.escape(suffix)}", re.ASCII)
     found = {match[0]: int(match[2]) for path in folder.iterdir() if (match := pattern.fullmatch(path.name))}
-    worlds = set(found.values())
-    if len(worlds) != 1 or len(found) != next(iter(worlds)):
+    if set(found.values()) != {len(found)}:
         raise CheckpointError(f"the checkpoint {folder} is damaged: of {name} there are the parts {sorted(found)}")
     return [folder / part for part in sorted(found)]
 
 
-def save_tensors(path: Path, tensors: Mapping[str, Tensor | Rows]) -> None:
+def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """A safetensors file that is on the disk when the call returns."""
-    rows = {name: value for name, value in tensors.items() if isinstance(value, Rows)}
-    entries = {name: {"shape": list(value.shape), "start": value.start} for name, value in rows.items()}
-    values = {name: value.values if isinstance(value, Rows) else value for name, value in tensors.items()}
-    metadata = {"format": "pt", **({ROWS: json.dumps(entries)} if entries else {})}
-    save_file({name: value.contiguous() for name, value in values.items()}, path, metadata=metadata)
+    save_file({name: value.contiguous() for name, value in tensors.items()}, path, metadata={"format": "pt"})
     with path.open("rb") as file:
         os.fsync(file.fileno())
 
 
-def read_full(folder: Path, name: str) -> dict[str, Tensor]:
-    """All tensors, whole, whoever wrote them."""
-    with Parts(part_files(folder, name)) as parts:
-        return {tensor: parts.read(tensor) for tensor in parts.names}
-
-
-class Parts:
-    """The parts of one file, open for reading: whole tensors, or only the rows that somebody needs."""
-
-    def __init__(self, files: Iterable[Path]) -> None:
-        self._files = list(files)
-        self._open = ExitStack()
-        self._where: dict[str, list[_Span]] = {}
-        self._shapes: dict[str, tuple[int, ...]] = {}
-
-    def __enter__(self) -> Parts:
+def read_tensors(folder: Path, name: str) -> Iterator[tuple[str, tuple[int, ...], Callable[..., Tensor]]]:
+    """Name, shape and reader of every tensor of a file or its parts; the reader takes the rows that are wanted."""
+    for path in part_files(folder, name):
         try:
-            for path in self._files:
-                self._index(self._open.enter_context(safe_open(path, framework="pt")))
-        except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
-            self._open.close()
+            with safe_open(path, framework="pt") as file:
+                for key in file.keys():  # noqa: SIM118 - no dictionary
+                    part = file.get_slice(key)
+                    whole = partial(file.get_tensor, key)
+                    yield (
+                        key,
+                        tuple(part.get_shape()),
+                        lambda rows=None, part=part, whole=whole: whole() if rows is None else part[rows],
+                    )
+        except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{path} is not a part of a checkpoint: {error}") from error
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._open.close()
-
-    @property
-    def names(self) -> list[str]:
-        return list(self._where)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of the whole."""
-        return self._shapes[name]
-
-    def read(self, name: str, rows: slice | None = None) -> Tensor:
-        """A tensor, or some of its rows, put together from the parts that hold them."""
-        spans, shape = self._where[name], self._shapes[name]
-        if not shape:
-            return cast(Tensor, spans[0].file.get_tensor(name))
-        wanted = rows or slice(0, shape[0])
-        values = torch.empty((wanted.stop - wanted.start, *shape[1:]), dtype=spans[0].dtype)
-        filled = wanted.start
-        for span in sorted(spans, key=lambda span: span.start):
-            first, last = max(filled, span.start), min(wanted.stop, span.stop)
-            if span.start <= filled and first < last:
-                values[first - wanted.start : last - wanted.start] = span.file.get_slice(name)[
-                    first - span.start : last - span.start
-                ]
-                filled = last
-        if filled != wanted.stop:
-            files = ", ".join(path.name for path in self._files)
-            raise CheckpointError(f"rows {filled}…{wanted.stop - 1} of {name} are in none of {files}")
-        return values
-
-    def _index(self, file: Any) -> None:
-        entries = json.loads((file.metadata() or {}).get(ROWS, "{}"))
-        for name in file.keys():  # noqa: SIM118 - no dictionary
-            part = file.get_slice(name)
-            local = tuple(part.get_shape())
-            entry = entries.get(name, {"shape": local, "start": 0})
-            start, shape = int(entry["start"]), tuple(map(int, entry["shape"]))
-            if self._shapes.setdefault(name, shape) != shape or local[1:] != shape[1:]:
-                raise ValueError(f"{name} has another shape here than in another part")
-            stop = start + (local[0] if local else 0)
-            self._where.setdefault(name, []).append(_Span(file, start, stop, TORCH_TYPES[part.get_dtype()]))
-
-
-class _Span(NamedTuple):
-    """Rows `start` to `stop` of a tensor lie in this open file."""
-
-    file: Any
-    start: int
-    stop: int
-    dtype: torch.dtype
 
 
 # ── checkpoints ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -227,8 +146,8 @@ class StoredCheckpoint:
     files: Mapping[str, bytes]
 
     def tensors(self, name: str = MODEL) -> dict[str, Tensor]:
-        """The tensors of a file, whole, also if several processes have each written a part of it."""
-        return read_full(self.folder, name)
+        """The tensors of a file."""
+        return {key: read() for key, _shape, read in read_tensors(self.folder, name)}
 
 
 class CheckpointStore:
@@ -424,7 +343,7 @@ class Copied:
     arrived: Callable[[], None] = lambda: None
 
 
-class Transfer:
+class CopyStream:
     """How copies reach the host. Those of a CPU's memory are there at once."""
 
     @contextmanager
@@ -442,14 +361,14 @@ class Transfer:
         """Until the host may read the copies."""
 
 
-class GpuTransfer(Transfer):
+class GpuCopyStream(CopyStream):
     """A stream of its own: copies run beside the next step's forward and backward passes, which only read weights. The
     optimizer waits for them on the device, the publisher's thread on the host; the main thread waits for nothing."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)
-        self._done = torch.cuda.Event(blocking=True)
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
 
     @contextmanager
     def copying(self) -> Iterator[None]:
@@ -475,47 +394,50 @@ class Copies:
 
     def __init__(self) -> None:
         self._memory: dict[tuple[str, torch.dtype], Tensor] = {}
-        self._transfer: Transfer | None = None
+        self._stream: CopyStream | None = None
         self._reserving: threading.Thread | None = None
 
     def take(self, learner: Learner, with_training: bool) -> Copied:
         """The state as it is now; training may go on at once."""
-        if self._transfer is None:
-            self._transfer = self._new_transfer(learner.device)
+        if self._stream is None:
+            self._stream = self._new_stream(learner.device)
             learner.optimizer.register_step_pre_hook(self._before_update)
         if self._reserving is not None:
             self._reserving.join()
-        with self._transfer.copying():
+        with self._stream.copying():
             copied = self._begin(learner, with_training)
-        if self._reserving is None and learner.device.type == "cuda" and not learner.ranks.sharded:
+        if self._reserving is None and learner.device.type == "cuda":
             self._reserving = threading.Thread(target=self._reserve, args=(learner,), name="page-locking", daemon=True)
             self._reserving.start()
-        return replace(copied, arrived=self._transfer.wait)
+        return replace(copied, arrived=self._stream.wait)
 
-    def _new_transfer(self, device: torch.device) -> Transfer:
-        return GpuTransfer(device) if device.type == "cuda" else Transfer()
+    def _new_stream(self, device: torch.device) -> CopyStream:
+        return GpuCopyStream(device) if device.type == "cuda" else CopyStream()
 
     def _before_update(self, *_: object) -> None:
-        assert self._transfer is not None
-        self._transfer.before_update()
+        assert self._stream is not None
+        self._stream.before_update()
 
     def _begin(self, learner: Learner, with_training: bool) -> Copied:
         """Nobody reads what it returns before it has arrived."""
         frozen = {name for name, weight in learner.model.named_parameters() if not weight.requires_grad}
         kept = {} if learner.masters is None else learner.masters.frozen  # on the CPU already, and nobody changes them
-        state = learner.state()
-
-        def copied(dtype: torch.dtype | None) -> dict[str, Tensor]:
-            return {
-                name: value if name in kept else self._copy_one(name, value, name in frozen, dtype)
-                for name, value in state.items()
-            }
-
-        weights = copied(published_type(learner))
+        weights, exact = dict[str, Tensor](), dict[str, Tensor]()
+        for name, value in learner.state().items():
+            if name in kept:
+                weights[name] = exact[name] = value
+                continue
+            whole = learner.ranks.whole(value)  # one at a time: all of them may be more than a device can hold
+            weights[name] = self._copy_one(name, whole, name in frozen, published_type(learner))
+            if with_training:
+                exact[name] = self._copy_one(name, whole, name in frozen)
         if not with_training:
             return Copied(weights, None)
-        training = {name: self._copy_one(name, value, False) for name, value in training_state(learner).items()}
-        return Copied(weights, captured_files(copied(None), training))
+        training = {
+            name: self._copy_one(name, learner.ranks.whole(value), False)
+            for name, value in training_state(learner).items()
+        }
+        return Copied(weights, captured_files(exact, training))
 
     def _copy_one(self, name: str, tensor: Tensor, unchanging: bool, floating: torch.dtype | None = None) -> Tensor:
         """`floating` is what floating-point numbers are rounded to, on the device where they are."""
@@ -523,8 +445,8 @@ class Copies:
         copied = unchanging and (name, dtype) in self._memory
         held = self._room(name, tensor, dtype)
         if not copied:
-            assert self._transfer is not None
-            self._transfer.copy(held, tensor)
+            assert self._stream is not None
+            self._stream.copy(held, tensor)
         return held
 
     def _room(self, name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:

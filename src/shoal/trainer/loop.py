@@ -39,7 +39,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from shoal.client import Activity
+from shoal.client import Activity, HubClient
 from shoal.errors import CheckpointError, DeadlineExceeded, ProtocolError, ShoalError
 from shoal.models.tokenizer import TextTokenizer
 from shoal.protocol import (
@@ -52,6 +52,7 @@ from shoal.protocol import (
 from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.sizing import RunSize, settle
 from shoal.runtime.stop import StopToken
+from shoal.shardcast.origin import Origin
 from shoal.trainer.archive import RolloutArchive
 from shoal.trainer.checkpoint import CheckpointStore, Copied, hold_start
 from shoal.trainer.export import ModelCard, beside_the_best, export_policy, training_facts, write_card
@@ -59,7 +60,7 @@ from shoal.trainer.folder import Progress, Retention, refuse_foreign
 from shoal.trainer.guards import LOOKBACK, Judged, Watch, needs_lookback
 from shoal.trainer.held_out import ByValidators, Evaluator, HeldOut
 from shoal.trainer.learner import Learner
-from shoal.trainer.publisher import Handover, Publication, Publisher, TrainerHub, TrainerOrigin
+from shoal.trainer.publisher import Handover, Publication, Publisher
 from shoal.trainer.record import RunRecord, Stopwatch, Trackers, finite, named
 from shoal.trainer.settings import TrainerSettings
 from shoal.trainer.shards import Actions
@@ -75,8 +76,8 @@ class TrainingParts:
     """Everything that a training run talks to. The process puts real ones together; tests hand in others."""
 
     folder: Path
-    hub: TrainerHub
-    origin: TrainerOrigin
+    hub: HubClient
+    origin: Origin
     learner: Learner
     files: Mapping[str, bytes]
     key: SigningKey

@@ -19,7 +19,7 @@ import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -69,11 +69,10 @@ class Shape:
 
 @dataclass(frozen=True)
 class Plan:
-    """Bytes by what they are for: on one device, and in host memory, for the first process and for each other one."""
+    """Bytes by what they are for: on one device, and in the host memory of the first process."""
 
     device: Mapping[str, int]
     host: Mapping[str, int]
-    other_hosts: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def total(self) -> int:
@@ -114,7 +113,7 @@ def plan(shape: Shape, settings: TrainerSettings, processes: int, longest: int =
     """What each of so many processes needs, for micro-batches as the settings say, or one sequence of `longest`."""
     tokens = max(settings.micro_batch_tokens, longest)
     on_host = kind == "cpu"
-    copied = _copied(shape, settings, processes)
+    copied = _copied(shape, settings)
     return Plan(
         device={
             **_fixed(shape, settings, processes),
@@ -124,7 +123,6 @@ def plan(shape: Shape, settings: TrainerSettings, processes: int, longest: int =
             "torch itself": CONTEXT_BYTES[kind],
         },
         host={} if on_host else copied,
-        other_hosts={} if on_host or processes == 1 else {"copy of its share": copied["copy of its share"]},
     )
 
 
@@ -233,13 +231,11 @@ def _fixed(shape: Shape, settings: TrainerSettings, processes: int) -> dict[str,
     return {name: size for name, size in parts.items() if size}
 
 
-def _copied(shape: Shape, settings: TrainerSettings, processes: int) -> dict[str, int]:
-    """Host memory of the first process for saving and publishing (`Copies`). One process publishes from what it saves,
-    unless another type is published; several save shards, and the first of them publishes the whole."""
-    state, narrow = 4 * shape.weights + 8 * shape.trained, _rounds(settings)
-    if processes == 1:
-        return {"copy of the state": state, **({"published copy": 2 * shape.weights} if narrow else {})}
-    return {"whole weights": (2 if narrow else 4) * shape.weights, "copy of its share": state // processes}
+def _copied(shape: Shape, settings: TrainerSettings) -> dict[str, int]:
+    """Host memory of the first process for saving and publishing (`Copies`): weights that are published in another type
+    than they are saved in are there in both."""
+    published = {"published copy": 2 * shape.weights} if _rounds(settings) else {}
+    return {"copy of the state": 4 * shape.weights + 8 * shape.trained, **published}
 
 
 def _copying(shape: Shape, settings: TrainerSettings, processes: int) -> int:

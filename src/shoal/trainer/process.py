@@ -88,7 +88,7 @@ def _parts(
     config: TrainerConfig, hub: HubClient, info: RunInfo, scorer: Scorer, ranks: RankGroup | None
 ) -> TrainingParts:
     """Of several processes none has the whole model, so that none of them can generate with it."""
-    settings, checkpoints = config.settings, config.folder / "checkpoints"
+    settings = config.settings
     evaluate: Evaluator = lambda: None  # noqa: E731
     if ranks is None:
         loaded, actions = starting_model(config.model, settings), Actions()
@@ -109,8 +109,8 @@ def _parts(
             '"validators", or trainer.evaluate_every to 0'
         )
     else:
-        loaded, actions = starting_model(config.model, settings, device="cpu"), leading_actions(ranks, checkpoints)
-        learner = lead(loaded, settings, ensure_folder(checkpoints), ranks)
+        loaded, actions = starting_model(config.model, settings, device="cpu"), leading_actions(ranks)
+        learner = lead(loaded, settings, ranks)
     return TrainingParts(
         folder=config.folder,
         hub=hub,

@@ -17,33 +17,25 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from shoal.client import HubClient
 from shoal.errors import DeadlineExceeded, HubRefused, PolicyMismatch
 from shoal.models.load import DTYPES
 from shoal.models.state import lent_view
 from shoal.protocol import (
-    BatchReply,
-    BroadcastHead,
-    EvaluationPage,
-    LedgerHead,
     PolicyAnnouncement,
     PolicyManifest,
-    RunInfo,
-    RunStatus,
-    SignedDocument,
     SigningKey,
-    StepReport,
     TensorView,
-    TrainingBatch,
     sign_document,
 )
 from shoal.runtime.clock import Clock, SystemClock
 from shoal.runtime.crash import point
 from shoal.shardcast import Content
+from shoal.shardcast.origin import Origin
 from shoal.trainer.checkpoint import CheckpointStore, Copied
 from shoal.trainer.folder import Progress
 from shoal.trainer.record import Row, RunRecord
@@ -52,36 +44,6 @@ log = logging.getLogger(__name__)
 
 DIGEST_CONFLICT = "policy.digest"
 MAX_NEW_INCARNATIONS = 8
-
-
-class TrainerOrigin(Protocol):
-    """Where policies are published (`shardcast.Origin`)."""
-
-    def head(self) -> BroadcastHead | None: ...
-
-    def publish(
-        self, version: int, content: Content, *, incarnation: int = 0, ledger_head: LedgerHead | None = None
-    ) -> PolicyManifest: ...
-
-
-class TrainerHub(Protocol):
-    """The part of the hub that a trainer uses (`client.HubClient`)."""
-
-    def run_info(self) -> RunInfo: ...
-
-    def status(self) -> RunStatus: ...
-
-    def batch(self, step: int, wait_s: float) -> BatchReply: ...
-
-    def rollouts(self, step: int) -> TrainingBatch: ...
-
-    def report(self, report: StepReport) -> None: ...
-
-    def evaluations(self, since: int) -> EvaluationPage: ...
-
-    def ledger_head(self) -> LedgerHead: ...
-
-    def announce(self, signed: SignedDocument) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -114,8 +76,8 @@ class Publication:
     was out before this process started. Past it a conflict means a second trainer, and is an error.
     """
 
-    origin: TrainerOrigin
-    hub: TrainerHub
+    origin: Origin
+    hub: HubClient
     record: RunRecord
     store: CheckpointStore
     files: Mapping[str, bytes]

@@ -7,10 +7,10 @@
                                 report(rows) ─► the hub, which keeps the newest report of a step, with its alarms
 
 The file is what a resume relies on: a tracker that fails is warned about once and left alone. Reports go out in the
-publisher's thread, before the version that came of them. Trackers (`trainer.tracking`) are TensorBoard, in
-tensorboard/events.out.tfevents.N.shoal, one file per start, and Weights & Biases, online with a key, else offline
-(`wandb sync` later). A resume continues where the checkpoint is: no step appears twice, and one that was never tracked
-is made up for, which `Cursor` tells. Nothing here imports torch, and nothing waits for a person, or without end.
+publisher's thread, before the version that came of them. Trackers (`trainer.tracking`) are TensorBoard and Weights &
+Biases, online with a key, else offline (`wandb sync` later). A resume continues where the checkpoint is: no step
+appears twice, and one that was never tracked is made up for. Nothing here imports torch, and nothing waits for a
+person, or without end.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from shoal.errors import ConfigError
 from shoal.protocol import StepReport
@@ -36,6 +36,9 @@ from shoal.runtime.metrics import MetricsLog
 from shoal.runtime.text import install_command
 from shoal.trainer.folder import scores_of
 from shoal.trainer.guards import Judged
+
+if TYPE_CHECKING:
+    from shoal.client import HubClient
 
 log = logging.getLogger(__name__)
 
@@ -111,25 +114,6 @@ class Tracker(Protocol):
     def close(self) -> None: ...
 
 
-@dataclass
-class Cursor:
-    """How far a tracker has got: the newest step whose row it has, and how many times it was written to."""
-
-    path: Path
-    step: int = -1
-    count: int = 0
-
-    def load(self) -> None:
-        if self.path.exists():
-            known = json.loads(self.path.read_bytes())
-            self.step, self.count = int(known["step"]), int(known["count"])
-
-    def move(self, step: int) -> None:
-        """After the write, so that a crash between the two repeats one and loses none."""
-        self.step, self.count = max(self.step, step), self.count + 1
-        write_atomically(self.path, json.dumps({"step": self.step, "count": self.count}).encode())
-
-
 class Trackers:
     """All that were asked for. No method raises."""
 
@@ -178,39 +162,26 @@ def require_trackers(words: Iterable[str]) -> None:
 
 
 class TensorBoard:
-    """Implements `Tracker`: event files in `tensorboard/`, readable while training goes on.
-
-    A start writes a file of its own, which begins by taking back the steps that are trained again.
-    """
+    """Implements `Tracker`: an event file in `tensorboard/`, readable while training goes on. Every start writes it
+    anew, with the rows of the steps before."""
 
     def __init__(self, tracked: Tracked) -> None:
-        self._folder = tracked.folder / "tensorboard"
-        self._cursor = Cursor(self._folder / "cursor.json")
+        self._path = tracked.folder / "tensorboard" / "events.out.tfevents.0.shoal"
         self._events: Any = None
 
-    def begin(self, step: int, rows: Sequence[Row]) -> None:
+    def begin(self, step: int, rows: Sequence[Row]) -> None:  # noqa: ARG002  all rows are written
         from tensorboard.compat.proto import event_pb2
         from tensorboard.summary.writer.record_writer import RecordWriter
 
-        ensure_folder(self._folder)
-        self._cursor.load()
-        first = min(step, self._cursor.step + 1)
-        # By number, not by time: readers go through files by name, and a clock may be set back between two starts.
-        names = [path.name.split(".")[3] for path in self._folder.glob("events.out.tfevents.*.shoal")]
-        number = max((int(name) for name in names if name.isdecimal()), default=-1) + 1
-        path = self._folder / f"events.out.tfevents.{number:010d}.shoal"
-        self._events = RecordWriter(path.open("xb"))
+        ensure_folder(self._path.parent)
+        self._path.unlink(missing_ok=True)
+        self._events = RecordWriter(self._path.open("xb"))
         self._put(event_pb2.Event(wall_time=time.time(), file_version="brain.Event:2"))
-        again = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-        self._put(event_pb2.Event(wall_time=time.time(), step=first, session_log=again))
-        self._cursor.step = first - 1
         for row in rows:
-            if row["step"] >= first:
-                self.write(row)
+            self.write(row)
 
     def write(self, row: Row) -> None:
         self.amend(int(row["step"]), row)
-        self._cursor.move(int(row["step"]))
 
     def amend(self, step: int, numbers: Row) -> None:
         from tensorboard.compat.proto import event_pb2, summary_pb2
@@ -236,17 +207,21 @@ class TensorBoard:
 class WeightsAndBiases:
     """Implements `Tracker`: one W&B run per run of shoal, also after a resume.
 
-    A step that is trained again is not logged again: its row would be the same.
+    A step that is trained again is not logged again: its row would be the same. wandb/cursor.json has the newest step
+    whose row was logged, and how often anything was.
     """
 
     def __init__(self, tracked: Tracked) -> None:
         self._tracked = tracked
-        self._cursor = Cursor(tracked.folder / "wandb" / "cursor.json")
+        self._cursor = tracked.folder / "wandb" / "cursor.json"
+        self._step, self._count = -1, 0
         self._run: Any = None
 
     def begin(self, step: int, rows: Sequence[Row]) -> None:  # noqa: ARG002  the cursor knows what was logged
-        ensure_folder(self._cursor.path.parent)
-        self._cursor.load()
+        ensure_folder(self._cursor.parent)
+        if self._cursor.exists():
+            known = json.loads(self._cursor.read_bytes())
+            self._step, self._count = int(known["step"]), int(known["count"])
         self._run = self._start(choose_mode(os.environ))
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")  # scores of earlier steps come later
@@ -254,11 +229,11 @@ class WeightsAndBiases:
             self.write(row)
 
     def write(self, row: Row) -> None:
-        if row["step"] > self._cursor.step:
+        if row["step"] > self._step:
             self._log(row, int(row["step"]))
 
     def amend(self, step: int, numbers: Row) -> None:
-        self._log({**numbers, "step": step}, self._cursor.step)
+        self._log({**numbers, "step": step}, self._step)
 
     def close(self) -> None:
         if self._run is not None:
@@ -266,8 +241,10 @@ class WeightsAndBiases:
 
     def _log(self, numbers: Row, newest: int) -> None:
         shown = {name: value for name, value in numbers.items() if name != "at_ms"}
-        self._run.log(shown, step=self._cursor.count)  # what W&B calls a step only ever rises
-        self._cursor.move(newest)
+        self._run.log(shown, step=self._count)  # what W&B calls a step only ever rises
+        self._step, self._count = newest, self._count + 1
+        # After the log, so that a crash between the two repeats one and loses none.
+        write_atomically(self._cursor, json.dumps({"step": self._step, "count": self._count}).encode())
 
     def _start(self, mode: str) -> Any:
         import wandb
@@ -323,16 +300,10 @@ TRACKERS: dict[str, Callable[[Tracked], Tracker]] = {"tensorboard": TensorBoard,
 SHOWN = ("sampled_reward", "reward_mean", "held_out", "loss", "validation_loss", "grad_norm", "idle_fraction")
 
 
-class Reports(Protocol):
-    """Who is told of every step (`client.HubClient`)."""
-
-    def report(self, report: StepReport) -> None: ...
-
-
 class RunRecord:
     """What is known of every step. `scores` are the held-out ones, by version. A warm start reports to no hub."""
 
-    def __init__(self, path: Path, hub: Reports | None, trackers: Trackers, clock: Clock) -> None:
+    def __init__(self, path: Path, hub: HubClient | None, trackers: Trackers, clock: Clock) -> None:
         self._metrics = MetricsLog(path)
         self._hub = hub
         self._trackers = trackers

@@ -26,9 +26,8 @@ import torch
 from torch import Tensor
 
 from shoal.algorithms.advantages import Advantage
-from shoal.algorithms.filters import carries_signal, is_truncated
-from shoal.algorithms.packing import PackedBatch, PaddedBatch, flatten, pad
-from shoal.algorithms.staleness import allowed
+from shoal.algorithms.filters import allowed, carries_signal, is_truncated
+from shoal.algorithms.packing import flatten, pad
 from shoal.errors import ProtocolError
 from shoal.models.logprobs import Head, TokenLogprobs, hidden_states, token_logprobs
 from shoal.models.packed import Packed, packed_states
@@ -180,24 +179,17 @@ def lay(samples: Sequence[Sample], device: torch.device, *, packed: bool) -> Lai
     behaviour_N = torch.from_numpy(np.concatenate([sample.behaviour[sample.drawn] for sample in samples]))
     advantages_N = torch.tensor([sample.advantage for sample in samples]).repeat_interleave(counts)
     sequence_N = torch.arange(len(samples)).repeat_interleave(counts)
-    ids, positions_T, bounds, places_N = _placed(batch)
     return Laid(
-        ids=ids.to(device),
-        positions_T=None if positions_T is None else positions_T.to(device),
-        bounds=bounds,
-        places_N=places_N[drawn_N].to(device),
+        ids=batch.ids.to(device),
+        positions_T=None if batch.positions_T is None else batch.positions_T.to(device),
+        bounds=batch.bounds,
+        places_N=batch.places_N[drawn_N].to(device),
         targets_N=batch.targets_N[drawn_N].to(device),
         behaviour_N=behaviour_N.to(device),
         advantages_N=advantages_N.to(device),
         sequence_N=sequence_N.to(device),
         inputs=sum(sample.length for sample in samples) - (len(samples) if packed else 0),
     )
-
-
-def _placed(batch: PackedBatch | PaddedBatch) -> tuple[Tensor, Tensor | None, tuple[int, ...], Tensor]:
-    if isinstance(batch, PackedBatch):
-        return batch.ids_T, batch.positions_T, batch.bounds, batch.columns_N
-    return batch.input_ids_BL, None, (), batch.rows_N * batch.input_ids_BL.shape[1] + batch.columns_N
 
 
 def score(model: Any, laid: Laid, temperature: float) -> TokenLogprobs:

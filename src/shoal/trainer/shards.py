@@ -4,7 +4,7 @@
     Begin(settings, config, folder) ────► build the model, take their rows
     Train(work) ────────────────────────► the same `train_step`, on their part of it
     Look(work) ─────────────────────────► the same `look_back`, once, when the last step is done
-    Copy(token, with training) ─────────► send their rows, write their part of a checkpoint
+    Copy(with training) ────────────────► send their rows
     Restore(folder) ────────────────────► read their rows of a checkpoint
     (over) ─────────────────────────────► end
 
@@ -12,45 +12,32 @@ Commands are msgpack of known structures, never pickles. Rank 0 alone talks to t
 model, in the memory of its host; the others need nothing but config.json. A layer's weights are gathered when it
 computes and dropped afterwards; gradients are summed over the ranks and arrive as rows again.
 
-A copy, in front of the next step:   gather ─► rank 0: whole weights, to be published     (one tensor at a time)
-                                     every rank: own rows of weights and moments, to the host
-Beside it:   every other rank: write them ─► checkpoints/.part-TOKEN-model-00002-of-00002.safetensors
-             rank 0: wait for these parts ─► into the checkpoint, hashed, renamed (`checkpoint`)
-
-All ranks see the same folder of checkpoints: on several machines it lies on a shared file system.
+All ranks see the same folder of checkpoints: on several machines it lies on a shared file system. Rank 0 writes them.
 """
 
 from __future__ import annotations
 
 import logging
-import os
-import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from types import MethodType
 from typing import Any
 
 import msgspec
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from shoal.errors import CheckpointError, CodecError, DeadlineExceeded, ShoalError
+from shoal.errors import CheckpointError, CodecError, ShoalError
 from shoal.models.compiled import decoder_layers
 from shoal.models.load import DTYPES, LoadedModel, model_from_files
-from shoal.runtime.clock import Clock, SystemClock
-from shoal.runtime.files import resource_error, sync_folder
 from shoal.runtime.stop import StopToken
 from shoal.trainer import checkpoint
-from shoal.trainer.checkpoint import MODEL, MOMENTS, TRAINING, Copied, Copies, Parts, Rows, StoredCheckpoint
+from shoal.trainer.checkpoint import MODEL, MOMENTS, TRAINING, Copied, Copies, StoredCheckpoint
 from shoal.trainer.learner import Learner, choose_device, make_deterministic, new_learner
 from shoal.trainer.memory import out_of_memory_in_words
 from shoal.trainer.ranks import COLLECTIVE_S, RUN_METHOD, RankGroup, Ranks, join_ranks, lost_peer
@@ -59,12 +46,7 @@ from shoal.trainer.step import StepWork, Stopped, look_back, train_step
 
 log = logging.getLogger(__name__)
 
-STAGED = ".part-"
-POLL_S = 0.02
 WAITS = 4  # rank 0 waits for a batch, for a publication, for the hub: each at most `batch_deadline_s`
-
-Shard = Mapping[str, Tensor | Rows]
-
 
 # ── commands ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -72,7 +54,6 @@ Shard = Mapping[str, Tensor | Rows]
 class Begin(msgspec.Struct, frozen=True, tag=True):
     settings: str
     files: dict[str, bytes]
-    checkpoints: str
 
 
 class Train(msgspec.Struct, frozen=True, tag=True):
@@ -84,7 +65,6 @@ class Look(msgspec.Struct, frozen=True, tag=True):
 
 
 class Copy(msgspec.Struct, frozen=True, tag=True):
-    token: str
     with_training: bool
 
 
@@ -120,15 +100,15 @@ class Actions:
     copies: Copies = field(default_factory=Copies)
 
 
-def lead(loaded: LoadedModel, settings: TrainerSettings, checkpoints: Path, ranks: RankGroup) -> Learner:
+def lead(loaded: LoadedModel, settings: TrainerSettings, ranks: RankGroup) -> Learner:
     """Rank 0: a learner whose weights, those of `loaded`, are spread over the ranks."""
     ranks.use(choose_device(settings.device))
     files = dict(loaded.files)
-    _send(ranks, Begin(settings.model_dump_json(), files, str(checkpoints)))
+    _send(ranks, Begin(settings.model_dump_json(), files))
     return _learner(loaded.model, settings, files, ranks)
 
 
-def leading_actions(ranks: RankGroup, checkpoints: Path) -> Actions:
+def leading_actions(ranks: RankGroup) -> Actions:
     """Rank 0: what it does with the learner, the others do as well."""
 
     def train(learner: Learner, work: StepWork, *arguments: Any) -> dict[str, float]:
@@ -143,7 +123,7 @@ def leading_actions(ranks: RankGroup, checkpoints: Path) -> Actions:
         _send(ranks, Restore(str(stored.folder)))
         restore_shard(learner, stored.folder, ranks)
 
-    return Actions(train, look, restore, ShardedCopies(ranks, checkpoints))
+    return Actions(train, look, restore, ShardedCopies(ranks))
 
 
 def run_rank(stop: StopToken) -> None:
@@ -170,10 +150,7 @@ def follow(ranks: RankGroup, stop: StopToken) -> None:
     settings = TrainerSettings.model_validate_json(begin.settings)
     make_deterministic(settings)
     ranks.use(choose_device(settings.device))
-    with (
-        out_of_memory_in_words(settings, begin.files, ranks.world),
-        closing(ShardWriter(Path(begin.checkpoints))) as writer,
-    ):
+    with out_of_memory_in_words(settings, begin.files, ranks.world):
         learner = _learner(None, settings, begin.files, ranks)
         while (command := _received(ranks, stop, WAITS * settings.batch_deadline_s)) is not None:
             match command:
@@ -181,13 +158,12 @@ def follow(ranks: RankGroup, stop: StopToken) -> None:
                     train_step(learner, work, stop.is_set)
                 case Look(work=work):
                     look_back(learner, work, stop.is_set)
-                case Copy(token=token, with_training=with_training):
-                    writer.copy(learner, ranks, token, with_training)
+                case Copy(with_training=with_training):
+                    _send_rows(learner, with_training)
                 case Restore(folder=folder):
                     restore_shard(learner, Path(folder), ranks)
                 case _:
                     raise CodecError(f"rank 0 said {type(command).__name__} in the middle of a run")
-        writer.check()
 
 
 def _learner(whole: Any, settings: TrainerSettings, files: Mapping[str, bytes], ranks: RankGroup) -> Learner:
@@ -274,143 +250,56 @@ def _send_weights(whole: nn.Module | None, model: FSDPModule, ranks: RankGroup) 
 
 
 class ShardedCopies(Copies):
-    """Rank 0's `Copies` of a learner that is spread over ranks. `staging` is the folder of checkpoints."""
+    """Rank 0's `Copies` of a learner that is spread over ranks: the others send their rows."""
 
-    def __init__(self, ranks: RankGroup, staging: Path) -> None:
+    def __init__(self, ranks: Ranks) -> None:
         super().__init__()
         self._ranks = ranks
-        self._staging = staging
 
-    def _begin(self, learner: Learner, with_training: bool) -> Copied:
-        token = f"{STAGED}{os.urandom(8).hex()}"
-        if with_training:  # what is staged now was left by a crash: the checkpoint before this one is complete
-            for path in self._staging.glob(f"{STAGED}*"):
-                path.unlink()
-        _send(self._ranks, Copy(token, with_training))
-        # One at a time: the whole model may be more than a device can hold.
-        dtype, state = checkpoint.published_type(learner), learner.state()
-        whole = {name: self._copy_one(name, self._ranks.whole(value), False, dtype) for name, value in state.items()}
-        if not with_training:
-            return Copied(whole, None)
-        own = {name: partial(_write, shard) for name, shard in own_shard(learner, self._ranks).items()}
-        others = {
-            checkpoint.part_name(name, rank, self._ranks.world): partial(_fetch, self._staging, token)
-            for name in (MODEL, TRAINING)
-            for rank in range(1, self._ranks.world)
-        }
-        return Copied(whole, {**own, **others})
+    def take(self, learner: Learner, with_training: bool) -> Copied:
+        _send(self._ranks, Copy(with_training))
+        return super().take(learner, with_training)
 
 
-class ShardWriter:
-    """In the other ranks: writes parts beside training, one checkpoint at a time."""
-
-    def __init__(self, staging: Path) -> None:
-        self._staging = staging
-        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="shard-writer")
-        self._current: Future[None] | None = None
-
-    def copy(self, learner: Learner, ranks: RankGroup, token: str, with_training: bool) -> None:
-        """The other side of `ShardedCopies.take`."""
-        for value in learner.state().values():
-            ranks.whole(value)
-        if with_training:
-            self.check()
-            self._current = self._pool.submit(self._write, own_shard(learner, ranks), token)
-
-    def check(self) -> None:
-        """Wait for the part before, and raise what went wrong with it."""
-        if self._current is not None:
-            self._current.result(COLLECTIVE_S)
-
-    def close(self) -> None:
-        self._pool.shutdown(wait=True)
-
-    def _write(self, shards: Mapping[str, Shard], token: str) -> None:
-        for name, tensors in shards.items():
-            hidden = self._staging / f".{token}-{name}"
-            _write(tensors, hidden)
-            hidden.rename(self._staging / f"{token}-{name}")  # its name says that it is complete
-
-
-def own_shard(learner: Learner, ranks: RankGroup) -> dict[str, Shard]:
-    """The files of this rank, copied to the host: its rows of everything, and of rank 0 also what has no rows."""
-
-    def own(value: Tensor) -> Tensor | Rows:
-        if not isinstance(value, DTensor):
-            return value.detach().to("cpu", copy=True)
-        local, rows = own_rows(value, ranks)
-        return Rows(local.detach().to("cpu", copy=True), tuple(value.shape), rows.start)
-
-    contents = {MODEL: learner.state(), TRAINING: checkpoint.training_state(learner)}
-    return {
-        checkpoint.part_name(name, ranks.rank, ranks.world): {
-            key: own(value) for key, value in tensors.items() if isinstance(value, DTensor) or ranks.rank == 0
-        }
-        for name, tensors in contents.items()
-    }
+def _send_rows(learner: Learner, with_training: bool) -> None:
+    """The other side of `ShardedCopies.take`: the same tensors in the same order."""
+    training = checkpoint.training_state(learner) if with_training else {}
+    for value in [*learner.state().values(), *training.values()]:
+        learner.ranks.whole(value)
 
 
 def restore_shard(learner: Learner, folder: Path, ranks: RankGroup) -> None:
-    """Read this rank's rows of a checkpoint, whoever wrote it: one process, or another number of them. Collective."""
-    with Parts(checkpoint.part_files(folder, MODEL)) as parts:
-        state = learner.state()
-        if set(parts.names) != state.keys():
-            raise CheckpointError(f"the weights in {folder} are for another model than the one that is trained here")
-        for name, target in state.items():
-            _read_into(target, parts, name, ranks)
-    with Parts(checkpoint.part_files(folder, TRAINING)) as parts:
-        trained = learner.trained()
-        moments = {
-            name.removeprefix(MOMENTS): _moment(parts, name, trained, ranks)
-            for name in parts.names
-            if name.startswith(MOMENTS)
-        }
-        learner.load_moments(moments)
-        checkpoint.restore_generators({name: parts.read(name) for name in parts.names if not name.startswith(MOMENTS)})
-
-
-@torch.no_grad()
-def _read_into(target: Tensor, parts: Parts, name: str, ranks: RankGroup) -> None:
-    if parts.shape(name) != tuple(target.shape):
-        raise CheckpointError(
-            f"weight {name} is {list(parts.shape(name))} in the checkpoint, the model's is {list(target.shape)}"
-        )
-    if isinstance(target, DTensor):
-        local, rows = own_rows(target, ranks)
-        local.copy_(parts.read(name, rows))
-    else:
-        target.copy_(parts.read(name))
-
-
-def _moment(parts: Parts, name: str, trained: Mapping[str, Tensor], ranks: RankGroup) -> Tensor:
-    """One slot of the optimizer: rows like those of its weight, or a count that every rank has."""
-    weight = trained.get(name.removeprefix(MOMENTS).rpartition("/")[0])
-    if not isinstance(weight, DTensor) or parts.shape(name) != tuple(weight.shape):
-        return parts.read(name)
-    local, rows = own_rows(weight, ranks)
-    values = parts.read(name, rows).to(local.device)
-    return DTensor.from_local(
-        values, weight.device_mesh, weight.placements, shape=weight.shape, stride=weight.stride(), run_check=False
-    )
-
-
-def _write(tensors: Shard, path: Path) -> None:
-    """The part, on the disk when the call returns."""
-    try:
-        checkpoint.save_tensors(path, tensors)
-        sync_folder(path.parent)
-    except (OSError, SafetensorError) as error:
-        raise resource_error("write the checkpoint", path, error) from error
-
-
-def _fetch(staging: Path, token: str, path: Path, clock: Clock = SystemClock()) -> None:
-    """Put another rank's part at `path`, once it is complete."""
-    staged, end_s = staging / f"{token}-{path.name}", clock.monotonic_s() + COLLECTIVE_S
-    pause: Any = threading.Event()
-    while not staged.exists():
-        if clock.monotonic_s() >= end_s:
-            raise DeadlineExceeded(
-                f"{staged} was not there after {COLLECTIVE_S:.0f} s; do all trainer processes see the folder {staging}?"
+    """Read this rank's rows of a checkpoint, however many processes trained it. Collective."""
+    state, trained = learner.state(), learner.trained()
+    stored = {name: shape for name, shape, _read in checkpoint.read_tensors(folder, MODEL)}
+    if stored.keys() != state.keys():
+        raise CheckpointError(f"the weights in {folder} are for another model than the one that is trained here")
+    for name, shape, read in checkpoint.read_tensors(folder, MODEL):
+        target = state[name]
+        if shape != tuple(target.shape):
+            raise CheckpointError(
+                f"weight {name} is {list(shape)} in the checkpoint, the model's is {list(target.shape)}"
             )
-        pause.wait(POLL_S)
-    staged.rename(path)
+        local, rows = own_rows(target, ranks) if isinstance(target, DTensor) else (target, None)
+        with torch.no_grad():
+            local.copy_(read(rows))
+    moments, generators = dict[str, Tensor](), dict[str, Tensor]()
+    for name, shape, read in checkpoint.read_tensors(folder, TRAINING):
+        weight = trained.get(name.removeprefix(MOMENTS).rpartition("/")[0])
+        if not name.startswith(MOMENTS):
+            generators[name] = read()
+        elif isinstance(weight, DTensor) and shape == tuple(weight.shape):
+            local, rows = own_rows(weight, ranks)
+            values = read(rows).to(local.device)
+            moments[name.removeprefix(MOMENTS)] = DTensor.from_local(
+                values,
+                weight.device_mesh,
+                weight.placements,
+                shape=weight.shape,
+                stride=weight.stride(),
+                run_check=False,
+            )
+        else:  # a count that every rank has
+            moments[name.removeprefix(MOMENTS)] = read()
+    learner.load_moments(moments)
+    checkpoint.restore_generators(generators)

@@ -6,8 +6,7 @@ import math
 
 import pytest
 
-from shoal.algorithms.filters import carries_signal, is_truncated
-from shoal.algorithms.staleness import allowed, staleness
+from shoal.algorithms.filters import allowed, carries_signal, is_truncated, staleness
 
 
 @pytest.mark.parametrize(

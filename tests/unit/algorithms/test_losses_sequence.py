@@ -8,8 +8,7 @@ import pytest
 import torch
 from losskit import differentiated, tokens
 
-from shoal.algorithms.losses import LossParameters
-from shoal.algorithms.losses_sequence import geometric_mask, gspo, sequence_mean
+from shoal.algorithms.losses import LossParameters, geometric_mask, gspo, sequence_mean
 
 # Completions of 2, 1 and 3 tokens. Geometric means: √(1.21 · 1) = 1.1, 1.5, ∛(0.5 · 1 · 0.25) = 0.5.
 RATIOS = [1.21, 1.0, 1.5, 0.5, 1.0, 0.25]

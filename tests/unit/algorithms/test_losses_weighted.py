@@ -9,8 +9,7 @@ import pytest
 import torch
 from losskit import differentiated, tokens
 
-from shoal.algorithms.losses import LossParameters, LossTokens
-from shoal.algorithms.losses_weighted import cispo, cross_entropy, decoupled, dppo, plain, tis
+from shoal.algorithms.losses import LossParameters, LossTokens, cispo, cross_entropy, decoupled, dppo, plain, tis
 
 PARAMETERS = LossParameters(epsilon=0.2, ratio_cap=2.0)
 

@@ -44,12 +44,10 @@ def test_micro_batches_by_hand() -> None:
 
 def test_padding_points_each_token_at_its_predictor() -> None:
     batch = pad([(np.array([5, 6]), np.array([7, 8, 9])), (np.array([4]), np.array([3]))])
-    assert batch.input_ids_BL.tolist() == [[5, 6, 7, 8, 9], [4, 3, 0, 0, 0]]
+    assert batch.ids.tolist() == [[5, 6, 7, 8, 9], [4, 3, 0, 0, 0]]
     assert batch.targets_N.tolist() == [7, 8, 9, 3]
-    assert batch.rows_N.tolist() == [0, 0, 0, 1]
-    assert batch.columns_N.tolist() == [1, 2, 3, 0]
-    own = batch.input_ids_BL[batch.rows_N, batch.columns_N + 1]
-    assert own.tolist() == batch.targets_N.tolist()
+    assert batch.places_N.tolist() == [1, 2, 3, 5]
+    assert batch.ids.flatten()[batch.places_N + 1].tolist() == batch.targets_N.tolist()
 
 
 def test_an_empty_prompt_is_refused() -> None:
@@ -114,10 +112,11 @@ def test_shares_by_hand() -> None:
 
 def test_flattening_points_each_token_at_its_predictor() -> None:
     batch = flatten([(np.array([5, 6]), np.array([7, 8, 9])), (np.array([4]), np.array([3]))])
-    assert batch.ids_T.tolist() == [5, 6, 7, 8, 4]  # the last token of each predicts nothing
+    assert batch.ids.tolist() == [5, 6, 7, 8, 4]  # the last token of each predicts nothing
+    assert batch.positions_T is not None
     assert batch.positions_T.tolist() == [0, 1, 2, 3, 0]
     assert batch.bounds == (0, 4, 5)
-    assert batch.columns_N.tolist() == [1, 2, 3, 4]
+    assert batch.places_N.tolist() == [1, 2, 3, 4]
     assert batch.targets_N.tolist() == [7, 8, 9, 3]
     with pytest.raises(ValueError, match="empty prompt"):
         flatten([(np.array([], dtype=np.int64), np.array([1]))])

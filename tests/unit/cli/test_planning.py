@@ -42,12 +42,12 @@ def planning(text: str = LARGE, speeds: Speeds = Speeds(), processes: int = 8) -
     return Planning(recipe, SHAPE, planned, processes, "cuda", 131 * GIB, speeds)
 
 
-def test_eight_ranks_on_one_host_hold_weights_shares_and_what_is_published() -> None:
-    """2 bytes a weight gathered by rank 0 and published, 12 in the shares of all: 14."""
+def test_of_eight_ranks_the_first_holds_the_state_and_what_is_published() -> None:
+    """2 bytes a weight as it is published, 12 of the state, all gathered by the first: 14."""
     found = {name: host for name, _, host, _ in planning().memory()}
     assert found["trainer, 8 on one host"] == 14 * WEIGHTS + 8 * GIB
-    assert found["trainer, first process"] == 3.5 * WEIGHTS + GIB
-    assert found["trainer, each other process"] == 1.5 * WEIGHTS + GIB
+    assert found["trainer, first process"] == 14 * WEIGHTS + GIB
+    assert found["trainer, each other process"] == GIB
 
 
 def test_a_validator_loads_one_policy_of_64_gb() -> None:

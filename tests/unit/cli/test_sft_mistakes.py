@@ -9,7 +9,6 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 
-import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
@@ -46,7 +45,6 @@ def said(capsys: Capture, *arguments: object) -> str:
         (["--set", "run.steps=3"], "only settings of [trainer] and [environment] matter here"),
         (["--set", "environment.options.max_digits=9"], "there is no environment here; give one with --env"),
         (["--decay", "fast"], "--decay fast: there are none, linear, cosine"),
-        (["--report", "r.csv"], "let its name end in .parquet"),
         (["--select-only"], "rows are written as JSON lines; let its name end in .jsonl"),
         (["--require", "("], "--require (: no regular expression"),
         (
@@ -117,15 +115,14 @@ def test_told_to_stop_while_it_starts(demos: Path, tmp_path: Path, monkeypatch: 
 
 
 def test_choosing_only(demos: Path, tmp_path: Path, capsys: Capture) -> None:
-    out, report = tmp_path / "chosen.jsonl", tmp_path / "report.parquet"
-    command = ["sft", "tiny", "--data", demos, "--out", out, "--report", report, "--select-only", "--max-tokens", "7"]
+    out = tmp_path / "chosen.jsonl"
+    command = ["sft", "tiny", "--data", demos, "--out", out, "--select-only", "--max-tokens", "7"]
     assert main([str(each) for each in command]) == 0
     told = capsys.readouterr().out
     assert "- length              2   e.g. row 0 (demos.jsonl line 1): more than 7 tokens" in told
     assert "- duplicates          1   e.g. row 2 (demos.jsonl line 3): the same as row 1" in told
     assert f"wrote {out}: 1 demonstrations" in told
     assert [json.loads(line) for line in out.read_text().splitlines()] == [{"prompt": "54=", "completion": "45"}]
-    assert pq.read_table(report).column("kept").to_pylist() == [False, True, False, False]
     assert not list(tmp_path.glob("*.work"))
     assert "is there already" in said(capsys, *command[1:])
 

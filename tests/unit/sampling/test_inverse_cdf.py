@@ -28,7 +28,7 @@ def torch_sample(logits, u, temperature):
 
 
 def torch_intervals(logits, tokens, temperature):
-    found = sampler.intervals(torch.from_numpy(logits), torch.from_numpy(tokens), temperature)
+    found = sampler.token_statistics(torch.from_numpy(logits), torch.from_numpy(tokens), temperature)
     return found.low.numpy(), found.high.numpy(), found.logprobs.numpy()
 
 
@@ -94,6 +94,6 @@ def test_frequencies_follow_the_softmax():
 
 def test_temperature_may_differ_by_row():
     logits = torch.tensor([[0.0, 1.0], [0.0, 1.0]])
-    found = sampler.intervals(logits, torch.tensor([0, 0]), torch.tensor([[1.0], [0.5]]))
+    found = sampler.token_statistics(logits, torch.tensor([0, 0]), torch.tensor([[1.0], [0.5]]))
     one, half = 1 / (1 + np.e), 1 / (1 + np.e**2)
     np.testing.assert_allclose(found.high.numpy(), [one, half], rtol=1e-6)

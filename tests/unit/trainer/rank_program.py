@@ -15,7 +15,6 @@ from typing import Any
 from trainer_stubs import KEY, RUN, FakeHub, tiny_loaded
 
 from shoal.protocol import PolicyRef
-from shoal.runtime.files import ensure_folder
 from shoal.runtime.stop import StopToken, stop_on_signals
 from shoal.shardcast.origin import Origin
 from shoal.trainer import update
@@ -43,7 +42,6 @@ def main() -> None:
 
 def _lead(folder: Path, steps: int, settings: TrainerSettings, ranks: RankGroup, stop: StopToken) -> None:
     loaded = tiny_loaded(settings)
-    checkpoints = ensure_folder(folder / "trainer" / "checkpoints")
     origin = Origin(folder / "origin", RUN, KEY)
     hub = FakeHub(steps)
     _remember(hub, origin)
@@ -51,11 +49,11 @@ def _lead(folder: Path, steps: int, settings: TrainerSettings, ranks: RankGroup,
         folder=folder / "trainer",
         hub=hub,
         origin=origin,
-        learner=lead(loaded, settings, checkpoints, ranks),
+        learner=lead(loaded, settings, ranks),
         files=dict(loaded.files),
         key=KEY,
         evaluate=lambda: None,
-        actions=leading_actions(ranks, checkpoints),
+        actions=leading_actions(ranks),
     )
     TrainingRun(parts, stop).run()
 

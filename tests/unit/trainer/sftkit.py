@@ -79,9 +79,4 @@ def chosen(
     data = Demonstrations([put(tmp / "demos.jsonl", rows)])
     encoder = Encoder(files or sort_files(), PromptSettings(), data.layout)
     wanted = Choice(**{"duplicates": False, "rank": tmp if judge else None, **choice})
-    return Choosing(data, encoder, wanted, asking, judge, interrupted=lambda: interrupted).run(tmp / "corpus")
-
-
-def left_out(outcome: Outcome) -> dict[int, tuple[str, str]]:
-    """By row, the filter that left it out, and why."""
-    return {row: (fate.filter, fate.reason) for row, fate in outcome.fates.items() if fate.filter}
+    return Choosing(data, encoder, wanted, asking, judge, interrupted=lambda: interrupted).run()

@@ -89,8 +89,6 @@ def test_two_processes_train_as_one_does(tmp_path: Path) -> None:
     torch.set_num_threads(1)
     run_ranks(tmp_path / "two", 2, steps=3)
     stored, expected = newest(tmp_path / "two"), alone(tmp_path / "one", steps=3)
-    parts = [path.name for path in stored.folder.glob("model*")]
-    assert sorted(parts) == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
     assert difference(stored, expected) < 2e-6
     assert difference(stored, expected, TRAINING) < 2e-6
     for ours, theirs in zip(rows(tmp_path / "two"), rows(tmp_path / "one"), strict=True):
@@ -99,7 +97,6 @@ def test_two_processes_train_as_one_does(tmp_path: Path) -> None:
         assert ours["grad_norm"] > SHARED.grad_clip, "otherwise nothing is clipped"
         assert ours["tokens"] == theirs["tokens"]
         assert ours["padding_fraction"] == theirs["padding_fraction"] == 0, "two processes pack as one does"
-    assert not list(stored.folder.parent.glob(".part-*")), "parts were left behind"
     assert difference(alone(tmp_path / "two", steps=5), alone(tmp_path / "one", steps=5)) < 5e-6
 
 

@@ -1,4 +1,4 @@
-"""Parts of tensors, written by several and read by others; what a group's failure becomes; who a process is."""
+"""Files of tensors and their parts; what a group's failure becomes; who a process is."""
 
 from __future__ import annotations
 
@@ -8,82 +8,40 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from shoal.cli.main import main
-from shoal.errors import CheckpointError, DeadlineExceeded
-from shoal.runtime.clock import ManualClock
-from shoal.trainer import elastic, settings, shards
-from shoal.trainer.checkpoint import Parts, Rows, part_files, part_name, read_full, save_tensors
+from shoal.errors import CheckpointError
+from shoal.trainer import elastic, settings
+from shoal.trainer.checkpoint import part_name, read_tensors
 from shoal.trainer.ranks import Ranks
 from shoal.trainer.shards import rows_of
 
-FILE = "model.safetensors"
+FILE = "training.safetensors"
 
 
-def write(folder: Path, tensors: dict[str, Tensor], world: int) -> None:
-    for rank in range(world):
-        own = {name: rows_of(len(value), rank, world) for name, value in tensors.items()}
-        shares = {name: Rows(tensors[name][rows], tuple(tensors[name].shape), rows.start) for name, rows in own.items()}
-        whole = {"count": torch.tensor(7.0)} if rank == 0 else {}
-        save_tensors(folder / part_name(FILE, rank, world), {**shares, **whole})
+def tensors(count: int) -> dict[str, Tensor]:
+    return {f"w{number}": torch.full((2, 3), number, dtype=torch.bfloat16) for number in range(count)}
 
 
-@given(st.integers(1, 5), st.integers(1, 5), st.integers(1, 9))
-def test_rows_are_found_by_any_number_of_readers(
-    tmp_path_factory: pytest.TempPathFactory, writers: int, readers: int, count: int
-) -> None:
-    folder = tmp_path_factory.mktemp("parts")
-    value = torch.arange(count * 3, dtype=torch.bfloat16).reshape(count, 3)
-    write(folder, {"weight": value}, writers)
-    with Parts(part_files(folder, FILE)) as parts:
-        found = [parts.read("weight", rows_of(count, rank, readers)) for rank in range(readers)]
-    assert torch.equal(torch.cat(found), value)
-    full = read_full(folder, FILE)
-    assert torch.equal(full["weight"], value)
-    assert full["weight"].dtype == value.dtype
-    assert float(full["count"]) == 7
+def test_rows_of_a_tensor_are_read_alone(tmp_path: Path) -> None:
+    value = torch.arange(15.0).reshape(5, 3)
+    save_file({"weight": value}, tmp_path / FILE)
+    [(name, shape, read)] = read_tensors(tmp_path, FILE)
+    assert (name, shape) == ("weight", (5, 3))
+    for world in range(1, 7):
+        assert torch.equal(torch.cat([read(rows_of(5, rank, world)) for rank in range(world)]), value)
 
 
-def test_a_file_that_one_process_wrote_is_read_the_same_way(tmp_path: Path) -> None:
-    value = torch.randn(4, 2)
-    save_file({"weight": value, "step": torch.tensor(3.0)}, tmp_path / FILE)
-    with Parts(part_files(tmp_path, FILE)) as parts:
-        assert parts.shape("weight") == (4, 2)
-        assert torch.equal(parts.read("weight", slice(1, 3)), value[1:3])
-        assert float(parts.read("step")) == 3
-
-
-def test_missing_parts_and_rows_are_errors_never_zeros(tmp_path: Path) -> None:
-    write(tmp_path, {"weight": torch.ones(6, 2)}, 3)
-    (tmp_path / part_name(FILE, 1, 3)).unlink()
-    with pytest.raises(CheckpointError, match=r"of model\.safetensors there are the parts"):
-        read_full(tmp_path, FILE)
-    left = [tmp_path / part_name(FILE, rank, 3) for rank in (0, 2)]
-    with Parts(left) as parts, pytest.raises(CheckpointError, match="rows 2…5 of weight are in none"):
-        parts.read("weight")
-
-
-def test_parts_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
-    save_tensors(tmp_path / part_name(FILE, 0, 2), {"weight": Rows(torch.ones(2, 3), (4, 3), 0)})
-    save_tensors(tmp_path / part_name(FILE, 1, 2), {"weight": Rows(torch.ones(2, 3), (5, 3), 2)})
-    with pytest.raises(CheckpointError, match="another shape here"):
-        read_full(tmp_path, FILE)
+def test_parts_that_are_missing_or_damaged_are_refused(tmp_path: Path) -> None:
+    save_file(tensors(2), tmp_path / part_name(FILE, 0, 2))
+    with pytest.raises(CheckpointError, match=r"of training\.safetensors there are the parts"):
+        list(read_tensors(tmp_path, FILE))
     (tmp_path / part_name(FILE, 1, 2)).write_bytes(b"no safetensors")
     with pytest.raises(CheckpointError, match="is not a part of a checkpoint"):
-        read_full(tmp_path, FILE)
-
-
-def test_rank_0_does_not_wait_for_ever_for_the_part_of_another(tmp_path: Path) -> None:
-    clock = ManualClock()
-    advance = clock.monotonic_s
-    clock.monotonic_s = lambda: (clock.advance(400), advance())[1]  # type: ignore[method-assign]
-    with pytest.raises(DeadlineExceeded, match="do all trainer processes see the folder"):
-        shards._fetch(tmp_path, ".part-0", tmp_path / "x" / FILE, clock)
+        list(read_tensors(tmp_path, FILE))
 
 
 def test_a_process_by_itself_has_nobody_to_ask() -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any, cast
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,29 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.errors import ConfigError
-from shoal.trainer.demonstrations.course import Course, refuse_unused
+from shoal.trainer.demonstrations.course import Course
 
 
-@dataclass(frozen=True)
-class Lengths:
-    """As much of a corpus as a timetable looks at."""
-
-    lengths: Any
-    questions: Any
-
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-
-def table(course: Course, lengths: list[int], questions: list[int] | None = None) -> tuple[list[list[int]], list[int]]:
+def table(course: Course, questions: list[int]) -> tuple[list[list[int]], list[int]]:
     """The batches, and what is kept for validation."""
-    asked = np.array(range(len(lengths)) if questions is None else questions, np.int64)
-    found, aside = course.timetable(cast(Any, Lengths(np.array(lengths, np.int64), asked)))
+    found, aside = course.timetable(np.array(questions, np.int64))
     return [batch.tolist() for batch in found], aside.tolist()
 
 
 def batches(course: Course, count: int) -> list[list[int]]:
-    return table(course, [1] * count)[0]
+    return table(course, list(range(count)))[0]
 
 
 @given(st.integers(1, 60), st.integers(1, 20), st.integers(1, 3), st.integers(0, 5))
@@ -47,17 +34,6 @@ def test_every_epoch_has_every_sequence_once(count: int, size: int, epochs: int,
     sizes = [len(batch) for batch in found]
     assert max(sizes) <= size
     assert max(sizes) - min(sizes) <= 1
-
-
-@given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(1, 80))
-def test_batches_by_tokens_are_as_full_as_they_may_be(lengths: list[int], most: int) -> None:
-    found, _ = table(Course(batch_tokens=most, validation=0), lengths)
-    assert sorted(number for batch in found for number in batch) == list(range(len(lengths)))
-    sums = [sum(lengths[number] for number in batch) for batch in found]
-    for index, (batch, total) in enumerate(zip(found, sums, strict=True)):
-        assert total <= most or len(batch) == 1
-        if index + 1 < len(found):
-            assert total + lengths[found[index + 1][0]] > most
 
 
 def test_the_order_is_the_seeds_and_the_epochs() -> None:
@@ -82,16 +58,16 @@ def test_steps_end_it_or_let_it_go_on() -> None:
 
 def test_validation_takes_whole_questions_and_is_never_trained_on() -> None:
     questions = [5, 1, 5, 2, 1, 9, 9, 7]
-    assert table(Course(validation=2), [1] * 8, questions)[1] == [1, 4]
-    found, aside = table(Course(validation=4), [1] * 8, questions)
+    assert table(Course(validation=2), questions)[1] == [1, 4]
+    found, aside = table(Course(validation=4), questions)
     assert aside == [0, 1, 2, 3, 4]  # five: both answers to question 5
     assert {number for batch in found for number in batch} == {5, 6, 7}
-    assert [len(table(Course(), [1] * count)[1]) for count in (100, 10_000, 19)] == [5, 256, 0]
+    assert [len(table(Course(), list(range(count)))[1]) for count in (100, 10_000, 19)] == [5, 256, 0]
 
 
 def test_nothing_left_to_train_on() -> None:
     with pytest.raises(ConfigError, match="all 3 sequences are kept for validation"):
-        table(Course(validation=3), [1] * 3)
+        table(Course(validation=3), [0, 1, 2])
 
 
 def test_decay_by_hand() -> None:
@@ -99,12 +75,3 @@ def test_decay_by_hand() -> None:
     assert [Course(decay="linear").rate_factor(step, 4, 0) for step in range(4)] == [1, 0.75, 0.5, 0.25]
     assert [round(Course().rate_factor(step, 6, 2), 4) for step in range(6)] == [1, 1, 1, 0.8536, 0.5, 0.1464]
     assert Course().rate_factor(0, 1, 5) == 1
-
-
-def test_words_that_mean_nothing() -> None:
-    with pytest.raises(ConfigError, match="--decay quick: there are none, linear, cosine"):
-        Course(decay="quick")
-    with pytest.raises(ConfigError, match=r"trainer\.clip_epsilon means nothing to a warm start.*what does: betas, "):
-        refuse_unused("trainer.clip_epsilon=0.1")
-    refuse_unused("trainer.memory.recompute=true")
-    refuse_unused("trainer.learning_rat=1")  # a name that there is not is said by whoever reads settings

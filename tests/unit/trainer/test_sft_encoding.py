@@ -123,10 +123,3 @@ def test_prompt_and_completion_without_a_template_are_their_texts() -> None:
     assert found.ids.tolist() == [*tokenizer.encode("312=123"), tokenizer.eos_token_id]
     assert found.trained.tolist() == [False] * 4 + [True] * 4
     assert encoder.positions == 256
-
-
-def test_cutting_leaves_no_false_end() -> None:
-    (found,) = encode(("user", "a"), ("assistant", "bcd"))
-    cut = found.cut(6)
-    assert learnt(cut) == spelt("bc")
-    assert learnt(found.cut(100)) == learnt(found.cut(None)) == learnt(found)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, cast
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from trainer_stubs import RUN, SETTINGS, learner, make_group, same, tiny_loaded, weights
 
-from shoal.trainer.checkpoint import MODEL, MOMENTS, TRAINING, CheckpointStore, Copies, Transfer, restore
+from shoal.trainer.checkpoint import MODEL, MOMENTS, TRAINING, CheckpointStore, Copies, CopyStream, restore
 from shoal.trainer.folder import Progress
 from shoal.trainer.learner import Learner, new_learner
 from shoal.trainer.ranks import Ranks
@@ -69,7 +68,7 @@ def test_adapters_are_copied_exactly_since_they_are_merged_when_they_are_exporte
     assert {value.dtype for value in copied.weights.values()} == {torch.float32}
 
 
-class Late(Transfer):
+class Late(CopyStream):
     """A device whose copies arrive as late as they may: when somebody waits for them."""
 
     def __init__(self) -> None:
@@ -89,13 +88,13 @@ class Late(Transfer):
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> Late:
     transfer = Late()
-    monkeypatch.setattr(Copies, "_new_transfer", lambda *_: transfer)
+    monkeypatch.setattr(Copies, "_new_stream", lambda *_: transfer)
     return transfer
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_taking_a_copy_waits_for_nothing(late: Late, tmp_path: Path, sharded: bool) -> None:
-    copies = ShardedCopies(cast(Any, Ranks()), tmp_path) if sharded else Copies()
+def test_taking_a_copy_waits_for_nothing(late: Late, sharded: bool) -> None:
+    copies = ShardedCopies(Ranks()) if sharded else Copies()
     copied = copies.take(made := learner(), with_training=False)
     assert len(late.begun) == len(copied.weights)
     copied.arrived()
@@ -128,10 +127,6 @@ def test_the_memory_of_a_checkpoint_is_there_before_there_are_moments() -> None:
     later = {name: value.data_ptr() for (name, _), value in copies._memory.items()}
     assert {name for name in later if name not in reserved} == {name for name in later if name.endswith("/step")}
     assert all(later[name] == where for name, where in reserved.items())
-
-
-def test_moments_are_copied_only_for_a_checkpoint() -> None:
-    assert Copies().take(learner(), with_training=False).captured is None
 
 
 def test_weights_that_are_not_trained_are_copied_once() -> None:

@@ -81,11 +81,6 @@ def test_an_older_export_is_replaced_and_what_others_put_there_is_kept(tmp_path:
     assert (tmp_path / "export" / "model.safetensors").stat().st_mode & 0o777 == 0o644, "a model is there to be read"
 
 
-def test_an_empty_folder_may_be_used(tmp_path: Path) -> None:
-    (tmp_path / "export").mkdir()
-    assert (export(learner(), tmp_path / "export") / "config.json").is_file()
-
-
 @pytest.mark.parametrize("there", ["nothing", "export"])
 def test_the_folder_that_one_is_in_may_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: str) -> None:
     """It stays the same folder: a shell that is in it, or what is mounted there, sees the files."""
@@ -312,8 +307,3 @@ def test_a_model_of_ones_own_is_named_in_words() -> None:
     text = ModelCard(Progress(RUN, 1), base_model="begun").as_readme("float32")
     assert "| trained from | begun (a local model, not one of the Hugging Face hub: " in text
     assert "\nbase_model:" not in text
-
-
-def test_imitation_has_no_advantage() -> None:
-    assert "advantage" in training_facts(TrainerSettings())
-    assert "advantage" not in training_facts(TrainerSettings(loss="cross_entropy"))

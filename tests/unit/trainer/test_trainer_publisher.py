@@ -10,11 +10,11 @@ import torch
 from trainer_stubs import KEY, RUN, FakeHub, tiny_files, tiny_model
 
 from shoal.errors import DeadlineExceeded, HubRefused, PolicyMismatch, ResourceError
-from shoal.models.state import policy_state, to_torch
+from shoal.models.state import policy_state
 from shoal.runtime.clock import SystemClock
 from shoal.shardcast.origin import Origin
 from shoal.trainer.checkpoint import CheckpointStore, Copied
-from shoal.trainer.publisher import Handover, Publication, Publisher, views_of
+from shoal.trainer.publisher import Handover, Publication, Publisher
 from shoal.trainer.record import RunRecord, Trackers
 
 
@@ -102,14 +102,6 @@ def test_a_copy_is_read_only_once_it_has_arrived(tmp_path: Path, hub: FakeHub) -
     assert first is not None
     assert second is not None
     assert first.policy.digest == second.policy.digest
-
-
-def test_the_published_type_is_the_one_asked_for() -> None:
-    model = tiny_model()
-    half = views_of(policy_state(model), "bfloat16")
-    assert {view.dtype for view in half} == {"BF16"}
-    view = next(view for view in half if view.name == "lm_head.weight")
-    assert torch.equal(to_torch(view), model.lm_head.weight.to(torch.bfloat16))
 
 
 def test_training_goes_on_while_a_version_is_on_its_way(tmp_path: Path, hub: FakeHub) -> None:

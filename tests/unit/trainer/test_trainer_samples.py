@@ -51,13 +51,6 @@ def test_a_rollout_whose_log_probability_is_no_number_is_no_sample_and_counted()
     assert of(group(broken, rollout(0.0, logprobs=[-math.inf] * 3))).no_sample == 2
 
 
-def test_what_was_said_of_given_tokens_is_not_looked_at() -> None:
-    span = np.array([1, 1], dtype="<u4").tobytes()
-    made = of(group(rollout(1.0, logprobs=[-0.5, math.nan, -0.5], given=span), rollout(0.0)))
-    assert [sample.trained for sample in made.groups[0]] == [2, 3]
-    assert made.no_sample == 0
-
-
 def test_a_completion_without_tokens_is_no_completion() -> None:
     made = of(group(rollout(1.0, tokens=0), rollout(0.0)))
     assert [sample.advantage for sample in made.groups[0]] == [-0.5]

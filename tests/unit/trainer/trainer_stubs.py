@@ -126,7 +126,7 @@ def written_down(steps: int, max_staleness: int) -> list[list[TrainingGroup]]:
 
 
 class FakeHub:
-    """Implements `TrainerHub`. Batches are fixed in advance, as a hub's are once written down.
+    """In place of `HubClient`. Batches are fixed in advance, as a hub's are once written down.
 
     `before[name]` is called, with the step or version, before a call is served: a test raises or stops there.
     """

@@ -8,7 +8,6 @@ nothing to restore but the number of the step. Imports no torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count, islice
 
@@ -16,13 +15,11 @@ import numpy as np
 import numpy.typing as npt
 
 from shoal.errors import ConfigError
-from shoal.trainer.demonstrations.choosing import Corpus
 from shoal.trainer.settings import LossName, TrainerSettings
 
 Numbers = npt.NDArray[np.int64]
 DECAYS = ("none", "linear", "cosine")
 VALIDATION_SHARE, MOST_VALIDATION = 20, 256
-LARGE_SHARE = 4  # what shares questions with a quarter of everything is put aside only if it is asked for
 LOSS: LossName = "cross_entropy"
 DEFAULTS = """
 learning_rate = 2e-5
@@ -57,16 +54,12 @@ def refuse_unused(override: str) -> None:
 
 @dataclass(frozen=True)
 class Course:
-    """How long, in batches of how much, in which order. `steps` ends it whatever the epochs; None: all of them.
-
-    A batch has `batch` sequences, or, if `batch_tokens` is given, as many as have that many tokens.
-    `validation` sequences at least are kept for validation; None: a twentieth, 256 at most.
-    """
+    """How long, in batches of how many sequences, in which order. `steps` ends it whatever the epochs; None: all of
+    them. At least `validation` sequences are kept for validation; None: a twentieth, 256 at most."""
 
     epochs: int = 1
     steps: int | None = None
     batch: int = 32
-    batch_tokens: int | None = None
     seed: int = 0
     decay: str = "cosine"
     validation: int | None = None
@@ -75,17 +68,19 @@ class Course:
         if self.decay not in DECAYS:
             raise ConfigError(f"--decay {self.decay}: there are {', '.join(DECAYS)}")
 
-    def timetable(self, corpus: Corpus) -> tuple[tuple[Numbers, ...], Numbers]:
-        """The sequences of every step, and those that are kept for validation."""
-        aside = self._aside(corpus.questions)
-        others = np.setdiff1d(np.arange(len(corpus)), aside)
+    def timetable(self, questions: Numbers) -> tuple[tuple[Numbers, ...], Numbers]:
+        """The sequences of every step, and those that are kept for validation; `questions` are those of all."""
+        aside = self._aside(questions)
+        others = np.setdiff1d(np.arange(len(questions)), aside)
         if not len(others):
             raise ConfigError(
-                f"all {len(corpus)} sequences are kept for validation, so that none is left to train on: "
+                f"all {len(questions)} sequences are kept for validation, so that none is left to train on: "
                 "lower --validation, or give more demonstrations"
             )
         epochs = range(self.epochs) if self.steps is None else count()
-        every = (batch for epoch in epochs for batch in self._epoch(corpus.lengths, others, epoch))
+        # As even as can be: a last batch of one sequence would weigh as much as one of many.
+        batches = math.ceil(len(others) / self.batch)
+        every = (batch for epoch in epochs for batch in np.array_split(self._order(others, epoch), batches))
         return tuple(islice(every, self.steps)), aside
 
     def _aside(self, questions: Numbers) -> Numbers:
@@ -95,26 +90,13 @@ class Course:
         wanted = min(total // VALIDATION_SHARE, MOST_VALIDATION) if self.validation is None else self.validation
         asked, answers = np.unique(questions, return_counts=True)
         order = np.lexsort((asked, np.where(answers > wanted, answers, 0)))
-        if self.validation is None:
-            order = order[answers[order] <= max(wanted, total // LARGE_SHARE)]
         enough = int(np.searchsorted(np.cumsum(answers[order]), wanted)) + 1 if wanted else 0
         return np.flatnonzero(np.isin(questions, asked[order[:enough]])).astype(np.int64)
 
-    def _epoch(self, lengths: Numbers, others: Numbers, epoch: int) -> Iterator[Numbers]:
+    def _order(self, others: Numbers, epoch: int) -> Numbers:
         # The raw bits of a counter-based generator: the same on every machine and in every version.
         shuffle = np.random.Philox(key=[self.seed, epoch]).random_raw(len(others))
-        order = others[np.argsort(shuffle, kind="stable")]
-        if self.batch_tokens is None:
-            # As even as can be: a last batch of one sequence would weigh as much as one of many.
-            yield from np.array_split(order, math.ceil(len(order) / self.batch))
-            return
-        filled, start = np.cumsum(lengths[order]), 0
-        while start < len(order):
-            before = int(filled[start]) - int(lengths[order[start]])
-            end = int(np.searchsorted(filled, before + self.batch_tokens, side="right"))
-            end = max(end, start + 1)  # one that is longer than a batch is a batch
-            yield order[start:end]
-            start = end
+        return others[np.argsort(shuffle, kind="stable")]
 
     def rate_factor(self, step: int, steps: int, warmup: int) -> float:
         """What the rate of a step is multiplied by: 1 while it warms up, then less, to almost 0.

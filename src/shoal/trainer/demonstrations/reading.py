@@ -158,10 +158,6 @@ class Tokens:
     def of(cls, ids: Sequence[int], trained: Sequence[bool]) -> Tokens:
         return cls(np.array(ids, np.int32), np.array([False, *trained[1:]], np.bool_))
 
-    def cut(self, most: int | None) -> Tokens:
-        """Its beginning; what is cut off has no end of turn that would be trained on in the wrong place."""
-        return Tokens(self.ids[:most], self.trained[:most])
-
 
 class Encoder:
     """Encodes demonstrations for one model."""

@@ -65,7 +65,7 @@ class WarmStart:
         self._parts, self._stop, self._settings = parts, stop, parts.learner.settings
         # An imitation has one loss; which one the settings name for RL does not matter.
         self._learner = replace(parts.learner, loss=loss_named(LOSS))
-        self.batches, self.validation = parts.course.timetable(parts.corpus)
+        self.batches, self.validation = parts.course.timetable(parts.corpus.questions)
         self._chosen = settle(self._settings)
         self._store = CheckpointStore(parts.folder / "checkpoints", self._chosen.keep_checkpoints)
         self._record = RunRecord(parts.folder / METRICS, None, parts.trackers, parts.clock)
