@@ -9,23 +9,26 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from vectors import activations, by_name, numbers_of, vectors
+from vectors import activations, by_name, vectors
 
 from shoal.errors import ProofError
 from shoal.toploc import (
     PointBatch,
+    ProofPoly,
     VerificationResult,
+    build_proofs,
+    build_proofs_base64,
     build_proofs_bytes,
     commit,
+    verify_proofs,
+    verify_proofs_base64,
     verify_proofs_bytes,
 )
-from shoal.toploc.field import PRIME
 from shoal.toploc.package import _points
-from shoal.toploc.plain import evaluate
 
 NAMES = {section: [vector.get("name") for vector in vectors()[section]] for section in vectors() if section != "meta"}
 pytestmark = pytest.mark.usefixtures("arithmetic")
-NULL = ["fewer_than_topk", "fp32_build", "fp16_build"]  # vectors that record a failure of the published package
+NULL = ["fewer_than_topk", "fp32_build"]  # vectors that record a failure of the published package
 ABSENT = ["modulus_not_65497"]  # its activations are not in the file
 
 
@@ -40,31 +43,58 @@ def arguments(vector: dict[str, Any]) -> tuple[int, int, bool]:
     return vector["decode_batching_size"], vector["topk"], vector["skip_prefill"]
 
 
-def proof_of(x: list[int], y: list[int]) -> bytes:
-    bits = np.array([value % PRIME for value in y], dtype=np.uint16)
-    one = np.array([len(x)]), np.array([max(x) + 1])
-    return commit(PointBatch(np.array(x), bits, *one))[0]
-
-
-def evaluated(proof: bytes, x: list[int]) -> list[int]:
-    modulus, coefficients = numbers_of(proof)
-    found: list[int] = evaluate(np.array([coefficients]), np.array([x]) % modulus)[0].tolist()
-    return found
-
-
 @pytest.mark.parametrize("name", NAMES["points"])
 def test_points_become_the_published_bytes(name: str) -> None:
     vector = by_name("points", name)
-    proof = proof_of(vector["x"], vector["y"])
-    assert (numbers_of(proof)[0], proof) == (vector["modulus"], base64.b64decode(vector["proof_b64"]))
-    assert len(proof) == vector["bytes"]
-    assert proof_of(vector["x"][::-1], vector["y"][::-1]) == proof
+    proof = ProofPoly.from_points(vector["x"], vector["y"])
+    assert (proof.modulus, proof.to_base64()) == (vector["modulus"], vector["proof_b64"])
+    assert len(proof.to_bytes()) == vector["bytes"]
+    backwards = ProofPoly.from_points(vector["x"][::-1], vector["y"][::-1])
+    assert backwards == proof
+
+
+@pytest.mark.parametrize("name", NAMES["points"])
+def test_tensors_of_points_become_the_published_bytes(name: str) -> None:
+    vector = by_name("points", name)
+    whole = torch.tensor(vector["y"])
+    halves = torch.tensor(vector["y"], dtype=torch.int32).to(torch.uint16)
+    for values in (whole, halves.view(torch.bfloat16), halves.view(torch.float16)):
+        assert ProofPoly.from_points_tensor(torch.tensor(vector["x"]), values).to_base64() == vector["proof_b64"]
+
+
+@pytest.mark.parametrize("y", [torch.tensor([1.0, 2.0]), torch.tensor([[1, 2]]), torch.tensor([1])])
+def test_tensors_that_are_no_points_are_refused(y: torch.Tensor) -> None:
+    with pytest.raises(ProofError):
+        ProofPoly.from_points_tensor(torch.tensor([1, 2]), y)
+    with pytest.raises(ProofError):
+        ProofPoly.from_points_tensor(torch.tensor([1.0, 2.0]), torch.tensor([1, 2]))
+
+
+def test_a_null_proof_is_zeros_and_is_rejected() -> None:
+    null = ProofPoly.null(5)
+    assert (null.coeffs, null.modulus, len(null), null.to_bytes()) == ([0] * 5, 0, 5, bytes(12))
+    rows = torch.arange(96, dtype=torch.bfloat16).reshape(6, 16)
+    (honest,) = build_proofs(rows, 6, 5, skip_prefill=True)
+    for verify in (
+        lambda: verify_proofs(rows, [null], 6, 5, skip_prefill=True),
+        lambda: verify_proofs_bytes(rows, [null.to_bytes()], 6, 5, skip_prefill=True),
+        lambda: verify_proofs_base64(rows, [null.to_base64()], 6, 5, skip_prefill=True),
+    ):
+        with pytest.raises(ProofError, match="the modulus 0 is not between"):
+            verify()
+    with pytest.raises(ProofError, match="the modulus 0"):
+        ProofPoly.from_bytes(null.to_bytes())
+    with pytest.raises(ProofError, match="null proof"):
+        null(1)
+    assert verify_proofs(rows, [honest], 6, 5, skip_prefill=True) == [VerificationResult(0, 0.0, 0.0)]
 
 
 @pytest.mark.parametrize("number", range(len(vectors()["evaluations"])))
 def test_a_proof_evaluates_as_published(number: int) -> None:
     vector = vectors()["evaluations"][number]
-    assert evaluated(base64.b64decode(vector["proof_b64"]), vector["x"]) == vector["y_mod_modulus"]
+    proof = ProofPoly.from_base64(vector["proof_b64"])
+    assert [proof(x) for x in vector["x"]] == vector["y_mod_modulus"]
+    assert len(proof) == len(proof.coeffs)
 
 
 @pytest.mark.parametrize("form", ["numpy", "torch"])
@@ -73,8 +103,8 @@ def test_activations_become_the_published_proofs(name: str, form: str) -> None:
     """Byte for byte, or, where values tie at the k-th place, the same magnitudes with the lowest indices chosen."""
     vector = by_name("activations", name)
     given = activations(vector) if form == "numpy" else as_torch(activations(vector))
-    proofs = [base64.b64encode(proof).decode() for proof in build_proofs_bytes(given, *arguments(vector))]
-    points = _points(given, *arguments(vector))
+    proofs = build_proofs_base64(given, *arguments(vector))
+    points = _points(given, *arguments(vector), raw_float16=True)
     assert len(proofs) == len(vector["proofs_b64"]) == len(points)
     for chunk, tie in enumerate(vector["boundary_tie"]):
         if not tie:
@@ -86,21 +116,20 @@ def test_activations_become_the_published_proofs(name: str, form: str) -> None:
 
 def assert_same_magnitudes(points: PointBatch, vector: dict[str, Any], chunk: int) -> None:
     """The published choice among ties is another one, but it has the same magnitudes; ours has the lowest indices."""
-    chosen = vector["topk_sorted"][chunk]
-    values = dict(zip(chosen, evaluated(base64.b64decode(vector["proofs_b64"][chunk]), chosen), strict=True))
-    theirs = sorted(value & 0x7FFF for value in values.values())
+    published = ProofPoly.from_base64(vector["proofs_b64"][chunk])
+    theirs = sorted(published(x) & 0x7FFF for x in vector["topk_sorted"][chunk])
     ours = (points.bits & np.uint16(0x7FFF)).tolist()
     assert sorted(ours) == theirs
     boundary = min(ours)
     above = {x for x, y in zip(points.indices.tolist(), ours, strict=True) if y > boundary}
-    assert above == {x for x, value in values.items() if value & 0x7FFF > boundary}
+    assert above == {x for x in vector["topk_sorted"][chunk] if published(x) & 0x7FFF > boundary}
     at_boundary = sorted(set(points.indices.tolist()) - above)
-    assert at_boundary <= sorted(set(chosen) - above)
+    assert at_boundary <= sorted(set(vector["topk_sorted"][chunk]) - above)
 
 
 def test_the_chosen_ties_are_the_lowest_indices() -> None:
     vector = by_name("activations", "all_zero")
-    assert _points(activations(vector), 4, 16, True).indices.tolist() == list(range(16))
+    assert _points(activations(vector), 4, 16, True, raw_float16=True).indices.tolist() == list(range(16))
 
 
 def test_float32_is_rounded_where_the_package_gives_null_proofs() -> None:
@@ -116,8 +145,7 @@ def test_float32_is_rounded_where_the_package_gives_null_proofs() -> None:
 def test_verifications_give_the_published_numbers(name: str) -> None:
     vector = by_name("verifications", name)
     given = activations(vector)
-    proofs = [base64.b64decode(proof) for proof in vector["proofs_b64"]]
-    found = verify_proofs_bytes(given, proofs, *arguments(vector))
+    found = verify_proofs_base64(given, vector["proofs_b64"], *arguments(vector))
     numbers = [(result.exp_mismatches, result.mant_err_mean, result.mant_err_median) for result in found]
     if "tensor" in vector and not (vector["boundary_tie"] and any(vector["boundary_tie"])):
         assert numbers == [tuple(result) for result in vector["tensor"]]
@@ -127,7 +155,8 @@ def test_verifications_give_the_published_numbers(name: str) -> None:
             assert abs(ours[0] - theirs[0]) <= slack
             assert ours[1] == pytest.approx(theirs[1], abs=slack / 4)
             assert ours[2] == pytest.approx(math.ceil(theirs[2]), abs=slack / 4)
-    assert verify_proofs_bytes(as_torch(given), proofs, *arguments(vector)) == found
+    objects = [ProofPoly.from_base64(proof) for proof in vector["proofs_b64"]]
+    assert verify_proofs(as_torch(given), objects, *arguments(vector)) == found
 
 
 def test_a_modulus_below_the_prime_is_used() -> None:
@@ -135,22 +164,22 @@ def test_a_modulus_below_the_prime_is_used() -> None:
     bits = np.zeros((32, 4096), np.uint16)
     chosen = [10, 65507, 20, 65516, 30, 65525]  # the published collision chain: modulus 65494
     bits.reshape(-1)[chosen] = np.arange(16256, 16262)
-    (proof,) = build_proofs_bytes(bits, 32, 6, skip_prefill=True)
-    assert numbers_of(proof)[0] == 65494
-    assert verify_proofs_bytes(bits, [proof], 32, 6, skip_prefill=True) == [VerificationResult(0, 0.0, 0.0)]
+    (proof,) = build_proofs(bits, 32, 6, skip_prefill=True)
+    assert proof.modulus == 65494
+    assert verify_proofs(bits, [proof], 32, 6, skip_prefill=True) == [VerificationResult(0, 0.0, 0.0)]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [vector["name"] for vector in vectors()["errors"] if "proof_b64" in vector and vector["name"] != "bad_base64"],
-)
+@pytest.mark.parametrize("name", [vector["name"] for vector in vectors()["errors"] if "proof_b64" in vector])
 def test_malformed_proofs_are_rejected(name: str) -> None:
     vector = by_name("errors", name)
-    proof = base64.b64decode(vector["proof_b64"])
+    text = vector["proof_b64"]
     size = 128 if name == "null_proof_tensor_path" else 16
     given = activations(by_name("activations", "planted_5120"))[:32]
     with pytest.raises(ProofError):
-        verify_proofs_bytes(given, [proof], 32, size, skip_prefill=True)
+        verify_proofs_base64(given, [text], 32, size, skip_prefill=True)
+    if name != "bad_base64":
+        with pytest.raises(ProofError):
+            verify_proofs_bytes(given, [base64.b64decode(text)], 32, size, skip_prefill=True)
 
 
 @pytest.mark.parametrize("name", ["more_proofs_than_chunks", "fewer_proofs_than_chunks"])
@@ -174,6 +203,15 @@ def test_a_chunk_smaller_than_topk_is_rejected_by_builder_and_verifier() -> None
         verify_proofs_bytes(activations(vector), [bytes(258)], *arguments(vector))
 
 
+def test_float16_builds_as_published_and_is_not_verified() -> None:
+    assert by_name("errors", "fp16_verify_tensor")["want"] == "TypeError"
+    vector = by_name("activations", "fp16_build")
+    for given in (activations(vector), as_torch(activations(vector))):
+        proofs = build_proofs_bytes(given, *arguments(vector))
+        with pytest.raises(TypeError, match="bfloat16"):
+            verify_proofs_bytes(given, proofs, *arguments(vector))
+
+
 def test_tensors_that_are_not_contiguous_work() -> None:
     assert by_name("errors", "non_contiguous_verify_tensor")["want"] == "works"
     tensor = as_torch(activations(by_name("activations", "planted_5120")))
@@ -186,5 +224,5 @@ def test_tensors_that_are_not_contiguous_work() -> None:
 
 def test_the_own_layer_writes_the_same_bytes() -> None:
     vector = by_name("activations", "planted_5120")
-    points = _points(activations(vector), *arguments(vector))
+    points = _points(activations(vector), *arguments(vector), raw_float16=False)
     assert [base64.b64encode(proof).decode() for proof in commit(points)] == vector["proofs_b64"]

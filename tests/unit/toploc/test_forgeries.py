@@ -7,12 +7,13 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 import pytest
-from vectors import as_proof, normal, numbers_of
+from vectors import normal
 
 from shoal.errors import ProofError
 from shoal.toploc import (
     PointBatch,
     ProofCheck,
+    ProofPoly,
     ProofTolerance,
     chunk_topk,
     commit,
@@ -37,7 +38,7 @@ def points_of(seed: int, chunks: int = 1, hidden: int = 4096) -> PointBatch:
 def proof_of(coefficients: npt.ArrayLike, modulus: int = PRIME) -> bytes:
     padded = np.zeros(TOPK, np.int64)
     padded[: np.size(coefficients)] = coefficients
-    return as_proof(padded.tolist(), modulus)
+    return ProofPoly(padded.tolist(), modulus).to_bytes()
 
 
 def judged(points: PointBatch, *proofs: bytes, tolerance: ProofTolerance | None = None) -> ProofCheck:
@@ -85,7 +86,7 @@ def test_a_slow_line_on_a_small_chunk_is_forged(slope: int) -> None:
     points = top_points(normal(3, 1, 64), [1], TOPK, ROWS)
     k = int(points.counts[0])
     start = (modal_value(points) & ~0x7F) + (0 if slope < 3 else 127)
-    line = as_proof([start, slope, *[0] * (k - 2)], PRIME)
+    line = ProofPoly([start, slope, *[0] * (k - 2)], PRIME).to_bytes()
     tolerance = replace(LENIENT, mantissa_mean=127, mantissa_median=127)
     assert judged(points, line, tolerance=tolerance).reason == "forged"
     assert not judged(points, line).passed
@@ -207,7 +208,7 @@ def test_the_bound_on_moduli_bends_to_points_that_need_it() -> None:
     activations[0, :104] = activations[16, :104] = 1 + np.arange(104) / 128
     points = top_points(activations, [ROWS], 208, ROWS)
     (proof,) = commit(points)
-    assert numbers_of(proof)[0] < 65433
+    assert ProofPoly.from_bytes(proof).modulus < 65433
     assert judged(points, proof).passed
     other = top_points(normal(14, ROWS, 4096), [ROWS], 208, ROWS)
     assert judged(other, proof).reason == "malformed"

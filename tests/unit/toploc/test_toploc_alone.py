@@ -8,10 +8,10 @@ from types import ModuleType
 import pytest
 
 import shoal.toploc
-from shoal.toploc import check, points
+from shoal.toploc import check, package, points
 
 
-@pytest.mark.parametrize("module", [shoal.toploc, check, points])
+@pytest.mark.parametrize("module", [shoal.toploc, check, package, points])
 def test_docstring_examples(module: ModuleType) -> None:
     result = doctest.testmod(module)
     assert result.attempted > 0

@@ -26,17 +26,6 @@ def vectors() -> dict[str, Any]:
     return loaded
 
 
-def as_proof(coefficients: list[int], modulus: int) -> bytes:
-    """The bytes of a polynomial, ascending powers."""
-    return np.array([modulus, *coefficients], dtype=">u2").tobytes()
-
-
-def numbers_of(proof: bytes) -> tuple[int, list[int]]:
-    """Modulus and coefficients."""
-    modulus, *coefficients = np.frombuffer(proof, ">u2").tolist()
-    return modulus, coefficients
-
-
 def by_name(section: str, name: str) -> dict[str, Any]:
     found: dict[str, Any] = next(vector for vector in vectors()[section] if vector["name"] == name)
     return found
