@@ -29,13 +29,12 @@ from shoal.hub.state.commands import (
 )
 from shoal.hub.state.machines import LeaseState, SubmissionState, UnitState
 from shoal.hub.state.rows import Progress, ShownRow, UnitRow
-from shoal.hub.storage import MemoryStorage, Presence, SqliteStorage, StaleRow, Storage
+from shoal.hub.storage import Presence, SqliteStorage, StaleRow, Storage
 from shoal.hub.storage.protocol import Outgoing
 from shoal.protocol import Batch, LedgerEntry, NodeState, PolicyRef, StepReport, Sums, Tally
 
 IMPLEMENTATIONS: dict[str, Callable[[pytest.FixtureRequest, Path], Storage]] = {
     "sqlite": lambda _request, folder: SqliteStorage(folder / "hub.db"),
-    "memory": lambda _request, _folder: MemoryStorage(),
     "postgres": on_postgres,
 }
 

@@ -11,7 +11,7 @@ import pytest
 from shoal.hub.state.commands import AddVerdict, Command, Record, SaveLease, SaveNode, SaveSubmission, SaveUnit
 from shoal.hub.state.machines import LeaseState, SubmissionState, UnitState
 from shoal.hub.state.rows import LeaseRow, NodeRow, SubmissionRow, UnitRow
-from shoal.hub.storage import MemoryStorage, Presence, SqliteStorage, Storage, StoryReader
+from shoal.hub.storage import Presence, SqliteStorage, Storage, StoryReader
 from shoal.hub.storage.postgres import PostgresStorage
 from shoal.hub.storage.protocol import Crew
 from shoal.hub.storage.story_queries import LEASES_TOLD
@@ -20,7 +20,6 @@ from shoal.protocol import NodeState
 
 Maker = Callable[[pytest.FixtureRequest, Path], Storage]
 MAKERS: dict[str, Maker] = {
-    "memory": lambda _request, _path: MemoryStorage(),
     "sqlite": lambda _request, path: SqliteStorage(path / "hub.db"),
     "postgres": lambda request, _path: PostgresStorage(request.getfixturevalue("postgres").create()),
 }

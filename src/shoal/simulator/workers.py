@@ -51,6 +51,7 @@ class SimulatedWorker:
                 self._handed_in = 0
                 if self._crew.proven:
                     self._world.prove(self.node)
+                self._row = self._world.known(self.node)
         except HubDown:
             self._world.at(RETRY_S, self.arrive)
             return
@@ -73,10 +74,9 @@ class SimulatedWorker:
             return
         self._world.at(self._world.scenario.heartbeat_s, lambda: self._beat(life))
         try:
-            row = self._world.known(self.node)  # the heartbeat itself says that it is here
-            self._world.hub.membership.heartbeat(row, Heartbeat(progress=self._progress()))
-            if row.on_probation:
-                self._show(row)
+            known = self._world.hub.membership.heartbeat(self._row, Heartbeat(progress=self._progress()))
+            if known.node.on_probation:
+                self._show(self._row)
         except (HubDown, Refusal):  # the lease may have run out
             return
 

@@ -1,8 +1,8 @@
-"""What the hub needs of a database: `sqlite.py` for one hub, `postgres.py` for several, `memory.py` for tests and
-simulations, one contract for all.
+"""What the hub needs of a database: `sqlite.py` for one hub (in memory for tests and simulations), `postgres.py` for
+several, one contract for both.
 
 A decision is one write transaction: rows are read, the pure core decides, its commands are applied, all or nothing.
-What it read stays true until its commit: in a file or in memory, because writers exclude each other from their first
+What it read stays true until its commit: in SQLite, because writers exclude each other from their first
 statement on; in PostgreSQL, because what a writer reads of single rows it locks, and what concerns all rows (the newest
 policy, the next step) only an `exclusive` one changes.
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from functools import lru_cache
+from typing import Any, TypeVar
 
 from sqlalchemy import (
     Column,
+    ColumnElement,
     Connection,
-    CursorResult,
     Integer,
     Row,
     Select,
@@ -56,6 +57,8 @@ from shoal.hub.storage.protocol import Outgoing, Presence
 from shoal.protocol import Batch, LedgerEntry, NodeState, PolicyRef, StepReport, Tally
 from shoal.protocol.branches import GainEvidence
 
+R = TypeVar("R")
+
 _ALIVE = or_(
     tables.units.c.state.in_([state.value for state in UNDECIDED_UNITS]),
     and_(tables.units.c.state == UnitState.ACCEPTED.value, tables.units.c.step.is_(None)),
@@ -84,7 +87,14 @@ _PROGRESS = select(
         for column in (tables.policies.c.incarnation, tables.policies.c.version, tables.policies.c.digest)
     ),
 )
-UNJUDGED = or_(*(tables.submissions.c.state == state.value for state in sorted(UNDECIDED_SUBMISSIONS)))
+
+
+def _any_of(states: Iterable[SubmissionState]) -> ColumnElement[bool]:
+    """Not by IN: its parameters can be prepared only together with all others of the statement."""
+    return or_(*(tables.submissions.c.state == state.value for state in sorted(states)))
+
+
+UNJUDGED = _any_of(UNDECIDED_SUBMISSIONS)
 _FILLED = select(tables.units, tables.submissions).join(
     tables.submissions, tables.units.c.submission == tables.submissions.c.submission
 )
@@ -94,7 +104,7 @@ _HELD_BY = _ACTIVE.where(tables.leases.c.node == bindparam("key")).order_by(
     tables.leases.c.issued_at_ms, tables.leases.c.unit
 )
 _OVERDUE = _ACTIVE.where(tables.leases.c.deadline_ms <= bindparam("now_ms")).order_by(tables.leases.c.unit)
-_HANDS = union_all(
+HANDS = union_all(
     select(tables.leases.c.node, tables.leases.c.brief).where(tables.leases.c.state == LeaseState.ACTIVE.value),
     select(tables.submissions.c.node, true().label("brief")).where(UNJUDGED),
 ).subquery()
@@ -106,21 +116,22 @@ _IN_HAND: Select[Any] = (
             func.sum(case((which, 1), else_=0))
             for which in (
                 tables.nodes.c.passed == 0,
-                and_(tables.nodes.c.passed == 0, _HANDS.c.brief.is_(False)),
+                and_(tables.nodes.c.passed == 0, HANDS.c.brief.is_(False)),
                 tables.nodes.c.node == bindparam("who"),
             )
         ),
     )
     # joined: what is in hand is little, fresh keys may be many
-    .select_from(_HANDS.join(tables.nodes, tables.nodes.c.node == _HANDS.c.node))
+    .select_from(HANDS.join(tables.nodes, tables.nodes.c.node == HANDS.c.node))
     .where(tables.nodes.c.passed < PROBATION_AUDITS, tables.nodes.c.role == "worker")
     .group_by(tables.nodes.c.network)
 )
+_MOST = bindparam("most", type_=Integer)
 _OPEN, _ENTRUSTED = (
     select(tables.units)
     .where(tables.units.c.state == UnitState.OPEN.value, side)
     .order_by(tables.units.c.unit)
-    .limit(bindparam("most", type_=Integer))
+    .limit(_MOST)
     for side in (tables.units.c.failures < TRUSTED_AFTER, tables.units.c.failures >= TRUSTED_AFTER)
 )
 _SETTING = select(tables.meta.c.value).where(tables.meta.c.key == bindparam("key"))
@@ -141,6 +152,31 @@ _REQUESTED = (
     .where(tables.leases.c.node == bindparam("who"), tables.leases.c.request == bindparam("request"))
     .order_by(tables.leases.c.unit)
 )
+_SHOWN = select(tables.shown).where(tables.shown.c.lease == bindparam("key"))
+_SILENT = (
+    _ACTIVE.where(tables.leases.c.issued_at_ms < bindparam("since_ms"))
+    .where(
+        tables.leases.c.node.not_in(
+            select(tables.presence.c.node).where(tables.presence.c.last_seen_ms >= bindparam("since_ms"))
+        )
+    )
+    .order_by(tables.leases.c.unit)
+)
+_SUBMISSIONS = select(tables.submissions).order_by(tables.submissions.c.unit)
+_CLAIMED = _SUBMISSIONS.where(tables.submissions.c.state == SubmissionState.AUDITING.value)
+_NEWCOMER = and_(tables.nodes.c.passed < PROBATION_AUDITS, tables.nodes.c.role == "worker")
+_WAITING = _SUBMISSIONS.join(tables.nodes, tables.nodes.c.node == tables.submissions.c.node).where(
+    tables.submissions.c.state == SubmissionState.RECEIVED.value
+)
+_DUE = (
+    select(tables.submissions)
+    .where(tables.submissions.c.matures_at_ms <= bindparam("now_ms"))
+    .order_by(tables.submissions.c.matures_at_ms, tables.submissions.c.unit)
+    .limit(_MOST)
+)
+_COLUMNS = {table.name: tuple(table.columns.keys()) for table in tables.metadata.sorted_tables}
+_AT = {f"{table}.{column}": place for table, names in _COLUMNS.items() for place, column in enumerate(names)}
+_tally, _gains = lru_cache(4096)(Tally.model_validate_json), lru_cache(4096)(GainEvidence.model_validate_json)
 NAMES_PER_QUERY = 500
 """Databases limit how many parameters a statement may have."""
 
@@ -152,11 +188,11 @@ class SqlReader:
         self._connection = connection
 
     def setting(self, key: str) -> str | None:
-        row = self._run("setting", lambda: _SETTING, key=key).first()
+        row = self._get("setting", lambda: _SETTING, key=key)
         return None if row is None else str(row[0])
 
     def progress(self) -> Progress:
-        found: tuple[Any, ...] = tuple(self._run("progress", lambda: _PROGRESS).one())
+        (found,) = self._run("progress", lambda: _PROGRESS)
         next_step, next_unit, alive, dropped, failed, incarnation, version, digest = found
         newest = None if digest is None else PolicyRef(incarnation=incarnation, version=version, digest=digest)
         return Progress(newest, int(next_step), int(next_unit), int(alive), int(dropped), int(failed))
@@ -168,7 +204,7 @@ class SqlReader:
 
     def node(self, node: str) -> NodeRow | None:
         table = tables.nodes
-        row = self._run("node", lambda: self._one(table, table.c.node), key=node).first()
+        row = self._get("node", lambda: self._one(table, table.c.node), key=node)
         return None if row is None else node_of(row)
 
     def nodes(self) -> list[NodeRow]:
@@ -177,7 +213,7 @@ class SqlReader:
 
     def presence(self, node: str) -> Presence | None:
         table = tables.presence
-        row = self._run("presence", lambda: select(table).where(table.c.node == bindparam("key")), key=node).first()
+        row = self._get("presence", lambda: select(table).where(table.c.node == bindparam("key")), key=node)
         return None if row is None else presence_of(row)
 
     def presences(self) -> dict[str, Presence]:
@@ -202,8 +238,7 @@ class SqlReader:
         return [_unit(row) for row in self._connection.execute(query)]
 
     def alive_counts(self) -> dict[UnitState, int]:
-        rows: list[tuple[Any, ...]] = [tuple(row) for row in self._run("alive counts", lambda: _ALIVE_COUNTS)]
-        return {UnitState(state): int(count) for state, count in rows}
+        return {UnitState(state): int(count) for state, count in self._run("alive counts", lambda: _ALIVE_COUNTS)}
 
     def batched_units(self) -> list[UnitRow]:
         table = tables.units
@@ -212,11 +247,11 @@ class SqlReader:
 
     def unit(self, unit: int) -> UnitRow | None:
         table = tables.units
-        row = self._run("unit", lambda: self._one(table, table.c.unit), key=unit).first()
+        row = self._get("unit", lambda: self._one(table, table.c.unit), key=unit)
         return None if row is None else _unit(row)
 
     def holding(self, lease: str) -> Holding | None:
-        row = self._run("holding", lambda: self._locked(_HOLDING, tables.leases, tables.units), key=lease).first()
+        row = self._get("holding", lambda: self._locked(_HOLDING, tables.leases, tables.units), key=lease)
         return None if row is None else holding_of(row)
 
     def holdings(self, node: str | None = None) -> list[Holding]:
@@ -231,14 +266,10 @@ class SqlReader:
         return [holding_of(row) for row in self._run("overdue", lambda: _OVERDUE, now_ms=now_ms)]
 
     def silent_holdings(self, since_ms: int) -> list[Holding]:
-        table, presence = tables.leases, tables.presence
-        heard = select(presence.c.node).where(presence.c.last_seen_ms >= since_ms)
-        old = HOLDINGS.where(table.c.state == LeaseState.ACTIVE.value, table.c.issued_at_ms < since_ms)
-        query = old.where(table.c.node.not_in(heard)).order_by(table.c.unit)
-        return [holding_of(row) for row in self._connection.execute(query)]
+        return [holding_of(row) for row in self._run("silent", lambda: _SILENT, since_ms=since_ms)]
 
     def newcomers_in_hand(self, node: str) -> InHand:
-        rows: list[tuple[Any, ...]] = [tuple(row) for row in self._run("in hand", lambda: _IN_HAND, who=node)]
+        rows = self._run("in hand", lambda: _IN_HAND, who=node)
         return InHand(
             own=sum(int(own) for *_, own in rows),
             networks={network: int(units) for network, units, *_ in rows},
@@ -247,20 +278,16 @@ class SqlReader:
         )
 
     def is_established_here(self, since_ms: int) -> bool:
-        return self._run("established", lambda: _ESTABLISHED, since_ms=since_ms).first() is not None
+        return bool(self._run("established", lambda: _ESTABLISHED, since_ms=since_ms))
 
     def requested_leases(self, node: str, request: str) -> list[LeaseRow]:
         return [lease_of(row) for row in self._run("requested", lambda: _REQUESTED, who=node, request=request)]
 
     def shown(self, lease: str) -> list[ShownRow]:
-        table = tables.shown
-        rows = self._connection.execute(select(table).where(table.c.lease == lease).order_by(table.c.part))
-        return [shown_of(row) for row in rows]
+        return [shown_of(row) for row in self._run("shown", lambda: _SHOWN.order_by(tables.shown.c.part), key=lease)]
 
     def last_shown(self, lease: str) -> ShownRow | None:
-        table = tables.shown
-        last = select(table).where(table.c.lease == lease).order_by(table.c.part.desc()).limit(1)
-        row = self._connection.execute(last).first()
+        row = self._get("last shown", lambda: _SHOWN.order_by(tables.shown.c.part.desc()).limit(1), key=lease)
         return None if row is None else shown_of(row)
 
     def showing(self) -> list[LeaseRow]:
@@ -271,33 +298,25 @@ class SqlReader:
 
     def submission(self, submission: str) -> SubmissionRow | None:
         table = tables.submissions
-        row = self._run("submission", lambda: self._one(table, table.c.submission), key=submission).first()
+        row = self._get("submission", lambda: self._one(table, table.c.submission), key=submission)
         return None if row is None else submission_of(row)
 
     def submission_of_lease(self, lease: str) -> SubmissionRow | None:
         table = tables.submissions
-        row = self._run("submission of lease", lambda: self._one(table, table.c.lease), key=lease).first()
+        row = self._get("submission of lease", lambda: self._one(table, table.c.lease), key=lease)
         return None if row is None else submission_of(row)
 
     def submissions_in(self, states: Iterable[SubmissionState], limit: int) -> list[SubmissionRow]:
-        table = tables.submissions
-        query = select(table).where(table.c.state.in_([state.value for state in states])).order_by(table.c.unit)
-        picked = self._locked(query.limit(limit), table, skip=True)
-        return [submission_of(row) for row in self._connection.execute(picked)]
+        wanted = sorted(states)
+        return self._submissions(f"in {wanted}", lambda: _SUBMISSIONS.where(_any_of(wanted)).limit(_MOST), most=limit)
 
     def waiting_audits(self, on_probation: bool, limit: int) -> list[SubmissionRow]:
-        table, nodes = tables.submissions, tables.nodes
-        newcomer = and_(nodes.c.passed < PROBATION_AUDITS, nodes.c.role == "worker")
-        side = newcomer if on_probation else not_(newcomer)
-        query = select(table).join(nodes, nodes.c.node == table.c.node)
-        waiting = query.where(table.c.state == SubmissionState.RECEIVED.value, side).order_by(table.c.unit)
-        picked = self._locked(waiting.limit(limit), table, skip=True)
-        return [submission_of(row) for row in self._connection.execute(picked)]
+        name, side = ("newcomers wait", _NEWCOMER) if on_probation else ("others wait", not_(_NEWCOMER))
+        return self._submissions(name, lambda: _WAITING.where(side).limit(_MOST), most=limit)
 
     def light_audits(self, node: str) -> list[SubmissionRow]:
-        table = tables.submissions
-        query = select(table).where(table.c.node == node, UNJUDGED, table.c.depth == "light").order_by(table.c.unit)
-        return [submission_of(row) for row in self._connection.execute(self._locked(query, table))]
+        light = (tables.submissions.c.node == bindparam("key"), UNJUDGED, tables.submissions.c.depth == "light")
+        return self._submissions("light", lambda: _SUBMISSIONS.where(*light), skip=False, key=node)
 
     def untrained(self, node: str) -> list[Filled]:
         units, table = tables.units, tables.submissions
@@ -307,26 +326,26 @@ class SqlReader:
         return [Filled(_unit(row), submission_of(row, len(units.columns))) for row in rows]
 
     def pending_credit(self, node: str) -> list[SubmissionRow]:
-        table = tables.submissions
-        query = select(table).where(table.c.node == node, table.c.matures_at_ms.is_not(None)).order_by(table.c.unit)
-        return [submission_of(row) for row in self._connection.execute(self._locked(query, table))]
+        pending = (tables.submissions.c.node == bindparam("key"), tables.submissions.c.matures_at_ms.is_not(None))
+        return self._submissions("pending", lambda: _SUBMISSIONS.where(*pending), skip=False, key=node)
 
     def due_credit(self, now_ms: int, limit: int) -> list[SubmissionRow]:
-        table = tables.submissions
-        query = select(table).where(table.c.matures_at_ms <= now_ms).order_by(table.c.matures_at_ms, table.c.unit)
-        return [submission_of(row) for row in self._connection.execute(query.limit(limit))]
+        rows = self._run("due credit", lambda: _DUE, now_ms=now_ms, most=limit)
+        return [submission_of(row) for row in rows]
 
     def overdue_audits(self, now_ms: int) -> list[SubmissionRow]:
-        table = tables.submissions
-        query = select(table).where(table.c.state == SubmissionState.AUDITING.value, table.c.claimed_until_ms <= now_ms)
-        picked = self._locked(query.order_by(table.c.unit), table, skip=True)
-        return [submission_of(row) for row in self._connection.execute(picked)]
+        overdue = tables.submissions.c.claimed_until_ms <= bindparam("now_ms")
+        return self._submissions("overdue audits", lambda: _CLAIMED.where(overdue), now_ms=now_ms)
 
     def claimed_by(self, validator: str) -> list[SubmissionRow]:
-        table = tables.submissions
-        query = select(table).where(table.c.state == SubmissionState.AUDITING.value, table.c.validator == validator)
-        picked = self._locked(query.order_by(table.c.unit), table, skip=True)
-        return [submission_of(row) for row in self._connection.execute(picked)]
+        own = tables.submissions.c.validator == bindparam("key")
+        return self._submissions("claimed by", lambda: _CLAIMED.where(own), key=validator)
+
+    def _submissions(
+        self, name: str, build: Callable[[], Select[Any]], skip: bool = True, **values: Any
+    ) -> list[SubmissionRow]:
+        rows = self._run(name, lambda: self._locked(build(), tables.submissions, skip=skip), **values)
+        return [submission_of(row) for row in rows]
 
     def decided_submissions(self, limit: int) -> list[SubmissionRow]:
         table = tables.submissions
@@ -373,7 +392,7 @@ class SqlReader:
 
     def task_row(self, task: str) -> TaskRow | None:
         table = tables.tasks
-        row = self._run("task", lambda: select(table).where(table.c.task == bindparam("key")), key=task).first()
+        row = self._get("task", lambda: select(table).where(table.c.task == bindparam("key")), key=task)
         return None if row is None else _task(row)
 
     def task_rows(self, tasks: Sequence[str]) -> dict[str, TaskRow]:
@@ -441,7 +460,8 @@ class SqlReader:
         return counts
 
     def ledger_last(self) -> LedgerEntry | None:
-        row = self._first(select(tables.ledger).order_by(tables.ledger.c.index.desc()))
+        newest = tables.ledger.c.index.desc()
+        row = self._get("ledger last", lambda: select(tables.ledger).order_by(newest).limit(1))
         return None if row is None else entry_of(row)
 
     def ledger_after(self, index: int, limit: int) -> list[LedgerEntry]:
@@ -454,7 +474,8 @@ class SqlReader:
         return [Outgoing(row.id, row.kind, json.loads(row.body), row.at_ms) for row in self._connection.execute(query)]
 
     def outbox_length(self) -> int:
-        return int(self._scalar(select(func.count()).select_from(tables.ledger_outbox)))
+        ((length,),) = self._run("outbox length", lambda: select(func.count()).select_from(tables.ledger_outbox))
+        return int(length)
 
     def written_ms(self) -> int:
         last = self.ledger_last()
@@ -468,9 +489,12 @@ class SqlReader:
         """
         return query
 
-    def _run(self, name: str, build: Callable[[], Select[Any]], **values: Any) -> CursorResult[Any]:
-        """A statement that is asked often: built and compiled once for each kind of reader."""
-        return prepared.run(self._connection, type(self).__name__, name, build, values)
+    def _run(self, name: str, build: Callable[[], Select[Any]], **values: Any) -> list[tuple[Any, ...]]:
+        """The rows of a statement that is asked often: built and compiled once for each kind of reader."""
+        return prepared.run(self._connection, type(self).__name__, name, build, values).rows
+
+    def _get(self, name: str, build: Callable[[], Select[Any]], **values: Any) -> tuple[Any, ...] | None:
+        return next(iter(self._run(name, build, **values)), None)
 
     def _one(self, table: Table, column: Column[Any]) -> Select[Any]:
         """The row of a table whose `column` is `key`."""
@@ -483,61 +507,66 @@ class SqlReader:
         return self._connection.execute(query).scalar_one_or_none()
 
 
-def columns_of(table: Table, row: Row[Any], start: int = 0) -> dict[str, Any]:
-    """A table's columns by name, where the row has them from position `start` on (looking them up is slow)."""
-    return dict(zip(table.columns.keys(), row[start : start + len(table.columns)], strict=True))
+def _made(kind: type[R], table: Table, row: Sequence[Any], start: int = 0, **read: Any) -> R:
+    """A row of the hub's from a row of the database that has the table's columns from `start` on; `read` are those that
+    are kept as text. Not by calling `kind`: with up to 33 frozen fields that takes longer than the query."""
+    names = _COLUMNS[table.name]
+    made = object.__new__(kind)
+    made.__dict__.update(zip(names, row[start : start + len(names)], strict=True), **read)
+    return made
 
 
 def _policy(row: Row[Any] | None) -> PolicyRef | None:
     return None if row is None else PolicyRef(incarnation=row.incarnation, version=row.version, digest=row.digest)
 
 
-def presence_of(row: Row[Any]) -> Presence:
-    values = columns_of(tables.presence, row)
-    return Presence(**{**values, "counters": json.loads(values["counters"])})
+def presence_of(row: Sequence[Any]) -> Presence:
+    return _made(Presence, tables.presence, row, counters=json.loads(row[_AT["presence.counters"]]))
 
 
-def node_of(row: Row[Any]) -> NodeRow:
-    values = columns_of(tables.nodes, row)
-    record, gains = Tally.model_validate_json(values["record"]), GainEvidence.model_validate_json(values["gains"])
-    return NodeRow(**{**values, "state": NodeState(values["state"]), "record": record, "gains": gains})
+def node_of(row: Sequence[Any]) -> NodeRow:
+    return _made(
+        NodeRow,
+        tables.nodes,
+        row,
+        state=NodeState(row[_AT["nodes.state"]]),
+        record=_tally(row[_AT["nodes.record"]]),
+        gains=_gains(row[_AT["nodes.gains"]]),
+    )
 
 
-def _unit(row: Row[Any], start: int = 0) -> UnitRow:
-    values = columns_of(tables.units, row, start)
-    return UnitRow(**{**values, "state": UnitState(values["state"])})
+def _unit(row: Sequence[Any], start: int = 0) -> UnitRow:
+    return _made(UnitRow, tables.units, row, start, state=UnitState(row[start + _AT["units.state"]]))
 
 
-def lease_of(row: Row[Any]) -> LeaseRow:
-    values = columns_of(tables.leases, row)
-    return LeaseRow(**{**values, "state": LeaseState(values["state"])})
+def lease_of(row: Sequence[Any]) -> LeaseRow:
+    return _made(LeaseRow, tables.leases, row, state=LeaseState(row[_AT["leases.state"]]))
 
 
-def holding_of(row: Row[Any]) -> Holding:
+def holding_of(row: Sequence[Any]) -> Holding:
     return Holding(lease_of(row), _unit(row, len(tables.leases.columns)))
 
 
-def shown_of(row: Row[Any]) -> ShownRow:
-    return ShownRow(row.lease, row.part, tuple(json.loads(row.tokens)), bytes(row.body))
+def shown_of(row: Sequence[Any]) -> ShownRow:
+    lease, part, tokens, body = row
+    return ShownRow(lease, part, tuple(json.loads(tokens)), bytes(body))
 
 
-def submission_of(row: Row[Any], start: int = 0) -> SubmissionRow:
-    values = columns_of(tables.submissions, row, start)
-    rewards = tuple(json.loads(values["rewards"]))
-    return SubmissionRow(**{**values, "state": SubmissionState(values["state"]), "rewards": rewards})
+def submission_of(row: Sequence[Any], start: int = 0) -> SubmissionRow:
+    state, rewards = row[start + _AT["submissions.state"]], row[start + _AT["submissions.rewards"]]
+    read = {"state": SubmissionState(state), "rewards": tuple(json.loads(rewards))}
+    return _made(SubmissionRow, tables.submissions, row, start, **read)
 
 
-def _task(row: Row[Any]) -> TaskRow:
-    values = columns_of(tables.tasks, row)
-    return TaskRow(**{**values, "pool": Pool(values["pool"])})
+def _task(row: Sequence[Any]) -> TaskRow:
+    return _made(TaskRow, tables.tasks, row, pool=Pool(row[_AT["tasks.pool"]]))
 
 
-def _evaluation(row: Row[Any]) -> EvaluationRow:
-    values = columns_of(tables.evaluations, row)
-    scores = tuple(json.loads(values["scores"]))
-    return EvaluationRow(**{**values, "state": EvaluationState(values["state"]), "scores": scores})
+def _evaluation(row: Sequence[Any]) -> EvaluationRow:
+    state, scores = EvaluationState(row[_AT["evaluations.state"]]), row[_AT["evaluations.scores"]]
+    return _made(EvaluationRow, tables.evaluations, row, state=state, scores=tuple(json.loads(scores)))
 
 
-def entry_of(row: Row[Any]) -> LedgerEntry:
-    values = columns_of(tables.ledger, row)
-    return LedgerEntry(**{**values, "body": json.loads(values["body"])})
+def entry_of(row: Sequence[Any]) -> LedgerEntry:
+    index, kind, body, at_ms, previous, digest = row
+    return LedgerEntry(index=index, kind=kind, body=json.loads(body), at_ms=at_ms, previous=previous, hash=digest)

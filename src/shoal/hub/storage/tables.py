@@ -116,6 +116,8 @@ leases = Table(
     # The same request gets the same leases: a retry cannot take a unit twice.
     UniqueConstraint("node", "request", "unit", name="one_lease_per_request_and_unit"),
     Index("leases_by_state", "state", "deadline_ms"),
+    # What a node holds is asked with each of its heartbeats: without this, all active leases would be gone through.
+    Index("leases_by_node", "node", "state"),
 )
 
 shown = Table(

@@ -11,7 +11,6 @@ from typing import Any
 from sqlalchemy import (
     ClauseElement,
     ColumnElement,
-    CursorResult,
     Table,
     bindparam,
     case,
@@ -54,10 +53,14 @@ class SqlWriter(SqlReader):
         for command in commands:
             try:
                 _APPLY[type(command)](self, command)
+                self._applied(command)
             except IntegrityError as error:
                 if not is_overtaken(error):
                     raise
                 raise StaleRow(f"{type(command).__name__} contradicts what is stored: {error.orig}") from error
+
+    def _applied(self, command: Command) -> None:
+        """For a subclass that counts."""
 
     def lock_nodes(self, nodes: Iterable[str]) -> None:
         """Writers exclude each other, unless a subclass says otherwise."""
@@ -104,7 +107,7 @@ class SqlWriter(SqlReader):
 
     def take_nonce(self, node: str, nonce: str, expires_at_ms: int) -> bool:
         values = {"node": node, "nonce": nonce, "expires_at_ms": expires_at_ms}
-        return self._change("take nonce", self._take_nonce, values).first() is not None
+        return bool(self._change("take nonce", self._take_nonce, values).rows)
 
     def _take_nonce(self) -> ClauseElement:
         table = tables.nonces
@@ -182,10 +185,10 @@ class SqlWriter(SqlReader):
             return
         changed = {"was_state": was.value, **{f"new_{name}": value for name, value in values.items()}}
         done = self._change(f"update {table.name}", lambda: _updating(table, key), changed)
-        if done.rowcount != 1:
+        if done.changed != 1:
             raise StaleRow(f"{table.name} {values[key]} is no longer {was.value}")
 
-    def _change(self, name: str, build: Callable[[], ClauseElement], values: dict[str, Any]) -> CursorResult[Any]:
+    def _change(self, name: str, build: Callable[[], ClauseElement], values: dict[str, Any]) -> prepared.Answer:
         """A change that is made often: built and compiled once for each kind of writer."""
         return prepared.run(self._connection, type(self).__name__, name, build, values)
 

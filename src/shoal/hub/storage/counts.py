@@ -1,0 +1,148 @@
+"""What decisions need to know of all rows together, kept by the one process that writes to an SQLite file.
+
+    where the run stands (`Progress`)     kept while units are leased and submitted; read again after anything else
+    what newcomers have in hand           a sum for each network; a node whose rows changed is read again, alone
+
+Only a writer uses them: nobody writes beside it. What a transaction that fails has changed is read again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import TypeGuard
+
+from sqlalchemy import Connection, bindparam, func, select
+
+from shoal.hub.state.commands import AddBatch, AddPolicy, Command, SaveLease, SaveNode, SaveSubmission, SaveUnit
+from shoal.hub.state.machines import UNDECIDED_SUBMISSIONS, UNDECIDED_UNITS, LeaseState
+from shoal.hub.state.rows import PROBATION_AUDITS, InHand, Progress
+from shoal.hub.storage import tables
+from shoal.hub.storage.queries import HANDS, UNJUDGED
+from shoal.hub.storage.writes import SqlWriter
+
+
+class Hands:
+    """Units in hand of each node on probation, and their sums by network: all, those of unproven nodes, and of these
+    the ones that are not brief. Nodes in `changed` are to be read again."""
+
+    def __init__(self, nodes: Iterable[str]) -> None:
+        self.changed = set(nodes)
+        self._nodes: dict[str, tuple[str, list[int]]] = {}
+        self._networks: dict[str, list[int]] = {}
+
+    def refresh(self, read: Callable[[str], tuple[str, list[int]] | None]) -> None:
+        for node in self.changed:
+            self._add(self._nodes.pop(node, None), -1)
+            now = read(node)
+            if now is not None and any(now[1]):
+                self._nodes[node] = now
+                self._add(now, 1)
+        self.changed.clear()
+
+    def _add(self, held: tuple[str, list[int]] | None, sign: int) -> None:
+        if held is not None:
+            network, counts = held
+            before = self._networks.pop(network, [0, 0, 0])
+            after = [one + sign * other for one, other in zip(before, counts, strict=True)]
+            if any(after):
+                self._networks[network] = after
+
+    def of(self, node: str) -> InHand:
+        own = self._nodes[node][1][0] if node in self._nodes else 0
+        parts = ({network: sums[place] for network, sums in self._networks.items()} for place in range(3))
+        return InHand(own, *parts)
+
+
+class Counts:
+    """Of one file; both are None until a writer needs them."""
+
+    progress: Progress | None = None
+    hands: Hands | None = None
+
+    def forget(self) -> None:
+        self.progress = self.hands = None
+
+
+class CountingWriter(SqlWriter):
+    """A writer that nobody writes beside."""
+
+    def __init__(self, connection: Connection, counts: Counts) -> None:
+        super().__init__(connection)
+        self._counts = counts
+        self._changed: set[str] = set()  # nodes, by this transaction
+        self._is_moved = False
+
+    def undone(self) -> None:
+        """The transaction has failed."""
+        if self._is_moved:
+            self._counts.progress = None
+        if self._counts.hands is not None:
+            self._counts.hands.changed |= self._changed
+
+    def progress(self) -> Progress:
+        if self._counts.progress is None:
+            self._counts.progress = super().progress()
+        return self._counts.progress
+
+    def newcomers_in_hand(self, node: str) -> InHand:
+        if self._counts.hands is None:
+            self._counts.hands = Hands(holder for (holder,) in self._run("holders", lambda: _HOLDERS))
+        self._counts.hands.refresh(self._hand)
+        return self._counts.hands.of(node)
+
+    def _hand(self, node: str) -> tuple[str, list[int]] | None:
+        row = self._get("hand", lambda: _HAND, key=node)
+        if row is None:
+            return None
+        network, passed, leased, brief, submitted = row
+        units = leased + submitted
+        return network, [units, 0, 0] if passed else [units, units, leased - brief]
+
+    def _applied(self, command: Command) -> None:
+        if isinstance(command, SaveUnit):
+            self._counts.progress = _after(self._counts.progress, command)
+            self._is_moved = True
+        elif isinstance(command, AddBatch | AddPolicy):
+            self._counts.progress = None
+            self._is_moved = True
+        elif _moves_units(command):
+            self._changed.add(command.row.node)
+            if self._counts.hands is not None:
+                self._counts.hands.changed.add(command.row.node)
+
+
+_HOLDERS = select(HANDS.c.node).distinct()
+_LEASED = select(func.count()).where(
+    tables.leases.c.node == bindparam("key"), tables.leases.c.state == LeaseState.ACTIVE.value
+)
+_HAND = select(
+    tables.nodes.c.network,
+    tables.nodes.c.passed,
+    _LEASED.scalar_subquery(),
+    _LEASED.where(tables.leases.c.brief).scalar_subquery(),
+    select(func.count()).where(tables.submissions.c.node == bindparam("key"), UNJUDGED).scalar_subquery(),
+).where(
+    tables.nodes.c.node == bindparam("key"),
+    tables.nodes.c.passed < PROBATION_AUDITS,
+    tables.nodes.c.role == "worker",
+)
+
+
+def _after(progress: Progress | None, command: SaveUnit) -> Progress | None:
+    """Where the run stands with this unit; None if that is to be read again."""
+    row, was = command.row, command.was
+    if progress is None or not row.alive:
+        return None
+    if was is None and row.unit == progress.next_unit:
+        return replace(progress, next_unit=row.unit + 1, alive=progress.alive + 1)
+    return progress if was in UNDECIDED_UNITS else None
+
+
+def _moves_units(command: Command) -> TypeGuard[SaveLease | SaveSubmission | SaveNode]:
+    """Whether a node may have more or fewer units in hand than before, or count otherwise."""
+    if isinstance(command, SaveLease):
+        return command.was is not command.row.state
+    if isinstance(command, SaveSubmission):
+        return (command.was in UNDECIDED_SUBMISSIONS) != (command.row.state in UNDECIDED_SUBMISSIONS)
+    return isinstance(command, SaveNode)
