@@ -38,6 +38,7 @@ class SimulatedWorker:
         self._keys = 0
         self._handed_in = 0  # by its present key
         self._leases: dict[str, tuple[Lease, float]] = {}
+        self._shown: dict[str, int] = {}  # rollouts of a lease that the hub was shown
         self.node = ""
         self.kind = "newcomer"
 
@@ -67,6 +68,7 @@ class SimulatedWorker:
         self._world.counts["deaths"] += 1
         self._life += 1
         self._leases.clear()
+        self._shown.clear()
         self._world.at(self._world.about(self._crew.away_s), self.arrive)
 
     def _beat(self, life: int) -> None:
@@ -81,14 +83,14 @@ class SimulatedWorker:
             return
 
     def _show(self, row: NodeRow) -> None:
-        """The rollouts of each lease that are finished by now, one after the other."""
+        """The rollouts of each lease that were finished since the last time, one after the other."""
         for name, tokens in self._progress().items():
-            shown = self._leases[name][0].seeds[: tokens // TOKENS]
-            chunks = [
-                ShownChunks(index, 0, pack_tokens(_DRAWN.token_ids), _DRAWN.proofs) for index in range(len(shown))
-            ]
-            if chunks:
+            first, end = self._shown.get(name, 0), min(tokens // TOKENS, len(self._leases[name][0].seeds))
+            if end > first:
+                drawn = pack_tokens(_DRAWN.token_ids), _DRAWN.proofs
+                chunks = [ShownChunks(index, 0, *drawn) for index in range(first, end)]
                 self._world.hub.showing.show(row, name, pack(ShownProgress(chunks), level=1))
+                self._shown[name] = end
 
     def _progress(self) -> dict[str, int]:
         """Tokens so far of each lease: in proportion to the time that has passed."""
@@ -159,7 +161,7 @@ class SimulatedWorker:
 
     def _let_go(self, lease: Lease, life: int) -> None:
         if life == self._life and lease.lease in self._leases:
-            del self._leases[lease.lease]
+            self._drop(lease)
             self._world.counts["sat"] += 1
             self.ask()
 
@@ -183,6 +185,10 @@ class SimulatedWorker:
                 self._world.lies.add(receipt.submission)
                 self._world.counts["lies"] += 1
         self._handed_in += 1
-        self._leases.pop(lease.lease, None)
+        self._drop(lease)
         if not self._leases:
             self.ask()
+
+    def _drop(self, lease: Lease) -> None:
+        self._leases.pop(lease.lease, None)
+        self._shown.pop(lease.lease, None)

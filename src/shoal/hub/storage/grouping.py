@@ -38,7 +38,11 @@ class _Group:
         self.driver.execute("BEGIN IMMEDIATE")
         self.size = 0
         self.error: BaseException | None = None
-        self.ended = threading.Event()
+        self.ended = threading.Event() if durable else None  # nobody waits for the others
+
+    def end(self) -> None:
+        if self.ended is not None:
+            self.ended.set()
 
 
 class GroupCommit:
@@ -64,8 +68,16 @@ class GroupCommit:
         self._enter()
         try:
             group = self._join(durable)
-            with self._undoable(group):
+            alone = group.size == 1  # the first in a group has nobody beside it to spare
+            if not alone:
+                group.driver.execute("SAVEPOINT body")
+            try:
                 yield group.connection
+            except BaseException as error:
+                (self._fail if alone else self._undo)(group, error)
+                raise
+            if not alone:
+                group.driver.execute("RELEASE body")
             self._end_unless_more_come(group)
         finally:
             self._lock.release()
@@ -103,25 +115,8 @@ class GroupCommit:
         self._group.size += 1
         return self._group
 
-    @contextmanager
-    def _undoable(self, group: _Group) -> Iterator[None]:
-        """Undo this body alone if it fails; the first in a group has nobody beside it to spare."""
-        alone = group.size == 1
-        if not alone:
-            group.driver.execute("SAVEPOINT body")
-        try:
-            yield
-        except BaseException as error:
-            if alone:
-                self._fail(group, error)
-            else:
-                self._undo(group, error)
-            raise
-        if not alone:
-            group.driver.execute("RELEASE body")
-
     def _undo(self, group: _Group, error: BaseException) -> None:
-        """Back to the savepoint. Where the disk failed, SQLite has undone everything already: then all have failed."""
+        """Undo one body alone. Where the disk failed, SQLite has undone everything already: then all have failed."""
         try:
             group.driver.execute("ROLLBACK TO body")
             group.driver.execute("RELEASE body")
@@ -147,7 +142,7 @@ class GroupCommit:
             self._drop_connection(group)
             raise
         finally:
-            group.ended.set()
+            group.end()
 
     def _fail(self, group: _Group, error: BaseException) -> None:
         """Give up the whole group."""
@@ -157,7 +152,7 @@ class GroupCommit:
             group.driver.rollback()
         except sqlite3.Error:
             self._drop_connection(group)
-        group.ended.set()
+        group.end()
 
     def _drop_connection(self, group: _Group) -> None:
         """How far a failed commit or rollback came is anybody's guess; closing the connection undoes the rest."""
@@ -167,7 +162,7 @@ class GroupCommit:
 
     def _await(self, group: _Group) -> None:
         """Return when the group is committed. Should its last writer have given up in the queue, commit it here."""
-        while not group.ended.wait(LOOK_S):
+        while group.ended is not None and not group.ended.wait(LOOK_S):
             if self._lock.acquire(blocking=False):
                 try:
                     if group is self._group:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from sqlalchemy import ClauseElement, Connection
 from sqlalchemy.exc import DBAPIError
@@ -28,22 +28,26 @@ class _Compiled:
     order: tuple[str, ...] | None
 
 
-@dataclass(frozen=True)
-class Answer:
+class Answer(NamedTuple):
     """The rows that a statement returned, and how many it changed."""
 
     rows: list[tuple[Any, ...]]
     changed: int
 
 
-_COMPILED: dict[tuple[str, str, str], _Compiled] = {}
+_COMPILED: dict[tuple[bool, type, str], _Compiled] = {}
 
 
 def run(
-    connection: Connection, who: str, name: str, build: Callable[[], ClauseElement], values: Mapping[str, Any]
+    connection: Connection,
+    driver: Any,
+    statement: tuple[type, str],
+    build: Callable[[], ClauseElement],
+    values: Mapping[str, Any],
 ) -> Answer:
-    """Run the statement `name` of the class `who` with these values for its `bindparam`s."""
-    key = (connection.dialect.name, who, name)
+    """Run a statement, known by a class and its name there, with these values for its `bindparam`s. `driver` is
+    SQLite's own connection, if it is that database."""
+    key = (driver is None, *statement)
     compiled = _COMPILED.get(key)
     if compiled is None:
         compiled = _COMPILED[key] = _compile(connection, build())
@@ -53,15 +57,15 @@ def run(
         rows = [tuple(row) for row in result] if result.returns_rows else []
         return Answer(rows, result.rowcount)
     try:
-        cursor = driver_of(connection).execute(compiled.text, [filled[name] for name in compiled.order])
+        cursor = driver.execute(compiled.text, [filled[name] for name in compiled.order])
         return Answer(cursor.fetchall(), cursor.rowcount)
     except sqlite3.Error as error:
         raise DBAPIError.instance(compiled.text, None, error, sqlite3.Error) from error
 
 
 def driver_of(connection: Connection) -> Any:
-    """The driver's own connection."""
-    return connection.connection.driver_connection
+    """SQLite's own connection; None for another database's."""
+    return connection.connection.driver_connection if connection.dialect.name == "sqlite" else None
 
 
 def _compile(connection: Connection, statement: ClauseElement) -> _Compiled:

@@ -19,6 +19,7 @@ from sqlalchemy import (
     and_,
     bindparam,
     case,
+    exists,
     func,
     not_,
     or_,
@@ -153,17 +154,21 @@ _REQUESTED = (
     .order_by(tables.leases.c.unit)
 )
 _SHOWN = select(tables.shown).where(tables.shown.c.lease == bindparam("key"))
-_SILENT = (
-    _ACTIVE.where(tables.leases.c.issued_at_ms < bindparam("since_ms"))
-    .where(
-        tables.leases.c.node.not_in(
-            select(tables.presence.c.node).where(tables.presence.c.last_seen_ms >= bindparam("since_ms"))
-        )
-    )
-    .order_by(tables.leases.c.unit)
+_HOLDERS = tables.leases.alias()
+_GONE = select(_HOLDERS.c.node).where(
+    _HOLDERS.c.state == LeaseState.ACTIVE.value,
+    ~exists().where(tables.presence.c.node == _HOLDERS.c.node, tables.presence.c.last_seen_ms >= bindparam("since_ms")),
+)
+_SILENT = _ACTIVE.where(tables.leases.c.issued_at_ms < bindparam("since_ms"), tables.leases.c.node.in_(_GONE)).order_by(
+    tables.leases.c.unit
 )
 _SUBMISSIONS = select(tables.submissions).order_by(tables.submissions.c.unit)
 _CLAIMED = _SUBMISSIONS.where(tables.submissions.c.state == SubmissionState.AUDITING.value)
+_CLAIMED_BY = _CLAIMED.where(tables.submissions.c.validator == bindparam("key"))
+_UNJUDGED_IN_TIME = _CLAIMED.where(tables.submissions.c.claimed_until_ms <= bindparam("now_ms"))
+_OF_NODE = _SUBMISSIONS.where(tables.submissions.c.node == bindparam("key"))
+_LIGHT = _OF_NODE.where(UNJUDGED, tables.submissions.c.depth == "light")
+_PENDING = _OF_NODE.where(tables.submissions.c.matures_at_ms.is_not(None))
 _NEWCOMER = and_(tables.nodes.c.passed < PROBATION_AUDITS, tables.nodes.c.role == "worker")
 _WAITING = _SUBMISSIONS.join(tables.nodes, tables.nodes.c.node == tables.submissions.c.node).where(
     tables.submissions.c.state == SubmissionState.RECEIVED.value
@@ -186,6 +191,7 @@ class SqlReader:
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
+        self._driver = prepared.driver_of(connection)
 
     def setting(self, key: str) -> str | None:
         row = self._get("setting", lambda: _SETTING, key=key)
@@ -315,8 +321,7 @@ class SqlReader:
         return self._submissions(name, lambda: _WAITING.where(side).limit(_MOST), most=limit)
 
     def light_audits(self, node: str) -> list[SubmissionRow]:
-        light = (tables.submissions.c.node == bindparam("key"), UNJUDGED, tables.submissions.c.depth == "light")
-        return self._submissions("light", lambda: _SUBMISSIONS.where(*light), skip=False, key=node)
+        return self._submissions("light", lambda: _LIGHT, skip=False, key=node)
 
     def untrained(self, node: str) -> list[Filled]:
         units, table = tables.units, tables.submissions
@@ -326,20 +331,17 @@ class SqlReader:
         return [Filled(_unit(row), submission_of(row, len(units.columns))) for row in rows]
 
     def pending_credit(self, node: str) -> list[SubmissionRow]:
-        pending = (tables.submissions.c.node == bindparam("key"), tables.submissions.c.matures_at_ms.is_not(None))
-        return self._submissions("pending", lambda: _SUBMISSIONS.where(*pending), skip=False, key=node)
+        return self._submissions("pending", lambda: _PENDING, skip=False, key=node)
 
     def due_credit(self, now_ms: int, limit: int) -> list[SubmissionRow]:
         rows = self._run("due credit", lambda: _DUE, now_ms=now_ms, most=limit)
         return [submission_of(row) for row in rows]
 
     def overdue_audits(self, now_ms: int) -> list[SubmissionRow]:
-        overdue = tables.submissions.c.claimed_until_ms <= bindparam("now_ms")
-        return self._submissions("overdue audits", lambda: _CLAIMED.where(overdue), now_ms=now_ms)
+        return self._submissions("overdue audits", lambda: _UNJUDGED_IN_TIME, now_ms=now_ms)
 
     def claimed_by(self, validator: str) -> list[SubmissionRow]:
-        own = tables.submissions.c.validator == bindparam("key")
-        return self._submissions("claimed by", lambda: _CLAIMED.where(own), key=validator)
+        return self._submissions("claimed by", lambda: _CLAIMED_BY, key=validator)
 
     def _submissions(
         self, name: str, build: Callable[[], Select[Any]], skip: bool = True, **values: Any
@@ -491,10 +493,11 @@ class SqlReader:
 
     def _run(self, name: str, build: Callable[[], Select[Any]], **values: Any) -> list[tuple[Any, ...]]:
         """The rows of a statement that is asked often: built and compiled once for each kind of reader."""
-        return prepared.run(self._connection, type(self).__name__, name, build, values).rows
+        return prepared.run(self._connection, self._driver, (type(self), name), build, values).rows
 
     def _get(self, name: str, build: Callable[[], Select[Any]], **values: Any) -> tuple[Any, ...] | None:
-        return next(iter(self._run(name, build, **values)), None)
+        rows = self._run(name, build, **values)
+        return rows[0] if rows else None
 
     def _one(self, table: Table, column: Column[Any]) -> Select[Any]:
         """The row of a table whose `column` is `key`."""

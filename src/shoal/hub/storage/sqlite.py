@@ -77,8 +77,11 @@ class SqliteStorage:
 
     @contextmanager
     def read(self) -> Iterator[SqlStoryReader]:
-        with self._failures(), self._writers.write(False) if self._in_memory else self._view() as connection:
-            yield SqlStoryReader(connection)
+        try:
+            with self._writers.write(False) if self._in_memory else self._view() as connection:
+                yield SqlStoryReader(connection)
+        except (DatabaseError, sqlite3.Error) as error:
+            raise self._explained(error) from error
 
     @contextmanager
     def _view(self) -> Iterator[Connection]:
@@ -96,13 +99,15 @@ class SqliteStorage:
     @contextmanager
     def write(self, durable: bool = True, exclusive: bool = False) -> Iterator[CountingWriter]:  # noqa: ARG002  always
         try:
-            with self._failures(), self._writers.write(durable and not self._in_memory) as connection:
+            with self._writers.write(durable and not self._in_memory) as connection:
                 writer = CountingWriter(connection, self._counts)
                 try:
                     yield writer
                 except BaseException:
                     writer.undone()
                     raise
+        except (DatabaseError, sqlite3.Error) as error:
+            raise self._explained(error) from error
         except Busy as error:
             raise ResourceError(
                 f"the database {self._path} was busy for {BUSY_TIMEOUT_MS // 1000} s; is the disk stuck?"
@@ -111,23 +116,19 @@ class SqliteStorage:
     def close(self) -> None:
         if self._in_memory:
             return
-        with self._failures():
+        try:
             self._writers.close()
+        except (DatabaseError, sqlite3.Error) as error:
+            raise self._explained(error) from error
         while self._idle:
             self._idle.pop().close()
         self._durable.dispose()
         self._relaxed.dispose()
 
-    @contextmanager
-    def _failures(self) -> Iterator[None]:
-        """What the database says about its disk, as one sentence. The transaction is undone by then."""
-        try:
-            yield
-        except (DatabaseError, sqlite3.Error) as error:
-            raise self._explained(getattr(error, "orig", error)) from error
-
-    def _explained(self, error: BaseException | None) -> ResourceError:
-        """A full disk has several faces here: not every call of SQLite says so itself."""
+    def _explained(self, error: BaseException) -> ResourceError:
+        """What the database says about its disk, as one sentence. The transaction is undone by then. A full disk has
+        several faces here: not every call of SQLite says so itself."""
+        error = getattr(error, "orig", error)
         code = getattr(error, "sqlite_errorcode", 0) & 0xFF
         if code == sqlite3.SQLITE_FULL or (code == sqlite3.SQLITE_IOERR and is_full(self._path.parent)):
             return resource_error("write to the database", self._path, OSError(errno.ENOSPC, "disk full"))

@@ -190,7 +190,7 @@ class SqlWriter(SqlReader):
 
     def _change(self, name: str, build: Callable[[], ClauseElement], values: dict[str, Any]) -> prepared.Answer:
         """A change that is made often: built and compiled once for each kind of writer."""
-        return prepared.run(self._connection, type(self).__name__, name, build, values)
+        return prepared.run(self._connection, self._driver, (type(self), name), build, values)
 
     def _insert(self, table: Table) -> sqlite.Insert | postgresql.Insert:
         """An INSERT that can say what to do about a row that is there; both databases spell it alike."""
