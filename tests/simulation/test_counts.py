@@ -43,6 +43,10 @@ def present(sums: tuple[Progress, InHand]) -> tuple[Progress, InHand]:
 
 def require_equal(storage: SqliteStorage, node: str) -> InHand:
     sums = kept(storage, node)
+    with storage.write() as transaction:
+        alive = transaction.alive_counts()
+    with storage.read() as reader:
+        assert alive == reader.alive_counts()
     assert present(sums) == present(counted(storage, node))
     return sums[1]
 

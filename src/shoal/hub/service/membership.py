@@ -61,7 +61,7 @@ class Membership:
                 counters=heartbeat.counters,
             )
             fresh = transaction.node(node.node) or node
-            moment = Moment(self._context.rules, transaction.progress(), now_ms)
+            moment = Moment(self._context.rules, transaction.progress(counted=False), now_ms)
             if fresh.role == "validator":
                 said = transaction.presence(node.node)
                 transaction.apply(canary_alarm(fresh, said, presence, moment.progress.next_step))

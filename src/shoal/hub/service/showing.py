@@ -91,7 +91,7 @@ class Showing:
             tokens, part, new = showing.take(context.rules, context.config.proof, lease, last, said.chunks)
             if part is None or not fresh.on_probation:  # others are believed: nothing has to be kept of them
                 return ProgressReply(tokens=tokens, deadline_ms=held.lease.deadline_ms)
-            moment = Moment(context.rules, transaction.progress(), context.clock.now_ms())
+            moment = Moment(context.rules, transaction.progress(counted=False), context.clock.now_ms())
             renewed = leases.renew(moment, [held], {lease: sum(tokens)})
             transaction.apply([AddShown(replace(part, body=pack(ShownProgress(new)))), *renewed])
         with self._lock:

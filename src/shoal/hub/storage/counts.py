@@ -1,6 +1,7 @@
 """What decisions need to know of all rows together, kept by the one process that writes to an SQLite file.
 
     where the run stands (`Progress`)     kept while units are leased and submitted; read again after anything else
+    how many units are alive, by state    kept until an accepted one changes: it may have been in a batch, or not
     what newcomers have in hand           a sum for each network; a node whose rows changed is read again, alone
 
 Only a writer uses them: nobody writes beside it. What a transaction that fails has changed is read again.
@@ -8,6 +9,7 @@ Only a writer uses them: nobody writes beside it. What a transaction that fails 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TypeGuard
@@ -15,7 +17,7 @@ from typing import TypeGuard
 from sqlalchemy import Connection, bindparam, func, select
 
 from shoal.hub.state.commands import AddBatch, AddPolicy, Command, SaveLease, SaveNode, SaveSubmission, SaveUnit
-from shoal.hub.state.machines import UNDECIDED_SUBMISSIONS, UNDECIDED_UNITS, LeaseState
+from shoal.hub.state.machines import UNDECIDED_SUBMISSIONS, UNDECIDED_UNITS, LeaseState, UnitState
 from shoal.hub.state.rows import PROBATION_AUDITS, InHand, Progress
 from shoal.hub.storage import tables
 from shoal.hub.storage.queries import HANDS, UNJUDGED
@@ -55,13 +57,14 @@ class Hands:
 
 
 class Counts:
-    """Of one file; both are None until a writer needs them."""
+    """Of one file; all are None until a writer needs them."""
 
     progress: Progress | None = None
+    alive: Counter[UnitState] | None = None
     hands: Hands | None = None
 
     def forget(self) -> None:
-        self.progress = self.hands = None
+        self.progress = self.alive = self.hands = None
 
 
 class CountingWriter(SqlWriter):
@@ -76,14 +79,19 @@ class CountingWriter(SqlWriter):
     def undone(self) -> None:
         """The transaction has failed."""
         if self._is_moved:
-            self._counts.progress = None
+            self._counts.progress = self._counts.alive = None
         if self._counts.hands is not None:
             self._counts.hands.changed |= self._changed
 
-    def progress(self) -> Progress:
+    def progress(self, counted: bool = True) -> Progress:  # noqa: ARG002  it is kept
         if self._counts.progress is None:
             self._counts.progress = super().progress()
         return self._counts.progress
+
+    def alive_counts(self) -> dict[UnitState, int]:
+        if self._counts.alive is None:
+            self._counts.alive = Counter(super().alive_counts())
+        return dict(+self._counts.alive)
 
     def newcomers_in_hand(self, node: str) -> InHand:
         if self._counts.hands is None:
@@ -102,6 +110,7 @@ class CountingWriter(SqlWriter):
     def _applied(self, command: Command) -> None:
         if isinstance(command, SaveUnit):
             self._counts.progress = _after(self._counts.progress, command)
+            self._counts.alive = _alive_after(self._counts.alive, command)
             self._is_moved = True
         elif isinstance(command, AddBatch | AddPolicy):
             self._counts.progress = None
@@ -137,6 +146,17 @@ def _after(progress: Progress | None, command: SaveUnit) -> Progress | None:
     if was is None and row.unit == progress.next_unit:
         return replace(progress, next_unit=row.unit + 1, alive=progress.alive + 1)
     return progress if was in UNDECIDED_UNITS else None
+
+
+def _alive_after(alive: Counter[UnitState] | None, command: SaveUnit) -> Counter[UnitState] | None:
+    """The units alive with this one; None if they are to be counted again."""
+    row, was = command.row, command.was
+    if alive is None or not (was is None or was in UNDECIDED_UNITS):
+        return None
+    if was is not None:
+        alive[was] -= 1
+    alive[row.state] += row.alive
+    return alive
 
 
 def _moves_units(command: Command) -> TypeGuard[SaveLease | SaveSubmission | SaveNode]:

@@ -77,7 +77,6 @@ _LOST = {
 _PROGRESS = select(
     _NEXT_STEP,
     select(func.coalesce(func.max(tables.units.c.unit) + 1, 0)).scalar_subquery(),
-    select(func.count()).select_from(tables.units).where(_ALIVE).scalar_subquery(),
     _LOST[UnitState.DROPPED],
     _LOST[UnitState.VOID],
     *(
@@ -197,11 +196,12 @@ class SqlReader:
         row = self._get("setting", lambda: _SETTING, key=key)
         return None if row is None else str(row[0])
 
-    def progress(self) -> Progress:
+    def progress(self, counted: bool = True) -> Progress:
         (found,) = self._run("progress", lambda: _PROGRESS)
-        next_step, next_unit, alive, dropped, failed, incarnation, version, digest = found
+        next_step, next_unit, dropped, failed, incarnation, version, digest = found
         newest = None if digest is None else PolicyRef(incarnation=incarnation, version=version, digest=digest)
-        return Progress(newest, int(next_step), int(next_unit), int(alive), int(dropped), int(failed))
+        alive = sum(self.alive_counts().values()) if counted else 0
+        return Progress(newest, int(next_step), int(next_unit), alive, int(dropped), int(failed))
 
     def policy(self, incarnation: int, version: int) -> PolicyRef | None:
         table = tables.policies
