@@ -11,13 +11,13 @@ from shoal.hub.state.machines import LeaseState
 from shoal.hub.state.rows import InHand, Progress, UnitRow
 from shoal.hub.storage import SqliteStorage, StaleRow
 from shoal.protocol import NodeState, PolicyRef
-from shoal.simulator import Crew, Scenario, Simulation
+from shoal.simulator import Scenario, Simulation, WorkerKind
 
 CREWS = (
-    Crew(6, group_s=12, lives_s=90, network="10.0.0.0/24"),
-    Crew(2, group_s=8, lies=0.3, fresh_keys=True, network="10.0.1.0/24"),
-    Crew(2, delivers=False, network="10.0.2.0/24"),
-    Crew(1, group_s=9, proven=True),
+    WorkerKind(6, group_s=12, lives_s=90, network="10.0.0.0/24"),
+    WorkerKind(2, group_s=8, lies=0.3, fresh_keys=True, network="10.0.1.0/24"),
+    WorkerKind(2, delivers=False, network="10.0.2.0/24"),
+    WorkerKind(1, group_s=9, proven=True),
 )
 
 

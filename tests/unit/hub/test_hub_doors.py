@@ -27,9 +27,7 @@ from shoal.hub.service.posting import READ_POSTS
 from shoal.hub.state.commands import Record
 from shoal.hub.state.refusals import Refusal
 from shoal.hub.state.rows import NodeRow
-from shoal.hub.storage import SqliteStorage
-from shoal.hub.storage.queries import SqlReader
-from shoal.hub.storage.story_queries import SqlStoryReader
+from shoal.hub.storage import Reader, SqliteStorage
 from shoal.hub.waits import FORGET_AFTER_MS, Waits
 from shoal.protocol import (
     AuditRequest,
@@ -234,11 +232,10 @@ def test_a_heartbeat_has_short_names(bench: Bench, field: str) -> None:
 
 
 def test_no_page_that_anyone_may_read_loads_every_node(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(_self: SqlReader) -> None:
+    def refuse(_self: Reader) -> None:
         raise AssertionError("all nodes were loaded")
 
-    monkeypatch.setattr(SqlReader, "nodes", refuse)
-    monkeypatch.setattr(SqlReader, "presences", refuse)
+    monkeypatch.setattr(Reader, "nodes", refuse)
     for actor in (bench.trainer, bench.validator, bench.alice, bench.bob):
         ok(actor.call("POST", "/heartbeat", {}))
     ok(bench.http.get("/ready"))
@@ -334,8 +331,8 @@ def test_the_story_of_a_node_is_one_query_of_the_ledger_however_much_it_did(
 ) -> None:
     ok(bench.announce(0))
     bench.accept_groups(2)
-    about = Counted(SqlStoryReader.ledger_about)
-    monkeypatch.setattr(SqlStoryReader, "ledger_about", lambda self, *args: about(self, *args))
+    about = Counted(Reader.ledger_about)
+    monkeypatch.setattr(Reader, "ledger_about", lambda self, *args: about(self, *args))
     story = ok(bench.http.get(f"/nodes/{bench.alice.key.node}")).json()
     assert len(story["recent"]) == 2
     assert about.count == 1

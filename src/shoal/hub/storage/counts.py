@@ -14,14 +14,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TypeGuard
 
-from sqlalchemy import Connection, bindparam, func, select
+from sqlalchemy import Connection
 
 from shoal.hub.state.commands import AddBatch, AddPolicy, Command, SaveLease, SaveNode, SaveSubmission, SaveUnit
 from shoal.hub.state.machines import UNDECIDED_SUBMISSIONS, UNDECIDED_UNITS, LeaseState, UnitState
-from shoal.hub.state.rows import PROBATION_AUDITS, InHand, Progress
-from shoal.hub.storage import tables
-from shoal.hub.storage.queries import HANDS, UNJUDGED
-from shoal.hub.storage.writes import SqlWriter
+from shoal.hub.state.rows import InHand, Progress
+from shoal.hub.storage.reader import IN_HAND, NEWCOMER, UNJUDGED
+from shoal.hub.storage.writer import Writer
 
 
 class Hands:
@@ -67,7 +66,7 @@ class Counts:
         self.progress = self.alive = self.hands = None
 
 
-class CountingWriter(SqlWriter):
+class CountingWriter(Writer):
     """A writer that nobody writes beside."""
 
     def __init__(self, connection: Connection, counts: Counts) -> None:
@@ -95,19 +94,20 @@ class CountingWriter(SqlWriter):
 
     def newcomers_in_hand(self, node: str) -> InHand:
         if self._counts.hands is None:
-            self._counts.hands = Hands(holder for (holder,) in self._run("holders", lambda: _HOLDERS))
+            self._counts.hands = Hands(holder for (holder,) in self._rows(_HOLDERS))
         self._counts.hands.refresh(self._hand)
         return self._counts.hands.of(node)
 
     def _hand(self, node: str) -> tuple[str, list[int]] | None:
-        row = self._get("hand", lambda: _HAND, key=node)
-        if row is None:
+        rows = self._rows(_HAND, node=node)
+        if not rows:
             return None
-        network, passed, leased, brief, submitted = row
+        network, passed, leased, brief, submitted = rows[0]
         units = leased + submitted
         return network, [units, 0, 0] if passed else [units, units, leased - brief]
 
-    def _applied(self, command: Command) -> None:
+    def _apply(self, command: Command) -> None:
+        super()._apply(command)
         if isinstance(command, SaveUnit):
             self._counts.progress = _after(self._counts.progress, command)
             self._counts.alive = _alive_after(self._counts.alive, command)
@@ -121,21 +121,11 @@ class CountingWriter(SqlWriter):
                 self._counts.hands.changed.add(command.row.node)
 
 
-_HOLDERS = select(HANDS.c.node).distinct()
-_LEASED = select(func.count()).where(
-    tables.leases.c.node == bindparam("key"), tables.leases.c.state == LeaseState.ACTIVE.value
-)
-_HAND = select(
-    tables.nodes.c.network,
-    tables.nodes.c.passed,
-    _LEASED.scalar_subquery(),
-    _LEASED.where(tables.leases.c.brief).scalar_subquery(),
-    select(func.count()).where(tables.submissions.c.node == bindparam("key"), UNJUDGED).scalar_subquery(),
-).where(
-    tables.nodes.c.node == bindparam("key"),
-    tables.nodes.c.passed < PROBATION_AUDITS,
-    tables.nodes.c.role == "worker",
-)
+_HOLDERS = f"SELECT DISTINCT node FROM ({IN_HAND}) AS hands"
+_LEASED = f"SELECT count(*) FROM leases WHERE leases.node = :node AND leases.state = '{LeaseState.ACTIVE}'"
+_HAND = f"""SELECT nodes.network, nodes.passed, ({_LEASED}), ({_LEASED} AND leases.brief),
+    (SELECT count(*) FROM submissions WHERE submissions.node = :node AND {UNJUDGED})
+    FROM nodes WHERE nodes.node = :node AND {NEWCOMER}"""
 
 
 def _after(progress: Progress | None, command: SaveUnit) -> Progress | None:

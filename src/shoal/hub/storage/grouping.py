@@ -19,7 +19,7 @@ from contextlib import contextmanager
 
 from sqlalchemy import Connection, Engine
 
-from shoal.hub.storage.prepared import driver_of
+from shoal.hub.storage.reader import driver_of
 
 MOST = 64
 """Writers in one group: the first of them waits for all the others' bodies."""

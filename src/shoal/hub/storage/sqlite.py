@@ -28,8 +28,7 @@ from shoal.errors import DiskError, ResourceError, ShoalError
 from shoal.hub.storage import schema
 from shoal.hub.storage.counts import CountingWriter, Counts
 from shoal.hub.storage.grouping import Busy, GroupCommit
-from shoal.hub.storage.prepared import driver_of
-from shoal.hub.storage.story_queries import SqlStoryReader
+from shoal.hub.storage.reader import Reader, driver_of
 from shoal.runtime.files import ensure_folder, is_full, make_private, resource_error
 
 BUSY_TIMEOUT_MS = 10_000
@@ -76,10 +75,10 @@ class SqliteStorage:
         """There is nobody to leave it to."""
 
     @contextmanager
-    def read(self) -> Iterator[SqlStoryReader]:
+    def read(self) -> Iterator[Reader]:
         try:
             with self._writers.write(False) if self._in_memory else self._view() as connection:
-                yield SqlStoryReader(connection)
+                yield Reader(connection)
         except (DatabaseError, sqlite3.Error) as error:
             raise self._explained(error) from error
 
