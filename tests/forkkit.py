@@ -36,8 +36,8 @@ PRELOADED = (
     "shoal.run.preflight",
     "shoal.cli.status",
     "shoal.client.asgi",
-    "shoal.hub.app",
-    "shoal.hub.server",
+    "shoal.hub.http.app",
+    "shoal.hub.http.server",
 )
 DEADLINE_S = 60.0
 

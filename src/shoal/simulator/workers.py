@@ -75,21 +75,22 @@ class SimulatedWorker:
         if life != self._life:
             return
         self._world.at(self._world.scenario.heartbeat_s, lambda: self._beat(life))
+        progress = self._progress()
         try:
-            known = self._world.hub.membership.heartbeat(self._row, Heartbeat(progress=self._progress()))
+            known = self._world.hub.membership.heartbeat(self._row, Heartbeat(progress=progress))
             if known.node.on_probation:
-                self._show(self._row)
+                self._show(progress)
         except (HubDown, Refusal):  # the lease may have run out
             return
 
-    def _show(self, row: NodeRow) -> None:
+    def _show(self, progress: dict[str, int]) -> None:
         """The rollouts of each lease that were finished since the last time, one after the other."""
-        for name, tokens in self._progress().items():
+        for name, tokens in progress.items():
             first, end = self._shown.get(name, 0), min(tokens // TOKENS, len(self._leases[name][0].seeds))
             if end > first:
                 drawn = pack_tokens(_DRAWN.token_ids), _DRAWN.proofs
                 chunks = [ShownChunks(index, 0, *drawn) for index in range(first, end)]
-                self._world.hub.showing.show(row, name, pack(ShownProgress(chunks), level=1))
+                self._world.hub.showing.show(self._row, name, pack(ShownProgress(chunks), level=1))
                 self._shown[name] = end
 
     def _progress(self) -> dict[str, int]:

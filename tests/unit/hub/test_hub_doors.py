@@ -14,12 +14,12 @@ import pytest
 from hubkit import ROOT, TRAINER, VALIDATOR, Bench, certificate, code_of, ok, policy
 from ownerkit import ADMIN, Owner
 
-from shoal.hub import auth
 from shoal.hub import changes as changes_module
-from shoal.hub.answers import Answers
-from shoal.hub.bodies import read_body
 from shoal.hub.changes import Changes, Topic, long_poll
-from shoal.hub.door import Edge
+from shoal.hub.http import auth
+from shoal.hub.http.bodies import read_body
+from shoal.hub.http.cache import Answers
+from shoal.hub.http.middleware import Edge
 from shoal.hub.limits import Addresses
 from shoal.hub.service import Hub, Posting
 from shoal.hub.service.owner import orders_of, put_orders

@@ -18,8 +18,8 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 
 from shoal.errors import SignatureError
-from shoal.hub.bodies import parse_json, read_body
-from shoal.hub.door import Edge, visit_of
+from shoal.hub.http.bodies import parse_json, read_body
+from shoal.hub.http.middleware import Edge, visit_of
 from shoal.hub.limits import TooMuch
 from shoal.hub.service import Context
 from shoal.hub.state.nodes import require_welcome

@@ -19,9 +19,9 @@ import uvicorn
 from fastapi import FastAPI
 
 from shoal.errors import ResourceError
-from shoal.hub.app import create_app
-from shoal.hub.connections import IDLE_S, MAX_HEAD_BYTES, Gatekeeper, guarded_by
-from shoal.hub.door import Edge
+from shoal.hub.http.app import create_app
+from shoal.hub.http.connections import IDLE_S, MAX_HEAD_BYTES, Gatekeeper, guarded_by
+from shoal.hub.http.middleware import Edge
 from shoal.hub.limits import Addresses
 from shoal.hub.service import Hub
 from shoal.hub.settings import HubConfig, HubSettings

@@ -11,7 +11,7 @@ from typing import TypeVar
 from pydantic import ValidationError
 from starlette.requests import ClientDisconnect, Request
 
-from shoal.hub.door import Edge, visit_of
+from shoal.hub.http.middleware import Edge, visit_of
 from shoal.hub.state.refusals import Refusal
 from shoal.protocol import Message, first_problem
 
