@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,13 +39,6 @@ from shoal.protocol import (
 from shoal.runtime.clock import ManualClock
 
 SECOND = SigningKey.from_seed(b"w" * 32)
-
-
-@pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
-    bench = Bench(tmp_path / "hub")
-    yield bench
-    bench.close()
 
 
 @pytest.fixture

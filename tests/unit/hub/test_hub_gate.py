@@ -20,13 +20,6 @@ from shoal.protocol import Registration
 from shoal.runtime.clock import ManualClock
 
 
-@pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
-    bench = Bench(tmp_path / "hub")
-    yield bench
-    bench.close()
-
-
 class TestInsisting:
     @pytest.fixture(autouse=True)
     def at_once(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -284,13 +284,6 @@ def test_an_address_that_asks_too_often_is_held_and_refused(tmp_path: Path, monk
 # ── what is seen of it ───────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
-    bench = Bench(tmp_path / "hub")
-    yield bench
-    bench.close()
-
-
 def metrics_of(bench: Bench) -> dict[str, float]:
     lines = ok(bench.http.get("/metrics")).text.splitlines()
     pairs = (line.rsplit(" ", 1) for line in lines if line and not line.startswith("#"))

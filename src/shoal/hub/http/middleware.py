@@ -56,7 +56,9 @@ class Visit:
 
 def visit_of(scope: Scope) -> Visit:
     """The visit that the door has begun; a new one where there is no door."""
-    visit: Visit = scope.setdefault(VISIT, Visit(secrets.token_hex(8)))
+    if VISIT not in scope:
+        scope[VISIT] = Visit(secrets.token_hex(8))
+    visit: Visit = scope[VISIT]
     return visit
 
 

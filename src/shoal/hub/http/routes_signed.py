@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Path, Query, Request, Response
 
 from shoal.hub.changes import Topic
-from shoal.hub.http.auth import authenticate, authenticate_newcomer
+from shoal.hub.http.auth import authenticate, authenticate_newcomer, signed
 from shoal.hub.http.bodies import parse_json, read_body
 from shoal.hub.http.calls import HubDependency, UploadSlots, poll, serve
 from shoal.hub.http.middleware import visit_of
@@ -57,8 +57,8 @@ async def register(request: Request, hub: HubDependency) -> NodeView:
 )
 async def heartbeat(request: Request, hub: HubDependency) -> HeartbeatReply:
     """Answers with the node as the hub sees it, the newest policy, and whether the run is finished."""
-    caller = await authenticate(hub.context, request)
-    return await serve(hub.membership.heartbeat, caller.node, parse_json(caller.body, Heartbeat))
+    node, said = await signed(hub.context, request, Heartbeat)
+    return await serve(hub.membership.heartbeat, node, said)
 
 
 @router.post(
@@ -70,15 +70,14 @@ async def lease(request: Request, hub: HubDependency) -> LeaseReply:
     """Up to `max_units` signed leases. Waits up to `wait_s` (at most 30) for one; none comes with a reason in words.
     The same `request` id gets the same leases again, so a lost answer costs nothing. Who asks with an older `policy`
     than the newest is told so at once."""
-    caller = await authenticate(hub.context, request, roles=("worker",))
-    ask = parse_json(caller.body, LeaseRequest)
+    node, ask = await signed(hub.context, request, LeaseRequest, "worker")
     client = visit_of(request.scope).client
     return await poll(
         hub,
         request,
         Topic.LEASES,
         ask.wait_s,
-        lambda: hub.work.lease(caller.node, ask, network_of(client), client),
+        lambda: hub.work.lease(node, ask, network_of(client), client),
         lambda reply: bool(reply.leases) or reply.finished or ask.policy not in (None, reply.policy),
         lambda reply: reply.held_back,
     )
@@ -92,8 +91,8 @@ async def lease(request: Request, hub: HubDependency) -> LeaseReply:
 )
 async def release(request: Request, hub: HubDependency) -> None:
     """Their units go to somebody else at once. Leases that have ended are ignored."""
-    caller = await authenticate(hub.context, request, roles=("worker",))
-    await serve(hub.work.release, caller.node, parse_json(caller.body, LeaseRelease))
+    node, said = await signed(hub.context, request, LeaseRelease, "worker")
+    await serve(hub.work.release, node, said)
 
 
 _SHOW = describes("worker", (401, 403, 404, 410, 413, 422), "a `ShownProgress`: msgpack in a zstd frame")
@@ -131,9 +130,8 @@ async def submit(lease: str, request: Request, response: Response, hub: HubDepen
 async def upload(lease: str, request: Request, hub: HubDependency) -> SignedDocument:
     """Answers with a signed `UploadTicket`: one URL for one object of this size and hash, in the run's store. Refused
     as the submission would be; 409 `upload.by_hub` if the run has no such store."""
-    caller = await authenticate(hub.context, request, roles=("worker", "validator"))
-    ask = parse_json(caller.body, UploadRequest)
-    return await serve(hub.uploads.ticket, caller.node, lease, ask)
+    node, ask = await signed(hub.context, request, UploadRequest, "worker", "validator")
+    return await serve(hub.uploads.ticket, node, lease, ask)
 
 
 _COMMIT = describes("worker", _UPLOADED, UploadCommit, {"submission": "9f" * 32}, _SAME)
@@ -143,12 +141,11 @@ _COMMIT = describes("worker", _UPLOADED, UploadCommit, {"submission": "9f" * 32}
 async def commit(lease: str, request: Request, response: Response, hub: HubDependency) -> SignedDocument:
     """The hub reads what was uploaded, checks it, and answers with a signed `Receipt`, exactly as for a submission that
     was put to the hub itself. 409 `upload.missing` if there is nothing (any more): upload it again."""
-    caller = await authenticate(hub.context, request, roles=("worker", "validator"))
-    named = parse_json(caller.body, UploadCommit)
+    node, named = await signed(hub.context, request, UploadCommit, "worker", "validator")
     slots: UploadSlots = request.app.state.uploads
-    with slots.committing(caller.node.node):
+    with slots.committing(node.node):
         async with slots:
-            response.status_code, receipt = await serve(hub.uploads.commit, caller.node, lease, named)
+            response.status_code, receipt = await serve(hub.uploads.commit, node, lease, named)
     return receipt
 
 
@@ -171,14 +168,13 @@ async def audits(request: Request, hub: HubDependency) -> AuditReply:
     With `generates` it may be given leases of its own, of units that nobody could judge: it generates them and hands
     them in like a worker. With `evaluate` it may be given a slice of an evaluation as well: `now`, or when there is
     nothing to check."""
-    caller = await authenticate(hub.context, request, roles=("validator",))
-    ask = parse_json(caller.body, AuditRequest)
+    node, ask = await signed(hub.context, request, AuditRequest, "validator")
     return await poll(
         hub,
         request,
         Topic.AUDITS,
         ask.wait_s,
-        lambda: hub.checking.audits(caller.node, ask),
+        lambda: hub.checking.audits(node, ask),
         lambda reply: bool(reply.audits or reply.generate or reply.evaluation) or reply.finished,
     )
 
@@ -202,8 +198,8 @@ async def bodies(name: Names, request: Request, hub: HubDependency) -> Response:
 async def verdicts(request: Request, hub: HubDependency) -> VerdictReply:
     """`Verdict`s signed by the calling validator. The first on a submission stands; the same outcome again is
     harmless. Those that were not taken are named in the answer."""
-    caller = await authenticate(hub.context, request, roles=("validator",), max_bytes=MAX_REPORT_BYTES)
-    return await serve(hub.checking.verdicts, caller.node, parse_json(caller.body, VerdictReport))
+    node, said = await signed(hub.context, request, VerdictReport, "validator", max_bytes=MAX_REPORT_BYTES)
+    return await serve(hub.checking.verdicts, node, said)
 
 
 @router.post(
@@ -229,8 +225,8 @@ async def calibrated(request: Request, hub: HubDependency) -> None:
 async def evaluated(request: Request, hub: HubDependency) -> None:
     """An `EvaluationReport` signed by the calling validator, on a slice that `/audits` gave out. The first report on a
     slice stands; 422 `evaluation.environment` if it was scored with other tasks than the run's."""
-    caller = await authenticate(hub.context, request, roles=("validator",))
-    await serve(hub.evaluating.report, caller.node, parse_json(caller.body, SignedDocument))
+    node, said = await signed(hub.context, request, SignedDocument, "validator")
+    await serve(hub.evaluating.report, node, said)
 
 
 @router.post(
@@ -242,8 +238,8 @@ async def evaluated(request: Request, hub: HubDependency) -> None:
 async def announce(request: Request, hub: HubDependency) -> None:
     """A `PolicyAnnouncement` signed by the trainer. The same again is harmless; 409 `policy.digest` if that
     (incarnation, version) was announced with another digest. A new incarnation voids open leases."""
-    caller = await authenticate(hub.context, request, roles=("trainer",))
-    await serve(hub.training.announce, caller.node, parse_json(caller.body, SignedDocument))
+    node, said = await signed(hub.context, request, SignedDocument, "trainer")
+    await serve(hub.training.announce, node, said)
 
 
 @router.post(
@@ -254,14 +250,13 @@ async def announce(request: Request, hub: HubDependency) -> None:
 async def batch(step: Step, request: Request, hub: HubDependency) -> BatchReply:
     """The batch is written down before it is answered and never changes; asking again gets it again. While it is not
     complete, `waiting` says what it waits for."""
-    caller = await authenticate(hub.context, request, roles=("trainer",))
-    ask = parse_json(caller.body, BatchRequest)
+    node, ask = await signed(hub.context, request, BatchRequest, "trainer")
     return await poll(
         hub,
         request,
         Topic.BATCHES,
         ask.wait_s,
-        lambda: hub.training.batch(caller.node, step),
+        lambda: hub.training.batch(node, step),
         lambda reply: reply.batch is not None,
     )
 
@@ -285,5 +280,5 @@ async def rollouts(step: Step, request: Request, hub: HubDependency) -> Response
 )
 async def report(request: Request, hub: HubDependency) -> None:
     """Shown by `/status`, its alarms among the hub's own. A report for the same step replaces the earlier one."""
-    caller = await authenticate(hub.context, request, roles=("trainer",))
-    await serve(hub.training.report, parse_json(caller.body, StepReport))
+    _, said = await signed(hub.context, request, StepReport, "trainer")
+    await serve(hub.training.report, said)
